@@ -8,8 +8,9 @@ from forestage.cache import image
 from forestage.cache.image import Access, Image
 from forestage.cache.part import Part
 from forestage.config import Config
-from forestage.stage import engines, source
-from forestage.stage.source import OpenImage
+from forestage.sources import source
+from forestage.sources.source import OpenImage
+from forestage.stage import engines
 from forestage.system.as_user import User
 
 

@@ -33,8 +33,8 @@ from forestage.config import Config
 from forestage.paths import Places
 from forestage.slurm.hints import Hints
 from forestage.slurm.job import Job
+from forestage.sources.source import OpenImage
 from forestage.stage import wait
-from forestage.stage.source import OpenImage
 from forestage.system.as_user import User
 
 FEW = 10  # entries

@@ -10,7 +10,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from forestage.cache import digest, space
+from forestage.cache import allocation, digest
 from forestage.cache.image import Access, Identity, Image, read_acl
 from forestage.cache.layout import Entry
 from forestage.cache.lease import Lease, Use
@@ -90,7 +90,7 @@ class Site:
         owner = Owner(os.getpid(), boot_id(), wanted, **known)
         part.write_owner(owner)
         size = wanted.size
-        space.reserve(part, size, CHUNK, set(range(-(-size // CHUNK))))
+        allocation.reserve(part, size, CHUNK, set(range(-(-size // CHUNK))))
         return part, owner
 
     def publish(self, path: Path, age: float = 60.0, digests: bool = True) -> str:

@@ -19,8 +19,8 @@ from forestage.config import Config
 from forestage.paths import Places
 from forestage.slurm.hints import Hints
 from forestage.slurm.job import Job
-from forestage.stage import opening
-from forestage.stage.source import OpenImage
+from forestage.sources import opening
+from forestage.sources.source import OpenImage
 from forestage.system import run
 from forestage.system.as_user import User
 from forestage.units import Amount

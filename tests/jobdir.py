@@ -12,7 +12,6 @@ import node as nodes
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import load_settings
-from forestage.data import job_dir
 from forestage.events import Handled
 from forestage.hooks import data
 from forestage.hooks.data import Shown
@@ -21,7 +20,8 @@ from forestage.slurm.job import Job
 from forestage.stage.wait import Progress, quiet
 from forestage.system import loop, mounts
 from forestage.system.as_user import User
-from forestage.through import clones
+from forestage.views import job_dir
+from forestage.views.through import clones
 from node import ALICE
 
 MIB = 1 << 20

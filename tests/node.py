@@ -19,7 +19,8 @@ from typing import TypeVar
 
 import squashfs
 from forestage import events
-from forestage.cache import image, redirect
+from forestage.bind import redirect
+from forestage.cache import image
 from forestage.cache.image import Identity
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases
@@ -31,7 +32,7 @@ from forestage.paths import Places
 from forestage.slurm.job import SAVE_OPTION
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
-from forestage.through.living import PROCESS_NAME, SERVER_NAME
+from forestage.views.through.running import PROCESS_NAME, SERVER_NAME
 
 T = TypeVar("T")
 Arrange = Callable[[object, str, Callable[[], object]], None]

@@ -20,8 +20,8 @@ MODULES = sorted(
 )
 GROUND = ("errors", "units", "trace", "log", "clock", "paths")
 FOLDERS = (
-    *("system", "config", "slurm", "events", "cache", "peers", "stage"),
-    *("through", "data", "registry", "hooks", "admin", "check", "report", "cli"),
+    *("system", "config", "slurm", "events", "cache", "bind", "peers", "sources", "stage"),
+    *("views", "registry", "hooks", "admin", "check", "report", "cli"),
 )
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
 
@@ -43,17 +43,17 @@ STARTERS = {
     *("admin.enable", "admin.pack", "admin.publish", "admin.warm"),  # as who calls them
     *("check.hooks", "check.registry", "check.sources"),
     *("slurm.queue", "slurm.release"),
-    *("cache.doubt", "data.job_disk", "data.tree", "peers.auth", "stage.engines"),
+    *("cache.disk_errors", "views.job_disk", "views.directory", "peers.auth", "stage.engines"),
 }
 """Modules that may start programs: none runs for a job's user, or parses what users wrote."""
 
-FOR_USERS = {"data.fill", "data.serving", "hooks.registry", "registry.worker", "stage.fstab"}
+FOR_USERS = {"views.fill", "views.serving", "hooks.registry", "registry.worker", "stage.fstab"}
 """Those that start one for a job's user, with all three ids theirs (run.start_as and its like):
 bash with real uid 0 makes itself root again. See docs/security.md.
 """
 
 FOR_WORKERS = {
-    *("registry.environment", "registry.resolve", "registry.importing", "registry.asker"),
+    *("registry.environment", "registry.resolve", "registry.importing", "registry.worker_pipe"),
 }
 """Those that start one as the user whom their process is (run.run_here, start_here): what runs
 there is the user's own, and so is what it may do.
@@ -264,7 +264,7 @@ import sys
 from forestage.hooks.boundary import import_msgspec
 import_msgspec()
 import forestage.hooks.prolog, forestage.hooks.step, forestage.hooks.epilog
-import forestage.stage.stager, forestage.through.keeper, forestage.cache.shown
+import forestage.stage.stager, forestage.views.through.keeper, forestage.cache.step_record
 heavy = {"yaml", "xxhash", "typing_extensions", "hashlib", "shutil", "tempfile"}
 heavy |= {"platform", "decimal", "uuid", "datetime", "urllib.parse", "ipaddress", "ctypes"}
 heavy |= {f"msgspec.{name}" for name in ("inspect", "_json_schema", "toml", "yaml")}

@@ -23,13 +23,13 @@ from forestage.clock import Clock
 from forestage.config import Config
 from forestage.slurm.hints import Hints
 from forestage.slurm.job import Job
-from forestage.stage.source import OpenImage
+from forestage.sources.source import OpenImage
 from forestage.stage.task import Task
 from forestage.system import mounts
 from forestage.system.as_user import User
-from forestage.through import keeper, living
-from forestage.through.living import PROCESS_NAME, SERVER_NAME
 from forestage.units import Amount
+from forestage.views.through import keeper, running
+from forestage.views.through.running import PROCESS_NAME, SERVER_NAME
 from node import ALICE, Node, children_left, comm, end_keepers, until
 
 MIB = 1024 * 1024
@@ -80,8 +80,8 @@ class Through:
         self.sock = keeper.start(task(self.node, self.opened))
         self.pid = next(state.pid for spot, state in self.living() if spot == self.spot)
 
-    def living(self) -> list[tuple[Path, living.State]]:
-        return living.states(self.node.places.through)
+    def living(self) -> list[tuple[Path, running.State]]:
+        return running.states(self.node.places.through)
 
     def connect(self) -> socket.socket:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

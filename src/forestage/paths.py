@@ -22,7 +22,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def config(self) -> Path:
-        """What the configuration's files said, see config/kept.py."""
+        """What the configuration's files said, see config/memo.py."""
         return self.run / "config.json"
 
     @property
@@ -90,7 +90,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def served(self) -> Path:
-        """A socket for each file that is mounted in a step, see data/serving.py."""
+        """A socket for each file that is mounted in a step, see views/serving.py."""
         return self.run / "served"
 
     def window(self, job: int) -> Path:
@@ -105,7 +105,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def disk(self) -> Path:
-        """What is known of errors of the cache's disk, see cache/doubt.py."""
+        """What is known of errors of the cache's disk, see cache/disk_errors.py."""
         return self.run / "disk.json"
 
     @property
@@ -125,7 +125,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def claims(self) -> Path:
-        """A lock for each redirect that is being unmounted, see cache/unmount.py. Not on the
+        """A lock for each redirect that is being unmounted, see bind/unmount.py. Not on the
         cache's disk, which may hang."""
         return self.run / "claims"
 

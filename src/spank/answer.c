@@ -32,7 +32,7 @@ static const struct {
 	{"folder", ".mr", FOLDER},
 	{"later", "/", LATER},
 	{"leave", "*", LEAVE},
-	/* Of a record alone (cache/shown.py). */
+	/* Of a record alone (cache/step_record.py). */
 	{"boot", ".", BOOT},
 	{"events", "/", EVENT_LOG},
 	{"file", "/####", OUR_FILE},

@@ -1,4 +1,4 @@
-/* What of a job's data is shown in its steps? As the helper's lines say (data/wanted.py). */
+/* What of a job's data is shown in its steps? As the helper's lines say (views/wanted.py). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -15,7 +15,7 @@
 
 #include "forestage.h"
 
-#define SERVED_SECONDS 20 /* until it is served: PLACED and START of data/serving.py */
+#define SERVED_SECONDS 20 /* until it is served: PLACED and START of views/serving.py */
 #define MADE "mode=0755,size=64k" /* of the tmpfs in which missing mount points are made */
 
 /* A line, taken apart in user_init; the tasks inherit it. */

@@ -15,7 +15,7 @@
 #include "forestage.h"
 
 #define STALE_BINDS 8 /* unmounted from one path at most */
-/* In mountinfo. An entry is renamed before it is deleted: _move_aside() in cache/layout.py. */
+/* In mountinfo. An entry is renamed before it is deleted: move_aside() in cache/layout.py. */
 #define ENTRY_ROOT "/(entries/[0-9a-f]{32}|evicted/[0-9a-f]{32}\\.[0-9]+)/image(//deleted)?$"
 
 enum sight { IS_SOURCE, IS_SHOWN, IS_STALE, IS_OTHER };

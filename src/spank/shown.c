@@ -1,4 +1,4 @@
-/* Has this job been shown that image before? By the record of who looked (cache/shown.py). */
+/* Has this job been shown that image before? By the record of who looked (cache/step_record.py). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

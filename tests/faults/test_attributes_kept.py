@@ -15,12 +15,13 @@ import pytest
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock
 from forestage.config import load_settings
-from forestage.data import manifest, wanted
-from forestage.data.manifest import Manifest
 from forestage.hooks import data
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
+from forestage.sources import manifest
+from forestage.sources.manifest import Manifest
 from forestage.system import files, loop, mounts
+from forestage.views import wanted
 from node import ALICE, Node, unmount, until
 
 

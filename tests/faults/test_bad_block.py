@@ -13,7 +13,7 @@ from fault import image, source_bytes
 
 from forestage.admin import sweep
 from forestage.admin.sweep import SweepReport
-from forestage.cache import doubt
+from forestage.cache import disk_errors
 from forestage.slurm.queue import Slurm
 from node import BOB, Node, until
 from through import MIB, Copy, Shown, Through, forget_pages, here, read_fresh, shows
@@ -77,13 +77,13 @@ def test_bad_block_costs_one_job_and_hits_resume_once_all_was_read(node: Node, n
         assert ran.ended == (0, "declined", "disk-errors")
         assert read(path) == data
         node.epilog(4)
-    why = doubt.known(node.places).why
+    why = disk_errors.known(node.places).why
     assert why.startswith("I/O error, dev loop")
 
     assert [one.result for one in swept(node).verified].count("bad") == 1
     assert node.entries() == {node.identity(good).key}
     swept(node)  # reading the bad block was an error once more
-    assert doubt.known(node.places).since == 0
+    assert disk_errors.known(node.places).since == 0
     assert node.prolog(5, good).outcome.result == "hit"
     assert node.prolog(6, bad).outcome.result == "copied"
     assert (read(good), read(bad)) == (image(1), image(2))

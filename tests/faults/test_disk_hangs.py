@@ -18,7 +18,7 @@ from far import Far
 from fault import Beside, beside, image
 
 from forestage.admin import evict, status, sweep
-from forestage.cache import doubt
+from forestage.cache import disk_errors
 from forestage.errors import Declined
 from forestage.slurm.lines import NUMBER
 from forestage.slurm.queue import Slurm
@@ -143,7 +143,7 @@ def test_raid_of_which_the_other_disk_hangs_serves_nothing(
     file = far.put("disk", bytes(1 << 20))
     argv = ["losetup", "--find", "--show", file]
     loop = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
-    monkeypatch.setattr(doubt, "devices", lambda root: {Path(loop).name})
+    monkeypatch.setattr(disk_errors, "devices", lambda root: {Path(loop).name})
     path = node.put("alice/image.sqsh", image())
     found = Hangs(node, far.hang, far.answer)
     try:

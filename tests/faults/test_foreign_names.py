@@ -17,9 +17,9 @@ import pytest
 from far import Far
 
 from forestage.clock import Clock
-from forestage.data import erofs, manifest
-from forestage.data.open_tree import OpenTree
 from forestage.errors import Declined
+from forestage.sources import erofs, manifest
+from forestage.sources.open_tree import OpenTree
 from forestage.system import mounts
 from node import ALICE, BOB, Node, content, read_as
 

@@ -15,8 +15,9 @@ import pytest
 from far import Far
 from fault import CHUNKS, Points, Until, beside, image, served
 
-from forestage.cache import unmount
-from forestage.stage import queue, source
+from forestage.bind import unmount
+from forestage.sources import source
+from forestage.stage import queue
 from forestage.system import mounts
 from node import ALICE, BOB, Later, Node, read_as, until
 

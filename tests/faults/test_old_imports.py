@@ -18,8 +18,8 @@ from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.errors import Failed
-from forestage.registry import under_way
-from forestage.registry.under_way import UnderWay
+from forestage.registry import imports_now
+from forestage.registry.imports_now import UnderWay
 from forestage.system import as_user, mounts
 from forestage.system.as_user import User
 from node import ALICE, BOB, Node
@@ -82,9 +82,9 @@ def importing(node: Node, own: Path) -> Iterator[None]:
     node.places.images.mkdir(parents=True)
     own_name = Path("/proc/self/comm")
     was = own_name.read_text()
-    own_name.write_text(under_way.PROCESS_NAME)
+    own_name.write_text(imports_now.PROCESS_NAME)
     # As ALICE's uid is called here.
-    under_way.note(node.places, UnderWay(1, 0, "nobody", "ubuntu", 0.0, os.getpid()))
+    imports_now.note(node.places, UnderWay(1, 0, "nobody", "ubuntu", 0.0, os.getpid()))
     yield
     own_name.write_text(was)
 

@@ -18,7 +18,7 @@ from far import Far
 from fault import beside, image
 
 from forestage.hooks import boundary, epilog
-from forestage.registry import place
+from forestage.registry import mount_points
 from node import BOB, Node, until
 
 GETDENTS64 = {"x86_64": 217, "aarch64": 61}
@@ -80,7 +80,7 @@ def test_user_can_hold_no_directory_in_which_hooks_make_names(
     """After jobs of many kinds there is none; in tests/slurm/jobs.py after all of the tests'."""
     node.staged(2)
     called(node, "prolog", 2)
-    place.make(node.places, 2, 0, 100)
+    mount_points.make(node.places, 2, 0, 100)
     node.configure(cold="shared")
     node.prolog(3, node.put("alice/other.sqsh"))
     ours = [one for one in (run, *run.rglob("*")) if one.is_dir()]

@@ -14,7 +14,8 @@ from fault import MIB, Beside, Points, Until, beside, image
 from forestage import check
 from forestage.check import Report, Target
 from forestage.clock import Clock, Deadline
-from forestage.stage import opening, wait
+from forestage.sources import opening
+from forestage.stage import wait
 from forestage.system import mounts, probe, tree
 from node import Node, until
 

@@ -15,8 +15,8 @@ from forestage.cache.readers import NOW
 from forestage.errors import Declined
 from forestage.stage import stager
 from forestage.system.holder import Channel
-from forestage.through import keeping
-from forestage.through.reads import RUN
+from forestage.views.through import keeper_process
+from forestage.views.through.reads import RUN
 from node import ALICE, Node, until
 from through import MIB, Copy, Shown, Through, read_fresh, reading, task
 
@@ -89,7 +89,7 @@ def test_stager_killed_and_begun_anew_shows_no_wrong_byte(
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "STAGER_PAUSE", 0.0)
+    monkeypatch.setattr(keeper_process, "STAGER_PAUSE", 0.0)
 
 
 def leased(node: Node, shown: Shown) -> Through:
@@ -126,9 +126,9 @@ def test_stager_that_is_always_killed_is_started_a_few_times(
     through = leased(node, shown)
     with start(through) as channel:
         assert end(channel) == "died"
-    until(lambda: points.count("claimed") == 1 + keeping.MOST_STAGERS, "stagers")
+    until(lambda: points.count("claimed") == 1 + keeper_process.MOST_STAGERS, "stagers")
     through.turns(12)
-    assert points.count("claimed") == 1 + keeping.MOST_STAGERS
+    assert points.count("claimed") == 1 + keeper_process.MOST_STAGERS
     assert read_fresh(through.path) == source_bytes()
 
 
@@ -138,7 +138,7 @@ def test_copy_is_not_begun_again_where_that_is_of_no_use(
 ) -> None:
     if why == "upgraded":
         releases = iter(range(1000))
-        monkeypatch.setattr(keeping, "_release", lambda: next(releases))
+        monkeypatch.setattr(keeper_process, "_release", lambda: next(releases))
     through = leased(node, shown)
 
     def no_room() -> None:

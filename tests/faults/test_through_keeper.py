@@ -16,8 +16,8 @@ from fault import MIB, source_bytes
 from forestage.cache.lease import Lease, Use
 from forestage.errors import Declined
 from forestage.system import fuse, mounts
-from forestage.through import keeper, keeping, server
-from forestage.through.keeping import Keeper
+from forestage.views.through import keeper, keeper_process, server
+from forestage.views.through.keeper_process import Keeper
 from node import ALICE, BOB, Node, until
 from through import SIZE, Aside, Copy, Shown, Through, here, opened, read_fresh, task
 
@@ -25,7 +25,7 @@ from through import SIZE, Aside, Copy, Shown, Through, here, opened, read_fresh,
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keepers that let go as soon as no lease needs them."""
-    monkeypatch.setattr(keeping, "UNNEEDED", 0.0)
+    monkeypatch.setattr(keeper_process, "UNNEEDED", 0.0)
     monkeypatch.setattr(server, "NEED_BEATS", 1)
 
 
@@ -103,7 +103,7 @@ def test_published_image_is_shown_to_no_more_tasks_and_to_those_that_have_it(
 def test_step_that_was_told_just_before_the_copy_was_whole_still_comes(
     node: Node, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "LAST", 600.0)
+    monkeypatch.setattr(keeper_process, "LAST", 600.0)
     path = leased(node)
     through = shown(path, lay=False)
     copy = Copy(through, source_bytes())
@@ -263,11 +263,11 @@ def test_full_run_is_no_through_and_hurts_no_file_that_is_there(node: Node, show
 UPGRADED = """
 import os, sys
 from pathlib import Path
-from forestage.through import keeper, keeping
+from forestage.views.through import keeper, keeping
 from forestage.cache.node import Clock, Config, Node, Places
 from forestage.slurm.hints import Hints
 from forestage.slurm.job import Job
-from forestage.stage.source import Image, OpenImage, User, image
+from forestage.sources.source import Image, OpenImage, User, image
 from forestage.stage.task import Task
 from forestage.cache.image import Access
 
@@ -291,7 +291,7 @@ keeper.start(Task(node, job, opened))
 def test_package_that_is_upgraded_under_a_keeper_stops_no_server(
     node: Node, shown: Shown, tmp_path: Path
 ) -> None:
-    """Nothing but through/keeping is imported once there is a keeper: files may have gone."""
+    """Once there is a keeper nothing but its process is imported: files may have gone."""
     path, asked = leased(node), tmp_path / "asked"
     node.cache.prepare(require_mount=False)
     argv = [sys.executable, "-Ic", UPGRADED, node.places.root, path, asked]

@@ -17,8 +17,8 @@ from far import Far
 from fault import MIB, shut_down, source_bytes
 
 from forestage.system import mounts
-from forestage.through import keeping
-from forestage.through.server import Server
+from forestage.views.through import keeper_process
+from forestage.views.through.server import Server
 from node import Node, until
 from through import SIZE, Aside, Copy, Shown, direct, read_fresh, reading, servers_of, shows
 
@@ -60,7 +60,7 @@ def test_servers_killed_while_programs_read_cost_no_byte(
     node: Node, shown: Shown, tmp_path: Path, kills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any moment of a server's life, while the copy comes and once it is an entry."""
-    monkeypatch.setattr(keeping, "BURST", kills)
+    monkeypatch.setattr(keeper_process, "BURST", kills)
     tree, data = squashfs(tmp_path)
     through = shown(node.put("alice/image.sqsh", data))
     copy, dice = Copy(through, data), random.Random(kills)
@@ -99,8 +99,8 @@ def test_server_that_always_fails_takes_no_processor(
             file.write(b".")
         raise RuntimeError("as a test wants it")
 
-    monkeypatch.setattr(keeping, "BURST", 5)
-    monkeypatch.setattr(keeping, "EACH", 1e9)
+    monkeypatch.setattr(keeper_process, "BURST", 5)
+    monkeypatch.setattr(keeper_process, "EACH", 1e9)
     monkeypatch.setattr(Server, "_watch", fail)
     through = shown(lay=False)
     until(lambda: log.stat().st_size == 6, "the first server and five others to end")

@@ -12,7 +12,7 @@ from fault import source_bytes
 from forestage.admin import sweep
 from forestage.admin.sweep import SweepReport
 from forestage.slurm.queue import Slurm
-from forestage.through import leftover
+from forestage.views.through import remains
 from node import Later, Node, until
 from through import Aside, Copy, Shown, Through, direct, read_fresh
 
@@ -57,7 +57,7 @@ def test_process_that_has_the_number_of_a_keeper_is_not_killed(shown: Shown) -> 
     through = shown()
     ((spot, state),) = through.living()
     other = Aside(signal.pause)
-    leftover.end(leftover.LivingKeeper(spot, msgspec.structs.replace(state, pid=other.pid), 0.0))
+    remains.end(remains.LivingKeeper(spot, msgspec.structs.replace(state, pid=other.pid), 0.0))
     until(lambda: not through.living(), "the keeper's end")
     assert read_fresh(through.path) == source_bytes()
     assert other.kill() == -signal.SIGKILL

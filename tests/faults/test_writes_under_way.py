@@ -18,7 +18,8 @@ from fault import image as content
 from parked import BLOCK, Parked
 
 from forestage.cache.image import identity
-from forestage.data import retry, wanted
+from forestage.sources import retry
+from forestage.views import wanted
 from node import ALICE, Node, until
 
 OFFSET = 40 * BLOCK

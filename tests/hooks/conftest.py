@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from forestage.cache import elsewhere, redirect, unmount
+from forestage.bind import namespaces, redirect, unmount
 from forestage.hooks import epilog
 from forestage.peers import auth, connection, protocol
-from forestage.stage import opening, source
+from forestage.sources import opening, source
 from forestage.system import lock, mounts, probe
 
 DEV = Path("/dev")
@@ -25,7 +25,7 @@ LIMITS = (
     (source, "STAGER_TIMEOUT"),
     (redirect, "OVER_TIMEOUT"),
     (unmount, "TIMEOUT"),
-    (elsewhere, "LOOK"),
+    (namespaces, "LOOK"),
     (epilog, "IMAGES_TIME"),
     (connection, "CONNECT"),
     (connection, "STALL"),

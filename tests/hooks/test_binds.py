@@ -15,7 +15,7 @@ import pytest
 from forestage import trace
 from forestage.cache.layout import Entry
 from forestage.clock import Clock
-from forestage.hooks import binds, limit
+from forestage.hooks import container_binds, limit
 from forestage.hooks.boundary import Hook
 from forestage.slurm.enroot import UNKNOWN
 from forestage.slurm.job import HOME_OPTION, NO_HOME_OPTION
@@ -320,7 +320,7 @@ def test_home_that_hangs_leaves_the_path(node: Node, monkeypatch: pytest.MonkeyP
 
     ours, theirs = os.pipe()
     monkeypatch.setattr(pwd, "getpwuid", hang)
-    monkeypatch.setattr(binds, "THEIRS", 0.1)
+    monkeypatch.setattr(container_binds, "THEIRS", 0.1)
     ran = node.prolog(7, node.put("alice/image.sqsh"))
     assert (ran.code, ran.outcome.result, ran.outcome.reason) == (0, "declined", "below-bind")
     os.close(theirs)
@@ -331,16 +331,16 @@ def test_looks_of_a_user_that_hang_are_so_many_and_the_next_waits_where_it_can_b
 ) -> None:
     """Each that hangs in the kernel would be one more for each step, in no cgroup of a job's."""
     path = spank.put("images/image.sqsh")
-    places = binds.PLACES_OF_USER
+    places = container_binds.PLACES_OF_USER
     spank.places.run.mkdir(mode=0o711, parents=True, exist_ok=True)
     with opened(spank.places.mounting, os.O_RDWR | os.O_CREAT) as fd:
-        fcntl.lockf(fd, fcntl.LOCK_EX, places, binds.PLACES + ALICE.uid * places)
+        fcntl.lockf(fd, fcntl.LOCK_EX, places, container_binds.PLACES + ALICE.uid * places)
         with monkeypatch.context() as patched:
-            patched.setattr(binds, "THEIRS", 0.1)
+            patched.setattr(container_binds, "THEIRS", 0.1)
             assert answer_to(spank, path, {}, {}) == LEAVE
         until(lambda: not children_left(), "the end of who waits for a place")
-        fcntl.lockf(fd, fcntl.LOCK_UN, places, binds.PLACES + ALICE.uid * places)
-        fcntl.lockf(fd, fcntl.LOCK_EX, places, binds.PLACES + (ALICE.uid + 1) * places)
+        fcntl.lockf(fd, fcntl.LOCK_UN, places, container_binds.PLACES + ALICE.uid * places)
+        fcntl.lockf(fd, fcntl.LOCK_EX, places, container_binds.PLACES + (ALICE.uid + 1) * places)
         assert answer_to(spank, path, {}, {})[0] == "use"
 
 

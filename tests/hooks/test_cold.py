@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from forestage import trace
-from forestage.cache import redirect
+from forestage.bind import redirect
 from forestage.clock import Clock
 from forestage.events import Event, Handled
 from forestage.hooks import limit
 from forestage.hooks.boundary import IMAGE_OPTION, Hook
-from forestage.through import keeper, living
+from forestage.views.through import keeper, running
 from node import ALICE, BOB, Arrange, Node, children_left, content, end_keepers, until
 from through import Through
 
@@ -171,13 +171,13 @@ def step(node: Node, job: int, path: Path, saves: str | None = None) -> tuple[st
 
 @pytest.fixture
 def through(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
-    monkeypatch.setattr(living, "START", 600.0)  # a machine may stand still
+    monkeypatch.setattr(running, "START", 600.0)  # a machine may stand still
     node.configure(redirect="spank", cold=None, on_error="drain", user_messages="all")
     return node
 
 
 def keepers(node: Node) -> set[int]:
-    return {state.pid for _, state in living.states(node.places.through)}
+    return {state.pid for _, state in running.states(node.places.through)}
 
 
 def socket_of(node: Node, path: Path) -> Path:

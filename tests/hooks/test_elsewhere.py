@@ -10,7 +10,7 @@ import pytest
 
 from forestage.admin import inventory
 from forestage.admin.inventory import Held
-from forestage.cache import elsewhere, unmount
+from forestage.bind import namespaces, unmount
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
 from forestage.system import mounts
@@ -37,7 +37,9 @@ class Private:
 
     def binds(self, node: Node) -> int:
         """How many redirects it sees."""
-        return len([one for one in elsewhere.find(node.cache).found if one.pid == self.program.pid])
+        return len(
+            [one for one in namespaces.find(node.cache).found if one.pid == self.program.pid]
+        )
 
     def end(self) -> None:
         self.program.kill()
@@ -109,9 +111,9 @@ def test_sweep_of_a_later_day_finds_what_an_epilog_left(
         if bind.point == str(path):
             mounts.umount(bind.point)
     assert container.binds(node) == 1
-    left = elsewhere.clear(node.cache, node.leases)
+    left = namespaces.clear(node.cache, node.leases)
     assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
-    assert elsewhere.clear(node.cache, node.leases).off == 0, "it is covered once"
+    assert namespaces.clear(node.cache, node.leases).off == 0, "it is covered once"
 
 
 def test_path_that_hung_in_one_namespace_costs_no_epilog_time_in_the_next(
@@ -123,26 +125,26 @@ def test_path_that_hung_in_one_namespace_costs_no_epilog_time_in_the_next(
     node.leases.drop(1)
     mounts.umount(str(path))
     tries, now = node.places.root / "tries", Clock().wall()
-    real = elsewhere._in_namespace
+    real = namespaces._in_namespace
 
-    def hangs(ones: list[elsewhere.Foreign], cache: Cache) -> list[int]:
+    def hangs(ones: list[namespaces.Foreign], cache: Cache) -> list[int]:
         with tries.open("a") as file:
             file.write("try\n")
         until(lambda: False, "a dead file server")
         return []
 
-    monkeypatch.setattr(elsewhere, "_in_namespace", hangs)
+    monkeypatch.setattr(namespaces, "_in_namespace", hangs)
     monkeypatch.setattr(unmount, "TIMEOUT", 1.0)
-    assert elsewhere.clear(node.cache, node.leases, now).off == 0
+    assert namespaces.clear(node.cache, node.leases, now).off == 0
     node.prolog(2, path)
     second = private(*USERS)
     assert node.epilog(2).said == ("released", "")
     assert tries.read_text() == "try\n"
     assert second.binds(node) == 1
     # The sweep tries it all the same, and says when it is well again.
-    monkeypatch.setattr(elsewhere, "_in_namespace", real)
+    monkeypatch.setattr(namespaces, "_in_namespace", real)
     monkeypatch.setattr(unmount, "TIMEOUT", 600.0)
-    assert elsewhere.clear(node.cache, node.leases).off == 2
+    assert namespaces.clear(node.cache, node.leases).off == 2
     assert list(node.cache.claims.glob("*.hung")) == []
 
 
@@ -156,7 +158,7 @@ def test_bind_of_an_evicted_entry_is_told_and_counted(
     mounts.umount(str(path))
     node.cache.evict(node.identity(path).key)
     node.cache.delete_evicted()
-    left = elsewhere.clear(node.cache, node.leases)
+    left = namespaces.clear(node.cache, node.leases)
     assert left.off == 0
     assert f"{path} in the mount namespace of process {container.program.pid}" in left.problems[0]
     assert inventory.held(node.cache) == Held(1, SIZE)
@@ -174,7 +176,7 @@ def test_cover_goes_with_the_evicted_entry_and_the_sweep_tells(
     node.cache.delete_evicted()
     assert container.binds(node) == 1
     assert container.reads(path) == content()
-    assert len(elsewhere.clear(node.cache, node.leases).problems) == 1
+    assert len(namespaces.clear(node.cache, node.leases).problems) == 1
 
 
 def test_space_of_a_covered_bind_is_counted_once_its_entry_is_evicted(
@@ -208,7 +210,7 @@ def test_what_users_arrange_in_their_namespace_leads_root_nowhere_else(
     assert node.epilog(1).said == ("released", "")
     assert set(node.binds()) == {str(other)}
     key = node.identity(other).key
-    left = [one for one in elsewhere.find(node.cache).found if one.pid == container.program.pid]
+    left = [one for one in namespaces.find(node.cache).found if one.pid == container.program.pid]
     assert [one.mount.point for one in left if one.key == key] == [str(other)]
     hidden = "parent" in first
     assert len(left) == 1 + hidden
@@ -232,8 +234,8 @@ def test_link_does_not_lead_root_to_another_file(
         folder.unlink()
         away.rename(folder)
 
-    before(elsewhere, "_source", swapped)
-    after(elsewhere, "_source", swapped_back)
+    before(namespaces, "_source", swapped)
+    after(namespaces, "_source", swapped_back)
     node.epilog(1)
     assert node.shows_source(path)
     assert container.reads(path) == content(), "the sweep tries again"
@@ -249,7 +251,7 @@ def test_no_later_redirect_is_laid_over_an_older_one(
     node.prolog(2, path)
     node.epilog(1)
     assert node.shows_entry(path, node.identity(path).key)
-    assert elsewhere.clear(node.cache, node.leases).off == 0
+    assert namespaces.clear(node.cache, node.leases).off == 0
     assert container.reads(path) == content()
     node.epilog(2)
     node.put("alice/image.sqsh", content(3))
@@ -263,11 +265,11 @@ def test_epilog_looks_as_far_as_it_has_time_and_the_sweep_at_the_rest(
     node.staged(1)
     container = private(*USERS)
     with monkeypatch.context() as hurried:
-        hurried.setattr(elsewhere, "LOOK", 0.0)
+        hurried.setattr(namespaces, "LOOK", 0.0)
         assert node.epilog(1).said == ("released", "")
-        assert elsewhere.find(node.cache).unread > 0
+        assert namespaces.find(node.cache).unread > 0
     assert container.binds(node) == 1
-    left = elsewhere.clear(node.cache, node.leases)
+    left = namespaces.clear(node.cache, node.leases)
     assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
 
 
@@ -276,16 +278,16 @@ def test_of_a_long_list_of_mounts_an_epilog_reads_some_and_the_sweep_more(
 ) -> None:
     node.staged(1)
     container = private(*USERS)
-    monkeypatch.setattr(elsewhere, "MOST", 200)
+    monkeypatch.setattr(namespaces, "MOST", 200)
     assert node.epilog(1).said == ("released", "")
-    monkeypatch.setattr(elsewhere, "MOST", 1 << 20)
+    monkeypatch.setattr(namespaces, "MOST", 1 << 20)
     assert container.binds(node) == 1
     with monkeypatch.context() as hurried:
-        hurried.setattr(elsewhere, "SWEEP_MOST", 200)
-        left = elsewhere.clear(node.cache, node.leases)
+        hurried.setattr(namespaces, "SWEEP_MOST", 200)
+        left = namespaces.clear(node.cache, node.leases)
     assert left.off == 0
     assert "not looked through" in left.problems[-1]
-    left = elsewhere.clear(node.cache, node.leases)
+    left = namespaces.clear(node.cache, node.leases)
     assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
 
 
@@ -296,7 +298,7 @@ def test_namespaces_of_the_jobs_user_are_looked_at_first(
     node.staged(1)
     containers = [private(*USERS), private()]
     for first in (BOB.uid, 0):
-        found = elsewhere.find(node.cache, first=first).found
+        found = namespaces.find(node.cache, first=first).found
         users = [Path(f"/proc/{one.pid}").stat().st_uid for one in found]
         assert sorted(users) == [0, BOB.uid]
         assert users[0] == first, containers

@@ -14,7 +14,7 @@ import pytest
 
 from forestage.admin import inventory, status
 from forestage.admin.inventory import Held
-from forestage.cache import evict, held
+from forestage.cache import evict, held_open
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
@@ -171,16 +171,16 @@ def test_note_of_a_process_that_was_killed_is_right_in_the_end(node: Node, kille
     with opened(gone / "image"):
         with (
             contextlib.suppress(KeyboardInterrupt),
-            held.noted(node.cache.held, gone / "image", (ALICE.uid,)),
+            held_open.noted(node.cache.held, gone / "image", (ALICE.uid,)),
         ):
             if killed == "after":
                 shutil.rmtree(gone)
             raise KeyboardInterrupt
         expected = {ALICE.uid: SIZE} if killed == "after" else {}
-        assert held.of_users(node.cache.held) == expected
+        assert held_open.of_users(node.cache.held) == expected
         node.cache.delete_evicted()
-        assert held.of_users(node.cache.held) == {ALICE.uid: SIZE}
-    assert held.of_users(node.cache.held) == {}
+        assert held_open.of_users(node.cache.held) == {ALICE.uid: SIZE}
+    assert held_open.of_users(node.cache.held) == {}
 
 
 def test_who_may_not_ask_reads_what_was_noted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,5 +248,5 @@ def test_user_who_keeps_evicted_entries_open_has_nobody_elses_evicted(node: Node
 
 def test_cache_is_not_touched_by_a_look(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
-    assert held.gather(cache.held) == ()
+    assert held_open.gather(cache.held) == ()
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from forestage import events
 from forestage.admin import sweep
-from forestage.cache import digest, image, space
+from forestage.cache import allocation, digest, image
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.node import Node as Here
@@ -25,7 +25,7 @@ from forestage.config import load_settings
 from forestage.hooks.boundary import Hook
 from forestage.peers import stats
 from forestage.slurm.queue import Slurm
-from forestage.stage import opening
+from forestage.sources import opening
 from node import ALICE, BOB, Node, content, read_as
 
 CHUNK = 1 << 20
@@ -98,7 +98,7 @@ def begin(node: Node, wanted: Image) -> Path:
     """A part of it that could be resumed: its owner has died just now."""
     part = node.cache.part(wanted.key)
     part.write_owner(Owner(1, boot_id(), wanted, CHUNK, "chunks", job=99, since=0.0))
-    space.reserve(part, wanted.size, CHUNK, {0})
+    allocation.reserve(part, wanted.size, CHUNK, {0})
     part.note_peers(5)
     return part.directory
 

@@ -20,16 +20,16 @@ import pytest
 import jobdir
 from forestage import trace
 from forestage.admin import inventory, status, sweep
-from forestage.cache import evict, room, space
+from forestage.cache import allocation, evict, unpacked
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
-from forestage.data import hold, job_dir, job_disk
 from forestage.errors import Declined, Failed
 from forestage.hooks import data
 from forestage.hooks.limit import Limit
 from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock, loop, mounts
 from forestage.system.as_user import User
+from forestage.views import hold, job_dir, job_disk
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, BOB, Node, content, until
 
@@ -188,7 +188,9 @@ def test_all_jobs_together_have_no_more_than_is_theirs(dirs: Dirs) -> None:
 def test_room_that_cannot_be_taken_in_advance_is_none(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "allocate", lambda *_: None)  # as where there is no fallocate(2)
+    monkeypatch.setattr(
+        allocation, "allocate", lambda *_: None
+    )  # as where there is no fallocate(2)
     (told,) = dirs.prolog(7, "stage-dir=64M")
     assert (told.reason, "reserves no room" in told.detail) == ("job-dir", True)
     assert dirs.taken().number == 0
@@ -207,7 +209,7 @@ def test_prolog_whose_time_ends_makes_none(dirs: Dirs, seconds: float) -> None:
 def test_disk_that_fills_up_meanwhile_is_no_error_of_the_node(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "is_free", lambda *_: True)
+    monkeypatch.setattr(unpacked, "is_free", lambda *_: True)
     subprocess.run(
         ["fallocate", "-l", str(free(dirs) - 64 * MIB), dirs.node.nvme / "x"], check=True
     )

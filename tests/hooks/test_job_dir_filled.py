@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import jobdir
-from forestage.data import fill, put
 from forestage.system import as_user, child
 from forestage.system.files import remove
+from forestage.views import copy_in, fill
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, Node, until
 
@@ -416,7 +416,7 @@ def test_damaged_archive_is_told_and_nothing_of_it_appears(dirs: Dirs, cut: str)
 def test_archive_whose_packing_is_damaged_is_told(
     dirs: Dirs, mode: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(put, "BLOCK", 512)  # else all of so small a one is read at once
+    monkeypatch.setattr(copy_in, "BLOCK", 512)  # else all of so small a one is read at once
     bare = packed(dirs, *((f"f{n}", os.urandom(30000), {}) for n in range(5)))
     file = dirs.source / f"set.tar.{mode}"
     with file.open("wb") as out:
@@ -431,7 +431,7 @@ def test_archive_whose_packing_is_damaged_is_told(
 
 
 def test_header_larger_than_memory_is_refused(dirs: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(put, "MEMORY", 1 << 30)
+    monkeypatch.setattr(copy_in, "MEMORY", 1 << 30)
     raw = tarfile.TarInfo("././@LongLink")
     raw.type, raw.size = tarfile.GNUTYPE_LONGNAME, 2 << 30
     file = dirs.source / "set.tar"
@@ -504,7 +504,7 @@ def test_confined_process_has_no_way_back(dirs: Dirs, tmp_path: Path) -> None:
 
     def life() -> None:
         os.setgroups([0, 4242])
-        put.confine(os.open(tmp_path / "empty", os.O_RDONLY), ALICE)
+        copy_in.confine(os.open(tmp_path / "empty", os.O_RDONLY), ALICE)
         must_be_confined()
 
     process = _fork.Process(target=life)
@@ -517,13 +517,13 @@ def test_copy_runs_with_all_ids_of_the_user_and_no_way_to_others(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun(dirs, f"{tree(dirs)}@job")
-    real = put.tree
+    real = copy_in.tree
 
-    def looked(source: int, still: put.Still) -> int:
+    def looked(source: int, still: copy_in.Still) -> int:
         must_be_confined()
         return real(source, still)
 
-    monkeypatch.setattr(put, "tree", looked)
+    monkeypatch.setattr(copy_in, "tree", looked)
     assert told(dirs) == [("copied", "")]
 
 
@@ -533,13 +533,13 @@ def test_killed_copier_is_told_and_the_next_step_tries_again(
     top = tree(dirs)
     begun(dirs, f"{top}@job")
 
-    def dies(source: int, still: put.Still) -> int:
+    def dies(source: int, still: copy_in.Still) -> int:
         Path("/half").write_text("x")
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
     with monkeypatch.context() as patch:
-        patch.setattr(put, "tree", dies)
+        patch.setattr(copy_in, "tree", dies)
         assert told(dirs) == [("declined", "not-put")]
     with dirs.seen(7) as at:
         assert left(at) == []  # half a copy takes no room, nor memory
@@ -553,18 +553,18 @@ def test_hook_killed_while_it_waits_leaves_a_whole_copy_or_none(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     begun(dirs, f"{tree(dirs)}@job")
-    real = put.tree
+    real = copy_in.tree
     go, here = tmp_path / "go", tmp_path / "here"
     os.mkfifo(go)
     waiting = os.open(go, os.O_RDWR)
     come = os.open(here, os.O_WRONLY | os.O_CREAT, 0o666)
 
-    def slow(source: int, still: put.Still) -> int:
+    def slow(source: int, still: copy_in.Still) -> int:
         os.write(come, b"x")
         os.read(waiting, 1)
         return real(source, still)
 
-    monkeypatch.setattr(put, "tree", slow)
+    monkeypatch.setattr(copy_in, "tree", slow)
     monkeypatch.setattr(child, "let_go", lambda keep: None)  # the pipe is the test's
     step = _fork.Process(target=told, args=(dirs,))
     step.start()

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import jobdir
-from forestage.data import hold, job_dir, job_ram
 from forestage.errors import Declined
 from forestage.system import child, lock, mounts
-from forestage.through import clones
+from forestage.views import hold, job_dir, job_ram
+from forestage.views.through import clones
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, BOB, Node, content, until
 

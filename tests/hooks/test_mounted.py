@@ -18,13 +18,13 @@ import pytest
 
 from forestage import log
 from forestage.clock import Clock
-from forestage.data import serving
 from forestage.events import Copied, Handled
 from forestage.hooks import data
 from forestage.hooks.boundary import Hook
 from forestage.slurm.job import HOME_OPTION, Job
 from forestage.system import child, fuse, holder, mounts
 from forestage.system.as_user import User
+from forestage.views import serving
 from node import ALICE, BOB, Node, children_left, comm, content, until
 from through import Through
 

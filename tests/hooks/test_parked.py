@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cache import redirect
+from forestage.bind import redirect
 from node import BOB, Arrange, Node, children_left, content, until
 from parking import Park
 

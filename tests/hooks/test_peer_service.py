@@ -20,9 +20,9 @@ from forestage.cache import digest, readers
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Part
 from forestage.errors import PeerError
 from forestage.peers import auth, stats
-from forestage.peers import first as peers_first
+from forestage.peers import first_node as peers_first
 from forestage.peers.auth import KeyFile
-from forestage.peers.first import First
+from forestage.peers.first_node import First
 from node import HANGS
 from peering import (
     CHUNK,

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cache import evict, redirect
+from forestage.bind import redirect
+from forestage.cache import evict
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
-from forestage.stage import opening, wait
+from forestage.sources import opening
+from forestage.stage import wait
 from forestage.system import mounts
 from node import BOB, HANGS, Arrange, Node, Ran, content
 

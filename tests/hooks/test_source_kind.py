@@ -21,10 +21,10 @@ from forestage.hooks.boundary import IMAGE_OPTION, Hook
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.queue import JobState, Slurm
-from forestage.stage import opening
-from forestage.stage.source import OpenImage
+from forestage.sources import opening
+from forestage.sources.source import OpenImage
 from forestage.system import as_user, terminal
-from forestage.through import living
+from forestage.views.through import running
 from node import ALICE, Node, end_keepers, until
 
 
@@ -52,7 +52,7 @@ def named(node: Node, monkeypatch: pytest.MonkeyPatch) -> Path:
     kind = property(lambda one: "named" if one.path.endswith(".name") else known(one))
     monkeypatch.setattr(Request, "kind", kind)
     monkeypatch.setitem(serve.SOURCES, "named", Named())  # type: ignore[arg-type, misc]
-    monkeypatch.setattr(living, "START", 600.0)  # a machine may stand still
+    monkeypatch.setattr(running, "START", 600.0)  # a machine may stand still
     monkeypatch.setattr(limit, "SHORTLY", 0.0)
     node.configure(redirect="spank", cold=None)
     return node.put("alice/image.name", str(node.put("alice/image.sqsh")).encode())

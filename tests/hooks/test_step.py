@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from forestage import trace
-from forestage.cache import redirect
+from forestage.bind import redirect
 from forestage.cache.lease import Use
 from forestage.clock import Clock
 from forestage.config import switch

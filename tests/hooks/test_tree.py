@@ -21,13 +21,14 @@ from forestage.cache.node import Node as Bare
 from forestage.cache.said import Tree
 from forestage.clock import Clock, Deadline
 from forestage.config import load_settings
-from forestage.data import erofs, open_tree, retry, tree, wanted
 from forestage.events import Copied, Handled
 from forestage.hooks import data
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
+from forestage.sources import erofs, open_tree, retry
 from forestage.stage import chunks
 from forestage.system import child, lock, loop, mounts, terminal
+from forestage.views import directory, wanted
 from node import ALICE, BOB, Arrange, Node, content, read_as, until
 
 User = type(ALICE)
@@ -490,7 +491,7 @@ def test_step_that_waits_can_say_how_far_the_tree_is(
         os.read(there, 1)
         return Tree("declined", reason="io", detail="enough")
 
-    monkeypatch.setattr(tree, "_bring", bring)
+    monkeypatch.setattr(directory, "_bring", bring)
     begin(spank, 1, f"stage={path}/")
     until(lambda: wanted.read(spank.leases, 1).trees[f"{path}/"].state == state, "the state")
     heard: list[str] = []
@@ -515,7 +516,7 @@ def test_step_does_not_wait_for_a_process_that_was_killed(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fill(spank)
-    monkeypatch.setattr(tree, "_bring", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(directory, "_bring", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     begin(spank, 1, f"stage={path}/")
     shown = show(spank, 1, wait=600.0)  # the test would not
     assert (shown.lines, shown.outcomes[0].reason) == ([], "helper")
@@ -526,7 +527,7 @@ def test_process_of_an_earlier_run_of_the_job_notes_nothing_in_the_new_ones_reco
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, gate = fill(spank), spank.nvme / "gate"
-    real, said = tree._bring, tree._note_end
+    real, said = directory._bring, directory._note_end
 
     def late(node: Bare, job: Job, *rest: object) -> Tree:
         if job.restart == 0:
@@ -538,8 +539,8 @@ def test_process_of_an_earlier_run_of_the_job_notes_nothing_in_the_new_ones_reco
         said(node, job, *rest)  # type: ignore[arg-type]
         (spank.nvme / f"ended{job.restart}").touch()
 
-    monkeypatch.setattr(tree, "_bring", late)
-    monkeypatch.setattr(tree, "_note_end", ended)
+    monkeypatch.setattr(directory, "_bring", late)
+    monkeypatch.setattr(directory, "_note_end", ended)
     begin(spank, 1, f"stage={path}/")
     job = msgspec.structs.replace(as_job(spank, 1, f"stage={path}/"), restart=1)
     data.begin(ready(spank, 1), job, Limit.of(Clock(), 600.0, None), None)
@@ -548,8 +549,8 @@ def test_process_of_an_earlier_run_of_the_job_notes_nothing_in_the_new_ones_reco
     until((spank.nvme / "ended0").exists, "the earlier run's process")
     assert settled(spank, 1, path).state == "ready"
     # Nor does it take a lease for it.
-    with pytest.raises(tree.Declined, match="over"):
-        tree._lease(ready(spank, 1), as_job(spank, 1, ""), "0" * 32)
+    with pytest.raises(directory.Declined, match="over"):
+        directory._lease(ready(spank, 1), as_job(spank, 1, ""), "0" * 32)
 
 
 def test_limit_for_images_is_one_for_directories(spank: Node) -> None:
@@ -566,7 +567,7 @@ def test_step_that_does_not_wait_starts_from_the_shared_path(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fill(spank)
-    monkeypatch.setattr(tree, "_bring", lambda *_: Tree("looking"))
+    monkeypatch.setattr(directory, "_bring", lambda *_: Tree("looking"))
     begin(spank, 1, f"stage={path}/")
     shown = show(spank, 1)
     assert (shown.lines, shown.outcomes[0].result) == ([], "started")
@@ -576,7 +577,7 @@ def test_tree_of_a_job_that_is_over_is_not_begun(
     spank: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     path = fill(spank)
-    before(tree, "_lease", lambda: spank.leases.drop(1))
+    before(directory, "_lease", lambda: spank.leases.drop(1))
     begin(spank, 1, f"stage={path}/")
     until(lambda: not spank.leases.file(1).exists(), "the lease to go")
     assert spank.entries() == set()
@@ -587,9 +588,9 @@ def test_directories_of_one_user_take_turns_and_leave_others_a_place(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes root's memory for all its names, whatever job it is of."""
-    monkeypatch.setattr(tree, "OF_USER", 1)
-    monkeypatch.setattr(tree, "PLACES", 2)
-    monkeypatch.setattr(tree, "PLACE", 0.01)
+    monkeypatch.setattr(directory, "OF_USER", 1)
+    monkeypatch.setattr(directory, "PLACES", 2)
+    monkeypatch.setattr(directory, "PLACE", 0.01)
     path, others = fill(spank), fill(spank, "bob/set", BOB)
     spank.cache.prepare(require_mount=False)
     with lock.held(spank.cache.locks / f"trees-{ALICE.uid}.0.lock", 5):
@@ -598,14 +599,14 @@ def test_directories_of_one_user_take_turns_and_leave_others_a_place(
         assert staged(spank, 3, others, BOB).state == "ready"
         assert wanted.read(spank.leases, 1).trees[f"{path}/"].state == "looking"
         spank.epilog(2)
-        until(lambda: lock.is_free(tree._life(ready(spank, 2), 2, 0, f"{path}/")), "its end")
+        until(lambda: lock.is_free(directory._life(ready(spank, 2), 2, 0, f"{path}/")), "its end")
     assert settled(spank, 1, path).state == "ready"
 
 
 def test_looks_of_one_users_steps_take_turns_and_are_in_no_other_users_way(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree, "OF_USER", 1)
+    monkeypatch.setattr(directory, "OF_USER", 1)
     path = fill(spank)
     (spank.server / "alice/set/private").unlink()
     (spank.server / "alice/set/a/sub").chmod(0o755)
@@ -613,7 +614,7 @@ def test_looks_of_one_users_steps_take_turns_and_are_in_no_other_users_way(
     assert staged(spank, 2, path, BOB).state == "ready"
     with lock.held(spank.cache.locks / f"looks-{ALICE.uid}.0.lock", 5):
         with monkeypatch.context() as patch:
-            patch.setattr(tree, "LOOK", 0.1)
+            patch.setattr(directory, "LOOK", 0.1)
             (outcome,) = show(spank, 1).outcomes
             assert (outcome.result, outcome.reason) == ("declined", "deadline")
         assert show(spank, 2, BOB).outcomes[0].result == "hit"
@@ -623,10 +624,10 @@ def test_looks_of_one_users_steps_take_turns_and_are_in_no_other_users_way(
 def test_directories_of_all_users_have_so_many_places(
     spank: Node, monkeypatch: pytest.MonkeyPatch, before: Arrange
 ) -> None:
-    monkeypatch.setattr(tree, "PLACES", 1)
-    monkeypatch.setattr(tree, "PLACE", 0.01)
+    monkeypatch.setattr(directory, "PLACES", 1)
+    monkeypatch.setattr(directory, "PLACE", 0.01)
     path, waits = fill(spank), spank.places.root / "waits"
-    before(tree, "_must_be_wanted", waits.touch)
+    before(directory, "_must_be_wanted", waits.touch)
     spank.cache.prepare(require_mount=False)
     with lock.held(spank.cache.locks / "trees.0.lock", 5):
         begin(spank, 1, f"stage={path}/")
@@ -649,13 +650,13 @@ def test_devices_go_with_the_last_lease(spank: Node) -> None:
 def test_hits_wait_deadline_is_kept(spank: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's wait ends, whatever becomes of the copy."""
     path = fill(spank)
-    monkeypatch.setattr(tree, "_bring", lambda *_: Tree("copying", "0" * 32, str(path)))
+    monkeypatch.setattr(directory, "_bring", lambda *_: Tree("copying", "0" * 32, str(path)))
     begin(spank, 1, f"stage={path}/")
     bare, job = ready(spank, 1), as_job(spank, 1, "")
     request = as_job(spank, 1, f"stage={path}/").hints.data[0]
     until_now = Deadline.after(0.01, Clock())
-    with lock.held(tree._life(bare, 1, 0, f"{path}/"), 240.0):  # as if it went on
-        lines, outcome = tree.show(bare, job, request, f"{path}/", until_now, until_now)
+    with lock.held(directory._life(bare, 1, 0, f"{path}/"), 240.0):  # as if it went on
+        lines, outcome = directory.show(bare, job, request, f"{path}/", until_now, until_now)
     assert (lines, outcome.result) == ([], "started")
 
 

@@ -18,13 +18,14 @@ from forestage.cache.node import Node as Bare
 from forestage.cache.said import Tree
 from forestage.clock import Clock
 from forestage.config import load_settings
-from forestage.data import looks, manifest, wanted
-from forestage.data.looks import Found, Look, Round
-from forestage.data.manifest import File, Manifest
 from forestage.hooks import data
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
+from forestage.sources import agreement, manifest
+from forestage.sources.agreement import Found, Look, Round
+from forestage.sources.manifest import File, Manifest
 from forestage.system import as_user, loop, mounts
+from forestage.views import wanted
 from node import ALICE, BOB, Later, Node, until
 from peering import PATIENT, SERVE, free_port
 
@@ -130,8 +131,8 @@ def cluster(node: Node, quick: None) -> Iterator[Cluster]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has nothing to wait for in a test does not wait."""
-    monkeypatch.setattr(looks, "AT_START", 0.05)
-    monkeypatch.setattr(looks, "NOT_YET", 0.05)
+    monkeypatch.setattr(agreement, "AT_START", 0.05)
+    monkeypatch.setattr(agreement, "NOT_YET", 0.05)
 
 
 @pytest.fixture
@@ -236,7 +237,7 @@ def test_change_that_the_first_node_has_seen_is_told_to_the_other(
 def test_step_whose_first_node_has_no_copy_looks_at_once(
     cluster: Cluster, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looks, "NOT_YET", 600.0)
+    monkeypatch.setattr(agreement, "NOT_YET", 600.0)
     with cluster.serving():
         first = cluster.start("n1", path)
         cluster.start("n2", path)
@@ -263,11 +264,11 @@ def test_list_of_a_step_that_names_strangers_asks_none_of_them(cluster: Cluster)
     """It is a user's word."""
     bare, job = cluster.bare("n2"), cluster.job("n2", SLURM_STEP_ID="0")
     job = msgspec.structs.replace(job, step_nodelist="evil,n[1-2]")
-    found = looks.round_of(bare, job, 0, "/a/", 0)
+    found = agreement.round_of(bare, job, 0, "/a/", 0)
     assert found is not None
     assert (found.first, found.leads) == ("n1", False)
     job = msgspec.structs.replace(job, step_nodelist="evil,n2")
-    assert looks.round_of(bare, job, 0, "/a/", 0) is None
+    assert agreement.round_of(bare, job, 0, "/a/", 0) is None
 
 
 # --- what the other node sees for itself
@@ -281,11 +282,11 @@ class Told:
         self.root, self.path = manifest.open_root(str(path), ALICE)
         seen = manifest.take(self.root, self.path, ALICE, 10**4)
         self.found = Found(seen, manifest.acls(self.root, seen, ALICE))
-        self.look = looks.looked(self.root, seen, ALICE, 0.0)
+        self.look = agreement.looked(self.root, seen, ALICE, 0.0)
 
     def holds(self, **facts: object) -> bool:
         look = msgspec.structs.replace(self.look, **facts)
-        return looks.agrees(look, self.found, self.root, self.path, ALICE)
+        return agreement.agrees(look, self.found, self.root, self.path, ALICE)
 
 
 @pytest.fixture
@@ -372,9 +373,9 @@ def test_files_that_this_node_does_not_let_the_user_read_are_declined(
 
 
 def test_old_look_is_not_a_steps(told: Told) -> None:
-    assert looks.is_fresh(told.look, looks.SKEW)
-    assert not looks.is_fresh(told.look, looks.SKEW + 1)
-    assert not looks.is_fresh(told.look, -looks.SKEW - 1)
+    assert agreement.is_fresh(told.look, agreement.SKEW)
+    assert not agreement.is_fresh(told.look, agreement.SKEW + 1)
+    assert not agreement.is_fresh(told.look, -agreement.SKEW - 1)
 
 
 @pytest.mark.parametrize("lie", ["size", "digest", "unsound", "garbage"])
@@ -384,7 +385,7 @@ def test_lies_of_a_first_node_have_the_other_look_itself(
     """Bytes never come from a look; but root makes of it what the kernel parses."""
     one = Round(cluster.nodes["n1"].cache, 1, told_name(cluster, path), "n1", leads=True)
     one.cache.prepare(require_mount=False)
-    looks.prepare(one.cache, 1)
+    agreement.prepare(one.cache, 1)
     files = list(told.found.manifest.files)
     if lie == "size":
         files = [msgspec.structs.replace(f, size=10**6) if f.is_file else f for f in files]
@@ -404,7 +405,7 @@ def test_lies_of_a_first_node_have_the_other_look_itself(
 
 
 def told_name(cluster: Cluster, path: Path) -> str:
-    found = looks.round_of(cluster.bare("n2"), cluster.job("n2"), 0, f"{path}/", None)
+    found = agreement.round_of(cluster.bare("n2"), cluster.job("n2"), 0, f"{path}/", None)
     assert found is not None
     return found.name
 
@@ -445,12 +446,12 @@ def test_looks_go_with_the_job(cluster: Cluster, path: Path) -> None:
     cluster.start("n1", path)
     node = cluster.nodes["n1"]
     assert len(list((node.cache.looks / "1").iterdir())) == 2
-    looks.sweep(node.cache, node.leases)
+    agreement.sweep(node.cache, node.leases)
     assert (node.cache.looks / "1").is_dir()
     assert node.epilog(1).said == ("released", "")
     assert list(node.cache.looks.iterdir()) == []
-    looks.prepare(node.cache, 2)
-    looks.sweep(node.cache, node.leases)
+    agreement.prepare(node.cache, 2)
+    agreement.sweep(node.cache, node.leases)
     assert list(node.cache.looks.iterdir()) == []
 
 

@@ -12,7 +12,7 @@ import pytest
 from forestage.cache import evict
 from forestage.clock import Clock, Deadline
 from forestage.hooks.boundary import DRAIN
-from forestage.stage import opening
+from forestage.sources import opening
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
 from node import BOB, Node, content, make_read_only, unmount

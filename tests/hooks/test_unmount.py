@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from forestage.admin import inventory, sweep, unredirect, verify
-from forestage.cache import doubt, unmount
+from forestage.bind import unmount
+from forestage.cache import disk_errors
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock, Deadline
 from forestage.config import Config
@@ -123,7 +124,7 @@ def test_epilog_that_leaves_a_path_to_the_sweep_still_looks_at_the_kernels_log(
     node: Node, hang: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = []
-    monkeypatch.setattr(doubt, "look", lambda *_: looked.append(1))
+    monkeypatch.setattr(disk_errors, "look", lambda *_: looked.append(1))
     hang(node.staged(1))
     assert node.epilog(1).said == ("released", "redirect")
     assert looked == [1]

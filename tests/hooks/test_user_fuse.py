@@ -16,13 +16,14 @@ import pytest
 
 from forestage.admin import status
 from forestage.admin.inventory import Held
-from forestage.cache import evict, unmount
+from forestage.bind import unmount
+from forestage.cache import evict
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.data import wanted
 from forestage.system import mounts
 from forestage.system.as_user import User
+from forestage.views import wanted
 from node import ALICE, BOB, Arrange, Node, content, read_as, until
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from compute import IMAGES, Compute, command
 
 from forestage.cache.part import PROCESS_NAME as STAGER
-from forestage.data.hold import PROCESS_NAME as HOLDER
-from forestage.data.serving import PROCESS_NAME as MOUNTER
-from forestage.registry.under_way import PROCESS_NAME as IMPORTING
+from forestage.registry.imports_now import PROCESS_NAME as IMPORTING
 from forestage.system.apart import PROCESS_NAME as INIT
-from forestage.through.living import PROCESS_NAME as KEEPER
-from forestage.through.living import SERVER_NAME as SERVER
+from forestage.views.hold import PROCESS_NAME as HOLDER
+from forestage.views.serving import PROCESS_NAME as MOUNTER
+from forestage.views.through.running import PROCESS_NAME as KEEPER
+from forestage.views.through.running import SERVER_NAME as SERVER
 
 POINT = "/tmp/alice/point"
 SQUASHFUSE = "squashfuse"  # before 0.2 squashfuse_ll cannot say whose the files are

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from forestage.stage import opening
+from forestage.sources import opening
 from forestage.system import as_user
 from forestage.system.as_user import User
 

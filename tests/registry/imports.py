@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any
 
 from forestage.registry import worker
-from forestage.registry.words import Order, Word
+from forestage.registry.messages import Order, Word
 from forestage.registry.worker import Worker
 from forestage.system import mounts, run
 from forestage.system.as_user import User

@@ -20,8 +20,8 @@ from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, processes, until
 
 import node as waited
 from forestage.paths import Places
-from forestage.registry import full
-from forestage.registry.words import Importing, Present, Refused, Resolved
+from forestage.registry import full_store
+from forestage.registry.messages import Importing, Present, Refused, Resolved
 from forestage.system import as_user, mounts, run
 from forestage.system.as_user import User
 
@@ -214,7 +214,7 @@ def test_image_that_found_no_room_is_not_imported_again_until_there_is_more(
     assert isinstance(resolved, Resolved)
     assert isinstance(failed, Refused)
     assert 0 < failed.free < 1 << 20
-    full.note(places, ALICE, resolved.name, failed.detail, failed.free, time.time())
+    full_store.note(places, ALICE, resolved.name, failed.detail, failed.free, time.time())
     again = last(site.start(**marks))
     assert isinstance(again, Refused)
     assert (again.reason, again.detail) == ("store-full", failed.detail)
@@ -222,7 +222,9 @@ def test_image_that_found_no_room_is_not_imported_again_until_there_is_more(
     assert isinstance(last(site.start(user=BOB, **marks)), Present)
     other = last(site.start(reference=f"here#other@{NEW}", **marks))
     assert isinstance(other, Present)
-    full.note(places, ALICE, resolved.name, failed.detail, failed.free, time.time() - full.SECONDS)
+    full_store.note(
+        places, ALICE, resolved.name, failed.detail, failed.free, time.time() - full_store.SECONDS
+    )
     assert isinstance(last(site.start(**marks)), Present)
 
 
@@ -232,7 +234,7 @@ def test_room_that_came_ends_what_was_noted(site: Site, open_path: Path) -> None
     with site.start(environ={"STANDIN_FAIL": "gone"}) as at_work:
         resolved = until(at_work)[0]
     assert isinstance(resolved, Resolved)
-    full.note(places, ALICE, resolved.name, "full", 5, time.time())
+    full_store.note(places, ALICE, resolved.name, "full", 5, time.time())
     assert isinstance(last(site.start(marks=str(places.images))), Present)
 
 
@@ -263,7 +265,7 @@ def test_note_of_a_full_store_is_for_its_user_alone_and_not_to_change(
     """On /run, which is memory, whoever owns a file may take all of it."""
     places = Places(open_path)
     places.images.mkdir(parents=True)
-    full.note(places, ALICE, "name", "full", 5, 0.0)
+    full_store.note(places, ALICE, "name", "full", 5, 0.0)
     (file,) = places.images.iterdir()
     assert file.stat().st_uid == 0
 

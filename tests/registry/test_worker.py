@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from imports import processes, until
 
-from forestage.registry.words import Progress, Refused
+from forestage.registry.messages import Progress, Refused
 from forestage.registry.worker import MOST, Worker
 from forestage.system import run
 from forestage.system.as_user import User

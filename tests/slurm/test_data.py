@@ -16,8 +16,8 @@ from jobs import Ran, Site
 from spec import ClusterSpec
 from steps import SHOW, accompanied, served
 
-from forestage.data.serving import PROCESS_NAME, PROGRAMS
 from forestage.events import Handled
+from forestage.views.serving import PROCESS_NAME, PROGRAMS
 
 POINT, ROOT = "/shared/alice/point", "/forestage-points"
 LOOK = f"cat {POINT}/etc/os-release"

@@ -19,7 +19,7 @@ from steps import accompanied
 
 import registry as registries
 from forestage.events import Handled, Outcome
-from forestage.registry.under_way import PROCESS_NAME
+from forestage.registry.imports_now import PROCESS_NAME
 from registry import GATE, IMPORTS, STORE, Registry, imports, with_importer
 
 NODES = 4
@@ -207,7 +207,7 @@ def kill_import(site: Site) -> list[str]:
             ["pgrep", "-f", "enroot import"], user="root", node=node, check=False
         )
         if ran.stdout:
-            site.root(["pkill", "-9", "-f", "forestage.registry.work"], node)
+            site.root(["pkill", "-9", "-f", "forestage.registry.worker_main"], node)
             site.cluster.run(
                 ["pkill", "-9", "-f", "enroot import"], user="root", node=node, check=False
             )

@@ -17,7 +17,7 @@ from spec import BOB, ClusterSpec
 from steps import SHOW, accompanied, seen_at, served, wrong
 from test_data import POINT, comment
 
-from forestage.data.serving import PROGRAMS
+from forestage.views.serving import PROGRAMS
 
 MARK = "/shared/alice/root-was-here"
 PRELOAD = """

@@ -21,9 +21,9 @@ from steps import accompanied
 from test_data import POINT, comment
 from test_through import HOLD, KEEPER, MIB, SERVER, STAGER, looks, read_through, waits
 
-from forestage.data.hold import PROCESS_NAME as HOLDER
-from forestage.data.serving import PROGRAMS
 from forestage.registry.worker import MODULE as WORKER
+from forestage.views.hold import PROCESS_NAME as HOLDER
+from forestage.views.serving import PROGRAMS
 from registry import STORE, with_importer
 
 CGROUPS = Path("/sys/fs/cgroup")

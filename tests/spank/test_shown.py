@@ -17,9 +17,9 @@ from companion import GID, JOB, KEY, LEASES, SERVED, UID, Keeper, Step, shown_be
 from test_bind import options
 
 from forestage import events
-from forestage.cache import shown
+from forestage.cache import step_record
 from forestage.cache.lease import Lease, Leases, Use
-from forestage.cache.shown import Shown
+from forestage.cache.step_record import Shown
 from forestage.events import Event, Handled, Result
 from forestage.paths import Places
 from forestage.system.as_user import User
@@ -48,22 +48,22 @@ def note(
     result: Result = "hit",
 ) -> None:
     places, leases = Places(step.folder), Leases(LEASES)
-    decided = [*shown.decided_by(places), "room\t0\t3", *by_binds(step)]
+    decided = [*step_record.decided_by(places), "room\t0\t3", *by_binds(step)]
     leases.write(Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (Use(KEY),)))
     found = Handled(result, request='a\t"b', image=str(step.image), key=KEY, redirect="spank")
     event = Event(time=0.0, hook="step", job=JOB, outcome=found, user="u", uid=UID)
     text = msgspec.json.encode(event).decode().removeprefix('{"time":0.0,')
     image = Shown(asked or str(step.image), uid, text, tuple(answer(step).split("\t")))
-    shown.note(leases, JOB, decided, [image])
+    step_record.note(leases, JOB, decided, [image])
 
 
 def by_binds(step: Step) -> tuple[str, ...]:
-    """As hooks/binds.py has it, without an enroot, and of a user without files of their own."""
+    """As hooks/container_binds has it, without an enroot, of a user without files of their own."""
     own = step.folder / "shared/.config"
     facts = step.image.stat()
     times = facts.st_mtime_ns, facts.st_ctime_ns
     theirs = {str(own): (0, 0, 0, 0), str(step.image): (facts.st_ino, facts.st_size, *times)}
-    return shown.of_binds("", {}, theirs, {"XDG_CONFIG_HOME": None, "LATER": None})
+    return step_record.of_binds("", {}, theirs, {"XDG_CONFIG_HOME": None, "LATER": None})
 
 
 def record(step: Step) -> str:

@@ -23,7 +23,7 @@ from forestage.config import Config, load_settings
 from forestage.hooks import limit
 from forestage.stage.task import Task
 from forestage.system import mounts
-from forestage.through import keeper
+from forestage.views.through import keeper
 from node import Node
 
 NAMES = ("one", "two", "three")

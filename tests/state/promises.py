@@ -10,8 +10,8 @@ from lab import Lab
 from model import Job, Source, Stay, Version, allowed, owner_of, refusal
 from played import Ended, Name, play, swept
 
+from forestage.cache.allocation import SPARE
 from forestage.cache.layout import StoredEntry, tree_bytes
-from forestage.cache.space import SPARE
 from forestage.events import Outcome
 from forestage.hooks.boundary import IMAGE_OPTION
 from forestage.system.as_user import User

@@ -23,8 +23,8 @@ from forestage.events import Handled
 from forestage.hooks import answers
 from forestage.slurm import lines
 from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, STAGE_OPTION, Job
+from forestage.sources.source import OpenImage
 from forestage.stage import pipeline
-from forestage.stage.source import OpenImage
 from forestage.stage.task import Task
 from forestage.system.as_user import User
 

@@ -15,9 +15,9 @@ import msgspec
 
 from forestage.cache import digest
 from forestage.cache.part import chunk_count
+from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import reading
 from forestage.stage.reading import BLOCK, Throttle
-from forestage.stage.source import Content, Truncated, Unreadable
 
 PROGRESS_EVERY = 0.2  # seconds
 

@@ -29,11 +29,11 @@ def _impossible(request: Request) -> Iterator[str]:
     """Pure: why nobody could have it shown there, if that can be told by the names alone."""
     try:
         if request.kind == "fill":
-            from forestage.data import fill
+            from forestage.views import fill
 
             fill.name_of(request)
         elif request.kind == "mount":
-            from forestage.data import mounted
+            from forestage.views import mounted
 
             mounted.must_be_allowed(os.path.normpath(request.at), ())
     except Declined as why:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 import msgspec
 
 from forestage.cache import disk, evict
-from forestage.cache import held as deleted
+from forestage.cache import held_open as deleted
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry, StoredEntry
 from forestage.cache.lease import Lease, Leases

@@ -26,7 +26,7 @@ from forestage.admin import site as sites
 from forestage.admin import status as node_status
 from forestage.admin.status import Status
 from forestage.admin.tally import WAITS, Histogram, Tally
-from forestage.cache import doubt
+from forestage.cache import disk_errors
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import Config, decided, load_settings, switch
@@ -131,7 +131,7 @@ def export(
         off = bool(switch.by_file(places, clock.wall())) or (
             config is not None and not config.enabled
         )
-        since = doubt.known(places).since
+        since = disk_errors.known(places).since
         swept = last_sweep(places)
         written = text(Facts(tally, version, off, config, status, since, swept))
         textfile = (config or Config()).metrics.textfile

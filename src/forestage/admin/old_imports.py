@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from forestage.cache.node import Node
-from forestage.registry import under_way
+from forestage.registry import imports_now
 from forestage.system import as_user, files, mounts, writers
 from forestage.system.as_user import User
 
@@ -59,7 +59,7 @@ def remove(node: Node) -> list[str]:
 def _busy(node: Node, above: Path) -> set[int]:
     """The uids of users whose directory a step may use. Raises Failed, OSError."""
     busy = {lease.user.uid for lease in node.leases.all()}
-    for one in under_way.gather(node.places):
+    for one in imports_now.gather(node.places):
         with contextlib.suppress(KeyError):  # the account went meanwhile
             busy.add(pwd.getpwnam(one.user).pw_uid)
     inside = (path[len(f"{above}/") :] for path in writers.open_below(str(above)))

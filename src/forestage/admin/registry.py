@@ -21,7 +21,7 @@ from forestage.errors import Declined, NotFound
 from forestage.paths import Places
 from forestage.registry import collect, worker
 from forestage.registry.collect import Done
-from forestage.registry.words import Importing, Order, Present, Progress, Refused, Word
+from forestage.registry.messages import Importing, Order, Present, Progress, Refused, Word
 from forestage.system import as_user, folders
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, Table, age, count

@@ -1,6 +1,7 @@
 """The source of an entry, as a command sees it: whether it is still what was copied.
 
-It is opened as the user who asks, or as the file's owner, beneath our own binds; see stage/source.
+It is opened as the user who asks, or as the file's owner, beneath our own binds; see
+sources/opening.
 """
 
 import os
@@ -15,8 +16,8 @@ from forestage.cache.image import Access, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.errors import Declined
 from forestage.slurm.hints import Request
-from forestage.stage import opening
-from forestage.stage.source import OpenImage
+from forestage.sources import opening
+from forestage.sources.source import OpenImage
 from forestage.system import as_user
 from forestage.system.as_user import User
 from forestage.units import format_size

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forestage.admin.job_images import ImageResult
-from forestage.cache import doubt
+from forestage.cache import disk_errors
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import switch
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.slurm.hints import Hints
 from forestage.slurm.job import Job
-from forestage.stage import opening, source, wait
+from forestage.sources import opening, source
+from forestage.stage import wait
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, Table, count
 from forestage.units import format_duration, printable
@@ -85,7 +86,7 @@ def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _Be
     try:
         must_not_be_off(node)
         node.cache.prepare(node.config.require_mount)
-        doubt.must_not_be(node.places)
+        disk_errors.must_not_be(node.places)
         within = Deadline.after(OPEN, node.clock)
         opened = begun.enter_context(opening.open_as(job.user, image, node, within))
         copying = begun.enter_context(wait.begun(node, job, opened))

@@ -13,26 +13,27 @@ from forestage.admin import copies, inventory, recent
 from forestage.admin import site as sites
 from forestage.admin.copies import Copy, Stopped
 from forestage.admin.inventory import Holder, Item
+from forestage.bind import redirect
 from forestage.cache import disk as cache_disk
-from forestage.cache import doubt, evict, redirect
+from forestage.cache import disk_errors, evict
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER
 from forestage.config import switch
-from forestage.data import job_dir
 from forestage.errors import Declined
 from forestage.events import field
 from forestage.peers import stats
 from forestage.peers.stats import Uploaded
-from forestage.registry import under_way as imports
-from forestage.registry.under_way import UnderWay
+from forestage.registry import imports_now as imports
+from forestage.registry.imports_now import UnderWay
 from forestage.slurm import companion
 from forestage.system import mounts
 from forestage.system.mounts import Mount
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
 from forestage.system.tree import Files
-from forestage.through import living
 from forestage.units import format_duration, format_size
+from forestage.views import job_dir
+from forestage.views.through import running
 
 STATES = (
     *("ok", "hangs", "read-only", "full", "failing", "unusable"),
@@ -137,7 +138,7 @@ def gather(node: Node, conf: str = "") -> Status:
     paths |= {copy.key: copy.image for copy in under_way}
     paths |= {item.key: item.path for item in holdings.items}
     bound = tuple(bind.path for bind in redirect.binds(node.cache))
-    disk = doubt.known(node.places)
+    disk = disk_errors.known(node.places)
     calls = recent.calls(node.places, now)
     starts = recent.starts(node.places.events, now)
     found = Status(
@@ -155,7 +156,7 @@ def gather(node: Node, conf: str = "") -> Status:
         starts=starts,
         blocked=blocked,
         no_companion=calls.without if _should_load(node, calls, conf) else "",
-        through=tuple(spot.name for spot, _ in living.states(node.places.through)),
+        through=tuple(spot.name for spot, _ in running.states(node.places.through)),
         imports=imports.gather(node.places),
     )
     if unusable:

@@ -16,7 +16,7 @@ Entries that an earlier boot wrote are compared once with their own checksums: t
 before they were published, but disks have been seen to lose confirmed writes in a power cut. The
 source is not read for that, since a whole cluster may have restarted at once. All others are read
 again now and then, slowly, as blocks of a disk go bad; and all at once while there is doubt in the
-disk (cache/doubt.py), which ends with that.
+disk (cache/disk_errors.py), which ends with that.
 """
 
 import contextlib
@@ -33,22 +33,23 @@ from forestage.admin import evict, inventory, old_imports, registry, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
-from forestage.cache import disk, doubt, elsewhere, held, hot, redirect, unmount
+from forestage.bind import namespaces, redirect, unmount
+from forestage.cache import disk, disk_errors, held_open, hot
 from forestage.cache import evict as eviction
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
-from forestage.data import job_dir, release
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
-from forestage.registry import place
+from forestage.registry import mount_points
 from forestage.slurm.queue import Slurm, why_over
 from forestage.system import folders, lock
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
-from forestage.through import leftover
+from forestage.views import job_dir, release
+from forestage.views.through import remains
 
 PROVING_TIME = 300.0  # seconds of reading per sweep; leases must not wait for a whole cache
 PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
@@ -220,10 +221,10 @@ class _Sweep:
         evicted = self.tried(self.evicted, stale) or ()
         if not self.dry_run:
             self.tried(self.imports, node)
-            doubt.look(node.places, node.cache, node.clock)
-            doubt.look_at_media(node.places, node.cache, node.clock)
+            disk_errors.look(node.places, node.cache, node.clock)
+            disk_errors.look_at_media(node.places, node.cache, node.clock)
             self.tried(eviction.drop_dead_locks, node.cache)
-            self.tried(held.gather, node.cache.held)
+            self.tried(held_open.gather, node.cache.held)
             self.tried(preload, node)
         return msgspec.structs.replace(done, parts=parts, job_dirs=job_dirs, evicted=evicted)
 
@@ -313,7 +314,7 @@ class _Sweep:
             self._unmount(node.cache, going, functools.partial(owner_of, node.cache))
         left = {bind.mount.id for bind in unmount.binds(node.cache)}
         self.unredirected += [one.bind.path for one in going if one.bind.mount.id not in left]
-        self.problems += elsewhere.clear(
+        self.problems += namespaces.clear(
             node.cache, node.leases, total=unmount.SWEEP_TOTAL
         ).problems
 
@@ -349,7 +350,7 @@ class _Sweep:
     def places_of_images(self, stale: tuple[StaleLease, ...]) -> None:
         """Deletes what steps of jobs that are over left of images of registries."""
         staying = frozenset(self.node.leases.jobs()) - {one.job for one in stale}
-        for path in place.leftover(self.node.places, staying, self.node.clock.wall()):
+        for path in mount_points.leftover(self.node.places, staying, self.node.clock.wall()):
             path.unlink(missing_ok=True)
 
     def imports(self, node: Node) -> None:
@@ -366,12 +367,12 @@ class _Sweep:
 
     def hanging_keepers(self, node: Node) -> tuple[str, ...]:
         """Ends keepers that hang, and removes what dead ones left; returns the former's keys."""
-        hanging = leftover.hanging(node.places.through, node.clock)
+        hanging = remains.hanging(node.places.through, node.clock)
         if not self.dry_run:
             for found in hanging:
-                self.tried(leftover.end, found)
-            for spot in leftover.dead(node.places.through, node.cache, node.clock.wall()):
-                self.tried(leftover.remove, spot)
+                self.tried(remains.end, found)
+            for spot in remains.dead(node.places.through, node.cache, node.clock.wall()):
+                self.tried(remains.remove, spot)
         return tuple(found.spot.name for found in hanging)
 
     def evicted(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
@@ -423,7 +424,7 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
 
 def due_entries(node: Node) -> tuple[Due, ...]:
     """What has to be read: what an earlier boot wrote, what is in doubt, what was not for long."""
-    since, now = doubt.known(node.places).since, node.clock.wall()
+    since, now = disk_errors.known(node.places).since, node.clock.wall()
     unproven, doubted, old = [], [], []
     for item in inventory.gather(node).items:
         read = node.cache.last_read(item.key)
@@ -460,10 +461,10 @@ def collect(node: Node) -> list[registry.Collected]:
 
 def end_doubt(node: Node) -> None:
     """Ends the doubt in the disk once no entry is left that was not read since it began."""
-    since = doubt.known(node.places).since
+    since = disk_errors.known(node.places).since
     items = inventory.gather(node).items if since else ()
     if since and all(node.cache.last_read(item.key) >= since for item in items):
-        doubt.end(node.places, since)
+        disk_errors.end(node.places, since)
 
 
 def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from forestage.admin import sources
-from forestage.cache import unmount
+from forestage.bind import unmount
+from forestage.bind.unmount import Bind
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
-from forestage.cache.unmount import Bind
 from forestage.errors import ForestageError
 from forestage.system import lock
 from forestage.system.as_user import User

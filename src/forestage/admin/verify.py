@@ -21,7 +21,8 @@ from forestage import events, log
 from forestage.admin import compare, sources
 from forestage.admin.compare import Compared, SourceFailed
 from forestage.admin.inventory import Item
-from forestage.cache import digest, image, unmount
+from forestage.bind import unmount
+from forestage.cache import digest, image
 from forestage.cache.image import Access
 from forestage.cache.layout import Entry, open_copy
 from forestage.cache.node import Node

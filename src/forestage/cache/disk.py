@@ -18,7 +18,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from forestage.cache import doubt
+from forestage.cache import disk_errors
 from forestage.cache.layout import Cache
 from forestage.errors import Declined
 from forestage.paths import Places
@@ -92,7 +92,7 @@ def _asked(root: Path, at: At) -> None:
 def _members(root: Path) -> list[Path]:
     """The disks below the cache's: a RAID's file lies on one of them, and another one may hang."""
     with contextlib.suppress(OSError):  # none that is known to this kernel
-        return [Path("/dev", name.replace("!", "/")) for name in sorted(doubt.devices(root))]
+        return [Path("/dev", name.replace("!", "/")) for name in sorted(disk_errors.devices(root))]
     return []
 
 

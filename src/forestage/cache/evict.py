@@ -2,9 +2,9 @@
 
 Order: damaged entries, superseded ones, data above its share of the room, those of users who take
 more than theirs, then the least recently used; leased and pinned ones never (admin/verify and
-through/local.py remove those whose bytes are wrong). For a user above their share nobody else's
-entry goes, and for data no image.
-Plans are made and entries renamed away under the space lock; their bytes are deleted outside it.
+views/through/local.py remove those whose bytes are wrong). For a user above their share nobody
+else's entry goes, and for data no image. Plans are made and entries renamed away under the space
+lock; their bytes are deleted outside it.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache import held
+from forestage.cache import held_open
 from forestage.cache.layout import Cache, StoredEntry, tree_bytes
 from forestage.cache.lease import Leases
 from forestage.cache.part import Part, boot_id
@@ -196,7 +196,7 @@ def measure(cache: Cache, stored: Iterable[StoredEntry], config: Config) -> Room
     parts = {part: _bytes_if_there(part) for part in cache.parts.iterdir()}
     data = sum(size for part, size in parts.items() if _is_data(Part(part)))
     used = sum(one.bytes for one in stored) + sum(parts.values())
-    room = _room(cache, config, used, held.of_users(cache.held).total())
+    room = _room(cache, config, used, held_open.of_users(cache.held).total())
     return msgspec.structs.replace(room, data_under_way=data)
 
 
@@ -244,7 +244,7 @@ def copies(cache: Cache) -> Counter[int]:
 
 def of_users(cache: Cache) -> Counter[int]:
     """The bytes that are one user's beside entries, by uid: copies, and what of evicted is held."""
-    return copies(cache) + held.of_users(cache.held)
+    return copies(cache) + held_open.of_users(cache.held)
 
 
 def make_room(
@@ -263,7 +263,7 @@ def make_room(
     deleted files is their share already: it cannot be evicted.
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-        kept_open = held.of_users(cache.held)[user] if user else 0
+        kept_open = held_open.of_users(cache.held)[user] if user else 0
         room = at_least(cache, config)
         if not data and not kept_open and _met(room, room_for_copy(room, size), 0):
             return ()

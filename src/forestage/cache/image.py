@@ -1,7 +1,7 @@
 """An `Image`: the bytes that a path means, who may read them, and whether they may be staged.
 
-The path is opened in stage/source, as the user; what is found there are `Facts`, of which `judge`
-makes an image, or says why it is none.
+The path is opened in sources/opening, as the user; what is found there are `Facts`, of which
+`judge` makes an image, or says why it is none.
 """
 
 import errno
@@ -30,7 +30,7 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which bytes are meant. `path` is resolved; times are in ns, of the file server's clock.
 
     Of a directory `tree` is the digest of all that it holds, and `size` that of the image which is
-    made of it (data/erofs.py).
+    made of it (sources/erofs.py).
     """
 
     path: str

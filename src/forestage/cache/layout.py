@@ -5,7 +5,7 @@
                          used: mtime is the last use, the text the uids of its users, 0 where root
                          warmed it; empty (of an earlier release): several, or nobody knows
     <root>/parts/<key>/{image, map, owner.json}  a copy under way, see part.py
-    <root>/jobs/<job>.<restart>/                 a job's own directory, see data/job_dir.py
+    <root>/jobs/<job>.<restart>/                 a job's own directory, see views/job_dir.py
     <root>/evicted/{<key>,<job>.<restart>}.<n>   evicted, soon deleted
     <root>/locks/{<key>.lock, space.lock}
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache import held
+from forestage.cache import held_open
 from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.errors import Failed
@@ -98,7 +98,7 @@ def open_copy(path: Path) -> io.FileIO:
 class Cache:
     """The paths of one cache root. Making a Cache touches nothing; `prepare` does.
 
-    `claims` is where its redirects are claimed (cache/unmount.py), the same for all of the node.
+    `claims` is where its redirects are claimed (bind/unmount.py), the same for all of the node.
     """
 
     def __init__(self, root: Path, claims: Path | None = None) -> None:
@@ -334,7 +334,7 @@ class Cache:
     def _delete(self, evicted: Path) -> None:
         disk = evicted / "disk"  # of a job's own directory
         file = disk if files.facts(disk) else evicted / "image"
-        with held.noted(self.held, file, _whose(evicted)):
+        with held_open.noted(self.held, file, _whose(evicted)):
             _delete(evicted)
 
     def drop_part(self, key: str) -> None:

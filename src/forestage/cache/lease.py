@@ -4,7 +4,7 @@
                           JOB.said     what was said (cache/said.py)
                           JOB.hinted   a flag for the companion: each step of the job has to ask
                           JOB.nodes    its nodes, by a Prolog that has imported nothing
-                          JOB.shown    what further steps are shown (cache/shown.py)
+                          JOB.shown    what further steps are shown (cache/step_record.py)
                           JOB.prolog   locked as long as its Prolog works (hooks/background.py)
 
 Reading is free. Taking and dropping happen under the cache's space lock, the one that evict plans
@@ -97,7 +97,7 @@ class Leases:
         return self.directory / f"{job}.json"
 
     def shown(self, job: int) -> Path:
-        """Where the companion finds what the job's steps are shown (cache/shown.py)."""
+        """Where the companion finds what the job's steps are shown (cache/step_record.py)."""
         return self.directory / f"{job}.shown"
 
     def nodelist(self, job: int) -> str:

@@ -13,7 +13,7 @@ from forestage.slurm.hints import Request
 
 
 class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a directory is (data/tree.py): its key and resolved path, or why it has none."""
+    """How far a directory is (views/directory.py): its key and path, or why it has none."""
 
     state: Literal["looking", "copying", "ready", "declined"]
     key: str = ""

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from forestage.cache import disk, doubt, evict
+from forestage.cache import disk, disk_errors, evict
 from forestage.cache.layout import Cache
 from forestage.check.finding import Finding
 from forestage.check.uses import Used, Uses
@@ -143,7 +143,7 @@ def _holdings(
             "see the kernel's log: a frozen file system (fsfreeze -u), or a disk to be replaced",
         )
         return  # who looks further would hang with it
-    known = doubt.known(places)
+    known = disk_errors.known(places)
     if known.since:
         yield Finding(
             "disk-errors",

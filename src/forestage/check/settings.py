@@ -14,7 +14,7 @@ from forestage.units import format_duration, format_size
 LAUNCH = 600.0  # seconds; srun ends a step that has not begun (slurm_step_launch_wait_start())
 CONTAINED = 50.0  # the same with SlurmdParameters=contain_spank
 LEAST = 1024 * 1024  # bytes; no site has images that are smaller
-COVERS = (5, 2)  # the Linux from which cache/elsewhere.py covers what it cannot unmount
+COVERS = (5, 2)  # the Linux from which bind/namespaces.py covers what it cannot unmount
 
 
 def findings(

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from forestage.config.kept import Kept
 from forestage.config.keys import GROUPS, KEYS, PARTITION_KEYS, Config, value_of, with_values
+from forestage.config.memo import Kept
 from forestage.errors import ConfigError, Problem
 from forestage.units import exact_size, quote
 
@@ -89,7 +89,7 @@ class _Found(msgspec.Struct):
 def load_settings(etc: Path, kept: Path | None = None) -> Settings:
     """Reads the configuration below `etc` (/etc/forestage); no file at all is all defaults.
 
-    `kept` is where hooks keep what YAML they have read (config/kept.py). Raises ConfigError with
+    `kept` is where hooks keep what YAML they have read (config/memo.py). Raises ConfigError with
     all problems at once.
     """
     documents = Kept(kept)

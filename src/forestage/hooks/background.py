@@ -145,7 +145,7 @@ def note(
     """Writes down which partitions' Prologs may leave, if that is not what is there already.
 
     `companion`: whether Slurm loads it, as `conf`, slurmd's $SLURM_CONF, says. `decided` are the
-    lines of cache/shown.decided_by from before the settings were read. Raises OSError.
+    lines of cache/step_record.decided_by from before the settings were read. Raises OSError.
     """
     from forestage import config
     from forestage.system import records

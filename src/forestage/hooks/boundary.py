@@ -185,9 +185,9 @@ def may_be_hinted(comment: str) -> bool:
         return True
     if "=/" not in comment:
         return False
-    from forestage.slurm import near
+    from forestage.slurm import near_misses
 
-    return near.is_missed(comment)
+    return near_misses.is_missed(comment)
 
 
 def note_call(name: Name, environ: Mapping[str, str], run: str) -> None:

@@ -1,8 +1,8 @@
 """A job's data: what its Prolog begins, its steps are shown, and its Epilog ends.
 
-    PATH/               data/tree.py      a directory, over its own path, once all of it is here
-    FILE@/mount/point   data/mounted.py   a squashfs file, mounted; the file is staged as an image
-    stage-dir=, @job    data/job_dir.py   the job's own directory; data/fill.py fills it
+    PATH/               views/directory.py a directory, over its own path, once all of it is here
+    FILE@/mount/point   views/mounted.py   a squashfs file, mounted; the file is staged as an image
+    stage-dir=, @job    views/job_dir.py   the job's own directory; views/fill.py fills it
 
 Only with the companion: it mounts all this in each task's own namespace.
 """
@@ -20,24 +20,24 @@ from forestage.cache import disk, image
 from forestage.cache.node import Node
 from forestage.cache.said import Wanted
 from forestage.clock import Deadline
-from forestage.data import wanted
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.events.reasons import FAILURES
 from forestage.hooks import answers, leases, serve, variables
 from forestage.hooks.answers import Answer
-from forestage.hooks.binds import Binds
+from forestage.hooks.container_binds import Binds
 from forestage.hooks.limit import Limit
 from forestage.slurm import hints
 from forestage.slurm.hints import Kind, Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
-from forestage.stage import opening
+from forestage.sources import opening
 from forestage.system import as_user, lock
 from forestage.units import printable
+from forestage.views import wanted
 
 if TYPE_CHECKING:
-    from forestage.data.job_dir import Own
+    from forestage.views.job_dir import Own
 
 LONGEST_LIST = 64 * 1024  # bytes of the file of stage-list=
 LOOK = 5.0  # seconds for it, and for where the job works
@@ -96,7 +96,7 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
         lines += found
     outcomes += came.values()
     if any(one.is_seed for one in noted.requests):
-        from forestage.data import fill
+        from forestage.views import fill
 
         lines += fill.unset(own, noted)  # of those that are not in there by now
     kept = wanted.disentangled(wanted.in_order(lines))
@@ -117,7 +117,7 @@ def _local(node: Node, kept: Sequence[Fields], request: Request, outcome: Handle
     if request.kind == "mount":
         return request.at
     if request.kind == "fill":
-        from forestage.data import fill
+        from forestage.views import fill
 
         return f"{node.places.job_dir}/{fill.name_of(request)}"
     shown = (f"{line[-2]}/" for line in kept if line[0] == "device" and line[3] == "erofs")
@@ -129,7 +129,7 @@ def _as_refused(noted: Wanted, why: Declined) -> Shown:
     requests = [*noted.requests, *([STAGE_DIR] if noted.room is not None else [])]
     lines: list[Fields] = [("env", "FORESTAGE_DIR")] if noted.room is not None else []
     if any(one.is_seed for one in noted.requests):
-        from forestage.data import fill
+        from forestage.views import fill
 
         lines += fill.unset(None, noted)
     return Shown(lines, _as_data([_of_error(one, why) for one in requests]))
@@ -184,7 +184,7 @@ def _made(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Handled]:
     """Makes the job's own directory, where it wants one; notes for its steps why it has none."""
     if noted.room is None:
         return []
-    from forestage.data import job_dir
+    from forestage.views import job_dir
 
     try:
         job_dir.make(node, job, noted.room, noted.ram, limit.end)
@@ -202,7 +202,7 @@ def _own_dir(
     """The job's own directory with its lines, or why it has none though it wants one."""
     if noted.room is None:
         return None, [], []
-    from forestage.data import job_dir
+    from forestage.views import job_dir
 
     try:
         if noted.refused:
@@ -275,15 +275,17 @@ class _View(Protocol):
 
 class _Directory:
     def begin(self, call: _Call, request: Request, path: str) -> Handled:
-        from forestage.data import tree
+        from forestage.views import directory
 
-        return tree.begin(call.node, call.job, request, path)
+        return directory.begin(call.node, call.job, request, path)
 
     def show(self, call: _Call, request: Request, path: str) -> ForStep:
-        from forestage.data import tree
+        from forestage.views import directory
 
         node, job, limit = call.node, call.job, call.limit
-        lines, outcome = tree.show(node, job, request, path, limit.copy, limit.end, limit.progress)
+        lines, outcome = directory.show(
+            node, job, request, path, limit.copy, limit.end, limit.progress
+        )
         for line in lines:
             _must_not_be_in(job, line[-2], _some_time(node, limit))
             call.bound.must_not_hold(line[-2])
@@ -292,14 +294,14 @@ class _Directory:
 
 class _Mount:
     def begin(self, call: _Call, request: Request, path: str) -> Handled:
-        from forestage.data import mounted
+        from forestage.views import mounted
 
         # Nothing is copied for what will not be mounted; the step looks closer.
         mounted.must_be_allowed(request.at, ())
         return self._staged(call, request, call.limit).outcome
 
     def show(self, call: _Call, request: Request, path: str) -> ForStep:
-        from forestage.data import mounted
+        from forestage.views import mounted
 
         node, job = call.node, call.job
         limit = msgspec.structs.replace(call.limit, end=_some_time(node, call.limit))
@@ -316,13 +318,13 @@ class _Mount:
 
 class _Fill:
     def begin(self, call: _Call, request: Request, path: str) -> Handled:
-        from forestage.data import fill
+        from forestage.views import fill
 
         fill.must_be_possible(call.noted, request)
         return Handled("started", request=printable(request.path), via="hint")
 
     def show(self, call: _Call, request: Request, path: str) -> ForStep:
-        from forestage.data import fill
+        from forestage.views import fill
 
         until = call.limit.fill or call.limit.end
         return fill.fill(

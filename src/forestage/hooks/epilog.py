@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache import disk, doubt, elsewhere, evict, redirect, unmount
+from forestage.bind import namespaces, redirect, unmount
+from forestage.cache import disk, disk_errors, evict
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
@@ -140,12 +141,12 @@ def _forget_images(over: _Over) -> None:
     """
     if not over.places.images.exists():
         return
-    from forestage.registry import place
+    from forestage.registry import mount_points
     from forestage.system import as_user, child
 
     def work() -> None:
         child.leave_job()
-        place.forget(over.places, over.job.id)
+        mount_points.forget(over.places, over.job.id)
 
     # In a child: users once could list that directory, and hold its lock (system/folders.py). What
     # is not done in time is for the sweep, also where the child has failed.
@@ -163,7 +164,7 @@ def _has_data(leases: Leases, job: int) -> bool:
 def _clear(over: _Over) -> None:
     """Removes what few jobs have of data."""
     if over.data:
-        from forestage.data import release
+        from forestage.views import release
 
         release.of_job(over.cache, over.leases, over.job.id, over.patience)
 
@@ -186,13 +187,13 @@ def _release(over: _Over) -> Released:
                 # What stays in other mount namespaces the sweep tells, and tries again.
                 with contextlib.suppress(Failed, OSError):
                     now = over.clock.wall()
-                    elsewhere.clear(cache, leases, now, first=over.job.user.uid)
+                    namespaces.clear(cache, leases, now, first=over.job.user.uid)
         except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(_stuck(stays.stuck, lease))
             done = Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
     # This job may have failed for it, the next one need not.
-    doubt.look(over.places, cache, over.clock)
+    disk_errors.look(over.places, cache, over.clock)
     return done
 
 

@@ -6,16 +6,17 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from forestage.cache import disk, redirect
+from forestage.bind import redirect
+from forestage.cache import disk
 from forestage.cache.image import Image
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
 from forestage.errors import ForestageError
-from forestage.hooks.binds import LOOK
+from forestage.hooks.container_binds import LOOK
 from forestage.hooks.limit import Limit
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.stage import opening
+from forestage.sources import opening
 from forestage.system import lock
 
 GIVE_UP = 1.0  # seconds to wait for the space lock where nothing depends on it

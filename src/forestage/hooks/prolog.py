@@ -14,7 +14,7 @@ from forestage.slurm import timeouts
 from forestage.slurm.hints import MAX_PROBLEMS, OF_OPTION, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
-from forestage.stage import opening
+from forestage.sources import opening
 from forestage.system import lock
 from forestage.units import printable
 

@@ -28,9 +28,9 @@ from forestage.hooks import answers, leases, serve, step, user_messages, variabl
 from forestage.hooks.answers import Answer
 from forestage.hooks.limit import Limit
 from forestage.hooks.waiting import GONE, Tasks
-from forestage.registry import full, place, under_way, worker
-from forestage.registry.under_way import PROCESS_NAME, UnderWay
-from forestage.registry.words import Importing, Order, Present, Progress, Refused, Resolved, Word
+from forestage.registry import full_store, imports_now, mount_points, worker
+from forestage.registry.imports_now import PROCESS_NAME, UnderWay
+from forestage.registry.messages import Importing, Order, Present, Progress, Refused, Resolved, Word
 from forestage.registry.worker import Worker
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
@@ -132,7 +132,7 @@ def _give_back(node: Node, job: Job, answer: Answer) -> None:
     if answer.image:
         leases.give_back(node, job, answer.image.key)
     with contextlib.suppress(OSError):  # the sweep does it
-        place.forget(node.places, job.id)
+        mount_points.forget(node.places, job.id)
 
 
 def _foresee(node: Node, job: Job, request: Request, report: Report, hook: Channel) -> None:
@@ -206,7 +206,7 @@ def _worked(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
         enter = _bounded(node, job, undo) if job.step is None else _entering(job, tasks)
         undo.enter_context(_leaving(job, tasks))
         at_work = undo.enter_context(worker.start(job.user, order, asked.environment, enter))
-        undo.callback(under_way.forget, node.places, shown)
+        undo.callback(imports_now.forget, node.places, shown)
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
                 digest, name = word.digest, word.name
@@ -221,7 +221,7 @@ def _worked(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
                     shown = msgspec.structs.replace(shown, where=printable(word.where))
                 else:
                     shown = msgspec.structs.replace(shown, said=printable(word.text))
-                under_way.note(node.places, shown)
+                imports_now.note(node.places, shown)
                 if tells:
                     tasks.speak(_progress(asked.request, word))
     raise Failed("helper", "the process that imports died")
@@ -278,7 +278,7 @@ def _note_full(node: Node, job: Job, name: str, word: Refused) -> None:
     """
     if word.reason == "store-full" and name:
         now = node.clock.wall()
-        full.note(node.places, job.user, name, printable(word.detail), word.free, now)
+        full_store.note(node.places, job.user, name, printable(word.detail), word.free, now)
 
 
 def _limit(node: Node, job: Job, asked: Asked, say: user_messages.Say = lambda text: None) -> Limit:
@@ -352,7 +352,7 @@ def _fields(node: Node, job: Job, answer: Answer) -> Fields:
     if words[0] == "leave":
         return words
     try:
-        found = place.make(node.places, job.id, job.step, int(words[4]))
+        found = mount_points.make(node.places, job.id, job.step, int(words[4]))
     except OSError as error:
         return "leave", printable(str(error))
     return (*words[:2], found.path, *map(str, found.facts), words[-1])

@@ -57,7 +57,7 @@ def _be_of_no_job() -> None:
 
 
 def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
-    from forestage.cache import shown
+    from forestage.cache import step_record
     from forestage.hooks import prolog
 
     has_data = job.hints.has_data
@@ -66,7 +66,7 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outc
         if not bad:  # or nobody reads it
             return prolog.bad_hint(job)
     limits = timeouts.read(hook.environ.get("SLURM_CONF", ""))
-    decided = shown.decided_by(places)
+    decided = step_record.decided_by(places)
     answers: Sequence[Answer] = ()
     nodes, refusal = _nodes(hook, job, places, clock)
     _note_background(hook, places, decided)
@@ -108,11 +108,11 @@ def _note_background(hook: Hook, places: Places, decided: Sequence[str]) -> None
 
 
 def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
-    from forestage.cache import shown
+    from forestage.cache import step_record
     from forestage.hooks import step, user_messages, variables
     from forestage.system import child
 
-    decided = shown.decided_by(places)
+    decided = step_record.decided_by(places)
     # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
     child.leave_job()
     background.wait(background.mark_of(hook.environ, os.fspath(places.run)))

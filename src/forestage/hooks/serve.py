@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage.cache import disk, doubt, redirect, room
+from forestage.bind import redirect
+from forestage.cache import disk, disk_errors, unpacked
 from forestage.cache.image import Image
 from forestage.cache.lease import Lease
 from forestage.cache.node import Node
@@ -26,15 +27,15 @@ from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Result
 from forestage.hooks import leases
 from forestage.hooks.answers import UNSERVED, Answer, measured, of_error, shown_as
-from forestage.hooks.binds import Binds
+from forestage.hooks.container_binds import Binds
 from forestage.hooks.leases import GIVE_UP
 from forestage.hooks.limit import Limit
 from forestage.slurm.hints import IMPORTED, Kind, Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import has_control
+from forestage.sources.file import Files
+from forestage.sources.source import Finder, OpenImage
 from forestage.stage import wait
-from forestage.stage.file import Files
-from forestage.stage.source import Finder, OpenImage
 from forestage.units import printable
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ SOURCES: Mapping[Kind, Finder] = {
     "mount": Files("data"),
 }
 """How the source of a request is found, by its kind. A directory is not known until all of it has
-been looked at, by a process that then copies it itself (data/tree.py)."""
+been looked at, by a process that then copies it itself (views/directory.py)."""
 
 SOURCE_TRIES = 2  # times that a source may change while it is copied before its path is left alone
 
@@ -229,7 +230,7 @@ def _through(call: Call, begun: Begun) -> Answer:
         return started
     # A hit needs none of it.
     from forestage.stage.task import Task
-    from forestage.through import keeper
+    from forestage.views.through import keeper
 
     try:
         socket = keeper.start(Task(node, job, begun.opened), wait=call.limit.ready)
@@ -249,7 +250,7 @@ def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
     only a favour: a job that finds too little has no more without us.
     """
     needs = {
-        number: room.unpacked(node.cache, node.config, one.image)
+        number: unpacked.unpacked(node.cache, node.config, one.image)
         for number, one in enumerate(answers)
         if one.image and one.image.kind == "image" and one.outcome.result not in UNSERVED
     }
@@ -258,7 +259,7 @@ def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
         return answers
     with contextlib.suppress(ForestageError, OSError):
         disk.must_take(node.places, node.cache, GIVE_UP)
-        if not room.is_free(node.cache, node.config, needs[number]) and room.is_beside(
+        if not unpacked.is_free(node.cache, node.config, needs[number]) and unpacked.is_beside(
             node.cache, node.places.root, GIVE_UP
         ):
             # Mostly there is enough.
@@ -286,7 +287,7 @@ def _refusal(node: Node, job: Job, request: Request, limit: Limit) -> Declined |
             return Declined("off", "the job says stage=off")
         disk.must_serve(node.places, node.cache, limit.end.left())
         node.cache.prepare(node.config.require_mount)
-        doubt.must_not_be(node.places)
+        disk_errors.must_not_be(node.places)
     except Declined as declined:
         return declined
     except OSError as error:

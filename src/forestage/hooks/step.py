@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from forestage import events
-from forestage.cache import shown
+from forestage.cache import step_record
 from forestage.cache.image import Image
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
-from forestage.cache.shown import Shown
+from forestage.cache.step_record import Shown
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
@@ -27,7 +27,7 @@ from forestage.slurm import timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields, has_control
-from forestage.stage import opening
+from forestage.sources import opening
 from forestage.system import lock
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
@@ -180,7 +180,7 @@ def note_shown(node: Node, job: Job, decided: Sequence[str], answers: Sequence[A
     """Notes what further steps of the job are shown, so that they need no helper.
 
     The Prolog's answers or a step's, the first of them in the order of the job's requests.
-    `decided` is what cache/shown.py found before the configuration was read.
+    `decided` is what cache/step_record.py found before the configuration was read.
     """
     if job.step is None and node.config.user_messages == "all":
         return  # the first step has a line to write, which takes a helper
@@ -195,8 +195,8 @@ def note_shown(node: Node, job: Job, decided: Sequence[str], answers: Sequence[A
             lock.held(node.cache.space_lock, leases.GIVE_UP),
         ):
             if decided:
-                decided = [*decided, shown.of_room(node.cache, node.config), *by_binds]
-            shown.note(node.leases, job.id, decided, images)
+                decided = [*decided, step_record.of_room(node.cache, node.config), *by_binds]
+            step_record.note(node.leases, job.id, decided, images)
 
 
 def _shown(node: Node, job: Job, request: Request, first: Answer) -> Shown | None:

@@ -2,7 +2,7 @@
 
     POST /v1/session               a credential (auth.py); returns the session's name, with a MAC
     GET  /v1/chunk/<key>/<number>  Range: the chunk's bytes; request and response carry a MAC
-    GET  /v1/look/<job>/<name>     what it has found in a directory (data/looks.py); likewise
+    GET  /v1/look/<job>/<name>     what it has found in a directory (sources/agreement.py); likewise
 
 Whatever a peer does becomes a `ChunkRefused`, in bounded time. A connection is closed unless the
 response was read to its end, so a connection that is kept is always between two responses.

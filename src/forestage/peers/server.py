@@ -25,7 +25,7 @@ import msgspec
 from aiohttp import http_exceptions, web
 
 from forestage import log
-from forestage.cache import doubt, readers
+from forestage.cache import disk_errors, readers
 from forestage.cache.layout import open_copy
 from forestage.cache.node import Node
 from forestage.config import Peering
@@ -117,7 +117,9 @@ class Service:
         except OSError as error:  # of the cache's disk, or the client has gone
             if error.errno == errno.EIO:  # it may not read the kernel's log, nor write to the cache
                 with contextlib.suppress(OSError, Failed):
-                    doubt.begin(self.places, self.clock, "the peer service could not read a chunk")
+                    disk_errors.begin(
+                        self.places, self.clock, "the peer service could not read a chunk"
+                    )
             if not isinstance(error, ConnectionError):
                 self.counters.refused(request.remote or "", str(error))
             if request.transport is not None:  # half of the response may be sent already

@@ -1,18 +1,18 @@
 """Images of registries: resolved once, imported once, then a path like any other.
 
     worker       root's side: starts the worker as the user, and reads what it says
-    words        what the two say to each other
-    asker        the worker's side of that
-    work         the worker: all that touches a registry, credentials, enroot or the store
+    messages     what the two say to each other
+    worker_pipe  the worker's side of that
+    worker_main  the worker: all that touches a registry, credentials, enroot or the store
     reference    what a user's text names
     environment  the user's settings, as enroot would read them
     resolve      what a tag means now, with `answers` and `credentials`
     obtain       the way to an image: found, or imported by one worker for all
     store        the user's directory of imported images, which all nodes share
-    flight       who imports, by leases that a dead importer loses
+    import_lease who imports, so that a dead importer loses it
     importing    enroot, with bounds
     collect      what goes of the store
-    under_way    imports that steps of this node wait for
+    imports_now  imports that steps of this node wait for
 
 Root never parses what a registry or a user wrote: the worker has all three ids of the user.
 """

@@ -18,8 +18,8 @@ from pathlib import Path
 from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.registry.environment import Settings
+from forestage.registry.messages import short
 from forestage.registry.store import full
-from forestage.registry.words import short
 from forestage.system import apart, child, run
 from forestage.units import format_duration, format_size
 

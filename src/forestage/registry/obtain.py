@@ -17,14 +17,14 @@ import msgspec
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.events.reasons import REASONS
-from forestage.registry import full, importing, reference, resolve, store
-from forestage.registry.asker import Asker
+from forestage.registry import full_store, importing, reference, resolve, store
 from forestage.registry.environment import Settings
-from forestage.registry.flight import Flight, of_this_process
+from forestage.registry.import_lease import Flight, of_this_process
 from forestage.registry.importing import Import
+from forestage.registry.messages import Importing, Order, Progress
 from forestage.registry.reference import Reference
 from forestage.registry.store import Record, Store, told
-from forestage.registry.words import Importing, Order, Progress
+from forestage.registry.worker_pipe import Asker
 from forestage.system import records
 from forestage.units import format_duration, format_size
 
@@ -111,7 +111,7 @@ class Obtaining:
 
     def _must_have_room(self) -> None:
         """Raises Declined where this node knows that an import fails for want of room."""
-        known = full.noted(self.task.order.marks, self.name, self.clock.wall())
+        known = full_store.noted(self.task.order.marks, self.name, self.clock.wall())
         if known and self.store.free <= known.free:
             raise Declined("store-full", known.detail)
 

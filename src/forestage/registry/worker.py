@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from forestage.events.reasons import REASONS
-from forestage.registry import words
-from forestage.registry.asker import GRACE
-from forestage.registry.words import Odd, Order, Present, Refused, Word
+from forestage.registry import messages
+from forestage.registry.messages import Odd, Order, Present, Refused, Word
+from forestage.registry.worker_pipe import GRACE
 from forestage.system import run
 from forestage.system.as_user import User
 
-MODULE = "forestage.registry.work"
+MODULE = "forestage.registry.worker_main"
 AT_ONCE = 64 * 1024  # bytes read by one call of `words`; a pipe holds as much
 MOST = 4 << 20  # bytes in all: a line each 30 s, for weeks
 
@@ -51,7 +51,7 @@ class Worker:
         found: list[Word] = []
         try:
             for line in self._lines():
-                found.append(_trusted(words.decode(line)))
+                found.append(_trusted(messages.decode(line)))
                 if isinstance(found[-1], Present | Refused):
                     self.ended = True
                     break
@@ -83,7 +83,7 @@ class Worker:
                 raise Odd("it ended without an answer")
         self._bytes += len(data)
         *lines, self._read = (self._read + data).split(b"\n")
-        if self._bytes > MOST or len(self._read) >= words.LONGEST:
+        if self._bytes > MOST or len(self._read) >= messages.LONGEST:
             raise Odd("it says more than any worker has to say")
         return [line + b"\n" for line in lines]
 
@@ -105,7 +105,7 @@ def start(
     `environ_fd` is open on the job's environment, or -1. Raises Failed, OSError.
     """
     order = msgspec.structs.replace(order, environ_fd=environ_fd, apart=user is not None)
-    argv = (sys.executable, "-I", "-m", MODULE, words.encode_order(order))
+    argv = (sys.executable, "-I", "-m", MODULE, messages.encode_order(order))
     given = (environ_fd,) if environ_fd >= 0 else ()
     return Worker(run.start_piped(user, argv, given, enter))
 

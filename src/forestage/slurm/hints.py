@@ -25,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-from forestage.slurm.near import KNOWN, misses, words
+from forestage.slurm.near_misses import KNOWN, misses, words
 from forestage.units import parse_duration, parse_size, printable, quote
 
 MAX_HINTED = 16

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from forestage.errors import SlurmError
-from forestage.slurm import binding
+from forestage.slurm import pyslurm
 from forestage.slurm.nodelist import expand
 from forestage.system import run
 
@@ -66,8 +66,8 @@ class Slurm(NamedTuple):
     def bind(self) -> "Slurm":
         """Asks pyslurm first where the installed one fits this release of Slurm."""
         with contextlib.suppress(SlurmError):
-            if binding.installed():
-                return self._replace(bound=binding.fits(self._ask("squeue", "--version").out))
+            if pyslurm.installed():
+                return self._replace(bound=pyslurm.fits(self._ask("squeue", "--version").out))
         return self
 
     def job(self, job: int) -> JobState | None:
@@ -76,7 +76,7 @@ class Slurm(NamedTuple):
         Raises SlurmError where there is no answer, or one that may mean anything.
         """
         if self.bound:
-            told = binding.job(job, TIMEOUT)
+            told = pyslurm.job(job, TIMEOUT)
             if told is not None:
                 return JobState(told.state, told.nodes) if told.known else None
         # --local: a job of another cluster of the federation may have the same number.
@@ -104,7 +104,7 @@ class Slurm(NamedTuple):
     def knows_node(self, node: str) -> bool:
         """Whether this Slurm has such a node. Raises SlurmError where it does not answer."""
         if self.bound:
-            told = binding.node(node, TIMEOUT)
+            told = pyslurm.node(node, TIMEOUT)
             if told is not None:
                 return told.known
         ran = self._ask("scontrol", "--oneliner", "show", "node", node)

@@ -24,12 +24,12 @@ from pathlib import Path
 import msgspec
 
 from forestage import trace
-from forestage.cache import digest, space
+from forestage.cache import allocation, digest
 from forestage.cache.part import ENTRY_BYTES, Part, chunk_count, missing_chunks
 from forestage.cache.readers import NOW, PIECE, Readers
 from forestage.errors import Declined, Failed, Stopped
+from forestage.sources.source import Content
 from forestage.stage import reading
-from forestage.stage.source import Content
 
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 SHARED_CHUNK = 64 * 1024 * 1024  # bytes; chunks that threads share are held in memory
@@ -187,7 +187,7 @@ class Run:
                 return
             del self.todo[number]
             start, size = self.span(number)
-            space.punch(self.image, start, size)
+            allocation.punch(self.image, start, size)
             self.note(number, self._of_hole(size))
 
     def join(self, works: Sequence[Callable[[], None]]) -> None:

@@ -4,14 +4,14 @@ import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from forestage.cache import space
+from forestage.cache import allocation
 from forestage.cache.part import Part
 from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Failed, Stopped
+from forestage.sources.source import Content, Unreadable
 from forestage.stage import chunks, reading
 from forestage.stage.chunks import Tuning
-from forestage.stage.source import Content, Unreadable
 from forestage.system import run
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ class Chunks:
     def needs(self, source: Content) -> int:
         """The bytes of disk that image and map will take in all."""
         data = reading.data_chunks(source, self.tuning.chunk)
-        return space.needed(source.size, self.tuning.chunk, data)
+        return allocation.needed(source.size, self.tuning.chunk, data)
 
     def reserve(self, source: Content, part: Part) -> None:
         """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
         data = reading.data_chunks(source, self.tuning.chunk)
-        space.reserve(part, source.size, self.tuning.chunk, data)
+        allocation.reserve(part, source.size, self.tuning.chunk, data)
 
     def copy(
         self,
@@ -80,13 +80,13 @@ class Rsync:
         self.tuning = tuning
 
     def needs(self, source: Content) -> int:
-        return source.size + space.map_bytes(source.size, self.tuning.chunk)
+        return source.size + allocation.map_bytes(source.size, self.tuning.chunk)
 
     def reserve(self, source: Content, part: Part) -> None:
         # The size stays as far as rsync has come: that is its progress, and where it resumes.
-        with space.opened(part.image) as fd:
-            space.allocate(fd, 0, source.size)
-        space.reserve_small(part, source.size, self.tuning.chunk)
+        with allocation.opened(part.image) as fd:
+            allocation.allocate(fd, 0, source.size)
+        allocation.reserve_small(part, source.size, self.tuning.chunk)
 
     def copy(
         self,
@@ -120,7 +120,7 @@ class Rsync:
     def _write_map(self, source: Content, part: Part) -> None:
         """rsync keeps its own sums to itself, so the digests are taken from the copy."""
         found = chunks.digests(part.image, source.size, self.tuning, path=source.path)
-        with space.opened(part.map) as fd:  # not truncated: its space stays its own
+        with allocation.opened(part.map) as fd:  # not truncated: its space stays its own
             os.pwrite(fd, found, 0)
 
 

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forestage import events, log, peers, trace
-from forestage.cache import digest, doubt, evict, hot, image, readers, space
+from forestage.cache import allocation, digest, disk_errors, evict, hot, image, readers
 from forestage.cache.layout import Entry
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, chunk_count
 from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Declined, Failed, PeerError
 from forestage.peers import stats
+from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import chunks, engines, fstab, queue
-from forestage.stage.meanwhile import meanwhile
-from forestage.stage.source import Content, Truncated, Unreadable
+from forestage.stage.periodic import meanwhile
 from forestage.stage.task import Task
 from forestage.system import lock, records
 from forestage.system.files import opened
@@ -84,7 +84,9 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
         task.source.must_be_unchanged()
         trace.point("checked")
         _mirror_access(task)
-        doubt.look(task.node.places, task.node.cache, task.node.clock)  # what comes now is new
+        disk_errors.look(
+            task.node.places, task.node.cache, task.node.clock
+        )  # what comes now is new
         task.node.cache.publish(_entry(task, figures, _binds(task)), task.job.user.uid)
     trace.point("published")
 
@@ -165,7 +167,7 @@ def strike_wrong_chunks(part: Part, size: int, config: Config) -> int:
     except (Unreadable, Truncated):
         found = [digest.MISSING] * len(copied)
     wrong = [number for number, one in zip(copied, found, strict=True) if known[number] != one]
-    with space.opened(part.map) as fd:
+    with allocation.opened(part.map) as fd:
         for number in wrong:
             os.pwrite(fd, digest.MISSING, number * ENTRY_BYTES)
     return len(wrong)

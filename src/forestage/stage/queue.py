@@ -27,7 +27,7 @@ from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.config import Config
 from forestage.errors import Failed, Stopped
-from forestage.stage.meanwhile import meanwhile
+from forestage.stage.periodic import meanwhile
 from forestage.system import lock
 
 POLL = 0.1  # seconds

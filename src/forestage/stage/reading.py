@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
-from forestage.cache import space
-from forestage.stage.source import Content, Truncated, Unreadable
+from forestage.cache import allocation
+from forestage.sources.source import Content, Truncated, Unreadable
 
 BLOCK = 4096  # bytes; O_DIRECT wants offsets and lengths to be multiples of the disk's block
 READ_TRIES = 3  # a network file system may fail a read once and serve it the next moment
@@ -170,7 +170,7 @@ def data_chunks(source: Content, chunk: int) -> set[int]:
     """The numbers of the chunks that hold any data; the others are holes of sparse files."""
     if source.data is not None:
         return source.data(chunk)
-    return space.data_chunks(source.buffered, source.size, chunk)
+    return allocation.data_chunks(source.buffered, source.size, chunk)
 
 
 def _from_cache(source: Content, start: int, want: memoryview) -> int:

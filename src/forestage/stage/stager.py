@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forestage import events, log
-from forestage.cache import redirect
+from forestage.bind import redirect
 from forestage.cache.part import PROCESS_NAME
 from forestage.errors import Declined, Failed, of_disk
 from forestage.events import Copied

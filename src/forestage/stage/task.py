@@ -6,8 +6,8 @@ from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.cache.part import Part
 from forestage.slurm.job import Job
-from forestage.stage.file import FileSource
-from forestage.stage.source import OpenImage, Source
+from forestage.sources.file import FileSource
+from forestage.sources.source import OpenImage, Source
 
 
 class Task(msgspec.Struct, frozen=True):

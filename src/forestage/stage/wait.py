@@ -17,7 +17,7 @@ from forestage.cache.part import Owner
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
-from forestage.stage.source import OpenImage
+from forestage.sources.source import OpenImage
 from forestage.system import lock
 from forestage.units import format_duration, format_size
 

@@ -27,9 +27,9 @@ from forestage.peers.connection import ChunkRefused
 from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.peers.ring import SOURCE
 from forestage.peers.schedule import Ask, Policy, Schedule
+from forestage.sources.source import Content, Unreadable
 from forestage.stage import reading
 from forestage.stage.chunks import Run, Tuning, Write
-from forestage.stage.source import Content, Unreadable
 
 POLL = 0.1  # seconds between two looks of a thread that has nothing to do
 SERVED_POLL = 0.03  # … while jobs read the image

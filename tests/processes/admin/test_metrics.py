@@ -20,7 +20,7 @@ from forestage import events
 from forestage.admin import metrics, status
 from forestage.admin.metrics import Facts
 from forestage.admin.tally import Tally
-from forestage.cache import doubt
+from forestage.cache import disk_errors
 from forestage.cache.layout import Cache
 from forestage.cli.world import Exit
 from forestage.clock import Clock
@@ -364,7 +364,7 @@ def test_disk_that_lost_data_is_exported_even_where_the_cache_cannot_be_used(sit
     site.run("metrics")
     assert written(site)["forestage_disk_doubt"] == 0
     assert "forestage_disk_doubt_timestamp_seconds" not in written(site)
-    doubt.begin(site.places, site.world.clock, "test")
+    disk_errors.begin(site.places, site.world.clock, "test")
     open_cache(site)
     site.run("metrics")
     assert written(site)["forestage_disk_doubt"] == 1

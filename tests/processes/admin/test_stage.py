@@ -12,7 +12,7 @@ import pytest
 
 from commands import NOW, Site
 from forestage.admin import stage
-from forestage.cache import doubt
+from forestage.cache import disk_errors
 from forestage.cli.world import Exit
 from forestage.events import Copied, read
 from forestage.stage import wait
@@ -90,7 +90,7 @@ def test_node_that_serves_no_job_stages_nothing(site: Site, by: str) -> None:
     if by == "file":
         site.places.disabled.touch()
     if by == "doubt":
-        doubt.begin(site.places, site.world.clock, "test")
+        disk_errors.begin(site.places, site.world.clock, "test")
     (image,) = site.json("stage", str(path), code=Exit.NOT_FOUND)["images"]
     assert image["result"] in ("declined", "failed")
     assert image["reason"] == ("disk-errors" if by == "doubt" else "disabled")

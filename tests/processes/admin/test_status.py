@@ -14,11 +14,11 @@ from forestage.admin import status
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Leased
 from forestage.admin.status import Counts, Disk, Status, pieces
-from forestage.cache import doubt
+from forestage.cache import disk_errors
 from forestage.cache.evict import Room
 from forestage.cache.lease import Use
 from forestage.peers.stats import Uploaded
-from forestage.registry.under_way import UnderWay
+from forestage.registry.imports_now import UnderWay
 from forestage.system import lock
 from forestage.system.drawing import draw
 from forestage.system.terminal import moment
@@ -146,7 +146,7 @@ def test_bytes_sent_by_peer_service_are_shown(site: Site) -> None:
 def test_disk_that_lost_data_is_shown_with_the_time_and_what_was_seen(site: Site) -> None:
     assert "disk errors" not in site.run("status").output
     assert site.json("status")["doubt"] is None
-    doubt.begin(site.places, site.world.clock, "I/O error, dev nvme0n1, sector 8")
+    disk_errors.begin(site.places, site.world.clock, "I/O error, dev nvme0n1, sector 8")
     line = f"no image is served, since {moment(NOW)}: I/O error, dev nvme0n1, sector 8"
     assert line in site.run("status").output
     assert site.json("status")["doubt"] == {"since": NOW, "why": "I/O error, dev nvme0n1, sector 8"}

@@ -18,13 +18,14 @@ from forestage import events
 from forestage.admin import compare, metrics, registry, sources, sweep, verify
 from forestage.admin.inventory import Item
 from forestage.admin.sweep import SweepReport
-from forestage.cache import disk, doubt, hot, unmount
-from forestage.cache import redirect as redirects
+from forestage.bind import redirect as redirects
+from forestage.bind import unmount
+from forestage.bind.unmount import Bind, Going, StillMounted
+from forestage.cache import disk, disk_errors, hot
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER, boot_id
-from forestage.cache.unmount import Bind, Going, StillMounted
 from forestage.cli.main import World
 from forestage.cli.world import Exit
 from forestage.errors import Failed, SlurmError
@@ -551,13 +552,13 @@ def test_each_entry_is_read_again_now_and_then_slowly_and_the_oldest_first(
 
 
 def doubted(site: Site) -> bool:
-    return bool(doubt.known(site.places).since)
+    return bool(disk_errors.known(site.places).since)
 
 
 def test_doubt_ends_once_every_entry_was_read(site: Site) -> None:
     keys = [site.publish(site.image(f"{name}.sqsh", b"squashfs" * CHUNK)) for name in "abc"]
     spoil(site, keys[0])
-    doubt.begin(site.places, site.world.clock, "a bad block")
+    disk_errors.begin(site.places, site.world.clock, "a bad block")
     read_before(site, keys[2], -1)  # copied since
     done = swept(site)
     assert {one.key: one.result for one in done.verified} == {keys[0]: "bad", keys[1]: "ok"}
@@ -568,7 +569,7 @@ def test_doubt_ends_once_every_entry_was_read(site: Site) -> None:
 def test_entry_that_cannot_be_proven_goes_while_there_is_doubt(site: Site) -> None:
     """It would keep the doubt, and hits away, for ever."""
     site.publish(site.image("a.sqsh", b"squashfs" * CHUNK), digests=False)
-    doubt.begin(site.places, site.world.clock, "a bad block")
+    disk_errors.begin(site.places, site.world.clock, "a bad block")
     (verdict,) = swept(site).verified
     assert (verdict.result, verdict.evicted) == ("bad", True)
     assert not doubted(site)
@@ -578,7 +579,7 @@ def test_doubt_stays_while_an_entry_cannot_be_read(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.publish(site.image("a.sqsh"))
-    doubt.begin(site.places, site.world.clock, "a bad block")
+    disk_errors.begin(site.places, site.world.clock, "a bad block")
     with monkeypatch.context() as patch:
         patch.setattr(sweep, "_open_note", lambda here: os.open("/nowhere", os.O_RDONLY))
         assert swept(site).problems
@@ -589,7 +590,7 @@ def test_doubt_stays_while_an_entry_cannot_be_read(
 
 def test_dry_run_leaves_the_doubt(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
-    doubt.begin(site.places, site.world.clock, "a bad block")
+    disk_errors.begin(site.places, site.world.clock, "a bad block")
     assert swept(site, dry_run=True).unproven == (key,)
     assert doubted(site)
 

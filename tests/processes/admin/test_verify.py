@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from commands import CHUNK, NOW, Site
 from forestage import events, log
 from forestage.admin import compare, verify
-from forestage.cache import digest, unmount
+from forestage.bind import unmount
+from forestage.cache import digest
 from forestage.cache.layout import Entry
 from forestage.cache.lease import Use
 from forestage.cli.main import World, main
@@ -25,8 +26,8 @@ from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.errors import Failed
 from forestage.events import Bad
+from forestage.sources.source import Unreadable
 from forestage.stage import reading
-from forestage.stage.source import Unreadable
 from forestage.system import lock
 from node import ALICE, BOB, Node, content, leased
 

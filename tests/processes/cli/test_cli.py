@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from commands import NOW, Site
-from forestage.cache import redirect
+from forestage.bind import redirect
 from forestage.cache.lease import Use
 from forestage.cli import world
 from forestage.cli.main import main

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cache import shown
+from forestage.cache import step_record
 from forestage.cache.lease import Lease, Leases
 from forestage.config import load_settings
 from forestage.hooks import background
@@ -56,7 +56,7 @@ class Node:
     def configure(self, text: str, companion: bool = True) -> None:
         """As a Prolog reads it, which notes who may leave."""
         (self.places.etc / "forestage.yaml").write_text(text)
-        decided = shown.decided_by(self.places)
+        decided = step_record.decided_by(self.places)
         settings = load_settings(self.places.etc)
         note(self.places, settings, companion, decided, str(self.conf))
 
@@ -185,7 +185,7 @@ def test_prolog_stays_where_the_companion_was_never_loaded(node: Node) -> None:
 
 def test_record_is_written_once_as_long_as_nothing_changes(node: Node) -> None:
     before = node.places.background.stat()
-    decided = shown.decided_by(node.places)
+    decided = step_record.decided_by(node.places)
     settings = load_settings(node.places.etc)
     note(node.places, settings, True, decided, str(node.conf))
     assert node.places.background.stat() == before

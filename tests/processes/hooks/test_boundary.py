@@ -19,7 +19,7 @@ from forestage.hooks.boundary import (
     Hook,
 )
 from forestage.paths import Places
-from forestage.stage.source import OpenImage
+from forestage.sources.source import OpenImage
 from forestage.system.as_user import User
 
 END = """
@@ -80,7 +80,7 @@ start = time.monotonic()
 from forestage.clock import Clock
 from forestage.paths import Places
 from forestage.slurm.job import Job
-from forestage.stage.source import OpenImage
+from forestage.sources.source import OpenImage
 code = Hook("prolog", ENVIRON, start).run(Places(Path(ROOT)), Clock())
 heavy = {"subprocess"} if sys.version_info >= (3, 11) else set()  # there msgspec's uuid needs it
 heavy |= {"xxhash", "concurrent.futures", "threading.local", "rich", "click"}

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache import redirect, unmount
+from forestage.bind import redirect, unmount
+from forestage.bind.unmount import Bind, Going
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
-from forestage.cache.unmount import Bind, Going
 from forestage.config import Config
 from forestage.hooks import epilog
 from forestage.slurm.job import Job

@@ -17,7 +17,7 @@ from forestage.hooks.answers import Answer
 from forestage.hooks.limit import Limit
 from forestage.hooks.registry import Asked
 from forestage.hooks.waiting import Tasks
-from forestage.registry import place
+from forestage.registry import mount_points
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.system import child
@@ -84,7 +84,7 @@ def test_lease_that_came_after_the_epilog_is_given_back(
 
     def answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
         tasks.path.unlink()
-        place.make(node.places, job.id, job.step, found.size)
+        mount_points.make(node.places, job.id, job.step, found.size)
         with leases.leased(node, job, found.key, Limit.of(node.clock, 60.0, None)):
             return Answer(Handled("hit"), found)
 

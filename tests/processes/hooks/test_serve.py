@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 import squashfs
+from forestage.bind import redirect, unmount
+from forestage.bind.redirect import Bind
 from forestage.cache import lease as leases
-from forestage.cache import redirect, unmount
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
-from forestage.cache.redirect import Bind
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.hooks import serve
@@ -24,11 +24,12 @@ from forestage.hooks.answers import Answer
 from forestage.hooks.limit import SHORTLY, SMALL, Limit
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.stage import opening, wait
-from forestage.stage.source import OpenImage
+from forestage.sources import opening
+from forestage.sources.source import OpenImage
+from forestage.stage import wait
 from forestage.system import as_user, lock
 from forestage.system.mounts import Mount
-from forestage.through import keeper
+from forestage.views.through import keeper
 
 Patch = pytest.MonkeyPatch
 Handle = Callable[..., Answer]

@@ -14,10 +14,10 @@ from forestage.cache import digest
 from forestage.cache.part import Part, chunk_count, missing_chunks
 from forestage.config import Config
 from forestage.errors import Failed, Stopped
+from forestage.sources.source import Content, Truncated
 from forestage.stage import engines
 from forestage.stage.chunks import Tuning
 from forestage.stage.engines import Chunks, Engine, Rsync
-from forestage.stage.source import Content, Truncated
 from forestage.system import run
 
 Patch = pytest.MonkeyPatch

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from forestage import log, trace
-from forestage.cache import digest, evict, image, space
+from forestage.cache import allocation, digest, evict, image
 from forestage.cache.layout import Entry
 from forestage.cache.node import Node
 from forestage.cache.part import MAX_SHARED, Owner, Part, boot_id
@@ -26,11 +26,11 @@ from forestage.errors import Declined, Failed, Stopped
 from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.peers.stats import Counters
 from forestage.slurm.job import Job
+from forestage.sources import source as stage_source
+from forestage.sources.file import FileSource
+from forestage.sources.source import Content, OpenImage
 from forestage.stage import chunks, engines, pipeline
-from forestage.stage import source as stage_source
-from forestage.stage.file import FileSource
 from forestage.stage.pipeline import Figures
-from forestage.stage.source import Content, OpenImage
 from forestage.stage.task import Task
 from forestage.stage.with_peers import Peers
 from forestage.system import lock, writers
@@ -288,7 +288,7 @@ def test_change_of_the_open_file_is_seen_though_the_path_leads_to_a_twin(
     """The path may lead to the staged file's twin on another file system; our bytes are these."""
     seen = image.Facts(task.image.path, task.node.config.sources, 0, task.image)
     monkeypatch.setattr(
-        "forestage.stage.opening.open_as_user", lambda *_, **__: (seen, socket.socket())
+        "forestage.sources.opening.open_as_user", lambda *_, **__: (seen, socket.socket())
     )
     task.source.must_be_unchanged()
     change(source)
@@ -350,7 +350,7 @@ def leave_part(task: Task, **changes: object) -> None:
     """Leaves a part with all bytes but the first chunk, as a killed stager does."""
     owner = pipeline.claim(task)
     task.part.write_owner(msgspec.structs.replace(owner, phase="copying", began=1.0, **changes))
-    space.reserve(task.part, len(CONTENT), CHUNK, set(range(3)))
+    allocation.reserve(task.part, len(CONTENT), CHUNK, set(range(3)))
     task.part.image.write_bytes(b"y" * len(CONTENT))
     whole, last = digest.of_chunk(b"y" * CHUNK), digest.of_chunk(b"y" * (len(CONTENT) - 2 * CHUNK))
     task.part.map.write_bytes(digest.MISSING + whole + last)
@@ -446,7 +446,7 @@ def rooms(monkeypatch: Patch) -> list[int]:
 def test_space_that_others_took_meanwhile_is_looked_for_once_more(
     task: Task, rooms: list[int], monkeypatch: Patch
 ) -> None:
-    real = space.allocate
+    real = allocation.allocate
     failures = iter([True])
 
     def full_once(fd: int, start: int, length: int) -> None:
@@ -454,7 +454,7 @@ def test_space_that_others_took_meanwhile_is_looked_for_once_more(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(fd, start, length)
 
-    monkeypatch.setattr(space, "allocate", full_once)
+    monkeypatch.setattr(allocation, "allocate", full_once)
     assert run(task).evicted == ["victim"] * 2
     assert rooms == [NEEDED] * 2
 

@@ -19,8 +19,9 @@ from forestage.cache.node import Node
 from forestage.config import Peering
 from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.slurm.job import Job
-from forestage.stage import pipeline, source, stager
-from forestage.stage.source import Content, OpenImage
+from forestage.sources import source
+from forestage.sources.source import Content, OpenImage
+from forestage.stage import pipeline, stager
 from forestage.stage.task import Task
 
 SIZE = 70_000  # bytes: the last chunk is not full

@@ -17,8 +17,8 @@ from forestage.cache.node import Node
 from forestage.cache.part import PROCESS_NAME
 from forestage.errors import Declined, Failed, Stopped
 from forestage.slurm.job import Job
+from forestage.sources.source import OpenImage, Truncated, Unreadable
 from forestage.stage import pipeline, stager
-from forestage.stage.source import OpenImage, Truncated, Unreadable
 from forestage.stage.task import Task
 from forestage.system import as_user, child, lock
 from forestage.system.holder import Channel, Message

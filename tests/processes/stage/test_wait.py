@@ -17,8 +17,8 @@ from forestage.cache.part import Owner, boot_id
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
+from forestage.sources.source import OpenImage
 from forestage.stage import pipeline, queue, stager, wait
-from forestage.stage.source import OpenImage
 from forestage.stage.task import Task
 from forestage.stage.wait import OBSERVE, SPEEDUP_MARGIN, TRIES, Came, Eta, remaining
 from forestage.system import lock

@@ -17,7 +17,7 @@ from forestage.events import Handled
 from forestage.hooks import registry, waiting
 from forestage.hooks.registry import Asked, message, order_of
 from forestage.hooks.waiting import Tasks
-from forestage.registry.words import Order
+from forestage.registry.messages import Order
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job

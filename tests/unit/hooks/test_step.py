@@ -28,7 +28,7 @@ from forestage.hooks.user_messages import AGAIN, HELD_UP, Once, Patience, messag
 from forestage.slurm.hints import Hints, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import STEP_WAIT
-from forestage.stage.opening import HOOK_TIMEOUT
+from forestage.sources.opening import HOOK_TIMEOUT
 from forestage.stage.wait import Eta
 from forestage.system.as_user import User
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forestage.cache import doubt
+from forestage.cache import disk_errors
 from forestage.cache.node import Node
 from forestage.config import Peering
 from forestage.errors import PeerError
@@ -175,4 +175,4 @@ def test_chunk_that_the_disk_does_not_give_begins_doubt(
     monkeypatch.setattr(service, "_answer", fails)
     request = SimpleNamespace(remote="n2", transport=None)
     assert asyncio.run(service.handle(request)).status == 500  # type: ignore[arg-type]
-    assert bool(doubt.known(staging_node.places).since) is is_bad
+    assert bool(disk_errors.known(staging_node.places).since) is is_bad

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.slurm import near
+from forestage.slurm import near_misses
 from forestage.slurm.hints import (
     MAX_HINTED,
     MAX_OPTION,
@@ -114,7 +114,7 @@ def test_near_miss_is_said_once(comment: str, problem: str) -> None:
 def test_path_behind_a_misspelt_hint_is_seen_before_anything_is_imported(
     comment: str, is_missed: bool
 ) -> None:
-    assert near.is_missed(f"a b={comment[:2]} {comment}") is is_missed
+    assert near_misses.is_missed(f"a b={comment[:2]} {comment}") is is_missed
 
 
 @pytest.mark.parametrize(("comment", "tell"), [("stage-tell=yes", True), ("stage-tell=no", False)])

@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forestage import trace
-from forestage.cache import digest, space
+from forestage.cache import allocation, digest
 from forestage.cache.part import Part, missing_chunks
 from forestage.errors import Failed, Stopped
+from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import chunks, reading
 from forestage.stage.chunks import Tuning
 from forestage.stage.reading import BLOCK, PIECE, Throttle
-from forestage.stage.source import Content, Truncated, Unreadable
 
 CHUNK = 4 * BLOCK
 TUNING = Tuning(threads=3, chunk=CHUNK)
@@ -72,8 +72,8 @@ class Pair:
         return Content(self.fd, self.direct, os.fstat(self.fd).st_size)
 
     def reserve(self, size: int | None = None) -> None:
-        found = space.data_chunks(self.fd, size or self.source.size, CHUNK)
-        space.reserve(self.part, size or self.source.size, CHUNK, found)
+        found = allocation.data_chunks(self.fd, size or self.source.size, CHUNK)
+        allocation.reserve(self.part, size or self.source.size, CHUNK, found)
 
     def copy(
         self,
@@ -198,7 +198,7 @@ def test_source_that_is_cut_short_has_a_true_map(
 ) -> None:
     pair.random(2 * CHUNK)
     pair.reserve()
-    monkeypatch.setattr(space, "data_chunks", lambda *_: {0, 1})
+    monkeypatch.setattr(allocation, "data_chunks", lambda *_: {0, 1})
     whole = pair.source
     os.truncate(pair.fd, cut)
     with pytest.raises(Truncated):
@@ -484,8 +484,8 @@ def test_memory_is_bounded_by_the_threads(
 def test_chunk_that_comes_in_pieces_is_whole(pair: Pair, rest: int) -> None:
     data = pair.random(PIECE * 2 + rest)
     tuning = Tuning(threads=2, chunk=PIECE * 2)
-    space.reserve(
-        pair.part, len(data), tuning.chunk, space.data_chunks(pair.fd, len(data), tuning.chunk)
+    allocation.reserve(
+        pair.part, len(data), tuning.chunk, allocation.data_chunks(pair.fd, len(data), tuning.chunk)
     )
     pair.copy(tuning)
     assert pair.copied == data
@@ -504,7 +504,7 @@ def test_no_chunk_is_held_in_python(pair: Pair, size: int) -> None:
     """The buffers are mapped and do not count."""
     os.pwrite(pair.fd, b"x" * size, 0)
     os.truncate(pair.fd, 2 * BIG)
-    space.reserve(pair.part, 2 * BIG, BIG, space.data_chunks(pair.fd, 2 * BIG, BIG))
+    allocation.reserve(pair.part, 2 * BIG, BIG, allocation.data_chunks(pair.fd, 2 * BIG, BIG))
     tracemalloc.start()
     try:
         pair.copy(Tuning(threads=1, chunk=BIG))

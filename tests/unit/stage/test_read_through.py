@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from forestage import trace
-from forestage.cache import digest, readers, space
+from forestage.cache import allocation, digest, readers
 from forestage.cache.part import Part, missing_chunks
 from forestage.cache.readers import NOW, PIECE, SOON, Readers
 from forestage.errors import Stopped
+from forestage.sources.source import Content
 from forestage.stage import chunks, reading
 from forestage.stage.chunks import Tuning, order
-from forestage.stage.source import Content
 
 CHUNK = 2 * PIECE
 COUNT = 5
@@ -52,7 +52,7 @@ class Scene:
         self.fd = os.open(folder / "source", os.O_RDONLY)
         self.part = Part(folder / "part")
         self.part.directory.mkdir()
-        space.reserve(self.part, SIZE, CHUNK, set(range(COUNT)))
+        allocation.reserve(self.part, SIZE, CHUNK, set(range(COUNT)))
         made = readers.make(folder / "key", SIZE, CHUNK, self.part.image)
         assert made is not None
         self.readers: Readers = made

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import reading
 from forestage.stage.reading import BLOCK, PIECE, READ_TRIES, Throttle
-from forestage.stage.source import Content, Truncated, Unreadable
 
 CHUNK = 4 * BLOCK
 

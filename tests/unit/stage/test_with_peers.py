@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from forestage.cache import digest, space
+from forestage.cache import allocation, digest
 from forestage.cache.part import Part, missing_chunks
 from forestage.cache.readers import Readers
 from forestage.errors import Stopped
@@ -21,9 +21,9 @@ from forestage.peers.connection import ChunkRefused
 from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.peers.ring import SOURCE, Ring
 from forestage.peers.schedule import Ask, Policy, Schedule, Why
+from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import chunks, reading, with_peers
 from forestage.stage.chunks import Tuning
-from forestage.stage.source import Content, Truncated, Unreadable
 
 Patch = pytest.MonkeyPatch
 
@@ -79,8 +79,8 @@ class Pair:
         self.source = Content(self.fd, None, SIZE)
         self.part = Part(folder / "key")
         self.part.directory.mkdir()
-        found = space.data_chunks(self.fd, SIZE, CHUNK)
-        space.reserve(self.part, SIZE, CHUNK, found)
+        found = allocation.data_chunks(self.fd, SIZE, CHUNK)
+        allocation.reserve(self.part, SIZE, CHUNK, found)
         self.read: list[int] = []
         self.reading: Callable[[int], None] = lambda number: None
         real = reading.read_piece

@@ -1,0 +1,341 @@
+"""Redirects: read-only bind mounts of entries over the paths that users wrote, for the whole node.
+
+Unmounting one is always right: the path then shows the shared file system, only slower. Mounting
+one is right only over the very file that was staged, so that is checked last of all. The kernel's
+mount table is the only record of them (docs/decisions/0002).
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from forestage.bind import unmount
+from forestage.bind.unmount import Bind as Bind
+from forestage.bind.unmount import Going
+from forestage.bind.unmount import binds as binds
+from forestage.cache import image
+from forestage.cache.image import Identity, Image
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.node import Node
+from forestage.clock import Deadline
+from forestage.config import switch
+from forestage.errors import Declined, Failed
+from forestage.paths import Places
+from forestage.slurm import enroot
+from forestage.system import as_user, child, folders, lock, mounts
+from forestage.system.as_user import User
+from forestage.system.files import opened
+
+MOUNT_TIMEOUT = 60.0  # seconds for a redirect that no hook waits for
+OVER_TIMEOUT = 0.5  # seconds for mount(2) over a user's file, under the space lock
+PLACES = 1 << 62  # of those in `Places.mounting`; below it are the companion's
+
+Step = Literal["keep", "mount", "unmount"]
+Shown = Literal["kept", "mounted"]
+
+
+class _Target(msgspec.Struct, frozen=True):
+    """What lies at the path in the host's namespace, and whether the user can read the copy."""
+
+    identity: Identity
+    readable: bool
+
+
+def next_step(bound: list[Bind], path: str, key: str) -> Step:
+    """Pure: what the path needs so that it shows the entry `key`, given all binds of ours."""
+    at_path = [bind for bind in bound if bind.path == path]
+    if not at_path:
+        return "mount"
+    return "keep" if at_path[-1].key == key else "unmount"
+
+
+def unneeded(bound: list[Bind], needed: frozenset[str]) -> list[Bind]:
+    """Pure: the binds whose path no lease redirects."""
+    return [bind for bind in bound if bind.path not in needed]
+
+
+def stale(bound: list[Bind], paths: frozenset[str], key: str) -> list[Bind]:
+    """Pure: the binds at one of the paths that show other bytes than the entry `key`."""
+    # One without a key shows an entry that was evicted: nobody can say what it is.
+    return [one for one in bound if one.path in paths and (not one.key or one.key != key)]
+
+
+def unmount_stale(cache: Cache, paths: frozenset[str], key: str, user: User, end: Deadline) -> None:
+    """Unmounts what shows something else than the entry `key` at one of the paths.
+
+    Raises StillMounted, lock.Busy, OSError.
+    """
+    while found := stale(binds(cache), paths, key):
+        with contextlib.ExitStack() as claims:
+            with lock.held_if_writable(cache.space_lock, end.left()):
+                going = unmount.claim(cache, stale(binds(cache), paths, key), claims)
+            unmount.unmount(going, lambda bind: user)
+        unmount.wait(cache, found, end)
+
+
+def mount(
+    cache: Cache,
+    places: Places,
+    leases: Leases,
+    lease: Lease,
+    wanted: Image,
+    deadline: Deadline,
+) -> Shown:
+    """Makes the image's path show the entry, and notes it in the job's lease.
+
+    Raises Declined where the path no longer leads to the staged file or the copy is not readable
+    for the job's user; OSError, as_user.TooSlow.
+    """
+
+    def note() -> None:
+        _must_not_be_saved_to(leases, wanted.path)
+        # Read again: another step of the job may have taken something meanwhile.
+        # If it is gone, its Epilog has run: what it held besides may be evicted.
+        held = leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
+        leases.write(held.with_use(Use(wanted.key, wanted.path)))
+
+    return _mount(cache, places, lease.user, wanted, deadline, note)
+
+
+def mount_waiting(node: Node, wanted: Image) -> Iterator[tuple[int, str]]:
+    """Makes the image's path show the entry for each job that began without it and wants that.
+
+    Yields each such job and what came of it: mounted, kept, or why not. By the rules of `mount`,
+    but for a lease that has gone: then its Epilog has run, and nobody needs a redirect.
+    """
+    use = Use(wanted.key, wanted.path)
+    entry = node.cache.find(wanted)
+    nobodys = enroot.Variables({}, all_known=False)
+    own = [nobodys.expanded(source) for source in entry.binds] if entry else []
+    if any(enroot.holds(source, wanted.path) for source in own):
+        return  # its own container would not start
+    for job in node.leases.jobs():
+        with contextlib.suppress(Failed):  # a damaged lease wants no redirect
+            lease = node.leases.read(job)
+            if lease and use in lease.uses and lease.cache == str(node.cache.root):
+                yield job, _mount_for(node, lease, wanted)
+
+
+def _mount_for(node: Node, lease: Lease, wanted: Image) -> str:
+    def note() -> None:
+        now = node.leases.read(lease.job)
+        if now is None or Use(wanted.key, wanted.path) not in now.uses:
+            raise Declined("off", "the job has ended, or saves to this path")
+        _must_not_be_saved_to(node.leases, wanted.path)
+
+    end = Deadline.after(MOUNT_TIMEOUT, node.clock)
+    try:
+        return _mount(node.cache, node.places, lease.user, wanted, end, note)
+    except (Declined, OSError) as error:
+        return str(error)
+
+
+def _must_not_be_saved_to(leases: Leases, path: str) -> None:
+    """Under the space lock, as a job's word that it saves there is noted: one sees the other."""
+    if leases.saved_to(path):
+        raise Declined("saved", f"a job on this node saves its container to {path}")
+
+
+def _mount(
+    cache: Cache,
+    places: Places,
+    user: User,
+    wanted: Image,
+    deadline: Deadline,
+    note: Callable[[], None],
+) -> Shown:
+    """Mounts as `user`; `note`, under the space lock, sees to the lease or says why not."""
+    for _ in range(3):
+        shown = _mount_once(cache, places, user, wanted, deadline, note)
+        if shown:
+            return shown
+        # Without the lock, as this may hang.
+        unmount_stale(cache, frozenset({wanted.path}), wanted.key, user, deadline)
+        try:
+            going = [bind for bind in binds(cache) if bind.path == wanted.path]
+            unmount.wait(cache, going, deadline)
+        except lock.Busy as busy:  # no fault of this node: the job reads the source
+            raise Declined("busy", str(busy)) from None
+    raise Failed("redirect", f"{wanted.path} keeps showing an older copy")
+
+
+def _mount_once(
+    cache: Cache,
+    places: Places,
+    user: User,
+    wanted: Image,
+    deadline: Deadline,
+    note: Callable[[], None],
+) -> Shown | None:
+    """None where a bind has to go first, or goes just now."""
+    turn = _Turn(places.mounting, PLACES + user.uid)
+    # Opened before the lock: walking to the path may hang, and the lock is the whole node's.
+    target, identity = _open_target(cache, wanted, user, deadline.left())
+    try:
+        with lock.held(cache.space_lock, deadline.left()):
+            bound = [bind for bind in binds(cache) if bind.path == wanted.path]
+            step = next_step(bound, wanted.path, wanted.key)
+            # One that an Epilog has claimed goes, though it shows the right entry.
+            if step == "unmount" or any(unmount.is_going(cache, bind) for bind in bound):
+                return None
+            # `unredirect` switches staging off, then takes this lock: no bind is made after that.
+            if step == "mount" and (off := switch.by_file(places, deadline.clock.wall())):
+                raise Declined("disabled", off)
+            if step == "mount" and identity != wanted.identity:
+                raise Declined("changed", f"{wanted.path} was changed or replaced just now")
+            # Lease first: an Epilog that runs next takes off what no lease mentions.
+            note()
+            if step == "mount":
+                _bind(cache.image(wanted.key), places.redirects / wanted.key, target, turn)
+            return "mounted" if step == "mount" else "kept"
+    finally:
+        os.close(target)
+
+
+def claim_unneeded(
+    cache: Cache,
+    leases: Leases,
+    places: Places,
+    ended: Lease | None,
+    claims: contextlib.ExitStack,
+    now: float | None = None,
+) -> list[Going]:
+    """Claims every redirect that no lease needs, for `unmount.unmount`. Under the space lock.
+
+    `ended` is the lease that was dropped just now, if it could be read; `now`: see `unmount.claim`.
+    """
+    if places.redirects.exists():
+        for spot in places.redirects.iterdir():
+            with contextlib.suppress(IsADirectoryError):  # not ours, and in nobody's way
+                _free(spot)
+    needed = leases.redirected()
+    taken = unneeded(binds(cache) + (_left_by(ended) if ended else []), needed)
+    taken = list({bind.mount.id: bind for bind in taken}.values())
+    return unmount.claim(cache, taken, claims, now)
+
+
+def _left_by(lease: Lease) -> list[Bind]:
+    """The lease's binds by path and name: umount(8) may have taken the cache's disk from below."""
+    wanted = {(use.path, f"/entries/{use.key}/image") for use in lease.uses if use.path}
+    return [
+        Bind(mount, "")
+        for mount in mounts.current()
+        if any(mount.point == path and mount.root.endswith(end) for path, end in wanted)
+    ]
+
+
+def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tuple[int, Identity]:
+    try:
+        copy = os.open(cache.image(wanted.key), os.O_PATH)
+    except FileNotFoundError:
+        # `verify` evicts what is bad, leased or not; the next look stages it anew.
+        raise Declined("changed", f"the copy of {wanted.path} has just gone") from None
+
+    def work() -> as_user.Found[_Target]:
+        as_user.become(user)
+        fd = os.open(wanted.path, os.O_PATH | os.O_NOFOLLOW)
+        identity = image.identify(fd, os.readlink(f"/proc/self/fd/{fd}"))
+        try:
+            os.open(f"/proc/self/fd/{copy}", os.O_RDONLY | os.O_NONBLOCK)
+        except BlockingIOError:  # a lease of its owner's; the rights were checked before that
+            pass
+        except PermissionError:
+            return _Target(identity, readable=False), []
+        return _Target(identity, readable=True), [fd]
+
+    try:
+        target, fds = as_user.call(work, _Target, timeout, keep=(copy,))
+    except OSError as error:
+        raise Declined("changed", f"{wanted.path} was moved just now: {error.strerror}") from None
+    finally:
+        os.close(copy)
+    if not target.readable:
+        # A server may grant what mode and ACL do not show (NFSv4): never bind a copy that this
+        # user, who could read the source, cannot open.
+        raise Declined("access", f"this user cannot read the copy of {wanted.path}")
+    return fds[0], target.identity
+
+
+class _Turn(msgspec.Struct, frozen=True):
+    """A byte of a file, locked by the process that mounts; one that hangs keeps it."""
+
+    file: Path
+    place: int
+
+    def take(self) -> int:
+        """Until this process closes what it returns, or ends. Raises Declined, OSError."""
+        try:
+            return lock.take_place(self.file, self.place, waits=False)
+        except BlockingIOError:
+            raise Declined("mount-hangs", "an earlier mount for this user still hangs") from None
+
+
+def _bind(source: Path, spot: Path, target: int, turn: _Turn) -> None:
+    """Lays `source` over the open file `target`, read-only from the first moment on.
+
+    A bind inherits the flags of the mount it is made from. So a first bind, on a spot that only
+    root reaches, is remounted read-only, and the second is made from it: one call, no moment in
+    which the job could open the cached file for writing.
+
+    Raises OSError, also where somebody has cleared the spot meanwhile: after a change of `cache:`
+    two hooks may hold each the lock of another cache. Declined where the target was replaced since
+    it was opened, or cannot be mounted over in time.
+    """
+    folders.keep(spot.parent)
+    _free(spot)
+    spot.touch(mode=0o600)
+    mounts.mount(str(source), str(spot), mounts.MS_BIND)
+    try:
+        flags = mounts.MS_RDONLY | mounts.MS_NOSUID | mounts.MS_NODEV
+        mounts.mount("none", str(spot), mounts.MS_REMOUNT | mounts.MS_BIND | flags)
+        # Opened and compared: by its name it could be the bare file by now. The kernel makes no
+        # bind from a mount that was unmounted.
+        with opened(spot, os.O_PATH | os.O_NOFOLLOW) as made:
+            if not os.path.samestat(os.fstat(made), os.lstat(source)):
+                raise OSError(errno.ESTALE, "somebody took the bind off", str(spot))
+            _lay_over(made, target, turn)
+    finally:
+        _free(spot)
+
+
+def _lay_over(made: int, target: int, turn: _Turn) -> None:
+    """Binds `made` over `target`, in a child: whoever can read that file may have mount(2) wait.
+
+    No signal ends that wait, and the child would mount when it is over, whenever that is. But the
+    kernel looks then whether `made` is still mounted, and the caller unmounts it at once: so what
+    was not mounted in time never is (docs/decisions/0046). Raises Declined, OSError.
+    """
+
+    def work() -> as_user.Found[bool]:
+        child.leave_job()  # nobody is to wait for it
+        place = turn.take()
+        try:
+            mounts.mount(f"/proc/self/fd/{made}", f"/proc/self/fd/{target}", mounts.MS_BIND)
+        finally:
+            os.close(place)  # on a busy node this process may end after the user's next one began
+        return True, []
+
+    try:
+        as_user.call(work, bool, OVER_TIMEOUT, keep=(made, target))
+    except FileNotFoundError:  # what the kernel says of a file that was deleted
+        raise Declined("changed", "the image or its copy was replaced just now") from None
+    except as_user.TooSlow:
+        raise Declined("mount-hangs", "a process keeps the file from being mounted over") from None
+
+
+def _free(spot: Path) -> None:
+    """Clears where a redirect is made of what a hook left that was killed there: a file, and
+    perhaps a bind on it. Under the space lock. Raises OSError."""
+    while True:
+        try:
+            return spot.unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+        mounts.umount(str(spot))

@@ -1,0 +1,209 @@
+"""Doubt in the cache's disk: a data error begins it, and reading every entry again ends it.
+
+A block that cannot be read makes job after job fail, each with a hit, while the source reads fine.
+A plain bind mount tells nobody, and ext4 counts only errors of its own structures. Two places show
+it: the kernel's log ("critical medium error, dev nvme0n1, sector 1234 op 0x0:(READ)"), and the
+NVMe's own count of media errors. Epilogs and the sweep look there.
+
+While there is doubt no job is served (`must_not_be`, in hooks): it reads the shared path. The sweep
+reads each entry, evicts what is bad, and ends the doubt.
+"""
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache.layout import Cache
+from forestage.clock import Clock
+from forestage.errors import Declined, Failed
+from forestage.paths import Places
+from forestage.system import folders, lock, records
+from forestage.system.files import opened
+
+KERNEL_LOG = Path("/dev/kmsg")
+LONGEST = 8192  # bytes of one record of the kernel's log; a shorter buffer gets EINVAL
+LOCK_TIMEOUT = 1.0  # seconds; another hook looks at the same then
+NVME_TIMEOUT = 10.0  # seconds; a controller that is resetting answers late
+
+# block/blk-core.c, print_req_error(); before 5.1 it did not say what was done.
+_ERROR = r"(?:I/O|critical medium|protection) error, dev (\S+), sector \d+(?: op \S+)?"
+_LEG = r"(nvme\d+)c\d+(n\d+)"  # one path of several to an NVMe
+
+
+class Disk(msgspec.Struct, frozen=True):
+    """disk.json: what is known of the cache's disk.
+
+    `seen` is the number of the kernel log's next record, -1 before the first look. `media` are the
+    media errors that each NVMe counted. `since` (seconds since the epoch) and `why` are the doubt;
+    0 and "" without one.
+    """
+
+    seen: int = -1
+    media: Mapping[str, int] = {}
+    since: float = 0.0
+    why: str = ""
+
+
+def known(places: Places) -> Disk:
+    """What was noted so far; nothing where that cannot be read."""
+    try:
+        return records.load(places.disk, Disk)
+    except (OSError, records.Damaged):
+        return Disk()
+
+
+def must_not_be(places: Places) -> None:
+    """Raises Declined while there is doubt."""
+    disk = known(places)
+    if disk.since:
+        raise Declined("disk-errors", f"the cache's disk has lost data ({disk.why})")
+
+
+def begin(places: Places, clock: Clock, why: str) -> None:
+    """Notes an error that somebody met. Raises OSError, Failed."""
+    _change(places, lambda disk: _doubted(disk, clock, why))
+
+
+def end(places: Places, since: float) -> bool:
+    """Ends the doubt, unless it began anew after `since`. Raises OSError, Failed."""
+
+    def ended(disk: Disk) -> Disk:
+        same = disk.since == since
+        return msgspec.structs.replace(disk, since=0.0, why="") if same else disk
+
+    return _change(places, ended).since == since
+
+
+def look(places: Places, cache: Cache, clock: Clock) -> None:
+    """Begins doubt where the kernel's log tells of data errors since the last look.
+
+    The first look only notes where the log ends. It takes some milliseconds and never raises: a
+    hook has nothing to do about a log that it may not read.
+    """
+
+    def looked(disk: Disk) -> Disk:
+        listed = _records()
+        found = errors((text for number, text in listed if number >= disk.seen), names)
+        now = msgspec.structs.replace(disk, seen=listed[-1][0] + 1) if listed else disk
+        return _doubted(now, clock, found[-1]) if found and disk.seen >= 0 else now
+
+    with contextlib.suppress(OSError, Failed):
+        names = devices(cache.root)
+        if names:
+            _change(places, looked)
+
+
+def look_at_media(places: Places, cache: Cache, clock: Clock) -> None:
+    """Doubts the disk where its NVMe counts new media errors. It starts a program: nvme(1)."""
+    from forestage.system import run  # not in hooks: it loads subprocess
+
+    with contextlib.suppress(OSError, Failed):  # not installed, most likely
+        counted: dict[str, int] = {}
+        for name in sorted(devices(cache.root)):
+            if name.startswith("nvme"):
+                argv = ("nvme", "smart-log", f"/dev/{name}", "-o", "json")
+                count = media_errors(run.run(argv, timeout=NVME_TIMEOUT).out)
+                if count is not None:
+                    counted[name] = count
+        _change(places, functools.partial(_counted, counted, clock))
+
+
+def errors(lines: Iterable[str], names: frozenset[str]) -> list[str]:
+    """Pure: those of the kernel's lines that tell of lost data of one of these devices.
+
+    What could not be written is no loss: whoever wrote it is told.
+    """
+    found = []
+    for line in lines:
+        match = re.search(_ERROR, line)  # compiled here: most hooks only ask for the doubt
+        if match is None or re.sub(_LEG, r"\1\2", match[1]) not in names:
+            continue
+        if " op " not in match[0] or match[0].endswith("(READ)"):
+            found.append(match[0])
+    return found
+
+
+def media_errors(smart_log: str) -> int | None:
+    """Pure: the count in what `nvme smart-log -o json` prints; None where there is none."""
+    try:
+        found = msgspec.json.decode(smart_log.encode(), type=dict[str, object]).get("media_errors")
+    except msgspec.MsgspecError:
+        return None
+    # Large numbers are printed as text by some releases.
+    return int(found) if isinstance(found, (int, str)) and str(found).isdecimal() else None
+
+
+def devices(root: Path, sys: Path = Path("/sys")) -> frozenset[str]:
+    """The kernel's names of the disks that a directory lies on; none of tmpfs or a network.
+
+    A partition's disk, the disks below LVM, a RAID or encryption. Raises OSError.
+    """
+    device = root.stat().st_dev
+    if not os.major(device):
+        return frozenset()
+    found: set[str] = set()
+    todo = [sys / f"dev/block/{os.major(device)}:{os.minor(device)}"]
+    while todo:
+        place = todo.pop().resolve(strict=True)
+        if (place / "partition").exists():
+            place = place.parent
+        if place.name not in found:
+            found.add(place.name)
+            todo += (place / "slaves").glob("*")
+    return frozenset(found)
+
+
+def _records() -> list[tuple[int, str]]:
+    """All that the kernel's log has, each record with its number. Raises OSError."""
+    found: list[tuple[int, str]] = []
+    with opened(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK) as fd:
+        while True:
+            try:
+                # priority,number,microseconds,flags;text (Documentation/ABI/testing/dev-kmsg)
+                head, _, text = os.read(fd, LONGEST).decode(errors="replace").partition(";")
+            except BlockingIOError:
+                return found
+            except BrokenPipeError:  # overwritten before it was read: the next one follows
+                continue
+            if not head:
+                return found
+            found.append((int(head.split(",")[1]), text.partition("\n")[0]))
+
+
+def _change(places: Places, changed: Callable[[Disk], Disk]) -> Disk:
+    """Notes what `changed` makes of what is known, under a lock; returns what was known before.
+
+    Raises OSError, Failed.
+    """
+    folders.keep(places.run, folders.PASSABLE)
+    with lock.held(places.disk.with_suffix(".lock"), LOCK_TIMEOUT):
+        before = known(places)
+        now = changed(before)
+        if now != before:
+            records.write(places.disk, msgspec.json.encode(now))
+    if now.since not in (0.0, before.since):
+        _end_short_ways(places)
+    return before
+
+
+def _doubted(disk: Disk, clock: Clock, why: str) -> Disk:
+    return msgspec.structs.replace(disk, since=clock.wall(), why=why)
+
+
+def _end_short_ways(places: Places) -> None:
+    """Has further steps of running jobs ask a helper, which declines (cache/step_record.py)."""
+    for record in places.leases.glob("*.shown"):
+        record.unlink(missing_ok=True)
+
+
+def _counted(counted: Mapping[str, int], clock: Clock, disk: Disk) -> Disk:
+    now = msgspec.structs.replace(disk, media={**disk.media, **counted})
+    for name, count in counted.items():
+        if count > disk.media.get(name, count):
+            now = _doubted(now, clock, f"{name} counts {count} media errors")
+    return now

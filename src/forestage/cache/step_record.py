@@ -1,0 +1,159 @@
+"""The record of what a job's steps are shown: the companion reads it in place of asking a helper.
+
+    /run/forestage/leases/<job>.shown     beside the lease, gone with it; fields between tabs
+
+    NUMBER                                             of the language (slurm/lines.py)
+    boot      BOOT-ID
+    events    PATH                                     where a step is noted
+    file      PATH  INODE  SIZE  MTIME_NS  CTIME_NS    must still be so; zeros: must not be there
+    room      MIN_FREE  RATIO                          bytes; times the entry's, for what unpacks it
+    enroot    PATH                                     the first on the step manager's PATH, or ""
+    theirs    PATH  INODE  SIZE  MTIME_NS  CTIME_NS    as `file`, looked at as the user
+    variable  NAME  [VALUE]                            of the step's environment; none: not set
+    image     ASKED  UID  EVENT  use|through …
+
+Where less than both is free on the entry's disk, the helper is asked, which evicts. The files are
+those of the configuration, the off switch, enroot's own and, last, the lease and what was said:
+whatever a hook changes in them makes the record void. So a race with a hook costs a helper's run,
+never more. By enroot's, by the user's and by the variables it was decided that no container of the
+step binds what is above the image (hooks/container_binds.py). The end of an image's line is the
+helper's answer, EVENT the rest of its event's JSON. `src/spank/shown.c` reads this.
+"""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache import unpacked
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Leases
+from forestage.cache.part import boot_id
+from forestage.config import Config
+from forestage.errors import Failed
+from forestage.paths import Places
+from forestage.slurm.lines import NUMBER, Fields, has_control
+from forestage.system import records
+from forestage.units import printable
+
+Facts = tuple[int, int, int, int]
+MAX_BYTES = 64 * 1024  # what the companion reads; older images give way
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """What a step of this user's gets who asks for `asked`, an absolute path as it was written."""
+
+    asked: str
+    uid: int
+    event: str
+    answer: Fields
+
+    @property
+    def line(self) -> str:
+        return _line("image", self.asked, self.uid, self.event, *self.answer)
+
+
+def decided_by(places: Places) -> list[str]:
+    """Returns the lines for all that the admin has a say with, to be called before it is read.
+
+    No line where something is unusual: then there is no record.
+    """
+    parts = places.etc / "conf.d"
+    files = [places.disabled, places.kept_off, places.etc / "forestage.yaml", parts]
+    with contextlib.suppress(OSError, Failed):
+        if parts.exists():
+            files += sorted(parts.iterdir())
+        return [_line("boot", boot_id()), _line("events", places.events), *map(_file, files)]
+    return []
+
+
+def of_room(cache: Cache, config: Config) -> str:
+    """Returns the line that says how much has to be free for a step that unpacks an image."""
+    return _line("room", unpacked.min_free(cache, config), config.unpack_ratio)
+
+
+def of_binds(
+    program: str,
+    files: Mapping[str, Facts],
+    theirs: Mapping[str, Facts],
+    variables: Mapping[str, str | None],
+) -> tuple[str, ...]:
+    """Pure: the lines for what decided that a redirect is in no container's way.
+
+    None where something is unusual: then there is no record.
+    """
+    try:
+        return (
+            _line("enroot", program),
+            *(_line("file", path, *facts) for path, facts in files.items()),
+            *(_line("theirs", path, *facts) for path, facts in theirs.items()),
+            *(_line("variable", name, *_if_set(value)) for name, value in variables.items()),
+        )
+    except Failed:
+        return ()
+
+
+def _if_set(value: str | None) -> tuple[str, ...]:
+    return () if value is None else (value,)
+
+
+def note(leases: Leases, job: int, decided: Sequence[str], images: Sequence[Shown]) -> None:
+    """Adds images to a job's record, if its lease holds them. Under the space lock.
+
+    `decided` is from before they were handled, and what `of_room` says. Raises Failed, OSError.
+    """
+    lease = leases.read(job)
+    if lease is None or leases.said(job).off or not decided:
+        return
+    keys = {use.key for use in lease.uses}
+    head = [NUMBER, *decided]
+    lines = _images(leases.shown(job), head) + [image.line for image in images]
+    latest = {_asked(line): line for line in lines if _key(line) in keys}
+    of_job = [_file(leases.file(job)), _file(leases.said_file(job))]
+    text = _text([*head, *of_job], list(latest.values()))
+    records.write(leases.shown(job), os.fsencode(text))
+
+
+def _text(head: list[str], images: list[str]) -> str:
+    """Pure: the record, without its oldest images where it would be too long."""
+    while True:
+        text = "".join(f"{line}\n" for line in (*head, *images))
+        if len(os.fsencode(text)) < MAX_BYTES or not images:
+            return text
+        images = images[1:]
+
+
+def _images(file: Path, head: list[str]) -> list[str]:
+    """The lines of the images in a record that was made under the same decisions."""
+    try:
+        lines = os.fsdecode(records.read(file)).split("\n")
+    except (FileNotFoundError, records.Damaged):
+        return []
+    same = lines[: len(head)] == head
+    return [line for line in lines if line.startswith("image\t")] if same else []
+
+
+def _asked(line: str) -> tuple[str, ...]:
+    return tuple(line.split("\t")[1:3])
+
+
+def _key(line: str) -> str:
+    return Path(line.split("\t")[5]).parent.name
+
+
+def _file(path: Path) -> str:
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return _line("file", path, 0, 0, 0, 0)
+    times = facts.st_mtime_ns, facts.st_ctime_ns
+    return _line("file", path, facts.st_ino, facts.st_size, *times)
+
+
+def _line(*fields: object) -> str:
+    words = [str(field) for field in fields]
+    if any(map(has_control, words)):
+        raise Failed("bad-path", f"control characters in {printable(str(words))}")
+    return "\t".join(words)

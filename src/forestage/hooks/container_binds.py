@@ -1,0 +1,241 @@
+"""Directories that the job's container binds: no redirect may lie below one (slurm/enroot.py).
+
+Such a container would not start. So the path stays as it is, and the image is not copied for a job
+that could not use the copy. Where it cannot be told what the container binds, that counts as all. A
+Prolog does not see the job's environment: it goes by what a login has, and the record of what the
+steps are shown (cache/step_record.py) says so. Where a redirect serves the whole node, what
+containers of other jobs bind is not known; `forestage check` finds what the site has all of them
+bind.
+
+What a program of enroot's hooks.d binds by itself cannot be told at all (docs/faq.md).
+"""
+
+import contextlib
+import os
+import pwd
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from forestage.cache import step_record
+from forestage.clock import Deadline
+from forestage.errors import Declined
+from forestage.paths import Places
+from forestage.slurm import enroot
+from forestage.slurm.enroot import Bind, Site, Variables
+from forestage.slurm.job import Job
+from forestage.system import as_user, lock
+from forestage.system.tree import Noted
+
+LOOK = 5.0  # seconds for where a job saves to
+THEIRS = 1.0  # seconds for the user's own files, which may lie on a file server that hangs
+THEIR_BYTES = 64 * 1024  # of all fstabs of a user's
+MOST_THEIRS = 100  # of those
+PLACES = 1 << 41  # in `Places.mounting`; below it are those of who mounts (bind/redirect.py)
+PLACES_OF_USER = 8  # so many looks of a user's hang on a node at most; the others wait in vain
+
+
+class _Found(msgspec.Struct, frozen=True):
+    """What the look as the user found: directories with who binds them, or why that is unknown.
+
+    `facts` are those of the user's files that were looked at; `variables` those that counted; both
+    are empty where one of them is no text.
+    """
+
+    home: str
+    bound: tuple[tuple[str, str], ...]
+    doubt: str
+    facts: dict[str, tuple[int, int, int, int]]
+    variables: dict[str, str | None]
+
+
+class _Looking(NamedTuple):
+    """What was read of the node's own files, and the child that reads the user's."""
+
+    files: Noted
+    site: Site
+    child: as_user.Child
+
+
+class Binds:
+    """What the containers of a job bind; looked up once.
+
+    `end` limits that, beside THEIRS. `decided` are lines for the record of what its steps are
+    shown, empty where there can be none. As a context it looks while others do something else.
+    """
+
+    def __init__(self, root: Path, job: Job, end: Deadline | None = None) -> None:
+        self._root, self._job, self._end = root, job, end
+        self._looking: _Looking | None = None
+        self._found: _Found | None = None
+        self.decided: tuple[str, ...] = ()
+
+    def __enter__(self) -> "Binds":
+        self._looking = self._begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._looking:
+            self._looking.child.end()
+
+    def must_not_hold(self, path: str, own: Sequence[str] = ()) -> None:
+        """Raises Declined (below-bind) where the container binds what this path lies below.
+
+        `path` is resolved. `own` is what the image's fstab binds, variables as they are written.
+        """
+        found = self._found = self._found or self._look()
+        bound = found.bound + (self._of_image(found, own) if own else ())
+        for who, directory in bound:
+            if enroot.holds(directory, path):
+                unknown = enroot.UNKNOWN in directory
+                what = "what may be above it" if unknown else directory
+                raise Declined(
+                    "below-bind",
+                    f"the container binds {what} ({who}), and would not start with a redirect below"
+                    " it (rbind, as of --container-mounts, binds what is mounted below, too)",
+                )
+        if found.doubt:
+            raise Declined("below-bind", f"the container may bind what is above it: {found.doubt}")
+
+    @property
+    def _left(self) -> float:
+        return min(THEIRS, self._end.left()) if self._end else THEIRS
+
+    def _begin(self) -> "_Looking":
+        """Reads what is the node's here, and what is the user's in a child, as that user."""
+        files = Noted(self._root)
+        site = enroot.site(files, self._job.path)
+        binds = [*enroot.site_binds(files, site)]
+        return _Looking(files, site, as_user.Child(lambda: (self._as_user(site, binds), [])))
+
+    def _look(self) -> _Found:
+        looking, self._looking = self._looking or self._begin(), None
+        try:
+            found, line = looking.child.answer(_Found, self._left)
+        except (Declined, OSError) as error:  # it never fails a job
+            why = f"the configuration of the user's enroot cannot be read: {error}"
+            return _Found("", (), why, {}, {})
+        line.close()
+        files = looking.files
+        ours = {os.fspath(files.at(path)): facts for path, facts in files.facts.items()}
+        if found.variables:
+            program = looking.site.program
+            self.decided = step_record.of_binds(program, ours, found.facts, found.variables)
+        return found
+
+    def _as_user(self, site: Site, binds: Sequence[Bind]) -> _Found:
+        """In a child: what the user's files add, and where all of it leads."""
+        job, files = self._job, Noted()
+        self._take_place()
+        home = (job.variables or {}).get("HOME") or job.home
+        with contextlib.suppress(KeyError):
+            home = home or pwd.getpwuid(job.user.uid).pw_dir
+        as_user.become(job.user)
+        variables = _variables(job, home)
+        variables.get("HOME")  # counts in any case
+        own = enroot.user_folder(site.settings, variables, home)
+        # pyxis keeps the second from enroot; one that the job runs by itself goes by it.
+        folders = {own, variables.get("ENROOT_SYSCONF_PATH") or site.sysconf} - {site.sysconf}
+        doubt = ""
+        for folder in sorted(folders):
+            found, why = _of_folder(files, os.path.join(job.work_dir, folder))
+            binds = (*binds, *found)
+            doubt = doubt or why
+        bound = [(f"{one.file}:{one.line}", one.source) for one in binds]
+        bound = [(who, variables.expanded(source)) for who, source in bound]
+        if self._wants_home(site):
+            bound += [("--container-mount-home", home)]
+        return _as_text(_Found(home, _led(bound), doubt, files.facts, variables.asked))
+
+    def _take_place(self) -> None:
+        """In a child, as root: where as many of the user's hang as may, it waits for one."""
+        first = PLACES + self._job.user.uid * PLACES_OF_USER
+        with contextlib.suppress(OSError):  # /run is full, or this is no root
+            place = first + os.getpid() % PLACES_OF_USER
+            lock.take_place(Places(self._root).mounting, place, waits=True)
+
+    def _wants_home(self, site: Site) -> bool:
+        wanted = self._job.mounts_home
+        if wanted is None:
+            wanted = enroot.says_yes(site.settings.get("ENROOT_MOUNT_HOME", ""))
+        return wanted
+
+    def _of_image(self, found: _Found, own: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """What the image's own fstab binds; in a child, where the paths lead is asked for."""
+        variables = _variables(self._job, found.home)
+        bound = [("the image's /etc/fstab", variables.expanded(source)) for source in own]
+
+        def work() -> as_user.Found[_Found]:
+            self._take_place()
+            as_user.become(self._job.user)
+            return _as_text(_Found("", _led(bound), "", {}, {})), []
+
+        try:
+            return as_user.call(work, _Found, self._left)[0].bound
+        except (Declined, OSError):
+            return (("the image's /etc/fstab", enroot.UNKNOWN),)
+
+
+def _variables(job: Job, home: str) -> Variables:
+    """The job's variables: all of a step's, what a login has in a Prolog."""
+    if job.variables is not None:
+        return Variables(job.variables, all_known=True)
+    user, number = job.user.name, str(job.id)
+    known = {"HOME": home, "USER": user, "LOGNAME": user, "SLURM_JOB_USER": user}
+    known |= {"SLURM_JOB_ID": number, "SLURM_JOBID": number, "SLURM_JOB_UID": str(job.user.uid)}
+    return Variables({name: value for name, value in known.items() if value}, all_known=False)
+
+
+def _of_folder(files: Noted, folder: str) -> tuple[list[Bind], str]:
+    """What the fstabs of a user's folder bind, and why that may not be all. As the user."""
+    if enroot.UNKNOWN in folder:
+        return [], "enroot.conf has a shell word for ENROOT_CONFIG_PATH"
+    mounts, hooks = f"{folder}/mounts.d", f"{folder}/hooks.d"
+    binds: list[Bind] = []
+    left = THEIR_BYTES
+    names = [name for name in files.names(mounts) if name.endswith(".fstab")]
+    for name in names[:MOST_THEIRS]:
+        text = files.text(f"{mounts}/{name}", left + 1)
+        if text is None:
+            return binds, f"{mounts}/{name} cannot be read"
+        left -= len(text.encode(errors="replace"))
+        binds += [Bind(f"{mounts}/{name}", *one) for one in enroot.plain_binds(text)]
+    if left < 0 or len(names) > MOST_THEIRS:
+        return binds, f"{mounts} is too large"
+    programs = [name for name in files.names(hooks) if name.endswith(".sh")]
+    for place in (mounts, hooks):
+        if files.mode(place) is not None and not os.access(place, os.R_OK, effective_ids=True):
+            return binds, f"{place} cannot be read"
+    return binds, f"{hooks}/{programs[0]} may bind anything" if programs else ""
+
+
+def _led(bound: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """The directories as they are written, and without links: images are known by the latter."""
+
+    def both() -> Iterator[tuple[str, str]]:
+        for who, directory in bound:
+            yield who, directory
+            if directory.startswith("/") and enroot.UNKNOWN not in directory:
+                yield who, as_user.real(directory)
+
+    return tuple(dict.fromkeys(both()))
+
+
+def _as_text(found: _Found) -> _Found:
+    """Leaves out what is no text: an image below such a name is in no lease."""
+    counted = (*found.facts, *found.variables, *map(str, found.variables.values()))
+    told = all(_printed(one) == one for one in counted)
+    return msgspec.structs.replace(
+        found,
+        home=_printed(found.home),
+        bound=tuple((_printed(who), _printed(directory)) for who, directory in found.bound),
+        doubt=_printed(found.doubt),
+        facts=found.facts if told else {},
+        variables=found.variables if told else {},
+    )
+
+
+def _printed(text: str) -> str:
+    return os.fsencode(text).decode(errors="replace")

@@ -1,0 +1,57 @@
+"""The first node of a job, asked for what it has found in a directory (sources/agreement.py).
+
+One thread, one connection, one session. The service neither waits nor walks: whoever asks comes
+again, after pauses that grow, until there is an answer or it is too late.
+"""
+
+import time
+from collections.abc import Callable
+
+from forestage.config import Config
+from forestage.errors import PeerError
+from forestage.paths import Places
+from forestage.peers import auth, protocol
+from forestage.peers.connection import ChunkRefused, Connection, Limit
+from forestage.peers.protocol import Session, SessionUnknown
+
+MOST = 64 << 20  # bytes of an answer: a name of 200,000 files has 100 of these or more
+SLOWEST = 1 << 20  # bytes a second; a limit for one answer
+GRACE = 10.0  # seconds more for it
+
+
+class First:
+    """The node that may have a look of this job's, under this name."""
+
+    def __init__(self, config: Config, places: Places, node: str, job: int, name: str) -> None:
+        """Raises PeerError, OSError where the key file cannot be used."""
+        self._prover = auth.prover(config.peers.key_file, places.munge)
+        self._line = Connection(config.peers.of(node))
+        self._path = f"/v1/look/{job}/{name}"
+        self._name = name
+        self._session: Session | None = None
+
+    def ask(self, more: str = "", stop: Callable[[], bool] = lambda: False) -> bytes | None:
+        """What it says now, or the part of it that `more` names; None: nothing (yet).
+
+        Raises PeerError, also once `stop` says so.
+        """
+        try:
+            return self._ask(more, stop)
+        except ChunkRefused as error:
+            raise PeerError(str(error)) from None
+
+    def _ask(self, more: str, stop: Callable[[], bool]) -> bytes | None:
+        for _ in range(2):
+            if self._session is None:
+                self._session = protocol.open_session(self._line, self._name, self._prover, stop)
+            limit = Limit(0.0, time.monotonic() + GRACE + MOST / SLOWEST, stop)
+            try:
+                path = self._path + more
+                return protocol.fetch_look(self._line, self._session, path, MOST, limit)
+            except SessionUnknown:  # its service was restarted
+                self._session = None
+        raise ChunkRefused("refused", "the session is not known")
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._line.close()

@@ -1,0 +1,82 @@
+"""A file as a source of a copy: an image, or a squashfs file to be mounted."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+import msgspec
+
+from forestage.cache import image
+from forestage.cache.node import Node
+from forestage.clock import Deadline
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.sources import opening, source
+from forestage.sources.source import Content, OpenImage
+from forestage.system.as_user import User
+
+
+class Files(msgspec.Struct, frozen=True):
+    """Finds the file that a request names; its entry is an image, or data, with its own share."""
+
+    kind: Literal["image", "data"]
+
+    def path(self, job: Job, request: Request) -> str:
+        return image.wanted_path(request, job.work_dir)
+
+    @contextlib.contextmanager
+    def open(self, node: Node, job: Job, path: str, end: Deadline) -> Iterator[OpenImage]:
+        with opening.open_as(job.user, path, node, end) as opened:
+            found = msgspec.structs.replace(opened.image, kind=self.kind)
+            yield msgspec.structs.replace(opened, image=found)
+
+
+class FileSource(msgspec.Struct, frozen=True):
+    """A regular file that `user` has opened."""
+
+    is_read_through: ClassVar[bool] = True
+
+    node: Node
+    user: User
+    opened: OpenImage
+
+    def open(self) -> Content:
+        """Opens it once a further change would show in its times, and no write is under way.
+
+        In this order: a write that began before the times were known may be in none of them.
+        """
+        clock = self.node.clock
+        clock.sleep(source.settling(self.opened.image, clock.wall()))
+        opened = source.open_source(self.opened, self.node.config)
+        self._must_have_no_writer()
+        return opened
+
+    def must_be_unchanged(self) -> None:
+        """Raises Declined unless the open file and what the path leads to now are as before.
+
+        And where somebody has begun to write: their next bytes need no other times.
+        """
+        self._must_have_no_writer()
+        wanted, config = self.opened.image, self.node.config
+        known = (wanted.identity, wanted.access)
+        source.must_be_same(self.opened)
+        try:
+            found, line = opening.open_as_user(
+                wanted.path,
+                self.user,
+                config.staged_from,
+                [self.node.cache.real],
+                source.STAGER_TIMEOUT,
+                services=config.user_mounts,
+            )
+        except OSError:
+            raise source.changed(wanted.path) from None
+        line.close()
+        if found.image is None or (found.image.identity, found.image.access) != known:
+            why = found.image and source.difference(wanted.identity, found.image.identity)
+            raise source.changed(wanted.path, why or "")
+
+    def _must_have_no_writer(self) -> None:
+        fd, path = self.opened.fd, self.opened.image.path
+        source.must_have_no_writer(fd, path)
+        source.must_be_written_nowhere(fd, path)

@@ -1,0 +1,472 @@
+"""What a directory holds, as its user sees it: the identity of a tree, and what is copied of it.
+
+All file access is the user's: each thread has their ids for files (setfsuid(2)), while the process
+stays root's. Nothing is followed out of the directory; a name may be any bytes.
+"""
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import os
+import random
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from forestage.cache import image
+from forestage.errors import Declined, Failed
+from forestage.system import mounts
+from forestage.system.as_user import User
+from forestage.system.files import Asked, asked, opened
+from forestage.units import printable
+
+THREADS = 32  # a look at a file costs a network file system a round trip, and hardly any time here
+LAYOUT = b"1"  # changes with what sources/erofs.py makes of a manifest: peers give parts of it
+_NAME_MAX, _PATH_MAX = 255, 4096  # limits.h
+AT_ONCE = 64  # files of one turn of a thread
+HOLE = 4096  # bytes; what is missing of less, its file system may keep beside the inode
+SAMPLE = 64  # files that a node looks at which has another node's manifest
+MOST_ACLS = 64 * 1024 * 1024  # bytes of all of them
+MOST_ACL = 65536 - 64  # bytes of one: what an inode of EROFS has room for
+NAME_BYTES = 256  # of a file's path and link, on average; root's memory holds all of them
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_SYS_FACCESSAT2, _AT_EACCESS, _R_OK, _X_OK = 439, 0x200, 4, 1  # the same on every architecture
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+
+class File(msgspec.Struct, frozen=True, array_like=True):
+    """One name below the directory; `path` is relative, b"" the directory itself.
+
+    `link` is where a symbolic link leads; times in ns.
+    """
+
+    path: bytes
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    link: bytes = b""
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A directory at its resolved `path`, and all below it, sorted by path.
+
+    `sparse` are the numbers of the files that have no blocks on their disk for some of their bytes.
+    """
+
+    path: str
+    files: tuple[File, ...]
+    sparse: tuple[int, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """64 hex digits: whoever sees the same, sees the same bytes with the same rights.
+
+        Blocks do not count: a disk gives and takes them when it likes.
+        """
+        counted = msgspec.structs.replace(self, sparse=())
+        return hashlib.sha256(LAYOUT + msgspec.msgpack.encode(counted)).hexdigest()
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files."""
+        return sum(one.size for one in self.files if one.is_file)
+
+    @property
+    def newest_ns(self) -> int:
+        """When anything of it changed last."""
+        return max(max(one.mtime_ns, one.ctime_ns) for one in self.files)
+
+
+def act_as(user: User) -> None:
+    """Has this thread use the user's ids for files, for good; the groups are the process' own."""
+    # glibc changes all ids but these for each thread of a process.
+    _libc.setfsgid(user.gid)
+    _libc.setfsuid(user.uid)
+    if _libc.setfsuid(-1) & 0xFFFFFFFF != user.uid or _libc.setfsgid(-1) & 0xFFFFFFFF != user.gid:
+        raise PermissionError(errno.EPERM, "cannot take on the user's ids")
+
+
+@contextlib.contextmanager
+def acting(user: User) -> Iterator[None]:
+    """Has this thread use the user's ids for files for a while."""
+    try:
+        act_as(user)
+        yield
+    finally:
+        _libc.setfsuid(os.geteuid())
+        _libc.setfsgid(os.getegid())
+
+
+def open_root(path: str, user: User) -> tuple[int, str]:
+    """The directory, opened as the user, and its resolved path. Raises Declined."""
+    (found,) = each_as(user, [path], _open_root)
+    return found
+
+
+def _open_root(path: str) -> tuple[int, str]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except NotADirectoryError:
+        raise Declined(
+            "not-a-directory", f"{path} is not a directory", "write a file without the slash"
+        ) from None
+    except OSError as error:
+        raise image.declined_by(error, path) from None
+    resolved = os.readlink(f"/proc/self/fd/{fd}")
+    try:
+        resolved.encode()
+    except UnicodeEncodeError:
+        raise Declined("bad-path", "the path resolves to a name that is not UTF-8") from None
+    # A link of /proc leads where the user may not go by name, or into a namespace of their own: the
+    # directory may be the same, and what is mounted in it another.
+    try:
+        is_there = os.path.samestat(os.fstat(fd), os.stat(resolved))  # noqa: PTH116
+        is_there = is_there and not mounts.is_users(fd, resolved)
+    except OSError as error:
+        raise image.declined_by(error, resolved) from None
+    if not is_there:
+        raise Declined("bad-path", f"{path} does not lead to {resolved} as this node sees it")
+    return fd, resolved
+
+
+def take(root: int, path: str, user: User, max_files: int) -> Manifest:
+    """Looks at all below the open directory. Raises Declined.
+
+    The caller's process has the user's groups. Each directory is asked for before it is listed, and
+    its names after that: else NFS says of all of them what it knew a while ago.
+    """
+    disk = os.fstat(root).st_dev
+    try:
+        found = [_top(root, disk, user)]
+    except OSError as error:
+        raise image.declined_by(error, printable(path)) from None
+    bound = _Bound(path, max_files)
+
+    def look(todo: _Todo) -> list[_Todo]:
+        try:
+            files, more = _look_into(root, todo, disk, user, bound)
+        except OSError as error:
+            name = os.fsdecode(os.path.join(os.fsencode(path), todo.directory))
+            raise image.declined_by(error, printable(name)) from None
+        found.extend(files)
+        return [*more, *(_Todo(one.path) for one in files if one.is_dir)]
+
+    _spread([_Todo(b"")], user, look, THREADS)
+    found.sort(key=lambda one: one.path)
+    sparse = tuple(number for number, one in enumerate(found) if one.path in bound.sparse)
+    return Manifest(path, tuple(found), sparse)
+
+
+def must_be_sound(found: Manifest, acls: Mapping[bytes, bytes], max_files: int) -> None:
+    """Pure: raises Declined for what no look finds.
+
+    Of another node's manifest root makes what the kernel parses: nothing in it is believed.
+    """
+    kinds: dict[bytes, int] = {}
+    before = b""
+    for one in found.files:
+        above, _, name = one.path.rpartition(b"/")
+        kind = stat.S_IFMT(one.mode)
+        placed = one.path > before and kinds.get(above) == stat.S_IFDIR if kinds else not one.path
+        named = not kinds or (len(name) <= _NAME_MAX and name not in (b"", b".", b".."))
+        linked = 0 < len(one.link) < _PATH_MAX if kind == stat.S_IFLNK else not one.link
+        fits = (
+            0 <= one.mode < 1 << 16
+            and 0 <= one.uid < 1 << 32
+            and 0 <= one.gid < 1 << 32
+            and 0 <= one.size < (1 << 63 if one.is_file else 1)
+            and 0 <= one.inode < 1 << 64
+            and abs(one.mtime_ns) < 1 << 63
+            and abs(one.ctime_ns) < 1 << 63
+        )
+        known = kind in (stat.S_IFREG, stat.S_IFLNK) or kind == stat.S_IFDIR
+        if not (placed and named and linked and fits and known) or b"\0" in one.path + one.link:
+            raise Declined("bad-look", f"another node's manifest has {one.path!r} in it")
+        kinds[one.path] = kind
+        before = one.path
+    names = sum(len(one.path) + len(one.link) for one in found.files)
+    if not 0 < len(found.files) <= max_files or names > max_files * NAME_BYTES:
+        raise Declined("bad-look", "another node's manifest has too many files")
+    numbers = found.sparse
+    if sorted(set(numbers)) != list(numbers) or not all(_is_file(found, one) for one in numbers):
+        raise Declined("bad-look", "another node's manifest has holes in what is no file")
+    for path, acl in acls.items():
+        if kinds.get(path, stat.S_IFLNK) == stat.S_IFLNK or not _is_acl(acl):
+            raise Declined("bad-look", f"another node's manifest has an ACL of {path!r}")
+
+
+def _is_file(found: Manifest, number: int) -> bool:
+    return 0 <= number < len(found.files) and found.files[number].is_file
+
+
+def _is_acl(acl: bytes) -> bool:
+    """Whether it has an ACL's form (linux/posix_acl_xattr.h): version 2, and whole entries."""
+    return 4 < len(acl) <= MOST_ACL and len(acl) % 8 == 4 and acl[:4] == b"\2\0\0\0"
+
+
+def sample(found: Manifest) -> list[File]:
+    """Some files that nobody could have foreseen, and the directory itself."""
+    rest = found.files[1:]
+    drawn = random.SystemRandom().sample(rest, min(len(rest), SAMPLE))
+    return [found.files[0], *drawn]
+
+
+def _top(root: int, disk: int, user: User) -> File:
+    """The directory itself, asked for as the user: its names count as of now. Raises OSError."""
+    (found,) = each_as(user, [root], lambda fd: _file(b"", _facts(fd, b"", disk)))
+    return found
+
+
+def _facts(fd: int, name: bytes, disk: int) -> os.stat_result | Asked:
+    """What is known of a name in an open directory, or of that itself.
+
+    Of a disk of this node the kernel knows all; else the file server is asked. Raises OSError.
+    """
+    if not os.major(disk):
+        return asked(fd, name)
+    return os.stat(name, dir_fd=fd, follow_symlinks=False) if name else os.fstat(fd)
+
+
+def still(root: int, files: Sequence[File], user: User) -> bool:
+    """Whether these are what they were, and this user may read them. Raises Declined, OSError."""
+    disk = os.fstat(root).st_dev
+    bound = _Bound("", len(files))
+
+    def same(some: Sequence[File]) -> bool:
+        return all(
+            _look(root, one.path, one.path, disk, user, bound) == one for one in some if one.path
+        )
+
+    top = _top(root, disk, user)
+    if any(one != top for one in files if not one.path):
+        return False
+    turns = [files[at : at + AT_ONCE] for at in range(0, len(files), AT_ONCE)]
+    # Fewer at once than files: a sample is looked at in a few round trips all the same.
+    turns = [[one] for one in files] if len(files) <= 2 * SAMPLE else turns
+    return all(each_as(user, turns, same))
+
+
+class _Todo(NamedTuple):
+    """A directory to list, or `names` in it to look at."""
+
+    directory: bytes
+    names: tuple[bytes, ...] = ()
+
+
+class _Bound:
+    """Counts files, and the bytes of their names and links, as they are listed.
+
+    Notes the paths of those with fewer blocks than bytes.
+    """
+
+    def __init__(self, path: str, max_files: int) -> None:
+        self.path = path
+        self.files, self.max_files = 1, max_files
+        self.room = max_files * NAME_BYTES
+        self.sparse: set[bytes] = set()
+        self.lock = threading.Lock()
+
+    def add(self, files: int, size: int) -> None:
+        """Raises Declined for what would take too much of root's memory."""
+        with self.lock:
+            self.files += files
+            self.room -= size
+        if self.files > self.max_files:
+            raise _too_many(self.path, f"has more than {self.max_files} files")
+        if self.room < 0:
+            raise _too_many(self.path, f"has names of more than {NAME_BYTES} bytes for each file")
+
+
+def _too_many(path: str, what: str) -> Declined:
+    hint = "make one of it: `forestage pack`, or the admin raises `data: max_files:`"
+    return Declined("too-many-files", f"{path} {what}", hint)
+
+
+def acls(root: int, manifest: Manifest, user: User) -> dict[bytes, bytes]:
+    """The raw access ACLs of the files that have one, by path. Raises Declined.
+
+    They are no part of the manifest, as a look at a file does not show them: who changes an ACL
+    changes ctime.
+    """
+    lock = threading.Lock()
+    all_bytes = 0
+
+    def of(some: Sequence[File]) -> list[tuple[bytes, bytes]]:
+        nonlocal all_bytes
+        found = []
+        for one in some:
+            name = f"/proc/self/fd/{root}/{os.fsdecode(one.path)}"
+            try:
+                acl = os.getxattr(name, image.ACL, follow_symlinks=False)
+            except OSError as error:
+                # Not for all at once: of a union of file systems some may have ACLs.
+                if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
+                    raise image.declined_by(error, manifest.path) from None
+            else:
+                found.append((one.path, acl))
+        with lock:
+            all_bytes += sum(len(acl) for _, acl in found)
+        if all_bytes > MOST_ACLS:
+            raise Declined("acl", f"{manifest.path} has more than {MOST_ACLS} bytes of ACLs")
+        return found
+
+    files = [one for one in manifest.files if not stat.S_ISLNK(one.mode)]
+    some = [files[at : at + AT_ONCE] for at in range(0, len(files), AT_ONCE)]
+    return dict(one for found in each_as(user, some, of) for one in found)
+
+
+def _look_into(
+    root: int, todo: _Todo, disk: int, user: User, bound: _Bound
+) -> tuple[list[File], list[_Todo]]:
+    """What is in one directory, or what is still to be looked at where there is much of it.
+
+    One after the other, the files of one large directory would take as many round trips. Raises
+    OSError, Declined.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    directory = todo.directory
+    with opened(directory or b".", flags, dir_fd=root) as fd:
+        some = [todo.names] if todo.names else list(_names(fd, len(directory) + 1, bound))
+        if len(some) > 1:
+            return [], [_Todo(directory, names) for names in some]
+        names = some[0] if some else ()
+        files = [
+            _look(fd, os.path.join(directory, name), name, disk, user, bound) for name in names
+        ]
+    bound.add(0, sum(len(one.link) for one in files))
+    return files, []
+
+
+def _names(fd: int, above: int, bound: _Bound) -> Iterator[tuple[bytes, ...]]:
+    """The names in a directory, some at a time; `above` bytes go before each of them."""
+    with os.scandir(fd) as listed:
+        names = (os.fsencode(entry.name) for entry in listed)
+        while some := tuple(islice(names, AT_ONCE)):
+            bound.add(len(some), sum(above + len(name) for name in some))
+            yield some
+
+
+def _look(fd: int, path: bytes, name: bytes, disk: int, user: User, bound: _Bound) -> File:
+    facts = _facts(fd, name, disk)
+    kind = stat.S_IFMT(facts.st_mode)
+    shown = os.fsdecode(path)
+    if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+        raise Declined("odd-file", f"{shown} is neither a file, a directory nor a link")
+    if facts.st_dev != disk:
+        raise Declined("odd-file", f"{shown} is another file system")
+    if kind == stat.S_IFLNK:
+        return _file(path, facts, os.readlink(name, dir_fd=fd))
+    wanted = _R_OK if kind == stat.S_IFREG else _R_OK | _X_OK
+    if not _grants(facts, wanted, user) and not _may(fd, name, wanted):
+        raise Declined("no-permission", f"{shown} is not readable by this user")
+    if kind == stat.S_IFREG and facts.st_size - facts.st_blocks * 512 >= HOLE:
+        bound.sparse.add(path)
+    return _file(path, facts)
+
+
+def _grants(facts: os.stat_result | Asked, wanted: int, user: User) -> bool:
+    """Whether the owner's own bits say yes: no ACL takes that away."""
+    return facts.st_uid == user.uid and (facts.st_mode >> 6) & wanted == wanted
+
+
+def _may(fd: int, name: bytes, wanted: int) -> bool:
+    """Asks the kernel, for this thread's ids. glibc's own would look at mode bits on EL 8."""
+    done = _libc.syscall(_SYS_FACCESSAT2, fd, name, wanted, _AT_EACCESS)
+    if done == 0 or ctypes.get_errno() != errno.ENOSYS:
+        return bool(done == 0)
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        os.close(os.open(name, flags, dir_fd=fd))
+    except OSError:
+        return False
+    return True
+
+
+def _file(path: bytes, facts: os.stat_result | Asked, link: bytes = b"") -> File:
+    return File(
+        path,
+        facts.st_mode,
+        facts.st_uid,
+        facts.st_gid,
+        facts.st_size if stat.S_ISREG(facts.st_mode) else 0,
+        facts.st_mtime_ns,
+        facts.st_ctime_ns,
+        facts.st_ino,
+        link,
+    )
+
+
+def each_as(user: User, items: Iterable[Item], work: Callable[[Item], T]) -> list[T]:
+    """Does `work` on each of the items, in threads that have the user's ids; in their order."""
+    results: dict[int, T] = {}
+
+    def do(numbered: tuple[int, Item]) -> list[tuple[int, Item]]:
+        results[numbered[0]] = work(numbered[1])
+        return []
+
+    todo = list(enumerate(items))
+    _spread(todo, user, do, min(THREADS, len(todo)))
+    return [results[number] for number in sorted(results)]
+
+
+def _spread(first: list[T], user: User, work: Callable[[T], list[T]], threads: int) -> None:
+    """Does `work` on items, and on those that it returns, in threads. Raises their first error."""
+    todo = deque(first)
+    turn = threading.Condition()
+    busy, over = 0, False
+    errors: list[Exception] = []
+
+    def go() -> None:
+        nonlocal busy, over
+        try:
+            act_as(user)
+            while True:
+                with turn:
+                    while not todo and busy and not over:
+                        turn.wait()
+                    if over or not todo:
+                        return
+                    item = todo.popleft()
+                    busy += 1
+                more = work(item)
+                with turn:
+                    busy -= 1
+                    todo.extend(more)
+                    turn.notify_all()
+        except (OSError, Declined) as error:
+            errors.append(error)
+        finally:
+            with turn:
+                over = True  # all is done, or something has failed
+                turn.notify_all()
+
+    started = [threading.Thread(target=go, name=f"walk-{n}") for n in range(threads)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]
+    if todo or busy:
+        raise Failed("helper", "a thread that looks at files died")

@@ -1,0 +1,314 @@
+"""Opens a source as the user it is for, in a child, and beneath our own binds.
+
+Whatever asks the file server is asked with that user's ids: root may be squashed there, and a dead
+file server must hang the child only. A server that has hung is asked by one process of the node.
+"""
+
+import contextlib
+import errno
+import functools
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from forestage import trace
+from forestage.bind import redirect
+from forestage.cache import image, part
+from forestage.cache.image import Access, Facts, Image
+from forestage.cache.layout import Cache, open_copy
+from forestage.cache.node import Node
+from forestage.clock import Deadline
+from forestage.sources.source import OpenImage
+from forestage.system import as_user, mounts, probe, writers
+from forestage.system.as_user import User
+from forestage.units import format_duration
+
+OPEN_TRIES = 8  # one more for each redirect of ours that lies over the path
+HOOK_TIMEOUT = 15.0  # seconds; no copy takes part in it, so a file server that needs longer hangs
+SERVER = "source-"  # begins the name of a file that tells whether a server hangs
+
+
+def open_as_user(
+    path: str,
+    user: User,
+    sources: Iterable[str],
+    caches: Sequence[str],
+    timeout: float,
+    copied_head: Callable[[Image], bytes] | None = None,
+    services: Mapping[str, str] | None = None,
+    is_new: Callable[[Image], bool] | None = None,
+) -> tuple[Facts, socket.socket]:
+    """Opens `path` as the user, binds from `caches` (real paths) out of sight.
+
+    Of users' FUSE mounts those count that are `services` (mounts.users_fuse), below `/` all.
+    With `copied_head` all is wanted that `Facts` may say. It returns the first bytes of the image's
+    copy on this node, or b"" where there is none: a hit reads nothing of the source,
+    unless its copy is no squashfs, as it may be damaged. `is_new`: of which images the first bytes
+    are wanted, where nothing else is.
+    The source waits in the line, if `Facts.image` is there; the caller closes the line, or takes
+    it. Raises OSError as the user would get it; as_user.TooSlow.
+    """
+
+    def work() -> as_user.Found[Facts]:
+        is_private = False
+        for _ in range(OPEN_TRIES):
+            trace.point("looking")
+            try:
+                with as_user.acting(user):
+                    found, fds = _open(path, tuple(sources), caches, services or {})
+                if copied_head is not None and found.image is not None:
+                    head = copied_head(found.image)
+                    head = head if image.is_squashfs(head) else _head(fds[0], user)
+                    found = msgspec.structs.replace(
+                        found,
+                        head=head,
+                        listed=_lists(found.path, user),
+                        written=writers.has_writer(fds[0], found.path),
+                    )
+                elif is_new is not None and found.image is not None and is_new(found.image):
+                    found = msgspec.structs.replace(found, head=_head(fds[0], user))
+                return found, fds
+            except _Covered as covered:
+                # Our own redirect. Off with it, in a mount namespace of this process' own; the
+                # host's table stays. A descriptor from before is of the old namespace.
+                if covered.handle is None:
+                    continue
+                if is_private:
+                    mounts.umount(f"/proc/self/fd/{covered.handle}")
+                else:
+                    mounts.private_namespace()
+                    is_private = True
+        raise OSError(errno.EBUSY, "redirects come and go", path)
+
+    return as_user.ask(work, Facts, timeout)
+
+
+def open_file(
+    path: str, user: User, sources: Iterable[str], caches: Sequence[str], timeout: float
+) -> tuple[Facts, int | None]:
+    """As `open_as_user`, with the source as a descriptor, if there is one; the caller closes it."""
+    found, line = open_as_user(path, user, sources, caches, timeout)
+    fds = as_user.receive_fds(line)
+    return found, fds[0] if fds else None
+
+
+def _open(
+    path: str, sources: tuple[str, ...], caches: Sequence[str], services: Mapping[str, str]
+) -> as_user.Found[Facts]:
+    # O_PATH first: opening a FIFO would block and opening a device may do something.
+    handle = os.open(path, os.O_PATH)
+    if caches and mounts.mount_id(handle) in {bind.id for bind in _ours(caches)}:
+        raise _Covered(handle)
+    mode = os.fstat(handle).st_mode
+    resolved = os.readlink(f"/proc/self/fd/{handle}")
+    if resolved == "/" and not stat.S_ISDIR(mode):
+        # A redirect, unmounted since it was opened: so reads the path of a file without its mount.
+        raise _Covered(None)
+    try:
+        resolved.encode()
+    except UnicodeEncodeError:
+        return Facts("", sources, mode), []
+    only_looks = "/" in sources  # a source of a configuration never is
+    sources = _resolved(sources, resolved)
+    if caches and mounts.is_users(handle, resolved, None if only_looks else services):
+        return Facts("", sources, mode), []
+    found = Facts(resolved, sources, mode)
+    if not (stat.S_ISREG(mode) and image.is_below(resolved, sources)):
+        return found, []
+    # Through the handle, so that it is the same file whatever the path has become.
+    source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY)
+    facts = os.fstat(source)
+    if facts.st_nlink == 0:
+        return found, []
+    access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), image.read_acl(source))
+    found_image = Image(image.identity(facts, resolved), access)
+    return Facts(resolved, sources, mode, found_image), [source]
+
+
+class _Covered(Exception):
+    """A redirect of ours covers the path; `handle` is open on it, None if unmounted since."""
+
+    def __init__(self, handle: int | None) -> None:
+        super().__init__()
+        self.handle = handle
+
+
+def _ours(caches: Sequence[str]) -> list[mounts.Mount]:
+    listed = mounts.current() if caches else []
+    return [bind for cache in caches for bind, _ in mounts.binds_from(listed, cache)]
+
+
+def _head(fd: int, user: User) -> bytes:
+    """The first bytes of an open source, as the user; fewer than HEAD if it has no more.
+
+    Called once its identity is known: what is written in between makes another identity.
+    """
+    data = b""
+    with as_user.acting(user):
+        while len(data) < image.HEAD:
+            piece = os.pread(fd, image.HEAD - len(data), len(data))
+            if not piece:
+                break
+            data += piece
+    return data
+
+
+def _lists(path: str, user: User) -> bool:
+    """Whether the user can list the directory of a file."""
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    try:
+        with as_user.acting(user):
+            os.close(os.open(Path(path).parent, flags))
+    except OSError:
+        return False
+    return True
+
+
+def _resolved(sources: tuple[str, ...], path: str) -> tuple[str, ...]:
+    """The sources without links: one above the resolved `path` has none, others may hang."""
+    named = tuple(source for source in sources if image.is_below(path, (source,)))
+    return named or tuple(map(as_user.real, sources))
+
+
+def saved_to(path: str, user: User, timeout: float) -> tuple[str, bool]:
+    """Where a path leads for this user, who may write there or not; it need not exist.
+
+    Raises TooSlow, OSError.
+    """
+
+    def work() -> as_user.Found[tuple[bytes, bool]]:
+        as_user.become(user)
+        found = os.path.realpath(path)
+        may = os.access(os.path.dirname(found), os.W_OK, effective_ids=True)  # noqa: PTH120
+        with contextlib.suppress(OSError):
+            # Of a file that is there a redirect shows owner and mode, and says EROFS to access(2).
+            facts = os.stat(found)  # noqa: PTH116
+            may = may or (facts.st_uid == user.uid and bool(facts.st_mode & 0o200))
+        # As bytes: a name need not be text, and JSON takes no other.
+        return (os.fsencode(found), may), []
+
+    found, may = as_user.call(work, tuple[bytes, bool], timeout)[0]
+    return os.fsdecode(found), may
+
+
+@contextlib.contextmanager
+def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenImage]:
+    """Opens the image at `path` as the job's user, under our own binds, for a hook.
+
+    Binds of ours that show something else than what lies there are unmounted first: even a job that
+    is declined next must not read outdated bytes. Raises Declined, Failed, OSError.
+    """
+    bound = redirect.binds(node.cache)
+    caches = [node.cache.real]
+    limit = min(HOOK_TIMEOUT, end.left())
+    binds = node.config.redirect == "bind"
+    head = functools.partial(_copied_head, node.cache) if binds else None
+    sources, services = node.config.staged_from, node.config.user_mounts
+    # Where a step's user can be told, and reads the same bytes next.
+    of_steps = node.config.redirect == "spank"
+    is_new = functools.partial(_is_new, node.cache) if of_steps else None
+    _must_not_hang(node, path)
+    try:
+        found, line = open_as_user(
+            path,
+            user,
+            sources,
+            caches,
+            limit,
+            head,
+            services,
+            is_new,
+        )
+    except as_user.TooSlow:
+        if server := _server(node, path):
+            probe.begin(server.file, server.ask)  # who comes next need not wait as well
+        raise
+    except OSError as error:
+        # What this user may not see, no bind may show: an older copy may be more generous. But a
+        # bind that refuses them as well stays: it is another user's, and it is right.
+        if bound and (shown := _shown(user, path, node, end)):
+            # So ends the name of an entry that was evicted while a redirect still shows it.
+            names = frozenset((path, shown, shown.removesuffix(" (deleted)")))
+            redirect.unmount_stale(node.cache, names, "", user, end)
+        raise image.declined_by(error, path) from None
+    with contextlib.closing(line):
+        if bound:
+            key = found.image.key if found.image else ""
+            redirect.unmount_stale(node.cache, frozenset((path, found.path)), key, user, end)
+        judged = image.judge(found, node.config.max_image_size)
+        part.must_be_countable(judged, node.config.chunk_size)
+        if binds:
+            image.must_suit_the_node(found)
+        image.must_be_whole(found)
+        yield OpenImage(judged, user, -1, line)
+
+
+class _Server(msgspec.Struct, frozen=True):
+    """Who answers for a path: the mount that it lies on, and where a probe of that is noted."""
+
+    point: str
+    file: Path
+
+    def ask(self, at: Callable[[str], None]) -> None:
+        at("server")
+        os.statvfs(self.point)  # stat(2) may be answered by a cache
+
+
+def _server(node: Node, path: str) -> _Server | None:
+    """The server of a path, as it is written; None for a user's own file system.
+
+    That one may hang as its user likes, and is not asked by root.
+    """
+    plain = os.path.normpath(path)
+    # A redirect of ours has the path itself as its mount point.
+    under = mounts.holder([one for one in mounts.current() if one.point != plain], plain)
+    if under is None or under.fuse_user:
+        return None
+    name = f"{SERVER}{under.device.replace(':', '-')}"
+    return _Server(under.point, node.places.probes / name)
+
+
+def _must_not_hang(node: Node, path: str) -> None:
+    """Raises TooSlow at once where the path's server has hung before, and has not answered since.
+
+    One process of the node asks it (system/probe.py), and its end is the news.
+    """
+    if not any(node.places.probes.glob(f"{SERVER}*")):  # as on nearly all nodes
+        return
+    server = _server(node, path)
+    hang = probe.known(server.file) if server else None
+    if server and hang:
+        raise as_user.TooSlow(f"{server.point} has hung for {format_duration(hang.seconds)}")
+
+
+def _is_new(cache: Cache, wanted: Image) -> bool:
+    """Whether nothing is here of an image: a hit reads nothing of its source."""
+    with contextlib.suppress(OSError):
+        return cache.find(wanted) is None
+    return False
+
+
+def _copied_head(cache: Cache, wanted: Image) -> bytes:
+    """Returns the first bytes of the image's entry; b"" if there is none that can be read."""
+    try:
+        if cache.find(wanted) is None:
+            return b""
+        with open_copy(cache.image(wanted.key)) as copy:
+            return copy.read(image.SUPERBLOCK)
+    except OSError:
+        return b""
+
+
+def _shown(user: User, path: str, node: Node, end: Deadline) -> str:
+    """Returns what the user opens by this path as it is now, redirects and all; "" for nothing."""
+    limit = min(HOOK_TIMEOUT, end.left())
+    try:
+        found, line = open_as_user(path, user, node.config.staged_from, (), limit)
+    except OSError:
+        return ""
+    line.close()
+    return found.path

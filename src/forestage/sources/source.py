@@ -1,0 +1,241 @@
+"""What is copied: which bytes are meant, and whether they are still the same.
+
+`Source` is all that a copy asks of what it copies, `Finder` how a hook finds one. What a copy has
+to know besides is here as well: when a change must show in a file's times, and who writes to it.
+Hooks must not pay for what only a copy needs, so nothing here imports the engines.
+"""
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import ClassVar, Protocol
+
+import msgspec
+
+from forestage.cache import image
+from forestage.cache.image import Identity, Image
+from forestage.cache.node import Node
+from forestage.clock import Deadline
+from forestage.config import Config, Direct
+from forestage.errors import Declined
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.system import as_user, writers
+from forestage.system.as_user import User
+from forestage.units import printable
+
+STAGER_TIMEOUT = 60.0  # seconds; nobody waits for the stager's own checks
+
+# A file server's clock may tick in seconds: a change within the same tick leaves the identity as it
+# is. So a copy starts only when the source's last change is a full tick old.
+COARSE_TICK_NS = 2_000_000_000
+FINE_TICK_NS = 20_000_000
+# Its clock and ours may differ. By no more than this: what munge makes is good for five minutes,
+# so a node whose clock is further off runs no jobs (munged(8), --max-ttl).
+SKEW_NS = 300_000_000_000
+
+
+class Content(msgspec.Struct, frozen=True):
+    """An open source as the engines read it; `direct` is the same file past the page cache.
+
+    Of a directory `buffered` has no bytes: `read` fills memory with what begins at an offset, and
+    `data` gives the numbers of the chunks of so many bytes that hold any. The first `own` bytes are
+    what this node has made itself: no other node is asked for them.
+    """
+
+    buffered: int
+    direct: int | None
+    size: int  # bytes
+    path: str = ""  # for messages only
+    read: Callable[[int, memoryview], None] | None = None
+    own: int = 0
+    data: Callable[[int], set[int]] | None = None
+
+
+class Source(Protocol):
+    """Which bytes are meant: a file (sources/file.py), or a directory (views/directory.py).
+
+    All that a copy asks of what it copies. Whoever adds a kind of source brings one of these.
+    """
+
+    is_read_through: ClassVar[bool]
+    """Whether jobs may read through its copy, while that is made."""
+
+    def open(self) -> Content:
+        """Returns it as the engines read it, once a further change would show. Raises Declined."""
+
+    def must_be_unchanged(self) -> None:
+        """Raises Declined unless all of it is what it was, and nobody writes to it."""
+
+
+class Truncated(Declined):
+    """The source ended before its size said so: it is being changed."""
+
+    def __init__(self, path: str) -> None:
+        detail = f"{path} was changed while it was copied: it ends before its size says so"
+        super().__init__("changed", detail)
+
+
+class Unreadable(Declined):
+    """The source gives an error when it is read; `error` is its OSError. No fault of the node."""
+
+    def __init__(self, path: str, error: OSError) -> None:
+        if error.errno == errno.ESTALE:  # the file server has another file under this name
+            super().__init__("changed", f"{path} was changed while it was copied")
+        else:
+            super().__init__("source-error", f"{path} cannot be read: {error}")
+        self.error = error
+
+
+class OpenImage(msgspec.Struct, frozen=True):
+    """An image and its source, opened with the user's rights; the caller closes it.
+
+    A hook holds the source only as `line`, a socket in which the descriptor waits (as_user.ask): a
+    close(2) that hangs with the file server must not hang the hook. The stager receives it as `fd`.
+    `other` is a source that is no file; then `fd` is -1, or what that one needs open.
+    """
+
+    image: Image
+    user: User
+    fd: int
+    line: socket.socket | None = None
+    other: Source | None = None
+
+    @property
+    def is_read_through(self) -> bool:
+        """Whether jobs may read through its copy, while that is made."""
+        return self.other is None or self.other.is_read_through
+
+    def received(self) -> "OpenImage":
+        """Returns the same with the source as a descriptor of this process."""
+        if self.line is None:
+            return self
+        fd = as_user.receive_fds(self.line)[0]
+        return OpenImage(self.image, self.user, fd, other=self.other)
+
+    def close(self) -> None:
+        if self.line is not None:
+            self.line.close()
+        elif self.fd >= 0:
+            os.close(self.fd)
+
+
+class Finder(Protocol):
+    """How the source of one kind of request is found. For hooks, stateless."""
+
+    def path(self, job: Job, request: Request) -> str:
+        """Pure: the absolute path that the request names. Raises Declined where it names none."""
+
+    def open(
+        self, node: Node, job: Job, path: str, end: Deadline
+    ) -> AbstractContextManager[OpenImage]:
+        """Opens what lies there as the job's user. Raises Declined, Failed, OSError."""
+
+
+def settling(wanted: Image, now: float) -> float:
+    """Pure: seconds to wait until a further change of the source must show in its times.
+
+    A full tick from now on, unless the last change is long past: waiting for the rest of a tick
+    would trust that the server's clock is ours.
+    """
+    # A user can set mtime, to full seconds as well. What they cannot set shows how fine the clock
+    # is.
+    ctime = wanted.identity.ctime_ns
+    tick = FINE_TICK_NS if ctime % 1_000_000_000 else COARSE_TICK_NS
+    age = int(now * 1_000_000_000) - max(ctime, wanted.identity.mtime_ns)
+    return tick / 1_000_000_000 if age < tick + SKEW_NS else 0.0
+
+
+def open_source(opened: OpenImage, config: Config) -> Content:
+    """The source as the engines want it: past the page cache as well, where that is a gain.
+
+    Raises Declined where it is no longer what was opened at, Unreadable, as_user.TooSlow.
+    """
+    return Content(
+        opened.fd, _look_again(opened, config.direct), opened.image.size, opened.image.path
+    )
+
+
+def must_have_no_writer(fd: int, path: str) -> None:
+    """Raises Declined where a process of this node has the open file open for writing.
+
+    A write(2) sets the file's times when it begins. Its bytes come when the kernel has read them
+    from the writer's memory, which may be whenever the writer likes: to nobody's eyes the file is
+    then another. So this is asked once the times are known, and settled: a write that is under way
+    then still has the file open, and one that begins later changes them.
+    """
+    if writers.by_lease(fd):
+        raise written(path)
+
+
+def must_be_written_nowhere(fd: int, path: str) -> None:
+    """Raises Declined where a process has what lies at or below a path open for writing.
+
+    `fd` is open in its file system. Where leases prove that nobody has, nothing is looked at.
+    Raises Unreadable where that file system is gone.
+    """
+    try:
+        proven = writers.proves(fd)
+    except OSError as error:
+        raise Unreadable(path, error) from None
+    if not proven:
+        found = writers.find(path, writers.SCAN)
+        if found:
+            raise written(printable(found))
+
+
+def written(path: str) -> Declined:
+    """Pure: a process of this node has the file open for writing."""
+    return Declined("written", f"{path} is open for writing on this node")
+
+
+def must_be_same(opened: OpenImage) -> None:
+    """Looks at the open file once more. Raises Declined if it is another, Unreadable, TooSlow."""
+    _look_again(opened, "off")
+
+
+def _look_again(opened: OpenImage, direct: Direct) -> int | None:
+    """Looks at the open file once more, and opens it past the page cache where that is a gain.
+
+    As the user again: root may be squashed on the shared file system. In one child, as each takes
+    milliseconds. None also where the file system has no such way. Raises Declined if it is
+    another file, Unreadable, as_user.TooSlow.
+    """
+
+    def work() -> as_user.Found[Identity]:
+        as_user.become(opened.user)
+        facts = os.fstat(opened.fd)
+        # Major 0 is no block device: what a network file system does past its cache is its affair.
+        wanted = direct == "on" or (direct == "auto" and os.major(facts.st_dev) != 0)
+        return image.identity(facts, opened.image.path), _direct(opened.fd) if wanted else []
+
+    try:
+        found, line = as_user.ask(work, Identity, STAGER_TIMEOUT, keep=(opened.fd,))
+    except OSError as error:
+        raise Unreadable(opened.image.path, error) from None
+    if found != opened.image.identity:
+        line.close()
+        raise changed(opened.image.path, difference(opened.image.identity, found))
+    return next(iter(as_user.receive_fds(line)), None)
+
+
+def _direct(fd: int) -> list[int]:
+    """A descriptor of the file past the page cache; none where its file system has no such way."""
+    with contextlib.suppress(OSError):
+        return [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT)]
+    return []
+
+
+def changed(path: str, how: str = "") -> Declined:
+    """Pure: the source is no longer the file that was asked for; `how` where that helps."""
+    return Declined("changed", f"{path} was changed while it was copied" + (how and f": {how}"))
+
+
+def difference(was: Identity, now: Identity) -> str:
+    """Pure: what an admin must know of a file that seems changed each time; else nothing."""
+    if msgspec.structs.replace(now, inode=was.inode) == was:
+        return "only its inode number is another, as if its file system gave a new one at each look"
+    return ""

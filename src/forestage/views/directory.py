@@ -1,0 +1,350 @@
+"""A directory as one entry of the cache: looked at, copied and shown to the steps of a job.
+
+A process of its own, begun by the Prolog, looks at all that the directory holds, as the user. What
+it finds is the identity; the entry is an EROFS image made of it (sources/erofs.py), so that stager,
+peers, resume, verify and eviction know nothing of directories. Steps start from the shared path
+until all of it is here. Each looks again before it is shown the copy: a job may write to its data
+between two steps. Of the nodes of a job one looks for all where it can (sources/agreement.py).
+
+    state in JOB.data     reached by
+    looking               the Prolog
+    copying               the process has looked, and there is no entry
+    ready                 there is one
+    declined              why not is beside it
+"""
+
+import contextlib
+import hashlib
+import os
+import threading
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from forestage import log
+from forestage.cache import image, part
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Leases, Use
+from forestage.cache.node import Node
+from forestage.cache.said import Tree
+from forestage.clock import Deadline
+from forestage.errors import Declined, Failed, ForestageError
+from forestage.events import Handled
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields
+from forestage.sources import agreement, erofs, manifest, open_tree, opening, retry
+from forestage.sources.manifest import Manifest
+from forestage.sources.source import OpenImage
+from forestage.stage import stager
+from forestage.stage.task import Task
+from forestage.stage.wait import Eta, Progress, quiet
+from forestage.system import as_user, holder, lock, loop, mounts, run
+from forestage.system.holder import Channel, Message
+from forestage.system.loop import Loop
+from forestage.units import format_size, printable
+from forestage.views import wanted
+
+TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
+PLACES = 32  # directories looked at or copied at once for jobs of all users
+OF_USER = 16  # … of one user; and looked at by steps of one
+PLACE = 1.0  # seconds between two tries for a place
+POLL = 0.25  # seconds between two looks of a step that waits
+LOOK = 60.0  # seconds for a step's look at all files; a file server that needs longer hangs
+PROBE = 10.0  # seconds for the kernel to load a module
+
+
+def begin(node: Node, job: Job, request: Request, path: str) -> Handled:
+    """Starts the process that brings a directory, for the Prolog. `path` is absolute.
+
+    Raises OSError.
+    """
+    wanted.note_tree(node, job, path, Tree("looking"))
+    if node.config.peers.enabled:
+        agreement.prepare(node.cache, job.id)
+    about = f"stager job={job.id}"
+    with holder.start(stager.STAGER, about, partial(_live, node, job, path)) as channel:
+        message = channel.recv(holder.START)
+        if message is not None and message.state == "died":
+            why = "the process that looks at the directory died"
+            wanted.note_tree(node, job, path, Tree("declined", reason="helper", detail=why))
+            raise Failed("helper", why)
+    return Handled("started", request=printable(request.path), via="hint")
+
+
+def show(
+    node: Node,
+    job: Job,
+    request: Request,
+    path: str,
+    until: Deadline | None,
+    end: Deadline,
+    progress: Progress = quiet,
+) -> tuple[list[Fields], Handled]:
+    """The line by which a step's tasks see the copy; none where it is not here, or is outdated.
+
+    `until` is how long to wait for it, `end` limits the look at its files; `progress` is called
+    during the wait. Raises Declined, Failed, OSError.
+    """
+    noted = wanted.read(node.leases, job.id)
+    found = _state(node, job.id, path)
+    while until is not None and found.state in ("looking", "copying") and until.left():
+        if lock.is_free(_life(node, job.id, noted.restart, path)):
+            found = _died_since(_state(node, job.id, path), path)
+            break
+        progress(partial(_progress, node, path, found, until))
+        node.clock.sleep(min(POLL, until.left()))
+        found = _state(node, job.id, path)
+    outcome = Handled("started", request=printable(request.path), via="hint", image=found.path)
+    entry = node.cache.read(found.key) if found.state == "ready" else None
+    if entry is None or not node.cache.is_proven(found.key):
+        agreement.decline(node, job, noted.restart, path)
+        if found.state == "declined":
+            raise Declined(found.reason, found.detail)
+        return [], outcome
+    digest = entry.identity.tree
+    patience = min(LOOK, max(end.left(), opening.HOOK_TIMEOUT))  # enough also after a long wait
+    until_seen = Deadline.after(patience, node.clock)
+    with contextlib.ExitStack() as place:
+        if not _may_look(node, job, place, until_seen):
+            agreement.decline(node, job, noted.restart, path)
+            raise Declined("deadline", f"{OF_USER} steps of this user look at directories already")
+        if agreement.now(node, job, noted.restart, path, digest, until_seen.left()) != digest:
+            raise Declined("changed", f"{path} has changed since the job began")
+    copy = node.cache.image(found.key)
+    device, file = loop.attach(copy, read_only=True), loop.file_of(copy.stat())
+    node.cache.touch(found.key, node.clock.wall(), job.user.uid)
+    line = ("device", device, file, "erofs", "ro", found.path, str(entry.identity.inode))
+    shown = msgspec.structs.replace(
+        outcome, result="hit", key=found.key, size=entry.identity.size, redirect="spank"
+    )
+    return [line], shown
+
+
+def _life(node: Node, job: int, restart: int, path: str) -> Path:
+    """The lock that the process which brings a directory holds for its life.
+
+    In a folder whose unused locks the sweep removes.
+    """
+    words = msgspec.json.encode((job, restart, path))
+    return node.cache.locks / f"tree-{hashlib.sha256(words).hexdigest()[:32]}.lock"
+
+
+def _died_since(found: Tree, path: str) -> Tree:
+    """Pure: how a directory stands that nobody brings any more."""
+    if found.state in ("ready", "declined"):
+        return found
+    return Tree("declined", reason="helper", detail=f"who brings {path} has been killed")
+
+
+def _progress(node: Node, path: str, found: Tree, until: Deadline) -> str:
+    """For a user who waits: how far the directory is."""
+    if found.state == "looking":
+        return f"waiting for {printable(path)}, whose files are being looked at"
+    owner = node.cache.stager(found.key)
+    if owner is None:
+        return f"waiting for the copy of {printable(path)}, which is about to begin"
+    eta = Eta(node, owner.image, until)
+    eta.hopeless()  # measures it
+    return eta.progress()
+
+
+def let_go(cache: Cache, leases: Leases, patience: float) -> None:
+    """Detaches the devices of entries that no lease names. Raises Failed.
+
+    `patience` is in seconds, for the space lock. Where a task is left that has one mounted, the
+    kernel does so after it. A step that is about to mount one this moment finds it gone and reads
+    the shared path.
+    """
+    with lock.held_if_writable(cache.space_lock, patience):
+        used = leases.keys()
+        for one in loop.attached():
+            if _is_done_with(cache, one, used):
+                loop.detach(one)
+
+
+def _is_done_with(cache: Cache, one: Loop, used: frozenset[str]) -> bool:
+    """Whether a device shows an entry that no lease names; one that was evicted has no name."""
+    path = one.file.removesuffix(loop.DELETED)
+    if not (path.startswith(f"{cache.real}/") and path.endswith("/image")):
+        return False
+    with contextlib.suppress(OSError):
+        if one.is_deleted:
+            return one.is_on(cache.root.stat())
+        key = Path(path).parent.name
+        return key not in used and one.is_of(os.lstat(cache.image(key)))
+    return False
+
+
+def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
+    """The whole life of the process that brings a directory."""
+    stop = stager.be_stager()
+    hook.begin()
+    with lock.held(_life(node, job.id, job.restart, path), holder.START):
+        hook.send(Message("ready"))
+        hook.close()
+        _note_end(node, job, path, stop)
+
+
+def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
+    ended = Tree("declined", reason="helper", detail="the process that brought it died")
+    try:
+        ended = _bring(node, job, path, stop)
+    except (ForestageError, OSError) as error:
+        reason = error.reason if isinstance(error, Declined) else "io"
+        ended = Tree("declined", reason=reason, detail=printable(str(error)))
+        line = f"reason={reason} detail={printable(str(error))!r}"
+        log.say(f"stager job={job.id} result=declined {line}", by_slurm=True)
+    finally:
+        wanted.note_tree(node, job, path, ended)
+
+
+def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
+    """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
+    with contextlib.ExitStack() as place:
+        _take_place(node, job, place)
+        return _brought(node, job, path, stop)
+
+
+def _take_place(node: Node, job: Job, held: contextlib.ExitStack) -> None:
+    """Waits until few others are at work: each has all names of its directory in root's memory.
+
+    That counts for no job: 200,000 long names take 400 MiB. Raises Declined.
+    """
+    for name, most in ((f"trees-{job.user.uid}", OF_USER), ("trees", PLACES)):
+        while lock.take_one(node.cache.locks, name, most, held) is None:
+            _must_be_wanted(node, job)
+            node.clock.sleep(PLACE)
+
+
+def _may_look(node: Node, job: Job, held: contextlib.ExitStack, until: Deadline) -> bool:
+    """Waits until few other steps of this user look, for the same reason; False where it is late.
+
+    Other users' looks are in nobody's way: a step waits.
+    """
+    with contextlib.suppress(OSError):  # of a disk that is read-only by now
+        name = f"looks-{job.user.uid}"
+        while lock.take_one(node.cache.locks, name, OF_USER, held) is None:
+            if not until.left():
+                return False
+            node.clock.sleep(min(POLL, until.left()))
+    return True
+
+
+def _brought(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
+    os.setgroups(as_user.groups(job.user))
+    root, resolved = manifest.open_root(path, job.user)
+    _must_be_a_source(node, root, resolved)
+    max_files = node.config.data.max_files
+    looked = node.clock.wall()
+    seen = agreement.at_start(node, job, path, root, resolved)
+    found = seen.manifest
+    _must_have_bytes(found)
+    _must_be_countable(node, found)
+    key = found.digest[:32]
+    _lease(node, job, key)
+    ready = Tree("ready", key, resolved)
+    if node.cache.read(key) is not None and node.cache.is_proven(key):
+        return ready
+    wanted.note_tree(node, job, path, Tree("copying", key, resolved))
+    _must_be_mountable()
+    with contextlib.ExitStack() as held:
+        _take_turn(node, job, key, held)
+        # Nothing that takes much memory before: another job's copy may take hours.
+        if node.cache.read(key) is not None and node.cache.is_proven(key):
+            return ready
+        retry.must_be_due(node.cache, resolved, node.clock.wall())
+        acls = manifest.acls(root, found, job.user) if seen.acls is None else seen.acls
+        made = erofs.layout(found, acls)
+        # Of what an earlier copy has read nobody here knows which files those were.
+        lent = seen.lent and not node.cache.part_dir(key).exists()
+        opened = open_tree.OpenTree(
+            root, found, made, job.user, max_files, node.clock, looked, lent
+        )
+        # Of files there is no second descriptor past the page cache, and rsync knows no images.
+        config = msgspec.structs.replace(
+            node.config, engine="chunks", threads=open_tree.READERS, cold="shared"
+        )
+        here = msgspec.structs.replace(node, config=config)
+        task = Task(here, job, OpenImage(opened.image, job.user, root, other=opened))
+        ended = stager.copy(task, stop)
+    if ended.state == "failed":
+        if ended.reason == "written":
+            retry.note(node.cache, resolved, ended.detail, node.clock.wall())
+        raise (Failed if ended.node_failed else Declined)(ended.reason, ended.detail)
+    return ready
+
+
+def _take_turn(node: Node, job: Job, key: str, held: contextlib.ExitStack) -> None:
+    """Takes the key's lock; waits for another job's copy while this job lives. Raises Declined."""
+    while True:
+        with contextlib.suppress(lock.Busy):
+            held.enter_context(lock.held(node.cache.key_lock(key), TURN))
+            return
+        _must_be_wanted(node, job)
+
+
+def _must_be_wanted(node: Node, job: Job) -> None:
+    if not wanted.is_here(node, job):
+        raise Declined("stopped", "the job is over")
+
+
+def _must_be_a_source(node: Node, root: int, resolved: str) -> None:
+    sources = tuple(map(as_user.real, node.config.sources))
+    if not image.is_below(resolved, sources):
+        raise Declined(
+            "outside-sources",
+            f"{resolved} is not below {', '.join(sources)}",
+            "the admin can add its directory to `sources:`",
+        )
+    if image.is_below(str(node.cache.real), [resolved]):
+        raise Declined("outside-sources", f"{resolved} holds the cache itself")
+    if mounts.is_users(root, resolved, node.config.user_mounts):
+        raise Declined(
+            "bad-path",
+            f"{resolved} is in a file system that a user has mounted",
+            "the admin can name that of a service in `user_mounts:`",
+        )
+
+
+def _must_have_bytes(found: Manifest) -> None:
+    """Raises Declined for a directory that is nothing but links: the bytes lie elsewhere."""
+    if not found.bytes:
+        links = sum(bool(one.link) for one in found.files)
+        what = f"{found.path} has no bytes" + (f", only {links} links" if links else "")
+        raise Declined("empty", what, "name the directory to which the links lead, too")
+
+
+def _must_be_countable(node: Node, found: Manifest) -> None:
+    """Raises Declined for what is too large, before anything takes memory by its size."""
+    # Each file begins at a block; names and inodes take the rest.
+    size = found.bytes + erofs.BLOCK * len(found.files)
+    most = node.config.max_image_size
+    if most is not None and size > most:
+        what = f"{found.path} has {format_size(size)}, more than max_image_size {format_size(most)}"
+        raise Declined("too-large", what)
+    part.must_be_countable(open_tree.image_of(found, size), node.config.chunk_size)
+
+
+def _must_be_mountable() -> None:
+    """Raises Declined where the kernel has no EROFS, nor a module of it; Failed."""
+    if "\terofs\n" not in Path("/proc/filesystems").read_text():
+        ran = run.run(["modprobe", "erofs"], timeout=PROBE)
+        if ran.code != 0:
+            what = f"this kernel has no EROFS, of which the copy would be: {ran.explained()}"
+            raise Declined("no-erofs", what)
+
+
+def _lease(node: Node, job: Job, key: str) -> None:
+    """Holds the entry for the job. Raises Stopped where that is over."""
+    with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
+        lease = node.leases.read(job.id)
+        if lease is None or not wanted.is_here(node, job):
+            raise Declined("stopped", "the job is over")
+        node.leases.write(lease.with_use(Use(key)))
+
+
+def _state(node: Node, job: int, path: str) -> Tree:
+    nobody = Tree("declined", reason="helper", detail=f"nobody looks at {path}")
+    return wanted.read(node.leases, job).trees.get(path, nobody)

@@ -1,0 +1,358 @@
+"""The process that holds a squashfs file's mount for one step, and the user's program beneath it.
+
+    /run/forestage/served/<uid>-<job>-<step>-<inode>-<pid>    where it listens; root's alone
+                          … .lock                             held as long as anything of it lives
+
+It mounts the file by a descriptor of /dev/fuse in a hidden mount namespace, so that nobody on the
+node meets the mount. Tasks get clones of it (views/through/clones.py). With the first that asks, it
+has squashfuse answer the descriptor as the user, with all three ids: what users wrote, no code of
+root's parses. So the program is born where Slurm has put that task, with the step's limits, and in
+a PID namespace of its own (system/apart.py): all that it starts ends with it.
+
+It ends with the step's manager. Where squashfuse is killed the tasks get ENOTCONN, and the next
+step has a server of its own.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forestage import log
+from forestage.errors import Declined, ForestageError
+from forestage.slurm.job import Job
+from forestage.system import as_user, child, folders, fuse, holder, lock, mounts
+from forestage.system.holder import SAFEST, Channel, Guests, Life, Message
+from forestage.units import printable
+from forestage.views.through import clones
+
+if TYPE_CHECKING:
+    from forestage.system.run import Program
+
+PROCESS_NAME = "forestage-mount"
+SERVER = Life(PROCESS_NAME, oom_score_adj=SAFEST)
+PROGRAMS = ("squashfuse_ll", "squashfuse")  # the first knows FUSE's faster interface
+TYPE = "fuse.squashfuse"  # in mountinfo
+
+MOST, MOST_OF_USER = 256, 128  # files of jobs that a node, and one user on it, has mounted at once
+SERVERS, SERVERS_OF_USER = 512, 256  # each step has one for each file: 10 MiB
+HELP = 2.0  # seconds for what a program says of itself
+BEGIN = 5.0  # seconds until the process listens
+START = 10.0  # seconds until the first look into the file; a task waits for this and PLACED
+SAID = 0.2  # seconds in which a program that fails says why
+WORDS = 1000  # bytes of what squashfuse says last
+PROBED = 0.2  # seconds for which somebody who counts may hold the lock
+
+IMAGE, MOUNT = "/run/image", "/run/mount"  # in the hidden namespace
+
+
+class Bytes:
+    """Where the file's bytes are read: one of an entry, a keeper's socket, a line with the file.
+
+    The line is one of `as_user.ask`: its descriptor is never closed where that may hang.
+    """
+
+    def __init__(self) -> None:
+        self.entry: Path | None = None
+        self.through: Path | None = None
+        self.line: socket.socket | None = None
+
+    def __enter__(self) -> "Bytes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.line is not None:
+            self.line.close()
+
+
+def start(folder: Path, job: Job, inode: int, content: Bytes) -> Path:
+    """Returns the socket of a new process that serves the file of that inode to the job's step.
+
+    Raises Declined (no-mount), OSError.
+    """
+    folders.keep(folder)
+    program = _must_be_possible(folder, job, inode)
+    name = f"{job.user.uid}-{job.id}-{job.step}-{inode}-"
+
+    def work(hook: Channel) -> None:
+        _live(folder / f"{name}{os.getpid()}", job, program, content, hook)
+
+    about = f"mounted job={job.id} step={job.step}"
+    with holder.start(SERVER, about, work) as channel:
+        channel.await_ready(BEGIN, "no-mount")
+    return folder / f"{name}{channel.pid}"
+
+
+def _must_be_possible(folder: Path, job: Job, inode: int) -> str:
+    """Returns the program that serves."""
+    program = _program()
+    if not program:
+        raise Declined("no-mount", "squashfuse is not installed on this node")
+    if not os.path.exists(fuse.DEVICE):
+        raise Declined("no-mount", f"this node has no {fuse.DEVICE}")
+    clones.must_be_possible("no-mount")
+    must_be_room(_living(folder), job, inode)
+    return program
+
+
+def must_be_room(names: Sequence[str], job: Job, inode: int) -> None:
+    """Pure: raises Declined where the node serves too much already, by the names of sockets.
+
+    A file counts once for each job, however many of its steps have it.
+    """
+    files, servers = [], []
+    for name in names:
+        uid, number, _, *rest = name.split("-")
+        servers.append(uid)
+        files.append((uid, number, *rest[:1]))
+    user = str(job.user.uid)
+    wanted = (user, str(job.id), str(inode))
+    others = set(files) - {wanted}
+    own = {one for one in others if one[0] == user}
+    if len(others) >= MOST or len(own) >= MOST_OF_USER:
+        told = f"{len(own)} files of this user and {len(others)} of all are mounted on this node"
+        raise Declined("no-mount", f"{told}, at most {MOST_OF_USER} and {MOST}")
+    if len(servers) >= SERVERS or servers.count(user) >= SERVERS_OF_USER:
+        told = f"steps on this node have {len(servers)} files mounted"
+        raise Declined("no-mount", f"{told}, {servers.count(user)} of them this user's")
+
+
+def _program() -> str:
+    """The first of PROGRAMS that is here and can say whose the files are; "" for none.
+
+    squashfuse_ll can since its release 0.2. The other one always could: by libfuse.
+    """
+    from forestage.system import run
+
+    for program in filter(None, map(run.which, PROGRAMS)):
+        if not program.endswith("_ll") or "uid=" in _help(program):
+            return program
+    return ""
+
+
+def _help(program: str) -> str:
+    from forestage.system import run
+
+    ran = run.run([program, "--help"], timeout=HELP)
+    return ran.out + ran.err
+
+
+def _living(folder: Path) -> list[str]:
+    """The names of those of which something lives; what the others left is deleted."""
+    found = []
+    for held in folder.glob("*.lock"):
+        if lock.is_free(held):
+            held.with_suffix("").unlink(missing_ok=True)
+            lock.remove_if_free(held)
+        else:
+            found.append(held.stem)
+    return found
+
+
+def _live(name: Path, job: Job, program: str, content: Bytes, hook: Channel) -> None:
+    """The whole life of the process."""
+    hook.begin(*((content.line.fileno(),) if content.line is not None else ()))
+    held = Path(f"{name}.lock")
+    with lock.held(held, PROBED):
+        _Served(name, job, program, content).run(hook)
+        held.unlink(missing_ok=True)
+
+
+class _Served:
+    """The mount, its server, its connections."""
+
+    def __init__(self, name: Path, job: Job, program: str, content: Bytes) -> None:
+        self.name, self.job, self.program = name, job, program
+        self.server: Program | None = None
+        self.ended = -1  # its end
+        self.words_of, self.words = -1, b""  # the last ones of the program
+        self.refusal = ""  # why there is no mount
+        self.manager = os.pidfd_open(job.manager)
+        self._hide(content)
+        self.guests = Guests(holder.listen(name), self._answer)
+
+    def _hide(self, content: Bytes) -> None:
+        """Makes the mount where nobody looks."""
+        proc = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
+        self.host = _namespace(proc)
+        self.line = os.open(fuse.DEVICE, os.O_RDWR)
+        clone = _clone(content)
+        mounts.empty_namespace()
+        try:
+            self.image = _image(clone, content)
+            _mount(self.line, self.job)
+            self.hidden = _namespace(proc)
+        finally:
+            mounts.enter_namespace(*self.host)
+        os.close(proc)
+
+    def run(self, hook: Channel) -> None:
+        """Serves until the step's manager or the program has ended; says `ready` at once."""
+        hook.send(Message("ready"))
+        hook.close()
+        try:
+            while self._attend():
+                pass
+        finally:
+            self._end()
+
+    def _attend(self) -> bool:
+        """Answers what tasks ask; False once it is over."""
+        ready = self.guests.attend(None, self.manager, self.ended, self.words_of)
+        if self.words_of in ready:
+            self._listen(0)
+        return not ready & {self.manager, self.ended}
+
+    def _answer(self, task: socket.socket, asked: bytes, fds: list[int]) -> None:
+        if not self._serves():
+            with contextlib.suppress(OSError):  # the task is gone
+                task.send(f"no {self.refusal}".encode()[: clones.WORDS])
+            return
+        mounts.enter_namespace(*self.hidden)
+        try:
+            clones.give(task, asked, MOUNT)
+        finally:
+            mounts.enter_namespace(*self.host)
+
+    def _serves(self) -> bool:
+        """Whether the program serves; the first task that asks has it started."""
+        if self.server is None and not self.refusal:
+            try:
+                self._start()
+                self._must_answer()
+            except (ForestageError, OSError) as error:
+                self.refusal = printable(str(error))
+                self._say(self.refusal)
+                self._give_up()
+        return not self.refusal
+
+    def _give_up(self) -> None:
+        """Ends what was begun; further tasks hear why."""
+        if self.server is not None:
+            self.server.kill()
+            os.close(self.ended)
+            self.ended = -1
+
+    def _start(self) -> None:
+        from forestage.system import run
+
+        user = self.job.user
+        self.words_of, theirs = os.pipe()
+        # Files are never somebody else's, or root's: set-user-ID programs believe those. libfuse
+        # takes a descriptor of /dev/fuse for a mount point.
+        owner = f"uid={user.uid},gid={user.gid}"
+        argv = (self.program, "-f", "-o", owner, f"/dev/fd/{self.image}", f"/dev/fd/{self.line}")
+        enter = partial(child.enter_task, self.job.manager)
+        try:
+            self.server = run.start_as(user, argv, (self.image, self.line), theirs, enter)
+        finally:
+            # The program alone has them: when it dies, its readers get an error and do not wait.
+            for fd in (self.image, self.line, theirs):
+                os.close(fd)
+        self.ended = os.pidfd_open(self.server.pid)
+
+    def _must_answer(self) -> None:
+        """Raises Declined."""
+        if not self._answers():
+            while self._listen(SAID):
+                pass
+            said = self.words.decode(errors="replace").strip().splitlines()[-1:]
+            raise Declined("no-mount", said[0] if said else "its server does not answer")
+
+    def _answers(self) -> bool:
+        """Whether the mount can be looked at. In a child: whoever looks waits for the server."""
+        pid = os.fork()
+        if pid == 0:
+            child.live(self._look, lambda _: None)
+        ended = os.pidfd_open(pid)
+        in_time = bool(select.select([ended], [], [], START)[0])
+        os.close(ended)
+        if not in_time:
+            os.kill(pid, signal.SIGKILL)  # it may stay in the kernel, and is left there
+            return False
+        return os.waitpid(pid, 0)[1] == 0
+
+    def _look(self) -> None:
+        mounts.enter_namespace(*self.hidden)
+        os.close(os.open(MOUNT, os.O_RDONLY | os.O_DIRECTORY))
+
+    def _listen(self, seconds: float) -> bool:
+        """Takes what it says on stderr; False after so long, or where it will say no more."""
+        if self.words_of < 0 or not select.select([self.words_of], [], [], seconds)[0]:
+            return False
+        data = os.read(self.words_of, 4096)
+        self.words = (self.words + data)[-WORDS:]
+        if not data:
+            os.close(self.words_of)
+            self.words_of = -1
+        return bool(data)
+
+    def _end(self) -> None:
+        """Takes no more connections, lets go of the mount, and ends all that the user has here.
+
+        Returns when nothing of that lives, which takes as long as the kernel keeps one of them.
+        """
+        self.name.unlink(missing_ok=True)
+        self.guests.close()
+        for fd in self.hidden:
+            os.close(fd)
+        if self.server is None:
+            return
+        died = not self.refusal and select.select([self.ended], [], [], 0)[0]
+        # Without such a task it is Slurm that ends the step.
+        if died and child.has_child_of(self.job.manager, self.job.user.uid):
+            self._say(f"its squashfuse ended: {self.server.wait()}")
+        self.server.kill()
+        self.server.wait()
+
+    def _say(self, what: str) -> None:
+        about = f"job={self.job.id} step={self.job.step}"
+        log.say(f"mounted {about} result=failed detail={what!r}", by_slurm=True)
+
+
+def _namespace(proc: int) -> tuple[int, int]:
+    """This process' mount namespace and root; `proc` is its directory in /proc."""
+    return (
+        os.open("ns/mnt", os.O_RDONLY, dir_fd=proc),
+        os.open("/", os.O_PATH | os.O_DIRECTORY),
+    )
+
+
+def _clone(content: Bytes) -> int | None:
+    """A detached mount of the file, for what root alone may reach."""
+    if content.entry is not None:
+        return mounts.clone(os.fspath(content.entry))
+    if content.through is None:
+        return None
+    return clones.fetch(content.through, "no-mount")
+
+
+def _image(clone: int | None, content: Bytes) -> int:
+    """A descriptor of the file that can be opened for reading only, by whom its mode lets."""
+    if clone is None:
+        assert content.line is not None
+        return as_user.receive_fds(content.line)[0]
+    os.close(os.open(IMAGE, os.O_CREAT | os.O_WRONLY, 0o600))
+    target = os.open(IMAGE, os.O_PATH)
+    mounts.attach(clone, target)
+    # An entry has the owner and the mode of its source: its owner could open it for writing.
+    flags = mounts.MS_RDONLY | mounts.MS_NOSUID | mounts.MS_NODEV
+    mounts.mount("", IMAGE, mounts.MS_REMOUNT | mounts.MS_BIND | flags)
+    os.close(target)
+    os.close(clone)
+    image = os.open(IMAGE, os.O_PATH)
+    mounts.umount(IMAGE)
+    return image
+
+
+def _mount(line: int, job: Job) -> None:
+    Path(MOUNT).mkdir(mode=0o700)
+    flags = mounts.MS_RDONLY | mounts.MS_NOSUID | mounts.MS_NODEV
+    owner = f"user_id={job.user.uid},group_id={job.user.gid}"
+    # Only this user's tasks and root get there; modes within are what the user wrote.
+    mounts.mount("forestage", MOUNT, flags, TYPE, f"fd={line},rootmode=40000,{owner},allow_other")

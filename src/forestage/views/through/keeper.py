@@ -1,0 +1,94 @@
+"""Starts the process that holds an image's read-through file.
+
+What such a process does is in views/through/keeper_process.py, which it alone imports: its hook
+does not wait for that.
+"""
+
+import os
+import socket
+import time
+from functools import partial
+from pathlib import Path
+
+from forestage import events
+from forestage.errors import Declined
+from forestage.stage.task import Task
+from forestage.system import child, folders, fuse, holder, lock
+from forestage.system.holder import SAFEST, Channel, Life, Message
+from forestage.views.through import running
+from forestage.views.through.running import PROCESS_NAME, states
+
+MOST, MOST_OF_USER = 7, 4
+"""Images of a node, and of one user on it, that are read through at once.
+
+A keeper and its server take 17 MiB, 33 once all threads have read: no more than 256 for the node.
+"""
+
+KEEPER = Life(PROCESS_NAME, oom_score_adj=SAFEST)
+PROBED = 0.2  # seconds for which somebody who only looks may hold the lock
+ANSWER = 1.0  # seconds for a connection: a keeper that is stopped takes none once its queue is full
+
+
+def start(task: Task, wait: bool = True) -> Path:
+    """Returns the socket of the image's keeper, which is started if there is none.
+
+    Without `wait` it listens there soon, or never: for a Prolog for which the job's start waits,
+    and which a source that hangs must not hold up. Raises Declined (no-through) where there can be
+    none, OSError.
+    """
+    spot = task.node.places.through / task.key
+    folders.keep(spot.parent)
+    folders.keep(spot)
+    if listens(spot / "sock"):
+        return spot / "sock"
+    if child.is_in_job():  # others may come to read, and it would take them with it
+        raise Declined("no-through", "the step is in its job's own PID or user namespace")
+    must_be_allowed(spot, task.opened.user.uid)
+    about = f"keeper image={events.field(task.image.path)}"
+    with holder.start(KEEPER, about, partial(_live, task, spot)) as channel:
+        there = not wait or channel.await_ready(running.START, "no-through")
+    if not there and not _comes(spot / "sock"):
+        raise Declined("no-through", "another keeper of it does not answer")
+    return spot / "sock"
+
+
+def listens(path: Path) -> bool:
+    """Whether a keeper takes connections there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.settimeout(ANSWER)
+        try:
+            probe.connect(os.fspath(path))
+        except OSError:
+            return False
+    return True
+
+
+def must_be_allowed(spot: Path, uid: int) -> None:
+    if not os.path.exists(fuse.DEVICE):
+        raise Declined("no-through", f"this node has no {fuse.DEVICE}")
+    owners = [state.uid for other, state in states(spot.parent) if other != spot]
+    if len(owners) >= MOST or owners.count(uid) >= MOST_OF_USER:
+        raise Declined("no-through", f"{len(owners)} images are read through on this node already")
+
+
+def _comes(path: Path) -> bool:
+    """Whether the keeper that another hook has just started listens in time."""
+    end = time.monotonic() + running.START
+    while time.monotonic() < end:
+        if listens(path):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _live(task: Task, spot: Path, hook: Channel) -> None:
+    """The keeper's whole life."""
+    task = task.received()
+    hook.begin(task.opened.fd)
+    from forestage.views.through.keeper_process import Keeper
+
+    try:
+        with lock.held(spot / "lock", PROBED):
+            Keeper(task, spot, must_be_allowed).run(hook)
+    except lock.Busy:
+        hook.send(Message("busy"))

@@ -1,0 +1,267 @@
+"""A keeper at work: its mount, and /dev/fuse beneath it.
+
+It starts servers, each in place of one that died or hangs, and hands clones of the mount to tasks:
+
+    b"serve" + a       b"ok OPTIONS": from now on the servers answer that descriptor of /dev/fuse,
+    descriptor         too; the task mounts it with these options (Linux before 5.2 has no clones)
+    anything else      see clones.py
+
+A copy whose stager was killed gets another one, MOST_STAGERS in all: a job that reads through has
+no hook that would start it.
+
+The mount lives in a mount namespace of the keeper's own, which holds nothing else: nobody on the
+host meets it. The keeper reads no bytes and has one thread. It takes its own mount off when nobody
+can ask for more clones; when the tasks' have gone too, the server hears it from the kernel, and
+both end.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+import forestage
+from forestage import events, log
+from forestage.errors import Declined
+from forestage.stage.task import Task
+from forestage.system import child, fuse, holder, mounts
+from forestage.system.holder import Channel, Guests, Message
+from forestage.views.through import clones, running, server
+from forestage.views.through.local import Local
+from forestage.views.through.memory import Common, Generation
+from forestage.views.through.running import SERVER_NAME, State
+from forestage.views.through.server import Served, Server
+
+TURN = 0.25  # seconds between two looks at the server
+SILENT = 3.0  # seconds without a beat, after which a server is replaced
+LAST = 2.0  # seconds for steps that were told to come just before the copy was whole
+UNNEEDED = 5.0  # seconds without a lease, after which no task will come any more
+BURST, EACH = 256, 0.5  # servers started one upon the other, and then one in so many seconds
+MOST_STAGERS = 3  # started by one keeper: something may kill them all
+STAGER_PAUSE = 10.0  # seconds between two of them
+REAP = 0.2  # seconds for the end of a killed server; one that hangs in the kernel is left
+FILE = "/run/image"  # in the keeper's namespace
+
+
+class Keeper:
+    """Its mount, its servers, its connections. Making one leaves the host's mount namespace."""
+
+    def __init__(
+        self, task: Task, spot: Path, must_be_allowed: Callable[[Path, int], None]
+    ) -> None:
+        """`must_be_allowed` raises Declined where too many are there already."""
+        node, opened, found = task.node, task.opened, task.image
+        self.task = task
+        self.uid = opened.user.uid
+        self.common = Common.shared()
+        # The kernel reads ahead in the served file; twice would be once too much.
+        os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_RANDOM)
+        local = Local(node.cache, found, spot)
+        self.served = Served(found, opened.fd, local, node.leases)
+        self.generations: list[tuple[int, Generation]] = []  # the last is the server's
+        self.well = self.needed = self.partial = self.started = time.monotonic()
+        self.beat = 0
+        self.credit = float(BURST)
+        self.stagers = 0
+        self.starting = 0  # the child that starts one
+        self.next_stager = 0.0
+        self.release = _release()
+        # Before the namespace: all of this would be out of reach in there.
+        self.namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY)
+        self.root = os.open("/", os.O_PATH | os.O_DIRECTORY)
+        self.spot = os.open(spot, os.O_RDONLY | os.O_DIRECTORY)
+        self.state = os.open(spot / "state", os.O_WRONLY | os.O_CREAT, 0o600)
+        self._write_state()
+        must_be_allowed(spot, self.uid)  # once more, now that those who start see each other
+        self.guests = Guests(holder.listen(spot / "sock.new"), self._answer)
+        self.lines = [os.open(fuse.DEVICE, os.O_RDWR)]
+        # A server that dies wakes the keeper.
+        self.wake, theirs = socket.socketpair()
+        self.wake.setblocking(False)
+        theirs.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(theirs.detach())
+        mounts.empty_namespace()
+        os.close(os.open(FILE, os.O_CREAT | os.O_WRONLY, 0o600))
+        self.mode = self.served.attributes.mode
+        fuse.mount(self.lines[0], FILE, self.mode)
+
+    def run(self, hook: Channel) -> None:
+        """Keeps the file until its last mount has gone; says `ready` once it can be read.
+
+        Raises Declined, OSError.
+        """
+        self._start_server()
+        end = time.monotonic() + running.START
+        while not self.common.settled:
+            self._reap()
+            if time.monotonic() > end or self.generations[-1][1].ended:
+                raise Declined("no-through", "its server does not answer")
+            time.sleep(0.002)
+        if self.common.hides_acl:
+            raise Declined("no-through", "this kernel cannot show the file's ACL")
+        self._write_state()
+        os.rename("sock.new", "sock", src_dir_fd=self.spot, dst_dir_fd=self.spot)
+        hook.send(Message("ready"))
+        hook.close()
+        self._keep()
+
+    def _write_state(self) -> None:
+        state = State(os.getpid(), self.uid, self.common.device)
+        os.ftruncate(self.state, 0)
+        os.pwrite(self.state, msgspec.json.encode(state), 0)
+
+    def _keep(self) -> None:
+        while True:
+            if self.guests.attend(TURN, self.wake.fileno()):
+                self.wake.recv(4096)
+            if self._reap():
+                break
+            self._look_after_server()
+            self._look_after_copy()
+            self._let_go()
+            os.utime(self.state)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink("state", dir_fd=self.spot)
+
+    # The server
+
+    def _start_server(self) -> None:
+        memory = Generation(len(server.receivers_of(self.lines)))
+        settled = self.common.settled
+        probe = None if settled else os.open(FILE, os.O_PATH)
+        pid = os.fork()
+        if pid == 0:
+            path = self.served.image.path
+            child.live(
+                partial(self._serve, memory, probe),
+                lambda error: log.say(f"server image={path} result=failed detail={error!r}", True),
+            )
+        self.generations.append((pid, memory))
+        self.well = time.monotonic()
+        if probe is not None:
+            os.close(probe)
+
+    def _serve(self, memory: Generation, probe: int | None) -> None:
+        """The server's whole life, on the host's mounts again."""
+        signal.set_wakeup_fd(-1)
+        mounts.enter_namespace(self.namespace, self.root)
+        keep = {self.served.source, *self.lines} | ({probe} if probe is not None else set())
+        child.let_go(keep)
+        Path("/proc/self/comm").write_text(SERVER_NAME)
+        earlier = [generation for _, generation in self.generations]
+        Server(self.served, self.lines, memory, self.common, earlier).run(probe)
+
+    def _reap(self) -> bool:
+        """Notes which servers have ended; True once one said that no mount is left."""
+        over = False
+        for pid, memory in self.generations:
+            if not memory.ended:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    memory.end()
+                    over = over or os.waitstatus_to_exitcode(status) == server.GONE
+        return over
+
+    def _look_after_server(self) -> None:
+        now = time.monotonic()
+        if self.common.beat != self.beat:
+            self.beat, self.well = self.common.beat, now
+        pid, memory = self.generations[-1]
+        if not memory.ended:
+            if now - self.well < SILENT:
+                return
+            os.kill(pid, signal.SIGKILL)
+            self._await_end(memory)
+        if self._may_start():
+            self.generations = [
+                one for one in self.generations if not (one[1].ended and one[1].is_empty())
+            ]
+            self._start_server()
+
+    def _may_start(self) -> bool:
+        """Whether it is time for another server: those that all die at once must take no CPU."""
+        now = time.monotonic()
+        self.credit = min(BURST, self.credit + (now - self.started) / EACH)
+        self.started = now
+        if self.credit < 1:
+            return False
+        self.credit -= 1
+        return True
+
+    def _await_end(self, memory: Generation) -> None:
+        end = time.monotonic() + REAP
+        while not memory.ended and time.monotonic() < end:
+            self._reap()
+            time.sleep(0.005)
+
+    # The copy
+
+    def _look_after_copy(self) -> None:
+        """Starts a stager where the last one has left the copy that a job needs."""
+        if self.starting:
+            ended, _ = os.waitpid(self.starting, os.WNOHANG)
+            self.starting = 0 if ended else self.starting
+        now = time.monotonic()
+        may = self.stagers < MOST_STAGERS and now >= self.next_stager and not self.starting
+        if not (self.common.abandoned and may):
+            return
+        self.stagers += 1
+        self.next_stager = now + STAGER_PAUSE
+        self.starting = os.fork()
+        if self.starting == 0:
+            child.live(self._start_stager, lambda error: self._say_of_stager("failed", repr(error)))
+
+    def _start_stager(self) -> None:
+        """Starts one from the host's mounts; it is no child of the keeper's, and outlives it."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        mounts.enter_namespace(self.namespace, self.root)
+        child.let_go({self.task.opened.fd})
+        if _release() != self.release:  # what is there now does not go with what is loaded
+            return
+        from forestage.stage import stager
+
+        self._say_of_stager("begun", "the last one has left its copy")
+        stager.start(self.task).close()
+
+    def _say_of_stager(self, result: str, detail: str) -> None:
+        about = f"job={self.task.job.id} image={events.field(self.task.image.path)}"
+        log.say(f"keeper {about} stager={self.stagers} {result=!s} {detail=}", by_slurm=True)
+
+    # Tasks
+
+    def _answer(self, task: socket.socket, asked: bytes, fds: list[int]) -> None:
+        if asked != b"serve" or not fds:
+            clones.give(task, asked, FILE)
+            return
+        os.set_inheritable(fds[0], False)
+        self.lines.append(fds.pop())
+        with contextlib.suppress(OSError):  # the task is gone
+            # Its successor has the new line: what it had received is not lost.
+            os.kill(self.generations[-1][0], signal.SIGKILL)
+            task.send(f"ok {fuse.mount_options(self.mode)}".encode())
+
+    def _let_go(self) -> None:
+        """Takes the keeper's own mount off when no task will ask for it any more."""
+        now = time.monotonic()
+        if not self.common.unneeded:
+            self.needed = now
+        if not self.common.whole:
+            self.partial = now
+        over = now - self.partial > LAST or now - self.needed > UNNEEDED
+        if over and self.guests.listener and not self.guests.connections:
+            os.unlink("sock", dir_fd=self.spot)
+            self.guests.close()
+            mounts.umount(FILE)
+
+
+def _release() -> int:
+    """Another number after an upgrade: packages put new files in place of the old ones."""
+    return Path(forestage.__file__).stat().st_ctime_ns

@@ -1,0 +1,128 @@
+"""What keepers leave that were killed, stopped or hang: found and cleaned up by the sweep.
+
+lock held, `state` touched      a keeper that is well
+lock held, not for STALE        ended: killed, and where no server of it is well, they too, their
+                                connection aborted first, so that who reads gets an error at last
+lock free, no stager            the directory is removed; servers without a keeper read on
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache.layout import Cache
+from forestage.clock import Clock
+from forestage.system import as_user, files, lock, mounts
+from forestage.views.through.running import PROCESS_NAME, SERVER_NAME, State, states
+
+STALE = 60.0  # seconds
+AGAIN = 1.0  # seconds between two looks at a keeper, which is some of its turns
+CONNECTIONS = "/sys/fs/fuse/connections"
+ABORT = 10.0  # seconds for it
+
+
+class LivingKeeper(msgspec.Struct, frozen=True):
+    """A keeper that lives: its directory, what it wrote there, and when it was well (epoch)."""
+
+    spot: Path
+    state: State
+    seen: float
+
+
+def hanging(through: Path, clock: Clock) -> list[LivingKeeper]:
+    """The keepers that live and do not turn. Raises OSError."""
+    since = clock.wall() - STALE
+    living = [LivingKeeper(spot, state, _seen(spot)) for spot, state in states(through)]
+    silent = [one for one in living if one.seen < since]
+    if silent:
+        clock.sleep(AGAIN)  # a clock that was just set forward makes all look silent
+    return [one for one in silent if _seen(one.spot) == one.seen]
+
+
+def end(found: LivingKeeper) -> None:
+    """Ends a keeper that hangs. Raises OSError, Failed, TooSlow."""
+    spot, state = found.spot, found.state
+    for pid in _keepers():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            process = os.pidfd_open(pid)
+            try:
+                if _has_open(pid, spot / "lock"):
+                    _end(pid, process, state.device)
+            finally:
+                os.close(process)
+
+
+def _keepers() -> Iterator[int]:
+    """What keepers wrote of themselves may be of another PID namespace, or of a process no more."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if (process / "comm").read_bytes() == f"{PROCESS_NAME}\n".encode():
+                yield int(process.name)
+
+
+def _end(pid: int, process: int, device: int) -> None:
+    """Ends the keeper that this pidfd is of, and its servers where none of them is well."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    servers = [Path("/proc", child) for child in children]
+    if not any(map(_is_well, servers)):
+        if device:
+            as_user.call(lambda: (_abort(os.minor(device)), []), bool, ABORT)
+        for server in servers:  # one that is stopped would stay for ever
+            os.kill(int(server.name), signal.SIGKILL)
+    signal.pidfd_send_signal(process, signal.SIGKILL)
+
+
+def dead(through: Path, cache: Cache, now: float) -> list[Path]:
+    """The directories in which nothing was made for STALE, and of no stager. Raises OSError."""
+    return [
+        spot
+        for spot in (through.iterdir() if through.exists() else ())
+        if now - spot.stat().st_mtime > STALE and lock.is_free(cache.key_lock(spot.name))
+    ]
+
+
+def remove(spot: Path) -> None:
+    """Removes such a directory, unless a keeper lives there. Raises OSError."""
+    with contextlib.suppress(lock.Busy), lock.held(spot / "lock", 0):
+        # A server that lost its keeper has it mapped still, and would believe the marks for ever.
+        with contextlib.suppress(FileNotFoundError), (spot / "pieces").open("r+b") as marks:
+            marks.write(bytes(os.fstat(marks.fileno()).st_size))
+        shutil.rmtree(spot)
+
+
+def _seen(spot: Path) -> float:
+    found = files.facts(spot / "state")
+    return found.st_mtime if found else float("inf")  # it ends
+
+
+def _has_open(pid: int, file: Path) -> bool:
+    # By name: to look at a file itself may hang, the keeper has the source open.
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(fd) == os.path.realpath(file):
+                return True
+    return False
+
+
+def _is_well(process: Path) -> bool:
+    """Whether it is a server whose main thread runs: that one never waits for disk or source."""
+    try:
+        name = (process / "comm").read_text().strip()
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return name == SERVER_NAME and state in "RS"
+
+
+def _abort(minor: int) -> bool:
+    """Ends a connection of FUSE, in a mount namespace of this child's own. Raises OSError."""
+    mounts.private_namespace()
+    mounts.mount("fusectl", CONNECTIONS, 0, "fusectl")
+    with contextlib.suppress(FileNotFoundError):  # it is over
+        Path(CONNECTIONS, str(minor), "abort").write_text("1")
+    return True

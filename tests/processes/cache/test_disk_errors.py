@@ -1,0 +1,205 @@
+"""A data error of the cache's disk is seen once, and stops hits until each entry was read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forestage.cache import disk_errors
+from forestage.cache.layout import Cache
+from forestage.clock import Clock
+from forestage.errors import Declined
+from forestage.paths import Places
+from forestage.system import run
+
+NVME = frozenset({"nvme0n1", "dm-3"})
+MEDIUM = "critical medium error, dev nvme0n1, sector 7814 op 0x0:(READ) flags 0x80700 phys_seg 4"
+
+
+class At(Clock):
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def wall(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("line", "is_loss"),
+    [
+        (MEDIUM, True),
+        ("I/O error, dev nvme0n1, sector 61816 op 0x0:(READ) flags 0x0 phys_seg 1", True),
+        ("protection error, dev dm-3, sector 8 op 0x0:(READ) flags 0x0 phys_seg 1", True),
+        ("blk_update_request: I/O error, dev nvme0n1, sector 61816", True),  # Linux 4.18
+        ("print_req_error: critical medium error, dev nvme0n1, sector 61816", True),
+        ("critical medium error, dev nvme0c1n1, sector 8 op 0x0:(READ) flags 0x0", True),
+        ("I/O error, dev nvme1n1, sector 61816 op 0x0:(READ) flags 0x0 phys_seg 1", False),
+        ("I/O error, dev nvme0n12, sector 61816 op 0x0:(READ) flags 0x0 phys_seg 1", False),
+        ("I/O error, dev nvme0n1, sector 0 op 0x1:(WRITE) flags 0x800 phys_seg 0", False),
+        ("I/O error, dev nvme0n1, sector 0 op 0x3:(DISCARD) flags 0x800 phys_seg 1", False),
+        ("critical target error, dev nvme0n1, sector 8 op 0x3:(DISCARD) flags 0x0", False),
+        ("EXT4-fs (nvme0n1): mounted filesystem", False),
+        ("", False),
+    ],
+)
+def test_line_of_the_kernel_tells_of_lost_data_of_these_disks(line: str, is_loss: bool) -> None:
+    assert bool(disk_errors.errors([line], NVME)) is is_loss
+
+
+@pytest.mark.parametrize(
+    ("answer", "count"),
+    [
+        # As the nvme-cli of two generations print it; invented
+        ('{"critical_warning":0,"temperature":311,"media_errors":3,"num_err_log_entries":9}', 3),
+        ('{"critical_warning" : 0,\n "media_errors" : 0\n}', 0),
+        ('{"media_errors":"18446744073709551616"}', 18446744073709551616),
+        ('{"media_errors":null}', None),
+        ('{"error":"Operation not permitted"}', None),
+        ("NVMe status: Invalid Log Page", None),
+        ("[]", None),
+        ("", None),
+    ],
+)
+def test_media_errors_are_read_from_what_nvme_prints(answer: str, count: int | None) -> None:
+    assert disk_errors.media_errors(answer) == count
+
+
+@pytest.fixture
+def sys(tmp_path: Path) -> Path:
+    """LVM on an encrypted partition of one disk and on another disk."""
+    sys = tmp_path / "sys"
+    block = sys / "block"
+    for made in ("dm-3/slaves", "dm-1/slaves", "nvme0n1/nvme0n1p2", "nvme1n1"):
+        (block / made).mkdir(parents=True)
+    (block / "nvme0n1/nvme0n1p2/partition").write_text("2\n")
+    (block / "dm-3/slaves/dm-1").symlink_to(block / "dm-1")
+    (block / "dm-3/slaves/nvme1n1").symlink_to(block / "nvme1n1")
+    (block / "dm-1/slaves/nvme0n1p2").symlink_to(block / "nvme0n1/nvme0n1p2")
+    (sys / "dev/block").mkdir(parents=True)
+    return sys
+
+
+def test_devices_are_all_disks_below(
+    sys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sys / "dev/block/8:1").symlink_to(sys / "block/dm-3")
+    monkeypatch.setattr("os.major", lambda device: 8)
+    monkeypatch.setattr("os.minor", lambda device: 1)
+    assert disk_errors.devices(tmp_path, sys) == {"dm-3", "dm-1", "nvme0n1", "nvme1n1"}
+
+
+def test_cache_on_no_disk_has_no_devices() -> None:
+    assert disk_errors.devices(Path("/proc")) == frozenset()
+
+
+class Log:
+    """Plays the kernel's log."""
+
+    def __init__(self, places: Places, cache: Cache) -> None:
+        self.places, self.cache = places, cache
+        self.lines: list[tuple[int, str]] = []
+
+    def __call__(self) -> list[tuple[int, str]]:
+        return self.lines
+
+    def tells(self, text: str) -> None:
+        self.lines.append((len(self.lines) + 100, text))
+
+    def look(self, now: float = 1000.0) -> disk_errors.Disk:
+        disk_errors.look(self.places, self.cache, At(now))
+        return disk_errors.known(self.places)
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
+    log = Log(Places(tmp_path), Cache(tmp_path))
+    monkeypatch.setattr(disk_errors, "_records", log)
+    monkeypatch.setattr(disk_errors, "devices", lambda root: NVME)
+    return log
+
+
+def test_error_begins_doubt_once_and_the_first_look_begins_none(log: Log) -> None:
+    log.tells(MEDIUM)  # what was before is of earlier entries
+    assert log.look().since == 0
+    disk_errors.must_not_be(log.places)
+    log.tells("something else")
+    assert log.look().since == 0
+    log.tells(MEDIUM)
+    assert log.look(2000.0).since == 2000.0
+    with pytest.raises(Declined, match="nvme0n1, sector 7814") as declined:
+        disk_errors.must_not_be(log.places)
+    assert declined.value.reason == "disk-errors"
+    assert log.look(3000.0).since == 2000.0
+    assert disk_errors.end(log.places, 2000.0)
+    disk_errors.must_not_be(log.places)
+    assert log.look(4000.0).since == 0
+
+
+def test_doubt_that_began_anew_is_not_ended(log: Log) -> None:
+    log.look()
+    for now in (2000.0, 3000.0):
+        log.tells(MEDIUM)
+        log.look(now)
+    assert not disk_errors.end(log.places, 2000.0)
+    assert disk_errors.known(log.places).since == 3000.0
+
+
+def test_log_that_cannot_be_read_is_no_matter(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(disk_errors, "_records", refused)
+    assert log.look() == disk_errors.Disk()
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"since": "today"}'])
+def test_damaged_record_is_no_doubt_and_is_replaced(log: Log, damage: str) -> None:
+    log.places.run.mkdir(parents=True)
+    log.places.disk.write_text(damage)
+    disk_errors.must_not_be(log.places)
+    log.tells("begin")
+    assert log.look().seen == 101
+
+
+def test_media_errors_that_grow_begin_doubt(
+    log: Log, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program, asked, answer = (tmp_path / name for name in ("nvme", "asked", "answer"))
+    program.write_text(f'#!/bin/sh\necho "$*" >>{asked}\ncat {answer}\n')
+    program.chmod(0o755)
+    path = f"{tmp_path}:{run.PATH}"
+    monkeypatch.setattr(run, "PATH", path)
+    monkeypatch.setitem(run.ENVIRONMENT, "PATH", path)
+    counts = []
+    for count in (3, 3, 4):  # three of them are older than the cache
+        answer.write_text(json.dumps({"media_errors": count}))
+        disk_errors.look_at_media(log.places, log.cache, At(2000.0))
+        counts.append(disk_errors.known(log.places).since)
+    assert counts == [0, 0, 2000.0]
+    assert asked.read_text().splitlines() == ["smart-log /dev/nvme0n1 -o json"] * 3
+    assert "nvme0n1 counts 4 media errors" in disk_errors.known(log.places).why
+
+
+def test_without_nvme_command_nothing_is_noted(
+    log: Log, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "PATH", str(tmp_path))
+    disk_errors.look_at_media(log.places, log.cache, At(2000.0))
+    assert disk_errors.known(log.places) == disk_errors.Disk()
+
+
+def test_kernels_own_log_is_read_to_its_end() -> None:
+    numbers = [number for number, _ in disk_errors._records()]
+    assert numbers == sorted(set(numbers))
+    assert numbers
+
+
+def test_doubt_ends_what_running_jobs_are_shown_without_a_helper(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    places.leases.mkdir(parents=True)
+    for name in ("7.shown", "7.json"):
+        (places.leases / name).touch()
+    disk_errors.begin(places, At(5.0), "test")
+    assert [one.name for one in places.leases.iterdir()] == ["7.json"]

@@ -1,0 +1,165 @@
+"""One contract for both ways to ask Slurm: its commands, and pyslurm.
+
+The commands' answers were recorded from Slurm 22.05; tests/slurm asks them of a real one. No
+pyslurm is to be had for the releases that are tested, so here it is a stand-in with the names of
+its API (Job.load, Node.load, RPCError.errno): that shows what is made of its answers, not that it
+gives them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from pytest_mock import MockerFixture
+
+from forestage.errors import SlurmError
+from forestage.slurm import pyslurm, queue
+from forestage.slurm.queue import JobState, Slurm
+from forestage.system import run
+
+Asked = Callable[[str], Slurm]
+
+
+class RPCError(Exception):
+    def __init__(self, errno: int) -> None:
+        super().__init__(f"Slurm error {errno}")
+        self.errno = errno
+
+
+SQUEUE = {
+    "running": "echo '7|RUNNING|n[1-2]'",
+    "pending": "echo '7|PENDING|'",
+    "over": "echo '7|COMPLETED|n1'",
+    "unknown": "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+    "silent": "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
+}
+LOADED: dict[str, Callable[[int], object]] = {
+    "running": lambda job: SimpleNamespace(id=job, state="RUNNING", allocated_nodes="n[1-2]"),
+    "pending": lambda job: SimpleNamespace(id=job, state="PENDING", allocated_nodes=None),
+    "over": lambda job: SimpleNamespace(id=job, state="COMPLETED", allocated_nodes="n1"),
+}
+
+
+def commands(folder: Path, squeue: str, scontrol: str = "exit 99") -> Slurm:
+    for name, script in (("squeue", squeue), ("scontrol", scontrol)):
+        (folder / name).write_text(f"#!/bin/sh\necho {name} >>{folder}/asked\n{script}\n")
+        (folder / name).chmod(0o755)
+    return Slurm(f"{folder}:{run.PATH}")
+
+
+def bound(mocker: MockerFixture, load: object, name: str = "Job") -> None:
+    """Puts a module in pyslurm's place; the child that asks inherits it."""
+    module = SimpleNamespace(RPCError=RPCError, **{name: SimpleNamespace(load=load)})
+    mocker.patch.dict(sys.modules, {"pyslurm": module})
+
+
+@pytest.fixture(params=["commands", "pyslurm"])
+def asked(request: pytest.FixtureRequest, mocker: MockerFixture, tmp_path: Path) -> Asked:
+    """A Slurm whose only job, 7, is in that case."""
+
+    def asking(case: str) -> Slurm:
+        if request.param == "commands":
+            return commands(tmp_path, SQUEUE[case])
+        errors = {"unknown": pyslurm.INVALID_JOB, "silent": 1800}
+        load = mocker.Mock(side_effect=RPCError(errors[case]) if case in errors else LOADED[case])
+        bound(mocker, load)
+        # In doubt the commands are asked, which are silent as well.
+        return commands(tmp_path, SQUEUE["silent"])._replace(bound=True)
+
+    return asking
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("running", JobState("RUNNING", "n[1-2]")),
+        ("pending", JobState("PENDING", "")),
+        ("over", JobState("COMPLETED", "n1")),
+        ("unknown", None),
+    ],
+)
+def test_job_is_what_slurm_says(asked: Asked, case: str, expected: JobState | None) -> None:
+    assert asked(case).job(7) == expected
+
+
+def test_slurm_that_does_not_answer_is_no_answer(asked: Asked) -> None:
+    with pytest.raises(SlurmError):
+        asked("silent").job(7)
+
+
+# --- what only pyslurm can do wrong
+
+
+def ends(job: int) -> object:
+    os._exit(1)  # as libslurm does where it finds no slurm.conf
+
+
+def hangs(job: int) -> object:
+    time.sleep(600)
+    return None
+
+
+def another(job: int) -> object:
+    return SimpleNamespace(id=job + 1, state="COMPLETED", allocated_nodes="n1")
+
+
+def without_names(job: int) -> object:
+    return SimpleNamespace(id=job)
+
+
+@pytest.mark.parametrize("load", [ends, hangs, another, without_names])
+def test_doubt_about_pyslurm_is_for_the_commands_to_end(
+    mocker: MockerFixture, tmp_path: Path, load: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound(mocker, load)
+    if load is hangs:
+        monkeypatch.setattr(queue, "TIMEOUT", 0.5)
+    slurm = commands(tmp_path, SQUEUE["running"])._replace(bound=True)
+    assert slurm.job(7) == JobState("RUNNING", "n[1-2]")
+    assert (tmp_path / "asked").read_text() == "squeue\n"
+
+
+def test_pyslurm_that_answers_spares_the_command(mocker: MockerFixture, tmp_path: Path) -> None:
+    bound(mocker, LOADED["over"])
+    assert commands(tmp_path, "exit 9")._replace(bound=True).job(7) is not None
+    assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_node_is_known_or_not(mocker: MockerFixture, tmp_path: Path, knows: bool) -> None:
+    error = RPCError(pyslurm.INVALID_NODE)
+    load = mocker.Mock(
+        side_effect=None if knows else error, return_value=SimpleNamespace(name="n1")
+    )
+    bound(mocker, load, "Node")
+    assert commands(tmp_path, "exit 9")._replace(bound=True).knows_node("n1") is knows
+
+
+@pytest.mark.parametrize(
+    ("own", "site", "expected"),
+    [
+        ("24.11.0", "slurm 24.11.5", True),
+        ("22.5.1", "slurm-wlm 22.05.8", True),  # as Python writes it
+        ("24.11.0", "slurm 25.05.1", False),
+        ("24.11.0", "", False),
+        ("", "slurm 24.11.5", False),
+    ],
+)
+def test_pyslurm_fits_its_own_release_only(
+    mocker: MockerFixture, own: str, site: str, expected: bool, tmp_path: Path
+) -> None:
+    mocker.patch.object(pyslurm, "installed", return_value=own)
+    assert pyslurm.fits(site) is expected
+    assert commands(tmp_path, f"echo '{site}'").bind().bound is expected
+
+
+def test_without_pyslurm_nothing_is_asked_and_nothing_loaded(tmp_path: Path) -> None:
+    assert commands(tmp_path, "exit 9").bind().bound is False
+    assert not (tmp_path / "asked").exists()
+    assert "pyslurm" not in sys.modules

@@ -1,0 +1,114 @@
+"""Opening a path as the user: what is found there, and what is never opened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import squashfs
+from forestage.cache.image import Access, Identity, Image, judge
+from forestage.sources import opening
+from forestage.system.as_user import User
+
+PATIENCE = 600.0  # seconds; what hangs, pytest ends sooner
+HEAD = squashfs.beginning(bytes(96))
+
+
+@pytest.mark.parametrize(
+    ("data", "copied", "head"),
+    [
+        (b"12345", None, b""),
+        (b"12345", b"", b"12345"),
+        (HEAD, b"", HEAD[:48]),
+        (b"12345", HEAD[:32], HEAD[:32]),
+        (b"12345", bytes(32), b"12345"),
+    ],
+)
+def test_first_bytes_are_those_of_the_copy_or_else_of_the_source(
+    shared: Path, me: User, data: bytes, copied: bytes | None, head: bytes
+) -> None:
+    (shared / "a").write_bytes(data)
+    wanted = None if copied is None else lambda _: copied
+    found, line = opening.open_as_user(
+        str(shared / "a"), me, [str(shared)], [], PATIENCE, copied_head=wanted
+    )
+    line.close()
+    assert found.head == head
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_first_bytes_of_what_is_here_are_not_read(shared: Path, me: User, new: bool) -> None:
+    (shared / "a").write_bytes(HEAD)
+    found, line = opening.open_as_user(
+        str(shared / "a"), me, [str(shared)], [], PATIENCE, is_new=lambda _: new
+    )
+    line.close()
+    assert found.head == (HEAD[:48] if new else b"")
+
+
+def test_opening_finds_identity_and_rights_through_a_symlink(shared: Path, me: User) -> None:
+    (shared / "a").write_bytes(b"12345")
+    (shared / "a").chmod(0o640)
+    (shared / "link").symlink_to("a")
+    found, fd = opening.open_file(str(shared / "link"), me, [str(shared)], [], PATIENCE)
+    assert fd is not None
+    facts = (shared / "a").stat()
+    assert os.read(fd, 9) == b"12345"
+    os.close(fd)
+    assert found.image == Image(
+        Identity(str(shared / "a"), facts.st_ino, 5, facts.st_mtime_ns, facts.st_ctime_ns),
+        Access(facts.st_uid, facts.st_gid, 0o640),
+    )
+
+
+def test_symlinked_source_directory_holds_what_it_leads_to(shared: Path, me: User) -> None:
+    (shared / "a").write_bytes(b"1")
+    (shared.parent / "lustre").symlink_to(shared)
+    found, fd = opening.open_file(
+        f"{shared.parent}/lustre/a", me, [f"{shared.parent}/lustre"], [], PATIENCE
+    )
+    assert fd is not None
+    os.close(fd)
+    assert judge(found, None).path == str(shared / "a")
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _outside(path: Path) -> None:
+    (path.parent.parent / "secret").write_bytes(b"1")
+    path.symlink_to("../secret")
+
+
+@pytest.mark.parametrize("make", [_fifo, _outside, Path.mkdir])
+def test_file_that_may_not_be_staged_is_not_opened(
+    shared: Path, me: User, make: Callable[[Path], None]
+) -> None:
+    """Opening a FIFO would block, opening a device or a file outside could do something."""
+    make(shared / "a")
+    found, fd = opening.open_file(str(shared / "a"), me, [str(shared)], [], PATIENCE)
+    assert fd is None
+    assert found.image is None
+
+
+def test_name_that_is_no_text_is_declined_and_not_mangled(shared: Path, me: User) -> None:
+    (shared / "\udcff").write_bytes(b"1")
+    (shared / "a").symlink_to("\udcff")
+    found, fd = opening.open_file(str(shared / "a"), me, [str(shared)], [], PATIENCE)
+    assert (found.path, fd) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [("nothing", FileNotFoundError), ("a/b", NotADirectoryError), ("x" * 256, OSError)],
+)
+def test_opening_raises_what_the_user_would_get(
+    shared: Path, me: User, path: str, error: type[OSError]
+) -> None:
+    (shared / "a").write_bytes(b"1")
+    with pytest.raises(error):
+        opening.open_file(str(shared / path), me, [str(shared)], [], PATIENCE)

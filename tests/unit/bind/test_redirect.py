@@ -1,0 +1,113 @@
+"""Redirects: the decisions, as tables. The mounts themselves are in tests/hooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.bind import redirect
+from forestage.bind.redirect import Bind, next_step, stale, unneeded
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Lease, Use
+from forestage.system import mounts
+from forestage.system.as_user import User
+from forestage.system.mounts import Mount
+
+
+def bind(path: str, key: str) -> Bind:
+    return Bind(Mount(0, 0, "0:0", "", path), key)
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [
+        ([], "mount"),
+        ([bind("/other", "key")], "mount"),
+        ([bind("/a", "key")], "keep"),
+        ([bind("/a", "older")], "unmount"),
+        ([bind("/a", "")], "unmount"),
+        ([bind("/a", "older"), bind("/a", "key")], "keep"),
+        # What lies on top is what the job would see.
+        ([bind("/a", "key"), bind("/a", "older")], "unmount"),
+    ],
+)
+def test_path_is_made_to_show_the_wanted_entry(bound: list[Bind], expected: str) -> None:
+    assert next_step(bound, "/a", "key") == expected
+
+
+BINDS = st.lists(
+    st.builds(bind, st.sampled_from(["/a", "/b", "/c"]), st.sampled_from(["k", "l", ""]))
+)
+PATHS = st.frozensets(st.sampled_from(["/a", "/b", "/c"]))
+
+
+@given(BINDS, PATHS)
+def test_only_a_redirect_that_no_lease_needs_is_unneeded(
+    bound: list[Bind], needed: frozenset[str]
+) -> None:
+    taken = unneeded(bound, needed)
+    assert all(one.path not in needed for one in taken)
+    assert [one for one in bound if one not in taken] == [b for b in bound if b.path in needed]
+
+
+@given(BINDS, PATHS)
+def test_stale_is_what_shows_other_bytes_and_nothing_elsewhere(
+    bound: list[Bind], paths: frozenset[str]
+) -> None:
+    taken = stale(bound, paths, "k")
+    assert all(one.path in paths and one.key != "k" for one in taken)
+    # Taking the stale ones off is all that is needed before the next step.
+    left = [one for one in bound if one not in taken]
+    assert all(next_step(left, path, "k") in ("mount", "keep") for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("inside", "key"),
+    [
+        ("entries/0a/image", "0a"),
+        ("entries/0a/image//deleted", ""),
+        ("evicted/0a.0/image", ""),
+        ("evicted/0a.0/image//deleted", ""),
+        ("parts/0a/image", ""),
+        ("entries/0a/entry.json", ""),
+        ("entries/image", ""),
+    ],
+)
+def test_bind_of_anything_but_a_live_entry_has_no_key(
+    monkeypatch: pytest.MonkeyPatch, inside: str, key: str
+) -> None:
+    table = [
+        Mount(1, 0, "0:1", "/", "/"),
+        Mount(2, 1, "0:1", f"/nowhere/cache/{inside}", "/lustre/a"),
+    ]
+    monkeypatch.setattr(mounts, "current", lambda: table)
+    (found,) = redirect.binds(Cache(Path("/nowhere/cache")))
+    assert (found.path, found.key) == ("/lustre/a", key)
+
+
+@pytest.mark.parametrize(
+    ("uses", "found"),
+    [
+        ((Use("0a", "/lustre/a"),), ["/lustre/a"]),
+        ((Use("0a", "/lustre/a"), Use("0b", "/lustre/b")), ["/lustre/a", "/lustre/b"]),
+        ((Use("0a"), Use("0b")), []),
+        # Another entry than the lease says, or another program's mount at the same place.
+        ((Use("0b", "/lustre/a"),), []),
+        ((Use("0c", "/lustre/c"),), []),
+    ],
+)
+def test_lease_tells_its_redirects_where_the_caches_disk_has_gone(
+    monkeypatch: pytest.MonkeyPatch, me: User, uses: tuple[Use, ...], found: list[str]
+) -> None:
+    table = [
+        Mount(2, 1, "0:1", "/forestage/entries/0a/image", "/lustre/a"),
+        Mount(3, 1, "0:1", "/forestage/entries/0b/image", "/lustre/b"),
+        Mount(4, 1, "0:1", "/home/image", "/lustre/c"),
+    ]
+    monkeypatch.setattr(mounts, "current", lambda: table)
+    left = redirect._left_by(Lease(7, me, 0.0, "/mnt/nvme/forestage", uses))
+    assert [bind.path for bind in left] == found
+    assert {bind.key for bind in left} <= {""}

@@ -1,0 +1,208 @@
+"""Space of a part: reserved before the first byte or refused at once, and none for holes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from forestage.cache import allocation
+from forestage.cache.part import ENTRY_BYTES, Part
+from forestage.system import libc
+
+CHUNK = 64 * 1024
+BLOCK = 4096
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Part:
+    (tmp_path / "part").mkdir()
+    return Part(tmp_path / "part")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path / "source", os.O_RDWR | os.O_CREAT)
+    yield fd
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("data", "size", "found"),
+    [
+        ([], 4 * CHUNK, set()),
+        ([0], 4 * CHUNK, {0}),
+        ([2 * CHUNK], 4 * CHUNK, {2}),
+        ([0, 4 * CHUNK - BLOCK], 4 * CHUNK, {0, 3}),
+        # One block on each side of a border, and a short last chunk.
+        ([CHUNK - BLOCK, CHUNK], 4 * CHUNK, {0, 1}),
+        ([3 * CHUNK], 3 * CHUNK + 5, {3}),
+        ([], 5, set()),
+    ],
+)
+def test_chunks_with_data_are_told_from_the_holes(
+    source: int, data: list[int], size: int, found: set[int]
+) -> None:
+    os.truncate(source, size)
+    for start in data:
+        os.pwrite(source, b"x" * min(BLOCK, size - start), start)
+    assert allocation.data_chunks(source, size, CHUNK) == found
+
+
+@settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    max_examples=50,
+)
+@given(st.sets(st.integers(0, 40)), st.integers(1, 42 * BLOCK), st.integers(1, 20 * BLOCK))
+def test_chunk_with_a_byte_is_never_taken_for_a_hole(
+    source: int, blocks: set[int], size: int, chunk: int
+) -> None:
+    os.truncate(source, 0)
+    os.truncate(source, size)
+    written = {block * BLOCK for block in blocks if block * BLOCK < size}
+    for start in written:
+        os.pwrite(source, b"x", start)
+    found = allocation.data_chunks(source, size, chunk)
+    assert {start // chunk for start in written} <= found
+    assert found <= set(range(-(-size // chunk)))
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_file_system_that_cannot_tell_has_no_holes(
+    source: int, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    os.truncate(source, 3 * CHUNK + 1)
+
+    def unable(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "lseek", unable)
+    assert allocation.data_chunks(source, 3 * CHUNK + 1, CHUNK) == {0, 1, 2, 3}
+
+
+def test_file_that_begins_within_a_chunk_counts_from_there(source: int) -> None:
+    os.truncate(source, 4 * CHUNK)
+    os.pwrite(source, b"x" * 2 * BLOCK, 2 * CHUNK - BLOCK)
+    assert allocation.data_chunks(source, 4 * CHUNK, CHUNK) == {1, 2}
+    assert allocation.data_chunks(source, 4 * CHUNK, CHUNK, 10 * CHUNK - BLOCK) == {11}
+    assert allocation.data_chunks(source, 4 * CHUNK, CHUNK, 10 * CHUNK) == {11, 12}
+
+
+def test_file_with_many_holes_is_asked_twice_for_each_chunk(
+    source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.truncate(source, 4 * CHUNK)
+    for start in range(0, 4 * CHUNK, 2 * BLOCK):
+        os.pwrite(source, b"x" * BLOCK, start)
+    asked, real = [], os.lseek
+
+    def lseek(fd: int, at: int, how: int) -> int:
+        asked.append(at)
+        return real(fd, at, how)
+
+    monkeypatch.setattr(os, "lseek", lseek)
+    assert allocation.data_chunks(source, 4 * CHUNK, CHUNK) == {0, 1, 2, 3}
+    assert len(asked) == 2 * 4
+
+
+def test_part_has_its_size_its_space_and_an_empty_map(part: Part) -> None:
+    allocation.reserve(part, 3 * CHUNK + 5, CHUNK, {0, 1, 2, 3})
+    assert part.image.stat().st_size == 3 * CHUNK + 5
+    assert part.allocated() >= 3 * CHUNK + 5
+    assert part.digests() == bytes(4 * 16)
+    assert {path.stat().st_mode & 0o777 for path in (part.image, part.map)} == {0o600}
+
+
+def test_holes_take_no_space(part: Part) -> None:
+    size = 1000 * CHUNK
+    allocation.reserve(part, size, CHUNK, {1, 2, 500})
+    assert part.image.stat().st_size == size
+    assert 3 * CHUNK <= part.allocated() < 4 * CHUNK
+    fd = os.open(part.image, os.O_RDONLY)
+    assert allocation.data_chunks(fd, size, CHUNK) <= {1, 2, 500}
+    os.close(fd)
+
+
+def test_second_reserve_keeps_what_is_copied(part: Part) -> None:
+    allocation.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
+    with part.image.open("r+b") as file:
+        file.write(b"first")
+    with part.map.open("r+b") as file:
+        file.write(b"\1" * 16)
+    before = part.image.stat().st_ino
+    allocation.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
+    assert part.image.read_bytes() == b"first".ljust(2 * CHUNK, b"\0")
+    assert part.digests() == b"\1" * 16 + bytes(16)
+    assert part.image.stat().st_ino == before
+
+
+class Kernel:
+    """fallocate(2) that fails with a number; notes what was asked for."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.asked: list[tuple[int, int, int]] = []
+
+    def __call__(
+        self, name: str, fd: int, mode: int, start: ctypes.c_int64, length: ctypes.c_int64
+    ) -> int:
+        assert name == "fallocate"
+        self.asked.append((mode, start.value, length.value))
+        if self.number:
+            raise OSError(self.number, os.strerror(self.number))
+        return 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
+def test_full_disk_is_an_error_at_once(
+    part: Part, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    kernel = Kernel(number)
+    monkeypatch.setattr(libc, "call", kernel)
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        allocation.reserve(part, 9 * CHUNK, CHUNK, {0, 2})
+    assert caught.value.errno == number
+    assert len(kernel.asked) == 1
+
+
+def test_file_system_that_cannot_reserve_is_used_all_the_same(
+    part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libc, "call", Kernel(errno.EOPNOTSUPP))
+    allocation.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
+    assert part.image.stat().st_size == 2 * CHUNK
+
+
+def test_neighbours_are_reserved_in_one_call_and_not_beyond_the_end(
+    part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One extent for each run: a file in thousands of pieces is read slowly."""
+    kernel = Kernel(0)
+    monkeypatch.setattr(libc, "call", kernel)
+    allocation.reserve(part, 6 * CHUNK + 7, CHUNK, {5, 0, 1, 2, 6})
+    keep = allocation.FALLOC_FL_KEEP_SIZE
+    runs = [(keep, 0, 3 * CHUNK), (keep, 5 * CHUNK, CHUNK + 7)]
+    small = [(keep, 0, 7 * ENTRY_BYTES), (keep, 0, allocation.SPARE)]
+    assert kernel.asked == runs + small
+
+
+@pytest.mark.parametrize(
+    ("size", "data", "needed"),
+    [
+        (3 * CHUNK, {0, 1, 2}, 3 * CHUNK + 48),
+        (3 * CHUNK, {1}, CHUNK + 48),
+        (2 * CHUNK + 5, {2}, 5 + 48),
+        (2 * CHUNK + 5, {0}, CHUNK + 48),
+        (1000 * CHUNK, set(), 16_000),
+    ],
+)
+def test_needed_is_what_reserve_takes(part: Part, size: int, data: set[int], needed: int) -> None:
+    assert allocation.needed(size, CHUNK, data) == needed
+    allocation.reserve(part, size, CHUNK, data)
+    assert needed <= part.allocated() < needed + 3 * BLOCK

@@ -1,0 +1,146 @@
+"""The record of what a job's steps are shown: what it says, and when there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forestage.cache import step_record
+from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.step_record import MAX_BYTES, Shown
+from forestage.paths import Places
+from forestage.slurm.lines import NUMBER
+from forestage.system.as_user import User
+
+JOB = 7
+KEYS = ("a" * 32, "b" * 32)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    places = Places(tmp_path)
+    (places.etc / "conf.d").mkdir(parents=True)
+    (places.etc / "conf.d/site.yaml").touch()
+    return places
+
+
+@pytest.fixture
+def leases(places: Places) -> Leases:
+    leases = Leases(places.leases)
+    leases.write(lease(*KEYS))
+    return leases
+
+
+def lease(*keys: str) -> Lease:
+    return Lease(JOB, User("u", 1, 1), 1.0, "/c", tuple(map(Use, keys)))
+
+
+def image(key: str = KEYS[0], asked: str = "/a", event: str = "{}", entry: str = "") -> Shown:
+    entry = entry or f"/c/entries/{key}/image"
+    return Shown(asked, 1, event, ("use", entry, "/a", *"12341"))
+
+
+def note(leases: Leases, places: Places, *images: Shown) -> list[list[str]]:
+    """The record's lines, each in its fields."""
+    step_record.note(leases, JOB, step_record.decided_by(places), images)
+    file = leases.shown(JOB)
+    return [line.split("\t") for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_record_names_all_that_decided_and_the_lease_last(leases: Leases, places: Places) -> None:
+    (first,), boot, log, *files, found = note(leases, places, image())
+    assert (first, boot[0], log) == (NUMBER, "boot", ["events", str(places.events)])
+    site = places.etc / "conf.d/site.yaml"
+    assert [line[1] for line in files] == [
+        str(places.disabled),
+        str(places.kept_off),
+        str(places.etc / "forestage.yaml"),
+        str(places.etc / "conf.d"),
+        str(site),
+        str(leases.file(JOB)),
+        str(leases.said_file(JOB)),
+    ]
+    facts = site.stat()
+    numbers = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+    assert files[4][2:] == [str(number) for number in numbers]
+    assert files[0][2:] == files[1][2:] == files[2][2:] == ["0"] * 4
+    assert found == ["image", "/a", "1", "{}", *image().answer]
+    assert leases.shown(JOB).stat().st_mode & 0o777 == 0o600
+
+
+def test_second_image_joins_the_first_though_the_lease_changed(
+    leases: Leases, places: Places
+) -> None:
+    note(leases, places, image())
+    leases.confirm(JOB)
+    lines = note(leases, places, image(KEYS[1], "/b"), image(asked="/a", event="{new}"))
+    assert [(line[1], line[3]) for line in lines if line[0] == "image"] == [
+        ("/a", "{new}"),
+        ("/b", "{}"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["conf.d/site.yaml", "conf.d/new.yaml", "forestage.yaml"])
+def test_what_was_found_under_another_configuration_is_forgotten(
+    leases: Leases, places: Places, name: str
+) -> None:
+    note(leases, places, image())
+    (places.etc / name).write_text("# changed\n")
+    lines = note(leases, places, image(KEYS[1], "/b"))
+    assert [line[1] for line in lines if line[0] == "image"] == ["/b"]
+
+
+def test_image_that_the_lease_does_not_hold_is_left_out(leases: Leases, places: Places) -> None:
+    note(leases, places, image())
+    leases.write(lease(KEYS[1]))
+    lines = note(leases, places, image(KEYS[1], "/b"), image("c" * 32, "/c"))
+    assert [line[1] for line in lines if line[0] == "image"] == ["/b"]
+
+
+def test_job_without_a_lease_or_with_stage_off_has_no_record(
+    leases: Leases, places: Places
+) -> None:
+    leases.note(JOB, off=True)
+    assert note(leases, places, image()) == []
+    leases.drop(JOB)
+    assert note(leases, places, image()) == []
+
+
+def test_configuration_that_cannot_be_told_leaves_no_record(leases: Leases, places: Places) -> None:
+    (places.etc / "conf.d/a\tb.yaml").touch()
+    assert step_record.decided_by(places) == []
+    assert note(leases, places, image()) == []
+
+
+def test_oldest_images_make_room(leases: Leases, places: Places) -> None:
+    long = "x" * (MAX_BYTES // 2 - 2000)
+    for name in "abc":
+        lines = note(leases, places, image(asked=f"/{name}", event=long))
+    assert [line[1] for line in lines if line[0] == "image"] == ["/b", "/c"]
+    assert leases.shown(JOB).stat().st_size < MAX_BYTES
+
+
+def test_damaged_record_is_replaced(leases: Leases, places: Places) -> None:
+    leases.shown(JOB).mkdir()
+    assert leases.jobs() == (JOB,)
+    leases.drop(JOB)
+    assert not leases.shown(JOB).exists()
+    leases.write(lease(*KEYS))
+    leases.shown(JOB).write_bytes(b"\xff\n")
+    assert len(note(leases, places, image())) == 11
+
+
+def test_record_goes_with_the_lease(leases: Leases, places: Places) -> None:
+    note(leases, places, image())
+    leases.drop(JOB)
+    assert list(leases.directory.iterdir()) == []
+
+
+def test_record_that_outlived_its_lease_is_cleaned_up(leases: Leases, places: Places) -> None:
+    note(leases, places, image())
+    leases.drop_unfinished()
+    assert leases.shown(JOB).exists()
+    leases.file(JOB).unlink()
+    leases.drop_unfinished()
+    assert list(leases.directory.iterdir()) == []

@@ -1,0 +1,95 @@
+"""YAML that was read before is not parsed again, and nothing else changes by that."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from forestage.config import load_settings
+from forestage.config.memo import Kept
+from forestage.errors import ConfigError
+
+Patch = pytest.MonkeyPatch
+
+
+class Site:
+    """A configuration and what is kept of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.etc = folder / "etc"
+        (self.etc / "conf.d").mkdir(parents=True)
+        self.kept = folder / "config.json"
+
+    def write(self, text: str, name: str = "forestage.yaml") -> None:
+        (self.etc / name).write_text(text)
+        (self.etc / name).chmod(0o644)
+
+    def sources(self) -> tuple[str, ...]:
+        return load_settings(self.etc, self.kept).config.sources
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def read_without_yaml(site: Site, monkeypatch: Patch) -> tuple[str, ...]:
+    """PyYAML cannot be imported."""
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "yaml", None)
+        return site.sources()
+
+
+def test_files_that_were_read_need_no_yaml_the_next_time(site: Site, monkeypatch: Patch) -> None:
+    site.write("sources: [/a]\n")
+    site.write("sources: [/b]\n", "conf.d/more.yaml")
+    assert site.sources() == read_without_yaml(site, monkeypatch) == ("/b",)
+    assert site.kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_changed_file_is_read_anew_whatever_its_times_say(site: Site) -> None:
+    site.write("sources: [/a]\n")
+    site.sources()
+    before = (site.etc / "forestage.yaml").stat()
+    site.write("sources: [/b]\n")
+    os.utime(site.etc / "forestage.yaml", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert site.sources() == ("/b",)
+    site.write("sources: [/a]\n")
+    assert site.sources() == ("/a",)
+
+
+def test_wrong_file_is_told_each_time_and_not_kept(site: Site) -> None:
+    site.write("sources: [\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            site.sources()
+    site.write("nothing: here\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="nothing"):
+            site.sources()
+    assert not site.kept.exists()
+
+
+@pytest.mark.parametrize("junk", [b"", b"[]", b"{", b"\xff", b'{"a": 1}'])
+def test_damaged_record_is_ignored(site: Site, junk: bytes, monkeypatch: Patch) -> None:
+    site.kept.write_bytes(junk)
+    site.write("sources: [/a]\n")
+    assert site.sources() == read_without_yaml(site, monkeypatch) == ("/a",)
+
+
+@pytest.mark.parametrize("odd", [{1: "a"}, {"a": datetime.date(2026, 1, 1)}, [float("inf")]])
+def test_what_json_cannot_say_is_not_kept(site: Site, odd: object) -> None:
+    documents = Kept(site.kept)
+    assert documents.document("text", lambda _: odd) == odd
+    documents.keep()
+    assert not site.kept.exists()
+
+
+def test_no_place_for_the_record_is_no_error(site: Site) -> None:
+    site.kept = site.kept / "missing/config.json"
+    site.write("sources: [/a]\n")
+    assert site.sources() == ("/a",)

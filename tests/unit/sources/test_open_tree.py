@@ -1,0 +1,277 @@
+"""A directory as the stager's source: when it counts as settled, and what may not change."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from forestage.clock import Clock
+from forestage.errors import Declined
+from forestage.sources import erofs, manifest
+from forestage.sources.open_tree import OpenTree
+from forestage.sources.source import Truncated
+from forestage.system import writers
+from forestage.system.as_user import User
+
+HOUR = 3600.0
+
+
+class Told(Clock):
+    """`ahead` of the file system's; touches a file while somebody sleeps."""
+
+    def __init__(self, ahead: float, touched: Path) -> None:
+        self.ahead = ahead
+        self.touched = touched
+        self.slept = 0.0
+
+    def wall(self) -> float:
+        return time.time() + self.ahead
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+        self.touched.write_bytes(b"other")
+
+
+class Top:
+    """A directory with a file, looked at, and opened as of so many seconds from now."""
+
+    def __init__(self, path: Path, user: User) -> None:
+        self.path = path
+        self.user = user
+        self.clock = Told(HOUR, path / "file")
+        self.root, self.resolved = manifest.open_root(str(path), user)
+
+    def opened(self, looked: float) -> OpenTree:
+        found = manifest.take(self.root, self.resolved, self.user, 100)
+        made = erofs.layout(found, {})
+        looked += time.time()
+        return OpenTree(self.root, found, made, self.user, 100, self.clock, looked)
+
+
+@pytest.fixture
+def top(tmp_path: Path, me: User) -> Iterator[Top]:
+    (tmp_path / "file").write_bytes(b"12345")
+    made = Top(tmp_path, me)
+    yield made
+    os.close(made.root)
+
+
+def read(tree: OpenTree) -> bytes:
+    memory = bytearray(tree.made.size)
+    tree.read(0, memoryview(memory))
+    return bytes(memory[tree.made.starts[0] :][:5])
+
+
+def test_tree_that_has_just_changed_is_looked_at_once_more_after_a_pause(top: Top) -> None:
+    """However long ago by now: what was looked at may have changed within the same tick."""
+    with pytest.raises(Declined) as caught:
+        top.opened(0.0).open()
+    assert caught.value.reason == "changed"
+    assert top.clock.slept > 0
+
+
+def test_tree_that_had_not_changed_for_long_is_not_looked_at_again(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = top.opened(HOUR)
+    monkeypatch.setattr(manifest, "take", lambda *_: pytest.fail("looked at once more"))
+    source = tree.open()
+    assert top.clock.slept == 0
+    assert (source.size, source.own) == (tree.made.size, len(tree.made.head))
+
+
+def test_bytes_are_those_of_the_files(top: Top) -> None:
+    assert read(top.opened(HOUR)) == b"12345"
+
+
+# --- holes
+
+
+def with_holes(top: Top, data: dict[str, tuple[int, list[int]]]) -> OpenTree:
+    """A tree of these files: their size in blocks, and the blocks that have bytes."""
+    for name, (size, blocks) in data.items():
+        with (top.path / name).open("wb") as file:
+            file.truncate(size * erofs.BLOCK)
+            for number in blocks:
+                file.seek(number * erofs.BLOCK)
+                file.write(b"x" * erofs.BLOCK)
+    return top.opened(HOUR)
+
+
+def in_full(tree: OpenTree, chunk: int) -> set[int]:
+    """The chunks that have a byte other than 0."""
+    memory = bytearray(tree.made.size)
+    tree.read(0, memoryview(memory))
+    starts = range(0, len(memory), chunk)
+    return {at // chunk for at in starts if any(memory[at : at + chunk])}
+
+
+@settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    max_examples=25,
+)
+@given(
+    files=st.lists(st.tuples(st.integers(0, 40), st.sets(st.integers(0, 39))), max_size=6),
+    blocks=st.integers(1, 9),
+)
+def test_chunk_of_a_tree_with_a_byte_is_never_taken_for_a_hole(
+    top: Top, files: list[tuple[int, set[int]]], blocks: int
+) -> None:
+    named = {
+        str(number): (size, sorted(block for block in data if block < size))
+        for number, (size, data) in enumerate(files)
+    }
+    tree, chunk = with_holes(top, named), blocks * erofs.BLOCK
+    found, head = tree.data_chunks(chunk), -(-len(tree.made.head) // chunk)
+    assert found - set(range(head)) == in_full(tree, chunk) - set(range(head))
+    assert set(range(head)) <= found
+
+
+def test_hole_is_taken_for_bytes_where_a_file_system_knows_of_none(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = with_holes(top, {"hole": (30, [])})
+
+    def unable(*_: object) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "lseek", unable)
+    assert tree.data_chunks(erofs.BLOCK) == set(range(tree.made.size // erofs.BLOCK))
+
+
+def test_files_that_have_all_their_blocks_are_not_opened_for_their_holes(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = with_holes(top, {"whole": (3, [0, 1, 2]), "short": (0, [])})
+    monkeypatch.setattr(OpenTree, "_open", lambda *_: pytest.fail("opened"))
+    assert tree.data_chunks(erofs.BLOCK) == set(range(tree.made.size // erofs.BLOCK))
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_where_the_holes_of_a_file_are_counts_only_while_nobody_writes(
+    top: Top, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    tree, hole, came = with_holes(top, {"hole": (30, [])}), top.path / "hole", []
+    real = os.lseek
+
+    def lseek(fd: int, at: int, how: int) -> int:
+        came.append(hole.open("r+b"))
+        return real(fd, at, how)
+
+    if when == "before":
+        came.append(hole.open("r+b"))
+    else:
+        monkeypatch.setattr(os, "lseek", lseek)
+    with pytest.raises(Declined) as caught:
+        tree.data_chunks(erofs.BLOCK)
+    assert caught.value.reason == "written"
+
+
+def test_file_whose_holes_have_been_filled_since_the_look_has_changed(top: Top) -> None:
+    tree = with_holes(top, {"hole": (30, [])})
+    with (top.path / "hole").open("r+b") as file:
+        file.write(b"other")
+    with pytest.raises(Declined) as caught:
+        tree.data_chunks(erofs.BLOCK)
+    assert caught.value.reason == "changed"
+
+
+def test_file_of_holes_is_looked_at_again_where_another_node_has_looked(top: Top) -> None:
+    """It is not read, yet what is shown of it is this node's word."""
+    tree = with_holes(top, {"hole": (30, [])})
+    tree.lent = True
+    tree.data_chunks(erofs.BLOCK)
+    (number,) = tree.found.sparse
+    assert tree.seen == {number}
+
+
+@pytest.mark.parametrize("change", ["written", "replaced", "link", "fifo"])
+def test_file_that_is_no_longer_the_one_looked_at_is_not_read(top: Top, change: str) -> None:
+    tree, file = top.opened(HOUR), top.path / "file"
+    other = top.path / "other"
+    other.write_bytes(b"54321")
+    if change == "written":
+        file.write_bytes(b"54321")
+    else:
+        file.unlink()
+    if change == "replaced":
+        other.rename(file)
+    elif change == "link":
+        file.symlink_to("other")
+    elif change == "fifo":
+        os.mkfifo(file)
+    with pytest.raises(Declined):
+        read(tree)
+
+
+def test_file_that_becomes_shorter_while_it_is_read_has_no_copy(top: Top) -> None:
+    tree = top.opened(HOUR)
+    read(tree)
+    os.truncate(top.path / "file", 3)
+    with pytest.raises(Truncated):
+        read(tree)
+
+
+def test_file_that_somebody_may_write_to_is_not_read(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if they have written when it is asked again, after the read."""
+    tree, real = top.opened(HOUR), os.preadv
+    writer = (top.path / "file").open("r+b")
+
+    def preadv(fd: int, *more: Any) -> int:
+        writer.close()
+        return real(fd, *more)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(Declined) as caught:
+        read(tree)
+    writer.close()
+    assert caught.value.reason == "written"
+    assert str(top.path / "file") in str(caught.value)
+
+
+def test_writer_that_came_while_a_file_was_read_is_found_as_well(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store through a mapping, between the read and the end of the look, shows in no time."""
+    tree, came = top.opened(HOUR), []
+    real = os.preadv
+
+    def preadv(fd: int, *more: Any) -> int:
+        came.append((top.path / "file").open("r+b"))
+        return real(fd, *more)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(Declined) as caught:
+        read(tree)
+    assert caught.value.reason == "written"
+    came[0].close()
+
+
+def test_where_leases_prove_nothing_all_processes_are_looked_at_twice_for_all_files(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(20):
+        (top.path / str(number)).write_bytes(b"x")
+    tree, looks, found = top.opened(HOUR), [], ""
+    monkeypatch.setattr(writers, "by_lease", lambda _: None)
+    monkeypatch.setattr(writers, "proves", lambda _: False)
+    monkeypatch.setattr(writers, "find", lambda path, _: looks.append(path) or found)
+    tree.open()
+    read(tree)
+    tree.must_be_unchanged()
+    assert looks == 2 * [str(top.path)]
+    found = str(top.path / "file")
+    for look in (tree.open, tree.must_be_unchanged):
+        with pytest.raises(Declined) as caught:
+            look()
+        assert caught.value.reason == "written"

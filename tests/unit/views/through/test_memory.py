@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from forestage.views.through.memory import Generation, Read
+
+READ = Read(unique=2**63 + 2, offset=2**40, size=2**20, line=3, adopted=7, pid=4_000_000)
+
+
+def test_read_that_was_noted_is_found_until_it_is_answered() -> None:
+    memory = Generation(receivers=2)
+    assert memory.is_empty()
+    memory.write(5, READ)
+    memory.write(memory.records - 1, READ)
+    assert list(memory.reads()) == [(5, READ), (memory.records - 1, READ)]
+    assert memory.read(5) == READ
+    assert not memory.is_empty()
+    memory.clear(5)
+    memory.clear(memory.records - 1)
+    assert memory.is_empty()
+
+
+def test_request_in_a_slot_is_something_to_adopt() -> None:
+    memory = Generation(receivers=3)
+    memory.slot(2)[:8] = (40).to_bytes(4, "little") + b"read"
+    assert not memory.is_empty()
+    assert bytes(memory.slot(1)[:8]) == bytes(8)
+    memory.clear_slot(2)
+    assert memory.is_empty()
+    memory.write(0, READ)
+    assert bytes(memory.slot(2)[4:8]) == b"read"
+
+
+def test_server_that_was_reaped_has_ended() -> None:
+    memory = Generation(receivers=2)
+    assert not memory.ended
+    memory.end()
+    assert memory.ended
+    assert memory.is_empty()
