@@ -11,13 +11,22 @@ import msgspec
 from forestage.admin.inventory import Holder, holder
 from forestage.cache.lease import Lease, Leases
 from forestage.errors import Failed, NotFound
-from forestage.events import Bad, Copied, Event, Handled, Hook, Outcome, Released, read, saved
+from forestage.events import (
+    WHOLE,
+    Bad,
+    Copied,
+    Event,
+    Handled,
+    Hook,
+    Outcome,
+    Released,
+    read,
+    saved,
+)
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment, short
 from forestage.units import format_duration, format_rate, format_size, to_tenths
-
-STAGED = ("hit", "joined", "copied")
 
 # slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT.
 STEPS = {0xFFFFFFFA: "interactive", 0xFFFFFFFB: "batch", 0xFFFFFFFC: "extern"}
@@ -223,7 +232,7 @@ def _handled(outcome: Handled) -> tuple[str, ...]:
         return (*_started(outcome), _redirect(outcome))
     if outcome.result == "through":
         return ("through: the step read copied parts locally, and the rest from the source",)
-    return (_staged(outcome), _redirect(outcome)) if outcome.result in STAGED else ()
+    return (_staged(outcome), _redirect(outcome)) if outcome.result in WHOLE else ()
 
 
 def _started(outcome: Handled) -> Iterator[str]:
@@ -407,7 +416,7 @@ def _request(explained: Explained, starts: bool, options: Collection[str]) -> li
         ("done" if not number else "", text) for number, text in enumerate(explained.sentences)
     ]
     tenths = to_tenths(outcome.wait) if isinstance(outcome, Handled | Copied) else ""
-    if tenths and outcome.result not in STAGED:
+    if tenths and outcome.result not in WHOLE:
         facts.append(("took", tenths))
     if isinstance(outcome, Handled) and starts:
         facts.append(("saved", _saved(outcome)))
@@ -439,7 +448,7 @@ def _now(found: History, now: float) -> list[Piece]:
         hooks = [run for run in found.runs if run.hook != "stager"]
         last = hooks[-1] if hooks else None
         held = last and any(
-            one.outcome.result in (*STAGED, "started", "through") for one in last.explained
+            one.outcome.result in (*WHOLE, "started", "through") for one in last.explained
         )
         if last and last.hook in ("prolog", "step") and held:
             return [

@@ -9,11 +9,9 @@ from typing import Literal
 import msgspec
 
 from forestage.cache.node import Node
-from forestage.events import Copied, Event, Handled
+from forestage.events import WHOLE, Copied, Event, Handled
 from forestage.system import lock
 from forestage.units import printable
-
-HERE = ("hit", "joined", "copied")
 
 # `copying`: under way, and awaited. `unseen`: this user cannot know whether it is here.
 Result = Literal["hit", "joined", "copied", "copying", "declined", "failed", "unseen"]
@@ -31,7 +29,7 @@ class ImageResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_here(self) -> bool:
-        return self.result in HERE
+        return self.result in WHOLE
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -93,7 +91,7 @@ def _by_outcome(image: str, outcome: Handled | Copied) -> ImageResult:
     known: dict[str, Result] = {"hit": "hit", "joined": "joined", "copied": "copied"}
     known["declined"] = "declined"
     result = known.get(outcome.result, "failed")
-    wait = outcome.wait if result in HERE else None
+    wait = outcome.wait if result in WHOLE else None
     return ImageResult(image, result, outcome.reason, outcome.detail, wait, outcome.key)
 
 

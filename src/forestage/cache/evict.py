@@ -32,7 +32,7 @@ class Room(msgspec.Struct, frozen=True):
     """Bytes: free on the file system, used by the cache, and the limits of the configuration.
 
     `low`, `share` (of one user) and `data` are parts of what the cache may take: `max_size`, or
-    less where others have filled the disk. `data_under_way` are the parts of directories. For the
+    less where others have filled the disk. `data_under_way` are bytes of parts of data. For the
     share what is held of evicted entries is the cache's, too: who fills the disk with that must not
     make everybody's share small.
     """
@@ -366,10 +366,9 @@ def _takes_files(cache: Cache) -> bool:
 def evict_keys(cache: Cache, leases: Leases, keys: Iterable[str]) -> tuple[str, ...]:
     """Evicts these keys, except leased and pinned ones; returns those that were evicted."""
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-        leased = leases.keys()
-        free = [s for s in cache.stored_entries() if s.key not in leased and not s.pinned]
-        wanted = frozenset(keys)
-        victims = tuple(s.key for s in free if s.key in wanted)
+        wanted = frozenset(keys) - leases.keys()
+        found = cache.stored_entries()
+        victims = tuple(one.key for one in found if one.key in wanted and not one.pinned)
         for key in victims:
             cache.evict(key)
     cache.delete_evicted()

@@ -7,6 +7,8 @@
     <root>/parts/<key>/{image, map, owner.json}  a copy under way, see part.py
     <root>/jobs/<job>.<restart>/                 a job's own directory, see views/job_dir.py
     <root>/evicted/{<key>,<job>.<restart>}.<n>   evicted, soon deleted
+    <root>/held/<handle>                         deleted, and held open, see held_open.py
+    <root>/looks/<job>/                          looks at directories, see sources/agreement.py
     <root>/locks/{<key>.lock, space.lock}
 
 A published entry is read without a lock: it appears by one rename and leaves by one.

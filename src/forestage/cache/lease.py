@@ -88,7 +88,10 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class Leases:
-    """The directory of leases. Only `read` and `all` may be called without the space lock."""
+    """The directory of leases. Reading needs no lock.
+
+    Whoever writes holds the space lock; only an Epilog that cannot get it drops its own without.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

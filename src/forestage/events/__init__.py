@@ -5,6 +5,8 @@ reason of an outcome. The counters made of events are those of `tally`. `reasons
 here, since no hook needs it.
 """
 
+from forestage.events.log import UNSERVED as UNSERVED
+from forestage.events.log import WHOLE as WHOLE
 from forestage.events.log import Bad as Bad
 from forestage.events.log import Came as Came
 from forestage.events.log import Copied as Copied

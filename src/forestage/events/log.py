@@ -22,6 +22,8 @@ from forestage.units import printable
 Result = Literal[
     "hit", "joined", "copied", "started", "through", "declined", "failed", "released", "bad"
 ]
+WHOLE = ("hit", "joined", "copied")  # results with which all of it is on this node's disk
+UNSERVED = ("declined", "failed")
 Came = Literal["", "stored", "imported", "waited", "enroot", "kept"]  # kept: of old events
 Hook = Literal["prolog", "step", "stager", "epilog", "sweep", "verify"]
 
@@ -76,7 +78,7 @@ class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
     Seconds: `wait` from its start to its end, of which `copying` went into the bytes. Bytes:
     `resumed` were here before, `from_peers` came from other nodes, `uploaded` went to others
     meanwhile. Jobs read `read_through` before the copy was whole, of these `read_straight` from the
-    source. `evicted` are the keys that made room. `data`: it was a directory's.
+    source. `evicted` are the keys that made room. `data`: of a job's data.
     """
 
     image: str = ""

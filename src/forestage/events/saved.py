@@ -6,11 +6,10 @@ says how it is measured (`What it saved`).
 
 import msgspec
 
-from forestage.events.log import Handled, Outcome
+from forestage.events.log import WHOLE, Handled, Outcome
 from forestage.units import to_tenths
 
 LOCAL = ("mounted", "kept", "spank")  # redirects by which the start reads the copy
-WHOLE = ("hit", "joined", "copied")  # results of what is here when the start begins
 REMEMBERED = 10_000  # jobs whose first step repeats their Prolog's start; a node has some hundreds
 
 

@@ -9,11 +9,9 @@ from forestage.cache import baseline
 from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.errors import Declined, Failed
-from forestage.events import Handled, Result
+from forestage.events import WHOLE, Handled, Result
 from forestage.slurm.hints import Request
 from forestage.units import printable
-
-UNSERVED = ("declined", "failed")
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -54,7 +52,7 @@ def _about(outcome: Handled, found: Image) -> Handled:
 
 def measured(node: Node, answer: Answer) -> Answer:
     """The answer with what its start would have taken without the copy that is here."""
-    if answer.image is None or answer.outcome.result not in ("hit", "joined", "copied"):
+    if answer.image is None or answer.outcome.result not in WHOLE:
         return answer
     takes = 0.0
     with contextlib.suppress(OSError):  # only a figure

@@ -327,7 +327,7 @@ class Hook:
                 from forestage.cache.lease import Leases
                 from forestage.hooks import step
 
-                job = step.also_hinted(Leases(places.leases), job)
+                job = step.with_hinted(Leases(places.leases), job)
             outcomes += [answers.of_error(request, why) for request in job.requests]
         self.report(job, outcomes, places, Clock())
         self.answer("leave", why.reason)

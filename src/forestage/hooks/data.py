@@ -21,9 +21,9 @@ from forestage.cache.node import Node
 from forestage.cache.said import Wanted
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import Handled
+from forestage.events import WHOLE, Handled
 from forestage.events.reasons import FAILURES
-from forestage.hooks import answers, leases, serve, variables
+from forestage.hooks import answers, leases, serve
 from forestage.hooks.answers import Answer
 from forestage.hooks.container_binds import Binds
 from forestage.hooks.limit import Limit
@@ -112,7 +112,7 @@ def _refused(noted: Wanted) -> Declined:
 
 def _local(node: Node, kept: Sequence[Fields], request: Request, outcome: Handled) -> str:
     """Where the step reads the whole of a request from this node's disk; "" where it does not."""
-    if outcome.result not in variables.WHOLE:
+    if outcome.result not in WHOLE:
         return ""
     if request.kind == "mount":
         return request.at

@@ -75,35 +75,34 @@ def epilog(
             return [_failed(failed)]
         lease = None  # damaged; what it held is unknown, but the other leases tell what is needed
     except OSError as error:
-        return [_failed(Failed("io", str(error)))]
-    cache = Cache(Path(lease.cache), places.claims) if lease else None
+        return [_failed(error)]
     try:
-        if config is not None:
-            node = Node.of(config, places, clock)
-            cache = cache or node.cache
-        done = Released(result="released")
-        if cache:
-            watched.works_on(str(cache.root))
-            data = lease is None or _has_data(leases, job.id)
-            over = _Over(job, lease, data, cache, leases, places, clock, patience)
-            _forget_images(over)
-            hang = disk.hangs(places, cache, patience)
-            if hang is not None:
-                return [_without_disk(over, hang)]
-            note_use(cache, lease, clock.wall())
-            done = _release(over)
-            _clear(over)
-        made = cache is not None and cache.locks.is_dir()
-        evicted = evict.tidy(cache, leases, config, patience) if cache and made and config else ()
+        if lease:
+            cache = Cache(Path(lease.cache), places.claims)
+        elif config:
+            cache = Node.of(config, places, clock).cache
+        else:
+            return [Released(result="released")]
+        watched.works_on(str(cache.root))
+        data = lease is None or _has_data(leases, job.id)
+        over = _Over(job, lease, data, cache, leases, places, clock, patience)
+        _forget_images(over)
+        hang = disk.hangs(places, cache, patience)
+        if hang is not None:
+            return [_without_disk(over, hang)]
+        note_use(cache, lease, clock.wall())
+        done = _release(over)
+        _clear(over)
+        if config is None or not cache.locks.is_dir():
+            return [done]
+        evicted = evict.tidy(cache, leases, config, patience)
     except lock.Busy as busy:
         # A lease of an ended job would keep its entry for ever. Dropping it needs no lock, and the
         # next Epilog unmounts the redirects that nobody needs any more.
         leases.drop(job.id)
         return [_failed(busy)]  # the sweep takes away the job's directory
-    except Failed as failed:
-        return [_failed(failed)]
-    except OSError as error:
-        return [_failed(Failed("io", str(error)))]
+    except (Failed, OSError) as error:
+        return [_failed(error)]
     return [msgspec.structs.replace(done, evicted=evicted)]
 
 
@@ -169,8 +168,9 @@ def _clear(over: _Over) -> None:
         release.of_job(over.cache, over.leases, over.job.id, over.patience)
 
 
-def _failed(failed: Failed) -> Released:
-    return Released(result="failed", reason=failed.reason, detail=str(failed))
+def _failed(error: Failed | OSError) -> Released:
+    reason = error.reason if isinstance(error, Failed) else "io"
+    return Released(result="failed", reason=reason, detail=str(error))
 
 
 def _release(over: _Over) -> Released:

@@ -95,7 +95,7 @@ def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: Limit) 
     return job
 
 
-def spare(node: Node, job: Job, path: str, limit: Limit) -> None:
+def drop_redirect(node: Node, job: Job, path: str, limit: Limit) -> None:
     """Takes off the job's own redirect of a path whose directory its container binds.
 
     Not another job's: a step may call any directory its home.

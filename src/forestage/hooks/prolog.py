@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
-from forestage.events import Handled, Outcome
+from forestage.events import UNSERVED, Handled, Outcome
 from forestage.hooks import answers, leases, serve
-from forestage.hooks.answers import UNSERVED, Answer
+from forestage.hooks.answers import Answer
 from forestage.hooks.limit import Limit, wished
 from forestage.slurm import timeouts
 from forestage.slurm.hints import MAX_PROBLEMS, OF_OPTION, Request
@@ -62,7 +62,7 @@ def prolog(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list
     return answers or [Answer(one) for one in bad_hint(job)]
 
 
-def waiting(
+def limit_of(
     node: Node, job: Job, limits: Limits, refusal: Declined | None, ready: bool = False
 ) -> Limit:
     """Returns how long this job's Prolog may go on, and wait for copies.
@@ -71,11 +71,8 @@ def waiting(
     nor the user's word for that shortens or lengthens the search for stale redirects.
     """
     config, hint = node.config, job.hints.wait
-    if refusal:
-        seconds = timeouts.patience(limits, opening.HOOK_TIMEOUT)
-        return Limit.of(node.clock, seconds, None, small=False, ready=ready)
-    seconds = timeouts.patience(limits, config.deadline)
-    if config.redirect == "spank":  # the steps wait, where no timeout of Slurm's ends that
+    seconds = timeouts.patience(limits, opening.HOOK_TIMEOUT if refusal else config.deadline)
+    if refusal or config.redirect == "spank":  # whose steps wait: no timeout of Slurm's ends that
         return Limit.of(node.clock, seconds, None, small=False, ready=ready)
     wish = wished(config, hint, limits.hurts)
     copy = None if wish is None else timeouts.patience(limits, wish)

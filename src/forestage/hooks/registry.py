@@ -23,7 +23,7 @@ from forestage.cache import disk
 from forestage.cache.node import Node
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import Came, Handled
+from forestage.events import UNSERVED, Came, Handled
 from forestage.hooks import answers, leases, serve, step, user_messages, variables
 from forestage.hooks.answers import Answer
 from forestage.hooks.limit import Limit
@@ -116,7 +116,7 @@ def _serve(node: Node, job: Job, asked: Asked, report: Report, path: Path, hook:
         answer = _answer(node, job, asked, tasks)
         line = message(answer.outcome, node.config.user_messages)
         if line and tasks.are_there:  # else the job may be over, and what is noted would stay
-            user_messages.Once(node, job, tasks.speak)(line)
+            user_messages.Speaker(node, job, tasks.speak)(line)
         tasks.say("env", "FORESTAGE_RESULT", variables.word(answer.outcome))
         tasks.say(*_fields(node, job, answer))
         report([answer.outcome])
@@ -166,7 +166,7 @@ def _answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
 
 def message(outcome: Handled, wanted: UserMessages) -> str:
     """Pure: the line that the user reads in the end; "" for none."""
-    if outcome.result not in ("declined", "failed"):
+    if outcome.result not in UNSERVED:
         return user_messages.message(outcome, wanted) and (
             f"{outcome.request} is {outcome.digest[:19]}: {outcome.result},"
             f" read from this node's copy of {outcome.image}"
@@ -282,7 +282,7 @@ def _note_full(node: Node, job: Job, name: str, word: Refused) -> None:
 
 
 def _limit(node: Node, job: Job, asked: Asked, say: user_messages.Say = lambda text: None) -> Limit:
-    return step.waiting(node, job, asked.timeout, say, None)
+    return step.limit_of(node, job, asked.timeout, say, None)
 
 
 def _progress(request: Request, word: Progress | Importing) -> str:
@@ -341,7 +341,7 @@ def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: Tasks) -> Answ
     if job.step is None:
         return serve.fetch(node, job, request, _limit(node, job, asked))
     tasks.must_wait()  # the step may have been cancelled; a lease would outlive the job
-    limit = _limit(node, job, asked, user_messages.Once(node, job, tasks.speak))
+    limit = _limit(node, job, asked, user_messages.Speaker(node, job, tasks.speak))
     (answer,) = serve.serve(node, job, (request,), limit)
     return answer
 

@@ -27,7 +27,6 @@ from forestage.units import printable
 
 if TYPE_CHECKING:
     from forestage.events import Handled, Outcome
-    from forestage.hooks.answers import Answer
     from forestage.hooks.data import Shown
     from forestage.hooks.limit import Limit
 
@@ -40,7 +39,7 @@ def run(hook: Hook, places: Places, clock: Clock) -> int:
     if hook.name == "step":
         from forestage.hooks import step
 
-        job = step.environment(step.named(job), hook.environ)
+        job = step.with_variables(step.with_user_name(job), hook.environ)
     work = {"prolog": _prolog, "step": _step, "epilog": _epilog}[hook.name]
     outcomes = work(hook, job, places, clock)
     if hook.in_background:
@@ -67,29 +66,28 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outc
             return prolog.bad_hint(job)
     limits = timeouts.read(hook.environ.get("SLURM_CONF", ""))
     decided = step_record.decided_by(places)
-    answers: Sequence[Answer] = ()
     nodes, refusal = _nodes(hook, job, places, clock)
     _note_background(hook, places, decided)
     if refusal is None:
         job, _ = _begin_import(hook, nodes[0], job, places, clock)
     # Once: several caches must not take several times what slurm.conf allows.
-    limit = prolog.waiting(nodes[0], job, limits, refusal, hook.in_background)
+    limit = prolog.limit_of(nodes[0], job, limits, refusal, hook.in_background)
     hook.watched.ends_within(limit.end.left())
-    for node in nodes:
-        answers = prolog.prolog(node, job, limit, refusal)
+    # The last one's count: all but one only lose what is outdated.
+    answers = [prolog.prolog(node, job, limit, refusal) for node in nodes][-1]
     if nodes[0].config.redirect == "spank":
         from forestage.hooks import step, user_messages
 
-        step.note_shown(user_messages.telling(nodes[0], job), job, decided, answers)
+        step.note_shown(user_messages.with_tell(nodes[0], job), job, decided, answers)
     outcomes: list[Outcome] = [answer.outcome for answer in answers]
     if has_data:
         from forestage.hooks import data
 
         outcomes += data.begin(nodes[0], job, limit, refusal)
     if (refusal is None or job.hints.tell) and places.loaded.exists():
-        from forestage.hooks import step, user_messages
+        from forestage.hooks import user_messages
 
-        prolog.note_bad_hints(user_messages.telling(nodes[0], job), job, outcomes)
+        prolog.note_bad_hints(user_messages.with_tell(nodes[0], job), job, outcomes)
     return outcomes
 
 
@@ -118,19 +116,17 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     background.wait(background.mark_of(hook.environ, os.fspath(places.run)))
     timeout = hook.environ.get("FORESTAGE_TIMEOUT", "")
     hook.watched.ends_within(float("inf"))  # the companion has a limit of its own
-    done = step.Done([], ("leave", "no-image"))
     nodes, refusal = _nodes(hook, job, places, clock)
-    job, refusal = step.as_noted(nodes[0], job, refusal)
-    nodes = [user_messages.telling(node, job) for node in nodes]
+    job, refusal = step.with_notes(nodes[0], job, refusal)
+    nodes = [user_messages.with_tell(node, job) for node in nodes]
     later: Fields = ()
     if refusal is None:
         job, later = _begin_import(hook, nodes[0], job, places, clock)
-    say = user_messages.Once(nodes[0], job, _speak)
+    say = user_messages.Speaker(nodes[0], job, _speak)
     user_messages.say_bad_hints(nodes[0], job, say)
     # Once, as in the Prolog.
-    limit = step.waiting(nodes[0], job, timeout, say, refusal, say.progress)
-    for node in nodes:
-        done = step.step(node, job, limit, refusal)
+    limit = step.limit_of(nodes[0], job, timeout, say, refusal, say.progress)
+    done = [step.step(node, job, limit, refusal) for node in nodes][-1]
     outcomes = done.outcomes
     if not later:
         for name, value in variables.of_image(job, done.answers):

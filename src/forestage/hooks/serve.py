@@ -24,9 +24,9 @@ from forestage.cache.lease import Lease
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import Result
+from forestage.events import UNSERVED, Result
 from forestage.hooks import leases
-from forestage.hooks.answers import UNSERVED, Answer, measured, of_error, shown_as
+from forestage.hooks.answers import Answer, measured, of_error, shown_as
 from forestage.hooks.container_binds import Binds
 from forestage.hooks.leases import GIVE_UP
 from forestage.hooks.limit import Limit
@@ -119,12 +119,13 @@ def finish(call: Call, begun: Begun | Answer) -> Answer:
         with begun.held:
             answer = _shown(call, begun)
     except (ForestageError, OSError) as error:
-        if not (isinstance(error, Declined) and error.reason == "changed"):
-            answer = _unserved(request, error, found=found)
-        elif begun.tries < SOURCE_TRIES:  # what lies there now may stay
+        is_changed = isinstance(error, Declined) and error.reason == "changed"
+        if is_changed and begun.tries < SOURCE_TRIES:  # what lies there now may stay
             return finish(call, _begin(call, request, begun.since, begun.tries + 1))
-        else:
+        if is_changed:  # without the image: nobody knows which one it is now
             answer = _unserved(request, Declined("changed", f"{SOURCE_TRIES} times, {error}"))
+        else:
+            answer = _unserved(request, error, found=found)
     return _ended(call, answer, begun.since)
 
 
@@ -316,7 +317,7 @@ def _keep_clear_of_binds(call: Call, request: Request, found: Image) -> None:
         call.bound.must_not_hold(found.path, entry.binds if entry else ())
     except Declined:
         # A Prolog does not see what a step asks for, and may have laid one.
-        leases.spare(call.node, call.job, found.path, call.limit)
+        leases.drop_redirect(call.node, call.job, found.path, call.limit)
         raise
 
 

@@ -31,11 +31,11 @@ from forestage.sources import opening
 from forestage.system import lock
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
-SPARE = 7.0  # seconds of the companion's for what a copier says when its time is over
+COPIER_GRACE = 7.0  # seconds of the companion's for what a copier says when its time is over
 MAX_ENVIRONMENT = 8 << 20  # bytes; the kernel takes 6 MiB at most
 
 
-class Done(msgspec.Struct, frozen=True):
+class StepAnswer(msgspec.Struct, frozen=True):
     """What the requests came to, for log and events, and the fields of the answer's line.
 
     `also` are those of the images that the job's comment named, for lines before it.
@@ -50,7 +50,7 @@ class Done(msgspec.Struct, frozen=True):
         return [one.outcome for one in self.answers]
 
 
-def waiting(
+def limit_of(
     node: Node,
     job: Job,
     timeout: str,
@@ -67,25 +67,23 @@ def waiting(
     wish = None if refusal else wished(config, hint, timeouts.STEP_WAIT)
     copy = None if wish is None else timeouts.step_patience(wish, timeout)
     end = timeouts.step_patience(opening.HOOK_TIMEOUT, timeout)
-    limit = Limit.of(node.clock, end, copy, small=hint != 0)
-    wish = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
-    longest = max(0.0, timeouts.step_patience(math.inf, timeout) - SPARE)
-    fill = Deadline.after(min(wish, longest), node.clock)
-    limit = msgspec.structs.replace(limit, fill=fill, through=config.start == "through")
-    if config.user_messages == "none":
-        return limit
-    if progress is not None:
-        limit = msgspec.structs.replace(
-            limit, progress=user_messages.Patience(node.clock, progress, user_messages.AGAIN)
-        )
-    if copy is not None:
-        limit = msgspec.structs.replace(
-            limit, watch=user_messages.Patience(node.clock, say, math.inf)
-        )
+    filled = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
+    longest = max(0.0, timeouts.step_patience(math.inf, timeout) - COPIER_GRACE)
+    limit = msgspec.structs.replace(
+        Limit.of(node.clock, end, copy, small=hint != 0),
+        fill=Deadline.after(min(filled, longest), node.clock),
+        through=config.start == "through",
+    )
+    if config.user_messages != "none" and progress is not None:
+        patience = user_messages.Patience(node.clock, progress, user_messages.AGAIN)
+        limit = msgspec.structs.replace(limit, progress=patience)
+    if config.user_messages != "none" and copy is not None:
+        patience = user_messages.Patience(node.clock, say, math.inf)
+        limit = msgspec.structs.replace(limit, watch=patience)
     return limit
 
 
-def step(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Done:
+def step(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> StepAnswer:
     """Stages the step's image; `refusal` is why nothing may be staged on this node now."""
     answers = serve.serve(node, job, job.requests, limit, refusal)
     own: Fields = ("leave", "no-image")
@@ -96,10 +94,10 @@ def step(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Done:
             own = words
         elif words[0] != "leave":
             also.append(words)
-    return Done(answers, own, tuple(also))
+    return StepAnswer(answers, own, tuple(also))
 
 
-def environment(job: Job, environ: Mapping[str, str]) -> Job:
+def with_variables(job: Job, environ: Mapping[str, str]) -> Job:
     """Returns the job with the variables of its step, in the open file that the companion names.
 
     What is too long for a program to be started with is left out: nobody knows it then.
@@ -119,7 +117,7 @@ def environment(job: Job, environ: Mapping[str, str]) -> Job:
     return msgspec.structs.replace(job, variables=found)
 
 
-def named(job: Job) -> Job:
+def with_user_name(job: Job) -> Job:
     """Returns the job with its user's name, for their groups; an unknown uid has its gid."""
     try:
         name = pwd.getpwuid(job.user.uid).pw_name
@@ -128,18 +126,18 @@ def named(job: Job) -> Job:
     return msgspec.structs.replace(job, user=msgspec.structs.replace(job.user, name=name))
 
 
-def also_hinted(noted: Leases, job: Job) -> Job:
+def with_hinted(noted: Leases, job: Job) -> Job:
     """Returns the job with the images that its comment named, as its Prolog noted them."""
     hinted = tuple(Request(path, "hint") for path in noted.hinted(job.id))
     return msgspec.structs.replace(job, requests=job.requests + hinted)
 
 
-def as_noted(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Declined | None]:
+def with_notes(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Declined | None]:
     """Returns the job with what its Prolog noted: what the comment says, and the job's nodes.
 
     A lease that cannot be read is a refusal, unless there is one already.
     """
-    job = also_hinted(node.leases, job)
+    job = with_hinted(node.leases, job)
     job = msgspec.structs.replace(job, nodelist=node.leases.nodelist(job.id))
     try:
         lease, said = node.leases.read(job.id), node.leases.said(job.id)

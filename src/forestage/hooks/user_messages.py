@@ -9,9 +9,8 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import UserMessages
 from forestage.errors import ForestageError
-from forestage.events import Handled, saved
+from forestage.events import UNSERVED, Handled, saved
 from forestage.hooks import leases
-from forestage.hooks.answers import UNSERVED
 from forestage.slurm import nodelist
 from forestage.slurm.job import Job
 from forestage.system import lock
@@ -70,7 +69,7 @@ def is_unmounted(outcome: Handled) -> bool:
     return is_mount and outcome.result in UNSERVED and not outcome.redirect
 
 
-def telling(node: Node, job: Job) -> Node:
+def with_tell(node: Node, job: Job) -> Node:
     """Returns the node as it is for a job whose user wants to read what happens."""
     if not job.hints.tell:
         return node
@@ -78,7 +77,7 @@ def telling(node: Node, job: Job) -> Node:
     return msgspec.structs.replace(node, config=config)
 
 
-def say_bad_hints(node: Node, job: Job, say: "Once") -> None:
+def say_bad_hints(node: Node, job: Job, say: "Speaker") -> None:
     """Says what the Prolog noted of the comment's hints, once: it is noted no longer."""
     if not job.hints.problems:
         return
@@ -117,7 +116,7 @@ class Patience:
             self.say(line())
 
 
-class Once:
+class Speaker:
     """Says a line to a job's user: one for each job, from the first node of the step.
 
     With `user_messages: all`, or stage-tell=yes, a line for each request of the job's first step.

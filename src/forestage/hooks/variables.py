@@ -3,13 +3,12 @@
 import os
 from collections.abc import Sequence
 
-from forestage.events import Handled
-from forestage.hooks.answers import UNSERVED, Answer
+from forestage.events import UNSERVED, WHOLE, Handled
+from forestage.hooks.answers import Answer
 from forestage.slurm.job import Job
 from forestage.slurm.lines import has_control
 
-WHOLE = ("hit", "joined", "copied")  # results with which all of it is read from this node's disk
-BY_WORTH = (*WHOLE, "through", "started", "declined", "failed")
+BY_WORTH = (*WHOLE, "through", "started", *UNSERVED)
 MAX_LOCAL = 8192  # bytes; a line to the companion has twice as many at most
 
 

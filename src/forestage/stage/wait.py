@@ -24,7 +24,7 @@ from forestage.units import format_duration, format_size
 if TYPE_CHECKING:
     from forestage.system.holder import Channel, Message
 
-Came = Literal["hit", "joined", "copied"]
+Arrival = Literal["hit", "joined", "copied"]
 
 TRIES = 3  # stagers that may be killed under one hook before it gives up
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # seconds between polls; many hooks may wait for one copy
@@ -67,7 +67,7 @@ def obtain(
     copying: "Channel | None",
     deadline: Deadline,
     watch: Progress = quiet,
-) -> Came:
+) -> Arrival:
     """Waits until a stager has published the image; `copying` is what `begun` yielded.
 
     Returns whether it was there (`hit`), came by a copy that another job asked for (`joined`) or by
@@ -231,9 +231,4 @@ def _needs(owner: Owner, done: int, took: float) -> float | None:
     An image's tail, which comes first, may have 4 KiB: less than a chunk is no rate.
     """
     came = done - owner.resumed
-    return remaining(came, owner.image.size - done, took) if came >= owner.chunk else None
-
-
-def remaining(copied: int, rest: int, took: float) -> float | None:
-    """Pure: seconds until `rest` bytes are in, at the rate of `copied` in `took` seconds."""
-    return rest * took / copied if copied > 0 else None
+    return (owner.image.size - done) * took / came if came >= owner.chunk else None

@@ -18,7 +18,7 @@ from forestage.cache.image import Image, declined_by
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined
-from forestage.events import Handled
+from forestage.events import WHOLE, Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
@@ -34,7 +34,6 @@ SYSTEM = (
 )
 """Whatever the admin has in `mount_roots`."""
 
-HERE = frozenset(("hit", "joined", "copied"))  # results of a file whose copy is whole
 LOOK = 5.0  # seconds for a look at the mount point
 
 
@@ -90,7 +89,7 @@ def show(
     Raises Declined (no-mount), OSError.
     """
     found = staged.image
-    is_here = found is not None and staged.outcome.result in HERE
+    is_here = found is not None and staged.outcome.result in WHOLE
     with serving.Bytes() as content:
         if found is not None and staged.through is not None:
             content.through = staged.through

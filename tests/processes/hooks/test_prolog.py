@@ -18,7 +18,7 @@ PATHS = ("/lustre/a", "/lustre/b")
 
 @pytest.fixture
 def limit(staging_node: Node, job: Job) -> Limit:
-    return prolog.waiting(staging_node, job, LIMITS, None)
+    return prolog.limit_of(staging_node, job, LIMITS, None)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from forestage.cache.node import Node
 from forestage.hooks import step, user_messages
-from forestage.hooks.step import as_noted
+from forestage.hooks.step import with_notes
 from forestage.slurm.job import Job
 
 Configured = Callable[..., Node]
@@ -26,10 +26,10 @@ def configured(staging_node: Node) -> Configured:
 
 def run(
     node: Node, job: Job, say: user_messages.Say = pytest.fail, timeout: str = "60"
-) -> step.Done:
+) -> step.StepAnswer:
     """What boundary does."""
-    job, refusal = as_noted(node, job, None)
-    done = step.step(node, job, step.waiting(node, job, timeout, say, refusal), refusal)
+    job, refusal = with_notes(node, job, None)
+    done = step.step(node, job, step.limit_of(node, job, timeout, say, refusal), refusal)
     user_messages.tell(node, job, done.outcomes, say)
     return done
 

@@ -20,7 +20,7 @@ from forestage.slurm.job import Job
 from forestage.sources.source import OpenImage
 from forestage.stage import pipeline, queue, stager, wait
 from forestage.stage.task import Task
-from forestage.stage.wait import OBSERVE, SPEEDUP_MARGIN, TRIES, Came, Eta, remaining
+from forestage.stage.wait import OBSERVE, SPEEDUP_MARGIN, TRIES, Arrival, Eta
 from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.system.holder import Channel, Message
@@ -30,7 +30,7 @@ Make = Callable[..., Image]
 CHUNK = 1 << 16
 CONTENT = b"container " * (CHUNK // 4)
 Patch = pytest.MonkeyPatch
-Obtain = Callable[..., Came]
+Obtain = Callable[..., Arrival]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def opened(shared: Path, look: Callable[[Path], OpenImage]) -> Iterator[OpenImag
 
 @pytest.fixture
 def obtain(staging_node: Node, asking: Job, opened: OpenImage) -> Obtain:
-    def obtaining(seconds: float = 3600.0, **config: object) -> Came:
+    def obtaining(seconds: float = 3600.0, **config: object) -> Arrival:
         changed = msgspec.structs.replace(staging_node.config, **config)
         node = msgspec.structs.replace(staging_node, config=changed)
         return obtained(node, asking, opened, Deadline.after(seconds, node.clock))
@@ -51,7 +51,7 @@ def obtain(staging_node: Node, asking: Job, opened: OpenImage) -> Obtain:
     return obtaining
 
 
-def obtained(node: Node, job: Job, opened: OpenImage, deadline: Deadline) -> Came:
+def obtained(node: Node, job: Job, opened: OpenImage, deadline: Deadline) -> Arrival:
     with wait.begun(node, job, opened) as copying:
         return wait.obtain(node, job, opened, copying, deadline)
 
@@ -216,23 +216,6 @@ class ManualClock(Clock):
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-
-
-@pytest.mark.parametrize(
-    ("copied", "rest", "took", "expected"),
-    [
-        (100, 100, 10.0, 10.0),
-        (100, 50, 10.0, 5.0),
-        (1, 99, 1.0, 99.0),
-        (100, 0, 10.0, 0.0),
-        (0, 9, 1.0, None),
-        (-5, 9, 1.0, None),
-    ],
-)
-def test_rest_takes_as_long_as_the_beginning_if_there_is_one(
-    copied: int, rest: int, took: float, expected: float | None
-) -> None:
-    assert remaining(copied, rest, took) == expected
 
 
 def under_way(cache: Cache, wanted: Image, there: int, chunks: int, **changes: object) -> None:

@@ -29,7 +29,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture
 def limit(staging_node: Node, job: Job) -> Limit:
-    return prolog.waiting(staging_node, job, LIMITS, None)
+    return prolog.limit_of(staging_node, job, LIMITS, None)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_prolog_waits_where_somebody_asks_for_it_and_no_longer_than_slurm_allows
     changed = msgspec.structs.replace(staging_node.config, **keys)
     node = msgspec.structs.replace(staging_node, config=changed, clock=Still())
     job = msgspec.structs.replace(job, hints=Hints(wait=hint))
-    found = prolog.waiting(node, job, LIMITS, None)
+    found = prolog.limit_of(node, job, LIMITS, None)
     assert (found.copy and found.copy.left()) == copy
     assert found.small.left() == (SHORTLY if small else 0.0)
     assert found.end.left() == max(2.0 if config[2] == 2.0 else 15.0, copy or 0.0)
@@ -112,7 +112,7 @@ def test_refused_prolog_searches_for_stale_redirects_whatever_the_hint_says(
 ) -> None:
     """Else `stage-wait=0` would show the job an older copy, and a long one hold it up."""
     job = msgspec.structs.replace(job, hints=Hints(wait=hint))
-    found = prolog.waiting(staging_node, job, LIMITS, Declined("disabled", "INC-1"))
+    found = prolog.limit_of(staging_node, job, LIMITS, Declined("disabled", "INC-1"))
     assert found.end.left() == pytest.approx(15.0, abs=5)
     assert found.copy is None
 

@@ -23,8 +23,8 @@ from forestage.events.reasons import FAILURES
 from forestage.hooks import serve, step, user_messages, variables
 from forestage.hooks.answers import Answer
 from forestage.hooks.limit import SHORTLY, Limit
-from forestage.hooks.step import as_noted, fields, named
-from forestage.hooks.user_messages import AGAIN, HELD_UP, Once, Patience, message
+from forestage.hooks.step import fields, with_notes, with_user_name
+from forestage.hooks.user_messages import AGAIN, HELD_UP, Patience, Speaker, message
 from forestage.slurm.hints import Hints, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import STEP_WAIT
@@ -116,10 +116,10 @@ def test_field_with_a_control_character_is_not_answered(
 
 def run(
     node: Node, job: Job, say: user_messages.Say = pytest.fail, timeout: str = "60"
-) -> step.Done:
+) -> step.StepAnswer:
     """What boundary does."""
-    job, refusal = as_noted(node, job, None)
-    done = step.step(node, job, step.waiting(node, job, timeout, say, refusal), refusal)
+    job, refusal = with_notes(node, job, None)
+    done = step.step(node, job, step.limit_of(node, job, timeout, say, refusal), refusal)
     user_messages.tell(node, job, done.outcomes, say)
     return done
 
@@ -184,13 +184,13 @@ def test_each_request_is_said_where_all_is_wanted_and_one_line_elsewhere(
     outcomes = [hit(), hit(request="/b", image="/b"), hit(request="/c", image="/c")]
     outcomes[1] = Handled("declined", request="/b", reason="changed", detail="it changed")
     node, heard = configured(user_messages="all"), list[str]()
-    user_messages.tell(node, image_asked, outcomes, Once(node, image_asked, heard.append))
+    user_messages.tell(node, image_asked, outcomes, Speaker(node, image_asked, heard.append))
     assert [line.split()[1] for line in heard] == ["/b", PATH, "/c"]
-    user_messages.tell(node, image_asked, outcomes, Once(node, image_asked, heard.append))
+    user_messages.tell(node, image_asked, outcomes, Speaker(node, image_asked, heard.append))
     assert len(heard) == 3, "a further step says nothing"
     other = msgspec.structs.replace(image_asked, id=8)
     node = configured(user_messages="problems")
-    user_messages.tell(node, other, outcomes * 2, Once(node, other, heard.append))
+    user_messages.tell(node, other, outcomes * 2, Speaker(node, other, heard.append))
     assert len(heard) == 4
 
 
@@ -278,14 +278,14 @@ def test_progress_keeps_no_later_line_from_the_user(
     configured: Configured, image_asked: Job
 ) -> None:
     node, heard = configured(), list[str]()
-    once = Once(node, image_asked, heard.append)
+    once = Speaker(node, image_asked, heard.append)
     for text in ("10 %", "20 %"):
         once.progress(text)
     once("it failed")
     once.progress("of another request")
     assert heard == ["n1: 10 %", "n1: 20 %", "n1: it failed", "n1: of another request"]
     other = msgspec.structs.replace(image_asked, nodelist="m[1-2],n1")
-    Once(node, other, pytest.fail).progress("the first node tells")
+    Speaker(node, other, pytest.fail).progress("the first node tells")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_step_waits_for_what_is_put_into_its_directory_as_long_as_it_can_say_so(
 ) -> None:
     node = msgspec.structs.replace(configured(), clock=ManualClock())
     job = msgspec.structs.replace(image_asked, hints=Hints(wait=hint))
-    found = step.waiting(node, job, timeout, pytest.fail, None)
+    found = step.limit_of(node, job, timeout, pytest.fail, None)
     assert found.fill is not None
     assert found.fill.left() == seconds
 
@@ -307,7 +307,7 @@ def test_progress_is_silent_where_users_are_told_nothing(
     configured: Configured, image_asked: Job, messages: str
 ) -> None:
     node = configured(user_messages=messages, cold="shared")
-    found = step.waiting(node, image_asked, "", pytest.fail, None, lambda text: None)
+    found = step.limit_of(node, image_asked, "", pytest.fail, None, lambda text: None)
     assert isinstance(found.progress, Patience) is (messages != "none")
 
 
@@ -323,7 +323,7 @@ def test_only_the_first_node_of_a_step_speaks(
     job = msgspec.structs.replace(
         image_asked, **{"nodelist": "n[0-9]" * bool(nodelist), name: nodelist}
     )
-    Once(configured(), job, heard.append)("this is why")
+    Speaker(configured(), job, heard.append)("this is why")
     assert heard == ["n1: this is why"] * speaks
 
 
@@ -332,10 +332,10 @@ def test_user_reads_one_line_of_a_job_whatever_its_steps_meet(
 ) -> None:
     node, heard = configured(), list[str]()
     for text in ("first", "second"):
-        Once(node, image_asked, heard.append)(text)
+        Speaker(node, image_asked, heard.append)(text)
     assert heard == ["n1: first"]
     node.leases.file(image_asked.id).write_bytes(b"{")
-    Once(node, image_asked, heard.append)("rather twice than never")
+    Speaker(node, image_asked, heard.append)("rather twice than never")
     assert len(heard) == 2
 
 
@@ -429,7 +429,7 @@ def test_damaged_lease_is_why_nothing_is_staged(
     node = configured()
     node.leases.directory.mkdir(parents=True)
     node.leases.file(image_asked.id).write_bytes(b"{")
-    _, found = as_noted(node, image_asked, refusal)
+    _, found = with_notes(node, image_asked, refusal)
     assert found is not None
     assert found.reason == reason
 
@@ -452,13 +452,13 @@ def test_groups_are_those_of_the_uid_and_an_unknown_uid_has_none_but_its_own(
 ) -> None:
     me = os.getuid()
     job = msgspec.structs.replace(image_asked, user=User("", me, 7))
-    assert named(job).user == User(pwd.getpwuid(me).pw_name, me, 7)
+    assert with_user_name(job).user == User(pwd.getpwuid(me).pw_name, me, 7)
     stranger = msgspec.structs.replace(image_asked, user=User("", 4_000_000_000, 7))
-    assert named(stranger).user == User("", 4_000_000_000, 7)
+    assert with_user_name(stranger).user == User("", 4_000_000_000, 7)
 
 
 def test_refused_step_waits_for_no_copy(configured: Configured, asking: Job) -> None:
     refusal = Declined("config", "broken")
-    found = step.waiting(configured(cold="wait"), asking, "", pytest.fail, refusal)
+    found = step.limit_of(configured(cold="wait"), asking, "", pytest.fail, refusal)
     assert found.copy is None
     assert found.end.left() == pytest.approx(HOOK_TIMEOUT, abs=5)
