@@ -17,6 +17,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from ClusterShell import Defaults, NodeSet, NodeUtils
+from ClusterShell.Event import EventHandler
+from ClusterShell.Task import task_self
+from ClusterShell.Worker.Exec import ExecWorker
+from ClusterShell.Worker.Ssh import WorkerSsh
 
 from forestage.errors import ForestageError, NotFound, SlurmError
 from forestage.slurm.queue import Slurm
@@ -78,8 +83,6 @@ def expand(text: str) -> tuple[str, ...]:
     ClusterShell would also read the sample groups that its wheel puts below the interpreter's own
     prefix, and `@all` would be nodes that no site has.
     """
-    from ClusterShell import Defaults, NodeSet, NodeUtils
-
     paths = Defaults.config_paths("groups.conf")
     paths = [path for path in paths if Path(sys.prefix) not in Path(path).parents]
     groups = NodeUtils.GroupResolverConfig(paths, illegal_chars=NodeSet.ILLEGAL_GROUP_CHARS)
@@ -96,9 +99,7 @@ def expand(text: str) -> tuple[str, ...]:
 
 def fold(nodes: Iterable[str]) -> str:
     """The node set of these names: n[1-3]."""
-    from ClusterShell.NodeSet import NodeSet
-
-    return str(NodeSet.fromlist(list(nodes)))
+    return str(NodeSet.NodeSet.fromlist(list(nodes)))
 
 
 def of_partition(name: str, slurm: Slurm) -> tuple[str, ...]:
@@ -166,10 +167,6 @@ def _program(by: By, slurm: Slurm) -> str:
 
 def _worker(question: Question, line: str, left: set[str], progress: Progress) -> Any:
     """ClusterShell's, which takes nodes from `left` as they end."""
-    from ClusterShell.Event import EventHandler
-    from ClusterShell.Worker.Exec import ExecWorker
-    from ClusterShell.Worker.Ssh import WorkerSsh
-
     number = len(question.nodes)
 
     class Count(EventHandler):  # type: ignore[misc]
@@ -187,8 +184,6 @@ def _worker(question: Question, line: str, left: set[str], progress: Progress) -
 
 
 def _run(worker: Any, at_once: int) -> None:
-    from ClusterShell.Task import task_self
-
     task = task_self()
     task.set_info("fanout", at_once)
     task.set_info("connect_timeout", CONNECT)

@@ -105,10 +105,9 @@ def _started(node: Node, job: Job, opened: OpenImage) -> "Channel":
     """
     disk.must_take(node.places, node.cache)
     # Here, since a hit needs none of it.
-    from forestage.stage import stager
-    from forestage.stage.task import Task
+    from forestage.stage import stager, task
 
-    return stager.start(Task(node, job, opened))
+    return stager.start(task.Task(node, job, opened))
 
 
 Poll = Callable[[float], StagerEnd | None]
