@@ -263,7 +263,7 @@ def test_full_run_is_no_through_and_hurts_no_file_that_is_there(node: Node, show
 UPGRADED = """
 import os, sys
 from pathlib import Path
-from forestage.views.through import keeper, keeping
+from forestage.views.through import keeper, keeper_process
 from forestage.cache.node import Clock, Config, Node, Places
 from forestage.slurm.hints import Hints
 from forestage.slurm.job import Job
