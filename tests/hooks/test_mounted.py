@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forestage import log
@@ -273,7 +274,9 @@ def test_program_begins_once_a_task_asks_and_where_slurm_has_put_that(
 def test_program_is_killed_for_memory_as_any_of_its_users_whatever_has_started_it(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "SAFEST", 300)  # any machine's root may have more, not all less
+    # Any machine's root may have more, not all less.
+    mine = msgspec.structs.replace(serving.SERVER, oom_score_adj=300)
+    monkeypatch.setattr(serving, "SERVER", mine)
     mounting.staged(1)
     mounting.show(mounting.socket(1))
     adjusted = [
