@@ -189,7 +189,7 @@ def spoil_each(node: Node, damage: Damage) -> dict[str, Image]:
     return made
 
 
-@each("gone", "cut", "fifo")
+@each("gone", "cut", "full directory", "fifo")
 def test_sweep_after_a_restart_ends_and_keeps_what_is_right(node: Node, damage: Damage) -> None:
     made = spoil_each(node, damage)
     here = Here.of(load_settings(node.places.etc).config, node.places, Clock())
@@ -313,6 +313,7 @@ def test_line_of_brackets_hides_no_event(node: Node) -> None:
     wanted = put(node, "image")
     node.prolog(1, wanted.path)
     with node.places.events.open("ab") as file:
+        file.write(b'{"user":"\xff"}\n')
         file.write(b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n" + b"[" * 9000)
     node.epilog(1)
     assert [event.hook for event in events.read(node.places.events)][-1] == "epilog"

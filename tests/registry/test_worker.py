@@ -121,6 +121,25 @@ def test_worker_is_the_user_in_all_ids_and_has_no_privilege() -> None:
 
 
 @pytest.mark.usefixtures("machine")
+def test_worker_inherits_no_capability() -> None:
+    script = """
+import os
+from forestage.registry.worker import Worker
+from forestage.system import run
+from forestage.system.as_user import User
+argv = ("grep", "CapInh", "/proc/self/status")
+print(run.run(argv).out.split()[-1])
+program = run.start_piped(User("", 61003, 61003), argv, ())
+os.set_blocking(program.out, True)
+print(os.read(program.out, 65536).split()[-1].decode())
+Worker(program).kill()
+"""
+    argv = ("setpriv", "--inh-caps=+chown", "--", sys.executable, "-c", script)
+    ran = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert [int(one, 16) for one in ran.stdout.split()] == [1, 0]
+
+
+@pytest.mark.usefixtures("machine")
 def test_program_for_a_user_is_not_started_by_a_process_that_is_root_as_well() -> None:
     script = """
 import os

@@ -417,6 +417,7 @@ def test_files_that_lack_blocks_are_noted_and_make_no_other_tree(top: Path, me: 
         (b"none", b"\2\0\0\0" + bytes(8)),
         (b"a/c", b"\2\0\0\0" + bytes(8)),
         (b"a/b", b""),
+        (b"a/b", b"\2\0\0\0"),
         (b"a/b", b"\1\0\0\0" + bytes(8)),
         (b"a/b", b"\2\0\0\0" + bytes(7)),
         (b"a/b", b"\2\0\0\0" + bytes(1 << 16)),
