@@ -13,7 +13,6 @@ A probe narrows the time in which a hook hangs with its disk. hooks/watch.py bou
 """
 
 import contextlib
-import mmap
 import os
 from functools import partial
 from pathlib import Path
@@ -97,7 +96,8 @@ def _members(root: Path) -> list[Path]:
 
 
 def _read_past_the_page_cache(file: Path) -> None:
-    # A mapping begins where a page does, as O_DIRECT wants it.
+    import mmap  # few hooks need it: it begins where a page does, as O_DIRECT wants it
+
     flags = os.O_RDONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK
     with opened(file, flags) as fd, mmap.mmap(-1, BLOCK) as block:
         os.preadv(fd, [block], 0)

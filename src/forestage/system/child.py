@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import socket
 import sys
 import time
@@ -141,6 +140,8 @@ def enter_bounded(number: int, root: Path = Path("/")) -> None:
     For a user's program that has no task's to go to, as root, before it is the user's. Where there
     can be none, each process has limits. `leave_bounded` removes it.
     """
+    import resource  # few processes need it
+
     entered = [_enters_bounded(leaf) for leaf in _bounded(number, root)]
     if not entered or False in entered:
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))

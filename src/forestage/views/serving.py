@@ -21,18 +21,15 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forestage import log
 from forestage.errors import Declined, ForestageError
 from forestage.slurm.job import Job
-from forestage.system import as_user, child, folders, fuse, holder, lock, mounts
+from forestage.system import as_user, child, folders, fuse, holder, lock, mounts, run
 from forestage.system.holder import SAFEST, Channel, Guests, Life, Message
+from forestage.system.run import Program
 from forestage.units import printable
 from forestage.views.through import clones
-
-if TYPE_CHECKING:
-    from forestage.system.run import Program
 
 PROCESS_NAME = "forestage-mount"
 SERVER = Life(PROCESS_NAME, oom_score_adj=SAFEST)
@@ -127,8 +124,6 @@ def _program() -> str:
 
     squashfuse_ll can since its release 0.2. The other one always could: by libfuse.
     """
-    from forestage.system import run
-
     for program in filter(None, map(run.which, PROGRAMS)):
         if not program.endswith("_ll") or "uid=" in _help(program):
             return program
@@ -136,8 +131,6 @@ def _program() -> str:
 
 
 def _help(program: str) -> str:
-    from forestage.system import run
-
     ran = run.run([program, "--help"], timeout=HELP)
     return ran.out + ran.err
 
@@ -239,8 +232,6 @@ class _Served:
             self.ended = -1
 
     def _start(self) -> None:
-        from forestage.system import run
-
         user = self.job.user
         self.words_of, theirs = os.pipe()
         # Files are never somebody else's, or root's: set-user-ID programs believe those. libfuse
