@@ -9,15 +9,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache import image
+from forestage.cache import digest, image
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import Config
+from forestage.hooks.registry import Asked
+from forestage.hooks.waiting import Tasks
 from forestage.paths import Places
-from forestage.slurm.hints import Hints
+from forestage.peers.protocol import ChunkRequest, Receiver
+from forestage.slurm.hints import Hints, Request
 from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.sources.source import OpenImage
@@ -25,6 +28,7 @@ from forestage.system import run
 from forestage.system.as_user import User
 from forestage.units import Amount
 
+REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner
 
 
@@ -150,3 +154,45 @@ def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
         return asked
 
     return faking
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A job's cgroup in a hierarchy of this machine."""
+    top = next((spot for spot in (Path("/sys/fs/cgroup/freezer"), Path("/sys/fs/cgroup"))
+                if os.access(spot / "cgroup.procs", os.W_OK)), None)  # fmt: skip
+    if top is None:
+        pytest.skip("no cgroup hierarchy can be written here")
+    made = top / f"forestage-test-{os.getpid()}" / "job_7"
+    made.mkdir(parents=True)
+    yield made
+    made.rmdir()
+    made.parent.rmdir()
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked(Request(REFERENCE, "option"), 3, batch=False, container="", timeout="540")
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Iterator[Tasks]:
+    with Tasks(tmp_path / "sock", 60.0) as made:
+        yield made
+
+
+class OtherNode:
+    """Another node that has the whole image, which these are the bytes of."""
+
+    nodes = ("n1", "n2")
+    me = "n1"
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+        receiver.peer_has((1 << 64) - 1, False)
+        data = self.content[chunk.start : chunk.start + chunk.size]
+        receiver.buffer[: chunk.size] = data
+        receiver.write(chunk.start, receiver.buffer[: chunk.size])
+        return digest.of_chunk(data)

@@ -149,7 +149,7 @@ class Leases:
         return self.directory / f"{job}.said"
 
     def _said_before(self, job: int) -> Said:
-        """The same by the files of an earlier release, under which the job began."""
+        """What was said of a job that began under an earlier release, by that one's files."""
         found = records.find(self.file(job), Earlier) or Earlier()
         hinted: tuple[bytes, ...] = ()
         with contextlib.suppress(OSError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,23 +18,9 @@ from forestage.hooks.limit import Limit
 from forestage.hooks.registry import Asked
 from forestage.hooks.waiting import Tasks
 from forestage.registry import mount_points
-from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.system import child
 from node import until
-
-REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
-
-
-@pytest.fixture
-def asked() -> Asked:
-    return Asked(Request(REFERENCE, "option"), 3, batch=False, container="", timeout="540")
-
-
-@pytest.fixture
-def tasks(tmp_path: Path) -> Iterator[Tasks]:
-    with Tasks(tmp_path / "sock", 60.0) as made:
-        yield made
 
 
 @pytest.mark.parametrize(

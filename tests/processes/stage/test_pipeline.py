@@ -14,6 +14,7 @@ from typing import IO
 import msgspec
 import pytest
 
+from fixtures import OtherNode
 from forestage import log, trace
 from forestage.cache import allocation, digest, evict, image
 from forestage.cache.layout import Entry
@@ -23,7 +24,6 @@ from forestage.cache.readers import Readers
 from forestage.clock import Clock
 from forestage.config import Peering
 from forestage.errors import Declined, Failed, Stopped
-from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.peers.stats import Counters
 from forestage.slurm.job import Job
 from forestage.sources import source as stage_source
@@ -497,23 +497,9 @@ def test_damaged_entry_of_the_key_is_replaced(
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
 
 
-class OtherNode:
-    """Another node that has the whole image."""
-
-    nodes = ("n1", "n2")
-    me = "n1"
-
-    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
-        receiver.peer_has((1 << 64) - 1, False)
-        data = CONTENT[chunk.start : chunk.start + chunk.size]
-        receiver.buffer[: chunk.size] = data
-        receiver.write(chunk.start, receiver.buffer[: chunk.size])
-        return digest.of_chunk(data)
-
-
 @pytest.fixture
 def other(monkeypatch: Patch) -> OtherNode:
-    node = OtherNode()
+    node = OtherNode(CONTENT)
     monkeypatch.setattr("forestage.peers.of_job", lambda *_: node)
     return node
 

@@ -10,14 +10,14 @@ from typing import ClassVar
 import msgspec
 import pytest
 
+from fixtures import OtherNode
 from forestage.admin import inventory, verify
 from forestage.admin.verify import Manner
-from forestage.cache import digest, evict
+from forestage.cache import evict
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
 from forestage.config import Peering
-from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.slurm.job import Job
 from forestage.sources import source
 from forestage.sources.source import Content, OpenImage
@@ -59,20 +59,6 @@ def task(staging_node: Node, asking: Job, counting: Counting) -> Task:
     identity = Identity("/made/up", inode=1, size=SIZE, mtime_ns=1, ctime_ns=1)
     wanted = Image(identity, Access(os.getuid(), os.getgid(), 0o640), "data")
     return Task(staging_node, asking, OpenImage(wanted, asking.user, -1, other=counting))
-
-
-class Giver:
-    """Another node of the job that has all of it."""
-
-    nodes = ("n1", "n2")
-    me = "n1"
-
-    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
-        receiver.peer_has((1 << 64) - 1, False)
-        data = WHOLE[chunk.start : chunk.start + chunk.size]
-        receiver.buffer[: chunk.size] = data
-        receiver.write(chunk.start, receiver.buffer[: chunk.size])
-        return digest.of_chunk(data)
 
 
 def copy(task: Task) -> tuple[str, str]:
@@ -124,7 +110,7 @@ def test_leased_entry_of_a_made_up_source_stays_until_the_lease_goes(task: Task)
 def test_made_up_source_comes_from_the_other_nodes_of_the_job(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forestage.peers.of_job", lambda *_: Giver())
+    monkeypatch.setattr("forestage.peers.of_job", lambda *_: OtherNode(WHOLE))
     config = msgspec.structs.replace(task.node.config, peers=Peering(enabled=True))
     here = msgspec.structs.replace(task.node, config=config)
     figures = pipeline.Figures()

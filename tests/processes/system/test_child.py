@@ -5,26 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from forestage.system import child
-
-
-@pytest.fixture
-def cgroup() -> Iterator[Path]:
-    """A job's cgroup in a hierarchy of this machine."""
-    top = next((spot for spot in (Path("/sys/fs/cgroup/freezer"), Path("/sys/fs/cgroup"))
-                if os.access(spot / "cgroup.procs", os.W_OK)), None)  # fmt: skip
-    if top is None:
-        pytest.skip("no cgroup hierarchy can be written here")
-    made = top / f"forestage-test-{os.getpid()}" / "job_7"
-    made.mkdir(parents=True)
-    yield made
-    made.rmdir()
-    made.parent.rmdir()
 
 
 def test_process_really_leaves_its_job(cgroup: Path) -> None:

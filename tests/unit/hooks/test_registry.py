@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from fixtures import REFERENCE
 from forestage.cache.node import Node
 from forestage.errors import Declined
 from forestage.events import Handled
@@ -25,19 +26,7 @@ from forestage.slurm.lines import NUMBER
 from forestage.system import child, run
 from forestage.system.as_user import User
 
-REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 DIGEST = f"sha256:{'a' * 64}"
-
-
-@pytest.fixture
-def asked() -> Asked:
-    return Asked(Request(REFERENCE, "option"), 3, batch=False, container="", timeout="540")
-
-
-@pytest.fixture
-def tasks(tmp_path: Path) -> Iterator[Tasks]:
-    with Tasks(tmp_path / "sock", 60.0) as made:
-        yield made
 
 
 def task(tasks: Tasks) -> socket.socket:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -271,20 +269,6 @@ def test_memory_of_a_job_is_the_least_that_its_cgroups_allow(
 def test_process_that_has_gone_is_joined_by_nobody(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         child.join(4711, 42, fake(tmp_path, ""))
-
-
-@pytest.fixture
-def cgroup() -> Iterator[Path]:
-    """A job's cgroup in a hierarchy of this machine."""
-    top = next((spot for spot in (Path("/sys/fs/cgroup/freezer"), Path("/sys/fs/cgroup"))
-                if os.access(spot / "cgroup.procs", os.W_OK)), None)  # fmt: skip
-    if top is None:
-        pytest.skip("no cgroup hierarchy can be written here")
-    made = top / f"forestage-test-{os.getpid()}" / "job_7"
-    made.mkdir(parents=True)
-    yield made
-    made.rmdir()
-    made.parent.rmdir()
 
 
 @pytest.mark.parametrize(
