@@ -1,11 +1,12 @@
 /* A shared file system for tests, with what NFS keeps: shows a folder, read-only.
  *
- *     nfslike FOLDER MOUNTPOINT
+ *     nfslike FOLDER MOUNTPOINT [promised]
  *
  * The kernel keeps attributes, names and listings for an hour. A file is asked for anew when it is
  * opened (close-to-open), and when statx(2) says AT_STATX_FORCE_SYNC. When a folder is asked for,
  * and has changed, its names count no more, as NFS has it of their verifiers. An inode that is
- * asked for answers for itself, whatever has its name by now. */
+ * asked for answers for itself, whatever has its name by now. With `promised` an open asks nothing:
+ * so it is while an NFS server has promised this client to tell of changes (a delegation). */
 
 #define _GNU_SOURCE /* O_PATH */
 #define FUSE_USE_VERSION 312
@@ -31,6 +32,7 @@ struct node {
 
 static struct node top;
 static struct fuse_session *session;
+static int promised;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
 static struct node *node_of(fuse_ino_t number)
@@ -132,7 +134,8 @@ static void l_open(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *inf
         fuse_reply_err(req, errno);
         return;
     }
-    fuse_lowlevel_notify_inval_inode(session, number, -1, 0);
+    if (!promised)
+        fuse_lowlevel_notify_inval_inode(session, number, -1, 0);
     fuse_reply_open(req, info);
 }
 
@@ -204,8 +207,9 @@ int main(int argc, char **argv)
     char *options[] = {argv[0], "-o", "allow_other,default_permissions,ro"};
     struct fuse_args args = FUSE_ARGS_INIT(3, options);
     struct stat facts;
-    if (argc != 3 || (top.fd = open(argv[1], O_PATH | O_DIRECTORY)) < 0) {
-        fprintf(stderr, "usage: nfslike FOLDER MOUNTPOINT\n");
+    promised = argc == 4 && !strcmp(argv[3], "promised");
+    if (argc != 3 + promised || (top.fd = open(argv[1], O_PATH | O_DIRECTORY)) < 0) {
+        fprintf(stderr, "usage: nfslike FOLDER MOUNTPOINT [promised]\n");
         return 2;
     }
     facts_of(&top, &facts);

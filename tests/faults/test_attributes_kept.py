@@ -5,6 +5,7 @@ Another client changes it. Whoever opens a file there sees the new one at once; 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,10 +16,11 @@ import pytest
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock
 from forestage.config import load_settings
+from forestage.errors import Declined
 from forestage.hooks import data
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
-from forestage.sources import manifest
+from forestage.sources import manifest, opening, source
 from forestage.sources.manifest import Manifest
 from forestage.system import files, loop, mounts
 from forestage.views import wanted
@@ -48,6 +50,12 @@ class Kept:
 
 @pytest.fixture
 def kept(node: Node, nfslike: Path) -> Iterator[Kept]:
+    with serving(node, nfslike) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def serving(node: Node, nfslike: Path, *how: str) -> Iterator[Kept]:
     node.configure(redirect="spank")
     made = Kept(node.server / ".kept/set", node.shared / "kept/set")
     for folder in (made.folder, node.shared / "kept"):
@@ -56,14 +64,16 @@ def kept(node: Node, nfslike: Path) -> Iterator[Kept]:
         made.put(f"{number}", b"version 1")
         made.put(f"sub/{number}", b"version 1")
     point = made.point.parent
-    with subprocess.Popen([nfslike, made.folder.parent, point]) as server:
+    with subprocess.Popen([nfslike, made.folder.parent, point, *how]) as server:
         until(lambda: str(point) in {one.point for one in mounts.current()}, "nfslike to mount")
-        yield made
-        for one in loop.attached():
-            if one.is_on(node.nvme.stat()):
-                loop.detach(one)
-        unmount(point)
-        server.wait()
+        try:
+            yield made
+        finally:
+            for one in loop.attached():
+                if one.is_on(node.nvme.stat()):
+                    loop.detach(one)
+            unmount(point)
+            server.wait()
 
 
 def _in_place(kept: Kept) -> None:
@@ -163,3 +173,27 @@ def test_file_is_asked_for_by_descriptor_and_by_name(kept: Kept) -> None:
     assert caught.value.filename == "none"
     os.close(root)
     os.close(file)
+
+
+@pytest.mark.parametrize("how", [(), ("promised",)], ids=["asked by open", "a promise"])
+def test_file_changed_by_another_client_is_another_image(
+    node: Node, nfslike: Path, how: tuple[str, ...]
+) -> None:
+    with serving(node, nfslike, *how) as kept:
+        path, file = str(kept.point / "1"), kept.folder / "1"
+        with look(path) as before:
+            file.write_bytes(b"the second version")
+            with look(path) as after:
+                assert after.image.identity != before.image.identity
+                file.write_bytes(b"the third version")
+                with pytest.raises(Declined, match="changed"):
+                    source.must_be_same(after)
+
+
+@contextlib.contextmanager
+def look(path: str) -> Iterator[source.OpenImage]:
+    found, fd = opening.open_file(path, ALICE, ["/"], (), 10.0)
+    assert found.image is not None
+    assert fd is not None
+    with contextlib.closing(source.OpenImage(found.image, ALICE, fd)) as opened:
+        yield opened

@@ -11,11 +11,12 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import images
 import pytest
 from cluster import Cluster
 from host import wait_until
 from jobs import CLI, Site
-from spec import ClusterSpec
+from spec import ALICE, INSIDE_STATE, ClusterSpec
 from steps import (
     SHOW,
     TASKS,
@@ -28,6 +29,8 @@ from steps import (
     served,
     wrong,
 )
+
+from parking import with_fuse
 
 OWN_TMP = {"/etc/slurm/job_container.conf": "AutoBasePath=true\nBasePath=/var/lib/containers\n"}
 
@@ -229,6 +232,31 @@ def test_further_step_asks_no_helper_until_the_image_changes(spank: Site) -> Non
     assert third.key != first.key
     assert not any(map(spank.shows_source, spank.seen(job.job)))
     assert "Step 1" in spank.command("explain", str(job.job))
+
+
+def test_further_step_asks_the_file_server_what_the_image_is_now(site: Site) -> None:
+    """Where it has promised this node to tell of changes, no open asks (tests/faults/nfslike.c)."""
+    site.configure(redirect="spank")
+    cluster, folder, point = site.cluster, "/shared/.promised", "/shared/alice/promised"
+    cluster.run(["install", "-d", "-o", ALICE.name, folder, point], user="root")
+    for seed, name in enumerate(("image", "later")):
+        images.make_image(cluster, f"{folder}/{name}.sqsh", mib=2, name=name, seed=seed)
+    with_fuse("nfslike", cluster.state)
+    argv = [str(INSIDE_STATE / "nfslike"), folder, point, "promised"]
+    server = cluster.popen(argv, user="root", node="n1")
+    try:
+        wait_until(lambda: f" {point} " in cluster.mounts("n1"), 30, lambda: "nfslike to mount")
+        step = f"srun --container-image={point}/image.sqsh {SHOW}"
+        change = f"cat {folder}/later.sqsh > {folder}/image.sqsh"
+        job = site.sbatch(f"{step}\n{step}\n{change}\n{step}")
+        first, second, third = served(site, job.job, "n1")
+    finally:
+        cluster.run(["umount", "--lazy", point], user="root", node="n1")
+        server.wait(60)
+    assert first.wait > second.wait == 0.0, "only a helper notes how long it took"
+    assert third.wait > 0.0
+    later = images.sha256(cluster.host_path(f"{folder}/later.sqsh"))
+    assert [one.sha256 == later for one in site.seen(job.job)] == [False, False, True]
 
 
 def test_steps_read_through_while_the_copy_goes_on(spank: Site) -> None:

@@ -23,7 +23,7 @@ from forestage.cache.layout import Cache, open_copy
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.sources.source import OpenImage
-from forestage.system import as_user, mounts, probe, writers
+from forestage.system import as_user, files, mounts, probe, writers
 from forestage.system.as_user import User
 from forestage.units import format_duration
 
@@ -121,7 +121,7 @@ def _open(
         return found, []
     # Through the handle, so that it is the same file whatever the path has become.
     source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY)
-    facts = os.fstat(source)
+    facts = files.latest(source)
     if facts.st_nlink == 0:
         return found, []
     access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), image.read_acl(source))

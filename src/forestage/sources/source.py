@@ -23,7 +23,7 @@ from forestage.config import Config, Direct
 from forestage.errors import Declined
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.system import as_user, writers
+from forestage.system import as_user, files, writers
 from forestage.system.as_user import User
 from forestage.units import printable
 
@@ -207,7 +207,7 @@ def _look_again(opened: OpenImage, direct: Direct) -> int | None:
 
     def work() -> as_user.Found[Identity]:
         as_user.become(opened.user)
-        facts = os.fstat(opened.fd)
+        facts = files.latest(opened.fd)
         # Major 0 is no block device: what a network file system does past its cache is its affair.
         wanted = direct == "on" or (direct == "auto" and os.major(facts.st_dev) != 0)
         return image.identity(facts, opened.image.path), _direct(opened.fd) if wanted else []

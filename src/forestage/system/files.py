@@ -74,6 +74,19 @@ def asked(directory: int, name: bytes = b"") -> Asked:
     return Asked(mode, uid, gid, inode, size, blocks, changed, written, disk)
 
 
+def latest(fd: int) -> os.stat_result:
+    """What fstat(2) says of an open file, once its file server has been asked. Raises OSError.
+
+    open(2) need not ask it: NFS does not while the server has promised this client to tell of other
+    clients' changes, and a second mount of the same server on this node is no other client.
+    """
+    facts = os.fstat(fd)
+    if os.major(facts.st_dev):  # a block device: there is no other who would know
+        return facts
+    asked(fd)
+    return os.fstat(fd)
+
+
 def remove(directory: int, name: str, aside: str, still: Callable[[], None] = lambda: None) -> None:
     """Deletes what has this name in an open directory, however deep it is; links are not followed.
 
