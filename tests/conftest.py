@@ -35,6 +35,25 @@ TOOLS = ("rsync", "setfacl", "mount", "mkfs.ext4", "gcc", "pkg-config")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def pytest_configure() -> None:
+    """Has this process keep its directories where no other closes them to users.
+
+    pytest makes /tmp/pytest-of-root its user's alone as each process of it begins: another one's
+    test may need just then that a user can enter. Also clears up after processes that have ended.
+    """
+    for old in Path("/tmp").glob("fs-*"):
+        if not Path("/proc", old.name.removeprefix("fs-")).exists():
+            shutil.rmtree(old, ignore_errors=True)
+    own = Path(f"/tmp/fs-{os.getpid()}")
+    own.mkdir(mode=0o711)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(own)
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    if exitstatus == 0:  # else somebody wants to look
+        shutil.rmtree(f"/tmp/fs-{os.getpid()}", ignore_errors=True)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what takes long, unless ./test says otherwise; tests/slurm knows more of that."""
     for item in items:
@@ -94,6 +113,14 @@ def park(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 def nfslike(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program of the file system that keeps attributes, names and listings."""
     return with_fuse("nfslike", tmp_path_factory.mktemp("nfslike"))
+
+
+@pytest.fixture
+def open_path(tmp_path: Path) -> Path:
+    """`tmp_path`, which here any user may enter."""
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(folder.stat().st_mode | 0o011)
+    return tmp_path
 
 
 @pytest.fixture

@@ -221,14 +221,16 @@ def test_file_server_is_not_asked_more_often_than_it_must_be(node: Node, far: Fa
 
 
 @pytest.mark.long
-def test_second_for_each_call_makes_no_hook_late_and_no_copy_wrong(node: Node, far: Far) -> None:
+def test_half_a_second_for_each_call_makes_no_hook_late_and_no_copy_wrong(
+    node: Node, far: Far
+) -> None:
     node.configure(deadline="12s", on_error="drain")
     path = put(far)
-    far.behaves(delay=1000)
+    far.behaves(delay=500)  # a look, some 14 calls, ends in time; the copy does not
     ran = beside(lambda: node.prolog(1, path))
-    assert (ran.code, ran.outcome.result) == (0, "declined")
+    assert ran.ended == (0, "declined", "deadline")
     assert ran.outcome.wait < 20
-    assert node.lease(1) is None
+    assert node.lease(1) is not None, "steps may find it there"
     until(node.entries, "the copy to go on and publish")
     far.answer()
     assert node.prolog(2, path).said == ("hit", "")

@@ -23,7 +23,7 @@ from forestage.cache import image
 from forestage.errors import Declined, Failed
 from forestage.system import mounts
 from forestage.system.as_user import User
-from forestage.system.files import Asked, asked, opened
+from forestage.system.files import Asked, latest, opened
 from forestage.units import printable
 
 THREADS = 32  # a look at a file costs a network file system a round trip, and hardly any time here
@@ -234,18 +234,8 @@ def sample(found: Manifest) -> list[File]:
 
 def _top(root: int, disk: int, user: User) -> File:
     """The directory itself, asked for as the user: its names count as of now. Raises OSError."""
-    (found,) = each_as(user, [root], lambda fd: _file(b"", _facts(fd, b"", disk)))
+    (found,) = each_as(user, [root], lambda fd: _file(b"", latest(fd, disk)))
     return found
-
-
-def _facts(fd: int, name: bytes, disk: int) -> os.stat_result | Asked:
-    """What is known of a name in an open directory, or of that itself.
-
-    Of a disk of this node the kernel knows all; else the file server is asked. Raises OSError.
-    """
-    if not os.major(disk):
-        return asked(fd, name)
-    return os.stat(name, dir_fd=fd, follow_symlinks=False) if name else os.fstat(fd)
 
 
 def still(root: int, files: Sequence[File], user: User) -> bool:
@@ -368,7 +358,7 @@ def _names(fd: int, above: int, bound: _Bound) -> Iterator[tuple[bytes, ...]]:
 
 
 def _look(fd: int, path: bytes, name: bytes, disk: int, user: User, bound: _Bound) -> File:
-    facts = _facts(fd, name, disk)
+    facts = latest(fd, disk, name)
     kind = stat.S_IFMT(facts.st_mode)
     shown = os.fsdecode(path)
     if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):

@@ -103,7 +103,8 @@ def _open(
     handle = os.open(path, os.O_PATH)
     if caches and mounts.mount_id(handle) in {bind.id for bind in _ours(caches)}:
         raise _Covered(handle)
-    mode = os.fstat(handle).st_mode
+    seen = os.fstat(handle)
+    mode = seen.st_mode
     resolved = os.readlink(f"/proc/self/fd/{handle}")
     if resolved == "/" and not stat.S_ISDIR(mode):
         # A redirect, unmounted since it was opened: so reads the path of a file without its mount.
@@ -121,7 +122,7 @@ def _open(
         return found, []
     # Through the handle, so that it is the same file whatever the path has become.
     source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY)
-    facts = files.latest(source)
+    facts = files.latest(source, seen.st_dev)
     if facts.st_nlink == 0:
         return found, []
     access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), image.read_acl(source))

@@ -207,7 +207,7 @@ def _look_again(opened: OpenImage, direct: Direct) -> int | None:
 
     def work() -> as_user.Found[Identity]:
         as_user.become(opened.user)
-        facts = files.latest(opened.fd)
+        facts = files.latest(opened.fd, os.fstat(opened.fd).st_dev)
         # Major 0 is no block device: what a network file system does past its cache is its affair.
         wanted = direct == "on" or (direct == "auto" and os.major(facts.st_dev) != 0)
         return image.identity(facts, opened.image.path), _direct(opened.fd) if wanted else []

@@ -17,8 +17,8 @@ from forestage.system import libc
 
 _SYMLINK_NOFOLLOW, _EMPTY_PATH, _FORCE_SYNC = 0x100, 0x1000, 0x2000  # linux/fcntl.h, AT_…
 _BASIC = 0x7FF  # linux/stat.h, STATX_BASIC_STATS
-# struct statx: uid, gid, mode, inode, size, blocks, ctime, mtime, and the device's numbers.
-_STATX = struct.Struct("=20xIIH2xQQQ40xqI4xqI4x8xII")
+# struct statx: nlink, uid, gid, mode, inode, size, blocks, ctime, mtime, and the device's numbers.
+_STATX = struct.Struct("=16xIIIH2xQQQ40xqI4xqI4x8xII")
 _STATX_BYTES = 256
 
 MOST = 1000  # names of a directory that are held in memory at once
@@ -49,6 +49,7 @@ class Asked(NamedTuple):
     """What statx(2) says of a file, by the names that stat(2) has for it."""
 
     st_mode: int
+    st_nlink: int
     st_uid: int
     st_gid: int
     st_ino: int
@@ -68,23 +69,22 @@ def asked(directory: int, name: bytes = b"") -> Asked:
     facts = libc.room(_STATX_BYTES)
     flags = _FORCE_SYNC | _SYMLINK_NOFOLLOW | (0 if name else _EMPTY_PATH)
     libc.call("statx", directory, name, flags, _BASIC, facts, about=os.fsdecode(name) or None)
-    uid, gid, mode, inode, size, blocks, *times, major, minor = _STATX.unpack_from(facts)
+    nlink, uid, gid, mode, inode, size, blocks, *times, major, minor = _STATX.unpack_from(facts)
     changed, written = (times[at] * 1_000_000_000 + times[at + 1] for at in (0, 2))
     disk = os.makedev(major, minor)
-    return Asked(mode, uid, gid, inode, size, blocks, changed, written, disk)
+    return Asked(mode, nlink, uid, gid, inode, size, blocks, changed, written, disk)
 
 
-def latest(fd: int) -> os.stat_result:
-    """What fstat(2) says of an open file, once its file server has been asked. Raises OSError.
+def latest(fd: int, disk: int, name: bytes = b"") -> os.stat_result | Asked:
+    """What is known of an open file, or of a name in an open directory. Raises OSError.
 
-    open(2) need not ask it: NFS does not while the server has promised this client to tell of other
-    clients' changes, and a second mount of the same server on this node is no other client.
+    `disk` is the st_dev of that descriptor. Of a disk of this node the kernel knows all; else the
+    file server is asked. open(2) need not ask it: NFS does not while the server has promised this
+    client to tell of others' changes, and its second mount on this node is no other client.
     """
-    facts = os.fstat(fd)
-    if os.major(facts.st_dev):  # a block device: there is no other who would know
-        return facts
-    asked(fd)
-    return os.fstat(fd)
+    if not os.major(disk):
+        return asked(fd, name)
+    return os.stat(name, dir_fd=fd, follow_symlinks=False) if name else os.fstat(fd)
 
 
 def remove(directory: int, name: str, aside: str, still: Callable[[], None] = lambda: None) -> None:

@@ -23,12 +23,8 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a stager is root's")
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    site = Site(tmp_path, f"sources: [{tmp_path}]\nredirect: spank\n")
-    for folder in (tmp_path, *tmp_path.parents):
-        if "pytest" in folder.name:
-            folder.chmod(folder.stat().st_mode | 0o011)
-    return site
+def site(open_path: Path) -> Site:
+    return Site(open_path, f"sources: [{open_path}]\nredirect: spank\n")
 
 
 def results(site: Site, *args: str, code: int = 0) -> list[str]:

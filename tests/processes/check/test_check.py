@@ -1127,9 +1127,8 @@ def test_name_that_is_no_text_is_shown_escaped(node: GoodNode) -> None:
     assert "caf\\udce9\\x1b[2J" in words(done)
 
 
-def test_user_without_rights_gets_not_root_only(node: GoodNode, as_root: None) -> None:
-    for above in (node.root, *node.root.parents[:3]):
-        above.chmod(above.stat().st_mode | 0o011)
+@pytest.mark.usefixtures("as_root", "open_path")
+def test_user_without_rights_gets_not_root_only(node: GoodNode) -> None:
     node.is_root = False
     os.seteuid(65534)
     try:

@@ -39,26 +39,20 @@ def site(tmp_path: Path) -> Site:
 
 
 @pytest.fixture
-def no_rights(site: Site) -> Iterator[None]:
+def no_rights(site: Site, open_path: Path) -> Iterator[None]:
     """Who runs the commands may enter neither the cache nor the leases, as users of a node."""
     site.publish(site.image("a.sqsh"))
     site.lease(7)
-    # pytest's own directories are root's alone; on a node there is no such wall above /run.
-    above = [site.places.root, *site.places.root.parents]
-    walls = [d for d in above if d.stat().st_uid == os.geteuid() and not d.stat().st_mode & 0o001]
-    modes = {wall: wall.stat().st_mode for wall in walls}
-    modes |= dict.fromkeys((site.node.cache.root, site.places.run), 0o700)
-    for path in modes:
-        path.chmod(modes[path] | 0o011 if path in walls else 0o000)
+    closed = (site.node.cache.root, site.places.run)
+    for path in closed:
+        path.chmod(0)
     was = os.geteuid()
     if was == 0:
         os.seteuid(65534)
     yield
     os.seteuid(was)
-    for path, mode in modes.items():
-        # Another pytest process may need what they have in common to be open just now.
-        if path not in walls or "pytest-of-" not in str(path):
-            path.chmod(mode)
+    for path in closed:
+        path.chmod(0o700)
 
 
 # --- the command line itself
