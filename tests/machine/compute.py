@@ -113,7 +113,7 @@ class Compute:
         try:
             yield
         finally:
-            self.run(f"rm {file}")
+            self.run(f"rm -f {file}")  # gone already, if the power went before it was flushed
 
     def outcomes(self, job: int) -> list[Event]:
         """What the hooks and stagers did for a job."""

@@ -14,11 +14,11 @@ FOLDER = Path(__file__).parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "slurm")]
 
 from compute import Compute  # noqa: E402
-from disks import base  # noqa: E402
 from install import installed  # noqa: E402
 from vm import PROGRAM, VM  # noqa: E402
 
 TOOLS = (PROGRAM, "qemu-img", "debootstrap", "cpio", "mkfs.ext4", "unshare", "setpriv")
+SUITES = ("bookworm", "trixie")  # on the second those that are marked `releases`
 LONGEST = 3 * 3600  # seconds: the machine is slow, and one of them runs at a time
 
 
@@ -28,9 +28,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in mine:
         item.add_marker(pytest.mark.machine)
         item.add_marker(pytest.mark.timeout(LONGEST))
-    if "machine" not in os.environ.get("FORESTAGE_TEST_ALSO", "").split():
-        config.hook.pytest_deselected(items=mine)
-        items[:] = [item for item in items if item not in mine]
+    asked = "machine" in os.environ.get("FORESTAGE_TEST_ALSO", "").split()
+    left = [item for item in mine if not (asked and is_wanted(item))]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
+
+
+def is_wanted(item: pytest.Item) -> bool:
+    assert isinstance(item, pytest.Function)
+    suite = item.callspec.params["booted"]
+    return suite == SUITES[0] or item.get_closest_marker("releases") is not None
 
 
 @pytest.fixture(scope="session")
@@ -43,11 +50,12 @@ def machine() -> None:
         pytest.fail(f"missing: {', '.join(missing)} (run tests/prepare machine)")
 
 
-@pytest.fixture(scope="module")
-def booted(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compute]:
+@pytest.fixture(scope="module", params=SUITES)
+def booted(
+    machine: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Compute]:
     """A node with forestage, for the tests of a file."""
-    layer = installed(base("bookworm"))
-    with VM.of(layer, tmp_path_factory.mktemp("vm")) as vm:
+    with VM.of(installed(request.param), tmp_path_factory.mktemp("vm")) as vm:
         compute = Compute(vm)
         compute.boot()
         yield compute

@@ -6,18 +6,23 @@ made of this checkout: forestage and the companion. Made anew where any of that 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
-from disks import fingerprint, keep, on_top
+from disks import base, fingerprint, keep, on_top
 from spec import REPO
+from suite import PACKAGES as WITH_SLURM
+from suite import tree
 from vm import VM
 
 # What the packages are made of. Byte code and the tools that make them are not.
 SOURCES = ("src", "prolog", "epilog", "etc", "packaging")
 NO_SOURCES = (".venv", "__pycache__", ".mypy_cache", ".ruff_cache", "build")
 CACHE = "/mnt/nvme/forestage"
+NOTHING: Mapping[str, str] = {}
 CONFIG = f"sources: [/lustre]\ncache: {CACHE}\n"
 
 RAID = """\
@@ -38,12 +43,13 @@ systemctl enable --now forestage-sweep.timer forestage-ask.socket
 """
 
 
-def installed(below: Path) -> Path:
-    """The layer upon `below`. Takes some ten minutes if it has to be made."""
+def installed(suite: str) -> Path:
+    """The layer of that release of Debian. Takes some ten minutes if it has to be made."""
+    below = base(suite)
     with on_top(below, "installed", recipe()) as (layer, new):
         if new:
             with tempfile.TemporaryDirectory(dir=new.parent) as folder:
-                _install(below, Path(folder), new)
+                _install(below, packages(Path(folder) / "packages", suite), Path(folder), new)
         return layer
 
 
@@ -58,21 +64,33 @@ def recipe() -> str:
     return fingerprint([*found, REPO / "pyproject.toml"], (CONFIG, RAID, FOLLOW))
 
 
-def packages(folder: Path) -> list[Path]:
-    """forestage and the companion, made for this computer's Debian and Slurm."""
-    for command in (["packaging/prepare"], ["packaging/build", "--out", str(folder)]):
-        done = subprocess.run(["nice", *command], cwd=REPO, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+def packages(folder: Path, suite: str) -> list[Path]:
+    """forestage and the companion, made for that release's Slurm."""
+    made(["packaging/prepare"])
+    made(["packaging/build", "--out", str(folder)])
+    for companion in folder.glob("forestage-spank*"):
+        companion.unlink()  # for the Slurm of this computer
+    with tree(suite, suite, WITH_SLURM) as there:
+        headers = folder / "include"
+        headers.mkdir()
+        (headers / "slurm").symlink_to(there / "usr/include/slurm")
+        facts = {"SLURM_INCLUDE": str(headers), "OS_RELEASE": str(there / "etc/os-release")}
+        made(["packaging/companion", "--out", str(folder), "--kind", "deb"], facts)
     return sorted(folder.glob("*.deb"))
 
 
-def _install(below: Path, folder: Path, new: Path) -> None:
-    made = packages(folder / "packages")
+def made(command: list[str], facts: Mapping[str, str] = NOTHING) -> None:
+    env = os.environ | facts
+    done = subprocess.run(["nice", *command], cwd=REPO, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+
+
+def _install(below: Path, packages: list[Path], folder: Path, new: Path) -> None:
     with VM.of(below, folder / "vm") as vm:
         vm.boot()
         vm.until("test -b /dev/nvme0n1 -a -b /dev/nvme1n1")
         vm.run(RAID)
-        for package in made:
+        for package in packages:
             vm.put(f"/root/{package.name}", package.read_bytes())
         vm.run("apt-get install -y /root/forestage_*.deb /root/forestage-spank_*.deb")
         vm.put("/etc/forestage/forestage.yaml", CONFIG.encode())

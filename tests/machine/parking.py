@@ -9,6 +9,7 @@ what became of the copy, and once the write has landed: how many entries are wro
 after a wrong hit what `forestage verify` says, before and after the page cache was dropped.
 """
 
+import contextlib
 import glob
 import json
 import mmap
@@ -101,28 +102,34 @@ def verified():
     return [one["result"] for one in said("verify", "--all", "--dry-run")["verdicts"]]
 
 
-def main(farfs, written, copied, image, rounds):
+@contextlib.contextmanager
+def shown(farfs, data):
+    """A file of farfs' that has these bytes: {FOLDER}/shown/block."""
     for folder in ("behind", "shown"):
         os.makedirs(f"{FOLDER}/{folder}")
     for name in (CONTROL, f"{CONTROL}.calls"):
         open(name, "w").close()
-    with open(image, "rb") as file, open(f"{FOLDER}/behind/block", "wb") as block:
-        file.seek(AT)
-        block.write(file.read(BLOCK))
-    shown = f"{FOLDER}/shown"
-    server = subprocess.Popen(
-        [farfs, f"{FOLDER}/behind", CONTROL, shown, "allow_other,default_permissions"]
-    )
+    with open(f"{FOLDER}/behind/block", "wb") as block:
+        block.write(data)
+    point = f"{FOLDER}/shown"
+    options = "allow_other,default_permissions"
+    server = subprocess.Popen([farfs, f"{FOLDER}/behind", CONTROL, point, options])
     try:
-        while not os.path.ismount(shown):
+        while not os.path.ismount(point):
             time.sleep(0.05)
-        for _ in range(int(rounds)):
-            print(json.dumps(a_round(image, written, copied)), flush=True)
+        yield
     finally:
         hang(reads=False)
-        subprocess.run(["umount", "-l", shown])
+        subprocess.run(["umount", "-l", point])
         server.wait()
         subprocess.run(["rm", "-r", FOLDER])
 
 
-main(*sys.argv[1:])
+def main(farfs, written, copied, image, rounds):
+    with shown(farfs, block_of(image)):
+        for _ in range(int(rounds)):
+            print(json.dumps(a_round(image, written, copied)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -78,6 +78,7 @@ def test_disk_frozen_while_a_job_runs_holds_no_epilog(node: Compute) -> None:
     heals(node, image)
 
 
+@pytest.mark.releases
 def test_disk_frozen_while_a_step_reads_through_holds_neither_it_nor_its_epilog(
     node: Compute,
 ) -> None:

@@ -80,6 +80,7 @@ def test_server_dead_while_copied_a_step_ends_and_the_copy_is_right_when_it_is_b
     node.run("forestage verify --all")
 
 
+@pytest.mark.releases
 def test_server_dead_under_a_reader_the_job_can_be_cancelled_and_nothing_is_left(
     node: Compute,
 ) -> None:

@@ -12,18 +12,22 @@ import pytest
 from compute import IMAGES, Compute
 
 ROUNDS = int(os.environ.get("FORESTAGE_PARKED", "4"))
-OTHER = "/mnt/other"  # by another minor version: to the server that is another client
+SECOND, OTHER = "/mnt/second", "/mnt/other"
+# To the server the one is the same client by another mount, the other is another client: a client
+# has a name for each minor version.
+MOUNTS = {SECOND: "vers=4.2", OTHER: "vers=4.1"}
 SHARE = "/export/images"
 
 
 @pytest.fixture
 def farfs_there(node: Compute, farfs: Path) -> str:
-    """The program, in the machine; and another client of the server."""
+    """The program, in the machine; and more mounts of the share."""
     path = "/tmp/farfs"
     node.vm.put(path, farfs.read_bytes())
     node.run(f"chmod 755 {path}")
-    mount = f"mount -t nfs4 -o vers=4.1,hard,nosharecache 127.0.0.1:/ {OTHER}"
-    node.run(f"mkdir -p {OTHER}; mountpoint -q {OTHER} || {mount}")
+    for point, version in MOUNTS.items():
+        mount = f"mount -t nfs4 -o {version},hard,nosharecache 127.0.0.1:/ {point}"
+        node.run(f"mkdir -p {point}; mountpoint -q {point} || {mount}")
     return path
 
 
@@ -39,7 +43,11 @@ def rounds(node: Compute, farfs: str, where: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("where", [IMAGES, f"{OTHER}/images"], ids=["node", "other"])
+@pytest.mark.parametrize(
+    "where",
+    [IMAGES, f"{SECOND}/images", f"{OTHER}/images"],
+    ids=["node", "second_mount", "other"],
+)
 def test_write_that_is_parked_on_a_client_is_served_to_nobody(
     node: Compute, farfs_there: str, where: str
 ) -> None:

@@ -2,7 +2,8 @@
 
 A copy of the disks of a machine that stands still is what a cut leaves: qemu keeps back what was
 not flushed, as a drive does. So one life of a node gives many cuts, each looked at outside
-(cut.py). They come at random, and at points of forestage's work (traced.py).
+(cut.py); some are real ones, with a boot. They come at random, and at points of forestage's work
+(traced.py).
 """
 
 from __future__ import annotations
@@ -40,7 +41,16 @@ MOMENTS = [
     ("epilog", "os.rename", f"{CACHE}/evicted/"),
     ("epilog", "os.rmdir", f"{CACHE}/evicted/"),
 ]
+BOOTED = [
+    ("image", "chunk", ""),
+    ("image", "os.rename", f" {CACHE}/entries/"),
+    pytest.param("image", "published", "", marks=pytest.mark.releases),
+    ("evict", "os.rename", f"{CACHE}/evicted/"),
+    ("directory", "job aside", ""),
+    ("epilog", "os.rmdir", f"{CACHE}/evicted/"),
+]
 SMALL = "max_size: 4MiB\n"  # so that an Epilog evicts what its job has used
+UNFINISHED = f"cd {CACHE}; ls -d jobs/* parts/* evicted/* 2>&- || true"
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +124,43 @@ def test_cuts_at_random_while_jobs_come_and_go_leave_right_entries_only(
     assert digests == 2 * [power.images[path] for path in paths]
     power.learn()
     assert power.judge() == []
+
+
+@pytest.mark.parametrize(("kind", "point", "word"), BOOTED)
+def test_power_lost_and_back_the_node_serves_right_bytes_and_nothing_is_left(
+    node: Compute, power: Power, kind: str, point: str, word: str
+) -> None:
+    name = f"boot{power.cuts}"
+    kept = new(power, f"{name}-kept")
+    node.srun(f"stage={kept} stage-wait=5m", "true")
+    with node.configured(SMALL) if kind == "epilog" else contextlib.nullcontext():
+        script = story(power, kind, name)
+        power.arm(point, word)
+        node.begin(script, user="root" if kind == "evict" else "alice")
+        power.stands()
+        node.vm.cut_power()
+        power.cuts += 1
+        node.boot()
+        node.run("systemctl start forestage-sweep")
+        assert node.left() == ""
+        assert node.run(UNFINISHED).out == ""
+        node.run("forestage verify --all")
+        for path in (kept, f"{IMAGES}/{name}.sqsh"):
+            done = node.srun(f"stage={path}", f"sha256sum <{path}")
+            assert done.out.split()[0] == power.images[path]
+
+
+def test_entry_with_one_wrong_byte_is_seen_after_a_cut(node: Compute) -> None:
+    """Who finds nothing wrong in all cuts would find it."""
+    judge = Power(node)
+    path = new(judge, "spoilt")
+    node.srun(f"stage={path} stage-wait=5m", "true")
+    spoil = "dd of=$(echo */image) bs=1 seek=5000000 conv=notrunc,fsync status=none"
+    node.run(f"cd {CACHE}/entries; printf X | {spoil}")
+    judge.cut("spoilt")
+    wrong, swept = judge.judge()
+    assert wrong.startswith(f"spoilt: wrong bytes: {path} ")
+    assert swept.startswith("spoilt: the sweep says bad of ")
 
 
 def test_cuts_were_enough_and_no_entry_was_wrong(power: Power) -> None:

@@ -8,6 +8,7 @@
  *   container=no   run the task outside of the image even where FUSE is usable
  *   unpack=DIR     unpack the image below DIR, as `enroot create` does, and run the task in that
  *                  tree, which stays; without it, the image is mounted with squashfuse
+ *   enroot=DIR     bind what the fstabs in DIR/mounts.d say, and those in the user's own
  *   importer=PROGRAM  asked for the path of an image that a registry has, as pyxis 0.21 does
  *
  * As in pyxis, everything happens in task_init, as the job's user, and a value that begins
@@ -18,8 +19,10 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <glob.h>
 #include <grp.h>
 #include <linux/capability.h>
+#include <mntent.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -50,6 +53,7 @@ static char image[4096];
 static char report_file[4096];
 static char unpack_directory[2048];
 static char importer[2048];
+static char enroot[2048], own_enroot[4096];
 static char mounts[4096];
 static bool print_report, use_container = true;
 
@@ -107,6 +111,8 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 			use_container = false;
 		else if (strncmp(av[i], "importer=", 9) == 0)
 			snprintf(importer, sizeof(importer), "%s", av[i] + 9);
+		else if (strncmp(av[i], "enroot=", 7) == 0)
+			snprintf(enroot, sizeof(enroot), "%s", av[i] + 7);
 		else if (strncmp(av[i], "unpack=", 7) == 0)
 			snprintf(unpack_directory, sizeof(unpack_directory), "%s", av[i] + 7);
 		else {
@@ -389,6 +395,32 @@ static int bind_wanted(const char *root)
 	return 0;
 }
 
+/* As enroot's runtime.sh: a line without rbind binds nothing of what is mounted below. */
+static int bind_fstabs(const char *root, const char *folder)
+{
+	char pattern[4200], target[8192];
+	int failed = 0;
+	glob_t found;
+
+	snprintf(pattern, sizeof(pattern), "%s/mounts.d/*.fstab", folder);
+	if (glob(pattern, 0, NULL, &found))
+		return 0;
+	for (size_t i = 0; i < found.gl_pathc && !failed; i++) {
+		FILE *file = setmntent(found.gl_pathv[i], "re");
+		struct mntent *line;
+
+		while (file && !failed && (line = getmntent(file))) {
+			bool all = hasmntopt(line, "rbind");
+			snprintf(target, sizeof(target), "%s%s", root, line->mnt_dir);
+			failed = mount(line->mnt_fsname, target, NULL, MS_BIND | (all ? MS_REC : 0), NULL);
+		}
+		if (file)
+			endmntent(file);
+	}
+	globfree(&found);
+	return failed;
+}
+
 /* Where the image has such directories, the node's own are seen, as enroot's hooks do it. */
 static int enter_image(int fd)
 {
@@ -411,6 +443,8 @@ static int enter_image(int fd)
 			return -1;
 	}
 	if (bind_wanted(root) < 0)
+		return -1;
+	if (enroot[0] && (bind_fstabs(root, enroot) < 0 || bind_fstabs(root, own_enroot) < 0))
 		return -1;
 	if (chroot(root) < 0 || (chdir(cwd ? cwd : "/") < 0 && chdir("/") < 0))
 		return -1;
@@ -528,6 +562,9 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 	}
 	if (image[0] != '.' && image[0] != '/')
 		return 0;
+	if (spank_getenv(sp, "ENROOT_CONFIG_PATH", own_enroot, sizeof(own_enroot)) &&
+	    spank_getenv(sp, "HOME", own_enroot, sizeof(own_enroot) - 16) == ESPANK_SUCCESS)
+		strcat(own_enroot, "/.config/enroot");
 
 	int fd = open(image, O_RDONLY | O_CLOEXEC);
 	if (fd < 0 || fstat(fd, &st) < 0)
