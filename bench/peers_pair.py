@@ -26,13 +26,11 @@ import msgspec
 
 from forestage.cache import image
 from forestage.cache.image import Access, Image
-from forestage.cache.layout import Entry
 from forestage.cache.part import Part
 from forestage.peers import of_job
 from forestage.sources import source
 from forestage.sources.source import OpenImage
-from forestage.stage import chunks, engines
-from forestage.stage.chunks import Tuning
+from forestage.stage import engines
 from forestage.system.as_user import User
 from peering import Node
 
@@ -61,14 +59,7 @@ class Pair:
         subprocess.run(["sh", "-c", command], check=True)
         fd = os.open(self.source, os.O_RDONLY)
         self.image = Image(image.identify(fd, str(self.source)), Access(0, 0, 0o600))
-        entry = self.node.cache.entry_dir(self.image.key)
-        entry.mkdir(parents=True)
-        shutil.copyfile(self.source, entry / "image")
-        tuning = Tuning(chunk=CHUNK)
-        (entry / "map").write_bytes(chunks.digests(entry / "image", self.size, tuning))
-        record = Entry(self.image.key, self.image.identity, self.image.access, 0.0, "chunks", CHUNK)
-        (entry / "entry.json").write_bytes(msgspec.json.encode(record))
-        (entry / "used").touch()
+        self.node.give(self.image, self.source, CHUNK)
 
     def cost(self) -> Cost:
         assert self.node.process is not None
