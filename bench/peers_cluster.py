@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -169,21 +169,26 @@ def pair(mib: int, pairs: int) -> str:
     )
 
 
-def hostile(fleet: Fleet, nodes: int, mib: int) -> Iterator[str]:
-    """How long the healthy nodes took when others had bad luck; all of theirs was right."""
+def hostile(fleet: Fleet, nodes: int, mib: int) -> Generator[str, None, str]:
+    """How long the healthy nodes took when others had bad luck; all of theirs was right.
+
+    Returns the figures of the last line.
+    """
     yield "| disturbance | s | x undisturbed | read x | right |"
     yield "|:--" + "|--:" * 4 + "|"
-    undisturbed = 0.0
+    undisturbed, most, wrong = 0.0, 0.0, 0
     for name in MISHAPS:
         fleet.reset()
         told = meet(fleet, name, fleet.cluster.nodes[:nodes], mib)
         undisturbed = undisturbed or told.seconds
+        most, wrong = max(most, told.source), wrong + len(told.wrong)
         right = [one.result for one in told.outcomes.values()].count("copied") - len(told.wrong)
         yield (
             f"| {name} | {told.seconds:.1f} | {told.seconds / undisturbed:.2f}"
             f" | {told.source:.3f} | {right} of {len(told.outcomes)} |"
         )
         fleet.cluster.wait_idle(60)
+    return f"hostile_read={most:.3f} wrong={wrong}"
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
@@ -200,7 +205,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         fleet.reset()
         fleet.serve(cluster.nodes)
         if options.hostile:
-            yield from hostile(fleet, max(options.nodes), options.mib)
+            yield load.last((yield from hostile(fleet, max(options.nodes), options.mib)))
             return
         for count in options.nodes:
             direct, peers = (measure(fleet, count, options.mib, on) for on in (False, True))
