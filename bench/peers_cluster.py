@@ -6,23 +6,31 @@ that none of them has read a byte of. Seconds are from `sbatch` to the last node
 so Slurm's own start is in them; bytes are those on the file server's link, and `read` those that
 the server itself has read. All nodes share this machine's processors: `busy` says how much of these
 was used, and near 100 % it is them that is measured, not the network.
+
+Then jobs on different nodes, one after the other, with one file: `jobs8_src` is how often it was
+read from the file server for 8 jobs of a node each, `jobs4x4_src` for 4 jobs of 4 nodes. Last what
+bytes cost without shaped links (peers_pair.py): CPU-seconds for each GiB in chunks of 4 MiB, and
+`beside`, how many times as long a job took on the processor on which its node gave 1 Gbit/s.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 sys.dont_write_bytecode = True
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 
 import busy  # noqa: E402
+import peers_pair  # noqa: E402
 from cluster import Cluster, ClusterError  # noqa: E402
 from fleet import MIB, Fleet, networked  # noqa: E402
 from host import exit_on_sigterm  # noqa: E402
@@ -47,6 +55,16 @@ class Measured:
     busy: float
     stagers: Load
     services: Load
+
+
+class Shape(NamedTuple):
+    """Jobs one after the other, of so many nodes each."""
+
+    jobs: int
+    nodes: int
+
+    def __str__(self) -> str:
+        return f"jobs{self.jobs}" + f"x{self.nodes}" * (self.nodes > 1)
 
 
 Results = Mapping[int, tuple[Measured, Measured]]  # by nodes: directly, with peers
@@ -124,21 +142,53 @@ def summary(results: Results, size: int) -> str:
     )
 
 
-def hostile(fleet: Fleet, nodes: int, mib: int) -> Iterator[str]:
-    """How long the healthy nodes took when others had bad luck; all of theirs was right."""
+def jobs(fleet: Fleet, shape: Shape, mib: int) -> str:
+    """Jobs one after the other, each on nodes that have nothing: how often the source was read."""
+    fleet.reset()
+    nodes = fleet.cluster.nodes[: shape.jobs * shape.nodes]
+    path = fleet.data(f"image-{shape}", mib)
+    before = fleet.read_of_store()
+    for first in range(0, len(nodes), shape.nodes):
+        mine = nodes[first : first + shape.nodes]
+        job = fleet.start(path, mine)
+        fleet.await_copies(path, mine, 900)
+        fleet.wait_over(job)
+    read = fleet.read_of_store() - before
+    if wrong := fleet.wrong(path, nodes):
+        raise ClusterError(f"{path} is not right on {wrong}\n{fleet.logs(nodes)}")
+    fleet.source(path).unlink()
+    return f"{shape}_src={read / (mib * MIB):.3f}"
+
+
+def pair(mib: int, pairs: int) -> str:
+    cost, ratios = peers_pair.costs(mib), peers_pair.beside(mib, pairs)
+    middle, least, most = statistics.median(ratios), min(ratios), max(ratios)
+    return (
+        f"giver={cost.giver:.2f} taker={cost.taker:.2f} cp={cost.cp:.2f}"
+        f" beside={middle:.3f}({least:.3f}-{most:.3f})"
+    )
+
+
+def hostile(fleet: Fleet, nodes: int, mib: int) -> Generator[str, None, str]:
+    """How long the healthy nodes took when others had bad luck; all of theirs was right.
+
+    Returns the figures of the last line.
+    """
     yield "| disturbance | s | x undisturbed | read x | right |"
     yield "|:--" + "|--:" * 4 + "|"
-    undisturbed = 0.0
+    undisturbed, most, wrong = 0.0, 0.0, 0
     for name in MISHAPS:
         fleet.reset()
         told = meet(fleet, name, fleet.cluster.nodes[:nodes], mib)
         undisturbed = undisturbed or told.seconds
+        most, wrong = max(most, told.source), wrong + len(told.wrong)
         right = [one.result for one in told.outcomes.values()].count("copied") - len(told.wrong)
         yield (
             f"| {name} | {told.seconds:.1f} | {told.seconds / undisturbed:.2f}"
             f" | {told.source:.3f} | {right} of {len(told.outcomes)} |"
         )
         fleet.cluster.wait_idle(60)
+    return f"hostile_read={most:.3f} wrong={wrong}"
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
@@ -149,27 +199,34 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         f" {links.store_mbit:g} Mbit/s, {os.cpu_count()} processors for all of it\n"
     )
     results: dict[int, tuple[Measured, Measured]] = {}
-    with Cluster.up(networked(max(options.nodes), links)) as cluster:
+    most = max(*options.nodes, *(shape.jobs * shape.nodes for shape in options.jobs))
+    with Cluster.up(networked(most, links)) as cluster:
         fleet = Fleet(cluster, int(options.chunk_mib * MIB))
         fleet.reset()
         fleet.serve(cluster.nodes)
         if options.hostile:
-            yield from hostile(fleet, max(options.nodes), options.mib)
+            yield load.last((yield from hostile(fleet, max(options.nodes), options.mib)))
             return
         for count in options.nodes:
             direct, peers = (measure(fleet, count, options.mib, on) for on in (False, True))
             results[count] = (direct, peers)
+        shared = [jobs(fleet, shape, options.mib // 4) for shape in options.jobs]
     size = options.mib * MIB
-    yield from (*times(results, size), "", *costs(results), "", load.last(summary(results, size)))
+    yield from (*times(results, size), "", *costs(results), "")
+    last = (summary(results, size), *shared, pair(options.pair_mib, options.pairs))
+    yield load.last(" ".join(last))
 
 
 def main() -> int:
-    parser = busy.Bench("peers", __doc__, "8 minutes")
-    parser.add_argument("--nodes", default="1,2,4,8,16", type=_counts)
+    parser = busy.Bench("peers", __doc__, "10 minutes")
+    parser.add_argument("--nodes", default="1,4,16", type=_counts)
+    parser.add_argument("--jobs", default="8x1,4x4", type=_shapes, help="a quarter of MIB each")
     parser.add_argument("--mib", type=int, default=192)
     parser.add_argument("--chunk-mib", type=float, default=1)
     parser.add_argument("--node-mbit", type=float, default=Net.node_mbit)
     parser.add_argument("--store-mbit", type=float, default=Net.store_mbit)
+    parser.add_argument("--pair-mib", type=int, default=1024, help="without shaped links")
+    parser.add_argument("--pairs", type=int, default=20, help="of a job alone and beside a giver")
     parser.add_argument("--hostile", action="store_true", help="what the faults of one node cost")
     options = parser.begin()
     exit_on_sigterm()
@@ -183,6 +240,10 @@ def main() -> int:
 
 def _counts(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
+
+
+def _shapes(text: str) -> list[Shape]:
+    return [Shape(*map(int, word.split("x"))) for word in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ import os
 import random
 import secrets
 import select
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forestage.cache import digest
@@ -27,6 +29,7 @@ from forestage.peers import auth, of_job
 from forestage.peers.auth import Offer, Prover
 from forestage.peers.connection import ChunkRefused
 from forestage.peers.protocol import ChunkRequest, Receiver
+from forestage.stage.chunks import Tuning, digests
 from forestage.system import lock
 from node import HANGS, until
 
@@ -194,6 +197,17 @@ class Node:
         with lock.held(taken, 60.0) if lock.is_free(taken) else contextlib.nullcontext():
             self.cache.publish(entry)
         return wanted.key
+
+    def give(self, image: Image, source: Path, chunk: int) -> None:
+        """Makes an entry of this file's bytes, whatever the image's are; its digests fit them."""
+        entry = self.cache.entry_dir(image.key)
+        entry.mkdir(parents=True)
+        shutil.copyfile(source, entry / "image")
+        tuning = Tuning(chunk=chunk)
+        (entry / "map").write_bytes(digests(entry / "image", source.stat().st_size, tuning))
+        record = Entry(image.key, image.identity, image.access, 0.0, "chunks", chunk)
+        (entry / "entry.json").write_bytes(msgspec.json.encode(record))
+        (entry / "used").touch()
 
     def part(self, seed: int = 1, pid: int = 0, **facts: object) -> Part:
         """A copy under way, of which nothing is in yet."""

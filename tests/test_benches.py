@@ -28,8 +28,12 @@ SMALL = {
     ),
     "hooks": (["2"], f"noimage={RATIO} hit={RATIO} epilog={RATIO}"),
     "peers": (
-        ["--nodes", "1,2", "--mib", "4"],
-        rf"src_bytes={RATIO}\(2\) t2_over_t1={RATIO} speedup2={RATIO}",
+        ["--nodes", "1,2", "--mib", "4", "--jobs", "2x1,1x2", "--pair-mib", "8", "--pairs", "1"],
+        (
+            rf"src_bytes={RATIO}\(2\) t2_over_t1={RATIO} speedup2={RATIO} jobs2_src={RATIO}"
+            rf" jobs1x2_src={RATIO} giver={RATIO} taker={RATIO} cp={RATIO}"
+            rf" beside={RATIO}\({RATIO}-{RATIO}\)"
+        ),
     ),
     "peers-model": (["4"], rf"cpu=\d+s worst_read={RATIO}"),
     "registry": (

@@ -6,12 +6,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from forestage.cache import digest
-from forestage.cache.image import Access
-from forestage.cache.layout import Entry
+from forestage.cache.image import Access, Image
 from forestage.clock import Clock
 from forestage.events import Copied
 from forestage.hooks.boundary import Hook, note_nodes
@@ -51,16 +48,10 @@ def peer(node: Node, tmp_path: Path) -> Iterator[Peer]:
 
 def give(peer: Peer, node: Node, path: Path, data: bytes) -> None:
     """Has the peer's cache hold `data` for the image, with digests that fit."""
-    identity = node.identity(path)
-    entry = peer.cache.entry_dir(identity.key)
-    entry.mkdir(parents=True)
-    (entry / "image").write_bytes(data)
-    pieces = (data[at : at + CHUNK] for at in range(0, len(data), CHUNK))
-    (entry / "map").write_bytes(b"".join(map(digest.of_chunk, pieces)))
+    source = peer.places.root / "given"
+    source.write_bytes(data)
     access = Access(ALICE.uid, ALICE.gid, 0o644)
-    record = Entry(identity.key, identity, access, 0.0, "chunks", CHUNK)
-    (entry / "entry.json").write_bytes(msgspec.json.encode(record))
-    (entry / "used").touch()
+    peer.give(Image(node.identity(path), access), source, CHUNK)
 
 
 def run(node: Node, environ: dict[str, str]) -> Copied:

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import io
 import os
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import TypeAlias
 from weakref import WeakValueDictionary
@@ -23,6 +25,7 @@ from forestage.system import lock, records
 
 POLL = 0.02  # seconds between two looks at the map of a copy, for all who wait for its chunks
 STEP = 1 << 20  # bytes read at a time for a digest that no map has
+_IS_IN = b"0" + b"1" * 255  # a byte's digit
 
 
 class Present(msgspec.Struct, frozen=True):
@@ -90,9 +93,13 @@ def is_in(digests: bytes, number: int) -> bool:
 
 
 def chunks_in(digests: bytes) -> int:
-    """Pure: the chunks that a map says are in; bit 5 is chunk 5."""
-    each = digest.split(digests)
-    return int("".join("0" if one == digest.MISSING else "1" for one in reversed(each)) or "0", 2)
+    """Pure: the chunks that a map says are in; bit 5 is chunk 5.
+
+    Each response says it, so no Python runs for each chunk.
+    """
+    columns = (int.from_bytes(digests[at::ENTRY_BYTES], "little") for at in range(ENTRY_BYTES))
+    any_byte = reduce(or_, columns).to_bytes(-(-len(digests) // ENTRY_BYTES), "big")
+    return int(any_byte.translate(_IS_IN) or b"0", 2)
 
 
 def take_digest(found: Present) -> str:

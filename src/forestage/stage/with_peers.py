@@ -96,7 +96,7 @@ class Shared(Run):
         self.unreadable: Unreadable | None = None
         missing = [number for number in self.todo if number in self.data]
         self.said: dict[int, dict[str, str]] = {}  # by chunk and peer, a digest
-        self.given: dict[str, list[int]] = {}  # by peer, the chunks that are in
+        self.given: dict[str, set[int]] = {}  # by peer, the chunks that are in
         self.liars: set[str] = set()
         self.bringing = 0  # threads that may yet find that a chunk has to be read again
         self.schedule = Schedule(
@@ -140,7 +140,7 @@ class Shared(Run):
                 ask, twice = found
                 # The shorter a piece, the less a job's own read waits behind it.
                 self._bring(ask, buffer[:PIECE] if self.is_served() else buffer, twice)
-                self._settle(ask.number)
+                self._settle(ask.number, buffer)
                 with self.turn:
                     self.bringing -= 1
                     self.turn.notify_all()
@@ -187,7 +187,7 @@ class Shared(Run):
         try:
             found = self._fetched(ask, buffer, sink)
             if found is not None and ask.peer != SOURCE:
-                self._prove(ask, found, aside)
+                self._prove(ask, buffer, aside)
         except _Lie:
             self._catch(ask.peer, ask.number)
             with self.turn:
@@ -239,7 +239,7 @@ class Shared(Run):
         )
         return self.peers.fetch(ask.peer, chunk, Receiver(buffer, sink, peer_has, stop, peer_says))
 
-    def _prove(self, ask: Ask, found: bytes, aside: memoryview | None) -> None:
+    def _prove(self, ask: Ask, buffer: memoryview, aside: memoryview | None) -> None:
         """Compares what a peer gave with the source, where that is due. Raises _Lie, Truncated."""
         start, size = self.span(ask.number)
         if self.schedule.obsolete(ask):
@@ -252,12 +252,11 @@ class Shared(Run):
                 got = bytes(aside[at - start : at - start + length])
             else:
                 got = os.pread(self.image, length, at)
-            if self._differs(at, got):
+            if self._differs(at, got, buffer):
                 raise _Lie
 
-    def _differs(self, at: int, got: bytes) -> bool:
+    def _differs(self, at: int, got: bytes, buffer: memoryview) -> bool:
         """Whether the source has other bytes there; where it cannot be read, nobody can say."""
-        buffer = reading.buffer(self.tuning.chunk)
         try:
             read = reading.pieces(self.source, at, len(got), buffer)
             return any(piece != got[here - at : here - at + len(piece)] for here, piece in read)
@@ -278,7 +277,7 @@ class Shared(Run):
             if ask.peer == SOURCE:
                 self.said.setdefault(ask.number, {})[SOURCE] = found.hex()
             elif is_first:  # before it is noted: who finds the peer out then strikes this one too
-                self.given.setdefault(ask.peer, []).append(ask.number)
+                self.given.setdefault(ask.peer, set()).add(ask.number)
                 self.from_peers += size
         if is_first:
             if aside is not None:
@@ -289,9 +288,8 @@ class Shared(Run):
                 self.part.note_peers(self.from_peers)
         with self.turn:
             self.schedule.got(ask, time.monotonic())
-            self.turn.notify_all()
 
-    def _settle(self, number: int) -> None:
+    def _settle(self, number: int, buffer: memoryview) -> None:
         """Asks the source who is right where a chunk that is in has another digest elsewhere."""
         with self.turn:
             said = self.said.get(number, {})
@@ -300,7 +298,7 @@ class Shared(Run):
                 return
             del self.said[number]
         start, size = self.span(number)
-        if self._differs(start, os.pread(self.image, size, start)):
+        if self._differs(start, os.pread(self.image, size, start), buffer):
             self._catch(giver, number)
             return
         for peer, found in said.items():
@@ -314,7 +312,7 @@ class Shared(Run):
                 return
             self.liars.add(peer)
             self.schedule.leave_out(peer)
-            gave = self.given.pop(peer, [])
+            gave = self.given.pop(peer, set())
         for one in gave:
             with self.chunk_locks[one]:
                 self.forget(one)

@@ -136,9 +136,11 @@ def test_publishing_cut_by_crash_is_absent(cache: Cache) -> None:
         assert local_chunks.find(cache, KEY, 1) == Absent()
 
 
-@given(st.lists(st.booleans(), max_size=70))
-def test_set_of_chunks_has_a_bit_for_each_that_is_in(each: list[bool]) -> None:
-    digests = b"".join(digest.UNKNOWN if one else digest.MISSING for one in each)
+@given(st.lists(st.integers(-1, ENTRY_BYTES - 1), max_size=70))
+def test_set_of_chunks_has_a_bit_for_each_that_is_in(bytes_set: list[int]) -> None:
+    """Whichever byte of its digest is the one that is not zero."""
+    each = [at >= 0 for at in bytes_set]
+    digests = b"".join(bytes(byte == at for byte in range(ENTRY_BYTES)) for at in bytes_set)
     assert local_chunks.chunks_in(digests) == sum(
         1 << number for number, one in enumerate(each) if one
     )

@@ -442,7 +442,7 @@ def test_source_decides_between_two_digests(pair: Pair, liar_first: bool) -> Non
         run.schedule.asks[ask] = 0.0
     for ask, twice in zip(asks, (False, True), strict=True):
         run._bring(ask, reading.buffer(CHUNK), twice)
-        run._settle(3)
+        run._settle(3, reading.buffer(CHUNK))
     assert run.liars == {"b"}
     assert run.schedule._peers.is_out("b", 1e9)
     assert not run.schedule._peers.is_out("c", 1e9)
@@ -463,7 +463,7 @@ def test_chunk_that_this_node_reads_late_finds_out_who_gave_it(pair: Pair) -> No
         run.schedule.asks[ask] = 0.0
     run._bring(with_peers.Ask(3, "b"), reading.buffer(CHUNK), False)
     run._bring(with_peers.Ask(3, SOURCE), reading.buffer(CHUNK), True)
-    run._settle(3)
+    run._settle(3, reading.buffer(CHUNK))
     run.close()
     assert (run.liars, 3 in missing_chunks(pair.part.digests(), SIZE, CHUNK)) == ({"b"}, True)
 
