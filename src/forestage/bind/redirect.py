@@ -88,7 +88,6 @@ def mount(node: Node, lease: Lease, wanted: Image, end: Deadline) -> Shown:
     """
 
     def note() -> None:
-        _must_not_be_saved_to(node.leases, wanted.path)
         # Read again: another step of the job may have taken something meanwhile.
         # If it is gone, its Epilog has run: what it held besides may be evicted.
         held = node.leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
@@ -121,19 +120,12 @@ def _mount_for(node: Node, lease: Lease, wanted: Image) -> str:
         now = node.leases.read(lease.job)
         if now is None or Use(wanted.key, wanted.path) not in now.uses:
             raise Declined("off", "the job has ended, or saves to this path")
-        _must_not_be_saved_to(node.leases, wanted.path)
 
     end = Deadline.after(MOUNT_TIMEOUT, node.clock)
     try:
         return _mount(node, lease.user, wanted, end, note)
     except (Declined, OSError) as error:
         return str(error)
-
-
-def _must_not_be_saved_to(leases: Leases, path: str) -> None:
-    """Under the space lock, as a job's word that it saves there is noted: one sees the other."""
-    if leases.saved_to(path):
-        raise Declined("saved", f"a job on this node saves its container to {path}")
 
 
 def _mount(node: Node, user: User, wanted: Image, end: Deadline, note: Callable[[], None]) -> Shown:
@@ -173,6 +165,9 @@ def _mount_once(
                 raise Declined("disabled", off)
             if step == "mount" and identity != wanted.identity:
                 raise Declined("changed", f"{wanted.path} was changed or replaced just now")
+            # A job's word that it saves there is noted under this lock, too: one sees the other.
+            if node.leases.saved_to(wanted.path):
+                raise Declined("saved", f"a job on this node saves its container to {wanted.path}")
             # Lease first: an Epilog that runs next takes off what no lease mentions.
             note()
             if step == "mount":
