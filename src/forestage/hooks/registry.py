@@ -210,7 +210,12 @@ def _work(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
             elif isinstance(word, Present):
                 return Worked(digest, came, word.path)
             elif isinstance(word, Refused):
-                _note_full(node, job, name, word)
+                if word.reason == "store-full" and name:
+                    # It holds back the importer, and the user's next steps, from doing this again.
+                    # A user can say nothing here of another's images.
+                    full_store.note(
+                        node.places, job.user, name, printable(word.detail), word.free, now
+                    )
                 raise Declined(printable(word.reason), printable(word.detail))
             else:
                 if isinstance(word, Importing):
@@ -266,16 +271,6 @@ def _leaving(job: Job, tasks: Tasks) -> Iterator[None]:
             # With the job's only where no step comes any more: Slurm makes both, one by one.
             kinds = ("task_", "step_", "job_") if tasks.are_over else ("task_", "step_")
             child.remove_left((one.parent for one in found), kinds)
-
-
-def _note_full(node: Node, job: Job, name: str, word: Refused) -> None:
-    """Holds the importer back, and the user's next steps, from the same import into a full store.
-
-    A user can say nothing here of another's images.
-    """
-    if word.reason == "store-full" and name:
-        now = node.clock.wall()
-        full_store.note(node.places, job.user, name, printable(word.detail), word.free, now)
 
 
 def _progress(request: Request, word: Progress | Importing) -> str:

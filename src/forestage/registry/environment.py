@@ -100,11 +100,8 @@ def read(block: bytes) -> dict[str, str]:
         name, equals, value = entry.partition(b"=")
         if name and equals and len(entry) <= LONGEST:
             found[os.fsdecode(name)] = os.fsdecode(value)
-    return {name: value for name, value in found.items() if not _is_denied(name)}
-
-
-def _is_denied(name: str) -> bool:
-    return name in DENIED or name.startswith("LD_")
+    denied = {name for name in found if name in DENIED or name.startswith("LD_")}
+    return {name: value for name, value in found.items() if name not in denied}
 
 
 def settings(environ: Mapping[str, str], stop: Deadline, conf: str = "") -> Settings:

@@ -120,8 +120,10 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
     """The digest that counts for all of the job; "" where one import by the tag has to do."""
     if task.reference.digest:
         return task.reference.digest
-    if not task.order.imports:
-        return _meant_last(task, store)
+    if not task.order.imports:  # a guess, for which no registry is asked
+        if last := store.last(task.text):
+            return last
+        raise Declined("not-imported", f"{task.text} is not in the store yet")
     said = _said(task, store, asker, clock)
     if said is not None or (task.order.by_tag and task.jobs):
         return said or ""
@@ -132,14 +134,6 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
         found = _instead(task, store, refused)
     asker.must_wait()
     return store.set_job_digest(task.jobs[-1], task.text, found) if task.jobs else found
-
-
-def _meant_last(task: Task, store: Store) -> str:
-    """What the tag meant last: a guess, for which no registry is asked. Raises Declined."""
-    last = store.last(task.text)
-    if not last:
-        raise Declined("not-imported", f"{task.text} is not in the store yet")
-    return last
 
 
 def _said(task: Task, store: Store, asker: Asker, clock: Clock) -> str | None:

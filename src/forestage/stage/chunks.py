@@ -221,10 +221,12 @@ class Run:
             while not self.ends():
                 if self._shares():
                     self._take_piece()
-                elif (number := self._pop()) is not None:
-                    self.note(number, self.take(number, buffer, self._write_right))
-                else:
+                    continue
+                with self.lock:
+                    number = self._first(self.readers.wanted() if self.readers else ())
+                if number is None:
                     return
+                self.note(number, self.take(number, buffer, self._write_right))
         except (OSError, Declined) as error:
             self.errors.append(error)
             self.halt.set()
@@ -238,12 +240,8 @@ class Run:
         """Whether jobs read the image while it is copied."""
         return self.readers is not None and self.readers.served()
 
-    def _pop(self) -> int | None:
-        """Takes the next chunk off the list."""
-        with self.lock:
-            return self._first(self.readers.wanted() if self.readers else ())
-
     def _first(self, wanted: Sequence[int]) -> int | None:
+        """Takes the next chunk off the list, under the lock."""
         # Whoever waits for a chunk will mostly want the next one too.
         number = next((one for one in (*wanted, self.ahead) if one in self.todo), None)
         if number is None:

@@ -83,7 +83,10 @@ def show(call: Call, request: Request) -> ForStep:
     found = _state(node, job.id, path)
     while until is not None and found.state in ("looking", "copying") and until.left():
         if lock.is_free(_life(node, job.id, noted.restart, path)):
-            found = _died_since(_state(node, job.id, path), path)
+            found = _state(node, job.id, path)
+            if found.state not in ("ready", "declined"):  # and so it stays
+                why = f"who brings {path} has been killed"
+                found = Tree("declined", reason="helper", detail=why)
             break
         call.progress(partial(_progress, node, path, found, until))
         node.clock.sleep(min(POLL, until.left()))
@@ -144,13 +147,6 @@ def _life(node: Node, job: int, restart: int, path: str) -> Path:
     return node.cache.locks / f"tree-{hashlib.sha256(words).hexdigest()[:32]}.lock"
 
 
-def _died_since(found: Tree, path: str) -> Tree:
-    """Pure: how a directory stands that nobody brings any more."""
-    if found.state in ("ready", "declined"):
-        return found
-    return Tree("declined", reason="helper", detail=f"who brings {path} has been killed")
-
-
 def _progress(node: Node, path: str, found: Tree, until: Deadline) -> str:
     """For a user who waits: how far the directory is."""
     if found.state == "looking":
@@ -203,7 +199,9 @@ def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
 def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
     ended = Tree("declined", reason="helper", detail="the process that brought it died")
     try:
-        ended = _bring(node, job, path, stop)
+        with contextlib.ExitStack() as place:
+            _take_place(node, job, place)
+            ended = _bring(node, job, path, stop)
     except (ForestageError, OSError) as error:
         reason = error.reason if isinstance(error, Declined) else "io"
         ended = Tree("declined", reason=reason, detail=printable(str(error)))
@@ -211,13 +209,6 @@ def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
         log.say(f"stager job={job.id} result=declined {line}", by_slurm=True)
     finally:
         wanted.note_tree(node, job, path, ended)
-
-
-def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
-    """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
-    with contextlib.ExitStack() as place:
-        _take_place(node, job, place)
-        return _brought(node, job, path, stop)
 
 
 def _take_place(node: Node, job: Job, held: contextlib.ExitStack) -> None:
@@ -245,7 +236,8 @@ def _may_look(node: Node, job: Job, held: contextlib.ExitStack, until: Deadline)
     return True
 
 
-def _brought(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
+def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
+    """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
     os.setgroups(as_user.groups(job.user))
     root, resolved = manifest.open_root(path, job.user)
     _must_be_a_source(node, root, resolved)
