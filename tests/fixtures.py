@@ -14,6 +14,7 @@ from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
+from forestage.cache.part import Owner
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.hooks.registry import Asked
@@ -110,6 +111,16 @@ def publish(cache: Cache) -> Callable[[Image], Entry]:
     return publishing
 
 
+def half(cache: Cache, key: str, boot: str | None) -> None:
+    """A part that a stager of that boot left; None: it did not come to say whose it is."""
+    part = cache.part(key)
+    part.directory.mkdir()
+    part.image.write_bytes(b"half")
+    if boot is not None:
+        wanted = Image(Identity("/a", 1, 8, 1, 1), Access(0, 0, 0o644))
+        part.write_owner(Owner(1, boot, wanted, 4, "chunks", 7, 1.0))
+
+
 class Settled(Clock):
     """An hour ahead of the file system's: no source is so new that a copy of it must wait."""
 
@@ -129,6 +140,17 @@ def staging_node(tmp_path: Path, cache: Cache, shared: Path) -> Node:
     )
     places = Places(tmp_path)
     return Node(config, places, cache, Leases(places.leases), Settled())
+
+
+@pytest.fixture
+def configured(staging_node: Node) -> Callable[..., Node]:
+    """The node with other keys of its configuration."""
+
+    def configuring(**keys: object) -> Node:
+        config = msgspec.structs.replace(staging_node.config, **keys)
+        return msgspec.structs.replace(staging_node, config=config)
+
+    return configuring
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import squashfs
-from forestage import events
+from forestage import events, trace
 from forestage.bind import redirect
 from forestage.cache import image
 from forestage.cache.image import Identity
@@ -30,6 +30,7 @@ from forestage.events import Outcome
 from forestage.hooks.boundary import IMAGE_OPTION, Hook
 from forestage.paths import Places
 from forestage.slurm.job import SAVE_OPTION
+from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
 from forestage.views.through.running import PROCESS_NAME, SERVER_NAME
@@ -342,6 +343,36 @@ def _once_idle(argv: list[str | Path]) -> None:
         return ran.returncode == 0
 
     until(done, f"{argv} to be possible")
+
+
+class Idle(Slurm):
+    """Knows the node, and no job on it."""
+
+    def at_work(self) -> frozenset[int]:
+        return frozenset()
+
+    def knows_node(self, node: str) -> bool:
+        return True
+
+    def job(self, job: int) -> JobState | None:
+        return None
+
+
+@contextlib.contextmanager
+def held_at(point: str, folder: Path) -> Iterator[Callable[[], None]]:
+    """No process goes on from this trace point before the test calls what is yielded, or ends."""
+    opened, before = folder / "opened", trace.listener
+
+    def wait(name: str) -> None:
+        if name == point:
+            until(opened.exists, f"the test to let a process go on from {point}")
+
+    trace.listener = wait
+    try:
+        yield opened.touch
+    finally:
+        opened.touch()
+        trace.listener = before
 
 
 def read_as(user: User, path: Path) -> bytes | None:

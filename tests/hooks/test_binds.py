@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from forestage import trace
 from forestage.cache.layout import Entry
 from forestage.clock import Clock
 from forestage.hooks import container_binds, limit
@@ -23,7 +22,7 @@ from forestage.stage import fstab
 from forestage.system import run
 from forestage.system.files import opened
 from helper import Helper, ask, environ, noted
-from node import ALICE, Node, children_left, until
+from node import ALICE, Node, children_left, held_at, until
 
 Said = dict[str, str]
 LEAVE = ["leave", "below-bind"]
@@ -407,18 +406,11 @@ def test_prolog_redirects_no_image_whose_fstab_binds_what_is_above_it(
 def test_stager_redirects_no_image_whose_fstab_may_bind_what_is_above_it(
     node: Node, packed: Packed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    gate = tmp_path / "gate"
-
-    def wait(name: str) -> None:
-        if name == "checked":
-            until(gate.exists, "the test to let the copy end")
-
     monkeypatch.setattr(limit, "SHORTLY", 0.0)
-    monkeypatch.setattr(trace, "listener", wait)
     node.configure(cold="shared")
     path = node.put("images/image.sqsh", packed("${DATA} /data none bind\n"))
-    assert node.prolog(7, path).outcome.redirect == "later"
-    gate.touch()
+    with held_at("checked", tmp_path):
+        assert node.prolog(7, path).outcome.redirect == "later"
     key = node.identity(path).key
     until(lambda: node.cache.image(key).exists() and node.is_idle(key), "the copy's end")
     until(lambda: not children_left(), "the stager's end")

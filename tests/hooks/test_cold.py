@@ -8,14 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import trace
 from forestage.bind import redirect
 from forestage.clock import Clock
 from forestage.events import Event, Handled
 from forestage.hooks import limit
 from forestage.hooks.boundary import IMAGE_OPTION, Hook
 from forestage.views.through import keeper, running
-from node import ALICE, BOB, Arrange, Node, children_left, content, end_keepers, until
+from node import ALICE, BOB, Arrange, Node, children_left, content, end_keepers, held_at, until
 from through import Through
 
 
@@ -26,20 +25,11 @@ def shared(node: Node) -> Node:
 
 
 @pytest.fixture
-def gate(
-    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[[], None]]:
+def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
     """No copy is published before the test calls it; nobody waits for a small image."""
-    opened = tmp_path / "opened"
-
-    def wait(name: str) -> None:
-        if name == "checked":
-            until(opened.exists, "the test to let a copy end")
-
     monkeypatch.setattr(limit, "SHORTLY", 0.0)
-    monkeypatch.setattr(trace, "listener", wait)
-    yield opened.touch
-    opened.touch()
+    with held_at("checked", tmp_path) as opened:
+        yield opened
 
 
 def result(outcome: object) -> tuple[str, str]:

@@ -26,12 +26,11 @@ from forestage.clock import Clock
 from forestage.errors import Declined, Failed
 from forestage.hooks import data
 from forestage.hooks.limit import Limit
-from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock, loop, mounts
 from forestage.system.as_user import User
 from forestage.views import hold, job_dir, job_disk
 from jobdir import MIB, Dirs, as_alice
-from node import ALICE, BOB, Node, content, until
+from node import ALICE, BOB, Idle, Node, content, until
 
 _fork = get_context("fork")
 
@@ -344,19 +343,6 @@ def test_cancelled_in_its_prolog_the_job_leaves_nothing(dirs: Dirs) -> None:
     assert (shown.lines, [one.reason for one in shown.outcomes]) == ([NONE], ["job-dir"])
     assert dirs.node.epilog(7).said == ("released", "")
     assert_gone(dirs)
-
-
-class Idle(Slurm):
-    """No job runs here."""
-
-    def at_work(self) -> frozenset[int]:
-        return frozenset()
-
-    def knows_node(self, node: str) -> bool:
-        return True
-
-    def job(self, job: int) -> JobState | None:
-        return None
 
 
 def swept(dirs: Dirs, dry_run: bool = False) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from forestage import trace
 from forestage.admin import explain, sweep
 from forestage.cache import evict
 from forestage.cache.node import Node as Bare
@@ -20,12 +19,11 @@ from forestage.hooks import limit, serve
 from forestage.hooks.boundary import IMAGE_OPTION, Hook
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.queue import JobState, Slurm
 from forestage.sources import opening
 from forestage.sources.source import OpenImage
 from forestage.system import as_user, terminal
 from forestage.views.through import running
-from node import ALICE, Node, end_keepers, until
+from node import ALICE, Idle, Node, end_keepers, held_at, until
 
 
 class Named:
@@ -59,31 +57,11 @@ def named(node: Node, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
+def gate(tmp_path: Path) -> Iterator[Callable[[], None]]:
     """No copy is published before the test calls it."""
-    opened = tmp_path / "opened"
-
-    def wait(name: str) -> None:
-        if name == "checked":
-            until(opened.exists, "the test to let a copy end")
-
-    monkeypatch.setattr(trace, "listener", wait)
-    yield opened.touch
-    opened.touch()
+    with held_at("checked", tmp_path) as opened:
+        yield opened
     end_keepers()
-
-
-class Idle(Slurm):
-    """Knows the node, and no job any more."""
-
-    def at_work(self) -> frozenset[int]:
-        return frozenset()
-
-    def knows_node(self, node: str) -> bool:
-        return True
-
-    def job(self, job: int) -> JobState | None:
-        return None
 
 
 def step(node: Node, job: int, path: Path) -> tuple[str, str, str]:

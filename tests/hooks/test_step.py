@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage import trace
 from forestage.bind import redirect
 from forestage.cache.lease import Use
 from forestage.clock import Clock
@@ -23,7 +22,7 @@ from forestage.hooks import boundary, script
 from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, _main
 from forestage.system.as_user import User
 from helper import Helper, ask, environ, noted
-from node import ALICE, BOB, HANGS, Node, content, until
+from node import ALICE, BOB, HANGS, Node, content, held_at, until
 
 MIB = 1024 * 1024
 
@@ -56,19 +55,10 @@ def slow(node: Node) -> Iterator[Node]:
 
 
 @pytest.fixture
-def gate(
-    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[[], None]]:
+def gate(tmp_path: Path) -> Iterator[Callable[[], None]]:
     """No stager of a Prolog copies a byte before the test calls it."""
-    opened = tmp_path / "opened"
-
-    def wait(name: str) -> None:
-        if name == "reserved":
-            until(opened.exists, "the test to let a copy begin")
-
-    monkeypatch.setattr(trace, "listener", wait)
-    yield opened.touch
-    opened.touch()
+    with held_at("reserved", tmp_path) as opened:
+        yield opened
 
 
 def used(node: Node, path: Path, tell: str = "1") -> list[str]:

@@ -19,7 +19,7 @@ from forestage.admin.show import listing
 from forestage.admin.tally import Tally
 from forestage.cache.node import Node as Bare
 from forestage.cache.said import Tree
-from forestage.clock import Clock, Deadline
+from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.events import Copied, Handled
 from forestage.hooks import data
@@ -257,7 +257,7 @@ def test_user_who_may_not_read_one_file_gets_none_of_it(spank: Node) -> None:
     with lock.held(spank.cache.space_lock, 5):
         noted = wanted.read(spank.leases, 2)
         trees = {str(path) + "/": wanted.read(spank.leases, 1).trees[str(path) + "/"]}
-        wanted.note(spank.leases, 2, msgspec.structs.replace(noted, trees=trees))
+        spank.leases.note(2, data=msgspec.structs.replace(noted, trees=trees))
     assert show(spank, 2, BOB).lines == []
 
 
@@ -652,12 +652,9 @@ def test_hits_wait_deadline_is_kept(spank: Node, monkeypatch: pytest.MonkeyPatch
     path = fill(spank)
     monkeypatch.setattr(directory, "_bring", lambda *_: Tree("copying", "0" * 32, str(path)))
     begin(spank, 1, f"stage={path}/")
-    bare, job = ready(spank, 1), as_job(spank, 1, "")
-    request = as_job(spank, 1, f"stage={path}/").hints.data[0]
-    until_now = Deadline.after(0.01, Clock())
-    with lock.held(directory._life(bare, 1, 0, f"{path}/"), 240.0):  # as if it went on
-        lines, outcome = directory.show(bare, job, request, f"{path}/", until_now, until_now)
-    assert (lines, outcome.result) == ([], "started")
+    with lock.held(directory._life(ready(spank, 1), 1, 0, f"{path}/"), 240.0):  # as if it went on
+        shown = show(spank, 1, wait=0.01)
+    assert (shown.lines, shown.outcomes[0].result) == ([], "started")
 
 
 @pytest.mark.parametrize("own", ["FORESTAGE_HOME", "SLURM_JOB_WORK_DIR"])

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from imports import processes, until
 
+from forestage.registry import worker
 from forestage.registry.messages import Progress, Refused
 from forestage.registry.worker import MOST, Worker
 from forestage.system import run
@@ -20,6 +21,12 @@ from forestage.system.as_user import User
 
 CAROL = User("", 61003, 61003)
 WORD = '{"type":"progress","text":"1 GiB"}'
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the workers here has anything to clean up."""
+    monkeypatch.setattr(worker, "GRACE", 1.0)
 
 
 def saying(script: str) -> Worker:

@@ -56,7 +56,7 @@ class Watched(Hook):
 
 def play(name: Name, environ: Mapping[str, str], places: Places, clock: Clock) -> Ended:
     """As `hooks._main` does it, boundary and all."""
-    if nothing_to_do(name, environ, str(places.leases)):
+    if nothing_to_do(name, environ, str(places.root)):
         return Ended()
     hook = Watched(name, environ, time.monotonic())
     try:

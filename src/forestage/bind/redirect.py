@@ -7,6 +7,7 @@ mount table is the only record of them (docs/decisions/0002).
 
 import contextlib
 import errno
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,14 +80,7 @@ def unmount_stale(cache: Cache, paths: frozenset[str], key: str, user: User, end
         unmount.wait(cache, found, end)
 
 
-def mount(
-    cache: Cache,
-    places: Places,
-    leases: Leases,
-    lease: Lease,
-    wanted: Image,
-    deadline: Deadline,
-) -> Shown:
+def mount(node: Node, lease: Lease, wanted: Image, end: Deadline) -> Shown:
     """Makes the image's path show the entry, and notes it in the job's lease.
 
     Raises Declined where the path no longer leads to the staged file or the copy is not readable
@@ -94,13 +88,12 @@ def mount(
     """
 
     def note() -> None:
-        _must_not_be_saved_to(leases, wanted.path)
         # Read again: another step of the job may have taken something meanwhile.
         # If it is gone, its Epilog has run: what it held besides may be evicted.
-        held = leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
-        leases.write(held.with_use(Use(wanted.key, wanted.path)))
+        held = node.leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
+        node.leases.write(held.with_use(Use(wanted.key, wanted.path)))
 
-    return _mount(cache, places, lease.user, wanted, deadline, note)
+    return _mount(node, lease.user, wanted, end, note)
 
 
 def mount_waiting(node: Node, wanted: Image) -> Iterator[tuple[int, str]]:
@@ -127,68 +120,54 @@ def _mount_for(node: Node, lease: Lease, wanted: Image) -> str:
         now = node.leases.read(lease.job)
         if now is None or Use(wanted.key, wanted.path) not in now.uses:
             raise Declined("off", "the job has ended, or saves to this path")
-        _must_not_be_saved_to(node.leases, wanted.path)
 
     end = Deadline.after(MOUNT_TIMEOUT, node.clock)
     try:
-        return _mount(node.cache, node.places, lease.user, wanted, end, note)
+        return _mount(node, lease.user, wanted, end, note)
     except (Declined, OSError) as error:
         return str(error)
 
 
-def _must_not_be_saved_to(leases: Leases, path: str) -> None:
-    """Under the space lock, as a job's word that it saves there is noted: one sees the other."""
-    if leases.saved_to(path):
-        raise Declined("saved", f"a job on this node saves its container to {path}")
-
-
-def _mount(
-    cache: Cache,
-    places: Places,
-    user: User,
-    wanted: Image,
-    deadline: Deadline,
-    note: Callable[[], None],
-) -> Shown:
+def _mount(node: Node, user: User, wanted: Image, end: Deadline, note: Callable[[], None]) -> Shown:
     """Mounts as `user`; `note`, under the space lock, sees to the lease or says why not."""
+    cache = node.cache
     for _ in range(3):
-        shown = _mount_once(cache, places, user, wanted, deadline, note)
+        shown = _mount_once(node, user, wanted, end, note)
         if shown:
             return shown
         # Without the lock, as this may hang.
-        unmount_stale(cache, frozenset({wanted.path}), wanted.key, user, deadline)
+        unmount_stale(cache, frozenset({wanted.path}), wanted.key, user, end)
         try:
             going = [bind for bind in binds(cache) if bind.path == wanted.path]
-            unmount.wait(cache, going, deadline)
+            unmount.wait(cache, going, end)
         except lock.Busy as busy:  # no fault of this node: the job reads the source
             raise Declined("busy", str(busy)) from None
     raise Failed("redirect", f"{wanted.path} keeps showing an older copy")
 
 
 def _mount_once(
-    cache: Cache,
-    places: Places,
-    user: User,
-    wanted: Image,
-    deadline: Deadline,
-    note: Callable[[], None],
+    node: Node, user: User, wanted: Image, end: Deadline, note: Callable[[], None]
 ) -> Shown | None:
     """None where a bind has to go first, or goes just now."""
-    turn = _Turn(places.mounting, PLACES + user.uid)
+    cache, places = node.cache, node.places
+    turn = functools.partial(lock.take_place, places.mounting, PLACES + user.uid, waits=False)
     # Opened before the lock: walking to the path may hang, and the lock is the whole node's.
-    target, identity = _open_target(cache, wanted, user, deadline.left())
+    target, identity = _open_target(cache, wanted, user, end.left())
     try:
-        with lock.held(cache.space_lock, deadline.left()):
+        with lock.held(cache.space_lock, end.left()):
             bound = [bind for bind in binds(cache) if bind.path == wanted.path]
             step = next_step(bound, wanted.path, wanted.key)
             # One that an Epilog has claimed goes, though it shows the right entry.
             if step == "unmount" or any(unmount.is_going(cache, bind) for bind in bound):
                 return None
             # `unredirect` switches staging off, then takes this lock: no bind is made after that.
-            if step == "mount" and (off := switch.by_file(places, deadline.clock.wall())):
+            if step == "mount" and (off := switch.by_file(places, end.clock.wall())):
                 raise Declined("disabled", off)
             if step == "mount" and identity != wanted.identity:
                 raise Declined("changed", f"{wanted.path} was changed or replaced just now")
+            # A job's word that it saves there is noted under this lock, too: one sees the other.
+            if node.leases.saved_to(wanted.path):
+                raise Declined("saved", f"a job on this node saves its container to {wanted.path}")
             # Lease first: an Epilog that runs next takes off what no lease mentions.
             note()
             if step == "mount":
@@ -262,21 +241,7 @@ def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tup
     return fds[0], target.identity
 
 
-class _Turn(msgspec.Struct, frozen=True):
-    """A byte of a file, locked by the process that mounts; one that hangs keeps it."""
-
-    file: Path
-    place: int
-
-    def take(self) -> int:
-        """Until this process closes what it returns, or ends. Raises Declined, OSError."""
-        try:
-            return lock.take_place(self.file, self.place, waits=False)
-        except BlockingIOError:
-            raise Declined("mount-hangs", "an earlier mount for this user still hangs") from None
-
-
-def _bind(source: Path, spot: Path, target: int, turn: _Turn) -> None:
+def _bind(source: Path, spot: Path, target: int, turn: Callable[[], int]) -> None:
     """Lays `source` over the open file `target`, read-only from the first moment on.
 
     A bind inherits the flags of the mount it is made from. So a first bind, on a spot that only
@@ -304,17 +269,22 @@ def _bind(source: Path, spot: Path, target: int, turn: _Turn) -> None:
         _free(spot)
 
 
-def _lay_over(made: int, target: int, turn: _Turn) -> None:
+def _lay_over(made: int, target: int, turn: Callable[[], int]) -> None:
     """Binds `made` over `target`, in a child: whoever can read that file may have mount(2) wait.
 
     No signal ends that wait, and the child would mount when it is over, whenever that is. But the
     kernel looks then whether `made` is still mounted, and the caller unmounts it at once: so what
-    was not mounted in time never is (docs/decisions/0046). Raises Declined, OSError.
+    was not mounted in time never is (docs/decisions/0046). `turn` takes the user's place among
+    those that mount; a child that hangs keeps it. Raises Declined, OSError.
     """
 
     def work() -> as_user.Found[bool]:
         child.leave_job()  # nobody is to wait for it
-        place = turn.take()
+        try:
+            place = turn()
+        except BlockingIOError:
+            why = "an earlier mount for this user still hangs"
+            raise Declined("mount-hangs", why) from None
         try:
             mounts.mount(f"/proc/self/fd/{made}", f"/proc/self/fd/{target}", mounts.MS_BIND)
         finally:

@@ -308,36 +308,36 @@ class Cache:
         """
         self.move_aside(self.entry_dir(key))
 
-    def delete_evicted(self) -> None:
-        """Deletes what was evicted, also what a crash left. Two at once do no harm."""
-        self._delete_each([*self.evicted.iterdir()])
+    def delete_evicted(self, only: Path | None = None) -> None:
+        """Deletes what was evicted, or the one directory, as far as it can; also what a crash left.
 
-    def delete(self, evicted: Path) -> None:
-        """Deletes one of these, as far as it can; what something holds of it is noted."""
-        self._delete_each([evicted])
-
-    def _delete_each(self, all_evicted: list[Path]) -> None:
-        """Each in a child. Whoever has an image open can have unlink(2) wait for as long as they
-        like, by a read with O_DIRECT into a FUSE of theirs; no signal ends that wait."""
-        works = [partial(self._delete_in_turn, evicted) for evicted in all_evicted]
+        What something holds of it is noted. Two at once do no harm. Each in a child: whoever has an
+        image open can have unlink(2) wait for as long as they like, by a read with O_DIRECT into a
+        FUSE of theirs; no signal ends that wait.
+        """
+        works = [partial(self._delete, one) for one in ([only] if only else self.evicted.iterdir())]
         with contextlib.suppress(OSError):  # no process can be started: the next hook tries again
             as_user.each(works, bool, DELETION, DELETIONS, DELETED_AT_ONCE)
 
-    def _delete_in_turn(self, evicted: Path) -> bool:
+    def _delete(self, evicted: Path) -> bool:
         """Unless another process does it, or hangs with it: that keeps a lock on the directory."""
         child.leave_job()  # nobody is to wait for it
-        with contextlib.ExitStack() as stack:
-            if evicted.is_dir() and not evicted.is_symlink():
-                fd = stack.enter_context(opened(evicted, os.O_RDONLY | os.O_DIRECTORY))
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._delete(evicted)
-        return True
-
-    def _delete(self, evicted: Path) -> None:
+        is_directory = evicted.is_dir() and not evicted.is_symlink()
         disk = evicted / "disk"  # of a job's own directory
         file = disk if files.facts(disk) else evicted / "image"
-        with held_open.noted(self.held, file, _whose(evicted)):
-            _delete(evicted)
+        with contextlib.ExitStack() as stack:
+            if is_directory:
+                fd = stack.enter_context(opened(evicted, os.O_RDONLY | os.O_DIRECTORY))
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(held_open.noted(self.held, file, _whose(evicted)))
+            if is_directory:
+                import shutil  # few hooks delete something
+
+                shutil.rmtree(evicted, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    evicted.unlink()
+        return True
 
     def drop_part(self, key: str) -> None:
         """Deletes a part. The caller holds the key's lock.
@@ -346,7 +346,7 @@ class Cache:
         """
         gone = self.move_aside(self.part_dir(key))
         if gone is not None:
-            self.delete(gone)
+            self.delete_evicted(gone)
 
     def move_aside(self, directory: Path) -> Path | None:
         """Where the directory is now, below evicted/; None if there is none. Raises Failed."""
@@ -426,17 +426,6 @@ def _whose(evicted: Path) -> tuple[int, ...]:
             if found := records.find(evicted / record, _Whose):
                 return (found.uid,)
     return tuple(user for user in _users(evicted / "used") if user)
-
-
-def _delete(evicted: Path) -> None:
-    """Deletes what it can; the next hook tries again."""
-    if evicted.is_dir() and not evicted.is_symlink():
-        import shutil  # few hooks delete something
-
-        shutil.rmtree(evicted, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            evicted.unlink()
 
 
 def _users(used: Path) -> tuple[int, ...]:

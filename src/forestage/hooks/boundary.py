@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from forestage.clock import Clock
     from forestage.config import Settings
     from forestage.events import Outcome
-    from forestage.hooks.watch import Watched
+    from forestage.hooks.watch import Child, Watched
     from forestage.paths import Places
     from forestage.slurm.job import Job
 
@@ -66,7 +66,7 @@ def _main(name: Name, root: str = "") -> int:
         from forestage.slurm.lines import NUMBER
 
         write(NUMBER)
-    if nothing_to_do(name, os.environ, f"{run}/leases"):
+    if nothing_to_do(name, os.environ, root):
         hook.say("result=none")
         hook.answer("leave", "no-image")
         return 0
@@ -79,18 +79,14 @@ def _main(name: Name, root: str = "") -> int:
         if name == "prolog":
             hook.mark = background.leave(os.environ, run)
         forked = None if hook.mark else watch.fork(keeps_stdout=name == "step")
-        if forked and forked[0]:
-            code = hook.wait(*forked, root)
+        if isinstance(forked, watch.Child):
+            code = hook.wait(forked, root)
             return code
-        if forked:
-            hook.child = watch.Watched(forked[1])
+        hook.child = forked
         import_msgspec()
-        from pathlib import Path
-
         from forestage.clock import Clock
-        from forestage.paths import Places
 
-        code = hook.run(Places(Path(root)) if root else Places(), Clock())
+        code = hook.run(_places(root), Clock())
     except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
         what = f"reason={type(error).__name__} at={_place(error)} detail={str(error)[:1000]!r}"
         hook.say(f"result=failed {what}")
@@ -153,30 +149,23 @@ class _Unused:
     quote_from_bytes = schema = schema_components = None
 
 
-def nothing_to_do(
-    name: Name,
-    environ: Mapping[str, str],
-    leases: str,
-    window: str = "/dev/shm/forestage-window-job-",  # noqa: S108 - to look what is there
-    images: str = "/run/forestage/images",
-) -> bool:
+def nothing_to_do(name: Name, environ: Mapping[str, str], root: str) -> bool:
     """Whether this job is none of ours; costs no import, and never errs."""
+    number = environ.get("SLURM_JOB_ID", "")
+    run = f"{root}/run/forestage"
     if name == "prolog":
         asked = IMAGE_OPTION in environ or SAVE_OPTION in environ or STAGE_OPTION in environ
         comment = environ.get("SLURM_JOB_COMMENT", "")
         return not asked and not (comment and may_be_hinted(comment))
     if name == "step":
-        hinted = f"{leases}/{environ.get('SLURM_JOB_ID', '')}.hinted"
         asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
-        return not (asked or os.path.exists(hinted))
-    number = environ.get("SLURM_JOB_ID", "")
-    if any(os.path.exists(f"{leases}/{number}.{kind}") for kind in ("json", "prolog")):
-        return False
-    if os.path.lexists(window + number):
-        return False
+        return not (asked or os.path.exists(f"{run}/leases/{number}.hinted"))
     # A step's image is being imported, for which there is a lease at the end only; or the job began
     # with a release in which nodes agreed on digests without a store.
-    return not any(os.path.exists(f"{images}/{number}.{kind}") for kind in ("asked", "agreed"))
+    of_images = (f"images/{number}.asked", f"images/{number}.agreed")
+    left = (f"leases/{number}.json", f"leases/{number}.prolog", *of_images)
+    window = f"{root}/dev/shm/forestage-window-job-{number}"  # noqa: S108 - to look what is there
+    return not (any(os.path.exists(f"{run}/{one}") for one in left) or os.path.lexists(window))
 
 
 def may_be_hinted(comment: str) -> bool:
@@ -191,7 +180,7 @@ def may_be_hinted(comment: str) -> bool:
 
 
 def note_call(name: Name, environ: Mapping[str, str], run: str) -> None:
-    """Leaves that Slurm calls this hook, and the latest job for which it did; never errs.
+    """Records that Slurm called this hook, and the latest job for which it did; never errs.
 
     `forestage status` and the alerts go by it: most jobs leave no event. Two Prologs at the same
     moment may leave the lower number, until the next.
@@ -288,29 +277,22 @@ class Hook:
 
         return self.child or ALONE
 
-    def wait(self, pid: int, line: int, root: str) -> int:
+    def wait(self, child: Child, root: str) -> int:
         """Waits for the child that does the work; goes on without it where it hangs."""
         from forestage.hooks import watch
 
-        def hangs(cache: str) -> float:
-            return _hangs(cache, root)
-
         try:
-            return watch.wait(pid, line, hangs)
+            return child.wait(lambda cache: _hangs(cache, root))
         except watch.Late as late:
-            self._go_on_without(late.cache, root)
+            self._go_on_without(late.cache, _places(root))
             return 0
 
-    def _go_on_without(self, cache: str, root: str) -> None:
+    def _go_on_without(self, cache: str, places: Places) -> None:
         """The job reads its sources; what it holds of the cache the sweep releases."""
-        from pathlib import Path
-
         from forestage.clock import Clock
         from forestage.errors import Declined
-        from forestage.paths import Places
         from forestage.slurm.job import Job
 
-        places = Places(Path(root)) if root else Places()
         why = Declined("deadline", "the hook's work did not end in time")
         if cache:
             why = Declined("cache-hangs", f"the disk of {cache} has stopped answering")
@@ -369,10 +351,17 @@ def _hangs(cache: str, root: str) -> float:
 
     from forestage.cache import disk
     from forestage.cache.layout import Cache
+
+    hang = disk.hangs(_places(root), Cache(Path(cache)))
+    return hang.seconds if hang else 0.0
+
+
+def _places(root: str) -> Places:
+    from pathlib import Path
+
     from forestage.paths import Places
 
-    hang = disk.hangs(Places(Path(root)) if root else Places(), Cache(Path(cache)))
-    return hang.seconds if hang else 0.0
+    return Places(Path(root)) if root else Places()
 
 
 def write(*fields: str) -> None:

@@ -145,7 +145,10 @@ class Binds:
             doubt = doubt or why
         bound = [(f"{one.file}:{one.line}", one.source) for one in binds]
         bound = [(who, variables.expanded(source)) for who, source in bound]
-        if self._wants_home(site):
+        wants_home = job.mounts_home
+        if wants_home is None:
+            wants_home = enroot.says_yes(site.settings.get("ENROOT_MOUNT_HOME", ""))
+        if wants_home:
             bound += [("--container-mount-home", home)]
         return _as_text(_Found(home, _led(bound), doubt, files.facts, variables.asked))
 
@@ -155,12 +158,6 @@ class Binds:
         with contextlib.suppress(OSError):  # /run is full, or this is no root
             place = first + os.getpid() % PLACES_OF_USER
             lock.take_place(Places(self._root).mounting, place, waits=True)
-
-    def _wants_home(self, site: Site) -> bool:
-        wanted = self._job.mounts_home
-        if wanted is None:
-            wanted = enroot.says_yes(site.settings.get("ENROOT_MOUNT_HOME", ""))
-        return wanted
 
     def _of_image(self, found: _Found, own: Sequence[str]) -> tuple[tuple[str, str], ...]:
         """What the image's own fstab binds; in a child, where the paths lead is asked for."""

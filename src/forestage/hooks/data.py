@@ -4,15 +4,15 @@
     FILE@/mount/point   views/mounted.py   a squashfs file, mounted; the file is staged as an image
     stage-dir=, @job    views/job_dir.py   the job's own directory; views/fill.py fills it
 
-Only with the companion: it mounts all this in each task's own namespace.
+Each is a `wanted.View`, and may have something to release (views/release.py). Only with the
+companion: it mounts all this in each task's own namespace.
 """
 
 import contextlib
 import io
 import os
-import pwd
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,27 +24,23 @@ from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import WHOLE, Handled
 from forestage.events.reasons import FAILURES
 from forestage.hooks import answers, leases, serve
-from forestage.hooks.answers import Answer
 from forestage.hooks.container_binds import Binds
 from forestage.hooks.limit import Limit
 from forestage.slurm import hints
-from forestage.slurm.hints import Kind, Request
+from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
-from forestage.sources import opening
 from forestage.system import as_user, lock
 from forestage.units import printable
 from forestage.views import wanted
+from forestage.views.wanted import Call, ForStep, Staged, View
 
 if TYPE_CHECKING:
     from forestage.views.job_dir import Own
 
 LONGEST_LIST = 64 * 1024  # bytes of the file of stage-list=
-LOOK = 5.0  # seconds for it, and for where the job works
+LOOK = 5.0  # seconds for it
 STAGE_DIR = Request("stage-dir", "hint")
-
-ForStep = tuple[Sequence[Fields], Handled]
-"""What a request comes to in a step: lines for the companion, and the outcome."""
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -71,7 +67,7 @@ def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[
         return _as_data([answers.of_error(Request("", "hint"), error)])
     # Once the lease is there: the sweep takes away the directories of jobs that have none.
     made = _made(node, job, noted, limit)
-    call = _Call(node, job, noted, limit, Binds(node.places.root, job))
+    call = _call(node, job, noted, limit)
     return _as_data([*made, *(_begun(call, one) for one in requests)])
 
 
@@ -84,7 +80,7 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
     except Declined as hang:
         return _as_refused(noted, hang)
     own, lines, outcomes = _own_dir(node, job, noted)
-    call = _Call(node, job, noted, limit, Binds(node.places.root, job), own)
+    call = _call(node, job, noted, limit, own)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
     off = refusal or (_refused(noted) if noted.off else None)
     if off:
@@ -252,137 +248,56 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
         _note(node, job, refused, end)
 
 
-class _Call(msgspec.Struct, frozen=True):
-    """What the requests of one call share; `own` is the job's directory, which a step is shown."""
+def _call(node: Node, job: Job, noted: Wanted, limit: Limit, own: "Own | None" = None) -> Call:
+    def stage(request: Request, end: Deadline) -> Staged:
+        # No redirect lies there, so none is in a container's way.
+        within = msgspec.structs.replace(limit, end=end)
+        (answer,) = serve.serve(node, job, [request], within)
+        return Staged(answer.outcome, answer.image, answer.socket)
 
-    node: Node
-    job: Job
-    noted: Wanted
-    limit: Limit
-    bound: Binds
-    own: "Own | None" = None
+    return Call(
+        node=node,
+        job=job,
+        noted=noted,
+        copy=limit.copy,
+        end=limit.end,
+        fill=limit.fill or limit.end,
+        progress=limit.progress,
+        stage=stage,
+        must_not_be_bound=Binds(node.places.root, job).must_not_hold,
+        own=own,
+    )
 
 
-class _View(Protocol):
-    """One kind of request. Both raise ForestageError, OSError; `path` is absolute."""
-
-    def begin(self, call: _Call, request: Request, path: str) -> Handled:
-        """What a Prolog does for it, which waits for nothing."""
-
-    def show(self, call: _Call, request: Request, path: str) -> ForStep:
-        """What a step is shown of it."""
-
-
-class _Directory:
-    def begin(self, call: _Call, request: Request, path: str) -> Handled:
+def _view(request: Request) -> View:
+    """The module for this kind of request; most jobs have at most one kind."""
+    if request.kind == "directory":
         from forestage.views import directory
 
-        return directory.begin(call.node, call.job, request, path)
-
-    def show(self, call: _Call, request: Request, path: str) -> ForStep:
-        from forestage.views import directory
-
-        node, job, limit = call.node, call.job, call.limit
-        lines, outcome = directory.show(
-            node, job, request, path, limit.copy, limit.end, limit.progress
-        )
-        for line in lines:
-            _must_not_be_in(job, line[-2], _some_time(node, limit))
-            call.bound.must_not_hold(line[-2])
-        return lines, outcome
-
-
-class _Mount:
-    def begin(self, call: _Call, request: Request, path: str) -> Handled:
+        return directory
+    if request.kind == "mount":
         from forestage.views import mounted
 
-        # Nothing is copied for what will not be mounted; the step looks closer.
-        mounted.must_be_allowed(request.at, ())
-        return self._staged(call, request, call.limit).outcome
+        return mounted
+    from forestage.views import fill
 
-    def show(self, call: _Call, request: Request, path: str) -> ForStep:
-        from forestage.views import mounted
-
-        node, job = call.node, call.job
-        limit = msgspec.structs.replace(call.limit, end=_some_time(node, call.limit))
-        place = mounted.place(node, job, request.at, limit.end)
-        _keep_clear_of_binds(call.bound, place.path)
-        answer = self._staged(call, request, limit)
-        staged = mounted.Staged(answer.outcome, answer.image, answer.socket)
-        return mounted.show(node, job, request, path, place, staged, limit.end)
-
-    def _staged(self, call: _Call, request: Request, limit: Limit) -> Answer:
-        """The file, as an image. No redirect lies there, so none is in a container's way."""
-        return serve.serve(call.node, call.job, [request], limit)[0]
+    return fill
 
 
-class _Fill:
-    def begin(self, call: _Call, request: Request, path: str) -> Handled:
-        from forestage.views import fill
-
-        fill.must_be_possible(call.noted, request)
-        return Handled("started", request=printable(request.path), via="hint")
-
-    def show(self, call: _Call, request: Request, path: str) -> ForStep:
-        from forestage.views import fill
-
-        until = call.limit.fill or call.limit.end
-        return fill.fill(
-            call.node, call.job, call.noted, request, call.own, path, until, call.limit.progress
-        )
-
-
-VIEWS: Mapping[Kind, _View] = {"directory": _Directory(), "mount": _Mount(), "fill": _Fill()}
-"""By the kind of a request: all that Prolog and step know of it."""
-
-
-def _begun(call: _Call, request: Request) -> Handled:
+def _begun(call: Call, request: Request) -> Handled:
     try:
-        path = image.wanted_path(request, call.job.work_dir)
-        return VIEWS[request.kind].begin(call, request, path)
+        image.wanted_path(request, call.job.work_dir)
+        return _view(request).begin(call, request)
     except (ForestageError, OSError) as error:
         return _of_error(request, error)
 
 
-def _shown(call: _Call, request: Request) -> ForStep:
+def _shown(call: Call, request: Request) -> ForStep:
     try:
-        path = image.wanted_path(request, call.job.work_dir)
-        return VIEWS[request.kind].show(call, request, path)
+        image.wanted_path(request, call.job.work_dir)
+        return _view(request).show(call, request)
     except (ForestageError, OSError) as error:
         return (), _of_error(request, error)
-
-
-def _some_time(node: Node, limit: Limit) -> Deadline:
-    """What is left to the step, and enough after a long wait for what came before."""
-    return Deadline.after(max(limit.end.left(), opening.HOOK_TIMEOUT), node.clock)
-
-
-def _must_not_be_in(job: Job, directory: str, end: Deadline) -> None:
-    """Raises Declined where the job works in the directory: it would become read-only.
-
-    Wherever links lead: the directory is resolved. Raises as_user.TooSlow.
-    """
-
-    def work() -> as_user.Found[list[bytes]]:  # they need not be text
-        home = job.home
-        with contextlib.suppress(KeyError):
-            home = home or pwd.getpwuid(job.user.uid).pw_dir
-        as_user.become(job.user)
-        own = [one for one in (home, job.work_dir) if one.startswith("/")]
-        return [*map(os.fsencode, (*own, *map(os.path.realpath, own)))], []
-
-    found, _ = as_user.call(work, list[bytes], min(LOOK, end.left()))
-    for own in map(os.fsdecode, found):
-        if f"{own}/".startswith(f"{directory}/"):
-            raise Declined("no-mount", f"{directory} holds the job's own directory {own}")
-
-
-def _keep_clear_of_binds(bound: Binds, path: str) -> None:
-    """Raises Declined where the job's container would not start with a mount there."""
-    try:
-        bound.must_not_hold(path)
-    except Declined as why:  # of an image nobody needs to hear it, as its path shows the same bytes
-        raise Declined("no-mount", f"{path}: {why}") from None
 
 
 def _of_error(request: Request, error: Exception) -> Handled:

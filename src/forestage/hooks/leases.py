@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -50,22 +50,26 @@ def leased(node: Node, job: Job, key: str, limit: Limit) -> Iterator[Lease]:
         on_error.pop_all()
 
 
-def give_back(node: Node, job: Job, key: str) -> None:
-    """Has the job's lease hold the entry no longer. Best effort."""
-    # The deadline may be over, so no waiting: what stays in the lease goes in the Epilog.
+def revise(node: Node, job: Job, change: Callable[[Lease], None]) -> None:
+    """Calls `change` with the job's lease, if it has one, under the space lock.
+
+    Not where somebody holds that for long: no job's bytes depend on it. Raises Failed, OSError.
+    """
     with contextlib.suppress(lock.Busy), lock.held(node.cache.space_lock, GIVE_UP):
         lease = node.leases.read(job.id)
         if lease is not None:
-            node.leases.put(lease.without(key))
+            change(lease)
+
+
+def give_back(node: Node, job: Job, key: str) -> None:
+    """Has the job's lease hold the entry no longer; what stays in it goes in the Epilog."""
+    revise(node, job, lambda lease: node.leases.put(lease.without(key)))
 
 
 def ask_for_redirect(node: Node, job: Job, found: Image) -> None:
     """Has the stager redirect the path for this job, once the entry is here."""
-    # Whoever holds the lock for so long: the job reads the right bytes without it, only slower.
-    with contextlib.suppress(lock.Busy), lock.held(node.cache.space_lock, GIVE_UP):
-        lease = node.leases.read(job.id)
-        if lease is not None:
-            node.leases.write(lease.with_use(Use(found.key, found.path)))
+    use = Use(found.key, found.path)
+    revise(node, job, lambda lease: node.leases.write(lease.with_use(use)))
 
 
 def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: Limit) -> Job:

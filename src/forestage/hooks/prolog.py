@@ -82,13 +82,8 @@ def limit_of(
 def _note_wait(node: Node, job: Job, answers: list[Answer]) -> None:
     """Notes how long this Prolog took, for the line that the job's user reads in its first step."""
     waited = sum(answer.outcome.wait for answer in answers)
-    with (
-        contextlib.suppress(ForestageError, OSError),  # only a figure
-        lock.held(node.cache.space_lock, leases.GIVE_UP),
-    ):
-        lease = node.leases.read(job.id)
-        if lease is not None:
-            node.leases.say(lease, waited=round(waited, 4))
+    with contextlib.suppress(ForestageError, OSError):  # only a figure
+        leases.revise(node, job, lambda lease: node.leases.say(lease, waited=round(waited, 4)))
 
 
 def _note_hinted(node: Node, job: Job, answers: list[Answer]) -> None:
@@ -100,12 +95,8 @@ def _note_hinted(node: Node, job: Job, answers: list[Answer]) -> None:
     ]
     if found:
         # Without it the steps read the shared path.
-        with (
-            contextlib.suppress(ForestageError, OSError),
-            lock.held(node.cache.space_lock, leases.GIVE_UP),
-        ):
-            if node.leases.read(job.id) is not None:
-                node.leases.note_hinted(job.id, found)
+        with contextlib.suppress(ForestageError, OSError):
+            leases.revise(node, job, lambda lease: node.leases.note_hinted(job.id, found))
 
 
 def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:

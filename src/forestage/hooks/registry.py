@@ -26,7 +26,6 @@ from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import UNSERVED, Came, Handled
 from forestage.hooks import answers, leases, serve, step, user_messages, variables
 from forestage.hooks.answers import Answer
-from forestage.hooks.limit import Limit
 from forestage.hooks.waiting import GONE, Tasks
 from forestage.registry import full_store, imports_now, mount_points, worker
 from forestage.registry.imports_now import PROCESS_NAME, UnderWay
@@ -154,14 +153,20 @@ def _answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
     """What the request comes to; never raises for what a registry, a user or the disk does."""
     start = node.clock.monotonic()
     try:
-        answer = _obtained(node, job, asked, tasks)
+        found = _work(node, job, asked, tasks)
+        answer = _stage(node, job, found.path, asked, tasks)
+        origin = {"digest": found.digest, "came": found.came}
     except (ForestageError, OSError) as error:
-        answer = Answer(
-            msgspec.structs.replace(answers.of_error(asked.request, error), came="enroot")
-        )
-    took = round(node.clock.monotonic() - start, 4)
-    facts = {"request": printable(asked.request.path), "wait": took, "via": asked.request.via}
-    return msgspec.structs.replace(answer, outcome=msgspec.structs.replace(answer.outcome, **facts))
+        answer = Answer(answers.of_error(asked.request, error))
+        origin = {"came": "enroot"}
+    outcome = msgspec.structs.replace(
+        answer.outcome,
+        request=printable(asked.request.path),
+        wait=round(node.clock.monotonic() - start, 4),
+        via=asked.request.via,
+        **origin,
+    )
+    return msgspec.structs.replace(answer, outcome=outcome)
 
 
 def message(outcome: Handled, wanted: UserMessages) -> str:
@@ -186,15 +191,7 @@ class Worked(msgspec.Struct, frozen=True):
     path: str
 
 
-def _obtained(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
-    """The worker's whole story, and what comes of it. Raises Declined, Failed, OSError."""
-    done = _worked(node, job, asked, tasks)
-    answer = _staged(node, job, done.path, asked, tasks)
-    outcome = msgspec.structs.replace(answer.outcome, digest=done.digest, came=done.came)
-    return msgspec.structs.replace(answer, outcome=outcome)
-
-
-def _worked(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
+def _work(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
     """Has a worker obtain the image. Raises Declined, Failed."""
     tells = node.config.user_messages != "none" and user_messages.is_first_node(job)
     digest = name = ""
@@ -213,7 +210,12 @@ def _worked(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
             elif isinstance(word, Present):
                 return Worked(digest, came, word.path)
             elif isinstance(word, Refused):
-                _note_full(node, job, name, word)
+                if word.reason == "store-full" and name:
+                    # It holds back the importer, and the user's next steps, from doing this again.
+                    # A user can say nothing here of another's images.
+                    full_store.note(
+                        node.places, job.user, name, printable(word.detail), word.free, now
+                    )
                 raise Declined(printable(word.reason), printable(word.detail))
             else:
                 if isinstance(word, Importing):
@@ -271,20 +273,6 @@ def _leaving(job: Job, tasks: Tasks) -> Iterator[None]:
             child.remove_left((one.parent for one in found), kinds)
 
 
-def _note_full(node: Node, job: Job, name: str, word: Refused) -> None:
-    """Holds the importer back, and the user's next steps, from the same import into a full store.
-
-    A user can say nothing here of another's images.
-    """
-    if word.reason == "store-full" and name:
-        now = node.clock.wall()
-        full_store.note(node.places, job.user, name, printable(word.detail), word.free, now)
-
-
-def _limit(node: Node, job: Job, asked: Asked, say: user_messages.Say = lambda text: None) -> Limit:
-    return step.limit_of(node, job, asked.timeout, say, None)
-
-
 def _progress(request: Request, word: Progress | Importing) -> str:
     """Pure."""
     if isinstance(word, Progress):
@@ -335,13 +323,14 @@ def _words(at_work: Worker, tasks: Tasks) -> Iterator[Word]:
             )
 
 
-def _staged(node: Node, job: Job, path: str, asked: Asked, tasks: Tasks) -> Answer:
+def _stage(node: Node, job: Job, path: str, asked: Asked, tasks: Tasks) -> Answer:
     """The file, as any other that a user names: only where they may read it."""
     request = Request(path, asked.request.via, IMPORTED)
+    say = user_messages.Speaker(node, job, tasks.speak)  # of a Prolog there is no task that hears
+    limit = step.limit_of(node, job, asked.timeout, say, None)
     if job.step is None:
-        return serve.fetch(node, job, request, _limit(node, job, asked))
+        return serve.fetch(node, job, request, limit)
     tasks.must_wait()  # the step may have been cancelled; a lease would outlive the job
-    limit = _limit(node, job, asked, user_messages.Speaker(node, job, tasks.speak))
     (answer,) = serve.serve(node, job, (request,), limit)
     return answer
 

@@ -122,7 +122,10 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     later: Fields = ()
     if refusal is None:
         job, later = _begin_import(hook, nodes[0], job, places, clock)
-    say = user_messages.Speaker(nodes[0], job, _speak)
+    # Whatever bytes the name of the user's file has.
+    say = user_messages.Speaker(
+        nodes[0], job, lambda text: write("say", f"forestage: {printable(text)}")
+    )
     user_messages.say_bad_hints(nodes[0], job, say)
     # Once, as in the Prolog.
     limit = step.limit_of(nodes[0], job, timeout, say, refusal, say.progress)
@@ -254,8 +257,3 @@ def _nodes(
     node = Node.of(config, places, clock)
     hook.watched.works_on(os.fspath(node.cache.root))
     return [node], Declined("disabled", off) if off else None
-
-
-def _speak(text: str) -> None:
-    """Writes one line for the user, whatever bytes the name of their file has."""
-    write("say", f"forestage: {printable(text)}")

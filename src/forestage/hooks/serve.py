@@ -97,7 +97,9 @@ def serve(
     job = leases.note_saves(node, job, requests, limit)
     with contextlib.ExitStack() as held:
         bound = Binds(node.places.root, job, limit.end)
-        if refusal is None and node.config.redirect != "none" and not _is_all_data(requests):
+        # Data shows elsewhere than at its own path.
+        is_all_data = bool(requests) and all(one.is_data for one in requests)
+        if refusal is None and node.config.redirect != "none" and not is_all_data:
             held.enter_context(bound)
         call = Call(node, job, limit, refusal, bound, held)
         begun = [begin(call, one) for one in requests]
@@ -192,7 +194,7 @@ def _shown(call: Call, begun: Begun) -> Answer:
     # The use is noted at its end (hooks/epilog.py): a hit writes nothing to a disk that may hang.
     way = _way(call, begun.request, found)
     if way == "bind":
-        way = redirect.mount(node.cache, node.places, node.leases, begun.lease, found, limit.end)
+        way = redirect.mount(node, begun.lease, found, limit.end)
     return shown_as(begun.request, found, came, way)
 
 
@@ -271,11 +273,6 @@ def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
             outcome = msgspec.structs.replace(answers[number].outcome, evicted=keys)
             answers[number] = msgspec.structs.replace(answers[number], outcome=outcome)
     return answers
-
-
-def _is_all_data(requests: Sequence[Request]) -> bool:
-    """Pure: whether there are requests, and all of them show elsewhere than at their own path."""
-    return bool(requests) and all(one.is_data for one in requests)
 
 
 def _refusal(node: Node, job: Job, request: Request, limit: Limit) -> Declined | None:

@@ -69,8 +69,8 @@ class Late(Exception):
         self.cache = cache
 
 
-def fork(keeps_stdout: bool) -> tuple[int, int] | None:
-    """Forks the child; returns its pid and the line on which it tells, in the child (0, line).
+def fork(keeps_stdout: bool) -> Child | Watched | None:
+    """Forks the child: returns it to the hook, and its own end of the line to the child.
 
     None where it cannot be forked: then the caller does the work itself. `keeps_stdout`: a step's
     answer goes there. slurmd waits until nobody has what it gave to a Prolog or an Epilog.
@@ -84,41 +84,15 @@ def fork(keeps_stdout: bool) -> tuple[int, int] | None:
         return None
     if pid:
         os.close(theirs)
-        return pid, ours
+        return Child(pid, ours)
     os.close(ours)
     os.dup2(theirs, 2)
     if not keeps_stdout:
         os.dup2(theirs, 1)
-    return 0, theirs
+    return Watched(theirs)
 
 
-def wait(pid: int, line: int, hangs: Callable[[str], float]) -> int:
-    """Returns the child's exit status; passes on what it says. Raises Late, and has killed it then.
-
-    `hangs` asks for how many seconds a cache has not answered.
-    """
-    from select import POLLIN, poll
-
-    child = _Child(pid, line)
-    waiting = poll()
-    waiting.register(line, POLLIN)
-    look = time.monotonic() + LOOK
-    while (status := child.status) is None:
-        now = time.monotonic()
-        if now >= child.until:
-            raise child.late("")
-        if now >= look:
-            if child.cache and hangs(child.cache) >= HANGS:
-                raise child.late(child.cache)
-            look = time.monotonic() + LOOK
-        if waiting.poll(1000 * min(SLICE, max(0.0, look - now))):
-            child.hear()
-        else:
-            child.look()
-    return status
-
-
-class _Child:
+class Child:
     """The child as the hook knows it: what it works on, until when, and how it ended."""
 
     def __init__(self, pid: int, line: int) -> None:
@@ -129,7 +103,31 @@ class _Child:
         self.status: int | None = None
         self.rest = b""
 
-    def hear(self) -> None:
+    def wait(self, hangs: Callable[[str], float]) -> int:
+        """Returns its exit status; passes on what it says. Raises Late, and has killed it then.
+
+        `hangs` asks for how many seconds a cache has not answered.
+        """
+        from select import POLLIN, poll
+
+        waiting = poll()
+        waiting.register(self.line, POLLIN)
+        look = time.monotonic() + LOOK
+        while self.status is None:
+            now = time.monotonic()
+            if now >= self.until:
+                raise self._late("")
+            if now >= look:
+                if self.cache and hangs(self.cache) >= HANGS:
+                    raise self._late(self.cache)
+                look = time.monotonic() + LOOK
+            if waiting.poll(1000 * min(SLICE, max(0.0, look - now))):
+                self._hear()
+            else:
+                self._look()
+        return self.status
+
+    def _hear(self) -> None:
         """Reads what it says: what is not for the hook goes on to where that writes its log."""
         data = os.read(self.line, 1 << 16)
         *lines, self.rest = (self.rest + data).split(b"\n")
@@ -147,13 +145,13 @@ class _Child:
             _say(self.rest)
             self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Sees one that was killed, though others have the line."""
         found, status = os.waitpid(self.pid, os.WNOHANG)
         if found:
             self.status = os.waitstatus_to_exitcode(status)
 
-    def late(self, cache: str) -> Late:
+    def _late(self, cache: str) -> Late:
         try:
             os.kill(self.pid, 9)
         except OSError:  # it has just ended

@@ -6,6 +6,7 @@ Called as the user only, in the worker. Nothing here may be believed of more tha
 import os
 import re
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -99,11 +100,8 @@ def read(block: bytes) -> dict[str, str]:
         name, equals, value = entry.partition(b"=")
         if name and equals and len(entry) <= LONGEST:
             found[os.fsdecode(name)] = os.fsdecode(value)
-    return {name: value for name, value in found.items() if not _is_denied(name)}
-
-
-def _is_denied(name: str) -> bool:
-    return name in DENIED or name.startswith("LD_")
+    denied = {name for name in found if name in DENIED or name.startswith("LD_")}
+    return {name: value for name, value in found.items() if name not in denied}
 
 
 def settings(environ: Mapping[str, str], stop: Deadline, conf: str = "") -> Settings:
@@ -114,16 +112,21 @@ def settings(environ: Mapping[str, str], stop: Deadline, conf: str = "") -> Sett
     release; Failed where it is not installed.
     """
     variables = _evaluated(environ, stop, conf or enroot.site(Files()).conf)
-    home = variables.get("HOME", "")
-    place = variables.get("XDG_CONFIG_HOME") or f"{home}/.config"
     return Settings(
         variables,
-        f"{variables.get('ENROOT_CONFIG_PATH') or f'{place}/enroot'}/.credentials",
+        f"{folder(variables, 'CONFIG')}/.credentials",
         enroot.says_yes(variables.get("ENROOT_ALLOW_HTTP", "")),
         variables.get("ENROOT_SQUASH_OPTIONS") or SQUASH_OPTIONS,
         os.uname().machine,
         _version(variables, stop),
     )
+
+
+def folder(variables: Mapping[str, str], kind: Literal["CACHE", "CONFIG", "DATA"]) -> str:
+    """Pure: where enroot keeps what is of this kind (config::export in enroot.in)."""
+    default = {"CACHE": ".cache", "CONFIG": ".config", "DATA": ".local/share"}[kind]
+    above = variables.get(f"XDG_{kind}_HOME") or f"{variables.get('HOME', '')}/{default}"
+    return variables.get(f"ENROOT_{kind}_PATH") or f"{above}/enroot"
 
 
 def _evaluated(environ: Mapping[str, str], stop: Deadline, conf: str) -> dict[str, str]:

@@ -12,11 +12,11 @@ import re
 import resource
 import select
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 
 from forestage.clock import Clock
 from forestage.errors import Declined
+from forestage.registry import environment
 from forestage.registry.environment import Settings
 from forestage.registry.messages import short
 from forestage.registry.store import full
@@ -53,7 +53,7 @@ class Import:
         self.stage = "asks the registry"
         self._last = b""
         self._since, self._wall = clock.monotonic(), clock.wall()
-        self._layers = _cache(settings.variables)
+        self._layers = environment.folder(settings.variables, "CACHE")
         argv = ("enroot", "import", "--output", os.fspath(part), "--", uri)
         memory = child.own_memory_limit() if takes_memory(_version(settings)) else None
         self._program = run.start_here(argv, variables(settings, memory))
@@ -175,9 +175,3 @@ def failure(code: int, said: bytes) -> Declined:
         return Declined("too-large", f"enroot makes a file that is larger than allowed: {last}")
     end = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
     return Declined("import-failed", f"enroot import {end}: {last}")
-
-
-def _cache(found: Mapping[str, str]) -> str:
-    """Where enroot keeps layers (config::export in enroot.in)."""
-    home = found.get("XDG_CACHE_HOME") or f"{found.get('HOME', '')}/.cache"
-    return found.get("ENROOT_CACHE_PATH") or f"{home}/enroot"

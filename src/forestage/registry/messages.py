@@ -8,13 +8,14 @@
 
 A worker runs as the user, who can make it say anything. So root decodes lines of bounded length
 with bounded fields, and what a line claims is the user's own claim: a path is opened as the user, a
-text is printed and nothing more.
+text is printed and nothing more, a reason that is not known becomes one that is.
 """
 
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from forestage.events.reasons import REASONS
 from forestage.units import printable
 
 LONGEST = 4096  # bytes of a line, its end included; a path of PATH_MAX does not fit, and is refused
@@ -38,7 +39,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     open on the job's environment, NUL between its entries; -1 for the worker's own. `host` is this
     node's name for the other nodes. `by_tag` has a job's image imported by its tag, where the
     registry did not say a digest. `apart`: the worker and what it starts are alone in a PID
-    namespace. `marks` is the directory of what this node knows of full stores (full.py).
+    namespace. `marks` is the directory of what this node knows of full stores (full_store.py).
     """
 
     reference: str
@@ -147,5 +148,7 @@ def _harmless(word: Word) -> Word:
         case Progress(text):
             return Progress(short(text))
         case Refused(reason, detail, free):
-            return Refused(reason, short(detail), free)
+            # It becomes a label of metrics.
+            known = reason if reason in REASONS else "registry-odd"
+            return Refused(known, short(detail), free)
     return word

@@ -4,7 +4,8 @@
     nobody imports it           this worker does: enroot, the bytes to the disk, one rename
     somebody imports it         waits, and looks again; takes over from who died
 
-Whoever imports says so to the others by heartbeats (flight.py), and stops once somebody else does.
+Whoever imports says so to the others by heartbeats (import_lease.py), and stops once somebody else
+does.
 """
 
 import contextlib
@@ -16,7 +17,6 @@ import msgspec
 
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
-from forestage.events.reasons import REASONS
 from forestage.registry import full_store, importing, reference, resolve, store
 from forestage.registry.environment import Settings
 from forestage.registry.import_lease import Flight, of_this_process
@@ -68,11 +68,6 @@ class Task(msgspec.Struct, frozen=True):
         return f"job-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:32]}"
 
 
-def known(reason: str) -> str:
-    """Pure: a reason of an outcome as it was given, or what stands for one that is not known."""
-    return reason if reason in REASONS else "registry-odd"
-
-
 class Obtaining:
     """What one worker does for one image."""
 
@@ -94,7 +89,7 @@ class Obtaining:
                 raise Declined("not-imported", f"{self.task.text} is not in the store yet")
             failed = self.flight.failure()
             if failed is not None:
-                raise Declined(known(failed.reason), failed.detail)
+                raise Declined(failed.reason, failed.detail)
             self._must_have_room()
             if self.flight.take():
                 with contextlib.suppress(Superseded):

@@ -22,10 +22,7 @@ import msgspec
 from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.registry import answers, credentials
-from forestage.registry.answers import Answer, Challenge, Origin
-from forestage.registry.answers import (
-    RegistryRefused as RegistryRefused,  # who calls `digest` needs it
-)
+from forestage.registry.answers import Answer, Challenge, Origin, RegistryRefused
 from forestage.registry.environment import Settings
 from forestage.registry.reference import Reference
 from forestage.system import run

@@ -3,7 +3,7 @@
     <base>/<uid>/NAME.sqsh                an image; it has this name once it is whole
                  NAME.json                what it was made of; its mtime is when it was used last
                  NAME.<random>.part       one that is being imported
-                 NAME.lease.<n>, .wanted, .failed    who imports, who waits, how it ended: flight
+                 NAME.lease.<n>, .wanted, .failed    see import_lease.py
                  tags/<hash>.json         the digest that a tag meant last
                  jobs/<job>-<hash>.json   the digest that counts for all nodes of a job
 

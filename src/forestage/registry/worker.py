@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from forestage.events.reasons import REASONS
 from forestage.registry import messages
 from forestage.registry.messages import Odd, Order, Present, Refused, Word
 from forestage.registry.worker_pipe import GRACE
@@ -51,7 +50,7 @@ class Worker:
         found: list[Word] = []
         try:
             for line in self._lines():
-                found.append(_trusted(messages.decode(line)))
+                found.append(messages.decode(line))
                 if isinstance(found[-1], Present | Refused):
                     self.ended = True
                     break
@@ -108,10 +107,3 @@ def start(
     argv = (sys.executable, "-I", "-m", MODULE, messages.encode_order(order))
     given = (environ_fd,) if environ_fd >= 0 else ()
     return Worker(run.start_piped(user, argv, given, enter))
-
-
-def _trusted(word: Word) -> Word:
-    """A reason becomes a label of metrics: only those that we know."""
-    if isinstance(word, Refused) and word.reason not in REASONS:
-        return Refused("registry-odd", word.detail)
-    return word

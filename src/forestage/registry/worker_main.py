@@ -5,8 +5,8 @@
     order -> environment -> reference -> digest (the job's record, or resolved)    says Resolved
           -> in the store, or imported by one worker for all (obtain.py)           says Present
 
-Words are lines of JSON on stdout (words.py); what goes wrong is the last of them, Refused. It ends,
-and has all end that it started, when its stdin ends: then nobody waits for the image any more.
+Words are lines of JSON on stdout (messages.py); what goes wrong is the last of them, Refused. It
+ends, and has all end that it started, when its stdin ends: then nobody waits any more.
 """
 
 import contextlib
@@ -18,9 +18,10 @@ from pathlib import Path
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.registry import environment, messages, reference, resolve
+from forestage.registry.answers import RegistryRefused
 from forestage.registry.environment import Settings
 from forestage.registry.messages import Odd, Order, Present, Refused, Resolved
-from forestage.registry.obtain import Obtaining, Task, known
+from forestage.registry.obtain import Obtaining, Task
 from forestage.registry.store import Store
 from forestage.registry.worker_pipe import Asker, Gone
 
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
             asker.say(Present(os.fspath(path)))
         except Declined as error:
             free = _free(directory) if error.reason == "store-full" else 0
-            asker.say(Refused(known(error.reason), str(error), free))
+            asker.say(Refused(error.reason, str(error), free))
         except Odd as error:
             asker.say(Refused("registry-odd", str(error)))
         except OSError as error:
@@ -99,10 +100,7 @@ def must_be_wanted(order: Order, settings: Settings) -> None:
     number is part of the container's own (pyxis_slurmstepd.c).
     """
     name, job = order.container.partition(":")[0], order.job.partition(".")[0]
-    given, home = settings.variables, settings.variables.get("HOME", "")
-    # As enroot has it where nobody says anything else.
-    data = given.get("XDG_DATA_HOME") or f"{home}/.local/share"
-    place = Path(given.get("ENROOT_DATA_PATH") or f"{data}/enroot")
+    place = Path(environment.folder(settings.variables, "DATA"))
     if not name or "/" in name:
         return
     if any((place / one).is_dir() for one in (f"pyxis_{name}", f"pyxis_{job}_{name}")):
@@ -122,26 +120,20 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
     """The digest that counts for all of the job; "" where one import by the tag has to do."""
     if task.reference.digest:
         return task.reference.digest
-    if not task.order.imports:
-        return _meant_last(task, store)
+    if not task.order.imports:  # a guess, for which no registry is asked
+        if last := store.last(task.text):
+            return last
+        raise Declined("not-imported", f"{task.text} is not in the store yet")
     said = _said(task, store, asker, clock)
     if said is not None or (task.order.by_tag and task.jobs):
         return said or ""
     try:
         found = resolve.digest(task.reference, task.settings, Deadline.after(RESOLVE, clock))
         store.set_last(task.text, found)
-    except resolve.RegistryRefused as refused:
+    except RegistryRefused as refused:
         found = _instead(task, store, refused)
     asker.must_wait()
     return store.set_job_digest(task.jobs[-1], task.text, found) if task.jobs else found
-
-
-def _meant_last(task: Task, store: Store) -> str:
-    """What the tag meant last: a guess, for which no registry is asked. Raises Declined."""
-    last = store.last(task.text)
-    if not last:
-        raise Declined("not-imported", f"{task.text} is not in the store yet")
-    return last
 
 
 def _said(task: Task, store: Store, asker: Asker, clock: Clock) -> str | None:
@@ -159,7 +151,7 @@ def _said(task: Task, store: Store, asker: Asker, clock: Clock) -> str | None:
         clock.sleep(min(POLL, end.left()))
 
 
-def _instead(task: Task, store: Store, refused: resolve.RegistryRefused) -> str:
+def _instead(task: Task, store: Store, refused: RegistryRefused) -> str:
     """What stands in for the digest that a registry did not say. Raises Declined."""
     if task.order.offline == "use-last" and refused.transient:
         last = store.last(task.text)

@@ -221,10 +221,12 @@ class Run:
             while not self.ends():
                 if self._shares():
                     self._take_piece()
-                elif (number := self._pop()) is not None:
-                    self.note(number, self.take(number, buffer, self._write_right))
-                else:
+                    continue
+                with self.lock:
+                    number = self._first(self.readers.wanted() if self.readers else ())
+                if number is None:
                     return
+                self.note(number, self.take(number, buffer, self._write_right))
         except (OSError, Declined) as error:
             self.errors.append(error)
             self.halt.set()
@@ -238,12 +240,8 @@ class Run:
         """Whether jobs read the image while it is copied."""
         return self.readers is not None and self.readers.served()
 
-    def _pop(self) -> int | None:
-        """Takes the next chunk off the list."""
-        with self.lock:
-            return self._first(self.readers.wanted() if self.readers else ())
-
     def _first(self, wanted: Sequence[int]) -> int | None:
+        """Takes the next chunk off the list, under the lock."""
         # Whoever waits for a chunk will mostly want the next one too.
         number = next((one for one in (*wanted, self.ahead) if one in self.todo), None)
         if number is None:
@@ -308,28 +306,28 @@ class Run:
 
         Then one thread copies, little by little: a job's read waits behind all that is under way.
         """
-        now = time.monotonic_ns()
-        if self.readers is None or not (
-            self.readers.reading(now, BETWEEN_NS) or self._awaits_readers()
-        ):
+        if self.readers is None or not self._is_source_busy(BETWEEN_NS):
             return False
+        now = time.monotonic_ns()
         self.start_ends = min(self.start_ends, now + START_NS)
         return now < self.start_ends and not self.readers.wanted((NOW,))
 
-    def _awaits_readers(self) -> bool:
-        """Whether a job is about to start: what its first read stands behind is under way now.
+    def _is_source_busy(self, calm_ns: int) -> bool:
+        """Whether a job has read the source within so many ns, or is about to start.
 
-        A step that waits for a small image reads nothing before that is whole.
+        Then what its first read stands behind is under way now. A step that waits for a small image
+        reads nothing before that is whole.
         """
-        assert self.readers is not None
+        if self.readers is None:
+            return False
+        if self.readers.reading(time.monotonic_ns(), calm_ns):
+            return True
         early = self.tuning.through and time.monotonic() < self.began + EARLY
         return early and self.readers.unread() and not self.part.is_waited_for(time.time())
 
     def _yields(self) -> bool:
         """Whether a job reads the source, and so the copy does not; but a little it always does."""
-        if self.readers is None or not (
-            self.readers.reading(time.monotonic_ns(), CALM_NS) or self._awaits_readers()
-        ):
+        if not self._is_source_busy(CALM_NS):
             return False
         now = time.monotonic()
         if now < self.may_read_at:

@@ -96,7 +96,10 @@ class Rsync:
         peers: "Peers | None" = None,
         readers: Readers | None = None,
     ) -> Fetched:
-        _must_open(source.buffered, source.path)
+        try:  # where root may not open the source, that is no fault of rsync's
+            os.close(os.open(f"/proc/self/fd/{source.buffered}", os.O_RDONLY))
+        except OSError as error:
+            raise Unreadable(source.path, error) from None
         begun = part.image.stat().st_size > 0
         argv = [
             "rsync",
@@ -114,25 +117,14 @@ class Rsync:
             raise Stopped
         if ran.code != 0:
             raise Failed("copy", ran.explained())
-        self._write_map(source, part)
-        return Fetched()
-
-    def _write_map(self, source: Content, part: Part) -> None:
-        """rsync keeps its own sums to itself, so the digests are taken from the copy."""
+        # rsync keeps its own sums to itself, so the digests are taken from the copy.
         found = chunks.digests(part.image, source.size, self.tuning, path=source.path)
         with allocation.opened(part.map) as fd:  # not truncated: its space stays its own
             os.pwrite(fd, found, 0)
+        return Fetched()
 
 
 Engine: TypeAlias = Chunks | Rsync
-
-
-def _must_open(fd: int, path: str) -> None:
-    """Raises Unreadable where root may not open the source: that is no fault of rsync's."""
-    try:
-        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
-    except OSError as error:
-        raise Unreadable(path, error) from None
 
 
 def of(config: Config) -> Engine:

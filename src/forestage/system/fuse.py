@@ -22,7 +22,6 @@ MAX_BACKGROUND = 8192  # read-aheads under way; at 16, twenty hung ones stopped 
 FOR_EVER = 10 * 365 * 86400  # seconds that attributes stay valid: asking a hung server would hang
 
 _VERSION = (7, 31)
-_INTERRUPT_BIT = 1  # of the `unique` of an INTERRUPT
 _REQUEST = struct.Struct("<IIQQIIIHH")  # len opcode unique nodeid uid gid pid extlen padding
 _REPLY = struct.Struct("<IiQ")  # len error unique
 _READ = struct.Struct("<QQI")  # fh offset size

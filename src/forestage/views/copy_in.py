@@ -141,8 +141,10 @@ class _Copiers:
         while (name := self.names.get()) is not None:
             if self.error:
                 continue
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             try:
-                size = self._copied(name)
+                with opened(name, flags, dir_fd=self.source) as fd:
+                    size = file(fd, name, self.still)
             except (Declined, OSError) as error:
                 self.error = self.error or error
             except MemoryError:
@@ -150,11 +152,6 @@ class _Copiers:
             else:
                 with self.lock:
                     self.bytes += size
-
-    def _copied(self, name: str) -> int:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        with opened(name, flags, dir_fd=self.source) as fd:
-            return file(fd, name, self.still)
 
 
 def file(source: int, target: str, still: Still) -> int:

@@ -16,6 +16,7 @@ between two steps. Of the nodes of a job one looks for all where it can (sources
 import contextlib
 import hashlib
 import os
+import pwd
 import threading
 from functools import partial
 from pathlib import Path
@@ -33,18 +34,18 @@ from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import Fields
-from forestage.sources import agreement, erofs, manifest, open_tree, opening, retry
+from forestage.sources import agreement, erofs, manifest, open_tree, retry
 from forestage.sources.manifest import Manifest
 from forestage.sources.source import OpenImage
 from forestage.stage import stager
 from forestage.stage.task import Task
-from forestage.stage.wait import Eta, Progress, quiet
+from forestage.stage.wait import Eta
 from forestage.system import as_user, holder, lock, loop, mounts, run
 from forestage.system.holder import Channel, Message
 from forestage.system.loop import Loop
 from forestage.units import format_size, printable
 from forestage.views import wanted
+from forestage.views.wanted import Call, ForStep
 
 TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
 PLACES = 32  # directories looked at or copied at once for jobs of all users
@@ -52,14 +53,13 @@ OF_USER = 16  # … of one user; and looked at by steps of one
 PLACE = 1.0  # seconds between two tries for a place
 POLL = 0.25  # seconds between two looks of a step that waits
 LOOK = 60.0  # seconds for a step's look at all files; a file server that needs longer hangs
+WORKS_AT = 5.0  # seconds for a look where the job works
 PROBE = 10.0  # seconds for the kernel to load a module
 
 
-def begin(node: Node, job: Job, request: Request, path: str) -> Handled:
-    """Starts the process that brings a directory, for the Prolog. `path` is absolute.
-
-    Raises OSError.
-    """
+def begin(call: Call, request: Request) -> Handled:
+    """Starts the process that brings a directory, for the Prolog. Raises Failed, OSError."""
+    node, job, path = call.node, call.job, request.path
     wanted.note_tree(node, job, path, Tree("looking"))
     if node.config.peers.enabled:
         agreement.prepare(node.cache, job.id)
@@ -73,27 +73,22 @@ def begin(node: Node, job: Job, request: Request, path: str) -> Handled:
     return Handled("started", request=printable(request.path), via="hint")
 
 
-def show(
-    node: Node,
-    job: Job,
-    request: Request,
-    path: str,
-    until: Deadline | None,
-    end: Deadline,
-    progress: Progress = quiet,
-) -> tuple[list[Fields], Handled]:
+def show(call: Call, request: Request) -> ForStep:
     """The line by which a step's tasks see the copy; none where it is not here, or is outdated.
 
-    `until` is how long to wait for it, `end` limits the look at its files; `progress` is called
-    during the wait. Raises Declined, Failed, OSError.
+    Raises Declined, Failed, OSError.
     """
+    node, job, path, until = call.node, call.job, request.path, call.copy
     noted = wanted.read(node.leases, job.id)
     found = _state(node, job.id, path)
     while until is not None and found.state in ("looking", "copying") and until.left():
         if lock.is_free(_life(node, job.id, noted.restart, path)):
-            found = _died_since(_state(node, job.id, path), path)
+            found = _state(node, job.id, path)
+            if found.state not in ("ready", "declined"):  # and so it stays
+                why = f"who brings {path} has been killed"
+                found = Tree("declined", reason="helper", detail=why)
             break
-        progress(partial(_progress, node, path, found, until))
+        call.progress(partial(_progress, node, path, found, until))
         node.clock.sleep(min(POLL, until.left()))
         found = _state(node, job.id, path)
     outcome = Handled("started", request=printable(request.path), via="hint", image=found.path)
@@ -104,14 +99,15 @@ def show(
             raise Declined(found.reason, found.detail)
         return [], outcome
     digest = entry.identity.tree
-    patience = min(LOOK, max(end.left(), opening.HOOK_TIMEOUT))  # enough also after a long wait
-    until_seen = Deadline.after(patience, node.clock)
+    until_seen = Deadline.after(min(LOOK, call.looks_end().left()), node.clock)
     with contextlib.ExitStack() as place:
         if not _may_look(node, job, place, until_seen):
             agreement.decline(node, job, noted.restart, path)
             raise Declined("deadline", f"{OF_USER} steps of this user look at directories already")
         if agreement.now(node, job, noted.restart, path, digest, until_seen.left()) != digest:
             raise Declined("changed", f"{path} has changed since the job began")
+    _must_not_hold(found.path, job, call.looks_end())
+    call.must_not_be_bound(found.path)
     copy = node.cache.image(found.key)
     device, file = loop.attach(copy, read_only=True), loop.file_of(copy.stat())
     node.cache.touch(found.key, node.clock.wall(), job.user.uid)
@@ -122,6 +118,26 @@ def show(
     return [line], shown
 
 
+def _must_not_hold(directory: str, job: Job, end: Deadline) -> None:
+    """Raises Declined where the job works in the directory: it would become read-only.
+
+    Wherever links lead: the directory is resolved. Raises as_user.TooSlow.
+    """
+
+    def work() -> as_user.Found[list[bytes]]:  # they need not be text
+        home = job.home
+        with contextlib.suppress(KeyError):
+            home = home or pwd.getpwuid(job.user.uid).pw_dir
+        as_user.become(job.user)
+        own = [one for one in (home, job.work_dir) if one.startswith("/")]
+        return [*map(os.fsencode, (*own, *map(os.path.realpath, own)))], []
+
+    found, _ = as_user.call(work, list[bytes], min(WORKS_AT, end.left()))
+    for own in map(os.fsdecode, found):
+        if f"{own}/".startswith(f"{directory}/"):
+            raise Declined("no-mount", f"{directory} holds the job's own directory {own}")
+
+
 def _life(node: Node, job: int, restart: int, path: str) -> Path:
     """The lock that the process which brings a directory holds for its life.
 
@@ -129,13 +145,6 @@ def _life(node: Node, job: int, restart: int, path: str) -> Path:
     """
     words = msgspec.json.encode((job, restart, path))
     return node.cache.locks / f"tree-{hashlib.sha256(words).hexdigest()[:32]}.lock"
-
-
-def _died_since(found: Tree, path: str) -> Tree:
-    """Pure: how a directory stands that nobody brings any more."""
-    if found.state in ("ready", "declined"):
-        return found
-    return Tree("declined", reason="helper", detail=f"who brings {path} has been killed")
 
 
 def _progress(node: Node, path: str, found: Tree, until: Deadline) -> str:
@@ -190,7 +199,9 @@ def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
 def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
     ended = Tree("declined", reason="helper", detail="the process that brought it died")
     try:
-        ended = _bring(node, job, path, stop)
+        with contextlib.ExitStack() as place:
+            _take_place(node, job, place)
+            ended = _bring(node, job, path, stop)
     except (ForestageError, OSError) as error:
         reason = error.reason if isinstance(error, Declined) else "io"
         ended = Tree("declined", reason=reason, detail=printable(str(error)))
@@ -198,13 +209,6 @@ def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
         log.say(f"stager job={job.id} result=declined {line}", by_slurm=True)
     finally:
         wanted.note_tree(node, job, path, ended)
-
-
-def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
-    """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
-    with contextlib.ExitStack() as place:
-        _take_place(node, job, place)
-        return _brought(node, job, path, stop)
 
 
 def _take_place(node: Node, job: Job, held: contextlib.ExitStack) -> None:
@@ -232,7 +236,8 @@ def _may_look(node: Node, job: Job, held: contextlib.ExitStack, until: Deadline)
     return True
 
 
-def _brought(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
+def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
+    """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
     os.setgroups(as_user.groups(job.user))
     root, resolved = manifest.open_root(path, job.user)
     _must_be_a_source(node, root, resolved)

@@ -21,20 +21,18 @@ from functools import partial
 import msgspec
 
 from forestage.cache.image import declined_by
-from forestage.cache.node import Node
 from forestage.cache.said import Wanted
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.events import Handled
 from forestage.slurm.hints import Request
-from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
-from forestage.stage.wait import Progress, quiet
 from forestage.system import as_user, child, files, lock, records, run
 from forestage.system.as_user import Found, User
 from forestage.units import format_duration, printable, quote
 from forestage.views import copy_in, job_dir
 from forestage.views.job_dir import Own, Place
+from forestage.views.wanted import Call, ForStep
 
 SEED = "seed:"
 FILE = "file"  # in a draft
@@ -142,21 +140,18 @@ def _names(requests: Sequence[Request]) -> set[str]:
     return names
 
 
-def fill(
-    node: Node,
-    job: Job,
-    noted: Wanted,
-    request: Request,
-    own: Own | None,
-    path: str,
-    until: Deadline,
-    progress: Progress = quiet,
-) -> tuple[list[Fields], Handled]:
-    """Puts what a step's job asked for into its `own` directory, if no step before has done so.
+def begin(call: Call, request: Request) -> Handled:
+    """What a Prolog does: the job's first step does the rest. Raises Declined."""
+    must_be_possible(call.noted, request)
+    return Handled("started", request=printable(request.path), via="hint")
 
-    `path` is absolute. Waits up to `until`, and calls `progress` meanwhile. Raises Declined,
-    Failed, OSError.
+
+def show(call: Call, request: Request) -> ForStep:
+    """Puts what a step's job asked for into its own directory, if no step before has done so.
+
+    Raises Declined, Failed, OSError.
     """
+    node, job, noted, own = call.node, call.job, call.noted, call.own
     start = node.clock.monotonic()
     name = must_be_possible(noted, request)
     if own is None:
@@ -165,8 +160,8 @@ def fill(
     known = _known(own.place, number)
     found = known
     if found is None:
-        order = _Order(own, number, job.user, path, name, until, job.manager)
-        found = _ordered(order, lambda: progress(partial(_progress, order, start)))
+        order = _Order(own, number, job.user, request.path, name, call.fill, job.manager)
+        found = _ordered(order, lambda: call.progress(partial(_progress, order, start)))
     if found.reason:
         raise Declined(found.reason, found.detail)
     target = f"{node.places.job_dir}/{name}"
@@ -174,7 +169,7 @@ def fill(
         "hit" if known else "copied",
         request=printable(f"{request.path}@{request.at}"),
         via="hint",
-        image=printable(path),
+        image=printable(request.path),
         size=found.bytes,
         wait=round(node.clock.monotonic() - start, 4),
     )

@@ -344,7 +344,7 @@ def _free(cache: Cache, earlier: Place, end: Deadline) -> None:
         until = Deadline.after(min(hold.END, end.left()), end.clock)
         _let_go(gone, until.left())
         if gone.now is not None:
-            cache.delete(gone.now)
+            cache.delete_evicted(gone.now)
         # The kernel lets go of a device, and so of the file's room, once it was last used. Not of
         # one that a task still has mounted: that run may not have ended for all of its processes.
         while gone.disk and job_disk.devices(gone.disk) and until.left():

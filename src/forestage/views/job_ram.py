@@ -46,7 +46,9 @@ def mounted(directory: Path, user: User, size: int, step: int, end: Deadline) ->
                 why = "the step is in its job's own PID or user namespace"
                 raise Declined("job-dir", f"none in memory: {why}")
             _must_fit(size, step)
-            _start(directory, user, size)
+            live, about = partial(_live, directory, user, size), f"holder job={directory.name}"
+            with holder.start(RAM, about, live) as channel:
+                channel.await_ready(holder.START, "job-dir")
         elif lock.is_free(held):
             raise Declined("job-dir", "its files in memory are gone: who held them was killed")
     return directory / "mount"
@@ -83,12 +85,6 @@ def _available() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("MemAvailable:")]
     return int(line.split()[1]) << 10
-
-
-def _start(directory: Path, user: User, size: int) -> None:
-    about = f"holder job={directory.name}"
-    with holder.start(RAM, about, partial(_live, directory, user, size)) as channel:
-        channel.await_ready(holder.START, "job-dir")
 
 
 def _live(directory: Path, user: User, size: int, hook: Channel) -> None:

@@ -10,7 +10,6 @@ import os
 import socket
 import stat
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -27,6 +26,7 @@ from forestage.system import as_user
 from forestage.system.mounts import is_below
 from forestage.units import printable
 from forestage.views import serving
+from forestage.views.wanted import Call, ForStep
 
 SYSTEM = (
     *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/run"),
@@ -55,14 +55,6 @@ class MountPoint(msgspec.Struct, frozen=True):
         return [("folder", inside, self.root, "root"), ("served", socket, self.path, "root")]
 
 
-class Staged(msgspec.Struct, frozen=True):
-    """What the file's copy came to; `through` is its keeper's socket where it is read through."""
-
-    outcome: Handled
-    image: Image | None
-    through: Path | None
-
-
 class _Seen(msgspec.Struct, frozen=True):
     """What the user finds at a mount point: as bytes, since names need not be text."""
 
@@ -75,19 +67,24 @@ class _Seen(msgspec.Struct, frozen=True):
     """Whether the root above a missing one is empty, and root's own."""
 
 
-def show(
-    node: Node,
-    job: Job,
-    request: Request,
-    path: str,
-    place: MountPoint,
-    staged: Staged,
-    end: Deadline,
-) -> tuple[list[Fields], Handled]:
-    """Has the file at `path` served for this step; returns what the companion is to mount.
+def begin(call: Call, request: Request) -> Handled:
+    """Has the file copied, for the Prolog, unless it will not be mounted: the step looks closer."""
+    must_be_allowed(request.at, ())
+    return call.stage(request, call.end).outcome
 
-    Raises Declined (no-mount), OSError.
+
+def show(call: Call, request: Request) -> ForStep:
+    """Has the file served for this step; returns what the companion is to mount.
+
+    Raises Declined, Failed, OSError.
     """
+    node, job, end = call.node, call.job, call.looks_end()
+    place = _place(node, job, request.at, end)
+    try:
+        call.must_not_be_bound(place.path)
+    except Declined as why:  # of an image nobody needs to hear it, as its path shows the same bytes
+        raise Declined("no-mount", f"{place.path}: {why}") from None
+    staged = call.stage(request, end)
     found = staged.image
     is_here = found is not None and staged.outcome.result in WHOLE
     with serving.Bytes() as content:
@@ -96,7 +93,7 @@ def show(
         elif found is not None and is_here:
             content.entry = node.cache.image(found.key)
         else:
-            found, content.line = _shared(node, job, path, end)
+            found, content.line = _shared(node, job, request.path, end)
         name = serving.start(node.places.served, job, found.identity.inode, content)
     outcome = msgspec.structs.replace(
         staged.outcome,
@@ -120,7 +117,7 @@ def _shared(node: Node, job: Job, path: str, end: Deadline) -> tuple[Image, sock
     return facts.image, line
 
 
-def place(node: Node, job: Job, at: str, end: Deadline) -> MountPoint:
+def _place(node: Node, job: Job, at: str, end: Deadline) -> MountPoint:
     """Where the mount point `at` leads, looked at as the job's user. Raises Declined, OSError."""
     roots = node.config.data.mount_roots
     known = [name for name in (job.work_dir, job.home) if name.startswith("/")]

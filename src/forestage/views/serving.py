@@ -77,7 +77,13 @@ def start(folder: Path, job: Job, inode: int, content: Bytes) -> Path:
     name = f"{job.user.uid}-{job.id}-{job.step}-{inode}-"
 
     def work(hook: Channel) -> None:
-        _live(folder / f"{name}{os.getpid()}", job, program, content, hook)
+        """The whole life of the process."""
+        hook.begin(*((content.line.fileno(),) if content.line is not None else ()))
+        served = folder / f"{name}{os.getpid()}"
+        held = Path(f"{served}.lock")
+        with lock.held(held, PROBED):
+            _Served(served, job, program, content).run(hook)
+            held.unlink(missing_ok=True)
 
     about = f"mounted job={job.id} step={job.step}"
     with holder.start(SERVER, about, work) as channel:
@@ -147,15 +153,6 @@ def _living(folder: Path) -> list[str]:
     return found
 
 
-def _live(name: Path, job: Job, program: str, content: Bytes, hook: Channel) -> None:
-    """The whole life of the process."""
-    hook.begin(*((content.line.fileno(),) if content.line is not None else ()))
-    held = Path(f"{name}.lock")
-    with lock.held(held, PROBED):
-        _Served(name, job, program, content).run(hook)
-        held.unlink(missing_ok=True)
-
-
 class _Served:
     """The mount, its server, its connections."""
 
@@ -188,18 +185,14 @@ class _Served:
         """Serves until the step's manager or the program has ended; says `ready` at once."""
         hook.send(Message("ready"))
         hook.close()
+        ready: set[int] = set()
         try:
-            while self._attend():
-                pass
+            while not ready & {self.manager, self.ended}:
+                ready = self.guests.attend(None, self.manager, self.ended, self.words_of)
+                if self.words_of in ready:
+                    self._listen(0)
         finally:
             self._end()
-
-    def _attend(self) -> bool:
-        """Answers what tasks ask; False once it is over."""
-        ready = self.guests.attend(None, self.manager, self.ended, self.words_of)
-        if self.words_of in ready:
-            self._listen(0)
-        return not ready & {self.manager, self.ended}
 
     def _answer(self, task: socket.socket, asked: bytes, fds: list[int]) -> None:
         if not self._serves():
@@ -221,15 +214,11 @@ class _Served:
             except (ForestageError, OSError) as error:
                 self.refusal = printable(str(error))
                 self._say(self.refusal)
-                self._give_up()
+                if self.server is not None:  # further tasks hear why it is not there
+                    self.server.kill()
+                    os.close(self.ended)
+                    self.ended = -1
         return not self.refusal
-
-    def _give_up(self) -> None:
-        """Ends what was begun; further tasks hear why."""
-        if self.server is not None:
-            self.server.kill()
-            os.close(self.ended)
-            self.ended = -1
 
     def _start(self) -> None:
         user = self.job.user

@@ -1,20 +1,82 @@
-"""What data a job wants on this node: written by its Prolog, read by its steps and its Epilog.
+"""What data a job wants on this node, and what shows it.
 
-It is `data` of what was said to the job (cache/said.py).
+What is wanted is `data` of what was said to the job (cache/said.py): written by its Prolog, read by
+its steps and its Epilog. A module for each kind of request shows it; hooks/data.py calls them.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from forestage.cache.image import Image
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.cache.said import Tree, Wanted
+from forestage.clock import Deadline
 from forestage.errors import Failed
+from forestage.events import Handled
+from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
+from forestage.sources import opening
+from forestage.stage.wait import Progress
 from forestage.system import lock
+
+if TYPE_CHECKING:
+    from forestage.views.job_dir import Own
+
+ForStep = tuple[Sequence[Fields], Handled]
+"""What a request comes to in a step: lines for the companion, and the outcome."""
+
+
+class Staged(msgspec.Struct, frozen=True):
+    """What a file's copy came to; `through` is its keeper's socket where it is read through."""
+
+    outcome: Handled
+    image: Image | None
+    through: Path | None
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What the requests of a job share in its Prolog, or in one of its steps.
+
+    A step waits for what others bring until `copy`, if at all, for what it brings itself until
+    `fill`; `end` limits all else. `progress` is called during a wait. `stage` has a file copied as
+    an image, within so long; `must_not_be_bound` raises Declined where the job's container binds
+    what a path lies below. `own` is the job's own directory, which only steps see.
+    """
+
+    node: Node
+    job: Job
+    noted: Wanted
+    copy: Deadline | None
+    end: Deadline
+    fill: Deadline
+    progress: Progress
+    stage: Callable[[Request, Deadline], Staged]
+    must_not_be_bound: Callable[[str], None]
+    own: "Own | None"
+
+    def looks_end(self) -> Deadline:
+        """What is left to the step, and enough after a long wait for what came before."""
+        left = max(self.end.left(), opening.HOOK_TIMEOUT)
+        return Deadline.after(left, self.node.clock)
+
+
+class View(Protocol):
+    """A module that shows one kind of request, whose path is absolute.
+
+    Both raise ForestageError, OSError.
+    """
+
+    def begin(self, call: Call, request: Request) -> Handled:
+        """What a Prolog does for it, which waits for nothing."""
+
+    def show(self, call: Call, request: Request) -> ForStep:
+        """What a step is shown of it."""
 
 
 def disentangled(lines: Sequence[Fields]) -> list[Fields]:
@@ -41,11 +103,6 @@ def in_order(lines: Sequence[Fields]) -> list[Fields]:
     return sorted(lines, key=lambda line: 0 if line[0] == "env" else len(line[-2]))
 
 
-def note(leases: Leases, job: int, wanted: Wanted) -> None:
-    """Under the space lock, with a lease. Raises Failed, OSError."""
-    leases.note(job, data=wanted)
-
-
 def read(leases: Leases, job: int) -> Wanted:
     """What was noted; nothing where nothing can be read."""
     with contextlib.suppress(OSError, Failed):
@@ -62,7 +119,7 @@ def note_tree(node: Node, job: Job, path: str, tree: Tree) -> None:
         if is_here(node, job):
             noted = read(node.leases, job.id)
             trees = {**noted.trees, path: tree}
-            note(node.leases, job.id, msgspec.structs.replace(noted, trees=trees))
+            node.leases.note(job.id, data=msgspec.structs.replace(noted, trees=trees))
 
 
 def is_here(node: Node, job: Job) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from fixtures import half
 from forestage.cache import evict
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry, tree_bytes
@@ -52,16 +53,6 @@ def test_evicting_by_key_spares_what_is_leased_or_pinned(
     lease(leases, 1, keys[0])
     (cache.entry_dir(keys[1]) / "pinned").touch()
     assert evict.evict_keys(cache, leases, [*keys, "unknown"]) == (keys[2],)
-
-
-def half(cache: Cache, key: str, boot: str | None) -> None:
-    """A part that a stager of that boot left; None: it did not come to say whose it is."""
-    part = cache.part(key)
-    part.directory.mkdir()
-    part.image.write_bytes(b"half")
-    if boot is not None:
-        wanted = Image(Identity("/a", 1, 8, 1, 1), Access(0, 0, 0o644))
-        part.write_owner(Owner(1, boot, wanted, 4, "chunks", 7, 1.0))
 
 
 def test_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_it(

@@ -257,11 +257,11 @@ def test_mark_that_cannot_be_made_leaves_the_work_to_the_script(tmp_path: Path) 
     assert background._locked(str(tmp_path / "leases/7.prolog")) == -1
 
 
-def test_epilog_has_work_where_a_mark_is_left(mark: Path) -> None:
+def test_epilog_has_work_where_a_mark_is_left(node: Node, mark: Path) -> None:
     """Of a Prolog that was killed before it took a lease."""
     mark.touch()
-    assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(mark.parent))
-    assert nothing_to_do("epilog", {"SLURM_JOB_ID": "77"}, str(mark.parent))
+    assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(node.places.root))
+    assert nothing_to_do("epilog", {"SLURM_JOB_ID": "77"}, str(node.places.root))
 
 
 def test_sweep_takes_away_what_a_killed_prolog_left_and_nothing_of_one_at_work(

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from forestage.hooks import watch
-from forestage.hooks.watch import Late, Watched
+from forestage.hooks.watch import Child, Late, Watched
 
 Work = Callable[[Watched], None]
+Begin = Callable[..., Child]
 
 
 def never(cache: str) -> float:
@@ -32,22 +33,19 @@ def children() -> Iterator[list[int]]:
 
 
 @pytest.fixture
-def begin(children: list[int], capfd: object) -> Callable[[Work], tuple[int, int]]:
-    def begin(work: Work, keeps_stdout: bool = False) -> tuple[int, int]:
+def begin(children: list[int], capfd: object) -> Begin:
+    def begin(work: Work, keeps_stdout: bool = False) -> Child:
         forked = watch.fork(keeps_stdout)
         assert forked is not None
-        if forked[0] == 0:
+        if isinstance(forked, Watched):
             try:
-                work(Watched(forked[1]))
+                work(forked)
             finally:
                 os._exit(3)
-        children.append(forked[0])
+        children.append(forked.pid)
         return forked
 
     return begin
-
-
-Begin = Callable[..., tuple[int, int]]
 
 
 def lives_until_the_test_is_over(there: int, here: int) -> None:
@@ -65,7 +63,7 @@ def hangs(watched: Watched) -> None:
 
 @pytest.mark.parametrize("code", [0, 75])
 def test_hook_ends_as_its_child_says(begin: Begin, code: int) -> None:
-    assert watch.wait(*begin(lambda child: child.end(code)), never) == code
+    assert begin(lambda child: child.end(code)).wait(never) == code
 
 
 def test_hook_ends_with_its_child_though_others_have_its_line(begin: Begin) -> None:
@@ -76,7 +74,7 @@ def test_hook_ends_with_its_child_though_others_have_its_line(begin: Begin) -> N
         lives_until_the_test_is_over(there, here)
         child.end(0)
 
-    assert watch.wait(*begin(work), never) == 0
+    assert begin(work).wait(never) == 0
     os.close(here)
     os.close(there)
 
@@ -85,7 +83,7 @@ def test_child_that_was_killed_ends_its_hook(begin: Begin) -> None:
     def work(child: Watched) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert watch.wait(*begin(work), never) == -signal.SIGKILL
+    assert begin(work).wait(never) == -signal.SIGKILL
 
 
 def test_child_that_was_killed_is_seen_though_others_have_its_line(
@@ -98,7 +96,7 @@ def test_child_that_was_killed_is_seen_though_others_have_its_line(
         lives_until_the_test_is_over(there, here)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert watch.wait(*begin(work), never) == -signal.SIGKILL
+    assert begin(work).wait(never) == -signal.SIGKILL
     os.close(here)
     os.close(there)
 
@@ -110,7 +108,7 @@ def test_what_the_child_logs_the_hook_says(begin: Begin, capfd: pytest.CaptureFi
         os.write(2, b"line\n")
         os.write(1, b"stdout\n")
 
-    assert watch.wait(*begin(work), never) == 3
+    assert begin(work).wait(never) == 3
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("a line\n")
@@ -122,7 +120,7 @@ def test_step_answers_by_its_own_stdout(begin: Begin, capfd: pytest.CaptureFixtu
         os.write(1, b"leave\tno-image\n")
         child.end(0)
 
-    assert watch.wait(*begin(work, keeps_stdout=True), never) == 0
+    assert begin(work, keeps_stdout=True).wait(never) == 0
     assert capfd.readouterr().out == "leave\tno-image\n"
 
 
@@ -131,11 +129,11 @@ def test_child_whose_cache_hangs_is_killed_and_left(
 ) -> None:
     monkeypatch.setattr(watch, "LOOK", 0.01)
     seconds = iter((0.0, watch.HANGS - 1, watch.HANGS))
-    pid, line = begin(hangs)
+    child = begin(hangs)
     with pytest.raises(Late) as late:
-        watch.wait(pid, line, lambda cache: next(seconds))
+        child.wait(lambda cache: next(seconds))
     assert late.value.cache == "/mnt/nvme/forestage"
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == -signal.SIGKILL
 
 
 def test_child_whose_time_is_over_is_killed_and_left(
@@ -148,7 +146,7 @@ def test_child_whose_time_is_over_is_killed_and_left(
         signal.pause()
 
     with pytest.raises(Late) as late:
-        watch.wait(*begin(work), never)
+        begin(work).wait(never)
     assert late.value.cache == ""
 
 

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fixtures import half
 from forestage.cache import evict
 from forestage.cache.evict import Goal, Plan, Room, plan, room_at_rest, room_for_copy
 from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.layout import Cache, Entry, StoredEntry
 from forestage.cache.lease import Leases
-from forestage.cache.part import Owner, boot_id
+from forestage.cache.part import boot_id
 from forestage.config import Config
 from forestage.errors import Declined
 from forestage.system import lock
@@ -359,16 +360,6 @@ def test_make_room_that_cannot_succeed_evicts_nothing(
         evict.make_room(cache, leases, ALL_MUST_GO, "/lustre/b", 2)
     assert caught.value.reason == "no-room"
     assert cache.read(key) is not None
-
-
-def half(cache: Cache, key: str, boot: str | None) -> None:
-    """A part that a stager of that boot left; None: it did not come to say whose it is."""
-    part = cache.part(key)
-    part.directory.mkdir()
-    part.image.write_bytes(b"half")
-    if boot is not None:
-        wanted = Image(Identity("/a", 1, 8, 1, 1), Access(0, 0, 0o644))
-        part.write_owner(Owner(1, boot, wanted, 4, "chunks", 7, 1.0))
 
 
 def test_locks_of_keys_that_are_gone_are_removed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from pathlib import Path
 
@@ -53,9 +52,11 @@ def test_prolog_has_work_where_a_job_names_an_image_or_tries_to(
 def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
     """Whatever the job asked for: the Epilog may not see it any more."""
     environ = {"SLURM_JOB_ID": "7", IMAGE_OPTION: "/a"}
-    (tmp_path / "77.json").touch()
+    leases = Places(tmp_path).leases
+    leases.mkdir(parents=True)
+    (leases / "77.json").touch()
     assert nothing_to_do("epilog", environ, str(tmp_path))
-    (tmp_path / "7.json").write_bytes(b"damaged")
+    (leases / "7.json").write_bytes(b"damaged")
     assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
 
 
@@ -64,10 +65,11 @@ def test_epilog_has_work_where_a_step_asked_for_an_image_of_a_registry(
     tmp_path: Path, mark: str
 ) -> None:
     """There is a lease at the end of an import only. An earlier build has noted a digest."""
-    (tmp_path / f"7.{mark}").touch()
+    images = Places(tmp_path).images
+    images.mkdir(parents=True)
+    (images / f"7.{mark}").touch()
     for job, nothing in (("7", False), ("77", True)):
-        environ = {"SLURM_JOB_ID": job}
-        assert nothing_to_do("epilog", environ, "/nowhere", "/nowhere", str(tmp_path)) is nothing
+        assert nothing_to_do("epilog", {"SLURM_JOB_ID": job}, str(tmp_path)) is nothing
 
 
 def test_epilog_has_work_where_a_window_left_something_in_memory(tmp_path: Path) -> None:
@@ -75,10 +77,7 @@ def test_epilog_has_work_where_a_window_left_something_in_memory(tmp_path: Path)
     left.parent.mkdir(parents=True)
     left.symlink_to("/nowhere")
     for job, nothing in (("7", False), ("77", True), ("", True)):
-        environ = {"SLURM_JOB_ID": job}
-        assert nothing_to_do("epilog", environ, "/nowhere", str(left)[:-1]) is nothing
-    looked_at = inspect.signature(nothing_to_do).parameters["window"].default
-    assert looked_at == str(Places().window(7))[:-1]
+        assert nothing_to_do("epilog", {"SLURM_JOB_ID": job}, str(tmp_path)) is nothing
 
 
 ON_TWO = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -138,7 +137,9 @@ def test_step_has_work_where_it_names_an_image(environ: dict[str, str], nothing:
 
 
 def test_step_has_work_where_its_jobs_comment_names_images(tmp_path: Path) -> None:
-    (tmp_path / "7.hinted").touch()
+    hinted = Leases(Places(tmp_path).leases).hints(7)
+    hinted.parent.mkdir(parents=True)
+    hinted.touch()
     assert not nothing_to_do("step", {"SLURM_JOB_ID": "7"}, str(tmp_path))
     assert nothing_to_do("step", {"SLURM_JOB_ID": "77"}, str(tmp_path))
 

@@ -52,6 +52,22 @@ def handled(monkeypatch: Patch) -> Calls:
     return given
 
 
+@pytest.mark.parametrize(("problems", "reasons"), [((), []), (("odd", "hint"), ["bad-hint"])])
+def test_hint_that_cannot_be_read_is_an_outcome(
+    staging_node: Node,
+    job: Job,
+    limit: Limit,
+    handled: Calls,
+    problems: tuple[str, ...],
+    reasons: list[str],
+) -> None:
+    job = msgspec.structs.replace(job, requests=(), hints=Hints(problems=problems))
+    assert [outcome.reason for outcome in prolog.bad_hint(job)] == reasons
+    job = msgspec.structs.replace(job, hints=Hints(problems=problems, wait=1.0))
+    noted = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
+    assert [outcome.reason for outcome in noted] == reasons
+
+
 @pytest.mark.parametrize("refusal", [None, Declined("disabled", "for now")])
 def test_each_image_has_its_outcome(
     staging_node: Node, job: Job, limit: Limit, handled: Calls, refusal: Declined | None

@@ -273,7 +273,7 @@ def test_prologs_worker_is_bounded(
 
     monkeypatch.setattr(registry.worker, "start", start)
     with pytest.raises(Declined, match="it is none"):
-        registry._worked(stored(staging_node), asking, asked, Tasks(None, 60.0))
+        registry._work(stored(staging_node), asking, asked, Tasks(None, 60.0))
     assert seen == ["enters 0", "leaves 0"]
 
 

@@ -38,15 +38,6 @@ PATH = "/lustre/a.sqsh"
 
 
 @pytest.fixture
-def configured(staging_node: Node) -> Configured:
-    def configuring(**keys: object) -> Node:
-        config = msgspec.structs.replace(staging_node.config, **keys)
-        return msgspec.structs.replace(staging_node, config=config)
-
-    return configuring
-
-
-@pytest.fixture
 def image_asked(asking: Job) -> Job:
     return msgspec.structs.replace(asking, requests=(Request(PATH, "option"),), step=0)
 

@@ -178,7 +178,10 @@ class Keeper:
             if now - self.well < SILENT:
                 return
             os.kill(pid, signal.SIGKILL)
-            self._await_end(memory)
+            end = time.monotonic() + REAP
+            while not memory.ended and time.monotonic() < end:
+                self._reap()
+                time.sleep(0.005)
         if self._may_start():
             self.generations = [
                 one for one in self.generations if not (one[1].ended and one[1].is_empty())
@@ -194,12 +197,6 @@ class Keeper:
             return False
         self.credit -= 1
         return True
-
-    def _await_end(self, memory: Generation) -> None:
-        end = time.monotonic() + REAP
-        while not memory.ended and time.monotonic() < end:
-            self._reap()
-            time.sleep(0.005)
 
     # The copy
 
