@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +24,10 @@ from forestage.cache import digest
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id
+from forestage.clock import Clock
 from forestage.config import Config, load_settings
+from forestage.events import Copied
+from forestage.hooks.boundary import Hook
 from forestage.paths import Places
 from forestage.peers import auth, of_job
 from forestage.peers.auth import Offer, Prover
@@ -31,11 +35,14 @@ from forestage.peers.connection import ChunkRefused
 from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.stage.chunks import Tuning, digests
 from forestage.system import lock
-from node import HANGS, until
+from node import ALICE, HANGS, until
+from node import Node as Hooks
+from node import content as beginning
 
 CHUNK = 1 << 20
 COUNT = 4
 SIZE = COUNT * CHUNK - 1000  # the last chunk is short
+PIECES = 8  # chunks of `data`
 
 SERVE = """
 import sys
@@ -229,6 +236,27 @@ class Node:
         with part.map.open("r+b") as file:
             file.seek(number * ENTRY_BYTES)
             file.write(digest.of_chunk(data) if noted is None else noted)
+
+
+def data() -> bytes:
+    """An image's. Nothing so large is kept: whatever is forked here would take it along."""
+    return beginning(1, PIECES * CHUNK)
+
+
+def give(peer: Node | Hooks, node: Hooks, path: Path, data: bytes) -> None:
+    """Has the peer's cache hold `data` for the image, with digests that fit."""
+    source = peer.places.root / "given"
+    source.write_bytes(data)
+    access = Access(ALICE.uid, ALICE.gid, 0o644)
+    Node.give(peer, Image(node.identity(path), access), source, CHUNK)  # type: ignore[arg-type]
+
+
+def run(node: Hooks, environ: dict[str, str]) -> Copied:
+    hook = "step" if "SLURM_STEP_ID" in environ else "prolog"
+    assert Hook(hook, environ, time.monotonic()).run(node.places, Clock()) == 0
+    (copied,) = node.outcomes("stager")
+    assert isinstance(copied, Copied)
+    return copied
 
 
 @contextlib.contextmanager

@@ -135,6 +135,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "ask.sock"
 
     @property
+    def nodes(self) -> Path:
+        """The nodes that copies may ask besides their job's, see peers/node_list.py."""
+        return self.run / "nodes.json"
+
+    @property
     def peer(self) -> Path:
         """What the peer service counts."""
         return self.run / "peer.json"

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from forestage.cache.image import Access, Image
-from forestage.clock import Clock
-from forestage.events import Copied
-from forestage.hooks.boundary import Hook, note_nodes
+from forestage.hooks.boundary import note_nodes
 from forestage.peers import stats
-from node import ALICE, Node, content, until
-from peering import CHUNK, free_port
+from node import Node, until
 from peering import Node as Peer
-
-COUNT = 8
-
-
-def data() -> bytes:
-    """The image's. Nothing so large is kept: whatever is forked here would take it along."""
-    return content(1, COUNT * CHUNK)
+from peering import data, free_port, give, run
 
 
 @pytest.fixture
@@ -44,22 +33,6 @@ def peer(node: Node, tmp_path: Path) -> Iterator[Peer]:
     node.configure(peers=peers)
     with made.serving():
         yield made
-
-
-def give(peer: Peer, node: Node, path: Path, data: bytes) -> None:
-    """Has the peer's cache hold `data` for the image, with digests that fit."""
-    source = peer.places.root / "given"
-    source.write_bytes(data)
-    access = Access(ALICE.uid, ALICE.gid, 0o644)
-    peer.give(Image(node.identity(path), access), source, CHUNK)
-
-
-def run(node: Node, environ: dict[str, str]) -> Copied:
-    hook = "step" if "SLURM_STEP_ID" in environ else "prolog"
-    assert Hook(hook, environ, time.monotonic()).run(node.places, Clock()) == 0
-    (copied,) = node.outcomes("stager")
-    assert isinstance(copied, Copied)
-    return copied
 
 
 def test_job_reads_the_sources_bytes_whatever_a_peer_has(

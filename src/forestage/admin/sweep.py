@@ -29,7 +29,7 @@ from typing import TypeVar
 import msgspec
 
 from forestage import events
-from forestage.admin import evict, inventory, old_imports, registry, verify
+from forestage.admin import evict, inventory, node_list, old_imports, registry, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
@@ -141,6 +141,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         collected = tuple(run.tried(collect, node) or ())
         done = msgspec.structs.replace(done, collected=collected)
         run.tried(note_run, node)
+        run.tried(lambda node: node_list.renew(node, slurm), node)
         run.tried(lambda report: _record(node, report, start), done)
     return msgspec.structs.replace(done, problems=tuple(run.problems))
 

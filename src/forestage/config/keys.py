@@ -20,6 +20,7 @@ Engine: TypeAlias = Literal["chunks", "rsync"]
 Direct: TypeAlias = Literal["auto", "on", "off"]
 Cold: TypeAlias = Literal["auto", "through", "shared", "wait"]
 Offline: TypeAlias = Literal["fail", "use-last"]
+Reach: TypeAlias = Literal["job", "cluster"]
 OnError: TypeAlias = Literal["continue", "drain"]
 
 Limit: TypeAlias = int | None  # bytes
@@ -64,6 +65,10 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
     """`peers:`, what nodes of a job get from each other. Sizes are bytes."""
 
     enabled: Annotated[bool, Key("Get chunks from the job's other nodes, and serve them.")] = False
+    reach: Annotated[
+        Reach,
+        Key("Whom a copy asks: the nodes of its job, or any of the node's partitions (cluster)."),
+    ] = "job"
     port: Annotated[int, Key("Of the peer service, on every node.", values.whole(1, 65535))] = 7717
     listen: Annotated[
         str, Key('An address, a name or an interface; "" is all addresses.', values.LISTEN)

@@ -1,4 +1,4 @@
-"""Chunks of images between the nodes of a job.
+"""Chunks of images between nodes: of one job, and of others where `peers.reach` says so.
 
     ring          which node reads which chunk, and which nodes talk to each other
     peer_table    what a copy knows of each node around it
@@ -9,12 +9,15 @@
     protocol      a session and a chunk, as the client asks for them
     client        the nodes of a job: sessions and connections for all threads of a copy
     first         the first node of a job, asked for what it has found in a directory
+    node_list     the nodes that a copy may ask besides those of its job
+    known_copies  which of these may have a copy
+    origins       who read which chunks of a copy from the source
     local_chunks  the chunks that this node can give
     sessions      what the service remembers of its clients
     stats         what the service has uploaded
     server        the service itself, `forestage peer`
 
-The first nine are used by the stager, the others by the service. A job's hooks load none of them.
+The last three are the service's alone. A job's hooks load none of them.
 """
 
 from typing import TYPE_CHECKING
@@ -31,10 +34,11 @@ def of_job(
     """The nodes that a copy may ask; None where peers are off, or there is nobody else.
 
     `nodelist` as Slurm writes it: n[1-4,7]. Raises PeerError and OSError where the key file cannot
-    be used.
+    be used, the latter also where the list of nodes cannot be read.
     """
     # One name has neither: then nothing is loaded.
-    if not (config.peers.enabled and node_name and ("," in nodelist or "[" in nodelist)):
+    others = "," in nodelist or "[" in nodelist or config.peers.reach == "cluster"
+    if not (config.peers.enabled and node_name and others):
         return None
     from forestage.peers import client
 

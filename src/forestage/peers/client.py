@@ -1,4 +1,4 @@
-"""The nodes of a job as one copy asks them: its sessions and connections, shared by its threads.
+"""The nodes that one copy asks: its sessions and connections, shared by its threads.
 
 A copy has one session with each peer. The first thread that wants one opens it, the others wait for
 the result, success or failure. Each thread has connections of its own, and keeps the KEPT that it
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from forestage.config import Config
 from forestage.paths import Places
-from forestage.peers import auth, protocol
+from forestage.peers import auth, known_copies, node_list, protocol
 from forestage.peers.auth import Prover
 from forestage.peers.connection import MOMENT, ChunkRefused, Connection
 from forestage.peers.protocol import ChunkRequest, Receiver, Session, SessionUnknown
@@ -45,17 +45,24 @@ class _SharedSession:
 
 
 class Peers:
-    """The nodes of a job, for the copy of one key."""
+    """The nodes of a job, for the copy of one key, and `givers`: nodes of other jobs."""
 
     def __init__(
-        self, config: Config, nodes: tuple[str, ...], me: str, key: str, prover: Prover
+        self,
+        config: Config,
+        nodes: tuple[str, ...],
+        me: str,
+        key: str,
+        prover: Prover,
+        givers: tuple[str, ...] = (),
     ) -> None:
         self.nodes = nodes
+        self.givers = givers
         self.me = me
         self._key = key
         self._config = config.peers
         self._prover = prover
-        self._sessions = {node: _SharedSession() for node in nodes}
+        self._sessions = {node: _SharedSession() for node in (*nodes, *givers)}
         self._own = threading.local()  # each thread's connections
 
     def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
@@ -113,10 +120,14 @@ def of_nodes(
     config: Config, node_name: str, nodelist: str, key: str, places: Places | None
 ) -> Peers | None:
     """As peers.of_job, which loads this for more than one node."""
-    nodes = expand(nodelist)
+    nodes, places = expand(nodelist), places or Places()
     if node_name not in nodes:
         nodes = (*nodes, node_name)
-    if len(nodes) < 2:
+    listed = node_list.read(places, time.time()) if config.peers.reach == "cluster" else ()
+    if len(nodes) < 2 and not listed:
         return None
-    prover = auth.prover(config.peers.key_file, (places or Places()).munge)
-    return Peers(config, nodes, node_name, key, prover)
+    prover = auth.prover(config.peers.key_file, places.munge)
+    givers = known_copies.find(config.peers, key, node_name, nodes, listed, prover)
+    if len(nodes) < 2 and not givers:
+        return None
+    return Peers(config, nodes, node_name, key, prover, givers)

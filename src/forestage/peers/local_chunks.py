@@ -21,6 +21,7 @@ import msgspec
 from forestage.cache import digest
 from forestage.cache.layout import Cache, Entry, open_copy
 from forestage.cache.part import ENTRY_BYTES, boot_id, chunk_count
+from forestage.peers import origins
 from forestage.system import lock, records
 
 POLL = 0.02  # seconds between two looks at the map of a copy, for all who wait for its chunks
@@ -74,6 +75,26 @@ def read_map(cache: Cache, key: str) -> bytes:
         with contextlib.suppress(FileNotFoundError):
             return (directory / "map").read_bytes()
     return b""
+
+
+def for_other_jobs(cache: Cache, key: str) -> int:
+    """The chunks that nodes of other jobs may have (origins.py); bit 5 is chunk 5."""
+    for directory, is_whole in ((cache.part_dir(key), False), (cache.entry_dir(key), True)):
+        with contextlib.suppress(FileNotFoundError):
+            # The map first: what is noted later of a chunk is true of this one as well.
+            here = chunks_in((directory / "map").read_bytes())
+            known = origins.read(directory)
+            return known.may_leave(here, is_whole) if known else here
+    return 0
+
+
+def reader(cache: Cache, key: str, number: int) -> str:
+    """Who read a chunk from the source; "" where it was this node, or nobody knows."""
+    for directory in (cache.part_dir(key), cache.entry_dir(key)):
+        known = origins.read(directory)
+        if known is not None:
+            return known.reader(number)
+    return ""
 
 
 def source_failed(cache: Cache, key: str) -> bool:

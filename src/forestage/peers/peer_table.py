@@ -24,8 +24,11 @@ ENOUGH = 8
 class PeerTable:
     """The neighbours of one node, for one copy."""
 
-    def __init__(self, neighbours: Iterable[str]) -> None:
+    def __init__(self, neighbours: Iterable[str], givers: Iterable[str] = ()) -> None:
+        """`givers` are the neighbours that are of another job."""
         self.neighbours = list(neighbours)
+        self.givers = frozenset(givers)
+        self._gave_at: dict[str, float] = {}
         self.has: dict[str, int] = {}  # chunks of those that have the image or a part of it
         self.load: Counter[str] = Counter()  # asks under way; SOURCE has an entry too
         self.source_failed: set[str] = set()
@@ -62,6 +65,7 @@ class PeerTable:
         self.has[peer] = has
         (self.source_failed.add if source_failed else self.source_failed.discard)(peer)
         self._heard[peer] = now
+        self._gave_at.setdefault(peer, now)
 
     def news_age(self, peer: str, now: float, begun: float) -> float:
         """Seconds since it last said what it has, or since the copy began."""
@@ -78,8 +82,9 @@ class PeerTable:
             self._strikes[peer] += 1
         self.has.pop(peer, None)
 
-    def gave(self, peer: str) -> None:
+    def gave(self, peer: str, now: float) -> None:
         """Notes that a chunk of it came: its failures are forgotten."""
+        self._gave_at[peer] = now
         self._strikes.pop(peer, None)
         self._hung.discard(peer)
 
@@ -122,11 +127,16 @@ class PeerTable:
         """Whether there is no peer to ask."""
         return all(self.is_out(peer, now) for peer in self.neighbours)
 
-    def offered(self, now: float) -> int:
-        """The chunks that at least one peer has."""
+    def offered(self, now: float, patience: float) -> int:
+        """The chunks that at least one peer has.
+
+        A node of another job counts as long as something comes from it, `patience` seconds: this
+        job has not chosen it, and is not to wait for it.
+        """
         found = 0
         for peer, has in self.has.items():
-            if not self.is_out(peer, now):
+            slow = peer in self.givers and now - self._gave_at[peer] > patience
+            if not (slow or self.is_out(peer, now)):
                 found |= has
         return found
 

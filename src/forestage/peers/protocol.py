@@ -3,6 +3,10 @@
     POST /v1/session               a credential (auth.py); returns the session's name, with a MAC
     GET  /v1/chunk/<key>/<number>  Range: the chunk's bytes; request and response carry a MAC
     GET  /v1/look/<job>/<name>     what it has found in a directory (sources/agreement.py); likewise
+    GET  /v1/copies/<key>/<node>   who may have a copy (known_copies.py); likewise
+
+Forestage-Reach says whose a node is that asks for a chunk: `job`, of the same job, or `cluster`.
+Who says it is told in Forestage-Has who read the chunk from the source.
 
 Whatever a peer does becomes a `ChunkRefused`, in bounded time. A connection is closed unless the
 response was read to its end, so a connection that is kept is always between two responses.
@@ -19,6 +23,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from forestage.cache import digest
+from forestage.config import Reach
 from forestage.errors import ForestageError
 from forestage.peers import auth, connection
 from forestage.peers.auth import Prover, Refused, SessionOpened
@@ -27,7 +32,7 @@ from forestage.peers.connection import ChunkRefused, Connection, Limit
 HANDSHAKE = 4.0  # seconds for munge on the other side, which a busy node may need
 
 Stop = Callable[[], bool]
-_HAS = re.compile(r"([0-9a-f]+)(!?)")
+_HAS = re.compile(r"([0-9a-f]+)(!?)(?:@([A-Za-z0-9._-]+))?")
 
 
 class SessionUnknown(Exception):
@@ -46,7 +51,7 @@ class ChunkRequest(msgspec.Struct, frozen=True):
     """One chunk to fetch. `start` and `size` are bytes of the image.
 
     Seconds: the peer may `wait` for the chunk if it does not have it, `give_up` is the limit for
-    all of it.
+    all of it. `reach`: `cluster` where the peer is of another job.
     """
 
     number: int
@@ -54,6 +59,7 @@ class ChunkRequest(msgspec.Struct, frozen=True):
     size: int
     give_up: float
     wait: float
+    reach: Reach = "job"
 
     @property
     def span(self) -> str:
@@ -65,14 +71,15 @@ class Receiver(msgspec.Struct, frozen=True):
 
     `peer_has` is called with the chunks that the peer has (bit 5 is chunk 5), if it has any of the
     image, and with whether its source fails; `peer_says` with the digest (hex) that it has for the
-    chunk. `stop` returns true once the chunk is not wanted any more.
+    chunk, and who it says has read that from the source ("": nobody knows). `stop` returns true
+    once the chunk is not wanted any more.
     """
 
     buffer: memoryview
     write: Callable[[int, memoryview], None]
     peer_has: Callable[[int, bool], None]
     stop: Stop
-    peer_says: Callable[[str], None] = lambda digest: None
+    peer_says: Callable[[str, str], None] = lambda digest, reader: None
 
 
 def open_session(line: Connection, key: str, prover: Prover, stop: Stop) -> Session:
@@ -113,12 +120,12 @@ def fetch(
     with contextlib.ExitStack() as undo:
         undo.callback(line.close)
         with _as_refusals():
-            response, counter = _send_request(line, session, path, chunk.span, chunk.wait, limit)
+            response, counter = _send_request(line, session, path, chunk, limit)
             if response.status != http.client.PARTIAL_CONTENT:
                 connection.read_small(response)
                 undo.pop_all()
-        expected = _checked_digest(response, session, counter, receiver)
-        receiver.peer_says(expected)
+        expected, reader = _checked_digest(response, session, counter, receiver)
+        receiver.peer_says(expected, reader)
         if response.length != chunk.size:
             raise ChunkRefused("wrong", f"{response.length} bytes of {chunk.size}")
         found = _receive(response, chunk, receiver)
@@ -138,7 +145,7 @@ def fetch_look(
     with contextlib.ExitStack() as undo:
         undo.callback(line.close)
         with _as_refusals():
-            response, counter = _send_request(line, session, path, "", 0.0, limit)
+            response, counter = _send_request(line, session, path, None, limit)
             if (response.length or 0) > most:
                 raise ChunkRefused("wrong", f"a look of {response.length} bytes")
             length, body = response.length or 0, response.read()
@@ -159,9 +166,10 @@ def fetch_look(
 
 
 def _send_request(
-    line: Connection, session: Session, path: str, span: str, wait: float, limit: Limit
+    line: Connection, session: Session, path: str, chunk: ChunkRequest | None, limit: Limit
 ) -> tuple[http.client.HTTPResponse, int]:
     """The response's head, and the number that the request had."""
+    span, wait, reach = (chunk.span, chunk.wait, chunk.reach) if chunk else ("", 0.0, "")
     while True:
         counter, was_open = next(session.counter), line.is_open
         headers = {
@@ -169,6 +177,7 @@ def _send_request(
             "Forestage-Session": session.name,
             "Forestage-Counter": str(counter),
             "Forestage-Wait": f"{wait:.3f}",
+            "Forestage-Reach": reach,
             "Forestage-Mac": auth.of_request(
                 session.secret, session.name, "GET", path, span, counter
             ),
@@ -185,8 +194,11 @@ def _send_request(
 
 def _checked_digest(
     response: http.client.HTTPResponse, session: Session, counter: int, receiver: Receiver
-) -> str:
-    """The digest of the chunk that follows. Raises ChunkRefused, SessionUnknown where none does."""
+) -> tuple[str, str]:
+    """The digest of the chunk that follows, and who read it from the source.
+
+    Raises ChunkRefused, SessionUnknown where none follows.
+    """
     if response.status == http.client.UNAUTHORIZED:  # then the peer has no secret for a MAC
         raise SessionUnknown
     length = response.length or 0
@@ -198,16 +210,16 @@ def _checked_digest(
         raise ChunkRefused("refused", f"status {response.status}")
     if not auth.same(right, mac):
         raise ChunkRefused("wrong", "a wrong MAC on a response")
-    if has:
-        known = _HAS.fullmatch(has)
-        if not known:
-            raise ChunkRefused("wrong", "no set of chunks")
+    known = _HAS.fullmatch(has) if has else None
+    if has and not known:
+        raise ChunkRefused("wrong", "no set of chunks")
+    if known:
         receiver.peer_has(int(known[1], 16), bool(known[2]))
     if response.status in (http.client.NOT_FOUND, http.client.SERVICE_UNAVAILABLE):
         raise ChunkRefused("absent", f"status {response.status}")
     if response.status != http.client.PARTIAL_CONTENT:
         raise ChunkRefused("refused", f"status {response.status}")
-    return expected
+    return expected, known[3] or "" if known else ""
 
 
 def _receive(response: http.client.HTTPResponse, chunk: ChunkRequest, receiver: Receiver) -> bytes:

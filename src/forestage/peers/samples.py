@@ -2,13 +2,15 @@
 
 A digest proves only that the bytes came as they are on the peer. A peer that once read wrongly, or
 lies, is found by reading a few pieces of its chunks from the source as well. All nodes of a job
-together read no more than SHARE of the image for that.
+together read no more than SHARE of the image for that; no more than OUTSIDE where nodes of other
+jobs help, since one job after the other reads as much. The pieces are as many, and smaller.
 """
 
 from collections.abc import Mapping, Sequence
 from random import Random
 
 SHARE = 0.02  # of the image's bytes, for all nodes of a job
+OUTSIDE = 0.005
 PIECES = 64  # of one copy; the more, the smaller
 SMALLEST, LARGEST = 4 * 1024, 64 * 1024  # bytes of one, a power of two
 
@@ -16,14 +18,15 @@ Span = tuple[int, int]  # where in the image a piece begins, and how long it is;
 
 
 def draw(
-    numbers: Sequence[int], size: int, chunk: int, nodes: int, dice: Random
+    numbers: Sequence[int], size: int, chunk: int, nodes: int, dice: Random, outside: bool = False
 ) -> Mapping[int, list[Span]]:
     """Returns the pieces by the number of their chunk; `numbers` are the chunks that are missing.
 
-    `size` and `chunk` in bytes. No peer may be able to foresee them: `dice` is SystemRandom.
+    `size` and `chunk` in bytes; `outside`: nodes of other jobs help. No peer may be able to foresee
+    them: `dice` is SystemRandom.
     """
     found: dict[int, list[Span]] = {}
-    budget = size * SHARE / nodes
+    budget = size * (OUTSIDE if outside else SHARE) / nodes
     length = SMALLEST
     while length < min(LARGEST, chunk) and 2 * length * PIECES <= budget:
         length *= 2

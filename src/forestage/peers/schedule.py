@@ -87,7 +87,9 @@ class Schedule:
         chunk_bytes: int,
         policy: Policy | None = None,
         hot: Sequence[int] = (),
+        givers: Sequence[str] = (),
     ) -> None:
+        """`givers`: nodes of other jobs. They read nothing for this one, and may have all of it."""
         self.ring = Ring(key, nodes)
         self.me = me
         self.policy = policy or Policy()
@@ -99,12 +101,12 @@ class Schedule:
         self._urgent = 0  # chunks that jobs wait for
         self._wanted: list[int] = []  # these first, then what jobs will want
         self._front = 0  # where a job waited last: the rest goes on from there
-        place, neighbours = self.ring.place[me], self.ring.neighbours(me)
+        place, neighbours = self.ring.place[me], [*givers, *self.ring.neighbours(me)]
         self._share = self.missing & sum_of(range(place, self._count, len(self.ring.nodes)))
         self._due: Counter[str] = Counter()  # by peer, the chunks that should come from it
         for number in bits(self.missing & ~self._share):
             self._due[self.ring.nearer(number, me)[0]] |= 1 << number
-        self._peers = PeerTable(neighbours)
+        self._peers = PeerTable(neighbours, givers)
         self._each = max(1, self.policy.busy // max(1, len(neighbours)))  # asks of one peer at once
         self._sure: set[Ask] = set()  # asks of peers that said that they have the chunk
         self._polls: set[Ask] = set()  # asks that only want to know what the peer has
@@ -193,7 +195,7 @@ class Schedule:
             self._out_of_turn = min(2 * self._out_of_turn, self._count)
         else:
             self._out_of_turn = 0
-            self._peers.gave(ask.peer)
+            self._peers.gave(ask.peer, now)
 
     def failed(self, ask: Ask, why: Why, now: float) -> None:
         """The chunk did not come."""
@@ -287,7 +289,7 @@ class Schedule:
         over = self._peers.load[SOURCE] - self.policy.at_once
         if over >= 0:
             left &= 0 if over else self._urgent
-        left = left and left & ~self._peers.offered(now)
+        left = left and left & ~self._offered(now)
         return self._first(left) if left else None
 
     def _stand_in(self, now: float) -> int | None:
@@ -295,11 +297,11 @@ class Schedule:
 
         Once all else is asked for, a peer that lags counts as one that is out.
         """
-        offered = self._peers.offered(now)
+        offered = self._offered(now)
         at_the_end = not self._unasked & offered
         out = self._peers.not_reading(now, at_the_end)
         left = self._unasked & ~offered
-        chunks = (self._first_of(peer, left, out) for peer in out)
+        chunks = (self._first_of(peer, left, out) for peer in out - self._peers.givers)
         # The lowest of all shares, so that each peer's share advances in turn.
         return min((number for number in chunks if number is not None), default=None)
 
@@ -345,7 +347,7 @@ class Schedule:
 
     def _jumps(self, now: float) -> Ask | None:
         """A chunk that jobs want, of a peer that has it, or of the one that should have it."""
-        offered = self._peers.offered(now) if self._wanted else 0
+        offered = self._offered(now) if self._wanted else 0
         for number in self._wanted:
             if not self._unasked >> number & 1:
                 continue
@@ -399,13 +401,20 @@ class Schedule:
             if has & due:
                 return self._ask(self._some(has & due), peer, now)
             # Peers that should give us something are polled often, the others half as often.
-            if self._peers.news_age(peer, now, begun) > self.policy.news * (1 if due else 2):
+            is_giver = peer in self._peers.givers
+            unmet = is_giver and peer not in self._peers.has and not self._peers.load[peer]
+            age = self._peers.news_age(peer, now, begun)
+            if unmet or age > self.policy.news * (1 if due else 2):
                 ask = self._ask(self._first(due or self._unasked), peer, now)
                 self._polls.add(ask)
                 return ask
-            if has:
+            # The nodes of a job share what a node of another one has: each gets its own share.
+            if has and not (is_giver and self._peers.load[peer]):
                 spare = spare or (self._some(has), peer)
         return spare and self._ask(*spare, now)
+
+    def _offered(self, now: float) -> int:
+        return self._peers.offered(now, self.policy.patience)
 
     def _some(self, chunks: int) -> int:
         """One of these chunks; each node another one, so that they have something to exchange."""

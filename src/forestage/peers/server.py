@@ -30,7 +30,7 @@ from forestage.cache.layout import open_copy
 from forestage.cache.node import Node
 from forestage.config import Peering
 from forestage.errors import ConfigError, Failed, ForestageError, PeerError, Problem
-from forestage.peers import auth, local_chunks, sessions
+from forestage.peers import auth, known_copies, local_chunks, sessions
 from forestage.peers.auth import MAX_TEXT, Asker, Munge, Prover, Refused, SessionOpened
 from forestage.peers.local_chunks import Absent, Arrivals, Found, Pending, Present
 from forestage.peers.sessions import ClientSession, Sessions, Unproven
@@ -63,13 +63,14 @@ Explain = Callable[[int, int], bytes]
 
 
 class _ChunkRequest(NamedTuple):
-    """A request whose MAC was right; `wait` in seconds."""
+    """A request whose MAC was right; `wait` in seconds; `reach` as protocol.py has it."""
 
     session: ClientSession
     counter: int
     number: int
     span: str
     wait: float
+    reach: str
 
 
 class _Refused(Exception):
@@ -102,6 +103,8 @@ class Service:
         self.sessions = Sessions()
         self.unproven = Unproven()
         self.arrivals = Arrivals(node.cache)
+        self.reach = node.config.peers.reach
+        self.known_copies = known_copies.Askers()
         self.pace = Pace(node.config.peers.bandwidth, self.now)
         self.uploads = asyncio.Semaphore(node.config.peers.uploads)
         self.decoders = asyncio.Semaphore(DECODERS)
@@ -138,6 +141,8 @@ class Service:
             raise _Refused(404)
         if look is not None:
             return await self._answer_look(request, look[1], look[2])
+        if copies := known_copies.PATH.fullmatch(request.raw_path):
+            return self._answer_copies(request, copies[1], copies[2])
         if chunk is None:
             raise _Refused(404)
         ask = self._authenticated(request, chunk[1], int(chunk[2]))
@@ -230,9 +235,10 @@ class Service:
             raise _Refused(403, "a request a second time")
         if session.key != key:
             raise _Refused(403, f"a session for {session.key} asks for {key}")
-        wait = headers.get("Forestage-Wait", "")
-        seconds = float(wait) if _SECONDS.fullmatch(wait) else 0.0
-        return _ChunkRequest(session, int(counter), number, span, min(WAIT, seconds))
+        wait, reach = headers.get("Forestage-Wait", ""), headers.get("Forestage-Reach", "")
+        # What this node takes from others it may not have read itself: nobody of another job waits.
+        seconds = float(wait) if _SECONDS.fullmatch(wait) and reach != "cluster" else 0.0
+        return _ChunkRequest(session, int(counter), number, span, min(WAIT, seconds), reach)
 
     async def _answer_look(
         self, request: web.BaseRequest, job: str, name: str
@@ -248,6 +254,19 @@ class Service:
         except (FileNotFoundError, NotADirectoryError):
             mac = auth.of_response(ask.session.secret, ask.counter, 404, "")
             return web.Response(status=404, headers={"Forestage-Mac": mac})
+        return self._proven(ask, body)
+
+    def _answer_copies(self, request: web.BaseRequest, key: str, node: str) -> web.Response:
+        """Says who may have a copy, and remembers who asks."""
+        ask = self._authenticated(request, key, 0)
+        self.unproven.discard(request.protocol)
+        if self.reach != "cluster":
+            raise _Refused(404)
+        has = bool(local_chunks.for_other_jobs(self.cache, key))
+        answer = known_copies.Answer(has, self.known_copies.ask(key, node, self.now()))
+        return self._proven(ask, msgspec.json.encode(answer))
+
+    def _proven(self, ask: _ChunkRequest, body: bytes) -> web.Response:
         digest = hashlib.sha256(body).hexdigest()
         mac = auth.of_response(ask.session.secret, ask.counter, 200, "", digest, len(body))
         headers = {"Forestage-Digest": digest, "Forestage-Mac": mac}
@@ -265,6 +284,8 @@ class Service:
 
     async def _find(self, ask: _ChunkRequest, end: float) -> Present:
         """The chunk, at once or when it arrives. Raises _Refused."""
+        if ask.reach == "cluster" and not self._may_leave(ask) >> ask.number & 1:
+            raise _Refused(404)
         found: Found = local_chunks.find(self.cache, ask.session.key, ask.number)
         if isinstance(found, Pending):
             self._must_fit(ask, found)
@@ -276,6 +297,12 @@ class Service:
             raise _Refused(416 if isinstance(found, Absent) and found.beyond else 404)
         return found
 
+    def _may_leave(self, ask: _ChunkRequest) -> int:
+        """The chunks that this node gives to other jobs' nodes."""
+        if self.reach != "cluster":
+            return 0
+        return local_chunks.for_other_jobs(self.cache, ask.session.key)
+
     def _must_fit(self, ask: _ChunkRequest, found: Present | Pending) -> None:
         """Raises _Refused where the client has another `chunk_size`, and means other bytes."""
         if ask.span != f"bytes={found.start}-{found.start + found.size - 1}":
@@ -284,11 +311,20 @@ class Service:
     def _has(self, ask: _ChunkRequest) -> str:
         """The chunks that are in: hex, bit 5 for chunk 5; "" without a copy.
 
-        A `!` behind it says that the source fails here, so that others read in this node's stead.
+        A `!` behind it says that the source fails here, so that others read in this node's stead,
+        and `@n7` who read the chunk from the source.
         """
         digests = local_chunks.read_map(self.cache, ask.session.key)
         failed = "!" if local_chunks.source_failed(self.cache, ask.session.key) else ""
-        return f"{local_chunks.chunks_in(digests):x}{failed}" if digests else ""
+        if not digests:
+            return ""
+        if not ask.reach:  # a release that knows nothing of it
+            return f"{local_chunks.chunks_in(digests):x}{failed}"
+        reader = local_chunks.reader(self.cache, ask.session.key, ask.number) or self.name
+        in_here = (
+            self._may_leave(ask) if ask.reach == "cluster" else local_chunks.chunks_in(digests)
+        )
+        return f"{in_here:x}{failed}@{reader}"
 
     @contextlib.asynccontextmanager
     async def _upload_slot(self, size: int, end: float) -> AsyncIterator[None]:

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import shutil
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ OVER = frozenset(
 )
 UNKNOWN_JOB = "Invalid job id specified"  # slurm_errno.c, ESLURM_INVALID_JOB_ID
 
+_FACT = re.compile(r"(?:^| )(NodeName|NodeHostName|State|Partitions)=(\S*)", re.ASCII)
 _LINE = re.compile(r"([0-9]+)\|([A-Z_]+)\|(\S*)", re.ASCII)
 # setproctitle() in slurmstepd.c; the second may be `batch`, `extern`, `0`.
 _MANAGER = re.compile(rb"slurmstepd: \[([0-9]{1,10})[.+]")
@@ -46,22 +48,34 @@ class JobState(msgspec.Struct, frozen=True):
     nodes: str
 
 
+class NodeState(msgspec.Struct, frozen=True):
+    """What Slurm says of a node; `states` such as IDLE, DOWN, POWERED_DOWN."""
+
+    name: str
+    host: str
+    states: tuple[str, ...]
+    partitions: tuple[str, ...]
+
+
 class Slurm(NamedTuple):
     """How Slurm is asked. `path` is where its commands are looked for, `conf` SLURM_CONF or "".
 
-    `bound`: pyslurm is asked before them. It has $SLURM_CONF from this process.
+    `bound`: pyslurm is asked before them. It has $SLURM_CONF from this process. `node` is this one,
+    as Slurm names it where that is known, else its host's name.
     """
 
     path: str
     conf: str = ""
     proc: Path = Path("/proc")
     bound: bool = False
+    node: str = ""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Slurm":
         """As who calls has it, with the usual directories behind it."""
         path = ":".join(filter(None, (environ.get("PATH", ""), run.PATH)))
-        return cls(path, environ.get("SLURM_CONF", ""))
+        node = environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+        return cls(path, environ.get("SLURM_CONF", ""), node=node)
 
     def bind(self) -> "Slurm":
         """Asks pyslurm first where the installed one fits this release of Slurm."""
@@ -122,6 +136,10 @@ class Slurm(NamedTuple):
         words = ("--noheader", "--local", "--Node", "--format=%N", f"--partition={name}")
         return tuple(dict.fromkeys(self._answer("sinfo", *words).split()))
 
+    def all_nodes(self) -> tuple[NodeState, ...]:
+        """All nodes, in one question to slurmctld. Raises SlurmError."""
+        return nodes_in(self._answer("scontrol", "--all", "--oneliner", "show", "node"))
+
     def cancel(self, name: str) -> None:
         """Cancels all jobs of that name. Raises SlurmError."""
         self._answer("scancel", f"--name={name}")
@@ -179,6 +197,21 @@ def found(listing: str, job: int) -> JobState | None:
     if not lines or len(parsed) < len(lines) or len(own) > 1:
         raise SlurmError(f"squeue's answer about job {job} cannot be understood: {listing[:200]!r}")
     return own[0] if own else None
+
+
+def nodes_in(listing: str) -> tuple[NodeState, ...]:
+    """Pure: what `scontrol --oneliner show node` prints."""
+    found = []
+    for line in listing.splitlines():
+        # The first of a name: a reason or a comment, which may say anything, comes behind.
+        facts: dict[str, str] = {}
+        for name, value in _FACT.findall(line):
+            facts.setdefault(name, value)
+        if name := facts.get("NodeName"):
+            states = tuple(facts.get("State", "").replace("*", "+NOT_RESPONDING").split("+"))
+            partitions = tuple(filter(None, facts.get("Partitions", "").split(",")))
+            found.append(NodeState(name, facts.get("NodeHostName", name), states, partitions))
+    return tuple(found)
 
 
 def why_over(state: JobState | None, node: str) -> str:

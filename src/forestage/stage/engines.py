@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from forestage.cache import allocation
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Fetched(NamedTuple):
-    """What came of a copy: bytes from other nodes, and what the source gave in bytes per second.
+    """What came of a copy: bytes by the node that gave them, and the source's bytes per second.
 
     `rate` is 0 where that is not known.
     """
 
-    from_peers: int = 0
+    given: Mapping[str, int] = {}
     rate: float = 0.0
 
 

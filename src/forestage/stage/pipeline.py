@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,7 +38,7 @@ PROGRESS_EVERY = 10.0  # seconds between two lines in the log
 
 class Figures:
     """What a copy took: keys evicted for it, seconds for the bytes, and how many of these were here
-    before, came from peers, or were uploaded to peers meanwhile.
+    before, were given by which peer, or were uploaded to peers meanwhile.
 
     Jobs read `read_through` bytes before it was whole, of these `read_straight` from the source,
     which gave `rate` bytes per second; 0: that is not known. It grows on the way, so that a copy
@@ -49,11 +49,15 @@ class Figures:
         self.evicted: list[str] = []
         self.copying = 0.0
         self.resumed = 0
-        self.from_peers = 0
+        self.given: Mapping[str, int] = {}
         self.rate = 0.0
         self.uploaded = 0
         self.read_through = 0
         self.read_straight = 0
+
+    @property
+    def from_peers(self) -> int:
+        return sum(self.given.values())
 
 
 def run(task: Task, stop: threading.Event, figures: Figures) -> None:
@@ -75,7 +79,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
     uploaded = _uploaded(task)
     with _readers(task) as shown:
         with queue.giving_way(task.node, task.key, stop), _progress_logged(task, owner):
-            figures.from_peers, figures.rate = _fetch(task, opened, stop, shown)
+            figures.given, figures.rate = _fetch(task, opened, stop, shown)
         figures.uploaded = max(0, _uploaded(task) - uploaded)
         figures.copying = task.node.clock.monotonic() - owner.began
         if shown is not None:
@@ -234,7 +238,7 @@ def _fetch(
 
 
 def _peers(task: Task) -> "Peers | None":
-    """The other nodes of the job, where they are to help; without them a copy is merely slower."""
+    """The nodes that are to help; without them a copy is merely slower."""
     node, job = task.node, task.job
     if not node.config.peers.enabled:
         return None

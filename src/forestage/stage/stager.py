@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from forestage.stage.pipeline import Figures
 
 STAGER = Life(PROCESS_NAME, "copy")
+GIVERS = 8  # that are named in an event, those that gave most
 PROBE_GRACE = 0.5  # seconds for those who only probe whether the key's lock is free
 
 
@@ -110,6 +111,7 @@ def _report(task: Task, figures: "Figures", error: Declined | None, took: float)
         copying=round(figures.copying, 4),
         resumed=figures.resumed,
         from_peers=figures.from_peers,
+        givers=tuple(sorted(figures.given, key=lambda node: -figures.given[node])[:GIVERS]),
         uploaded=figures.uploaded,
         read_through=figures.read_through,
         read_straight=figures.read_straight,

@@ -6,22 +6,23 @@ written only if it comes first: no late or wrong piece may go over bytes that co
 
 The digest is the peer's own. So a few pieces are compared with the source before their chunk counts
 (peers/samples.py), and a whole chunk where two peers do not have the same. A peer that gave wrong
-bytes is left out, and all that it gave before is read again.
+bytes is left out, and all that it gave before is read again, with all that the same node had read.
 """
 
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import SystemRandom
 
 from forestage import log
 from forestage.cache import digest
 from forestage.cache.part import ENTRY_BYTES, Part, chunk_count
 from forestage.cache.readers import NOW, PIECE, SOON, Readers
+from forestage.config import Reach
 from forestage.errors import Declined
-from forestage.peers import samples
+from forestage.peers import origins, samples
 from forestage.peers.client import Peers
 from forestage.peers.connection import ChunkRefused
 from forestage.peers.protocol import ChunkRequest, Receiver
@@ -33,6 +34,7 @@ from forestage.stage.chunks import Run, Tuning, Write
 
 POLL = 0.1  # seconds between two looks of a thread that has nothing to do
 SERVED_POLL = 0.03  # … while jobs read the image
+NOTED_EVERY = 0.5  # seconds between two notes of who read what
 
 
 def copy(
@@ -43,8 +45,8 @@ def copy(
     peers: Peers,
     downloads: int,
     readers: Readers | None = None,
-) -> int:
-    """Copies as chunks.copy does, and returns how many bytes came from peers.
+) -> Mapping[str, int]:
+    """Copies as chunks.copy does, and returns how many bytes came from which peer.
 
     `downloads` chunks are fetched from peers at once.
     """
@@ -53,7 +55,7 @@ def copy(
         run.share()
     finally:
         run.close()
-    return run.from_peers
+    return run.bytes_by()
 
 
 def policy(threads: int, downloads: int, nodes: int) -> Policy:
@@ -97,6 +99,11 @@ class Shared(Run):
         missing = [number for number in self.todo if number in self.data]
         self.said: dict[int, dict[str, str]] = {}  # by chunk and peer, a digest
         self.given: dict[str, set[int]] = {}  # by peer, the chunks that are in
+        self.read_by: dict[tuple[int, str], str] = {}  # by chunk and peer, who read it there
+        here = set(range(chunk_count(source.size, tuning.chunk))).difference(self.todo)
+        self.origins = origins.Noted(part.directory, peers.me, here)
+        self.noted_at = 0.0
+        self.compares = True  # whether all pieces could be compared
         self.liars: set[str] = set()
         self.bringing = 0  # threads that may yet find that a chunk has to be read again
         self.schedule = Schedule(
@@ -107,10 +114,11 @@ class Shared(Run):
             tuning.chunk,
             policy(tuning.threads, downloads, len(peers.nodes)),
             self.hot,
+            peers.givers,
         )
         # Of the own share too: who begins late gets it from peers as well.
-        nodes = len(self.schedule.ring.nodes)
-        self.samples = samples.draw(missing, source.size, tuning.chunk, nodes, SystemRandom())
+        about = missing, source.size, tuning.chunk, len(self.schedule.ring.nodes)
+        self.samples = samples.draw(*about, SystemRandom(), bool(peers.givers))
 
     def _bring_own(self) -> None:
         """Brings what no other node is asked for: of a directory, what the kernel will parse."""
@@ -129,8 +137,15 @@ class Shared(Run):
 
     def close(self) -> None:
         super().close()
+        self.origins.write(self.schedule.done and self.compares and bool(self.samples))
         if self.schedule.done:  # a part that is to be resumed keeps both files
             self.part.forget_peers()
+
+    def bytes_by(self) -> Mapping[str, int]:
+        """How many bytes each peer gave."""
+        return {
+            peer: sum(self.span(number)[1] for number in gave) for peer, gave in self.given.items()
+        }
 
     def _run_asks(self, next_ask: Callable[[float], Ask | None]) -> None:
         """Brings one chunk after the other, until there are no more."""
@@ -227,16 +242,17 @@ class Shared(Run):
             with self.turn:
                 self.schedule.peer_has(ask.peer, has, time.monotonic(), source_failed)
 
-        def peer_says(found: str) -> None:
+        def peer_says(found: str, reader: str) -> None:
             with self.turn:
                 self.said.setdefault(ask.number, {})[ask.peer] = found
+                self.read_by[ask.number, ask.peer] = reader or ask.peer
 
         def stop() -> bool:
             return self.ends() or self.schedule.obsolete(ask)
 
-        chunk = ChunkRequest(
-            ask.number, start, size, self.schedule.give_up(ask), self.schedule.wait(ask)
-        )
+        patience = self.schedule.give_up(ask), self.schedule.wait(ask)
+        reach: Reach = "cluster" if ask.peer in self.peers.givers else "job"
+        chunk = ChunkRequest(ask.number, start, size, *patience, reach)
         return self.peers.fetch(ask.peer, chunk, Receiver(buffer, sink, peer_has, stop, peer_says))
 
     def _prove(self, ask: Ask, buffer: memoryview, aside: memoryview | None) -> None:
@@ -261,6 +277,7 @@ class Shared(Run):
             read = reading.pieces(self.source, at, len(got), buffer)
             return any(piece != got[here - at : here - at + len(piece)] for here, piece in read)
         except Unreadable:
+            self.compares = False
             return False
 
     def _take_in(self, ask: Ask, found: bytes, aside: memoryview | None) -> None:
@@ -269,16 +286,23 @@ class Shared(Run):
         The caller holds the chunk's lock.
         """
         start, size = self.span(ask.number)
+        reader = self.read_by.get((ask.number, ask.peer), ask.peer)
         with self.turn:
-            if ask.peer in self.liars:
-                self.schedule.failed(ask, "wrong", time.monotonic())
-                return
             is_first = not self.schedule.obsolete(ask)
+            if {ask.peer, reader} & self.liars:
+                if is_first:
+                    self.schedule.strike([ask.number])
+                wrong = ask.peer in self.liars
+                self.schedule.failed(ask, "wrong" if wrong else "absent", time.monotonic())
+                return
             if ask.peer == SOURCE:
                 self.said.setdefault(ask.number, {})[SOURCE] = found.hex()
             elif is_first:  # before it is noted: who finds the peer out then strikes this one too
                 self.given.setdefault(ask.peer, set()).add(ask.number)
                 self.from_peers += size
+            if is_first:
+                self.origins.note(ask.number, reader, ask.peer in self.peers.givers)
+                self._note_origins()
         if is_first:
             if aside is not None:
                 self.forget(ask.number)
@@ -306,22 +330,40 @@ class Shared(Run):
                 self._catch(peer, number)
 
     def _catch(self, peer: str, number: int) -> None:
-        """Leaves out a peer that gave other bytes than the source has, and strikes all it gave."""
+        """Leaves out a peer that gave other bytes than the source has, and strikes all it gave.
+
+        Also what others gave that the same node has read. Who gave that is not to blame.
+        """
         with self.turn:
+            reader = self.read_by.get((number, peer), peer)
             if peer in self.liars:
                 return
-            self.liars.add(peer)
-            self.schedule.leave_out(peer)
-            gave = self.given.pop(peer, set())
-        for one in gave:
-            with self.chunk_locks[one]:
+            self.liars |= {peer, reader} - {self.peers.me}
+            for liar in (peer, reader):
+                self.schedule.leave_out(liar)
+            gave = {*self.given.get(peer, ()), *self.origins.of(reader)}
+            for its in self.given.values():
+                self.from_peers -= sum(self.span(one)[1] for one in its & gave)
+                its -= gave
+            self.origins.strike(gave)
+            self._note_origins(at_once=True)
+            locks = [self.chunk_locks.setdefault(one, threading.Lock()) for one in gave]
+        for one, chunk_lock in zip(gave, locks, strict=True):
+            with chunk_lock:
                 self.forget(one)
                 os.pwrite(self.map, digest.MISSING, one * ENTRY_BYTES)
         with self.turn:
             self.schedule.strike(gave)
-            self.from_peers -= sum(self.span(one)[1] for one in gave)
+        by = f" that {reader} had read" if reader != peer else ""
         log.say(
-            f"stager key={self.part.directory.name} peer={peer} gave wrong bytes (chunk {number}):"
-            f" it is left out, and {len(gave)} chunks of it are read again",
+            f"stager key={self.part.directory.name} peer={peer} gave wrong bytes (chunk {number}"
+            f"{by}): it is left out, and {len(gave)} chunks of it are read again",
             by_slurm=True,
         )
+
+    def _note_origins(self, at_once: bool = False) -> None:
+        """Has the peer service know who read what; it may lag. The caller holds `turn`."""
+        now = time.monotonic()
+        if at_once or now - self.noted_at > NOTED_EVERY:
+            self.noted_at = now
+            self.origins.write()

@@ -508,3 +508,61 @@ def test_random_failures_of_peers_leave_no_chunk_missing(
             one.failed(ask, why, now)
         assert now < 3600
     assert came == missing
+
+
+def alone(count: int = 12, givers: tuple[str, ...] = ("x",)) -> Schedule:
+    """A job of one node; x and its like are of other jobs."""
+    return Schedule("key", ["me"], "me", range(count), MB, givers=givers)
+
+
+def test_node_of_another_job_is_asked_at_once_and_then_for_all() -> None:
+    one = alone()
+    (ask,) = all_of(one.next_fetch, 0.0)
+    assert (ask.peer, one.wait(ask)) == ("x", 0.0)
+    assert one.next_read(0.0) is None
+    one.peer_has("x", everything(12), 0.1)
+    one.got(ask, 0.1)
+    assert one.next_read(0.1) is None
+    assert {ask.peer for ask in all_of(one.next_fetch, 0.1)} == {"x"}
+
+
+@pytest.mark.parametrize("why", ["absent", "refused", "wrong"])
+def test_node_of_another_job_without_a_copy_costs_no_wait(why: Why) -> None:
+    one = alone()
+    (ask,) = all_of(one.next_fetch, 0.0)
+    one.failed(ask, why, 0.1)
+    assert one.next_read(0.6) is not None
+
+
+def test_node_of_another_job_that_gives_nothing_is_not_waited_for() -> None:
+    one = alone(40)
+    for ask in all_of(one.next_fetch, 0.0):
+        one.peer_has(ask.peer, everything(40), 0.1)
+    all_of(one.next_fetch, 0.1)
+    assert one.next_read(2.0) is None
+    read = one.next_read(2.2)
+    assert read is not None
+    assert read.peer == SOURCE
+    given = next(ask for ask in one.asks if ask.peer == "x")
+    one.got(given, 2.3)
+    assert one.next_read(4.2) is None, "it gives again"
+
+
+def test_nodes_of_a_job_each_take_their_share_from_the_node_of_another() -> None:
+    one = Schedule("key", NODES, NODES[0], range(24), MB, givers=("x",))
+    settle(one)
+    one.peer_has("x", everything(24), 1.2)
+    asked = [ask.number for ask in all_of(one.next_fetch, 1.2) if ask.peer == "x"]
+    share = {number for number in range(24) if one.ring.reader(number) == one.me}
+    assert len(set(asked) - share) <= 1
+    assert set(asked) & share
+    assert one.next_read(1.2) is None
+
+
+def test_node_of_another_job_that_is_out_reads_nothing_that_others_would_stand_in_for() -> None:
+    one = Schedule("key", NODES, NODES[0], range(24), MB, givers=("x",))
+    settle(one)
+    one.leave_out("x")
+    one.leave_out(others(one)[0])
+    numbers = [ask.number for ask in all_of(one.next_read, 5.0)]
+    assert all(one.me in one.ring.order(number) for number in numbers)

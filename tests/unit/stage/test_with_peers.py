@@ -15,7 +15,7 @@ from forestage.cache import allocation, digest
 from forestage.cache.part import Part, missing_chunks
 from forestage.cache.readers import Readers
 from forestage.errors import Stopped
-from forestage.peers import samples
+from forestage.peers import origins, samples
 from forestage.peers.client import Peers
 from forestage.peers.connection import ChunkRefused
 from forestage.peers.protocol import ChunkRequest, Receiver
@@ -39,6 +39,8 @@ class Fake(Peers):
     def __init__(self, data: bytes, has: int) -> None:
         self.nodes = ("a", "b", "c", "d")
         self.me = "a"
+        self.givers: tuple[str, ...] = ()
+        self.read_by: dict[str, str] = {}  # whom a peer names as the reader of what it gives
         self.data = data
         self.lies: dict[str, bytes] = {}  # what a peer has instead, with digests of its own
         self.has = has
@@ -56,7 +58,8 @@ class Fake(Peers):
         if not self.has >> chunk.number & 1:
             raise ChunkRefused("absent", "")
         data = self.lies.get(peer, self.data)
-        receiver.peer_says(digest.of_chunk(data[chunk.start : chunk.start + chunk.size]).hex())
+        said = digest.of_chunk(data[chunk.start : chunk.start + chunk.size]).hex()
+        receiver.peer_says(said, self.read_by.get(peer, ""))
         running = digest.Running()
         end, buffer = chunk.start + chunk.size, receiver.buffer
         for at in range(chunk.start, end, len(buffer)):
@@ -94,7 +97,7 @@ class Pair:
 
     def copy(self, fake: Fake, stop: threading.Event | None = None) -> int:
         stop = stop or threading.Event()
-        return with_peers.copy(self.source, self.part, TUNING, stop, fake, 3)
+        return sum(with_peers.copy(self.source, self.part, TUNING, stop, fake, 3).values())
 
     def check(self) -> None:
         assert self.part.image.read_bytes() == self.data
@@ -479,6 +482,74 @@ def test_chunk_of_a_known_liar_that_comes_late_does_not_count(pair: Pair) -> Non
     run.close()
     assert not any(pair.part.image.read_bytes())
     assert 3 in missing_chunks(pair.part.digests(), SIZE, CHUNK)
+
+
+def test_wrong_chunk_strikes_all_that_its_reader_read_whoever_gave_it(
+    pair: Pair, patient: None, monkeypatch: Patch
+) -> None:
+    """b and c each gave chunks that x had read, and d some that it read itself; c's is wrong."""
+    sample(monkeypatch)
+    fake = Fake(pair.data, everything())
+    fake.read_by = {"b": "x", "c": "x"}
+    run = run_of(pair, fake)
+    for number, peer in ((3, "b"), (5, "d")):
+        bring(run, number, peer)
+    fake.lies["c"] = wrong(pair.data)
+    monkeypatch.setattr(run, "samples", {7: [(7 * CHUNK, 4096)]})
+    bring(run, 7, "c")
+    assert {3, 5, 7} & set(missing_chunks(pair.part.digests(), SIZE, CHUNK)) == {3, 7}
+    assert (run.given["b"], run.given["d"], run.from_peers) == ([], [5], CHUNK)
+    bring(run, 9, "b")
+    assert 9 in missing_chunks(pair.part.digests(), SIZE, CHUNK), "x has read that as well"
+    assert run.schedule._struck == 1 << 3 | 1 << 7 | 1 << 9
+    assert not run.schedule._peers.is_out("b", 1e9), "it only gave what it had got"
+    run.close()
+    known = origins.read(pair.part.directory)
+    assert known is not None
+    assert known.by == {"d": f"{1 << 5:x}"}
+
+
+def bring(run: with_peers.Shared, number: int, peer: str) -> None:
+    run.chunk_locks[number] = threading.Lock()
+    run.schedule.asks[with_peers.Ask(number, peer)] = 0.0
+    run._bring(with_peers.Ask(number, peer), reading.buffer(CHUNK), False)
+
+
+def test_copy_from_another_jobs_node_is_compared_and_then_may_go_on(
+    pair: Pair, patient: None, monkeypatch: Patch
+) -> None:
+    drawn = {0: [(0, 4096)]}
+    asked: list[object] = []
+    monkeypatch.setattr(samples, "draw", lambda *about: asked.append(about[-1]) or drawn)
+    fake = alone(pair, "x")
+    assert pair.copy(fake) == SIZE
+    known = origins.read(pair.part.directory)
+    assert known is not None
+    assert (known.by, known.compared, asked) == ({"x": f"{everything():x}"}, True, [True])
+    assert known.outside == known.by["x"]
+    assert set(pair.read) == {0}, "only what is compared"
+
+
+@pytest.mark.parametrize("trouble", ["the source fails", "nothing is drawn"])
+def test_copy_that_was_not_compared_never_goes_on_to_other_jobs(
+    pair: Pair, patient: None, monkeypatch: Patch, trouble: str
+) -> None:
+    def fail(number: int) -> None:
+        raise Unreadable("/lustre/a", OSError(5, "broken"))
+
+    sample(monkeypatch, *([0] if trouble == "the source fails" else []))
+    pair.reading = fail
+    assert pair.copy(alone(pair, "x")) == SIZE
+    known = origins.read(pair.part.directory)
+    assert known is not None
+    assert (known.compared, known.may_leave(everything(), is_whole=True)) == (False, 0)
+
+
+def alone(pair: Pair, *givers: str) -> Fake:
+    """A job of one node, and nodes of other jobs that have all of it."""
+    fake = Fake(pair.data, everything())
+    fake.nodes, fake.givers = ("a",), givers
+    return fake
 
 
 def test_readers_see_a_peers_chunk_only_once_the_source_has_agreed(

@@ -1,0 +1,125 @@
+"""Who may have a copy of a key, on nodes of other jobs: a question that is an announcement too.
+
+    GET /v1/copies/<key>/<node>   <node> is about to copy <key>; the answer: `Answer`, with a MAC
+
+A stager asks ASKED nodes of root's own list (peers/node_list.py), those that come first in the
+key's ring: all stagers ask the same ones. Each of them remembers who asked, and names them to who
+asks next. There is no tracker, and none of this outlives the service. Names are hints: a node that
+has nothing costs one request, and what it gives is believed no more than any peer
+(docs/decisions/0051-any-warm-node-serves.md).
+"""
+
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+from forestage.config import Peering
+from forestage.peers import protocol
+from forestage.peers.auth import Prover
+from forestage.peers.connection import ChunkRefused, Connection, Limit
+from forestage.peers.ring import Ring
+
+ASKED = 3  # nodes for each copy
+TRIED = 2  # nodes of those that are named
+PATIENCE = 1.0  # seconds for all answers together
+NAMES = 4  # of one key, those that asked last
+KEPT = 3600.0  # seconds
+KEYS = 10_000  # some 5 MB
+MOST = 4096  # bytes of an answer
+
+PATH = re.compile(r"/v1/copies/([0-9a-f]{32})/([A-Za-z0-9][A-Za-z0-9._-]{0,62})")
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Whether the node that was asked has anything of the key itself, and who else asked for it."""
+
+    has: bool
+    nodes: tuple[str, ...] = ()
+
+
+class Askers:
+    """Who asked for which key lately; seconds are monotonic."""
+
+    def __init__(self) -> None:
+        self._by_key: OrderedDict[str, dict[str, float]] = OrderedDict()
+
+    def ask(self, key: str, node: str, now: float) -> tuple[str, ...]:
+        """Who asked for the key before this node, the first of them first; and remembers it."""
+        known = self._by_key.pop(key, {})
+        others = {name: at for name, at in known.items() if now - at <= KEPT and name != node}
+        self._by_key[key] = dict([*others.items(), (node, now)][-NAMES:])
+        if len(self._by_key) > KEYS:
+            self._by_key.popitem(last=False)
+        return tuple(others)
+
+
+def whom_to_ask(key: str, nodes: Collection[str], me: str) -> list[str]:
+    """Pure: the nodes that remember who has the key."""
+    return [node for node in Ring(key, tuple(nodes)).nodes[: ASKED + 1] if node != me][:ASKED]
+
+
+def to_try(answers: Sequence[tuple[str, Answer]], known: Collection[str]) -> tuple[str, ...]:
+    """Pure: the nodes to take from; who has a copy before who is only named.
+
+    `known` are the nodes of root's list that are not of the job: no other name counts.
+    """
+    sure = [node for node, answer in answers if answer.has]
+    named = [node for _, answer in answers for node in answer.nodes]
+    return tuple(node for node in dict.fromkeys((*sure, *named)) if node in known)[:TRIED]
+
+
+def find(
+    config: Peering, key: str, me: str, job: Collection[str], nodes: Sequence[str], prover: Prover
+) -> tuple[str, ...]:
+    """The nodes of other jobs that may have the key; `nodes` is root's list. Within PATIENCE."""
+    known = frozenset(nodes).difference(job)
+    asked = whom_to_ask(key, nodes, me)
+    until = time.monotonic() + PATIENCE
+    came: SimpleQueue[tuple[str, Answer | None]] = SimpleQueue()
+
+    def ask(node: str) -> None:
+        came.put((node, _ask(config, node, key, me, prover, until)))
+
+    for node in asked:  # nobody waits for the last of them: it only has to hear who asks
+        threading.Thread(target=ask, args=(node,), name="ask", daemon=True).start()
+    answers: list[tuple[str, Answer]] = []
+    for node, answer in _until(came, len(asked), until):
+        answers += [(node, answer)] if answer else []
+        if len(to_try(answers, known)) == TRIED:
+            break
+    return to_try(answers, known)
+
+
+def _until(
+    came: "SimpleQueue[tuple[str, Answer | None]]", count: int, until: float
+) -> Iterator[tuple[str, Answer | None]]:
+    for _ in range(count):
+        try:
+            yield came.get(timeout=max(0.0, until - time.monotonic()))
+        except Empty:
+            return
+
+
+def _ask(
+    config: Peering, node: str, key: str, me: str, prover: Prover, until: float
+) -> Answer | None:
+    """What one node answers; None: nothing, or nothing in time."""
+
+    def late() -> bool:
+        return time.monotonic() > until
+
+    line = Connection(config.of(node))
+    try:
+        session = protocol.open_session(line, key, prover, late)
+        limit = Limit(0.0, until, late)
+        body = protocol.fetch_look(line, session, f"/v1/copies/{key}/{me}", MOST, limit)
+        return msgspec.json.decode(body, type=Answer) if body else None
+    except (ChunkRefused, protocol.SessionUnknown, msgspec.MsgspecError):
+        return None
+    finally:
+        line.close()

@@ -1,0 +1,166 @@
+"""Nodes of other jobs: whom a copy asks, what it takes, and what goes on to whom."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.events import Copied
+from forestage.peers import auth, known_copies, node_list, origins, stats
+from forestage.peers.peer_table import sum_of
+from node import Node, until
+from peering import CHUNK, PIECES, data, free_port, give, run
+from peering import Node as Peer
+
+NAMES = ("n1", "n2", "n3", "n4")
+ALL = (1 << PIECES) - 1
+
+
+@pytest.fixture
+def path(node: Node) -> Path:
+    return node.put("alice/image.sqsh", data())
+
+
+@pytest.fixture
+def peers(node: Node, tmp_path: Path) -> Iterator[dict[str, Peer]]:
+    """n2 to n4, whose services run; none of them is of n1's job."""
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in NAMES}
+    made = {name: Peer(tmp_path / name, addresses, name) for name in NAMES[1:]}
+    shared = {
+        "enabled": True,
+        "addresses": addresses,
+        "listen": "127.0.0.1",
+        "reach": "cluster",
+        "key_file": str(made["n2"].places.etc / "peer.key"),
+    }
+    node.configure(peers=shared)
+    node_list.write(node.places, time.time(), NAMES)
+    with contextlib.ExitStack() as served:
+        for peer in made.values():
+            peer.configure(reach="cluster")
+            served.enter_context(peer.serving())
+        yield made
+
+
+def copied(node: Node, path: Path, nodes: str = "n1") -> Copied:
+    found = run(node, node.environ(1, path) | {"SLURM_JOB_NODELIST": nodes})
+    assert found.result == "copied"
+    assert path.read_bytes() == data()
+    assert node.shows_entry(path, node.identity(path).key)
+    return found
+
+
+def sessions(peer: Peer) -> int:
+    given = stats.read(peer.places.peer)
+    return given.sessions if given else 0
+
+
+def note(peer: Peer, key: str, **known: object) -> None:
+    """Who read what on a peer that has an entry."""
+    file = peer.cache.entry_dir(key) / origins.NAME
+    file.write_bytes(msgspec.json.encode(known))
+
+
+def test_job_takes_the_image_from_a_node_of_another_job(
+    node: Node, peers: dict[str, Peer], path: Path
+) -> None:
+    give(peers["n3"], node, path, data())
+    found = copied(node, path)
+    assert (found.from_peers, found.givers) == (PIECES * CHUNK, ("n3",))
+    known = origins.read(node.cache.entry_dir(node.identity(path).key))
+    assert known is not None
+    assert (known.by, known.outside) == ({"n3": f"{ALL:x}"}, f"{ALL:x}")
+    assert known.compared
+
+
+def test_job_reads_the_source_where_no_node_has_the_image(
+    node: Node, peers: dict[str, Peer], path: Path
+) -> None:
+    assert copied(node, path).from_peers == 0
+    until(lambda: all(sessions(peer) == 1 for peer in peers.values()), "three nodes to be asked")
+
+
+def test_node_that_asked_before_is_named_to_the_next_one(
+    node: Node, peers: dict[str, Peer], path: Path
+) -> None:
+    """n4 asked for the image a while ago, and n1 asks nobody else who has it."""
+    key = node.identity(path).key
+    config = peers["n4"].config.peers
+    prover = auth.prover(config.key_file, "")
+    asked = known_copies.find(config, key, "n4", ("n4",), ("n2", "n3", "n4"), prover)
+    assert asked == ()
+    give(peers["n4"], node, path, data())
+    node_list.write(node.places, time.time(), ("n1", "n2", "n3"))
+    assert copied(node, path).from_peers == 0, "a name that root's list does not have"
+    assert known_copies.find(config, key, "n5", ("n5",), ("n2", "n3", "n1", "n4"), prover) == (
+        "n4",
+        "n1",
+    )
+
+
+@pytest.mark.parametrize("off", ["reach: job", "peers off", "no list", "an old list"])
+def test_nobody_is_asked(node: Node, peers: dict[str, Peer], path: Path, off: str) -> None:
+    give(peers["n2"], node, path, data())
+    shared = msgspec.to_builtins(peers["n2"].config.peers) | {"listen": "127.0.0.1"}
+    if off == "reach: job":
+        node.configure(peers=shared | {"reach": "job"})
+    elif off == "peers off":
+        node.configure(peers=shared | {"enabled": False})
+    elif off == "no list":
+        node.places.nodes.unlink()
+    else:
+        node_list.write(node.places, time.time() - node_list.GOOD - 60, NAMES)
+    assert copied(node, path).from_peers == 0
+    for peer in peers.values():
+        peer.end()
+        assert sessions(peer) == 0
+
+
+def test_node_of_a_site_without_reach_tells_other_jobs_nothing(
+    node: Node, peers: dict[str, Peer], path: Path
+) -> None:
+    give(peers["n2"], node, path, data())
+    for peer in peers.values():
+        peer.end()
+        peer.configure(reach="job")
+        peer.start()
+    assert copied(node, path).from_peers == 0
+
+
+def test_wrong_bytes_of_another_jobs_node_cost_a_read_of_the_source(
+    node: Node, peers: dict[str, Peer], path: Path
+) -> None:
+    give(peers["n2"], node, path, bytes(255 - byte for byte in data()))
+    found = copied(node, path)
+    assert found.from_peers == 0
+    known = origins.read(node.cache.entry_dir(node.identity(path).key))
+    assert known is not None
+    assert known.outside == "0"
+
+
+@pytest.mark.parametrize(("compared", "given"), [(False, PIECES // 2), (True, PIECES)])
+def test_what_came_from_another_job_goes_to_no_third_before_it_was_compared(
+    node: Node, peers: dict[str, Peer], path: Path, compared: bool, given: int
+) -> None:
+    give(peers["n2"], node, path, data())
+    half = sum_of(range(PIECES // 2))
+    by = {"n2": f"{half:x}", "n9": f"{ALL & ~half:x}"}
+    note(peers["n2"], node.identity(path).key, by=by, outside=f"{ALL & ~half:x}", compared=compared)
+    assert copied(node, path).from_peers == given * CHUNK
+
+
+def test_nodes_of_the_job_itself_are_given_all(
+    node: Node, peers: dict[str, Peer], path: Path
+) -> None:
+    give(peers["n2"], node, path, data())
+    note(peers["n2"], node.identity(path).key, by={"n9": f"{ALL:x}"}, outside=f"{ALL:x}")
+    found = copied(node, path, "n[1-2]")
+    assert found.from_peers == PIECES * CHUNK
+    known = origins.read(node.cache.entry_dir(node.identity(path).key))
+    assert known is not None
+    assert known.by == {"n9": f"{ALL:x}"}, "its reader is not who gave it"

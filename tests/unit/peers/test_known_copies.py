@@ -1,0 +1,70 @@
+"""Who asked for which key: few names, for a while, and who is asked and tried for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from forestage.peers import known_copies
+from forestage.peers.known_copies import Answer, Askers, to_try, whom_to_ask
+
+NODES = tuple(f"n{number}" for number in range(100))
+
+
+def test_asker_is_named_to_those_who_ask_after_it() -> None:
+    askers = Askers()
+    assert askers.ask("k", "n1", 0.0) == ()
+    assert askers.ask("k", "n2", 1.0) == ("n1",)
+    assert askers.ask("other", "n2", 2.0) == ()
+    assert askers.ask("k", "n1", 3.0) == ("n2",), "nobody is told of themselves"
+    assert askers.ask("k", "n3", 4.0) == ("n2", "n1")
+
+
+def test_of_many_askers_the_last_four_are_named() -> None:
+    askers = Askers()
+    for number in range(9):
+        askers.ask("k", f"n{number}", float(number))
+    assert askers.ask("k", "new", 9.0) == ("n5", "n6", "n7", "n8")
+
+
+def test_asker_is_forgotten_after_an_hour() -> None:
+    askers = Askers()
+    askers.ask("k", "n1", 0.0)
+    askers.ask("k", "n2", 100.0)
+    assert askers.ask("k", "n3", known_copies.KEPT + 1) == ("n2",)
+
+
+def test_of_many_keys_those_asked_for_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_copies, "KEYS", 3)
+    askers = Askers()
+    for key in ("a", "b", "c", "a", "d"):
+        askers.ask(key, "n1", 0.0)
+    named = {key: askers.ask(key, "n2", 1.0) for key in ("d", "a", "c")}
+    assert named == dict.fromkeys(named, ("n1",))
+    assert askers.ask("b", "n2", 1.0) == ()
+
+
+def test_all_nodes_ask_the_same_three_and_never_themselves() -> None:
+    asked = whom_to_ask("k", NODES, "elsewhere")
+    assert len(asked) == known_copies.ASKED
+    assert whom_to_ask("k", NODES[::-1], "another") == asked
+    assert whom_to_ask("l", NODES, "elsewhere") != asked
+    beside = whom_to_ask("k", NODES, asked[1])
+    assert len(beside) == known_copies.ASKED
+    assert beside[:2] == [asked[0], asked[2]]
+
+
+@pytest.mark.parametrize("nodes", [(), ("n1",)])
+def test_list_without_others_has_nobody_to_ask(nodes: tuple[str, ...]) -> None:
+    assert whom_to_ask("k", nodes, "n1") == []
+
+
+def test_who_has_a_copy_is_tried_before_who_is_named_and_two_in_all() -> None:
+    answers = [("n1", Answer(False, ("n5", "n6"))), ("n2", Answer(True, ("n5",)))]
+    assert to_try(answers, set(NODES)) == ("n2", "n5")
+    assert to_try(answers[:1], set(NODES)) == ("n5", "n6")
+    assert to_try([], set(NODES)) == ()
+
+
+def test_name_that_roots_own_list_does_not_have_is_not_tried() -> None:
+    answers = [("n1", Answer(True, ("attacker.example.org", "n7", "n6")))]
+    assert to_try(answers, {"n6"}) == ("n6",), "n1 and n7 are of the job itself"
