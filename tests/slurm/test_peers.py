@@ -87,7 +87,7 @@ def test_nodes_with_peers_read_the_source_once_and_the_job_none_of_it(fleet: Fle
     assert read < 1.5 * size
     got = sum(one.from_peers for one in outcomes)
     assert got >= (NODES - 1.5) * size
-    assert "of it from other nodes" in fleet.command("explain", str(job))
+    assert "MiB from the file server" in fleet.command("explain", str(job))
 
 
 def test_nodes_without_peers_read_all_of_it_each(fleet: Fleet) -> None:

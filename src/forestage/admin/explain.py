@@ -261,11 +261,15 @@ def _copied(outcome: Copied) -> str:
     fetched = outcome.bytes - outcome.resumed
     rate = format_rate(fetched, outcome.copying or outcome.wait)
     took = _tenths(outcome.wait)
-    share = f", {format_size(outcome.from_peers)} of it from other nodes"
-    peers = share if outcome.from_peers else ""
     sent = f", {format_size(outcome.uploaded)} of it sent to other nodes meanwhile"
     uploaded = sent if outcome.uploaded else ""
-    made = f"copied {format_size(outcome.bytes)} in {took} ({rate}){peers}{uploaded}, and published"
+    made = f"copied {format_size(outcome.bytes)} in {took} ({rate}){uploaded}, and published"
+    if outcome.from_peers:
+        rest = max(0, fetched - outcome.from_peers)
+        server = f"{format_size(rest) if rest else 0} of {format_size(fetched)}"
+        made += (
+            f"; from {', '.join(outcome.givers) or 'other nodes'}; {server} from the file server"
+        )
     if not outcome.read_through:
         return made
     read, straight = format_size(outcome.read_through), format_size(outcome.read_straight)

@@ -268,9 +268,10 @@ def counters(tally: Tally) -> Iterator[Metric]:
     starts = _filled(STARTS, tally.starts)
     declined = _by_reason(tally.declined, (one for one in REASONS if one not in FAILURES))
     errors = _by_reason(tally.errors, sorted(FAILURES))
-    copied = _filled(("source", "peers"), tally.copied)
+    copied = _filled(("source", "peers", "others"), tally.copied)
     bad = _filled(("sweep", "verify"), tally.bad)
-    spared = _filled(("hit", "joined"), tally.spared) | {"peers": copied["peers"]}
+    spared = _filled(("hit", "joined"), tally.spared)
+    spared |= {by: copied[by] for by in ("peers", "others")}
     through = _filled(("copy", "source"), tally.read_through)
     for name, text, label, numbers in (
         ("starts", "Images that jobs and their further steps began with.", "result", starts),

@@ -70,8 +70,8 @@ class Tally(msgspec.Struct):
     `requests` and `waits` are by hook (prolog, step), the former by result below that; `of_data`
     are those requests that were for data; `starts` are by result, once for a Prolog and its job's
     first step, and `excluded` what was not to be staged; `declined` and `errors` by reason;
-    `copies` by result, `copied` by where the bytes came from (source, peers), `evicted` by the hook
-    that made room.
+    `copies` by result, `copied` by where the bytes came from (source, peers, others), `evicted`
+    by the hook that made room.
     `spared` are bytes that a job had from the cache instead of the shared file system, by result.
     `saved` and `lost` are seconds of starts that their copies made faster, and slower
     (events/saved); `read_through` is what jobs read of copies before these were complete, by where
@@ -137,7 +137,8 @@ class Tally(msgspec.Struct):
             return
         # Resumed bytes count here: the stager that copied them was killed, and wrote no event.
         _more(self.copied, "source", max(0, outcome.bytes - outcome.from_peers))
-        _more(self.copied, "peers", outcome.from_peers)
+        _more(self.copied, "peers", outcome.from_peers - outcome.from_others)
+        _more(self.copied, "others", outcome.from_others)
         _more(self.read_through, "source", outcome.read_straight)
         _more(self.read_through, "copy", max(0, outcome.read_through - outcome.read_straight))
         fetched = outcome.bytes - outcome.resumed

@@ -77,9 +77,9 @@ class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
 
     Seconds: `wait` from its start to its end, of which `copying` went into the bytes. Bytes:
     `resumed` were here before, `from_peers` came from other nodes, most of it from `givers`,
-    `uploaded` went to others meanwhile. Jobs read `read_through` before the copy was whole, of
-    these `read_straight` from the source. `evicted` are the keys that made room. `data`: of a job's
-    data.
+    and of it `from_others` from those of other jobs; `uploaded` went to others meanwhile. Jobs read
+    `read_through` before the copy was whole, of these `read_straight` from the source. `evicted`
+    are the keys that made room. `data`: of a job's data.
     """
 
     image: str = ""
@@ -89,6 +89,7 @@ class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
     copying: float = 0.0
     resumed: int = 0
     from_peers: int = 0
+    from_others: int = 0
     givers: tuple[str, ...] = ()
     uploaded: int = 0
     read_through: int = 0
@@ -189,6 +190,7 @@ def _facts(outcome: Outcome) -> dict[str, object]:
         **ended,
         "bytes": outcome.bytes,
         "from_peers": outcome.from_peers,
+        "from_others": outcome.from_others,
         "givers": ",".join(outcome.givers),
         "uploaded": outcome.uploaded,
         "read_through": outcome.read_through,

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 class Fetched(NamedTuple):
     """What came of a copy: bytes by the node that gave them, and the source's bytes per second.
 
-    `rate` is 0 where that is not known.
+    `others` are those of them that are not of the job. `rate` is 0 where that is not known.
     """
 
     given: Mapping[str, int] = {}
+    others: tuple[str, ...] = ()
     rate: float = 0.0
 
 
@@ -65,7 +66,8 @@ class Chunks:
 
             with_them = (peers, self.downloads, readers)
             # What peers send takes the same links and processors: the source's pace is not known.
-            return Fetched(with_peers.copy(source, part, self.tuning, stop, *with_them))
+            given = with_peers.copy(source, part, self.tuning, stop, *with_them)
+            return Fetched(given, peers.givers)
         pace = chunks.copy(source, part, self.tuning, stop, readers)
         return Fetched(rate=pace.rate(source.size))
 

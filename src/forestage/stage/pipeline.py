@@ -38,7 +38,8 @@ PROGRESS_EVERY = 10.0  # seconds between two lines in the log
 
 class Figures:
     """What a copy took: keys evicted for it, seconds for the bytes, and how many of these were here
-    before, were given by which peer, or were uploaded to peers meanwhile.
+    before, were given by which peer, or were uploaded to peers meanwhile. `others` are those of
+    other jobs.
 
     Jobs read `read_through` bytes before it was whole, of these `read_straight` from the source,
     which gave `rate` bytes per second; 0: that is not known. It grows on the way, so that a copy
@@ -50,6 +51,7 @@ class Figures:
         self.copying = 0.0
         self.resumed = 0
         self.given: Mapping[str, int] = {}
+        self.others: tuple[str, ...] = ()
         self.rate = 0.0
         self.uploaded = 0
         self.read_through = 0
@@ -58,6 +60,10 @@ class Figures:
     @property
     def from_peers(self) -> int:
         return sum(self.given.values())
+
+    @property
+    def from_others(self) -> int:
+        return sum(self.given.get(node, 0) for node in self.others)
 
 
 def run(task: Task, stop: threading.Event, figures: Figures) -> None:
@@ -79,7 +85,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
     uploaded = _uploaded(task)
     with _readers(task) as shown:
         with queue.giving_way(task.node, task.key, stop), _progress_logged(task, owner):
-            figures.given, figures.rate = _fetch(task, opened, stop, shown)
+            figures.given, figures.others, figures.rate = _fetch(task, opened, stop, shown)
         figures.uploaded = max(0, _uploaded(task) - uploaded)
         figures.copying = task.node.clock.monotonic() - owner.began
         if shown is not None:

@@ -111,6 +111,7 @@ def _report(task: Task, figures: "Figures", error: Declined | None, took: float)
         copying=round(figures.copying, 4),
         resumed=figures.resumed,
         from_peers=figures.from_peers,
+        from_others=figures.from_others,
         givers=tuple(sorted(figures.given, key=lambda node: -figures.given[node])[:GIVERS]),
         uploaded=figures.uploaded,
         read_through=figures.read_through,

@@ -261,7 +261,7 @@ def test_every_count_has_its_series() -> None:
         )
     ):
         tally.add(Event(1.0, "prolog", job, outcome))
-    copied = Copied("copied", size=1000, from_peers=400, copying=1e-6)
+    copied = Copied("copied", size=1000, from_peers=400, from_others=150, copying=1e-6)
     tally.add(Event(1.0, "stager", 4, msgspec.structs.replace(copied, evicted=("k",))))
     found = samples(metrics.text(Facts(tally, "1", off=True)))
     expected = {
@@ -276,9 +276,11 @@ def test_every_count_has_its_series() -> None:
         "declined_total reason=deadline": 1,
         "spared_bytes_total by=hit": 100,
         "spared_bytes_total by=joined": 30,
-        "spared_bytes_total by=peers": 400,
+        "spared_bytes_total by=peers": 250,
+        "spared_bytes_total by=others": 150,
         "copied_bytes_total from=source": 600,
-        "copied_bytes_total from=peers": 400,
+        "copied_bytes_total from=peers": 250,
+        "copied_bytes_total from=others": 150,
         "copies_total result=copied": 1,
         "evictions_total hook=stager": 1,
         "wait_seconds_bucket hook=prolog le=0.1": 2,

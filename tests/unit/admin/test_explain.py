@@ -147,11 +147,20 @@ def test_room_for_a_container_is_explained_with_its_evictions() -> None:
         assert last == "evicted ffffffffffff, to free space"
 
 
-def test_copy_from_and_to_peers_is_explained() -> None:
-    (text,) = sentences(copied(NOW, 10.0, outcome={"from_peers": 20 * G, "uploaded": 2 * G}), {})
+@pytest.mark.parametrize(
+    ("givers", "got", "came"),
+    [
+        (("n7", "n12"), 23, "n7, n12; 0 of 23 GiB"),
+        (("n7",), 20, "n7; 3 GiB of 23 GiB"),
+        ((), 20, "other nodes; 3 GiB of 23 GiB"),
+    ],
+)
+def test_copy_from_and_to_peers_is_explained(givers: tuple[str, ...], got: int, came: str) -> None:
+    facts = {"from_peers": got * G, "givers": givers, "uploaded": 2 * G}
+    (text,) = sentences(copied(NOW, 10.0, outcome=facts), {})
     assert text == (
-        "copied 23 GiB in 10s (2.3 GiB/s), 20 GiB of it from other nodes, 2 GiB of it sent to other"
-        " nodes meanwhile, and published"
+        "copied 23 GiB in 10s (2.3 GiB/s), 2 GiB of it sent to other nodes meanwhile, and"
+        f" published; from {came} from the file server"
     )
 
 

@@ -169,9 +169,11 @@ def test_remembered_jobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copied_bytes_are_split_and_rate_excludes_resumed() -> None:
-    outcome = Copied("copied", size=3 * GIB, from_peers=GIB, resumed=GIB, copying=4.0)
+    outcome = Copied(
+        "copied", size=3 * GIB, from_peers=GIB, from_others=1, resumed=GIB, copying=4.0
+    )
     tally = counted(event("stager", outcome))
-    assert tally.copied == {"source": 2 * GIB, "peers": GIB}
+    assert tally.copied == {"source": 2 * GIB, "peers": GIB - 1, "others": 1}
     assert tally.copies == {"copied": 1}
     assert tally.rates.sum == 2 * GIB / 4.0
     assert tally.rates.counts[RATES.index(1e9)] == 1
