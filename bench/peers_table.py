@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import busy
+import copies_model
 from peers_model import Case, Found, World
 
 MIB = 1 << 20
@@ -100,6 +102,30 @@ def plot(rows: list[Row]) -> str:
     return "\n".join([*drawn, "</svg>", ""])
 
 
+def finding(most: int) -> Iterator[str]:
+    """How many copies find a warm node of another job, of those that some node could serve."""
+    yield "| nodes | what | copies | a node had it | found | questions | tried |"
+    yield "|--:|---|--:|--:|--:|--:|--:|"
+    worlds: dict[str, dict[str, Any]] = {
+        "5 % dead, a liar": {},
+        "… without memory": {"remembers": False},
+        "jobs of 1": {"width": 1},
+        "jobs of 16": {"width": 16, "jobs": 1000},
+        "one job a minute": {"spacing": 60.0},
+    }
+    rows = [(nodes, "5 % dead, a liar") for nodes in (200, 10_000)]
+    rows[1:1] = [(2000, name) for name in worlds]
+    for nodes, name in rows:
+        if nodes <= max(200, most):
+            found = copies_model.World(
+                copies_model.Case(nodes=nodes)._replace(**worlds[name])
+            ).run()
+            yield (
+                f"| {nodes} | {name} | {found.copies} | {found.oracle} | {found.gain:.1%}"
+                f" | {found.questions:.1f} | {found.tries:.2f} |"
+            )
+
+
 def main() -> None:
     options = busy.Bench("peers-model", __doc__, "5 minutes; rewrites docs/peers-model.svg")
     options.add_argument("nodes", nargs="?", type=int, default=10_000, help="at most")
@@ -111,6 +137,8 @@ def main() -> None:
         for trouble in troubles(nodes):
             rows.append(run(nodes, trouble))
             print(told(rows[-1]), flush=True)
+    for line in finding(most):
+        print(line, flush=True)
     if most >= 10_000:
         (Path(__file__).parent.parent / "docs/peers-model.svg").write_text(plot(rows))
     worst = max(row.found.read for row in rows if row.trouble == "all well")

@@ -1,11 +1,13 @@
 """Who may have a copy of a key, on nodes of other jobs: a question that is an announcement too.
 
-    GET /v1/copies/<key>/<node>   <node> is about to copy <key>; the answer: `Answer`, with a MAC
+    GET /v1/copies/<key>[/<node>]   <node> is about to copy <key>; the answer: `Answer`, with a MAC
 
 A stager asks ASKED nodes of root's own list (peers/node_list.py), those that come first in the
 key's ring: all stagers ask the same ones. Each of them remembers who asked, and names them to who
-asks next. There is no tracker, and none of this outlives the service. Names are hints: a node that
-has nothing costs one request, and what it gives is believed no more than any peer
+asks next. Of a job of many nodes only some say who they are: those of earlier jobs would be
+forgotten for it, while its nodes still ask. There is no tracker, and none of this outlives the
+service. Names are hints: a node that has nothing costs one request, and what it gives is believed
+no more than any peer
 (docs/decisions/0051-any-warm-node-serves.md).
 """
 
@@ -28,11 +30,12 @@ ASKED = 3  # nodes for each copy
 TRIED = 2  # nodes of those that are named
 PATIENCE = 1.0  # seconds for all answers together
 NAMES = 4  # of one key, those that asked last
-KEPT = 3600.0  # seconds
+OF_JOB = 2  # nodes of a job that are remembered
+KEPT = 86400.0  # seconds
 KEYS = 10_000  # some 5 MB
 MOST = 4096  # bytes of an answer
 
-PATH = re.compile(r"/v1/copies/([0-9a-f]{32})/([A-Za-z0-9][A-Za-z0-9._-]{0,62})")
+PATH = re.compile(r"/v1/copies/([0-9a-f]{32})(?:/([A-Za-z0-9][A-Za-z0-9._-]{0,62}))?")
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -48,11 +51,14 @@ class Askers:
     def __init__(self) -> None:
         self._by_key: OrderedDict[str, dict[str, float]] = OrderedDict()
 
-    def ask(self, key: str, node: str, now: float) -> tuple[str, ...]:
-        """Who asked for the key before this node, the first of them first; and remembers it."""
+    def ask(self, key: str, node: str | None, now: float) -> tuple[str, ...]:
+        """Who asked for the key before, the first of them first; and remembers who says a name."""
         known = self._by_key.pop(key, {})
         others = {name: at for name, at in known.items() if now - at <= KEPT and name != node}
-        self._by_key[key] = dict([*others.items(), (node, now)][-NAMES:])
+        if node is not None:
+            self._by_key[key] = dict([*others.items(), (node, now)][-NAMES:])
+        elif others:
+            self._by_key[key] = others
         if len(self._by_key) > KEYS:
             self._by_key.popitem(last=False)
         return tuple(others)
@@ -61,6 +67,11 @@ class Askers:
 def whom_to_ask(key: str, nodes: Collection[str], me: str) -> list[str]:
     """Pure: the nodes that remember who has the key."""
     return [node for node in Ring(key, tuple(nodes)).nodes[: ASKED + 1] if node != me][:ASKED]
+
+
+def announces(key: str, job: Collection[str], me: str) -> bool:
+    """Pure: whether this node of the job is one of those that say who they are."""
+    return me in Ring(key, tuple(job)).nodes[:OF_JOB]
 
 
 def to_try(answers: Sequence[tuple[str, Answer]], known: Collection[str]) -> tuple[str, ...]:
@@ -82,8 +93,10 @@ def find(
     until = time.monotonic() + PATIENCE
     came: SimpleQueue[tuple[str, Answer | None]] = SimpleQueue()
 
+    path = f"/v1/copies/{key}/{me}" if announces(key, job, me) else f"/v1/copies/{key}"
+
     def ask(node: str) -> None:
-        came.put((node, _ask(config, node, key, me, prover, until)))
+        came.put((node, _ask(config, node, key, path, prover, until)))
 
     for node in asked:  # nobody waits for the last of them: it only has to hear who asks
         threading.Thread(target=ask, args=(node,), name="ask", daemon=True).start()
@@ -106,7 +119,7 @@ def _until(
 
 
 def _ask(
-    config: Peering, node: str, key: str, me: str, prover: Prover, until: float
+    config: Peering, node: str, key: str, path: str, prover: Prover, until: float
 ) -> Answer | None:
     """What one node answers; None: nothing, or nothing in time."""
 
@@ -117,7 +130,7 @@ def _ask(
     try:
         session = protocol.open_session(line, key, prover, late)
         limit = Limit(0.0, until, late)
-        body = protocol.fetch_look(line, session, f"/v1/copies/{key}/{me}", MOST, limit)
+        body = protocol.fetch_look(line, session, path, MOST, limit)
         return msgspec.json.decode(body, type=Answer) if body else None
     except (ChunkRefused, protocol.SessionUnknown, msgspec.MsgspecError):
         return None

@@ -3,7 +3,7 @@
     POST /v1/session               a credential (auth.py); returns the session's name, with a MAC
     GET  /v1/chunk/<key>/<number>  Range: the chunk's bytes; request and response carry a MAC
     GET  /v1/look/<job>/<name>     what it has found in a directory (sources/agreement.py); likewise
-    GET  /v1/copies/<key>/<node>   who may have a copy (known_copies.py); likewise
+    GET  /v1/copies/<key>[/<node>]  who may have a copy (known_copies.py); likewise
 
 Forestage-Reach says whose a node is that asks for a chunk: `job`, of the same job, or `cluster`.
 Who says it is told in Forestage-Has who read the chunk from the source.

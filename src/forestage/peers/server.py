@@ -256,7 +256,7 @@ class Service:
             return web.Response(status=404, headers={"Forestage-Mac": mac})
         return self._proven(ask, body)
 
-    def _answer_copies(self, request: web.BaseRequest, key: str, node: str) -> web.Response:
+    def _answer_copies(self, request: web.BaseRequest, key: str, node: str | None) -> web.Response:
         """Says who may have a copy, and remembers who asks."""
         ask = self._authenticated(request, key, 0)
         self.unproven.discard(request.protocol)
