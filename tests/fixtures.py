@@ -213,6 +213,9 @@ class OtherNode:
     def __init__(self, content: bytes) -> None:
         self.content = content
 
+    def wrong(self) -> frozenset[str]:
+        return frozenset()
+
     def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
         receiver.peer_has((1 << 64) - 1, False)
         data = self.content[chunk.start : chunk.start + chunk.size]

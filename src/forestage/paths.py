@@ -140,6 +140,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "nodes.json"
 
     @property
+    def wrong(self) -> Path:
+        """A file for each key of which some node read wrong bytes, see peers/notices.py."""
+        return self.run / "wrong"
+
+    @property
     def peer(self) -> Path:
         """What the peer service counts."""
         return self.run / "peer.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from forestage.admin import sweep
+from forestage.cache.node import Node as CacheNode
+from forestage.clock import Clock
+from forestage.config import Config
 from forestage.events import Copied
-from forestage.peers import auth, known_copies, node_list, origins, stats
+from forestage.peers import auth, known_copies, node_list, notices, origins, stats
+from forestage.peers.client import Peers
+from forestage.peers.connection import ChunkRefused
 from forestage.peers.peer_table import sum_of
-from node import Node, until
+from forestage.peers.protocol import ChunkRequest, Receiver
+from forestage.slurm.queue import Slurm
+from node import ALICE, HANGS, Node, until
 from peering import CHUNK, PIECES, data, free_port, give, run
 from peering import Node as Peer
 
@@ -60,7 +69,7 @@ def sessions(peer: Peer) -> int:
     return given.sessions if given else 0
 
 
-def note(peer: Peer, key: str, **known: object) -> None:
+def note(peer: Peer | Node, key: str, **known: object) -> None:
     """Who read what on a peer that has an entry."""
     file = peer.cache.entry_dir(key) / origins.NAME
     file.write_bytes(msgspec.json.encode(known))
@@ -164,3 +173,51 @@ def test_nodes_of_the_job_itself_are_given_all(
     known = origins.read(node.cache.entry_dir(node.identity(path).key))
     assert known is not None
     assert known.by == {"n9": f"{ALL:x}"}, "its reader is not who gave it"
+
+
+def read_wrongly(node: Node, peers: dict[str, Peer], path: Path) -> str:
+    """n2 has all, half of it read by n4; n3 and n4 have what n2 gave them. The key."""
+    key = node.identity(path).key
+    wrong = bytes(255 - byte for byte in data())
+    for name, peer in peers.items():
+        give(peer, node, path, wrong)
+        note(peer, key, by={"n4": f"{ALL:x}"}, outside="0" if name == "n4" else f"{ALL:x}",
+             compared=True)  # fmt: skip
+    return key
+
+
+def noticed(peer: Peer, key: str) -> frozenset[str]:
+    return notices.read(peer.places, key)
+
+
+def test_notice_of_wrong_bytes_follows_the_chunks(
+    node: Node, peers: dict[str, Peer], path: Path
+) -> None:
+    """n3 took n4's chunks from n2, and n1 finds one of n2's wrong."""
+    key = read_wrongly(node, peers, path)
+    config, prover = peers["n3"].config, auth.prover(peers["n3"].config.peers.key_file, "")
+    taker = Peers(config, ("n3",), "n3", key, prover, ("n2",))
+    receiver = Receiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
+    taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n3"), receiver)
+    node_list.write(node.places, time.time(), ("n1", "n2"))
+    assert copied(node, path).from_peers == 0
+    until(lambda: noticed(peers["n2"], key) == noticed(peers["n3"], key) == {"n4"}, "notices")
+    with pytest.raises(ChunkRefused, match="404"):
+        taker.fetch("n2", ChunkRequest(1, CHUNK, CHUNK, HANGS, 0.0, "cluster n3"), receiver)
+
+
+@pytest.mark.parametrize(("reader", "goes"), [("n4", True), ("n1", False)])
+def test_sweep_evicts_what_another_node_has_found_wrong(
+    node: Node, path: Path, reader: str, goes: bool
+) -> None:
+    key = node.identity(path).key
+    node.cache.prepare(require_mount=False)
+    give(node, node, path, data())
+    os.chown(node.cache.image(key), ALICE.uid, ALICE.gid)  # nothing else is wrong with it
+    note(node, key, by={"n4": "1"}, outside="1", compared=True)
+    notices.note(node.places, key, reader)
+    here = CacheNode.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
+    done = sweep.sweep(here, Slurm("", node="n1"), False, lambda text: None)
+    assert done.problems == ()
+    assert (done.evicted, node.cache.entry_dir(key).exists()) == ((key,) if goes else (), not goes)
+    assert notices.read(node.places, key) == frozenset()

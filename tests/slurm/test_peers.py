@@ -172,3 +172,47 @@ def test_stranger_gets_nothing_over_the_network(fleet: Fleet) -> None:
     assert asks(root) == [403, *nothing]
     # JobState once a second, not for each.
     wait_until(lambda: "refused=" in fleet.service_said("n1"), 60, lambda: "no word of it")
+
+
+@pytest.fixture
+def of_cluster(fleet: Fleet) -> Iterator[Fleet]:
+    """Nodes of other jobs are asked, too: each node has its list from Slurm."""
+
+    def configure(reach: str) -> None:
+        fleet.configure(peers={"enabled": True, "listen": "{node}", "reach": reach})
+        fleet.end_services()
+        fleet.serve(fleet.cluster.nodes)
+
+    configure("cluster")
+    for node in fleet.cluster.nodes:
+        fleet.root([CLI, "sweep"], node)
+    yield fleet
+    fleet.mend()
+    configure("job")
+
+
+def test_jobs_on_different_nodes_read_the_source_once(of_cluster: Fleet) -> None:
+    fleet, size = of_cluster, 4 * MIB << 20
+    path = fleet.data("of-all", 4 * MIB)
+    before = fleet.read_of_store()
+    for node in fleet.cluster.nodes[:4]:
+        job = fleet.start(path, [node], f"srun sha256sum {path}")
+        fleet.await_copies(path, [node])
+        fleet.wait_over(job)
+        assert fleet.wrong(path, [node]) == []
+    read = fleet.read_of_store() - before
+    assert read < 1.05 * size
+    assert "; 0 of 64 MiB from the file server" in fleet.command("explain", str(job), node=node)
+
+
+def test_job_whose_givers_are_dead_reads_the_source(of_cluster: Fleet) -> None:
+    fleet, (first, second, *_) = of_cluster, of_cluster.cluster.nodes
+    path = fleet.data("of-the-dead", MIB)
+    fleet.wait_over(fleet.start(path, [first]))
+    fleet.await_copies(path, [first])
+    fleet.kill(first)
+    job = fleet.start(path, [second])
+    copy = fleet.await_copies(path, [second])[second].outcome
+    assert (copy.result, copy.from_peers) == ("copied", 0)
+    assert fleet.wrong(path, [second]) == []
+    fleet.wait_over(job)

@@ -43,6 +43,7 @@ from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
+from forestage.peers import notices
 from forestage.registry import mount_points
 from forestage.slurm.queue import Slurm, why_over
 from forestage.system import folders, lock
@@ -131,7 +132,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     """
     disk.must_take(node.places, node.cache)
     start = node.clock.monotonic()
-    run = _Sweep(node, dry_run)
+    run = _Sweep(node, dry_run, slurm.node)
     made = run.tried(run.is_made, node)
     stale = run.stale(slurm)
     done = run.of_jobs(stale)
@@ -186,11 +187,12 @@ def note_run(node: Node) -> None:
 class _Sweep:
     """One sweep at work; `of_jobs`, `of_cache` and `of_entries` are its parts, in this order.
 
-    `problems` and `unredirected` (paths) grow meanwhile.
+    `me` is this node's name; `problems` and `unredirected` (paths) grow meanwhile.
     """
 
-    def __init__(self, node: Node, dry_run: bool) -> None:
+    def __init__(self, node: Node, dry_run: bool, me: str) -> None:
         self.node = node
+        self.me = me
         self.dry_run = dry_run
         self.problems: list[str] = []
         self.unredirected: list[str] = []
@@ -220,6 +222,7 @@ class _Sweep:
         parts = self.tried(self.dead_parts, stale) or ()
         job_dirs = self.tried(self.job_dirs, stale) or ()
         evicted = self.tried(self.evicted, stale) or ()
+        evicted += self.tried(self.wrong, node) or ()
         if not self.dry_run:
             self.tried(self.imports, node)
             disk_errors.look(node.places, node.cache, node.clock)
@@ -383,6 +386,22 @@ class _Sweep:
             return eviction.tidy(node.cache, node.leases, node.config)
         leased = frozenset(use.key for lease in self._staying(stale) for use in lease.uses)
         return evict.plan_at_rest(node, leased).victims
+
+    def wrong(self, node: Node) -> tuple[str, ...]:
+        """Evicts entries of which another node has found chunks wrong; returns the keys.
+
+        What jobs hold stays until the next sweep, and so does its notice.
+        """
+        keys = [*notices.keys(node.places)]
+        found = [key for key in keys if notices.concerns(node.places, node.cache, key, self.me)]
+        if self.dry_run:
+            return tuple(found)
+        evicted = eviction.evict_keys(node.cache, node.leases, found) if found else ()
+        for key in keys:
+            # A copy under way heeds it yet.
+            if (key in evicted or key not in found) and lock.is_free(node.cache.key_lock(key)):
+                (node.places.wrong / key).unlink(missing_ok=True)
+        return evicted
 
     def proofs(self, due: tuple[Due, ...], progress: Progress) -> Iterator[Verdict]:
         """Reads what is due; bad entries are evicted, healthy ones noted.

@@ -12,6 +12,7 @@
     node_list     the nodes that a copy may ask besides those of its job
     known_copies  which of these may have a copy
     origins       who read which chunks of a copy from the source
+    notices       what one of them read is wrong
     local_chunks  the chunks that this node can give
     sessions      what the service remembers of its clients
     stats         what the service has uploaded

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from forestage.config import Config
 from forestage.paths import Places
-from forestage.peers import auth, known_copies, node_list, protocol
+from forestage.peers import auth, known_copies, node_list, notices, protocol
 from forestage.peers.auth import Prover
 from forestage.peers.connection import MOMENT, ChunkRefused, Connection
 from forestage.peers.protocol import ChunkRequest, Receiver, Session, SessionUnknown
@@ -55,6 +55,7 @@ class Peers:
         key: str,
         prover: Prover,
         givers: tuple[str, ...] = (),
+        places: Places | None = None,
     ) -> None:
         self.nodes = nodes
         self.givers = givers
@@ -62,6 +63,7 @@ class Peers:
         self._key = key
         self._config = config.peers
         self._prover = prover
+        self._places = places or Places()
         self._sessions = {node: _SharedSession() for node in (*nodes, *givers)}
         self._own = threading.local()  # each thread's connections
 
@@ -79,6 +81,18 @@ class Peers:
             except SessionUnknown:
                 self._forget(peer, session, receiver.stop)
         raise ChunkRefused("refused", "the session is not known")
+
+    def wrong(self) -> frozenset[str]:
+        """The nodes whose chunks of the key another copy has found wrong."""
+        with contextlib.suppress(OSError):
+            return notices.read(self._places, self._key)
+        return frozenset()
+
+    def tell(self, giver: str, reader: str) -> None:
+        """Tells who gave wrong bytes, who had read them, and this node's service, of it."""
+        known = (giver, reader, self.me)
+        nodes = [node for node in dict.fromkeys(known) if node in self._sessions]
+        notices.tell(self._config, nodes, self._key, reader, self._prover)
 
     def _connection(self, peer: str) -> Connection:
         """This thread's connection to a peer; a new one takes the place of the least recent one."""
@@ -130,4 +144,4 @@ def of_nodes(
     givers = known_copies.find(config.peers, key, node_name, nodes, listed, prover)
     if len(nodes) < 2 and not givers:
         return None
-    return Peers(config, nodes, node_name, key, prover, givers)
+    return Peers(config, nodes, node_name, key, prover, givers, places)

@@ -46,17 +46,19 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Askers:
-    """Who asked for which key lately; seconds are monotonic."""
+    """Who asked for which key lately, the last `names` of them; seconds are monotonic."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: int = NAMES, kept: float = KEPT) -> None:
+        self._names = names
+        self._kept = kept
         self._by_key: OrderedDict[str, dict[str, float]] = OrderedDict()
 
     def ask(self, key: str, node: str | None, now: float) -> tuple[str, ...]:
         """Who asked for the key before, the first of them first; and remembers who says a name."""
         known = self._by_key.pop(key, {})
-        others = {name: at for name, at in known.items() if now - at <= KEPT and name != node}
+        others = {name: at for name, at in known.items() if now - at <= self._kept and name != node}
         if node is not None:
-            self._by_key[key] = dict([*others.items(), (node, now)][-NAMES:])
+            self._by_key[key] = dict([*others.items(), (node, now)][-self._names :])
         elif others:
             self._by_key[key] = others
         if len(self._by_key) > KEYS:

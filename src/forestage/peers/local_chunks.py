@@ -84,17 +84,20 @@ def for_other_jobs(cache: Cache, key: str) -> int:
             # The map first: what is noted later of a chunk is true of this one as well.
             here = chunks_in((directory / "map").read_bytes())
             known = origins.read(directory)
-            return known.may_leave(here, is_whole) if known else here
+            if known is not None:
+                return known.may_leave(here, is_whole)
+            if (directory / "map").exists():  # else it has been published, with its note
+                return here
     return 0
 
 
-def reader(cache: Cache, key: str, number: int) -> str:
-    """Who read a chunk from the source; "" where it was this node, or nobody knows."""
+def known_origins(cache: Cache, key: str) -> origins.Origins | None:
+    """Who read what of a copy under way, or of an entry; None: no peer had a part in it."""
     for directory in (cache.part_dir(key), cache.entry_dir(key)):
         known = origins.read(directory)
         if known is not None:
-            return known.reader(number)
-    return ""
+            return known
+    return None
 
 
 def source_failed(cache: Cache, key: str) -> bool:

@@ -5,8 +5,10 @@
     GET  /v1/look/<job>/<name>     what it has found in a directory (sources/agreement.py); likewise
     GET  /v1/copies/<key>[/<node>]  who may have a copy (known_copies.py); likewise
 
-Forestage-Reach says whose a node is that asks for a chunk: `job`, of the same job, or `cluster`.
-Who says it is told in Forestage-Has who read the chunk from the source.
+    GET  /v1/wrong/<key>/<reader>  what the reader read is wrong (notices.py); likewise
+
+Forestage-Reach says who asks for a chunk: `job n5`, a node of the same job, or `cluster n5`. Who
+says it is told in Forestage-Has who read the chunk from the source.
 
 Whatever a peer does becomes a `ChunkRefused`, in bounded time. A connection is closed unless the
 response was read to its end, so a connection that is kept is always between two responses.
@@ -23,7 +25,6 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from forestage.cache import digest
-from forestage.config import Reach
 from forestage.errors import ForestageError
 from forestage.peers import auth, connection
 from forestage.peers.auth import Prover, Refused, SessionOpened
@@ -51,7 +52,7 @@ class ChunkRequest(msgspec.Struct, frozen=True):
     """One chunk to fetch. `start` and `size` are bytes of the image.
 
     Seconds: the peer may `wait` for the chunk if it does not have it, `give_up` is the limit for
-    all of it. `reach`: `cluster` where the peer is of another job.
+    all of it. `reach` is the header Forestage-Reach.
     """
 
     number: int
@@ -59,7 +60,7 @@ class ChunkRequest(msgspec.Struct, frozen=True):
     size: int
     give_up: float
     wait: float
-    reach: Reach = "job"
+    reach: str = "job"
 
     @property
     def span(self) -> str:

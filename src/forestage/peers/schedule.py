@@ -301,7 +301,7 @@ class Schedule:
         at_the_end = not self._unasked & offered
         out = self._peers.not_reading(now, at_the_end)
         left = self._unasked & ~offered
-        chunks = (self._first_of(peer, left, out) for peer in out - self._peers.givers)
+        chunks = (self._first_of(peer, left, out) for peer in out & self.ring.place.keys())
         # The lowest of all shares, so that each peer's share advances in turn.
         return min((number for number in chunks if number is not None), default=None)
 

@@ -30,7 +30,7 @@ from forestage.cache.layout import open_copy
 from forestage.cache.node import Node
 from forestage.config import Peering
 from forestage.errors import ConfigError, Failed, ForestageError, PeerError, Problem
-from forestage.peers import auth, known_copies, local_chunks, sessions
+from forestage.peers import auth, known_copies, local_chunks, notices, sessions
 from forestage.peers.auth import MAX_TEXT, Asker, Munge, Prover, Refused, SessionOpened
 from forestage.peers.local_chunks import Absent, Arrivals, Found, Pending, Present
 from forestage.peers.sessions import ClientSession, Sessions, Unproven
@@ -49,6 +49,7 @@ BACKLOG = 1024  # connections that nodes of a large job open in the same moment
 # A client that neither takes nor acknowledges bytes for so long is gone (tcp(7)); milliseconds.
 USER_TIMEOUT = 10_000
 ANSWERING = 10.0  # seconds for the answer about a job, and to send it
+TAKERS = 64  # nodes that got chunks of a key last: they are told where these turn out to be wrong
 REST = 1.0  # seconds between two answers for one user
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 _LOOK = re.compile(r"/v1/look/([1-9][0-9]{0,18})/([0-9a-f]{32}(?:\.files)?)")
@@ -63,7 +64,7 @@ Explain = Callable[[int, int], bytes]
 
 
 class _ChunkRequest(NamedTuple):
-    """A request whose MAC was right; `wait` in seconds; `reach` as protocol.py has it."""
+    """A request whose MAC was right; `wait` in seconds; `reach` and `node` are Forestage-Reach."""
 
     session: ClientSession
     counter: int
@@ -71,6 +72,7 @@ class _ChunkRequest(NamedTuple):
     span: str
     wait: float
     reach: str
+    node: str
 
 
 class _Refused(Exception):
@@ -104,7 +106,10 @@ class Service:
         self.unproven = Unproven()
         self.arrivals = Arrivals(node.cache)
         self.reach = node.config.peers.reach
+        self.peering = node.config.peers
         self.known_copies = known_copies.Askers()
+        self.takers = known_copies.Askers(TAKERS)
+        self.told = known_copies.Askers(notices.READERS, notices.AGAIN)
         self.pace = Pace(node.config.peers.bandwidth, self.now)
         self.uploads = asyncio.Semaphore(node.config.peers.uploads)
         self.decoders = asyncio.Semaphore(DECODERS)
@@ -143,6 +148,8 @@ class Service:
             return await self._answer_look(request, look[1], look[2])
         if copies := known_copies.PATH.fullmatch(request.raw_path):
             return self._answer_copies(request, copies[1], copies[2])
+        if wrong := notices.PATH.fullmatch(request.raw_path):
+            return self._answer_notice(request, wrong[1], wrong[2])
         if chunk is None:
             raise _Refused(404)
         ask = self._authenticated(request, chunk[1], int(chunk[2]))
@@ -235,10 +242,11 @@ class Service:
             raise _Refused(403, "a request a second time")
         if session.key != key:
             raise _Refused(403, f"a session for {session.key} asks for {key}")
-        wait, reach = headers.get("Forestage-Wait", ""), headers.get("Forestage-Reach", "")
+        wait = headers.get("Forestage-Wait", "")
+        reach, _, node = headers.get("Forestage-Reach", "").partition(" ")
         # What this node takes from others it may not have read itself: nobody of another job waits.
         seconds = float(wait) if _SECONDS.fullmatch(wait) and reach != "cluster" else 0.0
-        return _ChunkRequest(session, int(counter), number, span, min(WAIT, seconds), reach)
+        return _ChunkRequest(session, int(counter), number, span, min(WAIT, seconds), reach, node)
 
     async def _answer_look(
         self, request: web.BaseRequest, job: str, name: str
@@ -266,6 +274,28 @@ class Service:
         answer = known_copies.Answer(has, self.known_copies.ask(key, node, self.now()))
         return self._proven(ask, msgspec.json.encode(answer))
 
+    def _answer_notice(self, request: web.BaseRequest, key: str, reader: str) -> web.Response:
+        """Gives on nothing more of what the reader read, and tells those who got any of it."""
+        ask = self._authenticated(request, key, 0)
+        self.unproven.discard(request.protocol)
+        if reader not in self.told.ask(key, None, self.now()):
+            self.told.ask(key, reader, self.now())
+            if notices.concerned(local_chunks.known_origins(self.cache, key), reader, self.name):
+                notices.note(self.places, key, reader)
+            takers = self.takers.ask(key, None, self.now())
+            log.say(f"peer key={key} reader={reader} read wrong bytes", by_slurm=False)
+            said = (self.peering, takers, key, reader, self.prover)
+            asyncio.get_running_loop().run_in_executor(None, notices.tell, *said)
+        return self._proven(ask, b"{}")
+
+    def _wrong(self, key: str) -> int:
+        """The chunks that are known to be wrong; -1 is all."""
+        found = 0
+        for reader in notices.read(self.places, key):
+            known = local_chunks.known_origins(self.cache, key)
+            found |= notices.concerned(known, reader, self.name)
+        return found
+
     def _proven(self, ask: _ChunkRequest, body: bytes) -> web.Response:
         digest = hashlib.sha256(body).hexdigest()
         mac = auth.of_response(ask.session.secret, ask.counter, 200, "", digest, len(body))
@@ -284,7 +314,7 @@ class Service:
 
     async def _find(self, ask: _ChunkRequest, end: float) -> Present:
         """The chunk, at once or when it arrives. Raises _Refused."""
-        if ask.reach == "cluster" and not self._may_leave(ask) >> ask.number & 1:
+        if not self._may_leave(ask) >> ask.number & 1:
             raise _Refused(404)
         found: Found = local_chunks.find(self.cache, ask.session.key, ask.number)
         if isinstance(found, Pending):
@@ -298,10 +328,13 @@ class Service:
         return found
 
     def _may_leave(self, ask: _ChunkRequest) -> int:
-        """The chunks that this node gives to other jobs' nodes."""
+        """The chunks that this node gives to who asks, as far as it has them; -1 is all."""
+        key = ask.session.key
+        if ask.reach != "cluster":
+            return ~self._wrong(key)
         if self.reach != "cluster":
             return 0
-        return local_chunks.for_other_jobs(self.cache, ask.session.key)
+        return local_chunks.for_other_jobs(self.cache, key) & ~self._wrong(key)
 
     def _must_fit(self, ask: _ChunkRequest, found: Present | Pending) -> None:
         """Raises _Refused where the client has another `chunk_size`, and means other bytes."""
@@ -320,10 +353,9 @@ class Service:
             return ""
         if not ask.reach:  # a release that knows nothing of it
             return f"{local_chunks.chunks_in(digests):x}{failed}"
-        reader = local_chunks.reader(self.cache, ask.session.key, ask.number) or self.name
-        in_here = (
-            self._may_leave(ask) if ask.reach == "cluster" else local_chunks.chunks_in(digests)
-        )
+        known = local_chunks.known_origins(self.cache, ask.session.key)
+        reader = (known and known.reader(ask.number)) or self.name
+        in_here = local_chunks.chunks_in(digests) & self._may_leave(ask)
         return f"{in_here:x}{failed}@{reader}"
 
     @contextlib.asynccontextmanager
@@ -358,6 +390,8 @@ class Service:
             raise ConnectionResetError from None
         ask.session.chunks += 1
         ask.session.bytes += found.size
+        if ask.node:
+            self.takers.ask(ask.session.key, ask.node, self.now())
         self.counters.uploaded(ask.session.key, found.size)
         return response
 

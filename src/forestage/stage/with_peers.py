@@ -20,7 +20,6 @@ from forestage import log
 from forestage.cache import digest
 from forestage.cache.part import ENTRY_BYTES, Part, chunk_count
 from forestage.cache.readers import NOW, PIECE, SOON, Readers
-from forestage.config import Reach
 from forestage.errors import Declined
 from forestage.peers import origins, samples
 from forestage.peers.client import Peers
@@ -102,7 +101,7 @@ class Shared(Run):
         self.read_by: dict[tuple[int, str], str] = {}  # by chunk and peer, who read it there
         here = set(range(chunk_count(source.size, tuning.chunk))).difference(self.todo)
         self.origins = origins.Noted(part.directory, peers.me, here)
-        self.noted_at = 0.0
+        self.noted_at = self.heeded_at = 0.0
         self.compares = True  # whether all pieces could be compared
         self.liars: set[str] = set()
         self.bringing = 0  # threads that may yet find that a chunk has to be read again
@@ -156,6 +155,7 @@ class Shared(Run):
                 # The shorter a piece, the less a job's own read waits behind it.
                 self._bring(ask, buffer[:PIECE] if self.is_served() else buffer, twice)
                 self._settle(ask.number, buffer)
+                self._heed_notices()
                 with self.turn:
                     self.bringing -= 1
                     self.turn.notify_all()
@@ -251,8 +251,8 @@ class Shared(Run):
             return self.ends() or self.schedule.obsolete(ask)
 
         patience = self.schedule.give_up(ask), self.schedule.wait(ask)
-        reach: Reach = "cluster" if ask.peer in self.peers.givers else "job"
-        chunk = ChunkRequest(ask.number, start, size, *patience, reach)
+        reach = "cluster" if ask.peer in self.peers.givers else "job"
+        chunk = ChunkRequest(ask.number, start, size, *patience, f"{reach} {self.peers.me}")
         return self.peers.fetch(ask.peer, chunk, Receiver(buffer, sink, peer_has, stop, peer_says))
 
     def _prove(self, ask: Ask, buffer: memoryview, aside: memoryview | None) -> None:
@@ -338,8 +338,36 @@ class Shared(Run):
             reader = self.read_by.get((number, peer), peer)
             if peer in self.liars:
                 return
-            self.liars |= {peer, reader} - {self.peers.me}
-            for liar in (peer, reader):
+            self.liars.add(peer)  # another thread may find the same
+        count = self._strike(peer, reader)
+        by = f" that {reader} had read" if reader != peer else ""
+        log.say(
+            f"stager key={self.part.directory.name} peer={peer} gave wrong bytes (chunk {number}"
+            f"{by}): it is left out, and {count} chunks of it are read again",
+            by_slurm=True,
+        )
+        self.peers.tell(peer, reader)
+
+    def _heed_notices(self) -> None:
+        """Strikes what another copy has found wrong; before this one can be complete."""
+        now = time.monotonic()
+        if now < self.heeded_at + NOTED_EVERY and not self.schedule.done:
+            return
+        self.heeded_at = now
+        for reader in self.peers.wrong() - self.liars - {self.peers.me}:
+            count = self._strike("", reader)
+            log.say(
+                f"stager key={self.part.directory.name} reader={reader} read wrong bytes, by"
+                f" another node's word: {count} chunks of it are read again",
+                by_slurm=True,
+            )
+
+    def _strike(self, peer: str, reader: str) -> int:
+        """Has all read again that this peer gave or this reader read; how many chunks."""
+        with self.turn:
+            wrong = {peer, reader} - {self.peers.me, SOURCE}
+            self.liars |= wrong
+            for liar in wrong:
                 self.schedule.leave_out(liar)
             gave = {*self.given.get(peer, ()), *self.origins.of(reader)}
             for its in self.given.values():
@@ -354,12 +382,7 @@ class Shared(Run):
                 os.pwrite(self.map, digest.MISSING, one * ENTRY_BYTES)
         with self.turn:
             self.schedule.strike(gave)
-        by = f" that {reader} had read" if reader != peer else ""
-        log.say(
-            f"stager key={self.part.directory.name} peer={peer} gave wrong bytes (chunk {number}"
-            f"{by}): it is left out, and {len(gave)} chunks of it are read again",
-            by_slurm=True,
-        )
+        return len(gave)
 
     def _note_origins(self, at_once: bool = False) -> None:
         """Has the peer service know who read what; it may lag. The caller holds `turn`."""

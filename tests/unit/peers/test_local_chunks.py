@@ -6,7 +6,9 @@ import asyncio
 import gc
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from forestage.cache import digest
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.part import ENTRY_BYTES, Owner, boot_id
-from forestage.peers import local_chunks
+from forestage.peers import local_chunks, origins
 from forestage.peers.local_chunks import Absent, Arrivals, Found, Pending, Present
 from forestage.system import lock
 
@@ -207,6 +209,30 @@ def test_many_waiters_cost_one_poll_until_the_last_has_gone(
         assert looks == before
 
     asyncio.run(scene())
+
+
+def test_copy_published_between_two_looks_gives_other_jobs_no_more_than_it_may(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its note has moved with it: that none is there any more does not mean that none was."""
+    part = cache.part(KEY)
+    part.directory.mkdir(parents=True)
+    part.map.write_bytes(b"m" * 2 * ENTRY_BYTES)
+    noted = origins.Origins({"n1": "1", "n9": "2"}, "2")
+    (part.directory / origins.NAME).write_bytes(msgspec.json.encode(noted))
+    real = origins.read
+
+    def read(directory: Path) -> origins.Origins | None:
+        if part.directory.exists():
+            cache.entries.mkdir(exist_ok=True)
+            part.directory.rename(cache.entry_dir(KEY))
+        return real(directory)
+
+    monkeypatch.setattr(origins, "read", read)
+    assert local_chunks.for_other_jobs(cache, KEY) == 0b01
+    known = local_chunks.known_origins(cache, KEY)
+    assert known is not None
+    assert known.reader(1) == "n9"
 
 
 def test_end_of_service_wakes_all_waiters(cache: Cache) -> None:

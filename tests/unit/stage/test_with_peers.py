@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -46,7 +47,15 @@ class Fake(Peers):
         self.has = has
         self.bad: dict[str, Why] = {}
         self.asked: list[tuple[str, int]] = []
+        self.noticed: set[str] = set()  # whose chunks others have found wrong
+        self.told: list[tuple[str, str]] = []
         self.before: Callable[[str, int], None] = lambda peer, number: None
+
+    def wrong(self) -> frozenset[str]:
+        return frozenset(self.noticed)
+
+    def tell(self, giver: str, reader: str) -> None:
+        self.told.append((giver, reader))
 
     def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
         self.asked.append((peer, chunk.number))
@@ -498,15 +507,44 @@ def test_wrong_chunk_strikes_all_that_its_reader_read_whoever_gave_it(
     monkeypatch.setattr(run, "samples", {7: [(7 * CHUNK, 4096)]})
     bring(run, 7, "c")
     assert {3, 5, 7} & set(missing_chunks(pair.part.digests(), SIZE, CHUNK)) == {3, 7}
-    assert (run.given["b"], run.given["d"], run.from_peers) == ([], [5], CHUNK)
+    assert (run.given["b"], run.given["d"], run.from_peers) == (set(), {5}, CHUNK)
     bring(run, 9, "b")
     assert 9 in missing_chunks(pair.part.digests(), SIZE, CHUNK), "x has read that as well"
     assert run.schedule._struck == 1 << 3 | 1 << 7 | 1 << 9
     assert not run.schedule._peers.is_out("b", 1e9), "it only gave what it had got"
+    assert fake.told == [("c", "x")]
     run.close()
     known = origins.read(pair.part.directory)
     assert known is not None
     assert known.by == {"d": f"{1 << 5:x}"}
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_notice_of_wrong_chunks_strikes_them_before_the_copy_is_whole(
+    pair: Pair, patient: None, monkeypatch: Patch, last: bool
+) -> None:
+    """Of all that x has read, which came by b, and of nothing else. It is read from the source."""
+    fake = Fake(pair.data, everything())
+    fake.read_by = {"b": "x"}
+    fake.lies = {"b": wrong(pair.data)}
+    count = 0
+
+    def noticed(number: int, found: bytes, note: Callable[..., None]) -> None:
+        nonlocal count
+        note(number, found)
+        count += 1
+        if count == (COUNT if last else COUNT // 2):
+            fake.noticed = {"x", "a"}
+
+    real = with_peers.Shared.note
+    monkeypatch.setattr(
+        with_peers.Shared, "note", lambda run, n, found: noticed(n, found, partial(real, run))
+    )
+    monkeypatch.setattr(with_peers, "NOTED_EVERY", 0.0)
+    monkeypatch.setattr(with_peers.Shared, "_settle", lambda *_: None)
+    pair.copy(fake)
+    pair.check()
+    assert fake.told == []
 
 
 def bring(run: with_peers.Shared, number: int, peer: str) -> None:
