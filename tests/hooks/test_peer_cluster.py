@@ -112,9 +112,13 @@ def test_node_that_asked_before_is_named_to_the_next_one(
     )
 
 
+@pytest.mark.parametrize("nodes", ["n1", "n[1-2]"])
 @pytest.mark.parametrize("off", ["reach: job", "peers off", "no list", "an old list"])
-def test_nobody_is_asked(node: Node, peers: dict[str, Peer], path: Path, off: str) -> None:
-    give(peers["n2"], node, path, data())
+def test_nobody_is_asked(
+    node: Node, peers: dict[str, Peer], path: Path, off: str, nodes: str
+) -> None:
+    """Of other jobs: n2 is of this one, where there are two nodes."""
+    give(peers["n3"], node, path, data())
     shared = msgspec.to_builtins(peers["n2"].config.peers) | {"listen": "127.0.0.1"}
     if off == "reach: job":
         node.configure(peers=shared | {"reach": "job"})
@@ -124,10 +128,10 @@ def test_nobody_is_asked(node: Node, peers: dict[str, Peer], path: Path, off: st
         node.places.nodes.unlink()
     else:
         node_list.write(node.places, time.time() - node_list.GOOD - 60, NAMES)
-    assert copied(node, path).from_peers == 0
-    for peer in peers.values():
+    assert copied(node, path, nodes).from_peers == 0
+    for name, peer in peers.items():
         peer.end()
-        assert sessions(peer) == 0
+        assert not sessions(peer) or (name, nodes, off != "peers off") == ("n2", "n[1-2]", True)
 
 
 def test_node_of_a_site_without_reach_tells_other_jobs_nothing(
@@ -138,7 +142,14 @@ def test_node_of_a_site_without_reach_tells_other_jobs_nothing(
         peer.end()
         peer.configure(reach="job")
         peer.start()
-    assert copied(node, path).from_peers == 0
+    config, key = peers["n2"].config, node.identity(path).key
+    prover = auth.prover(config.peers.key_file, "")
+    assert known_copies.find(config.peers, key, "n1", ("n1",), NAMES, prover) == ()
+    taker = Peers(config, ("n1",), "n1", key, prover, ("n2",))
+    receiver = Receiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
+    with pytest.raises(ChunkRefused, match="404"):
+        taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n1"), receiver)
+    taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "job n1"), receiver)
 
 
 def test_wrong_bytes_of_another_jobs_node_cost_a_read_of_the_source(

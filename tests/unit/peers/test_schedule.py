@@ -510,9 +510,9 @@ def test_random_failures_of_peers_leave_no_chunk_missing(
     assert came == missing
 
 
-def alone(count: int = 12, givers: tuple[str, ...] = ("x",)) -> Schedule:
-    """A job of one node; x and its like are of other jobs."""
-    return Schedule("key", ["me"], "me", range(count), MB, givers=givers)
+def alone(count: int = 12) -> Schedule:
+    """A job of one node; x is of another one."""
+    return Schedule("key", ["me"], "me", range(count), 16 * MB, givers=("x",))
 
 
 def test_node_of_another_job_is_asked_at_once_and_then_for_all() -> None:
