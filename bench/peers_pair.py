@@ -64,6 +64,7 @@ class Pair:
     def cost(self) -> Cost:
         assert self.node.process is not None
         before = _cpu(self.node.process.pid)
+        shutil.rmtree(self.folder / "part", ignore_errors=True)  # here, at nobody's expense
         taker = _waited(_forked(self.take))
         giver = _cpu(self.node.process.pid) - before
         target = self.folder / "copy"
