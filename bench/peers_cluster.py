@@ -39,6 +39,7 @@ from peers_watch import SERVICE, STAGER, Load, Watch  # noqa: E402
 from spec import Net  # noqa: E402
 
 GIB = 1 << 30
+CLUSTER = {"enabled": True, "listen": "{node}", "reach": "cluster"}
 SETTLE = 2.0  # seconds between two measurements, for what the last one's job leaves to do
 
 
@@ -145,8 +146,11 @@ def summary(results: Results, size: int) -> str:
 def jobs(fleet: Fleet, shape: Shape, mib: int) -> str:
     """Jobs one after the other, each on nodes that have nothing: how often the source was read."""
     fleet.reset()
+    fleet.configure(peers=CLUSTER)
     nodes = fleet.cluster.nodes[: shape.jobs * shape.nodes]
     path = fleet.data(f"image-{shape}", mib)
+    for node in nodes:
+        fleet.command("sweep", node=node)  # who is there
     before = fleet.read_of_store()
     for first in range(0, len(nodes), shape.nodes):
         mine = nodes[first : first + shape.nodes]
@@ -203,6 +207,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     with Cluster.up(networked(most, links)) as cluster:
         fleet = Fleet(cluster, int(options.chunk_mib * MIB))
         fleet.reset()
+        fleet.configure(peers=CLUSTER)
         fleet.serve(cluster.nodes)
         if options.hostile:
             yield load.last((yield from hostile(fleet, max(options.nodes), options.mib)))
