@@ -11,10 +11,11 @@ from pathlib import Path
 import images
 from cluster import Cluster
 from host import wait_until
-from spec import ALICE, INSIDE_STATE, REPO
+from spec import ALICE, INSIDE_STATE
+
+from parking import with_fuse
 
 POINT, FOLDER = "/shared/far", "/shared/.far"
-TREE = REPO / "tests/faults"
 
 
 class SlowSource:
@@ -59,10 +60,7 @@ class SlowSource:
 @contextlib.contextmanager
 def mounted(cluster: Cluster) -> Iterator[SlowSource]:
     """On all nodes of the cluster, before any test looks at their mounts."""
-    flags = ["pkg-config", "--cflags", "--libs", "fuse3"]
-    flags = subprocess.run(flags, check=True, capture_output=True, text=True).stdout.split()
-    source = [TREE / "farfs.c", "-o", cluster.state / "farfs"]
-    subprocess.run(["gcc", "-O1", *source, *flags], check=True)
+    with_fuse("farfs", cluster.state)
     slow = SlowSource(cluster)
     for folder in (POINT, FOLDER):
         cluster.run(["install", "-d", "-o", ALICE.name, folder], user="root")

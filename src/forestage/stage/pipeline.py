@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
