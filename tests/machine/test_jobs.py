@@ -26,7 +26,7 @@ IMPORTER = "/usr/lib/forestage/bin/forestage-importer"
 PYXIS = f"required /usr/local/lib/pyxis.so container=no importer={IMPORTER}"
 # With a digest no registry is asked.
 REFERENCE = f"registry.example#team/tool@sha256:{64 * 'a'}"
-SLOW = "bandwidth: 1MiB\n"
+SLOW, CRAWLS = "bandwidth: 1MiB\n", "bandwidth: 100KiB\n"
 # A package of the same files whose version is higher; the old one is what the machine was made of.
 UPGRADE = """\
 cd /tmp
@@ -52,7 +52,7 @@ def everything(node: Compute) -> tuple[str, str]:
 
 
 def test_job_with_all_there_is_leaves_nothing_after_scancel(node: Compute) -> None:
-    with node.configured(SLOW), node.holding(*everything(node)):
+    with node.configured(CRAWLS), node.holding(*everything(node)):
         lives = node.processes()
         node.run("scancel --user=alice")
         node.idle()
@@ -63,7 +63,7 @@ def test_job_with_all_there_is_leaves_nothing_after_scancel(node: Compute) -> No
 def test_processes_live_where_a_site_bounds_them_or_in_the_step_of_their_user(
     node: Compute,
 ) -> None:
-    with node.configured("bandwidth: 400KiB\n"), node.holding(*everything(node)):
+    with node.configured(CRAWLS), node.holding(*everything(node)):
         lives = node.processes()
     assert lives.pop(STAGER) == {f"{HOLD}/copy"}
     (group,) = lives.pop(SQUASHFUSE)
@@ -130,7 +130,8 @@ def test_slurmd_restarted_under_a_job_changes_nothing_for_it(node: Compute) -> N
         node.run("systemctl restart slurmd")
         node.until("sinfo -h -o %T | grep -qE 'mixed|allocated'")
     done = job.wait()
-    assert (done.code, done.out.split()) == (0, [image.sha256, "-", "fuse.forestage", "kept"])
+    wanted = (0, [image.sha256, "-", "fuse.forestage", "kept"])
+    assert (done.code, done.out.split()) == wanted, done.err
     node.idle()
     assert node.left() == ""
 
@@ -140,7 +141,7 @@ def test_package_upgraded_under_a_job_changes_nothing_for_it(node: Compute) -> N
     look = f"sha256sum <{image.path}; findmnt -n -o FSTYPE -T {image.path}; cat $FORESTAGE_DIR/mine"
     first = f"echo kept >$FORESTAGE_DIR/mine; head -c 9 {image.path} >/dev/null"
     stage = f"stage={image.path} stage-dir=50MiB"
-    with node.configured("bandwidth: 100KiB\n"), node.holding(stage, first, look) as job:
+    with node.configured(CRAWLS), node.holding(stage, first, look) as job:
         assert node.run(UPGRADE).out.endswith("+newer")
     done = job.wait()
     assert (done.code, done.out.split()) == (0, [image.sha256, "-", "fuse.forestage", "kept"])
