@@ -20,7 +20,7 @@ from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.system import handles, mounts
-from node import ALICE, BOB, SIZE, Node, children_left, content, until
+from node import ALICE, BOB, SIZE, Node, children_left, content, make_read_only, until
 
 MIB = 1 << 20
 
@@ -107,6 +107,19 @@ def _format(node: Node, kind: str, file: Path) -> None:
     subprocess.run(["truncate", "-s", "400M", file], check=True)
     subprocess.run([f"mkfs.{kind}", "-q", file], check=True)
     subprocess.run(["mount", "-o", "loop", file, node.nvme], check=True)
+
+
+def test_status_of_a_disk_that_is_read_only_leaves_the_note_of_what_nobody_holds(
+    node: Node,
+) -> None:
+    path = node.staged(1)
+    key = node.identity(path).key
+    with opened(node.cache.image(key)):
+        evicted(node, key)
+    make_read_only(node.nvme)
+    assert status.state(status.gather(here(node)))[0] == "read-only"
+    assert inventory.held(node.cache) == Held()
+    assert len(list(node.cache.held.iterdir())) == 1
 
 
 def test_nothing_is_noted_of_what_nobody_holds(node: Node) -> None:

@@ -54,7 +54,8 @@ def noted(folder: Path, file: Path, users: tuple[int, ...]) -> Iterator[None]:
 
 
 def gather(folder: Path) -> tuple[Held, ...]:
-    """What is held; notes of the rest are deleted. Who may not ask is told what was noted.
+    """What is held; notes of the rest are deleted, but on a disk that is read-only. Who may not ask
+    is told what was noted.
 
     Raises OSError.
     """
@@ -65,7 +66,8 @@ def gather(folder: Path) -> tuple[Held, ...]:
             with contextlib.suppress(PermissionError):
                 facts = handles.facts(top, one.handle) if one else None
                 if one is None or facts is None or facts.st_nlink:
-                    file.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):
+                        file.unlink(missing_ok=True)
                     continue
                 one = msgspec.structs.replace(one, bytes=facts.st_blocks * 512)
             found += [one] if one else []

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ OURS = ("/image", "/disk")
 """The last of the paths of files that are attached; no other device is asked for its file."""
 
 DELETED = " (deleted)"  # what the kernel adds to the path of a file without a name
+CONTROL = "/dev/loop-control"
 TRIES = 64  # others take free devices at the same moment
 _SET_FD, _CLR_FD, _SET_STATUS, _GET_STATUS = 0x4C00, 0x4C01, 0x4C04, 0x4C05
 _SET_DIRECT_IO, _CONFIGURE, _GET_FREE = 0x4C08, 0x4C0A, 0x4C82
@@ -65,8 +67,7 @@ def attach(file: Path, read_only: bool) -> str:
             if one.is_of(facts) and _keeps(one):
                 return one.name
         for _ in range(TRIES):
-            name = _free()
-            with opened(name, os.O_RDWR) as device:
+            with _device(file) as (name, device):
                 if _is_configured(device, fd, read_only):
                     return name
     raise Failed("loop", f"no loop device for {file}")
@@ -132,10 +133,17 @@ def _keeps(one: Loop) -> bool:
     return False
 
 
-def _free() -> str:
-    """The name of a device that is free this moment. Raises OSError."""
-    with opened("/dev/loop-control", os.O_RDWR) as control:
-        return f"/dev/loop{fcntl.ioctl(control, _GET_FREE)}"
+@contextlib.contextmanager
+def _device(file: Path) -> Iterator[tuple[str, int]]:
+    """Opens a device that is free this moment. Raises Failed: a container's node may have none."""
+    with contextlib.ExitStack() as place:
+        try:
+            control = place.enter_context(opened(CONTROL, os.O_RDWR))
+            name = f"/dev/loop{fcntl.ioctl(control, _GET_FREE)}"
+            device = place.enter_context(opened(name, os.O_RDWR))
+        except OSError as error:
+            raise Failed("loop", f"no loop device for {file}: {error}") from error
+        yield name, device
 
 
 def _is_configured(device: int, fd: int, read_only: bool) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from forestage.errors import Failed
 from forestage.system import loop
 
 
@@ -17,3 +20,15 @@ def test_device_of_another_program_is_not_looked_at(tmp_path: Path) -> None:
         assert name not in [one.name for one in loop.attached()]
     finally:
         subprocess.run(["losetup", "--detach", name], check=True)
+
+
+def test_node_without_loop_devices_is_said_to_have_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "image"
+    file.write_bytes(bytes(8192))
+    monkeypatch.setattr(loop, "CONTROL", tmp_path / "loop-control")
+    with pytest.raises(Failed) as raised:
+        loop.attach(file, read_only=True)
+    assert raised.value.reason == "loop"
+    assert "loop-control" in str(raised.value)
