@@ -21,6 +21,7 @@ from spec import ALICE, BOB, PYXIS_REPORT, ClusterSpec, User
 from tricks import Trick
 
 import squashfs
+from registry import STORE, with_importer
 
 CRED_EXPIRE = 25  # seconds; 120 on most clusters
 # Slurm has a requeued job wait for a second more than slurmd remembers that the job was killed. In
@@ -40,6 +41,7 @@ CONFIG: Mapping[str, object] = {
     # So that the larger ones take longer than a step waits for them, and may be disturbed.
     "bandwidth": 4 * MIB,
     "chunk_size": MIB,
+    "registry": {"store": STORE},
     "deadline": "auto",  # a longer wait may cost a job whose node registers meanwhile
     "partitions": {
         "plain": {"enabled": False},
@@ -91,13 +93,14 @@ def strained(nodes: int = 3) -> ClusterSpec:
         MessageTimeout="60",
         MinJobAge="7200",  # what became of each is asked at the end
     )
-    return dataclasses.replace(
+    spec = dataclasses.replace(
         spec,
         node_dirs=(*spec.node_dirs, "/forestage"),
         companion="",
         # What is looked at is which bytes a task is given; to run them would add nothing.
         plugstack=(f"required {{state}}/pyxis.so report={PYXIS_REPORT} container=no",),
     )
+    return with_importer(spec)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -209,10 +212,11 @@ class Mishap:
 def script(seed: str, jobs: int, nodes: Sequence[str]) -> Iterator[Plan | Mishap]:
     """Pure: the jobs in their order, and between them what befalls all. Same seed, same script."""
     chance = random.Random(seed)
+    deck: list[Trick] = []
     reboots = -(-jobs // 60) if jobs >= 10 else 0
     rebooting = {(one + 1) * jobs // (reboots + 1) for one in range(reboots)}
     for number in range(jobs):
-        yield _plan(chance, nodes)
+        yield _plan(chance, nodes, deck)
         node = chance.choice(nodes)
         if number in rebooting:
             yield Mishap("reboot", node)
@@ -229,7 +233,7 @@ def script(seed: str, jobs: int, nodes: Sequence[str]) -> Iterator[Plan | Mishap
             yield Mishap("server", node)
 
 
-def _plan(chance: random.Random, nodes: Sequence[str]) -> Plan:
+def _plan(chance: random.Random, nodes: Sequence[str], deck: list[Trick]) -> Plan:
     # Some are wanted by many, some hardly ever.
     weights = [12 // (place + 1) + 1 for place in range(len(USUAL))] + [3, 2, 1]
     pictures = tuple(chance.choices(PICTURES, weights, k=chance.choice([1, 1, 1, 2])))
@@ -239,7 +243,9 @@ def _plan(chance: random.Random, nodes: Sequence[str]) -> Plan:
     user = chance.choice([ALICE, BOB])
     trick: Trick = ""
     if chance.random() < 0.3 and way != "off" and partition != "plain":
-        trick = chance.choice(tricks.TRICKS)
+        if not deck:  # each as often as the others
+            deck += chance.sample(tricks.TRICKS, len(tricks.TRICKS))
+        trick = deck.pop()
         way = "hint" if trick in tricks.BY_HINT else way
         partition = "binds" if trick == "fuse" else partition
         partition = "steps" if trick in tricks.IN_STEPS else partition

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import tricks
 from cluster import ClusterError
 from jobs import CLI, SERVER, STAGER, Site
 from load import AGAIN_AFTER, Mishap, Picture, Plan, Sources
@@ -195,6 +196,7 @@ class Load:
         for run in self._unfinished():
             run.rebooted = run.rebooted or mishap.node in run.plan.nodes
         self.site.cluster.node_reboot(mishap.node)
+        tricks.crowd(self.site, mishap.node)
 
     def _evict(self, mishap: Mishap) -> None:
         what = mishap.picture.path if mishap.picture else "--all"

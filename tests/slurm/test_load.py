@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import tricks
@@ -17,20 +18,25 @@ from load import CONFIG, SPANK_ONLY, Sources, script, strained
 from loading import Load
 from traces import Traces, failed, misfortunes, misread, shown_elsewhere, tally, wordy
 
+from registry import serving
+
 SEED = "FORESTAGE_LOAD_SEED"  # any word; with it, both sizes have that script
 ROW = "FORESTAGE_LOAD_ROW"  # so many jobs in a row for the large size; 500 take most of an hour
 THEN = "FORESTAGE_LOAD_MANY"  # and so many at once after them
 FEW = (3, 30, 12)  # jobs in a row, then so many with so many at once
 MANY = (100, 500, 50)
-FEW_SEED = "99139"  # of each kind of job, mishap and trick there is one
+FEW_SEED = "1152"  # of each kind of job, mishap and trick there is one
 
 
 @pytest.fixture
-def load(machine: None, keys: Mapping[str, object]) -> Iterator[Load]:
+def load(machine: None, keys: Mapping[str, object], tmp_path: Path) -> Iterator[Load]:
     """On a cluster of its own: each job that it has seen, and whatever is left, is this load's."""
-    with Cluster.up(strained()) as cluster:
+    with Cluster.up(strained()) as cluster, serving(cluster, tmp_path) as registry:
         site = Site(cluster)
         site.configure(**keys)
+        tricks.prepare_registry(site, registry)
+        for node in cluster.nodes:
+            tricks.crowd(site, node)
         yield Load(site, Sources(site))
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import images
 import tricks
 from jobs import CACHE, HOOK_LOG, Site
 from loading import Load, Run
@@ -15,6 +16,7 @@ from loading import Load, Run
 from forestage import events
 from forestage.events import Event
 from forestage.system import mounts
+from registry import STORE
 
 LONGEST = 2048  # bytes that one event may take, or one line of a hook
 DAEMONS = ["python3", "slurmd"]  # the node's first process, and Slurm's
@@ -63,8 +65,8 @@ class Traces:
     def grown(self, before: Traces) -> list[str]:
         """What there is now that was not there before any job was."""
         layout = ["called.epilog", "called.prolog", "called.sweep", "companion", "config.json"]
-        layout += ["background", "disk.json", "disk.lock", "mounting"]
-        layout += ["leases", "redirects", "served", "through", "claims", "probes"]
+        layout += ["background", "collected", "disk.json", "disk.lock", "mounting"]
+        layout += ["leases", "redirects", "served", "through", "claims", "probes", "images"]
         folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "held", "jobs", "locks", "parts"]
         more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]
         more += [f"runs: {one}" for one in _more(self.processes, before.processes)]
@@ -156,8 +158,11 @@ def _is_a_version(load: Load, report: Mapping[str, object]) -> bool:
     name = str(report["path"]).rpartition("/")[2]
     if name in tricks.LATEST:  # see _outdated
         return True
-    (picture,) = (one for one in load.sources.now() if one.path.endswith(f"/{name}"))
-    return report["sha256"] in ("", *load.sources.shown(picture, 1))
+    of_trick = [one for one in load.sources.now() if one.path.endswith(f"/{name}")]
+    for picture in of_trick:
+        return report["sha256"] in ("", *load.sources.shown(picture, 1))
+    stored = load.site.source(STORE).glob("*/*.sqsh")  # a registry's
+    return report["sha256"] in ("", *map(images.sha256, stored))
 
 
 def _is_calm(run: Run) -> bool:

@@ -12,6 +12,8 @@ stopped     the squashfuse of a mounted file is stopped, and never goes on
 escapes     it becomes a program that leaves its session, twice forked
 above       a file system of the user's, which forges bytes, covers the directory above a source
 holds       an image of the user's is read in a system call that does not end, while steps mount it
+lists       one leaves the job that lists, reads and locks all of /run that the user may
+registry    steps ask for images of a registry, and some are killed while theirs is imported
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Literal, get_args
 from jobs import Site
 
 from parking import with_fuse
+from registry import IMPORTS, STORE, Registry
 
 Trick = Literal[
     "",
@@ -39,6 +42,8 @@ Trick = Literal[
     "escapes",
     "above",
     "holds",
+    "lists",
+    "registry",
 ]
 TRICKS: Sequence[Trick] = get_args(Trick)[1:]
 BY_HINT = ("huge", "sparse", "keeps", "stopped", "escapes")
@@ -66,6 +71,9 @@ HINTS: Mapping[Trick, str] = {
     "escapes": f",{COVER}@{POINT}",
 }
 LANDED = "/shared/landed"  # a line for each of these jobs, and what its file has in the end
+HOST_MOUNTS = 2000  # that a node has besides, as one with many containers or an automounter
+CROWD = "/mnt/crowd"  # where they are
+TOOLS = 3  # images in the registry
 DONE = "/shared/tricks"  # a line for each trick that was done
 OVER = "/shared/over"  # once it is there, what has left its job ends
 
@@ -153,6 +161,31 @@ test "$word" = parked && srun --container-image=$own/{{name}} true && echo holds
 echo >&${{{{COPROC[1]}}}}
 wait
 """
+LIST = f"""\
+until test -e {OVER}; do
+    ls -lR /run
+    find /run -type d,f -readable -exec flock --nonblock {{{{}}}} sleep 0.02 \\;
+    find /run -type f -readable -exec cat {{{{}}}} +
+done >/dev/null 2>&1 &
+echo lists >>{DONE}
+"""
+PULL = f"""\
+export STANDIN_LOG={IMPORTS}
+tool=$1$((SLURM_JOB_ID % {TOOLS} + 1)):1
+one="srun --nodes=1 --ntasks=1 --overlap --container-image=$tool"
+timeout --signal=KILL 0.7 $one true
+$one true && echo registry >>{DONE}
+"""
+CROWDING = f"""\
+mkdir -p {CROWD} && mount -t tmpfs tmpfs {CROWD} && mkdir {CROWD}/at && cd {CROWD}
+mount --make-private {CROWD}
+seq {HOST_MOUNTS} | xargs mkdir -p
+python3 -c 'import ctypes
+mount = ctypes.CDLL(None).mount
+for number in range(1, {HOST_MOUNTS} + 1):
+    if mount(b"{CROWD}/at", b"{CROWD}/%d" % number, None, 4096, None):
+        raise SystemExit(1)'
+"""
 KEEP = f"""\
 exec 9<$1 8<$2
 echo keeps >>{DONE}
@@ -224,6 +257,8 @@ kill $! && echo renames >>{DONE}
     "escapes": "srun --nodes=1 --ntasks=1 --overlap sh /shared/become.sh\n",
     "above": COVER_ABOVE,
     "holds": HOLDING.replace("{own}", OWN.rstrip("\n")),
+    "lists": LIST,
+    "registry": "sh /shared/pull.sh\n",
 }
 
 
@@ -251,6 +286,20 @@ def prepare(site: Site) -> None:
         site.cluster.run(["mkdir", "-p", folder], user="alice")
     site.cluster.run(["truncate", "-s", "200M", f"{SPARSE}/holes"], user="alice")
     site.image(COVER.rpartition("/")[2].removesuffix(".sqsh"))
+
+
+def prepare_registry(site: Site, registry: Registry) -> None:
+    """Images of a registry, a store for them, and the program that asks."""
+    site.cluster.run(["mkdir", "-m", "1777", STORE], user="root")
+    site.cluster.write(IMPORTS, "", mode=0o666)
+    for tool in range(1, TOOLS + 1):
+        registry.push(f"team/tool{tool}:1", f"tool{tool}", mib=2)
+    site.cluster.write("/shared/pull.sh", PULL.replace("$1", f"{registry.host}#team/tool"))
+
+
+def crowd(site: Site, node: str) -> None:
+    """Gives the node HOST_MOUNTS mounts more."""
+    site.root(["sh", "-c", CROWDING], node)
 
 
 def _prepare_above(site: Site) -> None:
