@@ -23,7 +23,6 @@ from forestage.check import (
     disk,
     enroot,
     hooks,
-    login,
     node,
     plugins,
     pyxis,
@@ -138,7 +137,8 @@ def _findings(target: Target, files: Files, of_enroot: enroots.Site) -> Iterator
     """What is found, and before each part what it looks at."""
     yield "slurm.conf"
     if target.login:
-        yield from login.findings(files, target.conf)
+        site = sites.find(files, target.conf)
+        yield from plugins.on_login(files, site) if site else (slurm_conf.unread(),)
         return
     if not target.is_root:
         yield Finding(

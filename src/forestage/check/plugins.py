@@ -165,22 +165,58 @@ def _companion(files: Files, site: Site, ours: Plugin) -> Iterator[Finding]:
             loads,
             f"install the package forestage-spank that is built for Slurm {slurm}",
         )
-    if required:
-        yield Finding(
-            "companion-required",
-            "warning",
-            f"{where} says `required`",
-            "If the plugin cannot be loaded, as after an upgrade of Slurm, slurmd does not start",
-            f"{ours.line.file}: {msgspec.structs.replace(ours.line, required=False).words()}",
-        )
-    program = ours.line.argument("helper") or HELPER
-    if not (files.mode(program) or 0) & 0o111:
+    yield from _required(ours, "slurmd does not start")
+    if program := _missing_helper(files, ours):
         yield Finding(
             "companion-helper",
             "warning",
             f"the companion's helper {program} is not there, or not executable",
             "No step gets an image staged",
             f"{ours.line.file}: helper=/path/to/forestage, or install forestage's package",
+        )
+
+
+def _required(ours: Plugin, fails: str) -> Iterator[Finding]:
+    if ours.line.required:
+        yield Finding(
+            "companion-required",
+            "warning",
+            f"{ours.line.where} says `required`",
+            f"If the plugin cannot be loaded, as after an upgrade of Slurm, {fails}",
+            f"{ours.line.file}: {msgspec.structs.replace(ours.line, required=False).words()}",
+        )
+
+
+def _missing_helper(files: Files, ours: Plugin) -> str:
+    """The program that the companion would run in vain; "" where it can be run."""
+    program = ours.line.argument("helper") or HELPER
+    return "" if (files.mode(program) or 0) & 0o111 else program
+
+
+def on_login(files: Files, site: Site) -> Iterator[Finding]:
+    """Whether `--stage` is known where jobs are submitted, and checked.
+
+    Nothing else of forestage has to be there, and no slurmd: the release is not compared.
+    """
+    ours = site.stack.companion
+    if ours is None or not ours.exists:
+        yield Finding(
+            "login-no-option",
+            "warning",
+            f"{site.stack.file} names no companion that is installed here",
+            "srun, sbatch and salloc refuse --stage on this host: users write the comment",
+            "install the package forestage-spank for this host's Slurm"
+            + ("" if site.stack.includes else ", and the line that `forestage enable` prints"),
+        )
+        return
+    yield from _required(ours, "no job can be submitted")
+    if program := _missing_helper(files, ours):
+        yield Finding(
+            "login-no-check",
+            "warning",
+            f"{program} is not there, or not executable",
+            "A wrong --stage is submitted, and its job's first step says so",
+            "install the package forestage, or accept that",
         )
 
 

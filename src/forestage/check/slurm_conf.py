@@ -23,7 +23,7 @@ def unread() -> Finding:
         "slurm-conf",
         "unknown",
         "slurm.conf cannot be read",
-        "Without it a Prolog takes 15 s at most, and nothing of Slurm can be checked",
+        "Without it nothing of Slurm can be checked, and a Prolog takes 15 s at most",
         "SLURM_CONF=/where/it/is/slurm.conf forestage check",
     )
 
