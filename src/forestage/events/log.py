@@ -29,6 +29,12 @@ Hook = Literal["prolog", "step", "stager", "epilog", "sweep", "verify"]
 
 ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
 MAX_LINE = 1024 * 1024  # bytes; an event is below 64 KiB, whatever its user wrote
+# The fields of an outcome's part of the log line, in their order; each outcome has some of them.
+_SHOWN = (
+    *("image", "key", "digest", "result", "reason", "chunks", "unmounted", "redirect", "bytes"),
+    *("from_peers", "from_others", "givers", "uploaded", "read_through", "read_straight"),
+    *("wait", "evicted", "detail"),
+)
 MAX_SEEN = 4  # logs that `unread` remembers: at most two are there at once
 
 
@@ -160,45 +166,17 @@ def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
 
 def words(outcome: Outcome) -> str:
     """Returns the outcome's part of a log line, in logfmt. Pure."""
-    found = _facts(outcome).items()
+    found = ((name, _shown(outcome, name)) for name in _SHOWN)
     return " ".join(f"{name}={field(value)}" for name, value in found if value)
 
 
-def _facts(outcome: Outcome) -> dict[str, object]:
-    """The fields of an outcome's part of the log line, in their order."""
-    ended = {"result": outcome.result, "reason": outcome.reason}
-    if isinstance(outcome, Released):
-        evicted = ",".join(outcome.evicted)
-        return ended | {
-            "unmounted": outcome.unmounted,
-            "evicted": evicted,
-            "detail": outcome.detail,
-        }
-    if isinstance(outcome, Bad):
-        entry = {"image": outcome.image, "key": outcome.key, **ended, "chunks": outcome.chunks}
-        return entry | {"evicted": ",".join(outcome.evicted), "detail": outcome.detail}
-    wait = f"{outcome.wait:.3f}s" if outcome.wait else ""
-    if isinstance(outcome, Handled):
-        image = {"image": outcome.image or outcome.request, "key": outcome.key}
-        image |= {"digest": outcome.digest}
-        rest = {"redirect": outcome.redirect, "bytes": outcome.bytes, "wait": wait}
-        last = {"evicted": ",".join(outcome.evicted), "detail": outcome.detail}
-        return image | ended | rest | last
-    return {
-        "image": outcome.image,
-        "key": outcome.key,
-        **ended,
-        "bytes": outcome.bytes,
-        "from_peers": outcome.from_peers,
-        "from_others": outcome.from_others,
-        "givers": ",".join(outcome.givers),
-        "uploaded": outcome.uploaded,
-        "read_through": outcome.read_through,
-        "read_straight": outcome.read_straight,
-        "wait": wait,
-        "evicted": ",".join(outcome.evicted),
-        "detail": outcome.detail,
-    }
+def _shown(outcome: Outcome, name: str) -> object:
+    value = getattr(outcome, name, "")
+    if name in ("evicted", "givers"):
+        return ",".join(value)
+    if name == "image" and isinstance(outcome, Handled):
+        return value or outcome.request
+    return f"{value:.3f}s" if name == "wait" and value else value
 
 
 def field(value: object) -> str:

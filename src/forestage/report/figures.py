@@ -12,40 +12,14 @@ from typing import TypeVar
 import msgspec
 
 from forestage.report.logs import LogCounts
-from forestage.report.sums import QUARTER, Distribution, GroupSums, Slot, Sums, Window
+from forestage.report.sums import QUARTER, Group, Image, OneNode, Slot, Sums, Through, Waits, Window
 
-G = TypeVar("G", bound=GroupSums)
+G = TypeVar("G", bound=Group)
 
 HOUR, DAY = 3600, 86400
 WIDTHS = (HOUR, 6 * HOUR, DAY, 7 * DAY, 28 * DAY, 364 * DAY)  # seconds of a period
 MAX_PERIODS = 72  # thinner bars cannot be told apart
 FIRST_MONDAY = 4 * DAY  # after the epoch
-
-
-class Waits(msgspec.Struct, frozen=True):
-    """What starts waited for staging; `median` and `most` are at most 2 % too high.
-
-    95 of 100 waited `most` seconds or less.
-    """
-
-    count: int
-    median: float | None
-    most: float | None
-
-
-class Through(msgspec.Struct, frozen=True):
-    """What reading through was worth.
-
-    Of `steps` that read through, those whose copy was completed began `ahead` seconds before that
-    (the median; `seconds` in all). Until then jobs read so many bytes, `straight` of them from the
-    source.
-    """
-
-    steps: int
-    ahead: float | None
-    seconds: float
-    read: int
-    straight: int
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -59,38 +33,6 @@ class Estimate(msgspec.Struct, frozen=True):
     gross: float
     rate: float
     copies: int
-
-
-class Group(msgspec.Struct, frozen=True):
-    """Figures of a user, a partition, a node or an image.
-
-    `saved` is in seconds, as `forestage explain` has it (events/saved), of the `measured` starts of
-    `local` ones from a copy; None where none was measured.
-    """
-
-    name: str
-    starts: int
-    hits: int
-    local: int
-    measured: int
-    kept_off: int
-    saved: float | None
-
-
-class Image(Group, frozen=True, kw_only=True):
-    """Figures of one image path, or of a directory."""
-
-    size: int
-    copies: int
-    kind: str = "image"
-
-
-class OneNode(Group, frozen=True, kw_only=True):
-    """`rate` is the median of the node's copies in bytes per second; `failed` counts failures."""
-
-    failed: int
-    rate: float | None
-    waits: Waits
 
 
 class Period(Slot, kw_only=True):
@@ -141,7 +83,6 @@ def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
     for slot in sums.slots.values():
         total.add(slot)
     width = _period_width(sums.first, sums.last)
-    through = sums.through
     return Report(
         made=round(sums.now),
         window=sums.window,
@@ -151,33 +92,18 @@ def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
         total=total,
         hit_ratio=total.hit_ratio,
         kept_off=sums.kept_off,
-        all=Group("", *_numbers(sums.total)),
+        all=sums.total,
         estimate=_estimate(sums, total.seconds),
-        waits=_waits(sums.waits),
-        through=Through(
-            through.steps,
-            through.ahead.median(),
-            through.seconds,
-            through.read,
-            through.straight,
-        ),
+        waits=sums.waits.of_waits(),
+        through=msgspec.structs.replace(sums.through, ahead=sums.ahead.median()),
         failed=_most_first(sums.failed),
         evicted=dict(sorted(sums.evicted.items())),
         original=_most_first(sums.original),
         excluded=_most_first(sums.excluded),
-        nodes=tuple(_nodes(sums)),
-        partitions=tuple(_groups(sums.partitions)),
-        images=tuple(
-            Image(
-                path,
-                *_numbers(image),
-                size=image.size,
-                copies=image.copies,
-                kind="data" if image.data else "image",
-            )
-            for path, image in _most_kept_off(sums.images)
-        ),
-        users=tuple(_groups(sums.users)),
+        nodes=_nodes(sums),
+        partitions=_most_kept_off(sums.partitions),
+        images=_most_kept_off(sums.images),
+        users=_most_kept_off(sums.users),
         width=width,
         periods=tuple(_periods(sums.slots, width, utc_offset)),
         events=sums.events,
@@ -196,44 +122,23 @@ def _estimate(sums: Sums, waited: float) -> Estimate | None:
     return Estimate(gross - waited, gross, rate, sums.rates.count)
 
 
-def _waits(found: Distribution) -> Waits:
-    return Waits(found.count, found.median(), found.at(0.95))
-
-
 def _most_first(counts: dict[str, int]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _numbers(sums: GroupSums) -> tuple[int, int, int, int, int, float | None]:
-    """The fields of a Group, after its name."""
-    saved = sums.saved if sums.measured else None
-    return sums.starts, sums.hits, sums.local, sums.measured, sums.kept_off, saved
-
-
-def _most_kept_off(groups: dict[str, G]) -> list[tuple[str, G]]:
+def _most_kept_off(groups: dict[str, G]) -> tuple[G, ...]:
     """Those with most bytes kept off come first."""
-    return sorted(groups.items(), key=lambda item: (-item[1].kept_off, -item[1].starts, item[0]))
+    return tuple(sorted(groups.values(), key=lambda one: (-one.kept_off, -one.starts, one.name)))
 
 
-def _groups(groups: dict[str, GroupSums]) -> Iterator[Group]:
-    for name, sums in _most_kept_off(groups):
-        yield Group(name, *_numbers(sums))
-
-
-def _nodes(sums: Sums) -> list[OneNode]:
+def _nodes(sums: Sums) -> tuple[OneNode, ...]:
     """Those to look at come first: with failures, then with slow copies."""
     found = (
-        OneNode(
-            name,
-            *_numbers(node),
-            failed=node.failed,
-            rate=node.rates.median(),
-            waits=_waits(node.waits),
-        )
-        for name, node in sums.nodes.items()
+        msgspec.structs.replace(node.figures, rate=node.rates.median(), waits=node.waits.of_waits())
+        for node in sums.nodes.values()
         if node.events
     )
-    return sorted(found, key=lambda one: (-one.failed, one.rate or math.inf, one.name))
+    return tuple(sorted(found, key=lambda one: (-one.failed, one.rate or math.inf, one.name)))
 
 
 def _period_width(first: float, last: float) -> int:

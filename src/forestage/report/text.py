@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from forestage.report import format as fmt
-from forestage.report.figures import Group, OneNode, Report
+from forestage.report.figures import Report
+from forestage.report.sums import Group, OneNode
 from forestage.system.terminal import Facts, Line, Piece, Table
 from forestage.units import format_size
 
