@@ -26,6 +26,7 @@ from forestage.peers.stats import Uploaded
 from forestage.stage import pipeline
 from forestage.system import records
 from forestage.system.as_user import User
+from properties import MORE
 
 IMAGE = Image(Identity("/lustre/a.sqsh", 1, 5, 10, 20), Access(0, 0, 0o644, b"acl"))
 RECORDS: list[msgspec.Struct] = [
@@ -40,8 +41,6 @@ ANY = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=8,
 )
-# A few for each change, many for `./test --all`.
-MORE = 30 if "long" in os.environ.get("FORESTAGE_TEST_ALSO", "").split() else 1
 WAYS = ["bytes", "cut", "byte", "value", "key"]
 
 

@@ -27,16 +27,7 @@ from forestage.sources.source import OpenImage
 from forestage.stage import pipeline
 from forestage.stage.task import Task
 from forestage.system.as_user import User
-
-# What the environment of a process can hold: any bytes but NUL, as Python decodes them.
-BYTES = st.binary(max_size=40).map(lambda raw: os.fsdecode(raw.replace(b"\0", b"")))
-# A few for each change, many for `./test --all`.
-MORE = 30 if "long" in os.environ.get("FORESTAGE_TEST_ALSO", "").split() else 1
-PIECES = st.sampled_from(
-    ["/", ".", "..", "stage=", ",", "%00", "%ff", "%2f", "\n", " ", "=", '"', "\\", "‮",
-     "result=hit", "\x1b[2J", "stage-wait=", "1m", "\udcff", "é", "x" * 300]
-)  # fmt: skip
-TEXT = st.lists(PIECES | BYTES, max_size=8).map("".join)
+from properties import MORE, TEXT
 
 
 @given(TEXT, TEXT, TEXT, TEXT, TEXT)
