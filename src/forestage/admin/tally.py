@@ -24,9 +24,6 @@ RATES = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10)
 HAD = ("hit", "joined")  # results of an image that was here, or came by another job's copy
 FOR_STEPS = (*HAD, "started")  # of a Prolog, where steps are shown the copy
 
-REMEMBERED = 10_000
-"""Jobs whose first step repeats what their Prolog was counted for; a node has some hundreds."""
-
 Kind = Literal["hit", "joined", "through", "waited", "shared", "original", "excluded"]
 """Of a start. Of those whose image was not here, `through` read through the copy, `waited` had it
 at their first step, and `shared` read the shared path while it was made. `original`: it was to be
@@ -166,7 +163,7 @@ class Tally(msgspec.Struct):
             # Nobody has seen the copy yet: the step that is shown it is the start.
             self.expected[event.job].remove(outcome.key)
             if outcome.result == "started":
-                _remember(self.begun, event.job, outcome.key)
+                saved.remember(self.begun, event.job, outcome.key)
             return None
         begun = self.begun.get(event.job, ()) if event.hook == "step" else ()
         if outcome.key in begun:
@@ -187,7 +184,7 @@ class Tally(msgspec.Struct):
         if outcome.result not in ("hit", "joined", "copied", "started", "through"):
             return False
         if event.hook == "prolog":
-            _remember(self.expected, job, key)
+            saved.remember(self.expected, job, key)
             return False
         if key not in self.expected.get(job, ()):
             return False
@@ -215,14 +212,6 @@ class Tally(msgspec.Struct):
         self.given.sessions += max(0, now.sessions - before.sessions)
         self.given.refused += max(0, now.refused - before.refused)
         self.last_given = msgspec.structs.replace(now, keys={})
-
-
-def _remember(keys: dict[int, list[str]], job: int, key: str) -> None:
-    # A requeued job begins anew, and its Epilog may not have run.
-    before = keys.pop(job, [])
-    keys[job] = before if key in before else [*before, key]
-    while len(keys) > REMEMBERED:
-        del keys[next(iter(keys))]
 
 
 def _more(counts: dict[str, int], name: str, number: int = 1) -> None:

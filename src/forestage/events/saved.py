@@ -33,16 +33,21 @@ class Starts(msgspec.Struct):
         if hook == "prolog":
             if outcome.redirect == "spank":  # nobody has seen it yet
                 return False
-            keys = self.counted.setdefault(job, [])
-            if outcome.key not in keys:
-                keys.append(outcome.key)
-            while len(self.counted) > REMEMBERED:
-                del self.counted[next(iter(self.counted))]
+            remember(self.counted, job, outcome.key)
             return True
         if outcome.key in self.counted.get(job, ()):
             self.counted[job].remove(outcome.key)
             return False
         return True
+
+
+def remember(keys: dict[int, list[str]], job: int, key: str) -> None:
+    """Adds a key to those of a job, which is the latest now; the oldest ones are forgotten."""
+    # A requeued job begins anew, and its Epilog may not have run.
+    before = keys.pop(job, [])
+    keys[job] = before if key in before else [*before, key]
+    while len(keys) > REMEMBERED:
+        del keys[next(iter(keys))]
 
 
 def seconds(outcome: Handled) -> float | None:

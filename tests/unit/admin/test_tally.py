@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from forestage.admin import tally as module
 from forestage.admin.tally import RATES, WAITS, Histogram, Tally
-from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, Result
+from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, Result, saved
 from forestage.peers.stats import Uploaded
 
 GIB = 1 << 30
@@ -163,7 +162,7 @@ def test_what_was_read_before_a_copy_was_whole_is_split() -> None:
 
 
 def test_remembered_jobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REMEMBERED", 3)
+    monkeypatch.setattr(saved, "REMEMBERED", 3)
     tally = counted(*(event("prolog", served("hit"), job) for job in range(10)))
     assert list(tally.expected) == [7, 8, 9]
 
