@@ -48,12 +48,9 @@ def _plugins(conf: str) -> "list[plugstack.Plugin]":
 
     conf = conf or next(filter(os.path.exists, slurm_conf.USUAL_CONF), "")
 
-    def text(path: str) -> str:
-        return Path(path).read_bytes().decode()
-
     try:
-        named = {one.name: one.value for one in slurm_conf.settings(conf, text)}
-        stack = named.get("plugstackconfig") or str(Path(conf).with_name("plugstack.conf"))
-        return list(plugstack.read(stack, text))
+        named = slurm_conf.values(conf).get("plugstackconfig")
+        stack = named or str(Path(conf).with_name("plugstack.conf"))
+        return list(plugstack.read(stack, slurm_conf.text_of))
     except (OSError, ValueError):
         return []

@@ -3,11 +3,9 @@
 Hooks may run no Slurm command, but slurm.conf is a file and slurmd names it in $SLURM_CONF.
 """
 
-from pathlib import Path
-
 import msgspec
 
-from forestage.slurm.slurm_conf import settings
+from forestage.slurm.slurm_conf import values
 
 SAFE = 15.0
 """Seconds; below the 20 s after which a job may be lost with Slurm's defaults."""
@@ -76,8 +74,7 @@ def step_patience(wish: float, timeout: str) -> float:
 def read(conf: str) -> Limits:
     """The limits that the file `conf` (slurmd's $SLURM_CONF) sets; UNKNOWN if it is unreadable."""
     try:
-        found = settings(conf, lambda path: Path(path).read_bytes().decode())
-        named = {one.name: one.value for one in found}
+        named = values(conf)
     except (OSError, ValueError):
         return UNKNOWN
     return limits(named) if named else UNKNOWN
