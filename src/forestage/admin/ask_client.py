@@ -24,7 +24,7 @@ from forestage.errors import ConfigError, ForestageError, NotFound, PeerError
 from forestage.paths import Places
 from forestage.peers import auth
 from forestage.slurm import nodelist
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import Slurm, this_node
 from forestage.system.terminal import Line, Piece, count
 
 TIMEOUT = 15.0  # seconds for one node
@@ -57,7 +57,7 @@ def about_job(places: Places, job: int, environ: Mapping[str, str]) -> Told:
             own = unanswered()
     except NotFound as nothing:
         own = nothing
-        answered = environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+        answered = this_node(environ)
     return _elsewhere(places, job, environ, own, answered)
 
 

@@ -31,8 +31,8 @@ from forestage.units import format_duration, parse_duration
 # Where the packages put the command on every node.
 COMMAND = "/usr/lib/forestage/bin/forestage"
 OURS = "forestage: "  # how a message of the command itself begins
-# A job beside others, where the partition allows that, which is over in a moment. It has no
-# comment: a hint, even stage=off, would leave a lease for the answer to show.
+# A job beside others, where the partition allows that; no MPI, and no directory of ours. For -w it
+# has no comment: a hint, even stage=off, would leave a lease for the answer to show.
 SRUN = ("--nodes=1", "--ntasks=1", "--oversubscribe", "--mpi=none", "--chdir=/", "--quiet")
 NONE = ("-", "0")  # cells that say nothing
 TOOK = "took"  # the column whose cells do not tell rows apart
@@ -156,10 +156,7 @@ def ask(question: Question, slurm: Slurm, token: str, progress: Progress) -> tup
 def _program(by: By, slurm: Slurm) -> str:
     """srun's path; "" for ssh, whose absence ClusterShell does not mention."""
     if by == "srun":
-        srun = shutil.which("srun", path=slurm.path)
-        if srun is None:
-            raise SlurmError("srun is not installed", "add its directory to PATH, or use --by ssh")
-        return srun
+        return slurm.program("srun")
     if shutil.which("ssh") is None:
         raise ForestageError("ssh is not installed", "use --by srun")
     return ""
@@ -207,12 +204,17 @@ def reply(node: str, code: int | None, out: str, err: str, late: str) -> Reply:
             text = out[found.start() :]
             msgspec.json.decode(text)
             return _understood(node, code, text)
-    lines = [line.removeprefix("srun: ") for line in err.splitlines() if line.strip()]
-    own = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
+    own = [line.removeprefix(OURS) for line in err.splitlines() if line.startswith(OURS)]
     if own:
         return Reply(node, code, problem=own[0])
-    said = [line.removeprefix("error: ") for line in lines]
-    return Reply(node, None, problem=(said or [f"it ended with {code} and no answer"])[0])
+    return Reply(node, None, problem=problem(code, err))
+
+
+def problem(code: int, err: str) -> str:
+    """Pure: why there is no answer: the first error, from which others follow, or the status."""
+    lines = [line.removeprefix("srun: ") for line in err.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return [*errors, *lines, f"it ended with {code} and no answer"][0]
 
 
 def _understood(node: str, code: int, text: str) -> Reply:

@@ -10,7 +10,6 @@ cancelled by a name that no other job has, and each srun ends with its job.
 """
 
 import contextlib
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from forestage.admin.fleet import SRUN, problem
 from forestage.admin.job_images import ImageResult
 from forestage.admin.warm_node import NodeReport
 from forestage.clock import Clock
@@ -89,9 +89,7 @@ def comment(order: Order) -> str:
 def argv(order: Order, node: str, name: str) -> list[str]:
     """Pure: srun's command line for one node."""
     return [
-        *("srun", f"--job-name={name}", "--nodes=1", "--ntasks=1", f"--nodelist={node}"),
-        # Beside other jobs where the partition allows that; no MPI, and no directory of ours.
-        *("--oversubscribe", "--mpi=none", "--chdir=/", "--quiet"),
+        *("srun", *SRUN, f"--job-name={name}", f"--nodelist={node}"),
         *(f"--immediate={max(1, round(order.busy))}", f"--comment={comment(order)}"),
         *(*order.options, "--"),
         *("sh", "-c", SCRIPT, PYTHON, *order.images),
@@ -107,11 +105,7 @@ def answer(node: str, ran: Ran, seconds: float) -> NodeAnswer:
         except msgspec.DecodeError:
             continue
         return NodeAnswer(node, took, report.job, report.images)
-    lines = [line.removeprefix("srun: ") for line in ran.err.splitlines() if line.strip()]
-    # The first error says what is wrong, later ones what follows from it.
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    problem = [*errors, *lines, f"srun ended with {ran.code} and no answer"][0]
-    return NodeAnswer(node, took, problem=problem)
+    return NodeAnswer(node, took, problem=problem(ran.code, ran.err))
 
 
 def warm(
@@ -121,8 +115,7 @@ def warm(
 
     `token` makes the jobs' name unique, so that an interrupt cancels these and no others.
     """
-    if shutil.which("srun", path=slurm.path) is None:
-        raise SlurmError("srun is not installed", "add its directory to PATH")
+    slurm.program("srun")
     name, kill = f"forestage-warm-{token}", threading.Event()
 
     def ask(node: str) -> NodeAnswer:

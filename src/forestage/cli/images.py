@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli.many import expanded
+from forestage.cli import many
 from forestage.cli.world import Exit, as_json, seconds, show
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _path(world: "World", image: str) -> str:
     "-p", "--partition", metavar="NAME", help="The jobs' partition; without -w, all its nodes."
 )
 @click.option("--reservation", metavar="NAME", help="The jobs' reservation.")
-@click.option("--srun", "more", multiple=True, metavar="OPTION", help="One more option for srun.")
+@many.more
 @click.option(
     "--busy",
     default="5m",
@@ -63,7 +63,7 @@ def _path(world: "World", image: str) -> str:
     help="How long a node may be busy; 5m.",
 )
 @click.option("--stage-wait", default="", callback=_duration, metavar="TIME", help="For the hint.")
-@click.option("--at-once", default=64, type=click.IntRange(1), help="Jobs at once; 64.")
+@many.at_once
 @click.pass_context
 def warm(
     ctx: click.Context,
@@ -94,7 +94,7 @@ def warm(
         raise click.UsageError(f"a job can name {work.MAX_IMAGES} images, not {len(images)}")
     slurm = Slurm.of(os.environ)
     if nodes is not None:
-        where = expanded(nodes)
+        where = many.expanded(nodes)
     elif partition is not None:
         where = fleet.of_partition(partition, slurm)
     else:
@@ -136,11 +136,10 @@ def stage(
     `warm_at_boot:` in the configuration. Ends with status 1 if one is not here; a copy that is
     under way then goes on.
     """
-    import socket
-
     from forestage.admin import site as sites
     from forestage.admin import sources
     from forestage.admin import stage as work
+    from forestage.slurm.queue import this_node
     from forestage.system import terminal as screen
 
     if os.geteuid() != 0:  # else the cache is said to be nobody's, and to be removed
@@ -151,7 +150,7 @@ def stage(
         raise click.BadParameter(f"{user!r} is no user of this node", param_hint="--user") from None
     node = sites.as_hooks_see(ctx.obj.node(), os.environ.get("SLURM_CONF", ""))
     paths = tuple(dict.fromkeys(_path(ctx.obj, image) for image in images))
-    job = work.nobody(who, socket.gethostname().partition(".")[0])
+    job = work.nobody(who, this_node(os.environ))
     with screen.busy() as progress:
         wanted = paths or node.config.warm_at_boot
         done = work.stage(node, job, wanted, within, progress)

@@ -387,14 +387,15 @@ def peer(world: World, node: str | None) -> None:
 
     Started by forestage-peer.service where `peers.enabled` is true.
     """
-    import socket
     from functools import partial
 
     from forestage.admin import ask_answer
     from forestage.peers import server
+    from forestage.slurm.queue import this_node
 
-    name = node or socket.gethostname().partition(".")[0]
-    server.run(world.node(), name, partial(ask_answer.about_job, world.places))
+    server.run(
+        world.node(), node or this_node(os.environ), partial(ask_answer.about_job, world.places)
+    )
 
 
 @main.command()

@@ -16,6 +16,12 @@ _HERE = ("nodes", "by", "within", "at_once", "more", "as_json", "watch")
 _PATHS = ("word", "words", "image")  # arguments that may be a path of this directory
 
 
+at_once = click.option("--at-once", default=64, type=click.IntRange(1), help="Nodes at once; 64.")
+more = click.option(
+    "--srun", "more", multiple=True, metavar="OPTION", help="One more option for srun."
+)
+
+
 def on_nodes(within: str = "1m") -> Callable[[Command], Command]:
     """Gives a command -w and what goes with it; `within` is how long a node may take."""
 
@@ -34,10 +40,8 @@ def on_nodes(within: str = "1m") -> Callable[[Command], Command]:
             metavar="TIME",
             help=f"How long a node of -w may take; {within}.",
         )
-        @click.option("--at-once", default=64, type=click.IntRange(1), help="Nodes at once; 64.")
-        @click.option(
-            "--srun", "more", multiple=True, metavar="OPTION", help="One more option for srun."
-        )
+        @at_once
+        @more
         @functools.wraps(local)
         def command(nodes: str | None, **given: Any) -> None:
             if nodes is not None:

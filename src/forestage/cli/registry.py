@@ -1,7 +1,6 @@
 """Commands for images of registries: `forestage registry get`, `import`, `ls`, `gc`."""
 
 import os
-import socket
 from typing import TYPE_CHECKING
 
 import click
@@ -25,7 +24,9 @@ def _config(world: "World") -> "Config":
 
 
 def _host() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    from forestage.slurm.queue import this_node
+
+    return this_node(os.environ)
 
 
 def _say(text: str) -> None:

@@ -7,7 +7,6 @@ has it: it is GPL, and fits one release of Slurm (docs/decisions/0040).
 """
 
 import errno
-import re
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -15,11 +14,10 @@ from typing import Any
 import msgspec
 
 from forestage.errors import Declined
+from forestage.slurm import release
 from forestage.system import as_user
 
 INVALID_JOB, INVALID_NODE = 2017, 2018  # slurm_errno.h: ESLURM_INVALID_JOB_ID, …_NODE_NAME
-
-_RELEASE = re.compile(r"\b([0-9]{2})\.([0-9]{1,2})\b", re.ASCII)
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -28,12 +26,6 @@ class Told(msgspec.Struct, frozen=True):
     known: bool
     state: str = ""
     nodes: str = ""
-
-
-def release(text: str) -> tuple[int, int] | None:
-    """Pure: the release in a version: of "slurm-wlm 24.05.8", as of pyslurm's "24.5.1"."""
-    found = _RELEASE.search(text)
-    return (int(found[1]), int(found[2])) if found else None
 
 
 def installed() -> str:
@@ -46,8 +38,8 @@ def installed() -> str:
 
 def fits(version: str) -> bool:
     """Whether the pyslurm is for this release of Slurm: the text of `squeue --version`."""
-    own = release(installed())
-    return own is not None and own == release(version)
+    own = release.of(installed())
+    return own != "" and own == release.of(version)
 
 
 def job(number: int, timeout: float) -> Told | None:

@@ -57,6 +57,11 @@ class NodeState(msgspec.Struct, frozen=True):
     partitions: tuple[str, ...]
 
 
+def this_node(environ: Mapping[str, str]) -> str:
+    """This node's name as Slurm has it, as far as that is known here."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
 class Slurm(NamedTuple):
     """How Slurm is asked. `path` is where its commands are looked for, `conf` SLURM_CONF or "".
 
@@ -153,11 +158,16 @@ class Slurm(NamedTuple):
         self, words: Sequence[str], stop: threading.Event | None = None, limit: float | None = None
     ) -> run.Ran:
         """Runs one of Slurm's commands, until `stop` or for `limit` seconds. Raises SlurmError."""
-        there = shutil.which(words[0], path=self.path)
-        if there is None:
-            raise SlurmError(f"{words[0]} is not installed", "its directory belongs into PATH")
+        argv = [self.program(words[0]), *words[1:]]
         variables = {"SLURM_CONF": self.conf} if self.conf else {}
-        return run.run([there, *words[1:]], stop=stop, timeout=limit, variables=variables)
+        return run.run(argv, stop=stop, timeout=limit, variables=variables)
+
+    def program(self, name: str) -> str:
+        """Where one of Slurm's commands is. Raises SlurmError."""
+        there = shutil.which(name, path=self.path)
+        if there is None:
+            raise SlurmError(f"{name} is not installed", "its directory belongs into PATH")
+        return there
 
     def _ask(self, *words: str) -> run.Ran:
         """How one of Slurm's commands ended, in time. Raises SlurmError."""

@@ -12,7 +12,7 @@ COMMENT_IN_PROLOG = "22.05"
 
 TIMEOUT = 5.0  # seconds for `slurmd -V`
 
-_RELEASE = re.compile(r"\b(\d\d\.\d\d)\.\d+")
+_RELEASE = re.compile(r"\b([0-9]{2})\.([0-9]{1,2})\b", re.ASCII)
 
 
 def installed(files: Files, plugin_folders: Iterable[str]) -> str:
@@ -30,6 +30,9 @@ def installed(files: Files, plugin_folders: Iterable[str]) -> str:
 
 
 def of(text: str) -> str:
-    """Pure: 22.05 of `slurm-wlm 22.05.8`: a SPANK plugin has to match no more than that."""
+    """Pure: 22.05 of `slurm-wlm 22.05.8`: a SPANK plugin has to match no more than that.
+
+    And of pyslurm's "22.5.1".
+    """
     found = _RELEASE.search(text)
-    return found[1] if found else ""
+    return f"{found[1]}.{int(found[2]):02d}" if found else ""

@@ -151,7 +151,7 @@ def test_answer_of_failed_srun_has_its_first_error(site: Site, fake: Fake) -> No
 )
 def test_answer_of_other_output_is_no_answer(out: str) -> None:
     found = warm.answer("n1", run.Ran(("srun",), 0, out, ""), 1.0)
-    assert (found.is_warm, found.problem) == (False, "srun ended with 0 and no answer")
+    assert (found.is_warm, found.problem) == (False, "it ended with 0 and no answer")
 
 
 def test_progress_line_names_missing_nodes() -> None:
