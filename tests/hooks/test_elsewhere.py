@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from forestage.admin import inventory
-from forestage.admin.inventory import Held
 from forestage.bind import namespaces, unmount
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
 from forestage.system import mounts
+from forestage.views.job_dir import Taken
 from node import BOB, SIZE, Arrange, Node, content, until
 
 USERS = ("--user", "--map-root-user")
@@ -161,7 +161,7 @@ def test_bind_of_an_evicted_entry_is_told_and_counted(
     left = namespaces.clear(node.cache, node.leases)
     assert left.off == 0
     assert f"{path} in the mount namespace of process {container.program.pid}" in left.problems[0]
-    assert inventory.held(node.cache) == Held(1, SIZE)
+    assert inventory.held(node.cache) == Taken(1, SIZE)
 
 
 def test_cover_goes_with_the_evicted_entry_and_the_sweep_tells(
@@ -185,10 +185,10 @@ def test_space_of_a_covered_bind_is_counted_once_its_entry_is_evicted(
     path = node.staged(1)
     private(*USERS)
     node.epilog(1)
-    assert inventory.held(node.cache) == Held()
+    assert inventory.held(node.cache) == Taken()
     node.cache.evict(node.identity(path).key)
     node.cache.delete_evicted()
-    assert inventory.held(node.cache) == Held(1, SIZE)
+    assert inventory.held(node.cache) == Taken(1, SIZE)
 
 
 HOSTILE = {

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from forestage.admin import inventory, status
-from forestage.admin.inventory import Held
 from forestage.cache import evict, held_open
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.system import handles, mounts
+from forestage.views.job_dir import Taken
 from node import ALICE, BOB, SIZE, Node, children_left, content, make_read_only, until
 
 MIB = 1 << 20
@@ -94,11 +94,11 @@ def test_evicted_entry_counts_for_its_user_as_long_as_anything_holds_it(
     key = node.identity(path).key
     with holder(node.cache.image(key)):
         evicted(node, key)
-        assert inventory.held(node.cache) == Held(1, SIZE)
+        assert inventory.held(node.cache) == Taken(1, SIZE)
         assert evict.of_users(node.cache) == {ALICE.uid: SIZE}
         text = " ".join(str(piece) for piece in status.pieces(status.gather(here(node)), 0.0))
         assert "256 KiB by 1 deleted file that something has open" in text
-    assert inventory.held(node.cache) == Held()
+    assert inventory.held(node.cache) == Taken()
     assert evict.of_users(node.cache) == {}
     assert list(node.cache.held.iterdir()) == []
 
@@ -136,7 +136,7 @@ def test_entry_that_several_users_had_counts_for_each_of_them_in_part(node: Node
     key = node.identity(path).key
     with opened(node.cache.image(key)):
         evicted(node, key)
-        assert inventory.held(node.cache) == Held(1, SIZE)
+        assert inventory.held(node.cache) == Taken(1, SIZE)
         assert evict.of_users(node.cache) == {ALICE.uid: SIZE // 2, BOB.uid: SIZE // 2}
 
 
@@ -159,7 +159,7 @@ def test_two_of_one_key_count_both(node: Node) -> None:
             holding.enter_context(opened(node.cache.image(key)))
             node.leases.drop(job)
             evicted(node, key)
-        assert inventory.held(node.cache) == Held(2, 2 * SIZE)
+        assert inventory.held(node.cache) == Taken(2, 2 * SIZE)
 
 
 def test_part_that_is_read_through_counts_for_who_copied_it(node: Node) -> None:
@@ -208,8 +208,8 @@ def test_who_may_not_ask_reads_what_was_noted(node: Node, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as asked:
         asked.setattr(handles, "facts", refused)
-        assert inventory.held(node.cache) == Held(1, SIZE)
-    assert inventory.held(node.cache) == Held()
+        assert inventory.held(node.cache) == Taken(1, SIZE)
+    assert inventory.held(node.cache) == Taken()
 
 
 def test_file_system_without_handles_holds_nothing_that_is_known(
@@ -220,7 +220,7 @@ def test_file_system_without_handles_holds_nothing_that_is_known(
     monkeypatch.setattr(handles, "of", lambda path: None)
     with opened(node.cache.image(key)):
         evicted(node, key)
-        assert inventory.held(node.cache) == Held()
+        assert inventory.held(node.cache) == Taken()
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"\xff" * 100])
@@ -228,7 +228,7 @@ def test_damaged_note_is_deleted(node: Node, damage: bytes) -> None:
     node.staged(1)
     node.cache.held.mkdir()
     (node.cache.held / "1-00").write_bytes(damage)
-    assert inventory.held(node.cache) == Held()
+    assert inventory.held(node.cache) == Taken()
     assert list(node.cache.held.iterdir()) == []
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from forestage.admin import status
-from forestage.admin.inventory import Held
 from forestage.bind import unmount
 from forestage.cache import evict
 from forestage.cache.node import Node as Here
@@ -24,6 +23,7 @@ from forestage.config import Config
 from forestage.system import mounts
 from forestage.system.as_user import User
 from forestage.views import wanted
+from forestage.views.job_dir import Taken
 from node import ALICE, BOB, Arrange, Node, content, read_as, until
 
 
@@ -320,7 +320,7 @@ def test_space_that_a_hidden_redirect_holds_is_shown(
     own.server.send_signal(harm)
     node.leases.drop(1)
     here = Here.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
-    assert status.gather(here).held == Held()
+    assert status.gather(here).held == Taken()
     assert evict.evict_keys(node.cache, node.leases, [key]) == (key,)
     found = status.gather(here)
     size = sum(one.bytes for one in taken)

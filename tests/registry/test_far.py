@@ -22,6 +22,7 @@ from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.paths import Places
 from forestage.registry import collect
+from forestage.registry.collect import Done
 from forestage.registry.store import Store
 from forestage.system import as_user, mounts
 from forestage.system.as_user import User
@@ -63,7 +64,7 @@ def test_user_above_their_quota_is_told_and_starts_from_an_import_of_the_step(
     assert login.site.names() <= {"failed"}, "no part, no lease"
 
 
-def collected(login: Login, open_path: Path, now: float = NOW) -> list[registry.Collected]:
+def collected(login: Login, open_path: Path, now: float = NOW) -> list[Done]:
     """By the sweep of a node; each has its own places."""
     config = load_settings(Path("/etc/forestage")).config
     return registry.clean_some(config, Places(open_path / os.urandom(4).hex()), now)

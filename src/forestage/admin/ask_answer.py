@@ -148,7 +148,7 @@ def decoded(text: bytes) -> Answer:
 def public(node: Node) -> Public:
     """What everyone may know. Never raises for what is wrong with the cache."""
     lately = recent.starts(node.places.events, node.clock.wall())
-    enabled = node.config.enabled and not switch.by_file(node.places, node.clock.wall())
+    enabled = not switch.why_off(node.places, node.config, node.clock.wall())
     space = None
     with contextlib.suppress(ForestageError, OSError):
         if (node.cache.root / "format").exists():

@@ -19,6 +19,7 @@ from forestage.peers import stats
 from forestage.system import lock, records, terminal
 from forestage.system.terminal import Line, Piece, Table, age, count, moment
 from forestage.units import format_rate, format_size
+from forestage.views.job_dir import Taken
 
 EVERY = 1.0  # seconds between two snapshots of `watch`
 MAX_NAMED = 4  # jobs of a copy that are printed; JSON has all
@@ -52,13 +53,6 @@ class Copy(msgspec.Struct, frozen=True):
     from_peers: int = 0
     served: int = 0
     kind: Kind = "image"
-
-
-class Stopped(msgspec.Struct, frozen=True):
-    """Copies that nobody goes on with now, and the bytes that they keep on the disk."""
-
-    number: int = 0
-    bytes: int = 0
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -108,10 +102,10 @@ def gather(node: Node) -> tuple[Copy, ...]:
     )
 
 
-def stopped(node: Node) -> Stopped:
+def stopped(node: Node) -> Taken:
     """The parts without a stager. The next job that asks goes on with them."""
     sizes = stopped_parts(node).values()
-    return Stopped(len(sizes), sum(sizes))
+    return Taken(len(sizes), sum(sizes))
 
 
 def stopped_parts(node: Node) -> dict[str, int]:

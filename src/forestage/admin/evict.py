@@ -9,7 +9,6 @@ from collections.abc import Iterable
 import msgspec
 
 from forestage.admin import copies, inventory
-from forestage.admin.copies import Stopped
 from forestage.admin.inventory import Item
 from forestage.cache import disk, evict
 from forestage.cache.layout import Cache
@@ -18,6 +17,7 @@ from forestage.errors import NotFound
 from forestage.system import lock, records
 from forestage.system.terminal import Line, Piece, Table, count, jobs, short
 from forestage.units import format_size
+from forestage.views.job_dir import Taken
 
 
 class Eviction(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Evictions(msgspec.Struct, frozen=True):
 
     dry_run: bool
     verdicts: tuple[Eviction, ...] = ()
-    stopped: Stopped = Stopped()
+    stopped: Taken = Taken()
 
     @property
     def is_empty(self) -> bool:
@@ -68,7 +68,7 @@ def everything(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
         disk.must_take(node.places, node.cache)
         gone = evict.drop_dead_parts(node.cache, lambda part: part.directory.name in sizes)
     taken = [sizes[key] for key in gone]
-    return msgspec.structs.replace(done, stopped=Stopped(len(taken), sum(taken)))
+    return msgspec.structs.replace(done, stopped=Taken(len(taken), sum(taken)))
 
 
 def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 import msgspec
 
-from forestage.cache import disk, evict
-from forestage.cache import held_open as deleted
+from forestage.cache import disk, evict, held_open
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry, StoredEntry
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
 from forestage.errors import Failed, NotFound
+from forestage.views.job_dir import Taken
 
 MIN_PREFIX = 4  # hex digits of a key that name an entry, as in git
 
@@ -60,13 +60,6 @@ class Holdings(msgspec.Struct, frozen=True):
         """The holdings with only those entries that have these keys."""
         items = tuple(item for item in self.items if item.key in keys)
         return msgspec.structs.replace(self, items=items)
-
-
-class Held(msgspec.Struct, frozen=True):
-    """Deleted files that something has open, and their bytes on disk."""
-
-    number: int = 0
-    bytes: int = 0
 
 
 class Leased(msgspec.Struct, frozen=True):
@@ -160,10 +153,10 @@ def items_of(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[It
     return tuple(sorted(items, key=lambda item: (-item.used, item.key)))
 
 
-def held(cache: Cache) -> Held:
-    """What deleted files still take of the disk. Raises OSError."""
-    found = deleted.gather(cache.held)
-    return Held(len(found), sum(one.bytes for one in found))
+def held(cache: Cache) -> Taken:
+    """The deleted files that something has open. Raises OSError."""
+    found = held_open.gather(cache.held)
+    return Taken(len(found), sum(one.bytes for one in found))
 
 
 def is_key(word: str) -> bool:

@@ -128,9 +128,7 @@ def export(
             # The cache's disk may be what is wrong; then the rest is wanted all the more.
             with contextlib.suppress(OSError, ForestageError):
                 status = node_status.gather(Node.of(config, places, clock), conf)
-        off = bool(switch.by_file(places, clock.wall())) or (
-            config is not None and not config.enabled
-        )
+        off = bool(switch.why_off(places, config or Config(), clock.wall()))
         since = disk_errors.known(places).since
         swept = last_sweep(places)
         written = text(Facts(tally, version, off, config, status, since, swept))

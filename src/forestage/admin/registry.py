@@ -24,6 +24,7 @@ from forestage.registry.collect import Done
 from forestage.registry.messages import Importing, Order, Present, Progress, Refused, Word
 from forestage.system import as_user, folders
 from forestage.system.as_user import User
+from forestage.system.run import NOBODY
 from forestage.system.terminal import Line, Piece, Table, age, count
 from forestage.units import format_size, printable
 
@@ -33,7 +34,6 @@ AT_ONCE = 8
 EVERY = 3600.0  # seconds between two visits of one node's sweep
 VISITED = 100  # users whose directories it visits, in VISITS seconds at the most
 LISTED, VISIT, VISITS = 20.0, 60.0, 120.0
-NOBODY = 65534  # the group of an account that is gone
 MOST = 300  # images of a user that are listed
 ELSEWHERE = ("store-full", "store-gone", "store-foreign", "store-local")
 """Why a job has its image imported for itself alone instead."""
@@ -58,16 +58,6 @@ class Row(msgspec.Struct, frozen=True):
     imported: float
     host: str
     path: str
-
-
-class Collected(msgspec.Struct, frozen=True):
-    """What `gc` did in a user's directory."""
-
-    user: str
-    images: tuple[str, ...]
-    bytes: int
-    files: int
-    problem: str
 
 
 def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Say) -> str:
@@ -240,7 +230,7 @@ def _name(user: User) -> str:
     return str(user.uid)
 
 
-def clean(config: Config, now: float, dry_run: bool) -> list[Collected]:
+def clean(config: Config, now: float, dry_run: bool) -> list[Done]:
     """Deletes what nobody used for long, what is too much, and what dead imports left.
 
     Raises NotFound.
@@ -253,7 +243,7 @@ def clean(config: Config, now: float, dry_run: bool) -> list[Collected]:
     return _reported(users, as_user.each(works, Done, LOOK, ALL, AT_ONCE))
 
 
-def clean_some(config: Config, places: Places, now: float) -> list[Collected]:
+def clean_some(config: Config, places: Places, now: float) -> list[Done]:
     """Does so for some users whose turn it is; for the sweep of every node, as root.
 
     A node visits some users at random each hour, and one of all that visit a user collects: so
@@ -281,12 +271,10 @@ def clean_some(config: Config, places: Places, now: float) -> list[Collected]:
     return _reported(users, as_user.each(works, Done, VISIT, VISITS, AT_ONCE))
 
 
-def _reported(users: Sequence[User], found: Sequence[Done | None]) -> list[Collected]:
+def _reported(users: Sequence[User], found: Sequence[Done | None]) -> list[Done]:
     missing = Done(problem="the directory cannot be read, or did not answer in time")
-    return [
-        Collected(_name(user), one.images, one.bytes, one.files, one.problem)
-        for user, one in ((user, one or missing) for user, one in zip(users, found, strict=True))
-    ]
+    named = zip(users, found, strict=True)
+    return [msgspec.structs.replace(one or missing, user=_name(user)) for user, one in named]
 
 
 def _collected(config: Config, user: User, now: float, dry_run: bool) -> Done:
@@ -327,12 +315,12 @@ def listing(rows: Sequence[Row], now: float) -> list[Piece]:
     return [Table(columns, cells), Line(f"{count(len(rows), 'image')}, {total}")]
 
 
-def pieces(done: Sequence[Collected], dry_run: bool) -> list[Piece]:
+def pieces(done: Sequence[Done], dry_run: bool) -> list[Piece]:
     """`gc` for people."""
     return [Line(text) for text in lines(done, dry_run)] or [Line("nothing to delete")]
 
 
-def lines(done: Sequence[Collected], dry_run: bool) -> list[str]:
+def lines(done: Sequence[Done], dry_run: bool) -> list[str]:
     """Pure: a line for each user of whose directory something went, or should have."""
     verb = "would delete" if dry_run else "deleted"
     found = []

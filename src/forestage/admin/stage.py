@@ -97,10 +97,7 @@ def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _Be
 
 def must_not_be_off(node: Node) -> None:
     """Raises Declined where staging is switched off for all jobs."""
-    off = switch.by_file(node.places, node.clock.wall()) or (
-        "" if node.config.enabled else "`enabled: false`"
-    )
-    if off:
+    if off := switch.why_off(node.places, node.config, node.clock.wall()):
         raise Declined("disabled", off)
 
 

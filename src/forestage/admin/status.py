@@ -4,14 +4,14 @@ Only reads. Also behind the gauges of `forestage metrics`.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
 
 from forestage.admin import copies, inventory, recent
 from forestage.admin import site as sites
-from forestage.admin.copies import Copy, Stopped
+from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Item
 from forestage.bind import redirect
 from forestage.cache import disk as cache_disk
@@ -33,6 +33,7 @@ from forestage.system.terminal import Facts, Line, Piece, Table, age, count, mom
 from forestage.system.tree import Files
 from forestage.units import format_duration, format_size
 from forestage.views import job_dir
+from forestage.views.job_dir import Taken
 from forestage.views.through import running
 
 STATES = (
@@ -104,8 +105,8 @@ class Status(msgspec.Struct, frozen=True):
     served: Uploaded | None = None
     off: str = ""
     through: tuple[str, ...] = ()
-    held: inventory.Held = inventory.Held()
-    job_dirs: job_dir.Taken = job_dir.Taken()
+    held: Taken = Taken()
+    job_dirs: Taken = Taken()
     doubt: Doubt | None = None
     data: int = 0
     reclaimable: int = 0
@@ -116,7 +117,7 @@ class Status(msgspec.Struct, frozen=True):
     time: float = 0.0
     blocked: Blocked | None = None
     no_companion: str = ""
-    stopped: Stopped = Stopped()
+    stopped: Taken = Taken()
 
 
 def gather(node: Node, conf: str = "") -> Status:
@@ -278,9 +279,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
             ("used", f"{format_size(room.used)} by the cache, {room.percent}% of what it may take"),
             ("reclaimable", f"{format_size(status.reclaimable)}, neither leased nor pinned"),
             ("data", f"{format_size(status.data)} of that, of {format_size(room.data)} at most"),
-            *_stopped(status.stopped),
-            *_held(status.held),
-            *_job_dirs(status.job_dirs),
+            *_kept(status),
             ("max_size", f"{format_size(room.max_size)}, the most it may take{less}"),
             ("low_watermark", f"{format_size(room.low)}; the Epilog evicts down to this"),
             ("min_free", f"{format_size(room.min_free)} stay free on the disk"),
@@ -385,26 +384,18 @@ def among_many(status: Status) -> list[Piece]:
     return [Table(tuple(named), [tuple(named.values())])]
 
 
-def _held(held: inventory.Held) -> list[tuple[str, str]]:
-    if held == inventory.Held():
-        return []
-    number = count(held.number, "deleted file")
-    return [("held", f"{format_size(held.bytes)} by {number} that something has open")]
-
-
-def _stopped(stopped: Stopped) -> list[tuple[str, str]]:
-    if not stopped.number:
-        return []
-    number = count(stopped.number, "stopped copy", "stopped copies")
-    kept = f"until a job goes on with it, at most {format_duration(ABANDONED_AFTER)}"
-    return [("unfinished", f"{format_size(stopped.bytes)} in {number}, kept {kept}")]
-
-
-def _job_dirs(taken: job_dir.Taken) -> list[tuple[str, str]]:
-    if not taken.number:
-        return []
-    number = count(taken.number, "job directory", "job directories")
-    return [("job directories", f"{format_size(taken.bytes)} in {number}")]
+def _kept(status: Status) -> Iterator[tuple[str, str]]:
+    """Pure: what else takes room on the disk, where there is any."""
+    if stopped := status.stopped.number:
+        number = count(stopped, "stopped copy", "stopped copies")
+        kept = f"until a job goes on with it, at most {format_duration(ABANDONED_AFTER)}"
+        yield "unfinished", f"{format_size(status.stopped.bytes)} in {number}, kept {kept}"
+    if held := status.held.number:
+        files = f"{count(held, 'deleted file')} that something has open"
+        yield "held", f"{format_size(status.held.bytes)} by {files}"
+    if dirs := status.job_dirs.number:
+        number = count(dirs, "job directory", "job directories")
+        yield "job directories", f"{format_size(status.job_dirs.bytes)} in {number}"
 
 
 def _imports(found: tuple[UnderWay, ...], now: float) -> list[Piece]:

@@ -45,6 +45,7 @@ from forestage.events import Event
 from forestage.hooks import epilog
 from forestage.peers import notices
 from forestage.registry import mount_points
+from forestage.registry.collect import Done
 from forestage.slurm.queue import Slurm, why_over
 from forestage.system import folders, lock
 from forestage.system.as_user import User
@@ -109,7 +110,7 @@ class SweepReport(msgspec.Struct, frozen=True):
     unproven: tuple[str, ...] = ()
     doubt: str = ""
     problems: tuple[str, ...] = ()
-    collected: tuple[registry.Collected, ...] = ()
+    collected: tuple[Done, ...] = ()
 
     @property
     def bad(self) -> int:
@@ -474,7 +475,7 @@ def preload(node: Node) -> None:
             hot.preload(node.cache, item.key)
 
 
-def collect(node: Node) -> list[registry.Collected]:
+def collect(node: Node) -> list[Done]:
     """Collects in the store of images, if it is this node's turn. Raises as `clean_some` does."""
     return registry.clean_some(node.config, node.places, node.clock.wall())
 

@@ -21,7 +21,7 @@ _LISTEN = "0A"  # /proc/net/tcp, TCP_LISTEN
 
 def findings(files: Files, places: Places, config: Config, now: float) -> Iterator[Finding]:
     """Looks at /proc, /sys and programs; proves itself to itself where peers are on."""
-    if off := switch.by_file(places, now) or ("" if config.enabled else "enabled: false"):
+    if off := switch.why_off(places, config, now):
         yield Finding(
             "switched-off",
             "warning",

@@ -15,6 +15,7 @@ import os
 import time
 from pathlib import Path
 
+from forestage.config.keys import Config
 from forestage.paths import Places
 from forestage.system import folders, records
 from forestage.system.files import opened
@@ -34,6 +35,11 @@ def by_file(places: Places, now: float) -> str:
         if said := _said(file, now):
             return said
     return ""
+
+
+def why_off(places: Places, config: Config, now: float) -> str:
+    """Returns what switches staging off for all jobs with this configuration; "" if nothing."""
+    return by_file(places, now) or ("" if config.enabled else "`enabled: false`")
 
 
 def turn_off(places: Places, reason: str, until: float | None) -> Path:

@@ -54,8 +54,12 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """What went of a user's directory, or would go; `problem` is why not all of it."""
+    """What went of a user's directory, or would go; `problem` is why not all of it.
 
+    `user` is for who asks of many directories.
+    """
+
+    user: str = ""
     images: tuple[str, ...] = ()
     bytes: int = 0
     files: int = 0
@@ -166,7 +170,8 @@ def collect(folder: Path, keep: float, most: int | None, now: float, dry_run: bo
     planned = plan(look(folder), keep, most, now)
     if dry_run:
         names = tuple(image.name for image in planned.images)
-        return Done(names, sum(image.size for image in planned.images), len(planned.files))
+        size = sum(image.size for image in planned.images)
+        return Done(images=names, bytes=size, files=len(planned.files))
     gone, size, files, problem = [], 0, 0, ""
     for image in planned.images:
         try:
@@ -181,7 +186,7 @@ def collect(folder: Path, keep: float, most: int | None, now: float, dry_run: bo
             files += 1
         except OSError as error:
             problem = str(error)
-    return Done(tuple(gone), size, files, problem)
+    return Done(images=tuple(gone), bytes=size, files=files, problem=problem)
 
 
 def _delete(folder: Path, image: StoredImage) -> bool:

@@ -98,7 +98,7 @@ class Own(msgspec.Struct, frozen=True):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """The directories of jobs on this node, and the bytes that they take of its disk."""
+    """How many of something are there, and the bytes that they take of the node's disk."""
 
     number: int = 0
     bytes: int = 0

@@ -29,6 +29,7 @@ from forestage.cache.part import ABANDONED_AFTER, boot_id
 from forestage.cli.main import World
 from forestage.cli.world import Exit
 from forestage.errors import Failed, SlurmError
+from forestage.registry.collect import Done
 from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock, mounts, probe
 from forestage.system.as_user import TooSlow, User
@@ -635,7 +636,7 @@ def test_imports_from_when_there_was_no_store_are_removed(site: Site, dry_run: b
 def test_store_of_images_is_collected_in(
     site: Site, monkeypatch: pytest.MonkeyPatch, dry_run: bool
 ) -> None:
-    done = registry.Collected("alice", ("a", "b"), 3 << 20, 1, "")
+    done = Done("alice", ("a", "b"), 3 << 20, 1, "")
     monkeypatch.setattr(registry, "clean_some", lambda *_: [done])
     found = swept(site, dry_run=dry_run)
     assert found.collected == (() if dry_run else (done,))
@@ -646,7 +647,7 @@ def test_store_of_images_is_collected_in(
 def test_store_that_hangs_is_a_problem_and_no_end(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hangs(*_: object) -> list[registry.Collected]:
+    def hangs(*_: object) -> list[Done]:
         raise TooSlow("no answer after 20 s")
 
     monkeypatch.setattr(registry, "clean_some", hangs)
