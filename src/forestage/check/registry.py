@@ -25,6 +25,7 @@ from forestage.system.tree import Files
 IMPORTER = "/usr/lib/forestage/bin/forestage-importer"
 SINCE = b"importer="  # in pyxis from 0.21 on
 SHARED = 0o1777  # who may make a directory there, and who may take away another's
+NOBODY = User("", run.NOBODY, run.NOBODY)
 TIMEOUT = 10.0  # seconds for a store, a registry, or enroot to answer
 RECENT = 86400.0  # seconds since a registry was silent
 MOST = 3  # registries that are connected to
@@ -222,7 +223,7 @@ def _tried(place: Path) -> Tried:
 
 def _be_nobody() -> None:
     if os.geteuid() == 0:
-        as_user.become(User("", run.NOBODY, run.NOBODY))
+        as_user.become(NOBODY)
 
 
 def silence(silent: Mapping[str, float], now: float) -> Iterator[Finding]:
