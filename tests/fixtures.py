@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from commands import Site
 from forestage.cache import digest, image
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
@@ -52,6 +53,12 @@ def as_root() -> None:
     """Skips for an ordinary user."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    """A node on which commands are run."""
+    return Site(tmp_path)
 
 
 @pytest.fixture

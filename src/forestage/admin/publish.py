@@ -47,7 +47,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 def setstripe(layout: Layout, path: Path) -> list[str]:
-    """Pure: one component up to the end of the file (lfs-setstripe(1): -E), as `check` advises."""
+    """Pure: one component up to the end of the file (lfs-setstripe(1): -E); `check` advises it."""
     words = ["lfs", "setstripe", "-E", "-1", "-c", str(layout.stripes), "-S", layout.size]
     return [*words, str(path)]
 

@@ -60,8 +60,7 @@ def _paths_in(files: Files, script: str) -> list[str]:
 
 
 def _trouble(files: Files, path: str) -> str:
-    mode = files.mode(path)
-    if mode is None or not mode & 0o111:
+    if not files.runs(path):
         return "it is not there, or not executable"
     wanted = "import forestage.hooks.prolog, forestage.hooks.epilog"
     try:

@@ -190,7 +190,7 @@ def _required(ours: Plugin, fails: str) -> Iterator[Finding]:
 def _missing_helper(files: Files, ours: Plugin) -> str:
     """The program that the companion would run in vain; "" where it can be run."""
     program = ours.line.argument("helper") or HELPER
-    return "" if (files.mode(program) or 0) & 0o111 else program
+    return "" if files.runs(program) else program
 
 
 def on_login(files: Files, site: Site) -> Iterator[Finding]:

@@ -42,7 +42,7 @@ def findings(files: Files, pyxis: Plugin, config: Config, origin: str) -> Iterat
         if store is not None:
             yield _not_asked(files, pyxis)
         return
-    if not (files.mode(program) or 0) & 0o111:
+    if not files.runs(program):
         yield Finding(
             "importer-missing",
             "critical",

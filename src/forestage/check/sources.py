@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from forestage.admin.publish import Layout, setstripe
 from forestage.check.disk import is_far
 from forestage.check.finding import Finding
 from forestage.check.uses import Used, Uses
@@ -32,8 +33,6 @@ RECENT = 86400.0  # seconds since a job got no answer
 AT_ONCE = 16  # children that ask
 LARGE = 1 << 30  # bytes; a smaller image takes no time from any server
 FEW = 4  # stripes; with so many a file's servers are no bottleneck for some nodes
-# lustre's lfs-setstripe(1): one component to the end of the file (-E), on all OSTs (-c).
-STRIPE = ("lfs", "setstripe", "-E", "-1", "-c", "-1", "-S", "1M")
 
 
 def findings(
@@ -70,9 +69,8 @@ def _source(files: Files, path: str, origin: str) -> Finding | None:
             f"mount it (/etc/fstab), or {origin}: sources without {path}",
         )
     except PermissionError:
-        real = files.reals((path,))[
-            path
-        ]  # as where the file server squashes root: jobs read as their users
+        # As where the file server squashes root: jobs read as their users.
+        real = files.reals((path,))[path]
     except (OSError, Failed, as_user.TooSlow) as error:
         word = errno.errorcode.get(getattr(error, "errno", None) or 0, "")
         return Finding(
@@ -200,7 +198,7 @@ def _striping(files: Files, images: tuple[Used, ...]) -> Iterator[Finding]:
             f"{path} ({format_size(used.size)}) lies on {count(stripes, 'OST')}",
             "All nodes of a cold start read it from there: 23 GiB took 64 nodes 200 s with Lustre's"
             " default, 74 s from 32 OSTs",
-            f"{' '.join(STRIPE)} {path.parent} (for new files; then write {path.name}"
+            f"{' '.join(setstripe(Layout(), path.parent))} (for new files; then write {path.name}"
             " anew: cp it to another name there, and mv that over it)",
         )
 

@@ -18,8 +18,7 @@ _RELEASE = re.compile(r"\b([0-9]{2})\.([0-9]{1,2})\b", re.ASCII)
 def installed(files: Files, plugin_folders: Iterable[str]) -> str:
     """The release of this node's slurmd, "" where that cannot be told. Runs it."""
     beside = [f"{one.partition('/lib')[0]}/sbin/slurmd" for one in plugin_folders]
-    there = [one for one in beside if (files.mode(one) or 0) & 0o111]
-    program = files.program("slurmd") or next(iter(there), "")
+    program = files.program("slurmd") or next(filter(files.runs, beside), "")
     if not program:
         return ""
     try:

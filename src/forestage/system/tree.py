@@ -95,9 +95,13 @@ class Files(msgspec.Struct, frozen=True):
     def programs(self, name: str, path: str = PATH) -> Iterator[str]:
         """All programs of that name on a PATH, in its order."""
         for folder in path.split(":"):
-            mode = self.mode(f"{folder}/{name}") if folder.startswith("/") else None
-            if mode is not None and stat.S_ISREG(mode) and mode & 0o111:
+            if folder.startswith("/") and self.runs(f"{folder}/{name}"):
                 yield f"{folder}/{name}"
+
+    def runs(self, path: str) -> bool:
+        """Whether a program lies there that can be executed."""
+        mode = self.mode(path) or 0
+        return stat.S_ISREG(mode) and bool(mode & 0o111)
 
     def mounts(self) -> list[Mount]:
         """Those of the node; none where its /proc cannot be read."""

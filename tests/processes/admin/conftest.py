@@ -1,17 +1,11 @@
-"""What the tests of the commands share: a node of their own, and programs that are scripts."""
+"""What the tests of the commands share: programs that are scripts."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from commands import Site
 from forestage.system import run
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.admin import publish
-from forestage.check import sources
 from forestage.cli.world import Exit
 from forestage.system import run
 
@@ -81,11 +79,6 @@ def test_lustre_target_is_made_with_layout(
     assert (target(site) / "a.sqsh").read_bytes() == DATA
     assert left(site) == ["a.sqsh"]
     assert printed in done.output
-
-
-def test_check_advises_the_same_command() -> None:
-    words = publish.setstripe(publish.Layout(), Path("/x"))
-    assert tuple(words[:-1]) == sources.STRIPE
 
 
 @pytest.mark.parametrize("script", [f"{SETSTRIPE}; exit 1", ": >/dev/null", None])

@@ -34,11 +34,6 @@ MAN = Path(__file__).resolve().parents[3] / "packaging/man/forestage.1"
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
-
-
-@pytest.fixture
 def no_rights(site: Site, open_path: Path) -> Iterator[None]:
     """Who runs the commands may enter neither the cache nor the leases, as users of a node."""
     site.publish(site.image("a.sqsh"))

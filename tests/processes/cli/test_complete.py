@@ -7,18 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from click.shell_completion import BashComplete
 
 from commands import NOW, Site
 from forestage.cache.lease import Use
 from forestage.cli.main import main
 from forestage.events import Event, Handled, append
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
 
 
 def offered(site: Site, *words: str) -> list[str]:

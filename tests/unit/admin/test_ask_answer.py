@@ -1,6 +1,5 @@
 """What users without root get to know: all of their own jobs, and nothing of anybody else's."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,11 +20,6 @@ ALICE, BOB = 1000, 2000
 NAMES = {ALICE: "alice", BOB: "bob"}
 KEYS = {ALICE: "a" * 32, BOB: "b" * 32}
 NOW = 1_800_000_000.0
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
 
 
 def event(uid: int, job: int, outcome: Outcome, **changes: Any) -> Event:

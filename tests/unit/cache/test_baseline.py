@@ -1,7 +1,5 @@
 """How fast a node reads an image's source: measured by a copy, or not known."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -10,11 +8,6 @@ from forestage.cache import baseline, hot
 from forestage.cache.layout import Entry
 from forestage.cache.part import HOT_PIECE
 from forestage.system import records
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
 
 
 @pytest.fixture
