@@ -22,10 +22,10 @@ from forestage.cache.node import Node
 from forestage.registry import imports_now
 from forestage.system import as_user, files, mounts, writers
 from forestage.system.as_user import User
-from forestage.system.run import NOBODY
 
 MOST = 1000  # users' directories looked at by one sweep
 LOOK, ALL, AT_ONCE = 60.0, 300.0, 4  # seconds for one user's directory, for all of them
+NOBODY = 65534
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 

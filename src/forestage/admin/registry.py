@@ -24,7 +24,6 @@ from forestage.registry.collect import Done
 from forestage.registry.messages import Importing, Order, Present, Progress, Refused, Word
 from forestage.system import as_user, folders
 from forestage.system.as_user import User
-from forestage.system.run import NOBODY
 from forestage.system.terminal import Line, Piece, Table, age, count
 from forestage.units import format_size, printable
 
@@ -34,6 +33,7 @@ AT_ONCE = 8
 EVERY = 3600.0  # seconds between two visits of one node's sweep
 VISITED = 100  # users whose directories it visits, in VISITS seconds at the most
 LISTED, VISIT, VISITS = 20.0, 60.0, 120.0
+NOBODY = 65534  # the group of an account that is gone
 MOST = 300  # images of a user that are listed
 ELSEWHERE = ("store-full", "store-gone", "store-foreign", "store-local")
 """Why a job has its image imported for itself alone instead."""
