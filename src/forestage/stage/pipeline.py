@@ -34,36 +34,26 @@ if TYPE_CHECKING:
     from forestage.peers.client import Peers
 
 PROGRESS_EVERY = 10.0  # seconds between two lines in the log
+GIVERS = 8  # that are named in an event, those that gave most
 
 
-class Figures:
-    """What a copy took: keys evicted for it, seconds for the bytes, and how many of these were here
-    before, were given by which peer, or were uploaded to peers meanwhile. `others` are those of
-    other jobs.
+class Figures(msgspec.Struct):
+    """What a copy took, as its event says it; of evicted entries the keys, times in seconds.
 
-    Jobs read `read_through` bytes before it was whole, of these `read_straight` from the source,
-    which gave `rate` bytes per second; 0: that is not known. It grows on the way, so that a copy
-    that fails has its figures too.
+    `rate` are bytes per second of the source, 0 where that is not known. It grows on the way, so
+    that a copy that fails has its figures too.
     """
 
-    def __init__(self) -> None:
-        self.evicted: list[str] = []
-        self.copying = 0.0
-        self.resumed = 0
-        self.given: Mapping[str, int] = {}
-        self.others: tuple[str, ...] = ()
-        self.rate = 0.0
-        self.uploaded = 0
-        self.read_through = 0
-        self.read_straight = 0
-
-    @property
-    def from_peers(self) -> int:
-        return sum(self.given.values())
-
-    @property
-    def from_others(self) -> int:
-        return sum(self.given.get(node, 0) for node in self.others)
+    evicted: tuple[str, ...] = ()
+    copying: float = 0.0
+    resumed: int = 0
+    from_peers: int = 0
+    from_others: int = 0
+    givers: tuple[str, ...] = ()
+    uploaded: int = 0
+    read_through: int = 0
+    read_straight: int = 0
+    rate: float = 0.0
 
 
 def run(task: Task, stop: threading.Event, figures: Figures) -> None:
@@ -85,9 +75,12 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
     uploaded = _uploaded(task)
     with _readers(task) as shown:
         with queue.giving_way(task.node, task.key, stop), _progress_logged(task, owner):
-            figures.given, figures.others, figures.rate = _fetch(task, opened, stop, shown)
+            given, others, figures.rate = _fetch(task, opened, stop, shown)
+        figures.from_peers = sum(given.values())
+        figures.from_others = sum(given.get(node, 0) for node in others)
+        figures.givers = tuple(sorted(given, key=lambda node: -given[node])[:GIVERS])
         figures.uploaded = max(0, _uploaded(task) - uploaded)
-        figures.copying = task.node.clock.monotonic() - owner.began
+        figures.copying = round(task.node.clock.monotonic() - owner.began, 4)
         if shown is not None:
             figures.read_through, figures.read_straight = shown.was_read()
         trace.point("copied")

@@ -10,6 +10,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from forestage import events, log
 from forestage.bind import redirect
 from forestage.cache.part import PROCESS_NAME
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from forestage.stage.pipeline import Figures
 
 STAGER = Life(PROCESS_NAME, "copy")
-GIVERS = 8  # that are named in an event, those that gave most
 PROBE_GRACE = 0.5  # seconds for those who only probe whether the key's lock is free
 
 
@@ -100,6 +101,8 @@ def copy(task: Task, stop: threading.Event) -> Message:
 def _report(task: Task, figures: "Figures", error: Declined | None, took: float) -> None:
     """Writes the copy's own event and line: the hook that asked may be long gone."""
     node, job = task.node, task.job
+    facts = msgspec.structs.asdict(figures)
+    del facts["rate"]  # the entry has it
     outcome = Copied(
         result="copied" if error is None else "failed" if isinstance(error, Failed) else "declined",
         image=task.image.path,
@@ -108,16 +111,8 @@ def _report(task: Task, figures: "Figures", error: Declined | None, took: float)
         detail=printable(str(error)) if error else "",
         size=task.image.size,
         wait=round(took, 4),
-        copying=round(figures.copying, 4),
-        resumed=figures.resumed,
-        from_peers=figures.from_peers,
-        from_others=figures.from_others,
-        givers=tuple(sorted(figures.given, key=lambda node: -figures.given[node])[:GIVERS]),
-        uploaded=figures.uploaded,
-        read_through=figures.read_through,
-        read_straight=figures.read_straight,
-        evicted=tuple(figures.evicted),
         data=task.image.kind == "data",
+        **facts,
     )
     log.say(f"stager job={job.id} {events.summary(job, [outcome], took)}", by_slurm=True)
     try:

@@ -48,17 +48,6 @@ Publish = Callable[[Image], Entry]
 Make = Callable[..., Image]
 
 
-def test_lease_goes_and_what_nobody_needs_is_evicted(
-    staging_node: Node, asking: Job, config: Config, publish: Publish, make_image: Make
-) -> None:
-    used, other = publish(make_image()).key, publish(make_image(inode=2)).key
-    holding(staging_node, asking, used)
-    holding(staging_node, msgspec.structs.replace(asking, id=8), other)
-    assert ended(staging_node, asking, config) == ("released", "")
-    assert staging_node.leases.read(asking.id) is None
-    assert [path.name for path in staging_node.cache.entries.iterdir()] == [other]
-
-
 def test_end_of_a_job_is_a_use(
     staging_node: Node, asking: Job, config: Config, publish: Publish, make_image: Make
 ) -> None:

@@ -95,27 +95,6 @@ def held(node: Node) -> tuple[Use, ...]:
     return lease.uses if lease else ()
 
 
-def test_cold_image_is_copied_and_leased_and_a_warm_one_is_a_hit(
-    node: Node, handle: Handle, file: Path, key: str
-) -> None:
-    cold = handle().outcome
-    used = node.cache.stored_entries()[0].used
-    warm = handle().outcome
-    assert (cold.result, cold.bytes, cold.redirect) == ("copied", 5, "none")
-    assert (warm.result, warm.bytes) == ("hit", 0)
-    for outcome in (cold, warm):
-        assert outcome.wait > 0
-        assert (outcome.request, outcome.image, outcome.key, outcome.size) == (
-            str(file),
-            str(file),
-            key,
-            5,
-        )
-    assert held(node) == (Use(key),)
-    # By the Epilog it is: a hit writes nothing to a disk that may hang.
-    assert node.cache.stored_entries()[0].used == used
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -252,20 +231,6 @@ def test_save_takes_back_the_redirect_that_an_earlier_step_asked_for(
     assert [use.path for use in held(node)] == [""]
 
 
-def test_step_that_cannot_read_through_starts_from_the_shared_path(
-    handle: Handle, asking: Job, slow: list[str], monkeypatch: Patch
-) -> None:
-    def start(*_: object, wait: bool) -> Path:
-        raise Declined("no-through", "too many")
-
-    monkeypatch.setattr(keeper, "start", start)
-    job = msgspec.structs.replace(asking, step=0)
-    answer = handle(copy=None, job=job, config={"redirect": "spank"})
-    assert said(answer) == ("started", "no-through")
-    assert (answer.outcome.detail, answer.outcome.redirect) == ("too many", "none")
-    assert answer.socket is None
-
-
 def test_job_that_waited_in_vain_says_so_and_gets_the_redirect_later(
     node: Node, handle: Handle, file: Path, slow: list[str]
 ) -> None:
@@ -368,14 +333,6 @@ def test_refused_request_fails_only_where_an_outdated_file_stays(
     assert said(handle(refusal=REFUSAL)) == expected
 
 
-def test_job_that_says_off_is_not_staged(
-    node: Node, asking: Job, handle: Handle, here: None
-) -> None:
-    off = msgspec.structs.replace(asking.hints, off=True)
-    assert said(handle(job=msgspec.structs.replace(asking, hints=off))) == ("declined", "off")
-    assert held(node) == ()
-
-
 def test_broken_cache_fails_a_file_and_declines_a_registry_image(
     node: Node, handle: Handle
 ) -> None:
@@ -383,19 +340,3 @@ def test_broken_cache_fails_a_file_and_declines_a_registry_image(
     node.cache.root.chmod(0o777)
     assert said(handle()) == ("failed", "cache-not-ours")
     assert said(handle("docker://ubuntu")) == ("declined", "registry")
-
-
-def test_path_with_control_characters_is_not_answered_to_the_companion(
-    node: Node, handle: Handle, file: Path
-) -> None:
-    odd = file.rename(file.with_name("a\tuse"))
-    (file.parent / "link").symlink_to(odd)
-    path = str(file.parent / "link")
-    assert said(handle(path, config={"redirect": "spank"})) == ("declined", "bad-path")
-    assert said(handle(path)) == ("copied", "")
-
-
-def test_answer_of_a_served_request_has_its_image(handle: Handle, file: Path) -> None:
-    answer = handle()
-    assert answer.image is not None
-    assert answer.image.path == str(file)

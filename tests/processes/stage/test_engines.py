@@ -118,17 +118,6 @@ def test_copy_that_is_to_stop_says_so_and_what_is_in_stays(
 DATA = os.urandom(3 * CHUNK + 11)
 
 
-@pytest.mark.parametrize("there", [1, 700, CHUNK, 3 * CHUNK + 10, len(DATA)])
-def test_killed_rsync_goes_on_where_it_was(source: int, part: Part, there: int) -> None:
-    os.write(source, DATA)
-    Rsync(TUNING).reserve(of(source), part)
-    with part.image.open("r+b") as file:
-        file.write(DATA[:there])
-    bring(Rsync(TUNING), source, part)
-    assert part.image.read_bytes() == DATA
-    assert not missing_chunks(part.digests(), len(DATA), CHUNK)
-
-
 @pytest.mark.parametrize("wrong", [0, 1, 500_000, CHUNK])
 def test_killed_rsyncs_wrong_bytes_are_found_and_copied_again(
     source: int, part: Part, wrong: int

@@ -455,7 +455,7 @@ def test_space_that_others_took_meanwhile_is_looked_for_once_more(
         real(fd, start, length)
 
     monkeypatch.setattr(allocation, "allocate", full_once)
-    assert run(task).evicted == ["victim"] * 2
+    assert run(task).evicted == ("victim",) * 2
     assert rooms == [NEEDED] * 2
 
 

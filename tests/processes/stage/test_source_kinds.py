@@ -13,9 +13,7 @@ import pytest
 from fixtures import OtherNode
 from forestage.admin import inventory, verify
 from forestage.admin.verify import Manner
-from forestage.cache import evict
 from forestage.cache.image import Access, Identity, Image
-from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
 from forestage.config import Peering
 from forestage.slurm.job import Job
@@ -92,19 +90,6 @@ def test_made_up_source_that_changes_meanwhile_is_not_published(
     monkeypatch.setattr(counting, "read", changing)
     assert copy(task) == ("failed", "changed")
     assert task.node.cache.read(task.key) is None
-
-
-def test_leased_entry_of_a_made_up_source_stays_until_the_lease_goes(task: Task) -> None:
-    copy(task)
-    node, job = task.node, task.job
-    node.leases.write(
-        Lease(job.id, job.user, 0.0, os.fspath(node.cache.root), (Use(task.key),), node=job.node)
-    )
-    assert evict.evict_keys(node.cache, node.leases, [task.key]) == ()
-    assert shown(task).exists()
-    node.leases.drop(job.id)
-    assert evict.evict_keys(node.cache, node.leases, [task.key]) == (task.key,)
-    assert not shown(task).exists()
 
 
 def test_made_up_source_comes_from_the_other_nodes_of_the_job(

@@ -92,15 +92,6 @@ def copies(tmp_path: Path, monkeypatch: Patch) -> Copies:
     return made
 
 
-def test_image_is_copied_once_and_found_ever_after(
-    cache: Cache, opened: OpenImage, obtain: Obtain, copies: Copies
-) -> None:
-    assert (obtain(), obtain()) == ("copied", "hit")
-    assert cache.image(opened.image.key).read_bytes() == CONTENT
-    assert copies.count == 1
-    assert not list(cache.parts.iterdir())
-
-
 def test_hit_starts_no_process_and_needs_no_time(
     obtain: Obtain, opened: OpenImage, publish: Callable[[Image], Entry], monkeypatch: Patch
 ) -> None:

@@ -68,15 +68,6 @@ def test_hint_that_cannot_be_read_is_an_outcome(
     assert [outcome.reason for outcome in noted] == reasons
 
 
-@pytest.mark.parametrize("refusal", [None, Declined("disabled", "for now")])
-def test_each_image_has_its_outcome(
-    staging_node: Node, job: Job, limit: Limit, handled: Calls, refusal: Declined | None
-) -> None:
-    outcomes = [one.outcome for one in prolog.prolog(staging_node, job, limit, refusal)]
-    assert [outcome.request for outcome in outcomes] == list(PATHS)
-    assert handled == [(path, refusal) for path in PATHS]
-
-
 @pytest.mark.parametrize(
     ("config", "hint", "copy", "small"),
     [
@@ -131,27 +122,6 @@ def test_refused_prolog_searches_for_stale_redirects_whatever_the_hint_says(
     found = prolog.limit_of(staging_node, job, LIMITS, Declined("disabled", "INC-1"))
     assert found.end.left() == pytest.approx(15.0, abs=5)
     assert found.copy is None
-
-
-@pytest.mark.parametrize("requests", [0, 2])
-def test_stage_off_is_noted_for_the_steps(
-    staging_node: Node, job: Job, limit: Limit, handled: list[object], requests: int
-) -> None:
-    job = msgspec.structs.replace(job, hints=Hints(off=True), requests=job.requests[:requests])
-    outcomes = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
-    assert [outcome.reason for outcome in outcomes] == ["off"] * max(1, requests)
-    assert staging_node.leases.read(job.id) is not None
-    assert staging_node.leases.said(job.id).off
-
-
-@pytest.mark.parametrize("requests", [0, 2])
-def test_stage_wait_is_noted_for_the_steps_and_is_no_outcome(
-    staging_node: Node, job: Job, limit: Limit, handled: list[object], requests: int
-) -> None:
-    job = msgspec.structs.replace(job, hints=Hints(wait=3.0), requests=job.requests[:requests])
-    assert len(prolog.prolog(staging_node, job, limit, None)) == requests
-    said = staging_node.leases.said(job.id)
-    assert (said.wait, said.off) == (3.0, False)
 
 
 def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
