@@ -152,12 +152,7 @@ def staging_node(tmp_path: Path, cache: Cache, shared: Path) -> Node:
 @pytest.fixture
 def configured(staging_node: Node) -> Callable[..., Node]:
     """The node with other keys of its configuration."""
-
-    def configuring(**keys: object) -> Node:
-        config = msgspec.structs.replace(staging_node.config, **keys)
-        return msgspec.structs.replace(staging_node, config=config)
-
-    return configuring
+    return staging_node.configured
 
 
 @pytest.fixture

@@ -26,3 +26,7 @@ class Node(msgspec.Struct, frozen=True):
         root = places.root / os.path.realpath(config.cache).lstrip("/")
         cache = Cache(root, places.claims)
         return cls(config, places, cache, Leases(places.leases), clock)
+
+    def configured(self, **keys: object) -> "Node":
+        """Returns the node with other values of these keys."""
+        return msgspec.structs.replace(self, config=msgspec.structs.replace(self.config, **keys))

@@ -26,6 +26,10 @@ class Answer(msgspec.Struct, frozen=True):
     socket: Path | None = None
     decided: tuple[str, ...] = ()
 
+    def saying(self, **facts: object) -> "Answer":
+        """Returns the answer with these facts in its outcome."""
+        return msgspec.structs.replace(self, outcome=msgspec.structs.replace(self.outcome, **facts))
+
 
 def shown_as(request: Request, found: Image, result: Result, shown: str) -> Answer:
     outcome = Handled(result, request=printable(request.path), via=request.via, redirect=shown)
@@ -57,5 +61,4 @@ def measured(node: Node, answer: Answer) -> Answer:
     takes = 0.0
     with contextlib.suppress(OSError):  # only a figure
         takes = baseline.seconds(node.cache, node.config, answer.image.key)
-    outcome = msgspec.structs.replace(answer.outcome, baseline=takes)
-    return msgspec.structs.replace(answer, outcome=outcome)
+    return answer.saying(baseline=takes)

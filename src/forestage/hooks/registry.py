@@ -159,14 +159,12 @@ def _answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
     except (ForestageError, OSError) as error:
         answer = Answer(answers.of_error(asked.request, error))
         origin = {"came": "enroot"}
-    outcome = msgspec.structs.replace(
-        answer.outcome,
+    return answer.saying(
         request=printable(asked.request.path),
         wait=round(node.clock.monotonic() - start, 4),
         via=asked.request.via,
         **origin,
     )
-    return msgspec.structs.replace(answer, outcome=outcome)
 
 
 def message(outcome: Handled, wanted: UserMessages) -> str:

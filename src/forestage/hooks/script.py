@@ -69,7 +69,7 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outc
     nodes, refusal = _nodes(hook, job, places, clock)
     _note_background(hook, places, decided)
     if refusal is None:
-        job, _ = _begin_import(hook, nodes[0], job, places, clock)
+        job, _ = _begin_import(hook, nodes[0], job)
     # Once: several caches must not take several times what slurm.conf allows.
     limit = prolog.limit_of(nodes[0], job, limits, refusal, hook.in_background)
     hook.watched.ends_within(limit.end.left())
@@ -121,7 +121,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     nodes = [user_messages.with_tell(node, job) for node in nodes]
     later: Fields = ()
     if refusal is None:
-        job, later = _begin_import(hook, nodes[0], job, places, clock)
+        job, later = _begin_import(hook, nodes[0], job)
     # Whatever bytes the name of the user's file has.
     say = user_messages.Speaker(
         nodes[0], job, lambda text: write("say", f"forestage: {printable(text)}")
@@ -159,9 +159,7 @@ def _has_data(leases: Leases, job: int) -> bool:
         return False
 
 
-def _begin_import(
-    hook: Hook, node: Node, job: Job, places: Places, clock: Clock
-) -> tuple[Job, Fields]:
+def _begin_import(hook: Hook, node: Node, job: Job) -> tuple[Job, Fields]:
     """Has a process obtain the registry's image that the job names: that may take long.
 
     Returns the job without it, and a step's answer. The job as it is, where it names none,
@@ -176,7 +174,7 @@ def _begin_import(
     from forestage.hooks import registry
 
     def report_it(outcomes: Sequence[Outcome]) -> None:
-        hook.report(job, outcomes, places, clock)
+        hook.report(job, outcomes, node.places, node.clock)
 
     later: Fields = ()
     try:

@@ -155,9 +155,8 @@ def _begin(call: Call, request: Request, since: float, tries: int) -> Begun | An
 
 def _ended(call: Call, answer: Answer, since: float) -> Answer:
     """The answer with how long it took, and what decided."""
-    took = round(call.node.clock.monotonic() - since, 4)
-    outcome = msgspec.structs.replace(answer.outcome, wait=took)
-    answer = msgspec.structs.replace(answer, outcome=outcome, decided=call.bound.decided)
+    answer = answer.saying(wait=round(call.node.clock.monotonic() - since, 4))
+    answer = msgspec.structs.replace(answer, decided=call.bound.decided)
     return measured(call.node, answer)
 
 
@@ -238,9 +237,7 @@ def _through(call: Call, begun: Begun) -> Answer:
     try:
         socket = keeper.start(Task(node, job, begun.opened), wait=call.limit.ready)
     except Declined as why:
-        detail = printable(str(why))
-        outcome = msgspec.structs.replace(started.outcome, reason=why.reason, detail=detail)
-        return msgspec.structs.replace(started, outcome=outcome)
+        return started.saying(reason=why.reason, detail=printable(str(why)))
     result: Result = "started" if job.step is None else "through"
     answer = shown_as(begun.request, found, result, "spank")
     return msgspec.structs.replace(answer, socket=socket)
@@ -270,8 +267,7 @@ def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
 
             whose = (needs[number], job.user.uid, GIVE_UP)
             keys = evict.leave_room(node.cache, node.leases, node.config, *whose)
-            outcome = msgspec.structs.replace(answers[number].outcome, evicted=keys)
-            answers[number] = msgspec.structs.replace(answers[number], outcome=outcome)
+            answers[number] = answers[number].saying(evicted=keys)
     return answers
 
 

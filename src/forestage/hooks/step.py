@@ -28,6 +28,7 @@ from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields, has_control
 from forestage.sources import opening
+from forestage.stage.wait import quiet
 from forestage.system import lock
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
@@ -69,18 +70,16 @@ def limit_of(
     end = timeouts.step_patience(opening.HOOK_TIMEOUT, timeout)
     filled = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
     longest = max(0.0, timeouts.step_patience(math.inf, timeout) - COPIER_GRACE)
-    limit = msgspec.structs.replace(
+    tells = config.user_messages != "none"
+    waits = user_messages.Patience(node.clock, say, math.inf)
+    brings = progress and user_messages.Patience(node.clock, progress, user_messages.AGAIN)
+    return msgspec.structs.replace(
         Limit.of(node.clock, end, copy, small=hint != 0),
         fill=Deadline.after(min(filled, longest), node.clock),
         through=config.start == "through",
+        watch=waits if tells and copy is not None else quiet,
+        progress=brings if tells and brings else quiet,
     )
-    if config.user_messages != "none" and progress is not None:
-        patience = user_messages.Patience(node.clock, progress, user_messages.AGAIN)
-        limit = msgspec.structs.replace(limit, progress=patience)
-    if config.user_messages != "none" and copy is not None:
-        patience = user_messages.Patience(node.clock, say, math.inf)
-        limit = msgspec.structs.replace(limit, watch=patience)
-    return limit
 
 
 def step(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> StepAnswer:

@@ -71,10 +71,7 @@ def is_unmounted(outcome: Handled) -> bool:
 
 def with_tell(node: Node, job: Job) -> Node:
     """Returns the node as it is for a job whose user wants to read what happens."""
-    if not job.hints.tell:
-        return node
-    config = msgspec.structs.replace(node.config, user_messages="all")
-    return msgspec.structs.replace(node, config=config)
+    return node.configured(user_messages="all") if job.hints.tell else node
 
 
 def say_bad_hints(node: Node, job: Job, say: "Speaker") -> None:

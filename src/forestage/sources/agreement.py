@@ -157,19 +157,18 @@ def looked(root: int, found: Manifest, user: User, began: float) -> Look:
     return Look("looked", began, found.digest, found.path, mounts.far_name(root), groups)
 
 
-def ask(node: Node, one: Round, until: Deadline, not_yet: float) -> tuple[Look | None, "First"]:
-    """The first node's look, None where there is none, and a way to ask for more of it.
-
-    Waits up to `until` for a look that has begun, `not_yet` seconds for one that has not. Raises
-    PeerError, OSError.
-    """
+def _first_of(node: Node, one: Round) -> "contextlib.closing[First]":
+    """A way to ask the first node. Raises PeerError, OSError."""
     from forestage.peers.first_node import First
 
-    first = First(node.config, node.places, one.first, one.job, one.name)
-    return _answer(node, first, until, not_yet), first
+    return contextlib.closing(First(node.config, node.places, one.first, one.job, one.name))
 
 
-def _answer(node: Node, first: "First", until: Deadline, not_yet: float) -> Look | None:
+def _ask(node: Node, first: "First", until: Deadline, not_yet: float) -> Look | None:
+    """The first node's look, None where there is none.
+
+    Waits up to `until` for a look that has begun, `not_yet` seconds for one that has not.
+    """
     begun_by = Deadline.after(min(not_yet, until.left()), node.clock)
     pause = FIRST_PAUSE
     with contextlib.suppress(PeerError, msgspec.MsgspecError):
@@ -185,14 +184,15 @@ def _answer(node: Node, first: "First", until: Deadline, not_yet: float) -> Look
     return None
 
 
-def borrow(node: Node, job: Job, one: Round, root: int, path: str, until: Deadline) -> Found | None:
+def _borrow(node: Node, job: Job, one: Round, root: int, path: str) -> Found | None:
     """What the first node has found, if this node agrees with it; None: look at everything here.
 
     For a job's start. The process has the user's groups.
     """
+    until = Deadline.after(LONGEST, node.clock)
     try:
-        look, first = ask(node, one, until, AT_START)
-        with contextlib.closing(first):
+        with _first_of(node, one) as first:
+            look = _ask(node, first, until, AT_START)
             said = first.ask(".files") if look else None
         if look is None or said is None:
             return None
@@ -256,8 +256,7 @@ def at_start(node: Node, job: Job, path: str, root: int, resolved: str) -> Seen:
     one = round_of(node, job, job.restart, path, None)
     began = node.clock.wall()
     if one is not None and not one.leads:
-        until = Deadline.after(LONGEST, node.clock)
-        told = borrow(node, job, one, root, resolved, until)
+        told = _borrow(node, job, one, root, resolved)
         if told is not None and told.acls is not None and not settling(told.manifest, began):
             one.keep(told)
             return Seen(told.manifest, told.acls, lent=True)
@@ -327,10 +326,10 @@ def _lent(
     if found is None:
         return ""
     try:
-        look, first = ask(node, step, until, NOT_YET)
+        with _first_of(node, step) as first:
+            look = _ask(node, first, until, NOT_YET)
     except (PeerError, OSError):
         return ""
-    first.close()
     if look is None or not is_fresh(look, node.clock.wall()):
         return ""
 

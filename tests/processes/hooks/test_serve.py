@@ -60,8 +60,7 @@ def here(file: Path, look: Callable[[Path], OpenImage], publish: Callable[[Image
 @pytest.fixture
 def node(staging_node: Node) -> Node:
     """Paths are left alone here; that they are redirected is in tests/hooks."""
-    config = msgspec.structs.replace(staging_node.config, redirect="none", require_mount=False)
-    return msgspec.structs.replace(staging_node, config=config)
+    return staging_node.configured(redirect="none", require_mount=False)
 
 
 WAITS: float = 600.0
@@ -76,8 +75,7 @@ def handle(node: Node, asking: Job, file: Path) -> Handle:
         job: Job = asking,
         config: dict[str, object] | None = None,
     ) -> Answer:
-        changed = msgspec.structs.replace(node.config, **(config or {}))
-        here = msgspec.structs.replace(node, config=changed)
+        here = node.configured(**(config or {}))
         request = Request(path or str(file), "option")
         limit = Limit.of(node.clock, 600.0, copy, small=False)
         (answer,) = serve.serve(here, job, [request], limit, refusal)

@@ -76,8 +76,7 @@ def refused(task: Task, reason: str) -> bool:
 
 
 def configured(task: Task, **changes: object) -> Task:
-    config = msgspec.structs.replace(task.node.config, **changes)
-    return msgspec.structs.replace(task, node=msgspec.structs.replace(task.node, config=config))
+    return msgspec.structs.replace(task, node=task.node.configured(**changes))
 
 
 class During:

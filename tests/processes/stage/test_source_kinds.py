@@ -96,8 +96,7 @@ def test_made_up_source_comes_from_the_other_nodes_of_the_job(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forestage.peers.of_job", lambda *_: OtherNode(WHOLE))
-    config = msgspec.structs.replace(task.node.config, peers=Peering(enabled=True))
-    here = msgspec.structs.replace(task.node, config=config)
+    here = task.node.configured(peers=Peering(enabled=True))
     figures = pipeline.Figures()
     pipeline.run(msgspec.structs.replace(task, node=here), threading.Event(), figures)
     assert (figures.from_peers, shown(task).read_bytes()) == (SIZE, WHOLE)

@@ -44,8 +44,7 @@ def opened(shared: Path, look: Callable[[Path], OpenImage]) -> Iterator[OpenImag
 @pytest.fixture
 def obtain(staging_node: Node, asking: Job, opened: OpenImage) -> Obtain:
     def obtaining(seconds: float = 3600.0, **config: object) -> Arrival:
-        changed = msgspec.structs.replace(staging_node.config, **config)
-        node = msgspec.structs.replace(staging_node, config=changed)
+        node = staging_node.configured(**config)
         return obtained(node, asking, opened, Deadline.after(seconds, node.clock))
 
     return obtaining
@@ -252,8 +251,7 @@ def test_job_does_not_wait_for_a_place_that_is_free_too_late(
     mine: dict[str, object],
     hopeless: bool,
 ) -> None:
-    config = msgspec.structs.replace(staging_node.config, max_copies=1)
-    node = msgspec.structs.replace(staging_node, config=config, clock=ManualClock())
+    node = msgspec.structs.replace(staging_node.configured(max_copies=1), clock=ManualClock())
     ahead, wanted = make_image(inode=5, size=SIZE), make_image(size=SIZE)
     under_way(node.cache, ahead, 5, 10, **{"placed": True, **changes})
     under_way(node.cache, wanted, 0, 10, **{"since": 990.0, "phase": "queued", **mine})

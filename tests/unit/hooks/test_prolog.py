@@ -97,8 +97,7 @@ def test_prolog_waits_where_somebody_asks_for_it_and_no_longer_than_slurm_allows
     small: bool,
 ) -> None:
     keys = dict(zip(("redirect", "cold", "deadline"), config, strict=True), max_stage_wait=12.0)
-    changed = msgspec.structs.replace(staging_node.config, **keys)
-    node = msgspec.structs.replace(staging_node, config=changed, clock=Still())
+    node = msgspec.structs.replace(staging_node.configured(**keys), clock=Still())
     job = msgspec.structs.replace(job, hints=Hints(wait=hint))
     found = prolog.limit_of(node, job, LIMITS, None)
     assert (found.copy and found.copy.left()) == copy
@@ -149,8 +148,7 @@ def test_wait_of_a_prolog_is_noted_for_who_wants_to_hear_what_it_saved(
     staging_node: Node, asking: Job, limit: Limit, monkeypatch: Patch,
     messages: str, tell: bool, redirect: str, noted: float,
 ) -> None:  # fmt: skip
-    config = msgspec.structs.replace(staging_node.config, user_messages=messages, redirect=redirect)
-    node = msgspec.structs.replace(staging_node, config=config)
+    node = staging_node.configured(user_messages=messages, redirect=redirect)
     node.cache.prepare(require_mount=False)
     node.leases.write(Lease(asking.id, asking.user, 1.0, str(node.cache.root), (Use("k"),)))
     took = [Answer(Handled("copied", wait=seconds)) for seconds in (1.0, 2.0)]

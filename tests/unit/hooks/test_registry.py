@@ -84,8 +84,7 @@ def test_importer_of_a_node_without_plugstack_is_none(tmp_path: Path) -> None:
 
 def stored(node: Node) -> Node:
     registry = msgspec.structs.replace(node.config.registry, store="/lustre/store")
-    config = msgspec.structs.replace(node.config, registry=registry)
-    return msgspec.structs.replace(node, config=config)
+    return node.configured(registry=registry)
 
 
 @pytest.mark.parametrize(
@@ -251,18 +250,11 @@ def test_user_reads_what_became_of_the_reference(outcome: Handled, wanted: str, 
     assert message(outcome, wanted) == text  # type: ignore[arg-type]
 
 
-def unmounted(node: Node) -> Node:
-    """Its cache is on no disk of its own."""
-    return msgspec.structs.replace(
-        node, config=msgspec.structs.replace(node.config, require_mount=False)
-    )
-
-
 def test_prologs_worker_is_bounded(
     staging_node: Node, asking: Job, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No task of the job is there, whose limits could be the worker's."""
-    staging_node = unmounted(staging_node)
+    staging_node = staging_node.configured(require_mount=False)
     seen: list[str] = []
     monkeypatch.setattr(child, "enter_bounded", lambda number: seen.append(f"enters {number}"))
     monkeypatch.setattr(child, "leave_bounded", lambda number: seen.append(f"leaves {number}"))
@@ -280,7 +272,7 @@ def test_prologs_worker_is_bounded(
 def test_few_workers_of_prologs_are_at_once_and_fewer_of_one_user(
     staging_node: Node, asking: Job
 ) -> None:
-    staging_node = unmounted(staging_node)
+    staging_node = staging_node.configured(require_mount=False)
 
     def of_user(uid: int) -> Job:
         return msgspec.structs.replace(asking, user=User("", uid, uid))

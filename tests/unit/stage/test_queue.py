@@ -175,8 +175,7 @@ def owner(make_image: Callable[..., Image]) -> Owner:
 
 @pytest.fixture
 def one_at_once(staging_node: Node) -> Node:
-    config = msgspec.structs.replace(staging_node.config, max_copies=1)
-    return msgspec.structs.replace(staging_node, config=config)
+    return staging_node.configured(max_copies=1)
 
 
 @pytest.fixture
