@@ -15,7 +15,7 @@ from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
-from forestage.cache.part import Owner
+from forestage.cache.part import Owner, Part
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.hooks.registry import Asked
@@ -79,6 +79,21 @@ def shared(tmp_path: Path) -> Path:
     folder = tmp_path / "shared"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Part:
+    """A part with nothing in it."""
+    (tmp_path / "part").mkdir()
+    return Part(tmp_path / "part")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[int]:
+    """An empty file, open for reading and writing."""
+    fd = os.open(tmp_path / "source", os.O_RDWR | os.O_CREAT)
+    yield fd
+    os.close(fd)
 
 
 @pytest.fixture

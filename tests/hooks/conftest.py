@@ -16,6 +16,7 @@ from forestage.hooks import epilog
 from forestage.peers import auth, connection, protocol
 from forestage.sources import opening, source
 from forestage.system import lock, mounts, probe
+from node import Node
 
 DEV = Path("/dev")
 
@@ -39,6 +40,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for seconds or minutes is neither a dead server nor a peer."""
     for module, name in LIMITS:
         monkeypatch.setattr(module, name, 600.0)
+
+
+@pytest.fixture
+def spank(node: Node) -> Node:
+    """A node whose steps the companion redirects."""
+    node.configure(redirect="spank")
+    return node
 
 
 @pytest.fixture

@@ -42,12 +42,6 @@ def home(node: Node) -> Said:
     return {"FORESTAGE_HOME": str(node.shared / "alice")}
 
 
-@pytest.fixture
-def spank(node: Node) -> Node:
-    node.configure(redirect="spank")
-    return node
-
-
 def set_enroot(
     node: Node, text: str, name: str = "enroot.conf", sysconf: str = "etc/enroot"
 ) -> None:

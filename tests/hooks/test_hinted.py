@@ -19,12 +19,6 @@ from node import BOB, Node, content, until
 
 
 @pytest.fixture
-def spank(node: Node) -> Node:
-    node.configure(redirect="spank")
-    return node
-
-
-@pytest.fixture
 def paths(spank: Node) -> list[Path]:
     """Two images that the cache has."""
     made = [spank.put(f"alice/{n}.sqsh", content(n)) for n in (1, 2)]

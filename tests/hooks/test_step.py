@@ -29,12 +29,6 @@ MIB = 1024 * 1024
 BY_HAND = [sys.executable, "-Ic", "from forestage.cli.entry import main; main()", "step"]
 
 
-@pytest.fixture
-def spank(node: Node) -> Node:
-    node.configure(redirect="spank")
-    return node
-
-
 def warm(node: Node, job: int, name: str = "alice/image.sqsh") -> Path:
     """Has an earlier job copy an image, for which this job's Prolog then runs; its path."""
     path = node.put(name)

@@ -16,8 +16,6 @@ from imports import ALICE, BOB, IMAGE, NEW, OLD, ROOT, Login, Registry
 
 from forestage.system import mounts
 
-DAY = 86400
-
 
 def test_imported_image_is_listed_and_the_job_that_wants_it_finds_it(login: Login) -> None:
     done = login.forestage("import", f"here#image@{OLD}")

@@ -14,7 +14,6 @@ import contextlib
 import os
 import pwd
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -66,8 +65,8 @@ class Binds:
     shown, empty where there can be none. As a context it looks while others do something else.
     """
 
-    def __init__(self, root: Path, job: Job, end: Deadline | None = None) -> None:
-        self._root, self._job, self._end = root, job, end
+    def __init__(self, places: Places, job: Job, end: Deadline | None = None) -> None:
+        self._places, self._job, self._end = places, job, end
         self._looking: _Looking | None = None
         self._found: _Found | None = None
         self.decided: tuple[str, ...] = ()
@@ -105,7 +104,7 @@ class Binds:
 
     def _begin(self) -> "_Looking":
         """Reads what is the node's here, and what is the user's in a child, as that user."""
-        files = Noted(self._root)
+        files = Noted(self._places.root)
         site = enroot.site(files, self._job.path)
         binds = [*enroot.site_binds(files, site)]
         return _Looking(files, site, as_user.Child(lambda: (self._as_user(site, binds), [])))
@@ -157,7 +156,7 @@ class Binds:
         first = PLACES + self._job.user.uid * PLACES_OF_USER
         with contextlib.suppress(OSError):  # /run is full, or this is no root
             place = first + os.getpid() % PLACES_OF_USER
-            lock.take_place(Places(self._root).mounting, place, waits=True)
+            lock.take_place(self._places.mounting, place, waits=True)
 
     def _of_image(self, found: _Found, own: Sequence[str]) -> tuple[tuple[str, str], ...]:
         """What the image's own fstab binds; in a child, where the paths lead is asked for."""

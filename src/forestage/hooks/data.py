@@ -264,7 +264,7 @@ def _call(node: Node, job: Job, noted: Wanted, limit: Limit, own: "Own | None" =
         fill=limit.fill or limit.end,
         progress=limit.progress,
         stage=stage,
-        must_not_be_bound=Binds(node.places.root, job).must_not_hold,
+        must_not_be_bound=Binds(node.places, job).must_not_hold,
         own=own,
     )
 

@@ -96,7 +96,7 @@ def serve(
     """
     job = leases.note_saves(node, job, requests, limit)
     with contextlib.ExitStack() as held:
-        bound = Binds(node.places.root, job, limit.end)
+        bound = Binds(node.places, job, limit.end)
         # Data shows elsewhere than at its own path.
         is_all_data = bool(requests) and all(one.is_data for one in requests)
         if refusal is None and node.config.redirect != "none" and not is_all_data:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -30,19 +29,6 @@ SIZES = [1, 4095, 4096, 4097, CHUNK, (2 << 20) + 7]
 @pytest.fixture(params=[Chunks, Rsync], ids=["chunks", "rsync"])
 def engine(request: pytest.FixtureRequest) -> Engine:
     return request.param(TUNING)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Iterator[int]:
-    fd = os.open(tmp_path / "source", os.O_RDWR | os.O_CREAT)
-    yield fd
-    os.close(fd)
-
-
-@pytest.fixture
-def part(tmp_path: Path) -> Part:
-    (tmp_path / "part").mkdir()
-    return Part(tmp_path / "part")
 
 
 def of(source: int) -> Content:

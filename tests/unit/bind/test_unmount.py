@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ from forestage.clock import Deadline
 from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.mounts import Mount
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    made = Cache(tmp_path / "cache")
-    made.locks.mkdir(parents=True)
-    return made
 
 
 @pytest.fixture

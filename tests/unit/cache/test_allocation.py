@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,19 +16,6 @@ from forestage.system import libc
 
 CHUNK = 64 * 1024
 BLOCK = 4096
-
-
-@pytest.fixture
-def part(tmp_path: Path) -> Part:
-    (tmp_path / "part").mkdir()
-    return Part(tmp_path / "part")
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Iterator[int]:
-    fd = os.open(tmp_path / "source", os.O_RDWR | os.O_CREAT)
-    yield fd
-    os.close(fd)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,6 @@ from forestage.cache.image import (
 from forestage.errors import Declined, Failed
 from forestage.slurm.hints import Request
 
-PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner
-
 IDENTITIES = st.builds(
     Identity,
     path=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1),

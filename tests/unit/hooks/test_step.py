@@ -401,16 +401,6 @@ def test_user_messages_none_is_silent_during_a_wait(
     assert isinstance(handled[0].limit.watch, Patience) is watched
 
 
-@pytest.mark.parametrize("off", [True, False])
-def test_stage_off_that_the_prolog_noted_holds_for_the_steps(
-    configured: Configured, image_asked: Job, handled: list[Call], off: bool
-) -> None:
-    node, job = configured(), image_asked
-    node.leases.say(Lease(job.id, job.user, 0.0, "/cache"), off=off, tell=True)
-    run(node, job)
-    assert handled[0].job.hints.off is off
-
-
 @pytest.mark.parametrize(
     ("refusal", "reason"), [(None, "lease-damaged"), (Declined("disabled", "off"), "disabled")]
 )
