@@ -191,13 +191,13 @@ def unmount(going: list[Going], whose: Callable[[Bind], User], total: float = 0.
     stuck: list[str] = []
     as_user.each(
         *(works, list[int], TIMEOUT, max(TIMEOUT, total), AT_ONCE),
-        lambda number, answer: stuck.extend(_ended(ordered[number], answer)),
+        lambda number, answer: stuck.extend(_note_end(ordered[number], answer)),
     )
     if stuck:
         raise StillMounted(stuck, len(going) - len(stuck))
 
 
-def _ended(at: list[Going], numbers: list[int] | None) -> Iterator[str]:
+def _note_end(at: list[Going], numbers: list[int] | None) -> Iterator[str]:
     """Notes how it went at one path, and releases what was claimed there; yields what stays."""
     there = {mount.id for mount in mounts.current()} if numbers is None else set()
     for n, one in enumerate(at):

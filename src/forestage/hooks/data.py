@@ -59,16 +59,16 @@ def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[
         return []
     try:
         _must_be_possible(node, job, refusal, limit)
-        requests = tuple(_absolute(job, one) for one in (*asked.data, *_listed(job, limit.end)))
+        requests = tuple(_absolute(job, one) for one in (*asked.data, *_read_list(job, limit.end)))
         noted = Wanted(requests, asked.room, asked.ram, restart=job.restart)
         _note(node, job, noted, limit.end)
     except (ForestageError, OSError) as error:
         _note_refused(node, job, error, limit.end)
         return _as_data([answers.of_error(Request("", "hint"), error)])
     # Once the lease is there: the sweep takes away the directories of jobs that have none.
-    made = _made(node, job, noted, limit)
+    made = _make_own_dir(node, job, noted, limit)
     call = _call(node, job, noted, limit)
-    return _as_data([*made, *(_begun(call, one) for one in requests)])
+    return _as_data([*made, *(_begin(call, one) for one in requests)])
 
 
 def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
@@ -88,7 +88,7 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
     requests = () if off else noted.requests
     came: dict[Request, Handled] = {}
     for request in sorted(requests, key=lambda one: one.kind == "mount"):
-        found, came[request] = _shown(call, request)
+        found, came[request] = _show(call, request)
         lines += found
     outcomes += came.values()
     if any(one.is_seed for one in noted.requests):
@@ -143,7 +143,7 @@ def _absolute(job: Job, request: Request) -> Request:
     return request
 
 
-def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
+def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
     """What the job's list names. Raises Declined, as_user.TooSlow, OSError."""
     if not job.hints.listed:
         return ()
@@ -176,7 +176,7 @@ def _listed(job: Job, end: Deadline) -> tuple[Request, ...]:
     return data
 
 
-def _made(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Handled]:
+def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Handled]:
     """Makes the job's own directory, where it wants one; notes for its steps why it has none."""
     if noted.room is None:
         return []
@@ -284,7 +284,7 @@ def _view(request: Request) -> View:
     return fill
 
 
-def _begun(call: Call, request: Request) -> Handled:
+def _begin(call: Call, request: Request) -> Handled:
     try:
         image.wanted_path(request, call.job.work_dir)
         return _view(request).begin(call, request)
@@ -292,7 +292,7 @@ def _begun(call: Call, request: Request) -> Handled:
         return _of_error(request, error)
 
 
-def _shown(call: Call, request: Request) -> ForStep:
+def _show(call: Call, request: Request) -> ForStep:
     try:
         image.wanted_path(request, call.job.work_dir)
         return _view(request).show(call, request)

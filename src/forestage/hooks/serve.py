@@ -119,16 +119,16 @@ def finish(call: Call, begun: Begun | Answer) -> Answer:
     request, found = begun.request, begun.opened.image
     try:
         with begun.held:
-            answer = _shown(call, begun)
+            answer = _show(call, begun)
     except (ForestageError, OSError) as error:
         is_changed = isinstance(error, Declined) and error.reason == "changed"
         if is_changed and begun.tries < SOURCE_TRIES:  # what lies there now may stay
             return finish(call, _begin(call, request, begun.since, begun.tries + 1))
         if is_changed:  # without the image: nobody knows which one it is now
-            answer = _unserved(request, Declined("changed", f"{SOURCE_TRIES} times, {error}"))
+            answer = _nothing_shown(request, Declined("changed", f"{SOURCE_TRIES} times, {error}"))
         else:
-            answer = _unserved(request, error, found=found)
-    return _ended(call, answer, begun.since)
+            answer = _nothing_shown(request, error, found=found)
+    return _with_time(call, answer, begun.since)
 
 
 def _begin(call: Call, request: Request, since: float, tries: int) -> Begun | Answer:
@@ -149,18 +149,18 @@ def _begin(call: Call, request: Request, since: float, tries: int) -> Begun | An
             copying = held.enter_context(wait.begun(node, job, opened))
             kept = call.held.enter_context(held.pop_all())
     except (ForestageError, OSError) as error:
-        return _ended(call, _unserved(request, error, refusal, found), since)
+        return _with_time(call, _nothing_shown(request, error, refusal, found), since)
     return Begun(request, opened, lease, copying, kept, since, tries)
 
 
-def _ended(call: Call, answer: Answer, since: float) -> Answer:
+def _with_time(call: Call, answer: Answer, since: float) -> Answer:
     """The answer with how long it took, and what decided."""
     answer = answer.saying(wait=round(call.node.clock.monotonic() - since, 4))
     answer = msgspec.structs.replace(answer, decided=call.bound.decided)
     return measured(call.node, answer)
 
 
-def _unserved(
+def _nothing_shown(
     request: Request,
     error: Exception,
     refusal: Declined | None = None,
@@ -172,7 +172,7 @@ def _unserved(
     return Answer(of_error(request, error if isinstance(error, Failed) else refusal or error))
 
 
-def _shown(call: Call, begun: Begun) -> Answer:
+def _show(call: Call, begun: Begun) -> Answer:
     """The entry, if it comes in time; else what the job does meanwhile."""
     node, job, limit = call.node, call.job, call.limit
     opened, copying, found = begun.opened, begun.copying, begun.opened.image
@@ -215,7 +215,7 @@ def _meanwhile(call: Call, begun: Begun, late: Declined) -> Answer | None:
             return None
         way = "later"
     if limit.copy is not None and not limit.through:
-        return _unserved(begun.request, late, found=found)
+        return _nothing_shown(begun.request, late, found=found)
     if way != "spank":
         return shown_as(begun.request, found, "started", way)
     return _through(call, begun)

@@ -182,7 +182,7 @@ def note_shown(node: Node, job: Job, decided: Sequence[str], answers: Sequence[A
     if job.step is None and node.config.user_messages == "all":
         return  # the first step has a line to write, which takes a helper
     # The off switch and a lease that says stage=off leave no answer that counts.
-    found = [_shown(node, job, *pair) for pair in zip(job.requests, answers, strict=False)]
+    found = [_record_of(node, job, *pair) for pair in zip(job.requests, answers, strict=False)]
     images = [image for image in found if image is not None]
     by_binds = next((one.decided for one in answers if one.decided), ())
     if images and by_binds:
@@ -196,9 +196,9 @@ def note_shown(node: Node, job: Job, decided: Sequence[str], answers: Sequence[A
             step_record.note(node.leases, job.id, decided, images)
 
 
-def _shown(node: Node, job: Job, request: Request, first: Answer) -> Shown | None:
+def _record_of(node: Node, job: Job, request: Request, first: Answer) -> Shown | None:
     outcome = first.outcome
-    answer = _further(node, first)
+    answer = _further_answer(node, first)
     if answer is None or outcome.redirect != "spank" or outcome.reason:
         return None
     if job.mounts_home is False:  # a further step need not say so
@@ -218,7 +218,7 @@ def _shown(node: Node, job: Job, request: Request, first: Answer) -> Shown | Non
     )
 
 
-def _further(node: Node, first: Answer) -> Answer | None:
+def _further_answer(node: Node, first: Answer) -> Answer | None:
     """What a further step gets: the entry, or the keeper of the copy that is under way.
 
     It need not listen yet. Where nobody does in the end, the companion asks a helper.

@@ -77,7 +77,7 @@ def knows(text: str, registry: str, user: str) -> bool:
 
 def login(text: str, host: str, user: str, evaluate: Evaluate) -> Login | None:
     """Returns what the file has for this user at this host, without a port; None if nothing."""
-    for machine, found in _entries(_evaluated(text, host, user, evaluate)):
+    for machine, found in _entries(_evaluate(text, host, user, evaluate)):
         is_theirs = machine and machine.lower() == host.lower() and found.user == user
         if is_theirs and found.password:
             return found
@@ -89,7 +89,7 @@ def _host(registry: str) -> str:
     return registry.rpartition(":")[0] or registry
 
 
-def _evaluated(text: str, host: str, user: str, evaluate: Evaluate) -> str:
+def _evaluate(text: str, host: str, user: str, evaluate: Evaluate) -> str:
     """The file with this user's passwords at this host evaluated, without all others in shell."""
     lines = []
     for line in text.split("\n"):

@@ -111,7 +111,7 @@ def settings(environ: Mapping[str, str], stop: Deadline, conf: str = "") -> Sett
     Raises Declined: `enroot` where its configuration cannot be evaluated, or it does not say its
     release; Failed where it is not installed.
     """
-    variables = _evaluated(environ, stop, conf or enroot.site(Files()).conf)
+    variables = _evaluate(environ, stop, conf or enroot.site(Files()).conf)
     return Settings(
         variables,
         f"{folder(variables, 'CONFIG')}/.credentials",
@@ -129,7 +129,7 @@ def folder(variables: Mapping[str, str], kind: Literal["CACHE", "CONFIG", "DATA"
     return variables.get(f"ENROOT_{kind}_PATH") or f"{above}/enroot"
 
 
-def _evaluated(environ: Mapping[str, str], stop: Deadline, conf: str) -> dict[str, str]:
+def _evaluate(environ: Mapping[str, str], stop: Deadline, conf: str) -> dict[str, str]:
     """The environment with what enroot's configuration adds to it."""
     argv = ("bash", "--norc", "-c", _LOAD)
     ran = run.run_here(argv, environ, stop.left(), MAX_BYTES, os.fsencode(conf))

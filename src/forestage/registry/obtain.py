@@ -93,7 +93,7 @@ class Obtaining:
             self._must_have_room()
             if self.flight.take():
                 with contextlib.suppress(Superseded):
-                    return self._imported()
+                    return self._import()
                 continue
             where = self.flight.holder.host if self.flight.holder else ""
             if where != holder:
@@ -115,7 +115,7 @@ class Obtaining:
             self._spoke = self.clock.monotonic()
             self.asker.say(Progress(text))
 
-    def _imported(self) -> Path:
+    def _import(self) -> Path:
         """Imports the image, which this worker alone does now."""
         part = self.store.part(self.name)
         try:
@@ -125,7 +125,7 @@ class Obtaining:
                 self.asker.say(Importing(self.task.order.host, here=True))
                 self._run(part)
                 self._write(part)
-                found = self._published(part)
+                found = self._publish(part)
         except Declined as error:
             self.store.discard(part)  # or a store that is full has no room for the word of it
             if error.reason in FOR_ALL:
@@ -193,7 +193,7 @@ class Obtaining:
             for error in failed:  # the kernel says it once, to whoever asks first
                 raise error
 
-    def _published(self, part: Path) -> Path:
+    def _publish(self, part: Path) -> Path:
         """The image under its name, if it still is what was asked for."""
         task = self.task
         if self.digest and not task.reference.digest and not task.settings.imports_digests:

@@ -119,7 +119,7 @@ class _Asking:
     def digest(self) -> str:
         """Raises RegistryRefused; ValueError for an answer that cannot be read."""
         method, answer = self._manifest("HEAD", self._reference.tag)
-        return answer.digest if method == "HEAD" else self._hashed(answer)
+        return answer.digest if method == "HEAD" else self._hash(answer)
 
     def layers(self, meant: str) -> int:
         """Raises RegistryRefused; ValueError for an answer that cannot be read."""
@@ -146,14 +146,14 @@ class _Asking:
             elif answer.status == 200:
                 return method, answer
             else:
-                raise self._explained(answer)
+                raise self._error_for(answer)
 
     def refused(self, reason: str, what: str) -> RegistryRefused:
         """The error that names the registry, or the server to which it has sent us."""
         line = printable(f"{self._server or self._reference.registry} {what}")
         return RegistryRefused(reason, line)
 
-    def _explained(self, answer: Answer) -> RegistryRefused:
+    def _error_for(self, answer: Answer) -> RegistryRefused:
         """What an answer that gives no digest means."""
         image = f"{self._reference.repository}:{self._reference.tag}"
         status = answer.status
@@ -174,7 +174,7 @@ class _Asking:
         path, home = self._settings.credentials, self._settings.variables.get("HOME", "")
         return f"~{path.removeprefix(home)}" if home and path.startswith(f"{home}/") else path
 
-    def _hashed(self, answer: Answer) -> str:
+    def _hash(self, answer: Answer) -> str:
         """The digest of a manifest that was sent as a whole."""
         found = f"sha256:{hashlib.sha256(answer.body).hexdigest()}"
         if not answers.is_manifest(answer.body):
@@ -187,11 +187,11 @@ class _Asking:
         """What the registry wants to see, as enroot gets it (docker::_authenticate)."""
         challenge = answers.challenge(answer)
         if challenge is None:
-            raise self._explained(answer)
+            raise self._error_for(answer)
         if challenge.scheme == "basic":
             login = self._login(asked.host)
             if login is None:
-                raise self._explained(answer)
+                raise self._error_for(answer)
             return _Proof(asked, login.basic)
         return _Proof(asked, f"Bearer {self._token(challenge)}")
 
@@ -203,7 +203,7 @@ class _Asking:
         proof = _Proof(realm, login.basic) if login else None
         answer, _ = self._send("GET", url, proof, TOKENS)
         if answer.status != 200:
-            raise self._explained(answer)
+            raise self._error_for(answer)
         token = answers.token(answer.body)
         self._server = ""
         return token
@@ -214,11 +214,11 @@ class _Asking:
         user = self._reference.user or credentials.user_for(text, registry)
         if not user or not credentials.knows(text, registry, user):
             return None
-        login = credentials.login(text, host, user, self._echoed)
+        login = credentials.login(text, host, user, self._echo)
         self._known = self._known or login is not None
         return login
 
-    def _echoed(self, words: str) -> str:
+    def _echo(self, words: str) -> str:
         """What a shell makes of the words of a password; they are its script, not its argv."""
         script = f"echo {words}\n".encode(errors="surrogateescape")
         variables, left = self._settings.variables, min(ECHO, self._deadline.left())

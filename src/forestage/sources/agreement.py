@@ -261,7 +261,7 @@ def at_start(node: Node, job: Job, path: str, root: int, resolved: str) -> Seen:
             one.keep(told)
             return Seen(told.manifest, told.acls, lent=True)
     leads = one is not None and one.leads
-    with _told(one if leads else None) as tell:
+    with _telling(one if leads else None) as tell:
         found = manifest.take(root, resolved, job.user, node.config.data.max_files)
         acls = manifest.acls(root, found, job.user) if leads else None
         if one is not None:
@@ -272,7 +272,7 @@ def at_start(node: Node, job: Job, path: str, root: int, resolved: str) -> Seen:
 
 
 @contextlib.contextmanager
-def _told(one: Round | None) -> Iterator[list[Look]]:
+def _telling(one: Round | None) -> Iterator[list[Look]]:
     """Tells other nodes that this one looks, then what it has found: the last in the list."""
     found = [Look("none")]
     if one is not None:
@@ -294,11 +294,11 @@ def now(node: Node, job: Job, restart: int, path: str, expected: str, timeout: f
     step = None if job.step is None else round_of(node, job, restart, path, job.step)
     start = round_of(node, job, restart, path, None)
     if step is not None and start is not None and not step.leads:
-        lent = _lent(node, job, path, step, start, expected, timeout)
+        lent = _borrow_digest(node, job, path, step, start, expected, timeout)
         if lent:
             return lent
     began = node.clock.wall()
-    with _told(step if step is not None and step.leads else None) as tell:
+    with _telling(step if step is not None and step.leads else None) as tell:
 
         def work() -> as_user.Found[Look]:
             os.setgroups(as_user.groups(job.user))
@@ -317,7 +317,7 @@ def decline(node: Node, job: Job, restart: int, path: str) -> None:
         step.tell(Look("none"))
 
 
-def _lent(
+def _borrow_digest(
     node: Node, job: Job, path: str, step: Round, start: Round, expected: str, timeout: float
 ) -> str:
     """The digest that the step's first node has found; "" where this node has to look itself."""

@@ -231,7 +231,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     except OSError as error:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses them as well stays: it is another user's, and it is right.
-        if bound and (shown := _shown(user, path, node, end)):
+        if bound and (shown := _what_shows(user, path, node, end)):
             # So ends the name of an entry that was evicted while a redirect still shows it.
             names = frozenset((path, shown, shown.removesuffix(" (deleted)")))
             redirect.unmount_stale(node.cache, names, "", user, end)
@@ -304,7 +304,7 @@ def _copied_head(cache: Cache, wanted: Image) -> bytes:
         return b""
 
 
-def _shown(user: User, path: str, node: Node, end: Deadline) -> str:
+def _what_shows(user: User, path: str, node: Node, end: Deadline) -> str:
     """Returns what the user opens by this path as it is now, redirects and all; "" for nothing."""
     limit = min(HOOK_TIMEOUT, end.left())
     try:

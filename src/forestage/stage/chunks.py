@@ -363,7 +363,7 @@ class Run:
         start, size = self.span(number)
         if not self.is_urgent(number):
             self.throttle.take(size, self.stop)
-        if self.in_kernel and self.source.read is None and self._copied_in_kernel(start, size):
+        if self.in_kernel and self.source.read is None and self._copy_in_kernel(start, size):
             return digest.UNKNOWN
         running = digest.Running() if self.tuning.digest else None
         for at, piece in reading.pieces(self.source, start, size, buffer, self._turn):
@@ -417,7 +417,7 @@ class Run:
                 self.image, ctypes.c_int64(start), ctypes.c_int64(len(data)), SYNC_FILE_RANGE_WRITE
             )
 
-    def _copied_in_kernel(self, start: int, size: int) -> bool:
+    def _copy_in_kernel(self, start: int, size: int) -> bool:
         """copy_file_range(2): a reflink or a server-side copy where both sides can."""
         done = 0
         while done < size:

@@ -56,7 +56,7 @@ def begun(node: Node, job: Job, opened: OpenImage) -> "Iterator[Channel | None]"
     if node.cache.find(opened.image) is not None:
         yield None
         return
-    with _started(node, job, opened) as channel:
+    with _start(node, job, opened) as channel:
         yield channel
 
 
@@ -95,10 +95,10 @@ def obtain(
             if killed == TRIES:
                 what = f"the copy of {opened.image.path} was killed {TRIES} times"
                 raise Failed("copy", what)
-            copying = later.enter_context(_started(node, job, opened))
+            copying = later.enter_context(_start(node, job, opened))
 
 
-def _started(node: Node, job: Job, opened: OpenImage) -> "Channel":
+def _start(node: Node, job: Job, opened: OpenImage) -> "Channel":
     """A stager that Slurm does not kill with the hook's process group any more.
 
     Raises Declined where it would only hang with the disk.

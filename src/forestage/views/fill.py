@@ -157,11 +157,11 @@ def show(call: Call, request: Request) -> ForStep:
     if own is None:
         raise Declined("job-dir", "the job has no directory of its own on this node")
     number = noted.requests.index(request)
-    known = _known(own.place, number)
+    known = _read_put(own.place, number)
     found = known
     if found is None:
         order = _Order(own, number, job.user, request.path, name, call.fill, job.manager)
-        found = _ordered(order, lambda: call.progress(partial(_progress, order, start)))
+        found = _have_it_put(order, lambda: call.progress(partial(_progress, order, start)))
     if found.reason:
         raise Declined(found.reason, found.detail)
     target = f"{node.places.job_dir}/{name}"
@@ -182,13 +182,13 @@ def unset(own: Own | None, noted: Wanted) -> list[Fields]:
     for number, request in enumerate(noted.requests):
         if not request.at.startswith(SEED) or not is_variable(request.at.removeprefix(SEED)):
             continue
-        known = _known(own.place, number) if own else None
+        known = _read_put(own.place, number) if own else None
         name = request.at.removeprefix(SEED)
         names[name] = names.get(name, False) or (known is not None and not known.reason)
     return [("env", name) for name, is_there in names.items() if not is_there]
 
 
-def _known(place: Place, number: int) -> Put | None:
+def _read_put(place: Place, number: int) -> Put | None:
     with contextlib.suppress(OSError, records.Damaged):
         return records.load(place.put(number), Put)
     return None
@@ -200,18 +200,18 @@ def _progress(order: _Order, start: float) -> str:
     return f"waiting for {printable(order.path)}, which is put into the job's directory ({took})"
 
 
-def _ordered(order: _Order, idle: Callable[[], None]) -> Put:
+def _have_it_put(order: _Order, idle: Callable[[], None]) -> Put:
     """Has it done by a process of the user's; notes what came of it. Raises Declined, OSError."""
     work = partial(_work, order)
     try:
         found, line = as_user.ask(work, Put, order.until.left() + 2 * LAST, idle=idle)
     except as_user.TooSlow as slow:
-        found = _known(order.place, order.number) or Put(0, slow.reason, str(slow))
+        found = _read_put(order.place, order.number) or Put(0, slow.reason, str(slow))
         records.write(order.place.put(order.number), msgspec.json.encode(found))
         raise
     except Failed:  # in the job's cgroup: killed for want of memory, or by the user
         with contextlib.suppress(Failed, Declined, OSError):  # in memory it still takes some
-            as_user.call(partial(_cleared, order), type(None), 2 * LAST)
+            as_user.call(partial(_clear, order), type(None), 2 * LAST)
         raise Declined("not-put", f"{printable(order.path)}: its copier was killed") from None
     line.close()
     if not found.again:
@@ -226,13 +226,13 @@ def _work(order: _Order) -> Found[Put]:
     try:
         # Held by this process: the hook that waits for it may be killed.
         with lock.held(order.place.lock(order.number), order.until.left()):
-            return _known(order.place, order.number) or _put(order), []
+            return _read_put(order.place, order.number) or _put(order), []
     except lock.Busy:
         what = "another step copies it, and takes longer than this one may wait"
         return Put(0, "deadline", f"{printable(order.path)}: {what}", again=True), []
 
 
-def _cleared(order: _Order) -> Found[None]:
+def _clear(order: _Order) -> Found[None]:
     """Removes what a killed process left, if no other step has begun anew."""
     with lock.held(order.place.lock(order.number), 0):
         root = job_dir.root_of(order.own)
@@ -259,11 +259,11 @@ def _put(order: _Order) -> Put:
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
             draft = os.open(order.draft, flags, dir_fd=root)
         copy_in.confine(draft, order.user)
-        return _copied(order, way, root)
+        return _copy(order, way, root)
     except Declined as declined:
         return Put(0, declined.reason, str(declined))
     except OSError as error:
-        return _refused(order, error)
+        return _why_not(order, error)
 
 
 def _make_draft(order: _Order, root: int) -> None:
@@ -303,7 +303,7 @@ def _unzipped(filtering: run.Filter, still: copy_in.Still) -> int:
     return size
 
 
-def _copied(order: _Order, way: _Way, root: int) -> Put:
+def _copy(order: _Order, way: _Way, root: int) -> Put:
     """Does the work as the user, below the draft; gives it its name once it is whole."""
     try:
         size = way.work()
@@ -315,7 +315,7 @@ def _copied(order: _Order, way: _Way, root: int) -> Put:
     except Declined as declined:
         found = Put(0, declined.reason, f"{printable(order.path)}: {declined}")
     except OSError as error:
-        found = _refused(order, error)
+        found = _why_not(order, error)
     # Where even that takes too long, the rest goes with the job.
     with contextlib.suppress(Declined, OSError):
         until = Deadline.after(LAST, order.until.clock)
@@ -329,7 +329,7 @@ def _still(until: Deadline) -> None:
         raise Declined("deadline", "it takes longer than the step may wait", "copy it in the job")
 
 
-def _refused(order: _Order, error: OSError) -> Put:
+def _why_not(order: _Order, error: OSError) -> Put:
     """Pure: what an error of reading or writing means."""
     path = printable(order.path)
     if error.errno == errno.ENOSPC:

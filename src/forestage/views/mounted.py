@@ -93,7 +93,7 @@ def show(call: Call, request: Request) -> ForStep:
         elif found is not None and is_here:
             content.entry = node.cache.image(found.key)
         else:
-            found, content.line = _shared(node, job, request.path, end)
+            found, content.line = _open_shared(node, job, request.path, end)
         name = serving.start(node.places.served, job, found.identity.inode, content)
     outcome = msgspec.structs.replace(
         staged.outcome,
@@ -103,7 +103,7 @@ def show(call: Call, request: Request) -> ForStep:
     return place.lines(str(name)), outcome
 
 
-def _shared(node: Node, job: Job, path: str, end: Deadline) -> tuple[Image, socket.socket]:
+def _open_shared(node: Node, job: Job, path: str, end: Deadline) -> tuple[Image, socket.socket]:
     """The user's own file, opened as them beneath our redirects."""
     try:
         facts, line = opening.open_as_user(
