@@ -74,15 +74,15 @@ def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[
 def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
     """What the step of a job is shown of its data. Never raises for a request."""
     noted = wanted.read(node.leases, job.id)
+    hang: Declined | None = None
     try:
-        # What is mounted from such a disk would hang the tasks.
         disk.must_take(node.places, node.cache, limit.end.left())
-    except Declined as hang:
-        return _as_refused(noted, hang)
-    own, lines, outcomes = _own_dir(node, job, noted)
+    except Declined as error:  # what is mounted from such a disk would hang the tasks
+        hang = error
+    own, lines, outcomes = _own_dir(node, job, noted, hang)
     call = _call(node, job, noted, limit, own)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
-    off = refusal or (_refused(noted) if noted.off else None)
+    off = hang or refusal or (_refused(noted) if noted.off else None)
     if off:
         outcomes += [_of_error(one, off) for one in noted.requests]
     requests = () if off else noted.requests
@@ -118,17 +118,6 @@ def _local(node: Node, kept: Sequence[Fields], request: Request, outcome: Handle
         return f"{node.places.job_dir}/{fill.name_of(request)}"
     shown = (f"{line[-2]}/" for line in kept if line[0] == "device" and line[3] == "erofs")
     return request.path.rstrip("/") if f"{outcome.image}/".startswith(tuple(shown)) else ""
-
-
-def _as_refused(noted: Wanted, why: Declined) -> Shown:
-    """Pure: nothing is shown; what the job's variables named is not there."""
-    requests = [*noted.requests, *([STAGE_DIR] if noted.room is not None else [])]
-    lines: list[Fields] = [("env", "FORESTAGE_DIR")] if noted.room is not None else []
-    if any(one.is_seed for one in noted.requests):
-        from forestage.views import fill
-
-        lines += fill.unset(None, noted)
-    return Shown(lines, _as_data([_of_error(one, why) for one in requests]))
 
 
 def _as_data(outcomes: Sequence[Handled]) -> list[Handled]:
@@ -193,7 +182,7 @@ def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Han
 
 
 def _own_dir(
-    node: Node, job: Job, noted: Wanted
+    node: Node, job: Job, noted: Wanted, hang: Declined | None
 ) -> tuple["Own | None", list[Fields], list[Handled]]:
     """The job's own directory with its lines, or why it has none though it wants one."""
     if noted.room is None:
@@ -201,6 +190,8 @@ def _own_dir(
     from forestage.views import job_dir
 
     try:
+        if hang:
+            raise hang
         if noted.refused:
             raise Declined("job-dir", noted.refused)
         own = job_dir.shown(node, job)

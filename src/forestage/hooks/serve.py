@@ -107,32 +107,15 @@ def serve(
     return _leave_room(node, job, answers)
 
 
-def begin(call: Call, request: Request) -> Begun | Answer:
-    """Has the copy begin, or finds it here. The answer, where nothing will come of it."""
-    return _begin(call, request, call.node.clock.monotonic(), 1)
+def begin(
+    call: Call, request: Request, since: float | None = None, tries: int = 1
+) -> Begun | Answer:
+    """Has the copy begin, or finds it here. The answer, where nothing will come of it.
 
-
-def finish(call: Call, begun: Begun | Answer) -> Answer:
-    """Waits for the copy as long as the job does, and shows it, or what there is meanwhile."""
-    if isinstance(begun, Answer):
-        return begun
-    request, found = begun.request, begun.opened.image
-    try:
-        with begun.held:
-            answer = _show(call, begun)
-    except (ForestageError, OSError) as error:
-        is_changed = isinstance(error, Declined) and error.reason == "changed"
-        if is_changed and begun.tries < SOURCE_TRIES:  # what lies there now may stay
-            return finish(call, _begin(call, request, begun.since, begun.tries + 1))
-        if is_changed:  # without the image: nobody knows which one it is now
-            answer = _nothing_shown(request, Declined("changed", f"{SOURCE_TRIES} times, {error}"))
-        else:
-            answer = _nothing_shown(request, error, found=found)
-    return _with_time(call, answer, begun.since)
-
-
-def _begin(call: Call, request: Request, since: float, tries: int) -> Begun | Answer:
+    `since` and `tries` are those of a request that was begun before (`Begun`).
+    """
     node, job, limit = call.node, call.job, call.limit
+    since = node.clock.monotonic() if since is None else since
     refusal = call.refusal or _refusal(node, job, request, limit)
     found: Image | None = None
     try:
@@ -151,6 +134,25 @@ def _begin(call: Call, request: Request, since: float, tries: int) -> Begun | An
     except (ForestageError, OSError) as error:
         return _with_time(call, _nothing_shown(request, error, refusal, found), since)
     return Begun(request, opened, lease, copying, kept, since, tries)
+
+
+def finish(call: Call, begun: Begun | Answer) -> Answer:
+    """Waits for the copy as long as the job does, and shows it, or what there is meanwhile."""
+    if isinstance(begun, Answer):
+        return begun
+    request, found = begun.request, begun.opened.image
+    try:
+        with begun.held:
+            answer = _show(call, begun)
+    except (ForestageError, OSError) as error:
+        is_changed = isinstance(error, Declined) and error.reason == "changed"
+        if is_changed and begun.tries < SOURCE_TRIES:  # what lies there now may stay
+            return finish(call, begin(call, request, begun.since, begun.tries + 1))
+        if is_changed:  # without the image: nobody knows which one it is now
+            answer = _nothing_shown(request, Declined("changed", f"{SOURCE_TRIES} times, {error}"))
+        else:
+            answer = _nothing_shown(request, error, found=found)
+    return _with_time(call, answer, begun.since)
 
 
 def _with_time(call: Call, answer: Answer, since: float) -> Answer:

@@ -135,15 +135,15 @@ def _files(folder: Path, below: str) -> Iterator[File]:
             with contextlib.suppress(FileNotFoundError):  # it went meanwhile
                 facts = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
-                    yield _file(entry.name, below, facts)
-
-
-def _file(name: str, below: str, facts: os.stat_result) -> File:
-    match = FILE.fullmatch(name)
-    kind = match["kind"] if match else "new" if name.startswith(".") else ""
-    path = os.path.join(below, name)
-    size = facts.st_blocks * 512
-    return File(path, match["name"] if match else name, kind, size, facts.st_mtime)
+                    match = FILE.fullmatch(entry.name)
+                    other = "new" if entry.name.startswith(".") else ""
+                    yield File(
+                        path=os.path.join(below, entry.name),
+                        name=match["name"] if match else entry.name,
+                        kind=match["kind"] if match else other,
+                        size=facts.st_blocks * 512,
+                        mtime=facts.st_mtime,
+                    )
 
 
 def claim(folder: Path, now: float) -> bool:

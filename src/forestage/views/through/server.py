@@ -333,7 +333,9 @@ class Server:
         seen: dict[tuple[int, int], bytes] = {}
         next_look = 0.0
         while len(self.gone) < len(self.lines):
-            self._note_progress()
+            readers = self.local.readers
+            pieces = readers.count() if readers is not None else 0
+            self.arrivals.look(pieces, bool(self.waiting), time.monotonic())
             self._hand_on_early()
             self._hand_on_waiting()
             if time.monotonic() >= next_look:
@@ -362,11 +364,6 @@ class Server:
     def _is_needed(self) -> bool:
         """Whether a job holds a lease on the image. Raises Failed, OSError."""
         return self.served.image.key in self.served.leases.keys()  # noqa: SIM118
-
-    def _note_progress(self) -> None:
-        readers = self.local.readers
-        pieces = readers.count() if readers is not None else 0
-        self.arrivals.look(pieces, bool(self.waiting), time.monotonic())
 
     def _hand_on_early(self) -> None:
         """Hands on what came before the looker's first look.
