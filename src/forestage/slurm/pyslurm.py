@@ -3,7 +3,7 @@
 Nothing here is needed: the commands answer the same, and decide wherever this is in doubt. pyslurm
 loads libslurm, which may end the process that loads it, or wait for a dead slurmctld for minutes;
 so each question is asked in a child, with a time limit. No hook imports it, and no package of ours
-has it: it is GPL, and fits one release of Slurm (docs/decisions/0040).
+has it: it is GPL, and fits one release of Slurm (docs/decisions/0015).
 """
 
 import errno
