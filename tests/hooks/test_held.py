@@ -118,7 +118,7 @@ def test_status_of_a_disk_that_is_read_only_leaves_the_note_of_what_nobody_holds
         evicted(node, key)
     make_read_only(node.nvme)
     assert status.state(status.gather(here(node)))[0] == "read-only"
-    assert inventory.held(node.cache) == Held()
+    assert inventory.held(node.cache) == Taken()
     assert len(list(node.cache.held.iterdir())) == 1
 
 
