@@ -70,6 +70,7 @@ class Slurm(NamedTuple):
     """A Slurm that knows these jobs, and answers at once; see forestage.slurm."""
 
     jobs: frozenset[int]
+    node: str = "n1"
 
     def job(self, job: int) -> JobState | None:
         return JobState("RUNNING", "n1") if job in self.jobs else None
