@@ -28,7 +28,7 @@ SAID = {
 def cluster_spec() -> ClusterSpec:
     spec = accompanied(1)
     files = {**spec.files, "/usr/local/bin/enroot": ENROOT}
-    plugstack = tuple(f"{line} enroot={SYSCONF}" for line in spec.plugstack)
+    plugstack = tuple(f"{line} binds={SYSCONF} own=.config/enroot" for line in spec.plugstack)
     return dataclasses.replace(spec, files=files, plugstack=plugstack)
 
 

@@ -8,7 +8,8 @@
  *   container=no   run the task outside of the image even where FUSE is usable
  *   unpack=DIR     unpack the image below DIR, as `enroot create` does, and run the task in that
  *                  tree, which stays; without it, the image is mounted with squashfuse
- *   enroot=DIR     bind what the fstabs in DIR/mounts.d say, and those in the user's own
+ *   binds=DIR      bind what the fstabs in DIR/mounts.d say, and those in the user's own directory
+ *   own=DIR        that one, below their HOME, if ENROOT_CONFIG_PATH names no other
  *   importer=PROGRAM  asked for the path of an image that a registry has, as pyxis 0.21 does
  *
  * As in pyxis, everything happens in task_init, as the job's user, and a value that begins
@@ -53,7 +54,8 @@ static char image[4096];
 static char report_file[4096];
 static char unpack_directory[2048];
 static char importer[2048];
-static char enroot[2048], own_enroot[4096];
+/* No name here is the real program's: `forestage check` would take this for the real pyxis. */
+static char binds[2048], own[256], own_binds[4096];
 static char mounts[4096];
 static bool print_report, use_container = true;
 
@@ -111,8 +113,10 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 			use_container = false;
 		else if (strncmp(av[i], "importer=", 9) == 0)
 			snprintf(importer, sizeof(importer), "%s", av[i] + 9);
-		else if (strncmp(av[i], "enroot=", 7) == 0)
-			snprintf(enroot, sizeof(enroot), "%s", av[i] + 7);
+		else if (strncmp(av[i], "binds=", 6) == 0)
+			snprintf(binds, sizeof(binds), "%s", av[i] + 6);
+		else if (strncmp(av[i], "own=", 4) == 0)
+			snprintf(own, sizeof(own), "/%s", av[i] + 4);
 		else if (strncmp(av[i], "unpack=", 7) == 0)
 			snprintf(unpack_directory, sizeof(unpack_directory), "%s", av[i] + 7);
 		else {
@@ -444,7 +448,7 @@ static int enter_image(int fd)
 	}
 	if (bind_wanted(root) < 0)
 		return -1;
-	if (enroot[0] && (bind_fstabs(root, enroot) < 0 || bind_fstabs(root, own_enroot) < 0))
+	if (binds[0] && (bind_fstabs(root, binds) < 0 || bind_fstabs(root, own_binds) < 0))
 		return -1;
 	if (chroot(root) < 0 || (chdir(cwd ? cwd : "/") < 0 && chdir("/") < 0))
 		return -1;
@@ -562,9 +566,9 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 	}
 	if (image[0] != '.' && image[0] != '/')
 		return 0;
-	if (spank_getenv(sp, "ENROOT_CONFIG_PATH", own_enroot, sizeof(own_enroot)) &&
-	    spank_getenv(sp, "HOME", own_enroot, sizeof(own_enroot) - 16) == ESPANK_SUCCESS)
-		strcat(own_enroot, "/.config/enroot");
+	if (spank_getenv(sp, "ENROOT_CONFIG_PATH", own_binds, sizeof(own_binds)) &&
+	    spank_getenv(sp, "HOME", own_binds, sizeof(own_binds) - sizeof(own)) == ESPANK_SUCCESS)
+		strcat(own_binds, own);
 
 	int fd = open(image, O_RDONLY | O_CLOEXEC);
 	if (fd < 0 || fstat(fd, &st) < 0)
