@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 import net
-from host import ClusterError, Leader, file_identity, loop_files, wait_until
+from host import ClusterError, Leader, detach_above, file_identity, loop_files, wait_until
 from spec import INSIDE_STATE, PYXIS_REPORT, REPO, ClusterSpec
 from suite import on_suite
 
@@ -417,8 +417,12 @@ class Cluster:
         return self.state / "nodes" / node / "nvme.img"
 
     def _wait_for_loops(self, disks: Sequence[Path]) -> None:
-        """The kernel lets go of a dead namespace's loop devices a moment later."""
+        """The kernel lets go of a dead namespace's loop devices a moment later.
+
+        Of those that show a node's entries and job directories only a real reboot does.
+        """
         mine = {file_identity(disk) for disk in disks if disk.exists()}
+        detach_above(mine)
         wait_until(lambda: not mine & loop_files(), 60, lambda: f"a loop device still has {disks}")
 
 

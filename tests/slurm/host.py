@@ -83,6 +83,18 @@ def loop_files() -> set[str]:
     return {" ".join(line.split()) for line in listing.splitlines()}
 
 
+def detach_above(files: set[str]) -> None:
+    """Detaches the loop devices of what lies in the file systems of these files' loop devices."""
+    columns = "NAME,MAJ:MIN,BACK-MAJ:MIN,BACK-INO"
+    command = ["losetup", "--list", "--noheadings", "-O", columns]
+    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    loops = [line.split() for line in listing.splitlines()]
+    below = {number for _, number, disk, inode in loops if f"{inode} {disk}" in files}
+    for name, _, disk, _ in loops:
+        if disk in below:
+            subprocess.run(["losetup", "--detach", name], check=False)
+
+
 def wait_until(
     done: Callable[[], bool], seconds: float, problem: Callable[[], str], every: float = 0.05
 ) -> None:
