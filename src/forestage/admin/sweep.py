@@ -229,6 +229,7 @@ class _Sweep:
             disk_errors.look(node.places, node.cache, node.clock)
             disk_errors.look_at_media(node.places, node.cache, node.clock)
             self.tried(eviction.drop_dead_locks, node.cache)
+            self.tried(node.cache.drop_unfinished, node.clock.wall())
             self.tried(held_open.gather, node.cache.held)
             self.tried(preload, node)
         return msgspec.structs.replace(done, parts=parts, job_dirs=job_dirs, evicted=evicted)

@@ -33,6 +33,7 @@ from forestage.system import as_user, child, files, lock, mounts, records
 from forestage.system.files import opened
 
 FORMAT = "1\n"
+UNFINISHED_AFTER = 3600.0  # seconds; to make a cache takes some milliseconds
 DELETION, DELETIONS = 10.0, 60.0  # seconds for one of what was evicted, and for all
 DELETED_AT_ONCE = 4
 USERS = 4000  # bytes of their uids: no more than the block that the file has anyway
@@ -201,6 +202,16 @@ class Cache:
                 "empty it, or install the release that wrote it",
             )
         return True
+
+    def drop_unfinished(self, now: float) -> None:
+        """Deletes what hooks left that were killed while they made the cache.
+
+        `now` in seconds since the epoch: a hook that makes it at this moment needs its file.
+        """
+        for file in self.root.glob(".*.*"):  # as records.py names them
+            found = files.facts(file)
+            if found is not None and now - found.st_mtime > UNFINISHED_AFTER:
+                file.unlink(missing_ok=True)
 
     def find(self, image: Image) -> Entry | None:
         """The published entry with exactly this image's bytes and access rights, if it is here.

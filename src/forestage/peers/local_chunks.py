@@ -59,6 +59,24 @@ class Absent(msgspec.Struct, frozen=True):
 Found: TypeAlias = Present | Pending | Absent
 
 
+class Known(msgspec.Struct, frozen=True):
+    """A copy's map, empty without one, and who read what of it; None: no peer had a part in it."""
+
+    digests: bytes = b""
+    noted: origins.Origins | None = None
+    is_whole: bool = False
+
+    def here(self, number: int | None = None) -> int:
+        """The chunks that are in, bit 5 is chunk 5; of one alone it takes no time."""
+        if number is None:
+            return chunks_in(self.digests)
+        return is_in(self.digests, number) << number
+
+    def for_other_jobs(self, here: int) -> int:
+        """Of these chunks, those that nodes of other jobs may have (origins.py)."""
+        return here if self.noted is None else self.noted.may_leave(here, self.is_whole)
+
+
 def find(cache: Cache, key: str, number: int) -> Found:
     """The chunk as it is now. Raises OSError of the cache's disk."""
     # A part may be published between the first two looks: then the third one finds the entry.
@@ -77,27 +95,17 @@ def read_map(cache: Cache, key: str) -> bytes:
     return b""
 
 
-def for_other_jobs(cache: Cache, key: str) -> int:
-    """The chunks that nodes of other jobs may have (origins.py); bit 5 is chunk 5."""
+def look(cache: Cache, key: str) -> Known:
+    """What is known of a copy under way, or of the entry that it has become, at this moment."""
     for directory, is_whole in ((cache.part_dir(key), False), (cache.entry_dir(key), True)):
         with contextlib.suppress(FileNotFoundError):
             # The map first: what is noted later of a chunk is true of this one as well.
-            here = chunks_in((directory / "map").read_bytes())
-            known = origins.read(directory)
-            if known is not None:
-                return known.may_leave(here, is_whole)
-            if (directory / "map").exists():  # else it has been published, with its note
-                return here
-    return 0
-
-
-def known_origins(cache: Cache, key: str) -> origins.Origins | None:
-    """Who read what of a copy under way, or of an entry; None: no peer had a part in it."""
-    for directory in (cache.part_dir(key), cache.entry_dir(key)):
-        known = origins.read(directory)
-        if known is not None:
-            return known
-    return None
+            digests = (directory / "map").read_bytes()
+            noted = origins.read(directory)
+            if noted is not None or (directory / "map").exists():
+                return Known(digests, noted, is_whole)
+            # It has been published, with its note.
+    return Known()
 
 
 def source_failed(cache: Cache, key: str) -> bool:

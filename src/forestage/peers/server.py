@@ -32,7 +32,7 @@ from forestage.config import Peering
 from forestage.errors import ConfigError, Failed, ForestageError, PeerError, Problem
 from forestage.peers import auth, known_copies, local_chunks, notices, sessions
 from forestage.peers.auth import MAX_TEXT, Asker, Munge, Prover, Refused, SessionOpened
-from forestage.peers.local_chunks import Absent, Arrivals, Found, Pending, Present
+from forestage.peers.local_chunks import Absent, Arrivals, Found, Known, Pending, Present
 from forestage.peers.sessions import ClientSession, Sessions, Unproven
 from forestage.peers.stats import Counters
 
@@ -270,7 +270,8 @@ class Service:
         self.unproven.discard(request.protocol)
         if self.reach != "cluster":
             raise _Refused(404)
-        has = bool(local_chunks.for_other_jobs(self.cache, key))
+        known = local_chunks.look(self.cache, key)
+        has = bool(known.for_other_jobs(known.here()))
         answer = known_copies.Answer(has, self.known_copies.ask(key, node, self.now()))
         return self._proven(ask, msgspec.json.encode(answer))
 
@@ -280,7 +281,7 @@ class Service:
         self.unproven.discard(request.protocol)
         if reader not in self.told.ask(key, None, self.now()):
             self.told.ask(key, reader, self.now())
-            if notices.concerned(local_chunks.known_origins(self.cache, key), reader, self.name):
+            if notices.concerned(local_chunks.look(self.cache, key).noted, reader, self.name):
                 notices.note(self.places, key, reader)
             takers = self.takers.ask(key, None, self.now())
             log.say(f"peer key={key} reader={reader} read wrong bytes", by_slurm=False)
@@ -292,8 +293,8 @@ class Service:
         """The chunks that are known to be wrong; -1 is all."""
         found = 0
         for reader in notices.read(self.places, key):
-            known = local_chunks.known_origins(self.cache, key)
-            found |= notices.concerned(known, reader, self.name)
+            known = local_chunks.look(self.cache, key)
+            found |= notices.concerned(known.noted, reader, self.name)
         return found
 
     def _proven(self, ask: _ChunkRequest, body: bytes) -> web.Response:
@@ -314,7 +315,9 @@ class Service:
 
     async def _find(self, ask: _ChunkRequest, end: float) -> Present:
         """The chunk, at once or when it arrives. Raises _Refused."""
-        if not self._may_leave(ask) >> ask.number & 1:
+        known = local_chunks.look(self.cache, ask.session.key)
+        # What arrives only after this look may be anybody's.
+        if not self._may_leave(ask, known, known.here(ask.number)) >> ask.number & 1:
             raise _Refused(404)
         found: Found = local_chunks.find(self.cache, ask.session.key, ask.number)
         if isinstance(found, Pending):
@@ -327,14 +330,12 @@ class Service:
             raise _Refused(416 if isinstance(found, Absent) and found.beyond else 404)
         return found
 
-    def _may_leave(self, ask: _ChunkRequest) -> int:
-        """The chunks that this node gives to who asks, as far as it has them; -1 is all."""
-        key = ask.session.key
+    def _may_leave(self, ask: _ChunkRequest, known: Known, here: int) -> int:
+        """Of what is here, the chunks that who asks may have; its own job also what comes later."""
+        right = ~self._wrong(ask.session.key)
         if ask.reach != "cluster":
-            return ~self._wrong(key)
-        if self.reach != "cluster":
-            return 0
-        return local_chunks.for_other_jobs(self.cache, key) & ~self._wrong(key)
+            return right
+        return known.for_other_jobs(here & right) if self.reach == "cluster" else 0
 
     def _must_fit(self, ask: _ChunkRequest, found: Present | Pending) -> None:
         """Raises _Refused where the client has another `chunk_size`, and means other bytes."""
@@ -347,16 +348,15 @@ class Service:
         A `!` behind it says that the source fails here, so that others read in this node's stead,
         and `@n7` who read the chunk from the source.
         """
-        digests = local_chunks.read_map(self.cache, ask.session.key)
+        known = local_chunks.look(self.cache, ask.session.key)
         failed = "!" if local_chunks.source_failed(self.cache, ask.session.key) else ""
-        if not digests:
+        if not known.digests:
             return ""
+        here = known.here()
         if not ask.reach:  # a release that knows nothing of it
-            return f"{local_chunks.chunks_in(digests):x}{failed}"
-        known = local_chunks.known_origins(self.cache, ask.session.key)
-        reader = (known and known.reader(ask.number)) or self.name
-        in_here = local_chunks.chunks_in(digests) & self._may_leave(ask)
-        return f"{in_here:x}{failed}@{reader}"
+            return f"{here:x}{failed}"
+        reader = (known.noted and known.noted.reader(ask.number)) or self.name
+        return f"{here & self._may_leave(ask, known, here):x}{failed}@{reader}"
 
     @contextlib.asynccontextmanager
     async def _upload_slot(self, size: int, end: float) -> AsyncIterator[None]:

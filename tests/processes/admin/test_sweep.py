@@ -230,6 +230,20 @@ def test_unfinished_lease_file_is_deleted(site: Site) -> None:
     assert [file.name for file in directory.iterdir()] == ["7.json"]
 
 
+def test_file_of_a_hook_that_was_killed_making_the_cache_is_deleted_after_an_hour(
+    site: Site,
+) -> None:
+    site.node.cache.prepare(False)
+    here = set(site.node.cache.root.iterdir())
+    old, young = (site.node.cache.root / f".format.{16 * digit}" for digit in "01")
+    for file, age in ((old, 3601), (young, 3599)):
+        file.write_bytes(b"1")
+        since = site.node.clock.wall() - age
+        os.utime(file, (since, since))
+    swept(site, slurm({}))
+    assert set(site.node.cache.root.iterdir()) - here == {young}
+
+
 def test_lease_behind_busy_lock_is_a_problem_and_others_are_released(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -229,10 +229,11 @@ def test_copy_published_between_two_looks_gives_other_jobs_no_more_than_it_may(
         return real(directory)
 
     monkeypatch.setattr(origins, "read", read)
-    assert local_chunks.for_other_jobs(cache, KEY) == 0b01
-    known = local_chunks.known_origins(cache, KEY)
-    assert known is not None
-    assert known.reader(1) == "n9"
+    known = local_chunks.look(cache, KEY)
+    assert [known.here(number) for number in (0, 1, 2, None)] == [0b01, 0b10, 0, 0b11]
+    assert known.for_other_jobs(known.here()) == 0b01
+    assert known.noted is not None
+    assert known.noted.reader(1) == "n9"
 
 
 def test_end_of_service_wakes_all_waiters(cache: Cache) -> None:
