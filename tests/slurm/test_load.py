@@ -83,11 +83,12 @@ def _at_work(site: Site) -> dict[str, Sequence[str]]:
 def _is_clean(site: Site, node: str) -> None:
     """No lease and no redirect is left, by what is seen and by what the sweep finds.
 
-    And no bad entry. What a killed stager or a reboot has left may still be there: the sweep of a
-    later day deletes it.
+    And no bad entry. What a killed stager, a killed hook or a reboot has left may still be there:
+    the sweep of a later day deletes it.
     """
-    old = ["find", "/run/forestage/through", f"{CACHE}/parts", "-exec", "touch", "-d"]
-    site.root([*old, "2 days ago", "{}", "+"], node)
+    old = ["-exec", "touch", "-d", "2 days ago", "{}", "+"]
+    site.root(["find", "/run/forestage/through", f"{CACHE}/parts", *old], node)
+    site.root(["find", CACHE, "-maxdepth", "1", "-name", ".*.*", *old], node)
     assert (site.leases(node), site.redirected(node)) == ([], [])
     ran = site.cluster.run([CLI, "sweep", "--json"], user="root", node=node, check=False)
     swept = json.loads(ran.stdout)
