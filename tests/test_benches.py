@@ -36,6 +36,10 @@ SMALL = {
         ),
     ),
     "peers-model": (["4"], rf"cpu=\d+s worst_read={RATIO}"),
+    "prefetch-policy": (
+        ["--seeds", "1", "--minutes", "30"],
+        rf"cpu=\d+s gain={RATIO} vs_popular={RATIO}",
+    ),
     "registry": (
         ["--nodes", "2", "--rounds", "1", "--steps", "1", "--mib", "1", "--mbyte", "100"],
         f"first={RATIO} warm={RATIO} pulls={RATIO}",
