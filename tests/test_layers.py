@@ -21,7 +21,7 @@ MODULES = sorted(
 GROUND = ("errors", "units", "trace", "log", "clock", "paths")
 FOLDERS = (
     *("system", "config", "slurm", "events", "cache", "bind", "peers", "sources", "stage"),
-    *("views", "registry", "hooks", "admin", "check", "report", "cli"),
+    *("views", "registry", "hooks", "prefetch", "admin", "check", "report", "cli"),
 )
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
 

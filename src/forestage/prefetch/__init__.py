@@ -1,0 +1,1 @@
+"""What the queue tells: which images nodes copy before a job starts."""

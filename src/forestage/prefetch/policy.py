@@ -1,0 +1,138 @@
+"""Prefetch policy: which image a node copies before a job starts, and what stays in its cache for that.
+
+Pure. On one host `likely` turns what waits, in Slurm's order, into expected starts; that is the same
+for all nodes of a partition, as where Slurm plans a job says little (docs/decisions/0052). On each
+node `choose` returns what to copy now, or None. Sizes are bytes, times seconds.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """A line of the queue: a job, or what waits of an array.
+
+    `user` is their uid, `nodes` how many all its tasks want. `partitions` may be several.
+    """
+
+    user: int
+    images: tuple[str, ...]
+    nodes: int
+    partitions: tuple[str, ...]
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """How many of a user's jobs with this image are expected to start on each node of a partition.
+
+    `starts` is a chance, or more than 1 where several such jobs wait. A row for each user, so that
+    one who names an image that is not theirs takes it from nobody.
+    """
+
+    partition: str
+    image: str
+    user: int
+    starts: float
+
+
+class Wanted(NamedTuple):
+    """An image as this node would copy it: as `user`; `starts` are those of all its rows."""
+
+    size: int
+    user: int
+    starts: float
+
+
+class Held(NamedTuple):
+    """A copy on this node. `used`: when last, or when it was made for `user` if it is `fresh`.
+
+    `fresh`: no job has used it yet. `stays`: it is leased, pinned or under way.
+    """
+
+    size: int
+    used: float
+    user: int = 0
+    fresh: bool = False
+    stays: bool = False
+
+
+class Copy(NamedTuple):
+    """What a node should copy now; of the copies that it holds, `stay` are not to be evicted."""
+
+    image: str
+    user: int
+    stay: frozenset[str]
+
+
+class Rules(NamedTuple):
+    """The figures of the policy; docs/prefetch-policy.md shows what others would give.
+
+    least   expected starts below which nothing is copied
+    late    what a job's starts are worth each time that the jobs ahead of it fill the partition
+    quiet   seconds for which a copy stays after its last use
+    margin  a copy stays unless the new one is expected so many times as much
+    quota   part of the room that fresh copies may fill
+    share   part of the room that one user's fresh copies may fill
+    """
+
+    least: float = 0.2
+    late: float = 0.5
+    quiet: float = 1800
+    margin: float = 2.0
+    quota: float = 0.75
+    share: float = 0.5
+
+
+RULES = Rules()
+
+
+def likely(
+    queue: Iterable[Pending], nodes: Mapping[str, int], rules: Rules = RULES
+) -> tuple[Expected, ...]:
+    """The expected starts, most first; `queue` is in Slurm's order, `nodes` each partition's count.
+
+    A job's starts add up to the nodes that it wants.
+    """
+    found: Counter[tuple[str, str, int]] = Counter()
+    ahead: Counter[str] = Counter()  # nodes that jobs before this one want
+    for job in queue:
+        partitions = [name for name in job.partitions if nodes.get(name)]
+        starts = job.nodes / max(1, sum(nodes[name] for name in partitions))
+        for name in partitions:
+            worth = rules.late ** (ahead[name] / nodes[name])
+            ahead[name] += starts * nodes[name]
+            for image in job.images:
+                found[name, image, job.user] += starts * worth
+    return tuple(Expected(*row, starts) for row, starts in found.most_common())
+
+
+def choose(
+    wanted: Mapping[str, Wanted],
+    held: Mapping[str, Held],
+    room: int,
+    now: float,
+    rules: Rules = RULES,
+) -> Copy | None:
+    """The most expected image that this node lacks and the rules allow; `room` is the whole cache's."""
+    fresh: Counter[int] = Counter()
+    for copy in held.values():
+        fresh[copy.user] += copy.size * copy.fresh
+    lacking = [(one.starts, image) for image, one in wanted.items() if image not in held]
+    for starts, image in sorted(lacking, reverse=True):
+        size, user, _ = wanted[image]
+        if starts < rules.least:
+            break
+        if fresh.total() + size > rules.quota * room or fresh[user] + size > rules.share * room:
+            continue
+        stay = frozenset(
+            name
+            for name, copy in held.items()
+            if copy.stays
+            or (not copy.fresh and copy.used > now - rules.quiet)
+            or (name in wanted and wanted[name].starts * rules.margin >= starts)
+        )
+        if size + sum(held[name].size for name in stay) <= room:
+            return Copy(image, user, stay)
+    return None
