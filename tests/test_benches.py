@@ -27,6 +27,7 @@ SMALL = {
         f"dir_vs_rsync={RATIO} tree_vs_tar={RATIO} n2_src_bytes={RATIO} epoch_vs_shared={RATIO}",
     ),
     "hooks": (["2"], f"noimage={RATIO} hit={RATIO} epilog={RATIO}"),
+    "job-submit": (["1"], f"plain={RATIO} hostile={RATIO}"),
     "peers": (
         ["--nodes", "1,2", "--mib", "4", "--jobs", "2x1,1x2", "--pair-mib", "8", "--pairs", "1"],
         (

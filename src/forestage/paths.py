@@ -140,6 +140,16 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "nodes.json"
 
     @property
+    def expected(self) -> Path:
+        """Which images pending jobs name, as the prefetch host has it (prefetch/expected.py)."""
+        return self.run / "expected.json"
+
+    @property
+    def prefetched(self) -> Path:
+        """What this node has copied for them, see prefetch/marks.py."""
+        return self.run / "prefetched.json"
+
+    @property
     def wrong(self) -> Path:
         """A file for each key of which some node read wrong bytes, see peers/notices.py."""
         return self.run / "wrong"

@@ -255,10 +255,12 @@ def make_room(
     size: int,
     user: int | None = None,
     data: bool = False,
+    stay: frozenset[str] = frozenset(),
 ) -> tuple[str, ...]:
     """Evicts until `size` bytes for a copy of `path` fit; returns their keys.
 
-    `user` is the uid of who asks, `data` whether it is no image. Raises Declined, and evicts
+    `user` is the uid of who asks, `data` whether it is no image; `stay` are keys that do not go for
+    it, as if they were leased. Raises Declined, and evicts
     nothing, where even everything that may go for them would not do, and where what they hold of
     deleted files is their share already: it cannot be evicted.
     """
@@ -288,7 +290,8 @@ def make_room(
             return ()
         under_way = of_users(cache)
         under_way[user or 0] += size
-        made = plan(stored, leases.keys(), room, goal, path, under_way, user, size if data else 0)
+        kept = leases.keys() | stay
+        made = plan(stored, kept, room, goal, path, under_way, user, size if data else 0)
         if not made.enough:
             raise Declined(
                 "no-room",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli import complete, images, registry, report, site
+from forestage.cli import complete, images, prefetch, registry, report, site
 from forestage.cli.many import on_nodes
 from forestage.cli.world import Commands, Exit, as_json, show
 from forestage.cli.world import World as World
@@ -63,7 +63,13 @@ def main(ctx: click.Context, is_asked: bool) -> None:
         ctx.obj = World.real()
 
 
-for command in (*site.COMMANDS, *images.COMMANDS, *registry.COMMANDS, report.report):
+for command in (
+    *site.COMMANDS,
+    *images.COMMANDS,
+    *prefetch.COMMANDS,
+    *registry.COMMANDS,
+    report.report,
+):
     main.add_command(command)
 
 

@@ -103,7 +103,16 @@ class Commands(Listed):
         "Is it set up well": ("check", "config", "enable", "disable"),
         "When something is wrong": ("off", "on"),
         "The cache": ("evict", "pin", "unpin", "verify", "sweep", "unredirect"),
-        "Images before a job": ("images", "warm", "stage", "publish", "pack", "hints", "registry"),
+        "Images before a job": (
+            "images",
+            "warm",
+            "prefetch",
+            "stage",
+            "publish",
+            "pack",
+            "hints",
+            "registry",
+        ),
         "The whole cluster": ("report", "metrics", "peer", "answer"),
     }
 

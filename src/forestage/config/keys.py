@@ -97,6 +97,27 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
         return parse_address(text, self.port)
 
 
+class Prefetching(msgspec.Struct, frozen=True, kw_only=True):
+    """`prefetch:`, images that are copied before the jobs begin which wait for a node."""
+
+    host: Annotated[
+        str | None,
+        Key(
+            "The node or host that reads the queue and tells nodes what it names; null: nobody.",
+            values.HOST,
+            "null",
+        ),
+    ] = None
+    bandwidth: Annotated[
+        Limit,
+        Key(
+            "The most such a copy may read in a second; null: while no job runs on the node.",
+            values.LIMIT,
+            "null",
+        ),
+    ] = None
+
+
 class Data(msgspec.Struct, frozen=True, kw_only=True):
     """`data:`, what a comment asks for besides images: directories, mounts, a job's own disk."""
 
@@ -278,6 +299,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = "problems"
     data: Data = Data()
     peers: Peering = Peering()
+    prefetch: Prefetching = Prefetching()
     registry: Registry = Registry()
     metrics: Metering = Metering()
 

@@ -25,6 +25,7 @@ MIN_CHUNK = 1 << 20  # bytes; a multiple of every disk's and file system's block
 MAX_CHUNK = 1 << 30
 
 _FUSE = r"fuse(\.[!-~]+|blk)? [1-9][0-9]{0,9}"
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}"
 _UNQUOTED = r"[\w./+@-]+"  # paths that YAML reads as they are
 
 
@@ -209,6 +210,12 @@ LISTEN = _limited(
     _show_quoted,
     lambda raw: isinstance(raw, str) and raw.isprintable() and len(raw) < 256,
     'an address, a name, an interface or ""',
+)
+HOST = _limited(
+    _as_it_is,
+    str,
+    lambda raw: isinstance(raw, str) and re.fullmatch(_NAME, raw, re.ASCII) is not None,
+    "a node's or a host's name",
 )
 PATTERN = Notation(_read_pattern, _show_quoted)
 ADDRESSES = Notation(_read_addresses, _show_quoted)

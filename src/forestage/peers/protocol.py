@@ -5,6 +5,7 @@
     GET  /v1/look/<job>/<name>     what it has found in a directory (sources/agreement.py); likewise
     GET  /v1/copies/<key>[/<node>]  who may have a copy (known_copies.py); likewise
 
+    GET  /v1/expected              which images pending jobs name (prefetch/expected.py); likewise
     GET  /v1/wrong/<key>/<reader>  what the reader read is wrong (notices.py); likewise
 
 Forestage-Reach says who asks for a chunk: `job n5`, a node of the same job, or `cluster n5`. Who
@@ -31,6 +32,8 @@ from forestage.peers.auth import Prover, Refused, SessionOpened
 from forestage.peers.connection import ChunkRefused, Connection, Limit
 
 HANDSHAKE = 4.0  # seconds for munge on the other side, which a busy node may need
+
+EXPECTED = "expected"  # in place of a key, in a credential and a path
 
 Stop = Callable[[], bool]
 _HAS = re.compile(r"([0-9a-f]+)(!?)(?:@([A-Za-z0-9._-]+))?")
@@ -147,9 +150,9 @@ def fetch_look(
         undo.callback(line.close)
         with _as_refusals():
             response, counter = _send_request(line, session, path, None, limit)
-            if (response.length or 0) > most:
+            if response.length is None or response.length > most:
                 raise ChunkRefused("wrong", f"a look of {response.length} bytes")
-            length, body = response.length or 0, response.read()
+            length, body = response.length, response.read()
             undo.pop_all()
     if response.status == http.client.UNAUTHORIZED:
         raise SessionUnknown

@@ -33,8 +33,10 @@ from forestage.errors import ConfigError, Failed, ForestageError, PeerError, Pro
 from forestage.peers import auth, known_copies, local_chunks, notices, sessions
 from forestage.peers.auth import MAX_TEXT, Asker, Munge, Prover, Refused, SessionOpened
 from forestage.peers.local_chunks import Absent, Arrivals, Found, Known, Pending, Present
+from forestage.peers.protocol import EXPECTED
 from forestage.peers.sessions import ClientSession, Sessions, Unproven
 from forestage.peers.stats import Counters
+from forestage.system import records
 
 T = TypeVar("T")
 
@@ -141,6 +143,8 @@ class Service:
         asked = _EXPLAIN.fullmatch(request.raw_path)
         if request.method == "POST" and asked is not None:
             return await self._answer_user(request, int(asked[1]))
+        if (request.method, request.raw_path) == ("GET", f"/v1/{EXPECTED}"):
+            return self._answer_expected(request)
         chunk, look = _CHUNK.fullmatch(request.raw_path), _LOOK.fullmatch(request.raw_path)
         if request.method != "GET":
             raise _Refused(404)
@@ -263,6 +267,16 @@ class Service:
             mac = auth.of_response(ask.session.secret, ask.counter, 404, "")
             return web.Response(status=404, headers={"Forestage-Mac": mac})
         return self._proven(ask, body)
+
+    def _answer_expected(self, request: web.BaseRequest) -> web.Response:
+        """Gives root's record of what the queue names, on the host that has one."""
+        ask = self._authenticated(request, EXPECTED, 0)
+        self.unproven.discard(request.protocol)
+        try:
+            return self._proven(ask, records.read(self.places.expected))
+        except (FileNotFoundError, records.Damaged):
+            mac = auth.of_response(ask.session.secret, ask.counter, 404, "")
+            return web.Response(status=404, headers={"Forestage-Mac": mac})
 
     def _answer_copies(self, request: web.BaseRequest, key: str, node: str | None) -> web.Response:
         """Says who may have a copy, and remembers who asks."""

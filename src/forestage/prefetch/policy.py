@@ -1,8 +1,8 @@
-"""Prefetch policy: which image a node copies before a job starts, and what stays in its cache for that.
+"""Prefetch policy: which image a node copies before a job starts, and what stays for that.
 
-Pure. On one host `likely` turns what waits, in Slurm's order, into expected starts; that is the same
-for all nodes of a partition, as where Slurm plans a job says little (docs/decisions/0052). On each
-node `choose` returns what to copy now, or None. Sizes are bytes, times seconds.
+Pure. On one host `likely` turns what waits, in Slurm's order, into expected starts; that is the
+same for all nodes of a partition, as where Slurm plans a job says little (docs/decisions/0052). On
+each node `choose` returns what to copy now, or None. Sizes are bytes, times seconds.
 """
 
 from collections import Counter
@@ -96,7 +96,7 @@ def likely(
     A job's starts add up to the nodes that it wants.
     """
     found: Counter[tuple[str, str, int]] = Counter()
-    ahead: Counter[str] = Counter()  # nodes that jobs before this one want
+    ahead = dict.fromkeys(nodes, 0.0)  # nodes that jobs before this one want
     for job in queue:
         partitions = [name for name in job.partitions if nodes.get(name)]
         starts = job.nodes / max(1, sum(nodes[name] for name in partitions))
@@ -115,7 +115,7 @@ def choose(
     now: float,
     rules: Rules = RULES,
 ) -> Copy | None:
-    """The most expected image that this node lacks and the rules allow; `room` is the whole cache's."""
+    """The most expected image that this node lacks and the rules allow; `room` is all of it."""
     fresh: Counter[int] = Counter()
     for copy in held.values():
         fresh[copy.user] += copy.size * copy.fresh

@@ -40,6 +40,9 @@ MAX_SHOWN = 200
 MAX_OPTION = 16384
 """Characters that all words given as options may have; as the companion has it."""
 
+SEEN = "stage-seen="
+"""Begins the word in a job's *admin* comment that packaging/slurm/job_submit.lua writes."""
+
 OPTIONS = ("stage", "stage-dir", "stage-tell", "stage-wait")
 
 OF_OPTION = "option --"
@@ -218,6 +221,17 @@ def read_hints(comment: str, rank: Rank = NOWHERE, option: str = "") -> Hints:
         ignored=ignored,
         **reading.settings,  # type: ignore[arg-type]
     )
+
+
+def seen_images(admin_comment: str) -> tuple[str, ...]:
+    """Pure: the images that a job's submission named, absolute paths, from its admin comment.
+
+    Only operators and slurmctld's own plugins can write one, but the paths are the user's words: a
+    wrong one must cost nothing but its own request, as in a comment.
+    """
+    word = next((one for one in admin_comment.split() if one.startswith(SEEN)), "")
+    paths = map(_decoded, word.removeprefix(SEEN).split(","))
+    return tuple(dict.fromkeys(path for path in paths if path.startswith("/")))[:MAX_HINTED]
 
 
 def _short(name: str, value: str) -> str:

@@ -33,6 +33,7 @@ OVER = frozenset(
         "OUT_OF_MEMORY",
     )
 )
+MOST = 64 << 20  # bytes that squeue may write about all jobs that wait
 UNKNOWN_JOB = "Invalid job id specified"  # slurm_errno.c, ESLURM_INVALID_JOB_ID
 
 _FACT = re.compile(r"(?:^| )(NodeName|NodeHostName|State|Partitions)=(\S*)", re.ASCII)
@@ -145,6 +146,32 @@ class Slurm(NamedTuple):
         """All nodes, in one question to slurmctld. Raises SlurmError."""
         return nodes_in(self._answer("scontrol", "--all", "--oneliner", "show", "node"))
 
+    def pending(self, nonce: str) -> str:
+        """All jobs that wait, the next one first, in one question; prefetch/queue.py reads it.
+
+        What a user has written stands behind `nonce`, which nobody can know before. Raises
+        SlurmError, Failed.
+        """
+        # Without widths, which cut a field off or fill it up. Of the times only epochs can be read.
+        fields = (
+            *(f"JobArrayID:0|{nonce}<", "UserID:0|", "NumNodes:0|", "Partition:0|", "Reason:0|"),
+            *("StartTime:0|", f"admin_comment:0|{nonce}>", "Comment:0"),
+        )
+        words = ("--noheader", "--local", "--all", "--noconvert", "--states=PENDING", "--sort=-p,i")
+        return self._answer(
+            "squeue", *words, f"--Format={','.join(fields)}", epochs=True, most=MOST
+        )
+
+    def partitions(self) -> dict[str, tuple[int, str]]:
+        """How many nodes each partition has, and which, in brackets. Raises SlurmError."""
+        listed = self._answer("sinfo", "--noheader", "--local", "--all", "--format=%R|%D|%N")
+        found: dict[str, tuple[int, str]] = {}
+        for line in listed.splitlines():
+            name, count, nodes = line.split("|")
+            before, names = found.get(name, (0, ""))
+            found[name] = (before + int(count), f"{names},{nodes}".strip(","))
+        return found
+
     def cancel(self, name: str) -> None:
         """Cancels all jobs of that name. Raises SlurmError."""
         self._answer("scancel", f"--name={name}")
@@ -155,12 +182,23 @@ class Slurm(NamedTuple):
         return frozenset(int(one[1]) for one in managers if one)
 
     def command(
-        self, words: Sequence[str], stop: threading.Event | None = None, limit: float | None = None
+        self,
+        words: Sequence[str],
+        stop: threading.Event | None = None,
+        limit: float | None = None,
+        epochs: bool = False,
+        most: int | None = None,
     ) -> run.Ran:
-        """Runs one of Slurm's commands, until `stop` or for `limit` seconds. Raises SlurmError."""
+        """Runs one of Slurm's commands, until `stop` or for `limit` seconds.
+
+        `epochs`: its times are seconds since then. `most` as in `run.run`. Raises SlurmError,
+        Failed.
+        """
         argv = [self.program(words[0]), *words[1:]]
         variables = {"SLURM_CONF": self.conf} if self.conf else {}
-        return run.run(argv, stop=stop, timeout=limit, variables=variables)
+        if epochs:
+            variables["SLURM_TIME_FORMAT"] = "%s"
+        return run.run(argv, stop=stop, timeout=limit, variables=variables, most=most)
 
     def program(self, name: str) -> str:
         """Where one of Slurm's commands is. Raises SlurmError."""
@@ -169,16 +207,16 @@ class Slurm(NamedTuple):
             raise SlurmError(f"{name} is not installed", "its directory belongs into PATH")
         return there
 
-    def _ask(self, *words: str) -> run.Ran:
+    def _ask(self, *words: str, epochs: bool = False, most: int | None = None) -> run.Ran:
         """How one of Slurm's commands ended, in time. Raises SlurmError."""
-        ran = self.command(words, limit=TIMEOUT)
+        ran = self.command(words, limit=TIMEOUT, epochs=epochs, most=most)
         if ran.code < 0:
             raise SlurmError(f"{words[0]} did not end within {TIMEOUT:.0f} s")
         return ran
 
-    def _answer(self, *words: str) -> str:
+    def _answer(self, *words: str, epochs: bool = False, most: int | None = None) -> str:
         """What one of Slurm's commands prints. Raises SlurmError where it fails."""
-        ran = self._ask(*words)
+        ran = self._ask(*words, epochs=epochs, most=most)
         if ran.code != 0:
             raise SlurmError(ran.explained())
         return ran.out

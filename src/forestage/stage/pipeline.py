@@ -107,6 +107,7 @@ def claim(task: Task) -> Owner:
         job=task.job.id,
         uid=task.job.user.uid,
         since=0.0,
+        expected=task.job.is_expected,
     )
     if not task.part.resumable(owner):
         node.cache.drop_part(task.key)
@@ -191,6 +192,7 @@ def _make_room(task: Task, opened: Content, figures: Figures) -> None:
         need,
         task.job.user.uid,
         data=task.image.kind == "data",
+        stay=task.job.stay or frozenset(),
     )
 
 

@@ -28,7 +28,7 @@ from forestage.cache.part import Owner, Part, boot_id
 from forestage.config import Config
 from forestage.errors import Failed, Stopped
 from forestage.stage.periodic import meanwhile
-from forestage.system import lock
+from forestage.system import files, lock
 
 POLL = 0.1  # seconds
 WATCH = 0.2  # seconds between two looks of a copy under way
@@ -146,6 +146,31 @@ def giving_way(node: Node, key: str, stop: threading.Event) -> Iterator[None]:
 
     with meanwhile(watch, WATCH, "queue"):
         yield
+
+
+@contextlib.contextmanager
+def while_expected(node: Node, key: str, stop: threading.Event) -> Iterator[None]:
+    """Sets `stop` once a job has a lease on the key, whose own stager goes on with what is here.
+
+    That one has the job's nodes for peers and no `prefetch.bandwidth`. Without such a limit, any
+    job that begins on the node ends the copy.
+    """
+    alone = node.config.prefetch.bandwidth is None
+    before = _called(node)
+
+    def watch() -> None:
+        leased = _leased(node)
+        if (alone and _called(node) != before) or leased is None or key in leased:
+            stop.set()
+
+    with meanwhile(watch, WATCH, "expected"):
+        yield
+
+
+def _called(node: Node) -> int | None:
+    """When Slurm called a Prolog last, in ns; None before it did."""
+    found = files.facts(node.places.called("prolog"))
+    return found.st_mtime_ns if found else None
 
 
 def gather(node: Node, own: str = "") -> list[Copy]:

@@ -7,6 +7,7 @@ the lock to be free.
 import contextlib
 import signal
 import threading
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from forestage.stage.pipeline import Figures
 
 STAGER = Life(PROCESS_NAME, "copy")
+LETS_GO = 10.0  # seconds; queue.WATCH, and what its threads are reading
 PROBE_GRACE = 0.5  # seconds for those who only probe whether the key's lock is free
 
 
@@ -40,7 +42,7 @@ def _live(task: Task, hook: Channel) -> None:
     stop = be_stager()
     hook.begin(task.opened.fd)
     try:
-        with lock.held(task.node.cache.key_lock(task.key), PROBE_GRACE):
+        with lock.held(task.node.cache.key_lock(task.key), _patience(task)):
             hook.send(copy(task, stop))
     except lock.Busy:
         hook.send(Message("busy"))
@@ -50,6 +52,12 @@ def _live(task: Task, hook: Channel) -> None:
         raise
     else:
         _redirect_waiting(task)
+
+
+def _patience(task: Task) -> float:
+    """Seconds to wait for the key's lock; who copies it for jobs that are only expected lets go."""
+    owner = None if task.job.is_expected else task.part.owner()
+    return LETS_GO if owner is not None and owner.expected else PROBE_GRACE
 
 
 def be_stager() -> threading.Event:
@@ -82,7 +90,8 @@ def copy(task: Task, stop: threading.Event) -> Message:
     figures = pipeline.Figures()
     error: Declined | None = None
     try:
-        pipeline.run(task, stop, figures)
+        with _while_expected(task, stop):
+            pipeline.run(task, stop, figures)
     except Declined as declined:
         error = declined
     except OSError as failure:
@@ -92,10 +101,19 @@ def copy(task: Task, stop: threading.Event) -> Message:
         return Message("published")
     if error.reason in ("changed", "written", "no-room") or not task.part.digests().strip(b"\0"):
         task.node.cache.drop_part(task.key)  # no use to whoever comes next
-    elif error.reason == "stopped":
+    elif error.reason == "stopped" and not task.job.is_expected:
         with contextlib.suppress(OSError):  # then its keeper has it go on
             task.part.note_stopped()
     return Message("failed", error.reason, str(error), isinstance(error, Failed))
+
+
+def _while_expected(task: Task, stop: threading.Event) -> AbstractContextManager[None]:
+    """Around a copy; one that no job has asked for ends once one wants it, or the node."""
+    if not task.job.is_expected:
+        return contextlib.nullcontext()
+    from forestage.stage import queue
+
+    return queue.while_expected(task.node, task.key, stop)
 
 
 def _report(task: Task, figures: "Figures", error: Declined | None, took: float) -> None:

@@ -240,11 +240,13 @@ def run(
     stop: threading.Event | None = None,
     timeout: float | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
+    most: int | None = None,
 ) -> Ran:
     """Runs a program to its end, or kills it and its process group.
 
     It is killed once `stop` is set, or after `timeout` seconds. `variables` are added to its
-    environment. Raises Failed where the program is missing.
+    environment. `most` are the bytes that it may write, where `timeout` is the only other limit.
+    Raises Failed where the program is missing, or has written more.
     """
     _must_be_installed(argv[0])
     process = _popen(
@@ -258,7 +260,16 @@ def run(
         start_new_session=True,
     )
     end = None if timeout is None else time.monotonic() + timeout
-    out, err = _finish(process, stop, end)
+    if most is None:
+        out, err = _finish(process, stop, end)
+    else:
+        assert end is not None
+        with process:
+            out, err, cut = _written(process, end, most)
+            if cut or _outlasts(process, end):
+                _kill_group(process)
+        if cut == "size":
+            raise Failed("program", f"{argv[0]} has written more than {most} bytes")
     return Ran(
         tuple(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
     )
@@ -359,9 +370,13 @@ def run_here(
         if not cut and _outlasts(process, end):
             cut = "time"
         if cut:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill_group(process)
     return Output(process.returncode, out, err, cut)
+
+
+def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _outlasts(process: "subprocess.Popen[bytes]", end: float) -> bool:

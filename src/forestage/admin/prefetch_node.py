@@ -1,0 +1,333 @@
+"""A node's part of `forestage prefetch`: asks for the list, and copies what it expects most.
+
+It is what `forestage stage` does, for other users: each image is opened as the user whose jobs name
+it, with all rules that hold for jobs. Nothing holds a lease. Nobody reads a refusal but who asks
+with a dry run. Where another job needs the queue's place, the disk or the image itself, the copy
+ends or gives way (stage/queue.py), and nothing that a job has used lately goes for it (policy.py).
+"""
+
+import contextlib
+import pwd
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from forestage.admin import stage
+from forestage.cache import disk, disk_errors, evict
+from forestage.cache.layout import StoredEntry
+from forestage.cache.node import Node
+from forestage.clock import Deadline
+from forestage.errors import Declined, ForestageError
+from forestage.prefetch import expected, marks, policy
+from forestage.prefetch.expected import Expectations
+from forestage.prefetch.marks import Fresh, Look, Marks
+from forestage.prefetch.policy import Copy, Held, Wanted
+from forestage.slurm import nodelist
+from forestage.slurm.queue import Slurm
+from forestage.sources import opening
+from forestage.stage import queue
+from forestage.system import files
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, Piece, Table, count
+from forestage.units import printable
+
+COPIES = 8  # of one pass
+LOOKS = 32  # images that one pass opens
+OPEN = 10.0  # seconds for the shared file system to open one of them
+WITHIN = 600.0  # seconds that a pass waits for one copy, which goes on afterwards
+SETTLED = 60.0  # seconds since the last write: somebody may be writing it
+CALLED = 60.0  # seconds after a Prolog, in which its job counts though nothing else shows it
+
+Ask = Callable[[], Expectations]
+"""What the prefetch host says; raises PeerError, OSError."""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """An image of the list, and what this node does with it."""
+
+    image: str
+    user: int
+    starts: float
+    state: str
+    why: str = ""
+
+
+class NodePass(msgspec.Struct, frozen=True):
+    """One pass. `silent` says why the host gave no list, `idle` why nothing is copied."""
+
+    dry_run: bool
+    silent: str = ""
+    idle: str = ""
+    expires: float = 0.0
+    decisions: tuple[Decision, ...] = ()
+
+
+def run(node: Node, slurm: Slurm, ask: Ask, dry_run: bool) -> NodePass:
+    """One pass. Raises OSError, Failed where the node is at fault."""
+    now = node.clock.wall()
+    listed, silent = current(node, ask)
+    if listed is None:
+        return NodePass(dry_run, silent, "there is no list")
+    done = NodePass(dry_run, silent, _idle(node, slurm), expires=listed.expires)
+    own = _Pass(node, slurm, listed, dry_run, now)
+    if not done.idle:
+        own.look()
+        own.mark()
+        own.copy()
+    return msgspec.structs.replace(done, decisions=tuple(own.decisions()))
+
+
+def current(node: Node, ask: Ask) -> tuple[Expectations | None, str]:
+    """The list that counts now, and why the host gave no newer one. Raises OSError."""
+    now, silent = node.clock.wall(), ""
+    known = expected.read(node.places)
+    try:
+        told = ask()
+        silent = expected.counts(told, known, now)
+        if not silent:
+            expected.write(node.places, told)
+            return told, ""
+    except (ForestageError, OSError) as error:
+        silent = printable(str(error))
+    return (known if known is not None and expected.is_good(known, now) else None), silent
+
+
+def _idle(node: Node, slurm: Slurm) -> str:
+    """Why nothing may be copied now; "" where something may."""
+    try:
+        stage.must_not_be_off(node)
+        disk.must_serve(node.places, node.cache)
+        node.cache.prepare(node.config.require_mount)
+        disk_errors.must_not_be(node.places)
+    except Declined as declined:
+        return printable(str(declined))
+    if node.config.prefetch.bandwidth is None and has_jobs(node, slurm):
+        return "a job runs on this node, and `prefetch.bandwidth` is not set"
+    return ""
+
+
+def has_jobs(node: Node, slurm: Slurm) -> bool:
+    """Whether jobs run here, as far as that can be seen without asking Slurm."""
+    called = files.facts(node.places.called("prolog"))
+    begins = called is not None and node.clock.wall() - called.st_mtime < CALLED
+    return begins or bool(node.leases.jobs()) or bool(slurm.at_work())
+
+
+def wanted_here(listed: Expectations, name: str) -> dict[str, list[tuple[int, float]]]:
+    """Pure: the images of the node's partitions, each with its users, most expected first."""
+    own = {part for part, nodes in listed.partitions.items() if name in nodelist.expand(nodes)}
+    found: dict[str, dict[int, float]] = {}
+    for row in listed.rows:
+        if row.partition in own:
+            users = found.setdefault(row.image, {})
+            users[row.user] = users.get(row.user, 0.0) + row.starts
+    return {
+        image: sorted(users.items(), key=lambda one: (-one[1], one[0]))
+        for image, users in found.items()
+    }
+
+
+class _Pass:
+    """One pass at work: `marks` grow, and are written as they do."""
+
+    def __init__(
+        self, node: Node, slurm: Slurm, listed: Expectations, dry_run: bool, now: float
+    ) -> None:
+        self.node = node
+        self.slurm = slurm
+        self.dry_run = dry_run
+        self.now = now
+        self.images = wanted_here(listed, slurm.node)
+        self.since = listed.made
+        named = [(image, user) for image, users in self.images.items() for user, _ in users]
+        self.marks = marks.read(node.places).naming(named)
+        self.states: dict[str, str] = {}
+
+    def look(self) -> None:
+        """Opens what is due, as its users, most expected first."""
+        left = LOOKS
+        by_starts = sorted(self.images.items(), key=lambda one: -_starts(one[1]))
+        for image, users in by_starts:
+            for user, _ in users:
+                known = self.marks.look(image, user)
+                if marks.is_due(known, self.now) and left:
+                    left -= 1
+                    known = look(self.node, image, user, self.now, known)
+                    self._keep(self.marks.with_look(known))
+                if known is not None and not known.why:
+                    break  # whoever else wants it
+
+    def wanted(self) -> dict[str, Wanted]:
+        """What could be copied, by its key."""
+        found: dict[str, Wanted] = {}
+        for image, users in self.images.items():
+            if (one := self._opened(image)) is not None:
+                before = found[one.key].starts if one.key in found else 0.0
+                found[one.key] = Wanted(one.size, one.user, before + _starts(users))
+        return found
+
+    def _opened(self, image: str) -> Look | None:
+        """The look of the first of its users who could open it."""
+        looks = (self.marks.look(image, user) for user, _ in self.images[image])
+        return next((one for one in looks if one is not None and not one.why), None)
+
+    def mark(self) -> None:
+        """Says of the copies that nobody has used whether they are expected still."""
+        wanted, stored = self.wanted(), {one.key: one for one in self.node.cache.stored_entries()}
+        leased = self.node.leases.keys()
+        kept = tuple(one for one in self.marks.fresh if one.key in stored)
+        fresh = []
+        for one in kept:
+            used = self.now if one.key in wanted else 0.0
+            is_so = (one.used == 0.0) == (used == 0.0)
+            if not is_so and one.key not in leased and is_fresh(one, stored[one.key]):
+                one = msgspec.structs.replace(one, used=self._touch(one.key, used))
+            fresh.append(one)
+        self._keep(msgspec.structs.replace(self.marks, fresh=tuple(fresh)))
+
+    def copy(self) -> None:
+        """Copies one image after the other, as long as the policy names one."""
+        for _ in range(COPIES):
+            wanted = self.wanted()
+            chosen = policy.choose(wanted, *self.room(), now=self.node.clock.wall())
+            if chosen is None or _idle(self.node, self.slurm):
+                return
+            image = next(one for one in self.images if self._key(one) == chosen.image)
+            if self.dry_run:
+                self.states[image] = "would be copied next"
+                return
+            if not self.stage(image, chosen):
+                return
+
+    def _key(self, image: str) -> str:
+        found = self._opened(image)
+        return found.key if found else ""
+
+    def room(self) -> tuple[dict[str, Held], int]:
+        """What is here, copies under way included, and the room for all of it in bytes."""
+        cache = self.node.cache
+        stored = cache.stored_entries()
+        leased = self.node.leases.keys()
+        fresh = {one.key: one for one in self.marks.fresh}
+        found: dict[str, Held] = {}
+        for one in stored:
+            mark = fresh.get(one.key)
+            new = mark is not None and one.key not in leased and is_fresh(mark, one)
+            stays = one.pinned or one.key in leased
+            user = mark.user if mark else 0
+            found[one.key] = Held(one.bytes, one.used, user, new, stays)
+        for copy in queue.gather(self.node):
+            size = cache.part(copy.key).allocated()
+            found[copy.key] = Held(size, self.now, copy.uid, copy.need == "none", stays=True)
+        # Above the low watermark, the Epilog would evict it again.
+        return found, evict.measure(cache, stored, self.node.config).low
+
+    def stage(self, image: str, chosen: Copy) -> bool:
+        """Copies one image; whether to go on with others."""
+        node = self.node.configured(bandwidth=_slower(self.node))
+        job = stage.nobody(user_of(chosen.user), self.slurm.node)
+        job = msgspec.structs.replace(job, stay=chosen.stay)
+        (done,) = stage.stage(node, job, [image], WITHIN, lambda _: None).images
+        self.states[image] = done.result
+        if done.is_here:
+            wall = self.node.clock.wall()
+            used = self._touch(done.key, wall) if done.result == "copied" else 0.0
+            if used:
+                made = Fresh(done.key, image, chosen.user, self.since, wall, used)
+                self._keep(self.marks.with_fresh(made))
+            return True
+        if done.result == "copying" or done.reason in ("stopped", "no-room", "disabled"):
+            return False
+        known = self.marks.look(image, chosen.user)
+        why = done.detail or done.reason
+        self._keep(self.marks.with_look(refused(image, chosen.user, self.now, why, known)))
+        return True
+
+    def _touch(self, key: str, used: float) -> float:
+        with contextlib.suppress(FileNotFoundError):  # evicted this moment
+            if not self.dry_run:
+                self.node.cache.touch(key, used)
+            return used
+        return 0.0
+
+    def _keep(self, found: Marks) -> None:
+        if found != self.marks and not self.dry_run:
+            marks.write(self.node.places, found)
+        self.marks = found
+
+    def decisions(self) -> Iterator[Decision]:
+        """What becomes of each image of the list here."""
+        here = {one.key for one in _stored(self.node)}
+        for image, users in sorted(self.images.items(), key=lambda one: -_starts(one[1])):
+            found = self._opened(image)
+            last = next(filter(None, (self.marks.look(image, user) for user, _ in users)), None)
+            state, why = "not looked at", ""
+            if found is not None:
+                state = "here" if found.key in here else "not expected enough, or no room"
+            elif last is not None:
+                state, why = "refused", last.why
+            yield Decision(image, users[0][0], _starts(users), self.states.get(image, state), why)
+
+
+def _stored(node: Node) -> list[StoredEntry]:
+    with contextlib.suppress(OSError):  # no cache is mounted
+        return node.cache.stored_entries()
+    return []
+
+
+def _starts(users: Iterable[tuple[int, float]]) -> float:
+    return sum(starts for _, starts in users)
+
+
+def _slower(node: Node) -> int | None:
+    """The rate of such a copy."""
+    limits = (node.config.bandwidth, node.config.prefetch.bandwidth)
+    return min((one for one in limits if one is not None), default=None)
+
+
+def is_fresh(mark: Fresh, stored: StoredEntry) -> bool:
+    """Pure: whether no job has used the entry since it was made: its time is the mark's."""
+    return abs(stored.used - mark.used) < 0.001
+
+
+def look(node: Node, image: str, user: int, now: float, before: Look | None) -> Look:
+    """What an image is for a user: opened as them, with the rules that hold for their jobs."""
+    try:
+        end = Deadline.after(OPEN, node.clock)
+        with opening.open_as(user_of(user), image, node, end) as opened:
+            found = opened.image
+        if 0 <= now - found.identity.mtime_ns / 1e9 < SETTLED:
+            raise Declined("written", f"{image} was written less than {SETTLED:.0f} s ago")
+    except (ForestageError, OSError) as error:
+        return refused(image, user, now, str(error), before)
+    return Look(image, user, now, found.key, found.size)
+
+
+def refused(image: str, user: int, now: float, why: str, before: Look | None) -> Look:
+    """Pure: a look that came to nothing, once more."""
+    tries = before.tries + 1 if before else 1
+    return Look(image, user, now, why=printable(why) or "refused", tries=tries)
+
+
+def user_of(uid: int) -> User:
+    """The user as this node knows them. Raises Declined."""
+    try:
+        known = pwd.getpwuid(uid)
+    except KeyError:
+        raise Declined("no-user", f"uid {uid} is no user of this node") from None
+    return User(known.pw_name, uid, known.pw_gid)
+
+
+def pieces(done: NodePass) -> Iterator[Piece]:
+    """Pure: what `prefetch` prints on a node."""
+    if done.silent:
+        yield Line(f"The host gave no new list: {done.silent}")
+    if done.idle:
+        yield Line(f"Nothing is copied: {done.idle}")
+    if done.decisions:
+        yield Line(f"{count(len(done.decisions), 'image')} expected here", heading=True)
+        rows = []
+        for one in done.decisions:
+            what = f"{one.image} ({one.why})" if one.why else one.image
+            rows.append((f"{one.starts:.2f}", str(one.user), one.state, what))
+        yield Table(("starts", "user", "state", "image or reason"), rows)

@@ -1,0 +1,116 @@
+"""What the queue names: squeue's lines about jobs that wait, parsed without trust. Pure.
+
+A comment is its user's word and is printed as it is, newlines too, so a user could write whole
+lines of the listing. Each line of Slurm's own holds a nonce in front of all that users write.
+"""
+
+import functools
+import re
+from collections import Counter
+
+import msgspec
+
+from forestage.prefetch.policy import Pending
+from forestage.slurm.hints import read_hints, seen_images
+
+SOON = 3600.0  # seconds until the begin time of a job, within which it counts
+MAX_PATH = 4096  # bytes
+
+# slurm_protocol_defs.c, job_reason_string. What waits for one of these has no place in the queue
+# yet, or will never start; it is listed once the reason is another one.
+NEVER = frozenset(
+    (
+        *("BadConstraints", "Cleaning", "Dependency", "DependencyNeverSatisfied", "InvalidAccount"),
+        *("InvalidQOS", "JobArrayTaskLimit", "JobHeldAdmin", "JobHeldUser", "JobHoldMaxRequeue"),
+        *("PartitionInactive", "PartitionNodeLimit", "PartitionTimeLimit", "ReservationDeleted"),
+    )
+)
+_NOT_YET = ("BeginTime", "None")  # the latter until the scheduler has looked at a new job
+_TASKS = re.compile(r"[0-9]+_\[([0-9,:.-]*)(?:%([0-9]+))?\]?", re.ASCII)
+_JOB = re.compile(r"[0-9]+(?:[_+][0-9]+)?", re.ASCII)
+
+
+class Queue(msgspec.Struct, frozen=True):
+    """The jobs that count, the next one first, and how many others there are, by reason."""
+
+    pending: tuple[Pending, ...] = ()
+    others: tuple[tuple[str, int], ...] = ()
+
+
+def parse(listing: str, nonce: str, now: float) -> Queue:
+    """What `Slurm.pending(nonce)` says; what cannot be read is counted as `unreadable`."""
+    heads = re.compile(rf"^([^|\n]*)\|{re.escape(nonce)}<", re.MULTILINE)
+    parts = heads.split(listing)[1:]
+    found: list[Pending] = []
+    others: Counter[str] = Counter()
+    for job, rest in zip(parts[::2], parts[1::2], strict=True):
+        pending = _pending(job, rest, nonce, now)
+        if isinstance(pending, Pending):
+            found.append(pending)
+        else:
+            others[pending] += 1
+    return Queue(tuple(found), tuple(others.most_common()))
+
+
+def _pending(job: str, rest: str, nonce: str, now: float) -> Pending | str:
+    """The job, or why it does not count."""
+    fields, middle, comment = rest.partition(f"|{nonce}>")
+    values = fields.split("|", 5)
+    if not middle or len(values) < 6:
+        return "unreadable"
+    user, nodes, partitions, reason, start, admin_comment = values
+    count = tasks(job)
+    digits = re.match("[0-9]{1,7}", nodes)
+    if not count or not digits or not (user.isascii() and user.isdigit() and len(user) <= 10):
+        return "unreadable"
+    if reason in NEVER:
+        return reason
+    if reason in _NOT_YET and start.isdigit() and int(start) > now + SOON:
+        return "BeginTime"
+    images = named(_said(comment.removesuffix("\n")), _said(admin_comment))
+    if not images:
+        return "no image"
+    wanted = min(count * int(digits[0]), 1 << 24)
+    return Pending(int(user), images, wanted, tuple(partitions.split(",")))
+
+
+def _said(field: str) -> str:
+    return "" if field == "(null)" else field
+
+
+def tasks(job: str) -> int:
+    """How many tasks `12`, `12_3` or `12_[1,4-10%2]` may run at once; 0 for what is no job's name.
+
+    squeue cuts long lists off.
+    """
+    if _JOB.fullmatch(job):
+        return 1
+    array = _TASKS.match(job)
+    if not array:
+        return 0
+    count = 0
+    for span in array[1].split(","):
+        first, _, last = span.partition(":")[0].partition("-")
+        if first.isdigit():
+            count += max(1, int(last) - int(first) + 1) if last.isdigit() else 1
+    return min(count, int(array[2])) if array[2] and int(array[2]) else count
+
+
+@functools.lru_cache(4096)
+def named(comment: str, admin_comment: str) -> tuple[str, ...]:
+    """The images that a job names, as far as they are files: absolute paths, each once."""
+    hints = read_hints(comment)
+    if hints.off:
+        return ()
+    found = (
+        *(one.path for one in hints.wanted if one.kind == "image"),
+        *seen_images(admin_comment),
+    )
+    return tuple(one for one in dict.fromkeys(found) if _is_path(one))
+
+
+def _is_path(path: str) -> bool:
+    try:
+        return path.startswith("/") and path.isprintable() and len(path.encode()) < MAX_PATH
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,236 @@
+"""packaging/slurm/job_submit.lua in a real slurmctld: what it notes of a submission, and what not.
+
+On this machine's Slurm, and on those of the other trees with ./test --all or --suite NAME. What it
+costs with hostile scripts is measured by bench/job-submit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+from host import wait_until
+from hostile import SCRIPTS
+from jobs import Site, hooked
+from spec import REPO, ClusterSpec
+from suite import on_suite
+
+from forestage.slurm.hints import seen_images
+
+SHIPPED = REPO / "packaging/slurm/job_submit.lua"
+COPY = "/etc/forestage/job_submit.lua"
+OTHERS = [pytest.param(name, marks=pytest.mark.suite(name)) for name in ("trixie", "sid")]
+# What a site has, and for some names of jobs what a test wants to know.
+OWN = f"""\
+local before = {{}}
+for name in pairs(_G) do before[name] = true end
+local found, note_images = pcall(dofile, "{COPY}")
+local new = {{}}
+for name in pairs(_G) do if not before[name] then new[#new + 1] = name end end
+
+function slurm_job_submit(job_desc, part_list, submit_uid)
+    if job_desc.name == "globals" then
+        job_desc.admin_comment = "new=" .. table.concat(new, ",")
+    elseif job_desc.name == "ticket" then
+        job_desc.admin_comment = "ticket=42"
+    elseif job_desc.name == "operator" then
+        job_desc.admin_comment = "stage-seen=/of/an/operator"
+    elseif job_desc.name == "uncaught" then
+        error("of the site's own")
+    elseif job_desc.name == "failing" then
+        note_images(setmetatable({{}}, {{__index = function() error("no field, 100%s") end}}))
+        return slurm.SUCCESS
+    end
+    if found then note_images(job_desc) end
+    return slurm.SUCCESS
+end
+
+function slurm_job_modify(job_desc, job_rec, part_list, modify_uid)
+    return slurm.SUCCESS
+end
+"""
+_names = itertools.count(1)
+
+
+@pytest.fixture(scope="module", params=["", *OTHERS])
+def cluster_spec(request: pytest.FixtureRequest, machine: None) -> ClusterSpec:
+    spec = hooked(nodes=1, JobSubmitPlugins="lua")
+    files = {"/etc/slurm/job_submit.lua": OWN, COPY: SHIPPED.read_text()}
+    spec = dataclasses.replace(spec, files={**spec.files, **files})
+    return on_suite(spec, request.param) if request.param else spec
+
+
+@pytest.fixture
+def held(site: Site) -> Iterator[Site]:
+    """Jobs are submitted and never run."""
+    yield site
+    site.cluster.run(["scancel", "--user=alice", "--state=PENDING"], user="root")
+
+
+def noted(site: Site, job: int) -> str:
+    """A job's admin comment, as it is, and that of each further component in a line."""
+    shown = site.cluster.run(["scontrol", "show", "job", str(job)], user="root").stdout
+    return "\n".join(re.findall(r"^ *AdminComment=(.*?) *$", shown, re.MULTILINE))
+
+
+def batch(site: Site, script: str, *options: str) -> int:
+    return site.cluster.submit(f"#!/bin/sh\n{script}\n", "--hold", *options)
+
+
+def images(site: Site, script: str, *options: str) -> tuple[str, ...]:
+    return seen_images(noted(site, batch(site, script, *options)))
+
+
+def test_option_of_sbatch_and_in_its_script_is_noted(held: Site) -> None:
+    job = batch(held, "true", "--container-image=/shared/a.sqsh")
+    assert noted(held, job) == "stage-seen=/shared/a.sqsh"
+    assert images(held, "#SBATCH --container-image=/shared/b.sqsh") == ("/shared/b.sqsh",)
+
+
+@pytest.mark.parametrize("command", ["srun", "salloc"])
+def test_option_of_srun_and_salloc_is_noted(site: Site, command: str) -> None:
+    image = site.image(command)
+    ran = site.run([command, f"--container-image={image}", "true"])
+    assert seen_images(noted(site, ran.job)) == (image,)
+
+
+STEPS = {
+    "srun --container-image=/a.sqsh true": ("/a.sqsh",),
+    "srun -n2 --container-image='/a b,%.sqsh' true": ("/a b,%.sqsh",),
+    'exec /usr/bin/srun --container-image="/ü.sqsh" true': ("/ü.sqsh",),
+    "srun -n2 \\\n  --label \\\n  --container-image=/a.sqsh \\\n  true": ("/a.sqsh",),
+    "x=$(srun --container-image=/a.sqsh cat)": ("/a.sqsh",),
+    "srun --container-image=./a.sqsh true": ("/shared/alice/a.sqsh",),
+    "srun --container-image=/a true\nsrun --container-image=/b true\nsrun --container-image=/a x": (
+        "/a",
+        "/b",
+    ),
+    "# srun --container-image=/a.sqsh true": (),
+    "echo --container-image=/a.sqsh": (),
+    "mysrun --container-image=/a.sqsh": (),
+    "srun hostname\necho --container-image=/a.sqsh": (),
+    "srun --container-image=$IMAGE true": (),
+    "srun --container-image=/images/`date`.sqsh true": (),
+    'srun --container-image="/never ended': (),
+    "srun --container-image=nvcr.io#nvidia/pytorch:24.01-py3 true": (),
+    "srun --container-image= true": (),
+}
+
+
+@pytest.mark.parametrize("script", STEPS)
+def test_image_of_a_step_is_noted_where_the_script_says_it(held: Site, script: str) -> None:
+    assert images(held, script) == STEPS[script]
+
+
+def test_option_comes_before_the_steps_images_and_what_a_shell_has_read_is_taken_as_it_is(
+    held: Site,
+) -> None:
+    script = "srun --container-image=/b true"
+    assert images(held, script, "--container-image=/$a{1}~\n.sqsh") == ("/$a{1}~\n.sqsh", "/b")
+
+
+def test_comment_of_the_user_and_what_the_admin_comment_holds_stay(held: Site) -> None:
+    comment = "x" * 1024  # the most that Slurm takes
+    option = "--container-image=/a.sqsh"
+    job = batch(held, "true", option, f"--comment={comment}", "--job-name=ticket")
+    assert noted(held, job) == "ticket=42 stage-seen=/a.sqsh"
+    squeue = ["squeue", "-h", "-j", str(job), "-o", "%k"]
+    assert held.cluster.run(squeue).stdout.strip() == comment
+    job = batch(held, "true", option, "--job-name=operator")
+    assert noted(held, job) == "stage-seen=/of/an/operator"
+
+
+def test_user_cannot_write_an_admin_comment(held: Site) -> None:
+    job = batch(held, "true", "--container-image=/a.sqsh")
+    update = ["scontrol", "update", f"JobId={job}", "AdminComment=stage-seen=/b"]
+    assert held.cluster.run(update, check=False).returncode != 0
+    assert noted(held, job) == "stage-seen=/a.sqsh"
+
+
+def test_whoever_may_see_the_job_sees_what_is_noted(held: Site) -> None:
+    job = batch(held, "true", "--container-image=/shared/alice/a.sqsh")
+    shown = held.cluster.run(["scontrol", "show", "job", str(job)], user="bob").stdout
+    assert "AdminComment=stage-seen=/shared/alice/a.sqsh" in shown
+
+
+def test_component_of_a_het_job_is_not_given_the_first_ones_image(held: Site) -> None:
+    options = ["--container-image=/a.sqsh", ":", "-n1", ":", "--container-image=/c.sqsh"]
+    job = int(
+        held.cluster.run(["sbatch", "--parsable", "-H", *options], input="#!/bin/sh\n").stdout
+    )
+    assert noted(held, job) == "stage-seen=/a.sqsh"
+
+
+def test_word_has_900_bytes_and_whole_paths(held: Site) -> None:
+    long, fits = "/" + "ü" * 140, "/fits.sqsh"  # 6 bytes for each ü
+    script = "\n".join(f"srun --container-image={path} true" for path in (long, long + "x", fits))
+    job = batch(held, script)
+    assert seen_images(noted(held, job)) == (long, fits)
+    assert len(noted(held, job)) <= 900
+    assert images(held, f"srun --container-image=/{'x' * 900} true") == ()
+
+
+def test_script_is_read_to_its_256th_kib(held: Site) -> None:
+    last = "srun --container-image=/last true\n"
+    filler = "#" * 63 + "\n"
+    near = filler * (256 * 16 - 3) + last
+    assert images(held, near) == ("/last",)
+    assert images(held, filler * 256 * 16 + last) == ()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_hostile_script_is_submitted_and_notes_little(held: Site, name: str) -> None:
+    assert len(noted(held, batch(held, SCRIPTS[name]))) <= 900
+
+
+def test_file_defines_no_global_name(held: Site) -> None:
+    assert noted(held, batch(held, "true", "--job-name=globals")) == "new="
+
+
+def test_failure_inside_is_logged_and_the_job_is_accepted(held: Site) -> None:
+    job = batch(held, "true", "--job-name=failing", "--container-image=/a.sqsh")
+    assert noted(held, job) == ""
+    log = (held.cluster.state / "log/slurmctld.log").read_text()
+    assert re.search("error: .*forestage: no image is noted for a job: .*no field, 100%s", log)
+
+
+def test_uncaught_error_of_the_sites_own_is_for_slurm_to_answer(held: Site) -> None:
+    """Slurm 22.05 and 24.11 accept the job, 26.05 refuses it: no error may leave our function."""
+    options = ["--hold", "--job-name=uncaught"]
+    ran = held.cluster.run(["sbatch", *options], input="#!/bin/sh\n", check=False)
+    assert (ran.returncode != 0) == held.cluster.spec.lower.endswith("/sid")
+
+
+@pytest.mark.parametrize("broken", ["", "return function( end", "error('at once')"])
+def test_file_that_is_missing_or_broken_costs_no_job(held: Site, broken: str) -> None:
+    own, copy = (held.cluster.host_path(path) for path in ("/etc/slurm/job_submit.lua", COPY))
+    text = copy.read_text()
+    try:
+        copy.write_text(broken) if broken else copy.unlink()
+        _reload(held, own.read_text())
+        assert noted(held, batch(held, "true", "--container-image=/a.sqsh")) == ""
+    finally:
+        copy.write_text(text)
+        _reload(held, own.read_text())
+    assert images(held, "true", "--container-image=/a.sqsh") == ("/a.sqsh",)
+
+
+def _reload(site: Site, own: str) -> None:
+    """slurmctld reads a script again whose time, in seconds, is a later one."""
+    mark = f"loaded {next(_names)}"
+    path = site.cluster.host_path("/etc/slurm/job_submit.lua")
+    later = path.stat().st_mtime + 2
+    body = own.split("\n-- mark\n")[0]
+    path.write_text(f'{body}\n-- mark\nslurm.log_info("%s", "{mark}")\n')
+    os.utime(path, (later, later))
+    log = site.cluster.state / "log/slurmctld.log"
+
+    def loaded() -> bool:
+        batch(site, "true")
+        return mark in log.read_text()
+
+    wait_until(loaded, 30, lambda: f"not loaded\n{site.cluster.logs()}")

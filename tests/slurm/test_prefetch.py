@@ -1,0 +1,241 @@
+"""Images of pending jobs, on a real cluster: n1 reads the queue, n2 copies what it names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from cluster import Cluster
+from host import wait_until
+from jobs import CLI, Site, hooked
+from spec import BOB, ClusterSpec
+
+from forestage.paths import Places
+from forestage.prefetch import expected, marks
+
+HOST, NODE = "n1", "n2"
+RATE = "200M"
+
+
+@pytest.fixture(scope="module")
+def cluster_spec() -> ClusterSpec:
+    return hooked(2, BatchStartTimeout="60")
+
+
+@pytest.fixture(scope="module")
+def service(site_cluster: Cluster) -> Iterator[None]:
+    Site(site_cluster).configure(**keys())
+    log = site_cluster.state / "log/peer-host.log"
+    with open(log, "w") as out:
+        service = site_cluster.popen(
+            [CLI, "peer", "--node", HOST], user="root", node=HOST, stdout=out, stderr=out
+        )
+    wait_until(lambda: "serves at" in log.read_text(), 60, log.read_text)
+    yield
+    with contextlib.suppress(ProcessLookupError):
+        site_cluster.signal(service, signal.SIGTERM)
+    service.communicate(timeout=60)
+
+
+def keys(rate: str | None = RATE, **more: object) -> dict[str, object]:
+    # The nodes of the cluster have one address.
+    peers = {"enabled": True, "addresses": {HOST: "127.0.0.1"}}
+    return {"peers": peers, "prefetch": {"host": HOST, "bandwidth": rate}, **more}
+
+
+class Queue:
+    """A job that holds NODE, and what waits behind it."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.places = {
+            node: Places(site.cluster.host_path("/", node)) for node in site.cluster.nodes
+        }
+
+    def old(self, name: str, **how: object) -> str:
+        """An image that nobody has written to lately."""
+        path = self.site.image(name, **how)  # type: ignore[arg-type]
+        file = self.site.source(path)
+        before = file.stat().st_mtime - 3600
+        os.utime(file, (before, before))
+        return path
+
+    def submit(self, comment: str, *options: str, user: str = "alice", script: str = "") -> int:
+        where = [f"--nodelist={NODE}", "--exclusive", f"--comment={comment}", "--output=/dev/null"]
+        return self.site.cluster.submit(f"#!/bin/sh\n{script}\n", *where, *options, user=user)
+
+    def tell(self) -> str:
+        return self.command(HOST)
+
+    def pull(self, *words: str) -> str:
+        return self.command(NODE, *words)
+
+    def command(self, node: str, *words: str) -> str:
+        ran = self.site.cluster.run(
+            [CLI, "prefetch", "--node", node, *words], user="root", node=node, check=False
+        )
+        return ran.stdout + ran.stderr
+
+    def listed(self, node: str = NODE) -> list[str]:
+        found = expected.read(self.places[node])
+        return [row.image for row in found.rows] if found else []
+
+    def age(self, node: str, seconds: float) -> None:
+        """Makes the list of a node older."""
+        import msgspec
+
+        known = expected.read(self.places[node])
+        assert known is not None
+        times = {"made": known.made - seconds, "expires": known.expires - seconds}
+        expected.write(self.places[node], msgspec.structs.replace(known, **times))
+
+
+@pytest.fixture
+def waiting(site: Site, service: None) -> Iterator[Queue]:
+    site.configure(**keys())
+    for node in site.cluster.nodes:
+        for name in ("expected.json", "prefetched.json"):
+            site.cluster.host_path(f"/run/forestage/{name}", node).unlink(missing_ok=True)
+    with site.holding(None, node=NODE):
+        yield Queue(site)
+        site.cluster.run(["scancel", "--state=PENDING", "--user=alice"], user="root", check=False)
+        site.cluster.run(["scancel", "--state=PENDING", "--user=bob"], user="root", check=False)
+        site.await_stagers()
+
+
+def test_image_of_a_pending_job_is_here_before_the_job_starts(site: Site, service: None) -> None:
+    site.configure(**keys())
+    queue = Queue(site)
+    path = queue.old("ahead", mib=4)
+    with site.holding(None, node=NODE):
+        job = queue.submit(f"stage={path}", script=f"sha256sum <{path} >/shared/alice/sum")
+        assert path in queue.tell()
+        assert "copied" in queue.pull()
+        assert site.cached_paths(NODE) == [path]
+        assert site.leases(NODE) == []
+
+    site.wait_over(job)
+    assert site.results(job, NODE) == ["hit"]
+    assert site.cluster.read("/shared/alice/sum").split()[0] == site.sha256(path)
+
+
+def test_forged_line_of_a_comment_names_nothing(waiting: Queue) -> None:
+    path = waiting.old("real")
+    forged = f"x\n77777|{'0' * 32}<0|1|all|None|0|(null)|{'0' * 32}>stage=/shared/bob/f.sqsh\n"
+    waiting.submit(f"{forged}77777|n1|stage=/etc/shadow stage={path}")
+    waiting.tell()
+    assert waiting.listed(HOST) == [path]
+
+
+def test_user_without_access_gets_nothing_staged_and_nobody_is_told(waiting: Queue) -> None:
+    path = waiting.old("private", owner=BOB, mode=0o600)
+    waiting.submit(f"stage={path}")
+    waiting.tell()
+    before = waiting.site.cluster.read("/var/log/forestage/events.jsonl", NODE)
+    assert "no-permission" not in waiting.pull()
+    assert "is not readable by this user" in waiting.pull("--dry-run")
+    assert waiting.site.cached_paths(NODE) == []
+    assert waiting.site.cluster.read("/var/log/forestage/events.jsonl", NODE) == before
+
+
+def test_busy_node_copies_nothing_without_a_bandwidth(waiting: Queue) -> None:
+    path = waiting.old("busy")
+    waiting.submit(f"stage={path}")
+    waiting.site.configure(**keys(rate=None))
+    waiting.tell()
+    assert "a job runs on this node" in waiting.pull()
+    assert waiting.site.cached_paths(NODE) == []
+
+
+def test_held_and_dependent_jobs_are_not_expected(waiting: Queue) -> None:
+    first = waiting.old("first")
+    job = waiting.submit(f"stage={first}")
+    waiting.submit(f"stage={waiting.old('held')}", "--hold")
+    waiting.submit(f"stage={waiting.old('after')}", f"--dependency=afterok:{job}")
+    waiting.submit(f"stage={waiting.old('tomorrow')}", "--begin=now+1day")
+    said = waiting.tell()
+    assert waiting.listed(HOST) == [first]
+    assert "1 JobHeldUser" in said
+
+
+def test_list_that_is_dead_or_of_a_dead_host_is_used_until_it_expires(waiting: Queue) -> None:
+    path = waiting.old("dead")
+    waiting.submit(f"stage={path}")
+    waiting.tell()
+    waiting.site.configure(**keys(), enabled=False)  # takes the list and copies nothing
+    assert "enabled: false" in waiting.pull()
+    peers = {"enabled": True, "addresses": {HOST: "127.0.0.1:9"}}
+    waiting.site.configure(**{**keys(), "peers": peers})
+    waiting.age(NODE, expected.LASTS)
+    assert "gave no list" in waiting.pull()
+    assert waiting.site.cached_paths(NODE) == []
+
+    waiting.age(NODE, -expected.LASTS)
+    waiting.pull()
+    assert waiting.site.cached_paths(NODE) == [path]
+
+
+def test_older_list_than_the_one_here_is_refused(waiting: Queue) -> None:
+    waiting.submit(f"stage={waiting.old('replayed')}")
+    waiting.tell()
+    old = waiting.site.cluster.read("/run/forestage/expected.json", HOST)
+    waiting.site.cluster.run(["scancel", "--state=PENDING", "--user=alice"], user="root")
+    waiting.tell()
+    waiting.pull()
+    waiting.site.cluster.write("/run/forestage/expected.json", old, HOST)
+    assert "older than the one that is here" in waiting.pull()
+    assert waiting.listed() == []
+
+
+def test_squeue_that_hangs_is_killed_and_the_list_stays(waiting: Queue) -> None:
+    path = waiting.old("hangs")
+    waiting.submit(f"stage={path}")
+    waiting.tell()
+    before = waiting.site.cluster.read("/run/forestage/expected.json", HOST)
+    pid = waiting.site.cluster.run(["pgrep", "-x", "slurmctld"], user="root").stdout.split()[0]
+    waiting.site.cluster.run(["kill", "-STOP", pid], user="root")
+    try:
+        said = waiting.tell()
+    finally:
+        waiting.site.cluster.run(["kill", "-CONT", pid], user="root")
+    assert "forestage: " in said
+    assert waiting.site.cluster.read("/run/forestage/expected.json", HOST) == before
+    waiting.site.await_stagers()
+
+
+def test_full_disk_evicts_nothing_that_was_used_lately(waiting: Queue) -> None:
+    site = waiting.site
+    used, path = site.image("used", mib=8), waiting.old("big", mib=8)
+    site.configure(**keys(), max_size="12M", min_free="1%")
+    site.cluster.run([CLI, "stage", used], user="root", node=NODE)
+    waiting.submit(f"stage={path}")
+    waiting.tell()
+    waiting.pull()
+    assert site.cached_paths(NODE) == [used]
+
+
+def test_copy_that_nobody_expects_any_more_is_the_first_to_go(waiting: Queue) -> None:
+    path = waiting.old("vanished")
+    job = waiting.submit(f"stage={path}")
+    waiting.tell()
+    waiting.pull()
+    (entry,) = waiting.site.entries(NODE).values()
+    assert entry.used > 0
+    waiting.site.cluster.run(["scancel", str(job)], user="root")
+    waiting.tell()
+    waiting.pull()
+    (entry,) = waiting.site.entries(NODE).values()
+    assert entry.used == 0
+    assert marks.read(waiting.places[NODE]).fresh[0].image == path
+
+
+def test_switched_off_it_leaves_nothing_and_asks_nobody(site: Site) -> None:
+    known = site.cluster.host_path("/run/forestage/expected.json", NODE)
+    known.unlink(missing_ok=True)
+    ran = site.cluster.run([CLI, "prefetch"], user="root", node=NODE, check=False)
+    assert ran.returncode == 3
+    assert "nobody reads the queue" in ran.stderr
+    assert not known.exists()
