@@ -1,4 +1,4 @@
-"""The scripts for a prolog.d and epilog.d that nodes share: no node drains for want of the package."""
+"""The scripts for a prolog.d that nodes share: no node drains for want of the package."""
 
 from __future__ import annotations
 

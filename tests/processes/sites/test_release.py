@@ -26,7 +26,8 @@ BUILD = """\
 set -e
 out=$2; mkdir -p "$out" tree/usr/lib/forestage/bin
 echo 'home = /usr/bin' >tree/usr/lib/forestage/pyvenv.cfg
-tar -C tree --mtime=@0 --sort=name -cJf data.tar.xz .; ar rD "$out/forestage_1.2.3-1_amd64.deb" data.tar.xz
+tar -C tree --mtime=@0 --sort=name -cJf data.tar.xz .
+ar rD "$out/forestage_1.2.3-1_amd64.deb" data.tar.xz
 WHAT >"$out/forestage-1.2.3.rpm"
 """
 
