@@ -84,6 +84,11 @@ class Machine:
     def path(self, inside: str) -> Path:
         return Path(f"/proc/{self._leader}/root", inside.lstrip("/"))
 
+    @property
+    def enter(self) -> list[str]:
+        """The command line that enters it, but for its network."""
+        return ["nsenter", f"--target={self._leader}", "--mount", "--pid", "--uts", "--ipc"]
+
     def put(self, file: Path) -> None:
         """Into root's home, where the page is followed."""
         shutil.copy(file, self.path("/root"))
@@ -98,7 +103,7 @@ class Machine:
 
     def begin(self, block: str) -> subprocess.Popen[str]:
         """The same, without waiting for its end."""
-        enter = ["nsenter", f"--target={self._leader}", "--mount", "--pid", "--uts", "--ipc"]
+        enter = self.enter
         proxies = dict[str, str]()
         if "apt-get" in block:
             proxies = proxy(mirror())

@@ -210,6 +210,38 @@ def test_directory_of_prologs_gets_a_link_that_never_dangles(
     site.cluster.wait_idle(20)
 
 
+def test_shared_directory_of_scripts_drains_no_node_without_the_package(
+    site: Site, packages: Packages
+) -> None:
+    """The site's scripts and ours lie there before the package comes, and after it has gone."""
+    for kind in ("prolog", "epilog"):
+        name = f"{kind}.d/50-all-forestage"
+        script = (REPO / "packaging" / name).read_text()
+        site.cluster.write(f"/etc/slurm/{name}", script, mode=0o755)
+        site.cluster.write(f"/etc/slurm/{kind}.d/90-site", "#!/bin/sh\n", mode=0o755)
+    pattern = "Prolog=/etc/slurm/prolog.d/*\nEpilog=/etc/slurm/epilog.d/*\n"
+    site.cluster.write(CONF, site.cluster.read(CONF) + pattern)
+    reconfigure(site.cluster)
+    try:
+        image = site.image("shared")
+        assert site.srun(image).code == 0
+        site.cluster.wait_idle(20)
+        packages.install()
+        site.configure()
+        plan = json.loads(packages.root("forestage", "enable", "--json"))
+        assert (plan["links"], plan["refusals"]) == ([], []), "it is seen to be there"
+        assert site.results(site.srun(image).job) == ["copied"]
+        site.cluster.wait_idle(20)
+        packages.remove()
+        packages.root("rm", "-r", HOOKS)
+        assert site.srun(image).code == 0
+        site.cluster.wait_idle(20)
+    finally:
+        for kind in ("prolog", "epilog"):
+            folder = f"/etc/slurm/{kind}.d"
+            packages.root("rm", "-f", f"{folder}/50-all-forestage", f"{folder}/90-site")
+
+
 def test_no_link_goes_while_a_prolog_of_the_site_runs(site: Site, packages: Packages) -> None:
     """slurmd has listed the directory, and drains the node if the next script is gone."""
     runs, slow = "/var/tmp/prolog-runs", "/etc/slurm/prolog.d/90-slow"

@@ -184,6 +184,7 @@ def _findings(target: Target, files: Files, of_enroot: enroots.Site) -> Iterator
     yield from enroot.findings(files, config.sources, of_enroot)
     yield "the node"
     yield from node.findings(files, target.places, settings.of_node, target.clock.wall())
+    yield from node.untended(files, conf)
     if site is not None and site.stack.pyxis is not None:
         yield "the store of images"
         origin = of_settings.origin(settings, target.places, "registry.store")

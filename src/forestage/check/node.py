@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 from forestage.admin import site as sites
-from forestage.admin.site import TIMER
+from forestage.admin.site import TIMER, Conf
 from forestage.check.finding import Finding
 from forestage.config import Config, Peering, switch
 from forestage.errors import ForestageError
@@ -14,6 +14,7 @@ from forestage.system import child
 from forestage.system.tree import Files
 
 _HOLD = "forestage-hold.service"
+_HEALTH = "/usr/lib/forestage/bin/forestage-health"
 _CGROUPS = "/sys/fs/cgroup"
 _LIMITS = ("memory.max", "memory.high", "cpu.max")
 _LISTEN = "0A"  # /proc/net/tcp, TCP_LISTEN
@@ -68,6 +69,22 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
     yield from _hold(files)
     if config.peers.enabled:
         yield from _peers(files, places, config.peers)
+
+
+def untended(files: Files, conf: Conf | None) -> Iterator[Finding]:
+    """Where no systemd runs, as in a container: whether slurmd has the sweep run."""
+    if conf is None or files.mode("/run/systemd/system") is not None:
+        return
+    program = conf.settings.get("healthcheckprogram", "")
+    if "forestage" not in program and not sites.lines_naming_us(files, program):
+        yield Finding(
+            "no-systemd",
+            "warning",
+            "no systemd runs here, and HealthCheckProgram is not forestage's nor mentions it",
+            "Nothing runs the sweep: what crashes leave stays, and leases of jobs whose Epilog"
+            " never ran keep their entries. Users' questions are not answered here",
+            f"{conf.path}: HealthCheckProgram={_HEALTH}, HealthCheckInterval=300",
+        )
 
 
 def _slurmd_has_own_mounts(files: Files) -> bool:

@@ -102,6 +102,14 @@ def removed(*paths: str) -> Callable[[GoodNode], object]:
     return both(*(functools.partial(GoodNode.remove, path=path) for path in paths))
 
 
+def removed_systemd(node: GoodNode) -> None:
+    shutil.rmtree(node.at("/run/systemd"))
+
+
+def health(program: str) -> Callable[[GoodNode], object]:
+    return slurm("ClusterName=good", f"ClusterName=good\nHealthCheckProgram={program}")
+
+
 def changed(path: str, old: str, new: str) -> Callable[[GoodNode], object]:
     return lambda node: node.change(path, old, new)
 
@@ -523,6 +531,8 @@ REST = [
     warning(
         "sweep-timer", removed("/etc/systemd/system/timers.target.wants/forestage-sweep.timer")
     ),
+    warning("no-systemd", removed_systemd),
+    warning("no-systemd", both(removed_systemd, health("/usr/sbin/nhc"))),
     warning("hold-absent", lambda node: shutil.rmtree(node.at("/run/forestage/hold"))),
     warning("hold-bounded", wrote("/run/forestage/hold/memory.high", "1073741824\n")),
     warning("hold-bounded", wrote("/run/forestage/hold/serve/memory.max", "1073741824\n")),
@@ -793,6 +803,14 @@ GOOD: dict[str, Callable[[GoodNode], object]] = {
     ),
     "an old Linux, on which users make no namespaces": both(
         EL8, wrote("/proc/sys/user/max_user_namespaces", "0\n"), settings("redirect: bind\n")
+    ),
+    "no systemd, and slurmd's health check": both(
+        removed_systemd, health("/usr/lib/forestage/bin/forestage-health")
+    ),
+    "no systemd, and a health check that calls ours": both(
+        removed_systemd,
+        health("/etc/slurm/health"),
+        wrote("/etc/slurm/health", "#!/bin/sh\n/usr/lib/forestage/bin/forestage-health\n", 0o755),
     ),
     "no slurmd": both(removed("/usr/sbin/slurmd"), lambda node: node.companion_for("24.11.5")),
     "our hooks' own interpreter, which has their modules": wrote(

@@ -1,0 +1,112 @@
+"""The layer and the values for slurmd in a container, as files; tests/slurm runs them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+REPO = Path(__file__).resolve().parents[3]
+VALUES = yaml.safe_load((REPO / "packaging/container/values.yaml").read_text())
+CONTAINERFILE = (REPO / "packaging/container/Containerfile").read_text()
+
+
+@pytest.mark.parametrize("kind", ["prolog", "epilog"])
+def test_values_have_the_scripts_of_this_release(kind: str) -> None:
+    """They are mounted into all pods, of which some may have the image without the layer."""
+    script = (REPO / f"packaging/{kind}.d/50-all-forestage").read_text()
+    assert VALUES[f"{kind}Scripts"] == {"50-all-forestage": script}
+
+
+def test_companion_comes_before_pyxis_and_is_of_the_images_slurm() -> None:
+    first, second = VALUES["configFiles"]["plugstack.conf"].splitlines()
+    assert "pyxis" in second
+    release = re.fullmatch(r"include /usr/lib/forestage/spank/plugstack-([\d.]+)\*\.conf", first)
+    assert release
+    (nodes,) = VALUES["nodesets"].values()
+    assert nodes["slurmd"]["image"]["tag"].startswith(f"{release[1]}-")
+
+
+def test_volume_is_there_for_each_mount_and_holds_the_cache() -> None:
+    (nodes,) = VALUES["nodesets"].values()
+    volumes = {one["name"] for one in nodes["podSpec"]["volumes"]}
+    mounts = {one["mountPath"]: one for one in nodes["slurmd"]["volumeMounts"]}
+    assert {one["name"] for one in mounts.values()} == volumes
+    assert "/mnt/nvme" in mounts, "the default cache lies there"
+    assert mounts["/lustre"]["mountPropagation"] == "HostToContainer"
+
+
+def test_health_check_is_that_which_the_package_brings() -> None:
+    conf = VALUES["controller"]["extraConfMap"]
+    assert conf["HealthCheckProgram"] == "/usr/lib/forestage/bin/forestage-health"
+    assert (
+        'packaging/health" "$home/bin/forestage-health"' in (REPO / "packaging/build").read_text()
+    )
+
+
+def test_layer_copies_the_packages_and_takes_its_base_from_outside() -> None:
+    assert "ARG BASE\nFROM ${BASE}\n" in CONTAINERFILE
+    assert "COPY forestage*.deb " in CONTAINERFILE
+    assert "apt-get update" not in CONTAINERFILE, "another one's image decides its sources"
+
+
+def health(tmp_path: Path, *words: str, program: str) -> None:
+    """packaging/health with another program, on a node whose note is known."""
+    tools = {"forestage": program, "scontrol": "#!/bin/sh\nexit 1\n"}
+    for name, text in tools.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    script = (REPO / "packaging/health").read_text()
+    for old, new in (
+        ("/usr/lib/forestage/bin/forestage\n", f"{tmp_path}/forestage\n"),
+        ("/run/", f"{tmp_path}/run/"),
+    ):
+        assert old in script
+        script = script.replace(old, new)
+    env = {"PATH": f"{tmp_path}:/usr/sbin:/usr/bin:/sbin:/bin"}
+    subprocess.run(["sh", "-c", script, "health", *words], env=env, check=True, timeout=60)
+
+
+def fifo(path: Path) -> Path:
+    """Whose reader waits until its writer has written, and the other way round."""
+    os.mkfifo(path)
+    return path
+
+
+def test_health_check_sweeps_and_makes_room_where_no_systemd_runs(tmp_path: Path) -> None:
+    """Apart from slurmd's own child, of which slurmd would wait for no more than 60 s."""
+    said = fifo(tmp_path / "said")
+    program = f'#!/bin/sh\n[ "$1" = status ] || echo "$*" >{said}\n'
+    health(tmp_path, program=program)
+    assert said.read_text() == "sweep\n"
+    assert said.read_text() == "evict --quiet\n"
+
+
+@pytest.mark.parametrize(("words", "systemd"), [(("--print",), ""), ((), "run/systemd/system")])
+def test_health_check_does_no_more_than_look_elsewhere(
+    tmp_path: Path, words: tuple[str, ...], systemd: str
+) -> None:
+    """systemd's timers do it, or nobody asked for it."""
+    (tmp_path / systemd).mkdir(parents=True, exist_ok=True)
+    health(tmp_path, *words, program=f"#!/bin/sh\necho $1 >>{tmp_path}/ran\n")
+    assert set((tmp_path / "ran").read_text().split()) == {"status"}
+    assert not (tmp_path / "run/forestage").exists(), "it is made for the sweep's lock"
+
+
+def test_sweep_that_takes_long_is_not_joined_by_a_second_one(tmp_path: Path) -> None:
+    waits, said = fifo(tmp_path / "waits"), tmp_path / "said"
+    program = (
+        f'#!/bin/sh\n[ "$1" = status ] && exit\necho $1 >>{said}\n'
+        f'[ "$1" = evict ] || cat {waits} >/dev/null\n'
+    )
+    health(tmp_path, program=program)
+    health(tmp_path, program=program)
+    with (tmp_path / "run/forestage/tend.lock").open() as lock:
+        waits.write_text("go on\n")
+        fcntl.flock(lock, fcntl.LOCK_EX)  # it has ended
+    assert said.read_text().split() == ["sweep", "evict"]
