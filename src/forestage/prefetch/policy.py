@@ -1,8 +1,8 @@
 """Prefetch policy: which image a node copies before a job starts, and what stays for that.
 
 Pure. On one host `likely` turns what waits, in Slurm's order, into expected starts; that is the
-same for all nodes of a partition, as where Slurm plans a job says little (docs/decisions/0052). On each
-node `choose` returns what to copy now, or None. Sizes are bytes, times seconds.
+same for all nodes of a partition, as where Slurm plans a job says little (docs/decisions/0052). On
+each node `choose` returns what to copy now, or None. Sizes are bytes, times seconds.
 """
 
 from collections import Counter
