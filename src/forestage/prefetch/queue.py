@@ -25,7 +25,6 @@ NEVER = frozenset(
         *("PartitionInactive", "PartitionNodeLimit", "PartitionTimeLimit", "ReservationDeleted"),
     )
 )
-_NOT_YET = ("BeginTime", "None")  # the latter until the scheduler has looked at a new job
 _TASKS = re.compile(r"[0-9]+_\[([0-9,:.-]*)(?:%([0-9]+))?\]?", re.ASCII)
 _JOB = re.compile(r"[0-9]+(?:[_+][0-9]+)?", re.ASCII)
 
@@ -58,14 +57,15 @@ def _pending(job: str, rest: str, nonce: str, now: float) -> Pending | str:
     values = fields.split("|", 5)
     if not middle or len(values) < 6:
         return "unreadable"
-    user, nodes, partitions, reason, start, admin_comment = values
+    user, nodes, partitions, reason, eligible, admin_comment = values
     count = tasks(job)
     digits = re.match("[0-9]{1,7}", nodes)
     if not count or not digits or not (user.isascii() and user.isdigit() and len(user) <= 10):
         return "unreadable"
     if reason in NEVER:
         return reason
-    if reason in _NOT_YET and start.isdigit() and int(start) > now + SOON:
+    # By its time, as a new job's reason is None; Slurm's guess of a start may be a year away.
+    if eligible.isdigit() and int(eligible) > now + SOON:
         return "BeginTime"
     images = named(_said(comment.removesuffix("\n")), _said(admin_comment))
     if not images:

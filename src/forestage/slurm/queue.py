@@ -155,7 +155,7 @@ class Slurm(NamedTuple):
         # Without widths, which cut a field off or fill it up. Of the times only epochs can be read.
         fields = (
             *(f"JobArrayID:0|{nonce}<", "UserID:0|", "NumNodes:0|", "Partition:0|", "Reason:0|"),
-            *("StartTime:0|", f"admin_comment:0|{nonce}>", "Comment:0"),
+            *("EligibleTime:0|", f"admin_comment:0|{nonce}>", "Comment:0"),
         )
         words = ("--noheader", "--local", "--all", "--noconvert", "--states=PENDING", "--sort=-p,i")
         return self._answer(
