@@ -4,7 +4,7 @@
 --
 -- In your own job_submit.lua (JobSubmitPlugins=lua, beside slurm.conf):
 --
---     local found, note_images = pcall(dofile, "/usr/share/forestage/job_submit.lua")
+--     local found, note_images = pcall(dofile, "/usr/share/forestage/slurm/job_submit.lua")
 --
 --     function slurm_job_submit(job_desc, part_list, submit_uid)
 --         if found then note_images(job_desc) end

@@ -111,6 +111,8 @@ def test_safety_rule_names_code_that_exists() -> None:
     ]
     assert len(places) > 100
     for place in places:
+        if (REPO / place).is_file():
+            continue
         module, _, names = place.partition(".")
         file = REPO / "src/forestage" / f"{module}.py"
         text = file.read_text() if file.exists() else (REPO / module).read_text()
