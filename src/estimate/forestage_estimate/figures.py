@@ -10,7 +10,7 @@ from forestage_estimate.accounting import Accounting
 from forestage_estimate.replay import File, Sum, replay, total
 
 GIB = 1 << 30
-CURVE = tuple(GIB * gib for gib in (25, 50, 100, 200, 400, 800, 1600, 3200))
+CURVE = tuple(GIB * gib for gib in (32, 64, 128, 256, 512, 1024, 2048, 4096))
 """Cache sizes that are shown beside the one that was asked for."""
 
 
