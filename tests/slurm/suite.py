@@ -41,18 +41,24 @@ KEYS = "usr/share/keyrings/ubuntu-archive-keyring.gpg"
 # Nodes share one kernel, and the release that Slurm 22.05 is of does not know this word.
 NO_CGROUPS = {"/etc/slurm/cgroup.conf": "CgroupPlugin=disabled\n"}
 SUITES: Mapping[str, Mapping[str, str]] = {"bookworm": {}, "trixie": NO_CGROUPS, "sid": NO_CGROUPS}
+# Debian 12 with what writes a real accounting.
+ACCOUNTING = "accounting"
+MORE: Mapping[str, tuple[str, str]] = {
+    ACCOUNTING: ("bookworm", ",slurmdbd,mariadb-server-core,mariadb-client-core")
+}
 
 
 def on_suite(spec: ClusterSpec, suite: str) -> ClusterSpec:
     """The same cluster on that suite's Slurm. Makes the tree if it is not there."""
     tree = prepared(suite)
-    files = {**SUITES[suite], **spec.files}
+    files = {**SUITES.get(suite, {}), **spec.files}
     return dataclasses.replace(spec, lower=str(tree), venv=str(tree / VENV), files=files)
 
 
 def prepared(suite: str) -> Path:
     """The suite's tree, with Slurm and forestage."""
-    with tree(suite, suite, PACKAGES) as made:
+    release, more = MORE.get(suite, (suite, ""))
+    with tree(suite, release, PACKAGES + more) as made:
         if _read(made / "project") != _project():
             _make_venv(made)
             (made / "project").write_text(_project())

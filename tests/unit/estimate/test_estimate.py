@@ -1,0 +1,272 @@
+"""forestage-estimate: rows that nobody can trust, caches, and shares of what is known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from forestage_estimate import accounting, figures, page, replay, text
+from forestage_estimate.accounting import MAX_IMAGES, SEPARATOR, Accounting, Start
+from forestage_estimate.replay import Cache, File
+from hypothesis import given
+from hypothesis import strategies as st
+
+AT = 1_790_000_000
+MIB = 1 << 20
+
+
+def row(
+    job: str,
+    line: str = "",
+    *,
+    nodes: str = "n1",
+    at: str = str(AT),
+    comment: str = "",
+    partition: str = "gpu",
+    directory: str = "/home/alice",
+) -> bytes:
+    fields = (job, partition, at, nodes, comment, directory, line)
+    return SEPARATOR.join(fields).encode("utf-8", "surrogateescape") + b"\n"
+
+
+def images(found: Accounting) -> set[tuple[str, str, str]]:
+    """(job, node, image) of each start."""
+    jobs = found.jobs.values()
+    return {(job.number, start.node, start.image) for job in jobs for start in job.starts}
+
+
+LINES = {
+    "srun --container-image=/a.sqsh true": "/a.sqsh",
+    "srun -n2 --container-image /a.sqsh true": "/a.sqsh",
+    "sbatch --container-image=./a.sqsh job.sh": "/home/alice/a.sqsh",
+    "sbatch --container-image=../../x/a.sqsh job.sh": "/x/a.sqsh",
+    "srun --container-image=/b//./a.sqsh": "/b/a.sqsh",
+    "srun --container-image=nvcr.io#nvidia/pytorch:24.01 true": "nvcr.io#nvidia/pytorch:24.01",
+    "sbatch --wrap=srun --container-image=/a.sqsh true": "/a.sqsh",
+    "srun --container-image=/a --container-image=/b": "/a",
+    "srun x" + SEPARATOR + "--container-image=/a": None,
+    "srun --container-images=/a": None,
+    "srun --container-image=": None,
+    "sbatch job.sh": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_image_is_read_out_of_a_command_line(line: str) -> None:
+    image = LINES[line]
+    assert images(accounting.read([row("7", line)])) == ({("7", "n1", image)} if image else set())
+
+
+def test_job_has_its_own_image_its_steps_and_those_noted_at_submission_each_once() -> None:
+    noted = "ticket stage-seen=/a,/b%20c,d"
+    found = accounting.read(
+        [
+            row("7", "sbatch --container-image=/a job.sh", nodes="n[1-2]", comment=noted),
+            row("7.batch"),
+            row("7.extern", "srun --container-image=/no"),
+            row("7.0", "srun --container-image=/a true", nodes="n2"),
+            row("7.1", "srun --container-image=/d true", nodes="n2", at=str(AT + 5)),
+            row("7.2", "srun --container-image=/e true", nodes="n3"),  # none of the job's
+        ]
+    )
+    nodes = [("7", node, image) for node in ("n1", "n2") for image in ("/a", "/b c")]
+    assert images(found) == {*nodes, ("7", "n2", "/d")}
+    assert found.jobs["7"].is_batch
+    assert {start.at for start in found.jobs["7"].starts} == {AT, AT + 5}
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        b"",
+        b"\n",
+        b"true; rm -rf /\n",
+        b"x7" + row("7", "srun --container-image=/a"),
+        SEPARATOR.encode() * 3 + b"\n",
+        row("7;8"),
+        row("7.0.0"),
+        row("9" * 30),
+        row("７"),
+        row("7", directory="/a\n").splitlines(keepends=True)[0],
+        b"\xff\xfe" + row("7"),
+    ],
+)
+def test_line_that_is_no_row_counts_as_that_and_for_nothing_else(hostile: bytes) -> None:
+    found = accounting.read([hostile, row("1", "srun --container-image=/a")])
+    assert (list(found.jobs), found.dropped) == (["1"], 1)
+
+
+@pytest.mark.parametrize("at", ["Unknown", "None", "", "0", "-1", "1e9", "9999-99-99T00:00:00"])
+def test_job_that_has_not_started_is_left_out(at: str) -> None:
+    found = accounting.read([row("7", "srun --container-image=/a", at=at)])
+    assert (found.jobs, found.dropped) == ({}, 0)
+
+
+def test_time_is_read_as_sacct_prints_it_without_being_told_how() -> None:
+    (job,) = accounting.read([row("7", at="2026-11-24T12:00:00")]).jobs.values()
+    assert replay._month(int(job.at // replay.QUARTER)) == "2026-11"
+
+
+def test_rest_of_a_command_line_with_a_newline_is_dropped() -> None:
+    broken = row("7", "srun --container-image=/a sh -c 'true\ntrue --container-image=/b'")
+    found = accounting.read(broken.splitlines(keepends=True))
+    assert images(found) == {("7", "n1", "/a")}
+    assert found.dropped == 1
+
+
+def test_forged_row_of_a_job_that_is_there_counts_for_nothing() -> None:
+    found = accounting.read([row("7", "srun true"), row("7", "srun --container-image=/a")])
+    assert (images(found), found.dropped) == (set(), 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "hosts"),
+    [
+        ("n1", ("n1",)),
+        ("n[1-3,7],login", ("n1", "n2", "n3", "n7", "login")),
+        ("n[08-10]", ("n08", "n09", "n10")),
+        ("r[1-2]n[1-2]", ("r1n1", "r1n2", "r2n1", "r2n2")),
+        ("None assigned", ()),
+        ("", ()),
+        ("n[1-", ()),
+        ("n[3-1]", ()),
+        ("n[1-999999999]", ()),
+        ("n[1-9999][1-9999]", ()),
+        ("n[1-15000],m[1-15000]", ()),
+        ("../n1", ()),
+    ],
+)
+def test_list_of_hosts_is_expanded_and_bounded(written: str, hosts: tuple[str, ...]) -> None:
+    assert accounting.expand(written) == hosts
+
+
+def test_job_has_a_bounded_number_of_images() -> None:
+    steps = [row(f"7.{number}", f"srun --container-image=/{number}") for number in range(999)]
+    assert len(images(accounting.read([row("7"), *steps]))) == MAX_IMAGES
+
+
+@given(st.lists(st.binary(max_size=80)))
+def test_any_bytes_are_read(lines: list[bytes]) -> None:
+    accounting.read(lines)
+
+
+@pytest.mark.parametrize(
+    ("script", "named"),
+    [
+        ("#!/bin/sh\n#SBATCH --container-image=/a\ntrue", True),
+        ("#!/bin/sh\nexport PYXIS_CONTAINER_IMAGE=/a\nsrun true", True),
+        ("#!/bin/sh\n# PYXIS_CONTAINER_IMAGE=/a\n##SBATCH --container-image=/a", False),
+        ("#!/bin/sh\nsrun --container-image=/a true", False),  # its step has a row
+    ],
+)
+def test_script_names_an_image_that_no_row_shows(script: str, named: bool) -> None:
+    assert accounting.names_an_image(script) == named
+
+
+def test_least_recently_used_image_makes_room() -> None:
+    cache = Cache(10)
+    hits = [cache.ask((name, True), 4) for name in ("/a", "/b", "/a", "/c", "/a", "/b")]
+    assert hits == [False, False, True, False, True, False]
+
+
+def test_image_that_is_larger_than_the_cache_is_never_there_and_evicts_none() -> None:
+    cache = Cache(10)
+    asked = [("/a", 4), ("/big", 11), ("/big", 11), ("/a", 4)]
+    assert [cache.ask((name, True), size) for name, size in asked] == [False, False, False, True]
+
+
+def test_new_version_of_an_image_is_no_hit_and_takes_the_room_of_the_old_one() -> None:
+    starts = [Start(at, "gpu", "n1", "/a") for at in (10, 20, 30, 40)]
+    (sums,) = replay.replay(starts, {"/a": File(6, 25)}, 10).values()
+    assert (sums.starts, sums.hits, sums.saved, sums.read) == (4, 2, 12, 12)
+
+
+def test_each_node_has_a_cache_of_its_own_and_each_partition_a_sum() -> None:
+    where = [("x", "n1"), ("y", "n1"), ("x", "n2")]
+    starts = [Start(AT + n, partition, node, "/a") for n, (partition, node) in enumerate(where)]
+    sums = replay.replay(starts, {"/a": File(6, 0)}, 10)
+    assert [(name.split()[1], one.starts, one.hits) for name, one in sums.items()] == [
+        ("x", 2, 0),
+        ("y", 1, 1),
+    ]
+
+
+def book() -> Accounting:
+    """Six starts with a path, of which the fourth and the last two are repeats; two of unknown."""
+    option = "srun --container-image="
+    return accounting.read(
+        [
+            row("1", option + "/a", nodes="n[1-2]"),
+            row("2", option + "/b"),
+            row("3", option + "/a", at=str(AT + 1)),
+            row("4", option + "/b", at=str(AT + 2), partition="cpu"),
+            row("5", option + "/gone", at=str(AT + 3)),
+            row("6", option + "ubuntu"),
+            row("7", "sbatch job.sh"),
+            row("7.batch"),
+            row("8", "sbatch job.sh"),
+            row("8.batch"),
+        ]
+    )
+
+
+FILES = {"/a": File(MIB, 0), "/b": File(2 * MIB, 0)}
+
+
+def test_figures_have_the_share_that_they_know() -> None:
+    found = figures.estimate(book(), [FILES], figures.GIB, cold=3600)
+    assert (found.known, found.sized, found.registry, found.unknown) == (6, 5, 1, 2)
+    assert (found.images, found.images_sized) == (3, 2)
+    assert found.chosen.hits == figures.Range(2, 2)
+    assert (found.chosen.saved.low, found.chosen.read.low) == (3 * MIB, 4 * MIB)
+    assert found.node_hours == figures.Range(3 / 1024, 3 / 1024)
+    assert [(one.partition, one.starts, one.hits.low) for one in found.groups] == [
+        ("cpu", 1, 1),
+        ("gpu", 4, 1),
+    ]
+    assert (found.unseen, found.most_unseen) == (None, 2 / 9)
+
+
+def test_share_that_is_not_seen_is_that_of_a_sample() -> None:
+    sample = figures.Sample(scripts=2, nodes=2, with_image=1)
+    found = figures.estimate(book(), [FILES], figures.GIB, sample)
+    assert found.unseen == pytest.approx(1 / 8)  # one of two, beside seven that are seen
+
+
+def test_all_is_seen_where_no_start_is_unknown() -> None:
+    found = accounting.read([row("1", "srun --container-image=/a")])
+    assert figures.estimate(found, [FILES], figures.GIB).unseen == 0
+
+
+def test_size_that_is_not_known_is_a_range(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 100)
+    here, gone = str(tmp_path / "a"), str(tmp_path / "gone")
+    looks = figures.look([here, gone, "/nul\0"], (5, 50))
+    assert [(look[here].size, look[gone].size) for look in looks] == [(100, 5), (100, 50)]
+    (look,) = figures.look([here, gone])
+    assert set(look) == {here}
+    starts = [row(str(n), f"srun --container-image={gone}") for n in range(3)]
+    found = figures.estimate(accounting.read(starts), looks, 60)
+    assert (found.chosen.saved, found.sized) == (figures.Range(10, 100), 3)
+
+
+def test_text_and_page_say_what_they_are_about() -> None:
+    found = figures.estimate(book(), [FILES], figures.GIB)
+    said = text.text(found)
+    assert "6 (67%) name a path, of 3 images" in said
+    assert "The size is known of 2 images. What follows is about 5 (83%)" in said
+    assert "at most 22% are not seen" in said
+    assert "node hours" not in said
+    html = page.page(found)
+    assert html.count("<svg") == 4
+    assert text.found(found).splitlines()[0] in html
+    assert "<script" not in html
+    json.dumps(asdict(found))
+
+
+@pytest.mark.parametrize("partition", ["<b>", "a\x1b[2J", "a b"])
+def test_name_of_a_partition_that_slurm_would_not_have_is_not_shown(partition: str) -> None:
+    assert accounting.read([row("1", partition=partition)]).jobs == {}
