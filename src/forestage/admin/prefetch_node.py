@@ -314,7 +314,7 @@ def user_of(uid: int) -> User:
     try:
         known = pwd.getpwuid(uid)
     except KeyError:
-        raise Declined("no-user", f"uid {uid} is no user of this node") from None
+        raise Declined("no-permission", f"uid {uid} is no user of this node") from None
     return User(known.pw_name, uid, known.pw_gid)
 
 
