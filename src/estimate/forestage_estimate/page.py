@@ -8,7 +8,7 @@ from html import escape
 from forestage_estimate.figures import Figures, Group, Range
 from forestage_estimate.text import day, found, known, share, size
 
-WIDTH, HEIGHT, LEFT, FOOT = 640, 240, 60, 40
+WIDTH, HEIGHT, LEFT, FOOT = 640, 240, 80, 40
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
 pre { background: #f4f4f4; padding: 1rem; overflow-x: auto; font-size: 13px; }
@@ -28,6 +28,7 @@ def page(figures: Figures) -> str:
 <pre>{about}</pre>
 <h2>Hits by the size of a node's cache</h2>
 {_curve(figures)}
+<p>Where there are two lines, they are those of the largest and of the smallest sizes.</p>
 <h2>Bytes by month: not read from the file server, and read</h2>
 {_months(figures.groups)}
 <p>{_key("saved")} not read {_key("read")} read. A start is taken to read its whole image.</p>
@@ -75,7 +76,7 @@ def _curve(figures: Figures) -> str:
         low.append(f"{x:.1f},{HEIGHT - FOOT - _height(hits.low, 1):.1f}")
         high.append(f"{x:.1f},{HEIGHT - FOOT - _height(hits.high, 1):.1f}")
         inner.append(_label(x, size(one.cache)))
-    lines = [low] if low == high else [low, high]
+    lines = [low] if low == high else [low, high]  # the largest and the smallest sizes
     inner += [f'<polyline class="line" points="{" ".join(line)}"/>' for line in lines]
     ends = Range(figures.chosen.hits.low, figures.chosen.hits.high).share_of(figures.sized)
     return _frame(inner, "100%", f"Hits: {share(ends.low)} with {size(figures.chosen.cache)}")
