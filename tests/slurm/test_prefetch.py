@@ -7,10 +7,11 @@ import os
 import signal
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from cluster import Cluster
 from host import wait_until
-from jobs import CLI, Site, hooked
+from jobs import CACHE, CLI, Site, hooked
 from spec import BOB, ClusterSpec
 
 from forestage.paths import Places
@@ -85,8 +86,6 @@ class Queue:
 
     def age(self, node: str, seconds: float) -> None:
         """Makes the list of a node older."""
-        import msgspec
-
         known = expected.read(self.places[node])
         assert known is not None
         times = {"made": known.made - seconds, "expires": known.expires - seconds}
@@ -230,6 +229,27 @@ def test_copy_that_nobody_expects_any_more_is_the_first_to_go(waiting: Queue) ->
     (entry,) = waiting.site.entries(NODE).values()
     assert entry.used == 0
     assert marks.read(waiting.places[NODE]).fresh[0].image == path
+
+
+def test_job_that_begins_ends_the_copy_where_there_is_no_bandwidth(
+    site: Site, service: None
+) -> None:
+    site.configure(**keys(None), bandwidth="256K")
+    site.cluster.run(
+        ["touch", "-d", "1 hour ago", "/run/forestage/called.prolog"], user="root", node=NODE
+    )
+    queue = Queue(site)
+    path = queue.old("ends", mib=64)
+    waits = queue.submit(f"stage={path}", "--begin=now+10minutes")
+    queue.tell()
+    ahead = site.cluster.popen([CLI, "prefetch", "--node", NODE], user="root", node=NODE)
+    wait_until(lambda: list(site.cache(NODE).parts.glob("*/map")) != [], 60, lambda: "no copy")
+    site.srun(None, node=NODE)
+    ahead.communicate(timeout=60)
+    site.await_stagers()
+    assert site.cached_paths(NODE) == []
+    site.cluster.run(["scancel", str(waits)], user="root")
+    site.cluster.run(["rm", "-rf", f"{CACHE}/parts"], user="root", node=NODE)
 
 
 def test_switched_off_it_leaves_nothing_and_asks_nobody(site: Site) -> None:

@@ -1,0 +1,67 @@
+"""The host's list is short whatever users submit; a node takes what is for its partitions."""
+
+from __future__ import annotations
+
+from forestage.admin import prefetch_host, prefetch_node
+from forestage.cache.layout import StoredEntry
+from forestage.prefetch import policy, queue
+from forestage.prefetch.expected import Expectations
+from forestage.prefetch.marks import Fresh, Look
+from forestage.prefetch.policy import Expected, Pending
+
+NODES = {"gpu": 100}
+
+
+def test_ten_thousand_jobs_of_one_user_leave_room_for_the_others() -> None:
+    many = [Pending(7, (f"/{number}",), 100, ("gpu",)) for number in range(10_000)]
+    rows = prefetch_host.few(policy.likely([*many, Pending(8, ("/b",), 1, ("gpu",))], NODES))
+    assert len(rows) <= prefetch_host.OF_USER + 1
+    crowd = [Expected("gpu", f"/{number}", 7, 9.0) for number in range(10_000)]
+    rows = prefetch_host.few([*crowd, Expected("gpu", "/b", 8, 0.5)])
+    assert len(rows) == prefetch_host.OF_USER + 1
+    assert rows[-1].user == 8
+
+
+def test_list_has_an_end_and_no_start_that_is_not_worth_it() -> None:
+    rows = [Expected("gpu", "/a", user, 1.0) for user in range(10_000)]
+    assert len(prefetch_host.few(rows)) == prefetch_host.ROWS
+    assert prefetch_host.few([Expected("gpu", "/a", 7, prefetch_host.LEAST / 2)]) == ()
+
+
+def test_only_partitions_with_a_row_are_told() -> None:
+    rows = (Expected("gpu", "/a", 7, 1.0),)
+    assert prefetch_host.named(rows, {"cpu": "c1", "gpu": "n[1-9]"}) == {"gpu": "n[1-9]"}
+
+
+def test_jobs_that_do_not_count_are_said_with_their_reason() -> None:
+    others = queue.Queue(others=(("JobHeldUser", 3),)).others
+    done = prefetch_host.HostPass(0, others, Expectations(1, 0.0, 1.0), False, 0.1)
+    text = repr(list(prefetch_host.pieces(done)))
+    assert "3 JobHeldUser" in text
+    assert "would be told" in text
+
+
+def test_node_takes_the_rows_of_its_partitions_users_most_expected_first() -> None:
+    rows = (
+        Expected("gpu", "/a", 7, 0.5),
+        Expected("all", "/a", 8, 0.7),
+        Expected("all", "/a", 7, 0.5),
+        Expected("cpu", "/c", 7, 9.0),
+    )
+    listed = Expectations(1, 0.0, 1.0, {"gpu": "n[1-2]", "all": "n[1-9]", "cpu": "c[1-9"}, rows)
+    assert prefetch_node.wanted_here(listed, "n2") == {"/a": [(7, 1.0), (8, 0.7)]}
+    assert prefetch_node.wanted_here(listed, "n10") == {}
+
+
+def test_entry_is_fresh_as_long_as_its_time_is_the_marks() -> None:
+    mark = Fresh("k", "/a", 7, since=1.0, made=2.0, used=2.0)
+    assert prefetch_node.is_fresh(mark, StoredEntry("k", 1, 2.0, False, None))
+    assert not prefetch_node.is_fresh(mark, StoredEntry("k", 1, 5.0, False, None))
+
+
+def test_refusals_are_counted() -> None:
+    once = prefetch_node.refused("/a", 7, 5.0, "missing\n", None)
+    assert (once.tries, once.why) == (1, prefetch_node.refused("/a", 7, 5.0, "missing\n", None).why)
+    assert prefetch_node.refused("/a", 7, 6.0, "", once) == Look(
+        "/a", 7, 6.0, why="refused", tries=2
+    )
