@@ -17,7 +17,8 @@ PYXIS = f"required {INSIDE_STATE}/pyxis.so report={PYXIS_REPORT}\n"
 @pytest.fixture(scope="module")
 def cluster_spec() -> ClusterSpec:
     """With the companion, as docs/how-it-works.md has it."""
-    spec = hooked(nodes=1)
+    # No systemd runs there. Slurm never calls it: HealthCheckInterval is 0.
+    spec = hooked(nodes=1, HealthCheckProgram="/usr/lib/forestage/bin/forestage-health")
     files = {**spec.files, STACK: OURS + PYXIS}
     return dataclasses.replace(spec, files=files, companion="")
 
