@@ -119,6 +119,8 @@ def test_image_of_a_pending_job_is_here_before_the_job_starts(site: Site, servic
     site.wait_over(job)
     assert site.results(job, NODE) == ["hit"]
     assert site.cluster.read("/shared/alice/sum").split()[0] == site.sha256(path)
+    said = site.cluster.run([CLI, "explain", str(job)], user="root", node=NODE).stdout
+    assert "copied before the job began" in " ".join(said.split())
 
 
 def test_forged_line_of_a_comment_names_nothing(waiting: Queue) -> None:
