@@ -172,6 +172,14 @@ class Slurm(NamedTuple):
             found[name] = (before + int(count), f"{names},{nodes}".strip(","))
         return found
 
+    def pending_count(self) -> int:
+        """How many jobs wait, as slurmctld counts them each half minute. Raises SlurmError."""
+        said = self._answer("sdiag")
+        count = re.search(r"^Jobs pending:\s+([0-9]+)$", said, re.ASCII | re.MULTILINE)
+        if count is None:
+            raise SlurmError(f"sdiag counts no pending jobs: {said[:200]!r}")
+        return int(count[1])
+
     def cancel(self, name: str) -> None:
         """Cancels all jobs of that name. Raises SlurmError."""
         self._answer("scancel", f"--name={name}")
