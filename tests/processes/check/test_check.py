@@ -706,7 +706,7 @@ LOGIN = [
     unknown("slurm-conf", both(as_login, removed(CONF))),
 ]
 
-SQUEUE = '#!/bin/sh\nn=$(echo "$5$6$7" | sed "s/.*|\\([0-9a-f]*\\)<.*/\\1/")\n'
+SQUEUE = '#!/bin/sh\nn=$(echo "$SQUEUE_FORMAT2" | sed "s/^[^|]*|\\([0-9a-f]*\\)<.*/\\1/")\n'
 WAITING = SQUEUE + 'echo "7|$n<1000|1|gpu|Priority|0|(null)|$n>stage=/lustre/a"\n'
 SDIAG = "#!/bin/sh\necho 'Jobs pending:   {}'\n"
 PREFETCH_TIMER = "/etc/systemd/system/timers.target.wants/forestage-prefetch.timer"
