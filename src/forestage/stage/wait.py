@@ -76,7 +76,7 @@ def obtain(
     """
     if copying is None:
         return "hit"
-    eta = Eta(node, opened.image, deadline, watch)
+    eta = Eta(node, opened.image, deadline, watch, leased=job.id != 0)
     killed = 0
     with contextlib.ExitStack() as later:
         while True:
@@ -145,10 +145,18 @@ def _wait(eta: "Eta", poll: Poll) -> StagerEnd:
 
 
 class Eta:
-    """Whether a copy can end before the deadline, judged by its rate so far."""
+    """Whether a copy can end before the deadline, judged by its rate so far.
+
+    `leased`: a job that runs waits, for which a copy that was only expected ends.
+    """
 
     def __init__(
-        self, node: Node, wanted: Image, deadline: Deadline, watch: Progress = quiet
+        self,
+        node: Node,
+        wanted: Image,
+        deadline: Deadline,
+        watch: Progress = quiet,
+        leased: bool = False,
     ) -> None:
         self.node = node
         self.key = wanted.key
@@ -158,6 +166,7 @@ class Eta:
         self.path = wanted.path
         self.deadline = deadline
         self.watch = watch
+        self.leased = leased
         self.done = 0
         self.needs: float | None = None
         self.begins = 0.0
@@ -170,8 +179,8 @@ class Eta:
             return True
         self.part.note_waiting(self.clock.wall())
         owner = self.node.cache.stager(self.key)
-        if owner is None:
-            return False
+        if owner is None or (owner.expected and self.leased):
+            return False  # the job's own comes, which has no `prefetch.bandwidth`
         if owner.phase == "queued":
             self.begins = 0.0 if owner.placed else self._begins()
             return self.begins > left * SPEEDUP_MARGIN
