@@ -318,7 +318,7 @@ def test_job_does_not_judge_by_a_copy_that_ends_for_it(
 ) -> None:
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
     wanted = make_image(size=SIZE)
-    under_way(node.cache, wanted, 1, 10, expected=True)
+    under_way(node.cache, wanted, 1, 10, expected=500.0)
     eta = Eta(node, wanted, Deadline.after(left, node.clock), leased=leased)
     assert eta.hopeless() is hopeless
 
