@@ -186,8 +186,18 @@ def strike_wrong_chunks(part: Part, size: int, config: Config) -> int:
 def _make_room(task: Task, opened: Content, figures: Figures) -> None:
     """Makes room for what the copy will allocate, or raises Declined before it is begun.
 
-    Holes of the source cost nothing: who wrote no bytes must not evict what others did.
+    What copies under way hold for jobs that are only expected is a job's, if it needs it.
     """
+    try:
+        _evict_for(task, opened, figures)
+    except Declined as declined:
+        if declined.reason != "no-room" or task.job.expected or not queue.have_room(task.node):
+            raise
+        _evict_for(task, opened, figures)
+
+
+def _evict_for(task: Task, opened: Content, figures: Figures) -> None:
+    """Holes of the source cost nothing: who wrote no bytes must not evict what others did."""
     node = task.node
     need = max(0, engines.of(node.config).needs(opened) - task.part.allocated())
     figures.evicted += evict.make_room(

@@ -25,6 +25,7 @@ import msgspec
 from forestage.cache import readers
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
+from forestage.clock import Deadline
 from forestage.config import Config
 from forestage.errors import Failed, Stopped
 from forestage.stage.periodic import meanwhile
@@ -32,6 +33,7 @@ from forestage.system import files, lock
 
 POLL = 0.1  # seconds
 WATCH = 0.2  # seconds between two looks of a copy under way
+LETS_GO = 10.0  # seconds; WATCH, and what the threads of a copy are reading
 STALLED_AFTER = 60.0  # seconds without a chunk, after which a copy gives up its place
 
 Need = Literal["now", "later", "none"]
@@ -40,13 +42,18 @@ _RANK = {"now": 0, "later": 1, "none": 2}
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """A copy in the queue, or under way if it is `placed`; `since` in monotonic seconds."""
+    """A copy in the queue, or under way if it is `placed`; `since` in monotonic seconds.
+
+    `begun`: it has its room as well. `expected`: it is for jobs that may never come.
+    """
 
     key: str
     uid: int
     since: float
     need: Need = "later"
     placed: bool = False
+    begun: bool = False
+    expected: bool = False
 
 
 def turn(key: str, copies: Sequence[Copy], places: int, share: int) -> Turn:
@@ -153,7 +160,7 @@ def while_expected(node: Node, key: str, stop: threading.Event) -> Iterator[None
     """Sets `stop` once a job has a lease on the key, whose own stager goes on with what is here.
 
     That one has the job's nodes for peers and no `prefetch.bandwidth`. Without such a limit, any
-    job that begins on the node ends the copy.
+    job that begins on the node ends the copy. So does any other copy while it looks for room.
     """
     alone = node.config.prefetch.bandwidth is None
     before = _called(node)
@@ -162,9 +169,25 @@ def while_expected(node: Node, key: str, stop: threading.Event) -> Iterator[None
         leased = _leased(node)
         if (alone and _called(node) != before) or leased is None or key in leased:
             stop.set()
+        with contextlib.suppress(OSError):  # of the disk: the copy itself will meet it
+            if any(one.placed and not (one.begun or one.expected) for one in gather(node)):
+                stop.set()
 
     with meanwhile(watch, WATCH, "expected"):
         yield
+
+
+def have_room(node: Node) -> bool:
+    """Waits, as a copy that has a place, until those end that hold room for expected jobs.
+
+    Returns whether there were any.
+    """
+    end = Deadline.after(LETS_GO, node.clock)
+    found = False
+    while any(one.expected and one.begun for one in gather(node)) and end.left():
+        found = True
+        node.clock.sleep(POLL)
+    return found
 
 
 def _called(node: Node) -> int | None:
@@ -196,7 +219,9 @@ def gather(node: Node, own: str = "") -> list[Copy]:
         waits = readers.is_served(node.places.through / key) or part.is_waited_for(now)
         if need == "later" and waits:  # neither a job that is over nor a keeper that was killed
             need = "now"
-        found.append(Copy(key, owner.uid, owner.since, need, owner.placed))
+        begun = owner.phase == "copying"
+        state = (need, owner.placed, begun, bool(owner.expected))
+        found.append(Copy(key, owner.uid, owner.since, *state))
     return found
 
 

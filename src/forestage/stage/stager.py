@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from forestage.stage.pipeline import Figures
 
 STAGER = Life(PROCESS_NAME, "copy")
-LETS_GO = 10.0  # seconds; queue.WATCH, and what its threads are reading
 PROBE_GRACE = 0.5  # seconds for those who only probe whether the key's lock is free
 
 
@@ -56,8 +55,10 @@ def _live(task: Task, hook: Channel) -> None:
 
 def _patience(task: Task) -> float:
     """Seconds to wait for the key's lock; who copies it for jobs that are only expected lets go."""
+    from forestage.stage import queue
+
     owner = None if task.job.expected else task.part.owner()
-    return LETS_GO if owner is not None and owner.expected else PROBE_GRACE
+    return queue.LETS_GO if owner is not None and owner.expected else PROBE_GRACE
 
 
 def be_stager() -> threading.Event:
