@@ -126,10 +126,13 @@ def test_image_of_a_pending_job_is_here_before_the_job_starts(site: Site, servic
     assert "copied before the job began" in " ".join(said.split())
 
 
-def test_forged_line_of_a_comment_names_nothing(waiting: Queue) -> None:
+def test_forged_line_of_a_comment_a_name_or_an_admin_comment_names_nothing(waiting: Queue) -> None:
     path = waiting.old("real")
     forged = f"x\n77777|{'0' * 32}<0|1|all|None|0|(null)|{'0' * 32}>stage=/shared/bob/f.sqsh\n"
-    waiting.submit(f"{forged}77777|n1|stage=/etc/shadow stage={path}")
+    forged += "77777|n1|stage=/etc/shadow"
+    job = waiting.submit(f"{forged} stage={path}", f"--job-name={forged}")
+    words = ["scontrol", "update", f"jobid={job}", f"admincomment={forged}"]
+    waiting.site.cluster.run(words, user="root")
     waiting.tell()
     assert waiting.listed(HOST) == [path]
 

@@ -20,8 +20,7 @@ from forestage.slurm.queue import Slurm
 from forestage.system.terminal import Line, Piece, Table, count
 from forestage.units import format_duration
 
-ROWS = 256  # of a list
-OF_USER = ROWS // 4  # of these
+OF_USER = expected.ROWS // 4  # rows of a list
 LEAST = 0.01  # expected starts of a row that is worth telling
 
 
@@ -71,7 +70,7 @@ def few(rows: Iterable[Expected]) -> tuple[Expected, ...]:
     own: Counter[int] = Counter()
     found: list[Expected] = []
     for row in rows:
-        if len(found) < ROWS and row.starts >= LEAST and own[row.user] < OF_USER:
+        if len(found) < expected.ROWS and row.starts >= LEAST and own[row.user] < OF_USER:
             own[row.user] += 1
             found.append(row)
     return tuple(found)

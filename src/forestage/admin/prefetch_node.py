@@ -145,7 +145,7 @@ class _Pass:
         self.images = wanted_here(listed, slurm.node)
         self.made = listed.made
         named = [(image, user) for image, users in self.images.items() for user, _ in users]
-        self.marks = marks.read(node.places).naming(named)
+        self.marks = marks.read(node.places).naming(named, now)
         self.states: dict[str, str] = {}
 
     def look(self) -> None:
@@ -185,7 +185,9 @@ class _Pass:
         for one in kept:
             used = self.now if one.key in wanted else 0.0
             is_so = (one.used == 0.0) == (used == 0.0)
-            if not is_so and one.key not in leased and one.is_unused(stored[one.key].used):
+            if one.key in leased or not one.is_unused(stored[one.key].used):
+                self._try(one.image, one.user, 0)
+            elif not is_so:
                 one = msgspec.structs.replace(one, used=self._touch(one.key, used))
             fresh.append(one)
         self._keep(msgspec.structs.replace(self.marks, fresh=tuple(fresh)))
@@ -193,8 +195,12 @@ class _Pass:
     def copy(self) -> None:
         """Copies one image after the other, as long as the policy names one."""
         for _ in range(COPIES):
-            wanted = self.wanted()
-            chosen = policy.choose(wanted, *self.room(), now=self.node.clock.wall())
+            held, room = self.room()
+            tried = {one.key for one in self.marks.looks if one.tries >= marks.TRIES}
+            wanted = {
+                key: one for key, one in self.wanted().items() if key in held or key not in tried
+            }
+            chosen = policy.choose(wanted, held, room, self.node.clock.wall())
             if chosen is None or _idle(self.node, self.slurm):
                 return
             image = next(one for one in self.images if self._key(one) == chosen.image)
@@ -242,12 +248,19 @@ class _Pass:
             if used:
                 made = Fresh(done.key, image, chosen.user, since, wall, used)
                 self._keep(self.marks.with_fresh(made))
+                self._try(image, chosen.user, known.tries + 1 if known else 1)
             return True
         if done.result == "copying" or done.reason in ("stopped", "no-room", "disabled"):
             return False
         why = done.detail or done.reason
         self._keep(self.marks.with_look(refused(image, chosen.user, self.now, since, why, known)))
         return True
+
+    def _try(self, image: str, user: int, tries: int) -> None:
+        """Notes how often an image was copied since a job used it."""
+        known = self.marks.look(image, user)
+        if known is not None and known.tries != tries:
+            self._keep(self.marks.with_look(msgspec.structs.replace(known, tries=tries)))
 
     def _touch(self, key: str, used: float) -> float:
         with contextlib.suppress(FileNotFoundError):  # evicted this moment
@@ -270,6 +283,8 @@ class _Pass:
             state, why = "not looked at", ""
             if found is not None:
                 state = "here" if found.key in here else "not expected enough, or no room"
+                if found.key not in here and found.tries >= marks.TRIES:
+                    state, why = "refused", f"copied {found.tries} times, and no job used it"
             elif last is not None:
                 state, why = "refused", last.why
             yield Decision(image, users[0][0], _starts(users), self.states.get(image, state), why)
@@ -305,7 +320,8 @@ def look(node: Node, image: str, user: int, now: float, made: float, before: Loo
             raise Declined("written", f"{image} was written less than {SETTLED:.0f} s ago")
     except (ForestageError, OSError) as error:
         return refused(image, user, now, since, str(error), before)
-    return Look(image, user, now, since, found.key, found.size)
+    tries = before.tries if before else 0
+    return Look(image, user, now, since, found.key, found.size, tries=tries)
 
 
 def refused(image: str, user: int, now: float, since: float, why: str, before: Look | None) -> Look:

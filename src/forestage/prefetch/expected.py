@@ -20,6 +20,7 @@ from forestage.peers import protocol
 from forestage.peers.auth import Prover
 from forestage.peers.connection import ChunkRefused, Connection, Limit
 from forestage.prefetch.policy import Expected
+from forestage.prefetch.queue import is_path
 from forestage.system import folders, records
 
 LASTS = 900.0  # seconds
@@ -27,6 +28,7 @@ AHEAD = 120.0  # seconds that the host's clock may be ahead of this node's
 PATIENCE = 10.0  # seconds for the answer: all nodes may ask after a power cut
 MOST = 2 << 20  # bytes of it
 MAX_UID = (1 << 32) - 2
+ROWS = 256  # of a list
 
 
 class Expectations(msgspec.Struct, frozen=True):
@@ -55,8 +57,11 @@ def counts(told: Expectations, known: Expectations | None, now: float) -> str:
         return "the list is of a later time than this node's"
     if known is not None and is_good(known, now) and told.sequence < known.sequence:
         return "the list is older than the one that is here"
-    if any(not 0 <= row.user <= MAX_UID for row in told.rows):
-        return "the list names what is no user"
+    if max(len(told.rows), len(told.partitions)) > ROWS:
+        return "the list is too long"
+    # Root is no user whose jobs are copied for: it may read all, and has no share of the cache.
+    if not all(0 < row.user <= MAX_UID and is_path(row.image) for row in told.rows):
+        return "the list names what is no user, or no path"
     return ""
 
 

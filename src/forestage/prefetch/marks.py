@@ -2,9 +2,12 @@
 
     /run/forestage/prefetched.json   root's; gone after a reboot
 
-A look is kept for AGAIN, so that no pass asks the file server for all images. One that was refused
-(no access, no such user, a mount that hangs, a new file) is tried TRIES times, and again once the
-list has named it no more. A copy has a mark until a job has used it: then its entry is one as any.
+A look is kept for AGAIN, so that no pass asks the file server for all images. What was in vain (no
+access, no such user, a mount that hangs, a new file, a copy that fails, or is evicted before a job
+has used it) is tried TRIES times, and again once a job has used it, or the list has not named it
+for FORGET: else one who submits and cancels by turns would have it copied for ever.
+
+A copy has a mark until a job has used it: then its entry is one as any.
 While the list names the image, the entry counts as just used. Once it does not, it is the first to
 be evicted.
 """
@@ -18,13 +21,15 @@ from forestage.system import folders, records
 
 AGAIN = 600.0  # seconds
 TRIES = 3
+FORGET = 3600.0  # seconds
 EXACT = 0.001  # seconds: what a file's time keeps of a float
 
 
 class Look(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an image was for a user, `at` a time; `why` it is nothing, if so.
 
-    `since`: when the list first named it here; times are in seconds since the epoch.
+    `since`: when the list first named it here; times are in seconds since the epoch. `tries`: how
+    often it was refused, or copied, since a job last used such a copy.
     """
 
     image: str
@@ -71,15 +76,23 @@ class Marks(msgspec.Struct, frozen=True):
         others = (one for one in self.looks if (one.image, one.user) != (look.image, look.user))
         return msgspec.structs.replace(self, looks=(*others, look))
 
-    def naming(self, named: Iterable[tuple[str, int]]) -> "Marks":
-        """The looks of images and users that are named now; the others are forgotten."""
+    def naming(self, named: Iterable[tuple[str, int]], now: float) -> "Marks":
+        """The looks of images and users that are named now, or were tried in vain lately."""
         kept = frozenset(named)
-        looks = tuple(one for one in self.looks if (one.image, one.user) in kept)
+        looks = tuple(one for one in self.looks if is_kept(one, (one.image, one.user) in kept, now))
         return msgspec.structs.replace(self, looks=looks)
 
     def with_fresh(self, fresh: Fresh) -> "Marks":
         others = (one for one in self.fresh if one.key != fresh.key)
         return msgspec.structs.replace(self, fresh=(*others, fresh))
+
+
+def is_kept(look: Look, is_named: bool, now: float) -> bool:
+    """Pure: whether a look is remembered; copies that no job has used are forgotten in time."""
+    is_late = 0 <= now - look.at < FORGET
+    if look.tries >= TRIES and not look.why:
+        return is_late
+    return is_named or (look.tries > 0 and is_late)
 
 
 def is_due(look: Look | None, now: float) -> bool:

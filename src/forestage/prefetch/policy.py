@@ -5,7 +5,7 @@ same for all nodes of a partition, as where Slurm plans a job says little (docs/
 each node `choose` returns what to copy now, or None. Sizes are bytes, times seconds.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -71,6 +71,7 @@ class Rules(NamedTuple):
 
     least   expected starts below which nothing is copied
     late    what a job's starts are worth each time that the jobs ahead of it fill the partition
+    crowd   how often one user's jobs can fill it for those of others
     quiet   seconds for which a copy stays after its last use
     margin  a copy stays unless the new one is expected so many times as much
     quota   part of the room that fresh copies may fill
@@ -79,6 +80,7 @@ class Rules(NamedTuple):
 
     least: float = 0.2
     late: float = 0.5
+    crowd: float = 2.0
     quiet: float = 1800
     margin: float = 2.0
     quota: float = 0.75
@@ -96,13 +98,18 @@ def likely(
     A job's starts add up to the nodes that it wants.
     """
     found: Counter[tuple[str, str, int]] = Counter()
-    ahead = dict.fromkeys(nodes, 0.0)  # nodes that jobs before this one want
+    # How often the jobs before this one fill each partition: all of them, and one user's alone.
+    ahead = dict.fromkeys(nodes, 0.0)
+    own: defaultdict[tuple[str, int], float] = defaultdict(float)
     for job in queue:
         partitions = [name for name in job.partitions if nodes.get(name)]
         starts = job.nodes / max(1, sum(nodes[name] for name in partitions))
         for name in partitions:
-            worth = rules.late ** (ahead[name] / nodes[name])
-            ahead[name] += starts * nodes[name]
+            before = own[name, job.user]
+            counted = min(before, rules.crowd)
+            worth = rules.late ** (ahead[name] - counted + before)
+            own[name, job.user] += starts
+            ahead[name] += min(before + starts, rules.crowd) - counted
             for image in job.images:
                 found[name, image, job.user] += starts * worth
     return tuple(Expected(*row, starts) for row, starts in found.most_common())

@@ -68,6 +68,8 @@ def _pending(job: str, rest: str, nonce: str, now: float) -> Pending | str:
     digits = re.match("[0-9]{1,7}", nodes)
     if not count or not digits or not (user.isascii() and user.isdigit() and len(user) <= 10):
         return "unreadable"
+    if int(user) == 0:
+        return "root's"
     if reason in NEVER:
         return reason
     # By its time, as a new job's reason is None; Slurm's guess of a start may be a year away.
@@ -115,10 +117,11 @@ def named(comment: str, admin_comment: str) -> tuple[str, ...]:
         *(one.path for one in hints.wanted if one.kind == "image"),
         *seen_images(admin_comment),
     )
-    return tuple(one for one in dict.fromkeys(found) if _is_path(one))
+    return tuple(one for one in dict.fromkeys(found) if is_path(one))
 
 
-def _is_path(path: str) -> bool:
+def is_path(path: str) -> bool:
+    """Whether a word may be the path of an image: it goes into records and logs."""
     try:
         return path.startswith("/") and path.isprintable() and len(path.encode()) < MAX_PATH
     except UnicodeEncodeError:

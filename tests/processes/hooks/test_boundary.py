@@ -87,6 +87,7 @@ heavy |= {"xxhash", "concurrent.futures", "threading.local", "rich", "click"}
 heavy |= {f"forestage.stage.{name}" for name in ("pipeline", "stager", "chunks", "engines")}
 heavy |= {f"forestage.cache.{name}" for name in ("evict", "digest", "space")}
 heavy |= {f"forestage.{name}" for name in ("hooks.epilog", "hooks.step", "system.run", "cli")}
+heavy |= {"forestage.prefetch"}
 print(code, sorted(heavy & set(sys.modules)), len(forks))
 """
 

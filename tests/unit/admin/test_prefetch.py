@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forestage.admin import prefetch_host, prefetch_node
-from forestage.prefetch import policy, queue
+from forestage.prefetch import expected, policy, queue
 from forestage.prefetch.expected import Expectations
 from forestage.prefetch.marks import Look
 from forestage.prefetch.policy import Expected, Pending
@@ -13,8 +13,10 @@ NODES = {"gpu": 100}
 
 def test_ten_thousand_jobs_of_one_user_leave_room_for_the_others() -> None:
     many = [Pending(7, (f"/{number}",), 100, ("gpu",)) for number in range(10_000)]
-    rows = prefetch_host.few(policy.likely([*many, Pending(8, ("/b",), 1, ("gpu",))], NODES))
-    assert len(rows) <= prefetch_host.OF_USER + 1
+    rows = prefetch_host.few(policy.likely([*many, Pending(8, ("/b",), 100, ("gpu",))], NODES))
+    assert sum(row.user == 7 for row in rows) <= prefetch_host.OF_USER
+    (theirs,) = [row for row in rows if row.user == 8]
+    assert theirs.starts >= policy.RULES.least
     crowd = [Expected("gpu", f"/{number}", 7, 9.0) for number in range(10_000)]
     rows = prefetch_host.few([*crowd, Expected("gpu", "/b", 8, 0.5)])
     assert len(rows) == prefetch_host.OF_USER + 1
@@ -23,7 +25,7 @@ def test_ten_thousand_jobs_of_one_user_leave_room_for_the_others() -> None:
 
 def test_list_has_an_end_and_no_start_that_is_not_worth_it() -> None:
     rows = [Expected("gpu", "/a", user, 1.0) for user in range(10_000)]
-    assert len(prefetch_host.few(rows)) == prefetch_host.ROWS
+    assert len(prefetch_host.few(rows)) == expected.ROWS
     assert prefetch_host.few([Expected("gpu", "/a", 7, prefetch_host.LEAST / 2)]) == ()
 
 

@@ -8,18 +8,25 @@ import pytest
 
 from forestage.paths import Places
 from forestage.prefetch import expected
-from forestage.prefetch.expected import AHEAD, LASTS, Expectations
+from forestage.prefetch.expected import AHEAD, LASTS, ROWS, Expectations
 from forestage.prefetch.policy import Expected
 
 NOW = 1_000_000.0
 
 
 def listed(
-    sequence: int = 1, age: float = 0.0, lasts: float = LASTS, user: int = 7
+    sequence: int = 1,
+    age: float = 0.0,
+    lasts: float = LASTS,
+    user: int = 7,
+    image: str = "/a",
+    rows: int = 1,
+    parts: int = 1,
 ) -> Expectations:
     made = NOW - age
-    row = Expected("gpu", "/a", user, 1.0)
-    return Expectations(sequence, made, made + lasts, {"gpu": "n[1-2]"}, (row,))
+    partitions = {f"gpu{number}": "n[1-2]" for number in range(parts)}
+    row = Expected("gpu0", image, user, 1.0)
+    return Expectations(sequence, made, made + lasts, partitions, (row,) * rows)
 
 
 def test_list_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -50,10 +57,18 @@ def test_older_list_is_refused_as_long_as_the_one_here_is_good() -> None:
         listed(9, lasts=0.0),
         listed(9, age=-AHEAD - 1),
         listed(9, user=-1),
+        listed(9, user=0),
         listed(9, user=1 << 32),
+        listed(9, image="a"),
+        listed(9, image="/a\0b"),
+        listed(9, image=f"/{'x' * 4096}"),
+        listed(9, rows=ROWS + 1),
+        listed(9, parts=ROWS + 1),
     ],
 )
-def test_list_that_is_too_old_of_the_future_or_of_no_user_is_refused(told: Expectations) -> None:
+def test_list_that_is_too_old_or_long_of_the_future_or_of_no_user_or_path_is_refused(
+    told: Expectations,
+) -> None:
     assert expected.counts(told, None, NOW) != ""
 
 

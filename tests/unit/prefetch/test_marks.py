@@ -8,7 +8,7 @@ import pytest
 
 from forestage.paths import Places
 from forestage.prefetch import marks
-from forestage.prefetch.marks import AGAIN, TRIES, Fresh, Look, Marks
+from forestage.prefetch.marks import AGAIN, FORGET, TRIES, Fresh, Look, Marks
 
 LOOK = Look("/a", 7, at=1000.0, since=900.0, why="missing", tries=1)
 
@@ -35,7 +35,23 @@ def test_refused_image_is_tried_again_later_and_not_for_ever(
 
 def test_look_that_the_list_does_not_name_is_forgotten() -> None:
     found = Marks().with_look(LOOK).with_look(Look("/b", 7, 0.0, 0.0))
-    assert found.naming([("/b", 7), ("/a", 8)]).looks == (Look("/b", 7, 0.0, 0.0),)
+    named, late = [("/b", 7), ("/a", 8)], LOOK.at + FORGET
+    assert found.naming(named, late).looks == (Look("/b", 7, 0.0, 0.0),)
+
+
+def test_look_that_was_in_vain_is_remembered_for_a_while_after_the_list_named_it() -> None:
+    found = Marks().with_look(LOOK)
+    assert found.naming([], LOOK.at + FORGET - 1) == found
+    assert found.naming([], LOOK.at - 1) == Marks(), "the clock was set back"
+
+
+def test_copies_that_no_job_used_are_forgotten_in_time_and_refusals_while_named_are_not() -> None:
+    late, named = 1000.0 + FORGET, [("/a", 7)]
+    copied = Look("/a", 7, 1000.0, 900.0, "k", 5, tries=TRIES)
+    assert Marks((copied,)).naming(named, late - 1).looks == (copied,)
+    assert Marks((copied,)).naming(named, late) == Marks()
+    refused = Look("/a", 7, 1000.0, 900.0, why="missing", tries=TRIES)
+    assert Marks((refused,)).naming(named, late).looks == (refused,)
 
 
 def test_look_and_copy_take_the_place_of_earlier_ones() -> None:

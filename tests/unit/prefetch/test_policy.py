@@ -56,6 +56,13 @@ def test_job_behind_a_full_clusters_worth_of_others_counts_half() -> None:
     assert starts(found) == {"a": 1.0, "b": 0.5, "c": 0.25}
 
 
+def test_one_users_jobs_count_no_more_than_two_partitions_full_for_those_behind_them() -> None:
+    crowd = [pending(4, "a")] * 50
+    found = likely([*crowd, pending(4, "b", user=BOB), pending(4, "c")], {"p": 4})
+    assert starts(found)["b"] == 0.25
+    assert starts(found)["c"] == 0.0, "for their own, all of them"
+
+
 def test_job_of_several_partitions_is_expected_in_all_and_once_in_all() -> None:
     found = likely([pending(3, parts="pq")], {"p": 2, "q": 4})
     assert {one.partition: one.starts for one in found} == {"p": 0.5, "q": 0.5}

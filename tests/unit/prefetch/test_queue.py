@@ -60,6 +60,16 @@ def test_line_that_a_user_forged_is_words_of_their_comment(forged: str) -> None:
     assert ("/etc/shadow",) not in [one.images for one in found.pending if one.user == 0]
 
 
+def test_line_that_an_admin_comment_forges_is_words_of_it() -> None:
+    forged = line("stage=/etc/shadow", user="1002", nonce="0" * 32)
+    found = parse(line("stage=/a", admin=f"x\n{forged}y"), line("stage=/b", user="1001"))
+    assert [(one.user, one.images) for one in found.pending] == [(1000, ("/a",)), (1001, ("/b",))]
+
+
+def test_roots_jobs_do_not_count() -> None:
+    assert parse(line(user="0")) == Queue((), (("root's", 1),), 1)
+
+
 def test_images_are_of_comment_and_admin_comment_each_once() -> None:
     seen = "ticket=4 stage-seen=/b,/with%20space"
     assert images(line("stage=/a,/b", admin=seen)) == [("/a", "/b", "/with space")]
