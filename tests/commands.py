@@ -93,7 +93,9 @@ class Site:
         allocation.reserve(part, size, CHUNK, set(range(-(-size // CHUNK))))
         return part, owner
 
-    def publish(self, path: Path, age: float = 60.0, digests: bool = True) -> str:
+    def publish(
+        self, path: Path, age: float = 60.0, digests: bool = True, expected: float = 0.0
+    ) -> str:
         """Copies what `path` is now as a stager does; last used `age` seconds ago."""
         part, owner = self.part(path)
         wanted = owner.image
@@ -105,7 +107,16 @@ class Site:
         os.chown(part.image, access.uid, access.gid)
         part.image.chmod(access.mode)
         whole = digest.of_image(part.digests())
-        entry = Entry(wanted.key, wanted.identity, access, NOW - age, "chunks", CHUNK, whole)
+        entry = Entry(
+            wanted.key,
+            wanted.identity,
+            access,
+            NOW - age,
+            "chunks",
+            CHUNK,
+            whole,
+            expected=expected,
+        )
         self.node.cache.publish(entry)
         self.node.cache.touch(wanted.key, NOW - age)
         return wanted.key

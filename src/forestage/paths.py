@@ -146,7 +146,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def prefetched(self) -> Path:
-        """What this node has copied for them, see prefetch/marks.py."""
+        """What this node has looked at for them, see prefetch/marks.py."""
         return self.run / "prefetched.json"
 
     @property

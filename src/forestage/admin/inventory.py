@@ -28,6 +28,7 @@ class Item(msgspec.Struct, frozen=True):
     """An entry and who uses it. Bytes are on disk, times in seconds since the epoch.
 
     `entry` is None where the entry is damaged: it is never served, only evicted. `kind` is "" then.
+    `unused`: it was copied for pending jobs, and none has used it so far.
     """
 
     key: str
@@ -39,6 +40,7 @@ class Item(msgspec.Struct, frozen=True):
     superseded: bool
     entry: Entry | None
     kind: str = ""
+    unused: bool = False
 
     @property
     def damaged(self) -> bool:
@@ -147,6 +149,7 @@ def items_of(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[It
             superseded=one.key in old,
             entry=one.entry,
             kind=one.entry.kind if one.entry else "",
+            unused=one.is_unused and one.key not in jobs,
         )
         for one in everything
     ]

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from forestage.admin import stage
-from forestage.cache import disk, disk_errors, evict
+from forestage.cache import evict
 from forestage.cache.layout import StoredEntry
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
 from forestage.prefetch import expected, marks, policy
 from forestage.prefetch.expected import Expectations
-from forestage.prefetch.marks import Fresh, Look, Marks
-from forestage.prefetch.policy import Copy, Held, Wanted
+from forestage.prefetch.marks import Look, Marks
+from forestage.prefetch.policy import Held, Wanted
 from forestage.slurm import nodelist
 from forestage.slurm.queue import Slurm
 from forestage.sources import opening
@@ -100,10 +100,7 @@ def current(node: Node, ask: Ask, dry_run: bool) -> tuple[Expectations | None, s
 def _idle(node: Node, slurm: Slurm) -> str:
     """Why nothing may be copied now; "" where something may."""
     try:
-        stage.must_not_be_off(node)
-        disk.must_serve(node.places, node.cache)
-        node.cache.prepare(node.config.require_mount)
-        disk_errors.must_not_be(node.places)
+        stage.must_be_usable(node)
     except Declined as declined:
         return printable(str(declined))
     if node.config.prefetch.bandwidth is None and has_jobs(node, slurm):
@@ -157,7 +154,8 @@ class _Pass:
                 known = self.marks.look(image, user)
                 if marks.is_due(known, self.now) and left:
                     left -= 1
-                    known = look(self.node, image, user, self.now, self.made, known)
+                    before = known or Look(image, user, self.now, self.made)
+                    known = look(self.node, before, self.now)
                     self._keep(self.marks.with_look(known))
                 if known is not None and not known.why:
                     break  # whoever else wants it
@@ -177,20 +175,21 @@ class _Pass:
         return next((one for one in looks if one is not None and not one.why), None)
 
     def mark(self) -> None:
-        """Says of the copies that nobody has used whether they are expected still."""
-        wanted, stored = self.wanted(), {one.key: one for one in self.node.cache.stored_entries()}
-        leased = self.node.leases.keys()
-        kept = tuple(one for one in self.marks.fresh if one.key in stored)
-        fresh = []
-        for one in kept:
-            used = self.now if one.key in wanted else 0.0
-            is_so = (one.used == 0.0) == (used == 0.0)
-            if one.key in leased or not one.is_unused(stored[one.key].used):
-                self._try(one.image, one.user, 0)
-            elif not is_so:
-                one = msgspec.structs.replace(one, used=self._touch(one.key, used))
-            fresh.append(one)
-        self._keep(msgspec.structs.replace(self.marks, fresh=tuple(fresh)))
+        """Says of the copies that no job has used whether they are expected still.
+
+        If so, they count as used when they were made, else as never used: the first to go.
+        """
+        wanted, leased = self.wanted(), self.node.leases.keys()
+        for one in self.node.cache.stored_entries():
+            if one.entry is None:
+                continue
+            if not one.is_unused or one.key in leased:
+                self._was_used(one.key)
+                continue
+            used = one.entry.created if one.key in wanted else 0.0
+            if bool(used) != bool(one.used) and not self.dry_run:
+                with contextlib.suppress(FileNotFoundError):  # evicted this moment
+                    self.node.cache.touch(one.key, used)
 
     def copy(self) -> None:
         """Copies one image after the other, as long as the policy names one."""
@@ -207,7 +206,7 @@ class _Pass:
             if self.dry_run:
                 self.states[image] = "would be copied next"
                 return
-            if not self.stage(image, chosen):
+            if not self.stage(image, chosen.stay):
                 return
 
     def _key(self, image: str) -> str:
@@ -219,55 +218,42 @@ class _Pass:
         cache = self.node.cache
         stored = cache.stored_entries()
         leased = self.node.leases.keys()
-        fresh = {one.key: one for one in self.marks.fresh}
         found: dict[str, Held] = {}
         for one in stored:
-            mark = fresh.get(one.key)
-            new = mark is not None and one.key not in leased and mark.is_unused(one.used)
-            stays = one.pinned or one.key in leased
-            user = mark.user if mark else 0
-            found[one.key] = Held(one.bytes, one.used, user, new, stays)
+            in_use = one.key in leased
+            new, stays = one.is_unused and not in_use, one.pinned or in_use
+            found[one.key] = Held(one.bytes, one.used, one.user or 0, new, stays)
         for copy in queue.gather(self.node):
             size = cache.part(copy.key).allocated()
-            found[copy.key] = Held(size, self.now, copy.uid, copy.need == "none", stays=True)
+            found[copy.key] = Held(size, self.now, copy.uid, copy.expected, stays=True)
         # Above the low watermark, the Epilog would evict it again.
         return found, evict.measure(cache, stored, self.node.config).low
 
-    def stage(self, image: str, chosen: Copy) -> bool:
+    def stage(self, image: str, stay: frozenset[str]) -> bool:
         """Copies one image; whether to go on with others."""
+        found = self._opened(image)
+        assert found is not None
         node = self.node.configured(bandwidth=_slower(self.node))
-        job = stage.nobody(user_of(chosen.user), self.slurm.node)
-        known = self.marks.look(image, chosen.user)
-        since = known.since if known else self.made
-        job = msgspec.structs.replace(job, expected=since, stay=chosen.stay)
+        job = stage.nobody(user_of(found.user), self.slurm.node)
+        job = msgspec.structs.replace(job, expected=found.since, stay=stay)
         (done,) = stage.stage(node, job, [image], WITHIN, lambda _: None).images
         self.states[image] = done.result
+        if done.result in ("copied", "copying"):
+            tried = msgspec.structs.replace(found, tries=found.tries + 1)
+            self._keep(self.marks.with_look(tried))
         if done.is_here:
-            wall = self.node.clock.wall()
-            used = self._touch(done.key, wall) if done.result == "copied" else 0.0
-            if used:
-                made = Fresh(done.key, image, chosen.user, since, wall, used)
-                self._keep(self.marks.with_fresh(made))
-                self._try(image, chosen.user, known.tries + 1 if known else 1)
             return True
         if done.result == "copying" or done.reason in ("stopped", "no-room", "disabled"):
             return False
         why = done.detail or done.reason
-        self._keep(self.marks.with_look(refused(image, chosen.user, self.now, since, why, known)))
+        self._keep(self.marks.with_look(refused(found, self.now, why)))
         return True
 
-    def _try(self, image: str, user: int, tries: int) -> None:
-        """Notes how often an image was copied since a job used it."""
-        known = self.marks.look(image, user)
-        if known is not None and known.tries != tries:
-            self._keep(self.marks.with_look(msgspec.structs.replace(known, tries=tries)))
-
-    def _touch(self, key: str, used: float) -> float:
-        with contextlib.suppress(FileNotFoundError):  # evicted this moment
-            if not self.dry_run:
-                self.node.cache.touch(key, used)
-            return used
-        return 0.0
+    def _was_used(self, key: str) -> None:
+        """Forgets how often an image was copied in vain, as a job has used it since."""
+        for one in self.marks.looks:
+            if one.key == key and one.tries:
+                self._keep(self.marks.with_look(msgspec.structs.replace(one, tries=0)))
 
     def _keep(self, found: Marks) -> None:
         if found != self.marks and not self.dry_run:
@@ -306,28 +292,24 @@ def _slower(node: Node) -> int | None:
     return min((one for one in limits if one is not None), default=None)
 
 
-def look(node: Node, image: str, user: int, now: float, made: float, before: Look | None) -> Look:
-    """What an image is for a user: opened as them, with the rules that hold for their jobs.
-
-    `made`: when the list was that names it.
-    """
-    since = before.since if before else made
+def look(node: Node, before: Look, now: float) -> Look:
+    """What an image is for a user: opened as them, with the rules that hold for their jobs."""
     try:
         end = Deadline.after(OPEN, node.clock)
-        with opening.open_as(user_of(user), image, node, end) as opened:
+        with opening.open_as(user_of(before.user), before.image, node, end) as opened:
             found = opened.image
         if 0 <= now - found.identity.mtime_ns / 1e9 < SETTLED:
-            raise Declined("written", f"{image} was written less than {SETTLED:.0f} s ago")
+            why = f"{before.image} was written less than {SETTLED:.0f} s ago"
+            raise Declined("written", why)
     except (ForestageError, OSError) as error:
-        return refused(image, user, now, since, str(error), before)
-    tries = before.tries if before else 0
-    return Look(image, user, now, since, found.key, found.size, tries=tries)
+        return refused(before, now, str(error))
+    return msgspec.structs.replace(before, at=now, key=found.key, size=found.size, why="")
 
 
-def refused(image: str, user: int, now: float, since: float, why: str, before: Look | None) -> Look:
+def refused(before: Look, now: float, why: str) -> Look:
     """Pure: a look that came to nothing, once more."""
-    tries = before.tries + 1 if before else 1
-    return Look(image, user, now, since, why=printable(why) or "refused", tries=tries)
+    why, tries = printable(why) or "refused", before.tries + 1
+    return msgspec.structs.replace(before, at=now, key="", size=0, why=why, tries=tries)
 
 
 def user_of(uid: int) -> User:

@@ -1,6 +1,6 @@
 """What pending jobs have this node expect, and what of it is here: for `status` and the metrics."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
 
@@ -30,25 +30,19 @@ class Prefetched(msgspec.Struct, frozen=True):
     idle: str = ""
 
 
-def gather(places: Places, items: Iterable[Item], now: float) -> Prefetched | None:
+def gather(places: Places, items: Sequence[Item], now: float) -> Prefetched | None:
     """Reads the records; None where neither is there. Raises OSError."""
     listed, known = expected.read(places), marks.read(places)
     if listed is None and known == marks.Marks():
         return None
-    entries = {one.key: one for one in items}
+    entries, unused = {one.key for one in items}, [one.bytes for one in items if one.unused]
     sizes = {one.key: one.size for one in known.looks if not one.why}
     opened = {one.image for one in known.looks if not one.why}
-    made = {one.key: one for one in known.fresh}
-    unused = [
-        one.bytes
-        for one in entries.values()
-        if one.key in made and not one.jobs and made[one.key].is_unused(one.used)
-    ]
     return Prefetched(
         made=listed.made if listed and expected.is_good(listed, now) else 0.0,
         images=len(sizes),
         bytes=sum(sizes.values()),
-        here=len(sizes.keys() & entries.keys()),
+        here=len(sizes.keys() & entries),
         refused=len({one.image for one in known.looks} - opened),
         unused=Taken(len(unused), sum(unused)),
         silent=known.silent,

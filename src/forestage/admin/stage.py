@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forestage.admin.job_images import ImageResult
-from forestage.cache import disk_errors
+from forestage.cache import disk, disk_errors
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import switch
@@ -84,9 +84,7 @@ class _Begun(msgspec.Struct, frozen=True):
 def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _Begun:
     since = node.clock.monotonic()
     try:
-        must_not_be_off(node)
-        node.cache.prepare(node.config.require_mount)
-        disk_errors.must_not_be(node.places)
+        must_be_usable(node)
         within = Deadline.after(OPEN, node.clock)
         opened = begun.enter_context(opening.open_as(job.user, image, node, within))
         copying = begun.enter_context(wait.begun(node, job, opened))
@@ -95,10 +93,13 @@ def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _Be
         return _Begun(image, since, error=error)
 
 
-def must_not_be_off(node: Node) -> None:
-    """Raises Declined where staging is switched off for all jobs."""
+def must_be_usable(node: Node) -> None:
+    """Raises Declined, OSError where staging is switched off, or the cache is of use to nobody."""
     if off := switch.why_off(node.places, node.config, node.clock.wall()):
         raise Declined("disabled", off)
+    disk.must_serve(node.places, node.cache)
+    node.cache.prepare(node.config.require_mount)
+    disk_errors.must_not_be(node.places)
 
 
 def _result(node: Node, job: Job, one: _Begun, end: Deadline, progress: Progress) -> ImageResult:
@@ -107,7 +108,8 @@ def _result(node: Node, job: Job, one: _Begun, end: Deadline, progress: Progress
             raise one.error or Declined("missing", one.image)
         came = wait.obtain(node, job, one.opened, one.copying, end, lambda line: progress(line()))
         with contextlib.suppress(FileNotFoundError):
-            node.cache.touch(one.opened.image.key, node.clock.wall())
+            if not job.expected:  # nobody has used it yet
+                node.cache.touch(one.opened.image.key, node.clock.wall())
         took = round(node.clock.monotonic() - one.since, 3)
         return ImageResult(one.image, came, wait=took, key=one.opened.image.key)
     except Declined as error:

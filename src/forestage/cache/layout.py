@@ -36,6 +36,7 @@ FORMAT = "1\n"
 UNFINISHED_AFTER = 3600.0  # seconds; to make a cache takes some milliseconds
 DELETION, DELETIONS = 10.0, 60.0  # seconds for one of what was evicted, and for all
 DELETED_AT_ONCE = 4
+EXACT = 0.001  # seconds: what a file's time keeps of a float
 USERS = 4000  # bytes of their uids: no more than the block that the file has anyway
 PROVEN = b"proven"  # in an entry's file `boot`, in place of the boot that wrote the entry
 
@@ -52,7 +53,7 @@ class Entry(msgspec.Struct, frozen=True):
     `chunk` bytes are what one entry of `map` stands for; `digest` is "" where none was taken.
     `kind` is that of the job which was the first to want it; `rate` is what the source gave in
     bytes per second, 0 where that is not known. `binds` is what the image's own fstab binds
-    (stage/fstab.py).
+    (stage/fstab.py). `expected`: since when pending jobs named it, if it was copied for them.
     """
 
     key: str
@@ -65,6 +66,7 @@ class Entry(msgspec.Struct, frozen=True):
     kind: Kind = "image"
     rate: float = 0.0
     binds: tuple[str, ...] = ()
+    expected: float = 0.0
 
 
 class StoredEntry(msgspec.Struct, frozen=True):
@@ -85,6 +87,17 @@ class StoredEntry(msgspec.Struct, frozen=True):
     def is_data(self) -> bool:
         """Whether it is no image, but a job's data."""
         return self.entry is not None and self.entry.kind == "data"
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether it was copied for pending jobs, and none has used it so far.
+
+        Its time is when it was made, or 0 once it is expected no more.
+        """
+        entry = self.entry
+        if entry is None or not entry.expected:
+            return False
+        return not self.used or abs(self.used - entry.created) < EXACT
 
 
 def open_copy(path: Path) -> io.FileIO:
@@ -299,6 +312,8 @@ class Cache:
         with contextlib.suppress(FileNotFoundError):
             records.sync(part / "map")
         records.sync_directory(part)
+        if entry.expected:
+            os.utime(part / "used", (entry.created, entry.created))
         # A damaged entry of the same key would be in the way of the rename.
         self.evict(entry.key)
         part.rename(self.entry_dir(entry.key))

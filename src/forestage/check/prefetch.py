@@ -106,11 +106,11 @@ def _node(places: Places, config: Config, host: str, clock: Clock) -> Iterator[F
         )
     yield from _old(told, now, f"journalctl -u forestage-prefetch on {host}")
     known = marks.read(places)
-    if known.idle == prefetch_node.BUSY and not known.fresh:
+    if known.idle == prefetch_node.BUSY and not known.looks:
         yield Finding(
             "prefetch-bandwidth",
             "warning",
-            "nothing was copied before a job so far: jobs run here, and prefetch.bandwidth is null",
+            "no image was looked at so far: jobs run here, and prefetch.bandwidth is null",
             "A node that is never empty stays cold",
             "prefetch.bandwidth: what copies may read each second while jobs run",
         )

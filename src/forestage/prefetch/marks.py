@@ -1,4 +1,4 @@
-"""What a node remembers of the images that pending jobs name: looks, and copies nobody has used.
+"""What a node remembers of the images that pending jobs name: its looks at them.
 
     /run/forestage/prefetched.json   root's; gone after a reboot
 
@@ -6,10 +6,6 @@ A look is kept for AGAIN, so that no pass asks the file server for all images. W
 access, no such user, a mount that hangs, a new file, a copy that fails, or is evicted before a job
 has used it) is tried TRIES times, and again once a job has used it, or the list has not named it
 for FORGET: else one who submits and cancels by turns would have it copied for ever.
-
-A copy has a mark until a job has used it: then its entry is one as any.
-While the list names the image, the entry counts as just used. Once it does not, it is the first to
-be evicted.
 """
 
 from collections.abc import Iterable
@@ -22,7 +18,6 @@ from forestage.system import folders, records
 AGAIN = 600.0  # seconds
 TRIES = 3
 FORGET = 3600.0  # seconds
-EXACT = 0.001  # seconds: what a file's time keeps of a float
 
 
 class Look(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -42,30 +37,10 @@ class Look(msgspec.Struct, frozen=True, omit_defaults=True):
     tries: int = 0
 
 
-class Fresh(msgspec.Struct, frozen=True):
-    """A copy that was made for pending jobs of a user; times since the epoch.
-
-    `since`: when the list first named it here; `made`: when it was here; `used`: the time that the
-    entry has as long as no job has used it.
-    """
-
-    key: str
-    image: str
-    user: int
-    since: float
-    made: float
-    used: float
-
-    def is_unused(self, used: float) -> bool:
-        """Whether no job has used the entry, whose time of the last use this is."""
-        return abs(used - self.used) < EXACT
-
-
 class Marks(msgspec.Struct, frozen=True):
     """The record. Of the last pass: `silent` is why there was no new list, `idle` why no copy."""
 
     looks: tuple[Look, ...] = ()
-    fresh: tuple[Fresh, ...] = ()
     silent: str = ""
     idle: str = ""
 
@@ -81,10 +56,6 @@ class Marks(msgspec.Struct, frozen=True):
         kept = frozenset(named)
         looks = tuple(one for one in self.looks if is_kept(one, (one.image, one.user) in kept, now))
         return msgspec.structs.replace(self, looks=looks)
-
-    def with_fresh(self, fresh: Fresh) -> "Marks":
-        others = (one for one in self.fresh if one.key != fresh.key)
-        return msgspec.structs.replace(self, fresh=(*others, fresh))
 
 
 def is_kept(look: Look, is_named: bool, now: float) -> bool:

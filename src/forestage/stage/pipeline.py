@@ -367,4 +367,5 @@ def _entry(task: Task, figures: Figures, binds: tuple[str, ...]) -> Entry:
         kind=task.image.kind,
         rate=figures.rate,
         binds=binds,
+        expected=task.job.expected,
     )

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -108,6 +109,38 @@ def test_image_is_copied_once_and_its_event_says_since_when_it_is_expected(here:
     assert isinstance(event.outcome, Copied)
     assert (event.job, event.uid, event.outcome.expected) == (0, NOBODY, NOW)
     assert here.site.json("status")["leases"] == []
+
+
+def test_copy_counts_as_used_when_it_was_made_and_by_nobody(
+    here: Passes, monkeypatch: Patch
+) -> None:
+    real = stage.wait.obtain
+
+    def obtain(*args: Any) -> str:
+        came = real(*args)
+        here.clock.at += 5
+        return came
+
+    monkeypatch.setattr(stage.wait, "obtain", obtain)
+    here.tell(here.image("a"))
+    assert states(here.run()) == ["copied"]
+    (item,) = here.site.json("ls")
+    assert (item["unused"], item["used"]) == (True, NOW)
+
+
+def test_copy_that_outlasts_its_pass_is_one_that_no_job_has_used(
+    here: Passes, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(prefetch_node, "WITHIN", 0.0)
+    here.tell(here.image("a"))
+    assert states(here.run()) == ["copying"]
+    until(here.copies, "the end of the copy")
+    (item,) = here.site.json("ls")
+    assert (item["unused"], item["used"]) == (True, item["entry"]["created"])
+    here.tell()
+    here.run()
+    (item,) = here.site.json("ls")
+    assert (item["unused"], item["used"]) == (True, 0.0)
 
 
 def test_dry_run_writes_nothing(here: Passes) -> None:
@@ -253,7 +286,7 @@ def test_image_that_appears_and_disappears_is_copied_once(here: Passes) -> None:
 def test_refused_image_that_appears_and_disappears_is_opened_three_times_at_most(
     here: Passes, monkeypatch: Patch
 ) -> None:
-    opened = []
+    opened: list[tuple[object, marks.Look, float]] = []
     real = prefetch_node.look
     monkeypatch.setattr(prefetch_node, "look", lambda *a: (opened.append(a), real(*a))[1])
     path = here.image("private", mode=0o600)
@@ -261,7 +294,7 @@ def test_refused_image_that_appears_and_disappears_is_opened_three_times_at_most
         here.tell(path if number % 2 == 0 else f"/other/{number}")
         here.run()
         here.clock.at += 60
-    assert [one[1] for one in opened].count(path) == TRIES
+    assert [one[1].image for one in opened].count(path) == TRIES
 
 
 def test_copy_that_fails_each_time_is_tried_three_times(here: Passes, monkeypatch: Patch) -> None:

@@ -21,7 +21,7 @@ from forestage.cache.lease import Use
 from forestage.peers.stats import Uploaded
 from forestage.prefetch import expected, marks
 from forestage.prefetch.expected import Expectations
-from forestage.prefetch.marks import Fresh, Look, Marks
+from forestage.prefetch.marks import Look, Marks
 from forestage.registry.imports_now import UnderWay
 from forestage.system import lock
 from forestage.system.drawing import draw
@@ -203,15 +203,13 @@ def test_switched_off_staging_is_shown_with_its_remedy(site: Site) -> None:
 
 def test_status_says_what_is_expected_and_what_no_job_has_used(site: Site) -> None:
     assert status.gather(site.node).prefetched is None
-    new, used, held = (site.publish(site.image(name)) for name in ("new", "used", "held"))
+    names = ("new", "used", "held")
+    new, used, held = (site.publish(site.image(name), expected=NOW - 99) for name in names)
+    site.node.cache.touch(used, NOW - 5)
     site.lease(7, Use(held))
     looks = tuple(Look(f"/{key}", 7, NOW, NOW - 99, key, 5 * G) for key in (new, used, "absent"))
     refused = Look("/refused", 7, NOW, NOW, why="missing", tries=1)
-    fresh = tuple(
-        Fresh(key, f"/{key}", 7, NOW - 99, NOW - 60, time)
-        for key, time in ((new, NOW - 60), (used, NOW - 999), (held, NOW - 60))
-    )
-    marks.write(site.places, Marks((*looks, refused), fresh))
+    marks.write(site.places, Marks((*looks, refused)))
     found = status.gather(site.node).prefetched
     assert found is not None
     assert (found.images, found.bytes, found.here, found.refused) == (3, 15 * G, 2, 1)

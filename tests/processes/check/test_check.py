@@ -32,7 +32,7 @@ from forestage.events import Bad, Event, Handled
 from forestage.paths import Places
 from forestage.prefetch import expected, marks
 from forestage.prefetch.expected import Expectations
-from forestage.prefetch.marks import Fresh, Marks
+from forestage.prefetch.marks import Look, Marks
 from forestage.system import as_user
 from forestage.system.as_user import User
 from goodnode import COMPANION, REPO, GoodNode, words
@@ -1285,7 +1285,7 @@ def test_prefetch_host_that_reads_the_queue_has_no_finding(
         (check.prefetch.SKEW + 1, Marks(), ["prefetch-clock"]),
         (-check.prefetch.LATE - 1, Marks(), ["prefetch-old"]),
         (-30.0, Marks(idle=BUSY), ["prefetch-bandwidth"]),
-        (-30.0, Marks(fresh=(Fresh("k", "/a", 7, 1.0, 2.0, 2.0),), idle=BUSY), []),
+        (-30.0, Marks((Look("/a", 7, 1.0, 1.0),), idle=BUSY), []),
     ],
 )
 def test_node_looks_at_what_the_prefetch_host_gives(

@@ -55,8 +55,6 @@ def test_node_takes_the_rows_of_its_partitions_users_most_expected_first() -> No
 
 
 def test_refusals_are_counted_and_keep_since_when_the_image_is_expected() -> None:
-    once = prefetch_node.refused("/a", 7, 5.0, 4.0, "missing\n", None)
-    assert (once.tries, once.why) == (1, "missing\\n")
-    assert prefetch_node.refused("/a", 7, 6.0, 4.0, "", once) == Look(
-        "/a", 7, 6.0, 4.0, why="refused", tries=2
-    )
+    once = prefetch_node.refused(Look("/a", 7, 4.0, 4.0, "k", 5), 5.0, "missing\n")
+    assert once == Look("/a", 7, 5.0, 4.0, why="missing\\n", tries=1)
+    assert prefetch_node.refused(once, 6.0, "") == Look("/a", 7, 6.0, 4.0, why="refused", tries=2)

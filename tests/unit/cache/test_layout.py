@@ -11,7 +11,7 @@ import pytest
 
 from forestage.cache import layout as module
 from forestage.cache.image import Access, Image
-from forestage.cache.layout import Cache, Entry, tree_bytes
+from forestage.cache.layout import Cache, Entry, StoredEntry, tree_bytes
 from forestage.cache.part import Owner, boot_id
 from forestage.errors import Failed
 from forestage.system import lock, mounts
@@ -324,3 +324,17 @@ def test_entry_of_which_no_user_can_be_told_is_nobodys(
     key = publish(make_image()).key
     (cache.entry_dir(key) / "used").write_bytes(text)
     assert cache.stored_entries()[0].user is None
+
+
+@pytest.mark.parametrize(
+    ("expected", "used", "unused"),
+    [(9.0, 500.0, True), (9.0, 0.0, True), (9.0, 501.0, False), (0.0, 500.0, False)],
+    ids=["as made", "expected no more", "used", "of a job"],
+)
+def test_entry_for_pending_jobs_is_unused_until_its_time_is_another(
+    expected: float, used: float, unused: bool, make_image: Make
+) -> None:
+    made = make_image()
+    entry = Entry(made.key, made.identity, made.access, 500.0, "chunks", expected=expected)
+    assert StoredEntry(made.key, 1, used, False, entry).is_unused is unused
+    assert not StoredEntry(made.key, 1, used, False, None).is_unused

@@ -1,4 +1,4 @@
-"""What a node remembers: looks that are not repeated, and copies that nobody has used."""
+"""What a node remembers: looks that are not repeated, and what was in vain."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 
 from forestage.paths import Places
 from forestage.prefetch import marks
-from forestage.prefetch.marks import AGAIN, FORGET, TRIES, Fresh, Look, Marks
+from forestage.prefetch.marks import AGAIN, FORGET, TRIES, Look, Marks
 
 LOOK = Look("/a", 7, at=1000.0, since=900.0, why="missing", tries=1)
 
 
 def test_record_is_read_as_it_was_written_and_a_damaged_one_is_empty(tmp_path: Path) -> None:
     places = Places(tmp_path)
-    found = Marks((LOOK,), (Fresh("k", "/a", 7, 1.0, 2.0, 3.0),))
+    found = Marks((LOOK,), "silent", "idle")
     marks.write(places, found)
     assert marks.read(places) == found
     places.prefetched.write_text("{")
@@ -54,18 +54,10 @@ def test_copies_that_no_job_used_are_forgotten_in_time_and_refusals_while_named_
     assert Marks((refused,)).naming(named, late).looks == (refused,)
 
 
-def test_look_and_copy_take_the_place_of_earlier_ones() -> None:
+def test_look_takes_the_place_of_an_earlier_one() -> None:
     found = Marks().with_look(LOOK).with_look(Look("/a", 7, 2000.0, 900.0))
     assert found.look("/a", 7) == Look("/a", 7, 2000.0, 900.0)
     assert found.look("/a", 8) is None
-    fresh = [Fresh("k", "/a", 7, 1.0, 2.0, used) for used in (3.0, 4.0)]
-    assert found.with_fresh(fresh[0]).with_fresh(fresh[1]).fresh == (fresh[1],)
-
-
-def test_copy_is_unused_as_long_as_the_entrys_time_is_the_marks() -> None:
-    mark = Fresh("k", "/a", 7, since=1.0, made=2.0, used=2.0)
-    assert mark.is_unused(2.0)
-    assert not mark.is_unused(5.0)
 
 
 def test_what_a_pass_is_like_is_noted_beside_the_looks(tmp_path: Path) -> None:
