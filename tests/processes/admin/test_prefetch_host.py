@@ -20,7 +20,7 @@ from node import until
 
 Programs = Callable[..., Path]
 
-NONCE = """n=$(echo "$*" | sed 's/.*JobArrayID:0|\\([0-9a-f]*\\)<.*/\\1/')"""
+NONCE = """n=$(echo "$* $SQUEUE_FORMAT2" | sed 's/.*JobArrayID:0|\\([0-9a-f]*\\)<.*/\\1/')"""
 SINFO = "echo 'gpu|2|n[1-2]'"
 
 
