@@ -37,6 +37,16 @@ SMALL = {
         ),
     ),
     "peers-model": (["4"], rf"cpu=\d+s worst_read={RATIO}"),
+    "prefetch": (
+        [
+            *("--seeds", "1", "--jobs", "8", "--runs", "3-4", "--mib", "2-4"),
+            *("--pending", "50", "--cloud", "20"),
+        ],
+        (
+            f"readable={RATIO} popular={RATIO} warm={RATIO} p90_over_warm={RATIO}"
+            rf" makespan={RATIO} wait={RATIO} later=\d+ pass={RATIO} job_info_ms={RATIO}"
+        ),
+    ),
     "prefetch-policy": (
         ["--seeds", "1", "--minutes", "30"],
         rf"cpu=\d+s gain={RATIO} vs_popular={RATIO}",
