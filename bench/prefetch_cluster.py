@@ -418,6 +418,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     load, begun = busy.Load(), time.monotonic()
     found: dict[str, dict[int, Run]] = {way: {} for pair in PAIRS for way in pair}
     with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor())  # ends after the clusters
         benches = [stack.enter_context(made(options)) for _ in range(2)]
         yield (
             f"{IMAGES} images of {benches[0].mean / MIB:.0f} MiB, node links"
@@ -425,7 +426,6 @@ def run(options: argparse.Namespace) -> Iterator[str]:
             f" prefetch.bandwidth {options.bandwidth} MiB/s, {options.jobs} jobs for each of"
             f" {options.seeds} seeds, {os.cpu_count()} processors for all of it\n"
         )
-        pool = stack.enter_context(ThreadPoolExecutor())
         for seed in range(1, 1 + options.seeds):
             chosen = jobs(seed, options.jobs, options.runs, list(benches[0].sizes))
             for pair in PAIRS:

@@ -256,13 +256,13 @@ def test_job_takes_over_the_copy_of_its_image(site: Site, service: None) -> None
     job = queue.submit(f"stage={path}", script=f"sha256sum <{path} >/shared/alice/sum")
     site.wait_over(job)
     ahead.communicate(timeout=60)
+    site.cluster.run(["scancel", str(waits)], user="root")
 
     assert site.results(job, NODE) == ["copied"]
     assert site.cluster.read("/shared/alice/sum").split()[0] == site.sha256(path)
     (own,) = site.outcomes(job, NODE, "stager")
     assert isinstance(own, Copied)
     assert own.resumed >= before  # which it has not read again
-    site.cluster.run(["scancel", str(waits)], user="root")
 
 
 def test_job_that_begins_ends_the_copy_where_there_is_no_bandwidth(
