@@ -189,7 +189,7 @@ class Bench:
     def configure(self, **keys: object) -> None:
         room = int(self.mean * IMAGES / 2)
         own = {"max_size": room, "min_free": "1%", "redirect": "spank", "cold": "auto"}
-        self.fleet.configure(**{**own, **keys})
+        self.fleet.configure(**{**own, **peering(self.options), **keys})
 
     def prepare(self, way: str, chosen: Sequence[Job]) -> None:
         """Empty caches, or full ones; nobody knows of a queue."""
@@ -423,8 +423,9 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         yield (
             f"{IMAGES} images of {benches[0].mean / MIB:.0f} MiB, node links"
             f" {options.node_mbit:g} Mbit/s, file servers' {options.store_mbit:g},"
-            f" prefetch.bandwidth {options.bandwidth} MiB/s, {options.jobs} jobs for each of"
-            f" {options.seeds} seeds, {os.cpu_count()} processors for all of it\n"
+            f" prefetch.bandwidth {options.bandwidth} MiB/s, peers.reach {options.reach},"
+            f" {options.jobs} jobs for each of {options.seeds} seeds,"
+            f" {os.cpu_count()} processors for all of it\n"
         )
         for seed in range(1, 1 + options.seeds):
             chosen = jobs(seed, options.jobs, options.runs, list(benches[0].sizes))
@@ -442,6 +443,10 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     yield load.last(f"{summary(found)} {prefetch_pending.summary(rounds)}")
 
 
+def peering(options: argparse.Namespace) -> dict[str, object]:
+    return {"peers": {"enabled": True, "listen": "{node}", "reach": options.reach}}
+
+
 @contextlib.contextmanager
 def made(options: argparse.Namespace) -> Iterator[Bench]:
     """A cluster of its own."""
@@ -449,8 +454,10 @@ def made(options: argparse.Namespace) -> Iterator[Bench]:
     spec = networked(NODES, links)
     with Cluster.up(replace(spec, nvme_mib=IMAGES * options.mib[1], companion="")) as cluster:
         fleet = Fleet(cluster)
-        fleet.configure()
+        fleet.configure(**peering(options))
         fleet.serve(cluster.nodes)
+        for node in cluster.nodes:
+            fleet.command("sweep", node=node)  # who is there
         with serving(fleet):
             yield Bench(fleet, options)
 
@@ -478,6 +485,9 @@ def main() -> int:
     parser.add_argument("--node-mbit", type=float, default=80)
     parser.add_argument("--store-mbit", type=float, default=480)
     parser.add_argument("--bandwidth", type=int, default=6, help="prefetch.bandwidth, MiB/s")
+    parser.add_argument(
+        "--reach", choices=("job", "cluster"), default="cluster", help="peers.reach"
+    )
     parser.add_argument("--pending", type=int, default=10_000, help="jobs of the one pass")
     parser.add_argument("--cloud", type=int, default=2_000, help="nodes there")
     parser.add_argument("--trace", action="store_true", help="what each job's nodes did")
