@@ -123,14 +123,19 @@ def test_copy_with_less_memory_than_the_image_is_right_and_nobody_is_killed(node
 
 def test_slurmd_restarted_under_a_job_changes_nothing_for_it(node: Compute) -> None:
     image = node.image("image", mib=24)
-    look = f"sha256sum <{image.path}; findmnt -n -o FSTYPE -T {image.path}; cat $FORESTAGE_DIR/mine"
+    # Once, on a busy computer, nothing came of its last line: now the end of cat tells whether srun
+    # lost its output.
+    look = (
+        f"sha256sum <{image.path}; findmnt -n -o FSTYPE -T {image.path};"
+        " cat $FORESTAGE_DIR/mine; echo ended $?"
+    )
     first = "echo kept >$FORESTAGE_DIR/mine"
     stage = f"stage={image.path} stage-dir=50MiB"
     with node.configured(SLOW), node.holding(stage, first, look) as job:
         node.run("systemctl restart slurmd")
         node.until("sinfo -h -o %T | grep -qE 'mixed|allocated'")
     done = job.wait()
-    wanted = (0, [image.sha256, "-", "fuse.forestage", "kept"])
+    wanted = (0, [image.sha256, "-", "fuse.forestage", "kept", "ended", "0"])
     assert (done.code, done.out.split()) == wanted, done.err
     node.idle()
     assert node.left() == ""
