@@ -38,6 +38,7 @@ UNKNOWN_JOB = "Invalid job id specified"  # slurm_errno.c, ESLURM_INVALID_JOB_ID
 
 _FACT = re.compile(r"(?:^| )(NodeName|NodeHostName|State|Partitions)=(\S*)", re.ASCII)
 _LINE = re.compile(r"([0-9]+)\|([A-Z_]+)\|(\S*)", re.ASCII)
+_ROOTS = re.compile(rb"^Uid:\t0\t", re.MULTILINE)  # proc(5): the real one is the first
 # setproctitle() in slurmstepd.c; the second may be `batch`, `extern`, `0`.
 _MANAGER = re.compile(rb"slurmstepd: \[([0-9]{1,10})[.+]")
 
@@ -234,15 +235,17 @@ class Slurm(NamedTuple):
 
 
 def processes(proc: Path) -> Iterator[tuple[Path, bytes]]:
-    """Root's processes, each with its title: any user's may call itself what it likes."""
+    """Root's processes, each with its title: any user's may call itself what it likes.
+
+    By the real id: to a program with a set-id bit, such as su(1), its user gives any title. It is
+    asked for first, as a title lies in its process's own memory, where one may wait for a user.
+    """
     for process in proc.glob("[0-9]*"):
         try:
-            title = (process / "cmdline").read_bytes()
-            is_root = process.stat().st_uid == 0
+            if _ROOTS.search((process / "status").read_bytes()):
+                yield process, (process / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
             continue
-        if is_root:
-            yield process, title
 
 
 def found(listing: str, job: int) -> JobState | None:

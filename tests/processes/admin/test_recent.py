@@ -25,6 +25,7 @@ def step(site: Site, job: int, title: str = "slurmstepd: [{}.0]") -> None:
     process = site.places.root / f"proc/{1000 + job}"
     process.mkdir(parents=True)
     (process / "cmdline").write_text(title.format(job))
+    (process / "status").write_text("Uid:\t0\t0\t0\t0\n")
 
 
 def start(result: str, ago: float, **facts: str) -> Event:
@@ -132,6 +133,7 @@ def slurmd(site: Site, began: float, title: str = "/usr/sbin/slurmd\0-D", pid: i
     process = site.places.root / f"proc/{pid}"
     process.mkdir(parents=True, exist_ok=True)
     (process / "cmdline").write_text(title)
+    (process / "status").write_text("Uid:\t0\t0\t0\t0\n")
     ticks = round((5000.0 - began) * os.sysconf("SC_CLK_TCK"))
     (process / "stat").write_text(f"{pid} (slurm) d) S {' '.join(['0'] * 18)} {ticks} 0")
     (site.places.root / "proc/uptime").write_text("5000.00 1.00\n")

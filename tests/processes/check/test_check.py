@@ -1110,6 +1110,7 @@ def test_root_file_system_of_a_step_that_runs_is_no_finding(node: GoodNode, as_r
     node.write("/etc/enroot/enroot.conf.d/data.conf", 'ENROOT_DATA_PATH "/raid/enroot/data/${UID}"')
     for name in ("pyxis_77.0", "pyxis_mine", "other"):
         node.at(f"/raid/enroot/data/1001/{name}").mkdir(parents=True)
+    node.write("/proc/500/status", "Uid:\t0\t0\t0\t0\n")
     node.write("/proc/500/cmdline", "slurmstepd: [77.0]\0")
     assert node.check().findings == ()
     node.write("/proc/500/cmdline", "slurmstepd: [78.0]\0")

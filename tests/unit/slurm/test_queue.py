@@ -82,20 +82,34 @@ def test_missing_commands_are_no_answer_but_a_hint(tmp_path: Path) -> None:
     assert Exit(caught.value.exit_code) is Exit.SLURM
 
 
-def test_step_manager_shows_that_its_job_is_at_work(tmp_path: Path, as_root: None) -> None:
+def process(proc: Path, pid: str, title: bytes, uids: str = "0\t0\t0\t0") -> None:
+    """One that has these ids: real, effective, saved, of the file system."""
+    (proc / pid).mkdir()
+    (proc / pid / "status").write_text(f"Name:\tx\\nUid:\nUmask:\t0022\nUid:\t{uids}\nGid:\t0\t0\n")
+    (proc / pid / "cmdline").write_bytes(title)
+
+
+def test_step_manager_shows_that_its_job_is_at_work(tmp_path: Path) -> None:
     titles = {
         "11": b"slurmstepd: [7.batch]\0\0\0",
         "12": b"slurmstepd: [8.0]\0",
         "13": b"slurmstepd: [9+1.extern]\0",
-        "14": b"slurmstepd: [10.0]\0",  # a user's
         "15": b"/bin/sh\0-c\0slurmstepd: [20.0]\0",
         "16": b"slurmstepd: [x.0]\0",
         "17": b"",
     }
     for pid, title in titles.items():
-        (tmp_path / pid).mkdir()
-        (tmp_path / pid / "cmdline").write_bytes(title)
-    os.chown(tmp_path / "14", 1000, 1000)
+        process(tmp_path, pid, title)
     (tmp_path / "18").mkdir()  # it has ended this moment
     (tmp_path / "self").mkdir()
     assert Slurm("", "", tmp_path).at_work() == {7, 8, 9}
+
+
+@pytest.mark.parametrize("uids", ["1000\t1000\t1000\t1000", "1000\t0\t0\t0"], ids=["own", "set-id"])
+def test_title_of_a_users_process_is_not_even_read(tmp_path: Path, uids: str) -> None:
+    """Not of a program with a set-id bit either: su waits for a password as long as they like."""
+    process(tmp_path, "14", b"slurmstepd: [10.0]\0", uids)
+    assert Slurm("", "", tmp_path).at_work() == frozenset()
+    (tmp_path / "14/cmdline").unlink()
+    os.mkfifo(tmp_path / "14/cmdline")
+    assert Slurm("", "", tmp_path).at_work() == frozenset()
