@@ -155,17 +155,15 @@ def _enable_hook(plan: Plan, site: Site, hook: Hook) -> None:
 
 
 def _enable_companion(plan: Plan, site: Site) -> None:
-    stack, ours, pyxis = site.stack, site.stack.companion, site.stack.pyxis
+    stack, pyxis, late = site.stack, site.stack.pyxis, site.stack.late
     text = site.companion_line
-    if text and ours is None:
-        # A step's image must be redirected before pyxis opens it, and Slurm calls in this order.
+    if text and stack.companion is None:
         before = f", before pyxis ({pyxis.line.where})" if pyxis else ""
         place = f"as the first line{before}"
         plan.lines.append(LineChange(stack.file, "add", text, place))
         plan.notes += [] if text.startswith("include") else [LOGIN]
-    elif ours and pyxis and stack.plugins.index(pyxis) < stack.plugins.index(ours):
-        line = ours.line.by if ours.line.by in stack.includes else ours.line
-        plan.notes.append(f"{line.where}: move this line before pyxis ({pyxis.line.where}).")
+    elif pyxis and late:
+        plan.notes.append(f"{late.where}: move this line before pyxis ({pyxis.line.where}).")
 
 
 def to_disable(site: Site) -> Plan:

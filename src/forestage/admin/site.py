@@ -23,7 +23,7 @@ from forestage.errors import Failed
 from forestage.paths import Places
 from forestage.slurm import companion, plugstack, slurm_conf
 from forestage.slurm import release as releases
-from forestage.slurm.slurm_conf import USUAL_CONF, Setting
+from forestage.slurm.slurm_conf import USUAL_CONF, ConfLine, Setting
 from forestage.system.tree import Files
 
 # Paths as slurm.conf and plugstack.conf name them, whatever root they are read below.
@@ -211,6 +211,19 @@ class Stack(msgspec.Struct, frozen=True):
     @property
     def pyxis(self) -> Plugin | None:
         return next((one for one in self.plugins if one.pyxis), None)
+
+    @property
+    def late(self) -> ConfLine | None:
+        """The line that loads the companion, where that comes after pyxis: it is to come before.
+
+        A step's image must be redirected before pyxis opens it. Of a companion that is included by
+        its own file that is the line of the include: the file is a package's.
+        """
+        ours, pyxis = self.companion, self.pyxis
+        if not (ours and pyxis) or self.plugins.index(ours) < self.plugins.index(pyxis):
+            return None
+        by = ours.line.by
+        return by if by and by in self.includes else ours.line
 
 
 class Site(msgspec.Struct, frozen=True):

@@ -67,14 +67,14 @@ def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
             )
     else:
         yield from _companion(files, site, ours)
-        if pyxis is not None and stack.plugins.index(pyxis) < stack.plugins.index(ours):
+        if pyxis and (late := stack.late):
             yield Finding(
                 "plugstack-order",
                 "warning",
                 f"{pyxis.line.path} comes before {ours.line.path}",
                 "A step's image may be read from the shared file system before it is redirected",
-                f"{ours.line.file}: `{ours.line.words()}` before the line of"
-                f" {pyxis.line.path} ({pyxis.line.where})",
+                f"{late.file}: `{late.text}` before the line of {pyxis.line.path}"
+                f" ({pyxis.line.where})",
             )
     for one in stack.plugins:
         # A plugin's string table has the names that it defines, each between two NULs; nobody but

@@ -271,6 +271,16 @@ PLUGINS = [
         f" pyxis.so ({PYXIS}:1)",
     ),
     warning(
+        "plugstack-order",
+        both(
+            removed(OURS),
+            wrote(COMPANION_CONF.format("22.05"), COMPANION),
+            wrote(f"{PARTS}/30-forestage.conf", INCLUDE),
+        ),
+        # The line of the site, and not that of a package's file.
+        f"{PARTS}/30-forestage.conf: `{INCLUDE.strip()}` before the line of pyxis.so ({PYXIS}:1)",
+    ),
+    warning(
         "companion-required",
         changed(OURS, "optional", "required"),
         f"{OURS}: optional {COMPANION_SO} timeout=500",
