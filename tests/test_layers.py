@@ -40,8 +40,8 @@ ALLOWED = {
 
 
 STARTERS = {
-    *("admin.enable", "admin.pack", "admin.publish", "admin.warm"),  # as who calls them
-    *("check.hooks", "check.registry", "check.sources"),
+    *("admin.pack", "admin.publish", "admin.warm"),  # as who calls them
+    *("check.enable", "check.hooks", "check.registry", "check.sources"),
     *("slurm.queue", "slurm.release"),
     *("cache.disk_errors", "views.job_disk", "views.directory", "peers.auth", "stage.engines"),
 }

@@ -40,15 +40,14 @@ def decided(files: Files, site: Site | None, settings: Settings) -> Settings:
 
 def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
     """Reads the plugins' files and asks slurmd for its release; no plugin is loaded."""
-    stack = site.stack
-    ours, pyxis = stack.companion, stack.pyxis
+    stack, ours = site.stack, site.stack.companion
     everywhere = settings.everywhere()
     yield from _through(files, everywhere)
+    yield from of_stack(files, site)
     if ours is None:
         line = f"{stack.file}: {_line(site)}, before pyxis"
-        if stack.includes:
-            yield _unmatched(files, site)
-        elif settings.config.redirect == "bind" and settings.origins["redirect"] == DEFAULT:
+        by_default = settings.origins["redirect"] == DEFAULT
+        if not stack.includes and settings.config.redirect == "bind" and by_default:
             yield Finding(
                 "companion-advised",
                 "warning",
@@ -65,7 +64,15 @@ def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
                 "Images are copied, and no job ever sees a copy",
                 line,
             )
-    else:
+
+
+def of_stack(files: Files, site: Site) -> Iterator[Finding]:
+    """What is wrong with plugstack.conf as it is, whatever the configuration says."""
+    stack = site.stack
+    ours, pyxis = stack.companion, stack.pyxis
+    if ours is None and stack.includes:
+        yield _unmatched(files, site)
+    elif ours:
         yield from _companion(files, site, ours)
         if pyxis and (late := stack.late):
             yield Finding(

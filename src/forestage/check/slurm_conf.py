@@ -30,7 +30,7 @@ def unread() -> Finding:
 
 def findings(conf: Conf, settings: Settings) -> Iterator[Finding]:
     """Pure."""
-    yield from _flags(conf)
+    yield from flags(conf)
     yield from _timeouts(conf)
     yield from _deadlines(conf, settings)
     if conf.has("slurmdparameters", "contain_spank"):
@@ -49,10 +49,11 @@ def launch_limit(conf: dict[str, str]) -> float:
     return timeouts.limits({k: v for k, v in conf.items() if k not in _TIMEOUTS}).hurts
 
 
-def _flags(conf: Conf) -> Iterator[Finding]:
-    flags = conf.lacks_flags
+def flags(conf: Conf) -> Iterator[Finding]:
+    """Pure: what PrologFlags lacks, and what it should not have."""
+    lacks = conf.lacks_flags
     line = f"{conf.path}: {conf.wanted_prolog_flags}"
-    if "alloc" in flags:
+    if "alloc" in lacks:
         yield Finding(
             "prolog-alloc",
             "warning",
@@ -61,7 +62,7 @@ def _flags(conf: Conf) -> Iterator[Finding]:
             " MessageTimeout + BatchStartTimeout, 20 s by default",
             line,
         )
-    elif "deferbatch" in flags:
+    elif "deferbatch" in lacks:
         yield Finding(
             "prolog-deferbatch",
             "warning",

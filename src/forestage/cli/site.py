@@ -12,8 +12,8 @@ from forestage.cli.world import Exit, as_json, seconds, show
 from forestage.errors import ForestageError
 
 if TYPE_CHECKING:
-    from forestage.admin.enable import Plan
     from forestage.admin.site import Site
+    from forestage.check.enable import Plan
 
 SLURM_CONF = "/etc/slurm/slurm.conf"
 
@@ -38,14 +38,14 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
     nodes with the cache's disk. Where Prolog= names a directory's files, --yes makes the link
     there. With --yes, the sweep's timer and the socket for users are switched on as well.
     """
-    from forestage.admin import enable as work
+    from forestage.check import enable as work
     from forestage.system.tree import Files
 
     disk = None
     with contextlib.suppress(ForestageError, OSError):  # that is for other commands to say
         disk = work.disk_of(ctx.obj.node())
-    _change(ctx, slurm_conf, lambda site: work.to_enable(site, disk), True, yes, as_json)
     files = Files(ctx.obj.places.root)
+    _change(ctx, slurm_conf, lambda site: work.to_enable(files, site, disk), True, yes, as_json)
     said = work.start_units(files) if yes else work.units_to_start(files)
     if said:
         click.echo(said, err=as_json)
@@ -62,7 +62,7 @@ def disable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> No
     Prints the lines to remove; --yes removes the links that `enable` has made. Refuses what would
     drain nodes, with exit status 9. What stops staging at once is `forestage off`.
     """
-    from forestage.admin import enable as work
+    from forestage.check import enable as work
 
     _change(ctx, slurm_conf, work.to_disable, False, yes, as_json)
 
@@ -78,8 +78,8 @@ def _change(
     """Shows the plan, and changes links with `yes`. Ends the command where it is refused."""
     import msgspec
 
-    from forestage.admin import enable as work
     from forestage.admin import site as sites
+    from forestage.check import enable as work
     from forestage.system.tree import Files
 
     files = Files(ctx.obj.places.root)

@@ -1,5 +1,6 @@
 """Plans of `forestage enable` and `disable`: how Slurm comes to call the hooks, and stops.
 
+What else is wrong with these files `enable` says in the words of `check`, by the same findings.
 slurm.conf and plugstack.conf are never edited: the plan holds the exact lines for the admin, who
 keeps these files for a whole cluster. `apply` makes or removes only our links in a directory that
 `Prolog=` or `Epilog=` names with a glob. Refused is what would drain nodes: slurmd drains a node
@@ -15,6 +16,8 @@ import msgspec
 from forestage.admin import site as sites
 from forestage.admin.site import SOCKET, TIMER, Hook, Pattern, Site
 from forestage.cache.node import Node
+from forestage.check import plugins, slurm_conf
+from forestage.check.finding import Finding
 from forestage.errors import RefusedError
 from forestage.slurm.slurm_conf import ConfLine
 from forestage.system import mounts, run
@@ -94,20 +97,20 @@ def disk_of(node: Node) -> CacheDisk | None:
     return CacheDisk(under.point, size >> 20, node.config.data.job_dir.of(size) >> 30)
 
 
-def to_enable(site: Site, disk: CacheDisk | None = None) -> Plan:
-    """Pure: what makes Slurm call both hooks, and load the companion where it is installed.
+def to_enable(files: Files, site: Site, disk: CacheDisk | None = None) -> Plan:
+    """What makes Slurm call both hooks, and load the companion where it is installed.
 
-    `disk` is that of the cache, for which jobs may want to ask.
+    `disk` is that of the cache, for which jobs may want to ask. Reads the plugins' files.
     """
     plan = Plan()
     for hook in site.hooks:
         _enable_hook(plan, site, hook)
-    _enable_companion(plan, site)
+    if site.companion_line and site.stack.companion is None:
+        _enable_companion(plan, site)
+    else:
+        plan.notes += map(_note, plugins.of_stack(files, site))
     _note_configless(plan, site)
-    if site.conf.lacks_flags:
-        plan.notes.append(
-            f"{site.conf.wanted_prolog_flags} lets jobs wait for their images for longer than 15 s."
-        )
+    plan.notes += map(_note, slurm_conf.flags(site.conf))
     if disk is not None:
         plan.disk += disk_lines(site, disk)
     return plan
@@ -155,15 +158,15 @@ def _enable_hook(plan: Plan, site: Site, hook: Hook) -> None:
 
 
 def _enable_companion(plan: Plan, site: Site) -> None:
-    stack, pyxis, late = site.stack, site.stack.pyxis, site.stack.late
-    text = site.companion_line
-    if text and stack.companion is None:
-        before = f", before pyxis ({pyxis.line.where})" if pyxis else ""
-        place = f"as the first line{before}"
-        plan.lines.append(LineChange(stack.file, "add", text, place))
-        plan.notes += [] if text.startswith("include") else [LOGIN]
-    elif pyxis and late:
-        plan.notes.append(f"{late.where}: move this line before pyxis ({pyxis.line.where}).")
+    pyxis, text = site.stack.pyxis, site.companion_line
+    before = f", before pyxis ({pyxis.line.where})" if pyxis else ""
+    plan.lines.append(LineChange(site.stack.file, "add", text, f"as the first line{before}"))
+    plan.notes += [] if text.startswith("include") else [LOGIN]
+
+
+def _note(found: Finding) -> str:
+    """Pure: a finding as a sentence, with the line to change."""
+    return f"{found.what}. {found.why}. Change: {found.change}"
 
 
 def to_disable(site: Site) -> Plan:
