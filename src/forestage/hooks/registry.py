@@ -11,7 +11,6 @@ companion (src/spank/later.c). It ends when nobody waits any more, and the worke
 
 import contextlib
 import os
-import pwd
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -34,7 +33,7 @@ from forestage.registry.worker import Worker
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
-from forestage.system import child, folders, holder, lock, run
+from forestage.system import as_user, child, folders, holder, lock, run
 from forestage.system.holder import Channel, Life, Message
 from forestage.units import printable
 
@@ -140,9 +139,8 @@ def _foresee(node: Node, job: Job, request: Request, report: Report, hook: Chann
     hook.send(Message("ready"))
     hook.close()
     # What a user's login would have, as far as enroot's configuration goes by it.
-    user = pwd.getpwuid(job.user.uid)
-    variables = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
-    environment = worker.keep_environment(variables)
+    name, home = as_user.name_of(job.user.uid), as_user.home_of(job.user.uid)
+    environment = worker.keep_environment({"HOME": home, "USER": name, "LOGNAME": name})
     asked = Asked(request, environment, batch=True, container="", timeout="")
     answer = _answer(node, job, asked, Tasks(None, GUESS))
     if answer.image:

@@ -6,7 +6,6 @@ It answers in the lines of slurm/lines.py.
 import contextlib
 import math
 import os
-import pwd
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -29,7 +28,7 @@ from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields, has_control
 from forestage.sources import opening
 from forestage.stage.wait import quiet
-from forestage.system import lock
+from forestage.system import as_user, lock
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
 COPIER_GRACE = 7.0  # seconds of the companion's for what a copier says when its time is over
@@ -118,10 +117,7 @@ def with_variables(job: Job, environ: Mapping[str, str]) -> Job:
 
 def with_user_name(job: Job) -> Job:
     """Returns the job with its user's name, for their groups; an unknown uid has its gid."""
-    try:
-        name = pwd.getpwuid(job.user.uid).pw_name
-    except KeyError:
-        return job
+    name = as_user.name_of(job.user.uid) or job.user.name
     return msgspec.structs.replace(job, user=msgspec.structs.replace(job.user, name=name))
 
 

@@ -16,7 +16,6 @@ between two steps. Of the nodes of a job one looks for all where it can (sources
 import contextlib
 import hashlib
 import os
-import pwd
 import threading
 from functools import partial
 from pathlib import Path
@@ -125,9 +124,7 @@ def _must_not_hold(directory: str, job: Job, end: Deadline) -> None:
     """
 
     def work() -> as_user.Found[list[bytes]]:  # they need not be text
-        home = job.home
-        with contextlib.suppress(KeyError):
-            home = home or pwd.getpwuid(job.user.uid).pw_dir
+        home = job.home or as_user.home_of(job.user.uid)
         as_user.become(job.user)
         own = [one for one in (home, job.work_dir) if one.startswith("/")]
         return [*map(os.fsencode, (*own, *map(os.path.realpath, own)))], []
