@@ -24,7 +24,7 @@ from forestage.registry.messages import Importing, Order, Present, Progress, Ref
 from forestage.system import as_user, folders
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, Table, age, count
-from forestage.units import format_size, printable
+from forestage.units import format_size, is_number, printable
 
 LOOK = 120.0  # seconds for one user's directory, which may be on a file server that hangs
 ALL = 3600.0  # seconds for all of them
@@ -99,7 +99,7 @@ def _either(order: Order, environ: Mapping[str, str], say: Say) -> str:
 def _own(environ: Mapping[str, str], job: str, step: str) -> str:
     """A directory for one step's import, as the importer knows it. Raises Declined."""
     above = environ.get("PYXIS_RUNTIME_PATH", "")
-    if not (above.startswith("/") and job.isdigit() and step.isdigit()):
+    if not (above.startswith("/") and is_number(job) and is_number(step)):
         raise Declined("store-gone", "this is no step of pyxis")
     path = Path(above, str(os.geteuid()), f"forestage-{job}.{step}")
     try:
@@ -163,7 +163,7 @@ def owners(base: Path) -> list[User]:
 def _uids(base: Path) -> list[int]:
     """Raises OSError."""
     names = os.listdir(base)  # noqa: PTH208 - names are wanted
-    numbers = (name for name in names if name.isascii() and name.isdigit())
+    numbers = filter(is_number, names)
     return sorted(int(name) for name in numbers if name == str(int(name)))  # 007 is not 7's
 
 

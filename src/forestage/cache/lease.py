@@ -29,6 +29,7 @@ from forestage.cache.said import Earlier, Said, Wanted
 from forestage.errors import Declined, Failed
 from forestage.system import files, folders, lock, records
 from forestage.system.as_user import User
+from forestage.units import is_number
 
 MAX_BYTES = 128 * 1024
 """Of one lease: 2,400 images, or 1,000 with redirects of their paths. A job must not fill /run, nor
@@ -239,7 +240,7 @@ class Leases:
         """The jobs that have a lease, damaged ones too, in order."""
         # glob() of a directory that is not there is empty.
         names = (file.stem for file in self.directory.glob("*.json"))
-        return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
+        return tuple(sorted(int(name) for name in names if is_number(name)))
 
     def caches(self) -> tuple[str, ...]:
         """The roots of the caches that leases name; damaged ones name none."""

@@ -35,7 +35,7 @@ from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
 from forestage.system import as_user, child, folders, holder, lock, run
 from forestage.system.holder import Channel, Life, Message
-from forestage.units import printable
+from forestage.units import is_number, printable
 
 FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
 SILENT = 180.0  # seconds without a word from the worker: a file server or a registry hangs
@@ -64,7 +64,7 @@ class Asked(msgspec.Struct, frozen=True):
     def of(cls, request: Request, environ: Mapping[str, str]) -> "Asked | None":
         """By what the companion says; None where it has given no environment."""
         number = environ.get("FORESTAGE_ENVIRONMENT", "")
-        if not number.isdigit():
+        if not is_number(number):
             return None
         return cls(
             request=request,
@@ -106,7 +106,7 @@ def _start(job: Job, leaf: child.Leaf | None, work: Callable[[Channel], None]) -
 def _serve(node: Node, job: Job, asked: Asked, report: Report, path: Path, hook: Channel) -> None:
     """All that is done for a step."""
     # After us the helper may stage what else the job names, within its own limit.
-    first = FIRST + float(asked.timeout if asked.timeout.isdigit() else 0)
+    first = FIRST + float(asked.timeout if is_number(asked.timeout) else 0)
     hook.begin(asked.environment)
     with Tasks(path, first) as tasks:
         hook.send(Message("ready"))

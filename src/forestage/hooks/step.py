@@ -29,6 +29,7 @@ from forestage.slurm.lines import Fields, has_control
 from forestage.sources import opening
 from forestage.stage.wait import quiet
 from forestage.system import as_user, lock
+from forestage.units import is_number
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
 COPIER_GRACE = 7.0  # seconds of the companion's for what a copier says when its time is over
@@ -101,7 +102,7 @@ def with_variables(job: Job, environ: Mapping[str, str]) -> Job:
     What is too long for a program to be started with is left out: nobody knows it then.
     """
     number = environ.get("FORESTAGE_ENVIRONMENT", "")
-    if not (number.isascii() and number.isdigit()):
+    if not is_number(number):
         return job
     data = b""
     with contextlib.suppress(OSError):

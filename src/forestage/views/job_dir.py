@@ -38,7 +38,7 @@ from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
 from forestage.system import as_user, files, holder, lock, loop, mounts, records
-from forestage.units import format_size
+from forestage.units import format_size, is_number
 from forestage.views import hold, job_disk, job_ram
 
 PATIENCE = 30.0  # seconds for another job's Prolog, which takes its room
@@ -65,7 +65,7 @@ class Place(msgspec.Struct, frozen=True):
     @property
     def job(self) -> int:
         number = self.directory.name.partition(".")[0]
-        return int(number) if number.isascii() and number.isdigit() else 0
+        return int(number) if is_number(number) else 0
 
     @property
     def disk(self) -> Path:
