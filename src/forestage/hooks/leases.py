@@ -81,7 +81,7 @@ def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: Limit) 
     """
     if not job.saves or node.config.redirect == "none":
         return job
-    if requests and not any(one.is_redirected for one in requests):
+    if requests and not any(request.is_redirected for request in requests):
         return job
     # A name that is no text can be in no lease, and so never has a redirect either.
     with contextlib.suppress(ForestageError, OSError, UnicodeEncodeError):

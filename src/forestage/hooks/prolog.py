@@ -7,8 +7,8 @@ from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
 from forestage.events import UNSERVED, Handled, Outcome
-from forestage.hooks import answers, leases, serve
-from forestage.hooks.answers import Answer
+from forestage.hooks import leases, serve
+from forestage.hooks.answers import Answer, of_error
 from forestage.hooks.limit import Limit, wished
 from forestage.slurm import timeouts
 from forestage.slurm.hints import MAX_PROBLEMS, OF_OPTION, Request
@@ -35,6 +35,8 @@ TO_DO = {
 }
 """What a user can do about a hint that was declined, by reason."""
 
+LISTED = "what stage-list= names"  # in place of the path: a list is none of those in it
+
 
 def bad_hint(job: Job) -> list[Handled]:
     """Pure: the outcome of a job that names no image, but has hints with problems."""
@@ -59,7 +61,7 @@ def prolog(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list
         # Each image has its own outcome, which says the same.
         if noted and (noted.result == "failed" or not answers):
             answers.append(Answer(noted))
-    return answers or [Answer(one) for one in bad_hint(job)]
+    return answers or [Answer(outcome) for outcome in bad_hint(job)]
 
 
 def limit_of(
@@ -112,14 +114,13 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
     ]
     word = "--stage" if "stage" in job.hints.options else "stage"
     lines += [
-        # A list is none of the paths in it.
-        f"{f'{word}={one.request}' if one.request else 'what stage-list= names'} is not staged:"
-        f" {one.detail}; {TO_DO[one.reason]}"
-        for one in outcomes
-        if isinstance(one, Handled)
-        and one.via == "hint"
-        and one.reason in TO_DO
-        and one.request != "stage-dir"  # which the step has a line for
+        f"{f'{word}={outcome.request}' if outcome.request else LISTED} is not staged:"
+        f" {outcome.detail}; {TO_DO[outcome.reason]}"
+        for outcome in outcomes
+        if isinstance(outcome, Handled)
+        and outcome.via == "hint"
+        and outcome.reason in TO_DO
+        and outcome.request != "stage-dir"  # which the step has a line for
     ]
     lines += _unserved(job, outcomes)
     if not lines or node.config.user_messages == "none" or job.rank.node not in (None, 0):
@@ -141,10 +142,13 @@ def _unserved(job: Job, outcomes: Sequence[Outcome]) -> list[str]:
     from forestage.hooks import user_messages
 
     found = (
-        user_messages.message(one, "all")
-        for one in outcomes
-        if isinstance(one, Handled) and one.via == "hint" and one.request and not one.data
-        if one.result in UNSERVED and one.reason not in TO_DO
+        user_messages.message(outcome, "all")
+        for outcome in outcomes
+        if isinstance(outcome, Handled)
+        and outcome.via == "hint"
+        and outcome.request
+        and not outcome.data
+        if outcome.result in UNSERVED and outcome.reason not in TO_DO
     )
     return list(filter(None, found))
 
@@ -160,7 +164,7 @@ def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:
             lease = leases.of_job(node, job)
             node.leases.say(lease, off=hints.off, wait=hints.wait, tell=hints.tell)
     except (ForestageError, OSError) as error:
-        return answers.of_error(Request("", "hint"), error)
+        return of_error(Request("", "hint"), error)
     if not hints.off:
         return None
     return Handled(result="declined", via="hint", reason="off", detail="stage=off")

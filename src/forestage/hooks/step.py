@@ -48,7 +48,7 @@ class StepAnswer(msgspec.Struct, frozen=True):
 
     @property
     def outcomes(self) -> list[Handled]:
-        return [one.outcome for one in self.answers]
+        return [answer.outcome for answer in self.answers]
 
 
 def limit_of(
@@ -170,27 +170,27 @@ def fields(node: Node, answer: Answer) -> Fields:
     return word, *words
 
 
-def note_shown(node: Node, job: Job, decided: Sequence[str], answers: Sequence[Answer]) -> None:
+def note_shown(node: Node, job: Job, decided_by: Sequence[str], answers: Sequence[Answer]) -> None:
     """Notes what further steps of the job are shown, so that they need no helper.
 
     The Prolog's answers or a step's, the first of them in the order of the job's requests.
-    `decided` is what cache/step_record.py found before the configuration was read.
+    `decided_by` is what cache/step_record.py found before the configuration was read.
     """
     if job.step is None and node.config.user_messages == "all":
         return  # the first step has a line to write, which takes a helper
     # The off switch and a lease that says stage=off leave no answer that counts.
     found = [_record_of(node, job, *pair) for pair in zip(job.requests, answers, strict=False)]
     images = [image for image in found if image is not None]
-    by_binds = next((one.decided for one in answers if one.decided), ())
+    by_binds = next((answer.decided for answer in answers if answer.decided), ())
     if images and by_binds:
         # Only a further step's time depends on it.
         with (
             contextlib.suppress(ForestageError, OSError),
             lock.held(node.cache.space_lock, leases.GIVE_UP),
         ):
-            if decided:
-                decided = [*decided, step_record.of_room(node.cache, node.config), *by_binds]
-            step_record.note(node.leases, job.id, decided, images)
+            if decided_by:
+                decided_by = [*decided_by, step_record.of_room(node.cache, node.config), *by_binds]
+            step_record.note(node.leases, job.id, decided_by, images)
 
 
 def _record_of(node: Node, job: Job, request: Request, first: Answer) -> Shown | None:

@@ -168,7 +168,7 @@ def _most(node: Node, size: int) -> int:
 
 def _must_fit(node: Node, size: int, most: int) -> None:
     # Also of jobs that are over: a disk that was not cut to nothing keeps its room with its device.
-    kept_open = sum(one.bytes for one in held_open.gather(node.cache.held) if one.name == "disk")
+    kept_open = sum(file.bytes for file in held_open.gather(node.cache.held) if file.name == "disk")
     others = taken(node.cache).bytes + kept_open
     if others + size > most:
         raise Declined(
@@ -282,10 +282,10 @@ def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
     cache.delete_evicted()
     # Also of an Epilog that was killed before it did so: a device keeps its file's room.
     facts = os.stat(cache.root)  # noqa: PTH116
-    for one in loop.attached():
-        deleted = one.file.endswith(f"/disk{loop.DELETED}")
-        if deleted and one.is_on(facts) and one.file.startswith(f"{cache.real}/"):
-            loop.detach(one)
+    for device in loop.attached():
+        deleted = device.file.endswith(f"/disk{loop.DELETED}")
+        if deleted and device.is_on(facts) and device.file.startswith(f"{cache.real}/"):
+            loop.detach(device)
     return tuple(gone.name for gone in going)
 
 

@@ -115,7 +115,7 @@ def must_be_room(names: Sequence[str], job: Job, inode: int) -> None:
     user = str(job.user.uid)
     wanted = (user, str(job.id), str(inode))
     others = set(files) - {wanted}
-    own = {one for one in others if one[0] == user}
+    own = {file for file in others if file[0] == user}
     if len(others) >= MOST or len(own) >= MOST_OF_USER:
         told = f"{len(own)} files of this user and {len(others)} of all are mounted on this node"
         raise Declined("no-mount", f"{told}, at most {MOST_OF_USER} and {MOST}")
