@@ -9,6 +9,7 @@ from forestage import events
 from forestage.check import Report, Target, check, pieces
 from forestage.events import Event, Handled
 from forestage.paths import Places
+from forestage.slurm.queue import Slurm
 from forestage.system.terminal import Line, harmless
 
 REPO = Path(__file__).resolve().parents[1]
@@ -151,7 +152,8 @@ class GoodNode:
     # What `check` says of it
 
     def check(self) -> Report:
-        return check(Target(self.places, Frozen(), self.conf, self.is_root, self.login))
+        slurm = Slurm(str(self.at("/usr/bin")), node="n1")
+        return check(Target(self.places, Frozen(), self.conf, self.is_root, self.login, slurm))
 
     def ids(self) -> list[str]:
         return [one.id for one in self.check().findings]

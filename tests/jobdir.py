@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 import node as nodes
 from forestage.cache.node import Node
 from forestage.clock import Clock
@@ -65,7 +67,7 @@ class Dirs:
         asked = self.job(job, "", user, SLURM_STEP_ID="0")
         limit = Limit.of(Clock(), 60.0, None)
         until = type(limit.end).after(fill, Clock())
-        limit = Limit(limit.end, None, limit.small, fill=until, progress=progress)
+        limit = msgspec.structs.replace(limit, fill=until, progress=progress)
         return data.show(self.on, asked, limit, None)
 
     @contextlib.contextmanager

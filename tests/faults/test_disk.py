@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from fault import MIB, Points, image, served, shut_down, untouched
 
-from forestage.admin import status
+from forestage.admin import explain, status
+from forestage.hooks import limit
+from helper import Helper, ask, environ
 from node import BOB, Node, make_read_only
 from through import here
 
@@ -109,6 +111,24 @@ def test_disk_that_others_filled_before_is_declined(
     assert node.parts() == []
     (node.nvme / "scratch/enroot").unlink()
     assert node.prolog(2, path).outcome.result == "copied"
+
+
+@pytest.mark.parametrize("scratch", ["ext4", "xfs"], indirect=True)
+def test_job_that_could_read_through_reads_its_source_where_the_disk_is_full_and_explain_says_so(
+    node: Node, scratch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limit, "SMALL", 0)  # nobody waits for the copy of an image that is larger
+    monkeypatch.setattr(limit, "SHORTLY", 600.0)
+    node.configure(redirect="spank", cold=None)
+    node.prolog(1, node.put("alice/first.sqsh"))  # there are locks to take
+    fill(node, 0)
+    path = node.put("alice/image.sqsh", image())
+    assert node.prolog(7, path).said == ("declined", "no-room")
+    assert Helper(node, environ(node, 7, path)).lines()[-1] == ["leave", "no-room"]
+    told = [run for run in explain.gather(node.places, 7).runs if run.hook != "stager"]
+    assert ["no-room" in run.explained[0].sentences[0] for run in told] == [True, True]
+    (node.nvme / "scratch/enroot").unlink()
+    assert ask(node, 7, path)[0] in ("through", "use")
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,26 @@ def test_doubt_in_what_is_bound_leaves_the_path(spank: Node, doubt: str) -> None
     assert spank.entries() == set()
 
 
+@pytest.mark.parametrize("folder", ["mounts.d", "hooks.d"])
+def test_folder_of_the_users_with_names_without_end_leaves_the_path(
+    spank: Node, folder: str
+) -> None:
+    """Else root's process that reads them, the last to be killed, takes memory without end."""
+    path = spank.put("images/image.sqsh")
+    theirs(spank, "")
+    for number in range(container_binds.MOST_NAMES + 1):
+        spank.put(f"alice/.config/enroot/{folder}/{number}", b"")
+    assert answer_to(spank, path, {}, {"HOME": str(spank.shared / "alice")}) == LEAVE
+    assert "too large" in spank.outcomes("step", 7)[-1].detail
+
+
+def test_fstab_of_the_users_whose_variables_have_no_end_leaves_the_path(spank: Node) -> None:
+    path = spank.put("images/image.sqsh")
+    theirs(spank, f"/{'${A}' * 15000} /data none bind\n")
+    given = {"HOME": str(spank.shared / "alice"), "A": "a" * 100000}
+    assert answer_to(spank, path, {}, given) == LEAVE
+
+
 def test_fifo_of_the_users_holds_nobody_up(spank: Node) -> None:
     path = spank.put("images/image.sqsh")
     theirs(spank, "")

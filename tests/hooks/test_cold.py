@@ -307,3 +307,54 @@ def test_step_with_default_configuration_waits_for_a_directory_if_it_was_asked_t
     given = slow.environ(7, None, ALICE) | {"SLURM_STEP_ID": "0"}
     Hook("step", given, 0.0).run(slow.places, Clock())
     assert [one.result for one in slow.outcomes("step", 7)] == [found]
+
+
+@pytest.fixture
+def large(through: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """No image is so small that it is waited for; a machine that stands still is no matter."""
+    monkeypatch.setattr(limit, "SMALL", 0)
+    monkeypatch.setattr(limit, "SHORTLY", 600.0)
+    return through
+
+
+def crowd(node: Node, *, leased: bool) -> Path:
+    """Another job's image takes half of what the cache may take; a path for which that must go."""
+    node.configure(redirect="spank", cold=None, on_error="drain", max_size="1400K")
+    assert node.prolog(1, node.put("alice/1.sqsh", content(1, 1 << 20))).outcome.result == "started"
+    ended(node, node.shared / "alice/1.sqsh")
+    if not leased:
+        node.epilog(1)
+    return node.put("alice/2.sqsh", content(2, 1 << 20))
+
+
+def test_job_whose_copy_finds_no_room_reads_through_none_and_is_told_so(large: Node) -> None:
+    path = crowd(large, leased=True)
+    assert large.prolog(7, path).said == ("declined", "no-room")
+    assert step(large, 7, path) == ("declined", "")
+    assert large.outcomes("step", 7)[-1].reason == "no-room"
+    assert (noted(large, 7), socket_of(large, path).exists()) == ([], False)
+
+
+def test_job_with_stage_wait_0_waits_for_no_word_about_the_room(large: Node) -> None:
+    path = crowd(large, leased=True)
+    assert large.prolog(7, path, comment="stage-wait=0").outcome.result == "started"
+
+
+def test_job_that_others_make_room_for_reads_through_once_there_is_some(
+    large: Node, tmp_path: Path
+) -> None:
+    path = crowd(large, leased=False)
+    before = large.entries()
+    with held_at("reserved", tmp_path):
+        assert result(large.prolog(7, path).outcome) == ("started", "spank")
+        assert step(large, 7, path) == ("through", "spank")
+        assert not before & large.entries()
+
+
+def test_job_waits_for_no_word_of_a_copy_that_needs_nothing_evicted(
+    large: Node, tmp_path: Path
+) -> None:
+    path = large.put("alice/image.sqsh")
+    with held_at("claimed", tmp_path):
+        assert result(large.prolog(7, path).outcome) == ("started", "spank")
+        assert step(large, 7, path) == ("through", "spank")

@@ -28,6 +28,7 @@ CONFIG = f"sources: [/lustre]\ncache: {CACHE}\n"
 RAID = """\
 mdadm --create /dev/md/nvme --run --quiet --level=0 --chunk=512 --raid-devices=2 \
     --data-offset=1M --name=nvme --homehost=any /dev/nvme0n1 /dev/nvme1n1
+until test -b /dev/md/nvme; do sleep 0.5; done
 mdadm --detail --scan >>/etc/mdadm/mdadm.conf
 mkfs.xfs -q -L nvme /dev/md/nvme
 echo 'LABEL=nvme /mnt/nvme xfs prjquota,nofail,x-systemd.device-timeout=900 0 0' >>/etc/fstab

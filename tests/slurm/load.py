@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import ahead
 import tricks
 from images import MIB
 from jobs import PARTITIONS, Site, hooked
@@ -54,6 +55,8 @@ CONFIG: Mapping[str, object] = {
 # file mounted through which the step has read, as long as it lives.
 NO_BIND = {"plain": {"enabled": False}, "binds": {"redirect": "none"}}
 SPANK_ONLY = {**CONFIG, "partitions": NO_BIND}
+# Room for some that no job has used: what one has used lately does not go for them.
+AHEAD = {**SPANK_ONLY, **ahead.KEYS, "max_size": 44 * MIB}
 # As the repository's hooks. The first of a boot gives the node a name for it, of which the kernel
 # has but one for all nodes here.
 HOOK = """#!/bin/sh
@@ -269,8 +272,10 @@ def _plan(chance: random.Random, nodes: Sequence[str], deck: list[Trick]) -> Pla
 class Sources:
     """The pictures on the shared file system, and what each has ever been."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, settled: bool = False) -> None:
+        """`settled`: they look as if nobody had written to them lately."""
         self.site = site
+        self._settled = settled
         self._random = random.Random(1)
         self._digests: dict[Picture, list[str]] = {picture: [] for picture in PICTURES}
         for picture in PICTURES:
@@ -288,6 +293,8 @@ class Sources:
         # Before it can be seen.
         self._digests[picture].append(hashlib.sha256(data).hexdigest())
         _write(written, data, picture)
+        if self._settled:
+            os.utime(written, (self.site.source("/shared").stat().st_mtime - 3600,) * 2)
         if not in_place:
             written.replace(target)
 

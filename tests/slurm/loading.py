@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import tricks
+from ahead import Passes
 from cluster import ClusterError
 from jobs import CLI, SERVER, STAGER, Site
 from load import AGAIN_AFTER, Mishap, Picture, Plan, Sources
@@ -75,6 +76,7 @@ class Load:
     tally: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     kills: list[Mishap] = field(default_factory=list)  # those whose victim has not come yet
+    ahead: Passes | None = None
 
     def carry_out(self, script: Iterable[Plan | Mishap], at_once: int) -> None:
         """To the end of the last job, with so many in the queue at once."""
@@ -99,6 +101,8 @@ class Load:
                 raise ClusterError(f"no job ends\n{self.site.cluster.overview()}")
             if now > looked + LOOK:
                 self._look()
+                if self.ahead is not None:
+                    self.ahead.go_on()
                 looks, looked = looks + 1, time.monotonic()
             self._strike()
             time.sleep(TICK)

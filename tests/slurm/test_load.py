@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import tricks
+from ahead import Passes
 from cluster import Cluster
 from host import wait_until
 from jobs import CACHE, CLI, Site
-from load import CONFIG, SPANK_ONLY, Sources, script, strained
+from load import AHEAD, CONFIG, SPANK_ONLY, Sources, script, strained
 from loading import Load
 from traces import Traces, failed, misfortunes, misread, shown_elsewhere, tally, wordy
 
@@ -37,10 +38,18 @@ def load(machine: None, keys: Mapping[str, object], tmp_path: Path) -> Iterator[
         tricks.prepare_registry(site, registry)
         for node in cluster.nodes:
             tricks.crowd(site, node)
-        yield Load(site, Sources(site))
+        passes = Passes(site) if keys is AHEAD else None
+        yield Load(site, Sources(site, settled=keys is AHEAD), ahead=passes)
 
 
-@pytest.mark.parametrize("keys", [CONFIG, SPANK_ONLY], ids=["binds", "spank"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(CONFIG, id="binds"),
+        pytest.param(SPANK_ONLY, id="spank"),
+        pytest.param(AHEAD, id="ahead", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("size", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=str)
 def test_nobody_is_the_worse_for_it(
     load: Load, size: tuple[int, int, int], keys: Mapping[str, object]
@@ -59,6 +68,10 @@ def test_nobody_is_the_worse_for_it(
     load.carry_out(script(f"{seed} many", many, nodes), at_once)
     print(f"{time.monotonic() - start:.0f} s,", dict(sorted((load.tally + tally(load)).items())))
 
+    if load.ahead is not None:
+        load.ahead.end()
+        load.problems += load.ahead.problems
+        print(dict(load.ahead.tally))
     # After an hour all of it is told, not only what comes first.
     wrong = load.problems + misread(load) + misfortunes(load) + failed(load) + wordy(load)
     # Before what hostile jobs have left is ended: it counts, too.

@@ -14,11 +14,14 @@ from host import wait_until
 from jobs import CACHE, CLI, Site, hooked
 from spec import BOB, ClusterSpec
 
+from forestage.cache.part import done_bytes
+from forestage.events import Copied
 from forestage.paths import Places
 from forestage.prefetch import expected, marks
 
 HOST, NODE = "n1", "n2"
 RATE = "200M"
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +122,8 @@ def test_image_of_a_pending_job_is_here_before_the_job_starts(site: Site, servic
     site.wait_over(job)
     assert site.results(job, NODE) == ["hit"]
     assert site.cluster.read("/shared/alice/sum").split()[0] == site.sha256(path)
+    said = site.cluster.run([CLI, "explain", str(job)], user="root", node=NODE).stdout
+    assert "copied before the job began" in " ".join(said.split())
 
 
 def test_forged_line_of_a_comment_names_nothing(waiting: Queue) -> None:
@@ -229,6 +234,33 @@ def test_copy_that_nobody_expects_any_more_is_the_first_to_go(waiting: Queue) ->
     (entry,) = waiting.site.entries(NODE).values()
     assert entry.used == 0
     assert marks.read(waiting.places[NODE]).fresh[0].image == path
+
+
+def test_job_takes_over_the_copy_of_its_image(site: Site, service: None) -> None:
+    site.configure(**keys("256K"), chunk_size=MIB)  # that copy alone would take two minutes
+    queue = Queue(site)
+    path = queue.old("taken", mib=32)
+    size = site.source(path).stat().st_size
+    waits = queue.submit(f"stage={path}", "--begin=now+10minutes")
+    queue.tell()
+    ahead = site.cluster.popen([CLI, "prefetch", "--node", NODE], user="root", node=NODE)
+
+    def copied() -> int:
+        maps = [one.read_bytes() for one in site.cache(NODE).parts.glob("*/map")]
+        return sum(done_bytes(one, MIB, size) for one in maps)
+
+    wait_until(lambda: copied() >= 2 * MIB, 60, lambda: "no copy")
+    before = copied()
+    job = queue.submit(f"stage={path}", script=f"sha256sum <{path} >/shared/alice/sum")
+    site.wait_over(job)
+    ahead.communicate(timeout=60)
+
+    assert site.results(job, NODE) == ["copied"]
+    assert site.cluster.read("/shared/alice/sum").split()[0] == site.sha256(path)
+    (own,) = site.outcomes(job, NODE, "stager")
+    assert isinstance(own, Copied)
+    assert own.resumed >= before  # which it has not read again
+    site.cluster.run(["scancel", str(waits)], user="root")
 
 
 def test_job_that_begins_ends_the_copy_where_there_is_no_bandwidth(

@@ -65,9 +65,11 @@ class Traces:
     def grown(self, before: Traces) -> list[str]:
         """What there is now that was not there before any job was."""
         layout = ["called.epilog", "called.prolog", "called.sweep", "companion", "config.json"]
+        layout += ["expected.json", "prefetch.lock", "prefetched.json", "peer.json"]
         layout += ["background", "collected", "disk.json", "disk.lock", "mounting"]
         layout += ["leases", "redirects", "served", "through", "claims", "probes", "images"]
-        folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "held", "jobs", "locks", "parts"]
+        folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "held", "jobs", "locks", "looks"]
+        folders += ["parts"]
         more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]
         more += [f"runs: {one}" for one in _more(self.processes, before.processes)]
         more += [f"in /run/forestage: {one}" for one in _more(self.run, layout)]

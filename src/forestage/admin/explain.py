@@ -4,7 +4,7 @@ Made of the event log and the job's lease only, so it works with a broken config
 a cache.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -23,6 +23,7 @@ from forestage.events import (
     read,
     saved,
 )
+from forestage.events.ahead import Copies
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment, short
@@ -35,6 +36,7 @@ UNASKED = (
     "No step of this job asked forestage for its copies: it ended before its first step, or Slurm"
     " on this node does not load forestage's SPANK plugin (the admin: `forestage check`)."
 )
+MEASURE = 8  # the part of an image from which a copy's rate is taken to be that of the rest
 VIAS = {"option": "--container-image", "hint": "stage= in the comment"}
 
 
@@ -106,7 +108,9 @@ def history(
     copies: list[Event] = []
     bad: list[Event] = []
     images: dict[str, str] = {}
+    unused, ahead = Copies(), dict[str, Copied]()
     for event in events:
+        ahead |= unused.used_by(job, event)
         if isinstance(event.outcome, Bad):  # of job 0, and not for every user to read
             bad.append(event)
             continue
@@ -136,7 +140,7 @@ def history(
     # By their beginning: the stager is done, and on record, before the hook that started it.
     runs.sort(key=lambda run: (round(run[0].time - run[0].total, 1), run[0].hook == "stager"))
     held = holder(lease, images) if lease else None
-    told = tuple(_run(run, images, missed, bad) for run in runs)
+    told = tuple(_run(run, images, missed, bad, ahead) for run in runs)
     return History(job, told, held, problems, _is_unasked(own))
 
 
@@ -167,7 +171,13 @@ def _missed(copy: Event, deadline: Event) -> bool:
     return alike and copy.time - copy.total <= deadline.time <= copy.time
 
 
-def _run(events: list[Event], images: dict[str, str], missed: list[Event], bad: list[Event]) -> Run:
+def _run(
+    events: list[Event],
+    images: dict[str, str],
+    missed: list[Event],
+    bad: list[Event],
+    ahead: Mapping[str, Copied],
+) -> Run:
     first = events[0]
     late = max((first.time - event.time for event in missed if _missed(first, event)), default=None)
     more: tuple[str, ...] = ()
@@ -177,7 +187,15 @@ def _run(events: list[Event], images: dict[str, str], missed: list[Event], bad: 
             f"The job had stopped waiting {format_duration(late)} before; the next one has it.",
         )
     explained = tuple(
-        Explained(event.outcome, (*sentences(event, images), *more, *_found_bad(event, bad)))
+        Explained(
+            event.outcome,
+            (
+                *sentences(event, images),
+                *more,
+                *_ahead(event.outcome, ahead),
+                *_found_bad(event, bad),
+            ),
+        )
         for event in events
     )
     return Run(
@@ -194,6 +212,26 @@ def _run(events: list[Event], images: dict[str, str], missed: list[Event], bad: 
         options=first.options,
         ignored=first.ignored,
     )
+
+
+def _ahead(outcome: Outcome, copies: Mapping[str, Copied]) -> Iterator[str]:
+    """Pure: of an image that was copied before this job asked, since when, and what that saved."""
+    if isinstance(outcome, Copied) and outcome.ahead:
+        here = f"{format_size(outcome.ahead)} of it were here before the job began"
+        fetched = outcome.bytes - outcome.resumed
+        known = fetched >= outcome.bytes / MEASURE
+        spared = outcome.ahead * outcome.copying / fetched if known else 0.0
+        yield f"expected since {moment(outcome.expected)}: {here}{_about(spared)}"
+    copy = copies.get(outcome.key) if isinstance(outcome, Handled) else None
+    if isinstance(outcome, Handled) and copy and not copy.ahead and outcome.result in WHOLE:
+        took = f"copied before the job began, in {_tenths(copy.copying)}"
+        since = f"expected since {moment(copy.expected)}"
+        yield f"{since}: {took}{_about(saved.seconds(outcome) or 0.0)}"
+
+
+def _about(seconds: float) -> str:
+    about = to_tenths(float(f"{seconds:.2g}")) if seconds > 0 else ""
+    return f"; that saved about {about}" if about else ""
 
 
 def _found_bad(start: Event, bad: Iterable[Event]) -> Iterator[str]:

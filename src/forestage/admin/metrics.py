@@ -45,6 +45,7 @@ ENDS = ("copied", "declined", "failed")
 HOOKS = ("prolog", "step")
 EVICTORS = ("prolog", "step", "stager", "epilog", "sweep")
 CAME = ("stored", "imported", "waited", "enroot")
+ORIGINS = ("source", "peers", "others")
 PHASES = ("queued", "copying", "publishing")
 OTHER = "other"
 """For a reason that this release does not know: another one wrote the event."""
@@ -231,6 +232,15 @@ def room(status: Status) -> Iterator[Metric]:
         oldest = min(one.since for one in status.leases)
         yield _gauge("oldest_lease_timestamp_seconds", "When the oldest lease was taken.", oldest)
     yield _gauge("redirects", "Paths that show their local copy.", len(status.redirects))
+    if status.prefetched:
+        due = status.prefetched
+        looked = "Images of pending jobs that this node has looked at."
+        yield _gauge("expected_images", looked, due.images)
+        yield _gauge("expected_bytes", "The size of these.", due.bytes)
+        made = "When the prefetch host made the list that counts; 0 without one."
+        yield _gauge("expected_list_timestamp_seconds", made, due.made)
+        unused = "Entries copied for pending jobs that no job has used so far."
+        yield _gauge("ahead_waiting_bytes", unused, due.unused.bytes)
     called = {
         name: call.time
         for name, call in (
@@ -266,7 +276,7 @@ def counters(tally: Tally) -> Iterator[Metric]:
     starts = _filled(STARTS, tally.starts)
     declined = _by_reason(tally.declined, (one for one in REASONS if one not in FAILURES))
     errors = _by_reason(tally.errors, sorted(FAILURES))
-    copied = _filled(("source", "peers", "others"), tally.copied)
+    copied = _filled(ORIGINS, tally.copied)
     bad = _filled(("sweep", "verify"), tally.bad)
     spared = _filled(("hit", "joined"), tally.spared)
     spared |= {by: copied[by] for by in ("peers", "others")}
@@ -289,6 +299,13 @@ def counters(tally: Tally) -> Iterator[Metric]:
         ("evictions", "Entries evicted, by the hook.", "hook", _filled(EVICTORS, tally.evicted)),
     ):
         yield _by(CounterMetricFamily, name, text, label, numbers)
+    for fate, text, numbers in (
+        ("copied", "Bytes copied for pending jobs.", tally.ahead.copied),
+        ("used", "Those of them that a job had.", tally.ahead.used),
+        ("unused", "Those of them that were evicted before a job had them.", tally.ahead.unused),
+    ):
+        name, filled = f"ahead_{fate}_bytes", _filled(ORIGINS, numbers)
+        yield _by(CounterMetricFamily, name, text, "from", filled)
     given = tally.given
     for name, text, grown in (
         ("saved_seconds", "What measured starts saved, where their copy was faster.", tally.saved),

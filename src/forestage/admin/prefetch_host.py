@@ -5,6 +5,7 @@ list that is there stays, until it expires.
 """
 
 import secrets
+import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -25,13 +26,22 @@ LEAST = 0.01  # expected starts of a row that is worth telling
 
 
 class HostPass(msgspec.Struct, frozen=True):
-    """What one pass found: jobs that count, `others` by reason; `told`: the list was written."""
+    """What one pass found: jobs that count, `others` by reason; `told`: the list was written.
+
+    `tasks` as in prefetch/queue.
+    """
 
     jobs: int
     others: tuple[tuple[str, int], ...]
     list: Expectations
     told: bool
     took: float
+    tasks: int | None = None
+
+
+def is_here(host: str, slurm: Slurm) -> bool:
+    """Whether this host is the one that `prefetch.host` names."""
+    return host in (slurm.node, socket.gethostname())
 
 
 def run(places: Places, slurm: Slurm, clock: Clock, dry_run: bool) -> HostPass:
@@ -53,7 +63,7 @@ def run(places: Places, slurm: Slurm, clock: Clock, dry_run: bool) -> HostPass:
     if not dry_run:
         expected.write(places, listed)
     took = round(clock.monotonic() - start, 3)
-    return HostPass(len(found.pending), found.others, listed, not dry_run, took)
+    return HostPass(len(found.pending), found.others, listed, not dry_run, took, found.tasks)
 
 
 def few(rows: Iterable[Expected]) -> tuple[Expected, ...]:

@@ -37,6 +37,7 @@ OPEN = 10.0  # seconds for the shared file system to open one of them
 WITHIN = 600.0  # seconds that a pass waits for one copy, which goes on afterwards
 SETTLED = 60.0  # seconds since the last write: somebody may be writing it
 CALLED = 60.0  # seconds after a Prolog, in which its job counts though nothing else shows it
+BUSY = "a job runs on this node, and `prefetch.bandwidth` is not set"
 
 Ask = Callable[[], Expectations]
 """What the prefetch host says; raises PeerError, OSError."""
@@ -65,19 +66,22 @@ class NodePass(msgspec.Struct, frozen=True):
 def run(node: Node, slurm: Slurm, ask: Ask, dry_run: bool) -> NodePass:
     """One pass. Raises OSError, Failed where the node is at fault."""
     now = node.clock.wall()
-    listed, silent = current(node, ask)
+    listed, silent = current(node, ask, dry_run)
+    idle = _idle(node, slurm) if listed else "there is no list"
+    if not dry_run:
+        marks.note(node.places, silent, idle)
     if listed is None:
-        return NodePass(dry_run, silent, "there is no list")
-    done = NodePass(dry_run, silent, _idle(node, slurm), expires=listed.expires)
+        return NodePass(dry_run, silent, idle)
+    done = NodePass(dry_run, silent, idle, expires=listed.expires)
     own = _Pass(node, slurm, listed, dry_run, now)
-    if not done.idle:
+    if not idle:
         own.look()
         own.mark()
         own.copy()
     return msgspec.structs.replace(done, decisions=tuple(own.decisions()))
 
 
-def current(node: Node, ask: Ask) -> tuple[Expectations | None, str]:
+def current(node: Node, ask: Ask, dry_run: bool) -> tuple[Expectations | None, str]:
     """The list that counts now, and why the host gave no newer one. Raises OSError."""
     now, silent = node.clock.wall(), ""
     known = expected.read(node.places)
@@ -85,7 +89,8 @@ def current(node: Node, ask: Ask) -> tuple[Expectations | None, str]:
         told = ask()
         silent = expected.counts(told, known, now)
         if not silent:
-            expected.write(node.places, told)
+            if not dry_run:
+                expected.write(node.places, told)
             return told, ""
     except (ForestageError, OSError) as error:
         silent = printable(str(error))
@@ -102,7 +107,7 @@ def _idle(node: Node, slurm: Slurm) -> str:
     except Declined as declined:
         return printable(str(declined))
     if node.config.prefetch.bandwidth is None and has_jobs(node, slurm):
-        return "a job runs on this node, and `prefetch.bandwidth` is not set"
+        return BUSY
     return ""
 
 
@@ -138,7 +143,7 @@ class _Pass:
         self.dry_run = dry_run
         self.now = now
         self.images = wanted_here(listed, slurm.node)
-        self.since = listed.made
+        self.made = listed.made
         named = [(image, user) for image, users in self.images.items() for user, _ in users]
         self.marks = marks.read(node.places).naming(named)
         self.states: dict[str, str] = {}
@@ -152,7 +157,7 @@ class _Pass:
                 known = self.marks.look(image, user)
                 if marks.is_due(known, self.now) and left:
                     left -= 1
-                    known = look(self.node, image, user, self.now, known)
+                    known = look(self.node, image, user, self.now, self.made, known)
                     self._keep(self.marks.with_look(known))
                 if known is not None and not known.why:
                     break  # whoever else wants it
@@ -180,7 +185,7 @@ class _Pass:
         for one in kept:
             used = self.now if one.key in wanted else 0.0
             is_so = (one.used == 0.0) == (used == 0.0)
-            if not is_so and one.key not in leased and is_fresh(one, stored[one.key]):
+            if not is_so and one.key not in leased and one.is_unused(stored[one.key].used):
                 one = msgspec.structs.replace(one, used=self._touch(one.key, used))
             fresh.append(one)
         self._keep(msgspec.structs.replace(self.marks, fresh=tuple(fresh)))
@@ -212,7 +217,7 @@ class _Pass:
         found: dict[str, Held] = {}
         for one in stored:
             mark = fresh.get(one.key)
-            new = mark is not None and one.key not in leased and is_fresh(mark, one)
+            new = mark is not None and one.key not in leased and mark.is_unused(one.used)
             stays = one.pinned or one.key in leased
             user = mark.user if mark else 0
             found[one.key] = Held(one.bytes, one.used, user, new, stays)
@@ -226,21 +231,22 @@ class _Pass:
         """Copies one image; whether to go on with others."""
         node = self.node.configured(bandwidth=_slower(self.node))
         job = stage.nobody(user_of(chosen.user), self.slurm.node)
-        job = msgspec.structs.replace(job, stay=chosen.stay)
+        known = self.marks.look(image, chosen.user)
+        since = known.since if known else self.made
+        job = msgspec.structs.replace(job, expected=since, stay=chosen.stay)
         (done,) = stage.stage(node, job, [image], WITHIN, lambda _: None).images
         self.states[image] = done.result
         if done.is_here:
             wall = self.node.clock.wall()
             used = self._touch(done.key, wall) if done.result == "copied" else 0.0
             if used:
-                made = Fresh(done.key, image, chosen.user, self.since, wall, used)
+                made = Fresh(done.key, image, chosen.user, since, wall, used)
                 self._keep(self.marks.with_fresh(made))
             return True
         if done.result == "copying" or done.reason in ("stopped", "no-room", "disabled"):
             return False
-        known = self.marks.look(image, chosen.user)
         why = done.detail or done.reason
-        self._keep(self.marks.with_look(refused(image, chosen.user, self.now, why, known)))
+        self._keep(self.marks.with_look(refused(image, chosen.user, self.now, since, why, known)))
         return True
 
     def _touch(self, key: str, used: float) -> float:
@@ -285,13 +291,12 @@ def _slower(node: Node) -> int | None:
     return min((one for one in limits if one is not None), default=None)
 
 
-def is_fresh(mark: Fresh, stored: StoredEntry) -> bool:
-    """Pure: whether no job has used the entry since it was made: its time is the mark's."""
-    return abs(stored.used - mark.used) < 0.001
+def look(node: Node, image: str, user: int, now: float, made: float, before: Look | None) -> Look:
+    """What an image is for a user: opened as them, with the rules that hold for their jobs.
 
-
-def look(node: Node, image: str, user: int, now: float, before: Look | None) -> Look:
-    """What an image is for a user: opened as them, with the rules that hold for their jobs."""
+    `made`: when the list was that names it.
+    """
+    since = before.since if before else made
     try:
         end = Deadline.after(OPEN, node.clock)
         with opening.open_as(user_of(user), image, node, end) as opened:
@@ -299,14 +304,14 @@ def look(node: Node, image: str, user: int, now: float, before: Look | None) -> 
         if 0 <= now - found.identity.mtime_ns / 1e9 < SETTLED:
             raise Declined("written", f"{image} was written less than {SETTLED:.0f} s ago")
     except (ForestageError, OSError) as error:
-        return refused(image, user, now, str(error), before)
-    return Look(image, user, now, found.key, found.size)
+        return refused(image, user, now, since, str(error), before)
+    return Look(image, user, now, since, found.key, found.size)
 
 
-def refused(image: str, user: int, now: float, why: str, before: Look | None) -> Look:
+def refused(image: str, user: int, now: float, since: float, why: str, before: Look | None) -> Look:
     """Pure: a look that came to nothing, once more."""
     tries = before.tries + 1 if before else 1
-    return Look(image, user, now, why=printable(why) or "refused", tries=tries)
+    return Look(image, user, now, since, why=printable(why) or "refused", tries=tries)
 
 
 def user_of(uid: int) -> User:

@@ -9,10 +9,11 @@ from typing import Literal
 
 import msgspec
 
-from forestage.admin import copies, inventory, recent
+from forestage.admin import copies, inventory, prefetched, recent
 from forestage.admin import site as sites
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Item
+from forestage.admin.prefetched import Prefetched
 from forestage.bind import redirect
 from forestage.cache import disk as cache_disk
 from forestage.cache import disk_errors, evict
@@ -90,7 +91,8 @@ class Status(msgspec.Struct, frozen=True):
     since boot, `starts` how jobs began lately. `imports` are steps that wait for an image of a
     registry. `in_steps`: the steps of jobs show copies, and the node sees no redirect.
     `no_companion`: which running Slurm process has not loaded the companion, though it should.
-    `stopped` are copies that nobody goes on with now.
+    `stopped` are copies that nobody goes on with now. `prefetched` is what pending jobs have the
+    node expect, where it asks for that.
     """
 
     cache: str
@@ -118,6 +120,7 @@ class Status(msgspec.Struct, frozen=True):
     blocked: Blocked | None = None
     no_companion: str = ""
     stopped: Taken = Taken()
+    prefetched: Prefetched | None = None
 
 
 def gather(node: Node, conf: str = "") -> Status:
@@ -159,6 +162,7 @@ def gather(node: Node, conf: str = "") -> Status:
         no_companion=calls.without if _should_load(node, calls, conf) else "",
         through=tuple(spot.name for spot, _ in running.states(node.places.through)),
         imports=imports.gather(node.places),
+        prefetched=prefetched.gather(node.places, holdings.items, now),
     )
     if unusable:
         return found
@@ -244,7 +248,7 @@ def _disk(cache: Cache, under: Mount | None) -> Disk:
 def pieces(status: Status, now: float) -> list[Piece]:
     """Pure: what `status` prints."""
     return [
-        Facts((*_facts(status), *_lately(status, now))),
+        Facts((*_facts(status), *_expected(status, now), *_lately(status, now))),
         *_elsewhere(status),
         *(Line(f"Problem: {problem}") for problem in status.problems),
         *copies.table(status.copies),
@@ -292,6 +296,10 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         sent = f"{format_size(status.served.bytes)} in {count(status.served.chunks, 'chunk')}"
         facts.append(("served", f"{sent} to other nodes"))
     return facts
+
+
+def _expected(status: Status, now: float) -> list[tuple[str, str]]:
+    return prefetched.facts(status.prefetched, now) if status.prefetched else []
 
 
 def _elsewhere(status: Status) -> list[Piece]:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from forestage.events import Bad, Copied, Event, Handled, saved
+from forestage.events.ahead import Ahead, Copies
 from forestage.peers.stats import Uploaded
 
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -73,6 +74,7 @@ class Tally(msgspec.Struct):
     `saved` and `lost` are seconds of starts that their copies made faster, and slower
     (events/saved); `read_through` is what jobs read of copies before these were complete, by where
     it came from.
+    `ahead` are bytes that were copied for pending jobs, `unused` those copies no job has used yet.
     `registry` are images of registries that steps named, by how they came, `imports` what the
     steps waited that did not begin at once. `bad` are entries with wrong bytes, by who found them.
     `swept` are leases whose Epilog never ran, `given` is what the peer service sent to others, over
@@ -102,6 +104,8 @@ class Tally(msgspec.Struct):
     saved: float = 0.0
     lost: float = 0.0
     read_through: dict[str, int] = {}
+    ahead: Ahead = msgspec.field(default_factory=Ahead)
+    unused: Copies = msgspec.field(default_factory=Copies)
 
     def add(self, event: Event) -> Start | None:
         """Counts one event; returns the start it reports, unless an earlier event reported it."""
@@ -111,6 +115,8 @@ class Tally(msgspec.Struct):
             seconds = saved.seconds(outcome) or 0.0
             self.saved += max(0.0, seconds)
             self.lost += max(0.0, -seconds)
+        for change in self.unused.add(event):
+            self.ahead.add(change)
         if isinstance(outcome, Copied):
             self._copy(outcome)
         elif isinstance(outcome, Handled):
@@ -132,10 +138,8 @@ class Tally(msgspec.Struct):
         _more(self.copies, outcome.result)
         if outcome.result != "copied":
             return
-        # Resumed bytes count here: the stager that copied them was killed, and wrote no event.
-        _more(self.copied, "source", max(0, outcome.bytes - outcome.from_peers))
-        _more(self.copied, "peers", outcome.from_peers - outcome.from_others)
-        _more(self.copied, "others", outcome.from_others)
+        for origin, number in outcome.origins.items():
+            _more(self.copied, origin, number)
         _more(self.read_through, "source", outcome.read_straight)
         _more(self.read_through, "copy", max(0, outcome.read_through - outcome.read_straight))
         fetched = outcome.bytes - outcome.resumed

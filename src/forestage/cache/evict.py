@@ -210,6 +210,12 @@ def at_least(cache: Cache, config: Config) -> Room:
     return _room(cache, config, (disk.f_blocks - disk.f_bfree) * disk.f_frsize)
 
 
+def is_free(cache: Cache, config: Config, size: int) -> bool:
+    """Whether nothing has to go for a copy of `size` bytes: by statvfs(2) alone, as `at_least`."""
+    room = at_least(cache, config)
+    return _met(room, room_for_copy(room, size), 0) and _takes_files(cache)
+
+
 def _room(cache: Cache, config: Config, used: int, kept_open: int = 0) -> Room:
     disk = os.statvfs(cache.root)
     total = disk.f_blocks * disk.f_frsize

@@ -49,7 +49,8 @@ class Owner(msgspec.Struct, frozen=True):
     `pid` is for people: a step's stager may have that of its job's PID namespace. `chunk` in bytes;
     `resumed` bytes were in when it began; `job` is the one that asked first, and `uid` its user's;
     `placed` once the queue has let it go on; `stopped`: not to be gone on with until another job
-    asks; `expected`: no job did, and it ends once one does.
+    asks; `expected`: since when pending jobs name it, 0 where a job asked; it ends once one does:
+    `Job.expected`.
     """
 
     pid: int
@@ -66,7 +67,7 @@ class Owner(msgspec.Struct, frozen=True):
     uid: int = 0
     placed: bool = False
     stopped: bool = False
-    expected: bool = False
+    expected: float = 0.0
 
 
 class Part:

@@ -2,8 +2,9 @@
 
 The door of this folder is `check`, with a `Target`; `pieces` renders its `Report`. A part is a
 module with `findings`, which reads and may take seconds. Facts are read from files; of Slurm's
-programs only `slurmd -V` is run, which asks no daemon. In the store of images a directory is made
-and removed, and a registry that was silent is connected to: both as nobody.
+programs only `slurmd -V` is run, which asks no daemon, but on `prefetch.host` (prefetch.py). In the
+store of images a directory is made and removed, and a registry that was silent is connected to:
+both as nobody.
 
 All of it happens in a child: whatever file a part reads may lie on a file system that hangs.
 """
@@ -25,6 +26,7 @@ from forestage.check import (
     hooks,
     node,
     plugins,
+    prefetch,
     pyxis,
     registry,
     slurm_conf,
@@ -39,6 +41,7 @@ from forestage.config import Config, Settings, load_settings
 from forestage.errors import ConfigError, Failed
 from forestage.paths import Places
 from forestage.slurm import enroot as enroots
+from forestage.slurm.queue import Slurm
 from forestage.system import child
 from forestage.system.terminal import harmless
 from forestage.system.tree import Files
@@ -50,13 +53,17 @@ LONGEST = 128 * 1024  # bytes of what it says at once
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The node to look at: `conf` is $SLURM_CONF or "". `login`: jobs are submitted there."""
+    """The node to look at: `conf` is $SLURM_CONF or "". `login`: jobs are submitted there.
+
+    `slurm` is how Slurm is asked, and what this host is called.
+    """
 
     places: Places
     clock: Clock
     conf: str = ""
     is_root: bool = True
     login: bool = False
+    slurm: Slurm = Slurm("")
 
 
 class _Said(msgspec.Struct, frozen=True):
@@ -185,6 +192,7 @@ def _findings(target: Target, files: Files, of_enroot: enroots.Site) -> Iterator
     yield "the node"
     yield from node.findings(files, target.places, settings.of_node, target.clock.wall())
     yield from node.untended(files, conf)
+    yield from prefetch.findings(files, target.places, settings.of_node, target.slurm, target.clock)
     if site is not None and site.stack.pyxis is not None:
         yield "the store of images"
         origin = of_settings.origin(settings, target.places, "registry.store")

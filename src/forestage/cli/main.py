@@ -359,9 +359,11 @@ def check(ctx: click.Context, login: bool, as_json: bool) -> None:
     critical, 3 unknown.
     """
     from forestage import check as work
+    from forestage.slurm.queue import Slurm
 
-    world, conf = ctx.obj, os.environ.get("SLURM_CONF", "")
-    target = work.Target(world.places, world.clock, conf, os.geteuid() == 0, login)
+    world, slurm = ctx.obj, Slurm.of(os.environ)
+    is_root = os.geteuid() == 0
+    target = work.Target(world.places, world.clock, slurm.conf, is_root, login, slurm)
     done = work.check(target)
     show(done, work.pieces(done), as_json)
     ctx.exit(done.code)

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import socket
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,7 @@ def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> 
     folders.make(world.places.run, folders.PASSABLE)
     try:
         with lock.held(world.places.run / "prefetch.lock", 0):
-            if host in (slurm.node, socket.gethostname()):
+            if prefetch_host.is_here(host, slurm):
                 made = prefetch_host.run(world.places, slurm, world.clock, dry_run)
                 show(made, prefetch_host.pieces(made), as_json)
                 return

@@ -24,6 +24,7 @@ Result = Literal[
 ]
 WHOLE = ("hit", "joined", "copied")  # results with which all of it is on this node's disk
 UNSERVED = ("declined", "failed")
+Origin = Literal["source", "peers", "others"]  # of bytes: nodes of the job, or those of other jobs
 Came = Literal["", "stored", "imported", "waited", "enroot", "kept"]  # kept: of old events
 Hook = Literal["prolog", "step", "stager", "epilog", "sweep", "verify"]
 
@@ -32,7 +33,7 @@ MAX_LINE = 1024 * 1024  # bytes; an event is below 64 KiB, whatever its user wro
 # The fields of an outcome's part of the log line, in their order; each outcome has some of them.
 _SHOWN = (
     *("image", "key", "digest", "result", "reason", "chunks", "unmounted", "redirect", "bytes"),
-    *("from_peers", "from_others", "givers", "uploaded", "read_through", "read_straight"),
+    *("ahead", "from_peers", "from_others", "givers", "uploaded", "read_through", "read_straight"),
     *("wait", "evicted", "detail"),
 )
 MAX_SEEN = 4  # logs that `unread` remembers: at most two are there at once
@@ -85,7 +86,9 @@ class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
     `resumed` were here before, `from_peers` came from other nodes, most of it from `givers`,
     and of it `from_others` from those of other jobs; `uploaded` went to others meanwhile. Jobs read
     `read_through` before the copy was whole, of these `read_straight` from the source. `evicted`
-    are the keys that made room. `data`: of a job's data.
+    are the keys that made room. `data`: of a job's data. `expected`: since when pending jobs named
+    the image, in seconds since the epoch, if it was copied for them; where a job took that copy
+    over, `ahead` of the resumed bytes came by it.
     """
 
     image: str = ""
@@ -94,6 +97,8 @@ class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
     wait: float = 0.0
     copying: float = 0.0
     resumed: int = 0
+    expected: float = 0.0
+    ahead: int = 0
     from_peers: int = 0
     from_others: int = 0
     givers: tuple[str, ...] = ()
@@ -107,6 +112,19 @@ class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
     def bytes(self) -> int:
         """Bytes of the image that are here now, those included that were here before."""
         return self.size if self.result == "copied" else 0
+
+    @property
+    def origins(self) -> dict[Origin, int]:
+        """These by where they came from.
+
+        Those that were here before count as from the source: who copied them was killed, and wrote
+        no event.
+        """
+        return {
+            "source": max(0, self.bytes - self.from_peers),
+            "peers": self.from_peers - self.from_others,
+            "others": self.from_others,
+        }
 
 
 class Released(_Outcome, frozen=True, omit_defaults=True, tag="released"):

@@ -31,6 +31,7 @@ LOOK = 5.0  # seconds for where a job saves to
 THEIRS = 1.0  # seconds for the user's own files, which may lie on a file server that hangs
 THEIR_BYTES = 64 * 1024  # of all fstabs of a user's
 MOST_THEIRS = 100  # of those
+MOST_NAMES = 1000  # of all that lies beside them
 PLACES = 1 << 41  # in `Places.mounting`; below it are those of who mounts (bind/redirect.py)
 PLACES_OF_USER = 8  # so many looks of a user's hang on a node at most; the others wait in vain
 
@@ -188,7 +189,10 @@ def _of_folder(files: Noted, folder: str) -> tuple[list[Bind], str]:
     mounts, hooks = f"{folder}/mounts.d", f"{folder}/hooks.d"
     binds: list[Bind] = []
     left = THEIR_BYTES
-    names = [name for name in files.names(mounts) if name.endswith(".fstab")]
+    listed, listed_hooks = (files.names(one, MOST_NAMES + 1) for one in (mounts, hooks))
+    if max(len(listed), len(listed_hooks)) > MOST_NAMES:
+        return binds, f"{folder} is too large"
+    names = [name for name in listed if name.endswith(".fstab")]
     for name in names[:MOST_THEIRS]:
         text = files.text(f"{mounts}/{name}", left + 1)
         if text is None:
@@ -197,7 +201,7 @@ def _of_folder(files: Noted, folder: str) -> tuple[list[Bind], str]:
         binds += [Bind(f"{mounts}/{name}", *one) for one in enroot.plain_binds(text)]
     if left < 0 or len(names) > MOST_THEIRS:
         return binds, f"{mounts} is too large"
-    programs = [name for name in files.names(hooks) if name.endswith(".sh")]
+    programs = [name for name in listed_hooks if name.endswith(".sh")]
     for place in (mounts, hooks):
         if files.mode(place) is not None and not os.access(place, os.R_OK, effective_ids=True):
             return binds, f"{place} cannot be read"

@@ -14,7 +14,8 @@ class Limit(msgspec.Struct, frozen=True):
     """How long a hook goes on: `end` limits everything, `copy` waiting for copies.
 
     `copy` is None where the job starts without them; of SMALL ones the hook waits until `small`
-    all the same. `through`: what can be read through is not waited for until `copy`. `watch` is
+    all the same, and until `room` for the word that a copy has room, where it may have none.
+    `through`: what can be read through is not waited for until `copy`. `watch` is
     called now and then during a wait. `fill` is how long a step waits for what its job has put into
     its own directory; `progress` is called now and then while it waits for data. `ready`: whether
     the hook waits until what is to be read through can be opened.
@@ -23,6 +24,7 @@ class Limit(msgspec.Struct, frozen=True):
     end: Deadline
     copy: Deadline | None
     small: Deadline
+    room: Deadline
     watch: Progress = quiet
     fill: Deadline | None = None
     progress: Progress = quiet
@@ -31,13 +33,20 @@ class Limit(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, clock: Clock, end: float, copy: float | None, small: bool = True, ready: bool = True
+        cls,
+        clock: Clock,
+        end: float,
+        copy: float | None,
+        small: bool = True,
+        ready: bool = True,
+        room: bool = True,
     ) -> "Limit":
-        """From now on, in seconds; `small`: whether small images are waited for."""
+        """From now on, in seconds; `small`, `room`: whether that is waited for at all."""
         return cls(
             Deadline.after(max(end, copy or 0.0), clock),
             None if copy is None else Deadline.after(copy, clock),
             Deadline.after(SHORTLY if small else 0.0, clock),
+            Deadline.after(SHORTLY if room else 0.0, clock),
             ready=ready,
         )
 

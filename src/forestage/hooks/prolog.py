@@ -75,10 +75,10 @@ def limit_of(
     config, hint = node.config, job.hints.wait
     seconds = timeouts.patience(limits, opening.HOOK_TIMEOUT if refusal else config.deadline)
     if refusal or config.redirect == "spank":  # whose steps wait: no timeout of Slurm's ends that
-        return Limit.of(node.clock, seconds, None, small=False, ready=ready)
+        return Limit.of(node.clock, seconds, None, small=False, ready=ready, room=hint != 0)
     wish = wished(config, hint, limits.hurts)
     copy = None if wish is None else timeouts.patience(limits, wish)
-    return Limit.of(node.clock, seconds, copy, small=hint != 0, ready=ready)
+    return Limit.of(node.clock, seconds, copy, hint != 0, ready, room=hint != 0)
 
 
 def _note_wait(node: Node, job: Job, answers: list[Answer]) -> None:

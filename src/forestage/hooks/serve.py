@@ -179,8 +179,11 @@ def _show(call: Call, begun: Begun) -> Answer:
     node, job, limit = call.node, call.job, call.limit
     opened, copying, found = begun.opened, begun.copying, begun.opened.image
     first = limit.for_copy(found.size)
+    begins = not first.left() and copying is not None and _may_lack_room(node, found)
+    if begins:  # no job is to read through a copy that is refused, and say nothing of it
+        first = limit.room
     try:
-        came = wait.obtain(node, job, opened, copying, first, limit.watch)
+        came = wait.obtain(node, job, opened, copying, first, limit.watch, begins)
     except Declined as late:
         if late.reason != "deadline":
             raise
@@ -197,6 +200,16 @@ def _show(call: Call, begun: Begun) -> Answer:
     if way == "bind":
         way = redirect.mount(node, begun.lease, found, limit.end)
     return shown_as(begun.request, found, came, way)
+
+
+def _may_lack_room(node: Node, found: Image) -> bool:
+    """Whether the copy's stager may find no room; as long as nothing has to be evicted it does."""
+    from forestage.cache import evict  # a hit needs none of it
+
+    try:
+        return not evict.is_free(node.cache, node.config, found.size)
+    except OSError:  # the stager meets it, too
+        return True
 
 
 def _rather(call: Call, begun: Begun, meanwhile: Answer) -> Deadline | None:

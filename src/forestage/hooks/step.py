@@ -74,7 +74,7 @@ def limit_of(
     waits = user_messages.Patience(node.clock, say, math.inf)
     brings = progress and user_messages.Patience(node.clock, progress, user_messages.AGAIN)
     return msgspec.structs.replace(
-        Limit.of(node.clock, end, copy, small=hint != 0),
+        Limit.of(node.clock, end, copy, small=hint != 0, room=hint != 0),
         fill=Deadline.after(min(filled, longest), node.clock),
         through=config.start == "through",
         watch=waits if tells and copy is not None else quiet,

@@ -18,14 +18,19 @@ from forestage.system import folders, records
 
 AGAIN = 600.0  # seconds
 TRIES = 3
+EXACT = 0.001  # seconds: what a file's time keeps of a float
 
 
 class Look(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an image was for a user, at a time since the epoch; `why` it is nothing, if so."""
+    """What an image was for a user, `at` a time; `why` it is nothing, if so.
+
+    `since`: when the list first named it here; times are in seconds since the epoch.
+    """
 
     image: str
     user: int
     at: float
+    since: float
     key: str = ""
     size: int = 0
     why: str = ""
@@ -46,12 +51,18 @@ class Fresh(msgspec.Struct, frozen=True):
     made: float
     used: float
 
+    def is_unused(self, used: float) -> bool:
+        """Whether no job has used the entry, whose time of the last use this is."""
+        return abs(used - self.used) < EXACT
+
 
 class Marks(msgspec.Struct, frozen=True):
-    """The record."""
+    """The record. Of the last pass: `silent` is why there was no new list, `idle` why no copy."""
 
     looks: tuple[Look, ...] = ()
     fresh: tuple[Fresh, ...] = ()
+    silent: str = ""
+    idle: str = ""
 
     def look(self, image: str, user: int) -> Look | None:
         return next((one for one in self.looks if (one.image, one.user) == (image, user)), None)
@@ -85,3 +96,10 @@ def write(places: Places, marks: Marks) -> None:
     """Replaces the record. Raises OSError."""
     folders.make(places.prefetched.parent, folders.PASSABLE)
     records.write(places.prefetched, msgspec.json.encode(marks))
+
+
+def note(places: Places, silent: str, idle: str) -> None:
+    """Says for `status` what a pass is like. Raises OSError."""
+    known = read(places)
+    if (known.silent, known.idle) != (silent, idle):
+        write(places, msgspec.structs.replace(known, silent=silent, idle=idle))

@@ -30,10 +30,14 @@ _JOB = re.compile(r"[0-9]+(?:[_+][0-9]+)?", re.ASCII)
 
 
 class Queue(msgspec.Struct, frozen=True):
-    """The jobs that count, the next one first, and how many others there are, by reason."""
+    """The jobs that count, the next one first, and how many others there are, by reason.
+
+    `tasks`: how many jobs there are with each task of an array; None where squeue cut one short.
+    """
 
     pending: tuple[Pending, ...] = ()
     others: tuple[tuple[str, int], ...] = ()
+    tasks: int | None = 0
 
 
 def parse(listing: str, nonce: str, now: float) -> Queue:
@@ -48,7 +52,9 @@ def parse(listing: str, nonce: str, now: float) -> Queue:
             found.append(pending)
         else:
             others[pending] += 1
-    return Queue(tuple(found), tuple(others.most_common()))
+    all_tasks = sum(map(listed, parts[::2]))
+    is_cut = any("..." in job for job in parts[::2])
+    return Queue(tuple(found), tuple(others.most_common()), None if is_cut else all_tasks)
 
 
 def _pending(job: str, rest: str, nonce: str, now: float) -> Pending | str:
@@ -79,10 +85,13 @@ def _said(field: str) -> str:
 
 
 def tasks(job: str) -> int:
-    """How many tasks `12`, `12_3` or `12_[1,4-10%2]` may run at once; 0 for what is no job's name.
+    """How many tasks of `12`, `12_3` or `12_[1,4-10%2]` may run at once; 0 for no job's name."""
+    count, array = listed(job), _TASKS.match(job)
+    return min(count, int(array[2])) if array and array[2] and int(array[2]) else count
 
-    squeue cuts long lists off.
-    """
+
+def listed(job: str) -> int:
+    """How many tasks there are in all, as far as squeue names them: it cuts long lists off."""
     if _JOB.fullmatch(job):
         return 1
     array = _TASKS.match(job)
@@ -93,7 +102,7 @@ def tasks(job: str) -> int:
         first, _, last = span.partition(":")[0].partition("-")
         if first.isdigit():
             count += max(1, int(last) - int(first) + 1) if last.isdigit() else 1
-    return min(count, int(array[2])) if array[2] and int(array[2]) else count
+    return count
 
 
 @functools.lru_cache(4096)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from forestage.events.ahead import Ahead
 from forestage.report.logs import LogCounts
 from forestage.report.sums import QUARTER, Group, Image, OneNode, Slot, Sums, Through, Waits, Window
 
@@ -62,6 +63,7 @@ class Report(msgspec.Struct, frozen=True):
     estimate: Estimate | None
     waits: Waits
     through: Through
+    ahead: Ahead
     failed: dict[str, int]
     evicted: dict[str, int]
     original: dict[str, int]
@@ -96,6 +98,7 @@ def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
         estimate=_estimate(sums, total.seconds),
         waits=sums.waits.of_waits(),
         through=msgspec.structs.replace(sums.through, ahead=sums.ahead.median()),
+        ahead=sums.copied_ahead,
         failed=_most_first(sums.failed),
         evicted=dict(sorted(sums.evicted.items())),
         original=_most_first(sums.original),

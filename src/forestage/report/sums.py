@@ -10,6 +10,7 @@ import msgspec
 
 from forestage.admin.tally import Start, Tally
 from forestage.events import Copied, Event, Handled, saved
+from forestage.events.ahead import Ahead, Copies
 
 QUARTER = 900  # seconds; the days of every time zone begin at a multiple
 EARLIEST = 1_577_836_800  # 2020 in seconds since the epoch: forestage has no older events
@@ -165,6 +166,7 @@ class NodeSums:
         self.events = 0  # of the report's time
         self.tally = Tally()
         self.from_copy = saved.Starts()
+        self.unused = Copies()
         self.reading: dict[str, list[float]] = {}  # by key, when steps began to read through
 
 
@@ -204,6 +206,7 @@ class Sums:
         self.rates = Distribution()
         self.waits = Distribution()
         self.through = Through()
+        self.copied_ahead = Ahead()
         self.ahead = Distribution()
         self.kept_off = {"hit": 0, "joined": 0, "peers": 0}
         self.original: dict[str, int] = {}
@@ -224,6 +227,7 @@ class Sums:
         # further start.
         start = node.tally.add(event)
         is_local = node.from_copy.is_one(event.hook, event.job, outcome)
+        changes = tuple(node.unused.add(event))
         self.nodes[name] = node
         if not EARLIEST <= event.time <= self.now + MAX_AHEAD:
             self.impossible_time += 1
@@ -235,6 +239,8 @@ class Sums:
         node.events += 1
         self.first = min(self.first, event.time)
         self.last = max(self.last, event.time)
+        for change in changes:
+            self.copied_ahead.add(change)
         slot = self.slots.setdefault(int(event.time // QUARTER), Slot())
         if isinstance(outcome, Copied):
             self._add_copy(event, outcome, node, slot)

@@ -43,6 +43,11 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         began = f"half began {fmt.duration(through.ahead)} before the copy was complete"
         read = f"{format_size(through.straight)} of {format_size(through.read)} from the source"
         yield "through", f"{fmt.plural(through.steps, 'step')}: {began}; read {read}"
+    if copied := sum(report.ahead.copied.values()):
+        source = format_size(report.ahead.copied["source"])
+        used, unused = (sum(one.values()) for one in (report.ahead.used, report.ahead.unused))
+        fate = f"jobs used {format_size(used)}, {format_size(unused)} were evicted unused"
+        yield "ahead", f"{format_size(copied)} for pending jobs, {source} from the source: {fate}"
     for name, counts in (
         ("failures", report.failed),
         ("in vain", report.original),

@@ -21,6 +21,7 @@ from forestage.system.tree import PATH, Files
 
 ETC = "/etc/enroot"
 SCRIPT_BYTES = 256 * 1024  # of `enroot`; 4.1.2's has 24 KiB
+LONGEST = 4096  # bytes of a path that mount(2) takes, PATH_MAX
 UNKNOWN = "\0"  # stands for a variable that nobody knows; no path has it
 
 # config::fini(): what says no. All else that is not empty says yes, a 0 too.
@@ -77,8 +78,12 @@ class Variables:
         return self.asked.setdefault(name, self._known.get(name))
 
     def expanded(self, text: str, pattern: re.Pattern[str] = _IN_FSTAB) -> str:
-        """The text with the values of its variables; UNKNOWN for one."""
-        return pattern.sub(self._value, text)
+        """The text with the values of its variables; UNKNOWN for one, and for a text without end.
+
+        64 KiB of names of a variable of 128 KiB are a gigabyte.
+        """
+        values = (len(self._value(found)) for found in pattern.finditer(text))
+        return pattern.sub(self._value, text) if sum(values) <= LONGEST else UNKNOWN
 
     def _value(self, match: re.Match[str]) -> str:
         name = next(filter(None, match.groups()))

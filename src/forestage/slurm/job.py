@@ -32,7 +32,8 @@ class Job(msgspec.Struct, frozen=True):
     what a step calls so; None and "" where nobody says it. `restart` counts how often it was
     requeued; 0 in a step. `waited` are the seconds that its Prolog noted for a step's user,
     `manager` is the pid of the step's manager; 0 in a Prolog.
-    `stay` is of no job, but of those that wait for a node: keys that go for no copy of theirs.
+    `expected` and `stay` are of no job, but stand for those that wait for a node, and may never
+    come: since when they are expected, in seconds since the epoch, and keys that stay.
     `variables` are the step's environment, None where nobody says it; `path` is on which PATH
     programs are looked for that Slurm starts.
     """
@@ -55,12 +56,8 @@ class Job(msgspec.Struct, frozen=True):
     manager: int = 0
     variables: Mapping[str, str] | None = None
     path: str = PATH
-    stay: frozenset[str] | None = None
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether it stands for jobs that are expected here, and may never come."""
-        return self.stay is not None
+    expected: float = 0.0
+    stay: frozenset[str] = frozenset()
 
     @property
     def rank(self) -> Rank:

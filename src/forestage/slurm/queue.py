@@ -148,8 +148,9 @@ class Slurm(NamedTuple):
     def pending(self, nonce: str) -> str:
         """All jobs that wait, the next one first, in one question; prefetch/queue.py reads it.
 
-        What a user has written stands behind `nonce`, which nobody can know before. Raises
-        SlurmError, Failed.
+        What a user has written stands behind `nonce`, which nobody can know before, nor meanwhile:
+        it is in a variable, as who lists processes sees the command line. Raises SlurmError,
+        Failed.
         """
         # Without widths, which cut a field off or fill it up. Of the times only epochs can be read.
         fields = (
@@ -157,9 +158,8 @@ class Slurm(NamedTuple):
             *("EligibleTime:0|", f"admin_comment:0|{nonce}>", "Comment:0"),
         )
         words = ("--noheader", "--local", "--all", "--noconvert", "--states=PENDING", "--sort=-p,i")
-        return self._answer(
-            "squeue", *words, f"--Format={','.join(fields)}", epochs=True, most=MOST
-        )
+        variables = {"SQUEUE_FORMAT2": ",".join(fields), "SLURM_TIME_FORMAT": "%s"}
+        return self._answer("squeue", *words, variables=variables, most=MOST)
 
     def partitions(self) -> dict[str, tuple[int, str]]:
         """How many nodes each partition has, and which, in brackets. Raises SlurmError."""
@@ -170,6 +170,14 @@ class Slurm(NamedTuple):
             before, names = found.get(name, (0, ""))
             found[name] = (before + int(count), f"{names},{nodes}".strip(","))
         return found
+
+    def pending_count(self) -> int:
+        """How many jobs wait, as slurmctld counts them each half minute. Raises SlurmError."""
+        said = self._answer("sdiag")
+        count = re.search(r"^Jobs pending:\s+([0-9]+)$", said, re.ASCII | re.MULTILINE)
+        if count is None:
+            raise SlurmError(f"sdiag counts no pending jobs: {said[:200]!r}")
+        return int(count[1])
 
     def cancel(self, name: str) -> None:
         """Cancels all jobs of that name. Raises SlurmError."""
@@ -185,19 +193,18 @@ class Slurm(NamedTuple):
         words: Sequence[str],
         stop: threading.Event | None = None,
         limit: float | None = None,
-        epochs: bool = False,
+        variables: Mapping[str, str] | None = None,
         most: int | None = None,
     ) -> run.Ran:
         """Runs one of Slurm's commands, until `stop` or for `limit` seconds.
 
-        `epochs`: its times are seconds since then. `most` as in `run.run`. Raises SlurmError,
+        `variables` are its own, beside SLURM_CONF. `most` as in `run.run`. Raises SlurmError,
         Failed.
         """
         argv = [self.program(words[0]), *words[1:]]
-        variables = {"SLURM_CONF": self.conf} if self.conf else {}
-        if epochs:
-            variables["SLURM_TIME_FORMAT"] = "%s"
-        return run.run(argv, stop=stop, timeout=limit, variables=variables, most=most)
+        given = {"SLURM_CONF": self.conf} if self.conf else {}
+        given.update(variables or {})
+        return run.run(argv, stop=stop, timeout=limit, variables=given, most=most)
 
     def program(self, name: str) -> str:
         """Where one of Slurm's commands is. Raises SlurmError."""
@@ -206,16 +213,20 @@ class Slurm(NamedTuple):
             raise SlurmError(f"{name} is not installed", "its directory belongs into PATH")
         return there
 
-    def _ask(self, *words: str, epochs: bool = False, most: int | None = None) -> run.Ran:
+    def _ask(
+        self, *words: str, variables: Mapping[str, str] | None = None, most: int | None = None
+    ) -> run.Ran:
         """How one of Slurm's commands ended, in time. Raises SlurmError."""
-        ran = self.command(words, limit=TIMEOUT, epochs=epochs, most=most)
+        ran = self.command(words, limit=TIMEOUT, variables=variables, most=most)
         if ran.code < 0:
             raise SlurmError(f"{words[0]} did not end within {TIMEOUT:.0f} s")
         return ran
 
-    def _answer(self, *words: str, epochs: bool = False, most: int | None = None) -> str:
+    def _answer(
+        self, *words: str, variables: Mapping[str, str] | None = None, most: int | None = None
+    ) -> str:
         """What one of Slurm's commands prints. Raises SlurmError where it fails."""
-        ran = self._ask(*words, epochs=epochs, most=most)
+        ran = self._ask(*words, variables=variables, most=most)
         if ran.code != 0:
             raise SlurmError(ran.explained())
         return ran.out

@@ -41,12 +41,14 @@ class Figures(msgspec.Struct):
     """What a copy took, as its event says it; of evicted entries the keys, times in seconds.
 
     `rate` are bytes per second of the source, 0 where that is not known. It grows on the way, so
-    that a copy that fails has its figures too.
+    that a copy that fails has its figures too. `expected` and `ahead` as in `Copied`.
     """
 
     evicted: tuple[str, ...] = ()
     copying: float = 0.0
     resumed: int = 0
+    expected: float = 0.0
+    ahead: int = 0
     from_peers: int = 0
     from_others: int = 0
     givers: tuple[str, ...] = ()
@@ -61,7 +63,9 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
 
     Raises Declined (changed, no-room, stopped, source-error, ...), Failed, OSError of the disk.
     """
+    before = task.part.owner()
     owner = claim(task)
+    figures.expected = owner.expected
     trace.point("claimed")
     owner = queue.wait_turn(task.node, task.key, owner, stop)
     content = task.source.open()
@@ -70,6 +74,8 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
         hot.inherit(task.node.cache, task.image)
     owner = _begin(task, owner)
     figures.resumed = owner.resumed
+    if before is not None and before.expected and not owner.expected and owner.resumed:
+        figures.expected, figures.ahead = before.expected, owner.resumed
     _reserve(task, content, figures)
     trace.point("reserved")
     uploaded = _uploaded(task)
@@ -107,7 +113,7 @@ def claim(task: Task) -> Owner:
         job=task.job.id,
         uid=task.job.user.uid,
         since=0.0,
-        expected=task.job.is_expected,
+        expected=task.job.expected,
     )
     if not task.part.resumable(owner):
         node.cache.drop_part(task.key)
@@ -192,7 +198,7 @@ def _make_room(task: Task, content: Content, figures: Figures) -> None:
         need,
         task.job.user.uid,
         data=task.image.kind == "data",
-        stay=task.job.stay or frozenset(),
+        stay=task.job.stay,
     )
 
 

@@ -56,7 +56,7 @@ def _live(task: Task, hook: Channel) -> None:
 
 def _patience(task: Task) -> float:
     """Seconds to wait for the key's lock; who copies it for jobs that are only expected lets go."""
-    owner = None if task.job.is_expected else task.part.owner()
+    owner = None if task.job.expected else task.part.owner()
     return LETS_GO if owner is not None and owner.expected else PROBE_GRACE
 
 
@@ -101,7 +101,7 @@ def copy(task: Task, stop: threading.Event) -> Message:
         return Message("published")
     if error.reason in ("changed", "written", "no-room") or not task.part.digests().strip(b"\0"):
         task.node.cache.drop_part(task.key)  # no use to whoever comes next
-    elif error.reason == "stopped" and not task.job.is_expected:
+    elif error.reason == "stopped" and not task.job.expected:
         with contextlib.suppress(OSError):  # then its keeper has it go on
             task.part.note_stopped()
     return Message("failed", error.reason, str(error), isinstance(error, Failed))
@@ -109,7 +109,7 @@ def copy(task: Task, stop: threading.Event) -> Message:
 
 def _while_expected(task: Task, stop: threading.Event) -> AbstractContextManager[None]:
     """Around a copy; one that no job has asked for ends once one wants it, or the node."""
-    if not task.job.is_expected:
+    if not task.job.expected:
         return contextlib.nullcontext()
     from forestage.stage import queue
 

@@ -67,8 +67,11 @@ def obtain(
     copying: "Channel | None",
     deadline: Deadline,
     watch: Progress = quiet,
+    until_begun: bool = False,
 ) -> Arrival:
     """Waits until a stager has published the image; `copying` is what `begun` yielded.
+
+    With `until_begun` no longer than until the copy has the room that it needs.
 
     Returns whether it was there (`hit`), came by a copy that another job asked for (`joined`) or by
     one of this hook's (`copied`). Raises Declined (no-room, deadline, changed, ...), Failed.
@@ -76,7 +79,7 @@ def obtain(
     """
     if copying is None:
         return "hit"
-    eta = Eta(node, opened.image, deadline, watch)
+    eta = Eta(node, opened.image, deadline, watch, leased=job.id != 0, until_begun=until_begun)
     killed = 0
     with contextlib.ExitStack() as later:
         while True:
@@ -145,10 +148,19 @@ def _wait(eta: "Eta", poll: Poll) -> StagerEnd:
 
 
 class Eta:
-    """Whether a copy can end before the deadline, judged by its rate so far."""
+    """Whether a copy can end before the deadline, judged by its rate so far.
+
+    `leased`: a job that runs waits, for which a copy that was only expected ends.
+    """
 
     def __init__(
-        self, node: Node, wanted: Image, deadline: Deadline, watch: Progress = quiet
+        self,
+        node: Node,
+        wanted: Image,
+        deadline: Deadline,
+        watch: Progress = quiet,
+        leased: bool = False,
+        until_begun: bool = False,
     ) -> None:
         self.node = node
         self.key = wanted.key
@@ -158,23 +170,30 @@ class Eta:
         self.path = wanted.path
         self.deadline = deadline
         self.watch = watch
+        self.leased = leased
+        self.until_begun = until_begun
         self.done = 0
         self.needs: float | None = None
         self.begins = 0.0
 
     def hopeless(self) -> bool:
-        """True at the deadline, or when even a faster copy than this would miss it."""
+        """True at the deadline, or when even a faster copy than this would miss it.
+
+        Also once the copy has begun, where that is all that is waited for.
+        """
         self.watch(self.progress)
         left = self.deadline.left()
         if left == 0.0:
             return True
         self.part.note_waiting(self.clock.wall())
         owner = self.node.cache.stager(self.key)
-        if owner is None:
-            return False
+        if owner is None or (owner.expected and self.leased):
+            return False  # the job's own comes, which has no `prefetch.bandwidth`
         if owner.phase == "queued":
             self.begins = 0.0 if owner.placed else self._begins()
             return self.begins > left * SPEEDUP_MARGIN
+        if self.until_begun:
+            return True
         took = self.clock.monotonic() - owner.began
         if took < OBSERVE:
             return False

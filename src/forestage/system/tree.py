@@ -1,6 +1,7 @@
 """A node's file system tree: read below a root, bounded, and never failing."""
 
 import functools
+import itertools
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ from forestage.system.mounts import Mount
 from forestage.units import is_number
 
 LONGEST = 16 << 20  # bytes; pyxis.so has some 100 KiB
+MOST = 1 << 20  # names of a directory
 HANGS = 5.0  # seconds for a path; a file server that takes longer makes jobs wait as well
 AT_ONCE = 16  # children
 # slurmd starts its hooks without a PATH.
@@ -65,10 +67,11 @@ class Files(msgspec.Struct, frozen=True):
         text = (self.text(path) or "").strip()
         return int(text) if is_number(text) else None
 
-    def names(self, path: str) -> list[str]:
-        """What a directory holds, sorted; nothing where it cannot be read."""
+    def names(self, path: str, most: int = MOST) -> list[str]:
+        """Up to so many of what a directory holds, sorted; nothing where it cannot be read."""
         try:
-            return sorted(os.listdir(self.at(path)))  # noqa: PTH208 - names are what is wanted
+            with os.scandir(self.at(path)) as found:
+                return sorted(one.name for one in itertools.islice(found, most))
         except OSError:
             return []
 
@@ -125,9 +128,9 @@ class Noted(Files, frozen=True):
         self._note(path)
         return Files.data(self, path, most)
 
-    def names(self, path: str) -> list[str]:
+    def names(self, path: str, most: int = MOST) -> list[str]:
         self._note(path)
-        return Files.names(self, path)
+        return Files.names(self, path, most)
 
     def _note(self, path: str) -> None:
         try:

@@ -13,15 +13,20 @@ from commands import CHUNK, NOW, Site
 from forestage.admin import status
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Leased
+from forestage.admin.prefetched import Prefetched
 from forestage.admin.status import Counts, Disk, Status, pieces
 from forestage.cache import disk_errors
 from forestage.cache.evict import Room
 from forestage.cache.lease import Use
 from forestage.peers.stats import Uploaded
+from forestage.prefetch import expected, marks
+from forestage.prefetch.expected import Expectations
+from forestage.prefetch.marks import Fresh, Look, Marks
 from forestage.registry.imports_now import UnderWay
 from forestage.system import lock
 from forestage.system.drawing import draw
 from forestage.system.terminal import moment
+from forestage.views.job_dir import Taken
 
 G = 1 << 30
 LONG = "/lustre/" + "/".join(f"directory-{number}" for number in range(12)) + "/image.sqsh"
@@ -55,6 +60,9 @@ FULL = Status(
     ),
     served=Uploaded(since=NOW - 9, bytes=3 * G, chunks=768),
     through=("k" * 32, "l" * 32),
+    prefetched=Prefetched(
+        NOW - 40, 3, 71 * G, 2, 1, Taken(2, 46 * G), idle="a job runs on this node"
+    ),
     imports=(
         UnderWay(4243, 0, "bob", REFERENCE, NOW - 200, 1, "n7", "enroot writes the image, 3 GiB"),
     ),
@@ -75,6 +83,10 @@ def test_status_fits_width_and_cuts_no_path(width: int) -> None:
         "6s",
         "Problem",
         "3 GiB in 768 chunks",
+        "3 images of pending jobs (71 GiB), 2 here, 1 refused",
+        "40s old",
+        "a job runs on this node",
+        "46 GiB in 2 entries that no job has used",
         "2 images",
         "1 import under way",
         "4243.0",
@@ -187,3 +199,27 @@ def test_switched_off_staging_is_shown_with_its_remedy(site: Site) -> None:
     printed = f"{site.places.disabled}: INC-42 (`forestage on` switches it on)"
     assert f"switched off: {printed}" in site.run("status").output
     assert site.json("status")["off"] == printed
+
+
+def test_status_says_what_is_expected_and_what_no_job_has_used(site: Site) -> None:
+    assert status.gather(site.node).prefetched is None
+    new, used, held = (site.publish(site.image(name)) for name in ("new", "used", "held"))
+    site.lease(7, Use(held))
+    looks = tuple(Look(f"/{key}", 7, NOW, NOW - 99, key, 5 * G) for key in (new, used, "absent"))
+    refused = Look("/refused", 7, NOW, NOW, why="missing", tries=1)
+    fresh = tuple(
+        Fresh(key, f"/{key}", 7, NOW - 99, NOW - 60, time)
+        for key, time in ((new, NOW - 60), (used, NOW - 999), (held, NOW - 60))
+    )
+    marks.write(site.places, Marks((*looks, refused), fresh))
+    found = status.gather(site.node).prefetched
+    assert found is not None
+    assert (found.images, found.bytes, found.here, found.refused) == (3, 15 * G, 2, 1)
+    assert (found.made, found.unused.number) == (0.0, 1)
+    expected.write(site.places, Expectations(1, NOW - 5, NOW + 900))
+    found = status.gather(site.node).prefetched
+    assert found is not None
+    assert found.made == NOW - 5
+    assert (
+        f"ahead_waiting_bytes {float(found.unused.bytes)}" in site.run("metrics", "--print").output
+    )

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 
 from commands import NOW, Frozen
 from forestage import check, events
+from forestage.admin.prefetch_node import BUSY
 from forestage.admin.site import COMPANION_CONF
 from forestage.check import Finding, Level
 from forestage.cli.main import main
@@ -29,6 +30,9 @@ from forestage.cli.world import World
 from forestage.errors import Failed
 from forestage.events import Bad, Event, Handled
 from forestage.paths import Places
+from forestage.prefetch import expected, marks
+from forestage.prefetch.expected import Expectations
+from forestage.prefetch.marks import Fresh, Marks
 from forestage.system import as_user
 from forestage.system.as_user import User
 from goodnode import COMPANION, REPO, GoodNode, words
@@ -702,7 +706,57 @@ LOGIN = [
     unknown("slurm-conf", both(as_login, removed(CONF))),
 ]
 
-PLANTED = [*BAD, *SLURM, *PLUGINS, *REGISTRY, *DISK, *REST, *SETTINGS, *LOGIN]
+SQUEUE = '#!/bin/sh\nn=$(echo "$SQUEUE_FORMAT2" | sed "s/^[^|]*|\\([0-9a-f]*\\)<.*/\\1/")\n'
+WAITING = SQUEUE + 'echo "7|$n<1000|1|gpu|Priority|0|(null)|$n>stage=/lustre/a"\n'
+SDIAG = "#!/bin/sh\necho 'Jobs pending:   {}'\n"
+PREFETCH_TIMER = "/etc/systemd/system/timers.target.wants/forestage-prefetch.timer"
+
+
+def prefetch_host(**programs: str) -> Callable[[GoodNode], object]:
+    """The host that reads the queue, with a list that it has just made."""
+    answers = {"squeue": WAITING, "sinfo": "#!/bin/sh\necho 'gpu|2|n[1-2]'\n"}
+    answers |= {"sdiag": SDIAG.format(1), **programs}
+
+    def plant(node: GoodNode) -> None:
+        peers("prefetch: {host: n1}\n")(node)
+        node.link(PREFETCH_TIMER, "/x")
+        for name, text in answers.items():
+            node.write(f"/usr/bin/{name}", text, 0o755)
+        expected.write(node.places, Expectations(1, NOW - 30, NOW + 900))
+
+    return plant
+
+
+def prefetch_node(node: GoodNode) -> None:
+    peers("  addresses: {ctl1: '127.0.0.1:1'}\nprefetch: {host: ctl1}\n")(node)
+    node.link(PREFETCH_TIMER, "/x")
+
+
+PREFETCH = [
+    warning("prefetch-timer", settings("prefetch: {host: n1}\n")),
+    warning(
+        "prefetch-peers",
+        both(
+            prefetch_host(),
+            settings("prefetch: {host: n1}\n"),
+        ),
+    ),
+    warning("prefetch-queue", prefetch_host(squeue="#!/bin/sh\necho no >&2; exit 1\n")),
+    warning("prefetch-queue", prefetch_host(sinfo="#!/bin/sh\nexit 1\n")),
+    warning("prefetch-queue", prefetch_host(sdiag="#!/bin/sh\necho 'Jobs running: 3'\n")),
+    warning("prefetch-hidden", prefetch_host(sdiag=SDIAG.format(400))),
+    warning(
+        "prefetch-old",
+        both(
+            prefetch_host(),
+            lambda node: expected.write(node.places, Expectations(1, NOW - 600, NOW)),
+        ),
+    ),
+    warning("prefetch-old", both(prefetch_host(), removed("/run/forestage/expected.json"))),
+    warning("prefetch-host", prefetch_node),
+]
+
+PLANTED = [*BAD, *SLURM, *PLUGINS, *REGISTRY, *DISK, *REST, *SETTINGS, *LOGIN, *PREFETCH]
 
 
 @pytest.mark.parametrize("mistake", PLANTED, ids=lambda one: one.id)
@@ -736,6 +790,7 @@ def test_each_finding_has_a_planted_mistake() -> None:
     assert len(made) > 40
     elsewhere = {"source-hangs", "striping", "max-size-small"}
     elsewhere |= {"check-hangs", "store-hangs", "store-unwritable", "cache-hangs"}
+    elsewhere |= {"prefetch-clock", "prefetch-bandwidth"}
     assert made == {one.id for one in PLANTED} | elsewhere
 
 
@@ -1213,3 +1268,31 @@ def test_check_changes_nothing(node: GoodNode) -> None:
     before = tree()
     node.check()
     assert tree() == before
+
+
+@pytest.mark.parametrize("host", [prefetch_host(), prefetch_host(sdiag=SDIAG.format(21))])
+def test_prefetch_host_that_reads_the_queue_has_no_finding(
+    node: GoodNode, host: Callable[[GoodNode], object]
+) -> None:
+    host(node)
+    assert node.ids() == []
+
+
+@pytest.mark.parametrize(
+    ("ahead", "known", "ids"),
+    [
+        (-30.0, Marks(), []),
+        (check.prefetch.SKEW + 1, Marks(), ["prefetch-clock"]),
+        (-check.prefetch.LATE - 1, Marks(), ["prefetch-old"]),
+        (-30.0, Marks(idle=BUSY), ["prefetch-bandwidth"]),
+        (-30.0, Marks(fresh=(Fresh("k", "/a", 7, 1.0, 2.0, 2.0),), idle=BUSY), []),
+    ],
+)
+def test_node_looks_at_what_the_prefetch_host_gives(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch, ahead: float, known: Marks, ids: list[str]
+) -> None:
+    prefetch_node(node)
+    marks.write(node.places, known)
+    told = Expectations(1, NOW + ahead, NOW + 900)
+    monkeypatch.setattr(expected, "ask", lambda *_: told)
+    assert node.ids() == ids

@@ -113,11 +113,14 @@ def test_pending_jobs_are_one_question_with_the_nonce_before_what_users_write(
 ) -> None:
     assert fake("printf 'x|y'").pending("feed") == "x|y"
     (asked,) = (tmp_path / "asked").read_text().splitlines()
-    fields = asked.partition("--Format=")[2].split(",")
+    assert "feed" not in asked, "everybody sees a command line"
+    seen = (tmp_path / "env").read_text().splitlines()
+    (variable,) = (line for line in seen if line.startswith("SQUEUE_FORMAT2="))
+    fields = variable.partition("=")[2].split(",")
     assert fields[0] == "JobArrayID:0|feed<"
     assert fields[-2:] == ["admin_comment:0|feed>", "Comment:0"]
     assert "UserID:0|" in fields, "a name may be nobody's"
-    assert "SLURM_TIME_FORMAT=%s" in (tmp_path / "env").read_text().splitlines()
+    assert "SLURM_TIME_FORMAT=%s" in seen
 
 
 @pytest.mark.parametrize(

@@ -379,6 +379,22 @@ def test_killed_copy_is_resumed_from_its_map(task: Task, owners: dict[str, Owner
     assert (reserved.phase, reserved.resumed) == ("copying", len(CONTENT) - CHUNK)
 
 
+@pytest.mark.parametrize("since", [0.0, 1_700_000_000.0])
+def test_part_of_a_copy_for_pending_jobs_counts_as_copied_ahead_of_the_job_that_goes_on(
+    task: Task, since: float
+) -> None:
+    leave_part(task, expected=since)
+    done = run(task)
+    assert (done.expected, done.ahead) == (since, done.resumed if since else 0)
+
+
+def test_copy_for_pending_jobs_says_since_when_they_wait(task: Task) -> None:
+    leave_part(task, expected=1.0)
+    pending = msgspec.structs.replace(task.job, expected=2.0)
+    done = run(msgspec.structs.replace(task, job=pending))
+    assert (done.expected, done.ahead) == (2.0, 0)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"boot": "another"}, {"chunk": 2 * CHUNK}, {"engine": "rsync"}, {"image": None}, None],

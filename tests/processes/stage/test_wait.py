@@ -309,6 +309,20 @@ def test_job_stops_waiting_for_what_cannot_come_in_time(
     assert Eta(node, wanted, Deadline.after(left, node.clock)).hopeless() is hopeless
 
 
+@pytest.mark.usefixtures("living")
+@pytest.mark.parametrize(
+    ("leased", "left", "hopeless"), [(True, 1.0, False), (True, 0.0, True), (False, 1.0, True)]
+)
+def test_job_does_not_judge_by_a_copy_that_ends_for_it(
+    staging_node: Node, make_image: Make, leased: bool, left: float, hopeless: bool
+) -> None:
+    node = msgspec.structs.replace(staging_node, clock=ManualClock())
+    wanted = make_image(size=SIZE)
+    under_way(node.cache, wanted, 1, 10, expected=500.0)
+    eta = Eta(node, wanted, Deadline.after(left, node.clock), leased=leased)
+    assert eta.hopeless() is hopeless
+
+
 @pytest.mark.parametrize(("left", "hopeless"), [(0.01, False), (0.0, True)])
 def test_copy_that_has_not_begun_is_waited_for_until_the_deadline(
     staging_node: Node, make_image: Make, left: float, hopeless: bool

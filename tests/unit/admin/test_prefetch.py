@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from forestage.admin import prefetch_host, prefetch_node
-from forestage.cache.layout import StoredEntry
 from forestage.prefetch import policy, queue
 from forestage.prefetch.expected import Expectations
-from forestage.prefetch.marks import Fresh, Look
+from forestage.prefetch.marks import Look
 from forestage.prefetch.policy import Expected, Pending
 
 NODES = {"gpu": 100}
@@ -53,15 +52,9 @@ def test_node_takes_the_rows_of_its_partitions_users_most_expected_first() -> No
     assert prefetch_node.wanted_here(listed, "n10") == {}
 
 
-def test_entry_is_fresh_as_long_as_its_time_is_the_marks() -> None:
-    mark = Fresh("k", "/a", 7, since=1.0, made=2.0, used=2.0)
-    assert prefetch_node.is_fresh(mark, StoredEntry("k", 1, 2.0, False, None))
-    assert not prefetch_node.is_fresh(mark, StoredEntry("k", 1, 5.0, False, None))
-
-
-def test_refusals_are_counted() -> None:
-    once = prefetch_node.refused("/a", 7, 5.0, "missing\n", None)
-    assert (once.tries, once.why) == (1, prefetch_node.refused("/a", 7, 5.0, "missing\n", None).why)
-    assert prefetch_node.refused("/a", 7, 6.0, "", once) == Look(
-        "/a", 7, 6.0, why="refused", tries=2
+def test_refusals_are_counted_and_keep_since_when_the_image_is_expected() -> None:
+    once = prefetch_node.refused("/a", 7, 5.0, 4.0, "missing\n", None)
+    assert (once.tries, once.why) == (1, "missing\\n")
+    assert prefetch_node.refused("/a", 7, 6.0, 4.0, "", once) == Look(
+        "/a", 7, 6.0, 4.0, why="refused", tries=2
     )

@@ -246,3 +246,15 @@ def test_images_of_registries_are_counted_by_how_they_came() -> None:
     assert found.registry == {"stored": 1, "imported": 1, "waited": 1, "enroot": 1}
     assert (sum(found.imports.counts), found.imports.sum) == (2, 770.0)
     assert found.declined == {"registry-silent": 1}
+
+
+def test_copies_for_pending_jobs_are_counted_by_what_became_of_them() -> None:
+    def copy(key: str) -> Event:
+        return event("stager", Copied("copied", key=key, size=GIB, expected=1.0), 0)
+
+    gone = event("epilog", Released("released", evicted=("b",)))
+    found = counted(copy("a"), copy("b"), copy("c"), event("step", served("hit")), gone)
+    assert found.ahead.copied["source"] == 3 * GIB
+    assert found.ahead.used["source"] == found.ahead.unused["source"] == GIB
+    assert list(found.unused.left) == ["c"]
+    assert found.copied["source"] == 3 * GIB

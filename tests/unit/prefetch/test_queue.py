@@ -37,7 +37,7 @@ def images(*lines: str) -> list[tuple[str, ...]]:
 
 def test_job_is_read_with_its_images_nodes_and_partitions() -> None:
     found = parse(line("x stage=/a,/b", nodes="4-8", partition="gpu,cpu"))
-    assert found == Queue((Pending(1000, ("/a", "/b"), 4, ("gpu", "cpu")),))
+    assert found == Queue((Pending(1000, ("/a", "/b"), 4, ("gpu", "cpu")),), tasks=1)
 
 
 def test_order_is_slurms() -> None:
@@ -82,7 +82,7 @@ def test_images_are_of_comment_and_admin_comment_each_once() -> None:
     ],
 )
 def test_what_is_no_image_file_is_not_copied_ahead(comment: str) -> None:
-    assert parse(line(comment)) == Queue((), (("no image", 1),))
+    assert parse(line(comment)) == Queue((), (("no image", 1),), 1)
 
 
 def test_job_that_says_off_means_the_images_of_its_options_too() -> None:
@@ -91,13 +91,13 @@ def test_job_that_says_off_means_the_images_of_its_options_too() -> None:
 
 @pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "Dependency", "BadConstraints"])
 def test_job_that_has_no_place_in_the_queue_does_not_count(reason: str) -> None:
-    assert parse(line(reason=reason)) == Queue((), ((reason, 1),))
+    assert parse(line(reason=reason)) == Queue((), ((reason, 1),), 1)
 
 
 @pytest.mark.parametrize("reason", ["None", "BeginTime", "Priority"])
 def test_job_counts_from_an_hour_before_its_begin_time(reason: str) -> None:
     later, soon = (str(int(NOW + queue.SOON) + more) for more in (1, 0))
-    assert parse(line(reason=reason, eligible=later)) == Queue((), (("BeginTime", 1),))
+    assert parse(line(reason=reason, eligible=later)) == Queue((), (("BeginTime", 1),), 1)
     assert images(line(reason=reason, eligible=soon)) == [("/a",)]
 
 
@@ -120,6 +120,12 @@ def test_job_counts_from_an_hour_before_its_begin_time(reason: str) -> None:
 )
 def test_tasks_of_an_array_are_counted_as_far_as_they_may_run(job: str, count: int) -> None:
     assert queue.tasks(job) == count
+
+
+def test_all_tasks_are_counted_unless_squeue_cuts_a_list_short() -> None:
+    shown = [line(job="7"), line(job="8_[1-10%2]", reason="JobHeldUser")]
+    assert parse(*shown).tasks == 11
+    assert parse(*shown, line(job="9_[1,3,5,...]")).tasks is None
 
 
 def test_array_wants_the_nodes_of_all_its_tasks() -> None:

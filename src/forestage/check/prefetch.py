@@ -1,0 +1,129 @@
+"""Findings about images of pending jobs: the host that reads the queue, and a node that asks it.
+
+On the host squeue, sinfo and sdiag are run once each; a node asks the host for its list. Only where
+`prefetch.host` is set.
+"""
+
+from collections.abc import Iterator
+
+from forestage.admin import prefetch_host, prefetch_node
+from forestage.admin import site as sites
+from forestage.check.finding import Finding
+from forestage.clock import Clock
+from forestage.config import Config
+from forestage.errors import Failed, ForestageError, SlurmError
+from forestage.paths import Places
+from forestage.peers import auth
+from forestage.prefetch import expected, marks
+from forestage.prefetch.expected import Expectations
+from forestage.slurm.queue import Slurm
+from forestage.system.terminal import age
+from forestage.system.tree import Files
+
+TIMER = "forestage-prefetch.timer"
+LATE = 300.0  # seconds without a new list, of a timer that runs each minute
+SKEW = 5.0  # seconds between two clocks, above which something is wrong with one
+FEW = 20  # jobs that come and go while squeue and sdiag answer
+_HOST = "No node knows what is expected: nothing is copied before a job starts"
+
+
+def findings(
+    files: Files, places: Places, config: Config, slurm: Slurm, clock: Clock
+) -> Iterator[Finding | str]:
+    """What is found, and before what may take its time, what that is."""
+    host = config.prefetch.host
+    if host is None:
+        return
+    if sites.lacks(files, TIMER):
+        yield Finding(
+            "prefetch-timer",
+            "warning",
+            f"prefetch.host is {host}, and {TIMER} is not enabled here",
+            "No image is copied before a job starts",
+            f"systemctl enable --now {TIMER}",
+        )
+    elif prefetch_host.is_here(host, slurm):
+        yield from _host(places, config, slurm, clock)
+    else:
+        yield from _node(places, config, host, clock)
+
+
+def _host(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterator[Finding | str]:
+    if not config.peers.enabled:
+        yield Finding(
+            "prefetch-peers",
+            "warning",
+            "this is prefetch.host, and peers.enabled is false",
+            f"{_HOST}, as the peer service does not answer here",
+            "peers.enabled: true on this host, and systemctl enable --now forestage-peer",
+        )
+    yield "Slurm's queue"
+    try:
+        made = prefetch_host.run(places, slurm, clock, dry_run=True)
+        yield "Slurm's count of jobs"
+        count = slurm.pending_count()
+    except (SlurmError, Failed, OSError) as error:
+        yield Finding(
+            "prefetch-queue",
+            "warning",
+            f"Slurm's queue cannot be read: {error}",
+            _HOST,
+            "squeue, sinfo and sdiag must answer root here; their directory belongs into PATH",
+        )
+        return
+    if made.tasks is not None and 2 * made.tasks + FEW < count:
+        yield Finding(
+            "prefetch-hidden",
+            "warning",
+            f"squeue shows {made.tasks} pending jobs, and slurmctld has {count} (sdiag)",
+            "Images of the others are not expected anywhere",
+            "run it as root on a host where root sees all jobs (PrivateData, AuthAltTypes)",
+        )
+    yield from _old(expected.read(places), clock.wall(), "journalctl -u forestage-prefetch")
+
+
+def _node(places: Places, config: Config, host: str, clock: Clock) -> Iterator[Finding | str]:
+    yield f"prefetch.host {host}"
+    try:
+        told = expected.ask(config.peers, host, auth.prover(config.peers.key_file, places.munge))
+    except (ForestageError, OSError) as error:
+        yield Finding(
+            "prefetch-host",
+            "warning",
+            f"prefetch.host {host} gives no list: {error}",
+            "This node copies nothing before a job starts",
+            f"forestage check on {host}, and peers.address or peers.addresses here",
+        )
+        return
+    now = clock.wall()
+    if told.made > now + SKEW:
+        yield Finding(
+            "prefetch-clock",
+            "warning",
+            f"the clock of {host} is {age(told.made - now)} ahead of this node's",
+            f"A list counts only up to {expected.AHEAD:.0f} s ahead; munge has limits too",
+            "set both clocks (chrony)",
+        )
+    yield from _old(told, now, f"journalctl -u forestage-prefetch on {host}")
+    known = marks.read(places)
+    if known.idle == prefetch_node.BUSY and not known.fresh:
+        yield Finding(
+            "prefetch-bandwidth",
+            "warning",
+            "nothing was copied before a job so far: jobs run here, and prefetch.bandwidth is null",
+            "A node that is never empty stays cold",
+            "prefetch.bandwidth: what copies may read each second while jobs run",
+        )
+
+
+def _old(listed: Expectations | None, now: float, where: str) -> Iterator[Finding]:
+    if listed is not None and now - listed.made <= LATE:
+        return
+    what = f"the list is {age(now - listed.made)} old" if listed else "there is no list yet"
+    yield Finding(
+        "prefetch-old",
+        "warning",
+        f"{what}, or the clocks differ" if listed else what,
+        f"A list counts for {expected.LASTS / 60:.0f} minutes; then nothing is copied",
+        where,
+    )

@@ -1,0 +1,83 @@
+"""Copies made for pending jobs: counted once, as used by the first job or as evicted before any."""
+
+from __future__ import annotations
+
+import pytest
+
+from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, ahead
+from forestage.events.ahead import Ahead, Copies
+
+SINCE = 1_800_000_000.0
+KEY = "a" * 32
+
+
+def event(outcome: Outcome, job: int = 7, hook: Hook = "step") -> Event:
+    return Event(time=SINCE, hook=hook, job=job, outcome=outcome)
+
+
+def copied(key: str = KEY, size: int = 10, **changes: object) -> Event:
+    made = Copied("copied", key=key, size=size, expected=SINCE, **changes)  # type: ignore[arg-type]
+    return event(made, 0, "stager")
+
+
+def hit(key: str = KEY, job: int = 7) -> Event:
+    return event(Handled("hit", key=key), job)
+
+
+def evicted(key: str = KEY) -> Event:
+    return event(Released("released", evicted=(key,)), 0, "sweep")
+
+
+def fates(*events: Event) -> list[str]:
+    copies = Copies()
+    return [change.fate for one in events for change in copies.add(one)]
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        ((copied(), hit()), ["copied", "used"]),
+        ((copied(), hit(), hit(job=8), evicted()), ["copied", "used"]),
+        ((copied(), evicted(), hit()), ["copied", "unused"]),
+        ((copied(), hit("b" * 32)), ["copied"]),
+        ((copied(), copied(), hit()), ["copied", "unused", "copied", "used"]),
+        ((copied(), event(Handled("declined", key=KEY))), ["copied"]),
+        ((event(Copied("copied", key=KEY, size=9), 0, "stager"), hit()), []),
+        ((event(Copied("declined", "stopped", key=KEY, expected=SINCE), 0, "stager"), hit()), []),
+    ],
+    ids=[
+        *("used", "used once", "never used", "another image", "evicted by hand", "declined"),
+        *("no job waited for it", "stopped"),
+    ],
+)
+def test_copy_is_used_by_the_first_job_or_evicted_before_any(
+    events: tuple[Event, ...], found: list[str]
+) -> None:
+    assert fates(*events) == found
+
+
+def test_copy_that_a_job_takes_over_is_used_as_far_as_it_was_made_before() -> None:
+    taken = event(Copied("copied", key=KEY, size=10, resumed=6, ahead=6, expected=SINCE))
+    sums, copies = Ahead(), Copies()
+    for change in copies.add(taken):
+        sums.add(change)
+    assert (sums.copied, sums.used, sums.unused) == ({"source": 6}, {"source": 6}, {})
+    assert copies.left == {}
+
+
+def test_bytes_are_counted_by_where_they_came_from() -> None:
+    sums, copies = Ahead(), Copies()
+    for one in (copied(from_peers=7, from_others=4), hit(), copied("b" * 32), evicted("b" * 32)):
+        for change in copies.add(one):
+            sums.add(change)
+    assert sums.copied == {"source": 13, "peers": 3, "others": 4}
+    assert sums.used == {"source": 3, "peers": 3, "others": 4}
+    assert sums.unused == {"source": 10, "peers": 0, "others": 0}
+
+
+def test_remembered_copies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "KEPT", 2)
+    copies = Copies()
+    for number in range(9):
+        list(copies.add(copied(str(number))))
+    assert list(copies.left) == ["7", "8"]
