@@ -120,6 +120,10 @@ class Leases:
         Under the space lock, with a lease that holds their entries.
         """
         self.note(job, hinted=tuple(map(os.fsencode, paths)))
+        self.begin_hinted(job)
+
+    def begin_hinted(self, job: int) -> None:
+        """Has each of the job's steps ask a helper for the comment's sake. As `note_hinted`."""
         self.hints(job).touch(0o600)
 
     def end_hinted(self, job: int) -> None:
@@ -145,6 +149,13 @@ class Leases:
             return self._said_before(job)
         except records.Damaged as damaged:
             raise Failed("lease-damaged", str(damaged), "remove it if the job is gone") from None
+
+    def has_data(self, job: int) -> bool | None:
+        """Whether the job's comment named any data; None where nobody can tell."""
+        try:
+            return self.said(job).data is not None
+        except (Failed, OSError):
+            return None
 
     def said_file(self, job: int) -> Path:
         return self.directory / f"{job}.said"

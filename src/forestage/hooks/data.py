@@ -30,7 +30,7 @@ from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
-from forestage.system import as_user, lock
+from forestage.system import as_user
 from forestage.units import printable
 from forestage.views import wanted
 from forestage.views.wanted import Call, ForStep, Staged, View
@@ -63,7 +63,7 @@ def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[
             _absolute(job, request) for request in (*asked.data, *_read_list(job, limit.end))
         )
         noted = Wanted(requests, asked.room, asked.ram, restart=job.restart)
-        _note(node, job, noted, limit.end)
+        leases.say(node, job, limit.end.left(), to_steps=True, data=noted)
     except (ForestageError, OSError) as error:
         _note_refused(node, job, error, limit.end)
         return _as_data([answers.of_error(Request("", "hint"), error)])
@@ -179,7 +179,7 @@ def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Han
     except (ForestageError, OSError) as error:
         with contextlib.suppress(ForestageError, OSError):
             refused = msgspec.structs.replace(noted, refused=printable(str(error)))
-            _note(node, job, refused, limit.end)
+            leases.say(node, job, limit.end.left(), to_steps=True, data=refused)
         return [answers.of_error(STAGE_DIR, error)]
     return []
 
@@ -216,13 +216,6 @@ def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Lim
     node.cache.prepare(node.config.require_mount)
 
 
-def _note(node: Node, job: Job, noted: Wanted, end: Deadline) -> None:
-    with lock.held_if_writable(node.cache.space_lock, end.left()):
-        node.leases.say(leases.of_job(node, job), data=noted)
-        # By this file the companion knows that each step has to ask.
-        node.leases.note_hinted(job.id, node.leases.hinted(job.id))
-
-
 def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
     """Has the steps of a job that gets nothing unset its variables: they may be another job's.
 
@@ -239,7 +232,7 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
     text, reason = printable(str(why)), answers.of_error(Request("", "hint"), why).reason
     refused = Wanted(told, asked.room, refused=text, off=True, reason=reason, restart=job.restart)
     with contextlib.suppress(ForestageError, OSError):
-        _note(node, job, refused, end)
+        leases.say(node, job, end.left(), to_steps=True, data=refused)
 
 
 def _call(node: Node, job: Job, noted: Wanted, limit: Limit, own: "Own | None" = None) -> Call:

@@ -50,6 +50,17 @@ def leased(node: Node, job: Job, key: str, limit: Limit) -> Iterator[Lease]:
         on_error.pop_all()
 
 
+def say(node: Node, job: Job, seconds: float, to_steps: bool = False, **said: object) -> None:
+    """Notes what is said to a job, with its lease; `to_steps`: each has to ask a helper for it.
+
+    Waits so many seconds for the space lock. Raises Failed, OSError.
+    """
+    with lock.held_if_writable(node.cache.space_lock, seconds):
+        node.leases.say(of_job(node, job), **said)
+        if to_steps:
+            node.leases.begin_hinted(job.id)
+
+
 def revise(node: Node, job: Job, change: Callable[[Lease], None]) -> None:
     """Calls `change` with the job's lease, if it has one, under the space lock.
 

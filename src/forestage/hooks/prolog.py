@@ -15,7 +15,6 @@ from forestage.slurm.hints import MAX_PROBLEMS, OF_OPTION, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
 from forestage.sources import opening
-from forestage.system import lock
 from forestage.units import printable
 
 TO_DO = {
@@ -125,14 +124,9 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
     lines += _unserved(job, outcomes)
     if not lines or node.config.user_messages == "none" or job.rank.node not in (None, 0):
         return
-    with (
-        contextlib.suppress(ForestageError, OSError),
-        lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP),
-    ):
-        lease = leases.of_job(node, job)
-        say = tuple(printable(line) for line in lines[:MAX_PROBLEMS])
-        node.leases.say(lease, say=say)
-        node.leases.note_hinted(job.id, node.leases.hinted(job.id))
+    say = tuple(printable(line) for line in lines[:MAX_PROBLEMS])
+    with contextlib.suppress(ForestageError, OSError):
+        leases.say(node, job, leases.GIVE_UP, to_steps=True, say=say)
 
 
 def _unserved(job: Job, outcomes: Sequence[Outcome]) -> list[str]:
@@ -160,9 +154,7 @@ def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:
     """
     hints = job.hints
     try:
-        with lock.held_if_writable(node.cache.space_lock, end.left()):
-            lease = leases.of_job(node, job)
-            node.leases.say(lease, off=hints.off, wait=hints.wait, tell=hints.tell)
+        leases.say(node, job, end.left(), off=hints.off, wait=hints.wait, tell=hints.tell)
     except (ForestageError, OSError) as error:
         return of_error(Request("", "hint"), error)
     if not hints.off:

@@ -138,7 +138,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
         write("also", *words)
     data: Sequence[Handled] = ()
     local = variables.local_images(job, done.answers)
-    if _has_data(nodes[0].leases, job.id):
+    if nodes[0].leases.has_data(job.id):  # where nobody can tell, a refusal says so already
         shown_data = _show_data(hook, nodes[0], job, limit, refusal)
         data, local = shown_data.outcomes, (*local, *shown_data.local)
     for name, value in variables.of_data(data, local):
@@ -149,14 +149,6 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     hook.answer(*(later or done.answer))
     step.note_shown(nodes[0], job, decided_by, done.answers)
     return outcomes
-
-
-def _has_data(leases: Leases, job: int) -> bool:
-    """Whether the job's comment named any; a refusal says already where nobody can tell."""
-    try:
-        return leases.said(job).data is not None
-    except (Failed, OSError):
-        return False
 
 
 def _begin_import(hook: Hook, node: Node, job: Job) -> tuple[Job, Fields]:
