@@ -64,6 +64,14 @@ def _matched(pattern: str, value: object, flags: re.RegexFlag = re.ASCII) -> "re
     return re.fullmatch(pattern, value, flags) if isinstance(value, str) else None
 
 
+def is_number(text: str) -> bool:
+    """Whether a text is nothing but digits, as few as int() takes in any case.
+
+    Other scripts' digits are none: str.isdigit() knows "²" as one, of which int() can make nothing.
+    """
+    return text.isascii() and text.isdigit() and len(text) <= 20
+
+
 def parse_size(value: object) -> int:
     """Returns bytes from "23GiB", "23G", "1.5T", "500 MB", "0" or an int.
 

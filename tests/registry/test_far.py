@@ -172,13 +172,13 @@ def test_directory_that_hangs_does_not_keep_the_others_waiting(
     """Here the whole store does, once it was listed."""
     imported(login)
     monkeypatch.setattr(registry, "VISIT", 0.2)
-    listed = registry._accounts
+    known = as_user.account
 
-    def then_hangs(uids: list[int]) -> list[User]:
+    def then_hangs(uid: int, gid: int) -> User:
         far.hang()
-        return listed(uids)
+        return known(uid, gid)
 
-    monkeypatch.setattr(registry, "_accounts", then_hangs)
+    monkeypatch.setattr(as_user, "account", then_hangs)
     (one,) = collected(login, open_path)
     assert "did not answer in time" in one.problem
     far.answer()

@@ -15,6 +15,7 @@ from forestage.units import (
     format_duration,
     format_rate,
     format_size,
+    is_number,
     parse_duration,
     parse_share,
     parse_size,
@@ -200,3 +201,9 @@ def test_amount_reads_back_as_the_same_amount(millionths: int, size: int) -> Non
 )
 def test_users_read_tenths_of_a_second(seconds: float, expected: str) -> None:
     assert to_tenths(seconds) == expected
+
+
+def test_number_is_what_int_takes_in_any_case() -> None:
+    assert not any(is_number(text) for text in NO_NUMBER if isinstance(text, str))
+    numbers = ["0", "007", "4242", str(2**64 - 1)]
+    assert all(is_number(text) and int(text) >= 0 for text in numbers)

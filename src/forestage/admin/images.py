@@ -7,12 +7,12 @@ it, which whoever publishes an image may write. Shallow and bounded, and no link
 
 import contextlib
 import os
-import pwd
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from forestage.system import as_user
 from forestage.system.files import opened
 from forestage.system.terminal import Line, Piece, Table, count, harmless
 from forestage.units import format_size
@@ -74,10 +74,7 @@ def _walk(folders: Sequence[str]) -> Iterator["os.DirEntry[str]"]:
 def _found(entry: "os.DirEntry[str]") -> Found:
     """Raises OSError."""
     facts = entry.stat(follow_symlinks=False)
-    try:
-        owner = pwd.getpwuid(facts.st_uid).pw_name
-    except KeyError:
-        owner = str(facts.st_uid)
+    owner = as_user.name_of(facts.st_uid) or str(facts.st_uid)
     return Found(harmless(entry.path), facts.st_size, owner, _label(entry.path + LABEL))
 
 

@@ -22,6 +22,7 @@ from forestage.cache.node import Node
 from forestage.registry import imports_now
 from forestage.system import as_user, files, mounts, writers
 from forestage.system.as_user import User
+from forestage.units import is_number
 
 MOST = 1000  # users' directories looked at by one sweep
 LOOK, ALL, AT_ONCE = 60.0, 300.0, 4  # seconds for one user's directory, for all of them
@@ -43,7 +44,7 @@ def remove(node: Node) -> list[str]:
     with os.scandir(above) as found:
         names = [one.name for one in islice(found, MOST)]
     busy = _busy(node, above)
-    gone = [name for name in names if name.isascii() and name.isdigit() and int(name) not in busy]
+    gone = [name for name in names if is_number(name) and int(name) not in busy]
     works = [partial(_emptied, above / name, User("", int(name), NOBODY)) for name in gone]
     problems = []
     for name, said in zip(gone, as_user.each(works, str, LOOK, ALL, AT_ONCE), strict=True):
@@ -64,7 +65,7 @@ def _busy(node: Node, above: Path) -> set[int]:
             busy.add(pwd.getpwnam(one.user).pw_uid)
     inside = (path[len(f"{above}/") :] for path in writers.open_below(str(above)))
     names = {path.partition("/")[0].removesuffix(" (deleted)") for path in inside}
-    return busy | {int(name) for name in names if name.isascii() and name.isdigit()}
+    return busy | {int(name) for name in names if is_number(name)}
 
 
 def _emptied(own: Path, user: User) -> str:

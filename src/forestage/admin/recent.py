@@ -15,6 +15,7 @@ from forestage.events import Copied
 from forestage.paths import Places
 from forestage.slurm import loaded as companions
 from forestage.slurm.queue import Slurm
+from forestage.units import is_number
 
 LOOK = 4 * 1024 * 1024  # bytes at the end of the event log: some 10 000 starts
 AGE = 7 * 86400.0  # seconds
@@ -87,7 +88,7 @@ def _call(mark: Path) -> Call | None:
         when, text = mark.stat().st_mtime, mark.read_bytes()[:20].decode(errors="replace").strip()
     except FileNotFoundError:
         return None
-    return Call(when, int(text) if text.isascii() and text.isdigit() else 0)
+    return Call(when, int(text) if is_number(text) else 0)
 
 
 def starts(file: Path, now: float) -> Starts:

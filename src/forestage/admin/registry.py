@@ -7,7 +7,6 @@ sweep, which each hour visits some users' directories (`clean_some`).
 
 import contextlib
 import os
-import pwd
 import random
 import select
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from forestage.registry.messages import Importing, Order, Present, Progress, Ref
 from forestage.system import as_user, folders
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, Table, age, count
-from forestage.units import format_size, printable
+from forestage.units import format_size, is_number, printable
 
 LOOK = 120.0  # seconds for one user's directory, which may be on a file server that hangs
 ALL = 3600.0  # seconds for all of them
@@ -100,7 +99,7 @@ def _either(order: Order, environ: Mapping[str, str], say: Say) -> str:
 def _own(environ: Mapping[str, str], job: str, step: str) -> str:
     """A directory for one step's import, as the importer knows it. Raises Declined."""
     above = environ.get("PYXIS_RUNTIME_PATH", "")
-    if not (above.startswith("/") and job.isdigit() and step.isdigit()):
+    if not (above.startswith("/") and is_number(job) and is_number(step)):
         raise Declined("store-gone", "this is no step of pyxis")
     path = Path(above, str(os.geteuid()), f"forestage-{job}.{step}")
     try:
@@ -156,7 +155,7 @@ def owners(base: Path) -> list[User]:
     if os.geteuid() != 0:
         return [User("", os.geteuid(), os.getegid())]
     try:
-        return _accounts(_owned(base, _uids(base)))
+        return [as_user.account(uid, NOBODY) for uid in _owned(base, _uids(base))]
     except OSError as error:
         raise NotFound(f"{base}: {error.strerror}", "is the store mounted?") from None
 
@@ -164,14 +163,15 @@ def owners(base: Path) -> list[User]:
 def _uids(base: Path) -> list[int]:
     """Raises OSError."""
     names = os.listdir(base)  # noqa: PTH208 - names are wanted
-    numbers = (name for name in names if name.isascii() and name.isdigit())
+    numbers = filter(is_number, names)
     return sorted(int(name) for name in numbers if name == str(int(name)))  # 007 is not 7's
 
 
 def _owned(base: Path, uids: Sequence[int], most: int | None = None) -> list[int]:
     """Of these the owners of their directories, `most` of them at the most.
 
-    Anybody may make a directory of any name there: root acts as its owner, and as no root.
+    Anybody may make a directory of any name there: root acts as its owner, and as no root. An
+    account that is gone has its images collected as well.
     """
     found: list[int] = []
     for uid in uids:
@@ -180,20 +180,6 @@ def _owned(base: Path, uids: Sequence[int], most: int | None = None) -> list[int
         with contextlib.suppress(OSError):
             if uid != 0 and os.lstat(base / str(uid)).st_uid == uid:
                 found.append(uid)
-    return found
-
-
-def _accounts(uids: Sequence[int]) -> list[User]:
-    found = []
-    for uid in uids:
-        try:
-            entry = pwd.getpwuid(uid)
-        except KeyError:  # an account that is gone, whose images go as well
-            found.append(User("", uid, NOBODY))
-        except OverflowError:
-            continue
-        else:
-            found.append(User(entry.pw_name, uid, entry.pw_gid))
     return found
 
 
@@ -225,9 +211,7 @@ def _rows(base: Path, user: User) -> list[Row]:
 
 
 def _name(user: User) -> str:
-    with contextlib.suppress(KeyError):
-        return user.name or pwd.getpwuid(user.uid).pw_name
-    return str(user.uid)
+    return user.name or as_user.name_of(user.uid) or str(user.uid)
 
 
 def clean(config: Config, now: float, dry_run: bool) -> list[Done]:
@@ -266,7 +250,8 @@ def clean_some(config: Config, places: Places, now: float) -> list[Done]:
         random.shuffle(uids)  # then, as anybody may make names that are nobody's
         return _owned(base, uids, VISITED), []
 
-    users = _accounts(as_user.call(look, list[int], LISTED)[0])
+    uids, _ = as_user.call(look, list[int], LISTED)
+    users = [as_user.account(uid, NOBODY) for uid in uids]
     works = [partial(_collected_once, config, user, now) for user in users]
     return _reported(users, as_user.each(works, Done, VISIT, VISITS, AT_ONCE))
 

@@ -24,6 +24,7 @@ from forestage.paths import Places
 from forestage.slurm import companion, plugstack, slurm_conf
 from forestage.slurm import release as releases
 from forestage.slurm.slurm_conf import USUAL_CONF, ConfLine, Setting
+from forestage.system import processes
 from forestage.system.tree import Files
 
 # Paths as slurm.conf and plugstack.conf name them, whatever root they are read below.
@@ -484,8 +485,8 @@ def _is_hook(process: Path) -> bool:
             return False
         # Only slurmd's own child counts: users may set any variable, and what a Prolog has left
         # behind, such as a stager, still has the Prolog's.
-        parent = (process / "stat").read_bytes().rpartition(b") ")[2].split()[1]
-        return (process.parent / os.fsdecode(parent) / "comm").read_bytes().startswith(b"slurm")
+        parent = processes.stat(process).parent
+        return processes.name(process.parent / str(parent)).startswith("slurm")
     return False
 
 

@@ -37,10 +37,7 @@ class SourceState(msgspec.Struct, frozen=True):
 def invoking_user() -> User:
     """Who runs this program."""
     uid = os.getuid()
-    try:
-        return User(pwd.getpwuid(uid).pw_name, uid, os.getgid())
-    except KeyError:
-        return User("", uid, os.getgid())
+    return User(as_user.name_of(uid), uid, os.getgid())
 
 
 def user_named(name: str) -> User:
@@ -51,11 +48,7 @@ def user_named(name: str) -> User:
 
 def owner(access: Access) -> User:
     """Whom the file belongs to, with that user's own groups where the node knows them."""
-    try:
-        known = pwd.getpwuid(access.uid)
-    except KeyError:
-        return User("", access.uid, access.gid)
-    return User(known.pw_name, access.uid, known.pw_gid)
+    return as_user.account(access.uid, access.gid)
 
 
 def absolute_path(path: str) -> str:

@@ -266,9 +266,9 @@ def make_room(
     """Evicts until `size` bytes for a copy of `path` fit; returns their keys.
 
     `user` is the uid of who asks, `data` whether it is no image; `stay` are keys that do not go for
-    it, as if they were leased. Raises Declined, and evicts
-    nothing, where even everything that may go for them would not do, and where what they hold of
-    deleted files is their share already: it cannot be evicted.
+    it, as if they were leased. Raises Declined, and evicts nothing, where even everything that may
+    go for them would not do, and where what they hold of deleted files is their share already: it
+    cannot be evicted.
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         kept_open = held_open.of_users(cache.held)[user] if user else 0

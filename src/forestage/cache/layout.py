@@ -433,9 +433,9 @@ def tree_bytes(directory: Path) -> int:
     facts = os.lstat(directory)
     total = facts.st_blocks
     if stat.S_ISDIR(facts.st_mode):
-        with os.scandir(directory) as files:
-            for file in files:
-                total += file.stat(follow_symlinks=False).st_blocks
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                total += entry.stat(follow_symlinks=False).st_blocks
     return total * 512
 
 

@@ -29,6 +29,7 @@ from forestage.cache.said import Earlier, Said, Wanted
 from forestage.errors import Declined, Failed
 from forestage.system import files, folders, lock, records
 from forestage.system.as_user import User
+from forestage.units import is_number
 
 MAX_BYTES = 128 * 1024
 """Of one lease: 2,400 images, or 1,000 with redirects of their paths. A job must not fill /run, nor
@@ -119,6 +120,10 @@ class Leases:
         Under the space lock, with a lease that holds their entries.
         """
         self.note(job, hinted=tuple(map(os.fsencode, paths)))
+        self.begin_hinted(job)
+
+    def begin_hinted(self, job: int) -> None:
+        """Has each of the job's steps ask a helper for the comment's sake. As `note_hinted`."""
         self.hints(job).touch(0o600)
 
     def end_hinted(self, job: int) -> None:
@@ -144,6 +149,13 @@ class Leases:
             return self._said_before(job)
         except records.Damaged as damaged:
             raise Failed("lease-damaged", str(damaged), "remove it if the job is gone") from None
+
+    def has_data(self, job: int) -> bool | None:
+        """Whether the job's comment named any data; None where nobody can tell."""
+        try:
+            return self.said(job).data is not None
+        except (Failed, OSError):
+            return None
 
     def said_file(self, job: int) -> Path:
         return self.directory / f"{job}.said"
@@ -239,7 +251,7 @@ class Leases:
         """The jobs that have a lease, damaged ones too, in order."""
         # glob() of a directory that is not there is empty.
         names = (file.stem for file in self.directory.glob("*.json"))
-        return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
+        return tuple(sorted(int(name) for name in names if is_number(name)))
 
     def caches(self) -> tuple[str, ...]:
         """The roots of the caches that leases name; damaged ones name none."""

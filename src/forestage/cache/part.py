@@ -185,8 +185,8 @@ class Part:
 
     def _is_plain(self) -> bool:
         """Whether all that is here are files: a directory by the map's name is never written."""
-        with os.scandir(self.directory) as files:
-            return all(file.is_file(follow_symlinks=False) for file in files)
+        with os.scandir(self.directory) as entries:
+            return all(entry.is_file(follow_symlinks=False) for entry in entries)
 
 
 def chunk_count(size: int, chunk: int) -> int:

@@ -19,7 +19,7 @@ from forestage.config.keys import Config
 from forestage.paths import Places
 from forestage.system import folders, records
 from forestage.system.files import opened
-from forestage.units import printable
+from forestage.units import is_number, printable
 
 MAX_REASON = 200  # bytes
 MAX_UNTIL = 32  # bytes of the line before it
@@ -79,7 +79,7 @@ def _said(file: Path, now: float) -> str:
         return f"{file} is there"
     first, _, rest = text.decode(errors="replace").partition("\n")
     end = first.removeprefix(UNTIL).strip()
-    if not first.startswith(UNTIL) or not (end.isascii() and end.isdigit()):
+    if not first.startswith(UNTIL) or not is_number(end):
         return _worded(file, first)
     if int(end) <= now:
         return ""

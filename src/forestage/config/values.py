@@ -15,6 +15,7 @@ from forestage.units import (
     Amount,
     exact_duration,
     exact_size,
+    is_number,
     parse_duration,
     parse_share,
     parse_size,
@@ -58,8 +59,7 @@ def parse_address(text: str, port: int) -> Address:
         after = f":{after}"
     if after:
         digits = after[1:]
-        # Few digits, as int() refuses thousands of them in words of its own.
-        port = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 6 else 0
+        port = int(digits) if is_number(digits) else 0
         if not 0 < port < 65536:
             raise ValueError(f"expected a port from 1 to 65535, got {quote(digits)}")
     if not host:

@@ -140,25 +140,25 @@ def facts_of(path: str) -> tuple[str, ...]:
 
 
 def note(
-    places: Places, settings: Settings, companion: bool, decided: Sequence[str], conf: str
+    places: Places, settings: Settings, companion: bool, decided_by: Sequence[str], conf: str
 ) -> None:
     """Writes down which partitions' Prologs may leave, if that is not what is there already.
 
-    `companion`: whether Slurm loads it, as `conf`, slurmd's $SLURM_CONF, says. `decided` are the
+    `companion`: whether Slurm loads it, as `conf`, slurmd's $SLURM_CONF, says. `decided_by` are the
     lines of cache/step_record.decided_by from before the settings were read. Raises OSError.
     """
     from forestage import config
     from forestage.system import records
 
-    files = [line for line in decided if line.startswith("file\t")]
+    files = [line for line in decided_by if line.startswith("file\t")]
     slurms = (conf, f"{os.path.dirname(conf)}/plugstack.conf")  # noqa: PTH120
     files += ["\t".join(("file", path, *facts_of(path))) for path in slurms]
     lines = [FIRST_LINE, *files]
-    found = [(name, config.decided(one, companion)) for name, one in settings.everywhere()]
+    partitions = [(name, config.decided(own, companion)) for name, own in settings.everywhere()]
     # A bind that is out of date has to go before any job of the node starts.
-    bind = any(one.redirect == "bind" for _, one in found)
-    for name, one in found:
-        leaves = one.redirect == "spank" and one.start != "wait" and one.on_error == "continue"
+    bind = any(own.redirect == "bind" for _, own in partitions)
+    for name, own in partitions:
+        leaves = own.redirect == "spank" and own.start != "wait" and own.on_error == "continue"
         lines.append(f"partition\t{name or ANY}\t{'leave' if leaves and not bind else 'stay'}")
     text = os.fsencode("".join(f"{line}\n" for line in lines))
     file = places.background

@@ -12,7 +12,6 @@ What a program of enroot's hooks.d binds by itself cannot be told at all (docs/f
 
 import contextlib
 import os
-import pwd
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -129,9 +128,7 @@ class Binds:
         """In a child: what the user's files add, and where all of it leads."""
         job, files = self._job, Noted()
         self._take_place()
-        home = (job.variables or {}).get("HOME") or job.home
-        with contextlib.suppress(KeyError):
-            home = home or pwd.getpwuid(job.user.uid).pw_dir
+        home = (job.variables or {}).get("HOME") or job.home or as_user.home_of(job.user.uid)
         as_user.become(job.user)
         variables = _variables(job, home)
         variables.get("HOME")  # counts in any case

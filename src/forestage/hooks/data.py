@@ -30,7 +30,7 @@ from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
-from forestage.system import as_user, lock
+from forestage.system import as_user
 from forestage.units import printable
 from forestage.views import wanted
 from forestage.views.wanted import Call, ForStep, Staged, View
@@ -59,16 +59,18 @@ def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[
         return []
     try:
         _must_be_possible(node, job, refusal, limit)
-        requests = tuple(_absolute(job, one) for one in (*asked.data, *_read_list(job, limit.end)))
+        requests = tuple(
+            _absolute(job, request) for request in (*asked.data, *_read_list(job, limit.end))
+        )
         noted = Wanted(requests, asked.room, asked.ram, restart=job.restart)
-        _note(node, job, noted, limit.end)
+        leases.say(node, job, limit.end.left(), to_steps=True, data=noted)
     except (ForestageError, OSError) as error:
         _note_refused(node, job, error, limit.end)
         return _as_data([answers.of_error(Request("", "hint"), error)])
     # Once the lease is there: the sweep takes away the directories of jobs that have none.
     made = _make_own_dir(node, job, noted, limit)
     call = _call(node, job, noted, limit)
-    return _as_data([*made, *(_begin(call, one) for one in requests)])
+    return _as_data([*made, *(_begin(call, request) for request in requests)])
 
 
 def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
@@ -84,14 +86,14 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
     off = hang or refusal or (_refused(noted) if noted.off else None)
     if off:
-        outcomes += [_of_error(one, off) for one in noted.requests]
+        outcomes += [_of_error(request, off) for request in noted.requests]
     requests = () if off else noted.requests
     came: dict[Request, Handled] = {}
-    for request in sorted(requests, key=lambda one: one.kind == "mount"):
+    for request in sorted(requests, key=lambda request: request.kind == "mount"):
         found, came[request] = _show(call, request)
         lines += found
     outcomes += came.values()
-    if any(one.is_seed for one in noted.requests):
+    if any(request.is_seed for request in noted.requests):
         from forestage.views import fill
 
         lines += fill.unset(own, noted)  # of those that are not in there by now
@@ -122,7 +124,7 @@ def _local(node: Node, kept: Sequence[Fields], request: Request, outcome: Handle
 
 def _as_data(outcomes: Sequence[Handled]) -> list[Handled]:
     """Pure: the outcomes as those of data, whatever module they are from."""
-    return [msgspec.structs.replace(one, data=True) for one in outcomes]
+    return [msgspec.structs.replace(outcome, data=True) for outcome in outcomes]
 
 
 def _absolute(job: Job, request: Request) -> Request:
@@ -154,9 +156,10 @@ def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
         raise Declined("bad-hint", f"stage-list: {path} is longer than {LONGEST_LIST} bytes")
     lines = [line.strip() for line in os.fsdecode(text).split("\n")]
     problems: list[str] = []
-    wanted = hints.requests([one for one in lines if not one.startswith("#")], job.rank, problems)
-    data = tuple(dict.fromkeys(one for one in wanted if one.is_data))
-    if len(data) < len(set(wanted)):
+    paths = [line for line in lines if not line.startswith("#")]
+    listed = hints.requests(paths, job.rank, problems)
+    data = tuple(dict.fromkeys(request for request in listed if request.is_data))
+    if len(data) < len(set(listed)):
         problems.append("it names images, which belong into stage=")
     if len(data) > hints.MAX_HINTED:
         problems.append(f"it names {len(data)}, more than {hints.MAX_HINTED}")
@@ -176,7 +179,7 @@ def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Han
     except (ForestageError, OSError) as error:
         with contextlib.suppress(ForestageError, OSError):
             refused = msgspec.structs.replace(noted, refused=printable(str(error)))
-            _note(node, job, refused, limit.end)
+            leases.say(node, job, limit.end.left(), to_steps=True, data=refused)
         return [answers.of_error(STAGE_DIR, error)]
     return []
 
@@ -213,13 +216,6 @@ def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Lim
     node.cache.prepare(node.config.require_mount)
 
 
-def _note(node: Node, job: Job, noted: Wanted, end: Deadline) -> None:
-    with lock.held_if_writable(node.cache.space_lock, end.left()):
-        node.leases.say(leases.of_job(node, job), data=noted)
-        # By this file the companion knows that each step has to ask.
-        node.leases.note_hinted(job.id, node.leases.hinted(job.id))
-
-
 def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
     """Has the steps of a job that gets nothing unset its variables: they may be another job's.
 
@@ -227,16 +223,16 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
     """
     asked = job.hints
     told = tuple(
-        one
-        for one in asked.data
-        if one.is_seed or ((one.kind == "mount" or asked.tell) and not asked.off)
+        request
+        for request in asked.data
+        if request.is_seed or ((request.kind == "mount" or asked.tell) and not asked.off)
     )
     if asked.room is None and not told:
         return
     text, reason = printable(str(why)), answers.of_error(Request("", "hint"), why).reason
     refused = Wanted(told, asked.room, refused=text, off=True, reason=reason, restart=job.restart)
     with contextlib.suppress(ForestageError, OSError):
-        _note(node, job, refused, end)
+        leases.say(node, job, end.left(), to_steps=True, data=refused)
 
 
 def _call(node: Node, job: Job, noted: Wanted, limit: Limit, own: "Own | None" = None) -> Call:

@@ -84,7 +84,7 @@ def epilog(
         else:
             return [Released(result="released")]
         watched.works_on(str(cache.root))
-        data = lease is None or _has_data(leases, job.id)
+        data = lease is None or leases.has_data(job.id) is not False
         over = _Over(job, lease, data, cache, leases, places, clock, patience)
         _forget_images(over)
         hang = disk.hangs(places, cache, patience)
@@ -151,13 +151,6 @@ def _forget_images(over: _Over) -> None:
     # is not done in time is for the sweep, also where the child has failed.
     timeout = min(IMAGES_TIME, over.patience)
     as_user.each([work], type(None), timeout, timeout, at_once=1)
-
-
-def _has_data(leases: Leases, job: int) -> bool:
-    try:
-        return leases.said(job).data is not None
-    except Failed:  # nobody can say
-        return True
 
 
 def _clear(over: _Over) -> None:

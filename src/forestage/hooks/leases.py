@@ -50,6 +50,17 @@ def leased(node: Node, job: Job, key: str, limit: Limit) -> Iterator[Lease]:
         on_error.pop_all()
 
 
+def say(node: Node, job: Job, seconds: float, to_steps: bool = False, **said: object) -> None:
+    """Notes what is said to a job, with its lease; `to_steps`: each has to ask a helper for it.
+
+    Waits so many seconds for the space lock. Raises Failed, OSError.
+    """
+    with lock.held_if_writable(node.cache.space_lock, seconds):
+        node.leases.say(of_job(node, job), **said)
+        if to_steps:
+            node.leases.begin_hinted(job.id)
+
+
 def revise(node: Node, job: Job, change: Callable[[Lease], None]) -> None:
     """Calls `change` with the job's lease, if it has one, under the space lock.
 
@@ -81,7 +92,7 @@ def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: Limit) 
     """
     if not job.saves or node.config.redirect == "none":
         return job
-    if requests and not any(one.is_redirected for one in requests):
+    if requests and not any(request.is_redirected for request in requests):
         return job
     # A name that is no text can be in no lease, and so never has a redirect either.
     with contextlib.suppress(ForestageError, OSError, UnicodeEncodeError):

@@ -7,15 +7,14 @@ from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
 from forestage.events import UNSERVED, Handled, Outcome
-from forestage.hooks import answers, leases, serve
-from forestage.hooks.answers import Answer
+from forestage.hooks import leases, serve
+from forestage.hooks.answers import Answer, of_error
 from forestage.hooks.limit import Limit, wished
 from forestage.slurm import timeouts
 from forestage.slurm.hints import MAX_PROBLEMS, OF_OPTION, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
 from forestage.sources import opening
-from forestage.system import lock
 from forestage.units import printable
 
 TO_DO = {
@@ -34,6 +33,8 @@ TO_DO = {
     "bad-hint": "man forestage-hooks says what it may hold",
 }
 """What a user can do about a hint that was declined, by reason."""
+
+LISTED = "what stage-list= names"  # in place of the path: a list is none of those in it
 
 
 def bad_hint(job: Job) -> list[Handled]:
@@ -59,7 +60,7 @@ def prolog(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list
         # Each image has its own outcome, which says the same.
         if noted and (noted.result == "failed" or not answers):
             answers.append(Answer(noted))
-    return answers or [Answer(one) for one in bad_hint(job)]
+    return answers or [Answer(outcome) for outcome in bad_hint(job)]
 
 
 def limit_of(
@@ -112,26 +113,20 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
     ]
     word = "--stage" if "stage" in job.hints.options else "stage"
     lines += [
-        # A list is none of the paths in it.
-        f"{f'{word}={one.request}' if one.request else 'what stage-list= names'} is not staged:"
-        f" {one.detail}; {TO_DO[one.reason]}"
-        for one in outcomes
-        if isinstance(one, Handled)
-        and one.via == "hint"
-        and one.reason in TO_DO
-        and one.request != "stage-dir"  # which the step has a line for
+        f"{f'{word}={outcome.request}' if outcome.request else LISTED} is not staged:"
+        f" {outcome.detail}; {TO_DO[outcome.reason]}"
+        for outcome in outcomes
+        if isinstance(outcome, Handled)
+        and outcome.via == "hint"
+        and outcome.reason in TO_DO
+        and outcome.request != "stage-dir"  # which the step has a line for
     ]
     lines += _unserved(job, outcomes)
     if not lines or node.config.user_messages == "none" or job.rank.node not in (None, 0):
         return
-    with (
-        contextlib.suppress(ForestageError, OSError),
-        lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP),
-    ):
-        lease = leases.of_job(node, job)
-        say = tuple(printable(line) for line in lines[:MAX_PROBLEMS])
-        node.leases.say(lease, say=say)
-        node.leases.note_hinted(job.id, node.leases.hinted(job.id))
+    say = tuple(printable(line) for line in lines[:MAX_PROBLEMS])
+    with contextlib.suppress(ForestageError, OSError):
+        leases.say(node, job, leases.GIVE_UP, to_steps=True, say=say)
 
 
 def _unserved(job: Job, outcomes: Sequence[Outcome]) -> list[str]:
@@ -141,10 +136,13 @@ def _unserved(job: Job, outcomes: Sequence[Outcome]) -> list[str]:
     from forestage.hooks import user_messages
 
     found = (
-        user_messages.message(one, "all")
-        for one in outcomes
-        if isinstance(one, Handled) and one.via == "hint" and one.request and not one.data
-        if one.result in UNSERVED and one.reason not in TO_DO
+        user_messages.message(outcome, "all")
+        for outcome in outcomes
+        if isinstance(outcome, Handled)
+        and outcome.via == "hint"
+        and outcome.request
+        and not outcome.data
+        if outcome.result in UNSERVED and outcome.reason not in TO_DO
     )
     return list(filter(None, found))
 
@@ -156,11 +154,9 @@ def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:
     """
     hints = job.hints
     try:
-        with lock.held_if_writable(node.cache.space_lock, end.left()):
-            lease = leases.of_job(node, job)
-            node.leases.say(lease, off=hints.off, wait=hints.wait, tell=hints.tell)
+        leases.say(node, job, end.left(), off=hints.off, wait=hints.wait, tell=hints.tell)
     except (ForestageError, OSError) as error:
-        return answers.of_error(Request("", "hint"), error)
+        return of_error(Request("", "hint"), error)
     if not hints.off:
         return None
     return Handled(result="declined", via="hint", reason="off", detail="stage=off")

@@ -11,7 +11,6 @@ companion (src/spank/later.c). It ends when nobody waits any more, and the worke
 
 import contextlib
 import os
-import pwd
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -34,9 +33,9 @@ from forestage.registry.worker import Worker
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
-from forestage.system import child, folders, holder, lock, run
+from forestage.system import as_user, child, folders, holder, lock, run
 from forestage.system.holder import Channel, Life, Message
-from forestage.units import printable
+from forestage.units import is_number, printable
 
 FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
 SILENT = 180.0  # seconds without a word from the worker: a file server or a registry hangs
@@ -65,7 +64,7 @@ class Asked(msgspec.Struct, frozen=True):
     def of(cls, request: Request, environ: Mapping[str, str]) -> "Asked | None":
         """By what the companion says; None where it has given no environment."""
         number = environ.get("FORESTAGE_ENVIRONMENT", "")
-        if not number.isdigit():
+        if not is_number(number):
             return None
         return cls(
             request=request,
@@ -107,7 +106,7 @@ def _start(job: Job, leaf: child.Leaf | None, work: Callable[[Channel], None]) -
 def _serve(node: Node, job: Job, asked: Asked, report: Report, path: Path, hook: Channel) -> None:
     """All that is done for a step."""
     # After us the helper may stage what else the job names, within its own limit.
-    first = FIRST + float(asked.timeout if asked.timeout.isdigit() else 0)
+    first = FIRST + float(asked.timeout if is_number(asked.timeout) else 0)
     hook.begin(asked.environment)
     with Tasks(path, first) as tasks:
         hook.send(Message("ready"))
@@ -140,9 +139,8 @@ def _foresee(node: Node, job: Job, request: Request, report: Report, hook: Chann
     hook.send(Message("ready"))
     hook.close()
     # What a user's login would have, as far as enroot's configuration goes by it.
-    user = pwd.getpwuid(job.user.uid)
-    variables = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
-    environment = worker.keep_environment(variables)
+    name, home = as_user.name_of(job.user.uid), as_user.home_of(job.user.uid)
+    environment = worker.keep_environment({"HOME": home, "USER": name, "LOGNAME": name})
     asked = Asked(request, environment, batch=True, container="", timeout="")
     answer = _answer(node, job, asked, Tasks(None, GUESS))
     if answer.image:

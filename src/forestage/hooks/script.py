@@ -65,9 +65,9 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outc
         if not bad:  # or nobody reads it
             return prolog.bad_hint(job)
     limits = timeouts.read(hook.environ.get("SLURM_CONF", ""))
-    decided = step_record.decided_by(places)
+    decided_by = step_record.decided_by(places)
     nodes, refusal = _nodes(hook, job, places, clock)
-    _note_background(hook, places, decided)
+    _note_background(hook, places, decided_by)
     if refusal is None:
         job, _ = _begin_import(hook, nodes[0], job)
     # Once: several caches must not take several times what slurm.conf allows.
@@ -78,7 +78,7 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outc
     if nodes[0].config.redirect == "spank":
         from forestage.hooks import step, user_messages
 
-        step.note_shown(user_messages.with_tell(nodes[0], job), job, decided, answers)
+        step.note_shown(user_messages.with_tell(nodes[0], job), job, decided_by, answers)
     outcomes: list[Outcome] = [answer.outcome for answer in answers]
     if has_data:
         from forestage.hooks import data
@@ -91,13 +91,13 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outc
     return outcomes
 
 
-def _note_background(hook: Hook, places: Places, decided: Sequence[str]) -> None:
+def _note_background(hook: Hook, places: Places, decided_by: Sequence[str]) -> None:
     """Lets this and the next Prologs end before their work does, where the companion is loaded."""
     if hook.in_background or hook.settings is None or not places.loaded.exists():
         return
     try:
         conf = hook.environ.get("SLURM_CONF", "")
-        background.note(places, hook.settings, _has_companion(hook, places), decided, conf)
+        background.note(places, hook.settings, _has_companion(hook, places), decided_by, conf)
     except OSError:  # they do their work first
         return
     hook.leave(os.fspath(places.run))
@@ -110,7 +110,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     from forestage.hooks import step, user_messages, variables
     from forestage.system import child
 
-    decided = step_record.decided_by(places)
+    decided_by = step_record.decided_by(places)
     # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
     child.leave_job()
     background.wait(background.mark_of(hook.environ, os.fspath(places.run)))
@@ -138,7 +138,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
         write("also", *words)
     data: Sequence[Handled] = ()
     local = variables.local_images(job, done.answers)
-    if _has_data(nodes[0].leases, job.id):
+    if nodes[0].leases.has_data(job.id):  # where nobody can tell, a refusal says so already
         shown_data = _show_data(hook, nodes[0], job, limit, refusal)
         data, local = shown_data.outcomes, (*local, *shown_data.local)
     for name, value in variables.of_data(data, local):
@@ -147,16 +147,8 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     user_messages.tell(nodes[0], job, outcomes, say, say.always)
     # At once: the log can wait, the step does not.
     hook.answer(*(later or done.answer))
-    step.note_shown(nodes[0], job, decided, done.answers)
+    step.note_shown(nodes[0], job, decided_by, done.answers)
     return outcomes
-
-
-def _has_data(leases: Leases, job: int) -> bool:
-    """Whether the job's comment named any; a refusal says already where nobody can tell."""
-    try:
-        return leases.said(job).data is not None
-    except (Failed, OSError):
-        return False
 
 
 def _begin_import(hook: Hook, node: Node, job: Job) -> tuple[Job, Fields]:

@@ -98,12 +98,12 @@ def serve(
     with contextlib.ExitStack() as held:
         bound = Binds(node.places, job, limit.end)
         # Data shows elsewhere than at its own path.
-        is_all_data = bool(requests) and all(one.is_data for one in requests)
+        is_all_data = bool(requests) and all(request.is_data for request in requests)
         if refusal is None and node.config.redirect != "none" and not is_all_data:
             held.enter_context(bound)
         call = Call(node, job, limit, refusal, bound, held)
-        begun = [begin(call, one) for one in requests]
-        answers = [finish(call, one) for one in begun]
+        begun = [begin(call, request) for request in requests]
+        answers = [finish(call, work) for work in begun]
     return _leave_room(node, job, answers)
 
 
@@ -265,9 +265,9 @@ def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
     only a favour: a job that finds too little has no more without us.
     """
     needs = {
-        number: unpacked.unpacked(node.cache, node.config, one.image)
-        for number, one in enumerate(answers)
-        if one.image and one.image.kind == "image" and one.outcome.result not in UNSERVED
+        number: unpacked.unpacked(node.cache, node.config, answer.image)
+        for number, answer in enumerate(answers)
+        if answer.image and answer.image.kind == "image" and answer.outcome.result not in UNSERVED
     }
     number = max(needs, key=lambda number: needs[number], default=None)
     if number is None or not needs[number]:

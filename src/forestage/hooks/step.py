@@ -6,7 +6,6 @@ It answers in the lines of slurm/lines.py.
 import contextlib
 import math
 import os
-import pwd
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -29,7 +28,8 @@ from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields, has_control
 from forestage.sources import opening
 from forestage.stage.wait import quiet
-from forestage.system import lock
+from forestage.system import as_user, lock
+from forestage.units import is_number
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
 COPIER_GRACE = 7.0  # seconds of the companion's for what a copier says when its time is over
@@ -48,7 +48,7 @@ class StepAnswer(msgspec.Struct, frozen=True):
 
     @property
     def outcomes(self) -> list[Handled]:
-        return [one.outcome for one in self.answers]
+        return [answer.outcome for answer in self.answers]
 
 
 def limit_of(
@@ -102,7 +102,7 @@ def with_variables(job: Job, environ: Mapping[str, str]) -> Job:
     What is too long for a program to be started with is left out: nobody knows it then.
     """
     number = environ.get("FORESTAGE_ENVIRONMENT", "")
-    if not (number.isascii() and number.isdigit()):
+    if not is_number(number):
         return job
     data = b""
     with contextlib.suppress(OSError):
@@ -118,10 +118,7 @@ def with_variables(job: Job, environ: Mapping[str, str]) -> Job:
 
 def with_user_name(job: Job) -> Job:
     """Returns the job with its user's name, for their groups; an unknown uid has its gid."""
-    try:
-        name = pwd.getpwuid(job.user.uid).pw_name
-    except KeyError:
-        return job
+    name = as_user.name_of(job.user.uid) or job.user.name
     return msgspec.structs.replace(job, user=msgspec.structs.replace(job.user, name=name))
 
 
@@ -173,27 +170,27 @@ def fields(node: Node, answer: Answer) -> Fields:
     return word, *words
 
 
-def note_shown(node: Node, job: Job, decided: Sequence[str], answers: Sequence[Answer]) -> None:
+def note_shown(node: Node, job: Job, decided_by: Sequence[str], answers: Sequence[Answer]) -> None:
     """Notes what further steps of the job are shown, so that they need no helper.
 
     The Prolog's answers or a step's, the first of them in the order of the job's requests.
-    `decided` is what cache/step_record.py found before the configuration was read.
+    `decided_by` is what cache/step_record.py found before the configuration was read.
     """
     if job.step is None and node.config.user_messages == "all":
         return  # the first step has a line to write, which takes a helper
     # The off switch and a lease that says stage=off leave no answer that counts.
     found = [_record_of(node, job, *pair) for pair in zip(job.requests, answers, strict=False)]
     images = [image for image in found if image is not None]
-    by_binds = next((one.decided for one in answers if one.decided), ())
+    by_binds = next((answer.decided for answer in answers if answer.decided), ())
     if images and by_binds:
         # Only a further step's time depends on it.
         with (
             contextlib.suppress(ForestageError, OSError),
             lock.held(node.cache.space_lock, leases.GIVE_UP),
         ):
-            if decided:
-                decided = [*decided, step_record.of_room(node.cache, node.config), *by_binds]
-            step_record.note(node.leases, job.id, decided, images)
+            if decided_by:
+                decided_by = [*decided_by, step_record.of_room(node.cache, node.config), *by_binds]
+            step_record.note(node.leases, job.id, decided_by, images)
 
 
 def _record_of(node: Node, job: Job, request: Request, first: Answer) -> Shown | None:

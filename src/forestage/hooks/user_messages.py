@@ -57,10 +57,10 @@ def tell(
 
     That a mount is missing they read `always`: each step finds an empty directory there.
     """
-    for one in sorted(outcomes, key=lambda one: one.result not in UNSERVED):
-        line = message(one, node.config.user_messages, job.waited)
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.result not in UNSERVED):
+        line = message(outcome, node.config.user_messages, job.waited)
         if line:
-            (always if always and is_unmounted(one) else say)(line)
+            (always if always and is_unmounted(outcome) else say)(line)
 
 
 def is_unmounted(outcome: Handled) -> bool:

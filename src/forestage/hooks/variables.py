@@ -53,7 +53,7 @@ def of_data(outcomes: Sequence[Handled], local: Sequence[str]) -> list[tuple[str
     """
     found = []
     if outcomes:
-        worst = max(outcomes, key=lambda one: BY_WORTH.index(one.result))
+        worst = max(outcomes, key=lambda outcome: BY_WORTH.index(outcome.result))
         found.append(("FORESTAGE_DATA_RESULT", word(worst)))
     listed = ""
     for path in dict.fromkeys(local):

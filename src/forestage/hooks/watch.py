@@ -131,10 +131,10 @@ class Child:
         """Reads what it says: what is not for the hook goes on to where that writes its log."""
         data = os.read(self.line, 1 << 16)
         *lines, self.rest = (self.rest + data).split(b"\n")
-        for one in lines:
-            word, _, value = one.removeprefix(CONTROL).partition(b" ")
-            if not one.startswith(CONTROL):
-                _say(one + b"\n")
+        for said in lines:
+            word, _, value = said.removeprefix(CONTROL).partition(b" ")
+            if not said.startswith(CONTROL):
+                _say(said + b"\n")
             elif word == ENDED:
                 self.status = int(value)
             elif word == CACHE:

@@ -24,7 +24,7 @@ import msgspec
 from forestage.cache.part import boot_id
 from forestage.clock import Clock
 from forestage.registry.store import FILE, Store, create, load, own, told
-from forestage.system import records
+from forestage.system import processes, records
 from forestage.system.files import opened
 
 BEAT = 10.0  # seconds between heartbeats
@@ -66,11 +66,10 @@ def of_this_process(host: str) -> Lease:
 def _start(pid: int) -> str:
     """When a process started, as /proc says it; "" for one that is gone."""
     try:
-        # After the last ")": the name before it is anything that its user likes.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        found = processes.stat(Path(f"/proc/{pid}"))
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
+    return "" if found.is_over else str(found.began)
 
 
 class Flight:

@@ -21,7 +21,7 @@ from forestage.registry.environment import Settings
 from forestage.registry.messages import short
 from forestage.registry.store import full
 from forestage.system import apart, child, run
-from forestage.units import format_duration, format_size
+from forestage.units import format_duration, format_size, is_number
 
 NICE = 10
 TIDY = 10.0  # seconds in which enroot may delete its temporary files; less than asker.GRACE
@@ -131,7 +131,7 @@ def variables(settings: Settings, memory: int | None) -> dict[str, str]:
     found = {**settings.variables, "LC_ALL": "C"}
     processors = len(os.sched_getaffinity(0))
     wanted = found.get("ENROOT_MAX_PROCESSORS", "")
-    few = wanted.isascii() and wanted.isdigit() and 0 < int(wanted[:9]) < processors
+    few = is_number(wanted) and 0 < int(wanted) < processors
     found["ENROOT_MAX_PROCESSORS"] = wanted if few else str(processors)
     options = settings.squash_options
     if memory is not None and "-mem" not in options:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.paths import Places
-from forestage.system import records
+from forestage.system import processes, records
 
 PROCESS_NAME = "forestage-image"  # in ps(1); who starts the worker (hooks/registry.py)
 
@@ -49,8 +49,8 @@ def gather(places: Places) -> tuple[UnderWay, ...]:
     for path in places.images.glob("*.json"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, records.Damaged):
             one = records.load(path, UnderWay)
-            # Its pid may be a user's by now, whose process has a name of any bytes.
-            if Path(f"/proc/{one.pid}/comm").read_bytes().strip() == PROCESS_NAME.encode():
+            # Its pid may be a user's by now.
+            if processes.name(Path(f"/proc/{one.pid}")) == PROCESS_NAME:
                 found.append(one)
     return tuple(sorted(found, key=lambda one: one.since))
 

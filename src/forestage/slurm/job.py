@@ -12,7 +12,7 @@ from forestage.errors import JobError
 from forestage.slurm.hints import NOWHERE, Hints, Rank, Request, read_hints
 from forestage.system.as_user import User
 from forestage.system.tree import PATH
-from forestage.units import printable, quote
+from forestage.units import is_number, printable, quote
 
 # Slurm renames each character of `pyxis` and `container-image` that is not alphanumeric to `_`.
 _OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
@@ -139,7 +139,6 @@ def _rank(listed: str, own: str) -> Rank:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     value = environ.get(name, "")
-    # Python takes no more than 4300 digits for a number, the kernel and Slurm far less.
-    if not (value.isascii() and value.isdigit() and len(value) < 20):
+    if not is_number(value):
         raise JobError(f"{name} is {quote(value)}, expected a number", "is this run by slurmd?")
     return int(value)

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from forestage.slurm.queue import processes
+from forestage.system import processes
 
 SETTLED = 30.0  # seconds after which a process of Slurm has loaded its plugins
 SLACK = 1.0  # seconds; slurmd may load them just before it becomes a daemon
@@ -23,7 +23,7 @@ def without(proc: Path, loaded: float, now: float) -> str:
     "" where none does. Times are wall clock, in seconds: a clock that is set after slurmd's start
     may accuse it until the next step. What began just now may be about to load it.
     """
-    for process, title in processes(proc):
+    for process, title in processes.of_root(proc):
         began = _began(proc, process, now)
         if began is None or now - began < SETTLED or began <= loaded + SLACK:
             continue
@@ -37,8 +37,8 @@ def without(proc: Path, loaded: float, now: float) -> str:
 def _began(proc: Path, process: Path, now: float) -> float | None:
     """When a process began, by the time since boot that it has in /proc; None if it has ended."""
     try:
-        ticks = int((process / "stat").read_bytes().rpartition(b")")[2].split()[19])
+        ticks = processes.stat(process).began
         up = float((proc / "uptime").read_bytes().split()[0])
-    except (OSError, ValueError, IndexError):
+    except OSError:
         return None
     return now - up + ticks / os.sysconf("SC_CLK_TCK")

@@ -5,7 +5,7 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import msgspec
 from forestage.errors import SlurmError
 from forestage.slurm import pyslurm
 from forestage.slurm.nodelist import expand
-from forestage.system import run
+from forestage.system import processes, run
 
 TIMEOUT = 30.0  # seconds for one question; squeue itself tries a dead slurmctld for longer
 
@@ -38,7 +38,6 @@ UNKNOWN_JOB = "Invalid job id specified"  # slurm_errno.c, ESLURM_INVALID_JOB_ID
 
 _FACT = re.compile(r"(?:^| )(NodeName|NodeHostName|State|Partitions)=(\S*)", re.ASCII)
 _LINE = re.compile(r"([0-9]+)\|([A-Z_]+)\|(\S*)", re.ASCII)
-_ROOTS = re.compile(rb"^Uid:\t0\t", re.MULTILINE)  # proc(5): the real one is the first
 # setproctitle() in slurmstepd.c; the second may be `batch`, `extern`, `0`.
 _MANAGER = re.compile(rb"slurmstepd: \[([0-9]{1,10})[.+]")
 
@@ -81,8 +80,7 @@ class Slurm(NamedTuple):
     def of(cls, environ: Mapping[str, str]) -> "Slurm":
         """As who calls has it, with the usual directories behind it."""
         path = ":".join(filter(None, (environ.get("PATH", ""), run.PATH)))
-        node = environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-        return cls(path, environ.get("SLURM_CONF", ""), node=node)
+        return cls(path, environ.get("SLURM_CONF", ""), node=this_node(environ))
 
     def bind(self) -> "Slurm":
         """Asks pyslurm first where the installed one fits this release of Slurm."""
@@ -187,7 +185,7 @@ class Slurm(NamedTuple):
 
     def at_work(self) -> frozenset[int]:
         """The jobs that have a step on this node: known without asking anybody."""
-        managers = (_MANAGER.match(title) for _, title in processes(self.proc))
+        managers = (_MANAGER.match(title) for _, title in processes.of_root(self.proc))
         return frozenset(int(one[1]) for one in managers if one)
 
     def command(
@@ -232,20 +230,6 @@ class Slurm(NamedTuple):
         if ran.code != 0:
             raise SlurmError(ran.explained())
         return ran.out
-
-
-def processes(proc: Path) -> Iterator[tuple[Path, bytes]]:
-    """Root's processes, each with its title: any user's may call itself what it likes.
-
-    By the real id: to a program with a set-id bit, such as su(1), its user gives any title. It is
-    asked for first, as a title lies in its process's own memory, where one may wait for a user.
-    """
-    for process in proc.glob("[0-9]*"):
-        try:
-            if _ROOTS.search((process / "status").read_bytes()):
-                yield process, (process / "cmdline").read_bytes()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
-            continue
 
 
 def found(listing: str, job: int) -> JobState | None:

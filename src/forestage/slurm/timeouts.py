@@ -6,6 +6,7 @@ Hooks may run no Slurm command, but slurm.conf is a file and slurmd names it in 
 import msgspec
 
 from forestage.slurm.slurm_conf import values
+from forestage.units import is_number
 
 SAFE = 15.0
 """Seconds; below the 20 s after which a job may be lost with Slurm's defaults."""
@@ -67,7 +68,7 @@ def patience(limit: Limits, wish: float | None) -> float:
 def step_patience(wish: float, timeout: str) -> float:
     """Pure: seconds a step may take: less than the companion's own limit, `timeout` seconds as
     text, so that it hears an answer and need not kill us; "" where nobody names one."""
-    limit = float(timeout) if timeout.isascii() and timeout.isdigit() else 0.0
+    limit = float(timeout) if is_number(timeout) else 0.0
     return min(wish, limit - min(LAST_WORDS, limit / 2)) if limit else wish
 
 
@@ -83,7 +84,7 @@ def read(conf: str) -> Limits:
 def _seconds(conf: dict[str, str], name: str) -> float | None:
     """A setting in seconds; 0 and nonsense are as unset, and unset ones have Slurm's default."""
     value = conf.get(name, "")
-    number = float(value) if value.isascii() and value.isdigit() else 0.0
+    number = float(value) if is_number(value) else 0.0
     # 65534 is Slurm's NO_VAL16, printed by `scontrol show config` for "never".
     return number if 0 < number < 65534 else _DEFAULTS.get(name)
 
@@ -91,7 +92,7 @@ def _seconds(conf: dict[str, str], name: str) -> float | None:
 def _cred_expire(conf: dict[str, str]) -> float:
     for part in conf.get("authinfo", "").split(","):
         name, _, value = part.strip().partition("=")
-        if name.lower() == "cred_expire" and value.isascii() and value.isdigit() and int(value):
+        if name.lower() == "cred_expire" and is_number(value) and int(value):
             return float(value)
     return _CRED_EXPIRE
 

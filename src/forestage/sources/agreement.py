@@ -91,7 +91,7 @@ class Round(msgspec.Struct, frozen=True):
         return None
 
     def keep(self, found: Found) -> None:
-        """Keeps all of it, for other nodes and for the samples of later  Best effort."""
+        """Keeps all of it, for other nodes and for the samples of later looks. Best effort."""
         data = msgspec.msgpack.encode(found)
         with contextlib.suppress(OSError):
             records.write(self._file(".files"), data)
@@ -120,7 +120,7 @@ def round_of(node: Node, job: Job, restart: int, path: str, step: int | None) ->
     if step is not None and job.step_nodelist:
         # A user's word: it only says which of the job's nodes is asked.
         own = frozenset(expand(job.step_nodelist))
-        nodes = tuple(one for one in nodes if one in own)
+        nodes = tuple(name for name in nodes if name in own)
     if job.node not in nodes or len(nodes) < 2:
         return None
     words = (job.id, restart, -1 if step is None else step, job.user.uid, path)
@@ -157,11 +157,13 @@ def looked(root: int, found: Manifest, user: User, began: float) -> Look:
     return Look("looked", began, found.digest, found.path, mounts.far_name(root), groups)
 
 
-def _first_of(node: Node, one: Round) -> "contextlib.closing[First]":
+def _first_of(node: Node, shared: Round) -> "contextlib.closing[First]":
     """A way to ask the first node. Raises PeerError, OSError."""
     from forestage.peers.first_node import First
 
-    return contextlib.closing(First(node.config, node.places, one.first, one.job, one.name))
+    return contextlib.closing(
+        First(node.config, node.places, shared.first, shared.job, shared.name)
+    )
 
 
 def _ask(node: Node, first: "First", until: Deadline, not_yet: float) -> Look | None:
@@ -184,24 +186,24 @@ def _ask(node: Node, first: "First", until: Deadline, not_yet: float) -> Look | 
     return None
 
 
-def _borrow(node: Node, job: Job, one: Round, root: int, path: str) -> Found | None:
+def _borrow(node: Node, job: Job, shared: Round, root: int, path: str) -> Found | None:
     """What the first node has found, if this node agrees with it; None: look at everything here.
 
     For a job's start. The process has the user's groups.
     """
     until = Deadline.after(LONGEST, node.clock)
     try:
-        with _first_of(node, one) as first:
+        with _first_of(node, shared) as first:
             look = _ask(node, first, until, AT_START)
             said = first.ask(".files") if look else None
         if look is None or said is None:
             return None
         found = msgspec.msgpack.decode(said, type=Found)
         manifest.must_be_sound(found.manifest, found.acls or {}, node.config.data.max_files)
-        told = (found.manifest.path, found.manifest.digest) == (look.path, look.digest)
-        if told and agrees(look, found, root, path, job.user):
+        same = (found.manifest.path, found.manifest.digest) == (look.path, look.digest)
+        if same and agrees(look, found, root, path, job.user):
             return found
-        why = f"{one.first} sees another {path}"
+        why = f"{shared.first} sees another {path}"
     except (PeerError, Declined, OSError, msgspec.MsgspecError) as error:
         why = str(error)
     log.say(f"stager job={job.id} looks=alone detail={why!r}", by_slurm=True)
@@ -220,7 +222,7 @@ def agrees(look: Look, found: Found, root: int, path: str, user: User) -> bool:
     if found.acls is None:  # a change of one would be a change of ctime
         return True
     acls = manifest.acls(root, Manifest(path, tuple(some)), user)
-    return acls == {one.path: found.acls[one.path] for one in some if one.path in found.acls}
+    return acls == {file.path: found.acls[file.path] for file in some if file.path in found.acls}
 
 
 def sees_the_same(look: Look, root: int, path: str, user: User) -> bool:
@@ -253,36 +255,36 @@ class Seen(msgspec.Struct, frozen=True):
 
 def at_start(node: Node, job: Job, path: str, root: int, resolved: str) -> Seen:
     """Looks at the directory at a job's start, as one node for all. Raises Declined, OSError."""
-    one = round_of(node, job, job.restart, path, None)
+    shared = round_of(node, job, job.restart, path, None)
     began = node.clock.wall()
-    if one is not None and not one.leads:
-        told = _borrow(node, job, one, root, resolved)
-        if told is not None and told.acls is not None and not settling(told.manifest, began):
-            one.keep(told)
-            return Seen(told.manifest, told.acls, lent=True)
-    leads = one is not None and one.leads
-    with _telling(one if leads else None) as tell:
+    if shared is not None and not shared.leads:
+        lent = _borrow(node, job, shared, root, resolved)
+        if lent is not None and lent.acls is not None and not settling(lent.manifest, began):
+            shared.keep(lent)
+            return Seen(lent.manifest, lent.acls, lent=True)
+    leads = shared is not None and shared.leads
+    with _telling(shared if leads else None) as tell:
         found = manifest.take(root, resolved, job.user, node.config.data.max_files)
         acls = manifest.acls(root, found, job.user) if leads else None
-        if one is not None:
-            one.keep(Found(found, acls))
+        if shared is not None:
+            shared.keep(Found(found, acls))
         if leads:
             tell.append(looked(root, found, job.user, began))
     return Seen(found, acls)
 
 
 @contextlib.contextmanager
-def _telling(one: Round | None) -> Iterator[list[Look]]:
+def _telling(shared: Round | None) -> Iterator[list[Look]]:
     """Tells other nodes that this one looks, then what it has found: the last in the list."""
     found = [Look("none")]
-    if one is not None:
-        one.tell(Look("looking"))
+    if shared is not None:
+        shared.tell(Look("looking"))
     try:
         yield found
     finally:
-        if one is not None:
+        if shared is not None:
             # Of a disk of this node's nobody else can say what is on theirs.
-            one.tell(found[-1] if found[-1].place else Look("none"))
+            shared.tell(found[-1] if found[-1].place else Look("none"))
 
 
 def now(node: Node, job: Job, restart: int, path: str, expected: str, timeout: float) -> str:

@@ -47,9 +47,9 @@ class FileSource(msgspec.Struct, frozen=True):
         """
         clock = self.node.clock
         clock.sleep(source.settling(self.opened.image, clock.wall()))
-        opened = source.open_source(self.opened, self.node.config)
+        content = source.open_source(self.opened, self.node.config)
         self._must_have_no_writer()
-        return opened
+        return content
 
     def must_be_unchanged(self) -> None:
         """Raises Declined unless the open file and what the path leads to now are as before.

@@ -90,12 +90,12 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def bytes(self) -> int:
         """Of all its files."""
-        return sum(one.size for one in self.files if one.is_file)
+        return sum(file.size for file in self.files if file.is_file)
 
     @property
     def newest_ns(self) -> int:
         """When anything of it changed last."""
-        return max(max(one.mtime_ns, one.ctime_ns) for one in self.files)
+        return max(max(file.mtime_ns, file.ctime_ns) for file in self.files)
 
 
 def act_as(user: User) -> None:
@@ -170,11 +170,11 @@ def take(root: int, path: str, user: User, max_files: int) -> Manifest:
             name = os.fsdecode(os.path.join(os.fsencode(path), todo.directory))
             raise image.declined_by(error, printable(name)) from None
         found.extend(files)
-        return [*more, *(_Todo(one.path) for one in files if one.is_dir)]
+        return [*more, *(_Todo(file.path) for file in files if file.is_dir)]
 
     _spread([_Todo(b"")], user, look, THREADS)
-    found.sort(key=lambda one: one.path)
-    sparse = tuple(number for number, one in enumerate(found) if one.path in bound.sparse)
+    found.sort(key=lambda file: file.path)
+    sparse = tuple(number for number, file in enumerate(found) if file.path in bound.sparse)
     return Manifest(path, tuple(found), sparse)
 
 
@@ -185,31 +185,31 @@ def must_be_sound(found: Manifest, acls: Mapping[bytes, bytes], max_files: int) 
     """
     kinds: dict[bytes, int] = {}
     before = b""
-    for one in found.files:
-        above, _, name = one.path.rpartition(b"/")
-        kind = stat.S_IFMT(one.mode)
-        placed = one.path > before and kinds.get(above) == stat.S_IFDIR if kinds else not one.path
+    for file in found.files:
+        above, _, name = file.path.rpartition(b"/")
+        kind = stat.S_IFMT(file.mode)
+        placed = file.path > before and kinds.get(above) == stat.S_IFDIR if kinds else not file.path
         named = not kinds or (len(name) <= _NAME_MAX and name not in (b"", b".", b".."))
-        linked = 0 < len(one.link) < _PATH_MAX if kind == stat.S_IFLNK else not one.link
+        linked = 0 < len(file.link) < _PATH_MAX if kind == stat.S_IFLNK else not file.link
         fits = (
-            0 <= one.mode < 1 << 16
-            and 0 <= one.uid < 1 << 32
-            and 0 <= one.gid < 1 << 32
-            and 0 <= one.size < (1 << 63 if one.is_file else 1)
-            and 0 <= one.inode < 1 << 64
-            and abs(one.mtime_ns) < 1 << 63
-            and abs(one.ctime_ns) < 1 << 63
+            0 <= file.mode < 1 << 16
+            and 0 <= file.uid < 1 << 32
+            and 0 <= file.gid < 1 << 32
+            and 0 <= file.size < (1 << 63 if file.is_file else 1)
+            and 0 <= file.inode < 1 << 64
+            and abs(file.mtime_ns) < 1 << 63
+            and abs(file.ctime_ns) < 1 << 63
         )
         known = kind in (stat.S_IFREG, stat.S_IFLNK) or kind == stat.S_IFDIR
-        if not (placed and named and linked and fits and known) or b"\0" in one.path + one.link:
-            raise Declined("bad-look", f"another node's manifest has {one.path!r} in it")
-        kinds[one.path] = kind
-        before = one.path
-    names = sum(len(one.path) + len(one.link) for one in found.files)
+        if not (placed and named and linked and fits and known) or b"\0" in file.path + file.link:
+            raise Declined("bad-look", f"another node's manifest has {file.path!r} in it")
+        kinds[file.path] = kind
+        before = file.path
+    names = sum(len(file.path) + len(file.link) for file in found.files)
     if not 0 < len(found.files) <= max_files or names > max_files * NAME_BYTES:
         raise Declined("bad-look", "another node's manifest has too many files")
     numbers = found.sparse
-    if sorted(set(numbers)) != list(numbers) or not all(_is_file(found, one) for one in numbers):
+    if sorted(set(numbers)) != list(numbers) or not all(_is_file(found, at) for at in numbers):
         raise Declined("bad-look", "another node's manifest has holes in what is no file")
     for path, acl in acls.items():
         if kinds.get(path, stat.S_IFLNK) == stat.S_IFLNK or not _is_acl(acl):
@@ -245,15 +245,17 @@ def still(root: int, files: Sequence[File], user: User) -> bool:
 
     def same(some: Sequence[File]) -> bool:
         return all(
-            _look(root, one.path, one.path, disk, user, bound) == one for one in some if one.path
+            _look(root, file.path, file.path, disk, user, bound) == file
+            for file in some
+            if file.path
         )
 
     top = _top(root, disk, user)
-    if any(one != top for one in files if not one.path):
+    if any(file != top for file in files if not file.path):
         return False
     turns = [files[at : at + AT_ONCE] for at in range(0, len(files), AT_ONCE)]
     # Fewer at once than files: a sample is looked at in a few round trips all the same.
-    turns = [[one] for one in files] if len(files) <= 2 * SAMPLE else turns
+    turns = [[file] for file in files] if len(files) <= 2 * SAMPLE else turns
     return all(each_as(user, turns, same))
 
 
@@ -305,8 +307,8 @@ def acls(root: int, manifest: Manifest, user: User) -> dict[bytes, bytes]:
     def of(some: Sequence[File]) -> list[tuple[bytes, bytes]]:
         nonlocal all_bytes
         found = []
-        for one in some:
-            name = f"/proc/self/fd/{root}/{os.fsdecode(one.path)}"
+        for file in some:
+            name = f"/proc/self/fd/{root}/{os.fsdecode(file.path)}"
             try:
                 acl = os.getxattr(name, image.ACL, follow_symlinks=False)
             except OSError as error:
@@ -314,16 +316,16 @@ def acls(root: int, manifest: Manifest, user: User) -> dict[bytes, bytes]:
                 if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
                     raise image.declined_by(error, manifest.path) from None
             else:
-                found.append((one.path, acl))
+                found.append((file.path, acl))
         with lock:
             all_bytes += sum(len(acl) for _, acl in found)
         if all_bytes > MOST_ACLS:
             raise Declined("acl", f"{manifest.path} has more than {MOST_ACLS} bytes of ACLs")
         return found
 
-    files = [one for one in manifest.files if not stat.S_ISLNK(one.mode)]
+    files = [file for file in manifest.files if not stat.S_ISLNK(file.mode)]
     some = [files[at : at + AT_ONCE] for at in range(0, len(files), AT_ONCE)]
-    return dict(one for found in each_as(user, some, of) for one in found)
+    return dict(pair for pairs in each_as(user, some, of) for pair in pairs)
 
 
 def _look_into(
@@ -344,7 +346,7 @@ def _look_into(
         files = [
             _look(fd, os.path.join(directory, name), name, disk, user, bound) for name in names
         ]
-    bound.add(0, sum(len(one.link) for one in files))
+    bound.add(0, sum(len(file.link) for file in files))
     return files, []
 
 

@@ -266,7 +266,7 @@ def _server(node: Node, path: str) -> _Server | None:
     """
     plain = os.path.normpath(path)
     # A redirect of ours has the path itself as its mount point.
-    under = mounts.holder([one for one in mounts.current() if one.point != plain], plain)
+    under = mounts.holder([mount for mount in mounts.current() if mount.point != plain], plain)
     if under is None or under.fuse_user:
         return None
     name = f"{SERVER}{under.device.replace(':', '-')}"

@@ -68,20 +68,20 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
     figures.expected = owner.expected
     trace.point("claimed")
     owner = queue.wait_turn(task.node, task.key, owner, stop)
-    opened = task.source.open()
-    _make_room(task, opened, figures)
+    content = task.source.open()
+    _make_room(task, content, figures)
     with contextlib.suppress(OSError):  # only a matter of speed
         hot.inherit(task.node.cache, task.image)
     owner = _begin(task, owner)
     figures.resumed = owner.resumed
     if before is not None and before.expected and not owner.expected and owner.resumed:
         figures.expected, figures.ahead = before.expected, owner.resumed
-    _reserve(task, opened, figures)
+    _reserve(task, content, figures)
     trace.point("reserved")
     uploaded = _uploaded(task)
     with _readers(task) as shown:
         with queue.giving_way(task.node, task.key, stop), _progress_logged(task, owner):
-            given, others, figures.rate = _fetch(task, opened, stop, shown)
+            given, others, figures.rate = _fetch(task, content, stop, shown)
         figures.from_peers = sum(given.values())
         figures.from_others = sum(given.get(node, 0) for node in others)
         figures.givers = tuple(sorted(given, key=lambda node: -given[node])[:GIVERS])
@@ -183,23 +183,23 @@ def strike_wrong_chunks(part: Part, size: int, config: Config) -> int:
     return len(wrong)
 
 
-def _make_room(task: Task, opened: Content, figures: Figures) -> None:
+def _make_room(task: Task, content: Content, figures: Figures) -> None:
     """Makes room for what the copy will allocate, or raises Declined before it is begun.
 
     What copies under way hold for jobs that are only expected is a job's, if it needs it.
     """
     try:
-        _evict_for(task, opened, figures)
+        _evict_for(task, content, figures)
     except Declined as declined:
         if declined.reason != "no-room" or task.job.expected or not queue.have_room(task.node):
             raise
-        _evict_for(task, opened, figures)
+        _evict_for(task, content, figures)
 
 
-def _evict_for(task: Task, opened: Content, figures: Figures) -> None:
+def _evict_for(task: Task, content: Content, figures: Figures) -> None:
     """Holes of the source cost nothing: who wrote no bytes must not evict what others did."""
     node = task.node
-    need = max(0, engines.of(node.config).needs(opened) - task.part.allocated())
+    need = max(0, engines.of(node.config).needs(content) - task.part.allocated())
     figures.evicted += evict.make_room(
         node.cache,
         node.leases,
@@ -212,17 +212,17 @@ def _evict_for(task: Task, opened: Content, figures: Figures) -> None:
     )
 
 
-def _reserve(task: Task, opened: Content, figures: Figures) -> None:
+def _reserve(task: Task, content: Content, figures: Figures) -> None:
     """Takes the room at once, so that no copy fails half-way for want of space."""
     engine = engines.of(task.node.config)
     try:
-        engine.reserve(opened, task.part)
+        engine.reserve(content, task.part)
     except OSError as error:
         # Another copy, or somebody else on this disk, was faster; look once more.
         if error.errno != errno.ENOSPC:
             raise
-        _make_room(task, opened, figures)
-        engine.reserve(opened, task.part)
+        _make_room(task, content, figures)
+        engine.reserve(content, task.part)
 
 
 @contextlib.contextmanager
@@ -241,14 +241,14 @@ def _readers(task: Task) -> Iterator[Readers | None]:
 
 
 def _fetch(
-    task: Task, opened: Content, stop: threading.Event, shown: Readers | None
+    task: Task, content: Content, stop: threading.Event, shown: Readers | None
 ) -> engines.Fetched:
     """Copies the bytes."""
     config = task.node.config
     if not task.job.id:  # none is about to start, for which the copy would make way
         config = msgspec.structs.replace(config, cold="shared")
     try:
-        return engines.of(config).copy(opened, task.part, stop, _peers(task), shown)
+        return engines.of(config).copy(content, task.part, stop, _peers(task), shown)
     except Failed:
         task.source.must_be_unchanged()  # an engine may fail over a source that moves under it
         raise

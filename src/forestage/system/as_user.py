@@ -7,6 +7,7 @@ neither signal nor ptrace it (kill(2), ptrace(2)): whatever it reads for the cac
 import array
 import contextlib
 import os
+import pwd
 import select
 import signal
 import socket
@@ -69,6 +70,28 @@ class _Answer(msgspec.Struct):
     reason: str = ""
     detail: str = ""
     node_failed: bool = False
+
+
+def account(uid: int, gid: int) -> User:
+    """The user of this number, with their own group; with `gid` where the node knows none such."""
+    try:
+        known = pwd.getpwuid(uid)
+    except KeyError:
+        return User("", uid, gid)
+    return User(known.pw_name, uid, known.pw_gid)
+
+
+def name_of(uid: int) -> str:
+    """The user's name; "" where the node knows none of this number."""
+    return account(uid, 0).name
+
+
+def home_of(uid: int) -> str:
+    """The home directory that the node has for a user; "" where it knows none of this number."""
+    try:
+        return pwd.getpwuid(uid).pw_dir
+    except KeyError:
+        return ""
 
 
 def groups(user: User) -> list[int]:

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import log
-from forestage.system import child, folders
+from forestage.system import child, folders, processes
 from forestage.system.files import opened
 
 GOOD = 1.0  # seconds that an answer counts
@@ -117,9 +117,8 @@ def _hang(fd: int) -> Hang | None:
 def _runs(pid: int) -> bool:
     """Whether a process could go on, and only waits for its turn on a busy node."""
     try:
-        # After the last ")": the name before it is anything.
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
-    except (OSError, IndexError):  # it has just ended
+        return processes.stat(Path(f"/proc/{pid}")).state == "R"
+    except OSError:  # it has just ended
         return True
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from forestage.errors import Declined, Failed
-from forestage.system import apart, as_user
+from forestage.system import apart, as_user, processes
 from forestage.system.as_user import User
 from forestage.system.tree import PATH as PATH
 
@@ -211,20 +211,16 @@ def _signal(pids: Sequence[int], number: int) -> None:
 
 def in_session(session: int) -> list[int]:
     """The processes of a session, but those that only wait to be reaped."""
-    pids = map(int, filter(str.isdigit, os.listdir("/proc")))  # noqa: PTH208 - names are wanted
-    return [pid for pid in pids if _session(pid) == session]
+    return [pid for pid in processes.numbers() if _session(pid) == session]
 
 
 def _session(pid: int) -> int:
     """The session of a process; -1 for one that is gone or only waits to be reaped."""
     try:
-        # After the last ")": the name before it is anything that its user likes.
-        state, _, _, session, *_ = (
-            Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        )
+        found = processes.stat(Path(f"/proc/{pid}"))
     except (FileNotFoundError, ProcessLookupError):
         return -1
-    return -1 if state in (b"Z", b"X") else int(session)
+    return -1 if found.is_over else found.session
 
 
 def _as(user: User, real: int | None = None) -> tuple[str, ...]:

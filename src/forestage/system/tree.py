@@ -12,6 +12,7 @@ import msgspec
 from forestage.system import as_user, mounts
 from forestage.system.files import opened
 from forestage.system.mounts import Mount
+from forestage.units import is_number
 
 LONGEST = 16 << 20  # bytes; pyxis.so has some 100 KiB
 MOST = 1 << 20  # names of a directory
@@ -64,7 +65,7 @@ class Files(msgspec.Struct, frozen=True):
     def number(self, path: str) -> int | None:
         """Of a file of /proc or /sys that holds one."""
         text = (self.text(path) or "").strip()
-        return int(text) if text.isascii() and text.isdigit() else None
+        return int(text) if is_number(text) else None
 
     def names(self, path: str, most: int = MOST) -> list[str]:
         """Up to so many of what a directory holds, sorted; nothing where it cannot be read."""

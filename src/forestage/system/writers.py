@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.system import libc, mounts
+from forestage.system import libc, mounts, processes
 from forestage.system.files import opened
 
 LOOK = 0.25  # seconds of a hook for the descriptors of all processes: some 50 000 of them
@@ -68,7 +68,7 @@ def find(path: str, seconds: float) -> str:
     """
     until = time.monotonic() + seconds
     below = path.rstrip("/") + "/"
-    for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - names, and many
+    for pid in processes.numbers():
         with contextlib.suppress(OSError):  # it has ended
             for found, number in _open_files(pid):
                 is_there = found == path or found.startswith(below)
@@ -96,7 +96,7 @@ def _kind(fd: int) -> int:
     return int(kind) & 0xFFFFFFFF
 
 
-def _open_files(pid: str) -> Iterator[tuple[str, str]]:
+def _open_files(pid: int) -> Iterator[tuple[str, str]]:
     with opened(f"/proc/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY) as folder:
         for number in os.listdir(folder):  # noqa: PTH208
             with contextlib.suppress(OSError):  # closed
@@ -106,14 +106,14 @@ def _open_files(pid: str) -> Iterator[tuple[str, str]]:
 def open_below(directory: str) -> set[str]:
     """The paths below a directory that processes have open, or work in. As root."""
     found = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
+    for pid in processes.numbers():
         with contextlib.suppress(OSError):  # it has ended
             paths = {path for path, _ in _open_files(pid)} | {os.readlink(f"/proc/{pid}/cwd")}
             found |= {path for path in paths if mounts.is_below(path, directory)}
     return found
 
 
-def _flags(pid: str, number: str) -> int:
+def _flags(pid: int, number: str) -> int:
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/fdinfo/{number}").read_text().splitlines():
             name, _, value = line.partition(":")

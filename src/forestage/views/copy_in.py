@@ -217,17 +217,17 @@ def archive(fd: int, packed: str, still: Still) -> int:
     directories: dict[str, tarfile.TarInfo] = {}
     size = 0
     try:
-        with contextlib.ExitStack() as opened:
-            raw = opened.enter_context(open(fd, "rb", closefd=False))
-            file = opened.enter_context(_plain(raw, packed))
-            tar = opened.enter_context(
-                tarfile.open(fileobj=file, mode="r|", bufsize=BLOCK, tarinfo=Strict)
+        with contextlib.ExitStack() as stack:
+            raw = stack.enter_context(open(fd, "rb", closefd=False))
+            plain = stack.enter_context(_plain(raw, packed))
+            tar = stack.enter_context(
+                tarfile.open(fileobj=plain, mode="r|", bufsize=BLOCK, tarinfo=Strict)
             )
             while (member := tar.next()) is not None:
                 still()
                 tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
                 size += _member(tar, member, directories, still)
-            while file.read(BLOCK):
+            while plain.read(BLOCK):
                 still()
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise Bad(f"the archive is damaged, or none: {error}") from None

@@ -16,7 +16,6 @@ between two steps. Of the nodes of a job one looks for all where it can (sources
 import contextlib
 import hashlib
 import os
-import pwd
 import threading
 from functools import partial
 from pathlib import Path
@@ -80,23 +79,23 @@ def show(call: Call, request: Request) -> ForStep:
     """
     node, job, path, until = call.node, call.job, request.path, call.copy
     noted = wanted.read(node.leases, job.id)
-    found = _state(node, job.id, path)
-    while until is not None and found.state in ("looking", "copying") and until.left():
+    tree = _state(node, job.id, path)
+    while until is not None and tree.state in ("looking", "copying") and until.left():
         if lock.is_free(_life(node, job.id, noted.restart, path)):
-            found = _state(node, job.id, path)
-            if found.state not in ("ready", "declined"):  # and so it stays
+            tree = _state(node, job.id, path)
+            if tree.state not in ("ready", "declined"):  # and so it stays
                 why = f"who brings {path} has been killed"
-                found = Tree("declined", reason="helper", detail=why)
+                tree = Tree("declined", reason="helper", detail=why)
             break
-        call.progress(partial(_progress, node, path, found, until))
+        call.progress(partial(_progress, node, path, tree, until))
         node.clock.sleep(min(POLL, until.left()))
-        found = _state(node, job.id, path)
-    outcome = Handled("started", request=printable(request.path), via="hint", image=found.path)
-    entry = node.cache.read(found.key) if found.state == "ready" else None
-    if entry is None or not node.cache.is_proven(found.key):
+        tree = _state(node, job.id, path)
+    outcome = Handled("started", request=printable(request.path), via="hint", image=tree.path)
+    entry = node.cache.read(tree.key) if tree.state == "ready" else None
+    if entry is None or not node.cache.is_proven(tree.key):
         agreement.decline(node, job, noted.restart, path)
-        if found.state == "declined":
-            raise Declined(found.reason, found.detail)
+        if tree.state == "declined":
+            raise Declined(tree.reason, tree.detail)
         return [], outcome
     digest = entry.identity.tree
     until_seen = Deadline.after(min(LOOK, call.looks_end().left()), node.clock)
@@ -106,14 +105,14 @@ def show(call: Call, request: Request) -> ForStep:
             raise Declined("deadline", f"{OF_USER} steps of this user look at directories already")
         if agreement.now(node, job, noted.restart, path, digest, until_seen.left()) != digest:
             raise Declined("changed", f"{path} has changed since the job began")
-    _must_not_hold(found.path, job, call.looks_end())
-    call.must_not_be_bound(found.path)
-    copy = node.cache.image(found.key)
+    _must_not_hold(tree.path, job, call.looks_end())
+    call.must_not_be_bound(tree.path)
+    copy = node.cache.image(tree.key)
     device, file = loop.attach(copy, read_only=True), loop.file_of(copy.stat())
-    node.cache.touch(found.key, node.clock.wall(), job.user.uid)
-    line = ("device", device, file, "erofs", "ro", found.path, str(entry.identity.inode))
+    node.cache.touch(tree.key, node.clock.wall(), job.user.uid)
+    line = ("device", device, file, "erofs", "ro", tree.path, str(entry.identity.inode))
     shown = msgspec.structs.replace(
-        outcome, result="hit", key=found.key, size=entry.identity.size, redirect="spank"
+        outcome, result="hit", key=tree.key, size=entry.identity.size, redirect="spank"
     )
     return [line], shown
 
@@ -125,11 +124,9 @@ def _must_not_hold(directory: str, job: Job, end: Deadline) -> None:
     """
 
     def work() -> as_user.Found[list[bytes]]:  # they need not be text
-        home = job.home
-        with contextlib.suppress(KeyError):
-            home = home or pwd.getpwuid(job.user.uid).pw_dir
+        home = job.home or as_user.home_of(job.user.uid)
         as_user.become(job.user)
-        own = [one for one in (home, job.work_dir) if one.startswith("/")]
+        own = [path for path in (home, job.work_dir) if path.startswith("/")]
         return [*map(os.fsencode, (*own, *map(os.path.realpath, own)))], []
 
     found, _ = as_user.call(work, list[bytes], min(WORKS_AT, end.left()))
@@ -147,11 +144,11 @@ def _life(node: Node, job: int, restart: int, path: str) -> Path:
     return node.cache.locks / f"tree-{hashlib.sha256(words).hexdigest()[:32]}.lock"
 
 
-def _progress(node: Node, path: str, found: Tree, until: Deadline) -> str:
+def _progress(node: Node, path: str, tree: Tree, until: Deadline) -> str:
     """For a user who waits: how far the directory is."""
-    if found.state == "looking":
+    if tree.state == "looking":
         return f"waiting for {printable(path)}, whose files are being looked at"
-    owner = node.cache.stager(found.key)
+    owner = node.cache.stager(tree.key)
     if owner is None:
         return f"waiting for the copy of {printable(path)}, which is about to begin"
     eta = Eta(node, owner.image, until)
@@ -168,21 +165,21 @@ def let_go(cache: Cache, leases: Leases, patience: float) -> None:
     """
     with lock.held_if_writable(cache.space_lock, patience):
         used = leases.keys()
-        for one in loop.attached():
-            if _is_done_with(cache, one, used):
-                loop.detach(one)
+        for device in loop.attached():
+            if _is_done_with(cache, device, used):
+                loop.detach(device)
 
 
-def _is_done_with(cache: Cache, one: Loop, used: frozenset[str]) -> bool:
+def _is_done_with(cache: Cache, device: Loop, used: frozenset[str]) -> bool:
     """Whether a device shows an entry that no lease names; one that was evicted has no name."""
-    path = one.file.removesuffix(loop.DELETED)
+    path = device.file.removesuffix(loop.DELETED)
     if not (path.startswith(f"{cache.real}/") and path.endswith("/image")):
         return False
     with contextlib.suppress(OSError):
-        if one.is_deleted:
-            return one.is_on(cache.root.stat())
+        if device.is_deleted:
+            return device.is_on(cache.root.stat())
         key = Path(path).parent.name
-        return key not in used and one.is_of(os.lstat(cache.image(key)))
+        return key not in used and device.is_of(os.lstat(cache.image(key)))
     return False
 
 
@@ -313,7 +310,7 @@ def _must_be_a_source(node: Node, root: int, resolved: str) -> None:
 def _must_have_bytes(found: Manifest) -> None:
     """Raises Declined for a directory that is nothing but links: the bytes lie elsewhere."""
     if not found.bytes:
-        links = sum(bool(one.link) for one in found.files)
+        links = sum(bool(file.link) for file in found.files)
         what = f"{found.path} has no bytes" + (f", only {links} links" if links else "")
         raise Declined("empty", what, "name the directory to which the links lead, too")
 

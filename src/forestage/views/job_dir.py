@@ -38,7 +38,7 @@ from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
 from forestage.system import as_user, files, holder, lock, loop, mounts, records
-from forestage.units import format_size
+from forestage.units import format_size, is_number
 from forestage.views import hold, job_disk, job_ram
 
 PATIENCE = 30.0  # seconds for another job's Prolog, which takes its room
@@ -65,7 +65,7 @@ class Place(msgspec.Struct, frozen=True):
     @property
     def job(self) -> int:
         number = self.directory.name.partition(".")[0]
-        return int(number) if number.isascii() and number.isdigit() else 0
+        return int(number) if is_number(number) else 0
 
     @property
     def disk(self) -> Path:
@@ -168,7 +168,7 @@ def _most(node: Node, size: int) -> int:
 
 def _must_fit(node: Node, size: int, most: int) -> None:
     # Also of jobs that are over: a disk that was not cut to nothing keeps its room with its device.
-    kept_open = sum(one.bytes for one in held_open.gather(node.cache.held) if one.name == "disk")
+    kept_open = sum(file.bytes for file in held_open.gather(node.cache.held) if file.name == "disk")
     others = taken(node.cache).bytes + kept_open
     if others + size > most:
         raise Declined(
@@ -282,10 +282,10 @@ def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
     cache.delete_evicted()
     # Also of an Epilog that was killed before it did so: a device keeps its file's room.
     facts = os.stat(cache.root)  # noqa: PTH116
-    for one in loop.attached():
-        deleted = one.file.endswith(f"/disk{loop.DELETED}")
-        if deleted and one.is_on(facts) and one.file.startswith(f"{cache.real}/"):
-            loop.detach(one)
+    for device in loop.attached():
+        deleted = device.file.endswith(f"/disk{loop.DELETED}")
+        if deleted and device.is_on(facts) and device.file.startswith(f"{cache.real}/"):
+            loop.detach(device)
     return tuple(gone.name for gone in going)
 
 

@@ -81,4 +81,4 @@ def format_for(file: Path, user: User, point: Path, end: Deadline) -> str:
 
 def devices(facts: os.stat_result) -> list[loop.Loop]:
     """The devices that show the file of which stat(2) says this: one, if any. Raises Failed."""
-    return [one for one in loop.attached() if one.is_of(facts)]
+    return [device for device in loop.attached() if device.is_of(facts)]

@@ -47,12 +47,12 @@ class MountPoint(msgspec.Struct, frozen=True):
     inode: int
     root: str = ""
 
-    def lines(self, socket: str) -> list[Fields]:
+    def lines(self, server: str) -> list[Fields]:
         """Pure: what the companion does to show there what a server holds."""
         if self.inode:
-            return [("served", socket, self.path, str(self.inode))]
+            return [("served", server, self.path, str(self.inode))]
         inside = self.path[len(self.root) + 1 :]
-        return [("folder", inside, self.root, "root"), ("served", socket, self.path, "root")]
+        return [("folder", inside, self.root, "root"), ("served", server, self.path, "root")]
 
 
 class _Seen(msgspec.Struct, frozen=True):

@@ -16,7 +16,6 @@ step has a server of its own.
 import contextlib
 import os
 import select
-import signal
 import socket
 from collections.abc import Sequence
 from functools import partial
@@ -116,7 +115,7 @@ def must_be_room(names: Sequence[str], job: Job, inode: int) -> None:
     user = str(job.user.uid)
     wanted = (user, str(job.id), str(inode))
     others = set(files) - {wanted}
-    own = {one for one in others if one[0] == user}
+    own = {file for file in others if file[0] == user}
     if len(others) >= MOST or len(own) >= MOST_OF_USER:
         told = f"{len(own)} files of this user and {len(others)} of all are mounted on this node"
         raise Declined("no-mount", f"{told}, at most {MOST_OF_USER} and {MOST}")
@@ -246,20 +245,17 @@ class _Served:
 
     def _answers(self) -> bool:
         """Whether the mount can be looked at. In a child: whoever looks waits for the server."""
-        pid = os.fork()
-        if pid == 0:
-            child.live(self._look, lambda _: None)
-        ended = os.pidfd_open(pid)
-        in_time = bool(select.select([ended], [], [], START)[0])
-        os.close(ended)
-        if not in_time:
-            os.kill(pid, signal.SIGKILL)  # it may stay in the kernel, and is left there
-            return False
-        return os.waitpid(pid, 0)[1] == 0
 
-    def _look(self) -> None:
-        mounts.enter_namespace(*self.hidden)
-        os.close(os.open(MOUNT, os.O_RDONLY | os.O_DIRECTORY))
+        def look() -> as_user.Found[None]:
+            mounts.enter_namespace(*self.hidden)
+            os.close(os.open(MOUNT, os.O_RDONLY | os.O_DIRECTORY))
+            return None, []
+
+        try:
+            as_user.call(look, type(None), START, keep=self.hidden)
+        except (Declined, OSError):
+            return False
+        return True
 
     def _listen(self, seconds: float) -> bool:
         """Takes what it says on stderr; False after so long, or where it will say no more."""

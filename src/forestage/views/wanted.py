@@ -85,13 +85,13 @@ def disentangled(lines: Sequence[Fields]) -> list[Fields]:
     One that lies in another is in that one's copy, too. One in which something else is mounted
     stays the shared one, as the copy has other inodes.
     """
-    mounted = [one[-2] for one in lines if one[0] in ("served", "folder")]
+    mounted = [line[-2] for line in lines if line[0] in ("served", "folder")]
     kept: list[Fields] = []
     trees: list[str] = []
     for line in lines:
         if line[0] == "device" and line[3] == "erofs":
             at = f"{line[-2]}/"
-            if any(one.startswith(at) for one in mounted) or any(map(at.startswith, trees)):
+            if any(point.startswith(at) for point in mounted) or any(map(at.startswith, trees)):
                 continue
             trees.append(at)
         kept.append(line)

@@ -252,7 +252,7 @@ def test_glob_that_matches_the_hook_itself_loses_nothing(slurm: Slurm) -> None:
 def process(slurm: Slurm, number: int, name: str, parent: int, *environ: str) -> None:
     """As proc(5) shows one."""
     slurm.write(f"/proc/{number}/comm", f"{name}\n")
-    slurm.write(f"/proc/{number}/stat", f"{number} ({name}) S {parent} {number} 1 0 -1\n")
+    slurm.write(f"/proc/{number}/stat", f"{number} ({name}) S {parent} {number} 1{' 0' * 46}\n")
     slurm.write(f"/proc/{number}/environ", "".join(f"{one}\0" for one in environ))
 
 

@@ -43,6 +43,11 @@ class Read(msgspec.Struct, frozen=True):
     adopted: int = 0
     pid: int = 0
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """What tells it from all others that wait."""
+        return self.line, self.unique
+
 
 class Generation:
     """The memory of one server. Made by the keeper; written by that server and, later, the next."""

@@ -17,7 +17,7 @@ import msgspec
 
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
-from forestage.system import as_user, files, lock, mounts
+from forestage.system import as_user, files, lock, mounts, processes
 from forestage.views.through.running import PROCESS_NAME, SERVER_NAME, State, states
 
 STALE = 60.0  # seconds
@@ -59,10 +59,10 @@ def end(found: LivingKeeper) -> None:
 
 def _keepers() -> Iterator[int]:
     """What keepers wrote of themselves may be of another PID namespace, or of a process no more."""
-    for process in Path("/proc").glob("[0-9]*"):
+    for pid in processes.numbers():
         with contextlib.suppress(OSError):  # it has just ended
-            if (process / "comm").read_bytes() == f"{PROCESS_NAME}\n".encode():
-                yield int(process.name)
+            if processes.name(Path(f"/proc/{pid}")) == PROCESS_NAME:
+                yield pid
 
 
 def _end(pid: int, process: int, device: int) -> None:
@@ -112,8 +112,7 @@ def _has_open(pid: int, file: Path) -> bool:
 def _is_well(process: Path) -> bool:
     """Whether it is a server whose main thread runs: that one never waits for disk or source."""
     try:
-        name = (process / "comm").read_text().strip()
-        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        name, state = processes.name(process), processes.stat(process).state
     except (FileNotFoundError, ProcessLookupError):
         return False
     return name == SERVER_NAME and state in "RS"

@@ -164,8 +164,7 @@ class Server:
 
     def _accept(self, read: Read) -> None:
         """Notes a READ and hands it to who will answer it."""
-        key = read.line, read.unique
-        if key in self.pending:
+        if read.key in self.pending:
             return
         if not read.size or not self.free:
             error = errno.EAGAIN if read.size else 0
@@ -173,7 +172,7 @@ class Server:
             return
         number = self.free.popleft()
         self.memory.write(number, read)
-        self.pending[key] = number
+        self.pending[read.key] = number
         self.common.first_read = self.common.first_read or time.monotonic_ns()
         if not self.common.hot_known:
             end = chunk_count(read.offset + read.size, HOT_PIECE)
@@ -227,9 +226,9 @@ class Server:
                     self._forget(number)
 
     def _reply(self, read: Read, data: memoryview | bytes = b"", error: int = 0) -> None:
-        if (read.line, read.unique) in self.pending:
+        if read.key in self.pending:
             fuse.reply(self.lines[read.line], read.unique, data, error=error)
-            number = self.pending.pop((read.line, read.unique), None)
+            number = self.pending.pop(read.key, None)
             if number is not None:
                 self._forget(number)
 
@@ -243,13 +242,13 @@ class Server:
         buffer = memoryview(mmap.mmap(-1, fuse.MAX_READ))
         while True:
             read = self.at_copy.get()
-            if (read.line, read.unique) in self.pending:
+            if read.key in self.pending:
                 if self.local.read(read.offset, buffer[: read.size]):
                     self._count(read, of_source=False)
                     self._reply(read, buffer[: read.size])
                 else:
                     self._copy_failed(read)
-            self.on_disk.pop((read.line, read.unique), None)
+            self.on_disk.pop(read.key, None)
             self.disk_hangs = False
             if self.local.spoilt:
                 self._evict_spoilt()
@@ -279,7 +278,7 @@ class Server:
             read, level = self.at_source.get()
             if read.adopted > TRIES:
                 self._reply(read, error=errno.EIO)
-            elif (read.line, read.unique) in self.pending:
+            elif read.key in self.pending:
                 self._want(read, level)
                 try:
                     count = _pread(self.served.source, buffer[: read.size], read.offset)
@@ -289,7 +288,7 @@ class Server:
                     self._reply(read, buffer[:count])
                     self._count(read, of_source=True)
                 self._note_reads()
-            self.on_source.pop((read.line, read.unique), None)
+            self.on_source.pop(read.key, None)
 
     def _want(self, read: Read, level: Level) -> None:
         """Tells the stager that a job reads there, and from where."""
@@ -379,7 +378,7 @@ class Server:
         arrives = self._arrives()
         for _ in range(len(self.waiting)):
             read = self.waiting.popleft()
-            if (read.line, read.unique) not in self.pending:
+            if read.key not in self.pending:
                 continue
             if self.local.has(read.offset, read.size):
                 self._from_copy(read)
@@ -389,12 +388,12 @@ class Server:
                 self._from_source(read, NOW)
 
     def _from_copy(self, read: Read) -> None:
-        self.on_disk[read.line, read.unique] = read, time.monotonic()
+        self.on_disk[read.key] = read, time.monotonic()
         self.at_copy.put(read)
 
     def _from_source(self, read: Read, level: Level = SOON) -> None:
         """Has the source answer; `level` is how much its chunk is wanted."""
-        self.on_source[read.line, read.unique] = read, time.monotonic()
+        self.on_source[read.key] = read, time.monotonic()
         self.at_source.put((read, level))
 
     def _give_up_source(self) -> None:
@@ -425,7 +424,7 @@ class Server:
             generation.clear_slot(number)
         for number, read in list(generation.reads()):
             self._accept(msgspec.structs.replace(read, adopted=read.adopted + 1))
-            self.interrupted[read.line, read.unique] = read.pid  # it may have been told of that
+            self.interrupted[read.key] = read.pid  # it may have been told of that
             generation.clear(number)
 
     def _adopt_hung(self, seen: dict[tuple[int, int], bytes]) -> None:

@@ -1,0 +1,58 @@
+"""What /proc says of processes. A name is what its user likes: any bytes, a bracket among them."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PROC = Path("/proc")
+_ROOTS = re.compile(rb"^Uid:\t0\t", re.MULTILINE)  # proc(5): the real one is the first
+
+
+class Stat(NamedTuple):
+    """Of proc_pid_stat(5): its state, its parent, its session, and when it began.
+
+    `began` is in ticks since the boot. In state Z or X it only waits to be reaped.
+    """
+
+    state: str
+    parent: int
+    session: int
+    began: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it only waits to be reaped."""
+        return self.state in ("Z", "X")
+
+
+def numbers() -> Iterator[int]:
+    """The processes of the node."""
+    return map(int, filter(str.isdigit, os.listdir(PROC)))  # noqa: PTH208 - names, and many
+
+
+def stat(process: Path) -> Stat:
+    """What `process`, a directory of /proc, is now. Raises OSError; for one that has ended, too."""
+    # After the last ")": that ends its name.
+    fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
+    return Stat(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
+
+
+def name(process: Path) -> str:
+    """What ps(1) calls it. Raises OSError; for one that has ended, too."""
+    return os.fsdecode((process / "comm").read_bytes().removesuffix(b"\n"))
+
+
+def of_root(proc: Path = PROC) -> Iterator[tuple[Path, bytes]]:
+    """Root's processes, each with its title: any user's may call itself what it likes.
+
+    By the real id: to a program with a set-id bit, such as su(1), its user gives any title. It is
+    asked for first, as a title lies in its process's own memory, where one may wait for a user.
+    """
+    for process in proc.glob("[0-9]*"):
+        try:
+            if _ROOTS.search((process / "status").read_bytes()):
+                yield process, (process / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
+            continue
