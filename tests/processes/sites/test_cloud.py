@@ -139,6 +139,16 @@ def lvm(path: Path) -> None:
     put(path, 512, b"LABELONE" + struct.pack("<QI", 1, crc) + body)
 
 
+def spoilt(make: Callable[[Path], None], offset: int) -> Callable[[Path], None]:
+    """The same with a checksum that is wrong."""
+
+    def write(path: Path) -> None:
+        make(path)
+        put(path, offset, b"none")
+
+    return write
+
+
 def md(path: Path) -> None:
     """The superblock of version 1.2, 4 KiB from the start (linux/raid/md_p.h)."""
     block = bytearray(256 + 2 * 2)
@@ -175,6 +185,7 @@ USED = {
     "ext4": (with_tool("mkfs.ext4", "-q", "-F"), "signature: ext4"),
     "swap": (with_tool("mkswap"), "signature: swap"),
     "LVM": (lvm, "signature: LVM2_member"),
+    "LVM, spoilt": (spoilt(lvm, 512 + 16), "signature: LVM2_member"),  # blkid would find nothing
     "md": (md, "signature: linux_raid_member"),
     "LUKS 1": (luks(1), "signature: crypto_LUKS"),
     "LUKS 2": (luks(2), "signature: crypto_LUKS"),
@@ -221,6 +232,19 @@ def test_disk_that_somebody_uses_is_not_touched_nor_is_an_empty_one_beside_it(
         ), said
         assert f"{second} is not touched" not in said
     assert (digest(used), digest(empty)) == before
+    no_raid(watched)
+
+
+@pytest.mark.parametrize(("left", "where"), [(0, "first"), (SIZE - MIB, "last")])
+def test_disk_that_cannot_be_read_is_not_touched(
+    watched: CloudNode, blank: Callable[[str], Path], left: int, where: str
+) -> None:
+    """wipefs finds nothing on it, and ends with 0."""
+    file = blank("bad")
+    with watched.disk(file) as disk:
+        os.truncate(file, left)  # what was behind that is an I/O error now
+        said = watched.boot("--sources", "/lustre", "--raid", str(watched.raid))
+        assert f"{disk} is not touched: its {where} MiB is not zero" in said
     no_raid(watched)
 
 
