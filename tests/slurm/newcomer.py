@@ -14,6 +14,7 @@ from types import TracebackType
 
 from host import ClusterError
 from mirror import mirror, proxy
+from spec import REPO
 
 HOST = "first"
 ADDRESS = "10.99.0.1"
@@ -35,6 +36,13 @@ exec systemd-nspawn --quiet --directory={stage}/root --machine={name} --hostname
 def blocks(page: Path) -> list[str]:
     """What the page tells to run: its fenced blocks."""
     return re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def told(test: str) -> list[str]:
+    """The blocks of docs/sites.md that this test runs, by its file's name, as the page says."""
+    page = (REPO / "docs/sites.md").read_text()
+    mark = rf"^<!-- run by slurm/{re.escape(test)} -->\n```sh\n(.*?)^```$"
+    return re.findall(mark, page, re.MULTILINE | re.DOTALL)
 
 
 class Machine:

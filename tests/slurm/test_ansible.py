@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from newcomer import HOST, Machine, blocks
+from newcomer import HOST, Machine, blocks, told
 from packaged import RELEASES
 from spec import REPO
 from suite import fresh
@@ -90,11 +91,24 @@ class Control:
     def play(self, *options: str, **variables: object) -> dict[str, Any]:
         """Runs the example; what Ansible counts of the node, and all it said as `said`."""
         given = {**VARIABLES, "forestage_packages": [str(self._package)], **variables}
-        argv = [self._ansible / "ansible-playbook", f"--inventory={self._inventory}", "--diff"]
-        argv += [f"--extra-vars={json.dumps(given)}", *options, ROLE / "playbook.yml"]
+        argv = ["ansible-playbook", f"--inventory={self._inventory}", "--diff"]
+        argv += [f"--extra-vars={json.dumps(given)}", *options, str(ROLE / "playbook.yml")]
+        return self._run(argv)
+
+    def type(self, block: str) -> dict[str, Any]:
+        """The same of what somebody types where the sites' files, an inventory and packages lie."""
+        shutil.copytree(ROLE, self._inventory.parent / "ansible")
+        shutil.copy(self._package, self._inventory.parent)
+        return self._run(["sh", "-eu", "-c", block])
+
+    def _run(self, argv: list[str]) -> dict[str, Any]:
+        folder = self._inventory.parent
         env = {**os.environ, "ANSIBLE_NOCOLOR": "1", "LC_ALL": "C.UTF-8"}
-        env["ANSIBLE_LOCAL_TEMP"] = str(self._inventory.parent / "tmp")
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=900)
+        env |= {"ANSIBLE_LOCAL_TEMP": f"{folder}/tmp"}
+        env["PATH"] = f"{self._ansible}:{env['PATH']}"
+        done = subprocess.run(
+            argv, env=env, cwd=folder, capture_output=True, text=True, timeout=900
+        )
         recap = re.findall(r"(\w+)=(\d+)", done.stdout.rpartition("PLAY RECAP")[2])
         counts = {name: int(value) for name, value in recap}
         assert counts, (done.stdout[-6000:], done.stderr[-3000:])
@@ -207,3 +221,12 @@ def test_prolog_that_the_role_cannot_join_is_refused_and_told(control: Control) 
     finally:
         conf.write_text(before)
         assert control.play(forestage_state="absent")["failed"] == 0
+
+
+def test_what_the_page_has_somebody_type_installs(control: Control) -> None:
+    (block,) = told("test_ansible.py")
+    done = control.type(block)
+    assert done["failed"] == 0, done["said"]
+    assert "PrologFlags" not in done["said"], "which are there already"
+    assert "Epilog=/usr/libexec/forestage/epilog" in done["said"], "the line is shown"
+    assert "- /lustre" in control.machine.type("forestage config")

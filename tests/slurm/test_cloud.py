@@ -1,34 +1,41 @@
 """packaging/cloud/prepare-node on a booted machine: by power saving, and with a dynamic node.
 
 Its slurmd lies in /opt and gets its configuration from slurmctld. The companion is that which was
-built here, for Debian 12's Slurm.
+built here, for Debian 12's Slurm; on Debian 13 there is none. docs/sites.md is followed.
 """
 
 from __future__ import annotations
 
-import shutil
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from newcomer import ADDRESS, HOST, Machine
+from newcomer import ADDRESS, HOST, Machine, told
 from packaged import RELEASES
-from spec import REPO
 from suite import fresh
 
 pytestmark = pytest.mark.long
-IMAGE = "/srv/images/hello.sqsh"
+IMAGE = "/fsx/hello.sqsh"
 SCRIPTS = "/opt/slurm/etc/scripts"  # as in ParallelCluster
-# The image of a cloud node: Slurm in /opt, and nothing of forestage.
+# The image of a cloud node: Slurm in /opt, and nothing of forestage. Its ResumeProgram needs root,
+# so SlurmUser is root, for which slurmctld dumps core under Debian 13's `User=slurm`.
 BAKED = """\
 apt-get update -q
 apt-get install -y slurmctld slurmd slurm-client munge squashfs-tools python3 libstdc++6
 systemctl stop slurmd slurmctld
-mkdir -p /opt/slurm/sbin /opt/slurm/etc /srv/images /tmp/hello
+mkdir -p /opt/slurm/sbin /opt/slurm/etc/scripts/prolog.d /opt/slurm/etc/scripts/epilog.d
+mkdir -p /sched/CLUSTER/prolog.d /sched/CLUSTER/epilog.d /shared /fsx /tmp/hello
 mkdir -p /etc/systemd/system/slurmctld.service.d
 mv /usr/sbin/slurmd /opt/slurm/sbin/
 printf 'SLURMCTLD_OPTIONS="-f /opt/slurm/etc/slurm.conf"\\n' >/etc/default/slurmctld
-printf '[Unit]\\nConditionPathExists=\\n' >/etc/systemd/system/slurmctld.service.d/opt.conf
+cat >/etc/systemd/system/slurmctld.service.d/opt.conf <<END
+[Unit]
+ConditionPathExists=
+[Service]
+User=root
+Group=root
+END
 """
 # -b: just booted. Slurm does not believe in a node whose kernel is older than its resume.
 SLURMD = f"""\
@@ -66,16 +73,19 @@ PartitionName=all Nodes=ALL Default=YES
 POWERED = f"NodeName={HOST} NodeAddr={ADDRESS} CPUs=1 State=CLOUD"
 BOOT = """\
 #!/bin/sh
-/root/prepare-node --sources /srv/images --packages /root/packages \
-    --cache /var/cache/forestage >>/root/boot.log 2>&1 && systemctl start slurmd
+PATH=/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin
+{
+%s} >>/root/boot.log 2>&1
+systemctl start slurmd
 """
 # `PlugStackConfig` is not sent to configless nodes, but the file beside slurm.conf is.
 START = """\
 mkdir -p /etc/forestage/conf.d
-echo 'require_mount: false' >/etc/forestage/conf.d/60-site.yaml
+printf 'cache: /var/cache/forestage\\nrequire_mount: false\\n' >/etc/forestage/conf.d/60-site.yaml
 echo hello, world >/tmp/hello/greeting
-mksquashfs /tmp/hello /srv/images/hello.sqsh -noD -quiet -no-progress
-chmod 755 /opt/slurm/etc/resume /opt/slurm/etc/suspend /root/prepare-node
+mksquashfs /tmp/hello /fsx/hello.sqsh -noD -quiet -no-progress
+chmod 755 /opt/slurm/etc/resume /opt/slurm/etc/suspend
+install -m 755 cloud/prepare-node /usr/local/sbin/
 systemctl daemon-reload
 systemctl restart munge slurmctld
 """
@@ -84,24 +94,24 @@ systemctl restart munge slurmctld
 class Cloud:
     """The head node and its only compute node, which are one machine."""
 
-    def __init__(self, machine: Machine, built: Path) -> None:
+    def __init__(self, machine: Machine, built: Path, suite: str) -> None:
         self.machine = machine
+        self.has_companion = suite == "bookworm"
         machine.type(BAKED)
-        packages = machine.path("/root/packages")
-        packages.mkdir()
-        for pattern in (f"forestage_{RELEASES[0]}-1_*.deb", f"forestage-spank_{RELEASES[0]}*.deb"):
-            for file in built.glob(pattern):
-                shutil.copy(file, packages)
-        shutil.copy(REPO / "packaging/cloud/prepare-node", machine.path("/root"))
-        for kind in ("prolog", "epilog"):
-            folder = machine.path(f"{SCRIPTS}/{kind}.d")
-            folder.mkdir(parents=True)
-            shutil.copy(REPO / f"packaging/{kind}.d/50-all-forestage", folder)
+        names = ("_{}-1_*.deb", "-spank_{}*.deb", "-sites-{}.tar.gz")
+        for name in names:
+            (file,) = built.glob("forestage" + name.format(RELEASES[0]))
+            machine.put(file)
+        machine.type("tar -xzf forestage-sites-*.tar.gz --strip-components=2")
+        boot, *clouds = told("test_cloud.py")
+        assert len(clouds) == 3
+        for block in clouds:
+            machine.type(block)
         self.write("/etc/systemd/system/slurmd.service", SLURMD)
         self.write("/opt/slurm/etc/slurm.conf", CONF.replace("NODES", POWERED))
         line = "include /usr/lib/forestage/spank/plugstack-22.05*.conf\n"
         self.write("/opt/slurm/etc/plugstack.conf", line)
-        self.write("/opt/slurm/etc/resume", BOOT)
+        self.write("/opt/slurm/etc/resume", BOOT % boot)
         self.write("/opt/slurm/etc/suspend", "#!/bin/sh\nsystemctl stop slurmd\n")
         machine.type(START)
 
@@ -123,14 +133,23 @@ class Cloud:
         return self.machine.path("/root/boot.log").read_text().count("\n")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["bookworm", "trixie"])
 def cloud(
     machine: None,
     built: Path,
+    request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Cloud]:
-    with Machine(fresh("bookworm"), tmp_path_factory.mktemp("cloud")) as machine:
-        yield Cloud(machine, built)
+    suite = str(request.param)
+    with Machine(fresh(suite), tmp_path_factory.mktemp("cloud")) as machine:
+        yield Cloud(machine, built, suite)
+
+
+def test_scripts_that_clouds_share_end_with_0_without_the_package(cloud: Cloud) -> None:
+    assert not cloud.machine.path("/usr/lib/forestage").exists()
+    for folder in (SCRIPTS, "/opt/apps/adm/slurm", "/sched/CLUSTER"):
+        for kind in ("prolog", "epilog"):
+            cloud.type(f"for one in {folder}/{kind}*.d/*; do test -x $one && $one; done")
 
 
 def test_node_that_power_saving_starts_ends_in_a_hit(cloud: Cloud) -> None:
@@ -139,9 +158,16 @@ def test_node_that_power_saving_starts_ends_in_a_hit(cloud: Cloud) -> None:
     log = cloud.machine.path("/root/boot.log").read_text()
     assert "hit" in second, (first, second, log)
     conf = cloud.machine.path("/etc/forestage/conf.d/40-boot.yaml").read_text()
-    assert "redirect" not in conf
-    assert "redirect by the SPANK plugin" in second, second
+    assert ("redirect: bind" not in conf) == cloud.has_companion
+    assert ("redirect by the SPANK plugin" in second) == cloud.has_companion, second
     assert "forestage-sweep.timer" in cloud.type("systemctl list-timers --no-legend")
+
+
+def test_enable_on_a_configless_node_sees_the_shared_scripts(cloud: Cloud) -> None:
+    ask = "forestage enable --json --slurm-conf /run/slurm/conf/slurm.conf"
+    plan = json.loads(cloud.type(ask))
+    assert (plan["links"], plan["refusals"]) == ([], [])
+    assert [one["text"] for one in plan["lines"] if "log" in one["text"]] == []
 
 
 def test_node_that_comes_back_is_prepared_once_more_and_has_its_cache(cloud: Cloud) -> None:
@@ -159,3 +185,10 @@ def test_node_that_registers_itself_ends_in_a_hit(cloud: Cloud) -> None:
     cloud.type("until sinfo -hN -o %T | grep -q idle; do sleep 0.5; done")
     cloud.job()
     assert "hit" in cloud.job()
+
+
+def test_script_of_a_cyclecloud_project_prepares_the_node(cloud: Cloud) -> None:
+    spec = "/root/PROJECT/specs/execute/cluster-init"
+    cloud.type(f"CYCLECLOUD_SPEC_PATH={spec} {spec}/scripts/50-forestage.sh")
+    conf = cloud.machine.path("/etc/forestage/conf.d/40-boot.yaml").read_text()
+    assert "sources: [/shared]\n" in conf

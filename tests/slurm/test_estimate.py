@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import zipapp
 from dataclasses import dataclass
 
 import accounts
 import pytest
 from jobs import Site
+from newcomer import told
 from spec import REPO, ClusterSpec
 from steps import accompanied
 from suite import ACCOUNTING, on_suite
@@ -107,9 +109,17 @@ def test_estimate_of_2000_jobs_is_what_forestage_did(booked: Site) -> None:
     unseen = sum(job.kind == "sbatch" for job in jobs) / len(did)
 
     argv = [*ESTIMATE, f"--cache={CACHE}M"]
-    told = json.loads(site.cluster.run(argv, user="root", timeout=600).stdout)
-    print(f"hits={sum(shown)} of {len(shown)}, unseen={unseen:.3f}", json.dumps(told))
-    assert told["known"] == told["sized"] == len(shown)
-    assert told["jobs"] == JOBS
-    assert abs(told["chosen"]["hits"] - sum(shown)) <= 0.1 * sum(shown)
-    assert abs(told["unseen"] - unseen) <= 0.05
+    said = json.loads(site.cluster.run(argv, user="root", timeout=600).stdout)
+    print(f"hits={sum(shown)} of {len(shown)}, unseen={unseen:.3f}", json.dumps(said))
+    assert said["known"] == said["sized"] == len(shown)
+    assert said["jobs"] == JOBS
+    assert abs(said["chosen"]["hits"] - sum(shown)) <= 0.1 * sum(shown)
+    assert abs(said["unseen"] - unseen) <= 0.05
+
+    # What docs/sites.md has somebody type.
+    made = site.cluster.host_path("/shared/forestage-estimate.pyz")
+    zipapp.create_archive(REPO / "src/estimate", made)
+    (block,) = told("test_estimate.py")
+    typed = site.cluster.run(["sh", "-eu", "-c", block], user="root", cwd="/shared", timeout=600)
+    assert f'"known": {len(shown)}' in typed.stdout
+    assert site.cluster.host_path("/shared/estimate.html").stat().st_size > 1000

@@ -12,6 +12,7 @@ import pytest
 from cluster import Cluster
 from host import wait_until
 from jobs import Site
+from newcomer import told
 from packaged import HOOKS, NODE, RELEASES, Packages, spec
 from spec import REPO, ClusterSpec
 
@@ -215,10 +216,12 @@ def test_shared_directory_of_scripts_drains_no_node_without_the_package(
 ) -> None:
     """The site's scripts and ours lie there before the package comes, and after it has gone."""
     for kind in ("prolog", "epilog"):
-        name = f"{kind}.d/50-all-forestage"
-        script = (REPO / "packaging" / name).read_text()
-        site.cluster.write(f"/etc/slurm/{name}", script, mode=0o755)
         site.cluster.write(f"/etc/slurm/{kind}.d/90-site", "#!/bin/sh\n", mode=0o755)
+    packages.install()
+    (block,) = told("test_packages.py")
+    packages.root("sh", "-eu", "-c", block)
+    packages.remove()
+    packages.root("rm", "-r", HOOKS)
     pattern = "Prolog=/etc/slurm/prolog.d/*\nEpilog=/etc/slurm/epilog.d/*\n"
     site.cluster.write(CONF, site.cluster.read(CONF) + pattern)
     reconfigure(site.cluster)

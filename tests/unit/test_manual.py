@@ -118,3 +118,33 @@ def test_safety_rule_names_code_that_exists() -> None:
         text = file.read_text() if file.exists() else (REPO / module).read_text()
         for name in re.findall(r"(\w+)(?:,|$)", names):
             assert re.search(rf"(def|class) {name}\b", text), place
+
+
+def unmarked(text: str) -> list[str]:
+    """Blocks of a page without a line above that says which test runs them, or why none does."""
+    blocks = re.finditer(r"^([^\n]*)\n```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    mark = re.compile(r"<!-- (?:run by (slurm/\w+\.py)|not run here: .+) -->")
+    bad = re.findall(r"^ {4}\S.*$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    for above, kind, block in (one.groups() for one in blocks):
+        found = mark.fullmatch(above)
+        test = REPO / "tests" / found[1] if found and found[1] else None
+        if not found or (test and (kind != "sh" or f'told("{test.name}")' not in test.read_text())):
+            bad.append(block)
+    return bad
+
+
+def test_block_of_the_sites_page_says_which_test_runs_it_or_why_none_does() -> None:
+    assert unmarked((REPO / "docs/sites.md").read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "bad"),
+    [
+        ("<!-- not run here: no cloud -->\n```yaml\na: 1\n```\n", []),
+        ("words\n```sh\ntrue\n```\n", ["true\n"]),
+        ("words\n\n    true\n", ["    true"]),
+        ("<!-- run by slurm/test_check.py -->\n```sh\ntrue\n```\n", ["true\n"]),
+    ],
+)
+def test_block_without_a_mark_is_found(text: str, bad: list[str]) -> None:
+    assert unmarked(text) == bad
