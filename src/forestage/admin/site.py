@@ -52,6 +52,7 @@ SCRIPT = 1 << 20  # bytes of a site's script that are searched for our name
 # PrologFlags that set Alloc as well: slurm.conf(5); `scontrol show config` of 22.05 says so of two.
 _ALLOCATING = {"contain", "x11", "nohold", "runinjob"}
 _UNWANTED = ("serial", "runinjob")
+PATHS = re.compile(r"/[\w./+-]+")  # in a script
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*", re.MULTILINE)
 
 HookName = Literal["Prolog", "Epilog"]
@@ -117,7 +118,8 @@ class Script(msgspec.Struct, frozen=True):
     """A program that slurmd runs as Prolog or Epilog.
 
     hook: it is our hook, or a link to it. names-us: its path or its text, comments apart, says
-    "forestage", as a wrapper's does. other: the site's own.
+    "forestage", as a wrapper's does, or names a directory of hooks that holds one of such a name.
+    other: the site's own.
     """
 
     path: str
@@ -341,7 +343,13 @@ def _relation(files: Files, path: str, hook: str) -> Relation:
     if real == files.real(hook):
         return "hook"
     named = "forestage" in path or "forestage" in real or bool(lines_naming_us(files, path))
-    return "names-us" if named else "other"
+    return "names-us" if named or _runs_ours(files, path, Path(hook).name) else "other"
+
+
+def _runs_ours(files: Files, script: str, kind: str) -> bool:
+    """As the prolog.sh of DeepOps runs all of prolog.d."""
+    folders = (word for word in PATHS.findall(_bare(files, script)) if kind in Path(word).name)
+    return any("forestage" in name for one in folders for name in files.names(one))
 
 
 def broken(hook: Hook) -> Iterator[Broken]:
@@ -409,8 +417,12 @@ def _way_by_link(pattern: Pattern) -> Way:
 
 def lines_naming_us(files: Files, script: str) -> list[str]:
     """The lines of a script that say "forestage", comments apart."""
-    text = _COMMENT.sub("", files.text(script, SCRIPT) or "")
-    return [line for line in text.split("\n") if "forestage" in line]
+    return [line for line in _bare(files, script).split("\n") if "forestage" in line]
+
+
+def _bare(files: Files, script: str) -> str:
+    """Its text without comments."""
+    return _COMMENT.sub("", files.text(script, SCRIPT) or "")
 
 
 def _implied(flags: list[str]) -> set[str]:

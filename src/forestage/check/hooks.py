@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from forestage.admin import site as sites
-from forestage.admin.site import LINK, Hook, Site, lines_naming_us
+from forestage.admin.site import LINK, PATHS, Hook, Site, lines_naming_us
 from forestage.check.finding import Finding
 from forestage.check.uses import Uses
 from forestage.errors import Failed
@@ -17,8 +17,6 @@ from forestage.system.tree import Files
 
 RECENT = 7 * 86400.0  # seconds; a hook that ran since is called by some script of the site
 TIMEOUT = 20.0  # seconds for the interpreter, on a node that is busy with jobs
-
-_PATHS = re.compile(r"/[\w./+-]+")
 
 
 def findings(files: Files, site: Site, uses: Uses, now: float) -> Iterator[Finding]:
@@ -56,7 +54,7 @@ def _interpreters(files: Files, scripts: list[str]) -> list[str]:
 
 def _paths_in(files: Files, script: str) -> list[str]:
     """Only from lines that name us: a site's script may start other programs as well."""
-    return [word for line in lines_naming_us(files, script) for word in _PATHS.findall(line)]
+    return [word for line in lines_naming_us(files, script) for word in PATHS.findall(line)]
 
 
 def _trouble(files: Files, path: str) -> str:

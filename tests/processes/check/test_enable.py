@@ -212,6 +212,23 @@ def test_script_that_calls_us_is_left_as_it_is(slurm: Slurm) -> None:
     assert any("/site/prolog" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("ours", ["50-all-forestage", "", "50-all-enroot"])
+def test_script_that_runs_a_directory_with_ours_calls_us(slurm: Slurm, ours: str) -> None:
+    """As the prolog.sh of DeepOps. A directory of another kind is no sign."""
+    run = "/etc/slurm/shared/bin/run-parts.sh"
+    slurm.script("/etc/slurm/prolog.sh", f"PATH=/usr/bin\n{run} {PROLOG_D}\n")
+    slurm.script("/usr/bin/forestage")
+    slurm.at(PROLOG_D).mkdir()
+    if ours:
+        slurm.script(f"{PROLOG_D}/{ours}", "true\n")
+    slurm.write(CONF, f"{TEXT}\nProlog=/etc/slurm/prolog.sh\nEpilog={EPILOG}\n")
+    plan = slurm.to_enable()
+    if ours == "50-all-forestage":
+        assert plan.empty
+    else:
+        assert "Prolog=/etc/slurm/prolog.sh is there already" in plan.refusals[0]
+
+
 @pytest.mark.parametrize(
     ("pattern", "name"),
     [("*", "50-forestage"), ("*.sh", "50-forestage.sh"), ("[0-9]*", "50-forestage")],
