@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,10 +141,20 @@ def _device(file: Path) -> Iterator[tuple[str, int]]:
         try:
             control = place.enter_context(opened(CONTROL, os.O_RDWR))
             name = f"/dev/loop{fcntl.ioctl(control, _GET_FREE)}"
+            if not Path(name).exists():
+                _make_node(name)
             device = place.enter_context(opened(name, os.O_RDWR))
         except OSError as error:
             raise Failed("loop", f"no loop device for {file}: {error}") from error
         yield name, device
+
+
+def _make_node(name: str) -> None:
+    """In a container's own /dev, which has the devices that were there when it began. OSError."""
+    number = Path("/sys/block", Path(name).name, "dev").read_text()
+    major, minor = map(int, number.split(":"))
+    with contextlib.suppress(FileExistsError):
+        os.mknod(name, stat.S_IFBLK | 0o600, os.makedev(major, minor))
 
 
 def _is_configured(device: int, fd: int, read_only: bool) -> bool:

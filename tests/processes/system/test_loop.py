@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 from pathlib import Path
 
@@ -32,3 +34,20 @@ def test_node_without_loop_devices_is_said_to_have_none(
         loop.attach(file, read_only=True)
     assert raised.value.reason == "loop"
     assert "loop-control" in str(raised.value)
+
+
+def test_device_that_a_containers_own_dev_lacks_is_made(
+    private_mounts: None, tmp_path: Path
+) -> None:
+    """It has the devices that were there when the container began."""
+    control = Path("/dev/loop-control").stat().st_rdev
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev"], check=True)
+    os.mknod("/dev/loop-control", stat.S_IFCHR | 0o600, control)
+    file = tmp_path / "image"
+    file.write_bytes(bytes(8192))
+    name = loop.attach(file, read_only=True)
+    try:
+        (one,) = [one for one in loop.attached() if one.is_of(file.stat())]
+        assert one.name == name
+    finally:
+        loop.detach(one)
