@@ -1,8 +1,9 @@
 """A node of a cluster whose slurmd runs in a container of an image that buildah has made.
 
 The image is the layer of packaging/container on a Debian tree with Slurm. crun starts it as
-Kubernetes starts a privileged container: mounts and processes of its own, all capabilities, the
-node's devices, its volumes as bind mounts, and no systemd. The first process keeps slurmd running.
+Kubernetes starts a container: mounts and processes of its own, its volumes as bind mounts, a /dev
+of its own, which lacks loop devices that are newer, and no systemd. If it is privileged, it has all
+capabilities; else those of docs/sites.md, and less of /proc. The first process keeps slurmd going.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,6 +55,19 @@ CAPABILITIES = (
     " SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE MAC_ADMIN SYSLOG"
     " WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE"
 )
+LEAST = (
+    "SYS_ADMIN SYS_CHROOT SETUID SETGID CHOWN FOWNER DAC_OVERRIDE DAC_READ_SEARCH KILL SYS_PTRACE"
+    " LEASE MKNOD"
+)
+# As containerd has them where a container is not privileged.
+MASKED = ("acpi", "kcore", "keys", "latency_stats", "timer_list", "sched_debug", "scsi")
+READ_ONLY = ("asound", "bus", "fs", "irq", "sys", "sysrq-trigger")
+OWN_DEV: tuple[tuple[str, str, list[str]], ...] = (
+    ("/dev", "tmpfs", ["mode=0755"]),
+    ("/dev/pts", "devpts", ["newinstance", "ptmxmode=0666", "mode=0620"]),
+    ("/dev/shm", "tmpfs", ["mode=1777"]),
+)
+DEVICES = ("/dev/fuse", "/dev/loop-control")
 
 
 class Store:
@@ -102,8 +117,11 @@ def layered(folder: Path, packages: Path) -> Iterator[Store]:
 class Container:
     """The container, which ends with `with`; its volumes stay: the cache, and /run/forestage."""
 
-    def __init__(self, store: Store, cluster: Cluster, volumes: Path) -> None:
+    def __init__(
+        self, store: Store, cluster: Cluster, volumes: Path, privileged: bool = True
+    ) -> None:
         self.cluster = cluster
+        self._privileged = privileged
         self.root = store.tree("layer")
         self._bundle = volumes / f"bundle-{self.root.parent.name}"
         self._bundle.mkdir()
@@ -118,8 +136,12 @@ class Container:
                 stdout=log,
                 stderr=log,
             )
-        wait_until(self._runs, 60, self.log.read_text)
-        self.await_slurmd()
+        try:
+            wait_until(self._runs, 60, self.log.read_text)
+            self.await_slurmd()
+        except BaseException:
+            self.kill()
+            raise
 
     def __enter__(self) -> Container:
         return self
@@ -221,10 +243,10 @@ class Container:
     def _config(self, volumes: Path) -> dict[str, object]:
         own = int(re.findall(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[0], 16)
         names = enumerate(CAPABILITIES.split())
-        capabilities = [f"CAP_{name}" for bit, name in names if own >> bit & 1]
+        wanted = names if self._privileged else [one for one in names if one[1] in LEAST.split()]
+        capabilities = [f"CAP_{name}" for bit, name in wanted if own >> bit & 1]
         state = self.cluster.state
         binds = {
-            "/dev": Path("/dev"),
             "/mnt/nvme": volumes / "nvme",
             "/run/forestage": volumes / "run",
             "/shared": state / "shared",
@@ -234,6 +256,10 @@ class Container:
             {"destination": "/proc", "type": "proc", "source": "proc"},
             {"destination": "/sys", "type": "none", "source": "/sys", "options": ["rbind", "ro"]},
             {"destination": "/run", "type": "tmpfs", "source": "tmpfs", "options": ["mode=0755"]},
+            *(
+                {"destination": place, "type": kind, "source": kind, "options": options}
+                for place, kind, options in OWN_DEV
+            ),
         ]
         for target, source in binds.items():
             source.mkdir(exist_ok=True)
@@ -243,6 +269,10 @@ class Container:
             )
         network = f"/proc/{self.cluster.leader}/ns/net"
         kinds: Sequence[str] = ("pid", "mount", "uts", "ipc")
+        less: dict[str, object] = {}
+        if not self._privileged:
+            less["maskedPaths"] = [f"/proc/{name}" for name in MASKED]
+            less["readonlyPaths"] = [f"/proc/{name}" for name in READ_ONLY]
         return {
             "ociVersion": "1.0.0",
             "hostname": NODE,
@@ -261,5 +291,14 @@ class Container:
                     {"type": "network", "path": network},
                 ],
                 "rootfsPropagation": "rslave",
+                "devices": [_device(Path(name)) for name in DEVICES],
+                **less,
             },
         }
+
+
+def _device(path: Path) -> dict[str, object]:
+    facts = path.stat()
+    major, minor = os.major(facts.st_rdev), os.minor(facts.st_rdev)
+    kind = "b" if stat.S_ISBLK(facts.st_mode) else "c"
+    return {"path": str(path), "type": kind, "major": major, "minor": minor, "fileMode": 0o666}

@@ -14,6 +14,9 @@ from container import CACHE, Container, Store, layered
 from host import wait_until
 from spec import ClusterSpec
 
+from forestage.system import loop
+from forestage.system.loop import Loop
+
 pytestmark = pytest.mark.long
 PLUGSTACK = "include /usr/lib/forestage/spank/plugstack-22.05*.conf"
 HEALTH = "/usr/lib/forestage/bin/forestage-health"
@@ -55,9 +58,11 @@ def volumes(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def container(store: Store, site_cluster: Cluster, volumes: Path) -> Iterator[Container]:
-    with Container(store, site_cluster, volumes) as container:
+@pytest.fixture(params=[True, False], ids=["privileged", "least"])
+def container(
+    store: Store, site_cluster: Cluster, volumes: Path, request: pytest.FixtureRequest
+) -> Iterator[Container]:
+    with Container(store, site_cluster, volumes, privileged=request.param) as container:
         container.configure()
         yield container
         await_idle(container)
@@ -110,6 +115,20 @@ def test_redirect_by_the_prolog_stays_in_the_container(container: Container) -> 
     assert container.results(job, "prolog") == ["copied"]
     assert "bind.sqsh" not in Path("/proc/self/mountinfo").read_text()
     assert container.run("grep", "-c", "bind.sqsh", "/proc/self/mountinfo", check=False) == "0\n"
+
+
+def test_data_in_a_container_comes_as_on_a_node(container: Container) -> None:
+    """A directory, and the job's own one: its /dev lacks their loop devices; a mounted file."""
+    container.configure(cold="wait", deadline="30s")
+    path, _ = image(container, "data")
+    script = "mkdir -p tree mnt; echo one >tree/one"
+    container.cluster.run(["sh", "-c", f"cd /shared/alice; {script}"])
+    hints = f"stage=/shared/alice/tree/ stage-wait=60s stage={path}@/shared/alice/mnt"
+    script = "cat /shared/alice/tree/one; echo two >$FORESTAGE_DIR/two; cat $FORESTAGE_DIR/two"
+    script += "; grep -c -e /shared/alice/tree -e /shared/alice/mnt /proc/self/mountinfo"
+    command = ["srun", f"--comment={hints} stage-dir=16MiB", "sh", "-c", script]
+    assert container.cluster.run(command).stdout.split() == ["one", "two", "2"]
+    await_idle(container)
 
 
 def test_check_wants_a_health_check_where_no_systemd_runs(container: Container) -> None:
@@ -178,6 +197,37 @@ def test_container_killed_under_a_job_leaves_a_cache_that_the_next_one_hits(
         assert second.results(number) == ["hit"]
         assert second.run("ls", f"{CACHE}/parts").split() == []
         await_idle(second)
+
+
+def test_device_that_a_killed_container_has_left_goes_with_the_next_ones_sweep(
+    store: Store, site_cluster: Cluster, volumes: Path
+) -> None:
+    """It would keep an evicted entry's room. Its file's path is that of a mount that is gone."""
+
+    def devices() -> list[Loop]:
+        copies = [one.stat() for one in (volumes / "nvme").glob("forestage/entries/*/image")]
+        return [one for one in loop.attached() if any(map(one.is_of, copies))]
+
+    on = site_cluster.host_path("/shared/alice/on")
+    on.unlink(missing_ok=True)
+    with Container(store, site_cluster, volumes) as first:
+        first.configure()
+        site_cluster.run(["sh", "-c", "mkdir -p /shared/alice/left; echo 1 >/shared/alice/left/1"])
+        hint = "--comment=stage=/shared/alice/left/ stage-wait=60s"
+        script = "cat /shared/alice/left/1; touch /shared/alice/on; sleep 600"
+        job = site_cluster.popen(["srun", hint, "sh", "-c", script])
+        wait_until(on.exists, 60, first.log.read_text)
+        assert len(devices()) == 1
+        first.kill()
+        site_cluster.run(["scancel", "--user=alice"], user="root")
+        job.kill()
+        job.communicate()
+    assert len(devices()) == 1
+    with Container(store, site_cluster, volumes) as second:
+        second.configure()
+        await_idle(second)
+        wait_until(lambda: second.leases() == [], 120, lambda: str(second.leases()))
+        wait_until(lambda: devices() == [], 60, lambda: str(devices()))
 
 
 def test_layer_adds_the_package_and_no_service(store: Store) -> None:

@@ -50,6 +50,14 @@ class Loop(msgspec.Struct, frozen=True):
         """Whether its file lies on the file system of which stat(2) says this."""
         return self.disk == facts.st_dev
 
+    def is_of_cache(self, real: str) -> bool:
+        """Whether its file is two folders below this directory, by its path.
+
+        Of a mount that is gone with its container the kernel has the path from that mount's root.
+        """
+        top = os.path.normpath(f"{self.file}/../../..").rstrip("/")
+        return f"{real}/".endswith(f"{top}/")
+
     @property
     def is_deleted(self) -> bool:
         """Whether its file has no name any more."""
@@ -100,7 +108,7 @@ def attached() -> list[Loop]:
             continue
         if path.removesuffix(DELETED).endswith(OURS):
             name = f"/dev/{directory.name}"
-            with contextlib.suppress(OSError), opened(name, os.O_RDONLY) as device:
+            with contextlib.suppress(OSError), _opened(name, os.O_RDONLY) as device:
                 info = _status(device)
                 found.append(Loop(name, path, info[0], info[1]))
     return found
@@ -141,20 +149,22 @@ def _device(file: Path) -> Iterator[tuple[str, int]]:
         try:
             control = place.enter_context(opened(CONTROL, os.O_RDWR))
             name = f"/dev/loop{fcntl.ioctl(control, _GET_FREE)}"
-            if not Path(name).exists():
-                _make_node(name)
-            device = place.enter_context(opened(name, os.O_RDWR))
+            device = place.enter_context(_opened(name, os.O_RDWR))
         except OSError as error:
             raise Failed("loop", f"no loop device for {file}: {error}") from error
         yield name, device
 
 
-def _make_node(name: str) -> None:
-    """In a container's own /dev, which has the devices that were there when it began. OSError."""
-    number = Path("/sys/block", Path(name).name, "dev").read_text()
-    major, minor = map(int, number.split(":"))
-    with contextlib.suppress(FileExistsError):
-        os.mknod(name, stat.S_IFBLK | 0o600, os.makedev(major, minor))
+@contextlib.contextmanager
+def _opened(name: str, flags: int) -> Iterator[int]:
+    """A device; a container's own /dev has only those that were there when it began. OSError."""
+    if not Path(name).exists():
+        number = Path("/sys/block", Path(name).name, "dev").read_text()
+        major, minor = map(int, number.split(":"))
+        with contextlib.suppress(FileExistsError):
+            os.mknod(name, stat.S_IFBLK | 0o600, os.makedev(major, minor))
+    with opened(name, flags) as device:
+        yield device
 
 
 def _is_configured(device: int, fd: int, read_only: bool) -> bool:

@@ -173,7 +173,7 @@ def let_go(cache: Cache, leases: Leases, patience: float) -> None:
 def _is_done_with(cache: Cache, device: Loop, used: frozenset[str]) -> bool:
     """Whether a device shows an entry that no lease names; one that was evicted has no name."""
     path = device.file.removesuffix(loop.DELETED)
-    if not (path.startswith(f"{cache.real}/") and path.endswith("/image")):
+    if not (device.is_of_cache(cache.real) and path.endswith("/image")):
         return False
     with contextlib.suppress(OSError):
         if device.is_deleted:

@@ -284,7 +284,7 @@ def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
     facts = os.stat(cache.root)  # noqa: PTH116
     for device in loop.attached():
         deleted = device.file.endswith(f"/disk{loop.DELETED}")
-        if deleted and device.is_on(facts) and device.file.startswith(f"{cache.real}/"):
+        if deleted and device.is_on(facts) and device.is_of_cache(cache.real):
             loop.detach(device)
     return tuple(gone.name for gone in going)
 

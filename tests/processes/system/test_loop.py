@@ -11,6 +11,7 @@ import pytest
 
 from forestage.errors import Failed
 from forestage.system import loop
+from forestage.system.loop import Loop
 
 
 def test_device_of_another_program_is_not_looked_at(tmp_path: Path) -> None:
@@ -22,6 +23,22 @@ def test_device_of_another_program_is_not_looked_at(tmp_path: Path) -> None:
         assert name not in [one.name for one in loop.attached()]
     finally:
         subprocess.run(["losetup", "--detach", name], check=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "ours"),
+    [
+        ("/mnt/nvme/cache/entries/k/image", True),
+        ("/mnt/nvme/cache/evicted/k/image (deleted)", True),
+        ("/cache/entries/k/image", True),  # of a volume that was mounted at /mnt/nvme
+        ("/entries/k/image", True),  # … at the cache itself
+        ("/mnt/other/entries/k/image", False),
+        ("/e/entries/k/image", False),  # no whole name of the path
+        ("/mnt/nvme/cache/image", False),
+    ],
+)
+def test_file_is_the_caches_also_by_the_path_of_a_mount_that_is_gone(file: str, ours: bool) -> None:
+    assert Loop("/dev/loop0", file, 1, 2).is_of_cache("/mnt/nvme/cache") == ours
 
 
 def test_node_without_loop_devices_is_said_to_have_none(
@@ -46,6 +63,7 @@ def test_device_that_a_containers_own_dev_lacks_is_made(
     file = tmp_path / "image"
     file.write_bytes(bytes(8192))
     name = loop.attach(file, read_only=True)
+    Path(name).unlink()
     try:
         (one,) = [one for one in loop.attached() if one.is_of(file.stat())]
         assert one.name == name
