@@ -229,4 +229,5 @@ def test_what_the_page_has_somebody_type_installs(control: Control) -> None:
     assert done["failed"] == 0, done["said"]
     assert "PrologFlags" not in done["said"], "which are there already"
     assert "Epilog=/usr/libexec/forestage/epilog" in done["said"], "the line is shown"
-    assert "- /lustre" in control.machine.type("forestage config")
+    written = control.machine.path("/etc/forestage/conf.d/50-ansible.yaml").read_text()
+    assert "- /lustre\n" in written
