@@ -55,10 +55,7 @@ CAPABILITIES = (
     " SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE MAC_ADMIN SYSLOG"
     " WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE"
 )
-LEAST = (
-    "SYS_ADMIN SYS_CHROOT SETUID SETGID CHOWN FOWNER DAC_OVERRIDE DAC_READ_SEARCH KILL SYS_PTRACE"
-    " LEASE MKNOD"
-)
+(LEAST,) = re.findall(r"^    add: \[(.*)\]$", (REPO / "docs/sites.md").read_text(), re.MULTILINE)
 # As containerd has them where a container is not privileged.
 MASKED = ("acpi", "kcore", "keys", "latency_stats", "timer_list", "sched_debug", "scsi")
 READ_ONLY = ("asound", "bus", "fs", "irq", "sys", "sysrq-trigger")
@@ -243,7 +240,9 @@ class Container:
     def _config(self, volumes: Path) -> dict[str, object]:
         own = int(re.findall(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[0], 16)
         names = enumerate(CAPABILITIES.split())
-        wanted = names if self._privileged else [one for one in names if one[1] in LEAST.split()]
+        wanted = (
+            names if self._privileged else [one for one in names if one[1] in LEAST.split(", ")]
+        )
         capabilities = [f"CAP_{name}" for bit, name in wanted if own >> bit & 1]
         state = self.cluster.state
         binds = {
