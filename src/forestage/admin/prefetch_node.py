@@ -37,6 +37,7 @@ OPEN = 10.0  # seconds for the shared file system to open one of them
 WITHIN = 600.0  # seconds that a pass waits for one copy, which goes on afterwards
 SETTLED = 60.0  # seconds since the last write: somebody may be writing it
 CALLED = 60.0  # seconds after a Prolog, in which its job counts though nothing else shows it
+COPYING = "a copy that was asked for is under way"
 BUSY = "a job runs on this node, and `prefetch.bandwidth` is not set"
 
 Ask = Callable[[], Expectations]
@@ -105,7 +106,7 @@ def _idle(node: Node, slurm: Slurm) -> str:
         return printable(str(declined))
     if node.config.prefetch.bandwidth is None and has_jobs(node, slurm):
         return BUSY
-    return ""
+    return COPYING if any(queue.asked_for(node)) else ""
 
 
 def has_jobs(node: Node, slurm: Slurm) -> bool:

@@ -160,7 +160,7 @@ def while_expected(node: Node, key: str, stop: threading.Event) -> Iterator[None
     """Sets `stop` once a job has a lease on the key, whose own stager goes on with what is here.
 
     That one has the job's nodes for peers and no `prefetch.bandwidth`. Without such a limit, any
-    job that begins on the node ends the copy. So does any other copy while it looks for room.
+    job that begins on the node ends the copy. So does any copy that is asked for: the link is its.
     """
     alone = node.config.prefetch.bandwidth is None
     before = _called(node)
@@ -170,11 +170,16 @@ def while_expected(node: Node, key: str, stop: threading.Event) -> Iterator[None
         if (alone and _called(node) != before) or leased is None or key in leased:
             stop.set()
         with contextlib.suppress(OSError):  # of the disk: the copy itself will meet it
-            if any(one.placed and not (one.begun or one.expected) for one in gather(node)):
+            if any(one.placed for one in asked_for(node)):
                 stop.set()
 
     with meanwhile(watch, WATCH, "expected"):
         yield
+
+
+def asked_for(node: Node) -> Iterator[Copy]:
+    """The copies that somebody waits for: all but those for pending jobs. Raises OSError."""
+    return (copy for copy in gather(node) if not copy.expected)
 
 
 def have_room(node: Node) -> bool:

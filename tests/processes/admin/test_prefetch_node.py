@@ -17,6 +17,7 @@ from forestage.admin.job_images import ImageResult
 from forestage.admin.prefetch_node import NodePass
 from forestage.admin.stage import StageReport
 from forestage.cache.lease import Use
+from forestage.cache.part import Owner, boot_id
 from forestage.cli.world import World
 from forestage.clock import Clock
 from forestage.errors import PeerError
@@ -472,6 +473,19 @@ def begin_slowly(here: Passes, monkeypatch: Patch) -> str:
 
     until(begun, "the copy to begin")
     return key
+
+
+def test_copy_that_is_asked_for_ends_one_for_pending_jobs_and_none_begins_beside_it(
+    here: Passes, monkeypatch: Patch
+) -> None:
+    key = begin_slowly(here, monkeypatch)
+    node, image = here.site.node, here.site.look(Path(here.image("job")))
+    owner = Owner(1, boot_id(), image, MIB, "chunks", 7, 0.0, phase="copying", placed=True)
+    with lock.held(node.cache.key_lock(image.key), 0):
+        node.cache.part(image.key).write_owner(owner)
+        until(lambda: lock.is_free(node.cache.key_lock(key)), "the end of the copy")
+        assert here.run().idle == prefetch_node.COPYING
+    assert here.copies() == []
 
 
 @pytest.mark.parametrize("leased", [True, False], ids=["a job's", "forestage stage"])
