@@ -81,7 +81,9 @@ def test_all_ends_with_the_init_and_the_init_with_the_program(how: str) -> None:
         "by itself": "read end; exit 7",
         "by a signal": "read end; kill $$",
     }
-    program = started(f"{LEFT} sleep 0; pgrep -u 61003 -x sleep | tail -1; {end[how]}")
+    # It may not have its name yet.
+    find = "until pgrep -u 61003 -x sleep | tail -1 | grep .; do :; done"
+    program = started(f"{LEFT} {find}; {end[how]}")
     left = Path(f"/proc/{said(program)}")
     assert left.exists()
     if how == "killed":
