@@ -123,6 +123,7 @@ def test_filter_has_its_users_rights_and_they_can_neither_trace_it_nor_read_its_
     """Outside of a step's cgroups it would be any program of theirs."""
     program = filtering(f"{HOST}; exec sleep 4250")
     os.read(program.out, 20)
+    until(lambda: pgrep("sleep 4250"), "the program under its last name")
     (found,) = pgrep("sleep 4250")
     assert status(found)["Uid"] == [str(run.NOBODY), *["61003"] * 3]
     trace = f"""
