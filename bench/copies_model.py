@@ -112,7 +112,8 @@ class World:
                 names = node.askers.ask(key, says, now) if self.case.remembers else ()
                 has = key in node.images or other in self.liars
                 answers.append((other, Answer(has, names)))
-        self.count["questions"] += len(asked) * (name not in self.liars)
+        if name not in self.liars:
+            self.count["questions"] += len(set(asked) - {name})
         return answers
 
     def _copy(self, name: str, key: str, job: Sequence[str], warm: bool, now: float) -> None:

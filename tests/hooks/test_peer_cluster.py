@@ -19,6 +19,7 @@ from forestage.events import Copied
 from forestage.peers import auth, known_copies, node_list, notices, origins, stats
 from forestage.peers.client import Peers
 from forestage.peers.connection import ChunkRefused
+from forestage.peers.known_copies import Others
 from forestage.peers.peer_table import sum_of
 from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.slurm.queue import Slurm
@@ -102,14 +103,16 @@ def test_node_that_asked_before_is_named_to_the_next_one(
     config = peers["n4"].config.peers
     prover = auth.prover(config.key_file, "")
     asked = known_copies.find(config, key, "n4", ("n4",), ("n2", "n3", "n4"), prover)
-    assert asked == ()
+    assert asked.givers == ()
     give(peers["n4"], node, path, data())
     node_list.write(node.places, time.time(), ("n1", "n2", "n3"))
     assert copied(node, path).from_peers == 0, "a name that root's list does not have"
-    assert known_copies.find(config, key, "n5", ("n5",), ("n2", "n3", "n1", "n4"), prover) == (
-        "n4",
-        "n1",
-    )
+    nodes = ("n2", "n3", "n1", "n4")
+    found = known_copies.find(config, key, "n5", ("n5",), nodes, prover)
+    assert (found.givers, found.leaders) == (("n4", "n1"), ())
+    found = known_copies.find(config, key, "n6", ("n6",), (*nodes, "n5"), prover, ahead=True)
+    assert found.leaders[0] == "n4", "who asked first reads first"
+    assert set(found.leaders) <= set(found.givers)
 
 
 @pytest.mark.parametrize("nodes", ["n1", "n[1-2]"])
@@ -144,8 +147,8 @@ def test_node_of_a_site_without_reach_tells_other_jobs_nothing(
         peer.start()
     config, key = peers["n2"].config, node.identity(path).key
     prover = auth.prover(config.peers.key_file, "")
-    assert known_copies.find(config.peers, key, "n1", ("n1",), NAMES, prover) == ()
-    taker = Peers(config, ("n1",), "n1", key, prover, ("n2",))
+    assert known_copies.find(config.peers, key, "n1", ("n1",), NAMES, prover).givers == ()
+    taker = Peers(config, ("n1",), "n1", key, prover, Others(("n2",)))
     receiver = Receiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
     with pytest.raises(ChunkRefused, match="404"):
         taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n1"), receiver)
@@ -207,7 +210,7 @@ def test_notice_of_wrong_bytes_follows_the_chunks(
     """n3 took n4's chunks from n2, and n1 finds one of n2's wrong."""
     key = read_wrongly(node, peers, path)
     config, prover = peers["n3"].config, auth.prover(peers["n3"].config.peers.key_file, "")
-    taker = Peers(config, ("n3",), "n3", key, prover, ("n2",))
+    taker = Peers(config, ("n3",), "n3", key, prover, Others(("n2",)))
     receiver = Receiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
     taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n3"), receiver)
     node_list.write(node.places, time.time(), ("n1", "n2"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +13,12 @@ from fleet import Fleet, networked
 from host import wait_until
 from jobs import CLI
 from mishaps import MISHAPS, meet
-from spec import Net
+from spec import ALICE, Net
+
+from forestage.paths import Places
+from forestage.prefetch import expected
+from forestage.prefetch.expected import Expectations
+from forestage.prefetch.policy import Expected
 
 NODES = 5
 MIB = 16
@@ -209,6 +216,40 @@ def test_jobs_on_different_nodes_read_the_source_once(of_cluster: Fleet) -> None
     assert taken < 1.05 * size
     assert read < 1.25 * size, "GlusterFS itself has some MiB a job"
     assert "; 0 of 64 MiB from the file server" in fleet.command("explain", str(job), node=node)
+
+
+def test_nodes_that_copy_ahead_at_once_read_the_source_once(of_cluster: Fleet) -> None:
+    """n1 has the list of what jobs wait for; all others pass at the same time."""
+    fleet, size = of_cluster, 4 * MIB << 20
+    peers = {"enabled": True, "listen": "{node}", "reach": "cluster"}
+    nodes = fleet.cluster.nodes[1:]
+    for number in range(ATTEMPTS):
+        fleet.configure(peers=peers, prefetch={"host": "n1", "bandwidth": "1GiB"})
+        path = fleet.data(f"ahead-{number}", 4 * MIB)
+        hour_ago = time.time() - 3600
+        os.utime(fleet.source(path), (hour_ago, hour_ago))
+        now, all_nodes = time.time(), ",".join(fleet.cluster.nodes)
+        rows = (Expected("all", path, ALICE.uid, 3.0),)
+        listed = Expectations(int(now * 1000), now, now + expected.LASTS, {"all": all_nodes}, rows)
+        expected.write(Places(fleet.cluster.host_path("/", "n1")), listed)
+        before = fleet.read_of_store()
+        passes = [
+            fleet.cluster.popen([CLI, "prefetch", "--node", node], user="root", node=node)
+            for node in nodes
+        ]
+        for one in passes:
+            said = one.communicate(timeout=120)
+            assert one.returncode == 0, said
+            print(said, file=__import__("sys").stderr)
+        read = fleet.read_of_store() - before
+        assert fleet.wrong(path, nodes) == []
+        copies = [one.outcome for one in fleet.await_copies(path, nodes).values()]
+        taken = sum(one.size - one.from_peers for one in copies)
+        if max(taken, read / 1.2) < 1.5 * size:
+            break
+        fleet.reset()
+    assert taken < 1.5 * size
+    assert read < 1.8 * size, "GlusterFS reads some MiB more"
 
 
 def test_job_whose_givers_are_dead_reads_the_source(of_cluster: Fleet) -> None:

@@ -30,12 +30,18 @@ if TYPE_CHECKING:
 
 
 def of_job(
-    config: "Config", node_name: str, nodelist: str, key: str, places: "Places | None" = None
+    config: "Config",
+    node_name: str,
+    nodelist: str,
+    key: str,
+    places: "Places | None" = None,
+    ahead: bool = False,
 ) -> "Peers | None":
     """The nodes that a copy may ask; None where peers are off, or there is nobody else.
 
-    `nodelist` as Slurm writes it: n[1-4,7]. Raises PeerError and OSError where the key file cannot
-    be used, the latter also where the list of nodes cannot be read.
+    `nodelist` as Slurm writes it: n[1-4,7]. `ahead`: no job waits for it. Raises PeerError and
+    OSError where the key file cannot be used, the latter also where the list of nodes cannot be
+    read.
     """
     # One name has neither: then nothing is loaded.
     others = "," in nodelist or "[" in nodelist or config.peers.reach == "cluster"
@@ -43,4 +49,4 @@ def of_job(
         return None
     from forestage.peers import client
 
-    return client.of_nodes(config, node_name, nodelist, key, places)
+    return client.of_nodes(config, node_name, nodelist, key, places, ahead)

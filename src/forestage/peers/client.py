@@ -16,10 +16,12 @@ from forestage.paths import Places
 from forestage.peers import auth, known_copies, node_list, notices, protocol
 from forestage.peers.auth import Prover
 from forestage.peers.connection import MOMENT, ChunkRefused, Connection
+from forestage.peers.known_copies import Others
 from forestage.peers.protocol import ChunkRequest, Receiver, Session, SessionUnknown
 from forestage.slurm.nodelist import expand
 
 KEPT = 32  # connections of one thread
+NOBODY = Others()
 AGAIN = 1.0  # seconds for which one thread's failure to open a session counts for all threads
 
 
@@ -45,7 +47,7 @@ class _SharedSession:
 
 
 class Peers:
-    """The nodes of a job, for the copy of one key, and `givers`: nodes of other jobs."""
+    """The nodes of a job, for the copy of one key, and `others`: nodes of other jobs."""
 
     def __init__(
         self,
@@ -54,17 +56,17 @@ class Peers:
         me: str,
         key: str,
         prover: Prover,
-        givers: tuple[str, ...] = (),
+        others: Others = NOBODY,
         places: Places | None = None,
     ) -> None:
         self.nodes = nodes
-        self.givers = givers
+        self.givers, self.leaders = others
         self.me = me
         self._key = key
         self._config = config.peers
         self._prover = prover
         self._places = places or Places()
-        self._sessions = {node: _SharedSession() for node in (*nodes, *givers)}
+        self._sessions = {node: _SharedSession() for node in (*nodes, *self.givers)}
         self._own = threading.local()  # each thread's connections
 
     def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
@@ -131,7 +133,7 @@ class Peers:
 
 
 def of_nodes(
-    config: Config, node_name: str, nodelist: str, key: str, places: Places | None
+    config: Config, node_name: str, nodelist: str, key: str, places: Places | None, ahead: bool
 ) -> Peers | None:
     """As peers.of_job, which loads this for more than one node."""
     nodes, places = expand(nodelist), places or Places()
@@ -141,7 +143,7 @@ def of_nodes(
     if len(nodes) < 2 and not listed:
         return None
     prover = auth.prover(config.peers.key_file, places.munge)
-    givers = known_copies.find(config.peers, key, node_name, nodes, listed, prover)
-    if len(nodes) < 2 and not givers:
+    others = known_copies.find(config.peers, key, node_name, nodes, listed, prover, ahead)
+    if len(nodes) < 2 and not others.givers:
         return None
-    return Peers(config, nodes, node_name, key, prover, givers, places)
+    return Peers(config, nodes, node_name, key, prover, others, places)

@@ -3,12 +3,14 @@
     GET /v1/copies/<key>[/<node>]   <node> is about to copy <key>; the answer: `Answer`, with a MAC
 
 A stager asks ASKED nodes of root's own list (peers/node_list.py), those that come first in the
-key's ring: all stagers ask the same ones. Each of them remembers who asked, and names them to who
-asks next. Of a job of many nodes only some say who they are: those of earlier jobs would be
-forgotten for it, while its nodes still ask. There is no tracker, and none of this outlives the
-service. Names are hints: a node that has nothing costs one request, and what it gives is believed
-no more than any peer
-(docs/decisions/0051-any-warm-node-serves.md).
+key's ring: all stagers ask the same ones, themselves too. Each of them remembers who asked, and
+names them to who asks next. Of a job of many nodes only some say who they are: those of earlier
+jobs would be forgotten for it, while its nodes still ask. There is no tracker, and none of this
+outlives the service. Names are hints: a node that has nothing costs one request, and what it gives
+is believed no more than any peer (docs/decisions/0051-any-warm-node-serves.md).
+
+A copy ahead of a job leaves reading to those that asked before it. The word of one node alone says
+who that is, of the first in the ring that answers: else two nodes could each leave it to the other.
 """
 
 import re
@@ -17,6 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,6 +35,7 @@ PATIENCE = 1.0  # seconds for all answers together
 NAMES = 4  # of one key, those that asked last
 OF_JOB = 2  # nodes of a job that are remembered
 KEPT = 86400.0  # seconds
+COPIES = 600.0  # seconds for which who asked first may still copy, and stays named
 KEYS = 10_000  # some 5 MB
 MOST = 4096  # bytes of an answer
 
@@ -43,6 +47,13 @@ class Answer(msgspec.Struct, frozen=True):
 
     has: bool
     nodes: tuple[str, ...] = ()
+
+
+class Others(NamedTuple):
+    """Nodes of other jobs: what may be taken from `givers`; `leaders` are those that read first."""
+
+    givers: tuple[str, ...] = ()
+    leaders: tuple[str, ...] = ()
 
 
 class Askers:
@@ -58,7 +69,11 @@ class Askers:
         known = self._by_key.pop(key, {})
         others = {name: at for name, at in known.items() if now - at <= self._kept and name != node}
         if node is not None:
-            self._by_key[key] = dict([*others.items(), (node, now)][-self._names :])
+            known = {**others, node: now}
+            if len(known) > self._names:
+                first, second = list(known)[:2]
+                del known[second if now - known[first] < COPIES else first]
+            self._by_key[key] = known
         elif others:
             self._by_key[key] = others
         if len(self._by_key) > KEYS:
@@ -67,8 +82,11 @@ class Askers:
 
 
 def whom_to_ask(key: str, nodes: Collection[str], me: str) -> list[str]:
-    """Pure: the nodes that remember who has the key."""
-    return [node for node in Ring(key, tuple(nodes)).nodes[: ASKED + 1] if node != me][:ASKED]
+    """Pure: the nodes that remember who has the key: three others, and this one if it is of them."""
+    asked = list(Ring(key, tuple(nodes)).nodes[: ASKED + 1])
+    if me not in asked[:ASKED]:
+        return asked[:ASKED]
+    return asked if asked != [me] else []
 
 
 def announces(key: str, job: Collection[str], me: str) -> bool:
@@ -86,10 +104,31 @@ def to_try(answers: Sequence[tuple[str, Answer]], known: Collection[str]) -> tup
     return tuple(node for node in dict.fromkeys((*sure, *named)) if node in known)[:TRIED]
 
 
-def find(
-    config: Peering, key: str, me: str, job: Collection[str], nodes: Sequence[str], prover: Prover
+def to_follow(
+    asked: Sequence[str], answers: Sequence[tuple[str, Answer]], known: Collection[str]
 ) -> tuple[str, ...]:
-    """The nodes of other jobs that may have the key; `nodes` is root's list. Within PATIENCE."""
+    """Pure: the nodes that began to copy the key before, the first of them first.
+
+    `asked` are those asked, in the order of the ring; `known` as for `to_try`.
+    """
+    said = dict(answers)
+    first = next((said[node].nodes for node in asked if node in said), ())
+    return tuple(node for node in first if node in known)[:TRIED]
+
+
+def find(
+    config: Peering,
+    key: str,
+    me: str,
+    job: Collection[str],
+    nodes: Sequence[str],
+    prover: Prover,
+    ahead: bool = False,
+) -> Others:
+    """The nodes of other jobs that may have the key; `nodes` is root's list. Within PATIENCE.
+
+    `ahead`: no job waits for the copy, so it has leaders.
+    """
     known = frozenset(nodes).difference(job)
     asked = whom_to_ask(key, nodes, me)
     until = time.monotonic() + PATIENCE
@@ -105,9 +144,10 @@ def find(
     answers: list[tuple[str, Answer]] = []
     for node, answer in _until(came, len(asked), until):
         answers += [(node, answer)] if answer else []
-        if len(to_try(answers, known)) == TRIED:
+        if len(to_try(answers, known)) == TRIED and not ahead:
             break
-    return to_try(answers, known)
+    leaders = to_follow(asked, answers, known) if ahead else ()
+    return Others(tuple(dict.fromkeys((*to_try(answers, known), *leaders))), leaders)
 
 
 def _until(

@@ -29,6 +29,7 @@ class PeerTable:
         self.neighbours = list(neighbours)
         self.givers = frozenset(givers)
         self._gave_at: dict[str, float] = {}
+        self._grew_at: dict[str, float] = {}  # when it last said that it has more
         self.has: dict[str, int] = {}  # chunks of those that have the image or a part of it
         self.load: Counter[str] = Counter()  # asks under way; SOURCE has an entry too
         self.source_failed: set[str] = set()
@@ -62,10 +63,13 @@ class PeerTable:
     def said(self, peer: str, has: int, now: float, source_failed: bool) -> None:
         """Notes which chunks it has, and whether its source fails."""
         self.answered(peer)
+        if has & ~self.has.get(peer, 0):
+            self._grew_at[peer] = now
         self.has[peer] = has
         (self.source_failed.add if source_failed else self.source_failed.discard)(peer)
         self._heard[peer] = now
         self._gave_at.setdefault(peer, now)
+        self._grew_at.setdefault(peer, now)
 
     def news_age(self, peer: str, now: float, begun: float) -> float:
         """Seconds since it last said what it has, or since the copy began."""
@@ -75,10 +79,10 @@ class PeerTable:
         """How many have said what they have, or turned out to be out."""
         return len(self.has.keys() | self._out.keys())
 
-    def back_off(self, peer: str, seconds: float, now: float) -> None:
+    def back_off(self, peer: str, seconds: float, now: float, most: int = 32) -> None:
         """Does not ask it for so many seconds; twice as many each time, at most 32 times."""
         if not self.is_out(peer, now):  # several asks that failed together are one failure
-            self._out[peer] = now + seconds * 2 ** min(self._strikes[peer], 5)
+            self._out[peer] = now + seconds * min(2 ** self._strikes[peer], most)
             self._strikes[peer] += 1
         self.has.pop(peer, None)
 
@@ -139,6 +143,11 @@ class PeerTable:
             if not (slow or self.is_out(peer, now)):
                 found |= has
         return found
+
+    def gets_on(self, peer: str, now: float, patience: float) -> bool:
+        """Whether it copies, and had a chunk more within `patience` seconds."""
+        failed = self.is_out(peer, now) or peer in self.source_failed
+        return peer in self.has and not failed and now - self._grew_at[peer] <= patience
 
     def others_with(self, number: int, peer: str, now: float) -> Iterator[str]:
         """The other peers that have the chunk."""

@@ -30,6 +30,9 @@ another one should have read:
     in need    nothing at all has come for long, or no peer answers: each node reads other chunks,
                one at first, twice as many after each that came
 
+A copy ahead of a job, for which nobody waits, has leaders: nodes of other jobs that began it
+before. As long as one of them gets on, it reads nothing.
+
 docs/decisions/0019-three-ways-to-take-over-a-chunk.md says why one rule is not enough.
 """
 
@@ -62,6 +65,8 @@ class Policy(msgspec.Struct, frozen=True):
 
     at_once: int = 2
     busy: int = 8
+    head_start: float = 3.0  # of a leader
+    follow: float = 4.0  # times what a slow chunk takes: then a leader does not get on
     probe: float = 0.5  # to find out whether others have begun long before
     grace: float = 1.0  # for others to begin, before one reads in their stead
     wait: float = 0.5  # at a peer that does not have the chunk yet
@@ -88,8 +93,12 @@ class Schedule:
         policy: Policy | None = None,
         hot: Sequence[int] = (),
         givers: Sequence[str] = (),
+        leaders: Sequence[str] = (),
     ) -> None:
-        """`givers`: nodes of other jobs. They read nothing for this one, and may have all of it."""
+        """`givers`: nodes of other jobs. They read nothing for this one, and may have all of it.
+
+        `leaders` are those of them to which this copy leaves reading.
+        """
         self.ring = Ring(key, nodes)
         self.me = me
         self.policy = policy or Policy()
@@ -107,11 +116,13 @@ class Schedule:
         for number in bits(self.missing & ~self._share):
             self._due[self.ring.nearer(number, me)[0]] |= 1 << number
         self._peers = PeerTable(neighbours, givers)
+        self._leaders = leaders
         self._each = max(1, self.policy.busy // max(1, len(neighbours)))  # asks of one peer at once
         self._sure: set[Ask] = set()  # asks of peers that said that they have the chunk
         self._polls: set[Ask] = set()  # asks that only want to know what the peer has
         self._turn = place * 7919  # where to look first, so that not all nodes take the same
         self._first_guess = self.policy.patience + chunk_bytes / self.policy.slowest
+        self._follow = self.policy.follow * self._first_guess if leaders else 0.0
         self._usual = Median()  # of a chunk, wherever it comes from
         self._usual_read = Median()  # of a chunk that this node reads
         self._begun: float | None = None
@@ -138,7 +149,7 @@ class Schedule:
             return None
         if struck := self._struck & self._unasked:  # nobody but the source is asked for it
             return self._ask(lowest(struck), SOURCE, now)
-        if self._probing(now):
+        if self._probing(now) or self._follows(now, begun):
             return None
         number = self._of_share(now)
         # Others may begin a moment later: a chunk is taken over only after that.
@@ -218,7 +229,8 @@ class Schedule:
         elif why == "slow":
             self._peers.back_off(ask.peer, self.policy.patience, now)
         elif has is None or has >> ask.number & 1:  # else it has the copy, but not this chunk yet
-            self._peers.back_off(ask.peer, self.policy.absent, now)
+            soon = 4 if ask.peer in self._leaders else 32  # it asked a moment ago
+            self._peers.back_off(ask.peer, self.policy.absent, now, soon)
 
     def leave_out(self, peer: str) -> None:
         """The peer gave wrong bytes: it is asked for nothing more."""
@@ -278,6 +290,11 @@ class Schedule:
         """Whether it is too early to read: peers may turn out to have read everything."""
         enough = min(4, len(self._peers.neighbours))
         return now < self._probe_until and self._peers.met() < enough
+
+    def _follows(self, now: float, begun: float) -> bool:
+        """Whether a leader reads, or may be about to begin."""
+        begins = bool(self._leaders) and now - begun < self.policy.head_start
+        return begins or any(self._peers.gets_on(one, now, self._follow) for one in self._leaders)
 
     def _of_share(self, now: float) -> int | None:
         """The first chunk of the own share that no peer has.
@@ -414,7 +431,7 @@ class Schedule:
         return spare and self._ask(*spare, now)
 
     def _offered(self, now: float) -> int:
-        return self._peers.offered(now, self.policy.patience)
+        return self._peers.offered(now, self._follow or self.policy.patience)
 
     def _some(self, chunks: int) -> int:
         """One of these chunks; each node another one, so that they have something to exchange."""

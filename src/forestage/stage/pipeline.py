@@ -266,7 +266,8 @@ def _peers(task: Task) -> "Peers | None":
         return None
 
     try:
-        return peers.of_job(node.config, job.node, job.nodelist, task.key, node.places)
+        about = node.config, job.node, job.nodelist, task.key, node.places
+        return peers.of_job(*about, ahead=bool(job.expected))
     except (PeerError, OSError) as error:
         log.say(f"stager job={job.id} peers=none detail={str(error)!r}", by_slurm=True)
         return None

@@ -114,6 +114,7 @@ class Shared(Run):
             policy(tuning.threads, downloads, len(peers.nodes)),
             self.hot,
             peers.givers,
+            peers.leaders,
         )
         # Of the own share too: who begins late gets it from peers as well.
         about = missing, source.size, tuning.chunk, len(self.schedule.ring.nodes)

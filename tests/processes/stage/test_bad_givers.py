@@ -22,6 +22,7 @@ from forestage.cache.image import Access, Image, identify
 from forestage.cache.part import Part
 from forestage.peers import auth
 from forestage.peers.client import Peers
+from forestage.peers.known_copies import Others
 from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.sources.source import Content
 from forestage.stage import reading, with_peers
@@ -126,7 +127,7 @@ class Watched(Peers):
         config = bad["n2"].node.config
         nodes, givers = (NODES, ()) if one_job else (NODES[3:], NODES[:3])
         prover = auth.prover(config.peers.key_file, "")
-        super().__init__(config, nodes, "n4", image.key, prover, givers)
+        super().__init__(config, nodes, "n4", image.key, prover, Others(givers))
         self.bad, self.image = bad, image
         self.asks = {node: itertools.count(1) for node in NODES}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forestage.peers import known_copies
-from forestage.peers.known_copies import Answer, Askers, to_try, whom_to_ask
+from forestage.peers.known_copies import Answer, Askers, to_follow, to_try, whom_to_ask
 
 NODES = tuple(f"n{number}" for number in range(100))
 
@@ -19,11 +19,16 @@ def test_asker_is_named_to_those_who_ask_after_it() -> None:
     assert askers.ask("k", "n3", 4.0) == ("n2", "n1")
 
 
-def test_of_many_askers_the_last_four_are_named() -> None:
+@pytest.mark.parametrize(
+    ("spacing", "named"), [(1.0, ("n0", "n6", "n7", "n8")), (300.0, ("n5", "n6", "n7", "n8"))]
+)
+def test_of_many_askers_the_last_are_named_and_the_first_while_it_may_copy(
+    spacing: float, named: tuple[str, ...]
+) -> None:
     askers = Askers()
     for number in range(9):
-        askers.ask("k", f"n{number}", float(number))
-    assert askers.ask("k", "new", 9.0) == ("n5", "n6", "n7", "n8")
+        askers.ask("k", f"n{number}", number * spacing)
+    assert askers.ask("k", "new", 9 * spacing) == named
 
 
 def test_asker_is_forgotten_after_an_hour() -> None:
@@ -43,14 +48,14 @@ def test_of_many_keys_those_asked_for_last_are_remembered(monkeypatch: pytest.Mo
     assert askers.ask("b", "n2", 1.0) == ()
 
 
-def test_all_nodes_ask_the_same_three_and_never_themselves() -> None:
+def test_all_nodes_ask_the_same_three_themselves_too() -> None:
     asked = whom_to_ask("k", NODES, "elsewhere")
     assert len(asked) == known_copies.ASKED
     assert whom_to_ask("k", NODES[::-1], "another") == asked
     assert whom_to_ask("l", NODES, "elsewhere") != asked
     beside = whom_to_ask("k", NODES, asked[1])
-    assert len(beside) == known_copies.ASKED
-    assert beside[:2] == [asked[0], asked[2]]
+    assert beside[:3] == asked
+    assert len(beside) == known_copies.ASKED + 1
 
 
 @pytest.mark.parametrize("nodes", [(), ("n1",)])
@@ -63,6 +68,17 @@ def test_who_has_a_copy_is_tried_before_who_is_named_and_two_in_all() -> None:
     assert to_try(answers, set(NODES)) == ("n2", "n5")
     assert to_try(answers[:1], set(NODES)) == ("n5", "n6")
     assert to_try([], set(NODES)) == ()
+
+
+def test_one_node_says_who_began_before_so_that_no_two_name_each_other() -> None:
+    """The first in the ring that answers, whichever answer came first."""
+    asked = ["n1", "n2", "n3"]
+    answers = [("n3", Answer(True, ("n9", "n8"))), ("n2", Answer(False, ("n8", "n7", "n9")))]
+    assert to_follow(asked, answers, set(NODES)) == ("n8", "n7")
+    assert to_follow(asked, answers, {"n2", "n9"}) == ("n9",)
+    assert to_follow(asked, answers[:1], set(NODES)) == ("n9", "n8")
+    assert to_follow(asked, [("n1", Answer(True)), *answers], set(NODES)) == ()
+    assert to_follow(asked, [], set(NODES)) == ()
 
 
 def test_name_that_roots_own_list_does_not_have_is_not_tried() -> None:

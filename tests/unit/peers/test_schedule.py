@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections.abc import Callable
 
@@ -566,3 +567,66 @@ def test_node_of_another_job_that_is_out_reads_nothing_that_others_would_stand_i
         one.leave_out(out)
     numbers = [ask.number for ask in all_of(one.next_read, 5.0)]
     assert all(one.me in one.ring.order(number) for number in numbers)
+
+
+def following(count: int = 12) -> Schedule:
+    """A copy ahead of a job, which x began before."""
+    return Schedule("key", ["me"], "me", range(count), MB, givers=("x",), leaders=("x",))
+
+
+def test_copy_ahead_reads_nothing_while_its_leader_gets_on() -> None:
+    one = following()
+    for has in range(12):
+        one.peer_has("x", everything(has), has)
+        assert one.next_read(has + 0.9) is None
+    one.peer_has("x", everything(12), 12.0)
+    for _ in range(3):
+        for ask in all_of(one.next_fetch, 12.0):
+            assert ask.peer == "x"
+            one.got(ask, 12.0)
+    assert one.done
+
+
+def test_copy_ahead_gives_its_leader_time_to_begin_and_reads_without_one() -> None:
+    one = following()
+    now = 0.0
+    while now < one.policy.head_start:
+        for ask in all_of(one.next_fetch, now):
+            one.failed(ask, "absent", now)
+        assert one.next_read(now) is None
+        now += 0.1
+    assert one.next_read(now) is not None
+
+
+def test_leader_that_begins_late_is_soon_heard_of() -> None:
+    one = following()
+    heard = []
+    for tenth in range(100):
+        for ask in all_of(one.next_fetch, tenth / 10):
+            one.failed(ask, "absent", tenth / 10)
+            heard.append(tenth / 10)
+    assert max(after - before for before, after in itertools.pairwise(heard)) < 1.0
+
+
+@pytest.mark.parametrize("how", ["stands still", "source", "refused", "wrong"])
+def test_copy_ahead_reads_when_its_leader_does_not_get_on(how: str) -> None:
+    one = following()
+    one.peer_has("x", 0b111, 0.0, source_failed=how == "source")
+    for ask in all_of(one.next_fetch, 0.0):
+        if how in ("refused", "wrong"):
+            one.failed(ask, how, 3.5)  # type: ignore[arg-type]
+        else:
+            one.got(ask, 0.5)
+    patience = one.policy.follow * (one.policy.patience + MB / one.policy.slowest)
+    if how == "stands still":
+        one.peer_has("x", 0b111, patience - 0.1)
+        assert one.next_read(patience - 0.1) is None
+    assert one.next_read(patience + 0.1 if how == "stands still" else 3.6) is not None
+    one.peer_has("x", 0b1111111, patience + 40)
+    assert (one.next_read(patience + 40) is None) == (how != "wrong"), "it gets on again"
+
+
+def test_copy_of_a_job_reads_beside_whoever_began_before() -> None:
+    one = Schedule("key", ["me"], "me", range(12), MB, givers=("x",))
+    one.peer_has("x", 0b11, 0.6)
+    assert [ask.number for ask in all_of(one.next_read, 0.6)] == [11, 2]

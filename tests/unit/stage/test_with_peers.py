@@ -41,6 +41,7 @@ class Fake(Peers):
         self.nodes = ("a", "b", "c", "d")
         self.me = "a"
         self.givers: tuple[str, ...] = ()
+        self.leaders: tuple[str, ...] = ()
         self.read_by: dict[str, str] = {}  # whom a peer names as the reader of what it gives
         self.data = data
         self.lies: dict[str, bytes] = {}  # what a peer has instead, with digests of its own
