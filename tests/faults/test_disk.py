@@ -131,6 +131,17 @@ def test_job_that_could_read_through_reads_its_source_where_the_disk_is_full_and
     assert ask(node, 7, path)[0] in ("through", "use")
 
 
+@pytest.mark.parametrize("scratch", ["ext4", "xfs"], indirect=True)
+def test_disk_that_was_full_before_it_was_a_cache_has_no_room(node: Node, scratch: str) -> None:
+    """No block is free for the directories of a cache."""
+    fill(node, 0)
+    path = node.put("alice/image.sqsh", image())
+    assert node.prolog(7, path).said == ("declined", "no-room")
+    assert node.epilog(7).code == 0
+    (node.nvme / "scratch/enroot").unlink()
+    assert node.prolog(8, path).outcome.result == "copied"
+
+
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [

@@ -82,7 +82,7 @@ class Askers:
 
 
 def whom_to_ask(key: str, nodes: Collection[str], me: str) -> list[str]:
-    """Pure: the nodes that remember who has the key: three others, and this one if it is of them."""
+    """Pure: the nodes that remember who has the key, three others; this one too if it does."""
     asked = list(Ring(key, tuple(nodes)).nodes[: ASKED + 1])
     if me not in asked[:ASKED]:
         return asked[:ASKED]
