@@ -109,10 +109,32 @@ def test_node_that_asked_before_is_named_to_the_next_one(
     assert copied(node, path).from_peers == 0, "a name that root's list does not have"
     nodes = ("n2", "n3", "n1", "n4")
     found = known_copies.find(config, key, "n5", ("n5",), nodes, prover)
-    assert (found.givers, found.leaders) == (("n4", "n1"), ())
-    found = known_copies.find(config, key, "n6", ("n6",), (*nodes, "n5"), prover, ahead=True)
-    assert found.leaders[0] == "n4", "who asked first reads first"
-    assert set(found.leaders) <= set(found.givers)
+    assert (found.givers, found.readers, found.leaders) == (("n4", "n1"), (), ())
+
+
+def test_nodes_that_copy_ahead_share_the_reading_and_a_later_one_leaves_it_to_them(
+    node: Node, peers: dict[str, Peer], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n2 asks first; n3 and n4 before it asks again, and n5 and n6 a while after that."""
+    key, config = node.identity(path).key, peers["n4"].config.peers
+    prover = auth.prover(config.key_file, "")
+    listed = (*NAMES, "n5", "n6")
+
+    def find(me: str, *meanwhile: str) -> known_copies.Others:
+        def others_ask(_: float) -> None:
+            monkeypatch.setattr(known_copies.time, "sleep", lambda _: None)
+            for other in meanwhile:
+                known_copies.find(config, key, other, (other,), listed, prover, ahead=True)
+
+        monkeypatch.setattr(known_copies.time, "sleep", others_ask)
+        return known_copies.find(config, key, me, (me,), listed, prover, ahead=True)
+
+    together = find("n2", "n3", "n4", "n5")
+    assert (together.readers, together.leaders) == (("n2", "n3", "n4", "n5"), ())
+    assert sorted(together.givers) == ["n3", "n4", "n5"]
+    later = find("n6")
+    assert (later.readers, later.leaders) == ((), ("n2", "n3", "n4", "n5"))
+    assert set(later.leaders) <= set(later.givers)
 
 
 @pytest.mark.parametrize("nodes", ["n1", "n[1-2]"])

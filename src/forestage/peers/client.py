@@ -47,7 +47,7 @@ class _SharedSession:
 
 
 class Peers:
-    """The nodes of a job, for the copy of one key, and `others`: nodes of other jobs."""
+    """Nodes for the copy of one key: `nodes` share the reading, `givers` are of other jobs."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Peers:
         others: Others = NOBODY,
         places: Places | None = None,
     ) -> None:
-        self.nodes = nodes
-        self.givers, self.leaders = others
+        self.givers, readers, self.leaders = others
+        self.nodes = tuple(dict.fromkeys((*nodes, *readers)))
         self.me = me
         self._key = key
         self._config = config.peers

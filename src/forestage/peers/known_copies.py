@@ -9,8 +9,10 @@ jobs would be forgotten for it, while its nodes still ask. There is no tracker, 
 outlives the service. Names are hints: a node that has nothing costs one request, and what it gives
 is believed no more than any peer (docs/decisions/0051-any-warm-node-serves.md).
 
-A copy ahead of a job leaves reading to those that asked before it. The word of one node alone says
-who that is, of the first in the ring that answers: else two nodes could each leave it to the other.
+Copies ahead of jobs begin on many nodes at the same time, and nobody waits for them. The first
+READERS nodes that ask share the reading, as the nodes of a job do, and the others leave it to
+these. So each asks again a moment later. The word of one node alone says who they are, of the first
+in the ring that answers: else two nodes could each leave it to the other.
 """
 
 import re
@@ -35,7 +37,9 @@ PATIENCE = 1.0  # seconds for all answers together
 NAMES = 4  # of one key, those that asked last
 OF_JOB = 2  # nodes of a job that are remembered
 KEPT = 86400.0  # seconds
-COPIES = 600.0  # seconds for which who asked first may still copy, and stays named
+READERS = 4  # nodes that read an image ahead of jobs
+COPIES = 600.0  # seconds for which these may be at it
+GATHER = 2.0  # seconds in which they find one another
 KEYS = 10_000  # some 5 MB
 MOST = 4096  # bytes of an answer
 
@@ -43,24 +47,36 @@ PATH = re.compile(r"/v1/copies/([0-9a-f]{32})(?:/([A-Za-z0-9][A-Za-z0-9._-]{0,62
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Whether the node that was asked has anything of the key itself, and who else asked for it."""
+    """Whether the node that was asked has anything of the key itself, and who else asked for it.
+
+    `nodes` are those that asked last, `first` those that asked first of late; both in their order.
+    """
 
     has: bool
     nodes: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
 
 
 class Others(NamedTuple):
-    """Nodes of other jobs: what may be taken from `givers`; `leaders` are those that read first."""
+    """Nodes of other jobs that may give chunks, and how a copy ahead of a job stands to them.
+
+    `readers`: this node and those of the givers with which it shares the reading; `leaders`: those
+    to which it leaves that.
+    """
 
     givers: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
     leaders: tuple[str, ...] = ()
 
 
 class Askers:
-    """Who asked for which key lately, the last `names` of them; seconds are monotonic."""
+    """Who asked for which key lately, the last `names` of them; seconds are monotonic.
 
-    def __init__(self, names: int = NAMES, kept: float = KEPT) -> None:
-        self._names = names
+    With `first` the first of them instead.
+    """
+
+    def __init__(self, names: int = NAMES, kept: float = KEPT, first: bool = False) -> None:
+        self._names = slice(names) if first else slice(-names, None)
         self._kept = kept
         self._by_key: OrderedDict[str, dict[str, float]] = OrderedDict()
 
@@ -69,11 +85,7 @@ class Askers:
         known = self._by_key.pop(key, {})
         others = {name: at for name, at in known.items() if now - at <= self._kept and name != node}
         if node is not None:
-            known = {**others, node: now}
-            if len(known) > self._names:
-                first, second = list(known)[:2]
-                del known[second if now - known[first] < COPIES else first]
-            self._by_key[key] = known
+            self._by_key[key] = dict([*others.items(), (node, now)][self._names])
         elif others:
             self._by_key[key] = others
         if len(self._by_key) > KEYS:
@@ -104,16 +116,16 @@ def to_try(answers: Sequence[tuple[str, Answer]], known: Collection[str]) -> tup
     return tuple(node for node in dict.fromkeys((*sure, *named)) if node in known)[:TRIED]
 
 
-def to_follow(
+def who_reads(
     asked: Sequence[str], answers: Sequence[tuple[str, Answer]], known: Collection[str]
 ) -> tuple[str, ...]:
-    """Pure: the nodes that began to copy the key before, the first of them first.
+    """Pure: the nodes that share the reading, by one node's word.
 
-    `asked` are those asked, in the order of the ring; `known` as for `to_try`.
+    `asked` are those asked, in the order of the ring; `known` those of root's list.
     """
     said = dict(answers)
-    first = next((said[node].nodes for node in asked if node in said), ())
-    return tuple(node for node in first if node in known)[:TRIED]
+    first = next((said[node].first for node in asked if node in said), ())
+    return tuple(node for node in first if node in known)[:READERS]
 
 
 def find(
@@ -127,27 +139,49 @@ def find(
 ) -> Others:
     """The nodes of other jobs that may have the key; `nodes` is root's list. Within PATIENCE.
 
-    `ahead`: no job waits for the copy, so it has leaders.
+    `ahead`: no job waits for the copy, so nodes share the reading; GATHER more.
     """
     known = frozenset(nodes).difference(job)
     asked = whom_to_ask(key, nodes, me)
+    path = f"/v1/copies/{key}"
+    says = f"{path}/{me}" if announces(key, job, me) else path
+    # Nobody waits for the last answers: these nodes only have to hear who asks.
+    enough = len(asked) if ahead else TRIED
+    answers = _answers(config, asked, key, says, prover, known, enough)
+    givers = to_try(answers, known)
+    if not ahead or not answers:
+        return Others(givers)
+    time.sleep(GATHER)
+    again = _answers(config, asked, key, path, prover, known, len(asked))
+    readers = who_reads(asked, again, nodes)
+    givers = tuple(dict.fromkeys(node for node in (*givers, *readers) if node != me))
+    return Others(givers, readers) if me in readers else Others(givers, (), readers)
+
+
+def _answers(
+    config: Peering,
+    asked: Sequence[str],
+    key: str,
+    path: str,
+    prover: Prover,
+    known: Collection[str],
+    enough: int,
+) -> list[tuple[str, Answer]]:
+    """What these nodes answer within PATIENCE, until it names `enough` nodes to take from."""
     until = time.monotonic() + PATIENCE
     came: SimpleQueue[tuple[str, Answer | None]] = SimpleQueue()
-
-    path = f"/v1/copies/{key}/{me}" if announces(key, job, me) else f"/v1/copies/{key}"
 
     def ask(node: str) -> None:
         came.put((node, _ask(config, node, key, path, prover, until)))
 
-    for node in asked:  # nobody waits for the last of them: it only has to hear who asks
+    for node in asked:
         threading.Thread(target=ask, args=(node,), name="ask", daemon=True).start()
     answers: list[tuple[str, Answer]] = []
     for node, answer in _until(came, len(asked), until):
         answers += [(node, answer)] if answer else []
-        if len(to_try(answers, known)) == TRIED and not ahead:
+        if len(to_try(answers, known)) >= enough:
             break
-    leaders = to_follow(asked, answers, known) if ahead else ()
-    return Others(tuple(dict.fromkeys((*to_try(answers, known), *leaders))), leaders)
+    return answers
 
 
 def _until(

@@ -30,8 +30,8 @@ another one should have read:
     in need    nothing at all has come for long, or no peer answers: each node reads other chunks,
                one at first, twice as many after each that came
 
-A copy ahead of a job, for which nobody waits, has leaders: nodes of other jobs that began it
-before. As long as one of them gets on, it reads nothing.
+A copy ahead of a job, for which nobody waits, may have leaders: nodes of other jobs that share the
+reading. As long as one of them gets on, it reads nothing.
 
 docs/decisions/0019-three-ways-to-take-over-a-chunk.md says why one rule is not enough.
 """
@@ -65,7 +65,7 @@ class Policy(msgspec.Struct, frozen=True):
 
     at_once: int = 2
     busy: int = 8
-    head_start: float = 3.0  # of a leader
+    head_start: float = 3.0  # of nodes that copy it ahead of jobs, too
     follow: float = 4.0  # times what a slow chunk takes: then a leader does not get on
     probe: float = 0.5  # to find out whether others have begun long before
     grace: float = 1.0  # for others to begin, before one reads in their stead
@@ -95,9 +95,10 @@ class Schedule:
         givers: Sequence[str] = (),
         leaders: Sequence[str] = (),
     ) -> None:
-        """`givers`: nodes of other jobs. They read nothing for this one, and may have all of it.
+        """`givers`: nodes of other jobs, which may have all of it.
 
-        `leaders` are those of them to which this copy leaves reading.
+        They read nothing for this one, unless they are of `nodes` as well; `leaders` are those to
+        which this copy leaves reading.
         """
         self.ring = Ring(key, nodes)
         self.me = me
@@ -110,13 +111,18 @@ class Schedule:
         self._urgent = 0  # chunks that jobs wait for
         self._wanted: list[int] = []  # these first, then what jobs will want
         self._front = 0  # where a job waited last: the rest goes on from there
-        place, neighbours = self.ring.place[me], [*givers, *self.ring.neighbours(me)]
+        place = self.ring.place[me]
+        neighbours = list(dict.fromkeys([*givers, *self.ring.neighbours(me)]))
         self._share = self.missing & sum_of(range(place, self._count, len(self.ring.nodes)))
         self._due: Counter[str] = Counter()  # by peer, the chunks that should come from it
         for number in bits(self.missing & ~self._share):
             self._due[self.ring.nearer(number, me)[0]] |= 1 << number
         self._peers = PeerTable(neighbours, givers)
         self._leaders = leaders
+        with_us = [node for node in givers if node in self.ring.place]
+        # Nodes of no job of ours, which have begun to copy it a moment ago, or are about to.
+        self._beginners = frozenset([*leaders, *with_us])
+        self._grace = self.policy.head_start if with_us else self.policy.grace
         self._each = max(1, self.policy.busy // max(1, len(neighbours)))  # asks of one peer at once
         self._sure: set[Ask] = set()  # asks of peers that said that they have the chunk
         self._polls: set[Ask] = set()  # asks that only want to know what the peer has
@@ -153,7 +159,7 @@ class Schedule:
             return None
         number = self._of_share(now)
         # Others may begin a moment later: a chunk is taken over only after that.
-        if number is None and (self._peers.alone or now - begun >= self.policy.grace):
+        if number is None and (self._peers.alone or now - begun >= self._grace):
             for choose in (self._stand_in, self._overdue, self._in_need):
                 number = choose(now)
                 if number is not None:
@@ -229,8 +235,8 @@ class Schedule:
         elif why == "slow":
             self._peers.back_off(ask.peer, self.policy.patience, now)
         elif has is None or has >> ask.number & 1:  # else it has the copy, but not this chunk yet
-            soon = 4 if ask.peer in self._leaders else 32  # it asked a moment ago
-            self._peers.back_off(ask.peer, self.policy.absent, now, soon)
+            most = 4 if ask.peer in self._beginners else 32
+            self._peers.back_off(ask.peer, self.policy.absent, now, most)
 
     def leave_out(self, peer: str) -> None:
         """The peer gave wrong bytes: it is asked for nothing more."""
@@ -419,14 +425,15 @@ class Schedule:
                 return self._ask(self._some(has & due), peer, now)
             # Peers that should give us something are polled often, the others half as often.
             is_giver = peer in self._peers.givers
-            unmet = is_giver and peer not in self._peers.has and not self._peers.load[peer]
+            asked = is_giver and self._peers.load[peer]
+            unmet = is_giver and peer not in self._peers.has
             age = self._peers.news_age(peer, now, begun)
-            if unmet or age > self.policy.news * (1 if due else 2):
+            if not asked and (unmet or age > self.policy.news * (1 if due else 2)):
                 ask = self._ask(self._first(due or self._unasked), peer, now)
                 self._polls.add(ask)
                 return ask
             # The nodes of a job share what a node of another one has: each gets its own share.
-            if has and not (is_giver and self._peers.load[peer]):
+            if has and not asked:
                 spare = spare or (self._some(has), peer)
         return spare and self._ask(*spare, now)
 
@@ -444,7 +451,8 @@ class Schedule:
         """A chunk that no peer is known to have, of the peer that should have it first."""
         found: dict[int, str] = {}
         for peer in self._peers.neighbours if self._unasked else ():
-            if peer in self._peers.source_failed:
+            # One of another job answers at once, and says soon what it has.
+            if peer in self._peers.source_failed or peer in self._peers.givers:
                 continue
             due = self._unasked & (self._due[peer] | (self._share if self.source_failed else 0))
             if due and not self._peers.load[peer] and not self._peers.is_out(peer, now):

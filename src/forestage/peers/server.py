@@ -110,6 +110,7 @@ class Service:
         self.reach = node.config.peers.reach
         self.peering = node.config.peers
         self.known_copies = known_copies.Askers()
+        self.first = known_copies.Askers(known_copies.READERS, known_copies.COPIES, first=True)
         self.takers = known_copies.Askers(TAKERS)
         self.told = known_copies.Askers(notices.READERS, notices.AGAIN)
         self.pace = Pace(node.config.peers.bandwidth, self.now)
@@ -286,7 +287,8 @@ class Service:
             raise _Refused(404)
         known = local_chunks.look(self.cache, key)
         has = bool(known.for_other_jobs(known.here()))
-        answer = known_copies.Answer(has, self.known_copies.ask(key, node, self.now()))
+        about = key, node, self.now()
+        answer = known_copies.Answer(has, self.known_copies.ask(*about), self.first.ask(*about))
         return self._proven(ask, msgspec.json.encode(answer))
 
     def _answer_notice(self, request: web.BaseRequest, key: str, reader: str) -> web.Response:

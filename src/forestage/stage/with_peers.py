@@ -117,7 +117,8 @@ class Shared(Run):
             peers.leaders,
         )
         # Of the own share too: who begins late gets it from peers as well.
-        about = missing, source.size, tuning.chunk, len(self.schedule.ring.nodes)
+        own = sum(node not in peers.givers for node in peers.nodes)  # of the job
+        about = missing, source.size, tuning.chunk, own
         self.samples = samples.draw(*about, SystemRandom(), bool(peers.givers))
 
     def _bring_own(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forestage.peers import known_copies
-from forestage.peers.known_copies import Answer, Askers, to_follow, to_try, whom_to_ask
+from forestage.peers.known_copies import Answer, Askers, to_try, who_reads, whom_to_ask
 
 NODES = tuple(f"n{number}" for number in range(100))
 
@@ -19,16 +19,13 @@ def test_asker_is_named_to_those_who_ask_after_it() -> None:
     assert askers.ask("k", "n3", 4.0) == ("n2", "n1")
 
 
-@pytest.mark.parametrize(
-    ("spacing", "named"), [(1.0, ("n0", "n6", "n7", "n8")), (300.0, ("n5", "n6", "n7", "n8"))]
-)
-def test_of_many_askers_the_last_are_named_and_the_first_while_it_may_copy(
-    spacing: float, named: tuple[str, ...]
-) -> None:
-    askers = Askers()
+@pytest.mark.parametrize("first", [False, True])
+def test_of_many_askers_the_last_four_are_named_or_the_first(first: bool) -> None:
+    askers = Askers(first=first)
     for number in range(9):
-        askers.ask("k", f"n{number}", number * spacing)
-    assert askers.ask("k", "new", 9 * spacing) == named
+        askers.ask("k", f"n{number}", float(number))
+    named = range(4) if first else range(5, 9)
+    assert askers.ask("k", "new", 9.0) == tuple(f"n{number}" for number in named)
 
 
 def test_asker_is_forgotten_after_an_hour() -> None:
@@ -70,15 +67,16 @@ def test_who_has_a_copy_is_tried_before_who_is_named_and_two_in_all() -> None:
     assert to_try([], set(NODES)) == ()
 
 
-def test_one_node_says_who_began_before_so_that_no_two_name_each_other() -> None:
+def test_one_node_says_who_reads_ahead_so_that_no_two_leave_it_to_each_other() -> None:
     """The first in the ring that answers, whichever answer came first."""
     asked = ["n1", "n2", "n3"]
-    answers = [("n3", Answer(True, ("n9", "n8"))), ("n2", Answer(False, ("n8", "n7", "n9")))]
-    assert to_follow(asked, answers, set(NODES)) == ("n8", "n7")
-    assert to_follow(asked, answers, {"n2", "n9"}) == ("n9",)
-    assert to_follow(asked, answers[:1], set(NODES)) == ("n9", "n8")
-    assert to_follow(asked, [("n1", Answer(True)), *answers], set(NODES)) == ()
-    assert to_follow(asked, [], set(NODES)) == ()
+    five = tuple(f"n{number}" for number in range(11, 16))
+    answers = [("n3", Answer(True, (), ("n9", "n8"))), ("n2", Answer(False, ("n1",), five))]
+    assert who_reads(asked, answers, set(NODES)) == five[:4]
+    assert who_reads(asked, answers, {"n2", "n12"}) == ("n12",)
+    assert who_reads(asked, answers[:1], set(NODES)) == ("n9", "n8")
+    assert who_reads(asked, [("n1", Answer(True)), *answers], set(NODES)) == ()
+    assert who_reads(asked, [], set(NODES)) == ()
 
 
 def test_name_that_roots_own_list_does_not_have_is_not_tried() -> None:

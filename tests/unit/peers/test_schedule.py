@@ -630,3 +630,57 @@ def test_copy_of_a_job_reads_beside_whoever_began_before() -> None:
     one = Schedule("key", ["me"], "me", range(12), MB, givers=("x",))
     one.peer_has("x", 0b11, 0.6)
     assert [ask.number for ask in all_of(one.next_read, 0.6)] == [11, 2]
+
+
+def sharing(me: str) -> Schedule:
+    """A copy ahead of a job on one of two nodes, which read it together."""
+    other = {"a": "b", "b": "a"}[me]
+    return Schedule("key", ["a", "b"], me, range(12), MB, givers=(other,))
+
+
+def test_nodes_that_copy_ahead_each_read_a_share_and_take_the_others() -> None:
+    both = {me: sharing(me) for me in ("a", "b")}
+    read: dict[str, list[int]] = {"a": [], "b": []}
+    has = {"a": 0, "b": 0}
+    now = 0.0
+    while not all(one.done for one in both.values()):
+        now += 0.1
+        for me, one in both.items():
+            other = "b" if me == "a" else "a"
+            for ask in all_of(one.next_fetch, now):
+                one.peer_has(other, has[other], now)
+                if has[other] >> ask.number & 1:
+                    one.got(ask, now)
+                else:
+                    one.failed(ask, "absent", now)
+            for ask in all_of(one.next_read, now):
+                read[me].append(ask.number)
+                has[me] |= 1 << ask.number
+                one.got(ask, now)
+        assert now < 60
+    assert sorted(read["a"] + read["b"]) == list(range(12)), "each chunk is read once"
+    assert {len(its) for its in read.values()} == {6}
+
+
+def test_node_of_another_job_that_shares_the_reading_is_not_asked_all_the_time() -> None:
+    """It says at once that it has not read a chunk yet."""
+    one = sharing("a")
+    asks = 0
+    for tenth in range(100):
+        for ask in all_of(one.next_fetch, tenth / 10):
+            one.peer_has("b", 0, tenth / 10)
+            one.failed(ask, "absent", tenth / 10)
+            asks += 1
+    assert asks <= 25
+
+
+def test_node_that_shares_the_reading_and_is_gone_is_stood_in_for() -> None:
+    one = sharing("a")
+    now = 0.0
+    while not one.done:
+        now += 0.1
+        for ask in all_of(one.next_fetch, now):
+            one.failed(ask, "refused", now)
+        for ask in all_of(one.next_read, now):
+            one.got(ask, now)
+        assert now < 60
