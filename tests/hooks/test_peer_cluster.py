@@ -109,32 +109,24 @@ def test_node_that_asked_before_is_named_to_the_next_one(
     assert copied(node, path).from_peers == 0, "a name that root's list does not have"
     nodes = ("n2", "n3", "n1", "n4")
     found = known_copies.find(config, key, "n5", ("n5",), nodes, prover)
-    assert (found.givers, found.readers, found.leaders) == (("n4", "n1"), (), ())
+    assert (found.givers, found.readers, found.follows) == (("n4", "n1"), (), False)
 
 
-def test_nodes_that_copy_ahead_share_the_reading_and_a_later_one_leaves_it_to_them(
-    node: Node, peers: dict[str, Peer], path: Path, monkeypatch: pytest.MonkeyPatch
+def test_first_nodes_that_copy_ahead_share_the_reading_and_later_ones_leave_it_to_them(
+    node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
-    """n2 asks first; n3 and n4 before it asks again, and n5 and n6 a while after that."""
     key, config = node.identity(path).key, peers["n4"].config.peers
     prover = auth.prover(config.key_file, "")
-    listed = (*NAMES, "n5", "n6")
-
-    def find(me: str, *meanwhile: str) -> known_copies.Others:
-        def others_ask(_: float) -> None:
-            monkeypatch.setattr(known_copies.time, "sleep", lambda _: None)
-            for other in meanwhile:
-                known_copies.find(config, key, other, (other,), listed, prover, ahead=True)
-
-        monkeypatch.setattr(known_copies.time, "sleep", others_ask)
-        return known_copies.find(config, key, me, (me,), listed, prover, ahead=True)
-
-    together = find("n2", "n3", "n4", "n5")
-    assert (together.readers, together.leaders) == (("n2", "n3", "n4", "n5"), ())
-    assert sorted(together.givers) == ["n3", "n4", "n5"]
-    later = find("n6")
-    assert (later.readers, later.leaders) == ((), ("n2", "n3", "n4", "n5"))
-    assert set(later.leaders) <= set(later.givers)
+    listed = (*NAMES, "n5", "n6", "n7")
+    found = [
+        known_copies.find(config, key, me, (me,), listed, prover, ahead=True)
+        for me in ("n2", "n5", "n4", "n6", "n3", "n7")
+    ]
+    first = ("n2", "n5", "n4", "n6")
+    assert [one.readers for one in found] == [first[:number] for number in range(4)] + 2 * [first]
+    assert [one.follows for one in found] == [False] * 4 + [True] * 2
+    assert all(set(one.readers) <= set(one.givers) for one in found)
+    assert known_copies.find(config, key, "n1", ("n1",), listed, prover).readers == ()
 
 
 @pytest.mark.parametrize("nodes", ["n1", "n[1-2]"])

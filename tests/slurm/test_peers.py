@@ -218,8 +218,11 @@ def test_jobs_on_different_nodes_read_the_source_once(of_cluster: Fleet) -> None
     assert "; 0 of 64 MiB from the file server" in fleet.command("explain", str(job), node=node)
 
 
-def test_nodes_that_copy_ahead_at_once_read_the_source_once(of_cluster: Fleet) -> None:
-    """n1 has the list of what jobs wait for; all others pass at the same time."""
+def test_nodes_that_copy_ahead_at_once_read_the_source_twice_at_most(of_cluster: Fleet) -> None:
+    """n1 has the list of what jobs wait for; all others pass at the same time.
+
+    The first reads all of it, the second a half, then a third, and a quarter.
+    """
     fleet, size = of_cluster, 4 * MIB << 20
     peers = {"enabled": True, "listen": "{node}", "reach": "cluster"}
     nodes = fleet.cluster.nodes[1:]
@@ -245,11 +248,11 @@ def test_nodes_that_copy_ahead_at_once_read_the_source_once(of_cluster: Fleet) -
         assert fleet.wrong(path, nodes) == []
         copies = [one.outcome for one in fleet.await_copies(path, nodes).values()]
         taken = sum(one.size - one.from_peers for one in copies)
-        if max(taken, read / 1.2) < 1.5 * size:
+        if max(taken, read / 1.1) < 2.4 * size:
             break
         fleet.reset()
-    assert taken < 1.5 * size
-    assert read < 1.8 * size, "GlusterFS reads some MiB more"
+    assert taken < 2.4 * size
+    assert read < 2.7 * size, "GlusterFS reads some MiB more"
 
 
 def test_job_whose_givers_are_dead_reads_the_source(of_cluster: Fleet) -> None:

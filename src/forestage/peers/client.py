@@ -59,8 +59,9 @@ class Peers:
         others: Others = NOBODY,
         places: Places | None = None,
     ) -> None:
-        self.givers, readers, self.leaders = others
-        self.nodes = tuple(dict.fromkeys((*nodes, *readers)))
+        self.givers = others.givers
+        self.leaders = others.readers if others.follows else ()
+        self.nodes = nodes if others.follows else (*nodes, *others.readers)
         self.me = me
         self._key = key
         self._config = config.peers

@@ -9,10 +9,10 @@ jobs would be forgotten for it, while its nodes still ask. There is no tracker, 
 outlives the service. Names are hints: a node that has nothing costs one request, and what it gives
 is believed no more than any peer (docs/decisions/0051-any-warm-node-serves.md).
 
-Copies ahead of jobs begin on many nodes at the same time, and nobody waits for them. The first
-READERS nodes that ask share the reading, as the nodes of a job do, and the others leave it to
-these. So each asks again a moment later. The word of one node alone says who they are, of the first
-in the ring that answers: else two nodes could each leave it to the other.
+Copies ahead of jobs begin on many nodes within a minute, and nobody waits for them. The first
+READERS nodes that ask share the reading, as the nodes of a job do, with those that were before
+them; the others leave it to these. The word of one node alone says who they are, of the first in
+the ring that answers: else two nodes could each leave it to the other.
 """
 
 import re
@@ -39,7 +39,6 @@ OF_JOB = 2  # nodes of a job that are remembered
 KEPT = 86400.0  # seconds
 READERS = 4  # nodes that read an image ahead of jobs
 COPIES = 600.0  # seconds for which these may be at it
-GATHER = 2.0  # seconds in which they find one another
 KEYS = 10_000  # some 5 MB
 MOST = 4096  # bytes of an answer
 
@@ -60,13 +59,12 @@ class Answer(msgspec.Struct, frozen=True):
 class Others(NamedTuple):
     """Nodes of other jobs that may give chunks, and how a copy ahead of a job stands to them.
 
-    `readers`: this node and those of the givers with which it shares the reading; `leaders`: those
-    to which it leaves that.
+    `readers` are those of the givers that share the reading: with this node, unless it `follows`.
     """
 
     givers: tuple[str, ...] = ()
     readers: tuple[str, ...] = ()
-    leaders: tuple[str, ...] = ()
+    follows: bool = False
 
 
 class Askers:
@@ -119,9 +117,9 @@ def to_try(answers: Sequence[tuple[str, Answer]], known: Collection[str]) -> tup
 def who_reads(
     asked: Sequence[str], answers: Sequence[tuple[str, Answer]], known: Collection[str]
 ) -> tuple[str, ...]:
-    """Pure: the nodes that share the reading, by one node's word.
+    """Pure: the nodes that began to read ahead before this one, by one node's word.
 
-    `asked` are those asked, in the order of the ring; `known` those of root's list.
+    `asked` are those asked, in the order of the ring; `known` as for `to_try`.
     """
     said = dict(answers)
     first = next((said[node].first for node in asked if node in said), ())
@@ -139,49 +137,29 @@ def find(
 ) -> Others:
     """The nodes of other jobs that may have the key; `nodes` is root's list. Within PATIENCE.
 
-    `ahead`: no job waits for the copy, so nodes share the reading; GATHER more.
+    `ahead`: no job waits for the copy, so nodes share the reading.
     """
     known = frozenset(nodes).difference(job)
     asked = whom_to_ask(key, nodes, me)
-    path = f"/v1/copies/{key}"
-    says = f"{path}/{me}" if announces(key, job, me) else path
-    # Nobody waits for the last answers: these nodes only have to hear who asks.
-    enough = len(asked) if ahead else TRIED
-    answers = _answers(config, asked, key, says, prover, known, enough)
-    givers = to_try(answers, known)
-    if not ahead or not answers:
-        return Others(givers)
-    time.sleep(GATHER)
-    again = _answers(config, asked, key, path, prover, known, len(asked))
-    readers = who_reads(asked, again, nodes)
-    givers = tuple(dict.fromkeys(node for node in (*givers, *readers) if node != me))
-    return Others(givers, readers) if me in readers else Others(givers, (), readers)
-
-
-def _answers(
-    config: Peering,
-    asked: Sequence[str],
-    key: str,
-    path: str,
-    prover: Prover,
-    known: Collection[str],
-    enough: int,
-) -> list[tuple[str, Answer]]:
-    """What these nodes answer within PATIENCE, until it names `enough` nodes to take from."""
     until = time.monotonic() + PATIENCE
     came: SimpleQueue[tuple[str, Answer | None]] = SimpleQueue()
+
+    path = f"/v1/copies/{key}/{me}" if announces(key, job, me) else f"/v1/copies/{key}"
 
     def ask(node: str) -> None:
         came.put((node, _ask(config, node, key, path, prover, until)))
 
-    for node in asked:
+    for node in asked:  # nobody waits for the last of them: it only has to hear who asks
         threading.Thread(target=ask, args=(node,), name="ask", daemon=True).start()
     answers: list[tuple[str, Answer]] = []
     for node, answer in _until(came, len(asked), until):
         answers += [(node, answer)] if answer else []
-        if len(to_try(answers, known)) >= enough:
+        if len(to_try(answers, known)) == TRIED and not ahead:
             break
-    return answers
+    givers = to_try(answers, known)
+    before = who_reads(asked, answers, known) if ahead else ()
+    givers = tuple(dict.fromkeys((*givers, *before)))
+    return Others(givers, before, len(before) == READERS)
 
 
 def _until(

@@ -65,7 +65,6 @@ class Policy(msgspec.Struct, frozen=True):
 
     at_once: int = 2
     busy: int = 8
-    head_start: float = 3.0  # of nodes that copy it ahead of jobs, too
     follow: float = 4.0  # times what a slow chunk takes: then a leader does not get on
     probe: float = 0.5  # to find out whether others have begun long before
     grace: float = 1.0  # for others to begin, before one reads in their stead
@@ -122,7 +121,6 @@ class Schedule:
         with_us = [node for node in givers if node in self.ring.place]
         # Nodes of no job of ours, which have begun to copy it a moment ago, or are about to.
         self._beginners = frozenset([*leaders, *with_us])
-        self._grace = self.policy.head_start if with_us else self.policy.grace
         self._each = max(1, self.policy.busy // max(1, len(neighbours)))  # asks of one peer at once
         self._sure: set[Ask] = set()  # asks of peers that said that they have the chunk
         self._polls: set[Ask] = set()  # asks that only want to know what the peer has
@@ -159,7 +157,7 @@ class Schedule:
             return None
         number = self._of_share(now)
         # Others may begin a moment later: a chunk is taken over only after that.
-        if number is None and (self._peers.alone or now - begun >= self._grace):
+        if number is None and (self._peers.alone or now - begun >= self.policy.grace):
             for choose in (self._stand_in, self._overdue, self._in_need):
                 number = choose(now)
                 if number is not None:
@@ -299,7 +297,7 @@ class Schedule:
 
     def _follows(self, now: float, begun: float) -> bool:
         """Whether a leader reads, or may be about to begin."""
-        begins = bool(self._leaders) and now - begun < self.policy.head_start
+        begins = bool(self._leaders) and now - begun < self.policy.grace
         return begins or any(self._peers.gets_on(one, now, self._follow) for one in self._leaders)
 
     def _of_share(self, now: float) -> int | None:

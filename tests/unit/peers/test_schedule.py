@@ -590,7 +590,7 @@ def test_copy_ahead_reads_nothing_while_its_leader_gets_on() -> None:
 def test_copy_ahead_gives_its_leader_time_to_begin_and_reads_without_one() -> None:
     one = following()
     now = 0.0
-    while now < one.policy.head_start:
+    while now < one.policy.grace:
         for ask in all_of(one.next_fetch, now):
             one.failed(ask, "absent", now)
         assert one.next_read(now) is None
