@@ -22,6 +22,7 @@ from forestage.peers.connection import ChunkRefused
 from forestage.peers.known_copies import Others
 from forestage.peers.peer_table import sum_of
 from forestage.peers.protocol import ChunkRequest, Receiver
+from forestage.peers.ring import Ring
 from forestage.slurm.queue import Slurm
 from node import ALICE, HANGS, Node, until
 from peering import CHUNK, PIECES, data, free_port, give, run
@@ -117,16 +118,23 @@ def test_first_nodes_that_copy_ahead_share_the_reading_and_later_ones_leave_it_t
 ) -> None:
     key, config = node.identity(path).key, peers["n4"].config.peers
     prover = auth.prover(config.key_file, "")
-    listed = (*NAMES, "n5", "n6", "n7")
+    served = ("n2", "n3", "n4")
+    # Behind these in the key's ring: nobody asks a node that has no service.
+    a, b, c, d, *_ = (
+        name
+        for name in (f"m{number}" for number in range(200))
+        if Ring(key, (*served, name)).nodes[-1] == name
+    )
+    listed = (*served, a, b, c, d)
     found = [
         known_copies.find(config, key, me, (me,), listed, prover, ahead=True)
-        for me in ("n2", "n5", "n4", "n6", "n3", "n7")
+        for me in ("n2", a, "n4", b, "n3", c)
     ]
-    first = ("n2", "n5", "n4", "n6")
+    first = ("n2", a, "n4", b)
     assert [one.readers for one in found] == [first[:number] for number in range(4)] + 2 * [first]
     assert [one.follows for one in found] == [False] * 4 + [True] * 2
     assert all(set(one.readers) <= set(one.givers) for one in found)
-    assert known_copies.find(config, key, "n1", ("n1",), listed, prover).readers == ()
+    assert known_copies.find(config, key, d, (d,), listed, prover).readers == ()
 
 
 @pytest.mark.parametrize("nodes", ["n1", "n[1-2]"])
