@@ -114,8 +114,9 @@ def test_node_that_asked_before_is_named_to_the_next_one(
 
 
 def test_first_nodes_that_copy_ahead_share_the_reading_and_later_ones_leave_it_to_them(
-    node: Node, peers: dict[str, Peer], path: Path
+    node: Node, peers: dict[str, Peer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(known_copies, "PATIENCE", HANGS)  # a machine may stand still for a second
     key, config = node.identity(path).key, peers["n4"].config.peers
     prover = auth.prover(config.key_file, "")
     served = ("n2", "n3", "n4")
