@@ -226,6 +226,7 @@ class OtherNode:
     nodes = ("n1", "n2")
     me = "n1"
     givers: tuple[str, ...] = ()
+    leaders: tuple[str, ...] = ()
 
     def __init__(self, content: bytes) -> None:
         self.content = content

@@ -28,7 +28,7 @@ import msgspec
 from forestage.cache import held_open
 from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.part import Owner, Part, boot_id
-from forestage.errors import Failed, of_disk
+from forestage.errors import Failed
 from forestage.system import as_user, child, files, lock, mounts, records
 from forestage.system.files import opened
 
@@ -170,20 +170,11 @@ class Cache:
     def prepare(self, require_mount: bool) -> None:
         """Makes the layout, or finds it made. Raises Failed where it must not be used.
 
-        Raises Declined where the disk is full, OSError for its other errors. It looks before it
-        makes: mkdir(2) waits for a disk that takes no writes, though the directory is there.
+        It looks before it makes: mkdir(2) waits for a disk that takes no writes, though the
+        directory is there.
         """
         if require_mount:
             self.must_be_mounted()
-        try:
-            self._make()
-        except OSError as error:
-            meant = of_disk(error)
-            if isinstance(meant, Failed):
-                raise
-            raise meant from None
-
-    def _make(self) -> None:
         if not self.root.exists():
             self.root.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):

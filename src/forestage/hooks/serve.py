@@ -23,7 +23,7 @@ from forestage.cache.image import Image
 from forestage.cache.lease import Lease
 from forestage.cache.node import Node
 from forestage.clock import Deadline
-from forestage.errors import Declined, Failed, ForestageError
+from forestage.errors import Declined, Failed, ForestageError, of_disk
 from forestage.events import UNSERVED, Result
 from forestage.hooks import leases
 from forestage.hooks.answers import Answer, measured, of_error, shown_as
@@ -300,7 +300,7 @@ def _refusal(node: Node, job: Job, request: Request, limit: Limit) -> Declined |
     except Declined as declined:
         return declined
     except OSError as error:
-        return Failed("io", str(error))
+        return of_disk(error)
     return None
 
 

@@ -515,7 +515,7 @@ def test_damaged_entry_of_the_key_is_replaced(
 @pytest.fixture
 def other(monkeypatch: Patch) -> OtherNode:
     node = OtherNode(CONTENT)
-    monkeypatch.setattr("forestage.peers.of_job", lambda *_: node)
+    monkeypatch.setattr("forestage.peers.of_job", lambda *_, **__: node)
     return node
 
 

@@ -95,7 +95,7 @@ def test_made_up_source_that_changes_meanwhile_is_not_published(
 def test_made_up_source_comes_from_the_other_nodes_of_the_job(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forestage.peers.of_job", lambda *_: OtherNode(WHOLE))
+    monkeypatch.setattr("forestage.peers.of_job", lambda *_, **__: OtherNode(WHOLE))
     here = task.node.configured(peers=Peering(enabled=True))
     figures = pipeline.Figures()
     pipeline.run(msgspec.structs.replace(task, node=here), threading.Event(), figures)
