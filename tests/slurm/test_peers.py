@@ -181,12 +181,16 @@ def test_stranger_gets_nothing_over_the_network(fleet: Fleet) -> None:
     wait_until(lambda: "refused=" in fleet.service_said("n1"), 60, lambda: "no word of it")
 
 
+def peering(reach: str) -> dict[str, object]:
+    return {"enabled": True, "listen": "{node}", "reach": reach}
+
+
 @pytest.fixture
 def of_cluster(fleet: Fleet) -> Iterator[Fleet]:
     """Nodes of other jobs are asked, too: each node has its list from Slurm."""
 
     def configure(reach: str) -> None:
-        fleet.configure(peers={"enabled": True, "listen": "{node}", "reach": reach})
+        fleet.configure(peers=peering(reach))
         fleet.end_services()
         fleet.serve(fleet.cluster.nodes)
 
@@ -224,10 +228,9 @@ def test_nodes_that_copy_ahead_at_once_read_the_source_twice_at_most(of_cluster:
     The first reads all of it, the second a half, then a third, and a quarter.
     """
     fleet, size = of_cluster, 4 * MIB << 20
-    peers = {"enabled": True, "listen": "{node}", "reach": "cluster"}
     nodes = fleet.cluster.nodes[1:]
     for number in range(ATTEMPTS):
-        fleet.configure(peers=peers, prefetch={"host": "n1", "bandwidth": "1GiB"})
+        fleet.configure(peers=peering("cluster"), prefetch={"host": "n1", "bandwidth": "1GiB"})
         path = fleet.data(f"ahead-{number}", 4 * MIB)
         hour_ago = time.time() - 3600
         os.utime(fleet.source(path), (hour_ago, hour_ago))
@@ -243,7 +246,6 @@ def test_nodes_that_copy_ahead_at_once_read_the_source_twice_at_most(of_cluster:
         for one in passes:
             said = one.communicate(timeout=120)
             assert one.returncode == 0, said
-            print(said, file=__import__("sys").stderr)
         read = fleet.read_of_store() - before
         assert fleet.wrong(path, nodes) == []
         copies = [one.outcome for one in fleet.await_copies(path, nodes).values()]

@@ -156,10 +156,9 @@ def find(
         answers += [(node, answer)] if answer else []
         if len(to_try(answers, known)) == TRIED and not ahead:
             break
-    givers = to_try(answers, known)
     before = who_reads(asked, answers, known) if ahead else ()
-    givers = tuple(dict.fromkeys((*givers, *before)))
-    return Others(givers, before, len(before) == READERS)
+    givers = tuple(dict.fromkeys((*to_try(answers, known), *before)))
+    return Others(givers, before, follows=len(before) == READERS)
 
 
 def _until(

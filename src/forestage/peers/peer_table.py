@@ -79,10 +79,10 @@ class PeerTable:
         """How many have said what they have, or turned out to be out."""
         return len(self.has.keys() | self._out.keys())
 
-    def back_off(self, peer: str, seconds: float, now: float, most: int = 32) -> None:
-        """Does not ask it for so many seconds; twice as many each time, at most 32 times."""
+    def back_off(self, peer: str, seconds: float, now: float, doublings: int = 5) -> None:
+        """Does not ask it for so many seconds; twice as many each time, so often at most."""
         if not self.is_out(peer, now):  # several asks that failed together are one failure
-            self._out[peer] = now + seconds * min(2 ** self._strikes[peer], most)
+            self._out[peer] = now + seconds * 2 ** min(self._strikes[peer], doublings)
             self._strikes[peer] += 1
         self.has.pop(peer, None)
 

@@ -233,8 +233,8 @@ class Schedule:
         elif why == "slow":
             self._peers.back_off(ask.peer, self.policy.patience, now)
         elif has is None or has >> ask.number & 1:  # else it has the copy, but not this chunk yet
-            most = 4 if ask.peer in self._beginners else 32
-            self._peers.back_off(ask.peer, self.policy.absent, now, most)
+            doublings = 2 if ask.peer in self._beginners else 5
+            self._peers.back_off(ask.peer, self.policy.absent, now, doublings)
 
     def leave_out(self, peer: str) -> None:
         """The peer gave wrong bytes: it is asked for nothing more."""
