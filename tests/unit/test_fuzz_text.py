@@ -122,6 +122,7 @@ VALUE = st.recursive(
 @example("peers.key_file", "/a #b")
 @example("metrics.textfile", "/a #b.prom")
 @example("sources", ["/a,b", "/c]", "/d: e"])
+@example("prefetch.host", "0")
 @hypothesis_settings(max_examples=150 * MORE)
 def test_any_value_is_refused_or_shown_as_it_is_read(name: str, raw: object) -> None:
     key = config.KEYS[name]

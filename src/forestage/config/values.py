@@ -213,7 +213,7 @@ LISTEN = _limited(
 )
 HOST = _limited(
     _as_it_is,
-    str,
+    _show_quoted,
     lambda raw: isinstance(raw, str) and re.fullmatch(_NAME, raw, re.ASCII) is not None,
     "a node's or a host's name",
 )
