@@ -4,7 +4,7 @@ http.client reads nothing but by `_Bounded.recv_into`, so that is where silence 
 noticed. All waiting is done in moments, with a look in between at whether the response is still
 wanted: a copy that is complete must not wait for the peers it had asked.
 
-Why not aiohttp's client: docs/decisions/0018-the-client-reads-with-http-client.md.
+Why not aiohttp's client: docs/decisions/0014-chunks-over-http-known-by-munge.md.
 """
 
 import contextlib
