@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -228,9 +229,14 @@ from forestage.cache import disk
 from forestage.hooks import boundary, prolog, step, watch
 from forestage.system import probe
 hook, hangs = os.getpid(), disk.hangs
-probe.LIMIT, watch.LOOK, watch.HANGS = 0.2, 0.2, 0.3
+probe.LIMIT, watch.LOOK, watch.HANGS = 0.2, 0.2, float(sys.argv[3])
 def known(*args):
-    return hangs(*args) if os.getpid() == hook else None
+    if os.getpid() != hook:
+        return None
+    found = hangs(*args)
+    if found:
+        os.write(2, b"hangs\\n")
+    return found
 disk.hangs = known
 def hang(node, *args):
     os.mkdir(node.cache.root / "new")
@@ -239,16 +245,29 @@ os._exit(boundary._main(sys.argv[1], sys.argv[2]))
 """
 
 
-def hook(node: Node, name: str, path: Path | None) -> subprocess.Popen[str]:
+def hook(node: Node, name: str, path: Path | None, patience: float = 0.3) -> subprocess.Popen[str]:
+    """`patience`: the seconds without an answer after which it goes on without the disk."""
     context = {"SLURM_SCRIPT_CONTEXT": "spank_step", "SLURM_STEP_ID": "0"}
     return subprocess.Popen(
-        [sys.executable, "-Ic", SCRIPT, name, str(node.places.root)],
+        [sys.executable, "-Ic", SCRIPT, name, str(node.places.root), str(patience)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=node.environ(1, path) | (context if name == "step" else {}),
         text=True,
     )
+
+
+def output(hook: subprocess.Popen[str]) -> str:
+    """What a hook has said once it has ended, and nobody has slurmd's pipes any more."""
+    assert hook.stdout is not None
+    assert hook.stderr is not None
+    pipes = select.poll()
+    pipes.register(hook.stdout, 0)
+    pipes.register(hook.stderr, 0)
+    until(lambda: hook.poll() is not None, "a hook to end")
+    until(lambda: len(pipes.poll(0)) == 2, "all that have a hook's pipes to close them")
+    return hook.communicate()[1]
 
 
 def test_prolog_and_epilog_that_hang_with_the_disk_end(node: Node, frozen: Hangs) -> None:
@@ -258,7 +277,7 @@ def test_prolog_and_epilog_that_hang_with_the_disk_end(node: Node, frozen: Hangs
     frozen.stop()
     for name, result in (("prolog", "declined"), ("epilog", "released")):
         ran = hook(node, name, path)
-        _, said = ran.communicate(timeout=HANGS)
+        said = output(ran)
         assert ran.returncode == 0
         assert f"{name} job=1" in said
         assert f"result={result} reason=cache-hangs" in said
@@ -291,8 +310,10 @@ def test_step_that_hangs_is_on_record_for_the_image_that_its_jobs_comment_named(
 def test_freeze_that_ends_in_time_is_waited_out(node: Node, frozen: Hangs) -> None:
     path = node.staged(1, data=image())
     frozen.stop()
-    helper = hook(node, "epilog", path)
+    epilog = hook(node, "epilog", path, patience=600.0)
+    assert epilog.stderr is not None
+    assert epilog.stderr.readline() == "hangs\n"
     frozen.go()
-    _, said = helper.communicate(timeout=HANGS)
+    said = output(epilog)
     assert "result=released" in said
     assert "cache-hangs" not in said

@@ -152,15 +152,22 @@ def overwrite(file: Path, start: int) -> None:
 
 
 def test_stager_killed_over_an_entry_of_an_earlier_boot_leaves_nothing_to_be_shown(
-    power: Power, points: Points
+    power: Power, points: Points, tmp_path: Path
 ) -> None:
     node = power.node
     path = node.put("alice/image.sqsh", image())
     key = node.prolog(1, path).outcome.key
     power.back()
     overwrite(node.cache.image(key), 3 * MIB)
-    points.at("claimed", kill_stager)
+
+    def note_and_die() -> None:
+        record = node.cache.part_dir(key) / "entry.json"
+        (tmp_path / "left").write_text(f"{node.entries()} {record.exists()}")
+        kill_stager()
+
+    points.at("claimed", note_and_die, 2)  # the first copy has passed it, too
     assert node.prolog(2, path).outcome.result == "copied"
+    assert (tmp_path / "left").read_text() == f"{set()} False", "neither an entry nor its record"
     assert copied(node) == (len(image()) - MIB, len(image()))
     assert path.read_bytes() == image()
 

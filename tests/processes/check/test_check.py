@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from forestage.prefetch.marks import Look, Marks
 from forestage.system import as_user
 from forestage.system.as_user import User
 from goodnode import COMPANION, REPO, GoodNode, words
+from node import until
 
 G = 1 << 30
 CONF = "/etc/slurm/slurm.conf"
@@ -47,6 +47,11 @@ INCLUDE = "include /usr/lib/forestage/spank/plugstack-22.05*.conf\n"
 PARTS = "/etc/slurm/plugstack.conf.d"
 OURS, PYXIS = f"{PARTS}/10-forestage.conf", f"{PARTS}/20-pyxis.conf"
 PYXIS_SO = "/usr/lib64/slurm/pyxis.so"
+
+
+def hangs(*_: object) -> None:
+    """So long that each check gives up before; one that never does hears of it, and has failed."""
+    until(lambda: False, "a check to give up")
 
 
 @pytest.fixture
@@ -938,7 +943,7 @@ def test_path_that_answered_no_job_is_asked_again(
     monkeypatch.setattr(check.sources, "TIMEOUT", 0.2)
     hung(node, "/lustre/link/a.sqsh")
     assert node.ids() == [], "it answers now"
-    monkeypatch.setattr(check.sources, "_answers", lambda path: signal.pause())
+    monkeypatch.setattr(check.sources, "_answers", hangs)
     (found,) = node.check().findings
     assert (found.id, found.level) == ("source-hangs", "critical")
     assert "/lustre/link/a.sqsh did not answer a job at " in found.what
@@ -956,7 +961,7 @@ def test_file_system_below_a_source_that_hangs_is_found(
     nfs = "30 26 0:61 / /lustre/project rw - nfs4 server:/p rw\n"
     node.write(mounted, node.at(mounted).read_text() + nfs)
     assert node.ids() == []
-    monkeypatch.setattr(check.sources, "_answers", lambda path: signal.pause())
+    monkeypatch.setattr(check.sources, "_answers", hangs)
     (found,) = node.check().findings
     assert found.what == "/lustre/project, which is mounted below a source, does not answer"
 
@@ -969,7 +974,7 @@ def test_users_own_file_system_that_hangs_is_no_finding(
     theirs = "30 26 0:61 / /lustre/alice rw - fuse.sshfs x rw,user_id=1000,group_id=1000\n"
     node.write(mounted, node.at(mounted).read_text() + theirs)
     hung(node, "/lustre/alice/a.sqsh")
-    monkeypatch.setattr(check.sources, "_answers", lambda path: signal.pause())
+    monkeypatch.setattr(check.sources, "_answers", hangs)
     assert node.ids() == []
 
 
@@ -979,11 +984,11 @@ def test_part_that_hangs_is_told_after_what_was_found(
     """Any file that is read may lie on a file system that hangs, slurm.conf as well."""
     node.config("enabled: true\nmax_size: 60\n")
     monkeypatch.setattr(check, "PATIENCE", 5.0)
-    monkeypatch.setattr(check.node, "findings", lambda *_: signal.pause())
+    monkeypatch.setattr(check.node, "findings", hangs)
     done = node.check()
     assert [one.id for one in done.findings] == ["max-size-small", "check-hangs"]
     assert "the node could not be looked at: no answer after 5 s" in done.findings[-1].what
-    monkeypatch.setattr(check.sites, "find", lambda *_: signal.pause())
+    monkeypatch.setattr(check.sites, "find", hangs)
     done = node.check()
     assert ([one.id for one in done.findings], done.code) == (["check-hangs"], 3)
 
@@ -1030,7 +1035,7 @@ def test_store_in_which_users_can_make_nothing_is_found(
 def test_store_that_hangs_is_found(node: GoodNode, monkeypatch: pytest.MonkeyPatch) -> None:
     importing()(node)
     monkeypatch.setattr(check.registry, "TIMEOUT", 0.2)
-    monkeypatch.setattr(check.registry, "_tried", lambda place: signal.pause())
+    monkeypatch.setattr(check.registry, "_tried", hangs)
     assert node.ids() == ["store-hangs"]
 
 
