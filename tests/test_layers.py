@@ -59,6 +59,39 @@ FOR_WORKERS = {
 there is the user's own, and so is what it may do.
 """
 
+IN_FUNCTIONS = 30
+"""Imports inside functions, outside cli/ and hooks/: what a hook or a look need not pay for."""
+
+ONE_IMPORTER = {
+    "a process of its own": {
+        *("admin.warm_node", "views.copy_in", "views.job_ram", "views.serving"),
+        *("views.through.keeper_process", "views.through.server", "registry.obtain"),
+    },
+    "imported late: who does without it does not pay for it": {
+        *("hooks.data", "hooks.prolog", "hooks.registry", "hooks.script", "views.through.keeper"),
+        *("stage.pipeline", "stage.with_peers", "report.page", "slurm.pyslurm", "system.drawing"),
+    },
+    "pure, or nearly: it decides, its importer acts": {
+        *("admin.compare", "peers.samples", "report.plots", "report.text", "views.through.reads"),
+        *("cache.baseline", "admin.prefetched"),
+    },
+    "a file, or what another program writes, read and written here only": {
+        *("admin.node_list", "config.memo", "registry.credentials", "registry.import_lease"),
+        *("registry.importing", "stage.fstab", "slurm.loaded", "system.handles"),
+    },
+    "what a sweep looks for when nobody is left who knows of it": {
+        *("admin.old_imports", "views.through.remains"),
+    },
+    "one side of a conversation": {
+        *("hooks.waiting", "peers.first_node", "peers.local_chunks", "peers.sessions"),
+    },
+    "a kind of source": {"sources.open_tree"},
+    "all of a folder's door": {"config.load"},
+}
+"""Modules that one other imports, and why they are not a part of it. Those of cli/ and check/, which
+import a module for each command and each finding, do not count as importers.
+"""
+
 
 def tree(module: str) -> ast.Module:
     path = PACKAGE / module.replace(".", "/")
@@ -108,6 +141,35 @@ def test_only_run_starts_programs() -> None:
         for node in ast.walk(tree(module)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os":
                 assert node.attr not in doors, f"{module}: os.{node.attr}"
+
+
+def test_imports_inside_functions_are_few() -> None:
+    found = [
+        f"{module}:{node.lineno}"
+        for module in MODULES
+        if module.split(".")[0] not in ("cli", "hooks")
+        for function in ast.walk(tree(module))
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    assert len(set(found)) <= IN_FUNCTIONS, found
+
+
+def test_module_that_one_other_imports_has_a_reason_to_be_one() -> None:
+    importers: dict[str, set[str]] = {module: set() for module in MODULES}
+    for module in MODULES:
+        for name in set(imported(module)):
+            importers.get(name.removeprefix("forestage."), set()).add(module)
+    found = {
+        module
+        for module, by in importers.items()
+        if len(by) == 1 and not module.endswith("__init__")
+        if next(iter(by)).split(".")[0] not in ("cli", "check")
+    }
+    listed = [module for modules in ONE_IMPORTER.values() for module in modules]
+    assert found == set(listed)
+    assert len(listed) == len(set(listed))
 
 
 def broad(handler: ast.ExceptHandler) -> bool:
