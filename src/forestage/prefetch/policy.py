@@ -78,7 +78,7 @@ class Rules(NamedTuple):
     share   part of the room that one user's fresh copies may fill
     """
 
-    least: float = 0.2
+    least: float = 0.1
     late: float = 0.5
     crowd: float = 2.0
     quiet: float = 1800
