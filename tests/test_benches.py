@@ -84,6 +84,7 @@ def test_every_bench_has_a_small_run() -> None:
     assert programs == set(SMALL)
 
 
+@pytest.mark.benches
 @pytest.mark.parametrize("bench", SMALL)
 def test_bench_ends_with_the_line_that_it_promises(machine: None, bench: str) -> None:
     options, promised = SMALL[bench]
