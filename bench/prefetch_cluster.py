@@ -9,6 +9,7 @@ cache holds half of these, and is empty at first. Each seed's jobs run once each
     queue     `prefetch:` as it is shipped, with `prefetch.bandwidth`
     popular   the same nodes with another list: the images that started most often so far
     warm      all images of these jobs are on all nodes, whose caches hold them
+    again     with --again, in place of `popular`: `none` once more, how far two such runs differ
 
 Two ways run at once, on a cluster each. Host and nodes make a pass every few seconds here, not
 every minute, as jobs are that much shorter. On each node a job's step reads the whole image, as
@@ -67,6 +68,7 @@ from forestage.slurm.nodelist import expand  # noqa: E402
 
 NODES, QUEUE, IMAGES = 8, 10, 20
 PAIRS = (("none", "queue"), ("popular", "warm"))
+NOTHING = ("none", "again")  # ways without prefetch
 MOST_NODES = 4  # of a job
 LIMITS = (2, 6)  # times as much
 EVERY = 5.0  # seconds from the end of a pass to the next one
@@ -204,7 +206,7 @@ class Bench:
         self.configure()
         if way == "warm":
             self.stage_all(chosen)
-        elif way != "none":
+        elif way not in NOTHING:
             self.configure(prefetch={"host": LOGIN, "bandwidth": self.options.bandwidth * MIB})
 
     def run(self, way: str, chosen: Sequence[Job]) -> Run:
@@ -223,7 +225,7 @@ class Bench:
         return self.result(made, skip, read, used / total)
 
     def works(self, way: str, made: Mapping[int, Job]) -> list[Work]:
-        if way in ("none", "warm"):
+        if way in (*NOTHING, "warm"):
             return []
         host = partial(self.popular, made) if way == "popular" else partial(self.pass_of, LOGIN)
         return [host, *(partial(self.pass_of, node) for node in self.fleet.cluster.nodes)]
@@ -403,12 +405,13 @@ def spread(values: Sequence[float]) -> list[str]:
 
 def summary(runs: Runs) -> str:
     """The p90 beside that of `warm`; all others to `none`."""
+    third = next(way for way in runs if way in ("popular", "again"))
     took = {way: seconds(one) for way, one in runs.items()}
     readable = {way: statistics.mean(ratios(runs, way, mean)) for way in runs}
     p90 = part(took["queue"], 0.9) - part(took["warm"], 0.9)
     spans, waits = (statistics.mean(ratios(runs, "queue", of)) for of in (makespan, wait))
     return (
-        f"readable={readable['queue']:.2f} popular={readable['popular']:.2f}"
+        f"readable={readable['queue']:.2f} {third}={readable[third]:.2f}"
         f" warm={readable['warm']:.2f} p90_over_warm={p90:.1f} makespan={spans:.2f}"
         f" wait={waits:.2f} later={len(later(runs, 'queue'))}"
     )
@@ -416,7 +419,8 @@ def summary(runs: Runs) -> str:
 
 def run(options: argparse.Namespace) -> Iterator[str]:
     load, begun = busy.Load(), time.monotonic()
-    found: dict[str, dict[int, Run]] = {way: {} for pair in PAIRS for way in pair}
+    pairs = (PAIRS[0], ("again", "warm")) if options.again else PAIRS
+    found: dict[str, dict[int, Run]] = {way: {} for pair in pairs for way in pair}
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor())  # ends after the clusters
         benches = [stack.enter_context(made(options)) for _ in range(2)]
@@ -429,7 +433,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         )
         for seed in range(1, 1 + options.seeds):
             chosen = jobs(seed, options.jobs, options.runs, list(benches[0].sizes))
-            for pair in PAIRS:
+            for pair in pairs:
                 list(pool.map(Bench.prepare, benches, pair, [chosen] * 2))
                 runs = pool.map(Bench.run, benches, pair, [chosen] * 2)
                 for way, one in zip(pair, runs, strict=True):
@@ -490,6 +494,7 @@ def main() -> int:
     )
     parser.add_argument("--pending", type=int, default=10_000, help="jobs of the one pass")
     parser.add_argument("--cloud", type=int, default=2_000, help="nodes there")
+    parser.add_argument("--again", action="store_true", help="`none` twice, without `popular`")
     parser.add_argument("--trace", action="store_true", help="what each job's nodes did")
     return printed(run(parser.begin()))
 
