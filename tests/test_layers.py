@@ -88,8 +88,8 @@ ONE_IMPORTER = {
     "a kind of source": {"sources.open_tree"},
     "all of a folder's door": {"config.load"},
 }
-"""Modules that one other imports, and why they are not a part of it. Those of cli/ and check/, which
-import a module for each command and each finding, do not count as importers.
+"""Modules that one other imports, and why they are not a part of it. cli/ and check/ import a
+module for each command and each finding, and do not count as importers.
 """
 
 

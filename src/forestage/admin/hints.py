@@ -27,12 +27,14 @@ def refusals(words: Sequence[str]) -> tuple[str, ...]:
 
 def _impossible(request: Request) -> Iterator[str]:
     """Pure: why nobody could have it shown there, if that can be told by the names alone."""
-    from forestage.views import fill, mounted
-
     try:
         if request.kind == "fill":
+            from forestage.views import fill
+
             fill.name_of(request)
         elif request.kind == "mount":
+            from forestage.views import mounted
+
             mounted.must_be_allowed(os.path.normpath(request.at), ())
     except Declined as why:
         yield f"--stage={request.path}@{request.at}: {why}"

@@ -262,7 +262,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     )
     bandwidth: Annotated[
         Limit,
-        Key("The most one copy may read of its source in a second; null is no limit.", values.LIMIT, "null"),
+        Key(
+            "The most one copy may read of its source in a second; null is no limit.",
+            values.LIMIT,
+            "null",
+        ),
     ] = None
     max_copies: Annotated[
         int, Key("Copies at once on a node; others queue, those that jobs need first.", UP_TO_64)

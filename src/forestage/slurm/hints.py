@@ -20,6 +20,7 @@ in which commas, spaces and % mean nothing. A word that is given as an option co
 the comment says with the same word is ignored.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -326,9 +327,8 @@ def _path(text: str, rank: Rank) -> str:
 
 def _placed(text: str, rank: Rank, plain: bool = False) -> str:
     """Raises ValueError for what is no placeholder; never format(), whose widths take memory."""
-    import re  # few comments need it
 
-    def value(match: "re.Match[str]") -> str:
+    def value(match: re.Match[str]) -> str:
         if rank.node is None:
             raise ValueError(f"{match[0]}: which node of the job this is, is not known here")
         if match[1] == "nodes":
