@@ -18,8 +18,10 @@ from forestage.errors import Declined
 from forestage.system import fuse, mounts
 from forestage.views.through import keeper, keeper_process, server
 from forestage.views.through.keeper_process import Keeper
-from node import ALICE, BOB, Node, until
-from through import SIZE, Aside, Copy, Shown, Through, here, opened, read_fresh, task
+from forestage.views.through.running import states
+from forestage.views.through.server import Server
+from node import ALICE, BOB, Node, children_left, until
+from through import SIZE, Aside, Copy, Shown, Through, here, opened, read_fresh, servers_of, task
 
 
 @pytest.fixture
@@ -244,6 +246,32 @@ def test_keeper_that_fails_ends_and_never_becomes_the_hook(
     assert Aside(start).ended() == 0
     until(lambda: len(through.living()) == 1, "the keeper's end")
     assert not (tmp_path / "came-back").exists()
+
+
+def test_server_and_keeper_killed_before_an_answer_leave_nobody_who_waits(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for a FUSE beyond all signals must not be who holds its /dev/fuse."""
+    path, asked = leased(node), tmp_path / "asked"
+    node.cache.prepare(require_mount=False)
+    take = Server._take
+
+    def answer_no_open(self: Server, line: int, slot: memoryview) -> None:
+        request = fuse.parse(slot)
+        if request is None or request.op == fuse.Op.INIT:
+            take(self, line, slot)
+        else:
+            asked.touch()
+
+    monkeypatch.setattr(Server, "_take", answer_no_open)
+    hook = Aside(lambda: keeper.start(task(here(node), opened(path))))
+    until(asked.exists, "the kernel to ask")
+    ((_, state),) = states(node.places.through)
+    (serving,) = servers_of(state.pid)
+    os.kill(serving, signal.SIGKILL)
+    os.kill(state.pid, signal.SIGKILL)
+    hook.ended()
+    until(lambda: not children_left(), "all of them to end")
 
 
 def test_full_run_is_no_through_and_hurts_no_file_that_is_there(node: Node, shown: Shown) -> None:

@@ -11,7 +11,7 @@ from fault import MIB, source_bytes
 
 from forestage.errors import Declined
 from node import Node, until
-from through import Copy, Shown, Through, read_fresh
+from through import Aside, Copy, Shown, Through, read_fresh
 
 
 def with_part(shown: Shown, at: Path | None = None, path: Path | None = None) -> Through:
@@ -95,6 +95,31 @@ def test_source_replaced_by_another_file_shows_the_old_file_and_no_copy(
     until(lambda: read_fresh(place) == source_bytes(), "the change to be seen")
     through.kill_server()
     assert read_fresh(place) == source_bytes()
+
+
+def test_read_under_way_while_the_source_is_replaced_ends_where_the_old_file_ends(
+    node: Node, shown: Shown, far: Far
+) -> None:
+    """A FUSE that knows files by their paths shows an open one with the new one's size."""
+    place = node.nvme / "place"
+    place.touch()
+    path = far.put("image.sqsh", source_bytes())
+    shown(path, place)
+    far.behaves(hold=1)
+
+    def read() -> None:
+        assert read_fresh(place, 2 * MIB, MIB) == source_bytes()[2 * MIB : 3 * MIB]
+
+    reader = Aside(read)
+    until(lambda: far.calls()["held"] > 0, "a read to be held")
+    new = far.folder / "new"
+    new.write_bytes(b"other")
+    new.replace(far.folder / "image.sqsh")
+    before = far.calls()["getattr"]
+    looker = Aside(path.stat)
+    until(lambda: far.calls()["getattr"] > before and looker.waits(), "a look that waits for it")
+    far.behaves()
+    assert (looker.ended(), reader.ended()) == (0, 0)
 
 
 @pytest.mark.parametrize("size", [5 * MIB, 5 * MIB + 4095, 0])

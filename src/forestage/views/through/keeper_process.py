@@ -98,12 +98,17 @@ class Keeper:
         Raises Declined, OSError.
         """
         self._start_server()
+        pid = os.fork()
+        if pid == 0:
+            child.live(self._settle, partial(self._say_of_server, "probe"))
         end = time.monotonic() + running.START
-        while not self.common.settled:
+        while not os.waitpid(pid, os.WNOHANG)[0]:
             self._reap()
             if time.monotonic() > end or self.generations[-1][1].ended:
-                raise Declined("no-through", "its server does not answer")
+                break
             time.sleep(0.002)
+        if not self.common.settled:
+            raise Declined("no-through", "its server does not answer")
         if self.common.hides_acl:
             raise Declined("no-through", "this kernel cannot show the file's ACL")
         self._write_state()
@@ -134,29 +139,45 @@ class Keeper:
 
     def _start_server(self) -> None:
         memory = Generation(len(server.receivers_of(self.lines)))
-        settled = self.common.settled
-        probe = None if settled else os.open(FILE, os.O_PATH)
         pid = os.fork()
         if pid == 0:
-            path = self.served.image.path
-            child.live(
-                partial(self._serve, memory, probe),
-                lambda error: log.say(f"server image={path} result=failed detail={error!r}", True),
-            )
+            child.live(partial(self._serve, memory), partial(self._say_of_server, "server"))
         self.generations.append((pid, memory))
         self.well = time.monotonic()
-        if probe is not None:
-            os.close(probe)
 
-    def _serve(self, memory: Generation, probe: int | None) -> None:
+    def _serve(self, memory: Generation) -> None:
         """The server's whole life, on the host's mounts again."""
         signal.set_wakeup_fd(-1)
         mounts.enter_namespace(self.namespace, self.root)
-        keep = {self.served.source, *self.lines} | ({probe} if probe is not None else set())
-        child.let_go(keep)
+        child.let_go({self.served.source, *self.lines})
         Path("/proc/self/comm").write_text(SERVER_NAME)
         earlier = [generation for _, generation in self.generations]
-        Server(self.served, self.lines, memory, self.common, earlier).run(probe)
+        Server(self.served, self.lines, memory, self.common, earlier).run()
+
+    def _settle(self) -> None:
+        """Opens and closes the file, so that the kernel asks no FLUSH of anybody who closes it.
+
+        A child's whole life, and not the server's: who has /dev/fuse open must not wait for its
+        answer. Killed just then, its other threads gone, it would wait for ever, and no signal ends
+        such a wait: only the last descriptor of /dev/fuse does, which it would hold itself.
+        """
+        signal.set_wakeup_fd(-1)
+        probe = os.open(FILE, os.O_PATH)
+        mounts.enter_namespace(self.namespace, self.root)
+        child.let_go({self.served.source, probe})
+        path = f"/proc/self/fd/{probe}"
+        os.close(os.open(path, os.O_RDONLY))
+        os.pread(self.served.source, 1, 0)  # what root may not read from here, a user must not lose
+        device = Path(path).stat().st_dev
+        with contextlib.suppress(OSError):  # only a matter of speed
+            ahead = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+            ahead.write_text(str(fuse.MAX_READ // 1024))
+        self.common.device = device
+        self.common.settled = 1
+
+    def _say_of_server(self, who: str, error: BaseException | None) -> None:
+        path = self.served.image.path
+        log.say(f"{who} image={path} result=failed detail={error!r}", by_slurm=True)
 
     def _reap(self) -> bool:
         """Notes which servers have ended; True once one said that no mount is left."""

@@ -52,6 +52,7 @@ LOOK = 0.1  # seconds between two looks for the copy
 SOURCE_LOOK = 1.0  # seconds between two looks at the source's attributes
 STUCK = 3.0  # seconds for a read of the node's disk; then the source answers
 SLOW = 0.5  # seconds for a read of the source; then the copy answers, if it has come by now
+ENDS = 3  # reads in a row that find the end of the source, before it counts
 TRIES = 100  # servers that may end over one read before it is refused
 _KILLED = 1 << (signal.SIGKILL - 1)  # set for each thread, whatever signal kills its process
 GONE = 3  # exit status: no mount is left
@@ -75,7 +76,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Server:
-    """One generation. `lines` are descriptors of /dev/fuse; `probe` an O_PATH one of the file."""
+    """One generation. `lines` are descriptors of /dev/fuse."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Server:
         self.hot: set[int] = set()
         self.arrivals = Arrivals(self.began)
 
-    def run(self, probe: int | None) -> NoReturn:
+    def run(self) -> NoReturn:
         """Serves until no mount is left. Never returns."""
         works: list[Callable[[], None]] = [
             partial(self._receive, *of) for of in enumerate(receivers_of(self.lines))
@@ -120,8 +121,6 @@ class Server:
         works += [self._read_copy] * AT_COPY + [self._read_source] * AT_SOURCE + [self._look]
         for work in works:
             threading.Thread(target=_or_die, args=(work,), daemon=True).start()
-        if probe is not None:
-            self._settle(probe)
         _or_die(self._watch)
         os._exit(GONE)
 
@@ -315,19 +314,6 @@ class Server:
 
     # The main thread
 
-    def _settle(self, probe: int) -> None:
-        """Opens and closes the file, so that the kernel asks no FLUSH of anybody who closes it."""
-        path = f"/proc/self/fd/{probe}"
-        os.close(os.open(path, os.O_RDONLY))
-        os.pread(self.served.source, 1, 0)  # what root may not read from here, a user must not lose
-        device = Path(path).stat().st_dev
-        with contextlib.suppress(OSError):  # only a matter of speed
-            ahead = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
-            ahead.write_text(str(fuse.MAX_READ // 1024))
-        os.close(probe)
-        self.common.device = device
-        self.common.settled = 1
-
     def _watch(self) -> None:
         seen: dict[tuple[int, int], bytes] = {}
         next_look = 0.0
@@ -512,12 +498,15 @@ def _is_killed(pid: int) -> bool:
 
 
 def _pread(fd: int, into: memoryview, offset: int) -> int:
-    """Bytes read: fewer than asked for only at the end of the file. Raises OSError."""
-    done = 0
-    while done < len(into):
+    """Bytes read: fewer than asked for only at the end of the file. Raises OSError.
+
+    A FUSE that knows files by their paths (sshfs) gives an open one the size of what was put in its
+    place, for a moment: a read that was under way ends there, the next one does not.
+    """
+    done = ends = 0
+    while done < len(into) and ends < ENDS:
         count = os.preadv(fd, [into[done:]], offset + done)
-        if not count:
-            break
+        ends = 0 if count else ends + 1
         done += count
     return done
 
