@@ -95,6 +95,7 @@ def test_server_that_always_fails_takes_no_processor(
     log = tmp_path / "log"
 
     def fail(self: Server) -> None:
+        until(lambda: self.common.settled, "the file to be known")  # else there is none to serve
         with log.open("ab") as file:
             file.write(b".")
         raise RuntimeError("as a test wants it")
@@ -103,7 +104,9 @@ def test_server_that_always_fails_takes_no_processor(
     monkeypatch.setattr(keeper_process, "EACH", 1e9)
     monkeypatch.setattr(Server, "_watch", fail)
     through = shown(lay=False)
-    until(lambda: log.stat().st_size == 6, "the first server and five others to end")
+    until(
+        lambda: log.exists() and log.stat().st_size == 6, "the first server and five others to end"
+    )
     through.turns(8)
     assert log.stat().st_size == 6
 

@@ -227,8 +227,10 @@ def test_task_that_has_its_answer_has_its_name_and_blocks_as_before(
     step: Step, place: Path
 ) -> None:
     with answering(place, says("leave\tnone")):
+        # Who starts a program blocks all signals until that runs, and for a moment longer.
+        started = "while grep -q 'SigBlk.*fffffffff' /proc/$PPID/status; do sleep 0.01; done"
         look = "cat /proc/$PPID/comm; grep -E 'SigBlk|SigCgt' /proc/$PPID/status"
-        ran = run(step, place, f"task={look}")
+        ran = run(step, place, f"task={started}; {look}")
     name, blocked, caught = ran.out.splitlines()
     assert name != "forestage-wait"
     assert int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)), "its handler is there again"
