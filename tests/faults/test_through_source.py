@@ -14,6 +14,14 @@ from node import Node, until
 from through import Aside, Copy, Shown, Through, read_fresh
 
 
+@pytest.fixture
+def place(node: Node) -> Path:
+    """Where a test has the file shown, so that the source's own path is still its own."""
+    file = node.nvme / "place"
+    file.touch()
+    return file
+
+
 def with_part(shown: Shown, at: Path | None = None, path: Path | None = None) -> Through:
     """A copy of other bytes, which the file shows by now; who reads those reads the copy."""
     through = shown(path, at)
@@ -23,10 +31,8 @@ def with_part(shown: Shown, at: Path | None = None, path: Path | None = None) ->
 
 
 def test_error_of_the_source_is_the_error_of_that_read_only(
-    node: Node, shown: Shown, far: Far
+    shown: Shown, far: Far, place: Path
 ) -> None:
-    place = node.nvme / "place"
-    place.touch()
     path = far.put("image.sqsh", source_bytes())
     through = shown(path, place)
     Copy(through, source_bytes()).bring(0, 4 * MIB, source_bytes(8)[: 4 * MIB])
@@ -70,10 +76,8 @@ def test_source_changed_in_place_is_read_as_it_is_by_this_server_and_the_next(
 
 
 def test_source_that_changed_and_gives_no_attributes_any_more_is_still_no_copy(
-    node: Node, shown: Shown, far: Far
+    shown: Shown, far: Far, place: Path
 ) -> None:
-    place = node.nvme / "place"
-    place.touch()
     through = with_part(shown, place, far.put("image.sqsh", source_bytes()))
     write(far.folder / "image.sqsh", source_bytes(8))
     until(lambda: read_fresh(place) == source_bytes(8), "the change to be seen")
@@ -85,10 +89,8 @@ def test_source_that_changed_and_gives_no_attributes_any_more_is_still_no_copy(
 
 
 def test_source_replaced_by_another_file_shows_the_old_file_and_no_copy(
-    node: Node, shown: Shown
+    node: Node, shown: Shown, place: Path
 ) -> None:
-    place = node.nvme / "place"
-    place.touch()
     through = with_part(shown, place)
     node.put("alice/new", source_bytes(8))
     os.replace(node.server / "alice/new", node.server / "alice/image.sqsh")
@@ -98,11 +100,9 @@ def test_source_replaced_by_another_file_shows_the_old_file_and_no_copy(
 
 
 def test_read_under_way_while_the_source_is_replaced_ends_where_the_old_file_ends(
-    node: Node, shown: Shown, far: Far
+    shown: Shown, far: Far, place: Path
 ) -> None:
     """A FUSE that knows files by their paths shows an open one with the new one's size."""
-    place = node.nvme / "place"
-    place.touch()
     path = far.put("image.sqsh", source_bytes())
     shown(path, place)
     far.behaves(hold=1)
