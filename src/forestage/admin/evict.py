@@ -116,7 +116,7 @@ def to_watermark(node: Node, dry_run: bool) -> Evictions:
     leased = node.leases.keys()  # a damaged lease is reported also where there is nothing to evict
     before = {item.key: item for item in inventory.gather(node).items}
     if dry_run:
-        victims = plan_at_rest(node, leased).victims
+        victims = evict.plan_at_rest(node.cache, lambda: leased, node.config).victims
     else:
         victims = evict.tidy(node.cache, node.leases, node.config)
     known = [(key, before.get(key)) for key in victims]
@@ -127,14 +127,6 @@ def to_watermark(node: Node, dry_run: bool) -> Evictions:
             for key, item in known
         ),
     )
-
-
-def plan_at_rest(node: Node, leased: frozenset[str]) -> evict.Plan:
-    """What evicting to the low watermark would evict now, with these keys leased."""
-    stored = node.cache.stored_entries()
-    room = evict.measure(node.cache, stored, node.config)
-    goal = evict.room_at_rest(room)
-    return evict.plan(stored, leased, room, goal, copies=evict.of_users(node.cache))
 
 
 def set_pin(cache: Cache, item: Item, pinned: bool) -> Pinned:

@@ -14,6 +14,7 @@ import msgspec
 from forestage.cache import image
 from forestage.cache.image import Access, Image
 from forestage.cache.layout import Cache, Entry
+from forestage.config import ANYWHERE
 from forestage.errors import Declined
 from forestage.slurm.hints import Request
 from forestage.sources import opening
@@ -72,8 +73,8 @@ def find(cache: Cache, path: str, user: User) -> Image:
 def open_image(cache: Cache, path: str, user: User) -> OpenImage:
     """Opens the image at `path` for reading as this user, for a command; the caller closes it."""
     try:
-        # Below `/`: what is in the cache may come from sources that are configured no more.
-        facts, fd = opening.open_file(path, user, ("/",), [cache.real], TIMEOUT)
+        # What is in the cache may come from sources that are configured no more.
+        facts, fd = opening.open_file(path, user, ANYWHERE, [cache.real], TIMEOUT)
     except OSError as error:
         raise image.declined_by(error, path) from None
     try:

@@ -29,7 +29,7 @@ from typing import TypeVar
 import msgspec
 
 from forestage import events
-from forestage.admin import evict, inventory, node_list, old_imports, registry, verify
+from forestage.admin import inventory, node_list, old_imports, registry, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
@@ -347,11 +347,7 @@ class _Sweep:
 
         if not self.dry_run:
             return eviction.drop_dead_parts(node.cache, unwanted)
-        return tuple(
-            directory.name
-            for directory in node.cache.parts.iterdir()
-            if unwanted(Part(directory)) and lock.is_free(node.cache.key_lock(directory.name))
-        )
+        return eviction.dead_parts(node.cache, unwanted)
 
     def places_of_images(self, stale: tuple[StaleLease, ...]) -> None:
         """Deletes what steps of jobs that are over left of images of registries."""
@@ -387,7 +383,7 @@ class _Sweep:
         if not self.dry_run:
             return eviction.tidy(node.cache, node.leases, node.config)
         leased = frozenset(use.key for lease in self._staying(stale) for use in lease.uses)
-        return evict.plan_at_rest(node, leased).victims
+        return eviction.plan_at_rest(node.cache, lambda: leased, node.config).victims
 
     def wrong(self, node: Node) -> tuple[str, ...]:
         """Evicts entries of which another node has found chunks wrong; returns the keys.

@@ -1,1 +1,1 @@
-"""What the NVMe holds: entries, parts, leases, redirects, and who has to go."""
+"""The cache of a node: entries and parts on the NVMe, leases in /run, and who has to go."""

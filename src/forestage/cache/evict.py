@@ -1,10 +1,14 @@
 """Evicts entries: a pure plan from what is here, who uses it and the room, and its execution.
 
 Order: damaged entries, superseded ones, data above its share of the room, those of users who take
-more than theirs, then the least recently used; leased and pinned ones never (admin/verify and
-views/through/local.py remove those whose bytes are wrong). For a user above their share nobody
-else's entry goes, and for data no image. Plans are made and entries renamed away under the space
-lock; their bytes are deleted outside it.
+more than theirs, then the least recently used; leased and pinned ones never. For a user above their
+share nobody else's entry goes, and for data no image. Plans are made and entries renamed away under
+the space lock; their bytes are deleted outside it.
+
+Who evicts so: a stager (stage/pipeline.py) or hook (hooks/serve.py, views/job_dir.py) that needs
+room, Epilog and sweep, the command (admin/evict.py), and the sweep what another node found wrong.
+Leased or not, entries with wrong bytes go by admin/verify.py and views/through/local.py, and a
+damaged one makes place for its new copy in `Cache.publish`.
 """
 
 import contextlib
@@ -348,22 +352,30 @@ def tidy(
 
     `timeout` in seconds is for the space lock. Raises lock.Busy.
     """
-    boot = boot_id()
     with lock.held(cache.space_lock, timeout):
-        drop_dead_parts(cache, lambda part: not part.resumable_in(boot))
-        room = at_least(cache, config)
-        victims: tuple[str, ...] = ()
-        is_full = not _takes_files(cache)
-        if is_full or not _met(room, room_at_rest(room), 0):
-            stored = cache.stored_entries()
-            room = measure(cache, stored, config)
-            room = msgspec.structs.replace(room, free=0) if is_full else room
-            goal = room_at_rest(room)
-            made = plan(stored, leases.keys(), room, goal, copies=of_users(cache))
-            _evict(cache, made)
-            victims = made.victims
+        drop_dead_parts(cache, _is_unresumable)
+        made = plan_at_rest(cache, leases.keys, config)
+        _evict(cache, made)
     cache.delete_evicted()
-    return victims
+    return made.victims
+
+
+def plan_at_rest(cache: Cache, leased: Callable[[], frozenset[str]], config: Config) -> Plan:
+    """What `tidy` evicts, with these keys leased. Who only wants to know needs no lock for it.
+
+    Parts that no copy can resume count as gone.
+    """
+    room = at_least(cache, config)
+    is_full = not _takes_files(cache)
+    if not is_full and _met(room, room_at_rest(room), 0):
+        return Plan((), 0, enough=True)
+    stored = cache.stored_entries()
+    room = measure(cache, stored, config)
+    dead = dead_parts(cache, _is_unresumable)
+    gone = sum(_bytes_if_there(cache.part_dir(key)) for key in dead)
+    free = 0 if is_full else room.free + gone
+    room = msgspec.structs.replace(room, free=free, used=room.used - gone)
+    return plan(stored, leased(), room, room_at_rest(room), copies=of_users(cache))
 
 
 def _takes_files(cache: Cache) -> bool:
@@ -390,19 +402,25 @@ def _evict(cache: Cache, made: Plan) -> None:
         cache.evict(key)
 
 
-def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str, ...]:
-    """Deletes unwanted parts whose stager has died: nobody holds their key's lock.
+def dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str, ...]:
+    """The keys of unwanted parts whose stager has died: nobody holds their key's lock."""
+    parts = [Part(directory) for directory in cache.parts.iterdir()]
+    keys = [part.directory.name for part in parts if unwanted(part)]
+    return tuple(key for key in keys if lock.is_free(cache.key_lock(key)))
 
-    Returns their keys.
-    """
+
+def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str, ...]:
+    """Deletes what `dead_parts` names; returns the keys."""
     dropped = []
-    for part in [Part(directory) for directory in cache.parts.iterdir()]:
-        if not unwanted(part):
-            continue
-        with contextlib.suppress(lock.Busy), lock.held(cache.key_lock(part.directory.name), 0):
-            cache.drop_part(part.directory.name)
-            dropped.append(part.directory.name)
+    for key in dead_parts(cache, unwanted):
+        with contextlib.suppress(lock.Busy), lock.held(cache.key_lock(key), 0):
+            cache.drop_part(key)
+            dropped.append(key)
     return tuple(dropped)
+
+
+def _is_unresumable(part: Part) -> bool:
+    return not part.resumable_in(boot_id())
 
 
 def drop_dead_locks(cache: Cache) -> None:

@@ -25,6 +25,10 @@ OnError: TypeAlias = Literal["continue", "drain"]
 
 Limit: TypeAlias = int | None  # bytes
 
+ANYWHERE = ("/",)
+"""In place of a configuration's sources, where paths are looked at and none is staged. No
+configuration can have it."""
+
 
 class Key(msgspec.Struct, frozen=True):
     """What is known of a key besides its type and its default.

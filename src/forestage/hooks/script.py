@@ -15,7 +15,7 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.clock import Clock
-from forestage.config import Config, decided, load_settings, switch
+from forestage.config import ANYWHERE, Config, decided, load_settings, switch
 from forestage.errors import ConfigError, Declined, Failed, ForestageError
 from forestage.hooks import background
 from forestage.hooks.boundary import DRAIN, Hook, write
@@ -210,8 +210,9 @@ def read_config(hook: Hook, job: Job, places: Places, clock: Clock) -> Config:
     found = hook.settings.for_partition(job.partition)
     if found.redirect == "auto":
         found = decided(found, _has_companion(hook, places))
-    # Not while it is off: during an upgrade old and new code may meet.
     off = switch.by_file(places, clock.wall())
+    # Only here: a configuration that cannot be read drains no node, whatever it says. Nor does
+    # anything while it is off: during an upgrade old and new code may meet.
     hook.drains = found.on_error == "drain" and hook.name != "step" and not off
     return found
 
@@ -236,7 +237,7 @@ def _nodes(
         config = read_config(hook, job, places, clock)
     except ConfigError as error:
         leases = Leases(places.leases)
-        bare = Config(sources=("/",))
+        bare = Config(sources=ANYWHERE)
         nodes = [
             Node(bare, places, Cache(Path(root), places.claims), leases, clock)
             for root in leases.caches()

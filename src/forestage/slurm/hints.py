@@ -85,7 +85,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_data(self) -> bool:
-        """Whether it is more than an image."""
+        """Whether it is data, and no image."""
         return self.kind in ("directory", "mount", "fill")
 
     @property

@@ -22,6 +22,7 @@ from forestage.cache.image import Access, Facts, Image
 from forestage.cache.layout import Cache, open_copy
 from forestage.cache.node import Node
 from forestage.clock import Deadline
+from forestage.config import ANYWHERE
 from forestage.sources.source import OpenImage
 from forestage.system import as_user, files, mounts, probe, writers
 from forestage.system.as_user import User
@@ -113,7 +114,7 @@ def _open(
         resolved.encode()
     except UnicodeEncodeError:
         return Facts("", sources, mode), []
-    only_looks = "/" in sources  # a source of a configuration never is
+    only_looks = sources == ANYWHERE
     sources = _resolved(sources, resolved)
     if caches and mounts.is_users(handle, resolved, None if only_looks else services):
         return Facts("", sources, mode), []

@@ -56,7 +56,7 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class Source(Protocol):
-    """Which bytes are meant: a file (sources/file.py), or a directory (views/directory.py).
+    """Which bytes are meant: a file (sources/file.py), or a directory (sources/open_tree.py).
 
     All that a copy asks of what it copies. Whoever adds a kind of source brings one of these.
     """

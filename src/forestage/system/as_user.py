@@ -1,7 +1,9 @@
 """Acts as the job's user, in a child process that may hang, be killed and be left behind.
 
-The child changes its effective ids only. Its real and saved ids stay root's, so the user can
-neither signal nor ptrace it (kill(2), ptrace(2)): whatever it reads for the cache stays untouched.
+`call`, `ask` and `each` run work in such a child, as root until the work calls `become`; so runs
+what is root's own and may hang. `become` changes effective ids only. The real and saved ids stay
+root's, so the user can neither signal nor ptrace the child (kill(2), ptrace(2)): whatever it reads
+for the cache stays untouched.
 """
 
 import array

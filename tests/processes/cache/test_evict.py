@@ -46,6 +46,38 @@ def test_tidy_evicts_all_but_leased_and_pinned(
     assert list(cache.evicted.iterdir()) == []
 
 
+def test_plan_at_rest_is_what_tidying_evicts(
+    cache: Cache,
+    leases: Leases,
+    publish: Publish,
+    make_image: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also what counts beside entries: parts that nobody can go on with, a disk without inodes."""
+    keys = [publish(make_image(inode=n)).key for n in range(3)]
+    lease(leases, 1, keys[0])
+    half(cache, "older boot", "another")
+    used = evict.measure(cache, cache.stored_entries(), ALL_MAY_STAY).used
+    of_part = tree_bytes(cache.part_dir("older boot"))
+    assert of_part > 0
+    fits_without_part = msgspec.structs.replace(
+        ALL_MUST_GO, low_watermark=Amount(size=used - of_part), max_size=Amount(size=used)
+    )
+
+    def planned(config: Config) -> tuple[str, ...]:
+        return evict.plan_at_rest(cache, leases.keys, config).victims
+
+    assert planned(fits_without_part) == ()
+    assert set(planned(ALL_MUST_GO)) == set(keys[1:])
+    assert {path.name for path in cache.parts.iterdir()} == {"older boot"}
+    assert evict.tidy(cache, leases, fits_without_part) == ()
+    monkeypatch.setattr(evict, "FILES", 1 << 62)  # more than any disk takes
+    some_free = msgspec.structs.replace(ALL_MAY_STAY, min_free=Amount(size=1))
+    full = planned(some_free)
+    assert len(full) == 1
+    assert evict.tidy(cache, leases, some_free) == full
+
+
 def test_evicting_by_key_spares_what_is_leased_or_pinned(
     cache: Cache, leases: Leases, publish: Publish, make_image: Make
 ) -> None:
