@@ -26,11 +26,10 @@ from forestage.cache import digest, image
 from forestage.cache.image import Access
 from forestage.cache.layout import Entry, open_copy
 from forestage.cache.node import Node
-from forestage.cache.part import chunk_count
 from forestage.errors import ForestageError
 from forestage.events import Bad, Event
 from forestage.stage import engines
-from forestage.system import lock, records
+from forestage.system import lock
 from forestage.system.terminal import Line, Piece, Table, count, jobs, short
 from forestage.units import format_size
 
@@ -188,7 +187,7 @@ def _judged(
         if isinstance(found, Compared):
             return _with(verdict, found, "source", "")
         why = found
-    digests = _map(node, entry)
+    digests = node.cache.digests(entry)
     if entry.digest and digest.of_image(digests) != entry.digest:
         detail = f"{why}, and its checksums are damaged"
         return msgspec.structs.replace(verdict, result="bad", detail=detail)
@@ -228,16 +227,6 @@ def _by_source(
 def _reason(why: sources.SourceState) -> str:
     word = {"gone": "is gone", "changed": "was changed"}.get(why.state, "could not be read")
     return f"its source {word}" + (f" ({why.detail})" if why.detail else "")
-
-
-def _map(node: Node, entry: Entry) -> bytes:
-    """The checksums of the copying; b"" where not all of them are there."""
-    try:
-        digests = records.read(node.cache.entry_dir(entry.key) / "map")
-    except (FileNotFoundError, records.Damaged):
-        return b""
-    length = chunk_count(entry.identity.size, entry.chunk or 1) * digest.BYTES
-    return digests if len(digests) == length else b""
 
 
 def _with(verdict: Verdict, found: Compared, against: Against, why: str) -> Verdict:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import xxhash
 
-BYTES = 16
-MISSING = bytes(BYTES)
+from forestage.cache.part import ENTRY_BYTES
+
+MISSING = bytes(ENTRY_BYTES)
 """In a map: this chunk is not in yet."""
 
-UNKNOWN = b"\x01" + bytes(BYTES - 1)
+UNKNOWN = b"\x01" + bytes(ENTRY_BYTES - 1)
 """In a map: the chunk is in, but the admin chose `digest: false`."""
 
 
@@ -43,4 +44,4 @@ def of_image(digests: bytes) -> str:
 
 def split(digests: bytes) -> Sequence[bytes]:
     """A map's entries, in the order of the chunks."""
-    return [digests[at : at + BYTES] for at in range(0, len(digests), BYTES)]
+    return [digests[at : at + ENTRY_BYTES] for at in range(0, len(digests), ENTRY_BYTES)]

@@ -27,7 +27,7 @@ import msgspec
 
 from forestage.cache import held_open
 from forestage.cache.image import Access, Identity, Image, Kind
-from forestage.cache.part import Owner, Part, boot_id
+from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id, chunk_count
 from forestage.errors import Failed
 from forestage.system import as_user, child, files, lock, mounts, records
 from forestage.system.files import opened
@@ -269,6 +269,18 @@ class Cache:
         # A directory has a size too, and a link may lead to a file of another user's.
         whole = stat.S_ISREG(facts.st_mode) and facts.st_size == entry.identity.size
         return entry if whole and entry.key == key else None
+
+    def digests(self, entry: Entry) -> bytes:
+        """The digests that were taken while it was copied; b"" where not every chunk has a place.
+
+        Raises OSError.
+        """
+        try:
+            found = records.read(self.entry_dir(entry.key) / "map")
+        except (FileNotFoundError, NotADirectoryError, records.Damaged):
+            return b""
+        length = chunk_count(entry.identity.size, entry.chunk or 1) * ENTRY_BYTES
+        return found if len(found) == length else b""
 
     def stored_entries(self) -> list[StoredEntry]:
         """Everything below entries/, damaged ones too, in no order."""

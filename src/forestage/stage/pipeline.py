@@ -26,7 +26,7 @@ from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import chunks, engines, fstab, queue
 from forestage.stage.periodic import meanwhile
 from forestage.stage.task import Task
-from forestage.system import lock, records
+from forestage.system import lock
 from forestage.system.files import opened
 from forestage.units import format_rate
 
@@ -135,13 +135,8 @@ def _take_back(task: Task, owner: Owner) -> None:
     entry = cache.read(task.key)
     if entry is None or task.part.directory.exists() or cache.is_proven(task.key):
         return
-    try:
-        digests = records.read(cache.entry_dir(task.key) / "map")
-    except (FileNotFoundError, NotADirectoryError, records.Damaged):
-        return
-    is_whole = len(digests) == chunk_count(task.image.size, owner.chunk) * ENTRY_BYTES
-    fits = (entry.engine, entry.chunk) == (owner.engine, owner.chunk) and is_whole
-    if fits and entry.digest and entry.digest == digest.of_image(digests):
+    fits = (entry.engine, entry.chunk) == (owner.engine, owner.chunk)
+    if fits and entry.digest and entry.digest == digest.of_image(cache.digests(entry)):
         cache.take_back(task.key)
 
 

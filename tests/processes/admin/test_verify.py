@@ -21,6 +21,7 @@ from forestage.bind import unmount
 from forestage.cache import digest
 from forestage.cache.layout import Entry
 from forestage.cache.lease import Use
+from forestage.cache.part import ENTRY_BYTES
 from forestage.cli.main import World, main
 from forestage.cli.world import Exit
 from forestage.clock import Clock
@@ -202,10 +203,10 @@ def test_checksums_of_some_chunks_find_faults_but_prove_nothing(site: Site, sour
     source.unlink()
     known = site.node.cache.entry_dir(key) / "map"
     with known.open("r+b") as digests:
-        digests.seek(digest.BYTES)
+        digests.seek(ENTRY_BYTES)
         digests.write(digest.of_chunk(DATA[CHUNK : 2 * CHUNK]))
     whole = known.read_bytes()
-    known.write_bytes(whole[: 2 * digest.BYTES])
+    known.write_bytes(whole[: 2 * ENTRY_BYTES])
     assert one(site)["against"] == "nothing", "a map that was cut short is none"
     known.write_bytes(whole)
     found = one(site)
@@ -223,7 +224,7 @@ def test_damaged_checksums_make_entry_bad_only_without_source(
     if damage == "spoiled":
         spoil(site, key, at=3, name="map")
     elif damage == "short":
-        os.truncate(known, digest.BYTES)
+        os.truncate(known, ENTRY_BYTES)
     else:
         known.unlink()
     assert one(site)["result"] == "ok"  # the source is a better one

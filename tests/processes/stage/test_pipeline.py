@@ -19,7 +19,7 @@ from forestage import log, trace
 from forestage.cache import allocation, digest, evict, image
 from forestage.cache.layout import Entry
 from forestage.cache.node import Node
-from forestage.cache.part import MAX_SHARED, Owner, Part, boot_id
+from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id
 from forestage.cache.readers import Readers
 from forestage.clock import Clock
 from forestage.config import Peering
@@ -40,7 +40,7 @@ Looking = Callable[[Path], OpenImage]
 Patch = pytest.MonkeyPatch
 CHUNK = 1 << 16
 CONTENT = b"container " * (CHUNK // 4)
-NEEDED = len(CONTENT) + 3 * digest.BYTES  # with its map
+NEEDED = len(CONTENT) + 3 * ENTRY_BYTES  # with its map
 SECOND = 1_000_000_000
 
 
