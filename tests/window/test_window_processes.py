@@ -329,11 +329,16 @@ def test_forked_child_that_lives_on_does_not_hold_what_its_parent_held(
     paths = iter(shards)
     next(paths)
     reader, writer = os.pipe()
+    runs, runs_writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(writer)
+        os.write(runs_writer, b"x")
         os.read(reader, 1)
         os._exit(0)
+    os.read(runs, 1)  # until it runs it holds all: the copier would linger
+    os.close(runs)
+    os.close(runs_writer)
     paths.close()  # type: ignore[attr-defined]
     copier = the_copier(job)
     shards.close()
