@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("long") or item.get_closest_marker("suite"):
             item.add_marker(pytest.mark.timeout(LONGEST))
     also = os.environ.get("FORESTAGE_TEST_ALSO", "").split()
-    for asked in {"long", "benches"}.difference(also):
+    for asked in {"long", "ci"}.difference(also):
         left_out = [item for item in items if item.get_closest_marker(asked)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

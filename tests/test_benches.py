@@ -84,7 +84,7 @@ def test_every_bench_has_a_small_run() -> None:
     assert programs == set(SMALL)
 
 
-@pytest.mark.benches
+@pytest.mark.ci
 @pytest.mark.parametrize("bench", SMALL)
 def test_bench_ends_with_the_line_that_it_promises(machine: None, bench: str) -> None:
     options, promised = SMALL[bench]
@@ -95,6 +95,7 @@ def test_bench_ends_with_the_line_that_it_promises(machine: None, bench: str) ->
     assert re.fullmatch(promised + LOAD, ran.stdout.splitlines()[-1]), ran.stdout
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("bench", SMALL)
 def test_bench_says_beforehand_what_it_measures_and_how_long(bench: str) -> None:
     ran = subprocess.run(

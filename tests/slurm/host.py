@@ -98,12 +98,16 @@ def detach_above(files: set[str]) -> None:
 def wait_until(
     done: Callable[[], bool], seconds: float, problem: Callable[[], str], every: float = 0.05
 ) -> None:
-    """Polls, each `every` seconds. Raises ClusterError with the problem when the time is over."""
-    left, last = seconds, time.monotonic()
+    """Polls, each `every` seconds, and less often in a long wait: each look costs the processors.
+
+    Raises ClusterError with the problem when the time is over.
+    """
+    left = seconds
+    start = last = time.monotonic()
     while not done():
         if left < 0:
             raise ClusterError(f"after {seconds:g} s: {problem()}")
-        time.sleep(every)
+        time.sleep(max(every, min((last - start) / 8, 0.4)))
         now = time.monotonic()
         left, last = left - min(now - last, LONGEST_LOOK), now
 

@@ -45,7 +45,7 @@ def load(machine: None, keys: Mapping[str, object], tmp_path: Path) -> Iterator[
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param(CONFIG, id="binds"),
+        pytest.param(CONFIG, id="binds", marks=pytest.mark.ci),
         pytest.param(SPANK_ONLY, id="spank"),
         pytest.param(AHEAD, id="ahead", marks=pytest.mark.long),
     ],

@@ -142,10 +142,16 @@ def test_job_without_its_environment_has_it(spank: Site, paths: list[str]) -> No
 
 def test_requeued_job_has_it_again(spank: Site, paths: list[str]) -> None:
     """On another node: for two minutes, this slurmd would take it for the one that it has ended."""
-    script = f"#!/bin/sh\n#SBATCH --stage={paths[0]}\nsleep 60\n"
+    script = f"#!/bin/sh\n#SBATCH --stage={paths[0]}\ntouch on-$SLURM_JOB_NODELIST\nsleep 60\n"
     options = ["--requeue", "--output=/dev/null", "--nodelist=n1"]
     job = spank.cluster.submit(script, *options)
-    wait_until(lambda: asked(spank, job) == [paths[0]], 60, spank.cluster.overview)
+
+    def runs_on(node: str) -> bool:
+        # Before its script runs nothing can be told to it, and it is killed after 30 s (KillWait).
+        return spank.cluster.host_path(f"/shared/alice/on-{node}").exists()
+
+    wait_until(lambda: runs_on("n1"), 60, spank.cluster.overview)
+    assert asked(spank, job) == [paths[0]]
     squeue = ["squeue", "--noheader", "--format=%T %r", f"--job={job}"]
     spank.cluster.run(["scontrol", "requeue", str(job)], user="root")
     wait_until(
@@ -153,7 +159,8 @@ def test_requeued_job_has_it_again(spank: Site, paths: list[str]) -> None:
     )
     update = ["scontrol", "update", f"JobId={job}", "ReqNodeList=n2", "StartTime=now"]
     spank.root(update, "n1")
-    wait_until(lambda: asked(spank, job, "n2") == [paths[0]], 60, spank.cluster.overview)
+    wait_until(lambda: runs_on("n2"), 60, spank.cluster.overview)
+    assert asked(spank, job, "n2") == [paths[0]]
     spank.cluster.run(["scancel", str(job)], user="root")
     spank.wait_over(job)
 

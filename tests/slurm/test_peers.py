@@ -24,8 +24,8 @@ NODES = 5
 MIB = 16
 # Some seconds a job, and little work for the processors that all nodes share.
 LINKS = Net(node_mbit=100, store_mbit=200)
-QUICK = ("killed-50", "vanished", "slow", "wrong-bytes", "older-version", "late")
-QUICK += ("source-fails", "port-taken", "no-munge")
+FIRST = ("killed-50", "wrong-bytes", "no-munge")
+THEN = ("vanished", "slow", "older-version", "late", "source-fails", "port-taken")
 # How much is read of the source: a machine that stands still for seconds has nodes tire of waiting
 # for one another, rightly. That the bytes are right holds for each.
 ATTEMPTS = 3
@@ -109,7 +109,9 @@ def test_nodes_without_peers_read_all_of_it_each(fleet: Fleet) -> None:
     fleet.wait_over(job)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.ci) for name in THEN)]
+)
 def test_mishap_leaves_every_healthy_node_with_right_bytes(fleet: Fleet, name: str) -> None:
     for number in range(ATTEMPTS):
         told = meet(fleet, name, fleet.cluster.nodes, MIB, number)
@@ -122,7 +124,7 @@ def test_mishap_leaves_every_healthy_node_with_right_bytes(fleet: Fleet, name: s
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in MISHAPS if name not in (*QUICK, "none")])
+@pytest.mark.parametrize("name", [name for name in MISHAPS if name not in (*FIRST, *THEN, "none")])
 def test_mishap_earlier_or_later_leaves_right_bytes(fleet: Fleet, name: str) -> None:
     test_mishap_leaves_every_healthy_node_with_right_bytes(fleet, name)
 
@@ -202,6 +204,7 @@ def of_cluster(fleet: Fleet) -> Iterator[Fleet]:
     configure("job")
 
 
+@pytest.mark.ci  # with agents and no Slurm: hooks/test_peer_cluster.py
 def test_jobs_on_different_nodes_read_the_source_once(of_cluster: Fleet) -> None:
     fleet, size = of_cluster, 4 * MIB << 20
     for number in range(ATTEMPTS):
@@ -222,6 +225,7 @@ def test_jobs_on_different_nodes_read_the_source_once(of_cluster: Fleet) -> None
     assert "; 0 of 64 MiB from the file server" in fleet.command("explain", str(job), node=node)
 
 
+@pytest.mark.ci  # pure: unit/peers/test_schedule.py
 def test_nodes_that_copy_ahead_at_once_read_the_source_twice_at_most(of_cluster: Fleet) -> None:
     """n1 has the list of what jobs wait for; all others pass at the same time.
 
