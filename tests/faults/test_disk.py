@@ -137,6 +137,12 @@ def test_disk_that_was_full_before_it_was_a_cache_has_no_room(node: Node, scratc
     fill(node, 0)
     path = node.put("alice/image.sqsh", image())
     assert node.prolog(7, path).said == ("declined", "no-room")
+    node.put("alice/data/file", b"x")
+    node.configure(redirect="spank")
+    for comment in (f"stage={node.shared}/alice/data/", "stage-dir=1M"):
+        (found,) = node.prolog(7, comment=comment).outcomes
+        assert (found.result, found.reason) == ("declined", "no-room"), comment
+    node.configure()
     assert node.epilog(7).code == 0
     (node.nvme / "scratch/enroot").unlink()
     assert node.prolog(8, path).outcome.result == "copied"

@@ -43,7 +43,7 @@ def test_job_and_its_image_are_seen_on_all_nodes(site: Site) -> None:
 
 def test_node_that_slurm_does_not_give_is_named_and_no_job_stays(site: Site) -> None:
     site.root(["scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test"], "n1")
-    code, shown = ask(site, "status", "-w", "n[1-2]", "--within", "20s")
+    code, shown = ask(site, "status", "-w", "n[1-2]", "--within", "8s")
     site.root(["scontrol", "update", "NodeName=n2", "State=RESUME"], "n1")
     assert code == 11
     assert "n2: " in shown

@@ -28,7 +28,7 @@ import msgspec
 from forestage.cache import held_open
 from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id, chunk_count
-from forestage.errors import Failed
+from forestage.errors import Failed, of_disk
 from forestage.system import as_user, child, files, lock, mounts, records
 from forestage.system.files import opened
 
@@ -168,11 +168,18 @@ class Cache:
         return owner if lives else None
 
     def prepare(self, require_mount: bool) -> None:
-        """Makes the layout, or finds it made. Raises Failed where it must not be used.
+        """Makes the layout, or finds it made.
 
-        It looks before it makes: mkdir(2) waits for a disk that takes no writes, though the
-        directory is there.
+        Raises Failed where it must not be used, Declined (no-room) where the disk is full.
         """
+        try:
+            self._prepare(require_mount)
+        except OSError as error:
+            raise of_disk(error) from None
+
+    def _prepare(self, require_mount: bool) -> None:
+        # It looks before it makes: mkdir(2) waits for a disk that takes no writes, though the
+        # directory is there.
         if require_mount:
             self.must_be_mounted()
         if not self.root.exists():
