@@ -121,8 +121,12 @@ class Failed(Declined):
     """
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a disk, or a user's quota on it, that has no room."""
+
+
 def of_disk(error: OSError) -> Declined:
     """Pure: what an error of the cache's disk means."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         return Declined("no-room", f"the cache's disk filled up: {error}")
     return Failed("io", str(error))

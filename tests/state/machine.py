@@ -13,6 +13,7 @@ from promises import HOUR, Promises
 
 from forestage.admin import evict, inventory
 from forestage.admin.unredirect import unredirect
+from forestage.errors import Declined
 from forestage.system.as_user import User
 from node import ALICE, BOB, Later
 
@@ -49,8 +50,8 @@ class Machine(Promises):
         """A command may fail, and say so, where a disk is full."""
         try:
             yield
-        except OSError:
-            if self.calm():
+        except (OSError, Declined) as error:
+            if self.calm() or (isinstance(error, Declined) and error.reason != "no-room"):
                 raise
 
     @rule()

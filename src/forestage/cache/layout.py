@@ -28,7 +28,7 @@ import msgspec
 from forestage.cache import held_open
 from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id, chunk_count
-from forestage.errors import Failed, of_disk
+from forestage.errors import FULL, Failed, of_disk
 from forestage.system import as_user, child, files, lock, mounts, records
 from forestage.system.files import opened
 
@@ -170,11 +170,13 @@ class Cache:
     def prepare(self, require_mount: bool) -> None:
         """Makes the layout, or finds it made.
 
-        Raises Failed where it must not be used, Declined (no-room) where the disk is full.
+        Raises Failed where it must not be used, Declined (no-room) where the disk is full, OSError.
         """
         try:
             self._prepare(require_mount)
         except OSError as error:
+            if error.errno not in FULL:
+                raise
             raise of_disk(error) from None
 
     def _prepare(self, require_mount: bool) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.registry.store import FILE, FULL, Record, create, load
+from forestage.errors import FULL
+from forestage.registry.store import FILE, Record, create, load
 from forestage.system.files import opened
 
 LIVE = 3600.0  # seconds without a sign of life after which an import is dead, by whatever clock

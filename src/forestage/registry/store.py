@@ -26,7 +26,7 @@ import msgspec
 
 from forestage.cache.image import HEAD, is_squashfs, squashfs_size
 from forestage.clock import Clock, Deadline
-from forestage.errors import Declined
+from forestage.errors import FULL, Declined
 from forestage.registry.reference import is_digest
 from forestage.system import mounts, records
 from forestage.system.files import opened
@@ -37,7 +37,6 @@ T = TypeVar("T")
 MODE = 0o700
 SMALL = 64 * 1024  # bytes of a record
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 # link(2) where there are no hard links: exFAT, some FUSE, some file servers.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a rename that replaces nothing
