@@ -15,6 +15,8 @@ from jobs import CACHE, CLI, Site
 from spec import ClusterSpec, plugstack_conf
 from steps import accompanied
 
+pytestmark = pytest.mark.ci  # what one command says of one fault: processes/admin, processes/check
+
 NVME = "/mnt/nvme"
 TEXTFILES = "/var/lib/prometheus/node-exporter"
 STACK = "/etc/slurm/plugstack.conf"

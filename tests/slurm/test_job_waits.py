@@ -21,7 +21,9 @@ SETTINGS = {
 LONGER = {"Alloc,DeferBatch": 24, "Alloc": 48}
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(
+    scope="module", params=["impatient", pytest.param("undeferred", marks=pytest.mark.ci)]
+)
 def cluster_spec(request: pytest.FixtureRequest) -> ClusterSpec:
     return hooked(nodes=2, **SETTINGS[request.param])
 

@@ -111,6 +111,7 @@ def test_one_import_serves_all_nodes_and_steps_and_the_next_job(
     assert len(stored) == 1
 
 
+@pytest.mark.ci
 def test_tag_that_is_moved_during_a_batch_job_stays_what_it_was(
     site: Site, registry: Registry
 ) -> None:
@@ -149,6 +150,7 @@ def test_push_is_seen_by_the_next_step_of_an_allocation(site: Site, registry: Re
     assert (names(first), names(second)) == (["first"], ["second"])
 
 
+@pytest.mark.ci
 def test_user_without_rights_gets_the_registrys_refusal(site: Site, registry: Registry) -> None:
     registry.push("team/tool:1", "secret")
     registry.wants(alice="word")
@@ -215,6 +217,7 @@ def kill_import(site: Site) -> list[str]:
     return found
 
 
+@pytest.mark.ci
 def test_slurmd_that_is_restarted_during_an_import_changes_nothing(
     site: Site, registry: Registry
 ) -> None:
@@ -271,6 +274,7 @@ def west(registry: Registry) -> Iterator[Site]:
         yield Site(cluster)
 
 
+@pytest.mark.ci
 def test_two_clusters_on_one_store_import_once(site: Site, west: Site, registry: Registry) -> None:
     # The checkout is what both see at one path.
     with tempfile.TemporaryDirectory(dir=REPO / ".venv") as folder:
@@ -309,6 +313,7 @@ def parts(site: Site) -> list[Path]:
     return list(site.source(STORE).rglob("*.part"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("why", ["gone", "read-only"])
 def test_store_that_cannot_be_used_costs_no_job(site: Site, registry: Registry, why: str) -> None:
     registry.push("team/tool:1", "first")
@@ -321,6 +326,7 @@ def test_store_that_cannot_be_used_costs_no_job(site: Site, registry: Registry, 
     assert "for this step alone" in ran.stdout
 
 
+@pytest.mark.ci
 def test_registry_that_is_silent_has_the_tag_mean_what_it_meant_last(
     site: Site, registry: Registry
 ) -> None:
@@ -338,6 +344,7 @@ def test_registry_that_is_silent_has_the_tag_mean_what_it_meant_last(
     assert names(refused) == [], refused.stdout
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("store", ["none", "on the cache's disk"])
 def test_without_a_store_that_is_shared_enroot_imports_and_nothing_is_left(
     site: Site, registry: Registry, store: str
@@ -431,6 +438,7 @@ def test_cancelled_step_ends_at_once_and_its_import_with_it(site: Site, registry
     assert not list(site.cluster.host_path("/run/forestage/images", "n1").iterdir())
 
 
+@pytest.mark.ci
 def test_import_that_ends_after_its_step_was_cancelled_leaves_no_lease(
     site: Site, registry: Registry
 ) -> None:
@@ -471,6 +479,7 @@ def test_prolog_has_the_image_of_the_job_copied_before_its_step(
     assert registry.count("HEAD") == heads  # a guess asks no registry
 
 
+@pytest.mark.ci
 def test_warm_imports_and_has_the_nodes_copy(site: Site, registry: Registry) -> None:
     registry.push("team/tool:1", "first")
     image = f"{registry.host}#team/tool:1"

@@ -36,7 +36,11 @@ OWN_TMP = {"/etc/slurm/job_container.conf": "AutoBasePath=true\nBasePath=/var/li
 
 
 # A site with job_container/tmpfs has what `Contain` brings as well.
-SETTINGS = ("plain", pytest.param("contain", marks=pytest.mark.long), "tmpfs")
+SETTINGS = (
+    "plain",
+    pytest.param("contain", marks=pytest.mark.long),
+    pytest.param("tmpfs", marks=pytest.mark.ci),
+)
 
 
 @pytest.fixture(scope="module", params=SETTINGS)

@@ -15,6 +15,8 @@ from host import wait_until
 from jobs import CLI, Site, hooked
 from spec import ClusterSpec
 
+pytestmark = pytest.mark.ci  # without Slurm: processes/admin/test_warm.py
+
 
 @pytest.fixture(scope="module")
 def cluster_spec() -> ClusterSpec:
