@@ -16,7 +16,7 @@ from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.events import Handled
 from forestage.hooks import data
-from forestage.hooks.data import Shown
+from forestage.hooks.data import ShownData
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.stage.wait import Progress, quiet
@@ -63,7 +63,7 @@ class Dirs:
 
     def step(
         self, job: int, user: User = ALICE, fill: float = 240.0, progress: Progress = quiet
-    ) -> Shown:
+    ) -> ShownData:
         asked = self.job(job, "", user, SLURM_STEP_ID="0")
         limit = Limit.of(Clock(), 60.0, None)
         until = type(limit.end).after(fill, Clock())

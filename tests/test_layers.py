@@ -369,11 +369,18 @@ def test_a_steps_helper_starts_without_the_command_line() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "step []\n", "")
 
 
-def test_class_name_is_used_once_within_a_folder() -> None:
-    named: dict[tuple[str, str], list[str]] = {}
+def test_class_name_is_used_once_within_a_folder_and_within_what_a_module_imports() -> None:
+    classes = {
+        module: {node.name for node in tree(module).body if isinstance(node, ast.ClassDef)}
+        for module in MODULES
+    }
+    seen = {(module.rpartition(".")[0], module): names for module, names in classes.items()}
     for module in MODULES:
-        tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                named.setdefault((module.rpartition(".")[0], node.name), []).append(module)
-    assert {name: where for name, where in named.items() if len(where) > 1} == {}
+        names = {name.removeprefix("forestage.") for name in imported(module)}
+        for one in {module, *names} & classes.keys():
+            seen[module, one] = {name for name in classes[one] if not name.startswith("_")}
+    where: dict[tuple[str, str], list[str]] = {}
+    for (by, module), found in seen.items():
+        for name in found:
+            where.setdefault((by, name), []).append(module)
+    assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}

@@ -81,7 +81,7 @@ def begin(node: Node, job: int, comment: str, user: User = ALICE) -> list[Handle
     return data.begin(ready(node, job), as_job(node, job, comment, user), limit, None)
 
 
-def show(node: Node, job: int, user: User = ALICE, wait: float | None = None) -> data.Shown:
+def show(node: Node, job: int, user: User = ALICE, wait: float | None = None) -> data.ShownData:
     limit = Limit.of(Clock(), 600.0, wait)
     return data.show(ready(node, job), as_job(node, job, "", user), limit, None)
 
@@ -103,11 +103,11 @@ def staged(node: Node, job: int, path: Path, user: User = ALICE) -> Tree:
 
 
 @pytest.fixture
-def mounted(spank: Node) -> Iterator[Callable[[data.Shown], Path]]:
+def mounted(spank: Node) -> Iterator[Callable[[data.ShownData], Path]]:
     """Mounts what a step is shown, where the test can look at it."""
     points: list[Path] = []
 
-    def mount(shown: data.Shown) -> Path:
+    def mount(shown: data.ShownData) -> Path:
         (line,) = shown.lines
         kind, device, file, fs, how, _, _ = line
         assert file in [loop.file_of(spank.cache.image(key).stat()) for key in spank.entries()]
@@ -130,7 +130,7 @@ def differences(path: Path, copy: Path) -> str:
 
 
 def test_tree_that_is_staged_shows_the_same_files_with_the_same_rights(
-    spank: Node, mounted: Callable[[data.Shown], Path]
+    spank: Node, mounted: Callable[[data.ShownData], Path]
 ) -> None:
     path = fill(spank)
     found = staged(spank, 1, path)
@@ -145,7 +145,7 @@ def test_tree_that_is_staged_shows_the_same_files_with_the_same_rights(
     assert read_as(BOB, copy / "private") is None
 
 
-def test_acl_of_a_file_is_kept(spank: Node, mounted: Callable[[data.Shown], Path]) -> None:
+def test_acl_of_a_file_is_kept(spank: Node, mounted: Callable[[data.ShownData], Path]) -> None:
     path = fill(spank)
     file = spank.server / "alice/set/private"
     subprocess.run(["setfacl", "-m", f"u:{BOB.uid}:r", file], check=True)
@@ -176,13 +176,15 @@ def test_commands_tell_the_directory_from_an_image(spank: Node) -> None:
     (taken,) = (one.bytes for one in items.items if one.kind == "data")
     assert (now.entries.data, now.data) == (1, taken)
     assert "data" in dict(status._facts(now))
-    exported = b"".join(metrics.text(metrics.Facts(Tally(), "1", False, status=now)).split(b"\r"))
+    exported = b"".join(
+        metrics.text(metrics.Exported(Tally(), "1", False, status=now)).split(b"\r")
+    )
     assert b'forestage_entries_of_kind{kind="data"} 1.0' in exported
     assert b'forestage_entries_of_kind{kind="image"} 1.0' in exported
     assert f'forestage_kind_bytes{{kind="data"}} {float(taken)}'.encode() in exported
 
 
-def test_set_id_bits_are_not_copied(spank: Node, mounted: Callable[[data.Shown], Path]) -> None:
+def test_set_id_bits_are_not_copied(spank: Node, mounted: Callable[[data.ShownData], Path]) -> None:
     path = fill(spank)
     (spank.server / "alice/set/a/003").chmod(0o6755)
     staged(spank, 1, path)
@@ -315,7 +317,7 @@ def test_tree_with_a_hole_of_any_size_is_declined_before_its_layout(
 
 
 def test_tree_of_holes_takes_the_room_of_its_bytes_and_evicts_nothing(
-    spank: Node, mounted: Callable[[data.Shown], Path]
+    spank: Node, mounted: Callable[[data.ShownData], Path]
 ) -> None:
     image = spank.put("bob/image.sqsh", content(1), BOB)
     assert spank.prolog(7, image, BOB).said == ("started", "")

@@ -93,7 +93,7 @@ class Cluster:
         assert found is not None
         return found
 
-    def step(self, name: str, number: int = 0, **facts: str) -> data.Shown:
+    def step(self, name: str, number: int = 0, **facts: str) -> data.ShownData:
         limit = Limit.of(Clock(), 600.0, None)
         facts = {"SLURM_STEP_ID": str(number), "SLURM_STEP_NODELIST": "n[1-2]", **facts}
         with self.counting(name):

@@ -58,7 +58,7 @@ class Record(msgspec.Struct):
     seen: dict[str, int] = {}
 
 
-class Facts(msgspec.Struct, frozen=True):
+class Exported(msgspec.Struct, frozen=True):
     """Everything that is exported. `config` is None where it cannot be used.
 
     `status` is None where the node's state could not be read. `doubt` is since when the cache's
@@ -132,7 +132,7 @@ def export(
         off = bool(switch.why_off(places, config or Config(), clock.wall()))
         since = disk_errors.known(places).since
         swept = last_sweep(places)
-        written = text(Facts(tally, version, off, config, status, since, swept))
+        written = text(Exported(tally, version, off, config, status, since, swept))
         textfile = (config or Config()).metrics.textfile
         if textfile is not None:
             file = places.root / textfile.lstrip("/")
@@ -156,7 +156,7 @@ def last_sweep(places: Places) -> float:
         return 0.0
 
 
-def text(facts: Facts) -> bytes:
+def text(facts: Exported) -> bytes:
     """Pure: the text that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(facts))
@@ -164,7 +164,7 @@ def text(facts: Facts) -> bytes:
 
 
 class _Families(Collector):
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Exported) -> None:
         self.facts = facts
 
     def collect(self) -> Iterator[Metric]:
@@ -175,7 +175,7 @@ class _Families(Collector):
         yield from histograms(self.facts.tally)
 
 
-def state(facts: Facts) -> Iterator[Metric]:
+def state(facts: Exported) -> Iterator[Metric]:
     """Pure: the release, whether it works, and how it is configured."""
     config = facts.config
     info = {"version": facts.version}

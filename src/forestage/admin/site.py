@@ -179,7 +179,7 @@ class Way(msgspec.Struct, frozen=True):
     text: str
 
 
-class Plugin(msgspec.Struct, frozen=True):
+class LoadedPlugin(msgspec.Struct, frozen=True):
     """A plugin of the stack: its line, and its file."""
 
     line: plugstack.Plugin
@@ -203,16 +203,16 @@ class Stack(msgspec.Struct, frozen=True):
     """
 
     file: str
-    plugins: tuple[Plugin, ...]
+    plugins: tuple[LoadedPlugin, ...]
     includes: tuple[plugstack.Include, ...] = ()
     broken: str = ""
 
     @property
-    def companion(self) -> Plugin | None:
+    def companion(self) -> LoadedPlugin | None:
         return next((one for one in self.plugins if one.ours), None)
 
     @property
-    def pyxis(self) -> Plugin | None:
+    def pyxis(self) -> LoadedPlugin | None:
         return next((one for one in self.plugins if one.pyxis), None)
 
     @property
@@ -434,7 +434,7 @@ def _stack(files: Files, conf: Conf) -> Stack:
     beside = str(Path(conf.path).with_name("plugstack.conf"))
     file = conf.settings.get("plugstackconfig", beside)
     folders = plugin_folders(conf)
-    plugins: list[Plugin] = []
+    plugins: list[LoadedPlugin] = []
     includes: list[plugstack.Include] = []
     broken = ""
     ours = COMPANION_CONF.partition("{")[0]
@@ -455,12 +455,12 @@ def plugin_folders(conf: Conf) -> list[str]:
     return [folder for folder in folders if folder]
 
 
-def _plugin(files: Files, line: plugstack.Plugin, folders: list[str]) -> Plugin:
+def _plugin(files: Files, line: plugstack.Plugin, folders: list[str]) -> LoadedPlugin:
     path = line.path
     if not path.startswith("/"):
         tried = [f"{folder}/{path}" for folder in folders]
         path = next((one for one in tried if files.mode(one) is not None), path)
-    return Plugin(line, path, files.mode(path) is not None)
+    return LoadedPlugin(line, path, files.mode(path) is not None)
 
 
 def lacks(files: Files, *units: str) -> bool:

@@ -44,7 +44,7 @@ STATES = (
 FAILING = 3600.0  # seconds that a copy's error counts, if no other copy has succeeded since
 
 
-class Disk(msgspec.Struct, frozen=True):
+class DiskSpace(msgspec.Struct, frozen=True):
     """The file system under the cache, in bytes."""
 
     mounted_at: str
@@ -100,7 +100,7 @@ class Status(msgspec.Struct, frozen=True):
     redirects: tuple[str, ...]
     leases: tuple[Holder, ...]
     problems: tuple[str, ...]
-    disk: Disk | None = None
+    disk: DiskSpace | None = None
     room: evict.Room | None = None
     entries: Counts = Counts()
     copies: tuple[Copy, ...] = ()
@@ -236,9 +236,9 @@ def counts(items: Iterable[Item]) -> Counts:
     )
 
 
-def _disk(cache: Cache, under: Mount | None) -> Disk:
+def _disk(cache: Cache, under: Mount | None) -> DiskSpace:
     facts = os.statvfs(cache.root)
-    return Disk(
+    return DiskSpace(
         mounted_at=under.point if under else "?",
         total=facts.f_blocks * facts.f_frsize,
         free=facts.f_bavail * facts.f_frsize,

@@ -1,6 +1,6 @@
 """An `Image`: the bytes that a path means, who may read them, and whether they may be staged.
 
-The path is opened in sources/opening, as the user; what is found there are `Facts`, of which
+The path is opened in sources/opening, as the user; what is found there are `PathFacts`, of which
 `judge` makes an image, or says why it is none.
 """
 
@@ -87,7 +87,7 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.identity.size
 
 
-class Facts(msgspec.Struct, frozen=True):
+class PathFacts(msgspec.Struct, frozen=True):
     """What was found at a path; `judge` decides what it means. `path` is "" if it is not text, or
     in a mount that a user made.
 
@@ -129,7 +129,7 @@ def wanted_path(request: Request, work_dir: str) -> str:
     return path
 
 
-def judge(found: Facts, max_size: int | None) -> Image:
+def judge(found: PathFacts, max_size: int | None) -> Image:
     """Pure: the image, or Declined with the reason that the user and the admin will read."""
     if not found.path:
         what = "the path resolves to a name that is not UTF-8, or in a mount that a user made"
@@ -168,7 +168,7 @@ def squashfs_size(head: bytes) -> int:
     return int.from_bytes(head[40:HEAD], "little") if len(head) >= HEAD and is_squashfs(head) else 0
 
 
-def must_be_whole(found: Facts) -> None:
+def must_be_whole(found: PathFacts) -> None:
     """Pure: raises Declined for an image that ends before its superblock says so.
 
     The container could not start from it, and the user would look for the fault here.
@@ -183,7 +183,7 @@ def must_be_whole(found: Facts) -> None:
         )
 
 
-def must_suit_the_node(found: Facts) -> None:
+def must_suit_the_node(found: PathFacts) -> None:
     """Pure: raises Declined for what may not be redirected for the whole node.
 
     Everybody on the node would find the file read-only, immovable and nosuid: an image that is
@@ -201,7 +201,7 @@ def must_suit_the_node(found: Facts) -> None:
         raise Declined("written", f"{found.path} is open for writing on this node", spank)
 
 
-def must_be_squashfs(found: Facts) -> None:
+def must_be_squashfs(found: PathFacts) -> None:
     """Pure: raises Declined for what is no image: somebody's log or data, for all we know."""
     if not is_squashfs(found.head):
         raise Declined(

@@ -140,7 +140,9 @@ def _hangs(at: str) -> Finding:
     )
 
 
-def _findings(target: Target, files: Files, of_enroot: enroots.Site) -> Iterator[Finding | str]:
+def _findings(
+    target: Target, files: Files, of_enroot: enroots.EnrootSite
+) -> Iterator[Finding | str]:
     """What is found, and before each part what it looks at."""
     yield "slurm.conf"
     if target.login:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from forestage.admin import site as sites
-from forestage.admin.site import COMPANION, Conf, Plugin, Site
+from forestage.admin.site import COMPANION, Conf, LoadedPlugin, Site
 from forestage.check.finding import Finding
 from forestage.config import DEFAULT, Config, Settings, dotted
 from forestage.config import decided as of_auto
@@ -146,7 +146,7 @@ def _unmatched(files: Files, site: Site) -> Finding:
     )
 
 
-def _companion(files: Files, site: Site, ours: Plugin) -> Iterator[Finding]:
+def _companion(files: Files, site: Site, ours: LoadedPlugin) -> Iterator[Finding]:
     where = ours.line.where
     required = ours.line.required
     built_for = sites.built_for(files, ours.path)
@@ -183,7 +183,7 @@ def _companion(files: Files, site: Site, ours: Plugin) -> Iterator[Finding]:
         )
 
 
-def _required(ours: Plugin, fails: str) -> Iterator[Finding]:
+def _required(ours: LoadedPlugin, fails: str) -> Iterator[Finding]:
     if ours.line.required:
         yield Finding(
             "companion-required",
@@ -194,7 +194,7 @@ def _required(ours: Plugin, fails: str) -> Iterator[Finding]:
         )
 
 
-def _missing_helper(files: Files, ours: Plugin) -> str:
+def _missing_helper(files: Files, ours: LoadedPlugin) -> str:
     """The program that the companion would run in vain; "" where it can be run."""
     program = ours.line.argument("helper") or HELPER
     return "" if files.runs(program) else program
@@ -227,7 +227,7 @@ def on_login(files: Files, site: Site) -> Iterator[Finding]:
         )
 
 
-def _fits(files: Files, conf: Conf, ours: Plugin) -> bool:
+def _fits(files: Files, conf: Conf, ours: LoadedPlugin) -> bool:
     """Whether the companion is for this node's Slurm, as far as that can be told."""
     built_for = sites.built_for(files, ours.path)
     return not (built_for and conf.release) or built_for == conf.release

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from forestage.admin.site import Plugin
+from forestage.admin.site import LoadedPlugin
 from forestage.check.finding import Finding
 from forestage.system.tree import Files
 
 _YES = ("1", "true", "yes", "y")  # pyxis' config.c
 
 
-def findings(files: Files, plugin: Plugin) -> Iterator[Finding]:
+def findings(files: Files, plugin: LoadedPlugin) -> Iterator[Finding]:
     """Of a plugin that does not run enroot nothing is known."""
     code = files.data(plugin.path) or b""
     if b"enroot" not in code:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.admin.site import Plugin
+from forestage.admin.site import LoadedPlugin
 from forestage.check.finding import Finding
 from forestage.config import Config
 from forestage.errors import Failed
@@ -32,7 +32,7 @@ MOST = 3  # registries that are connected to
 HTTPS = 443
 
 
-def findings(files: Files, pyxis: Plugin, config: Config, origin: str) -> Iterator[Finding]:
+def findings(files: Files, pyxis: LoadedPlugin, config: Config, origin: str) -> Iterator[Finding]:
     """`origin` is the file that sets `registry:`. Nothing where the admin uses another importer."""
     program = pyxis.line.argument("importer")
     store = config.registry.store
@@ -74,7 +74,7 @@ def findings(files: Files, pyxis: Plugin, config: Config, origin: str) -> Iterat
         yield from _store(files, store, config.cache, origin)
 
 
-def _not_asked(files: Files, pyxis: Plugin) -> Finding:
+def _not_asked(files: Files, pyxis: LoadedPlugin) -> Finding:
     words = " ".join(("required", pyxis.line.path, *pyxis.line.arguments))
     if SINCE not in (files.data(pyxis.path) or b""):
         change = "install pyxis 0.21 or later"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from forestage.clock import Clock
     from forestage.config import Settings
     from forestage.events import Outcome
-    from forestage.hooks.watch import Child, Watched
+    from forestage.hooks.watch import HookChild, Watched
     from forestage.paths import Places
     from forestage.slurm.job import Job
 
@@ -79,7 +79,7 @@ def _main(name: Name, root: str = "") -> int:
         if name == "prolog":
             hook.mark = background.leave(os.environ, run)
         forked = None if hook.mark else watch.fork(keeps_stdout=name == "step")
-        if isinstance(forked, watch.Child):
+        if isinstance(forked, watch.HookChild):
             code = hook.wait(forked, root)
             return code
         hook.child = forked
@@ -277,7 +277,7 @@ class Hook:
 
         return self.child or ALONE
 
-    def wait(self, child: Child, root: str) -> int:
+    def wait(self, child: HookChild, root: str) -> int:
         """Waits for the child that does the work; goes on without it where it hangs."""
         from forestage.hooks import watch
 

@@ -22,7 +22,7 @@ from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.paths import Places
 from forestage.slurm import enroot
-from forestage.slurm.enroot import Bind, Site, Variables
+from forestage.slurm.enroot import EnrootSite, FstabBind, Variables
 from forestage.slurm.job import Job
 from forestage.system import as_user, lock
 from forestage.system.tree import Noted
@@ -54,7 +54,7 @@ class _Looking(NamedTuple):
     """What was read of the node's own files, and the child that reads the user's."""
 
     files: Noted
-    site: Site
+    site: EnrootSite
     child: as_user.Child
 
 
@@ -124,7 +124,7 @@ class Binds:
             self.decided = step_record.of_binds(program, ours, found.facts, found.variables)
         return found
 
-    def _as_user(self, site: Site, binds: Sequence[Bind]) -> _Found:
+    def _as_user(self, site: EnrootSite, binds: Sequence[FstabBind]) -> _Found:
         """In a child: what the user's files add, and where all of it leads."""
         job, files = self._job, Noted()
         self._take_place()
@@ -182,12 +182,12 @@ def _variables(job: Job, home: str) -> Variables:
     return Variables({name: value for name, value in known.items() if value}, all_known=False)
 
 
-def _of_folder(files: Noted, folder: str) -> tuple[list[Bind], str]:
+def _of_folder(files: Noted, folder: str) -> tuple[list[FstabBind], str]:
     """What the fstabs of a user's folder bind, and why that may not be all. As the user."""
     if enroot.UNKNOWN in folder:
         return [], "enroot.conf has a shell word for ENROOT_CONFIG_PATH"
     mounts, hooks = f"{folder}/mounts.d", f"{folder}/hooks.d"
-    binds: list[Bind] = []
+    binds: list[FstabBind] = []
     left = THEIR_BYTES
     listed, listed_hooks = (files.names(one, MOST_NAMES + 1) for one in (mounts, hooks))
     if max(len(listed), len(listed_hooks)) > MOST_NAMES:
@@ -198,7 +198,7 @@ def _of_folder(files: Noted, folder: str) -> tuple[list[Bind], str]:
         if text is None:
             return binds, f"{mounts}/{name} cannot be read"
         left -= len(text.encode(errors="replace"))
-        binds += [Bind(f"{mounts}/{name}", *one) for one in enroot.plain_binds(text)]
+        binds += [FstabBind(f"{mounts}/{name}", *one) for one in enroot.plain_binds(text)]
     if left < 0 or len(names) > MOST_THEIRS:
         return binds, f"{mounts} is too large"
     programs = [name for name in listed_hooks if name.endswith(".sh")]

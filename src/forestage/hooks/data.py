@@ -33,7 +33,7 @@ from forestage.slurm.lines import Fields
 from forestage.system import as_user
 from forestage.units import printable
 from forestage.views import wanted
-from forestage.views.wanted import Call, ForStep, Staged, View
+from forestage.views.wanted import ForStep, Staged, View, ViewCall
 
 if TYPE_CHECKING:
     from forestage.views.job_dir import Own
@@ -43,7 +43,7 @@ LOOK = 5.0  # seconds for it
 STAGE_DIR = Request("stage-dir", "hint")
 
 
-class Shown(msgspec.Struct, frozen=True):
+class ShownData(msgspec.Struct, frozen=True):
     """What a step gets: lines for the companion, what became of each request, and the paths, in the
     comment's order, at which all of it is read from this node."""
 
@@ -73,7 +73,7 @@ def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[
     return _as_data([*made, *(_begin(call, request) for request in requests)])
 
 
-def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
+def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> ShownData:
     """What the step of a job is shown of its data. Never raises for a request."""
     noted = wanted.read(node.leases, job.id)
     hang: Declined | None = None
@@ -99,7 +99,7 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
         lines += fill.unset(own, noted)  # of those that are not in there by now
     kept = wanted.disentangled(wanted.in_order(lines))
     local = [_local(node, kept, request, came[request]) for request in requests]
-    return Shown(kept, _as_data(outcomes), tuple(filter(None, local)))
+    return ShownData(kept, _as_data(outcomes), tuple(filter(None, local)))
 
 
 def _refused(noted: Wanted) -> Declined:
@@ -235,14 +235,14 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
         leases.say(node, job, end.left(), to_steps=True, data=refused)
 
 
-def _call(node: Node, job: Job, noted: Wanted, limit: Limit, own: "Own | None" = None) -> Call:
+def _call(node: Node, job: Job, noted: Wanted, limit: Limit, own: "Own | None" = None) -> ViewCall:
     def stage(request: Request, end: Deadline) -> Staged:
         # No redirect lies there, so none is in a container's way.
         within = msgspec.structs.replace(limit, end=end)
         (answer,) = serve.serve(node, job, [request], within)
         return Staged(answer.outcome, answer.image, answer.socket)
 
-    return Call(
+    return ViewCall(
         node=node,
         job=job,
         noted=noted,
@@ -271,7 +271,7 @@ def _view(request: Request) -> View:
     return fill
 
 
-def _begin(call: Call, request: Request) -> Handled:
+def _begin(call: ViewCall, request: Request) -> Handled:
     try:
         image.wanted_path(request, call.job.work_dir)
         return _view(request).begin(call, request)
@@ -279,7 +279,7 @@ def _begin(call: Call, request: Request) -> Handled:
         return _of_error(request, error)
 
 
-def _show(call: Call, request: Request) -> ForStep:
+def _show(call: ViewCall, request: Request) -> ForStep:
     try:
         image.wanted_path(request, call.job.work_dir)
         return _view(request).show(call, request)

@@ -27,7 +27,7 @@ from forestage.units import printable
 
 if TYPE_CHECKING:
     from forestage.events import Handled, Outcome
-    from forestage.hooks.data import Shown
+    from forestage.hooks.data import ShownData
     from forestage.hooks.limit import Limit
 
 
@@ -179,7 +179,9 @@ def _begin_import(hook: Hook, node: Node, job: Job) -> tuple[Job, Fields]:
     return job.without_reference(), later
 
 
-def _show_data(hook: Hook, node: Node, job: Job, limit: Limit, refusal: Declined | None) -> Shown:
+def _show_data(
+    hook: Hook, node: Node, job: Job, limit: Limit, refusal: Declined | None
+) -> ShownData:
     """Tells the companion what data the step is shown."""
     from forestage.hooks import data
 

@@ -69,7 +69,7 @@ class Late(Exception):
         self.cache = cache
 
 
-def fork(keeps_stdout: bool) -> Child | Watched | None:
+def fork(keeps_stdout: bool) -> HookChild | Watched | None:
     """Forks the child: returns it to the hook, and its own end of the line to the child.
 
     None where it cannot be forked: then the caller does the work itself. `keeps_stdout`: a step's
@@ -84,7 +84,7 @@ def fork(keeps_stdout: bool) -> Child | Watched | None:
         return None
     if pid:
         os.close(theirs)
-        return Child(pid, ours)
+        return HookChild(pid, ours)
     os.close(ours)
     os.dup2(theirs, 2)
     if not keeps_stdout:
@@ -92,7 +92,7 @@ def fork(keeps_stdout: bool) -> Child | Watched | None:
     return Watched(theirs)
 
 
-class Child:
+class HookChild:
     """The child as the hook knows it: what it works on, until when, and how it ended."""
 
     def __init__(self, pid: int, line: int) -> None:

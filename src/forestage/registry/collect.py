@@ -47,7 +47,7 @@ class StoredImage(msgspec.Struct, frozen=True):
     used: float
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Garbage(msgspec.Struct, frozen=True):
     """What is to go: images, and files that belong to none."""
 
     images: tuple[StoredImage, ...]
@@ -78,7 +78,7 @@ def images(files: Sequence[File]) -> list[StoredImage]:
     return sorted(found, key=lambda image: (image.used, image.name))
 
 
-def plan(files: Sequence[File], keep: float, most: int | None, now: float) -> Plan:
+def plan(files: Sequence[File], keep: float, most: int | None, now: float) -> Garbage:
     """Pure: what goes, where images stay `keep` seconds and take `most` bytes together.
 
     Files that are no images, and imports that go on, leave them so much less.
@@ -97,7 +97,7 @@ def plan(files: Sequence[File], keep: float, most: int | None, now: float) -> Pl
     for file in files:
         by_name.setdefault(file.name, []).append(file)
     left = [file.path for file in files if _is_left(file, by_name[file.name], now)]
-    return Plan(tuple(going), tuple(left))
+    return Garbage(tuple(going), tuple(left))
 
 
 def _is_left(file: File, of_image: Sequence[File], now: float) -> bool:

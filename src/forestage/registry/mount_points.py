@@ -21,14 +21,14 @@ OLD = 86400.0  # seconds; no import takes so long
 MODE = 0o444  # a user finds their step's, and reads what is bound over it as its own mode lets them
 
 
-class Place(msgspec.Struct, frozen=True):
+class MountPoint(msgspec.Struct, frozen=True):
     """The path, and by what the companion knows the file: inode, size, mtime and ctime in ns."""
 
     path: str
     facts: tuple[int, int, int, int]
 
 
-def make(places: Places, job: int, step: int | None, size: int) -> Place:
+def make(places: Places, job: int, step: int | None, size: int) -> MountPoint:
     """Makes it anew. Raises OSError.
 
     It has the copy's size in bytes, of which it takes nothing: a file that is read through must
@@ -42,7 +42,7 @@ def make(places: Places, job: int, step: int | None, size: int) -> Place:
         os.fchmod(fd, MODE)
         found = os.fstat(fd)
     facts = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    return Place(os.fspath(path), facts)
+    return MountPoint(os.fspath(path), facts)
 
 
 def forget(places: Places, job: int) -> None:

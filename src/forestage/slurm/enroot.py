@@ -32,7 +32,7 @@ _IN_FSTAB = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # common::envsubst
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
-class Bind(NamedTuple):
+class FstabBind(NamedTuple):
     """A line of an fstab that binds a directory without what is mounted below it."""
 
     file: str
@@ -40,7 +40,7 @@ class Bind(NamedTuple):
     source: str
 
 
-class Site(msgspec.Struct, frozen=True):
+class EnrootSite(msgspec.Struct, frozen=True):
     """What the node's enroot goes by.
 
     `program` is the first `enroot` on the PATH, "" for none; `sysconf` the directory of its
@@ -92,7 +92,7 @@ class Variables:
         return self.get(name) or ""
 
 
-def site(files: Files, path: str = PATH) -> Site:
+def site(files: Files, path: str = PATH) -> EnrootSite:
     """Reads what the `enroot` on this PATH goes by."""
     found = [*files.programs("enroot", path)]
     # A wrapper calls the next one, mostly.
@@ -102,7 +102,7 @@ def site(files: Files, path: str = PATH) -> Site:
     conf = f"{sysconf}/enroot.conf"
     parts = [f"{conf}.d/{name}" for name in files.names(f"{conf}.d") if name.endswith(".conf")]
     settings = _settings(files.text(one) or "" for one in (conf, *parts))
-    return Site((*found, "")[0], sysconf, settings, match is not None)
+    return EnrootSite((*found, "")[0], sysconf, settings, match is not None)
 
 
 def _settings(texts: Iterator[str]) -> dict[str, str]:
@@ -156,13 +156,13 @@ def plain_binds(text: str) -> Iterator[tuple[int, str]]:
             yield number, _OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[0])
 
 
-def site_binds(files: Files, found: Site) -> Iterator[Bind]:
+def site_binds(files: Files, found: EnrootSite) -> Iterator[FstabBind]:
     """What the site has all containers bind."""
     for name in files.names(found.mounts):
         if name.endswith(".fstab"):
             file = f"{found.mounts}/{name}"
             for number, source in plain_binds(files.text(file) or ""):
-                yield Bind(file, number, source)
+                yield FstabBind(file, number, source)
 
 
 def holds(source: str, path: str) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 from forestage import trace
 from forestage.bind import redirect
 from forestage.cache import image, part
-from forestage.cache.image import Access, Facts, Image
+from forestage.cache.image import Access, Image, PathFacts
 from forestage.cache.layout import Cache, open_copy
 from forestage.cache.node import Node
 from forestage.clock import Deadline
@@ -42,19 +42,19 @@ def open_as_user(
     copied_head: Callable[[Image], bytes] | None = None,
     services: Mapping[str, str] | None = None,
     is_new: Callable[[Image], bool] | None = None,
-) -> tuple[Facts, socket.socket]:
+) -> tuple[PathFacts, socket.socket]:
     """Opens `path` as the user, binds from `caches` (real paths) out of sight.
 
     Of users' FUSE mounts those count that are `services` (mounts.users_fuse), below `/` all.
-    With `copied_head` all is wanted that `Facts` may say. It returns the first bytes of the image's
-    copy on this node, or b"" where there is none: a hit reads nothing of the source,
-    unless its copy is no squashfs, as it may be damaged. `is_new`: of which images the first bytes
-    are wanted, where nothing else is.
-    The source waits in the line, if `Facts.image` is there; the caller closes the line, or takes
-    it. Raises OSError as the user would get it; as_user.TooSlow.
+    With `copied_head` all is wanted that `PathFacts` may say. It returns the first bytes of the
+    image's copy on this node, or b"" where there is none: a hit reads nothing of the source, unless
+    its copy is no squashfs, as it may be damaged. `is_new`: of which images the first bytes are
+    wanted, where nothing else is.
+    The source waits in the line, if `PathFacts.image` is there; the caller closes the line, or
+    takes it. Raises OSError as the user would get it; as_user.TooSlow.
     """
 
-    def work() -> as_user.Found[Facts]:
+    def work() -> as_user.Found[PathFacts]:
         is_private = False
         for _ in range(OPEN_TRIES):
             trace.point("looking")
@@ -85,12 +85,12 @@ def open_as_user(
                     is_private = True
         raise OSError(errno.EBUSY, "redirects come and go", path)
 
-    return as_user.ask(work, Facts, timeout)
+    return as_user.ask(work, PathFacts, timeout)
 
 
 def open_file(
     path: str, user: User, sources: Iterable[str], caches: Sequence[str], timeout: float
-) -> tuple[Facts, int | None]:
+) -> tuple[PathFacts, int | None]:
     """As `open_as_user`, with the source as a descriptor, if there is one; the caller closes it."""
     found, line = open_as_user(path, user, sources, caches, timeout)
     fds = as_user.receive_fds(line)
@@ -99,7 +99,7 @@ def open_file(
 
 def _open(
     path: str, sources: tuple[str, ...], caches: Sequence[str], services: Mapping[str, str]
-) -> as_user.Found[Facts]:
+) -> as_user.Found[PathFacts]:
     # O_PATH first: opening a FIFO would block and opening a device may do something.
     handle = os.open(path, os.O_PATH)
     if caches and mounts.mount_id(handle) in {bind.id for bind in _ours(caches)}:
@@ -113,12 +113,12 @@ def _open(
     try:
         resolved.encode()
     except UnicodeEncodeError:
-        return Facts("", sources, mode), []
+        return PathFacts("", sources, mode), []
     only_looks = sources == ANYWHERE
     sources = _resolved(sources, resolved)
     if caches and mounts.is_users(handle, resolved, None if only_looks else services):
-        return Facts("", sources, mode), []
-    found = Facts(resolved, sources, mode)
+        return PathFacts("", sources, mode), []
+    found = PathFacts(resolved, sources, mode)
     if not (stat.S_ISREG(mode) and image.is_below(resolved, sources)):
         return found, []
     # Through the handle, so that it is the same file whatever the path has become.
@@ -128,7 +128,7 @@ def _open(
         return found, []
     access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), image.read_acl(source))
     found_image = Image(image.identity(facts, resolved), access)
-    return Facts(resolved, sources, mode, found_image), [source]
+    return PathFacts(resolved, sources, mode, found_image), [source]
 
 
 class _Covered(Exception):

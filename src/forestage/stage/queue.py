@@ -41,7 +41,7 @@ Turn = Literal["go", "wait", "stop"]
 _RANK = {"now": 0, "later": 1, "none": 2}
 
 
-class Copy(msgspec.Struct, frozen=True):
+class QueuedCopy(msgspec.Struct, frozen=True):
     """A copy in the queue, or under way if it is `placed`; `since` in monotonic seconds.
 
     `begun`: it has its room as well. `expected`: it is for jobs that may never come.
@@ -56,7 +56,7 @@ class Copy(msgspec.Struct, frozen=True):
     expected: bool = False
 
 
-def turn(key: str, copies: Sequence[Copy], places: int, share: int) -> Turn:
+def turn(key: str, copies: Sequence[QueuedCopy], places: int, share: int) -> Turn:
     """Pure: what the copy of this key does now; `places` copies may be under way at once.
 
     Of these, one user's jobs get `share` for copies that they need.
@@ -72,11 +72,11 @@ def turn(key: str, copies: Sequence[Copy], places: int, share: int) -> Turn:
     return "go" if key in [copy.key for copy in _beginning(copies, free, share)] else "wait"
 
 
-def _beginning(copies: Sequence[Copy], free: int, share: int) -> list[Copy]:
+def _beginning(copies: Sequence[QueuedCopy], free: int, share: int) -> list[QueuedCopy]:
     """Pure: those that begin if so many places are free."""
     # What nobody needs gives way, and so holds nothing up.
     busy = Counter(copy.uid for copy in copies if copy.placed and copy.need != "none")
-    begin: list[Copy] = []
+    begin: list[QueuedCopy] = []
     for copy in in_line(copies):
         if len(begin) < free and (copy.need == "none" or busy[copy.uid] < share):
             begin.append(copy)
@@ -84,11 +84,11 @@ def _beginning(copies: Sequence[Copy], free: int, share: int) -> list[Copy]:
     return begin
 
 
-def in_line(copies: Sequence[Copy]) -> list[Copy]:
+def in_line(copies: Sequence[QueuedCopy]) -> list[QueuedCopy]:
     """Pure: those that wait, in the order in which they begin."""
     left = [copy for copy in copies if not copy.placed]
     running = Counter(copy.uid for copy in copies if copy.placed)
-    line: list[Copy] = []
+    line: list[QueuedCopy] = []
     while left:
         first = min(left, key=lambda c: (_RANK[c.need], running[c.uid], c.since, c.key))
         left.remove(first)
@@ -98,7 +98,11 @@ def in_line(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def begins_after(
-    key: str, copies: Sequence[Copy], places: int, share: int, left: Mapping[str, float | None]
+    key: str,
+    copies: Sequence[QueuedCopy],
+    places: int,
+    share: int,
+    left: Mapping[str, float | None],
 ) -> float:
     """Pure: seconds, at least, until the copy of this key, which waits, has a place.
 
@@ -110,7 +114,7 @@ def begins_after(
 
 
 def _free_after(
-    key: str, copies: Sequence[Copy], places: int, left: Mapping[str, float | None]
+    key: str, copies: Sequence[QueuedCopy], places: int, left: Mapping[str, float | None]
 ) -> float:
     # Those that nobody needs give way.
     ends = sorted(left.get(c.key) or 0.0 for c in copies if c.placed and c.need != "none")
@@ -177,7 +181,7 @@ def while_expected(node: Node, key: str, stop: threading.Event) -> Iterator[None
         yield
 
 
-def asked_for(node: Node) -> Iterator[Copy]:
+def asked_for(node: Node) -> Iterator[QueuedCopy]:
     """The copies that somebody waits for: all but those for pending jobs. Raises OSError."""
     return (copy for copy in gather(node) if not copy.expected)
 
@@ -201,7 +205,7 @@ def _called(node: Node) -> int | None:
     return found.st_mtime_ns if found else None
 
 
-def gather(node: Node, own: str = "") -> list[Copy]:
+def gather(node: Node, own: str = "") -> list[QueuedCopy]:
     """The copies of this node that live: `own`, the caller's, and those whose lock is held.
 
     One whose source hangs cannot even be killed; it loses its place, or a few of them would keep
@@ -226,7 +230,7 @@ def gather(node: Node, own: str = "") -> list[Copy]:
             need = "now"
         begun = owner.phase == "copying"
         state = (need, owner.placed, begun, bool(owner.expected))
-        found.append(Copy(key, owner.uid, owner.since, *state))
+        found.append(QueuedCopy(key, owner.uid, owner.since, *state))
     return found
 
 

@@ -44,7 +44,7 @@ from forestage.system.holder import Channel, Message
 from forestage.system.loop import Loop
 from forestage.units import format_size, printable
 from forestage.views import wanted
-from forestage.views.wanted import Call, ForStep
+from forestage.views.wanted import ForStep, ViewCall
 
 TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
 PLACES = 32  # directories looked at or copied at once for jobs of all users
@@ -56,7 +56,7 @@ WORKS_AT = 5.0  # seconds for a look where the job works
 PROBE = 10.0  # seconds for the kernel to load a module
 
 
-def begin(call: Call, request: Request) -> Handled:
+def begin(call: ViewCall, request: Request) -> Handled:
     """Starts the process that brings a directory, for the Prolog. Raises Failed, OSError."""
     node, job, path = call.node, call.job, request.path
     wanted.note_tree(node, job, path, Tree("looking"))
@@ -72,7 +72,7 @@ def begin(call: Call, request: Request) -> Handled:
     return Handled("started", request=printable(request.path), via="hint")
 
 
-def show(call: Call, request: Request) -> ForStep:
+def show(call: ViewCall, request: Request) -> ForStep:
     """The line by which a step's tasks see the copy; none where it is not here, or is outdated.
 
     Raises Declined, Failed, OSError.

@@ -32,7 +32,7 @@ from forestage.system.as_user import Found, User
 from forestage.units import format_duration, printable, quote
 from forestage.views import copy_in, job_dir
 from forestage.views.job_dir import Own, Place
-from forestage.views.wanted import Call, ForStep
+from forestage.views.wanted import ForStep, ViewCall
 
 SEED = "seed:"
 FILE = "file"  # in a draft
@@ -140,13 +140,13 @@ def _names(requests: Sequence[Request]) -> set[str]:
     return names
 
 
-def begin(call: Call, request: Request) -> Handled:
+def begin(call: ViewCall, request: Request) -> Handled:
     """What a Prolog does: the job's first step does the rest. Raises Declined."""
     must_be_possible(call.noted, request)
     return Handled("started", request=printable(request.path), via="hint")
 
 
-def show(call: Call, request: Request) -> ForStep:
+def show(call: ViewCall, request: Request) -> ForStep:
     """Puts what a step's job asked for into its own directory, if no step before has done so.
 
     Raises Declined, Failed, OSError.

@@ -26,7 +26,7 @@ from forestage.system import as_user
 from forestage.system.mounts import is_below
 from forestage.units import printable
 from forestage.views import serving
-from forestage.views.wanted import Call, ForStep
+from forestage.views.wanted import ForStep, ViewCall
 
 SYSTEM = (
     *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/run"),
@@ -67,13 +67,13 @@ class _Seen(msgspec.Struct, frozen=True):
     """Whether the root above a missing one is empty, and root's own."""
 
 
-def begin(call: Call, request: Request) -> Handled:
+def begin(call: ViewCall, request: Request) -> Handled:
     """Has the file copied, for the Prolog, unless it will not be mounted: the step looks closer."""
     must_be_allowed(request.at, ())
     return call.stage(request, call.end).outcome
 
 
-def show(call: Call, request: Request) -> ForStep:
+def show(call: ViewCall, request: Request) -> ForStep:
     """Has the file served for this step; returns what the companion is to mount.
 
     Raises Declined, Failed, OSError.

@@ -40,7 +40,7 @@ class Staged(msgspec.Struct, frozen=True):
     through: Path | None
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class ViewCall(msgspec.Struct, frozen=True, kw_only=True):
     """What the requests of a job share in its Prolog, or in one of its steps.
 
     A step waits for what others bring until `copy`, if at all, for what it brings itself until
@@ -72,10 +72,10 @@ class View(Protocol):
     Both raise ForestageError, OSError.
     """
 
-    def begin(self, call: Call, request: Request) -> Handled:
+    def begin(self, call: ViewCall, request: Request) -> Handled:
         """What a Prolog does for it, which waits for nothing."""
 
-    def show(self, call: Call, request: Request) -> ForStep:
+    def show(self, call: ViewCall, request: Request) -> ForStep:
         """What a step is shown of it."""
 
 

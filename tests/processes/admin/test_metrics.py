@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from commands import NOW, Site
 from forestage import events
 from forestage.admin import metrics, status
-from forestage.admin.metrics import Facts
+from forestage.admin.metrics import Exported
 from forestage.admin.tally import Tally
 from forestage.cache import disk_errors
 from forestage.cache.layout import Cache
@@ -216,11 +216,11 @@ def samples(text: str | bytes) -> dict[str, float]:
 def test_labels_hold_no_user_image_job_or_unknown_reason() -> None:
     odd = 'x"y\n{z}'
     tally = Tally()
-    bare = samples(metrics.text(Facts(Tally(), "1", off=False)))
+    bare = samples(metrics.text(Exported(Tally(), "1", off=False)))
     for number in range(50):
         tally.add(hit(number, image=f"/{odd}", key=odd, request=odd, result="failed", reason=odd))
         tally.add(hit(number, result="declined", reason=f"{number}", detail=odd))
-    found = samples(metrics.text(Facts(tally, "1", off=False)))
+    found = samples(metrics.text(Exported(tally, "1", off=False)))
     assert found.keys() == bare.keys()
     assert found["forestage_errors_total reason=other"] == 50
     assert found["forestage_declined_total reason=other"] == 50
@@ -228,7 +228,7 @@ def test_labels_hold_no_user_image_job_or_unknown_reason() -> None:
 
 def test_empty_tally_exports_every_series() -> None:
     """increase() of a series that begins with 1 is 0: the first error would be no alert."""
-    found = samples(metrics.text(Facts(Tally(), "1", off=False)))
+    found = samples(metrics.text(Exported(Tally(), "1", off=False)))
     errors = {name for name in found if name.startswith("forestage_errors_total")}
     assert errors == {f"forestage_errors_total reason={reason}" for reason in (*FAILURES, "other")}
     declined = {name.partition("=")[2] for name in found if "declined_total reason" in name}
@@ -240,7 +240,7 @@ def test_empty_tally_exports_every_series() -> None:
 def test_reason_that_is_counted_has_its_series_and_each_failure_is_a_known_reason() -> None:
     tally = Tally()
     tally.add(hit(1, result="failed", reason="source-error"))
-    found = samples(metrics.text(Facts(tally, "1", off=False)))
+    found = samples(metrics.text(Exported(tally, "1", off=False)))
     assert found["forestage_errors_total reason=source-error"] == 1
     assert set(REASONS) >= FAILURES
     raised: set[str] = set()
@@ -263,7 +263,7 @@ def test_every_count_has_its_series() -> None:
         tally.add(Event(1.0, "prolog", job, outcome))
     copied = Copied("copied", size=1000, from_peers=400, from_others=150, copying=1e-6)
     tally.add(Event(1.0, "stager", 4, msgspec.structs.replace(copied, evicted=("k",))))
-    found = samples(metrics.text(Facts(tally, "1", off=True)))
+    found = samples(metrics.text(Exported(tally, "1", off=True)))
     expected = {
         "requests_total hook=prolog result=hit": 1,
         "requests_total hook=prolog result=joined": 1,

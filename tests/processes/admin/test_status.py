@@ -14,7 +14,7 @@ from forestage.admin import status
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Leased
 from forestage.admin.prefetched import Prefetched
-from forestage.admin.status import Counts, Disk, Status, pieces
+from forestage.admin.status import Counts, DiskSpace, Status, pieces
 from forestage.cache import disk_errors
 from forestage.cache.evict import Room
 from forestage.cache.lease import Use
@@ -38,7 +38,7 @@ FULL = Status(
     redirects=(LONG,),
     leases=(Holder(4242, "alice", NOW - 90, (Leased("k" * 32, LONG, True),)),),
     problems=("a lease is damaged",),
-    disk=Disk("/mnt/nvme", 1000 * G, 400 * G),
+    disk=DiskSpace("/mnt/nvme", 1000 * G, 400 * G),
     room=Room(400 * G, 500 * G, 900 * G, 50 * G, 720 * G, 450 * G),
     entries=Counts(12, 3, 1, 1, 0),
     copies=(

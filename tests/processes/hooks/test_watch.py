@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from forestage.hooks import watch
-from forestage.hooks.watch import Child, Late, Watched
+from forestage.hooks.watch import HookChild, Late, Watched
 
 Work = Callable[[Watched], None]
-Begin = Callable[..., Child]
+Begin = Callable[..., HookChild]
 
 
 def never(cache: str) -> float:
@@ -34,7 +34,7 @@ def children() -> Iterator[list[int]]:
 
 @pytest.fixture
 def begin(children: list[int], capfd: object) -> Begin:
-    def begin(work: Work, keeps_stdout: bool = False) -> Child:
+    def begin(work: Work, keeps_stdout: bool = False) -> HookChild:
         forked = watch.fork(keeps_stdout)
         assert forked is not None
         if isinstance(forked, Watched):

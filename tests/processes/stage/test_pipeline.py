@@ -285,7 +285,7 @@ def test_change_of_the_open_file_is_seen_though_the_path_leads_to_a_twin(
     task: Task, source: Path, monkeypatch: Patch, change: Callable[[Path], None]
 ) -> None:
     """The path may lead to the staged file's twin on another file system; our bytes are these."""
-    seen = image.Facts(task.image.path, task.node.config.sources, 0, task.image)
+    seen = image.PathFacts(task.image.path, task.node.config.sources, 0, task.image)
     monkeypatch.setattr(
         "forestage.sources.opening.open_as_user", lambda *_, **__: (seen, socket.socket())
     )

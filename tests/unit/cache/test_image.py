@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import squashfs
 from forestage.cache.image import (
     Access,
-    Facts,
     Identity,
     Image,
+    PathFacts,
     declined_by,
     is_below,
     judge,
@@ -132,9 +132,9 @@ def test_below_means_inside_a_directory(path: str, directories: list[str], expec
 
 def facts_of(
     mode: int = stat.S_IFREG, size: int = 5, path: str = "/lustre/a", with_image: bool = True
-) -> Facts:
+) -> PathFacts:
     found = Image(Identity(path, 1, size, 3, 4), Access(0, 0, 0o644)) if with_image else None
-    return Facts(path, ("/lustre",), mode, found)
+    return PathFacts(path, ("/lustre",), mode, found)
 
 
 def test_ordinary_image_is_accepted() -> None:
@@ -158,7 +158,9 @@ def test_ordinary_image_is_accepted() -> None:
         (facts_of(size=6), "too-large"),
     ],
 )
-def test_file_that_may_not_be_staged_is_declined_with_its_reason(facts: Facts, reason: str) -> None:
+def test_file_that_may_not_be_staged_is_declined_with_its_reason(
+    facts: PathFacts, reason: str
+) -> None:
     with pytest.raises(Declined) as caught:
         judge(facts, 5)
     assert caught.value.reason == reason
@@ -216,7 +218,7 @@ def test_image_that_ends_before_its_superblock_says_so_is_truncated(
 SUITS = msgspec.structs.replace(facts_of(), head=HEAD, listed=True)
 
 
-def with_mode(mode: int) -> Facts:
+def with_mode(mode: int) -> PathFacts:
     assert SUITS.image is not None
     access = msgspec.structs.replace(SUITS.image.access, mode=mode)
     return msgspec.structs.replace(SUITS, image=msgspec.structs.replace(SUITS.image, access=access))
@@ -237,7 +239,9 @@ def test_complete_image_in_a_directory_that_the_user_lists_suits_the_node(mode: 
         (msgspec.structs.replace(SUITS, written=True), "written"),
     ],
 )
-def test_what_would_hurt_others_is_not_redirected_for_the_node(found: Facts, reason: str) -> None:
+def test_what_would_hurt_others_is_not_redirected_for_the_node(
+    found: PathFacts, reason: str
+) -> None:
     with pytest.raises(Declined) as caught:
         must_suit_the_node(found)
     assert caught.value.reason == reason

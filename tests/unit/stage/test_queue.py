@@ -16,7 +16,7 @@ from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.errors import Stopped
 from forestage.stage import queue
-from forestage.stage.queue import STALLED_AFTER, Copy, Need, Turn, begins_after, in_line, turn
+from forestage.stage.queue import STALLED_AFTER, Need, QueuedCopy, Turn, begins_after, in_line, turn
 from forestage.system import lock
 from forestage.system.as_user import User
 
@@ -26,12 +26,12 @@ Waits = Callable[..., bool]
 ALICE, BOB = 1, 2
 
 
-def waits(key: str, since: float, need: Need = "later", uid: int = ALICE) -> Copy:
-    return Copy(key, uid, since, need)
+def waits(key: str, since: float, need: Need = "later", uid: int = ALICE) -> QueuedCopy:
+    return QueuedCopy(key, uid, since, need)
 
 
-def runs(key: str, since: float = 0.0, need: Need = "later", uid: int = ALICE) -> Copy:
-    return Copy(key, uid, since, need, placed=True)
+def runs(key: str, since: float = 0.0, need: Need = "later", uid: int = ALICE) -> QueuedCopy:
+    return QueuedCopy(key, uid, since, need, placed=True)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def runs(key: str, since: float = 0.0, need: Need = "later", uid: int = ALICE) -
         ),
     ],
 )
-def test_line_is_by_need_then_user_then_time(copies: list[Copy], expected: str) -> None:
+def test_line_is_by_need_then_user_then_time(copies: list[QueuedCopy], expected: str) -> None:
     assert "".join(copy.key for copy in in_line(copies)) == expected
 
 
@@ -84,7 +84,7 @@ def test_line_is_by_need_then_user_then_time(copies: list[Copy], expected: str) 
         ),
     ],
 )
-def test_turn_with_two_places(copies: list[Copy], expected: Turn) -> None:
+def test_turn_with_two_places(copies: list[QueuedCopy], expected: Turn) -> None:
     assert turn("me", copies, 2, 2) == expected
 
 
@@ -118,7 +118,7 @@ def test_turn_with_two_places(copies: list[Copy], expected: Turn) -> None:
         ),
     ],
 )
-def test_one_users_jobs_get_two_of_four_places(copies: list[Copy], expected: Turn) -> None:
+def test_one_users_jobs_get_two_of_four_places(copies: list[QueuedCopy], expected: Turn) -> None:
     assert turn("me", copies, 4, 2) == expected
 
 
@@ -137,7 +137,7 @@ def test_one_users_jobs_get_two_of_four_places(copies: list[Copy], expected: Tur
     ],
 )
 def test_place_is_free_at_the_earliest_when_those_before_have_ended(
-    copies: list[Copy], expected: float
+    copies: list[QueuedCopy], expected: float
 ) -> None:
     assert begins_after("me", copies, 2, 2, {"x": 30.0, "y": 10.0, "new": None}) == expected
 
