@@ -162,6 +162,24 @@ def test_prolog_goes_by_the_configuration_as_it_is_now(background: Background, i
     assert "reason=disabled" in background.prolog(image)
 
 
+def test_prolog_stays_once_the_companion_is_in_no_file_that_plugstack_includes(
+    background: Background, image: Path
+) -> None:
+    """It binds then: what is out of date has to go before the job starts."""
+    node = background.node
+    node.configure(redirect="auto", cold="shared")
+    plugstack = Path(background.environ()["SLURM_CONF"]).with_name("plugstack.conf")
+    plugstack.write_text("include spank-*.conf\n")
+    part = plugstack.with_name("spank-1.conf")
+    part.write_text("optional forestage.so\n")
+    assert background.prolog(image) == ""
+    background.await_end()
+    background.ended(background.hook("epilog"))
+    part.unlink()
+    assert "redirect=mounted" in background.prolog(image)
+    background.ended(background.hook("epilog"))
+
+
 @pytest.mark.parametrize("asked", ["comment", "option"])
 def test_step_waits_for_what_the_prolog_finds(
     background: Background, image: Path, asked: str

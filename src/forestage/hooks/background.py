@@ -139,21 +139,49 @@ def facts_of(path: str) -> tuple[str, ...]:
     return tuple(map(str, (found.st_ino, found.st_size, *times)))
 
 
+def slurms(conf: str) -> list[str]:
+    """The lines for all that says whether Slurm loads the companion, by slurmd's $SLURM_CONF.
+
+    To be called before that is asked: what is here of each file is from before it was read, and of
+    each directory in which an include looks.
+    """
+    from forestage.slurm import plugstack
+    from forestage.system.tree import Noted
+
+    noted = Noted()
+
+    def text(path: str) -> str:
+        data = noted.data(path)
+        if data is None:
+            raise FileNotFoundError(path)
+        return data.decode()
+
+    try:
+        for line in plugstack.lines(plugstack.of(conf, text), text):
+            if isinstance(line, plugstack.Include):
+                noted.names(os.path.dirname(line.pattern))  # noqa: PTH120 - pathlib is an import
+    except (OSError, ValueError):  # so nobody can tell
+        pass
+    return ["\t".join(("file", path, *map(str, facts))) for path, facts in noted.facts.items()]
+
+
 def note(
-    places: Places, settings: Settings, companion: bool, decided_by: Sequence[str], conf: str
+    places: Places,
+    settings: Settings,
+    companion: bool,
+    decided_by: Sequence[str],
+    by_slurm: Sequence[str],
 ) -> None:
     """Writes down which partitions' Prologs may leave, if that is not what is there already.
 
-    `companion`: whether Slurm loads it, as `conf`, slurmd's $SLURM_CONF, says. `decided_by` are the
-    lines of cache/step_record.decided_by from before the settings were read. Raises OSError.
+    `companion`: whether Slurm loads it. `decided_by` are the lines of cache/step_record.decided_by
+    from before the settings were read, `by_slurm` those of `slurms`. Raises OSError.
     """
     from forestage import config
     from forestage.system import records
 
     files = [line for line in decided_by if line.startswith("file\t")]
-    slurms = (conf, f"{os.path.dirname(conf)}/plugstack.conf")  # noqa: PTH120
-    files += ["\t".join(("file", path, *facts_of(path))) for path in slurms]
-    lines = [FIRST_LINE, *files]
+    lines = [FIRST_LINE, *files, *by_slurm]
     partitions = [(name, config.decided(own, companion)) for name, own in settings.everywhere()]
     # A bind that is out of date has to go before any job of the node starts.
     bind = any(own.redirect == "bind" for _, own in partitions)

@@ -96,8 +96,8 @@ def _note_background(hook: Hook, places: Places, decided_by: Sequence[str]) -> N
     if hook.in_background or hook.settings is None or not places.loaded.exists():
         return
     try:
-        conf = hook.environ.get("SLURM_CONF", "")
-        background.note(places, hook.settings, _has_companion(hook, places), decided_by, conf)
+        by_slurm = background.slurms(hook.environ.get("SLURM_CONF", ""))
+        background.note(places, hook.settings, _has_companion(hook, places), decided_by, by_slurm)
     except OSError:  # they do their work first
         return
     hook.leave(os.fspath(places.run))

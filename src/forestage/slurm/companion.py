@@ -5,7 +5,6 @@ is known to fit this Slurm, and a node without it pays for one stat(2). The mark
 admin takes the line out of plugstack.conf, so that file is read as well: half a millisecond.
 """
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,11 +45,8 @@ def _plugins(conf: str) -> "list[plugstack.Plugin]":
     # Here: few nodes that have no companion need it.
     from forestage.slurm import plugstack, slurm_conf
 
-    conf = conf or next(filter(os.path.exists, slurm_conf.USUAL_CONF), "")
-
     try:
-        named = slurm_conf.values(conf).get("plugstackconfig")
-        stack = named or str(Path(conf).with_name("plugstack.conf"))
+        stack = plugstack.of(conf, slurm_conf.text_of)
         return list(plugstack.read(stack, slurm_conf.text_of))
     except (OSError, ValueError):
         return []

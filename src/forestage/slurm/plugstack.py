@@ -6,10 +6,11 @@ Nothing is joined or escaped.
 """
 
 import glob
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.slurm.slurm_conf import MAX_FILES, ConfLine, Text
+from forestage.slurm.slurm_conf import MAX_FILES, USUAL_CONF, ConfLine, Text, settings
 
 
 class Include(ConfLine, frozen=True, gc=False):
@@ -41,6 +42,18 @@ class Plugin(ConfLine, frozen=True, gc=False):
         """What `name=` is set to; of several the last one, "" for none."""
         values = [a.partition("=")[2] for a in self.arguments if a.startswith(f"{name}=")]
         return values[-1] if values else ""
+
+
+def of(conf: str, text: Text) -> str:
+    """Where plugstack.conf is, as slurm.conf says; "": the one that is where it usually is.
+
+    Raises what `text` does, and ValueError.
+    """
+    conf = conf or next(filter(os.path.exists, USUAL_CONF), "")
+    if not conf:
+        raise FileNotFoundError("slurm.conf")
+    found = {one.name: one.value for one in settings(conf, text)}
+    return found.get("plugstackconfig") or str(Path(conf).with_name("plugstack.conf"))
 
 
 def read(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin]:

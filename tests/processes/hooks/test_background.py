@@ -48,17 +48,20 @@ class Node:
         self.conf = root / "slurm/slurm.conf"
         self.conf.parent.mkdir()
         self.conf.write_text("ClusterName=c\n")
-        (root / "slurm/plugstack.conf").write_text("optional forestage.so\n")
+        parts = root / "slurm/plugstack.conf.d"
+        parts.mkdir()
+        (parts / "forestage.conf").write_text("optional forestage.so\n")
+        (root / "slurm/plugstack.conf").write_text(f"include {parts}/*.conf\n")
         self.places.etc.mkdir(parents=True)
         self.places.leases.mkdir(parents=True)
         self.places.loaded.touch()
 
-    def configure(self, text: str, companion: bool = True) -> None:
+    def configure(self, text: str, is_loaded: bool = True) -> None:
         """As a Prolog reads it, which notes who may leave."""
         (self.places.etc / "forestage.yaml").write_text(text)
         decided = step_record.decided_by(self.places)
         settings = load_settings(self.places.etc)
-        note(self.places, settings, companion, decided, str(self.conf))
+        note(self.places, settings, is_loaded, decided, background.slurms(str(self.conf)))
 
     def may(self, **environ: str) -> bool:
         return may_leave(JOB | environ, self.run)
@@ -129,10 +132,10 @@ def test_prolog_stays_where_the_admin_wants_its_work_done_first(node: Node, more
     assert not node.may()
 
 
-@pytest.mark.parametrize("companion", [True, False])
-def test_automatic_redirect_leaves_with_the_companion_only(node: Node, companion: bool) -> None:
-    node.configure("sources: [/lustre]\n", companion)
-    assert node.may() is companion
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_automatic_redirect_leaves_with_the_companion_only(node: Node, is_loaded: bool) -> None:
+    node.configure("sources: [/lustre]\n", is_loaded)
+    assert node.may() is is_loaded
 
 
 def test_partition_with_settings_of_its_own_has_a_line_of_its_own(node: Node) -> None:
@@ -158,6 +161,8 @@ def test_bind_of_one_partition_keeps_all_prologs(node: Node) -> None:
         "run/forestage/disabled",
         "slurm/slurm.conf",
         "slurm/plugstack.conf",
+        "slurm/plugstack.conf.d/forestage.conf",
+        "slurm/plugstack.conf.d/another.conf",
     ],
 )
 def test_prolog_stays_once_a_file_that_decides_has_changed(node: Node, file: str) -> None:
@@ -165,6 +170,12 @@ def test_prolog_stays_once_a_file_that_decides_has_changed(node: Node, file: str
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as opened:
         opened.write("\n")
+    assert not node.may()
+
+
+def test_prolog_stays_once_the_file_that_names_the_companion_is_gone(node: Node) -> None:
+    """As a package that is removed leaves an include which matches nothing."""
+    (node.places.root / "slurm/plugstack.conf.d/forestage.conf").unlink()
     assert not node.may()
 
 
@@ -187,9 +198,10 @@ def test_record_is_written_once_as_long_as_nothing_changes(node: Node) -> None:
     before = node.places.background.stat()
     decided = step_record.decided_by(node.places)
     settings = load_settings(node.places.etc)
-    note(node.places, settings, True, decided, str(node.conf))
+    by_slurm = background.slurms(str(node.conf))
+    note(node.places, settings, True, decided, by_slurm)
     assert node.places.background.stat() == before
-    note(node.places, settings, False, [], str(node.conf))
+    note(node.places, settings, False, [], by_slurm)
     assert node.may(), "files that cannot be told change nothing"
 
 
