@@ -10,8 +10,9 @@ from far import Far
 from fault import MIB, source_bytes
 
 from forestage.errors import Declined
-from node import Node, until
-from through import Aside, Copy, Shown, Through, read_fresh
+from forestage.views.through import keeper, running
+from node import Node, children_left, comm, until
+from through import Aside, Copy, Shown, Through, here, opened, read_fresh, task
 
 
 @pytest.fixture
@@ -54,6 +55,29 @@ def test_source_that_root_may_not_read_is_not_read_through(
         shown(path, lay=False)
     assert declined.value.reason == "no-through"
     far.behaves()
+
+
+def test_source_that_hangs_from_the_start_leaves_one_keeper_and_no_server(
+    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many steps come: what hangs with it takes memory until it answers."""
+    monkeypatch.setattr(running, "START", 0.5)
+    node.cache.prepare(require_mount=False)
+    asked = task(here(node), opened(far.put("image.sqsh", source_bytes())))
+    far.behaves(reads=-1, short=MIB)
+    for _ in range(3):
+        with pytest.raises(Declined, match="does not answer") as declined:
+            keeper.start(asked)
+        assert declined.value.reason == "no-through"
+
+    def left() -> list[str]:
+        return sorted(comm(pid) for pid in children_left() if comm(pid) != "farfs")
+
+    until(lambda: left() == [running.PROCESS_NAME], "one keeper to be left")
+    far.behaves()
+    until(lambda: left() == [], "its end")
+    assert running.states(node.places.through) == []
+    asked.opened.close()
 
 
 def write(path: Path, data: bytes) -> None:

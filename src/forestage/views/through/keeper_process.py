@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -46,6 +47,8 @@ BURST, EACH = 256, 0.5  # servers started one upon the other, and then one in so
 MOST_STAGERS = 3  # started by one keeper: something may kill them all
 STAGER_PAUSE = 10.0  # seconds between two of them
 REAP = 0.2  # seconds for the end of a killed server; one that hangs in the kernel is left
+REST = 0.02  # seconds between two looks at what was killed
+UNANSWERED = "its server does not answer"
 FILE = "/run/image"  # in the keeper's namespace
 
 
@@ -105,10 +108,10 @@ class Keeper:
         while not os.waitpid(pid, os.WNOHANG)[0]:
             self._reap()
             if time.monotonic() > end or self.generations[-1][1].ended:
-                break
+                self._give_up(hook, pid)
             time.sleep(0.002)
         if not self.common.settled:
-            raise Declined("no-through", "its server does not answer")
+            raise Declined("no-through", UNANSWERED)
         if self.common.hides_acl:
             raise Declined("no-through", "this kernel cannot show the file's ACL")
         self._write_state()
@@ -116,6 +119,26 @@ class Keeper:
         hook.send(Message("ready"))
         hook.close()
         self._keep()
+
+    def _give_up(self, hook: Channel, probe: int) -> NoReturn:
+        """Ends what it has started, and holds its place until that has ended.
+
+        What hangs with the source takes memory, and no signal ends it: each step that came would
+        leave some more. Raises Declined.
+        """
+        hook.send(Message("failed", "no-through", UNANSWERED))
+        hook.close()
+        for line in self.lines:  # once the server has ended, too, the kernel answers the probe
+            os.close(line)
+        ended = False
+        for pid in [probe] + [pid for pid, memory in self.generations if not memory.ended]:
+            os.kill(pid, signal.SIGKILL)
+        while not (ended and all(memory.ended for _, memory in self.generations)):
+            ended = ended or bool(os.waitpid(probe, os.WNOHANG)[0])
+            self._reap()
+            os.utime(self.state)
+            time.sleep(REST)
+        raise Declined("no-through", UNANSWERED)
 
     def _write_state(self) -> None:
         state = State(os.getpid(), self.uid, self.common.device)
