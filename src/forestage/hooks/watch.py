@@ -27,6 +27,7 @@ HANGS = 5.0  # seconds without an answer: a snapshot, or a controller's reset, m
 CONTROL = b"\0"  # begins a line for the hook; all others are for the log
 ENDED, CACHE, UNTIL = b"ended", b"cache", b"until"
 SLICE = 0.2  # seconds between two looks at a child that may have died without a word
+ENDS = 0.001  # seconds between two, once it has let go of its line
 
 
 class Watched:
@@ -102,6 +103,7 @@ class HookChild:
         self.until = time.monotonic() + FIRST
         self.status: int | None = None
         self.rest = b""
+        self.is_closed = False  # nobody has the line any more
 
     def wait(self, hangs: Callable[[str], float]) -> int:
         """Returns its exit status; passes on what it says. Raises Late, and has killed it then.
@@ -121,7 +123,10 @@ class HookChild:
                 if self.cache and hangs(self.cache) >= HANGS:
                     raise self._late(self.cache)
                 look = time.monotonic() + LOOK
-            if waiting.poll(1000 * min(SLICE, max(0.0, look - now))):
+            if self.is_closed:
+                time.sleep(ENDS)
+                self._look()
+            elif waiting.poll(1000 * min(SLICE, max(0.0, look - now))):
                 self._hear()
             else:
                 self._look()
@@ -141,9 +146,9 @@ class HookChild:
                 self.cache = os.fsdecode(value)
             elif word == UNTIL:
                 self.until = float(value)
-        if not data and self.status is None:  # nobody has the line any more
+        if not data and self.status is None:
             _say(self.rest)
-            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self.is_closed = True  # killed, it may hang with what else it had open
 
     def _look(self) -> None:
         """Sees one that was killed, though others have the line."""

@@ -150,6 +150,22 @@ def test_child_whose_time_is_over_is_killed_and_left(
     assert late.value.cache == ""
 
 
+def test_child_that_closes_its_line_and_cannot_end_is_left(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was killed with a file open of a server that hangs: its end waits for that."""
+    monkeypatch.setattr(watch, "REST", 0.0)
+
+    def work(child: Watched) -> None:
+        child.ends_within(0.05)
+        os.closerange(0, child.line + 1)
+        signal.pause()
+
+    with pytest.raises(Late) as late:
+        begin(work).wait(never)
+    assert late.value.cache == ""
+
+
 def test_hook_does_its_work_itself_where_it_cannot_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     def fork() -> int:
         raise BlockingIOError
