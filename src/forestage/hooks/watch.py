@@ -27,7 +27,7 @@ HANGS = 5.0  # seconds without an answer: a snapshot, or a controller's reset, m
 CONTROL = b"\0"  # begins a line for the hook; all others are for the log
 ENDED, CACHE, UNTIL = b"ended", b"cache", b"until"
 SLICE = 0.2  # seconds between two looks at a child that may have died without a word
-ENDS = 0.001  # seconds between two, once it has let go of its line
+ENDS = 0.0002  # seconds between two, once it has let go of its line: it ends just then
 
 
 class Watched:
