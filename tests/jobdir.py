@@ -42,7 +42,7 @@ class Dirs:
 
     @property
     def on(self) -> Node:
-        settings = load_settings(self.node.places.etc, self.node.places.config)
+        settings = load_settings(self.node.places.etc, self.node.places.config_memo)
         return Node.of(settings.for_partition("batch"), self.node.places, Clock())
 
     def job(self, job: int, comment: str, user: User = ALICE, **more: str) -> Job:

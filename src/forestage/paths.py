@@ -21,7 +21,7 @@ class Places(msgspec.Struct, frozen=True):
         return self.root / "run/forestage"
 
     @property
-    def config(self) -> Path:
+    def config_memo(self) -> Path:
         """What the configuration's files said, see config/memo.py."""
         return self.run / "config.json"
 
@@ -104,7 +104,7 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "images"
 
     @property
-    def disk(self) -> Path:
+    def disk_errors(self) -> Path:
         """What is known of errors of the cache's disk, see cache/disk_errors.py."""
         return self.run / "disk.json"
 

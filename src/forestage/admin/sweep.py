@@ -34,8 +34,7 @@ from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
 from forestage.bind import namespaces, redirect, unmount
-from forestage.cache import disk, disk_errors, held_open, hot
-from forestage.cache import evict as eviction
+from forestage.cache import disk, disk_errors, evict, held_open, hot
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
@@ -228,7 +227,7 @@ class _Sweep:
             self.tried(self.imports, node)
             disk_errors.look(node.places, node.cache, node.clock)
             disk_errors.look_at_media(node.places, node.cache, node.clock)
-            self.tried(eviction.drop_dead_locks, node.cache)
+            self.tried(evict.drop_dead_locks, node.cache)
             self.tried(node.cache.drop_unfinished, node.clock.wall())
             self.tried(held_open.gather, node.cache.held)
             self.tried(preload, node)
@@ -346,8 +345,8 @@ class _Sweep:
             return (abandoned and part.directory.name not in wanted) or not part.resumable_in(boot)
 
         if not self.dry_run:
-            return eviction.drop_dead_parts(node.cache, unwanted)
-        return eviction.dead_parts(node.cache, unwanted)
+            return evict.drop_dead_parts(node.cache, unwanted)
+        return evict.dead_parts(node.cache, unwanted)
 
     def places_of_images(self, stale: tuple[StaleLease, ...]) -> None:
         """Deletes what steps of jobs that are over left of images of registries."""
@@ -381,9 +380,9 @@ class _Sweep:
         """Evicts down to the low watermark, as the Epilog does; returns the keys."""
         node = self.node
         if not self.dry_run:
-            return eviction.tidy(node.cache, node.leases, node.config)
+            return evict.tidy(node.cache, node.leases, node.config)
         leased = frozenset(use.key for lease in self._staying(stale) for use in lease.uses)
-        return eviction.plan_at_rest(node.cache, lambda: leased, node.config).victims
+        return evict.plan_at_rest(node.cache, lambda: leased, node.config).victims
 
     def wrong(self, node: Node) -> tuple[str, ...]:
         """Evicts entries of which another node has found chunks wrong; returns the keys.
@@ -394,7 +393,7 @@ class _Sweep:
         found = [key for key in keys if notices.concerns(node.places, node.cache, key, self.me)]
         if self.dry_run:
             return tuple(found)
-        evicted = eviction.evict_keys(node.cache, node.leases, found) if found else ()
+        evicted = evict.evict_keys(node.cache, node.leases, found) if found else ()
         for key in keys:
             # A copy under way heeds it yet.
             if (key in evicted or key not in found) and lock.is_free(node.cache.key_lock(key)):

@@ -52,7 +52,7 @@ class Disk(msgspec.Struct, frozen=True):
 def known(places: Places) -> Disk:
     """What was noted so far; nothing where that cannot be read."""
     try:
-        return records.load(places.disk, Disk)
+        return records.load(places.disk_errors, Disk)
     except (OSError, records.Damaged):
         return Disk()
 
@@ -181,11 +181,11 @@ def _change(places: Places, changed: Callable[[Disk], Disk]) -> Disk:
     Raises OSError, Failed.
     """
     folders.keep(places.run, folders.PASSABLE)
-    with lock.held(places.disk.with_suffix(".lock"), LOCK_TIMEOUT):
+    with lock.held(places.disk_errors.with_suffix(".lock"), LOCK_TIMEOUT):
         before = known(places)
         now = changed(before)
         if now != before:
-            records.write(places.disk, msgspec.json.encode(now))
+            records.write(places.disk_errors, msgspec.json.encode(now))
     if now.since not in (0.0, before.since):
         _end_short_ways(places)
     return before

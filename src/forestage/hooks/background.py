@@ -41,7 +41,7 @@ PAUSE = 0.002  # seconds between two looks whether the process has ended
 PROCESS_NAME = "forestage-prolog"
 
 
-def leave(environ: Mapping[str, str], run: str) -> str:
+def detach(environ: Mapping[str, str], run: str) -> str:
     """Ends the script that slurmd waits for, and returns in a process that it does not know.
 
     Returns the mark, which that process has to `end`. "" where the caller is still the script: the

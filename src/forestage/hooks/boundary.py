@@ -77,7 +77,7 @@ def _main(name: Name, root: str = "") -> int:
         if name == "epilog":
             background.stop(background.mark_of(os.environ, run))
         if name == "prolog":
-            hook.mark = background.leave(os.environ, run)
+            hook.mark = background.detach(os.environ, run)
         forked = None if hook.mark else watch.fork(keeps_stdout=name == "step")
         if isinstance(forked, watch.HookChild):
             code = hook.wait(forked, root)
@@ -257,7 +257,7 @@ class Hook:
         """Whether slurmd waits no more for this Prolog."""
         return bool(self.mark)
 
-    def leave(self, run: str) -> None:
+    def detach(self, run: str) -> None:
         """Lets the script end, if the configuration, which is known only now, allows that.
 
         Who waits for this child sees it end with 0; what goes on is another process.
@@ -265,7 +265,7 @@ class Hook:
         from forestage.hooks import background
 
         if self.child is not None:
-            self.mark = background.leave(self.environ, run)
+            self.mark = background.detach(self.environ, run)
         if self.child is not None and self.mark:
             os.close(self.child.line)
             self.child = None

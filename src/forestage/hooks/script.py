@@ -100,7 +100,7 @@ def _note_background(hook: Hook, places: Places, decided_by: Sequence[str]) -> N
         background.note(places, hook.settings, _has_companion(hook, places), decided_by, by_slurm)
     except OSError:  # they do their work first
         return
-    hook.leave(os.fspath(places.run))
+    hook.detach(os.fspath(places.run))
     if hook.in_background:
         _be_of_no_job()
 
@@ -208,7 +208,7 @@ def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outc
 
 def read_config(hook: Hook, job: Job, places: Places, clock: Clock) -> Config:
     """Reads what the admin decided for the job's partition. Raises ConfigError."""
-    hook.settings = load_settings(places.etc, places.config)
+    hook.settings = load_settings(places.etc, places.config_memo)
     found = hook.settings.for_partition(job.partition)
     if found.redirect == "auto":
         found = decided(found, _has_companion(hook, places))

@@ -157,7 +157,7 @@ def test_log_that_cannot_be_read_is_no_matter(log: Log, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("damage", ["{", "[]", '{"since": "today"}'])
 def test_damaged_record_is_no_doubt_and_is_replaced(log: Log, damage: str) -> None:
     log.places.run.mkdir(parents=True)
-    log.places.disk.write_text(damage)
+    log.places.disk_errors.write_text(damage)
     disk_errors.must_not_be(log.places)
     log.tells("begin")
     assert log.look().seen == 101
