@@ -208,7 +208,7 @@ def test_prolog_whose_time_ends_makes_none(dirs: Dirs, seconds: float) -> None:
 def test_disk_that_fills_up_meanwhile_is_no_error_of_the_node(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpacked, "is_free", lambda *_: True)
+    monkeypatch.setattr(unpacked, "fits", lambda *_: True)
     subprocess.run(
         ["fallocate", "-l", str(free(dirs) - 64 * MIB), dirs.node.nvme / "x"], check=True
     )

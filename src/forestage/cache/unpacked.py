@@ -24,7 +24,7 @@ def unpacked(cache: Cache, config: Config, image: Image) -> int:
     return config.unpack_ratio * packed
 
 
-def is_free(cache: Cache, config: Config, need: int) -> bool:
+def fits(cache: Cache, config: Config, need: int) -> bool:
     """Whether `need` bytes are free beside those that stay so. Raises OSError."""
     disk = os.statvfs(cache.root)
     return disk.f_bavail * disk.f_frsize >= min_free(cache, config) + need

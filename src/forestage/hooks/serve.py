@@ -274,7 +274,7 @@ def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
         return answers
     with contextlib.suppress(ForestageError, OSError):
         disk.must_take(node.places, node.cache, GIVE_UP)
-        if not unpacked.is_free(node.cache, node.config, needs[number]) and unpacked.is_beside(
+        if not unpacked.fits(node.cache, node.config, needs[number]) and unpacked.is_beside(
             node.cache, node.places.root, GIVE_UP
         ):
             # Mostly there is enough.

@@ -196,11 +196,11 @@ def _make_mount_point(target: Path) -> None:
 
 def _make_room(node: Node, job: Job, size: int, end: Deadline) -> None:
     """Evicts what the job's user may have evicted, and only if that is enough. Raises Declined."""
-    if not unpacked.is_free(node.cache, node.config, size):
+    if not unpacked.fits(node.cache, node.config, size):
         patience = job_disk.within(PATIENCE, end)
         has = _of_users(node.cache)
         evict.leave_room(node.cache, node.leases, node.config, size, job.user.uid, patience, has)
-    if not unpacked.is_free(node.cache, node.config, size):
+    if not unpacked.fits(node.cache, node.config, size):
         stays = unpacked.min_free(node.cache, node.config)
         raise Declined(
             "no-room",
