@@ -133,14 +133,14 @@ def publish(cache: Cache) -> Callable[[Image], Entry]:
     return publishing
 
 
-def half(cache: Cache, key: str, boot: str | None) -> None:
+def half(cache: Cache, key: str, boot: str | None, uid: int = 0) -> None:
     """A part that a stager of that boot left; None: it did not come to say whose it is."""
     part = cache.part(key)
     part.directory.mkdir()
     part.image.write_bytes(b"half")
     if boot is not None:
         wanted = Image(Identity("/a", 1, 8, 1, 1), Access(0, 0, 0o644))
-        part.write_owner(Owner(1, boot, wanted, 4, "chunks", 7, 1.0))
+        part.write_owner(Owner(1, boot, wanted, 4, "chunks", 7, 1.0, uid=uid))
 
 
 class Settled(Clock):

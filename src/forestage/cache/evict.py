@@ -14,7 +14,7 @@ damaged one makes place for its new copy in `Cache.publish`.
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -242,19 +242,19 @@ def _may_take(max_size: int, min_free: int, others_left: int) -> int:
     return max(0, min(max_size, others_left - min_free))
 
 
-def copies(cache: Cache) -> Counter[int]:
-    """The bytes on disk of the copies under way, by the uid of the user each is for."""
+def copies(cache: Cache, but: Container[str] = ()) -> Counter[int]:
+    """The bytes on disk of the copies under way, `but` these, by the uid of each one's user."""
     found: Counter[int] = Counter()
     for directory in cache.parts.iterdir():
         owner = Part(directory).owner()
-        if owner is not None:
+        if owner is not None and directory.name not in but:
             found[owner.uid] += _bytes_if_there(directory)
     return found
 
 
-def of_users(cache: Cache) -> Counter[int]:
+def of_users(cache: Cache, but: Container[str] = ()) -> Counter[int]:
     """The bytes that are one user's beside entries, by uid: copies, and what of evicted is held."""
-    return copies(cache) + held_open.of_users(cache.held)
+    return copies(cache, but) + held_open.of_users(cache.held)
 
 
 def make_room(
@@ -373,9 +373,9 @@ def plan_at_rest(cache: Cache, leased: Callable[[], frozenset[str]], config: Con
     room = measure(cache, stored, config)
     dead = dead_parts(cache, _is_unresumable)
     gone = sum(_bytes_if_there(cache.part_dir(key)) for key in dead)
-    free = 0 if is_full else room.free + gone
+    free = -1 if is_full else room.free + gone  # less than any `min_free`, 0 too
     room = msgspec.structs.replace(room, free=free, used=room.used - gone)
-    return plan(stored, leased(), room, room_at_rest(room), copies=of_users(cache))
+    return plan(stored, leased(), room, room_at_rest(room), copies=of_users(cache, dead))
 
 
 def _takes_files(cache: Cache) -> bool:

@@ -72,10 +72,27 @@ def test_plan_at_rest_is_what_tidying_evicts(
     assert {path.name for path in cache.parts.iterdir()} == {"older boot"}
     assert evict.tidy(cache, leases, fits_without_part) == ()
     monkeypatch.setattr(evict, "FILES", 1 << 62)  # more than any disk takes
-    some_free = msgspec.structs.replace(ALL_MAY_STAY, min_free=Amount(size=1))
-    full = planned(some_free)
+    full = planned(ALL_MAY_STAY)
     assert len(full) == 1
-    assert evict.tidy(cache, leases, some_free) == full
+    assert evict.tidy(cache, leases, ALL_MAY_STAY) == full
+
+
+def test_part_that_nobody_can_go_on_with_counts_for_no_users_share_at_rest(
+    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+) -> None:
+    keys = [publish(make_image(path=f"/lustre/{user}", inode=user)).key for user in (1000, 2000)]
+    for at, (key, user) in enumerate(zip(keys, (1000, 2000), strict=True)):
+        (cache.entry_dir(key) / "used").write_text(str(user))
+        cache.touch(key, at)
+    half(cache, "dead", "another", 2000)
+    sizes = [one.bytes for one in cache.stored_entries()]
+    config = msgspec.structs.replace(
+        ALL_MAY_STAY,
+        low_watermark=Amount(size=sum(sizes) - 1),
+        max_user_share=Amount(size=max(sizes)),
+    )
+    assert evict.plan_at_rest(cache, leases.keys, config).victims == (keys[0],)
+    assert evict.tidy(cache, leases, config) == (keys[0],)
 
 
 def test_evicting_by_key_spares_what_is_leased_or_pinned(
