@@ -26,7 +26,6 @@ from forestage.slurm import nodelist
 from forestage.slurm.queue import Slurm
 from forestage.sources import opening
 from forestage.stage import queue
-from forestage.system import files
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, Table, count
 from forestage.units import printable
@@ -36,7 +35,6 @@ LOOKS = 32  # images that one pass opens
 OPEN = 10.0  # seconds for the shared file system to open one of them
 WITHIN = 600.0  # seconds that a pass waits for one copy, which goes on afterwards
 SETTLED = 60.0  # seconds since the last write: somebody may be writing it
-CALLED = 60.0  # seconds after a Prolog, in which its job counts though nothing else shows it
 COPYING = "a copy that was asked for is under way"
 BUSY = "a job runs on this node, and `prefetch.bandwidth` is not set"
 
@@ -111,9 +109,7 @@ def _idle(node: Node, slurm: Slurm) -> str:
 
 def has_jobs(node: Node, slurm: Slurm) -> bool:
     """Whether jobs run here, as far as that can be seen without asking Slurm."""
-    called = files.facts(node.places.called("prolog"))
-    begins = called is not None and node.clock.wall() - called.st_mtime < CALLED
-    return begins or bool(node.leases.jobs()) or bool(slurm.at_work())
+    return queue.called_lately(node) or bool(node.leases.jobs()) or bool(slurm.at_work())
 
 
 def wanted_here(listed: Expectations, name: str) -> dict[str, list[tuple[int, float]]]:

@@ -34,6 +34,7 @@ from forestage.system import files, lock
 POLL = 0.1  # seconds
 WATCH = 0.2  # seconds between two looks of a copy under way
 LETS_GO = 10.0  # seconds; WATCH, and what the threads of a copy are reading
+CALLED = 60.0  # seconds after a Prolog, in which its job counts though nothing else shows it
 STALLED_AFTER = 60.0  # seconds without a chunk, after which a copy gives up its place
 
 Need = Literal["now", "later", "none"]
@@ -167,11 +168,10 @@ def while_expected(node: Node, key: str, stop: threading.Event) -> Iterator[None
     job that begins on the node ends the copy. So does any copy that is asked for: the link is its.
     """
     alone = node.config.prefetch.bandwidth is None
-    before = _called(node)
 
     def watch() -> None:
         leased = _leased(node)
-        if (alone and _called(node) != before) or leased is None or key in leased:
+        if (alone and called_lately(node)) or leased is None or key in leased:
             stop.set()
         with contextlib.suppress(OSError):  # of the disk: the copy itself will meet it
             if any(one.placed for one in asked_for(node)):
@@ -199,10 +199,13 @@ def have_room(node: Node) -> bool:
     return found
 
 
-def _called(node: Node) -> int | None:
-    """When Slurm called a Prolog last, in ns; None before it did."""
+def called_lately(node: Node) -> bool:
+    """Whether a job began here within CALLED, though nothing else may show it.
+
+    One that began before a copy and after its pass has looked for jobs ends the copy as well.
+    """
     found = files.facts(node.places.called("prolog"))
-    return found.st_mtime_ns if found else None
+    return found is not None and node.clock.wall() - found.st_mtime < CALLED
 
 
 def gather(node: Node, own: str = "") -> list[QueuedCopy]:

@@ -456,16 +456,21 @@ def test_pass_opens_no_more_than_so_many_images_and_makes_no_more_than_so_many_c
     assert states(done).count("not looked at") == 40 - prefetch_node.LOOKS
 
 
-def begin_slowly(here: Passes, monkeypatch: Patch) -> str:
-    """A copy for pending jobs that would take minutes; its key."""
-    text = "max_size: 8MiB\nmin_free: 0\nlow_watermark: 100%\nthreads: 1\nchunk_size: 1MiB\n"
-    here.configure(text, bandwidth="4KiB")
+def run_slowly(here: Passes, monkeypatch: Patch, more: str = "", bandwidth: str = "4KiB") -> str:
+    """A pass that begins a copy which would take minutes; its key."""
+    text = f"{more}max_size: 8MiB\nmin_free: 0\nlow_watermark: 100%\nthreads: 1\nchunk_size: 1MiB\n"
+    here.configure(text, bandwidth)
     here.clock.at = time.time()  # or its files would show that it stands still
     monkeypatch.setattr(prefetch_node, "WITHIN", 0.0)
     path = here.image("ahead", 3 * MIB + MIB // 2)
     here.tell(path)
     assert states(here.run()) == ["copying"]
-    key = here.site.look(Path(path)).key
+    return here.site.look(Path(path)).key
+
+
+def begin_slowly(here: Passes, monkeypatch: Patch) -> str:
+    """A copy for pending jobs that would take minutes; its key."""
+    key = run_slowly(here, monkeypatch)
 
     def begun() -> bool:
         owner = here.site.node.cache.part(key).owner()
@@ -473,6 +478,30 @@ def begin_slowly(here: Passes, monkeypatch: Patch) -> str:
 
     until(begun, "the copy to begin")
     return key
+
+
+@pytest.mark.parametrize("begins", ["beside the copy", "just before it"])
+def test_job_that_begins_ends_a_copy_that_nothing_limits(
+    here: Passes, monkeypatch: Patch, begins: str
+) -> None:
+    """Whatever it names; also if the pass saw a node without jobs a moment ago."""
+    called, real = here.site.places.called("prolog"), stage.stage
+
+    def late(*args: Any) -> StageReport:
+        called.touch()
+        return real(*args)
+
+    if begins == "just before it":
+        monkeypatch.setattr(stage, "stage", late)
+    run_slowly(here, monkeypatch, "bandwidth: 4KiB\n", "null")
+    if begins == "beside the copy":
+        called.touch()
+
+    def stopped() -> bool:
+        found = [event.outcome for event in read(here.site.places.events)]
+        return any(one.reason == "stopped" for one in found if isinstance(one, Copied))
+
+    until(stopped, "the end of the copy")
 
 
 def test_copy_that_is_asked_for_ends_one_for_pending_jobs_and_none_begins_beside_it(
