@@ -217,16 +217,30 @@ def mark_of(environ: Mapping[str, str], run: str) -> str:
 
 
 def wait(mark: str, seconds: float = PATIENCE, kill: bool = False) -> None:
-    """Waits for the end of a Prolog's work, for so many seconds. At once where there is none."""
+    """Waits for the end of a Prolog's work, for so many seconds. At once where there is none.
+
+    Who does not `kill` it waits for so many seconds of its work: of a job whose Prolog hangs, not
+    each step is to wait anew.
+    """
     import contextlib
     import time
 
-    until = time.monotonic() + seconds
+    until = time.monotonic() + (seconds if kill else min(seconds, seconds - _age(mark)))
     while (pid := _worker(mark)) and time.monotonic() < until:
         if kill and _is_ours(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
         time.sleep(PAUSE)
+
+
+def _age(mark: str) -> float:
+    """For how many seconds a Prolog works, by the clock; 0 where it does not."""
+    import time
+
+    try:
+        return time.time() - os.stat(mark).st_mtime  # noqa: PTH116 - pathlib is an import
+    except OSError:
+        return 0.0
 
 
 def stop(mark: str) -> None:

@@ -219,6 +219,18 @@ def test_wait_ends_after_its_time_and_kills_nobody(mark: Path, work: Work) -> No
     assert process.poll() is None
 
 
+def test_steps_wait_for_a_prolog_that_hangs_no_longer_than_the_first_would(
+    mark: Path, work: Work
+) -> None:
+    process = work()
+    begun = time.time() - 7200
+    os.utime(mark, (begun, begun))
+    wait(str(mark), 3600.0)
+    assert process.poll() is None
+    stop(str(mark))
+    assert process.wait(60) == -signal.SIGKILL
+
+
 def test_stop_kills_who_works_and_takes_the_mark_away(mark: Path, work: Work) -> None:
     process = work()
     stop(str(mark))
