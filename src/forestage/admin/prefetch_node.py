@@ -200,6 +200,8 @@ class _Pass:
             if chosen is None or _idle(self.node, self.slurm):
                 return
             image = next(one for one in self.images if self._key(one) == chosen.image)
+            if not self._is_still(image, chosen.image):
+                continue
             if self.dry_run:
                 self.states[image] = "would be copied next"
                 return
@@ -209,6 +211,13 @@ class _Pass:
     def _key(self, image: str) -> str:
         found = self._opened(image)
         return found.key if found else ""
+
+    def _is_still(self, image: str, key: str) -> bool:
+        """Looks again, just before the copy: since it was chosen it may have been replaced."""
+        found = self._opened(image)
+        assert found is not None
+        self._keep(self.marks.with_look(look(self.node, found, self.node.clock.wall())))
+        return self._key(image) == key
 
     def room(self) -> tuple[dict[str, Held], int]:
         """What is here, copies under way included, and the room for all of it in bytes."""

@@ -219,6 +219,25 @@ def test_what_the_user_could_not_have_staged_is_refused_and_in_no_users_log(
     assert list(read(here.site.places.events)) == []
 
 
+@pytest.mark.parametrize("size", [8192, 4 * MIB])
+def test_image_that_was_replaced_since_it_was_looked_at_is_judged_anew(
+    here: Passes, monkeypatch: Patch, size: int
+) -> None:
+    """Somebody may be writing it, or it may be larger than what was chosen."""
+    here.configure("max_size: 6MiB\nmin_free: 0\nlow_watermark: 100%\n")
+    path = here.image("a")
+    here.tell(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetch_node, "COPIES", 0)
+        here.run()
+    here.image("a", size)  # half of the room is one user's
+    if size == 8192:
+        os.utime(path, (NOW - 10, NOW - 10))
+    done = here.run()
+    assert here.copies() == []
+    assert states(done) == ["refused" if size == 8192 else "not expected enough, or no room"]
+
+
 def test_user_whom_the_node_does_not_know_gets_nothing(here: Passes) -> None:
     here.tell(here.image("a"), user=4_000_000_000)
     (one,) = here.run().decisions
