@@ -8,6 +8,7 @@ pass all permissions (CAP_DAC_READ_SEARCH); ext4, xfs, btrfs and tmpfs have hand
 import errno
 import os
 import struct
+import time
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ _LONGEST = 128  # bytes, MAX_HANDLE_SZ
 _HEAD = struct.Struct("Ii")  # struct file_handle: how many bytes it has, and of which kind
 _AT_FDCWD = -100
 _GONE = (errno.ESTALE, errno.ENOENT)
+_TRIES, _PAUSE = 200, 0.005  # a second, where there is no memory either
 _NONE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EOVERFLOW)
 
 
@@ -58,7 +60,7 @@ def facts(top: int, handle: Handle) -> os.stat_result | None:
     """
     raw = _HEAD.pack(len(handle.data), handle.kind) + handle.data
     try:
-        fd = libc.call("open_by_handle_at", top, raw, os.O_PATH | os.O_CLOEXEC)
+        fd = _opened(top, raw)
     except OSError as error:
         if error.errno in _GONE:
             return None
@@ -67,3 +69,20 @@ def facts(top: int, handle: Handle) -> os.stat_result | None:
         return os.fstat(fd)
     finally:
         os.close(fd)
+
+
+def _opened(top: int, raw: bytes) -> int:
+    """A descriptor of the file that has this handle. Raises OSError.
+
+    Of ENOMEM it asks again. ext4 says so, too, while a new file is made with the inode number of
+    one that has gone: iget_locked() of Linux finds an inode that is I_CREATING, and gives none.
+    """
+    left = _TRIES
+    while True:
+        try:
+            return libc.call("open_by_handle_at", top, raw, os.O_PATH | os.O_CLOEXEC)
+        except OSError as error:
+            left -= 1
+            if error.errno != errno.ENOMEM or not left:
+                raise
+        time.sleep(_PAUSE)
