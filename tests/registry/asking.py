@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -100,13 +101,13 @@ class Asker:
             **({} if meant is None else {"meant": meant}),
         }
         ids = (f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups", "--no-new-privs")
-        with subprocess.Popen(
-            ["setpriv", *ids, "--pdeathsig", "KILL", "--", sys.executable, "-I", "-c", CHILD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={},
-            cwd="/",
-        ) as process:
+        argv = ["setpriv", *ids, "--pdeathsig", "KILL", "--", sys.executable, "-I", "-c", CHILD]
+        pipe = subprocess.PIPE
+        with (
+            subprocess.Popen(argv, stdin=pipe, stdout=pipe, env={}, cwd="/") as process,
+            contextlib.ExitStack() as end,
+        ):
+            end.callback(process.kill)  # else a test whose time is over would wait for `patience`
             self.pid = process.pid
             out, _ = process.communicate(json.dumps(order).encode())
         assert process.returncode == 0
