@@ -238,8 +238,8 @@ def gather(node: Node, own: str = "") -> list[QueuedCopy]:
 
 
 def _leased(node: Node) -> frozenset[str] | None:
-    """The keys that jobs need; None where a lease is damaged, and may name any."""
+    """The keys that jobs need; None where a lease cannot be read, and may name any."""
     try:
         return node.leases.keys()
-    except Failed:
+    except (Failed, OSError):
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from forestage.admin import prefetch_node, stage
 from forestage.admin.job_images import ImageResult
 from forestage.admin.prefetch_node import NodePass
 from forestage.admin.stage import StageReport
-from forestage.cache.lease import Use
+from forestage.cache.lease import Leases, Use
 from forestage.cache.part import Owner, boot_id
 from forestage.cli.world import World
 from forestage.clock import Clock
@@ -27,8 +29,9 @@ from forestage.prefetch.expected import LASTS, Expectations
 from forestage.prefetch.marks import FORGET, TRIES
 from forestage.prefetch.policy import Expected
 from forestage.slurm.queue import Slurm
+from forestage.stage import queue
 from forestage.system import lock
-from node import until
+from node import HANGS, until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a stager is root's")
 
@@ -497,6 +500,20 @@ def begin_slowly(here: Passes, monkeypatch: Patch) -> str:
 
     until(begun, "the copy to begin")
     return key
+
+
+def test_copy_for_pending_jobs_ends_where_the_leases_cannot_be_read(
+    here: Passes, monkeypatch: Patch
+) -> None:
+    """One of them may be on its image; nobody would look again."""
+
+    def fail(leases: Leases) -> frozenset[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Leases, "keys", fail)
+    stop = threading.Event()
+    with queue.while_expected(here.site.node, "0" * 32, stop):
+        assert stop.wait(HANGS)
 
 
 @pytest.mark.parametrize("begins", ["beside the copy", "just before it"])
