@@ -17,6 +17,7 @@ from spec import BOB, ClusterSpec
 from steps import SHOW, accompanied, seen_at, served, wrong
 from test_data import POINT, comment
 
+from forestage.system.files import opened
 from forestage.views.serving import PROGRAMS
 
 MARK = "/shared/alice/root-was-here"
@@ -177,8 +178,12 @@ def listing(site: Site, folder: str) -> Iterator[None]:
         wait_until(site.source(LISTS).exists, 90, site.cluster.overview)
         yield
     finally:
-        # Without its server the page is an error, and the look ends.
-        site.root(["kill", "-KILL", *site.named("n1", "squashfuse")], "n1")
+        # Without its server the page is an error, and the look ends. By the host: what enters the
+        # node looks names up in /run, and waits there with a hook that makes one.
+        for pid in site.named("n1", "squashfuse"):
+            process = site.cluster.host_path(f"/proc/{pid}", "n1")
+            with opened(process, os.O_RDONLY | os.O_DIRECTORY) as server:
+                signal.pidfd_send_signal(server, signal.SIGKILL)
         job.communicate()
         site.root(["umount", "/tmp/page"], "n1")
         site.root(["rm", "-r", "/tmp/page", "/tmp/of-page", "/tmp/page.sqsh"], "n1")
