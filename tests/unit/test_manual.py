@@ -116,8 +116,20 @@ def test_safety_rule_names_code_that_exists() -> None:
         module, _, names = place.partition(".")
         file = REPO / "src/forestage" / f"{module}.py"
         text = file.read_text() if file.exists() else (REPO / module).read_text()
-        for name in re.findall(r"(\w+)(?:,|$)", names):
-            assert re.search(rf"(def|class) {name}\b", text), place
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"(def|class) {name}\b|^{name}\b.* = ", text, re.MULTILINE), place
+
+
+def test_safety_rule_of_the_companion_names_a_function_that_exists() -> None:
+    found = [
+        (file, name)
+        for _, where, _ in safety_rules()
+        for file, names in re.findall(r"(\w+\.c)((?:, \w+\b(?!\.c))+)", where)
+        for name in re.findall(r"\w+", names)
+    ]
+    assert len(found) > 30
+    for file, name in found:
+        assert re.search(rf"\b{name}\(", (REPO / "src/spank" / file).read_text()), (file, name)
 
 
 def unmarked(text: str) -> list[str]:
