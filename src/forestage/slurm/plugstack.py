@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.slurm.slurm_conf import MAX_FILES, USUAL_CONF, ConfLine, Text, settings
+from forestage.slurm.slurm_conf import MAX_FILES, USUAL_CONF, ConfLine, Text, values
 
 
 class Include(ConfLine, frozen=True, gc=False):
@@ -52,8 +52,8 @@ def of(conf: str, text: Text) -> str:
     conf = conf or next(filter(os.path.exists, USUAL_CONF), "")
     if not conf:
         raise FileNotFoundError("slurm.conf")
-    found = {one.name: one.value for one in settings(conf, text)}
-    return found.get("plugstackconfig") or str(Path(conf).with_name("plugstack.conf"))
+    named = values(conf, text).get("plugstackconfig")
+    return named or str(Path(conf).with_name("plugstack.conf"))
 
 
 def read(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin]:

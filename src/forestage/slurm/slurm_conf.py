@@ -69,13 +69,16 @@ def settings(path: str, text: Text) -> Iterator[Setting]:
         yield Setting(line, name, value)
 
 
-def values(path: str) -> dict[str, str]:
-    """The value that counts for each name, in a file of this node's. Raises OSError, ValueError."""
-    return {one.name: one.value for one in settings(path, text_of)}
-
-
 def text_of(path: str) -> str:
     return Path(path).read_bytes().decode()
+
+
+def values(path: str, text: Text = text_of) -> dict[str, str]:
+    """The value that counts for each name, by default in a file of this node's.
+
+    Raises what `text` does, and ValueError.
+    """
+    return {one.name: one.value for one in settings(path, text)}
 
 
 def partitions(path: str, text: Text) -> Iterator[str]:
