@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from forestage import trace
 from forestage.bind import redirect
 from forestage.clock import Clock
 from forestage.events import Event, Handled
@@ -262,6 +263,26 @@ def test_job_that_cannot_read_through_starts_from_the_shared_path(
     assert (*ran.ended, *result(ran.outcome)) == (0, "started", "no-through", "started", "spank")
     assert step(through, 7, path) == ("started", "none")
     assert (noted(through, 7), keepers(through)) == ([], set())
+
+
+def test_step_whose_copy_is_published_while_its_keeper_starts_gets_the_copy(
+    through: Node, gate: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stager's end removes the keeper's directory before anything lies in it."""
+    path = through.put("alice/image.sqsh")
+    hold = trace.listener
+
+    def publish(point: str) -> None:
+        if point == "keeper place":
+            gate()
+            ended(through, path)
+            until(lambda: not socket_of(through, path).parent.exists(), "the directory to go")
+        elif hold:
+            hold(point)
+
+    monkeypatch.setattr(trace, "listener", publish)
+    assert step(through, 7, path) == ("joined", "spank")
+    assert keepers(through) == set()
 
 
 @pytest.fixture

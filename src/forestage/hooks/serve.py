@@ -236,10 +236,10 @@ def _meanwhile(call: Call, begun: Begun, late: Declined) -> Answer | None:
     return _through(call, begun)
 
 
-def _through(call: Call, begun: Begun) -> Answer:
+def _through(call: Call, begun: Begun) -> Answer | None:
     """Has the step read through the copy, or leaves it the shared path where that cannot be.
 
-    The Prolog has all ready for the first step.
+    Returns None if the copy has just been published. The Prolog has all ready for the first step.
     """
     node, job, found = call.node, call.job, begun.opened.image
     started = shown_as(begun.request, found, "started", "none" if job.step is not None else "spank")
@@ -252,6 +252,9 @@ def _through(call: Call, begun: Begun) -> Answer:
     try:
         socket = keeper.start(Task(node, job, begun.opened), wait=call.limit.ready)
     except Declined as why:
+        # A stager that publishes takes away what a keeper of its copy needs (cache/readers.remove).
+        if node.cache.find(found):
+            return None
         return started.saying(reason=why.reason, detail=printable(str(why)))
     result: Result = "started" if job.step is None else "through"
     answer = shown_as(begun.request, found, result, "spank")

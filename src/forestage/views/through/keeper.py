@@ -10,7 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from forestage import events
+from forestage import events, trace
 from forestage.errors import Declined
 from forestage.stage.task import Task
 from forestage.system import child, folders, fuse, holder, lock
@@ -39,6 +39,7 @@ def start(task: Task, wait: bool = True) -> Path:
     spot = task.node.places.through / task.key
     folders.keep(spot.parent)
     folders.keep(spot)
+    trace.point("keeper place")
     if listens(spot / "sock"):
         return spot / "sock"
     if child.is_in_job():  # others may come to read, and it would take them with it
