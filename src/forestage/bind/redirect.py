@@ -292,7 +292,8 @@ def _lay_over(made: int, target: int, turn: Callable[[], int]) -> None:
         return True, []
 
     try:
-        as_user.call(work, bool, OVER_TIMEOUT, keep=(made, target))
+        # Once: a child that was killed may have mounted before.
+        as_user.call(work, bool, OVER_TIMEOUT, keep=(made, target), tries=1)
     except FileNotFoundError:  # what the kernel says of a file that was deleted
         raise Declined("changed", "the image or its copy was replaced just now") from None
     except as_user.TooSlow:

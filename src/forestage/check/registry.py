@@ -13,7 +13,7 @@ import msgspec
 from forestage.admin.site import LoadedPlugin
 from forestage.check.finding import Finding
 from forestage.config import Config
-from forestage.errors import Failed
+from forestage.errors import Declined, Failed
 from forestage.registry import environment
 from forestage.registry.reference import TAG_DIGEST
 from forestage.slurm.companion import is_importer
@@ -167,7 +167,7 @@ def _store(files: Files, store: str, cache: str, origin: str) -> Iterator[Findin
         return
     except PermissionError as error:
         found = Tried(SHARED, str(error.strerror))
-    except (OSError, Failed):
+    except (OSError, Declined):
         pass  # it is not there
     if _is_local(files, store, cache):
         yield Finding(
@@ -264,5 +264,5 @@ def _unreachable(registry: str) -> str:
         return as_user.call(work, str, TIMEOUT)[0]
     except as_user.TooSlow:
         return "no answer"
-    except Failed as error:
+    except Declined as error:
         return str(error)

@@ -17,7 +17,7 @@ from forestage.check.disk import is_far
 from forestage.check.finding import Finding
 from forestage.check.uses import Used, Uses
 from forestage.config import KEYS, Config
-from forestage.errors import Failed
+from forestage.errors import Declined, Failed
 from forestage.system import as_user, mounts, run
 from forestage.system.files import opened
 from forestage.system.mounts import Mount
@@ -71,7 +71,7 @@ def _source(files: Files, path: str, origin: str) -> Finding | None:
     except PermissionError:
         # As where the file server squashes root: jobs read as their users.
         real = files.reals((path,))[path]
-    except (OSError, Failed, as_user.TooSlow) as error:
+    except (OSError, Declined) as error:
         word = errno.errorcode.get(getattr(error, "errno", None) or 0, "")
         return Finding(
             "source-hangs",
@@ -172,7 +172,7 @@ def _of_users(files: Files, config: Config, origin: str) -> Iterator[Finding]:
 def _enter(files: Files, path: str) -> str:
     """Returns where it leads, found in a process of its own, which may hang.
 
-    Raises what the system says, Failed or TooSlow.
+    Raises what the system says, or Declined.
     """
 
     def work() -> as_user.Found[str]:

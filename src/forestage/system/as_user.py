@@ -8,6 +8,7 @@ for the cache stays untouched.
 
 import array
 import contextlib
+import functools
 import os
 import pwd
 import select
@@ -32,6 +33,8 @@ _LONGEST = 256 * 1024  # bytes of an answer: an ACL has up to 64 KiB, more as te
 _MAX_FDS = 4
 _IDLE = 1.0  # seconds between two calls of who waits
 _LEAST = 0.2  # seconds for a child, however little is left: a healthy file system answers by then
+_TRIES = 2  # of a child that a signal ends
+_ENDS = 1.0  # seconds for the end of a child that has closed its socket
 
 
 class User(msgspec.Struct, frozen=True):
@@ -52,6 +55,20 @@ class TooSlow(Declined):
 
     def __init__(self, what: str) -> None:
         super().__init__("source-hangs", f"the source does not answer: {what}")
+
+
+class Killed(Declined):
+    """A signal ended the child each time it was tried.
+
+    No fault of the node: an epilog that kills a user's processes takes a child with their ids as
+    well, and a child in a job's cgroup may be the kernel's choice when memory ends there.
+    """
+
+    exit_code: ClassVar[int] = 6
+
+    def __init__(self, number: int) -> None:
+        what = f"a process of forestage was killed by signal {number}"
+        super().__init__("killed", what, "does an epilog kill all processes of a user?")
 
 
 class TimeIsUp(Declined):
@@ -155,21 +172,38 @@ class Child:
     `keep`.
     """
 
-    def __init__(self, work: Callable[[], Found[Any]], keep: tuple[int, ...] = ()) -> None:
-        self._pid, self._line = _begin(work, keep)
+    def __init__(
+        self, work: Callable[[], Found[Any]], keep: tuple[int, ...] = (), tries: int = _TRIES
+    ) -> None:
+        self._begin = functools.partial(_begin, work, keep)
+        self._tries = tries
+        self._pid, self._line = self._begin()
 
     def answer(
         self, answer: type[T], timeout: float, idle: Callable[[], None] | None = None
     ) -> tuple[T, socket.socket]:
         """As `ask`, once it has begun: within `timeout` seconds from now."""
+        end = time.monotonic() + max(timeout, _LEAST)
+        while True:
+            self._tries -= 1
+            try:
+                return self._answer(answer, timeout, end, idle)
+            except Killed:
+                if not self._tries or time.monotonic() >= end:
+                    raise
+            self._pid, self._line = self._begin()
+
+    def _answer(
+        self, answer: type[T], timeout: float, end: float, idle: Callable[[], None] | None
+    ) -> tuple[T, socket.socket]:
         ours = self._line
         with contextlib.ExitStack() as undo:
             undo.callback(_reap, self._pid)
             on_error = undo.enter_context(contextlib.ExitStack())
             on_error.callback(ours.close)
-            data = _peek(ours, max(timeout, _LEAST), idle)
+            data = _peek(ours, timeout, end, idle)
             if not data:
-                raise Failed("helper", "the process that looks at the image died without an answer")
+                raise _death(self._pid)
             got = msgspec.json.decode(data, type=_Answer)
             if got.errno:
                 raise OSError(got.errno, os.strerror(got.errno), os.fsdecode(got.filename) or None)
@@ -191,18 +225,20 @@ def ask(
     timeout: float,
     keep: tuple[int, ...] = (),
     idle: Callable[[], None] | None = None,
+    tries: int = _TRIES,
 ) -> tuple[T, socket.socket]:
     """Runs `work` in a child; returns its value, decoded as `answer`, and a socket.
 
     The descriptors that `work` opened stay queued in the socket until `receive_fds`. Never take one
     just to close it: close(2) blocks on a hung file server, discarding the socket does not.
     OSError, Declined and Failed of `work` are raised again here. `idle` is called each second of
-    the wait. Raises TooSlow after `timeout` seconds, TimeIsUp where there are none, Failed when the
-    child died without an answer.
+    the wait. A child that a signal ends is tried again, `tries` times in all: 1 is for work that
+    must not be done twice. Raises TooSlow after `timeout` seconds, TimeIsUp where there are none,
+    Killed where a signal ended each child, Failed where one died without an answer otherwise.
     """
     if timeout <= 0:
         raise TimeIsUp
-    return Child(work, keep).answer(answer, timeout, idle)
+    return Child(work, keep, tries).answer(answer, timeout, idle)
 
 
 def each(
@@ -216,16 +252,19 @@ def each(
     """Runs each of `works` in a child of its own, `at_once` of them together; returns their values.
 
     None for one that died, failed, or did not answer within `timeout` seconds, or by the end of the
-    `total` for all. A child that hangs is killed and left behind; it keeps no other waiting. `done`
-    is called with the number and value of each as soon as it has ended.
+    `total` for all. One that a signal ends is tried once more. A child that hangs is killed and
+    left behind; it keeps no other waiting. `done` is called with the number and value of each as
+    soon as it has ended.
     """
     found: list[T | None] = [None] * len(works)
     left = list(enumerate(works))[::-1]
+    tries = [_TRIES] * len(works)
     running: dict[socket.socket, tuple[int, int, float]] = {}  # number, pid, until
     end = time.monotonic() + total
     while True:
         while left and len(running) < at_once and time.monotonic() < end:
             number, work = left.pop()
+            tries[number] -= 1
             pid, ours = _begin(_bare(work), ())
             running[ours] = number, pid, min(end, time.monotonic() + timeout)
         if not running:
@@ -235,8 +274,10 @@ def each(
         first = min(until for _, _, until in running.values())
         answered = _readable([*running], first - time.monotonic())
         for ours, (number, pid, until) in list(running.items()):
+            again = False
             if ours in answered:
                 data = ours.recv(_LONGEST)
+                again = not data and tries[number] > 0 and isinstance(_death(pid), Killed)
                 got = msgspec.json.decode(data, type=_Answer) if data else _Answer(errno=1)
                 if not (got.errno or got.reason):
                     found[number] = msgspec.json.decode(got.value, type=answer)
@@ -245,7 +286,10 @@ def each(
             del running[ours]
             ours.close()
             _reap(pid)
-            done(number, found[number])
+            if again:
+                left.append((number, works[number]))
+            else:
+                done(number, found[number])
 
 
 def _bare(work: Callable[[], T]) -> Callable[[], Found[T]]:
@@ -279,10 +323,14 @@ def receive_fds(line: socket.socket) -> list[int]:
 
 
 def call(
-    work: Callable[[], Found[T]], answer: type[T], timeout: float, keep: tuple[int, ...] = ()
+    work: Callable[[], Found[T]],
+    answer: type[T],
+    timeout: float,
+    keep: tuple[int, ...] = (),
+    tries: int = _TRIES,
 ) -> Found[T]:
     """`ask` and `receive_fds` in one, for descriptors that are safe to close."""
-    value, line = ask(work, answer, timeout, keep)
+    value, line = ask(work, answer, timeout, keep, tries=tries)
     return value, receive_fds(line)
 
 
@@ -321,15 +369,33 @@ def _readable(sockets: list[socket.socket], timeout: float) -> list[socket.socke
     return [by_number[number] for number, _ in poll.poll(max(0.0, timeout) * 1000)]
 
 
-def _peek(ours: socket.socket, timeout: float, idle: Callable[[], None] | None) -> bytes:
+def _peek(
+    ours: socket.socket, timeout: float, end: float, idle: Callable[[], None] | None
+) -> bytes:
     """The child's answer, left in the socket together with its descriptors."""
-    end = time.monotonic() + timeout
-    while not _readable([ours], min(_IDLE if idle else timeout, end - time.monotonic())):
+    while True:
+        left = end - time.monotonic()
+        if _readable([ours], min(_IDLE, left) if idle else left):
+            break
         if time.monotonic() >= end:
-            raise TooSlow(f"no answer after {timeout:.1f} s")
+            raise TooSlow(f"no answer after {max(timeout, _LEAST):.1f} s")
         if idle:
             idle()
     return ours.recv(_LONGEST, socket.MSG_PEEK)
+
+
+def _death(pid: int) -> Declined:
+    """Why a child has closed its socket without an answer; the child stays to be reaped.
+
+    Its other files may be closed later, and one of them may hang with its file system.
+    """
+    end = time.monotonic() + _ENDS
+    options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    while (over := os.waitid(os.P_PID, pid, options)) is None and time.monotonic() < end:
+        time.sleep(0.0005)
+    if over is not None and over.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+        return Killed(over.si_status)
+    return Failed("helper", "the process that looks at the image died without an answer")
 
 
 def _reap(pid: int) -> None:

@@ -204,12 +204,16 @@ def _have_it_put(order: _Order, idle: Callable[[], None]) -> Put:
     """Has it done by a process of the user's; notes what came of it. Raises Declined, OSError."""
     work = partial(_work, order)
     try:
-        found, line = as_user.ask(work, Put, order.until.left() + 2 * LAST, idle=idle)
+        # Once: memory that did not suffice in the job's cgroup would not suffice again.
+        found, line = as_user.ask(work, Put, order.until.left() + 2 * LAST, idle=idle, tries=1)
     except as_user.TooSlow as slow:
         found = _read_put(order.place, order.number) or Put(0, slow.reason, str(slow))
         records.write(order.place.put(order.number), msgspec.json.encode(found))
         raise
-    except Failed:  # in the job's cgroup: killed for want of memory, or by the user
+    except (
+        as_user.Killed,
+        Failed,
+    ):  # in the job's cgroup: killed for want of memory, or by the user
         with contextlib.suppress(Failed, Declined, OSError):  # in memory it still takes some
             as_user.call(partial(_clear, order), type(None), 2 * LAST)
         raise Declined("not-put", f"{printable(order.path)}: its copier was killed") from None

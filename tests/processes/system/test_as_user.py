@@ -147,11 +147,52 @@ def _recurses() -> Any:
     return _recurses()
 
 
-@pytest.mark.parametrize("work", [_exits, _dies, _raises, _recurses])
+@pytest.mark.parametrize("work", [_exits, _raises, _recurses])
 def test_child_that_dies_without_an_answer_is_our_failure(work: Any) -> None:
     with pytest.raises(Failed) as caught:
         as_user.call(work, type(None), TIMEOUT)
     assert caught.value.reason == "helper"
+
+
+def test_child_that_is_killed_is_tried_once_more(tmp_path: Path) -> None:
+    """An epilog that ends all processes of a user meets a child with their ids as well."""
+    here = os.open(tmp_path, os.O_RDONLY)
+
+    def work() -> as_user.Found[int]:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir("killed", dir_fd=here)
+            _dies()
+        return len(os.listdir(here)), []
+
+    assert as_user.call(work, int, TIMEOUT, keep=(here,))[0] == 1
+    (tmp_path / "killed").rmdir()
+    kept = as_user.each([lambda: _killed_at_first(tmp_path), lambda: 2], int, TIMEOUT, TIMEOUT, 2)
+    assert kept == [1, 2]
+    os.close(here)
+
+
+def _killed_at_first(place: Path) -> int:
+    with contextlib.suppress(FileExistsError):
+        (place / "killed").mkdir()
+        _dies()
+    return 1
+
+
+@pytest.mark.parametrize("tries", [1, 2])
+def test_child_that_is_always_killed_is_no_failure_of_the_node(tmp_path: Path, tries: int) -> None:
+    here = os.open(tmp_path, os.O_RDONLY)
+
+    def work() -> Any:
+        os.mkdir(str(os.getpid()), dir_fd=here)
+        return _dies()
+
+    with pytest.raises(as_user.Killed) as caught:
+        as_user.call(work, type(None), TIMEOUT, keep=(here,), tries=tries)
+    assert not isinstance(caught.value, Failed)
+    assert (caught.value.reason, "killed by signal 9" in str(caught.value)) == ("killed", True)
+    assert len(os.listdir(tmp_path)) == tries
+    assert as_user.each([_dies], int, TIMEOUT, TIMEOUT, 1) == [None]
+    os.close(here)
 
 
 def test_child_never_comes_back_into_the_hooks_code(tmp_path: Path) -> None:
