@@ -324,6 +324,23 @@ def test_bad_hint_of_data_is_said_once(
     assert said(step(loaded, 1, capfd)) == []
 
 
+def test_list_that_begins_with_a_byte_order_mark_names_its_first_path(loaded: Node) -> None:
+    listed = loaded.put("alice/list", "\ufeff/typo/\r\n".encode())
+    ran = loaded.prolog(1, comment=f"stage-list={listed}")
+    (outcome,) = [one for one in ran.outcomes if one.data]
+    assert (outcome.result, outcome.request) == ("started", "/typo/")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_list_in_utf_16_is_said_to_be_that(
+    loaded: Node, capfd: pytest.CaptureFixture[str], encoding: str
+) -> None:
+    listed = loaded.put("alice/list", "/typo/\r\n".encode(encoding))
+    loaded.prolog(1, comment=f"stage-list={listed}")
+    (line,) = said(step(loaded, 1, capfd))
+    assert f"stage-list: {listed} is UTF-16; save it as UTF-8" in line
+
+
 @pytest.mark.parametrize(
     "comment",
     [

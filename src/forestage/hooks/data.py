@@ -154,9 +154,11 @@ def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
         raise image.declined_by(error, path) from None
     if len(text) > LONGEST_LIST:
         raise Declined("bad-hint", f"stage-list: {path} is longer than {LONGEST_LIST} bytes")
-    lines = [line.strip() for line in os.fsdecode(text).split("\n")]
+    try:
+        paths = hints.split_list(text)
+    except ValueError as error:
+        raise Declined("bad-hint", f"stage-list: {path} {error}") from None
     problems: list[str] = []
-    paths = [line for line in lines if not line.startswith("#")]
     listed = hints.requests(paths, job.rank, problems)
     data = tuple(dict.fromkeys(request for request in listed if request.is_data))
     if len(data) < len(set(listed)):

@@ -16,6 +16,7 @@ from forestage.slurm.hints import (
     Request,
     read_hints,
     seen_images,
+    split_list,
 )
 from forestage.units import MAX_TEXT
 
@@ -338,3 +339,26 @@ def test_images_that_a_submission_named_are_read_out_of_the_admin_comment(
     admin_comment: str, images: tuple[str, ...]
 ) -> None:
     assert seen_images(admin_comment) == images
+
+
+# --- a list in a file
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_list_is_read_with_a_mark_with_comments_and_with_lines_of_dos(mark: bytes) -> None:
+    text = mark + "/a/ü/\r\n# more\r\n\r\n  /b@job \r\n".encode() + b"/\xff"
+    assert split_list(text) == ["/a/ü/", "", "/b@job", "/\udcff"]
+    assert split_list(mark + b"# /a/\n/b/") == ["/b/"]
+    assert split_list(mark) == [""]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("text", ["/a/\n", "# ü\r\n/a/", "\n"])
+def test_list_in_utf_16_is_refused_by_name(encoding: str, text: str) -> None:
+    with pytest.raises(ValueError, match="is UTF-16; save it as UTF-8"):
+        split_list(text.encode(encoding))
+
+
+def test_list_with_nul_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="NUL bytes"):
+        split_list(b"/a\0b/\n")
