@@ -2,12 +2,14 @@
 
 A virtual environment of 50 000 files costs a shared file system 50 000 opens on each node; as one
 squashfs image it is one file, which can be staged as any other. mksquashfs replaces a file that it
-cannot read by an empty one, leaves out what is gone, and ends with 0: so its messages are read.
+cannot read by an empty one, leaves out what is gone, and ends with 0: so its messages are read. It
+keeps within the memory of this process' cgroup: a login session's, or a job's (system/mksquashfs).
 """
 
 import os
 import re
 import shlex
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
@@ -18,12 +20,14 @@ from forestage.admin import hints
 from forestage.admin.publish import Layout, lay_out, replacing
 from forestage.clock import Clock
 from forestage.errors import Failed, ImageError
-from forestage.system import run
+from forestage.system import child, mksquashfs, run
+from forestage.system.run import Ran
 from forestage.system.terminal import Facts, Line, Piece
 from forestage.units import format_duration, format_size
 
 # Level 3: reading is as fast with any, packing far faster than with zstd's default, 15.
 OPTIONS = ("-no-recovery", "-noappend", "-no-progress", "-Xcompression-level", "3")
+VERSION_S = 10.0  # seconds for mksquashfs to name its release
 
 _LOST = re.compile(r"^(?:Failed to|Could not|Cannot|.*creating empty file).*$", re.M | re.I)
 _FACT = re.compile(r"^(Number of inodes|Compression) (\S+)$", re.M)
@@ -56,9 +60,37 @@ def option_of(folder: Path, image: Path) -> str:
     return f"--{word}"
 
 
-def argv(folder: Path, image: Path, compression: tuple[str, ...]) -> list[str]:
+def argv(
+    folder: Path, image: Path, compression: tuple[str, ...], limits: tuple[str, ...] = ()
+) -> list[str]:
     """Pure: the squashfs-tools' command line; without `compression`, their own default, gzip."""
-    return ["mksquashfs", str(folder), str(image), *compression, *OPTIONS]
+    return ["mksquashfs", str(folder), str(image), *limits, *compression, *OPTIONS]
+
+
+def find_limits(root: Path) -> tuple[str, ...]:
+    """Return the options by which mksquashfs keeps within what this process may use.
+
+    `root` is where /proc and /sys are. Raises Failed.
+    """
+    processors = ("-processors", str(child.own_processors()))
+    memory = child.own_memory_limit(root)
+    if memory is None:
+        return processors
+    version = run.run(["mksquashfs", "-version"], timeout=VERSION_S).out
+    if not mksquashfs.takes_memory(version.encode()):
+        return processors
+    return (*processors, *mksquashfs.memory_options(memory))
+
+
+def _failure(ran: Ran) -> Failed:
+    """Return the error for a program that made no image. Pure."""
+    if ran.code != -signal.SIGKILL:
+        return Failed("program", ran.explained(), "nothing was packed")
+    return Failed(
+        "program",
+        f"{ran.argv[0]} was killed by signal 9: its memory may have run out",
+        "nothing was packed; run it where it may use more memory, as in a job with a larger --mem",
+    )
 
 
 def pack(
@@ -68,10 +100,11 @@ def pack(
     clock: Clock,
     progress: Callable[[str], None],
     layout: Layout | None = None,
+    root: Path = Path("/"),
 ) -> Packed:
     """Packs `folder` into `image`, which gets its name when it is whole and on disk.
 
-    `layout` is that of its file, where that lies on Lustre.
+    `layout` is that of its file, where that lies on Lustre. `root` is where /proc and /sys are.
 
     Raises ImageError for what cannot be packed there, Failed where the squashfs-tools fail or
     something of the tree was lost, OSError.
@@ -88,15 +121,16 @@ def pack(
         if layout is not None:
             lay_out(part, layout)  # mksquashfs writes into the file that is there
         progress(f"packing {folder}")
-        ran = run.run(argv(folder, part, ("-comp", "zstd")))
+        limits = find_limits(root)
+        ran = run.run(argv(folder, part, ("-comp", "zstd"), limits))
         if ran.code != 0 and "is not supported" in ran.err + ran.out:
-            ran = run.run(argv(folder, part, ()))
+            ran = run.run(argv(folder, part, (), limits))
         if lost := _LOST.search(ran.err):
             raise Failed("program", f"mksquashfs: {lost[0]}", "nothing was packed")
         shown = ran if ran.code else run.run(["unsquashfs", "-s", str(part)])
         facts: dict[str, str] = dict(_FACT.findall(shown.out))
         if "Number of inodes" not in facts:
-            raise Failed("program", shown.explained(), "nothing was packed")
+            raise _failure(shown)
         size = part.stat().st_size
     took = round(clock.monotonic() - began, 3)
     compression = facts.get("Compression", "unknown")

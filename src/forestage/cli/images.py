@@ -223,7 +223,7 @@ def pack(
     if here and publishing.kind_of(image.parent, Files(world.places.root)) == "lustre":
         layout = publishing.Layout()
     with screen.busy() as progress:
-        done = work.pack(folder, image, force, world.clock, progress, layout)
+        done = work.pack(folder, image, force, world.clock, progress, layout, world.places.root)
     done = msgspec.structs.replace(done, option=option)
     show(done, work.pieces(done), as_json)
 

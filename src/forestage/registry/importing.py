@@ -2,8 +2,7 @@
 
 enroot says on stderr what it begins, a line each (docker.sh, 4.1); of mksquashfs the size of its
 file tells more. It is niced, makes no file above `max_size`, takes the processors that this process
-may use, and has mksquashfs keep within the memory of its cgroup: by default that takes a quarter of
-the machine's, and the kernel would kill it.
+may use, and has mksquashfs keep within the memory of its cgroup (system/mksquashfs).
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from forestage.registry import environment
 from forestage.registry.environment import Settings
 from forestage.registry.messages import short
 from forestage.registry.store import full
-from forestage.system import apart, child, run
+from forestage.system import apart, child, mksquashfs, run
 from forestage.units import format_duration, format_size, is_number
 
 NICE = 10
@@ -29,7 +28,6 @@ ASKED = 10.0  # seconds for mksquashfs to say its release
 LAST = 4096  # bytes of what enroot says last
 TOLD = 3  # lines of that, for the user
 MOST_LAYERS = 10_000  # files of enroot's cache that are counted
-MIN_MEMORY = 64 << 20  # bytes; mksquashfs takes no less
 
 _STAGES = (
     (re.compile(rb"Downloading (\d{1,5}) missing layers"), "downloads {} layers"),
@@ -55,7 +53,9 @@ class Import:
         self._since, self._wall = clock.monotonic(), clock.wall()
         self._layers = environment.folder(settings.variables, "CACHE")
         argv = ("enroot", "import", "--output", os.fspath(part), "--", uri)
-        memory = child.own_memory_limit() if takes_memory(_version(settings)) else None
+        memory = child.own_memory_limit()
+        if memory is not None and not mksquashfs.takes_memory(_version(settings)):
+            memory = None
         self._program = run.start_here(argv, variables(settings, memory))
 
     def runs(self, timeout: float) -> bool:
@@ -129,25 +129,15 @@ def bound(max_size: int | None) -> None:
 def variables(settings: Settings, memory: int | None) -> dict[str, str]:
     """enroot's environment. The image's name says `squash_options`, which do not change here."""
     found = {**settings.variables, "LC_ALL": "C"}
-    processors = len(os.sched_getaffinity(0))
+    processors = child.own_processors()
     wanted = found.get("ENROOT_MAX_PROCESSORS", "")
     few = is_number(wanted) and 0 < int(wanted) < processors
     found["ENROOT_MAX_PROCESSORS"] = wanted if few else str(processors)
     options = settings.squash_options
     if memory is not None and "-mem" not in options:
-        quarter = max(MIN_MEMORY, memory // 4) >> 20
-        options = f"{options} -mem {quarter}M"
+        options = " ".join((options, *mksquashfs.memory_options(memory)))
     found["ENROOT_SQUASH_OPTIONS"] = options
     return found
-
-
-def takes_memory(said: bytes) -> bool:
-    """Pure: whether a mksquashfs that says this of its release knows -mem.
-
-    Earlier ones that do are left out: one that does not would make no image at all.
-    """
-    match = re.search(rb"version (\d{1,3})\.(\d{1,3})", said)
-    return match is not None and (int(match[1]), int(match[2])) >= (4, 4)
 
 
 def _version(settings: Settings) -> bytes:

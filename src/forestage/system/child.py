@@ -272,6 +272,11 @@ def own_memory_limit(root: Path = Path("/")) -> int | None:
     return None
 
 
+def own_processors() -> int:
+    """The processors that this process may use: Slurm's, of a task's cpuset or binding."""
+    return len(os.sched_getaffinity(0))
+
+
 def _least(groups: Iterable[tuple[Path, str]]) -> int | None:
     """The least limit of these cgroups and of those above them."""
     limits = []

@@ -159,3 +159,51 @@ def test_image_on_lustre_is_spread_if_it_is_to_be_published(
     # mksquashfs has written into the file that has the layout.
     assert (lustre / "x").stat().st_ino == int((tmp_path / "inode").read_text())
     assert listed(lustre / "x")
+
+
+def limit_memory(site: Site, limit: str) -> None:
+    """Has the node's files say that this process is in a cgroup with this limit."""
+    for name, text in (
+        ("proc/self/cgroup", "0::/job_7\n"),
+        ("sys/fs/cgroup/job_7/memory.max", limit),
+    ):
+        file = site.places.root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def test_mksquashfs_keeps_within_the_memory_and_the_processors_of_its_cgroup(
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
+) -> None:
+    limit_memory(site, f"{300 << 20}\n")
+    asked = programs(mksquashfs='exec /usr/bin/mksquashfs "$@"')
+    affinity = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(affinity)})
+    try:
+        assert site.json("pack", str(tree), "-o", str(tmp_path / "x"))["inodes"] == 9
+    finally:
+        os.sched_setaffinity(0, affinity)
+    assert " -processors 1 -mem 75M -comp zstd " in asked.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize("version", ["4.3", ""])
+def test_mksquashfs_that_may_not_know_the_option_is_told_of_no_memory(
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path], version: str
+) -> None:
+    limit_memory(site, f"{300 << 20}\n")
+    says = f'echo "mksquashfs version {version}"'
+    asked = programs(
+        mksquashfs=f'case "$*" in -version) {says};; *) exec /usr/bin/mksquashfs "$@";; esac'
+    )
+    assert site.json("pack", str(tree), "-o", str(tmp_path / "x"))["inodes"] == 9
+    assert "-mem" not in asked.read_text()
+
+
+def test_mksquashfs_that_was_killed_is_said_to_have_lacked_memory(
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
+) -> None:
+    programs(mksquashfs="kill -KILL $$")
+    done = site.run("pack", str(tree), "-o", str(tmp_path / "x"))
+    assert done.exit_code == Exit.FAILED
+    assert "mksquashfs was killed by signal 9: its memory may have run out" in done.output
+    assert "a larger --mem" in done.output

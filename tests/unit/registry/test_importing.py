@@ -29,19 +29,6 @@ def test_mksquashfs_keeps_within_a_quarter_of_the_memory() -> None:
     assert named["ENROOT_SQUASH_OPTIONS"] == "-comp lzo -noD -mem 2048M"
 
 
-@pytest.mark.parametrize(
-    ("said", "knows"),
-    [
-        (b"mksquashfs version 4.5.1 (2022/03/17)\n", True),
-        (b"mksquashfs version 4.10 (2030/01/01)\n", True),
-        (b"mksquashfs version 4.3 (2014/05/12)\n", False),
-        (b"", False),
-    ],
-)
-def test_memory_is_named_to_a_mksquashfs_that_knows_the_word(said: bytes, knows: bool) -> None:
-    assert importing.takes_memory(said) is knows
-
-
 @pytest.mark.parametrize("options", ["-mem 1G", "-comp zstd -mem-percent 10"])
 def test_users_own_word_on_memory_counts(options: str) -> None:
     named = importing.variables(settings(options=options), 8 << 30)

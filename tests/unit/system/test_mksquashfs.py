@@ -1,0 +1,29 @@
+"""What mksquashfs is told of the memory that it may take."""
+
+from __future__ import annotations
+
+import pytest
+
+from forestage.system import mksquashfs
+
+
+@pytest.mark.parametrize(
+    ("version", "knows"),
+    [
+        (b"mksquashfs version 4.5.1 (2022/03/17)\n", True),
+        (b"mksquashfs version 4.10 (2030/01/01)\n", True),
+        (b"mksquashfs version 4.3 (2014/05/12)\n", False),
+        (b"", False),
+    ],
+)
+def test_memory_is_named_to_a_mksquashfs_that_knows_the_word(version: bytes, knows: bool) -> None:
+    assert mksquashfs.takes_memory(version) is knows
+
+
+@pytest.mark.parametrize(
+    ("limit", "named"), [(8 << 30, "2048M"), (300 << 20, "75M"), (150 << 20, "64M"), (0, "64M")]
+)
+def test_memory_is_a_quarter_of_the_limit_and_no_less_than_mksquashfs_takes(
+    limit: int, named: str
+) -> None:
+    assert mksquashfs.memory_options(limit) == ("-mem", named)
