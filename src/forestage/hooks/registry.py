@@ -33,8 +33,9 @@ from forestage.registry.worker import Worker
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
-from forestage.system import as_user, child, folders, holder, lock, run
+from forestage.system import as_user, child, folders, holder, lock, processes, run
 from forestage.system.holder import Channel, Life, Message
+from forestage.system.processes import ProcessIdentity
 from forestage.units import is_number, printable
 
 FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
@@ -82,8 +83,10 @@ def begin(node: Node, job: Job, asked: Asked, report: Report) -> Fields:
     # The job's Epilog has work by this, though the job may have no lease yet (hooks/boundary.py).
     (node.places.images / f"{job.id}.asked").touch()
     path = node.places.images / f"{job.id}.{job.step}.sock"
+    # The manager waits for this hook: its number is no other's yet.
+    manager = processes.identify(job.manager) if job.manager else None
     # In the step's cgroups: what it starts is to end with the step.
-    _start(job, None, partial(_serve, node, job, asked, report, path))
+    _start(job, None, partial(_serve, node, job, asked, report, path, manager))
     return "later", str(path)
 
 
@@ -103,12 +106,20 @@ def _start(job: Job, leaf: child.Leaf | None, work: Callable[[Channel], None]) -
         channel.await_ready(holder.START, "helper")
 
 
-def _serve(node: Node, job: Job, asked: Asked, report: Report, path: Path, hook: Channel) -> None:
+def _serve(
+    node: Node,
+    job: Job,
+    asked: Asked,
+    report: Report,
+    path: Path,
+    manager: ProcessIdentity | None,
+    hook: Channel,
+) -> None:
     """All that is done for a step."""
     # After us the helper may stage what else the job names, within its own limit.
     first = FIRST + float(asked.timeout if is_number(asked.timeout) else 0)
     hook.begin(asked.environment)
-    with Tasks(path, first) as tasks:
+    with Tasks(path, first, manager) as tasks:
         hook.send(Message("ready"))
         hook.close()
         answer = _answer(node, job, asked, tasks)

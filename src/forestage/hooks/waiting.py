@@ -11,6 +11,7 @@ from forestage.errors import Declined
 from forestage.slurm.lines import NUMBER, encoded
 from forestage.system import holder
 from forestage.system.holder import Guests
+from forestage.system.processes import ProcessIdentity
 from forestage.units import printable
 
 LAST = 5.0  # seconds from the last task's end; another may come a little later
@@ -21,12 +22,16 @@ GONE = "the step has ended, nobody waits for its image"
 class Tasks:
     """The tasks that wait at a socket. Each hears all that was said, whenever it came."""
 
-    def __init__(self, path: Path | None, first: float) -> None:
+    def __init__(
+        self, path: Path | None, first: float, manager: ProcessIdentity | None = None
+    ) -> None:
         """`first` is how many seconds the first one may take to come.
 
-        None comes without a `path`, before the job has any: then the work may take so long.
+        None comes without a `path`, before the job has any: then the work may take so long. No
+        further one comes once the step's `manager` has ended, if that is known.
         """
         self.path = path
+        self.manager = manager
         # One of a step of that number before a requeue gives way.
         listener = holder.listen(path) if path else None
         self.guests = Guests(listener, self._answer, self._greet)
@@ -45,7 +50,14 @@ class Tasks:
     @property
     def have_gone(self) -> bool:
         """Whether nobody waits any more, or nobody came."""
-        return not self.guests.connections and time.monotonic() - self.alone > self.limit
+        if self.guests.connections:
+            return False
+        return self.none_can_come or time.monotonic() - self.alone > self.limit
+
+    @property
+    def none_can_come(self) -> bool:
+        """Whether the step has ended, also before it had any task."""
+        return self.are_over or (self.manager is not None and not self.manager.is_running)
 
     @property
     def are_there(self) -> bool:
@@ -59,11 +71,11 @@ class Tasks:
         return self.path is not None and not self.path.exists()
 
     def must_wait(self) -> None:
-        """Raises Declined where the last task has ended and no other comes; before the first, none.
+        """Raises Declined where the last task has ended and no other comes.
 
-        Returns as soon as a task waits.
+        Returns as soon as a task waits; before the first, unless the step has ended.
         """
-        while not self.are_there and self.came:
+        while not self.are_there and (self.came or self.none_can_come):
             if self.have_gone:
                 raise Declined("stopped", GONE)
             self.wait(-1)

@@ -27,6 +27,30 @@ class Stat(NamedTuple):
         return self.state in ("Z", "X")
 
 
+class ProcessIdentity(NamedTuple):
+    """A process, which no later one of its number is taken for; `began` as in Stat."""
+
+    pid: int
+    began: int
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended; one that only waits to be reaped has."""
+        try:
+            found = stat(PROC / str(self.pid))
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return found.began == self.began and not found.is_over
+
+
+def identify(pid: int) -> ProcessIdentity | None:
+    """Return the identity of the process of this number, or None if /proc has none."""
+    try:
+        return ProcessIdentity(pid, stat(PROC / str(pid)).began)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
 def numbers() -> Iterator[int]:
     """The processes of the node."""
     return map(int, filter(str.isdigit, os.listdir(PROC)))  # noqa: PTH208 - names, and many

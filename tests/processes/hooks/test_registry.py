@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from forestage.hooks.waiting import Tasks
 from forestage.registry import mount_points
 from forestage.slurm.job import Job
 from forestage.system import child
-from node import until
+from node import children_left, until
 
 
 @pytest.mark.parametrize(
@@ -85,3 +86,28 @@ def test_lease_that_came_after_the_epilog_is_given_back(
     until(lambda: not staging_node.leases.jobs(), "its end")
     until(lambda: not list(staging_node.places.images.iterdir()), "the end of the place")
     assert held.read_text() == f"({asking.id},)"
+
+
+@pytest.mark.parametrize("end", ["manager", "Epilog"])
+def test_process_whose_tasks_never_came_ends_with_the_step(
+    staging_node: Node, asking: Job, asked: Asked, end: str
+) -> None:
+    """The step was cancelled before Slurm had started a task of it."""
+    manager = subprocess.Popen(["sleep", "inf"])
+    reported: Path = staging_node.places.run / "reported"
+    asking = msgspec.structs.replace(asking, step=0, manager=manager.pid)
+    try:
+        registry.begin(staging_node, asking, asked, lambda outcomes: reported.touch())
+        sock = staging_node.places.images / f"{asking.id}.0.sock"
+        assert sock.exists()
+        assert not reported.exists()
+        if end == "Epilog":
+            mount_points.forget(staging_node.places, asking.id)
+        else:
+            manager.kill()  # and is not reaped
+        until(reported.exists, "the end of the wait for a task")
+        until(lambda: not children_left(manager.pid), "the end of the process")
+        assert not sock.exists()
+    finally:
+        manager.kill()
+        manager.wait()

@@ -23,7 +23,7 @@ from forestage.slurm import companion
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import NUMBER
-from forestage.system import child, run
+from forestage.system import child, processes, run
 from forestage.system.as_user import User
 
 DIGEST = f"sha256:{'a' * 64}"
@@ -193,6 +193,21 @@ def test_image_is_staged_for_tasks_that_wait_or_have_yet_to_come(
     one.close()
     with pytest.raises(Declined, match="the step has ended"):
         tasks.must_wait()
+
+
+def test_image_is_not_staged_for_a_step_that_ended_before_it_had_tasks(tasks: Tasks) -> None:
+    """Its lease would come after the Epilog."""
+    tasks.path.unlink()
+    with pytest.raises(Declined, match="the step has ended"):
+        tasks.must_wait()
+
+
+def test_process_is_known_by_its_number_and_its_start() -> None:
+    own = processes.identify(os.getpid())
+    assert own is not None
+    assert own.is_running
+    assert not own._replace(began=own.began + 1).is_running
+    assert processes.identify(1 << 30) is None
 
 
 def test_task_that_reads_nothing_is_dropped_and_holds_up_no_other(tasks: Tasks) -> None:
