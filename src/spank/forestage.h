@@ -13,6 +13,8 @@
 #include <slurm/spank.h>
 #pragma GCC visibility pop
 
+#include "constants.h"
+
 /* Begins what a helper writes, and a record: who finds another one reads no further. */
 #define LANGUAGE "forestage 4" /* NUMBER in slurm/lines.py */
 #define MOST_FIELDS 7
@@ -61,7 +63,6 @@ struct step {
 #define DATA_RESULT "FORESTAGE_DATA_RESULT"
 #define LOCAL "FORESTAGE_LOCAL"
 
-#define MOST_HINTED 16 /* MAX_HINTED in slurm/job.py */
 #define MOST_DATA 40   /* lines of a step; more are left out */
 #define RUN "/run/forestage"
 #define LEASES RUN "/leases"

@@ -44,12 +44,11 @@
 #define HANGS " (" MOUNT_HANGS ")"
 
 /*
- * A mounter locks two bytes of this file: one for the path that it mounts over, one that is any of a
- * few. The one that hangs keeps them, and others wait for a lock instead, where a signal ends them: so
- * one process of a user hangs for each path, and so many in all. Root's redirects are above (redirect.py).
+ * A mounter locks two of the user's bytes of this file: one for the path that it mounts over, one that is
+ * any of a few. The one that hangs keeps them, and others wait for a lock instead, where a signal ends
+ * them: so one process of a user hangs for each path, and so many in all.
  */
 #define PLACES RUN "/mounting"
-#define PLACES_OF_USER (1LL << 29)
 #define MOST_OF_USER 8
 
 /* What a mounter tells: that it begins with an item, what was wrong with that, or the end. */
@@ -186,7 +185,7 @@ static off_t hash(const char *path)
 	unsigned long long sum = 0;
 
 	while (*path)
-		sum = (sum * 31 + (unsigned char)*path++) % (PLACES_OF_USER - MOST_OF_USER);
+		sum = (sum * 31 + (unsigned char)*path++) % (TASK_MOUNTS_WIDTH - MOST_OF_USER);
 	return (off_t)sum;
 }
 
@@ -210,7 +209,7 @@ static const char *show_in_turn(spank_t sp, const struct item *item)
 		return "no mount namespace";
 	if (spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS)
 		return "nobody says whose job this is";
-	off_t first = (off_t)uid * PLACES_OF_USER, path = first + MOST_OF_USER + hash(item->path), any;
+	off_t first = TASK_MOUNTS_START + (off_t)uid * TASK_MOUNTS_WIDTH, path = first + MOST_OF_USER + hash(item->path), any;
 	if (!take_places(first, path, &any))
 		return PLACES " cannot be locked";
 	errno = 0;

@@ -21,6 +21,7 @@ from forestage.slurm.job import HOME_OPTION, NO_HOME_OPTION
 from forestage.stage import fstab
 from forestage.system import run
 from forestage.system.files import opened
+from forestage.system.lock_ranges import NODE_MOUNTS, TASK_MOUNTS, USER_FILES, LockRange
 from helper import Helper, ask, environ, noted
 from node import ALICE, Node, children_left, held_at, until
 
@@ -344,16 +345,28 @@ def test_looks_of_a_user_that_hang_are_so_many_and_the_next_waits_where_it_can_b
 ) -> None:
     """Each that hangs in the kernel would be one more for each step, in no cgroup of a job's."""
     path = spank.put("images/image.sqsh")
-    places = container_binds.PLACES_OF_USER
+    places = USER_FILES.width
     spank.places.run.mkdir(mode=0o711, parents=True, exist_ok=True)
     with opened(spank.places.mounting, os.O_RDWR | os.O_CREAT) as fd:
-        fcntl.lockf(fd, fcntl.LOCK_EX, places, container_binds.PLACES + ALICE.uid * places)
+        fcntl.lockf(fd, fcntl.LOCK_EX, places, USER_FILES.first_byte(ALICE.uid))
         with monkeypatch.context() as patched:
             patched.setattr(container_binds, "THEIRS", 0.1)
             assert answer_to(spank, path, {}, {}) == LEAVE
         until(lambda: not children_left(), "the end of who waits for a place")
-        fcntl.lockf(fd, fcntl.LOCK_UN, places, container_binds.PLACES + ALICE.uid * places)
-        fcntl.lockf(fd, fcntl.LOCK_EX, places, container_binds.PLACES + (ALICE.uid + 1) * places)
+        fcntl.lockf(fd, fcntl.LOCK_UN, places, USER_FILES.first_byte(ALICE.uid))
+        fcntl.lockf(fd, fcntl.LOCK_EX, places, USER_FILES.first_byte(ALICE.uid + 1))
+        assert answer_to(spank, path, {}, {})[0] == "use"
+
+
+@pytest.mark.parametrize("ranges", [TASK_MOUNTS, NODE_MOUNTS])
+def test_bytes_that_another_users_processes_lock_hold_up_no_look(
+    spank: Node, ranges: LockRange
+) -> None:
+    """Mounts of uid 4096 over chosen paths once locked the bytes that the looks of others need."""
+    path = spank.put("images/image.sqsh")
+    spank.places.run.mkdir(mode=0o711, parents=True, exist_ok=True)
+    with opened(spank.places.mounting, os.O_RDWR | os.O_CREAT) as fd:
+        fcntl.lockf(fd, fcntl.LOCK_EX, ranges.width, ranges.first_byte(4096))
         assert answer_to(spank, path, {}, {})[0] == "use"
 
 

@@ -83,7 +83,8 @@ def built(folder: Path, others: Others) -> Path:
     if os.geteuid() != 0:
         pytest.skip("the callbacks run as root")
     own = [adapted(source, folder, others) for source in FOLDER.glob("*.c")]
-    adapted(FOLDER / "forestage.h", folder, others)
+    for header in FOLDER.glob("*.h"):
+        adapted(header, folder, others)
     out, sources = folder / "fake", [*HERE.glob("*.c"), *own]
     command: list[str | Path] = [
         "gcc",

@@ -32,10 +32,10 @@ from forestage.slurm import enroot
 from forestage.system import as_user, child, folders, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.files import opened
+from forestage.system.lock_ranges import NODE_MOUNTS
 
 MOUNT_TIMEOUT = 60.0  # seconds for a redirect that no hook waits for
 OVER_TIMEOUT = 0.5  # seconds for mount(2) over a user's file, under the space lock
-PLACES = 1 << 62  # of those in `Places.mounting`; below it are the companion's
 
 Step = Literal["keep", "mount", "unmount"]
 Shown = Literal["kept", "mounted"]
@@ -150,7 +150,9 @@ def _mount_once(
 ) -> Shown | None:
     """None where a bind has to go first, or goes just now."""
     cache, places = node.cache, node.places
-    turn = functools.partial(lock.take_place, places.mounting, PLACES + user.uid, waits=False)
+    turn = functools.partial(
+        lock.take_place, places.mounting, NODE_MOUNTS.first_byte(user.uid), waits=False
+    )
     # Opened before the lock: walking to the path may hang, and the lock is the whole node's.
     target, identity = _open_target(cache, wanted, user, end.left())
     try:

@@ -25,6 +25,7 @@ from forestage.slurm import enroot
 from forestage.slurm.enroot import EnrootSite, FstabBind, Variables
 from forestage.slurm.job import Job
 from forestage.system import as_user, lock
+from forestage.system.lock_ranges import USER_FILES
 from forestage.system.tree import Noted
 
 LOOK = 5.0  # seconds for where a job saves to
@@ -32,8 +33,6 @@ THEIRS = 1.0  # seconds for the user's own files, which may lie on a file server
 THEIR_BYTES = 64 * 1024  # of all fstabs of a user's
 MOST_THEIRS = 100  # of those
 MOST_NAMES = 1000  # of all that lies beside them
-PLACES = 1 << 41  # in `Places.mounting`; below it are those of who mounts (bind/redirect.py)
-PLACES_OF_USER = 8  # so many looks of a user's hang on a node at most; the others wait in vain
 
 
 class _Found(msgspec.Struct, frozen=True):
@@ -151,9 +150,8 @@ class Binds:
 
     def _take_place(self) -> None:
         """In a child, as root: where as many of the user's hang as may, it waits for one."""
-        first = PLACES + self._job.user.uid * PLACES_OF_USER
         with contextlib.suppress(OSError):  # /run is full, or this is no root
-            place = first + os.getpid() % PLACES_OF_USER
+            place = USER_FILES.first_byte(self._job.user.uid) + os.getpid() % USER_FILES.width
             lock.take_place(self._places.mounting, place, waits=True)
 
     def _of_image(self, found: _Found, own: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -1,0 +1,16 @@
+"""What the companion and the Python program both know is the same in both."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from companion import FOLDER, REPO
+
+
+def test_header_is_made_of_what_the_program_knows() -> None:
+    """After a change: packaging/constants > src/spank/constants.h."""
+    made = subprocess.run(
+        [sys.executable, REPO / "packaging/constants"], capture_output=True, text=True, check=True
+    )
+    assert made.stdout == (FOLDER / "constants.h").read_text()
