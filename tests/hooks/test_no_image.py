@@ -111,3 +111,32 @@ def test_job_of_a_node_with_the_companion_redirects_for_its_steps_only(node: Nod
     image = node.put("bob/image.sqsh", content(), user=BOB)
     assert ask(node, 3, image, "hint") == ("copied", "")
     assert node.binds() == {str(image): node.identity(image).key}
+
+
+def test_plugstack_that_cannot_be_read_binds_nothing_and_is_logged_once(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The companion, which is loaded, shows the job its copy."""
+    node.configure(redirect=None)
+    node.places.run.mkdir(parents=True, exist_ok=True)
+    node.places.loaded.touch()
+    stack = node.places.root / "plugstack.conf"
+    stack.symlink_to(stack)
+    image = node.put("bob/image.sqsh", content(), user=BOB)
+    assert node.prolog(1, image, user=BOB).code == 0
+    assert node.binds() == {}
+    (line,) = [one for one in capfd.readouterr().err.splitlines() if "slurm-conf" in one]
+    assert f"reason=slurm-conf detail='{stack} cannot be read: Too many levels" in line
+    assert node.epilog(1).code == 0
+    assert "slurm-conf" not in capfd.readouterr().err
+
+
+def test_bytes_that_are_no_utf8_in_slurms_files_bind_nothing(node: Node) -> None:
+    node.configure(redirect=None)
+    node.places.run.mkdir(parents=True, exist_ok=True)
+    node.places.loaded.touch()
+    stack = node.places.root / "plugstack.conf"
+    stack.write_bytes(b"# f\374r M\374ller\noptional /opt/forestage.so\n")
+    path = node.put("bob/progress.log", LOG, user=BOB)
+    assert ask(node, 1, path, "hint") == ("started", "")
+    assert node.binds() == {}

@@ -319,7 +319,7 @@ def _redirect(outcome: Handled) -> str:
         return "copied ahead: a step shows it, if the reference still means this image"
     if outcome.data and not outcome.redirect:
         return "each step is shown it, once all of it is here"
-    why = "`redirect: none`, or it saves its container there"
+    why = "`redirect: none`, or Slurm's files could not be read, or it saves its container there"
     if outcome.result == "started":
         why = "no copy was here"
     return {

@@ -120,7 +120,7 @@ def export(
     config, wrong = None, None
     try:
         config = load_settings(places.etc).of_node
-        config = decided(config, sites.has_companion(places, conf))
+        config = decided(config, sites.companion_state(places, conf).state)
     except ConfigError as error:
         wrong = error
     with alone(places):

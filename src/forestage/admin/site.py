@@ -23,7 +23,8 @@ from forestage.errors import Failed
 from forestage.paths import Places
 from forestage.slurm import companion, plugstack, slurm_conf
 from forestage.slurm import release as releases
-from forestage.slurm.slurm_conf import USUAL_CONF, ConfLine, Setting
+from forestage.slurm.companion import CompanionState
+from forestage.slurm.slurm_conf import ConfLine, Setting, Text
 from forestage.system import processes
 from forestage.system.tree import Files
 
@@ -244,44 +245,36 @@ class Site(msgspec.Struct, frozen=True):
 
 def read(files: Files, path: str) -> Site:
     """The site whose slurm.conf is `path`. Raises Failed where any of it cannot be read."""
-    try:
-        found = _with_conf(files, read_conf(files, path))
-    except FileNotFoundError as error:
-        raise Failed("slurm-conf", f"{error.filename} is included, but is not there") from None
-    except ValueError as error:
-        raise Failed("slurm-conf", f"{path} cannot be read: {error}") from None
+    found = _with_conf(files, read_conf(files, path))
     if found.stack.broken:
         raise Failed("slurm-conf", found.stack.broken)
     return found
 
 
 def read_conf(files: Files, path: str) -> Conf:
-    """slurm.conf alone. Raises OSError; ValueError where Slurm would refuse the file as well."""
-
-    def text(one: str) -> str:
-        return files.at(one).read_bytes().decode()
-
-    lines = tuple(slurm_conf.settings(path, text))
-    return Conf(path, lines, frozenset(slurm_conf.partitions(path, text)))
-
-
-def find_conf(files: Files, named: str) -> Conf | None:
-    """The file that is `named` ($SLURM_CONF), else the usual one; None if it cannot be read."""
-    for path in filter(None, (named, *USUAL_CONF)):
-        try:
-            return read_conf(files, path)
-        except FileNotFoundError:
-            if path == named:
-                return None
-        except (OSError, ValueError):
-            return None
-    return None
+    """Read slurm.conf alone. Raises Failed, also where Slurm would refuse the file."""
+    try:
+        lines = tuple(slurm_conf.settings(path, _texts(files)))
+        return Conf(path, lines, frozenset(slurm_conf.partitions(path, _texts(files))))
+    except (OSError, ValueError) as error:
+        raise Failed("slurm-conf", slurm_conf.explain_unread(error)) from None
 
 
-def find(files: Files, named: str) -> Site | None:
-    """The site of `find_conf`'s file, as far as it can be read."""
-    conf = find_conf(files, named)
-    return None if conf is None else _with_conf(files, conf)
+def find_conf(files: Files, named: str) -> Conf:
+    """Read the file that is `named` ($SLURM_CONF), else the usual one. Raises Failed."""
+    path = named or slurm_conf.find_usual(files.root)
+    if not path:
+        raise Failed("slurm-conf", "slurm.conf cannot be read: it is in none of its usual places")
+    return read_conf(files, path)
+
+
+def find(files: Files, named: str) -> Site:
+    """Return the site of `find_conf`'s file. Raises Failed where that cannot be read."""
+    return _with_conf(files, find_conf(files, named))
+
+
+def _texts(files: Files) -> Text:
+    return lambda path: slurm_conf.text_of(str(files.at(path)))
 
 
 def _with_conf(files: Files, conf: Conf) -> Site:
@@ -439,13 +432,13 @@ def _stack(files: Files, conf: Conf) -> Stack:
     broken = ""
     ours = COMPANION_CONF.partition("{")[0]
     try:
-        for line in plugstack.lines(file, lambda path: files.text(path) or "", files.root):
+        for line in plugstack.lines(file, _texts(files), files.root):
             if isinstance(line, plugstack.Plugin):
                 plugins.append(_plugin(files, line, folders))
             elif line.pattern.startswith(ours):
                 includes.append(line)
-    except ValueError as error:  # includes that never end: what comes before them is kept
-        broken = str(error)
+    except (OSError, ValueError) as error:  # what comes before it is kept
+        broken = slurm_conf.explain_unread(error)
     return Stack(file, tuple(plugins), tuple(includes), broken)
 
 
@@ -502,14 +495,14 @@ def _is_hook(process: Path) -> bool:
     return False
 
 
-def has_companion(places: Places, conf: str) -> bool:
-    """Whether steps get the companion, as hooks find it out; `conf` is $SLURM_CONF or ""."""
+def companion_state(places: Places, conf: str) -> CompanionState:
+    """Return whether steps get the companion, as hooks find it out; `conf` is $SLURM_CONF or ""."""
     files = Files(places.root)
-    found = find_conf(files, conf)
-    return found is not None and companion.is_loaded(places.loaded, str(files.at(found.path)))
+    path = conf or slurm_conf.find_usual(files.root)
+    return companion.read_state(places.loaded, path and str(files.at(path)))
 
 
 def as_hooks_see(node: Node, conf: str) -> Node:
     """The node with what `redirect: auto` means on it."""
-    config = decided(node.config, has_companion(node.places, conf))
+    config = decided(node.config, companion_state(node.places, conf).state)
     return msgspec.structs.replace(node, config=config)

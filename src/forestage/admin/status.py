@@ -27,11 +27,9 @@ from forestage.peers import stats
 from forestage.peers.stats import Uploaded
 from forestage.registry import imports_now as imports
 from forestage.registry.imports_now import UnderWay
-from forestage.slurm import companion
 from forestage.system import mounts
 from forestage.system.mounts import Mount
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
-from forestage.system.tree import Files
 from forestage.units import format_duration, format_size
 from forestage.views import job_dir
 from forestage.views.job_dir import Taken
@@ -211,9 +209,7 @@ def _should_load(node: Node, calls: recent.Calls, conf: str) -> bool:
         return True
     if node.config.redirect != "auto" or calls.companion is None:
         return False
-    files = Files(node.places.root)
-    found = sites.find_conf(files, conf)
-    return found is None or companion.is_loaded(node.places.loaded, str(files.at(found.path)))
+    return sites.companion_state(node.places, conf).state != "absent"
 
 
 def _off(node: Node) -> str:

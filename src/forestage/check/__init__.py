@@ -146,8 +146,8 @@ def _findings(
     """What is found, and before each part what it looks at."""
     yield "slurm.conf"
     if target.login:
-        site = sites.find(files, target.conf)
-        yield from plugins.on_login(files, site) if site else (slurm_conf.unread(),)
+        found = _find_site(files, target)
+        yield from (found,) if isinstance(found, Finding) else plugins.on_login(files, found)
         return
     if not target.is_root:
         yield Finding(
@@ -172,22 +172,24 @@ def _findings(
                 ": ".join(filter(None, (problem.where, problem.key))),
             )
         yield "slurm.conf and what it names"
-        site = sites.find(files, target.conf)
-        yield from _slurm(files, site, used, Settings(Config(), {}, {}), target.clock)
+        found = _find_site(files, target)
+        yield from _slurm(files, found, used, Settings(Config(), {}, {}), target.clock)
         return
     # First, as what hangs is a source most likely.
     yield "a source"
     origin = of_settings.origin(settings, target.places, "sources")
     yield from sources.findings(files, settings.config, used, origin, target.clock.wall())
     yield "slurm.conf and what it names"
-    site = sites.find(files, target.conf)
-    settings = plugins.decided(files, site, settings)
-    yield from _slurm(files, site, used, settings, target.clock)
+    found = _find_site(files, target)
+    site = None if isinstance(found, Finding) else found
+    settings = plugins.decided(files, site, settings, target.places.loaded.exists())
+    yield from _slurm(files, found, used, settings, target.clock)
     config, conf = settings.config, None if site is None else site.conf
-    hidden = slurm_conf.hidden_below(files, conf)
+    covered = slurm_conf.covered_paths(files, conf)
+    yield from covered.findings()
     yield "the cache"
     origin = of_settings.origin(settings, target.places, "cache")
-    yield from disk.findings(files, config, hidden, used, origin, target.clock.wall())
+    yield from disk.findings(files, config, covered.paths, used, origin, target.clock.wall())
     yield from of_settings.findings(files, conf, settings, used.images, target.places)
     yield "enroot's configuration"
     yield from enroot.findings(files, config.sources, of_enroot)
@@ -203,11 +205,19 @@ def _findings(
             yield from registry.silence(used.silent, target.clock.wall())
 
 
+def _find_site(files: Files, target: Target) -> Site | Finding:
+    """Return what Slurm reads here, or what is said where its slurm.conf cannot be read."""
+    try:
+        return sites.find(files, target.conf)
+    except Failed as error:
+        return slurm_conf.unread(error.what)
+
+
 def _slurm(
-    files: Files, site: Site | None, used: Uses, settings: Settings, clock: Clock
+    files: Files, site: Site | Finding, used: Uses, settings: Settings, clock: Clock
 ) -> Iterator[Finding]:
-    if site is None:
-        yield slurm_conf.unread()
+    if isinstance(site, Finding):
+        yield site
         return
     yield from slurm_conf.findings(site.conf, settings)
     yield from plugins.findings(files, site, settings)

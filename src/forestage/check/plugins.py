@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import msgspec
 
 from forestage.admin import site as sites
-from forestage.admin.site import COMPANION, Conf, LoadedPlugin, Site
+from forestage.admin.site import COMPANION, Conf, LoadedPlugin, Site, Stack
 from forestage.check.finding import Finding
-from forestage.config import DEFAULT, Config, Settings, dotted
+from forestage.check.slurm_conf import AUTO_IS_NONE
+from forestage.config import DEFAULT, Companion, Config, Settings, dotted
 from forestage.config import decided as of_auto
 from forestage.system.tree import Files
 
@@ -22,10 +23,14 @@ HELPER = "/usr/lib/forestage/bin/forestage"
 _JOB_PROLOG = b"\0slurm_spank_job_prolog\0"
 
 
-def decided(files: Files, site: Site | None, settings: Settings) -> Settings:
-    """Returns the settings with what `redirect: auto` means on this node."""
-    ours = site and site.stack.companion
-    loads = bool(site and ours and ours.exists and _fits(files, site.conf, ours))
+def decided(files: Files, site: Site | None, settings: Settings, is_marked: bool) -> Settings:
+    """Returns the settings with what `redirect: auto` means on this node.
+
+    `is_marked`: whether slurmd has loaded the companion since the boot (slurm/companion.py).
+    """
+    loads = _companion(files, site)
+    if loads == "unknown" and not is_marked:
+        loads = "absent"
     auto = of_auto(Config(), loads).redirect
     partitions = {
         name: {
@@ -38,13 +43,21 @@ def decided(files: Files, site: Site | None, settings: Settings) -> Settings:
     )
 
 
+def _companion(files: Files, site: Site | None) -> Companion:
+    """Return whether Slurm would load the companion, as far as its files can be read."""
+    if site is None or (site.stack.broken and not site.stack.companion):
+        return "unknown"
+    ours = site.stack.companion
+    return "loaded" if ours and ours.exists and _fits(files, site.conf, ours) else "absent"
+
+
 def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
     """Reads the plugins' files and asks slurmd for its release; no plugin is loaded."""
     stack, ours = site.stack, site.stack.companion
     everywhere = settings.everywhere()
     yield from _through(files, everywhere)
     yield from of_stack(files, site)
-    if ours is None:
+    if ours is None and not stack.broken:
         line = f"{stack.file}: {_line(site)}, before pyxis"
         by_default = settings.origins["redirect"] == DEFAULT
         if not stack.includes and settings.config.redirect == "bind" and by_default:
@@ -70,10 +83,12 @@ def of_stack(files: Files, site: Site) -> Iterator[Finding]:
     """What is wrong with plugstack.conf as it is, whatever the configuration says."""
     stack = site.stack
     ours, pyxis = stack.companion, stack.pyxis
-    if ours is None and stack.includes:
+    if stack.broken:  # the companion may be named in what could not be read
+        yield _unread(stack)
+    elif ours is None and stack.includes:
         yield _unmatched(files, site)
-    elif ours:
-        yield from _companion(files, site, ours)
+    if ours:
+        yield from _named(files, site, ours)
         if pyxis and (late := stack.late):
             yield Finding(
                 "plugstack-order",
@@ -146,7 +161,8 @@ def _unmatched(files: Files, site: Site) -> Finding:
     )
 
 
-def _companion(files: Files, site: Site, ours: LoadedPlugin) -> Iterator[Finding]:
+def _named(files: Files, site: Site, ours: LoadedPlugin) -> Iterator[Finding]:
+    """What is wrong with the companion that plugstack.conf names."""
     where = ours.line.where
     required = ours.line.required
     built_for = sites.built_for(files, ours.path)
@@ -206,6 +222,10 @@ def on_login(files: Files, site: Site) -> Iterator[Finding]:
     Nothing else of forestage has to be there, and no slurmd: the release is not compared.
     """
     ours = site.stack.companion
+    if site.stack.broken:
+        yield _unread(site.stack)
+    if ours is None and site.stack.broken:
+        return
     if ours is None or not ours.exists:
         yield Finding(
             "login-no-option",
@@ -225,6 +245,18 @@ def on_login(files: Files, site: Site) -> Iterator[Finding]:
             "A wrong --stage is submitted, and its job's first step says so",
             "install the package forestage, or accept that",
         )
+
+
+def _unread(stack: Stack) -> Finding:
+    """Return what is said where plugstack.conf cannot be read to its end. Pure."""
+    return Finding(
+        "plugstack-conf",
+        "unknown",
+        stack.broken,
+        "Which plugins Slurm loads is not known"
+        + ("" if stack.companion else f"; where slurmd has loaded the companion {AUTO_IS_NONE}"),
+        f"make what {stack.file} includes readable for root, and its includes end",
+    )
 
 
 def _fits(files: Files, conf: Conf, ours: LoadedPlugin) -> bool:

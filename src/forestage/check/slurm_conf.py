@@ -6,6 +6,8 @@ What each setting does was tried on a cluster or read in slurm.conf(5); see time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from forestage.admin.site import Conf
 from forestage.check.finding import Finding
 from forestage.config import Settings, dotted
@@ -14,17 +16,19 @@ from forestage.slurm.release import COMMENT_IN_PROLOG
 from forestage.system.tree import Files
 from forestage.units import format_duration
 
+AUTO_IS_NONE = "`redirect: auto` is none: only the companion shows a job its copy"
 _TIMEOUTS = ("prologepilogtimeout", "prologtimeout", "epilogtimeout")
 
 
-def unread() -> Finding:
-    """Pure: what is said where there is no slurm.conf to look at."""
+def unread(why: str) -> Finding:
+    """Return what is said where slurm.conf cannot be read; `why` names the file. Pure."""
     return Finding(
         "slurm-conf",
         "unknown",
-        "slurm.conf cannot be read",
-        "Without it nothing of Slurm can be checked, and a Prolog takes 15 s at most",
-        "SLURM_CONF=/where/it/is/slurm.conf forestage check",
+        why,
+        "Without it nothing of Slurm can be checked, a Prolog takes 15 s at most, and where slurmd"
+        f" has loaded the companion {AUTO_IS_NONE}",
+        "make that file readable for root, or SLURM_CONF=/where/it/is/slurm.conf forestage check",
     )
 
 
@@ -152,15 +156,38 @@ def _longer(conf: Conf, seconds: float) -> str:
     return ", ".join(change)
 
 
-def hidden_below(files: Files, conf: Conf | None) -> tuple[str, ...]:
-    """Directories that job_container/tmpfs covers for jobs: its Dirs and its own BasePath."""
+class CoveredPaths(msgspec.Struct, frozen=True):
+    """Directories that job_container/tmpfs covers for jobs; `why` they may be more than these."""
+
+    paths: tuple[str, ...] = ()
+    why: str = ""
+
+    def findings(self) -> Iterator[Finding]:
+        """Return what is said where its file cannot be read. Pure."""
+        if self.why:
+            yield Finding(
+                "job-container-conf",
+                "unknown",
+                self.why,
+                "It says which directories job_container/tmpfs covers for jobs: a cache below one"
+                " of them is seen by no job",
+                "make that file readable for root",
+            )
+
+
+def covered_paths(files: Files, conf: Conf | None) -> CoveredPaths:
+    """Read what job_container/tmpfs covers for jobs: its Dirs and its own BasePath."""
     if conf is None or "tmpfs" not in conf.settings.get("jobcontainertype", ""):
-        return ()
+        return CoveredPaths()
     path = str(Path(conf.path).with_name("job_container.conf"))
     found = ["/tmp", "/dev/shm"]  # noqa: S108 - its default
-    for line in slurm_conf.joined(path, files.text(path) or ""):
+    try:
+        text = slurm_conf.text_of(str(files.at(path)))
+    except OSError as error:
+        return CoveredPaths(tuple(found), slurm_conf.explain_unread(error))
+    for line in slurm_conf.joined(path, text):
         for word in line.text.split():
             name, _, value = word.partition("=")
             if name.lower() in ("basepath", "dirs") and value.lower() != "none":
                 found += value.split(",")
-    return tuple(found)
+    return CoveredPaths(tuple(found))

@@ -6,6 +6,7 @@ file that turns staging off at once. Other folders import from here.
 
 from forestage.config.keys import ANYWHERE as ANYWHERE
 from forestage.config.keys import KEYS as KEYS
+from forestage.config.keys import Companion as Companion
 from forestage.config.keys import Config as Config
 from forestage.config.keys import Direct as Direct
 from forestage.config.keys import Engine as Engine

@@ -22,6 +22,7 @@ Cold: TypeAlias = Literal["auto", "through", "shared", "wait"]
 Offline: TypeAlias = Literal["fail", "use-last"]
 Reach: TypeAlias = Literal["job", "cluster"]
 OnError: TypeAlias = Literal["continue", "drain"]
+Companion: TypeAlias = Literal["loaded", "absent", "unknown"]  # in the steps that start now
 
 Limit: TypeAlias = int | None  # bytes
 
@@ -326,6 +327,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return "through" if self.redirect == "spank" else "shared"
 
 
+_AUTO: Mapping[Companion, Redirect] = {"loaded": "spank", "absent": "bind", "unknown": "none"}
+
+
 def _keys(struct: Any, above: str = "") -> Iterator[tuple[str, Key]]:
     # Not get_type_hints(), which evaluates them all again: each hook would pay for it.
     for name, hint in struct.__annotations__.items():
@@ -338,11 +342,15 @@ def _keys(struct: Any, above: str = "") -> Iterator[tuple[str, Key]]:
             yield from _keys(hint, f"{name}.")
 
 
-def decided(config: Config, companion: bool) -> Config:
-    """Pure: `config` with what `redirect: auto` means on a node that has the companion, or not."""
+def decided(config: Config, companion: Companion) -> Config:
+    """Return `config` with what `redirect: auto` means on a node. Pure.
+
+    Where it is unknown whether Slurm loads the companion, no Prolog mounts anything for the whole
+    node. A companion that is loaded shows its steps their copies all the same.
+    """
     if config.redirect != "auto":
         return config
-    return msgspec.structs.replace(config, redirect="spank" if companion else "bind")
+    return msgspec.structs.replace(config, redirect=_AUTO[companion])
 
 
 KEYS: Mapping[str, Key] = dict(_keys(Config))

@@ -29,7 +29,7 @@ TYPE_CHECKING = False  # as in hooks/boundary.py
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from forestage.config import Settings
+    from forestage.config import Companion, Settings
     from forestage.paths import Places
     from forestage.slurm.job import Job
 
@@ -146,15 +146,14 @@ def slurms(conf: str) -> list[str]:
     each directory in which an include looks.
     """
     from forestage.slurm import plugstack
+    from forestage.slurm.slurm_conf import text_of
     from forestage.system.tree import Noted
 
     noted = Noted()
 
     def text(path: str) -> str:
-        data = noted.data(path)
-        if data is None:
-            raise FileNotFoundError(path)
-        return data.decode()
+        noted.note(path)
+        return text_of(path)
 
     try:
         for line in plugstack.lines(plugstack.of(conf, text), text):
@@ -168,14 +167,15 @@ def slurms(conf: str) -> list[str]:
 def note(
     places: Places,
     settings: Settings,
-    companion: bool,
+    companion: Companion,
     decided_by: Sequence[str],
     by_slurm: Sequence[str],
 ) -> None:
     """Writes down which partitions' Prologs may leave, if that is not what is there already.
 
-    `companion`: whether Slurm loads it. `decided_by` are the lines of cache/step_record.decided_by
-    from before the settings were read, `by_slurm` those of `slurms`. Raises OSError.
+    `companion`: whether Slurm loads it; where that is unknown, all Prologs stay. `decided_by` are
+    the lines of cache/step_record.decided_by from before the settings were read, `by_slurm` those
+    of `slurms`. Raises OSError.
     """
     from forestage import config
     from forestage.system import records

@@ -21,6 +21,7 @@ from forestage.hooks import background
 from forestage.hooks.boundary import DRAIN, Hook, write
 from forestage.paths import Places
 from forestage.slurm import companion, timeouts
+from forestage.slurm.companion import CompanionState
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields, has_control
 from forestage.units import printable
@@ -97,7 +98,8 @@ def _note_background(hook: Hook, places: Places, decided_by: Sequence[str]) -> N
         return
     try:
         by_slurm = background.slurms(hook.environ.get("SLURM_CONF", ""))
-        background.note(places, hook.settings, _has_companion(hook, places), decided_by, by_slurm)
+        loads = _companion_state(hook, places).state
+        background.note(places, hook.settings, loads, decided_by, by_slurm)
     except OSError:  # they do their work first
         return
     hook.detach(os.fspath(places.run))
@@ -211,7 +213,10 @@ def read_config(hook: Hook, job: Job, places: Places, clock: Clock) -> Config:
     hook.settings = load_settings(places.etc, places.config_memo)
     found = hook.settings.for_partition(job.partition)
     if found.redirect == "auto":
-        found = decided(found, _has_companion(hook, places))
+        loads = _companion_state(hook, places)
+        if loads.why and hook.name == "prolog":  # once for a job
+            hook.say(f"result=unread reason=slurm-conf detail={loads.why!r}")
+        found = decided(found, loads.state)
     off = switch.by_file(places, clock.wall())
     # Only here: a configuration that cannot be read drains no node, whatever it says. Nor does
     # anything while it is off: during an upgrade old and new code may meet.
@@ -219,10 +224,11 @@ def read_config(hook: Hook, job: Job, places: Places, clock: Clock) -> Config:
     return found
 
 
-def _has_companion(hook: Hook, places: Places) -> bool:
-    """Whether the job's steps get the companion; it is what runs a step's hook."""
-    conf = hook.environ.get("SLURM_CONF", "")
-    return hook.name == "step" or companion.is_loaded(places.loaded, conf)
+def _companion_state(hook: Hook, places: Places) -> CompanionState:
+    """Return whether the job's steps get the companion; it is what runs a step's hook."""
+    if hook.name == "step":
+        return CompanionState("loaded")
+    return companion.read_state(places.loaded, hook.environ.get("SLURM_CONF", ""))
 
 
 def _nodes(

@@ -5,8 +5,14 @@ is known to fit this Slurm, and a node without it pays for one stat(2). The mark
 admin takes the line out of plugstack.conf, so that file is read as well: half a millisecond.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
+
+from forestage.config import Companion
+from forestage.slurm import slurm_conf
 
 if TYPE_CHECKING:
     from forestage.slurm import plugstack
@@ -15,15 +21,27 @@ PLUGIN = "forestage.so"
 IMPORTER = "forestage-importer"  # the program's name, wherever it is installed
 
 
-def is_loaded(mark: Path, conf: str) -> bool:
-    """Whether steps that start now get the companion; `conf` is slurmd's $SLURM_CONF.
+class CompanionState(msgspec.Struct, frozen=True):
+    """Whether steps that start now get the companion; `why` it is unknown, with the file's name."""
 
-    False where that cannot be told: the companion acts all the same if it is there, and if it is
-    not, nobody else would show a job its copy.
+    state: Companion
+    why: str = ""
+
+
+def read_state(mark: Path, conf: str) -> CompanionState:
+    """Return whether steps that start now get the companion; `conf` is slurmd's $SLURM_CONF.
+
+    A file of Slurm's that cannot be read says nothing about its plugins. slurmd has loaded the
+    companion since the boot, as the mark is there, so a redirect for the whole node would be made
+    for jobs whose steps are most likely shown their copies by the companion.
     """
     if not mark.exists():
-        return False
-    return any(Path(one.path).name == PLUGIN for one in _plugins(conf))
+        return CompanionState("absent")
+    try:
+        named = any(Path(one.path).name == PLUGIN for one in _plugins(conf))
+    except (OSError, ValueError) as error:
+        return CompanionState("unknown", slurm_conf.explain_unread(error))
+    return CompanionState("loaded" if named else "absent")
 
 
 def importer(conf: str) -> str:
@@ -32,7 +50,10 @@ def importer(conf: str) -> str:
     `conf` is $SLURM_CONF as a step manager has it, or "": then slurm.conf is where it usually is.
     """
     found = (one.argument("importer") for one in _plugins(conf) if "pyxis" in one.path)
-    return next(found, "")
+    try:
+        return next(found, "")
+    except (OSError, ValueError):  # the importer imports by itself what nobody began for it
+        return ""
 
 
 def is_importer(program: str) -> bool:
@@ -40,13 +61,9 @@ def is_importer(program: str) -> bool:
     return Path(program).name == IMPORTER
 
 
-def _plugins(conf: str) -> "list[plugstack.Plugin]":
-    """The plugins of plugstack.conf; none where it cannot be read."""
+def _plugins(conf: str) -> "Iterator[plugstack.Plugin]":
+    """The plugins of plugstack.conf, as far as it can be read. Raises OSError, ValueError."""
     # Here: few nodes that have no companion need it.
-    from forestage.slurm import plugstack, slurm_conf
+    from forestage.slurm import plugstack
 
-    try:
-        stack = plugstack.of(conf, slurm_conf.text_of)
-        return list(plugstack.read(stack, slurm_conf.text_of))
-    except (OSError, ValueError):
-        return []
+    yield from plugstack.read(plugstack.of(conf, slurm_conf.text_of), slurm_conf.text_of)

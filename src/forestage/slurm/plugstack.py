@@ -5,12 +5,12 @@ As src/common/plugstack.c of Slurm 22.05 does it (spank.c since 23.02): a line i
 Nothing is joined or escaped.
 """
 
+import errno
 import glob
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.slurm.slurm_conf import MAX_FILES, USUAL_CONF, ConfLine, Text, values
+from forestage.slurm.slurm_conf import MAX_FILES, ConfLine, Text, find_usual, values
 
 
 class Include(ConfLine, frozen=True, gc=False):
@@ -49,9 +49,9 @@ def of(conf: str, text: Text) -> str:
 
     Raises what `text` does, and ValueError.
     """
-    conf = conf or next(filter(os.path.exists, USUAL_CONF), "")
+    conf = conf or find_usual()
     if not conf:
-        raise FileNotFoundError("slurm.conf")
+        raise FileNotFoundError(errno.ENOENT, "it is in none of its usual places", "slurm.conf")
     named = values(conf, text).get("plugstackconfig")
     return named or str(Path(conf).with_name("plugstack.conf"))
 

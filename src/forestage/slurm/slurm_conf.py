@@ -4,6 +4,7 @@ As src/common/parse_config.c and read_config.c of Slurm have it, from 22.05 to 2
 else is said; tried with scontrol of 22.05, 24.11 and 26.05. Nothing is run.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ _OF_LINES = {"nodename", "partitionname", "downnodes", "frontendname", "nodeset"
 _OPERATORS = " \t-+*/"  # before the =: they mean nothing in slurm.conf
 
 Text = Callable[[str], str]
-"""What a file of the node holds; raises OSError, and ValueError where that is no text."""
+"""What a file of the node holds, as `text_of` reads it; raises OSError."""
 
 
 class ConfLine(msgspec.Struct, frozen=True, gc=False):
@@ -70,7 +71,35 @@ def settings(path: str, text: Text) -> Iterator[Setting]:
 
 
 def text_of(path: str) -> str:
-    return Path(path).read_bytes().decode()
+    """Return the text of one of Slurm's files, whatever bytes it has. Raises OSError.
+
+    Slurm reads bytes, and a name in a comment may be Latin-1: such bytes are kept as os.fsdecode
+    does, so that a path in the text still leads to its file.
+    """
+    return os.fsdecode(Path(path).read_bytes())
+
+
+def find_usual(root: Path = Path("/")) -> str:
+    """Return where slurm.conf usually is and something is there; "" for nowhere.
+
+    What is there and cannot be asked counts: it is to be reported, and another is not Slurm's.
+    """
+    for path in USUAL_CONF:
+        try:
+            (root / path.lstrip("/")).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            pass
+        return path
+    return ""
+
+
+def explain_unread(error: OSError | ValueError) -> str:
+    """Return which of Slurm's files cannot be read, and why, as a sentence. Pure."""
+    if isinstance(error, OSError):
+        return f"{error.filename} cannot be read: {error.strerror}"
+    return str(error)
 
 
 def values(path: str, text: Text = text_of) -> dict[str, str]:

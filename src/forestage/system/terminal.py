@@ -55,7 +55,7 @@ Piece: TypeAlias = Line | Facts | Table
 def show(document: object, pieces: Iterable[Piece], as_json: bool) -> None:
     """Prints the document as JSON, or else its pieces as stdout likes them."""
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+        sys.stdout.write(msgspec.json.format(_encoded(document), indent=2).decode())
         sys.stdout.write("\n")
     elif sys.stdout.isatty():
         _drawing().draw(pieces)
@@ -66,7 +66,7 @@ def show(document: object, pieces: Iterable[Piece], as_json: bool) -> None:
 def answer(document: object, pieces: Iterable[Piece]) -> None:
     """Prints both for a command that asks many nodes (admin/fleet.py), as one line of JSON."""
     both = {"document": document, "pieces": list(map(printed, pieces))}
-    sys.stdout.write(msgspec.json.encode(both).decode() + "\n")
+    sys.stdout.write(_encoded(both).decode() + "\n")
 
 
 def is_live(as_json: bool) -> bool:
@@ -82,7 +82,7 @@ def follow(documents: Iterable[T], view: Callable[[T], Iterable[Piece]], as_json
     if not is_live(as_json):
         for document in documents:
             if as_json:
-                sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
+                sys.stdout.write(_encoded(document).decode() + "\n")
             else:
                 write(view(document), sys.stdout)
             sys.stdout.flush()
@@ -129,6 +129,25 @@ def harmless(text: str) -> str:
     """Pure: a user's text without control characters, in full length."""
     step = MAX_TEXT
     return "".join(printable(text[at : at + step]) for at in range(0, len(text), step))
+
+
+def _encoded(document: object) -> bytes:
+    """Return a document as JSON, which has no word for bytes that are no UTF-8: "\\udcfc". Pure."""
+    try:
+        return msgspec.json.encode(document)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_escaped(msgspec.to_builtins(document)))
+
+
+def _escaped(value: object) -> object:
+    """Return plain values with each undecodable byte in their texts escaped. Pure."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(one) for one in value]
+    return value
 
 
 def short(key: str) -> str:

@@ -125,14 +125,15 @@ class Noted(Files, frozen=True):
     facts: dict[str, tuple[int, int, int, int]] = msgspec.field(default_factory=dict)
 
     def data(self, path: str, most: int = LONGEST) -> bytes | None:
-        self._note(path)
+        self.note(path)
         return Files.data(self, path, most)
 
     def names(self, path: str, most: int = MOST) -> list[str]:
-        self._note(path)
+        self.note(path)
         return Files.names(self, path, most)
 
-    def _note(self, path: str) -> None:
+    def note(self, path: str) -> None:
+        """Note what changes with this path, if that is not noted yet."""
         try:
             found = self.at(path).stat()
         except OSError:

@@ -181,7 +181,8 @@ def test_json_has_each_nodes_own_document(nodes: dict[str, Site]) -> None:
 def test_check_is_a_block_for_each_finding_with_its_nodes(nodes: dict[str, Site]) -> None:
     nodes["n2"].configure("sources: [/gone]\n")
     done = nodes["n1"].run("check", "-w", "n[1-3]")
-    assert "\nn[1-3]: UNKNOWN slurm-conf: slurm.conf cannot be read\n  Without it" in done.stdout
+    why = "slurm.conf cannot be read: it is in none of its usual places"
+    assert f"\nn[1-3]: UNKNOWN slurm-conf: {why}\n  Without it" in done.stdout
     assert "\nn2: CRITICAL source-missing: the source /gone is not there\n  " in done.stdout
     assert re.search("\nn[^2]*: CRITICAL no-sources: no sources are configured\n  ", done.stdout)
     assert done.exit_code == 2

@@ -21,11 +21,13 @@ from click.testing import CliRunner
 
 from commands import NOW, Frozen
 from forestage import check, events
+from forestage.admin import site as sites
 from forestage.admin.prefetch_node import BUSY
 from forestage.admin.site import COMPANION_CONF
-from forestage.check import Finding, Level
+from forestage.check import Finding, Level, plugins
 from forestage.cli.main import main
 from forestage.cli.world import World
+from forestage.config import load_settings
 from forestage.errors import Failed
 from forestage.events import Bad, Event, Handled
 from forestage.paths import Places
@@ -34,6 +36,7 @@ from forestage.prefetch.expected import Expectations
 from forestage.prefetch.marks import Look, Marks
 from forestage.system import as_user
 from forestage.system.as_user import User
+from forestage.system.tree import Files
 from goodnode import COMPANION, REPO, GoodNode, words
 from node import until
 
@@ -109,6 +112,11 @@ def wrote(path: str, text: str, mode: int = 0o644) -> Callable[[GoodNode], objec
 
 def removed(*paths: str) -> Callable[[GoodNode], object]:
     return both(*(functools.partial(GoodNode.remove, path=path) for path in paths))
+
+
+def loop(path: str) -> Callable[[GoodNode], object]:
+    """A file that not even root can read."""
+    return both(removed(path), lambda node: node.link(path, path.rpartition("/")[2]))
 
 
 def removed_systemd(node: GoodNode) -> None:
@@ -201,6 +209,15 @@ SLURM = [
         slurm("ClusterName=good", "SlurmdParameters=config_overrides,contain_spank"),
     ),
     unknown("slurm-conf", removed(CONF)),
+    unknown("slurm-conf", loop(CONF)),
+    unknown("plugstack-conf", loop(OURS)),
+    unknown(
+        "plugstack-conf",
+        wrote("/etc/slurm/plugstack.conf", "include *.d/*.conf\ninclude plugstack.conf\n"),
+    ),
+    unknown(
+        "job-container-conf", slurm("ClusterName=good", "JobContainerType=job_container/tmpfs")
+    ),
     critical(
         "hook-no-match",
         both(
@@ -709,6 +726,7 @@ LOGIN = [
     warning("login-no-check", both(as_login, changed(OURS, "timeout=500", "helper=/opt/none"))),
     warning("companion-required", both(as_login, changed(OURS, "optional", "required"))),
     unknown("slurm-conf", both(as_login, removed(CONF))),
+    unknown("plugstack-conf", both(as_login, loop(OURS))),
 ]
 
 SQUEUE = '#!/bin/sh\nn=$(echo "$SQUEUE_FORMAT2" | sed "s/^[^|]*|\\([0-9a-f]*\\)<.*/\\1/")\n'
@@ -853,9 +871,6 @@ GOOD: dict[str, Callable[[GoodNode], object]] = {
     "a flag implies Alloc": flags("Contain,DeferBatch"),
     "no Prolog waits so long": settings("deadline: 5m\n"),
     "Slurm allows that deadline": settings("cold: wait\ndeadline: 15s\n"),
-    "plugstack.conf includes itself": wrote(
-        "/etc/slurm/plugstack.conf", "include *.d/*.conf\ninclude plugstack.conf\n"
-    ),
     "no /proc, as in a container": lambda node: node.at("/proc").rename(node.at("/none")),
     "a companion of an unknown release": removed(f"{COMPANION_SO}.release"),
     "a companion of a release without numbers": wrote(f"{COMPANION_SO}.release", "nonsense\n"),
@@ -1149,6 +1164,73 @@ def test_what_was_read_of_enroot_is_said(node: GoodNode) -> None:
     )
     assert node.check().enroot == said
     assert words(node.check()).splitlines()[-1] == f"read    {said}"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    ("path", "id"),
+    [
+        (CONF, "slurm-conf"),
+        ("/etc/slurm/plugstack.conf", "plugstack-conf"),
+        (OURS, "plugstack-conf"),
+    ],
+)
+def test_file_of_slurms_that_cannot_be_read_is_named_and_hides_no_companion(
+    node: GoodNode, path: str, id: str, marked: bool
+) -> None:
+    """Nothing is said of a companion that is absent: it may be named there."""
+    loop(path)(node)
+    node.places.run.mkdir(parents=True, exist_ok=True)
+    node.places.loaded.touch() if marked else None
+    done = node.check().findings
+    assert [one.id for one in done] == [id]
+    assert done[0].what == f"{node.at(path)} cannot be read: Too many levels of symbolic links"
+
+
+def test_redirect_of_the_node_is_not_used_while_a_plugstack_that_was_loaded_cannot_be_read(
+    node: GoodNode,
+) -> None:
+    files, settings = Files(node.root), load_settings(node.places.etc)
+    loop(OURS)(node)
+    found = sites.find(files, "")
+    assert plugins.decided(files, found, settings, is_marked=True).config.redirect == "none"
+    assert plugins.decided(files, found, settings, is_marked=False).config.redirect == "bind"
+    assert plugins.decided(files, None, settings, is_marked=True).config.redirect == "none"
+
+
+def test_companion_named_before_what_cannot_be_read_is_known_of(node: GoodNode) -> None:
+    loop(PYXIS)(node)
+    assert node.ids() == ["plugstack-conf"]
+    found = sites.find(Files(node.root), "")
+    settings = load_settings(node.places.etc)
+    decided = plugins.decided(Files(node.root), found, settings, is_marked=True)
+    assert decided.config.redirect == "spank"
+
+
+@pytest.mark.parametrize("path", [CONF, "/etc/slurm/plugstack.conf", OURS])
+def test_byte_that_is_no_utf8_in_a_file_of_slurms_is_no_mistake(node: GoodNode, path: str) -> None:
+    node.write(path, b"# f\374r M\374ller\n" + node.at(path).read_bytes())
+    assert node.ids() == []
+
+
+def test_byte_that_is_no_utf8_in_a_plugins_name_is_shown_escaped(node: GoodNode) -> None:
+    node.write(OURS, COMPANION.encode() + b"required /opt/f\374r.so\n")
+    node.plugin(os.fsdecode(b"/opt/f\374r.so"), "slurm_spank_job_prolog")
+    done = node.check()
+    assert [one.what for one in done.findings] == [
+        "/opt/f\\udcfcr.so defines slurm_spank_job_prolog"
+    ]
+
+
+def test_covered_paths_that_cannot_be_read_are_unknown(node: GoodNode) -> None:
+    path = "/etc/slurm/job_container.conf"
+    node.slurm("ClusterName=good", "JobContainerType=job_container/tmpfs")
+    node.write(path, "BasePath=/mnt/none\n")
+    assert node.ids() == []
+    node.remove(path)
+    assert node.ids() == ["job-container-conf"]
+    node.write(path, b"BasePath=/mnt/nvme # f\374r\n")
+    assert "job-container-conf" not in node.ids()
 
 
 def test_slurm_conf_that_is_named_and_unreadable_is_unknown(node: GoodNode) -> None:

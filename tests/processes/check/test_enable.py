@@ -129,7 +129,7 @@ def test_line_of_an_included_file_is_removed_there(slurm: Slurm) -> None:
 @pytest.mark.parametrize(
     ("path", "text", "problem"),
     [
-        (CONF, "Include gone.conf\n", "gone.conf is included, but is not there"),
+        (CONF, "Include gone.conf\n", "gone.conf cannot be read: No such file or directory"),
         (CONF, "Include slurm.conf\n", "never end"),
         (STACK, "include plugstack.conf\n", "never end"),
         (CONF, f"Prolog={PROLOG} Epilog=/site\n", r"slurm\.conf:1 says more than one thing"),
@@ -461,6 +461,19 @@ def test_refusal_has_an_exit_status_and_is_in_the_document(slurm: Slurm, tmp_pat
     assert "Prolog=/site/prolog" in document["refusals"][0]
     line = {"file": CONF, "action": "add", "text": f"Epilog={EPILOG}", "place": "at the end"}
     assert document["lines"] == [line]
+
+
+@pytest.mark.parametrize("how", [(), ("--json",)])
+def test_byte_that_is_no_utf8_in_slurm_conf_is_printed_escaped(
+    slurm: Slurm, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    site_own = os.fsdecode(b"/site/f\374r")
+    slurm.script(site_own)
+    slurm.at(CONF).write_bytes(os.fsencode(f"Prolog={PROLOG}\nEpilog={site_own}\n"))
+    printed = run(tmp_path, "enable", *how, code=Exit.REFUSED)
+    escaped = "f\\\\udcfcr" if how else "f\\udcfcr"
+    assert f"Epilog=/site/{escaped} is there already" in printed
+    assert "\udcfc" not in printed
 
 
 def test_slurm_conf_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from forestage.cache import step_record
 from forestage.cache.lease import Lease, Leases
-from forestage.config import load_settings
+from forestage.config import Companion, load_settings
 from forestage.hooks import background
 from forestage.hooks.background import PROCESS_NAME, may_leave, note, stop, wait
 from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, nothing_to_do
@@ -56,12 +56,12 @@ class Node:
         self.places.leases.mkdir(parents=True)
         self.places.loaded.touch()
 
-    def configure(self, text: str, is_loaded: bool = True) -> None:
+    def configure(self, text: str, companion: Companion = "loaded") -> None:
         """As a Prolog reads it, which notes who may leave."""
         (self.places.etc / "forestage.yaml").write_text(text)
         decided = step_record.decided_by(self.places)
         settings = load_settings(self.places.etc)
-        note(self.places, settings, is_loaded, decided, background.slurms(str(self.conf)))
+        note(self.places, settings, companion, decided, background.slurms(str(self.conf)))
 
     def may(self, **environ: str) -> bool:
         return may_leave(JOB | environ, self.run)
@@ -132,10 +132,22 @@ def test_prolog_stays_where_the_admin_wants_its_work_done_first(node: Node, more
     assert not node.may()
 
 
-@pytest.mark.parametrize("is_loaded", [True, False])
-def test_automatic_redirect_leaves_with_the_companion_only(node: Node, is_loaded: bool) -> None:
-    node.configure("sources: [/lustre]\n", is_loaded)
-    assert node.may() is is_loaded
+@pytest.mark.parametrize("companion", ["loaded", "absent", "unknown"])
+def test_automatic_redirect_leaves_with_the_companion_only(
+    node: Node, companion: Companion
+) -> None:
+    node.configure("sources: [/lustre]\n", companion)
+    assert node.may() is (companion == "loaded")
+
+
+def test_byte_that_is_no_utf8_keeps_no_prolog(node: Node) -> None:
+    for file in (node.conf, node.conf.with_name("plugstack.conf")):
+        file.write_bytes(b"# f\374r M\374ller\n" + file.read_bytes())
+    node.configure(ON)
+    parts = node.conf.with_name("plugstack.conf.d")
+    assert node.may()
+    (parts / "forestage.conf").write_text("")
+    assert not node.may()
 
 
 def test_partition_with_settings_of_its_own_has_a_line_of_its_own(node: Node) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from forestage.slurm.companion import is_loaded
+from forestage.config import Companion, Config, decided
+from forestage.slurm.companion import CompanionState, importer, read_state
 
 LINE = "optional /usr/lib/forestage/spank/forestage.so timeout=500\n"
 
@@ -19,8 +21,14 @@ def conf(tmp_path: Path) -> Path:
     return tmp_path / "slurm.conf"
 
 
+def state(conf: Path) -> CompanionState:
+    return read_state(conf.with_name("mark"), str(conf))
+
+
 def loaded(conf: Path) -> bool:
-    return is_loaded(conf.with_name("mark"), str(conf))
+    found = state(conf)
+    assert not found.why
+    return found.state == "loaded"
 
 
 def test_companion_that_was_loaded_and_is_named_counts(conf: Path) -> None:
@@ -48,10 +56,59 @@ def test_companion_in_a_part_of_another_plugstack_counts(conf: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["slurm.conf", "plugstack.conf"])
-def test_files_that_cannot_be_read_leave_the_prolog_to_redirect(conf: Path, name: str) -> None:
+def test_byte_that_is_no_utf8_hides_no_companion(conf: Path, name: str) -> None:
     file = conf.with_name(name)
-    file.write_bytes(b"\xff")
-    assert not loaded(conf)
+    file.write_bytes(b"# f\374r M\374ller\n" + file.read_bytes())
+    assert loaded(conf)
+
+
+def test_plugstack_in_a_folder_whose_name_is_no_utf8_is_found(conf: Path) -> None:
+    folder = os.fsdecode(b"f\374r")
+    conf.with_name(folder).mkdir()
+    conf.with_name("plugstack.conf").rename(conf.with_name(folder) / "p.conf")
+    conf.write_bytes(os.fsencode(f"PlugStackConfig={conf.parent}/{folder}/p.conf\n"))
+    assert loaded(conf)
+
+
+@pytest.mark.parametrize("name", ["slurm.conf", "included.conf", "plugstack.conf", "part.conf"])
+def test_file_that_cannot_be_read_leaves_it_unknown_and_is_named(conf: Path, name: str) -> None:
+    conf.write_text("Include included.conf\n")
+    conf.with_name("included.conf").write_text("ClusterName=c\n")
+    conf.with_name("plugstack.conf").write_text("include part.conf\n")
+    conf.with_name("part.conf").write_text(LINE)
+    assert loaded(conf)
+    file = conf.with_name(name)
     file.unlink()
-    assert not loaded(conf)
-    assert not is_loaded(conf.with_name("mark"), "")
+    file.symlink_to(file)
+    why = f"{file} cannot be read: Too many levels of symbolic links"
+    assert state(conf) == CompanionState("unknown", why)
+    assert importer(str(conf)) == ""
+
+
+def test_includes_that_never_end_leave_it_unknown(conf: Path) -> None:
+    stack = conf.with_name("plugstack.conf")
+    stack.write_text("include plugstack.conf\n")
+    assert state(conf) == CompanionState("unknown", f"{stack}: includes that never end")
+    stack.write_text(f"{LINE}include plugstack.conf\n")
+    assert loaded(conf)
+
+
+def test_slurm_conf_that_is_nowhere_leaves_it_unknown(conf: Path) -> None:
+    conf.unlink()
+    assert state(conf).state == "unknown"
+    assert state(conf).why == f"{conf} cannot be read: No such file or directory"
+
+
+def test_plugstack_that_is_not_there_has_no_companion(conf: Path) -> None:
+    conf.with_name("plugstack.conf").unlink()
+    assert state(conf) == CompanionState("absent")
+
+
+@pytest.mark.parametrize(
+    ("companion", "redirect"), [("loaded", "spank"), ("absent", "bind"), ("unknown", "none")]
+)
+def test_automatic_redirect_binds_only_where_no_companion_is_known_of(
+    companion: Companion, redirect: str
+) -> None:
+    assert decided(Config(), companion).redirect == redirect
+    assert decided(Config(redirect="bind"), companion).redirect == "bind"
