@@ -3,8 +3,12 @@
 import os
 import stat
 import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import ClassVar
+
+import msgspec
 
 from forestage.cache import allocation
 from forestage.cache.image import Access, Identity, Image
@@ -17,7 +21,13 @@ from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.system.as_user import User
 from forestage.units import printable
 
-READERS = 32  # threads of a copy: a small file costs round trips more than bytes
+# A small file costs round trips more than bytes, so the files of one piece are read side by side.
+# An engine thread has eight of them under way, and not eight chunks: the fewer chunks are read at
+# once, the sooner each is whole, and other nodes can have it. With 32 chunks for a node, eight
+# nodes shared a slow source between 128 chunks, none was whole for seconds, and so they read for
+# one another what was under way: 1.33 to 1.5 times the tree.
+WIDTH = 8  # files of one piece that are read at once
+READERS = 32  # threads in which they are, of all pieces together
 ROOTS_OWN = Access(0, 0, stat.S_IRUSR | stat.S_IWUSR)  # the rights are in the image
 
 
@@ -26,6 +36,14 @@ def image_of(found: Manifest, size: int) -> Image:
     top = found.files[0]
     identity = Identity(found.path, top.inode, size, top.mtime_ns, top.ctime_ns, tree=found.digest)
     return Image(identity, ROOTS_OWN, "data")
+
+
+class FilePiece(msgspec.Struct, frozen=True):
+    """Bytes of file `number` of the manifest, from `offset` on, and the memory that they fill."""
+
+    number: int
+    offset: int
+    memory: memoryview
 
 
 class OpenTree:
@@ -59,6 +77,7 @@ class OpenTree:
         self.seen: set[int] = set()  # the files that were read here, by number
         self.data: dict[int, set[int]] = {}  # the chunks that hold any, by their size
         self.own = threading.local()
+        self.pool = ThreadPoolExecutor(READERS, "read-file")
 
     @property
     def image(self) -> Image:
@@ -135,6 +154,22 @@ class OpenTree:
 
         With the user's rights, whichever thread it is; that has its own back afterwards.
         """
+        pieces = list(self._file_pieces(start, want))
+        inner = pieces[1:-1]
+        others = [
+            self.pool.submit(self._read_files, inner[number::WIDTH])
+            for number in range(1, min(WIDTH, len(inner)))
+        ]
+        try:
+            # This thread has read the piece before, and so has its last file open, mostly.
+            self._read_files([*pieces[:1], *inner[::WIDTH], *pieces[1:][-1:]])
+        finally:
+            wait(others)  # the memory is the caller's again once this returns
+        for other in others:
+            other.result()
+
+    def _file_pieces(self, start: int, want: memoryview) -> Iterator[FilePiece]:
+        """Fills what is in no file, and yields what is to be read of files, in their order."""
         made, end = self.made, start + len(want)
         head = made.head[start:end]
         want[: len(head)] = head
@@ -150,8 +185,13 @@ class OpenTree:
                 place += 1
             else:
                 count = min(end, begins + size) - at
-                self._read_file(made.numbers[place], at - begins, want[at - start :][:count])
+                memory = want[at - start :][:count]
+                yield FilePiece(made.numbers[place], at - begins, memory)
             at += count
+
+    def _read_files(self, pieces: Iterable[FilePiece]) -> None:
+        for piece in pieces:
+            self._read_file(piece.number, piece.offset, piece.memory)
 
     def _read_file(self, number: int, offset: int, want: memoryview) -> None:
         name = self._name(number)

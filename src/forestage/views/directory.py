@@ -265,7 +265,7 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
             root, found, made, job.user, max_files, node.clock, looked, lent
         )
         # Of files there is no second descriptor past the page cache, and rsync knows no images.
-        here = node.configured(engine="chunks", threads=open_tree.READERS, cold="shared")
+        here = node.configured(engine="chunks", cold="shared")
         task = Task(here, job, OpenImage(opened.image, job.user, root, other=opened))
         ended = stager.copy(task, stop)
     if ended.state == "failed":

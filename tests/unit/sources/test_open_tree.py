@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 from forestage.clock import Clock
 from forestage.errors import Declined
-from forestage.sources import erofs, manifest
+from forestage.sources import erofs, manifest, open_tree
 from forestage.sources.open_tree import OpenTree
-from forestage.sources.source import Truncated
+from forestage.sources.source import Truncated, Unreadable
 from forestage.system import writers
 from forestage.system.as_user import User
 
@@ -90,6 +91,62 @@ def test_tree_that_had_not_changed_for_long_is_not_looked_at_again(
 
 def test_bytes_are_those_of_the_files(top: Top) -> None:
     assert read(top.opened(HOUR)) == b"12345"
+
+
+def test_files_of_a_piece_are_read_side_by_side(top: Top, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each first read of a file waits until as many are under way as are meant to be."""
+    for number in range(open_tree.WIDTH * 2):
+        (top.path / f"more-{number:02}").write_bytes(b"%02d" % number * 10)
+    tree = top.opened(HOUR)
+    under_way = threading.Barrier(open_tree.WIDTH)
+    waited = threading.local()
+
+    def preadv(*arguments: Any) -> int:
+        if not hasattr(waited, "done"):
+            waited.done = True
+            under_way.wait(60)
+        return os_preadv(*arguments)
+
+    os_preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    memory = bytearray(tree.made.size)
+    tree.read(0, memoryview(memory))
+    for start, number in zip(tree.made.starts, tree.made.numbers, strict=True):
+        file = tree.found.files[number]
+        there = (top.path / os.fsdecode(file.path)).read_bytes()
+        assert bytes(memory[start : start + file.size]) == there
+
+
+def test_file_that_cannot_be_read_ends_the_piece_only_when_no_thread_fills_it(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's memory is its own again once the error is raised."""
+    for number in range(open_tree.WIDTH * 2):
+        (top.path / f"more-{number:02}").write_bytes(b"%02d" % number * 10)
+    tree = top.opened(HOUR)
+    lock, others, failed = threading.Lock(), threading.Event(), threading.Event()
+    busy = 0
+
+    def preadv(*arguments: Any) -> int:
+        nonlocal busy
+        if threading.current_thread() is threading.main_thread():
+            others.wait(60)
+            failed.set()
+            raise OSError(errno.EIO, "unreadable")
+        with lock:
+            busy += 1
+        others.set()
+        failed.wait(60)
+        count = os_preadv(*arguments)
+        with lock:
+            busy -= 1
+        return count
+
+    os_preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(Unreadable):
+        read(tree)
+    assert busy == 0
 
 
 # --- holes
