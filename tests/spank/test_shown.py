@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -119,7 +121,7 @@ def test_prolog_that_does_not_end_has_the_helper_asked(noted: Step) -> None:
     assert (ran.out.split(), noted.asked()) == ([str(noted.entry().stat().st_ino)], 1)
 
 
-def test_such_a_step_is_an_event_and_a_use(noted: Step) -> None:
+def test_such_a_step_is_an_event_and_writes_nothing_to_the_cache(noted: Step) -> None:
     noted.run()
     (event,) = events.read(Places(noted.folder).events)
     assert event is not None
@@ -128,7 +130,33 @@ def test_such_a_step_is_an_event_and_a_use(noted: Step) -> None:
     assert (event.outcome.result, event.outcome.request) == ("hit", 'a\t"b')
     assert event.time > 1e9
     assert 0 < event.total < 240
-    assert (noted.entry().parent / "used").stat().st_mtime > 5
+    assert (noted.entry().parent / "used").stat().st_mtime == 5
+
+
+@pytest.fixture
+def frozen(private_mounts: None, noted: Step) -> Iterator[Step]:
+    """The cache lies on a disk that takes no writes: who writes hangs, and no signal ends that."""
+    cache, disk = noted.folder / "cache", noted.folder / "disk"
+    with disk.open("wb") as file:
+        file.truncate(16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", disk], check=True)
+    cache.rename(noted.folder / "made")
+    cache.mkdir()
+    subprocess.run(["mount", "-o", "loop", disk, cache], check=True)
+    shutil.copytree(noted.folder / "made", cache, dirs_exist_ok=True)
+    cache.chmod(0o700)
+    subprocess.run(["fsfreeze", "--freeze", cache], check=True)
+    yield noted
+    subprocess.run(["fsfreeze", "--unfreeze", cache], check=True)
+    subprocess.run(["umount", "--lazy", cache], check=True)
+
+
+def test_step_whose_cache_takes_no_writes_has_its_copy_and_leaves_no_child(frozen: Step) -> None:
+    ran = frozen.run("tasks=2", f"task=stat -c %i {frozen.image}")
+    assert ran.out.split() == [str(frozen.entry().stat().st_ino)] * 2
+    assert frozen.asked() == 0
+    assert ran.logged == ""
+    assert len(list(events.read(Places(frozen.folder).events))) == 1
 
 
 @pytest.mark.parametrize("manner", ["clones", "serves"])

@@ -109,7 +109,6 @@ def show(call: ViewCall, request: Request) -> ForStep:
     call.must_not_be_bound(tree.path)
     copy = node.cache.image(tree.key)
     device, file = loop.attach(copy, read_only=True), loop.file_of(copy.stat())
-    node.cache.touch(tree.key, node.clock.wall(), job.user.uid)
     line = ("device", device, file, "erofs", "ro", tree.path, str(entry.identity.inode))
     shown = msgspec.structs.replace(
         outcome, result="hit", key=tree.key, size=entry.identity.size, redirect="spank"
