@@ -13,6 +13,7 @@ import pytest
 from forestage.admin import inventory, sweep, unredirect, verify
 from forestage.bind import unmount
 from forestage.cache import disk_errors
+from forestage.cache.layout import Cache
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock, Deadline
 from forestage.config import Config
@@ -160,6 +161,28 @@ def test_job_that_begins_between_decision_and_unmount_has_its_redirect(
     assert (outcome.result, outcome.redirect) == ("hit", "mounted")  # type: ignore[union-attr]
     assert node.shows_entry(path, node.identity(path).key)
     assert [use.path for use in node.held(2).uses] == [str(path)]
+
+
+@pytest.mark.parametrize(("comment", "waits"), [("stage-wait=0", False), ("stage-wait=600", True)])
+def test_job_that_meets_a_redirect_being_unmounted_waits_only_if_it_may(
+    node: Node, monkeypatch: pytest.MonkeyPatch, comment: str, waits: bool
+) -> None:
+    """Whoever unmounts it hangs: the Prolog once took all of its 15 s."""
+    path, real, left = node.staged(1), unmount.wait, list[float]()
+
+    def wait(cache: Cache, going: list[unmount.Bind], end: Deadline) -> None:
+        left.append(end.left())
+        real(cache, going, Deadline.after(0.0, Clock()))
+
+    (bind,) = unmount.binds(node.cache)
+    node.cache.claims.mkdir()
+    with lock.held(node.cache.claims / f"{bind.mount.id}.unmount", 0):
+        monkeypatch.setattr(unmount, "wait", wait)
+        monkeypatch.setattr(unmount, "TIMEOUT", 2.0)  # as it is outside of tests
+        ran = node.prolog(2, path, comment=comment)
+    assert ran.said == ("declined", "busy")
+    assert ran.outcome.detail == f"another process is unmounting the redirect of {path}"
+    assert (left[-1] > 2.0) is waits
 
 
 def test_claim_of_a_killed_hook_stands_in_nobodys_way(node: Node) -> None:

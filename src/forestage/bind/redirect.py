@@ -80,9 +80,13 @@ def unmount_stale(cache: Cache, paths: frozenset[str], key: str, user: User, end
         unmount.wait(cache, found, end)
 
 
-def mount(node: Node, lease: Lease, wanted: Image, end: Deadline) -> Shown:
+def mount(
+    node: Node, lease: Lease, wanted: Image, end: Deadline, waits: Deadline | None = None
+) -> Shown:
     """Makes the image's path show the entry, and notes it in the job's lease.
 
+    Another process may be unmounting the right redirect: that is waited for until `waits`, where
+    the job waits for its copies, and otherwise as long as an unmount takes that does not hang.
     Raises Declined where the path no longer leads to the staged file or the copy is not readable
     for the job's user; OSError, as_user.TooSlow.
     """
@@ -93,7 +97,8 @@ def mount(node: Node, lease: Lease, wanted: Image, end: Deadline) -> Shown:
         held = node.leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
         node.leases.write(held.with_use(Use(wanted.key, wanted.path)))
 
-    return _mount(node, lease.user, wanted, end, note)
+    until_gone = waits or Deadline.after(min(unmount.TIMEOUT, end.left()), node.clock)
+    return _mount(node, lease.user, wanted, end, until_gone, note)
 
 
 def mount_waiting(node: Node, wanted: Image) -> Iterator[tuple[int, str]]:
@@ -123,23 +128,33 @@ def _mount_for(node: Node, lease: Lease, wanted: Image) -> str:
 
     end = Deadline.after(MOUNT_TIMEOUT, node.clock)
     try:
-        return _mount(node, lease.user, wanted, end, note)
+        return _mount(node, lease.user, wanted, end, end, note)
     except (Declined, OSError) as error:
         return str(error)
 
 
-def _mount(node: Node, user: User, wanted: Image, end: Deadline, note: Callable[[], None]) -> Shown:
-    """Mounts as `user`; `note`, under the space lock, sees to the lease or says why not."""
+def _mount(
+    node: Node,
+    user: User,
+    wanted: Image,
+    end: Deadline,
+    until_gone: Deadline,
+    note: Callable[[], None],
+) -> Shown:
+    """Mounts as `user`; `note`, under the space lock, sees to the lease or says why not.
+
+    `until_gone` limits the wait for a redirect that shows the right bytes and is being unmounted.
+    """
     cache = node.cache
     for _ in range(3):
         shown = _mount_once(node, user, wanted, end, note)
         if shown:
             return shown
-        # Without the lock, as this may hang.
+        # Without the lock, as this may hang. One with other bytes is waited for until the end.
         unmount_stale(cache, frozenset({wanted.path}), wanted.key, user, end)
         try:
             going = [bind for bind in binds(cache) if bind.path == wanted.path]
-            unmount.wait(cache, going, end)
+            unmount.wait(cache, going, until_gone)
         except lock.Busy as busy:  # no fault of this node: the job reads the source
             raise Declined("busy", str(busy)) from None
     raise Failed("redirect", f"{wanted.path} keeps showing an older copy")

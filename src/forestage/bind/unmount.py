@@ -164,7 +164,7 @@ def wait(cache: Cache, going: Iterable[Bind], end: Deadline) -> None:
     for bind in going:
         while is_going(cache, bind):
             if end.left() <= 0:
-                raise lock.Busy(f"the redirect of {bind.path} is being unmounted, and")
+                raise lock.Busy(f"another process is unmounting the redirect of {bind.path}")
             end.clock.sleep(lock.POLL)
 
 
