@@ -3,28 +3,62 @@
 import contextlib
 import errno
 import os
+from collections.abc import Set
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from forestage.cache.part import ENTRY_BYTES, Part, chunk_count
-from forestage.system import files, libc
+from forestage.system import file_systems, files, libc
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # linux/falloc.h
 SPARE = 256 * 1024  # bytes: entry.json, and what directories and inodes may take on the way
+_ZEROED = 1024 * 1024  # bytes that are read and, if need be, made zeros at once
+
+
+class ChunkMap(NamedTuple):
+    """What is known of a source's holes: numbers of chunks.
+
+    `read` are all but those that certainly hold nothing but zeros. `reserved` are those for which
+    space is taken. In those of `sparse` zeros are likely, and take none.
+    """
+
+    read: Set[int]
+    reserved: Set[int]
+    sparse: Set[int] = frozenset()
+
+
+def map_chunks(source: int, size: int, chunk: int, begins: int = 0) -> ChunkMap:
+    """Return what an open file's holes mean for its chunks; `begins` as in `data_chunks`.
+
+    A hole is left unread only where its file system is this kernel's own. Elsewhere the answer
+    decides on space alone, and only of a file that lacks blocks as well: who wrote no bytes must
+    not evict what others did. If it was untrue, the copy takes space that was not reserved.
+    """
+    if file_systems.is_hole_map_true(source):
+        data = data_chunks(source, size, chunk, begins)
+        return ChunkMap(data, data)
+    every = set(range(begins // chunk, chunk_count(begins + size, chunk)))
+    if not file_systems.lacks_blocks(size, os.fstat(source).st_blocks):
+        return ChunkMap(every, every)
+    return ChunkMap(every, data_chunks(source, size, chunk, begins), every)
 
 
 def data_chunks(source: int, size: int, chunk: int, begins: int = 0) -> set[int]:
-    """The numbers of the chunks that hold any data; the others are holes of a sparse file.
+    """Return the chunks that hold any data, as the open file's file system has it.
 
-    The open file `begins` so far behind the first chunk's beginning. Of a chunk that has data
-    nothing more is asked: a file may have more holes than any time is enough for.
+    The file `begins` so far behind the first chunk's beginning. Of a chunk that has data nothing
+    more is asked: a file may have more holes than any time is enough for. Each answer brings this
+    to a later chunk, whatever it is: a file system may say that data end where they begin.
     """
     found: set[int] = set()
     at = 0
     while at < size:
         try:
-            start = os.lseek(source, at, os.SEEK_DATA)
-            end = min(size, os.lseek(source, start, os.SEEK_HOLE))
+            start = max(at, os.lseek(source, at, os.SEEK_DATA))
+            if start >= size:
+                break
+            end = min(size, max(start + 1, os.lseek(source, start, os.SEEK_HOLE)))
         except OSError as error:
             if error.errno == errno.ENXIO:  # nothing but a hole up to the end
                 break
@@ -35,7 +69,7 @@ def data_chunks(source: int, size: int, chunk: int, begins: int = 0) -> set[int]
     return found
 
 
-def needed(size: int, chunk: int, data: set[int]) -> int:
+def needed(size: int, chunk: int, data: Set[int]) -> int:
     """Pure: the bytes that `reserve` takes for the image and its map; holes take none."""
     last = chunk_count(size, chunk) - 1
     short = (last + 1) * chunk - size if last in data else 0
@@ -47,7 +81,7 @@ def map_bytes(size: int, chunk: int) -> int:
     return chunk_count(size, chunk) * ENTRY_BYTES
 
 
-def reserve(part: Part, size: int, chunk: int, data: set[int]) -> None:
+def reserve(part: Part, size: int, chunk: int, data: Set[int]) -> None:
     """Makes the part's files and takes their space at once. Raises OSError (ENOSPC)."""
     with opened(part.image) as fd:
         for _, run in groupby(enumerate(sorted(data)), lambda item: item[1] - item[0]):
@@ -73,8 +107,16 @@ def opened(path: Path) -> contextlib.AbstractContextManager[int]:
 
 
 def punch(fd: int, start: int, length: int) -> None:
-    """Makes a hole again of what an earlier copy may have left there. Raises OSError."""
-    _fallocate(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, length)
+    """Make a hole again of what an earlier copy may have left there. Raises OSError.
+
+    Where the cache's file system has no such call, the bytes become zeros in another way.
+    """
+    if _fallocate(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, length):
+        return
+    for at in range(start, start + length, _ZEROED):
+        zeros = bytes(min(_ZEROED, start + length - at))
+        if os.pread(fd, len(zeros), at).strip(b"\0"):
+            os.pwrite(fd, zeros, at)
 
 
 def allocate(fd: int, start: int, length: int) -> None:
@@ -82,9 +124,12 @@ def allocate(fd: int, start: int, length: int) -> None:
     _fallocate(fd, FALLOC_FL_KEEP_SIZE, start, length)
 
 
-def _fallocate(fd: int, mode: int, start: int, length: int) -> None:
+def _fallocate(fd: int, mode: int, start: int, length: int) -> bool:
+    """Return whether the file system has this call. Raises OSError if it failed."""
     try:
         libc.call("fallocate", fd, mode, libc.wide(start), libc.wide(length))
     except OSError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise
+        return False
+    return True

@@ -23,6 +23,7 @@ from forestage.cache import image
 from forestage.errors import Declined, Failed
 from forestage.system import mounts
 from forestage.system.as_user import User
+from forestage.system.file_systems import lacks_blocks
 from forestage.system.files import Asked, latest, opened
 from forestage.units import printable
 
@@ -30,7 +31,6 @@ THREADS = 32  # a look at a file costs a network file system a round trip, and h
 LAYOUT = b"1"  # changes with what sources/erofs.py makes of a manifest: peers give parts of it
 _NAME_MAX, _PATH_MAX = 255, 4096  # limits.h
 AT_ONCE = 64  # files of one turn of a thread
-HOLE = 4096  # bytes; what is missing of less, its file system may keep beside the inode
 SAMPLE = 64  # files that a node looks at which has another node's manifest
 MOST_ACLS = 64 * 1024 * 1024  # bytes of all of them
 MOST_ACL = 65536 - 64  # bytes of one: what an inode of EROFS has room for
@@ -372,7 +372,7 @@ def _look(fd: int, path: bytes, name: bytes, disk: int, user: User, bound: _Boun
     wanted = _R_OK if kind == stat.S_IFREG else _R_OK | _X_OK
     if not _grants(facts, wanted, user) and not _may(fd, name, wanted):
         raise Declined("no-permission", f"{shown} is not readable by this user")
-    if kind == stat.S_IFREG and facts.st_size - facts.st_blocks * 512 >= HOLE:
+    if kind == stat.S_IFREG and lacks_blocks(facts.st_size, facts.st_blocks):
         bound.sparse.add(path)
     return _file(path, facts)
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from forestage.cache import allocation
+from forestage.cache.allocation import ChunkMap
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.part import chunk_count
 from forestage.clock import Clock
@@ -75,7 +76,7 @@ class OpenTree:
         self.made = made
         self.lent = lent
         self.seen: set[int] = set()  # the files that were read here, by number
-        self.data: dict[int, set[int]] = {}  # the chunks that hold any, by their size
+        self.maps: dict[int, ChunkMap] = {}  # by the size of a chunk
         self.own = threading.local()
         self.pool = ThreadPoolExecutor(READERS, "read-file")
 
@@ -95,41 +96,44 @@ class OpenTree:
             self.must_be_unchanged()
         source.must_be_written_nowhere(self.root, self.found.path)
         head = len(self.made.head)
-        return Content(-1, None, self.made.size, self.found.path, self.read, head, self.data_chunks)
+        return Content(-1, None, self.made.size, self.found.path, self.read, head, self.map_chunks)
 
-    def data_chunks(self, chunk: int) -> set[int]:
-        """The numbers of the chunks that hold any data; what is in no file takes none.
+    def map_chunks(self, chunk: int) -> ChunkMap:
+        """Return what is known of its holes; what is in no file takes no space, and is not read.
 
         Only files that lack blocks are asked where their holes are. That is a read of them: each is
         the one that was looked at, and nobody writes to it. Raises Declined, Unreadable.
         """
-        if chunk not in self.data:
-            sparse, made = set(self.found.sparse), self.made
-            found = set(range(chunk_count(len(made.head), chunk)))
+        if chunk not in self.maps:
+            lacking, made = set(self.found.sparse), self.made
+            read = set(range(chunk_count(len(made.head), chunk)))
             asked = []
             for start, number in zip(made.starts, made.numbers, strict=True):
-                if number in sparse:
+                if number in lacking:
                     asked.append((start, number))
                 else:
                     end = start + self.found.files[number].size
-                    found.update(range(start // chunk, chunk_count(end, chunk)))
-            manifest.each_as(self.user, asked, partial(self._add_data, found, chunk))
-            self.data[chunk] = found
-        return self.data[chunk]
+                    read.update(range(start // chunk, chunk_count(end, chunk)))
+            all_sets = read, set(read), set[int]()
+            manifest.each_as(self.user, asked, partial(self._add_file, all_sets, chunk))
+            self.maps[chunk] = ChunkMap(*all_sets)
+        return self.maps[chunk]
 
-    def _add_data(self, found: set[int], chunk: int, where: tuple[int, int]) -> None:
-        """Adds the chunks with data of a file, which is at this place of the image, and number."""
+    def _add_file(self, all_sets: tuple[set[int], ...], chunk: int, where: tuple[int, int]) -> None:
+        """Adds to a map's sets those of a file, which is at this place of the image, and number."""
         start, number = where
         name, size = self._name(number), self.found.files[number].size
         try:
             self._open(number)
             try:
-                found.update(allocation.data_chunks(self.own.fd, size, chunk, start))
+                found = allocation.map_chunks(self.own.fd, size, chunk, start)
                 source.must_have_no_writer(self.own.fd, name)
             finally:
                 self._close()
         except OSError as error:
             raise Unreadable(name, error) from None
+        for numbers, of_file in zip(all_sets, found, strict=True):
+            numbers.update(of_file)
 
     def must_be_unchanged(self) -> None:
         """Looks at all of it once more; where another node does so, at what was read here.

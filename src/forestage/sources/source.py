@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from forestage.cache import image
+from forestage.cache.allocation import ChunkMap
 from forestage.cache.image import Identity, Image
 from forestage.cache.node import Node
 from forestage.clock import Deadline
@@ -42,8 +43,8 @@ class Content(msgspec.Struct, frozen=True):
     """An open source as the engines read it; `direct` is the same file past the page cache.
 
     Of a directory `buffered` has no bytes: `read` fills memory with what begins at an offset, and
-    `data` gives the numbers of the chunks of so many bytes that hold any. The first `own` bytes are
-    what this node has made itself: no other node is asked for them.
+    `chunks` says of its chunks, of so many bytes each, what is known of holes. The first `own`
+    bytes are what this node has made itself: no other node is asked for them.
     """
 
     buffered: int
@@ -52,7 +53,7 @@ class Content(msgspec.Struct, frozen=True):
     path: str = ""  # for messages only
     read: Callable[[int, memoryview], None] | None = None
     own: int = 0
-    data: Callable[[int], set[int]] | None = None
+    chunks: Callable[[int], ChunkMap] | None = None
 
 
 class Source(Protocol):

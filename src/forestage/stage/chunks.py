@@ -158,7 +158,7 @@ class Run:
         if tuning.through and source.read is None:
             # Between the job's reads and those of several threads read-ahead reads things twice.
             os.posix_fadvise(source.buffered, 0, 0, os.POSIX_FADV_RANDOM)
-        self.data = reading.data_chunks(source, tuning.chunk)
+        self.known = reading.map_chunks(source, tuning.chunk)
         self.readers = readers
         self.lock = threading.Lock()
         self.began = time.monotonic()
@@ -181,8 +181,8 @@ class Run:
         self.join([self._work] * (threads if self.is_served() else min(threads, len(self.todo))))
 
     def bring_holes(self) -> None:
-        """Brings all chunks without data; what is left to do has some."""
-        for number in [number for number in self.todo if number not in self.data]:
+        """Brings all chunks that are known to hold no data; what is left to do may have some."""
+        for number in [number for number in self.todo if number not in self.known.read]:
             if self.ends():
                 return
             del self.todo[number]
@@ -363,7 +363,9 @@ class Run:
         start, size = self.span(number)
         if not self.is_urgent(number):
             self.throttle.take(size, self.stop)
-        if self.in_kernel and self.source.read is None and self._copy_in_kernel(start, size):
+        # Of a chunk that may be a hole, the bytes are wanted here.
+        in_kernel = self.in_kernel and number not in self.known.sparse
+        if in_kernel and self.source.read is None and self._copy_in_kernel(start, size):
             return digest.UNKNOWN
         running = digest.Running() if self.tuning.digest else None
         for at, piece in reading.pieces(self.source, start, size, buffer, self._turn):
@@ -406,6 +408,10 @@ class Run:
             self.readers.arrived(start, len(data))
 
     def write(self, start: int, data: memoryview) -> None:
+        """Writes a piece; zeros where holes are likely become one."""
+        if start // self.tuning.chunk in self.known.sparse and reading.is_zero(data):
+            allocation.punch(self.image, start, len(data))
+            return
         whole = 0
         if self.past_cache is not None:
             whole = len(data) - len(data) % reading.BLOCK

@@ -39,13 +39,13 @@ class Chunks:
 
     def needs(self, source: Content) -> int:
         """The bytes of disk that image and map will take in all."""
-        data = reading.data_chunks(source, self.tuning.chunk)
-        return allocation.needed(source.size, self.tuning.chunk, data)
+        found = reading.map_chunks(source, self.tuning.chunk)
+        return allocation.needed(source.size, self.tuning.chunk, found.reserved)
 
     def reserve(self, source: Content, part: Part) -> None:
         """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
-        data = reading.data_chunks(source, self.tuning.chunk)
-        allocation.reserve(part, source.size, self.tuning.chunk, data)
+        found = reading.map_chunks(source, self.tuning.chunk)
+        allocation.reserve(part, source.size, self.tuning.chunk, found.reserved)
 
     def copy(
         self,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from forestage.cache import allocation
+from forestage.cache.allocation import ChunkMap
+from forestage.cache.part import chunk_count
 from forestage.sources.source import Content, Truncated, Unreadable
 
 BLOCK = 4096  # bytes; O_DIRECT wants offsets and lengths to be multiples of the disk's block
@@ -24,6 +26,9 @@ PIECE = 4 * 1024 * 1024
 
 SAMPLE = 32 * 1024 * 1024  # bytes, or half of the image, that show how fast its source is
 HUGE_PAGE = 2 * 1024 * 1024  # bytes, on the machines that GPUs are put into
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def buffer(chunk: int) -> memoryview:
@@ -166,11 +171,21 @@ def read_piece(source: Content, start: int, want: memoryview, buffer: memoryview
         os.posix_fadvise(source.buffered, start + cached, rest, os.POSIX_FADV_DONTNEED)
 
 
-def data_chunks(source: Content, chunk: int) -> set[int]:
-    """The numbers of the chunks that hold any data; the others are holes of sparse files."""
-    if source.data is not None:
-        return source.data(chunk)
-    return allocation.data_chunks(source.buffered, source.size, chunk)
+def map_chunks(source: Content, chunk: int) -> ChunkMap:
+    """Return what is known of a source's holes."""
+    if source.chunks is not None:
+        return source.chunks(chunk)
+    if source.read is not None:  # no file, so no holes
+        every = set(range(chunk_count(source.size, chunk)))
+        return ChunkMap(every, every)
+    return allocation.map_chunks(source.buffered, source.size, chunk)
+
+
+def is_zero(data: memoryview) -> bool:
+    """Return whether all bytes of writable memory are 0; the first that is not ends the look."""
+    first = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    # Each byte is what the one before is, and the first is 0.
+    return data[0] == 0 and _libc.memcmp(first, first + 1, len(data) - 1) == 0
 
 
 def _from_cache(source: Content, start: int, want: memoryview) -> int:

@@ -95,7 +95,7 @@ class Shared(Run):
         self.turn = threading.Condition()
         self.chunk_locks: dict[int, threading.Lock] = {}
         self.unreadable: Unreadable | None = None
-        missing = [number for number in self.todo if number in self.data]
+        missing = [number for number in self.todo if number in self.known.read]
         self.said: dict[int, dict[str, str]] = {}  # by chunk and peer, a digest
         self.given: dict[str, set[int]] = {}  # by peer, the chunks that are in
         self.read_by: dict[tuple[int, str], str] = {}  # by chunk and peer, who read it there

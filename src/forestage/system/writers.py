@@ -19,22 +19,20 @@ import errno
 import fcntl
 import os
 import signal
-import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.system import libc, mounts, processes
+from forestage.system import file_systems, mounts, processes
+from forestage.system.file_systems import BTRFS, CIFS, EXT4, NFS, SMB, SMB2, TMPFS, XFS
 from forestage.system.files import opened
 
 LOOK = 0.25  # seconds of a hook for the descriptors of all processes: some 50 000 of them
 SCAN = 10.0  # … of a copy, for which nobody waits
 
-# linux/magic.h; ext2 and ext3 have ext4's number.
-_PROVING = frozenset((0xEF53, 0x58465342, 0x9123683E, 0x01021994))
-_BY_LEAVE = frozenset((0x6969, 0xFF534D42, 0xFE534D42, 0x517B))  # NFS, CIFS, SMB2, SMB
+_PROVING = frozenset((EXT4, XFS, BTRFS, TMPFS))
+_BY_LEAVE = frozenset((NFS, CIFS, SMB2, SMB))
 ENABLED = Path("/proc/sys/fs/leases-enable")
-_STATFS = 256  # bytes that hold a struct statfs on every architecture
 
 
 def by_lease(fd: int) -> bool | None:
@@ -48,7 +46,8 @@ def by_lease(fd: int) -> bool | None:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
-        return True if error.errno == errno.EAGAIN and _kind(fd) not in _BY_LEAVE else None
+        is_refused = error.errno == errno.EAGAIN
+        return True if is_refused and file_systems.read_kind(fd) not in _BY_LEAVE else None
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return False
 
@@ -58,7 +57,7 @@ def proves(fd: int) -> bool:
     with contextlib.suppress(OSError):  # hidden: then leases are as the kernel has them
         if ENABLED.read_text().strip() == "0":
             return False
-    return _kind(fd) in _PROVING
+    return file_systems.read_kind(fd) in _PROVING
 
 
 def find(path: str, seconds: float) -> str:
@@ -86,14 +85,6 @@ def has_writer(fd: int, path: str) -> bool:
     """
     found = by_lease(fd)
     return bool(find(path, LOOK)) if found is None else found
-
-
-def _kind(fd: int) -> int:
-    """The number that Linux has for the file system of an open file. Raises OSError."""
-    facts = libc.room(_STATFS)
-    libc.call("fstatfs", fd, facts)
-    (kind,) = struct.unpack_from("l", facts)
-    return int(kind) & 0xFFFFFFFF
 
 
 def _open_files(pid: int) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from forestage.system import as_user, writers
+from forestage.system import as_user, file_systems, writers
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_lease_that_the_server_does_not_grant_is_no_writer(
 
     monkeypatch.setattr(fcntl, "fcntl", refusing)
     assert found(file)
-    monkeypatch.setattr(writers, "_kind", lambda fd: kind)
+    monkeypatch.setattr(file_systems, "read_kind", lambda fd: kind)
     assert not found(file)
 
 
@@ -143,28 +143,18 @@ def test_lease_proves_something_on_local_file_systems_alone(
     file: Path, monkeypatch: pytest.MonkeyPatch, kind: int, proves: bool
 ) -> None:
     """Those of ext4 and XFS; of FUSE, overlayfs and NFS."""
-    monkeypatch.setattr(writers, "_kind", lambda fd: kind)
+    monkeypatch.setattr(file_systems, "read_kind", lambda fd: kind)
     assert writers.proves(0) is proves
 
 
 def test_lease_proves_nothing_where_the_admin_forbids_leases(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writers, "_kind", lambda fd: 0xEF53)
+    monkeypatch.setattr(file_systems, "read_kind", lambda fd: 0xEF53)
     for said, proves in (("0\n", False), ("1\n", True)):
         file.write_text(said)
         monkeypatch.setattr(writers, "ENABLED", file)
         assert writers.proves(0) is proves
-
-
-def test_kind_of_a_file_system_is_the_kernels_number() -> None:
-    fd = os.open("/proc", os.O_RDONLY)
-    try:
-        assert writers._kind(fd) == 0x9FA0
-    finally:
-        os.close(fd)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        writers._kind(-1)
 
 
 def test_file_below_a_directory_that_a_process_writes_is_named(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from forestage.cache import allocation
 from forestage.cache.part import ENTRY_BYTES, Part
-from forestage.system import libc
+from forestage.system import file_systems, libc
 
 CHUNK = 64 * 1024
 BLOCK = 4096
@@ -94,6 +95,76 @@ def test_file_with_many_holes_is_asked_twice_for_each_chunk(
     monkeypatch.setattr(os, "lseek", lseek)
     assert allocation.data_chunks(source, 4 * CHUNK, CHUNK) == {0, 1, 2, 3}
     assert len(asked) == 2 * 4
+
+
+Lie = Callable[[int, int], int]
+LIES: dict[str, Lie] = {
+    "no data": lambda at, how: -1 if how == os.SEEK_DATA else at,
+    "shifted": lambda at, how: at + 20 * BLOCK if how == os.SEEK_DATA else 1 << 40,
+    "the same": lambda at, how: at,
+    "back": lambda at, how: 0,
+    "beyond the end": lambda at, how: 1 << 40,
+}
+
+
+def lie(monkeypatch: pytest.MonkeyPatch, answer: Lie) -> None:
+    """Has a file system that is not this kernel's own answer so where data and holes are."""
+
+    def lseek(_: int, at: int, how: int) -> int:
+        found = answer(at, how)
+        if found < 0:
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+        return found
+
+    monkeypatch.setattr(file_systems, "read_kind", lambda _: 0x65735546)
+    monkeypatch.setattr(os, "lseek", lseek)
+
+
+@pytest.mark.parametrize("answer", LIES.values(), ids=LIES)
+@pytest.mark.parametrize("begins", [0, BLOCK, 10 * CHUNK - BLOCK])
+def test_any_answer_on_holes_comes_to_an_end(
+    source: int, monkeypatch: pytest.MonkeyPatch, answer: Lie, begins: int
+) -> None:
+    lie(monkeypatch, answer)
+    first, last = begins // CHUNK, (begins + 40 * CHUNK) // CHUNK
+    assert allocation.data_chunks(source, 40 * CHUNK, CHUNK, begins) <= set(range(first, last + 1))
+
+
+@pytest.mark.parametrize("answer", LIES.values(), ids=LIES)
+@pytest.mark.parametrize("begins", [0, 10 * CHUNK - BLOCK])
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_holes_of_other_file_systems_decide_on_space_alone(
+    source: int, monkeypatch: pytest.MonkeyPatch, answer: Lie, begins: int, is_sparse: bool
+) -> None:
+    size = 4 * CHUNK
+    os.truncate(source, size)
+    os.pwrite(source, b"x" * (BLOCK if is_sparse else size), 0)
+    lie(monkeypatch, answer)
+    every = set(range(begins // CHUNK, (begins + size - 1) // CHUNK + 1))
+    found = allocation.map_chunks(source, size, CHUNK, begins)
+    said = allocation.data_chunks(source, size, CHUNK, begins)
+    assert found.read == every
+    assert found.reserved == (said if is_sparse else every)
+    assert found.sparse == (every if is_sparse else set())
+
+
+def test_holes_of_the_kernels_own_file_systems_are_not_read(source: int) -> None:
+    os.truncate(source, 4 * CHUNK)
+    os.pwrite(source, b"x", 2 * CHUNK)
+    assert allocation.map_chunks(source, 4 * CHUNK, CHUNK) == ({2}, {2}, set())
+
+
+@pytest.mark.parametrize("has_call", [True, False])
+def test_hole_has_no_bytes_of_an_earlier_copy_whatever_the_disk_can_do(
+    part: Part, monkeypatch: pytest.MonkeyPatch, has_call: bool
+) -> None:
+    size = 40 * CHUNK + 5
+    part.image.write_bytes(b"x" * size)
+    if not has_call:
+        monkeypatch.setattr(libc, "call", Kernel(errno.EOPNOTSUPP))
+    with allocation.opened(part.image) as fd:
+        allocation.punch(fd, CHUNK, size - CHUNK)
+    assert part.image.read_bytes() == b"x" * CHUNK + bytes(size - CHUNK)
 
 
 def test_part_has_its_size_its_space_and_an_empty_map(part: Part) -> None:

@@ -19,7 +19,7 @@ from forestage.errors import Declined
 from forestage.sources import erofs, manifest, open_tree
 from forestage.sources.open_tree import OpenTree
 from forestage.sources.source import Truncated, Unreadable
-from forestage.system import writers
+from forestage.system import file_systems, writers
 from forestage.system.as_user import User
 
 HOUR = 3600.0
@@ -187,7 +187,7 @@ def test_chunk_of_a_tree_with_a_byte_is_never_taken_for_a_hole(
         for number, (size, data) in enumerate(files)
     }
     tree, chunk = with_holes(top, named), blocks * erofs.BLOCK
-    found, head = tree.data_chunks(chunk), -(-len(tree.made.head) // chunk)
+    found, head = tree.map_chunks(chunk).read, -(-len(tree.made.head) // chunk)
     assert found - set(range(head)) == in_full(tree, chunk) - set(range(head))
     assert set(range(head)) <= found
 
@@ -201,7 +201,23 @@ def test_hole_is_taken_for_bytes_where_a_file_system_knows_of_none(
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(os, "lseek", unable)
-    assert tree.data_chunks(erofs.BLOCK) == set(range(tree.made.size // erofs.BLOCK))
+    assert tree.map_chunks(erofs.BLOCK).read == set(range(tree.made.size // erofs.BLOCK))
+
+
+def test_hole_of_a_tree_is_read_where_its_file_system_is_not_the_kernels_own(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = with_holes(top, {"hole": (30, [3, 4]), "whole": (2, [0, 1])})
+    monkeypatch.setattr(file_systems, "read_kind", lambda _: 0x65735546)
+    found = tree.map_chunks(erofs.BLOCK)
+    hole = next(
+        start // erofs.BLOCK
+        for start, number in zip(tree.made.starts, tree.made.numbers, strict=True)
+        if tree.found.files[number].path == b"hole"
+    )
+    assert found.read == set(range(tree.made.size // erofs.BLOCK))
+    assert found.sparse == set(range(hole, hole + 30))
+    assert found.sparse & found.reserved == {hole + 3, hole + 4}
 
 
 def test_files_that_have_all_their_blocks_are_not_opened_for_their_holes(
@@ -209,7 +225,7 @@ def test_files_that_have_all_their_blocks_are_not_opened_for_their_holes(
 ) -> None:
     tree = with_holes(top, {"whole": (3, [0, 1, 2]), "short": (0, [])})
     monkeypatch.setattr(OpenTree, "_open", lambda *_: pytest.fail("opened"))
-    assert tree.data_chunks(erofs.BLOCK) == set(range(tree.made.size // erofs.BLOCK))
+    assert tree.map_chunks(erofs.BLOCK).read == set(range(tree.made.size // erofs.BLOCK))
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -228,7 +244,7 @@ def test_where_the_holes_of_a_file_are_counts_only_while_nobody_writes(
     else:
         monkeypatch.setattr(os, "lseek", lseek)
     with pytest.raises(Declined) as caught:
-        tree.data_chunks(erofs.BLOCK)
+        tree.map_chunks(erofs.BLOCK)
     assert caught.value.reason == "written"
 
 
@@ -237,7 +253,7 @@ def test_file_whose_holes_have_been_filled_since_the_look_has_changed(top: Top) 
     with (top.path / "hole").open("r+b") as file:
         file.write(b"other")
     with pytest.raises(Declined) as caught:
-        tree.data_chunks(erofs.BLOCK)
+        tree.map_chunks(erofs.BLOCK)
     assert caught.value.reason == "changed"
 
 
@@ -245,7 +261,7 @@ def test_file_of_holes_is_looked_at_again_where_another_node_has_looked(top: Top
     """It is not read, yet what is shown of it is this node's word."""
     tree = with_holes(top, {"hole": (30, [])})
     tree.lent = True
-    tree.data_chunks(erofs.BLOCK)
+    tree.map_chunks(erofs.BLOCK)
     (number,) = tree.found.sparse
     assert tree.seen == {number}
 

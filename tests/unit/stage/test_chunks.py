@@ -24,6 +24,7 @@ from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import chunks, reading
 from forestage.stage.chunks import Tuning
 from forestage.stage.reading import BLOCK, PIECE, Throttle
+from forestage.system import file_systems
 
 CHUNK = 4 * BLOCK
 TUNING = Tuning(threads=3, chunk=CHUNK)
@@ -177,6 +178,42 @@ def test_holes_are_not_read_and_take_no_space(pair: Pair, reads: list[int]) -> N
     assert pair.part.digests() == map_of(data)
     assert pair.part.allocated() <= 2 * CHUNK + BLOCK
     assert sorted(reads) == [49 * CHUNK, 50 * CHUNK]
+
+
+FUSE = 0x65735546  # linux/magic.h
+
+
+@pytest.mark.parametrize("with_digest", [True, False], ids=["digest", "no digest"])
+@pytest.mark.parametrize("holes_of", ["all", "none", "the right ones"])
+def test_holes_of_another_file_system_are_read_and_their_zeros_take_no_space(
+    pair: Pair, reads: list[int], monkeypatch: Patch, holes_of: str, with_digest: bool
+) -> None:
+    size = 100 * CHUNK + 5
+    os.truncate(pair.fd, size)
+    for start in (50 * CHUNK - 3, 99 * CHUNK):
+        os.pwrite(pair.fd, b"middle", start)
+    said = {"all": set[int](), "none": set(range(101)), "the right ones": {49, 50, 99}}[holes_of]
+    monkeypatch.setattr(file_systems, "read_kind", lambda _: FUSE)
+    monkeypatch.setattr(allocation, "data_chunks", lambda *_: said)
+    pair.reserve()
+    pair.part.image.write_bytes(b"\xff" * size)  # what is left of another copy
+    pair.copy(msgspec.structs.replace(TUNING, digest=with_digest))
+    data = pair.path.read_bytes()
+    assert pair.copied == data
+    assert not with_digest or pair.part.digests() == map_of(data)
+    assert pair.part.allocated() < 5 * CHUNK
+    assert {start // CHUNK for start in reads} == set(range(101))
+
+
+def test_file_with_all_its_blocks_is_never_looked_through_for_zeros(
+    pair: Pair, monkeypatch: Patch
+) -> None:
+    pair.random(3 * CHUNK)
+    monkeypatch.setattr(file_systems, "read_kind", lambda _: FUSE)
+    monkeypatch.setattr(reading, "is_zero", lambda _: pytest.fail("looked through"))
+    pair.reserve()
+    pair.copy()
+    assert pair.copied == pair.path.read_bytes()
 
 
 def test_hole_shows_no_leftover_bytes_of_the_part(pair: Pair) -> None:

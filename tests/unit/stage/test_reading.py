@@ -336,3 +336,14 @@ def test_read_that_fails_brings_no_bytes(ticking: Ticking) -> None:
     with pytest.raises(OSError, match="gone"), pace.reading(1000):
         fail()
     assert (pace.bytes, pace.seconds) == (0, 1.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, BLOCK, PIECE])
+def test_memory_is_zero_where_none_of_its_bytes_is_another(size: int) -> None:
+    memory = reading.memory(size)
+    assert reading.is_zero(memory)
+    for at in {0, size // 2, size - 1}:
+        memory[at] = 1
+        assert not reading.is_zero(memory)
+        assert at == 0 or reading.is_zero(memory[:at])
+        memory[at] = 0

@@ -1,0 +1,49 @@
+"""The kind of an open file's file system, and what is believed of a kind.
+
+A file system that this kernel does not lay out itself passes on what somebody else says, and that
+may be untrue. Each kind here is believed for a reason that can be looked up.
+"""
+
+import struct
+
+from forestage.system import libc
+
+# linux/magic.h. What passes calls on has a number of its own (overlayfs, eCryptfs, NFS, FUSE, …).
+EXT4, XFS, BTRFS, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0x01021994
+NFS, CIFS, SMB2, SMB = 0x6969, 0xFF534D42, 0xFE534D42, 0x517B
+_BESIDE = 4096  # bytes; what is missing of less, a file system may keep beside the inode
+_STATFS = 256  # bytes that hold a struct statfs on every architecture
+
+# Whose SEEK_DATA and SEEK_HOLE are this kernel's own work, on blocks and on pages not yet written:
+# - ext4: fs/ext4/file.c, ext4_llseek: iomap_seek_data on its extents. ext2 and ext3 have its
+#   number; Linux' own ext2 driver knows no holes (generic_file_llseek): all is data there.
+# - XFS: fs/xfs/xfs_file.c, xfs_file_llseek: the same, on its extents and delayed ones.
+# - btrfs: fs/btrfs/file.c, find_desired_extent, with delayed extents.
+# - tmpfs: mm/shmem.c, shmem_file_llseek, on its pages.
+# Not ZFS, which has called fresh data a hole (openzfs issues 11900 and 15526). Not overlayfs, NFS,
+# SMB, FUSE, Lustre, GPFS, CephFS: they pass the question on, or answer for a server.
+_MAPPING_HOLES = frozenset((EXT4, XFS, BTRFS, TMPFS))
+
+
+def read_kind(fd: int) -> int:
+    """Return the number that Linux has for the file system of an open file. Raises OSError."""
+    facts = libc.room(_STATFS)
+    libc.call("fstatfs", fd, facts)
+    (kind,) = struct.unpack_from("l", facts)
+    return int(kind) & 0xFFFFFFFF
+
+
+def is_hole_map_true(fd: int) -> bool:
+    """Return whether a hole that the open file's file system names has no bytes but zeros."""
+    try:
+        return read_kind(fd) in _MAPPING_HOLES
+    except OSError:
+        return False
+
+
+def lacks_blocks(size: int, blocks: int) -> bool:
+    """Return whether a file of `size` bytes seems to have fewer in its `blocks` of 512. Pure.
+
+    Compression and late writing look the same: it tells where zeros are likely, and nothing more.
+    """
+    return size - blocks * 512 >= _BESIDE

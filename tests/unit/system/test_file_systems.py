@@ -1,0 +1,66 @@
+"""The kind of a file system, and whose word on holes is the kernel's own."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from forestage.system import file_systems
+
+
+def test_kind_of_a_file_system_is_the_kernels_number() -> None:
+    fd = os.open("/proc", os.O_RDONLY)
+    try:
+        assert file_systems.read_kind(fd) == 0x9FA0
+    finally:
+        os.close(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file_systems.read_kind(-1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "true"),
+    [
+        (0xEF53, True),  # ext4
+        (0x58465342, True),  # XFS
+        (0x9123683E, True),  # btrfs
+        (0x01021994, True),  # tmpfs
+        (0x794C7630, False),  # overlayfs
+        (0x65735546, False),  # FUSE
+        (0x6969, False),  # NFS
+        (0xFF534D42, False),  # CIFS
+        (0x2FC12FC1, False),  # ZFS
+        (0x0BD00BD0, False),  # Lustre
+        (0x47504653, False),  # GPFS
+        (0x00C36400, False),  # CephFS
+        (0x0, False),
+    ],
+)
+def test_holes_are_believed_of_file_systems_that_this_kernel_lays_out(
+    monkeypatch: pytest.MonkeyPatch, kind: int, true: bool
+) -> None:
+    monkeypatch.setattr(file_systems, "read_kind", lambda _: kind)
+    assert file_systems.is_hole_map_true(0) is true
+
+
+def test_file_system_that_does_not_say_its_kind_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: int) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(file_systems, "read_kind", fail)
+    assert not file_systems.is_hole_map_true(0)
+
+
+def test_file_lacks_blocks_from_a_page_on(tmp_path: Path) -> None:
+    for size, blocks, lacks in (
+        (8192, 16, False),
+        (8192, 9, False),
+        (8192, 8, True),
+        (0, 0, False),
+    ):
+        assert file_systems.lacks_blocks(size, blocks) is lacks
