@@ -17,7 +17,7 @@
 #define DEVICE "/dev/fuse"
 #define ACCEPTS "ok " /* begins an answer to "serve"; the rest are the options of the mount */
 
-/* Neither is in the headers of EL 8; the numbers are the same on every architecture of Slurm's. */
+/* Old headers have neither; the numbers are the same on every architecture of Slurm's. */
 #ifndef SYS_move_mount
 #define SYS_move_mount 429
 #endif
@@ -91,7 +91,7 @@ static int exchange(int keeper, const char *request, int given, char answer[ANSW
 	return got;
 }
 
-/* Whether move_mount(2) is there: the kernel of EL 8 has none. */
+/* Whether move_mount(2) is there: Linux before 5.2 has none. */
 static bool moves(void)
 {
 	return syscall(SYS_move_mount, -1, "", -1, "", FROM_AND_TO_DESCRIPTORS) < 0 &&

@@ -43,7 +43,7 @@ def test_no_command_needs_what_is_left_out() -> None:
     [
         ("3.11", [], "python3"),  # Debian 12
         ("3.9", ["3.11", "3.12"], "python3.12"),  # EL 9
-        ("", ["3.11"], "python3.11"),  # EL 8 without a default
+        ("", ["3.11"], "python3.11"),  # no default at all
         ("3.15", ["3.13"], "python3.13"),  # newer than what the package has modules for
     ],
 )

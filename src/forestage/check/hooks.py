@@ -30,6 +30,16 @@ def findings(files: Files, site: Site, uses: Uses, now: float) -> Iterator[Findi
         called = bool(hook.patterns) and now - ran < RECENT
         if not called and not any(script.ours for script in hook.scripts):
             yield _absent(site, hook)
+    if lacks_pdeathsig(files):  # so no program of ours can be started
+        yield Finding(
+            "setpriv-old",
+            "critical",
+            "setpriv has no --pdeathsig, by which a program ends with the process that started it",
+            "Nothing that takes a program works: directories of jobs, images of registries,"
+            " `engine: rsync`, and the sweep, which asks Slurm which jobs are over",
+            "util-linux 2.33 or newer: another release of the distribution",
+        )
+        return
     scripts = [script for hook in site.hooks for script in hook.scripts]
     ours = [one.path for one in scripts if one.ours and one.state == "fine"]
     for path in _interpreters(files, ours):
@@ -42,6 +52,18 @@ def findings(files: Files, site: Site, uses: Uses, now: float) -> Iterator[Findi
                 f"install forestage's package again, until `{path} -I -c 'import"
                 " forestage.hooks'` ends well",
             )
+
+
+def lacks_pdeathsig(files: Files) -> bool:
+    """Return whether this node's setpriv refuses the option with which each program is started."""
+    program = files.program("setpriv")
+    if not program:
+        return False
+    try:
+        argv = [str(files.at(program)), "--pdeathsig", "KILL", "--", "true"]
+        return run.run(argv, timeout=TIMEOUT).code != 0
+    except (Failed, OSError):
+        return False
 
 
 def _interpreters(files: Files, scripts: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Findings about the node itself: programs, the kernel, slurmd's mounts, timers, peers."""
 
 import os
+import re
 from collections.abc import Iterator
 
 from forestage.admin import site as sites
@@ -17,6 +18,7 @@ _HOLD = "forestage-hold.service"
 _HEALTH = "/usr/lib/forestage/bin/forestage-health"
 _CGROUPS = "/sys/fs/cgroup"
 _LIMITS = ("memory.max", "memory.high", "cpu.max")
+LEAST_KERNEL = (5, 14)  # EL 9's; the oldest of those on which forestage is run
 _LISTEN = "0A"  # /proc/net/tcp, TCP_LISTEN
 
 
@@ -40,6 +42,15 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
                 "Copies fail",
                 f"install the package {package}",
             )
+    kernel = read_kernel(files)
+    if kernel and kernel < LEAST_KERNEL:
+        yield Finding(
+            "kernel-old",
+            "warning",
+            f"Linux {kernel[0]}.{kernel[1]} is older than 5.14",
+            "Nobody has run forestage on it; nothing is switched off for that",
+            "Linux 5.14 or newer: another release of the distribution",
+        )
     if files.number("/proc/sys/user/max_mnt_namespaces") == 0:
         yield Finding(
             "mount-namespaces",
@@ -69,6 +80,12 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
     yield from _hold(files)
     if config.peers.enabled:
         yield from _peers(files, places, config.peers)
+
+
+def read_kernel(files: Files) -> tuple[int, int] | None:
+    """Return the release of the kernel that runs, as (5, 14); None where nothing tells it."""
+    found = re.match(r"(\d+)\.(\d+)", files.text("/proc/sys/kernel/osrelease") or "")
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def untended(files: Files, conf: Conf | None) -> Iterator[Finding]:

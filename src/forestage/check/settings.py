@@ -1,10 +1,10 @@
 """Findings about settings that are right one by one, and fit each other or this node badly."""
 
-import re
 from collections.abc import Iterator
 
 from forestage.admin.site import Conf
 from forestage.check.finding import Finding
+from forestage.check.node import read_kernel
 from forestage.check.uses import Used
 from forestage.config import DEFAULT, Config, Settings, dotted
 from forestage.paths import Places
@@ -95,17 +95,18 @@ def _places(files: Files, config: Config, where: str) -> Iterator[Finding]:
 
 def _locked_binds(files: Files, settings: Settings, where: str) -> Iterator[Finding]:
     """Where nobody can cover a redirect that lies in a user's own mount namespace."""
-    found = re.match(r"(\d+)\.(\d+)", files.text("/proc/sys/kernel/osrelease") or "")
+    kernel = read_kernel(files)
     if (
-        found
-        and (int(found[1]), int(found[2])) < COVERS
+        kernel
+        and kernel < COVERS
         and any(config.redirect == "bind" for _, config in settings.everywhere())
         and files.number("/proc/sys/user/max_user_namespaces") != 0
     ):
         yield Finding(
             "bind-stays",
             "warning",
-            f"Linux {found[0]} has no open_tree(2), and redirects are mounts of the whole node",
+            f"Linux {kernel[0]}.{kernel[1]} has no open_tree(2), and redirects are mounts of the"
+            " whole node",
             "One that is copied to a user's own mount namespace (rootless podman, unshare) stays"
             " there, and keeps the room of its entry, until the last process of it has ended",
             f"{where}: redirect: spank, with the companion in plugstack.conf",

@@ -383,7 +383,7 @@ def _grants(facts: os.stat_result | Asked, wanted: int, user: User) -> bool:
 
 
 def _may(fd: int, name: bytes, wanted: int) -> bool:
-    """Asks the kernel, for this thread's ids. glibc's own would look at mode bits on EL 8."""
+    """Asks the kernel, for this thread's ids. glibc's own looked at mode bits before 2.33."""
     done = _libc.syscall(_SYS_FACCESSAT2, fd, name, wanted, _AT_EACCESS)
     if done == 0 or ctypes.get_errno() != errno.ENOSYS:
         return bool(done == 0)

@@ -3,7 +3,7 @@
 enroot mounts by it into the container (runtime.sh). Root parses no squashfs: unsquashfs does, in a
 process that has the job's user's rights and limits, is theirs neither to trace nor to outlive
 (run.start_filter), and writes into memory that is gone with it. Any unsquashfs will do; `-cat` came
-with 4.5, and Enterprise Linux 8 and 9 have earlier ones.
+with 4.5, and Enterprise Linux 9 has an earlier one.
 """
 
 import contextlib

@@ -119,6 +119,10 @@ def loop(path: str) -> Callable[[GoodNode], object]:
     return both(removed(path), lambda node: node.link(path, path.rpartition("/")[2]))
 
 
+def linux(release: str) -> Callable[[GoodNode], object]:
+    return wrote("/proc/sys/kernel/osrelease", f"{release}\n")
+
+
 def removed_systemd(node: GoodNode) -> None:
     shutil.rmtree(node.at("/run/systemd"))
 
@@ -558,6 +562,16 @@ REST = [
     warning("switched-off", wrote("/run/forestage/disabled", "INC-42\n")),
     warning("switched-off", settings("enabled: false\n")),
     critical("program-missing", removed("/usr/bin/setpriv")),
+    critical(
+        "setpriv-old",
+        both(
+            # Everything that is started by it fails: this is said, and no interpreter is blamed.
+            wrote("/usr/bin/setpriv", "#!/bin/sh\ncase $1 in --pdeathsig) exit 1 ;; esac\n", 0o755),
+            removed("/usr/lib/forestage/bin/python3"),
+        ),
+    ),
+    warning("kernel-old", linux("5.13.0-52-generic")),
+    warning("kernel-old", linux("4.18.0-553.el8_10.x86_64")),
     critical("program-missing", settings("engine: rsync\n")),
     critical("mount-namespaces", wrote("/proc/sys/user/max_mnt_namespaces", "0\n")),
     warning(
@@ -582,7 +596,6 @@ SEEN = both(
     lambda node: node.use("/lustre/a.sqsh", 20 << 20),
     lambda node: node.use("/lustre/b.sqsh", 30 << 20),
 )
-EL8 = wrote("/proc/sys/kernel/osrelease", "4.18.0-553.el8_10.x86_64\n")
 ENROOT = '#!/bin/bash\nconfig::export ENROOT_SYSCONF_PATH "{}"\n'
 LEFT = "/raid/enroot/data/1001/pyxis_77.0"
 
@@ -624,12 +637,6 @@ SETTINGS = [
         f"{YAML}: max_image_size: 30MiB",
     ),
     warning("keeps-nothing", settings("low_watermark: 0%\n"), f"{YAML}: low_watermark"),
-    warning(
-        "bind-stays",
-        both(EL8, settings("redirect: bind\n")),
-        f"{YAML}: redirect: spank, with the companion in plugstack.conf",
-    ),
-    warning("bind-stays", both(EL8, settings("partitions: {gpu: {redirect: bind}}\n"))),
     warning(
         "bind-over-redirects",
         wrote(
@@ -813,7 +820,7 @@ def test_each_finding_has_a_planted_mistake() -> None:
     assert len(made) > 40
     elsewhere = {"source-hangs", "striping", "max-size-small"}
     elsewhere |= {"check-hangs", "store-hangs", "store-unwritable", "cache-hangs"}
-    elsewhere |= {"prefetch-clock", "prefetch-bandwidth"}
+    elsewhere |= {"prefetch-clock", "prefetch-bandwidth", "bind-stays"}
     assert made == {one.id for one in PLANTED} | elsewhere
 
 
@@ -882,13 +889,10 @@ GOOD: dict[str, Callable[[GoodNode], object]] = {
         lambda node: node.companion_for("24.11.5"),
         wrote("/usr/sbin/slurmd", "#!/bin/sh\necho nonsense\n", 0o755),
     ),
-    "an old Linux, and redirects in steps only": EL8,
-    "a redirect of the node, and Linux can cover it": both(
-        wrote("/proc/sys/kernel/osrelease", "5.2.0\n"), settings("redirect: bind\n")
+    "the oldest Linux, and a redirect of the node": both(
+        linux("5.14.0-503.el9.x86_64"), settings("redirect: bind\n")
     ),
-    "an old Linux, on which users make no namespaces": both(
-        EL8, wrote("/proc/sys/user/max_user_namespaces", "0\n"), settings("redirect: bind\n")
-    ),
+    "a release of Linux that says nothing": linux("next"),
     "no systemd, and slurmd's health check": both(
         removed_systemd, health("/usr/lib/forestage/bin/forestage-health")
     ),
@@ -1231,6 +1235,25 @@ def test_covered_paths_that_cannot_be_read_are_unknown(node: GoodNode) -> None:
     assert node.ids() == ["job-container-conf"]
     node.write(path, b"BasePath=/mnt/nvme # f\374r\n")
     assert "job-container-conf" not in node.ids()
+
+
+@pytest.mark.parametrize(
+    ("release", "settings", "found"),
+    [
+        ("4.18.0-553", "redirect: bind\n", True),
+        ("4.18.0-553", "partitions: {gpu: {redirect: bind}}\n", True),
+        ("4.18.0-553", "", False),
+        ("5.2.0", "redirect: bind\n", False),
+    ],
+)
+def test_redirect_that_linux_cannot_cover_is_told(
+    node: GoodNode, release: str, settings: str, found: bool
+) -> None:
+    linux(release)(node)
+    node.config(settings)
+    assert node.ids() == [*["bind-stays"] * found, "kernel-old"]
+    node.write("/proc/sys/user/max_user_namespaces", "0\n")  # nobody could take one along
+    assert node.ids() == ["kernel-old"]
 
 
 def test_slurm_conf_that_is_named_and_unreadable_is_unknown(node: GoodNode) -> None:
