@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from forestage.cache import disk, disk_errors, evict
-from forestage.cache.layout import Cache
+from forestage.cache.layout import Cache, StoredEntry
 from forestage.check.finding import Finding
 from forestage.check.uses import Used, Uses
 from forestage.config import Config
@@ -43,7 +43,7 @@ def findings(
         return
     yield from _place(config, under, hidden, real, origin)
     if not _is_missing(under, config) and not is_far(under):
-        yield from _holdings(files, config, real, used.images, origin)
+        yield from _holdings(files, config, real, used.images, origin, now)
 
 
 def _wrong_bytes(found: Iterable[Event]) -> Iterator[Finding]:
@@ -130,7 +130,7 @@ def _place(
 
 
 def _holdings(
-    files: Files, config: Config, real: str, images: tuple[Used, ...], origin: str
+    files: Files, config: Config, real: str, images: tuple[Used, ...], origin: str, now: float
 ) -> Iterator[Finding]:
     """What the disk told of itself, who may write to the cache, and its room."""
     places, cache = Places(files.root), Cache(files.at(real))
@@ -163,7 +163,39 @@ def _holdings(
         )
     else:
         yield from _reach(Cache(files.at(config.cache)))
-    yield from _room(files, cache, config, images, origin)
+    stored: list[StoredEntry] = []
+    with contextlib.suppress(OSError):
+        stored = cache.stored_entries()
+    yield from _vanished(cache, config, stored, now)
+    yield from _room(files, cache, config, images, origin, stored)
+
+
+def _vanished(
+    cache: Cache, config: Config, stored: list[StoredEntry], now: float
+) -> Iterator[Finding]:
+    """What is said of damaged entries that lack a file: an entry is published and evicted whole."""
+    lost = [_lost_at(cache.entry_dir(one.key)) for one in stored if one.entry is None]
+    since = [time for time in lost if now - time < RECENT]
+    if since:
+        yield Finding(
+            "entries-vanish",
+            "warning",
+            f"files vanish from entries ({len(since)} since {moment(min(since))}): does something"
+            " on this node delete by owner?",
+            "Jobs keep what they have open, and each next one copies its image anew. A copy belongs"
+            " to its image's owner, so that whatever deletes a user's files on the disk takes it",
+            f"leave out {config.cache} where the site's Epilog, or a timer, deletes users' files",
+        )
+
+
+def _lost_at(directory: Path) -> float:
+    """Return when a damaged entry lost a file, by its directory's time; 0 if it has them all."""
+    try:
+        if all((directory / name).exists() for name in ("image", "entry.json")):
+            return 0.0
+        return directory.stat().st_mtime if directory.is_dir() else 0.0
+    except OSError:
+        return 0.0
 
 
 def _reach(cache: Cache) -> Iterator[Finding]:
@@ -206,7 +238,12 @@ def _unpacked_beside(files: Files, config: Config, min_free: int, origin: str) -
 
 
 def _room(
-    files: Files, cache: Cache, config: Config, images: tuple[Used, ...], origin: str
+    files: Files,
+    cache: Cache,
+    config: Config,
+    images: tuple[Used, ...],
+    origin: str,
+    stored: list[StoredEntry],
 ) -> Iterator[Finding]:
     """What entries may take if all others are evicted, compared with the largest image."""
     facts = files.disk(config.cache)
@@ -215,7 +252,7 @@ def _room(
     total, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     used = 0
     with contextlib.suppress(OSError, Failed):
-        used = evict.measure(cache, cache.stored_entries(), config).used
+        used = evict.measure(cache, stored, config).used
     room = min(config.max_size.of(total), used + free - config.min_free.of(total))
     largest = max(images, key=lambda image: image.size, default=Used(""))
     yield from _unpacked_beside(files, config, config.min_free.of(total), origin)

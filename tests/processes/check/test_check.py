@@ -36,6 +36,7 @@ from forestage.prefetch.expected import Expectations
 from forestage.prefetch.marks import Look, Marks
 from forestage.system import as_user
 from forestage.system.as_user import User
+from forestage.system.terminal import moment
 from forestage.system.tree import Files
 from goodnode import COMPANION, REPO, GoodNode, words
 from node import until
@@ -717,6 +718,35 @@ BAD = [
     ),
 ]
 
+CACHE = "/mnt/nvme/forestage"
+
+
+def entry(key: str, seconds_ago: float, *files: str) -> Callable[[GoodNode], object]:
+    """An entry whose record says nothing; its directory was changed last so long ago."""
+
+    def plant(node: GoodNode) -> None:
+        directory = f"{CACHE}/entries/{key}"
+        node.at(directory).mkdir(parents=True)
+        for name in files:
+            node.write(f"{directory}/{name}", "")
+        os.utime(node.at(directory), (NOW, NOW - seconds_ago))
+
+    return plant
+
+
+VANISHED = [
+    warning(
+        "entries-vanish",
+        both(
+            entry("ab" * 16, 60, "entry.json", "map"),
+            entry("ac" * 16, 3600, "image"),
+            entry("ad" * 16, 8 * 86400, "entry.json"),
+            entry("ae" * 16, 7200, "entry.json", "image"),
+        ),
+        f"leave out {CACHE} where the site's Epilog, or a timer, deletes users' files",
+    ),
+]
+
 LOGIN = [
     warning(
         "login-no-option",
@@ -786,7 +816,9 @@ PREFETCH = [
     warning("prefetch-host", prefetch_node),
 ]
 
-PLANTED = [*BAD, *SLURM, *PLUGINS, *REGISTRY, *DISK, *REST, *SETTINGS, *LOGIN, *PREFETCH]
+PLANTED = [
+    *(*BAD, *SLURM, *PLUGINS, *REGISTRY, *DISK, *REST, *SETTINGS, *VANISHED, *LOGIN, *PREFETCH),
+]
 
 
 @pytest.mark.parametrize("mistake", PLANTED, ids=lambda one: one.id)
@@ -1235,6 +1267,21 @@ def test_covered_paths_that_cannot_be_read_are_unknown(node: GoodNode) -> None:
     assert node.ids() == ["job-container-conf"]
     node.write(path, b"BasePath=/mnt/nvme # f\374r\n")
     assert "job-container-conf" not in node.ids()
+
+
+def test_entries_that_lost_a_file_within_a_week_are_counted(node: GoodNode) -> None:
+    VANISHED[0].plant(node)
+    (one,) = node.check().findings
+    assert one.what == (
+        f"files vanish from entries (2 since {moment(NOW - 3600)}): does something on this node"
+        " delete by owner?"
+    )
+
+
+def test_entries_that_are_damaged_and_whole_do_not_vanish(node: GoodNode) -> None:
+    entry("ae" * 16, 7200, "entry.json", "image")(node)
+    node.write(f"{CACHE}/entries/stray", "")
+    assert node.ids() == []
 
 
 @pytest.mark.parametrize(
