@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -118,6 +120,54 @@ def test_safety_rule_names_code_that_exists() -> None:
         text = file.read_text() if file.exists() else (REPO / module).read_text()
         for name in re.findall(r"\w+", names):
             assert re.search(rf"(def|class) {name}\b|^{name}\b.* = ", text, re.MULTILINE), place
+
+
+SOURCES = [
+    file
+    for folder in ("src", "packaging", "prolog", "epilog", "bench")
+    for file in sorted((REPO / folder).rglob("*"))
+    if file.is_file() and not {".venv", "__pycache__"} & set(file.parts)
+]
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """The program's and the packages' files that are text, Python or not, by their paths."""
+    for file in SOURCES:
+        with contextlib.suppress(UnicodeDecodeError):
+            yield str(file.relative_to(REPO)), file.read_text()
+
+
+def leads_to(name: str, beside: str = "") -> Path | None:
+    """The file of ours that a comment means by a path."""
+    bases = ("", "src", "src/forestage", "tests", str(Path(beside).parent))
+    return next((one for base in bases if (one := REPO / base / name).is_file()), None)
+
+
+def test_file_of_ours_that_a_source_names_is_there() -> None:
+    named = re.compile(r"(?<![\w/.${}*-])((?:[a-z_]+/)+\w+\.py|(?:src/)?spank/\w+\.[ch])\b")
+    outside = {"slurm/spank.h"}
+    found = [(file, name) for file, text in texts() for name in named.findall(text)]
+    assert {"packaging/man/configuration", "src/spank/constants.h"} <= {file for file, _ in found}
+    for file, name in found:
+        assert name in outside or leads_to(name, file), f"{file} names {name}"
+
+
+def test_test_that_a_source_names_knows_of_it() -> None:
+    """As what compares a generated file with the program that makes it."""
+    for file, text in texts():
+        for name in re.findall(r"tests/[\w/]*test_\w+\.py", text):
+            assert Path(file).name in (REPO / name).read_text(), f"{file} names {name}"
+
+
+def test_constant_that_a_source_names_is_in_the_file_that_it_names() -> None:
+    named = re.compile(r"\b([A-Z][A-Z_]{2,}) in ((?:[a-z_]+/)+\w+\.(?:py|c|h))\b")
+    found = [(file, *one) for file, text in texts() for one in named.findall(text)]
+    assert len(found) > 5
+    for file, constant, name in found:
+        target = leads_to(name, file)
+        assert target, f"{file} names {name}"
+        made = rf"^(#define )?{constant}\b( =|: | [^ ])"
+        assert re.search(made, target.read_text(), re.MULTILINE), f"{file}: {constant} in {name}"
 
 
 def test_safety_rule_of_the_companion_names_a_function_that_exists() -> None:
