@@ -32,6 +32,7 @@ static const char *control;
  *     seconds 1  times have no fractions
  *     ago N      all was changed N seconds earlier than it was
  *     inodes 1   each look finds another inode number
+ *     alike 1    all files have one inode number, one time and, they say, two names
  *     longer N   each file says that it is N bytes longer than it is
  *     forges 1   behind their first 4 KiB, files have other bytes than they have
  *     squash 1   to open and to look, root is nobody: what others may not, root may not
@@ -105,6 +106,11 @@ static int far_getattr(const char *path, struct stat *facts, struct fuse_file_in
     facts->st_ctim.tv_sec -= told("ago");
     if (told("inodes"))
         facts->st_ino += 1000 * ++looks;
+    if (told("alike") && S_ISREG(facts->st_mode)) {
+        facts->st_ino = 77;
+        facts->st_nlink = 2;
+        facts->st_mtim = facts->st_ctim = (struct timespec){1000000000, 0};
+    }
     if (S_ISREG(facts->st_mode))
         facts->st_size += told("longer");
     return 0;

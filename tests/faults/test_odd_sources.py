@@ -16,9 +16,9 @@ from far import Far
 from fault import CHUNKS, Points, Until, beside, image, served
 
 from forestage.bind import unmount
-from forestage.sources import source
+from forestage.sources import manifest, source
 from forestage.stage import queue
-from forestage.system import mounts
+from forestage.system import file_systems, mounts
 from node import ALICE, BOB, Later, Node, read_as, until
 
 CLOSED = "closed/image.sqsh"  # none but its owner gets there
@@ -301,3 +301,24 @@ def test_redirect_on_a_dead_source_keeps_no_other_from_going(
     later = Later(unmount.LEFT_TO_SWEEP)
     assert beside(lambda: node.epilog(5, clock=later)).said == ("released", "")
     assert node.binds() == {}
+
+
+@pytest.mark.parametrize("believed", [False, True])
+def test_files_that_all_say_they_are_one_are_not_taken_for_one(
+    far: Far, monkeypatch: pytest.MonkeyPatch, believed: bool
+) -> None:
+    """By their file system's kind; and by the kernel's handles, were that believed."""
+    (far.folder / "set").mkdir()
+    for name in ("a", "b"):
+        far.put(f"set/{name}", name.encode() * 5000)
+    if believed:
+        monkeypatch.setattr(file_systems, "is_inode_number_true", lambda _: True)
+    far.behaves(alike=1)
+    root, path = manifest.open_root(str(far.point / "set"), ALICE)
+    try:
+        found = manifest.take(root, path, ALICE, 100)
+    finally:
+        os.close(root)
+    _, a, b = found.files
+    assert (a.inode, a.size, a.ctime_ns) == (b.inode, b.size, b.ctime_ns)
+    assert found.links == ()

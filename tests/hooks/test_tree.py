@@ -450,6 +450,29 @@ def test_tree_without_room_is_declined_and_evicts_no_image(spank: Node) -> None:
     assert spank.parts() == []
 
 
+def test_hard_links_take_the_room_of_one_file(
+    spank: Node, mounted: Callable[[data.ShownData], Path]
+) -> None:
+    """Twenty-one names of 8 MiB would be more than the disk has."""
+    path = fill(spank)
+    file = spank.server / "alice/set/large"
+    spank.put("alice/set/large", os.urandom(8 * MIB))
+    for number in range(20):
+        folder = file.parent / f"d{number}"
+        folder.mkdir()
+        os.chown(folder, ALICE.uid, ALICE.gid)
+        (folder / "name").hardlink_to(file)
+    os.utime(file, (0, 0))
+    found = staged(spank, 1, path)
+    assert (found.state, found.detail) == ("ready", "")
+    (size,) = (spank.cache.image(key).stat().st_size for key in spank.entries())
+    assert size < 10 * MIB
+    copy = mounted(show(spank, 1))
+    assert differences(path, copy) == ""
+    assert (copy / "large").stat().st_nlink == 21
+    assert (copy / "d19/name").samefile(copy / "large")
+
+
 def test_killed_copy_of_a_tree_is_resumed_by_the_next_job(
     spank: Node, after: Callable[[object, str, Callable[[], object]], None]
 ) -> None:

@@ -6,8 +6,9 @@
     … to the end           files, each from a block's beginning on
 
 Plain files in one piece each, nothing compressed: a file's bytes are copied to their place as they
-are. The kernel (5.4 and later) mounts it read-only with owners, modes, ACLs and times. Root writes
-it from a manifest: nothing that a user wrote is parsed by the kernel as a file system.
+are. Hard links are entries of one inode, which counts those of the tree. The kernel (5.4 and later)
+mounts it read-only with owners, modes, ACLs and times. Root writes it from a manifest: nothing that
+a user wrote is parsed by the kernel as a file system.
 
 The format: Documentation/filesystems/erofs.rst, fs/erofs/erofs_fs.h of Linux.
 """
@@ -15,7 +16,7 @@ The format: Documentation/filesystems/erofs.rst, fs/erofs/erofs_fs.h of Linux.
 import stat
 import struct
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -57,6 +58,7 @@ class _Node:
         self.acl = _acl(acl)
         self.at = 0  # bytes from the first inode's block on
         self.block = 0
+        self.names = 1  # of a directory it says that nobody counted
         self.blocks: list[bytes] = []  # of a directory, or a long link
 
     @property
@@ -76,13 +78,18 @@ def layout(manifest: Manifest, acls: Mapping[bytes, bytes]) -> Layout:
     Raises Declined for what is too large. What this takes of memory, names decide, not sizes.
     """
     nodes = [_Node(file, acls.get(file.path, b"")) for file in manifest.files]
+    for number, first in manifest.links:
+        nodes[number] = nodes[first]
+        nodes[first].names += 1
+    further = dict(manifest.links)
+    inodes = {number: node for number, node in enumerate(nodes) if number not in further}
     where = {file.path: number for number, file in enumerate(manifest.files)}
     for number, file in enumerate(manifest.files[1:], 1):
         above, _, name = file.path.rpartition(b"/")
         nodes[where[above]].children.append((name, number))
-    end = _place_inodes(nodes)
+    end = _place_inodes(inodes.values())
     block = 1 + -(-end // BLOCK)
-    for node in nodes:
+    for node in inodes.values():
         if node.file.is_dir:
             parent = nodes[where[node.file.path.rpartition(b"/")[0]]]
             node.blocks = _directory(node, parent, nodes)
@@ -92,7 +99,7 @@ def layout(manifest: Manifest, acls: Mapping[bytes, bytes]) -> Layout:
         block += len(node.blocks)
     head = block * BLOCK
     starts, numbers = [], []
-    for number, node in enumerate(nodes):
+    for number, node in inodes.items():
         if node.file.is_file and node.file.size:
             node.block = block
             starts.append(block * BLOCK)
@@ -101,10 +108,11 @@ def layout(manifest: Manifest, acls: Mapping[bytes, bytes]) -> Layout:
     if block > MOST_BLOCKS:
         raise Declined("too-large", f"{manifest.path} has more than EROFS can hold, 16 TiB")
     digest = bytes.fromhex(manifest.digest)
-    return Layout(_head(nodes, head, block, digest), block * BLOCK, tuple(starts), tuple(numbers))
+    made = _head(inodes.values(), head, block, digest)
+    return Layout(made, block * BLOCK, tuple(starts), tuple(numbers))
 
 
-def _place_inodes(nodes: Sequence[_Node]) -> int:
+def _place_inodes(nodes: Collection[_Node]) -> int:
     """Gives each inode its place; returns where the last one ends."""
     end = ROOT * SLOT
     for node in nodes:
@@ -142,7 +150,7 @@ def _dirents(batch: Sequence[tuple[bytes, _Node]]) -> bytes:
     return entries + b"".join(name for name, _ in batch)
 
 
-def _head(nodes: Sequence[_Node], size: int, blocks: int, digest: bytes) -> bytes:
+def _head(nodes: Collection[_Node], size: int, blocks: int, digest: bytes) -> bytes:
     head = bytearray(size)
     _SUPER.pack_into(
         *(head, 1024),
@@ -183,7 +191,7 @@ def _inode(node: _Node) -> bytes:
         file.gid,
         seconds & 0xFFFFFFFFFFFFFFFF,
         ns,
-        1,  # link: of a directory, it says that nobody counted
+        node.names,
         b"",
     )
 

@@ -13,7 +13,7 @@ import random
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -21,10 +21,11 @@ import msgspec
 
 from forestage.cache import image
 from forestage.errors import Declined, Failed
-from forestage.system import mounts
+from forestage.system import file_systems, handles, mounts
 from forestage.system.as_user import User
 from forestage.system.file_systems import lacks_blocks
 from forestage.system.files import Asked, latest, opened
+from forestage.system.handles import Handle
 from forestage.units import printable
 
 THREADS = 32  # a look at a file costs a network file system a round trip, and hardly any time here
@@ -72,11 +73,13 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A directory at its resolved `path`, and all below it, sorted by path.
 
     `sparse` are the numbers of the files that have no blocks on their disk for some of their bytes.
+    `links` are further names of one inode: the number of the name, and that of its first name.
     """
 
     path: str
     files: tuple[File, ...]
     sparse: tuple[int, ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
 
     @property
     def digest(self) -> str:
@@ -89,8 +92,17 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def bytes(self) -> int:
-        """Of all its files."""
-        return sum(file.size for file in self.files if file.is_file)
+        """Of all its files; those of an inode once, whatever names it has."""
+        again = sum(self.files[number].size for number, _ in self.links)
+        return sum(file.size for file in self.files if file.is_file) - again
+
+    @property
+    def names(self) -> dict[int, list[int]]:
+        """The numbers of all names of an inode, by that of the first, where it has several."""
+        found: dict[int, list[int]] = {}
+        for number, first in self.links:
+            found.setdefault(first, [first]).append(number)
+        return found
 
     @property
     def newest_ns(self) -> int:
@@ -175,7 +187,54 @@ def take(root: int, path: str, user: User, max_files: int) -> Manifest:
     _spread([_Todo(b"")], user, look, THREADS)
     found.sort(key=lambda file: file.path)
     sparse = tuple(number for number, file in enumerate(found) if file.path in bound.sparse)
-    return Manifest(path, tuple(found), sparse)
+    return Manifest(path, tuple(found), sparse, _find_links(root, found, bound.linked, user))
+
+
+def _find_links(
+    root: int, files: Sequence[File], linked: Set[bytes], user: User
+) -> tuple[tuple[int, int], ...]:
+    """Return which names are one inode, as `Manifest.links` has it; `linked` have several names.
+
+    The copy has the bytes of the first name for all of them, so a mistake would be wrong bytes.
+    Two names are one file only if
+
+    - the file system is one whose inode numbers are believed (system/file_systems). All files of a
+      tree lie on one, or it is declined;
+    - both have further names by st_nlink, and the same inode number, size, mode, owner, mtime and
+      ctime: these are an inode's own, so whichever name they are taken from, they are right;
+    - their handles are equal. A new file that gets a number which has just become free has another
+      generation in its handle; on NFS the server's own handles are compared.
+
+    Names for which any of this is not so keep bytes of their own, which costs space and is never
+    wrong. Only the structure is noted, as st_dev is a number of this node. A name that is linked to
+    another file later changes that file's ctime, and so the tree's digest.
+    """
+    if not linked or not file_systems.is_inode_number_true(root):
+        return ()
+    same: dict[File, list[int]] = {}
+    for number, file in enumerate(files):
+        if file.path in linked:
+            same.setdefault(msgspec.structs.replace(file, path=b""), []).append(number)
+    several = [number for numbers in same.values() if len(numbers) > 1 for number in numbers]
+
+    def read(numbers: Sequence[int]) -> list[tuple[int, Handle]]:
+        found = []
+        for number in numbers:
+            with contextlib.suppress(OSError):  # it is gone: a further look finds a change
+                if handle := handles.of(files[number].path, root):
+                    found.append((number, handle))
+        return found
+
+    # In one thread: the kernel has just seen these names, and asks no server for a handle.
+    (pairs,) = each_as(user, [several], read)
+    known = dict(pairs)
+    first: dict[tuple[File, Handle], int] = {}
+    links = []
+    for facts, numbers in same.items():
+        for number in numbers:
+            if number in known and first.setdefault((facts, known[number]), number) != number:
+                links.append((number, first[facts, known[number]]))
+    return tuple(sorted(links))
 
 
 def must_be_sound(found: Manifest, acls: Mapping[bytes, bytes], max_files: int) -> None:
@@ -208,12 +267,28 @@ def must_be_sound(found: Manifest, acls: Mapping[bytes, bytes], max_files: int) 
     names = sum(len(file.path) + len(file.link) for file in found.files)
     if not 0 < len(found.files) <= max_files or names > max_files * NAME_BYTES:
         raise Declined("bad-look", "another node's manifest has too many files")
+    if not _are_links(found, acls):
+        raise Declined("bad-look", "another node's manifest has names of one file that are not")
     numbers = found.sparse
     if sorted(set(numbers)) != list(numbers) or not all(_is_file(found, at) for at in numbers):
         raise Declined("bad-look", "another node's manifest has holes in what is no file")
     for path, acl in acls.items():
         if kinds.get(path, stat.S_IFLNK) == stat.S_IFLNK or not _is_acl(acl):
             raise Declined("bad-look", f"another node's manifest has an ACL of {path!r}")
+
+
+def _are_links(found: Manifest, acls: Mapping[bytes, bytes]) -> bool:
+    """Return whether each further name comes after its first one and is as that is. Pure."""
+    files, numbers = found.files, [number for number, _ in found.links]
+    further = set(numbers)
+    return sorted(further) == numbers and all(
+        0 <= first < number < len(files)
+        and first not in further
+        and files[number].is_file
+        and msgspec.structs.replace(files[number], path=files[first].path) == files[first]
+        and acls.get(files[number].path) == acls.get(files[first].path)
+        for number, first in found.links
+    )
 
 
 def _is_file(found: Manifest, number: int) -> bool:
@@ -269,7 +344,7 @@ class _Todo(NamedTuple):
 class _Bound:
     """Counts files, and the bytes of their names and links, as they are listed.
 
-    Notes the paths of those with fewer blocks than bytes.
+    Notes the paths of those with fewer blocks than bytes, and of those that have other names.
     """
 
     def __init__(self, path: str, max_files: int) -> None:
@@ -277,6 +352,7 @@ class _Bound:
         self.files, self.max_files = 1, max_files
         self.room = max_files * NAME_BYTES
         self.sparse: set[bytes] = set()
+        self.linked: set[bytes] = set()
         self.lock = threading.Lock()
 
     def add(self, files: int, size: int) -> None:
@@ -374,6 +450,8 @@ def _look(fd: int, path: bytes, name: bytes, disk: int, user: User, bound: _Boun
         raise Declined("no-permission", f"{shown} is not readable by this user")
     if kind == stat.S_IFREG and lacks_blocks(facts.st_size, facts.st_blocks):
         bound.sparse.add(path)
+    if kind == stat.S_IFREG and facts.st_nlink > 1:
+        bound.linked.add(path)
     return _file(path, facts)
 
 

@@ -142,7 +142,10 @@ class OpenTree:
         """
         source.must_be_written_nowhere(self.root, self.found.path)
         if self.lent:
-            some = [self.found.files[number] for number in sorted(self.seen)]
+            # What was read of an inode is shown by all its names.
+            names = self.found.names
+            read = (name for number in sorted(self.seen) for name in names.get(number, [number]))
+            some = [self.found.files[number] for number in read]
             try:
                 if manifest.still(self.root, [*manifest.sample(self.found), *some], self.user):
                     return

@@ -24,6 +24,13 @@ _STATFS = 256  # bytes that hold a struct statfs on every architecture
 # SMB, FUSE, Lustre, GPFS, CephFS: they pass the question on, or answer for a server.
 _MAPPING_HOLES = frozenset((EXT4, XFS, BTRFS, TMPFS))
 
+# Whose inode number is no other file's as long as the file has a name:
+# - ext4, XFS, btrfs: the number of a place on their disk; tmpfs: counted (mm/shmem.c).
+# - NFS: the server's fileid, unique within its file system (RFC 8881, attribute 20).
+# Not FUSE, where it is the program's word, which may give two files one number, or another one
+# after a remount; not what is made of several file systems.
+_NUMBERING_FILES = frozenset((EXT4, XFS, BTRFS, TMPFS, NFS))
+
 
 def read_kind(fd: int) -> int:
     """Return the number that Linux has for the file system of an open file. Raises OSError."""
@@ -37,6 +44,14 @@ def is_hole_map_true(fd: int) -> bool:
     """Return whether a hole that the open file's file system names has no bytes but zeros."""
     try:
         return read_kind(fd) in _MAPPING_HOLES
+    except OSError:
+        return False
+
+
+def is_inode_number_true(fd: int) -> bool:
+    """Return whether files of the open file's file system with one inode number are one file."""
+    try:
+        return read_kind(fd) in _NUMBERING_FILES
     except OSError:
         return False
 

@@ -35,16 +35,17 @@ class Handle(msgspec.Struct, frozen=True):
         return f"{self.kind}-{self.data.hex()}"
 
 
-def of(path: Path) -> Handle | None:
+def of(path: Path | bytes, directory: int = _AT_FDCWD) -> Handle | None:
     """The handle of what lies there, links not followed; None where its file system has none.
 
-    Raises OSError.
+    A relative path is one below an open `directory`. Raises OSError.
     """
     raw = libc.room(_HEAD.size + _LONGEST, _HEAD.pack(_LONGEST, 0))
     mount = libc.room(4)  # an int: the mount's number
-    name = os.fspath(path)
+    name = os.fsencode(path)
     try:
-        libc.call("name_to_handle_at", _AT_FDCWD, os.fsencode(name), raw, mount, 0, about=name)
+        about = os.fsdecode(name)
+        libc.call("name_to_handle_at", directory, name, raw, mount, 0, about=about)
     except OSError as error:
         if error.errno in _NONE:
             return None

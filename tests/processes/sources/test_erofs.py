@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import stat
@@ -10,6 +11,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -210,21 +212,31 @@ def image(node: Node, top: Path, user: User = ALICE, piece: int = 10_000) -> Pat
     return file
 
 
-def differences(node: Node, top: Path, copy: Path) -> str:
-    """What rsync would change: contents, owners, modes, times, links, ACLs."""
+@contextlib.contextmanager
+def shown_at(node: Node, copy: Path) -> Iterator[Path]:
+    """Where the kernel shows the image."""
     device = loop.attach(copy, read_only=True)
     point = node.places.root / "mounted"
     point.mkdir()
     try:
         mounts.mount(device, str(point), mounts.MS_RDONLY, "erofs")
-        argv = ["rsync", "-nacAX", "--delete", "--out-format=%i %n", f"{top}/", f"{point}/"]
-        told = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-        counted = sum(len(names) + len(folders) for _, folders, names in os.walk(point))
-        assert counted == sum(len(names) + len(folders) for _, folders, names in os.walk(top))
-        return told
+        yield point
     finally:
         mounts.umount(str(point))
         subprocess.run(["losetup", "--detach", device], check=True)
+
+
+def rsync(options: str, top: Path, point: Path) -> str:
+    argv = ["rsync", options, "--delete", "--out-format=%i %n", f"{top}/", f"{point}/"]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
+def differences(node: Node, top: Path, copy: Path) -> str:
+    """What rsync would change: contents, owners, modes, times, links, ACLs."""
+    with shown_at(node, copy) as point:
+        counted = sum(len(names) + len(folders) for _, folders, names in os.walk(point))
+        assert counted == sum(len(names) + len(folders) for _, folders, names in os.walk(top))
+        return rsync("-nacAX", top, point)
 
 
 def test_kernel_finds_every_name_of_a_large_directory(node: Node, top: Path) -> None:
@@ -260,6 +272,42 @@ def test_kernel_shows_acls_of_any_length(node: Node, top: Path) -> None:
     (top / "folder").mkdir()
     subprocess.run(["setfacl", "-m", "u:4242:rx", top / "folder"], check=True)
     assert differences(node, top, image(node, top)) == ""
+
+
+def test_hard_links_are_copied_once_and_are_one_file_again(node: Node, top: Path) -> None:
+    """In several directories; a name outside of the tree is none of the copy's."""
+    (top / "a/b").mkdir(parents=True)
+    (top / "c").mkdir()
+    (top / "a/file").write_bytes(os.urandom(300_000))
+    subprocess.run(["setfacl", "-m", "u:4242:r", top / "a/file"], check=True)
+    for name in ("a/b/deep", "c/beside", "above", "../outside"):
+        (top / name).hardlink_to(top / "a/file")
+    (top / "twin").write_bytes((top / "a/file").read_bytes())
+    (top / "c/empty").touch()
+    (top / "c/void").hardlink_to(top / "c/empty")
+    copy = image(node, top)
+    assert copy.stat().st_size < 2 * 300_000 + 20 * BLOCK
+    with shown_at(node, copy) as point:
+        facts = [(point / name).stat() for name in ("a/file", "a/b/deep", "c/beside", "above")]
+        assert {(one.st_ino, one.st_nlink) for one in facts} == {(facts[0].st_ino, 4)}
+        assert (point / "twin").stat().st_ino != facts[0].st_ino
+        assert (point / "twin").stat().st_nlink == 1
+        assert (point / "c/empty").samefile(point / "c/void")
+        used = subprocess.run(["du", "-sk", point], capture_output=True, text=True, check=True)
+        assert int(used.stdout.split()[0]) < 650
+        # With -H, rsync would change what is one file here and another one there.
+        assert rsync("-nacAXH", top, point) == ""
+
+
+def test_names_of_one_inode_are_entries_of_one(node: Node) -> None:
+    file = File(b"a", stat.S_IFREG | 0o644, 1, 1, BLOCK + 1, 1, 2, 3)
+    files = (ROOT, *(msgspec.structs.replace(file, path=name) for name in (b"a", b"b", b"c")))
+    made = erofs.layout(Manifest("/top", files, links=((3, 1),)), {})
+    reader = Reader(made)
+    numbers = {name: number for name, number, _ in reader.names(BLOCK * 2, 12 * 5 + 6)}
+    assert numbers[b"a"] == numbers[b"c"] != numbers[b"b"]
+    assert (reader.inodes, made.numbers) == (3, (1, 2))
+    assert made.size == len(made.head) + 4 * BLOCK
 
 
 @pytest.mark.parametrize("piece", [1, 4095, 4096, 100_000])

@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,10 @@ from hypothesis import strategies as st
 from forestage.errors import Declined, Failed
 from forestage.sources import manifest
 from forestage.sources.manifest import File, Manifest
+from forestage.system import file_systems, handles
 from forestage.system.as_user import User
+from forestage.system.files import Asked
+from forestage.system.handles import Handle
 from node import ALICE, BOB
 
 MOST = 1000
@@ -409,6 +413,130 @@ def test_files_that_lack_blocks_are_noted_and_make_no_other_tree(top: Path, me: 
     assert found.digest == Manifest(found.path, found.files).digest
     lent = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Manifest)
     assert lent == found
+
+
+# --- hard links
+
+
+def link(top: Path, *names: str) -> None:
+    """Makes a file of these names."""
+    (top / names[0]).write_bytes(b"x" * 5000)
+    for name in names[1:]:
+        (top / name).hardlink_to(top / names[0])
+
+
+def test_names_of_one_file_are_noted_and_counted_once(top: Path, me: User) -> None:
+    (top / "b").mkdir()
+    link(top, "c", "a", "b/deep", "../outside")
+    link(top, "one", "../other")  # its second name is not in the tree
+    (top / "twin").write_bytes(b"x" * 5000)
+    found = look(top, me)
+    names = {number: one.path for number, one in enumerate(found.files)}
+    assert [(names[at], names[first]) for at, first in found.links] == [
+        (b"b/deep", b"a"),
+        (b"c", b"a"),
+    ]
+    assert found.bytes == 15_000
+    assert found.names == {1: [1, 3, 4]}
+    manifest.must_be_sound(found, {}, 100)
+    lent = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Manifest)
+    assert (lent, lent.digest) == (found, found.digest)
+
+
+def test_tree_whose_names_are_one_file_is_another_than_one_of_files(top: Path, me: User) -> None:
+    link(top, "a", "b")
+    found = look(top, me)
+    assert found.digest != Manifest(found.path, found.files).digest
+
+
+@pytest.mark.parametrize("broken", ["inode number", "handle", "no handle", "its own count"])
+def test_names_that_may_be_two_files_have_bytes_of_their_own(
+    top: Path, me: User, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    link(top, "a", "b")
+    assert len(look(top, me).links) == 1
+    if broken == "inode number":
+        monkeypatch.setattr(file_systems, "is_inode_number_true", lambda _: False)
+    elif broken == "handle":
+        monkeypatch.setattr(handles, "of", lambda path, _: Handle(1, path))
+    elif broken == "no handle":
+        monkeypatch.setattr(handles, "of", lambda *_: None)
+    else:
+        real = manifest.latest
+
+        def latest(fd: int, disk: int, name: bytes = b"") -> Asked:
+            facts = real(fd, disk, name)
+            words = {word: getattr(facts, word) for word in Asked._fields}
+            return Asked(**words | {"st_nlink": 1})
+
+        monkeypatch.setattr(manifest, "latest", latest)
+    assert look(top, me).links == ()
+
+
+@pytest.mark.parametrize("field", ["mode", "uid", "gid", "size", "mtime_ns", "ctime_ns", "inode"])
+def test_files_with_anything_else_of_their_own_are_never_one(
+    top: Path, me: User, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """Whatever their file system says of them, and their handles."""
+    link(top, "a", "b", "../outside")
+    real = manifest._file
+    monkeypatch.setattr(handles, "of", lambda *_: Handle(1, b""))
+    assert len(look(top, me).links) == 1
+
+    def other(path: bytes, *facts: Any) -> File:
+        file = real(path, *facts)
+        change = {field: getattr(file, field) + 1} if path == b"b" else {}
+        return msgspec.structs.replace(file, **change)
+
+    monkeypatch.setattr(manifest, "_file", other)
+    assert look(top, me).links == ()
+
+
+def twins() -> Manifest:
+    """A sound manifest, in which b is a further name of a/b."""
+    found = sound()
+    further = msgspec.structs.replace(found.files[2], path=b"b")
+    return Manifest("/lustre/set", (*found.files, further), links=((4, 2),))
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        ((4, 3),),
+        ((4, 1),),
+        ((4, 4),),
+        ((2, 4),),
+        ((4, -1),),
+        ((5, 2),),
+        ((-1, 2),),
+        ((4, 2), (4, 2)),
+        ((1, 0),),
+        ((1 << 70, 2),),
+    ],
+)
+def test_names_that_another_node_wrongly_says_are_one_file_are_declined(
+    links: tuple[tuple[int, int], ...],
+) -> None:
+    manifest.must_be_sound(twins(), {}, 100)
+    with pytest.raises(Declined, match="names of one file"):
+        manifest.must_be_sound(msgspec.structs.replace(twins(), links=links), {}, 100)
+
+
+@pytest.mark.parametrize(
+    "facts", [{"mode": 0o100600}, {"uid": 2}, {"inode": 9}, {"size": 8}, {"ctime_ns": 6}]
+)
+def test_files_that_differ_are_no_names_of_one_whatever_another_node_says(
+    facts: dict[str, int],
+) -> None:
+    found = twins()
+    other = msgspec.structs.replace(found.files[4], **facts)
+    changed = msgspec.structs.replace(found, files=(*found.files[:4], other))
+    with pytest.raises(Declined, match="names of one file"):
+        manifest.must_be_sound(changed, {}, 100)
+    acl = b"\2\0\0\0" + bytes(8)
+    manifest.must_be_sound(found, {b"a/b": acl, b"b": acl}, 100)
+    with pytest.raises(Declined, match="names of one file"):
+        manifest.must_be_sound(found, {b"a/b": acl}, 100)
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,42 @@ def test_file_that_cannot_be_read_ends_the_piece_only_when_no_thread_fills_it(
     assert busy == 0
 
 
+# --- hard links
+
+
+@pytest.mark.parametrize("change", ["broken", "written", "made"])
+def test_hard_link_that_is_broken_or_made_while_it_is_copied_is_a_change(
+    top: Top, change: str
+) -> None:
+    (top.path / "further").hardlink_to(top.path / "file")
+    tree = top.opened(HOUR)
+    assert len(tree.found.links) == 1
+    assert read(tree) == b"12345"
+    tree.must_be_unchanged()
+    if change == "made":
+        (top.path / "third").hardlink_to(top.path / "file")
+    else:
+        (top.path / "further").unlink()
+        (top.path / "further").write_bytes(b"12345" if change == "broken" else b"other")
+    with pytest.raises(Declined) as caught:
+        tree.must_be_unchanged()
+    assert caught.value.reason == "changed"
+
+
+def test_all_names_of_what_was_read_are_looked_at_again_where_another_node_has_looked(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("b", "c"):
+        (top.path / name).hardlink_to(top.path / "file")
+    tree, asked = top.opened(HOUR), []
+    tree.lent = True
+    read(tree)
+    monkeypatch.setattr(manifest, "sample", lambda _: [])
+    monkeypatch.setattr(manifest, "still", lambda _, files, __: bool(asked.extend(files)) or True)
+    tree.must_be_unchanged()
+    assert [one.path for one in asked] == [b"b", b"c", b"file"]
+
+
 # --- holes
 
 

@@ -46,6 +46,28 @@ def test_holes_are_believed_of_file_systems_that_this_kernel_lays_out(
     assert file_systems.is_hole_map_true(0) is true
 
 
+@pytest.mark.parametrize(
+    ("kind", "true"),
+    [
+        (0xEF53, True),  # ext4
+        (0x58465342, True),  # XFS
+        (0x9123683E, True),  # btrfs
+        (0x01021994, True),  # tmpfs
+        (0x6969, True),  # NFS
+        (0x794C7630, False),  # overlayfs
+        (0x65735546, False),  # FUSE
+        (0xFF534D42, False),  # CIFS
+        (0x0BD00BD0, False),  # Lustre
+        (0x0, False),
+    ],
+)
+def test_inode_number_is_believed_of_file_systems_that_give_none_twice(
+    monkeypatch: pytest.MonkeyPatch, kind: int, true: bool
+) -> None:
+    monkeypatch.setattr(file_systems, "read_kind", lambda _: kind)
+    assert file_systems.is_inode_number_true(0) is true
+
+
 def test_file_system_that_does_not_say_its_kind_is_not_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -54,6 +76,7 @@ def test_file_system_that_does_not_say_its_kind_is_not_believed(
 
     monkeypatch.setattr(file_systems, "read_kind", fail)
     assert not file_systems.is_hole_map_true(0)
+    assert not file_systems.is_inode_number_true(0)
 
 
 def test_file_lacks_blocks_from_a_page_on(tmp_path: Path) -> None:
