@@ -111,6 +111,15 @@ class Conf(msgspec.Struct, frozen=True):
     def _wanted(self) -> tuple[str, ...]:
         return ("Alloc",) if self.is_old else ("Alloc", "DeferBatch")
 
+    def hook_path(self, value: str) -> str:
+        """Return what slurmd runs for a value of Prolog= or Epilog=. Pure.
+
+        An older Slurm looks for a relative one in slurmd's own directory, finds none, and drains.
+        """
+        if value.startswith("/") or (self.release and self.release < releases.RELATIVE_HOOKS):
+            return value
+        return str(Path(self.path).parent / value)
+
     def has(self, name: str, flag: str) -> bool:
         return flag.lower() in (one.lower() for one in self.flags(name))
 
@@ -135,10 +144,11 @@ class Script(msgspec.Struct, frozen=True):
 class Pattern(msgspec.Struct, frozen=True):
     """One `Prolog=` or `Epilog=` of slurm.conf, and the scripts that it stands for.
 
-    `directory`: whether the directory of a glob is there.
+    `path` is what it means, in full; `directory`: whether the directory of a glob is there.
     """
 
     setting: Setting
+    path: str
     is_glob: bool
     directory: bool
     scripts: tuple[Script, ...]
@@ -307,21 +317,20 @@ def _companion_line(files: Files) -> str:
 def _hook(files: Files, conf: Conf, name: HookName) -> Hook:
     path = OURS[name]
     named = (one for one in conf.lines if one.name == name.lower() and one.value)
-    patterns = tuple(_pattern(files, one, path) for one in named)
+    patterns = tuple(_pattern(files, one, conf.hook_path(one.value), path) for one in named)
     return Hook(name, path, _state(files, path) == "fine", patterns)
 
 
-def _pattern(files: Files, setting: Setting, hook: str) -> Pattern:
-    value = setting.value
+def _pattern(files: Files, setting: Setting, value: str, hook: str) -> Pattern:
     if not glob.has_magic(value):
         script = Script(value, _state(files, value), _relation(files, value, hook))
-        return Pattern(setting, False, True, (script,))
+        return Pattern(setting, value, False, True, (script,))
     # Dangling links are matches as well: glob(3), as slurmd calls it, finds them.
     found = sorted(glob.iglob(str(files.at(value))))  # noqa: PTH207 - absolute, as slurmd's
     paths = (f"/{one.removeprefix(str(files.root)).lstrip('/')}" for one in found)
     directory = stat.S_ISDIR(files.mode(str(Path(value).parent)) or 0)
     scripts = (Script(one, _state(files, one), _relation(files, one, hook)) for one in paths)
-    return Pattern(setting, True, directory, tuple(scripts))
+    return Pattern(setting, value, True, directory, tuple(scripts))
 
 
 def _state(files: Files, path: str) -> State:
@@ -380,11 +389,11 @@ def way(hook: Hook) -> Way:
         return Way("there", ours)
     if hook.globs:
         return _way_by_link(hook.globs[0])
-    others = [one.setting for one in hook.patterns if one.scripts[0].state == "fine"]
+    others = [one for one in hook.patterns if one.scripts[0].state == "fine"]
     if not others:
         return Way("line", f"{hook.name}={hook.path}")
-    other = others[0]
-    folder = f"{Path(other.value).parent}/{hook.name.lower()}.d"
+    other = others[0].setting
+    folder = f"{Path(others[0].path).parent}/{hook.name.lower()}.d"
     return Way(
         "by-hand",
         f"{other.line.where}: {hook.name}={other.value} is there already: run {hook.path} at its"
@@ -394,7 +403,7 @@ def way(hook: Hook) -> Way:
 
 def _way_by_link(pattern: Pattern) -> Way:
     """A link by a name that the glob matches and nobody has."""
-    where, value = pattern.setting.line.where, pattern.setting.value
+    where, value = pattern.setting.line.where, pattern.path
     directory, names = os.path.split(value)
     if not pattern.directory:
         return Way("by-hand", f"{where}: the directory of {value} is not there: make it first")

@@ -95,7 +95,7 @@ def _broken(hook: Hook) -> Iterator[Finding]:
     for pattern in hook.patterns:
         if not pattern.scripts:
             line, where = f"{hook.name}={pattern.setting.value}", pattern.setting.line.where
-            link = f"{pattern.setting.value.rpartition('/')[0]}/{LINK}"
+            link = f"{pattern.path.rpartition('/')[0]}/{LINK}"
             change = f"ln -s {hook.path} {link} (or {where}: without {line})"
             yield Finding("hook-no-match", "critical", f"{line} matches no file", risk, change)
     for one in sites.broken(hook):

@@ -10,6 +10,10 @@ from forestage.system.tree import Files
 COMMENT_IN_PROLOG = "22.05"
 """The first release that tells a Prolog the job's comment, and knows PrologFlags=DeferBatch."""
 
+RELATIVE_HOOKS = "23.11"
+"""The first release in which a Prolog= or Epilog= without a directory is a file beside slurm.conf,
+and slurmctld sends it to configless nodes (CHANGELOG of 23.11.0rc1, configless_slurm.html)."""
+
 TIMEOUT = 5.0  # seconds for `slurmd -V`
 
 _RELEASE = re.compile(r"\b([0-9]{2})\.([0-9]{1,2})\b", re.ASCII)

@@ -1269,6 +1269,31 @@ def test_covered_paths_that_cannot_be_read_are_unknown(node: GoodNode) -> None:
     assert "job-container-conf" not in node.ids()
 
 
+CONFIGLESS = "/run/slurm/conf/slurm.conf"
+
+
+@pytest.mark.parametrize(
+    ("release", "found"),
+    [("23.11.4", []), ("", []), ("23.02.7", ["hook-missing"]), ("22.05.8", ["hook-missing"])],
+)
+def test_hook_without_a_directory_is_beside_slurm_conf_since_23_11(
+    node: GoodNode, release: str, found: list[str]
+) -> None:
+    """As slurmctld sends it to a configless node."""
+    node.slurm(f"Prolog={PROLOG_D}/*", "Prolog=prolog.sh")
+    for name in ("slurm.conf", "plugstack.conf"):
+        node.write(f"/run/slurm/conf/{name}", node.at(f"/etc/slurm/{name}").read_bytes())
+    node.write("/run/slurm/conf/plugstack.conf", f"{COMPANION}{PYXIS}")
+    node.write("/run/slurm/conf/prolog.sh", f"#!/bin/sh\nexec {PROLOG}\n", 0o755)
+    node.conf = CONFIGLESS
+    node.companion_for(release)
+    node.write("/usr/sbin/slurmd", f"#!/bin/sh\necho slurm-wlm {release}\n", 0o755)
+    # To an older Slurm it is no file, whatever lies there.
+    assert [one for one in node.ids() if one != "prolog-absent"] == found
+    node.remove("/run/slurm/conf/prolog.sh")
+    assert "hook-missing" in node.ids()
+
+
 def test_entries_that_lost_a_file_within_a_week_are_counted(node: GoodNode) -> None:
     VANISHED[0].plant(node)
     (one,) = node.check().findings
