@@ -142,18 +142,45 @@ def test_import_that_nobody_waits_for_leaves_no_temporary_files(
     site: Site, open_path: Path, by_slurm: bool
 ) -> None:
     """Slurm signals all of the step's cgroup; elsewhere the worker's stdin ends."""
-    first = site.start(environ={"STANDIN_WAIT": str(open_path / "never")})
+    environ = {"STANDIN_WAIT": str(open_path / "never"), "STANDIN_TIDY": "1"}
+    first = site.start(environ=environ)
     until(first, Importing)
     temp = site.temp / str(ALICE.uid)
-    waited.until(lambda: list(temp.glob("*/image")), "what enroot has unpacked")
+    waited.until(lambda: list(temp.glob("*/*/image")), "what enroot has unpacked")
     if by_slurm:
         run._signal(processes(ALICE), signal.SIGTERM)
         waited.until(lambda: not processes(ALICE), "their end")
     else:
         first.kill()
     assert list(temp.iterdir()) == []
+    assert "has deleted" in site.imports[-1]  # enroot itself: it has more than these files
     assert site.names() == set()
     first.kill()
+
+
+def test_import_that_was_killed_leaves_no_temporary_files(site: Site, open_path: Path) -> None:
+    """By the kernel, say, for want of memory."""
+    with site.start(environ={"STANDIN_WAIT": str(open_path / "never")}) as first:
+        until(first, Importing)
+        temp = site.temp / str(ALICE.uid)
+        waited.until(lambda: list(temp.glob("*/*/image")), "what enroot has unpacked")
+        (work,) = temp.glob("*/*")
+        closed = work / "root/etc"
+        closed.mkdir(parents=True)
+        (closed / "file").touch()
+        for path in (closed / "file", closed, closed.parent):
+            os.chown(path, ALICE.uid, ALICE.gid)
+            path.chmod(0o555)
+        of_enroot = [pid for pid in processes(ALICE) if b"enroot import" in title(pid)]
+        run._signal(of_enroot, signal.SIGKILL)
+        word = until(first)[-1]
+    assert isinstance(word, Refused)
+    assert "killed by signal 9" in word.detail
+    assert list(temp.iterdir()) == []
+
+
+def title(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
 
 
 def test_failed_import_tells_enroots_words_to_all_who_waited(site: Site, open_path: Path) -> None:
@@ -187,6 +214,22 @@ def test_store_that_is_full_is_told_and_left_clean(site: Site) -> None:
     assert isinstance(word, Refused)
     assert word.reason == "store-full"
     assert not {name for name in site.names() if name.endswith("part")}
+
+
+def test_node_whose_temporary_files_find_no_room_fails_alone(site: Site, open_path: Path) -> None:
+    """The store has room, and another node's disk may have."""
+    temp = site.temp / str(ALICE.uid)
+    owner = f"size=64k,uid={ALICE.uid},gid={ALICE.gid},mode=700"
+    mounts.mount("tmpfs", str(temp), 0, "tmpfs", owner)
+    with site.start() as first:
+        word = until(first)[-1]
+    assert isinstance(word, Refused)
+    assert word.reason == "enroot-full"
+    assert f"enroot's temporary files, {temp}, is full" in word.detail
+    assert list(temp.iterdir()) == []
+    assert "failed" not in site.names()
+    mounts.umount(str(temp))
+    assert isinstance(last(site.start(host="n2")), Present)
 
 
 def test_those_who_wait_hear_of_a_full_store(site: Site, open_path: Path) -> None:

@@ -40,7 +40,7 @@ ELSEWHERE = ("store-full", "store-gone", "store-foreign", "store-local")
 UNSAID = ("registry-denied", "registry-missing", "registry-busy", "registry-silent", "registry-odd")
 """Why there is no digest; enroot itself may fare better, or tells the user why not."""
 
-TRIED = ("import-failed", "too-large")
+TRIED = ("import-failed", "too-large", "enroot-full")
 """Why enroot itself would not fare better a second time."""
 
 Say = Callable[[str], None]

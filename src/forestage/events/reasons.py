@@ -25,7 +25,9 @@ REASONS = {
     "not-imported": "The image is not imported yet; the first step that names it imports it.",
     "container": "The step's container is there already; its image is not looked at.",
     "import-failed": "`enroot import` ended with an error; the detail has its last words.",
-    "store-full": "There was no space for the image, or the user's quota was exhausted.",
+    "store-full": "The store had no space for the image, or the user's quota was exhausted.",
+    "enroot-full": "The disk for enroot's temporary files (ENROOT_TEMP_PATH) or for its layers"
+    " (ENROOT_CACHE_PATH) was full, or the user's quota there was exhausted.",
     "store-gone": "The store of images could not be reached, or be written to.",
     "store-local": "The store of images lies on the disk of the node's cache, which users could"
     " fill.",

@@ -129,6 +129,11 @@ def folder(variables: Mapping[str, str], kind: Literal["CACHE", "CONFIG", "DATA"
     return variables.get(f"ENROOT_{kind}_PATH") or f"{above}/enroot"
 
 
+def temporary(variables: Mapping[str, str]) -> str:
+    """Pure: where enroot makes its temporary files (config::export in enroot.in)."""
+    return variables.get("ENROOT_TEMP_PATH") or variables.get("TMPDIR") or "/tmp"  # noqa: S108
+
+
 def _evaluate(environ: Mapping[str, str], stop: Deadline, conf: str) -> dict[str, str]:
     """The environment with what enroot's configuration adds to it."""
     argv = ("bash", "--norc", "-c", _LOAD)

@@ -169,7 +169,7 @@ class Obtaining:
             self._go_on()  # an enroot that was ended with this worker has not failed for others
             at_work.must_have_succeeded()
         finally:
-            at_work.kill()
+            at_work.kill(self.asker.is_signalled)
 
     def _write(self, part: Path) -> None:
         """Has the file's bytes reach the store, which may take minutes. Raises as `_run` does."""

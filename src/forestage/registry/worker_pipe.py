@@ -21,9 +21,14 @@ class Asker:
 
     def __init__(self) -> None:
         self.gone = threading.Event()
+        self.is_signalled = False
         # In the step's cgroup, where scancel's SIGTERM comes to enroot as well: it dies with us.
-        signal.signal(signal.SIGTERM, lambda *_: self.gone.set())
+        signal.signal(signal.SIGTERM, self._note_signal)
         threading.Thread(target=self._listen, daemon=True).start()
+
+    def _note_signal(self, *_: object) -> None:
+        self.is_signalled = True
+        self.gone.set()
 
     def _listen(self) -> None:
         while os.read(0, messages.LONGEST):

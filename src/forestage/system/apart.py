@@ -57,6 +57,18 @@ def signal_others(number: int) -> None:
         os.kill(-1, number)
 
 
+def has_others() -> bool:
+    """Return whether `signal_others` reaches any process.
+
+    One that has ended counts until its parent has reaped it.
+    """
+    try:
+        os.kill(-1, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def _be_init(enter: Callable[[], None], alive: int, starter: int) -> None:
     os.close(starter)
     child.control(_PDEATHSIG, signal.SIGKILL)

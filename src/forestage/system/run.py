@@ -180,14 +180,17 @@ def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:
     return Piped(process)
 
 
-def end_session(session: int, spare: int = 0, grace: float = 0.0) -> None:
+def end_session(
+    session: int, spare: int = 0, grace: float = 0.0, is_signalled: bool = False
+) -> None:
     """Kills all processes of a session that we may signal, but `spare`.
 
-    With `grace` they first get SIGTERM, and so many seconds to clean up. Programs of a shell, of
-    GNU parallel above all, are in many process groups.
+    With `grace` they first get SIGTERM, unless they had it (`is_signalled`), and so many seconds to
+    clean up. Programs of a shell, of GNU parallel above all, are in many process groups.
     """
     if grace:
-        _signal(_members(session, spare), signal.SIGTERM)
+        if not is_signalled:
+            _signal(_members(session, spare), signal.SIGTERM)
         end = time.monotonic() + grace
         while _members(session, spare) and time.monotonic() < end:
             time.sleep(0.02)

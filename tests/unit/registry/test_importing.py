@@ -9,6 +9,7 @@ import pytest
 
 from forestage.registry import importing
 from forestage.registry.environment import Settings
+from forestage.registry.importing import Folders
 from forestage.system import child
 
 
@@ -97,24 +98,56 @@ def test_enroots_words_say_what_it_is_at(said: bytes, stage: str) -> None:
     assert importing.stage_of(said) == stage
 
 
+FOLDERS = Folders("/lustre/store/1000", "/tmp", "/home/alice/.cache/enroot")
+
+
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("stage", "said", "reason"),
     [
-        (b"write failed: No space left on device\n", "store-full"),
-        (b"mksquashfs: Disk quota exceeded\n[ERROR] x\n", "store-full"),
-        (b"cat: write error: File too large\n", "too-large"),
-        (b"[ERROR] URL https://x returned error code: 401 Unauthorized", "import-failed"),
-        (b"", "import-failed"),
+        ("writes the image", b"write failed: No space left on device\n", "store-full"),
+        ("writes the image", b"mksquashfs: Disk quota exceeded\n[ERROR] x\n", "store-full"),
+        ("writes the image", b"cat: write error: File too large\n", "too-large"),
+        ("asks the registry", b"[ERROR] URL https://x returned error code: 401", "import-failed"),
+        ("", b"", "import-failed"),
     ],
 )
-def test_enroots_last_words_say_why_it_failed(said: bytes, reason: str) -> None:
-    assert importing.failure(1, said).reason == reason
+def test_enroots_last_words_say_why_it_failed(stage: str, said: bytes, reason: str) -> None:
+    assert importing.failure(1, said, stage, FOLDERS).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("stage", "said", "disk"),
+    [
+        ("unpacks the layers", b"tar: usr/a: Cannot write: No space left on device", "/tmp"),
+        ("downloads 3 layers", b"zstd: cannot write block: Disk quota exceeded", FOLDERS.layers),
+        (
+            "asks the registry",
+            b"mktemp: template '/tmp/enroot.XX': No space left on device\n[ERROR] x\n",
+            "/tmp",
+        ),
+        ("writes the image", b"mkdir: '/tmp/enroot.x/rootfs': No space left on device", "/tmp"),
+        (
+            "downloads 3 layers",
+            b"cp: error writing '/lustre/store/1000/a.part': No space left on device",
+            "the store",
+        ),
+    ],
+)
+def test_full_disk_is_the_one_that_is_named_or_that_the_stage_writes_to(
+    stage: str, said: bytes, disk: str
+) -> None:
+    why = importing.failure(1, said, stage, FOLDERS)
+    if disk == "the store":
+        assert why.reason == "store-full"
+    else:
+        assert why.reason == "enroot-full"
+        assert f", {disk}, is full: " in why.what
 
 
 def test_failure_has_the_last_lines_in_one_that_can_be_printed() -> None:
     said = b"first\nsecond\n\x1b[31mthird\xff\r\n\nfourth\n"
-    what = importing.failure(3, said).what
+    what = importing.failure(3, said, "", FOLDERS).what
     assert what.startswith("enroot import ended with status 3: second / ")
     assert what.isprintable()
     assert "first" not in what
-    assert "signal 9" in importing.failure(-9, said).what
+    assert "signal 9" in importing.failure(-9, said, "", FOLDERS).what
