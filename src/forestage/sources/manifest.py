@@ -32,6 +32,8 @@ THREADS = 32  # a look at a file costs a network file system a round trip, and h
 LAYOUT = b"1"  # changes with what sources/erofs.py makes of a manifest: peers give parts of it
 _NAME_MAX, _PATH_MAX = 255, 4096  # limits.h
 AT_ONCE = 64  # files of one turn of a thread
+NAMED = 10  # names that cannot be copied which are told, of all
+NAMED_CHARACTERS = 160  # of each, with why not
 SAMPLE = 64  # files that a node looks at which has another node's manifest
 MOST_ACLS = 64 * 1024 * 1024  # bytes of all of them
 MOST_ACL = 65536 - 64  # bytes of one: what an inode of EROFS has room for
@@ -185,6 +187,7 @@ def take(root: int, path: str, user: User, max_files: int) -> Manifest:
         return [*more, *(_Todo(file.path) for file in files if file.is_dir)]
 
     _spread([_Todo(b"")], user, look, THREADS)
+    bound.must_hold_no_refused()
     found.sort(key=lambda file: file.path)
     sparse = tuple(number for number, file in enumerate(found) if file.path in bound.sparse)
     return Manifest(path, tuple(found), sparse, _find_links(root, found, bound.linked, user))
@@ -344,7 +347,8 @@ class _Todo(NamedTuple):
 class _Bound:
     """Counts files, and the bytes of their names and links, as they are listed.
 
-    Notes the paths of those with fewer blocks than bytes, and of those that have other names.
+    Notes the paths of those with fewer blocks than bytes, of those that have other names, and of
+    those that cannot be copied.
     """
 
     def __init__(self, path: str, max_files: int) -> None:
@@ -353,7 +357,29 @@ class _Bound:
         self.room = max_files * NAME_BYTES
         self.sparse: set[bytes] = set()
         self.linked: set[bytes] = set()
+        self.refused: list[tuple[bytes, Declined]] = []  # the first ones, by path
+        self.refusals = 0
         self.lock = threading.Lock()
+
+    def refuse(self, path: bytes, error: Declined) -> None:
+        """Note a name for which the tree cannot be copied."""
+        with self.lock:
+            self.refusals += 1
+            self.refused = sorted([*self.refused, (path, error)], key=lambda one: one[0])[:NAMED]
+
+    def must_hold_no_refused(self) -> None:
+        """Raise Declined for all names that cannot be copied: their user wants to mend them all."""
+        if not self.refused:
+            return
+        reason, top = self.refused[0][1].reason, printable(self.path)
+        named = [_end(error.what) for _, error in self.refused]
+        if self.refusals == 1:
+            hint = "move it away, or name a directory without it"
+            raise Declined(reason, f"{top}: {named[0]}", hint)
+        more = self.refusals - len(named)
+        listed = "; ".join([*named, *([f"and {more} more"] if more else [])])
+        what = f"{top} holds {self.refusals} names that cannot be copied: {listed}"
+        raise Declined(reason, what, "move them away, or name a directory without them")
 
     def add(self, files: int, size: int) -> None:
         """Raises Declined for what would take too much of root's memory."""
@@ -364,6 +390,12 @@ class _Bound:
             raise _too_many(self.path, f"has more than {self.max_files} files")
         if self.room < 0:
             raise _too_many(self.path, f"has names of more than {NAME_BYTES} bytes for each file")
+
+
+def _end(text: str) -> str:
+    """Return the end of a sentence that begins with a path of any length. Pure."""
+    short = text if len(text) <= NAMED_CHARACTERS else f"…{text[-NAMED_CHARACTERS:]}"
+    return printable(short)
 
 
 def _too_many(path: str, what: str) -> Declined:
@@ -419,9 +451,12 @@ def _look_into(
         if len(some) > 1:
             return [], [_Todo(directory, names) for names in some]
         names = some[0] if some else ()
-        files = [
-            _look(fd, os.path.join(directory, name), name, disk, user, bound) for name in names
-        ]
+        files = []
+        for name in names:
+            try:
+                files.append(_look(fd, os.path.join(directory, name), name, disk, user, bound))
+            except Declined as error:
+                bound.refuse(os.path.join(directory, name), error)
     bound.add(0, sum(len(file.link) for file in files))
     return files, []
 

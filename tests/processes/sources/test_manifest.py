@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from forestage.errors import Declined, Failed
 from forestage.sources import manifest
 from forestage.sources.manifest import File, Manifest
-from forestage.system import file_systems, handles
+from forestage.system import file_systems, handles, mounts
 from forestage.system.as_user import User
 from forestage.system.files import Asked
 from forestage.system.handles import Handle
@@ -210,6 +210,57 @@ def test_directory_that_the_user_cannot_list_or_enter_has_all_declined(
     (top / "folder").mkdir(mode=mode)
     (top / "folder").chmod(mode)
     assert declined(top, ALICE) == "no-permission"
+
+
+def test_all_names_that_cannot_be_copied_are_told_at_once(as_root: None, top: Path) -> None:
+    (top / "a").mkdir()
+    os.mkfifo(top / "a/fifo")
+    os.mknod(top / "a/socket", 0o140600)
+    (top / "lost+found/below").mkdir(parents=True)
+    (top / "lost+found").chmod(0o700)
+    (top / "secret").touch(mode=0o600)
+    (top / "sub").mkdir()
+    mounts.mount("tmpfs", str(top / "sub"), 0, "tmpfs")
+    try:
+        with pytest.raises(Declined) as caught:
+            look(top, ALICE)
+    finally:
+        mounts.umount(str(top / "sub"))
+    assert caught.value.reason == "odd-file"
+    assert caught.value.what == (
+        f"{top} holds 5 names that cannot be copied:"
+        " a/fifo is neither a file, a directory nor a link;"
+        " a/socket is neither a file, a directory nor a link;"
+        " lost+found is not readable by this user;"
+        " secret is not readable by this user;"
+        " sub is another file system"
+    )
+
+
+def test_name_that_cannot_be_copied_is_told_from_the_top(top: Path, me: User) -> None:
+    (top / "a/b").mkdir(parents=True)
+    os.mkfifo(top / "a/b/fifo")
+    with pytest.raises(Declined, match="a/b/fifo is neither a file, a directory nor a link") as it:
+        look(top, me)
+    assert it.value.what.startswith(f"{top}: a/b/fifo ")
+
+
+def test_many_names_that_cannot_be_copied_are_counted_and_ten_are_told(top: Path, me: User) -> None:
+    folder = top
+    for _ in range(3):
+        folder /= "d" * 70
+        folder.mkdir()
+    for number in range(300):
+        os.mkfifo(folder / f"{number:03}")
+    with pytest.raises(Declined) as caught:
+        look(top, me)
+    what = caught.value.what
+    assert what.startswith(f"{top} holds 300 names that cannot be copied: ")
+    assert [f"ddd/{number:03} is neither" in what for number in range(12)] == [True] * 10 + [
+        False
+    ] * 2
+    assert what.endswith("; and 290 more")
+    assert len(what) < 10 * 200 + 300
 
 
 @pytest.mark.parametrize(
