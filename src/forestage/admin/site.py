@@ -64,13 +64,15 @@ Relation = Literal["hook", "names-us", "other"]
 class Conf(msgspec.Struct, frozen=True):
     """slurm.conf with its includes: where it lies, and its settings, names in lower case.
 
-    `release` is that of the Slurm which reads it, as 22.05; "" where that is not known.
+    `release` is that of the Slurm which reads it, as 22.05; "" where that is not known. `nodes` are
+    lists of those that are always there.
     """
 
     path: str
     lines: tuple[Setting, ...]
     partitions: frozenset[str] = frozenset()
     release: str = ""
+    nodes: tuple[str, ...] = ()
 
     @property
     def settings(self) -> dict[str, str]:
@@ -264,8 +266,10 @@ def read(files: Files, path: str) -> Site:
 def read_conf(files: Files, path: str) -> Conf:
     """Read slurm.conf alone. Raises Failed, also where Slurm would refuse the file."""
     try:
-        lines = tuple(slurm_conf.settings(path, _texts(files)))
-        return Conf(path, lines, frozenset(slurm_conf.partitions(path, _texts(files))))
+        text = _texts(files)
+        lines = tuple(slurm_conf.settings(path, text))
+        partitions = frozenset(slurm_conf.partitions(path, text))
+        return Conf(path, lines, partitions, nodes=tuple(slurm_conf.node_names(path, text)))
     except (OSError, ValueError) as error:
         raise Failed("slurm-conf", slurm_conf.explain_unread(error)) from None
 

@@ -25,6 +25,7 @@ from forestage.check import (
     enroot,
     hooks,
     node,
+    peers,
     plugins,
     prefetch,
     pyxis,
@@ -196,6 +197,10 @@ def _findings(
     yield "the node"
     yield from node.findings(files, target.places, settings.of_node, target.clock.wall())
     yield from node.untended(files, conf)
+    yield "the peer service and the names of nodes"
+    yield from peers.findings(
+        files, target.places, settings.of_node.peers, conf, target.clock.wall()
+    )
     yield from prefetch.findings(files, target.places, settings.of_node, target.slurm, target.clock)
     if site is not None and site.stack.pyxis is not None:
         yield "the store of images"

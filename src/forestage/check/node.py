@@ -1,17 +1,16 @@
-"""Findings about the node itself: programs, the kernel, slurmd's mounts, timers, peers."""
+"""Findings about the node itself: programs, the kernel, slurmd's mounts, timers."""
 
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from forestage.admin import site as sites
 from forestage.admin.site import TIMER, Conf
 from forestage.check.finding import Finding
-from forestage.config import Config, Peering, switch
-from forestage.errors import ForestageError
+from forestage.config import Config, switch
 from forestage.paths import Places
-from forestage.peers import auth
-from forestage.system import child
+from forestage.system import child, processes
 from forestage.system.tree import Files
 
 _HOLD = "forestage-hold.service"
@@ -19,11 +18,10 @@ _HEALTH = "/usr/lib/forestage/bin/forestage-health"
 _CGROUPS = "/sys/fs/cgroup"
 _LIMITS = ("memory.max", "memory.high", "cpu.max")
 LEAST_KERNEL = (5, 14)  # EL 9's; the oldest of those on which forestage is run
-_LISTEN = "0A"  # /proc/net/tcp, TCP_LISTEN
 
 
 def findings(files: Files, places: Places, config: Config, now: float) -> Iterator[Finding]:
-    """Looks at /proc, /sys and programs; proves itself to itself where peers are on."""
+    """Looks at /proc, /sys and programs."""
     if off := switch.why_off(places, config, now):
         yield Finding(
             "switched-off",
@@ -68,6 +66,15 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
             " cannot unmount them after a crash",
             "systemctl edit slurmd: no PrivateTmp=, ProtectSystem=, ProtectHome= and the like",
         )
+    if sharing := _sharing(files):
+        yield Finding(
+            "slurmds-share-run",
+            "critical",
+            f"{len(sharing)} slurmds (processes {', '.join(sharing)}) have the same {Places().run}",
+            "The Epilog of one releases a job that goes on at the other: its leases and its own"
+            " directory are gone",
+            "one slurmd on a host, or each in a mount namespace with a /run of its own",
+        )
     if sites.lacks(files, TIMER):
         yield Finding(
             "sweep-timer",
@@ -78,8 +85,6 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
             f"systemctl enable --now {TIMER}",
         )
     yield from _hold(files)
-    if config.peers.enabled:
-        yield from _peers(files, places, config.peers)
 
 
 def read_kernel(files: Files) -> tuple[int, int] | None:
@@ -113,10 +118,40 @@ def _slurmd_has_own_mounts(files: Files) -> bool:
 
 def slurmd(files: Files) -> str:
     """The process of a slurmd; "" where none runs."""
-    pids = (pid for pid in files.names("/proc") if pid.isdigit())
-    return next(
-        (pid for pid in pids if (files.text(f"/proc/{pid}/comm") or "").strip() == "slurmd"), ""
-    )
+    return next(iter(_slurmds(files)), "")
+
+
+def _slurmds(files: Files) -> list[str]:
+    """Return the processes of root's that are called slurmd."""
+    pids = [pid for pid in files.names("/proc") if pid.isdigit()]
+    named = (pid for pid in pids if (files.text(f"/proc/{pid}/comm") or "").strip() == "slurmd")
+    return [pid for pid in named if _is_roots(files.at(f"/proc/{pid}"))]
+
+
+def _is_roots(path: Path) -> bool:
+    try:
+        return path.stat().st_uid in (0, os.geteuid())
+    except OSError:
+        return False
+
+
+def _sharing(files: Files) -> list[str]:
+    """Return the slurmds that have the same /run/forestage, where there are several.
+
+    A child of slurmd's has its name until it is another program.
+    """
+    found: dict[tuple[int, int], list[str]] = {}
+    slurmds = _slurmds(files)
+    for pid in slurmds:
+        run = f"/proc/{pid}/root{Places().run}"
+        try:
+            if str(processes.stat(files.at(f"/proc/{pid}")).parent) in slurmds:
+                continue
+            facts = files.at(run).stat()
+        except OSError:
+            continue
+        found.setdefault((facts.st_dev, facts.st_ino), []).append(pid)
+    return next((pids for pids in found.values() if len(pids) > 1), [])
 
 
 def _namespace(files: Files, pid: str) -> str | None:
@@ -152,36 +187,3 @@ def _hold(files: Files) -> Iterator[Finding]:
                     " with I/O errors, or wait",
                     f"no such limit for {_HOLD}: bound its cgroup copy alone",
                 )
-
-
-def _peers(files: Files, places: Places, peers: Peering) -> Iterator[Finding]:
-    try:
-        auth.check(auth.prover(peers.key_file, places.munge))
-    except (ForestageError, OSError) as error:
-        yield Finding(
-            "peer-proof",
-            "warning",
-            f"peers are on, and this node cannot prove who it is: {error}",
-            "It gets no chunk from other nodes and sends none: each cold start reads the shared"
-            " file system once per node",
-            "systemctl enable --now munge, or peers.key_file",
-        )
-    tables = [files.text(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
-    known = [table for table in tables if table is not None]
-    if known and not any(_listens(table, peers.port) for table in known):
-        yield Finding(
-            "peer-service",
-            "warning",
-            f"peers are on, but no process listens on port {peers.port}",
-            "Other nodes wait for this one's chunks in vain, then read the shared file system",
-            "systemctl enable --now forestage-peer",
-        )
-
-
-def _listens(table: str, port: int) -> bool:
-    """Whether /proc/net/tcp shows that somebody listens on a port, at any address."""
-    for line in table.splitlines()[1:]:
-        words = line.split()
-        if len(words) > 3 and words[3] == _LISTEN and words[1].endswith(f":{port:04X}"):
-            return True
-    return False

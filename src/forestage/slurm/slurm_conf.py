@@ -56,8 +56,7 @@ def settings(path: str, text: Text) -> Iterator[Setting]:
     thing. Slurm then starts with none of it; and slurmd may run with what the file said before, so
     that nothing is known of a time-out that stands there.
     """
-    found: dict[str, str] = {}  # so far, for %c in the name of an include
-    for line in _lines(path, path, text, found, [MAX_FILES]):
+    for line in _lines(path, path, text, {}, [MAX_FILES]):
         name, equals, value = line.text.partition("=")
         name = name.rstrip(_OPERATORS).lower()
         if name in _OF_LINES or not equals:
@@ -66,8 +65,7 @@ def settings(path: str, text: Text) -> Iterator[Setting]:
         quoted = value.startswith('"') and value.find('"', 1) == len(value) - 1
         if not quoted and len(value.split(None, 1)) > 1:
             raise ValueError(f"{line.where} says more than one thing, which Slurm refuses")
-        found[name] = value = value.strip('"')
-        yield Setting(line, name, value)
+        yield Setting(line, name, value.strip('"'))
 
 
 def text_of(path: str) -> str:
@@ -112,11 +110,28 @@ def values(path: str, text: Text = text_of) -> dict[str, str]:
 
 def partitions(path: str, text: Text) -> Iterator[str]:
     """The names of all partitions. Raises as `settings` does."""
-    found: dict[str, str] = {}
-    for line in _lines(path, path, text, found, [MAX_FILES]):
+    for line in _lines(path, path, text, {}, [MAX_FILES]):
         name, equals, value = line.text.partition("=")
         if equals and name.strip().lower() == "partitionname" and value.split():
             yield value.split()[0]
+
+
+def node_names(path: str, text: Text) -> Iterator[str]:
+    """Return the lists of nodes that are always there, as n[1-4]. Raises as `settings` does.
+
+    A cloud's node has an address only while it runs.
+    """
+    default = ""
+    for line in _lines(path, path, text, {}, [MAX_FILES]):
+        words = dict(one.partition("=")[::2] for one in line.text.split())
+        said = {name.lower(): value for name, value in words.items()}
+        if "nodename" not in said:
+            continue
+        state = said.get("state", default).lower()
+        if said["nodename"].lower() == "default":
+            default = state
+        elif state not in ("cloud", "future"):
+            yield said["nodename"]
 
 
 def _beside(top: str, file: str, name: str, text: Text) -> str:
@@ -136,7 +151,10 @@ def _beside(top: str, file: str, name: str, text: Text) -> str:
 def _lines(
     file: str, top: str, text: Text, found: dict[str, str], left: list[int]
 ) -> Iterator[ConfLine]:
-    """An include stands for its file's lines: one file, no pattern; %c is the cluster's name."""
+    """An include stands for its file's lines: one file, no pattern; %c is the cluster's name.
+
+    `found` has that name, once a line before has set it.
+    """
     left[0] -= 1
     if left[0] < 0:
         raise ValueError(f"{file}: includes that never end")
@@ -146,6 +164,10 @@ def _lines(
             name = words[1].replace("%c", found.get("clustername", "%c").lower())
             yield from _lines(_beside(top, file, name, text), top, text, found, left)
         else:
+            if line.text[0] in "cC":
+                setting, _, value = line.text.partition("=")
+                if setting.rstrip(_OPERATORS).lower() == "clustername":
+                    found["clustername"] = value.strip().strip('"')
             yield line
 
 

@@ -31,6 +31,7 @@ from forestage.config import load_settings
 from forestage.errors import Failed
 from forestage.events import Bad, Event, Handled
 from forestage.paths import Places
+from forestage.peers import node_list
 from forestage.prefetch import expected, marks
 from forestage.prefetch.expected import Expectations
 from forestage.prefetch.marks import Look, Marks
@@ -853,6 +854,7 @@ def test_each_finding_has_a_planted_mistake() -> None:
     elsewhere = {"source-hangs", "striping", "max-size-small"}
     elsewhere |= {"check-hangs", "store-hangs", "store-unwritable", "cache-hangs"}
     elsewhere |= {"prefetch-clock", "prefetch-bandwidth", "bind-stays"}
+    elsewhere |= {"peer-names", "slurmds-share-run"}
     assert made == {one.id for one in PLANTED} | elsewhere
 
 
@@ -1292,6 +1294,55 @@ def test_hook_without_a_directory_is_beside_slurm_conf_since_23_11(
     assert [one for one in node.ids() if one != "prolog-absent"] == found
     node.remove("/run/slurm/conf/prolog.sh")
     assert "hook-missing" in node.ids()
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_node_names_that_do_not_resolve_are_named(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    """By root's own list where there is one; a name service that hangs is no answer."""
+    monkeypatch.setattr(check.peers, "HANGS", 3.0)
+    monkeypatch.setattr(
+        check.peers, "resolve", lambda name: hangs() if name == "n2" else name > "n3"
+    )
+    node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-4] CPUs=8")
+    if listed:
+        node_list.write(node.places, NOW, ("n2", "n4"))
+    assert node.ids() == []  # no peers
+    peers()(node)
+    (one,) = node.check().findings
+    tried = "1 of 2 node names that were tried do not resolve here: n2"
+    if not listed:
+        tried = "3 of 4 node names that were tried do not resolve here: n1, n2, n3"
+    assert (one.id, one.what) == ("peer-names", f"peers are on, and {tried}")
+
+
+def test_few_names_of_a_large_cluster_are_resolved(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check.peers, "resolve", lambda _: False)
+    node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-9000] CPUs=8")
+    peers()(node)
+    assert "16 of 16 node names" in node.check().findings[0].what
+
+
+def slurmd_runs(node: GoodNode, pid: int, parent: int, run: str) -> None:
+    node.write(f"/proc/{pid}/comm", "slurmd\n")
+    node.write(f"/proc/{pid}/stat", f"{pid} (slurmd) S {parent}" + " 0" * 20)
+    node.at(f"{run}/run/forestage").mkdir(parents=True, exist_ok=True)
+    if not node.at(f"/proc/{pid}/root").is_symlink():
+        node.at(f"/proc/{pid}/root").symlink_to(node.at(run))
+
+
+def test_slurmds_with_one_run_are_told(node: GoodNode) -> None:
+    slurmd_runs(node, 77, 1, "/")
+    slurmd_runs(node, 91, 77, "/")  # a child that is about to be another program
+    slurmd_runs(node, 92, 1, "/elsewhere")
+    assert node.ids() == []
+    slurmd_runs(node, 93, 1, "/")
+    (one,) = node.check().findings
+    assert one.id == "slurmds-share-run"
+    assert one.what == "2 slurmds (processes 77, 93) have the same /run/forestage"
 
 
 def test_entries_that_lost_a_file_within_a_week_are_counted(node: GoodNode) -> None:

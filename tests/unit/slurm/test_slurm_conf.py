@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.slurm.slurm_conf import MAX_FILES, Setting, joined, settings
+from forestage.slurm.slurm_conf import (
+    MAX_FILES,
+    Setting,
+    joined,
+    node_names,
+    partitions,
+    settings,
+)
 
 CONF = "/etc/slurm/slurm.conf"
 
@@ -113,3 +120,21 @@ def test_line_is_never_taken_for_a_part_of_another(text: str) -> None:
         raw = text.split("\n")[line.first - 1 : line.last]
         assert [one.text for one in joined(CONF, "\n".join(raw))] == [line.text]
         last = line.last
+
+
+def test_nodes_and_partitions_are_read_behind_an_include_with_the_clusters_name() -> None:
+    files = {
+        "/s.conf": "ClusterName=Big\nInclude nodes-%c.conf\nPartitionName=p Nodes=ALL\n",
+        "/nodes-big.conf": "NodeName=n[1-4] CPUs=8\n",
+    }
+    assert list(node_names("/s.conf", files.__getitem__)) == ["n[1-4]"]
+    assert list(partitions("/s.conf", files.__getitem__)) == ["p"]
+
+
+def test_nodes_of_a_cloud_are_left_out() -> None:
+    text = (
+        "NodeName=DEFAULT State=CLOUD\nNodeName=c[1-9]\nnodename=A Cpus=1 State=UNKNOWN\n"
+        "NodeName=DEFAULT State=UNKNOWN\nNodeName=n1 NodeAddr=10.0.0.1\nNodeName=x State=FUTURE\n"
+        "PartitionName=p Nodes=ALL State=UP\n"
+    )
+    assert list(node_names("/s.conf", lambda _: text)) == ["A", "n1"]
