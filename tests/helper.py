@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from forestage.hooks.boundary import IMAGE_OPTION
@@ -39,6 +40,7 @@ def environ(
     step: int = 0,
     saves: str | None = None,
     timeout: int = 600,
+    groups: Sequence[int] = (),
 ) -> dict[str, str]:
     """Exactly what the companion gives its helper."""
     given = {
@@ -48,6 +50,7 @@ def environ(
         "SLURM_JOB_ID": str(job),
         "SLURM_JOB_UID": str(user.uid),
         "SLURM_JOB_GID": str(user.gid),
+        "FORESTAGE_GROUPS": ",".join(map(str, groups or (user.gid,))),
         "SLURM_STEP_ID": str(step),
         "SLURM_JOB_WORK_DIR": str(node.shared),
         "SLURM_JOB_PARTITION": "batch",

@@ -66,6 +66,22 @@ static void add_from_step(char **env, spank_t sp, const char *name)
 }
 
 /*
+ * The groups that Slurm has given the step, which this node's name service may not know. Left out
+ * where they are too many for a variable: the helper then asks the name service.
+ */
+static void add_groups(char **env, const struct asker *who)
+{
+	static char listed[VALUE_BYTES];
+	size_t have = 0;
+
+	for (int i = 0; i < who->count && have < sizeof(listed); i++)
+		have += (size_t)snprintf(listed + have, sizeof(listed) - have, "%s%u", i ? "," : "",
+					 (unsigned int)who->groups[i]);
+	if (who->count > 0 && have < sizeof(listed))
+		add(env, "FORESTAGE_GROUPS=%s", listed);
+}
+
+/*
  * All that the helper gets, beside argv { HELPER, "step" }. The names are the Prolog's, so that one
  * parser reads both; what has no value is left out, and numbers are decimal. Slurm vouches for
  * ids, directory and node name. Partition and the step's nodes (add_from_step) are the user's word,
@@ -87,6 +103,7 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 	add(env, "SLURM_JOB_ID=%u", who->job);
 	add(env, "SLURM_JOB_UID=%u", who->uid);
 	add(env, "SLURM_JOB_GID=%u", who->gid);
+	add_groups(env, who);
 	add(env, "SLURM_STEP_ID=%u", who->number);
 	if (step->folder[0])
 		add(env, "SLURM_JOB_WORK_DIR=%s", step->folder);

@@ -327,21 +327,8 @@ def test_files_of_the_users_are_read_as_the_user(spank: Node) -> None:
     assert secret.exists()
 
 
-def test_home_that_hangs_leaves_the_path(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(uid: int) -> object:
-        os.read(ours, 1)  # as a directory server that does not answer
-        raise AssertionError
-
-    ours, theirs = os.pipe()
-    monkeypatch.setattr(pwd, "getpwuid", hang)
-    monkeypatch.setattr(container_binds, "THEIRS", 0.1)
-    ran = node.prolog(7, node.put("alice/image.sqsh"))
-    assert (ran.code, ran.outcome.result, ran.outcome.reason) == (0, "declined", "below-bind")
-    os.close(theirs)
-
-
 def test_looks_of_a_user_that_hang_are_so_many_and_the_next_waits_where_it_can_be_ended(
-    spank: Node, monkeypatch: pytest.MonkeyPatch
+    spank: Node,
 ) -> None:
     """Each that hangs in the kernel would be one more for each step, in no cgroup of a job's."""
     path = spank.put("images/image.sqsh")
@@ -349,9 +336,9 @@ def test_looks_of_a_user_that_hang_are_so_many_and_the_next_waits_where_it_can_b
     spank.places.run.mkdir(mode=0o711, parents=True, exist_ok=True)
     with opened(spank.places.mounting, os.O_RDWR | os.O_CREAT) as fd:
         fcntl.lockf(fd, fcntl.LOCK_EX, places, USER_FILES.first_byte(ALICE.uid))
-        with monkeypatch.context() as patched:
-            patched.setattr(container_binds, "THEIRS", 0.1)
-            assert answer_to(spank, path, {}, {}) == LEAVE
+        assert answer_to(spank, path, {"FORESTAGE_TIMEOUT": "8"}, {}) == LEAVE
+        (outcome,) = spank.outcomes("step", 7)
+        assert "earlier looks at this user's files still hang" in outcome.detail
         until(lambda: not children_left(), "the end of who waits for a place")
         fcntl.lockf(fd, fcntl.LOCK_UN, places, USER_FILES.first_byte(ALICE.uid))
         fcntl.lockf(fd, fcntl.LOCK_EX, places, USER_FILES.first_byte(ALICE.uid + 1))

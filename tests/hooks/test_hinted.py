@@ -15,7 +15,7 @@ from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, Hook
 from forestage.slurm.hints import MAX_PROBLEMS
 from forestage.system import lock
 from helper import Helper, environ
-from node import BOB, Node, content, until
+from node import Node, content, until
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def test_step_with_an_image_shows_that_and_the_comments(
 def test_image_that_was_declined_is_shown_to_no_step(
     spank: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = spank.put("bob/closed.sqsh", user=BOB, mode=0o600)
-    assert spank.prolog(1, comment=f"stage={path}").said == ("declined", "no-permission")
+    path = spank.put("alice/empty.sqsh", b"")
+    assert spank.prolog(1, comment=f"stage={path}").said == ("declined", "empty")
     assert not spank.leases.hints(1).exists()
     assert step(spank, 1, capfd) == "leave\tno-image\n"
 

@@ -143,7 +143,7 @@ def test_user_without_access_gets_nothing_staged_and_nobody_is_told(waiting: Que
     waiting.tell()
     before = waiting.site.cluster.read("/var/log/forestage/events.jsonl", NODE)
     assert "no-permission" not in waiting.pull()
-    assert "is not readable by this user" in waiting.pull("--dry-run")
+    assert "is not readable as " in waiting.pull("--dry-run")
     assert waiting.site.cached_paths(NODE) == []
     assert waiting.site.cluster.read("/var/log/forestage/events.jsonl", NODE) == before
 

@@ -69,6 +69,7 @@ def test_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
         "SLURM_JOB_ID": "77",
         "SLURM_JOB_UID": str(UID),
         "SLURM_JOB_GID": str(GID),
+        "FORESTAGE_GROUPS": f"{GID},{GID + 1}",
         "SLURM_STEP_ID": "4294967291",
         "SLURM_JOB_WORK_DIR": str(step.folder),
         "SLURM_JOB_PARTITION": "batch",

@@ -337,6 +337,8 @@ def _consequence(event: Event) -> str:
     if event.hook == "stager":
         return "Nothing was published; a job that waited for it kept its original path."
     who = "step" if event.hook == "step" else "job"
+    if event.hook == "prolog" and getattr(event.outcome, "redirect", "") == "spank":
+        return "Each step looks again, with the groups that Slurm gave it."
     if event.outcome.reason == "deadline":
         return (
             f"The {who} kept its original path. The copy continues if it has begun;"

@@ -26,6 +26,7 @@ from forestage.slurm import nodelist
 from forestage.slurm.queue import Slurm
 from forestage.sources import opening
 from forestage.stage import queue
+from forestage.system import as_user
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, Table, count
 from forestage.units import printable
@@ -324,7 +325,9 @@ def user_of(uid: int) -> User:
         known = pwd.getpwuid(uid)
     except KeyError:
         raise Declined("no-permission", f"uid {uid} is no user of this node") from None
-    return User(known.pw_name, uid, known.pw_gid)
+    # For all children that act as this user: a name service may take long for each answer.
+    user = User(known.pw_name, uid, known.pw_gid, home=known.pw_dir)
+    return msgspec.structs.replace(user, groups=tuple(as_user.groups(user)))
 
 
 def pieces(done: NodePass) -> Iterator[Piece]:

@@ -76,7 +76,7 @@ def open_image(cache: Cache, path: str, user: User) -> OpenImage:
         # What is in the cache may come from sources that are configured no more.
         facts, fd = opening.open_file(path, user, ANYWHERE, [cache.real], TIMEOUT)
     except OSError as error:
-        raise image.declined_by(error, path) from None
+        raise image.declined_by(error, path, user) from None
     try:
         found = image.judge(facts, None)
     except Declined:

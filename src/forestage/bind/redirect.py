@@ -81,9 +81,14 @@ def unmount_stale(cache: Cache, paths: frozenset[str], key: str, user: User, end
 
 
 def mount(
-    node: Node, lease: Lease, wanted: Image, end: Deadline, waits: Deadline | None = None
+    node: Node,
+    lease: Lease,
+    user: User,
+    wanted: Image,
+    end: Deadline,
+    waits: Deadline | None = None,
 ) -> Shown:
-    """Makes the image's path show the entry, and notes it in the job's lease.
+    """Makes the image's path show the entry, and notes it in the lease of this user's job.
 
     Another process may be unmounting the right redirect: that is waited for until `waits`, where
     the job waits for its copies, and otherwise as long as an unmount takes that does not hang.
@@ -98,7 +103,7 @@ def mount(
         node.leases.write(held.with_use(Use(wanted.key, wanted.path)))
 
     until_gone = waits or Deadline.after(min(unmount.TIMEOUT, end.left()), node.clock)
-    return _mount(node, lease.user, wanted, end, until_gone, note)
+    return _mount(node, user, wanted, end, until_gone, note)
 
 
 def mount_waiting(node: Node, wanted: Image) -> Iterator[tuple[int, str]]:

@@ -14,6 +14,7 @@ import msgspec
 
 from forestage.errors import Declined
 from forestage.slurm.hints import Request
+from forestage.system.as_user import User
 from forestage.system.files import Asked
 from forestage.system.sha256 import sha256
 from forestage.units import format_size
@@ -211,13 +212,14 @@ def must_be_squashfs(found: PathFacts) -> None:
         )
 
 
-def declined_by(error: OSError, path: str) -> Declined:
+def declined_by(error: OSError, path: str, user: User) -> Declined:
     """Pure: what an error of the user's own look means. pyxis will tell the user the same."""
+    refused = ("no-permission", f"is not readable as {user}")
     known = {
         errno.ENOENT: ("missing", "does not exist"),
         errno.ENOTDIR: ("missing", "does not exist"),
-        errno.EACCES: ("no-permission", "is not readable by this user"),
-        errno.EPERM: ("no-permission", "is not readable by this user"),
+        errno.EACCES: refused,
+        errno.EPERM: refused,
         errno.ELOOP: ("bad-path", "has too many symbolic links"),
         errno.ENAMETOOLONG: ("bad-path", "has a name that is too long"),
     }

@@ -13,13 +13,17 @@ from forestage.slurm.hints import Request
 
 
 class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a directory is (views/directory.py): its key and path, or why it has none."""
+    """How far a directory is (views/directory.py): its key and path, or why it has none.
+
+    `groups` are those of the user who could not read all of it.
+    """
 
     state: Literal["looking", "copying", "ready", "declined"]
     key: str = ""
     path: str = ""
     reason: str = ""
     detail: str = ""
+    groups: tuple[int, ...] = ()
 
 
 class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):

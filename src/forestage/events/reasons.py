@@ -98,6 +98,8 @@ REASONS = {
     "helper": "A process of forestage's own died.",
     "killed": "A process of forestage's own was killed, and killed again when it was tried once"
     " more: an epilog of the site's may kill all processes of a user.",
+    "slow-names": "The node's name service did not say in time which groups and home directory the"
+    " user has.",
     "acl": "The cache's file system cannot keep the file's access rights.",
     "redirect": "The local copy could not be mounted over the path, or be unmounted. Of an Epilog:"
     " the file server does not answer; a later Epilog unmounts it.",

@@ -12,24 +12,28 @@ What a program of enroot's hooks.d binds by itself cannot be told at all (docs/f
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from forestage.cache import step_record
+from forestage.cache.image import PATH_MAX
 from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.paths import Places
 from forestage.slurm import enroot
 from forestage.slurm.enroot import EnrootSite, FstabBind, Variables
 from forestage.slurm.job import Job
+from forestage.sources import opening
 from forestage.system import as_user, lock
 from forestage.system.lock_ranges import USER_FILES
+from forestage.system.mounts import is_below
 from forestage.system.tree import Noted
 
 LOOK = 5.0  # seconds for where a job saves to
-THEIRS = 1.0  # seconds for the user's own files, which may lie on a file server that hangs
+THEIRS = 15.0  # seconds for the user's own files where no hook sets a limit: they may be far away
 THEIR_BYTES = 64 * 1024  # of all fstabs of a user's
 MOST_THEIRS = 100  # of those
 MOST_NAMES = 1000  # of all that lies beside them
@@ -50,18 +54,26 @@ class _Found(msgspec.Struct, frozen=True):
 
 
 class _Looking(NamedTuple):
-    """What was read of the node's own files, and the child that reads the user's."""
+    """What was read of the node's own files, and the child that reads the user's.
+
+    In the memory `spot` it leaves what it asks for now; `home` is the user's, if that is known;
+    `since` is when it began, on the monotonic clock.
+    """
 
     files: Noted
     site: EnrootSite
     child: as_user.Child
+    spot: int
+    home: str
+    since: float
 
 
 class Binds:
     """What the containers of a job bind; looked up once.
 
-    `end` limits that, beside THEIRS. `decided` are lines for the record of what its steps are
-    shown, empty where there can be none. As a context it looks while others do something else.
+    `end` limits that: a job waits for its home directory as well. `decided` are lines for the
+    record of what its steps are shown, empty where there can be none. As a context it looks while
+    others do something else.
     """
 
     def __init__(self, places: Places, job: Job, end: Deadline | None = None) -> None:
@@ -77,6 +89,7 @@ class Binds:
     def __exit__(self, *_: object) -> None:
         if self._looking:
             self._looking.child.end()
+            os.close(self._looking.spot)
 
     def must_not_hold(self, path: str, own: Sequence[str] = ()) -> None:
         """Raises Declined (below-bind) where the container binds what this path lies below.
@@ -99,22 +112,34 @@ class Binds:
 
     @property
     def _left(self) -> float:
-        return min(THEIRS, self._end.left()) if self._end else THEIRS
+        return self._end.left() if self._end else THEIRS
 
     def _begin(self) -> "_Looking":
         """Reads what is the node's here, and what is the user's in a child, as that user."""
         files = Noted(self._places.root)
         site = enroot.site(files, self._job.path)
         binds = [*enroot.site_binds(files, site)]
-        return _Looking(files, site, as_user.Child(lambda: (self._as_user(site, binds), [])))
+        job = self._job
+        home = (job.variables or {}).get("HOME") or job.home or job.user.home or ""
+        spot = os.memfd_create("spot")
+
+        def work() -> as_user.Found[_Found]:
+            return self._as_user(site, binds, spot), []
+
+        since = time.monotonic()
+        return _Looking(files, site, as_user.Child(work, (spot,)), spot, home, since)
 
     def _look(self) -> _Found:
         looking, self._looking = self._looking or self._begin(), None
+        hang = opening.known_hang(self._places, looking.home) if looking.home else ""
         try:
-            found, line = looking.child.answer(_Found, self._left)
+            found, line = looking.child.answer(_Found, 0.0 if hang else self._left)
+        except as_user.TooSlow:
+            return _unread(hang or self._hung(looking))
         except (Declined, OSError) as error:  # it never fails a job
-            why = f"the configuration of the user's enroot cannot be read: {error}"
-            return _Found("", (), why, {}, {})
+            return _unread(str(error))
+        finally:
+            os.close(looking.spot)
         line.close()
         files = looking.files
         ours = {os.fspath(files.at(path)): facts for path, facts in files.facts.items()}
@@ -123,11 +148,26 @@ class Binds:
             self.decided = step_record.of_binds(program, ours, found.facts, found.variables)
         return found
 
-    def _as_user(self, site: EnrootSite, binds: Sequence[FstabBind]) -> _Found:
+    def _hung(self, looking: _Looking) -> str:
+        """What the child waits for, and for how long already; who looks next is to know it."""
+        path = os.fsdecode(os.pread(looking.spot, PATH_MAX, 0).partition(b"\0")[0])
+        if not path:
+            return "earlier looks at this user's files still hang"
+        opening.note_hang(self._places, path)
+        home = looking.home.rstrip("/")
+        if home and is_below(path, home):
+            path = f"the home directory {home}"
+        return f"{path} did not answer for {time.monotonic() - looking.since:.1f} s"
+
+    def _as_user(self, site: EnrootSite, binds: Sequence[FstabBind], spot: int) -> _Found:
         """In a child: what the user's files add, and where all of it leads."""
         job, files = self._job, Noted()
+
+        def at(path: str) -> None:
+            os.pwrite(spot, os.fsencode(path)[:PATH_MAX] + b"\0", 0)
+
         self._take_place()
-        home = (job.variables or {}).get("HOME") or job.home or as_user.home_of(job.user.uid)
+        home = (job.variables or {}).get("HOME") or job.home or as_user.home_of(job.user)
         as_user.become(job.user)
         variables = _variables(job, home)
         variables.get("HOME")  # counts in any case
@@ -136,6 +176,7 @@ class Binds:
         folders = {own, variables.get("ENROOT_SYSCONF_PATH") or site.sysconf} - {site.sysconf}
         doubt = ""
         for folder in sorted(folders):
+            at(os.path.join(job.work_dir, folder))
             found, why = _of_folder(files, os.path.join(job.work_dir, folder))
             binds = (*binds, *found)
             doubt = doubt or why
@@ -146,7 +187,7 @@ class Binds:
             wants_home = enroot.says_yes(site.settings.get("ENROOT_MOUNT_HOME", ""))
         if wants_home:
             bound += [("--container-mount-home", home)]
-        return _as_text(_Found(home, _led(bound), doubt, files.facts, variables.asked))
+        return _as_text(_Found(home, _led(bound, at), doubt, files.facts, variables.asked))
 
     def _take_place(self) -> None:
         """In a child, as root: where as many of the user's hang as may, it waits for one."""
@@ -206,13 +247,21 @@ def _of_folder(files: Noted, folder: str) -> tuple[list[FstabBind], str]:
     return binds, f"{hooks}/{programs[0]} may bind anything" if programs else ""
 
 
-def _led(bound: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+def _unread(why: str) -> _Found:
+    """Pure: that it cannot be told what the container binds."""
+    return _Found("", (), f"the configuration of the user's enroot cannot be read: {why}", {}, {})
+
+
+def _led(
+    bound: Iterable[tuple[str, str]], at: Callable[[str], None] = lambda path: None
+) -> tuple[tuple[str, str], ...]:
     """The directories as they are written, and without links: images are known by the latter."""
 
     def both() -> Iterator[tuple[str, str]]:
         for who, directory in bound:
             yield who, directory
             if directory.startswith("/") and enroot.UNKNOWN not in directory:
+                at(directory)
                 yield who, as_user.real(directory)
 
     return tuple(dict.fromkeys(both()))

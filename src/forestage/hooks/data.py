@@ -151,7 +151,7 @@ def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
     try:
         text = as_user.call(work, bytes, min(LOOK, end.left()))[0]
     except OSError as error:
-        raise image.declined_by(error, path) from None
+        raise image.declined_by(error, path, job.user) from None
     if len(text) > LONGEST_LIST:
         raise Declined("bad-hint", f"stage-list: {path} is longer than {LONGEST_LIST} bytes")
     try:

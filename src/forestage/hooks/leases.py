@@ -25,7 +25,7 @@ GIVE_UP = 1.0  # seconds to wait for the space lock where nothing depends on it
 def of_job(node: Node, job: Job) -> Lease:
     """The job's lease, or a new one, not yet written. Under the space lock. Raises Failed."""
     return node.leases.read(job.id) or Lease(
-        job.id, job.user, node.clock.wall(), str(node.cache.root), node=job.node
+        job.id, job.user.plain(), node.clock.wall(), str(node.cache.root), node=job.node
     )
 
 

@@ -1,7 +1,10 @@
 """The Prolog: stages each image that a starting job names, one outcome for each."""
 
 import contextlib
+import os
 from collections.abc import Sequence
+
+import msgspec
 
 from forestage.cache.node import Node
 from forestage.clock import Deadline
@@ -15,6 +18,7 @@ from forestage.slurm.hints import MAX_PROBLEMS, OF_OPTION, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
 from forestage.sources import opening
+from forestage.system import as_user
 from forestage.units import printable
 
 TO_DO = {
@@ -52,6 +56,7 @@ def prolog(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list
     """
     answers = serve.serve(node, job, job.requests, limit, refusal)
     if node.config.redirect == "spank":
+        answers = [_left_to_steps(answer) for answer in answers]
         _note_hinted(node, job, answers)
     elif job.hints.tell or node.config.user_messages == "all":
         _note_wait(node, job, answers)
@@ -61,6 +66,31 @@ def prolog(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list
         if noted and (noted.result == "failed" or not answers):
             answers.append(Answer(noted))
     return answers or [Answer(outcome) for outcome in bad_hint(job)]
+
+
+def with_user(job: Job, limit: Limit) -> tuple[Job, Declined | None]:
+    """Returns the job with its user's groups and home, and why nothing may be staged without them.
+
+    Once, for all processes that act as the user: each answer may take seconds.
+    """
+    try:
+        user = as_user.identify(job.user, limit.end.left())
+    except Declined as unknown:
+        return job, unknown
+    except OSError:  # no process can be started: each request says so
+        return job, None
+    return msgspec.structs.replace(job, user=user), None
+
+
+def _left_to_steps(answer: Answer) -> Answer:
+    """Pure: the answer, for a step to ask again where the user may have groups that count.
+
+    The node may not know all groups of a user: slurmctld looks them up where it runs, and gives
+    each step its own (slurm.conf(5), `enable_nss_slurm`).
+    """
+    if answer.outcome.reason != "no-permission":
+        return answer
+    return answer.saying(redirect="spank")
 
 
 def limit_of(
@@ -90,14 +120,15 @@ def _note_wait(node: Node, job: Job, answers: list[Answer]) -> None:
 def _note_hinted(node: Node, job: Job, answers: list[Answer]) -> None:
     """Has the job's steps, which see no comment, show the images that it names."""
     found = [
-        answer.image.path
+        answer.image.path if answer.image else os.path.join(job.work_dir, request.path)
         for request, answer in zip(job.requests, answers, strict=True)
-        if request.via == "hint" and answer.image and answer.outcome.redirect == "spank"
+        if request.via == "hint" and answer.outcome.redirect == "spank"
     ]
     if found:
-        # Without it the steps read the shared path.
+        # Without it the steps read the shared path. There may be no lease yet.
+        paths = tuple(map(os.fsencode, found))
         with contextlib.suppress(ForestageError, OSError):
-            leases.revise(node, job, lambda lease: node.leases.note_hinted(job.id, found))
+            leases.say(node, job, leases.GIVE_UP, to_steps=True, hinted=paths)
 
 
 def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
@@ -119,6 +150,7 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
         if isinstance(outcome, Handled)
         and outcome.via == "hint"
         and outcome.reason in TO_DO
+        and outcome.redirect != "spank"  # a step says it, if it finds the same
         and outcome.request != "stage-dir"  # which the step has a line for
     ]
     lines += _unserved(job, outcomes)

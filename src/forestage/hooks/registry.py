@@ -150,7 +150,7 @@ def _foresee(node: Node, job: Job, request: Request, report: Report, hook: Chann
     hook.send(Message("ready"))
     hook.close()
     # What a user's login would have, as far as enroot's configuration goes by it.
-    name, home = as_user.name_of(job.user.uid), as_user.home_of(job.user.uid)
+    name, home = job.user.name, as_user.home_of(job.user)
     environment = worker.keep_environment({"HOME": home, "USER": name, "LOGNAME": name})
     asked = Asked(request, environment, batch=True, container="", timeout="")
     answer = _answer(node, job, asked, Tasks(None, GUESS))

@@ -40,9 +40,9 @@ def run(hook: Hook, places: Places, clock: Clock) -> int:
     if hook.name == "step":
         from forestage.hooks import step
 
-        job = step.with_variables(step.with_user_name(job), hook.environ)
+        job = step.with_variables(job, hook.environ)
     work = {"prolog": _prolog, "step": _step, "epilog": _epilog}[hook.name]
-    outcomes = work(hook, job, places, clock)
+    job, outcomes = work(hook, job, places, clock)
     if hook.in_background:
         background.forget_hints(places, job)
     hook.report(job, outcomes, places, clock)
@@ -56,7 +56,7 @@ def _be_of_no_job() -> None:
     child.leave_job()
 
 
-def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
+def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequence[Outcome]]:
     from forestage.cache import step_record
     from forestage.hooks import prolog
 
@@ -64,16 +64,18 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outc
     if not (job.requests or job.saves or job.hints.for_steps or has_data):
         bad = job.hints.problems and places.loaded.exists()
         if not bad:  # or nobody reads it
-            return prolog.bad_hint(job)
+            return job, prolog.bad_hint(job)
     limits = timeouts.read(hook.environ.get("SLURM_CONF", ""))
     decided_by = step_record.decided_by(places)
     nodes, refusal = _nodes(hook, job, places, clock)
     _note_background(hook, places, decided_by)
-    if refusal is None:
-        job, _ = _begin_import(hook, nodes[0], job)
     # Once: several caches must not take several times what slurm.conf allows.
     limit = prolog.limit_of(nodes[0], job, limits, refusal, hook.in_background)
     hook.watched.ends_within(limit.end.left())
+    if refusal is None and (job.requests or job.saves or has_data):
+        job, refusal = prolog.with_user(job, limit)
+    if refusal is None:
+        job, _ = _begin_import(hook, nodes[0], job)
     # The last one's count: all but one only lose what is outdated.
     answers = [prolog.prolog(node, job, limit, refusal) for node in nodes][-1]
     if nodes[0].config.redirect == "spank":
@@ -89,7 +91,7 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outc
         from forestage.hooks import user_messages
 
         prolog.note_bad_hints(user_messages.with_tell(nodes[0], job), job, outcomes)
-    return outcomes
+    return job, outcomes
 
 
 def _note_background(hook: Hook, places: Places, decided_by: Sequence[str]) -> None:
@@ -107,7 +109,7 @@ def _note_background(hook: Hook, places: Places, decided_by: Sequence[str]) -> N
         _be_of_no_job()
 
 
-def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
+def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequence[Outcome]]:
     from forestage.cache import step_record
     from forestage.hooks import step, user_messages, variables
     from forestage.system import child
@@ -119,7 +121,8 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     timeout = hook.environ.get("FORESTAGE_TIMEOUT", "")
     hook.watched.ends_within(float("inf"))  # the companion has a limit of its own
     nodes, refusal = _nodes(hook, job, places, clock)
-    job, refusal = step.with_notes(nodes[0], job, refusal)
+    job, unknown = step.with_user(nodes[0], job, timeout)
+    job, refusal = step.with_notes(nodes[0], job, refusal or unknown)
     nodes = [user_messages.with_tell(node, job) for node in nodes]
     later: Fields = ()
     if refusal is None:
@@ -150,7 +153,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcom
     # At once: the log can wait, the step does not.
     hook.answer(*(later or done.answer))
     step.note_shown(nodes[0], job, decided_by, done.answers)
-    return outcomes
+    return job, outcomes
 
 
 def _begin_import(hook: Hook, node: Node, job: Job) -> tuple[Job, Fields]:
@@ -196,7 +199,7 @@ def _show_data(
     return shown
 
 
-def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outcome]:
+def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequence[Outcome]]:
     from forestage.hooks import epilog
 
     try:
@@ -205,7 +208,7 @@ def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> Sequence[Outc
         hook.say(f"result=failed reason=config detail={error.one_line!r}")
         config = None
     limits = timeouts.read(hook.environ.get("SLURM_CONF", ""))
-    return epilog.epilog(config, places, clock, job, limits, hook.watched)
+    return job, epilog.epilog(config, places, clock, job, limits, hook.watched)
 
 
 def read_config(hook: Hook, job: Job, places: Places, clock: Clock) -> Config:

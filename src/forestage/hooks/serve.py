@@ -198,7 +198,7 @@ def _show(call: Call, begun: Begun) -> Answer:
     # The use is noted at its end (hooks/epilog.py): a hit writes nothing to a disk that may hang.
     way = _way(call, begun.request, found)
     if way == "bind":
-        way = redirect.mount(node, begun.lease, found, limit.end, limit.copy)
+        way = redirect.mount(node, begun.lease, job.user, found, limit.end, limit.copy)
     return shown_as(begun.request, found, came, way)
 
 

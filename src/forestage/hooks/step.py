@@ -33,6 +33,7 @@ from forestage.units import is_number
 
 MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
 COPIER_GRACE = 7.0  # seconds of the companion's for what a copier says when its time is over
+NAME = 1.0  # seconds for a user's name, which no decision needs
 MAX_ENVIRONMENT = 8 << 20  # bytes; the kernel takes 6 MiB at most
 
 
@@ -116,10 +117,30 @@ def with_variables(job: Job, environ: Mapping[str, str]) -> Job:
     return msgspec.structs.replace(job, variables=found)
 
 
-def with_user_name(job: Job) -> Job:
-    """Returns the job with its user's name, for their groups; an unknown uid has its gid."""
-    name = as_user.name_of(job.user.uid) or job.user.name
-    return msgspec.structs.replace(job, user=msgspec.structs.replace(job.user, name=name))
+def with_user(node: Node, job: Job, timeout: str) -> tuple[Job, Declined | None]:
+    """Returns the job with its user's name and groups, and why nothing may be staged without them.
+
+    The groups are those that Slurm gave the step, of which the node's name service may not know
+    all; it is asked for them where an older companion does not say them. The name is for people.
+    """
+    user = job.user
+    if user.groups is None:
+        try:
+            user = as_user.identify(user, timeouts.step_patience(opening.HOOK_TIMEOUT, timeout))
+        except Declined as slow:
+            return job, slow
+        except OSError:  # no process can be started: each request says so
+            return job, None
+    if not user.name:
+        with contextlib.suppress(Failed, OSError):
+            lease = node.leases.read(job.id)
+            if lease is not None and lease.user.uid == user.uid:
+                user = msgspec.structs.replace(user, name=lease.user.name)
+    if not user.name:
+        with contextlib.suppress(Declined, OSError):
+            named = as_user.identify(user, NAME)
+            user = msgspec.structs.replace(user, name=named.name)
+    return msgspec.structs.replace(job, user=user), None
 
 
 def with_hinted(noted: Leases, job: Job) -> Job:

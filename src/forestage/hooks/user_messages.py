@@ -173,6 +173,8 @@ def _why_not(outcome: Handled, wanted: UserMessages) -> str:
         return f"this job has no directory of its own on this node: {why}"
     if outcome.request.endswith("@job") or "@seed:" in outcome.request:
         return f"{name} is not in the job's directory: {why}"
+    if outcome.reason == "no-permission" and outcome.via == "hint" and not outcome.data:
+        return f"{name} is not staged: {why}; give yourself the right to read it"
     decided = outcome.reason in AS_DECIDED and (wanted != "all" or outcome.reason == "off")
     # Of a directory pyxis tells nothing.
     is_directory = outcome.data and outcome.request.endswith("/")

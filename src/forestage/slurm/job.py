@@ -17,6 +17,8 @@ from forestage.units import is_number, printable, quote
 # Slurm renames each character of `pyxis` and `container-image` that is not alphanumeric to `_`.
 _OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
 IMAGE_OPTION = _OPTION + "image"
+# Slurm's name for a uid that the node does not know, and the uids that may really have it.
+_UNKNOWN, _NOBODIES = "nobody", (65534, 99)
 # What the companion has of --stage and its kin (src/spank/option.c), for Prolog and Epilog.
 STAGE_OPTION = "SPANK_FORESTAGE_STAGE"
 SAVE_OPTION = _OPTION + "save"
@@ -98,11 +100,7 @@ class Job(msgspec.Struct, frozen=True):
         hinted = tuple(one for one in hints.wanted if not one.is_data and one.path != image)
         return cls(
             id=_number(environ, "SLURM_JOB_ID"),
-            user=User(
-                name=environ.get("SLURM_JOB_USER", ""),
-                uid=_number(environ, "SLURM_JOB_UID"),
-                gid=_number(environ, "SLURM_JOB_GID"),
-            ),
+            user=_user(environ),
             node=node,
             # A step's is the user's, and goes into events as it is.
             partition=printable(environ.get("SLURM_JOB_PARTITION", "")),
@@ -127,6 +125,19 @@ class Job(msgspec.Struct, frozen=True):
             else 0,
             manager=_number(environ, "FORESTAGE_MANAGER") if "FORESTAGE_MANAGER" in environ else 0,
         )
+
+
+def _user(environ: Mapping[str, str]) -> User:
+    """The job's owner; of a step with the groups that Slurm gave it, if the companion says them."""
+    uid, gid = _number(environ, "SLURM_JOB_UID"), _number(environ, "SLURM_JOB_GID")
+    name = environ.get("SLURM_JOB_USER", "")
+    if name == _UNKNOWN and uid not in _NOBODIES:
+        name = ""
+    listed = environ.get("FORESTAGE_GROUPS", "").split(",")
+    # Not of a Prolog: only the companion's environment has nothing of the user's under this name.
+    if "SLURM_STEP_ID" in environ and all(map(is_number, listed)):
+        return User(name, uid, gid, tuple(dict.fromkeys((gid, *map(int, listed)))), of_step=True)
+    return User(name, uid, gid)
 
 
 def _rank(listed: str, own: str) -> Rank:

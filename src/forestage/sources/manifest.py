@@ -7,6 +7,7 @@ stays root's. Nothing is followed out of the directory; a name may be any bytes.
 import contextlib
 import ctypes
 import errno
+import functools
 import hashlib
 import os
 import random
@@ -134,11 +135,11 @@ def acting(user: User) -> Iterator[None]:
 
 def open_root(path: str, user: User) -> tuple[int, str]:
     """The directory, opened as the user, and its resolved path. Raises Declined."""
-    (found,) = each_as(user, [path], _open_root)
+    (found,) = each_as(user, [path], functools.partial(_open_root, user))
     return found
 
 
-def _open_root(path: str) -> tuple[int, str]:
+def _open_root(user: User, path: str) -> tuple[int, str]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except NotADirectoryError:
@@ -146,7 +147,7 @@ def _open_root(path: str) -> tuple[int, str]:
             "not-a-directory", f"{path} is not a directory", "write a file without the slash"
         ) from None
     except OSError as error:
-        raise image.declined_by(error, path) from None
+        raise image.declined_by(error, path, user) from None
     resolved = os.readlink(f"/proc/self/fd/{fd}")
     try:
         resolved.encode()
@@ -158,7 +159,7 @@ def _open_root(path: str) -> tuple[int, str]:
         is_there = os.path.samestat(os.fstat(fd), os.stat(resolved))  # noqa: PTH116
         is_there = is_there and not mounts.is_users(fd, resolved)
     except OSError as error:
-        raise image.declined_by(error, resolved) from None
+        raise image.declined_by(error, resolved, user) from None
     if not is_there:
         raise Declined("bad-path", f"{path} does not lead to {resolved} as this node sees it")
     return fd, resolved
@@ -174,15 +175,15 @@ def take(root: int, path: str, user: User, max_files: int) -> Manifest:
     try:
         found = [_top(root, disk, user)]
     except OSError as error:
-        raise image.declined_by(error, printable(path)) from None
-    bound = _Bound(path, max_files)
+        raise image.declined_by(error, printable(path), user) from None
+    bound = _Bound(path, max_files, user)
 
     def look(todo: _Todo) -> list[_Todo]:
         try:
             files, more = _look_into(root, todo, disk, user, bound)
         except OSError as error:
             name = os.fsdecode(os.path.join(os.fsencode(path), todo.directory))
-            raise image.declined_by(error, printable(name)) from None
+            raise image.declined_by(error, printable(name), user) from None
         found.extend(files)
         return [*more, *(_Todo(file.path) for file in files if file.is_dir)]
 
@@ -319,7 +320,7 @@ def _top(root: int, disk: int, user: User) -> File:
 def still(root: int, files: Sequence[File], user: User) -> bool:
     """Whether these are what they were, and this user may read them. Raises Declined, OSError."""
     disk = os.fstat(root).st_dev
-    bound = _Bound("", len(files))
+    bound = _Bound("", len(files), user)
 
     def same(some: Sequence[File]) -> bool:
         return all(
@@ -351,8 +352,8 @@ class _Bound:
     those that cannot be copied.
     """
 
-    def __init__(self, path: str, max_files: int) -> None:
-        self.path = path
+    def __init__(self, path: str, max_files: int, user: User) -> None:
+        self.path, self.user = path, user
         self.files, self.max_files = 1, max_files
         self.room = max_files * NAME_BYTES
         self.sparse: set[bytes] = set()
@@ -373,12 +374,13 @@ class _Bound:
             return
         reason, top = self.refused[0][1].reason, printable(self.path)
         named = [_end(error.what) for _, error in self.refused]
+        who = f" (looked at as {self.user})" if reason == "no-permission" else ""
         if self.refusals == 1:
             hint = "move it away, or name a directory without it"
-            raise Declined(reason, f"{top}: {named[0]}", hint)
+            raise Declined(reason, f"{top}: {named[0]}{who}", hint)
         more = self.refusals - len(named)
         listed = "; ".join([*named, *([f"and {more} more"] if more else [])])
-        what = f"{top} holds {self.refusals} names that cannot be copied: {listed}"
+        what = f"{top} holds {self.refusals} names that cannot be copied: {listed}{who}"
         raise Declined(reason, what, "move them away, or name a directory without them")
 
     def add(self, files: int, size: int) -> None:
@@ -422,7 +424,7 @@ def acls(root: int, manifest: Manifest, user: User) -> dict[bytes, bytes]:
             except OSError as error:
                 # Not for all at once: of a union of file systems some may have ACLs.
                 if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
-                    raise image.declined_by(error, manifest.path) from None
+                    raise image.declined_by(error, manifest.path, user) from None
             else:
                 found.append((file.path, acl))
         with lock:

@@ -23,6 +23,7 @@ from forestage.cache.layout import Cache, open_copy
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import ANYWHERE
+from forestage.paths import Places
 from forestage.sources.source import OpenImage
 from forestage.system import as_user, files, mounts, probe, writers
 from forestage.system.as_user import User
@@ -213,7 +214,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     # Where a step's user can be told, and reads the same bytes next.
     of_steps = node.config.redirect == "spank"
     is_new = functools.partial(_is_new, node.cache) if of_steps else None
-    _must_not_hang(node, path)
+    _must_not_hang(node.places, path)
     try:
         found, line = open_as_user(
             path,
@@ -226,8 +227,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
             is_new,
         )
     except as_user.TooSlow:
-        if server := _server(node, path):
-            probe.begin(server.file, server.ask)  # who comes next need not wait as well
+        note_hang(node.places, path)
         raise
     except OSError as error:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
@@ -236,7 +236,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
             # So ends the name of an entry that was evicted while a redirect still shows it.
             names = frozenset((path, shown, shown.removesuffix(" (deleted)")))
             redirect.unmount_stale(node.cache, names, "", user, end)
-        raise image.declined_by(error, path) from None
+        raise image.declined_by(error, path, user) from None
     with contextlib.closing(line):
         if bound:
             key = found.image.key if found.image else ""
@@ -260,7 +260,22 @@ class _Server(msgspec.Struct, frozen=True):
         os.statvfs(self.point)  # stat(2) may be answered by a cache
 
 
-def _server(node: Node, path: str) -> _Server | None:
+def note_hang(places: Places, path: str) -> None:
+    """Has one process ask the server of a path that hung: who comes next need not wait as well."""
+    if server := _server(places, path):
+        probe.begin(server.file, server.ask)
+
+
+def known_hang(places: Places, path: str) -> str:
+    """What is known of a path's server that has hung before, and has not answered since, or ""."""
+    if not any(places.probes.glob(f"{SERVER}*")):  # as on nearly all nodes
+        return ""
+    server = _server(places, path)
+    hang = probe.known(server.file) if server else None
+    return f"{server.point} has hung for {format_duration(hang.seconds)}" if server and hang else ""
+
+
+def _server(places: Places, path: str) -> _Server | None:
     """The server of a path, as it is written; None for a user's own file system.
 
     That one may hang as its user likes, and is not asked by root.
@@ -271,20 +286,16 @@ def _server(node: Node, path: str) -> _Server | None:
     if under is None or under.fuse_user:
         return None
     name = f"{SERVER}{under.device.replace(':', '-')}"
-    return _Server(under.point, node.places.probes / name)
+    return _Server(under.point, places.probes / name)
 
 
-def _must_not_hang(node: Node, path: str) -> None:
+def _must_not_hang(places: Places, path: str) -> None:
     """Raises TooSlow at once where the path's server has hung before, and has not answered since.
 
     One process of the node asks it (system/probe.py), and its end is the news.
     """
-    if not any(node.places.probes.glob(f"{SERVER}*")):  # as on nearly all nodes
-        return
-    server = _server(node, path)
-    hang = probe.known(server.file) if server else None
-    if server and hang:
-        raise as_user.TooSlow(f"{server.point} has hung for {format_duration(hang.seconds)}")
+    if hang := known_hang(places, path):
+        raise as_user.TooSlow(hang)
 
 
 def _is_new(cache: Cache, wanted: Image) -> bool:

@@ -35,14 +35,38 @@ _IDLE = 1.0  # seconds between two calls of who waits
 _LEAST = 0.2  # seconds for a child, however little is left: a healthy file system answers by then
 _TRIES = 2  # of a child that a signal ends
 _ENDS = 1.0  # seconds for the end of a child that has closed its socket
+_MOST_GROUPS = 20  # that a message lists
 
 
-class User(msgspec.Struct, frozen=True):
-    """The job's owner. `gid` is the primary group; the others are looked up by `name`."""
+class User(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The job's owner. `gid` is the primary group.
+
+    `groups` are all groups, the primary one first, and `home` is the home directory that the node
+    has for the user; both are None as long as the name service was not asked (`identify`).
+    `of_step`: Slurm gave these groups to the step, and the node may know others.
+    """
 
     name: str
     uid: int
     gid: int
+    groups: tuple[int, ...] | None = None
+    home: str | None = None
+    of_step: bool = False
+
+    def __str__(self) -> str:
+        """The user with their groups, for a message that says what they may not do. Pure."""
+        name = self.name or f"uid {self.uid}"
+        if self.groups is None:
+            return name
+        listed = ", ".join(map(str, self.groups[:_MOST_GROUPS]))
+        more = len(self.groups) - _MOST_GROUPS
+        listed += f" and {more} more" if more > 0 else ""
+        whose = "of this step" if self.of_step else "that this node knows"
+        return f"{name} with the groups {whose} ({listed})"
+
+    def plain(self) -> "User":
+        """Return the user as records keep them: groups may change while a record is kept. Pure."""
+        return User(self.name, self.uid, self.gid)
 
 
 class TooSlow(Declined):
@@ -105,17 +129,58 @@ def name_of(uid: int) -> str:
     return account(uid, 0).name
 
 
-def home_of(uid: int) -> str:
+def home_of(user: User) -> str:
     """The home directory that the node has for a user; "" where it knows none of this number."""
+    if user.home is not None:
+        return user.home
     try:
-        return pwd.getpwuid(uid).pw_dir
+        return pwd.getpwuid(user.uid).pw_dir
     except KeyError:
         return ""
 
 
 def groups(user: User) -> list[int]:
     """All groups of a user, the primary one among them."""
+    if user.groups is not None:
+        return [*user.groups]
     return os.getgrouplist(user.name, user.gid) if user.name else [user.gid]
+
+
+def identify(user: User, timeout: float) -> User:
+    """Return the user with name, groups and home as the node's name service has them.
+
+    Each question may take seconds where a directory service is slow, and no process that acts as
+    this user has to ask again. Groups that Slurm gave a step stay. Raises Declined (slow-names)
+    after `timeout` seconds, TimeIsUp, Killed, Failed.
+    """
+
+    def work() -> Found[User]:
+        name, home = user.name, ""
+        with contextlib.suppress(KeyError):
+            known = pwd.getpwuid(user.uid)
+            name, home = name or known.pw_name, known.pw_dir
+        named = msgspec.structs.replace(user, name=name)
+        listed = tuple(dict.fromkeys((user.gid, *groups(named))))
+        if not _is_text(name + home):  # no user's real one
+            return msgspec.structs.replace(user, groups=listed, home=""), []
+        return msgspec.structs.replace(named, groups=listed, home=home), []
+
+    try:
+        found, line = ask(work, User, timeout)
+    except TooSlow:
+        whose = user.name or f"uid {user.uid}"
+        what = f"the node's name service took more than {timeout:.1f} s to say who {whose} is"
+        raise Declined("slow-names", what, f"time getent initgroups {whose}") from None
+    line.close()
+    return found
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def become(user: User) -> None:

@@ -40,6 +40,7 @@ from forestage.stage import stager
 from forestage.stage.task import Task
 from forestage.stage.wait import Eta
 from forestage.system import as_user, holder, lock, loop, mounts, run
+from forestage.system.as_user import User
 from forestage.system.holder import Channel, Message
 from forestage.system.loop import Loop
 from forestage.units import format_size, printable
@@ -53,13 +54,19 @@ PLACE = 1.0  # seconds between two tries for a place
 POLL = 0.25  # seconds between two looks of a step that waits
 LOOK = 60.0  # seconds for a step's look at all files; a file server that needs longer hangs
 WORKS_AT = 5.0  # seconds for a look where the job works
+GIVE_UP = 1.0  # seconds for the space lock, where a later step can do the same
 PROBE = 10.0  # seconds for the kernel to load a module
 
 
 def begin(call: ViewCall, request: Request) -> Handled:
     """Starts the process that brings a directory, for the Prolog. Raises Failed, OSError."""
-    node, job, path = call.node, call.job, request.path
-    wanted.note_tree(node, job, path, Tree("looking"))
+    wanted.note_tree(call.node, call.job, request.path, Tree("looking"))
+    _start(call.node, call.job, request.path)
+    return Handled("started", request=printable(request.path), via="hint")
+
+
+def _start(node: Node, job: Job, path: str) -> None:
+    """Starts the process; that it looks is noted. Raises Failed, OSError."""
     if node.config.peers.enabled:
         agreement.prepare(node.cache, job.id)
     about = f"stager job={job.id}"
@@ -69,7 +76,29 @@ def begin(call: ViewCall, request: Request) -> Handled:
             why = "the process that looks at the directory died"
             wanted.note_tree(node, job, path, Tree("declined", reason="helper", detail=why))
             raise Failed("helper", why)
-    return Handled("started", request=printable(request.path), via="hint")
+
+
+def _look_again(call: ViewCall, restart: int, path: str) -> None:
+    """Has the process of a Prolog look once more, where the step has groups which that one had not.
+
+    Once for all steps that have the same groups. Raises Failed, OSError.
+    """
+    node, job = call.node, msgspec.structs.replace(call.job, restart=restart, step=None)
+    if not _may_see_more(_state(node, job.id, path), job.user):
+        return
+    with lock.held(node.cache.space_lock, GIVE_UP):
+        if not _may_see_more(_state(node, job.id, path), job.user):  # another step was faster
+            return
+        noted = wanted.read(node.leases, job.id)
+        trees = {**noted.trees, path: Tree("looking")}
+        node.leases.note(job.id, data=msgspec.structs.replace(noted, trees=trees))
+    _start(node, job, path)
+
+
+def _may_see_more(tree: Tree, user: User) -> bool:
+    """Pure: whether this user of a step may read what was not readable before."""
+    refused = tree.state == "declined" and tree.reason == "no-permission"
+    return refused and not set(user.groups or ()) <= set(tree.groups)
 
 
 def show(call: ViewCall, request: Request) -> ForStep:
@@ -79,6 +108,7 @@ def show(call: ViewCall, request: Request) -> ForStep:
     """
     node, job, path, until = call.node, call.job, request.path, call.copy
     noted = wanted.read(node.leases, job.id)
+    _look_again(call, noted.restart, path)
     tree = _state(node, job.id, path)
     while until is not None and tree.state in ("looking", "copying") and until.left():
         if lock.is_free(_life(node, job.id, noted.restart, path)):
@@ -123,7 +153,7 @@ def _must_not_hold(directory: str, job: Job, end: Deadline) -> None:
     """
 
     def work() -> as_user.Found[list[bytes]]:  # they need not be text
-        home = job.home or as_user.home_of(job.user.uid)
+        home = job.home or as_user.home_of(job.user)
         as_user.become(job.user)
         own = [path for path in (home, job.work_dir) if path.startswith("/")]
         return [*map(os.fsencode, (*own, *map(os.path.realpath, own)))], []
@@ -200,7 +230,8 @@ def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
             ended = _bring(node, job, path, stop)
     except (ForestageError, OSError) as error:
         reason = error.reason if isinstance(error, Declined) else "io"
-        ended = Tree("declined", reason=reason, detail=printable(str(error)))
+        groups = tuple(job.user.groups or ()) if reason == "no-permission" else ()
+        ended = Tree("declined", reason=reason, detail=printable(str(error)), groups=groups)
         line = f"reason={reason} detail={printable(str(error))!r}"
         log.say(f"stager job={job.id} result=declined {line}", by_slurm=True)
     finally:

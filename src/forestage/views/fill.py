@@ -256,7 +256,7 @@ def _put(order: _Order) -> Put:
             try:
                 source = os.open(order.path, os.O_RDONLY | os.O_NONBLOCK)
             except OSError as error:
-                raise declined_by(error, printable(order.path)) from None
+                raise declined_by(error, printable(order.path), order.user) from None
         way = _way(order, source)  # as root: a program that it starts is apart (run.start_filter)
         with as_user.acting(order.user):
             _make_draft(order, root)

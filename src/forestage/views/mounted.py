@@ -110,7 +110,7 @@ def _open_shared(node: Node, job: Job, path: str, end: Deadline) -> tuple[Image,
             path, job.user, ("/",), [node.cache.real], min(opening.HOOK_TIMEOUT, end.left())
         )
     except OSError as error:
-        raise declined_by(error, path) from None
+        raise declined_by(error, path, job.user) from None
     if facts.image is None:
         line.close()
         raise Declined("not-a-file", f"{printable(path)} is not a regular file")

@@ -471,7 +471,7 @@ def test_source_is_read_with_its_owners_rights(node: Node) -> None:
     assert node.prolog(1, path, user=BOB).outcome.result == "copied"
     found = verified(node)
     assert (found["result"], found["against"]) == ("ok", "digests")
-    assert "is not readable by this user" in found["detail"]
+    assert "is not readable as " in found["detail"]
 
 
 def test_stuck_redirect_does_not_keep_bad_entry(

@@ -68,6 +68,68 @@ def test_groups_of_the_user_are_those_of_the_name(
     assert sorted(as_user.call(work, list[int], TIMEOUT)[0]) == [5, 65533]
 
 
+def test_groups_that_slurm_gave_a_step_are_not_looked_up(
+    as_root: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node may not know them, and a name service may take seconds for each question."""
+    monkeypatch.setattr(os, "getgrouplist", lambda name, gid: pytest.fail("it was asked"))
+    alice = User("alice", 65534, 65533, groups=(65533, 31000), of_step=True)
+
+    def work() -> as_user.Found[list[int]]:
+        as_user.become(alice)
+        return os.getgroups(), []
+
+    assert sorted(as_user.call(work, list[int], TIMEOUT)[0]) == [31000, 65533]
+
+
+def test_name_service_is_asked_once_for_what_all_children_need(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each answer may take a second, and a stager has a dozen children."""
+    asked = tmp_path / "asked"
+
+    def lists(name: str, gid: int) -> list[int]:
+        with asked.open("a") as file:
+            file.write(f"{name}\n")
+        return [31000, gid]
+
+    monkeypatch.setattr(os, "getgrouplist", lists)
+    known = as_user.identify(User("root", 0, 7), TIMEOUT)
+    assert known == User("root", 0, 7, groups=(7, 31000), home="/root")
+    assert asked.read_text() == "root\n"
+    assert (as_user.groups(known), as_user.home_of(known)) == ([7, 31000], "/root")
+    assert asked.read_text() == "root\n"
+    of_step = as_user.identify(User("", 0, 7, groups=(7, 5), of_step=True), TIMEOUT)
+    assert of_step == User("root", 0, 7, groups=(7, 5), home="/root", of_step=True)
+    stranger = User("", 4_000_000_000, 7)
+    assert as_user.identify(stranger, TIMEOUT) == User("", 4_000_000_000, 7, (7,), "")
+
+
+def test_name_service_that_is_too_slow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getgrouplist", lambda name, gid: signal.pause())
+    with pytest.raises(Declined) as caught:
+        as_user.identify(User("root", 0, 0), 0.3)
+    assert (type(caught.value), caught.value.reason) == (Declined, "slow-names")
+    assert "name service took more than 0.3 s" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [
+        (User("alice", 7, 8), "alice"),
+        (User("", 7, 8), "uid 7"),
+        (User("al", 7, 8, (8, 9)), "al with the groups that this node knows (8, 9)"),
+        (User("al", 7, 8, (8, 9), of_step=True), "al with the groups of this step (8, 9)"),
+        (
+            User("al", 7, 0, tuple(range(22))),
+            f"al with the groups that this node knows ({str([*range(20)])[1:-1]} and 2 more)",
+        ),
+    ],
+)
+def test_user_is_named_with_the_groups_that_were_tried(user: User, said: str) -> None:
+    assert str(user) == said
+
+
 def test_hook_stays_what_it_was(as_root: None) -> None:
     before = os.getresuid(), os.getresgid(), os.getgroups()
 

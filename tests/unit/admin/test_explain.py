@@ -41,7 +41,8 @@ def printed(*events: Event, lease: Lease | None = None) -> str:
 
 
 def test_every_reason_in_the_code_is_explained() -> None:
-    found = {image.declined_by(OSError(n, ""), "/x").reason for n in errno.errorcode}
+    alice = User("alice", 7, 7)
+    found = {image.declined_by(OSError(n, ""), "/x", alice).reason for n in errno.errorcode}
     for file in SOURCE.rglob("*.py"):
         text = file.read_text()
         found |= set(re.findall(r'(?:Declined|Failed|__init__)\(\s*"([a-z-]+)"', text))

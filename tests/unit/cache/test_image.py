@@ -28,6 +28,7 @@ from forestage.cache.image import (
 )
 from forestage.errors import Declined, Failed
 from forestage.slurm.hints import Request
+from forestage.system.as_user import User
 
 IDENTITIES = st.builds(
     Identity,
@@ -263,5 +264,5 @@ def test_what_would_hurt_others_is_not_redirected_for_the_node(
 )
 def test_error_of_the_users_own_look_is_never_our_failure(number: int | None, reason: str) -> None:
     error = OSError() if number is None else OSError(number, os.strerror(number))
-    declined = declined_by(error, "/a")
+    declined = declined_by(error, "/a", User("alice", 7, 7))
     assert (declined.reason, isinstance(declined, Failed)) == (reason, False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import pwd
 from collections.abc import Callable
 from pathlib import Path
@@ -14,22 +13,23 @@ import pytest
 
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Lease, Leases
+from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.events import Handled, Outcome
 from forestage.events.reasons import FAILURES
-from forestage.hooks import serve, step, user_messages, variables
+from forestage.hooks import leases, serve, step, user_messages, variables
 from forestage.hooks.answers import Answer
 from forestage.hooks.limit import SHORTLY, Limit
-from forestage.hooks.step import fields, with_notes, with_user_name
+from forestage.hooks.step import fields, with_notes, with_user
 from forestage.hooks.user_messages import AGAIN, HELD_UP, Patience, Speaker, message
 from forestage.slurm.hints import Hints, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import STEP_WAIT
 from forestage.sources.opening import HOOK_TIMEOUT
 from forestage.stage.wait import Eta
+from forestage.system import lock
 from forestage.system.as_user import User
 
 Configured = Callable[..., Node]
@@ -428,14 +428,21 @@ def test_lease_that_cannot_be_read_is_an_outcome_that_the_user_reads(
     assert len(heard) == 1
 
 
-def test_groups_are_those_of_the_uid_and_an_unknown_uid_has_none_but_its_own(
-    image_asked: Job,
+def test_step_with_the_groups_that_slurm_gave_it_asks_no_name_service(
+    configured: Configured, image_asked: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    me = os.getuid()
-    job = msgspec.structs.replace(image_asked, user=User("", me, 7))
-    assert with_user_name(job).user == User(pwd.getpwuid(me).pw_name, me, 7)
-    stranger = msgspec.structs.replace(image_asked, user=User("", 4_000_000_000, 7))
-    assert with_user_name(stranger).user == User("", 4_000_000_000, 7)
+    """Its Prolog has noted the user's name, which is for people."""
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: pytest.fail("it was asked"))
+    node, alice = configured(), User("alice", 1001, 7)
+    prolog = msgspec.structs.replace(image_asked, user=alice)
+    with lock.held(node.cache.space_lock, 1.0):
+        node.leases.write(leases.of_job(node, prolog).with_use(Use("a" * 32)))
+    of_step = User("", 1001, 7, groups=(7, 31000), of_step=True)
+    job, refusal = with_user(node, msgspec.structs.replace(image_asked, user=of_step), "60")
+    assert (refusal, job.user) == (None, msgspec.structs.replace(of_step, name="alice"))
+    noted = node.leases.read(job.id)
+    assert noted is not None
+    assert noted.user == alice
 
 
 def test_refused_step_waits_for_no_copy(configured: Configured, asking: Job) -> None:

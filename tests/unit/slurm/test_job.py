@@ -99,3 +99,31 @@ def test_slice_is_that_of_the_nodes_place_in_the_job(
     hints = Job.from_environ(ENVIRON | comment | listed).hints
     assert tuple(one.path for one in hints.data) == paths
     assert bool(hints.problems) == (not paths)
+
+
+STEP = {"SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("given", "groups"),
+    [
+        (STEP | {"FORESTAGE_GROUPS": "100,31000"}, (100, 31000)),
+        (STEP | {"FORESTAGE_GROUPS": "31000"}, (100, 31000)),  # the primary one is always there
+        (STEP | {"FORESTAGE_GROUPS": ""}, None),
+        (STEP | {"FORESTAGE_GROUPS": "31000,x"}, None),
+        (STEP, None),
+        ({"FORESTAGE_GROUPS": "31000"}, None),  # a Prolog has none that Slurm gave it
+    ],
+)
+def test_groups_of_a_step_are_those_that_slurm_gave_it(
+    given: dict[str, str], groups: tuple[int, ...] | None
+) -> None:
+    user = Job.from_environ(ENVIRON | given).user
+    assert (user.groups, user.of_step) == (groups, groups is not None)
+
+
+@pytest.mark.parametrize(("uid", "name"), [("1001", ""), ("65534", "nobody"), ("99", "nobody")])
+def test_user_whom_the_node_does_not_know_is_not_called_nobody(uid: str, name: str) -> None:
+    """So Slurm names each uid without an account on the node."""
+    given = ENVIRON | {"SLURM_JOB_USER": "nobody", "SLURM_JOB_UID": uid}
+    assert Job.from_environ(given).user.name == name
