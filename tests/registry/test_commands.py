@@ -14,7 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from imports import ALICE, BOB, IMAGE, NEW, OLD, ROOT, Login, Registry
 
+from forestage.paths import Places
+from forestage.registry import refusals
+from forestage.registry.refusals import RegistryRefusal
 from forestage.system import mounts
+from forestage.system.as_user import User
 
 
 def test_imported_image_is_listed_and_the_job_that_wants_it_finds_it(login: Login) -> None:
@@ -135,6 +139,28 @@ def test_step_whose_registry_says_no_digest_has_enroots_own_try_once_for_all(
     assert done[0].returncode == 0, done[0].stderr
     assert done[0].stdout == done[1].stdout
     assert [line.split()[0] for line in login.site.imports] == [uri]
+
+
+@pytest.mark.parametrize(
+    ("user", "tag", "asked"), [(ALICE, "v1", 0), (ALICE, "v2", 2), (BOB, "v1", 2)]
+)
+def test_importer_asks_no_registry_that_has_refused_its_step(
+    login: Login, user: User, tag: str, asked: int
+) -> None:
+    """HEAD and GET, where it is another image's refusal, or another user's."""
+    mounts.mount("tmpfs", "/run", 0, "tmpfs", "mode=755")
+    Path("/run/forestage/images").mkdir(parents=True)
+    there = Registry(status=404)
+    said = RegistryRefusal(there.reference("v1"), "registry-missing", "127.0.0.1 has no image:v1")
+    refusals.note_refusal(Places(), 12, 0, ALICE, said)
+    try:
+        done = login.importer("get", f"docker://{there.reference(tag)}", user=user)
+    finally:
+        there.stop()
+    assert done.returncode == 0, done.stderr
+    assert f"has no image:{tag}" in done.stderr
+    assert there.asked == asked
+    assert len(login.site.imports) == 1  # enroot has its own try
 
 
 def test_refusal_of_a_registry_comes_in_enroots_words(login: Login) -> None:

@@ -173,6 +173,24 @@ def test_user_without_rights_gets_the_registrys_refusal(site: Site, registry: Re
     assert look.returncode != 0
 
 
+def test_image_that_the_registry_does_not_have_costs_one_question_besides_enroots(
+    site: Site, registry: Registry
+) -> None:
+    """A HEAD, and a GET, as registries that know no HEAD say 404 as well."""
+    image = f"{registry.host}#team/none:1"
+    alone = ["enroot", "import", "--output", "/tmp/none.sqsh", "--", f"docker://{image}"]
+    assert site.cluster.run(alone, node="n1", check=False).returncode != 0
+    enroots = {method: registry.count(method) for method in ("HEAD", "GET")}
+    registry.behaves()
+    ran = batch(site, step(image), nodes="n1")
+    assert names(ran) == [], ran.stdout
+    assert "404" in ran.stdout or "unknown" in ran.stdout, ran.stdout  # enroot's own words
+    assert {method: registry.count(method) - enroots[method] for method in enroots} == {
+        "HEAD": 1,
+        "GET": 1,
+    }
+
+
 def login(site: Site, user: str, text: str) -> None:
     folder = f"/home/{user}/.config/enroot"
     site.cluster.run(["mkdir", "-p", folder], user=user)

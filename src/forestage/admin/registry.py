@@ -18,7 +18,7 @@ import msgspec
 from forestage.config import Config
 from forestage.errors import Declined, NotFound
 from forestage.paths import Places
-from forestage.registry import collect, worker
+from forestage.registry import collect, refusals, worker
 from forestage.registry.collect import Done
 from forestage.registry.messages import Importing, Order, Present, Progress, Refused, Word
 from forestage.system import as_user, folders
@@ -36,9 +36,6 @@ NOBODY = 65534  # the group of an account that is gone
 MOST = 300  # images of a user that are listed
 ELSEWHERE = ("store-full", "store-gone", "store-foreign", "store-local")
 """Why a job has its image imported for itself alone instead."""
-
-UNSAID = ("registry-denied", "registry-missing", "registry-busy", "registry-silent", "registry-odd")
-"""Why there is no digest; enroot itself may fare better, or tells the user why not."""
 
 TRIED = ("import-failed", "too-large", "enroot-full")
 """Why enroot itself would not fare better a second time."""
@@ -68,29 +65,34 @@ def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Sa
     if not (config.registry.store and config.registry.enabled):
         raise NotFound("there is no store of images: enroot imports it, as without forestage")
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    places = Places()
+    is_step = is_number(job) and is_number(step)
+    refusal = refusals.find_refusal(places, job, step, uri) if is_step else None
     order = Order(reference=uri, directory="", job=f"{job}.{step}" if job else "", host=host)
-    marks = os.fspath(Places().images)
+    marks = os.fspath(places.images)
     order = msgspec.structs.replace(order, offline=config.registry.offline, marks=marks)
     shared = {"directory": config.registry.store, "cache": config.cache}
     try:
-        return _either(msgspec.structs.replace(order, **shared), environ, say)
+        return _either(msgspec.structs.replace(order, **shared), environ, say, refusal)
     except Declined as error:
         if error.reason not in ELSEWHERE:
             raise
         say(f"{error}; the image is imported for this step alone")
     own = _own(environ, job, step)
-    return _either(msgspec.structs.replace(order, directory=own), environ, say)
+    return _either(msgspec.structs.replace(order, directory=own), environ, say, refusal)
 
 
-def _either(order: Order, environ: Mapping[str, str], say: Say) -> str:
+def _either(order: Order, environ: Mapping[str, str], say: Say, refusal: Declined | None) -> str:
     """An image by its digest; by its tag where the registry does not say one, as pyxis would.
 
-    The user reads enroot's own words then.
+    The user reads enroot's own words then. After a `refusal` the registry is not asked again.
     """
     try:
+        if refusal:
+            raise refusal
         return obtain(order, environ, say)
     except Declined as error:
-        if error.reason not in UNSAID or not order.job:
+        if error.reason not in refusals.REASONS or not order.job:
             raise
         say(f"{error}; enroot is asked")
         return obtain(msgspec.structs.replace(order, by_tag=True), environ, say)

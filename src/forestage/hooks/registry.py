@@ -26,9 +26,10 @@ from forestage.events import UNSERVED, Came, Handled
 from forestage.hooks import answers, leases, serve, step, user_messages, variables
 from forestage.hooks.answers import Answer
 from forestage.hooks.waiting import GONE, Tasks
-from forestage.registry import full_store, imports_now, mount_points, worker
+from forestage.registry import full_store, imports_now, mount_points, refusals, worker
 from forestage.registry.imports_now import PROCESS_NAME, UnderWay
 from forestage.registry.messages import Importing, Order, Present, Progress, Refused, Resolved, Word
+from forestage.registry.refusals import RegistryRefusal
 from forestage.registry.worker import Worker
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
@@ -126,6 +127,7 @@ def _serve(
         line = message(answer.outcome, node.config.user_messages)
         if line and tasks.are_there:  # else the job may be over, and what is noted would stay
             user_messages.Speaker(node, job, tasks.speak)(line)
+        _note_refusal(node, job, answer.outcome)
         tasks.say("env", "FORESTAGE_RESULT", variables.word(answer.outcome))
         tasks.say(*_fields(node, job, answer))
         report([answer.outcome])
@@ -134,6 +136,13 @@ def _serve(
         while not tasks.have_gone:
             tasks.wait(-1)
             child.reap()  # a copy that was started here may have ended
+
+
+def _note_refusal(node: Node, job: Job, outcome: Handled) -> None:
+    """Has the step's importer know what the registry has said, before a task goes on."""
+    if outcome.reason in refusals.REASONS and job.step is not None:
+        said = RegistryRefusal(outcome.request, outcome.reason, outcome.detail)
+        refusals.note_refusal(node.places, job.id, job.step, job.user, said)
 
 
 def _give_back(node: Node, job: Job, answer: Answer) -> None:

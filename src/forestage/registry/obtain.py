@@ -137,9 +137,12 @@ class Obtaining:
         return found
 
     def _must_fit(self) -> None:
-        """Raises Declined where the layers alone are larger than what the store has left."""
+        """Raises Declined where the layers alone are larger than what the store has left.
+
+        A registry that gave no digest is not asked for sizes.
+        """
         free = self.store.free
-        if free >= ROOMY:
+        if free >= ROOMY or not self.digest:
             return
         task, stop = self.task, Deadline.after(AGAIN, self.clock)
         layers = resolve.layers(task.reference, task.settings, self.digest, stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from forestage.hooks.answers import Answer
 from forestage.hooks.limit import Limit
 from forestage.hooks.registry import Asked
 from forestage.hooks.waiting import Tasks
-from forestage.registry import mount_points
+from forestage.registry import mount_points, refusals
 from forestage.slurm.job import Job
 from forestage.system import child
 from node import children_left, until
@@ -111,3 +112,28 @@ def test_process_whose_tasks_never_came_ends_with_the_step(
     finally:
         manager.kill()
         manager.wait()
+
+
+def test_refusal_is_noted_for_the_steps_importer_before_a_task_goes_on_and_goes_with_the_job(
+    staging_node: Node,
+    asking: Job,
+    asked: Asked,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = Handled("declined", request="here#image", reason="registry-missing", detail="no")
+    monkeypatch.setattr(registry, "_answer", lambda *_: Answer(refused))
+    asking = msgspec.structs.replace(asking, step=0)
+    monkeypatch.setattr(registry, "FIRST", 600.0)
+    _, sock = registry.begin(staging_node, asking, asked, lambda outcomes: None)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as task:
+        task.connect(sock)
+        while not task.recv(4096).startswith(b"leave"):
+            pass
+        places = staging_node.places
+        found = refusals.find_refusal(places, f"{asking.id}", "0", "docker://here#image")
+        assert found is not None
+        assert found.reason == "registry-missing"
+        assert refusals.find_refusal(places, f"{asking.id}", "1", "docker://here#image") is None
+        mount_points.forget(places, asking.id)
+        assert refusals.find_refusal(places, f"{asking.id}", "0", "docker://here#image") is None
+    until(lambda: not children_left(), "the end of the process")
