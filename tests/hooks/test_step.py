@@ -18,7 +18,7 @@ from forestage.cache.lease import Use
 from forestage.clock import Clock
 from forestage.config import switch
 from forestage.events import Event, read
-from forestage.hooks import boundary, script
+from forestage.hooks import bare_name, boundary, script
 from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, _main
 from forestage.system.as_user import User
 from helper import Helper, ask, environ, noted
@@ -182,6 +182,57 @@ def test_truncated_image_is_named_as_what_it_is_before_the_container_fails(
     assert said[1].startswith(f"forestage: n1: {told}")
     assert last == ["leave", "truncated"]
     assert (node.entries(), node.parts()) == (set(), [])
+
+
+def test_bare_name_of_a_file_that_lies_there_is_explained_to_its_user(spank: Node) -> None:
+    path = spank.put("image.sqsh")
+    told = (
+        "image.sqsh is an image of a registry to pyxis;"
+        f" the file {path} lies here: write ./image.sqsh"
+    )
+    said, last = Helper(spank, environ(spank, 7, "image.sqsh")).lines()
+    assert said[1] == f"forestage: n1: {told}"
+    assert last == ["leave", "bare-name"]
+    (outcome,) = spank.prolog(8, "image.sqsh").outcomes
+    assert (outcome.reason, outcome.detail) == ("bare-name", told)
+
+
+@pytest.mark.parametrize(
+    ("name", "lies"),
+    [("image.sqsh", False), ("ubuntu", True), ("folder.sqsh", False), ("a/b\n.sqsh", False)],
+)
+def test_name_of_no_file_in_the_jobs_directory_is_a_registrys(
+    spank: Node, name: str, lies: bool
+) -> None:
+    """What ends like no image's file is not looked for."""
+    if lies:
+        spank.put(name)
+    (spank.server / "folder.sqsh").mkdir()
+    assert spank.prolog(7, name).said == ("declined", "registry")
+
+
+def test_file_that_its_user_may_not_see_is_not_told_of(spank: Node) -> None:
+    spank.put("closed/image.sqsh", user=BOB)
+    (spank.server / "closed").chmod(0o700)
+    assert spank.prolog(7, "closed/image.sqsh").said == ("declined", "registry")
+
+
+def test_directory_that_hangs_costs_a_bare_name_a_limit(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child looks for it, and is given up."""
+    real, hook = os.stat, os.getpid()
+
+    def stat(path: str, *more: object, **how: object) -> os.stat_result:
+        if str(path).endswith("image.sqsh"):
+            assert os.getpid() != hook
+            signal.pause()
+        return real(path, *more, **how)  # type: ignore[call-overload, no-any-return]
+
+    spank.put("image.sqsh")
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(bare_name, "LOOK", 0.2)
+    assert spank.prolog(7, "image.sqsh").said == ("declined", "registry")
 
 
 def test_environment_gets_no_path_with_control_characters(spank: Node) -> None:

@@ -346,7 +346,7 @@ def _consequence(event: Event) -> str:
         )
     if event.outcome.reason == "bad-hint":
         return "The hint was ignored."
-    if event.outcome.reason == "registry":
+    if event.outcome.reason in ("registry", "bare-name"):
         return "enroot imports it, as without forestage."
     if event.outcome.reason == "no-mount":
         return f"The {who} went on without it."

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from forestage.errors import Declined
-from forestage.slurm.hints import Request
+from forestage.slurm.hints import ABSOLUTE, Request
 from forestage.system.as_user import User
 from forestage.system.files import Asked
 from forestage.system.sha256 import sha256
@@ -113,6 +113,9 @@ def wanted_path(request: Request, work_dir: str) -> str:
     everything else names an image in a registry (pyxis `pyxis_slurmstepd.c`).
     """
     if not request.path.startswith(("/", ".")):
+        if request.is_data:  # which no registry has
+            what = f"{request.path} is no path"
+            raise Declined("bad-path", what, f"write ./{request.path}, or {ABSOLUTE}")
         raise Declined("registry", f"{request.path} is an image of a registry")
     path = os.path.join(work_dir, request.path)
     if any(ord(char) < 32 or ord(char) == 127 for char in path):

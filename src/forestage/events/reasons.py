@@ -12,6 +12,8 @@ FAILURES = frozenset(
 REASONS = {
     "registry": "An image of a registry is staged when a step starts, where pyxis asks forestage's"
     " importer for it (`importer=`), with `redirect: spank` and a store (`registry: store:`).",
+    "bare-name": "A name that begins neither with / nor with . is an image of a registry to pyxis,"
+    " but a file of that name lies in the job's directory.",
     "bad-reference": "This is no reference to an image of a registry.",
     "registry-denied": "The registry refuses this user; `enroot import` would be refused as well.",
     "registry-missing": "The registry has no such image, or hides it from this user.",

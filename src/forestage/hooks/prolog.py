@@ -34,6 +34,7 @@ TO_DO = {
     "too-large": "make it smaller, or ask your admin",
     "too-many-files": "make one image of them with `forestage pack`",
     "registry": "a path begins with / or ./, and an image of a registry is for --container-image",
+    "bare-name": "a path begins with / or ./",
     "bad-hint": "man forestage-hooks says what it may hold",
 }
 """What a user can do about a hint that was declined, by reason."""

@@ -23,7 +23,7 @@ from forestage.cache.node import Node
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import UNSERVED, Came, Handled
-from forestage.hooks import answers, leases, serve, step, user_messages, variables
+from forestage.hooks import answers, bare_name, leases, serve, step, user_messages, variables
 from forestage.hooks.answers import Answer
 from forestage.hooks.waiting import GONE, Tasks
 from forestage.registry import full_store, imports_now, mount_points, refusals, worker
@@ -175,7 +175,8 @@ def _answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
         answer = _stage(node, job, found.path, asked, tasks)
         origin = {"digest": found.digest, "came": found.came}
     except (ForestageError, OSError) as error:
-        answer = Answer(answers.of_error(asked.request, error))
+        why = bare_name.find_refusal(job, asked.request, bare_name.LOOK) or error
+        answer = Answer(answers.of_error(asked.request, why))
         origin = {"came": "enroot"}
     return answer.saying(
         request=printable(asked.request.path),

@@ -25,7 +25,7 @@ from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError, of_disk
 from forestage.events import UNSERVED, Result
-from forestage.hooks import leases
+from forestage.hooks import bare_name, leases
 from forestage.hooks.answers import Answer, measured, of_error, shown_as
 from forestage.hooks.container_binds import Binds
 from forestage.hooks.leases import GIVE_UP
@@ -294,6 +294,8 @@ def _refusal(node: Node, job: Job, request: Request, limit: Limit) -> Declined |
     try:
         # First: a registry's name must not count as a failure of the cache, which may drain the
         # node.
+        if found := bare_name.find_refusal(job, request, limit.end.left()):
+            return found
         SOURCES[request.kind].path(job, request)
         if job.hints.off:
             return Declined("off", "the job says stage=off")

@@ -179,7 +179,8 @@ def _why_not(outcome: Handled, wanted: UserMessages) -> str:
     # Of a directory pyxis tells nothing.
     is_directory = outcome.data and outcome.request.endswith("/")
     quiet = decided or (outcome.reason in PYXIS_TELLS and not is_directory)
-    if outcome.reason == "truncated":  # or the job's failure would look like ours
+    # The job fails for it, and that would look like our failure, or like a registry's.
+    if outcome.reason in ("truncated", "bare-name"):
         return outcome.detail
     if outcome.reason == "no-mount" or is_unmounted(outcome):
         return f"{name} is not mounted: {why}"

@@ -105,6 +105,14 @@ def test_unusable_path_is_declined(asked: str, work_dir: str, reason: str) -> No
     assert not isinstance(caught.value, Failed)
 
 
+@pytest.mark.parametrize(("path", "at"), [("set/", ""), ("a.sqsh", "/mnt"), ("a.tar", "job")])
+def test_data_without_a_directory_is_told_how_a_path_is_written(path: str, at: str) -> None:
+    with pytest.raises(Declined) as caught:
+        wanted_path(Request(path, "hint", at), "/home")
+    assert (caught.value.reason, caught.value.what) == ("bad-path", f"{path} is no path")
+    assert caught.value.hint == f"write ./{path}, or the path from / on"
+
+
 @given(st.text(), st.text())
 def test_any_request_is_a_path_or_declined(asked: str, work_dir: str) -> None:
     try:

@@ -15,7 +15,7 @@ from fixtures import REFERENCE
 from forestage.cache.node import Node
 from forestage.errors import Declined
 from forestage.events import Handled
-from forestage.hooks import registry, waiting
+from forestage.hooks import bare_name, registry, waiting
 from forestage.hooks.registry import Asked, message, order_of
 from forestage.hooks.waiting import Tasks
 from forestage.registry.messages import Order
@@ -263,6 +263,22 @@ def handled(**facts: object) -> Handled:
 )
 def test_user_reads_what_became_of_the_reference(outcome: Handled, wanted: str, text: str) -> None:
     assert message(outcome, wanted) == text  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lies", [True, False])
+def test_bare_name_that_no_registry_has_is_explained_by_the_file_that_lies_there(
+    staging_node: Node, asking: Job, tasks: Tasks, monkeypatch: pytest.MonkeyPatch, lies: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise Declined("registry-missing", "it has no such image")
+
+    found = Declined("bare-name", "write ./a.sqsh") if lies else None
+    monkeypatch.setattr(registry, "_work", refuse)
+    monkeypatch.setattr(bare_name, "find_refusal", lambda *_: found)
+    asked = Asked(Request("a.sqsh", "option"), 0, False, "", "")
+    outcome = registry._answer(staging_node, asking, asked, tasks).outcome
+    assert outcome.reason == ("bare-name" if lies else "registry-missing")
+    assert outcome.came == "enroot"
 
 
 def test_prologs_worker_is_bounded(
