@@ -34,6 +34,11 @@ static const char *control;
  *     inodes 1   each look finds another inode number
  *     alike 1    all files have one inode number, one time and, they say, two names
  *     longer N   each file says that it is N bytes longer than it is
+ *     blockless 1  each file says that it has no blocks
+ *     unlinked 1 each file says that no name leads to it
+ *     nodata 1   SEEK_DATA finds no data up to the end
+ *     later N    … finds them N KiB behind where they begin, and SEEK_HOLE no hole
+ *     same 1     both find what they look for where they begin to look
  *     forges 1   behind their first 4 KiB, files have other bytes than they have
  *     squash 1   to open and to look, root is nobody: what others may not, root may not
  *     squash 2   and root reads nothing, from open files neither
@@ -113,6 +118,10 @@ static int far_getattr(const char *path, struct stat *facts, struct fuse_file_in
     }
     if (S_ISREG(facts->st_mode))
         facts->st_size += told("longer");
+    if (S_ISREG(facts->st_mode) && told("blockless"))
+        facts->st_blocks = 0;
+    if (told("unlinked"))
+        facts->st_nlink = 0;
     return 0;
 }
 
@@ -186,6 +195,23 @@ static int far_read(const char *path, char *out, size_t size, off_t offset,
     for (ssize_t at = offset < 4096 ? 4096 - offset : 0; at < count && told("forges"); at++)
         out[at] ^= 1;
     return count < 0 ? -errno : count;
+}
+
+static off_t far_lseek(const char *path, off_t offset, int whence, struct fuse_file_info *info)
+{
+    struct stat facts;
+    off_t found = offset, later = (off_t)told("later") << 10;
+    (void)path;
+    begin("lseek");
+    if (fstat(info->fh, &facts))
+        return -errno;
+    if (told("nodata") || later || told("same")) {
+        if (later)
+            found = whence == SEEK_DATA ? offset + later : facts.st_size;
+        return told("nodata") || offset >= facts.st_size || found > facts.st_size ? -ENXIO : found;
+    }
+    found = lseek(info->fh, offset, whence);
+    return found < 0 ? -errno : found;
 }
 
 static int far_flush(const char *path, struct fuse_file_info *info)
@@ -291,6 +317,7 @@ int main(int argc, char **argv)
         .readdir = far_readdir,
         .open = far_open,
         .read = far_read,
+        .lseek = far_lseek,
         .flush = far_flush,
         .release = far_release,
         .create = far_create,

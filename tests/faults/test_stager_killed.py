@@ -87,8 +87,8 @@ def _rsync_of(node: Node, key: str) -> int | None:
     owner = part.owner()
     if owner is None or not part.image.exists() or part.image.stat().st_size == 0:
         return None
-    children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
-    for child in children:
+    threads = Path(f"/proc/{owner.pid}/task").glob("*/children")  # any may have started it
+    for child in " ".join(thread.read_text() for thread in threads).split():
         # Another may be one that looked at the source, and has not quite ended yet.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if Path(f"/proc/{child}/comm").read_text() == "rsync\n":

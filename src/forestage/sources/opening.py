@@ -125,11 +125,21 @@ def _open(
     # Through the handle, so that it is the same file whatever the path has become.
     source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY)
     facts = files.latest(source, seen.st_dev)
-    if facts.st_nlink == 0:
+    # Some file systems count no names: then the path itself shows whether it leads there.
+    if facts.st_nlink == 0 and not _leads_to(path, facts):
         return found, []
     access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), image.read_acl(source))
     found_image = Image(image.identity(facts, resolved), access)
     return PathFacts(resolved, sources, mode, found_image), [source]
+
+
+def _leads_to(path: str, facts: os.stat_result | files.Asked) -> bool:
+    """Whether the path leads to this very file now."""
+    try:
+        there = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (facts.st_dev, facts.st_ino)
 
 
 class _Covered(Exception):

@@ -5,8 +5,12 @@ the lock to be free.
 """
 
 import contextlib
+import math
 import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +20,7 @@ import msgspec
 from forestage import events, log
 from forestage.bind import redirect
 from forestage.cache.part import PROCESS_NAME
-from forestage.errors import Declined, Failed, of_disk
+from forestage.errors import Declined, Failed, Stopped, of_disk
 from forestage.events import Copied
 from forestage.stage.task import Task
 from forestage.system import holder, lock
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from forestage.stage.pipeline import Figures
 
 STAGER = Life(PROCESS_NAME, "copy")
+ENDS_WITHIN = 8.0  # seconds of a stager that is to stop, for what it is at
+LOOK = 0.5  # seconds between two looks of its main thread
 PROBE_GRACE = 0.5  # seconds for those who only probe whether the key's lock is free
 
 
@@ -37,20 +43,64 @@ def start(task: Task) -> Channel:
 
 def _live(task: Task, hook: Channel) -> None:
     """The stager's whole life."""
-    task = task.received()
-    stop = be_stager()
-    hook.begin(task.opened.fd)
+    has_key = threading.Event()
+
+    def work(stop: threading.Event) -> None:
+        own = task.received()
+        hook.begin(own.opened.fd)
+        try:
+            with lock.held(own.node.cache.key_lock(own.key), _patience(own)):
+                has_key.set()
+                hook.send(copy(own, stop))
+                has_key.clear()
+        except lock.Busy:
+            hook.send(Message("busy"))
+        except OSError as error:  # the disk takes no name: it is full of files, or read-only
+            why = of_disk(error)
+            hook.send(Message("failed", why.reason, str(why), isinstance(why, Failed)))
+            raise
+        else:
+            _redirect_waiting(own)
+
     try:
-        with lock.held(task.node.cache.key_lock(task.key), _patience(task)):
-            hook.send(copy(task, stop))
-    except lock.Busy:
-        hook.send(Message("busy"))
-    except OSError as error:  # the disk takes no name: it is full of files, or read-only
-        why = of_disk(error)
-        hook.send(Message("failed", why.reason, str(why), isinstance(why, Failed)))
+        run_until_stopped(work)
+    except Stopped as stopped:
+        hook.send(Message("failed", stopped.reason, str(stopped)))
+        if has_key.is_set() and not task.job.expected:
+            _note_stopped(task)
         raise
-    else:
-        _redirect_waiting(task)
+
+
+def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
+    """Does all the work of a stager's process, until SIGTERM; sets the event that `work` is given.
+
+    Any call of the work may hang with the source, and a thread in such a call hears no signal. So
+    the main thread does nothing but wait for it. Raises Stopped where the work goes on for
+    ENDS_WITHIN seconds all the same; then the process has to end at once (child.live): a stager may
+    be killed at any line.
+    """
+    stop = threading.Event()
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            work(stop)
+        finally:
+            ended.append(sys.exc_info()[1])
+
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    until = math.inf
+    working = threading.Thread(target=run, name=PROCESS_NAME, daemon=True)
+    working.start()
+    # Not for ever in one wait: CPython may sleep through a signal that comes just before.
+    while working.is_alive():
+        working.join(LOOK)
+        now = time.monotonic()
+        until = min(until, now + ENDS_WITHIN) if stop.is_set() else math.inf
+        if now >= until and working.is_alive():
+            raise Stopped
+    if ended[0] is not None:
+        raise ended[0]
 
 
 def _patience(task: Task) -> float:
@@ -59,13 +109,6 @@ def _patience(task: Task) -> float:
 
     owner = None if task.job.expected else task.part.owner()
     return queue.LETS_GO if owner is not None and owner.expected else PROBE_GRACE
-
-
-def be_stager() -> threading.Event:
-    """Has this process stop as a stager does; the event is set once it is to stop."""
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    return stop
 
 
 def _redirect_waiting(task: Task) -> None:
@@ -103,9 +146,13 @@ def copy(task: Task, stop: threading.Event) -> Message:
     if error.reason in ("changed", "written", "no-room") or not task.part.digests().strip(b"\0"):
         task.node.cache.drop_part(task.key)  # no use to whoever comes next
     elif error.reason == "stopped" and not task.job.expected:
-        with contextlib.suppress(OSError):  # then its keeper has it go on
-            task.part.note_stopped()
+        _note_stopped(task)
     return Message("failed", error.reason, str(error), isinstance(error, Failed))
+
+
+def _note_stopped(task: Task) -> None:
+    with contextlib.suppress(OSError):  # then its keeper has it go on
+        task.part.note_stopped()
 
 
 def _while_expected(task: Task, stop: threading.Event) -> AbstractContextManager[None]:

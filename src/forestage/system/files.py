@@ -6,6 +6,7 @@ No descriptor that Python opens is inherited by a program (PEP 446), so no call 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -17,8 +18,13 @@ from forestage.system import libc
 
 _SYMLINK_NOFOLLOW, _EMPTY_PATH, _FORCE_SYNC = 0x100, 0x1000, 0x2000  # linux/fcntl.h, AT_…
 _BASIC = 0x7FF  # linux/stat.h, STATX_BASIC_STATS
-# struct statx: nlink, uid, gid, mode, inode, size, blocks, ctime, mtime, and the device's numbers.
-_STATX = struct.Struct("=16xIIIH2xQQQ40xqI4xqI4x8xII")
+# Of these the type, mode, owner, group, times of writing and change, inode and size: what says
+# which file it is, and whose. A file system may fill in what it does not know, but must not say
+# that it knows it (statx(2), stx_mask).
+_TELLING = 0x3DB
+_LINKED = 0x4  # STATX_NLINK
+# struct statx: mask, nlink, uid, gid, mode, inode, size, blocks, ctime, mtime, device.
+_STATX = struct.Struct("=I12xIIIH2xQQQ40xqI4xqI4x8xII")
 _STATX_BYTES = 256
 
 MOST = 1000  # names of a directory that are held in memory at once
@@ -64,12 +70,20 @@ def asked(directory: int, name: bytes = b"") -> Asked:
     """What its file server says now of a name in an open directory; without one, of the open file.
 
     stat(2) says what this node knew of it up to a minute ago, or longer, as the mount allows. No
-    link is followed. A name counts as it was when its directory was asked for last. Raises OSError.
+    link is followed. A name counts as it was when its directory was asked for last. Raises OSError,
+    also where the file server does not know what says which file it is.
     """
     facts = libc.room(_STATX_BYTES)
     flags = _FORCE_SYNC | _SYMLINK_NOFOLLOW | (0 if name else _EMPTY_PATH)
     libc.call("statx", directory, name, flags, _BASIC, facts, about=os.fsdecode(name) or None)
-    nlink, uid, gid, mode, inode, size, blocks, *times, major, minor = _STATX.unpack_from(facts)
+    mask, nlink, uid, gid, mode, inode, size, blocks, *times, major, minor = _STATX.unpack_from(
+        facts
+    )
+    if mask & _TELLING != _TELLING:
+        what = f"the file server does not say which file it is (statx mask {mask:#x})"
+        raise OSError(errno.EOPNOTSUPP, what, os.fsdecode(name) or None)
+    if not mask & _LINKED:
+        nlink = 1
     changed, written = (times[at] * 1_000_000_000 + times[at + 1] for at in (0, 2))
     disk = os.makedev(major, minor)
     return Asked(mode, nlink, uid, gid, inode, size, blocks, changed, written, disk)

@@ -214,12 +214,15 @@ def _is_done_with(cache: Cache, device: Loop, used: frozenset[str]) -> bool:
 
 def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
     """The whole life of the process that brings a directory."""
-    stop = stager.be_stager()
-    hook.begin()
-    with lock.held(_life(node, job.id, job.restart, path), holder.START):
-        hook.send(Message("ready"))
-        hook.close()
-        _note_end(node, job, path, stop)
+
+    def work(stop: threading.Event) -> None:
+        hook.begin()
+        with lock.held(_life(node, job.id, job.restart, path), holder.START):
+            hook.send(Message("ready"))
+            hook.close()
+            _note_end(node, job, path, stop)
+
+    stager.run_until_stopped(work)
 
 
 def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:

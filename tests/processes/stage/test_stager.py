@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,16 +14,20 @@ import msgspec
 import pytest
 
 from forestage import events, log
+from forestage.cache import evict
 from forestage.cache.image import Image
+from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.cache.part import PROCESS_NAME
 from forestage.errors import Declined, Failed, Stopped
 from forestage.slurm.job import Job
+from forestage.sources.file import FileSource
 from forestage.sources.source import OpenImage, Truncated, Unreadable
-from forestage.stage import pipeline, stager
+from forestage.stage import chunks, engines, pipeline, queue, stager
 from forestage.stage.task import Task
 from forestage.system import as_user, child, lock
 from forestage.system.holder import Channel, Message
+from node import until
 
 Said = Callable[[], list[str]]
 
@@ -231,3 +237,60 @@ def test_stager_never_returns_into_the_hooks_code(
     assert not (tmp_path / "two of us").exists()
     assert lock.is_free(task.node.cache.key_lock(task.key))
     assert error is None or repr(error) in said()[-1]
+
+
+def hang() -> None:
+    time.sleep(600)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+PHASES = {
+    "source": (FileSource, "open"),
+    "needs": (engines.Chunks, "needs"),
+    "room": (evict, "make_room"),
+    "old part": (pipeline, "strike_wrong_chunks"),
+    "space": (engines.Chunks, "reserve"),
+    "copying": (chunks, "copy"),
+    "verifying": (FileSource, "must_be_unchanged"),
+    "rights": (pipeline, "_mirror_access"),
+    "publishing": (Cache, "publish"),
+    "redirects": (stager, "_redirect_waiting"),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("wait", [hang, spin])
+def test_stager_ends_on_sigterm_whatever_it_is_at(
+    tmp_path: Path, task: Task, monkeypatch: Patch, phase: str, wait: Callable[[], None]
+) -> None:
+    here = tmp_path / "here"
+
+    def never_end(*_: object, **__: object) -> None:
+        here.touch()
+        wait()
+
+    monkeypatch.setattr(*PHASES[phase], never_end)
+    monkeypatch.setattr(stager, "ENDS_WITHIN", 0.1)
+    with stager.start(task) as channel:
+        until(here.exists, "the stager to come there")
+        os.kill(channel.pid, signal.SIGTERM)
+        heard = list(iter(lambda: channel.recv(600), Message("died")))
+    is_over = phase == "redirects"
+    stopped = Message("failed", "stopped", str(Stopped()))
+    assert heard[0] == (Message("published") if is_over else stopped)
+    until(lambda: lock.is_free(task.node.cache.key_lock(task.key)), "its lock to be free")
+    owner = task.part.owner()
+    assert is_over or (owner is not None and owner.stopped)
+
+
+def test_stager_that_waits_for_its_turn_ends_on_sigterm(task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(queue, "_turn", lambda *_: "wait")
+    with stager.start(task) as channel:
+        until(lambda: task.part.owner() is not None, "the stager to be in the queue")
+        os.kill(channel.pid, signal.SIGTERM)
+        assert channel.recv(600) == Message("failed", "stopped", str(Stopped()))
+        assert channel.recv(600) == Message("died")

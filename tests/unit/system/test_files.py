@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from forestage.system import files
+from forestage.system import files, libc
 
 
 def test_link_that_takes_a_directorys_place_meanwhile_is_not_followed(
@@ -29,3 +32,41 @@ def test_link_that_takes_a_directorys_place_meanwhile_is_not_followed(
     with files.opened(own, os.O_RDONLY) as directory, pytest.raises(OSError, match="folder"):
         files.remove(directory, "folder", ".")
     assert (victim / "file").exists()
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch, bit: int) -> None:
+    """Has statx(2) say that one of the facts is not known."""
+    real = libc.call
+
+    def call(name: str, *arguments: Any, about: str | None = None) -> int:
+        done = real(name, *arguments, about=about)
+        facts = arguments[4]
+        (mask,) = struct.unpack_from("=I", facts)
+        struct.pack_into("=I", facts, 0, mask & ~bit)
+        return done
+
+    monkeypatch.setattr(libc, "call", call)
+
+
+@pytest.mark.parametrize("bit", [0x1, 0x2, 0x8, 0x10, 0x40, 0x80, 0x100, 0x200])
+def test_file_of_which_the_server_does_not_know_which_it_is_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bit: int
+) -> None:
+    lacking(monkeypatch, bit)
+    with (
+        files.opened(tmp_path, os.O_RDONLY) as directory,
+        pytest.raises(OSError, match="does not say which file it is") as caught,
+    ):
+        files.asked(directory)
+    assert caught.value.errno == errno.EOPNOTSUPP
+
+
+@pytest.mark.parametrize("bit", [0x4, 0x20, 0x400, 0x800])
+def test_link_count_access_time_and_blocks_may_be_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bit: int
+) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    os.link(tmp_path / "file", tmp_path / "other")
+    lacking(monkeypatch, bit)
+    with files.opened(tmp_path, os.O_RDONLY) as directory:
+        assert files.asked(directory, b"file").st_nlink == (1 if bit == 0x4 else 2)
