@@ -17,6 +17,7 @@ _HOLD = "forestage-hold.service"
 _HEALTH = "/usr/lib/forestage/bin/forestage-health"
 _CGROUPS = "/sys/fs/cgroup"
 _LIMITS = ("memory.max", "memory.high", "cpu.max")
+LEAST_FILES = 1024  # what any system allows by default
 LEAST_KERNEL = (5, 14)  # EL 9's; the oldest of those on which forestage is run
 
 
@@ -65,6 +66,17 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
             "`forestage status` and the sweep do not see the bind mounts that its Prologs make, and"
             " cannot unmount them after a crash",
             "systemctl edit slurmd: no PrivateTmp=, ProtectSystem=, ProtectHome= and the like",
+        )
+    allowed = _open_files(files)
+    if allowed is not None and allowed < LEAST_FILES:
+        yield Finding(
+            "few-open-files",
+            "warning",
+            f"slurmd, and what it starts, may open {allowed} files at most",
+            "A copy needs 16, and what serves the tasks of a step one for each that starts at the"
+            " same time: above that they wait for each other",
+            f"systemctl edit slurmd: LimitNOFILE={LEAST_FILES} or more, or ulimit -Hn where it is"
+            " started without systemd",
         )
     if sharing := _sharing(files):
         yield Finding(
@@ -133,6 +145,14 @@ def _is_roots(path: Path) -> bool:
         return path.stat().st_uid in (0, os.geteuid())
     except OSError:
         return False
+
+
+def _open_files(files: Files) -> int | None:
+    """Return the hard limit of slurmd's open files; None where there is none, or nothing tells."""
+    pid = slurmd(files)
+    limits = files.text(f"/proc/{pid}/limits") if pid else None
+    found = re.search(r"^Max open files +\S+ +(\d+) ", limits or "", re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _sharing(files: Files) -> list[str]:

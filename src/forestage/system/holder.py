@@ -13,6 +13,7 @@ views/job_ram and hooks/registry. The rest is the same for all:
 import contextlib
 import fcntl
 import os
+import resource
 import select
 import signal
 import socket
@@ -30,7 +31,8 @@ from forestage.units import printable
 
 START = 10.0  # seconds in which it leaves the hook
 SAFEST = -1000  # oom_score_adj: its end is an I/O error to tasks, and frees little memory
-MOST = 900  # guests at once, below a process' 1024 descriptors; others stand in line
+MOST = 900  # guests at once; others stand in line
+OWN = 124  # descriptors for the holder itself; half of them all, where a process may have few
 LONGEST = 64  # bytes that a guest asks
 LONGEST_MESSAGE = 1 << 16  # bytes
 LONGEST_DETAIL = 4096  # characters of an error
@@ -155,6 +157,14 @@ def listen(path: Path) -> socket.socket:
     return made
 
 
+def most_guests(limit: int) -> int:
+    """Return how many guests a process takes at once that may have so many descriptors. Pure.
+
+    One more descriptor than allowed would end the holder, and with it what all its guests have.
+    """
+    return MOST if limit < 0 else max(1, min(MOST, limit - min(OWN, limit // 2)))
+
+
 Answer = Callable[[socket.socket, bytes, list[int]], None]
 """Answers what a guest asks, and the descriptors that came with it: one at most, which is closed
 afterwards unless it was taken out of the list."""
@@ -182,7 +192,8 @@ class Guests:
 
         Returns those of the `others`, descriptors or -1, at which there is something.
         """
-        takes = self.listener if len(self.connections) < MOST else None
+        most = most_guests(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        takes = self.listener if len(self.connections) < most else None
         door = takes.fileno() if takes else -1
         poll = select.poll()
         for fd in (door, *self.connections, *others):

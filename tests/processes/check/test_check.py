@@ -125,6 +125,16 @@ def linux(release: str) -> Callable[[GoodNode], object]:
     return wrote("/proc/sys/kernel/osrelease", f"{release}\n")
 
 
+def open_files(soft: str, hard: str) -> Callable[[GoodNode], object]:
+    """What slurmd may open, as /proc has it."""
+    return wrote(
+        "/proc/77/limits",
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        "Max processes             127447               127447               processes \n"
+        f"Max open files            {soft:<20} {hard:<20} files     \n",
+    )
+
+
 def removed_systemd(node: GoodNode) -> None:
     shutil.rmtree(node.at("/run/systemd"))
 
@@ -573,6 +583,8 @@ REST = [
         ),
     ),
     warning("kernel-old", linux("5.13.0-52-generic")),
+    warning("few-open-files", open_files("256", "256")),
+    warning("few-open-files", open_files("1023", "1023")),
     warning("kernel-old", linux("4.18.0-553.el8_10.x86_64")),
     critical("program-missing", settings("engine: rsync\n")),
     critical("mount-namespaces", wrote("/proc/sys/user/max_mnt_namespaces", "0\n")),
@@ -927,6 +939,8 @@ GOOD: dict[str, Callable[[GoodNode], object]] = {
         linux("5.14.0-503.el9.x86_64"), settings("redirect: bind\n")
     ),
     "a release of Linux that says nothing": linux("next"),
+    "a slurmd that may open as many files as by default": open_files("256", "1024"),
+    "a slurmd that may open any number of files": open_files("1024", "unlimited"),
     "no systemd, and slurmd's health check": both(
         removed_systemd, health("/usr/lib/forestage/bin/forestage-health")
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import sys
@@ -246,6 +247,42 @@ def test_socket_is_roots_alone_and_takes_the_place_of_an_older_one(path: str) ->
     Path(path).touch(0o666)
     with holder.listen(Path(path)):
         assert Path(path).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [(resource.RLIM_INFINITY, 900), (1 << 20, 900), (1024, 900), (256, 132), (64, 32), (1, 1)],
+)
+def test_holder_keeps_descriptors_for_itself(limit: int, most: int) -> None:
+    assert holder.most_guests(limit) == most
+
+
+def test_guests_beyond_the_processs_descriptors_stand_in_line(path: str) -> None:
+    listener = holder.listen(Path(path))
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            os.dup2(listener.fileno(), 4)
+            os.dup2(theirs.fileno(), 5)
+            os.closerange(6, 4096)
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))
+            taken = Guests(socket.socket(fileno=4), lambda guest, asked, fds: guest.sendall(asked))
+            while not taken.attend(None, 5):
+                continue
+            os._exit(0)
+        os._exit(1)
+    theirs.close()
+    comers = [guest(path) for _ in range(60)]
+    for one in comers:
+        one.send(b"asked")
+    for one in comers:  # each makes place for another
+        assert one.recv(100) == b"asked"
+        one.close()
+    ours.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    listener.close()
 
 
 def test_each_guest_gets_its_answer_until_it_has_gone(guests: Guests, path: str) -> None:
