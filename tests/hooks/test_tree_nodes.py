@@ -181,6 +181,21 @@ def test_copy_of_a_lent_look_has_the_same_bytes_and_rights(cluster: Cluster, pat
     assert copies[0] == copies[1]
 
 
+def test_nodes_agree_on_hard_links_and_see_one_file(cluster: Cluster, path: Path) -> None:
+    server = cluster.nodes["n1"].server / "alice/set"
+    for name in ("0/link", "3/link", "6/link"):
+        (server / name).hardlink_to(server / "5/96")
+    with cluster.serving():
+        first = cluster.start("n1", path)
+        cluster.looked("n2")
+        assert cluster.start("n2", path) == first
+        assert cluster.looked("n2") < 2 * ALL, "it looked itself"
+        for name in NODES:
+            assert cluster.step(name).outcomes[0].result == "hit"
+    copies = [cluster.nodes[name].cache.image(first.key).read_bytes() for name in NODES]
+    assert copies[0] == copies[1]
+
+
 @pytest.mark.parametrize("when", ["start", "step"])
 def test_other_node_looks_itself_where_the_first_one_is_silent(
     cluster: Cluster, path: Path, when: str
