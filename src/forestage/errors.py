@@ -125,6 +125,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk, or a user's quota on it, that has no room."""
 
 
+UNMOUNTED = ("cache-not-mounted", "cache-other-disk")
+"""The reasons of a cache whose disk is not mounted, or not yet."""
+
+
 def of_disk(error: OSError) -> Declined:
     """Pure: what an error of the cache's disk means."""
     if error.errno in FULL:

@@ -21,6 +21,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.root / "run/forestage"
 
     @property
+    def known_disks(self) -> Path:
+        """Which disk each cache was made on, see cache/known_disks.py. It outlives a reboot."""
+        return self.root / "var/lib/forestage/caches.json"
+
+    @property
     def config_memo(self) -> Path:
         """What the configuration's files said, see config/memo.py."""
         return self.run / "config.json"

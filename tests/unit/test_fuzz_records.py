@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from forestage.cache import digest
 from forestage.cache.image import Access, Identity, Image
+from forestage.cache.known_disks import CacheDisk, KnownDisks
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Lease, Use
 from forestage.cache.part import Owner, Part, chunk_count, done_bytes
@@ -35,6 +36,7 @@ RECORDS: list[msgspec.Struct] = [
     Lease(1, User("alice", 1, 1), 5.0, "/cache", (Use("k", "/a"),)),
     Said(True, 3.0, hinted=(b"/a",), data=Wanted(room=5), say=("a line",)),
     Uploaded(1.0, 2, 3),
+    KnownDisks(caches=(CacheDisk("/mnt/nvme/forestage", "/mnt/nvme", "xfs 0a"),)),
 ]
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -93,8 +93,7 @@ def is_made(node: Node) -> bool:
         (cache.root / "format").stat()
     except (FileNotFoundError, NotADirectoryError):
         if not os.path.lexists(cache.root):
-            if node.config.require_mount:
-                cache.must_be_mounted()
+            cache.must_be_on_its_disk(node.config.require_mount)
             return False
     cache.prepare(node.config.require_mount)
     return True

@@ -39,7 +39,7 @@ from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
-from forestage.errors import Failed, ForestageError, SlurmError
+from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
 from forestage.events import Event
 from forestage.hooks import epilog
 from forestage.peers import notices
@@ -224,6 +224,7 @@ class _Sweep:
         evicted = self.tried(self.evicted, stale) or ()
         evicted += self.tried(self.wrong, node) or ()
         if not self.dry_run:
+            node.cache.remember_disk()  # of a cache that an earlier release made, or another node
             self.tried(self.imports, node)
             disk_errors.look(node.places, node.cache, node.clock)
             disk_errors.look_at_media(node.places, node.cache, node.clock)
@@ -265,7 +266,7 @@ class _Sweep:
         try:
             return inventory.is_made(node)
         except Failed as failed:
-            if failed.reason != "cache-not-mounted":
+            if failed.reason not in UNMOUNTED:
                 raise
             self.unmounted = str(failed)
             return False

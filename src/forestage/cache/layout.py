@@ -25,12 +25,15 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache import held_open
+from forestage import log
+from forestage.cache import held_open, known_disks
 from forestage.cache.image import Access, Identity, Image, Kind
+from forestage.cache.known_disks import CacheDisk
 from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id, chunk_count
-from forestage.errors import FULL, Failed, of_disk
+from forestage.errors import FULL, Declined, Failed, of_disk
 from forestage.system import as_user, child, files, lock, mounts, records
 from forestage.system.files import opened
+from forestage.system.mounts import Mount
 
 FORMAT = "1\n"
 UNFINISHED_AFTER = 3600.0  # seconds; to make a cache takes some milliseconds
@@ -114,10 +117,13 @@ def open_copy(path: Path) -> io.FileIO:
 class Cache:
     """The paths of one cache root. Making a Cache touches nothing; `prepare` does.
 
-    `claims` is where its redirects are claimed (bind/unmount.py), the same for all of the node.
+    `claims` is where its redirects are claimed (bind/unmount.py), the same for all of the node;
+    `known_disks` where its disk is remembered (known_disks.py), None for what only looks.
     """
 
-    def __init__(self, root: Path, claims: Path | None = None) -> None:
+    def __init__(
+        self, root: Path, claims: Path | None = None, known_disks: Path | None = None
+    ) -> None:
         self.root = root
         self.entries = root / "entries"
         self.parts = root / "parts"
@@ -128,6 +134,7 @@ class Cache:
         self.locks = root / "locks"
         self.space_lock = self.locks / "space.lock"
         self.claims = claims or self.locks
+        self.known_disks = known_disks
 
     @property
     def real(self) -> str:
@@ -170,7 +177,8 @@ class Cache:
     def prepare(self, require_mount: bool) -> None:
         """Makes the layout, or finds it made.
 
-        Raises Failed where it must not be used, Declined (no-room) where the disk is full, OSError.
+        Raises Failed where it must not be used, Declined where its disk is full (no-room) or no
+        node's own, OSError.
         """
         try:
             self._prepare(require_mount)
@@ -182,8 +190,7 @@ class Cache:
     def _prepare(self, require_mount: bool) -> None:
         # It looks before it makes: mkdir(2) waits for a disk that takes no writes, though the
         # directory is there.
-        if require_mount:
-            self.must_be_mounted()
+        self.must_be_on_its_disk(require_mount)
         if not self.root.exists():
             self.root.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -204,6 +211,8 @@ class Cache:
                 directory.mkdir(mode=0o700, exist_ok=True)
         if found:
             return
+        # Before the cache is made: the next hook tries again where this one is killed.
+        self.remember_disk()
         records.write(self.root / "CACHEDIR.TAG", _CACHEDIR_TAG.encode())
         # Last: whoever reads it finds the directories above.
         records.write(self.root / "format", FORMAT.encode())
@@ -435,15 +444,83 @@ class Cache:
             return failed
         return None
 
-    def must_be_mounted(self) -> None:
-        """Raises Failed where the cache lies, or would lie, on the root file system."""
-        under = mounts.holder(mounts.current(), os.path.realpath(self.root))
-        if under is None or under.point == "/":
+    def must_be_on_its_disk(self, require_mount: bool) -> None:
+        """Raises Failed where the cache's disk is not mounted, Declined where nodes share it.
+
+        It asks the mount table alone, unless another disk than the cache's may lie below. Raises
+        OSError.
+        """
+        under = self._find_local_mount(require_mount)
+        if under is None or self.known_disks is None:
+            return
+        real = self.real
+        known = known_disks.read_known(self.known_disks).find_disk(real)
+        if known is None or known.point == under.point:
+            return
+        now = known_disks.find_current(self.root, real, under)
+        if known_disks.is_unmounted(known, now):
+            raise Failed(
+                "cache-other-disk",
+                f"{self.root} was made on the disk at {known.point}, where nothing is mounted; it"
+                f" would lie on the disk of {under.point}",
+                "mount it, or have the other one used: `forestage check --accept-disk`",
+            )
+
+    def find_other_disk(self) -> Declined | None:
+        """Why what lies at the root is another disk than the cache's. Raises OSError."""
+        try:
+            self.must_be_on_its_disk(require_mount=False)
+        except Declined as declined:
+            return declined
+        return None
+
+    def remember_disk(self) -> None:
+        """Remembers the disk that the cache lies on, and says in the log where that is a new one.
+
+        What cannot be remembered is no error: a node may have nowhere to keep it.
+        """
+        if self.known_disks is None:
+            return
+        with contextlib.suppress(OSError, Declined):
+            now = self._find_current_disk(require_mount=False)
+            before = known_disks.remember_disk(self.known_disks, now)
+            if before is not None and before.file_system != now.file_system:
+                there = f"{before.file_system} at {before.point}"
+                detail = f"{now.file_system} at {now.point}, until now {there}"
+                log.say(f"cache root={self.root} result=new-disk {detail=}", by_slurm=True)
+
+    def accept_disk(self, require_mount: bool) -> CacheDisk:
+        """Has the cache use the disk that its path leads to now. Raises Declined, OSError."""
+        now = self._find_current_disk(require_mount)
+        if self.known_disks is not None:
+            known_disks.remember_disk(self.known_disks, now, is_accepted=True)
+        return now
+
+    def _find_current_disk(self, require_mount: bool) -> CacheDisk:
+        under = self._find_local_mount(require_mount)
+        if under is None:
+            raise Failed("cache-not-mounted", f"no mount is known above {self.root}")
+        return known_disks.find_current(self.root, self.real, under)
+
+    def _find_local_mount(self, require_mount: bool) -> Mount | None:
+        """The mount that the cache lies on, or would; None where none is known above it.
+
+        Raises Failed where that is the root disk and must not be, Declined where nodes share it.
+        """
+        under = mounts.find_disk(self.real)
+        if require_mount and (under is None or under.point == "/"):
             raise Failed(
                 "cache-not-mounted",
                 f"{self.root} is on the root file system: its disk is not mounted",
                 "mount it, or set `require_mount: false`",
             )
+        if under is not None and under.is_remote:
+            raise Declined(
+                "cache-on-network",
+                f"{self.root} is on {under.kind} ({under.source}), which is no disk of this node",
+                "set `cache:` to a path on a disk of the node",
+            )
+        return under
 
 
 def tree_bytes(directory: Path) -> int:

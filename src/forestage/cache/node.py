@@ -24,7 +24,7 @@ class Node(msgspec.Struct, frozen=True):
     def of(cls, config: Config, places: Places, clock: Clock) -> "Node":
         # The kernel's mount table knows the cache by its real path only.
         root = places.root / os.path.realpath(config.cache).lstrip("/")
-        cache = Cache(root, places.claims)
+        cache = Cache(root, places.claims, places.known_disks)
         return cls(config, places, cache, Leases(places.leases), clock)
 
     def configured(self, **keys: object) -> "Node":

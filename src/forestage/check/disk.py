@@ -6,7 +6,8 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from forestage.cache import disk, disk_errors, evict
+from forestage.cache import disk, disk_errors, evict, known_disks
+from forestage.cache.known_disks import CacheDisk
 from forestage.cache.layout import Cache, StoredEntry
 from forestage.check.finding import Finding
 from forestage.check.uses import Used, Uses
@@ -20,10 +21,6 @@ from forestage.system.terminal import moment
 from forestage.system.tree import Files
 from forestage.units import format_size
 
-NETWORK = {
-    *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
-    *("orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs", "wekafsio"),
-}
 RECENT = 7 * 86400.0  # seconds since wrong bytes were found
 _QUOTAS = {"quota", "usrquota", "usrjquota", "grpquota", "grpjquota"}  # ext4 and xfs in mountinfo
 
@@ -42,8 +39,12 @@ def findings(
     if under is None:
         return
     yield from _place(config, under, hidden, real, origin)
-    if not _is_missing(under, config) and not is_far(under):
-        yield from _holdings(files, config, real, used.images, origin, now)
+    if _is_missing(under, config) or under.is_remote:
+        return
+    if other := _find_other_disk(files, under, real):
+        yield other
+        return
+    yield from _holdings(files, config, real, used.images, origin, now)
 
 
 def _wrong_bytes(found: Iterable[Event]) -> Iterator[Finding]:
@@ -63,15 +64,31 @@ def _wrong_bytes(found: Iterable[Event]) -> Iterator[Finding]:
         )
 
 
-def is_far(under: Mount) -> bool:
-    """Pure: whether a file server, or a program, answers for it."""
-    # Whatever a user space file system is, it is no disk of this node.
-    return under.kind in NETWORK or under.kind.partition(".")[0] == "fuse"  # not fuseblk
-
-
 def _is_missing(under: Mount, config: Config) -> bool:
     """Whether the cache would lie on the root disk for want of its own."""
     return under.point == "/" and config.require_mount
+
+
+def _find_other_disk(files: Files, under: Mount, real: str) -> Finding | None:
+    """Return the finding where nothing is mounted at the mount point that is remembered."""
+    known = known_disks.read_known(Places(files.root).known_disks).find_disk(real)
+    if known is None or known.point == under.point:
+        return None
+    now = CacheDisk(real, under.point, "")
+    with contextlib.suppress(OSError):  # nobody can tell which one it is
+        now = known_disks.find_current(files.at(real), real, under)
+    if not known_disks.is_unmounted(known, now):
+        return None
+    return Finding(
+        "cache-other-disk",
+        "critical",
+        f"{real} was made on the disk at {known.point}, where nothing is mounted; it would lie on"
+        f" the disk of {under.point} ({under.source})",
+        "Nothing is staged until it is mounted; a disk that several nodes share would lose what"
+        " their jobs read",
+        f"mount {known.point}; or, if the cache is to lie on the disk of {under.point} from now on:"
+        " forestage check --accept-disk",
+    )
 
 
 def _place(
@@ -107,12 +124,13 @@ def _place(
             "Nothing is staged; ext4 goes read-only when its disk fails: see `dmesg`",
             f"mount -o remount,rw {under.point} (after fsck, if it failed)",
         )
-    if is_far(under):
+    if under.is_remote:
         yield Finding(
             "cache-on-network",
             "critical",
             f"{config.cache} lies on {under.kind} ({under.source}), which is no disk of this node",
-            "Each copy goes through the network twice, and jobs still read from a server",
+            "Nothing is staged: copies would go through the network twice, and nodes evict what"
+            " others' jobs read",
             line,
         )
         return

@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 
 from forestage.admin.publish import Layout, setstripe
-from forestage.check.disk import is_far
 from forestage.check.finding import Finding
 from forestage.check.uses import Used, Uses
 from forestage.config import KEYS, Config
@@ -110,7 +109,7 @@ def _further(files: Files, config: Config, used: Uses, now: float) -> Iterator[F
     below = {
         mount.device: mount.point
         for mount in listed
-        if is_far(mount) and not mount.fuse_user and mount.point.startswith(tuple(tops))
+        if mount.is_remote and not mount.fuse_user and mount.point.startswith(tuple(tops))
     }
     asked = {
         path: f"{path} did not answer a job at {moment(when)}, and"

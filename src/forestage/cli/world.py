@@ -138,12 +138,12 @@ class Commands(Listed):
 
 def status_of(error: Exception) -> Exit:
     """Pure: the exit status for an expected error."""
-    from forestage.errors import Declined, Failed
+    from forestage.errors import UNMOUNTED, Declined, Failed
 
     if isinstance(error, PermissionError):
         return Exit.PERMISSION
     if isinstance(error, Declined) and error.reason.startswith("cache-"):
-        return Exit.UNMOUNTED if error.reason == "cache-not-mounted" else Exit.CACHE
+        return Exit.UNMOUNTED if error.reason in UNMOUNTED else Exit.CACHE
     if isinstance(error, Failed):
         return Exit.FAILED
     if isinstance(error, ForestageError):

@@ -2,7 +2,8 @@
 
 FAILURES = frozenset(
     (
-        *("busy", "cache-format", "cache-not-mounted", "cache-not-ours", "config", "copy"),
+        *("busy", "cache-format", "cache-not-mounted", "cache-not-ours", "cache-other-disk"),
+        *("config", "copy"),
         *("evicted-stays", "helper", "io", "job-dir", "lease-damaged", "loop", "program"),
         *("redirect", "slurm-conf"),
     )
@@ -93,6 +94,9 @@ REASONS = {
     "cache-hangs": "The cache's disk did not answer, as if it were frozen or its controller reset;"
     " the job read its original path. It is used again as soon as it answers.",
     "cache-not-mounted": "The cache's disk was not mounted: see `forestage status`.",
+    "cache-other-disk": "Nothing was mounted where the cache's disk had been, and another disk lies"
+    " below: `forestage check` says how to have that one used.",
+    "cache-on-network": "The cache lies on a network file system, which is no disk of the node.",
     "cache-not-ours": "The cache's directory is not a directory of root's with mode 0700.",
     "cache-format": "The cache was written by another release.",
     "copy": "The copy ended with an error, or was killed.",

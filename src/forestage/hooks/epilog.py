@@ -78,7 +78,7 @@ def epilog(
         return [_failed(error)]
     try:
         if lease:
-            cache = Cache(Path(lease.cache), places.claims)
+            cache = Cache(Path(lease.cache), places.claims, places.known_disks)
         elif config:
             cache = Node.of(config, places, clock).cache
         else:
@@ -90,12 +90,7 @@ def epilog(
         hang = disk.hangs(places, cache, patience)
         if hang is not None:
             return [_without_disk(over, hang)]
-        note_use(cache, lease, clock.wall())
-        done = _release(over)
-        _clear(over)
-        if config is None or not cache.locks.is_dir():
-            return [done]
-        evicted = evict.tidy(cache, leases, config, patience)
+        return [_end(over, config)]
     except lock.Busy as busy:
         # A lease of an ended job would keep its entry for ever. Dropping it needs no lock, and the
         # next Epilog unmounts the redirects that nobody needs any more.
@@ -103,7 +98,21 @@ def epilog(
         return [_failed(busy)]  # the sweep takes away the job's directory
     except (Failed, OSError) as error:
         return [_failed(error)]
-    return [msgspec.structs.replace(done, evicted=evicted)]
+
+
+def _end(over: _Over, config: Config | None) -> Released:
+    """Releases what the job held, then evicts. Raises lock.Busy, Failed, OSError."""
+    # The disk may have been unmounted while the job ran (umount --lazy). What lies below may be a
+    # cache of several nodes, and this one does not see the leases of the others.
+    is_its_disk = over.cache.find_other_disk() is None
+    if is_its_disk:
+        note_use(over.cache, over.lease, over.clock.wall())
+    done = _release(over)
+    _clear(over)
+    if config is None or not is_its_disk or not over.cache.locks.is_dir():
+        return done
+    evicted = evict.tidy(over.cache, over.leases, config, over.patience)
+    return msgspec.structs.replace(done, evicted=evicted)
 
 
 def _delete_window(places: Places, clock: Clock, job: Job) -> None:

@@ -35,6 +35,8 @@ FOR_USERS = {
     "io": f"this node's disk gave an error; {_TELL}",
     "copy": f"the copy failed on this node; {_TELL}",
     "cache-not-mounted": f"this node's cache disk is not mounted; {_TELL}",
+    "cache-other-disk": f"this node's cache disk is not mounted; {_TELL}",
+    "cache-on-network": f"this node's cache cannot be used; {_TELL}",
     "cache-not-ours": f"this node's cache cannot be used; {_TELL}",
     "cache-format": f"this node's cache cannot be used; {_TELL}",
     "cache-hangs": f"this node's cache disk does not answer; {_TELL}",

@@ -1,12 +1,16 @@
-"""The kind of an open file's file system, and what is believed of a kind.
+"""The kind and identity of a file system, and what is believed of a kind.
 
 A file system that this kernel does not lay out itself passes on what somebody else says, and that
 may be untrue. Each kind here is believed for a reason that can be looked up.
 """
 
+import fcntl
+import os
 import struct
+from pathlib import Path
 
 from forestage.system import libc
+from forestage.system.files import opened
 
 # linux/magic.h. What passes calls on has a number of its own (overlayfs, eCryptfs, NFS, FUSE, …).
 EXT4, XFS, BTRFS, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0x01021994
@@ -31,6 +35,10 @@ _MAPPING_HOLES = frozenset((EXT4, XFS, BTRFS, TMPFS))
 # after a remount; not what is made of several file systems.
 _NUMBERING_FILES = frozenset((EXT4, XFS, BTRFS, TMPFS, NFS))
 
+# xfsprogs, libxfs/xfs_fs.h: _IOR('X', 100, struct xfs_fsop_geom_v1), which has the UUID at byte 64.
+# Every kernel has it; FS_IOC_GETFSUUID, which is for all file systems, came with Linux 6.9.
+_XFS_GEOMETRY, _GEOMETRY, _UUID = 0x80705864, 112, slice(64, 80)
+
 
 def read_kind(fd: int) -> int:
     """Return the number that Linux has for the file system of an open file. Raises OSError."""
@@ -38,6 +46,31 @@ def read_kind(fd: int) -> int:
     libc.call("fstatfs", fd, facts)
     (kind,) = struct.unpack_from("l", facts)
     return int(kind) & 0xFFFFFFFF
+
+
+def read_identity(path: Path | str, kind: str) -> str:
+    """Return what tells the file system at `path` from others of this node; "" if nothing does.
+
+    It is the same after a boot that names devices otherwise, and another one after mkfs. `kind` is
+    the file system's type in mountinfo. No device is opened, and no udev is needed.
+
+    - XFS: its UUID, as statfs(2) tells only the device's number (fs/xfs/xfs_super.c,
+      xfs_fs_statfs).
+    - all others: f_fsid. That is a sum of the UUID on ext4 (fs/ext4/super.c, ext4_statfs) and, with
+      the subvolume, on btrfs (fs/btrfs/super.c, btrfs_statfs); the pool's and data set's own on ZFS
+      (zfs_vfsops.c, zfs_statvfs); random for each mount of a tmpfs since Linux 5.16 (mm/shmem.c,
+      shmem_fill_super), and 0 before. On f2fs and others it is the device's number: after a boot
+      they may seem to be another file system.
+
+    Raises OSError.
+    """
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        if kind == "xfs":
+            answer = bytearray(_GEOMETRY)
+            fcntl.ioctl(fd, _XFS_GEOMETRY, answer)
+            return f"xfs {answer[_UUID].hex()}"
+        number = os.statvfs(fd).f_fsid
+    return f"{kind} {number:016x}" if number else ""
 
 
 def is_hole_map_true(fd: int) -> bool:

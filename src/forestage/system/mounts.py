@@ -21,6 +21,13 @@ CLONE_NEWNS = 0x00020000
 _SYS_OPEN_TREE, _OPEN_TREE_CLONE, _AT_FDCWD = 428, 1, -100  # on every architecture
 _SYS_MOVE_MOUNT, _FROM_FD, _TO_FD = 429, 4, 0x40
 _READ_ONLY = frozenset(("ro", "emergency_ro"))
+_REMOTE = frozenset(
+    (
+        *("9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs"),
+        *("nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"),
+        "wekafsio",
+    )
+)
 
 
 class Mount(msgspec.Struct, frozen=True):
@@ -56,6 +63,12 @@ class Mount(msgspec.Struct, frozen=True):
     def is_read_only(self) -> bool:
         """Also where only its file system is, as with errors=remount-ro once a disk has failed."""
         return not _READ_ONLY.isdisjoint(self.options)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a file server answers for its file system, or a program, or nodes share it."""
+        # Whatever a user space file system is, it is no disk of this node. fuseblk is one: ntfs-3g.
+        return self.kind in _REMOTE or self.kind.partition(".")[0] == "fuse"
 
     @property
     def fuse_user(self) -> int:
@@ -172,6 +185,19 @@ def holder(mounts: list[Mount], path: str) -> Mount | None:
     above = [m for m in mounts if is_below(path, m.point)]
     # sorted() keeps the kernel's order among equals, where the last one covers the others.
     return sorted(above, key=lambda m: len(m.point))[-1] if above else None
+
+
+def find_disk(path: str) -> Mount | None:
+    """Return the mount that a resolved path lies on; None if no mount is known above it.
+
+    The caller has walked the path: an automount that has its disk mounted it then. One that has
+    none (autofs) is no disk, and the path is judged by what the automount covers.
+    """
+    listed = current()
+    found = holder(listed, path)
+    if found is not None and found.kind == "autofs":
+        return holder([mount for mount in listed if mount.kind != "autofs"], path)
+    return found
 
 
 class Origin(msgspec.Struct, frozen=True):

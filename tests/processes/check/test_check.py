@@ -496,6 +496,20 @@ REGISTRY = [
 
 DISK = [
     critical("cache-not-mounted", lambda node: node.unmount("/mnt/nvme")),
+    critical(
+        "cache-other-disk",
+        both(
+            lambda node: node.unmount("/mnt/nvme"),
+            wrote("/etc/forestage/conf.d/x.yaml", "require_mount: false\n"),
+            wrote(
+                "/var/lib/forestage/caches.json",
+                '{"version": 1, "caches": [{"root": "/mnt/nvme/forestage", "point": "/mnt/nvme",'
+                ' "file_system": "xfs 0"}]}',
+            ),
+        ),
+        "mount /mnt/nvme; or, if the cache is to lie on the disk of / from now on:"
+        " forestage check --accept-disk",
+    ),
     critical("cache-on-network", mount_of_cache("xfs /dev/md0", "nfs4 server:/x")),
     critical("cache-on-network", mount_of_cache("xfs /dev/md0", "fuse.sshfs server:/x")),
     critical("cache-read-only", mount_of_cache("/mnt/nvme rw,noatime", "/mnt/nvme ro,noatime")),

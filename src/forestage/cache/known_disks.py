@@ -1,0 +1,91 @@
+"""Which disk each cache was made on, remembered outside of it: what lies below may be another one.
+
+    /var/lib/forestage/caches.json    `KnownDisks`; read by each hook, written by few
+
+    at the mount point is            so the cache
+    the file system it was made on   is used
+    another one of this node         is on a new disk: used at once, with a line in the log
+    nothing                          would be on the disk below: not used, `cache-other-disk`
+    a network file system            would be shared by nodes: not used, `cache-on-network`
+
+Two nodes whose caches lie on one shared disk evict what the other's jobs have leased. Where nothing
+is remembered (a first use, a diskless node, a container) `require_mount` alone decides. It is
+written when a cache is made, by the sweep for a cache that is there, and by an admin who accepts
+the disk that is there now: never for a hit. Where it cannot be written, nothing is remembered.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from forestage.system import file_systems, folders, lock, records
+from forestage.system.mounts import Mount
+
+VERSION = 1
+LOCK_TIMEOUT = 5.0  # seconds; another hook makes the same cache then
+
+
+class CacheDisk(msgspec.Struct, frozen=True):
+    """Where one cache lies: its `root`, a path without links, and the mount point above it.
+
+    `file_system` is what tells that one from others (system/file_systems.read_identity).
+    """
+
+    root: str
+    point: str
+    file_system: str
+
+
+class KnownDisks(msgspec.Struct, frozen=True):
+    """caches.json: a cache for each root that was used."""
+
+    version: int = VERSION
+    caches: tuple[CacheDisk, ...] = ()
+
+    def find_disk(self, root: str) -> CacheDisk | None:
+        """Return what is remembered of the cache with this root. Pure."""
+        return next((one for one in self.caches if one.root == root), None)
+
+
+def read_known(file: Path) -> KnownDisks:
+    """Return what is remembered; nothing if that cannot be read, or another release wrote it."""
+    try:
+        known = records.find(file, KnownDisks)
+    except OSError:
+        known = None
+    return known if known is not None and known.version == VERSION else KnownDisks()
+
+
+def find_current(root: Path, real: str, under: Mount) -> CacheDisk:
+    """Return the disk that a cache lies on now, or would: `under` is the mount. Raises OSError."""
+    there = root
+    while not there.exists():
+        there = there.parent
+    return CacheDisk(real, under.point, file_systems.read_identity(there, under.kind))
+
+
+def is_unmounted(known: CacheDisk, now: CacheDisk) -> bool:
+    """Return whether nothing is mounted where the cache's disk was, and another one is below. Pure.
+
+    A mount that is nearer to the cache is a disk that an admin has mounted for it. The very file
+    system may be reached by another mount point: in a container, or through a bind mount.
+    """
+    is_above = now.point != known.point and len(now.point) < len(known.point)
+    return is_above and (not now.file_system or now.file_system != known.file_system)
+
+
+def remember_disk(file: Path, now: CacheDisk, is_accepted: bool = False) -> CacheDisk | None:
+    """Remember the disk of a cache; return what was remembered of it before.
+
+    One that is remembered stays as it is if the file system is the same, unless an admin has
+    accepted what is there now. Raises OSError, Failed.
+    """
+    folders.make(file.parent, folders.PASSABLE)
+    with lock.held(file.with_suffix(".lock"), LOCK_TIMEOUT):
+        known = read_known(file)
+        before = known.find_disk(now.root)
+        if before is None or is_accepted or before.file_system != now.file_system:
+            others = tuple(one for one in known.caches if one.root != now.root)
+            found = KnownDisks(caches=(*others, now))
+            records.write(file, msgspec.json.encode(found), mode=0o644)
+    return before

@@ -1,0 +1,61 @@
+"""Which disk a cache was made on: what is another one, and what is written when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forestage.cache import known_disks
+from forestage.cache.known_disks import CacheDisk, KnownDisks
+
+ROOT = "/mnt/nvme/forestage"
+OWN = CacheDisk(ROOT, "/mnt/nvme", "xfs 1")
+
+
+@pytest.mark.parametrize(
+    ("point", "file_system", "is_unmounted"),
+    [
+        ("/mnt/nvme", "xfs 1", False),
+        ("/mnt/nvme", "xfs 2", False),  # made anew
+        ("/mnt/nvme", "", False),
+        (ROOT, "ext4 5", False),  # one more that is mounted for it
+        ("/", "ext4 5", True),
+        ("/mnt", "ext4 5", True),
+        ("/mnt", "", True),
+        ("/mnt", "xfs 1", False),  # the same by another mount point
+    ],
+)
+def test_disk_below_is_another_one_unless_the_file_system_is_the_same(
+    point: str, file_system: str, is_unmounted: bool
+) -> None:
+    now = CacheDisk(ROOT, point, file_system)
+    assert known_disks.is_unmounted(OWN, now) is is_unmounted
+
+
+def test_disk_without_an_identity_is_never_the_same_by_another_mount_point() -> None:
+    known = CacheDisk(ROOT, "/mnt/nvme", "")
+    assert known_disks.is_unmounted(known, CacheDisk(ROOT, "/", ""))
+
+
+def test_each_cache_has_a_disk_and_a_new_one_replaces_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "lib/forestage/caches.json"
+    other = CacheDisk("/data/forestage", "/data", "ext4 3")
+    new = CacheDisk(ROOT, "/mnt/nvme", "xfs 2")
+    assert known_disks.remember_disk(file, OWN) is None
+    assert known_disks.remember_disk(file, other) is None
+    assert known_disks.remember_disk(file, new) == OWN
+    assert known_disks.read_known(file) == KnownDisks(caches=(other, new))
+    assert file.parent.stat().st_mode & 0o7777 == 0o711, "users can list no name there"
+    assert file.stat().st_mode & 0o7777 == 0o644
+
+
+def test_disk_that_is_remembered_is_not_written_again_but_for_an_admin(tmp_path: Path) -> None:
+    file = tmp_path / "caches.json"
+    known_disks.remember_disk(file, OWN)
+    before = file.stat()
+    by_another_point = CacheDisk(ROOT, "/mnt", "xfs 1")
+    assert known_disks.remember_disk(file, by_another_point) == OWN
+    assert file.stat() == before
+    known_disks.remember_disk(file, by_another_point, is_accepted=True)
+    assert known_disks.read_known(file).find_disk(ROOT) == by_another_point
