@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -157,16 +158,22 @@ def _at_once(place: Place, numbers: range) -> list[float]:
     for job in numbers:
         ours_end, theirs = os.pipe()
         if os.fork() == 0:
-            start = time.perf_counter()
-            place.begin(job, "few")
-            os.write(theirs, str(time.perf_counter() - start).encode())
+            try:
+                start = time.perf_counter()
+                place.begin(job, "few")
+                os.write(theirs, str(time.perf_counter() - start).encode())
+            except BaseException:
+                traceback.print_exc()
             os._exit(0)
         os.close(theirs)
         lines.append(ours_end)
     took = []
     for line in lines:
         with os.fdopen(line) as file:
-            took.append(float(file.read()))
+            seconds = file.read()
+        if not seconds:
+            raise SystemExit("bench/data: a Prolog failed")
+        took.append(float(seconds))
     return took
 
 

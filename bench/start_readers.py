@@ -49,14 +49,20 @@ def asking(step: subprocess.Popen[str]) -> Iterator[Ask]:
     def ask(readers: int) -> float:
         assert step.stdin
         assert step.stdout
-        print(readers, file=step.stdin, flush=True)
-        return float(step.stdout.readline())
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as the missing answer shows
+            print(readers, file=step.stdin, flush=True)
+        answer = step.stdout.readline()
+        if not answer:
+            _, said = step.communicate(timeout=60)
+            raise SystemExit(f"a step that reads the image ended with {step.returncode}: {said}")
+        return float(answer)
 
     try:
         ask(1)  # it has started
         yield ask
     finally:
-        step.communicate(timeout=60)
+        if step.poll() is None:
+            step.communicate(timeout=60)
 
 
 def read(path: str, readers: int) -> float:

@@ -78,6 +78,7 @@ def main() -> int:
 
 def on_a_cluster(rounds: int) -> tuple[Times, list[float], dict[str, list[float]]]:
     """The steps' times, the seconds of the helper's own runs, and those of submissions."""
+    half = -(-rounds // 2)  # each node has the companion in one half of the rounds
     spec = ClusterSpec(nodes=2, plugstack=(PYXIS,), companion="")
     times: Times = {name: [] for name in STEPS}
     with Cluster.up(spec) as cluster:
@@ -92,11 +93,11 @@ def on_a_cluster(rounds: int) -> tuple[Times, list[float], dict[str, list[float]
         for with_it, without in (("n1", "n2"), ("n2", "n1")):
             plain = ["mount", "--bind", "/etc/slurm/plain.conf", PLUGSTACK]
             cluster.run(plain, user="root", node=without)
-            for name, pairs in one_half(cluster, with_it, without, rounds // 2).items():
+            for name, pairs in one_half(cluster, with_it, without, half).items():
                 times[name] += pairs
             cluster.run(["umount", PLUGSTACK], user="root", node=without)
         helped = [seconds for node in cluster.nodes for seconds in helper_times(cluster, node)]
-    expected = 2 * (rounds // 2 + WARM_UP)
+    expected = 2 * (half + WARM_UP)
     if len(helped) != expected:
         raise SystemExit(f"the companion asked {len(helped)} times instead of {expected}")
     return times, helped, submitted

@@ -81,7 +81,10 @@ def run(files: Sequence[Path], room: int, disk: start_source.Disk, pause: float)
             assert loader.stdin
             mine = [str(path) for path in files[number::LOADERS]]
             print(json.dumps([mine, room, directory, pause]), file=loader.stdin, flush=True)
-        waited = sum(float(loader.communicate()[0]) for loader in loaders)
+        answers = [loader.communicate()[0] for loader in loaders]
+        if not all(answers):
+            raise SystemExit("bench/window: a loader failed")
+        waited = sum(map(float, answers))
         seconds = time.perf_counter() - start
         size = sum(path.stat().st_size for path in files)
         read = (disk.given() - before) / size

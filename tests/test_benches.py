@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 BENCH = Path(__file__).parent.parent / "bench"
+sys.path.append(str(BENCH))
+
+import start_readers  # noqa: E402
+
 RATIO = r"-?\d+\.\d+"  # a time that is added to another may be lost in the noise
 
 LOAD = r" load=\d+\.\d-\d+\.\d"  # of the machine, before and after
@@ -75,7 +80,7 @@ SMALL = {
         ["0.0625", "1"],
         f"stalls_vs_shared={RATIO} speedup={RATIO} src_bytes={RATIO} peak={RATIO}",
     ),
-    "step": (["2"], f"noimage={RATIO} first={RATIO} further={RATIO} submit={RATIO} option={RATIO}"),
+    "step": (["1"], f"noimage={RATIO} first={RATIO} further={RATIO} submit={RATIO} option={RATIO}"),
 }
 
 
@@ -104,3 +109,11 @@ def test_bench_says_beforehand_what_it_measures_and_how_long(bench: str) -> None
     assert (ran.returncode, ran.stderr) == (0, "")
     assert re.match(rf"usage: bench/{bench} ", ran.stdout)
     assert re.search(r"^Takes .*\d|^Takes a ", ran.stdout, re.MULTILINE)
+
+
+def test_step_that_ends_before_it_answers_is_shown_with_its_words() -> None:
+    argv = ["sh", "-c", "echo no such file >&2; exit 2"]
+    step = subprocess.Popen(argv, stdin=-1, stdout=-1, stderr=-1, text=True)
+    refused = pytest.raises(SystemExit, match="ended with 2: no such file")
+    with refused, start_readers.asking(step):
+        pass
