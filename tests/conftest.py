@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import lanes  # it and `node` lie beside this file, not in a package
+# These lie beside this file, not in a package.
+import isolate
+import lanes
 from forestage.system import mounts
 from node import Node
 from parking import Park, with_fuse
@@ -29,6 +33,7 @@ os.umask(0o022)  # whatever whoever runs the tests has; what it must not matter 
 
 MS_PRIVATE = 1 << 18
 PR_SET_CHILD_SUBREAPER = 36
+FOLDERS = "fst-"  # in /tmp; short, as the names of sockets must be
 TOP = Path("/mnt")  # there on every Linux; covered in the test's own namespace only
 TOOLS = ("rsync", "setfacl", "mount", "mkfs.ext4", "gcc", "pkg-config")
 
@@ -39,19 +44,39 @@ def pytest_configure() -> None:
     """Has this process keep its directories where no other closes them to users.
 
     pytest makes /tmp/pytest-of-root its user's alone as each process of it begins: another one's
-    test may need just then that a user can enter. Also clears up after processes that have ended.
+    test may need just then that a user can enter. Also clears up after processes that have ended,
+    whose locks the kernel has released: their PIDs would not show it, as each ./test has its own.
     """
-    for old in Path("/tmp").glob("fs-*"):
-        if not Path("/proc", old.name.removeprefix("fs-")).exists():
+    closed = isolate.find_closed(isolate.TREE) if os.geteuid() == 0 else None
+    if closed:
+        raise pytest.UsageError(f"users whom tests become cannot traverse {closed} (run ./test)")
+    for old in Path("/tmp").glob(f"{FOLDERS}*"):
+        if (descriptor := _lock(old)) is not None:
             shutil.rmtree(old, ignore_errors=True)
-    own = Path(f"/tmp/fs-{os.getpid()}")
-    own.mkdir(mode=0o711)
+            os.close(descriptor)
+    own = Path(tempfile.mkdtemp(prefix=FOLDERS, dir="/tmp"))
+    while _lock(own) is None or not own.exists():  # else another process has just cleared it up
+        own = Path(tempfile.mkdtemp(prefix=FOLDERS, dir="/tmp"))
+    own.chmod(0o711)
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(own)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds its lock, or None if another process does, or has removed it."""
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+        else:
+            return descriptor
+    return None
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
     if exitstatus == 0:  # else somebody wants to look
-        shutil.rmtree(f"/tmp/fs-{os.getpid()}", ignore_errors=True)
+        shutil.rmtree(os.environ["PYTEST_DEBUG_TEMPROOT"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

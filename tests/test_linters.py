@@ -29,7 +29,7 @@ FILES = [*FOLDERS, *scripts()]
 
 
 def test_programs_without_a_suffix_are_seen() -> None:
-    assert {"bench/hooks", "tests/slurm/cluster", "packaging/completions"} <= set(FILES)
+    assert {"tests/slurm/cluster", "packaging/completions"} <= set(FILES)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from typing import IO
 
 import net
 from host import ClusterError, Leader, detach_above, file_identity, loop_files, wait_until
-from spec import INSIDE_STATE, PYXIS_REPORT, REPO, ClusterSpec
+from spec import INSIDE_STATE, NO_VENV, PYXIS_REPORT, REPO, VENV, ClusterSpec
 from suite import on_suite
 
 __all__ = ["UMASK", "Cluster", "ClusterError", "ClusterSpec", "state_path"]
@@ -127,6 +127,7 @@ class Cluster:
         report.touch()
         report.chmod(0o666)
         self._check_hooks()
+        self._check_venv()
         self._build("tests/slurm/pyxis", "pyxis.so")
         if self.spec.companion is not None:
             self._build("src/spank", "forestage.so")
@@ -195,6 +196,15 @@ class Cluster:
         for script in (self.spec.prolog, self.spec.epilog):
             if script and self.run(["test", "-x", script], user="root", check=False).returncode:
                 raise ClusterError(f"{script} is not there, or not executable")
+
+    def _check_venv(self) -> None:
+        """Without this a cluster whose hooks cannot run looks right: each of them fails open."""
+        if self.spec.venv == NO_VENV:
+            return
+        asked = self.run([f"{VENV}/bin/python3", "-c", "import forestage"], check=False)
+        if asked.returncode:
+            why = f"no user can import forestage from {self.spec.venv}"
+            raise ClusterError(f"{why} (run tests/prepare)\n{asked.stdout}{asked.stderr}")
 
     # Nodes
 

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import stat
@@ -122,7 +123,7 @@ class Container:
         self.root = store.tree("layer")
         self._bundle = volumes / f"bundle-{self.root.parent.name}"
         self._bundle.mkdir()
-        self._name = f"forestage-{os.getpid()}-{self.root.parent.name[:12]}"
+        self._name = f"forestage-{secrets.token_hex(4)}-{self.root.parent.name[:12]}"
         self._fill()
         (self._bundle / "config.json").write_text(json.dumps(self._config(volumes)))
         self.log = self._bundle / "log"

@@ -36,7 +36,7 @@ class Leader:
 
     @property
     def pid(self) -> int:
-        """As the host counts. Raises ClusterError if there never was such a process."""
+        """As this PID namespace counts. Raises ClusterError if there never was such a process."""
         try:
             return _identity(self.record)[0]
         except (OSError, IndexError):

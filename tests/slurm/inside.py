@@ -18,6 +18,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import net
 from spec import (
     INSIDE_STATE,
@@ -26,10 +28,13 @@ from spec import (
     REPO,
     SLURM_MUNGE,
     USERS,
+    VENV,
     ClusterSpec,
     plugstack_conf,
     slurm_conf,
 )
+
+from isolate import open_parents
 
 TMPFS = "mount -t tmpfs -o mode={mode} tmpfs {path}"
 
@@ -92,10 +97,11 @@ def build_root(state: Path) -> None:
         (state, INSIDE_STATE),
         (state / "shared", "/shared"),
         (state / "log", "/var/log/slurm"),
-        (Path(spec.venv), "/usr/lib/forestage"),  # where the hooks look for their interpreter
+        (Path(spec.venv), VENV),
     ):
         if source.exists():
             bind(source, root / str(target).lstrip("/"))
+    open_parents(REPO, root)
 
     os.chdir(root)
     (root / "old_host").mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import select
 import shutil
 import signal
@@ -49,7 +50,7 @@ class Machine:
     """A machine of its own with systemd as its first process. All of it ends with `with`."""
 
     def __init__(self, tree: Path, stage: Path) -> None:
-        name = f"forestage-{os.getpid()}-{tree.name}"
+        name = f"forestage-{secrets.token_hex(4)}-{tree.name}"
         script = SCRIPT.format(stage=stage, tree=tree, address=ADDRESS, host=HOST, name=name)
         self.console = stage.parent / f"{stage.name}.console"
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster import Cluster
-from spec import REPO, ClusterSpec
+from spec import NO_VENV, REPO, ClusterSpec
 from suite import prepared
 
 NODE = "n1"
 HOOKS = "/usr/libexec/forestage"
-NOWHERE = "/nonexistent"  # nothing is bound to /usr/lib/forestage: there the package lies
 RELEASES = ("0.1.0", "0.1.1")
 LOWER = {"deb": "bookworm", "rpm": ""}
 COMMANDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -65,7 +64,7 @@ def spec(kind: str) -> ClusterSpec:
     return ClusterSpec(
         nodes=1,
         lower=lower,
-        venv=NOWHERE,
+        venv=NO_VENV,  # the package brings its own
         prolog="",
         epilog="",
         slurm_conf={"Prolog": None, "Epilog": None},

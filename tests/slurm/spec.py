@@ -15,6 +15,8 @@ STORE = "store"  # the file server of a cluster with `net`
 PYXIS_REPORT = "/shared/pyxis.jsonl"
 # Where the state directory appears inside the cluster, whatever its path on the host.
 INSIDE_STATE = Path("/var/lib/cluster")
+VENV = "/usr/lib/forestage"  # where the hooks look for their interpreter
+NO_VENV = "/nonexistent"  # as a spec's `venv`: nothing is bound there
 FIRST_SLURMD_PORT = 17001
 # With `net`: each node has a munged of its own besides, for all that is not Slurm.
 SLURM_MUNGE = "/var/spool/munge"
@@ -57,8 +59,7 @@ class ClusterSpec:
     all that `plugstack` says, without them (None) there is no companion.
     `node_dirs` are kept by each node for itself, over its reboots as a local disk would.
     `lower` is the read-only tree to run in, a path on the host: "/" or a debootstrap tree of
-    another release, with Slurm, Python and gcc. `venv`, on the host as well, is bound to
-    /usr/lib/forestage.
+    another release, with Slurm, Python and gcc. `venv`, on the host as well, is bound to VENV.
     `net` gives each node a network namespace and a shaped link of its own, GlusterFS as /shared,
     a disk in memory and an own munged; without, they share one loopback, and /shared is local.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,12 @@ TRIVIAL = ClusterSpec(
 )
 OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_image"
 IMAGE = "/shared/alice/image.sqsh"
+
+
+@pytest.fixture
+def name() -> str:
+    """Of a cluster. No PID: each ./test has its own, and all of them have the same /tmp."""
+    return f"test-{secrets.token_hex(4)}"
 
 
 @pytest.fixture(scope="module")
@@ -147,14 +154,15 @@ def test_cluster_that_ends_leaves_nothing_on_the_host_and_another_cluster_alone(
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_cluster_whose_owner_is_ended_ends_as_well(machine: None, end: signal.Signals) -> None:
+def test_cluster_whose_owner_is_ended_ends_as_well(
+    machine: None, name: str, end: signal.Signals
+) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from cluster import Cluster, ClusterSpec; from host import exit_on_sigterm\n"
         "exit_on_sigterm(); spec = ClusterSpec(nodes=1, prolog='/bin/true', epilog='/bin/true')\n"
         "Cluster.up(spec, name=sys.argv[1])"
     )
-    name = f"test-{os.getpid()}"
     owner = subprocess.Popen([sys.executable, "-c", program, name])
     init = Leader(state_path(name) / "init.pid")
     wait_until(lambda: init.alive, 60, lambda: "no cluster")
@@ -166,8 +174,7 @@ def test_cluster_whose_owner_is_ended_ends_as_well(machine: None, end: signal.Si
     shutil.rmtree(state_path(name), ignore_errors=True)
 
 
-def test_detached_cluster_can_be_used_and_ended_by_name(machine: None) -> None:
-    name = f"test-{os.getpid()}"
+def test_detached_cluster_can_be_used_and_ended_by_name(machine: None, name: str) -> None:
     command = [str(Path(__file__).with_name("cluster"))]
 
     def call(*words: str) -> str:
@@ -184,8 +191,32 @@ def test_detached_cluster_can_be_used_and_ended_by_name(machine: None) -> None:
     assert not state_path(name).exists()
 
 
-def test_failed_start_says_why_and_leaves_nothing(machine: None) -> None:
-    name = f"test-{os.getpid()}"
-    with pytest.raises(ClusterError, match="/no/prolog is not there"):
-        Cluster.up(ClusterSpec(prolog="/no/prolog"), name=name)
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (ClusterSpec(prolog="/no/prolog"), "/no/prolog is not there"),
+        (ClusterSpec(venv="/no/venv"), "forestage from /no/venv .run tests/prepare"),
+    ],
+    ids=["hook", "venv"],
+)
+def test_failed_start_says_why_and_leaves_nothing(
+    machine: None, name: str, spec: ClusterSpec, why: str
+) -> None:
+    with pytest.raises(ClusterError, match=why):
+        Cluster.up(spec, name=name)
+    assert not state_path(name).exists()
+
+
+def test_cluster_of_a_fresh_clone_is_prepared_first(
+    machine: None, name: str, tmp_path: Path
+) -> None:
+    """Without .venv each hook fails open, and all jobs look right."""
+    tests = tmp_path / "tests"
+    shutil.copytree(Path(__file__).parent, tests / "slurm")
+    (tests / "prepare").write_text("#!/bin/sh\necho asked\nexit 1\n")
+    (tests / "prepare").chmod(0o755)
+    up = [tests / "slurm/cluster", "up", "--name", name]
+    done = subprocess.run(up, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "asked\n")
+    assert "tests/prepare failed" in done.stderr
     assert not state_path(name).exists()
