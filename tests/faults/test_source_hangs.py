@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,12 +14,13 @@ from far import Far
 from fault import MIB, Beside, Points, Until, beside, image
 
 from forestage import check
+from forestage.cache.part import PROCESS_NAME
 from forestage.check import Report, Target
 from forestage.clock import Clock, Deadline
 from forestage.sources import opening
-from forestage.stage import wait
+from forestage.stage import stager, wait
 from forestage.system import mounts, probe, tree
-from node import Node, until
+from node import Node, children_left, comm, until
 
 
 def test_source_that_does_not_answer_is_declined_at_the_deadline(node: Node, far: Far) -> None:
@@ -308,3 +311,27 @@ def test_source_that_hung_is_not_waited_for_again_until_it_answers(
 def hung(node: Node) -> bool:
     """Whether a server is known to hang."""
     return any(map(probe.known, node.places.probes.glob("source-*")))
+
+
+def test_process_of_a_directory_whose_source_hangs_ends_on_sigterm(
+    node: Node, far: Far, points: Points, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stager, "ENDS_WITHIN", 0.1)
+    node.configure(redirect="spank")
+    (far.folder / "set").mkdir()
+    path, hung = far.put("set/weights", image()), node.places.root / "hung"
+
+    def hang() -> None:
+        far.hang()
+        hung.touch()
+
+    points.at("reserved", hang)
+    node.prolog(1, comment=f"stage={path.parent}/")
+    until(hung.exists, "the source to hang")
+    (pid,) = (pid for pid in children_left() if comm(pid) == PROCESS_NAME)
+    threads = Path(f"/proc/{pid}/task")
+    until(lambda: len(list(threads.iterdir())) > 2, "the copy to read")
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: pid not in children_left(), "its end")
+    assert node.entries() == set()
+    far.answer()

@@ -7,6 +7,7 @@ Hooks must not pay for what only a copy needs, so nothing here imports the engin
 
 import contextlib
 import errno
+import functools
 import os
 import socket
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from forestage.cache import image
+from forestage.cache import allocation, image
 from forestage.cache.allocation import ChunkMap
 from forestage.cache.image import Identity, Image
 from forestage.cache.node import Node
@@ -155,9 +156,11 @@ def open_source(opened: OpenImage, config: Config) -> Content:
 
     Raises Declined where it is no longer what was opened at, Unreadable, as_user.TooSlow.
     """
-    return Content(
-        opened.fd, _look_again(opened, config.direct), opened.image.size, opened.image.path
-    )
+    size = opened.image.size
+    # Once for the whole copy: each question may be one for the file server.
+    chunks = functools.cache(functools.partial(allocation.map_chunks, opened.fd, size))
+    direct = _look_again(opened, config.direct)
+    return Content(opened.fd, direct, size, opened.image.path, chunks=chunks)
 
 
 def must_have_no_writer(fd: int, path: str) -> None:
