@@ -122,4 +122,4 @@ def test_warm_image_loads_nothing_that_only_a_copy_needs(
     )
     (event,) = events.read(Places(tmp_path).events)
     assert (event.outcome.result, event.outcome.key) == ("hit", opened.image.key)
-    assert ran.stdout == "0 [] 2\n", "the look as the user, and the probe of the disk"
+    assert ran.stdout == "0 [] 3\n", "who the user is, the look as they, the probe of the disk"
