@@ -19,6 +19,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "forestage.h"
@@ -45,6 +46,11 @@ static bool refused;
 /* Completed in user_init; the tasks are forked later and inherit it. */
 static struct step also[MOST_HINTED];
 static struct step step = {.keeper = -1, .also = also};
+
+#define MOST_ITEMS (1 + MOST_HINTED + MOST_DATA)
+
+/* One for each item, in memory that the tasks share. */
+static struct once *onces = MAP_FAILED;
 
 static bool understand_argument(const char *argument)
 {
@@ -233,6 +239,8 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 	    step.reference)
 		ask_helper(sp, helper, timeout, &step);
 	set_variables(sp);
+	onces = mmap(NULL, MOST_ITEMS * sizeof(*onces), PROT_READ | PROT_WRITE,
+		     MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	if (step.later)
 		name_place(sp);
 	return 0;
@@ -262,66 +270,99 @@ static void add_escaped(char *out, size_t size, const char *path)
 	out[at] = '\0';
 }
 
-void note_hang(spank_t sp, const struct item *item)
+/* Whether no other task of the step was here before. */
+static bool is_first(spank_t sp, bool *mark)
 {
-	const char *node = getenv("SLURMD_NODENAME");
-	char path[6 * PATH_MAX], rest[7 * PATH_MAX];
-	uint32_t job = 0, number = 0;
-	uid_t uid = 0;
 	int task = 0;
 
+	if (mark)
+		return !__atomic_test_and_set(mark, __ATOMIC_RELAXED);
 	spank_get_item(sp, S_TASK_ID, &task);
-	if (task != 0 || spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS ||
+	return task == 0;
+}
+
+static const char *reason(const struct item *item)
+{
+	return item->cause == IS_HANGING  ? MOUNT_HANGS
+	       : item->cause == IS_QUEUED ? MOUNT_QUEUE
+					  : NO_MOUNT;
+}
+
+void note_failure(spank_t sp, const struct item *item)
+{
+	const char *node = getenv("SLURMD_NODENAME");
+	char path[6 * PATH_MAX], why[6 * WHY_BYTES], rest[8 * PATH_MAX];
+	uint32_t job = 0, number = 0;
+	uid_t uid = 0;
+
+	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS ||
 	    spank_get_item(sp, S_JOB_STEPID, &number) != ESPANK_SUCCESS ||
-	    spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS)
+	    spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS ||
+	    !is_first(sp, item->once ? &item->once->noted : NULL))
 		return;
 	add_escaped(path, sizeof(path), item->image ? item->image->path : item->path);
+	add_escaped(why, sizeof(why), item->why);
 	snprintf(rest, sizeof(rest),
 		 "\"hook\":\"step\",\"job\":%u,\"uid\":%u,\"node\":\"%s\",\"outcome\":{\"kind\":"
-		 "\"handled\",\"result\":\"declined\",\"reason\":\"" MOUNT_HANGS "\",\"image\":\"%s\","
-		 "\"data\":%s}}",
-		 job, uid, node ? node : "", path, item->image ? "false" : "true");
+		 "\"handled\",\"result\":\"declined\",\"reason\":\"%s\",\"detail\":\"%s\",\"image\":"
+		 "\"%s\",\"data\":%s}}",
+		 job, uid, node ? node : "", reason(item), why, path, item->image ? "false" : "true");
 	append_event(EVENTS, number, 0, rest);
 }
 
-void say_item(spank_t sp, const struct item *item, const char *why, int error)
+void say_failure(spank_t sp, const struct item *item)
 {
-	int task = 0;
+	bool first = is_first(sp, item->once ? &item->once->said : NULL);
 
-	spank_get_item(sp, S_TASK_ID, &task);
-	if (item->image && item->hung && (item->image == &step || !step.image[0]))
-		spank_setenv(sp, RESULT, MOUNT_HANGS, 1);
+	spank_unsetenv(sp, LOCAL); /* it would name this one, too */
+	if (item->image && (item->image == &step || !step.image[0]))
+		spank_setenv(sp, RESULT, reason(item), 1);
 	if (!item->image) {
-		slurm_info("forestage: nothing is mounted at %s: %s: %s", item->path, why,
-			   strerror(error));
-		if (task == 0)
-			slurm_spank_log("forestage: nothing is mounted at %s: %s", item->path, why);
+		spank_setenv(sp, DATA_RESULT, reason(item), 1);
+		slurm_info("forestage: nothing is mounted at %s: %s: %s", item->path, item->why,
+			   strerror(item->error));
+		if (first)
+			slurm_spank_log("forestage: nothing is mounted at %s: %s", item->path,
+					item->why);
 		return;
 	}
-	slurm_info("forestage: %s stays as it is: %s: %s", item->path, why, strerror(error));
-	if (item->image->tell && task == 0)
-		slurm_spank_log("forestage: %s is read from where it is: %s", item->path, why);
+	slurm_info("forestage: %s stays as it is: %s: %s", item->path, item->why,
+		   strerror(item->error));
+	if (item->image->tell && first)
+		slurm_spank_log("forestage: %s is read from where it is: %s", item->path, item->why);
 }
 
-static int list_image(struct item *items, struct step *one)
+/* `number` is its own in all tasks of the step. */
+static struct once *find_once(int number)
 {
-	*items = (struct item){.path = one->image, .kept = &one->keeper, .image = one};
+	return onces == MAP_FAILED ? NULL : onces + number;
+}
+
+static int list_image(struct item *items, struct step *one, int number)
+{
+	*items = (struct item){.path = one->image,
+			       .kept = &one->keeper,
+			       .image = one,
+			       .once = find_once(number)};
 	return one->use;
 }
 
 /* In each task, as root, when it has joined the job's own namespaces. */
 int slurm_spank_task_init_privileged(spank_t sp, int ac, char **av)
 {
-	struct item items[1 + MOST_HINTED + MOST_DATA];
-	int count = 0;
+	static struct item items[MOST_ITEMS];
+	int count = 0, data;
 
 	(void)ac, (void)av;
 	if (step.later)
 		await_answer(sp, &step);
-	count += list_image(items + count, &step);
+	count += list_image(items + count, &step, 0);
 	for (int i = 0; i < step.count; i++)
-		count += list_image(items + count, &step.also[i]);
-	count += list_data(items + count); /* after the images, which are known by what lies beneath */
+		count += list_image(items + count, &step.also[i], 1 + i);
+	data = list_data(items + count); /* after the images, which are known by what lies beneath */
+	for (int i = 0; i < data; i++)
+		items[count + i].once = find_once(1 + MOST_HINTED + i);
+	count += data;
 	if (count)
 		show_items(sp, items, count);
 	for (int i = 0; i < count; i++)

@@ -58,7 +58,10 @@ struct step {
 /* What the step's environment says of its image: a word, and the path at which it shows. */
 #define RESULT "FORESTAGE_RESULT"
 #define IMAGE_PATH "FORESTAGE_IMAGE_PATH"
-#define MOUNT_HANGS "mount-hangs" /* of events/reasons.py */
+/* Reasons of events/reasons.py why a task is not shown an item: enum cause. */
+#define NO_MOUNT "no-mount"
+#define MOUNT_HANGS "mount-hangs"
+#define MOUNT_QUEUE "mount-queue"
 /* What it says of the job's data, which the helper sets: the worst word, and what is local. */
 #define DATA_RESULT "FORESTAGE_DATA_RESULT"
 #define LOCAL "FORESTAGE_LOCAL"
@@ -68,14 +71,28 @@ struct step {
 #define LEASES RUN "/leases"
 #define EVENTS "/var/log/forestage/events.jsonl"
 
+#define WHY_BYTES 200
+
+/* Why an item is not shown: what is wrong with it, a mount that hangs, or the mounts of other tasks. */
+enum cause { IS_REFUSED, IS_HANGING, IS_QUEUED };
+
+/* What the first task of a step does for all that are not shown an item; the tasks share this memory. */
+struct once {
+	bool said;
+	bool noted;
+};
+
 /* What a task is to be shown: an image, or a line on data that is a mount. */
 struct item {
 	const char *path; /* where */
 	int *kept;        /* what serves it: a connection, or a mount; or -1 */
 	const struct step *image; /* or NULL */
 	struct datum *datum;
-	bool over;        /* it failed: it is not tried again */
-	bool hung;        /* and nobody has noted that yet */
+	struct once *once; /* NULL where there is no memory: then task 0 does it */
+	bool over;         /* it failed: it is not tried again. Why: */
+	enum cause cause;
+	int error;
+	char why[WHY_BYTES];
 };
 
 /* What is to show at the path, opened; -1 where it is not. */
@@ -127,7 +144,7 @@ void wait_a_moment(void);
 /* helper.c. Of a clock that nobody sets. */
 long long now_ms(void);
 
-/* namespace.c. Shows a task these, in their order, and says of each that it is not shown why. */
+/* namespace.c. Shows a task these, in their order; for each that it is not shown, why is said and noted. */
 void show_items(spank_t sp, struct item *items, int count);
 
 /* forestage.c. In the task: what may take long. NULL, or why it is not shown, and errno. */
@@ -136,11 +153,11 @@ const char *fetch_item(const struct item *item);
 /* forestage.c. Where the mounts are made. NULL, or why it is not shown, and errno. */
 const char *show_item(spank_t sp, const struct item *item);
 
-/* forestage.c. Notes for `forestage explain` that its mount hangs. */
-void note_hang(spank_t sp, const struct item *item);
+/* forestage.c. Notes for `forestage explain` why it is not shown, once a step. Waits for a disk. */
+void note_failure(spank_t sp, const struct item *item);
 
 /* forestage.c. In the task: why it is not shown. */
-void say_item(spank_t sp, const struct item *item, const char *why, int error);
+void say_failure(spank_t sp, const struct item *item);
 
 /* namespace.c. Before the first mount: the task is to enter the namespace in which it is made. */
 void will_change(void);

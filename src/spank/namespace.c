@@ -8,14 +8,18 @@
  *
  *   task                                   mounter, in no cgroup of the step, nobody's descendant
  *   fetches mounts that a program serves
- *   forks it, waits up to LIMIT_MS
+ *   forks it, waits up to QUEUE_MS
  *                                          unshare(2): a copy of the task's mount namespace
+ *                                          queues for the places of a mount
+ *   waits up to LIMIT_MS
  *                                          mounts there, tells what fails
  *                                          gives away that namespace, and its root and directory
- *   setns(2), chroot(2), fchdir(2)
+ *   setns(2), chroot(2), fchdir(2)         notes what failed
  *
  * If it is late the task stays where it is: what is mounted later is mounted where nobody is. What
- * hung is left out of a second try, so that it keeps nothing else from being shown.
+ * hung is left out of a second try, so that it keeps nothing else from being shown. On a busy node with
+ * many tasks most of the time goes by in the queue, which says nothing of a mount: so its clock is
+ * another one.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -31,17 +35,20 @@
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "forestage.h"
 
-#define LIMIT_MS 2000 /* for all mounts of a task, in each try */
+#define LIMIT_MS 2000  /* for each mount, from when it has its places */
+#define QUEUE_MS 30000 /* for all that comes before the mounts of a task, in all tries */
 #define TRIES 2
 #define NAME "forestage-task" /* of the process that mounts */
-#define WHY_BYTES 200
 #define CGROUPS "/sys/fs/cgroup"
 #define HANGS " (" MOUNT_HANGS ")"
+#define OVER_IT_HANGS "a mount over it hangs" HANGS
+#define IN_QUEUE "the mounts of other tasks took too long (" MOUNT_QUEUE ")"
 
 /*
  * A mounter locks two of the user's bytes of this file: one for the path that it mounts over, one that is
@@ -51,10 +58,14 @@
 #define PLACES RUN "/mounting"
 #define MOST_OF_USER 8
 
-/* What a mounter tells: that it begins with an item, what was wrong with that, or the end. */
+/*
+ * What a mounter tells: that it queues for an item, that it begins with it, what was wrong with that, or
+ * the end.
+ */
 struct news {
-	enum { BEGINS, FAILED, ENTER, STAY } what;
+	enum { QUEUES, BEGINS, FAILED, ENTER, STAY } what;
 	int item;
+	enum cause cause;
 	int error;
 	char why[WHY_BYTES];
 };
@@ -151,17 +162,30 @@ static void let_go(int line, const struct item *items, int count)
 	close(null);
 }
 
-static bool lock_place(off_t number, short how, int command)
+/* By one descriptor: if another one of this file were closed, all locks of this process would go. */
+static bool ask_lock(int command, struct flock *place)
 {
-	struct flock place = {.l_type = how, .l_start = number, .l_len = 1};
 	static int file = -1;
 
 	if (file < 0)
 		file = open(PLACES, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
-	return file >= 0 && fcntl(file, command, &place) == 0;
+	return file >= 0 && fcntl(file, command, place) == 0;
 }
 
-static void tell(int line, struct news *news, const struct place *place)
+static bool lock_place(off_t number, short how, int command)
+{
+	return ask_lock(command, &(struct flock){.l_type = how, .l_start = number, .l_len = 1});
+}
+
+/* The process that has locked that byte, or 0. */
+static pid_t find_holder(off_t number)
+{
+	struct flock place = {.l_type = F_WRLCK, .l_start = number, .l_len = 1};
+
+	return ask_lock(F_GETLK, &place) && place.l_type != F_UNLCK ? place.l_pid : 0;
+}
+
+static bool send_news(int line, struct news *news, const struct place *place)
 {
 	union {
 		struct cmsghdr head;
@@ -176,7 +200,12 @@ static void tell(int line, struct news *news, const struct place *place)
 		packet.msg_control = &control;
 		packet.msg_controllen = sizeof(control);
 	}
-	if (sendmsg(line, &packet, MSG_NOSIGNAL) < 0)
+	return sendmsg(line, &packet, MSG_NOSIGNAL) >= 0;
+}
+
+static void tell(int line, struct news *news)
+{
+	if (!send_news(line, news, NULL))
 		_exit(1); /* the task has ended, or waits no more */
 }
 
@@ -189,71 +218,143 @@ static off_t hash(const char *path)
 	return (off_t)sum;
 }
 
-/* Until this process ends, or lets go of both. */
-static bool take_places(off_t first, off_t path, off_t *any)
+static void wake(int number)
 {
-	if (!lock_place(path, F_WRLCK, F_SETLKW))
+	(void)number; /* it is enough that fcntl(2) ends */
+}
+
+/* Calls wake() each LIMIT_MS, or else ends this process after that time and a second. */
+static void set_alarm(bool wakes, int ms)
+{
+	const int rest = wakes ? ms : ms + 1000; /* nobody listens by then */
+	const struct timeval after = {.tv_sec = rest / 1000, .tv_usec = rest % 1000 * 1000};
+	const struct sigaction action = {.sa_handler = wakes ? wake : SIG_DFL};
+
+	/* One that is due just now must find wake(). */
+	if (wakes)
+		sigaction(SIGALRM, &action, NULL);
+	setitimer(ITIMER_REAL, &(struct itimerval){.it_interval = after, .it_value = after}, NULL);
+	if (!wakes)
+		sigaction(SIGALRM, &action, NULL);
+}
+
+/*
+ * Waits as long as the place changes hands. False, and ETIMEDOUT, where one process has kept it for
+ * LIMIT_MS: its own task has given it up. The task that waits hears from us, or we end with it.
+ */
+static bool await_place(off_t number, int line, struct news *news)
+{
+	pid_t before = 0;
+
+	while (!lock_place(number, F_WRLCK, F_SETLKW)) {
+		if (errno != EINTR)
+			return false;
+		const pid_t holder = find_holder(number);
+		if (holder && holder == before) {
+			errno = ETIMEDOUT;
+			return false;
+		}
+		before = holder;
+		tell(line, news);
+	}
+	return true;
+}
+
+/* Until this process ends, or lets go of both. */
+static bool take_places(off_t first, off_t path, off_t *any, int line, struct news *news)
+{
+	if (!await_place(path, line, news))
 		return false;
 	for (*any = first; *any < first + MOST_OF_USER; ++*any)
 		if (lock_place(*any, F_WRLCK, F_SETLK))
 			return true;
-	--*any;
-	return lock_place(*any, F_WRLCK, F_SETLKW);
+	if (await_place(--*any, line, news))
+		return true;
+	int error = errno;
+	lock_place(path, F_UNLCK, F_SETLK);
+	errno = error;
+	return false;
 }
 
-static const char *show_in_turn(spank_t sp, const struct item *item)
+static const char *show_in_turn(spank_t sp, const struct item *item, int line, struct news *news)
 {
 	uid_t uid = 0;
 
+	errno = 0;
 	if (!own)
 		return "no mount namespace";
 	if (spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS)
 		return "nobody says whose job this is";
-	off_t first = TASK_MOUNTS_START + (off_t)uid * TASK_MOUNTS_WIDTH, path = first + MOST_OF_USER + hash(item->path), any;
-	if (!take_places(first, path, &any))
-		return PLACES " cannot be locked";
+	const off_t first = TASK_MOUNTS_START + (off_t)uid * TASK_MOUNTS_WIDTH;
+	const off_t path = first + MOST_OF_USER + hash(item->path);
+	off_t any;
+	set_alarm(true, LIMIT_MS);
+	bool has_places = take_places(first, path, &any, line, news);
+	int error = errno;
+	set_alarm(false, LIMIT_MS);
+	errno = error;
+	if (!has_places && error == ETIMEDOUT)
+		news->cause = IS_HANGING;
+	if (!has_places)
+		return news->cause == IS_HANGING ? OVER_IT_HANGS : PLACES " cannot be locked";
+	news->what = BEGINS;
+	tell(line, news);
 	errno = 0;
 	const char *wrong = show_item(sp, item);
-	int error = errno;
+	error = errno;
 	lock_place(any, F_UNLCK, F_SETLK);
 	lock_place(path, F_UNLCK, F_SETLK);
 	errno = error;
 	return wrong;
 }
 
+static void fail(struct item *item, enum cause cause, const char *why, int error)
+{
+	item->over = true;
+	item->cause = cause;
+	item->error = error;
+	snprintf(item->why, sizeof(item->why), "%s", why);
+}
+
+static bool is_all_over(const struct item *items, int count)
+{
+	while (count > 0 && items[count - 1].over)
+		count--;
+	return count == 0;
+}
+
 /* The mounter's life. Nothing of Slurm's may log here: its descriptors are closed. */
-static void live(spank_t sp, int line, const struct item *items, int count)
+static void live(spank_t sp, int line, struct item *items, int count)
 {
 	const int folder = O_PATH | O_DIRECTORY | O_CLOEXEC;
-	struct news news = {.what = BEGINS};
+	struct news news = {.what = QUEUES};
 	sigset_t none;
 
 	setsid();
 	prctl(PR_SET_NAME, NAME);
-	signal(SIGALRM, SIG_DFL);
 	sigemptyset(&none);
 	sigprocmask(SIG_SETMASK, &none, NULL);
 	let_go(line, items, count);
 	leave_cgroups();
-	alarm(LIMIT_MS / 1000 + 1); /* nobody listens by then */
+	set_alarm(false, QUEUE_MS);
 	/* First: what is opened in another namespace can neither be mounted nor mounted over. */
-	own = unshare(CLONE_NEWNS) == 0 && mount(NULL, "/", NULL, MS_REC | MS_SLAVE, NULL) == 0;
+	own = !is_all_over(items, count) && unshare(CLONE_NEWNS) == 0 &&
+	      mount(NULL, "/", NULL, MS_REC | MS_SLAVE, NULL) == 0;
 	for (int i = 0; i < count; i++) {
-		if (items[i].hung)
-			note_hang(sp, &items[i]); /* the task must not wait for a disk */
 		if (items[i].over)
 			continue;
-		news = (struct news){.what = BEGINS, .item = i};
-		tell(line, &news, NULL);
-		const char *wrong = show_in_turn(sp, &items[i]);
+		news = (struct news){.what = QUEUES, .item = i};
+		tell(line, &news);
+		const char *wrong = show_in_turn(sp, &items[i], line, &news);
 		news.error = errno;
 		if (geteuid() != 0)
 			_exit(1);
 		if (!wrong)
 			continue;
+		fail(&items[i], news.cause, wrong, news.error);
 		news.what = FAILED;
 		snprintf(news.why, sizeof(news.why), "%s", wrong);
-		tell(line, &news, NULL);
+		tell(line, &news);
 	}
 	/* By these links, as root may not be let into a user's directory by its name. */
 	struct place place = {open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC),
@@ -261,7 +362,10 @@ static void live(spank_t sp, int line, const struct item *items, int count)
 	if (changed && (place.namespace < 0 || place.root < 0 || place.folder < 0))
 		_exit(1);
 	news.what = changed ? ENTER : STAY;
-	tell(line, &news, changed ? &place : NULL);
+	send_news(line, &news, changed ? &place : NULL);
+	for (int i = 0; i < count; i++) /* last: the task must not wait for a disk */
+		if (items[i].over)
+			note_failure(sp, &items[i]);
 	_exit(0);
 }
 
@@ -282,8 +386,6 @@ static int start(spank_t sp, struct item *items, int count)
 		_exit(0);
 	}
 	int error = errno;
-	for (int i = 0; i < count; i++)
-		items[i].hung = false;
 	close(ends[1]);
 	while (pid > 0 && waitpid(pid, NULL, 0) < 0 && errno == EINTR)
 		;
@@ -313,6 +415,12 @@ static bool hear(int line, struct news *news, struct place *place)
 	return given || news->what != ENTER;
 }
 
+static void give_up(spank_t sp, struct item *item, enum cause cause, const char *why, int error)
+{
+	fail(item, cause, why, error);
+	say_failure(sp, item);
+}
+
 static int go_to(const void *folder)
 {
 	return fchdir(*(const int *)folder);
@@ -333,43 +441,37 @@ static const char *enter(spank_t sp, const struct place *place)
 }
 
 /*
- * Until the task has what could be mounted. NULL, or why it stays where it is, and errno; the mounter
- * was at the item `at` then.
+ * Until the task has what could be mounted. NULL, or why it stays where it is, its cause and errno; the
+ * mounter was at the item `at` then. `until` is when the queue has taken too long.
  */
-static const char *follow(spank_t sp, int line, struct item *items, int *at)
+static const char *follow(spank_t sp, int line, struct item *items, long long until, int *at,
+			  enum cause *cause)
 {
-	const long long end = now_ms() + LIMIT_MS;
 	struct pollfd ready = {.fd = line, .events = POLLIN};
+	long long end = until;
 	struct place place;
-	struct news news;
+	struct news news = {.what = QUEUES};
 
 	for (;;) {
-		long long left = end - now_ms();
+		const long long left = end - now_ms();
 		int heard = poll(&ready, 1, left > 0 ? (int)left : 0);
 		if (heard < 0 && errno == EINTR)
 			continue;
+		*cause = heard > 0 ? IS_REFUSED : news.what == BEGINS ? IS_HANGING : IS_QUEUED;
 		errno = heard == 0 ? ETIMEDOUT : ECHILD;
 		if (heard == 0)
-			return "a mount over it hangs" HANGS;
+			return *cause == IS_HANGING ? OVER_IT_HANGS : IN_QUEUE;
 		if (!hear(line, &news, &place))
 			return "the process that mounts has ended";
 		*at = news.item;
+		end = news.what == BEGINS ? now_ms() + LIMIT_MS : until;
 		if (news.what == ENTER)
 			return enter(sp, &place);
 		if (news.what == STAY)
 			return NULL;
-		if (news.what == FAILED) {
-			items[news.item].over = true;
-			say_item(sp, &items[news.item], news.why, news.error);
-		}
+		if (news.what == FAILED)
+			give_up(sp, &items[news.item], news.cause, news.why, news.error);
 	}
-}
-
-static void give_up(spank_t sp, struct item *item, const char *wrong, int error)
-{
-	item->over = true;
-	item->hung = error == ETIMEDOUT;
-	say_item(sp, item, wrong, error);
 }
 
 /* Here, where it may take long and a signal ends it. */
@@ -379,22 +481,24 @@ static void fetch(spank_t sp, struct item *items, int count)
 		errno = 0;
 		const char *wrong = one->over ? NULL : fetch_item(one);
 		int error = errno;
-		if (wrong) {
-			one->over = true;
-			say_item(sp, one, wrong, error);
-		}
+		if (wrong)
+			give_up(sp, one, IS_REFUSED, wrong, error);
 	}
 }
 
 void show_items(spank_t sp, struct item *items, int count)
 {
+	const long long until = now_ms() + QUEUE_MS;
+	enum cause cause = IS_REFUSED;
 	const char *wrong = NULL;
 	int error = 0;
 
-	for (int tries = 0; tries < TRIES; tries++) {
+	for (int tries = 0; tries < TRIES && cause != IS_QUEUED; tries++) {
 		fetch(sp, items, count);
 		int at = 0, line = start(sp, items, count);
-		wrong = line < 0 ? "no process can be started" : follow(sp, line, items, &at);
+		cause = IS_REFUSED;
+		wrong = line < 0 ? "no process can be started"
+				 : follow(sp, line, items, until, &at, &cause);
 		error = errno;
 		if (line >= 0)
 			close(line);
@@ -402,14 +506,14 @@ void show_items(spank_t sp, struct item *items, int count)
 			return;
 		/* What its keeper may answer later must not be taken for an answer to another. */
 		shutdown(*items[at].kept, SHUT_RDWR);
-		give_up(sp, &items[at], wrong, error);
+		give_up(sp, &items[at], cause, wrong, error);
 	}
-	if (error == ETIMEDOUT)
+	if (cause == IS_HANGING)
 		wrong = "another mount hangs" HANGS;
 	for (struct item *one = items; one < items + count; one++)
 		if (!one->over)
-			give_up(sp, one, wrong, error);
-	int last = error == ETIMEDOUT ? start(sp, items, count) : -1; /* it notes what hangs */
+			give_up(sp, one, cause, wrong, error);
+	int last = start(sp, items, count); /* it mounts nothing, and notes what failed */
 	if (last >= 0)
 		close(last);
 }

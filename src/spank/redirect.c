@@ -18,7 +18,7 @@
 /* In mountinfo. An entry is renamed before it is deleted: move_aside() in cache/layout.py. */
 #define ENTRY_ROOT "/(entries/[0-9a-f]{32}|evicted/[0-9a-f]{32}\\.[0-9]+)/image(//deleted)?$"
 
-enum sight { IS_SOURCE, IS_SHOWN, IS_STALE, IS_OTHER };
+enum sight { IS_SOURCE, IS_SHOWN, IS_STALE, IS_OTHER, IS_CLOSED };
 enum mounted { BY_OTHERS, AN_ENTRY, A_THROUGH };
 
 static void close_copy(struct copy *copy)
@@ -179,8 +179,10 @@ static enum sight look(spank_t sp, const struct step *step, int copied, int *tar
 	if (*target >= 0)
 		close(*target);
 	*target = as_job_user(sp, open_image, &(struct looked_at){step, copied});
+	if (*target < 0)
+		return IS_CLOSED;
 	snprintf(link, sizeof(link), "/proc/self/fd/%d", *target);
-	ssize_t length = *target < 0 ? -1 : readlink(link, path, sizeof(path) - 1);
+	ssize_t length = readlink(link, path, sizeof(path) - 1);
 	if (length < 0 || fstat(*target, &st) < 0 || (copied >= 0 && fstat(copied, &copy) < 0))
 		return IS_OTHER;
 	path[length] = '\0';
@@ -256,6 +258,10 @@ static const char *lay(spank_t sp, const struct step *step, struct copy *copy, i
 		return show_through(copy, *target) ? NULL : "it cannot be mounted over";
 	if (seen == IS_SOURCE)
 		return bind_entry(copy->folder, *target) ? NULL : "it cannot be bound";
+	if (seen == IS_CLOSED)
+		return errno == EACCES || errno == EPERM
+			       ? "the step's user and groups may not read it"
+			       : "it cannot be opened";
 	return seen == IS_SHOWN ? NULL : "it is another file by now";
 }
 

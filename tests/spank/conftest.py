@@ -44,7 +44,7 @@ OTHERS: Others = {
     "option.c": {"CHECK_MS": (2000, 60000)},
     "shown.c": {"PROLOG_US": (1000000, 60000000)},
     "through.c": {"ANSWER_SECONDS": (1, 2)},
-    "namespace.c": {"LIMIT_MS": (2000, 60000)},
+    "namespace.c": {"LIMIT_MS": ("2000 ", "60000 "), "QUEUE_MS": (30000, 120000)},
     "forestage.h": {
         "MOST_DATA": ("40", " 6"),
         "RUN": ('"/run/forestage"', f'"{MARK.parent}"'),
@@ -62,6 +62,13 @@ HASTY: Others = {
 """For tests in which a mount or a program hangs, and somebody waits for that limit."""
 
 
+CROWDED: Others = {
+    **OTHERS,
+    "namespace.c": {"LIMIT_MS": ("2000 ", "60000 "), "QUEUE_MS": (30000, 5000)},
+}
+"""For tests in which a task waits for its turn to mount."""
+
+
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("spank"), OTHERS)
@@ -70,6 +77,18 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def hasty_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("spank-hasty"), HASTY)
+
+
+@pytest.fixture(scope="session")
+def crowded_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("spank-crowded"), CROWDED)
+
+
+@pytest.fixture
+def crowded(step: Step, crowded_program: Path) -> Step:
+    """A step whose tasks wait for their turn shorter than for a mount."""
+    step.program = crowded_program
+    return step
 
 
 @pytest.fixture

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from companion import EVENTS, GID, JOB, UID, Ran, Step, keeping, line, served
+from companion import EVENTS, GID, JOB, MARK, UID, Ran, Step, keeping, line, served
 from test_bind import options
 
 from forestage import events
 from forestage.events import Handled
 from forestage.system import child
+from forestage.system.files import opened
+from forestage.system.lock_ranges import TASK_MOUNTS
 from node import until
 from parking import Park
 
@@ -239,8 +244,66 @@ def test_one_process_hangs_however_many_tasks_want_that_mount(hasty: Step, park:
     park(hasty.image, "read")
     hasty.answers(hasty.use())
     for _ in range(2):
-        hasty.run("tasks=6")
+        ran = hasty.run("tasks=6")
+        assert ran.logged.count("a mount over it hangs (mount-hangs)") == 6
     assert len(left_hanging(1)) == 1
+
+
+@contextlib.contextmanager
+def others_mount() -> Iterator[None]:
+    """All turns of this user to mount are taken."""
+    MARK.parent.mkdir(mode=0o711, exist_ok=True)
+    with opened(MARK.parent / "mounting", os.O_RDWR | os.O_CREAT) as fd:
+        fcntl.lockf(fd, fcntl.LOCK_EX, TASK_MOUNTS.width, TASK_MOUNTS.first_byte(UID))
+        yield
+
+
+def test_task_that_waits_in_vain_for_its_turn_says_so_and_reads_the_source(crowded: Step) -> None:
+    with others_mount():
+        ran = crowded.run(f"task=stat -c %i {crowded.image}")
+    why = "the mounts of other tasks took too long (mount-queue)"
+    assert ran.out.split() == [str(crowded.image.stat().st_ino)]
+    assert ran.said == [f"forestage: {crowded.image} is read from where it is: {why}"]
+    assert "setenv 1 FORESTAGE_RESULT=mount-queue" in ran.facts("setenv")
+    until(noted, "the event")
+    assert noted() == [(JOB, BATCH, "mount-queue", str(crowded.image), False)]
+
+
+def test_mount_has_its_whole_time_however_long_its_turn_took_to_come(
+    crowded: Step, park: Park
+) -> None:
+    """The image is held for longer than the task waits for its turn."""
+    park(crowded.image, "read")
+    with ThreadPoolExecutor(1) as pool:
+        ran = pool.submit(crowded.run, f"task=stat -c %i {crowded.image}")
+        until(hanging, "the mount to wait")
+        time.sleep(6)
+        park.let_go()
+        assert ran.result().out.split() == [str(crowded.entry().stat().st_ino)]
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_what_a_task_is_not_shown_is_said_and_noted_once_for_explain(
+    step: Step, tasks: int
+) -> None:
+    ran = step.run(f"between=chmod 0700 {step.image.parent}", f"tasks={tasks}")
+    why = "the step's user and groups may not read it"
+    assert ran.said == [f"forestage: {step.image} is read from where it is: {why}"]
+    assert "setenv 1 FORESTAGE_RESULT=no-mount" in ran.facts("setenv")
+    until(lambda: noted() and gone(), "the event")
+    (event,) = events.read(EVENTS)
+    assert (event.outcome.reason, event.outcome.detail) == ("no-mount", why)
+    assert noted() == [(JOB, BATCH, "no-mount", str(step.image), False)]
+
+
+def test_data_that_a_task_is_not_shown_is_noted_for_explain(step: Step, point: Path) -> None:
+    made = line("folder", "made", point, "root")
+    step.answers(made, "leave\tno-image")
+    ran = step.run()
+    until(lambda: noted() and gone(), "the event")
+    assert noted() == [(JOB, BATCH, "no-mount", str(point), True)]
+    assert "setenv 1 FORESTAGE_DATA_RESULT=no-mount" in ran.facts("setenv")
+    assert ran.lines("fact").count("unsetenv FORESTAGE_LOCAL") == 2  # before, and by the task
 
 
 def test_few_processes_of_a_user_hang_however_many_paths_are_held(

@@ -36,6 +36,7 @@ UNASKED = (
     "No step of this job asked forestage for its copies: it ended before its first step, or Slurm"
     " on this node does not load forestage's SPANK plugin (the admin: `forestage check`)."
 )
+NOT_IN_ALL = "some task of the step could not be given it: see below"
 MEASURE = 8  # the part of an image from which a copy's rate is taken to be that of the rest
 VIAS = {"option": "--container-image", "hint": "stage= in the comment"}
 
@@ -125,6 +126,7 @@ def history(
             f"nothing is recorded about {'your job' if yours else 'job'} {job} on this node",
             "it asked for no image, ran elsewhere, never reached this node, or is too long ago",
         )
+    failed = [event for event in own if event.hook == "step" and _is_of_tasks(event.outcome)]
     missed = [event for event in own if event.outcome.reason == "deadline"]
     runs: list[list[Event]] = []
     for event in own:
@@ -140,7 +142,7 @@ def history(
     # By their beginning: the stager is done, and on record, before the hook that started it.
     runs.sort(key=lambda run: (round(run[0].time - run[0].total, 1), run[0].hook == "stager"))
     held = holder(lease, images) if lease else None
-    told = tuple(_run(run, images, missed, bad, ahead) for run in runs)
+    told = tuple(_run(run, images, missed, bad, ahead, failed) for run in runs)
     return History(job, told, held, problems, _is_unasked(own))
 
 
@@ -177,6 +179,7 @@ def _run(
     missed: list[Event],
     bad: list[Event],
     ahead: Mapping[str, Copied],
+    failed: list[Event],
 ) -> Run:
     first = events[0]
     late = max((first.time - event.time for event in missed if _missed(first, event)), default=None)
@@ -190,7 +193,7 @@ def _run(
         Explained(
             event.outcome,
             (
-                *sentences(event, images),
+                *_without_tasks(event, failed, images),
                 *more,
                 *_ahead(event.outcome, ahead),
                 *_found_bad(event, bad),
@@ -212,6 +215,34 @@ def _run(
         options=first.options,
         ignored=first.ignored,
     )
+
+
+def _without_tasks(
+    event: Event, failed: Iterable[Event], images: dict[str, str]
+) -> tuple[str, ...]:
+    """Pure: the sentences about an outcome; of a step whose tasks did not all get it, only that."""
+    outcome = event.outcome
+    if event.hook != "step" or not isinstance(outcome, Handled) or _is_of_tasks(outcome):
+        return sentences(event, images)
+    if not any(_is_same(event, one) for one in failed):
+        return sentences(event, images)
+    return (NOT_IN_ALL,)
+
+
+def _is_of_tasks(outcome: Outcome) -> bool:
+    """Pure: whether the companion noted it for tasks (src/spank); a helper's has a request."""
+    if not isinstance(outcome, Handled) or outcome.result != "declined":
+        return False
+    return bool(outcome.image) and not outcome.request
+
+
+def _is_same(event: Event, failed: Event) -> bool:
+    """Pure: whether a step's tasks were to be given what the event is about."""
+    one, other = event.outcome, failed.outcome
+    if not (isinstance(one, Handled) and isinstance(other, Handled)):
+        return False
+    places = {one.image, one.request.rpartition("@")[2]}
+    return event.step == failed.step and one.data == other.data and other.image in places
 
 
 def _ahead(outcome: Outcome, copies: Mapping[str, Copied]) -> Iterator[str]:
@@ -348,11 +379,15 @@ def _consequence(event: Event) -> str:
         return "The hint was ignored."
     if event.outcome.reason in ("registry", "bare-name"):
         return "enroot imports it, as without forestage."
-    if event.outcome.reason == "no-mount":
+    if event.outcome.reason == "no-mount" and not _is_of_image(event.outcome):
         return f"The {who} went on without it."
     if event.outcome.result == "failed" and event.hook != "step":
         return "The job kept its original path, unless the admin's `on_error: drain` stopped it."
     return f"The {who} kept its original path."
+
+
+def _is_of_image(outcome: Outcome) -> bool:
+    return isinstance(outcome, Handled) and not outcome.data
 
 
 def _released(outcome: Released, images: dict[str, str]) -> tuple[str, ...]:
@@ -387,7 +422,7 @@ def pieces(found: History, now: float) -> list[Piece]:
         if run.hook != "epilog":  # it has read the same comment again
             lines += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
         for number, one in enumerate(run.explained):
-            starts = _starts(one.outcome, run, counted)
+            starts = _starts(one.outcome, run, counted) and NOT_IN_ALL not in one.sentences
             lines += [Line("")] * (number > 0) + _request(one, starts, options)
     if found.unasked:
         lines += [Line(""), Line(UNASKED)]
@@ -402,7 +437,8 @@ def among_many(found: History) -> list[Piece]:
         hook = run.hook if run.step is None else f"step {STEPS.get(run.step, run.step)}"
         for one in run.explained:
             outcome = one.outcome
-            result = outcome.result + (f" ({outcome.reason})" if outcome.reason else "")
+            word = "partly" if NOT_IN_ALL in one.sentences else outcome.result
+            result = word + (f" ({outcome.reason})" if outcome.reason else "")
             took = outcome.wait if isinstance(outcome, Handled | Copied) else run.total
             rows.append((hook, result, format_duration(took), _path(outcome) or "-"))
     problems = [Line(f"Problem: {problem}") for problem in found.problems]

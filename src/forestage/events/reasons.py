@@ -71,10 +71,12 @@ REASONS = {
     "deadline": "The copy takes longer than this job may wait (`stage-wait=` in the comment or the"
     " admin's `deadline:` moves that), or the time of its hook was used up before.",
     "no-through": "The step could not read through the copy while it was made.",
-    "no-mount": "The file could not be mounted in the step; its mount point is unchanged.",
+    "no-mount": "It could not be mounted in the step; its path or mount point is unchanged.",
     "mount-hangs": "A process held the file or directory, so that nothing could be mounted over it"
     " in time. `fuser -v PATH` on the node shows who has it open; a copy of your own or stage=off"
     " avoids it.",
+    "mount-queue": "The node mounted for so many other tasks that a task of the step waited in vain"
+    " for its turn. Fewer tasks at once on a node, or fewer mounts on it, avoid that.",
     "busy": "A lock of the node was held too long.",
     "changed": "The file was written to or replaced during the copy; a partial copy is not used.",
     "stopped": "The copy was stopped; what has arrived is kept until a job wants the image again.",

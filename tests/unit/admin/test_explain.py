@@ -48,6 +48,8 @@ def test_every_reason_in_the_code_is_explained() -> None:
         found |= set(re.findall(r'(?:Declined|Failed|__init__)\(\s*"([a-z-]+)"', text))
         found |= set(re.findall(r'"(registry-[a-z]+)"', text))
         found |= set(re.findall(r'reason(?:, detail)? ?= ?"([a-z-]+)"', text))
+    companion = (SOURCE.parent / "spank/forestage.h").read_text()
+    found |= set(re.findall(r'#define (?:NO_)?MOUNT\w* "([a-z-]+)"', companion))
     assert found - set(REASONS) == set()
     assert set(REASONS) - found == set(), "reasons that nothing gives any more"
 
@@ -59,6 +61,29 @@ def test_mount_that_hangs_is_explained_with_its_path_and_the_way_out() -> None:
     assert "`fuser -v PATH`" in text
     assert "stage=off" in text
     assert "The step kept its original path." in text
+
+
+@pytest.mark.parametrize("reason", ["no-mount", "mount-hangs", "mount-queue"])
+@pytest.mark.parametrize("result", ["hit", "copied", "joined", "through"])
+def test_step_of_which_a_task_did_not_get_the_copy_is_no_hit(reason: str, result: Result) -> None:
+    image = "/shared/a.sqsh"
+    told = Handled(result, request=image, image=image, key=KEY, redirect="spank", baseline=9.0)
+    failed = Handled("declined", reason, detail="it is another file by now", image=image)
+    both = [event(one, hook="step", step=0) for one in (told, failed)]
+    text = printed(*both)
+    assert f"{result}:" not in text
+    assert "saved" not in text
+    assert "some task of the step could not be given it" in text
+    assert "it is another file by now" in text
+    other = printed(both[0], event(failed, hook="step", step=1))
+    assert f"{result}:" in other  # another step of the job's
+
+
+def test_mounted_file_that_a_task_did_not_get_is_no_hit() -> None:
+    told = Handled("hit", request="/a.sqsh@/b", image="/a.sqsh", key=KEY, data=True)
+    failed = Handled("declined", "no-mount", detail="nobody serves it", image="/b", data=True)
+    text = printed(event(told, hook="step", step=0), event(failed, hook="step", step=0))
+    assert "hit" not in text
 
 
 @pytest.mark.parametrize("result", get_args(Result))
@@ -101,7 +126,11 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
         (Handled("failed", reason="cache-not-mounted"), "on_error: drain"),
         (Handled("declined", reason="registry"), "enroot imports it, as without forestage"),
         (Handled("declined", reason="bad-hint", detail="unknown hint"), "The hint was ignored"),
-        (Handled("declined", reason="no-mount", detail="no such place"), "went on without it"),
+        (
+            Handled("declined", reason="no-mount", detail="no such place", data=True),
+            "went on without it",
+        ),
+        (Handled("declined", reason="no-mount", image="/a"), "kept its original path"),
         (Handled("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
     ],
 )
