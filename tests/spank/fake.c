@@ -9,6 +9,7 @@
  *   before=CMD     as root there, before user_init     between=CMD   as root, after user_init
  *   task=CMD       as root, in each task               tasks=N       1 if not given
  *   stands=DIR     a task's directory             chroot=DIR    its root
+ *   rest=CMD       as root, in the namespace of each task but the first
  *   closed=1       0, 1 and 2 are closed               leak=1        descriptors without CLOEXEC
  *   context=slurmd, local                              request=UID   a request of UID's waits
  *   contained=1    user_init runs beside the step manager, in other namespaces
@@ -41,7 +42,7 @@
 
 static int report = -1;
 static char *report_name, *image, *save, *container, *flag, *context, *before, *between, *task, *cwd, *request,
-	*stands, *root;
+	*stands, *root, *rest;
 static char *args[MOST], *step_env[MOST];
 static int arg_count, env_count, tasks = 1, closed, leak, contained;
 static uid_t uid = 4242;
@@ -179,7 +180,7 @@ static void read_arguments(int argc, char **argv)
 	} known[] = {{"image", &image},	  {"save", &save},     {"container", &container}, {"flag", &flag},	      {"context", &context},
 		     {"before", &before}, {"between", &between}, {"task", &task},
 		     {"cwd", &cwd},	  {"request", &request},   {"stands", &stands},
-		     {"chroot", &root}};
+		     {"chroot", &root},	  {"rest", &rest}};
 
 	for (int i = 2; i < argc; i++) {
 		char *value = strchr(argv[i], '=');
@@ -293,6 +294,11 @@ static int run_task(void)
 	check(setgroups(1, (gid_t[]){4711}), "setgroups");
 	/* A task of 24.11 has the handlers of its step manager until it runs its program. */
 	signal(SIGTERM, step_managers);
+	if (rest && this_task > 0) {
+		check(unshare(CLONE_NEWNS), "unshare");
+		check(mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL), "private");
+		check(system(rest) ? -1 : 0, "rest");
+	}
 	if (root)
 		check(chroot(root), "chroot");
 	/* "/" is where setns(2) leaves it, where a job has its own namespace */

@@ -296,6 +296,17 @@ def test_what_a_task_is_not_shown_is_said_and_noted_once_for_explain(
     assert noted() == [(JOB, BATCH, "no-mount", str(step.image), False)]
 
 
+def test_what_not_all_tasks_are_shown_is_noted_as_well(step: Step) -> None:
+    """The first one has its copy."""
+    hidden = f"rest=mount -t tmpfs none {step.image.parent}"
+    ran = step.run("tasks=3", hidden, f"task=stat -c %i {step.image} || echo none")
+    assert sorted(ran.out.split()) == sorted([str(step.entry().stat().st_ino), "none", "none"])
+    why = "it cannot be opened"
+    assert ran.said == [f"forestage: {step.image} is read from where it is: {why}"]
+    until(lambda: noted() and gone(), "the event")
+    assert noted() == [(JOB, BATCH, "no-mount", str(step.image), False)]
+
+
 def test_data_that_a_task_is_not_shown_is_noted_for_explain(step: Step, point: Path) -> None:
     made = line("folder", "made", point, "root")
     step.answers(made, "leave\tno-image")
