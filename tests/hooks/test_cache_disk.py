@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from forestage import log
 from forestage.admin import sweep
+from forestage.bind.unmount import ORIGINS, KnownOrigins, find_origins
 from forestage.cache.known_disks import read_known
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
@@ -22,8 +23,8 @@ from forestage.cli.main import World, main
 from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.config import load_settings
-from forestage.system import mounts
-from node import Idle, Node, unmount
+from forestage.system import mounts, records
+from node import Idle, Node, content, unmount
 
 REFUSED = (0, "failed", "cache-other-disk")
 ON_NETWORK = (0, "declined", "cache-on-network")
@@ -316,3 +317,40 @@ def test_epilog_cleans_up_after_a_disk_that_was_unmounted_lazily_and_evicts_noth
     assert node.lease(1) is None
     assert node.shows_source(path)
     assert below.entry_dir("k" * 64).exists()
+
+
+def test_outdated_redirect_to_a_disk_that_was_unmounted_lazily_is_unmounted(node: Node) -> None:
+    path = node.staged(1)
+    subprocess.run(["umount", "--lazy", node.nvme], check=True)
+    node.put("alice/image.sqsh", content(2))
+    assert path.read_bytes() == content(1), "the job that runs has what it began with"
+    assert node.prolog(2, path).ended == REFUSED
+    assert path.read_bytes() == content(2)
+
+
+def test_unredirect_knows_redirects_to_a_disk_that_was_unmounted_lazily(node: Node) -> None:
+    path = node.staged(1)
+    subprocess.run(["umount", "--lazy", node.nvme], check=True)
+    done = CliRunner().invoke(main, ["unredirect"], obj=World(node.places, Clock()))
+    assert done.exit_code == Exit.OK, done.output
+    assert node.shows_source(path)
+
+
+def test_where_a_cache_lay_is_forgotten_once_nothing_of_that_disk_is_mounted(node: Node) -> None:
+    def noted() -> tuple[mounts.Origin, ...]:
+        known = records.load(node.places.claims / ORIGINS, KnownOrigins)
+        return known.origins[node.cache.real]
+
+    node.staged(1)
+    node.epilog(1)
+    (first,) = noted()
+    other = node.nvme.parent / "other"
+    other.mkdir()
+    # While the old one is there: a device with a number of its own.
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=755", "x", other], check=True)
+    unmount(node.nvme)
+    subprocess.run(["mount", "--move", other, node.nvme], check=True)
+    node.staged(2, "alice/other.sqsh")
+    (second,) = noted()
+    assert first.device != second.device
+    assert find_origins(node.cache) == (second,)

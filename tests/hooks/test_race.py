@@ -255,7 +255,7 @@ def test_redirect_unmounted_while_the_next_job_looks_costs_that_job_nothing(
     path = node.staged(1)
     real = opening._ours
 
-    def after_its_end(caches: Sequence[str]) -> list[mounts.Mount]:
+    def after_its_end(caches: Sequence[mounts.Origin]) -> list[mounts.Mount]:
         if node.binds():  # in the look's own process, which acts as the user just now
             user = os.geteuid()
             os.seteuid(0)

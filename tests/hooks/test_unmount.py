@@ -175,7 +175,7 @@ def test_job_that_meets_a_redirect_being_unmounted_waits_only_if_it_may(
         real(cache, going, Deadline.after(0.0, Clock()))
 
     (bind,) = unmount.binds(node.cache)
-    node.cache.claims.mkdir()
+    node.cache.claims.mkdir(exist_ok=True)
     with lock.held(node.cache.claims / f"{bind.mount.id}.unmount", 0):
         monkeypatch.setattr(unmount, "wait", wait)
         monkeypatch.setattr(unmount, "TIMEOUT", 2.0)  # as it is outside of tests
@@ -188,7 +188,7 @@ def test_job_that_meets_a_redirect_being_unmounted_waits_only_if_it_may(
 def test_claim_of_a_killed_hook_stands_in_nobodys_way(node: Node) -> None:
     path = node.staged(1)
     (bind,) = unmount.binds(node.cache)
-    node.cache.claims.mkdir()
+    node.cache.claims.mkdir(exist_ok=True)
     (node.cache.claims / f"{bind.mount.id}.unmount").touch()
     assert node.prolog(2, path).outcome.redirect == "kept"  # type: ignore[union-attr]
     unmount.wait(node.cache, [bind], Deadline.after(0.0, Clock()))

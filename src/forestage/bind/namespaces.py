@@ -82,11 +82,9 @@ def find(
     end = time.monotonic() + (unmount.SWEEP_TOTAL if thorough else LOOK)
     most = SWEEP_MOST if thorough else MOST
     here = mounts.current()
-    origin = mounts.origin(here, cache.real)
-    if origin is None:
-        return Looked()
+    origins = unmount.find_origins(cache, here)
     found: list[Foreign] = []
-    mark = mounts.mark_of(origin)
+    marks = [mounts.mark_of(origin) for origin in origins]
     namespaces, all_known = _namespaces(proc, first, end)
     unread = int(not all_known)
     for pid, namespace in namespaces:
@@ -97,11 +95,13 @@ def find(
             raw, whole = _mountinfo(proc / str(pid) / "mountinfo", most)
             unread += not whole
             # Nearly all have none of ours: not even parsed.
-            if mark not in raw:
+            if not any(mark in raw for mark in marks):
                 continue
             table = mounts.listed(os.fsdecode(raw))
             over = {(mount.parent, mount.point) for mount in table}
-            for mount, inside in mounts.binds_of(table, origin):
+            for mount, inside in (
+                bind for origin in origins for bind in mounts.binds_of(table, origin)
+            ):
                 if (mount.id, mount.point) not in over:
                     source = mounts.same_place(here, table, mount)
                     found.append(Foreign(pid, namespace, mount, unmount.key_of(inside), source))

@@ -193,6 +193,7 @@ def _mount_once(
             # Lease first: an Epilog that runs next takes off what no lease mentions.
             note()
             if step == "mount":
+                unmount.note_origin(cache)
                 _bind(cache.image(wanted.key), places.redirects / wanted.key, target, turn)
             return "mounted" if step == "mount" else "kept"
     finally:

@@ -87,5 +87,5 @@ def remember_disk(file: Path, now: CacheDisk, is_accepted: bool = False) -> Cach
         if before is None or is_accepted or before.file_system != now.file_system:
             others = tuple(one for one in known.caches if one.root != now.root)
             found = KnownDisks(caches=(*others, now))
-            records.write(file, msgspec.json.encode(found), mode=0o644)
+            records.write(file, msgspec.json.encode(found))
     return before

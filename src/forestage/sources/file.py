@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from forestage.bind import unmount
 from forestage.cache import image
 from forestage.cache.node import Node
 from forestage.clock import Deadline
@@ -65,7 +66,7 @@ class FileSource(msgspec.Struct, frozen=True):
                 wanted.path,
                 self.user,
                 config.staged_from,
-                [self.node.cache.real],
+                unmount.find_origins(self.node.cache),
                 source.STAGER_TIMEOUT,
                 services=config.user_mounts,
             )

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import trace
-from forestage.bind import redirect
+from forestage.bind import redirect, unmount
 from forestage.cache import image, part
 from forestage.cache.image import Access, Image, PathFacts
 from forestage.cache.layout import Cache, open_copy
@@ -27,6 +27,7 @@ from forestage.paths import Places
 from forestage.sources.source import OpenImage
 from forestage.system import as_user, files, mounts, probe, writers
 from forestage.system.as_user import User
+from forestage.system.mounts import Origin
 from forestage.units import format_duration
 
 OPEN_TRIES = 8  # one more for each redirect of ours that lies over the path
@@ -38,13 +39,13 @@ def open_as_user(
     path: str,
     user: User,
     sources: Iterable[str],
-    caches: Sequence[str],
+    caches: Sequence[Origin],
     timeout: float,
     copied_head: Callable[[Image], bytes] | None = None,
     services: Mapping[str, str] | None = None,
     is_new: Callable[[Image], bool] | None = None,
 ) -> tuple[PathFacts, socket.socket]:
-    """Opens `path` as the user, binds from `caches` (real paths) out of sight.
+    """Opens `path` as the user, binds from `caches` (where they lie) out of sight.
 
     Of users' FUSE mounts those count that are `services` (mounts.users_fuse), below `/` all.
     With `copied_head` all is wanted that `PathFacts` may say. It returns the first bytes of the
@@ -90,7 +91,7 @@ def open_as_user(
 
 
 def open_file(
-    path: str, user: User, sources: Iterable[str], caches: Sequence[str], timeout: float
+    path: str, user: User, sources: Iterable[str], caches: Sequence[Origin], timeout: float
 ) -> tuple[PathFacts, int | None]:
     """As `open_as_user`, with the source as a descriptor, if there is one; the caller closes it."""
     found, line = open_as_user(path, user, sources, caches, timeout)
@@ -99,7 +100,7 @@ def open_file(
 
 
 def _open(
-    path: str, sources: tuple[str, ...], caches: Sequence[str], services: Mapping[str, str]
+    path: str, sources: tuple[str, ...], caches: Sequence[Origin], services: Mapping[str, str]
 ) -> as_user.Found[PathFacts]:
     # O_PATH first: opening a FIFO would block and opening a device may do something.
     handle = os.open(path, os.O_PATH)
@@ -150,9 +151,9 @@ class _Covered(Exception):
         self.handle = handle
 
 
-def _ours(caches: Sequence[str]) -> list[mounts.Mount]:
+def _ours(caches: Sequence[Origin]) -> list[mounts.Mount]:
     listed = mounts.current() if caches else []
-    return [bind for cache in caches for bind, _ in mounts.binds_from(listed, cache)]
+    return [bind for origin in caches for bind, _ in mounts.binds_of(listed, origin)]
 
 
 def _head(fd: int, user: User) -> bytes:
@@ -216,7 +217,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     is declined next must not read outdated bytes. Raises Declined, Failed, OSError.
     """
     bound = redirect.binds(node.cache)
-    caches = [node.cache.real]
+    caches = unmount.find_origins(node.cache)
     limit = min(HOOK_TIMEOUT, end.left())
     binds = node.config.redirect == "bind"
     head = functools.partial(_copied_head, node.cache) if binds else None

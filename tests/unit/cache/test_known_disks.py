@@ -47,7 +47,7 @@ def test_each_cache_has_a_disk_and_a_new_one_replaces_its_own(tmp_path: Path) ->
     assert known_disks.remember_disk(file, new) == OWN
     assert known_disks.read_known(file) == KnownDisks(caches=(other, new))
     assert file.parent.stat().st_mode & 0o7777 == 0o711, "users can list no name there"
-    assert file.stat().st_mode & 0o7777 == 0o644
+    assert file.stat().st_mode & 0o7777 == 0o600
 
 
 def test_disk_that_is_remembered_is_not_written_again_but_for_an_admin(tmp_path: Path) -> None:
