@@ -62,6 +62,21 @@ def not_mounted(site: Site) -> Callable[[], object]:
     return mend
 
 
+def on_other_disk(site: Site) -> Callable[[], object]:
+    """Its own is not mounted, and below is one that is no root disk."""
+    mend = not_mounted(site)
+    above = NVME.rpartition("/")[0]
+    site.root(["mount", "-t", "tmpfs", "below", above], "n1")
+    site.root(["mkdir", NVME], "n1")
+
+    def mend_all() -> None:
+        assert site.root(["ls", NVME], "n1") == "", "nothing was made there"
+        site.root(["umount", above], "n1")
+        mend()
+
+    return mend_all
+
+
 def frozen(site: Site) -> Callable[[], object]:
     site.root(["fsfreeze", "--freeze", NVME], "n1")
     return lambda: site.root(["fsfreeze", "--unfreeze", NVME], "n1")
@@ -107,6 +122,9 @@ FAULTS = {
     "read-only": Fault(read_only, "read-only", "cache-read-only", "failed (io)", (UNUSABLE,)),
     "not-mounted": Fault(
         not_mounted, "unusable", "cache-not-mounted", "(cache-not-mounted)", (UNUSABLE,)
+    ),
+    "other-disk": Fault(
+        on_other_disk, "unusable", "cache-other-disk", "(cache-other-disk)", (UNUSABLE,)
     ),
     "frozen": Fault(frozen, "hangs", "cache-hangs", "(cache-hangs)", (UNUSABLE,)),
     "no-companion": Fault(
