@@ -112,6 +112,8 @@ def _ask(
     answer: type[T],
     timeout: float,
     keep: tuple[int, ...] = (),
+    idle: Callable[[], None] | None = None,
+    tries: int = 1,
 ) -> tuple[T, socket.socket]:
     found: list[as_user.Found[T]] = []
     failed: list[BaseException] = []

@@ -82,7 +82,7 @@ def test_sources_page_cache_is_passed_where_that_is_a_gain(
     opened = look(shared / "a")
     monkeypatch.setattr(os, "major", lambda _: device)
     found = source.open_source(opened, msgspec.structs.replace(Config(), direct=direct))
-    assert found == Content(opened.fd, found.direct, 5, opened.image.path)
+    assert found == Content(opened.fd, found.direct, 5, opened.image.path, chunks=found.chunks)
     assert (found.direct is not None) == past
     if found.direct is not None:
         os.close(found.direct)
@@ -185,6 +185,6 @@ def test_server_of_a_path_is_asked_if_root_has_mounted_it(
         Mount(4, 2, "0:41", "/", "/lustre/hers", "rw - fuse.x x rw,user_id=1000"),
     ]
     monkeypatch.setattr(mounts, "current", lambda: table)
-    found = opening._server(node, path)
+    found = opening._server(node.places, path)
     assert (found.point if found else None) == asked
     assert found is None or found.file == node.places.probes / "source-0-40"
