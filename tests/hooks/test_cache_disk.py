@@ -319,6 +319,27 @@ def test_epilog_cleans_up_after_a_disk_that_was_unmounted_lazily_and_evicts_noth
     assert below.entry_dir("k" * 64).exists()
 
 
+def test_epilog_releases_where_the_file_system_below_a_lost_disk_cannot_be_identified(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below an automount that found no disk the automount is opened, not the root disk's XFS."""
+    path = node.staged(1)
+    subprocess.run(["umount", "--lazy", node.nvme], check=True)
+    current = mounts.current
+
+    def listed() -> list[mounts.Mount]:
+        return [
+            msgspec.structs.replace(one, rest="rw - xfs x rw") if one.kind == "tmpfs" else one
+            for one in current()
+        ]
+
+    monkeypatch.setattr(mounts, "current", listed)
+    assert node.epilog(1).said == ("released", "")
+    assert node.lease(1) is None
+    assert node.shows_source(path)
+    assert node.prolog(2, path).ended == REFUSED
+
+
 def test_outdated_redirect_to_a_disk_that_was_unmounted_lazily_is_unmounted(node: Node) -> None:
     path = node.staged(1)
     subprocess.run(["umount", "--lazy", node.nvme], check=True)

@@ -14,6 +14,7 @@ written when a cache is made, by the sweep for a cache that is there, and by an 
 the disk that is there now: never for a hit. Where it cannot be written, nothing is remembered.
 """
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -62,6 +63,18 @@ def find_current(root: Path, real: str, under: Mount) -> CacheDisk:
     while not there.exists():
         there = there.parent
     return CacheDisk(real, under.point, file_systems.read_identity(there, under.kind))
+
+
+def is_below_its_disk(known: CacheDisk, root: Path, under: Mount) -> bool:
+    """Return whether a cache would lie on what is below its own disk: `under` is the mount.
+
+    Where the file system there cannot be identified (an automount, or its disk is failing), it
+    counts as another one: an error here must keep no Epilog from releasing what its job held.
+    """
+    now = CacheDisk(known.root, under.point, "")
+    with contextlib.suppress(OSError):
+        now = find_current(root, known.root, under)
+    return is_unmounted(known, now)
 
 
 def is_unmounted(known: CacheDisk, now: CacheDisk) -> bool:

@@ -453,12 +453,10 @@ class Cache:
         under = self._find_local_mount(require_mount)
         if under is None or self.known_disks is None:
             return
-        real = self.real
-        known = known_disks.read_known(self.known_disks).find_disk(real)
+        known = known_disks.read_known(self.known_disks).find_disk(self.real)
         if known is None or known.point == under.point:
             return
-        now = known_disks.find_current(self.root, real, under)
-        if known_disks.is_unmounted(known, now):
+        if known_disks.is_below_its_disk(known, self.root, under):
             raise Failed(
                 "cache-other-disk",
                 f"{self.root} was made on the disk at {known.point}, where nothing is mounted; it"

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from forestage.cache import disk, disk_errors, evict, known_disks
-from forestage.cache.known_disks import CacheDisk
 from forestage.cache.layout import Cache, StoredEntry
 from forestage.check.finding import Finding
 from forestage.check.uses import Used, Uses
@@ -74,10 +73,7 @@ def _find_other_disk(files: Files, under: Mount, real: str) -> Finding | None:
     known = known_disks.read_known(Places(files.root).known_disks).find_disk(real)
     if known is None or known.point == under.point:
         return None
-    now = CacheDisk(real, under.point, "")
-    with contextlib.suppress(OSError):  # nobody can tell which one it is
-        now = known_disks.find_current(files.at(real), real, under)
-    if not known_disks.is_unmounted(known, now):
+    if not known_disks.is_below_its_disk(known, files.at(real), under):
         return None
     return Finding(
         "cache-other-disk",
