@@ -260,19 +260,27 @@ static bool await_place(off_t number, int line, struct news *news)
 	return true;
 }
 
-/* Until this process ends, or lets go of both. */
+/*
+ * Until this process ends, or lets go of both. The path is not kept while this waits for one of the few:
+ * who wants it next would take that wait for a mount that hangs.
+ */
 static bool take_places(off_t first, off_t path, off_t *any, int line, struct news *news)
 {
-	if (!await_place(path, line, news))
-		return false;
-	for (*any = first; *any < first + MOST_OF_USER; ++*any)
-		if (lock_place(*any, F_WRLCK, F_SETLK))
+	const off_t last = first + MOST_OF_USER - 1;
+
+	while (await_place(path, line, news)) {
+		for (*any = first; *any <= last; ++*any)
+			if (lock_place(*any, F_WRLCK, F_SETLK))
+				return true;
+		lock_place(path, F_UNLCK, F_SETLK);
+		if (!await_place(last, line, news))
+			return false;
+		*any = last;
+		if (lock_place(path, F_WRLCK, F_SETLK))
 			return true;
-	if (await_place(--*any, line, news))
-		return true;
-	int error = errno;
-	lock_place(path, F_UNLCK, F_SETLK);
-	errno = error;
+		lock_place(last, F_UNLCK, F_SETLK); /* nor one of the few while this waits for the path */
+		tell(line, news);
+	}
 	return false;
 }
 

@@ -24,6 +24,7 @@ from node import until
 from parking import Park
 
 MOUNTER = "forestage-task"
+FEW = 8  # MOST_OF_USER of namespace.c
 BATCH = 0xFFFFFFFB  # the step, as fake.c has it
 PR_SET_CHILD_SUBREAPER = 36
 CGROUPS = Path("/sys/fs/cgroup")
@@ -250,11 +251,11 @@ def test_one_process_hangs_however_many_tasks_want_that_mount(hasty: Step, park:
 
 
 @contextlib.contextmanager
-def others_mount() -> Iterator[None]:
-    """All turns of this user to mount are taken."""
+def others_mount(bytes_taken: int = TASK_MOUNTS.width) -> Iterator[None]:
+    """All turns of this user to mount are taken, or the first bytes of them."""
     MARK.parent.mkdir(mode=0o711, exist_ok=True)
     with opened(MARK.parent / "mounting", os.O_RDWR | os.O_CREAT) as fd:
-        fcntl.lockf(fd, fcntl.LOCK_EX, TASK_MOUNTS.width, TASK_MOUNTS.first_byte(UID))
+        fcntl.lockf(fd, fcntl.LOCK_EX, bytes_taken, TASK_MOUNTS.first_byte(UID))
         yield
 
 
@@ -267,6 +268,32 @@ def test_task_that_waits_in_vain_for_its_turn_says_so_and_reads_the_source(crowd
     assert "setenv 1 FORESTAGE_RESULT=mount-queue" in ran.facts("setenv")
     until(noted, "the event")
     assert noted() == [(JOB, BATCH, "mount-queue", str(crowded.image), False)]
+
+
+def locks() -> Iterator[tuple[bool, int, int]]:
+    """Of each lock of that file: whether it is only waited for, by which process, and its byte."""
+    inode = (MARK.parent / "mounting").stat().st_ino
+    for one in Path("/proc/locks").read_text().splitlines():
+        *_, pid, file, first, _ = one.split()
+        if file.endswith(f":{inode}"):
+            yield "->" in one, int(pid), int(first)
+
+
+def test_mounter_that_waits_for_one_of_the_few_turns_keeps_no_path(step: Step) -> None:
+    """Else the next one of this path would take that wait for a mount that hangs."""
+    few = range(TASK_MOUNTS.first_byte(UID), TASK_MOUNTS.first_byte(UID) + FEW)
+
+    def waiting() -> list[int]:
+        return [pid for waits, pid, byte in locks() if waits and byte in few]
+
+    with ThreadPoolExecutor(1) as pool:
+        with others_mount(len(few)):
+            ran = pool.submit(step.run, f"task=stat -c %i {step.image}")
+            until(waiting, "the mounter to wait")
+            (mounter,) = waiting()
+            kept = [byte for waits, pid, byte in locks() if pid == mounter and not waits]
+        assert ran.result().out.split() == [str(step.entry().stat().st_ino)]
+    assert kept == []
 
 
 def test_mount_has_its_whole_time_however_long_its_turn_took_to_come(
