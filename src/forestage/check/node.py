@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 
 from forestage.admin import site as sites
 from forestage.admin.site import TIMER, Conf
@@ -17,6 +18,7 @@ _HOLD = "forestage-hold.service"
 _HEALTH = "/usr/lib/forestage/bin/forestage-health"
 _CGROUPS = "/sys/fs/cgroup"
 _LIMITS = ("memory.max", "memory.high", "cpu.max")
+AGAIN = 1.0  # seconds until a second look at the slurmds
 LEAST_FILES = 1024  # what any system allows by default
 LEAST_KERNEL = (5, 14)  # EL 9's; the oldest of those on which forestage is run
 
@@ -78,7 +80,7 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
             f"systemctl edit slurmd: LimitNOFILE={LEAST_FILES} or more, or ulimit -Hn where it is"
             " started without systemd",
         )
-    if sharing := _sharing(files):
+    if sharing := _find_sharing(files):
         yield Finding(
             "slurmds-share-run",
             "critical",
@@ -155,8 +157,22 @@ def _open_files(files: Files) -> int | None:
     return int(found[1]) if found else None
 
 
+def _find_sharing(files: Files) -> list[str]:
+    """Return the slurmds that have the same /run/forestage, where there are several for a while.
+
+    slurmd starts a step manager by a child that ends at once (_forkexec_slurmstepd in req.c): for a
+    moment the manager is called slurmd, and is no child of one.
+    """
+    found = _sharing(files)
+    if found:
+        sleep(AGAIN)
+        again = _sharing(files)
+        found = [pid for pid in found if pid in again]
+    return found if len(found) > 1 else []
+
+
 def _sharing(files: Files) -> list[str]:
-    """Return the slurmds that have the same /run/forestage, where there are several.
+    """Return the slurmds that have the same /run/forestage now, where there are several.
 
     A child of slurmd's has its name until it is another program.
     """

@@ -1373,6 +1373,16 @@ def test_slurmds_with_one_run_are_told(node: GoodNode) -> None:
     assert one.what == "2 slurmds (processes 77, 93) have the same /run/forestage"
 
 
+def test_step_manager_that_is_just_being_started_is_no_second_slurmd(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurmd_runs(node, 77, 1, "/")
+    slurmd_runs(node, 93, 1, "/")
+    become = functools.partial(node.write, "/proc/93/comm", "slurmstepd\n")
+    monkeypatch.setattr(check.node, "sleep", lambda _: become())
+    assert node.ids() == []
+
+
 def test_entries_that_lost_a_file_within_a_week_are_counted(node: GoodNode) -> None:
     VANISHED[0].plant(node)
     (one,) = node.check().findings
