@@ -299,7 +299,8 @@ def test_step_that_hangs_is_on_record_for_the_image_that_its_jobs_comment_named(
 ) -> None:
     """Else `explain` says that no step asked, and that the SPANK plugin may not be there."""
     path = node.staged(1, data=image())
-    node.leases.note_hinted(1, [str(path)])
+    node.leases.note(1, hinted=(os.fsencode(path),))
+    node.leases.begin_hinted(1)
     frozen.stop()
     helper = hook(node, "step", None)
     assert helper.wait(HANGS) == 0

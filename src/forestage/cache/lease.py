@@ -20,7 +20,7 @@ under, so that no entry is evicted between being found and being leased.
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -114,16 +114,11 @@ class Leases:
         """By this the companion knows that each step of the job is to be shown more images."""
         return self.directory / f"{job}.hinted"
 
-    def note_hinted(self, job: int, paths: Sequence[str]) -> None:
-        """Notes what the job's comment named: resolved paths without control characters.
-
-        Under the space lock, with a lease that holds their entries.
-        """
-        self.note(job, hinted=tuple(map(os.fsencode, paths)))
-        self.begin_hinted(job)
-
     def begin_hinted(self, job: int) -> None:
-        """Has each of the job's steps ask a helper for the comment's sake. As `note_hinted`."""
+        """Has each of the job's steps ask a helper for the comment's sake.
+
+        Under the space lock, with a lease that is there.
+        """
         self.hints(job).touch(0o600)
 
     def end_hinted(self, job: int) -> None:
