@@ -88,17 +88,21 @@ def is_unmounted(known: CacheDisk, now: CacheDisk) -> bool:
 
 
 def remember_disk(file: Path, now: CacheDisk, is_accepted: bool = False) -> CacheDisk | None:
-    """Remember the disk of a cache; return what was remembered of it before.
+    """Remember the disk of a cache; return the one that it has replaced, if any.
 
     One that is remembered stays as it is if the file system is the same, unless an admin has
-    accepted what is there now. Raises OSError, Failed.
+    accepted what is there now. It also stays if its disk was unmounted since the caller looked:
+    then the one below would be taken for the cache's from now on. Raises OSError, Failed.
     """
     folders.make(file.parent, folders.PASSABLE)
     with lock.held(file.with_suffix(".lock"), LOCK_TIMEOUT):
         known = read_known(file)
         before = known.find_disk(now.root)
-        if before is None or is_accepted or before.file_system != now.file_system:
-            others = tuple(one for one in known.caches if one.root != now.root)
-            found = KnownDisks(caches=(*others, now))
-            records.write(file, msgspec.json.encode(found))
+        is_kept = before is not None and (
+            before.file_system == now.file_system or is_unmounted(before, now)
+        )
+        if is_kept and not is_accepted:
+            return None
+        others = tuple(one for one in known.caches if one.root != now.root)
+        records.write(file, msgspec.json.encode(KnownDisks(caches=(*others, now))))
     return before

@@ -482,7 +482,7 @@ class Cache:
         with contextlib.suppress(OSError, Declined):
             now = self._find_current_disk(require_mount=False)
             before = known_disks.remember_disk(self.known_disks, now)
-            if before is not None and before.file_system != now.file_system:
+            if before is not None:
                 there = f"{before.file_system} at {before.point}"
                 detail = f"{now.file_system} at {now.point}, until now {there}"
                 log.say(f"cache root={self.root} result=new-disk {detail=}", by_slurm=True)

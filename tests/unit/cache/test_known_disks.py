@@ -50,12 +50,22 @@ def test_each_cache_has_a_disk_and_a_new_one_replaces_its_own(tmp_path: Path) ->
     assert file.stat().st_mode & 0o7777 == 0o600
 
 
+@pytest.mark.parametrize("file_system", ["ext4 5", ""])
+def test_disk_below_never_replaces_one_that_was_unmounted_since_the_look(
+    tmp_path: Path, file_system: str
+) -> None:
+    file = tmp_path / "caches.json"
+    known_disks.remember_disk(file, OWN)
+    assert known_disks.remember_disk(file, CacheDisk(ROOT, "/", file_system)) is None
+    assert known_disks.read_known(file) == KnownDisks(caches=(OWN,))
+
+
 def test_disk_that_is_remembered_is_not_written_again_but_for_an_admin(tmp_path: Path) -> None:
     file = tmp_path / "caches.json"
     known_disks.remember_disk(file, OWN)
     before = file.stat()
     by_another_point = CacheDisk(ROOT, "/mnt", "xfs 1")
-    assert known_disks.remember_disk(file, by_another_point) == OWN
+    assert known_disks.remember_disk(file, by_another_point) is None
     assert file.stat() == before
     known_disks.remember_disk(file, by_another_point, is_accepted=True)
     assert known_disks.read_known(file).find_disk(ROOT) == by_another_point
