@@ -80,7 +80,14 @@ def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
     be killed at any line.
     """
     stop = threading.Event()
+    signals: list[int] = []
     ended: list[BaseException | None] = []
+
+    def note_signal(number: int, _: object) -> None:
+        # A second signal may interrupt this, and would wait for ever for the lock of the event.
+        if not signals:
+            signals.append(number)
+            stop.set()
 
     def run() -> None:
         try:
@@ -88,7 +95,9 @@ def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
         finally:
             ended.append(sys.exc_info()[1])
 
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGTERM, note_signal)
+    # An error of the work is raised below, and is not for the hook's stderr as well.
+    threading.excepthook = lambda _: None
     until = math.inf
     working = threading.Thread(target=run, name=PROCESS_NAME, daemon=True)
     working.start()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from forestage.cache import evict
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
-from forestage.cache.part import PROCESS_NAME
+from forestage.cache.part import PROCESS_NAME, Owner
 from forestage.errors import Declined, Failed, Stopped
 from forestage.slurm.job import Job
 from forestage.sources.file import FileSource
@@ -294,3 +295,44 @@ def test_stager_that_waits_for_its_turn_ends_on_sigterm(task: Task, monkeypatch:
         os.kill(channel.pid, signal.SIGTERM)
         assert channel.recv(600) == Message("failed", "stopped", str(Stopped()))
         assert channel.recv(600) == Message("died")
+
+
+class SignalledEvent(threading.Event):
+    """An event of a process that is sent SIGTERM while it sets the event."""
+
+    def set(self) -> None:
+        with self._cond:  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().set()
+
+
+def test_stager_that_is_sent_a_second_sigterm_while_it_notes_the_first_ends(
+    task: Task, monkeypatch: Patch
+) -> None:
+    def wait(_node: Node, _key: str, _owner: Owner, stop: threading.Event) -> Owner:
+        stop.__class__ = SignalledEvent
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop.is_set():
+            time.sleep(0.01)
+        raise Stopped
+
+    monkeypatch.setattr(queue, "wait_turn", wait)
+    with stager.start(task) as channel:
+        try:
+            assert channel.recv(60) == Message("failed", "stopped", str(Stopped()))
+        finally:
+            os.kill(channel.pid, signal.SIGKILL)
+
+
+def test_error_of_a_stager_that_has_not_left_its_hook_is_not_on_the_hooks_stderr(
+    task: Task, said: Said, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Task) -> Task:
+        raise OSError(errno.EMFILE, "no descriptor")
+
+    monkeypatch.setattr(Task, "received", fail)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    with stager.start(task) as channel:
+        assert channel.recv(60) == Message("died", detail="[Errno 24] no descriptor")
+        until(lambda: "no descriptor" in str(said()), "the line in the log")
+    assert capfd.readouterr() == ("", "")
