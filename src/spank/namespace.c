@@ -260,25 +260,39 @@ static bool await_place(off_t number, int line, struct news *news)
 	return true;
 }
 
+static bool take_free(off_t first, off_t *any)
+{
+	for (*any = first; *any < first + MOST_OF_USER; ++*any)
+		if (lock_place(*any, F_WRLCK, F_SETLK))
+			return true;
+	return false;
+}
+
 /*
  * Until this process ends, or lets go of both. The path is not kept while this waits for one of the few:
- * who wants it next would take that wait for a mount that hangs.
+ * who wants it next would take that wait for a mount that hangs. It waits for the last of them, which may
+ * be that of a mount that hangs: then it looks once more whether another one is free by now.
  */
 static bool take_places(off_t first, off_t path, off_t *any, int line, struct news *news)
 {
 	const off_t last = first + MOST_OF_USER - 1;
+	bool has_changed = true;
 
 	while (await_place(path, line, news)) {
-		for (*any = first; *any <= last; ++*any)
-			if (lock_place(*any, F_WRLCK, F_SETLK))
-				return true;
+		if (take_free(first, any))
+			return true;
 		lock_place(path, F_UNLCK, F_SETLK);
-		if (!await_place(last, line, news))
+		errno = ETIMEDOUT;
+		if (!has_changed)
 			return false;
 		*any = last;
-		if (lock_place(path, F_WRLCK, F_SETLK))
+		has_changed = await_place(last, line, news);
+		if (!has_changed && errno != ETIMEDOUT)
+			return false;
+		if (has_changed && lock_place(path, F_WRLCK, F_SETLK))
 			return true;
-		lock_place(last, F_UNLCK, F_SETLK); /* nor one of the few while this waits for the path */
+		if (has_changed)
+			lock_place(last, F_UNLCK, F_SETLK); /* nor is it kept during a wait for the path */
 		tell(line, news);
 	}
 	return false;

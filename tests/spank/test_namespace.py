@@ -251,12 +251,12 @@ def test_one_process_hangs_however_many_tasks_want_that_mount(hasty: Step, park:
 
 
 @contextlib.contextmanager
-def others_mount(bytes_taken: int = TASK_MOUNTS.width) -> Iterator[None]:
+def others_mount(bytes_taken: int = TASK_MOUNTS.width) -> Iterator[int]:
     """All turns of this user to mount are taken, or the first bytes of them."""
     MARK.parent.mkdir(mode=0o711, exist_ok=True)
     with opened(MARK.parent / "mounting", os.O_RDWR | os.O_CREAT) as fd:
         fcntl.lockf(fd, fcntl.LOCK_EX, bytes_taken, TASK_MOUNTS.first_byte(UID))
-        yield
+        yield fd
 
 
 def test_task_that_waits_in_vain_for_its_turn_says_so_and_reads_the_source(crowded: Step) -> None:
@@ -268,6 +268,11 @@ def test_task_that_waits_in_vain_for_its_turn_says_so_and_reads_the_source(crowd
     assert "setenv 1 FORESTAGE_RESULT=mount-queue" in ran.facts("setenv")
     until(noted, "the event")
     assert noted() == [(JOB, BATCH, "mount-queue", str(crowded.image), False)]
+
+
+def waiting(few: range) -> list[int]:
+    """The processes that wait for one of the few turns of this user."""
+    return [pid for waits, pid, byte in locks() if waits and byte in few]
 
 
 def locks() -> Iterator[tuple[bool, int, int]]:
@@ -282,18 +287,23 @@ def locks() -> Iterator[tuple[bool, int, int]]:
 def test_mounter_that_waits_for_one_of_the_few_turns_keeps_no_path(step: Step) -> None:
     """Else the next one of this path would take that wait for a mount that hangs."""
     few = range(TASK_MOUNTS.first_byte(UID), TASK_MOUNTS.first_byte(UID) + FEW)
-
-    def waiting() -> list[int]:
-        return [pid for waits, pid, byte in locks() if waits and byte in few]
-
     with ThreadPoolExecutor(1) as pool:
         with others_mount(len(few)):
             ran = pool.submit(step.run, f"task=stat -c %i {step.image}")
-            until(waiting, "the mounter to wait")
-            (mounter,) = waiting()
+            until(lambda: waiting(few), "the mounter to wait")
+            (mounter,) = waiting(few)
             kept = [byte for waits, pid, byte in locks() if pid == mounter and not waits]
         assert ran.result().out.split() == [str(step.entry().stat().st_ino)]
     assert kept == []
+
+
+def test_turn_that_is_free_is_taken_though_the_one_that_was_waited_for_hangs(hasty: Step) -> None:
+    first, last = (TASK_MOUNTS.first_byte(UID) + number for number in range(2))
+    with ThreadPoolExecutor(1) as pool, others_mount(2) as fd:
+        ran = pool.submit(hasty.run, f"task=stat -c %i {hasty.image}")
+        until(lambda: waiting(range(first, last + 1)), "the mounter to wait")
+        fcntl.lockf(fd, fcntl.LOCK_UN, 1, first)
+        assert ran.result().out.split() == [str(hasty.entry().stat().st_ino)]
 
 
 def test_mount_has_its_whole_time_however_long_its_turn_took_to_come(
