@@ -12,11 +12,12 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
-from forestage.cache import image
+from forestage.cache import allocation, image
+from forestage.cache.allocation import ChunkMap
 from forestage.cache.image import Identity, Image
 from forestage.cache.node import Node
 from forestage.clock import Deadline
@@ -27,9 +28,6 @@ from forestage.slurm.job import Job
 from forestage.system import as_user, files, writers
 from forestage.system.as_user import User
 from forestage.units import printable
-
-if TYPE_CHECKING:
-    from forestage.cache.allocation import ChunkMap
 
 STAGER_TIMEOUT = 60.0  # seconds; nobody waits for the stager's own checks
 
@@ -56,7 +54,7 @@ class Content(msgspec.Struct, frozen=True):
     path: str = ""  # for messages only
     read: Callable[[int, memoryview], None] | None = None
     own: int = 0
-    chunks: "Callable[[int], ChunkMap] | None" = None
+    chunks: Callable[[int], ChunkMap] | None = None
 
 
 class Source(Protocol):
@@ -158,8 +156,6 @@ def open_source(opened: OpenImage, config: Config) -> Content:
 
     Raises Declined where it is no longer what was opened at, Unreadable, as_user.TooSlow.
     """
-    from forestage.cache import allocation  # only copies need it
-
     size = opened.image.size
     # Once for the whole copy: each question may be one for the file server.
     chunks = functools.cache(functools.partial(allocation.map_chunks, opened.fd, size))
