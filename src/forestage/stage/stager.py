@@ -72,12 +72,12 @@ def _live(task: Task, hook: Channel) -> None:
 
 
 def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
-    """Does all the work of a stager's process, until SIGTERM; sets the event that `work` is given.
+    """Does all the work of a stager's process in a thread; SIGTERM sets the event that it is given.
 
     Any call of the work may hang with the source, and a thread in such a call hears no signal. So
     the main thread does nothing but wait for it. Raises Stopped where the work goes on for
-    ENDS_WITHIN seconds all the same; then the process has to end at once (child.live): a stager may
-    be killed at any line.
+    ENDS_WITHIN seconds after the event was set, by SIGTERM or by the work itself; then the process
+    has to end at once (child.live): a stager may be killed at any line.
     """
     stop = threading.Event()
     signals: list[int] = []
