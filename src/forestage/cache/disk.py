@@ -30,6 +30,7 @@ from forestage.units import format_duration
 READS, WRITES = "reads", "writes"
 BLOCK = 4096  # bytes; what any disk reads at once
 PART = 0.25  # of the time that is left: a probe must not take all of it
+TOO_SHORT = 0.1  # seconds without an answer that prove nothing; a busy node may take them to fork
 
 
 def hangs(places: Places, cache: Cache, left: float = 60.0) -> Hang | None:
@@ -53,18 +54,24 @@ def must_serve(places: Places, cache: Cache, left: float = 60.0) -> None:
     """Raises Declined where nothing can be read of the cache, or it cannot be made."""
     hang = hangs(places, cache, left)
     if hang is not None and (hang.phase == READS or not (cache.root / "format").exists()):
-        raise declined(cache, hang)
+        raise declined(cache, hang, left)
 
 
 def must_take(places: Places, cache: Cache, left: float = 60.0) -> None:
     """Raises Declined where nothing can be written to the cache, nor removed."""
     hang = hangs(places, cache, left)
     if hang is not None:
-        raise declined(cache, hang)
+        raise declined(cache, hang, left)
 
 
-def declined(cache: Cache, hang: Hang) -> Declined:
-    """Pure: why nothing is done with a cache whose disk hangs."""
+def declined(cache: Cache, hang: Hang, left: float = 60.0) -> Declined:
+    """Return why nothing is done with a cache whose disk gave no answer.
+
+    `left` are the seconds that the caller had: the disk is not to blame if there were hardly any,
+    because something else has used them up. Pure.
+    """
+    if hang.seconds < TOO_SHORT and PART * left < probe.LIMIT:
+        return Declined("deadline", f"no time was left to ask the disk of {cache.root}")
     since = format_duration(hang.seconds)
     return Declined(
         "cache-hangs",

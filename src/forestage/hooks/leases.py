@@ -134,5 +134,5 @@ def _space(node: Node, limit: Limit) -> Iterator[None]:
             patience = left if hang is None else min(GIVE_UP, left)
             held.enter_context(lock.held(node.cache.space_lock, patience))
         except lock.Busy as busy:
-            raise busy if hang is None else disk.declined(node.cache, hang) from None
+            raise busy if hang is None else disk.declined(node.cache, hang, left) from None
         yield

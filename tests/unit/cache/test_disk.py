@@ -1,0 +1,40 @@
+"""What is said of a cache's disk that gave no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forestage.cache import disk
+from forestage.cache.layout import Cache
+from forestage.errors import Declined
+from forestage.paths import Places
+from forestage.system import probe
+from forestage.system.probe import Hang
+
+
+@pytest.mark.parametrize("refuse", [disk.must_serve, disk.must_take])
+@pytest.mark.parametrize(
+    ("seconds", "left", "reason"),
+    [
+        (0.003, 0.01, "deadline"),  # something else has taken the hook's time
+        (0.003, 60.0, "cache-hangs"),
+        (0.9, 60.0, "cache-hangs"),
+        (0.2, 1.0, "cache-hangs"),
+        (30.0, 0.01, "cache-hangs"),  # known from another hook
+    ],
+)
+def test_disk_that_had_no_time_to_answer_is_not_said_to_hang(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    refuse: Callable[[Places, Cache, float], None],
+    seconds: float,
+    left: float,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(probe, "ask", lambda *_: Hang(disk.READS, seconds))
+    with pytest.raises(Declined) as refused:
+        refuse(Places(tmp_path), Cache(tmp_path), left)
+    assert refused.value.reason == reason
