@@ -25,7 +25,7 @@ from typing import IO
 
 import net
 from host import ClusterError, Leader, detach_above, file_identity, loop_files, wait_until
-from spec import INSIDE_STATE, NO_VENV, PYXIS_REPORT, REPO, VENV, ClusterSpec
+from spec import INSIDE_STATE, NO_VENV, PYXIS_REPORT, REPO, USERS, VENV, ClusterSpec
 from suite import on_suite
 
 __all__ = ["UMASK", "Cluster", "ClusterError", "ClusterSpec", "state_path"]
@@ -369,7 +369,7 @@ class Cluster:
     ) -> list[str]:
         """The host's command line that runs `argv` inside; for what wants its own Popen."""
         home = "/root" if user == "root" else f"/home/{user}"
-        cwd = cwd or (f"/shared/{user}" if user in ("alice", "bob") else "/")
+        cwd = cwd or (f"/shared/{user}" if user in [one.name for one in USERS] else "/")
         environment = {"PATH": PATH, "HOME": home, "USER": user, "LOGNAME": user}
         environment |= {"SHELL": "/bin/bash", "LANG": "C.UTF-8", **(env or {})}
         enter = ["nsenter", f"--target={self._leader(node).pid}", *NAMESPACES, "--"]

@@ -18,7 +18,7 @@ import ahead
 import tricks
 from images import MIB
 from jobs import PARTITIONS, Site, hooked
-from spec import ALICE, BOB, PYXIS_REPORT, ClusterSpec, User
+from spec import ALICE, BOB, CAROL, PYXIS_REPORT, USERS, ClusterSpec, User
 from tricks import Trick
 
 import squashfs
@@ -33,7 +33,7 @@ CRED_EXPIRE = 25  # seconds; 120 on most clusters
 AGAIN_AFTER = CRED_EXPIRE + 8
 LARGEST = 10 * MIB  # for the configuration; one image is larger
 CONFIG: Mapping[str, object] = {
-    "sources": ["/shared/alice", "/shared/bob", f"{tricks.SITE}/images"],
+    "sources": [f"/shared/{user.name}" for user in USERS] + [f"{tricks.SITE}/images", tricks.LIES],
     "cold": "auto",
     "redirect": "auto",  # which is spank: the companion is there
     "max_image_size": LARGEST,
@@ -115,6 +115,7 @@ class Picture:
     mib: int
     mode: int = 0o644
     exists: bool = True
+    gid: int | None = None  # else the owner's
 
     @property
     def path(self) -> str:
@@ -124,18 +125,22 @@ class Picture:
         """The error that this user's task gets in place of the image's bytes."""
         if not self.exists:
             return "No such file or directory"
-        return "Permission denied" if user != self.owner and not self.mode & 0o004 else None
+        rights = self.mode
+        if self.gid == tricks.FAR_GID and user in tricks.FAR_MEMBERS:
+            rights |= rights >> 3
+        return "Permission denied" if user != self.owner and not rights & 0o004 else None
 
 
 PICTURES = (
     *(Picture(f"a{mib}", ALICE, mib) for mib in (1, 2, 3, 5, 6, 8)),
     *(Picture(f"b{mib}", BOB, mib) for mib in (1, 2, 4, 7, 8)),
     # What follows is not for all, or for nobody.
+    Picture("group", ALICE, 3, mode=0o640, gid=tricks.FAR_GID),
     Picture("private", ALICE, 3, mode=0o600),
     Picture("large", BOB, 18),
     Picture("missing", ALICE, 0, exists=False),
 )
-USUAL = PICTURES[:-3]
+USUAL = PICTURES[:-4]
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,7 @@ class Plan:
         per_step = len(self.nodes) * self.tasks
         # The batch script is a task as well.
         batch = self.way == "option" and picture == self.pictures[0]
-        trick = self.trick in tricks.ON_PICTURE and picture == self.pictures[0]
+        trick = tricks.ON_PICTURE.get(self.trick, 0) if picture == self.pictures[0] else 0
         return per_step * self.pictures.count(picture) + batch + trick
 
 
@@ -238,20 +243,22 @@ def script(seed: str, jobs: int, nodes: Sequence[str]) -> Iterator[Plan | Mishap
 
 def _plan(chance: random.Random, nodes: Sequence[str], deck: list[Trick]) -> Plan:
     # Some are wanted by many, some hardly ever.
-    weights = [12 // (place + 1) + 1 for place in range(len(USUAL))] + [3, 2, 1]
+    weights = [12 // (place + 1) + 1 for place in range(len(USUAL))] + [4, 3, 2, 1]
     pictures = tuple(chance.choices(PICTURES, weights, k=chance.choice([1, 1, 1, 2])))
     fate = chance.choices(FATES, [70, 22, 8])[0]
     way, partition = chance.choice(WAYS), chance.choices(PARTITION_NAMES, [4, 2, 3, 1])[0]
     # Only against what forestage does: where it does nothing, they are the users' own affair.
-    user = chance.choice([ALICE, BOB])
+    user = chance.choices([ALICE, BOB, CAROL], [4, 4, 1])[0]
     trick: Trick = ""
-    if chance.random() < 0.3 and way != "off" and partition != "plain":
+    if chance.random() < 0.5 and way != "off" and partition != "plain":
         if not deck:  # each as often as the others
             deck += chance.sample(tricks.TRICKS, len(tricks.TRICKS))
         trick = deck.pop()
         way = "hint" if trick in tricks.BY_HINT else way
         partition = "binds" if trick == "fuse" else partition
         partition = "steps" if trick in tricks.IN_STEPS else partition
+        # An import reads that home many times, with forestage or without.
+        user = ALICE if user == CAROL and trick == "registry" else user
         # Who is killed at it keeps a process in the kernel, with forestage or without.
         fate = "ends" if trick in ("parked", "holds", "above") else fate
     return Plan(
@@ -309,5 +316,5 @@ class Sources:
 
 def _write(file: Path, data: bytes, picture: Picture) -> None:
     file.write_bytes(data)
-    os.chown(file, picture.owner.uid, picture.owner.uid)
+    os.chown(file, picture.owner.uid, picture.gid or picture.owner.uid)
     file.chmod(picture.mode)

@@ -200,7 +200,7 @@ class Load:
         for run in self._unfinished():
             run.rebooted = run.rebooted or mishap.node in run.plan.nodes
         self.site.cluster.node_reboot(mishap.node)
-        tricks.crowd(self.site, mishap.node)
+        tricks.furnish(self.site, mishap.node)
 
     def _evict(self, mishap: Mishap) -> None:
         what = mishap.picture.path if mishap.picture else "--all"

@@ -32,8 +32,9 @@ class User:
 
 ALICE = User("alice", 21001)
 BOB = User("bob", 21002)
-USERS = (ALICE, BOB)
-LAB_GID = 21100  # the group "lab", which both are in
+CAROL = User("carol", 21003)
+USERS = (ALICE, BOB, CAROL)
+LAB_GID = 21100  # the group "lab", which all of them are in
 
 
 @dataclass(frozen=True)

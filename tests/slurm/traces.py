@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from forestage.system import mounts
 from registry import STORE
 
 LONGEST = 2048  # bytes that one event may take, or one line of a hook
-DAEMONS = ["python3", "slurmd"]  # the node's first process, and Slurm's
+# The node's first process, Slurm's, and those that mount what the node has besides.
+DAEMONS = sorted(["python3", "slurmd", *[tricks.SERVER] * tricks.SERVERS])
 SPARE_FILES = 8  # that slurmd may have open now and not before
 
 
@@ -111,7 +113,7 @@ def shown_elsewhere(site: Site, node: str) -> list[str]:
 
 def misread(load: Load) -> list[str]:
     """Every task that was shown other bytes than it might have, or none; and tasks that did not."""
-    wrong = _outdated(load)
+    wrong = _outdated(load) + _untrue(load)
     looked: Counter[tuple[int, str]] = Counter()
     pictures = {picture.path: picture for picture in load.sources.now()}
     for one in load.site.cluster.pyxis_reports():
@@ -155,11 +157,23 @@ def _outdated(load: Load) -> list[str]:
     ]
 
 
+def _untrue(load: Load) -> list[str]:
+    """Jobs that read other bytes of the directory than it has, where holes are lied about."""
+    files = sorted(load.site.source(tricks.TREE).iterdir())
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    read = [line.split() for line in load.site.cluster.read(tricks.READ).splitlines()]
+    runs = [(load.runs[int(job)], found) for job, found in read]
+    return [f"read {found}: {run}" for run, found in runs if _is_calm(run) and found != digest]
+
+
 def _is_a_version(load: Load, report: Mapping[str, object]) -> bool:
     """Whether a task was shown, if anything, what the picture that a trick has copied ever was."""
     name = str(report["path"]).rpartition("/")[2]
     if name in tricks.LATEST:  # see _outdated
         return True
+    if report["path"] == tricks.LIED:
+        right = report["sha256"] == images.sha256(load.site.source(tricks.LIED))
+        return right or not _is_calm(load.runs[int(str(report["job"]))])
     of_trick = [one for one in load.sources.now() if one.path.endswith(f"/{name}")]
     for picture in of_trick:
         return report["sha256"] in ("", *load.sources.shown(picture, 1))

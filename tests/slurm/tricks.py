@@ -14,6 +14,11 @@ above       a file system of the user's, which forges bytes, covers the director
 holds       an image of the user's is read in a system call that does not end, while steps mount it
 lists       one leaves the job that lists, reads and locks all of /run that the user may
 registry    steps ask for images of a registry, and some are killed while theirs is imported
+holes       steps read an image and a directory of a file system that lies about where holes are
+tasks       a step of 200 tasks, on one node
+
+Nodes have, besides: many mounts (`furnish`), that file system, a home that answers after seconds,
+and an /etc/group without a group that slurmctld knows.
 """
 
 from __future__ import annotations
@@ -23,7 +28,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+import images
 from jobs import Site
+from spec import BOB, CAROL
 
 from parking import with_fuse
 from registry import IMPORTS, STORE, Registry
@@ -44,11 +51,15 @@ Trick = Literal[
     "holds",
     "lists",
     "registry",
+    "holes",
+    "tasks",
 ]
 TRICKS: Sequence[Trick] = get_args(Trick)[1:]
-BY_HINT = ("huge", "sparse", "keeps", "stopped", "escapes")
+BY_HINT = ("huge", "sparse", "keeps", "stopped", "escapes", "holes")
 IN_STEPS = ("keeps", "stopped", "escapes")  # those that need the companion
-ON_PICTURE = ("namespace", "lease")  # those with a task that looks at the job's first picture
+TASKS = 200
+# How many tasks of theirs look at the job's first picture.
+ON_PICTURE: Mapping[Trick, int] = {"namespace": 1, "lease": 1, "tasks": TASKS}
 STEPS = 2  # that a trick has at the most
 FOLDER = "odd"  # where a job has an image of its own: /shared/USER/odd-JOB
 
@@ -62,6 +73,19 @@ POINT = "/shared/alice/point"
 PARKED = "parked.sqsh"  # what is written to, in a folder of the job's own
 SITE = "/shared/site"  # anybody's; the source is below it
 ABOVE = f"{SITE}/images/above.sqsh"
+# What root has mounted over it on the nodes lies, on each node in a way of its own (farfs.c).
+LIES = "/shared/lies"
+LIED = f"{LIES}/lied.sqsh"
+TREE = f"{LIES}/tree"
+WORDS = ("nodata 1", "later 64", "same 1")
+READ = "/shared/read"  # a line for each task that has read TREE, with the digest of all its files
+SLOW_HOME = f"/home/{CAROL.name}"
+HOME_MS = 2000  # that each look there takes
+FAR_GID = 21101  # a group of which no node knows
+FAR_MEMBERS = (BOB,)
+NODE_GROUPS = "/etc/group.nodes"
+SERVER = "farfs-of-root"
+SERVERS = 2  # that a node has
 LATEST = (PARKED, ABOVE.rpartition("/")[2])  # the last step is to be shown what LANDED says
 HINTS: Mapping[Trick, str] = {
     "huge": ",".join(["", *OF_HOLES]),
@@ -69,6 +93,7 @@ HINTS: Mapping[Trick, str] = {
     "keeps": " stage-dir=16M",
     "stopped": f",{COVER}@{POINT}",
     "escapes": f",{COVER}@{POINT}",
+    "holes": f",{TREE}/",
 }
 LANDED = "/shared/landed"  # a line for each of these jobs, and what its file has in the end
 HOST_MOUNTS = 2000  # that a node has besides, as one with many containers or an automounter
@@ -176,6 +201,23 @@ one="srun --nodes=1 --ntasks=1 --overlap --container-image=$tool"
 timeout --signal=KILL 0.7 $one true
 $one true && echo registry >>{DONE}
 """
+READING = f"""\
+set -- $(cat {TREE}/* | sha256sum)
+echo $SLURM_JOB_ID $1 >>{READ}
+"""
+FILL = f"""\
+mkdir {TREE} && cd {TREE} && head -c 1M /dev/urandom >full
+truncate -s 1M holes && cat full >>holes && truncate -s 3M holes
+"""
+MOUNTING = f"""\
+mount --bind {NODE_GROUPS} /etc/group
+show() {{
+    setsid --fork /shared/{SERVER} $1 $2 $1 allow_other,default_permissions </dev/null >$2.log 2>&1
+    until grep -q " $1 fuse" /proc/self/mounts; do sleep 0.05; done
+}}
+show {LIES} /shared/lies-$(hostname)
+show {SLOW_HOME} /shared/slow-$(hostname)
+"""
 CROWDING = f"""\
 mkdir -p {CROWD} && mount -t tmpfs tmpfs {CROWD} && mkdir {CROWD}/at && cd {CROWD}
 mount --make-private {CROWD}
@@ -222,11 +264,13 @@ exec sleep 4262
 """
 PROGRAMS = {"/shared/park.py": PARK, "/shared/keep.sh": KEEP, "/shared/stop.sh": STOP}
 PROGRAMS |= {"/shared/escape.sh": ESCAPED, "/shared/become.sh": ESCAPE}
+PROGRAMS |= {"/shared/read.sh": READING}
 PROGRAMS |= {"/shared/hold.sh": HOLD, "/shared/lease.py": LEASE, "/shared/cover.sh": COVERING}
 # Slurm's linuxproc finds the children of the job's processes, and no others.
 LEAVE = "setsid --fork {program} </dev/null >/dev/null 2>&1"
 PRIVATE = "unshare --user --map-root-user --mount --propagation private sh /shared/hold.sh"
 ONE = "srun --nodes=1 --ntasks=1 --overlap --container-image={image}"
+MANY = ONE.replace("--ntasks=1", f"--ntasks={TASKS} --overcommit")
 OWN = f"""\
 own=$PWD/{FOLDER}-$SLURM_JOB_ID
 mkdir -p $own && cp {{image}} $own/{{name}} || own=
@@ -259,6 +303,9 @@ kill $! && echo renames >>{DONE}
     "holds": HOLDING.replace("{own}", OWN.rstrip("\n")),
     "lists": LIST,
     "registry": "sh /shared/pull.sh\n",
+    "holes": f"srun --container-image={LIED} true && srun sh /shared/read.sh"
+    f" && echo holes >>{DONE}\n",
+    "tasks": f"{MANY} true && echo tasks >>{DONE}\n",
 }
 
 
@@ -275,13 +322,14 @@ def prepare(site: Site) -> None:
     for path, text in PROGRAMS.items():
         site.cluster.write(path, text)
     site.cluster.run(["chmod", "755", "/shared/escape.sh"], user="root")
-    for path in (DONE, LANDED):
+    for path in (DONE, LANDED, READ):
         site.cluster.write(path, "", mode=0o666)
     inject = site.source("/shared/inject")
     subprocess.run(["gcc", "-o", inject, Path(__file__).with_name("inject.c")], check=True)
     for node in site.cluster.nodes:
         site.cluster.write(f"/shared/lock-{node}", "", mode=0o666)
     _prepare_above(site)
+    _prepare_nodes(site)
     for folder in (POINT, SPARSE):
         site.cluster.run(["mkdir", "-p", folder], user="alice")
     site.cluster.run(["truncate", "-s", "200M", f"{SPARSE}/holes"], user="alice")
@@ -297,9 +345,24 @@ def prepare_registry(site: Site, registry: Registry) -> None:
     site.cluster.write("/shared/pull.sh", PULL.replace("$1", f"{registry.host}#team/tool"))
 
 
-def crowd(site: Site, node: str) -> None:
-    """Gives the node HOST_MOUNTS mounts more."""
-    site.root(["sh", "-c", CROWDING], node)
+def furnish(site: Site, node: str) -> None:
+    """Gives the node, anew after each boot, HOST_MOUNTS mounts more, and what else it has."""
+    site.root(["sh", "-ec", CROWDING + MOUNTING], node)
+
+
+def _prepare_nodes(site: Site) -> None:
+    """What `furnish` needs, and what lies on the file system that lies."""
+    for node, words in zip(site.cluster.nodes, WORDS, strict=True):
+        site.cluster.write(f"/shared/lies-{node}", f"{words}\n")
+        site.cluster.write(f"/shared/slow-{node}", f"delay {HOME_MS}\n")
+    site.cluster.run(["install", "-d", "-o", "alice", LIES], user="root")
+    images.make_image(site.cluster, LIED, mib=3, seed=4)
+    site.cluster.run(["sh", "-c", FILL])
+    site.cluster.run(["cp", "/shared/farfs", f"/shared/{SERVER}"], user="root")
+    known = site.cluster.read("/etc/group")
+    site.cluster.write(NODE_GROUPS, known)
+    members = ",".join(user.name for user in FAR_MEMBERS)
+    site.cluster.write("/etc/group", f"{known}far:x:{FAR_GID}:{members}\n")
 
 
 def _prepare_above(site: Site) -> None:
