@@ -219,7 +219,7 @@ def _work(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
     with contextlib.ExitStack() as undo:
         enter = _bounded(node, job, undo) if job.step is None else _entering(job, tasks)
         undo.enter_context(_leaving(job, tasks))
-        at_work = undo.enter_context(worker.start(job.user, order, asked.environment, enter))
+        at_work = undo.enter_context(_start_worker(job, order, asked, enter, tasks))
         undo.callback(imports_now.forget, node.places, shown)
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
@@ -244,6 +244,22 @@ def _work(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
                 if tells:
                     tasks.speak(_progress(asked.request, word))
     raise Failed("helper", "the process that imports died")
+
+
+def _start_worker(
+    job: Job, order: Order, asked: Asked, enter: Callable[[], None], tasks: Tasks
+) -> worker.Worker:
+    """Starts the worker where it `enter`s. Raises Declined where its step has no task any more.
+
+    Raises Failed, OSError.
+    """
+    try:
+        return worker.start(job.user, order, asked.environment, enter)
+    except Failed:
+        # A task that was killed meanwhile has taken its cgroups along: no fault of the node's.
+        if tasks.came and not tasks.are_there:
+            raise Declined("stopped", GONE) from None
+        raise
 
 
 def _entering(job: Job, tasks: Tasks) -> Callable[[], None]:

@@ -13,11 +13,12 @@ import pytest
 
 from fixtures import REFERENCE
 from forestage.cache.node import Node
-from forestage.errors import Declined
+from forestage.errors import Declined, Failed
 from forestage.events import Handled
 from forestage.hooks import bare_name, registry, waiting
 from forestage.hooks.registry import Asked, message, order_of
 from forestage.hooks.waiting import Tasks
+from forestage.registry import worker
 from forestage.registry.messages import Order
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
@@ -133,6 +134,26 @@ def test_worker_of_a_step_whose_tasks_never_come_does_not_begin(
     asking = msgspec.structs.replace(asking, manager=42)
     with Tasks(tmp_path / "sock", 0.0) as tasks, pytest.raises(Declined, match="has ended"):
         registry._entering(asking, tasks)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_worker_that_cannot_begin_is_a_failure_only_while_a_task_waits(
+    asking: Job, asked: Asked, tasks: Tasks, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """A task that is killed just then takes its cgroups along."""
+
+    def start(*_: object) -> None:
+        if ended:
+            waiting_task.close()
+        raise Failed("helper", "no process can go to the cgroups of the step's tasks")
+
+    monkeypatch.setattr(worker, "start", start)
+    waiting_task = task(tasks)
+    with pytest.raises(Declined) as caught, waiting_task:
+        registry._start_worker(
+            asking, Order(reference=REFERENCE, directory="/store"), asked, run.nowhere, tasks
+        )
+    assert caught.value.reason == ("stopped" if ended else "helper")
 
 
 def test_worker_of_a_prolog_has_no_task(asking: Job, tasks: Tasks) -> None:
