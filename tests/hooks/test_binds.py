@@ -496,7 +496,7 @@ def test_record_says_by_what_it_was_decided(spank: Node) -> None:
         f"{root}/usr/local/etc/enroot/mounts.d/a.fstab",
     } <= files
     mine = {line[0]: line[1:] for line in lines(spank, "theirs")}
-    assert set(mine) == {
+    assert set(mine) == {f"{home}/.config/enroot"} | {
         f"{home}/.config/enroot/{name}" for name in ("mounts.d", "mounts.d/x.fstab", "hooks.d")
     }
     assert mine[f"{home}/.config/enroot/hooks.d"] == ["0"] * 4
@@ -507,6 +507,15 @@ def test_record_says_by_what_it_was_decided(spank: Node) -> None:
         ["HOME", str(home)],
         ["XDG_CONFIG_HOME"],
     ]
+
+
+def test_home_without_an_enroot_folder_is_looked_into_once(spank: Node) -> None:
+    """Each look into a slow home takes seconds, and a job waits for them."""
+    path, home = spank.put("images/image.sqsh"), spank.shared / "alice"
+    assert answer_to(spank, path, {}, {"HOME": str(home)})[0] == "use"
+    assert lines(spank, "theirs") == [[f"{home}/.config/enroot", "0", "0", "0", "0"]]
+    theirs(spank, f"{spank.shared} bind\n")
+    assert answer_to(spank, path, {}, {"HOME": str(home)}) == LEAVE
 
 
 @pytest.mark.parametrize("value", ["a\tb", "a\nb", "a\udcffb"])

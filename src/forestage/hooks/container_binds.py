@@ -225,6 +225,10 @@ def _of_folder(files: Noted, folder: str) -> tuple[list[FstabBind], str]:
     """What the fstabs of a user's folder bind, and why that may not be all. As the user."""
     if enroot.UNKNOWN in folder:
         return [], "enroot.conf has a shell word for ENROOT_CONFIG_PATH"
+    # Most users have none, and where their home is slow each look takes seconds.
+    files.note(folder)
+    if not any(files.facts[folder]):
+        return [], ""
     mounts, hooks = f"{folder}/mounts.d", f"{folder}/hooks.d"
     binds: list[FstabBind] = []
     left = THEIR_BYTES
@@ -242,7 +246,7 @@ def _of_folder(files: Noted, folder: str) -> tuple[list[FstabBind], str]:
         return binds, f"{mounts} is too large"
     programs = [name for name in listed_hooks if name.endswith(".sh")]
     for place in (mounts, hooks):
-        if files.mode(place) is not None and not os.access(place, os.R_OK, effective_ids=True):
+        if any(files.facts[place]) and not os.access(place, os.R_OK, effective_ids=True):
             return binds, f"{place} cannot be read"
     return binds, f"{hooks}/{programs[0]} may bind anything" if programs else ""
 
