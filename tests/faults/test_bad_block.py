@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from forestage.admin import sweep
 from forestage.admin.sweep import SweepReport
 from forestage.cache import disk_errors
 from forestage.slurm.queue import Slurm
+from forestage.system.as_user import User
+from forestage.system.files import opened
 from node import BOB, Node, until
 from through import MIB, Copy, Shown, Through, forget_pages, here, read_fresh, shows
 
@@ -40,6 +43,35 @@ class Disk:
         os.truncate(self.file, (last - 15) * 4096)
         with copy.open("rb") as file:
             forget_pages(file.fileno())
+
+
+COMPLAINED_OF = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.unshare(0x10000000 | 0x00020000)  # CLONE_NEWUSER | CLONE_NEWNS
+name = sys.argv[1].replace(",", "\\\\,")
+for data in (f"lowerdir=/{name}", f"lowerdir=/etc,upperdir=/{name},workdir=/tmp"):
+    libc.mount(b"overlay", b"/mnt", b"overlay", 0, data.encode())
+"""
+"""Any user has the kernel log a name: overlayfs complains of it (fs/overlayfs/params.c)."""
+
+
+def is_logged(user: User, text: str) -> bool:
+    """As the user, has the kernel log a line with this text; False where it does not.
+
+    Its first word tells this line from any other.
+    """
+    argv = ["setpriv", f"--reuid={user.uid}", f"--regid={user.gid}", "--clear-groups"]
+    subprocess.run([*argv, sys.executable, "-c", COMPLAINED_OF, text], check=True)
+    with opened(disk_errors.KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK) as log:
+        while True:
+            try:
+                if text.split()[0].encode() in os.read(log, disk_errors.LONGEST):
+                    return True
+            except BrokenPipeError:
+                continue
+            except BlockingIOError:
+                return False
 
 
 def swept(node: Node) -> SweepReport:
@@ -87,6 +119,18 @@ def test_bad_block_costs_one_job_and_hits_resume_once_all_was_read(node: Node, n
     assert node.prolog(5, good).outcome.result == "hit"
     assert node.prolog(6, bad).outcome.result == "copied"
     assert (read(good), read(bad)) == (image(1), image(2))
+
+
+def test_line_that_a_user_has_the_kernel_log_declines_no_job(node: Node, nvme: Disk) -> None:
+    path = node.put("a.sqsh", image(1))
+    assert node.prolog(1, path).outcome.result == "copied"
+    (loop,) = disk_errors.devices(node.cache.root)
+    for between in (" ", "\n"):
+        if not is_logged(BOB, f"{os.urandom(4).hex()}{between}I/O error, dev {loop}, sector 1"):
+            pytest.skip("here users have no overlayfs")
+    node.epilog(1)
+    assert disk_errors.known(node.places).since == 0
+    assert node.prolog(2, path).outcome.result == "hit"
 
 
 def test_bad_block_that_the_very_first_job_meets_is_seen(node: Node, nvme: Disk) -> None:

@@ -11,27 +11,42 @@ reads each entry, evicts what is bad, and ends the doubt.
 
 import contextlib
 import functools
+import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from forestage.cache.layout import Cache
-from forestage.clock import Clock
+from forestage.clock import Clock, Deadline
 from forestage.errors import Declined, Failed
 from forestage.paths import Places
 from forestage.system import folders, lock, records
 from forestage.system.files import opened
 
 KERNEL_LOG = Path("/dev/kmsg")
+FACILITY = 8  # priorities from here on are of facilities other than the kernel's (syslog(2))
 LONGEST = 8192  # bytes of one record of the kernel's log; a shorter buffer gets EINVAL
 LOCK_TIMEOUT = 1.0  # seconds; another hook looks at the same then
+LOOK_TIME = 1.0  # seconds; users can fill the kernel's log as fast as a hook reads it
+MOST_RECORDS = 200_000  # as many as are read in that time; the largest logs have some 100,000
 NVME_TIMEOUT = 10.0  # seconds; a controller that is resetting answers late
 
-# block/blk-core.c, print_req_error(); before 5.1 it did not say what was done.
-_ERROR = r"(?:I/O|critical medium|protection) error, dev (\S+), sector \d+(?: op \S+)?"
+# The whole of a record, from its first byte: users have the kernel log names of their own, such as
+# "overlayfs: failed to resolve '/I/O error, dev …'". What users name at a record's beginning is a
+# process, in 15 bytes at most (show_signal_msg), too few for a device and a sector.
+_PREFIXES = (
+    "",  # block/blk-mq.c, blk_print_req_error(), since 5.16 and in EL 9's 5.14
+    "blk_update_request: ",  # block/blk-core.c, print_req_error(), 5.3 to 5.15, and EL 8's 4.18
+    "print_req_error: ",  # the same, 4.13 to 5.2; it did not say what was done
+)
+_ERROR = (
+    rf"(?:{'|'.join(_PREFIXES)})"
+    r"((?:I/O|critical medium|protection) error, dev ([^\s,]+), sector \d+(?: op \S+)?)"
+    r"(?: .*)?"  # flags and more, which differ between releases
+)
 _LEG = r"(nvme\d+)c\d+(n\d+)"  # one path of several to an NVMe
 
 
@@ -82,15 +97,24 @@ def end(places: Places, since: float) -> bool:
 def look(places: Places, cache: Cache, clock: Clock) -> None:
     """Begins doubt where the kernel's log tells of data errors since the last look.
 
-    The first look only notes where the log ends. It takes some milliseconds and never raises: a
-    hook has nothing to do about a log that it may not read.
+    The first look only notes where the log ends. It takes some milliseconds, LOOK_TIME at most,
+    and never raises: a hook has nothing to do about a log that it may not read. What it does not
+    get to is unknown and no error; the next look reads that, if the log still has it.
     """
 
     def looked(disk: Disk) -> Disk:
-        listed = _records()
-        found = errors((text for number, text in listed if number >= disk.seen), names)
-        now = msgspec.structs.replace(disk, seen=listed[-1][0] + 1) if listed else disk
-        return _doubted(now, clock, found[-1]) if found and disk.seen >= 0 else now
+        deadline = Deadline.after(LOOK_TIME, clock)
+        reading = _records(deadline)
+        next_number, found = -1, ""
+        for number, text in itertools.islice(reading, MOST_RECORDS):
+            next_number = number + 1
+            if number >= disk.seen:
+                found = next(iter(errors((text,), names)), found)
+        is_whole = deadline.left() > 0 and next(reading, None) is None
+        if next_number < 0 or (next_number < disk.seen and not is_whole):
+            return disk
+        now = msgspec.structs.replace(disk, seen=next_number)
+        return _doubted(now, clock, found) if found and disk.seen >= 0 else now
 
     with contextlib.suppress(OSError, Failed):
         names = devices(cache.root)
@@ -120,11 +144,11 @@ def errors(lines: Iterable[str], names: frozenset[str]) -> list[str]:
     """
     found = []
     for line in lines:
-        match = re.search(_ERROR, line)  # compiled here: most hooks only ask for the doubt
-        if match is None or re.sub(_LEG, r"\1\2", match[1]) not in names:
+        match = re.fullmatch(_ERROR, line)  # compiled here: most hooks only ask for the doubt
+        if match is None or re.sub(_LEG, r"\1\2", match[2]) not in names:
             continue
-        if " op " not in match[0] or match[0].endswith("(READ)"):
-            found.append(match[0])
+        if " op " not in match[1] or match[1].endswith("(READ)"):
+            found.append(match[1])
     return found
 
 
@@ -158,21 +182,27 @@ def devices(root: Path, sys: Path = Path("/sys")) -> frozenset[str]:
     return frozenset(found)
 
 
-def _records() -> list[tuple[int, str]]:
-    """All that the kernel's log has, each record with its number. Raises OSError."""
-    found: list[tuple[int, str]] = []
+def _records(deadline: Deadline) -> Iterator[tuple[int, str]]:
+    """Yield what the kernel itself has logged, each record with its number, until the deadline.
+
+    A record that a program has written, such as journald with ForwardToKMsg=, has no text here:
+    the kernel gives it a facility other than its own (devkmsg_write in kernel/printk/printk.c).
+    Raises OSError.
+    """
     with opened(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK) as fd:
-        while True:
+        while deadline.left() > 0:
             try:
                 # priority,number,microseconds,flags;text (Documentation/ABI/testing/dev-kmsg)
                 head, _, text = os.read(fd, LONGEST).decode(errors="replace").partition(";")
             except BlockingIOError:
-                return found
+                return
             except BrokenPipeError:  # overwritten before it was read: the next one follows
                 continue
             if not head:
-                return found
-            found.append((int(head.split(",")[1]), text.partition("\n")[0]))
+                return
+            priority, number, *_ = head.split(",")
+            is_kernels = int(priority) < FACILITY
+            yield int(number), text.partition("\n")[0] if is_kernels else ""
 
 
 def _change(places: Places, changed: Callable[[Disk], Disk]) -> Disk:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from forestage.cache import disk_errors
 from forestage.cache.layout import Cache
-from forestage.clock import Clock
+from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.paths import Places
 from forestage.system import run
@@ -41,6 +44,15 @@ class At(Clock):
         ("I/O error, dev nvme0n1, sector 0 op 0x3:(DISCARD) flags 0x800 phys_seg 1", False),
         ("critical target error, dev nvme0n1, sector 8 op 0x3:(DISCARD) flags 0x0", False),
         ("EXT4-fs (nvme0n1): mounted filesystem", False),
+        # What users have the kernel log: a path of theirs, and the name of a process
+        (f"overlayfs: failed to resolve '/no {MEDIUM}': -2", False),
+        (f"overlayfs: failed to resolve '{MEDIUM}': -2", False),
+        (f"overlayfs: failed to resolve '/x\\x0a{MEDIUM}': -2", False),
+        (f" {MEDIUM}", False),
+        (f"x\n{MEDIUM}", False),
+        (f"blk_update_request: print_req_error: {MEDIUM}", False),
+        ("I/O error, dev [814]: segfault at 0 ip 0000 sp 0000 error 4 likely on CPU 1", False),
+        ("I/O error, dev nvme0n1, sector 61816x", False),
         ("", False),
     ],
 )
@@ -101,8 +113,8 @@ class Log:
         self.places, self.cache = places, cache
         self.lines: list[tuple[int, str]] = []
 
-    def __call__(self) -> list[tuple[int, str]]:
-        return self.lines
+    def __call__(self, deadline: Deadline) -> Iterator[tuple[int, str]]:
+        return iter(self.lines)
 
     def tells(self, text: str) -> None:
         self.lines.append((len(self.lines) + 100, text))
@@ -147,7 +159,7 @@ def test_doubt_that_began_anew_is_not_ended(log: Log) -> None:
 
 
 def test_log_that_cannot_be_read_is_no_matter(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused() -> None:
+    def refused(deadline: Deadline) -> None:
         raise PermissionError
 
     monkeypatch.setattr(disk_errors, "_records", refused)
@@ -191,9 +203,99 @@ def test_without_nvme_command_nothing_is_noted(
 
 
 def test_kernels_own_log_is_read_to_its_end() -> None:
-    numbers = [number for number, _ in disk_errors._records()]
+    numbers = [number for number, _ in disk_errors._records(Deadline.after(60, Clock()))]
     assert numbers == sorted(set(numbers))
     assert numbers
+
+
+class KernelLog:
+    """Plays /dev/kmsg, by a read(2) that gives one record after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, records: Iterator[bytes]) -> None:
+        self.records, self.reads = records, 0
+        monkeypatch.setattr(disk_errors, "KERNEL_LOG", Path("/dev/null"))
+        monkeypatch.setattr(disk_errors, "devices", lambda root: NVME)
+        monkeypatch.setattr(os, "read", self.read)
+
+    def read(self, fd: int, length: int) -> bytes:
+        self.reads += 1
+        return next(self.records, b"")
+
+
+def test_record_that_a_program_wrote_is_none_of_the_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places, cache = Places(tmp_path), Cache(tmp_path)
+    heads = ("6,1,5,-;begin", f"11,2,5,-;{MEDIUM}", f"3,3,5,-;{MEDIUM}")  # 11 is LOG_USER | LOG_ERR
+    since = []
+    for count in (1, 2, 3):
+        with monkeypatch.context() as patched:
+            KernelLog(patched, (head.encode() for head in heads[:count]))
+            disk_errors.look(places, cache, At(2000.0))
+        since.append(disk_errors.known(places).since)
+    assert since == [0, 0, 2000.0]
+
+
+class Ticking(At):
+    """A clock on which each look at it takes a hundredth of the time for a look at the log."""
+
+    def __init__(self) -> None:
+        super().__init__(2000.0)
+        self.ticks = 0
+
+    def monotonic(self) -> float:
+        self.ticks += 1
+        return self.ticks * disk_errors.LOOK_TIME / 100
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        lambda number: f"6,{number},5,-;overlayfs: xino=on".encode(),
+        lambda number: f"6,{number},5,-;".encode(),
+    ],
+)
+def test_log_that_is_filled_without_end_is_read_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flood: Callable[[int], bytes]
+) -> None:
+    places, cache = Places(tmp_path), Cache(tmp_path)
+    disk_errors._change(places, lambda disk: disk_errors.Disk(seen=0))
+    with monkeypatch.context() as patched:
+        log = KernelLog(patched, map(flood, itertools.count()))
+        disk_errors.look(places, cache, Ticking())
+    assert log.reads < 101
+    known = disk_errors.known(places)
+    assert (known.since, known.seen) == (0, log.reads)  # no error, and the next look goes on
+
+
+def test_log_whose_records_are_overwritten_without_end_is_read_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overwritten(fd: int, length: int) -> bytes:
+        raise BrokenPipeError
+
+    places, cache = Places(tmp_path), Cache(tmp_path)
+    with monkeypatch.context() as patched:
+        KernelLog(patched, iter(()))
+        patched.setattr(os, "read", overwritten)
+        disk_errors.look(places, cache, Ticking())  # returns
+    assert disk_errors.known(places) == disk_errors.Disk()
+
+
+@pytest.mark.parametrize(
+    ("count", "seen"),
+    [(9, 5), (2, 2)],  # the second one counts anew, as after a boot that left /run as it was
+)
+def test_log_that_is_longer_than_a_look_counts_no_record_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, seen: int
+) -> None:
+    places, cache = Places(tmp_path), Cache(tmp_path)
+    disk_errors._change(places, lambda disk: disk_errors.Disk(seen=5))
+    monkeypatch.setattr(disk_errors, "MOST_RECORDS", 3)
+    with monkeypatch.context() as patched:
+        KernelLog(patched, (f"3,{number},5,-;{MEDIUM}".encode() for number in range(count)))
+        disk_errors.look(places, cache, At(2000.0))
+    assert disk_errors.known(places) == disk_errors.Disk(seen=seen)
 
 
 def test_doubt_ends_what_running_jobs_are_shown_without_a_helper(tmp_path: Path) -> None:
