@@ -98,10 +98,6 @@ class Places(msgspec.Struct, frozen=True):
         """A socket for each file that is mounted in a step, see views/serving.py."""
         return self.run / "served"
 
-    def window(self, job: int) -> Path:
-        """What a job's window has in memory (src/window); hooks/boundary.py knows it as well."""
-        return self.root / f"dev/shm/forestage-window-job-{job}"
-
     @property
     def images(self) -> Path:
         """A file for each step with an image of a registry, see hooks/registry.py. A user reaches

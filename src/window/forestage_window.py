@@ -25,6 +25,7 @@ import functools
 import hashlib
 import heapq
 import json
+import logging
 import os
 import pickle
 import re
@@ -63,6 +64,8 @@ BLOCK = 4096  # bytes; what a file takes is rounded up to these
 CHUNK = 16 << 20  # bytes
 HELD = -1  # the distance of a file that a consumer was given and may open
 
+LOG = logging.getLogger(__name__)  # where nobody sets it up, to stderr
+
 Json = Dict[str, Any]
 Fetch = Callable[[str, str], object]
 
@@ -98,21 +101,28 @@ def in_ram(path: str) -> bool:
     return kinds.get(os.path.abspath(path)) == "tmpfs"
 
 
-def directory_of(where: str, directory: str | None, name: str, environ: Mapping[str, str]) -> str:
+def directory_of(directory: str | None, name: str, environ: Mapping[str, str]) -> str:
     """The directory of a window. Raises Trouble where none belongs to the job."""
     job = re.sub(r"[^0-9A-Za-z_-]", "", environ.get("SLURM_JOB_ID", ""))
-    own = environ.get("FORESTAGE_DIR")
-    if directory is None and where == "ram":
-        # A job's directory in memory goes with the job, whatever is killed.
-        in_memory = own is not None and in_ram(own)
-        directory = own if in_memory else "/dev/shm"  # noqa: S108 - in it a user's own is made
-    elif directory is None:
-        directory = own or (environ.get("TMPDIR") if job else None)
+    if directory is None:
+        directory = environ.get("FORESTAGE_DIR") or (environ.get("TMPDIR") if job else None)
     if not directory:
         raise Trouble("the job has no directory of its own ($FORESTAGE_DIR; or give directory=)")
     whose = f"job-{job}" if job else f"user-{os.geteuid()}"
     digest = hashlib.sha256(f"{PROTOCOL} {name}".encode("utf-8", "surrogateescape")).hexdigest()
     return os.path.join(os.path.abspath(directory), f"forestage-window-{whose}", digest[:12])
+
+
+def warning_of(where: str, directory: str | None, environ: Mapping[str, str]) -> str:
+    """The line for a user who asked for memory and whose job has no directory there, or ""."""
+    own = environ.get("FORESTAGE_DIR")
+    # No name in /dev/shm: what a killed job leaves there stays, in memory that no job accounts for.
+    if where != "ram" or directory is not None or (own and in_ram(own)):
+        return ""
+    return (
+        "forestage-window: the job has no directory in memory, so the copies are on the disk"
+        ' (ask for one with --comment="stage-dir=SIZE,ram")'
+    )
 
 
 # The consumers' side
@@ -143,9 +153,8 @@ class Window:
     ahead     so many paths are copied ahead of each consumer
     keep      a path stays until its consumer is so many further
     name      windows of one job and node with the same name share copier, copies and room
-    where     "disk": the job's directory ($FORESTAGE_DIR, else $TMPDIR in a Slurm job);
-              "ram": that directory where it is in memory (stage-dir=SIZE,ram), else /dev/shm
-    directory instead of these
+    where     "ram": warn (logging) where the job's directory is not in memory
+    directory instead of the job's, which is $FORESTAGE_DIR, else $TMPDIR in a Slurm job
     fetch     fetch(source, target) makes the copy, in a process of its own: a function of a module
     size      bytes that a fetched file takes at most, where stat(source) does not say it
     wrap      near the end, copy the first paths again, for the next epoch
@@ -175,7 +184,8 @@ class Window:
             raise ValueError(f"ahead={ahead} must be 0 or more, keep={keep} must be 1 or more")
         self.paths = tuple(os.fsdecode(path) for path in paths)
         self.stats = Stats()
-        self._place = (where, None if directory is None else os.fsdecode(directory), name)
+        self._where, self._name = where, name
+        self._directory = None if directory is None else os.fsdecode(directory)
         self._hello: Json = {
             "room": bytes_of(room),
             "ahead": ahead,
@@ -196,12 +206,13 @@ class Window:
         _windows.add(self)
 
     def link(self, paths: Iterable[str]) -> _Link:
-        place = directory_of(*self._place, environ=os.environ)
+        place = directory_of(self._directory, self._name, os.environ)
+        warning = warning_of(self._where, self._directory, os.environ)
         sources = [_source(path, self._hello["fetch"]) for path in paths]
         tries = 20
         while True:
             try:
-                return _Link(place, self._hello, sources)
+                return _Link(place, self._hello, sources, warning)
             except ConnectionError:
                 # A copier that ends, or was killed, can be connected to until all of it is gone.
                 tries -= 1
@@ -384,9 +395,9 @@ class Refused(Trouble):
 class _Link:
     """One consumer's connection to its copier, which it starts where there is none."""
 
-    def __init__(self, place: str, hello: Json, sources: list[str]) -> None:
+    def __init__(self, place: str, hello: Json, sources: list[str], warning: str) -> None:
         self.folder = -1
-        self.socket = _connected(place)
+        self.socket = _connected(place, warning)
         self.lines = self.socket.makefile("rb")
         _links.add(self)
         self.socket.sendall(_line(hello) + _line(sources))
@@ -461,8 +472,11 @@ def _own(path: str) -> None:
         raise Trouble(f"{path} is not a directory of this user alone")
 
 
-def _connected(place: str) -> socket.socket:
-    """A connection to the window's copier. Raises Trouble or OSError."""
+def _connected(place: str, warning: str) -> socket.socket:
+    """A connection to the window's copier. Raises Trouble or OSError.
+
+    The process that starts the copier writes the warning: one line for all loaders of a node.
+    """
     until = time.monotonic() + PATIENCE
     while True:
         with contextlib.ExitStack() as unless_connected:
@@ -477,7 +491,8 @@ def _connected(place: str) -> socket.socket:
                         unless_connected.pop_all()
                         return connection
                     except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
-                        _start_copier(place, short)
+                        if _start_copier(place, short) and warning:
+                            LOG.warning(warning)
         job = os.path.dirname(os.path.dirname(place))
         if not os.path.isdir(job):  # it does not come back, so nobody waits for that
             raise Trouble(f"{job} is gone")
@@ -495,17 +510,20 @@ def _short(directory: str) -> Iterator[str]:
         os.close(fd)
 
 
-def _start_copier(place: str, short: str) -> None:
-    """Starts one, which listens when this returns, unless somebody else does, or one is ending."""
+def _start_copier(place: str, short: str) -> bool:
+    """Starts one, which listens when this returns, unless somebody else does, or one is ending.
+
+    Returns whether it was started here.
+    """
     lock = os.open(f"{short}/lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.05)
-            return
+            return False
         if os.fstat(lock).st_nlink == 0:  # it went with the last copier
-            return
+            return False
         # The lock goes over to it: nobody else can come between.
         ran = subprocess.run(  # noqa: S603 - this very file
             [sys.executable, "-I", "-S", os.path.abspath(__file__), place, str(lock)],
@@ -520,6 +538,7 @@ def _start_copier(place: str, short: str) -> None:
         if ran.returncode:
             said = ran.stdout.decode(errors="replace").strip().splitlines()[-1:]
             raise Trouble(f"no copier: {''.join(said)}")
+        return True
     finally:
         os.close(lock)
 

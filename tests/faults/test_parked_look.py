@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from fault import beside, image
 
 from forestage.hooks import boundary, epilog
 from forestage.registry import mount_points
-from node import BOB, Node, until
+from forestage.system import processes
+from node import BOB, Node, Ran, until
 
 GETDENTS64 = {"x86_64": 217, "aarch64": 61}
 
@@ -101,6 +103,30 @@ def test_epilog_ends_while_a_user_who_opened_it_before_an_upgrade_lists_the_imag
         assert node.binds() == {}
     until(far.is_left_alone, "the child that was left behind")
     assert (node.places.images / "1.0.sqsh").exists(), "it is the sweep's"
+
+
+def test_epilog_ends_while_a_user_holds_the_directory_of_shared_memory(
+    node: Node, far: Far, run: Path
+) -> None:
+    """Of a job with an image, and of one without: hooks name nothing where all users make names."""
+    node.staged(1)
+    shared = node.places.root / "dev/shm"
+    shared.mkdir(parents=True)
+    shared.chmod(0o1777)
+
+    def epilog_of(job: int) -> Ran:
+        nothing = boundary.nothing_to_do("epilog", node.environ(job), str(node.places.root))
+        assert nothing is (job == 2)
+        return node.epilog(job)
+
+    with parked(far, shared):
+        # Whoever looks up a name that is not known yet waits behind the one who makes a name.
+        argv = [sys.executable, "-ISc", "import os, sys; os.mkdir(sys.argv[1])", shared / "bobs"]
+        maker = subprocess.Popen(argv, user=BOB.uid, group=BOB.gid, extra_groups=[])
+        until(lambda: processes.stat(Path(f"/proc/{maker.pid}")).state == "D", "him to wait")
+        for job in (1, 2):
+            assert beside(partial(epilog_of, job)).said == ("released", "")
+    assert maker.wait() == 0
 
 
 def test_hook_makes_nothing_in_a_directory_that_users_can_list(

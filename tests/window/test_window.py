@@ -265,39 +265,43 @@ def test_size_is_read(text: str | int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "where", "directory", "expected"),
+    ("environment", "directory", "expected"),
     [
-        ({"FORESTAGE_DIR": "/job", "TMPDIR": "/tmp"}, "disk", None, "/job/forestage-window-job-7"),
-        ({"TMPDIR": "/tmp"}, "disk", None, "/tmp/forestage-window-job-7"),
-        ({"FORESTAGE_DIR": "/job"}, "ram", None, "/dev/shm/forestage-window-job-7"),
-        ({"FORESTAGE_DIR": "/job"}, "disk", "/other", "/other/forestage-window-job-7"),
+        ({"FORESTAGE_DIR": "/job", "TMPDIR": "/tmp"}, None, "/job/forestage-window-job-7"),
+        ({"TMPDIR": "/tmp"}, None, "/tmp/forestage-window-job-7"),
+        ({"FORESTAGE_DIR": "/job"}, "/other", "/other/forestage-window-job-7"),
     ],
 )
 def test_directory_is_that_of_the_job(
-    environment: dict[str, str], where: str, directory: str | None, expected: str
+    environment: dict[str, str], directory: str | None, expected: str
 ) -> None:
     from forestage_window import directory_of
 
-    found = directory_of(where, directory, "a", {"SLURM_JOB_ID": "7", **environment})
+    found = directory_of(directory, "a", {"SLURM_JOB_ID": "7", **environment})
     assert os.path.dirname(found) == expected
-    assert found != directory_of(where, directory, "b", {"SLURM_JOB_ID": "7", **environment})
+    assert found != directory_of(directory, "b", {"SLURM_JOB_ID": "7", **environment})
 
 
-def test_window_in_memory_is_in_the_jobs_own_directory_where_that_is_in_memory(
-    tmp_path: Path,
+def test_window_in_memory_without_such_a_directory_is_on_the_disk_and_one_line_says_so(
+    job: Path, data_set: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from forestage_window import directory_of
+    asked = {"room": 8 * SIZE, "where": "ram"}
+    with window(data_set, **asked) as shards, window((), **asked):  # type: ignore[arg-type]
+        assert next(iter(shards)).startswith(f"{job}/forestage-window-job-7/")
+    assert ["stage-dir=SIZE,ram" in line for line in caplog.messages] == [True]
 
-    own = tmp_path / "job"
-    own.mkdir()
-    job = {"SLURM_JOB_ID": "7", "FORESTAGE_DIR": f"{own}/"}
-    assert directory_of("ram", None, "a", job).startswith("/dev/shm/")
-    if os.geteuid() == 0:
-        subprocess.run(["mount", "-t", "tmpfs", "none", own], check=True)
-        try:
-            assert directory_of("ram", None, "a", job).startswith(f"{own}/forestage-window-job-7/")
-        finally:
-            subprocess.run(["umount", own], check=True)
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a tmpfs")
+def test_window_in_the_jobs_directory_in_memory_is_there_without_a_warning(
+    job: Path, data_set: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "none", job], check=True)
+    try:
+        with window(data_set, room=8 * SIZE, where="ram") as shards:
+            assert next(iter(shards)).startswith(f"{job}/forestage-window-job-7/")
+        assert not caplog.messages
+    finally:
+        subprocess.run(["umount", "--lazy", job], check=True)
 
 
 def test_job_without_a_directory_reads_what_is_shared(
@@ -310,16 +314,6 @@ def test_job_without_a_directory_reads_what_is_shared(
     assert list(shards) == list(map(str, data_set))
     assert shards.local() == {}
     assert "FORESTAGE_DIR" in shards.stats.trouble
-
-
-def test_window_in_memory_leaves_nothing_when_it_is_closed(
-    data_set: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"test-{os.getpid()}"
-    monkeypatch.setenv("SLURM_JOB_ID", name)
-    with window(data_set, room=8 * SIZE, where="ram") as shards:
-        assert next(iter(shards)).startswith(f"/dev/shm/forestage-window-job-{name}/")
-    assert not os.path.exists(f"/dev/shm/forestage-window-job-{name}")
 
 
 def test_closing_the_last_window_deletes_all(job: Path, data_set: list[Path]) -> None:

@@ -164,8 +164,7 @@ def nothing_to_do(name: Name, environ: Mapping[str, str], root: str) -> bool:
     # with a release in which nodes agreed on digests without a store.
     of_images = (f"images/{number}.asked", f"images/{number}.agreed")
     left = (f"leases/{number}.json", f"leases/{number}.prolog", *of_images)
-    window = f"{root}/dev/shm/forestage-window-job-{number}"  # noqa: S108 - to look what is there
-    return not (any(os.path.exists(f"{run}/{one}") for one in left) or os.path.lexists(window))
+    return not any(os.path.exists(f"{run}/{one}") for one in left)
 
 
 def may_be_hinted(comment: str) -> bool:

@@ -5,7 +5,6 @@ may have changed since, or be broken.
 """
 
 import contextlib
-import os
 from pathlib import Path
 
 import msgspec
@@ -15,19 +14,18 @@ from forestage.cache import disk, disk_errors, evict
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
-from forestage.clock import Clock, Deadline
+from forestage.clock import Clock
 from forestage.config import Config
-from forestage.errors import Declined, Failed, ForestageError
+from forestage.errors import Declined, Failed
 from forestage.events import Released
 from forestage.hooks.watch import ALONE, Watched
 from forestage.paths import Places
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
-from forestage.system import files, lock
+from forestage.system import lock
 from forestage.system.probe import Hang
 from forestage.units import printable
 
-WINDOW_TIME = 5.0  # seconds to delete what a window left
 IMAGES_TIME = 5.0  # seconds to delete what steps were shown of registries' images
 HANGING = 1.0  # seconds for the space lock while the disk hangs
 
@@ -63,7 +61,6 @@ def epilog(
     too, nothing is known of either, and the sweep has to clean up.
     """
     leases = Leases(places.leases)
-    _delete_window(places, clock, job)
     # Half for each of the two times that the lock is needed.
     limit = lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog
     patience = min(lock.SPACE_TIMEOUT, limit / 2)
@@ -113,32 +110,6 @@ def _end(over: _Over, config: Config | None) -> Released:
         return done
     evicted = evict.tidy(over.cache, over.leases, config, over.patience)
     return msgspec.structs.replace(done, evicted=evicted)
-
-
-def _delete_window(places: Places, clock: Clock, job: Job) -> None:
-    """Deletes what a job's window (src/window) has in memory still, as its user. Best effort.
-
-    Its copier does so, unless it was killed with all others: then nobody would, until a reboot.
-    """
-    window = places.window(job.id)
-    if not os.path.lexists(window):
-        return
-    from forestage.system import as_user
-
-    until = Deadline.after(WINDOW_TIME, clock)
-
-    def still() -> None:
-        if not until.left():
-            raise Declined("deadline", f"{window.name} is not deleted in time")
-
-    def work() -> as_user.Found[None]:
-        as_user.become(job.user)  # anybody may have made something of that name
-        above = os.open(window.parent, os.O_RDONLY | os.O_DIRECTORY)
-        files.remove(above, window.name, f"{window.name}.", still)
-        return None, []
-
-    with contextlib.suppress(ForestageError, OSError):
-        as_user.call(work, type(None), WINDOW_TIME + 1)
 
 
 def _forget_images(over: _Over) -> None:

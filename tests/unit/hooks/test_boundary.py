@@ -72,14 +72,6 @@ def test_epilog_has_work_where_a_step_asked_for_an_image_of_a_registry(
         assert nothing_to_do("epilog", {"SLURM_JOB_ID": job}, str(tmp_path)) is nothing
 
 
-def test_epilog_has_work_where_a_window_left_something_in_memory(tmp_path: Path) -> None:
-    left = Places(tmp_path).window(7)
-    left.parent.mkdir(parents=True)
-    left.symlink_to("/nowhere")
-    for job, nothing in (("7", False), ("77", True), ("", True)):
-        assert nothing_to_do("epilog", {"SLURM_JOB_ID": job}, str(tmp_path)) is nothing
-
-
 ON_TWO = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 
