@@ -42,6 +42,8 @@ MOUNTS = (
     "26 21 0:50 / /lustre rw - lustre 10.0.0.1@o2ib:/big rw,flock",
 )
 
+OF_ROOT = "Uid:\t0\t0\t0\t0\n"
+
 TCP = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 0100007F:1E24 00000000:0000 01 00000000:00000000 00:00000000 00000000     0        0 1
@@ -94,6 +96,7 @@ class GoodNode:
         self.write("/proc/self/mountinfo", "\n".join(MOUNTS) + "\n")
         for pid, name in (("1", "systemd"), ("77", "slurmd"), ("78", "sshd")):
             self.write(f"/proc/{pid}/comm", f"{name}\n")
+            self.write(f"/proc/{pid}/status", f"Name:\t{name}\n{OF_ROOT}")
             self.link(f"/proc/{pid}/ns/mnt", "mnt:[9]" if name == "sshd" else "mnt:[1]")
         self.write("/proc/sys/user/max_mnt_namespaces", "100\n")
         self.write("/sys/fs/cgroup/cgroup.controllers", "cpu memory\n")

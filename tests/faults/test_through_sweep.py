@@ -13,7 +13,8 @@ from forestage.admin import sweep
 from forestage.admin.sweep import SweepReport
 from forestage.slurm.queue import Slurm
 from forestage.views.through import remains
-from node import Later, Node, until
+from forestage.views.through.running import PROCESS_NAME
+from node import BOB, Later, Node, until
 from through import Aside, Copy, Shown, Through, direct, read_fresh
 
 
@@ -60,7 +61,31 @@ def test_process_that_has_the_number_of_a_keeper_is_not_killed(shown: Shown) -> 
     remains.end(remains.LivingKeeper(spot, msgspec.structs.replace(state, pid=other.pid), 0.0))
     until(lambda: not through.living(), "the keeper's end")
     assert read_fresh(through.path) == source_bytes()
-    assert other.kill() == -signal.SIGKILL
+    os.kill(other.pid, signal.SIGTERM)
+    assert other.ended() == -signal.SIGTERM
+
+
+def test_users_process_that_looks_like_a_keeper_is_not_killed(shown: Shown) -> None:
+    """In a mount namespace of theirs, users have files of any path; here it is the keeper's own."""
+    through = shown()
+    ((spot, state),) = through.living()
+    ready, told = os.pipe()
+
+    def pretend() -> None:
+        os.open(spot / "lock", os.O_RDONLY)
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
+        os.setresuid(BOB.uid, 0, 0)
+        os.write(told, b"x")
+        signal.pause()
+
+    other = Aside(pretend)
+    assert os.read(ready, 1) == b"x"
+    remains.end(remains.LivingKeeper(spot, state, 0.0))
+    until(lambda: not through.living(), "the keeper's end")
+    os.kill(other.pid, signal.SIGTERM)
+    assert other.ended() == -signal.SIGTERM
+    os.close(ready)
+    os.close(told)
 
 
 def test_directory_is_removed_once_neither_keeper_nor_stager_uses_it(

@@ -498,13 +498,17 @@ def hook_runs(files: Files) -> bool:
 
 
 def _is_hook(process: Path) -> bool:
+    # First whose it is: what users' processes have in their environment may be any text, and may
+    # lie in memory that hangs whoever reads it.
+    if not processes.is_trusted(process):
+        return False
     with contextlib.suppress(OSError):  # it has ended
         if _CONTEXTS.isdisjoint((process / "environ").read_bytes().split(b"\0")):
             return False
-        # Only slurmd's own child counts: users may set any variable, and what a Prolog has left
-        # behind, such as a stager, still has the Prolog's.
-        parent = processes.stat(process).parent
-        return processes.name(process.parent / str(parent)).startswith("slurm")
+        # Only slurmd's own child counts: what a Prolog has left behind, such as a stager, still has
+        # the Prolog's variables.
+        parent = process.parent / str(processes.stat(process).parent)
+        return processes.is_trusted(parent) and processes.name(parent).startswith("slurm")
     return False
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from time import sleep
 
 from forestage.admin import site as sites
@@ -136,17 +135,10 @@ def slurmd(files: Files) -> str:
 
 
 def _slurmds(files: Files) -> list[str]:
-    """Return the processes of root's that are called slurmd."""
+    """Return the processes of root's that are called slurmd: any user's may call itself that."""
     pids = [pid for pid in files.names("/proc") if pid.isdigit()]
-    named = (pid for pid in pids if (files.text(f"/proc/{pid}/comm") or "").strip() == "slurmd")
-    return [pid for pid in named if _is_roots(files.at(f"/proc/{pid}"))]
-
-
-def _is_roots(path: Path) -> bool:
-    try:
-        return path.stat().st_uid in (0, os.geteuid())
-    except OSError:
-        return False
+    named = (pid for pid in pids if files.text(f"/proc/{pid}/comm") == "slurmd\n")
+    return [pid for pid in named if processes.is_trusted(files.at(f"/proc/{pid}"))]
 
 
 def _open_files(files: Files) -> int | None:

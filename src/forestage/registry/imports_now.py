@@ -49,8 +49,9 @@ def gather(places: Places) -> tuple[UnderWay, ...]:
     for path in places.images.glob("*.json"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, records.Damaged):
             one = records.load(path, UnderWay)
-            # Its pid may be a user's by now.
-            if processes.name(Path(f"/proc/{one.pid}")) == PROCESS_NAME:
+            # Its pid may be a user's by now, whose name is what that user likes.
+            process = Path(f"/proc/{one.pid}")
+            if processes.name(process) == PROCESS_NAME and processes.is_trusted(process):
                 found.append(one)
     return tuple(sorted(found, key=lambda one: one.since))
 

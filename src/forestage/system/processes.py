@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROC = Path("/proc")
-_ROOTS = re.compile(rb"^Uid:\t0\t", re.MULTILINE)  # proc(5): the real one is the first
+# proc(5): the real one is the first. No name forges this line: its newline is escaped in there.
+_REAL = re.compile(rb"^Uid:\t(\d+)\t", re.MULTILINE)
 
 
 class Stat(NamedTuple):
@@ -68,6 +69,24 @@ def name(process: Path) -> str:
     return os.fsdecode((process / "comm").read_bytes().removesuffix(b"\n"))
 
 
+def is_trusted(process: Path) -> bool:
+    """Return whether a process is root's, or of the user who asks, by its real id.
+
+    Any user's process has what name and environment that user likes, with an effective id of
+    root's too: su(1) by a link of another name waits for a password for as long as they like.
+    """
+    try:
+        return _owner(process) in (0, os.getuid())
+    except OSError:  # it has just ended
+        return False
+
+
+def _owner(process: Path) -> int:
+    """Return the real uid of a process. Raises OSError."""
+    found = _REAL.search((process / "status").read_bytes())
+    return int(found[1]) if found else -1
+
+
 def of_root(proc: Path = PROC) -> Iterator[tuple[Path, bytes]]:
     """Root's processes, each with its title: any user's may call itself what it likes.
 
@@ -76,7 +95,7 @@ def of_root(proc: Path = PROC) -> Iterator[tuple[Path, bytes]]:
     """
     for process in proc.glob("[0-9]*"):
         try:
-            if _ROOTS.search((process / "status").read_bytes()):
+            if _owner(process) == 0:
                 yield process, (process / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
             continue

@@ -39,7 +39,7 @@ from forestage.system import as_user
 from forestage.system.as_user import User
 from forestage.system.terminal import moment
 from forestage.system.tree import Files
-from goodnode import COMPANION, REPO, GoodNode, words
+from goodnode import COMPANION, OF_ROOT, REPO, GoodNode, words
 from node import until
 
 G = 1 << 30
@@ -125,10 +125,10 @@ def linux(release: str) -> Callable[[GoodNode], object]:
     return wrote("/proc/sys/kernel/osrelease", f"{release}\n")
 
 
-def open_files(soft: str, hard: str) -> Callable[[GoodNode], object]:
+def open_files(soft: str, hard: str, pid: int = 77) -> Callable[[GoodNode], object]:
     """What slurmd may open, as /proc has it."""
     return wrote(
-        "/proc/77/limits",
+        f"/proc/{pid}/limits",
         "Limit                     Soft Limit           Hard Limit           Units     \n"
         "Max processes             127447               127447               processes \n"
         f"Max open files            {soft:<20} {hard:<20} files     \n",
@@ -684,6 +684,7 @@ SETTINGS = [
         "bind-over-redirects",
         both(
             wrote("/proc/7/comm", "slurmd\n"),
+            wrote("/proc/7/status", OF_ROOT),
             wrote("/proc/7/environ", "A=b\0PATH=/opt/enroot/bin:/usr/bin\0"),
             wrote("/opt/enroot/bin/enroot", ENROOT.format("/opt/enroot/etc"), 0o755),
             wrote("/opt/enroot/etc/mounts.d/50-site.fstab", "/lustre bind\n"),
@@ -1356,6 +1357,7 @@ def test_few_names_of_a_large_cluster_are_resolved(
 
 def slurmd_runs(node: GoodNode, pid: int, parent: int, run: str) -> None:
     node.write(f"/proc/{pid}/comm", "slurmd\n")
+    node.write(f"/proc/{pid}/status", OF_ROOT)
     node.write(f"/proc/{pid}/stat", f"{pid} (slurmd) S {parent}" + " 0" * 20)
     node.at(f"{run}/run/forestage").mkdir(parents=True, exist_ok=True)
     if not node.at(f"/proc/{pid}/root").is_symlink():
@@ -1371,6 +1373,21 @@ def test_slurmds_with_one_run_are_told(node: GoodNode) -> None:
     (one,) = node.check().findings
     assert one.id == "slurmds-share-run"
     assert one.what == "2 slurmds (processes 77, 93) have the same /run/forestage"
+
+
+def test_users_process_named_slurmd_is_none(node: GoodNode) -> None:
+    """By its real id: su(1), started by a link of that name, has an effective one of root's."""
+    node.remove("/proc/77/status")  # the node's own
+    node.write("/proc/7/comm", "slurmd\n")
+    node.write("/proc/7/status", "Name:\tslurmd\nUid:\t4242\t0\t0\t0\n")
+    node.link("/proc/7/ns/mnt", "mnt:[9]")
+    open_files("8", "16", pid=7)(node)
+    node.write("/proc/7/environ", "PATH=/home/bob/bin\0")
+    node.write("/home/bob/bin/enroot", ENROOT.format("/home/bob/etc"), 0o755)
+    node.write("/home/bob/etc/mounts.d/x.fstab", "/lustre bind\n")
+    assert node.ids() == []
+    node.write("/proc/7/status", f"Name:\tslurmd\n{OF_ROOT}")
+    assert set(node.ids()) == {"slurmd-mounts", "few-open-files", "bind-over-redirects"}
 
 
 def test_step_manager_that_is_just_being_started_is_no_second_slurmd(

@@ -266,9 +266,10 @@ def test_glob_that_matches_the_hook_itself_loses_nothing(slurm: Slurm) -> None:
     assert slurm.at(PROLOG).exists()
 
 
-def process(slurm: Slurm, number: int, name: str, parent: int, *environ: str) -> None:
+def process(slurm: Slurm, number: int, name: str, parent: int, *environ: str, uid: int = 0) -> None:
     """As proc(5) shows one."""
     slurm.write(f"/proc/{number}/comm", f"{name}\n")
+    slurm.write(f"/proc/{number}/status", f"Name:\t{name}\nUid:\t{uid}\t0\t0\t0\n")
     slurm.write(f"/proc/{number}/stat", f"{number} ({name}) S {parent} {number} 1{' 0' * 46}\n")
     slurm.write(f"/proc/{number}/environ", "".join(f"{one}\0" for one in environ))
 
@@ -294,6 +295,9 @@ def test_process_that_only_looks_like_a_prolog_keeps_no_link(slurm: Slurm) -> No
     process(slurm, 70, "slurmd", 1, "A=b")
     process(slurm, 71, "forestage-stage", 1, prolog)
     process(slurm, 72, "20-site", 70, "SLURM_SCRIPT_CONTEXT=prolog_task", f"X={prolog}")
+    process(slurm, 74, "20-site", 70, prolog, uid=4242)
+    process(slurm, 75, "slurmd", 1, "A=b", uid=4242)
+    process(slurm, 76, "20-site", 75, prolog)
     slurm.at("/proc/73").mkdir()  # it has ended
     slurm.disable()
     assert "50-forestage" not in slurm.names()

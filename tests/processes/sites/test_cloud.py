@@ -404,6 +404,20 @@ def test_companion_is_that_of_the_slurm_and_the_distribution_that_are_here(node:
     assert len((node.folder / "ran").read_text().split()) == 2, "they are there"
 
 
+def test_program_of_a_users_process_named_slurmd_is_not_run(node: CloudNode) -> None:
+    """By its real uid: a program with a set-id bit has an effective one of root's."""
+    (node.tools / "slurmd").unlink()
+    mine = node.folder / "proc/71"
+    node.tool("slurmd", f"#!/bin/sh\ntouch {node.folder}/ran\n{SLURMD}", node.folder / "home")
+    mine.mkdir(parents=True)
+    (mine / "comm").write_text("slurmd\n")
+    (mine / "exe").symlink_to(node.folder / "home/slurmd")
+    for uid, is_run in ((4242, False), (0, True)):
+        (mine / "status").write_text(f"Name:\tslurmd\nUid:\t{uid}\t0\t0\t0\n")
+        node.boot("--sources", "/lustre", "--packages", str(node.folder / "packages"))
+        assert (node.folder / "ran").exists() is is_run
+
+
 def test_slurm_without_a_companion_gets_redirect_bind_and_it_is_said(node: CloudNode) -> None:
     said = node.boot("--sources", "/lustre", "--packages", str(node.folder / "packages"))
     assert "no companion for Slurm 24.11 on deb12" in said

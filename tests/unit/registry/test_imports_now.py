@@ -11,6 +11,7 @@ import pytest
 from forestage.paths import Places
 from forestage.registry import imports_now
 from forestage.registry.imports_now import UnderWay
+from forestage.system import processes
 
 
 @pytest.fixture
@@ -59,6 +60,14 @@ def test_pid_that_is_a_users_process_of_any_name_by_now_is_none(
         assert imports_now.gather(places) == ()
     finally:
         comm.write_bytes(before.strip())
+
+
+def test_pid_that_is_a_users_process_of_that_name_by_now_is_none(
+    places: Places, one: UnderWay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imports_now.note(places, one)
+    monkeypatch.setattr(processes, "is_trusted", lambda process: False)
+    assert imports_now.gather(places) == ()
 
 
 def test_record_is_roots_alone(places: Places, one: UnderWay) -> None:

@@ -32,6 +32,24 @@ def test_own_process_is_among_those_of_the_node() -> None:
     assert (own.state, own.parent, own.session) == ("R", os.getppid(), os.getsid(0))
 
 
+def test_process_is_trusted_by_its_real_id(tmp_path: Path) -> None:
+    """As proc_pid_status(5) shows it: a newline in the name is escaped there."""
+    own = os.getuid()
+    for uids, is_trusted in (
+        ("0\t0\t0\t0", True),
+        ("0\t4242\t0\t4242", True),
+        (f"{own}\t{own}\t{own}\t{own}", True),
+        ("4242\t0\t0\t0", False),  # su(1) that waits for a password
+        ("4242\t4242\t4242\t4242", False),
+    ):
+        name = r"x\nUid:"
+        (tmp_path / "status").write_text(f"Name:\t{name}\t0\t0\nState:\tS\nUid:\t{uids}\nGid:\t0\n")
+        assert processes.is_trusted(tmp_path) is is_trusted
+    (tmp_path / "status").write_text("Name:\tx\n")
+    assert not processes.is_trusted(tmp_path)
+    assert not processes.is_trusted(tmp_path / "gone")
+
+
 def test_process_that_has_ended_is_an_error() -> None:
     gone = Path("/proc/4194305")  # above the most that Linux gives
     for look in (processes.stat, processes.name):

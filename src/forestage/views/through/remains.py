@@ -61,7 +61,8 @@ def _keepers() -> Iterator[int]:
     """What keepers wrote of themselves may be of another PID namespace, or of a process no more."""
     for pid in processes.numbers():
         with contextlib.suppress(OSError):  # it has just ended
-            if processes.name(Path(f"/proc/{pid}")) == PROCESS_NAME:
+            process = Path(f"/proc/{pid}")
+            if processes.name(process) == PROCESS_NAME and processes.is_trusted(process):
                 yield pid
 
 
