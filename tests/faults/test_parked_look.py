@@ -18,6 +18,9 @@ import pytest
 from far import Far
 from fault import beside, image
 
+from forestage.admin import switching
+from forestage.clock import Clock
+from forestage.config import switch
 from forestage.hooks import boundary, epilog
 from forestage.registry import mount_points
 from forestage.system import processes
@@ -145,3 +148,26 @@ def test_hook_makes_nothing_in_a_directory_that_users_can_list(
     with parked(far, node.places.events.parent.parent):
         assert beside(lambda: node.prolog(3, path)).said == ("hit", "")
         assert beside(lambda: node.epilog(3)).said == ("released", "")
+
+
+def test_off_and_on_end_while_a_user_lists_their_directory_and_the_next_one_tidies(
+    node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staging is off at once; what lasts is written by a child, which is left behind."""
+    places, clock = node.places, Clock()
+    monkeypatch.setattr(switch, "PATIENCE", 0.3)
+    places.etc.chmod(0o755)
+    with parked(far, places.etc):
+        done = beside(lambda: switching.off(places, clock, "INC-1", None))
+        assert (done.off, done.kept, done.files) == (True, False, (str(places.disabled),))
+        assert "did not answer" in done.error
+        assert done.why == f"{places.disabled}: INC-1"
+        done = beside(lambda: switching.on(places, clock))
+        assert (done.off, done.files) == (True, (str(places.disabled),))
+        assert "did not answer" in done.error
+    until(lambda: list(places.etc.glob(".disabled.*")), "the child that was left behind")
+    monkeypatch.setattr(switch, "PATIENCE", 60.0)
+    done = switching.off(places, clock, "INC-2", None)
+    assert (done.kept, done.files) == (True, (str(places.kept_off),))
+    assert not switching.on(places, clock).off
+    assert not list(places.etc.glob(".disabled.*"))

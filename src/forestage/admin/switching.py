@@ -14,28 +14,36 @@ BY_HAND = "forestage off"  # the reason of who gives none
 class Switched(msgspec.Struct, frozen=True):
     """Whether staging is off now, and by what; `files` are those written, or removed.
 
-    `why` is what switches it off, "" while it is on; `kept`: that outlives a reboot.
+    `why` is what switches it off, "" while it is on; `kept`: that outlives a reboot. `error` says
+    why the file that does so was not written, or may still be there.
     """
 
     off: bool
     files: tuple[str, ...]
     why: str = ""
     kept: bool = False
+    error: str = ""
 
 
 def off(places: Places, clock: Clock, reason: str, seconds: float | None) -> Switched:
     """Switches staging off, for so many seconds or until `on`; as root. Raises OSError."""
     now = clock.wall()
-    file = switch.turn_off(places, reason, None if seconds is None else now + seconds)
+    done = switch.turn_off(places, reason, None if seconds is None else now + seconds)
     why = switch.by_file(places, now)
-    return Switched(True, (str(file),), why, file == places.kept_off)
+    return Switched(True, _names(done), why, not done.error, done.error)
 
 
 def on(places: Places, clock: Clock) -> Switched:
     """Removes what switches staging off, an upgrade's own file too; as root. Raises OSError."""
-    removed = switch.turn_on(places)
+    done = switch.turn_on(places)
+    if done.error:  # nothing else looks into that directory now: it would wait as well
+        return Switched(True, _names(done), done.error, True, done.error)
     why = switch.by_file(places, clock.wall()) or _by_configuration(places)
-    return Switched(bool(why), tuple(map(str, removed)), why, bool(why))
+    return Switched(bool(why), _names(done), why, bool(why))
+
+
+def _names(done: switch.SwitchChange) -> tuple[str, ...]:
+    return tuple(map(str, done.files))
 
 
 def _by_configuration(places: Places) -> str:
@@ -59,8 +67,10 @@ def pieces(done: Switched, turned: str) -> list[Piece]:
     if turned == "on":
         lines = [f"{file} removed." for file in done.files]
         state = f"Staging stays switched off: {done.why}" if done.off else "Staging is on."
+        if done.error:
+            state = f"Staging may stay switched off: {done.error}. Repeat `forestage on`."
         return [Line(line) for line in [*lines, state]]
-    until = "`forestage on`" if done.kept else "the next reboot, as /etc cannot be written"
+    until = "`forestage on`" if done.kept else f"the next reboot: {done.error}"
     return [
         Line(f"Staging is switched off on this node. {done.why}"),
         Line(f"From the next Prolog and step on, jobs read the original path, until {until}."),

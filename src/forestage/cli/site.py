@@ -160,6 +160,8 @@ def on(ctx: click.Context, as_json: bool) -> None:
 
     done = work.on(ctx.obj.places, ctx.obj.clock)
     show(done, work.pieces(done, "on"), as_json)
+    if done.error:
+        ctx.exit(Exit.FAILED)
 
 
 COMMANDS = (enable, disable, off, on, unredirect)

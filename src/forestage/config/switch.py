@@ -1,7 +1,11 @@
 """The off switch: a file that turns staging off on this node at once, whatever the configuration.
 
-    /etc/forestage/disabled     written by `forestage off`, kept over reboots
-    /run/forestage/disabled     by hand, by an upgrade; and by `off` where /etc cannot be written
+    /run/forestage/disabled     by hand, by an upgrade; `forestage off` writes it first
+    /etc/forestage/disabled     kept over reboots: `off` writes it next, and removes the first one
+
+A user who may list /etc/forestage can hold up all who make a name there (system/folders.py), so a
+child process does what is done there, for so long and no longer. Where that one does not end, or
+/etc cannot be written, the first file stays.
 
     until 1795500000            optional: from that second (since the epoch) on the file counts
     INC-42: wrong bytes?        for nothing; the next line is the reason that people are shown
@@ -13,25 +17,41 @@ way go on, the Epilog and the sweep clean up as before.
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from forestage.config.keys import Config
+from forestage.errors import Declined
 from forestage.paths import Places
-from forestage.system import folders, records
+from forestage.system import as_user, folders, records
 from forestage.system.files import opened
 from forestage.units import is_number, printable
 
 MAX_REASON = 200  # bytes
 MAX_UNTIL = 32  # bytes of the line before it
 UNTIL = "until "
+PATIENCE = 5.0  # seconds for what is done in /etc
+TRIES = 3  # of a write whose temporary file another `off` has taken for one that was left
+
+
+class SwitchChange(msgspec.Struct, frozen=True):
+    """The files that `off` has left there, or that `on` has removed.
+
+    `error` says why nothing is known of the file that outlives a reboot; "" where it was changed.
+    """
+
+    files: tuple[Path, ...]
+    error: str = ""
 
 
 def by_file(places: Places, now: float) -> str:
     """Returns why a file switches staging off at `now` (seconds since the epoch); "" if none does.
 
-    Costs a job two system calls.
+    Costs a job two system calls. First the one in which nothing can wait.
     """
-    for file in (places.kept_off, places.disabled):
+    for file in (places.disabled, places.kept_off):
         if said := _said(file, now):
             return said
     return ""
@@ -42,30 +62,81 @@ def why_off(places: Places, config: Config, now: float) -> str:
     return by_file(places, now) or ("" if config.enabled else "`enabled: false`")
 
 
-def turn_off(places: Places, reason: str, until: float | None) -> Path:
-    """Writes the file that outlives a reboot, or else the other one; returns which. As root.
+def turn_off(places: Places, reason: str, until: float | None) -> SwitchChange:
+    """Switches staging off: at once, then for longer than this boot. As root.
 
-    Raises OSError where neither can be written.
+    Raises OSError where neither file can be written.
     """
     first = "" if until is None else f"{UNTIL}{int(until)}\n"
     data = f"{first}{printable(reason)}\n".encode()
+    was_there = os.path.lexists(places.disabled)
+    failed: OSError | None = None
     try:
-        records.write(places.kept_off, data, 0o644)
-        return places.kept_off
-    except OSError:  # a node whose /etc is read-only, as of an image that all nodes boot
         folders.keep(places.run, folders.PASSABLE)
-        records.write(places.disabled, data, 0o644)
-        return places.disabled
+        _replace_file(places.disabled, data)
+    except OSError as raised:  # /run is full
+        failed = raised
+    try:
+        _, why_not = _change_lasting(places, lambda: _replace_file(places.kept_off, data))
+    except OSError as raised:  # a node whose /etc is read-only, as of an image that all nodes boot
+        why_not = f"{places.kept_off} cannot be written: {raised.strerror}"
+    if why_not and failed is not None:
+        raise failed
+    if why_not:
+        return SwitchChange((places.disabled,), why_not)
+    if not was_there:  # else an upgrade's own, which ends with the upgrade
+        places.disabled.unlink(missing_ok=True)
+    return SwitchChange((places.kept_off,))
 
 
-def turn_on(places: Places) -> list[Path]:
-    """Removes both files; returns those that were there. As root. Raises OSError."""
-    removed = []
-    for file in (places.kept_off, places.disabled):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            file.unlink()
-            removed.append(file)
-    return removed
+def turn_on(places: Places) -> SwitchChange:
+    """Removes both files. As root. Raises OSError."""
+    removed = (places.disabled,) if _remove_file(places.disabled) else ()
+    is_removed, error = _change_lasting(places, lambda: _remove_file(places.kept_off))
+    return SwitchChange((*removed, *[places.kept_off] * is_removed), error)
+
+
+def _change_lasting(places: Places, work: Callable[[], bool]) -> tuple[bool, str]:
+    """Has a child do what is to be done in /etc; returns its answer, and why there is none.
+
+    Raises OSError.
+    """
+    try:
+        changed, _ = as_user.call(lambda: (work(), []), bool, PATIENCE)
+    except as_user.TooSlow:
+        # Killed, it ends when whoever holds the directory lets go of it.
+        return False, f"{places.etc} did not answer within {PATIENCE:g} s (does a user list it?)"
+    except Declined as error:
+        return False, f"{places.kept_off} could not be changed: {error}"
+    return changed, ""
+
+
+def _replace_file(file: Path, data: bytes) -> bool:
+    """Writes a file, and deletes what killed processes have left beside it. Raises OSError."""
+    _delete_left(file)
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(FileNotFoundError):  # another `off` is at work
+            records.write(file, data, 0o644)
+            return True
+    records.write(file, data, 0o644)
+    return True
+
+
+def _remove_file(file: Path) -> bool:
+    """Removes a file; returns whether it was there. Raises OSError."""
+    _delete_left(file)
+    try:
+        file.unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _delete_left(file: Path) -> None:
+    """Deletes the temporary files of writes that did not end."""
+    with contextlib.suppress(OSError):
+        for left in file.parent.glob(f".{file.name}.*"):
+            left.unlink(missing_ok=True)
 
 
 def _said(file: Path, now: float) -> str:

@@ -73,29 +73,3 @@ def test_file_that_cannot_be_read_switches_off_and_holds_nobody(
     made = {"directory": file.mkdir, "link": lambda: file.symlink_to("/nonexistent")}
     made.get(kind, lambda: os.mkfifo(file))()
     assert switch.by_file(places, NOW) == f"{file} is there"
-
-
-def test_turned_off_it_is_kept_where_a_reboot_leaves_it(places: Places) -> None:
-    assert switch.turn_off(places, "INC-42", NOW + 60) == places.kept_off
-    assert places.kept_off.read_text() == f"until {int(NOW) + 60}\nINC-42\n"
-    assert not places.disabled.exists()
-
-
-def test_turned_off_where_etc_cannot_be_written_it_is_kept_in_run(places: Places) -> None:
-    places.kept_off.mkdir()
-    (places.kept_off / "x").touch()
-    assert switch.turn_off(places, "INC-42\nuntil 0", None) == places.disabled
-    assert places.disabled.read_text() == "INC-42\\nuntil 0\n"
-
-
-def test_reason_that_looks_like_a_time_is_one_only_after_a_time(places: Places) -> None:
-    switch.turn_off(places, "until 0", NOW + 60)
-    assert "until 0 (until " in switch.by_file(places, NOW)
-
-
-def test_turned_on_both_files_go_and_are_named(places: Places) -> None:
-    places.disabled.write_text("forestage is being upgraded\n")
-    switch.turn_off(places, "INC-42", None)
-    assert switch.turn_on(places) == [places.kept_off, places.disabled]
-    assert switch.turn_on(places) == []
-    assert switch.by_file(places, NOW) == ""
