@@ -17,6 +17,7 @@ from forestage.peers import auth, connection, protocol
 from forestage.sources import opening, source
 from forestage.system import lock, mounts, probe
 from node import Node
+from private import Private
 
 DEV = Path("/dev")
 
@@ -112,3 +113,16 @@ def unread(dev_log: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
                 filler.sendto(b"x", str(DEV / "log"))
+
+
+@pytest.fixture
+def private() -> Iterator[Callable[..., Private]]:
+    made: list[Private] = []
+
+    def making(*options: str, first: str = ":") -> Private:
+        made.append(Private(*options, first=first))
+        return made[-1]
+
+    yield making
+    for one in made:
+        one.end()

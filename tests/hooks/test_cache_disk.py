@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from forestage import log
 from forestage.admin import sweep
-from forestage.bind.unmount import ORIGINS, KnownOrigins, find_origins
+from forestage.bind import origins
 from forestage.cache.known_disks import read_known
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
@@ -359,7 +359,7 @@ def test_unredirect_knows_redirects_to_a_disk_that_was_unmounted_lazily(node: No
 
 def test_where_a_cache_lay_is_forgotten_once_nothing_of_that_disk_is_mounted(node: Node) -> None:
     def noted() -> tuple[mounts.Origin, ...]:
-        known = records.load(node.places.claims / ORIGINS, KnownOrigins)
+        known = records.load(node.places.claims / origins.FILE, origins.KnownOrigins)
         return known.origins[node.cache.real]
 
     node.staged(1)
@@ -374,4 +374,4 @@ def test_where_a_cache_lay_is_forgotten_once_nothing_of_that_disk_is_mounted(nod
     node.staged(2, "alice/other.sqsh")
     (second,) = noted()
     assert first.device != second.device
-    assert find_origins(node.cache) == (second,)
+    assert [one.origin for one in origins.find_origins(node.cache)] == [second]

@@ -2,61 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from forestage.admin import inventory
 from forestage.bind import namespaces, unmount
-from forestage.cache.layout import Cache
 from forestage.clock import Clock
 from forestage.system import mounts
 from forestage.views.job_dir import Taken
 from node import BOB, SIZE, Arrange, Node, content, until
-
-USERS = ("--user", "--map-root-user")
-
-
-class Private:
-    """A program of Bob's in a mount namespace of its own, or of root's, as `options` say."""
-
-    def __init__(self, *options: str, first: str = ":") -> None:
-        who = {"user": BOB.uid, "group": BOB.gid, "extra_groups": []} if options else {}
-        first = f"{first}; exec sleep inf"
-        argv = ["unshare", *options, "--mount", "--propagation", "private", "sh", "-c", first]
-        self.program = subprocess.Popen(argv, **who)  # type: ignore[call-overload]
-        comm = Path(f"/proc/{self.program.pid}/comm")
-        until(lambda: comm.read_text() == "sleep\n" or self.program.poll(), "the namespace")
-        if self.program.returncode:
-            pytest.skip("no user namespaces here")
-
-    def reads(self, path: Path) -> bytes:
-        return Path(f"/proc/{self.program.pid}/root{path}").read_bytes()
-
-    def binds(self, node: Node) -> int:
-        """How many redirects it sees."""
-        return len(
-            [one for one in namespaces.find(node.cache).found if one.pid == self.program.pid]
-        )
-
-    def end(self) -> None:
-        self.program.kill()
-        self.program.wait()
-
-
-@pytest.fixture
-def private() -> Iterator[Callable[..., Private]]:
-    made: list[Private] = []
-
-    def making(*options: str, first: str = ":") -> Private:
-        made.append(Private(*options, first=first))
-        return made[-1]
-
-    yield making
-    for one in made:
-        one.end()
+from private import USERS, Private
 
 
 @pytest.mark.parametrize("options", [(), USERS], ids=["root", "user"])
@@ -127,7 +84,7 @@ def test_path_that_hung_in_one_namespace_costs_no_epilog_time_in_the_next(
     tries, now = node.places.root / "tries", Clock().wall()
     real = namespaces._in_namespace
 
-    def hangs(ones: list[namespaces.Foreign], cache: Cache) -> list[int]:
+    def hangs(ones: list[namespaces.Foreign]) -> list[int]:
         with tries.open("a") as file:
             file.write("try\n")
         until(lambda: False, "a dead file server")
@@ -211,7 +168,7 @@ def test_what_users_arrange_in_their_namespace_leads_root_nowhere_else(
     assert set(node.binds()) == {str(other)}
     key = node.identity(other).key
     left = [one for one in namespaces.find(node.cache).found if one.pid == container.program.pid]
-    assert [one.mount.point for one in left if one.key == key] == [str(other)]
+    assert [one.bind.path for one in left if one.bind.key == key] == [str(other)]
     hidden = "parent" in first
     assert len(left) == 1 + hidden
 

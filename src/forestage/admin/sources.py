@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from forestage.bind import unmount
+from forestage.bind import origins
 from forestage.cache import image
 from forestage.cache.image import Access, Image
 from forestage.cache.layout import Cache, Entry
@@ -75,7 +75,7 @@ def open_image(cache: Cache, path: str, user: User) -> OpenImage:
     """Opens the image at `path` for reading as this user, for a command; the caller closes it."""
     try:
         # What is in the cache may come from sources that are configured no more.
-        facts, fd = opening.open_file(path, user, ANYWHERE, unmount.find_origins(cache), TIMEOUT)
+        facts, fd = opening.open_file(path, user, ANYWHERE, origins.find_origins(cache), TIMEOUT)
     except OSError as error:
         raise image.declined_by(error, path, user) from None
     try:

@@ -300,8 +300,8 @@ class _Sweep:
                 if leases.mark(one.job) != one.mark:
                     return None
                 now = node.clock.wall()  # what hangs is tried once, with the strays
-                going = epilog.let_go(cache, leases, one.lease, node.places, one.job, claims, now)
-            number = self._unmount(cache, going, lambda bind: user)
+                going = epilog.let_go(cache, leases, node.places, one.job, claims, now)
+            number = self._unmount(going, lambda bind: user)
         return msgspec.structs.replace(released, redirects=number)
 
     def strays(self, stale: tuple[StaleLease, ...]) -> None:
@@ -316,17 +316,15 @@ class _Sweep:
             with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
                 node.leases.drop_unfinished()
                 unmount.forget(node.cache)
-                going = redirect.claim_unneeded(node.cache, node.leases, node.places, None, claims)
-            self._unmount(node.cache, going, functools.partial(owner_of, node.cache))
+                going = redirect.claim_unneeded(node.cache, node.leases, node.places, claims)
+            self._unmount(going, functools.partial(owner_of, node))
         left = {bind.mount.id for bind in unmount.binds(node.cache)}
         self.unredirected += [one.bind.path for one in going if one.bind.mount.id not in left]
         self.problems += namespaces.clear(
             node.cache, node.leases, total=unmount.SWEEP_TOTAL
         ).problems
 
-    def _unmount(
-        self, cache: Cache, going: list[unmount.Going], whose: Callable[[unmount.Bind], User]
-    ) -> int:
+    def _unmount(self, going: list[unmount.Going], whose: Callable[[unmount.Bind], User]) -> int:
         """Returns how many have gone; a problem is noted for those that stay."""
         try:
             unmount.unmount(going, whose, unmount.SWEEP_TOTAL)

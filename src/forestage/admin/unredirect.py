@@ -13,6 +13,7 @@ import msgspec
 from forestage.admin import sources
 from forestage.bind import unmount
 from forestage.bind.unmount import Bind
+from forestage.cache import disk
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.errors import ForestageError
@@ -37,29 +38,38 @@ def unredirect(node: Node) -> Unredirected:
     gets the space lock after us sees that. Where the configuration is broken, `node` may have the
     default one: the leases name the caches.
     """
-    undone: list[str] = []
     problems: list[str] = []
-    for cache in _caches(node):
-        with contextlib.ExitStack() as claims:
+    going: list[unmount.Going] = []
+    with contextlib.ExitStack() as claims:
+        for cache in _caches(node):
             try:
                 with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
-                    going = unmount.claim(cache, unmount.binds(cache), claims)
+                    going += _claim_rest(cache, going, claims)
             except lock.Busy as busy:  # unmounting is right without it as well
                 problems.append(str(busy))
-                going = unmount.claim(cache, unmount.binds(cache), claims)
-            try:
-                unmount.unmount(going, functools.partial(owner_of, cache), unmount.SWEEP_TOTAL)
-            except (ForestageError, OSError) as error:
-                problems.append(str(error))
-        left = {bind.mount.id: bind.path for bind in unmount.binds(cache)}
-        undone += [one.bind.path for one in going if one.bind.mount.id not in left]
-        elsewhere = left.keys() - {one.bind.mount.id for one in going}
-        problems += [f"{left[one]}: another process unmounts it" for one in elsewhere]
+                going += _claim_rest(cache, going, claims)
+        try:
+            unmount.unmount(going, functools.partial(owner_of, node), unmount.SWEEP_TOTAL)
+        except (ForestageError, OSError) as error:
+            problems.append(str(error))
+    left = {bind.mount.id: bind.path for bind in unmount.binds(node.cache)}
+    undone = [one.bind.path for one in going if one.bind.mount.id not in left]
+    elsewhere = left.keys() - {one.bind.mount.id for one in going}
+    problems += [f"{left[one]}: another process unmounts it" for one in elsewhere]
     return Unredirected(tuple(undone), tuple(problems))
 
 
+def _claim_rest(
+    cache: Cache, going: list[unmount.Going], claims: contextlib.ExitStack
+) -> list[unmount.Going]:
+    """Claim the redirects of all caches that are not claimed yet. Raises OSError."""
+    known = {one.bind.mount.id for one in going}
+    rest = [bind for bind in unmount.binds(cache) if bind.mount.id not in known]
+    return unmount.claim(cache, rest, claims)
+
+
 def _caches(node: Node) -> list[Cache]:
-    """The configured one, and each that a lease names: the configuration may have changed since."""
+    """The configured one, and each that a lease names: a hook may hold the lock of either."""
     found = {node.cache.real: node.cache}
     for root in node.leases.caches():
         cache = Cache(Path(root), node.places.claims)
@@ -67,9 +77,15 @@ def _caches(node: Node) -> list[Cache]:
     return list(found.values())
 
 
-def owner_of(cache: Cache, bind: Bind) -> User:
-    """The user who can reach a redirect's path where root is squashed: its entry's owner."""
-    entry = cache.read(bind.key) if bind.key else None
+def owner_of(node: Node, bind: Bind) -> User:
+    """The user who can reach a redirect's path where root is squashed: its entry's owner.
+
+    Root where that is not known: the entry is gone, or the disk of an earlier cache hangs.
+    """
+    cache = Cache(Path(bind.cache), node.places.claims)
+    if not bind.key or disk.hangs(node.places, cache):
+        return ROOT
+    entry = cache.read(bind.key)
     return sources.owner(entry.access) if entry else ROOT
 
 

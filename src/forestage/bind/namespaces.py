@@ -24,7 +24,8 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.bind import unmount
+from forestage.bind import origins, unmount
+from forestage.bind.origins import Bind
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.system import as_user, child, folders, mounts
@@ -43,14 +44,12 @@ SWEEP_MOST = 64 << 20
 class Foreign(msgspec.Struct, frozen=True):
     """A bind of ours in the mount namespace (an inode) of a process.
 
-    `key` is "" where the entry is gone, `source` the path on the node of what it hides, "" where
-    the node does not have that.
+    `source` is the path on the node of what it hides, "" where the node does not have that.
     """
 
     pid: int
     namespace: int
-    mount: Mount
-    key: str
+    bind: Bind
     source: str = ""
 
 
@@ -74,7 +73,7 @@ def find(
     first: int | None = None,
     proc: Path = HOST,
 ) -> Looked:
-    """The binds of this cache in other namespaces than ours that nothing covers.
+    """Our binds in other namespaces than this process', of any cache, that nothing covers.
 
     Within LOOK seconds, or, where it is to be `thorough`, as long as a sweep may take. Namespaces
     of the user `first`, a uid, are looked at before the others.
@@ -82,9 +81,9 @@ def find(
     end = time.monotonic() + (unmount.SWEEP_TOTAL if thorough else LOOK)
     most = SWEEP_MOST if thorough else MOST
     here = mounts.current()
-    origins = unmount.find_origins(cache, here)
+    known = origins.find_origins(cache, here)
     found: list[Foreign] = []
-    marks = [mounts.mark_of(origin) for origin in origins]
+    marks = [mounts.mark_of(one.origin) for one in known]
     namespaces, all_known = _namespaces(proc, first, end)
     unread = int(not all_known)
     for pid, namespace in namespaces:
@@ -99,12 +98,10 @@ def find(
                 continue
             table = mounts.listed(os.fsdecode(raw))
             over = {(mount.parent, mount.point) for mount in table}
-            for mount, inside in (
-                bind for origin in origins for bind in mounts.binds_of(table, origin)
-            ):
-                if (mount.id, mount.point) not in over:
-                    source = mounts.same_place(here, table, mount)
-                    found.append(Foreign(pid, namespace, mount, unmount.key_of(inside), source))
+            for bind in origins.find_binds(table, known):
+                if (bind.mount.id, bind.path) not in over:
+                    source = mounts.same_place(here, table, bind.mount)
+                    found.append(Foreign(pid, namespace, bind, source))
     return Looked(tuple(found), unread)
 
 
@@ -140,7 +137,7 @@ def _namespaces(proc: Path, first: int | None, end: float) -> tuple[list[tuple[i
 
 def unneeded(found: Iterable[Foreign], keys: frozenset[str]) -> list[Foreign]:
     """Pure: those whose entry is gone, or held by no job."""
-    return [one for one in found if one.key not in keys]
+    return [one for one in found if one.bind.key not in keys]
 
 
 def clear(
@@ -162,7 +159,7 @@ def clear(
     gone = unneeded(found, leases.keys()) if found else []
     if now is not None:
         gone = [one for one in gone if not _hung_lately(_note(cache, one), now)]
-    hung, left = _take_off(cache, gone, total)
+    hung, left = _take_off(gone, total)
     for file in {_note(cache, one) for one in hung}:
         with contextlib.suppress(OSError):  # it only spares others the wait
             folders.make(file.parent, folders.PRIVATE)
@@ -178,7 +175,7 @@ def clear(
 
 def _note(cache: Cache, one: Foreign) -> Path:
     """The file that says, by its time, when this path hung in some namespace."""
-    path = os.fsencode(one.source or one.mount.point)
+    path = os.fsencode(one.source or one.bind.path)
     return cache.claims / f"{sha256(path)[:32]}{HUNG}"
 
 
@@ -189,31 +186,31 @@ def _hung_lately(note: Path, now: float) -> bool:
         return False
 
 
-def _take_off(cache: Cache, gone: list[Foreign], total: float) -> tuple[list[Foreign], Left]:
+def _take_off(gone: list[Foreign], total: float) -> tuple[list[Foreign], Left]:
     """Also returns those whose namespace did not answer."""
     by_namespace: dict[int, list[Foreign]] = {}
     for one in gone[::-1]:  # the newest lies on top
         by_namespace.setdefault(one.namespace, []).append(one)
-    works = [functools.partial(_in_namespace, ones, cache) for ones in by_namespace.values()]
+    works = [functools.partial(_in_namespace, ones) for ones in by_namespace.values()]
     timeout = max(unmount.TIMEOUT, total)
     answers = as_user.each(works, list[int], unmount.TIMEOUT, timeout, unmount.AT_ONCE)
     off, problems, hung = 0, [], []
     for ones, numbers in zip(by_namespace.values(), answers, strict=True):
         hung += ones if numbers is None else []
         for one, number in zip(ones, numbers or [errno.ETIMEDOUT] * len(ones), strict=True):
-            what = f"{one.mount.point} in the mount namespace of process {one.pid}"
+            what = f"{one.bind.path} in the mount namespace of process {one.pid}"
             off += not number
             problems += [f"still redirected: {what} ({os.strerror(number)})"] if number else []
     return hung, Left(off, tuple(problems))
 
 
-def _in_namespace(ones: list[Foreign], cache: Cache) -> list[int]:
+def _in_namespace(ones: list[Foreign]) -> list[int]:
     """In a child: an errno for each, 0 for those that are off or covered."""
     child.leave_job()
     numbers = []
     # By descriptor, as all paths of that namespace are its user's.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
-    sources = [_source(one, cache) for one in ones]
+    sources = [_source(one) for one in ones]
     try:
         namespace = os.open(f"/proc/{ones[0].pid}/ns/mnt", os.O_RDONLY)
         root = os.open(f"/proc/{ones[0].pid}/root", os.O_PATH | os.O_DIRECTORY)
@@ -225,19 +222,19 @@ def _in_namespace(ones: list[Foreign], cache: Cache) -> list[int]:
     os.fchdir(proc)
     for one, source in zip(ones, sources, strict=True):
         try:
-            _off_or_covered(one.mount, source)
+            _off_or_covered(one.bind.mount, source)
             numbers.append(0)
         except OSError as error:
             numbers.append(error.errno or errno.EIO)
     return numbers
 
 
-def _source(one: Foreign, cache: Cache) -> int | None:
+def _source(one: Foreign) -> int | None:
     """A clone of the file that the bind hides, as the node has it now; None where it has none.
 
     Only of the file that was staged: its user may exchange folders on the way for another's.
     """
-    entry = cache.read(one.key) if one.key else None
+    entry = Cache(Path(one.bind.cache)).read(one.bind.key) if one.bind.key else None
     if not one.source or entry is None:
         return None
     try:

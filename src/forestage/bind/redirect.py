@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from forestage.bind import unmount
+from forestage.bind import origins, unmount
 from forestage.bind.unmount import Bind as Bind
 from forestage.bind.unmount import Going
 from forestage.bind.unmount import binds as binds
@@ -193,7 +193,7 @@ def _mount_once(
             # Lease first: an Epilog that runs next takes off what no lease mentions.
             note()
             if step == "mount":
-                unmount.note_origin(cache)
+                origins.note_origin(cache)
                 _bind(cache.image(wanted.key), places.redirects / wanted.key, target, turn)
             return "mounted" if step == "mount" else "kept"
     finally:
@@ -204,32 +204,21 @@ def claim_unneeded(
     cache: Cache,
     leases: Leases,
     places: Places,
-    ended: Lease | None,
     claims: contextlib.ExitStack,
     now: float | None = None,
 ) -> list[Going]:
     """Claims every redirect that no lease needs, for `unmount.unmount`. Under the space lock.
 
-    `ended` is the lease that was dropped just now, if it could be read; `now`: see `unmount.claim`.
+    `now`: see `unmount.claim`.
     """
     if places.redirects.exists():
         for spot in places.redirects.iterdir():
             with contextlib.suppress(IsADirectoryError):  # not ours, and in nobody's way
                 _free(spot)
-    needed = leases.redirected()
-    taken = unneeded(binds(cache) + (_left_by(ended) if ended else []), needed)
-    taken = list({bind.mount.id: bind for bind in taken}.values())
-    return unmount.claim(cache, taken, claims, now)
-
-
-def _left_by(lease: Lease) -> list[Bind]:
-    """The lease's binds by path and name: umount(8) may have taken the cache's disk from below."""
-    wanted = {(use.path, f"/entries/{use.key}/image") for use in lease.uses if use.path}
-    return [
-        Bind(mount, "")
-        for mount in mounts.current()
-        if any(mount.point == path and mount.root.endswith(end) for path, end in wanted)
-    ]
+    # Before the leases: a hook of another cache has another space lock, and notes its redirect in
+    # the lease before it mounts.
+    bound = binds(cache)
+    return unmount.claim(cache, unneeded(bound, leases.redirected()), claims, now)
 
 
 def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tuple[int, Identity]:

@@ -15,49 +15,35 @@ the kernel uses ids again. If somebody else unmounts it first (umount(8), or the
 file was replaced), the worst that can happen is that another path shows its source.
 
 A path that hung keeps the file, with the path in it: hooks leave it to the sweep for a while.
-
-A bind outlives the mount of the cache's disk (umount --lazy), and is known by its device and its
-path there. So where each cache lay is noted beside the claims, and gone with them at a boot.
 """
 
 import contextlib
 import errno
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 
+from forestage.bind import origins
+from forestage.bind.origins import Bind as Bind
 from forestage.cache.layout import Cache
 from forestage.clock import Deadline
 from forestage.errors import Failed
-from forestage.system import as_user, child, folders, lock, mounts, records
+from forestage.system import as_user, child, folders, lock, mounts
 from forestage.system.as_user import User
-from forestage.system.mounts import Origin
 
 TIMEOUT = 2.0  # seconds for one path, and for all of a hook's
 SWEEP_TOTAL = 120.0  # seconds for all of a sweep's; nobody waits for it
 AT_ONCE = 32  # children
 MOST = 256  # binds that one hook or sweep claims: each is an open file until all are off
 SUFFIX = ".unmount"
-ORIGINS = "origins.json"
 LEFT_TO_SWEEP = 1800.0  # seconds in which hooks do not try a path again that hung
 COVERS = 8  # mounts that users may have over one redirect
 CHASES = 20  # tries to reach a redirect whose path is being renamed
 MOVED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # what such a path says meanwhile
-
-
-class Bind(msgspec.Struct, frozen=True):
-    """One of our binds as the kernel shows it. `key` is "" where the entry is gone or going."""
-
-    mount: mounts.Mount
-    key: str
-
-    @property
-    def path(self) -> str:
-        return self.mount.point
 
 
 class Going(msgspec.Struct, frozen=True):
@@ -77,62 +63,10 @@ class StillMounted(Failed):
         self.off = off
 
 
-class KnownOrigins(msgspec.Struct, frozen=True):
-    """origins.json: for each cache's root, where the cache lay while binds of it were made."""
-
-    origins: Mapping[str, tuple[Origin, ...]] = {}
-
-
 def binds(cache: Cache) -> list[Bind]:
-    """Every bind of this cache on the node, oldest first."""
+    """Return every bind of ours on the node, oldest first, those of earlier caches too."""
     table = mounts.current()
-    origins = find_origins(cache, table)
-    found = {one.id: inside for origin in origins for one, inside in mounts.binds_of(table, origin)}
-    return [Bind(one, key_of(found[one.id])) for one in table if one.id in found]
-
-
-def find_origins(cache: Cache, table: list[mounts.Mount] | None = None) -> tuple[Origin, ...]:
-    """Return where the cache lies in this process' mount table, and where it lay since the boot.
-
-    Where no mount is known above it, the first has no device, and so no bind.
-    """
-    real = cache.real
-    now = mounts.origin(mounts.current() if table is None else table, real)
-    known = _read_origins(cache).origins.get(real, ())
-    return tuple(dict.fromkeys((now or Origin("", f"{real}/"), *known)))
-
-
-def note_origin(cache: Cache) -> None:
-    """Note where the cache lies, before a bind of it is made. Under the space lock.
-
-    What no mount is left of is forgotten: the kernel gives its device's number to another one.
-    Raises OSError.
-    """
-    table, real, known = mounts.current(), cache.real, _read_origins(cache).origins
-    now = mounts.origin(table, real)
-    if now is None or now in known.get(real, ()):
-        return
-    devices = {mount.device for mount in table}
-    noted = {**known, real: (*known.get(real, ()), now)}
-    left = {
-        root: tuple(one for one in origins if one.device in devices)
-        for root, origins in noted.items()
-    }
-    folders.make(cache.claims, folders.PRIVATE)
-    records.write(cache.claims / ORIGINS, msgspec.json.encode(KnownOrigins(left)))
-
-
-def _read_origins(cache: Cache) -> KnownOrigins:
-    try:
-        return records.find(cache.claims / ORIGINS, KnownOrigins) or KnownOrigins()
-    except OSError:
-        return KnownOrigins()
-
-
-def key_of(inside: str) -> str:
-    """Pure: the key of the entry that a path inside the cache is the image of; "" for none."""
-    parts = inside.split("/")
-    return parts[1] if parts[0] == "entries" and parts[2:] == ["image"] else ""
+    return origins.find_binds(table, origins.find_origins(cache, table))
 
 
 def claim(

@@ -151,7 +151,7 @@ def _release(over: _Over) -> Released:
     with contextlib.ExitStack() as claims:
         with lock.held_if_writable(cache.space_lock, over.patience):
             now = over.clock.wall()
-            going = let_go(cache, leases, lease, over.places, over.job.id, claims, now)
+            going = let_go(cache, leases, over.places, over.job.id, claims, now)
         done = Released("released", unmounted=len(going))
         try:
             unmount.unmount(going, lambda bind: over.job.user)
@@ -181,7 +181,6 @@ def _stuck(stuck: list[str], lease: Lease | None) -> str:
 def let_go(
     cache: Cache,
     leases: Leases,
-    lease: Lease | None,
     places: Places,
     job: int,
     claims: contextlib.ExitStack,
@@ -190,11 +189,11 @@ def let_go(
     """Drops the lease, then claims each redirect that no lease mentions; returns these.
 
     Under the space lock, which nothing that may hang is done under: they are unmounted after it.
-    `lease` is None where it is damaged. Raises OSError, Failed.
+    Raises OSError, Failed.
     """
     leases.drop(job)
     # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
-    return redirect.claim_unneeded(cache, leases, places, lease, claims, now)
+    return redirect.claim_unneeded(cache, leases, places, claims, now)
 
 
 def note_use(cache: Cache, lease: Lease | None, now: float) -> None:

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from forestage.bind import unmount
+from forestage.bind import origins
 from forestage.cache import image
 from forestage.cache.node import Node
 from forestage.clock import Deadline
@@ -66,7 +66,7 @@ class FileSource(msgspec.Struct, frozen=True):
                 wanted.path,
                 self.user,
                 config.staged_from,
-                unmount.find_origins(self.node.cache),
+                origins.find_origins(self.node.cache),
                 source.STAGER_TIMEOUT,
                 services=config.user_mounts,
             )

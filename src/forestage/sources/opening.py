@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from forestage import trace
-from forestage.bind import redirect, unmount
+from forestage.bind import origins, redirect
+from forestage.bind.origins import CacheOrigin
 from forestage.cache import image, part
 from forestage.cache.image import Access, Image, PathFacts
 from forestage.cache.layout import Cache, open_copy
@@ -27,7 +28,6 @@ from forestage.paths import Places
 from forestage.sources.source import OpenImage
 from forestage.system import as_user, files, mounts, probe, writers
 from forestage.system.as_user import User
-from forestage.system.mounts import Origin
 from forestage.units import format_duration
 
 OPEN_TRIES = 8  # one more for each redirect of ours that lies over the path
@@ -39,7 +39,7 @@ def open_as_user(
     path: str,
     user: User,
     sources: Iterable[str],
-    caches: Sequence[Origin],
+    caches: Sequence[CacheOrigin],
     timeout: float,
     copied_head: Callable[[Image], bytes] | None = None,
     services: Mapping[str, str] | None = None,
@@ -91,7 +91,7 @@ def open_as_user(
 
 
 def open_file(
-    path: str, user: User, sources: Iterable[str], caches: Sequence[Origin], timeout: float
+    path: str, user: User, sources: Iterable[str], caches: Sequence[CacheOrigin], timeout: float
 ) -> tuple[PathFacts, int | None]:
     """As `open_as_user`, with the source as a descriptor, if there is one; the caller closes it."""
     found, line = open_as_user(path, user, sources, caches, timeout)
@@ -100,11 +100,11 @@ def open_file(
 
 
 def _open(
-    path: str, sources: tuple[str, ...], caches: Sequence[Origin], services: Mapping[str, str]
+    path: str, sources: tuple[str, ...], caches: Sequence[CacheOrigin], services: Mapping[str, str]
 ) -> as_user.Found[PathFacts]:
     # O_PATH first: opening a FIFO would block and opening a device may do something.
     handle = os.open(path, os.O_PATH)
-    if caches and mounts.mount_id(handle) in {bind.id for bind in _ours(caches)}:
+    if caches and mounts.mount_id(handle) in _ours(caches):
         raise _Covered(handle)
     seen = os.fstat(handle)
     mode = seen.st_mode
@@ -151,9 +151,9 @@ class _Covered(Exception):
         self.handle = handle
 
 
-def _ours(caches: Sequence[Origin]) -> list[mounts.Mount]:
-    listed = mounts.current() if caches else []
-    return [bind for origin in caches for bind, _ in mounts.binds_of(listed, origin)]
+def _ours(caches: Sequence[CacheOrigin]) -> set[int]:
+    """The ids of the mounts that are redirects of these caches."""
+    return {bind.mount.id for bind in origins.find_binds(mounts.current(), caches)}
 
 
 def _head(fd: int, user: User) -> bytes:
@@ -217,7 +217,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     is declined next must not read outdated bytes. Raises Declined, Failed, OSError.
     """
     bound = redirect.binds(node.cache)
-    caches = unmount.find_origins(node.cache)
+    caches = origins.find_origins(node.cache)
     limit = min(HOOK_TIMEOUT, end.left())
     binds = node.config.redirect == "bind"
     head = functools.partial(_copied_head, node.cache) if binds else None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from forestage.bind import unmount
+from forestage.bind import origins
 from forestage.cache.image import Image, declined_by
 from forestage.cache.node import Node
 from forestage.clock import Deadline
@@ -106,10 +106,10 @@ def show(call: ViewCall, request: Request) -> ForStep:
 
 def _open_shared(node: Node, job: Job, path: str, end: Deadline) -> tuple[Image, socket.socket]:
     """The user's own file, opened as them beneath our redirects."""
-    origins = unmount.find_origins(node.cache)
+    known = origins.find_origins(node.cache)
     try:
         facts, line = opening.open_as_user(
-            path, job.user, ("/",), origins, min(opening.HOOK_TIMEOUT, end.left())
+            path, job.user, ("/",), known, min(opening.HOOK_TIMEOUT, end.left())
         )
     except OSError as error:
         raise declined_by(error, path, job.user) from None

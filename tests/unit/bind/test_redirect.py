@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from forestage.bind import redirect
 from forestage.bind.redirect import Bind, next_step, stale, unneeded
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Lease, Use
 from forestage.system import mounts
-from forestage.system.as_user import User
 from forestage.system.mounts import Mount
 
 
@@ -72,8 +70,6 @@ def test_stale_is_what_shows_other_bytes_and_nothing_elsewhere(
         ("evicted/0a.0/image", ""),
         ("evicted/0a.0/image//deleted", ""),
         ("parts/0a/image", ""),
-        ("entries/0a/entry.json", ""),
-        ("entries/image", ""),
     ],
 )
 def test_bind_of_anything_but_a_live_entry_has_no_key(
@@ -86,28 +82,3 @@ def test_bind_of_anything_but_a_live_entry_has_no_key(
     monkeypatch.setattr(mounts, "current", lambda: table)
     (found,) = redirect.binds(Cache(Path("/nowhere/cache")))
     assert (found.path, found.key) == ("/lustre/a", key)
-
-
-@pytest.mark.parametrize(
-    ("uses", "found"),
-    [
-        ((Use("0a", "/lustre/a"),), ["/lustre/a"]),
-        ((Use("0a", "/lustre/a"), Use("0b", "/lustre/b")), ["/lustre/a", "/lustre/b"]),
-        ((Use("0a"), Use("0b")), []),
-        # Another entry than the lease says, or another program's mount at the same place.
-        ((Use("0b", "/lustre/a"),), []),
-        ((Use("0c", "/lustre/c"),), []),
-    ],
-)
-def test_lease_tells_its_redirects_where_the_caches_disk_has_gone(
-    monkeypatch: pytest.MonkeyPatch, me: User, uses: tuple[Use, ...], found: list[str]
-) -> None:
-    table = [
-        Mount(2, 1, "0:1", "/forestage/entries/0a/image", "/lustre/a"),
-        Mount(3, 1, "0:1", "/forestage/entries/0b/image", "/lustre/b"),
-        Mount(4, 1, "0:1", "/home/image", "/lustre/c"),
-    ]
-    monkeypatch.setattr(mounts, "current", lambda: table)
-    left = redirect._left_by(Lease(7, me, 0.0, "/mnt/nvme/forestage", uses))
-    assert [bind.path for bind in left] == found
-    assert {bind.key for bind in left} <= {""}

@@ -1,0 +1,76 @@
+"""Which mounts are binds of ours, whatever is configured: tables of what the kernel shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.bind import origins
+from forestage.bind.origins import CacheOrigin, KnownOrigins
+from forestage.cache.layout import Cache
+from forestage.system.mounts import Mount, Origin
+
+HERE, EARLIER = "/mnt/nvme/forestage", "/scratch/forestage"
+
+
+def bound(number: int, device: str, root: str) -> Mount:
+    return Mount(number, 1, device, root, f"/lustre/{number}")
+
+
+@pytest.mark.parametrize(
+    "inside",
+    ["entries/0a/map", "entries/image", "jobs/7.0/disk", "held/0a", "image", "entries/0a/image/x"],
+)
+def test_what_is_not_named_as_an_image_is_none_of_ours(inside: str) -> None:
+    table = [bound(2, "259:1", f"/forestage/{inside}")]
+    assert origins.find_binds(table, [CacheOrigin(HERE, Origin("259:1", "/forestage/"))]) == []
+
+
+def test_bind_is_of_the_cache_that_it_was_made_from() -> None:
+    inner = CacheOrigin(f"{HERE}/inner", Origin("259:1", "/forestage/inner/"))
+    outer = CacheOrigin(HERE, Origin("259:1", "/forestage/"))
+    table = [
+        bound(2, "259:1", "/forestage/inner/entries/0a/image"),
+        bound(3, "259:1", "/forestage/entries/0b/image"),
+        bound(4, "259:2", "/forestage/entries/0c/image"),
+    ]
+    found = origins.find_binds(table, [outer, inner])
+    assert [(one.mount.id, one.key, one.cache) for one in found] == [
+        (2, "0a", inner.root),
+        (3, "0b", outer.root),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "mounted", "counts"),
+    [
+        ("259:1", True, True),
+        ("259:1", False, True),  # what other namespaces have of a disk is ours still
+        ("0:40", True, True),
+        ("0:40", False, False),
+    ],
+)
+def test_number_that_another_file_system_may_have_by_now_tells_no_bind(
+    cache: Cache, device: str, mounted: bool, counts: bool
+) -> None:
+    """A user's tmpfs, in a namespace of theirs, may get the number of a btrfs that is gone."""
+    cache = Cache(Path(HERE), cache.claims)
+    here = EARLIER.removeprefix("/scratch") + "/"
+    cache.claims.joinpath(origins.FILE).write_bytes(
+        msgspec.json.encode(KnownOrigins({EARLIER: (Origin(device, here),)}))
+    )
+    table = [Mount(1, 0, "8:1", "/", "/")]
+    table += [Mount(2, 1, device, "/", "/scratch")] if mounted else []
+    found = origins.find_binds(
+        [bound(9, device, f"{here}entries/0a/image")], origins.find_origins(cache, table)
+    )
+    assert [one.cache for one in found] == [EARLIER] * counts
+
+
+def test_file_that_is_no_record_of_ours_names_no_cache(cache: Cache) -> None:
+    (cache.claims / origins.FILE).write_text("[1]")
+    table = [Mount(1, 0, "8:1", "/", "/")]
+    (only,) = origins.find_origins(Cache(Path(HERE), cache.claims), table)
+    assert only == CacheOrigin(HERE, Origin("8:1", f"{HERE}/"))
