@@ -49,9 +49,19 @@ static struct spank_option offered[] = {
 static char words[OPTION_BYTES + 1]; /* as `forestage hints` takes them, each with a newline */
 static size_t length;
 static bool too_long;
+static const char *broken; /* the name of an option whose value holds a newline */
+
+static bool is_asked(void)
+{
+	return length || too_long || broken;
+}
 
 static void add_word(const char *name, const char *value)
 {
+	if (strchr(value, '\n')) { /* it would be two words */
+		broken = name;
+		return;
+	}
 	size_t left = sizeof(words) - length;
 	int n = snprintf(words + length, left, "%s=%s\n", name, value);
 
@@ -210,6 +220,10 @@ static bool is_refused(const char *helper)
 			    " paths lie in, or a list: --comment=stage-list=FILE)", OPTION_BYTES);
 		return true;
 	}
+	if (broken) {
+		slurm_error("forestage: --%s: its value holds a newline", broken);
+		return true;
+	}
 	memcpy(text, words, sizeof(text));
 	char **argv = helper ? as_arguments(helper, text) : NULL;
 	pid_t pid = argv ? start_check(argv, &out) : -1;
@@ -256,9 +270,9 @@ void hand_over(spank_t sp, const char *helper)
 	char name[96];
 
 	/* Ended as Slurm ends itself here where a required plugin fails (`optional` ones may not). */
-	if ((length || too_long) && !is_step() && is_refused(helper))
+	if (is_asked() && !is_step() && is_refused(helper))
 		exit(refusal());
-	if ((length || too_long) && is_step() && !told) {
+	if (is_asked() && is_step() && !told) {
 		slurm_spank_log("forestage: --stage is for jobs, and too late for a step: it counts at"
 				" sbatch, salloc, or an srun that makes its job");
 		told = true;
@@ -274,4 +288,5 @@ void hand_over(spank_t sp, const char *helper)
 	words[0] = '\0';
 	length = 0;
 	too_long = false;
+	broken = NULL;
 }

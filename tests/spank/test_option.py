@@ -255,6 +255,20 @@ def test_more_than_a_prologs_environment_may_hold_is_refused(command: Command) -
     assert command.run(*[f"--stage=/{'x' * 4000}"] * 4).code == 0
 
 
+@pytest.mark.parametrize("option", ["--stage=/a\n/l.sqsh", "--stage-dir=5GiB\n"])
+def test_value_that_holds_a_newline_is_refused_by_its_options_name(
+    command: Command, option: str
+) -> None:
+    # Else what comes after it would be a word of its own, and be told as one that is not known.
+    done = command.run("--stage=/a", option)
+    name = option.partition("=")[0]
+    assert (done.code, done.prologs, command.asked) == (1, [], [])
+    assert [error.replace("\n", "") for error in done.errors] == [
+        f"forestage: {name}: its value holds a newline"
+    ]
+    assert command.run("--stage=/a").words == [["stage=/a"]]
+
+
 VALUE = st.binary(max_size=60).map(lambda raw: raw.replace(b"\0", b"\n"))
 LONG = st.integers(1000, 9000).map(lambda size: b"/" + b"x" * size)
 OPTION = st.tuples(st.sampled_from([b"stage", b"stage-wait", b"stage-dir"]), VALUE | LONG)
@@ -276,7 +290,8 @@ def test_any_bytes_are_handed_over_as_they_are_or_refused(
             words += [b"--" + name + b"=" + value for name, value in part]
         done = command.run(*words)
     texts = [b"".join(n + b"=" + v + b"\n" for n, v in part) for part in parts]
-    if any(len(text) > MAX_OPTION for text in texts):
+    broken = any(b"\n" in value for part in parts for _, value in part)
+    if broken or any(len(text) > MAX_OPTION for text in texts):
         assert done.code == 1
         return
     wanted = [f"SPANK_FORESTAGE_STAGE={os.fsdecode(text)}".replace("\n", "\x01") for text in texts]
