@@ -176,9 +176,29 @@ def format_rate(size: float, seconds: float) -> str:
     return f"{format_size(size / seconds)}/s" if seconds > 0 else "-"
 
 
+def is_utf8(text: str) -> bool:
+    """Return whether a text that may hold undecodable bytes of a name holds none. Pure."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shorten(text: str, most: int = MAX_TEXT) -> str:
+    """Return `text` with at most so many characters: a long text loses its middle. Pure.
+
+    Messages begin with a path, which may be long, and end with what is wrong with it.
+    """
+    if len(text) <= most:
+        return text
+    tail = most // 2
+    return f"{text[: most - tail - 1]}…{text[-tail:]}"
+
+
 def printable(text: str) -> str:
     """Returns a user's text as one short line: control characters and undecodable bytes escaped."""
-    short = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
+    short = shorten(text)
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
         for char in short

@@ -17,7 +17,7 @@ from forestage.slurm.hints import ABSOLUTE, Request
 from forestage.system.as_user import User
 from forestage.system.files import Asked
 from forestage.system.sha256 import sha256
-from forestage.units import format_size
+from forestage.units import format_size, is_utf8
 
 ACL = "system.posix_acl_access"
 
@@ -124,11 +124,9 @@ def wanted_path(request: Request, work_dir: str) -> str:
         raise Declined(
             "bad-path", f"{request.path} is relative and Slurm names no working directory"
         )
-    try:
-        too_long = len(path.encode()) >= PATH_MAX
-    except UnicodeEncodeError:
-        raise Declined("bad-path", "the path is not UTF-8") from None
-    if too_long:
+    if not is_utf8(path):
+        raise Declined("bad-path", "the path is not UTF-8")
+    if len(path.encode()) >= PATH_MAX:
         raise Declined("bad-path", f"the path is longer than {PATH_MAX} bytes")
     return path
 
@@ -224,7 +222,7 @@ def declined_by(error: OSError, path: str, user: User) -> Declined:
         errno.EACCES: refused,
         errno.EPERM: refused,
         errno.ELOOP: ("bad-path", "has too many symbolic links"),
-        errno.ENAMETOOLONG: ("bad-path", "has a name that is too long"),
+        errno.ENAMETOOLONG: ("bad-path", "has a name, or a path, that is too long"),
     }
     reason, text = known.get(error.errno or 0, ("source-error", f"cannot be read: {error}"))
     return Declined(reason, f"{path} {text}")

@@ -12,6 +12,7 @@ import msgspec
 
 from forestage.prefetch.policy import Pending
 from forestage.slurm.hints import read_hints, seen_images
+from forestage.units import is_utf8
 
 SOON = 3600.0  # seconds until the begin time of a job, within which it counts
 MAX_PATH = 4096  # bytes
@@ -122,7 +123,5 @@ def named(comment: str, admin_comment: str) -> tuple[str, ...]:
 
 def is_path(path: str) -> bool:
     """Whether a word may be the path of an image: it goes into records and logs."""
-    try:
-        return path.startswith("/") and path.isprintable() and len(path.encode()) < MAX_PATH
-    except UnicodeEncodeError:
-        return False
+    is_word = path.startswith("/") and path.isprintable() and is_utf8(path)
+    return is_word and len(path.encode()) < MAX_PATH

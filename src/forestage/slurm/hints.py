@@ -29,7 +29,7 @@ from typing import Literal
 import msgspec
 
 from forestage.slurm.near_misses import KNOWN, misses, words
-from forestage.units import parse_duration, parse_size, printable, quote
+from forestage.units import is_utf8, parse_duration, parse_size, printable, quote
 
 MAX_HINTED = 16
 """Images read from one comment, and as many data; more are reported. A hook's time is short."""
@@ -318,18 +318,9 @@ def _request(part: str, rank: Rank, plain: bool = False) -> Request:
     path = _placed(path, rank, plain) if "{" in path else path
     request = Request(path, "hint", at) if plain else Request(_decoded(path), "hint", _decoded(at))
     # Data is noted for the job's steps, as JSON, which takes no other.
-    if request.is_data and not _is_text(request.path + request.at):
+    if request.is_data and not is_utf8(request.path + request.at):
         raise ValueError(f"{quote(part)} is not UTF-8")
     return request
-
-
-def _is_text(name: str) -> bool:
-    """Pure: whether a name that may hold undecodable bytes holds none."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _split(part: str) -> tuple[str, str]:

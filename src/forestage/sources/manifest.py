@@ -27,7 +27,7 @@ from forestage.system.as_user import User
 from forestage.system.file_systems import lacks_blocks
 from forestage.system.files import Asked, latest, opened
 from forestage.system.handles import Handle
-from forestage.units import printable
+from forestage.units import is_utf8, printable
 
 THREADS = 32  # a look at a file costs a network file system a round trip, and hardly any time here
 LAYOUT = b"1"  # changes with what sources/erofs.py makes of a manifest: peers give parts of it
@@ -38,6 +38,7 @@ NAMED_CHARACTERS = 160  # of each, with why not
 SAMPLE = 64  # files that a node looks at which has another node's manifest
 MOST_ACLS = 64 * 1024 * 1024  # bytes of all of them
 MOST_ACL = 65536 - 64  # bytes of one: what an inode of EROFS has room for
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 NAME_BYTES = 256  # of a file's path and link, on average; root's memory holds all of them
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -149,10 +150,8 @@ def _open_root(user: User, path: str) -> tuple[int, str]:
     except OSError as error:
         raise image.declined_by(error, path, user) from None
     resolved = os.readlink(f"/proc/self/fd/{fd}")
-    try:
-        resolved.encode()
-    except UnicodeEncodeError:
-        raise Declined("bad-path", "the path resolves to a name that is not UTF-8") from None
+    if not is_utf8(resolved):
+        raise Declined("bad-path", "the path resolves to a name that is not UTF-8")
     # A link of /proc leads where the user may not go by name, or into a namespace of their own: the
     # directory may be the same, and what is mounted in it another.
     try:
@@ -182,8 +181,7 @@ def take(root: int, path: str, user: User, max_files: int) -> Manifest:
         try:
             files, more = _look_into(root, todo, disk, user, bound)
         except OSError as error:
-            name = os.fsdecode(os.path.join(os.fsencode(path), todo.directory))
-            raise image.declined_by(error, printable(name), user) from None
+            raise _declined_below(error, path, todo.directory, user) from None
         found.extend(files)
         return [*more, *(_Todo(file.path) for file in files if file.is_dir)]
 
@@ -424,7 +422,7 @@ def acls(root: int, manifest: Manifest, user: User) -> dict[bytes, bytes]:
             except OSError as error:
                 # Not for all at once: of a union of file systems some may have ACLs.
                 if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
-                    raise image.declined_by(error, manifest.path, user) from None
+                    raise _declined_below(error, manifest.path, file.path, user) from None
             else:
                 found.append((file.path, acl))
         with lock:
@@ -459,8 +457,23 @@ def _look_into(
                 files.append(_look(fd, os.path.join(directory, name), name, disk, user, bound))
             except Declined as error:
                 bound.refuse(os.path.join(directory, name), error)
+            except OSError as error:
+                below = os.path.join(directory, name)
+                raise _declined_below(error, bound.path, below, user) from None
     bound.add(0, sum(len(file.link) for file in files))
     return files, []
+
+
+def _declined_below(error: OSError, path: str, name: bytes, user: User) -> Declined:
+    """Return what an error of a name below the directory `path` means. Pure.
+
+    A name was listed a moment ago, so one that is not there was removed since.
+    """
+    shown = printable(os.fsdecode(name))
+    if name and error.errno in _GONE:
+        what = f"{printable(path)} changed while it was looked at: {shown} is not there any more"
+        return Declined("changed", what)
+    return image.declined_by(error, os.path.join(printable(path), shown), user)
 
 
 def _names(fd: int, above: int, bound: _Bound) -> Iterator[tuple[bytes, ...]]:

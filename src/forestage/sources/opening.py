@@ -28,7 +28,7 @@ from forestage.paths import Places
 from forestage.sources.source import OpenImage
 from forestage.system import as_user, files, mounts, probe, writers
 from forestage.system.as_user import User
-from forestage.units import format_duration
+from forestage.units import format_duration, is_utf8
 
 OPEN_TRIES = 8  # one more for each redirect of ours that lies over the path
 HOOK_TIMEOUT = 15.0  # seconds; no copy takes part in it, so a file server that needs longer hangs
@@ -112,9 +112,7 @@ def _open(
     if resolved == "/" and not stat.S_ISDIR(mode):
         # A redirect, unmounted since it was opened: so reads the path of a file without its mount.
         raise _Covered(None)
-    try:
-        resolved.encode()
-    except UnicodeEncodeError:
+    if not is_utf8(resolved):
         return PathFacts("", sources, mode), []
     only_looks = sources == ANYWHERE
     sources = _resolved(sources, resolved)

@@ -23,6 +23,7 @@ import msgspec
 from forestage.errors import Declined, Failed
 from forestage.system import child
 from forestage.system.files import opened
+from forestage.units import is_utf8
 
 T = TypeVar("T")
 
@@ -161,7 +162,7 @@ def identify(user: User, timeout: float) -> User:
             name, home = name or known.pw_name, known.pw_dir
         named = msgspec.structs.replace(user, name=name)
         listed = tuple(dict.fromkeys((user.gid, *groups(named))))
-        if not _is_text(name + home):  # no user's real one
+        if not is_utf8(name + home):  # no user's real one
             return msgspec.structs.replace(user, groups=listed, home=""), []
         return msgspec.structs.replace(named, groups=listed, home=home), []
 
@@ -173,14 +174,6 @@ def identify(user: User, timeout: float) -> User:
         raise Declined("slow-names", what, f"time getent initgroups {whose}") from None
     line.close()
     return found
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def become(user: User) -> None:

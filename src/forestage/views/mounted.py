@@ -25,7 +25,7 @@ from forestage.slurm.lines import Fields
 from forestage.sources import opening
 from forestage.system import as_user
 from forestage.system.mounts import is_below
-from forestage.units import printable
+from forestage.units import is_utf8, printable
 from forestage.views import serving
 from forestage.views.wanted import ForStep, ViewCall
 
@@ -176,10 +176,8 @@ def must_be_allowed(path: str, needed: Sequence[str]) -> None:
     """
     if not path.startswith("/") or any(ord(char) < 32 or ord(char) == 127 for char in path):
         raise Declined("no-mount", f"{printable(path)} is no absolute path")
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise Declined("no-mount", f"{printable(path)} is not UTF-8") from None
+    if not is_utf8(path):
+        raise Declined("no-mount", f"{printable(path)} is not UTF-8")
     for directory in SYSTEM:
         if is_below(path, directory) or is_below(directory, path):
             raise Declined("no-mount", f"{path}: nothing may be mounted over {directory}")

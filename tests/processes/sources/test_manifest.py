@@ -22,6 +22,7 @@ from forestage.system import file_systems, handles, mounts
 from forestage.system.as_user import User
 from forestage.system.files import Asked
 from forestage.system.handles import Handle
+from forestage.units import printable
 from node import ALICE, BOB
 
 MOST = 1000
@@ -142,7 +143,43 @@ def test_directory_that_becomes_a_link_is_not_followed(
         return facts
 
     monkeypatch.setattr(manifest, "_look", swapped)
-    assert declined(top, me) in ("missing", "bad-path")
+    assert declined(top, me) in ("changed", "bad-path")
+
+
+def test_file_that_vanishes_during_a_look_is_named_and_the_directory_has_changed(
+    top: Path, me: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (top / "folder").mkdir()
+    (top / "folder/file").touch()
+    real = manifest._look
+
+    def removed(*args: object) -> File:
+        if args[2] == b"file":
+            (top / "folder/file").unlink()
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(manifest, "_look", removed)
+    with pytest.raises(Declined) as caught:
+        look(top, me)
+    said = f"{top} changed while it was looked at: folder/file is not there any more"
+    assert (caught.value.reason, str(caught.value)) == ("changed", said)
+
+
+def test_directory_that_vanishes_during_a_look_is_named(
+    top: Path, me: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (top / "folder").mkdir()
+    real = manifest._look
+
+    def removed(*args: object) -> File:
+        facts = real(*args)  # type: ignore[arg-type]
+        (top / "folder").rmdir()
+        return facts
+
+    monkeypatch.setattr(manifest, "_look", removed)
+    with pytest.raises(Declined, match="looked at: folder is not there any more") as caught:
+        look(top, me)
+    assert caught.value.reason == "changed"
 
 
 def test_tree_of_any_depth_is_declined_and_not_recursed_into(top: Path, me: User) -> None:
@@ -154,7 +191,12 @@ def test_tree_of_any_depth_is_declined_and_not_recursed_into(top: Path, me: User
         os.close(fd)
         fd = below
     os.close(fd)
-    assert declined(top, me, 10**6) == "bad-path"
+    with pytest.raises(Declined) as caught:
+        look(top, me, 10**6)
+    assert caught.value.reason == "bad-path"
+    # However long the path is, the text that a log or a user is given says why.
+    assert printable(str(caught.value)).startswith(f"{top}/d/d/")
+    assert printable(str(caught.value)).endswith("has a name, or a path, that is too long")
 
 
 def test_more_files_than_the_admin_allows_are_declined(top: Path, me: User) -> None:
