@@ -1,22 +1,17 @@
 """Commands for images before any job wants them: `forestage warm`, `stage`, `publish`, `pack` …"""
 
-import contextlib
 import errno
 import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from forestage.cli import many
-from forestage.cli.world import Exit, as_json, seconds, show
+from forestage.cli.world import Exit, as_json, ending_as_interrupt, seconds, show
 
 if TYPE_CHECKING:
     from forestage.cli.world import World
-
-ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 force = click.option("-f", "--force", is_flag=True, help="Replace an existing file.")
 
@@ -24,17 +19,6 @@ force = click.option("-f", "--force", is_flag=True, help="Replace an existing fi
 def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     seconds(ctx, parameter, value or "0")  # which refuses what is none
     return value
-
-
-@contextlib.contextmanager
-def _cancelling() -> Iterator[None]:
-    """Treats a closed terminal and `kill` like ^C, so that the jobs are cancelled then, too."""
-    before = {one: signal.signal(one, signal.default_int_handler) for one in ENDS}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 def _path(world: "World", image: str) -> str:
@@ -108,7 +92,7 @@ def warm(
         busy,
         at_once,
     )
-    with _cancelling(), screen.busy() as progress:
+    with ending_as_interrupt(), screen.busy() as progress:
         done = work.warm(order, slurm, ctx.obj.clock, secrets.token_hex(4), progress)
     show(done, work.pieces(done), as_json)
     if done.failed:
@@ -187,7 +171,7 @@ def publish(
     layout = work.Layout(stripes, stripe_size)
     files = Files(world.places.root)
     source, target = Path(os.path.abspath(image)), Path(os.path.abspath(folder))
-    with screen.busy() as progress:
+    with ending_as_interrupt(), screen.busy() as progress:
         done = work.publish(source, target, layout, force, files, world.clock, progress)
     show(done, work.pieces(done), as_json)
 
@@ -222,7 +206,7 @@ def pack(
     layout = None
     if here and publishing.kind_of(image.parent, Files(world.places.root)) == "lustre":
         layout = publishing.Layout()
-    with screen.busy() as progress:
+    with ending_as_interrupt(), screen.busy() as progress:
         done = work.pack(folder, image, force, world.clock, progress, layout, world.places.root)
     done = msgspec.structs.replace(done, option=option)
     show(done, work.pieces(done), as_json)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from forestage.cli.world import Exit, seconds, show
+from forestage.cli.world import Exit, ending_as_interrupt, seconds, show
 
 Command = Callable[..., None]
 
@@ -78,7 +78,7 @@ def _ask(ctx: click.Context, named: str, given: dict[str, Any]) -> None:
     words = (ctx.command.name or "", *_words(ctx, given))
     known = (given["by"], given["within"], given["at_once"], given["more"])
     question = fleet.Question(expanded(named), words, *known)
-    with screen.busy() as progress:
+    with ending_as_interrupt(), screen.busy() as progress:
         replies = fleet.ask(question, Slurm.of(os.environ), secrets.token_hex(4), progress)
     show(fleet.document(replies), fleet.pieces(replies), given["as_json"])
     ctx.exit(fleet.exit_code(replies, Exit.UNREACHED))

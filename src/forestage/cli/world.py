@@ -1,8 +1,11 @@
 """What the commands share: the node they work on, their options, and how they end."""
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from forestage.paths import Places
     from forestage.system.terminal import Piece
 
+TWICE = 1.0  # seconds between two signals that come from one cause
+
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
@@ -27,6 +32,35 @@ def seconds(ctx: click.Context, parameter: click.Parameter, value: str) -> float
         return parse_duration(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
+
+
+@contextlib.contextmanager
+def ending_as_interrupt() -> Iterator[None]:
+    """Treat a closed terminal and `kill` as ^C: for commands that make anything outside the cache.
+
+    Else the files and jobs that it has begun stay. What is ignored (nohup) stays ignored.
+    """
+
+    last = -TWICE
+
+    def interrupt(number: int, frame: object) -> None:
+        # A terminal that closes sends SIGHUP, and so does its shell: the second one would interrupt
+        # the clean-up. A later one counts: Python loses an exception that is raised beside a fork.
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= TWICE:
+            last = now
+            raise KeyboardInterrupt
+
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
+    before = {one: found for one, found in handlers.items() if found is not signal.SIG_IGN}
+    for one in before:
+        signal.signal(one, interrupt)
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 class World(NamedTuple):

@@ -24,6 +24,7 @@ from forestage.system.tree import PATH as PATH
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 NOBODY = 65534  # the kernel's overflowuid: owns nothing
 NO_PRIVS = "--no-new-privs"  # of setpriv: no program gains any by set-user-ID or capabilities
+KILLED = 5.0  # seconds for a program to be gone; one that hangs in the kernel is left behind
 STOP_POLL = 0.2  # seconds between looks at whether a program should be stopped
 ROUNDS = 50  # of looking for processes that are to be killed; they start others meanwhile
 Program: TypeAlias = "subprocess.Popen[bytes]"
@@ -259,16 +260,22 @@ def run(
         start_new_session=True,
     )
     end = None if timeout is None else time.monotonic() + timeout
-    if most is None:
-        out, err = _finish(process, stop, end)
-    else:
-        assert end is not None
-        with process:
-            out, err, cut = _written(process, end, most)
-            if cut or _outlasts(process, end):
-                _kill_group(process)
-        if cut == "size":
-            raise Failed("program", f"{argv[0]} has written more than {most} bytes")
+    try:
+        if most is None:
+            out, err = _finish(process, stop, end)
+        else:
+            assert end is not None
+            with process:
+                out, err, cut = _written(process, end, most)
+                if cut or _outlasts(process, end):
+                    _kill_group(process)
+            if cut == "size":
+                raise Failed("program", f"{argv[0]} has written more than {most} bytes")
+    finally:
+        # After an interrupt: it must not make the file that its caller is about to remove.
+        if process.returncode is None:
+            _kill_group(process)
+            _outlasts(process, time.monotonic() + KILLED)
     return Ran(
         tuple(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
     )

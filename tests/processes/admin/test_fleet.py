@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -263,6 +265,18 @@ def test_srun_that_is_killed_leaves_no_job(site: Site, programs: Callable[..., P
     lines = asked.read_text().splitlines()
     (name,) = {word for line in lines for word in line.split() if word.startswith("--job-name=")}
     assert lines[-1] == f"scancel --name={name.partition('=')[2]}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_command_that_is_ended_leaves_no_job_on_other_nodes(
+    site: Site, programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    asked = programs(srun="", scancel="")
+    monkeypatch.setattr(fleet, "_run", lambda worker, at_once: os.kill(os.getpid(), number))
+    done = site.run("ls", "-w", "n1", "--by", "srun")
+    assert done.exit_code == Exit.INTERRUPTED
+    (cancelled,) = asked.read_text().splitlines()
+    assert cancelled.startswith("scancel --name=forestage-")
 
 
 SAID = '{"document": [], "pieces": [{"type": "Line", "text": "x"}]}'

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +66,33 @@ def test_tools_that_know_gzip_only_use_it(
     programs(mksquashfs=f'case "$*" in *zstd*) {says};; esac; exec /usr/bin/mksquashfs "$@"')
     printed = site.json("pack", str(tree), "-o", str(tmp_path / "x"))
     assert (printed["compression"], printed["inodes"]) == ("gzip", 9)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_pack_that_is_ended_leaves_neither_file_nor_program(
+    site: Site,
+    tree: Path,
+    tmp_path: Path,
+    programs: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+) -> None:
+    pid = tmp_path / "pid"
+    programs(mksquashfs=f": >$2; echo $$ >{pid}; exec sleep 600")
+    communicate = subprocess.Popen.communicate
+
+    def end(process: subprocess.Popen[bytes], *args: Any, **how: Any) -> Any:
+        if pid.exists() and pid.read_text().endswith("\n"):
+            os.kill(os.getpid(), number)
+        return communicate(process, *args, **how)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", end)
+    before, files = signal.getsignal(number), {*tmp_path.iterdir()}
+    done = site.run("pack", str(tree), "-o", str(tmp_path / "x.sqsh"))
+    assert done.exit_code == Exit.INTERRUPTED
+    assert {path.name for path in {*tmp_path.iterdir()} - files} == {"pid"}
+    assert not Path("/proc", pid.read_text().strip()).exists()
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -188,3 +189,43 @@ def test_image_or_directory_that_is_none_is_refused(site: Site, image: str, fold
     assert done.exit_code == Exit.NOT_FOUND, done.output
     assert left(site) == []
     assert not (root / "nowhere").exists()
+
+
+ENDS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("numbers", [ENDS[:1], ENDS[1:], ENDS])
+def test_publish_that_is_ended_leaves_nothing(
+    site: Site,
+    while_copying: Callable[[Callable[[Path], object]], None],
+    numbers: tuple[signal.Signals, ...],
+) -> None:
+    """With two at the same moment, as of a terminal's end and its shell's, the second one comes
+    while the part is being removed.
+    """
+
+    def end(part: Path) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
+
+    while_copying(end)
+    done = site.run("publish", str(site.image("a.sqsh", DATA)), str(target(site)))
+    assert done.exit_code == Exit.INTERRUPTED
+    assert left(site) == []
+
+
+def test_publish_goes_on_where_signals_are_ignored(
+    site: Site, while_copying: Callable[[Callable[[Path], object]], None]
+) -> None:
+    """As with nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        while_copying(lambda part: os.kill(os.getpid(), signal.SIGHUP))
+        done = site.run("publish", str(site.image("a.sqsh", DATA)), str(target(site)))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert done.exit_code == Exit.OK, done.output
+    assert left(site) == ["a.sqsh"]
