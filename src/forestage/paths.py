@@ -116,7 +116,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def collected(self) -> Path:
-        """Its mtime: this node's sweep looked at the store of images, see admin/registry.py."""
+        """When this node's sweep looked at the store of images, see admin/registry.py."""
         return self.run / "collected"
 
     @property

@@ -41,10 +41,12 @@ class Far:
         name: str = "far",
         user: User = ROOT,
         options: str = OPTIONS,
+        shows: Path | None = None,
     ) -> None:
-        self.folder = node.server / f".{name}"
+        """`shows` is the folder of another one, as another node has it."""
+        self.folder = shows or node.server / f".{name}"
         self.point = node.shared / name
-        for made in (self.folder, self.point):
+        for made in [self.point] if shows else [self.folder, self.point]:
             made.mkdir()
             os.chown(made, user.uid, user.gid)
         self._control = control

@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -15,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from imports import ALICE, BOB, IMAGE, NEW, OLD, ROOT, Login, Registry
 
 from forestage.paths import Places
-from forestage.registry import refusals
+from forestage.registry import refusals, store_age
 from forestage.registry.refusals import RegistryRefusal
+from forestage.registry.store_age import Collection
 from forestage.system import mounts
 from forestage.system.as_user import User
 
@@ -183,6 +185,25 @@ def test_import_needs_a_store(login: Login) -> None:
     assert "registry: store:" in done.stderr
 
 
+def unused_for_years(path: Path) -> None:
+    """As the nodes' collections have counted."""
+    files = [(file.name, file.stat().st_mtime_ns) for file in (path, path.with_suffix(".json"))]
+    known = store_age.count_seconds(Collection(), files, 0.0, "one")
+    known = store_age.count_seconds(known, files, 1e8, "two")
+    stamp = path.with_name("collected-2")
+    stamp.write_bytes(msgspec.json.encode(known))
+    os.chown(stamp, path.stat().st_uid, path.stat().st_gid)
+
+
+def test_gc_deletes_nothing_whose_times_alone_are_old(login: Login) -> None:
+    """Who set them had a clock of their own, and so has who asks."""
+    path = Path(login.forestage("import", f"here#image@{OLD}").stdout.strip())
+    for file in (path, path.with_suffix(".json")):
+        os.utime(file, (1, 1))
+    assert login.forestage("gc", user=ROOT).returncode == 0
+    assert path.exists()
+
+
 def test_gc_of_root_deletes_old_images_of_all_users_as_each_of_them(login: Login) -> None:
     kept = Path(login.forestage("import", f"here#image@{NEW}").stdout.strip())
     old = [
@@ -190,8 +211,7 @@ def test_gc_of_root_deletes_old_images_of_all_users_as_each_of_them(login: Login
         for user in (ALICE, BOB)
     ]
     for path in old:
-        for file in (path, path.with_suffix(".json")):
-            os.utime(file, (1, 1))
+        unused_for_years(path)
     (login.site.store / "notes").mkdir()
     dry = json.loads(login.forestage("gc", "--dry-run", "--json", user=ROOT).stdout)
     assert all(path.exists() for path in old)
@@ -204,8 +224,7 @@ def test_gc_of_root_deletes_old_images_of_all_users_as_each_of_them(login: Login
 
 def test_gc_of_a_user_deletes_nothing_of_others(login: Login) -> None:
     path = Path(login.forestage("import", f"here#image@{OLD}").stdout.strip())
-    for file in (path, path.with_suffix(".json")):
-        os.utime(file, (1, 1))
+    unused_for_years(path)
     assert login.forestage("gc", user=BOB).returncode == 0
     assert path.exists()
 

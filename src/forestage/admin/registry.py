@@ -15,13 +15,16 @@ from pathlib import Path
 
 import msgspec
 
+from forestage.cache.part import boot_id
+from forestage.clock import Clock
 from forestage.config import Config
 from forestage.errors import Declined, NotFound
 from forestage.paths import Places
-from forestage.registry import collect, refusals, worker
+from forestage.registry import collect, refusals, store_age, worker
 from forestage.registry.collect import Done
 from forestage.registry.messages import Importing, Order, Present, Progress, Refused, Word
-from forestage.system import as_user, folders
+from forestage.registry.store_age import Collection, Sight
+from forestage.system import as_user, folders, records
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, Table, age, count
 from forestage.units import format_size, is_number, printable
@@ -34,6 +37,7 @@ VISITED = 100  # users whose directories it visits, in VISITS seconds at the mos
 LISTED, VISIT, VISITS = 20.0, 60.0, 120.0
 NOBODY = 65534  # the group of an account that is gone
 MOST = 300  # images of a user that are listed
+REMEMBERED = 20_000  # users of whom a node remembers its last visit
 ELSEWHERE = ("store-full", "store-gone", "store-foreign", "store-local")
 """Why a job has its image imported for itself alone instead."""
 
@@ -216,7 +220,7 @@ def _name(user: User) -> str:
     return user.name or as_user.name_of(user.uid) or str(user.uid)
 
 
-def clean(config: Config, now: float, dry_run: bool) -> list[Done]:
+def clean(config: Config, dry_run: bool) -> list[Done]:
     """Deletes what nobody used for long, what is too much, and what dead imports left.
 
     Raises NotFound.
@@ -225,11 +229,29 @@ def clean(config: Config, now: float, dry_run: bool) -> list[Done]:
         raise _no_store()
     base = Path(config.registry.store)
     users = owners(base)
-    works = [partial(_collected, config, user, now, dry_run) for user in users]
+    works = [partial(_collected, config, user, dry_run) for user in users]
     return _reported(users, as_user.each(works, Done, LOOK, ALL, AT_ONCE))
 
 
-def clean_some(config: Config, places: Places, now: float) -> list[Done]:
+class StoreVisits(msgspec.Struct, frozen=True):
+    """What a node remembers of its visits, in seconds of this boot's monotonic clock.
+
+    `sights` are by uid: which collection it met there, and when first.
+    """
+
+    boot: str
+    at: float
+    sights: dict[str, Sight]
+
+
+class _Visit(msgspec.Struct, frozen=True):
+    """What one visit did; `token` is of the collection that lies there now, "" if unknown."""
+
+    done: Done
+    token: str
+
+
+def clean_some(config: Config, places: Places, clock: Clock) -> list[Done]:
     """Does so for some users whose turn it is; for the sweep of every node, as root.
 
     A node visits some users at random each hour, and one of all that visit a user collects: so
@@ -238,14 +260,16 @@ def clean_some(config: Config, places: Places, now: float) -> list[Done]:
     """
     if config.registry.store is None:
         return []
-    stamp, base = places.collected, Path(config.registry.store)
-    with contextlib.suppress(FileNotFoundError):
-        if abs(now - os.lstat(stamp).st_mtime) < EVERY:
-            return []
+    base, boot, now = Path(config.registry.store), boot_id(), clock.monotonic()
+    past = records.find(places.collected, StoreVisits)
+    if past is None or past.boot != boot:
+        past = StoreVisits(boot, now - EVERY, {})
+    if now - past.at < EVERY:
+        return []
     # Before it is looked at: a store that hangs is not visited every ten minutes.
-    folders.keep(stamp.parent, folders.PASSABLE)
-    stamp.touch()
-    os.utime(stamp, (now, now))
+    folders.keep(places.collected.parent, folders.PASSABLE)
+    past = StoreVisits(boot, now, past.sights)
+    records.write(places.collected, msgspec.json.encode(past))
 
     def look() -> as_user.Found[list[int]]:
         uids = _uids(base)
@@ -254,8 +278,25 @@ def clean_some(config: Config, places: Places, now: float) -> list[Done]:
 
     uids, _ = as_user.call(look, list[int], LISTED)
     users = [as_user.account(uid, NOBODY) for uid in uids]
-    works = [partial(_collected_once, config, user, now) for user in users]
-    return _reported(users, as_user.each(works, Done, VISIT, VISITS, AT_ONCE))
+    works = [
+        partial(_collected_once, config, user, past.sights.get(str(user.uid)), now)
+        for user in users
+    ]
+    visits = as_user.each(works, _Visit, VISIT, VISITS, AT_ONCE)
+    sights = dict(past.sights)
+    for user, visit in zip(users, visits, strict=True):
+        known = sights.pop(str(user.uid), None)
+        if visit is not None and visit.token:
+            same = known is not None and known.token == visit.token
+            # Not the time of before the visit: another node may have collected since.
+            sights[str(user.uid)] = (
+                known if known and same else Sight(visit.token, clock.monotonic())
+            )
+        elif visit is None and known is not None:
+            sights[str(user.uid)] = known
+    kept = dict(list(sights.items())[-REMEMBERED:])  # those met last are the last ones
+    records.write(places.collected, msgspec.json.encode(StoreVisits(boot, now, kept)))
+    return _reported(users, [visit.done if visit else None for visit in visits])
 
 
 def _reported(users: Sequence[User], found: Sequence[Done | None]) -> list[Done]:
@@ -264,22 +305,27 @@ def _reported(users: Sequence[User], found: Sequence[Done | None]) -> list[Done]
     return [msgspec.structs.replace(one or missing, user=_name(user)) for user, one in named]
 
 
-def _collected(config: Config, user: User, now: float, dry_run: bool) -> Done:
+def _collected(
+    config: Config, user: User, dry_run: bool, collection: Collection | None = None
+) -> Done:
     as_user.become(user)
     limits = config.registry
     folder = Path(limits.store or "", str(user.uid))
     if not os.path.lexists(folder):
         return Done()
-    done = collect.collect(folder, limits.keep, limits.max_user_size, now, dry_run)
+    last = collection or store_age.find_collection(folder)[1]
+    done = collect.collect(folder, limits.keep, limits.max_user_size, last, dry_run)
     problem = printable(done.problem)
     return msgspec.structs.replace(done, images=done.images[:MOST], problem=problem)
 
 
-def _collected_once(config: Config, user: User, now: float) -> Done:
+def _collected_once(config: Config, user: User, sight: Sight | None, now: float) -> _Visit:
     as_user.become(user)
-    if not collect.claim(Path(config.registry.store or "", str(user.uid)), now):
-        return Done()
-    return _collected(config, user, now, False)
+    folder = Path(config.registry.store or "", str(user.uid))
+    token, collection = collect.claim(folder, sight, now)
+    if collection is None:
+        return _Visit(Done(), token)
+    return _Visit(_collected(config, user, False, collection), token)
 
 
 def listing(rows: Sequence[Row], now: float) -> list[Piece]:

@@ -472,7 +472,7 @@ def preload(node: Node) -> None:
 
 def collect(node: Node) -> list[Done]:
     """Collects in the store of images, if it is this node's turn. Raises as `clean_some` does."""
-    return registry.clean_some(node.config, node.places, node.clock.wall())
+    return registry.clean_some(node.config, node.places, node.clock)
 
 
 def end_doubt(node: Node) -> None:

@@ -103,7 +103,7 @@ def gc(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
     """
     from forestage.admin import registry as work
 
-    done = work.clean(_config(ctx.obj), ctx.obj.clock.wall(), dry_run)
+    done = work.clean(_config(ctx.obj), dry_run)
     show(done, work.pieces(done, dry_run), as_json)
     if any(one.problem for one in done):
         ctx.exit(Exit.FAILED)

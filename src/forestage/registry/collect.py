@@ -2,8 +2,7 @@
 
 The plan is pure. It is carried out as the directory's owner, as root is nobody on many file
 servers; an image that was used meanwhile stays. No file is opened but small records of the owner's.
-
-    collected-<n>    the sweep of some node has collected in the nth AGAIN seconds of the epoch
+No file's time is compared with a node's clock: store_age.py says how old it is at least.
 """
 
 import contextlib
@@ -15,8 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.errors import FULL
-from forestage.registry.store import FILE, Record, create, load
+from forestage.registry import store_age
+from forestage.registry.store import FILE, Record
+from forestage.registry.store_age import Collection, Sight
+from forestage.registry.store_files import load, own
 from forestage.system.files import opened
 
 LIVE = 3600.0  # seconds without a sign of life after which an import is dead, by whatever clock
@@ -24,27 +25,34 @@ RECENT = 3600.0  # seconds since its last use in which an image stays, whatever 
 OF_JOB = 2 * 86400.0  # seconds for an image of one job, which nobody can find later
 RECORDS = 30 * 86400.0  # seconds for what tags meant
 LEFT = 86400.0  # seconds for all that is left of nothing
-AGAIN = 6 * 3600.0  # seconds in which one node of all collects
-STAMP = "collected-"
 MOST = 200_000  # names looked at in one directory
 
 
 class File(msgspec.Struct, frozen=True):
-    """A file of the owner's; `kind` is what FILE says, else "job", "tag" or "new"."""
+    """A file of the owner's; `kind` is what FILE says, else "job", "tag" or "new".
+
+    `age` is for how many seconds it has certainly not been touched; see `with_ages`.
+    """
 
     path: str  # in the directory
     name: str
     kind: str
     size: int
-    mtime: float
+    mtime_ns: int = 0
+    age: float = 0.0
 
 
 class StoredImage(msgspec.Struct, frozen=True):
-    """An image: bytes on disk, and when it was used last, in seconds since the epoch."""
+    """An image: bytes on disk, and when it was used last, by the clock that set its times.
+
+    `age` is for how many seconds it has certainly been unused. `noted_ns` is its record's mtime.
+    """
 
     name: str
     size: int
     used: float
+    age: float
+    noted_ns: int
 
 
 class Garbage(msgspec.Struct, frozen=True):
@@ -67,18 +75,37 @@ class Done(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+def with_ages(files: Sequence[File], collection: Collection, server: int | None) -> list[File]:
+    """Pure: the files with their ages, by what the store counted, and by the server's own clock.
+
+    `server` is what that says, in ns; None where nodes set the times.
+    """
+    found = []
+    for file in files:
+        age = collection.age(file.path, file.mtime_ns)
+        if server is not None:
+            age = max(age, (server - file.mtime_ns) / 1e9)
+        found.append(msgspec.structs.replace(file, age=age))
+    return found
+
+
 def images(files: Sequence[File]) -> list[StoredImage]:
     """Pure: the images among the files, used longest ago first."""
-    used = {file.name: file.mtime for file in files if file.kind == "json"}
-    found = [
-        StoredImage(file.name, file.size, max(used.get(file.name, 0.0), file.mtime))
-        for file in files
-        if file.kind == "sqsh"
-    ]
-    return sorted(found, key=lambda image: (image.used, image.name))
+    records = {file.name: file for file in files if file.kind == "json"}
+    found = []
+    for file in files:
+        if file.kind == "sqsh":
+            noted = records.get(file.name)
+            both = [file, noted] if noted else [file]
+            used = max(one.mtime_ns for one in both) / 1e9
+            age = min(one.age for one in both)
+            noted_ns = noted.mtime_ns if noted else 0
+            found.append(StoredImage(file.name, file.size, used, age, noted_ns))
+    # Times of several clocks only decide between images that are equally old for certain.
+    return sorted(found, key=lambda image: (-image.age, image.used, image.name))
 
 
-def plan(files: Sequence[File], keep: float, most: int | None, now: float) -> Garbage:
+def plan(files: Sequence[File], keep: float, most: int | None) -> Garbage:
     """Pure: what goes, where images stay `keep` seconds and take `most` bytes together.
 
     Files that are no images, and imports that go on, leave them so much less.
@@ -87,22 +114,21 @@ def plan(files: Sequence[File], keep: float, most: int | None, now: float) -> Ga
     taken = sum(file.size for file in files if file.kind in ("sqsh", "") or _is_part(file))
     going = []
     for image in held:
-        age = now - image.used
         limit = min(keep, OF_JOB) if image.name.startswith("job-") else keep
         above = most is not None and taken > most
-        if age > limit or (above and age > RECENT):
+        if image.age > limit or (above and image.age > RECENT):
             going.append(image)
             taken -= image.size
     by_name: dict[str, list[File]] = {}
     for file in files:
         by_name.setdefault(file.name, []).append(file)
-    left = [file.path for file in files if _is_left(file, by_name[file.name], now)]
+    left = [file.path for file in files if _is_left(file, by_name[file.name])]
     return Garbage(tuple(going), tuple(left))
 
 
-def _is_left(file: File, of_image: Sequence[File], now: float) -> bool:
-    age = now - file.mtime
-    lives = any(one.kind.startswith("lease.") and now - one.mtime < LIVE for one in of_image)
+def _is_left(file: File, of_image: Sequence[File]) -> bool:
+    age = file.age
+    lives = any(one.kind.startswith("lease.") and one.age < LIVE for one in of_image)
     if file.kind in ("job", "tag"):
         return age > RECORDS
     if _is_part(file):
@@ -143,32 +169,26 @@ def _files(folder: Path, below: str) -> Iterator[File]:
                         name=match["name"] if match else entry.name,
                         kind=match["kind"] if match else other,
                         size=facts.st_blocks * 512,
-                        mtime=facts.st_mtime,
+                        mtime_ns=facts.st_mtime_ns,
                     )
 
 
-def claim(folder: Path, now: float) -> bool:
-    """Whether it is this process' turn to collect: that of one node in AGAIN seconds.
+def claim(folder: Path, sight: Sight | None, now: float) -> tuple[str, Collection | None]:
+    """As `store_age.begin_collection`: what is there is looked at once it is this node's turn."""
 
-    As the directory's owner. Raises OSError.
-    """
-    stamp = f"{STAMP}{int(now // AGAIN)}"
-    try:
-        if os.path.lexists(folder / stamp) or not create(folder / stamp, b""):
-            return False
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        return True  # it is time, though nobody else can be told
-    for file in look(folder):
-        if file.path.startswith(STAMP) and file.path != stamp:
-            (folder / file.path).unlink(missing_ok=True)
-    return True
+    def times() -> Iterator[tuple[str, int]]:
+        return ((file.path, file.mtime_ns) for file in look(folder))
+
+    return store_age.begin_collection(folder, sight, times, now)
 
 
-def collect(folder: Path, keep: float, most: int | None, now: float, dry_run: bool) -> Done:
+def collect(
+    folder: Path, keep: float, most: int | None, collection: Collection, dry_run: bool
+) -> Done:
     """Carries the plan out, as the directory's owner. Raises OSError where it cannot be read."""
-    planned = plan(look(folder), keep, most, now)
+    # The server first: what is touched after its answer is younger than nothing.
+    server = store_age.find_server_time(folder)
+    planned = plan(with_ages(look(folder), collection, server), keep, most)
     if dry_run:
         names = tuple(image.name for image in planned.images)
         size = sum(image.size for image in planned.images)
@@ -193,8 +213,9 @@ def collect(folder: Path, keep: float, most: int | None, now: float, dry_run: bo
 def _delete(folder: Path, image: StoredImage) -> bool:
     """Deletes an image, unless a job has found it since the plan was made."""
     record = folder / f"{image.name}.json"
-    with contextlib.suppress(FileNotFoundError):
-        if os.lstat(record).st_mtime > image.used:
+    # Any other time is a use: one by a node whose clock is behind has an earlier one.
+    with contextlib.suppress(FileNotFoundError), own(record) as fd:
+        if os.fstat(fd).st_mtime_ns != image.noted_ns:
             return False
     (folder / f"{image.name}.sqsh").unlink(missing_ok=True)
     for kind in ("json", "wanted", "failed"):

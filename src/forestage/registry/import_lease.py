@@ -23,7 +23,8 @@ import msgspec
 
 from forestage.cache.part import boot_id
 from forestage.clock import Clock
-from forestage.registry.store import FILE, Store, create, load, own, told
+from forestage.registry.store import FILE, Store, told
+from forestage.registry.store_files import create, load, own
 from forestage.system import processes, records
 from forestage.system.files import opened
 

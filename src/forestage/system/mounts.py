@@ -29,6 +29,12 @@ _REMOTE = frozenset(
     )
 )
 
+# Where the server's clock sets the time of what is made, written or touched "now", whichever node
+# does it: NFS (RFC 1813 and 8881, SET_TO_SERVER_TIME, which Linux sends for utimensat(2) with
+# UTIME_NOW). On Lustre (llite sends op_mod_time), CephFS (r_stamp), CIFS and GlusterFS (the utime
+# translator) the client's clock does; of all others nothing is known for certain.
+SERVER_SETS_TIMES = frozenset(("nfs", "nfs4"))
+
 
 class Mount(msgspec.Struct, frozen=True):
     """One line of mountinfo, octal escapes undone. `root` is the path inside its file system.

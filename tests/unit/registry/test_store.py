@@ -8,15 +8,19 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forestage.admin.registry import ELSEWHERE
 from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.registry import store as module
+from forestage.registry import store_age
 from forestage.registry.obtain import FOR_ALL
-from forestage.registry.store import Record, Store, create, load
-from forestage.system import records
+from forestage.registry.store import Record, Store
+from forestage.registry.store_age import Collection
+from forestage.registry.store_files import create, load
+from forestage.system import mounts, records
 
 NAME = "ab" * 32 + "-x86_64-0123456789abcdef"
 OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64
@@ -90,17 +94,55 @@ def test_first_word_on_a_jobs_digest_counts(store: Store) -> None:
     assert store.set_job_digest("13", "here#image:v1", NEW) == NEW
 
 
+def unused(store: Store, seconds: float) -> None:
+    """Nothing there was touched for so long, as the nodes' collections have counted."""
+    files = [(str(one.relative_to(store.folder)), one.stat().st_mtime_ns)
+             for one in store.folder.rglob("*.json")]  # fmt: skip
+    known = store_age.count_seconds(Collection(), files, 0.0, "one")
+    known = store_age.count_seconds(known, files, seconds, "two")
+    (store.folder / "collected-7").write_bytes(msgspec.json.encode(known))
+
+
 def test_word_of_an_old_job_of_the_same_number_does_not_count(store: Store) -> None:
     store.set_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
-    now = store.clock.wall()
-    os.utime(path, (now, now - module.OLD + 60))
+    unused(store, module.OLD - 60)
+    before = path.stat().st_mtime_ns
     assert store.job_digest("12", "here#image:v1") == OLD
-    assert path.stat().st_mtime > now - 60, "it is used, and so is not old"
-    os.utime(path, (now, now - module.OLD - 60))
+    assert path.stat().st_mtime_ns > before, "it is used, and so is not old"
+    unused(store, module.OLD + 60)
     assert store.job_digest("12", "here#image:v1") is None
     assert store.set_job_digest("12", "here#image:v1", NEW) == NEW
     assert store.job_digest("12", "here#image:v1") == NEW
+
+
+@pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
+def test_word_on_a_running_jobs_digest_counts_whatever_the_clocks_say(
+    store: Store, step: float
+) -> None:
+    """A node of the job is ahead, or behind, and both have one image."""
+    store.set_job_digest("12", "here#image:v1", OLD)
+    (path,) = (store.folder / "jobs").iterdir()
+    there = path.stat().st_mtime
+    os.utime(path, (there + step, there + step))
+    assert store.job_digest("12", "here#image:v1") == OLD
+    assert store.set_job_digest("12", "here#image:v1", NEW) == OLD
+
+
+def test_word_of_an_old_job_is_old_by_the_servers_clock_where_that_sets_times(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kind,) = {one.kind for one in [mounts.holder(mounts.current(), str(store.folder))] if one}
+    monkeypatch.setattr(mounts, "SERVER_SETS_TIMES", frozenset((kind,)))
+    store.set_job_digest("12", "here#image:v1", OLD)
+    (path,) = (store.folder / "jobs").iterdir()
+    there = path.stat().st_mtime
+    os.utime(path, (there - module.OLD + 60, there - module.OLD + 60))
+    assert store.job_digest("12", "here#image:v1") == OLD
+    os.utime(path, (there - module.OLD - 60, there - module.OLD - 60))
+    assert store.job_digest("12", "here#image:v1") is None
+    assert store.set_job_digest("12", "here#image:v1", NEW) == NEW
+    assert [one.name for one in store.folder.iterdir()] == ["jobs"], "no file is left of asking"
 
 
 def test_digest_that_nobody_would_write_is_none(store: Store) -> None:
