@@ -433,5 +433,15 @@ def leased(path: Path, user: User = ALICE) -> Iterator[Callable[[], bool]]:
             holder.kill()
 
 
+def fill_with_tmpfs(path: Path) -> None:
+    """Mount a file system there that has no space left, with what lay there out of sight."""
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o711)
+    _tmpfs(path, "size=64k,mode=711")
+    with open(path / "full", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
 def _tmpfs(path: Path, options: str) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], check=True)

@@ -133,4 +133,11 @@ def of_disk(error: OSError) -> Declined:
     """Pure: what an error of the cache's disk means."""
     if error.errno in FULL:
         return Declined("no-room", f"the cache's disk filled up: {error}")
+    return of_node(error)
+
+
+def of_node(error: Exception) -> Failed:
+    """Return what an unexpected error of this node's own files and processes means. Pure."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return Failed("disk-full", str(error))
     return Failed("io", str(error))

@@ -165,6 +165,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.root / "var/log/forestage/events.jsonl"
 
     @property
+    def lost_events(self) -> Path:
+        """Which events could not be recorded since the node booted, see events/losses.py."""
+        return self.run / "lost-events.json"
+
+    @property
     def tally(self) -> Path:
         """What was counted of the events, and how far; beside them, to go where they go."""
         return self.root / "var/log/forestage/tally.json"

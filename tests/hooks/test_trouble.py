@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from forestage.admin import ask_answer, explain, metrics
 from forestage.cache import evict
 from forestage.clock import Clock, Deadline
+from forestage.errors import NotFound
 from forestage.hooks.boundary import DRAIN
 from forestage.sources import opening
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
-from node import BOB, Node, content, make_read_only, unmount
+from node import ALICE, BOB, Node, content, fill_with_tmpfs, make_read_only, unmount
 
 
 def _owned_by_a_user(node: Node) -> None:
@@ -63,6 +66,10 @@ def _config_of_a_user(node: Node) -> None:
 
 
 def _run_is_full(node: Node) -> None:
+    fill_with_tmpfs(node.places.run)
+
+
+def _run_is_a_file(node: Node) -> None:
     node.places.run.parent.mkdir(exist_ok=True)
     node.places.run.touch()
 
@@ -75,7 +82,8 @@ TROUBLE = [
     (_a_dangling_link, "cache-not-ours"),
     (_newer_format, "cache-format"),
     (_read_only, "io"),
-    (_run_is_full, "io"),
+    (_run_is_full, "disk-full"),
+    (_run_is_a_file, "io"),
     (_no_etc, "config"),
     (_not_yaml, "config"),
     (_config_of_a_user, "config"),
@@ -100,6 +108,39 @@ def test_trouble_on_the_node_leaves_the_original_path_and_exits_0(
     if reason != "config":
         node.configure(on_error="drain")
         assert node.prolog(8, path).code == DRAIN
+
+
+def test_run_that_is_full_is_told_with_the_file_that_found_no_space(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    _run_is_full(node)
+    detail = node.prolog(7, path).outcome.detail
+    assert "No space left on device" in detail
+    assert str(node.places.leases) in detail
+
+
+def test_job_whose_events_the_log_could_not_take_is_explained_by_that(node: Node) -> None:
+    path = node.put("alice/image.sqsh")
+    log = node.places.events.parent
+    fill_with_tmpfs(log)
+    assert node.prolog(7, path).code == 0
+    with pytest.raises(NotFound) as nothing:
+        explain.gather(node.places, 8)
+    lost = f"No space left on device: '{node.places.events}'"
+    assert "nothing is recorded about job 8" in str(nothing.value)
+    assert lost in str(nothing.value)
+    for found in (explain.gather(node.places, 7), ask_answer.own(node.places, 7, ALICE.uid)):
+        (problem,) = found.problems  # it has a lease, and no event
+        assert lost in problem
+    with pytest.raises(OSError, match=re.escape(str(log))):
+        metrics.export(node.places, Clock(), "1")
+    # The disk has space again: what was lost meanwhile is lost, and is still told.
+    unmount(log)
+    assert node.epilog(7).code == 0
+    (problem,) = explain.gather(node.places, 7).problems
+    assert lost in problem
+    node.prolog(9, path)
+    node.epilog(9)
+    assert explain.gather(node.places, 9).problems == ()
 
 
 def test_on_error_drain_of_a_partition_holds_for_its_jobs_only(node: Node) -> None:

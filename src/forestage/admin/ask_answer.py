@@ -18,7 +18,7 @@ from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
 from forestage.config import switch
 from forestage.errors import Failed, ForestageError, NotFound
-from forestage.events import Bad, Copied, Event, Handled, read
+from forestage.events import Bad, Copied, Event, Handled, losses, read
 from forestage.paths import Places
 from forestage.slurm.hints import MAX_HINTED
 from forestage.system.terminal import Facts, Piece, count
@@ -79,7 +79,9 @@ def own(places: Places, job: int, uid: int) -> History:
         lease = Leases(places.leases).read(job)
     if lease is not None and lease.user.uid != uid:
         lease = None
-    return explain.history(job, own_events(read(places.events), uid), lease, yours=True)
+    own = own_events(read(places.events), uid)
+    lost = losses.find_loss(places.lost_events)
+    return explain.history(job, own, lease, yours=True, lost=lost)
 
 
 def own_events(events: Iterator[Event], uid: int) -> Iterator[Event]:

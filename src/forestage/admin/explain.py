@@ -4,7 +4,7 @@ Made of the event log and the job's lease only, so it works with a broken config
 a cache.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -20,10 +20,12 @@ from forestage.events import (
     Hook,
     Outcome,
     Released,
+    losses,
     read,
     saved,
 )
 from forestage.events.ahead import Copies
+from forestage.events.losses import LostEvents
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment, short
@@ -91,7 +93,8 @@ def gather(places: Places, job: int) -> History:
         lease = Leases(places.leases).read(job)
     except Failed as failed:
         problems = (str(failed),)
-    return history(job, read(places.events), lease, problems)
+    lost = losses.find_loss(places.lost_events)
+    return history(job, read(places.events), lease, problems, lost=lost)
 
 
 def history(
@@ -100,10 +103,11 @@ def history(
     lease: Lease | None,
     problems: tuple[str, ...] = (),
     yours: bool = False,
+    lost: LostEvents | None = None,
 ) -> History:
     """Pure: the job's events by hook run. Raises NotFound where nothing is recorded.
 
-    `yours`: there is nothing but one user's own in what is given.
+    `yours`: there is nothing but one user's own in what is given. `lost`: what the log lacks.
     """
     own: list[Event] = []
     copies: list[Event] = []
@@ -122,10 +126,8 @@ def history(
         elif event.hook == "stager":
             copies.append(event)
     if not (own or lease or problems):
-        raise NotFound(
-            f"nothing is recorded about {'your job' if yours else 'job'} {job} on this node",
-            "it asked for no image, ran elsewhere, never reached this node, or is too long ago",
-        )
+        raise _nothing(f"your job {job}" if yours else f"job {job}", lost)
+    problems += _losses(lost, own)
     failed = [event for event in own if event.hook == "step" and _is_of_tasks(event.outcome)]
     missed = [event for event in own if event.outcome.reason == "deadline"]
     runs: list[list[Event]] = []
@@ -144,6 +146,28 @@ def history(
     held = holder(lease, images) if lease else None
     told = tuple(_run(run, images, missed, bad, ahead, failed) for run in runs)
     return History(job, told, held, problems, _is_unasked(own))
+
+
+def _nothing(job: str, lost: LostEvents | None) -> NotFound:
+    """Return what is said where there is no record of a job. Pure."""
+    what = f"nothing is recorded about {job} on this node"
+    hint = "it asked for no image, ran elsewhere, never reached this node, or is too long ago"
+    if lost is None:
+        return NotFound(what, hint)
+    return NotFound(f"{what}, and {_loss(lost)}", f"root: `forestage check`; or {hint}")
+
+
+def _losses(lost: LostEvents | None, own: Sequence[Event]) -> tuple[str, ...]:
+    """Return what is said of lost events to a job that may lack some. Pure."""
+    return (_loss(lost),) if lost is not None and losses.may_concern(lost, own) else ()
+
+
+def _loss(lost: LostEvents) -> str:
+    """Return the sentence about events that could not be recorded. Pure."""
+    if lost.since == lost.until:
+        return f"an event could not be recorded at {moment(lost.since)}: {lost.why}"
+    since, until = moment(lost.since), moment(lost.until)
+    return f"events could not be recorded between {since} and {until}: {lost.why}"
 
 
 def _is_unasked(own: Iterable[Event]) -> bool:

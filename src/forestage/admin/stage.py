@@ -16,7 +16,7 @@ from forestage.cache import disk, disk_errors
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import switch
-from forestage.errors import Declined, Failed, ForestageError
+from forestage.errors import Declined, Failed, ForestageError, of_node
 from forestage.slurm.hints import Hints
 from forestage.slurm.job import Job
 from forestage.sources import opening, source
@@ -120,7 +120,7 @@ def _result(node: Node, job: Job, one: _Begun, end: Deadline, progress: Progress
         detail = printable(str(error))
         return ImageResult(one.image, "failed" if failed else "declined", error.reason, detail)
     except (ForestageError, OSError) as error:
-        return ImageResult(one.image, "failed", "io", printable(str(error)))
+        return ImageResult(one.image, "failed", of_node(error).reason, printable(str(error)))
 
 
 def pieces(done: StageReport) -> list[Piece]:

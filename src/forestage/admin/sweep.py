@@ -40,7 +40,7 @@ from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
 from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
-from forestage.events import Event
+from forestage.events import Event, losses
 from forestage.hooks import epilog
 from forestage.peers import notices
 from forestage.registry import mount_points
@@ -435,7 +435,11 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
     if done.redirects or done.evicted:  # what was bad has an event of its own
         rest = events.Released("released", unmounted=len(done.redirects), evicted=done.evicted)
         found.append(event(ReleasedLease(0, ""), rest))
-    events.append(node.places.events, found)
+    try:
+        events.append(node.places.events, found)
+    except OSError as error:
+        losses.note_loss(node.places.lost_events, now, error)
+        raise
 
 
 def due_entries(node: Node) -> tuple[Due, ...]:

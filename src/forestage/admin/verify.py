@@ -27,7 +27,7 @@ from forestage.cache.image import Access
 from forestage.cache.layout import Entry, open_copy
 from forestage.cache.node import Node
 from forestage.errors import ForestageError
-from forestage.events import Bad, Event
+from forestage.events import Bad, Event, losses
 from forestage.stage import engines
 from forestage.system import lock
 from forestage.system.terminal import Line, Piece, Table, count, jobs, short
@@ -306,8 +306,11 @@ def _tell(node: Node, verdict: Verdict, since: float, manner: Manner) -> None:
         evicted=(verdict.key,) if verdict.evicted else (),
     )
     log.say(f"{manner.by} {events.words(found)}", by_slurm=True)
-    with contextlib.suppress(OSError):  # of the log's disk; the verdict is shown all the same
-        events.append(node.places.events, [Event(round(node.clock.wall(), 3), manner.by, 0, found)])
+    now = node.clock.wall()
+    try:
+        events.append(node.places.events, [Event(round(now, 3), manner.by, 0, found)])
+    except OSError as error:  # of the log's disk; the verdict is shown all the same
+        losses.note_loss(node.places.lost_events, now, error)
 
 
 def _is_still_there(node: Node, item: Item, fd: int | None) -> bool:

@@ -11,6 +11,7 @@ from forestage.check.finding import Finding
 from forestage.config import Config, switch
 from forestage.paths import Places
 from forestage.system import child, processes
+from forestage.system.file_systems import find_lack
 from forestage.system.tree import Files
 
 _HOLD = "forestage-hold.service"
@@ -32,6 +33,7 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
             "Every job reads its image from the shared file system",
             "`forestage on`, or `enabled: true`, when the reason for it is gone",
         )
+    yield from _find_full(files)
     for name in ("setpriv", *(["rsync"] if config.engine == "rsync" else [])):
         if not files.program(name):
             package = "util-linux" if name == "setpriv" else name
@@ -98,6 +100,34 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
             f"systemctl enable --now {TIMER}",
         )
     yield from _hold(files)
+
+
+def _find_full(files: Files) -> Iterator[Finding]:
+    """Yield what is said where forestage's own files find no space."""
+    run, log = str(Places().run), str(Places().events.parent)
+    if lack := _find_lack(files, run):
+        yield Finding(
+            "run-full",
+            "critical",
+            f"the file system of {run} has no {lack} left",
+            "Nothing is staged, as no lease can be written; with `on_error: drain` the node drains."
+            " forestage's own files there are small",
+            f"`df {run}; df -i {run}; du -xsh /run/*` show what fills it: delete that",
+        )
+    if lack := _find_lack(files, log):
+        yield Finding(
+            "log-full",
+            "warning",
+            f"the file system of {log} has no {lack} left",
+            "Jobs are served, but no event is recorded: `explain` and `report` miss these jobs, and"
+            " `metrics` cannot count",
+            f"`df {log}; df -i {log}` show it: make room there (forestage takes 32 MiB)",
+        )
+
+
+def _find_lack(files: Files, path: str) -> str:
+    facts = files.disk(path)
+    return find_lack(facts) if facts else ""
 
 
 def read_kernel(files: Files) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ events.jsonl.1, in place of the one before; the only lock is that of the two hoo
 full file at once. Lines that a crash cut short are skipped by every reader.
 """
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ import msgspec
 from forestage.slurm.hints import Via
 from forestage.slurm.job import Job
 from forestage.system import folders
-from forestage.system.files import opened
+from forestage.system.files import naming, opened
 from forestage.units import printable
 
 Result = Literal[
@@ -249,8 +250,10 @@ def append(file: Path, events: Iterable[Event]) -> None:
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":
             lines[0] = b"\n" + lines[0]  # a crash cut the last line short; ours must not follow it
-        for line in lines:
-            os.write(fd, line)
+        with naming(file):
+            for line in lines:
+                if os.write(fd, line) < len(line):  # the disk is full amid the line
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read(file: Path) -> Iterator[Event]:

@@ -3,7 +3,7 @@
 FAILURES = frozenset(
     (
         *("busy", "cache-format", "cache-not-mounted", "cache-not-ours", "cache-other-disk"),
-        *("config", "copy"),
+        *("config", "copy", "disk-full"),
         *("evicted-stays", "helper", "io", "job-dir", "lease-damaged", "loop", "program"),
         *("redirect", "slurm-conf"),
     )
@@ -112,5 +112,7 @@ REASONS = {
     "redirect": "The local copy could not be mounted over the path, or be unmounted. Of an Epilog:"
     " the file server does not answer; a later Epilog unmounts it.",
     "slurm-conf": "Slurm's configuration could not be read.",
+    "disk-full": "A file system of the node had no space left, or no inodes, for forestage's own"
+    " files: the detail names one. `forestage check` says what to do.",
     "io": "The node had an I/O error.",
 }

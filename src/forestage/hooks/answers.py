@@ -8,7 +8,7 @@ import msgspec
 from forestage.cache import baseline
 from forestage.cache.image import Image
 from forestage.cache.node import Node
-from forestage.errors import Declined, Failed
+from forestage.errors import Declined, Failed, of_node
 from forestage.events import WHOLE, Handled, Result
 from forestage.slurm.hints import Request
 from forestage.units import printable
@@ -39,7 +39,7 @@ def shown_as(request: Request, found: Image, result: Result, shown: str) -> Answ
 def of_error(request: Request, error: Exception, found: Image | None = None) -> Handled:
     """Pure: the outcome of a request that was not served."""
     if not isinstance(error, Declined):
-        error = Failed("io", str(error))
+        error = of_node(error)
     outcome = Handled(
         result="failed" if isinstance(error, Failed) else "declined",
         request=printable(request.path),

@@ -329,6 +329,9 @@ class Hook:
             events.record(places.events, clock.wall(), self.name, job, outcomes, total)
         except OSError as error:
             # The job is served; a full log disk is no reason to drain its node.
+            from forestage.events import losses
+
+            losses.note_loss(places.lost_events, clock.wall(), error)
             self.say(f"result=unrecorded detail={str(error)!r}")
 
     def say(self, text: str) -> None:

@@ -16,7 +16,7 @@ from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.errors import Declined, Failed
+from forestage.errors import Declined, Failed, of_node
 from forestage.events import Released
 from forestage.hooks.watch import ALONE, Watched
 from forestage.paths import Places
@@ -142,8 +142,8 @@ def _clear(over: _Over) -> None:
 
 
 def _failed(error: Failed | OSError) -> Released:
-    reason = error.reason if isinstance(error, Failed) else "io"
-    return Released(result="failed", reason=reason, detail=str(error))
+    failed = error if isinstance(error, Failed) else of_node(error)
+    return Released(result="failed", reason=failed.reason, detail=str(failed))
 
 
 def _release(over: _Over) -> Released:

@@ -17,7 +17,7 @@ from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.cache.step_record import Shown
 from forestage.clock import Deadline
-from forestage.errors import Declined, Failed, ForestageError
+from forestage.errors import Declined, Failed, ForestageError, of_node
 from forestage.events import Handled
 from forestage.hooks import leases, serve, user_messages
 from forestage.hooks.answers import Answer, measured
@@ -161,7 +161,7 @@ def with_notes(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Dec
     except Failed as damaged:
         return job, refusal or damaged
     except OSError as error:
-        return job, refusal or Failed("io", str(error))
+        return job, refusal or of_node(error)
     if lease is None:
         return job, refusal
     noted = {"off": said.off, "wait": said.wait, "tell": said.tell, "problems": said.say}

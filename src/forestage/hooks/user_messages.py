@@ -33,6 +33,7 @@ _TELL = "tell your admin (`forestage explain` says more)"
 FOR_USERS = {
     "no-room": f"this node's cache has no room for it; if that stays so, {_TELL}",
     "io": f"this node's disk gave an error; {_TELL}",
+    "disk-full": f"a file system of this node is full; {_TELL}",
     "copy": f"the copy failed on this node; {_TELL}",
     "cache-not-mounted": f"this node's cache disk is not mounted; {_TELL}",
     "cache-other-disk": f"this node's cache disk is not mounted; {_TELL}",

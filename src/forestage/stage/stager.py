@@ -21,7 +21,7 @@ from forestage import events, log
 from forestage.bind import redirect
 from forestage.cache.part import PROCESS_NAME
 from forestage.errors import Declined, Failed, Stopped, of_disk
-from forestage.events import Copied
+from forestage.events import Copied, losses
 from forestage.stage.task import Task
 from forestage.system import holder, lock
 from forestage.system.holder import Channel, Life, Message
@@ -193,4 +193,5 @@ def _report(task: Task, figures: "Figures", error: Declined | None, took: float)
     try:
         events.record(node.places.events, node.clock.wall(), "stager", job, [outcome], took)
     except OSError as failure:  # a full log disk is no reason to lose a copy
+        losses.note_loss(node.places.lost_events, node.clock.wall(), failure)
         log.say(f"stager job={job.id} result=unrecorded detail={str(failure)!r}", by_slurm=True)

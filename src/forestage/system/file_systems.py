@@ -16,6 +16,7 @@ from forestage.system.files import opened
 EXT4, XFS, BTRFS, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0x01021994
 NFS, CIFS, SMB2, SMB = 0x6969, 0xFF534D42, 0xFE534D42, 0x517B
 _BESIDE = 4096  # bytes; what is missing of less, a file system may keep beside the inode
+_LEAST = 65536  # bytes; what is free below that is too little for an event or a lease
 _STATFS = 256  # bytes that hold a struct statfs on every architecture
 
 # Whose SEEK_DATA and SEEK_HOLE are this kernel's own work, on blocks and on pages not yet written:
@@ -38,6 +39,13 @@ _NUMBERING_FILES = frozenset((EXT4, XFS, BTRFS, TMPFS, NFS))
 # xfsprogs, libxfs/xfs_fs.h: _IOR('X', 100, struct xfs_fsop_geom_v1), which has the UUID at byte 64.
 # Every kernel has it; FS_IOC_GETFSUUID, which is for all file systems, came with Linux 6.9.
 _XFS_GEOMETRY, _GEOMETRY, _UUID = 0x80705864, 112, slice(64, 80)
+
+
+def find_lack(facts: os.statvfs_result) -> str:
+    """Return what root's small files find no more of: "space" or "inodes"; "" for neither. Pure."""
+    if facts.f_blocks and facts.f_bfree * facts.f_frsize < _LEAST:
+        return "space"
+    return "inodes" if facts.f_files and not facts.f_ffree else ""  # btrfs has 0 of 0
 
 
 def read_kind(fd: int) -> int:

@@ -43,6 +43,17 @@ def opened(
         os.close(fd)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError of a call by descriptor, such as write(2), the file's name: it has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
 def facts(path: Path) -> os.stat_result | None:
     """What lstat(2) says; None where nothing is there. Raises OSError for any other reason."""
     try:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from forestage.system import libc
-from forestage.system.files import opened
+from forestage.system.files import naming, opened
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def write(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | N
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with contextlib.ExitStack() as undo:
         undo.callback(new.unlink, missing_ok=True)
-        with os.fdopen(fd, "wb") as file:
+        with naming(path), os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
             if owner is not None:

@@ -29,7 +29,7 @@ from forestage.cache.lease import Leases, Use
 from forestage.cache.node import Node
 from forestage.cache.said import Tree
 from forestage.clock import Deadline
-from forestage.errors import Declined, Failed, ForestageError
+from forestage.errors import Declined, Failed, ForestageError, of_node
 from forestage.events import Handled
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
@@ -232,7 +232,7 @@ def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
             _take_place(node, job, place)
             ended = _bring(node, job, path, stop)
     except (ForestageError, OSError) as error:
-        reason = error.reason if isinstance(error, Declined) else "io"
+        reason = error.reason if isinstance(error, Declined) else of_node(error).reason
         groups = tuple(job.user.groups or ()) if reason == "no-permission" else ()
         ended = Tree("declined", reason=reason, detail=printable(str(error)), groups=groups)
         line = f"reason={reason} detail={printable(str(error))!r}"

@@ -881,8 +881,31 @@ def test_each_finding_has_a_planted_mistake() -> None:
     elsewhere = {"source-hangs", "striping", "max-size-small"}
     elsewhere |= {"check-hangs", "store-hangs", "store-unwritable", "cache-hangs"}
     elsewhere |= {"prefetch-clock", "prefetch-bandwidth", "bind-stays"}
-    elsewhere |= {"peer-names", "slurmds-share-run"}
+    elsewhere |= {"peer-names", "slurmds-share-run", "run-full", "log-full"}
     assert made == {one.id for one in PLANTED} | elsewhere
+
+
+@pytest.mark.parametrize("lack", ["space", "inodes"])
+@pytest.mark.parametrize(
+    ("folder", "found"),
+    [
+        ("/run/forestage", ("run-full", "critical")),
+        ("/var/log/forestage", ("log-full", "warning")),
+    ],
+)
+def test_file_system_of_our_own_files_that_is_full_is_told(
+    node: GoodNode, folder: str, found: tuple[str, str], lack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Files.disk
+    blocks, inodes = (3, 50) if lack == "space" else (3000, 0)
+    # f_bsize, f_frsize, f_blocks, f_bfree, f_bavail, f_files, f_ffree, f_favail, f_flag, f_namemax
+    full = os.statvfs_result((4096, 4096, 4000, blocks, blocks, 100, inodes, inodes, 0, 255))
+    monkeypatch.setattr(
+        Files, "disk", lambda files, path: full if path == folder else real(files, path)
+    )
+    (one,) = node.check().findings
+    assert (one.id, one.level) == found
+    assert one.what == f"the file system of {folder} has no {lack} left"
 
 
 def test_operations_page_lists_each_id() -> None:
