@@ -17,6 +17,18 @@ def main() -> None:
         from forestage.admin import hints
 
         os._exit(hints.main(sys.argv[3:]))
+    _end_at_interrupt()
     from forestage.cli import main as cli
 
     cli.main()
+
+
+def _end_at_interrupt() -> None:
+    """Let ^C end the process without a traceback until `Commands.invoke` can tell of it.
+
+    The imports before that take most of a short command's time. What is ignored stays ignored.
+    """
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -152,6 +152,8 @@ class Commands(Listed):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # cli/entry.py
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             result = super().invoke(ctx)
             # Here, where it is caught: at exit the interpreter would only complain.
             sys.stdout.flush()
