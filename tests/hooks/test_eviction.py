@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 from pathlib import Path
 
 from forestage.events import Released
@@ -17,6 +20,25 @@ def stage(node: Node, job: int, name: str, seed: int, clock: Later | None = None
     assert ran.outcome.result == "copied"
     node.epilog(job, clock)
     return ran.outcome.key
+
+
+def test_disk_without_inodes_is_evicted_from_by_the_copy_that_finds_no_place_for_its_lock(
+    node: Node,
+) -> None:
+    # No Epilog would: where each Prolog fails, no job has a lease.
+    old = [stage(node, job, f"alice/{job}.sqsh", job) for job in (1, 2, 3)]
+    new = node.put("alice/new.sqsh", content(4))
+    used = sum(1 for _ in node.nvme.rglob("*"))
+    options = f"remount,size=64m,nr_inodes={used + 100}"
+    subprocess.run(["mount", "-o", options, node.nvme], check=True)
+    scratch = node.nvme / "scratch"
+    scratch.mkdir()
+    with contextlib.suppress(OSError):
+        for number in range(200):
+            (scratch / str(number)).touch()
+    assert os.statvfs(node.nvme).f_ffree == 0
+    assert node.prolog(4, new).outcome.result == "copied"
+    assert not any(node.cache.entry_dir(key).exists() for key in old)
 
 
 def test_least_recently_used_entry_is_evicted_and_no_other(node: Node) -> None:

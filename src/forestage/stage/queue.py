@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-from forestage.cache import readers
+from forestage.cache import evict, readers
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.clock import Deadline
@@ -40,6 +40,18 @@ STALLED_AFTER = 60.0  # seconds without a chunk, after which a copy gives up its
 Need = Literal["now", "later", "none"]
 Turn = Literal["go", "wait", "stop"]
 _RANK = {"now": 0, "later": 1, "none": 2}
+
+
+def evict_for_files(node: Node) -> bool:
+    """Evict as an Epilog does, for a disk that takes no more files; return whether anything went.
+
+    Such a disk counts as full (evict.plan_at_rest), however many bytes are free.
+    """
+    went = False
+    with contextlib.suppress(Failed, OSError):
+        while evict.tidy(node.cache, node.leases, node.config):
+            went = True
+    return went
 
 
 class QueuedCopy(msgspec.Struct, frozen=True):

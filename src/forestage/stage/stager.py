@@ -5,6 +5,7 @@ the lock to be free.
 """
 
 import contextlib
+import errno
 import math
 import signal
 import sys
@@ -49,7 +50,8 @@ def _live(task: Task, hook: Channel) -> None:
         own = task.received()
         hook.begin(own.opened.fd)
         try:
-            with lock.held(own.node.cache.key_lock(own.key), _patience(own)):
+            with contextlib.ExitStack() as held:
+                _acquire_key(own, held)
                 has_key.set()
                 hook.send(copy(own, stop))
                 has_key.clear()
@@ -112,12 +114,26 @@ def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
         raise ended[0]
 
 
-def _patience(task: Task) -> float:
-    """Seconds to wait for the key's lock; who copies it for jobs that are only expected lets go."""
+def _acquire_key(task: Task, held: contextlib.ExitStack) -> None:
+    """Take the key's lock. Raises lock.Busy, OSError.
+
+    A disk that takes no more files takes no new lock either, and without one no copy evicts.
+    """
     from forestage.stage import queue
 
+    file, patience = task.node.cache.key_lock(task.key), _patience(task, queue.LETS_GO)
+    try:
+        held.enter_context(lock.held(file, patience))
+    except OSError as error:
+        if error.errno != errno.ENOSPC or not queue.evict_for_files(task.node):
+            raise
+        held.enter_context(lock.held(file, patience))
+
+
+def _patience(task: Task, lets_go: float) -> float:
+    """Seconds to wait for the key's lock; who copies it for jobs that are only expected lets go."""
     owner = None if task.job.expected else task.part.owner()
-    return queue.LETS_GO if owner is not None and owner.expected else PROBE_GRACE
+    return lets_go if owner is not None and owner.expected else PROBE_GRACE
 
 
 def _redirect_waiting(task: Task) -> None:
