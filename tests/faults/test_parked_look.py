@@ -24,7 +24,7 @@ from forestage.config import switch
 from forestage.hooks import boundary, epilog
 from forestage.registry import mount_points
 from forestage.system import processes
-from node import BOB, Node, Ran, until
+from node import BOB, HANGS, Node, Ran, until
 
 GETDENTS64 = {"x86_64": 217, "aarch64": 61}
 
@@ -108,6 +108,20 @@ def test_epilog_ends_while_a_user_who_opened_it_before_an_upgrade_lists_the_imag
     assert (node.places.images / "1.0.sqsh").exists(), "it is the sweep's"
 
 
+@contextlib.contextmanager
+def held(far: Far, folder: Path) -> Iterator[None]:
+    """Bob lists a directory, as in `parked`, and makes a name in it.
+
+    Whoever looks up a name there that the kernel does not know yet waits behind the latter.
+    """
+    argv = [sys.executable, "-ISc", "import os, sys; os.mkdir(sys.argv[1])", folder / "bobs"]
+    with parked(far, folder):
+        maker = subprocess.Popen(argv, user=BOB.uid, group=BOB.gid, extra_groups=[])
+        until(lambda: processes.stat(Path(f"/proc/{maker.pid}")).state == "D", "him to wait")
+        yield
+    assert maker.wait() == 0
+
+
 def test_epilog_ends_while_a_user_holds_the_directory_of_shared_memory(
     node: Node, far: Far, run: Path
 ) -> None:
@@ -122,14 +136,46 @@ def test_epilog_ends_while_a_user_holds_the_directory_of_shared_memory(
         assert nothing is (job == 2)
         return node.epilog(job)
 
-    with parked(far, shared):
-        # Whoever looks up a name that is not known yet waits behind the one who makes a name.
-        argv = [sys.executable, "-ISc", "import os, sys; os.mkdir(sys.argv[1])", shared / "bobs"]
-        maker = subprocess.Popen(argv, user=BOB.uid, group=BOB.gid, extra_groups=[])
-        until(lambda: processes.stat(Path(f"/proc/{maker.pid}")).state == "D", "him to wait")
+    with held(far, shared):
         for job in (1, 2):
             assert beside(partial(epilog_of, job)).said == ("released", "")
-    assert maker.wait() == 0
+
+
+# A hook on the test's node.
+HASTY = """
+import os, sys
+from forestage.hooks import boundary, watch
+from forestage.system import probe
+probe.LIMIT, watch.LOOK, watch.HANGS = 0.2, 0.2, 0.3
+os._exit(boundary._main(sys.argv[1], sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("name", ["prolog", "step", "epilog"])
+def test_hook_ends_while_a_user_holds_the_directory_above_the_cache(
+    node: Node, far: Far, run: Path, tmp_path: Path, name: str
+) -> None:
+    """On a scratch disk users make names beside the cache: its path hangs then as its disk would.
+
+    That the hook knows which cache it is takes no walk along that path.
+    """
+    scratch = node.shared / "scratch"
+    scratch.mkdir()
+    scratch.chmod(0o1777)
+    below_root = node.places.root / scratch.relative_to("/")  # a hook's paths lie below the node's
+    below_root.parent.mkdir(parents=True)
+    below_root.symlink_to(scratch)
+    node.configure(cache=f"{scratch}/forestage")
+    node.places.leases.mkdir(parents=True, exist_ok=True)
+    (node.places.leases / "1.prolog").touch()  # an Epilog has work; there is no lease
+    context = {"SLURM_SCRIPT_CONTEXT": "spank_step", "SLURM_STEP_ID": "0"} if name == "step" else {}
+    environ = node.environ(1, node.put("alice/image.sqsh", image())) | context
+    argv = [sys.executable, "-Ic", HASTY, name, node.places.root]
+    said = tmp_path / "said"  # no pipe: a step's child that hangs keeps it
+    with held(far, scratch), said.open("w") as file:
+        assert subprocess.call(argv, env=environ, stdout=file, stderr=file, timeout=HANGS) == 0
+    assert "reason=cache-hangs" in said.read_text()
+    until(far.is_left_alone, "what was left behind")
 
 
 def test_hook_makes_nothing_in_a_directory_that_users_can_list(

@@ -102,6 +102,17 @@ def test_unusable_cache_is_the_nodes_note_until_it_is_usable(health: Health) -> 
     health.until()
 
 
+def test_health_check_makes_nothing_again(health: Health) -> None:
+    """mkdir(2) would wait for the lock of /run, which a user can hold; slurmd waits for this."""
+    path = "/run/fake"
+    script = f"""
+        mkdir -p {path} && printf '#!/bin/sh\\ntouch {path}/called' >{path}/mkdir
+        chmod +x {path}/mkdir && rm -f {KNOWN}
+        PATH={path}:$PATH {PROGRAM} && ls {path} {KNOWN}
+    """
+    assert health.alone(script).split() == [KNOWN, f"{path}:", "mkdir"]
+
+
 def test_note_that_a_boot_made_forget_is_cleared_once_the_node_is_well(health: Health) -> None:
     health.set(f"rm -f {KNOWN}", Extra=f"{BROKEN}of before the boot")
     health.until()

@@ -11,6 +11,14 @@ from forestage.config import Config
 from forestage.paths import Places
 
 
+def configured_root(config: Config, places: Places) -> str:
+    """Return the cache's root with the links that lead there. Pure.
+
+    Users may write to a directory above it: who resolves the root may hang, as with its disk.
+    """
+    return os.fspath(places.root / config.cache.lstrip("/"))
+
+
 class Node(msgspec.Struct, frozen=True):
     """The node's cache, leases and places."""
 

@@ -13,7 +13,7 @@ from forestage.bind import namespaces, redirect, unmount
 from forestage.cache import disk, disk_errors, evict
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases
-from forestage.cache.node import Node
+from forestage.cache.node import Node, configured_root
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.errors import Declined, Failed, of_node
@@ -77,6 +77,7 @@ def epilog(
         if lease:
             cache = Cache(Path(lease.cache), places.claims, places.known_disks)
         elif config:
+            watched.works_on(configured_root(config, places))
             cache = Node.of(config, places, clock).cache
         else:
             return [Released(result="released")]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
-from forestage.cache.node import Node
+from forestage.cache.node import Node, configured_root
 from forestage.clock import Clock
 from forestage.config import ANYWHERE, Config, decided, load_settings, switch
 from forestage.errors import ConfigError, Declined, Failed, ForestageError
@@ -254,8 +254,11 @@ def _nodes(
             for root in leases.caches()
         ]
         refusal = Declined("disabled", off) if off else Failed("config", error.one_line)
+        if not nodes:
+            hook.watched.works_on(configured_root(bare, places))
         return nodes or [Node.of(bare, places, clock)], refusal
     off = off or ("" if config.enabled else "`enabled: false`")
+    hook.watched.works_on(configured_root(config, places))
     node = Node.of(config, places, clock)
     hook.watched.works_on(os.fspath(node.cache.root))
     return [node], Declined("disabled", off) if off else None
