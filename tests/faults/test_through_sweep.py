@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import msgspec
+import pytest
 from fault import source_bytes
 
 from forestage.admin import sweep
@@ -33,6 +34,17 @@ def test_keeper_that_is_stopped_is_ended_and_its_server_reads_on(shown: Shown) -
     assert swept(through).keepers == (through.image.key,)
     until(lambda: not through.living(), "the keeper's end")
     assert read_fresh(through.path) == source_bytes()
+
+
+@pytest.mark.parametrize("step", [-3600.0, -40 * 86400.0])
+def test_keeper_that_is_stopped_is_ended_though_the_clock_was_set_back(
+    shown: Shown, step: float
+) -> None:
+    through = shown()
+    assert swept(through, seconds=step).keepers == ()
+    os.kill(through.pid, signal.SIGSTOP)
+    assert swept(through, seconds=step).keepers == (through.image.key,)
+    until(lambda: not through.living(), "the keeper's end")
 
 
 def test_connection_that_nobody_answers_is_aborted(shown: Shown) -> None:

@@ -230,6 +230,7 @@ class _Sweep:
             disk_errors.look_at_media(node.places, node.cache, node.clock)
             self.tried(evict.drop_dead_locks, node.cache)
             self.tried(node.cache.drop_unfinished, node.clock.wall())
+            self.tried(node.cache.correct_uses, node.clock.wall())
             self.tried(held_open.gather, node.cache.held)
             self.tried(preload, node)
         return msgspec.structs.replace(done, parts=parts, job_dirs=job_dirs, evicted=evicted)
@@ -444,17 +445,18 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
 
 def due_entries(node: Node) -> tuple[Due, ...]:
     """What has to be read: what an earlier boot wrote, what is in doubt, what was not for long."""
-    since, now = disk_errors.known(node.places).since, node.clock.wall()
+    disk, now = disk_errors.known(node.places), node.clock.wall()
+    proved = frozenset(disk.proved)
     unproven, doubted, old = [], [], []
     for item in inventory.gather(node).items:
         read = node.cache.last_read(item.key)
-        if since and read < since:
+        if disk.since and item.key not in proved:
             doubted.append(
                 Due(item, Manner("after an error of the disk", doubted=True, by="sweep"))
             )
         elif not node.cache.is_proven(item.key):
             unproven.append(Due(item, Manner("after a restart", by="sweep")))
-        elif now - read > PROVE_EVERY:
+        elif abs(now - read) > PROVE_EVERY:  # also one that was read by a clock far ahead
             old.append((read, Due(item, Manner("as a precaution", rate=PROVE_RATE, by="sweep"))))
     old.sort(key=lambda one: one[0])
     return (*doubted, *unproven, *(due for _, due in old))
@@ -481,10 +483,10 @@ def collect(node: Node) -> list[Done]:
 
 def end_doubt(node: Node) -> None:
     """Ends the doubt in the disk once no entry is left that was not read since it began."""
-    since = disk_errors.known(node.places).since
-    items = inventory.gather(node).items if since else ()
-    if since and all(node.cache.last_read(item.key) >= since for item in items):
-        disk_errors.end(node.places, since)
+    disk = disk_errors.known(node.places)
+    items = inventory.gather(node).items if disk.since else ()
+    if disk.since and {item.key for item in items} <= {*disk.proved}:
+        disk_errors.end(node.places, disk.since)
 
 
 def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:
@@ -509,8 +511,8 @@ def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:
                 what = f"entry {item.key} cannot be noted as verified: {error.strerror}"
                 raise Failed("io", what, "evict it if its file `boot` is damaged") from None
             undo.callback(os.close, note)
-        # An error of the disk while it is read makes doubt that is younger than this.
-        began = node.clock.wall()
+        # An error of the disk while it is read makes another doubt than this.
+        began, doubt = node.clock.wall(), disk_errors.known(node.places).since
         (verdict,) = verify.verify(node, [item], False, progress, due.manner).verdicts
         if verdict.error:
             raise Failed("io", f"entry {item.key} could not be verified: {verdict.error}")
@@ -523,6 +525,8 @@ def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:
                     hot.preload(node.cache, item.key)
         if note is not None and verdict.result != "bad":
             os.utime(note, (began, began))
+            if doubt:
+                disk_errors.note_proved(node.places, doubt, item.key)
     return verdict
 
 

@@ -55,13 +55,15 @@ class Disk(msgspec.Struct, frozen=True):
 
     `seen` is the number of the kernel log's next record, -1 before the first look. `media` are the
     media errors that each NVMe counted. `since` (seconds since the epoch) and `why` are the doubt;
-    0 and "" without one.
+    0 and "" without one. `proved` are the keys of entries that were read and right since it began:
+    by name, as a clock that steps would have any of them read before it, or after it.
     """
 
     seen: int = -1
     media: Mapping[str, int] = {}
     since: float = 0.0
     why: str = ""
+    proved: tuple[str, ...] = ()
 
 
 def known(places: Places) -> Disk:
@@ -89,9 +91,22 @@ def end(places: Places, since: float) -> bool:
 
     def ended(disk: Disk) -> Disk:
         same = disk.since == since
-        return msgspec.structs.replace(disk, since=0.0, why="") if same else disk
+        return msgspec.structs.replace(disk, since=0.0, why="", proved=()) if same else disk
 
     return _change(places, ended).since == since
+
+
+def note_proved(places: Places, since: float, key: str) -> None:
+    """Notes that an entry is right, unless the doubt began anew after `since`.
+
+    Raises OSError, Failed.
+    """
+
+    def noted(disk: Disk) -> Disk:
+        same = disk.since == since and key not in disk.proved
+        return msgspec.structs.replace(disk, proved=(*disk.proved, key)) if same else disk
+
+    _change(places, noted)
 
 
 def look(places: Places, cache: Cache, clock: Clock) -> None:
@@ -222,7 +237,10 @@ def _change(places: Places, changed: Callable[[Disk], Disk]) -> Disk:
 
 
 def _doubted(disk: Disk, clock: Clock, why: str) -> Disk:
-    return msgspec.structs.replace(disk, since=clock.wall(), why=why)
+    # Not 0, nor what it was, wherever the clock is: by this value the doubt is known.
+    since = max(clock.wall(), 1.0)
+    since += since == disk.since
+    return msgspec.structs.replace(disk, since=since, why=why, proved=())
 
 
 def _end_short_ways(places: Places) -> None:

@@ -12,7 +12,9 @@ damaged one makes place for its new copy in `Cache.publish`.
 """
 
 import contextlib
+import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
@@ -98,6 +100,7 @@ def plan(
     copies: Mapping[int, int] = NOBODY,
     user: int | None = None,
     data: int = 0,
+    now: float = math.inf,
 ) -> Plan:
     """Pure: the entries to evict, in order; `user` is who asks for room, None where nobody does.
 
@@ -112,7 +115,7 @@ def plan(
     what it warms is for all.
     """
     everything = list(stored)
-    old = superseded(everything, superseded_path)
+    old = superseded(everything, superseded_path, now)
     left = sorted(
         (s for s in everything if s.key not in leased and not s.pinned),
         key=lambda s: (s.entry is not None, s.key not in old, s.used),
@@ -179,19 +182,26 @@ def _met(room: Room, goal: Goal, freed: int) -> bool:
     return room.free + freed >= goal.free and room.used - freed <= goal.used
 
 
-def superseded(stored: Iterable[StoredEntry], path: str = "") -> frozenset[str]:
-    """Pure: the keys whose path has a newer entry, and all those of `path`."""
+def superseded(
+    stored: Iterable[StoredEntry], path: str = "", now: float = math.inf
+) -> frozenset[str]:
+    """Pure: the keys whose path has a newer entry, and all those of `path`.
+
+    An entry that was made later than `now` is older than one that was not: it is of before the
+    node's clock was set back.
+    """
     stored = list(stored)
-    newest: dict[str, tuple[float, str]] = {}
+    newest: dict[str, tuple[bool, float, str]] = {}
     for one in stored:
         if one.entry is not None:
             its = one.entry.identity.path
-            newest[its] = max(newest.get(its, (0.0, "")), (one.entry.created, one.key))
+            made = one.entry.created
+            newest[its] = max(newest.get(its, (False, 0.0, "")), (made <= now, made, one.key))
     return frozenset(
         one.key
         for one in stored
         if one.entry is not None
-        and (one.entry.identity.path == path or newest[one.entry.identity.path][1] != one.key)
+        and (one.entry.identity.path == path or newest[one.entry.identity.path][2] != one.key)
     )
 
 
@@ -301,7 +311,8 @@ def make_room(
         under_way = of_users(cache)
         under_way[user or 0] += size
         kept = leases.keys() | stay
-        made = plan(stored, kept, room, goal, path, under_way, user, size if data else 0)
+        taken = size if data else 0
+        made = plan(stored, kept, room, goal, path, under_way, user, taken, time.time())
         if not made.enough:
             raise Declined(
                 "no-room",
@@ -337,7 +348,8 @@ def leave_room(
         under_way[user] += need
         room = measure(cache, stored, config)
         goal = Goal(free=room.min_free + need, used=room.used)
-        made = plan(stored, leases.keys(), room, goal, copies=under_way, user=user)
+        leased, now = leases.keys(), time.time()
+        made = plan(stored, leased, room, goal, copies=under_way, user=user, now=now)
         if not made.enough:  # what others have on the disk would empty the cache for nothing
             return ()
         _evict(cache, made)
@@ -375,7 +387,8 @@ def plan_at_rest(cache: Cache, leased: Callable[[], frozenset[str]], config: Con
     gone = sum(_bytes_if_there(cache.part_dir(key)) for key in dead)
     free = -1 if is_full else room.free + gone  # less than any `min_free`, 0 too
     room = msgspec.structs.replace(room, free=free, used=room.used - gone)
-    return plan(stored, leased(), room, room_at_rest(room), copies=of_users(cache, dead))
+    under_way, now = of_users(cache, dead), time.time()
+    return plan(stored, leased(), room, room_at_rest(room), copies=under_way, now=now)
 
 
 def _takes_files(cache: Cache) -> bool:

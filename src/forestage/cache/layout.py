@@ -241,8 +241,20 @@ class Cache:
         """
         for file in self.root.glob(".*.*"):  # as records.py names them
             found = files.facts(file)
-            if found is not None and now - found.st_mtime > UNFINISHED_AFTER:
+            if found is not None and abs(now - found.st_mtime) > UNFINISHED_AFTER:
                 file.unlink(missing_ok=True)
+
+    def correct_uses(self, now: float) -> None:
+        """Makes uses that have yet to come, by this node's clock, uses at `now`.
+
+        They are of before the clock was set back. Else what jobs use from now on would be evicted
+        before those entries for as long as the clock was ahead. Raises OSError.
+        """
+        for directory in self.entries.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found = files.facts(directory / "used")
+                if found is not None and found.st_mtime > now + UNFINISHED_AFTER / 60:
+                    os.utime(directory / "used", (now, now), follow_symlinks=False)
 
     def find(self, image: Image) -> Entry | None:
         """The published entry with exactly this image's bytes and access rights, if it is here.

@@ -131,7 +131,7 @@ class Part:
     def is_waited_for(self, now: float) -> bool:
         """Whether a hook has said lately that it waits."""
         found = files.facts(self.waited)
-        return found is not None and now - found.st_mtime < WAITED
+        return found is not None and abs(now - found.st_mtime) < WAITED
 
     def note_peers(self, count: int) -> None:
         """Says how many bytes came from peers; nobody but people reads it."""
@@ -155,9 +155,13 @@ class Part:
             return 0
 
     def stood_still(self, now: float) -> float:
-        """Seconds since the last chunk, or rsync's last write, came in; `now` since the epoch."""
+        """Seconds since the last chunk, or rsync's last write, came in; `now` since the epoch.
+
+        By the file whose time is nearest: one that was written before the clock was set back has a
+        time that is yet to come.
+        """
         there = filter(None, map(files.facts, (self.map, self.image, self.record)))
-        return now - max((found.st_mtime for found in there), default=0.0)
+        return min((abs(now - found.st_mtime) for found in there), default=now)
 
     def allocated(self) -> int:
         """Bytes of disk that image and map have."""

@@ -217,7 +217,7 @@ def called_lately(node: Node) -> bool:
     One that began before a copy and after its pass has looked for jobs ends the copy as well.
     """
     found = files.facts(node.places.called("prolog"))
-    return found is not None and node.clock.wall() - found.st_mtime < CALLED
+    return found is not None and abs(node.clock.wall() - found.st_mtime) < CALLED
 
 
 def gather(node: Node, own: str = "") -> list[QueuedCopy]:

@@ -574,10 +574,50 @@ def test_doubt_ends_once_every_entry_was_read(site: Site) -> None:
     keys = [site.publish(site.image(f"{name}.sqsh", b"squashfs" * CHUNK)) for name in "abc"]
     spoil(site, keys[0])
     disk_errors.begin(site.places, site.world.clock, "a bad block")
-    read_before(site, keys[2], -1)  # copied since
     done = swept(site)
-    assert {one.key: one.result for one in done.verified} == {keys[0]: "bad", keys[1]: "ok"}
+    assert {one.key: one.result for one in done.verified} == {
+        keys[0]: "bad", keys[1]: "ok", keys[2]: "ok"
+    }  # fmt: skip
     assert not doubted(site)
+    assert swept(site).verified == ()
+
+
+@pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
+def test_doubt_ends_once_every_entry_was_read_whatever_the_clock_does(
+    site: Site, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    """Set before the error, an entry seems read since; set after it, read before, for 40 days."""
+    keys = [site.publish(site.image(f"{name}.sqsh", b"squashfs" * CHUNK)) for name in "ab"]
+    spoil(site, keys[0])
+    for moved in (step, 0.0):
+        monkeypatch.setattr(site.node.clock, "wall", lambda moved=moved: NOW + moved)
+        monkeypatch.setattr(site.world.clock, "wall", lambda moved=moved: NOW - moved)
+        disk_errors.begin(site.places, site.world.clock, "a bad block")
+        done = swept(site)
+        assert {one.key for one in done.verified} == set(keys)
+        assert not doubted(site)
+        keys = keys[1:]
+
+
+@pytest.mark.parametrize("step", [-3600.0, -40 * 86400.0])
+def test_use_of_before_the_clock_was_set_back_keeps_no_later_one_away(
+    site: Site, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    early, late = (site.publish(site.image(f"{name}.sqsh")) for name in "ab")
+    site.node.cache.touch(early, NOW)
+    monkeypatch.setattr(site.node.clock, "wall", lambda: NOW + step)
+    swept(site)
+    site.node.cache.touch(late, NOW + step + 1)
+    used = {one.key: one.used for one in site.node.cache.stored_entries()}
+    assert used[early] == NOW + step
+    assert used[late] > used[early]
+
+
+@pytest.mark.parametrize("step", [-40 * 86400.0, 40 * 86400.0])
+def test_entry_that_was_read_by_a_clock_far_away_is_read_again(site: Site, step: float) -> None:
+    key = site.publish(site.image("a.sqsh", b"squashfs" * CHUNK))
+    read_before(site, key, step)
+    assert [one.key for one in swept(site).verified] == [key]
     assert swept(site).verified == ()
 
 

@@ -56,6 +56,17 @@ def want(free: int) -> Goal:
     return Goal(free=free, used=NO_LIMIT)
 
 
+@pytest.mark.parametrize("step", [3600.0, 40 * 86400.0])
+def test_entry_made_before_the_clock_was_set_back_is_superseded_by_one_made_since(
+    step: float,
+) -> None:
+    now = 1e9
+    both = [stored("old", now + step, "/x", now + step), stored("new", now - 1, "/x", now - 1)]
+    assert evict.superseded(both, now=now) == {"old"}
+    other = stored("other", 1)
+    assert plan([*both, other], frozenset(), room(), want(1), now=now).victims == ("old",)
+
+
 @pytest.mark.parametrize(
     ("things", "leased", "goal", "path", "expected"),
     [

@@ -338,3 +338,16 @@ def test_entry_for_pending_jobs_is_unused_until_its_time_is_another(
     entry = Entry(made.key, made.identity, made.access, 500.0, "chunks", expected=expected)
     assert StoredEntry(made.key, 1, used, False, entry).is_unused is unused
     assert not StoredEntry(made.key, 1, used, False, None).is_unused
+
+
+@pytest.mark.parametrize(
+    ("step", "goes"), [(-40 * 86400.0, True), (40 * 86400.0, True), (60.0, False)]
+)
+def test_what_a_killed_hook_left_goes_wherever_the_clock_is_now(
+    cache: Cache, step: float, goes: bool
+) -> None:
+    cache.root.mkdir(parents=True, exist_ok=True)
+    left = cache.root / ".version.0123"
+    left.touch()
+    cache.drop_unfinished(left.stat().st_mtime + step)
+    assert left.exists() is not goes

@@ -169,6 +169,30 @@ def test_allocated_bytes_are_those_on_disk(part: Part) -> None:
     assert 1 << 20 <= part.allocated() < 2 << 20
 
 
+@pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
+def test_copy_that_goes_on_does_not_stand_still_once_the_clock_was_set(
+    part: Part, step: float
+) -> None:
+    """Its record is of before."""
+    part.directory.mkdir()
+    now = 1e9
+    part.record.touch()
+    os.utime(part.record, (now - step, now - step))
+    assert part.stood_still(now) == abs(step)
+    part.map.touch()
+    os.utime(part.map, (now, now))
+    assert part.stood_still(now) == 0.0
+
+
+@pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
+def test_hook_that_waited_before_the_clock_was_set_waits_no_more(part: Part, step: float) -> None:
+    part.directory.mkdir()
+    part.waited.touch()
+    part.note_waiting(1e9)
+    assert part.is_waited_for(1e9)
+    assert not part.is_waited_for(1e9 + step)
+
+
 def test_copy_stands_still_since_its_last_chunk_or_its_last_byte(part: Part) -> None:
     part.directory.mkdir()
     assert part.stood_still(1000.0) == 1000.0

@@ -272,6 +272,9 @@ def test_one_users_jobs_leave_half_of_the_places_to_others(
         (True, STALLED_AFTER + 1, False),
         (True, STALLED_AFTER - 1, True),
         (False, STALLED_AFTER + 1, True),
+        (True, 1 - STALLED_AFTER, True),
+        (True, -3600.0, False),  # the clock was set back, and no chunk has come since
+        (True, -40 * 86400.0, False),
     ],
 )
 def test_stalled_copy_loses_its_place(

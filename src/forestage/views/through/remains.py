@@ -27,7 +27,7 @@ ABORT = 10.0  # seconds for it
 
 
 class LivingKeeper(msgspec.Struct, frozen=True):
-    """A keeper that lives: its directory, what it wrote there, and when it was well (epoch)."""
+    """A keeper that lives: its directory, what it wrote, when it was well (epoch; 0: it ends)."""
 
     spot: Path
     state: State
@@ -36,11 +36,11 @@ class LivingKeeper(msgspec.Struct, frozen=True):
 
 def hanging(through: Path, clock: Clock) -> list[LivingKeeper]:
     """The keepers that live and do not turn. Raises OSError."""
-    since = clock.wall() - STALE
+    now = clock.wall()
     living = [LivingKeeper(spot, state, _seen(spot)) for spot, state in states(through)]
-    silent = [one for one in living if one.seen < since]
+    silent = [one for one in living if one.seen and abs(now - one.seen) > STALE]
     if silent:
-        clock.sleep(AGAIN)  # a clock that was just set forward makes all look silent
+        clock.sleep(AGAIN)  # a clock that was just set makes all look silent
     return [one for one in silent if _seen(one.spot) == one.seen]
 
 
@@ -83,7 +83,7 @@ def dead(through: Path, cache: Cache, now: float) -> list[Path]:
     return [
         spot
         for spot in (through.iterdir() if through.exists() else ())
-        if now - spot.stat().st_mtime > STALE and lock.is_free(cache.key_lock(spot.name))
+        if abs(now - spot.stat().st_mtime) > STALE and lock.is_free(cache.key_lock(spot.name))
     ]
 
 
@@ -98,7 +98,7 @@ def remove(spot: Path) -> None:
 
 def _seen(spot: Path) -> float:
     found = files.facts(spot / "state")
-    return found.st_mtime if found else float("inf")  # it ends
+    return found.st_mtime if found else 0.0  # it ends
 
 
 def _has_open(pid: int, file: Path) -> bool:
