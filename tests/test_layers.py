@@ -83,7 +83,8 @@ ONE_IMPORTER = {
         *("admin.old_imports", "views.through.remains"),
     },
     "one side of a conversation": {
-        *("hooks.waiting", "peers.first_node", "peers.local_chunks", "peers.sessions"),
+        *("cache.directory_record", "hooks.waiting", "peers.first_node", "peers.local_chunks"),
+        "peers.sessions",
     },
     "a kind of source": {"sources.open_tree"},
     "all of a folder's door": {"config.load"},

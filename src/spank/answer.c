@@ -41,6 +41,7 @@ static const struct {
 	{"enroot", ".", ENROOT},
 	{"variable", ".?.", VARIABLE},
 	{"image", ".#.*", IMAGE},
+	{"owner", "#", OWNER}, /* cache/directory_record.py */
 };
 
 #define DIGITS "0123456789"

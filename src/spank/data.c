@@ -54,13 +54,18 @@ void take_datum(const struct line *line, char *text)
 void set_variables(spank_t sp)
 {
 	for (const struct datum *one = data; one < data + data_count; one++) {
-		if (kind(one) != ENV)
-			continue;
-		if (one->line.count == 1)
-			spank_unsetenv(sp, field(one, 0)); /* it may not be there */
-		else if (spank_setenv(sp, field(one, 0), field(one, 1), 1) != ESPANK_SUCCESS)
-			slurm_info("forestage: %s cannot be set", field(one, 0));
+		/* Without a value: what was forestage's is out already, what is there is the user's. */
+		if (kind(one) == ENV && one->line.count == 2)
+			set_variable(sp, field(one, 0), field(one, 1));
 	}
+}
+
+bool is_directory_named(void)
+{
+	for (const struct datum *one = data; one < data + data_count; one++)
+		if (kind(one) == ENV && strcmp(field(one, 0), DIRECTORY) == 0)
+			return true;
+	return false;
 }
 
 static int open_folder(const void *path)

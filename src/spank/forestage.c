@@ -177,20 +177,37 @@ static char mounts_home(spank_t sp)
 	return '\0';
 }
 
+/* Whether there is such a file beside the job's lease. */
+static bool has_record(spank_t sp, const char *kind)
+{
+	char name[64];
+	uint32_t job = 0;
+
+	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS)
+		return false;
+	snprintf(name, sizeof(name), LEASES "/%u.%s", job, kind);
+	return access(name, F_OK) == 0;
+}
+
 /*
  * Whether the Prolog noted images or data of the job's comment (cache/lease.py). By access(2), which
  * looks with our real user, root. A job's extern step has no process that could read them.
  */
 static bool is_hinted(spank_t sp)
 {
-	char name[64];
-	uint32_t job = 0, number = 0;
+	uint32_t number = 0;
 
-	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS ||
-	    spank_get_item(sp, S_JOB_STEPID, &number) != ESPANK_SUCCESS || number == EXTERN_STEP)
-		return false;
-	snprintf(name, sizeof(name), LEASES "/%u.hinted", job);
-	return access(name, F_OK) == 0;
+	return spank_get_item(sp, S_JOB_STEPID, &number) == ESPANK_SUCCESS &&
+	       number != EXTERN_STEP && has_record(sp, "hinted");
+}
+
+/* Where its job has a directory of its own: a script must not take the empty one of root's for it. */
+static void report_lost_directory(spank_t sp, bool had, const char *wrong)
+{
+	if (is_directory_named() || !(has_record(sp, "directory") || (had && wrong)))
+		return;
+	slurm_spank_log("forestage: this step does not have its job's " JOB_DIR ": %s",
+			wrong ? wrong : "forestage has failed on this node");
 }
 
 /*
@@ -212,13 +229,11 @@ static void name_place(spank_t sp)
 int slurm_spank_user_init(spank_t sp, int ac, char **av)
 {
 	(void)ac, (void)av;
+	/* Those of the batch script or of the submitting step say nothing of this one. */
+	const bool had = forget_variables(sp);
+	const char *wrong = NULL;
 	if (refused)
 		return 0;
-	/* Those of the batch script or of the submitting step say nothing of this one. */
-	spank_unsetenv(sp, RESULT);
-	spank_unsetenv(sp, IMAGE_PATH);
-	spank_unsetenv(sp, DATA_RESULT);
-	spank_unsetenv(sp, LOCAL);
 	step.hinted = is_hinted(sp);
 	pyxis_option(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image, PATH_MAX);
 	step.reference = is_reference(step.image);
@@ -237,8 +252,10 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 		step.folder[0] = '\0';
 	if (step.image[0] == '/' || step.save[0] == '/' || step.folder[0] || step.hinted ||
 	    step.reference)
-		ask_helper(sp, helper, timeout, &step);
+		wrong = ask_helper(sp, helper, timeout, &step);
 	set_variables(sp);
+	if (step.hinted)
+		report_lost_directory(sp, had, wrong);
 	onces = mmap(NULL, MOST_ITEMS * sizeof(*onces), PROT_READ | PROT_WRITE,
 		     MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	if (step.later)
@@ -318,6 +335,8 @@ void say_failure(spank_t sp, const struct item *item)
 	if (item->image && (item->image == &step || !step.image[0]))
 		spank_setenv(sp, RESULT, reason(item), 1);
 	if (!item->image) {
+		if (strcmp(item->path, JOB_DIR) == 0)
+			forget_directory(sp);
 		spank_setenv(sp, DATA_RESULT, reason(item), 1);
 		slurm_info("forestage: nothing is mounted at %s: %s: %s", item->path, item->why,
 			   strerror(item->error));

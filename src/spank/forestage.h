@@ -21,7 +21,7 @@
 
 enum word {
 	ODD, SAY, ENV, USE, THROUGH, ALSO, DEVICE, SERVED, FOLDER, LATER, LEAVE,
-	BOOT, EVENT_LOG, OUR_FILE, THEIR_FILE, ROOM, ENROOT, VARIABLE, IMAGE
+	BOOT, EVENT_LOG, OUR_FILE, THEIR_FILE, ROOM, ENROOT, VARIABLE, IMAGE, OWNER
 };
 
 /* A line, taken apart: the fields after its word, which point into its text. */
@@ -65,6 +65,9 @@ struct step {
 /* What it says of the job's data, which the helper sets: the worst word, and what is local. */
 #define DATA_RESULT "FORESTAGE_DATA_RESULT"
 #define LOCAL "FORESTAGE_LOCAL"
+/* The job's own directory, and the variable that names it (places.job_dir, hooks/data.py). */
+#define JOB_DIR "/forestage/job"
+#define DIRECTORY "FORESTAGE_DIR"
 
 #define MOST_DATA 40   /* lines of a step; more are left out */
 #define RUN "/run/forestage"
@@ -116,8 +119,11 @@ struct asker {
 /* helper.c. In the step manager itself, before SPANK may call us beside it. */
 void remember_manager(void);
 
-/* helper.c. Completes the step, or leaves it as it is; takes `timeout` seconds at most. */
-void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step);
+/*
+ * helper.c. Completes the step, or leaves it as it is; takes `timeout` seconds at most. NULL, or why no
+ * helper has answered.
+ */
+const char *ask_helper(spank_t sp, const char *helper, long timeout, struct step *step);
 
 /* answer.c. Takes a line apart, in place; its word. What counts for nothing is ODD. */
 enum word understand(char *text, struct line *line);
@@ -134,6 +140,9 @@ void await_answer(spank_t sp, struct step *step);
 
 /* shown.c. In a child with nothing but 0, 1 and 2 open: answers on 1 as a helper, or not at all. */
 void recall(const struct asker *who, struct step *step);
+
+/* shown.c. As `recall`, of the job's own directory, which needs no helper. */
+void recall_directory(const struct asker *who, struct step *step);
 
 /* shown.c. A line of the event log, of a step: microseconds in all, and the rest of its JSON. */
 void append_event(const char *file, uint32_t number, long long total, const char *rest);
@@ -217,6 +226,21 @@ void forget_data(void);
 
 /* data.c. In user_init: what the helper said of the step's environment. */
 void set_variables(spank_t sp);
+
+/* data.c. Whether a line says that the step has the job's own directory, or that it has none. */
+bool is_directory_named(void);
+
+/*
+ * environment.c. Takes out all that forestage puts into an environment: it may be of another job, or of
+ * another node. Whether that had a job's own directory.
+ */
+bool forget_variables(spank_t sp);
+
+/* environment.c. As before, of the variables alone that lead into a job's own directory. */
+bool forget_directory(spank_t sp);
+
+/* environment.c. Keeps what the user had of a variable that leads into the job's own directory. */
+void set_variable(spank_t sp, const char *name, const char *value);
 
 /* data.c. All that is to be mounted, in the order of the lines; how many that are. */
 int list_data(struct item *items);

@@ -178,6 +178,7 @@ static void close_from(unsigned int first)
 struct errand {
 	char **argv; /* NULL for a look at the record */
 	char **env;
+	void (*look)(const struct asker *who, struct step *step);
 	int environment; /* the job's, for a helper; or -1 */
 	const struct asker *who;
 	struct step *step;
@@ -214,7 +215,7 @@ static void become_child(int out, pid_t parent, const struct errand *errand)
 	if (errand->argv)
 		execve(errand->argv[0], errand->argv, errand->env);
 	else
-		recall(errand->who, errand->step);
+		errand->look(errand->who, errand->step);
 }
 
 static pid_t start_child(const struct errand *errand, int *out)
@@ -438,14 +439,14 @@ static bool hold_keeper(struct step *step)
 	return !step->through || step->keeper >= 0;
 }
 
-void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
+const char *ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 {
 	static struct asker who;
 	char *env[VARIABLES] = {NULL}, *argv[] = {(char *)helper, "step", NULL};
-	struct errand errand = {.environment = -1, .who = &who, .step = step};
+	struct errand errand = {.look = recall, .environment = -1, .who = &who, .step = step};
 
 	if (!identify_asker(sp, &who))
-		return;
+		return "Slurm does not say whose job it is";
 	spank_get_item(sp, S_JOB_ENV, &who.variables);
 	/*
 	 * SlurmdParameters=contain_spank has us in a process beside the step manager, within the
@@ -458,7 +459,7 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 		slurm_verbose("forestage: %s needs no helper, as its job had it before", step->image);
 		spank_setenv(sp, RESULT, step->through ? "through" : "hit", 1);
 		spank_setenv(sp, IMAGE_PATH, step->path, 1);
-		return;
+		return NULL;
 	}
 	if (contained && timeout > CONTAINED_SECONDS)
 		timeout = CONTAINED_SECONDS;
@@ -472,13 +473,21 @@ void ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
 	const char *wrong = ask(&errand, timeout);
 	if (errand.environment >= 0)
 		close(errand.environment);
+	errand.environment = -1;
 	for (char **each = env; *each; each++)
 		free(*each);
 	if (wrong)
 		slurm_info("forestage: %s stays as it is: %s: %s", step->image, helper, wrong);
+	/* During an upgrade, or where the program is gone, the job's directory is still there. */
+	if (wrong && step->hinted && !is_directory_named()) {
+		errand.argv = NULL;
+		errand.look = recall_directory;
+		ask(&errand, RECALL_SECONDS);
+	}
 	/* A process beside the step manager would keep the connections for itself. */
 	for (int i = contained ? step->count : 0; i < step->count; i++)
 		hold_keeper(&step->also[i]);
 	if (!contained)
 		hold_keeper(step);
+	return wrong;
 }

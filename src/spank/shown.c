@@ -15,6 +15,7 @@
 
 #define RECORD_BYTES 65536
 #define EVENT_BYTES (RECORD_BYTES + 200)
+#define DIRECTORY_FORMAT 1 /* FORMAT in cache/directory_record.py; the one before is read as well */
 #define MOST_THEIRS 32 /* files of the user's; one with more asks a helper */
 #define PROLOG_US 1000000 /* for a Prolog's work; a helper waits longer (hooks/background.py) */
 
@@ -262,6 +263,60 @@ static void await_prolog(const char *mark)
 	while (flock(fd, LOCK_SH | LOCK_NB) < 0 && now_us(CLOCK_MONOTONIC) < until)
 		wait_a_moment();
 	close(fd);
+}
+
+/* Of this release, or of the one before: jobs outlive an upgrade. */
+static bool is_directory_format(const char *line)
+{
+	char known[64];
+
+	for (int format = DIRECTORY_FORMAT; format > 0 && format >= DIRECTORY_FORMAT - 1; format--) {
+		snprintf(known, sizeof(known), "directory %d", format);
+		if (strcmp(line, known) == 0)
+			return true;
+	}
+	return false;
+}
+
+/*
+ * The record says what a helper would (cache/directory_record.py). It counts while staging is off, too:
+ * the job has the directory already. That its device still shows its file the task sees (data.c).
+ */
+void recall_directory(const struct asker *who, struct step *step)
+{
+	static char text[RECORD_BYTES], lines[RECORD_BYTES + sizeof(LANGUAGE) + 32];
+	char name[64], *rest = text, *one;
+	bool is_now = false, is_users = false;
+	struct line line;
+
+	(void)step;
+	snprintf(name, sizeof(name), LEASES "/%u.directory", who->job);
+	if (!read_all(name, text, sizeof(text)) || !is_directory_format(strsep(&rest, "\n")))
+		return;
+	size_t have = (size_t)snprintf(lines, sizeof(lines), LANGUAGE "\n");
+	while ((one = strsep(&rest, "\n")) && rest) { /* each ends with a newline */
+		size_t end = have + (size_t)snprintf(lines + have, sizeof(lines) - have, "%s\n", one);
+
+		switch (understand(one, &line)) {
+		case BOOT:
+			is_now = same_boot(line.field[0]);
+			break;
+		case OWNER: /* the number may be another job's by now */
+			is_users = number(&line, 0) == who->uid;
+			break;
+		case DEVICE:
+		case SERVED:
+		case ENV:
+			have = end;
+			break;
+		default:
+			return;
+		}
+	}
+	if (!is_now || !is_users)
+		return;
+	have += (size_t)snprintf(lines + have, sizeof(lines) - have, "leave\tno-helper\n");
+	(void)!write(1, lines, have); /* who reads it has waited for too long otherwise */
 }
 
 void recall(const struct asker *who, struct step *step)

@@ -26,6 +26,8 @@ Keeper = Callable[[str], None]
 LEASES = Path(f"/tmp/forestage-spank-leases-{os.getpid()}")
 MARK = Path(f"/tmp/forestage-spank-run-{os.getpid()}/companion")
 EVENTS = MARK.parent / "events.jsonl"
+OWN = Path(f"/tmp/forestage-spank-own-{os.getpid()}")
+"""In place of /forestage/job."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Ran:
 
     def facts(self, name: str) -> set[str]:
         return {line for line in self.lines("fact") if line.startswith(f"{name} ")}
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Of the step's tasks, as the companion has left it."""
+        found = (one.removeprefix("environ ").partition("=") for one in self.facts("environ"))
+        return {name: value for name, _, value in found}
 
     @property
     def said(self) -> list[str]:

@@ -24,6 +24,7 @@ from companion import (  # noqa: E402
     LEASES,
     MARK,
     OLD_KEY,
+    OWN,
     SANITIZERS,
     SERVED,
     UID,
@@ -31,6 +32,8 @@ from companion import (  # noqa: E402
     Keeper,
     Step,
 )
+
+from forestage.system import loop  # noqa: E402
 
 # Waits and places, as they are and as the tests have them. A helper that is killed ends; only a
 # machine that stands still lets it take longer than the companion waits.
@@ -47,6 +50,7 @@ OTHERS: Others = {
     "namespace.c": {"LIMIT_MS": ("2000 ", "60000 "), "QUEUE_MS": (30000, 120000)},
     "forestage.h": {
         "MOST_DATA": ("40", " 6"),
+        "JOB_DIR": ('"/forestage/job"', f'"{OWN}"'),
         "RUN": ('"/run/forestage"', f'"{MARK.parent}"'),
         "EVENTS": ('"/var/log/forestage/events.jsonl"', f'"{EVENTS}"'),
         "LEASES": ('RUN "/leases"', f'"{LEASES}"'),
@@ -146,8 +150,23 @@ def step(program: Path) -> Iterator[Step]:
     step.image.write_text("the image\n")
     step.answers(step.use())
     yield step
-    for left in (folder, LEASES, MARK.parent):
+    for left in (folder, LEASES, MARK.parent, OWN):
         shutil.rmtree(left, ignore_errors=True)
+
+
+@pytest.fixture
+def disk(step: Step) -> Iterator[tuple[str, str]]:
+    """A loop device with one file, and what it shows."""
+    (step.folder / "tree").mkdir()
+    (step.folder / "tree/file").write_text("from the disk\n")
+    image = step.folder / "disk"
+    with image.open("wb") as file:
+        file.truncate(4 << 20)
+    argv = ["/usr/sbin/mkfs.ext4", "-q", "-O", "^has_journal", "-d", step.folder / "tree", image]
+    subprocess.run(argv, check=True)
+    device = loop.attach(image, read_only=False)
+    yield device, loop.file_of(image.stat())
+    subprocess.run(["losetup", "--detach", device], check=True)
 
 
 @pytest.fixture

@@ -110,17 +110,40 @@ spank_err_t spank_getenv(spank_t sp, const char *name, char *value, int size)
 	return ESPANK_ENV_NOEXIST;
 }
 
+static void drop_variable(const char *name)
+{
+	size_t length = strlen(name);
+	int kept = 0;
+
+	for (int i = 0; i < env_count; i++)
+		if (strncmp(step_env[i], name, length) != 0 || step_env[i][length] != '=')
+			step_env[kept++] = step_env[i];
+	env_count = kept;
+	step_env[kept] = NULL;
+}
+
 spank_err_t spank_unsetenv(spank_t sp, const char *name)
 {
+	int before = env_count;
+
 	(void)sp;
 	fact("unsetenv %s", name);
-	return ESPANK_ENV_NOEXIST;
+	drop_variable(name);
+	return env_count < before ? ESPANK_SUCCESS : ESPANK_ENV_NOEXIST;
 }
 
 spank_err_t spank_setenv(spank_t sp, const char *name, const char *value, int overwrite)
 {
+	static char *made[256]; /* a sanitizer would call them leaks */
+	static int count;
+	char *variable = NULL;
+
 	(void)sp;
 	fact("setenv %d %s=%s", overwrite, name, value);
+	if (env_count == MOST - 1 || count == 256 || asprintf(&variable, "%s=%s", name, value) < 0)
+		return ESPANK_ERROR;
+	drop_variable(name);
+	step_env[env_count++] = made[count++] = variable;
 	return ESPANK_SUCCESS;
 }
 
@@ -304,6 +327,8 @@ static int run_task(void)
 	/* "/" is where setns(2) leaves it, where a job has its own namespace */
 	check(chdir(stands ? stands : "/"), "chdir");
 	fact("task %d", slurm_spank_task_init_privileged(NULL, arg_count, args));
+	for (int i = 0; i < env_count; i++)
+		fact("environ %s", step_env[i]);
 	char *stood = getcwd(NULL, 0);
 	fact("folder %s", stood);
 	free(stood);

@@ -5,6 +5,7 @@
                           JOB.hinted   a flag for the companion: each step of the job has to ask
                           JOB.nodes    its nodes, by a Prolog that has imported nothing
                           JOB.shown    what further steps are shown (cache/step_record.py)
+                          JOB.directory  by what its own directory shows (cache/directory_record.py)
                           JOB.prolog   locked as long as its Prolog works (hooks/background.py)
 
 Reading is free. Taking and dropping happen under the cache's space lock, the one that evict plans
@@ -103,6 +104,10 @@ class Leases:
     def shown(self, job: int) -> Path:
         """Where the companion finds what the job's steps are shown (cache/step_record.py)."""
         return self.directory / f"{job}.shown"
+
+    def directory_record(self, job: int) -> Path:
+        """Where the companion finds the job's own directory (cache/directory_record.py)."""
+        return self.directory / f"{job}.directory"
 
     def nodelist(self, job: int) -> str:
         """The nodes that Slurm named to the job's Prolog (hooks/boundary.py); "" if unknown."""
@@ -231,7 +236,7 @@ class Leases:
         if lease.uses or lease.saves or self.said(lease.job) != Said():
             self.write(lease)
         else:
-            self._drop(lease.job, ("shown", "hinted", "said"))
+            self._drop(lease.job, ("shown", "hinted", "said", "directory"))
 
     def confirm(self, job: int) -> None:
         """Says that a hook goes on with the lease as it is. Under the space lock."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage.cache import disk, image
+from forestage.cache import directory_record, disk, image
 from forestage.cache.node import Node
 from forestage.cache.said import Wanted
 from forestage.clock import Deadline
@@ -30,7 +30,7 @@ from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
-from forestage.system import as_user
+from forestage.system import as_user, lock
 from forestage.units import printable
 from forestage.views import wanted
 from forestage.views.wanted import ForStep, Staged, View, ViewCall
@@ -98,6 +98,9 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> ShownD
 
         lines += fill.unset(own, noted)  # of those that are not in there by now
     kept = wanted.disentangled(wanted.in_order(lines))
+    if own:
+        into = [line for line in kept if line == own.line or _leads_into(node, line)]
+        _note_own_dir(node, job, into)
     local = [_local(node, kept, request, came[request]) for request in requests]
     return ShownData(kept, _as_data(outcomes), tuple(filter(None, local)))
 
@@ -177,13 +180,37 @@ def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Han
     from forestage.views import job_dir
 
     try:
+        # An Epilog that could not run has left that of an earlier run of the job.
+        node.leases.directory_record(job.id).unlink(missing_ok=True)
         job_dir.make(node, job, noted.room, noted.ram, limit.end)
     except (ForestageError, OSError) as error:
         with contextlib.suppress(ForestageError, OSError):
             refused = msgspec.structs.replace(noted, refused=printable(str(error)))
             leases.say(node, job, limit.end.left(), to_steps=True, data=refused)
         return [answers.of_error(STAGE_DIR, error)]
+    if not noted.ram:  # the first step makes it
+        with contextlib.suppress(ForestageError, OSError):
+            _note_own_dir(node, job, _lines_of(node, job_dir.shown(node, job)))
     return []
+
+
+def _lines_of(node: Node, own: "Own") -> list[Fields]:
+    return [own.line, ("env", "FORESTAGE_DIR", os.fspath(node.places.job_dir))]
+
+
+def _leads_into(node: Node, line: Fields) -> bool:
+    """Pure: whether a line sets a variable to a path in the job's own directory."""
+    own = os.fspath(node.places.job_dir)
+    return line[0] == "env" and len(line) > 2 and f"{line[2]}/".startswith(f"{own}/")
+
+
+def _note_own_dir(node: Node, job: Job, lines: Sequence[Fields]) -> None:
+    """Notes by what the job's own directory shows in steps that get no answer of a helper's."""
+    with contextlib.suppress(ForestageError, OSError):
+        text = directory_record.text_of(job.user.uid, lines)
+        if directory_record.is_needed(node.leases, job.id, text):
+            with lock.held(node.cache.space_lock, leases.GIVE_UP):
+                directory_record.write(node.leases, job.id, text)
 
 
 def _own_dir(
@@ -202,7 +229,7 @@ def _own_dir(
         own = job_dir.shown(node, job)
     except (ForestageError, OSError) as error:  # the step begins without it
         return None, [("env", "FORESTAGE_DIR")], [answers.of_error(STAGE_DIR, error)]
-    return own, [own.line, ("env", "FORESTAGE_DIR", os.fspath(node.places.job_dir))], []
+    return own, _lines_of(node, own), []
 
 
 def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Limit) -> None:

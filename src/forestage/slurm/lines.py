@@ -6,7 +6,8 @@ the first. A companion that knows another one leaves the step as it is. What els
 understand it leaves out.
 
     say     TEXT                            for the user, who sits at the terminal and waits
-    env     NAME [VALUE]                    a variable of the step; without a value it has none
+    env     NAME [VALUE]                    a variable of the step; without a value it has none of
+                                            ours, but what the user has set
     use     ENTRY PATH FACTS TELL           the step's image, at PATH: this entry shows there
     through SOCKET PATH FACTS TELL          … the file that a keeper serves
     also    use|through …                   one more image

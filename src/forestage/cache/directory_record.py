@@ -1,0 +1,53 @@
+"""The record of a job's own directory: the companion shows it by that where no helper answers.
+
+    /run/forestage/leases/<job>.directory    beside the lease, gone with it; fields between tabs
+
+    directory N                                 the format's number
+    boot      BOOT-ID
+    owner     UID
+    device    …  |  served  …                   as in slurm/lines.py: what shows it
+    env       NAME  VALUE                       … and what leads into it
+
+A helper gives no answer while the package is upgraded, or once it was removed; the job still has
+its files. So the record counts whatever the admin has switched off since, unlike that of images
+(cache/step_record.py). Jobs outlive an upgrade: a companion reads this format and the one before,
+and a hook leaves a record of another format as it is. `src/spank/shown.c` reads this.
+"""
+
+import os
+from collections.abc import Iterable
+
+from forestage.cache.lease import Leases
+from forestage.cache.part import boot_id
+from forestage.errors import Failed
+from forestage.slurm.lines import Fields, has_control
+from forestage.system import records
+
+FORMAT = 1  # DIRECTORY_FORMAT in src/spank/shown.c
+HEAD = "directory"
+
+
+def text_of(uid: int, lines: Iterable[Fields]) -> str:
+    """Return the record of a directory of this user's, which these lines show.
+
+    Raises Failed where a field cannot be in a record, OSError.
+    """
+    fields = [("boot", boot_id()), ("owner", str(uid)), *lines]
+    if any(has_control(word) for words in fields for word in words):
+        raise Failed("bad-path", "control characters in what a job's directory is shown by")
+    return "".join(f"{line}\n" for line in (f"{HEAD} {FORMAT}", *map("\t".join, fields)))
+
+
+def is_needed(leases: Leases, job: int, text: str) -> bool:
+    """Whether the job has another record of this format, or none. Raises OSError."""
+    try:
+        found = os.fsdecode(records.read(leases.directory_record(job)))
+    except (FileNotFoundError, records.Damaged):
+        return True
+    return found != text and found.partition("\n")[0] == text.partition("\n")[0]
+
+
+def write(leases: Leases, job: int, text: str) -> None:
+    """Write the job's record, if it has a lease. Under the space lock. Raises Failed, OSError."""
+    if leases.read(job) is not None:
+        records.write(leases.directory_record(job), os.fsencode(text))
