@@ -42,6 +42,7 @@ def run(tmp_path: Path, hook: str, fake: str | bytes | None) -> subprocess.Compl
     copy = tmp_path / hook
     text = (REPOSITORY / hook / "forestage").read_text()
     assert text.count(INTERPRETER) == 1
+    text = text.replace("/run/forestage", f"{tmp_path}/run")  # the node's own is none of a test's
     copy.write_text(text.replace(INTERPRETER, str(interpreter)))
     copy.chmod(0o755)
     return subprocess.run(
@@ -85,6 +86,27 @@ def test_python_that_ends_as_it_should_is_no_line_of_the_guards(
     dev_log.setblocking(False)
     with pytest.raises(BlockingIOError):
         dev_log.recv(1)
+
+
+@pytest.mark.parametrize("fake", FAKES)
+def test_epilog_without_python_leaves_a_mark_for_a_job_that_has_a_lease(
+    tmp_path: Path, fake: str
+) -> None:
+    script, code = FAKES[fake]
+    assert run(tmp_path, "epilog", script).returncode == code
+    leases = tmp_path / "run/leases"
+    leases.mkdir(parents=True)
+    for file in ("70.json", "7.said"):
+        (leases / file).touch()
+    run(tmp_path, "epilog", script)
+    assert not (leases / "7.over").exists()
+    (leases / "7.json").touch()
+    assert run(tmp_path, "epilog", script).returncode == code
+    worked = fake in ("exits 0", "asks to drain", "prints rubbish")
+    assert (leases / "7.over").exists() != worked
+    (leases / "7.over").unlink(missing_ok=True)
+    (leases / "7.over").mkdir()  # whatever lies there
+    assert run(tmp_path, "epilog", script).returncode == code
 
 
 @pytest.mark.usefixtures("unread")

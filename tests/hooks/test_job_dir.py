@@ -556,3 +556,41 @@ def test_formatting_without_the_newest_option_works_as_well(
     assert dirs.prolog(7, "stage-dir=32M") == []
     with dirs.seen(7) as at:
         assert as_alice("echo x > y", at).returncode == 0
+
+
+# --- without Python
+
+
+def test_directory_of_a_job_that_an_epilog_without_python_ended_is_removed_by_its_holder(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold, "LOOK", 0.05)
+    before = free(dirs)
+    dirs.prolog(7, "stage-dir=64M")
+    dirs.prolog(8, "stage-dir=32M")
+    place, other = (dirs.node.cache.jobs / name for name in ("7.0", "8.0"))
+    with dirs.seen(7, kept=True) as at:  # a process that the job has left
+        as_alice("echo x > file", at)
+        dirs.on.leases.over(7).touch()
+        until(lambda: not place.exists(), "the end of the directory")
+    until(lambda: len(dirs.devices()) == 1, "the end of its device")
+    assert other.exists()
+    assert dirs.step(8).outcomes == []
+    dirs.node.epilog(8)
+    assert_gone(dirs)
+    assert before - free(dirs) < MIB
+
+
+def test_mark_of_an_earlier_runs_end_ends_no_directory_of_this_one(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold, "LOOK", 0.05)
+    dirs.prolog(7, "stage-dir=32M")
+    over = dirs.on.leases.over(7)
+    over.touch()
+    until(lambda: not list(dirs.node.cache.jobs.iterdir()), "the end of the first")
+    dirs.prolog(7, "stage-dir=32M", restart=1)
+    assert not over.exists()
+    with dirs.seen(7) as at:
+        assert list(at.iterdir()) == []
+    dirs.node.epilog(7)

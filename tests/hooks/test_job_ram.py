@@ -302,3 +302,14 @@ def test_directory_of_an_earlier_boot_is_none(dirs: Dirs, monkeypatch: pytest.Mo
     dirs.prolog(7, "stage-dir=32M,ram")
     monkeypatch.setattr(job_dir, "boot_id", lambda: "another")
     assert "no directory of its own" in why(dirs)
+
+
+def test_directory_in_memory_goes_with_an_epilog_without_python(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_ram, "LOOK", 0.05)
+    dirs.prolog(7, "stage-dir=32M,ram")
+    dirs.step(7)
+    dirs.on.leases.over(7).touch()
+    until(lambda: holders(dirs) == [], "the end of its holder")
+    assert list(dirs.node.cache.jobs.iterdir()) == []

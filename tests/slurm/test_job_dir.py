@@ -111,6 +111,20 @@ def test_container_has_the_directory_and_the_variables(dirs: Site, size: str) ->
     assert ran.stdout.splitlines()[:5] == ["hello", "hello", f"{AT} {SEED}", "x", 'NAME="in"'], ran
 
 
+def test_job_that_a_job_submits_has_the_users_variables_and_none_of_its_directory(
+    dirs: Site,
+) -> None:
+    look = 'echo "[$FORESTAGE_DIR][$JIT_CACHE][$FORESTAGE_WAS_JIT_CACHE]"'
+    inner = f"{look}; srun sh -c '{look}'"
+    script = (
+        f"cat >inner.sh <<'END'\n#!/bin/sh\n{inner}\nEND\n{inner}\n"
+        "sbatch --quiet --wait --nodelist=n2 --output=inner.out inner.sh; cat inner.out"
+    )
+    comment = "--comment=stage-dir=32M stage=/shared/alice/tree@seed:JIT_CACHE"
+    ran = dirs.sbatch(script, comment, "--nodelist=n1", "--export=ALL,JIT_CACHE=/mine")
+    assert ran.stdout.split() == 2 * [f"[{AT}][{SEED}][/mine]"] + 2 * ["[][/mine][]"]
+
+
 def test_cancelled_job_leaves_nothing_in_memory(dirs: Site) -> None:
     on = dirs.source("/shared/alice/cancelled")
     on.unlink(missing_ok=True)

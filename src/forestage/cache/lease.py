@@ -6,6 +6,7 @@
                           JOB.nodes    its nodes, by a Prolog that has imported nothing
                           JOB.shown    what further steps are shown (cache/step_record.py)
                           JOB.directory  by what its own directory shows (cache/directory_record.py)
+                          JOB.over     an Epilog without Python was here (epilog/forestage)
                           JOB.prolog   locked as long as its Prolog works (hooks/background.py)
 
 Reading is free. Taking and dropping happen under the cache's space lock, the one that evict plans
@@ -108,6 +109,10 @@ class Leases:
     def directory_record(self, job: int) -> Path:
         """Where the companion finds the job's own directory (cache/directory_record.py)."""
         return self.directory / f"{job}.directory"
+
+    def over(self, job: int) -> Path:
+        """It is there once an Epilog that could not do its work has ended the job."""
+        return self.directory / f"{job}.over"
 
     def nodelist(self, job: int) -> str:
         """The nodes that Slurm named to the job's Prolog (hooks/boundary.py); "" if unknown."""

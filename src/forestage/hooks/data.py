@@ -180,8 +180,9 @@ def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Han
     from forestage.views import job_dir
 
     try:
-        # An Epilog that could not run has left that of an earlier run of the job.
-        node.leases.directory_record(job.id).unlink(missing_ok=True)
+        # An Epilog that could not do its work has left those of an earlier run of the job.
+        for left in (node.leases.directory_record(job.id), node.leases.over(job.id)):
+            left.unlink(missing_ok=True)
         job_dir.make(node, job, noted.room, noted.ram, limit.end)
     except (ForestageError, OSError) as error:
         with contextlib.suppress(ForestageError, OSError):

@@ -13,7 +13,7 @@ happens to a directory keeps the sweep from taking that of a job that begins:
     Prolog      notes the lease, removes what an earlier run of the job left, makes the directory
     step        mounts its device in each task's namespace
     Epilog      drops the lease; renames the directory away, ends its holder, detaches its device,
-                deletes the file
+                deletes the file (without Python: has the holder do all of this, see views/hold.py)
     sweep       under the space lock: renames away what has no lease; then as the Epilog, also with
                 what Prologs have renamed away
 """
@@ -148,7 +148,8 @@ def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
             job_disk.reserve(place.disk, size)
         trace.point("job room")
         device = job_disk.format_for(place.disk, job.user, place.directory, end)
-        hold.start(device, place.directory, job_disk.within(holder.START, end))
+        over, patience = node.leases.over(job.id), job_disk.within(holder.START, end)
+        hold.start(device, place.directory, over, patience)
         records.write(place.record, msgspec.json.encode(wanted))
         on_error.pop_all()
 
@@ -237,7 +238,8 @@ def shown(node: Node, job: Job) -> Own:
     made = place.made()
     if made is not None and made.ram:
         patience = Deadline.after(holder.START, node.clock)
-        name = job_ram.mounted(place.directory, job.user, made.size, job.manager, patience)
+        over = node.leases.over(job.id)
+        name = job_ram.mounted(place.directory, over, job.user, made.size, job.manager, patience)
         return Own(place, ("served", os.fspath(name), target, "root"))
     device = loop.attach(place.disk, read_only=False)
     file = loop.file_of(place.disk.stat())

@@ -32,11 +32,11 @@ LOOK = 5.0  # seconds between two looks at whether the directory is deleted
 RAM = Life(hold.PROCESS_NAME, oom_score_adj=SAFEST)
 
 
-def mounted(directory: Path, user: User, size: int, step: int, end: Deadline) -> Path:
+def mounted(directory: Path, over: Path, user: User, size: int, step: int, end: Deadline) -> Path:
     """Returns the socket of the tmpfs's holder, which the first step of a job starts.
 
-    `step` is the pid of the step's manager, in whose job's memory it has to fit. Raises Declined,
-    lock.Busy, OSError.
+    `over` is as in hold.py. `step` is the pid of the step's manager, in whose job's memory it has
+    to fit. Raises Declined, lock.Busy, OSError.
     """
     with lock.held(directory / "lock.ram", end.left()):
         held = directory / "held"
@@ -46,8 +46,8 @@ def mounted(directory: Path, user: User, size: int, step: int, end: Deadline) ->
                 why = "the step is in its job's own PID or user namespace"
                 raise Declined("job-dir", f"none in memory: {why}")
             _must_fit(size, step)
-            live, about = partial(_live, directory, user, size), f"holder job={directory.name}"
-            with holder.start(RAM, about, live) as channel:
+            live = partial(_live, directory, over, user, size)
+            with holder.start(RAM, f"holder job={directory.name}", live) as channel:
                 channel.await_ready(holder.START, "job-dir")
         elif lock.is_free(held):
             raise Declined("job-dir", "its files in memory are gone: who held them was killed")
@@ -87,24 +87,26 @@ def _available() -> int:
     return int(line.split()[1]) << 10
 
 
-def _live(directory: Path, user: User, size: int, hook: Channel) -> None:
+def _live(directory: Path, over: Path, user: User, size: int, hook: Channel) -> None:
     """The whole life of the holder: SIGTERM ends it, and so does its own look.
 
-    It gives clones to those who ask, until the job's directory is deleted.
+    It gives clones to those who ask, until the job's directory is deleted, or has to be.
     """
-    place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    end = hold.JobEnd.open(over, directory)
     listener = holder.listen(directory / "mount")
-    hook.begin(place, listener.fileno())
+    hook.begin(*end.fds, listener.fileno())
     mounts.empty_namespace()
     Path(MOUNT).mkdir(mode=0o700)
     owner = f"mode=0700,uid={user.uid},gid={user.gid}"
     options = f"size={size},nr_inodes={size // BYTES_PER_FILE},{owner}"
     mounts.mount("forestage", MOUNT, mounts.MS_NOSUID | mounts.MS_NODEV, "tmpfs", options)
     # Last: where it is there, so was the file system. By descriptor: the disk is not in here.
-    held = holder.hold(place)
-    os.close(place)
+    held = holder.hold(end.place)
     hook.send(Message("ready"))
     hook.close()
     guests = Guests(listener, lambda task, asked, fds: clones.give(task, asked, MOUNT))
     while os.fstat(held).st_nlink:
+        if end.has_come():
+            end.remove()
+            return
         guests.attend(LOOK)
