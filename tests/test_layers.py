@@ -59,6 +59,16 @@ FOR_WORKERS = {
 there is the user's own, and so is what it may do.
 """
 
+SEARCHERS = {
+    *("admin.fleet", "admin.pack", "admin.site", "check.enroot", "check.hooks", "check.node"),
+    *("registry.answers", "registry.credentials", "registry.environment", "registry.importing"),
+    *("registry.reference", "slurm.enroot", "slurm.nodelist", "slurm.queue", "slurm.release"),
+    *("system.mksquashfs", "system.processes", "views.fill"),
+}
+"""Modules that search in a text. Who can write into it, docs/security.md says ("Texts of others"):
+where that is any user, and others would pay for what is found, it is matched whole.
+"""
+
 IN_FUNCTIONS = 30
 """Imports inside functions, outside cli/ and hooks/: what a hook or a look need not pay for."""
 
@@ -142,6 +152,16 @@ def test_only_run_starts_programs() -> None:
         for node in ast.walk(tree(module)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os":
                 assert node.attr not in doors, f"{module}: os.{node.attr}"
+
+
+def test_texts_are_searched_where_it_is_known_who_writes_them() -> None:
+    found = {
+        module
+        for module in MODULES
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Attribute) and node.attr in ("search", "findall", "finditer")
+    }
+    assert found == SEARCHERS
 
 
 def test_imports_inside_functions_are_few() -> None:
