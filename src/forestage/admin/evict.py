@@ -10,13 +10,14 @@ import msgspec
 
 from forestage.admin import copies, inventory
 from forestage.admin.inventory import Item
-from forestage.cache import disk, evict
+from forestage.cache import disk, earlier, evict
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.errors import NotFound
 from forestage.system import lock, records
 from forestage.system.terminal import Line, Piece, Table, count, jobs, short
 from forestage.units import format_size
+from forestage.views import release
 from forestage.views.job_dir import Taken
 
 
@@ -31,11 +32,17 @@ class Eviction(msgspec.Struct, frozen=True):
 
 
 class Evictions(msgspec.Struct, frozen=True):
-    """What one command did; `stopped` are the copies that were deleted before they were whole."""
+    """What one command did; `stopped` are the copies that were deleted before they were whole.
+
+    `earlier` is the root of the cache whose entries they were, "" for the one that is configured;
+    `removed` says that nothing of it is left.
+    """
 
     dry_run: bool
     verdicts: tuple[Eviction, ...] = ()
     stopped: Taken = Taken()
+    earlier: str = ""
+    removed: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -69,6 +76,32 @@ def everything(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
         gone = evict.drop_dead_parts(node.cache, lambda part: part.directory.name in sizes)
     taken = [sizes[key] for key in gone]
     return msgspec.structs.replace(done, stopped=Taken(len(taken), sum(taken)))
+
+
+def of_earlier(node: Node, root: str, dry_run: bool) -> Evictions:
+    """Evicts all of a cache that was configured before and removes it, but for what jobs use.
+
+    Pins do not count there. Raises NotFound for any other directory; Failed, Declined where it must
+    not be touched.
+    """
+    found = {str(cache.root): cache for cache in earlier.find_earlier(node)}
+    if root not in found:
+        raise NotFound(f"{root} is no cache that was configured here before", _named(found))
+    cache = found[root]
+    earlier.check_free(node, cache)
+    there = msgspec.structs.replace(node.configured(require_mount=False), cache=cache)
+    items = [msgspec.structs.replace(one, pinned=False) for one in inventory.gather(there).items]
+    if not dry_run:
+        release.of_all(cache, node.leases, node.clock.wall())
+        for item in items:
+            (cache.entry_dir(item.key) / "pinned").unlink(missing_ok=True)
+    done = everything(there, items, dry_run)
+    removed = not dry_run and earlier.remove(cache)
+    return msgspec.structs.replace(done, earlier=root, removed=removed)
+
+
+def _named(roots: Iterable[str]) -> str:
+    return f"there is: {', '.join(roots)}" if roots else "there is none"
 
 
 def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
@@ -169,6 +202,9 @@ def pieces(done: Evictions) -> list[Piece]:
         number = count(done.stopped.number, "unfinished copy", "unfinished copies")
         would = "would be deleted" if done.dry_run else "deleted"
         lines.append(f"{number} {would}, {format_size(done.stopped.bytes)}.")
+    if done.earlier and not done.dry_run:
+        stays = "removed" if done.removed else "in use, and stays: run this again later"
+        lines.append(f"The cache {done.earlier} is {stays}.")
     return [*table, *map(Line, lines)]
 
 

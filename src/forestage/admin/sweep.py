@@ -34,7 +34,7 @@ from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
 from forestage.bind import namespaces, redirect, unmount
-from forestage.cache import disk, disk_errors, evict, held_open, hot
+from forestage.cache import disk, disk_errors, earlier, evict, held_open, hot
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
@@ -133,9 +133,11 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     disk.must_take(node.places, node.cache)
     start = node.clock.monotonic()
     run = _Sweep(node, dry_run, slurm.node)
+    caches = earlier.find_earlier(node)  # leases name some
     made = run.tried(run.is_made, node)
     stale = run.stale(slurm)
     done = run.of_jobs(stale)
+    done = run.of_earlier(done, stale, caches)
     if made:
         done = run.of_entries(run.of_cache(done, stale), progress)
     if not dry_run:
@@ -216,14 +218,32 @@ class _Sweep:
             doubt=self.doubt,
         )
 
+    def of_earlier(
+        self, done: SweepReport, stale: tuple[StaleLease, ...], caches: tuple[Cache, ...]
+    ) -> SweepReport:
+        """Removes what jobs that are over had in caches that were configured before.
+
+        Their entries stay: the configuration may be what is wrong.
+        """
+        found: list[str] = []
+        for cache in caches:
+            there = msgspec.structs.replace(self.node, cache=cache)
+            with contextlib.suppress(ForestageError, OSError):  # not ours now, or not there
+                earlier.check_free(self.node, cache)
+                found += self.tried(lambda there: self.job_dirs(there, stale), there) or ()
+                if not self.dry_run:
+                    self.tried(self.imports, there)
+        return msgspec.structs.replace(done, job_dirs=tuple(found))
+
     def of_cache(self, done: SweepReport, stale: tuple[StaleLease, ...]) -> SweepReport:
         """Deletes what lies in the cache and nobody needs; looks at the health of its disk."""
         node = self.node
         parts = self.tried(self.dead_parts, stale) or ()
-        job_dirs = self.tried(self.job_dirs, stale) or ()
+        job_dirs = self.tried(lambda node: self.job_dirs(node, stale), node) or ()
         evicted = self.tried(self.evicted, stale) or ()
         evicted += self.tried(self.wrong, node) or ()
         if not self.dry_run:
+            node.cache.note_instance()
             node.cache.remember_disk()  # of a cache that an earlier release made, or another node
             self.tried(self.imports, node)
             disk_errors.look(node.places, node.cache, node.clock)
@@ -233,6 +253,7 @@ class _Sweep:
             self.tried(node.cache.correct_uses, node.clock.wall())
             self.tried(held_open.gather, node.cache.held)
             self.tried(preload, node)
+        job_dirs = (*done.job_dirs, *job_dirs)
         return msgspec.structs.replace(done, parts=parts, job_dirs=job_dirs, evicted=evicted)
 
     def of_entries(self, done: SweepReport, progress: Progress) -> SweepReport:
@@ -295,6 +316,8 @@ class _Sweep:
             released = ReleasedLease(one.job, one.why, user.name, one.lease.node)
         if self.dry_run:
             return released
+        if cache.root != node.cache.root:
+            disk.must_take(node.places, cache)  # the sweep has asked the other one
         epilog.note_use(cache, one.lease, node.clock.wall())
         with contextlib.ExitStack() as claims:
             with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
@@ -358,9 +381,11 @@ class _Sweep:
         """Removes what users have of imports from when this node had no store."""
         self.problems += old_imports.remove(node)
 
-    def job_dirs(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
-        """Removes what jobs that are over had of data; returns the names of their directories."""
-        node = self.node
+    def job_dirs(self, node: Node, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
+        """Removes what jobs that are over had of data; returns the names of their directories.
+
+        `node`: with this cache, or an earlier one.
+        """
         if not self.dry_run:
             return release.of_all(node.cache, node.leases, node.clock.wall())
         staying = frozenset(node.leases.jobs()) - {one.job for one in stale}

@@ -106,3 +106,10 @@ def remember_disk(file: Path, now: CacheDisk, is_accepted: bool = False) -> Cach
         others = tuple(one for one in known.caches if one.root != now.root)
         records.write(file, msgspec.json.encode(KnownDisks(caches=(*others, now))))
     return before
+
+
+def forget_disk(file: Path, root: str) -> None:
+    """Forget the cache with this root, which is gone. Raises OSError, Failed."""
+    with lock.held(file.with_suffix(".lock"), LOCK_TIMEOUT):
+        left = tuple(one for one in read_known(file).caches if one.root != root)
+        records.write(file, msgspec.json.encode(KnownDisks(caches=left)))

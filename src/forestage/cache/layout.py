@@ -10,6 +10,7 @@
     <root>/held/<handle>                         deleted, and held open, see held_open.py
     <root>/looks/<job>/                          looks at directories, see sources/agreement.py
     <root>/locks/{<key>.lock, space.lock}
+    <root>/instances/<boot>.<run>                by whom the cache is used, see earlier.py
 
 A published entry is read without a lock: it appears by one rename and leaves by one.
 """
@@ -30,7 +31,7 @@ from forestage.cache import held_open, known_disks
 from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.known_disks import CacheDisk
 from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id, chunk_count
-from forestage.errors import FULL, Declined, Failed, of_disk
+from forestage.errors import FULL, Declined, Failed, NotFound, of_disk
 from forestage.system import as_user, child, files, lock, mounts, records
 from forestage.system.files import opened
 from forestage.system.mounts import Mount
@@ -132,6 +133,7 @@ class Cache:
         self.evicted = root / "evicted"
         self.held = root / "held"
         self.locks = root / "locks"
+        self.instances = root / "instances"
         self.space_lock = self.locks / "space.lock"
         self.claims = claims or self.locks
         self.known_disks = known_disks
@@ -233,6 +235,35 @@ class Cache:
                 "empty it, or install the release that wrote it",
             )
         return True
+
+    def note_instance(self) -> None:
+        """Leave a mark of this forestage in the cache: by its /run, where its leases are.
+
+        Before something is made that another one might delete, and by the sweep; not for a hit.
+        """
+        mark = self._mark()
+        with contextlib.suppress(OSError):  # of the disk: what is made next will meet it
+            if mark is not None and not mark.exists():
+                mark.parent.mkdir(mode=0o700, exist_ok=True)
+                mark.touch(mode=0o600)
+                for other in mark.parent.iterdir():
+                    if not other.name.startswith(f"{boot_id()}."):
+                        other.unlink(missing_ok=True)
+
+    def must_be_alone(self) -> None:
+        """Raise NotFound where another forestage has used the cache since the boot."""
+        others = self.instances.glob(f"{boot_id()}.*")
+        if found := next((one for one in others if one != self._mark()), None):
+            raise NotFound(
+                f"{self.root} is used by another forestage of this node, in a container perhaps",
+                f"if that is gone for good, remove {found}",
+            )
+
+    def _mark(self) -> Path | None:
+        """Of its /run; None for what only looks. Two on one node never have the same inode."""
+        run = files.facts(self.claims.parent) if self.claims != self.locks else None
+        name = f"{boot_id()}.{run.st_dev}-{run.st_ino}" if run else ""
+        return self.instances / name if name else None
 
     def drop_unfinished(self, now: float) -> None:
         """Deletes what hooks left that were killed while they made the cache.
@@ -492,7 +523,7 @@ class Cache:
         if self.known_disks is None:
             return
         with contextlib.suppress(OSError, Declined):
-            now = self._find_current_disk(require_mount=False)
+            now = self.find_disk()
             before = known_disks.remember_disk(self.known_disks, now)
             if before is not None:
                 there = f"{before.file_system} at {before.point}"
@@ -501,12 +532,13 @@ class Cache:
 
     def accept_disk(self, require_mount: bool) -> CacheDisk:
         """Has the cache use the disk that its path leads to now. Raises Declined, OSError."""
-        now = self._find_current_disk(require_mount)
+        now = self.find_disk(require_mount)
         if self.known_disks is not None:
             known_disks.remember_disk(self.known_disks, now, is_accepted=True)
         return now
 
-    def _find_current_disk(self, require_mount: bool) -> CacheDisk:
+    def find_disk(self, require_mount: bool = False) -> CacheDisk:
+        """Return the disk that the cache's path leads to now. Raises Declined, OSError."""
         under = self._find_local_mount(require_mount)
         if under is None:
             raise Failed("cache-not-mounted", f"no mount is known above {self.root}")

@@ -2,21 +2,22 @@
 
 import contextlib
 import os
+import shlex
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from forestage.cache import disk, disk_errors, evict, known_disks
+from forestage.cache import disk, disk_errors, earlier, evict, known_disks
 from forestage.cache.layout import Cache, StoredEntry
 from forestage.check.finding import Finding
 from forestage.check.uses import Used, Uses
 from forestage.config import Config
-from forestage.errors import Failed
+from forestage.errors import Failed, NotFound
 from forestage.events import Bad, Event
 from forestage.paths import Places
 from forestage.slurm import enroot
 from forestage.system.mounts import Mount
-from forestage.system.terminal import moment
+from forestage.system.terminal import count, moment
 from forestage.system.tree import Files
 from forestage.units import format_size
 
@@ -34,6 +35,7 @@ def findings(
     """
     yield from _wrong_bytes(event for event in used.bad.values() if now - event.time < RECENT)
     real = files.reals((config.cache,))[config.cache]
+    yield from _left(files, real)
     under = files.under(real)
     if under is None:
         return
@@ -85,6 +87,33 @@ def _find_other_disk(files: Files, under: Mount, real: str) -> Finding | None:
         f"mount {known.point}; or, if the cache is to lie on the disk of {under.point} from now on:"
         " forestage check --accept-disk",
     )
+
+
+def _left(files: Files, real: str) -> Iterator[Finding]:
+    """The caches that were configured before: nothing but an admin removes them."""
+    places, now = Places(files.root), Cache(files.at(real))
+    known = known_disks.read_known(places.known_disks).caches
+    for root in (one.root for one in known if one.root != real):
+        cache = Cache(files.at(root), places.claims, places.known_disks)
+        under = files.under(root)
+        if under is None or under.is_remote or disk.known(places, cache) is not None:
+            continue
+        try:
+            if not earlier.is_left(cache, now) or _find_other_disk(files, under, root):
+                continue
+            cache.must_be_alone()
+            stored = cache.stored_entries()
+        except (OSError, NotFound):  # another forestage's, or a user may not look
+            continue
+        size = format_size(sum(one.bytes for one in stored))
+        yield Finding(
+            "cache-left",
+            "warning",
+            f"{root} was the cache before {real}, and has {count(len(stored), 'entry', 'entries')}"
+            f" with {size}",
+            "No job uses what it takes, and nothing removes it but this command",
+            f"forestage evict --all --cache {shlex.quote(root)} (or set `cache:` to it again)",
+        )
 
 
 def _place(

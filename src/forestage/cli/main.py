@@ -201,6 +201,9 @@ def path(world: World, image: str, as_json: bool) -> None:
 @on_nodes()
 @some_words
 @click.option("--all", "everything", is_flag=True, help="All that is not leased or pinned.")
+@click.option(
+    "--cache", metavar="DIR", help="With --all: of a cache configured before, and remove it."
+)
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: print what would be evicted.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing if there is nothing to evict.")
 @click.pass_context
@@ -208,6 +211,7 @@ def evict(
     ctx: click.Context,
     words: tuple[str, ...],
     everything: bool,
+    cache: str | None,
     dry_run: bool,
     quiet: bool,
     as_json: bool,
@@ -220,7 +224,13 @@ def evict(
 
     if words and everything:
         raise click.UsageError("KEY|PATH and --all exclude each other")
+    if cache is not None and not everything:
+        raise click.UsageError("--cache needs --all")
     node = ctx.obj.node()
+    if cache is not None:
+        done = evict.of_earlier(node, cache, dry_run)
+        show(done, evict.pieces(done), as_json)
+        ctx.exit(Exit.OK if done.removed or dry_run else Exit.NOT_FOUND)
     held = inventory.gather(node)
     if everything:
         done = evict.everything(node, held.items, dry_run)

@@ -244,6 +244,7 @@ def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Lim
         raise Declined("no-companion", "data shows in steps only through forestage's SPANK plugin")
     disk.must_take(node.places, node.cache, limit.end.left())
     node.cache.prepare(node.config.require_mount)
+    node.cache.note_instance()
 
 
 def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:

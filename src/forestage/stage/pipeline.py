@@ -63,6 +63,7 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
 
     Raises Declined (changed, no-room, stopped, source-error, ...), Failed, OSError of the disk.
     """
+    task.node.cache.note_instance()
     before = task.part.owner()
     owner = claim(task)
     figures.expected = owner.expected

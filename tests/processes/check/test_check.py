@@ -510,6 +510,20 @@ DISK = [
         "mount /mnt/nvme; or, if the cache is to lie on the disk of / from now on:"
         " forestage check --accept-disk",
     ),
+    warning(
+        "cache-left",
+        both(
+            wrote(
+                "/var/lib/forestage/caches.json",
+                '{"version": 1, "caches": [{"root": "/mnt/nvme/old", "point": "/mnt/nvme",'
+                ' "file_system": "xfs 0"}, {"root": "/mnt/nvme/gone", "point": "/mnt/nvme",'
+                ' "file_system": "xfs 0"}]}',
+            ),
+            wrote("/mnt/nvme/old/format", "1\n"),
+            wrote("/mnt/nvme/old/entries/0a/image", "bytes"),
+        ),
+        "forestage evict --all --cache /mnt/nvme/old (or set `cache:` to it again)",
+    ),
     critical("cache-on-network", mount_of_cache("xfs /dev/md0", "nfs4 server:/x")),
     critical("cache-on-network", mount_of_cache("xfs /dev/md0", "fuse.sshfs server:/x")),
     critical("cache-read-only", mount_of_cache("/mnt/nvme rw,noatime", "/mnt/nvme ro,noatime")),
