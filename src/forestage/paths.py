@@ -26,6 +26,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.root / "var/lib/forestage/caches.json"
 
     @property
+    def textfile(self) -> Path:
+        """Which file node exporter was given last, see admin/textfile.py."""
+        return self.root / "var/lib/forestage/textfile.json"
+
+    @property
     def config_memo(self) -> Path:
         """What the configuration's files said, see config/memo.py."""
         return self.run / "config.json"

@@ -108,28 +108,29 @@ def test_each_script_is_run_and_is_plain_sh() -> None:
 @pytest.mark.parametrize(
     ("said", "left"),
     [
-        ("", ["own"]),
-        ("metrics: {textfile: /own/x.prom}\n", ["default"]),
-        ("metrics: [\n", ["own"]),  # then the default file is what was written
-        ("metrics: {textfile: null}\n", ["default", "own"]),
+        ("", ["own"]),  # no record: it was always the default
+        ('{"path": "/own/x.prom"}', ["default"]),
+        ("{", ["own"]),
+        ('{"path": null}', ["default", "own"]),
     ],
 )
 def test_removed_package_leaves_no_metrics(tmp_path: Path, said: str, left: list[str]) -> None:
     """By node exporter, to which a file is as good as new: all would be well, on each node."""
-    etc = tmp_path / "etc/forestage"
+    record = tmp_path / "var/lib/forestage/textfile.json"
     files = {"default": Path(f"{tmp_path}{Config().metrics.textfile}")}
     files["own"] = tmp_path / "own/x.prom"
-    for folder in (etc, tmp_path / "run", *(file.parent for file in files.values())):
+    for folder in (record.parent, tmp_path / "run", *(file.parent for file in files.values())):
         folder.mkdir(parents=True)
     for file in files.values():
         file.touch()
-    (etc / "forestage.yaml").write_text(said)
+    if said:
+        record.write_text(said)
     script = (PACKAGING / "scripts/preremove").read_text()
     for old, new in (
         ("/usr/lib/forestage/bin/forestage", "true"),
         ("/usr/lib/forestage/bin/python3", sys.executable),
         ("/run/", f"{tmp_path}/run/"),
-        ("paths.Places().etc", f'paths.Path("{etc}")'),
+        ("paths.Places()", f'paths.Places(paths.Path("{tmp_path}"))'),
         ('"$textfile" ||', f'"{tmp_path}$textfile" ||'),
     ):
         assert old in script

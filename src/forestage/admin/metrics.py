@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from forestage import events, log
 from forestage.admin import site as sites
 from forestage.admin import status as node_status
+from forestage.admin import textfile
 from forestage.admin.status import Status
 from forestage.admin.tally import WAITS, Histogram, Tally
 from forestage.cache import disk_errors
@@ -34,9 +35,9 @@ from forestage.errors import ConfigError, ForestageError, MetricsError
 from forestage.events.reasons import FAILURES, REASONS
 from forestage.paths import Places
 from forestage.peers import stats as peer_counts
-from forestage.system import lock, records
+from forestage.system import records
 
-PATIENCE = 10.0  # seconds for another `forestage metrics` to end
+PATIENCE = textfile.PATIENCE
 READABLE = 0o644  # node exporter is a user of its own
 
 REQUESTS = ("hit", "joined", "copied", "started", "through", "declined", "failed")
@@ -63,7 +64,7 @@ class Exported(msgspec.Struct, frozen=True):
 
     `status` is None where the node's state could not be read. `doubt` is since when the cache's
     disk is not trusted, in seconds since the epoch; 0 where it is. `swept` is when the last sweep
-    was, 0 if none was since the node booted.
+    was, 0 if none was since the node booted. `written` is now.
     """
 
     tally: Tally
@@ -73,17 +74,13 @@ class Exported(msgspec.Struct, frozen=True):
     status: Status | None = None
     doubt: float = 0.0
     swept: float = 0.0
+    written: float = 0.0
 
 
 @contextlib.contextmanager
 def alone(places: Places) -> Iterator[None]:
-    """Holds the lock that lets one run at a time read, count and write. Raises OSError, lock.Busy.
-
-    Older counts must not replace newer ones: Prometheus takes a counter that falls for one that
-    has begun anew, and adds it up a second time.
-    """
-    places.tally.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-    with lock.held(places.tally.with_suffix(".lock"), PATIENCE):
+    """Lets one run at a time read, count and write. Raises OSError, lock.Busy."""
+    with textfile.alone(places, PATIENCE):
         yield
 
 
@@ -132,10 +129,12 @@ def export(
         off = bool(switch.why_off(places, config or Config(), clock.wall()))
         since = disk_errors.known(places).since
         swept = last_sweep(places)
-        written = text(Exported(tally, version, off, config, status, since, swept))
-        textfile = (config or Config()).metrics.textfile
-        if textfile is not None:
-            file = places.root / textfile.lstrip("/")
+        written = text(Exported(tally, version, off, config, status, since, swept, clock.wall()))
+        # Who reads the last one is to know that the configuration is broken.
+        path = textfile.find_last(places) if config is None else config.metrics.textfile
+        textfile.settle(places, path)
+        if path is not None:
+            file = places.root / path.lstrip("/")
             try:
                 records.write(file, written, READABLE)
             except FileNotFoundError:
@@ -186,6 +185,8 @@ def state(facts: Exported) -> Iterator[Metric]:
             "peers": "on" if config.peers.enabled else "off",
         }
     yield InfoMetricFamily("forestage", "The release, and how it is configured.", value=info)
+    text = "When these metrics were written."
+    yield _gauge("written_timestamp_seconds", text, facts.written)
     yield _gauge("config_valid", "Whether the configuration can be used.", config is not None)
     yield _gauge("switched_off", "Whether no job is served, by the file or `enabled`.", facts.off)
     found = facts.status

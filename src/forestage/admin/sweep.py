@@ -29,7 +29,7 @@ from typing import TypeVar
 import msgspec
 
 from forestage import events
-from forestage.admin import inventory, node_list, old_imports, registry, verify
+from forestage.admin import inventory, node_list, old_imports, registry, textfile, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
@@ -143,6 +143,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     if not dry_run:
         collected = tuple(run.tried(collect, node) or ())
         done = msgspec.structs.replace(done, collected=collected)
+        run.tried(drop_old_metrics, node)
         run.tried(note_run, node)
         run.tried(lambda node: node_list.renew(node, slurm), node)
         run.tried(lambda report: _record(node, report, start), done)
@@ -177,6 +178,16 @@ def _raise_if_not_root(error: Exception) -> None:
     """Raises PermissionError for a user who may not read the cache; root reports a problem."""
     if isinstance(error, PermissionError) and os.geteuid() != 0:
         raise error
+
+
+def drop_old_metrics(node: Node) -> None:
+    """Deletes what the metrics wrote before `metrics.textfile` was changed, as their next run does.
+
+    Raises lock.Busy, OSError.
+    """
+    if textfile.find_last(node.places) != node.config.metrics.textfile:
+        with textfile.alone(node.places, textfile.PATIENCE):
+            textfile.settle(node.places, node.config.metrics.textfile)
 
 
 def note_run(node: Node) -> None:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from commands import NOW, Site
 from forestage import events
-from forestage.admin import metrics, status
+from forestage.admin import metrics, status, sweep
 from forestage.admin.metrics import Exported
 from forestage.admin.tally import Tally
 from forestage.cache import disk_errors
@@ -461,6 +461,76 @@ def test_textfile_may_lie_elsewhere_if_named_prom(site: Site) -> None:
     assert samples((site.places.root / "other/x.prom").read_text())
     site.configure("metrics: {textfile: /other/x.txt}\n")
     assert site.run("metrics").exit_code == Exit.CONFIG
+
+
+def by_metrics(site: Site) -> None:
+    site.run("metrics")
+
+
+def by_sweep(site: Site) -> None:
+    sweep.drop_old_metrics(site.node)
+
+
+BY = pytest.mark.parametrize("by", [by_metrics, by_sweep])
+
+
+@BY
+@pytest.mark.parametrize("path", ["null", "/other/y.prom"])
+@pytest.mark.parametrize("before", [f"/{TEXTFILE}", "/other/x.prom"])
+def test_file_of_before_is_deleted_once_textfile_is_another(
+    site: Site, by: Callable[[Site], None], path: str, before: str
+) -> None:
+    """Its values would be exported for ever; in the same folder node exporter refuses both."""
+    (site.places.root / "other").mkdir()
+    site.configure(f"metrics: {{textfile: {before}}}\n")
+    site.run("metrics")
+    old = site.places.root / before.lstrip("/")
+    assert samples(old.read_text())["forestage_written_timestamp_seconds"] == NOW
+    by(site)
+    assert old.exists()
+    site.configure(f"metrics: {{textfile: {path}}}\n")
+    by(site)
+    assert not old.exists()
+    site.run("metrics")
+    left = [file.name for file in (site.places.root / "other").iterdir()]
+    assert left == ([] if path == "null" else ["y.prom"])
+
+
+@BY
+def test_file_of_an_earlier_release_is_deleted_and_none_that_is_not_ours(
+    site: Site, by: Callable[[Site], None]
+) -> None:
+    """That release kept no record of it."""
+    old = site.places.root / TEXTFILE
+    site.run("metrics")
+    assert not site.places.textfile.exists()
+    site.configure("metrics: {textfile: null}\n")
+    by(site)
+    assert not old.exists()
+    site.places.textfile.unlink()
+    old.write_text("# HELP node_temperature of an admin's\n")
+    by(site)
+    assert old.exists()
+
+
+def test_broken_configuration_is_told_in_the_file_that_is_read(site: Site) -> None:
+    (site.places.root / "other").mkdir()
+    own = site.places.root / "other/x.prom"
+    site.configure("metrics: {textfile: /other/x.prom}\n")
+    site.run("metrics")
+    site.configure("enabled: maybe\n")
+    assert site.run("metrics").exit_code == Exit.CONFIG
+    assert samples(own.read_text())["forestage_config_valid"] == 0
+    assert not (site.places.root / TEXTFILE).exists()
+
+
+def test_record_that_cannot_be_kept_is_no_error(site: Site) -> None:
+    (site.places.root / "other").mkdir()
+    site.places.textfile.parent.parent.mkdir(parents=True, exist_ok=True)
+    site.places.textfile.parent.touch()  # where the directory would be
+    site.configure("metrics: {textfile: /other/x.prom}\n")
+    assert site.run("metrics").exit_code == Exit.OK
+    assert (site.places.root / "other/x.prom").exists()
 
 
 def test_user_without_rights_gets_exit_status_permission(site: Site) -> None:
