@@ -16,6 +16,15 @@ class Places(msgspec.Struct, frozen=True):
         return self.root / "etc/forestage"
 
     @property
+    def config_parts(self) -> Path:
+        return self.etc / "conf.d"
+
+    @property
+    def config_names(self) -> Path:
+        """The names in it, for users, who cannot list it; see config/directories.py."""
+        return self.run / "conf.d.json"
+
+    @property
     def run(self) -> Path:
         """On a tmpfs: gone after a reboot, as jobs are. Users cannot list it."""
         return self.root / "run/forestage"

@@ -18,7 +18,7 @@ import pytest
 from far import Far
 from fault import beside, image
 
-from forestage.admin import switching
+from forestage.admin import sweep, switching
 from forestage.clock import Clock
 from forestage.config import switch
 from forestage.hooks import boundary, epilog
@@ -88,8 +88,14 @@ def test_user_can_hold_no_directory_in_which_hooks_make_names(
     mount_points.make(node.places, 2, 0, 100)
     node.configure(cold="shared")
     node.prolog(3, node.put("alice/other.sqsh"))
+    state = node.places.known_disks.parent
+    for folder in (node.places.etc, node.places.config_parts, state):
+        folder.mkdir(exist_ok=True, parents=True)
+        folder.chmod(0o755)
+    sweep.keep_unlisted(node.places)
     ours = [one for one in (run, *run.rglob("*")) if one.is_dir()]
     assert {run, node.places.images, node.places.through} < set(ours)
+    ours += [node.places.etc, node.places.config_parts, state, node.places.events.parent]
     for folder in ours:
         with pytest.raises(PermissionError), parked(far, folder):
             pass

@@ -125,11 +125,11 @@ def _elsewhere(
     nodes = tuple(node for node in nodes if node != answered)
     if not nodes:
         raise own
-    peers = _peers(places)
+    peers, unread = _peers(places)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         told = list(pool.map(lambda node: _of_node(places, peers, node, job), nodes[:NODES]))
     histories = tuple(one for one in told if isinstance(one, History))
-    problems = [one for one in told if isinstance(one, str)]
+    problems = [one for one in told if isinstance(one, str)] + [unread] * bool(unread)
     if len(nodes) > NODES:
         problems.append(f"{count(len(nodes) - NODES, 'further node')} of the job were not asked")
     if not histories:
@@ -139,11 +139,13 @@ def _elsewhere(
     return Told(histories, tuple(problems))
 
 
-def _peers(places: Places) -> Peering:
+def _peers(places: Places) -> tuple[Peering, str]:
+    """Return how peers are asked, and what of the configuration this user could not read."""
     try:
-        return load_settings(places.etc).config.peers
+        settings = load_settings(places.etc)
     except (ConfigError, OSError):  # mostly a login node has none, and the defaults are right
-        return Peering()
+        return Peering(), ""
+    return settings.config.peers, settings.unread
 
 
 def _of_node(places: Places, peers: Peering, node: str, job: int) -> History | str:

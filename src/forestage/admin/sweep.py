@@ -39,9 +39,11 @@ from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
+from forestage.config import directories
 from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
 from forestage.events import Event, losses
 from forestage.hooks import epilog
+from forestage.paths import Places
 from forestage.peers import notices
 from forestage.registry import mount_points
 from forestage.registry.collect import Done
@@ -145,6 +147,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         done = msgspec.structs.replace(done, collected=collected)
         run.tried(drop_old_metrics, node)
         run.tried(note_run, node)
+        run.tried(keep_unlisted, node.places)
         run.tried(lambda node: node_list.renew(node, slurm), node)
         run.tried(lambda report: _record(node, report, start), done)
     return msgspec.structs.replace(done, problems=tuple(run.problems))
@@ -195,6 +198,12 @@ def note_run(node: Node) -> None:
     mark = node.places.called("sweep")
     folders.make(mark.parent, folders.PASSABLE)
     mark.touch()
+
+
+def keep_unlisted(places: Places) -> None:
+    """Has users list no directory of the configuration, where hooks run. Raises OSError."""
+    if directories.are_of_node(places):
+        directories.keep_unlisted(places)
 
 
 class _Sweep:

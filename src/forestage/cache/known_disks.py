@@ -94,7 +94,7 @@ def remember_disk(file: Path, now: CacheDisk, is_accepted: bool = False) -> Cach
     accepted what is there now. It also stays if its disk was unmounted since the caller looked:
     then the one below would be taken for the cache's from now on. Raises OSError, Failed.
     """
-    folders.make(file.parent, folders.PASSABLE)
+    folders.make(file.parent, folders.PRIVATE)
     with lock.held(file.with_suffix(".lock"), LOCK_TIMEOUT):
         known = read_known(file)
         before = known.find_disk(now.root)

@@ -7,10 +7,10 @@ import msgspec
 
 from forestage.system.terminal import Line, Piece, count, harmless
 
-Level = Literal["critical", "warning", "unknown"]
+Level = Literal["critical", "warning", "unknown", "note"]
 Status = Literal["ok", "warning", "critical", "unknown"]
 
-_ORDER = ("critical", "warning", "unknown")  # what is known to be wrong goes before what is not
+_ORDER = ("critical", "warning", "unknown", "note")  # known to be wrong, before what is not
 _CODES = {"ok": 0, "warning": 1, "critical": 2, "unknown": 3}  # as Nagios understands them
 
 
@@ -20,6 +20,7 @@ class Finding(msgspec.Struct, frozen=True):
     critical: jobs or the node suffer, or no job gets what forestage is there for.
     warning: slower than it need be, or a risk.
     unknown: it could not be looked at.
+    note: to know, and no reason to change anything; the status stays ok.
     `id` is for scripts and never changes; `why` says it in seconds or in risk; `change` is the line
     to change, after its file, or the command to run.
     """
@@ -46,7 +47,8 @@ class Report(msgspec.Struct, frozen=True):
 def report(findings: Iterable[Finding], enroot: str = "") -> Report:
     """Pure: the findings in order, with harmless text; the first one's level is the status."""
     found = tuple(map(plain, sorted(findings, key=lambda one: _ORDER.index(one.level))))
-    status: Status = found[0].level if found else "ok"
+    level = found[0].level if found else "note"
+    status: Status = "ok" if level == "note" else level
     return Report(status, _CODES[status], found, harmless(enroot))
 
 

@@ -8,7 +8,7 @@ from time import sleep
 from forestage.admin import site as sites
 from forestage.admin.site import TIMER, Conf
 from forestage.check.finding import Finding
-from forestage.config import Config, switch
+from forestage.config import Config, directories, switch
 from forestage.paths import Places
 from forestage.system import child, processes
 from forestage.system.file_systems import find_lack
@@ -99,6 +99,7 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
             " from being evicted",
             f"systemctl enable --now {TIMER}",
         )
+    yield from _listable(files, places)
     yield from _hold(files)
 
 
@@ -217,6 +218,28 @@ def _namespace(files: Files, pid: str) -> str | None:
         return os.readlink(files.at(f"/proc/{pid}/ns/mnt"))
     except OSError:
         return None
+
+
+def _listable(files: Files, places: Places) -> Iterator[Finding]:
+    """About the configuration's directories, where hooks run and users may list these."""
+    try:
+        found = directories.find_listable(places) if directories.are_of_node(places) else []
+    except OSError:
+        return
+    for path in found:
+        shown = "/" + os.path.relpath(path, places.root)
+        facts = files.disk(shown)
+        is_fixed = facts is not None and bool(facts.f_flag & os.ST_RDONLY)
+        yield Finding(
+            "config-listable",
+            "note" if is_fixed else "warning",
+            f"users may list {shown}" + (", which is read-only" if is_fixed else ""),
+            "A user can list a directory so slowly that whoever makes a name in it waits for them:"
+            " an editor, configuration management",
+            "where it is made: mode 0711 (in a ConfigMap it cannot be set, and may stay)"
+            if is_fixed
+            else f"chmod go-r {shown} (the sweep does, within ten minutes of the first job)",
+        )
 
 
 def _hold(files: Files) -> Iterator[Finding]:

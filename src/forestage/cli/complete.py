@@ -22,7 +22,7 @@ def entries(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[
     from forestage.system.terminal import harmless, short
 
     try:
-        items = inventory.gather(_world(ctx).node()).items
+        items = inventory.gather(_world(ctx).node(is_quiet=True)).items
     except (ForestageError, OSError):
         return []
     if "/" in typed:

@@ -236,10 +236,9 @@ def list_images(world: "World", folders: tuple[Path, ...], as_json: bool) -> Non
     As the user who asks, a few directories deep. A label is the first line of IMAGE.label.
     """
     from forestage.admin import images as view
-    from forestage.config import load_settings
 
     named = tuple(os.path.abspath(folder) for folder in folders)
-    found = view.gather(named or load_settings(world.places.etc).config.sources)
+    found = view.gather(named or world.settings().config.sources)
     show(found, view.pieces(found), as_json)
 
 

@@ -345,10 +345,9 @@ def _picked(
 def config(world: World, partition: str | None, as_json: bool) -> None:
     """Print every setting, and the file that it comes from."""
     from forestage.admin import show as view
-    from forestage.config import load_settings
     from forestage.system.terminal import harmless
 
-    settings = load_settings(world.places.etc)
+    settings = world.settings()
     if partition is not None and partition not in settings.partitions:
         known = ", ".join(sorted(settings.partitions)) or "none"
         text = f"partition {partition!r} has no settings of its own (these have: {known})"

@@ -18,9 +18,7 @@ def registry() -> None:
 
 
 def _config(world: "World") -> "Config":
-    from forestage.config import load_settings
-
-    return load_settings(world.places.etc).config
+    return world.settings().config
 
 
 def _host() -> str:

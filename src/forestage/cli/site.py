@@ -36,9 +36,11 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
 
     Prints the lines to add to slurm.conf and plugstack.conf, and those by which jobs can ask for
     nodes with the cache's disk. Where Prolog= names a directory's files, --yes makes the link
-    there. With --yes, the sweep's timer and the socket for users are switched on as well.
+    there. With --yes, the sweep's timer and the socket for users are switched on as well, and users
+    can no longer list /etc/forestage on this node.
     """
     from forestage.check import enable as work
+    from forestage.config import directories
     from forestage.system.tree import Files
 
     disk = None
@@ -46,6 +48,9 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
         disk = work.disk_of(ctx.obj.node())
     files = Files(ctx.obj.places.root)
     _change(ctx, slurm_conf, lambda site: work.to_enable(files, site, disk), True, yes, as_json)
+    if yes:
+        with contextlib.suppress(OSError):  # the sweep, which is switched on now, does it as well
+            directories.keep_unlisted(ctx.obj.places)
     said = work.start_units(files) if yes else work.units_to_start(files)
     if said:
         click.echo(said, err=as_json)

@@ -16,6 +16,7 @@ from forestage.errors import ForestageError
 if TYPE_CHECKING:
     from forestage.cache.node import Node
     from forestage.clock import Clock
+    from forestage.config import Settings
     from forestage.paths import Places
     from forestage.system.terminal import Piece
 
@@ -75,12 +76,24 @@ class World(NamedTuple):
 
         return cls(paths.Places(), clock.Clock())
 
-    def node(self) -> "Node":
-        """Raises ConfigError."""
-        from forestage.cache import node
-        from forestage.config import load_settings
+    def settings(self, is_quiet: bool = False) -> "Settings":
+        """The configuration; says on stderr what a user's command could not read of it.
 
-        return node.Node.of(load_settings(self.places.etc).of_node, self.places, self.clock)
+        Raises ConfigError.
+        """
+        from forestage.config import load_settings
+        from forestage.system.terminal import harmless
+
+        settings = load_settings(self.places.etc)
+        if settings.unread and not is_quiet:
+            click.echo(f"forestage: {harmless(settings.unread)}", err=True)
+        return settings
+
+    def node(self, is_quiet: bool = False) -> "Node":
+        """The node by its configuration. Raises ConfigError."""
+        from forestage.cache import node
+
+        return node.Node.of(self.settings(is_quiet).of_node, self.places, self.clock)
 
 
 class Exit(IntEnum):

@@ -3,9 +3,11 @@
     defaults < <etc>/forestage.yaml < <etc>/conf.d/*.yaml, *.yml (sorted) < the job's partition
 
 A later file wins key by key, and each value remembers the file it is from. Since the files direct
-a root hook, root reads only those that are its own and that nobody else may write.
+a root hook, root reads only those that are its own and that nobody else may write. A user may not
+be able to list conf.d (config/directories.py).
 """
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,9 +16,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from forestage.config import directories
+from forestage.config.directories import ConfigNames
 from forestage.config.keys import GROUPS, KEYS, PARTITION_KEYS, Config, value_of, with_values
 from forestage.config.memo import Kept
 from forestage.errors import ConfigError, Problem
+from forestage.paths import Places
 from forestage.units import exact_size, quote
 
 MAX_FILE_SIZE = 1 << 20  # bytes; a configuration is not a data file
@@ -42,11 +47,15 @@ class Row(NamedTuple):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """All that the configuration says, and which file said it."""
+    """All that the configuration says, and which file said it.
+
+    `unread` says which of its files a user may have missed, and why; "" where all were read.
+    """
 
     config: Config
     partitions: Mapping[str, Overrides]
     origins: Mapping[str, str]  # "deadline", "partitions.gpu.deadline" -> DEFAULT or path
+    unread: str = ""
 
     @property
     def of_node(self) -> Config:
@@ -94,16 +103,11 @@ def load_settings(etc: Path, kept: Path | None = None) -> Settings:
     """
     documents = Kept(kept)
     found = _Found(dict.fromkeys(KEYS, DEFAULT))
-    parts = etc / "conf.d"
-    names: list[str] = []
-    try:
-        names = sorted(os.listdir(parts))  # noqa: PTH208 - names are what is wanted
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        found.problems.append(Problem(str(parts), "", f"cannot be listed: {error.strerror}"))
+    parts, noted = etc / "conf.d", Places(etc.parent.parent).config_names
+    listed, unread = _list_parts(parts, noted, found)
+    documents.note(parts.name, [listed.mtime_ns, *listed.names])
     # Editors and package managers leave .x.yaml.swp, x.yaml~ and x.yaml.dpkg-old behind.
-    names = [name for name in names if name.endswith((".yaml", ".yml")) and name[0] != "."]
+    names = [name for name in listed.names if name.endswith((".yaml", ".yml")) and name[0] != "."]
     for path in (etc / "forestage.yaml", *(parts / name for name in names)):
         _read(path, documents, found)
     config = with_values(Config(), found.common)
@@ -113,8 +117,23 @@ def load_settings(etc: Path, kept: Path | None = None) -> Settings:
         found.problems.append(Problem(found.origins[key], key, what))
     if found.problems:
         raise ConfigError(tuple(found.problems))
-    documents.keep()
-    return Settings(config, found.partitions, found.origins)
+    if documents.keep() and kept is not None:
+        with contextlib.suppress(OSError):  # a user's command says that it could not read them
+            directories.note_names(kept.with_name(noted.name), listed)
+    return Settings(config, found.partitions, found.origins, unread)
+
+
+def _list_parts(parts: Path, noted: Path, found: _Found) -> tuple[ConfigNames, str]:
+    """Return what is in conf.d, and what is not known of that."""
+    try:
+        return directories.list_names(parts), ""
+    except OSError as error:
+        if isinstance(error, PermissionError) and os.geteuid() != 0:
+            names, unread = directories.read_names(parts, noted)
+            return ConfigNames(0, names), unread
+        what = f"cannot be listed: {error.strerror}"
+        found.problems.append(Problem(str(parts), "", what))
+        return ConfigNames(0, ()), ""
 
 
 def dotted(partition: str | None, key: str) -> str:

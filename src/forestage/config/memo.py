@@ -35,12 +35,18 @@ class Kept:
         self.now[name] = self.before[name] if name in self.before else parse(text)
         return self.now[name]
 
-    def keep(self) -> None:
-        """Writes down what was read, if that is not what was there."""
+    def note(self, name: str, value: list[int | str]) -> None:
+        """Has a change of this value count as a change of what was read."""
+        if self.file is not None:
+            self.now[name] = value
+
+    def keep(self) -> bool:
+        """Writes down what was read, if that is not what was there; returns whether it is not."""
         if self.file is None or self.now == self.before:
-            return
+            return False
         with contextlib.suppress(OSError, TypeError, ValueError, msgspec.MsgspecError):
             data = msgspec.json.encode(self.now)
             # YAML has dates, and numbers as names, for which JSON has only text.
             if msgspec.json.decode(data) == self.now:
                 records.write(self.file, data)
+        return True

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import msgspec
@@ -623,6 +624,7 @@ REST = [
     warning(
         "sweep-timer", removed("/etc/systemd/system/timers.target.wants/forestage-sweep.timer")
     ),
+    warning("config-listable", wrote("/run/forestage/called.prolog", "1")),
     warning("no-systemd", removed_systemd),
     warning("no-systemd", both(removed_systemd, health("/usr/sbin/nhc"))),
     warning("hold-absent", lambda node: shutil.rmtree(node.at("/run/forestage/hold"))),
@@ -920,6 +922,25 @@ def test_file_system_of_our_own_files_that_is_full_is_told(
     (one,) = node.check().findings
     assert (one.id, one.level) == found
     assert one.what == f"the file system of {folder} has no {lack} left"
+
+
+def test_read_only_directory_that_users_may_list_is_a_note_and_all_is_well(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an image that all nodes boot, or a ConfigMap."""
+    node.write("/run/forestage/called.epilog", "1")
+    disk = Files.disk
+
+    def read_only(files: Files, path: str) -> object:
+        return (
+            SimpleNamespace(f_flag=os.ST_RDONLY) if path == "/etc/forestage" else disk(files, path)
+        )
+
+    monkeypatch.setattr(Files, "disk", read_only)
+    done = node.check()
+    assert [(one.id, one.level) for one in done.findings] == [("config-listable", "note")]
+    assert (done.status, done.code) == ("ok", 0)
+    assert words(done).startswith("forestage OK - 1 finding: config-listable\n")
 
 
 def test_operations_page_lists_each_id() -> None:

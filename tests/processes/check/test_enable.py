@@ -432,6 +432,19 @@ def test_link_is_made_with_yes_only(slurm: Slurm, tmp_path: Path) -> None:
     assert slurm.names() == ["20-site", "50-forestage"]
 
 
+def test_users_list_no_directory_of_the_configuration_with_yes_only(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    slurm.with_glob()
+    etc = slurm.at("/etc/forestage")
+    etc.mkdir(exist_ok=True, parents=True)
+    etc.chmod(0o755)
+    run(tmp_path, "enable")
+    assert etc.stat().st_mode & 0o7777 == 0o755
+    run(tmp_path, "enable", "--yes")
+    assert etc.stat().st_mode & 0o7777 == 0o711
+
+
 @pytest.mark.parametrize("ends", [0, 1])
 def test_units_are_started_with_yes_where_systemd_runs(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: int

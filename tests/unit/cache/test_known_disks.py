@@ -46,7 +46,7 @@ def test_each_cache_has_a_disk_and_a_new_one_replaces_its_own(tmp_path: Path) ->
     assert known_disks.remember_disk(file, other) is None
     assert known_disks.remember_disk(file, new) == OWN
     assert known_disks.read_known(file) == KnownDisks(caches=(other, new))
-    assert file.parent.stat().st_mode & 0o7777 == 0o711, "users can list no name there"
+    assert file.parent.stat().st_mode & 0o7777 == 0o700, "users can list no name there"
     assert file.stat().st_mode & 0o7777 == 0o600
 
 

@@ -1,0 +1,97 @@
+"""The configuration's directories where hooks run: users read the files, and list no directory.
+
+    /etc/forestage, /etc/forestage/conf.d    0711, by `forestage enable` and the sweep
+    /run/forestage/conf.d.json               `ConfigNames`: what is in conf.d, for users' commands
+
+Who lists a directory can hold up all who make a name in it (system/folders.py): an admin's editor,
+configuration management, `forestage off`. Hooks run where one has been called since the boot. A
+login node's directories stay as they are.
+"""
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+from forestage.paths import Places
+from forestage.system import folders, records
+
+LISTABLE = stat.S_IRGRP | stat.S_IROTH
+
+
+class ConfigNames(msgspec.Struct, frozen=True):
+    """What is in conf.d; `mtime_ns` is that of conf.d from before it was listed."""
+
+    mtime_ns: int
+    names: tuple[str, ...]
+
+
+def are_of_node(places: Places) -> bool:
+    """Return whether hooks run here."""
+    return any(places.called(hook).exists() for hook in ("prolog", "epilog"))
+
+
+def find_listable(places: Places) -> list[Path]:
+    """Return those of the directories that users may list. Raises OSError."""
+    found = []
+    for path in (places.etc, places.config_parts):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mode & LISTABLE:
+                found.append(path)
+    return found
+
+
+def keep_unlisted(places: Places) -> None:
+    """Has users list none of the directories, and leaves them the names in conf.d. As root.
+
+    What cannot be changed stays: /etc may be read-only, or conf.d a ConfigMap. `check` says so.
+    Raises OSError where the names cannot be written.
+    """
+    note_names(places.config_names, list_names(places.config_parts))
+    for path in find_listable(places):
+        with contextlib.suppress(OSError):
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~LISTABLE)
+    with contextlib.suppress(OSError):
+        state = places.known_disks.parent
+        if state.exists():
+            folders.keep(state)
+
+
+def list_names(parts: Path) -> ConfigNames:
+    """List conf.d, which need not be there. Raises OSError."""
+    try:
+        mtime_ns = parts.stat().st_mtime_ns
+        return ConfigNames(mtime_ns, tuple(sorted(os.listdir(parts))))  # noqa: PTH208
+    except FileNotFoundError:
+        return ConfigNames(0, ())
+
+
+def note_names(file: Path, found: ConfigNames) -> None:
+    """Writes down what is in conf.d, unless it is there already. As root. Raises OSError.
+
+    A name that is no text is left out: JSON cannot have it.
+    """
+    names = tuple(name for name in found.names if name.isprintable())
+    found = ConfigNames(found.mtime_ns, names)
+    if _read_noted(file) != found:
+        folders.make(file.parent, folders.PASSABLE)
+        records.write(file, msgspec.json.encode(found), 0o644)
+
+
+def read_names(parts: Path, file: Path) -> tuple[tuple[str, ...], str]:
+    """Return the names in conf.d as root has listed them, and what is not known of them."""
+    found = _read_noted(file)
+    if found is None:
+        return (), f"{parts} was not read: users cannot list it, and the sweep has not yet done so"
+    with contextlib.suppress(OSError):
+        if parts.stat().st_mtime_ns != found.mtime_ns:
+            return found.names, f"{parts} has changed: new files count once the sweep has run"
+    return found.names, ""
+
+
+def _read_noted(file: Path) -> ConfigNames | None:
+    with contextlib.suppress(OSError):
+        return records.find(file, ConfigNames)
+    return None

@@ -1,0 +1,139 @@
+"""The configuration's directories where hooks run, and what users' commands read there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from commands import Site
+from forestage.admin import sweep
+from forestage.config import directories, load_settings
+from forestage.paths import Places
+from forestage.system import as_user
+from forestage.system.as_user import User
+
+BOB = User("bob", 65534, 65534)
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    """Where users may go, with a file in conf.d; hooks run there."""
+    root = Path(tempfile.mkdtemp(dir=os.environ["PYTEST_DEBUG_TEMPROOT"]))
+    root.chmod(0o755)
+    site = Site(root, "deadline: 1h\n")
+    site.places.config_parts.mkdir()
+    (site.places.config_parts / "50-site.yaml").write_text("deadline: 2h\n")
+    site.places.run.mkdir(parents=True)
+    for folder in (site.places.etc, site.places.config_parts, site.places.run):
+        folder.chmod(0o755)
+    site.places.called("prolog").touch()
+    yield site
+    shutil.rmtree(root)
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o7777
+
+
+def as_bob(site: Site, *args: str) -> tuple[str, str]:
+    """What a command prints for a user, and what it says on stderr."""
+
+    def work() -> tuple[list[str], list[int]]:
+        as_user.become(BOB)
+        done = site.run(*args)
+        return [done.stdout, done.stderr], []
+
+    (out, err), _ = as_user.call(work, list[str], 60.0)
+    return out, err
+
+
+def deadline(site: Site) -> tuple[str, str]:
+    """The deadline that a user's command knows, and what it says on stderr."""
+    out, err = as_bob(site, "config")
+    (line,) = [line for line in out.splitlines() if line.split()[:1] == ["deadline"]]
+    return line.split()[1], err
+
+
+def test_sweep_has_users_list_no_directory_of_the_configuration_where_hooks_run(
+    site: Site,
+) -> None:
+    state = site.places.known_disks.parent
+    state.mkdir(parents=True, mode=0o755)
+    sweep.keep_unlisted(site.places)
+    assert [mode(site.places.etc), mode(site.places.config_parts)] == [0o711, 0o711]
+    assert mode(state) == 0o700
+    assert directories.find_listable(site.places) == []
+
+
+def test_sweep_leaves_the_directories_of_a_node_without_hooks(site: Site) -> None:
+    site.places.called("prolog").unlink()
+    sweep.keep_unlisted(site.places)
+    assert [mode(site.places.etc), mode(site.places.config_parts)] == [0o755, 0o755]
+    assert not site.places.config_names.exists()
+
+
+def test_directory_that_is_closed_to_users_stays_as_closed(site: Site) -> None:
+    site.places.etc.chmod(0o750)
+    site.places.config_parts.chmod(0o700)
+    sweep.keep_unlisted(site.places)
+    assert [mode(site.places.etc), mode(site.places.config_parts)] == [0o710, 0o700]
+
+
+def test_users_command_reads_conf_d_by_the_names_that_root_has_listed(site: Site) -> None:
+    sweep.keep_unlisted(site.places)
+    assert deadline(site) == ("2h", "")
+
+
+def test_users_command_without_a_list_says_that_conf_d_was_not_read(site: Site) -> None:
+    sweep.keep_unlisted(site.places)
+    site.places.config_names.unlink()
+    value, said = deadline(site)
+    assert value == "1h"
+    assert said.startswith(f"forestage: {site.places.config_parts} was not read: ")
+    assert said.count("\n") == 1
+
+
+def test_users_command_says_where_conf_d_has_changed_since_it_was_listed(site: Site) -> None:
+    sweep.keep_unlisted(site.places)
+    (site.places.config_parts / "60-new.yaml").write_text("deadline: 3h\n")
+    (site.places.config_parts / "50-site.yaml").rename(site.places.root / "elsewhere")
+    value, said = deadline(site)
+    assert value == "1h"
+    assert said.startswith(f"forestage: {site.places.config_parts} has changed: ")
+    sweep.keep_unlisted(site.places)
+    assert deadline(site) == ("3h", "")
+
+
+def test_hook_that_reads_a_changed_configuration_lists_it_for_users(site: Site) -> None:
+    """The first one after a boot, before a step of that job asks anything as its user."""
+    sweep.keep_unlisted(site.places)
+    site.places.config_names.unlink()
+    places = site.places
+    for number, name in enumerate(("50-site.yaml", "60-new.yaml")):
+        # The same text under another name as well.
+        (places.config_parts / name).write_text("deadline: 2h\n")
+        os.utime(places.config_parts, (number, number))
+        load_settings(places.etc, places.config_memo)
+        assert deadline(site) == ("2h", "")
+    before = places.config_names.stat().st_ino
+    load_settings(places.etc, places.config_memo)
+    assert places.config_names.stat().st_ino == before, "nothing is written where nothing changed"
+
+
+def test_name_that_is_no_text_keeps_no_other_from_users(site: Site) -> None:
+    os.close(os.open(bytes(site.places.config_parts) + b"/\xff.yaml", os.O_CREAT))
+    sweep.keep_unlisted(site.places)
+    assert deadline(site) == ("2h", "")
+
+
+def test_directories_of_a_node_without_a_configuration_are_no_problem(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    directories.keep_unlisted(places)
+    assert directories.find_listable(places) == []
