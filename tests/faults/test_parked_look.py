@@ -7,6 +7,7 @@ from a file system that does not answer.
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import subprocess
 import sys
@@ -93,7 +94,7 @@ def test_user_can_hold_no_directory_in_which_hooks_make_names(
         folder.mkdir(exist_ok=True, parents=True)
         folder.chmod(0o755)
     sweep.keep_unlisted(node.places)
-    ours = [one for one in (run, *run.rglob("*")) if one.is_dir()]
+    ours = [Path(one) for one, _, _ in os.walk(run)]  # a copy that ends takes one away
     assert {run, node.places.images, node.places.through} < set(ours)
     ours += [node.places.etc, node.places.config_parts, state, node.places.events.parent]
     for folder in ours:

@@ -22,7 +22,7 @@ from spec import ClusterSpec  # noqa: E402
 from steps import Tables  # noqa: E402
 
 DAEMONS = ("slurmctld", "slurmd", "munged", "srun")
-TOOLS = ("mksquashfs", "squashfuse", "gcc", "make", "ip", "unshare", "mkfs.ext4")
+TOOLS = ("mksquashfs", "squashfuse", "gcc", "make", "ip", "unshare", "mkfs.ext4", "strace")
 MADE = "FORESTAGE_TEST_PACKAGES"  # a folder with packages to test, instead of those made here
 ALSO = "FORESTAGE_TEST_ALSO"  # set by ./test: names of suites among it
 
