@@ -174,3 +174,21 @@ def test_completions_are_made_for_each_shell(tmp_path: Path) -> None:
     made = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.name for path in made} == {"forestage", "_forestage", "forestage.fish"}
     assert all("_FORESTAGE_COMPLETE" in path.read_text() for path in made)
+
+
+@pytest.mark.parametrize(("called", "mode"), [(True, 0o711), (False, 0o755)])
+def test_upgrade_has_users_list_no_directory_of_the_configuration_where_hooks_run(
+    tmp_path: Path, called: bool, mode: int
+) -> None:
+    """A login node has the same package; conf.d may not be there."""
+    etc, run = tmp_path / "etc/forestage", tmp_path / "run/forestage"
+    for folder in (etc, run):
+        folder.mkdir(parents=True)
+        folder.chmod(0o755)
+    if called:
+        (run / "called.prolog").touch()
+    script = (PACKAGING / "scripts/postinstall").read_text()
+    part = script[script.index("# Where hooks run") :].partition("\nfi\n")[0] + "\nfi\n"
+    part = part.replace("/run/", f"{tmp_path}/run/").replace("/etc/", f"{tmp_path}/etc/")
+    subprocess.run(["sh", "-euc", part], check=True)
+    assert etc.stat().st_mode & 0o7777 == mode
