@@ -76,6 +76,7 @@ ONE_IMPORTER = {
     "a process of its own": {
         *("admin.warm_node", "views.copy_in", "views.job_ram", "views.serving"),
         *("views.through.keeper_process", "views.through.server", "registry.obtain"),
+        "sources.file_readers",
     },
     "imported late: who does without it does not pay for it": {
         *("hooks.data", "hooks.prolog", "hooks.registry", "hooks.script", "views.through.keeper"),

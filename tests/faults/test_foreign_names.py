@@ -90,4 +90,5 @@ def test_forged_file_that_is_mounted_while_a_directory_is_copied_ends_the_copy(
     with pytest.raises(Declined) as caught:
         tree.read(0, memoryview(bytearray(made.size)))
     assert caught.value.reason == "changed"
+    tree.close()
     os.close(root)

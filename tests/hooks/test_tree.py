@@ -25,7 +25,7 @@ from forestage.events import Copied, Handled
 from forestage.hooks import data
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
-from forestage.sources import erofs, open_tree, retry
+from forestage.sources import erofs, file_readers, retry
 from forestage.stage import chunks
 from forestage.system import child, lock, loop, mounts, terminal
 from forestage.views import directory, wanted
@@ -388,7 +388,7 @@ def test_tree_that_changes_while_it_is_copied_is_no_entry(
     spank: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     path = fill(spank)
-    before(open_tree.OpenTree, "_read_file", lambda: (spank.server / "alice/set/late").touch())
+    before(file_readers, "read_into", lambda: (spank.server / "alice/set/late").touch())
     found = staged(spank, 1, path)
     assert (found.state, found.reason) == ("declined", "changed")
     assert spank.entries() == set()
@@ -430,7 +430,7 @@ def test_file_that_is_swapped_before_it_is_read_is_no_entry(
             file.unlink()
             file.symlink_to("/etc/shadow")
 
-    before(open_tree.OpenTree, "_read_file", swap)
+    before(file_readers, "open_unchanged", swap)
     found = staged(spank, 1, path)
     assert found.state == "declined"
     assert spank.entries() == set()

@@ -1,7 +1,7 @@
 """What a directory holds, as its user sees it: the identity of a tree, and what is copied of it.
 
-All file access is the user's: each thread has their ids for files (setfsuid(2)), while the process
-stays root's. Nothing is followed out of the directory; a name may be any bytes.
+All file access is the user's (sources/user_threads), while the process stays root's. Nothing is
+followed out of the directory; a name may be any bytes.
 """
 
 import contextlib
@@ -13,15 +13,15 @@ import os
 import random
 import stat
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
 from forestage.cache import image
-from forestage.errors import Declined, Failed
+from forestage.errors import Declined
+from forestage.sources.user_threads import Team, each_as
 from forestage.system import file_systems, handles, mounts
 from forestage.system.as_user import User
 from forestage.system.file_systems import lacks_blocks
@@ -29,10 +29,9 @@ from forestage.system.files import Asked, latest, opened
 from forestage.system.handles import Handle
 from forestage.units import is_utf8, printable
 
-THREADS = 32  # a look at a file costs a network file system a round trip, and hardly any time here
 LAYOUT = b"1"  # changes with what sources/erofs.py makes of a manifest: peers give parts of it
+AT_ONCE = 64  # names of one turn: some FUSE let only one thread into a directory at a time
 _NAME_MAX, _PATH_MAX = 255, 4096  # limits.h
-AT_ONCE = 64  # files of one turn of a thread
 NAMED = 10  # names that cannot be copied which are told, of all
 NAMED_CHARACTERS = 160  # of each, with why not
 SAMPLE = 64  # files that a node looks at which has another node's manifest
@@ -43,9 +42,6 @@ NAME_BYTES = 256  # of a file's path and link, on average; root's memory holds a
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SYS_FACCESSAT2, _AT_EACCESS, _R_OK, _X_OK = 439, 0x200, 4, 1  # the same on every architecture
-
-T = TypeVar("T")
-Item = TypeVar("Item")
 
 
 class File(msgspec.Struct, frozen=True, array_like=True):
@@ -114,26 +110,6 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return max(max(file.mtime_ns, file.ctime_ns) for file in self.files)
 
 
-def act_as(user: User) -> None:
-    """Has this thread use the user's ids for files, for good; the groups are the process' own."""
-    # glibc changes all ids but these for each thread of a process.
-    _libc.setfsgid(user.gid)
-    _libc.setfsuid(user.uid)
-    if _libc.setfsuid(-1) & 0xFFFFFFFF != user.uid or _libc.setfsgid(-1) & 0xFFFFFFFF != user.gid:
-        raise PermissionError(errno.EPERM, "cannot take on the user's ids")
-
-
-@contextlib.contextmanager
-def acting(user: User) -> Iterator[None]:
-    """Has this thread use the user's ids for files for a while."""
-    try:
-        act_as(user)
-        yield
-    finally:
-        _libc.setfsuid(os.geteuid())
-        _libc.setfsgid(os.getegid())
-
-
 def open_root(path: str, user: User) -> tuple[int, str]:
     """The directory, opened as the user, and its resolved path. Raises Declined."""
     (found,) = each_as(user, [path], functools.partial(_open_root, user))
@@ -185,7 +161,7 @@ def take(root: int, path: str, user: User, max_files: int) -> Manifest:
         found.extend(files)
         return [*more, *(_Todo(file.path) for file in files if file.is_dir)]
 
-    _spread([_Todo(b"")], user, look, THREADS)
+    Team(user).spread([_Todo(b"")], look)
     bound.must_hold_no_refused()
     found.sort(key=lambda file: file.path)
     sparse = tuple(number for number, file in enumerate(found) if file.path in bound.sparse)
@@ -320,20 +296,13 @@ def still(root: int, files: Sequence[File], user: User) -> bool:
     disk = os.fstat(root).st_dev
     bound = _Bound("", len(files), user)
 
-    def same(some: Sequence[File]) -> bool:
-        return all(
-            _look(root, file.path, file.path, disk, user, bound) == file
-            for file in some
-            if file.path
-        )
+    def is_same(file: File) -> bool:
+        return _look(root, file.path, file.path, disk, user, bound) == file
 
     top = _top(root, disk, user)
     if any(file != top for file in files if not file.path):
         return False
-    turns = [files[at : at + AT_ONCE] for at in range(0, len(files), AT_ONCE)]
-    # Fewer at once than files: a sample is looked at in a few round trips all the same.
-    turns = [[file] for file in files] if len(files) <= 2 * SAMPLE else turns
-    return all(each_as(user, turns, same))
+    return all(each_as(user, [file for file in files if file.path], is_same))
 
 
 class _Todo(NamedTuple):
@@ -412,28 +381,25 @@ def acls(root: int, manifest: Manifest, user: User) -> dict[bytes, bytes]:
     lock = threading.Lock()
     all_bytes = 0
 
-    def of(some: Sequence[File]) -> list[tuple[bytes, bytes]]:
+    def of(file: File) -> bytes | None:
         nonlocal all_bytes
-        found = []
-        for file in some:
-            name = f"/proc/self/fd/{root}/{os.fsdecode(file.path)}"
-            try:
-                acl = os.getxattr(name, image.ACL, follow_symlinks=False)
-            except OSError as error:
-                # Not for all at once: of a union of file systems some may have ACLs.
-                if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
-                    raise _declined_below(error, manifest.path, file.path, user) from None
-            else:
-                found.append((file.path, acl))
+        name = f"/proc/self/fd/{root}/{os.fsdecode(file.path)}"
+        try:
+            acl = os.getxattr(name, image.ACL, follow_symlinks=False)
+        except OSError as error:
+            # Not for all at once: of a union of file systems some may have ACLs.
+            if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
+                raise _declined_below(error, manifest.path, file.path, user) from None
+            return None
         with lock:
-            all_bytes += sum(len(acl) for _, acl in found)
+            all_bytes += len(acl)
         if all_bytes > MOST_ACLS:
             raise Declined("acl", f"{manifest.path} has more than {MOST_ACLS} bytes of ACLs")
-        return found
+        return acl
 
     files = [file for file in manifest.files if not stat.S_ISLNK(file.mode)]
-    some = [files[at : at + AT_ONCE] for at in range(0, len(files), AT_ONCE)]
-    return dict(pair for pairs in each_as(user, some, of) for pair in pairs)
+    found = zip(files, each_as(user, files, of), strict=True)
+    return {file.path: acl for file, acl in found if acl is not None}
 
 
 def _look_into(
@@ -535,58 +501,3 @@ def _file(path: bytes, facts: os.stat_result | Asked, link: bytes = b"") -> File
         facts.st_ino,
         link,
     )
-
-
-def each_as(user: User, items: Iterable[Item], work: Callable[[Item], T]) -> list[T]:
-    """Does `work` on each of the items, in threads that have the user's ids; in their order."""
-    results: dict[int, T] = {}
-
-    def do(numbered: tuple[int, Item]) -> list[tuple[int, Item]]:
-        results[numbered[0]] = work(numbered[1])
-        return []
-
-    todo = list(enumerate(items))
-    _spread(todo, user, do, min(THREADS, len(todo)))
-    return [results[number] for number in sorted(results)]
-
-
-def _spread(first: list[T], user: User, work: Callable[[T], list[T]], threads: int) -> None:
-    """Does `work` on items, and on those that it returns, in threads. Raises their first error."""
-    todo = deque(first)
-    turn = threading.Condition()
-    busy, over = 0, False
-    errors: list[Exception] = []
-
-    def go() -> None:
-        nonlocal busy, over
-        try:
-            act_as(user)
-            while True:
-                with turn:
-                    while not todo and busy and not over:
-                        turn.wait()
-                    if over or not todo:
-                        return
-                    item = todo.popleft()
-                    busy += 1
-                more = work(item)
-                with turn:
-                    busy -= 1
-                    todo.extend(more)
-                    turn.notify_all()
-        except (OSError, Declined) as error:
-            errors.append(error)
-        finally:
-            with turn:
-                over = True  # all is done, or something has failed
-                turn.notify_all()
-
-    started = [threading.Thread(target=go, name=f"walk-{n}") for n in range(threads)]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join()
-    if errors:
-        raise errors[0]
-    if todo or busy:
-        raise Failed("helper", "a thread that looks at files died")

@@ -3,8 +3,7 @@
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -15,20 +14,14 @@ from forestage.cache.allocation import ChunkMap
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.part import chunk_count
 from forestage.clock import Clock
-from forestage.sources import agreement, manifest, source
+from forestage.sources import agreement, file_readers, manifest, source, user_threads
 from forestage.sources.erofs import Layout
+from forestage.sources.file_readers import MANY, ROOM, FilePiece, FileReaders, Tree
 from forestage.sources.manifest import Manifest
-from forestage.sources.source import Content, Truncated, Unreadable
+from forestage.sources.source import Content, Unreadable
 from forestage.system.as_user import User
-from forestage.units import printable
 
-# A small file costs round trips more than bytes, so the files of one piece are read side by side.
-# An engine thread has eight of them under way, and not eight chunks: the fewer chunks are read at
-# once, the sooner each is whole, and other nodes can have it. With 32 chunks for a node, eight
-# nodes shared a slow source between 128 chunks, none was whole for seconds, and so they read for
-# one another what was under way: 1.33 to 1.5 times the tree.
-WIDTH = 8  # files of one piece that are read at once
-READERS = 32  # threads in which they are, of all pieces together
+SMALL = 256 * 1024  # bytes of a piece of a file, up to which its process costs less than a thread
 ROOTS_OWN = Access(0, 0, stat.S_IRUSR | stat.S_IWUSR)  # the rights are in the image
 
 
@@ -39,7 +32,7 @@ def image_of(found: Manifest, size: int) -> Image:
     return Image(identity, ROOTS_OWN, "data")
 
 
-class FilePiece(msgspec.Struct, frozen=True):
+class _Piece(msgspec.Struct, frozen=True):
     """Bytes of file `number` of the manifest, from `offset` on, and the memory that they fill."""
 
     number: int
@@ -50,7 +43,8 @@ class FilePiece(msgspec.Struct, frozen=True):
 class OpenTree:
     """A directory as the stager's source: its manifest, and where each byte is from.
 
-    `looked` is the wall clock's time before the first look. `lent`: another node has looked.
+    To be made while this process has one thread, and closed. `looked` is the wall clock's time
+    before the first look. `lent`: another node has looked.
     """
 
     is_read_through: ClassVar[bool] = False
@@ -67,7 +61,7 @@ class OpenTree:
         lent: bool = False,
     ) -> None:
         self.root = root
-        self.disk = os.fstat(root).st_dev
+        self.tree = Tree(root, found.path, os.fstat(root).st_dev, user)
         self.found = found
         self.user = user
         self.max_files = max_files
@@ -78,7 +72,7 @@ class OpenTree:
         self.seen: set[int] = set()  # the files that were read here, by number
         self.maps: dict[int, ChunkMap] = {}  # by the size of a chunk
         self.own = threading.local()
-        self.pool = ThreadPoolExecutor(READERS, "read-file")
+        self.readers = FileReaders(self.tree)
 
     @property
     def image(self) -> Image:
@@ -115,14 +109,15 @@ class OpenTree:
                     end = start + self.found.files[number].size
                     read.update(range(start // chunk, chunk_count(end, chunk)))
             all_sets = read, set(read), set[int]()
-            manifest.each_as(self.user, asked, partial(self._add_file, all_sets, chunk))
+            user_threads.each_as(self.user, asked, partial(self._add_file, all_sets, chunk))
             self.maps[chunk] = ChunkMap(*all_sets)
         return self.maps[chunk]
 
     def _add_file(self, all_sets: tuple[set[int], ...], chunk: int, where: tuple[int, int]) -> None:
         """Adds to a map's sets those of a file, which is at this place of the image, and number."""
         start, number = where
-        name, size = self._name(number), self.found.files[number].size
+        file = self.found.files[number]
+        name, size = self.tree.name(file), file.size
         try:
             self._open(number)
             try:
@@ -162,20 +157,25 @@ class OpenTree:
         With the user's rights, whichever thread it is; that has its own back afterwards.
         """
         pieces = list(self._file_pieces(start, want))
-        inner = pieces[1:-1]
-        others = [
-            self.pool.submit(self._read_files, inner[number::WIDTH])
-            for number in range(1, min(WIDTH, len(inner)))
-        ]
-        try:
-            # This thread has read the piece before, and so has its last file open, mostly.
-            self._read_files([*pieces[:1], *inner[::WIDTH], *pieces[1:][-1:]])
-        finally:
-            wait(others)  # the memory is the caller's again once this returns
-        for other in others:
-            other.result()
+        # A large one is read by this thread: its file is the one that it had open before, mostly.
+        small = [piece for piece in pieces if len(piece.memory) <= SMALL]
+        for piece in pieces:
+            if len(piece.memory) > SMALL:
+                self._read_file(piece.number, piece.offset, piece.memory)
+        while small:
+            some = _fitting(small)
+            self._read_small(some)
+            del small[: len(some)]
 
-    def _file_pieces(self, start: int, want: memoryview) -> Iterator[FilePiece]:
+    def _read_small(self, pieces: Sequence[_Piece]) -> None:
+        self.seen.update(piece.number for piece in pieces)
+        asked = [
+            FilePiece(self.found.files[piece.number], piece.offset, len(piece.memory))
+            for piece in pieces
+        ]
+        self.readers.read(asked, [piece.memory for piece in pieces])
+
+    def _file_pieces(self, start: int, want: memoryview) -> Iterator[_Piece]:
         """Fills what is in no file, and yields what is to be read of files, in their order."""
         made, end = self.made, start + len(want)
         head = made.head[start:end]
@@ -193,52 +193,25 @@ class OpenTree:
             else:
                 count = min(end, begins + size) - at
                 memory = want[at - start :][:count]
-                yield FilePiece(made.numbers[place], at - begins, memory)
+                yield _Piece(made.numbers[place], at - begins, memory)
             at += count
 
-    def _read_files(self, pieces: Iterable[FilePiece]) -> None:
-        for piece in pieces:
-            self._read_file(piece.number, piece.offset, piece.memory)
-
     def _read_file(self, number: int, offset: int, want: memoryview) -> None:
-        name = self._name(number)
+        file = self.found.files[number]
         try:
-            with manifest.acting(self.user):
+            with user_threads.acting(self.user):
                 if getattr(self.own, "number", -1) != number:
                     self._open(number)
-                done = 0
-                while done < len(want):
-                    count = os.preadv(self.own.fd, [want[done:]], offset + done)
-                    if count == 0:
-                        raise Truncated(name)
-                    done += count
-                source.must_have_no_writer(self.own.fd, name)
-            os.posix_fadvise(self.own.fd, offset, len(want), os.POSIX_FADV_DONTNEED)
+                file_readers.read_into(self.tree, file, self.own.fd, offset, want)
         except OSError as error:
-            raise Unreadable(name, error) from None
-
-    def _name(self, number: int) -> str:
-        """A file's path, for messages."""
-        path = os.fsdecode(self.found.files[number].path)
-        return printable(os.path.join(self.found.path, path))
+            raise Unreadable(self.tree.name(file), error) from None
 
     def _open(self, number: int) -> None:
-        """Makes a file this thread's open one.
-
-        Raises OSError, Declined where it has changed, or somebody writes to it.
-        """
-        file = self.found.files[number]
+        """Makes a file this thread's open one. Raises OSError, Declined as `open_unchanged`."""
         self._close()
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        self.own.fd = os.open(file.path, flags, dir_fd=self.root)
+        self.own.fd = file_readers.open_unchanged(self.tree, self.found.files[number])
         # What lies behind the piece may be another node's to read: no readahead.
         os.posix_fadvise(self.own.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        facts = os.fstat(self.own.fd)
-        seen = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
-        # A file system that a user mounts there for a moment says what inode and times it likes.
-        if seen != (self.disk, file.inode, file.size, file.mtime_ns, file.ctime_ns):
-            raise source.changed(self._name(number))
-        source.must_have_no_writer(self.own.fd, self._name(number))
         self.own.number = number
         self.seen.add(number)
 
@@ -246,3 +219,17 @@ class OpenTree:
         if getattr(self.own, "fd", -1) >= 0:
             os.close(self.own.fd)
         self.own.fd, self.own.number = -1, -1
+
+    def close(self) -> None:
+        """Ends the processes that read for it."""
+        self.readers.close()
+
+
+def _fitting(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """Return the first pieces that one request of a reader takes. Pure."""
+    room = ROOM
+    for count, piece in enumerate(pieces):
+        room -= len(piece.memory)
+        if room < 0 or count == MANY:
+            return list(pieces[:count])
+    return list(pieces)

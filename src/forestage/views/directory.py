@@ -297,6 +297,7 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
         opened = open_tree.OpenTree(
             root, found, made, job.user, max_files, node.clock, looked, lent
         )
+        held.callback(opened.close)
         # Of files there is no second descriptor past the page cache, and rsync knows no images.
         here = node.configured(engine="chunks", cold="shared")
         task = Task(here, job, OpenImage(opened.image, job.user, root, other=opened))

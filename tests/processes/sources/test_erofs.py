@@ -208,6 +208,7 @@ def image(node: Node, top: Path, user: User = ALICE, piece: int = 10_000) -> Pat
             memory = memoryview(bytearray(b"\xee" * min(piece, made.size - start)))
             opened.read(start, memory)
             out.write(memory)
+    opened.close()
     os.close(root)
     return file
 

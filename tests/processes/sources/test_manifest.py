@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.errors import Declined, Failed
-from forestage.sources import manifest
+from forestage.errors import Declined
+from forestage.sources import manifest, user_threads
 from forestage.sources.manifest import File, Manifest
 from forestage.system import file_systems, handles, mounts
 from forestage.system.as_user import User
@@ -89,25 +89,30 @@ def test_names_may_be_any_bytes(
     assert paths(found) == sorted({b"", *names})
 
 
-def test_directory_of_many_files_is_looked_at_by_several_threads(
+def test_directory_of_many_files_is_looked_at_by_several_threads_where_each_look_waits(
     top: Path, me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {f"{number:04}" for number in range(5 * manifest.AT_ONCE)}
     for name in names:
         (top / name).touch()
-    together = threading.Barrier(4, timeout=240)
-    met = threading.local()
+    together, alone, met = (
+        threading.Barrier(4, timeout=240),
+        iter(range(manifest.AT_ONCE)),
+        threading.local(),
+    )
     real = manifest._look
 
-    def met_others(*args: object) -> File:
-        if not hasattr(met, "others"):
+    def waiting(*args: object) -> File:
+        if next(alone, None) is not None:  # of the first parts, which one thread has
+            time.sleep(0.01)
+        elif not hasattr(met, "others"):
             met.others = True
             together.wait()
         return real(*args)  # type: ignore[arg-type]
 
     # Five parts of one directory, and four threads that wait for one another in them.
-    monkeypatch.setattr(manifest, "THREADS", 4)
-    monkeypatch.setattr(manifest, "_look", met_others)
+    monkeypatch.setattr(user_threads, "MOST", 4)
+    monkeypatch.setattr(manifest, "_look", waiting)
     assert paths(look(top, me)) == sorted({b"", *map(os.fsencode, names)})
 
 
@@ -372,61 +377,6 @@ def test_acls_that_take_too_much_memory_are_declined(
     with pytest.raises(Declined, match="bytes of ACLs"):
         manifest.acls(root, found, BOB)
     os.close(root)
-
-
-def test_thread_has_its_own_ids_back_afterwards(as_root: None, top: Path) -> None:
-    (top / "file").write_bytes(b"x")
-    (top / "file").chmod(0o600)
-    with manifest.acting(ALICE), pytest.raises(PermissionError):
-        (top / "file").read_bytes()
-    assert (top / "file").read_bytes() == b"x"
-    (top / "new").touch()
-    assert ((top / "new").stat().st_uid, (top / "new").stat().st_gid) == (0, 0)
-
-
-def test_other_threads_of_the_process_keep_their_ids(as_root: None, top: Path) -> None:
-    (top / "file").write_bytes(b"x")
-    (top / "file").chmod(0o600)
-    acts, over = threading.Event(), threading.Event()
-
-    def act() -> None:
-        manifest.act_as(ALICE)
-        acts.set()
-        over.wait(240)
-
-    thread = threading.Thread(target=act)
-    thread.start()
-    assert acts.wait(240)
-    assert (top / "file").read_bytes() == b"x"
-    over.set()
-    thread.join()
-
-
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "gone"), Declined("x", "y")])
-def test_first_error_of_a_thread_is_that_of_all(me: User, error: Exception) -> None:
-    def work(number: int) -> int:
-        if number == 3:
-            raise error
-        return number
-
-    with pytest.raises(type(error)) as caught:
-        manifest.each_as(me, range(10_000), work)
-    assert caught.value is error
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_thread_that_dies_is_not_waited_for(me: User) -> None:
-    def work(number: int) -> int:
-        return 1 // (number - 3)
-
-    with pytest.raises(Failed, match="thread"):
-        manifest.each_as(me, range(10_000), work)
-
-
-def test_results_are_in_the_order_of_the_items(me: User) -> None:
-    work: Callable[[int], int] = lambda number: -number  # noqa: E731
-    assert manifest.each_as(me, range(500), work) == [-number for number in range(500)]
-    assert manifest.each_as(me, [], work) == []
 
 
 # --- another node's manifest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forestage.clock import Clock
-from forestage.errors import Declined
-from forestage.sources import erofs, manifest, open_tree
-from forestage.sources.open_tree import OpenTree
+from forestage.errors import Declined, Failed
+from forestage.sources import erofs, file_readers, manifest
+from forestage.sources.file_readers import MANY, Tree
+from forestage.sources.manifest import File
+from forestage.sources.open_tree import SMALL, OpenTree
 from forestage.sources.source import Truncated, Unreadable
 from forestage.system import file_systems, writers
 from forestage.system.as_user import User
@@ -49,12 +51,20 @@ class Top:
         self.user = user
         self.clock = Told(HOUR, path / "file")
         self.root, self.resolved = manifest.open_root(str(path), user)
+        self.trees: list[OpenTree] = []
 
-    def opened(self, looked: float) -> OpenTree:
-        found = manifest.take(self.root, self.resolved, self.user, 100)
+    def opened(self, looked: float, most: int = 100) -> OpenTree:
+        found = manifest.take(self.root, self.resolved, self.user, most)
         made = erofs.layout(found, {})
         looked += time.time()
-        return OpenTree(self.root, found, made, self.user, 100, self.clock, looked)
+        tree = OpenTree(self.root, found, made, self.user, most, self.clock, looked)
+        self.trees.append(tree)
+        return tree
+
+    def close(self) -> None:
+        for tree in self.trees:
+            tree.close()
+        os.close(self.root)
 
 
 @pytest.fixture
@@ -62,7 +72,7 @@ def top(tmp_path: Path, me: User) -> Iterator[Top]:
     (tmp_path / "file").write_bytes(b"12345")
     made = Top(tmp_path, me)
     yield made
-    os.close(made.root)
+    made.close()
 
 
 def read(tree: OpenTree) -> bytes:
@@ -93,22 +103,14 @@ def test_bytes_are_those_of_the_files(top: Top) -> None:
     assert read(top.opened(HOUR)) == b"12345"
 
 
-def test_files_of_a_piece_are_read_side_by_side(top: Top, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each first read of a file waits until as many are under way as are meant to be."""
-    for number in range(open_tree.WIDTH * 2):
-        (top.path / f"more-{number:02}").write_bytes(b"%02d" % number * 10)
-    tree = top.opened(HOUR)
-    under_way = threading.Barrier(open_tree.WIDTH)
-    waited = threading.local()
-
-    def preadv(*arguments: Any) -> int:
-        if not hasattr(waited, "done"):
-            waited.done = True
-            under_way.wait(60)
-        return os_preadv(*arguments)
-
-    os_preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", preadv)
+def test_files_of_all_sizes_are_where_the_image_has_them(top: Top) -> None:
+    """More than one request of a process takes, and one that a thread of the copy reads itself."""
+    (top.path / "folder").mkdir()
+    for number in range(MANY + 10):
+        (top.path / f"folder/{number}").write_bytes(b"%d" % number * (number % 7))
+    for size in (SMALL, SMALL + 1, 3 * SMALL):
+        (top.path / str(size)).write_bytes(os.urandom(size))
+    tree = top.opened(HOUR, most=2 * MANY)
     memory = bytearray(tree.made.size)
     tree.read(0, memoryview(memory))
     for start, number in zip(tree.made.starts, tree.made.numbers, strict=True):
@@ -117,36 +119,51 @@ def test_files_of_a_piece_are_read_side_by_side(top: Top, monkeypatch: pytest.Mo
         assert bytes(memory[start : start + file.size]) == there
 
 
-def test_file_that_cannot_be_read_ends_the_piece_only_when_no_thread_fills_it(
+def test_file_that_cannot_be_read_is_named_and_its_piece_has_no_byte(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller's memory is its own again once the error is raised."""
-    for number in range(open_tree.WIDTH * 2):
-        (top.path / f"more-{number:02}").write_bytes(b"%02d" % number * 10)
-    tree = top.opened(HOUR)
-    lock, others, failed = threading.Lock(), threading.Event(), threading.Event()
-    busy = 0
+    """Other files of the same request may have been read before: their process keeps them."""
+    (top.path / "other").write_bytes(b"other")
+    real = file_readers.read_into
 
-    def preadv(*arguments: Any) -> int:
-        nonlocal busy
-        if threading.current_thread() is threading.main_thread():
-            others.wait(60)
-            failed.set()
+    def read_into(tree: Tree, file: File, *more: Any) -> None:
+        if file.path == b"other":
             raise OSError(errno.EIO, "unreadable")
-        with lock:
-            busy += 1
-        others.set()
-        failed.wait(60)
-        count = os_preadv(*arguments)
-        with lock:
-            busy -= 1
-        return count
+        real(tree, file, *more)
 
-    os_preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", preadv)
-    with pytest.raises(Unreadable):
+    monkeypatch.setattr(file_readers, "read_into", read_into)
+    tree = top.opened(HOUR)
+    memory = bytearray(tree.made.size)
+    with pytest.raises(Unreadable) as caught:
+        tree.read(0, memoryview(memory))
+    assert caught.value.error.errno == errno.EIO
+    assert str(top.path / "other") in str(caught.value)
+    assert not any(memory[len(tree.made.head) :])
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_process_that_reads_files_and_dies_is_not_waited_for(
+    top: Top, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    if when == "meanwhile":
+        monkeypatch.setattr(file_readers, "read_into", lambda *_: os._exit(0))
+    tree = top.opened(HOUR)
+    if when == "before":
+        for reader in tree.readers.all:
+            os.kill(reader.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, reader.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(Failed, match="died"):
         read(tree)
-    assert busy == 0
+
+
+def test_processes_that_read_files_end_with_the_tree(top: Top) -> None:
+    tree = top.opened(HOUR)
+    pids = [reader.pid for reader in tree.readers.all]
+    tree.close()
+    top.trees.clear()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 # --- hard links
@@ -321,10 +338,17 @@ def test_file_that_is_no_longer_the_one_looked_at_is_not_read(top: Top, change: 
         read(tree)
 
 
-def test_file_that_becomes_shorter_while_it_is_read_has_no_copy(top: Top) -> None:
+def test_file_that_becomes_shorter_while_it_is_read_has_no_copy(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = file_readers.read_into
+
+    def read_into(*more: Any) -> None:
+        os.truncate(top.path / "file", 3)
+        real(*more)
+
+    monkeypatch.setattr(file_readers, "read_into", read_into)
     tree = top.opened(HOUR)
-    read(tree)
-    os.truncate(top.path / "file", 3)
     with pytest.raises(Truncated):
         read(tree)
 
@@ -333,14 +357,14 @@ def test_file_that_somebody_may_write_to_is_not_read(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if they have written when it is asked again, after the read."""
-    tree, real = top.opened(HOUR), os.preadv
-    writer = (top.path / "file").open("r+b")
+    writer, real = (top.path / "file").open("r+b"), file_readers.read_into
 
-    def preadv(fd: int, *more: Any) -> int:
+    def read_into(*more: Any) -> None:
         writer.close()
-        return real(fd, *more)
+        real(*more)
 
-    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(file_readers, "read_into", read_into)
+    tree = top.opened(HOUR)
     with pytest.raises(Declined) as caught:
         read(tree)
     writer.close()
@@ -352,18 +376,17 @@ def test_writer_that_came_while_a_file_was_read_is_found_as_well(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store through a mapping, between the read and the end of the look, shows in no time."""
-    tree, came = top.opened(HOUR), []
-    real = os.preadv
+    came, real = [], os.preadv
 
     def preadv(fd: int, *more: Any) -> int:
         came.append((top.path / "file").open("r+b"))
         return real(fd, *more)
 
     monkeypatch.setattr(os, "preadv", preadv)
+    tree = top.opened(HOUR)
     with pytest.raises(Declined) as caught:
         read(tree)
     assert caught.value.reason == "written"
-    came[0].close()
 
 
 def test_where_leases_prove_nothing_all_processes_are_looked_at_twice_for_all_files(
