@@ -7,9 +7,10 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -19,13 +20,14 @@ from forestage.admin.show import listing
 from forestage.admin.tally import Tally
 from forestage.cache.node import Node as Bare
 from forestage.cache.said import Tree
-from forestage.clock import Clock
+from forestage.clock import Clock, Deadline
 from forestage.config import load_settings
 from forestage.events import Copied, Handled
 from forestage.hooks import data
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
-from forestage.sources import erofs, file_readers, retry
+from forestage.sources import agreement, erofs, file_readers, manifest, retry
+from forestage.sources.agreement import Look
 from forestage.stage import chunks
 from forestage.system import child, lock, loop, mounts, terminal
 from forestage.views import directory, wanted
@@ -194,7 +196,7 @@ def test_set_id_bits_are_not_copied(spank: Node, mounted: Callable[[data.ShownDa
 def test_second_job_has_a_hit_and_brings_nothing(spank: Node) -> None:
     path = fill(spank)
     first = staged(spank, 1, path)
-    assert staged(spank, 2, path) == first
+    assert staged(spank, 2, path).key == first.key
     assert [one.result for one in spank.outcomes("stager")] == ["copied"]
     assert spank.held(2).uses[0].key == first.key
 
@@ -245,7 +247,7 @@ def test_other_user_who_may_read_all_shares_the_entry(spank: Node) -> None:
     path = fill(spank)
     (spank.server / "alice/set/private").unlink()
     (spank.server / "alice/set/a/sub").chmod(0o755)
-    assert staged(spank, 1, path) == staged(spank, 2, path, BOB)
+    assert staged(spank, 1, path).key == staged(spank, 2, path, BOB).key
 
 
 def test_user_who_may_not_read_one_file_gets_none_of_it(spank: Node) -> None:
@@ -644,6 +646,110 @@ def test_looks_of_one_users_steps_take_turns_and_are_in_no_other_users_way(
             assert (outcome.result, outcome.reason) == ("declined", "deadline")
         assert show(spank, 2, BOB).outcomes[0].result == "hit"
     assert show(spank, 1).outcomes[0].result == "hit"
+
+
+def test_look_that_a_step_has_no_time_for_is_declined_before_it_begins(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long it takes is known from the job's start."""
+    path = fill(spank)
+    found = staged(spank, 1, path)
+    assert found.files > MANY
+    assert found.seconds > 0
+    slow = msgspec.structs.replace(found, seconds=1e6)
+    wanted.note_tree(ready(spank, 1), as_job(spank, 1, ""), f"{path}/", slow)
+    with monkeypatch.context() as patch:
+        patch.setattr(agreement, "now", lambda *_: pytest.fail("looked"))
+        (outcome,) = show(spank, 1).outcomes
+    assert (outcome.result, outcome.reason) == ("declined", "too-many-files")
+    assert f"holds {found.files} files" in outcome.detail
+    assert "forestage pack" in outcome.detail
+
+
+def test_look_that_ends_in_no_time_blames_the_files_and_not_the_file_server(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fill(spank)
+    staged(spank, 1, path)
+    real = manifest.take
+
+    def take(root: int, path: str, user: User, most: int, end: Deadline) -> manifest.Manifest:
+        assert end.left() < directory.LOOK - 1  # who waits for it would give up later
+        return real(root, path, user, most, Deadline.after(0, Clock()))
+
+    monkeypatch.setattr(manifest, "take", take)
+    (outcome,) = show(spank, 1).outcomes
+    assert (outcome.result, outcome.reason) == ("declined", "too-many-files")
+    assert "longer to look at than a step has" in outcome.detail
+
+
+class Looks:
+    """Looks of steps, counted; `step` makes one, as a helper of a step does."""
+
+    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.node, self.count = ready(node, 1), 0
+        self.job = as_job(node, 1, "")
+        node.cache.prepare(require_mount=False)
+        monkeypatch.setattr(agreement, "_look_now", self._look)
+
+    def _look(self, *_: object) -> Look:
+        self.count += 1
+        return Look("looked", digest=str(self.count))
+
+    def step(self) -> str:
+        until_late = Deadline.after(240, self.node.clock)
+        return agreement._look_as_step(self.node, self.job, "/set/", until_late).digest
+
+    @property
+    def file(self) -> Path:
+        (found,) = self.node.cache.locks.glob("look-*.lock")
+        return found
+
+
+def test_steps_that_begin_together_share_a_look_that_began_after_them(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, asked = Looks(spank, monkeypatch), threading.Semaphore(0)
+    looks.step()
+    real = lock.held
+
+    def held(*args: Any) -> Any:
+        asked.release()
+        return real(*args)
+
+    found: list[str] = []
+    with lock.held(looks.file, 5), monkeypatch.context() as patch:
+        patch.setattr(lock, "held", held)
+        steps = [threading.Thread(target=lambda: found.append(looks.step())) for _ in range(5)]
+        for step in steps:
+            step.start()
+        for _ in steps:
+            assert asked.acquire(timeout=240)
+    for step in steps:
+        step.join()
+    assert found == 5 * ["2"]
+
+
+def test_step_takes_no_look_that_began_before_it(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job may have written to the directory since."""
+    looks = Looks(spank, monkeypatch)
+    assert [looks.step(), looks.step()] == ["1", "2"]
+
+
+@pytest.mark.parametrize("what", ["boot", "damaged"])
+def test_step_takes_no_look_of_another_boot_or_that_it_cannot_read(
+    spank: Node, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    looks = Looks(spank, monkeypatch)
+    looks.step()
+    if what == "damaged":
+        looks.file.write_bytes(b"{")
+    else:
+        last = agreement._LastLook("before", 1e12, Look("looked", digest="old"))
+        looks.file.write_bytes(msgspec.json.encode(last))
+    assert looks.step() == "2"
 
 
 def test_directories_of_all_users_have_so_many_places(

@@ -15,7 +15,8 @@ from forestage.slurm.hints import Request
 class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
     """How far a directory is (views/directory.py): its key and path, or why it has none.
 
-    `groups` are those of the user who could not read all of it.
+    `groups` are those of the user who could not read all of it, `seconds` is how long it took to
+    look at its `files`; 0 where another node has looked.
     """
 
     state: Literal["looking", "copying", "ready", "declined"]
@@ -24,6 +25,8 @@ class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
     detail: str = ""
     groups: tuple[int, ...] = ()
+    files: int = 0
+    seconds: float = 0.0
 
 
 class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -58,7 +58,8 @@ REASONS = {
     "not-a-directory": "The hint ends with a slash, as a directory's does; this is none.",
     "odd-file": "The directory holds something that is neither a file, a directory nor a link, or"
     " another file system; it is staged whole or not at all.",
-    "too-many-files": "The directory has more files than the admin's `data: max_files:`.",
+    "too-many-files": "The directory has more files than the admin's `data: max_files:`, or than a"
+    " step can look at in the time that it has.",
     "bad-look": "Another node of the job reported impossible contents of the directory.",
     "no-erofs": "The node's kernel lacks the file system of which copies of directories are made.",
     "loop": "A loop device could not be set up or released.",

@@ -25,12 +25,13 @@ from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
+from forestage.cache.part import boot_id
 from forestage.clock import Deadline
 from forestage.errors import Declined, PeerError
 from forestage.slurm.job import Job
 from forestage.sources import manifest, source
 from forestage.sources.manifest import Manifest
-from forestage.system import as_user, lock, mounts, records
+from forestage.system import as_user, files, lock, mounts, records
 from forestage.system.as_user import User
 
 if TYPE_CHECKING:
@@ -299,17 +300,64 @@ def now(node: Node, job: Job, restart: int, path: str, expected: str, timeout: f
         lent = _borrow_digest(node, job, path, step, start, expected, timeout)
         if lent:
             return lent
-    began = node.clock.wall()
     with _telling(step if step is not None and step.leads else None) as tell:
-
-        def work() -> as_user.Found[Look]:
-            os.setgroups(as_user.groups(job.user))
-            root, resolved = manifest.open_root(path, job.user)
-            found = manifest.take(root, resolved, job.user, node.config.data.max_files)
-            return looked(root, found, job.user, began), []
-
-        tell.append(as_user.call(work, Look, timeout)[0])
+        tell.append(_look_as_step(node, job, path, Deadline.after(timeout, node.clock)))
         return tell[-1].digest
+
+
+def _look_as_step(node: Node, job: Job, path: str, until: Deadline) -> Look:
+    """Looks at all, or takes the look of another step of this user that began after this call.
+
+    A look that began before may have seen what the job has changed since. So of many steps that
+    start together the first one looks, and then one more for all others. Raises as_user.TooSlow,
+    Declined, OSError.
+    """
+    asked, words = node.clock.monotonic(), (job.user.uid, job.user.groups, path)
+    name = hashlib.sha256(msgspec.json.encode(words)).hexdigest()[:32]
+    file = node.cache.locks / f"look-{name}.lock"
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lock.held(file, until.left()))
+        except lock.Busy:
+            raise as_user.TooSlow(path) from None
+        except OSError:  # of a disk that is read-only by now: who cannot share looks alone
+            return _look_now(node, job, path, until)
+        with contextlib.suppress(OSError, records.Damaged):
+            last = records.load(file, _LastLook)
+            if last.boot == boot_id() and last.began >= asked:
+                return last.look
+        last = _LastLook(boot_id(), node.clock.monotonic(), _look_now(node, job, path, until))
+        with contextlib.suppress(OSError):
+            # Into the file that is locked: a record that takes its name would be another's lock.
+            _write_into(file, msgspec.json.encode(last))
+        return last.look
+
+
+class _LastLook(msgspec.Struct, frozen=True):
+    """A look of a step, in its lock's file; `began` is of the monotonic clock of that boot."""
+
+    boot: str
+    began: float
+    look: Look
+
+
+def _write_into(file: Path, data: bytes) -> None:
+    with files.opened(file, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+        os.write(fd, data)
+
+
+def _look_now(node: Node, job: Job, path: str, until: Deadline) -> Look:
+    began, timeout = node.clock.wall(), until.left()
+    # The look ends itself a moment before: then its reason is known.
+    end = Deadline.after(timeout * 0.9, node.clock)
+
+    def work() -> as_user.Found[Look]:
+        os.setgroups(as_user.groups(job.user))
+        root, resolved = manifest.open_root(path, job.user)
+        found = manifest.take(root, resolved, job.user, node.config.data.max_files, end)
+        return looked(root, found, job.user, began), []
+
+    return as_user.call(work, Look, timeout)[0]
 
 
 def decline(node: Node, job: Job, restart: int, path: str) -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from forestage.cache import image
+from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.sources.user_threads import Team, each_as
 from forestage.system import file_systems, handles, mounts
@@ -140,8 +141,8 @@ def _open_root(user: User, path: str) -> tuple[int, str]:
     return fd, resolved
 
 
-def take(root: int, path: str, user: User, max_files: int) -> Manifest:
-    """Looks at all below the open directory. Raises Declined.
+def take(root: int, path: str, user: User, max_files: int, end: Deadline | None = None) -> Manifest:
+    """Looks at all below the open directory, until `end` at most. Raises Declined.
 
     The caller's process has the user's groups. Each directory is asked for before it is listed, and
     its names after that: else NFS says of all of them what it knew a while ago.
@@ -154,6 +155,8 @@ def take(root: int, path: str, user: User, max_files: int) -> Manifest:
     bound = _Bound(path, max_files, user)
 
     def look(todo: _Todo) -> list[_Todo]:
+        if end is not None and not end.left():  # a source that hangs never comes here
+            raise too_slow(path, f"more than {bound.files} files")
         try:
             files, more = _look_into(root, todo, disk, user, bound)
         except OSError as error:
@@ -365,6 +368,16 @@ def _end(text: str) -> str:
     """Return the end of a sentence that begins with a path of any length. Pure."""
     short = text if len(text) <= NAMED_CHARACTERS else f"…{text[-NAMED_CHARACTERS:]}"
     return printable(short)
+
+
+def too_slow(path: str, what: str) -> Declined:
+    """Pure: there are more files than can be looked at in the time that there is."""
+    hint = (
+        "make one file of it: `forestage pack`, copy it once for the job: `stage=DIR/@job`, or have"
+        " fewer files in it"
+    )
+    detail = f"{path} holds {what}, which takes longer to look at than a step has"
+    return Declined("too-many-files", detail, hint)
 
 
 def _too_many(path: str, what: str) -> Declined:

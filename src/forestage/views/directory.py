@@ -129,6 +129,10 @@ def show(call: ViewCall, request: Request) -> ForStep:
         return [], outcome
     digest = entry.identity.tree
     until_seen = Deadline.after(min(LOOK, call.looks_end().left()), node.clock)
+    if tree.seconds > until_seen.left():  # by now, not when that is over
+        agreement.decline(node, job, noted.restart, path)
+        what = f"{tree.files} files, of which a look took {tree.seconds:.0f} s as the job began"
+        raise manifest.too_slow(path, what)
     with contextlib.ExitStack() as place:
         if not _may_look(node, job, place, until_seen):
             agreement.decline(node, job, noted.restart, path)
@@ -272,14 +276,15 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
     root, resolved = manifest.open_root(path, job.user)
     _must_be_a_source(node, root, resolved)
     max_files = node.config.data.max_files
-    looked = node.clock.wall()
+    looked, began = node.clock.wall(), node.clock.monotonic()
     seen = agreement.at_start(node, job, path, root, resolved)
+    seconds = 0.0 if seen.lent else node.clock.monotonic() - began
     found = seen.manifest
     _must_have_bytes(found)
     _must_be_countable(node, found)
     key = found.digest[:32]
     _lease(node, job, key)
-    ready = Tree("ready", key, resolved)
+    ready = Tree("ready", key, resolved, files=len(found.files), seconds=seconds)
     if node.cache.read(key) is not None and node.cache.is_proven(key):
         return ready
     wanted.note_tree(node, job, path, Tree("copying", key, resolved))
