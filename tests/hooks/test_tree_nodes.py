@@ -91,7 +91,7 @@ class Cluster:
 
         found = until(ended, f"the directory on {name}")
         assert found is not None
-        return found
+        return msgspec.structs.replace(found, seconds=0.0)  # as long as it takes on this node
 
     def step(self, name: str, number: int = 0, **facts: str) -> data.ShownData:
         limit = Limit.of(Clock(), 600.0, None)
