@@ -26,6 +26,7 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.part import Part
 from forestage.clock import Clock
+from forestage.errors import Failed
 from forestage.events import Outcome
 from forestage.hooks.boundary import IMAGE_OPTION, Hook
 from forestage.paths import Places
@@ -240,7 +241,12 @@ class Node:
         return self._run("prolog", self.environ(job, image, user, comment, saves), clock)
 
     def epilog(self, job: int, clock: Clock | None = None) -> Ran:
-        return self._run("epilog", self.environ(job), clock)
+        """With the user whose job it is."""
+        user = ALICE
+        with contextlib.suppress(Failed, OSError):
+            lease = self.lease(job)
+            user = lease.user if lease else ALICE
+        return self._run("epilog", self.environ(job, user=user), clock)
 
     def _run(self, name: events.Hook, environ: dict[str, str], clock: Clock | None) -> Ran:
         before = len(self.outcomes(name, int(environ["SLURM_JOB_ID"])))

@@ -79,7 +79,8 @@ ONE_IMPORTER = {
         "sources.file_readers",
     },
     "imported late: who does without it does not pay for it": {
-        *("hooks.data", "hooks.prolog", "hooks.registry", "hooks.script", "views.through.keeper"),
+        *("hooks.data", "hooks.earlier_job", "hooks.prolog", "hooks.registry", "hooks.script"),
+        "views.through.keeper",
         *("stage.pipeline", "stage.with_peers", "report.page", "slurm.pyslurm", "system.drawing"),
     },
     "pure, or nearly: it decides, its importer acts": {
@@ -192,6 +193,27 @@ def test_module_that_one_other_imports_has_a_reason_to_be_one() -> None:
     listed = [module for modules in ONE_IMPORTER.values() for module in modules]
     assert found == set(listed)
     assert len(listed) == len(set(listed))
+
+
+OF_A_USER = {"said": 2, "has_data": 2, "hinted": 2, "end_hinted": 2, "nodelist": 2}
+WHOEVERS = {"hooks.leases", "hooks.epilog", "hooks.earlier_job", "hooks.background", "views.wanted"}
+"""Modules that read a lease to compare its user themselves."""
+
+
+def test_hooks_and_views_read_what_is_noted_of_a_job_as_its_user() -> None:
+    """A number comes again: with another user's job."""
+    for module in MODULES:
+        if not module.startswith(("hooks.", "views.")) and module != "cache.step_record":
+            continue
+        for call in ast.walk(tree(module)):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            name, of = call.func.attr, ast.unparse(call.func.value)
+            if of.endswith("leases") or of == "noted":
+                assert len(call.args) == OF_A_USER.get(name, len(call.args)), (module, name)
+                assert name != "read" or module in WHOEVERS, module
+            if of == "wanted" and name == "read":
+                assert len(call.args) == 3, module
 
 
 def broad(handler: ast.ExceptHandler) -> bool:

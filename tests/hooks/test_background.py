@@ -86,7 +86,7 @@ class Background:
 
     def worker(self) -> int:
         """The process that works for the job's Prolog."""
-        pid = int(self.mark.read_text())
+        pid = int(self.mark.read_text().split()[0])
         assert comm(pid) == PROCESS_NAME[:15]
         return pid
 

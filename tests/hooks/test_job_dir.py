@@ -72,6 +72,36 @@ def test_job_has_a_directory_of_its_own_and_of_its_size(dirs: Dirs) -> None:
     )
 
 
+def test_directory_of_a_job_with_the_same_number_is_made_anew(dirs: Dirs) -> None:
+    """Another user's; the same user's that began at another time; and not for a second Prolog."""
+    before: list[tuple[User, str, bool]] = [
+        (ALICE, "100", False),
+        (ALICE, "100", True),
+        (ALICE, "", True),  # Slurm does not say when it began
+        (ALICE, "200", False),
+        (BOB, "200", False),
+    ]
+    for user, start, is_same in before:
+        begin = {"SLURM_JOB_START_TIME": start} if start else {}
+        lease = dirs.node.lease(7)
+        if lease and not is_same:
+            dirs.node._run("prolog", dirs.node.environ(7, user=user) | begin, None)
+            assert dirs.node.lease(7) is None
+            assert list(dirs.node.cache.jobs.iterdir()) == []
+        asked = dirs.job(7, "stage-dir=64M", user, **begin)
+        assert data.begin(dirs.on, asked, Limit.of(Clock(), 60.0, None), None) == []
+        with dirs.seen(7, user) as at:
+            assert (at / "file").exists() is is_same
+            (at / "file").touch()
+    other = job_dir.Place(dirs.node.cache.jobs / "7.0")
+    assert job_dir.find(dirs.on, dirs.job(7, "", ALICE)) is None
+    made = other.made()
+    assert made is not None
+    assert (made.uid, made.start) == (BOB.uid, 200)
+    assert not made.is_as(msgspec.structs.replace(made, start=201))
+    assert made.is_as(msgspec.structs.replace(made, start=0))
+
+
 def test_all_steps_of_the_job_see_one_file_system(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     with dirs.seen(7) as at:
@@ -111,7 +141,7 @@ def assert_gone(dirs: Dirs) -> None:
 
 def test_another_user_sees_nothing_of_it(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
-    assert dirs.step(7, BOB).lines == [NONE]
+    assert dirs.step(7, BOB).lines == []
     (place,) = dirs.node.cache.jobs.iterdir()
     assert place.stat().st_mode & 0o777 == 0o700
 
@@ -314,6 +344,9 @@ def test_prolog_that_runs_again_leaves_the_directory_as_it_is(dirs: Dirs) -> Non
 
 def test_number_of_another_users_earlier_job_brings_none_of_its_files(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M", BOB)
+    (declined,) = dirs.prolog(7, "stage-dir=32M")
+    assert (declined.result, declined.reason) == ("declined", "other-job")
+    dirs.node.prolog(7)  # releases what Bob's job has left
     assert dirs.prolog(7, "stage-dir=32M") == []
     with dirs.seen(7) as at:
         assert at.stat().st_uid == ALICE.uid

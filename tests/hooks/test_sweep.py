@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -192,3 +194,37 @@ def test_lease_names_its_node(node: Node) -> None:
     for job in (7, 8):
         lease = node.held(job)
         assert lease.node == "n1"
+
+
+@pytest.mark.parametrize(
+    ("named", "runs", "age", "left"),
+    [
+        ("n1", False, 7200, False),
+        ("n1", True, 7200, True),  # it may have steps with images yet
+        ("n1", False, 60, True),  # its Prolog has just noted them
+        ("other", False, 7200, True),  # that Slurm is another cluster's
+    ],
+)
+def test_nodes_of_a_job_without_a_lease_go_once_slurm_says_that_it_is_over(
+    node: Node, running: Running, named: str, runs: bool, age: float, left: bool
+) -> None:
+    """Its Epilog never came: slurmd was killed with the job."""
+    nodes = node.places.leases / "7.nodes"
+    nodes.parent.mkdir(parents=True)
+    nodes.write_text("n[1-2]\n65534 0")
+    old = time.time() - age
+    os.utime(nodes, (old, old))
+    if runs:
+        (running.proc / "7").touch()
+    swept(node, running._replace(node=named))
+    assert nodes.exists() is left
+
+
+def test_nodes_stay_where_slurm_gives_no_answer(node: Node, running: Running) -> None:
+    nodes = node.places.leases / "7.nodes"
+    nodes.parent.mkdir(parents=True)
+    nodes.write_text("n[1-2]\n65534 0")
+    os.utime(nodes, (1, 1))
+    silent = Slurm(str(running.proc), proc=running.proc, node="n1")  # has no scontrol
+    done = sweep.sweep(here(node), silent, False, lambda text: None)
+    assert ("scontrol" in done.doubt, done.problems, nodes.exists()) == (True, (), True)

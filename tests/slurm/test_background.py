@@ -66,7 +66,7 @@ def marks(site: Site, node: str = "n1") -> list[str]:
 def worker(site: Site, job: int) -> str:
     """The pid in the job's mark; what it forks to act as the user has its name, too."""
     mark = site.cluster.host_path(f"/run/forestage/leases/{job}.prolog", "n1")
-    return mark.read_text() if mark.exists() else ""
+    return mark.read_text().partition(" ")[0] if mark.exists() else ""
 
 
 def helpers(site: Site) -> list[str]:

@@ -91,7 +91,9 @@ class Promises(RuleBasedStateMachine):
         def after(ended: Ended) -> None:
             self.after_epilog(ended, calm)
 
-        ended = self.run(self.play("epilog", self.node.environ(number)), after)
+        ended = self.run(
+            self.play("epilog", self.node.environ(number, user=owner_of(number))), after
+        )
         self.jobs.pop(number, None)
         after(ended)
 

@@ -5,6 +5,7 @@ A Prolog and an Epilog each leave a mark below /run when Slurm calls them, whate
 end of the event log, as the report counts it.
 """
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -32,8 +33,9 @@ class Calls(msgspec.Struct, frozen=True):
     """Who was called since the node booted; `companion`: a step or slurmd loaded it.
 
     `missed` are jobs with a step on this node for which no Prolog of forestage ran: they are later
-    than the latest for which one ran. `without`: which running process of Slurm has not loaded the
-    companion, as what loads it says so at its start.
+    than the latest for which one ran, and none of their steps is from before the numbers were lower
+    again. `without`: which running process of Slurm has not loaded the companion, as what loads it
+    says so at its start.
     """
 
     prolog: Call | None = None
@@ -71,24 +73,45 @@ def calls(places: Places, now: float) -> Calls:
     """Reads the marks, and which jobs have steps here. Slurm is not asked."""
     prolog = _call(places.called("prolog"))
     proc = places.root / "proc"
-    at_work = Slurm("", proc=proc).at_work()
-    latest = prolog.job if prolog else 0
+    latest, since = _numbers(places.called("prolog"))
+    later = {pid: job for pid, job in Slurm("", proc=proc).managers().items() if job > latest}
+    before = {job for pid, job in later.items() if _is_from_before(proc, pid, since, now)}
     loaded = _call(places.loaded)
     return Calls(
         prolog,
         _call(places.called("epilog")),
         loaded,
-        tuple(sorted(job for job in at_work if job > latest)),
+        tuple(sorted({*later.values()} - before)),
         companions.without(proc, loaded.time if loaded else 0.0, now),
     )
 
 
 def _call(mark: Path) -> Call | None:
     try:
-        when, text = mark.stat().st_mtime, mark.read_bytes()[:20].decode(errors="replace").strip()
+        return Call(mark.stat().st_mtime, _numbers(mark)[0])
     except FileNotFoundError:
         return None
-    return Call(when, int(text) if is_number(text) else 0)
+
+
+def _numbers(mark: Path) -> tuple[int, float]:
+    """The latest job in a mark, and since when numbers are lower again; 0: they never were.
+
+    The latter in seconds since the epoch.
+    """
+    text = ""
+    with contextlib.suppress(OSError):
+        text = mark.read_bytes()[:40].decode(errors="replace").strip()
+    job, _, since = text.partition(" ")
+    since = since.strip()
+    return int(job) if is_number(job) else 0, float(since) if is_number(since) else 0.0
+
+
+def _is_from_before(proc: Path, pid: int, since: float, now: float) -> bool:
+    """Whether a step manager began before the numbers were lower, or has just ended."""
+    if not since:
+        return False
+    began = companions.find_start(proc, proc / str(pid), now)
+    return began is None or began < since
 
 
 def starts(file: Path, now: float) -> Starts:

@@ -58,6 +58,7 @@ PROVING_TIME = 300.0  # seconds of reading per sweep; leases must not wait for a
 PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
 PROVE_EVERY = 7 * 86400.0  # seconds between two times that an entry is read
 PROVE_RATE = 256 << 20  # bytes per second for that; jobs use the disk
+NODES_AGE = 3600.0  # seconds for which nobody asks Slurm about a job that has noted its nodes
 DOUBT_TIME = 3600.0  # seconds of reading per sweep while no job is served
 
 T = TypeVar("T")
@@ -138,7 +139,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     caches = earlier.find_earlier(node)  # leases name some
     made = run.tried(run.is_made, node)
     stale = run.stale(slurm)
-    done = run.of_jobs(stale)
+    done = run.of_jobs(stale, slurm)
     done = run.of_earlier(done, stale, caches)
     if made:
         done = run.of_entries(run.of_cache(done, stale), progress)
@@ -221,9 +222,11 @@ class _Sweep:
         self.unmounted = ""
         self.doubt = ""
 
-    def of_jobs(self, stale: tuple[StaleLease, ...]) -> SweepReport:
+    def of_jobs(self, stale: tuple[StaleLease, ...], slurm: Slurm) -> SweepReport:
         """Releases what jobs that are over had beside the cache."""
         released = tuple(self.each(stale))
+        if not self.dry_run:
+            self.tried(self.nodes_of_jobs, slurm)
         self.tried(self.strays, stale)
         keepers = self.tried(self.hanging_keepers, self.node) or ()
         if not self.dry_run:
@@ -367,6 +370,22 @@ class _Sweep:
         self.problems += namespaces.clear(
             node.cache, node.leases, total=unmount.SWEEP_TOTAL
         ).problems
+
+    def nodes_of_jobs(self, slurm: Slurm) -> None:
+        """Deletes the nodes that Prologs noted of jobs that are over and never took a lease."""
+        node, before = self.node, self.node.clock.wall() - NODES_AGE
+        listed = node.leases.nodes_alone(before)
+        try:
+            if self.doubt or not listed or not slurm.knows_node(self.me):
+                return
+            ended = sorted({*listed} - slurm.at_work())
+            over = [job for job in ended if why_over(slurm.job(job), self.me)]
+        except SlurmError as error:
+            self.doubt = str(error)
+            return
+        for job in over:
+            with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
+                node.leases.drop_nodes(job, before)
 
     def _unmount(self, going: list[unmount.Going], whose: Callable[[unmount.Bind], User]) -> int:
         """Returns how many have gone; a problem is noted for those that stay."""

@@ -100,6 +100,8 @@ def mount(
         # Read again: another step of the job may have taken something meanwhile.
         # If it is gone, its Epilog has run: what it held besides may be evicted.
         held = node.leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
+        if not held.is_of(lease.user.uid, lease.start):
+            raise Declined("off", "the job has ended, and its number is another job's")
         node.leases.write(held.with_use(Use(wanted.key, wanted.path)))
 
     until_gone = waits or Deadline.after(min(unmount.TIMEOUT, end.left()), node.clock)
@@ -128,7 +130,8 @@ def mount_waiting(node: Node, wanted: Image) -> Iterator[tuple[int, str]]:
 def _mount_for(node: Node, lease: Lease, wanted: Image) -> str:
     def note() -> None:
         now = node.leases.read(lease.job)
-        if now is None or Use(wanted.key, wanted.path) not in now.uses:
+        is_there = now is not None and now.is_of(lease.user.uid, lease.start)
+        if now is None or not is_there or Use(wanted.key, wanted.path) not in now.uses:
             raise Declined("off", "the job has ended, or saves to this path")
 
     end = Deadline.after(MOUNT_TIMEOUT, node.clock)

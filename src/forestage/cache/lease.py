@@ -9,6 +9,11 @@
                           JOB.over     an Epilog without Python was here (epilog/forestage)
                           JOB.prolog   locked as long as its Prolog works (hooks/background.py)
 
+A number comes again: where slurmctld has lost its state, or MaxJobId is passed. So JOB.json, .said,
+.nodes, .prolog and each image in .shown say whose they are, and JOB.json, .nodes and .prolog when
+that run began if Slurm says so; what is another user's counts as not there. JOB.hinted has a helper
+asked, and tells it nothing.
+
 Reading is free. Taking and dropping happen under the cache's space lock, the one that evict plans
 under, so that no entry is evicted between being found and being leased.
 
@@ -52,7 +57,8 @@ class Lease(msgspec.Struct, frozen=True):
     """What one job holds on this node; `since` in seconds since the epoch, `cache` the root.
 
     `saves` are resolved paths to which its containers are saved: none of them is redirected for the
-    node. `node` is this node as Slurm calls it, "" where the hook had no name for it.
+    node. `node` is this node as Slurm calls it, "" where the hook had no name for it. `start` and
+    `restart` are those of slurm/job.Job, 0 where a step took the lease.
     """
 
     job: int
@@ -62,6 +68,15 @@ class Lease(msgspec.Struct, frozen=True):
     uses: tuple[Use, ...] = ()
     node: str = ""
     saves: tuple[str, ...] = ()
+    start: int = 0
+    restart: int = 0
+
+    def is_of(self, uid: int, start: int = 0) -> bool:
+        """Return whether this is the lease of that user's job, of the run that began then. Pure.
+
+        A start that is not known, 0, is any.
+        """
+        return self.user.uid == uid and (0 in (start, self.start) or start == self.start)
 
     def with_use(self, use: Use) -> "Lease":
         """Returns a lease with one more use; a redirect replaces its plain use."""
@@ -114,10 +129,16 @@ class Leases:
         """It is there once an Epilog that could not do its work has ended the job."""
         return self.directory / f"{job}.over"
 
-    def nodelist(self, job: int) -> str:
-        """The nodes that Slurm named to the job's Prolog (hooks/boundary.py); "" if unknown."""
+    def nodelist(self, job: int, uid: int | None = None) -> str:
+        """The nodes that Slurm named to the Prolog of this user's job (hooks/boundary.py).
+
+        "" if they are unknown. `uid` None: whoever's job it is.
+        """
         with contextlib.suppress(OSError):
-            return os.fsdecode((self.directory / f"{job}.nodes").read_bytes())
+            text = os.fsdecode((self.directory / f"{job}.nodes").read_bytes())
+            listed, _, owner = text.partition("\n")
+            if uid is None or owner.split()[:1] in ([], [str(uid)]):  # none: an earlier release's
+                return listed
         return ""
 
     def hints(self, job: int) -> Path:
@@ -131,34 +152,44 @@ class Leases:
         """
         self.hints(job).touch(0o600)
 
-    def end_hinted(self, job: int) -> None:
+    def end_hinted(self, job: int, uid: int | None = None) -> None:
         """Has the job's steps ask no helper for the comment's sake, if it names nothing for them.
 
         Under the space lock.
         """
-        said = self.said(job)
+        said = self.said(job, uid)
         if not said.hinted and said.data is None:
             self.hints(job).unlink(missing_ok=True)
 
-    def hinted(self, job: int) -> tuple[str, ...]:
+    def hinted(self, job: int, uid: int | None = None) -> tuple[str, ...]:
         """The images that the job's comment named, and its Prolog found."""
         with contextlib.suppress(Failed, OSError):
-            return tuple(map(os.fsdecode, self.said(job).hinted))
+            return tuple(map(os.fsdecode, self.said(job, uid).hinted))
         return ()
 
-    def said(self, job: int) -> Said:
-        """What was said of a job; nothing where nothing was. Raises Failed if that is damaged."""
+    def said(self, job: int, uid: int | None = None) -> Said:
+        """What was said of this user's job; nothing where nothing was.
+
+        `uid` None: whoever's job it is. Raises Failed if that is damaged.
+        """
         try:
-            return records.load(self.said_file(job), Said)
+            found = records.load(self.said_file(job), Said)
         except FileNotFoundError:
-            return self._said_before(job)
+            found = self._said_before(job)
         except records.Damaged as damaged:
             raise Failed("lease-damaged", str(damaged), "remove it if the job is gone") from None
+        owner = found.uid
+        if owner is None and uid is not None and found != Said():  # an earlier release's
+            lease = self.read(job)
+            owner = lease.user.uid if lease else uid
+        if uid is not None and owner not in (None, uid):
+            return Said()
+        return msgspec.structs.replace(found, uid=None)
 
-    def has_data(self, job: int) -> bool | None:
+    def has_data(self, job: int, uid: int | None = None) -> bool | None:
         """Whether the job's comment named any data; None where nobody can tell."""
         try:
-            return self.said(job).data is not None
+            return self.said(job, uid).data is not None
         except (Failed, OSError):
             return None
 
@@ -174,22 +205,30 @@ class Leases:
         data = records.find(self.directory / f"{job}.data", Wanted)
         return Said(**msgspec.structs.asdict(found), hinted=hinted, data=data)
 
-    def note(self, job: int, **said: object) -> None:
+    def note(self, job: int, uid: int | None = None, **said: object) -> None:
         """Notes more of what was said, with a lease that is there. Under the space lock."""
         folders.keep(self.directory)
         # What a killed hook left without a lease was said to an earlier run of the job.
-        earlier = self.said(job) if self.file(job).exists() else Said()
-        found = msgspec.structs.replace(earlier, **said)
+        earlier = self.said(job, uid) if self.file(job).exists() else Said()
+        found = msgspec.structs.replace(earlier, **said, uid=uid)
         records.write(self.said_file(job), msgspec.json.encode(found))
 
     def say(self, lease: Lease, **said: object) -> None:
         """Notes more of what was said, and keeps the lease by that. Under the space lock."""
-        self.note(lease.job, **said)
+        self.note(lease.job, lease.user.uid, **said)
         self.put(lease)
 
     def read(self, job: int) -> Lease | None:
-        """One job's lease. Raises Failed if it is damaged."""
+        """The lease with a job's number, whoever's it is. Raises Failed if it is damaged."""
         return _decode(self.file(job))
+
+    def read_own(self, job: int, uid: int) -> Lease | None:
+        """The lease of this user's job; None also where another user's has its number.
+
+        Raises Failed if it is damaged.
+        """
+        lease = self.read(job)
+        return lease if lease and lease.is_of(uid) else None
 
     def all(self) -> list[Lease]:
         """Every lease, by file name. Raises Failed for a damaged one: it may protect any entry."""
@@ -228,7 +267,9 @@ class Leases:
         """
         folders.keep(self.directory)
         if not self.said_file(lease.job).exists() and self._said_before(lease.job) != Said():
-            self.note(lease.job)  # of an earlier release: the lease will not say it any more
+            self.note(
+                lease.job, lease.user.uid
+            )  # of an earlier release: the lease will not say it any more
         data, file = msgspec.json.encode(lease), self.file(lease.job)
         if len(data) > MAX_BYTES:
             found = files.facts(file)
@@ -238,7 +279,7 @@ class Leases:
 
     def put(self, lease: Lease) -> None:
         """Writes a lease, or drops one that says nothing any more. Under the space lock."""
-        if lease.uses or lease.saves or self.said(lease.job) != Said():
+        if lease.uses or lease.saves or self.said(lease.job, lease.user.uid) != Said():
             self.write(lease)
         else:
             self._drop(lease.job, ("shown", "hinted", "said", "directory"))
@@ -257,6 +298,18 @@ class Leases:
         # glob() of a directory that is not there is empty.
         names = (file.stem for file in self.directory.glob("*.json"))
         return tuple(sorted(int(name) for name in names if is_number(name)))
+
+    def nodes_alone(self, before: float) -> tuple[int, ...]:
+        """The jobs without a lease whose nodes were noted before that moment, of the wall clock."""
+        found = self.directory.glob("*.nodes")
+        alone = (file for file in found if not file.with_suffix(".json").exists())
+        old = (file for file in alone if (facts := files.facts(file)) and facts.st_mtime < before)
+        return tuple(sorted(int(file.stem) for file in old if is_number(file.stem)))
+
+    def drop_nodes(self, job: int, before: float) -> None:
+        """Deletes the nodes of a job without a lease, if still the same. Under the space lock."""
+        if job in self.nodes_alone(before):
+            (self.directory / f"{job}.nodes").unlink(missing_ok=True)
 
     def caches(self) -> tuple[str, ...]:
         """The roots of the caches that leases name; damaged ones name none."""

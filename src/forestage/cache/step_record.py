@@ -100,17 +100,20 @@ def _if_set(value: str | None) -> tuple[str, ...]:
 
 
 def note(leases: Leases, job: int, decided: Sequence[str], images: Sequence[Shown]) -> None:
-    """Adds images to a job's record, if its lease holds them. Under the space lock.
+    """Adds images of one user to a job's record, if its lease holds them. Under the space lock.
 
     `decided` is from before they were handled, and what `of_room` says. Raises Failed, OSError.
     """
-    lease = leases.read(job)
-    if lease is None or leases.said(job).off or not decided:
+    uid = images[0].uid
+    lease = leases.read_own(job, uid)
+    if lease is None or leases.said(job, uid).off or not decided:
         return
     keys = {use.key for use in lease.uses}
     head = [NUMBER, *decided]
     lines = _images(leases.shown(job), head) + [image.line for image in images]
-    latest = {_asked(line): line for line in lines if _key(line) in keys}
+    latest = {
+        _asked(line): line for line in lines if _key(line) in keys and _asked(line)[1] == str(uid)
+    }
     of_job = [_file(leases.file(job)), _file(leases.said_file(job))]
     text = _text([*head, *of_job], list(latest.values()))
     records.write(leases.shown(job), os.fsencode(text))

@@ -82,6 +82,8 @@ REASONS = {
     "changed": "The file was written to or replaced during the copy; a partial copy is not used.",
     "stopped": "The copy was stopped; what has arrived is kept until a job wants the image again.",
     "off": "The job asked for this with stage=off.",
+    "other-job": "A job of another user has the same number, since slurmctld counts from the start"
+    " again, and has not ended on this node.",
     "disabled": "The admin has switched staging off for this partition or node.",
     "access": "The file server grants this user more than the file's mode shows, so the local copy"
     " would not have been readable.",

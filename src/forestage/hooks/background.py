@@ -6,12 +6,13 @@ that a Prolog does must be over before the job starts: the first step waits for 
 
     /run/forestage/background          for which partitions that holds, and the files that say so
     /run/forestage/leases/JOB.prolog   the mark: there while the process works, which locks it
-                                       (flock(2)) and has left its pid in it
+                                       (flock(2)) and has left its pid in it, and whose job it is
 
     Prolog   makes the mark, locks it, forks; the child leaves its session, and the script ends
              the first one after a change of those files reads the configuration before that
     step     waits for the lock, for so long; then it does all by itself, as where no Prolog ran
-    Epilog   kills who holds the lock, then takes the mark away and releases the rest as always
+    Epilog   kills who holds the lock, then takes the mark away and releases the rest as always;
+             not where the number is another user's job's by now, or a later run's
     sweep    takes away marks that nobody locks: of one that was killed
 
 What is left by a process that the Epilog kills is what a Prolog leaves that slurmd kills. Until a
@@ -23,7 +24,13 @@ from __future__ import annotations
 
 import os
 
-from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, may_be_hinted
+from forestage.hooks.boundary import (
+    IMAGE_OPTION,
+    STAGE_OPTION,
+    is_of_other,
+    may_be_hinted,
+    owner_of,
+)
 
 TYPE_CHECKING = False  # as in hooks/boundary.py
 if TYPE_CHECKING:
@@ -51,8 +58,10 @@ def detach(environ: Mapping[str, str], run: str) -> str:
         return ""
     mark = mark_of(environ, run)
     lock = _locked(mark)
-    if lock is None:  # two Prologs of one job: the first one's process is at it
-        os._exit(0)
+    if lock is None:
+        if is_of_other(_text_of(mark).partition(" ")[2], environ):
+            return ""  # the job does without its number's records, which are another job's
+        os._exit(0)  # two Prologs of one job: the first one's process is at it
     if lock < 0:
         return ""
     # A near miss, too: its sentence is for the first step, which may be there before it is found.
@@ -64,7 +73,7 @@ def detach(environ: Mapping[str, str], run: str) -> str:
     except OSError:
         child = -1
     if child == 0:
-        _be_alone(lock)
+        _be_alone(lock, owner_of(environ))
         os.write(theirs, b"1")
         os.close(theirs)
         return mark
@@ -75,7 +84,7 @@ def detach(environ: Mapping[str, str], run: str) -> str:
     return mark  # it could not be forked, or was killed at once: the work is still to be done
 
 
-def _be_alone(lock: int) -> None:
+def _be_alone(lock: int, owner: str) -> None:
     """Out of the reach of slurmd, which kills the script's process group when that has ended.
 
     And without its output: slurmd waits until nobody has that any more.
@@ -88,7 +97,7 @@ def _be_alone(lock: int) -> None:
     name = os.open("/proc/self/comm", os.O_WRONLY)
     os.write(name, PROCESS_NAME.encode())
     os.close(name)
-    os.pwrite(lock, b"%d" % os.getpid(), 0)
+    os.pwrite(lock, f"{os.getpid()} {owner}".encode(), 0)
 
 
 def end(mark: str) -> None:
@@ -204,9 +213,9 @@ def forget_hints(places: Places, job: Job) -> None:
 
     leases = Leases(places.leases)
     try:
-        lease = leases.read(job.id)
-        if lease is None or not leases.said(job.id).say:
-            leases.end_hinted(job.id)
+        lease, uid = leases.read(job.id), job.user.uid
+        if lease is None or (lease.is_of(uid) and not leases.said(job.id, uid).say):
+            leases.end_hinted(job.id, uid)
     except (Failed, OSError):  # a helper more
         return
 
@@ -243,11 +252,14 @@ def _age(mark: str) -> float:
         return 0.0
 
 
-def stop(mark: str) -> None:
+def stop(mark: str, environ: Mapping[str, str]) -> None:
     """Ends a Prolog's work: its job is over. Called by the Epilog, before it releases anything.
 
     Killed, it does nothing any more; one that is stuck in the kernel does nothing when it wakes.
+    Nothing is done where it works for another user's job, or for a later run.
     """
+    if is_of_other(_text_of(mark).partition(" ")[2], environ):
+        return
     wait(mark, REST, kill=True)
     _remove(mark)
 
@@ -263,11 +275,21 @@ def _worker(mark: str) -> int:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        said = os.read(fd, 10)
-        return int(said) if said.isdigit() else -1
+        pid = os.read(fd, 40).partition(b" ")[0]
+        return int(pid) if pid.isdigit() else -1
     finally:
         os.close(fd)
     return 0
+
+
+def _text_of(mark: str) -> str:
+    try:
+        fd = os.open(mark, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    text = os.read(fd, 60)
+    os.close(fd)
+    return os.fsdecode(text)
 
 
 def _is_ours(pid: int) -> bool:

@@ -35,6 +35,9 @@ DRAIN = 75
 USAGE = 2
 """As click's: the command was called in a wrong way."""
 
+NEAR = 10_000
+"""By so much a job's number may be below that of one which began before it."""
+
 IMAGE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_image"
 SAVE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_save"
 STAGE_OPTION = "SPANK_FORESTAGE_STAGE"
@@ -75,8 +78,9 @@ def _main(name: Name, root: str = "") -> int:
     code = 0
     try:
         if name == "epilog":
-            background.stop(background.mark_of(os.environ, run))
-        if name == "prolog":
+            background.stop(background.mark_of(os.environ, run), os.environ)
+        # What is there of its number may be another job's: that goes before this one may start.
+        if name == "prolog" and not has_lease(os.environ, run):
             hook.mark = background.detach(os.environ, run)
         forked = None if hook.mark else watch.fork(keeps_stdout=name == "step")
         if isinstance(forked, watch.HookChild):
@@ -156,7 +160,8 @@ def nothing_to_do(name: Name, environ: Mapping[str, str], root: str) -> bool:
     if name == "prolog":
         asked = IMAGE_OPTION in environ or SAVE_OPTION in environ or STAGE_OPTION in environ
         comment = environ.get("SLURM_JOB_COMMENT", "")
-        return not asked and not (comment and may_be_hinted(comment))
+        asked = asked or bool(comment and may_be_hinted(comment))
+        return not asked and not has_lease(environ, run)
     if name == "step":
         asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
         return not (asked or os.path.exists(f"{run}/leases/{number}.hinted"))
@@ -165,6 +170,29 @@ def nothing_to_do(name: Name, environ: Mapping[str, str], root: str) -> bool:
     of_images = (f"images/{number}.asked", f"images/{number}.agreed")
     left = (f"leases/{number}.json", f"leases/{number}.prolog", *of_images)
     return not any(os.path.exists(f"{run}/{one}") for one in left)
+
+
+def has_lease(environ: Mapping[str, str], run: str) -> bool:
+    """Whether there is a lease of the job's number, whoever's it is; costs no import."""
+    return os.path.exists(f"{run}/leases/{environ.get('SLURM_JOB_ID', '')}.json")
+
+
+def owner_of(environ: Mapping[str, str]) -> str:
+    """The words by which a record says whose it is besides its number: uid and start; 0: unknown.
+
+    A hook's that Slurm calls: the start in a step's environment is the user's word.
+    """
+    return f"{environ.get('SLURM_JOB_UID', '?')} {environ.get('SLURM_JOB_START_TIME') or 0}"
+
+
+def is_of_other(owner: str, environ: Mapping[str, str]) -> bool:
+    """Whether these words are of another user's job than this hook's, or of a later run of it."""
+    uid, _, start = owner.partition(" ")
+    own_uid, _, own_start = owner_of(environ).partition(" ")
+    if not uid.isdigit():  # an earlier release's, which says nothing
+        return False
+    starts = start.isdigit() and own_start.isdigit() and "0" not in (start, own_start)
+    return uid != own_uid or (starts and int(start) > int(own_start))
 
 
 def may_be_hinted(comment: str) -> bool:
@@ -182,7 +210,9 @@ def note_call(name: Name, environ: Mapping[str, str], run: str) -> None:
     """Records that Slurm called this hook, and the latest job for which it did; never errs.
 
     `forestage status` and the alerts go by it: most jobs leave no event. Two Prologs at the same
-    moment may leave the lower number, until the next.
+    moment may leave the lower number, until the next. A number that is lower by NEAR says that
+    slurmctld counts from the start again, or that a job waited for long: then it is the latest, and
+    behind it stands since when (admin/recent.py).
     """
     job = environ.get("SLURM_JOB_ID", "")
     if name == "step" or not (job.isascii() and job.isdigit() and len(job) <= 10):
@@ -192,8 +222,11 @@ def note_call(name: Name, environ: Mapping[str, str], run: str) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO there blocks nobody
         fd = os.open(f"{run}/called.{name}", flags, 0o644)
         last = os.read(fd, 10)
-        if int(job) > (int(last) if last.strip().isdigit() else 0):
+        latest = int(last) if last.strip().isdigit() else 0
+        if int(job) > latest:
             os.pwrite(fd, b"%10d" % int(job), 0)
+        elif int(job) < latest - NEAR:
+            os.pwrite(fd, b"%10d %10d" % (int(job), time.time()), 0)
         os.utime(fd)
         os.close(fd)
     except OSError:  # of a node whose /run is full
@@ -225,12 +258,21 @@ def note_nodes(name: Name, environ: Mapping[str, str], run: str) -> None:
             if os.path.exists(f"{run}/companion"):  # else no step asks
                 os.makedirs(f"{run}/leases", 0o700, exist_ok=True)  # noqa: PTH103 - pathlib is an import
                 fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-                os.write(fd, os.fsencode(listed))
+                os.write(fd, os.fsencode(f"{listed}\n{owner_of(environ)}"))
                 os.close(fd)
         elif name != "step" and os.path.exists(file):
+            if name == "epilog" and is_of_other(_second_line(file), environ):
+                return
             os.unlink(file)  # noqa: PTH108
     except OSError:  # a copy asks nobody, and is only slower
         return
+
+
+def _second_line(file: str) -> str:
+    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    text = os.fsdecode(os.read(fd, 1 << 20))
+    os.close(fd)
+    return text.partition("\n")[2]
 
 
 class Hook:

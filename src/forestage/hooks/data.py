@@ -75,7 +75,7 @@ def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[
 
 def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> ShownData:
     """What the step of a job is shown of its data. Never raises for a request."""
-    noted = wanted.read(node.leases, job.id)
+    noted = wanted.read(node.leases, job.id, job.user.uid)
     hang: Declined | None = None
     try:
         disk.must_take(node.places, node.cache, limit.end.left())

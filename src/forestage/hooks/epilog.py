@@ -27,6 +27,7 @@ from forestage.system.probe import Hang
 from forestage.units import printable
 
 IMAGES_TIME = 5.0  # seconds to delete what steps were shown of registries' images
+LATER = "the number is another job's by now"  # nothing of that is released
 HANGING = 1.0  # seconds for the space lock while the disk hangs
 
 
@@ -73,16 +74,14 @@ def epilog(
         lease = None  # damaged; what it held is unknown, but the other leases tell what is needed
     except OSError as error:
         return [_failed(error)]
+    if lease and is_of_other(lease, job):
+        return [Released("released", detail=LATER)]
     try:
-        if lease:
-            cache = Cache(Path(lease.cache), places.claims, places.known_disks)
-        elif config:
-            watched.works_on(configured_root(config, places))
-            cache = Node.of(config, places, clock).cache
-        else:
+        cache = _cache_of(lease, config, places, clock, watched)
+        if cache is None:
             return [Released(result="released")]
         watched.works_on(str(cache.root))
-        data = lease is None or leases.has_data(job.id) is not False
+        data = lease is None or leases.has_data(job.id, job.user.uid) is not False
         over = _Over(job, lease, data, cache, leases, places, clock, patience)
         _forget_images(over)
         hang = disk.hangs(places, cache, patience)
@@ -92,10 +91,33 @@ def epilog(
     except lock.Busy as busy:
         # A lease of an ended job would keep its entry for ever. Dropping it needs no lock, and the
         # next Epilog unmounts the redirects that nobody needs any more.
-        leases.drop(job.id)
+        _drop_unlocked(leases, job)
         return [_failed(busy)]  # the sweep takes away the job's directory
     except (Failed, OSError) as error:
         return [_failed(error)]
+    except Declined as later:
+        return [Released("released", detail=str(later))]
+
+
+def _cache_of(
+    lease: Lease | None, config: Config | None, places: Places, clock: Clock, watched: Watched
+) -> Cache | None:
+    """Return the cache that the lease names, else the configured one; None if neither is known."""
+    if lease:
+        return Cache(Path(lease.cache), places.claims, places.known_disks)
+    if config is None:
+        return None
+    watched.works_on(configured_root(config, places))
+    return Node.of(config, places, clock).cache
+
+
+def is_of_other(lease: Lease, job: Job) -> bool:
+    """Return whether a lease of the job's number is another user's, or a later run's. Pure.
+
+    One that began before the job is what an earlier run left, if Slurm did not move its start.
+    """
+    later = bool(lease.start and job.start) and lease.start > job.start
+    return not lease.is_of(job.user.uid) or later
 
 
 def _end(over: _Over, config: Config | None) -> Released:
@@ -151,6 +173,10 @@ def _release(over: _Over) -> Released:
     cache, leases, lease = over.cache, over.leases, over.lease
     with contextlib.ExitStack() as claims:
         with lock.held_if_writable(cache.space_lock, over.patience):
+            # Who had the lock may have been a Prolog of another job of this number.
+            now_there = _find(leases, over.job.id)
+            if now_there is not None and is_of_other(now_there, over.job):
+                raise Declined("other-job", LATER)
             now = over.clock.wall()
             going = let_go(cache, leases, over.places, over.job.id, claims, now)
         done = Released("released", unmounted=len(going))
@@ -217,15 +243,29 @@ def _without_disk(over: _Over, hang: Hang) -> Released:
     over = msgspec.structs.replace(over, patience=min(HANGING, over.patience))
     with contextlib.suppress(Failed, OSError):  # who has the lock may hang with the disk
         done = _release(over)
-    over.leases.drop(over.job.id)
+    _drop_unlocked(over.leases, over.job)
     return _left(disk.declined(over.cache, hang), done.unmounted)
 
 
 def given_up(places: Places, job: Job, why: Declined) -> Released:
     """Drops the lease of a job whose Epilog hangs, without the lock, which it may hold."""
     with contextlib.suppress(OSError):
-        Leases(places.leases).drop(job.id)
+        _drop_unlocked(Leases(places.leases), job)
     return _left(why)
+
+
+def _drop_unlocked(leases: Leases, job: Job) -> None:
+    """Drops the job's lease, without the lock. Raises OSError."""
+    lease = _find(leases, job.id)
+    if lease is None or not is_of_other(lease, job):
+        leases.drop(job.id)
+
+
+def _find(leases: Leases, job: int) -> Lease | None:
+    """Return the lease of this number; None also where it is damaged: whose it is, nobody knows."""
+    with contextlib.suppress(Failed, OSError):
+        return leases.read(job)
+    return None
 
 
 def _left(why: Declined, unmounted: int = 0) -> Released:

@@ -11,7 +11,7 @@ from forestage.cache import disk
 from forestage.cache.image import Image
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
-from forestage.errors import ForestageError
+from forestage.errors import Declined, ForestageError
 from forestage.hooks.container_binds import LOOK
 from forestage.hooks.limit import Limit
 from forestage.slurm.hints import Request
@@ -23,10 +23,30 @@ GIVE_UP = 1.0  # seconds to wait for the space lock where nothing depends on it
 
 
 def of_job(node: Node, job: Job) -> Lease:
-    """The job's lease, or a new one, not yet written. Under the space lock. Raises Failed."""
-    return node.leases.read(job.id) or Lease(
-        job.id, job.user.plain(), node.clock.wall(), str(node.cache.root), node=job.node
-    )
+    """The job's lease, or a new one, not yet written. Under the space lock.
+
+    Raises Failed; Declined where another user's job of that number has one.
+    """
+    lease = node.leases.read(job.id)
+    if lease is None:
+        mine, now = job.user.plain(), node.clock.wall()
+        return Lease(
+            job.id,
+            mine,
+            now,
+            str(node.cache.root),
+            node=job.node,
+            start=job.start,
+            restart=job.restart,
+        )
+    if not lease.is_of(job.user.uid):
+        raise other_job(job.id)
+    return lease
+
+
+def other_job(job: int) -> Declined:
+    """Return why nothing is done for a job whose number's records are another user's. Pure."""
+    return Declined("other-job", f"another user's job {job} has not ended on this node")
 
 
 @contextlib.contextmanager
@@ -67,7 +87,7 @@ def revise(node: Node, job: Job, change: Callable[[Lease], None]) -> None:
     Not where somebody holds that for long: no job's bytes depend on it. Raises Failed, OSError.
     """
     with contextlib.suppress(lock.Busy), lock.held(node.cache.space_lock, GIVE_UP):
-        lease = node.leases.read(job.id)
+        lease = node.leases.read_own(job.id, job.user.uid)
         if lease is not None:
             change(lease)
 
@@ -116,7 +136,7 @@ def drop_redirect(node: Node, job: Job, path: str, limit: Limit) -> None:
     Not another job's: a step may call any directory its home.
     """
     with lock.held(node.cache.space_lock, limit.end.left()):
-        lease = node.leases.read(job.id)
+        lease = node.leases.read_own(job.id, job.user.uid)
         if lease is not None and lease.unredirected(path) != lease:
             node.leases.write(lease.unredirected(path))
         if path in node.leases.redirected():

@@ -18,7 +18,7 @@ from forestage.clock import Clock
 from forestage.config import ANYWHERE, Config, decided, load_settings, switch
 from forestage.errors import ConfigError, Declined, Failed, ForestageError
 from forestage.hooks import background
-from forestage.hooks.boundary import DRAIN, Hook, write
+from forestage.hooks.boundary import DRAIN, Hook, note_nodes, write
 from forestage.paths import Places
 from forestage.slurm import companion, timeouts
 from forestage.slurm.companion import CompanionState
@@ -60,12 +60,17 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
     from forestage.cache import step_record
     from forestage.hooks import prolog
 
+    limits = timeouts.read(hook.environ.get("SLURM_CONF", ""))
+    if Leases(places.leases).file(job.id).exists():
+        from forestage.hooks import earlier_job
+
+        limits = earlier_job.release_earlier(places, clock, job, limits, hook.watched)
+        note_nodes(hook.name, hook.environ, os.fspath(places.run))  # may have gone with the earlier
     has_data = job.hints.has_data
     if not (job.requests or job.saves or job.hints.for_steps or has_data):
         bad = job.hints.problems and places.loaded.exists()
         if not bad:  # or nobody reads it
             return job, prolog.bad_hint(job)
-    limits = timeouts.read(hook.environ.get("SLURM_CONF", ""))
     decided_by = step_record.decided_by(places)
     nodes, refusal = _nodes(hook, job, places, clock)
     _note_background(hook, places, decided_by)
@@ -143,7 +148,9 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
         write("also", *words)
     data: Sequence[Handled] = ()
     local = variables.local_images(job, done.answers)
-    if nodes[0].leases.has_data(job.id):  # where nobody can tell, a refusal says so already
+    if nodes[0].leases.has_data(
+        job.id, job.user.uid
+    ):  # where nobody can tell, a refusal says so already
         shown_data = _show_data(hook, nodes[0], job, limit, refusal)
         data, local = shown_data.outcomes, (*local, *shown_data.local)
     for name, value in variables.of_data(data, local):

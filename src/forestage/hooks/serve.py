@@ -339,7 +339,7 @@ def _way(call: Call, request: Request, found: Image) -> str:
     job, way = call.job, call.node.config.redirect
     if way == "none" or not job.saves or not request.is_redirected:
         return way
-    lease = call.node.leases.read(job.id)
+    lease = call.node.leases.read_own(job.id, job.user.uid)
     may = lease is not None and job.saves in lease.saves and job.saves != found.path
     return way if may else "none"
 

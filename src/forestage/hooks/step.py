@@ -133,8 +133,8 @@ def with_user(node: Node, job: Job, timeout: str) -> tuple[Job, Declined | None]
             return job, None
     if not user.name:
         with contextlib.suppress(Failed, OSError):
-            lease = node.leases.read(job.id)
-            if lease is not None and lease.user.uid == user.uid:
+            lease = node.leases.read_own(job.id, user.uid)
+            if lease is not None:
                 user = msgspec.structs.replace(user, name=lease.user.name)
     if not user.name:
         with contextlib.suppress(Declined, OSError):
@@ -145,7 +145,7 @@ def with_user(node: Node, job: Job, timeout: str) -> tuple[Job, Declined | None]
 
 def with_hinted(noted: Leases, job: Job) -> Job:
     """Returns the job with the images that its comment named, as its Prolog noted them."""
-    hinted = tuple(Request(path, "hint") for path in noted.hinted(job.id))
+    hinted = tuple(Request(path, "hint") for path in noted.hinted(job.id, job.user.uid))
     return msgspec.structs.replace(job, requests=job.requests + hinted)
 
 
@@ -155,9 +155,10 @@ def with_notes(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Dec
     A lease that cannot be read is a refusal, unless there is one already.
     """
     job = with_hinted(node.leases, job)
-    job = msgspec.structs.replace(job, nodelist=node.leases.nodelist(job.id))
+    job = msgspec.structs.replace(job, nodelist=node.leases.nodelist(job.id, job.user.uid))
     try:
-        lease, said = node.leases.read(job.id), node.leases.said(job.id)
+        lease = node.leases.read_own(job.id, job.user.uid)
+        said = node.leases.said(job.id, job.user.uid)
     except Failed as damaged:
         return job, refusal or damaged
     except OSError as error:

@@ -85,10 +85,12 @@ def say_bad_hints(node: Node, job: Job, say: "Speaker") -> None:
         contextlib.suppress(ForestageError, OSError),  # rather twice than never
         lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP),
     ):
-        lease = node.leases.read(job.id)
-        if lease is None or not node.leases.said(job.id).say:  # another step was faster
+        lease = node.leases.read_own(job.id, job.user.uid)
+        if (
+            lease is None or not node.leases.said(job.id, job.user.uid).say
+        ):  # another step was faster
             return
-        node.leases.end_hinted(job.id)
+        node.leases.end_hinted(job.id, job.user.uid)
         node.leases.say(lease, say=())
     for line in job.hints.problems:
         say.progress(line)
@@ -149,7 +151,7 @@ class Speaker:
         try:
             with lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP):
                 lease = leases.of_job(node, self.job)
-                told = node.leases.said(self.job.id).told
+                told = node.leases.said(self.job.id, self.job.user.uid).told
                 node.leases.say(lease, told=True)
                 return not told
         except (ForestageError, OSError):  # rather twice than never

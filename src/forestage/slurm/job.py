@@ -32,8 +32,9 @@ class Job(msgspec.Struct, frozen=True):
     `nodelist` is what Slurm wrote for the Prolog, n[1-4,7]; `step_nodelist` that of the step, a
     user's word. `mounts_home` is whether its container is to have the user's home directory, `home`
     what a step calls so; None and "" where nobody says it. `restart` counts how often it was
-    requeued; 0 in a step. `waited` are the seconds that its Prolog noted for a step's user,
-    `manager` is the pid of the step's manager; 0 in a Prolog.
+    requeued, and `start` is when this run of it began, in seconds since the epoch; 0 in a step, and
+    a start with a Slurm before 23.02. `waited` are the seconds that its Prolog noted for a step's
+    user, `manager` is the pid of the step's manager; 0 in a Prolog.
     `expected` and `stay` are of no job, but stand for those that wait for a node, and may never
     come: since when they are expected, in seconds since the epoch, and keys that stay.
     `variables` are the step's environment, None where nobody says it; `path` is on which PATH
@@ -54,6 +55,7 @@ class Job(msgspec.Struct, frozen=True):
     mounts_home: bool | None = None
     home: str = ""
     restart: int = 0
+    start: int = 0
     waited: float = 0.0
     manager: int = 0
     variables: Mapping[str, str] | None = None
@@ -123,6 +125,7 @@ class Job(msgspec.Struct, frozen=True):
             restart=_number(environ, "SLURM_RESTART_COUNT")
             if "SLURM_RESTART_COUNT" in environ and "SLURM_STEP_ID" not in environ
             else 0,
+            start=_start(environ),
             manager=_number(environ, "FORESTAGE_MANAGER") if "FORESTAGE_MANAGER" in environ else 0,
         )
 
@@ -138,6 +141,12 @@ def _user(environ: Mapping[str, str]) -> User:
     if "SLURM_STEP_ID" in environ and all(map(is_number, listed)):
         return User(name, uid, gid, tuple(dict.fromkeys((gid, *map(int, listed)))), of_step=True)
     return User(name, uid, gid)
+
+
+def _start(environ: Mapping[str, str]) -> int:
+    value = environ.get("SLURM_JOB_START_TIME", "")
+    # A step's environment is the user's word.
+    return int(value) if is_number(value) and "SLURM_STEP_ID" not in environ else 0
 
 
 def _rank(listed: str, own: str) -> Rank:

@@ -24,7 +24,7 @@ def without(proc: Path, loaded: float, now: float) -> str:
     may accuse it until the next step. What began just now may be about to load it.
     """
     for process, title in processes.of_root(proc):
-        began = _began(proc, process, now)
+        began = find_start(proc, process, now)
         if began is None or now - began < SETTLED or began <= loaded + SLACK:
             continue
         if step := _STEP.match(title):
@@ -34,7 +34,7 @@ def without(proc: Path, loaded: float, now: float) -> str:
     return ""
 
 
-def _began(proc: Path, process: Path, now: float) -> float | None:
+def find_start(proc: Path, process: Path, now: float) -> float | None:
     """When a process began, by the time since boot that it has in /proc; None if it has ended."""
     try:
         ticks = processes.stat(process).began

@@ -185,8 +185,16 @@ class Slurm(NamedTuple):
 
     def at_work(self) -> frozenset[int]:
         """The jobs that have a step on this node: known without asking anybody."""
-        managers = (_MANAGER.match(title) for _, title in processes.of_root(self.proc))
-        return frozenset(int(one[1]) for one in managers if one)
+        return frozenset(self.managers().values())
+
+    def managers(self) -> dict[int, int]:
+        """The step managers (slurmstepd) of this node by their pids, each with its job."""
+        found = {}
+        for process, title in processes.of_root(self.proc):
+            manager = _MANAGER.match(title)
+            if manager:
+                found[int(process.name)] = int(manager[1])
+        return found
 
     def command(
         self,

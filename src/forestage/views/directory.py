@@ -84,14 +84,12 @@ def _look_again(call: ViewCall, restart: int, path: str) -> None:
     Once for all steps that have the same groups. Raises Failed, OSError.
     """
     node, job = call.node, msgspec.structs.replace(call.job, restart=restart, step=None)
-    if not _may_see_more(_state(node, job.id, path), job.user):
+    if not _may_see_more(_state(node, job, path), job.user):
         return
     with lock.held(node.cache.space_lock, GIVE_UP):
-        if not _may_see_more(_state(node, job.id, path), job.user):  # another step was faster
+        if not _may_see_more(_state(node, job, path), job.user):  # another step was faster
             return
-        noted = wanted.read(node.leases, job.id)
-        trees = {**noted.trees, path: Tree("looking")}
-        node.leases.note(job.id, data=msgspec.structs.replace(noted, trees=trees))
+        wanted.note_trees(node, job, {path: Tree("looking")})
     _start(node, job, path)
 
 
@@ -107,19 +105,19 @@ def show(call: ViewCall, request: Request) -> ForStep:
     Raises Declined, Failed, OSError.
     """
     node, job, path, until = call.node, call.job, request.path, call.copy
-    noted = wanted.read(node.leases, job.id)
+    noted = wanted.read(node.leases, job.id, job.user.uid)
     _look_again(call, noted.restart, path)
-    tree = _state(node, job.id, path)
+    tree = _state(node, job, path)
     while until is not None and tree.state in ("looking", "copying") and until.left():
         if lock.is_free(_life(node, job.id, noted.restart, path)):
-            tree = _state(node, job.id, path)
+            tree = _state(node, job, path)
             if tree.state not in ("ready", "declined"):  # and so it stays
                 why = f"who brings {path} has been killed"
                 tree = Tree("declined", reason="helper", detail=why)
             break
         call.progress(partial(_progress, node, path, tree, until))
         node.clock.sleep(min(POLL, until.left()))
-        tree = _state(node, job.id, path)
+        tree = _state(node, job, path)
     outcome = Handled("started", request=printable(request.path), via="hint", image=tree.path)
     entry = node.cache.read(tree.key) if tree.state == "ready" else None
     if entry is None or not node.cache.is_proven(tree.key):
@@ -377,12 +375,12 @@ def _must_be_mountable() -> None:
 def _lease(node: Node, job: Job, key: str) -> None:
     """Holds the entry for the job. Raises Stopped where that is over."""
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
-        lease = node.leases.read(job.id)
+        lease = node.leases.read_own(job.id, job.user.uid)
         if lease is None or not wanted.is_here(node, job):
             raise Declined("stopped", "the job is over")
         node.leases.write(lease.with_use(Use(key)))
 
 
-def _state(node: Node, job: int, path: str) -> Tree:
+def _state(node: Node, job: Job, path: str) -> Tree:
     nobody = Tree("declined", reason="helper", detail=f"nobody looks at {path}")
-    return wanted.read(node.leases, job).trees.get(path, nobody)
+    return wanted.read(node.leases, job.id, job.user.uid).trees.get(path, nobody)

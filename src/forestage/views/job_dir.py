@@ -47,7 +47,7 @@ PATIENCE = 30.0  # seconds for another job's Prolog, which takes its room
 class Made(msgspec.Struct, frozen=True):
     """made.json: whose directory it is, of how many bytes, made in which boot of the node.
 
-    `ram`: it is in memory, and takes no room on the disk.
+    `ram`: it is in memory, and takes no room on the disk. `start` as in slurm/job.Job.
     """
 
     uid: int
@@ -55,6 +55,14 @@ class Made(msgspec.Struct, frozen=True):
     size: int
     boot: str
     ram: bool = False
+    start: int = 0
+
+    def is_as(self, wanted: "Made") -> bool:
+        """Return whether it is what this run of the job wants. Pure. A start of 0 is any."""
+        starts = {self.start, wanted.start}
+        return msgspec.structs.replace(self, start=wanted.start) == wanted and (
+            0 in starts or len(starts) == 1
+        )
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -121,9 +129,10 @@ def make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
 
 def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
     place = Place(node.cache.jobs / f"{job.id}.{job.restart}")
-    wanted = Made(job.user.uid, job.user.gid, size, boot_id(), ram)
+    wanted = Made(job.user.uid, job.user.gid, size, boot_id(), ram, job.start)
     for earlier in _of(node.cache, job.id):
-        if earlier != place or earlier.made() != wanted:
+        made = earlier.made()
+        if earlier != place or made is None or not made.is_as(wanted):
             _free(node.cache, earlier, end)
     disk_errors.must_not_be(node.places)
     if size < job_disk.SMALLEST:
@@ -217,11 +226,13 @@ def find(node: Node, job: Job) -> Place | None:
     In the cache that its lease names: `cache:` may be another by now. Raises Failed.
     """
     boot = boot_id()
-    lease = node.leases.read(job.id)
+    lease = node.leases.read_own(job.id, job.user.uid)
     cache = Cache(Path(lease.cache), node.places.claims) if lease else node.cache
+    start = lease.start if lease else 0
     for place in _of(cache, job.id):
         made = place.made()
-        if made is not None and (made.uid, made.boot) == (job.user.uid, boot):
+        is_own = made is not None and (made.uid, made.boot) == (job.user.uid, boot)
+        if made is not None and is_own and (0 in (made.start, start) or made.start == start):
             return place
     return None
 

@@ -103,10 +103,10 @@ def in_order(lines: Sequence[Fields]) -> list[Fields]:
     return sorted(lines, key=lambda line: 0 if line[0] == "env" else len(line[-2]))
 
 
-def read(leases: Leases, job: int) -> Wanted:
-    """What was noted; nothing where nothing can be read."""
+def read(leases: Leases, job: int, uid: int | None = None) -> Wanted:
+    """What was noted of this user's job; nothing where nothing can be read."""
     with contextlib.suppress(OSError, Failed):
-        return leases.said(job).data or Wanted()
+        return leases.said(job, uid).data or Wanted()
     return Wanted()
 
 
@@ -117,14 +117,20 @@ def note_tree(node: Node, job: Job, path: str, tree: Tree) -> None:
     """
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
         if is_here(node, job):
-            noted = read(node.leases, job.id)
-            trees = {**noted.trees, path: tree}
-            node.leases.note(job.id, data=msgspec.structs.replace(noted, trees=trees))
+            note_trees(node, job, {path: tree})
+
+
+def note_trees(node: Node, job: Job, trees: dict[str, Tree]) -> None:
+    """Notes how far these directories of a job that is here are. Under the space lock."""
+    noted = read(node.leases, job.id, job.user.uid)
+    data = msgspec.structs.replace(noted, trees=noted.trees | trees)
+    node.leases.note(job.id, job.user.uid, data=data)
 
 
 def is_here(node: Node, job: Job) -> bool:
     """Whether this very run of a job still wants data here: it may have ended, or been requeued."""
-    if node.leases.read(job.id) is None:
+    lease = node.leases.read(job.id)
+    if lease is None or not lease.is_of(job.user.uid, job.start):
         return False
-    data = node.leases.said(job.id).data
+    data = node.leases.said(job.id, job.user.uid).data
     return data is not None and data.restart == job.restart

@@ -56,6 +56,23 @@ def test_job_later_than_the_last_prolog_was_missed(site: Site) -> None:
     assert "state=ok " in site.run("status", "--oneline").stdout
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="a step manager is root's")
+def test_job_is_missed_though_the_numbers_came_round_and_one_from_before_is_not(
+    site: Site,
+) -> None:
+    """With MaxJobId passed, or slurmctld's state lost; the job of before still runs."""
+    mark(site, "prolog", 67043327)
+    mark(site, "prolog", 5)
+    site.places.called("prolog").write_text(f"{5:10} {int(NOW) - 60:10}")
+    slurmd(site, 3600, "slurmstepd: [67043327.batch]", pid=901)
+    slurmd(site, 30, "slurmstepd: [67043327.4]", pid=902)
+    slurmd(site, 30, "slurmstepd: [5.batch]", pid=903)
+    found = site.json("status")["calls"]
+    assert (found["prolog"]["job"], found["missed"]) == (5, [])
+    slurmd(site, 20, "slurmstepd: [6.batch]", pid=904)
+    assert site.json("status")["calls"]["missed"] == [6]
+
+
 def test_hit_ratio_and_last_failure_come_from_the_last_week(site: Site) -> None:
     week = 7 * 86400
     append(

@@ -239,16 +239,16 @@ def test_steps_wait_for_a_prolog_that_hangs_no_longer_than_the_first_would(
     os.utime(mark, (begun, begun))
     wait(str(mark), 3600.0)
     assert process.poll() is None
-    stop(str(mark))
+    stop(str(mark), {})
     assert process.wait(60) == -signal.SIGKILL
 
 
 def test_stop_kills_who_works_and_takes_the_mark_away(mark: Path, work: Work) -> None:
     process = work()
-    stop(str(mark))
+    stop(str(mark), {})
     assert process.wait(60) == -signal.SIGKILL
     assert not mark.exists()
-    stop(str(mark))
+    stop(str(mark), {})
 
 
 def test_stop_kills_no_other_process(
@@ -256,7 +256,7 @@ def test_stop_kills_no_other_process(
 ) -> None:
     monkeypatch.setattr(background, "REST", 0.05)
     process = work("another")
-    stop(str(mark))
+    stop(str(mark), {})
     assert process.poll() is None
     assert not mark.exists()
 
@@ -322,7 +322,8 @@ def test_hints_are_forgotten_unless_the_first_step_has_a_line_to_say(
     leases = Leases(node.places.leases)
     leases.say(Lease(7, me, time.time(), "/cache"), tell=True, say=say)
     leases.hints(7).touch()
-    job = Job.from_environ({"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1", "SLURM_JOB_GID": "1"})
+    uid = str(me.uid)
+    job = Job.from_environ({"SLURM_JOB_ID": "7", "SLURM_JOB_UID": uid, "SLURM_JOB_GID": uid})
     background.forget_hints(node.places, job)
     assert leases.hints(7).exists() is left
     leases.note(7, hinted=(b"/lustre/a",))

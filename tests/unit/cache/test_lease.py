@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import msgspec
 import pytest
@@ -170,10 +171,11 @@ def test_jobs_with_a_lease_are_known_though_it_be_damaged(leases: Leases) -> Non
 
 WANTED = Wanted((Request("/lustre/set/", "hint"),), room=1 << 30, trees={"/a/": Tree("looking")})
 SAID = Said(True, 3.0, True, (b"/lustre/\xff.sqsh",), WANTED, ("a line",), True, 1.5)
+WORDS = {name: word for name, word in msgspec.structs.asdict(SAID).items() if name != "uid"}
 
 
 def test_what_was_said_is_read_back_and_keeps_a_lease_that_holds_nothing(leases: Leases) -> None:
-    leases.say(lease(), **msgspec.structs.asdict(SAID))
+    leases.say(lease(), **WORDS)
     assert (leases.said(1), leases.read(1)) == (SAID, lease())
     assert leases.hinted(1) == ("/lustre/\udcff.sqsh",)
     assert leases.said_file(1).stat().st_mode & 0o777 == 0o600
@@ -181,7 +183,7 @@ def test_what_was_said_is_read_back_and_keeps_a_lease_that_holds_nothing(leases:
     assert leases.said(1) == msgspec.structs.replace(SAID, wait=None, off=False)
 
 
-@pytest.mark.parametrize("name", [one.name for one in msgspec.structs.fields(Said)])
+@pytest.mark.parametrize("name", WORDS)
 def test_lease_goes_once_nothing_is_said_or_held_any_more(leases: Leases, name: str) -> None:
     leases.say(lease(), **{name: getattr(SAID, name)})
     assert leases.read(1) is not None
@@ -205,6 +207,65 @@ def test_what_was_left_without_a_lease_is_not_said_to_the_next_run(leases: Lease
     leases.note(1, off=True)
     leases.say(lease(), told=True)
     assert leases.said(1) == Said(told=True)
+
+
+def of_bob(*uses: Use) -> Lease:
+    """The lease of another user's job with the same number."""
+    return msgspec.structs.replace(lease(1, *uses), user=User("bob", 4242, 4242))
+
+
+def test_record_of_another_users_job_with_the_same_number_is_never_read(leases: Leases) -> None:
+    leases.say(lease(1, Use("k")), **WORDS)
+    (leases.directory / "1.nodes").write_text("n[1-2]\n65534 0")
+    own, bob = lease().user.uid, of_bob().user.uid
+    assert leases.read_own(1, own) == lease(1, Use("k"))
+    assert (leases.said(1, own), leases.nodelist(1, 65534)) == (SAID, "n[1-2]")
+    assert (leases.read_own(1, bob), leases.said(1, bob)) == (None, Said())
+    assert (leases.hinted(1, bob), leases.has_data(1, bob)) == ((), False)
+    assert leases.nodelist(1, bob) == ""
+
+
+def test_lease_of_another_user_takes_over_nothing_that_was_said_to_the_first(
+    leases: Leases,
+) -> None:
+    """As where a hook was killed between the two files."""
+    leases.say(lease(), **WORDS)
+    leases.file(1).unlink()
+    leases.write(of_bob(Use("k")))
+    assert leases.said(1, of_bob().user.uid) == Said()
+    leases.say(of_bob(Use("k")), told=True)
+    assert leases.said(1, of_bob().user.uid) == Said(told=True)
+    assert leases.said(1, lease().user.uid) == Said()
+
+
+def test_words_of_an_earlier_release_are_those_of_the_lease_beside_them(leases: Leases) -> None:
+    earlier(leases)
+    leases.note(1, **WORDS)  # which says nobody's
+    assert (leases.said(1, lease().user.uid), leases.said(1, 4242)) == (SAID, Said())
+
+
+def test_nodes_of_jobs_without_a_lease_are_listed_once_they_are_old(leases: Leases) -> None:
+    leases.write(lease(1))
+    for job, when in ((1, 5), (2, 5), (3, 50)):
+        file = leases.directory / f"{job}.nodes"
+        file.write_text("n[1-2]")
+        os.utime(file, (when, when))
+    assert leases.nodes_alone(10) == (2,)
+    for job in (1, 2, 3):
+        leases.drop_nodes(job, 10)
+    assert sorted(file.name for file in leases.directory.glob("*.nodes")) == ["1.nodes", "3.nodes"]
+
+
+@pytest.mark.parametrize(
+    ("start", "uid", "is_of"),
+    [(100, 1, True), (0, 1, True), (200, 1, False), (100, 2, False), (0, 2, False)],
+)
+def test_lease_is_of_a_job_by_its_user_and_by_its_start_where_both_are_known(
+    start: int, uid: int, is_of: bool
+) -> None:
+    own = Lease(1, User("u", 1, 1), 0.0, "/c", start=100)
+    assert own.is_of(uid, start) is is_of
+    assert Lease(1, User("u", 1, 1), 0.0, "/c").is_of(1, start)
 
 
 def earlier(leases: Leases) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forestage.cache import step_record
@@ -105,6 +106,15 @@ def test_job_without_a_lease_or_with_stage_off_has_no_record(
     assert note(leases, places, image()) == []
     leases.drop(JOB)
     assert note(leases, places, image()) == []
+
+
+def test_image_that_another_user_was_shown_is_left_out(leases: Leases, places: Places) -> None:
+    """Of an earlier job with the same number."""
+    note(leases, places, image())
+    leases.write(msgspec.structs.replace(lease(*KEYS), user=User("v", 2, 2)))
+    lines = note(leases, places, msgspec.structs.replace(image(asked="/b"), uid=2))
+    assert [line[1:3] for line in lines if line[0] == "image"] == [["/b", "2"]]
+    assert note(leases, places, image(asked="/c")) == lines  # nothing is added for the first
 
 
 def test_configuration_that_cannot_be_told_leaves_no_record(leases: Leases, places: Places) -> None:

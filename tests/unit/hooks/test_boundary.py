@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,15 @@ def test_prolog_has_work_where_a_job_names_an_image_or_tries_to(
     tmp_path: Path, environ: dict[str, str], nothing: bool
 ) -> None:
     assert nothing_to_do("prolog", environ, str(tmp_path)) is nothing
+
+
+def test_prolog_has_work_where_its_number_has_a_lease(tmp_path: Path) -> None:
+    """Of an earlier job: another user's, perhaps, whose Epilog never came."""
+    leases = Places(tmp_path).leases
+    leases.mkdir(parents=True)
+    (leases / "7.json").touch()
+    assert not nothing_to_do("prolog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+    assert nothing_to_do("prolog", {"SLURM_JOB_ID": "77"}, str(tmp_path))
 
 
 def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
@@ -107,6 +117,28 @@ def test_nodes_are_forgotten_by_the_epilog_and_by_nobody_else(run: Path) -> None
     assert Leases(run / "leases").nodelist(7) == "n[1-2]"
     note_nodes("epilog", {"SLURM_JOB_ID": "7"}, str(run))
     assert list((run / "leases").iterdir()) == []
+
+
+OF_ALICE = {"SLURM_JOB_UID": "1", "SLURM_JOB_START_TIME": "100"}
+
+
+@pytest.mark.parametrize(
+    ("later", "left"),
+    [
+        (OF_ALICE, False),
+        ({"SLURM_JOB_UID": "1"}, False),
+        (OF_ALICE | {"SLURM_JOB_START_TIME": "200"}, False),
+        (OF_ALICE | {"SLURM_JOB_START_TIME": "50"}, True),  # it comes late
+        (OF_ALICE | {"SLURM_JOB_UID": "2"}, True),
+    ],
+)
+def test_epilog_forgets_no_nodes_of_another_users_job_nor_of_a_later_run(
+    run: Path, later: dict[str, str], left: bool
+) -> None:
+    note_nodes("prolog", ON_TWO | OF_ALICE, str(run))
+    note_nodes("epilog", {"SLURM_JOB_ID": "7"} | later, str(run))
+    assert (Leases(run / "leases").nodelist(7, 1) == "n[1-2]") is left
+    assert (run / "leases/7.nodes").exists() is left
 
 
 def test_nodes_are_not_kept_where_no_step_asks(tmp_path: Path) -> None:
@@ -178,12 +210,27 @@ def test_broken_configuration_with_several_caches_takes_the_time_of_one(
 
 def test_call_leaves_the_latest_job_and_the_time(tmp_path: Path) -> None:
     run, mark = str(tmp_path), tmp_path / "called.prolog"
-    for job, latest in (("7", 7), ("123456", 123456), ("9", 123456)):
+    for job, latest in (("7", 7), ("123456", 123456), ("123449", 123456)):
         note_call("prolog", {"SLURM_JOB_ID": job}, run)
         assert int(mark.read_text()) == latest
     os.utime(mark, (0, 0))
     note_call("prolog", {"SLURM_JOB_ID": "9"}, run)
     assert mark.stat().st_mtime > 0
+
+
+def test_call_of_a_job_whose_number_is_much_lower_leaves_that_and_since_when(
+    tmp_path: Path,
+) -> None:
+    """MaxJobId is passed, or slurmctld has lost its state."""
+    run, mark = str(tmp_path), tmp_path / "called.prolog"
+    note_call("prolog", {"SLURM_JOB_ID": "67043327"}, run)
+    before = int(time.time())
+    note_call("prolog", {"SLURM_JOB_ID": "1"}, run)
+    job, since = map(int, mark.read_text().split())
+    assert (job, before <= since <= time.time()) == (1, True)
+    note_call("prolog", {"SLURM_JOB_ID": "3"}, run)
+    note_call("prolog", {"SLURM_JOB_ID": "2"}, run)
+    assert mark.read_text().split() == ["3", str(since)]
 
 
 @pytest.mark.parametrize("job", ["", "x", "1" * 50, "-1"])

@@ -1,0 +1,87 @@
+"""What an earlier job of the same number left: a Prolog releases it, as that Epilog would have.
+
+A number comes again with another job where slurmctld has lost its state or MaxJobId is passed, and
+with a later run of a job whose node was down when the first one ended. What a running job has
+stays: a job whose number it is, too, does without (hooks/leases.of_job).
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from forestage import events
+from forestage.cache.lease import Lease, Leases
+from forestage.clock import Clock
+from forestage.errors import Failed
+from forestage.hooks import background, epilog
+from forestage.hooks.watch import Watched
+from forestage.paths import Places
+from forestage.slurm.hints import Hints
+from forestage.slurm.job import Job
+from forestage.slurm.queue import Slurm
+from forestage.slurm.timeouts import Limits
+from forestage.system import processes
+
+RELEASE_TIME = 10.0  # seconds for the space lock, of the Prolog's own
+
+
+def release_earlier(
+    places: Places, clock: Clock, job: Job, limits: Limits, watched: Watched
+) -> Limits:
+    """Releases what another job of this number left here; returns what is left of the limits.
+
+    For a Prolog: nothing else may do so, as only it comes before all else of its job.
+    """
+    began = clock.monotonic()
+    lease = None
+    with contextlib.suppress(Failed, OSError):  # whose a damaged lease is, nobody knows
+        lease = Leases(places.leases).read(job.id)
+    if lease is None or lease.is_of(job.user.uid, job.start):
+        return limits
+    if _has_step(job.id, places.root / "proc"):
+        return limits
+    earlier = _job_of(lease)
+    mark = os.fspath(places.leases / f"{job.id}.prolog")
+    background.stop(mark, {"SLURM_JOB_UID": str(lease.user.uid)})
+    most = RELEASE_TIME if limits.drains is None else min(RELEASE_TIME, limits.drains / 4)
+    short = msgspec.structs.replace(limits, epilog=most)
+    outcomes = epilog.epilog(None, places, clock, earlier, short, watched)
+    took = clock.monotonic() - began
+    with contextlib.suppress(OSError):  # a full log disk keeps no job from being served
+        events.record(places.events, clock.wall(), "epilog", earlier, outcomes, took)
+    drains = None if limits.drains is None else max(0.0, limits.drains - took)
+    return msgspec.structs.replace(limits, drains=drains, hurts=max(0.0, limits.hurts - took))
+
+
+def _job_of(lease: Lease) -> Job:
+    """Pure: the job that has the lease, as its Epilog would have known it."""
+    return Job(
+        id=lease.job,
+        user=lease.user,
+        node=lease.node,
+        partition="",
+        work_dir="",
+        requests=(),
+        saves=None,
+        hints=Hints(),
+        start=lease.start,
+        restart=lease.restart,
+    )
+
+
+def _has_step(job: int, proc: Path) -> bool:
+    """Whether a job of this number has a step manager on this node, but for the one of this hook.
+
+    With PrologFlags=RunInJob the Prolog runs in that of the job's own extern step.
+    """
+    above, pid = set(), os.getpid()
+    while pid > 1 and pid not in above:
+        above.add(pid)
+        try:
+            pid = processes.stat(proc / str(pid)).parent
+        except OSError:  # of a test's node, or the hook was given to another parent
+            break
+    managers = Slurm("", proc=proc).managers()
+    return any(number == job and pid not in above for pid, number in managers.items())

@@ -1,0 +1,229 @@
+"""A job's number comes again, with another user's job or a later run; the first left records."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forestage.cache.said import Said
+from forestage.events import Handled, Released
+from forestage.hooks import background, epilog
+from forestage.system import lock
+from node import ALICE, BOB, Node, Ran, content
+
+JOB = 7
+START = "SLURM_JOB_START_TIME"
+
+
+@pytest.fixture
+def image(node: Node) -> Path:
+    """One that a job of Alice's uses here, whose Epilog has not come."""
+    path = node.put("alice/image.sqsh")
+    assert run(node, "prolog", path, start="100").code == 0
+    assert node.held(JOB).start == 100
+    return path
+
+
+def run(
+    node: Node,
+    hook: str,
+    asked: Path | None = None,
+    comment: str | None = None,
+    bob: bool = False,
+    start: str = "",
+) -> Ran:
+    """A hook of the job; `start` as Slurm says it, or not at all."""
+    environ = node.environ(JOB, asked, BOB if bob else ALICE, comment)
+    environ |= {START: start} if start else {}
+    return node._run(hook, environ, None)  # type: ignore[arg-type]
+
+
+def begin_step(node: Node) -> None:
+    """A step manager of the job's number on the node."""
+    process = node.places.root / "proc/4711"
+    process.mkdir(parents=True)
+    (process / "status").write_text("Uid:\t0\t0\t0\t0\n")
+    (process / "cmdline").write_text(f"slurmstepd: [{JOB}.batch]")
+
+
+def released(node: Node) -> list[str]:
+    """The users whose jobs of that number were released."""
+    from forestage import events
+
+    found = events.read(node.places.events)
+    return [one.user for one in found if isinstance(one.outcome, Released) and one.job == JOB]
+
+
+def test_prolog_without_an_image_releases_what_another_users_job_left(
+    node: Node, image: Path
+) -> None:
+    (node.places.leases / f"{JOB}.nodes").write_text(f"n[1-2]\n{ALICE.uid} 100")
+    assert run(node, "prolog", bob=True).code == 0
+    assert (node.lease(JOB), node.binds()) == (None, {})
+    assert [*node.places.leases.iterdir()] == []
+    assert node.shows_source(image)
+    assert released(node) == [ALICE.name]
+
+
+def test_prolog_with_an_image_has_its_own_lease_and_nothing_of_the_first(
+    node: Node, image: Path
+) -> None:
+    node.leases.say(node.held(JOB), off=True, say=("a line for Alice",))
+    own = node.put("bob/image.sqsh", content(2), BOB)
+    assert run(node, "prolog", own, bob=True).said == ("copied", "")
+    assert node.held(JOB).user.uid == BOB.uid
+    assert [use.path for use in node.held(JOB).uses] == [str(own)]
+    assert node.leases.said(JOB) == Said()
+    assert node.shows_source(image)
+    assert released(node) == [ALICE.name]
+
+
+def test_nodes_that_the_new_job_was_given_stay(node: Node, image: Path) -> None:
+    node.places.loaded.touch()
+    own = node.environ(JOB, user=BOB) | {"SLURM_JOB_NODELIST": "n[1,3]"}
+    node._run("prolog", own, None)
+    assert node.leases.nodelist(JOB, BOB.uid) == "n[1,3]"
+
+
+@pytest.mark.parametrize("start", ["", "100"])
+def test_second_prolog_of_the_same_run_releases_nothing(
+    node: Node, image: Path, start: str
+) -> None:
+    lease = node.held(JOB)
+    run(node, "prolog", image, start=start)
+    assert (node.held(JOB), released(node)) == (lease, [])
+    assert node.shows_entry(image, lease.uses[0].key)
+
+
+def test_prolog_of_a_later_run_releases_what_the_first_left(node: Node, image: Path) -> None:
+    run(node, "prolog", start="200")
+    assert (node.lease(JOB), node.binds(), released(node)) == (None, {}, [ALICE.name])
+
+
+@pytest.mark.parametrize("bob", [False, True])
+def test_prolog_releases_nothing_of_a_job_that_has_a_step_here(
+    node: Node, image: Path, bob: bool
+) -> None:
+    begin_step(node)
+    lease = node.held(JOB)
+    run(node, "prolog", start="200", bob=bob)
+    assert (node.held(JOB), released(node)) == (lease, [])
+    assert node.shows_entry(image, lease.uses[0].key)
+
+
+def test_job_whose_number_another_users_running_job_has_is_not_served(
+    node: Node, image: Path
+) -> None:
+    begin_step(node)
+    lease, own = node.held(JOB), node.put("bob/image.sqsh", content(2), BOB)
+    ran = run(node, "prolog", own, f"stage={own} stage-wait=3", bob=True)
+    assert ran.code == 0
+    assert {(one.result, one.reason) for one in ran.outcomes} == {("declined", "other-job")}
+    assert run(node, "epilog", bob=True).code == 0
+    assert node.held(JOB) == lease
+    assert node.leases.said(JOB) == Said()
+    assert node.shows_entry(image, lease.uses[0].key)
+    assert node.shows_source(own)
+
+
+def test_step_reads_nothing_that_was_said_to_another_users_job(
+    spank: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = spank.put("alice/image.sqsh")
+    assert spank.prolog(JOB, comment=f"stage={path} stage-wait=9").code == 0
+    begin_step(spank)  # else a Prolog would have released it
+    before = spank.held(JOB), spank.leases.said(JOB)
+    environ = spank.environ(JOB, user=BOB) | {"SLURM_STEP_ID": "0", "FORESTAGE_GROUPS": "4242"}
+    spank._run("step", environ, None)
+    printed = capfd.readouterr().out
+    assert "alice" not in printed
+    assert printed.splitlines()[-1] == "leave\tno-image"
+    assert (spank.held(JOB), spank.leases.said(JOB)) == before
+    assert spank.outcomes("step", JOB) == ()
+
+
+@pytest.mark.parametrize(
+    ("late", "bob", "stays"),
+    [
+        ("", False, False),
+        ("100", False, False),
+        ("300", False, False),  # Slurm has moved the start: a node was booted for it
+        ("50", False, True),
+        ("100", True, True),
+        ("", True, True),
+    ],
+)
+def test_epilog_that_comes_late_releases_nothing_of_a_later_job(
+    node: Node, image: Path, late: str, bob: bool, stays: bool
+) -> None:
+    asked = node.places.images / f"{JOB}.asked"
+    asked.parent.mkdir()
+    asked.touch()
+    assert run(node, "epilog", bob=bob, start=late).said == ("released", "")
+    assert (node.lease(JOB) is not None, asked.exists()) == (stays, stays)
+    assert bool(node.binds()) is stays
+
+
+def test_epilog_that_waits_for_the_lock_releases_nothing_of_a_later_job(
+    node: Node, image: Path, before: Callable[[object, str, Callable[[], object]], None]
+) -> None:
+    """A Prolog of that one had the lock."""
+    own = node.put("bob/image.sqsh", content(2), BOB)
+    began: list[bool] = []
+
+    def begin() -> None:
+        if not began:
+            began.append(True)
+            run(node, "prolog", own, bob=True)
+
+    before(epilog, "note_use", begin)
+    assert run(node, "epilog", start="100").code == 0
+    assert node.outcomes("epilog", JOB)[-1].detail == epilog.LATER
+    assert node.held(JOB).user.uid == BOB.uid
+    assert node.shows_entry(own, node.held(JOB).uses[0].key)
+
+
+@pytest.mark.parametrize(
+    ("other", "ended"),
+    [
+        ({}, True),
+        ({START: "100"}, True),
+        ({START: "50"}, False),
+        ({"SLURM_JOB_UID": str(BOB.uid)}, False),
+    ],
+)
+def test_epilog_ends_no_prolog_that_works_for_a_later_job(
+    node: Node, other: dict[str, str], ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = node.places.leases / f"{JOB}.prolog"
+    mark.parent.mkdir(parents=True)
+    mark.write_text(f"1 {ALICE.uid} 100")
+    waited: list[str] = []
+    monkeypatch.setattr(background, "wait", lambda mark, *_, **__: waited.append(mark))
+    environ = node.environ(JOB) | other
+    background.stop(str(mark), environ)
+    assert (waited == [str(mark)], mark.exists()) == (ended, not ended)
+
+
+def test_prolog_leaves_the_mark_of_another_users_prolog_at_work(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job may run; and this job's Prolog is not over with that one's work."""
+    mark = node.places.leases / f"{JOB}.prolog"
+    mark.parent.mkdir(parents=True)
+    mark.write_text(f"{os.getpid()} {ALICE.uid} 0")
+    monkeypatch.setattr(background, "may_leave", lambda *_: True)
+    with lock.held(mark, 1):
+        mark.write_text(f"{os.getpid()} {ALICE.uid} 0")
+        assert background.detach(node.environ(JOB, user=BOB), str(node.places.run)) == ""
+    assert mark.read_text().endswith(f"{ALICE.uid} 0")
+
+
+def test_outcome_of_the_new_job_is_told_apart_from_the_first(node: Node, image: Path) -> None:
+    run(node, "prolog", image, bob=True)
+    outcome = node.outcomes("prolog", JOB)[-1]
+    assert isinstance(outcome, Handled)
+    assert (outcome.result, node.held(JOB).user.uid) == ("hit", BOB.uid)
