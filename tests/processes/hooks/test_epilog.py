@@ -13,7 +13,7 @@ from forestage.bind.unmount import Bind, Going
 from forestage.cache import disk
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
-from forestage.cache.lease import Lease, Use
+from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.node import Node
 from forestage.config import Config
 from forestage.hooks import epilog
@@ -69,18 +69,15 @@ def test_job_that_ended_is_the_one_whose_redirects_go(
     ended: list[Lease | None] = []
     users: list[User] = []
 
-    def claim_unneeded(
-        cache: Cache, leases: object, places: object, lease: Lease, *_: object
-    ) -> list[Going]:
-        ended.append(lease)
+    def claim_unneeded(cache: Cache, leases: Leases, *_: object) -> list[Going]:
+        ended.append(leases.read(asking.id))
         return [Going(bind, cache)] * 3
 
     monkeypatch.setattr(redirect, "claim_unneeded", claim_unneeded)
     monkeypatch.setattr(unmount, "unmount", lambda going, whose: users.append(whose(bind)))
     (outcome,) = epilog.epilog(config, staging_node.places, staging_node.clock, asking, UNKNOWN)
     assert (outcome.unmounted, users) == (3, [asking.user])
-    root = str(staging_node.cache.root)
-    assert ended == [Lease(asking.id, asking.user, 0.0, root, (Use("0a", "/lustre/a"),))]
+    assert ended == [None]  # its lease has gone before: what no other one names goes
 
 
 def test_sockets_of_steps_go_before_the_lease(
