@@ -121,7 +121,7 @@ def may_leave(environ: Mapping[str, str], run: str) -> bool:
         return False
     try:
         fd = os.open(f"{run}/background", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        text = os.read(fd, 1 << 16)
+        text = os.read(fd, 1 << 20)  # a line for each file that slurm.conf includes
         os.close(fd)
         first, *lines = os.fsdecode(text).split("\n")
         found: dict[str, bool] = {}

@@ -10,7 +10,7 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.slurm.slurm_conf import MAX_FILES, ConfLine, Text, find_usual, values
+from forestage.slurm.slurm_conf import ConfLine, IncludeLimit, Text, find_usual, values
 
 
 class Include(ConfLine, frozen=True, gc=False):
@@ -60,22 +60,20 @@ def read(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin]:
     """All plugins in the order in which Slurm loads them; `root` is above the paths of the node.
 
     A file that is not there is an empty one, and so is a directory that an include matches. Raises
-    what `text` does, and ValueError where includes never end.
+    what `text` does, and ValueError beyond the bounds of includes.
     """
     return (one for one in lines(path, text, root) if isinstance(one, Plugin))
 
 
 def lines(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin | Include]:
     """Plugins and the lines that include, each before what it brings. Raises as `read` does."""
-    yield from _lines(path, None, text, root, [MAX_FILES])
+    yield from _lines(path, None, text, root, IncludeLimit())
 
 
 def _lines(
-    path: str, by: Include | None, text: Text, root: Path, left: list[int]
+    path: str, by: Include | None, text: Text, root: Path, limit: IncludeLimit, depth: int = 0
 ) -> Iterator[Plugin | Include]:
-    left[0] -= 1
-    if left[0] < 0:
-        raise ValueError(f"{path}: includes that never end")
+    limit.count(path, depth)
     try:
         rows = text(path).split("\n")
     except (FileNotFoundError, IsADirectoryError):
@@ -89,6 +87,6 @@ def _lines(
             yield include
             pattern = include.pattern.lstrip("/")
             for found in sorted(glob.glob(pattern, root_dir=root)):  # noqa: PTH207
-                yield from _lines(f"/{found}", include, text, root, left)
+                yield from _lines(f"/{found}", include, text, root, limit, depth + 1)
         elif words and kind in ("required", "optional"):
             yield Plugin(*line, words[0], kind == "required", tuple(words[1:]), by)

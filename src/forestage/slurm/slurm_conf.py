@@ -19,7 +19,10 @@ USUAL_CONF = (
     "/opt/slurm/etc/slurm.conf",
     "/usr/local/etc/slurm.conf",
 )
-MAX_FILES = 64  # of one configuration, includes and all
+# Bounds that no site meets: there are sites with a file for each of 200 partitions. Slurm itself
+# ends where it can open no more files: it keeps each open while it reads what that one includes.
+MAX_FILES = 4096  # of one configuration, includes and all; one that is included twice counts twice
+MAX_DEPTH = 64  # of files that include each other
 # Settings behind one of these names hold for that node or partition only.
 _OF_LINES = {"nodename", "partitionname", "downnodes", "frontendname", "nodeset", "poweraction"}
 _OPERATORS = " \t-+*/"  # before the =: they mean nothing in slurm.conf
@@ -49,14 +52,29 @@ class Setting(msgspec.Struct, frozen=True, gc=False):
     value: str
 
 
+class IncludeLimit:
+    """Counts the files of one configuration, so that reading it ends."""
+
+    def __init__(self) -> None:
+        self._files = 0
+
+    def count(self, file: str, depth: int) -> None:
+        """Count a file; `depth` files include it. Raises ValueError beyond the bounds."""
+        self._files += 1
+        if depth >= MAX_DEPTH:
+            raise ValueError(f"{file}: includes that never end (more than {MAX_DEPTH} levels)")
+        if self._files > MAX_FILES:
+            raise ValueError(f"{file}: more than {MAX_FILES} files are included")
+
+
 def settings(path: str, text: Text) -> Iterator[Setting]:
     """What slurm.conf and its includes set, in their order; of a name the last one counts.
 
-    Raises what `text` does, and ValueError where includes never end or a line says more than one
-    thing. Slurm then starts with none of it; and slurmd may run with what the file said before, so
-    that nothing is known of a time-out that stands there.
+    Raises what `text` does, and ValueError beyond the bounds of includes or where a line says more
+    than one thing. Slurm then starts with none of it; and slurmd may run with what the file said
+    before, so that nothing is known of a time-out that stands there.
     """
-    for line in _lines(path, path, text, {}, [MAX_FILES]):
+    for line in _lines(path, path, text, {}, IncludeLimit()):
         name, equals, value = line.text.partition("=")
         name = name.rstrip(_OPERATORS).lower()
         if name in _OF_LINES or not equals:
@@ -110,7 +128,7 @@ def values(path: str, text: Text = text_of) -> dict[str, str]:
 
 def partitions(path: str, text: Text) -> Iterator[str]:
     """The names of all partitions. Raises as `settings` does."""
-    for line in _lines(path, path, text, {}, [MAX_FILES]):
+    for line in _lines(path, path, text, {}, IncludeLimit()):
         name, equals, value = line.text.partition("=")
         if equals and name.strip().lower() == "partitionname" and value.split():
             yield value.split()[0]
@@ -122,7 +140,7 @@ def node_names(path: str, text: Text) -> Iterator[str]:
     A cloud's node has an address only while it runs.
     """
     default = ""
-    for line in _lines(path, path, text, {}, [MAX_FILES]):
+    for line in _lines(path, path, text, {}, IncludeLimit()):
         words = dict(one.partition("=")[::2] for one in line.text.split())
         said = {name.lower(): value for name, value in words.items()}
         if "nodename" not in said:
@@ -149,20 +167,18 @@ def _beside(top: str, file: str, name: str, text: Text) -> str:
 
 
 def _lines(
-    file: str, top: str, text: Text, found: dict[str, str], left: list[int]
+    file: str, top: str, text: Text, found: dict[str, str], limit: IncludeLimit, depth: int = 0
 ) -> Iterator[ConfLine]:
     """An include stands for its file's lines: one file, no pattern; %c is the cluster's name.
 
     `found` has that name, once a line before has set it.
     """
-    left[0] -= 1
-    if left[0] < 0:
-        raise ValueError(f"{file}: includes that never end")
+    limit.count(file, depth)
     for line in joined(file, text(file)):
         words = line.text.split(None, 2) if line.text[0] in "iI" else ()
         if len(words) > 1 and words[0].lower() == "include":
             name = words[1].replace("%c", found.get("clustername", "%c").lower())
-            yield from _lines(_beside(top, file, name, text), top, text, found, left)
+            yield from _lines(_beside(top, file, name, text), top, text, found, limit, depth + 1)
         else:
             if line.text[0] in "cC":
                 setting, _, value = line.text.partition("=")

@@ -36,6 +36,7 @@ from forestage.peers import node_list
 from forestage.prefetch import expected, marks
 from forestage.prefetch.expected import Expectations
 from forestage.prefetch.marks import Look, Marks
+from forestage.slurm.slurm_conf import MAX_FILES
 from forestage.system import as_user
 from forestage.system.as_user import User
 from forestage.system.terminal import moment
@@ -1310,6 +1311,14 @@ def test_file_of_slurms_that_cannot_be_read_is_named_and_hides_no_companion(
     done = node.check().findings
     assert [one.id for one in done] == [id]
     assert done[0].what == f"{node.at(path)} cannot be read: Too many levels of symbolic links"
+
+
+def test_slurm_conf_that_includes_more_than_is_read_is_named(node: GoodNode) -> None:
+    node.write("/etc/slurm/p.conf", "")
+    node.write(CONF, "Include p.conf\n" * MAX_FILES)
+    (found,) = node.check().findings
+    assert (found.id, found.level) == ("slurm-conf", "unknown")
+    assert found.what == f"/etc/slurm/p.conf: more than {MAX_FILES} files are included"
 
 
 def test_redirect_of_the_node_is_not_used_while_a_plugstack_that_was_loaded_cannot_be_read(

@@ -108,6 +108,17 @@ def test_prolog_leaves_where_the_companion_shows_the_copies(node: Node) -> None:
     assert may_leave({"SLURM_JOB_ID": "7", STAGE_OPTION: "stage=/lustre/a\n"}, node.run)
 
 
+def test_prolog_leaves_however_many_files_slurm_conf_includes(node: Node) -> None:
+    """The record has a line for each: those of the partitions come behind them."""
+    for number in range(1000):
+        node.conf.with_name(f"p{number}.conf").write_text(f"PartitionName=p{number}\n")
+    node.conf.write_text("".join(f"Include p{number}.conf\n" for number in range(1000)))
+    node.configure(ON)
+    assert node.may()
+    node.conf.with_name("p999.conf").write_text("PartitionName=other\n")
+    assert not node.may()
+
+
 @pytest.mark.parametrize(
     "environ",
     [

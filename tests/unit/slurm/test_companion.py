@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from forestage.config import Companion, Config, decided
+from forestage.slurm import timeouts
 from forestage.slurm.companion import CompanionState, importer, read_state
+from forestage.slurm.slurm_conf import MAX_DEPTH, MAX_FILES
 
 LINE = "optional /usr/lib/forestage/spank/forestage.so timeout=500\n"
 
@@ -88,9 +90,32 @@ def test_file_that_cannot_be_read_leaves_it_unknown_and_is_named(conf: Path, nam
 def test_includes_that_never_end_leave_it_unknown(conf: Path) -> None:
     stack = conf.with_name("plugstack.conf")
     stack.write_text("include plugstack.conf\n")
-    assert state(conf) == CompanionState("unknown", f"{stack}: includes that never end")
+    assert state(conf) == CompanionState(
+        "unknown", f"{stack}: includes that never end (more than {MAX_DEPTH} levels)"
+    )
     stack.write_text(f"{LINE}include plugstack.conf\n")
     assert loaded(conf)
+
+
+@pytest.mark.parametrize("included", [10, 1000])
+def test_companion_counts_however_many_files_slurm_conf_includes(conf: Path, included: int) -> None:
+    """A site has a file for each of its partitions."""
+    for number in range(included):
+        conf.with_name(f"p{number}.conf").write_text(f"PartitionName=p{number}\n")
+    text = "".join(f"Include p{number}.conf\n" for number in range(included))
+    conf.write_text(f"{text}PrologEpilogTimeout=60\n")
+    assert loaded(conf)
+    assert timeouts.read(str(conf)).drains == 45
+
+
+def test_more_files_than_are_read_leave_all_unknown(conf: Path) -> None:
+    """Not `absent`: a Prolog would redirect for the whole node what the companion shows."""
+    part = conf.with_name("p.conf")
+    part.touch()
+    conf.write_text("Include p.conf\n" * MAX_FILES)
+    why = f"{part}: more than {MAX_FILES} files are included"
+    assert state(conf) == CompanionState("unknown", why)
+    assert timeouts.read(str(conf)) == timeouts.UNKNOWN
 
 
 def test_slurm_conf_that_is_nowhere_leaves_it_unknown(conf: Path) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.slurm.slurm_conf import (
+    MAX_DEPTH,
     MAX_FILES,
     Setting,
     joined,
@@ -96,9 +97,28 @@ def test_include_may_hold_the_clusters_name() -> None:
 
 def test_as_many_includes_as_a_site_has_are_read() -> None:
     """A timeout that stands behind them is not overlooked."""
-    others = {f"slurm__{n}": f"NodeName=n{n}\n" for n in range(MAX_FILES - 1)}
+    others = {f"slurm__{n}": f"PartitionName=p{n}\n" for n in range(MAX_FILES - 1)}
     text = "".join(f"Include {n}\n" for n in range(MAX_FILES - 1))
     assert said(f"{text}PrologEpilogTimeout=60\n", **others) == {"prologepilogtimeout": "60"}
+    assert len(others) > 4000
+    with pytest.raises(ValueError, match=f"more than {MAX_FILES} files are included"):
+        said(f"{text}Include 0\nPrologEpilogTimeout=60\n", **others)
+
+
+def test_includes_that_never_end_are_found_by_their_depth() -> None:
+    """Two in a file: without a limit of the depth, all the files of the other limit are read."""
+    asked: list[str] = []
+
+    def text(path: str) -> str:
+        asked.append(path)
+        return "Include slurm.conf\nInclude slurm.conf\n"
+
+    with pytest.raises(ValueError, match="never end"):
+        list(settings(CONF, text))
+    assert len(asked) == MAX_DEPTH
+    files = {f"slurm__{n}": f"Include {n + 1}\n" for n in range(1, MAX_DEPTH - 1)}
+    last = {f"slurm__{MAX_DEPTH - 1}": "A=1\n"}
+    assert said("Include 1\n", **files, **last) == {"a": "1"}
 
 
 def test_each_setting_names_its_lines() -> None:
