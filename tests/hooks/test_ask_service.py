@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -168,6 +169,36 @@ def test_user_with_many_silent_connections_keeps_nobody_else_from_an_answer(desk
     assert len(refused) == 100 - PER_USER
     desk.start()
     assert desk.ask("job 7\n")["history"], "else it is ended before it has begun"
+
+
+def test_service_without_descriptors_logs_a_line_a_second_and_answers_afterwards(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    desk.start(
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+        "from forestage.admin import ask_service; ask_service.QUESTION_SECONDS = 600.0"
+    )
+    assert desk.process
+    # It finds more of them than it has descriptors for, before it has closed any.
+    desk.process.send_signal(signal.SIGSTOP)
+    hostile = desk.asker("job", BOB.uid, number=60, waits=True)
+    assert hostile.stdout
+    assert hostile.stdout.readline() == "asked\n"
+    desk.process.send_signal(signal.SIGCONT)
+    said = ""
+
+    def refused() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "Too many open files" in said
+
+    until(refused, "a line")
+    hostile.kill()
+    hostile.communicate()
+    assert desk.ask("job 7\n")["history"]
+    desk.end()
+    said += capfd.readouterr().err
+    assert all("answer refused=" in line for line in said.splitlines())
 
 
 def test_user_with_too_many_questions_reads_so(desk: Desk) -> None:

@@ -638,6 +638,34 @@ def test_sigterm_during_a_wait_ends_service_and_keeps_counts(own: Node) -> None:
     assert own.said.decode().count(f"key={key} chunks=2 bytes={given.bytes}") == 1
 
 
+FEW_FILES = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {}))
+"""
+
+
+def test_service_without_descriptors_logs_a_line_a_second_and_serves_afterwards(own: Node) -> None:
+    """asyncio tries as many connections in a row as its backlog has, with a traceback for each."""
+    key = own.publish()
+    with own.serving(FEW_FILES.format(40, 40)):
+        with contextlib.ExitStack() as lines:
+            for _ in range(200):
+                lines.enter_context(socket.create_connection(("127.0.0.1", own.port), HANGS))
+            for _ in range(2):
+                own.said = b""
+                own.until_said(b"Too many open files")
+        assert Client(own, key).fetch(1) == of_chunk(1)
+        assert all(b"peer refused=" in line for line in own.said.splitlines())
+
+
+def test_service_may_open_as_many_files_as_its_hard_limit_says(own: Node) -> None:
+    with own.serving(FEW_FILES.format(64, 4096)):
+        assert own.process is not None
+        limits = Path(f"/proc/{own.process.pid}/limits").read_text()
+    (line,) = (line for line in limits.splitlines() if line.startswith("Max open files"))
+    assert line.split()[3:5] == ["4096", "4096"]
+
+
 def test_client_goes_on_after_restart_of_service(own: Node) -> None:
     client = Client(own, own.publish())
     for number in range(2):

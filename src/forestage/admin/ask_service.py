@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from forestage import log
 from forestage.admin import ask_answer
 from forestage.admin.ask_answer import Answer
 from forestage.cache.node import Node
@@ -28,7 +29,7 @@ from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.errors import ForestageError
 from forestage.paths import Places
-from forestage.system import folders
+from forestage.system import event_loop, folders
 
 PER_USER = 4  # connections
 MOST = 64  # connections of all users
@@ -53,6 +54,8 @@ class Desk:
         self.connections: Counter[int] = Counter()
         self.last = self.now()
         self.turn = asyncio.Lock()
+        self._refused = 0
+        self._why = ""
         self._public = b""
         self._public_until = 0.0
 
@@ -70,6 +73,16 @@ class Desk:
             writer.transport.abort()
             self.connections[uid] -= 1
             self.last = self.now()
+
+    def note_refused(self, why: str) -> None:
+        """Count a connection that could not be accepted, for the next line of the log."""
+        self._refused, self._why = self._refused + 1, why
+
+    def log_refused(self) -> None:
+        """Log what was refused since the last call. To be called once a second."""
+        if self._refused:
+            log.say(f"answer refused={self._refused} last: {self._why}", by_slurm=False)
+            self._refused = 0
 
     @property
     def is_idle(self) -> bool:
@@ -144,6 +157,7 @@ def listen(places: Places) -> socket.socket:
 
 
 async def _serve(desk: Desk, listening: socket.socket, ends: bool) -> None:
+    event_loop.report_errors(asyncio.get_running_loop(), desk.note_refused)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -154,4 +168,5 @@ async def _serve(desk: Desk, listening: socket.socket, ends: bool) -> None:
     while not stop.is_set() and not (ends and desk.is_idle):
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), 1.0)
+        desk.log_refused()
     server.close()

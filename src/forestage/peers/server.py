@@ -36,7 +36,7 @@ from forestage.peers.local_chunks import Absent, Arrivals, Found, Known, Pending
 from forestage.peers.protocol import EXPECTED
 from forestage.peers.sessions import ClientSession, Sessions, Unproven
 from forestage.peers.stats import Counters
-from forestage.system import records
+from forestage.system import event_loop, records
 
 T = TypeVar("T")
 
@@ -47,6 +47,7 @@ GRACE = 30.0
 SLOWEST = 1 << 20
 CONNECTION_IDLE = 60.0  # seconds between two requests
 SHUTDOWN = 2.0  # seconds for what is being uploaded when the service is stopped
+OPEN_FILES = 65536  # as its unit has it
 BACKLOG = 1024  # connections that nodes of a large job open in the same moment
 # A client that neither takes nor acknowledges bytes for so long is gone (tcp(7)); milliseconds.
 USER_TIMEOUT = 10_000
@@ -511,11 +512,15 @@ def run(node: Node, name: str, explain: Explain) -> None:
     auth.check(prover)
     counters = Counters(node.places.peer, node.clock.wall())
     service = Service(node, prover, counters, name, explain)
+    event_loop.raise_open_files(OPEN_FILES)
     asyncio.run(_serve(service, listening_sockets(peers, name)))
 
 
 async def _serve(service: Service, sockets: list[socket.socket]) -> None:
     runner = web.ServerRunner(_Server(service), shutdown_timeout=SHUTDOWN)
+    event_loop.report_errors(
+        asyncio.get_running_loop(), lambda why: service.counters.refused("", why)
+    )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
