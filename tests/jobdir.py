@@ -14,6 +14,7 @@ import node as nodes
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import load_settings
+from forestage.errors import Declined
 from forestage.events import Handled
 from forestage.hooks import data
 from forestage.hooks.data import ShownData
@@ -62,13 +63,18 @@ class Dirs:
         return data.begin(self.on, asked, Limit.of(Clock(), seconds, None), None)
 
     def step(
-        self, job: int, user: User = ALICE, fill: float = 240.0, progress: Progress = quiet
+        self,
+        job: int,
+        user: User = ALICE,
+        fill: float = 240.0,
+        progress: Progress = quiet,
+        refusal: Declined | None = None,
     ) -> ShownData:
         asked = self.job(job, "", user, SLURM_STEP_ID="0")
         limit = Limit.of(Clock(), 60.0, None)
         until = type(limit.end).after(fill, Clock())
         limit = msgspec.structs.replace(limit, fill=until, progress=progress)
-        return data.show(self.on, asked, limit, None)
+        return data.show(self.on, asked, limit, refusal)
 
     @contextlib.contextmanager
     def seen(self, job: int, user: User = ALICE, kept: bool = False) -> Iterator[Path]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import jobdir
+from forestage.errors import Declined
 from forestage.system import as_user, child
 from forestage.system.files import remove
 from forestage.views import copy_in, fill
@@ -127,6 +128,29 @@ def test_seed_is_a_copy_at_one_path_and_a_variable_says_where(dirs: Dirs) -> Non
         assert content(at / "seed/TRITON_CACHE_DIR") == content(top)
     assert content(top)  # and the shared one is what it was
     assert not (top / "new").exists()
+
+
+def test_seed_that_is_there_stays_the_jobs_whatever_is_switched_off_since(dirs: Dirs) -> None:
+    whole, late = tree(dirs, "cache"), dirs.source / "late"
+    begun(dirs, f"{whole}@seed:CACHE", f"{late}@seed:LATE")
+    dirs.step(7)  # which finds but one of the two
+    shown = dirs.step(7, refusal=Declined("disabled", "an upgrade"))
+    assert ("env", "CACHE", f"{dirs.node.places.job_dir}/seed/CACHE") in shown.lines
+    assert ("env", "LATE") in shown.lines
+    assert {one.image or one.request: one.reason for one in shown.outcomes} == {
+        str(whole): "",
+        f"{late}@seed:LATE": "disabled",
+    }
+    record = dirs.on.leases.directory_record(7).read_text()  # what steps have without a helper
+    assert "env\tCACHE\t" in record
+
+
+def test_switched_off_node_puts_nothing_into_the_directory(dirs: Dirs) -> None:
+    begun(dirs, f"{tree(dirs)}@seed:CACHE")
+    shown = dirs.step(7, refusal=Declined("disabled", "an upgrade"))
+    assert ("env", "CACHE") in shown.lines
+    with dirs.seen(7) as at:
+        assert left(at) == []
 
 
 PACKERS = {"": "cat", "gz": "gzip", "bz2": "bzip2", "xz": "xz", "zst": "zstd"}

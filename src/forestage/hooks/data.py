@@ -84,10 +84,11 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> ShownD
     own, lines, outcomes = _own_dir(node, job, noted, hang)
     call = _call(node, job, noted, limit, own)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
-    off = hang or refusal or (_refused(noted) if noted.off else None)
-    if off:
-        outcomes += [_of_error(request, off) for request in noted.requests]
-    requests = () if off else noted.requests
+    requests = noted.requests
+    if off := hang or refusal or (_refused(noted) if noted.off else None):
+        requests = _kept_while_off(own, noted)
+        left_out = [request for request in noted.requests if request not in requests]
+        outcomes += [_of_error(request, off) for request in left_out]
     came: dict[Request, Handled] = {}
     for request in sorted(requests, key=lambda request: request.kind == "mount"):
         found, came[request] = _show(call, request)
@@ -103,6 +104,15 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> ShownD
         _note_own_dir(node, job, into)
     local = [_local(node, kept, request, came[request]) for request in requests]
     return ShownData(kept, _as_data(outcomes), tuple(filter(None, local)))
+
+
+def _kept_while_off(own: "Own | None", noted: Wanted) -> tuple[Request, ...]:
+    """What earlier steps have put into the job's own directory: it is the job's, like that one."""
+    if own is None:
+        return ()
+    from forestage.views import fill
+
+    return tuple(request for request in noted.requests if fill.is_put(own, noted, request))
 
 
 def _refused(noted: Wanted) -> Declined:

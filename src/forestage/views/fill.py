@@ -182,10 +182,19 @@ def unset(own: Own | None, noted: Wanted) -> list[Fields]:
     for number, request in enumerate(noted.requests):
         if not request.at.startswith(SEED) or not is_variable(request.at.removeprefix(SEED)):
             continue
-        known = _read_put(own.place, number) if own else None
         name = request.at.removeprefix(SEED)
-        names[name] = names.get(name, False) or (known is not None and not known.reason)
+        names[name] = names.get(name, False) or (own is not None and _is_whole(own, number))
     return [("env", name) for name, is_there in names.items() if not is_there]
+
+
+def is_put(own: Own, noted: Wanted, request: Request) -> bool:
+    """Whether the directory holds what this request asks for, from an earlier step."""
+    return request.kind == "fill" and _is_whole(own, noted.requests.index(request))
+
+
+def _is_whole(own: Own, number: int) -> bool:
+    known = _read_put(own.place, number)
+    return known is not None and not known.reason
 
 
 def _read_put(place: Place, number: int) -> Put | None:
