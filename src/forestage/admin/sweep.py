@@ -444,6 +444,7 @@ class _Sweep:
         """Evicts down to the low watermark, as the Epilog does; returns the keys."""
         node = self.node
         if not self.dry_run:
+            evict.count_entries(node.cache)  # a crash may have left the sum wrong
             return evict.tidy(node.cache, node.leases, node.config)
         leased = frozenset(use.key for lease in self._staying(stale) for use in lease.uses)
         return evict.plan_at_rest(node.cache, lambda: leased, node.config).victims

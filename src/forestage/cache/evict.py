@@ -3,7 +3,8 @@
 Order: damaged entries, superseded ones, data above its share of the room, those of users who take
 more than theirs, then the least recently used; leased and pinned ones never. For a user above their
 share nobody else's entry goes, and for data no image. Plans are made and entries renamed away under
-the space lock; their bytes are deleted outside it.
+the space lock; they are read before it is taken, and their bytes are deleted after it. Where a sum
+(entry_sum.py) says that there is room, no entry is read.
 
 Who evicts so: a stager (stage/pipeline.py) or hook (hooks/serve.py, views/job_dir.py) that needs
 room, Epilog and sweep, the command (admin/evict.py), and the sweep what another node found wrong.
@@ -17,11 +18,12 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from forestage.cache import held_open
+from forestage.cache import entry_sum, held_open
 from forestage.cache.layout import Cache, StoredEntry, tree_bytes
 from forestage.cache.lease import Leases
 from forestage.cache.part import Part, boot_id
@@ -230,6 +232,49 @@ def is_free(cache: Cache, config: Config, size: int) -> bool:
     return _met(room, room_for_copy(room, size), 0) and _takes_files(cache)
 
 
+def by_sum(cache: Cache, config: Config) -> Room | None:
+    """The room by the sum of the entries that is kept: no entry is looked at. None without one.
+
+    Too low a sum lets the cache grow by so much, but `free` is what statvfs(2) says: the disk does
+    not fill. Raises OSError.
+    """
+    total = entry_sum.read_sum(cache.entry_sum)
+    if total is None:
+        return None
+    return _room(cache, config, total + sum(map(_bytes_if_there, cache.parts.iterdir())))
+
+
+def _has_room(cache: Cache, config: Config, goal: Callable[[Room], Goal]) -> bool:
+    """Whether nothing has to go for the goal, as far as that is known without reading entries."""
+    room = at_least(cache, config)
+    if _met(room, goal(room), 0):
+        return True
+    summed = by_sum(cache, config)
+    return summed is not None and _met(summed, goal(summed), 0)
+
+
+def _is_at_rest(cache: Cache, config: Config) -> bool:
+    return _takes_files(cache) and _has_room(cache, config, room_at_rest)
+
+
+def count_entries(cache: Cache) -> None:
+    """Reads all entries and corrects their sum. Raises lock.Busy, OSError."""
+    known = cache.stored_entries()
+    with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+        _stored_now(cache, known)
+
+
+def _stored_now(cache: Cache, known: Iterable[StoredEntry]) -> list[StoredEntry]:
+    """The entries, of which the `known` ones were read before; corrects their sum.
+
+    The caller holds the space lock.
+    """
+    before = entry_sum.begin_count(cache.entry_sum)
+    stored = cache.stored_entries(known)
+    entry_sum.end_count(cache.entry_sum, before, sum(one.bytes for one in stored))
+    return stored
+
+
 def _room(cache: Cache, config: Config, used: int, kept_open: int = 0) -> Room:
     disk = os.statvfs(cache.root)
     total = disk.f_blocks * disk.f_frsize
@@ -284,12 +329,19 @@ def make_room(
     go for them would not do, and where what they hold of deleted files is their share already: it
     cannot be evicted.
     """
-    with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+
+    def has_room() -> bool:
         kept_open = held_open.of_users(cache.held)[user] if user else 0
-        room = at_least(cache, config)
-        if not data and not kept_open and _met(room, room_for_copy(room, size), 0):
+        free_at = partial(room_for_copy, size=size)
+        return not data and not kept_open and _has_room(cache, config, free_at)
+
+    # Before the lock, since it takes long where there are many; looked at once more under it.
+    known = () if has_room() else cache.stored_entries()
+    with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+        if has_room():
             return ()
-        stored = cache.stored_entries()
+        kept_open = held_open.of_users(cache.held)[user] if user else 0
+        stored = _stored_now(cache, known)
         room = measure(cache, stored, config)
         if kept_open and kept_open + size > room.share:
             raise Declined(
@@ -322,9 +374,9 @@ def make_room(
                 f" {format_size(room.data)}, one user {format_size(room.share)} where others'"
                 " entries would have to go)",
             )
-        _evict(cache, made)
+        victims = _evict(cache, made)
     cache.delete_evicted()
-    return made.victims
+    return victims
 
 
 def leave_room(
@@ -342,8 +394,9 @@ def leave_room(
     `others` are the bytes, by uid, that jobs have beside the entries; they count for the shares.
     `timeout` in seconds is for the space lock. Raises lock.Busy, Failed, OSError.
     """
+    known = cache.stored_entries()
     with lock.held(cache.space_lock, timeout):
-        stored = cache.stored_entries()
+        stored = _stored_now(cache, known)
         under_way = of_users(cache) + Counter(others)
         under_way[user] += need
         room = measure(cache, stored, config)
@@ -352,9 +405,9 @@ def leave_room(
         made = plan(stored, leased, room, goal, copies=under_way, user=user, now=now)
         if not made.enough:  # what others have on the disk would empty the cache for nothing
             return ()
-        _evict(cache, made)
+        victims = _evict(cache, made)
     cache.delete_evicted()
-    return made.victims
+    return victims
 
 
 def tidy(
@@ -364,24 +417,29 @@ def tidy(
 
     `timeout` in seconds is for the space lock. Raises lock.Busy.
     """
+    known = () if _is_at_rest(cache, config) else cache.stored_entries()
     with lock.held(cache.space_lock, timeout):
         drop_dead_parts(cache, _is_unresumable)
-        made = plan_at_rest(cache, leases.keys, config)
-        _evict(cache, made)
+        made = plan_at_rest(cache, leases.keys, config, lambda: _stored_now(cache, known))
+        victims = _evict(cache, made)
     cache.delete_evicted()
-    return made.victims
+    return victims
 
 
-def plan_at_rest(cache: Cache, leased: Callable[[], frozenset[str]], config: Config) -> Plan:
+def plan_at_rest(
+    cache: Cache,
+    leased: Callable[[], frozenset[str]],
+    config: Config,
+    read: Callable[[], list[StoredEntry]] | None = None,
+) -> Plan:
     """What `tidy` evicts, with these keys leased. Who only wants to know needs no lock for it.
 
-    Parts that no copy can resume count as gone.
+    `read` gives the entries, if they are needed. Parts that no copy can resume count as gone.
     """
-    room = at_least(cache, config)
-    is_full = not _takes_files(cache)
-    if not is_full and _met(room, room_at_rest(room), 0):
+    if _is_at_rest(cache, config):
         return Plan((), 0, enough=True)
-    stored = cache.stored_entries()
+    is_full = not _takes_files(cache)
+    stored = read() if read else cache.stored_entries()
     room = measure(cache, stored, config)
     dead = dead_parts(cache, _is_unresumable)
     gone = sum(_bytes_if_there(cache.part_dir(key)) for key in dead)
@@ -401,18 +459,23 @@ def evict_keys(cache: Cache, leases: Leases, keys: Iterable[str]) -> tuple[str, 
     """Evicts these keys, except leased and pinned ones; returns those that were evicted."""
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         wanted = frozenset(keys) - leases.keys()
-        found = cache.stored_entries()
-        victims = tuple(one.key for one in found if one.key in wanted and not one.pinned)
+        here = [directory.name for directory in cache.entries.iterdir()]
+        victims = tuple(key for key in here if key in wanted and not cache.is_pinned(key))
         for key in victims:
             cache.evict(key)
     cache.delete_evicted()
     return victims
 
 
-def _evict(cache: Cache, made: Plan) -> None:
-    # Renamed under the lock, deleted after it: unlinking tens of gigabytes takes seconds.
-    for key in made.victims:
+def _evict(cache: Cache, made: Plan) -> tuple[str, ...]:
+    """Evicts what was planned, but what was pinned since the entries were read; returns the keys.
+
+    Renamed under the lock, deleted after it: unlinking tens of gigabytes takes seconds.
+    """
+    victims = tuple(key for key in made.victims if not cache.is_pinned(key))
+    for key in victims:
         cache.evict(key)
+    return victims
 
 
 def dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str, ...]:

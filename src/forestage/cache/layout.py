@@ -10,6 +10,7 @@
     <root>/held/<handle>                         deleted, and held open, see held_open.py
     <root>/looks/<job>/                          looks at directories, see sources/agreement.py
     <root>/locks/{<key>.lock, space.lock}
+    <root>/locks/entries.sum                     the bytes of all entries, see entry_sum.py
     <root>/instances/<boot>.<run>                by whom the cache is used, see earlier.py
 
 A published entry is read without a lock: it appears by one rename and leaves by one.
@@ -21,13 +22,14 @@ import fcntl
 import io
 import os
 import stat
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from forestage import log
-from forestage.cache import held_open, known_disks
+from forestage.cache import entry_sum, held_open, known_disks
 from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.known_disks import CacheDisk
 from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id, chunk_count
@@ -135,6 +137,7 @@ class Cache:
         self.locks = root / "locks"
         self.instances = root / "instances"
         self.space_lock = self.locks / "space.lock"
+        self.entry_sum = self.locks / "entries.sum"
         self.claims = claims or self.locks
         self.known_disks = known_disks
 
@@ -318,7 +321,9 @@ class Cache:
 
         Nobody sees its file: what is not proven is not served, and a boot ends all redirects.
         """
+        size = self._bytes(key)
         self.entry_dir(key).rename(self.part_dir(key))
+        entry_sum.add_bytes(self.entry_sum, -size)
         (self.part_dir(key) / "entry.json").unlink(missing_ok=True)
 
     def read(self, key: str) -> Entry | None:
@@ -343,12 +348,17 @@ class Cache:
         length = chunk_count(entry.identity.size, entry.chunk or 1) * ENTRY_BYTES
         return found if len(found) == length else b""
 
-    def stored_entries(self) -> list[StoredEntry]:
-        """Everything below entries/, damaged ones too, in no order."""
+    def stored_entries(self, known: Iterable[StoredEntry] = ()) -> list[StoredEntry]:
+        """Everything below entries/, damaged ones too, in no order.
+
+        Of `known` ones that are still here nothing is read again, but for damaged ones: there may
+        be a new copy in the place of such a one.
+        """
+        whole = {one.key: one for one in known if one.entry is not None}
         found = []
         for directory in self.entries.iterdir():
             try:
-                found.append(self._stored(directory))
+                found.append(whole.get(directory.name) or self._stored(directory))
             except FileNotFoundError:  # evicted meanwhile
                 continue
         return found
@@ -361,10 +371,13 @@ class Cache:
             key=directory.name,
             bytes=tree_bytes(directory),
             used=(files.facts(directory / "used") or facts).st_mtime,
-            pinned=(directory / "pinned").exists(),
+            pinned=self.is_pinned(directory.name),
             entry=self.read(directory.name),
             user=_only(_users(directory / "used")),
         )
+
+    def is_pinned(self, key: str) -> bool:
+        return (self.entry_dir(key) / "pinned").exists()
 
     def publish(self, entry: Entry, user: int | None = None) -> None:
         """Turns the finished part into an entry. The caller holds the key's lock.
@@ -390,6 +403,7 @@ class Cache:
         # A damaged entry of the same key would be in the way of the rename.
         self.evict(entry.key)
         part.rename(self.entry_dir(entry.key))
+        entry_sum.add_bytes(self.entry_sum, self._bytes(entry.key))
         records.sync_directory(self.entries)
 
     def touch(self, key: str, now: float, user: int | None = None) -> None:
@@ -405,7 +419,16 @@ class Cache:
 
         Who has it open, or bound over a path, keeps reading it: unlinked files stay until closed.
         """
-        self.move_aside(self.entry_dir(key))
+        size = self._bytes(key)
+        if self.move_aside(self.entry_dir(key)) is not None:
+            entry_sum.add_bytes(self.entry_sum, -size)
+
+    def _bytes(self, key: str) -> int:
+        """Of an entry, for the sum, which is wrong by that much where a disk does not say it."""
+        try:
+            return tree_bytes(self.entry_dir(key))
+        except OSError:
+            return 0
 
     def delete_evicted(self, only: Path | None = None) -> None:
         """Deletes what was evicted, or the one directory, as far as it can; also what a crash left.

@@ -21,7 +21,7 @@ from forestage.admin.sweep import SweepReport
 from forestage.bind import redirect as redirects
 from forestage.bind import unmount
 from forestage.bind.unmount import Bind, Going, StillMounted
-from forestage.cache import disk, disk_errors, hot
+from forestage.cache import disk, disk_errors, entry_sum, hot
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
@@ -613,6 +613,16 @@ def test_use_of_before_the_clock_was_set_back_keeps_no_later_one_away(
     used = {one.key: one.used for one in site.node.cache.stored_entries()}
     assert used[early] == NOW + step
     assert used[late] > used[early]
+
+
+def test_sweep_corrects_the_sum_of_the_entries(site: Site) -> None:
+    cache = site.node.cache
+    site.publish(site.image("a.sqsh"))
+    wrong = entry_sum.EntrySum(boot_id(), bytes=1 << 40, counted=1)
+    cache.entry_sum.write_bytes(msgspec.json.encode(wrong))
+    swept(site)
+    (one,) = cache.stored_entries()
+    assert entry_sum.read_sum(cache.entry_sum) == one.bytes
 
 
 @pytest.mark.parametrize("step", [-40 * 86400.0, 40 * 86400.0])

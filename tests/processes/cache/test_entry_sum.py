@@ -1,0 +1,271 @@
+"""The sum of the entries: no hook reads them to learn it, and no wrong value does harm."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import msgspec
+import pytest
+
+from forestage.cache import entry_sum, evict
+from forestage.cache.entry_sum import EntrySum
+from forestage.cache.image import Image
+from forestage.cache.layout import Cache, Entry, StoredEntry
+from forestage.cache.lease import Leases
+from forestage.cache.part import boot_id
+from forestage.config import Config
+from forestage.system import lock
+from forestage.units import Amount
+
+Make = Callable[..., Image]
+Publish = Callable[[Image], Entry]
+
+MIB = 1 << 20
+ROOM_FOR_ALL = Config(
+    max_size=Amount(size=1 << 50), min_free=Amount(size=0), low_watermark=Amount(size=1 << 40)
+)
+
+
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others hold the cache's disk: by statvfs(2) alone it is above every watermark."""
+    full = evict.Room(0, 1 << 60, max_size=1, min_free=1, low=1, share=1)
+    monkeypatch.setattr(evict, "at_least", lambda _cache, _config: full)
+
+
+def total(cache: Cache) -> int:
+    return sum(one.bytes for one in cache.stored_entries())
+
+
+def known(cache: Cache) -> int | None:
+    return entry_sum.read_sum(cache.entry_sum)
+
+
+def set_sum(cache: Cache, total: int) -> None:
+    cache.entry_sum.write_bytes(msgspec.json.encode(EntrySum(boot_id(), total, 1)))
+
+
+def limited(low: int) -> Config:
+    return msgspec.structs.replace(
+        ROOM_FOR_ALL, low_watermark=Amount(size=low), max_size=Amount(size=low)
+    )
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many functions are called, in Python and in C: each system call is made by one."""
+    counted = 0
+
+    def count(_frame: FrameType, event: str, _arg: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    work()  # what is done only the first time
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return counted
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda cache, leases: evict.tidy(cache, leases, ROOM_FOR_ALL),
+        lambda cache, leases: evict.make_room(cache, leases, ROOM_FOR_ALL, "/lustre/b", MIB),
+    ],
+    ids=["epilog", "stager"],
+)
+def test_hook_on_a_disk_that_others_fill_does_the_same_for_10_and_1000_entries(
+    cache: Cache, leases: Leases, hook: Callable[[Cache, Leases], tuple[str, ...]]
+) -> None:
+    counts = []
+    for some in (10, 1000):
+        for number in range(some):
+            (cache.entries / f"{number:04}").mkdir(exist_ok=True)
+        evict.count_entries(cache)
+        counts.append(calls_of(lambda: hook(cache, leases)))
+    assert counts[0] == counts[1]
+    assert len(list(cache.entries.iterdir())) == 1000
+
+
+def test_sum_is_what_entries_take_while_they_come_and_go(
+    cache: Cache, publish: Publish, make_image: Make
+) -> None:
+    assert known(cache) is None
+    first = publish(make_image(inode=1))
+    evict.count_entries(cache)
+    assert known(cache) == total(cache) > 0
+    second = publish(make_image(inode=2, size=MIB))
+    assert known(cache) == total(cache)
+    publish(make_image(inode=1))  # in the place of the first one
+    assert known(cache) == total(cache)
+    cache.evict(second.key)
+    cache.evict(second.key)  # gone already
+    assert known(cache) == total(cache) > 0
+    cache.take_back(first.key)
+    assert known(cache) == total(cache) == 0
+
+
+@pytest.mark.usefixtures("filled")
+def test_sum_that_is_too_high_evicts_nothing_and_is_corrected(
+    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+) -> None:
+    publish(make_image())
+    for hook in (
+        lambda config: evict.tidy(cache, leases, config),
+        lambda config: evict.make_room(cache, leases, config, "/lustre/b", 0),
+    ):
+        set_sum(cache, 1 << 45)
+        assert hook(limited(total(cache) + MIB)) == ()
+        assert known(cache) == total(cache)
+
+
+@pytest.mark.usefixtures("filled")
+def test_sum_that_is_too_low_lets_no_disk_fill_and_is_corrected_by_a_count(
+    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+) -> None:
+    key = publish(make_image()).key
+    set_sum(cache, 0)
+    above = limited(total(cache) - 1)
+    assert evict.tidy(cache, leases, above) == ()
+    disk = os.statvfs(cache.root)
+    every_byte = Amount(size=disk.f_blocks * disk.f_frsize)
+    assert evict.tidy(cache, leases, msgspec.structs.replace(above, min_free=every_byte)) == (key,)
+    key = publish(make_image()).key
+    set_sum(cache, 0)
+    evict.count_entries(cache)  # as the sweep does
+    assert evict.tidy(cache, leases, above) == (key,)
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize(
+    "left",
+    [
+        b"",
+        b"\xff\0",
+        b'{"boot":',
+        msgspec.json.encode(EntrySum("another", 0, 1)),
+        msgspec.json.encode(EntrySum(boot_id(), 0, 0)),
+        msgspec.json.encode(EntrySum(boot_id(), -1, 1)),
+    ],
+)
+def test_sum_that_says_nothing_has_the_entries_read_and_counted(
+    cache: Cache, leases: Leases, publish: Publish, make_image: Make, left: bytes
+) -> None:
+    key = publish(make_image()).key
+    cache.entry_sum.write_bytes(left)
+    assert evict.tidy(cache, leases, limited(total(cache) + MIB)) == ()
+    assert known(cache) == total(cache)
+    cache.entry_sum.write_bytes(left)
+    assert evict.tidy(cache, leases, limited(1)) == (key,)
+
+
+def test_sum_that_cannot_be_kept_hinders_nothing(
+    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+) -> None:
+    cache.entry_sum.mkdir()
+    key = publish(make_image()).key
+    assert evict.tidy(cache, leases, limited(1)) == (key,)
+    cache.entry_sum.rmdir()
+    evict.count_entries(cache)
+    with lock.held(cache.entry_sum, 0):
+        assert publish(make_image()).key == key
+    assert known(cache) == 0
+
+
+@pytest.mark.parametrize("counted_before", [False, True])
+def test_entry_that_is_published_while_entries_are_counted_is_never_left_out(
+    cache: Cache,
+    publish: Publish,
+    make_image: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    counted_before: bool,
+) -> None:
+    publish(make_image(inode=1))
+    if counted_before:
+        evict.count_entries(cache)
+    listed = Cache.stored_entries
+    inodes = iter(range(2, 10))
+
+    def publishing(self: Cache, known: list[StoredEntry] | tuple[()] = ()) -> list[StoredEntry]:
+        publish(make_image(inode=next(inodes)))
+        found = listed(self, known)
+        publish(make_image(inode=next(inodes)))
+        return found
+
+    monkeypatch.setattr(Cache, "stored_entries", publishing)
+    evict.count_entries(cache)
+    monkeypatch.undo()
+    assert (known(cache) or 0) >= total(cache)
+
+
+def test_count_that_another_one_overtook_changes_nothing(cache: Cache) -> None:
+    early = entry_sum.begin_count(cache.entry_sum)
+    late = entry_sum.begin_count(cache.entry_sum)
+    entry_sum.end_count(cache.entry_sum, late, 100)
+    entry_sum.end_count(cache.entry_sum, early, 100)
+    assert known(cache) == 100
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda cache, leases: evict.tidy(cache, leases, limited(1)),
+        lambda cache, leases: evict.make_room(
+            cache, leases, limited(1 << 14), "/lustre/b", 1 << 14
+        ),
+        lambda cache, leases: evict.leave_room(cache, leases, limited(1), 1, 0, 60.0),
+        lambda cache, _leases: evict.count_entries(cache),
+    ],
+    ids=["epilog", "stager", "job-dir", "sweep"],
+)
+def test_entries_are_read_while_nobody_is_kept_waiting(
+    cache: Cache,
+    leases: Leases,
+    publish: Publish,
+    make_image: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    hook: Callable[[Cache, Leases], object],
+) -> None:
+    for inode in range(3):
+        publish(make_image(inode=inode))
+    read, free = Cache._stored, []
+
+    def looking(self: Cache, directory: Any) -> StoredEntry:
+        free.append(lock.is_free(self.space_lock))
+        return read(self, directory)
+
+    monkeypatch.setattr(Cache, "_stored", looking)
+    hook(cache, leases)
+    assert free == [True] * 3
+
+
+def test_entry_that_was_pinned_or_came_while_entries_were_read_counts_as_it_is_now(
+    cache: Cache,
+    leases: Leases,
+    publish: Publish,
+    make_image: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = [publish(make_image(inode=inode)).key for inode in range(3)]
+    listed = Cache.stored_entries
+
+    def changing(self: Cache, known: list[StoredEntry] | tuple[()] = ()) -> list[StoredEntry]:
+        found = listed(self, known)
+        if not known:
+            (cache.entry_dir(keys[0]) / "pinned").touch()
+            cache.evict(keys[1])
+            keys.append(publish(make_image(inode=3)).key)
+        return found
+
+    monkeypatch.setattr(Cache, "stored_entries", changing)
+    assert set(evict.tidy(cache, leases, limited(1))) == {keys[2], keys[3]}
+    assert [one.name for one in cache.entries.iterdir()] == [keys[0]]
