@@ -12,8 +12,9 @@ import functools
 import itertools
 import posixpath
 import re
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
@@ -30,16 +31,17 @@ _JOB = re.compile(rf"([0-9]{{1,10}}(?:_[0-9]{{1,10}}|\+[0-9]{{1,5}})?)(?:\.({_ST
 _IMAGE = re.compile(r"(?:^| )--container-image[= ](\S+)")
 _GROUP = re.compile(r"\[([0-9,-]+)\]")
 _PARTITION = re.compile(r"[\w.,-]{0,200}")
-_HOST = re.compile(r"[\w.-]{1,200}")
+_HOSTS = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Start:
-    """A job's first use of an image on a node. `at` is in seconds since 1970."""
+    """A job's first use of an image on some of its nodes. `at` is in seconds since 1970."""
 
+    __slots__ = ("at", "image", "nodes", "partition")  # a year has millions
     at: float
     partition: str
-    node: str
+    nodes: tuple[str, ...]
     image: str
 
     @property
@@ -50,24 +52,42 @@ class Start:
 
 @dataclass
 class Job:
-    """A job that has started. `uses` are its images on its nodes, each with the first time."""
+    """A job that has started. A node has an image in one of `starts` only."""
 
+    __slots__ = ("at", "is_batch", "nodes", "number", "partition", "starts")
     number: str
     at: float
     partition: str
     nodes: tuple[str, ...]
-    is_batch: bool = False
-    uses: dict[tuple[str, str], float] = field(default_factory=dict)
+    is_batch: bool
+    starts: list[Start]
 
-    def use(self, image: str, nodes: Iterable[str], at: float) -> None:
-        for node in nodes:
-            if len(self.uses) < MAX_IMAGES * len(self.nodes):
-                self.uses.setdefault((node, image), at)
 
-    @property
-    def starts(self) -> Iterator[Start]:
-        for (node, image), at in self.uses.items():
-            yield Start(at, self.partition, node, image)
+class _JobUses:
+    """What one job has used where: sets for all jobs would fill the memory."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._nodes = frozenset(job.nodes)
+        self._used: dict[str, set[str]] = {}
+        self._left = MAX_IMAGES * len(job.nodes)
+        for start in job.starts:
+            self._used.setdefault(start.image, set()).update(start.nodes)
+            self._left -= len(start.nodes)
+
+    def add(self, row: _Row) -> None:
+        """Note a row's images on those of its nodes that are the job's."""
+        own = row.nodes
+        if own != self.job.nodes:
+            own = tuple(node for node in own if node in self._nodes)
+        for image in row.images:
+            used = self._used.setdefault(image, set())
+            new = tuple(node for node in own if node not in used) if used else own
+            new = new[: self._left]
+            if new:
+                used.update(new)
+                self._left -= len(new)
+                self.job.starts.append(Start(row.at, self.job.partition, new, image))
 
 
 @dataclass
@@ -98,6 +118,7 @@ def sacct(since: str, until: str) -> list[str]:
 def read(lines: Iterable[bytes]) -> Accounting:
     """Reads rows as sacct prints them: a job's own before those of its steps."""
     found = Accounting()
+    uses: _JobUses | None = None
     for line in lines:
         text = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
         row = _row(text)
@@ -108,21 +129,18 @@ def read(lines: Iterable[bytes]) -> Accounting:
             if row.job in found.jobs:
                 found.dropped += 1
             else:
-                job = Job(row.job, row.at, row.partition, row.nodes)
+                job = Job(row.job, row.at, row.partition, row.nodes, is_batch=False, starts=[])
                 found.jobs[row.job] = job
-                _use(job, row)
+                uses = _JobUses(job)
+                uses.add(row)
         elif row.job in found.jobs:
             job = found.jobs[row.job]
             job.is_batch |= row.step == "batch"
             if row.step.isdigit():
-                _use(job, row)
+                if uses is None or uses.job is not job:
+                    uses = _JobUses(job)
+                uses.add(row)
     return found
-
-
-def _use(job: Job, row: _Row) -> None:
-    nodes = [node for node in row.nodes if node in job.nodes] if row.step else job.nodes
-    for image in row.images:
-        job.use(image, nodes, row.at)
 
 
 def _is_no_row(text: str) -> bool:
@@ -139,8 +157,8 @@ def _row(text: str) -> _Row | None:
     matched, at, hosts = _JOB.fullmatch(number), _seconds(start), expand(nodes)
     if not matched or at is None or not hosts or not _PARTITION.fullmatch(partition):
         return None
-    images = dict.fromkeys([*_of_line(line, directory), *_seen(comment)])
-    return _Row(matched[1], matched[2] or "", partition, at, hosts, tuple(images))
+    images = tuple(map(sys.intern, dict.fromkeys([*_of_line(line, directory), *_seen(comment)])))
+    return _Row(matched[1], matched[2] or "", sys.intern(partition), at, hosts, images)
 
 
 def _of_line(line: str, directory: str) -> list[str]:
@@ -183,7 +201,10 @@ def expand(text: str) -> tuple[str, ...]:
         hosts += ["".join(one) for one in itertools.product(*choices)]
         if len(hosts) > MAX_NODES:
             return ()
-    return tuple(hosts) if all(map(_HOST.fullmatch, hosts)) else ()
+    # One match for all of them: that is most of what a row of many nodes costs.
+    if not (_HOSTS.fullmatch("".join(hosts)) and all(0 < len(host) <= 200 for host in hosts)):
+        return ()
+    return tuple(map(sys.intern, dict.fromkeys(hosts)))
 
 
 def _numbers(text: str) -> list[str]:

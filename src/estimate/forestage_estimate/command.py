@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"forestage-estimate: {error} (run it where sacct works, or see --print-command)")
     if not accounting.jobs:
         sys.exit("forestage-estimate: no job has started then, or you may not see it (--since)")
-    paths = {image for job in accounting.jobs.values() for _, image in job.uses if image[0] == "/"}
+    every = (start for job in accounting.jobs.values() for start in job.starts)
+    paths = {start.image for start in every if start.is_path}
     sample = None if given.file else _sample(accounting, given.sample)
     files = look(sorted(paths), given.size)
     figures = estimate(accounting, files, given.cache, sample, given.cold_seconds_per_gib)
@@ -118,7 +119,7 @@ def _ask(command: Sequence[str]) -> Accounting:
 
 def _sample(accounting: Accounting, wanted: int) -> Sample | None:
     """Reads scripts of batch jobs whose rows name no image; None if Slurm keeps none."""
-    jobs = [job for job in accounting.jobs.values() if job.is_batch and not job.uses]
+    jobs = [job for job in accounting.jobs.values() if job.is_batch and not job.starts]
     scripts = nodes = with_image = 0
     for job in random.Random(0).sample(jobs, min(wanted, len(jobs))):  # the same each time
         script = _script(job.number)

@@ -117,12 +117,20 @@ def estimate(
     jobs = accounting.jobs.values()
     every = sorted((start for job in jobs for start in job.starts), key=lambda one: one.at)
     starts = [start for start in every if start.is_path]
-    unknown = sum(len(job.nodes) for job in jobs if not job.uses)
-    sums = [replay(starts, look, cache) for look in files]
-    chosen = _result(cache, sums)
+    seen, known = (sum(len(start.nodes) for start in some) for some in (every, starts))
+    images = {start.image for start in starts}
+    unknown = sum(len(job.nodes) for job in jobs if not job.starts)
+    sizes = sorted({*CURVE, cache})
+    replayed = [replay(starts, look, sizes) for look in files]
+    curve = [
+        _result(size, [by_size[number] for by_size in replayed])
+        for number, size in enumerate(sizes)
+    ]
+    sums = [by_size[sizes.index(cache)] for by_size in replayed]
+    chosen = curve[sizes.index(cache)]
     times = [job.at for job in jobs]
     sized = total(sums[0].values()).starts
-    unseen = _unseen(len(every), unknown, accounting, sample)
+    unseen = _unseen(seen, unknown, accounting, sample)
     hours = None
     if cold is not None:
         low, high = (bytes_ / GIB * cold / 3600 for bytes_ in (chosen.saved.low, chosen.saved.high))
@@ -132,20 +140,17 @@ def estimate(
         last=max(times, default=0),
         jobs=len(accounting.jobs),
         dropped=accounting.dropped,
-        known=len(starts),
-        registry=len(every) - len(starts),
+        known=known,
+        registry=seen - known,
         unknown=unknown,
         sized=sized,
-        images=len({start.image for start in starts}),
-        images_sized=len({start.image for start in starts} & files[0].keys()),
+        images=len(images),
+        images_sized=len(images & files[0].keys()),
         unseen=unseen,
-        most_unseen=unknown / (len(every) + unknown) if unknown else 0,
+        most_unseen=unknown / (seen + unknown) if unknown else 0,
         sample=sample,
         chosen=chosen,
-        curve=[
-            _result(size, [replay(starts, look, size) for look in files])
-            for size in sorted({*CURVE, cache})
-        ],
+        curve=curve,
         groups=_groups(sums),
         node_hours=hours,
     )
@@ -158,7 +163,7 @@ def _unseen(seen: int, unknown: int, accounting: Accounting, sample: Sample | No
     if sample is None or not sample.nodes:
         return None
     jobs = accounting.jobs.values()
-    batch = sum(len(job.nodes) for job in jobs if job.is_batch and not job.uses)
+    batch = sum(len(job.nodes) for job in jobs if job.is_batch and not job.starts)
     hidden = batch * sample.with_image / sample.nodes
     return hidden / (seen + hidden) if hidden else 0.0
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import time
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forestage_estimate.accounting import Start
 
+Version = tuple[str, bool]
 QUARTER = 900  # seconds of an hour; months begin at one of them everywhere
 
 
@@ -34,21 +36,23 @@ class Sum:
     saved: int = 0
     read: int = 0
 
-    def add(self, size: int, hit: bool) -> None:
-        self.starts += 1
-        self.hits += hit
-        self.saved += size * hit
-        self.read += size * (not hit)
+    def add(self, size: int, starts: int, hits: int) -> None:
+        """Add starts of an image of `size` bytes."""
+        self.starts += starts
+        self.hits += hits
+        self.saved += size * hits
+        self.read += size * (starts - hits)
 
 
 class Cache:
     """One node's: the least recently used goes first."""
 
-    def __init__(self, size: int) -> None:
-        self._size = self._free = size
-        self._sizes: OrderedDict[tuple[str, bool], int] = OrderedDict()
+    def __init__(self, size: int, held: Mapping[Version, int]) -> None:
+        self._size = size
+        self._sizes = OrderedDict(held)
+        self._free = size - sum(held.values())
 
-    def ask(self, key: tuple[str, bool], size: int) -> bool:
+    def ask(self, key: Version, size: int) -> bool:
         """Whether it is there; it is afterwards, if it can be."""
         if key in self._sizes:
             self._sizes.move_to_end(key)
@@ -63,25 +67,73 @@ class Cache:
         return False
 
 
-def version(start: Start, file: File) -> tuple[str, bool]:
+class NodeCaches:
+    """One node's caches of several sizes. Those that have evicted nothing yet hold the same."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes  # the smallest first
+        self._all = (1 << len(sizes)) - 1
+        self._own: list[Cache] = []  # of the first sizes
+        self._common: OrderedDict[Version, int] = OrderedDict()  # what all others hold
+        self._used = 0
+        self._last: tuple[Version, int] | None = None
+
+    def ask(self, key: Version, size: int) -> int:
+        """Return in which caches it is there, a bit for each; it is afterwards, if it can be."""
+        if self._last and self._last[0] == key:
+            return self._last[1]  # the most recently used: it stays, and evicts none
+        found = 0
+        held = self._common
+        if key in held:
+            held.move_to_end(key)
+            found = self._all >> len(self._own) << len(self._own)
+        elif len(self._own) < len(self._sizes):
+            older = (key[0], not key[1])
+            used = self._used - held.get(older, 0) + size
+            while len(self._own) < len(self._sizes) and self._sizes[len(self._own)] < used:
+                self._own.append(Cache(self._sizes[len(self._own)], held))
+            held.pop(older, None)
+            held[key] = size
+            self._used = used
+            if len(self._own) == len(self._sizes):
+                held.clear()
+        for number, cache in enumerate(self._own):
+            found |= cache.ask(key, size) << number
+        fits = bisect_left(self._sizes, size)
+        self._last = key, self._all >> fits << fits
+        return found
+
+
+def version(start: Start, file: File) -> Version:
     """An image, and whether it is the one that is there now: older ones cannot be told apart."""
     return start.image, start.at >= file.written
 
 
-def replay(starts: Iterable[Start], files: Mapping[str, File], size: int) -> dict[str, Sum]:
-    """What caches of `size` bytes would have done, by month and partition: `2026-11 gpu`.
+def replay(
+    starts: Iterable[Start], files: Mapping[str, File], sizes: Sequence[int]
+) -> list[dict[str, Sum]]:
+    """What caches of each of `sizes` bytes would have done, by month and partition: `2026-11 gpu`.
 
-    `starts` are in their order; those whose file is not known are left out.
+    `sizes` begin with the smallest. `starts` are in their order; those whose file is not known are
+    left out.
     """
-    caches: dict[str, Cache] = {}
-    sums: dict[str, Sum] = {}
+    caches: dict[str, NodeCaches] = {}
+    sums: list[dict[str, Sum]] = [{} for _ in sizes]
     for start in starts:
         file = files.get(start.image)
         if file is None:
             continue
-        cache = caches.setdefault(start.node, Cache(size))
-        hit = cache.ask(version(start, file), file.size)
-        sums.setdefault(_group(start), Sum()).add(file.size, hit)
+        key = version(start, file)
+        times: dict[int, int] = {}  # how many nodes had it in which caches
+        for node in start.nodes:
+            if node not in caches:
+                caches[node] = NodeCaches(sizes)
+            hits = caches[node].ask(key, file.size)
+            times[hits] = times.get(hits, 0) + 1
+        group = _group(start)
+        for number, by_group in enumerate(sums):
+            hit = sum(times[hits] for hits in times if hits >> number & 1)
+            by_group.setdefault(group, Sum()).add(file.size, len(start.nodes), hit)
     return sums
 
 

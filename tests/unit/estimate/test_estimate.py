@@ -34,7 +34,10 @@ def row(
 def images(found: Accounting) -> set[tuple[str, str, str]]:
     """(job, node, image) of each start."""
     jobs = found.jobs.values()
-    return {(job.number, start.node, start.image) for job in jobs for start in job.starts}
+    starts = [(job.number, start) for job in jobs for start in job.starts]
+    found = [(job, node, start.image) for job, start in starts for node in start.nodes]
+    assert len(set(found)) == len(found)
+    return set(found)
 
 
 LINES = {
@@ -148,6 +151,48 @@ def test_job_has_a_bounded_number_of_images() -> None:
     assert len(images(accounting.read([row("7"), *steps]))) == MAX_IMAGES
 
 
+NAMES = st.sampled_from(["n1", "n[1-3]", "n[2-4]", "n4", "n[1-4]"])
+IMAGES = st.sampled_from(["/a", "/b", "/c"])
+STEPS = st.lists(st.tuples(st.sampled_from("12"), NAMES, IMAGES), max_size=12)
+
+
+@given(st.tuples(NAMES, NAMES), STEPS)
+def test_job_uses_an_image_on_a_node_where_a_row_of_it_first_says_so(
+    jobs: tuple[str, str], steps: list[tuple[str, str, str]]
+) -> None:
+    """Also where rows of jobs are mixed, as they never are."""
+    rows = [row(str(number), nodes=nodes) for number, nodes in enumerate(jobs, 1)]
+    expected: dict[tuple[str, str, str], float] = {}
+    for at, (job, nodes, image) in enumerate(steps, AT):
+        rows.append(row(f"{job}.0", f"srun --container-image={image}", nodes=nodes, at=str(at)))
+        for node in accounting.expand(nodes):
+            if node in accounting.expand(jobs[int(job) - 1]):
+                expected.setdefault((job, node, image), at)
+    found = accounting.read(rows)
+    assert images(found) == expected.keys()
+    for number, job in found.jobs.items():
+        for start in job.starts:
+            assert {expected[number, node, start.image] for node in start.nodes} == {start.at}
+
+
+@pytest.mark.parametrize("count", [10, 1000])
+def test_job_is_one_start_and_no_list_of_its_nodes_is_searched(count: int) -> None:
+    """However many nodes it has: its rows are read in the time that they are long."""
+
+    class Nodes(tuple[str, ...]):
+        __slots__ = ()
+
+        def __contains__(self, node: object) -> bool:
+            raise AssertionError("searched")
+
+    names = accounting.expand(f"n[1-{count}]")
+    job = accounting.Job("7", AT, "gpu", Nodes(names), is_batch=False, starts=[])
+    uses = accounting._JobUses(job)
+    for nodes in (names, names[1:]):
+        uses.add(accounting._Row("7", "0", "gpu", AT, Nodes(nodes), ("/a",)))
+    assert [len(start.nodes) for start in job.starts] == [count]
+
+
 @given(st.lists(st.binary(max_size=80)))
 def test_any_bytes_are_read(lines: list[bytes]) -> None:
     accounting.read(lines)
@@ -167,27 +212,52 @@ def test_script_names_an_image_that_no_row_shows(script: str, named: bool) -> No
 
 
 def test_least_recently_used_image_makes_room() -> None:
-    cache = Cache(10)
+    cache = Cache(10, {})
     hits = [cache.ask((name, True), 4) for name in ("/a", "/b", "/a", "/c", "/a", "/b")]
     assert hits == [False, False, True, False, True, False]
 
 
+ASKED = st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=40)
+
+
+@given(ASKED, st.lists(st.integers(0, 12), min_size=6, max_size=6), st.sets(st.integers(1, 40)))
+def test_caches_of_several_sizes_have_the_hits_that_each_has_alone(
+    asked: list[tuple[str, bool]], bytes_: list[int], sizes: set[int]
+) -> None:
+    size_of = dict(zip("abcdef", bytes_, strict=True))
+    alone = [Cache(size, {}) for size in sorted(sizes)]
+    together = replay.NodeCaches(sorted(sizes))
+    for key in asked:
+        hits = [cache.ask(key, size_of[key[0]]) for cache in alone]
+        found = together.ask(key, size_of[key[0]])
+        assert [bool(found >> number & 1) for number in range(len(sizes))] == hits
+
+
+@pytest.mark.parametrize("sizes", [10, 1000])
+def test_caches_that_evict_nothing_are_one(sizes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = replay.NodeCaches(range(100, 100 + sizes))
+    monkeypatch.delattr(Cache, "ask")
+    found = [caches.ask((name, True), 40) for name in ("/a", "/b", "/a", "/a")]
+    assert found == [0, 0, (1 << sizes) - 1, (1 << sizes) - 1]
+
+
 def test_image_that_is_larger_than_the_cache_is_never_there_and_evicts_none() -> None:
-    cache = Cache(10)
+    cache = Cache(10, {})
     asked = [("/a", 4), ("/big", 11), ("/big", 11), ("/a", 4)]
     assert [cache.ask((name, True), size) for name, size in asked] == [False, False, False, True]
 
 
 def test_new_version_of_an_image_is_no_hit_and_takes_the_room_of_the_old_one() -> None:
-    starts = [Start(at, "gpu", "n1", "/a") for at in (10, 20, 30, 40)]
-    (sums,) = replay.replay(starts, {"/a": File(6, 25)}, 10).values()
+    starts = [Start(at, "gpu", ("n1",), "/a") for at in (10, 20, 30, 40)]
+    (by_group,) = replay.replay(starts, {"/a": File(6, 25)}, [10])
+    (sums,) = by_group.values()
     assert (sums.starts, sums.hits, sums.saved, sums.read) == (4, 2, 12, 12)
 
 
 def test_each_node_has_a_cache_of_its_own_and_each_partition_a_sum() -> None:
     where = [("x", "n1"), ("y", "n1"), ("x", "n2")]
-    starts = [Start(AT + n, partition, node, "/a") for n, (partition, node) in enumerate(where)]
-    sums = replay.replay(starts, {"/a": File(6, 0)}, 10)
+    starts = [Start(AT + n, partition, (node,), "/a") for n, (partition, node) in enumerate(where)]
+    (sums,) = replay.replay(starts, {"/a": File(6, 0)}, [10])
     assert [(name.split()[1], one.starts, one.hits) for name, one in sums.items()] == [
         ("x", 2, 0),
         ("y", 1, 1),
