@@ -289,7 +289,18 @@ def test_mount_point_is_for_all_whatever_the_umask_is(dirs: Dirs) -> None:
         assert dirs.prolog(7, "stage-dir=32M") == []
     finally:
         os.umask(before)
-    assert dirs.node.places.job_dir.parent.stat().st_mode & 0o777 == 0o755
+    point = dirs.node.places.job_dir
+    assert [one.stat().st_mode & 0o777 for one in (point.parent, point)] == [0o711, 0o755]
+
+
+def test_directory_of_the_mount_point_that_users_list_is_closed_to_lists(dirs: Dirs) -> None:
+    """Who lists it holds its lock, for which each look-up of the mount point may wait."""
+    point = dirs.node.places.job_dir
+    for one in (point.parent, point):  # as an earlier release made them
+        one.mkdir()
+        one.chmod(0o755)
+    assert dirs.prolog(7, "stage-dir=32M") == []
+    assert [one.stat().st_mode & 0o777 for one in (point.parent, point)] == [0o711, 0o755]
 
 
 # --- requeue, cancel, crash

@@ -37,7 +37,7 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
-from forestage.system import as_user, files, holder, lock, loop, mounts, records
+from forestage.system import as_user, files, folders, holder, lock, loop, mounts, records
 from forestage.units import format_size, is_number
 from forestage.views import hold, job_disk, job_ram
 
@@ -202,6 +202,8 @@ def _make_mount_point(target: Path) -> None:
             or facts.st_mode & others
         ):
             raise Declined("job-dir", f"{directory} is no directory of root's alone")
+    with contextlib.suppress(OSError):  # of a node whose root is read-only
+        folders.keep(target.parent, folders.PASSABLE)  # else who lists it holds up each task
 
 
 def _make_room(node: Node, job: Job, size: int, end: Deadline) -> None:
