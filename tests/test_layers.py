@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ FOLDERS = (
     *("views", "registry", "hooks", "prefetch", "admin", "check", "report", "cli"),
 )
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
+OF_CACHE = {"cache", "bind", "peers", "sources", "stage", "views", "hooks", "prefetch", "registry"}
+"""Folders that read and write what is in the cache, or below /run/forestage."""
 
 ALLOWED = {
     "subprocess": {"system.run"},
@@ -120,6 +123,25 @@ def imported(module: str) -> Iterator[str]:
             assert node.level == 0, f"{module}.py: a relative import"
             yield node.module or ""
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_no_file_of_ours_is_opened_in_a_way_that_waits_for_a_fifo() -> None:
+    """system/files.read and overwrite do not; in /proc and /sys there is none."""
+    waiting = {"read_text", "read_bytes", "write_text", "write_bytes"}
+    kernels = ("Path('/proc/", "Path(f'/proc/", "Path(CONNECTIONS,", "ahead")  # both in /sys
+    alone = {"views.serving", "views.through.keeper_process"}  # below an empty file system
+    for module in MODULES:
+        for node in ast.walk(tree(module)):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Attribute) and called.attr in waiting:
+                of = ast.unparse(called.value)
+                is_ours = module.split(".")[0] in OF_CACHE and not of.startswith(kernels)
+                assert not is_ours, f"{module}: {of}.{called.attr}"
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.BinOp) and not isinstance(node, ast.BinOp):
+                    flags = set(re.findall(r"\bO_(\w+)", ast.unparse(child)))
+                    if "WRONLY" in flags and module not in alone:
+                        assert flags & {"NONBLOCK", "EXCL"}, f"{module}: {ast.unparse(child)}"
 
 
 def test_folder_imports_only_from_itself_and_from_those_before_it() -> None:

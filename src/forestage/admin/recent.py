@@ -16,6 +16,7 @@ from forestage.events import Copied
 from forestage.paths import Places
 from forestage.slurm import loaded as companions
 from forestage.slurm.queue import Slurm
+from forestage.system import files
 from forestage.units import is_number
 
 LOOK = 4 * 1024 * 1024  # bytes at the end of the event log: some 10 000 starts
@@ -100,7 +101,7 @@ def _numbers(mark: Path) -> tuple[int, float]:
     """
     text = ""
     with contextlib.suppress(OSError):
-        text = mark.read_bytes()[:40].decode(errors="replace").strip()
+        text = files.read(mark)[:40].decode(errors="replace").strip()
     job, _, since = text.partition(" ")
     since = since.strip()
     return int(job) if is_number(job) else 0, float(since) if is_number(since) else 0.0

@@ -32,7 +32,7 @@ from forestage.bind.origins import Bind as Bind
 from forestage.cache.layout import Cache
 from forestage.clock import Deadline
 from forestage.errors import Failed
-from forestage.system import as_user, child, folders, lock, mounts
+from forestage.system import as_user, child, files, folders, lock, mounts
 from forestage.system.as_user import User
 
 TIMEOUT = 2.0  # seconds for one path, and for all of a hook's
@@ -114,7 +114,7 @@ def hung_lately(cache: Cache, bind: Bind, now: float) -> bool:
     file = _file(cache, bind)
     try:
         return (
-            file.read_bytes() == os.fsencode(bind.path)
+            files.read(file) == os.fsencode(bind.path)
             and abs(now - file.stat().st_mtime) < LEFT_TO_SWEEP
         )
     except OSError:
@@ -126,7 +126,7 @@ def _note(one: Going, hung: bool) -> None:
     file = _file(one.cache, one.bind)
     with contextlib.suppress(OSError):  # it only spares others the wait
         if hung or file.exists():
-            file.write_bytes(os.fsencode(one.bind.path) if hung else b"")
+            files.overwrite(file, os.fsencode(one.bind.path) if hung else b"")
 
 
 def forget(cache: Cache) -> None:

@@ -96,7 +96,7 @@ def _write(folder: Path, one: Held) -> None:
     """Not synced: after a power cut nothing is held."""
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-        _file(folder, one).write_bytes(msgspec.json.encode(one))
+        files.overwrite(_file(folder, one), msgspec.json.encode(one))
 
 
 def _file(folder: Path, one: Held) -> Path:

@@ -392,7 +392,7 @@ class Cache:
         records.write(part / "used", b"%d" % (user or 0))
         (part / "owner.json").unlink(missing_ok=True)
         (part / "waited").unlink(missing_ok=True)
-        (part / "boot").write_text(boot_id())
+        files.overwrite(part / "boot", boot_id().encode())
         os.utime(part / "boot", (entry.created, entry.created))  # when its bytes were last read
         records.sync(part / "image")
         with contextlib.suppress(FileNotFoundError):

@@ -135,7 +135,7 @@ class Leases:
         "" if they are unknown. `uid` None: whoever's job it is.
         """
         with contextlib.suppress(OSError):
-            text = os.fsdecode((self.directory / f"{job}.nodes").read_bytes())
+            text = os.fsdecode(files.read(self.directory / f"{job}.nodes"))
             listed, _, owner = text.partition("\n")
             if uid is None or owner.split()[:1] in ([], [str(uid)]):  # none: an earlier release's
                 return listed
@@ -201,7 +201,7 @@ class Leases:
         found = records.find(self.file(job), Earlier) or Earlier()
         hinted: tuple[bytes, ...] = ()
         with contextlib.suppress(OSError):
-            hinted = tuple(filter(None, self.hints(job).read_bytes().split(b"\n")))
+            hinted = tuple(filter(None, files.read(self.hints(job)).split(b"\n")))
         data = records.find(self.directory / f"{job}.data", Wanted)
         return Said(**msgspec.structs.asdict(found), hinted=hinted, data=data)
 

@@ -136,7 +136,7 @@ class Part:
     def note_peers(self, count: int) -> None:
         """Says how many bytes came from peers; nobody but people reads it."""
         with contextlib.suppress(OSError):  # a disk that others filled must not matter
-            self.peers.write_text(str(count))
+            files.overwrite(self.peers, b"%d" % count)
 
     def note_source_failed(self) -> None:
         """Says that nothing can be read here; the peer service tells the others."""

@@ -188,6 +188,7 @@ def note(
     """
     from forestage import config
     from forestage.system import records
+    from forestage.system.files import read
 
     files = [line for line in decided_by if line.startswith("file\t")]
     lines = [FIRST_LINE, *files, *by_slurm]
@@ -199,7 +200,7 @@ def note(
         lines.append(f"partition\t{name or ANY}\t{'leave' if leaves and not bind else 'stay'}")
     text = os.fsencode("".join(f"{line}\n" for line in lines))
     file = places.background
-    if files and not (file.exists() and file.read_bytes() == text):
+    if files and not (file.exists() and read(file) == text):
         records.write(file, text)
 
 
@@ -331,7 +332,8 @@ def _locked(mark: str) -> int | None:
 
 def _touch(path: str) -> None:
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        os.close(os.open(path, flags, 0o600))
     except OSError:  # the steps read the shared path
         return
 

@@ -257,7 +257,8 @@ def note_nodes(name: Name, environ: Mapping[str, str], run: str) -> None:
         if name == "prolog" and ("[" in listed or "," in listed):
             if os.path.exists(f"{run}/companion"):  # else no step asks
                 os.makedirs(f"{run}/leases", 0o700, exist_ok=True)  # noqa: PTH103 - pathlib is an import
-                fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+                fd = os.open(file, flags, 0o600)
                 os.write(fd, os.fsencode(f"{listed}\n{owner_of(environ)}"))
                 os.close(fd)
         elif name != "step" and os.path.exists(file):

@@ -22,7 +22,7 @@ from forestage.cache import digest
 from forestage.cache.layout import Cache, Entry, open_copy
 from forestage.cache.part import ENTRY_BYTES, boot_id, chunk_count
 from forestage.peers import origins
-from forestage.system import lock, records
+from forestage.system import files, lock, records
 
 POLL = 0.02  # seconds between two looks at the map of a copy, for all who wait for its chunks
 STEP = 1 << 20  # bytes read at a time for a digest that no map has
@@ -91,7 +91,7 @@ def read_map(cache: Cache, key: str) -> bytes:
     """The map of a copy under way, or of the entry that it has become; empty without either."""
     for directory in (cache.part_dir(key), cache.entry_dir(key)):
         with contextlib.suppress(FileNotFoundError):
-            return (directory / "map").read_bytes()
+            return files.read(directory / "map")
     return b""
 
 
@@ -100,7 +100,7 @@ def look(cache: Cache, key: str) -> Known:
     for directory, is_whole in ((cache.part_dir(key), False), (cache.entry_dir(key), True)):
         with contextlib.suppress(FileNotFoundError):
             # The map first: what is noted later of a chunk is true of this one as well.
-            digests = (directory / "map").read_bytes()
+            digests = files.read(directory / "map")
             noted = origins.read(directory)
             if noted is not None or (directory / "map").exists():
                 return Known(digests, noted, is_whole)
@@ -184,8 +184,9 @@ def _chunk(
     start = number * chunk
     size = min(chunk, image_size - start)
     try:
-        with (directory / "map").open("rb", buffering=0) as digests:
-            noted = os.pread(digests.fileno(), ENTRY_BYTES, number * ENTRY_BYTES)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with files.opened(directory / "map", flags) as digests:
+            noted = os.pread(digests, ENTRY_BYTES, number * ENTRY_BYTES)
         if not any(noted):
             return Pending(start, size) if is_copied else Absent()
         return Present(open_copy(directory / "image"), start, size, noted)

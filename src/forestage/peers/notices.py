@@ -9,6 +9,7 @@ believed as it is: a wrong one costs a copy, and no bytes.
 """
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,8 @@ from forestage.paths import Places
 from forestage.peers import origins, protocol
 from forestage.peers.auth import Prover
 from forestage.peers.connection import ChunkRefused, Connection, Limit
-from forestage.system import folders
+from forestage.system import files, folders
+from forestage.system.files import opened
 
 PATIENCE = 1.0  # seconds for one node
 AGAIN = 60.0  # seconds before the same one counts again: it comes back by others who are told
@@ -51,14 +53,15 @@ def note(places: Places, key: str, reader: str) -> None:
     before = read(places, key)
     many = len(before) >= READERS or (not before and len(list(places.wrong.iterdir())) >= KEYS)
     if reader not in before and not many:
-        with file.open("a") as lines:
-            lines.write(f"{reader}\n")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+        with opened(file, flags, 0o600) as fd:
+            os.write(fd, f"{reader}\n".encode())
 
 
 def read(places: Places, key: str) -> frozenset[str]:
     """Whose chunks of the key are wrong. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        return frozenset((places.wrong / key).read_text().split())
+        return frozenset(files.read(places.wrong / key).decode().split())
     return frozenset()
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from forestage.peers.peer_table import bits, sum_of
-from forestage.system import records
+from forestage.system import files, records
 
 NAME = "origins"
 
@@ -94,4 +94,4 @@ class Noted:
         by = {who: f"{its:x}" for who, its in self._by.items() if its}
         data = msgspec.json.encode(Origins(by, f"{self._outside:x}", compared))
         with contextlib.suppress(OSError):  # a disk that others filled must not matter
-            self._file.write_bytes(data)
+            files.overwrite(self._file, data)

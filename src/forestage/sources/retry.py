@@ -12,6 +12,7 @@ from pathlib import Path
 
 from forestage.cache.layout import Cache
 from forestage.errors import Declined
+from forestage.system import files
 from forestage.system.sha256 import sha256
 from forestage.units import format_duration
 
@@ -23,7 +24,7 @@ def note(cache: Cache, path: str, why: str, now: float) -> None:
     """Notes, at `now` (seconds since the epoch), why this directory has no copy. Best effort."""
     file = _file(cache, path)
     with contextlib.suppress(OSError):  # it only spares the file server some reads
-        file.write_bytes(os.fsencode(why))
+        files.overwrite(file, os.fsencode(why))
         os.utime(file, (now, now))
 
 
@@ -32,7 +33,7 @@ def must_be_due(cache: Cache, path: str, now: float) -> None:
     file = _file(cache, path)
     try:
         ago = abs(now - file.stat().st_mtime)
-        why = os.fsdecode(file.read_bytes())
+        why = os.fsdecode(files.read(file))
     except OSError:
         return
     if ago < AGAIN:

@@ -96,7 +96,7 @@ def digests(
     path: str = "",
 ) -> bytes:
     """What the map should say of these chunks of a copy, or all. Raises Unreadable, Truncated."""
-    fd = os.open(image, os.O_RDONLY)
+    fd = os.open(image, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     source = Content(fd, None, size, path or os.fspath(image))
     wanted = range(chunk_count(size, tuning.chunk)) if numbers is None else numbers
     own = threading.local()

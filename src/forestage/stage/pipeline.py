@@ -347,7 +347,7 @@ def _binds(task: Task) -> tuple[str, ...]:
     """What the image has its containers bind."""
     if task.image.kind != "image":
         return ()
-    with opened(task.part.image, os.O_RDONLY) as copy:
+    with opened(task.part.image, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as copy:
         return fstab.binds(copy, task.job.user)
 
 

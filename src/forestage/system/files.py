@@ -54,6 +54,23 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def read(path: Path) -> bytes:
+    """All bytes of a file of ours. No link is followed, no FIFO waited for. Raises OSError."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with naming(path), opened(path, flags) as fd, open(fd, "rb", closefd=False) as file:
+        return file.read() or b""  # None: of a FIFO that somebody holds open for writing
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """Writes a file of ours in its place, for what half of it, or nothing, may be left of.
+
+    No link is followed, no FIFO waited for. Raises OSError.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with naming(path), opened(path, flags, 0o600) as fd, open(fd, "wb", closefd=False) as file:
+        file.write(data)
+
+
 def facts(path: Path) -> os.stat_result | None:
     """What lstat(2) says; None where nothing is there. Raises OSError for any other reason."""
     try:

@@ -26,7 +26,7 @@ import msgspec
 
 from forestage import log
 from forestage.errors import Declined
-from forestage.system import child, lock
+from forestage.system import child, files, lock
 from forestage.units import printable
 
 START = 10.0  # seconds in which it leaves the hook
@@ -244,7 +244,8 @@ class Guests:
 
 def hold(place: int) -> int:
     """Locks `held` in the open directory, as long as this process lives; its pid is in there."""
-    held = os.open("held", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=place)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    held = os.open("held", flags, 0o600, dir_fd=place)
     fcntl.flock(held, fcntl.LOCK_EX)
     os.write(held, b"%d" % os.getpid())
     return held
@@ -256,7 +257,7 @@ def end(place: Path, patience: float) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ProcessLookupError, ValueError):
         if lock.is_free(held):
             return
-        os.kill(int(held.read_text()), signal.SIGTERM)
+        os.kill(int(files.read(held)), signal.SIGTERM)
     until = time.monotonic() + patience
     while not lock.is_free(held) and time.monotonic() < until:
         time.sleep(lock.POLL)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from forestage.system import libc
+from forestage.system import files, libc
 from forestage.system.files import naming, opened
 
 T = TypeVar("T")
@@ -37,9 +37,7 @@ def read(path: Path) -> bytes:
     No link is followed: none of our files is one.
     """
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        with opened(path, flags) as fd, open(fd, "rb", closefd=False) as file:
-            return file.read() or b""  # None: of a FIFO that somebody holds open for writing
+        return files.read(path)
     except OSError as error:
         if error.errno in _SPOILT:
             raise Damaged(f"{path}: {error.strerror}") from None
@@ -102,5 +100,5 @@ def sync_directory(path: Path) -> None:
 
 def sync(path: Path, flags: int = 0) -> None:
     """Makes a file's bytes durable. Raises OSError."""
-    with opened(path, os.O_RDONLY | flags) as fd:
+    with opened(path, os.O_RDONLY | os.O_NONBLOCK | flags) as fd:
         os.fsync(fd)

@@ -133,6 +133,22 @@ def test_published_entry_is_found_with_its_bytes(
     assert list(cache.parts.iterdir()) == []
 
 
+def test_fifo_in_a_part_ends_its_publishing_and_holds_it_up_no_longer(
+    cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = module.records.write
+
+    def beside(path: Path, data: bytes) -> None:
+        write(path, data)
+        if path.name == "used":
+            os.mkfifo(path.with_name("boot"))
+
+    monkeypatch.setattr(module.records, "write", beside)
+    with pytest.raises(OSError, match="boot"):
+        publish(make_image())
+    assert list(cache.entries.iterdir()) == []
+
+
 def test_other_bytes_or_other_rights_are_another_image(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:

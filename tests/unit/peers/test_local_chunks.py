@@ -160,6 +160,15 @@ def test_copy_is_live_while_its_key_is_locked_whatever_has_its_pid(cache: Cache)
     assert local_chunks.source_failed(cache, KEY)
 
 
+def test_fifo_in_a_maps_place_does_not_hold_the_service_up(cache: Cache) -> None:
+    copying(cache, None)
+    os.mkfifo(cache.part(KEY).map)
+    assert local_chunks.read_map(cache, KEY) == b""
+    assert local_chunks.look(cache, KEY).digests == b""
+    with pytest.raises(OSError, match="seek"):
+        local_chunks.find(cache, KEY, 0)
+
+
 def note_arrived(cache: Cache, *each: bool) -> None:
     cache.part_dir("k").mkdir(exist_ok=True)
     digests = (digest.UNKNOWN if one else digest.MISSING for one in each)

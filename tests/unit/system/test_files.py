@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import struct
@@ -10,7 +11,31 @@ from typing import Any
 
 import pytest
 
-from forestage.system import files, libc
+from forestage.system import files, libc, records
+
+
+def test_fifo_in_a_files_place_is_waited_for_neither_to_read_nor_to_write(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    assert files.read(fifo) == b""
+    with pytest.raises(OSError, match="fifo") as caught:
+        files.overwrite(fifo, b"new")
+    assert caught.value.errno == errno.ENXIO
+    with contextlib.suppress(OSError):  # what fsync(2) says of it
+        records.sync(fifo)
+
+
+def test_link_in_a_files_place_is_followed_neither_to_read_nor_to_write(tmp_path: Path) -> None:
+    own, victim = tmp_path / "own", tmp_path / "victim"
+    files.overwrite(victim, b"longer")
+    files.overwrite(victim, b"its")
+    own.symlink_to(victim)
+    for use in (lambda: files.overwrite(own, b""), lambda: files.read(own)):
+        with pytest.raises(OSError, match="own") as caught:
+            use()
+        assert caught.value.errno == errno.ELOOP
+    assert victim.read_bytes() == b"its"
+    assert victim.stat().st_mode & 0o777 == 0o600
 
 
 def test_link_that_takes_a_directorys_place_meanwhile_is_not_followed(

@@ -79,7 +79,8 @@ class Keeper:
         self.namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY)
         self.root = os.open("/", os.O_PATH | os.O_DIRECTORY)
         self.spot = os.open(spot, os.O_RDONLY | os.O_DIRECTORY)
-        self.state = os.open(spot / "state", os.O_WRONLY | os.O_CREAT, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        self.state = os.open(spot / "state", flags, 0o600)
         self._write_state()
         must_be_allowed(spot, self.uid)  # once more, now that those who start see each other
         self.guests = Guests(holder.listen(spot / "sock.new"), self._answer)
