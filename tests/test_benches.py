@@ -31,6 +31,16 @@ SMALL = {
         ["--files", "60", "--large", "0", "--rounds", "1", "--jobs", "2", "--nodes", "2"],
         f"dir_vs_rsync={RATIO} tree_vs_tar={RATIO} n2_src_bytes={RATIO} epoch_vs_shared={RATIO}",
     ),
+    "growth": (
+        ["100"],
+        " ".join(
+            f"{name}={RATIO}"
+            for name in (
+                *("hit", "cold", "epilog", "epilog_full", "cold_full"),
+                *("hit_mounts", "epilog_mounts", "hit_conf"),
+            )
+        ),
+    ),
     "hooks": (["2"], f"noimage={RATIO} hit={RATIO} epilog={RATIO}"),
     "job-submit": (["1"], f"plain={RATIO} hostile={RATIO}"),
     "peers": (

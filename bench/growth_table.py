@@ -1,0 +1,232 @@
+"""The table behind bench/growth: each curve at its smallest and its largest size.
+
+Hooks are whole processes with the environment that slurmd gives them, on a node below a temporary
+root, in a mount namespace of its own. Counted are their system calls and those of the stagers that
+they leave behind (strace -c -f): a count says the same on a busy machine. Its ratio may grow by
+half at most, or the bench fails: who reads all entries in a hook has thousands more. CPU times
+stand beside it, medians of several runs without strace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import busy
+import scale_table
+from scale_table import HOOK, NOBODY, PR_SET_CHILD_SUBREAPER
+
+from forestage.cache.node import Node
+from forestage.clock import Clock
+from forestage.config import load_settings
+from forestage.paths import Places
+
+FEW = 10  # of what grows
+RUNS = 5  # of which the median counts
+BOUND = 1.5
+DISK, HELD = 2048, 1200  # MiB of the cache's tmpfs, and of others' files where they hold it
+IMAGE_BYTES = 65_536
+# of strace's table: % time, seconds, µs a call, calls, errors
+TOTAL = re.compile(r"^\s*100\.00\s+\S+\s+(?:\S+\s+)?(\d+)\s+\d*\s*total$", re.MULTILINE)
+
+
+class Lab:
+    """A node whose hooks show copies by the companion; `job` is the next one's number."""
+
+    def __init__(self, root: Path, lines: int) -> None:
+        self.places = Places(root)
+        self.job = 0
+        for name in ("mnt/nvme", "run", "shared", "etc/forestage"):
+            (root / name).mkdir(parents=True)
+        for name in ("mnt/nvme", "run"):
+            options = f"size={DISK}m,nr_inodes=1m"
+            subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", root / name], check=True)
+        self.shared = root / "shared"
+        config = {"sources": [str(self.shared)], "cold": "wait", "redirect": "spank"}
+        # Others may hold more than this: room is what an Epilog makes sure of.
+        config |= {"max_size": "1500M", "min_free": "1%", "low_watermark": "30%", "unpack_ratio": 0}
+        (root / "etc/forestage/forestage.yaml").write_text(json.dumps(config))
+        self.slurm_conf = root / "slurm.conf"
+        partitions = (f"PartitionName=p{number} Nodes=n1" for number in range(lines))
+        self.slurm_conf.write_text("\n".join(["BatchStartTimeout=60", *partitions, ""]))
+        self.places.loaded.parent.mkdir(parents=True)
+        self.places.loaded.touch()
+        self.node = Node.of(load_settings(self.places.etc).config, self.places, Clock())
+        self.node.cache.prepare(require_mount=True)
+
+    def image(self) -> Path:
+        path = self.shared / os.urandom(8).hex()
+        length = IMAGE_BYTES.to_bytes(8, "little")
+        head = b"hsqs" + bytes(24) + b"\4\0\0\0" + bytes(8) + length
+        path.write_bytes(head + os.urandom(IMAGE_BYTES - len(head)))
+        os.chown(path, NOBODY.uid, NOBODY.gid)
+        return path
+
+    def argv(self, hook: str) -> list[str]:
+        return [sys.executable, "-I", "-c", HOOK, hook, str(self.places.root)]
+
+    def environ(self, image: Path | None) -> dict[str, str]:
+        facts = {
+            "SLURM_CONF": str(self.slurm_conf),
+            "SLURM_JOB_ID": str(self.job),
+            "SLURM_JOB_UID": str(NOBODY.uid),
+            "SLURM_JOB_GID": str(NOBODY.gid),
+            "SLURM_JOB_USER": NOBODY.name,
+            "SLURM_JOB_PARTITION": "p0",
+            "SLURM_JOB_WORK_DIR": "/",
+            "SLURMD_NODENAME": "n1",
+        }
+        if image:
+            facts["SPANK__SLURM_SPANK_OPTION_pyxis_container_image"] = str(image)
+        return facts
+
+    def run(self, hook: str, image: Path | None) -> float:
+        """Runs a hook, and waits for the stagers that it leaves; returns their CPU milliseconds."""
+        before = _spent()
+        self._wait(self.argv(hook), image)
+        return _spent() - before
+
+    def count(self, hook: str, image: Path | None) -> int:
+        """Runs a hook; returns how many system calls it and its stagers made."""
+        file = self.places.root / "calls"
+        strace = ["strace", "--quiet=all", "-f", "-c", "-o", str(file)]
+        self._wait([*strace, *self.argv(hook)], image)
+        total = re.search(
+            r"^\s*100\.00\s+\S+\s+(?:\S+\s+)?(\d+)\s+\d*\s*total$", file.read_text(), re.M
+        )
+        if total is None:
+            raise SystemExit(f"bench/growth: strace says\n{file.read_text()}")
+        return int(total[1])
+
+    def _wait(self, argv: list[str], image: Path | None) -> None:
+        hook = subprocess.Popen(argv, env=self.environ(image), stderr=subprocess.DEVNULL)
+        if hook.wait():
+            raise SystemExit(f"bench/growth: {argv[-2]} failed")
+        scale_table.reap()
+
+
+def _spent() -> float:
+    """CPU milliseconds of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (used.ru_utime + used.ru_stime) * 1000
+
+
+@contextlib.contextmanager
+def lab(lines: int = 1) -> Iterator[Lab]:
+    with tempfile.TemporaryDirectory(prefix="forestage-bench-", dir="/var/tmp") as folder:
+        os.chmod(folder, 0o755)
+        try:
+            made = Lab(Path(folder), lines)
+            yield made
+        finally:
+            for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+                point = line.split()[4]
+                if point.startswith(f"{folder}/"):
+                    subprocess.run(["umount", "-l", point], check=True)
+
+
+Curve = Callable[[Lab, Callable[[str, Path | None], float]], float]
+"""One case: what a hook costs on a node, by what `measure` says of its run."""
+
+
+def hit(node: Lab, measure: Callable[[str, Path | None], float]) -> float:
+    image = node.image()
+    node.job += 1
+    node.run("prolog", image)
+    node.job += 1
+    return measure("prolog", image)
+
+
+def cold(node: Lab, measure: Callable[[str, Path | None], float]) -> float:
+    node.job += 1
+    return measure("prolog", node.image())
+
+
+def end(node: Lab, measure: Callable[[str, Path | None], float]) -> float:
+    node.job += 1
+    image = node.image()
+    node.run("prolog", image)
+    return measure("epilog", image)
+
+
+def measured(node: Lab, curve: Curve) -> tuple[int, float]:
+    """System calls, and the median of CPU milliseconds; what is first is not counted."""
+    curve(node, node.run)
+    calls = round(curve(node, node.count))
+    return calls, statistics.median(curve(node, node.run) for _ in range(RUNS))
+
+
+def of_entries(count: int, curve: Curve) -> tuple[int, float]:
+    with lab() as node:
+        scale_table.fill(node.node.cache, count)
+        return measured(node, curve)
+
+
+def of_full_disk(count: int, curve: Curve) -> tuple[int, float]:
+    """Others hold more than the low watermark."""
+    with lab() as node:
+        scale_table.fill(node.node.cache, count)
+        with (node.places.root / "mnt/nvme/others").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, HELD << 20)
+        return measured(node, curve)
+
+
+def of_mounts(count: int, curve: Curve) -> tuple[int, float]:
+    with lab() as node:
+        for number in range(count):
+            point = node.places.root / f"mounts/{number}"
+            point.mkdir(parents=True)
+            ctypes.CDLL(None).mount(b"none", os.fsencode(point), b"tmpfs", 0, b"size=4k")
+        return measured(node, curve)
+
+
+def of_slurm_conf(count: int, curve: Curve) -> tuple[int, float]:
+    with lab(lines=count) as node:
+        return measured(node, curve)
+
+
+CURVES: dict[str, tuple[str, Callable[[int, Curve], tuple[int, float]], Curve]] = {
+    "hit": ("entries", of_entries, hit),
+    "cold": ("entries", of_entries, cold),
+    "epilog": ("entries", of_entries, end),
+    "epilog_full": ("entries, others hold the disk", of_full_disk, end),
+    "cold_full": ("entries, others hold the disk", of_full_disk, cold),
+    "hit_mounts": ("mounts", of_mounts, hit),
+    "epilog_mounts": ("mounts", of_mounts, end),
+    "hit_conf": ("lines of slurm.conf", of_slurm_conf, hit),
+}
+
+
+def main() -> None:
+    options = busy.Bench("growth", __doc__, "4 minutes")
+    options.add_argument("most", nargs="?", type=int, default=10_000, help="of what grows")
+    given, load = options.begin(), busy.Load()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ratios = {}
+    print(f"| hook, by | {FEW}: calls | ms | {given.most}: calls | ms | calls x | ms x |")
+    print("|:--" + "|--:" * 6 + "|")
+    for name, (by, size, curve) in CURVES.items():
+        few, most = size(FEW, curve), size(given.most, curve)
+        ratios[name] = most[0] / few[0]
+        print(
+            f"| {name.split('_')[0]}, {by} | {few[0]} | {few[1]:.0f} | {most[0]} | {most[1]:.0f}"
+            f" | {ratios[name]:.2f} | {most[1] / few[1]:.2f} |",
+            flush=True,
+        )
+    print(load.last(" ".join(f"{name}={ratio:.2f}" for name, ratio in ratios.items())))
+    if max(ratios.values()) > BOUND:
+        raise SystemExit(f"bench/growth: a hook makes more than {BOUND} times the calls")
+
+
+if __name__ == "__main__":
+    main()
