@@ -8,6 +8,7 @@ import fcntl
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -28,6 +29,9 @@ from parking import Park, with_fuse
 pytest_plugins = ["flaky"]
 
 LONGEST = 3 * 3600  # seconds for a test that is known to take its time
+
+# Also beneath nohup(1): what it ignores our commands leave ignored, and tests see to both.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 os.umask(0o022)  # whatever whoever runs the tests has; what it must not matter to sets its own
 

@@ -66,6 +66,6 @@ def test_step_asks_the_nodes_that_slurm_named_to_the_prolog(
     give(peer, node, path, data())
     node.places.run.mkdir(parents=True, exist_ok=True)
     node.places.loaded.touch()
-    named = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
+    named = node.environ(1, path) | {"SLURM_JOB_NODELIST": "n[1-2]"}
     note_nodes("prolog", named, str(node.places.run))
     assert run(node, of_step(node, path)).from_peers > 0

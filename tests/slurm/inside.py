@@ -165,6 +165,7 @@ def write_files(spec: ClusterSpec) -> None:
     add_users()
     for directory in ("/etc/forestage", "/var/spool/slurmctld", "/var/spool/slurmd", "/mnt/nvme"):
         Path(directory).mkdir(parents=True, exist_ok=True)
+    Path("/etc/forestage").chmod(0o711)  # as the package has it where hooks run
     prepare_munge()
     if spec.net:
         bind(Path("/run/munge"), Path(SLURM_MUNGE))
