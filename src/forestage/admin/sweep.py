@@ -275,6 +275,7 @@ class _Sweep:
             self.tried(node.cache.drop_unfinished, node.clock.wall())
             self.tried(node.cache.correct_uses, node.clock.wall())
             self.tried(held_open.gather, node.cache.held)
+            self.tried(hot.correct_names, node.cache)
             self.tried(preload, node)
         job_dirs = (*done.job_dirs, *job_dirs)
         return msgspec.structs.replace(done, parts=parts, job_dirs=job_dirs, evicted=evicted)

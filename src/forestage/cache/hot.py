@@ -4,22 +4,30 @@ The copy of the image that supersedes it begins with them (stage/chunks): its la
 same. So does its own copy, if it is resumed. With `preload` the sweep has the page cache hold them
 after a boot. A job that unpacks the image reads all of it, which says nothing: such a map is not
 kept.
+
+Below the cache's hot/ a file for each path, by its hash, names the images of that path that had a
+map last: so a copy need not read all entries for one. It is a hint, checked against entry.json.
+Without it a copy begins with the first byte; evicting leaves it, and the sweep corrects it.
 """
 
 import contextlib
 import os
+from pathlib import Path
 
 import msgspec
 
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, open_copy
 from forestage.cache.part import HOT_PIECE, chunk_count
-from forestage.system import records
+from forestage.system import files, records
+from forestage.system.sha256 import sha256
 
 WINDOW = 60.0  # seconds from the first read on
 MOST = 0.25  # of the image's pieces: more are no hot spots
 AHEAD = 128 * 1024  # bytes; what is asked for at once beyond the disk's own window is cut off
 ALIKE = 0.3  # of its size, by which a superseding image may differ
+NAMED = 4  # images of one path: the last may be a copy that never ends
+KEY = 32  # characters of an image's key
 
 
 def keep(cache: Cache, image: Image, pieces: set[int]) -> None:
@@ -31,6 +39,7 @@ def keep(cache: Cache, image: Image, pieces: set[int]) -> None:
     for directory in (cache.entry_dir, cache.part_dir, cache.entry_dir):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             records.write(directory(image.key) / "hot", data)
+            _name(cache, image.path, image.key)
             return
 
 
@@ -43,16 +52,64 @@ def inherit(cache: Cache, image: Image) -> None:
     if part.hot.exists():  # of this very image, from a copy that goes on
         return
     old = [
-        one.entry
-        for one in cache.stored_entries()
-        if one.entry is not None
-        and one.entry.identity.path == image.path
-        and abs(one.entry.identity.size - image.size) <= ALIKE * image.size
+        entry
+        for entry in map(cache.read, _named(_index(cache, image.path)))
+        if entry is not None
+        and entry.identity.path == image.path
+        and abs(entry.identity.size - image.size) <= ALIKE * image.size
     ]
     for entry in sorted(old, key=lambda one: one.created, reverse=True):
         with contextlib.suppress(FileNotFoundError, records.Damaged):
             records.write(part.hot, records.read(cache.entry_dir(entry.key) / "hot"))
             return
+
+
+def name_entry(cache: Cache, image: Image) -> None:
+    """Has the next version's copy find this entry's map, if it has one. Raises OSError."""
+    if files.facts(cache.entry_dir(image.key) / "hot"):
+        _name(cache, image.path, image.key)
+
+
+def correct_names(cache: Cache) -> None:
+    """Drops names of images that are gone, and names those that have a map and no name.
+
+    For the sweep: it looks at each entry. Raises OSError.
+    """
+    folder = cache.hot_names
+    for file in folder.iterdir() if folder.is_dir() else ():
+        keys = _named(file)
+        if not any(
+            files.facts(at(key)) for key in keys for at in (cache.entry_dir, cache.part_dir)
+        ):
+            with contextlib.suppress(OSError):  # something else by that name
+                file.unlink(missing_ok=True)
+    mapped = [one.name for one in cache.entries.iterdir() if files.facts(one / "hot")]
+    entries = [entry for entry in map(cache.read, mapped) if entry is not None]
+    newest = {one.identity.path: one.key for one in sorted(entries, key=lambda one: one.created)}
+    for path, key in newest.items():
+        if not _named(_index(cache, path)):
+            _name(cache, path, key)
+
+
+def _index(cache: Cache, path: str) -> Path:
+    return cache.hot_names / sha256(os.fsencode(path))[:32]
+
+
+def _named(index: Path) -> list[str]:
+    """The keys in it; what is none was never written so."""
+    found = records.find(index, list[str]) or []
+    return [key for key in found[:NAMED] if len(key) == KEY and key.isalnum()]
+
+
+def _name(cache: Cache, path: str, key: str) -> None:
+    """Puts the key first. Two at once: one of them is not named, until the sweep at the latest."""
+    index = _index(cache, path)
+    before = _named(index)
+    if before[:1] == [key]:
+        return
+    index.parent.mkdir(mode=0o700, exist_ok=True)
+    keys = [key, *(one for one in before if one != key)]
+    records.write(index, msgspec.json.encode(keys[:NAMED]))
 
 
 def preload(cache: Cache, key: str) -> None:

@@ -8,6 +8,7 @@
     <root>/jobs/<job>.<restart>/                 a job's own directory, see views/job_dir.py
     <root>/evicted/{<key>,<job>.<restart>}.<n>   evicted, soon deleted
     <root>/held/<handle>                         deleted, and held open, see held_open.py
+    <root>/hot/<hash of a path>                  which of its images had a hot map, see hot.py
     <root>/looks/<job>/                          looks at directories, see sources/agreement.py
     <root>/locks/{<key>.lock, space.lock}
     <root>/locks/entries.sum                     the bytes of all entries, see entry_sum.py
@@ -133,6 +134,7 @@ class Cache:
         self.jobs = root / "jobs"
         self.looks = root / "looks"
         self.evicted = root / "evicted"
+        self.hot_names = root / "hot"
         self.held = root / "held"
         self.locks = root / "locks"
         self.instances = root / "instances"

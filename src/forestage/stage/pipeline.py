@@ -99,6 +99,8 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
         )  # what comes now is new
         task.node.cache.publish(_entry(task, figures, _binds(task)), task.job.user.uid)
     trace.point("published")
+    with contextlib.suppress(OSError):  # only a matter of the next version's speed
+        hot.name_entry(task.node.cache, task.image)
 
 
 def claim(task: Task) -> Owner:

@@ -389,6 +389,15 @@ def test_only_what_an_earlier_boot_wrote_is_verified_and_only_once(site: Site) -
     assert swept(site).verified == ()
 
 
+def test_sweep_names_an_image_whose_first_reads_are_known(site: Site) -> None:
+    cache = site.node.cache
+    key = site.publish(site.image("a.sqsh"))
+    (cache.entry_dir(key) / "hot").write_bytes(b"[0]")  # as an earlier release left it
+    swept(site)
+    (index,) = cache.hot_names.iterdir()
+    assert msgspec.json.decode(index.read_bytes()) == [key]
+
+
 @pytest.fixture
 def preloaded(site: Site, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys whose hot pieces are read ahead."""

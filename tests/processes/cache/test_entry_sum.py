@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import msgspec
 import pytest
 
+from fixtures import calls_of
 from forestage.cache import entry_sum, evict
 from forestage.cache.entry_sum import EntrySum
 from forestage.cache.image import Image
@@ -53,24 +52,6 @@ def limited(low: int) -> Config:
     return msgspec.structs.replace(
         ROOM_FOR_ALL, low_watermark=Amount(size=low), max_size=Amount(size=low)
     )
-
-
-def calls_of(work: Callable[[], object]) -> int:
-    """How many functions are called, in Python and in C: each system call is made by one."""
-    counted = 0
-
-    def count(_frame: FrameType, event: str, _arg: Any) -> None:
-        nonlocal counted
-        counted += event in ("call", "c_call")
-
-    work()  # what is done only the first time
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return counted
 
 
 @pytest.mark.usefixtures("filled")

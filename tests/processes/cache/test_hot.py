@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fixtures import calls_of
 from forestage.cache import hot
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
@@ -72,6 +73,95 @@ def test_image_of_another_path_or_size_takes_no_map_over(
     cache.part(other.key).directory.mkdir(parents=True)
     hot.inherit(cache, other)
     assert cache.part(other.key).hot_chunks(HOT_PIECE) == []
+
+
+def test_copy_finds_the_map_by_the_same_calls_among_10_and_1000_entries(cache: Cache) -> None:
+    hot.keep(cache, OLD, {3})
+    part, counts = cache.part(NEW.key), []
+
+    def inherit() -> None:
+        part.hot.unlink(missing_ok=True)
+        hot.inherit(cache, NEW)
+
+    for some in (10, 1000):
+        for number in range(some):
+            (cache.entries / f"{number:04}").mkdir(exist_ok=True)
+        counts.append(calls_of(inherit))
+        assert part.hot_chunks(HOT_PIECE) == [3]
+    assert counts[0] == counts[1]
+
+
+def test_map_that_a_copy_took_over_is_found_once_its_first_image_is_gone(cache: Cache) -> None:
+    hot.keep(cache, OLD, {3})
+    hot.inherit(cache, NEW)
+    cache.part_dir(NEW.key).rename(cache.entry_dir(NEW.key))
+    entry = Entry(NEW.key, NEW.identity, NEW.access, 2.0, "chunks")
+    (cache.entry_dir(NEW.key) / "entry.json").write_bytes(msgspec.json.encode(entry))
+    with cache.image(NEW.key).open("wb") as file:
+        file.truncate(SIZE)
+    hot.name_entry(cache, NEW)
+    cache.evict(OLD.key)
+    third = Image(msgspec.structs.replace(NEW.identity, inode=3), NEW.access)
+    cache.part(third.key).directory.mkdir(parents=True)
+    hot.inherit(cache, third)
+    assert cache.part(third.key).hot_chunks(HOT_PIECE) == [3]
+
+
+def test_more_images_of_a_path_than_are_named_leave_the_last_ones(cache: Cache) -> None:
+    images = [Image(msgspec.structs.replace(OLD.identity, inode=n), OLD.access) for n in range(9)]
+    for number, image in enumerate(images):
+        if image.key != OLD.key:
+            stored(cache, image, 2.0 + number)
+        hot.keep(cache, image, {number})
+    hot.inherit(cache, NEW)
+    assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [8]
+    (index,) = cache.hot_names.iterdir()
+    assert len(msgspec.json.decode(index.read_bytes())) == hot.NAMED
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        b"",
+        b"[1]",
+        b'["", "..", "../../etc", "\\u0000"]',
+        msgspec.json.encode(["0" * hot.KEY, "x" * 5000]),
+        msgspec.json.encode([NEW.key]),
+    ],
+)
+def test_index_that_is_wrong_gives_no_map_and_the_sweep_corrects_it(
+    cache: Cache, left: bytes
+) -> None:
+    hot.keep(cache, OLD, {3})
+    (index,) = cache.hot_names.iterdir()
+    index.write_bytes(left)
+    hot.inherit(cache, NEW)
+    assert not cache.part(NEW.key).hot.exists()
+    cache.drop_part(NEW.key)
+    hot.correct_names(cache)
+    cache.part(NEW.key).directory.mkdir()
+    hot.inherit(cache, NEW)
+    assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [3]
+
+
+def test_index_that_names_another_paths_image_gives_no_map(cache: Cache) -> None:
+    other = Image(msgspec.structs.replace(OLD.identity, path="/lustre/b"), OLD.access)
+    stored(cache, other, 2.0)
+    hot.keep(cache, OLD, {3})
+    (index,) = cache.hot_names.iterdir()
+    hot.keep(cache, other, {4})
+    index.write_bytes(msgspec.json.encode([other.key]))
+    hot.inherit(cache, NEW)
+    assert not cache.part(NEW.key).hot.exists()
+
+
+def test_sweep_drops_names_of_images_that_are_gone(cache: Cache) -> None:
+    hot.keep(cache, OLD, {3})
+    hot.correct_names(cache)
+    assert len(list(cache.hot_names.iterdir())) == 1
+    cache.evict(OLD.key)
+    hot.correct_names(cache)
+    assert list(cache.hot_names.iterdir()) == []
 
 
 def test_copy_that_goes_on_keeps_its_own_map(cache: Cache) -> None:

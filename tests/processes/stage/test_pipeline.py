@@ -115,6 +115,23 @@ def after_copy(task: Task, monkeypatch: Patch) -> AfterCopy:
     return adding
 
 
+def test_copy_that_took_a_map_over_is_named_for_the_next_one(
+    task: Task, after_copy: AfterCopy
+) -> None:
+    cache = task.node.cache
+    run(task)
+    assert not cache.hot_names.exists()
+    cache.evict(task.key)
+
+    def take_over() -> None:
+        task.part.hot.write_bytes(b"[0]")
+
+    after_copy(take_over)
+    run(task)
+    (index,) = cache.hot_names.iterdir()
+    assert msgspec.json.decode(index.read_bytes()) == [task.key]
+
+
 def test_entry_has_the_bytes_their_map_and_their_digest(task: Task) -> None:
     cache = task.node.cache
     run(task)
