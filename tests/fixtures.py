@@ -104,7 +104,7 @@ def look(shared: Path, me: User) -> Callable[[Path], OpenImage]:
     """Opens an image as a hook does before it stages it."""
 
     def looking(path: Path) -> OpenImage:
-        found, fd = opening.open_file(str(path), me, [str(shared)], [], PATIENCE)
+        found, fd = opening.open_file(str(path), me, [str(shared)], None, PATIENCE)
         assert fd is not None
         return OpenImage(image.judge(found, None), me, fd)
 

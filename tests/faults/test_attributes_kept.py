@@ -192,7 +192,7 @@ def test_file_changed_by_another_client_is_another_image(
 
 @contextlib.contextmanager
 def look(path: str) -> Iterator[source.OpenImage]:
-    found, fd = opening.open_file(path, ALICE, ["/"], (), 10.0)
+    found, fd = opening.open_file(path, ALICE, ["/"], None, 10.0)
     assert found.image is not None
     assert fd is not None
     with contextlib.closing(source.OpenImage(found.image, ALICE, fd)) as opened:

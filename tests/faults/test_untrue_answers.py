@@ -65,7 +65,7 @@ class Copier:
 
     def _image(self, name: str) -> Copied:
         path = str(self.far.point / name)
-        facts, fd = opening.open_file(path, ALICE, ["/"], (), 60.0)
+        facts, fd = opening.open_file(path, ALICE, ["/"], None, 60.0)
         if facts.image is None or fd is None:
             return Copied(Message("failed", "missing"))
         opened = OpenImage(facts.image, ALICE, fd)

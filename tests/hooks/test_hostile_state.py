@@ -72,7 +72,7 @@ IN_PART = ("owner.json", "image", "map", "spare", "peers", "source-failed", "")
 def put(node: Node, name: str) -> Image:
     """An image on the shared file system, as a look sees it."""
     path = node.put(f"alice/{name}", content(sum(name.encode())))
-    found, fd = opening.open_file(str(path), ALICE, [str(node.shared)], [], 10.0)
+    found, fd = opening.open_file(str(path), ALICE, [str(node.shared)], None, 10.0)
     assert fd is not None
     os.close(fd)
     return image.judge(found, None)

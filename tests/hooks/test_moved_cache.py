@@ -220,11 +220,11 @@ def test_two_caches_that_note_where_they_lie_at_once_lose_nothing(
     def begins() -> None:
         if not begun:
             begun.append(1)
-            origins.note_origin(second)
+            origins.note_origin(second, mounts.current())
 
     before(origins.lock, "held", begins)
     node.places.claims.mkdir(parents=True)
-    origins.note_origin(first)
+    origins.note_origin(first, mounts.current())
     looked = origins.find_origins(Cache(node.nvme / "third", node.places.claims))
     assert {one.root for one in looked} >= {first.real, second.real}
 

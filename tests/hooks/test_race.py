@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from forestage.bind import redirect
 from forestage.cache import evict
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
-from forestage.sources import opening
 from forestage.stage import wait
 from forestage.system import mounts
 from node import BOB, HANGS, Arrange, Node, Ran, content
@@ -253,17 +252,17 @@ def test_redirect_unmounted_while_the_next_job_looks_costs_that_job_nothing(
 ) -> None:
     """The look has opened the copy, and then the mount table no longer tells that it is one."""
     path = node.staged(1)
-    real = opening._ours
+    real = mounts.current
 
-    def after_its_end(caches: Sequence[mounts.Origin]) -> list[mounts.Mount]:
-        if node.binds():  # in the look's own process, which acts as the user just now
-            user = os.geteuid()
+    def after_its_end() -> list[mounts.Mount]:
+        if user := os.geteuid():  # in the look's own process, which acts as the user just now
             os.seteuid(0)
-            mounts.umount(str(path))
+            if any(mount.point == str(path) for mount in real()):
+                mounts.umount(str(path))
             os.seteuid(user)
-        return real(caches)
+        return real()
 
-    monkeypatch.setattr(opening, "_ours", after_its_end)
+    monkeypatch.setattr(mounts, "current", after_its_end)
     ran = node.prolog(2, path)
     assert (*ran.said, ran.outcome.redirect) == ("hit", "", "mounted")
     assert node.shows_entry(path, ran.outcome.key)

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.bind import redirect
+from forestage.bind import origins, redirect
 from forestage.cache.lease import Use
 from forestage.clock import Clock
 from forestage.config import switch
@@ -485,7 +485,7 @@ def test_our_failure_never_drains_a_node_for_a_step(spank: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "is_served"), [(redirect, "binds", False), (Hook, "report", True)]
+    ("module", "name", "is_served"), [(origins, "read_known_caches", False), (Hook, "report", True)]
 )
 def test_unexpected_is_an_answer_as_well_and_takes_none_back(
     spank: Node,

@@ -75,7 +75,8 @@ def open_image(cache: Cache, path: str, user: User) -> OpenImage:
     """Opens the image at `path` for reading as this user, for a command; the caller closes it."""
     try:
         # What is in the cache may come from sources that are configured no more.
-        facts, fd = opening.open_file(path, user, ANYWHERE, origins.find_origins(cache), TIMEOUT)
+        known = origins.read_known_caches(cache)
+        facts, fd = opening.open_file(path, user, ANYWHERE, known, TIMEOUT)
     except OSError as error:
         raise image.declined_by(error, path, user) from None
     try:

@@ -51,21 +51,50 @@ class KnownOrigins(msgspec.Struct, frozen=True):
     origins: Mapping[str, tuple[Origin, ...]] = {}
 
 
+class KnownCaches(msgspec.Struct, frozen=True):
+    """The root of the node's cache, a path without links, and what origins.json says of each.
+
+    It is read without the mount table. A process that reads the table for something else anyway
+    finds the binds with this and that table.
+    """
+
+    root: str
+    noted: KnownOrigins
+
+    def find_origins(self, table: list[Mount]) -> tuple[CacheOrigin, ...]:
+        """Return where the cache lies in a mount table, and where each lay since the boot. Pure.
+
+        Where no mount is known above it, the first has no device, and so no bind.
+        """
+        now = mounts.origin(table, self.root) or Origin("", f"{self.root}/")
+        known = _without_gone(self.noted, table).origins
+        noted = [CacheOrigin(root, one) for root, places in known.items() for one in places]
+        return tuple(dict.fromkeys((CacheOrigin(self.root, now), *noted)))
+
+    def find_binds(self, table: list[Mount]) -> list[Bind]:
+        """Return the binds of these caches in a mount table, in its order. Pure."""
+        return find_binds(table, self.find_origins(table))
+
+
+def read_known_caches(cache: Cache) -> KnownCaches:
+    """Return by what binds of this cache, and of the node's earlier ones, are found in a table."""
+    return KnownCaches(cache.real, _read_known(cache))
+
+
 def find_origins(cache: Cache, table: list[Mount] | None = None) -> tuple[CacheOrigin, ...]:
     """Return where the cache lies in this process' mount table, and where each lay since the boot.
 
     Where no mount is known above it, the first has no device, and so no bind.
     """
-    table, real = mounts.current() if table is None else table, cache.real
-    now = mounts.origin(table, real) or Origin("", f"{real}/")
-    known = _without_gone(_read_known(cache), table).origins
-    noted = [CacheOrigin(root, one) for root, places in known.items() for one in places]
-    return tuple(dict.fromkeys((CacheOrigin(real, now), *noted)))
+    return read_known_caches(cache).find_origins(mounts.current() if table is None else table)
 
 
-def note_origin(cache: Cache) -> None:
-    """Note where the cache lies, before a bind of it is made. Raises lock.Busy, OSError."""
-    table, real = mounts.current(), cache.real
+def note_origin(cache: Cache, table: list[Mount]) -> None:
+    """Note where the cache lies in this mount table, before a bind of it is made.
+
+    Raises lock.Busy, OSError.
+    """
+    real = cache.real
     now = mounts.origin(table, real)
     if now is None or now in _read_known(cache).origins.get(real, ()):
         return

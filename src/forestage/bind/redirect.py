@@ -180,7 +180,11 @@ def _mount_once(
     target, identity = _open_target(cache, wanted, user, end.left())
     try:
         with lock.held(cache.space_lock, end.left()):
-            bound = [bind for bind in binds(cache) if bind.path == wanted.path]
+            # Under the lock, in which all that mount and unmount decide: what was read before it
+            # may lack a redirect, and a second one would be laid over that.
+            table = mounts.current()
+            known = origins.read_known_caches(cache).find_binds(table)
+            bound = [bind for bind in known if bind.path == wanted.path]
             step = next_step(bound, wanted.path, wanted.key)
             # One that an Epilog has claimed goes, though it shows the right entry.
             if step == "unmount" or any(unmount.is_going(cache, bind) for bind in bound):
@@ -196,7 +200,7 @@ def _mount_once(
             # Lease first: an Epilog that runs next takes off what no lease mentions.
             note()
             if step == "mount":
-                origins.note_origin(cache)
+                origins.note_origin(cache, table)
                 _bind(cache.image(wanted.key), places.redirects / wanted.key, target, turn)
             return "mounted" if step == "mount" else "kept"
     finally:

@@ -65,8 +65,7 @@ class StillMounted(Failed):
 
 def binds(cache: Cache) -> list[Bind]:
     """Return every bind of ours on the node, oldest first, those of earlier caches too."""
-    table = mounts.current()
-    return origins.find_binds(table, origins.find_origins(cache, table))
+    return origins.read_known_caches(cache).find_binds(mounts.current())
 
 
 def claim(
@@ -161,7 +160,7 @@ def unmount(going: list[Going], whose: Callable[[Bind], User], total: float = 0.
     paths: dict[str, list[Going]] = {}
     for one in going[::-1]:  # the newest lies on top
         paths.setdefault(one.bind.path, []).append(one)
-    table = mounts.current() if going else []
+    table = mounts.current() if len(paths) > 1 else []
     # A user's FUSE may hang whenever they like: what lies below it comes last.
     users = [mount.point for mount in table if mount.fuse_user]
     ordered = sorted(

@@ -94,7 +94,8 @@ class PathFacts(msgspec.Struct, frozen=True):
 
     `head` is what the file begins with, HEAD bytes of it or fewer; b"" where its copy is here and
     nobody needs it. The rest was asked for where the whole node would see a redirect: whether the
-    user can list its directory; whether somebody writes to it.
+    user can list its directory; whether somebody writes to it. `is_bound`: the node had redirects
+    of ours, over whatever path, when this one was opened beneath them.
     """
 
     path: str
@@ -104,6 +105,7 @@ class PathFacts(msgspec.Struct, frozen=True):
     head: bytes = b""
     listed: bool = False
     written: bool = False
+    is_bound: bool = False
 
 
 def wanted_path(request: Request, work_dir: str) -> str:

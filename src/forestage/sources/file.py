@@ -66,7 +66,7 @@ class FileSource(msgspec.Struct, frozen=True):
                 wanted.path,
                 self.user,
                 config.staged_from,
-                origins.find_origins(self.node.cache),
+                origins.read_known_caches(self.node.cache),
                 source.STAGER_TIMEOUT,
                 services=config.user_mounts,
             )

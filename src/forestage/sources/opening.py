@@ -10,14 +10,14 @@ import functools
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from forestage import trace
 from forestage.bind import origins, redirect
-from forestage.bind.origins import CacheOrigin
+from forestage.bind.origins import KnownCaches
 from forestage.cache import image, part
 from forestage.cache.image import Access, Image, PathFacts
 from forestage.cache.layout import Cache, open_copy
@@ -39,13 +39,13 @@ def open_as_user(
     path: str,
     user: User,
     sources: Iterable[str],
-    caches: Sequence[CacheOrigin],
+    caches: KnownCaches | None,
     timeout: float,
     copied_head: Callable[[Image], bytes] | None = None,
     services: Mapping[str, str] | None = None,
     is_new: Callable[[Image], bool] | None = None,
 ) -> tuple[PathFacts, socket.socket]:
-    """Opens `path` as the user, binds from `caches` (where they lie) out of sight.
+    """Opens `path` as the user, binds from `caches` out of sight; with None, what shows.
 
     Of users' FUSE mounts those count that are `services` (mounts.users_fuse), below `/` all.
     With `copied_head` all is wanted that `PathFacts` may say. It returns the first bytes of the
@@ -57,12 +57,14 @@ def open_as_user(
     """
 
     def work() -> as_user.Found[PathFacts]:
-        is_private = False
+        is_private = is_covered = False
         for _ in range(OPEN_TRIES):
             trace.point("looking")
             try:
                 with as_user.acting(user):
                     found, fds = _open(path, tuple(sources), caches, services or {})
+                # What this process has taken off for itself is on the node still.
+                found = msgspec.structs.replace(found, is_bound=found.is_bound or is_covered)
                 if copied_head is not None and found.image is not None:
                     head = copied_head(found.image)
                     head = head if image.is_squashfs(head) else _head(fds[0], user)
@@ -78,6 +80,7 @@ def open_as_user(
             except _Covered as covered:
                 # Our own redirect. Off with it, in a mount namespace of this process' own; the
                 # host's table stays. A descriptor from before is of the old namespace.
+                is_covered = True
                 if covered.handle is None:
                     continue
                 if is_private:
@@ -91,7 +94,7 @@ def open_as_user(
 
 
 def open_file(
-    path: str, user: User, sources: Iterable[str], caches: Sequence[CacheOrigin], timeout: float
+    path: str, user: User, sources: Iterable[str], caches: KnownCaches | None, timeout: float
 ) -> tuple[PathFacts, int | None]:
     """As `open_as_user`, with the source as a descriptor, if there is one; the caller closes it."""
     found, line = open_as_user(path, user, sources, caches, timeout)
@@ -100,11 +103,16 @@ def open_file(
 
 
 def _open(
-    path: str, sources: tuple[str, ...], caches: Sequence[CacheOrigin], services: Mapping[str, str]
+    path: str, sources: tuple[str, ...], caches: KnownCaches | None, services: Mapping[str, str]
 ) -> as_user.Found[PathFacts]:
     # O_PATH first: opening a FIFO would block and opening a device may do something.
     handle = os.open(path, os.O_PATH)
-    if caches and mounts.mount_id(handle) in _ours(caches):
+    # Once the path is open, as a table from before may lack a bind that it led to: then its bytes
+    # would pass for the source's. One reading tells all: the mount of an open file never changes.
+    table = mounts.current() if caches else []
+    binds = caches.find_binds(table) if caches else []
+    number = mounts.mount_id(handle) if binds else None
+    if any(bind.mount.id == number for bind in binds):
         raise _Covered(handle)
     seen = os.fstat(handle)
     mode = seen.st_mode
@@ -113,12 +121,12 @@ def _open(
         # A redirect, unmounted since it was opened: so reads the path of a file without its mount.
         raise _Covered(None)
     if not is_utf8(resolved):
-        return PathFacts("", sources, mode), []
+        return PathFacts("", sources, mode, is_bound=bool(binds)), []
     only_looks = sources == ANYWHERE
     sources = _resolved(sources, resolved)
-    if caches and mounts.is_users(handle, resolved, None if only_looks else services):
-        return PathFacts("", sources, mode), []
-    found = PathFacts(resolved, sources, mode)
+    if caches and mounts.is_users(handle, resolved, None if only_looks else services, table):
+        return PathFacts("", sources, mode, is_bound=bool(binds)), []
+    found = PathFacts(resolved, sources, mode, is_bound=bool(binds))
     if not (stat.S_ISREG(mode) and image.is_below(resolved, sources)):
         return found, []
     # Through the handle, so that it is the same file whatever the path has become.
@@ -129,7 +137,7 @@ def _open(
         return found, []
     access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), image.read_acl(source))
     found_image = Image(image.identity(facts, resolved), access)
-    return PathFacts(resolved, sources, mode, found_image), [source]
+    return msgspec.structs.replace(found, image=found_image), [source]
 
 
 def _leads_to(path: str, facts: os.stat_result | files.Asked) -> bool:
@@ -147,11 +155,6 @@ class _Covered(Exception):
     def __init__(self, handle: int | None) -> None:
         super().__init__()
         self.handle = handle
-
-
-def _ours(caches: Sequence[CacheOrigin]) -> set[int]:
-    """The ids of the mounts that are redirects of these caches."""
-    return {bind.mount.id for bind in origins.find_binds(mounts.current(), caches)}
 
 
 def _head(fd: int, user: User) -> bytes:
@@ -214,8 +217,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     Binds of ours that show something else than what lies there are unmounted first: even a job that
     is declined next must not read outdated bytes. Raises Declined, Failed, OSError.
     """
-    bound = redirect.binds(node.cache)
-    caches = origins.find_origins(node.cache)
+    caches = origins.read_known_caches(node.cache)
     limit = min(HOOK_TIMEOUT, end.left())
     binds = node.config.redirect == "bind"
     head = functools.partial(_copied_head, node.cache) if binds else None
@@ -241,13 +243,14 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     except OSError as error:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses them as well stays: it is another user's, and it is right.
-        if bound and (shown := _what_shows(user, path, node, end)):
+        if redirect.binds(node.cache) and (shown := _what_shows(user, path, node, end)):
             # So ends the name of an entry that was evicted while a redirect still shows it.
             names = frozenset((path, shown, shown.removesuffix(" (deleted)")))
             redirect.unmount_stale(node.cache, names, "", user, end)
         raise image.declined_by(error, path, user) from None
     with contextlib.closing(line):
-        if bound:
+        # Looked for anew where the node has any: what was seen may be gone or going by now.
+        if found.is_bound:
             key = found.image.key if found.image else ""
             redirect.unmount_stale(node.cache, frozenset((path, found.path)), key, user, end)
         judged = image.judge(found, node.config.max_image_size)
@@ -329,7 +332,7 @@ def _what_shows(user: User, path: str, node: Node, end: Deadline) -> str:
     """Returns what the user opens by this path as it is now, redirects and all; "" for nothing."""
     limit = min(HOOK_TIMEOUT, end.left())
     try:
-        found, line = open_as_user(path, user, node.config.staged_from, (), limit)
+        found, line = open_as_user(path, user, node.config.staged_from, None, limit)
     except OSError:
         return ""
     line.close()

@@ -182,7 +182,11 @@ def listed(mountinfo: str) -> list[Mount]:
 
 
 def current() -> list[Mount]:
-    """The mounts of this process' namespace."""
+    """The mounts of this process' namespace.
+
+    The kernel makes the list for each reading, in some microseconds a mount; a node may have
+    thousands. So a table is passed on where a change since its reading cannot matter.
+    """
     return listed(os.fsdecode(Path("/proc/self/mountinfo").read_bytes()))
 
 
@@ -328,15 +332,21 @@ def mount_id(fd: int, proc: str = "/proc") -> int:
     raise OSError(f"no mnt_id for descriptor {fd}")
 
 
-def is_users(fd: int, path: str, services: Mapping[str, str] | None = None) -> bool:
+def is_users(
+    fd: int,
+    path: str,
+    services: Mapping[str, str] | None = None,
+    table: list[Mount] | None = None,
+) -> bool:
     """Whether an open file, of this resolved path, lies on a mount that a user has made.
 
     Such a mount gives other users' names to what its user likes, and a file system of theirs says
     what inode, times and owner it likes. A link of /proc leads into a mount namespace of theirs; in
     this one it is a FUSE, see `users_fuse`. Without `services` that counts for none: who only looks
-    has to find what is served to its own user alone. Raises OSError.
+    has to find what is served to its own user alone. `table` is what `current` said after the file
+    was opened: an earlier one may lack the mount that the file lies on. Raises OSError.
     """
-    listed, number = current(), mount_id(fd)
+    listed, number = current() if table is None else table, mount_id(fd)
     if any(mount.id == number for mount in listed):
         return services is not None and users_fuse(listed, number, services) is not None
     # mountinfo lacks the mount of a chroot's root. Else no file server is asked for a walk.

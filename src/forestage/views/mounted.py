@@ -106,7 +106,7 @@ def show(call: ViewCall, request: Request) -> ForStep:
 
 def _open_shared(node: Node, job: Job, path: str, end: Deadline) -> tuple[Image, socket.socket]:
     """The user's own file, opened as them beneath our redirects."""
-    known = origins.find_origins(node.cache)
+    known = origins.read_known_caches(node.cache)
     try:
         facts, line = opening.open_as_user(
             path, job.user, ("/",), known, min(opening.HOOK_TIMEOUT, end.left())

@@ -33,7 +33,7 @@ def test_first_bytes_are_those_of_the_copy_or_else_of_the_source(
     (shared / "a").write_bytes(data)
     wanted = None if copied is None else lambda _: copied
     found, line = opening.open_as_user(
-        str(shared / "a"), me, [str(shared)], [], PATIENCE, copied_head=wanted
+        str(shared / "a"), me, [str(shared)], None, PATIENCE, copied_head=wanted
     )
     line.close()
     assert found.head == head
@@ -43,7 +43,7 @@ def test_first_bytes_are_those_of_the_copy_or_else_of_the_source(
 def test_first_bytes_of_what_is_here_are_not_read(shared: Path, me: User, new: bool) -> None:
     (shared / "a").write_bytes(HEAD)
     found, line = opening.open_as_user(
-        str(shared / "a"), me, [str(shared)], [], PATIENCE, is_new=lambda _: new
+        str(shared / "a"), me, [str(shared)], None, PATIENCE, is_new=lambda _: new
     )
     line.close()
     assert found.head == (HEAD[:48] if new else b"")
@@ -53,7 +53,7 @@ def test_opening_finds_identity_and_rights_through_a_symlink(shared: Path, me: U
     (shared / "a").write_bytes(b"12345")
     (shared / "a").chmod(0o640)
     (shared / "link").symlink_to("a")
-    found, fd = opening.open_file(str(shared / "link"), me, [str(shared)], [], PATIENCE)
+    found, fd = opening.open_file(str(shared / "link"), me, [str(shared)], None, PATIENCE)
     assert fd is not None
     facts = (shared / "a").stat()
     assert os.read(fd, 9) == b"12345"
@@ -68,7 +68,7 @@ def test_symlinked_source_directory_holds_what_it_leads_to(shared: Path, me: Use
     (shared / "a").write_bytes(b"1")
     (shared.parent / "lustre").symlink_to(shared)
     found, fd = opening.open_file(
-        f"{shared.parent}/lustre/a", me, [f"{shared.parent}/lustre"], [], PATIENCE
+        f"{shared.parent}/lustre/a", me, [f"{shared.parent}/lustre"], None, PATIENCE
     )
     assert fd is not None
     os.close(fd)
@@ -90,7 +90,7 @@ def test_file_that_may_not_be_staged_is_not_opened(
 ) -> None:
     """Opening a FIFO would block, opening a device or a file outside could do something."""
     make(shared / "a")
-    found, fd = opening.open_file(str(shared / "a"), me, [str(shared)], [], PATIENCE)
+    found, fd = opening.open_file(str(shared / "a"), me, [str(shared)], None, PATIENCE)
     assert fd is None
     assert found.image is None
 
@@ -98,7 +98,7 @@ def test_file_that_may_not_be_staged_is_not_opened(
 def test_name_that_is_no_text_is_declined_and_not_mangled(shared: Path, me: User) -> None:
     (shared / "\udcff").write_bytes(b"1")
     (shared / "a").symlink_to("\udcff")
-    found, fd = opening.open_file(str(shared / "a"), me, [str(shared)], [], PATIENCE)
+    found, fd = opening.open_file(str(shared / "a"), me, [str(shared)], None, PATIENCE)
     assert (found.path, fd) == ("", None)
 
 
@@ -111,4 +111,4 @@ def test_opening_raises_what_the_user_would_get(
 ) -> None:
     (shared / "a").write_bytes(b"1")
     with pytest.raises(error):
-        opening.open_file(str(shared / path), me, [str(shared)], [], PATIENCE)
+        opening.open_file(str(shared / path), me, [str(shared)], None, PATIENCE)
