@@ -260,7 +260,7 @@ def _plan(chance: random.Random, nodes: Sequence[str], deck: list[Trick]) -> Pla
         # An import reads that home many times, with forestage or without.
         user = ALICE if user == CAROL and trick == "registry" else user
         # Who is killed at it keeps a process in the kernel, with forestage or without.
-        fate = "ends" if trick in ("parked", "holds", "above") else fate
+        fate = "ends" if trick in ("parked", "holds", "above", "shm") else fate
     return Plan(
         user=pictures[0].owner if trick == "lease" else user,
         pictures=pictures,

@@ -16,6 +16,8 @@ lists       one leaves the job that lists, reads and locks all of /run that the 
 registry    steps ask for images of a registry, and some are killed while theirs is imported
 holes       steps read an image and a directory of a file system that lies about where holes are
 tasks       a step of 200 tasks, on one node
+shm         the job holds the lock of /dev/shm while it makes a name there, and a step starts
+kernel      it has the kernel log its own words, which look like an error of the cache's disk
 
 Nodes have, besides: many mounts (`furnish`), that file system, a home that answers after seconds,
 and an /etc/group without a group that slurmctld knows.
@@ -53,13 +55,15 @@ Trick = Literal[
     "registry",
     "holes",
     "tasks",
+    "shm",
+    "kernel",
 ]
 TRICKS: Sequence[Trick] = get_args(Trick)[1:]
 BY_HINT = ("huge", "sparse", "keeps", "stopped", "escapes", "holes")
 IN_STEPS = ("keeps", "stopped", "escapes")  # those that need the companion
 TASKS = 200
 # How many tasks of theirs look at the job's first picture.
-ON_PICTURE: Mapping[Trick, int] = {"namespace": 1, "lease": 1, "tasks": TASKS}
+ON_PICTURE: Mapping[Trick, int] = {"namespace": 1, "lease": 1, "tasks": TASKS, "shm": 1}
 STEPS = 2  # that a trick has at the most
 FOLDER = "odd"  # where a job has an image of its own: /shared/USER/odd-JOB
 
@@ -186,6 +190,34 @@ test "$word" = parked && srun --container-image=$own/{{name}} true && echo holds
 echo >&${{{{COPROC[1]}}}}
 wait
 """
+# Of who makes or looks for a name in that directory, each waits in the kernel until the list ends.
+SHM = f"""\
+own=$PWD/{FOLDER}-$SLURM_JOB_ID
+mkdir -p $own/fuse && coproc /shared/park /dev/shm list $own/fuse
+read word <&${{{{COPROC[0]}}}}
+touch /dev/shm/forestage-load-$SLURM_JOB_ID && rm /dev/shm/forestage-load-$SLURM_JOB_ID &
+test "$word" = parked && {{one}} true && echo shm >>{DONE}
+echo >&${{{{COPROC[1]}}}}
+wait
+"""
+# The user's own path is in what overlayfs says of it, as in messages of the kernel about a disk.
+KERNEL = """\
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+ids = os.getuid(), os.getgid()
+if libc.unshare(0x10020000):  # CLONE_NEWUSER | CLONE_NEWNS
+    sys.exit(os.strerror(ctypes.get_errno()))
+maps = ("setgroups", "deny"), ("uid_map", f"0 {ids[0]} 1"), ("gid_map", f"0 {ids[1]} 1")
+for name, text in maps:
+    with open(f"/proc/self/{name}", "w") as file:
+        file.write(text)
+lower = f"lowerdir=/no I/O error\\, dev {sys.argv[1]}\\, sector 1 x"
+libc.mount(b"overlay", b"/mnt", b"overlay", 0, lower.encode())
+"""
+SAYING = f"""\
+disk=$(findmnt -n -o SOURCE -T /mnt/nvme)
+python3 /shared/kernel.py ${{{{disk#/dev/}}}} && echo kernel >>{DONE}
+"""
 LIST = f"""\
 until test -e {OVER}; do
     ls -lR /run
@@ -264,7 +296,7 @@ exec sleep 4262
 """
 PROGRAMS = {"/shared/park.py": PARK, "/shared/keep.sh": KEEP, "/shared/stop.sh": STOP}
 PROGRAMS |= {"/shared/escape.sh": ESCAPED, "/shared/become.sh": ESCAPE}
-PROGRAMS |= {"/shared/read.sh": READING}
+PROGRAMS |= {"/shared/read.sh": READING, "/shared/kernel.py": KERNEL}
 PROGRAMS |= {"/shared/hold.sh": HOLD, "/shared/lease.py": LEASE, "/shared/cover.sh": COVERING}
 # Slurm's linuxproc finds the children of the job's processes, and no others.
 LEAVE = "setsid --fork {program} </dev/null >/dev/null 2>&1"
@@ -305,6 +337,8 @@ kill $! && echo renames >>{DONE}
     "registry": "sh /shared/pull.sh\n",
     "holes": f"srun --container-image={LIED} true && srun sh /shared/read.sh"
     f" && echo holes >>{DONE}\n",
+    "shm": SHM.replace("{one}", ONE),
+    "kernel": SAYING,
     "tasks": f"{MANY} true && echo tasks >>{DONE}\n",
 }
 
