@@ -41,7 +41,7 @@ class Traces:
         table = (line.split() for line in path("/proc/1/mountinfo", node).read_text().splitlines())
         ours = "/proc/sys/kernel/random/boot_id"  # see load.HOOK
         run, cache = path("/run/forestage", node), path(CACHE, node)
-        kept = (cache / "entries", cache / "locks", cache / "instances")
+        kept = (cache / "entries", cache / "locks", cache / "instances", cache / "hot")
         processes = site.processes(node)
         slurmd = [pid for pid, name in processes.items() if name == "slurmd"]
         return cls(
@@ -72,7 +72,7 @@ class Traces:
         layout += ["background", "collected", "disk.json", "disk.lock", "mounting"]
         layout += ["leases", "redirects", "served", "through", "claims", "probes", "images"]
         folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "held", "jobs", "locks", "looks"]
-        folders += ["parts", "instances"]
+        folders += ["parts", "instances", "hot"]
         more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]
         more += [f"runs: {one}" for one in _more(self.processes, before.processes)]
         more += [f"in /run/forestage: {one}" for one in _more(self.run, layout)]
