@@ -123,7 +123,7 @@ def find_server_time(folder: Path) -> int | None:
     """
     with opened(folder, os.O_PATH | os.O_DIRECTORY) as fd:
         mount = mounts.of(fd)
-    if mount is None or mount.kind not in mounts.SERVER_SETS_TIMES:
+    if mount is None or not mount.has_server_times:
         return None
     probe = folder / f".now.{os.urandom(8).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

@@ -77,6 +77,14 @@ class Mount(msgspec.Struct, frozen=True):
         return self.kind in _REMOTE or self.kind.partition(".")[0] == "fuse"
 
     @property
+    def has_server_times(self) -> bool:
+        """Whether its server's clock sets the time of what is made or touched "now".
+
+        With NFS 4.2 a server may let a client answer for a file's times (RFC 9754).
+        """
+        return self.kind in SERVER_SETS_TIMES and "vers=4.2" not in self.options
+
+    @property
     def fuse_user(self) -> int:
         """The uid of the user who mounted a FUSE file system; 0: root did, or it is none."""
         for option in self.options if self.kind.startswith("fuse") else ():

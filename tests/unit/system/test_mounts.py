@@ -246,3 +246,17 @@ def test_mark_is_in_the_line_of_a_bind_and_in_no_line_of_a_users_making(director
         line(f"{directory}2/x", "/lustre/a"),
     ):
         assert mark not in other.encode()
+
+
+@pytest.mark.parametrize(
+    ("rest", "server"),
+    [
+        ("rw,relatime shared:1 - nfs4 files:/export rw,vers=4.1,proto=tcp", True),
+        ("rw,relatime shared:1 - nfs files:/export rw,vers=3,proto=tcp", True),
+        ("rw,relatime shared:1 - nfs4 files:/export rw,vers=4.2,proto=tcp", False),
+        ("rw,relatime - lustre mgs:/fs rw,flock", False),
+        ("rw,relatime - ext4 /dev/vda rw", False),
+    ],
+)
+def test_server_sets_times_where_no_client_may_answer_for_it(rest: str, server: bool) -> None:
+    assert Mount(1, 0, "0:1", "/", "/mnt", rest).has_server_times is server
