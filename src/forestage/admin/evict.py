@@ -4,7 +4,7 @@ A pin is the plain file `pinned` beside an entry's image. It is made and removed
 lock, which evicting holds while it reads pins and leases: a pinned entry is never evicted for room.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -121,8 +121,11 @@ def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
         keys = [item.key for item in wanted]
         evicted = frozenset(evict.evict_keys(node.cache, node.leases, keys))
         if len(evicted) < len(wanted):  # leases and pins may have come since `items` was gathered
-            now = {item.key: item for item in inventory.gather(node).items}
-            wanted = tuple(now.get(item.key, item) for item in wanted)
+            holders = inventory.jobs_by_key(inventory.read_leases(node.leases).leases)
+            wanted = tuple(
+                item if item.key in evicted else _as_it_is_now(node.cache, item, holders)
+                for item in wanted
+            )
     return Evictions(
         dry_run,
         tuple(
@@ -134,6 +137,12 @@ def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
     )
 
 
+def _as_it_is_now(cache: Cache, item: Item, holders: Mapping[str, Sequence[int]]) -> Item:
+    """Return the entry with the jobs that lease it now and its pin; no other entry is read."""
+    held_by = tuple(holders.get(item.key, ()))
+    return msgspec.structs.replace(item, jobs=held_by, pinned=cache.is_pinned(item.key))
+
+
 def _why_not(item: Item) -> str:
     return f"leased by {jobs(item.jobs)}" if item.jobs else "pinned" if item.pinned else ""
 
@@ -143,15 +152,17 @@ def to_watermark(node: Node, dry_run: bool) -> Evictions:
 
     Raises Failed for a damaged lease, Declined while the disk hangs.
     """
-    if not inventory.is_made(node):
+    held, stored = inventory.gather_stored(node)
+    if stored is None:
         return Evictions(dry_run)
     disk.must_take(node.places, node.cache)
     leased = node.leases.keys()  # a damaged lease is reported also where there is nothing to evict
-    before = {item.key: item for item in inventory.gather(node).items}
+    before = {item.key: item for item in held.items}
     if dry_run:
-        victims = evict.plan_at_rest(node.cache, lambda: leased, node.config).victims
+        made = evict.plan_at_rest(node.cache, lambda: leased, node.config, lambda: stored)
+        victims = made.victims
     else:
-        victims = evict.tidy(node.cache, node.leases, node.config)
+        victims = evict.tidy(node.cache, node.leases, node.config, known=stored)
     known = [(key, before.get(key)) for key in victims]
     return Evictions(
         dry_run,

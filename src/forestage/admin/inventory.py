@@ -101,10 +101,19 @@ def is_made(node: Node) -> bool:
 
 def gather(node: Node) -> Holdings:
     """Reads the node; a cache that does not exist yet is empty. Raises Failed, PermissionError."""
+    return gather_stored(node)[0]
+
+
+def gather_stored(node: Node) -> tuple[Holdings, list[StoredEntry] | None]:
+    """Gather the holdings and the entries that they were made of, so that nothing reads them twice.
+
+    The entries are None where the cache does not exist yet. Raises as `gather` does.
+    """
     held = read_leases(node.leases)
     if not is_made(node):
-        return held
-    return msgspec.structs.replace(held, items=items_of(node.cache.stored_entries(), held.leases))
+        return held, None
+    stored = node.cache.stored_entries()
+    return msgspec.structs.replace(held, items=items_of(stored, held.leases)), stored
 
 
 def read_leases(leases: Leases) -> Holdings:

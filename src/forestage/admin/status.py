@@ -129,14 +129,13 @@ def gather(node: Node, conf: str = "") -> Status:
     now = node.clock.wall()
     unusable, blocked = "", None
     try:
-        holdings = inventory.gather(node)
-        made = inventory.is_made(node)
+        holdings, stored = inventory.gather_stored(node)
     except Declined as failed:
-        holdings, made, unusable = inventory.read_leases(node.leases), False, str(failed)
+        holdings, stored, unusable = inventory.read_leases(node.leases), None, str(failed)
         if failed.reason == "cache-hangs":
             blocked = Blocked("hangs", unusable)
-    under_way = copies.gather(node) if made else ()
-    paths = copies.paths(node) if made else {}
+    under_way = copies.gather(node) if stored is not None else ()
+    paths = copies.paths(node) if stored is not None else {}
     paths |= {copy.key: copy.image for copy in under_way}
     paths |= {item.key: item.path for item in holdings.items}
     bound = tuple(bind.path for bind in redirect.binds(node.cache))
@@ -165,9 +164,8 @@ def gather(node: Node, conf: str = "") -> Status:
     if unusable:
         return found
     under = mounts.holder(mounts.current(), os.path.realpath(node.cache.root))
-    if not made:
+    if stored is None:
         return msgspec.structs.replace(found, blocked=_blocked(node, under, None, starts))
-    stored = node.cache.stored_entries()
     room = evict.measure(node.cache, stored, node.config)
     return msgspec.structs.replace(
         found,

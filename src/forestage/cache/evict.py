@@ -411,13 +411,19 @@ def leave_room(
 
 
 def tidy(
-    cache: Cache, leases: Leases, config: Config, timeout: float = lock.SPACE_TIMEOUT
+    cache: Cache,
+    leases: Leases,
+    config: Config,
+    timeout: float = lock.SPACE_TIMEOUT,
+    known: Iterable[StoredEntry] | None = None,
 ) -> tuple[str, ...]:
     """Evicts to the low watermark, as far as leases and pins allow; returns the keys.
 
-    `timeout` in seconds is for the space lock. Raises lock.Busy.
+    `timeout` in seconds is for the space lock; `known` are entries that were read just before.
+    Raises lock.Busy.
     """
-    known = () if _is_at_rest(cache, config) else cache.stored_entries()
+    if known is None:
+        known = () if _is_at_rest(cache, config) else cache.stored_entries()
     with lock.held(cache.space_lock, timeout):
         drop_dead_parts(cache, _is_unresumable)
         made = plan_at_rest(cache, leases.keys, config, lambda: _stored_now(cache, known))

@@ -231,11 +231,10 @@ def evict(
         done = evict.of_earlier(node, cache, dry_run)
         show(done, evict.pieces(done), as_json)
         ctx.exit(Exit.OK if done.removed or dry_run else Exit.NOT_FOUND)
-    held = inventory.gather(node)
     if everything:
-        done = evict.everything(node, held.items, dry_run)
+        done = evict.everything(node, inventory.gather(node).items, dry_run)
     elif words:
-        done = evict.exactly(node, _picked(held.items, words), dry_run)
+        done = evict.exactly(node, _picked(inventory.gather(node).items, words), dry_run)
     else:
         done = evict.to_watermark(node, dry_run)
     show(done, () if quiet and done.is_empty else evict.pieces(done), as_json)

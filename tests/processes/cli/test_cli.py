@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from commands import NOW, Site
+from forestage.admin import evict, inventory
 from forestage.bind import redirect
+from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Use
 from forestage.cli import world
 from forestage.cli.main import main
@@ -456,6 +459,54 @@ def test_dry_run_promises_what_evict_then_does(site: Site) -> None:
     done = site.json("evict", *keys, code=Exit.NOT_FOUND)
     assert done == {**promised, "dry_run": False}
     assert site.keys() == {keys[0]}
+
+
+@pytest.mark.parametrize("number", [3, 30])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("status",),
+        ("ls",),
+        ("evict",),
+        ("evict", "--dry-run"),
+        ("evict", "--all"),
+        ("evict", "--all", "--dry-run"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("limits", ["", "max_size: 8K\nlow_watermark: 50%\n"], ids=["rest", "full"])
+def test_command_reads_each_entry_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch, limits: str, words: tuple[str, ...], number: int
+) -> None:
+    """Also where some stay: one is pinned, one is leased."""
+    keys = [site.publish(site.image(f"{n}.sqsh")) for n in range(number)]
+    site.configure(limits)
+    site.run("pin", keys[0])
+    site.lease(7, Use(keys[1], str(site.lustre / "1.sqsh")))
+    reads: Counter[str] = Counter()
+    read = Cache.read
+
+    def counted(cache: Cache, key: str) -> Entry | None:
+        reads[key] += 1
+        return read(cache, key)
+
+    monkeypatch.setattr(Cache, "read", counted)
+    assert site.run(*words).exit_code == Exit.OK
+    assert reads == Counter(keys)
+
+
+def test_entry_leased_or_pinned_since_it_was_listed_says_why_it_stays(site: Site) -> None:
+    keys = [site.publish(site.image(f"{n}.sqsh")) for n in range(3)]
+    items = inventory.gather(site.node).items
+    site.run("pin", keys[0])
+    site.lease(7, Use(keys[1], str(site.lustre / "1.sqsh")))
+    done = evict.exactly(site.node, items, dry_run=False)
+    told = {one.key: (one.evicted, one.why_not) for one in done.verdicts}
+    assert told == {
+        keys[0]: (False, "pinned"),
+        keys[1]: (False, "leased by job 7"),
+        keys[2]: (True, ""),
+    }
 
 
 def test_pinned_entry_stays_until_it_is_unpinned(site: Site) -> None:
