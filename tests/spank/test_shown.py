@@ -96,9 +96,9 @@ def prolog_at_work() -> Iterator[Path]:
 def openings(file: Path) -> int:
     """How many descriptors lead there, of all processes."""
     found = 0
-    for fd in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            found += os.readlink(fd) == str(file)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it, or a descriptor, has gone meanwhile
+            found += sum(os.readlink(fd) == str(file) for fd in (process / "fd").iterdir())
     return found
 
 

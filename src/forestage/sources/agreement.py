@@ -247,11 +247,15 @@ def settling(found: Manifest, looked: float) -> float:
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a directory holds; `acls` where they are known, `lent` where another node has looked."""
+    """What a directory holds; `acls` where they are known, `lent` where another node has looked.
+
+    `seconds` is how long this node looked at it; 0 where another one has looked.
+    """
 
     manifest: Manifest
     acls: dict[bytes, bytes] | None = None
     lent: bool = False
+    seconds: float = 0.0
 
 
 def at_start(node: Node, job: Job, path: str, root: int, resolved: str) -> Seen:
@@ -265,13 +269,15 @@ def at_start(node: Node, job: Job, path: str, root: int, resolved: str) -> Seen:
             return Seen(lent.manifest, lent.acls, lent=True)
     leads = shared is not None and shared.leads
     with _telling(shared if leads else None) as tell:
+        start = node.clock.monotonic()
         found = manifest.take(root, resolved, job.user, node.config.data.max_files)
+        seconds = node.clock.monotonic() - start
         acls = manifest.acls(root, found, job.user) if leads else None
         if shared is not None:
             shared.keep(Found(found, acls))
         if leads:
             tell.append(looked(root, found, job.user, began))
-    return Seen(found, acls)
+    return Seen(found, acls, seconds=seconds)
 
 
 @contextlib.contextmanager
@@ -312,14 +318,15 @@ def _look_as_step(node: Node, job: Job, path: str, until: Deadline) -> Look:
     start together the first one looks, and then one more for all others. Raises as_user.TooSlow,
     Declined, OSError.
     """
-    asked, words = node.clock.monotonic(), (job.user.uid, job.user.groups, path)
+    asked = node.clock.monotonic()
+    words = (job.user.uid, job.user.gid, job.user.groups, path)
     name = hashlib.sha256(msgspec.json.encode(words)).hexdigest()[:32]
     file = node.cache.locks / f"look-{name}.lock"
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(lock.held(file, until.left()))
         except lock.Busy:
-            raise as_user.TooSlow(path) from None
+            raise Declined("deadline", f"another step still looks at {path}") from None
         except OSError:  # of a disk that is read-only by now: who cannot share looks alone
             return _look_now(node, job, path, until)
         with contextlib.suppress(OSError, records.Damaged):

@@ -10,6 +10,8 @@ import errno
 import mmap
 import os
 import queue
+import select
+import signal
 import socket
 from collections.abc import Sequence
 from functools import partial
@@ -30,6 +32,7 @@ MOST = 4  # processes; an engine has so many threads, each with a request
 ROOM = 4 * 1024 * 1024  # bytes of the files of one request
 MANY = 1024  # files of one request: IOV_MAX, as their memory is filled by one call
 ANSWER = 64 * 1024  # bytes of the longest
+ENDS = 1.0  # seconds for the end of a killed process; one that the kernel holds is left behind
 
 Problem = Literal["", "changed", "written", "truncated", "unreadable"]
 
@@ -144,17 +147,25 @@ class _Reader:
         except OSError:
             said = b""
         if not said:
+            self.line.close()  # what it may still say is no answer to a later request
             raise Failed("helper", "a process that reads the files of a directory died")
         answer = msgspec.msgpack.decode(said, type=Answer)
-        if not answer.problem:
-            os.preadv(self.memory, want, 0)
+        # What is not filled holds whatever was in that memory before.
+        if not answer.problem and os.preadv(self.memory, want, 0) != sum(map(len, want)):
+            raise Failed(
+                "helper", "what a process has read of a directory's files is not all there"
+            )
         return answer
 
     def close(self) -> None:
         self.line.close()
         os.close(self.memory)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)  # it may be in a read that hangs
+            process = os.pidfd_open(self.pid)
+            select.select([process], [], [], ENDS)
+            os.close(process)
+            os.waitpid(self.pid, os.WNOHANG)
 
 
 def _serve(line: socket.socket, tree: Tree, memory: int) -> None:

@@ -112,8 +112,14 @@ class _Spread(Generic[T]):
 
     def _start(self, wanted: int) -> None:
         while len(self.started) < wanted:
-            self.started.append(threading.Thread(target=self._go, name=f"user-{wanted}"))
-            self.started[-1].start()
+            thread = threading.Thread(target=self._go, name=f"user-{wanted}")
+            try:
+                thread.start()
+            except RuntimeError:  # of a cgroup that may have no more: those that run go on
+                if not self.started:
+                    raise Failed("helper", "no thread could be started") from None
+                return
+            self.started.append(thread)
 
     def _go(self) -> None:
         try:

@@ -274,15 +274,14 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
     root, resolved = manifest.open_root(path, job.user)
     _must_be_a_source(node, root, resolved)
     max_files = node.config.data.max_files
-    looked, began = node.clock.wall(), node.clock.monotonic()
+    looked = node.clock.wall()
     seen = agreement.at_start(node, job, path, root, resolved)
-    seconds = 0.0 if seen.lent else node.clock.monotonic() - began
     found = seen.manifest
     _must_have_bytes(found)
     _must_be_countable(node, found)
     key = found.digest[:32]
     _lease(node, job, key)
-    ready = Tree("ready", key, resolved, files=len(found.files), seconds=seconds)
+    ready = Tree("ready", key, resolved, files=len(found.files), seconds=seen.seconds)
     if node.cache.read(key) is not None and node.cache.is_proven(key):
         return ready
     wanted.note_tree(node, job, path, Tree("copying", key, resolved))

@@ -1025,7 +1025,10 @@ GOOD: dict[str, Callable[[GoodNode], object]] = {
     ),
     "no slurmd": both(removed("/usr/sbin/slurmd"), lambda node: node.companion_for("24.11.5")),
     "our hooks' own interpreter, which has their modules": wrote(
-        "/usr/lib/forestage/bin/python3", f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755
+        "/usr/lib/forestage/bin/python3",
+        # By two lines: where the clone's folder is named forestage, its line names us.
+        f'#!/bin/sh\ncd {Path(sys.executable).parent}\nexec ./python3 "$@"\n',
+        0o755,
     ),
     "another interpreter in a wrapper of ours": both(
         removed(f"{PROLOG_D}/50-forestage"),

@@ -156,6 +156,27 @@ def test_process_that_reads_files_and_dies_is_not_waited_for(
         read(tree)
 
 
+def test_memory_that_a_process_has_not_filled_counts_for_nothing(
+    top: Top, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, real = top.opened(HOUR), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: real(*args) - 1)
+    with pytest.raises(Failed, match="not all there"):
+        read(tree)
+
+
+def test_process_that_stands_still_does_not_hold_up_the_end(top: Top) -> None:
+    tree = top.opened(HOUR)
+    pids = [reader.pid for reader in tree.readers.all]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    tree.close()
+    top.trees.clear()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
 def test_processes_that_read_files_end_with_the_tree(top: Top) -> None:
     tree = top.opened(HOUR)
     pids = [reader.pid for reader in tree.readers.all]

@@ -100,6 +100,26 @@ def test_work_that_waits_gets_as_many_threads_as_wait_side_by_side(me: User) -> 
     assert len(set(user_threads.each_as(me, range(1_000), work))) >= 8
 
 
+def test_threads_that_cannot_be_started_are_done_without(
+    me: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, real = [], threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) > 1:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert user_threads.each_as(me, range(30), lambda number: time.sleep(0.001) or number) == [
+        *range(30)
+    ]
+    assert len(started) > 1
+    with pytest.raises(Failed, match="no thread"):
+        user_threads.each_as(me, range(3), lambda number: number)
+
+
 @pytest.mark.parametrize(
     ("threads", "wall", "cpu", "pay"),
     [
