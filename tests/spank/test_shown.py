@@ -97,8 +97,12 @@ def openings(file: Path) -> int:
     """How many descriptors lead there, of all processes."""
     found = 0
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it, or a descriptor, has gone meanwhile
-            found += sum(os.readlink(fd) == str(file) for fd in (process / "fd").iterdir())
+        fds: list[Path] = []
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            fds = list((process / "fd").iterdir())
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                found += os.readlink(fd) == str(file)
     return found
 
 
