@@ -336,7 +336,7 @@ def _look_as_step(node: Node, job: Job, path: str, until: Deadline) -> Look:
         last = _LastLook(boot_id(), node.clock.monotonic(), _look_now(node, job, path, until))
         with contextlib.suppress(OSError):
             # Into the file that is locked: a record that takes its name would be another's lock.
-            _write_into(file, msgspec.json.encode(last))
+            files.overwrite(file, msgspec.json.encode(last))
         return last.look
 
 
@@ -346,11 +346,6 @@ class _LastLook(msgspec.Struct, frozen=True):
     boot: str
     began: float
     look: Look
-
-
-def _write_into(file: Path, data: bytes) -> None:
-    with files.opened(file, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
-        os.write(fd, data)
 
 
 def _look_now(node: Node, job: Job, path: str, until: Deadline) -> Look:

@@ -72,17 +72,16 @@ def open_unchanged(tree: Tree, file: File) -> int:
     Declined is for one that is not what it was, or that somebody writes to.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    fd = os.open(file.path, flags, dir_fd=tree.root)
-    try:
+    with contextlib.ExitStack() as undo:
+        fd = os.open(file.path, flags, dir_fd=tree.root)
+        undo.callback(os.close, fd)
         facts = os.fstat(fd)
         seen = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         # A file system that a user mounts there for a moment says what inode and times it likes.
         if seen != (tree.disk, file.inode, file.size, file.mtime_ns, file.ctime_ns):
             raise source.changed(tree.name(file))
         source.must_have_no_writer(fd, tree.name(file))
-    except BaseException:
-        os.close(fd)
-        raise
+        undo.pop_all()
     return fd
 
 
