@@ -63,7 +63,7 @@ there is the user's own, and so is what it may do.
 """
 
 SEARCHERS = {
-    *("admin.fleet", "admin.pack", "admin.site", "check.enroot", "check.hooks", "check.node"),
+    *("admin.pack", "admin.site", "check.enroot", "check.hooks", "check.node"),
     *("registry.answers", "registry.credentials", "registry.environment", "registry.importing"),
     *("registry.reference", "slurm.enroot", "slurm.nodelist", "slurm.queue", "slurm.release"),
     *("system.mksquashfs", "system.processes", "views.fill"),

@@ -1,56 +1,60 @@
-"""`-w NODESET` over a real Slurm: one table of all nodes, and no job left behind."""
+"""One command on many nodes where root has no ssh: ClusterShell's own clush, and srun for each.
+
+tests/processes/admin/test_clush.py has the way by ssh.
+"""
 
 from __future__ import annotations
 
-import json
+import subprocess
 
 import pytest
-from host import wait_until
-from jobs import CLI, Site, hooked
-from spec import ClusterSpec
+from jobs import Site, hooked
+from spec import REPO, VENV, ClusterSpec
 
-pytestmark = pytest.mark.ci  # without Slurm: processes/admin/test_fleet.py
+from forestage.cli.world import Exit
+
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture(scope="module")
 def cluster_spec() -> ClusterSpec:
-    return hooked(nodes=3)
+    return hooked(nodes=2)
 
 
-def ask(site: Site, *words: str) -> tuple[int, str]:
-    """As root on the login, which has no cache."""
-    ran = site.cluster.run([CLI, *words, "--by", "srun"], user="root", check=False)
-    assert ran.stdout, ran.stderr
-    return ran.returncode, ran.stdout
+def clush(site: Site, srun: str = "srun") -> subprocess.CompletedProcess[str]:
+    """Runs the line of docs/operations.md as root on the login, which has no cache."""
+    page = (REPO / "docs/operations.md").read_text().splitlines()
+    (line,) = [one.strip() for one in page if one.startswith("    clush -R exec")]
+    line = line.replace("n[1-64]", "n[1-2]").replace("srun", srun)
+    argv = ["sh", "-c", f"PATH={VENV}/bin:$PATH; export PATH; {line} </dev/null"]
+    return site.cluster.run(argv, user="root", check=False)
 
 
-def test_job_and_its_image_are_seen_on_all_nodes(site: Site) -> None:
-    image = site.image("a")
-    jobs = {node: site.srun(image, node=node).job for node in ("n1", "n2")}
+def jobs_left(site: Site) -> str:
+    return site.cluster.run(["squeue", "--noheader", "--format=%i"], user="root").stdout
 
-    code, listed = ask(site, "ls", "-w", "n[1-3]", image)
-    rows = [line.split() for line in listed.splitlines()]
-    assert (code, rows[1][0], rows[1][-1]) == (1, "n[1-2]", image)
-    assert rows[2][:4] == ["n3:", "no", "entry", "has"]
 
-    code, explained = ask(site, "explain", str(jobs["n1"]), "-w", "n1")
-    assert (code, explained.splitlines()[1].split()[:3]) == (0, ["n1", "prolog", "copied"])
-
-    code, shown = ask(site, "evict", "-w", "n[1-2]", "--dry-run", image)
-    assert (code, "would be evicted" in shown) == (0, True)
-    assert site.cached_paths("n1") == [image]
-    code, shown = ask(site, "evict", "-w", "n[1-2]", image)
-    assert (code, [site.cached_paths(node) for node in ("n1", "n2")]) == (0, [[], []])
+def test_each_node_says_its_own_line_and_the_worst_exit_status_counts(site: Site) -> None:
+    for node in site.cluster.nodes:
+        site.srun(site.image("a"), node=node)
+    done = clush(site)
+    assert done.returncode == Exit.OK, done
+    assert done.stdout.count("\nforestage state=ok ") == 1, "equal lines are one"
+    site.root(["chmod", "0777", "/mnt/nvme/forestage"], "n2")
+    done = clush(site)
+    site.root(["chmod", "0711", "/mnt/nvme/forestage"], "n2")
+    assert done.returncode == Exit.CACHE, done
+    assert "\nn1\n---------------\nforestage state=ok " in done.stdout
+    assert "\nn2\n---------------\nforestage state=unusable " in done.stdout
+    site.cluster.wait_idle()
 
 
 def test_node_that_slurm_does_not_give_is_named_and_no_job_stays(site: Site) -> None:
     site.root(["scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test"], "n1")
-    code, shown = ask(site, "status", "-w", "n[1-2]", "--within", "8s")
+    done = clush(site, "srun --immediate=5")
     site.root(["scontrol", "update", "NodeName=n2", "State=RESUME"], "n1")
-    assert code == 11
-    assert "n2: " in shown
-    code, printed = ask(site, "status", "-w", "n1", "--json")
-    (node,) = json.loads(printed)["nodes"]
-    assert (node["node"], node["answer"]["cache"]) == ("n1", "/mnt/nvme/forestage")
-    squeue = ["squeue", "--noheader", "--format=%j"]
-    wait_until(lambda: not site.cluster.run(squeue, user="root").stdout, 60, lambda: "jobs stay")
+    assert done.returncode == 1, done
+    assert "n2: srun: error: " in done.stderr
+    assert "\nn1\n---------------\nforestage state=" in done.stdout
+    site.cluster.wait_idle()
+    assert jobs_left(site) == ""

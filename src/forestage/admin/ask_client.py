@@ -193,12 +193,6 @@ def pieces(told: Told, now: float) -> list[Piece]:
     return lines + [Line(f"Problem: {problem}") for problem in told.problems]
 
 
-def among_many(told: Told) -> list[Piece]:
-    """Pure: what a node says where many are asked."""
-    found = [piece for one in told.histories for piece in explain.among_many(one)]
-    return [*found, *(Line(f"Problem: {problem}") for problem in told.problems)]
-
-
 def document(told: Told) -> History | Told:
     """Pure: the JSON document: of a single node its history alone, as root has it there."""
     return told if told.problems or len(told.histories) != 1 else told.histories[0]

@@ -28,7 +28,7 @@ from forestage.events.ahead import Copies
 from forestage.events.losses import LostEvents
 from forestage.events.reasons import REASONS
 from forestage.paths import Places
-from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment, short
+from forestage.system.terminal import Facts, Line, Piece, age, count, moment, short
 from forestage.units import format_duration, format_rate, format_size, to_tenths
 
 # slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT.
@@ -452,27 +452,6 @@ def pieces(found: History, now: float) -> list[Piece]:
         lines += [Line(""), Line(UNASKED)]
     lines += [Line(f"Problem: {problem}") for problem in found.problems]
     return lines + _now(found, now)
-
-
-def among_many(found: History) -> list[Piece]:
-    """Pure: what `explain` says on one node of many: a row for each outcome."""
-    rows = []
-    for run in found.runs:
-        hook = run.hook if run.step is None else f"step {STEPS.get(run.step, run.step)}"
-        for one in run.explained:
-            outcome = one.outcome
-            word = "partly" if NOT_IN_ALL in one.sentences else outcome.result
-            result = word + (f" ({outcome.reason})" if outcome.reason else "")
-            took = outcome.wait if isinstance(outcome, Handled | Copied) else run.total
-            rows.append((hook, result, format_duration(took), _path(outcome) or "-"))
-    problems = [Line(f"Problem: {problem}") for problem in found.problems]
-    return [Table(("hook", "result", "took", "path"), rows), *problems]
-
-
-def _path(outcome: Outcome) -> str:
-    if isinstance(outcome, Handled):
-        return outcome.image or outcome.request
-    return outcome.image if isinstance(outcome, Copied) else ""
 
 
 def _head(found: History) -> str:

@@ -36,23 +36,10 @@ def listing(holdings: Holdings, now: float) -> list[Piece]:
     columns = ("key", "kind", "size", "used", "state", "path")
     rows = []
     for item in holdings.items:
-        key, kind, size, *rest = _cells(item)
-        rows.append((key, kind, size, age(now - item.used), *rest))
+        size, used = format_size(item.bytes), age(now - item.used)
+        key, kind = short(item.key), item.kind or "-"
+        rows.append((key, kind, size, used, state(item) or "-", item.path or "-"))
     return [Table(columns, rows), *_problems(holdings)]
-
-
-def among_many(holdings: Holdings) -> list[Piece]:
-    """Pure: what `ls` says of one node of many, on which an image was last used at other times."""
-    if not holdings.items:
-        return listing(holdings, 0.0)
-    items = sorted(holdings.items, key=lambda item: item.path)
-    columns = ("key", "kind", "size", "state", "path")
-    return [Table(columns, list(map(_cells, items))), *_problems(holdings)]
-
-
-def _cells(item: Item) -> tuple[str, ...]:
-    size = format_size(item.bytes)
-    return short(item.key), item.kind or "-", size, state(item) or "-", item.path or "-"
 
 
 def _problems(holdings: Holdings) -> list[Piece]:

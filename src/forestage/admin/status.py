@@ -302,8 +302,8 @@ def _elsewhere(status: Status) -> list[Piece]:
         return []
     return [
         Line("On a host that runs no jobs, such as a login node, ask the nodes:"),
-        Line("forestage status -w NODES        as root", 2),
-        Line("srun -w NODE forestage status    as a user", 2),
+        Line("clush -bw NODES forestage status    as root", 2),
+        Line("srun -w NODE forestage status       as a user", 2),
     ]
 
 
@@ -352,12 +352,16 @@ def state(status: Status) -> tuple[str, str]:
     return "ok", ""
 
 
-def facts(status: Status) -> dict[str, str]:
-    """Pure: the node in a few words, by the names of `--oneline`."""
+def oneline(status: Status) -> str:
+    """Pure: the node in one line of logfmt: state first, then fields that are never renamed.
+
+    New fields come at the end. Only a failure has its age, so healthy nodes print much the same.
+    """
     ratio, room = status.starts.hit_ratio, status.room
     failed = status.starts.failure
-    return {
-        "state": state(status)[0],
+    word, why = state(status)
+    facts = {
+        "state": word,
         "full": f"{room.percent}%" if room else "-",
         "reclaimable": format_size(status.reclaimable).replace(" ", ""),
         "entries": str(status.entries.total),
@@ -369,21 +373,8 @@ def facts(status: Status) -> dict[str, str]:
         "failure": f"{failed.reason}@{age(status.time - failed.time)}" if failed else "-",
     }
 
-
-def oneline(status: Status) -> str:
-    """Pure: the node in one line of logfmt: state first, then fields that are never renamed.
-
-    New fields come at the end. Only a failure has its age, so healthy nodes print much the same.
-    """
-    why = state(status)[1]
-    words = [f"{name}={value}" for name, value in facts(status).items()]
+    words = [f"{name}={value}" for name, value in facts.items()]
     return " ".join(["forestage", *words, *([f"why={field(why)}"] if why else [])])
-
-
-def among_many(status: Status) -> list[Piece]:
-    """Pure: what `status` says of one node of many."""
-    named = {**facts(status), "why": state(status)[1] or "-"}
-    return [Table(tuple(named), [tuple(named.values())])]
 
 
 def _kept(status: Status) -> Iterator[tuple[str, str]]:

@@ -10,19 +10,21 @@ cancelled by a name that no other job has, and each srun ends with its job.
 """
 
 import contextlib
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
+from ClusterShell import Defaults, NodeSet, NodeUtils
 
-from forestage.admin.fleet import SRUN, problem
 from forestage.admin.job_images import ImageResult
 from forestage.admin.warm_node import NodeReport
 from forestage.clock import Clock
-from forestage.errors import SlurmError
+from forestage.errors import NotFound, SlurmError
 from forestage.slurm.hints import MAX_HINTED
 from forestage.slurm.queue import Slurm
 from forestage.system.run import Ran
@@ -31,6 +33,8 @@ from forestage.units import format_duration
 
 # Where the packages put the interpreter on every node; the hooks start the same one.
 PYTHON = "/usr/lib/forestage/bin/python3"
+# A job beside others, where the partition allows that; no MPI, and no directory of ours.
+SRUN = ("--nodes=1", "--ntasks=1", "--oversubscribe", "--mpi=none", "--chdir=/", "--quiet")
 # srun's task has its job's number in the environment; nothing else goes through the shell.
 SCRIPT = 'exec "$0" -I -m forestage.admin.warm_node "$SLURM_JOB_ID" "$@"'
 MAX_NAMED = 4  # nodes that the progress names
@@ -80,6 +84,34 @@ class WarmReport(msgspec.Struct, frozen=True):
     nodes: tuple[NodeAnswer, ...]
 
 
+def expand_nodes(text: str) -> tuple[str, ...]:
+    """Return the nodes of a ClusterShell node set, groups included. Raises ValueError.
+
+    ClusterShell would also read the sample groups that its wheel puts below the interpreter's own
+    prefix, and `@all` would be nodes that no site has.
+    """
+    paths = Defaults.config_paths("groups.conf")
+    paths = [path for path in paths if Path(sys.prefix) not in Path(path).parents]
+    groups = NodeUtils.GroupResolverConfig(paths, illegal_chars=NodeSet.ILLEGAL_GROUP_CHARS)
+    try:
+        found = tuple(NodeSet.NodeSet(text, resolver=groups))
+    except NodeUtils.GroupResolverError:
+        raise ValueError(f"a group of {text!r} is not in ClusterShell's groups.conf") from None
+    except NodeSet.NodeSetException as error:
+        raise ValueError(str(error)) from None
+    if not found:
+        raise ValueError(f"{text!r} names no node")
+    return found
+
+
+def list_partition_nodes(name: str, slurm: Slurm) -> tuple[str, ...]:
+    """Return all nodes of a partition. Raises NotFound if it has none, SlurmError."""
+    found = slurm.partition_nodes(name)
+    if not found:
+        raise NotFound(f"Slurm has no partition {name}, or it has no node", "see `sinfo`")
+    return found
+
+
 def comment(order: Order) -> str:
     """Pure: the hint, as job.py reads it: commas, spaces and `;` separate names there."""
     paths = ",".join(quote(image, safe="/", errors="surrogateescape") for image in order.images)
@@ -105,7 +137,14 @@ def answer(node: str, ran: Ran, seconds: float) -> NodeAnswer:
         except msgspec.DecodeError:
             continue
         return NodeAnswer(node, took, report.job, report.images)
-    return NodeAnswer(node, took, problem=problem(ran.code, ran.err))
+    return NodeAnswer(node, took, problem=find_problem(ran.code, ran.err))
+
+
+def find_problem(code: int, err: str) -> str:
+    """Return srun's first error, from which others follow, or its exit status. Pure."""
+    lines = [line.removeprefix("srun: ") for line in err.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return [*errors, *lines, f"it ended with {code} and no answer"][0]
 
 
 def warm(

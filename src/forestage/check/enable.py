@@ -33,7 +33,7 @@ SHARED = (
     "Other nodes that share such a directory are not seen from here: one that runs a Prolog or"
     " Epilog while the link is removed may drain."
 )
-AT_ONCE = "This stops nothing at once: `forestage off` does, on one node or with -w on many."
+AT_ONCE = "This stops nothing at once: `forestage off` does, on each node."
 EVERYWHERE = "Every node that reads these files must have forestage: one without it will drain."
 LOGIN = (
     "Login nodes read plugstack.conf as well: without forestage-spank for their Slurm they print"

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli import many
 from forestage.cli.world import Exit, as_json, ending_as_interrupt, seconds, show
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def _path(world: "World", image: str) -> str:
     "-p", "--partition", metavar="NAME", help="The jobs' partition; without -w, all its nodes."
 )
 @click.option("--reservation", metavar="NAME", help="The jobs' reservation.")
-@many.more
+@click.option("--srun", "more", multiple=True, metavar="OPTION", help="One more option for srun.")
 @click.option(
     "--busy",
     default="5m",
@@ -47,7 +46,7 @@ def _path(world: "World", image: str) -> str:
     help="How long a node may be busy; 5m.",
 )
 @click.option("--stage-wait", default="", callback=_duration, metavar="TIME", help="For the hint.")
-@many.at_once
+@click.option("--at-once", default=64, type=click.IntRange(1), help="Nodes at once; 64.")
 @click.pass_context
 def warm(
     ctx: click.Context,
@@ -69,7 +68,6 @@ def warm(
     """
     import secrets
 
-    from forestage.admin import fleet
     from forestage.admin import warm as work
     from forestage.slurm.queue import Slurm
     from forestage.system import terminal as screen
@@ -78,9 +76,12 @@ def warm(
         raise click.UsageError(f"a job can name {work.MAX_IMAGES} images, not {len(images)}")
     slurm = Slurm.of(os.environ)
     if nodes is not None:
-        where = many.expanded(nodes)
+        try:
+            where = work.expand_nodes(nodes)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--nodes") from None
     elif partition is not None:
-        where = fleet.of_partition(partition, slurm)
+        where = work.list_partition_nodes(partition, slurm)
     else:
         raise click.UsageError("name the nodes with --nodes, or their --partition")
     named = (("partition", partition), ("reservation", reservation))

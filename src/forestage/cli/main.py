@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import click
 
 from forestage.cli import complete, images, prefetch, registry, report, site
-from forestage.cli.many import on_nodes
 from forestage.cli.world import Commands, Exit, as_json, show
 from forestage.cli.world import World as World
 
@@ -51,9 +50,8 @@ def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="forestage")
-@click.option("--answer", "is_asked", is_flag=True, hidden=True)  # by another node's -w
 @click.pass_context
-def main(ctx: click.Context, is_asked: bool) -> None:
+def main(ctx: click.Context) -> None:
     """Look after the container images that forestage keeps on this node.
 
     KEY is an entry's key or its beginning, PATH the image's path as `forestage ls` prints it or a
@@ -75,7 +73,6 @@ for command in (
 
 @main.command()
 @as_json
-@on_nodes()
 @click.option("--watch", is_flag=True, help="Follow the copies; as JSON, one line a second.")
 @click.option("--oneline", is_flag=True, help="One line for health checks; see forestage(1).")
 @click.pass_context
@@ -106,8 +103,7 @@ def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> Non
     if oneline:
         show(found, [screen.Line(view.oneline(found), whole=True)], as_json)
     else:
-        shown = view.pieces(found, ctx.obj.clock.wall())
-        show(found, shown, as_json, view.among_many(found))
+        show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
     if found.unusable:
         ctx.exit(Exit.CACHE)
 
@@ -122,7 +118,6 @@ def _show_public(world: World, as_json: bool) -> None:
 
 @main.command()
 @as_json
-@on_nodes()
 @some_words
 @click.pass_obj
 def ls(world: World, words: tuple[str, ...], as_json: bool) -> None:
@@ -134,13 +129,11 @@ def ls(world: World, words: tuple[str, ...], as_json: bool) -> None:
     if words:
         keys = {item.key for item in _picked(found.items, words)}
         found = found.only(keys)
-    shown = view.listing(found, world.clock.wall())
-    show(found.items, shown, as_json, view.among_many(found))
+    show(found.items, view.listing(found, world.clock.wall()), as_json)
 
 
 @main.command("show")
 @as_json
-@on_nodes()
 @click.argument("word", metavar="KEY|PATH", shell_complete=complete.entries)
 @click.pass_obj
 def show_entry(world: World, word: str, as_json: bool) -> None:
@@ -160,7 +153,6 @@ def show_entry(world: World, word: str, as_json: bool) -> None:
 
 @main.command()
 @as_json
-@on_nodes()
 @click.argument("job", callback=_job_id, metavar="JOBID", shell_complete=complete.jobs)
 @click.pass_obj
 def explain(world: World, job: int, as_json: bool) -> None:
@@ -172,13 +164,11 @@ def explain(world: World, job: int, as_json: bool) -> None:
     from forestage.admin import ask_client
 
     told = ask_client.about_job(world.places, job, os.environ)
-    shown = ask_client.pieces(told, world.clock.wall())
-    show(ask_client.document(told), shown, as_json, ask_client.among_many(told))
+    show(ask_client.document(told), ask_client.pieces(told, world.clock.wall()), as_json)
 
 
 @main.command()
 @as_json
-@on_nodes()
 @click.argument("image")
 @click.pass_obj
 def path(world: World, image: str, as_json: bool) -> None:
@@ -198,7 +188,6 @@ def path(world: World, image: str, as_json: bool) -> None:
 
 @main.command()
 @as_json
-@on_nodes()
 @some_words
 @click.option("--all", "everything", is_flag=True, help="All that is not leased or pinned.")
 @click.option(
@@ -244,7 +233,6 @@ def evict(
 
 @main.command()
 @as_json
-@on_nodes("1h")
 @some_words
 @click.option("--all", "everything", is_flag=True, help="Every entry.")
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: verify, but evict nothing.")
@@ -275,7 +263,6 @@ def verify(
 
 @main.command()
 @as_json
-@on_nodes("1h")
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: change nothing, verify nothing.")
 @click.pass_context
 def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
@@ -296,7 +283,6 @@ def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
 
 @main.command()
 @as_json
-@on_nodes()
 @words
 @click.pass_obj
 def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
@@ -306,7 +292,6 @@ def pin(world: World, words: tuple[str, ...], as_json: bool) -> None:
 
 @main.command()
 @as_json
-@on_nodes()
 @words
 @click.pass_obj
 def unpin(world: World, words: tuple[str, ...], as_json: bool) -> None:
@@ -338,7 +323,6 @@ def _picked(
 
 @main.command()
 @as_json
-@on_nodes()
 @click.option("-p", "--partition", metavar="NAME", help="As it holds for this partition's jobs.")
 @click.pass_obj
 def config(world: World, partition: str | None, as_json: bool) -> None:
@@ -357,7 +341,6 @@ def config(world: World, partition: str | None, as_json: bool) -> None:
 
 @main.command()
 @as_json
-@on_nodes("2m")
 @click.option("--login", is_flag=True, help="Only whether jobs can be submitted with --stage.")
 @click.option(
     "--accept-disk", is_flag=True, help="First have the cache use the disk that is there now."

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli.many import on_nodes
 from forestage.cli.world import Exit, as_json, seconds, show
 from forestage.errors import ForestageError
 
@@ -103,7 +102,6 @@ def _change(
 
 @click.command()
 @as_json
-@on_nodes("2m")
 @click.pass_context
 def unredirect(ctx: click.Context, as_json: bool) -> None:
     """Unmount every redirect of this node, now.
@@ -125,36 +123,33 @@ def unredirect(ctx: click.Context, as_json: bool) -> None:
         ctx.exit(Exit.FAILED)
 
 
-def _lasting(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """A duration, as it was written: the nodes of -w read it themselves."""
-    if value is not None and not seconds(ctx, parameter, value):
+def _lasting(ctx: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    """Return the seconds of a duration that is not zero, or None if none was given."""
+    lasts = None if value is None else seconds(ctx, parameter, value)
+    if lasts == 0:
         raise click.BadParameter("expected a duration such as 6h or 30m")
-    return value
+    return lasts
 
 
 @click.command()
 @as_json
-@on_nodes()
 @click.option("--until", metavar="TIME", callback=_lasting, help="For so long: 6h, 30m.")
 @click.argument("reason", required=False)
 @click.pass_context
-def off(ctx: click.Context, reason: str | None, until: str | None, as_json: bool) -> None:
+def off(ctx: click.Context, reason: str | None, until: float | None, as_json: bool) -> None:
     """Switch staging off on this node, now: `forestage off "INC-42"`.
 
     From the next Prolog and step on, jobs read the original path. It is kept over reboots, and
     works with a broken configuration. `forestage on` ends it.
     """
     from forestage.admin import switching as work
-    from forestage.units import parse_duration
 
-    lasts = None if until is None else parse_duration(until)
-    done = work.off(ctx.obj.places, ctx.obj.clock, reason or work.BY_HAND, lasts)
+    done = work.off(ctx.obj.places, ctx.obj.clock, reason or work.BY_HAND, until)
     show(done, work.pieces(done, "off"), as_json)
 
 
 @click.command()
 @as_json
-@on_nodes()
 @click.pass_context
 def on(ctx: click.Context, as_json: bool) -> None:
     """Switch staging on again, after `forestage off`.

@@ -118,7 +118,6 @@ class Exit(IntEnum):
     SLURM = 8, "Slurm did not answer, or not clearly: no lease was released."
     REFUSED = 9, "Slurm's configuration was not changed: the manual steps were printed."
     TRIED = 10, "enroot tried to import the image, and failed."
-    UNREACHED = 11, "A node of -w was not reached, or did not answer in time."
     UNMOUNTED = 12, "The cache's disk is not mounted: it may come later."
     HINT = 65, "A word given to hints is refused."
     INTERRUPTED = 130, "It was interrupted from the keyboard."
@@ -213,19 +212,8 @@ def lines(error: Exception, is_root: bool) -> list[str]:
     return [str(error)]
 
 
-def show(
-    document: object,
-    pieces: "Iterable[Piece]",
-    as_json: bool,
-    among_many: "Iterable[Piece] | None" = None,
-) -> None:
-    """Prints the document as JSON, or else its pieces.
-
-    To who asks many nodes it says both; `among_many`: what one of many says in place of `pieces`.
-    """
+def show(document: object, pieces: "Iterable[Piece]", as_json: bool) -> None:
+    """Print the document as JSON, or else its pieces."""
     from forestage.system import terminal
 
-    if click.get_current_context().find_root().params.get("is_asked"):
-        terminal.answer(document, pieces if among_many is None else among_many)
-    else:
-        terminal.show(document, pieces, as_json)
+    terminal.show(document, pieces, as_json)

@@ -25,7 +25,7 @@ FOLDED = frozenset(
 T = TypeVar("T")
 
 
-class Line(msgspec.Struct, frozen=True, tag=True):
+class Line(msgspec.Struct, frozen=True):
     """A sentence, or a heading for what follows; `whole`: it is to be copied, so never folded."""
 
     text: str
@@ -34,14 +34,14 @@ class Line(msgspec.Struct, frozen=True, tag=True):
     whole: bool = False
 
 
-class Facts(msgspec.Struct, frozen=True, tag=True):
+class Facts(msgspec.Struct, frozen=True):
     """Names and values, one a line."""
 
     facts: tuple[tuple[str, str], ...]
     indent: int = 0
 
 
-class Table(msgspec.Struct, frozen=True, tag=True):
+class Table(msgspec.Struct, frozen=True):
     """Rows below the names of their columns; a column of one name looks the same everywhere."""
 
     columns: tuple[str, ...]
@@ -61,12 +61,6 @@ def show(document: object, pieces: Iterable[Piece], as_json: bool) -> None:
         _drawing().draw(pieces)
     else:
         write(pieces, sys.stdout)
-
-
-def answer(document: object, pieces: Iterable[Piece]) -> None:
-    """Prints both for a command that asks many nodes (admin/fleet.py), as one line of JSON."""
-    both = {"document": document, "pieces": list(map(printed, pieces))}
-    sys.stdout.write(_encoded(both).decode() + "\n")
 
 
 def is_live(as_json: bool) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.admin import fleet
+from forestage.admin import warm
 from forestage.cli.world import Exit
 from forestage.errors import NotFound
 from forestage.slurm.queue import Slurm
@@ -34,7 +34,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], 
 
 def test_group_of_the_user_names_its_nodes(groups: Callable[[Path], None], tmp_path: Path) -> None:
     groups(tmp_path / "config/clustershell")
-    assert fleet.expand("@all,n7") == ("gpu1", "gpu2", "gpu3", "n7")
+    assert warm.expand_nodes("@all,n7") == ("gpu1", "gpu2", "gpu3", "n7")
 
 
 @pytest.mark.parametrize("text", ["@all", "@*", "@no:such", "n[1-", ""])
@@ -44,11 +44,7 @@ def test_sample_groups_of_the_interpreters_prefix_name_no_node(
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
     groups(tmp_path / "venv/etc/clustershell")
     with pytest.raises(ValueError, match=r"."):
-        fleet.expand(text)
-
-
-def test_nodes_fold_as_clustershell_writes_them() -> None:
-    assert fleet.fold(("n1", "n3", "n2", "m")) == "m,n[1-3]"
+        warm.expand_nodes(text)
 
 
 @pytest.mark.parametrize(("listed", "expected"), [("n1\nn2\nn1\n", ("n1", "n2")), ("", None)])
@@ -58,9 +54,9 @@ def test_partition_is_its_nodes_each_once(
     asked = programs(sinfo=f"printf '{listed}'")
     if expected is None:
         with pytest.raises(NotFound, match="no partition gpu"):
-            fleet.of_partition("gpu", Slurm(run.PATH))
+            warm.list_partition_nodes("gpu", Slurm(run.PATH))
     else:
-        assert fleet.of_partition("gpu", Slurm(run.PATH)) == expected
+        assert warm.list_partition_nodes("gpu", Slurm(run.PATH)) == expected
     assert "--partition=gpu" in asked.read_text()
 
 
