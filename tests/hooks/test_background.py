@@ -195,15 +195,15 @@ def test_step_waits_for_what_the_prolog_finds(
     assert f"also\tuse\t{entry}\t{image}\t" in said
 
 
-def test_step_that_is_faster_than_the_prolog_hears_of_a_near_miss(
+def test_step_that_is_faster_than_the_prolog_hears_of_a_bad_hint(
     background: Background, image: Path
 ) -> None:
     with background.held_up():
-        background.prolog(comment=f"Stage={image}")
+        background.prolog(comment="stage-wiat=1m")
         assert background.left() == ["7.hinted", "7.prolog"]
         step = background.hook("step")
         until(lambda: child_sleeps(step.pid) or step.poll() is not None, "the step to wait")
-    assert f"write stage={image}" in background.ended(step)
+    assert "unknown hint stage-wiat=" in background.ended(step)
 
 
 def test_step_of_a_prolog_that_was_killed_does_all_itself(

@@ -64,7 +64,7 @@ def detach(environ: Mapping[str, str], run: str) -> str:
         os._exit(0)  # two Prologs of one job: the first one's process is at it
     if lock < 0:
         return ""
-    # A near miss, too: its sentence is for the first step, which may be there before it is found.
+    # What is wrong with a hint is for the first step, too, which may be there before it is found.
     if STAGE_OPTION in environ or may_be_hinted(environ.get("SLURM_JOB_COMMENT", "")):
         _touch(mark.removesuffix("prolog") + "hinted")
     ours, theirs = os.pipe()

@@ -159,8 +159,7 @@ def nothing_to_do(name: Name, environ: Mapping[str, str], root: str) -> bool:
     run = f"{root}/run/forestage"
     if name == "prolog":
         asked = IMAGE_OPTION in environ or SAVE_OPTION in environ or STAGE_OPTION in environ
-        comment = environ.get("SLURM_JOB_COMMENT", "")
-        asked = asked or bool(comment and may_be_hinted(comment))
+        asked = asked or may_be_hinted(environ.get("SLURM_JOB_COMMENT", ""))
         return not asked and not has_lease(environ, run)
     if name == "step":
         asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
@@ -196,14 +195,8 @@ def is_of_other(owner: str, environ: Mapping[str, str]) -> bool:
 
 
 def may_be_hinted(comment: str) -> bool:
-    """Whether a job's comment has to be read: it says stage, or a path follows a `=`."""
-    if "stage" in comment.lower():
-        return True
-    if "=/" not in comment:
-        return False
-    from forestage.slurm import near_misses
-
-    return near_misses.is_missed(comment)
+    """Return whether a job's comment has to be read."""
+    return "stage" in comment
 
 
 def note_call(name: Name, environ: Mapping[str, str], run: str) -> None:

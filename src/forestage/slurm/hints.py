@@ -28,7 +28,6 @@ from typing import Literal
 
 import msgspec
 
-from forestage.slurm.near_misses import KNOWN, misses, words
 from forestage.units import is_utf8, parse_duration, parse_size, printable, quote
 
 MAX_HINTED = 16
@@ -47,6 +46,7 @@ SEEN = "stage-seen="
 """Begins the word in a job's *admin* comment that packaging/slurm/job_submit.lua writes."""
 
 OPTIONS = ("stage", "stage-dir", "stage-tell", "stage-wait")
+KNOWN = (*OPTIONS, "stage-list")
 
 OF_OPTION = "option --"
 """Begins a problem of a word that was given as an option."""
@@ -206,10 +206,10 @@ def read_hints(comment: str, rank: Rank = NOWHERE, option: str = "") -> Hints:
 
     `option` are the words that were given as options, each on a line.
     """
-    tokens, reading = words(comment), _Reading(rank)
+    tokens, reading = comment.replace(";", " ").split(), _Reading(rank)
     options = reading.options(option) if option else ()
     ignored = reading.comment(tokens, options)
-    problems = [*reading.problems, *misses(tokens)]
+    problems = reading.problems
     unique = tuple(dict.fromkeys(reading.wanted))
     images = tuple(one for one in unique if not one.is_data)
     data = tuple(one for one in unique if one.is_data)

@@ -35,8 +35,7 @@ from forestage.system.as_user import User
         ({"SLURM_JOB_COMMENT": "words"}, True),
         ({"SLURM_JOB_COMMENT": "stage=/a"}, False),
         ({"SLURM_JOB_COMMENT": "stage-wait=1"}, False),
-        ({"SLURM_JOB_COMMENT": "Stage=/a"}, False),
-        ({"SLURM_JOB_COMMENT": "stge=/a"}, False),
+        ({"SLURM_JOB_COMMENT": "Stage=/a"}, True),
         ({"SLURM_JOB_COMMENT": "project=/a"}, True),
         ({IMAGE_OPTION: "/a"}, False),
         ({IMAGE_OPTION: ""}, False),
@@ -44,7 +43,7 @@ from forestage.system.as_user import User
         ({STAGE_OPTION: ""}, False),
     ],
 )
-def test_prolog_has_work_where_a_job_names_an_image_or_tries_to(
+def test_prolog_has_work_where_a_job_names_an_image_or_its_comment_says_stage(
     tmp_path: Path, environ: dict[str, str], nothing: bool
 ) -> None:
     assert nothing_to_do("prolog", environ, str(tmp_path)) is nothing
