@@ -126,20 +126,27 @@ def choose(
     fresh: Counter[int] = Counter()
     for copy in held.values():
         fresh[copy.user] += copy.size * copy.fresh
+    all_fresh = fresh.total()
+    stay = {
+        name
+        for name, copy in held.items()
+        if copy.stays or (not copy.fresh and copy.used > now - rules.quiet)
+    }
+    staying = sum(held[name].size for name in stay)
+    # Less and less is expected of what is lacking, so more and more of these stay: the last first.
+    others = sorted((wanted[name].starts, name) for name in held if name in wanted)
+    others = [one for one in others if one[1] not in stay]
     lacking = [(one.starts, image) for image, one in wanted.items() if image not in held]
     for starts, image in sorted(lacking, reverse=True):
         size, user, _ = wanted[image]
         if starts < rules.least:
             break
-        if fresh.total() + size > rules.quota * room or fresh[user] + size > rules.share * room:
+        while others and others[-1][0] * rules.margin >= starts:
+            _, name = others.pop()
+            stay.add(name)
+            staying += held[name].size
+        if all_fresh + size > rules.quota * room or fresh[user] + size > rules.share * room:
             continue
-        stay = frozenset(
-            name
-            for name, copy in held.items()
-            if copy.stays
-            or (not copy.fresh and copy.used > now - rules.quiet)
-            or (name in wanted and wanted[name].starts * rules.margin >= starts)
-        )
-        if size + sum(held[name].size for name in stay) <= room:
-            return Copy(image, user, stay)
+        if size + staying <= room:
+            return Copy(image, user, frozenset(stay))
     return None

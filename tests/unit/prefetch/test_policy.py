@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import properties  # noqa: F401
 from forestage.prefetch.policy import (
     RULES,
     Copy,
@@ -140,3 +143,65 @@ def test_copies_for_one_user_fill_no_more_than_their_share() -> None:
     assert choose(wanted(a=0.9), held, ROOM, NOW, share) is None
     theirs = {"a": Wanted(40, BOB, 0.9)}
     assert choose(theirs, held, ROOM, NOW, share) is not None
+
+
+def choose_plainly(
+    wanted: dict[str, Wanted], held: dict[str, Held], room: int, rules: Rules
+) -> Copy | None:
+    """The same by its definition, which looks at each copy for each image that is lacking."""
+    fresh = [one for one in held.values() if one.fresh]
+    lacking = [(one.starts, image) for image, one in wanted.items() if image not in held]
+    for starts, image in sorted(lacking, reverse=True):
+        size, user, _ = wanted[image]
+        own = sum(one.size for one in fresh if one.user == user)
+        is_within = sum(one.size for one in fresh) + size <= rules.quota * room
+        stay = {
+            name
+            for name, one in held.items()
+            if one.stays
+            or (not one.fresh and one.used > NOW - rules.quiet)
+            or (name in wanted and wanted[name].starts * rules.margin >= starts)
+        }
+        is_within = is_within and own + size <= rules.share * room and starts >= rules.least
+        if is_within and size + sum(held[name].size for name in stay) <= room:
+            return Copy(image, user, frozenset(stay))
+    return None
+
+
+NAMES = st.sampled_from("abcdefgh")
+STARTS = st.sampled_from((0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 1.0, 2.0))
+SIZE, USER = st.integers(1, 60), st.sampled_from((ALICE, BOB))
+
+
+@given(
+    st.dictionaries(NAMES, st.builds(Wanted, SIZE, USER, STARTS)),
+    st.dictionaries(
+        NAMES,
+        st.builds(Held, SIZE, st.sampled_from((0.0, NOW)), USER, st.booleans(), st.booleans()),
+    ),
+    st.integers(1, 300),
+    st.sampled_from((RULES, FREE)),
+)
+def test_copy_is_chosen_as_by_the_definition(
+    wanted: dict[str, Wanted], held: dict[str, Held], room: int, rules: Rules
+) -> None:
+    assert choose(wanted, held, room, NOW, rules) == choose_plainly(wanted, held, room, rules)
+
+
+class CountedSizes(dict[str, Held]):
+    """Copies that count how often one of them is looked up."""
+
+    looked_up = 0
+
+    def __getitem__(self, name: str) -> Held:
+        self.looked_up += 1
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("lacking", [1, 100])
+def test_copies_are_looked_at_as_often_however_many_images_are_lacking(lacking: int) -> None:
+    held = CountedSizes({f"h{n}": old(1, stays=n % 2 == 0) for n in range(100)})
+    expected = {name: Wanted(1, ALICE, 0.5) for name in held}
+    missing = {f"w{n}": Wanted(ROOM, ALICE, 0.5) for n in range(lacking)}
+    assert choose(expected | missing, held, ROOM, NOW, FREE) is None
+    assert held.looked_up == len(held)
