@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from forestage.clock import Clock
 from forestage.hooks.background import PROCESS_NAME
-from forestage.hooks.boundary import STAGE_OPTION
+from forestage.hooks.boundary import STAGE_OPTION, Hook
+from forestage.slurm import slurm_conf
 from forestage.system import lock
 from node import ALICE, HANGS, Node, children_left, comm, content, until
 
@@ -329,3 +331,26 @@ def once(first: Callable[[], int], then: Callable[[], int]) -> Callable[[], int]
     """Something else than usual the first time it is called."""
     calls = iter([first])
     return lambda: next(calls, then)()
+
+
+def test_hook_reads_slurm_conf_once_for_all_that_it_takes_from_it(
+    background: Background, image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Prolog: limits, the companion, and which files say that it is loaded."""
+    background.node.configure(redirect="auto")
+    environ = background.environ(image)
+    conf = Path(environ["SLURM_CONF"])
+    conf.write_text("Include parts/a.conf\n")
+    (conf.parent / "parts").mkdir()
+    (conf.parent / "parts/a.conf").write_text("Include b.conf\n")
+    (conf.parent / "b.conf").write_text("BatchStartTimeout=60\n")
+    (conf.parent / "plugstack.conf").write_text("optional forestage.so\n")
+    read: list[str] = []
+    text_of = slurm_conf.text_of
+    monkeypatch.setattr(slurm_conf, "text_of", lambda path: (read.append(path), text_of(path))[1])
+    for name in ("prolog", "epilog"):
+        read.clear()
+        assert Hook(name, environ, 0.0).run(background.node.places, Clock()) == 0  # type: ignore[arg-type]
+        of_conf = [path for path in read if not path.endswith("plugstack.conf")]
+        assert of_conf == [str(conf), f"{conf.parent}/parts/a.conf", f"{conf.parent}/b.conf"]
+        assert len(of_conf) < len(read), "plugstack.conf, too"

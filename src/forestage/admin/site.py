@@ -516,7 +516,8 @@ def companion_state(places: Places, conf: str) -> CompanionState:
     """Return whether steps get the companion, as hooks find it out; `conf` is $SLURM_CONF or ""."""
     files = Files(places.root)
     path = conf or slurm_conf.find_usual(files.root)
-    return companion.read_state(places.loaded, path and str(files.at(path)))
+    conf_file = slurm_conf.SlurmConf(path and str(files.at(path)))
+    return companion.read_state(places.loaded, conf_file)
 
 
 def as_hooks_see(node: Node, conf: str) -> Node:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from forestage.config import Companion, Settings
     from forestage.paths import Places
     from forestage.slurm.job import Job
+    from forestage.slurm.slurm_conf import SlurmConf
 
 FIRST_LINE = "forestage 1"
 ANY = "*"  # a partition without settings of its own
@@ -148,29 +149,21 @@ def facts_of(path: str) -> tuple[str, ...]:
     return tuple(map(str, (found.st_ino, found.st_size, *times)))
 
 
-def slurms(conf: str) -> list[str]:
-    """The lines for all that says whether Slurm loads the companion, by slurmd's $SLURM_CONF.
+def slurms(conf: SlurmConf) -> list[str]:
+    """The lines for all that says whether Slurm loads the companion.
 
     To be called before that is asked: what is here of each file is from before it was read, and of
     each directory in which an include looks.
     """
     from forestage.slurm import plugstack
-    from forestage.slurm.slurm_conf import text_of
-    from forestage.system.tree import Noted
-
-    noted = Noted()
-
-    def text(path: str) -> str:
-        noted.note(path)
-        return text_of(path)
 
     try:
-        for line in plugstack.lines(plugstack.of(conf, text), text):
+        for line in plugstack.lines(plugstack.of(conf), conf.text):
             if isinstance(line, plugstack.Include):
-                noted.names(os.path.dirname(line.pattern))  # noqa: PTH120 - pathlib is an import
+                conf.files.names(os.path.dirname(line.pattern))  # noqa: PTH120 - pathlib is an import
     except (OSError, ValueError):  # so nobody can tell
         pass
-    return ["\t".join(("file", path, *map(str, facts))) for path, facts in noted.facts.items()]
+    return ["\t".join(("file", path, *map(str, facts))) for path, facts in conf.files.facts.items()]
 
 
 def note(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from forestage.hooks.watch import HookChild, Watched
     from forestage.paths import Places
     from forestage.slurm.job import Job
+    from forestage.slurm.slurm_conf import SlurmConf
 
     Name = Literal["prolog", "step", "epilog"]
 
@@ -273,8 +274,10 @@ class Hook:
     """One run of a hook. `drains` is whether the admin wants a failure to drain the node.
 
     `mark`: of a Prolog whose script has ended (hooks/background.py). `child`: of the child that
-    does its work (hooks/watch.py), what tells the hook.
+    does its work (hooks/watch.py), what tells the hook. `slurm_conf` is there once `run` is called.
     """
+
+    slurm_conf: SlurmConf
 
     def __init__(self, name: Name, environ: Mapping[str, str], start: float) -> None:
         self.name = name

@@ -24,6 +24,7 @@ from forestage.slurm import companion, timeouts
 from forestage.slurm.companion import CompanionState
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields, has_control
+from forestage.slurm.slurm_conf import SlurmConf
 from forestage.units import printable
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def run(hook: Hook, places: Places, clock: Clock) -> int:
     """The work, its log line and its events. Expected errors become outcomes; others rise."""
     if hook.in_background:
         _be_of_no_job()
+    hook.slurm_conf = SlurmConf(hook.environ.get("SLURM_CONF", ""))
     job = Job.from_environ(hook.environ).of_manager(hook.manager)
     if hook.name == "step":
         from forestage.hooks import step
@@ -60,7 +62,7 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
     from forestage.cache import step_record
     from forestage.hooks import prolog
 
-    limits = timeouts.read(hook.environ.get("SLURM_CONF", ""))
+    limits = timeouts.read(hook.slurm_conf)
     if Leases(places.leases).file(job.id).exists():
         from forestage.hooks import earlier_job
 
@@ -104,7 +106,7 @@ def _note_background(hook: Hook, places: Places, decided_by: Sequence[str]) -> N
     if hook.in_background or hook.settings is None or not places.loaded.exists():
         return
     try:
-        by_slurm = background.slurms(hook.environ.get("SLURM_CONF", ""))
+        by_slurm = background.slurms(hook.slurm_conf)
         loads = _companion_state(hook, places).state
         background.note(places, hook.settings, loads, decided_by, by_slurm)
     except OSError:  # they do their work first
@@ -173,7 +175,7 @@ def _begin_import(hook: Hook, node: Node, job: Job) -> tuple[Job, Fields]:
     asked = config.registry.enabled and config.registry.store and not job.hints.off
     if request is None or not asked or config.redirect != "spank":
         return job, ()
-    if not companion.is_importer(companion.importer(hook.environ.get("SLURM_CONF", ""))):
+    if not companion.is_importer(companion.importer(hook.slurm_conf)):
         return job, ()
     from forestage.hooks import registry
 
@@ -214,7 +216,7 @@ def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
     except ConfigError as error:
         hook.say(f"result=failed reason=config detail={error.one_line!r}")
         config = None
-    limits = timeouts.read(hook.environ.get("SLURM_CONF", ""))
+    limits = timeouts.read(hook.slurm_conf)
     return job, epilog.epilog(config, places, clock, job, limits, hook.watched)
 
 
@@ -238,7 +240,7 @@ def _companion_state(hook: Hook, places: Places) -> CompanionState:
     """Return whether the job's steps get the companion; it is what runs a step's hook."""
     if hook.name == "step":
         return CompanionState("loaded")
-    return companion.read_state(places.loaded, hook.environ.get("SLURM_CONF", ""))
+    return companion.read_state(places.loaded, hook.slurm_conf)
 
 
 def _nodes(

@@ -2,7 +2,7 @@
 
 The companion leaves a mark below /run when slurmd or a step loads it (src/spank/forestage.c). So it
 is known to fit this Slurm, and a node without it pays for one stat(2). The mark stays when the
-admin takes the line out of plugstack.conf, so that file is read as well: half a millisecond.
+admin takes the line out of plugstack.conf, so that file is read as well.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forestage.config import Companion
-from forestage.slurm import slurm_conf
+from forestage.slurm.slurm_conf import SlurmConf, explain_unread
 
 if TYPE_CHECKING:
     from forestage.slurm import plugstack
@@ -28,8 +28,8 @@ class CompanionState(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-def read_state(mark: Path, conf: str) -> CompanionState:
-    """Return whether steps that start now get the companion; `conf` is slurmd's $SLURM_CONF.
+def read_state(mark: Path, conf: SlurmConf) -> CompanionState:
+    """Return whether steps that start now get the companion.
 
     A file of Slurm's that cannot be read says nothing about its plugins. slurmd has loaded the
     companion since the boot, as the mark is there, so a redirect for the whole node would be made
@@ -40,15 +40,12 @@ def read_state(mark: Path, conf: str) -> CompanionState:
     try:
         named = any(Path(one.path).name == PLUGIN for one in _plugins(conf))
     except (OSError, ValueError) as error:
-        return CompanionState("unknown", slurm_conf.explain_unread(error))
+        return CompanionState("unknown", explain_unread(error))
     return CompanionState("loaded" if named else "absent")
 
 
-def importer(conf: str) -> str:
-    """The program that pyxis asks for images of registries, its importer=; "" for none.
-
-    `conf` is $SLURM_CONF as a step manager has it, or "": then slurm.conf is where it usually is.
-    """
+def importer(conf: SlurmConf) -> str:
+    """The program that pyxis asks for images of registries, its importer=; "" for none."""
     found = (one.argument("importer") for one in _plugins(conf) if "pyxis" in one.path)
     try:
         return next(found, "")
@@ -61,9 +58,9 @@ def is_importer(program: str) -> bool:
     return Path(program).name == IMPORTER
 
 
-def _plugins(conf: str) -> "Iterator[plugstack.Plugin]":
+def _plugins(conf: SlurmConf) -> "Iterator[plugstack.Plugin]":
     """The plugins of plugstack.conf, as far as it can be read. Raises OSError, ValueError."""
     # Here: few nodes that have no companion need it.
     from forestage.slurm import plugstack
 
-    yield from plugstack.read(plugstack.of(conf, slurm_conf.text_of), slurm_conf.text_of)
+    yield from plugstack.read(plugstack.of(conf), conf.text)

@@ -5,12 +5,11 @@ As src/common/plugstack.c of Slurm 22.05 does it (spank.c since 23.02): a line i
 Nothing is joined or escaped.
 """
 
-import errno
 import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.slurm.slurm_conf import ConfLine, IncludeLimit, Text, find_usual, values
+from forestage.slurm.slurm_conf import ConfLine, IncludeLimit, SlurmConf, Text
 
 
 class Include(ConfLine, frozen=True, gc=False):
@@ -44,16 +43,10 @@ class Plugin(ConfLine, frozen=True, gc=False):
         return values[-1] if values else ""
 
 
-def of(conf: str, text: Text) -> str:
-    """Where plugstack.conf is, as slurm.conf says; "": the one that is where it usually is.
-
-    Raises what `text` does, and ValueError.
-    """
-    conf = conf or find_usual()
-    if not conf:
-        raise FileNotFoundError(errno.ENOENT, "it is in none of its usual places", "slurm.conf")
-    named = values(conf, text).get("plugstackconfig")
-    return named or str(Path(conf).with_name("plugstack.conf"))
+def of(conf: SlurmConf) -> str:
+    """Where plugstack.conf is, as slurm.conf says. Raises OSError, ValueError."""
+    named = conf.values.get("plugstackconfig")
+    return named or str(Path(conf.path).with_name("plugstack.conf"))
 
 
 def read(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin]:

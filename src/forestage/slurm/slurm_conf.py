@@ -4,11 +4,16 @@ As src/common/parse_config.c and read_config.c of Slurm have it, from 22.05 to 2
 else is said; tried with scontrol of 22.05, 24.11 and 26.05. Nothing is run.
 """
 
+import contextlib
+import errno
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+
+from forestage.system.tree import Noted
 
 # Where packages keep slurm.conf, and where slurmd puts what it got from slurmctld.
 USUAL_CONF = (
@@ -67,6 +72,34 @@ class IncludeLimit:
             raise ValueError(f"{file}: more than {MAX_FILES} files are included")
 
 
+class SlurmConf:
+    """slurm.conf as one hook reads it: once, for all that the hook takes from it.
+
+    `named` is slurmd's $SLURM_CONF, or "". `files` notes what was read, plugstack.conf too.
+    """
+
+    def __init__(self, named: str) -> None:
+        self.named = named
+        self.files = Noted()
+
+    def text(self, path: str) -> str:
+        """Return what one of Slurm's files holds, and note the file. Raises OSError."""
+        self.files.note(path)
+        return text_of(path)
+
+    @functools.cached_property
+    def path(self) -> str:
+        """Where it is: in a usual place if none is named. Raises FileNotFoundError."""
+        if path := self.named or find_usual():
+            return path
+        raise FileNotFoundError(errno.ENOENT, "it is in none of its usual places", "slurm.conf")
+
+    @functools.cached_property
+    def values(self) -> dict[str, str]:
+        """The value that counts for each name. Raises OSError, ValueError."""
+        return {one.name: one.value for one in settings(self.path, self.text)}
+
+
 def settings(path: str, text: Text) -> Iterator[Setting]:
     """What slurm.conf and its includes set, in their order; of a name the last one counts.
 
@@ -74,7 +107,7 @@ def settings(path: str, text: Text) -> Iterator[Setting]:
     than one thing. Slurm then starts with none of it; and slurmd may run with what the file said
     before, so that nothing is known of a time-out that stands there.
     """
-    for line in _lines(path, path, text, {}, IncludeLimit()):
+    for line in _all_lines(path, text):
         name, equals, value = line.text.partition("=")
         name = name.rstrip(_OPERATORS).lower()
         if name in _OF_LINES or not equals:
@@ -118,17 +151,9 @@ def explain_unread(error: OSError | ValueError) -> str:
     return str(error)
 
 
-def values(path: str, text: Text = text_of) -> dict[str, str]:
-    """The value that counts for each name, by default in a file of this node's.
-
-    Raises what `text` does, and ValueError.
-    """
-    return {one.name: one.value for one in settings(path, text)}
-
-
 def partitions(path: str, text: Text) -> Iterator[str]:
     """The names of all partitions. Raises as `settings` does."""
-    for line in _lines(path, path, text, {}, IncludeLimit()):
+    for line in _all_lines(path, text):
         name, equals, value = line.text.partition("=")
         if equals and name.strip().lower() == "partitionname" and value.split():
             yield value.split()[0]
@@ -140,7 +165,7 @@ def node_names(path: str, text: Text) -> Iterator[str]:
     A cloud's node has an address only while it runs.
     """
     default = ""
-    for line in _lines(path, path, text, {}, IncludeLimit()):
+    for line in _all_lines(path, text):
         words = dict(one.partition("=")[::2] for one in line.text.split())
         said = {name.lower(): value for name, value in words.items()}
         if "nodename" not in said:
@@ -152,33 +177,43 @@ def node_names(path: str, text: Text) -> Iterator[str]:
             yield said["nodename"]
 
 
-def _beside(top: str, file: str, name: str, text: Text) -> str:
-    """A relative name is one beside slurm.conf; before 23.02, beside the file that says it.
+def _beside(top: str, file: str, name: str, text: Text) -> tuple[str, str]:
+    """Return the file that an include names, and its text. Raises what `text` does.
 
-    Where both are there, it is read as 23.02 does.
+    A relative name is one beside slurm.conf; before 23.02, beside the file that says it. Where both
+    are there, it is read as 23.02 does.
     """
     found, former = (str(Path(one).parent / name) for one in (top, file))
     if found != former:
-        try:
-            text(found)
-        except FileNotFoundError:
-            return former
-    return found
+        with contextlib.suppress(FileNotFoundError):
+            return found, text(found)
+    return former, text(former)
+
+
+def _all_lines(path: str, text: Text) -> Iterator[ConfLine]:
+    return _lines(path, text(path), path, text, {}, IncludeLimit())
 
 
 def _lines(
-    file: str, top: str, text: Text, found: dict[str, str], limit: IncludeLimit, depth: int = 0
+    file: str,
+    content: str,
+    top: str,
+    text: Text,
+    found: dict[str, str],
+    limit: IncludeLimit,
+    depth: int = 0,
 ) -> Iterator[ConfLine]:
     """An include stands for its file's lines: one file, no pattern; %c is the cluster's name.
 
     `found` has that name, once a line before has set it.
     """
     limit.count(file, depth)
-    for line in joined(file, text(file)):
+    for line in joined(file, content):
         words = line.text.split(None, 2) if line.text[0] in "iI" else ()
         if len(words) > 1 and words[0].lower() == "include":
             name = words[1].replace("%c", found.get("clustername", "%c").lower())
-            yield from _lines(_beside(top, file, name, text), top, text, found, limit, depth + 1)
+            included = _beside(top, file, name, text)
+            yield from _lines(*included, top, text, found, limit, depth + 1)
         else:
             if line.text[0] in "cC":
                 setting, _, value = line.text.partition("=")

@@ -5,7 +5,7 @@ Hooks may run no Slurm command, but slurm.conf is a file and slurmd names it in 
 
 import msgspec
 
-from forestage.slurm.slurm_conf import values
+from forestage.slurm.slurm_conf import SlurmConf
 from forestage.units import is_number
 
 SAFE = 15.0
@@ -72,10 +72,10 @@ def step_patience(wish: float, timeout: str) -> float:
     return min(wish, limit - min(LAST_WORDS, limit / 2)) if limit else wish
 
 
-def read(conf: str) -> Limits:
-    """The limits that the file `conf` (slurmd's $SLURM_CONF) sets; UNKNOWN if it is unreadable."""
+def read(conf: SlurmConf) -> Limits:
+    """The limits that the file of $SLURM_CONF sets; UNKNOWN if none is named, or unreadable."""
     try:
-        named = values(conf)
+        named = conf.values if conf.named else {}
     except (OSError, ValueError):
         return UNKNOWN
     return limits(named) if named else UNKNOWN

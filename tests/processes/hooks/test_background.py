@@ -21,6 +21,7 @@ from forestage.hooks.background import PROCESS_NAME, may_leave, note, stop, wait
 from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, nothing_to_do
 from forestage.paths import Places
 from forestage.slurm.job import Job
+from forestage.slurm.slurm_conf import SlurmConf
 from forestage.system.as_user import User
 
 JOB = {"SLURM_JOB_ID": "7", IMAGE_OPTION: "/lustre/a.sqsh"}
@@ -61,7 +62,9 @@ class Node:
         (self.places.etc / "forestage.yaml").write_text(text)
         decided = step_record.decided_by(self.places)
         settings = load_settings(self.places.etc)
-        note(self.places, settings, companion, decided, background.slurms(str(self.conf)))
+        note(
+            self.places, settings, companion, decided, background.slurms(SlurmConf(str(self.conf)))
+        )
 
     def may(self, **environ: str) -> bool:
         return may_leave(JOB | environ, self.run)
@@ -221,7 +224,7 @@ def test_record_is_written_once_as_long_as_nothing_changes(node: Node) -> None:
     before = node.places.background.stat()
     decided = step_record.decided_by(node.places)
     settings = load_settings(node.places.etc)
-    by_slurm = background.slurms(str(node.conf))
+    by_slurm = background.slurms(SlurmConf(str(node.conf)))
     note(node.places, settings, True, decided, by_slurm)
     assert node.places.background.stat() == before
     note(node.places, settings, False, [], by_slurm)

@@ -24,6 +24,7 @@ from forestage.slurm import companion
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import NUMBER
+from forestage.slurm.slurm_conf import SlurmConf
 from forestage.system import child, processes, run
 from forestage.system.as_user import User
 
@@ -70,7 +71,7 @@ def test_importer_is_the_one_that_pyxis_is_told(
     (tmp_path / "slurm.conf").write_text("ClusterName=x\n")
     stack = f"optional forestage.so importer=/none\nrequired /opt/spank_pyxis.so {arguments}\n"
     (tmp_path / "plugstack.conf").write_text(stack)
-    assert companion.importer(str(tmp_path / "slurm.conf")) == program
+    assert companion.importer(SlurmConf(str(tmp_path / "slurm.conf"))) == program
 
 
 def test_importer_is_ours_by_its_name() -> None:
@@ -80,7 +81,7 @@ def test_importer_is_ours_by_its_name() -> None:
 
 
 def test_importer_of_a_node_without_plugstack_is_none(tmp_path: Path) -> None:
-    assert companion.importer(str(tmp_path / "slurm.conf")) == ""
+    assert companion.importer(SlurmConf(str(tmp_path / "slurm.conf"))) == ""
 
 
 def stored(node: Node) -> Node:

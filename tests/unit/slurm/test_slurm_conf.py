@@ -91,6 +91,22 @@ def test_relative_include_is_found_as_each_release_finds_it() -> None:
     assert said(text, **sub, slurm__b_conf="A=24", slurm__sub__b_conf="A=22") == {"a": "24"}
 
 
+def test_each_file_is_read_once() -> None:
+    files = {
+        CONF: "Include sub/a.conf\nInclude b.conf\n",
+        "/etc/slurm/sub/a.conf": "Include b.conf",
+    }
+    files |= {"/etc/slurm/b.conf": "A=1"}
+    asked: list[str] = []
+
+    def text(path: str) -> str:
+        asked.append(path)
+        return files[path]
+
+    list(settings(CONF, text))
+    assert asked == [*files, "/etc/slurm/b.conf"], "once for each Include that names it"
+
+
 def test_include_may_hold_the_clusters_name() -> None:
     assert said("ClusterName=Big\nInclude %c.conf\n", slurm__big_conf="A=1")["a"] == "1"
 
@@ -115,7 +131,7 @@ def test_includes_that_never_end_are_found_by_their_depth() -> None:
 
     with pytest.raises(ValueError, match="never end"):
         list(settings(CONF, text))
-    assert len(asked) == MAX_DEPTH
+    assert len(asked) == MAX_DEPTH + 1
     files = {f"slurm__{n}": f"Include {n + 1}\n" for n in range(1, MAX_DEPTH - 1)}
     last = {f"slurm__{MAX_DEPTH - 1}": "A=1\n"}
     assert said("Include 1\n", **files, **last) == {"a": "1"}

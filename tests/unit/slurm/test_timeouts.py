@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forestage.slurm.slurm_conf import SlurmConf
 from forestage.slurm.timeouts import SAFE, UNKNOWN, Limits, limits, patience, read, step_patience
 
 BOTH = "PrologFlags=Alloc,DeferBatch"
@@ -88,7 +89,7 @@ def test_prolog_takes_no_longer_than_slurm_allows_whoever_wishes_that(
 def test_files_settings_count(tmp_path: Path, text: str, expected: Limits) -> None:
     (tmp_path / "slurm.conf").write_text(text)
     (tmp_path / "more.conf").write_text("PrologEpilogTimeout=40\n")
-    assert read(str(tmp_path / "slurm.conf")) == expected
+    assert read(SlurmConf(str(tmp_path / "slurm.conf"))) == expected
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_slurm_conf_that_cannot_be_read_to_its_end_has_no_known_limits(
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "slurm.conf").write_text(f"{BOTH}\n{text}")
     for path in (tmp_path / "slurm.conf", tmp_path, tmp_path / "nothing", "", "a\0b"):
-        assert read(str(path)) == UNKNOWN
+        assert read(SlurmConf(str(path))) == UNKNOWN
 
 
 @pytest.mark.parametrize(
