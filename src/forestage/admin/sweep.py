@@ -48,7 +48,7 @@ from forestage.peers import notices
 from forestage.registry import mount_points
 from forestage.registry.collect import Done
 from forestage.slurm.queue import Slurm, why_over
-from forestage.system import folders, lock
+from forestage.system import folders, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
 from forestage.views import job_dir, release
@@ -348,7 +348,8 @@ class _Sweep:
                 if leases.mark(one.job) != one.mark:
                     return None
                 now = node.clock.wall()  # what hangs is tried once, with the strays
-                going = epilog.let_go(cache, leases, node.places, one.job, claims, now)
+                table = mounts.current()
+                going = epilog.let_go(cache, leases, node.places, one.job, claims, table, now)
             number = self._unmount(going, lambda bind: user)
         return msgspec.structs.replace(released, redirects=number)
 
@@ -364,7 +365,8 @@ class _Sweep:
             with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
                 node.leases.drop_unfinished()
                 unmount.forget(node.cache)
-                going = redirect.claim_unneeded(node.cache, node.leases, node.places, claims)
+                table = mounts.current()
+                going = redirect.claim_unneeded(node.cache, node.leases, node.places, claims, table)
             self._unmount(going, functools.partial(owner_of, node))
         left = {bind.mount.id for bind in unmount.binds(node.cache)}
         self.unredirected += [one.bind.path for one in going if one.bind.mount.id not in left]

@@ -72,15 +72,16 @@ def find(
     thorough: bool = False,
     first: int | None = None,
     proc: Path = HOST,
+    here: list[Mount] | None = None,
 ) -> Looked:
     """Our binds in other namespaces than this process', of any cache, that nothing covers.
 
     Within LOOK seconds, or, where it is to be `thorough`, as long as a sweep may take. Namespaces
-    of the user `first`, a uid, are looked at before the others.
+    of the user `first`, a uid, are looked at before the others. `here` is this process' own table.
     """
     end = time.monotonic() + (unmount.SWEEP_TOTAL if thorough else LOOK)
     most = SWEEP_MOST if thorough else MOST
-    here = mounts.current()
+    here = mounts.current() if here is None else here
     known = origins.find_origins(cache, here)
     found: list[Foreign] = []
     marks = [mounts.mark_of(one.origin) for one in known]
@@ -146,15 +147,17 @@ def clear(
     now: float | None = None,
     total: float = 0.0,
     first: int | None = None,
+    here: list[Mount] | None = None,
 ) -> Left:
     """Takes off, or covers, what no lease holds in other namespaces. Not under a lock.
 
     Within unmount.TIMEOUT or `total` seconds: what is not reached is for the sweep. With `now`
     (seconds since the epoch), a hook's, what hung a while ago is left to it too: by its path, as
-    each new namespace has mounts with new ids. `first` is the uid of the job's user. Raises
-    OSError; Failed for a damaged lease, which may hold any entry.
+    each new namespace has mounts with new ids. `first` is the uid of the job's user, `here` the
+    node's mount table: what was unmounted since it was read does not matter. Raises OSError; Failed
+    for a damaged lease, which may hold any entry.
     """
-    looked = find(cache, now is None, first)
+    looked = find(cache, now is None, first, here=here)
     found = looked.found
     gone = unneeded(found, leases.keys()) if found else []
     if now is not None:

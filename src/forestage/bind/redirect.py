@@ -33,6 +33,7 @@ from forestage.system import as_user, child, folders, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.files import opened
 from forestage.system.lock_ranges import NODE_MOUNTS
+from forestage.system.mounts import Mount
 
 MOUNT_TIMEOUT = 60.0  # seconds for a redirect that no hook waits for
 OVER_TIMEOUT = 0.5  # seconds for mount(2) over a user's file, under the space lock
@@ -212,11 +213,12 @@ def claim_unneeded(
     leases: Leases,
     places: Places,
     claims: contextlib.ExitStack,
+    table: list[Mount],
     now: float | None = None,
 ) -> list[Going]:
     """Claims every redirect that no lease needs, for `unmount.unmount`. Under the space lock.
 
-    `now`: see `unmount.claim`.
+    `table` was read under it, too. `now`: see `unmount.claim`.
     """
     if places.redirects.exists():
         for spot in places.redirects.iterdir():
@@ -224,7 +226,7 @@ def claim_unneeded(
                 _free(spot)
     # Before the leases: a hook of another cache has another space lock, and notes its redirect in
     # the lease before it mounts.
-    bound = binds(cache)
+    bound = origins.read_known_caches(cache).find_binds(table)
     return unmount.claim(cache, unneeded(bound, leases.redirected()), claims, now)
 
 

@@ -15,11 +15,13 @@ the disk that is there now: never for a hit. Where it cannot be written, nothing
 """
 
 import contextlib
+import os
 from pathlib import Path
 
 import msgspec
 
-from forestage.system import file_systems, folders, lock, records
+from forestage.system import file_systems, folders, lock, mounts, records
+from forestage.system.files import opened
 from forestage.system.mounts import Mount
 
 VERSION = 1
@@ -63,6 +65,21 @@ def find_current(root: Path, real: str, under: Mount) -> CacheDisk:
     while not there.exists():
         there = there.parent
     return CacheDisk(real, under.point, file_systems.read_identity(there, under.kind))
+
+
+def is_on_its_disk(known: CacheDisk, root: Path) -> bool:
+    """Return whether a cache lies on the file system that is remembered of it, and not that of `/`.
+
+    A file system is remembered only as a disk of this node, so the mount table has no more to say.
+    """
+    kind = known.file_system.partition(" ")[0]
+    try:
+        with opened(root, os.O_PATH) as cache, opened("/", os.O_PATH) as top:
+            is_beside = mounts.mount_id(cache) != mounts.mount_id(top)
+        is_known = bool(kind) and file_systems.read_identity(root, kind) == known.file_system
+    except OSError:
+        return False
+    return is_beside and is_known
 
 
 def is_below_its_disk(known: CacheDisk, root: Path, under: Mount) -> bool:

@@ -515,14 +515,16 @@ class Cache:
     def must_be_on_its_disk(self, require_mount: bool) -> None:
         """Raises Failed where the cache's disk is not mounted, Declined where nodes share it.
 
-        It asks the mount table alone, unless another disk than the cache's may lie below. Raises
-        OSError.
+        The mount table is read only where the file system there is not the one that is remembered,
+        or is that of `/`. Raises OSError.
         """
-        under = self._find_local_mount(require_mount)
-        if under is None or self.known_disks is None:
+        known = None
+        if self.known_disks is not None:
+            known = known_disks.read_known(self.known_disks).find_disk(self.real)
+        if known is not None and known_disks.is_on_its_disk(known, self.root):
             return
-        known = known_disks.read_known(self.known_disks).find_disk(self.real)
-        if known is None or known.point == under.point:
+        under = self._find_local_mount(require_mount)
+        if under is None or known is None or known.point == under.point:
             return
         if known_disks.is_below_its_disk(known, self.root, under):
             raise Failed(

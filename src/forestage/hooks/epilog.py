@@ -22,7 +22,8 @@ from forestage.hooks.watch import ALONE, Watched
 from forestage.paths import Places
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
-from forestage.system import lock
+from forestage.system import lock, mounts
+from forestage.system.mounts import Mount
 from forestage.system.probe import Hang
 from forestage.units import printable
 
@@ -178,7 +179,8 @@ def _release(over: _Over) -> Released:
             if now_there is not None and is_of_other(now_there, over.job):
                 raise Declined("other-job", LATER)
             now = over.clock.wall()
-            going = let_go(cache, leases, over.places, over.job.id, claims, now)
+            table = mounts.current()
+            going = let_go(cache, leases, over.places, over.job.id, claims, table, now)
         done = Released("released", unmounted=len(going))
         try:
             unmount.unmount(going, lambda bind: over.job.user)
@@ -187,7 +189,7 @@ def _release(over: _Over) -> Released:
                 # What stays in other mount namespaces the sweep tells, and tries again.
                 with contextlib.suppress(Failed, OSError):
                     now = over.clock.wall()
-                    namespaces.clear(cache, leases, now, first=over.job.user.uid)
+                    namespaces.clear(cache, leases, now, first=over.job.user.uid, here=table)
         except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(_stuck(stays.stuck, lease))
@@ -211,6 +213,7 @@ def let_go(
     places: Places,
     job: int,
     claims: contextlib.ExitStack,
+    table: list[Mount],
     now: float | None = None,
 ) -> list[unmount.Going]:
     """Drops the lease, then claims each redirect that no lease mentions; returns these.
@@ -220,7 +223,7 @@ def let_go(
     """
     leases.drop(job)
     # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
-    return redirect.claim_unneeded(cache, leases, places, claims, now)
+    return redirect.claim_unneeded(cache, leases, places, claims, table, now)
 
 
 def note_use(cache: Cache, lease: Lease | None, now: float) -> None:

@@ -36,7 +36,7 @@ _REMOTE = frozenset(
 SERVER_SETS_TIMES = frozenset(("nfs", "nfs4"))
 
 
-class Mount(msgspec.Struct, frozen=True):
+class Mount(msgspec.Struct, frozen=True, gc=False):
     """One line of mountinfo, octal escapes undone. `root` is the path inside its file system.
 
     `rest` is what follows the mount point, as it is: "rw,nosuid shared:1 - fuse.x source rw,a=b".

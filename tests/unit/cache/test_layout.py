@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from forestage.cache import known_disks
 from forestage.cache import layout as module
 from forestage.cache.image import Access, Image
 from forestage.cache.layout import Cache, Entry, StoredEntry, tree_bytes
 from forestage.cache.part import Owner, boot_id
 from forestage.errors import Failed
-from forestage.system import lock, mounts
+from forestage.system import file_systems, lock, mounts
 from forestage.system.mounts import Mount
 
 Publish = Callable[[Image], Entry]
@@ -115,6 +117,32 @@ def test_cache_on_the_root_file_system_is_used_only_if_allowed(
     made.prepare(require_mount=False)
     monkeypatch.setattr(mounts, "current", lambda: [root, disk])
     made.prepare(require_mount=True)
+
+
+@pytest.mark.parametrize(
+    ("identity", "top", "is_used"),
+    [("ext4 1", 1, True), ("ext4 2", 1, False), ("ext4 1", 2, False)],
+    ids=["remembered", "another", "that of the root"],
+)
+def test_file_system_that_is_remembered_is_used_without_the_mount_table(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    identity: str,
+    top: int,
+    is_used: bool,
+) -> None:
+    made = Cache(tmp_path / "cache", known_disks=tmp_path / "caches.json")
+    made.root.mkdir()
+    disk = known_disks.CacheDisk(made.real, str(tmp_path), "ext4 1")
+    known_disks.remember_disk(tmp_path / "caches.json", disk)
+    monkeypatch.setattr(file_systems, "read_identity", lambda _root, _kind: identity)
+    fd_path = "/proc/self/fd/{}".format
+    ids = {"/": top}
+    monkeypatch.setattr(mounts, "mount_id", lambda fd: ids.get(os.readlink(fd_path(fd)), 2))
+    monkeypatch.setattr(mounts, "current", lambda: [Mount(1, 0, "0:1", "/", "/")])
+    refused = pytest.raises(Failed, match="on the root file system")
+    with contextlib.nullcontext() if is_used else refused:
+        made.must_be_on_its_disk(require_mount=True)
 
 
 def test_published_entry_is_found_with_its_bytes(
