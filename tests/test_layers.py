@@ -95,7 +95,7 @@ ONE_IMPORTER = {
         *("registry.importing", "stage.fstab", "slurm.loaded"),
     },
     "what a sweep looks for when nobody is left who knows of it": {
-        *("admin.old_imports", "views.through.remains"),
+        "views.through.remains",
     },
     "one side of a conversation": {
         *("cache.directory_record", "hooks.waiting", "peers.first_node", "peers.local_chunks"),

@@ -24,7 +24,7 @@ from forestage.errors import Declined
 from forestage.slurm.lines import NUMBER
 from forestage.slurm.queue import Slurm
 from forestage.system import lock, probe
-from node import HANGS, Node, comm, until
+from node import ALICE, HANGS, Node, comm, until
 from through import here
 
 Stop = Callable[[], None]
@@ -299,7 +299,7 @@ def test_step_that_hangs_is_on_record_for_the_image_that_its_jobs_comment_named(
 ) -> None:
     """Else `explain` says that no step asked, and that the SPANK plugin may not be there."""
     path = node.staged(1, data=image())
-    node.leases.note(1, hinted=(os.fsencode(path),))
+    node.leases.note(1, ALICE.uid, hinted=(os.fsencode(path),))
     node.leases.begin_hinted(1)
     frozen.stop()
     helper = hook(node, "step", None)

@@ -22,7 +22,7 @@ from fault import beside, image
 from forestage.admin import sweep, switching
 from forestage.clock import Clock
 from forestage.config import switch
-from forestage.hooks import boundary, epilog
+from forestage.hooks import boundary
 from forestage.registry import mount_points
 from forestage.system import processes
 from node import BOB, HANGS, Node, Ran, until
@@ -65,13 +65,12 @@ def parked(far: Far, folder: Path) -> Iterator[None]:
 
 @pytest.fixture
 def run(node: Node) -> Path:
-    """As an earlier release has made it, with the images that a step of job 1 was shown."""
+    """As somebody's hand has made it."""
     run = node.places.run
     run.mkdir(parents=True)
     for folder in (run, node.places.images, node.places.through):
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)
-    (node.places.images / "1.0.sqsh").touch()
     return run
 
 
@@ -100,19 +99,6 @@ def test_user_can_hold_no_directory_in_which_hooks_make_names(
     for folder in ours:
         with pytest.raises(PermissionError), parked(far, folder):
             pass
-
-
-def test_epilog_ends_while_a_user_who_opened_it_before_an_upgrade_lists_the_images(
-    node: Node, far: Far, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(epilog, "IMAGES_TIME", 0.3)
-    assert node.prolog(1, node.put("alice/image.sqsh", image())).code == 0
-    with parked(far, node.places.images):
-        assert beside(lambda: node.epilog(1)).said == ("released", "")
-        assert node.lease(1) is None
-        assert node.binds() == {}
-    until(far.is_left_alone, "the child that was left behind")
-    assert (node.places.images / "1.0.sqsh").exists(), "it is the sweep's"
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from forestage.bind import namespaces, redirect, unmount
-from forestage.hooks import epilog
 from forestage.peers import auth, connection, protocol
 from forestage.sources import opening, source
 from forestage.system import lock, mounts, probe
@@ -28,7 +27,6 @@ LIMITS = (
     (redirect, "OVER_TIMEOUT"),
     (unmount, "TIMEOUT"),
     (namespaces, "LOOK"),
-    (epilog, "IMAGES_TIME"),
     (connection, "CONNECT"),
     (connection, "STALL"),
     (protocol, "HANDSHAKE"),

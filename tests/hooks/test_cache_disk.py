@@ -307,7 +307,7 @@ def test_epilog_cleans_up_after_a_disk_that_was_unmounted_lazily_and_evicts_noth
     path = node.staged(1)
     subprocess.run(["umount", "--lazy", node.nvme], check=True)
     assert not node.shows_source(path), "the job reads its copy as before"
-    # What several nodes have made there by an earlier release.
+    # What several nodes have made there.
     below = Cache(node.cache.root)
     below.prepare(require_mount=False)
     below.entry_dir("k" * 64).mkdir()

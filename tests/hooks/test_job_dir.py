@@ -296,7 +296,7 @@ def test_mount_point_is_for_all_whatever_the_umask_is(dirs: Dirs) -> None:
 def test_directory_of_the_mount_point_that_users_list_is_closed_to_lists(dirs: Dirs) -> None:
     """Who lists it holds its lock, for which each look-up of the mount point may wait."""
     point = dirs.node.places.job_dir
-    for one in (point.parent, point):  # as an earlier release made them
+    for one in (point.parent, point):  # as somebody's hand made them
         one.mkdir()
         one.chmod(0o755)
     assert dirs.prolog(7, "stage-dir=32M") == []

@@ -261,7 +261,7 @@ def test_user_who_may_not_read_one_file_gets_none_of_it(spank: Node) -> None:
     with lock.held(spank.cache.space_lock, 5):
         noted = wanted.read(spank.leases, 2)
         trees = {str(path) + "/": wanted.read(spank.leases, 1).trees[str(path) + "/"]}
-        spank.leases.note(2, data=msgspec.structs.replace(noted, trees=trees))
+        spank.leases.note(2, BOB.uid, data=msgspec.structs.replace(noted, trees=trees))
     assert show(spank, 2, BOB).lines == []
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,18 +37,6 @@ def build(folder: Path) -> None:
     for release in RELEASES:
         _packaging("build", *out, release)
         _packaging("companion", *out, release, "--kind", "rpm")
-
-
-def build_before(folder: Path, commit: str, release: str) -> None:
-    """The packages of an older commit, with another number. Needs the repository's history."""
-    with tempfile.TemporaryDirectory() as made:
-        archive = subprocess.run(
-            ["git", "-C", str(REPO), "archive", commit], check=True, capture_output=True
-        )
-        subprocess.run(["tar", "--extract"], cwd=made, check=True, input=archive.stdout)
-        Path(made, "packaging/.venv").symlink_to(REPO / "packaging/.venv")
-        build = [f"{made}/packaging/build", "--out", str(folder), "--version", release]
-        subprocess.run(build, check=True)
 
 
 def _packaging(*argv: str) -> None:

@@ -381,7 +381,6 @@ def test_without_a_store_that_is_shared_enroot_imports_and_nothing_is_left(
     assert reasons == {"registry" if store == "none" else "store-local"}
     assert (site.leases("n1"), site.entries("n1")) == ([], {})
     nvme = site.cluster.host_path("/mnt/nvme", "n1")
-    assert not (nvme / "forestage.imports").exists()
     assert list(nvme.glob("store/*")) == []
 
 

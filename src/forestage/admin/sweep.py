@@ -29,7 +29,7 @@ from typing import TypeVar
 import msgspec
 
 from forestage import events
-from forestage.admin import inventory, node_list, old_imports, registry, textfile, verify
+from forestage.admin import inventory, node_list, registry, textfile, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
@@ -254,8 +254,6 @@ class _Sweep:
             with contextlib.suppress(ForestageError, OSError):  # not ours now, or not there
                 earlier.check_free(self.node, cache)
                 found += self.tried(lambda there: self.job_dirs(there, stale), there) or ()
-                if not self.dry_run:
-                    self.tried(self.imports, there)
         return msgspec.structs.replace(done, job_dirs=tuple(found))
 
     def of_cache(self, done: SweepReport, stale: tuple[StaleLease, ...]) -> SweepReport:
@@ -267,8 +265,7 @@ class _Sweep:
         evicted += self.tried(self.wrong, node) or ()
         if not self.dry_run:
             node.cache.note_instance()
-            node.cache.remember_disk()  # of a cache that an earlier release made, or another node
-            self.tried(self.imports, node)
+            node.cache.remember_disk()  # of a cache that another node made
             disk_errors.look(node.places, node.cache, node.clock)
             disk_errors.look_at_media(node.places, node.cache, node.clock)
             self.tried(evict.drop_dead_locks, node.cache)
@@ -418,10 +415,6 @@ class _Sweep:
         staying = frozenset(self.node.leases.jobs()) - {one.job for one in stale}
         for path in mount_points.leftover(self.node.places, staying, self.node.clock.wall()):
             path.unlink(missing_ok=True)
-
-    def imports(self, node: Node) -> None:
-        """Removes what users have of imports from when this node had no store."""
-        self.problems += old_imports.remove(node)
 
     def job_dirs(self, node: Node, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
         """Removes what jobs that are over had of data; returns the names of their directories.

@@ -41,7 +41,7 @@ def alone(places: Places, patience: float) -> Iterator[None]:
 def find_last(places: Places) -> str | None:
     """Return what `metrics.textfile` was at the last run; None if none was written then.
 
-    The default where that is not known: an earlier release wrote no record. Raises OSError.
+    The default where that is not known. Raises OSError.
     """
     return (records.find(places.textfile, LastTextfile) or LastTextfile()).path
 

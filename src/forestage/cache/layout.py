@@ -3,7 +3,7 @@
     <root>/CACHEDIR.TAG  format
     <root>/entries/<key>/{image, map, entry.json, boot, used, pinned}
                          used: mtime is the last use, the text the uids of its users, 0 where root
-                         warmed it; empty (of an earlier release): several, or nobody knows
+                         warmed it; empty: nobody knows
     <root>/parts/<key>/{image, map, owner.json}  a copy under way, see part.py
     <root>/jobs/<job>.<restart>/                 a job's own directory, see views/job_dir.py
     <root>/evicted/{<key>,<job>.<restart>}.<n>   evicted, soon deleted

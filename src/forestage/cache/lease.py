@@ -32,7 +32,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache.said import Earlier, Said, Wanted
+from forestage.cache.said import Said
 from forestage.errors import Declined, Failed
 from forestage.system import files, folders, lock, records
 from forestage.system.as_user import User
@@ -137,7 +137,7 @@ class Leases:
         with contextlib.suppress(OSError):
             text = os.fsdecode(files.read(self.directory / f"{job}.nodes"))
             listed, _, owner = text.partition("\n")
-            if uid is None or owner.split()[:1] in ([], [str(uid)]):  # none: an earlier release's
+            if uid is None or owner.split()[:1] == [str(uid)]:
                 return listed
         return ""
 
@@ -175,14 +175,10 @@ class Leases:
         try:
             found = records.load(self.said_file(job), Said)
         except FileNotFoundError:
-            found = self._said_before(job)
+            return Said()
         except records.Damaged as damaged:
             raise Failed("lease-damaged", str(damaged), "remove it if the job is gone") from None
-        owner = found.uid
-        if owner is None and uid is not None and found != Said():  # an earlier release's
-            lease = self.read(job)
-            owner = lease.user.uid if lease else uid
-        if uid is not None and owner not in (None, uid):
+        if uid not in (None, found.uid):
             return Said()
         return msgspec.structs.replace(found, uid=None)
 
@@ -196,16 +192,7 @@ class Leases:
     def said_file(self, job: int) -> Path:
         return self.directory / f"{job}.said"
 
-    def _said_before(self, job: int) -> Said:
-        """What was said of a job that began under an earlier release, by that one's files."""
-        found = records.find(self.file(job), Earlier) or Earlier()
-        hinted: tuple[bytes, ...] = ()
-        with contextlib.suppress(OSError):
-            hinted = tuple(filter(None, files.read(self.hints(job)).split(b"\n")))
-        data = records.find(self.directory / f"{job}.data", Wanted)
-        return Said(**msgspec.structs.asdict(found), hinted=hinted, data=data)
-
-    def note(self, job: int, uid: int | None = None, **said: object) -> None:
+    def note(self, job: int, uid: int, **said: object) -> None:
         """Notes more of what was said, with a lease that is there. Under the space lock."""
         folders.keep(self.directory)
         # What a killed hook left without a lease was said to an earlier run of the job.
@@ -266,16 +253,10 @@ class Leases:
         Raises Declined where it would grow above MAX_BYTES.
         """
         folders.keep(self.directory)
-        if not self.said_file(lease.job).exists() and self._said_before(lease.job) != Said():
-            self.note(
-                lease.job, lease.user.uid
-            )  # of an earlier release: the lease will not say it any more
-        data, file = msgspec.json.encode(lease), self.file(lease.job)
+        data = msgspec.json.encode(lease)
         if len(data) > MAX_BYTES:
-            found = files.facts(file)
-            if found is None or len(data) > found.st_size:  # an older build's may shrink
-                raise Declined("too-many", "the job's lease on this node holds what one may hold")
-        records.write(file, data)
+            raise Declined("too-many", "the job's lease on this node holds what one may hold")
+        records.write(self.file(lease.job), data)
 
     def put(self, lease: Lease) -> None:
         """Writes a lease, or drops one that says nothing any more. Under the space lock."""
@@ -343,7 +324,7 @@ class Leases:
             file.unlink(missing_ok=True)
 
     def drop(self, job: int) -> None:
-        """Ends a job's lease, with all that any release noted beside it. Under the space lock."""
+        """Ends a job's lease, with all that was noted beside it. Under the space lock."""
         kinds = {file.suffix[1:] for file in self.directory.glob(f"{job}.*")}
         self._drop(job, kinds - {"json", "prolog"})  # of that one somebody may have the lock
 

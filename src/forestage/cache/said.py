@@ -54,7 +54,7 @@ class Said(msgspec.Struct, frozen=True, omit_defaults=True):
     `hinted` are the images that its comment named, resolved: as bytes, since a path need not be
     text. `data` is what else it names; None: nothing. `say` are lines for its user, `told`: they
     have read a line. `waited` are the seconds that its Prolog took, for a user who wants to know.
-    `uid` says to whose job, as a number comes again; None: the lease beside it says that.
+    `uid` says to whose job, as a number comes again; None once that was asked.
     """
 
     off: bool = False
@@ -66,14 +66,3 @@ class Said(msgspec.Struct, frozen=True, omit_defaults=True):
     told: bool = False
     waited: float = 0.0
     uid: int | None = None
-
-
-class Earlier(msgspec.Struct, frozen=True):
-    """What a lease said in earlier releases, which are read for one more."""
-
-    off: bool = False
-    wait: float | None = None
-    tell: bool = False
-    say: tuple[str, ...] = ()
-    told: bool = False
-    waited: float = 0.0

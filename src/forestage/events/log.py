@@ -26,7 +26,7 @@ Result = Literal[
 WHOLE = ("hit", "joined", "copied")  # results with which all of it is on this node's disk
 UNSERVED = ("declined", "failed")
 Origin = Literal["source", "peers", "others"]  # of bytes: nodes of the job, or those of other jobs
-Came = Literal["", "stored", "imported", "waited", "enroot", "kept"]  # kept: of old events
+Came = Literal["", "stored", "imported", "waited", "enroot"]
 Hook = Literal["prolog", "step", "stager", "epilog", "sweep", "verify"]
 
 ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it

@@ -165,10 +165,8 @@ def nothing_to_do(name: Name, environ: Mapping[str, str], root: str) -> bool:
     if name == "step":
         asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
         return not (asked or os.path.exists(f"{run}/leases/{number}.hinted"))
-    # A step's image is being imported, for which there is a lease at the end only; or the job began
-    # with a release in which nodes agreed on digests without a store.
-    of_images = (f"images/{number}.asked", f"images/{number}.agreed")
-    left = (f"leases/{number}.json", f"leases/{number}.prolog", *of_images)
+    # The last: a step's image is being imported, for which there is a lease at the end only.
+    left = (f"leases/{number}.json", f"leases/{number}.prolog", f"images/{number}.asked")
     return not any(os.path.exists(f"{run}/{one}") for one in left)
 
 
@@ -189,7 +187,7 @@ def is_of_other(owner: str, environ: Mapping[str, str]) -> bool:
     """Whether these words are of another user's job than this hook's, or of a later run of it."""
     uid, _, start = owner.partition(" ")
     own_uid, _, own_start = owner_of(environ).partition(" ")
-    if not uid.isdigit():  # an earlier release's, which says nothing
+    if not uid.isdigit():  # the hook that wrote them was not told
         return False
     starts = start.isdigit() and own_start.isdigit() and "0" not in (start, own_start)
     return uid != own_uid or (starts and int(start) > int(own_start))
@@ -288,7 +286,6 @@ class Hook:
         self.settings: Settings | None = None
         self.mark = ""
         self.child: Watched | None = None
-        self.manager = os.getppid()  # of a child it would be the hook
 
     @property
     def in_background(self) -> bool:

@@ -27,7 +27,6 @@ from forestage.system.mounts import Mount
 from forestage.system.probe import Hang
 from forestage.units import printable
 
-IMAGES_TIME = 5.0  # seconds to delete what steps were shown of registries' images
 LATER = "the number is another job's by now"  # nothing of that is released
 HANGING = 1.0  # seconds for the space lock while the disk hangs
 
@@ -145,16 +144,9 @@ def _forget_images(over: _Over) -> None:
     if not over.places.images.exists():
         return
     from forestage.registry import mount_points
-    from forestage.system import as_user, child
 
-    def work() -> None:
-        child.leave_job()
+    with contextlib.suppress(OSError):  # what stays is for the sweep
         mount_points.forget(over.places, over.job.id)
-
-    # In a child: users once could list that directory, and hold its lock (system/folders.py). What
-    # is not done in time is for the sweep, also where the child has failed.
-    timeout = min(IMAGES_TIME, over.patience)
-    as_user.each([work], type(None), timeout, timeout, at_once=1)
 
 
 def _clear(over: _Over) -> None:

@@ -38,7 +38,7 @@ def run(hook: Hook, places: Places, clock: Clock) -> int:
     if hook.in_background:
         _be_of_no_job()
     hook.slurm_conf = SlurmConf(hook.environ.get("SLURM_CONF", ""))
-    job = Job.from_environ(hook.environ).of_manager(hook.manager)
+    job = Job.from_environ(hook.environ)
     if hook.name == "step":
         from forestage.hooks import step
 

@@ -121,7 +121,7 @@ def with_user(node: Node, job: Job, timeout: str) -> tuple[Job, Declined | None]
     """Returns the job with its user's name and groups, and why nothing may be staged without them.
 
     The groups are those that Slurm gave the step, of which the node's name service may not know
-    all; it is asked for them where an older companion does not say them. The name is for people.
+    all; it is asked for them where the companion does not say them. The name is for people.
     """
     user = job.user
     if user.groups is None:

@@ -8,8 +8,8 @@
     GET  /v1/expected              which images pending jobs name (prefetch/expected.py); likewise
     GET  /v1/wrong/<key>/<reader>  what the reader read is wrong (notices.py); likewise
 
-Forestage-Reach says who asks for a chunk: `job n5`, a node of the same job, or `cluster n5`. Who
-says it is told in Forestage-Has who read the chunk from the source.
+Forestage-Reach says who asks for a chunk: `job n5`, a node of the same job, or `cluster n5`.
+Forestage-Has says who read the chunk from the source.
 
 Whatever a peer does becomes a `ChunkRefused`, in bounded time. A connection is closed unless the
 response was read to its end, so a connection that is kept is always between two responses.
@@ -36,7 +36,7 @@ HANDSHAKE = 4.0  # seconds for munge on the other side, which a busy node may ne
 EXPECTED = "expected"  # in place of a key, in a credential and a path
 
 Stop = Callable[[], bool]
-_HAS = re.compile(r"([0-9a-f]+)(!?)(?:@([A-Za-z0-9._-]+))?")
+_HAS = re.compile(r"([0-9a-f]+)(!?)@([A-Za-z0-9._-]+)")
 
 
 class SessionUnknown(Exception):
@@ -223,7 +223,7 @@ def _checked_digest(
         raise ChunkRefused("absent", f"status {response.status}")
     if response.status != http.client.PARTIAL_CONTENT:
         raise ChunkRefused("refused", f"status {response.status}")
-    return expected, known[3] or "" if known else ""
+    return expected, known[3] if known else ""
 
 
 def _receive(response: http.client.HTTPResponse, chunk: ChunkRequest, receiver: Receiver) -> bytes:

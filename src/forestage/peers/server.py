@@ -370,8 +370,6 @@ class Service:
         if not known.digests:
             return ""
         here = known.here()
-        if not ask.reach:  # a release that knows nothing of it
-            return f"{here:x}{failed}"
         reader = (known.noted and known.noted.reader(ask.number)) or self.name
         return f"{here & self._may_leave(ask, known, here):x}{failed}@{reader}"
 

@@ -74,12 +74,6 @@ class Job(msgspec.Struct, frozen=True):
         named = (one for one in self.requests if one.via == "option")
         return next((one for one in named if not one.path.startswith(("/", "."))), None)
 
-    def of_manager(self, pid: int) -> "Job":
-        """The step's job as it is, but for a manager that nobody has named: an older companion."""
-        if self.step is None or self.manager:
-            return self
-        return msgspec.structs.replace(self, manager=pid)
-
     def without_reference(self) -> "Job":
         left = tuple(one for one in self.requests if one != self.reference)
         return msgspec.structs.replace(self, requests=left)

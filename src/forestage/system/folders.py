@@ -16,7 +16,7 @@ PASSABLE = 0o711  # a user reaches what they know the name of
 def keep(path: str | os.PathLike[str], mode: int = PRIVATE) -> None:
     """Makes a directory, or gives the one that is there this mode. Raises OSError.
 
-    An earlier release, or somebody's hand, may have made it with another one.
+    Somebody's hand may have made it with another one.
     """
     make(path, mode)
     if stat.S_IMODE(os.stat(path).st_mode) != mode:  # noqa: PTH116 - pathlib is an import

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.system import file_systems, mounts, processes
+from forestage.system import file_systems, processes
 from forestage.system.file_systems import BTRFS, CIFS, EXT4, NFS, SMB, SMB2, TMPFS, XFS
 from forestage.system.files import opened
 
@@ -92,16 +92,6 @@ def _open_files(pid: int) -> Iterator[tuple[str, str]]:
         for number in os.listdir(folder):  # noqa: PTH208
             with contextlib.suppress(OSError):  # closed
                 yield os.readlink(number, dir_fd=folder), number
-
-
-def open_below(directory: str) -> set[str]:
-    """The paths below a directory that processes have open, or work in. As root."""
-    found = set()
-    for pid in processes.numbers():
-        with contextlib.suppress(OSError):  # it has ended
-            paths = {path for path, _ in _open_files(pid)} | {os.readlink(f"/proc/{pid}/cwd")}
-            found |= {path for path in paths if mounts.is_below(path, directory)}
-    return found
 
 
 def _flags(pid: int, number: str) -> int:

@@ -109,9 +109,9 @@ def must_be_room(names: Sequence[str], job: Job, inode: int) -> None:
     """
     files, servers = [], []
     for name in names:
-        uid, number, _, *rest = name.split("-")
+        uid, number, _, file = name.split("-")[:4]
         servers.append(uid)
-        files.append((uid, number, *rest[:1]))
+        files.append((uid, number, file))
     user = str(job.user.uid)
     wanted = (user, str(job.id), str(inode))
     others = set(files) - {wanted}

@@ -392,7 +392,7 @@ def test_only_what_an_earlier_boot_wrote_is_verified_and_only_once(site: Site) -
 def test_sweep_names_an_image_whose_first_reads_are_known(site: Site) -> None:
     cache = site.node.cache
     key = site.publish(site.image("a.sqsh"))
-    (cache.entry_dir(key) / "hot").write_bytes(b"[0]")  # as an earlier release left it
+    (cache.entry_dir(key) / "hot").write_bytes(b"[0]")  # of an image that has no name
     swept(site)
     (index,) = cache.hot_names.iterdir()
     assert msgspec.json.decode(index.read_bytes()) == [key]
@@ -695,16 +695,6 @@ def everything(site: Site) -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.suffix != ".lock"
     }
-
-
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_imports_from_when_there_was_no_store_are_removed(site: Site, dry_run: bool) -> None:
-    site.node.cache.prepare(require_mount=False)
-    own = site.node.cache.root.with_name("forestage.imports") / str(os.getuid())
-    own.mkdir(parents=True)
-    (own / "file").touch()
-    assert swept(site, dry_run=dry_run).problems == ()
-    assert own.parent.exists() == dry_run
 
 
 @pytest.mark.parametrize("dry_run", [True, False])

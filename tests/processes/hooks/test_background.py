@@ -340,7 +340,7 @@ def test_hints_are_forgotten_unless_the_first_step_has_a_line_to_say(
     job = Job.from_environ({"SLURM_JOB_ID": "7", "SLURM_JOB_UID": uid, "SLURM_JOB_GID": uid})
     background.forget_hints(node.places, job)
     assert leases.hints(7).exists() is left
-    leases.note(7, hinted=(b"/lustre/a",))
+    leases.note(7, me.uid, hinted=(b"/lustre/a",))
     leases.begin_hinted(7)
     background.forget_hints(node.places, job)
     assert leases.hinted(7) == ("/lustre/a",)

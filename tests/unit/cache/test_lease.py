@@ -88,17 +88,6 @@ def test_lease_is_bounded_in_bytes_however_long_its_paths_are(leases: Leases, wh
     assert leases.keys() == {"k"}
 
 
-def test_larger_lease_of_an_earlier_build_may_shrink(
-    leases: Leases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leases.write(lease(1, Use("k"), Use("l"), Use("m")))
-    monkeypatch.setattr("forestage.cache.lease.MAX_BYTES", 10)
-    leases.put(lease(1, Use("k"), Use("l")))
-    with pytest.raises(Declined):
-        leases.put(lease(1, Use("k"), Use("l"), Use("m")))
-    assert leases.keys() == {"k", "l"}
-
-
 def test_lease_that_notes_where_the_job_saves_stays_without_uses(leases: Leases) -> None:
     leases.put(lease(1, Use("k")).saving("/x").without("k"))
     assert leases.all() == [lease(1).saving("/x")]
@@ -108,13 +97,6 @@ def test_lease_that_notes_where_the_job_saves_stays_without_uses(leases: Leases)
 def test_path_that_is_not_redirected_any_more_leaves_its_entry_leased() -> None:
     held = lease(1, Use("k", "/a"), Use("k", "/b"), Use("l", "/a"), Use("l"))
     assert held.unredirected("/a").uses == (Use("k"), Use("k", "/b"), Use("l"))
-
-
-def test_lease_of_the_release_before_is_read(leases: Leases) -> None:
-    leases.write(lease(1))
-    old = leases.file(1).read_bytes().replace(b',"off":false', b"")
-    leases.file(1).write_bytes(old)
-    assert leases.read(1) == lease(1)
 
 
 def test_half_written_file_of_a_crash_is_no_lease(leases: Leases) -> None:
@@ -204,7 +186,7 @@ def test_what_was_said_is_never_nothing_where_it_is_damaged(leases: Leases, dama
 
 
 def test_what_was_left_without_a_lease_is_not_said_to_the_next_run(leases: Leases) -> None:
-    leases.note(1, off=True)
+    leases.note(1, lease().user.uid, off=True)
     leases.say(lease(), told=True)
     assert leases.said(1) == Said(told=True)
 
@@ -238,12 +220,6 @@ def test_lease_of_another_user_takes_over_nothing_that_was_said_to_the_first(
     assert leases.said(1, lease().user.uid) == Said()
 
 
-def test_words_of_an_earlier_release_are_those_of_the_lease_beside_them(leases: Leases) -> None:
-    earlier(leases)
-    leases.note(1, **WORDS)  # which says nobody's
-    assert (leases.said(1, lease().user.uid), leases.said(1, 4242)) == (SAID, Said())
-
-
 def test_nodes_of_jobs_without_a_lease_are_listed_once_they_are_old(leases: Leases) -> None:
     leases.write(lease(1))
     for job, when in ((1, 5), (2, 5), (3, 50)):
@@ -268,34 +244,10 @@ def test_lease_is_of_a_job_by_its_user_and_by_its_start_where_both_are_known(
     assert Lease(1, User("u", 1, 1), 0.0, "/c").is_of(1, start)
 
 
-def earlier(leases: Leases) -> None:
-    """What a job has that began under an earlier release."""
-    leases.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    said = msgspec.to_builtins(msgspec.structs.replace(SAID, hinted=(), data=None))
-    old = msgspec.to_builtins(lease(1, Use("k"))) | said | {"data": True}
-    leases.file(1).write_bytes(msgspec.json.encode(old))
-    leases.hints(1).write_bytes(b"/lustre/\xff.sqsh")
-    (leases.directory / "1.data").write_bytes(msgspec.json.encode(WANTED))
-
-
-def test_job_of_an_earlier_release_is_heard(leases: Leases) -> None:
-    earlier(leases)
-    assert (leases.said(1), leases.read(1)) == (SAID, lease(1, Use("k")))
-
-
-def test_job_of_an_earlier_release_is_heard_once_its_lease_is_written_anew(leases: Leases) -> None:
-    earlier(leases)
-    leases.write(lease(1, Use("k"), Use("l")))
-    assert leases.said(1) == SAID
-    leases.say(lease(1, Use("k")), say=())
-    assert leases.said(1) == msgspec.structs.replace(SAID, say=())
-
-
-def test_job_leaves_nothing_whatever_release_noted_it(leases: Leases) -> None:
+def test_job_leaves_nothing_whatever_was_noted_of_it(leases: Leases) -> None:
     """But the mark of its Prolog, which that may have locked."""
-    earlier(leases)
     leases.say(lease(1), told=True)
-    for kind in ("nodes", "shown", "agreed", "of-another-release", "prolog"):
+    for kind in ("nodes", "shown", "whatever", "prolog"):
         (leases.directory / f"1.{kind}").touch()
     leases.write(lease(11, Use("k")))
     leases.drop(1)
@@ -304,7 +256,7 @@ def test_job_leaves_nothing_whatever_release_noted_it(leases: Leases) -> None:
 
 def test_what_outlived_its_lease_goes_with_the_sweep(leases: Leases) -> None:
     leases.say(lease(2), told=True)
-    for name in ("1.said", "1.shown", "1.data", "1.of-another-release", "1.nodes"):
+    for name in ("1.said", "1.shown", "1.whatever", "1.nodes"):
         (leases.directory / name).touch()
     leases.drop_unfinished()
     left = {file.name for file in leases.directory.iterdir()}

@@ -102,7 +102,7 @@ def test_image_that_the_lease_does_not_hold_is_left_out(leases: Leases, places: 
 def test_job_without_a_lease_or_with_stage_off_has_no_record(
     leases: Leases, places: Places
 ) -> None:
-    leases.note(JOB, off=True)
+    leases.note(JOB, lease().user.uid, off=True)
     assert note(leases, places, image()) == []
     leases.drop(JOB)
     assert note(leases, places, image()) == []

@@ -69,14 +69,11 @@ def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
     assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
 
 
-@pytest.mark.parametrize("mark", ["asked", "agreed"])
-def test_epilog_has_work_where_a_step_asked_for_an_image_of_a_registry(
-    tmp_path: Path, mark: str
-) -> None:
-    """There is a lease at the end of an import only. An earlier build has noted a digest."""
+def test_epilog_has_work_where_a_step_asked_for_an_image_of_a_registry(tmp_path: Path) -> None:
+    """There is a lease at the end of an import only."""
     images = Places(tmp_path).images
     images.mkdir(parents=True)
-    (images / f"7.{mark}").touch()
+    (images / "7.asked").touch()
     for job, nothing in (("7", False), ("77", True)):
         assert nothing_to_do("epilog", {"SLURM_JOB_ID": job}, str(tmp_path)) is nothing
 

@@ -41,7 +41,6 @@ def names(
         (names([1000], [7], [5], steps=255), True),
         (names([1000], [7], [5], steps=256), False),  # each is a process of root's
         (names([1001, 1002], [8], [5], steps=256), False),
-        (["1000-8-0-4242"] * 255, True),  # as an earlier release named them
     ],
 )
 def test_file_is_counted_by_inode_and_job_and_servers_are_limited(
