@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from forestage.admin import inventory
 from forestage.bind import namespaces, unmount
 from forestage.clock import Clock
 from forestage.system import mounts
-from forestage.views.job_dir import Taken
-from node import BOB, SIZE, Arrange, Node, content, until
+from node import BOB, Arrange, Node, content, until
 from private import USERS, Private
 
 
@@ -105,9 +103,7 @@ def test_path_that_hung_in_one_namespace_costs_no_epilog_time_in_the_next(
     assert list(node.cache.claims.glob("*.hung")) == []
 
 
-def test_bind_of_an_evicted_entry_is_told_and_counted(
-    node: Node, private: Callable[..., Private]
-) -> None:
+def test_bind_of_an_evicted_entry_is_told(node: Node, private: Callable[..., Private]) -> None:
     """Nothing can be mounted over a file that was deleted (ENOENT)."""
     path = node.staged(1)
     container = private(*USERS)
@@ -118,7 +114,6 @@ def test_bind_of_an_evicted_entry_is_told_and_counted(
     left = namespaces.clear(node.cache, node.leases)
     assert left.off == 0
     assert f"{path} in the mount namespace of process {container.program.pid}" in left.problems[0]
-    assert inventory.held(node.cache) == Taken(1, SIZE)
 
 
 def test_cover_goes_with_the_evicted_entry_and_the_sweep_tells(
@@ -134,18 +129,6 @@ def test_cover_goes_with_the_evicted_entry_and_the_sweep_tells(
     assert container.binds(node) == 1
     assert container.reads(path) == content()
     assert len(namespaces.clear(node.cache, node.leases).problems) == 1
-
-
-def test_space_of_a_covered_bind_is_counted_once_its_entry_is_evicted(
-    node: Node, private: Callable[..., Private]
-) -> None:
-    path = node.staged(1)
-    private(*USERS)
-    node.epilog(1)
-    assert inventory.held(node.cache) == Taken()
-    node.cache.evict(node.identity(path).key)
-    node.cache.delete_evicted()
-    assert inventory.held(node.cache) == Taken(1, SIZE)
 
 
 HOSTILE = {

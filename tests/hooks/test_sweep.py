@@ -13,7 +13,6 @@ import pytest
 
 from forestage.admin import sweep
 from forestage.admin.sweep import SweepReport
-from forestage.cache import evict
 from forestage.cache.lease import Use
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
@@ -173,18 +172,6 @@ def test_locks_of_images_that_are_gone_are_removed(node: Node, running: Running)
     swept(node, running)
     names = {file.name for file in node.cache.locks.iterdir()}
     assert names == {"space.lock", "entries.sum", f"{kept}.lock"}
-
-
-def test_note_of_what_nobody_holds_any_more_is_removed(node: Node, running: Running) -> None:
-    node.configure(redirect="none")
-    key = node.identity(node.staged(1)).key
-    node.leases.drop(1)
-    with node.cache.image(key).open("rb"):
-        assert evict.evict_keys(node.cache, node.leases, [key]) == (key,)
-        swept(node, running)
-        assert len(list(node.cache.held.iterdir())) == 1
-    swept(node, running)
-    assert list(node.cache.held.iterdir()) == []
 
 
 def test_lease_names_its_node(node: Node) -> None:

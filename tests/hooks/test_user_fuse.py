@@ -14,16 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from forestage.admin import status
 from forestage.bind import unmount
-from forestage.cache import evict
-from forestage.cache.node import Node as Here
-from forestage.clock import Clock
-from forestage.config import Config
 from forestage.system import mounts
 from forestage.system.as_user import User
 from forestage.views import wanted
-from forestage.views.job_dir import Taken
 from node import ALICE, BOB, Arrange, Node, content, read_as, until
 
 
@@ -307,25 +301,3 @@ def test_kernel_that_cannot_put_it_back_takes_it_off(
     monkeypatch.setattr(mounts, "clone", missing)
     assert (node.epilog(1).said, node.binds()) == (("released", ""), {})
     assert shown(own) == []
-
-
-@pytest.mark.parametrize("harm", [signal.SIGCONT, signal.SIGSTOP, signal.SIGKILL])
-def test_space_that_a_hidden_redirect_holds_is_shown(
-    node: Node, mount: Callable[..., Own], harm: int
-) -> None:
-    """Its entry was evicted, nothing finds its bytes, and the disk is full of them."""
-    path = node.staged(1, "alice/own/image.sqsh")
-    key, taken = node.identity(path).key, node.cache.stored_entries()
-    own = mount()
-    own.server.send_signal(harm)
-    node.leases.drop(1)
-    here = Here.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
-    assert status.gather(here).held == Taken()
-    assert evict.evict_keys(node.cache, node.leases, [key]) == (key,)
-    found = status.gather(here)
-    size = sum(one.bytes for one in taken)
-    assert 0 < found.held.bytes <= size
-    assert found.held.number == 1
-    text = " ".join(str(piece) for piece in status.pieces(found, 0.0))
-    assert "by 1 deleted file that something has open" in text
-    assert (shown(own), set(node.binds())) == ([ALICE.uid], {str(path)}), "only looked at"

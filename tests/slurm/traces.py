@@ -71,7 +71,7 @@ class Traces:
         layout += ["expected.json", "prefetch.lock", "prefetched.json", "peer.json"]
         layout += ["background", "collected", "disk.json", "disk.lock", "mounting"]
         layout += ["leases", "redirects", "served", "through", "claims", "probes", "images"]
-        folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "held", "jobs", "locks", "looks"]
+        folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "jobs", "locks", "looks"]
         folders += ["parts", "instances", "hot"]
         more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]
         more += [f"runs: {one}" for one in _more(self.processes, before.processes)]

@@ -11,13 +11,12 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 import msgspec
 
-from forestage.cache import disk, evict, held_open
+from forestage.cache import disk, evict
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry, StoredEntry
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
 from forestage.errors import Failed, NotFound
-from forestage.views.job_dir import Taken
 
 MIN_PREFIX = 4  # hex digits of a key that name an entry, as in git
 
@@ -162,12 +161,6 @@ def items_of(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[It
         for one in everything
     ]
     return tuple(sorted(items, key=lambda item: (-item.used, item.key)))
-
-
-def held(cache: Cache) -> Taken:
-    """The deleted files that something has open. Raises OSError."""
-    found = held_open.gather(cache.held)
-    return Taken(len(found), sum(one.bytes for one in found))
 
 
 def is_key(word: str) -> bool:

@@ -82,12 +82,12 @@ class Status(msgspec.Struct, frozen=True):
     Then, and where the cache does not exist yet, `disk` and `room` are None. `served` is what the
     peer service of this node sent to others, if one runs or has run since boot. `off` says what
     has switched staging off for all jobs, and how to switch it on. `through` are the keys of images
-    that jobs read through a server. `held` is what something keeps on the disk that is deleted,
-    `job_dirs` what directories of running jobs take of it. `doubt` is there while the disk is not
-    trusted. `data` are the bytes of directories, copies under way included, of `room.data` at most.
-    `reclaimable` are the bytes of entries that may be evicted now. `calls` says who was called
-    since boot, `starts` how jobs began lately. `imports` are steps that wait for an image of a
-    registry. `in_steps`: the steps of jobs show copies, and the node sees no redirect.
+    that jobs read through a server. `job_dirs` is what directories of running jobs take of the
+    disk. `doubt` is there while the disk is not trusted. `data` are the bytes of directories,
+    copies under way included, of `room.data` at most. `reclaimable` are the bytes of entries that
+    may be evicted now. `calls` says who was called since boot, `starts` how jobs began lately.
+    `imports` are steps that wait for an image of a registry. `in_steps`: the steps of jobs show
+    copies, and the node sees no redirect.
     `no_companion`: which running Slurm process has not loaded the companion, though it should.
     `stopped` are copies that nobody goes on with now. `prefetched` is what pending jobs have the
     node expect, where it asks for that.
@@ -105,7 +105,6 @@ class Status(msgspec.Struct, frozen=True):
     served: Uploaded | None = None
     off: str = ""
     through: tuple[str, ...] = ()
-    held: Taken = Taken()
     job_dirs: Taken = Taken()
     doubt: Doubt | None = None
     data: int = 0
@@ -177,7 +176,6 @@ def gather(node: Node, conf: str = "") -> Status:
         reclaimable=sum(one.bytes for one in holdings.items if not (one.jobs or one.pinned)),
         copies=under_way,
         stopped=copies.stopped(node),
-        held=inventory.held(node.cache),
         job_dirs=job_dir.taken(node.cache),
     )
 
@@ -383,9 +381,6 @@ def _kept(status: Status) -> Iterator[tuple[str, str]]:
         number = count(stopped, "stopped copy", "stopped copies")
         kept = f"until a job goes on with it, at most {format_duration(ABANDONED_AFTER)}"
         yield "unfinished", f"{format_size(status.stopped.bytes)} in {number}, kept {kept}"
-    if held := status.held.number:
-        files = f"{count(held, 'deleted file')} that something has open"
-        yield "held", f"{format_size(status.held.bytes)} by {files}"
     if dirs := status.job_dirs.number:
         number = count(dirs, "job directory", "job directories")
         yield "job directories", f"{format_size(status.job_dirs.bytes)} in {number}"

@@ -34,7 +34,7 @@ from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
 from forestage.bind import namespaces, redirect, unmount
-from forestage.cache import disk, disk_errors, earlier, evict, held_open, hot
+from forestage.cache import disk, disk_errors, earlier, evict, hot
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Leases, Mark
 from forestage.cache.node import Node
@@ -271,7 +271,6 @@ class _Sweep:
             self.tried(evict.drop_dead_locks, node.cache)
             self.tried(node.cache.drop_unfinished, node.clock.wall())
             self.tried(node.cache.correct_uses, node.clock.wall())
-            self.tried(held_open.gather, node.cache.held)
             self.tried(hot.correct_names, node.cache)
             self.tried(preload, node)
         job_dirs = (*done.job_dirs, *job_dirs)

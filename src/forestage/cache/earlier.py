@@ -24,7 +24,7 @@ from forestage.errors import Failed, NotFound
 from forestage.system import files, lock
 
 _OURS = ("entries", "parts", "jobs", "evicted")  # these must be empty before the rest goes
-_REST = ("looks", "hot", "held", "instances", "locks")
+_REST = ("looks", "hot", "instances", "locks")
 
 
 def find_earlier(node: Node) -> tuple[Cache, ...]:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache import entry_sum, held_open
+from forestage.cache import entry_sum
 from forestage.cache.layout import Cache, StoredEntry, tree_bytes
 from forestage.cache.lease import Leases
 from forestage.cache.part import Part, boot_id
@@ -40,9 +40,7 @@ class Room(msgspec.Struct, frozen=True):
     """Bytes: free on the file system, used by the cache, and the limits of the configuration.
 
     `low`, `share` (of one user) and `data` are parts of what the cache may take: `max_size`, or
-    less where others have filled the disk. `data_under_way` are bytes of parts of data. For the
-    share what is held of evicted entries is the cache's, too: who fills the disk with that must not
-    make everybody's share small.
+    less where others have filled the disk. `data_under_way` are bytes of parts of data.
     """
 
     free: int
@@ -113,8 +111,7 @@ def plan(
     other data goes until all of it, copies under way included, is within its share, and no image.
 
     A user takes what is only theirs: entries that nobody else has used, and `copies`, the bytes
-    that their copies will have and their evicted entries still take. Root has no share to keep to:
-    what it warms is for all.
+    that their copies will have. Root has no share to keep to: what it warms is for all.
     """
     everything = list(stored)
     old = superseded(everything, superseded_path, now)
@@ -212,7 +209,7 @@ def measure(cache: Cache, stored: Iterable[StoredEntry], config: Config) -> Room
     parts = {part: _bytes_if_there(part) for part in cache.parts.iterdir()}
     data = sum(size for part, size in parts.items() if _is_data(Part(part)))
     used = sum(one.bytes for one in stored) + sum(parts.values())
-    room = _room(cache, config, used, held_open.of_users(cache.held).total())
+    room = _room(cache, config, used)
     return msgspec.structs.replace(room, data_under_way=data)
 
 
@@ -275,7 +272,7 @@ def _stored_now(cache: Cache, known: Iterable[StoredEntry]) -> list[StoredEntry]
     return stored
 
 
-def _room(cache: Cache, config: Config, used: int, kept_open: int = 0) -> Room:
+def _room(cache: Cache, config: Config, used: int) -> Room:
     disk = os.statvfs(cache.root)
     total = disk.f_blocks * disk.f_frsize
     free = disk.f_bavail * disk.f_frsize
@@ -287,7 +284,7 @@ def _room(cache: Cache, config: Config, used: int, kept_open: int = 0) -> Room:
         max_size=max_size,
         min_free=min_free,
         low=config.low_watermark.of(may_take),
-        share=config.max_user_share.of(_may_take(max_size, min_free, used + kept_open + free)),
+        share=config.max_user_share.of(may_take),
         data=config.data.share.of(may_take),
     )
 
@@ -307,11 +304,6 @@ def copies(cache: Cache, but: Container[str] = ()) -> Counter[int]:
     return found
 
 
-def of_users(cache: Cache, but: Container[str] = ()) -> Counter[int]:
-    """The bytes that are one user's beside entries, by uid: copies, and what of evicted is held."""
-    return copies(cache, but) + held_open.of_users(cache.held)
-
-
 def make_room(
     cache: Cache,
     leases: Leases,
@@ -326,30 +318,19 @@ def make_room(
 
     `user` is the uid of who asks, `data` whether it is no image; `stay` are keys that do not go for
     it, as if they were leased. Raises Declined, and evicts nothing, where even everything that may
-    go for them would not do, and where what they hold of deleted files is their share already: it
-    cannot be evicted.
+    go for them would not do.
     """
 
     def has_room() -> bool:
-        kept_open = held_open.of_users(cache.held)[user] if user else 0
-        free_at = partial(room_for_copy, size=size)
-        return not data and not kept_open and _has_room(cache, config, free_at)
+        return not data and _has_room(cache, config, partial(room_for_copy, size=size))
 
     # Before the lock, since it takes long where there are many; looked at once more under it.
     known = () if has_room() else cache.stored_entries()
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         if has_room():
             return ()
-        kept_open = held_open.of_users(cache.held)[user] if user else 0
         stored = _stored_now(cache, known)
         room = measure(cache, stored, config)
-        if kept_open and kept_open + size > room.share:
-            raise Declined(
-                "no-room",
-                f"needs {format_size(size)}; processes hold deleted files, of which"
-                f" {format_size(kept_open)} count for this user, and one user may take"
-                f" {format_size(room.share)}",
-            )
         goal = room_for_copy(room, size)
         if not _met(room, goal, 0):
             # What might be resumed one day goes before anything that is whole.
@@ -360,7 +341,7 @@ def make_room(
             room = measure(cache, stored, config)
         if not data and _met(room, goal, 0):
             return ()
-        under_way = of_users(cache)
+        under_way = copies(cache)
         under_way[user or 0] += size
         kept = leases.keys() | stay
         taken = size if data else 0
@@ -397,7 +378,7 @@ def leave_room(
     known = cache.stored_entries()
     with lock.held(cache.space_lock, timeout):
         stored = _stored_now(cache, known)
-        under_way = of_users(cache) + Counter(others)
+        under_way = copies(cache) + Counter(others)
         under_way[user] += need
         room = measure(cache, stored, config)
         goal = Goal(free=room.min_free + need, used=room.used)
@@ -451,7 +432,7 @@ def plan_at_rest(
     gone = sum(_bytes_if_there(cache.part_dir(key)) for key in dead)
     free = -1 if is_full else room.free + gone  # less than any `min_free`, 0 too
     room = msgspec.structs.replace(room, free=free, used=room.used - gone)
-    under_way, now = of_users(cache, dead), time.time()
+    under_way, now = copies(cache, dead), time.time()
     return plan(stored, leased(), room, room_at_rest(room), copies=under_way, now=now)
 
 

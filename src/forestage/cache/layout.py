@@ -7,7 +7,6 @@
     <root>/parts/<key>/{image, map, owner.json}  a copy under way, see part.py
     <root>/jobs/<job>.<restart>/                 a job's own directory, see views/job_dir.py
     <root>/evicted/{<key>,<job>.<restart>}.<n>   evicted, soon deleted
-    <root>/held/<handle>                         deleted, and held open, see held_open.py
     <root>/hot/<hash of a path>                  which of its images had a hot map, see hot.py
     <root>/looks/<job>/                          looks at directories, see sources/agreement.py
     <root>/locks/{<key>.lock, space.lock}
@@ -30,7 +29,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import log
-from forestage.cache import entry_sum, held_open, known_disks
+from forestage.cache import entry_sum, known_disks
 from forestage.cache.image import Access, Identity, Image, Kind
 from forestage.cache.known_disks import CacheDisk
 from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id, chunk_count
@@ -135,7 +134,6 @@ class Cache:
         self.looks = root / "looks"
         self.evicted = root / "evicted"
         self.hot_names = root / "hot"
-        self.held = root / "held"
         self.locks = root / "locks"
         self.instances = root / "instances"
         self.space_lock = self.locks / "space.lock"
@@ -435,9 +433,9 @@ class Cache:
     def delete_evicted(self, only: Path | None = None) -> None:
         """Deletes what was evicted, or the one directory, as far as it can; also what a crash left.
 
-        What something holds of it is noted. Two at once do no harm. Each in a child: whoever has an
-        image open can have unlink(2) wait for as long as they like, by a read with O_DIRECT into a
-        FUSE of theirs; no signal ends that wait.
+        Two at once do no harm. Each in a child: whoever has an image open can have unlink(2) wait
+        for as long as they like, by a read with O_DIRECT into a FUSE of theirs; no signal ends that
+        wait.
         """
         works = [partial(self._delete, one) for one in ([only] if only else self.evicted.iterdir())]
         with contextlib.suppress(OSError):  # no process can be started: the next hook tries again
@@ -446,21 +444,15 @@ class Cache:
     def _delete(self, evicted: Path) -> bool:
         """Unless another process does it, or hangs with it: that keeps a lock on the directory."""
         child.leave_job()  # nobody is to wait for it
-        is_directory = evicted.is_dir() and not evicted.is_symlink()
-        disk = evicted / "disk"  # of a job's own directory
-        file = disk if files.facts(disk) else evicted / "image"
-        with contextlib.ExitStack() as stack:
-            if is_directory:
-                fd = stack.enter_context(opened(evicted, os.O_RDONLY | os.O_DIRECTORY))
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            stack.enter_context(held_open.noted(self.held, file, _whose(evicted)))
-            if is_directory:
-                import shutil  # few hooks delete something
+        if evicted.is_symlink() or not evicted.is_dir():
+            with contextlib.suppress(OSError):
+                evicted.unlink()
+            return True
+        with opened(evicted, os.O_RDONLY | os.O_DIRECTORY) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            import shutil  # few hooks delete something
 
-                shutil.rmtree(evicted, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    evicted.unlink()
+            shutil.rmtree(evicted, ignore_errors=True)
         return True
 
     def drop_part(self, key: str) -> None:
@@ -604,21 +596,6 @@ def tree_bytes(directory: Path) -> int:
             for entry in entries:
                 total += entry.stat(follow_symlinks=False).st_blocks
     return total * 512
-
-
-class _Whose(msgspec.Struct, frozen=True):
-    """Of the record of a part."""
-
-    uid: int
-
-
-def _whose(evicted: Path) -> tuple[int, ...]:
-    """The uids of who used an entry, a part or a job's directory; (): only root, or unknown."""
-    for record in ("owner.json", "made.json"):
-        with contextlib.suppress(OSError):
-            if found := records.find(evicted / record, _Whose):
-                return (found.uid,)
-    return tuple(user for user in _users(evicted / "used") if user)
 
 
 def _users(used: Path) -> tuple[int, ...]:

@@ -23,11 +23,10 @@ from forestage.cache import image
 from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.sources.user_threads import Team, each_as
-from forestage.system import file_systems, handles, mounts
+from forestage.system import file_systems, mounts
 from forestage.system.as_user import User
 from forestage.system.file_systems import lacks_blocks
 from forestage.system.files import Asked, latest, opened
-from forestage.system.handles import Handle
 from forestage.units import is_utf8, printable
 
 LAYOUT = b"1"  # changes with what sources/erofs.py makes of a manifest: peers give parts of it
@@ -198,18 +197,18 @@ def _find_links(
             same.setdefault(msgspec.structs.replace(file, path=b""), []).append(number)
     several = [number for numbers in same.values() if len(numbers) > 1 for number in numbers]
 
-    def read(numbers: Sequence[int]) -> list[tuple[int, Handle]]:
+    def read(numbers: Sequence[int]) -> list[tuple[int, bytes]]:
         found = []
         for number in numbers:
             with contextlib.suppress(OSError):  # it is gone: a further look finds a change
-                if handle := handles.of(files[number].path, root):
+                if handle := file_systems.read_handle(files[number].path, root):
                     found.append((number, handle))
         return found
 
     # In one thread: the kernel has just seen these names, and asks no server for a handle.
     (pairs,) = each_as(user, [several], read)
     known = dict(pairs)
-    first: dict[tuple[File, Handle], int] = {}
+    first: dict[tuple[File, bytes], int] = {}
     links = []
     for facts, numbers in same.items():
         for number in numbers:

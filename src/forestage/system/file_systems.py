@@ -4,6 +4,7 @@ A file system that this kernel does not lay out itself passes on what somebody e
 may be untrue. Each kind here is believed for a reason that can be looked up.
 """
 
+import errno
 import fcntl
 import os
 import struct
@@ -18,6 +19,9 @@ NFS, CIFS, SMB2, SMB = 0x6969, 0xFF534D42, 0xFE534D42, 0x517B
 _BESIDE = 4096  # bytes; what is missing of less, a file system may keep beside the inode
 _LEAST = 65536  # bytes; what is free below that is too little for an event or a lease
 _STATFS = 256  # bytes that hold a struct statfs on every architecture
+_LONGEST_HANDLE = 128  # bytes, MAX_HANDLE_SZ
+_HANDLE_HEAD = struct.Struct("Ii")  # struct file_handle: how many bytes it has, and of which kind
+_HANDLELESS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EOVERFLOW)
 
 # Whose SEEK_DATA and SEEK_HOLE are this kernel's own work, on blocks and on pages not yet written:
 # - ext4: fs/ext4/file.c, ext4_llseek: iomap_seek_data on its extents. ext2 and ext3 have its
@@ -95,6 +99,25 @@ def is_inode_number_true(fd: int) -> bool:
         return read_kind(fd) in _NUMBERING_FILES
     except OSError:
         return False
+
+
+def read_handle(path: bytes, directory: int) -> bytes | None:
+    """Return what the file system calls the file below an open directory, links not followed.
+
+    A handle is no other file's, also once the inode is used again. None if this kind has none.
+    Raises OSError.
+    """
+    handle = libc.room(_HANDLE_HEAD.size + _LONGEST_HANDLE, _HANDLE_HEAD.pack(_LONGEST_HANDLE, 0))
+    mount = libc.room(4)  # an int: the mount's number
+    try:
+        about = os.fsdecode(path)
+        libc.call("name_to_handle_at", directory, path, handle, mount, 0, about=about)
+    except OSError as error:
+        if error.errno in _HANDLELESS:
+            return None
+        raise
+    size, _ = _HANDLE_HEAD.unpack_from(handle)
+    return bytes(handle.raw[: _HANDLE_HEAD.size + size])
 
 
 def lacks_blocks(size: int, blocks: int) -> bool:

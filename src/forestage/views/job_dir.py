@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import trace
-from forestage.cache import disk_errors, evict, held_open, unpacked
+from forestage.cache import disk_errors, evict, unpacked
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
@@ -177,9 +177,7 @@ def _most(node: Node, size: int) -> int:
 
 
 def _must_fit(node: Node, size: int, most: int) -> None:
-    # Also of jobs that are over: a disk that was not cut to nothing keeps its room with its device.
-    kept_open = sum(file.bytes for file in held_open.gather(node.cache.held) if file.name == "disk")
-    others = taken(node.cache).bytes + kept_open
+    others = taken(node.cache).bytes
     if others + size > most:
         raise Declined(
             "no-room",

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from forestage.errors import Declined
 from forestage.sources import manifest, user_threads
 from forestage.sources.manifest import File, Manifest
-from forestage.system import file_systems, handles, mounts
+from forestage.system import file_systems, mounts
 from forestage.system.as_user import User
 from forestage.system.files import Asked
-from forestage.system.handles import Handle
 from forestage.units import printable
 from node import ALICE, BOB
 
@@ -501,9 +500,9 @@ def test_names_that_may_be_two_files_have_bytes_of_their_own(
     if broken == "inode number":
         monkeypatch.setattr(file_systems, "is_inode_number_true", lambda _: False)
     elif broken == "handle":
-        monkeypatch.setattr(handles, "of", lambda path, _: Handle(1, path))
+        monkeypatch.setattr(file_systems, "read_handle", lambda path, _: path)
     elif broken == "no handle":
-        monkeypatch.setattr(handles, "of", lambda *_: None)
+        monkeypatch.setattr(file_systems, "read_handle", lambda *_: None)
     else:
         real = manifest.latest
 
@@ -523,7 +522,7 @@ def test_files_with_anything_else_of_their_own_are_never_one(
     """Whatever their file system says of them, and their handles."""
     link(top, "a", "b", "../outside")
     real = manifest._file
-    monkeypatch.setattr(handles, "of", lambda *_: Handle(1, b""))
+    monkeypatch.setattr(file_systems, "read_handle", lambda *_: b"one")
     assert len(look(top, me).links) == 1
 
     def other(path: bytes, *facts: Any) -> File:

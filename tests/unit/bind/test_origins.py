@@ -21,7 +21,7 @@ def bound(number: int, device: str, root: str) -> Mount:
 
 @pytest.mark.parametrize(
     "inside",
-    ["entries/0a/map", "entries/image", "jobs/7.0/disk", "held/0a", "image", "entries/0a/image/x"],
+    ["entries/0a/map", "entries/image", "jobs/7.0/disk", "looks/0a", "image", "entries/0a/image/x"],
 )
 def test_what_is_not_named_as_an_image_is_none_of_ours(inside: str) -> None:
     table = [bound(2, "259:1", f"/forestage/{inside}")]
