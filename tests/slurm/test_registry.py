@@ -480,22 +480,6 @@ def test_explain_tells_the_whole_way(site: Site, registry: Registry) -> None:
         assert fact in told
 
 
-def test_prolog_has_the_image_of_the_job_copied_before_its_step(
-    site: Site, registry: Registry
-) -> None:
-    registry.push("team/tool:1", "first")
-    image = f"{registry.host}#team/tool:1"
-    batch(site, step(image), nodes="n1")
-    heads = registry.count("HEAD")
-    ran = site.run(["salloc", f"--container-image={image}", "true"], "n2")
-
-    def came() -> bool:
-        return [one.result for one in site.outcomes(ran.job, "n2")] != []
-
-    wait_until(came, 60, lambda: json.dumps(str(site.outcomes(ran.job, "n2"))))
-    assert registry.count("HEAD") == heads  # a guess asks no registry
-
-
 @pytest.mark.ci
 def test_warm_imports_and_has_the_nodes_copy(site: Site, registry: Registry) -> None:
     registry.push("team/tool:1", "first")

@@ -370,8 +370,6 @@ def _copied(outcome: Copied) -> str:
 
 
 def _redirect(outcome: Handled) -> str:
-    if outcome.came and outcome.redirect == "none":  # a Prolog's guess (hooks/registry.guess)
-        return "copied ahead: a step shows it, if the reference still means this image"
     if outcome.data and not outcome.redirect:
         return "each step is shown it, once all of it is here"
     why = "`redirect: none`, or Slurm's files could not be read, or it saves its container there"

@@ -162,7 +162,7 @@ class Tally(msgspec.Struct):
         return None if self._repeats_prolog(event, outcome) else self._start(event, outcome)
 
     def _start(self, event: Event, outcome: Handled) -> Start | None:
-        is_for_steps = outcome.redirect == "spank" or outcome.data or outcome.came
+        is_for_steps = outcome.redirect == "spank" or outcome.data
         if event.hook == "prolog" and is_for_steps and outcome.result in FOR_STEPS:
             # Nobody has seen the copy yet: the step that is shown it is the start.
             self.expected[event.job].remove(outcome.key)

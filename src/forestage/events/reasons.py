@@ -25,7 +25,6 @@ REASONS = {
     "enroot": "enroot, or its configuration, could not be used as the job's user.",
     "registry-moved": "The tag was pushed again during the import, by an enroot that"
     " does not support digests.",
-    "not-imported": "The image is not imported yet; the first step that names it imports it.",
     "container": "The step's container is there already; its image is not looked at.",
     "import-failed": "`enroot import` ended with an error; the detail has its last words.",
     "store-full": "The store had no space for the image, or the user's quota was exhausted.",

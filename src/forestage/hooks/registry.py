@@ -34,15 +34,13 @@ from forestage.registry.worker import Worker
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
-from forestage.system import as_user, child, folders, holder, lock, processes, run
+from forestage.system import child, folders, holder, processes, run
 from forestage.system.holder import Channel, Life, Message
 from forestage.system.processes import ProcessIdentity
 from forestage.units import is_number, printable
 
 FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
 SILENT = 180.0  # seconds without a word from the worker: a file server or a registry hangs
-GUESS = 60.0  # seconds for what a Prolog has looked for
-GUESSES, OF_USER = 16, 4  # Prologs' workers at once, of all users and of one
 PATIENCE = 30.0  # seconds for the word of the node that resolves for all
 
 CONTAINER_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_name"
@@ -86,25 +84,12 @@ def begin(node: Node, job: Job, asked: Asked, report: Report) -> Fields:
     path = node.places.images / f"{job.id}.{job.step}.sock"
     # The manager waits for this hook: its number is no other's yet.
     manager = processes.identify(job.manager) if job.manager else None
-    # In the step's cgroups: what it starts is to end with the step.
-    _start(job, None, partial(_serve, node, job, asked, report, path, manager))
-    return "later", str(path)
-
-
-def guess(node: Node, job: Job, request: Request, report: Report) -> None:
-    """Has what the reference meant last copied to this node, for the job's steps. For a Prolog.
-
-    No registry is asked: the job's environment, by which that would be done, is not known here.
-    Raises Declined.
-    """
-    disk.must_take(node.places, node.cache)
-    _start(job, "serve", partial(_foresee, node, job, request, report))
-
-
-def _start(job: Job, leaf: child.Leaf | None, work: Callable[[Channel], None]) -> None:
     about = f"step job={job.id} step={job.step}"
-    with holder.start(Life(PROCESS_NAME, leaf), about, work) as channel:
+    work = partial(_serve, node, job, asked, report, path, manager)
+    # In the step's cgroups: what it starts is to end with the step.
+    with holder.start(Life(PROCESS_NAME, None), about, work) as channel:
         channel.await_ready(holder.START, "helper")
+    return "later", str(path)
 
 
 def _serve(
@@ -151,20 +136,6 @@ def _give_back(node: Node, job: Job, answer: Answer) -> None:
         leases.give_back(node, job, answer.image.key)
     with contextlib.suppress(OSError):  # the sweep does it
         mount_points.forget(node.places, job.id)
-
-
-def _foresee(node: Node, job: Job, request: Request, report: Report, hook: Channel) -> None:
-    """All that is done for a Prolog."""
-    hook.begin()
-    hook.send(Message("ready"))
-    hook.close()
-    # What a user's login would have, as far as enroot's configuration goes by it.
-    name, home = job.user.name, as_user.home_of(job.user)
-    environment = worker.keep_environment({"HOME": home, "USER": name, "LOGNAME": name})
-    asked = Asked(request, environment, batch=True, container="", timeout="")
-    answer = _answer(node, job, asked, Tasks(None, GUESS))
-    if answer.image:
-        report([answer.outcome])
 
 
 def _answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
@@ -217,7 +188,7 @@ def _work(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
     order = order_of(node, job, asked)
     shown = UnderWay(job.id, job.step or 0, who, reference, now, os.getpid())
     with contextlib.ExitStack() as undo:
-        enter = _bounded(node, job, undo) if job.step is None else _entering(job, tasks)
+        enter = _entering(job, tasks)
         undo.enter_context(_leaving(job, tasks))
         at_work = undo.enter_context(_start_worker(job, order, asked, enter, tasks))
         undo.callback(imports_now.forget, node.places, shown)
@@ -277,22 +248,6 @@ def _entering(job: Job, tasks: Tasks) -> Callable[[], None]:
     return partial(child.enter_task, job.manager, without="freezer")
 
 
-def _bounded(node: Node, job: Job, taken: contextlib.ExitStack) -> Callable[[], None]:
-    """Has a Prolog's worker go to a cgroup with limits of its own, which few have at once.
-
-    A step's, which would bound it, is not there yet. Raises Declined, Failed, OSError.
-    """
-    node.cache.prepare(node.config.require_mount)  # without it there is no copy anyway
-    locks = node.cache.locks
-    number = lock.take_one(locks, f"guesses-{job.user.uid}", OF_USER, taken)
-    if number is not None:
-        number = lock.take_one(locks, "guesses", GUESSES, taken)
-    if number is None:
-        raise Declined("busy", "as many images are being looked for as may be at once")
-    taken.callback(child.leave_bounded, number)
-    return partial(child.enter_bounded, number)
-
-
 @contextlib.contextmanager
 def _leaving(job: Job, tasks: Tasks) -> Iterator[None]:
     """Removes the step's cgroups that Slurm could not, as the worker was in them until now."""
@@ -330,7 +285,6 @@ def order_of(node: Node, job: Job, asked: Asked) -> Order:
         max_size=config.max_image_size,
         host=job.node,
         container=asked.container,
-        imports=job.step is not None,
         marks=os.fspath(node.places.images),
     )
 
@@ -359,10 +313,8 @@ def _words(at_work: Worker, tasks: Tasks) -> Iterator[Word]:
 def _stage(node: Node, job: Job, path: str, asked: Asked, tasks: Tasks) -> Answer:
     """The file, as any other that a user names: only where they may read it."""
     request = Request(path, asked.request.via, IMPORTED)
-    say = user_messages.Speaker(node, job, tasks.speak)  # of a Prolog there is no task that hears
+    say = user_messages.Speaker(node, job, tasks.speak)
     limit = step.limit_of(node, job, asked.timeout, say, None)
-    if job.step is None:
-        return serve.fetch(node, job, request, limit)
     tasks.must_wait()  # the step may have been cancelled; a lease would outlive the job
     (answer,) = serve.serve(node, job, (request,), limit)
     return answer

@@ -81,8 +81,8 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
     hook.watched.ends_within(limit.end.left())
     if refusal is None and (job.requests or job.saves or has_data):
         job, refusal = prolog.with_user(job, limit)
-    if refusal is None:
-        job, _ = _begin_import(hook, nodes[0], job)
+    if refusal is None and _has_import(hook, nodes[0], job):
+        job = job.without_reference()
     # The last one's count: all but one only lose what is outdated.
     answers = [prolog.prolog(node, job, limit, refusal) for node in nodes][-1]
     if nodes[0].config.redirect == "spank":
@@ -132,7 +132,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     job, refusal = step.with_notes(nodes[0], job, refusal or unknown)
     nodes = [user_messages.with_tell(node, job) for node in nodes]
     later: Fields = ()
-    if refusal is None:
+    if refusal is None and _has_import(hook, nodes[0], job):
         job, later = _begin_import(hook, nodes[0], job)
     # Whatever bytes the name of the user's file has.
     say = user_messages.Speaker(
@@ -165,18 +165,23 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     return job, outcomes
 
 
-def _begin_import(hook: Hook, node: Node, job: Job) -> tuple[Job, Fields]:
-    """Has a process obtain the registry's image that the job names: that may take long.
+def _has_import(hook: Hook, node: Node, job: Job) -> bool:
+    """Return whether the job names an image of a registry that its steps import.
 
-    Returns the job without it, and a step's answer. The job as it is, where it names none,
-    there is no store, or pyxis would not ask our importer for it.
+    They do not if there is no store, or if pyxis would not ask our importer for it.
     """
-    request, config = job.reference, node.config
+    config = node.config
     asked = config.registry.enabled and config.registry.store and not job.hints.off
-    if request is None or not asked or config.redirect != "spank":
-        return job, ()
-    if not companion.is_importer(companion.importer(hook.slurm_conf)):
-        return job, ()
+    if job.reference is None or not asked or config.redirect != "spank":
+        return False
+    return companion.is_importer(companion.importer(hook.slurm_conf))
+
+
+def _begin_import(hook: Hook, node: Node, job: Job) -> tuple[Job, Fields]:
+    """Has a process obtain the registry's image that the step names: that may take long.
+
+    Returns the job without it, and the step's answer.
+    """
     from forestage.hooks import registry
 
     def report_it(outcomes: Sequence[Outcome]) -> None:
@@ -184,10 +189,8 @@ def _begin_import(hook: Hook, node: Node, job: Job) -> tuple[Job, Fields]:
 
     later: Fields = ()
     try:
-        if hook.name == "prolog":
-            registry.guess(node, job, request, report_it)
-        elif found := registry.Asked.of(request, hook.environ):
-            later = registry.begin(node, job, found, report_it)
+        if job.reference and (asked := registry.Asked.of(job.reference, hook.environ)):
+            later = registry.begin(node, job, asked, report_it)
     except (ForestageError, OSError) as error:
         hook.say(f"result=failed reason=registry detail={str(error)!r}")
     return job.without_reference(), later

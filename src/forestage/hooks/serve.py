@@ -342,17 +342,3 @@ def _way(call: Call, request: Request, found: Image) -> str:
     lease = call.node.leases.read_own(job.id, job.user.uid)
     may = lease is not None and job.saves in lease.saves and job.saves != found.path
     return way if may else "none"
-
-
-def fetch(node: Node, job: Job, request: Request, limit: Limit) -> Answer:
-    """Has an image copied that the job may use later, and does not hold yet.
-
-    Without a lease: the job may be over by now. Raises Declined, Failed, OSError.
-    """
-    refusal = _refusal(node, job, request, limit)
-    finder = SOURCES[request.kind]
-    path = finder.path(job, request)
-    with finder.open(node, job, path, limit.end) as opened:
-        _check(node, opened.image, refusal)
-        with wait.begun(node, job, opened) as copying:
-            return shown_as(request, opened.image, "started" if copying else "hit", "none")

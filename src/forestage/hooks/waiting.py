@@ -22,19 +22,15 @@ GONE = "the step has ended, nobody waits for its image"
 class Tasks:
     """The tasks that wait at a socket. Each hears all that was said, whenever it came."""
 
-    def __init__(
-        self, path: Path | None, first: float, manager: ProcessIdentity | None = None
-    ) -> None:
+    def __init__(self, path: Path, first: float, manager: ProcessIdentity | None = None) -> None:
         """`first` is how many seconds the first one may take to come.
 
-        None comes without a `path`, before the job has any: then the work may take so long. No
-        further one comes once the step's `manager` has ended, if that is known.
+        No further one comes once the step's `manager` has ended, if that is known.
         """
         self.path = path
         self.manager = manager
         # One of a step of that number before a requeue gives way.
-        listener = holder.listen(path) if path else None
-        self.guests = Guests(listener, self._answer, self._greet)
+        self.guests = Guests(holder.listen(path), self._answer, self._greet)
         self.lines = [encoded(NUMBER)]
         self.alone, self.limit = time.monotonic(), first
         self.came = False  # a task, ever
@@ -43,8 +39,7 @@ class Tasks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.path:
-            self.path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
         self.guests.close()
 
     @property
@@ -68,7 +63,7 @@ class Tasks:
     @property
     def are_over(self) -> bool:
         """Whether the job's Epilog has been here: it deletes the socket before the lease."""
-        return self.path is not None and not self.path.exists()
+        return not self.path.exists()
 
     def must_wait(self) -> None:
         """Raises Declined where the last task has ended and no other comes.

@@ -34,8 +34,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     `directory` is the base of the store, which must not lie on the file system of `cache`. `job` is
     "123" for all of a batch job, which has one digest on all nodes, or "123.4" for a step; "" for a
     user at a login node. Where `leads` is false, the word of the node that leads is waited for,
-    `patience` long. Of a `container` that is there already, no image is wanted. Without `imports`,
-    no registry is asked: what the tag meant last is looked for in the directory. `environ_fd` is
+    `patience` long. Of a `container` that is there already, no image is wanted. `environ_fd` is
     open on the job's environment, NUL between its entries; -1 for the worker's own. `host` is this
     node's name for the other nodes. `by_tag` has a job's image imported by its tag, where the
     registry did not say a digest. `apart`: the worker and what it starts are alone in a PID
@@ -53,7 +52,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     max_size: int | None = None
     host: str = ""
     container: str = ""
-    imports: bool = True
     by_tag: bool = False
     apart: bool = False
     marks: str = ""

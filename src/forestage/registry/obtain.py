@@ -85,8 +85,6 @@ class Obtaining:
             found = self.store.find(self.name)
             if found is not None:
                 return found
-            if not self.task.order.imports:
-                raise Declined("not-imported", f"{self.task.text} is not in the store yet")
             failed = self.flight.failure()
             if failed is not None:
                 raise Declined(failed.reason, failed.detail)

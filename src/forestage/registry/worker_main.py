@@ -120,10 +120,6 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
     """The digest that counts for all of the job; "" where one import by the tag has to do."""
     if task.reference.digest:
         return task.reference.digest
-    if not task.order.imports:  # a guess, for which no registry is asked
-        if last := store.last(task.text):
-            return last
-        raise Declined("not-imported", f"{task.text} is not in the store yet")
     said = _said(task, store, asker, clock)
     if said is not None or (task.order.by_tag and task.jobs):
         return said or ""

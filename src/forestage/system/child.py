@@ -92,14 +92,6 @@ HOLD = "run/forestage/hold"
 """Leads to the cgroup of forestage-hold.service (packaging/hold), where that runs: not with v1."""
 
 Leaf = Literal["copy", "serve"]
-BOUNDED = "user"
-"""Begins the names of the cgroups of what runs for a user before a task of their job is there."""
-
-MEMORY = 256 << 20  # bytes for all in such a cgroup
-PROCESSES = 64
-BOUNDS = (("memory.max", MEMORY), ("memory.limit_in_bytes", MEMORY), ("pids.max", PROCESSES))
-ADDRESSES = 1 << 30  # bytes of each process, where there are no such cgroups
-OF_USER = 1024  # … and processes of the user on this node, for it to start another
 
 
 def leave_job(oom_score_adj: int = 0, leaf: Leaf = "serve", root: Path = Path("/")) -> None:
@@ -132,45 +124,6 @@ def _enters(leaf: Path) -> bool:
         log.say(f"hold result=failed detail={str(error)!r}", by_slurm=True)
         return False
     return True
-
-
-def enter_bounded(number: int, root: Path = Path("/")) -> None:
-    """Goes to a cgroup of forestage's own that bounds memory and processes: the one of this number.
-
-    For a user's program that has no task's to go to, as root, before it is the user's. Where there
-    can be none, each process has limits. `leave_bounded` removes it.
-    """
-    import resource  # few processes need it
-
-    entered = [_enters_bounded(leaf) for leaf in _bounded(number, root)]
-    if not entered or False in entered:
-        resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
-        resource.setrlimit(resource.RLIMIT_NPROC, (OF_USER, OF_USER))
-
-
-def leave_bounded(number: int, root: Path = Path("/")) -> None:
-    """Removes the cgroup of this number, once all in it has ended."""
-    for leaf in _bounded(number, root):
-        with contextlib.suppress(OSError):
-            leaf.rmdir()
-
-
-def _bounded(number: int, root: Path) -> list[Path]:
-    """In forestage's unit; with v1 in the two hierarchies that bound these."""
-    name = f"{BOUNDED}.{number}"
-    if (root / HOLD).exists():
-        return [root / HOLD / name]
-    tops = [root / "sys/fs/cgroup" / one for one in ("memory", "pids")]
-    return [top / f"forestage.{name}" for top in tops if top.exists()]
-
-
-def _enters_bounded(leaf: Path) -> bool:
-    with contextlib.suppress(OSError):
-        leaf.mkdir(exist_ok=True)
-    for name, most in BOUNDS:
-        with contextlib.suppress(OSError):  # another hierarchy's
-            (leaf / name).write_text(str(most))
-    return _enters(leaf)
 
 
 def join(pid: int, task: int, root: Path = Path("/")) -> None:

@@ -6,14 +6,12 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from forestage.errors import Failed
-from forestage.system import apart, child, run
+from forestage.system import apart, run
 from forestage.system.as_user import User
 from forestage.system.files import opened
 from node import until
@@ -177,47 +175,6 @@ def test_program_that_cannot_enter_a_cgroup_does_not_begin(tmp_path: Path) -> No
     with pytest.raises(Failed, match="cgroups"):
         run.start_piped(CAROL, ("touch", str(tmp_path / "it")), (), enter)
     assert not (tmp_path / "it").exists()
-
-
-@pytest.fixture
-def number() -> Iterator[int]:
-    """Of a cgroup that nobody else has; it is removed in the end."""
-    made = os.getpid()
-    if not all(os.access(f"/sys/fs/cgroup/{one}", os.W_OK) for one in ("memory", "pids")):
-        pytest.skip("no cgroup can be made here")
-    yield made
-    child.leave_bounded(made)
-
-
-def test_program_without_a_task_has_few_processes(number: int) -> None:
-    script = f"{HOST}; for n in $(seq 200); do sleep 4251 & done; echo all"
-    program = run.start_piped(CAROL, ("sh", "-c", script), (), partial(child.enter_bounded, number))
-    said(program)
-    assert program.wait(60)  # a shell ends that cannot fork
-    assert program.code != 0
-    assert said(program) == ""
-
-
-def test_program_without_a_task_has_little_memory(number: int) -> None:
-    script = "data = b'x' * (1 << 20) * 200; print('few', flush=True); print(len(data * 4))"
-    argv = (sys.executable, "-c", script)
-    program = run.start_piped(CAROL, argv, (), partial(child.enter_bounded, number))
-    assert said(program) == "few"
-    assert program.wait(60)
-    assert program.code == 128 + 9
-
-
-def test_cgroup_of_a_program_without_a_task_goes_with_it(number: int) -> None:
-    program = run.start_piped(CAROL, ("cat",), (), partial(child.enter_bounded, number))
-    leaves = child._bounded(number, Path("/"))
-    (pid,) = children(program.pid)
-    assert [(leaf / "cgroup.procs").read_text().split() for leaf in leaves] == [[str(pid)]] * 2
-    child.leave_bounded(number)  # it is in use
-    assert all(leaf.exists() for leaf in leaves)
-    program.kill()
-    assert program.wait(60)
-    child.leave_bounded(number)
-    assert not any(leaf.exists() for leaf in leaves)
 
 
 def test_signal_for_the_others_reaches_neither_the_sender_nor_who_is_outside() -> None:

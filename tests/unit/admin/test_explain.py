@@ -101,7 +101,6 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
         (hit(redirect="mounted"), "the path showed the local copy"),
         (hit(redirect="kept"), "already, for another job"),
         (hit(redirect="none"), "the job read the original path"),
-        (hit(redirect="none", came="stored"), "copied ahead: a step shows it"),
         (hit(redirect="spank"), "SPANK plugin: each step gets the local copy"),
         (
             hit(result="started", redirect="spank"),
@@ -152,15 +151,6 @@ def gave_up(end: float, request: str = "/a.sqsh", image: str = "", **changes: An
     detail = "9 GiB of 23 GiB of /a.sqsh are here, the rest takes 23s more"
     outcome = Handled("declined", "deadline", detail, request, "option", image, wait=15)
     return event(outcome, time=end, total=15.1, **changes)
-
-
-def test_guess_of_a_prolog_says_nothing_of_a_path_that_the_job_read() -> None:
-    """An image of a registry has no path of the user's, and its Prolog redirects none."""
-    for result in ("hit", "started"):
-        outcome = hit(result=result, redirect="none", came="stored", request="r#a/b:1")
-        told = " ".join(sentences(Event(0.0, "prolog", 7, outcome), {}))
-        assert "original path" not in told
-        assert "saves" not in told
 
 
 def test_copy_is_explained_with_its_evictions() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -134,14 +133,10 @@ def test_cold_start_of_the_companions_is_what_its_step_met(step: Result, counted
     assert counted(*again).starts == {counted_as: 1, "hit": 1}
 
 
-@pytest.mark.parametrize("what", [{"data": True}, {"came": "stored", "redirect": "none"}])
 @pytest.mark.parametrize(("first", "start"), [("started", "through"), ("hit", "hit")])
-def test_what_only_steps_are_shown_is_their_start(
-    what: dict[str, Any], first: Result, start: Result
-) -> None:
-    """Data, and a registry's image that a Prolog copies ahead."""
+def test_data_that_only_steps_are_shown_is_their_start(first: Result, start: Result) -> None:
     seen = served(start, redirect="spank")
-    found = counted(event("prolog", Handled(first, key="a", **what)), event("step", seen))
+    found = counted(event("prolog", Handled(first, key="a", data=True)), event("step", seen))
     assert found.starts == {start: 1}
     assert found.spared == ({"hit": 10} if start == "hit" else {})
 
@@ -241,8 +236,7 @@ def test_images_of_registries_are_counted_by_how_they_came() -> None:
         Handled("through", came="waited", digest="x", wait=70.0),
         Handled("declined", "registry-silent", came="enroot", wait=30.0),
     )
-    guess = event("prolog", Handled("started", came="stored", digest="x"))
-    found = counted(guess, *(event("step", one) for one in steps), event("step", served("hit")))
+    found = counted(*(event("step", one) for one in steps), event("step", served("hit")))
     assert found.registry == {"stored": 1, "imported": 1, "waited": 1, "enroot": 1}
     assert (sum(found.imports.counts), found.imports.sum) == (2, 770.0)
     assert found.declined == {"registry-silent": 1}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -26,7 +24,6 @@ from forestage.slurm.job import Job
 from forestage.slurm.lines import NUMBER
 from forestage.slurm.slurm_conf import SlurmConf
 from forestage.system import child, processes, run
-from forestage.system.as_user import User
 
 DIGEST = f"sha256:{'a' * 64}"
 
@@ -301,40 +298,3 @@ def test_bare_name_that_no_registry_has_is_explained_by_the_file_that_lies_there
     outcome = registry._answer(staging_node, asking, asked, tasks).outcome
     assert outcome.reason == ("bare-name" if lies else "registry-missing")
     assert outcome.came == "enroot"
-
-
-def test_prologs_worker_is_bounded(
-    staging_node: Node, asking: Job, asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No task of the job is there, whose limits could be the worker's."""
-    staging_node = staging_node.configured(require_mount=False)
-    seen: list[str] = []
-    monkeypatch.setattr(child, "enter_bounded", lambda number: seen.append(f"enters {number}"))
-    monkeypatch.setattr(child, "leave_bounded", lambda number: seen.append(f"leaves {number}"))
-
-    def start(user: User, order: Order, environ: int, enter: Callable[[], None]) -> None:
-        enter()
-        raise Declined("not-imported", "it is none")
-
-    monkeypatch.setattr(registry.worker, "start", start)
-    with pytest.raises(Declined, match="it is none"):
-        registry._work(stored(staging_node), asking, asked, Tasks(None, 60.0))
-    assert seen == ["enters 0", "leaves 0"]
-
-
-def test_few_workers_of_prologs_are_at_once_and_fewer_of_one_user(
-    staging_node: Node, asking: Job
-) -> None:
-    staging_node = staging_node.configured(require_mount=False)
-
-    def of_user(uid: int) -> Job:
-        return msgspec.structs.replace(asking, user=User("", uid, uid))
-
-    with contextlib.ExitStack() as taken:
-        for number in range(registry.GUESSES):
-            registry._bounded(staging_node, of_user(number // registry.OF_USER), taken)
-            if number == registry.OF_USER - 1:
-                with pytest.raises(Declined):
-                    registry._bounded(staging_node, of_user(0), taken)
-        with pytest.raises(Declined):
-            registry._bounded(staging_node, of_user(1000), taken)

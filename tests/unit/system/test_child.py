@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -88,27 +87,6 @@ def test_where_that_is_not_to_be_had_it_goes_to_the_root_as_without(
     assert [line.split(" detail=")[0] for line in said] == ["hold result=failed"] * (
         how == "refused"
     )
-
-
-def test_program_without_a_task_is_bounded_in_forestages_unit(tmp_path: Path) -> None:
-    root = fake(tmp_path, "")
-    (root / child.HOLD).mkdir(parents=True)
-    child.enter_bounded(3, root)
-    leaf = root / child.HOLD / "user.3"
-    bounds = {name: (leaf / name).read_text() for name in ("memory.max", "pids.max")}
-    assert bounds == {"memory.max": str(256 << 20), "pids.max": "64"}
-    assert (leaf / "cgroup.procs").read_text() == "0"
-
-
-def test_program_without_a_task_or_a_cgroup_has_limits_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_to: dict[int, tuple[int, int]] = {}
-    monkeypatch.setattr(resource, "setrlimit", lambda what, most: set_to.update({what: most}))
-    child.enter_bounded(3, tmp_path)
-    bounds = {resource.RLIMIT_AS: (1 << 30, 1 << 30), resource.RLIMIT_NPROC: (1024, 1024)}
-    assert set_to == bounds
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_process_that_is_nobodys_of_slurms_stays_where_it_is(tmp_path: Path) -> None:
