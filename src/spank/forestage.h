@@ -100,9 +100,8 @@ struct item {
 
 /* What is to show at the path, opened; -1 where it is not. */
 struct copy {
-	int folder;     /* the entry's; -1 for a file that is served */
+	int folder; /* the entry's; -1 for a file that is served */
 	int image;
-	bool own_mount; /* of a file that is served, made by this task */
 };
 
 /* Who asks: the job's user, with the groups that the step manager has taken on. */
@@ -184,12 +183,6 @@ int fetch_mount(int keeper, char answer[ANSWER_BYTES]);
 
 /* through.c. Mounts it on the open directory or file `target`; false, and errno. */
 bool attach_mount(int mount, int target);
-
-/* through.c. Has it show at the open file `target`; false, and errno. */
-bool show_through(const struct copy *copy, int target);
-
-/* through.c. Leaves nothing of it but what shows. */
-void close_through(struct copy *copy);
 
 /* redirect.c. Opens the folder and the image of the entry. NULL, or why not, and errno. */
 const char *open_entry(const struct step *step, struct copy *copy);

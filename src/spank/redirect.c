@@ -23,7 +23,6 @@ enum mounted { BY_OTHERS, AN_ENTRY, A_THROUGH };
 
 static void close_copy(struct copy *copy)
 {
-	close_through(copy);
 	if (copy->image >= 0)
 		close(copy->image);
 	if (copy->folder >= 0)
@@ -255,7 +254,7 @@ static const char *lay(spank_t sp, const struct step *step, struct copy *copy, i
 		seen = look(sp, step, copy->image, target);
 	}
 	if (seen == IS_SOURCE && step->through)
-		return show_through(copy, *target) ? NULL : "it cannot be mounted over";
+		return attach_mount(copy->image, *target) ? NULL : "it cannot be mounted over";
 	if (seen == IS_SOURCE)
 		return bind_entry(copy->folder, *target) ? NULL : "it cannot be bound";
 	if (seen == IS_CLOSED)

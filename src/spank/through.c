@@ -13,9 +13,8 @@
 
 #include "forestage.h"
 
-#define ANSWER_SECONDS 1  /* for each packet to or from the keeper; below LIMIT_MS */
-#define DEVICE "/dev/fuse"
-#define ACCEPTS "ok " /* begins an answer to "serve"; the rest are the options of the mount */
+#define ANSWER_SECONDS 1 /* for each packet to or from the keeper; below LIMIT_MS */
+#define MOUNT "mount"    /* asks for a clone of its mount: views/through/clones.py */
 
 /* Old headers have neither; the numbers are the same on every architecture of Slurm's. */
 #ifndef SYS_move_mount
@@ -51,31 +50,22 @@ failed:
 	return -1;
 }
 
-/* A request, with a descriptor if that is not -1. The descriptor of the answer, or -1. */
-static int exchange(int keeper, const char *request, int given, char answer[ANSWER_BYTES])
+/* Asks for a mount. The descriptor of the answer, or -1. */
+static int exchange(int keeper, char answer[ANSWER_BYTES])
 {
 	union {
 		struct cmsghdr head;
 		char room[CMSG_SPACE(sizeof(int))];
 	} control = {0};
-	struct iovec part = {.iov_base = (char *)request, .iov_len = strlen(request)};
-	struct msghdr packet = {.msg_iov = &part, .msg_iovlen = 1};
+	struct iovec part = {.iov_base = answer, .iov_len = ANSWER_BYTES - 1};
+	struct msghdr packet = {.msg_iov = &part,
+				.msg_iovlen = 1,
+				.msg_control = &control,
+				.msg_controllen = sizeof(control)};
 	int got = -1;
-
-	answer[0] = '\0';
-	if (given >= 0) {
-		control.head = (struct cmsghdr){CMSG_LEN(sizeof(int)), SOL_SOCKET, SCM_RIGHTS};
-		memcpy(CMSG_DATA(&control.head), &given, sizeof(int));
-		packet.msg_control = &control;
-		packet.msg_controllen = sizeof(control);
-	}
-	ssize_t n = sendmsg(keeper, &packet, MSG_NOSIGNAL);
-	if (n >= 0) {
-		part = (struct iovec){.iov_base = answer, .iov_len = ANSWER_BYTES - 1};
-		packet.msg_control = &control;
-		packet.msg_controllen = sizeof(control);
+	ssize_t n = send(keeper, MOUNT, strlen(MOUNT), MSG_NOSIGNAL);
+	if (n >= 0)
 		n = recvmsg(keeper, &packet, MSG_CMSG_CLOEXEC);
-	}
 	if (n <= 0) {
 		/* An answer that comes later must not be taken for that to the next task's request;
 		 * and nobody else waits for a keeper that does not answer. */
@@ -89,13 +79,6 @@ static int exchange(int keeper, const char *request, int given, char answer[ANSW
 	if (came && came->cmsg_type == SCM_RIGHTS && came->cmsg_len == CMSG_LEN(sizeof(int)))
 		memcpy(&got, CMSG_DATA(came), sizeof(int));
 	return got;
-}
-
-/* Whether move_mount(2) is there: Linux before 5.2 has none. */
-static bool moves(void)
-{
-	return syscall(SYS_move_mount, -1, "", -1, "", FROM_AND_TO_DESCRIPTORS) < 0 &&
-	       errno != ENOSYS;
 }
 
 static bool refused(const char *answer)
@@ -114,7 +97,7 @@ static bool take_turn(int keeper, short how)
 int fetch_mount(int keeper, char answer[ANSWER_BYTES])
 {
 	answer[0] = '\0';
-	int mount = take_turn(keeper, F_WRLCK) ? exchange(keeper, "mount", -1, answer) : -1;
+	int mount = take_turn(keeper, F_WRLCK) ? exchange(keeper, answer) : -1;
 	int error = refused(answer) ? ECONNREFUSED : errno;
 
 	take_turn(keeper, F_UNLCK);
@@ -127,45 +110,16 @@ bool attach_mount(int mount, int target)
 	return syscall(SYS_move_mount, mount, "", target, "", FROM_AND_TO_DESCRIPTORS) == 0;
 }
 
-/* A mount of the task's own, first where nobody looks, so that it is checked before it shows. */
-static int mount_own(int keeper, char answer[ANSWER_BYTES])
-{
-	char options[ANSWER_BYTES + 32];
-	int image = -1, fuse = open(DEVICE, O_RDWR | O_CLOEXEC);
-
-	if (fuse < 0)
-		return -1;
-	int unwanted = exchange(keeper, "serve", fuse, answer);
-	if (unwanted >= 0)
-		close(unwanted);
-	snprintf(options, sizeof(options), "fd=%d,%s", fuse, answer + strlen(ACCEPTS));
-	if (strncmp(answer, ACCEPTS, strlen(ACCEPTS)) == 0 &&
-	    mount("forestage", DEVICE, "fuse.forestage", MS_RDONLY | MS_NOSUID | MS_NODEV,
-		  options) == 0 &&
-	    (image = open(DEVICE, O_PATH | O_CLOEXEC)) < 0)
-		umount2(DEVICE, MNT_DETACH);
-	int error = errno;
-	close(fuse);
-	errno = error;
-	return image;
-}
-
 const char *open_through(const struct step *step, struct copy *copy)
 {
 	int keeper = step->keeper >= 0 ? step->keeper : connect_keeper(step->entry);
-	char answer[ANSWER_BYTES] = "no move_mount(2) here";
+	char answer[ANSWER_BYTES];
 	struct stat st;
 
 	if (keeper < 0)
 		return "no process serves its copy";
-	if (take_turn(keeper, F_WRLCK) && moves())
-		copy->image = exchange(keeper, "mount", -1, answer);
-	if (copy->image < 0 && refused(answer)) {
-		copy->image = mount_own(keeper, answer);
-		copy->own_mount = copy->image >= 0;
-	}
-	int error = refused(answer) ? ECONNREFUSED : errno;
-	take_turn(keeper, F_UNLCK);
+	copy->image = fetch_mount(keeper, answer);
+	int error = errno;
 	if (keeper != step->keeper)
 		close(keeper);
 	errno = error;
@@ -176,21 +130,4 @@ const char *open_through(const struct step *step, struct copy *copy)
 		return NULL;
 	errno = ESTALE;
 	return "another file is served";
-}
-
-bool show_through(const struct copy *copy, int target)
-{
-	char link[32];
-
-	if (!copy->own_mount)
-		return attach_mount(copy->image, target);
-	snprintf(link, sizeof(link), "/proc/self/fd/%d", target);
-	return mount(DEVICE, link, NULL, MS_BIND, NULL) == 0;
-}
-
-void close_through(struct copy *copy)
-{
-	if (copy->own_mount)
-		umount2(DEVICE, MNT_DETACH);
-	copy->own_mount = false;
 }

@@ -199,15 +199,6 @@ def test_without_a_limit_half_of_what_is_available_is_the_most(
     assert dirs.step(9).outcomes == []
 
 
-def test_kernel_without_clones_gives_none(dirs: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def clone(path: str) -> int:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(mounts, "clone", clone)
-    dirs.prolog(7, "stage-dir=32M,ram")
-    assert "cannot clone mounts" in why(dirs)
-
-
 def test_step_in_a_pid_namespace_of_its_jobs_gives_none(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -541,16 +541,11 @@ def test_file_that_is_no_squashfs_is_mounted_by_nobody(
     until(lambda: "program" not in mounting.processes(), "the program's end")
 
 
-def no_clones(*_: object) -> int:
-    raise OSError(errno.ENOSYS, "Function not implemented")
-
-
 @pytest.mark.parametrize(
     ("where", "name", "value", "why"),
     [
         (serving, "PROGRAMS", ("no-such-program",), "squashfuse is not installed"),
         (fuse, "DEVICE", "/dev/none", "this node has no /dev/none"),
-        (mounts, "clone", no_clones, "Function not implemented"),
         (serving, "MOST", 0, "0 files of this user and 0 of all are mounted on this node"),
         (serving, "MOST_OF_USER", 0, "0 files of this user and 0 of all are mounted on this node"),
         (serving, "SERVERS", 0, "steps on this node have 0 files mounted"),

@@ -290,14 +290,17 @@ def test_users_mount_is_put_back_nowhere_else(
     assert [one for one in mounts.current() if one.fuse_user] == []
 
 
-def test_kernel_that_cannot_put_it_back_takes_it_off(
+def test_mount_that_could_not_be_put_back_stays_and_the_redirect_below_it(
     node: Node, mount: Callable[..., Own], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(path: str) -> int:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    node.staged(1, "alice/own/image.sqsh")
+    path = node.staged(1, "alice/own/image.sqsh")
     own = mount()
-    monkeypatch.setattr(mounts, "clone", missing)
-    assert (node.epilog(1).said, node.binds()) == (("released", ""), {})
-    assert shown(own) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(mounts, "clone", missing)
+        assert node.epilog(1).said == ("released", "redirect")
+    assert (shown(own), set(node.binds())) == ([ALICE.uid], {str(path)})
+    node.epilog(1)
+    assert (shown(own), node.binds()) == ([ALICE.uid], {})

@@ -21,6 +21,7 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g",
 KEY, OLD_KEY = "0123456789abcdef" * 2, "f" * 32
 JOB, UID, GID = 77, 4242, 4243  # the job and its user, as fake.c has them
 HERE = Path(__file__).parent
+OLDER_KERNEL = (sys.executable, str(HERE / "older_kernel.py"))
 SERVED = "from afar\n"  # as long as the image
 Keeper = Callable[[str], None]
 LEASES = Path(f"/tmp/forestage-spank-leases-{os.getpid()}")
@@ -67,6 +68,7 @@ class Step:
     program: Path
     runs: int = 0
     environ: dict[str, str] = field(default_factory=dict)
+    kernel: tuple[str, ...] = ()  # what starts the program as on another kernel
 
     @property
     def image(self) -> Path:
@@ -117,7 +119,7 @@ class Step:
         given += [f"arg=helper={self.helper}"] if helper else []
         sanitizer = self.folder / "sanitizer"
         ran = subprocess.run(
-            [self.program, report, *given, *arguments],
+            [*self.kernel, self.program, report, *given, *arguments],
             env={
                 "PATH": os.environ["PATH"],
                 "ASAN_OPTIONS": f"log_path={sanitizer}:exitcode=99",

@@ -3,9 +3,8 @@
     keeper.py SOCKET IMAGE BYTES MANNER
 
 The file has the inode, size and times of IMAGE and the bytes and mode of BYTES. MANNER: `clones`;
-`serves` refuses clones, as kernels without open_tree(2) make it; `refuses` all; `silent`; `another`
-serves a file of another size; `hangs`: whoever opens it waits until they are killed. Where BYTES is
-a directory, clones of that are handed out, or not.
+`refuses` all; `silent`; `another` serves a file of another size; `hangs`: whoever opens it waits
+until they are killed. Where BYTES is a directory, clones of that are handed out, or not.
 """
 
 from __future__ import annotations
@@ -85,9 +84,9 @@ def mounted(file: File | None, place: bytes) -> None:
     threading.Thread(target=file.serve, args=(fuse,), daemon=True).start()
 
 
-def talk(line: socket.socket, file: File | None, place: bytes, manner: str) -> None:
+def talk(line: socket.socket, place: bytes, manner: str) -> None:
     while True:
-        request, fds, _, _ = socket.recv_fds(line, 100, 1)
+        request = line.recv(100)
         if not request:
             return
         if manner == "silent":
@@ -96,9 +95,6 @@ def talk(line: socket.socket, file: File | None, place: bytes, manner: str) -> N
             clone = checked(LIBC.syscall(OPEN_TREE, -100, place, OPEN_TREE_CLONE))
             socket.send_fds(line, [b"ok"], [clone])
             os.close(clone)
-        elif request == b"serve" and manner == "serves" and file:
-            threading.Thread(target=file.serve, args=tuple(fds), daemon=True).start()
-            line.send(b"ok " + file.options.encode())
         else:
             line.send(b"no as the test wants it")
 
@@ -112,7 +108,7 @@ def main() -> None:
         mounted(file, data.encode())
         print("ready", flush=True)
         while True:
-            args = (listener.accept()[0], file, data.encode(), manner)
+            args = (listener.accept()[0], data.encode(), manner)
             threading.Thread(target=talk, args=args, daemon=True).start()
 
 

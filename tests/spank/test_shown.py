@@ -163,11 +163,10 @@ def test_step_whose_cache_takes_no_writes_has_its_copy_and_leaves_no_child(froze
     assert len(list(events.read(Places(frozen.folder).events))) == 1
 
 
-@pytest.mark.parametrize("manner", ["clones", "serves"])
 def test_served_file_shows_without_a_helper_while_the_copy_goes_on(
-    noted: Step, keeper: Keeper, manner: str
+    noted: Step, keeper: Keeper
 ) -> None:
-    keeper(manner)
+    keeper("clones")
     note(noted, answer=Step.through, result="through")
     hidden = f"between=mv {noted.place}/sock {noted.folder}/sock"  # as if the copy were whole now
     ran = noted.run(hidden, "tasks=2", f"task=cat {noted.image}")

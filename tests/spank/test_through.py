@@ -6,15 +6,12 @@ import shlex
 from collections.abc import Callable
 
 import pytest
-from companion import OLD_KEY, SERVED, Keeper, Step, shown_before
+from companion import OLD_KEY, OLDER_KERNEL, SERVED, Keeper, Step, shown_before
 from test_bind import options
 
 
-@pytest.mark.parametrize("manner", ["clones", "serves"])
-def test_file_that_is_served_shows_read_only_in_each_task(
-    step: Step, keeper: Keeper, manner: str
-) -> None:
-    keeper(manner)
+def test_file_that_is_served_shows_read_only_in_each_task(step: Step, keeper: Keeper) -> None:
+    keeper("clones")
     ran = step.run("tasks=4", f"task=cat {step.image}; echo new 2>/dev/null > {step.image}; true")
     assert ran.out == 4 * SERVED
     for table in ran.mounts:
@@ -67,6 +64,19 @@ def test_path_stays_where_the_keeper_does_not_help(
     assert len(ran.said) == 1
 
 
+def test_path_stays_where_the_kernel_has_no_mount_api_and_a_hit_shows(
+    step: Step, keeper: Keeper
+) -> None:
+    """Linux before 5.2. The keeper's own kernel refuses clones then (tests/faults)."""
+    keeper("clones")
+    step.kernel = OLDER_KERNEL
+    ran = step.run("tasks=2", f"task=cat {step.image}")
+    assert ran.out == 2 * "the image\n"
+    assert "it cannot be mounted over: Function not implemented" in ran.logged
+    step.answers(step.use())
+    assert step.run(f"task=stat -c %i {step.image}").out == f"{step.entry().stat().st_ino}\n"
+
+
 def test_keeper_that_does_not_answer_is_waited_for_once(step: Step, keeper: Keeper) -> None:
     # And what it may answer later is not taken for an answer to the next task.
     keeper("silent")
@@ -82,12 +92,9 @@ def test_path_stays_without_a_keeper(step: Step) -> None:
     assert ran.out == "the image\n"
 
 
-@pytest.mark.parametrize("manner", ["clones", "serves"])
-def test_file_that_the_user_cannot_open_is_not_shown(
-    step: Step, keeper: Keeper, manner: str
-) -> None:
+def test_file_that_the_user_cannot_open_is_not_shown(step: Step, keeper: Keeper) -> None:
     (step.place / "bytes").chmod(0o400)
-    keeper(manner)
+    keeper("clones")
     ran = step.run(f"task=cat {step.image}")
     assert ran.out == "the image\n"
     assert "fuse.forestage" not in ran.mounts[0]

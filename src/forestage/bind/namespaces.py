@@ -6,7 +6,7 @@ it.
 
     namespace of root's           umount2(2) in it, as on the node
     namespace of a user's         the bind is locked there (EINVAL, also for root), so the source's
-                                  own file is laid over it: cloned here, moved there; Linux 5.2
+                                  own file is laid over it: cloned here, moved there
 
 A bind whose entry a job holds stays: the companion makes such in each task. The lease is there
 before the bind, so leases that are read after the namespaces tell of every one that was found.

@@ -212,7 +212,7 @@ def _uncovered(bind: mounts.Mount, user: User) -> Iterator[None]:
     """Lifts what users have mounted over a directory above a bind, so that it can be reached.
 
     A FUSE of theirs, with a server that is dead or stopped, would keep it for ever. It is put back:
-    a job of its user may be at work in it. Before Linux 5.2 it cannot be, and is gone.
+    a job of its user may be at work in it.
     """
     with contextlib.ExitStack() as back:
         for _ in range(COVERS):
@@ -230,12 +230,9 @@ def _lift(cover: mounts.Mount, user: User, back: contextlib.ExitStack) -> None:
     found = mounts.of(top)
     if found is None or not found.fuse_user or found.point != cover.point:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-    tree = None
-    with contextlib.suppress(OSError):
-        tree = mounts.clone(f"/proc/self/fd/{top}")
+    tree = mounts.clone(f"/proc/self/fd/{top}")
     mounts.umount(f"/proc/self/fd/{top}")
-    if tree is not None:
-        back.callback(_put_back, tree, found, user)
+    back.callback(_put_back, tree, found, user)
 
 
 def _put_back(tree: int, was: mounts.Mount, user: User) -> None:

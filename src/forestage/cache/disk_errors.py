@@ -39,12 +39,11 @@ NVME_TIMEOUT = 10.0  # seconds; a controller that is resetting answers late
 # process, in 15 bytes at most (show_signal_msg), too few for a device and a sector.
 _PREFIXES = (
     "",  # block/blk-mq.c, blk_print_req_error(), since 5.16 and in EL 9's 5.14
-    "blk_update_request: ",  # block/blk-core.c, print_req_error(), 5.3 to 5.15, and EL 8's 4.18
-    "print_req_error: ",  # the same, 4.13 to 5.2; it did not say what was done
+    "blk_update_request: ",  # block/blk-core.c, print_req_error(), to 5.15
 )
 _ERROR = (
     rf"(?:{'|'.join(_PREFIXES)})"
-    r"((?:I/O|critical medium|protection) error, dev ([^\s,]+), sector \d+(?: op \S+)?)"
+    r"((?:I/O|critical medium|protection) error, dev ([^\s,]+), sector \d+ op \S+)"
     r"(?: .*)?"  # flags and more, which differ between releases
 )
 _LEG = r"(nvme\d+)c\d+(n\d+)"  # one path of several to an NVMe
@@ -162,7 +161,7 @@ def errors(lines: Iterable[str], names: frozenset[str]) -> list[str]:
         match = re.fullmatch(_ERROR, line)  # compiled here: most hooks only ask for the doubt
         if match is None or re.sub(_LEG, r"\1\2", match[2]) not in names:
             continue
-        if " op " not in match[1] or match[1].endswith("(READ)"):
+        if match[1].endswith("(READ)"):
             found.append(match[1])
     return found
 

@@ -44,7 +44,7 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
                 "Copies fail",
                 f"install the package {package}",
             )
-    kernel = read_kernel(files)
+    kernel = _read_kernel(files)
     if kernel and kernel < LEAST_KERNEL:
         yield Finding(
             "kernel-old",
@@ -131,7 +131,7 @@ def _find_lack(files: Files, path: str) -> str:
     return find_lack(facts) if facts else ""
 
 
-def read_kernel(files: Files) -> tuple[int, int] | None:
+def _read_kernel(files: Files) -> tuple[int, int] | None:
     """Return the release of the kernel that runs, as (5, 14); None where nothing tells it."""
     found = re.match(r"(\d+)\.(\d+)", files.text("/proc/sys/kernel/osrelease") or "")
     return (int(found[1]), int(found[2])) if found else None

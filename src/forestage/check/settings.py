@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from forestage.admin.site import Conf
 from forestage.check.finding import Finding
-from forestage.check.node import read_kernel
 from forestage.check.uses import Used
 from forestage.config import DEFAULT, Config, Settings, dotted
 from forestage.paths import Places
@@ -14,7 +13,6 @@ from forestage.units import format_duration, format_size
 LAUNCH = 600.0  # seconds; srun ends a step that has not begun (slurm_step_launch_wait_start())
 CONTAINED = 50.0  # the same with SlurmdParameters=contain_spank
 LEAST = 1024 * 1024  # bytes; no site has images that are smaller
-COVERS = (5, 2)  # the Linux from which bind/namespaces.py covers what it cannot unmount
 
 
 def findings(
@@ -26,7 +24,6 @@ def findings(
         yield from _waits(conf, settings)
     yield from _places(files, settings.config, origin(settings, places, "sources"))
     yield from _sizes(files, settings, images, places)
-    yield from _locked_binds(files, settings, origin(settings, places, "redirect"))
 
 
 def origin(settings: Settings, places: Places, key: str) -> str:
@@ -91,26 +88,6 @@ def _places(files: Files, config: Config, where: str) -> Iterator[Finding]:
                 " them save nothing",
                 f"{where}: sources: the shared file systems only",
             )
-
-
-def _locked_binds(files: Files, settings: Settings, where: str) -> Iterator[Finding]:
-    """Where nobody can cover a redirect that lies in a user's own mount namespace."""
-    kernel = read_kernel(files)
-    if (
-        kernel
-        and kernel < COVERS
-        and any(config.redirect == "bind" for _, config in settings.everywhere())
-        and files.number("/proc/sys/user/max_user_namespaces") != 0
-    ):
-        yield Finding(
-            "bind-stays",
-            "warning",
-            f"Linux {kernel[0]}.{kernel[1]} has no open_tree(2), and redirects are mounts of the"
-            " whole node",
-            "One that is copied to a user's own mount namespace (rootless podman, unshare) stays"
-            " there, and keeps the room of its entry, until the last process of it has ended",
-            f"{where}: redirect: spank, with the companion in plugstack.conf",
-        )
 
 
 def _sizes(

@@ -99,7 +99,7 @@ class Tasks:
         for line in self.lines:
             self._send(task, line)
 
-    def _answer(self, task: socket.socket, asked: bytes, fds: list[int]) -> None:
+    def _answer(self, task: socket.socket, asked: bytes) -> None:
         """A task says nothing."""
 
     def _send(self, task: socket.socket, line: bytes) -> None:

@@ -73,16 +73,15 @@ class Attributes(msgspec.Struct, frozen=True):
     acl: bytes = b""
 
 
-def mount_options(mode: int) -> str:
-    """Returns mount(2)'s data without `fd=`. The kernel checks modes and ACL, for any user."""
-    owner = "user_id=0,group_id=0"  # of the mount; the file's are in its attributes
-    return f"rootmode={mode:o},{owner},allow_other,default_permissions,max_read={MAX_READ}"
-
-
 def mount(fd: int, point: str, mode: int) -> None:
-    """Mounts the file system that `fd` serves on a file. Raises OSError."""
+    """Mounts the file system that `fd` serves on a file. Raises OSError.
+
+    The kernel checks modes and ACL, for any user.
+    """
     flags = mounts.MS_RDONLY | mounts.MS_NOSUID | mounts.MS_NODEV
-    mounts.mount("forestage", point, flags, TYPE, f"fd={fd},{mount_options(mode)}")
+    owner = "user_id=0,group_id=0"  # of the mount; the file's are in its attributes
+    access = f"rootmode={mode:o},{owner},allow_other,default_permissions"
+    mounts.mount("forestage", point, flags, TYPE, f"fd={fd},{access},max_read={MAX_READ}")
 
 
 def parse(data: memoryview) -> Request | None:

@@ -165,9 +165,8 @@ def most_guests(limit: int) -> int:
     return MOST if limit < 0 else max(1, min(MOST, limit - min(OWN, limit // 2)))
 
 
-Answer = Callable[[socket.socket, bytes, list[int]], None]
-"""Answers what a guest asks, and the descriptors that came with it: one at most, which is closed
-afterwards unless it was taken out of the list."""
+Answer = Callable[[socket.socket, bytes], None]
+"""Answers what a guest asks."""
 
 
 class Guests:
@@ -227,19 +226,16 @@ class Guests:
             self._greet(guest)
 
     def _serve(self, guest: socket.socket) -> None:
-        fds: list[int] = []
         try:
-            asked, fds, _, _ = socket.recv_fds(guest, LONGEST, 1)
+            asked = guest.recv(LONGEST)  # a descriptor that comes with it is dropped
         except BlockingIOError:
             return
         except OSError:
             asked = b""
         if asked:
-            self._answer(guest, asked, fds)
+            self._answer(guest, asked)
         else:  # it has ended
             self.drop(guest)
-        for fd in fds:
-            os.close(fd)
 
 
 def hold(place: int) -> int:

@@ -167,7 +167,7 @@ def enter_namespace(namespace: int, root: int) -> None:
 def clone(path: str) -> int:
     """Returns a descriptor of a detached copy of the mount at `path`: move_mount(2) attaches it.
 
-    Raises OSError; ENOSYS before Linux 5.2.
+    Raises OSError.
     """
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
     return libc.call("syscall", _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags, about=path)

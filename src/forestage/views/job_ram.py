@@ -41,7 +41,6 @@ def mounted(directory: Path, over: Path, user: User, size: int, step: int, end: 
     with lock.held(directory / "lock.ram", end.left()):
         held = directory / "held"
         if not held.exists():
-            clones.must_be_possible("job-dir")
             if child.is_in_job():  # it would end with the step
                 why = "the step is in its job's own PID or user namespace"
                 raise Declined("job-dir", f"none in memory: {why}")
@@ -104,7 +103,7 @@ def _live(directory: Path, over: Path, user: User, size: int, hook: Channel) -> 
     held = holder.hold(end.place)
     hook.send(Message("ready"))
     hook.close()
-    guests = Guests(listener, lambda task, asked, fds: clones.give(task, asked, MOUNT))
+    guests = Guests(listener, lambda task, asked: clones.give(task, asked, MOUNT))
     while os.fstat(held).st_nlink:
         if end.has_come():
             end.remove()

@@ -97,7 +97,6 @@ def _must_be_possible(folder: Path, job: Job, inode: int) -> str:
         raise Declined("no-mount", "squashfuse is not installed on this node")
     if not os.path.exists(fuse.DEVICE):
         raise Declined("no-mount", f"this node has no {fuse.DEVICE}")
-    clones.must_be_possible("no-mount")
     must_be_room(_living(folder), job, inode)
     return program
 
@@ -193,7 +192,7 @@ class _Served:
         finally:
             self._end()
 
-    def _answer(self, task: socket.socket, asked: bytes, fds: list[int]) -> None:
+    def _answer(self, task: socket.socket, asked: bytes) -> None:
         if not self._serves():
             with contextlib.suppress(OSError):  # the task is gone
                 task.send(f"no {self.refusal}".encode()[: clones.WORDS])

@@ -35,8 +35,7 @@ class At(Clock):
         (MEDIUM, True),
         ("I/O error, dev nvme0n1, sector 61816 op 0x0:(READ) flags 0x0 phys_seg 1", True),
         ("protection error, dev dm-3, sector 8 op 0x0:(READ) flags 0x0 phys_seg 1", True),
-        ("blk_update_request: I/O error, dev nvme0n1, sector 61816", True),  # Linux 4.18
-        ("print_req_error: critical medium error, dev nvme0n1, sector 61816", True),
+        ("blk_update_request: I/O error, dev nvme0n1, sector 61816 op 0x0:(READ)", True),
         ("critical medium error, dev nvme0c1n1, sector 8 op 0x0:(READ) flags 0x0", True),
         ("I/O error, dev nvme1n1, sector 61816 op 0x0:(READ) flags 0x0 phys_seg 1", False),
         ("I/O error, dev nvme0n12, sector 61816 op 0x0:(READ) flags 0x0 phys_seg 1", False),
@@ -50,7 +49,7 @@ class At(Clock):
         (f"overlayfs: failed to resolve '/x\\x0a{MEDIUM}': -2", False),
         (f" {MEDIUM}", False),
         (f"x\n{MEDIUM}", False),
-        (f"blk_update_request: print_req_error: {MEDIUM}", False),
+        (f"blk_update_request: blk_update_request: {MEDIUM}", False),
         ("I/O error, dev [814]: segfault at 0 ip 0000 sp 0000 error 4 likely on CPU 1", False),
         ("I/O error, dev nvme0n1, sector 61816x", False),
         ("", False),

@@ -897,7 +897,7 @@ def test_each_finding_has_a_planted_mistake() -> None:
     assert len(made) > 40
     elsewhere = {"source-hangs", "striping", "max-size-small"}
     elsewhere |= {"check-hangs", "store-hangs", "store-unwritable", "cache-hangs"}
-    elsewhere |= {"prefetch-clock", "prefetch-bandwidth", "bind-stays"}
+    elsewhere |= {"prefetch-clock", "prefetch-bandwidth"}
     elsewhere |= {"peer-names", "slurmds-share-run", "run-full", "log-full"}
     assert made == {one.id for one in PLANTED} | elsewhere
 
@@ -1483,25 +1483,6 @@ def test_entries_that_are_damaged_and_whole_do_not_vanish(node: GoodNode) -> Non
     entry("ae" * 16, 7200, "entry.json", "image")(node)
     node.write(f"{CACHE}/entries/stray", "")
     assert node.ids() == []
-
-
-@pytest.mark.parametrize(
-    ("release", "settings", "found"),
-    [
-        ("4.18.0-553", "redirect: bind\n", True),
-        ("4.18.0-553", "partitions: {gpu: {redirect: bind}}\n", True),
-        ("4.18.0-553", "", False),
-        ("5.2.0", "redirect: bind\n", False),
-    ],
-)
-def test_redirect_that_linux_cannot_cover_is_told(
-    node: GoodNode, release: str, settings: str, found: bool
-) -> None:
-    linux(release)(node)
-    node.config(settings)
-    assert node.ids() == [*["bind-stays"] * found, "kernel-old"]
-    node.write("/proc/sys/user/max_user_namespaces", "0\n")  # nobody could take one along
-    assert node.ids() == ["kernel-old"]
 
 
 def test_slurm_conf_that_is_named_and_unreadable_is_unknown(node: GoodNode) -> None:

@@ -46,11 +46,3 @@ def fetch(name: Path, reason: str) -> int:
         raise Declined(reason, f"{name} gives no mount: {said.decode(errors='replace')}")
     os.set_inheritable(fds[0], False)
     return fds[0]
-
-
-def must_be_possible(reason: str) -> None:
-    """Raises Declined, for this reason, where the kernel has no clones: before Linux 5.2."""
-    try:
-        os.close(mounts.clone("/"))
-    except OSError as error:
-        raise Declined(reason, f"this kernel cannot clone mounts: {error}") from None

@@ -1,10 +1,7 @@
 """A keeper at work: its mount, and /dev/fuse beneath it.
 
-It starts servers, each in place of one that died or hangs, and hands clones of the mount to tasks:
-
-    b"serve" + a       b"ok OPTIONS": from now on the servers answer that descriptor of /dev/fuse,
-    descriptor         too; the task mounts it with these options (Linux before 5.2 has no clones)
-    anything else      see clones.py
+It starts servers, each in place of one that died or hangs, and hands clones of the mount to tasks
+(clones.py).
 
 A copy whose stager was killed gets another one, MOST_STAGERS in all: a job that reads through has
 no hook that would start it.
@@ -84,7 +81,7 @@ class Keeper:
         self._write_state()
         must_be_allowed(spot, self.uid)  # once more, now that those who start see each other
         self.guests = Guests(holder.listen(spot / "sock.new"), self._answer)
-        self.lines = [os.open(fuse.DEVICE, os.O_RDWR)]
+        self.line = os.open(fuse.DEVICE, os.O_RDWR)
         # A server that dies wakes the keeper.
         self.wake, theirs = socket.socketpair()
         self.wake.setblocking(False)
@@ -93,8 +90,7 @@ class Keeper:
         signal.set_wakeup_fd(theirs.detach())
         mounts.empty_namespace()
         os.close(os.open(FILE, os.O_CREAT | os.O_WRONLY, 0o600))
-        self.mode = self.served.attributes.mode
-        fuse.mount(self.lines[0], FILE, self.mode)
+        fuse.mount(self.line, FILE, self.served.attributes.mode)
 
     def run(self, hook: Channel) -> None:
         """Keeps the file until its last mount has gone; says `ready` once it can be read.
@@ -129,8 +125,7 @@ class Keeper:
         """
         hook.send(Message("failed", "no-through", UNANSWERED))
         hook.close()
-        for line in self.lines:  # once the server has ended, too, the kernel answers the probe
-            os.close(line)
+        os.close(self.line)  # once the server has ended, too, the kernel answers the probe
         ended = False
         for pid in [probe] + [pid for pid, memory in self.generations if not memory.ended]:
             os.kill(pid, signal.SIGKILL)
@@ -162,7 +157,7 @@ class Keeper:
     # The server
 
     def _start_server(self) -> None:
-        memory = Generation(len(server.receivers_of(self.lines)))
+        memory = Generation(server.RECEIVERS)
         pid = os.fork()
         if pid == 0:
             child.live(partial(self._serve, memory), partial(self._say_of_server, "server"))
@@ -173,10 +168,10 @@ class Keeper:
         """The server's whole life, on the host's mounts again."""
         signal.set_wakeup_fd(-1)
         mounts.enter_namespace(self.namespace, self.root)
-        child.let_go({self.served.source, *self.lines})
+        child.let_go({self.served.source, self.line})
         Path("/proc/self/comm").write_text(SERVER_NAME)
         earlier = [generation for _, generation in self.generations]
-        Server(self.served, self.lines, memory, self.common, earlier).run()
+        Server(self.served, self.line, memory, self.common, earlier).run()
 
     def _settle(self) -> None:
         """Opens and closes the file, so that the kernel asks no FLUSH of anybody who closes it.
@@ -279,16 +274,8 @@ class Keeper:
 
     # Tasks
 
-    def _answer(self, task: socket.socket, asked: bytes, fds: list[int]) -> None:
-        if asked != b"serve" or not fds:
-            clones.give(task, asked, FILE)
-            return
-        os.set_inheritable(fds[0], False)
-        self.lines.append(fds.pop())
-        with contextlib.suppress(OSError):  # the task is gone
-            # Its successor has the new line: what it had received is not lost.
-            os.kill(self.generations[-1][0], signal.SIGKILL)
-            task.send(f"ok {fuse.mount_options(self.mode)}".encode())
+    def _answer(self, task: socket.socket, asked: bytes) -> None:
+        clones.give(task, asked, FILE)
 
     def _let_go(self) -> None:
         """Takes the keeper's own mount off when no task will ask for it any more."""

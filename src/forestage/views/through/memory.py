@@ -27,11 +27,11 @@ RECORDS = 16384
 
 _NUMBERS = ("beat", "first_read", "device")
 _FLAGS = ("settled", "hides_acl", "changed", "whole", "unneeded", "hot_known", "abandoned")
-_RECORD = struct.Struct("<QQIHHI4x")
+_RECORD = struct.Struct("<QQIH2xI4x")
 
 
 class Read(msgspec.Struct, frozen=True):
-    """A READ: `size` bytes from `offset` on, asked over connection `line` as `unique`.
+    """A READ: `size` bytes from `offset` on, asked as `unique`.
 
     `adopted` counts the servers that ended while it waited; `pid` is the thread's that reads.
     """
@@ -39,14 +39,8 @@ class Read(msgspec.Struct, frozen=True):
     unique: int
     offset: int
     size: int
-    line: int = 0
     adopted: int = 0
     pid: int = 0
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """What tells it from all others that wait."""
-        return self.line, self.unique
 
 
 class Generation:

@@ -43,7 +43,7 @@ from forestage.views.through.local import Local
 from forestage.views.through.memory import Common, Generation, Read
 from forestage.views.through.reads import Arrivals, Streams
 
-RECEIVERS = 2  # threads for the connection that the keeper mounted; others have one
+RECEIVERS = 2  # threads
 AT_COPY, AT_SOURCE = 3, 16  # threads
 BEAT = 0.1  # seconds between two looks of the main thread
 NEED_BEATS = 20  # of the former, between two looks whether a job needs the image
@@ -76,19 +76,19 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Server:
-    """One generation. `lines` are descriptors of /dev/fuse."""
+    """One generation. `line` is a descriptor of /dev/fuse."""
 
     def __init__(
         self,
         served: Served,
-        lines: Sequence[int],
+        line: int,
         memory: Generation,
         common: Common,
         earlier: Sequence[Generation],
     ) -> None:
         self.served = served
         self.file = served.attributes
-        self.lines = lines
+        self.line = line
         self.memory = memory
         self.common = common
         self.earlier = list(earlier)
@@ -97,8 +97,8 @@ class Server:
         self.streams = Streams()
         self.counting = threading.Lock()
         self.free = deque(range(memory.records))
-        self.pending: dict[tuple[int, int], int] = {}  # (line, unique): its record
-        self.interrupted: dict[tuple[int, int], int] = {}  # the same: the thread that reads
+        self.pending: dict[int, int] = {}  # a read's `unique`: its record
+        self.interrupted: dict[int, int] = {}  # the same: the thread that reads
         self.waiting: deque[Read] = deque()
         self.stir = threading.Event()  # one more waits
         self.early: deque[Read] = deque()
@@ -106,17 +106,17 @@ class Server:
         self.began = time.monotonic()
         self.at_copy: SimpleQueue[Read] = SimpleQueue()
         self.at_source: SimpleQueue[tuple[Read, Level]] = SimpleQueue()
-        self.on_disk: dict[tuple[int, int], tuple[Read, float]] = {}
-        self.on_source: dict[tuple[int, int], tuple[Read, float]] = {}
+        self.on_disk: dict[int, tuple[Read, float]] = {}
+        self.on_source: dict[int, tuple[Read, float]] = {}
         self.disk_hangs = False
-        self.gone: set[int] = set()
+        self.gone = False  # no mount is left
         self.hot: set[int] = set()
         self.arrivals = Arrivals(self.began)
 
     def run(self) -> NoReturn:
         """Serves until no mount is left. Never returns."""
         works: list[Callable[[], None]] = [
-            partial(self._receive, *of) for of in enumerate(receivers_of(self.lines))
+            partial(self._receive, number) for number in range(self.memory.receivers)
         ]
         works += [self._read_copy] * AT_COPY + [self._read_source] * AT_SOURCE + [self._look]
         for work in works:
@@ -126,52 +126,52 @@ class Server:
 
     # Requests
 
-    def _receive(self, number: int, line: int) -> None:
-        slot, fd = self.memory.slot(number), self.lines[line]
+    def _receive(self, number: int) -> None:
+        slot = self.memory.slot(number)
         # The page must be there: for one that is not, a process that is being killed gets no memory
         # any more, and the kernel would answer the request with EIO.
         self.memory.clear_slot(number)
         while True:
             try:
-                os.readv(fd, [slot])
+                os.readv(self.line, [slot])
             except OSError as error:
                 if error.errno == errno.ENODEV:
-                    self.gone.add(line)
+                    self.gone = True
                     return
                 if error.errno not in (errno.EINTR, errno.ENOENT, errno.EAGAIN):
                     raise
                 continue
-            self._take(line, slot)
+            self._take(slot)
             self.memory.clear_slot(number)
 
-    def _take(self, line: int, slot: memoryview) -> None:
+    def _take(self, slot: memoryview) -> None:
         request = fuse.parse(slot)
         if request is None:
             return
         if request.op == Op.READ:
             offset, size = fuse.read_range(request)
             size = max(0, min(size, self.file.size - offset))
-            self._accept(Read(request.unique, offset, size, line, pid=request.pid))
+            self._accept(Read(request.unique, offset, size, pid=request.pid))
         elif request.op == Op.INTERRUPT:
-            self._interrupt(line, request)
+            self._interrupt(request)
         else:
             if request.op == Op.INIT and self.file.acl and not fuse.shows_acls(request):
                 self.common.hides_acl = 1
             answer = fuse.answer(request, self.file)
             if answer is not None:
-                fuse.reply(self.lines[line], request.unique, answer[1], error=answer[0])
+                fuse.reply(self.line, request.unique, answer[1], error=answer[0])
 
     def _accept(self, read: Read) -> None:
         """Notes a READ and hands it to who will answer it."""
-        if read.key in self.pending:
+        if read.unique in self.pending:
             return
         if not read.size or not self.free:
             error = errno.EAGAIN if read.size else 0
-            fuse.reply(self.lines[read.line], read.unique, error=error)
+            fuse.reply(self.line, read.unique, error=error)
             return
         number = self.free.popleft()
         self.memory.write(number, read)
-        self.pending[read.key] = number
+        self.pending[read.unique] = number
         self.common.first_read = self.common.first_read or time.monotonic_ns()
         if not self.common.hot_known:
             end = chunk_count(read.offset + read.size, HOT_PIECE)
@@ -195,17 +195,17 @@ class Server:
         else:
             self._from_source(read, NOW if straight else SOON)
 
-    def _interrupt(self, line: int, request: Request) -> None:
+    def _interrupt(self, request: Request) -> None:
         """Answers for a reader that is being killed, whatever its read waits for."""
-        key = line, fuse.interrupted(request)
-        number = self.pending.get(key)
+        unique = fuse.interrupted(request)
+        number = self.pending.get(unique)
         if number is None:
             # Another thread may be about to note it. EAGAIN has the kernel tell us once more,
             # unless the read has been answered.
             time.sleep(0.001)
-            fuse.reply(self.lines[line], request.unique, error=errno.EAGAIN)
+            fuse.reply(self.line, request.unique, error=errno.EAGAIN)
         else:
-            self.interrupted[key] = self.memory.read(number).pid
+            self.interrupted[unique] = self.memory.read(number).pid
             self._end_killed()
 
     def _end_killed(self) -> None:
@@ -214,20 +214,20 @@ class Server:
         The kernel tells of a read's first signal only. If that does not kill, the read goes on:
         programs expect EINTR of no file.
         """
-        for key, pid in list(self.interrupted.items()):
-            if key not in self.pending:
-                self.interrupted.pop(key, None)
+        for unique, pid in list(self.interrupted.items()):
+            if unique not in self.pending:
+                self.interrupted.pop(unique, None)
             elif _is_killed(pid):
-                self.interrupted.pop(key, None)
-                fuse.reply(self.lines[key[0]], key[1], error=errno.EINTR)
-                number = self.pending.pop(key, None)
+                self.interrupted.pop(unique, None)
+                fuse.reply(self.line, unique, error=errno.EINTR)
+                number = self.pending.pop(unique, None)
                 if number is not None:
                     self._forget(number)
 
     def _reply(self, read: Read, data: memoryview | bytes = b"", error: int = 0) -> None:
-        if read.key in self.pending:
-            fuse.reply(self.lines[read.line], read.unique, data, error=error)
-            number = self.pending.pop(read.key, None)
+        if read.unique in self.pending:
+            fuse.reply(self.line, read.unique, data, error=error)
+            number = self.pending.pop(read.unique, None)
             if number is not None:
                 self._forget(number)
 
@@ -241,13 +241,13 @@ class Server:
         buffer = memoryview(mmap.mmap(-1, fuse.MAX_READ))
         while True:
             read = self.at_copy.get()
-            if read.key in self.pending:
+            if read.unique in self.pending:
                 if self.local.read(read.offset, buffer[: read.size]):
                     self._count(read, of_source=False)
                     self._reply(read, buffer[: read.size])
                 else:
                     self._copy_failed(read)
-            self.on_disk.pop(read.key, None)
+            self.on_disk.pop(read.unique, None)
             self.disk_hangs = False
             if self.local.spoilt:
                 self._evict_spoilt()
@@ -277,7 +277,7 @@ class Server:
             read, level = self.at_source.get()
             if read.adopted > TRIES:
                 self._reply(read, error=errno.EIO)
-            elif read.key in self.pending:
+            elif read.unique in self.pending:
                 self._want(read, level)
                 try:
                     count = _pread(self.served.source, buffer[: read.size], read.offset)
@@ -287,7 +287,7 @@ class Server:
                     self._reply(read, buffer[:count])
                     self._count(read, of_source=True)
                 self._note_reads()
-            self.on_source.pop(read.key, None)
+            self.on_source.pop(read.unique, None)
 
     def _want(self, read: Read, level: Level) -> None:
         """Tells the stager that a job reads there, and from where."""
@@ -317,7 +317,7 @@ class Server:
     def _watch(self) -> None:
         seen: dict[tuple[int, int], bytes] = {}
         next_look = 0.0
-        while len(self.gone) < len(self.lines):
+        while not self.gone:
             readers = self.local.readers
             pieces = readers.count() if readers is not None else 0
             self.arrivals.look(pieces, bool(self.waiting), time.monotonic())
@@ -364,7 +364,7 @@ class Server:
         arrives = self._arrives()
         for _ in range(len(self.waiting)):
             read = self.waiting.popleft()
-            if read.key not in self.pending:
+            if read.unique not in self.pending:
                 continue
             if self.local.has(read.offset, read.size):
                 self._from_copy(read)
@@ -374,31 +374,31 @@ class Server:
                 self._from_source(read, NOW)
 
     def _from_copy(self, read: Read) -> None:
-        self.on_disk[read.key] = read, time.monotonic()
+        self.on_disk[read.unique] = read, time.monotonic()
         self.at_copy.put(read)
 
     def _from_source(self, read: Read, level: Level = SOON) -> None:
         """Has the source answer; `level` is how much its chunk is wanted."""
-        self.on_source[read.key] = read, time.monotonic()
+        self.on_source[read.unique] = read, time.monotonic()
         self.at_source.put((read, level))
 
     def _give_up_source(self) -> None:
         """Has the copy answer what the source does not, as soon as it has come."""
         late = time.monotonic() - SLOW
-        for key, (read, since) in list(self.on_source.items()):
-            if key not in self.pending:
-                self.on_source.pop(key, None)
+        for unique, (read, since) in list(self.on_source.items()):
+            if unique not in self.pending:
+                self.on_source.pop(unique, None)
             elif since < late and not self.disk_hangs and self.local.has(read.offset, read.size):
-                self.on_source.pop(key, None)
+                self.on_source.pop(unique, None)
                 self._from_copy(read)
 
     def _give_up_disk(self) -> None:
         """Has the source answer what the node's disk does not."""
         late = time.monotonic() - STUCK
-        for key, (read, since) in list(self.on_disk.items()):
+        for unique, (read, since) in list(self.on_disk.items()):
             if since < late:
                 self.disk_hangs = True  # until it answers, no other read has to wait for it
-                self.on_disk.pop(key, None)
+                self.on_disk.pop(unique, None)
                 self._from_source(read)
 
     # What other generations left
@@ -406,11 +406,11 @@ class Server:
     def _adopt(self, generation: Generation) -> None:
         for number in range(generation.receivers):
             slot = generation.slot(number)
-            self._take(receivers_of(self.lines)[number], slot)
+            self._take(slot)
             generation.clear_slot(number)
         for number, read in list(generation.reads()):
             self._accept(msgspec.structs.replace(read, adopted=read.adopted + 1))
-            self.interrupted[read.key] = read.pid  # it may have been told of that
+            self.interrupted[read.unique] = read.pid  # it may have been told of that
             generation.clear(number)
 
     def _adopt_hung(self, seen: dict[tuple[int, int], bytes]) -> None:
@@ -475,16 +475,10 @@ class Server:
         found = image.identity(facts, self.source_is.path)
         if found != self.source_is and not self.local.whole:
             self.local.drop()
-            for line in self.lines:
-                fuse.invalidate(line)
+            fuse.invalidate(self.line)
             # Last: a server that is killed before leaves all of it to the next.
             self.source_is = found
             self.common.changed = 1
-
-
-def receivers_of(lines: Sequence[int]) -> list[int]:
-    """Pure: which connection each receiving thread of a server reads."""
-    return [0] * (RECEIVERS - 1) + list(range(len(lines)))
 
 
 def _is_killed(pid: int) -> bool:

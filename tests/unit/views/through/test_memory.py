@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from forestage.views.through.memory import Generation, Read
 
-READ = Read(unique=2**63 + 2, offset=2**40, size=2**20, line=3, adopted=7, pid=4_000_000)
+READ = Read(unique=2**63 + 2, offset=2**40, size=2**20, adopted=7, pid=4_000_000)
 
 
 def test_read_that_was_noted_is_found_until_it_is_answered() -> None:
