@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from forestage.admin import status, sweep
-from forestage.bind import origins, redirect
+from forestage.bind import origins
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
 from forestage.cli.main import World, main
@@ -206,7 +206,7 @@ def test_redirect_that_a_hook_of_another_cache_makes_meanwhile_stays(
             begun.append(node.put("bob/other.sqsh", content(3), BOB))
             assert node.prolog(2, begun[0], user=BOB).outcome.result == "copied"
 
-    before(redirect, "binds", begins)
+    before(mounts, "current", begins)
     node.epilog(1)
     assert set(node.binds()) == {str(begun[0])}
 

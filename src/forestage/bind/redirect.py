@@ -226,7 +226,7 @@ def claim_unneeded(
                 _free(spot)
     # Before the leases: a hook of another cache has another space lock, and notes its redirect in
     # the lease before it mounts.
-    bound = origins.read_known_caches(cache).find_binds(table)
+    bound = binds(cache, table)
     return unmount.claim(cache, unneeded(bound, leases.redirected()), claims, now)
 
 

@@ -63,9 +63,13 @@ class StillMounted(Failed):
         self.off = off
 
 
-def binds(cache: Cache) -> list[Bind]:
-    """Return every bind of ours on the node, oldest first, those of earlier caches too."""
-    return origins.read_known_caches(cache).find_binds(mounts.current())
+def binds(cache: Cache, table: list[mounts.Mount] | None = None) -> list[Bind]:
+    """Return every bind of ours on the node, oldest first, those of earlier caches too.
+
+    `table` is the node's mount table, where the caller has just read it.
+    """
+    table = mounts.current() if table is None else table
+    return origins.read_known_caches(cache).find_binds(table)
 
 
 def claim(

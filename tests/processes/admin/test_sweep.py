@@ -103,7 +103,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[Bind]:
             table.remove(one.bind)
 
     for module in (redirects, unmount):
-        monkeypatch.setattr(module, "binds", lambda cache: list(table))
+        monkeypatch.setattr(module, "binds", lambda cache, _table=None: list(table))
     monkeypatch.setattr(unmount, "claim", claim)
     monkeypatch.setattr(unmount, "unmount", take_off)
     return table
