@@ -13,7 +13,7 @@ import msgspec
 
 from forestage.cache import disk, evict
 from forestage.cache.image import Image
-from forestage.cache.layout import Cache, Entry, StoredEntry
+from forestage.cache.layout import Entry, StoredEntry
 from forestage.cache.lease import Lease, Leases
 from forestage.cache.node import Node
 from forestage.errors import Failed, NotFound
@@ -226,10 +226,10 @@ class LocalCopy(msgspec.Struct, frozen=True):
     copy: str
 
 
-def copy_of(cache: Cache, items: Iterable[Item], wanted: Image) -> LocalCopy:
+def copy_of(node: Node, wanted: Image) -> LocalCopy:
     """The local copy of exactly this image. Raises NotFound, which says what the cache has."""
-    if any(item.key == wanted.key for item in items) and cache.find(wanted):
-        return LocalCopy(wanted.path, wanted.key, str(cache.image(wanted.key)))
-    if any(item.path == wanted.path for item in items):
+    if node.cache.find(wanted):
+        return LocalCopy(wanted.path, wanted.key, str(node.cache.image(wanted.key)))
+    if any(item.path == wanted.path for item in gather(node).items):
         raise NotFound(f"the cache holds another version of {wanted.path}, not the present one")
     raise NotFound(f"the cache does not hold {wanted.path}")

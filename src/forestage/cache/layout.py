@@ -328,13 +328,11 @@ class Cache:
 
     def read(self, key: str) -> Entry | None:
         """The record of a published entry; None where there is none, or it is damaged."""
-        entry = records.find(self.entry_dir(key) / "entry.json", Entry)
-        facts = files.facts(self.image(key)) if entry else None
-        if entry is None or facts is None:
-            return None
-        # A directory has a size too, and a link may lead to a file of another user's.
-        whole = stat.S_ISREG(facts.st_mode) and facts.st_size == entry.identity.size
-        return entry if whole and entry.key == key else None
+        entry = self._record(key)
+        return entry if entry and _is_whole(entry, key, files.facts(self.image(key))) else None
+
+    def _record(self, key: str) -> Entry | None:
+        return records.find(self.entry_dir(key) / "entry.json", Entry)
 
     def digests(self, entry: Entry) -> bytes:
         """The digests that were taken while it was copied; b"" where not every chunk has a place.
@@ -367,12 +365,16 @@ class Cache:
         facts = os.lstat(directory)
         if not stat.S_ISDIR(facts.st_mode):
             return StoredEntry(directory.name, facts.st_blocks * 512, 0.0, pinned=False, entry=None)
+        key = directory.name
+        with os.scandir(directory) as names:
+            found = {one.name: one.stat(follow_symlinks=False) for one in names}
+        entry = self._record(key)
         return StoredEntry(
-            key=directory.name,
-            bytes=tree_bytes(directory),
-            used=(files.facts(directory / "used") or facts).st_mtime,
-            pinned=self.is_pinned(directory.name),
-            entry=self.read(directory.name),
+            key=key,
+            bytes=512 * (facts.st_blocks + sum(one.st_blocks for one in found.values())),
+            used=found.get("used", facts).st_mtime,
+            pinned="pinned" in found,
+            entry=entry if entry and _is_whole(entry, key, found.get("image")) else None,
             user=_only(_users(directory / "used")),
         )
 
@@ -596,6 +598,14 @@ def tree_bytes(directory: Path) -> int:
             for entry in entries:
                 total += entry.stat(follow_symlinks=False).st_blocks
     return total * 512
+
+
+def _is_whole(entry: Entry, key: str, image: os.stat_result | None) -> bool:
+    """Pure: whether a record is of this key, and its image there."""
+    # A directory has a size too, and a link may lead to a file of another user's.
+    if image is None or not stat.S_ISREG(image.st_mode):
+        return False
+    return image.st_size == entry.identity.size and entry.key == key
 
 
 def _users(used: Path) -> tuple[int, ...]:

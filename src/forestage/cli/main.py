@@ -180,9 +180,9 @@ def path(world: World, image: str, as_json: bool) -> None:
     from forestage.system import terminal as screen
 
     node = world.node()
-    held = inventory.gather(node)
+    inventory.is_made(node)  # what cannot be used or read says so first
     wanted = sources.find(node.cache, sources.absolute_path(image), sources.invoking_user())
-    copy = inventory.copy_of(node.cache, held.items, wanted)
+    copy = inventory.copy_of(node, wanted)
     show(copy, [screen.Line(copy.copy, whole=True)], as_json)
 
 

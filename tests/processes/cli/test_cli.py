@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from commands import NOW, Site
 from forestage.admin import evict, inventory
 from forestage.bind import redirect
-from forestage.cache.layout import Cache, Entry
+from forestage.cache.layout import Cache, StoredEntry
 from forestage.cache.lease import Use
 from forestage.cli import world
 from forestage.cli.main import main
@@ -483,16 +483,32 @@ def test_command_reads_each_entry_once(
     site.configure(limits)
     site.run("pin", keys[0])
     site.lease(7, Use(keys[1], str(site.lustre / "1.sqsh")))
-    reads: Counter[str] = Counter()
-    read = Cache.read
-
-    def counted(cache: Cache, key: str) -> Entry | None:
-        reads[key] += 1
-        return read(cache, key)
-
-    monkeypatch.setattr(Cache, "read", counted)
+    reads = counted_reads(monkeypatch)
     assert site.run(*words).exit_code == Exit.OK
     assert reads == Counter(keys)
+
+
+def test_path_of_a_copy_is_found_by_its_key(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [site.image(f"{n}.sqsh") for n in range(3)]
+    keys = [site.publish(image) for image in images[:2]]
+    reads = counted_reads(monkeypatch)
+    assert keys[0] in site.run("path", str(images[0])).stdout
+    assert not reads
+    assert site.run("path", str(images[2])).exit_code == Exit.NOT_FOUND
+    assert reads == Counter(keys), "whether there is another version"
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each entry is read, by its key."""
+    reads: Counter[str] = Counter()
+    read = Cache._stored
+
+    def counted(cache: Cache, directory: Path) -> StoredEntry:
+        reads[directory.name] += 1
+        return read(cache, directory)
+
+    monkeypatch.setattr(Cache, "_stored", counted)
+    return reads
 
 
 def test_entry_leased_or_pinned_since_it_was_listed_says_why_it_stays(site: Site) -> None:
