@@ -5,8 +5,8 @@ sweep above all, corrects the sum. It is a hint, wrong after a crash, and of no 
 
 - Too high: somebody reads all entries for nothing, once, and corrects it. What goes is decided by
   what was read, never by the sum.
-- Too low: the cache grows above its watermark or `max_size` by as much, until the next sweep. The
-  disk does not fill: `min_free` is asked of statvfs(2).
+- Too low: the cache grows above its watermark or `max_size`, or data above its share, by as much,
+  until the next sweep. The disk does not fill: `min_free` is asked of statvfs(2).
 - None, or one that cannot be read: all entries are read, and there is one.
 
 An entry is added after its rename, and the sum is looked at before the entries are listed. So one
@@ -30,21 +30,24 @@ PATIENCE = 0.2  # seconds for the sum's lock, which is held for two system calls
 class EntrySum(msgspec.Struct, frozen=True):
     """The record: of which boot, the bytes, and how often all entries were counted in it.
 
-    As long as that is 0, `bytes` are only what has changed since somebody began to count.
+    As long as that is 0, `bytes` are only what has changed since somebody began to count. `data`
+    are those of entries that are no images.
     """
 
     boot: str
     bytes: int = 0
     counted: int = 0
+    data: int = 0
 
 
-def read_sum(file: Path) -> int | None:
-    """The bytes of all entries, as far as is known; None where it is not. Raises OSError."""
+def read_sum(file: Path) -> EntrySum | None:
+    """The sum of all entries, as far as is known; None where it is not. Raises OSError."""
     found = _find(file)
-    return found.bytes if found is not None and found.counted and found.bytes >= 0 else None
+    is_sum = found is not None and found.counted and min(found.bytes, found.data) >= 0
+    return found if is_sum else None
 
 
-def add_bytes(file: Path, change: int) -> None:
+def add_bytes(file: Path, change: int, is_data: bool) -> None:
     """Adds the bytes of an entry, or takes them off where negative.
 
     What cannot be noted makes the sum wrong until the next sweep, and is no error. Nothing is to be
@@ -56,7 +59,8 @@ def add_bytes(file: Path, change: int) -> None:
         with lock.held(file, PATIENCE):
             found = _find(file)
             if found is not None:
-                _write(file, msgspec.structs.replace(found, bytes=found.bytes + change))
+                total, data = found.bytes + change, found.data + change * is_data
+                _write(file, msgspec.structs.replace(found, bytes=total, data=data))
 
 
 def begin_count(file: Path) -> EntrySum | None:
@@ -73,7 +77,7 @@ def begin_count(file: Path) -> EntrySum | None:
     return None
 
 
-def end_count(file: Path, before: EntrySum | None, bytes_found: int) -> None:
+def end_count(file: Path, before: EntrySum | None, bytes_found: int, data_found: int) -> None:
     """Corrects the sum by what was found; what was published since `before` stays added."""
     if before is None:
         return
@@ -81,7 +85,8 @@ def end_count(file: Path, before: EntrySum | None, bytes_found: int) -> None:
         now = _find(file)
         if now is not None and now.counted == before.counted:
             total = now.bytes - before.bytes + bytes_found
-            _write(file, EntrySum(now.boot, total, now.counted + 1))
+            data = now.data - before.data + data_found
+            _write(file, EntrySum(now.boot, total, now.counted + 1, data))
 
 
 def _find(file: Path) -> EntrySum | None:

@@ -206,10 +206,14 @@ def superseded(
 
 def measure(cache: Cache, stored: Iterable[StoredEntry], config: Config) -> Room:
     """The cache's room now. Parts under way count as used: their space is reserved."""
+    return _with_parts(cache, config, sum(one.bytes for one in stored))
+
+
+def _with_parts(cache: Cache, config: Config, entries: int) -> Room:
+    """The room beside these bytes of entries, and beside the parts."""
     parts = {part: _bytes_if_there(part) for part in cache.parts.iterdir()}
     data = sum(size for part, size in parts.items() if _is_data(Part(part)))
-    used = sum(one.bytes for one in stored) + sum(parts.values())
-    room = _room(cache, config, used)
+    room = _room(cache, config, entries + sum(parts.values()))
     return msgspec.structs.replace(room, data_under_way=data)
 
 
@@ -236,9 +240,7 @@ def by_sum(cache: Cache, config: Config) -> Room | None:
     not fill. Raises OSError.
     """
     total = entry_sum.read_sum(cache.entry_sum)
-    if total is None:
-        return None
-    return _room(cache, config, total + sum(map(_bytes_if_there, cache.parts.iterdir())))
+    return _with_parts(cache, config, total.bytes) if total else None
 
 
 def _has_room(cache: Cache, config: Config, goal: Callable[[Room], Goal]) -> bool:
@@ -248,6 +250,16 @@ def _has_room(cache: Cache, config: Config, goal: Callable[[Room], Goal]) -> boo
         return True
     summed = by_sum(cache, config)
     return summed is not None and _met(summed, goal(summed), 0)
+
+
+def _has_room_for_data(cache: Cache, config: Config, size: int) -> bool:
+    """Whether nothing has to go for a copy of data, of which all may take a share of the room."""
+    total = entry_sum.read_sum(cache.entry_sum)
+    if total is None:
+        return False
+    room = _with_parts(cache, config, total.bytes)
+    has_share = total.data + room.data_under_way + size <= room.data
+    return has_share and _met(room, room_for_copy(room, size), 0)
 
 
 def _is_at_rest(cache: Cache, config: Config) -> bool:
@@ -268,7 +280,8 @@ def _stored_now(cache: Cache, known: Iterable[StoredEntry]) -> list[StoredEntry]
     """
     before = entry_sum.begin_count(cache.entry_sum)
     stored = cache.stored_entries(known)
-    entry_sum.end_count(cache.entry_sum, before, sum(one.bytes for one in stored))
+    data = sum(one.bytes for one in stored if one.is_data)
+    entry_sum.end_count(cache.entry_sum, before, sum(one.bytes for one in stored), data)
     return stored
 
 
@@ -322,7 +335,9 @@ def make_room(
     """
 
     def has_room() -> bool:
-        return not data and _has_room(cache, config, partial(room_for_copy, size=size))
+        if data:
+            return _has_room_for_data(cache, config, size)
+        return _has_room(cache, config, partial(room_for_copy, size=size))
 
     # Before the lock, since it takes long where there are many; looked at once more under it.
     known = () if has_room() else cache.stored_entries()

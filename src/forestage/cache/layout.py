@@ -321,9 +321,9 @@ class Cache:
 
         Nobody sees its file: what is not proven is not served, and a boot ends all redirects.
         """
-        size = self._bytes(key)
+        size, is_data = self._bytes(key), self._is_data(key)
         self.entry_dir(key).rename(self.part_dir(key))
-        entry_sum.add_bytes(self.entry_sum, -size)
+        entry_sum.add_bytes(self.entry_sum, -size, is_data)
         (self.part_dir(key) / "entry.json").unlink(missing_ok=True)
 
     def read(self, key: str) -> Entry | None:
@@ -405,7 +405,7 @@ class Cache:
         # A damaged entry of the same key would be in the way of the rename.
         self.evict(entry.key)
         part.rename(self.entry_dir(entry.key))
-        entry_sum.add_bytes(self.entry_sum, self._bytes(entry.key))
+        entry_sum.add_bytes(self.entry_sum, self._bytes(entry.key), entry.kind == "data")
         records.sync_directory(self.entries)
 
     def touch(self, key: str, now: float, user: int | None = None) -> None:
@@ -421,9 +421,9 @@ class Cache:
 
         Who has it open, or bound over a path, keeps reading it: unlinked files stay until closed.
         """
-        size = self._bytes(key)
+        size, is_data = self._bytes(key), self._is_data(key)
         if self.move_aside(self.entry_dir(key)) is not None:
-            entry_sum.add_bytes(self.entry_sum, -size)
+            entry_sum.add_bytes(self.entry_sum, -size, is_data)
 
     def _bytes(self, key: str) -> int:
         """Of an entry, for the sum, which is wrong by that much where a disk does not say it."""
@@ -431,6 +431,14 @@ class Cache:
             return tree_bytes(self.entry_dir(key))
         except OSError:
             return 0
+
+    def _is_data(self, key: str) -> bool:
+        """Whether an entry is no image, for the sum; a damaged one counts as an image."""
+        try:
+            entry = self._record(key)
+        except OSError:
+            return False
+        return entry is not None and entry.kind == "data"
 
     def delete_evicted(self, only: Path | None = None) -> None:
         """Deletes what was evicted, or the one directory, as far as it can; also what a crash left.

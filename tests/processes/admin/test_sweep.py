@@ -631,7 +631,7 @@ def test_sweep_corrects_the_sum_of_the_entries(site: Site) -> None:
     cache.entry_sum.write_bytes(msgspec.json.encode(wrong))
     swept(site)
     (one,) = cache.stored_entries()
-    assert entry_sum.read_sum(cache.entry_sum) == one.bytes
+    assert entry_sum.read_sum(cache.entry_sum) == entry_sum.EntrySum(boot_id(), one.bytes, 2)
 
 
 @pytest.mark.parametrize("step", [-40 * 86400.0, 40 * 86400.0])

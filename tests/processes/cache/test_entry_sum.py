@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,21 @@ def total(cache: Cache) -> int:
 
 
 def known(cache: Cache) -> int | None:
-    return entry_sum.read_sum(cache.entry_sum)
+    found = entry_sum.read_sum(cache.entry_sum)
+    return found.bytes if found else None
+
+
+def known_data(cache: Cache) -> int | None:
+    found = entry_sum.read_sum(cache.entry_sum)
+    return found.data if found else None
+
+
+def publish_data(cache: Cache, wanted: Image) -> str:
+    cache.part_dir(wanted.key).mkdir()
+    cache.part(wanted.key).image.write_bytes(bytes(wanted.size))
+    entry = Entry(wanted.key, wanted.identity, wanted.access, 1.0, "rsync", kind="data")
+    cache.publish(entry)
+    return wanted.key
 
 
 def set_sum(cache: Cache, total: int) -> None:
@@ -60,8 +75,11 @@ def limited(low: int) -> Config:
     [
         lambda cache, leases: evict.tidy(cache, leases, ROOM_FOR_ALL),
         lambda cache, leases: evict.make_room(cache, leases, ROOM_FOR_ALL, "/lustre/b", MIB),
+        lambda cache, leases: evict.make_room(
+            cache, leases, ROOM_FOR_ALL, "/lustre/b", MIB, data=True
+        ),
     ],
-    ids=["epilog", "stager"],
+    ids=["epilog", "stager", "stager of data"],
 )
 def test_hook_on_a_disk_that_others_fill_does_the_same_for_10_and_1000_entries(
     cache: Cache, leases: Leases, hook: Callable[[Cache, Leases], tuple[str, ...]]
@@ -92,6 +110,25 @@ def test_sum_is_what_entries_take_while_they_come_and_go(
     assert known(cache) == total(cache) > 0
     cache.take_back(first.key)
     assert known(cache) == total(cache) == 0
+
+
+def test_data_is_evicted_by_the_copy_that_would_be_above_its_share(
+    cache: Cache, leases: Leases, make_image: Make
+) -> None:
+    share = msgspec.structs.replace(ROOM_FOR_ALL.data, share=Amount(size=3 * MIB))
+    config = msgspec.structs.replace(ROOM_FOR_ALL, data=share)
+    evict.count_entries(cache)
+    sizes = {"/lustre/a": MIB, "/lustre/b": MIB, "/lustre/c": MIB // 2}
+    keys = [publish_data(cache, make_image(path=path, size=size)) for path, size in sizes.items()]
+    taken = [one.bytes for one in cache.stored_entries()]
+    assert known_data(cache) == sum(taken) > 2 * MIB
+    room = functools.partial(evict.make_room, cache, leases, config, "/lustre/d", data=True)
+    assert room(3 * MIB - sum(taken)) == ()
+    assert room(3 * MIB - sum(taken) + 1) == (keys[0],)
+    assert known_data(cache) == sum(one.bytes for one in cache.stored_entries())
+    cache.take_back(keys[1])
+    cache.evict(keys[2])
+    assert known_data(cache) == 0
 
 
 @pytest.mark.usefixtures("filled")
@@ -135,6 +172,7 @@ def test_sum_that_is_too_low_lets_no_disk_fill_and_is_corrected_by_a_count(
         msgspec.json.encode(EntrySum("another", 0, 1)),
         msgspec.json.encode(EntrySum(boot_id(), 0, 0)),
         msgspec.json.encode(EntrySum(boot_id(), -1, 1)),
+        msgspec.json.encode(EntrySum(boot_id(), 0, 1, -1)),
     ],
 )
 def test_sum_that_says_nothing_has_the_entries_read_and_counted(
@@ -190,8 +228,8 @@ def test_entry_that_is_published_while_entries_are_counted_is_never_left_out(
 def test_count_that_another_one_overtook_changes_nothing(cache: Cache) -> None:
     early = entry_sum.begin_count(cache.entry_sum)
     late = entry_sum.begin_count(cache.entry_sum)
-    entry_sum.end_count(cache.entry_sum, late, 100)
-    entry_sum.end_count(cache.entry_sum, early, 100)
+    entry_sum.end_count(cache.entry_sum, late, 100, 0)
+    entry_sum.end_count(cache.entry_sum, early, 100, 0)
     assert known(cache) == 100
 
 
