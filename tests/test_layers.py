@@ -31,6 +31,7 @@ OF_CACHE = {"cache", "bind", "peers", "sources", "stage", "views", "hooks", "pre
 ALLOWED = {
     "subprocess": {"system.run"},
     "yaml": {"config"},
+    "filelock": {"system.lock"},
     "xxhash": {"cache.digest"},
     "aiohttp": {"peers"},
     "ClusterShell": {"slurm", "admin"},
@@ -72,7 +73,7 @@ SEARCHERS = {
 where that is any user, and others would pay for what is found, it is matched whole.
 """
 
-IN_FUNCTIONS = 30
+IN_FUNCTIONS = 31
 """Imports inside functions, outside cli/ and hooks/: what a hook or a look need not pay for."""
 
 ONE_IMPORTER = {
@@ -322,7 +323,7 @@ ALONE = """
 import os, sys
 # What others wrote is loaded once, so that each module costs a fork and not an interpreter.
 import aiohttp.web, concurrent.futures, http.client, logging, subprocess, typing
-import click, msgspec, rich, xxhash, yaml
+import click, filelock, msgspec, rich, xxhash, yaml
 assert not [name for name in sys.modules if name.startswith("forestage")]
 def watch(event, args):
     if event in ("subprocess.Popen", "os.fork", "os.mkdir", "socket.connect", "os.rename"):
@@ -366,7 +367,7 @@ sys.addaudithook(watch)
 from forestage.hooks.boundary import _main
 code = _main(NAME)
 heavy = {"yaml", "msgspec", "typing", "pathlib", "subprocess", "dataclasses", "re"}
-heavy |= {"ctypes", "socket", "threading", "xxhash", "contextlib", "hashlib"}
+heavy |= {"ctypes", "socket", "threading", "xxhash", "contextlib", "hashlib", "filelock"}
 ours = {name for name in sys.modules if name.startswith("forestage.")}
 print(code, sorted(heavy & set(sys.modules)), sorted(ours), made)
 """
@@ -393,7 +394,7 @@ from forestage.hooks.boundary import import_msgspec
 import_msgspec()
 import forestage.hooks.prolog, forestage.hooks.step, forestage.hooks.epilog
 import forestage.stage.stager, forestage.views.through.keeper, forestage.cache.step_record
-heavy = {"yaml", "xxhash", "typing_extensions", "hashlib", "shutil", "tempfile"}
+heavy = {"yaml", "filelock", "xxhash", "typing_extensions", "hashlib", "shutil", "tempfile"}
 heavy |= {"platform", "decimal", "uuid", "datetime", "urllib.parse", "ipaddress", "ctypes"}
 heavy |= {f"msgspec.{name}" for name in ("inspect", "_json_schema", "toml", "yaml")}
 print(sorted(heavy & set(sys.modules)), {"msgspec", "pathlib"} <= set(sys.modules))

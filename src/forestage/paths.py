@@ -145,6 +145,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "claims"
 
     @property
+    def locks(self) -> Path:
+        """The locks of commands. Not in `run` itself, see lock.held_for_work."""
+        return self.run / "locks"
+
+    @property
     def ask(self) -> Path:
         """The socket at which users ask about their own jobs, see admin/ask_service.py."""
         return self.run / "ask.sock"

@@ -19,7 +19,7 @@ import pytest
 from far import Far
 from fault import beside, image
 
-from forestage.admin import sweep, switching
+from forestage.admin import sweep, switching, textfile
 from forestage.clock import Clock
 from forestage.config import switch
 from forestage.hooks import boundary
@@ -187,6 +187,23 @@ def test_hook_makes_nothing_in_a_directory_that_users_can_list(
     with parked(far, node.places.events.parent.parent):
         assert beside(lambda: node.prolog(3, path)).said == ("hit", "")
         assert beside(lambda: node.epilog(3)).said == ("released", "")
+
+
+def test_command_makes_no_name_in_a_directory_that_users_can_list(
+    node: Node, far: Far, run: Path
+) -> None:
+    """The lock of `metrics`, whose folder filelock would make once more."""
+
+    def lock_metrics() -> Ran:
+        with textfile.alone(node.places, 60):
+            return Ran(0, ())
+
+    lock_metrics()
+    for folder in (run.parent, node.places.events.parent.parent):
+        folder.chmod(0o755)
+        with parked(far, folder):
+            assert beside(lock_metrics).code == 0
+        far.answer()
 
 
 def test_off_and_on_end_while_a_user_lists_their_directory_and_the_next_one_tidies(

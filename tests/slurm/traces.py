@@ -50,7 +50,7 @@ class Traces:
             run=sorted(
                 str(one.relative_to(run))
                 for one in run.rglob("*")
-                if one.parent.name not in ("claims", "probes")  # locks, as in the cache
+                if one.parent.name not in ("claims", "locks", "probes")  # locks, as in the cache
             ),
             cache=sorted(
                 str(one.relative_to(cache))
@@ -67,8 +67,8 @@ class Traces:
     def grown(self, before: Traces) -> list[str]:
         """What there is now that was not there before any job was."""
         layout = ["called.epilog", "called.prolog", "called.sweep", "companion", "config.json"]
-        layout += ["conf.d.json"]
-        layout += ["expected.json", "prefetch.lock", "prefetched.json", "peer.json"]
+        layout += ["conf.d.json", "locks"]
+        layout += ["expected.json", "prefetched.json", "peer.json"]
         layout += ["background", "collected", "disk.json", "disk.lock", "mounting"]
         layout += ["leases", "redirects", "served", "through", "claims", "probes", "images"]
         folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "jobs", "locks", "looks"]

@@ -33,8 +33,9 @@ def alone(places: Places, patience: float) -> Iterator[None]:
     Older counts must not replace newer ones: Prometheus takes a counter that falls for one that
     has begun anew, and adds it up a second time.
     """
-    places.tally.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-    with lock.held(places.tally.with_suffix(".lock"), patience):
+    folders.make(places.tally.parent, 0o750)
+    folders.keep(places.locks)
+    with lock.held_for_work(places.locks / "metrics.lock", patience):
         yield
 
 

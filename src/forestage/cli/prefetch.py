@@ -40,9 +40,9 @@ def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> 
     host, peers = here.config.prefetch.host, here.config.peers
     if host is None:
         raise ConfigError((Problem("", "prefetch.host", "is null: nobody reads the queue"),))
-    folders.make(world.places.run, folders.PASSABLE)
+    folders.keep(world.places.locks)
     try:
-        with lock.held(world.places.run / "prefetch.lock", 0):
+        with lock.held_for_work(world.places.locks / "prefetch.lock", 0):
             if prefetch_host.is_here(host, slurm):
                 made = prefetch_host.run(world.places, slurm, world.clock, dry_run)
                 show(made, prefetch_host.pieces(made), as_json)

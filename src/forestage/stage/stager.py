@@ -123,11 +123,11 @@ def _acquire_key(task: Task, held: contextlib.ExitStack) -> None:
 
     file, patience = task.node.cache.key_lock(task.key), _patience(task, queue.LETS_GO)
     try:
-        held.enter_context(lock.held(file, patience))
+        held.enter_context(lock.held_for_work(file, patience))
     except OSError as error:
         if error.errno != errno.ENOSPC or not queue.evict_for_files(task.node):
             raise
-        held.enter_context(lock.held(file, patience))
+        held.enter_context(lock.held_for_work(file, patience))
 
 
 def _patience(task: Task, lets_go: float) -> float:

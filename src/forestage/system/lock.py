@@ -7,6 +7,9 @@ A lock file goes only while it is held, by `remove_if_free`. Whoever has opened 
 lock of a file without a name then, sees that by st_nlink, and opens the path again:
 
     A opens the file     R locks it, unlinks it, lets it go     A locks it: st_nlink is 0, once more
+
+`held` is flock(2) alone, for the short locks of hooks. `held_for_work` is filelock's, for a process
+for which nobody waits. Each sees what the other holds (docs/decisions/0054-two-kinds-of-locks.md).
 """
 
 import contextlib
@@ -74,6 +77,33 @@ def _taken_at_once(path: Path) -> int | None:
             return None
         undo.pop_all()
     return fd
+
+
+@contextlib.contextmanager
+def held_for_work(path: Path, timeout: float) -> Iterator[None]:
+    """Hold the lock file `path` while a copy is made or a command works. Raises Busy, OSError.
+
+    `timeout` in seconds; 0 tries once. The file stays. A child that is forked meanwhile does not
+    hold the lock. The directory above the lock's folder must be one that users cannot list, which
+    /run is not (Places.locks): filelock calls mkdir(2) for the folder though it is there.
+    """
+    # Its import takes longer than all that a hook does.
+    import filelock
+
+    # filelock makes the folder: where the cache's disk is gone, it would be on the root disk.
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    # By default any user could hold the lock (mode 0644). And where there is no flock(2), it would
+    # make a file that stays when its process is killed: no other one would copy the key.
+    work = filelock.UnixFileLock(path, mode=0o600, fallback_to_soft=False)
+    try:
+        work.acquire(max(0.0, timeout), poll_interval=POLL)
+    except filelock.Timeout:
+        raise Busy(f"{path.name} is held by another process") from None
+    try:
+        yield
+    finally:
+        work.release()
 
 
 @contextlib.contextmanager

@@ -315,7 +315,7 @@ def _take_turn(node: Node, job: Job, key: str, held: contextlib.ExitStack) -> No
     """Takes the key's lock; waits for another job's copy while this job lives. Raises Declined."""
     while True:
         with contextlib.suppress(lock.Busy):
-            held.enter_context(lock.held(node.cache.key_lock(key), TURN))
+            held.enter_context(lock.held_for_work(node.cache.key_lock(key), TURN))
             return
         _must_be_wanted(node, job)
 

@@ -83,7 +83,7 @@ from forestage.slurm.job import Job
 from forestage.sources.source import OpenImage
 code = Hook("prolog", ENVIRON, start).run(Places(Path(ROOT)), Clock())
 heavy = {"subprocess"} if sys.version_info >= (3, 11) else set()  # there msgspec's uuid needs it
-heavy |= {"xxhash", "concurrent.futures", "threading.local", "rich", "click"}
+heavy |= {"xxhash", "filelock", "concurrent.futures", "threading.local", "rich", "click"}
 heavy |= {f"forestage.stage.{name}" for name in ("pipeline", "stager", "chunks", "engines")}
 heavy |= {f"forestage.cache.{name}" for name in ("evict", "digest", "space")}
 heavy |= {f"forestage.{name}" for name in ("hooks.epilog", "hooks.step", "system.run", "cli")}

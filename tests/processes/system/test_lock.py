@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 
 from forestage.system import lock
+from releases import RELEASES, import_release
+
+Hold = Callable[[Path, float], contextlib.AbstractContextManager[None]]
 
 
-def test_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
+@pytest.fixture(params=["held", *RELEASES])
+def hold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
+    """What hooks hold a lock by; and work, by each release of filelock."""
+    if request.param == "held":
+        yield lock.held
+    else:
+        with import_release(request.param, monkeypatch):
+            yield lock.held_for_work
+
+
+def test_lock_ends_with_a_killed_process(tmp_path: Path, hold: Hold) -> None:
     path = tmp_path / "a.lock"
     ready, tell = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            with lock.held(path, 0):
+            with hold(path, 0):
                 os.write(tell, b"x")
                 signal.pause()
         finally:
@@ -34,9 +49,9 @@ def test_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
     os.close(ready)
 
 
-def test_child_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) -> None:
+def test_child_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path, hold: Hold) -> None:
     path = tmp_path / "a.lock"
-    with lock.held(path, 0):
+    with hold(path, 0):
         child = os.fork()
         if child == 0:
             try:
@@ -48,14 +63,24 @@ def test_child_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) 
     os.waitpid(child, 0)
 
 
-def test_lock_that_is_removed_all_the_time_is_nobodys_twice(tmp_path: Path) -> None:
+def test_child_can_end_while_its_parent_holds_the_lock(tmp_path: Path, hold: Hold) -> None:
+    """A stager forks: its children let go of all that they have of it."""
+    path = tmp_path / "a.lock"
+    with hold(path, 0):
+        assert os.waitpid(forked(lambda: None), 0)[1] == 0
+        assert not lock.is_free(path)
+        with pytest.raises(lock.Busy), lock.held(path, 0):
+            pass
+
+
+def test_lock_that_is_removed_all_the_time_is_nobodys_twice(tmp_path: Path, hold: Hold) -> None:
     """Several count in one file, which comes out right only if one does so at a time."""
     path, count = tmp_path / "a.lock", tmp_path / "count"
     count.write_text("0")
 
     def work() -> None:
-        for _ in range(100):
-            with lock.held(path, 60):
+        for _, one in zip(range(100), cycle((hold, lock.held)), strict=False):
+            with one(path, 60):
                 count.write_text(str(int(count.read_text()) + 1))
             lock.remove_if_free(path)
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from forestage.system import lock, mounts
+from releases import RELEASES, import_release
+
+Hold = Callable[[Path, float], contextlib.AbstractContextManager[None]]
+
+
+@pytest.fixture(params=RELEASES)
+def work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
+    """What holds a lock by each release of filelock that the program may meet."""
+    with import_release(request.param, monkeypatch):
+        yield lock.held_for_work
 
 
 def test_held_lock_is_busy_for_another_and_free_afterwards(tmp_path: Path) -> None:
@@ -185,3 +197,90 @@ def test_lock_on_a_disk_that_is_read_only_can_be_looked_at(
         assert not lock.is_free(seen / "a.lock")
     assert lock.is_free(seen / "a.lock")
     assert lock.is_free(seen / "none.lock")
+
+
+def test_lock_of_work_and_lock_of_a_hook_are_one(tmp_path: Path, work: Hold) -> None:
+    path = tmp_path / "a.lock"
+    for mine, theirs in ((work, lock.held), (lock.held, work), (work, work)):
+        with mine(path, 0):
+            assert not lock.is_free(path)
+            with pytest.raises(lock.Busy, match=r"a\.lock"), theirs(path, 0):
+                pass
+        assert lock.is_free(path)
+
+
+def test_lock_of_work_is_free_after_an_error(tmp_path: Path, work: Hold) -> None:
+    path = tmp_path / "a.lock"
+    with pytest.raises(TimeoutError), work(path, 0):
+        raise TimeoutError
+    assert lock.is_free(path)
+
+
+def test_lock_of_work_is_taken_once_who_looks_at_it_has_gone(tmp_path: Path, work: Hold) -> None:
+    path = tmp_path / "a.lock"
+    with path.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        threading.Timer(0.1, fcntl.flock, (other, fcntl.LOCK_UN)).start()
+        with work(path, 60):
+            assert not lock.is_free(path)
+
+
+def test_file_of_a_lock_of_work_stays_and_is_roots_own(tmp_path: Path, work: Hold) -> None:
+    """Who can open it can hold the lock."""
+    path = tmp_path / "a.lock"
+    with work(path, 0):
+        assert path.stat().st_mode & 0o777 == 0o600
+        inode = path.stat().st_ino
+    with work(path, 0):
+        pass
+    assert path.stat().st_ino == inode
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_who_waits_for_a_lock_of_work_leaves_its_file_as_it_is(tmp_path: Path, work: Hold) -> None:
+    """Its time says which stager took it (cache/layout.stager): O_TRUNC would set that."""
+    path = tmp_path / "a.lock"
+    with lock.held(path, 0):
+        path.write_text("1")
+        os.utime(path, (7, 7))
+        with pytest.raises(lock.Busy), work(path, 0):
+            pass
+        assert (path.read_text(), path.stat().st_mtime) == ("1", 7)
+
+
+def test_lock_of_work_follows_no_link(tmp_path: Path, work: Hold) -> None:
+    path = tmp_path / "a.lock"
+    path.symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match=r"a\.lock"), work(path, 0):
+        pass
+    assert not (tmp_path / "target").exists()
+
+
+def test_lock_of_work_makes_no_folder(tmp_path: Path, work: Hold) -> None:
+    with pytest.raises(FileNotFoundError), work(tmp_path / "cache/locks/a.lock", 0):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_of_work_without_flock_is_an_error_and_not_a_soft_lock(
+    tmp_path: Path, work: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    for _ in range(2):
+        with pytest.raises(OSError, match="Function not implemented"), work(tmp_path / "a", 0):
+            pass
+
+
+def test_lock_of_work_that_is_removed_after_it_was_opened_is_not_split(
+    tmp_path: Path, work: Hold, before_flock: Callable[[Happens], None]
+) -> None:
+    path = tmp_path / "a.lock"
+    before_flock(lambda: lock.remove_if_free(path))
+    with work(path, 60):
+        for one in (lock.held, work):
+            with pytest.raises(lock.Busy), one(path, 0):
+                pass
+        assert not lock.is_free(path)
