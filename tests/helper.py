@@ -13,7 +13,7 @@ from pathlib import Path
 
 from forestage.hooks.boundary import IMAGE_OPTION
 from forestage.slurm.job import SAVE_OPTION
-from forestage.slurm.lines import NUMBER
+from forestage.slurm.lines import LANGUAGE
 from forestage.system.as_user import User
 from node import ALICE, HANGS, Node
 
@@ -106,7 +106,7 @@ class Helper:
         assert self.process.returncode == 0
         assert out.endswith(b"\n")
         number, *lines = (self.begun + out).decode().removesuffix("\n").split("\n")
-        assert number == NUMBER
+        assert number == LANGUAGE
         return [line.split("\t") for line in lines]
 
     def answer(self) -> list[str]:

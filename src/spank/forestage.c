@@ -35,19 +35,17 @@ SPANK_PLUGIN(forestage, 1)
  */
 #define MOST_SECONDS 570
 
-/* Slurm loads us: by this the Prolog knows that `redirect: auto` is spank (slurm/companion.py). */
-#define MARK RUN "/companion"
 #define EXTERN_STEP 0xfffffffcu /* SLURM_EXTERN_CONT of slurm.h */
 
-static const char *helper = "/usr/lib/forestage/bin/forestage";
+static const char *helper = HELPER;
 static long timeout = 540; /* seconds; below MOST_SECONDS, so that other plugins may be slow */
 static bool refused;
 
 /* Completed in user_init; the tasks are forked later and inherit it. */
-static struct step also[MOST_HINTED];
+static struct step also[MAX_HINTED];
 static struct step step = {.keeper = -1, .also = also};
 
-#define MOST_ITEMS (1 + MOST_HINTED + MOST_DATA)
+#define MOST_ITEMS (1 + MAX_HINTED + MOST_DATA)
 
 /* One for each item, in memory that the tasks share. */
 static struct once *onces = MAP_FAILED;
@@ -66,17 +64,20 @@ static bool understand_argument(const char *argument)
 	return *end == '\0' && timeout >= 1 && timeout <= MOST_SECONDS;
 }
 
-/* In slurmd, so that the first job after a boot finds it; in steps, for one that is added later. */
+/*
+ * By this the Prolog knows that `redirect: auto` is spank (slurm/companion.py). In slurmd, so that the first
+ * job after a boot finds it; in steps, for one that is added later.
+ */
 static void leave_mark(void)
 {
 	struct stat found;
 
 	/* Looked at first: mkdir(2) of what exists waits for the lock of /run (system/folders.py). */
-	if (stat(RUN, &found) != 0 && (mkdir(RUN, 0711) != 0 || stat(RUN, &found) != 0))
+	if (stat(RUN, &found) != 0 && (mkdir(RUN, RUN_MODE) != 0 || stat(RUN, &found) != 0))
 		return;
-	if ((found.st_mode & 07777) != 0711)
-		chmod(RUN, 0711);
-	int fd = open(MARK, O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
+	if ((found.st_mode & 07777) != RUN_MODE)
+		chmod(RUN, RUN_MODE);
+	int fd = open(LOADED, O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
 
 	if (fd < 0)
 		return;
@@ -178,14 +179,14 @@ static char mounts_home(spank_t sp)
 }
 
 /* Whether there is such a file beside the job's lease. */
-static bool has_record(spank_t sp, const char *kind)
+static bool has_record(spank_t sp, const char *suffix)
 {
 	char name[64];
 	uint32_t job = 0;
 
 	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS)
 		return false;
-	snprintf(name, sizeof(name), LEASES "/%u.%s", job, kind);
+	snprintf(name, sizeof(name), LEASES "/%u%s", job, suffix);
 	return access(name, F_OK) == 0;
 }
 
@@ -198,13 +199,13 @@ static bool is_hinted(spank_t sp)
 	uint32_t number = 0;
 
 	return spank_get_item(sp, S_JOB_STEPID, &number) == ESPANK_SUCCESS &&
-	       number != EXTERN_STEP && has_record(sp, "hinted");
+	       number != EXTERN_STEP && has_record(sp, HINTED_SUFFIX);
 }
 
 /* Where its job has a directory of its own: a script must not take the empty one of root's for it. */
 static void report_lost_directory(spank_t sp, bool had, const char *wrong)
 {
-	if (is_directory_named() || !(has_record(sp, "directory") || (had && wrong)))
+	if (is_directory_named() || !(has_record(sp, DIRECTORY_SUFFIX) || (had && wrong)))
 		return;
 	slurm_spank_log("forestage: this step does not have its job's " JOB_DIR ": %s",
 			wrong ? wrong : "forestage has failed on this node");
@@ -221,7 +222,7 @@ static void name_place(spank_t sp)
 
 	spank_get_item(sp, S_JOB_ID, &job);
 	spank_get_item(sp, S_JOB_STEPID, &number);
-	snprintf(place, sizeof(place), "/run/forestage/images/%u.%u.sqsh", job, number);
+	snprintf(place, sizeof(place), IMAGES "/%u.%u.sqsh", job, number);
 	spank_setenv(sp, IMAGE_PATH, place, 1);
 }
 
@@ -380,7 +381,7 @@ int slurm_spank_task_init_privileged(spank_t sp, int ac, char **av)
 		count += list_image(items + count, &step.also[i], 1 + i);
 	data = list_data(items + count); /* after the images, which are known by what lies beneath */
 	for (int i = 0; i < data; i++)
-		items[count + i].once = find_once(1 + MOST_HINTED + i);
+		items[count + i].once = find_once(1 + MAX_HINTED + i);
 	count += data;
 	if (count)
 		show_items(sp, items, count);

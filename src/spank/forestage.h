@@ -15,8 +15,6 @@
 
 #include "constants.h"
 
-/* Begins what a helper writes, and a record: who finds another one reads no further. */
-#define LANGUAGE "forestage 4" /* NUMBER in slurm/lines.py */
 #define MOST_FIELDS 7
 
 enum word {
@@ -52,27 +50,10 @@ struct step {
 
 	bool hinted;           /* the job's comment names images or data for its steps */
 	int count;             /* of `also`, as the helper answered */
-	struct step *also;     /* MOST_HINTED of them */
+	struct step *also;     /* MAX_HINTED of them */
 };
 
-/* What the step's environment says of its image: a word, and the path at which it shows. */
-#define RESULT "FORESTAGE_RESULT"
-#define IMAGE_PATH "FORESTAGE_IMAGE_PATH"
-/* Reasons of events/reasons.py why a task is not shown an item: enum cause. */
-#define NO_MOUNT "no-mount"
-#define MOUNT_HANGS "mount-hangs"
-#define MOUNT_QUEUE "mount-queue"
-/* What it says of the job's data, which the helper sets: the worst word, and what is local. */
-#define DATA_RESULT "FORESTAGE_DATA_RESULT"
-#define LOCAL "FORESTAGE_LOCAL"
-/* The job's own directory, and the variable that names it (places.job_dir, hooks/data.py). */
-#define JOB_DIR "/forestage/job"
-#define DIRECTORY "FORESTAGE_DIR"
-
 #define MOST_DATA 40   /* lines of a step; more are left out */
-#define RUN "/run/forestage"
-#define LEASES RUN "/leases"
-#define EVENTS "/var/log/forestage/events.jsonl"
 
 #define WHY_BYTES 200
 

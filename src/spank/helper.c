@@ -23,7 +23,6 @@
 
 #define VARIABLES 26         /* more than the environment has */
 #define VALUE_BYTES 65536    /* the longest value taken from the step's own environment */
-#define LINE_BYTES 16384     /* the longest line a helper may write */
 #define ENVIRONMENT_BYTES (8 << 20) /* of a job; no helper gets a longer one */
 #define ENVIRONMENT 3        /* the descriptor by which the helper gets it */
 #define LINES_SAID 100       /* more than so many lines are not for a user */
@@ -78,7 +77,7 @@ static void add_groups(char **env, const struct asker *who)
 		have += (size_t)snprintf(listed + have, sizeof(listed) - have, "%s%u", i ? "," : "",
 					 (unsigned int)who->groups[i]);
 	if (who->count > 0 && have < sizeof(listed))
-		add(env, "FORESTAGE_GROUPS=%s", listed);
+		add(env, STEP_GROUPS "=%s", listed);
 }
 
 /*
@@ -118,9 +117,9 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 	if (step->container[0])
 		add(env, "%s_name=%s", option, step->container);
 	if (path)
-		add(env, "FORESTAGE_PATH=%s", path);
+		add(env, STEP_PATH "=%s", path);
 	if (has_environment)
-		add(env, "FORESTAGE_ENVIRONMENT=%d", ENVIRONMENT);
+		add(env, STEP_ENVIRONMENT "=%d", ENVIRONMENT);
 	if (step->reference) { /* says whether the step is a batch job's, see hooks/registry.py */
 		add_from_step(env, sp, "ENVIRONMENT");
 		if (conf)
@@ -131,9 +130,9 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 				   ? "SPANK__SLURM_SPANK_OPTION_pyxis_container_mount_home"
 				   : "SPANK__SLURM_SPANK_OPTION_pyxis_no_container_mount_home");
 	if (spank_getenv(sp, "HOME", home, sizeof(home)) == ESPANK_SUCCESS)
-		add(env, "FORESTAGE_HOME=%s", home);
-	add(env, "FORESTAGE_MANAGER=%d", (int)manager); /* with ContainSpank not who forks it */
-	add(env, "FORESTAGE_TIMEOUT=%ld", timeout); /* seconds until its group is killed */
+		add(env, STEP_HOME "=%s", home);
+	add(env, STEP_MANAGER "=%d", (int)manager); /* with ContainSpank not who forks it */
+	add(env, STEP_TIMEOUT "=%ld", timeout); /* seconds until its group is killed */
 }
 
 /*
@@ -300,7 +299,7 @@ static void take_also(char *answer, struct step *step)
 	struct line line;
 	const enum word word = understand(answer, &line);
 
-	if (step->count == MOST_HINTED || (word != USE && word != THROUGH))
+	if (step->count == MAX_HINTED || (word != USE && word != THROUGH))
 		return;
 	*one = (struct step){.keeper = -1};
 	take_answer(&line, one);
@@ -348,12 +347,12 @@ static bool follow(const char *text, struct step *step, int *said)
 static const char *listen_to(int out, uid_t uid, long timeout, struct step *step)
 {
 	long long end = now_ms() + timeout * 1000LL, look = now_ms() + LOOK_MS;
-	char line[LINE_BYTES];
+	char line[MAX_LINE];
 	size_t have = 0;
 	int said = 0, waits = 0;
 	bool known = false;
 
-	while (have < LINE_BYTES) {
+	while (have < MAX_LINE) {
 		struct pollfd ready = {.fd = out, .events = POLLIN};
 		long long now = now_ms();
 		if (now >= end)
@@ -366,7 +365,7 @@ static const char *listen_to(int out, uid_t uid, long timeout, struct step *step
 		}
 		if (poll(&ready, 1, (int)((look < end ? look : end) - now)) <= 0)
 			continue;
-		ssize_t n = read(out, line + have, LINE_BYTES - have);
+		ssize_t n = read(out, line + have, MAX_LINE - have);
 		if (n < 0 && errno == EINTR)
 			continue;
 		if (n <= 0)

@@ -15,16 +15,15 @@
 
 #include "forestage.h"
 
-#define PACKET_BYTES 16384
 #define NAME "forestage-wait"
 
 /* One line into `line`; false at the end. No time limit: the end of either side ends the wait. */
-static bool receive(int fd, char line[PACKET_BYTES])
+static bool receive(int fd, char line[MAX_LINE])
 {
 	ssize_t n;
 
 	do {
-		n = recv(fd, line, PACKET_BYTES - 1, 0);
+		n = recv(fd, line, MAX_LINE - 1, 0);
 	} while (n < 0 && (errno == EINTR || errno == EAGAIN));
 	line[n > 0 ? n : 0] = '\0';
 	return n > 0;
@@ -66,7 +65,7 @@ static void be_killable(bool yes)
 void await_answer(spank_t sp, struct step *step)
 {
 	const char *wrong = "nobody answers";
-	char packet[PACKET_BYTES];
+	char packet[MAX_LINE];
 	struct line line;
 	int task = 0;
 

@@ -51,14 +51,6 @@
 #define IN_QUEUE "the mounts of other tasks took too long (" MOUNT_QUEUE ")"
 
 /*
- * A mounter locks two of the user's bytes of this file: one for the path that it mounts over, one that is
- * any of a few. The one that hangs keeps them, and others wait for a lock instead, where a signal ends
- * them: so one process of a user hangs for each path, and so many in all.
- */
-#define PLACES RUN "/mounting"
-#define MOST_OF_USER 8
-
-/*
  * What a mounter tells: that it queues for an item, that it begins with it, what was wrong with that, or
  * the end.
  */
@@ -85,15 +77,15 @@ void will_change(void)
 	changed = true;
 }
 
-/* As SLURMS in system/child.py. */
 static bool is_slurms(char *group)
 {
+	static const char *const patterns[] = {SLURMS};
 	char *name;
 
 	while ((name = strsep(&group, "/\n")))
-		if (fnmatch("slurm*", name, 0) == 0 || fnmatch("job_*", name, 0) == 0 ||
-		    fnmatch("*slurmstepd.scope", name, 0) == 0)
-			return true;
+		for (size_t i = 0; i < sizeof(patterns) / sizeof(*patterns); i++)
+			if (fnmatch(patterns[i], name, 0) == 0)
+				return true;
 	return false;
 }
 
@@ -113,7 +105,7 @@ static bool move_to(const char *folder, const char *name)
 /* As leave_job() in system/child.py: Slurm waits for what hangs in a step's cgroups, and drains. */
 static void leave_cgroups(void)
 {
-	FILE *groups = move_to(RUN, "hold/serve") ? NULL : fopen("/proc/self/cgroup", "re");
+	FILE *groups = move_to(HOLD, "serve") ? NULL : fopen("/proc/self/cgroup", "re");
 	char *line = NULL;
 	size_t size = 0;
 
@@ -162,13 +154,18 @@ static void let_go(int line, const struct item *items, int count)
 	close(null);
 }
 
-/* By one descriptor: if another one of this file were closed, all locks of this process would go. */
+/*
+ * A mounter locks two of the user's bytes of the file MOUNTING: one for the path that it mounts over, and one
+ * of the TASK_TURNS. The one that hangs keeps them, and others wait for a lock instead, where a signal ends
+ * them: so one process of a user hangs for each path, and so many in all. By one descriptor: if another one
+ * of this file were closed, all locks of this process would go.
+ */
 static bool ask_lock(int command, struct flock *place)
 {
 	static int file = -1;
 
 	if (file < 0)
-		file = open(PLACES, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
+		file = open(MOUNTING, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
 	return file >= 0 && fcntl(file, command, place) == 0;
 }
 
@@ -214,7 +211,7 @@ static off_t hash(const char *path)
 	unsigned long long sum = 0;
 
 	while (*path)
-		sum = (sum * 31 + (unsigned char)*path++) % (TASK_MOUNTS_WIDTH - MOST_OF_USER);
+		sum = (sum * 31 + (unsigned char)*path++) % (TASK_MOUNTS_WIDTH - TASK_TURNS);
 	return (off_t)sum;
 }
 
@@ -262,7 +259,7 @@ static bool await_place(off_t number, int line, struct news *news)
 
 static bool take_free(off_t first, off_t *any)
 {
-	for (*any = first; *any < first + MOST_OF_USER; ++*any)
+	for (*any = first; *any < first + TASK_TURNS; ++*any)
 		if (lock_place(*any, F_WRLCK, F_SETLK))
 			return true;
 	return false;
@@ -275,7 +272,7 @@ static bool take_free(off_t first, off_t *any)
  */
 static bool take_places(off_t first, off_t path, off_t *any, int line, struct news *news)
 {
-	const off_t last = first + MOST_OF_USER - 1;
+	const off_t last = first + TASK_TURNS - 1;
 	bool has_changed = true;
 
 	while (await_place(path, line, news)) {
@@ -308,7 +305,7 @@ static const char *show_in_turn(spank_t sp, const struct item *item, int line, s
 	if (spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS)
 		return "nobody says whose job this is";
 	const off_t first = TASK_MOUNTS_START + (off_t)uid * TASK_MOUNTS_WIDTH;
-	const off_t path = first + MOST_OF_USER + hash(item->path);
+	const off_t path = first + TASK_TURNS + hash(item->path);
 	off_t any;
 	set_alarm(true, LIMIT_MS);
 	bool has_places = take_places(first, path, &any, line, news);
@@ -318,7 +315,7 @@ static const char *show_in_turn(spank_t sp, const struct item *item, int line, s
 	if (!has_places && error == ETIMEDOUT)
 		news->cause = IS_HANGING;
 	if (!has_places)
-		return news->cause == IS_HANGING ? OVER_IT_HANGS : PLACES " cannot be locked";
+		return news->cause == IS_HANGING ? OVER_IT_HANGS : MOUNTING " cannot be locked";
 	news->what = BEGINS;
 	tell(line, news);
 	errno = 0;

@@ -29,11 +29,8 @@
 
 #include "forestage.h"
 
-#define HANDED_OVER "FORESTAGE_STAGE" /* the Prolog finds it as SPANK_FORESTAGE_STAGE (slurm/job.py) */
-#define OPTION_BYTES 16384 /* MAX_OPTION in slurm/hints.py; execve(2) takes 128 KiB in one variable */
 #define CHECK_MS 2000	   /* for `forestage hints` */
 #define ANSWER_MOST 8192   /* of what it says */
-#define REFUSED 65	   /* its exit status, if it refuses a word (admin/hints.py) */
 
 static int take(int which, const char *value, int remote);
 
@@ -46,7 +43,7 @@ static struct spank_option offered[] = {
 };
 #define OFFERED (sizeof(offered) / sizeof(offered[0]))
 
-static char words[OPTION_BYTES + 1]; /* as `forestage hints` takes them, each with a newline */
+static char words[MAX_OPTION + 1]; /* as `forestage hints` takes them, each with a newline */
 static size_t length;
 static bool too_long;
 static const char *broken; /* the name of an option whose value holds a newline */
@@ -217,7 +214,7 @@ static bool is_refused(const char *helper)
 
 	if (too_long) {
 		slurm_error("forestage: --stage: more than %d bytes in all (name the directory that the"
-			    " paths lie in, or a list: --comment=stage-list=FILE)", OPTION_BYTES);
+			    " paths lie in, or a list: --comment=stage-list=FILE)", MAX_OPTION);
 		return true;
 	}
 	if (broken) {

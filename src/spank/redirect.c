@@ -16,7 +16,7 @@
 
 #define STALE_BINDS 8 /* unmounted from one path at most */
 /* In mountinfo. An entry is renamed before it is deleted: move_aside() in cache/layout.py. */
-#define ENTRY_ROOT "/(entries/[0-9a-f]{32}|evicted/[0-9a-f]{32}\\.[0-9]+)/image(//deleted)?$"
+#define ENTRY_ROOT "/(" ENTRIES "/[0-9a-f]{32}|" EVICTED "/[0-9a-f]{32}\\.[0-9]+)/image(//deleted)?$"
 
 enum sight { IS_SOURCE, IS_SHOWN, IS_STALE, IS_OTHER, IS_CLOSED };
 enum mounted { BY_OTHERS, AN_ENTRY, A_THROUGH };
@@ -142,7 +142,7 @@ static enum mounted mounted(int fd)
 				continue;
 			if (regexec(&entry, root, 0, NULL, 0) == 0)
 				found = AN_ENTRY;
-			else if (strstr(text, " - fuse.forestage "))
+			else if (strstr(text, " - " FUSE_TYPE " "))
 				found = A_THROUGH;
 			break;
 		}

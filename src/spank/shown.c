@@ -13,9 +13,7 @@
 
 #include "forestage.h"
 
-#define RECORD_BYTES 65536
 #define EVENT_BYTES (RECORD_BYTES + 200)
-#define DIRECTORY_FORMAT 1 /* FORMAT in cache/directory_record.py; the one before is read as well */
 #define MOST_THEIRS 32 /* files of the user's; one with more asks a helper */
 #define PROLOG_US 1000000 /* for a Prolog's work; a helper waits longer (hooks/background.py) */
 
@@ -290,7 +288,7 @@ void recall_directory(const struct asker *who, struct step *step)
 	struct line line;
 
 	(void)step;
-	snprintf(name, sizeof(name), LEASES "/%u.directory", who->job);
+	snprintf(name, sizeof(name), LEASES "/%u" DIRECTORY_SUFFIX, who->job);
 	if (!read_all(name, text, sizeof(text)) || !is_directory_format(strsep(&rest, "\n")))
 		return;
 	size_t have = (size_t)snprintf(lines, sizeof(lines), LANGUAGE "\n");
@@ -328,14 +326,14 @@ void recall(const struct asker *who, struct step *step)
 	struct note note = {0};
 	struct line answer;
 
-	snprintf(name, sizeof(name), LEASES "/%u.prolog", who->job);
+	snprintf(name, sizeof(name), LEASES "/%u" PROLOG_SUFFIX, who->job);
 	await_prolog(name);
 	/* As os.path.join() has it in hooks/step.py. */
 	if (step->image[0] == '/')
 		snprintf(asked, sizeof(asked), "%s", step->image);
 	else
 		snprintf(asked, sizeof(asked), "%s/%s", step->folder, step->image);
-	snprintf(name, sizeof(name), LEASES "/%u.shown", who->job);
+	snprintf(name, sizeof(name), LEASES "/%u" SHOWN_SUFFIX, who->job);
 	if (!read_all(name, text, sizeof(text)) || !find(text, asked, who, &note))
 		return;
 	int length = snprintf(lines, sizeof(lines), LANGUAGE "\n%s\n", note.answer);

@@ -21,7 +21,7 @@ from fault import Beside, beside, image
 from forestage.admin import evict, status, sweep
 from forestage.cache import disk_errors
 from forestage.errors import Declined
-from forestage.slurm.lines import NUMBER
+from forestage.slurm.lines import LANGUAGE
 from forestage.slurm.queue import Slurm
 from forestage.system import lock, probe
 from node import ALICE, HANGS, Node, comm, until
@@ -290,7 +290,7 @@ def test_step_that_hangs_with_the_disk_is_answered(node: Node, frozen: Hangs) ->
     frozen.stop()
     helper = hook(node, "step", path)
     assert helper.stdout is not None
-    assert [helper.stdout.readline() for _ in range(2)] == [f"{NUMBER}\n", "leave\tcache-hangs\n"]
+    assert [helper.stdout.readline() for _ in range(2)] == [f"{LANGUAGE}\n", "leave\tcache-hangs\n"]
     assert helper.wait(HANGS) == 0
 
 

@@ -43,7 +43,8 @@ def own(dirs: Dirs) -> list[Fields]:
 
 
 def expected(*lines: Fields) -> list[str]:
-    head = [f"directory {directory_record.FORMAT}", f"boot\t{boot_id()}", f"owner\t{ALICE.uid}"]
+    first = f"directory {directory_record.DIRECTORY_FORMAT}"
+    head = [first, f"boot\t{boot_id()}", f"owner\t{ALICE.uid}"]
     return [*head, *map("\t".join, lines)]
 
 
@@ -84,7 +85,7 @@ def test_record_of_another_format_stays_as_it_is(
     """It is the one that a companion of either release reads."""
     dirs.prolog(7, "stage-dir=32M")
     before = record(dirs)
-    monkeypatch.setattr(directory_record, "FORMAT", directory_record.FORMAT + 1)
+    monkeypatch.setattr(directory_record, "DIRECTORY_FORMAT", directory_record.DIRECTORY_FORMAT + 1)
     dirs.step(7)
     assert record(dirs) == before
 

@@ -34,6 +34,7 @@ from companion import (  # noqa: E402
 )
 
 from forestage.system import loop  # noqa: E402
+from forestage.system.lock_ranges import TASK_TURNS  # noqa: E402
 
 # Waits and places, as they are and as the tests have them. A helper that is killed ends; only a
 # machine that stands still lets it take longer than the companion waits.
@@ -48,8 +49,8 @@ OTHERS: Others = {
     "shown.c": {"PROLOG_US": (1000000, 60000000)},
     "through.c": {"ANSWER_SECONDS": (1, 2)},
     "namespace.c": {"LIMIT_MS": ("2000 ", "60000 "), "QUEUE_MS": (30000, 120000)},
-    "forestage.h": {
-        "MOST_DATA": ("40", " 6"),
+    "forestage.h": {"MOST_DATA": ("40", " 6")},
+    "constants.h": {
         "JOB_DIR": ('"/forestage/job"', f'"{OWN}"'),
         "RUN": ('"/run/forestage"', f'"{MARK.parent}"'),
         "EVENTS": ('"/var/log/forestage/events.jsonl"', f'"{EVENTS}"'),
@@ -60,7 +61,8 @@ OTHERS: Others = {
 
 HASTY: Others = {
     **OTHERS,
-    "namespace.c": {"MOST_OF_USER": (8, 2)},
+    "namespace.c": {},
+    "constants.h": {**OTHERS["constants.h"], "TASK_TURNS": (TASK_TURNS, 2)},
     "option.c": {"CHECK_MS": (2000, 300)},
 }
 """For tests in which a mount or a program hangs, and somebody waits for that limit."""

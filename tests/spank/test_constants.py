@@ -9,7 +9,7 @@ from companion import FOLDER, REPO
 
 
 def test_header_is_made_of_what_the_program_knows() -> None:
-    """After a change: packaging/constants > src/spank/constants.h."""
+    """After a change: .venv/bin/python3 packaging/constants > src/spank/constants.h."""
     made = subprocess.run(
         [sys.executable, REPO / "packaging/constants"], capture_output=True, text=True, check=True
     )

@@ -11,11 +11,11 @@ from companion import GID, JOB, LEASES, OWN, UID, Step, keeping, line
 from conftest import OTHERS, built
 from forestage.cache import directory_record
 from forestage.cache.lease import Lease, Leases, Use
-from forestage.slurm.lines import NUMBER, Fields
+from forestage.slurm.lines import LANGUAGE, Fields
 from forestage.system.as_user import User
 
-FORMAT = directory_record.FORMAT
-NEXT_NUMBER = "forestage 99"
+FORMAT = directory_record.DIRECTORY_FORMAT
+NEXT_LANGUAGE = "forestage 99"
 LOST = f"forestage: this step does not have its job's {OWN}: "
 Record = Callable[..., None]
 
@@ -24,8 +24,8 @@ Record = Callable[..., None]
 def next_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The companion of the next release, with another language and another format."""
     others = {name: dict(values) for name, values in OTHERS.items()}
-    others["forestage.h"]["LANGUAGE"] = (f'"{NUMBER}"', f'"{NEXT_NUMBER}"')
-    others["shown.c"]["DIRECTORY_FORMAT"] = (FORMAT, FORMAT + 1)
+    others["constants.h"]["LANGUAGE"] = (f'"{LANGUAGE}"', f'"{NEXT_LANGUAGE}"')
+    others["constants.h"]["DIRECTORY_FORMAT"] = (FORMAT, FORMAT + 1)
     return built(tmp_path_factory.mktemp("spank-next"), others)
 
 
@@ -40,7 +40,7 @@ def record(step: Step, disk: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -
     own: Fields = ("device", *disk, "ext4", "rw", str(OWN), "root")
 
     def write(uid: int = UID, line: Fields = own, format_: int = FORMAT) -> None:
-        monkeypatch.setattr(directory_record, "FORMAT", format_)
+        monkeypatch.setattr(directory_record, "DIRECTORY_FORMAT", format_)
         seed = ("env", "CACHE", f"{OWN}/seed/CACHE")
         lines = [("env", "FORESTAGE_DIR", str(OWN)), seed, line]
         text = directory_record.text_of(uid, lines)
@@ -72,7 +72,7 @@ def shows(step: Step) -> bool:
         "exit 1",
         "kill -KILL $$",
         "echo 'forestage 3'; echo leave x",
-        f"echo '{NUMBER}'; printf 'served\\t'; exit 1",
+        f"echo '{LANGUAGE}'; printf 'served\\t'; exit 1",
     ],
 )
 def test_directory_shows_though_the_helper_fails(step: Step, record: Record, script: str) -> None:
@@ -116,7 +116,7 @@ def test_helper_of_the_next_release_leaves_this_ones_record_to_its_companion(
     step: Step, record: Record, disk: tuple[str, str]
 ) -> None:
     record(format_=FORMAT + 1)
-    step.script(f"echo '{NEXT_NUMBER}'; echo leave x")
+    step.script(f"echo '{NEXT_LANGUAGE}'; echo leave x")
     assert shows(step)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from companion import GID, JOB, LEASES, OLD_KEY, UID, Step
 
-from forestage.slurm.lines import NUMBER
+from forestage.slurm.lines import LANGUAGE
 from node import until
 
 PREFIX = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
@@ -183,7 +183,7 @@ def test_helper_is_root_alone_with_three_descriptors_and_the_environment(
     step: Step, parent: str
 ) -> None:
     out = step.folder / "out"
-    step.helper.write_text(STATE.format(out=out, number=NUMBER))
+    step.helper.write_text(STATE.format(out=out, number=LANGUAGE))
     assert step.run(parent).lines("verbose")[0].endswith("none")
     state = json.loads(out.read_text())
     fds = state.pop("fds")
@@ -231,7 +231,7 @@ def test_path_stays_without_a_helper(step: Step) -> None:
     ],
 )
 def test_rubbish_leaves_the_path_as_it_is(step: Step, text: str) -> None:
-    step.script(f"echo '{NUMBER}'\n{text}")
+    step.script(f"echo '{LANGUAGE}'\n{text}")
     ran = step.run(f"task=cat {step.image}; echo $$")
     assert "stays as it is" in ran.logged
     assert ran.said == []
@@ -251,7 +251,7 @@ def test_what_the_helper_says_reaches_the_user_at_once_and_within_bounds(step: S
 @pytest.mark.parametrize("before", ["", "exec >&-;", "yes 'say\tx' &"])
 def test_helper_that_hangs_goes_with_its_group(step: Step, before: str) -> None:
     pids_of = f"sleep 1000 & echo $$ $! > {step.folder}/pids"
-    step.script(f"echo '{NUMBER}'\n{pids_of}\n{before} wait")
+    step.script(f"echo '{LANGUAGE}'\n{pids_of}\n{before} wait")
     for seconds in (1, 10, 100):  # on a busy machine it may be ended before it has begun
         ran = step.run(f"arg=timeout={seconds}")
         assert "took too long" in ran.logged or "no answer" in ran.logged

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from companion import JOB, KEY, SERVED, Keeper, Ran, Step
+from companion import JOB, KEY, MARK, SERVED, Keeper, Ran, Step
 
-from forestage.slurm.lines import NUMBER
+from forestage.slurm.lines import LANGUAGE
 
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 PREFIX = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
@@ -69,7 +69,7 @@ def answering(place: Path, *answers: Answer) -> Iterator[None]:
 
 def says(*lines: str) -> Answer:
     def answer(made: socket.socket) -> None:
-        for line in (NUMBER, *lines):
+        for line in (LANGUAGE, *lines):
             made.send(line.encode())
 
     return answer
@@ -116,7 +116,7 @@ def test_importer_is_told_where_the_image_shows(step: Step, place: Path) -> None
     """By the step's number as Slurm knows it; fake.c's is that of a batch script."""
     with answering(place, says("leave\tnone")):
         ran = run(step, place)
-    path = f"/run/forestage/images/{JOB}.4294967291.sqsh"
+    path = f"{MARK.parent}/images/{JOB}.4294967291.sqsh"
     assert f"setenv 1 FORESTAGE_IMAGE_PATH={path}" in ran.lines("fact")
 
 

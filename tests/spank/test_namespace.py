@@ -19,12 +19,11 @@ from forestage import events
 from forestage.events import Handled
 from forestage.system import child
 from forestage.system.files import opened
-from forestage.system.lock_ranges import TASK_MOUNTS
+from forestage.system.lock_ranges import TASK_MOUNTS, TASK_TURNS
 from node import until
 from parking import Park
 
 MOUNTER = "forestage-task"
-FEW = 8  # MOST_OF_USER of namespace.c
 BATCH = 0xFFFFFFFB  # the step, as fake.c has it
 PR_SET_CHILD_SUBREAPER = 36
 CGROUPS = Path("/sys/fs/cgroup")
@@ -286,7 +285,7 @@ def locks() -> Iterator[tuple[bool, int, int]]:
 
 def test_mounter_that_waits_for_one_of_the_few_turns_keeps_no_path(step: Step) -> None:
     """Else the next one of this path would take that wait for a mount that hangs."""
-    few = range(TASK_MOUNTS.first_byte(UID), TASK_MOUNTS.first_byte(UID) + FEW)
+    few = range(TASK_MOUNTS.first_byte(UID), TASK_MOUNTS.first_byte(UID) + TASK_TURNS)
     with ThreadPoolExecutor(1) as pool:
         with others_mount(len(few)):
             ran = pool.submit(step.run, f"task=stat -c %i {step.image}")

@@ -23,7 +23,7 @@ from forestage.errors import Failed
 from forestage.slurm.lines import Fields, has_control
 from forestage.system import records
 
-FORMAT = 1  # DIRECTORY_FORMAT in src/spank/shown.c
+DIRECTORY_FORMAT = 1
 HEAD = "directory"
 
 
@@ -35,7 +35,7 @@ def text_of(uid: int, lines: Iterable[Fields]) -> str:
     fields = [("boot", boot_id()), ("owner", str(uid)), *lines]
     if any(has_control(word) for words in fields for word in words):
         raise Failed("bad-path", "control characters in what a job's directory is shown by")
-    return "".join(f"{line}\n" for line in (f"{HEAD} {FORMAT}", *map("\t".join, fields)))
+    return "".join(f"{line}\n" for line in (f"{HEAD} {DIRECTORY_FORMAT}", *map("\t".join, fields)))
 
 
 def is_needed(leases: Leases, job: int, text: str) -> bool:

@@ -2,7 +2,7 @@
 
     /run/forestage/leases/<job>.shown     beside the lease, gone with it; fields between tabs
 
-    NUMBER                                             of the language (slurm/lines.py)
+    LANGUAGE                                           of the lines (slurm/lines.py)
     boot      BOOT-ID
     events    PATH                                     where a step is noted
     file      PATH  INODE  SIZE  MTIME_NS  CTIME_NS    must still be so; zeros: must not be there
@@ -34,12 +34,12 @@ from forestage.cache.part import boot_id
 from forestage.config import Config
 from forestage.errors import Failed
 from forestage.paths import Places
-from forestage.slurm.lines import NUMBER, Fields, has_control
+from forestage.slurm.lines import LANGUAGE, Fields, has_control
 from forestage.system import records
 from forestage.units import printable
 
 Facts = tuple[int, int, int, int]
-MAX_BYTES = 64 * 1024  # what the companion reads; older images give way
+RECORD_BYTES = 64 * 1024  # what the companion reads; older images give way
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ def note(leases: Leases, job: int, decided: Sequence[str], images: Sequence[Show
     if lease is None or leases.said(job, uid).off or not decided:
         return
     keys = {use.key for use in lease.uses}
-    head = [NUMBER, *decided]
+    head = [LANGUAGE, *decided]
     lines = _images(leases.shown(job), head) + [image.line for image in images]
     latest = {
         _asked(line): line for line in lines if _key(line) in keys and _asked(line)[1] == str(uid)
@@ -123,7 +123,7 @@ def _text(head: list[str], images: list[str]) -> str:
     """Pure: the record, without its oldest images where it would be too long."""
     while True:
         text = "".join(f"{line}\n" for line in (*head, *images))
-        if len(os.fsencode(text)) < MAX_BYTES or not images:
+        if len(os.fsencode(text)) < RECORD_BYTES or not images:
             return text
         images = images[1:]
 

@@ -67,9 +67,9 @@ def _main(name: Name, root: str = "") -> int:
     note_call(name, os.environ, run)
     note_nodes(name, os.environ, run)
     if name == "step":
-        from forestage.slurm.lines import NUMBER
+        from forestage.slurm.lines import LANGUAGE
 
-        write(NUMBER)
+        write(LANGUAGE)
     if nothing_to_do(name, os.environ, root):
         hook.say("result=none")
         hook.answer("leave", "no-image")

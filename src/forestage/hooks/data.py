@@ -29,7 +29,7 @@ from forestage.hooks.limit import Limit
 from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import Fields
+from forestage.slurm.lines import DIRECTORY, Fields
 from forestage.system import as_user, lock
 from forestage.units import printable
 from forestage.views import wanted
@@ -206,7 +206,7 @@ def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Han
 
 
 def _lines_of(node: Node, own: "Own") -> list[Fields]:
-    return [own.line, ("env", "FORESTAGE_DIR", os.fspath(node.places.job_dir))]
+    return [own.line, ("env", DIRECTORY, os.fspath(node.places.job_dir))]
 
 
 def _leads_into(node: Node, line: Fields) -> bool:
@@ -239,7 +239,7 @@ def _own_dir(
             raise Declined("job-dir", noted.refused)
         own = job_dir.shown(node, job)
     except (ForestageError, OSError) as error:  # the step begins without it
-        return None, [("env", "FORESTAGE_DIR")], [answers.of_error(STAGE_DIR, error)]
+        return None, [("env", DIRECTORY)], [answers.of_error(STAGE_DIR, error)]
     return own, _lines_of(node, own), []
 
 

@@ -33,7 +33,7 @@ from forestage.registry.refusals import RegistryRefusal
 from forestage.registry.worker import Worker
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import Fields
+from forestage.slurm.lines import RESULT, STEP_ENVIRONMENT, STEP_TIMEOUT, Fields
 from forestage.system import child, folders, holder, processes, run
 from forestage.system.holder import Channel, Life, Message
 from forestage.system.processes import ProcessIdentity
@@ -63,7 +63,7 @@ class Asked(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, request: Request, environ: Mapping[str, str]) -> "Asked | None":
         """By what the companion says; None where it has given no environment."""
-        number = environ.get("FORESTAGE_ENVIRONMENT", "")
+        number = environ.get(STEP_ENVIRONMENT, "")
         if not is_number(number):
             return None
         return cls(
@@ -71,7 +71,7 @@ class Asked(msgspec.Struct, frozen=True):
             environment=int(number),
             batch=environ.get("ENVIRONMENT") == "BATCH",
             container=environ.get(CONTAINER_OPTION, ""),
-            timeout=environ.get("FORESTAGE_TIMEOUT", ""),
+            timeout=environ.get(STEP_TIMEOUT, ""),
         )
 
 
@@ -113,7 +113,7 @@ def _serve(
         if line and tasks.are_there:  # else the job may be over, and what is noted would stay
             user_messages.Speaker(node, job, tasks.speak)(line)
         _note_refusal(node, job, answer.outcome)
-        tasks.say("env", "FORESTAGE_RESULT", variables.word(answer.outcome))
+        tasks.say("env", RESULT, variables.word(answer.outcome))
         tasks.say(*_fields(node, job, answer))
         report([answer.outcome])
         if tasks.are_over:

@@ -23,7 +23,7 @@ from forestage.paths import Places
 from forestage.slurm import companion, timeouts
 from forestage.slurm.companion import CompanionState
 from forestage.slurm.job import Job
-from forestage.slurm.lines import Fields, has_control
+from forestage.slurm.lines import STEP_TIMEOUT, Fields, has_control
 from forestage.slurm.slurm_conf import SlurmConf
 from forestage.units import printable
 
@@ -125,7 +125,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
     child.leave_job()
     background.wait(background.mark_of(hook.environ, os.fspath(places.run)))
-    timeout = hook.environ.get("FORESTAGE_TIMEOUT", "")
+    timeout = hook.environ.get(STEP_TIMEOUT, "")
     hook.watched.ends_within(float("inf"))  # the companion has a limit of its own
     nodes, refusal = _nodes(hook, job, places, clock)
     job, unknown = step.with_user(nodes[0], job, timeout)

@@ -25,7 +25,7 @@ from forestage.hooks.limit import Limit, wished
 from forestage.slurm import timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import Fields, has_control
+from forestage.slurm.lines import STEP_ENVIRONMENT, Fields, has_control
 from forestage.sources import opening
 from forestage.stage.wait import quiet
 from forestage.system import as_user, lock
@@ -102,7 +102,7 @@ def with_variables(job: Job, environ: Mapping[str, str]) -> Job:
 
     What is too long for a program to be started with is left out: nobody knows it then.
     """
-    number = environ.get("FORESTAGE_ENVIRONMENT", "")
+    number = environ.get(STEP_ENVIRONMENT, "")
     if not is_number(number):
         return job
     data = b""

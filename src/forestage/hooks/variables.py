@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from forestage.events import UNSERVED, WHOLE, Handled
 from forestage.hooks.answers import Answer
 from forestage.slurm.job import Job
-from forestage.slurm.lines import has_control
+from forestage.slurm.lines import (
+    DATA_RESULT,
+    IMAGE_PATH,
+    LOCAL,
+    MAX_LINE,
+    RESULT,
+    has_control,
+)
 
 BY_WORTH = (*WHOLE, "through", "started", *UNSERVED)
-MAX_LOCAL = 8192  # bytes; a line to the companion has twice as many at most
+MAX_LOCAL = MAX_LINE // 2  # bytes
 
 
 def word(outcome: Handled) -> str:
@@ -32,7 +39,7 @@ def of_image(job: Job, answers: Sequence[Answer]) -> list[tuple[str, str]]:
     request, answer = own[0]
     outcome = answer.outcome
     path = outcome.image or os.path.join(job.work_dir, request.path)
-    found = [("FORESTAGE_RESULT", word(outcome)), ("FORESTAGE_IMAGE_PATH", path)]
+    found = [(RESULT, word(outcome)), (IMAGE_PATH, path)]
     return [pair for pair in found if not any(map(has_control, pair))]
 
 
@@ -54,10 +61,10 @@ def of_data(outcomes: Sequence[Handled], local: Sequence[str]) -> list[tuple[str
     found = []
     if outcomes:
         worst = max(outcomes, key=lambda outcome: BY_WORTH.index(outcome.result))
-        found.append(("FORESTAGE_DATA_RESULT", word(worst)))
+        found.append((DATA_RESULT, word(worst)))
     listed = ""
     for path in dict.fromkeys(local):
         named = f":{path.replace('%', '%25').replace(':', '%3A')}"
         if not has_control(path) and len(os.fsencode(listed + named)) <= MAX_LOCAL:
             listed += named
-    return found + ([("FORESTAGE_LOCAL", listed[1:])] if listed else [])
+    return found + ([(LOCAL, listed[1:])] if listed else [])

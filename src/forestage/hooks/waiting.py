@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from forestage.errors import Declined
-from forestage.slurm.lines import NUMBER, encoded
+from forestage.slurm.lines import LANGUAGE, encoded
 from forestage.system import holder
 from forestage.system.holder import Guests
 from forestage.system.processes import ProcessIdentity
@@ -31,7 +31,7 @@ class Tasks:
         self.manager = manager
         # One of a step of that number before a requeue gives way.
         self.guests = Guests(holder.listen(path), self._answer, self._greet)
-        self.lines = [encoded(NUMBER)]
+        self.lines = [encoded(LANGUAGE)]
         self.alone, self.limit = time.monotonic(), first
         self.came = False  # a task, ever
 

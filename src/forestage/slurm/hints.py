@@ -40,7 +40,7 @@ MAX_SHOWN = 200
 """Characters of an option in a problem."""
 
 MAX_OPTION = 16384
-"""Characters that all words given as options may have; as the companion has it."""
+"""Characters that all words given as options may have; execve(2) takes 128 KiB in one variable."""
 
 SEEN = "stage-seen="
 """Begins the word in a job's *admin* comment that packaging/slurm/job_submit.lua writes."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from forestage.errors import JobError
+from forestage.slurm import lines
 from forestage.slurm.hints import NOWHERE, Hints, Rank, Request, read_hints
 from forestage.system.as_user import User
 from forestage.system.tree import PATH
@@ -19,8 +20,9 @@ _OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
 IMAGE_OPTION = _OPTION + "image"
 # Slurm's name for a uid that the node does not know, and the uids that may really have it.
 _UNKNOWN, _NOBODIES = "nobody", (65534, 99)
-# What the companion has of --stage and its kin (src/spank/option.c), for Prolog and Epilog.
-STAGE_OPTION = "SPANK_FORESTAGE_STAGE"
+# What the companion has of --stage and its kin: Slurm puts SPANK_ before the name for a Prolog.
+HANDED_OVER = "FORESTAGE_STAGE"
+STAGE_OPTION = f"SPANK_{HANDED_OVER}"
 SAVE_OPTION = _OPTION + "save"
 HOME_OPTION = _OPTION + "mount_home"
 NO_HOME_OPTION = _OPTION.removesuffix("container_") + "no_container_mount_home"
@@ -113,14 +115,14 @@ class Job(msgspec.Struct, frozen=True):
             else False
             if NO_HOME_OPTION in environ
             else None,
-            home=environ.get("FORESTAGE_HOME", ""),
-            path=environ.get("FORESTAGE_PATH") or PATH,
+            home=environ.get(lines.STEP_HOME, ""),
+            path=environ.get(lines.STEP_PATH) or PATH,
             # Not in a step, whose environment is the user's.
             restart=_number(environ, "SLURM_RESTART_COUNT")
             if "SLURM_RESTART_COUNT" in environ and "SLURM_STEP_ID" not in environ
             else 0,
             start=_start(environ),
-            manager=_number(environ, "FORESTAGE_MANAGER") if "FORESTAGE_MANAGER" in environ else 0,
+            manager=_number(environ, lines.STEP_MANAGER) if lines.STEP_MANAGER in environ else 0,
         )
 
 
@@ -130,7 +132,7 @@ def _user(environ: Mapping[str, str]) -> User:
     name = environ.get("SLURM_JOB_USER", "")
     if name == _UNKNOWN and uid not in _NOBODIES:
         name = ""
-    listed = environ.get("FORESTAGE_GROUPS", "").split(",")
+    listed = environ.get(lines.STEP_GROUPS, "").split(",")
     # Not of a Prolog: only the companion's environment has nothing of the user's under this name.
     if "SLURM_STEP_ID" in environ and all(map(is_number, listed)):
         return User(name, uid, gid, tuple(dict.fromkeys((gid, *map(int, listed)))), of_step=True)

@@ -1,8 +1,8 @@
 """What the companion is told: lines of fields between tabs. `src/spank/answer.c` takes them apart.
 
 A step's helper answers by them, who imports an image sends them to the tasks that wait, a packet
-each (hooks/waiting.py), and a record keeps them for further steps (cache/step_record.py). NUMBER is
-the first. A companion that knows another one leaves the step as it is. What else it does not
+each (hooks/waiting.py), and a record keeps them for further steps (cache/step_record.py). LANGUAGE
+is the first. A companion that knows another one leaves the step as it is. What else it does not
 understand it leaves out.
 
     say     TEXT                            for the user, who sits at the terminal and waits
@@ -27,7 +27,20 @@ user sees it: the task opens it as the user. `root`: it is root's own, and is op
 This imports nothing: a helper writes its first line before it knows that there is work.
 """
 
-NUMBER = "forestage 4"  # LANGUAGE in src/spank/forestage.h
+LANGUAGE = "forestage 4"
+MAX_LINE = 16384  # bytes; the companion reads no longer one
+
+# What the companion puts into a step's environment, of its image, its data and its own directory.
+RESULT, IMAGE_PATH = "FORESTAGE_RESULT", "FORESTAGE_IMAGE_PATH"
+DATA_RESULT, LOCAL = "FORESTAGE_DATA_RESULT", "FORESTAGE_LOCAL"
+DIRECTORY = "FORESTAGE_DIR"
+
+# … and into a helper's, beside variables that a Prolog has as well.
+STEP_ENVIRONMENT = "FORESTAGE_ENVIRONMENT"  # the descriptor from which the step's can be read
+STEP_GROUPS, STEP_HOME = "FORESTAGE_GROUPS", "FORESTAGE_HOME"
+STEP_MANAGER, STEP_PATH = "FORESTAGE_MANAGER", "FORESTAGE_PATH"
+STEP_TIMEOUT = "FORESTAGE_TIMEOUT"  # seconds until the helper is killed
+
 Fields = tuple[str, ...]
 
 

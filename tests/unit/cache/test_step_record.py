@@ -9,9 +9,9 @@ import pytest
 
 from forestage.cache import step_record
 from forestage.cache.lease import Lease, Leases, Use
-from forestage.cache.step_record import MAX_BYTES, Shown
+from forestage.cache.step_record import RECORD_BYTES, Shown
 from forestage.paths import Places
-from forestage.slurm.lines import NUMBER
+from forestage.slurm.lines import LANGUAGE
 from forestage.system.as_user import User
 
 JOB = 7
@@ -51,7 +51,7 @@ def note(leases: Leases, places: Places, *images: Shown) -> list[list[str]]:
 
 def test_record_names_all_that_decided_and_the_lease_last(leases: Leases, places: Places) -> None:
     (first,), boot, log, *files, found = note(leases, places, image())
-    assert (first, boot[0], log) == (NUMBER, "boot", ["events", str(places.events)])
+    assert (first, boot[0], log) == (LANGUAGE, "boot", ["events", str(places.events)])
     site = places.etc / "conf.d/site.yaml"
     assert [line[1] for line in files] == [
         str(places.disabled),
@@ -124,11 +124,11 @@ def test_configuration_that_cannot_be_told_leaves_no_record(leases: Leases, plac
 
 
 def test_oldest_images_make_room(leases: Leases, places: Places) -> None:
-    long = "x" * (MAX_BYTES // 2 - 2000)
+    long = "x" * (RECORD_BYTES // 2 - 2000)
     for name in "abc":
         lines = note(leases, places, image(asked=f"/{name}", event=long))
     assert [line[1] for line in lines if line[0] == "image"] == ["/b", "/c"]
-    assert leases.shown(JOB).stat().st_size < MAX_BYTES
+    assert leases.shown(JOB).stat().st_size < RECORD_BYTES
 
 
 def test_damaged_record_is_replaced(leases: Leases, places: Places) -> None:

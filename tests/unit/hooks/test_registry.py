@@ -21,7 +21,7 @@ from forestage.registry.messages import Order
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import NUMBER
+from forestage.slurm.lines import LANGUAGE
 from forestage.slurm.slurm_conf import SlurmConf
 from forestage.system import child, processes, run
 
@@ -34,7 +34,7 @@ def task(tasks: Tasks) -> socket.socket:
     made.settimeout(10)
     made.connect(os.fspath(tasks.path))
     tasks.wait(-1)
-    assert made.recv(100) == NUMBER.encode()
+    assert made.recv(100) == LANGUAGE.encode()
     return made
 
 
