@@ -25,7 +25,6 @@ from __future__ import annotations
 import os
 
 from forestage.hooks.boundary import (
-    IMAGE_OPTION,
     STAGE_OPTION,
     is_of_other,
     may_be_hinted,
@@ -110,13 +109,11 @@ def end(mark: str) -> None:
 def may_leave(environ: Mapping[str, str], run: str) -> bool:
     """Whether this job may start before its Prolog's work is done; never errs.
 
-    By the record, which is good as long as all of the files in it are as they were. Which node of a
-    job resolves an image of a registry is what their Prologs have noted (hooks/registry.py), and a
-    user who asks for a wait gets one.
+    By the record, which is good as long as all of the files in it are as they were. A user who asks
+    for a wait gets one.
     """
     job = environ.get("SLURM_JOB_ID", "")
-    is_path = environ.get(IMAGE_OPTION, "/")[:1] in ("/", ".")
-    if not (job.isascii() and job.isdigit() and is_path):
+    if not (job.isascii() and job.isdigit()):
         return False
     if any("stage-wait" in environ.get(one, "") for one in (STAGE_OPTION, "SLURM_JOB_COMMENT")):
         return False

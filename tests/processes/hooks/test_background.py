@@ -107,6 +107,7 @@ def work(mark: Path) -> Iterator[Work]:
 def test_prolog_leaves_where_the_companion_shows_the_copies(node: Node) -> None:
     assert node.may()
     assert node.may(**{IMAGE_OPTION: "./a.sqsh"}, SLURM_JOB_PARTITION="gpu")
+    assert node.may(**{IMAGE_OPTION: "docker://ubuntu"})
     assert may_leave({"SLURM_JOB_ID": "7", "SLURM_JOB_COMMENT": "stage=/lustre/a"}, node.run)
     assert may_leave({"SLURM_JOB_ID": "7", STAGE_OPTION: "stage=/lustre/a\n"}, node.run)
 
@@ -125,8 +126,6 @@ def test_prolog_leaves_however_many_files_slurm_conf_includes(node: Node) -> Non
 @pytest.mark.parametrize(
     "environ",
     [
-        {IMAGE_OPTION: "docker://ubuntu"},
-        {IMAGE_OPTION: ""},
         {"SLURM_JOB_COMMENT": "stage=/lustre/a stage-wait=10m"},
         {STAGE_OPTION: "stage=/lustre/a\nstage-wait=10m\n"},
         {"SLURM_JOB_ID": "../7"},
