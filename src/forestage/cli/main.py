@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli import complete, images, prefetch, registry, report, site
-from forestage.cli.world import Commands, Exit, as_json, show
+from forestage.cli import images, report, site
+from forestage.cli.world import (
+    Commands,
+    Exit,
+    as_json,
+    complete_entries,
+    complete_jobs,
+    show,
+)
 from forestage.cli.world import World as World
 
 if TYPE_CHECKING:
@@ -23,10 +30,10 @@ words = click.argument(
     nargs=-1,
     required=True,
     metavar="KEY|PATH...",
-    shell_complete=complete.entries,
+    shell_complete=complete_entries,
 )
 some_words = click.argument(
-    "words", nargs=-1, metavar="[KEY|PATH...]", shell_complete=complete.entries
+    "words", nargs=-1, metavar="[KEY|PATH...]", shell_complete=complete_entries
 )
 STATUSES = "\n".join(f"  {member.value:>3}  {member.meaning}" for member in Exit)
 
@@ -64,8 +71,6 @@ def main(ctx: click.Context) -> None:
 for command in (
     *site.COMMANDS,
     *images.COMMANDS,
-    *prefetch.COMMANDS,
-    *registry.COMMANDS,
     report.report,
 ):
     main.add_command(command)
@@ -134,7 +139,7 @@ def ls(world: World, words: tuple[str, ...], as_json: bool) -> None:
 
 @main.command("show")
 @as_json
-@click.argument("word", metavar="KEY|PATH", shell_complete=complete.entries)
+@click.argument("word", metavar="KEY|PATH", shell_complete=complete_entries)
 @click.pass_obj
 def show_entry(world: World, word: str, as_json: bool) -> None:
     """All about an entry, and whether its source is unchanged.
@@ -153,7 +158,7 @@ def show_entry(world: World, word: str, as_json: bool) -> None:
 
 @main.command()
 @as_json
-@click.argument("job", callback=_job_id, metavar="JOBID", shell_complete=complete.jobs)
+@click.argument("job", callback=_job_id, metavar="JOBID", shell_complete=complete_jobs)
 @click.pass_obj
 def explain(world: World, job: int, as_json: bool) -> None:
     """What a job asked for, what was done, why, and how long it took.

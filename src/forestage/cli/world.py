@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import click
+from click.shell_completion import CompletionItem
 
 from forestage.errors import ForestageError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from forestage.system.terminal import Piece
 
 TWICE = 1.0  # seconds between two signals that come from one cause
+MOST_OFFERED = 50  # that a shell is offered; who has more has to type a digit
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -217,3 +219,47 @@ def show(document: object, pieces: "Iterable[Piece]", as_json: bool) -> None:
     from forestage.system import terminal
 
     terminal.show(document, pieces, as_json)
+
+
+def complete_entries(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Offer the paths of entries once a slash was typed, else their keys with the paths as help.
+
+    Whatever is wrong with the node, completion offers nothing and says nothing.
+    """
+    from forestage.admin import inventory
+    from forestage.system.terminal import harmless, short
+
+    try:
+        items = inventory.gather((ctx.find_object(World) or World.real()).node(is_quiet=True)).items
+    except (ForestageError, OSError):
+        return []
+    if "/" in typed:
+        paths = dict.fromkeys(item.path for item in items if item.path.startswith(typed))
+        # One that would do something in the shell, or in the terminal, is not offered.
+        found = [CompletionItem(path) for path in paths if harmless(path) == path]
+    else:
+        fitting = (item for item in items if item.key.startswith(typed.lower()))
+        found = [CompletionItem(short(item.key), help=harmless(item.path)) for item in fitting]
+    return found[:MOST_OFFERED]
+
+
+def complete_jobs(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Offer the jobs with a lease, then those of the latest events."""
+    from forestage import events
+    from forestage.admin.recent import LOOK
+    from forestage.cache.lease import Leases
+
+    places = (ctx.find_object(World) or World.real()).places
+    found: dict[int, str] = {}
+    try:
+        found |= dict.fromkeys(Leases(places.leases).jobs(), "has a lease")
+        latest = {event.job: event.user for event in events.latest(places.events, LOOK)}
+        found |= {job: latest[job] for job in reversed(latest) if job and job not in found}
+    except (ForestageError, OSError):
+        pass
+    fitting = [(job, text) for job, text in found.items() if str(job).startswith(typed)]
+    return [CompletionItem(str(job), help=text) for job, text in fitting[:MOST_OFFERED]]
