@@ -92,7 +92,7 @@ ONE_IMPORTER = {
         *("cache.baseline", "admin.prefetched"),
     },
     "a file, or what another program writes, read and written here only": {
-        *("admin.node_list", "config.memo", "registry.credentials", "registry.import_lease"),
+        *("config.memo", "registry.credentials", "registry.import_lease"),
         *("registry.importing", "stage.fstab", "slurm.loaded"),
     },
     "what a sweep looks for when nobody is left who knows of it": {

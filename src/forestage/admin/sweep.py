@@ -29,7 +29,7 @@ from typing import TypeVar
 import msgspec
 
 from forestage import events
-from forestage.admin import inventory, node_list, registry, textfile, verify
+from forestage.admin import inventory, registry, textfile, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
@@ -44,7 +44,7 @@ from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
 from forestage.events import Event, losses
 from forestage.hooks import epilog
 from forestage.paths import Places
-from forestage.peers import notices
+from forestage.peers import node_list, notices
 from forestage.registry import mount_points
 from forestage.registry.collect import Done
 from forestage.slurm.queue import Slurm, why_over

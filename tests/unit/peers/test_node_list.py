@@ -1,15 +1,35 @@
-"""Root's list of nodes: good for a day, and nobody is asked by anything else."""
+"""Root's list of nodes: whom a sweep names, how often Slurm is asked, how long the list counts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from forestage.cache.node import Node
+from forestage.clock import Clock
+from forestage.config import Config, Peering
+from forestage.errors import SlurmError
 from forestage.paths import Places
 from forestage.peers import node_list
+from forestage.slurm.queue import NodeState, Slurm, nodes_in
 
 DAY = 86400.0
+HOUR = 3600.0
+
+# slurm-wlm 22.05.8, scontrol --oneliner show node; shortened between the names.
+SHOWN = (
+    "NodeName=n1 Arch=x86_64 CoresPerSocket=1 NodeAddr=n1 NodeHostName=host1 Version=22.05.8 "
+    "RealMemory=1 State=MIXED ThreadsPerCore=1 Partitions=gpu,debug BootTime=None\n"
+    "NodeName=n2 NodeAddr=n2 NodeHostName=n2 State=IDLE+CLOUD+POWERED_DOWN Partitions=gpu \n"
+    "NodeName=n3 NodeHostName=n3 State=DOWN* Partitions=gpu Reason=Not responding [slurm@2026]\n"
+    "NodeName=n4 NodeHostName=n4 State=IDLE+DRAIN Partitions=gpu Reason=State=DOWN NodeName=x\n"
+    "NodeName=n5 NodeHostName=n5 State=IDLE Partitions=other \n"
+    "NodeName=n6 NodeHostName=n6 State=ALLOCATED Partitions=debug \n"
+    "NodeName=n7 NodeHostName=n7 State=IDLE \n"
+    "NodeName=n8 NodeHostName=n8 State=IDLE* Partitions=gpu\n"
+)
 
 
 def test_list_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -34,3 +54,75 @@ def test_no_list_or_a_damaged_one_names_nobody(tmp_path: Path, text: str | None)
         places.nodes.write_text(text)
     assert node_list.read(places, 1000.0) == ()
     assert node_list.age(places, 1000.0) is None
+
+
+def test_nodes_are_read_from_what_scontrol_shows() -> None:
+    found = nodes_in(SHOWN + "\n\n")
+    assert len(found) == 8
+    assert found[0] == NodeState("n1", "host1", ("MIXED",), ("gpu", "debug"))
+    assert found[1].states == ("IDLE", "CLOUD", "POWERED_DOWN")
+    assert found[3] == NodeState("n4", "n4", ("IDLE", "DRAIN"), ("gpu",))
+    assert found[6].partitions == ()
+
+
+@pytest.mark.parametrize(
+    ("host", "named"),
+    [
+        ("n1", ("n1", "n4", "n6")),
+        ("host1", ("n1", "n4", "n6")),
+        ("n5", ("n5",)),
+        ("n7", ()),
+        ("elsewhere", ()),
+    ],
+)
+def test_list_has_the_nodes_that_are_up_in_this_nodes_own_partitions(
+    host: str, named: tuple[str, ...]
+) -> None:
+    assert node_list.beside(nodes_in(SHOWN), host) == named
+
+
+def test_list_is_renewed_before_it_is_too_old_and_not_by_all_nodes_at_once() -> None:
+    hosts = [f"n{number}" for number in range(200)]
+    renewed = [min(h for h in range(25) if node_list.is_due(h * HOUR, host)) for host in hosts]
+    assert (min(renewed), max(renewed)) == (17, 22)
+    assert max(map(renewed.count, range(25))) < 60
+    assert node_list.is_due(None, "n1")
+    assert node_list.is_due(-1.0, "n1"), "the clock was set back"
+
+
+class Told(Slurm):
+    asked: list[int]
+
+    def all_nodes(self) -> tuple[NodeState, ...]:
+        self.asked.append(1)
+        if len(self.asked) > 1:
+            raise SlurmError("Unable to contact slurm controller")
+        return nodes_in(SHOWN)
+
+
+def node_of(folder: Path, **peers: object) -> Node:
+    config = Config(cache="/nvme", peers=msgspec.convert(peers, Peering))
+    return Node.of(config, Places(folder), Clock())
+
+
+def test_slurm_is_asked_once_and_the_old_list_stays_where_it_fails(tmp_path: Path) -> None:
+    node, told = node_of(tmp_path, enabled=True, reach="cluster"), Told("", node="n1")
+    told.asked = []
+    for _ in range(3):
+        node_list.renew(node, told)
+    now = node.clock.wall()
+    assert (node_list.read(node.places, now), len(told.asked)) == (("n1", "n4", "n6"), 1)
+    node_list.write(node.places, now - 23 * HOUR, ("n9",))
+    with pytest.raises(SlurmError):
+        node_list.renew(node, told)
+    assert node_list.read(node.places, now) == ("n9",)
+
+
+@pytest.mark.parametrize("peers", [{"enabled": True}, {"reach": "cluster"}])
+def test_without_the_wish_for_other_jobs_nodes_slurm_is_not_asked(
+    tmp_path: Path, peers: dict[str, object]
+) -> None:
+    node, told = node_of(tmp_path, **peers), Told("", node="n1")
+    told.asked = []
+    node_list.renew(node, told)
+    assert (told.asked, node_list.age(node.places, 0.0)) == ([], None)
