@@ -3,7 +3,6 @@
     ring          which node reads which chunk, and which nodes talk to each other
     peer_table    what a copy knows of each node around it
     schedule      which chunk each worker fetches next, and from which node
-    samples       which pieces of what peers gave are compared with the source
     auth          proof that a peer is root on a node of this cluster; MACs
     connection    one HTTP connection to a peer, bounded in time
     protocol      a session and a chunk, as the client asks for them

@@ -3,7 +3,7 @@
     origins   in a part, later in its entry; sets of chunks in hex, bit 5 is chunk 5
 
 Without the file no other node had a part in the copy. What nodes of other jobs gave goes on to no
-third job before this node has compared its pieces with the source (peers/samples.py): as long as
+third job before this node has compared its pieces with the source (stage/with_peers.py): as long as
 it is copied, and for ever where the source could not be read.
 """
 

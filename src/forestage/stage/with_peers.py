@@ -4,24 +4,27 @@ schedule.py says what each does next. A peer's bytes go straight into the image,
 their digest was right. A chunk that is on its way already is brought a second time in memory, and
 written only if it comes first: no late or wrong piece may go over bytes that count.
 
-The digest is the peer's own. So a few pieces are compared with the source before their chunk counts
-(peers/samples.py), and a whole chunk where two peers do not have the same. A peer that gave wrong
-bytes is left out, and all that it gave before is read again, with all that the same node had read.
+A digest proves only that the bytes came as they are on the peer, which may have read wrongly once,
+or lie. So a few pieces are compared with the source before their chunk counts, and a whole chunk
+where two peers do not have the same. All nodes of a job together read no more than SHARE of the
+image for that; no more than OUTSIDE where nodes of other jobs help, since one job after the other
+reads as much: the pieces are as many, and smaller. A peer that gave wrong bytes is left out, and
+all that it gave before is read again, with all that the same node had read.
 """
 
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from random import SystemRandom
+from collections.abc import Callable, Mapping, Sequence
+from random import Random, SystemRandom
 
 from forestage import log
 from forestage.cache import digest
 from forestage.cache.part import ENTRY_BYTES, Part, chunk_count
 from forestage.cache.readers import NOW, PIECE, SOON, Readers
 from forestage.errors import Declined
-from forestage.peers import origins, samples
+from forestage.peers import origins
 from forestage.peers.client import Peers
 from forestage.peers.connection import ChunkRefused
 from forestage.peers.protocol import ChunkRequest, Receiver
@@ -34,6 +37,13 @@ from forestage.stage.chunks import Run, Tuning, Write
 POLL = 0.1  # seconds between two looks of a thread that has nothing to do
 SERVED_POLL = 0.03  # … while jobs read the image
 NOTED_EVERY = 0.5  # seconds between two notes of who read what
+
+SHARE = 0.02  # of the image's bytes, for all nodes of a job
+OUTSIDE = 0.005
+SAMPLES = 64  # of one copy; the more, the smaller
+SMALLEST, LARGEST = 4 * 1024, 64 * 1024  # bytes of one, a power of two
+
+Span = tuple[int, int]  # where in the image a piece begins, and how long it is; bytes
 
 
 def copy(
@@ -119,7 +129,7 @@ class Shared(Run):
         # Of the own share too: who begins late gets it from peers as well.
         own = sum(node not in peers.givers for node in peers.nodes)  # of the job
         about = missing, source.size, tuning.chunk, own
-        self.samples = samples.draw(*about, SystemRandom(), bool(peers.givers))
+        self.samples = draw_samples(*about, SystemRandom(), bool(peers.givers))
 
     def _bring_own(self) -> None:
         """Brings what no other node is asked for: of a directory, what the kernel will parse."""
@@ -392,3 +402,26 @@ class Shared(Run):
         if at_once or now - self.noted_at > NOTED_EVERY:
             self.noted_at = now
             self.origins.write()
+
+
+def draw_samples(
+    numbers: Sequence[int], size: int, chunk: int, nodes: int, dice: Random, outside: bool = False
+) -> Mapping[int, list[Span]]:
+    """Return the pieces to compare by the number of their chunk; `numbers` are the missing chunks.
+
+    `size` and `chunk` in bytes; `outside`: nodes of other jobs help. No peer may be able to foresee
+    them: `dice` is SystemRandom. Pure, but for the dice.
+    """
+    found: dict[int, list[Span]] = {}
+    budget = size * (OUTSIDE if outside else SHARE) / nodes
+    length = SMALLEST
+    while length < min(LARGEST, chunk) and 2 * length * SAMPLES <= budget:
+        length *= 2
+    # Where it is not enough for one, some nodes have one: together no more than SHARE on average.
+    count = int(min(SAMPLES, budget / length + dice.random() * (budget < length)))
+    for number in dice.choices(numbers, k=count) if numbers else ():
+        start = number * chunk
+        within = min(chunk, size - start)
+        at = start + dice.randrange(-(-within // length)) * length
+        found.setdefault(number, []).append((at, min(length, start + within - at)))
+    return found

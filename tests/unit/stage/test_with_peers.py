@@ -16,7 +16,7 @@ from forestage.cache import allocation, digest
 from forestage.cache.part import Part, missing_chunks
 from forestage.cache.readers import Readers
 from forestage.errors import Stopped
-from forestage.peers import origins, samples
+from forestage.peers import origins
 from forestage.peers.client import Peers
 from forestage.peers.connection import ChunkRefused
 from forestage.peers.protocol import ChunkRequest, Receiver
@@ -127,13 +127,13 @@ def pair(tmp_path: Path, monkeypatch: Patch) -> Iterator[Pair]:
 @pytest.fixture(autouse=True)
 def _no_samples(monkeypatch: Patch) -> None:
     """What is read is that of the copy itself, unless a test says otherwise."""
-    monkeypatch.setattr(samples, "SHARE", 0.0)
+    monkeypatch.setattr(with_peers, "SHARE", 0.0)
 
 
 def sample(monkeypatch: Patch, *numbers: int) -> None:
     """Has a piece of each of these chunks compared with the source."""
     drawn = {number: [(number * CHUNK, 4096)] for number in numbers}
-    monkeypatch.setattr(samples, "draw", lambda *_: drawn)
+    monkeypatch.setattr(with_peers, "draw_samples", lambda *_: drawn)
 
 
 @pytest.fixture
@@ -559,7 +559,7 @@ def test_copy_from_another_jobs_node_is_compared_and_then_may_go_on(
 ) -> None:
     drawn = {0: [(0, 4096)]}
     asked: list[object] = []
-    monkeypatch.setattr(samples, "draw", lambda *about: asked.append(about[-1]) or drawn)
+    monkeypatch.setattr(with_peers, "draw_samples", lambda *about: asked.append(about[-1]) or drawn)
     fake = alone(pair, "x")
     assert pair.copy(fake) == SIZE
     known = origins.read(pair.part.directory)
