@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from imports import ALICE, BOB, IMAGE, NEW, OLD, ROOT, Login, Registry
 
 from forestage.paths import Places
-from forestage.registry import refusals, store_age
-from forestage.registry.refusals import RegistryRefusal
+from forestage.registry import store_age, user_notes
 from forestage.registry.store_age import Collection
+from forestage.registry.user_notes import RegistryRefusal
 from forestage.system import mounts
 from forestage.system.as_user import User
 
@@ -154,7 +154,7 @@ def test_importer_asks_no_registry_that_has_refused_its_step(
     Path("/run/forestage/images").mkdir(parents=True)
     there = Registry(status=404)
     said = RegistryRefusal(there.reference("v1"), "registry-missing", "127.0.0.1 has no image:v1")
-    refusals.note_refusal(Places(), 12, 0, ALICE, said)
+    user_notes.note_refusal(Places(), 12, 0, ALICE, said)
     try:
         done = login.importer("get", f"docker://{there.reference(tag)}", user=user)
     finally:

@@ -20,7 +20,7 @@ from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, processes, until
 
 import node as waited
 from forestage.paths import Places
-from forestage.registry import full_store
+from forestage.registry import user_notes
 from forestage.registry.messages import Importing, Present, Refused, Resolved
 from forestage.system import as_user, mounts, run
 from forestage.system.as_user import User
@@ -257,7 +257,9 @@ def test_image_that_found_no_room_is_not_imported_again_until_there_is_more(
     assert isinstance(resolved, Resolved)
     assert isinstance(failed, Refused)
     assert 0 < failed.free < 1 << 20
-    full_store.note(places, ALICE, resolved.name, failed.detail, failed.free, time.time())
+    user_notes.note_full_store(
+        places, ALICE, resolved.name, failed.detail, failed.free, time.time()
+    )
     again = last(site.start(**marks))
     assert isinstance(again, Refused)
     assert (again.reason, again.detail) == ("store-full", failed.detail)
@@ -265,8 +267,13 @@ def test_image_that_found_no_room_is_not_imported_again_until_there_is_more(
     assert isinstance(last(site.start(user=BOB, **marks)), Present)
     other = last(site.start(reference=f"here#other@{NEW}", **marks))
     assert isinstance(other, Present)
-    full_store.note(
-        places, ALICE, resolved.name, failed.detail, failed.free, time.time() - full_store.SECONDS
+    user_notes.note_full_store(
+        places,
+        ALICE,
+        resolved.name,
+        failed.detail,
+        failed.free,
+        time.time() - user_notes.FULL_SECONDS,
     )
     assert isinstance(last(site.start(**marks)), Present)
 
@@ -277,7 +284,7 @@ def test_room_that_came_ends_what_was_noted(site: Site, open_path: Path) -> None
     with site.start(environ={"STANDIN_FAIL": "gone"}) as at_work:
         resolved = until(at_work)[0]
     assert isinstance(resolved, Resolved)
-    full_store.note(places, ALICE, resolved.name, "full", 5, time.time())
+    user_notes.note_full_store(places, ALICE, resolved.name, "full", 5, time.time())
     assert isinstance(last(site.start(marks=str(places.images))), Present)
 
 
@@ -308,7 +315,7 @@ def test_note_of_a_full_store_is_for_its_user_alone_and_not_to_change(
     """On /run, which is memory, whoever owns a file may take all of it."""
     places = Places(open_path)
     places.images.mkdir(parents=True)
-    full_store.note(places, ALICE, "name", "full", 5, 0.0)
+    user_notes.note_full_store(places, ALICE, "name", "full", 5, 0.0)
     (file,) = places.images.iterdir()
     assert file.stat().st_uid == 0
 

@@ -20,7 +20,7 @@ from forestage.clock import Clock
 from forestage.config import Config
 from forestage.errors import Declined, NotFound
 from forestage.paths import Places
-from forestage.registry import collect, refusals, store_age, worker
+from forestage.registry import collect, store_age, user_notes, worker
 from forestage.registry.collect import Done
 from forestage.registry.messages import Importing, Order, Present, Progress, Refused, Word
 from forestage.registry.store_age import Collection, Sight
@@ -71,7 +71,7 @@ def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Sa
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     places = Places()
     is_step = is_number(job) and is_number(step)
-    refusal = refusals.find_refusal(places, job, step, uri) if is_step else None
+    refusal = user_notes.find_refusal(places, job, step, uri) if is_step else None
     order = Order(reference=uri, directory="", job=f"{job}.{step}" if job else "", host=host)
     marks = os.fspath(places.images)
     order = msgspec.structs.replace(order, offline=config.registry.offline, marks=marks)
@@ -96,7 +96,7 @@ def _either(order: Order, environ: Mapping[str, str], say: Say, refusal: Decline
             raise refusal
         return obtain(order, environ, say)
     except Declined as error:
-        if error.reason not in refusals.REASONS or not order.job:
+        if error.reason not in user_notes.REFUSALS or not order.job:
             raise
         say(f"{error}; enroot is asked")
         return obtain(msgspec.structs.replace(order, by_tag=True), environ, say)

@@ -26,10 +26,10 @@ from forestage.events import UNSERVED, Came, Handled
 from forestage.hooks import answers, bare_name, leases, serve, step, user_messages, variables
 from forestage.hooks.answers import Answer
 from forestage.hooks.waiting import GONE, Tasks
-from forestage.registry import full_store, imports_now, mount_points, refusals, worker
+from forestage.registry import imports_now, mount_points, user_notes, worker
 from forestage.registry.imports_now import PROCESS_NAME, UnderWay
 from forestage.registry.messages import Importing, Order, Present, Progress, Refused, Resolved, Word
-from forestage.registry.refusals import RegistryRefusal
+from forestage.registry.user_notes import RegistryRefusal
 from forestage.registry.worker import Worker
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
@@ -125,9 +125,9 @@ def _serve(
 
 def _note_refusal(node: Node, job: Job, outcome: Handled) -> None:
     """Has the step's importer know what the registry has said, before a task goes on."""
-    if outcome.reason in refusals.REASONS and job.step is not None:
+    if outcome.reason in user_notes.REFUSALS and job.step is not None:
         said = RegistryRefusal(outcome.request, outcome.reason, outcome.detail)
-        refusals.note_refusal(node.places, job.id, job.step, job.user, said)
+        user_notes.note_refusal(node.places, job.id, job.step, job.user, said)
 
 
 def _give_back(node: Node, job: Job, answer: Answer) -> None:
@@ -201,7 +201,7 @@ def _work(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
                 if word.reason == "store-full" and name:
                     # It holds back the importer, and the user's next steps, from doing this again.
                     # A user can say nothing here of another's images.
-                    full_store.note(
+                    user_notes.note_full_store(
                         node.places, job.user, name, printable(word.detail), word.free, now
                     )
                 raise Declined(printable(word.reason), printable(word.detail))

@@ -12,9 +12,7 @@
     import_lease who imports, so that a dead importer loses it
     importing    enroot, with bounds
     collect      what goes of the store
-    full_store   that the store had no room
-    refusals     that a registry refused a step's image
-    user_notes   the files of both
+    user_notes   that the store had no room, that a registry refused a step's image
     imports_now  imports that steps of this node wait for
 
 Root never parses what a registry or a user wrote: the worker has all three ids of the user.

@@ -38,7 +38,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     open on the job's environment, NUL between its entries; -1 for the worker's own. `host` is this
     node's name for the other nodes. `by_tag` has a job's image imported by its tag, where the
     registry did not say a digest. `apart`: the worker and what it starts are alone in a PID
-    namespace. `marks` is the directory of what this node knows of full stores (full_store.py).
+    namespace. `marks` is the directory of what this node knows of full stores (user_notes.py).
     """
 
     reference: str

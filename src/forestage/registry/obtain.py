@@ -17,7 +17,7 @@ import msgspec
 
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
-from forestage.registry import full_store, importing, reference, resolve, store
+from forestage.registry import importing, reference, resolve, store, user_notes
 from forestage.registry.environment import Settings
 from forestage.registry.import_lease import Flight, of_this_process
 from forestage.registry.importing import Import
@@ -104,7 +104,7 @@ class Obtaining:
 
     def _must_have_room(self) -> None:
         """Raises Declined where this node knows that an import fails for want of room."""
-        known = full_store.noted(self.task.order.marks, self.name, self.clock.wall())
+        known = user_notes.find_full_store(self.task.order.marks, self.name, self.clock.wall())
         if known and self.store.free <= known.free:
             raise Declined("store-full", known.detail)
 

@@ -19,7 +19,7 @@ from forestage.hooks.answers import Answer
 from forestage.hooks.limit import Limit
 from forestage.hooks.registry import Asked
 from forestage.hooks.waiting import Tasks
-from forestage.registry import mount_points, refusals
+from forestage.registry import mount_points, user_notes
 from forestage.slurm.job import Job
 from forestage.system import child
 from node import children_left, until
@@ -130,10 +130,10 @@ def test_refusal_is_noted_for_the_steps_importer_before_a_task_goes_on_and_goes_
         while not task.recv(4096).startswith(b"leave"):
             pass
         places = staging_node.places
-        found = refusals.find_refusal(places, f"{asking.id}", "0", "docker://here#image")
+        found = user_notes.find_refusal(places, f"{asking.id}", "0", "docker://here#image")
         assert found is not None
         assert found.reason == "registry-missing"
-        assert refusals.find_refusal(places, f"{asking.id}", "1", "docker://here#image") is None
+        assert user_notes.find_refusal(places, f"{asking.id}", "1", "docker://here#image") is None
         mount_points.forget(places, asking.id)
-        assert refusals.find_refusal(places, f"{asking.id}", "0", "docker://here#image") is None
+        assert user_notes.find_refusal(places, f"{asking.id}", "0", "docker://here#image") is None
     until(lambda: not children_left(), "the end of the process")
