@@ -93,7 +93,7 @@ ONE_IMPORTER = {
     },
     "a file, or what another program writes, read and written here only": {
         *("config.memo", "registry.credentials", "registry.import_lease"),
-        *("registry.importing", "stage.fstab", "slurm.loaded"),
+        *("registry.importing", "stage.fstab"),
     },
     "what a sweep looks for when nobody is left who knows of it": {
         "views.through.remains",

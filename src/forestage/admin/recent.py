@@ -6,6 +6,8 @@ end of the event log, as the report counts it.
 """
 
 import contextlib
+import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -14,13 +16,16 @@ from forestage import events
 from forestage.admin.tally import Tally
 from forestage.events import Copied
 from forestage.paths import Places
-from forestage.slurm import loaded as companions
 from forestage.slurm.queue import Slurm
-from forestage.system import files
+from forestage.system import files, processes
 from forestage.units import is_number
 
 LOOK = 4 * 1024 * 1024  # bytes at the end of the event log: some 10 000 starts
 AGE = 7 * 86400.0  # seconds
+SETTLED = 30.0  # seconds after which a process of Slurm has loaded its plugins
+SLACK = 1.0  # seconds; slurmd may load them just before it becomes a daemon
+# A job's extern step has nothing to show anybody.
+_STEP = re.compile(rb"slurmstepd: \[(\d+\.(?:\d{1,9}|batch|interactive))\]")
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -83,7 +88,7 @@ def calls(places: Places, now: float) -> Calls:
         _call(places.called("epilog")),
         loaded,
         tuple(sorted({*later.values()} - before)),
-        companions.without(proc, loaded.time if loaded else 0.0, now),
+        _find_without(proc, loaded.time if loaded else 0.0, now),
     )
 
 
@@ -111,7 +116,7 @@ def _is_from_before(proc: Path, pid: int, since: float, now: float) -> bool:
     """Whether a step manager began before the numbers were lower, or has just ended."""
     if not since:
         return False
-    began = companions.find_start(proc, proc / str(pid), now)
+    began = _find_start(proc, proc / str(pid), now)
     return began is None or began < since
 
 
@@ -132,3 +137,31 @@ def starts(file: Path, now: float) -> Starts:
             copy_failure = failed if outcome.result == "failed" else None
     hits = tally.starts.get("hit", 0)
     return Starts(since, tally.tried, hits, tally.hit_ratio, failure, copy_failure, now)
+
+
+def _find_without(proc: Path, loaded: float, now: float) -> str:
+    """Return which process of Slurm began after the companion was `loaded` last: without it.
+
+    "" where none did. The companion is built for another release, or its line is gone from
+    plugstack.conf. Times are wall clock, in seconds: a clock that is set after slurmd's start may
+    accuse it until the next step. What began just now may be about to load it.
+    """
+    for process, title in processes.of_root(proc):
+        began = _find_start(proc, process, now)
+        if began is None or now - began < SETTLED or began <= loaded + SLACK:
+            continue
+        if step := _STEP.match(title):
+            return f"step {step[1].decode()} runs without forestage's SPANK plugin"
+        if title.partition(b"\0")[0].rpartition(b"/")[2] == b"slurmd":
+            return "slurmd has not loaded forestage's SPANK plugin"
+    return ""
+
+
+def _find_start(proc: Path, process: Path, now: float) -> float | None:
+    """When a process began, by the time since boot that it has in /proc; None if it has ended."""
+    try:
+        ticks = processes.stat(process).began
+        up = float((proc / "uptime").read_bytes().split()[0])
+    except OSError:
+        return None
+    return now - up + ticks / os.sysconf("SC_CLK_TCK")
