@@ -1,6 +1,11 @@
-"""What a request of a job came to: the outcome for log and user, and what there is to show."""
+"""What a request of a job came to: the outcome for log and user, and what there is to show.
+
+And what a step's environment says of it: FORESTAGE_RESULT and its like.
+"""
 
 import contextlib
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -9,9 +14,21 @@ from forestage.cache import baseline
 from forestage.cache.image import Image
 from forestage.cache.node import Node
 from forestage.errors import Declined, Failed, of_node
-from forestage.events import WHOLE, Handled, Result
+from forestage.events import UNSERVED, WHOLE, Handled, Result
 from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.slurm.lines import (
+    DATA_RESULT,
+    IMAGE_PATH,
+    LOCAL,
+    MAX_LINE,
+    RESULT,
+    has_control,
+)
 from forestage.units import printable
+
+BY_WORTH = (*WHOLE, "through", "started", *UNSERVED)
+MAX_LOCAL = MAX_LINE // 2  # bytes
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -62,3 +79,54 @@ def measured(node: Node, answer: Answer) -> Answer:
     with contextlib.suppress(OSError):  # only a figure
         takes = baseline.seconds(node.cache, node.config, answer.image.key)
     return answer.saying(baseline=takes)
+
+
+def result_word(outcome: Handled) -> str:
+    """Pure: a request's outcome for the step's environment; `none` where no copy is shown."""
+    if outcome.result in UNSERVED:
+        return outcome.reason
+    is_shown = outcome.redirect != "none" or outcome.result == "started"
+    return outcome.result if is_shown else "none"
+
+
+def variables_of_image(job: Job, answers: Sequence[Answer]) -> list[tuple[str, str]]:
+    """Pure: what the step's environment says of its image, or of the first that the comment names.
+
+    One word, a result or why not (events/reasons.py), and the path at which the image shows.
+    """
+    pairs = [*zip(job.requests, answers, strict=True)]
+    own = [pair for pair in pairs if pair[0].via == "option"] or pairs
+    if not own:
+        return []
+    request, answer = own[0]
+    outcome = answer.outcome
+    path = outcome.image or os.path.join(job.work_dir, request.path)
+    found = [(RESULT, result_word(outcome)), (IMAGE_PATH, path)]
+    return [pair for pair in found if not any(map(has_control, pair))]
+
+
+def local_images(job: Job, answers: Sequence[Answer]) -> tuple[str, ...]:
+    """Pure: the images of the comment that the step reads from this node's disk."""
+    return tuple(
+        answer.outcome.image
+        for request, answer in zip(job.requests, answers, strict=True)
+        if request.via == "hint" and result_word(answer.outcome) in WHOLE
+    )
+
+
+def variables_of_data(outcomes: Sequence[Handled], local: Sequence[str]) -> list[tuple[str, str]]:
+    """Pure: what the step's environment says of all its data, and where it is local.
+
+    The word is the worst one: of a failure, of what was declined, then the last of BY_WORTH. Paths
+    beyond MAX_LOCAL bytes are left out.
+    """
+    found = []
+    if outcomes:
+        worst = max(outcomes, key=lambda outcome: BY_WORTH.index(outcome.result))
+        found.append((DATA_RESULT, result_word(worst)))
+    listed = ""
+    for path in dict.fromkeys(local):
+        named = f":{path.replace('%', '%25').replace(':', '%3A')}"
+        if not has_control(path) and len(os.fsencode(listed + named)) <= MAX_LOCAL:
+            listed += named
+    return found + ([(LOCAL, listed[1:])] if listed else [])

@@ -23,7 +23,7 @@ from forestage.cache.node import Node
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import UNSERVED, Came, Handled
-from forestage.hooks import answers, bare_name, leases, serve, step, user_messages, variables
+from forestage.hooks import answers, bare_name, leases, serve, step, user_messages
 from forestage.hooks.answers import Answer
 from forestage.hooks.waiting import GONE, Tasks
 from forestage.registry import imports_now, mount_points, user_notes, worker
@@ -113,7 +113,7 @@ def _serve(
         if line and tasks.are_there:  # else the job may be over, and what is noted would stay
             user_messages.Speaker(node, job, tasks.speak)(line)
         _note_refusal(node, job, answer.outcome)
-        tasks.say("env", RESULT, variables.word(answer.outcome))
+        tasks.say("env", RESULT, answers.result_word(answer.outcome))
         tasks.say(*_fields(node, job, answer))
         report([answer.outcome])
         if tasks.are_over:

@@ -118,7 +118,7 @@ def _note_background(hook: Hook, places: Places, decided_by: Sequence[str]) -> N
 
 def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequence[Outcome]]:
     from forestage.cache import step_record
-    from forestage.hooks import step, user_messages, variables
+    from forestage.hooks import answers, step, user_messages
     from forestage.system import child
 
     decided_by = step_record.decided_by(places)
@@ -144,18 +144,18 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     done = [step.step(node, job, limit, refusal) for node in nodes][-1]
     outcomes = done.outcomes
     if not later:
-        for name, value in variables.of_image(job, done.answers):
+        for name, value in answers.variables_of_image(job, done.answers):
             write("env", name, value)
     for words in done.also:
         write("also", *words)
     data: Sequence[Handled] = ()
-    local = variables.local_images(job, done.answers)
+    local = answers.local_images(job, done.answers)
     if nodes[0].leases.has_data(
         job.id, job.user.uid
     ):  # where nobody can tell, a refusal says so already
         shown_data = _show_data(hook, nodes[0], job, limit, refusal)
         data, local = shown_data.outcomes, (*local, *shown_data.local)
-    for name, value in variables.of_data(data, local):
+    for name, value in answers.variables_of_data(data, local):
         write("env", name, value)
     outcomes += data
     user_messages.tell(nodes[0], job, outcomes, say, say.always)

@@ -19,7 +19,7 @@ from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.events import Handled, Outcome
 from forestage.events.reasons import FAILURES
-from forestage.hooks import leases, serve, step, user_messages, variables
+from forestage.hooks import answers, leases, serve, step, user_messages
 from forestage.hooks.answers import Answer
 from forestage.hooks.limit import SHORTLY, Limit
 from forestage.hooks.step import fields, with_notes, with_user
@@ -202,13 +202,13 @@ def test_environment_says_the_worst_of_the_data(results: list[str], word: str) -
         "io": Handled("failed", reason="io"),
     }
     outcomes = [made.get(one) or hit(result=one) for one in results]
-    assert variables.of_data(outcomes, ()) == [("FORESTAGE_DATA_RESULT", word)]
+    assert answers.variables_of_data(outcomes, ()) == [("FORESTAGE_DATA_RESULT", word)]
 
 
 def test_environment_says_what_is_local_and_no_more_than_fits() -> None:
-    local = ("/a:b", "/50%", "/c\td", "/a:b", f"/{'x' * variables.MAX_LOCAL}", "/last")
-    assert variables.of_data((), local) == [("FORESTAGE_LOCAL", "/a%3Ab:/50%25:/last")]
-    assert variables.of_data((), ()) == []
+    local = ("/a:b", "/50%", "/c\td", "/a:b", f"/{'x' * answers.MAX_LOCAL}", "/last")
+    assert answers.variables_of_data((), local) == [("FORESTAGE_LOCAL", "/a%3Ab:/50%25:/last")]
+    assert answers.variables_of_data((), ()) == []
 
 
 def test_what_went_wrong_is_said_before_a_success(configured: Configured, image_asked: Job) -> None:
