@@ -7,29 +7,15 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from forestage.hooks import user_messages
 from forestage.hooks.boundary import IMAGE_OPTION
 from forestage.slurm.job import SAVE_OPTION
 from forestage.slurm.lines import LANGUAGE
 from forestage.system.as_user import User
-from node import ALICE, HANGS, Node
-
-# `forestage step` on the test's node instead of the machine.
-HELPER = """
-import sys
-from pathlib import Path
-from forestage import paths
-from forestage.hooks import user_messages
-from forestage.hooks import step
-user_messages.HELD_UP = 3600.0  # however slow it is: nothing is said by the way
-real, root = paths.Places, Path(sys.argv.pop())
-paths.Places = lambda: real(root)
-from forestage.cli.entry import main
-main()
-"""
+from node import ALICE, HANGS, Node, start_hook
 
 
 def environ(
@@ -61,6 +47,11 @@ def environ(
     return given | ({SAVE_OPTION: saves} if saves else {})
 
 
+def unhurried() -> None:
+    """However slow the helper is: nothing is said by the way."""
+    user_messages.HELD_UP = 3600.0
+
+
 class Helper:
     """One `forestage step`, started as the companion does it; `variables` are the step's."""
 
@@ -72,16 +63,7 @@ class Helper:
             entries = "".join(f"{name}={value}\0" for name, value in variables.items())
             os.write(memory, os.fsencode(entries))
             given = given | {"FORESTAGE_ENVIRONMENT": str(memory)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-Ic", HELPER, "step", str(node.places.root)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=given,
-            cwd="/",
-            start_new_session=True,
-            pass_fds=(memory,),
-        )
+        self.process = start_hook(node, "step", given, subprocess.DEVNULL, memory, unhurried)
         os.close(memory)
         self.begun = b""  # what was read of its output
 

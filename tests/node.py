@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,12 @@ from forestage.cache.part import Part
 from forestage.clock import Clock
 from forestage.errors import Failed
 from forestage.events import Outcome
+from forestage.hooks import boundary, epilog, prolog, step  # noqa: F401  (each hook would)
 from forestage.hooks.boundary import IMAGE_OPTION, Hook
 from forestage.paths import Places
 from forestage.slurm.job import SAVE_OPTION
 from forestage.slurm.queue import JobState, Slurm
+from forestage.stage import engines, periodic, queue  # noqa: F401  (each stager would import them)
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
 from forestage.views.through.running import PROCESS_NAME, SERVER_NAME
@@ -327,6 +330,42 @@ class Node:
 
         with ThreadPoolExecutor() as pool:
             pool.submit(live).result()
+
+
+def start_hook(
+    node: Node,
+    name: boundary.Name,
+    environ: Mapping[str, str],
+    stderr: int,
+    keep: int = 3,
+    first: Callable[[], object] = int,
+) -> subprocess.Popen[bytes]:
+    """Starts a hook as Slurm does: in a session of its own, with this environment, and a pipe.
+
+    It is a fork of the test's process: a new interpreter takes three times as long to import what
+    is there already. It has the descriptor `keep`, and begins with `first`.
+    """
+
+    def live() -> None:
+        # Among the descriptors is the pipe by which Popen would learn of a program's start.
+        for low, high in ((3, keep), (keep + 1, os.sysconf("SC_OPEN_MAX"))):
+            os.closerange(low, high)
+        gc.disable()
+        os.environ.clear()
+        os.environ.update(environ)
+        first()
+        os._exit(boundary._main(name, str(node.places.root)))
+
+    return subprocess.Popen(
+        [name],
+        preexec_fn=live,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        cwd="/",
+        start_new_session=True,
+        restore_signals=False,  # an interpreter would ignore SIGPIPE again
+    )
 
 
 def unmount(point: Path) -> None:

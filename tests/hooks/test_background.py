@@ -6,25 +6,18 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from forestage.clock import Clock
+from forestage.hooks import boundary
 from forestage.hooks.background import PROCESS_NAME
 from forestage.hooks.boundary import STAGE_OPTION, Hook
 from forestage.slurm import slurm_conf
 from forestage.system import lock
-from node import ALICE, HANGS, Node, children_left, comm, content, until
-
-# A hook on the test's node instead of the machine.
-SCRIPT = """
-import os, sys
-from forestage.hooks import boundary
-os._exit(boundary._main(sys.argv[1], sys.argv[2]))
-"""
+from node import ALICE, HANGS, Node, children_left, comm, content, start_hook, until
 
 
 class Background:
@@ -50,35 +43,27 @@ class Background:
         words = {STAGE_OPTION: str(option)} if option else {}
         return given | words | {"SLURM_CONF": str(conf)}
 
-    def hook(self, name: str, **asked: str | Path | None) -> subprocess.Popen[str]:
-        """Starts one as slurmd does: in a session of its own, whose output somebody reads."""
+    def hook(self, name: boundary.Name, **asked: str | Path | None) -> subprocess.Popen[bytes]:
+        """Starts one as slurmd does."""
         environ = self.environ(**asked)
         context = {"SLURM_SCRIPT_CONTEXT": "spank_step", "SLURM_STEP_ID": "0"}
-        return subprocess.Popen(
-            [sys.executable, "-Ic", SCRIPT, name, str(self.node.places.root)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environ | (context if name == "step" else {}),
-            start_new_session=True,
-            text=True,
-        )
+        given = environ | (context if name == "step" else {})
+        return start_hook(self.node, name, given, subprocess.STDOUT)
 
     def prolog(
         self, image: Path | None = None, comment: str | None = None, option: str | None = None
     ) -> str:
         """Runs one to the script's end, then kills its group, as slurmd does; what it said."""
         script = self.hook("prolog", image=image, comment=comment, option=option)
-        said, _ = script.communicate(timeout=HANGS)
-        assert script.returncode == 0
+        said = self.ended(script)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(script.pid, signal.SIGKILL)
         return said
 
-    def ended(self, script: subprocess.Popen[str]) -> str:
+    def ended(self, script: subprocess.Popen[bytes]) -> str:
         said, _ = script.communicate(timeout=HANGS)
         assert script.returncode == 0
-        return said
+        return said.decode()
 
     @contextlib.contextmanager
     def held_up(self) -> Iterator[None]:

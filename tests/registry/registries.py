@@ -25,6 +25,7 @@ import contextlib
 import http.client
 import http.server
 import json
+import os
 import re
 import secrets
 import select
@@ -35,6 +36,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -319,25 +321,13 @@ class Registry:
 
     def push(self, name: str, files: Mapping[str, bytes], arch: str = "amd64") -> str:
         """Makes an image of these files with umoci, pushes it with skopeo; returns its digest."""
-        with tempfile.TemporaryDirectory(dir=self.folder) as made:
-            tree, image = Path(made, "tree"), f"{made}/image:x"
-            for path, content in files.items():
-                (tree / path).parent.mkdir(parents=True, exist_ok=True)
-                (tree / path).write_bytes(content)
-                (tree / path).chmod(0o755)
-            _run("umoci", "init", "--layout", f"{made}/image")
-            _run("umoci", "new", "--image", image)
-            # `umoci insert` ends its archive too early for tar, and so for enroot.
-            _run("umoci", "unpack", "--rootless", "--image", image, f"{made}/bundle")
-            shutil.copytree(tree, Path(made, "bundle/rootfs"), dirs_exist_ok=True)
-            _run("umoci", "repack", "--image", image, f"{made}/bundle")
-            _run("umoci", "config", "--image", image, "--architecture", arch, "--os", "linux")
-            has_password = (self.folder / "htpasswd").exists()
-            login = ["--dest-creds", f"{USER}:{PASSWORD}"] if has_password else []
-            to = ["--dest-tls-verify=false", "--digestfile", f"{made}/digest", *login]
-            place = f"docker://{self.own}/{name}"
-            _run("skopeo", "--insecure-policy", "copy", *to, f"oci:{image}", place)
-            return Path(made, "digest").read_text()
+        has_password = (self.folder / "htpasswd").exists()
+        login = ["--dest-creds", f"{USER}:{PASSWORD}"] if has_password else []
+        digest = self.folder / "digest"
+        to = ["--dest-tls-verify=false", "--digestfile", str(digest), *login]
+        image, place = _image(tuple(files.items()), arch), f"docker://{self.own}/{name}"
+        _run("skopeo", "--insecure-policy", "copy", *to, f"oci:{image}", place)
+        return digest.read_text()
 
     def index(self, name: str, digests: Mapping[str, str]) -> str:
         """Puts an index, architecture to digest, over a tag; returns the index's digest."""
@@ -368,6 +358,25 @@ class Registry:
     def stop(self) -> None:
         self.front.stop()
         self.kill()
+
+
+@cache
+def _image(files: tuple[tuple[str, bytes], ...], arch: str) -> str:
+    """Makes an image once in this process: umoci is called five times for it."""
+    made = Path(tempfile.mkdtemp(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")))
+    tree, image = made / "tree", f"{made}/image:x"
+    for path, content in files:
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / path).write_bytes(content)
+        (tree / path).chmod(0o755)
+    _run("umoci", "init", "--layout", f"{made}/image")
+    _run("umoci", "new", "--image", image)
+    # `umoci insert` ends its archive too early for tar, and so for enroot.
+    _run("umoci", "unpack", "--rootless", "--image", image, f"{made}/bundle")
+    shutil.copytree(tree, made / "bundle/rootfs", dirs_exist_ok=True)
+    _run("umoci", "repack", "--image", image, f"{made}/bundle")
+    _run("umoci", "config", "--image", image, "--architecture", arch, "--os", "linux")
+    return image
 
 
 def start(
