@@ -20,6 +20,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 # These lie beside this file, not in a package.
+import choice
 import isolate
 import lanes
 from forestage.system import mounts
@@ -88,11 +89,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("long") or item.get_closest_marker("suite"):
             item.add_marker(pytest.mark.timeout(LONGEST))
-    also = os.environ.get("FORESTAGE_TEST_ALSO", "").split()
-    for asked in {"long", "ci"}.difference(also):
-        left_out = [item for item in items if item.get_closest_marker(asked)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    also = set(os.environ.get("FORESTAGE_TEST_ALSO", "").split())
+    left_out = [item for item in items if item.get_closest_marker("long") and "long" not in also]
+    if lanes.taken_here() and "ci" not in also:  # whoever names a file wants all of it
+        left_out += choice.find_left_out(items)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

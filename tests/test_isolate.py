@@ -88,6 +88,7 @@ def run_in(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=tree, env=env, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("suite", OF_EACH_SUITE)
 def test_clone_below_closed_directories_passes_tests_of_a_suite(
     closed_clone: Path, suite: str
@@ -104,7 +105,7 @@ def test_clone_below_closed_directories_runs_a_bench(closed_clone: Path) -> None
     assert "first=" in ran.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("place", ["here", "/elsewhere"])
+@pytest.mark.parametrize("place", ["here", pytest.param("/elsewhere", marks=pytest.mark.ci)])
 def test_venv_of_a_clone_that_was_moved_is_made_anew(
     machine: None, tmp_path: Path, place: str
 ) -> None:

@@ -346,6 +346,7 @@ for module in sys.argv[1:]:
 """
 
 
+@pytest.mark.ci
 def test_each_module_alone_can_be_imported_and_starts_nothing() -> None:
     """Cycles hide behind the order in which others import; and nothing may happen at import."""
     ran = subprocess.run(

@@ -121,6 +121,7 @@ def test_look_finds_what_is_there_now(kept: Kept, change: Change) -> None:
     assert kept.look() == kept.look(kept.folder)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_step_is_not_shown_what_was_there_before(node: Node, kept: Kept, change: Change) -> None:
     node.prolog(1, comment=f"stage={kept.point}/")

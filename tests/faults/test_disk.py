@@ -113,6 +113,7 @@ def test_disk_that_others_filled_before_is_declined(
     assert node.prolog(2, path).outcome.result == "copied"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("scratch", ["ext4", "xfs"], indirect=True)
 def test_job_that_could_read_through_reads_its_source_where_the_disk_is_full_and_explain_says_so(
     node: Node, scratch: str, monkeypatch: pytest.MonkeyPatch

@@ -226,6 +226,7 @@ def theirs(node: Node, text: str, name: str = "alice/.config/enroot/mounts.d/x.f
     node.put(name, text.encode())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("place", "variables"),
     [

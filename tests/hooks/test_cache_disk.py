@@ -185,6 +185,7 @@ def test_disk_that_cannot_be_remembered_is_used_as_before(node: Node) -> None:
     assert node.prolog(2, path).outcome.result == "copied"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("text", [b"", b"{", b'{"version": 2, "caches": []}', b"[]"])
 def test_record_that_cannot_be_read_counts_as_none(node: Node, text: bytes) -> None:
     path = used(node)

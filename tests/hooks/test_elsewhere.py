@@ -139,6 +139,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("first", HOSTILE.values(), ids=HOSTILE)
 def test_what_users_arrange_in_their_namespace_leads_root_nowhere_else(
     node: Node, private: Callable[..., Private], first: str

@@ -138,6 +138,7 @@ def said(text: str) -> list[str]:
     return [rest for kind, _, rest in lines if kind == "say"]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("comment", "line"),
     [

@@ -119,6 +119,7 @@ def shows(node: Node, wanted: Image) -> bool:
     return Path(wanted.path).read_bytes() == content(sum(Path(wanted.path).name.encode()))
 
 
+@pytest.mark.cases(2)
 @each("gone", "cut", "garbage", "full directory", "link", "fifo")
 def test_damaged_cache_costs_a_miss_and_no_other_entry(
     node: Node, damage: Damage, capfd: pytest.CaptureFixture[str]
@@ -283,6 +284,7 @@ def test_directory_of_the_cache_that_is_gone_is_made_anew(node: Node, name: str)
     assert node.epilog(1).said == ("released", "")
 
 
+@pytest.mark.cases(2)
 @each("cut", "link", "fifo")
 def test_damaged_file_that_only_people_read_is_in_no_jobs_way(node: Node, damage: Damage) -> None:
     """Events, CACHEDIR.TAG, peer.json, and what a killed hook left where redirects are made."""
@@ -319,6 +321,7 @@ def test_line_of_brackets_hides_no_event(node: Node) -> None:
     assert [event.hook for event in events.read(node.places.events)][-1] == "epilog"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("who", ["theirs", "everybody's", "a group's", "everybody's by a link"])
 def test_cache_below_a_directory_that_others_can_change_is_not_used(node: Node, who: str) -> None:
     """Whoever renames the cache away can have root write into a directory of his own."""

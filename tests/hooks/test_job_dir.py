@@ -247,6 +247,7 @@ def test_disk_that_fills_up_meanwhile_is_no_error_of_the_node(
     assert dirs.taken().number == 0
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("user", "sizes", "fits"),
     [(BOB, [360], False), (ALICE, [360], True), (BOB, [200, 160], False)],

@@ -435,6 +435,7 @@ def test_damaged_archive_is_told_and_nothing_of_it_appears(dirs: Dirs, cut: str)
         assert left(at) == []
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("at", [70_000, -6], ids=["amid", "checksum"])
 @pytest.mark.parametrize("mode", ["gz", "bz2", "xz", "zst"])
 def test_archive_whose_packing_is_damaged_is_told(

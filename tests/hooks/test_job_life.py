@@ -217,6 +217,7 @@ def test_job_that_writes_to_its_own_image_is_not_redirected(
     assert node.shows_source(path)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("saves", ["{}", "alice/image.sqsh", "./alice/image.sqsh"])
 def test_job_that_only_saves_has_no_redirect_there_as_long_as_it_runs(
     node: Node, saves: str

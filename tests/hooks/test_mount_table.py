@@ -86,6 +86,7 @@ def test_outdated_redirect_that_is_made_as_a_source_is_opened_is_no_source_and_i
     assert node.shows_source(path)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("redirect", "others", "reads"),
     [

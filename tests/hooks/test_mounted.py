@@ -577,6 +577,7 @@ def test_file_counts_once_for_all_steps_of_its_job(
         declined(mounting, "1 files of this user and 1 of all are mounted on this node", 2)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("messages", ["problems", "all", "none"])
 def test_mount_that_is_missing_is_said_by_each_step_and_node(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch, messages: str

@@ -92,6 +92,7 @@ def evict_all(node: Node) -> None:
     assert done.exit_code == Exit.OK, done.output
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("is_evicted", [False, True], ids=["entry", "evicted"])
 def test_outdated_redirect_of_an_earlier_cache_is_no_source(
     earlier: Node, is_evicted: bool

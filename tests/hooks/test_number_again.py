@@ -145,6 +145,7 @@ def test_step_reads_nothing_that_was_said_to_another_users_job(
     assert spank.outcomes("step", JOB) == ()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("late", "bob", "stays"),
     [

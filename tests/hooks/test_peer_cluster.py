@@ -97,6 +97,7 @@ def test_job_reads_the_source_where_no_node_has_the_image(
     until(lambda: all(sessions(peer) == 1 for peer in peers.values()), "three nodes to be asked")
 
 
+@pytest.mark.ci
 def test_node_that_asked_before_is_named_to_the_next_one(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_first_nodes_that_copy_ahead_share_the_reading_and_later_ones_leave_it_t
     assert known_copies.find(config, key, d, (d,), listed, prover).readers == ()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("nodes", ["n1", "n[1-2]"])
 @pytest.mark.parametrize("off", ["reach: job", "peers off", "no list", "an old list"])
 def test_nobody_is_asked(

@@ -144,6 +144,7 @@ def _swapped_for_a_link(node: Node, folder: Path, other: Path) -> None:
     folder.symlink_to(other.parent)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from node import ALICE, SIZE, Node, content, read_as
 
 
+@pytest.mark.always
 def test_image_is_cold_then_warm_then_changed_then_evicted(node: Node) -> None:
     path = node.put("alice/image.sqsh", content(1))
 

@@ -120,6 +120,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("make", "reason"), REQUESTS, ids=[f"{n}-{reason}" for n, (_, reason) in enumerate(REQUESTS)]
 )

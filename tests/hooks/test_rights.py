@@ -51,6 +51,7 @@ def test_nothing_is_copied_for_a_user_who_may_not_read_it(node: Node) -> None:
     assert node.prolog(2, path, user=ALICE).outcome.result == "copied"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("asked", ["alice/image.sqsh", "./alice/image.sqsh", "alice/link"])
 def test_rights_taken_away_beneath_a_redirect_are_gone_for_the_next_job(
     node: Node, asked: str

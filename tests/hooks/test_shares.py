@@ -170,6 +170,7 @@ def test_room_to_unpack_is_made_before_the_container_is(node: Node) -> None:
     assert path.exists()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("told", "goes"),
     [

@@ -90,6 +90,7 @@ TROUBLE = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("spoil", "reason"), TROUBLE)
 def test_trouble_on_the_node_leaves_the_original_path_and_exits_0(
     node: Node, capfd: pytest.CaptureFixture[str], spoil: Callable[[Node], None], reason: str
@@ -294,6 +295,7 @@ def test_damaged_lease_and_a_broken_configuration_exit_0(node: Node) -> None:
     assert node.epilog(7).ended == (0, "failed", "lease-damaged")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("flags", [(), (mounts.MS_REMOUNT | mounts.MS_BIND | mounts.MS_RDONLY,)])
 @pytest.mark.parametrize("evicted", [False, True])
 def test_hook_killed_while_it_makes_a_redirect_is_in_nobodys_way(

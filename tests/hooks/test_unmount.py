@@ -224,6 +224,7 @@ WAYS: dict[str, Callable[[Node, Path], object]] = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_lock_is_free_while_a_redirect_is_unmounted(
     node: Node, monkeypatch: pytest.MonkeyPatch, way: Callable[[Node, Path], object]

@@ -130,6 +130,7 @@ def forged(node: Node, program: Path) -> Iterator[Path]:
     server.wait()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("source", ["proj/images", "proj", "."])
 def test_file_in_a_users_mount_is_staged_for_nobody_wherever_the_sources_are(
     node: Node, farfs: Path, source: str
@@ -207,6 +208,7 @@ def shown(own: Own) -> list[int]:
     return [one.fuse_user for one in mounts.current() if one.point == point]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("harm", [signal.SIGCONT, signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize("options", [(), ("-o", "allow_other")])
 def test_redirect_beneath_users_mount_is_unmounted_and_the_mount_stays(
@@ -260,6 +262,7 @@ def test_mount_of_roots_over_a_users_is_not_touched(node: Node, mount: Callable[
     assert (shown(own), set(node.binds())) == ([ALICE.uid, 0], {str(path)})
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("swap", ["link", "directory", "another mount"])
 def test_users_mount_is_put_back_nowhere_else(
     node: Node, mount: Callable[..., Own], before: Arrange, swap: str

@@ -25,6 +25,7 @@ def wrong_clock(open_path: Path) -> Path:
     return library
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ahead", [-40 * DAYS, -3600, 3600, 12000, 31 * DAYS, 40 * DAYS])
 def test_sweep_by_a_wrong_clock_deletes_nothing_in_the_store(
     login: Login, wrong_clock: Path, ahead: int

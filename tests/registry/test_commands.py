@@ -143,6 +143,7 @@ def test_step_whose_registry_says_no_digest_has_enroots_own_try_once_for_all(
     assert [line.split()[0] for line in login.site.imports] == [uri]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("user", "tag", "asked"), [(ALICE, "v1", 0), (ALICE, "v2", 2), (BOB, "v1", 2)]
 )

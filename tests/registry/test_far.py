@@ -145,6 +145,7 @@ def test_of_all_nodes_one_collects_and_none_again_for_hours(
     assert not stamp.exists()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ahead", [-MONTH, -3600.0, 3600.0, 12000.0, MONTH])
 @pytest.mark.parametrize("who_sets_times", ["server", "node"])
 def test_node_whose_clock_is_wrong_deletes_nothing_of_others(

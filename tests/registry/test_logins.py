@@ -172,6 +172,7 @@ def test_token_server_with_too_many_requests_is_waited_for(
     assert (result.digest, result.slept) == (digest, (3.0,))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "body",
     [
@@ -254,6 +255,7 @@ def test_shell_of_other_hosts_and_users_is_not_run(
     assert not ran.exists()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("curlrc", ["", "location-trusted\n", "location\nmax-redirs = 9\n"])
 @pytest.mark.parametrize("where", ["another port", "another address", "another scheme"])
 def test_password_and_token_are_not_redirected(
@@ -359,6 +361,7 @@ def test_shell_in_a_password_is_the_users(
     assert found == [[str(alice.uid)] * 4, [str(alice.uid)] * 4, ["1"]]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link", "large", "binary", "unreadable"])
 def test_credentials_that_are_none_are_as_if_there_were_none(
     alice: Asker, registry: Registry, fronts: Callable[..., Front], kind: str

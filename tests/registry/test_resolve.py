@@ -76,6 +76,7 @@ def test_tag_that_was_moved_means_the_new_digest(alice: Asker, registry: Registr
     assert alice.ask(f"{registry.host}#{IMAGE}:1").digest == after != before
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "answer",
     [
@@ -95,6 +96,7 @@ def test_registry_that_answers_no_head_is_asked_by_one_get(
     assert asked(registry.front) == GETS
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -186,6 +188,7 @@ def test_retry_after_is_waited_for(alice: Asker, registry: Registry) -> None:
     assert asked(registry.front) == HEADS * 3
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("wanted", "slept"),
     [("12", (12.0, 12.0)), ("31", ()), ("0", (1.0,) * 30), ("", (5.0,) * 6), ("soon", (5.0,) * 6)],

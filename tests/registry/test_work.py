@@ -370,6 +370,7 @@ def test_directory_that_is_not_the_users_alone_is_not_used(site: Site, kind: str
     assert not site.imports
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["link", "fifo", "half", "text"])
 def test_what_only_has_an_images_name_is_not_used(site: Site, kind: str) -> None:
     word = last(site.start())
@@ -428,6 +429,7 @@ def test_step_has_the_digest_of_its_job_and_else_one_of_its_own(
     assert found == {"12.0": [OLD], "13.0": [NEW]}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "other",
     [

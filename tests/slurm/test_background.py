@@ -98,6 +98,7 @@ def submitted(site: Site, image: str, name: str, *options: str) -> int:
     return job
 
 
+@pytest.mark.always
 def test_job_starts_while_its_prolog_works_and_its_step_waits(leaving: Site) -> None:
     """slurmd has ended the script's process group by then."""
     with held_up(leaving):

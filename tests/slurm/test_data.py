@@ -200,6 +200,7 @@ def tree(data: Site) -> Iterator[Site]:
         assert data.leases(node) == []
 
 
+@pytest.mark.always
 def test_directory_shows_the_nodes_copy_to_all_tasks_of_the_step(tree: Site) -> None:
     comment = [f"--comment=stage={SET}/ stage-wait=60s", "--ntasks-per-node=2", "--overcommit"]
     look = f"{KIND}; cat {SET}/link; stat -c %U {SET}/a; touch {SET}/x 2>&1 | grep -c Read-only"

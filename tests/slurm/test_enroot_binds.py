@@ -32,6 +32,7 @@ def cluster_spec() -> ClusterSpec:
     return dataclasses.replace(spec, files=files, plugstack=plugstack)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("where", SAID)
 @pytest.mark.parametrize("cached", [True, False], ids=["hit", "cold"])
 def test_container_that_binds_what_is_above_its_image_starts_from_the_source(

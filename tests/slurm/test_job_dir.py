@@ -178,6 +178,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("comment", "where"),
     [

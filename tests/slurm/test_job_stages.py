@@ -28,6 +28,7 @@ WAYS: dict[str, Callable[[Site, str], Ran]] = {
 }
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("way", WAYS)
 def test_first_job_copies_and_the_second_reads_nothing_shared(site: Site, way: str) -> None:
     image = site.image(way, mib=4)

@@ -260,6 +260,7 @@ def test_script_submitted_in_a_job_goes_by_its_own_lines(spank: Site, paths: lis
     assert asked(spank, own) == [paths[1]]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("maker", ["sbatch", "salloc", "srun"])
 def test_srun_in_a_job_that_makes_another_inherits_nothing(
     spank: Site, paths: list[str], maker: str

@@ -73,6 +73,7 @@ def at_rest(fleet: Fleet) -> None:
     assert fleet.leftovers() == []
 
 
+@pytest.mark.always
 def test_nodes_with_peers_read_the_source_once_and_the_job_none_of_it(fleet: Fleet) -> None:
     nodes, size = fleet.cluster.nodes, MIB << 20
     for number in range(ATTEMPTS):

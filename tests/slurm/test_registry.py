@@ -84,6 +84,7 @@ def step(image: str, *options: str) -> str:
     return " ".join(["srun", *options, f"--container-image={image}", SHOW])
 
 
+@pytest.mark.always
 def test_one_import_serves_all_nodes_and_steps_and_the_next_job(
     site: Site, registry: Registry
 ) -> None:
@@ -362,7 +363,6 @@ def test_registry_that_is_silent_has_the_tag_mean_what_it_meant_last(
     assert names(refused) == [], refused.stdout
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("store", ["none", "on the cache's disk"])
 def test_without_a_store_that_is_shared_enroot_imports_and_nothing_is_left(
     site: Site, registry: Registry, store: str

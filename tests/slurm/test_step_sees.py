@@ -88,6 +88,7 @@ def ways(site_cluster: Cluster) -> Ways:
         return Ways(site, asked, tables.changed())
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("way", WAYS)
 def test_step_sees_its_nodes_copy_however_it_asks(ways: Ways, way: str) -> None:
     asked = ways.asked[way]

@@ -111,6 +111,7 @@ WAYS: dict[str, Callable[[Site, str], Ran]] = {
 }
 
 
+@pytest.mark.always
 def test_cold_steps_start_at_once_and_read_the_right_bytes_however_they_ask(
     through: Site, far: SlowSource
 ) -> None:

@@ -196,6 +196,7 @@ def test_variable_without_a_value_stays_the_users(step: Step) -> None:
     assert (ran.facts("setenv"), ran.logged) == (set(), "")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "text",
     [

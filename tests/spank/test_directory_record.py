@@ -103,6 +103,7 @@ def test_helper_that_answers_has_the_last_word(step: Step, record: Record) -> No
 # --- this build and the next one
 
 
+@pytest.mark.ci
 def test_companion_of_the_next_release_reads_this_ones_record(
     step: Step, record: Record, next_program: Path
 ) -> None:

@@ -269,6 +269,7 @@ UNUSUAL = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("work", UNUSUAL)
 def test_what_is_unusual_asks_the_helper(noted: Step, work: str) -> None:
     noted.answers("leave\tas the test wants it")

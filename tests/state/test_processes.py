@@ -19,8 +19,9 @@ def machine(node: Node, tmp_path: Path) -> Iterator[Machine]:
         yield type("OnThisNode", (Processes,), {"lab": lab, "folder": tmp_path})
 
 
-def test_no_order_of_events_breaks_a_promise(machine: Machine) -> None:
-    few_of_processes(machine, examples=11, steps=15)
+@pytest.mark.parametrize("examples", [4, pytest.param(11, marks=pytest.mark.ci)])
+def test_no_order_of_events_breaks_a_promise(machine: Machine, examples: int) -> None:
+    few_of_processes(machine, examples, steps=15)
 
 
 @pytest.mark.long

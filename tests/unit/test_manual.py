@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
+from choice import read_rules
 from forestage.cli.main import main
 
 REPO = Path(__file__).parents[2]
@@ -83,22 +84,14 @@ def test_link_to_a_heading_that_is_there_twice_has_a_number(tmp_path: Path) -> N
     assert anchors(page) == {"a-b-and-c", "what", "what-1"}
 
 
-def safety_rules() -> list[list[str]]:
-    """The rows of tests/safety-rules.md: rule, where, test."""
-    text = (REPO / "tests/safety-rules.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in text.split("\n") if line.startswith("| ")]
-    return [row for row in rows if row[0] != "rule"]
-
-
 def test_safety_rule_names_a_test_that_exists() -> None:
     """That the test fails without its rule was tried when the row was written."""
     files = {
         str(file.relative_to(REPO / "tests")): set(re.findall(r"def (test_\w+)", file.read_text()))
         for file in (REPO / "tests").rglob("test_*.py")
     }
-    assert len(safety_rules()) > 100
-    for rule, _, tests in safety_rules():
-        named = re.findall(r"`(?:(\S+\.py)::)?(test_\w+)`", tests)
+    assert len(read_rules()) > 100
+    for rule, _, named in read_rules():
         assert named, rule
         for file, name in named:
             has = [path for path, tests in files.items() if name in tests and file in ("", path)]
@@ -108,7 +101,7 @@ def test_safety_rule_names_a_test_that_exists() -> None:
 def test_safety_rule_names_code_that_exists() -> None:
     places = [
         place
-        for _, where, _ in safety_rules()
+        for _, where, _ in read_rules()
         for place in re.findall(r"`([a-z_]+(?:/[^`]*|\.[^`]*)?)`", where)
     ]
     assert len(places) > 100
@@ -163,7 +156,7 @@ def test_test_that_a_source_names_knows_of_it() -> None:
 def test_safety_rule_of_the_companion_names_a_function_that_exists() -> None:
     found = [
         (file, name)
-        for _, where, _ in safety_rules()
+        for _, where, _ in read_rules()
         for file, names in re.findall(r"(\w+\.c)((?:, \w+\b(?!\.c))+)", where)
         for name in re.findall(r"\w+", names)
     ]

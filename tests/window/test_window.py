@@ -178,6 +178,7 @@ def test_empty_file_and_path_that_comes_twice(job: Path, data_set: list[Path]) -
     assert Path(locals_[0]).read_bytes() == b""
 
 
+@pytest.mark.ci
 def test_a_hundred_thousand_paths(job: Path, data_set: list[Path]) -> None:
     folder = data_set[0].parent
     paths = [folder / f"{number}" for number in range(100_000)]

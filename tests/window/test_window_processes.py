@@ -442,6 +442,7 @@ OLD = sorted(Path.home().glob(".pyenv/versions/3.*/bin/python3")) + [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("python", OLD, ids=lambda path: path.parent.parent.name)
 def test_other_pythons_that_are_here_run_it(job: Path, data_set: list[Path], python: Path) -> None:
     told = [str(python), "-c", "import sys; print(sys.version_info >= (3, 8))"]

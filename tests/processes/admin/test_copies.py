@@ -217,6 +217,7 @@ def read(terminal: int) -> bytes:
     return os.read(terminal, 4096)
 
 
+@pytest.mark.ci
 def test_watch_at_terminal_ends_by_interrupt_with_0(site: Site, tmp_path: Path) -> None:
     path = site.image("a.sqsh", b"x" * 4 * CHUNK)
     part, owner = site.part(path, phase="copying", began=time.monotonic(), job=5)

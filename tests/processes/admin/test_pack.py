@@ -68,6 +68,7 @@ def test_tools_that_know_gzip_only_use_it(
     assert (printed["compression"], printed["inodes"]) == ("gzip", 9)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_pack_that_is_ended_leaves_neither_file_nor_program(
     site: Site,

@@ -1295,6 +1295,7 @@ def test_what_was_read_of_enroot_is_said(node: GoodNode) -> None:
     assert words(node.check()).splitlines()[-1] == f"read    {said}"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize(
     ("path", "id"),
@@ -1373,6 +1374,7 @@ def test_covered_paths_that_cannot_be_read_are_unknown(node: GoodNode) -> None:
 CONFIGLESS = "/run/slurm/conf/slurm.conf"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("release", "found"),
     [("23.11.4", []), ("", []), ("23.02.7", ["hook-missing"]), ("22.05.8", ["hook-missing"])],

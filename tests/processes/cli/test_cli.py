@@ -461,6 +461,7 @@ def test_dry_run_promises_what_evict_then_does(site: Site) -> None:
     assert site.keys() == {keys[0]}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [3, 30])
 @pytest.mark.parametrize(
     "words",
