@@ -144,6 +144,7 @@ os._exit(boundary._main(sys.argv[1], sys.argv[2]))
 """
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["prolog", "step", "epilog"])
 def test_hook_ends_while_a_user_holds_the_directory_above_the_cache(
     node: Node, far: Far, run: Path, tmp_path: Path, name: str

@@ -82,6 +82,7 @@ def test_copy_that_the_power_cut_short_is_no_entry(
     assert path.read_bytes() == image()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("later", [False, True], ids=["at-once", "after-the-hook"])
 @pytest.mark.parametrize(
     "keys",
@@ -121,6 +122,7 @@ def copied(node: Node) -> tuple[int, int]:
     return outcome.resumed, outcome.size
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("loss", ["nothing", "bytes", "map", "record"])
 def test_entry_that_the_power_cut_damaged_is_never_shown_and_mended_from_the_source(
     power: Power, loss: str

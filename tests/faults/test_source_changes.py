@@ -89,6 +89,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("engine", "point", "nth"), MOMENTS)
 @pytest.mark.parametrize(("change", "after"), CHANGED, ids=[c.__name__ for c, _ in CHANGED])
 def test_job_gets_the_file_that_is_there_after_the_change(

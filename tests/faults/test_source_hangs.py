@@ -210,6 +210,7 @@ def test_slow_source_is_not_waited_for_in_vain_and_copied_all_the_same(
     assert path.read_bytes() == data
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["far", "far/images", "link"])
 def test_check_ends_and_names_the_source_that_hangs(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch, name: str

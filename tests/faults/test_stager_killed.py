@@ -69,6 +69,7 @@ def test_stagers_killed_again_and_again_leave_the_original_path(
     assert served(node, path, image())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("done", [1, 3, CHUNKS])
 def test_what_is_in_is_not_read_again(node: Node, points: Points, done: int) -> None:
     node.configure(threads=1)

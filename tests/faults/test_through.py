@@ -35,6 +35,7 @@ def test_file_has_the_bytes_and_attributes_of_the_source_and_is_read_only(
 GROUP = User("", 4711, ALICE.gid)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("mode", "acl", "readers"),
     [

@@ -100,6 +100,7 @@ def leased(node: Node, shown: Shown) -> Through:
     return through
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("point", "nth"), [("claimed", 1), ("reserved", 1), ("chunk", 4)])
 def test_copy_whose_stager_was_killed_goes_on_while_a_job_reads_through(
     node: Node, shown: Shown, points: Points, point: str, nth: int, tmp_path: Path
@@ -132,6 +133,7 @@ def test_stager_that_is_always_killed_is_started_a_few_times(
     assert read_fresh(through.path) == source_bytes()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("why", ["no job", "no room", "upgraded", "stopped"])
 def test_copy_is_not_begun_again_where_that_is_of_no_use(
     node: Node, shown: Shown, points: Points, hasty: None, why: str, monkeypatch: pytest.MonkeyPatch

@@ -55,7 +55,10 @@ class Unpacker:
         assert self._aside.ended() == 0
 
 
-@pytest.mark.parametrize("kills", [200, pytest.param(400, marks=pytest.mark.long)])
+KILLS = (50, pytest.param(200, marks=pytest.mark.ci), pytest.param(400, marks=pytest.mark.long))
+
+
+@pytest.mark.parametrize("kills", KILLS)
 def test_servers_killed_while_programs_read_cost_no_byte(
     node: Node, shown: Shown, tmp_path: Path, kills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def fill(file: Path, size: int, dice: random.Random, holes: float = 0.5) -> None
     os.chown(file, ALICE.uid, ALICE.gid)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lie", LIES, ids=str)
 @pytest.mark.parametrize("blockless", [0, 1])
 def test_image_has_its_bytes_whatever_is_said_of_its_holes(
@@ -189,6 +190,7 @@ def draw_words(dice: random.Random, short: int, has_changes: bool = False) -> di
     return words
 
 
+@pytest.mark.ci
 def test_whatever_is_said_at_random_what_is_published_is_right(
     copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def key_of(path: Path) -> str:
     return identity(path.stat(), str(path)).key
 
 
+@pytest.mark.cases(2)
 def test_image_that_is_being_written_is_copied_once_that_is_over(
     node: Node, place: Path, parked: Parked, points: Points
 ) -> None:
@@ -103,6 +104,7 @@ def test_image_that_is_being_written_is_copied_once_that_is_over(
     assert node.cache.image(key).read_bytes() == path.read_bytes() == right()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("place", "begins"), MOMENTS, indirect=["place"])
 def test_write_that_begins_and_lands_at_any_point_is_in_no_entry(
     node: Node, place: Path, parked: Parked, points: Points, begins: str

@@ -189,6 +189,7 @@ def listing(site: Site, folder: str) -> Iterator[None]:
         site.root(["rm", "-r", "/tmp/page", "/tmp/of-page", "/tmp/page.sqsh"], "n1")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("folder", ["/run", "/var/log"])
 def test_user_who_lists_run_holds_up_no_job(site: Site, folder: str) -> None:
     """The list holds the directory's lock; mkdir(2) waits for it, whatever is there."""

@@ -217,6 +217,7 @@ def watched(node: CloudNode) -> CloudNode:
     return node
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", USED)
 def test_disk_that_somebody_uses_is_not_touched_nor_is_an_empty_one_beside_it(
     watched: CloudNode, blank: Callable[[str], Path], kind: str
@@ -281,6 +282,7 @@ def test_disk_that_is_mounted_or_read_only_is_not_touched(
     no_raid(watched)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "model", ["nvme_card-pd", "Amazon Elastic Block Store", "SAMSUNG MZWLR7T6", "", "nvme_card100"]
 )

@@ -187,6 +187,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_copy_among_bad_givers_has_right_bytes_and_reads_few_of_the_source(
     site: Site, tmp_path: Path, read: list[int], number: int

@@ -281,6 +281,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("fails", [False, True], ids=["copied", "engine failed"])
 def test_source_that_changes_during_the_copy_is_never_published(

@@ -263,6 +263,7 @@ PHASES = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("wait", [hang, spin])
 def test_stager_ends_on_sigterm_whatever_it_is_at(
