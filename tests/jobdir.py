@@ -21,10 +21,9 @@ from forestage.hooks.data import ShownData
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.stage.wait import Progress, quiet
-from forestage.system import loop, mounts
+from forestage.system import holder, loop, mounts
 from forestage.system.as_user import User
 from forestage.views import job_dir
-from forestage.views.through import clones
 from node import ALICE
 
 MIB = 1 << 20
@@ -83,7 +82,7 @@ class Dirs:
         target = line[-2]
         if line[0] == "served":
             assert line[2:] == (target, "root")
-            clone, point = clones.fetch(Path(line[1]), "job-dir"), os.open(target, os.O_PATH)
+            clone, point = holder.fetch_clone(Path(line[1]), "job-dir"), os.open(target, os.O_PATH)
             mounts.attach(clone, point)
             os.close(clone)
             os.close(point)

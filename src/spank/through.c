@@ -14,7 +14,7 @@
 #include "forestage.h"
 
 #define ANSWER_SECONDS 1 /* for each packet to or from the keeper; below LIMIT_MS */
-#define MOUNT "mount"    /* asks for a clone of its mount: views/through/clones.py */
+#define MOUNT "mount"    /* asks for a clone of its mount: system/holder.py */
 
 /* Old headers have neither; the numbers are the same on every architecture of Slurm's. */
 #ifndef SYS_move_mount

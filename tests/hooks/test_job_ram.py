@@ -15,8 +15,8 @@ import pytest
 import jobdir
 from forestage.errors import Declined
 from forestage.system import child, lock, mounts
+from forestage.system.holder import fetch_clone
 from forestage.views import hold, job_dir, job_ram
-from forestage.views.through import clones
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, BOB, Node, content, until
 
@@ -117,7 +117,7 @@ def test_many_tasks_get_a_clone_each_while_others_wait(
     dirs.prolog(7, "stage-dir=32M,ram")
     name = Path(job_dir.shown(dirs.on, dirs.job(7, "")).line[1])
     for _ in range(50):
-        os.close(clones.fetch(name, "job-dir"))
+        os.close(fetch_clone(name, "job-dir"))
 
 
 def test_another_user_gets_nothing_of_it(dirs: Dirs) -> None:

@@ -8,6 +8,11 @@ views/job_ram and hooks/registry. The rest is the same for all:
     messages  to who started it, if that is still there: the first once its hook may end
     guests    the tasks that are connected to its socket, where it has one
     held      a file in its directory: locked as long as it lives, with its pid
+    clones    of a mount that it holds where nobody on the node meets it; what is asked and
+              answered, one packet each:
+
+              b"mount"           b"ok", with a detached clone, for move_mount(2)
+              anything else      b"no REASON"
 """
 
 import contextlib
@@ -26,7 +31,7 @@ import msgspec
 
 from forestage import log
 from forestage.errors import Declined
-from forestage.system import child, files, lock
+from forestage.system import child, files, lock, mounts
 from forestage.units import printable
 
 START = 10.0  # seconds in which it leaves the hook
@@ -35,6 +40,8 @@ MOST = 900  # guests at once; others stand in line
 OWN = 124  # descriptors for the holder itself; half of them all, where a process may have few
 LONGEST = 64  # bytes that a guest asks
 LONGEST_MESSAGE = 1 << 16  # bytes
+LONGEST_WORDS = 1000  # bytes that a guest hears
+ANSWER = 5.0  # seconds for who gives a clone
 LONGEST_DETAIL = 4096  # characters of an error
 
 
@@ -236,6 +243,36 @@ class Guests:
             self._answer(guest, asked)
         else:  # it has ended
             self.drop(guest)
+
+
+def give_clone(guest: socket.socket, asked: bytes, point: str) -> None:
+    """Answers what was asked with the mount at `point` of this process' namespace."""
+    with contextlib.suppress(OSError):  # the task is gone
+        if asked != b"mount":
+            guest.send(b"no such request")
+            return
+        try:
+            clone = mounts.clone(point)
+        except OSError as error:
+            guest.send(f"no {error.strerror}".encode())
+            return
+        try:
+            socket.send_fds(guest, [b"ok"], [clone])
+        finally:
+            os.close(clone)
+
+
+def fetch_clone(name: Path, reason: str) -> int:
+    """Returns the descriptor of a clone. Raises Declined for this reason, OSError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        line.settimeout(ANSWER)
+        line.connect(os.fspath(name))
+        line.send(b"mount")
+        said, fds, _, _ = socket.recv_fds(line, LONGEST_WORDS, 1)
+    if not fds:
+        raise Declined(reason, f"{name} gives no mount: {said.decode(errors='replace')}")
+    os.set_inheritable(fds[0], False)
+    return fds[0]
 
 
 def hold(place: int) -> int:

@@ -1,7 +1,7 @@
 """The tmpfs that is a job's directory in memory, and the process that holds it.
 
     <cache>/jobs/<job>.<restart>/held    locked as long as the holder lives; its pid, as in hold.py
-                                 mount   where it listens, see views/through/clones.py
+                                 mount   where it listens, see system/holder.py
                                  lock.ram  held by the step that starts it
 
 The job's first step on the node has it made: a Prolog knows nothing of the job's memory. The kernel
@@ -24,7 +24,6 @@ from forestage.system.as_user import User
 from forestage.system.holder import SAFEST, Channel, Guests, Life, Message
 from forestage.units import format_size
 from forestage.views import hold
-from forestage.views.through import clones
 
 MOUNT = "/run/mount"  # in the hidden namespace
 BYTES_PER_FILE = 16384  # as on a disk: the kernel's memory for a file is the job's too
@@ -55,7 +54,7 @@ def mounted(directory: Path, over: Path, user: User, size: int, step: int, end: 
 
 def root_of(name: Path) -> int:
     """A descriptor of the root directory of what is held there. Raises Declined, OSError."""
-    clone = clones.fetch(name, "job-dir")
+    clone = holder.fetch_clone(name, "job-dir")
     try:
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=clone)
     finally:
@@ -103,7 +102,7 @@ def _live(directory: Path, over: Path, user: User, size: int, hook: Channel) -> 
     held = holder.hold(end.place)
     hook.send(Message("ready"))
     hook.close()
-    guests = Guests(listener, lambda task, asked: clones.give(task, asked, MOUNT))
+    guests = Guests(listener, lambda task, asked: holder.give_clone(task, asked, MOUNT))
     while os.fstat(held).st_nlink:
         if end.has_come():
             end.remove()

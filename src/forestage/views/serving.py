@@ -4,7 +4,7 @@
                           … .lock                             held as long as anything of it lives
 
 It mounts the file by a descriptor of /dev/fuse in a hidden mount namespace, so that nobody on the
-node meets the mount. Tasks get clones of it (views/through/clones.py). With the first that asks, it
+node meets the mount. Tasks get clones of it (system/holder.py). With the first that asks, it
 has squashfuse answer the descriptor as the user, with all three ids: what users wrote, no code of
 root's parses. So the program is born where Slurm has put that task, with the step's limits, and in
 a PID namespace of its own (system/apart.py): all that it starts ends with it.
@@ -28,7 +28,6 @@ from forestage.system import as_user, child, folders, fuse, holder, lock, mounts
 from forestage.system.holder import SAFEST, Channel, Guests, Life, Message
 from forestage.system.run import Program
 from forestage.units import printable
-from forestage.views.through import clones
 
 PROCESS_NAME = "forestage-mount"
 SERVER = Life(PROCESS_NAME, oom_score_adj=SAFEST)
@@ -195,11 +194,11 @@ class _Served:
     def _answer(self, task: socket.socket, asked: bytes) -> None:
         if not self._serves():
             with contextlib.suppress(OSError):  # the task is gone
-                task.send(f"no {self.refusal}".encode()[: clones.WORDS])
+                task.send(f"no {self.refusal}".encode()[: holder.LONGEST_WORDS])
             return
         mounts.enter_namespace(*self.hidden)
         try:
-            clones.give(task, asked, MOUNT)
+            holder.give_clone(task, asked, MOUNT)
         finally:
             mounts.enter_namespace(*self.host)
 
@@ -304,7 +303,7 @@ def _clone(content: Bytes) -> int | None:
         return mounts.clone(os.fspath(content.entry))
     if content.through is None:
         return None
-    return clones.fetch(content.through, "no-mount")
+    return holder.fetch_clone(content.through, "no-mount")
 
 
 def _image(clone: int | None, content: Bytes) -> int:

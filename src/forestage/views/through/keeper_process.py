@@ -1,7 +1,7 @@
 """A keeper at work: its mount, and /dev/fuse beneath it.
 
 It starts servers, each in place of one that died or hangs, and hands clones of the mount to tasks
-(clones.py).
+(system/holder.py).
 
 A copy whose stager was killed gets another one, MOST_STAGERS in all: a job that reads through has
 no hook that would start it.
@@ -30,7 +30,7 @@ from forestage.errors import Declined
 from forestage.stage.task import Task
 from forestage.system import child, fuse, holder, mounts
 from forestage.system.holder import Channel, Guests, Message
-from forestage.views.through import clones, running, server
+from forestage.views.through import running, server
 from forestage.views.through.local import Local
 from forestage.views.through.memory import Common, Generation
 from forestage.views.through.running import SERVER_NAME, State
@@ -275,7 +275,7 @@ class Keeper:
     # Tasks
 
     def _answer(self, task: socket.socket, asked: bytes) -> None:
-        clones.give(task, asked, FILE)
+        holder.give_clone(task, asked, FILE)
 
     def _let_go(self) -> None:
         """Takes the keeper's own mount off when no task will ask for it any more."""
