@@ -28,7 +28,7 @@ from forestage.hooks import data
 from forestage.hooks.limit import Limit
 from forestage.system import lock, loop, mounts
 from forestage.system.as_user import User
-from forestage.views import hold, job_dir, job_disk
+from forestage.views import job_dir, job_disk
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, BOB, Idle, Node, content, until
 
@@ -485,7 +485,7 @@ def test_mapping_of_what_is_gone_ends_its_process_and_shows_no_zeros(dirs: Dirs)
 def test_file_system_that_could_not_be_shut_down_keeps_its_bytes(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hold, "_GOINGDOWN", 0x5877FF)  # no call of ext4's
+    monkeypatch.setattr(job_disk, "_GOINGDOWN", 0x5877FF)  # no call of ext4's
     dirs.prolog(7, "stage-dir=300M")
     with descriptor(dirs, 7) as full:
         assert dirs.node.epilog(7).said == ("released", "")
@@ -508,7 +508,7 @@ def test_last_task_of_a_step_does_not_wait_until_all_is_written(dirs: Dirs) -> N
 def test_holder_of_what_others_deleted_ends_and_shuts_nothing_down(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hold, "LOOK", 0.05)
+    monkeypatch.setattr(job_disk, "LOOK", 0.05)
     dirs.prolog(7, "stage-dir=32M")
     (place,) = dirs.node.cache.jobs.iterdir()
     with dirs.seen(7) as at, (place / "held").open() as held:
@@ -600,7 +600,7 @@ def test_formatting_without_the_newest_option_works_as_well(
 def test_directory_of_a_job_that_an_epilog_without_python_ended_is_removed_by_its_holder(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hold, "LOOK", 0.05)
+    monkeypatch.setattr(job_disk, "LOOK", 0.05)
     before = free(dirs)
     dirs.prolog(7, "stage-dir=64M")
     dirs.prolog(8, "stage-dir=32M")
@@ -620,7 +620,7 @@ def test_directory_of_a_job_that_an_epilog_without_python_ended_is_removed_by_it
 def test_mark_of_an_earlier_runs_end_ends_no_directory_of_this_one(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hold, "LOOK", 0.05)
+    monkeypatch.setattr(job_disk, "LOOK", 0.05)
     dirs.prolog(7, "stage-dir=32M")
     over = dirs.on.leases.over(7)
     over.touch()

@@ -16,7 +16,7 @@ import jobdir
 from forestage.errors import Declined
 from forestage.system import child, lock, mounts
 from forestage.system.holder import fetch_clone
-from forestage.views import hold, job_dir, job_ram
+from forestage.views import job_dir, job_disk, job_ram
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, BOB, Node, content, until
 
@@ -39,7 +39,7 @@ def holders(dirs: Dirs) -> list[int]:
     found, disk = [], dirs.node.nvme.stat().st_dev
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            if (process / "comm").read_text().strip() == hold.PROCESS_NAME:
+            if (process / "comm").read_text().strip() == job_disk.PROCESS_NAME:
                 files = [fd.stat().st_dev for fd in (process / "fd").iterdir()]
                 found += [int(process.name)] if disk in files else []
     return found

@@ -11,7 +11,7 @@ from compute import IMAGES, Compute, command
 from forestage.cache.part import PROCESS_NAME as STAGER
 from forestage.registry.imports_now import PROCESS_NAME as IMPORTING
 from forestage.system.apart import PROCESS_NAME as INIT
-from forestage.views.hold import PROCESS_NAME as HOLDER
+from forestage.views.job_disk import PROCESS_NAME as HOLDER
 from forestage.views.serving import PROCESS_NAME as MOUNTER
 from forestage.views.through.running import PROCESS_NAME as KEEPER
 from forestage.views.through.running import SERVER_NAME as SERVER

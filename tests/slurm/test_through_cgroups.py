@@ -22,7 +22,7 @@ from test_data import POINT, comment
 from test_through import HOLD, KEEPER, MIB, SERVER, STAGER, looks, read_through, waits
 
 from forestage.registry.worker import MODULE as WORKER
-from forestage.views.hold import PROCESS_NAME as HOLDER
+from forestage.views.job_disk import PROCESS_NAME as HOLDER
 from forestage.views.serving import PROGRAMS
 from registry import STORE, with_importer
 

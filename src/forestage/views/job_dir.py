@@ -2,7 +2,7 @@
 
     <cache>/jobs/<job>.<restart>/disk        the file system that steps mount, see views/job_disk.py
                                  made.json   for whom and how large; without it nothing is whole
-                                 held         see views/hold.py
+                                 held         the same
                                  mount        of one in memory, see views/job_ram.py
                                  lock.<n>, put.<n>    of the job's n-th request, see views/fill.py
 
@@ -13,7 +13,7 @@ happens to a directory keeps the sweep from taking that of a job that begins:
     Prolog      notes the lease, removes what an earlier run of the job left, makes the directory
     step        mounts its device in each task's namespace
     Epilog      drops the lease; renames the directory away, ends its holder, detaches its device,
-                deletes the file (without Python: has the holder do all of this, see views/hold.py)
+                deletes the file (without Python the holder does all of this, see views/job_disk.py)
     sweep       under the space lock: renames away what has no lease; then as the Epilog, also with
                 what Prologs have renamed away
 """
@@ -39,7 +39,7 @@ from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
 from forestage.system import as_user, files, folders, holder, lock, loop, mounts, records
 from forestage.units import format_size, is_number
-from forestage.views import hold, job_disk, job_ram
+from forestage.views import job_disk, job_ram
 
 PATIENCE = 30.0  # seconds for another job's Prolog, which takes its room
 
@@ -145,7 +145,7 @@ def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
     node.cache.jobs.mkdir(mode=0o700, exist_ok=True)
     place.directory.mkdir(mode=0o700)
     with contextlib.ExitStack() as on_error:
-        on_error.callback(lambda: _remove(node.cache, place, min(hold.END, end.left())))
+        on_error.callback(lambda: _remove(node.cache, place, min(job_disk.END, end.left())))
         if ram:
             records.write(place.record, msgspec.json.encode(wanted))
             on_error.pop_all()
@@ -158,7 +158,7 @@ def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
         trace.point("job room")
         device = job_disk.format_for(place.disk, job.user, place.directory, end)
         over, patience = node.leases.over(job.id), job_disk.within(holder.START, end)
-        hold.start(device, place.directory, over, patience)
+        job_disk.hold(device, place.directory, over, patience)
         records.write(place.record, msgspec.json.encode(wanted))
         on_error.pop_all()
 
@@ -334,7 +334,7 @@ class _Gone(msgspec.Struct, frozen=True):
     disk: os.stat_result | None
 
 
-def _remove(cache: Cache, place: Place, patience: float = hold.END) -> None:
+def _remove(cache: Cache, place: Place, patience: float = job_disk.END) -> None:
     gone = _aside(cache, place)
     trace.point("job aside")
     _let_go(gone, patience)
@@ -354,7 +354,7 @@ def _free(cache: Cache, earlier: Place, end: Deadline) -> None:
     """
     gone = _aside(cache, earlier)
     with contextlib.suppress(Failed, OSError):
-        until = Deadline.after(min(hold.END, end.left()), end.clock)
+        until = Deadline.after(min(job_disk.END, end.left()), end.clock)
         _let_go(gone, until.left())
         if gone.now is not None:
             cache.delete_evicted(gone.now)
@@ -364,7 +364,7 @@ def _free(cache: Cache, earlier: Place, end: Deadline) -> None:
             end.clock.sleep(min(lock.POLL, until.left()))
 
 
-def _let_go(gone: _Gone, patience: float = hold.END) -> None:
+def _let_go(gone: _Gone, patience: float = job_disk.END) -> None:
     """Ends its holder and detaches its device; what a task has mounted goes with the last one."""
     if gone.now is not None:
         holder.end(gone.now, patience)

@@ -1,6 +1,6 @@
 """The tmpfs that is a job's directory in memory, and the process that holds it.
 
-    <cache>/jobs/<job>.<restart>/held    locked as long as the holder lives; its pid, as in hold.py
+    <cache>/jobs/<job>.<restart>/held    locked as long as the holder lives; its pid
                                  mount   where it listens, see system/holder.py
                                  lock.ram  held by the step that starts it
 
@@ -23,19 +23,19 @@ from forestage.system import child, holder, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.holder import SAFEST, Channel, Guests, Life, Message
 from forestage.units import format_size
-from forestage.views import hold
+from forestage.views import job_disk
 
 MOUNT = "/run/mount"  # in the hidden namespace
 BYTES_PER_FILE = 16384  # as on a disk: the kernel's memory for a file is the job's too
 LOOK = 5.0  # seconds between two looks at whether the directory is deleted
-RAM = Life(hold.PROCESS_NAME, oom_score_adj=SAFEST)
+RAM = Life(job_disk.PROCESS_NAME, oom_score_adj=SAFEST)
 
 
 def mounted(directory: Path, over: Path, user: User, size: int, step: int, end: Deadline) -> Path:
     """Returns the socket of the tmpfs's holder, which the first step of a job starts.
 
-    `over` is as in hold.py. `step` is the pid of the step's manager, in whose job's memory it has
-    to fit. Raises Declined, lock.Busy, OSError.
+    `over` is as in job_disk.py. `step` is the pid of the step's manager, in whose job's memory it
+    has to fit. Raises Declined, lock.Busy, OSError.
     """
     with lock.held(directory / "lock.ram", end.left()):
         held = directory / "held"
@@ -90,7 +90,7 @@ def _live(directory: Path, over: Path, user: User, size: int, hook: Channel) -> 
 
     It gives clones to those who ask, until the job's directory is deleted, or has to be.
     """
-    end = hold.JobEnd.open(over, directory)
+    end = job_disk.JobEnd.open(over, directory)
     listener = holder.listen(directory / "mount")
     hook.begin(*end.fds, listener.fileno())
     mounts.empty_namespace()
