@@ -24,7 +24,7 @@ from forestage.errors import Declined, Failed, PeerError
 from forestage.peers import stats
 from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import chunks, engines, fstab, queue
-from forestage.stage.periodic import meanwhile
+from forestage.stage.queue import meanwhile
 from forestage.stage.task import Task
 from forestage.system import lock
 from forestage.system.files import opened

@@ -17,7 +17,7 @@ space lock.
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -28,7 +28,6 @@ from forestage.cache.part import Owner, Part, boot_id
 from forestage.clock import Deadline
 from forestage.config import Config
 from forestage.errors import Failed, Stopped
-from forestage.stage.periodic import meanwhile
 from forestage.system import files, lock
 
 POLL = 0.1  # seconds
@@ -255,3 +254,25 @@ def _leased(node: Node) -> frozenset[str] | None:
         return node.leases.keys()
     except (Failed, OSError):
         return None
+
+
+@contextlib.contextmanager
+def meanwhile(act: Callable[[], None], every: float, name: str) -> Iterator[None]:
+    """Calls `act` every so many seconds, first after that long, in a thread of that name.
+
+    The thread has ended when the block is left, however it is left. What `act` raises ends the
+    thread and not the work.
+    """
+    over = threading.Event()
+
+    def again() -> None:
+        while not over.wait(every):
+            act()
+
+    thread = threading.Thread(target=again, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
