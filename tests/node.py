@@ -37,7 +37,7 @@ from forestage.slurm.queue import JobState, Slurm
 from forestage.stage import engines, periodic, queue  # noqa: F401  (each stager would import them)
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
-from forestage.views.through.running import PROCESS_NAME, SERVER_NAME
+from forestage.views.through.keeper import PROCESS_NAME, SERVER_NAME
 
 T = TypeVar("T")
 Arrange = Callable[[object, str, Callable[[], object]], None]

@@ -84,7 +84,6 @@ ONE_IMPORTER = {
     },
     "imported late: who does without it does not pay for it": {
         *("hooks.data", "hooks.earlier_job", "hooks.prolog", "hooks.registry", "hooks.script"),
-        "views.through.keeper",
         *("stage.pipeline", "stage.with_peers", "report.page", "slurm.pyslurm", "system.drawing"),
     },
     "pure, or nearly: it decides, its importer acts": {

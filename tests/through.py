@@ -28,8 +28,8 @@ from forestage.stage.task import Task
 from forestage.system import mounts
 from forestage.system.as_user import User
 from forestage.units import Amount
-from forestage.views.through import keeper, running
-from forestage.views.through.running import PROCESS_NAME, SERVER_NAME
+from forestage.views.through import keeper
+from forestage.views.through.keeper import PROCESS_NAME, SERVER_NAME
 from node import ALICE, Node, children_left, comm, end_keepers, until
 
 MIB = 1024 * 1024
@@ -80,8 +80,8 @@ class Through:
         self.sock = keeper.start(task(self.node, self.opened))
         self.pid = next(state.pid for spot, state in self.living() if spot == self.spot)
 
-    def living(self) -> list[tuple[Path, running.State]]:
-        return running.states(self.node.places.through)
+    def living(self) -> list[tuple[Path, keeper.State]]:
+        return keeper.states(self.node.places.through)
 
     def connect(self) -> socket.socket:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -17,7 +17,7 @@ from far import Far  # noqa: E402
 from fault import Gate, Points, image  # noqa: E402
 
 from forestage import trace  # noqa: E402
-from forestage.views.through import running  # noqa: E402
+from forestage.views.through import keeper  # noqa: E402
 from node import Node  # noqa: E402
 from through import SIZE, Shown, Through  # noqa: E402
 
@@ -61,7 +61,7 @@ def disk(node: Node, tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def shown(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]:
     """Has images read through; the file lies over the image's own path, or over a place `at`."""
-    monkeypatch.setattr(running, "START", 600.0)  # a machine may stand still
+    monkeypatch.setattr(keeper, "START", 600.0)  # a machine may stand still
     made: list[Through] = []
 
     def show(path: Path | None = None, at: Path | None = None, lay: bool = True) -> Through:

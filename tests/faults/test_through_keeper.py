@@ -17,8 +17,8 @@ from forestage.cache.lease import Lease, Use
 from forestage.errors import Declined
 from forestage.system import fuse, mounts
 from forestage.views.through import keeper, keeper_process, server
+from forestage.views.through.keeper import states
 from forestage.views.through.keeper_process import Keeper
-from forestage.views.through.running import states
 from forestage.views.through.server import Server
 from node import ALICE, BOB, Node, children_left, until
 from through import SIZE, Aside, Copy, Shown, Through, here, opened, read_fresh, servers_of, task

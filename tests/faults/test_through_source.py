@@ -10,7 +10,7 @@ from far import Far
 from fault import MIB, source_bytes
 
 from forestage.errors import Declined
-from forestage.views.through import keeper, running
+from forestage.views.through import keeper
 from node import Node, children_left, comm, until
 from through import Aside, Copy, Shown, Through, here, opened, read_fresh, task
 
@@ -67,7 +67,7 @@ def test_source_that_hangs_from_the_start_leaves_one_keeper_and_no_server(
     # The first has long enough to come to its source on a busy machine: a server that is ended
     # before it has read hangs nowhere, and leaves nothing.
     for start in (10.0, 1.0, 1.0):
-        monkeypatch.setattr(running, "START", start)
+        monkeypatch.setattr(keeper, "START", start)
         with pytest.raises(Declined, match="does not answer") as declined:
             keeper.start(asked)
         assert declined.value.reason == "no-through"
@@ -75,10 +75,10 @@ def test_source_that_hangs_from_the_start_leaves_one_keeper_and_no_server(
     def left() -> list[str]:
         return sorted(comm(pid) for pid in children_left() if comm(pid) != "farfs")
 
-    until(lambda: left() == [running.PROCESS_NAME], "one keeper to be left")
+    until(lambda: left() == [keeper.PROCESS_NAME], "one keeper to be left")
     far.behaves()
     until(lambda: left() == [], "its end")
-    assert running.states(node.places.through) == []
+    assert keeper.states(node.places.through) == []
     asked.opened.close()
 
 

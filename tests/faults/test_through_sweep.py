@@ -14,7 +14,7 @@ from forestage.admin import sweep
 from forestage.admin.sweep import SweepReport
 from forestage.slurm.queue import Slurm
 from forestage.views.through import remains
-from forestage.views.through.running import PROCESS_NAME
+from forestage.views.through.keeper import PROCESS_NAME
 from node import BOB, Later, Node, until
 from through import Aside, Copy, Shown, Through, direct, read_fresh
 

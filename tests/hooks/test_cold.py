@@ -14,7 +14,7 @@ from forestage.clock import Clock
 from forestage.events import Event, Handled
 from forestage.hooks import limit
 from forestage.hooks.boundary import IMAGE_OPTION, Hook
-from forestage.views.through import keeper, running
+from forestage.views.through import keeper
 from node import ALICE, BOB, Arrange, Node, children_left, content, end_keepers, held_at, until
 from through import Through
 
@@ -162,13 +162,13 @@ def step(node: Node, job: int, path: Path, saves: str | None = None) -> tuple[st
 
 @pytest.fixture
 def through(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
-    monkeypatch.setattr(running, "START", 600.0)  # a machine may stand still
+    monkeypatch.setattr(keeper, "START", 600.0)  # a machine may stand still
     node.configure(redirect="spank", cold=None, on_error="drain", user_messages="all")
     return node
 
 
 def keepers(node: Node) -> set[int]:
-    return {state.pid for _, state in running.states(node.places.through)}
+    return {state.pid for _, state in keeper.states(node.places.through)}
 
 
 def socket_of(node: Node, path: Path) -> Path:

@@ -22,7 +22,7 @@ from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.sources.source import OpenImage
 from forestage.system import as_user, terminal
-from forestage.views.through import running
+from forestage.views.through import keeper
 from node import ALICE, Idle, Node, end_keepers, held_at, until
 
 
@@ -50,7 +50,7 @@ def named(node: Node, monkeypatch: pytest.MonkeyPatch) -> Path:
     kind = property(lambda one: "named" if one.path.endswith(".name") else known(one))
     monkeypatch.setattr(Request, "kind", kind)
     monkeypatch.setitem(serve.SOURCES, "named", Named())  # type: ignore[arg-type, misc]
-    monkeypatch.setattr(running, "START", 600.0)  # a machine may stand still
+    monkeypatch.setattr(keeper, "START", 600.0)  # a machine may stand still
     monkeypatch.setattr(limit, "SHORTLY", 0.0)
     node.configure(redirect="spank", cold=None)
     return node.put("alice/image.name", str(node.put("alice/image.sqsh")).encode())

@@ -13,8 +13,8 @@ from forestage.registry.imports_now import PROCESS_NAME as IMPORTING
 from forestage.system.apart import PROCESS_NAME as INIT
 from forestage.views.job_disk import PROCESS_NAME as HOLDER
 from forestage.views.serving import PROCESS_NAME as MOUNTER
-from forestage.views.through.running import PROCESS_NAME as KEEPER
-from forestage.views.through.running import SERVER_NAME as SERVER
+from forestage.views.through.keeper import PROCESS_NAME as KEEPER
+from forestage.views.through.keeper import SERVER_NAME as SERVER
 
 POINT = "/tmp/alice/point"
 SQUASHFUSE = "squashfuse"  # before 0.2 squashfuse_ll cannot say whose the files are

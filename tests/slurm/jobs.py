@@ -23,8 +23,8 @@ from forestage.cache.lease import Lease, Leases
 from forestage.cache.part import PROCESS_NAME as STAGER
 from forestage.events import Outcome
 from forestage.system import mounts
-from forestage.views.through.running import PROCESS_NAME as KEEPER
-from forestage.views.through.running import SERVER_NAME as SERVER
+from forestage.views.through.keeper import PROCESS_NAME as KEEPER
+from forestage.views.through.keeper import SERVER_NAME as SERVER
 
 CACHE = "/mnt/nvme/forestage"
 CLI = "/usr/lib/forestage/bin/forestage"

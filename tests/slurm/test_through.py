@@ -26,8 +26,8 @@ from steps import accompanied, served
 from forestage import events
 from forestage.cache.part import PROCESS_NAME as STAGER
 from forestage.events import Handled
-from forestage.views.through.running import PROCESS_NAME as KEEPER
-from forestage.views.through.running import SERVER_NAME as SERVER
+from forestage.views.through.keeper import PROCESS_NAME as KEEPER
+from forestage.views.through.keeper import SERVER_NAME as SERVER
 
 HOLD = 8  # MiB of an image that a hanging source still gives: what a container needs to start
 MIB = 24  # of an image that hangs

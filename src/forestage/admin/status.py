@@ -33,7 +33,7 @@ from forestage.system.terminal import Facts, Line, Piece, Table, age, count, mom
 from forestage.units import format_duration, format_size
 from forestage.views import job_dir
 from forestage.views.job_dir import Taken
-from forestage.views.through import running
+from forestage.views.through import keeper
 
 STATES = (
     *("ok", "hangs", "read-only", "full", "failing", "unusable"),
@@ -156,7 +156,7 @@ def gather(node: Node, conf: str = "") -> Status:
         starts=starts,
         blocked=blocked,
         no_companion=calls.without if _should_load(node, calls, conf) else "",
-        through=tuple(spot.name for spot, _ in running.states(node.places.through)),
+        through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
         imports=imports.gather(node.places),
         prefetched=prefetched.gather(node.places, holdings.items, now),
     )

@@ -1,6 +1,5 @@
 """The read-through start: a job reads its image while the copy of it is still on its way.
 
-    running    which keepers there are
     keeper     a process for each image: holds /dev/fuse and the mount, starts servers, hands out
                clones of the mount to tasks
     server     its child, replaced at once when it dies: answers reads from the copy and the source

@@ -1,22 +1,27 @@
-"""Starts the process that holds an image's read-through file.
+"""Starts the process that holds an image's read-through file, and knows which of them live.
+
+/run/forestage/through/<key>/lock   held as long as the keeper lives
+                             sock   where it listens
+                             state  whose it is; its mtime: the keeper was well then
 
 What such a process does is in views/through/keeper_process.py, which it alone imports: its hook
 does not wait for that.
 """
 
+import contextlib
 import os
 import socket
 import time
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from forestage import events, trace
 from forestage.errors import Declined
 from forestage.stage.task import Task
-from forestage.system import child, folders, fuse, holder, lock
+from forestage.system import child, folders, fuse, holder, lock, records
 from forestage.system.holder import SAFEST, Channel, Life, Message
-from forestage.views.through import running
-from forestage.views.through.running import PROCESS_NAME, states
 
 MOST, MOST_OF_USER = 7, 4
 """Images of a node, and of one user on it, that are read through at once.
@@ -24,9 +29,20 @@ MOST, MOST_OF_USER = 7, 4
 A keeper and its server take 17 MiB, 33 once all threads have read: no more than 256 for the node.
 """
 
+PROCESS_NAME = "forestage-keep"  # in ps(1); its servers are SERVER_NAME
+SERVER_NAME = "forestage-read"
 KEEPER = Life(PROCESS_NAME, oom_score_adj=SAFEST)
+START = 10.0  # seconds until the first server answers
 PROBED = 0.2  # seconds for which somebody who only looks may hold the lock
 ANSWER = 1.0  # seconds for a connection: a keeper that is stopped takes none once its queue is full
+
+
+class State(msgspec.Struct, frozen=True):
+    """The file `state`: the keeper, for people; the user it was started for, the file's st_dev."""
+
+    pid: int
+    uid: int
+    device: int
 
 
 def start(task: Task, wait: bool = True) -> Path:
@@ -47,7 +63,7 @@ def start(task: Task, wait: bool = True) -> Path:
     must_be_allowed(spot, task.opened.user.uid)
     about = f"keeper image={events.field(task.image.path)}"
     with holder.start(KEEPER, about, partial(_live, task, spot)) as channel:
-        there = not wait or channel.await_ready(running.START, "no-through")
+        there = not wait or channel.await_ready(START, "no-through")
     if not there and not _comes(spot / "sock"):
         raise Declined("no-through", "another keeper of it does not answer")
     return spot / "sock"
@@ -72,9 +88,19 @@ def must_be_allowed(spot: Path, uid: int) -> None:
         raise Declined("no-through", f"{len(owners)} images are read through on this node already")
 
 
+def states(through: Path) -> list[tuple[Path, State]]:
+    """The keepers that live, by their directories. Raises OSError."""
+    found = []
+    for spot in through.iterdir() if through.exists() else ():
+        with contextlib.suppress(FileNotFoundError, records.Damaged):
+            if not lock.is_free(spot / "lock"):
+                found.append((spot, records.load(spot / "state", State)))
+    return found
+
+
 def _comes(path: Path) -> bool:
     """Whether the keeper that another hook has just started listens in time."""
-    end = time.monotonic() + running.START
+    end = time.monotonic() + START
     while time.monotonic() < end:
         if listens(path):
             return True

@@ -30,10 +30,10 @@ from forestage.errors import Declined
 from forestage.stage.task import Task
 from forestage.system import child, fuse, holder, mounts
 from forestage.system.holder import Channel, Guests, Message
-from forestage.views.through import running, server
+from forestage.views.through import keeper, server
+from forestage.views.through.keeper import SERVER_NAME, State
 from forestage.views.through.local import Local
 from forestage.views.through.memory import Common, Generation
-from forestage.views.through.running import SERVER_NAME, State
 from forestage.views.through.server import Served, Server
 
 TURN = 0.25  # seconds between two looks at the server
@@ -101,7 +101,7 @@ class Keeper:
         pid = os.fork()
         if pid == 0:
             child.live(self._settle, partial(self._say_of_server, "probe"))
-        end = time.monotonic() + running.START
+        end = time.monotonic() + keeper.START
         while not os.waitpid(pid, os.WNOHANG)[0]:
             self._reap()
             if time.monotonic() > end or self.generations[-1][1].ended:

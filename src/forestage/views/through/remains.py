@@ -18,7 +18,7 @@ import msgspec
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
 from forestage.system import as_user, files, lock, mounts, processes
-from forestage.views.through.running import PROCESS_NAME, SERVER_NAME, State, states
+from forestage.views.through.keeper import PROCESS_NAME, SERVER_NAME, State, states
 
 STALE = 60.0  # seconds
 AGAIN = 1.0  # seconds between two looks at a keeper, which is some of its turns
