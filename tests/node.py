@@ -34,7 +34,7 @@ from forestage.hooks.boundary import IMAGE_OPTION, Hook
 from forestage.paths import Places
 from forestage.slurm.job import SAVE_OPTION
 from forestage.slurm.queue import JobState, Slurm
-from forestage.stage import engines, periodic, queue  # noqa: F401  (each stager would import them)
+from forestage.stage import engines, queue  # noqa: F401  (each stager would import them)
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
 from forestage.views.through.keeper import PROCESS_NAME, SERVER_NAME
