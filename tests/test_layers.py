@@ -87,7 +87,7 @@ ONE_IMPORTER = {
         *("stage.pipeline", "stage.with_peers", "report.page", "slurm.pyslurm", "system.drawing"),
     },
     "pure, or nearly: it decides, its importer acts": {
-        *("admin.compare", "report.plots", "report.text", "views.through.reads"),
+        *("admin.compare", "report.text", "views.through.reads"),
         *("cache.baseline", "admin.prefetched"),
     },
     "a file, or what another program writes, read and written here only": {

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from forestage import report as reports
 from forestage.events import Copied, Event, Handled, Hook, Outcome
 from forestage.report import format as fmt
-from forestage.report import plots
 from forestage.report.figures import DAY
+from forestage.report.page import count_scale, size_scale
 
 GIB = 1 << 30
 NOW = 1_800_000_000.0
@@ -164,6 +164,6 @@ def test_number_is_shown_no_better_than_it_is(shown: str, expected: str) -> None
 
 @given(st.integers(0, 10**15))
 def test_scale_covers_its_values(largest: int) -> None:
-    for top in (plots.count_scale(largest), plots.size_scale(largest)):
+    for top in (count_scale(largest), size_scale(largest)):
         assert top >= max(largest, 1)
         assert top <= max(2, largest * 5)
