@@ -23,7 +23,7 @@ from forestage.admin import sweep, switching, textfile
 from forestage.clock import Clock
 from forestage.config import switch
 from forestage.hooks import boundary
-from forestage.registry import mount_points
+from forestage.registry import step_files
 from forestage.system import processes
 from node import BOB, HANGS, Node, Ran, until
 
@@ -85,7 +85,7 @@ def test_user_can_hold_no_directory_in_which_hooks_make_names(
     """After jobs of many kinds there is none; in tests/slurm/jobs.py after all of the tests'."""
     node.staged(2)
     called(node, "prolog", 2)
-    mount_points.make(node.places, 2, 0, 100)
+    step_files.make_mount_point(node.places, 2, 0, 100)
     node.configure(cold="shared")
     node.prolog(3, node.put("alice/other.sqsh"))
     state = node.places.known_disks.parent

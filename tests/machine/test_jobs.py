@@ -9,7 +9,7 @@ from pathlib import Path
 from compute import IMAGES, Compute, command
 
 from forestage.cache.part import PROCESS_NAME as STAGER
-from forestage.registry.imports_now import PROCESS_NAME as IMPORTING
+from forestage.registry.step_files import PROCESS_NAME as IMPORTING
 from forestage.system.apart import PROCESS_NAME as INIT
 from forestage.views.job_disk import PROCESS_NAME as HOLDER
 from forestage.views.serving import PROCESS_NAME as MOUNTER

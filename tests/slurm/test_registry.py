@@ -19,7 +19,7 @@ from steps import accompanied
 
 import registry as registries
 from forestage.events import Handled, Outcome
-from forestage.registry.imports_now import PROCESS_NAME
+from forestage.registry.step_files import PROCESS_NAME
 from registry import GATE, IMPORTS, STORE, Registry, imports, with_importer
 
 NODES = 4

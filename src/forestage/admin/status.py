@@ -25,8 +25,8 @@ from forestage.errors import Declined
 from forestage.events import field
 from forestage.peers import stats
 from forestage.peers.stats import Uploaded
-from forestage.registry import imports_now as imports
-from forestage.registry.imports_now import UnderWay
+from forestage.registry import step_files
+from forestage.registry.step_files import UnderWay
 from forestage.system import mounts
 from forestage.system.mounts import Mount
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
@@ -157,7 +157,7 @@ def gather(node: Node, conf: str = "") -> Status:
         blocked=blocked,
         no_companion=calls.without if _should_load(node, calls, conf) else "",
         through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
-        imports=imports.gather(node.places),
+        imports=step_files.list_imports(node.places),
         prefetched=prefetched.gather(node.places, holdings.items, now),
     )
     if unusable:

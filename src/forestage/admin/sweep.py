@@ -45,7 +45,7 @@ from forestage.events import Event, losses
 from forestage.hooks import epilog
 from forestage.paths import Places
 from forestage.peers import node_list, notices
-from forestage.registry import mount_points
+from forestage.registry import step_files
 from forestage.registry.collect import Done
 from forestage.slurm.queue import Slurm, why_over
 from forestage.system import folders, lock, mounts
@@ -412,7 +412,7 @@ class _Sweep:
     def places_of_images(self, stale: tuple[StaleLease, ...]) -> None:
         """Deletes what steps of jobs that are over left of images of registries."""
         staying = frozenset(self.node.leases.jobs()) - {one.job for one in stale}
-        for path in mount_points.leftover(self.node.places, staying, self.node.clock.wall()):
+        for path in step_files.list_leftovers(self.node.places, staying, self.node.clock.wall()):
             path.unlink(missing_ok=True)
 
     def job_dirs(self, node: Node, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:

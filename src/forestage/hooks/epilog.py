@@ -143,10 +143,10 @@ def _forget_images(over: _Over) -> None:
     """
     if not over.places.images.exists():
         return
-    from forestage.registry import mount_points
+    from forestage.registry import step_files
 
     with contextlib.suppress(OSError):  # what stays is for the sweep
-        mount_points.forget(over.places, over.job.id)
+        step_files.forget_job(over.places, over.job.id)
 
 
 def _clear(over: _Over) -> None:

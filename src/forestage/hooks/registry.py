@@ -26,9 +26,9 @@ from forestage.events import UNSERVED, Came, Handled
 from forestage.hooks import answers, bare_name, leases, serve, step, user_messages
 from forestage.hooks.answers import Answer
 from forestage.hooks.waiting import GONE, Tasks
-from forestage.registry import imports_now, mount_points, user_notes, worker
-from forestage.registry.imports_now import PROCESS_NAME, UnderWay
+from forestage.registry import step_files, user_notes, worker
 from forestage.registry.messages import Importing, Order, Present, Progress, Refused, Resolved, Word
+from forestage.registry.step_files import PROCESS_NAME, UnderWay
 from forestage.registry.user_notes import RegistryRefusal
 from forestage.registry.worker import Worker
 from forestage.slurm.hints import IMPORTED, Request
@@ -135,7 +135,7 @@ def _give_back(node: Node, job: Job, answer: Answer) -> None:
     if answer.image:
         leases.give_back(node, job, answer.image.key)
     with contextlib.suppress(OSError):  # the sweep does it
-        mount_points.forget(node.places, job.id)
+        step_files.forget_job(node.places, job.id)
 
 
 def _answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
@@ -191,7 +191,7 @@ def _work(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
         enter = _entering(job, tasks)
         undo.enter_context(_leaving(job, tasks))
         at_work = undo.enter_context(_start_worker(job, order, asked, enter, tasks))
-        undo.callback(imports_now.forget, node.places, shown)
+        undo.callback(step_files.forget_import, node.places, shown)
         for word in _words(at_work, tasks):
             if isinstance(word, Resolved):
                 digest, name = word.digest, word.name
@@ -211,7 +211,7 @@ def _work(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
                     shown = msgspec.structs.replace(shown, where=printable(word.where))
                 else:
                     shown = msgspec.structs.replace(shown, said=printable(word.text))
-                imports_now.note(node.places, shown)
+                step_files.note_import(node.places, shown)
                 if tells:
                     tasks.speak(_progress(asked.request, word))
     raise Failed("helper", "the process that imports died")
@@ -326,7 +326,7 @@ def _fields(node: Node, job: Job, answer: Answer) -> Fields:
     if words[0] == "leave":
         return words
     try:
-        found = mount_points.make(node.places, job.id, job.step, int(words[4]))
+        found = step_files.make_mount_point(node.places, job.id, job.step, int(words[4]))
     except OSError as error:
         return "leave", printable(str(error))
     return (*words[:2], found.path, *map(str, found.facts), words[-1])

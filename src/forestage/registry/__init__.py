@@ -13,7 +13,7 @@
     importing    enroot, with bounds
     collect      what goes of the store
     user_notes   that the store had no room, that a registry refused a step's image
-    imports_now  imports that steps of this node wait for
+    step_files   what this node has of steps: the files that copies are bound over, imports
 
 Root never parses what a registry or a user wrote: the worker has all three ids of the user.
 """

@@ -22,7 +22,7 @@ from forestage.peers.stats import Uploaded
 from forestage.prefetch import expected, marks
 from forestage.prefetch.expected import Expectations
 from forestage.prefetch.marks import Look, Marks
-from forestage.registry.imports_now import UnderWay
+from forestage.registry.step_files import UnderWay
 from forestage.system import lock
 from forestage.system.drawing import draw
 from forestage.system.terminal import moment

@@ -19,7 +19,7 @@ from forestage.hooks.answers import Answer
 from forestage.hooks.limit import Limit
 from forestage.hooks.registry import Asked
 from forestage.hooks.waiting import Tasks
-from forestage.registry import mount_points, user_notes
+from forestage.registry import step_files, user_notes
 from forestage.slurm.job import Job
 from forestage.system import child
 from node import children_left, until
@@ -72,7 +72,7 @@ def test_lease_that_came_after_the_epilog_is_given_back(
 
     def answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
         tasks.path.unlink()
-        mount_points.make(node.places, job.id, job.step, found.size)
+        step_files.make_mount_point(node.places, job.id, job.step, found.size)
         with leases.leased(node, job, found.key, Limit.of(node.clock, 60.0, None)):
             return Answer(Handled("hit"), found)
 
@@ -103,7 +103,7 @@ def test_process_whose_tasks_never_came_ends_with_the_step(
         assert sock.exists()
         assert not reported.exists()
         if end == "Epilog":
-            mount_points.forget(staging_node.places, asking.id)
+            step_files.forget_job(staging_node.places, asking.id)
         else:
             manager.kill()  # and is not reaped
         until(reported.exists, "the end of the wait for a task")
@@ -134,6 +134,6 @@ def test_refusal_is_noted_for_the_steps_importer_before_a_task_goes_on_and_goes_
         assert found is not None
         assert found.reason == "registry-missing"
         assert user_notes.find_refusal(places, f"{asking.id}", "1", "docker://here#image") is None
-        mount_points.forget(places, asking.id)
+        step_files.forget_job(places, asking.id)
         assert user_notes.find_refusal(places, f"{asking.id}", "0", "docker://here#image") is None
     until(lambda: not children_left(), "the end of the process")
