@@ -150,9 +150,9 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "locks"
 
     @property
-    def ask(self) -> Path:
-        """The socket at which users ask about their own jobs, see admin/ask_service.py."""
-        return self.run / "ask.sock"
+    def users(self) -> Path:
+        """A folder for each user, with the events of their jobs, see events/user_files.py."""
+        return self.run / "users"
 
     @property
     def nodes(self) -> Path:

@@ -15,6 +15,9 @@
 #define STEP_MANAGER "FORESTAGE_MANAGER"
 #define STEP_PATH "FORESTAGE_PATH"
 #define STEP_TIMEOUT "FORESTAGE_TIMEOUT"
+#define USER_FILE_NAME "events.jsonl"
+#define USER_FILE_BYTES 262144
+#define USER_KEPT_BYTES 131072
 #define MAX_HINTED 16
 #define MAX_OPTION 16384
 #define HANDED_OVER "FORESTAGE_STAGE"
@@ -29,6 +32,7 @@
 #define MOUNTING RUN "/mounting"
 #define LOADED RUN "/companion"
 #define EVENTS "/var/log/forestage/events.jsonl"
+#define USERS RUN "/users"
 #define JOB_DIR "/forestage/job"
 #define NO_MOUNT "no-mount"
 #define MOUNT_HANGS "mount-hangs"

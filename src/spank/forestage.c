@@ -325,7 +325,7 @@ void note_failure(spank_t sp, const struct item *item)
 		 "\"handled\",\"result\":\"declined\",\"reason\":\"%s\",\"detail\":\"%s\",\"image\":"
 		 "\"%s\",\"data\":%s}}",
 		 job, uid, node ? node : "", reason(item), why, path, item->image ? "false" : "true");
-	append_event(EVENTS, number, 0, rest);
+	append_event(EVENTS, &(struct event){.uid = uid, .number = number, .rest = rest});
 }
 
 void say_failure(spank_t sp, const struct item *item)

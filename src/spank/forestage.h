@@ -124,8 +124,16 @@ void recall(const struct asker *who, struct step *step);
 /* shown.c. As `recall`, of the job's own directory, which needs no helper. */
 void recall_directory(const struct asker *who, struct step *step);
 
-/* shown.c. A line of the event log, of a step: microseconds in all, and the rest of its JSON. */
-void append_event(const char *file, uint32_t number, long long total, const char *rest);
+/* What the companion notes of a step: whose it is, microseconds in all, and the rest of its JSON. */
+struct event {
+	uid_t uid;
+	uint32_t number; /* the step's */
+	long long total;
+	const char *rest;
+};
+
+/* shown.c. A line of the event log, and of what its user may read. */
+void append_event(const char *log, const struct event *event);
 
 /* Between two looks at what is about to end. */
 void wait_a_moment(void);

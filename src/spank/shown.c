@@ -193,27 +193,58 @@ static long long now_us(clockid_t clock)
 	return now.tv_sec * 1000000LL + now.tv_nsec / 1000;
 }
 
-/* As events/log.py writes it, whatever the last line was cut short by. */
-void append_event(const char *file, uint32_t number, long long total, const char *rest)
+/* As events/user_files.py has it, whatever the last line was cut short by. */
+static void append_line(int fd, const char *line)
 {
-	const long long now = now_us(CLOCK_REALTIME);
-	static char line[EVENT_BYTES];
-	char last = '\n';
 	struct stat st;
-	/* No link is followed, and a FIFO without a reader is an error and no wait. */
-	int fd = open(file, O_RDWR | O_APPEND | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC,
-		      0640);
+	char last = '\n';
 
-	if (fd < 0)
-		return;
 	if (fstat(fd, &st) == 0 && st.st_size > 0)
 		last = pread(fd, &last, 1, st.st_size - 1) == 1 ? last : '\n';
+	/* The step is served all the same. What cannot be written now is lost. */
+	(void)!write(fd, line + (last == '\n'), strlen(line + (last == '\n')));
+}
+
+/*
+ * Only hooks make the file. Many steps may come before the next hook, so a full one gives its front
+ * back here, too.
+ */
+static void tell_user(uid_t uid, const char *line)
+{
+	char name[sizeof(USERS USER_FILE_NAME) + 16];
+	struct stat st;
+
+	snprintf(name, sizeof(name), USERS "/%u/" USER_FILE_NAME, uid);
+	int fd = open(name, O_RDWR | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+	if (fd < 0)
+		return;
+	if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == 0) {
+		append_line(fd, line);
+		if (fstat(fd, &st) == 0 && st.st_blocks * 512LL > USER_FILE_BYTES)
+			fallocate(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, 0,
+				  (st.st_size - USER_KEPT_BYTES) / 4096 * 4096);
+	}
+	close(fd);
+}
+
+/* As events/log.py writes it. */
+void append_event(const char *log, const struct event *event)
+{
+	const long long now = now_us(CLOCK_REALTIME), total = event->total;
+	static char line[EVENT_BYTES];
 	int length = snprintf(line, sizeof(line),
-			      "%s{\"time\":%lld.%03lld,\"total\":%lld.%04lld,\"step\":%u,%s\n",
-			      last == '\n' ? "" : "\n", now / 1000000, now / 1000 % 1000,
-			      total / 1000000, total / 100 % 10000, number, rest);
-	if (length > 0 && (size_t)length < sizeof(line))
-		(void)!write(fd, line, (size_t)length); /* the step is served all the same */
+			      "\n{\"time\":%lld.%03lld,\"total\":%lld.%04lld,\"step\":%u,%s\n",
+			      now / 1000000, now / 1000 % 1000, total / 1000000,
+			      total / 100 % 10000, event->number, event->rest);
+
+	if (length <= 0 || (size_t)length >= sizeof(line))
+		return;
+	tell_user(event->uid, line); /* first where no disk hangs */
+	/* No link is followed, and a FIFO without a reader is an error and no wait. */
+	int fd = open(log, O_RDWR | O_APPEND | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0640);
+	if (fd < 0)
+		return;
+	append_line(fd, line);
 	close(fd);
 }
 
@@ -352,5 +383,8 @@ void recall(const struct asker *who, struct step *step)
 	if (write(1, lines, (size_t)length) != length)
 		return;
 	/* The lease keeps the entry, and the Epilog notes the use: the cache's disk may take no writes. */
-	append_event(note.events, who->number, now_us(CLOCK_MONOTONIC) - start, note.event);
+	append_event(note.events, &(struct event){.uid = who->uid,
+						  .number = who->number,
+						  .total = now_us(CLOCK_MONOTONIC) - start,
+						  .rest = note.event});
 }

@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,13 +20,16 @@ import pytest
 from far import Far
 from fault import beside, image
 
+from forestage import events
 from forestage.admin import sweep, switching, textfile
 from forestage.clock import Clock
 from forestage.config import switch
+from forestage.events import Handled, user_files
 from forestage.hooks import boundary
 from forestage.registry import step_files
 from forestage.system import processes
-from node import BOB, HANGS, Node, Ran, until
+from forestage.system.as_user import User
+from node import ALICE, BOB, HANGS, Node, Ran, until
 
 GETDENTS64 = {"x86_64": 217, "aarch64": 61}
 
@@ -39,22 +43,31 @@ print("lists", flush=True)
 ctypes.CDLL(None).syscall(int(sys.argv[3]), folder, there, 4096)
 """
 
+READ = """\
+import mmap, os, sys
+file = os.open(sys.argv[1], os.O_RDONLY)
+page = mmap.mmap(file, 4096, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+own = os.open(sys.argv[2], os.O_RDONLY)
+print("reads", flush=True)
+os.preadv(own, [page], 0)
+"""
+
 
 @contextlib.contextmanager
-def parked(far: Far, folder: Path) -> Iterator[None]:
+def parked(far: Far, path: Path, code: str = PARK, user: User = BOB) -> Iterator[None]:
     """Bob lists a directory, until the block ends; a directory that he may not open ends it."""
     page = far.put("page", bytes(4096))
     far.hang_reads()
     before = far.calls()["read"]
     number = GETDENTS64[platform.machine()]
-    argv = [sys.executable, "-ISc", PARK, page, folder, str(number)]
+    argv = [sys.executable, "-ISc", code, page, path, str(number)]
     lister = subprocess.Popen(
-        argv, user=BOB.uid, group=BOB.gid, extra_groups=[], stdout=subprocess.PIPE
+        argv, user=user.uid, group=user.gid, extra_groups=[], stdout=subprocess.PIPE
     )
     with lister:
         assert lister.stdout is not None
         if not lister.stdout.readline():
-            raise PermissionError(folder)
+            raise PermissionError(path)
         until(lambda: far.calls()["read"] > before, "the kernel to want the page")
         try:
             yield
@@ -132,6 +145,24 @@ def test_epilog_ends_while_a_user_holds_the_directory_of_shared_memory(
     with held(far, shared):
         for job in (1, 2):
             assert beside(partial(epilog_of, job)).said == ("released", "")
+
+
+def test_reader_of_what_a_user_is_told_holds_up_no_hook_and_no_sweep(
+    node: Node, far: Far, run: Path
+) -> None:
+    """On XFS the same read holds the lock that a write waits for; this is a tmpfs."""
+    path = node.staged(1)
+    own = user_files.file_of(node.places.users, ALICE.uid)
+    with parked(far, own, READ, ALICE):
+        assert beside(lambda: node.epilog(1)).said == ("released", "")
+        assert beside(lambda: node.prolog(2, path)).said == ("hit", "")
+        hooks = [one.hook for one in events.read_own(node.places, ALICE.uid)]
+        assert hooks[-2:] == ["epilog", "prolog"]
+        detail = Handled("hit", detail="x" * user_files.USER_FILE_BYTES)
+        full = events.Event(1.0, "step", 2, detail, uid=ALICE.uid)
+        beside(lambda: events.record_events(node.places, [full] * 2))  # its front is given back
+        beside(lambda: user_files.remove_idle(node.places.users, time.time() * 2))
+        assert not own.exists()
 
 
 # A hook on the test's node.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,12 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from forestage.admin import ask_answer, ask_client
 from forestage.errors import PeerError
-from forestage.events import Event, Handled, append
 from forestage.peers import auth
 from forestage.peers.auth import Munge
-from node import until
 from peering import Client, Munged, Node, Stranger, image, of_chunk
 
 
@@ -139,145 +135,6 @@ def test_secret_is_in_no_command_line(mine: Munge, monkeypatch: pytest.MonkeyPat
     assert mine.read(offer.text).secret == offer.secret
     assert seen
     assert not [word for word in seen if offer.secret.hex() in word or offer.text in word]
-
-
-# Users who ask about a job
-
-
-@pytest.fixture
-def history(node: Node) -> Iterator[None]:
-    """A job of the user 65534, and one of root's."""
-    hit = Handled("hit", request="/lustre/img.sqsh", redirect="mounted")
-    append(
-        node.places.events,
-        [
-            Event(1.0, "prolog", 7, hit, user="nobody", uid=65534, node="n1"),
-            Event(1.0, "prolog", 8, hit, user="root", uid=0, node="n1"),
-        ],
-    )
-    yield
-    node.places.events.unlink()
-
-
-def question(node: str = "n1", job: int = 7, protocol: str = auth.QUESTION) -> bytes:
-    made = {"protocol": protocol, "node": node, "job": job, "secret": "ab" * 32}
-    return json.dumps(made).encode()
-
-
-def asked_by(
-    munged: Munged, stranger: Stranger, uid: int, job: int = 7, said: bytes | None = None
-) -> tuple[int, bytes]:
-    """The answer to a user, when the service answers them again."""
-
-    def answer() -> tuple[int, bytes] | None:
-        text = encode(munged, said or question(job=job), "--restrict-uid=0", uid=uid)
-        status, body = stranger.ask(f"/v1/explain/{job}", "POST", text)
-        return None if status == 429 else (status, body)
-
-    return until(answer, "an answer")
-
-
-def test_users_credential_shows_their_own_job_and_no_other(
-    munged: Munged, stranger: Stranger, history: None
-) -> None:
-    status, own = asked_by(munged, stranger, 65534)
-    assert (status, b"nobody" in own) == (200, True)
-    status, others = asked_by(munged, stranger, 4242)
-    assert (status, list(json.loads(others))) == (200, ["problem"])
-    status, roots = asked_by(munged, stranger, 0)
-    assert (status, json.loads(roots)["history"]) == (200, json.loads(own)["history"])
-
-
-def test_user_is_answered_once_in_a_while(
-    munged: Munged, stranger: Stranger, history: None
-) -> None:
-    """Two questions in a row, some time or other: a machine may stand still for a second."""
-
-    def status() -> int:
-        text = encode(munged, question(), "--restrict-uid=0", uid=4343)
-        return stranger.ask("/v1/explain/7", "POST", text)[0]
-
-    assert status() == 200
-    assert until(lambda: status() == 429, "a refusal")
-    assert until(lambda: status() == 200, "an answer")
-
-
-@pytest.mark.parametrize(
-    ("said", "job"),
-    [
-        (question(node="n2"), 7),
-        (question(node=""), 7),
-        (question(job=8), 7),
-        (question(protocol=auth.PROTOCOL), 7),
-        (payload(protocol=auth.QUESTION).encode(), 7),
-        (question().replace(b"ab", b""), 7),
-        (question().replace(b"ab", b"zz"), 7),
-        (b"", 7),
-        (b"{}", 7),
-        (b"[" * 1000, 7),
-    ],
-)
-def test_question_for_another_node_job_or_protocol_is_refused(
-    munged: Munged, stranger: Stranger, history: None, said: bytes, job: int
-) -> None:
-    text = encode(munged, said, "--restrict-uid=0", uid=65534)
-    assert stranger.ask(f"/v1/explain/{job}", "POST", text) == (403, b"")
-
-
-def test_question_is_answered_once(munged: Munged, stranger: Stranger, history: None) -> None:
-    text = encode(munged, question(), "--restrict-uid=0", uid=4444)
-    assert stranger.ask("/v1/explain/7", "POST", text)[0] == 200
-    assert stranger.ask("/v1/explain/7", "POST", text)[0] == 403
-
-
-def test_question_opens_no_session_and_a_session_asks_no_question(
-    munged: Munged, stranger: Stranger, mine: Munge, history: None
-) -> None:
-    text = encode(munged, question(), "--restrict-uid=0", uid=0)
-    assert stranger.ask("/v1/session", "POST", text)[0] == 403
-    said = mine.offer(image().key).text.encode()
-    assert stranger.ask("/v1/explain/8", "POST", said)[0] == 403
-
-
-NO_JOBS = ("/", "/0", "/07", "/-1", "/7/", "/99999999999", "/%37", "")
-
-
-@pytest.mark.parametrize("path", NO_JOBS)
-def test_path_that_names_no_job_is_not_there(stranger: Stranger, path: str) -> None:
-    assert stranger.ask(f"/v1/explain{path}", "POST", b"x") == (404, b"")
-
-
-@pytest.mark.parametrize("body", [b"", b"garbage", b"MUNGE:" + b"A" * 5000])
-def test_body_that_is_no_credential_is_refused(stranger: Stranger, body: bytes) -> None:
-    status, answer = stranger.ask("/v1/explain/7", "POST", body)
-    assert (status in (403, 413), answer) == (True, b"")
-
-
-def test_asker_believes_nobody_who_cannot_read_the_question(
-    munged: Munged, node: Node, mine: Munge, history: None, tmp_path: Path
-) -> None:
-    peers = node.config.peers
-    answer = ask_client.ask_node(peers, "n1", 8, mine)
-    assert ask_answer.decoded(answer).history
-    other = Munged(tmp_path / "other")  # a host with another key: it answers, and proves nothing
-    liar = Node(tmp_path / "liar")
-    liar.configure(munge=str(other.socket))
-    with liar.serving(), pytest.raises(PeerError):
-        ask_client.ask_node(liar.config.peers, "n1", 8, mine)
-    other.end()
-
-
-def test_answer_that_was_changed_on_its_way_is_refused(
-    node: Node, mine: Munge, history: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = ask_client.http.client.HTTPResponse.read
-
-    def changed(self: object, *args: int) -> bytes:
-        return real(self, *args).replace(b"root", b"r00t")  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ask_client.http.client.HTTPResponse, "read", changed)
-    with pytest.raises(PeerError, match="no node of this cluster"):
-        ask_client.ask_node(node.config.peers, "n1", 8, mine)
 
 
 def test_stopped_munged_of_server_is_refused_and_logged(tmp_path: Path) -> None:

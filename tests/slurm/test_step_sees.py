@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -165,24 +164,28 @@ def test_user_reads_once_what_became_of_hints_and_image_and_finds_it_in_the_envi
 def test_user_sees_their_own_job_without_root_and_nobody_elses(spank: Site) -> None:
     image = spank.image("mine")
     job = spank.srun(image)
-    answering = spank.cluster.popen([CLI, "answer"], user="root", node="n1")
-    try:
-        socket = spank.cluster.host_path("/run/forestage/ask.sock", "n1")
-        wait_until(socket.exists, 60, lambda: "no service")
 
-        def run(user: str, *words: str) -> tuple[int, str, str]:
-            ran = spank.cluster.run([CLI, *words], user=user, node="n1", check=False)
-            return ran.returncode, ran.stdout, ran.stderr
+    def run(user: str, *words: str) -> tuple[int, str, str]:
+        ran = spank.cluster.run([CLI, *words], user=user, node="n1", check=False)
+        return ran.returncode, ran.stdout, ran.stderr
 
-        alice, bob = run("alice", "explain", f"{job.job}.0"), run("bob", "explain", str(job.job))
-        assert alice[1] == spank.command("explain", str(job.job))
-        assert "saved" in alice[1]
-        assert bob[:2] == (1, "")
-        assert f"nothing is recorded about your job {job.job}" in bob[2]
-        assert run("bob", "status")[1].startswith("staging  on\ncache    ")
-    finally:
-        spank.cluster.signal(answering, signal.SIGTERM)
-        answering.communicate(timeout=60)
+    alice, bob = run("alice", "explain", f"{job.job}.0"), run("bob", "explain", str(job.job))
+    assert alice[1] == spank.command("explain", str(job.job))
+    assert "saved" in alice[1]
+    assert bob[:2] == (1, "")
+    assert f"nothing is recorded about your job {job.job}" in bob[2]
+
+
+def test_user_sees_their_running_job_from_the_login_node(spank: Site) -> None:
+    """As docs/users.md writes it: a step of the job, which takes no place of its own."""
+    image = spank.image("running")
+    ask = "srun --jobid=$SLURM_JOB_ID --overlap -w n1 --quiet"
+    job = spank.sbatch(
+        f"srun --container-image={image} true\n{ask} {CLI} explain $SLURM_JOB_ID", node="n1"
+    )
+    assert f"Job {job.job} of alice on n1" in job.stdout, job
+    assert image in job.stdout
+    assert "Now: no Epilog is recorded" in job.stdout
 
 
 def test_two_steps_on_all_nodes_make_one_copy_on_each(spank: Site) -> None:

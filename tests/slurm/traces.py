@@ -51,6 +51,7 @@ class Traces:
                 str(one.relative_to(run))
                 for one in run.rglob("*")
                 if one.parent.name not in ("claims", "locks", "probes")  # locks, as in the cache
+                if run / "users" not in one.parents  # a file for each user
             ),
             cache=sorted(
                 str(one.relative_to(cache))
@@ -69,7 +70,7 @@ class Traces:
         layout = ["called.epilog", "called.prolog", "called.sweep", "companion", "config.json"]
         layout += ["conf.d.json", "locks"]
         layout += ["expected.json", "prefetched.json", "peer.json"]
-        layout += ["background", "collected", "disk.json", "disk.lock", "mounting"]
+        layout += ["background", "collected", "disk.json", "disk.lock", "mounting", "users"]
         layout += ["leases", "redirects", "served", "through", "claims", "probes", "images"]
         folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "jobs", "locks", "looks"]
         folders += ["parts", "instances", "hot"]

@@ -16,7 +16,7 @@ from companion import EVENTS, GID, JOB, MARK, UID, Ran, Step, keeping, line, ser
 from test_bind import options
 
 from forestage import events
-from forestage.events import Handled
+from forestage.events import Handled, user_files
 from forestage.system import child
 from forestage.system.files import opened
 from forestage.system.lock_ranges import TASK_MOUNTS, TASK_TURNS
@@ -322,6 +322,9 @@ def test_mount_has_its_whole_time_however_long_its_turn_took_to_come(
 def test_what_a_task_is_not_shown_is_said_and_noted_once_for_explain(
     step: Step, tasks: int
 ) -> None:
+    own = user_files.file_of(EVENTS.parent / "users", UID)
+    own.parent.mkdir(parents=True)
+    own.touch()
     ran = step.run(f"between=chmod 0700 {step.image.parent}", f"tasks={tasks}")
     why = "the step's user and groups may not read it"
     assert ran.said == [f"forestage: {step.image} is read from where it is: {why}"]
@@ -330,6 +333,7 @@ def test_what_a_task_is_not_shown_is_said_and_noted_once_for_explain(
     (event,) = events.read(EVENTS)
     assert (event.outcome.reason, event.outcome.detail) == ("no-mount", why)
     assert noted() == [(JOB, BATCH, "no-mount", str(step.image), False)]
+    assert own.read_bytes() == EVENTS.read_bytes(), "its user is told so"
 
 
 def test_what_not_all_tasks_are_shown_is_noted_as_well(step: Step) -> None:

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from companion import GID, JOB, KEY, LEASES, SERVED, UID, Keeper, Step, shown_before
+from companion import GID, JOB, KEY, LEASES, MARK, SERVED, UID, Keeper, Step, shown_before
 from test_bind import options
 
 from forestage import events
 from forestage.cache import step_record
 from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.step_record import Shown
-from forestage.events import Event, Handled, Result
+from forestage.events import Event, Handled, Result, user_files
 from forestage.paths import Places
 from forestage.system.as_user import User
 
@@ -195,6 +195,56 @@ def test_event_begins_a_line_of_its_own(noted: Step) -> None:
     noted.run()
     noted.run()
     assert [bool(event) for event in events.read(log)] == [True, True]
+
+
+@pytest.fixture
+def own(noted: Step) -> Path:
+    """What a hook has made for the step's user."""
+    file = user_files.file_of(MARK.parent / "users", UID)
+    file.parent.mkdir(parents=True)
+    file.touch(0o600)
+    return file
+
+
+def test_such_a_step_is_told_to_its_user_in_the_same_words(noted: Step, own: Path) -> None:
+    noted.run()
+    assert own.read_bytes() == Places(noted.folder).events.read_bytes()
+    own.write_text('{"cut": "sho')
+    noted.run()
+    assert [bool(event) for event in events.read(own)] == [True]
+
+
+def test_users_file_is_made_by_no_companion(noted: Step) -> None:
+    noted.run()
+    assert len(list(events.read(Places(noted.folder).events))) == 1
+    assert not (MARK.parent / "users").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "FIFO", "another owner's"])
+def test_what_is_in_place_of_a_users_file_is_not_written_to(
+    noted: Step, own: Path, kind: str
+) -> None:
+    other = noted.folder / "elsewhere"
+    other.touch()
+    if kind == "another owner's":
+        os.chown(own, UID, GID)
+    else:
+        own.unlink()
+        own.symlink_to(other) if kind == "link" else os.mkfifo(own)
+    noted.run()
+    assert noted.asked() == 0
+    assert len(list(events.read(Places(noted.folder).events))) == 1
+    assert other.stat().st_size == own.lstat().st_size * (kind == "FIFO") == 0
+
+
+def test_users_file_that_is_full_gives_its_front_back(noted: Step, own: Path) -> None:
+    own.write_bytes((b"x" * 511 + b"\n") * (2 * user_files.USER_FILE_BYTES // 512))
+    size, inode = own.stat().st_size, own.stat().st_ino
+    noted.run()
+    facts = own.stat()
+    assert facts.st_blocks * 512 <= user_files.USER_KEPT_BYTES + 8192
+    assert (facts.st_ino, facts.st_size > size) == (inode, True)
+    assert [event.job for event in events.latest(own, 2 * user_files.USER_FILE_BYTES)] == [JOB]
 
 
 def test_link_in_place_of_the_log_is_not_followed(noted: Step) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from forestage.cli.main import main
 from forestage.cli.world import Exit
-from forestage.paths import Places
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNITS = REPOSITORY / "packaging/systemd"
@@ -61,15 +60,6 @@ def test_services_that_see_redirects_have_no_mounts_of_their_own() -> None:
         assert not OWN_MOUNTS.search(unit(f"forestage-{name}.service"))
 
 
-def test_service_that_users_speak_with_has_no_rights_but_roots_own_files() -> None:
-    assert values("CapabilityBoundingSet", "forestage-ask") == [""]
-    assert values("RestrictAddressFamilies", "forestage-ask") == ["AF_UNIX"]
-    assert values("ProtectSystem", "forestage-ask") == ["strict"]
-    listens = re.search(r"^ListenStream=(.*)$", unit("forestage-ask.socket"), re.MULTILINE)
-    assert listens
-    assert listens[1] == str(Places().ask)
-
-
 def test_room_is_made_wherever_the_sweep_runs() -> None:
     """`forestage enable` and the admins know of the sweep's timer."""
     assert "\nWants=forestage-room.timer" in unit("forestage-sweep.timer")
@@ -97,8 +87,7 @@ def test_unit_that_comes_before_the_caches_disk_has_not_failed(name: str) -> Non
     assert values("SuccessExitStatus", f"forestage-{name}") == [str(int(Exit.UNMOUNTED))]
 
 
-def test_directory_of_sockets_cannot_be_listed_by_users() -> None:
-    assert "\nDirectoryMode=0711\n" in unit("forestage-ask.socket")
+def test_directory_of_the_hooks_cannot_be_listed_by_users() -> None:
     assert values("RuntimeDirectoryMode") == ["0711"]
     tmpfiles = (UNITS.parent / "tmpfiles.d/forestage.conf").read_text()
     assert re.findall(r"^(.) /run/forestage(\S*) (\d+)", tmpfiles, re.MULTILINE) == [

@@ -1,7 +1,8 @@
 """History of one job on this node: what it asked for, what was done, why, and how long it took.
 
 Made of the event log and the job's lease only, so it works with a broken configuration and without
-a cache.
+a cache. For a user it is made of their own events alone (events/user_files.py): what the job holds
+now, and who else copies its images, is root's to see.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from forestage.events import (
     Released,
     losses,
     read,
+    read_own,
     saved,
 )
 from forestage.events.ahead import Copies
@@ -76,6 +78,7 @@ class History(msgspec.Struct, frozen=True):
     """All that is recorded about a job on this node.
 
     `unasked`: its Prolog left the copies to its steps, none asked for them, and the job is over.
+    `yours`: it was made for a user, who is not told of leases.
     """
 
     job: int
@@ -83,10 +86,16 @@ class History(msgspec.Struct, frozen=True):
     lease: Holder | None
     problems: tuple[str, ...] = ()
     unasked: bool = False
+    yours: bool = False
 
 
-def gather(places: Places, job: int) -> History:
-    """Reads the log and the job's lease. Raises NotFound where nothing is recorded."""
+def gather(places: Places, job: int, uid: int = 0) -> History:
+    """Reads the log and the job's lease; for a user what they may read.
+
+    Raises NotFound where nothing is recorded: in the same words for another user's job.
+    """
+    if uid:
+        return history(job, read_own(places, uid), None, yours=True)
     lease: Lease | None = None
     problems: tuple[str, ...] = ()
     try:
@@ -116,17 +125,18 @@ def history(
     unused, ahead = Copies(), dict[str, Copied]()
     for event in events:
         ahead |= unused.used_by(job, event)
-        if isinstance(event.outcome, Bad):  # of job 0, and not for every user to read
+        if isinstance(event.outcome, Bad):  # of job 0
             bad.append(event)
             continue
-        if not isinstance(event.outcome, Released) and event.outcome.key:
+        # Of another user's copy its users know the key alone.
+        if not isinstance(event.outcome, Released) and event.outcome.key and event.outcome.image:
             images[event.outcome.key] = event.outcome.image
         if event.job == job:
             own.append(event)
         elif event.hook == "stager":
             copies.append(event)
     if not (own or lease or problems):
-        raise _nothing(f"your job {job}" if yours else f"job {job}", lost)
+        raise _nothing(job, lost, yours)
     problems += _losses(lost, own)
     failed = [event for event in own if event.hook == "step" and _is_of_tasks(event.outcome)]
     missed = [event for event in own if event.outcome.reason == "deadline"]
@@ -145,12 +155,17 @@ def history(
     runs.sort(key=lambda run: (round(run[0].time - run[0].total, 1), run[0].hook == "stager"))
     held = holder(lease, images) if lease else None
     told = tuple(_run(run, images, missed, bad, ahead, failed) for run in runs)
-    return History(job, told, held, problems, _is_unasked(own))
+    return History(job, told, held, problems, _is_unasked(own), yours)
 
 
-def _nothing(job: str, lost: LostEvents | None) -> NotFound:
+def _nothing(job: int, lost: LostEvents | None, yours: bool) -> NotFound:
     """Return what is said where there is no record of a job. Pure."""
-    what = f"nothing is recorded about {job} on this node"
+    if yours:
+        what = f"nothing is recorded about your job {job} on this node"
+        there = f"srun --jobid={job} --overlap -w NODE forestage explain {job}"
+        why = "it asked for no image, is too long ago, or /run here is no tmpfs with ACLs"
+        return NotFound(what, f"while it runs: {there}; or {why}")
+    what = f"nothing is recorded about job {job} on this node"
     hint = "it asked for no image, ran elsewhere, never reached this node, or is too long ago"
     if lost is None:
         return NotFound(what, hint)
@@ -189,11 +204,11 @@ def _is_unasked(own: Iterable[Event]) -> bool:
 
 def _missed(copy: Event, deadline: Event) -> bool:
     """Pure: whether the copy of this image was under way when a hook gave up."""
-    # What was asked for may be a link to it.
+    # What was asked for may be a link to it; of another user's copy there is the key alone.
     waited, copied = deadline.outcome, copy.outcome
     if not (isinstance(waited, Handled) and isinstance(copied, Copied)):
         return False
-    alike = copied.image == (waited.image or waited.request)
+    alike = copied.image == (waited.image or waited.request) or copied.key == waited.key
     return alike and copy.time - copy.total <= deadline.time <= copy.time
 
 
@@ -436,7 +451,8 @@ def pieces(found: History, now: float) -> list[Piece]:
     for run in found.runs:
         tenths = to_tenths(run.total)
         took = f", {tenths}" if tenths else ""
-        whose = f" of job {run.job}" if run.job != found.job else ""
+        whose = f" of job {run.job}" if run.job else " of another job"
+        whose = whose if run.job != found.job else ""
         step = "" if run.step is None else f" {STEPS.get(run.step, run.step)}"
         head = f"{moment(run.time)}  {run.hook.capitalize()}{step}{whose}{took}"
         lines += [Line(""), Line(head, heading=True)]
@@ -532,10 +548,10 @@ def _now(found: History, now: float) -> list[Piece]:
             one.outcome.result in (*WHOLE, "started", "through") for one in last.explained
         )
         if last and last.hook in ("prolog", "step") and held:
-            return [
-                Line(""),
-                Line("Now: no lease, and no Epilog is recorded; the node was restarted?"),
-            ]
+            what = "no lease, and no Epilog is recorded; the node was restarted?"
+            if found.yours:
+                what = "no Epilog is recorded; what the job holds, root sees on this node."
+            return [Line(""), Line(f"Now: {what}")]
         return []
     since = f"{moment(found.lease.since)} ({age(now - found.lease.since)})"
     uses = tuple((short(one.key), one.path or "an image") for one in found.lease.images)

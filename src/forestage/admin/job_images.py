@@ -1,6 +1,6 @@
 """What became of the images that one job asked for on this node, and of the copies that it left.
 
-For `forestage warm` (admin/warm_node.py), and for users who ask the node (admin/ask_answer.py).
+For `forestage warm` (admin/warm_node.py).
 """
 
 from collections.abc import Iterable, Mapping

@@ -41,7 +41,7 @@ from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
 from forestage.config import directories
 from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
-from forestage.events import Event, losses
+from forestage.events import Event, losses, user_files
 from forestage.hooks import epilog
 from forestage.paths import Places
 from forestage.peers import node_list, notices
@@ -80,12 +80,13 @@ class StaleLease(msgspec.Struct, frozen=True):
 class ReleasedLease(msgspec.Struct, frozen=True):
     """A lease that was released, or would be, and how many redirects were unmounted with it.
 
-    `user` and `node` are "" where the lease is damaged.
+    `user` and `node` are "", and `uid` is -1, where the lease is damaged.
     """
 
     job: int
     why: str
     user: str = ""
+    uid: int = -1
     node: str = ""
     redirects: int = 0
 
@@ -149,6 +150,7 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
         run.tried(drop_old_metrics, node)
         run.tried(note_run, node)
         run.tried(keep_unlisted, node.places)
+        run.tried(forget_users, node)
         run.tried(lambda node: node_list.renew(node, slurm), node)
         run.tried(lambda report: _record(node, report, start), done)
     return msgspec.structs.replace(done, problems=tuple(run.problems))
@@ -205,6 +207,11 @@ def keep_unlisted(places: Places) -> None:
     """Has users list no directory of the configuration, where hooks run. Raises OSError."""
     if directories.are_of_node(places):
         directories.keep_unlisted(places)
+
+
+def forget_users(node: Node) -> None:
+    """Removes the events of users who had none for long. Raises OSError."""
+    user_files.remove_idle(node.places.users, node.clock.wall())
 
 
 class _Sweep:
@@ -333,7 +340,7 @@ class _Sweep:
         if one.lease:
             cache = Cache(Path(one.lease.cache), node.places.claims)
             user = one.lease.user
-            released = ReleasedLease(one.job, one.why, user.name, one.lease.node)
+            released = ReleasedLease(one.job, one.why, user.name, user.uid, one.lease.node)
         if self.dry_run:
             return released
         if cache.root != node.cache.root:
@@ -487,7 +494,7 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
     now, total = round(node.clock.wall(), 3), round(node.clock.monotonic() - start, 4)
 
     def event(one: ReleasedLease, outcome: events.Released) -> Event:
-        return Event(now, "sweep", one.job, outcome, one.user, node=one.node, total=total)
+        return Event(now, "sweep", one.job, outcome, one.user, one.uid, one.node, total=total)
 
     found = [
         event(one, events.Released("released", unmounted=one.redirects, detail=one.why))
@@ -497,7 +504,7 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
         rest = events.Released("released", unmounted=len(done.redirects), evicted=done.evicted)
         found.append(event(ReleasedLease(0, ""), rest))
     try:
-        events.append(node.places.events, found)
+        events.record_events(node.places, found)
     except OSError as error:
         losses.note_loss(node.places.lost_events, now, error)
         raise

@@ -307,8 +307,10 @@ def _tell(node: Node, verdict: Verdict, since: float, manner: Manner) -> None:
     )
     log.say(f"{manner.by} {events.words(found)}", by_slurm=True)
     now = node.clock.wall()
+    event = Event(round(now, 3), manner.by, 0, found)
     try:
-        events.append(node.places.events, [Event(round(now, 3), manner.by, 0, found)])
+        events.tell_bad(node.places, event)
+        events.append(node.places.events, [event])
     except OSError as error:  # of the log's disk; the verdict is shown all the same
         losses.note_loss(node.places.lost_events, now, error)
 

@@ -1,11 +1,12 @@
 """Report of one node to `forestage warm`: what became of the images, as one line of JSON.
 
 Run by srun on each node as `python3 -m forestage.admin.warm_node JOB IMAGE...`. It waits for copies
-that the job's Prolog did not wait for. Root reads the node's events; other users may not, and ask
-the node's service (admin/ask_service.py). Where none answers, each of their images is `unseen`,
-though the job had it staged as any job would.
+that the job's Prolog did not wait for. Root reads the node's events; other users may read their own
+(events/user_files.py). Where there are none, each of their images is `unseen`, though the job had
+it staged as any job would.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Literal
@@ -13,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from forestage import events
-from forestage.admin import ask_client, job_images
+from forestage.admin import job_images
 from forestage.admin.job_images import ImageResult, Seen
 from forestage.cache.node import Node
 from forestage.clock import Clock
@@ -24,7 +25,7 @@ from forestage.paths import Places
 from forestage.units import printable
 
 EVERY = 1.0  # seconds between two looks at a copy
-ASK_EVERY = 3.0  # of a user: for each answer the node reads its whole event log
+UNHEARD = 3600.0  # seconds for which a user waits: of a copy that was killed nobody tells them
 TRIES = 3  # without a live copy; its event is written a moment after its lock is free
 
 
@@ -36,9 +37,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     images: tuple[ImageResult, ...]
 
 
-def wait_for_copies(
-    look: Callable[[], Seen], clock: Clock, every: float
-) -> tuple[ImageResult, ...]:
+def wait_for_copies(look: Callable[[], Seen], clock: Clock) -> tuple[ImageResult, ...]:
     """Returns when no image is being copied any more."""
     without_copy = 0
     while True:
@@ -46,7 +45,7 @@ def wait_for_copies(
         without_copy = 0 if seen.live else without_copy + 1
         if not seen.waits or without_copy == TRIES:
             return seen.images
-        clock.sleep(every)
+        clock.sleep(EVERY)
 
 
 def results(
@@ -62,7 +61,7 @@ def results(
             log.extend(events.unread(places.events, how_far))
             return job_images.look(node, log, job, images)
 
-        return wait_for_copies(look, clock, EVERY)
+        return wait_for_copies(look, clock)
     except PermissionError:
         return _told(places, clock, job, images)
     except (ForestageError, OSError) as error:
@@ -74,19 +73,18 @@ def results(
 def _told(
     places: Places, clock: Clock, job: int, images: tuple[str, ...]
 ) -> tuple[ImageResult, ...]:
-    """What the node's service says to who is not root."""
-    try:
-        told = wait_for_copies(lambda: ask_client.about_images(places, job), clock, ASK_EVERY)
-    except (ForestageError, OSError) as error:
-        silent = isinstance(error, FileNotFoundError | ConnectionRefusedError)
-        why = "forestage-ask.socket is not enabled there" if silent else printable(str(error))
-        detail = f"the node tells users nothing: {why}; root on the node: forestage explain {job}"
-        return tuple(ImageResult(image, "unseen", detail=detail) for image in images)
-    found = {one.image: one for one in told}
-    return tuple(
-        msgspec.structs.replace(found.get(printable(image), job_images.absent(image)), image=image)
-        for image in images
-    )
+    """What the user's own events say; whether a copy is alive they do not."""
+    until = clock.monotonic() + UNHEARD
+
+    def look() -> Seen:
+        found = job_images.by_events(events.read_own(places, os.geteuid()), job, images)
+        waits = any(one.result == "copying" for one in found)
+        return Seen(found, waits, live=clock.monotonic() < until)
+
+    if any(event.job == job for event in events.read_own(places, os.geteuid())):
+        return wait_for_copies(look, clock)
+    detail = f"nothing is recorded for its user; root on the node: forestage explain {job}"
+    return tuple(ImageResult(image, "unseen", detail=detail) for image in images)
 
 
 def main(words: list[str]) -> None:

@@ -227,6 +227,12 @@ class Leases:
         """The keys in use by any job: what must not be evicted."""
         return frozenset(use.key for lease in self.all() for use in lease.uses)
 
+    def users_of(self, key: str) -> frozenset[int]:
+        """Return the uids whose jobs use this entry; a damaged lease is nobody's."""
+        return frozenset(
+            lease.user.uid for lease in self._sound() if any(use.key == key for use in lease.uses)
+        )
+
     def saved_to(self, path: str) -> bool:
         """Whether some job saves its container there; a damaged lease is of none."""
         return any(path in lease.saves for lease in self._sound())

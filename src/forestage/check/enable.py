@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from forestage.admin import site as sites
-from forestage.admin.site import SOCKET, TIMER, Hook, Pattern, Site
+from forestage.admin.site import TIMER, Hook, Pattern, Site
 from forestage.cache.node import Node
 from forestage.check import plugins, slurm_conf
 from forestage.check.finding import Finding
@@ -235,18 +235,17 @@ def apply(plan: Plan, files: Files) -> None:
 
 
 def start_units(files: Files) -> str:
-    """Has systemd run the sweep and answer users, where it runs; returns what came of it."""
+    """Has systemd run the sweep, where it runs; returns what came of it."""
     if files.mode("/run/systemd/system") is None:
         return ""
-    ran = run.run(["systemctl", "enable", "--now", TIMER, SOCKET], timeout=SYSTEMCTL)
-    both = f"{TIMER} and {SOCKET} are"
-    return f"{both} on." if ran.code == 0 else f"{both} not both on: {ran.explained()}"
+    ran = run.run(["systemctl", "enable", "--now", TIMER], timeout=SYSTEMCTL)
+    return f"{TIMER} is on." if ran.code == 0 else f"{TIMER} is not on: {ran.explained()}"
 
 
 def units_to_start(files: Files) -> str:
     """What `--yes` would switch on; "" where it is on, or where no systemd runs."""
-    wanted = f"On each node: systemctl enable --now {TIMER} {SOCKET} (or add --yes there)."
-    return wanted if sites.lacks(files, TIMER, SOCKET) else ""
+    wanted = f"On each node: systemctl enable --now {TIMER} (or add --yes there)."
+    return wanted if sites.lacks(files, TIMER) else ""
 
 
 def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:

@@ -85,8 +85,7 @@ def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> Non
     """Show the cache, its space, copies under way, leases.
 
     Ends with status 5 where the cache is not mounted or must not be used. With --watch on a
-    terminal, ^C ends it; else it ends when no copy is under way any more. Without root: whether
-    staging is on, how full the cache is, and how often it had the image.
+    terminal, ^C ends it; else it ends when no copy is under way any more.
     """
     from forestage.admin import copies
     from forestage.admin import status as view
@@ -98,27 +97,13 @@ def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> Non
         with contextlib.suppress(KeyboardInterrupt):
             screen.follow(copies.watch(node, for_ever), copies.lines, as_json)
         return
-    try:
-        found = view.gather(node, os.environ.get("SLURM_CONF", ""))
-    except PermissionError:
-        if oneline:
-            raise
-        _show_public(ctx.obj, as_json)
-        return
+    found = view.gather(node, os.environ.get("SLURM_CONF", ""))
     if oneline:
         show(found, [screen.Line(view.oneline(found), whole=True)], as_json)
     else:
         show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
     if found.unusable:
         ctx.exit(Exit.CACHE)
-
-
-def _show_public(world: World, as_json: bool) -> None:
-    """What everyone may know of this node. Raises PermissionError where nobody answers users."""
-    from forestage.admin import ask_answer, ask_client
-
-    found = ask_client.public(world.places)
-    show(found, ask_answer.pieces(found), as_json)
 
 
 @main.command()
@@ -164,12 +149,12 @@ def explain(world: World, job: int, as_json: bool) -> None:
     """What a job asked for, what was done, why, and how long it took.
 
     Finished jobs too, as far back as the event log goes. Of an array, JOBID is the task's own id.
-    Users see their own jobs: on a node of the job, and elsewhere where the nodes serve peers.
+    Users see their own jobs, on a node of the job.
     """
-    from forestage.admin import ask_client
+    from forestage.admin import explain as view
 
-    told = ask_client.about_job(world.places, job, os.environ)
-    show(ask_client.document(told), ask_client.pieces(told, world.clock.wall()), as_json)
+    found = view.gather(world.places, job, os.geteuid())
+    show(found, view.pieces(found, world.clock.wall()), as_json)
 
 
 @main.command()
@@ -398,25 +383,7 @@ def peer(world: World, node: str | None) -> None:
 
     Started by forestage-peer.service where `peers.enabled` is true.
     """
-    from functools import partial
-
-    from forestage.admin import ask_answer
     from forestage.peers import server
     from forestage.slurm.queue import this_node
 
-    server.run(
-        world.node(), node or this_node(os.environ), partial(ask_answer.about_job, world.places)
-    )
-
-
-@main.command()
-@click.pass_obj
-def answer(world: World) -> None:
-    """Answer users who ask about their own jobs.
-
-    Started by forestage-ask.socket, for `forestage explain` and `forestage status` without root.
-    Ends when nobody has asked for a minute.
-    """
-    from forestage.admin import ask_service
-
-    ask_service.run(world.places, world.clock, os.environ)
+    server.run(world.node(), node or this_node(os.environ))

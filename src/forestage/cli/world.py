@@ -161,7 +161,7 @@ class Commands(Listed):
             "hints",
             "registry",
         ),
-        "The whole cluster": ("report", "metrics", "peer", "answer"),
+        "The whole cluster": ("report", "metrics", "peer"),
     }
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -1,8 +1,8 @@
 """Events: what the hooks and stagers did, one line each, for people, `explain` and `report`.
 
-`log` writes and reads events.jsonl and makes the line of the system log; `reasons` explains each
-reason of an outcome. The counters made of events are those of `tally`. `reasons` is not imported
-here, since no hook needs it.
+`log` writes and reads events.jsonl and makes the line of the system log; `user_files` has what
+users may read of it; `reasons` explains each reason of an outcome. The counters made of events are
+those of `tally`. `reasons` is not imported here, since no hook needs it.
 """
 
 from forestage.events.log import UNSERVED as UNSERVED
@@ -22,7 +22,11 @@ from forestage.events.log import field as field
 from forestage.events.log import latest as latest
 from forestage.events.log import of_job as of_job
 from forestage.events.log import read as read
+from forestage.events.log import read_own as read_own
 from forestage.events.log import record as record
+from forestage.events.log import record_events as record_events
 from forestage.events.log import summary as summary
+from forestage.events.log import tell_bad as tell_bad
+from forestage.events.log import tell_copy as tell_copy
 from forestage.events.log import unread as unread
 from forestage.events.log import words as words

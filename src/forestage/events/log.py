@@ -5,7 +5,6 @@ events.jsonl.1, in place of the one before; the only lock is that of the two hoo
 full file at once. Lines that a crash cut short are skipped by every reader.
 """
 
-import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,8 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
+from forestage.events import user_files
+from forestage.paths import Places
 from forestage.slurm.hints import Via
 from forestage.slurm.job import Job
 from forestage.system import folders
@@ -228,32 +229,84 @@ def of_job(job: Job, hook: Hook, outcome: Outcome, now: float = 0.0, total: floa
 
 
 def record(
-    file: Path, now: float, hook: Hook, job: Job, outcomes: Iterable[Outcome], total: float
+    places: Places, now: float, hook: Hook, job: Job, outcomes: Iterable[Outcome], total: float
 ) -> None:
-    """Appends an event for each outcome of one run; all have its time and `total`, in seconds."""
-    append(file, [of_job(job, hook, outcome, now, total) for outcome in outcomes])
+    """Records an event for each outcome of one run; all have its time and `total`, in seconds."""
+    record_events(places, [of_job(job, hook, outcome, now, total) for outcome in outcomes])
+
+
+def record_events(places: Places, events: Iterable[Event]) -> None:
+    """Appends events to their users' own files, and to the log. Raises OSError of the log.
+
+    First where no disk hangs.
+    """
+    events = tuple(events)
+    for uid in {event.uid for event in events}:
+        own = [_encoded(event) for event in events if event.uid == uid]
+        user_files.append_lines(places.users, uid, own)
+    append(places.events, events)
+
+
+def tell_copy(places: Places, event: Event, uids: Iterable[int]) -> None:
+    """Tells users whose jobs hold its key that another user's copy of it has ended."""
+    outcome = event.outcome
+    if isinstance(outcome, Copied):
+        known = Copied(
+            outcome.result,
+            outcome.reason,
+            key=outcome.key,
+            size=outcome.size,
+            wait=outcome.wait,
+            copying=outcome.copying,
+            resumed=outcome.resumed,
+        )
+        _tell(places, Event(event.time, event.hook, 0, known, total=event.total), uids)
+
+
+def tell_bad(places: Places, event: Event) -> None:
+    """Tells the users whose jobs had an entry that its bytes were found bad."""
+    outcome = event.outcome
+    if isinstance(outcome, Bad):
+        known = Bad(
+            outcome.result,
+            outcome.reason,
+            key=outcome.key,
+            chunks=outcome.chunks,
+            since=outcome.since,
+        )
+        uids = user_files.find_naming(places.users, outcome.key)
+        _tell(places, Event(event.time, event.hook, 0, known), uids)
+
+
+def _tell(places: Places, event: Event, uids: Iterable[int]) -> None:
+    """The event has no user, job, path or text of others."""
+    for uid in uids:
+        user_files.append_lines(places.users, uid, [_encoded(event)])
+
+
+def _encoded(event: Event) -> bytes:
+    return msgspec.json.encode(event) + b"\n"
 
 
 def append(file: Path, events: Iterable[Event]) -> None:
-    """Appends events, one write each, so that the lines of two hooks do not mix.
+    """Appends events to the log, one write each, so that the lines of two hooks do not mix.
 
     Raises OSError. `file` may be missing, and its directory too.
     """
-    lines = [msgspec.json.encode(event) + b"\n" for event in events]
+    lines = [_encoded(event) for event in events]
     if not lines:
         return
     folders.make(file.parent, 0o750)
     _rotate(file)
     # No link is followed, and a FIFO without a reader is an error and no wait.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    with opened(file, flags, 0o640) as fd:
-        size = os.fstat(fd).st_size
-        if size and os.pread(fd, 1, size - 1) != b"\n":
-            lines[0] = b"\n" + lines[0]  # a crash cut the last line short; ours must not follow it
-        with naming(file):
-            for line in lines:
-                if os.write(fd, line) < len(line):  # the disk is full amid the line
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with opened(file, flags, 0o640) as fd, naming(file):
+        user_files.write_lines(fd, lines)
+
+
+def read_own(places: Places, uid: int) -> Iterator[Event]:
+    """Yields the events that a user may read, oldest first. Raises OSError."""
+    return latest(user_files.file_of(places.users, uid), 2 * user_files.USER_FILE_BYTES)
 
 
 def read(file: Path) -> Iterator[Event]:

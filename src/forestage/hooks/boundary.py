@@ -362,7 +362,7 @@ class Hook:
         total = time.monotonic() - self.start
         self.say(events.summary(job, outcomes, total))
         try:
-            events.record(places.events, clock.wall(), self.name, job, outcomes, total)
+            events.record(places, clock.wall(), self.name, job, outcomes, total)
         except OSError as error:
             # The job is served; a full log disk is no reason to drain its node.
             from forestage.events import losses

@@ -50,7 +50,7 @@ def release_earlier(
     outcomes = epilog.epilog(None, places, clock, earlier, short, watched)
     took = clock.monotonic() - began
     with contextlib.suppress(OSError):  # a full log disk keeps no job from being served
-        events.record(places.events, clock.wall(), "epilog", earlier, outcomes, took)
+        events.record(places, clock.wall(), "epilog", earlier, outcomes, took)
     drains = None if limits.drains is None else max(0.0, limits.drains - took)
     return msgspec.structs.replace(limits, drains=drains, hurts=max(0.0, limits.hurts - took))
 

@@ -8,9 +8,6 @@ holder of the secret can make.
 A credential that was recorded is good for CREDENTIAL_SECONDS, on the nodes that have not seen it.
 It opens a session whose secret the replayer does not have, and a recorded request does not fit that
 session: its MAC holds the name of the one it was made for. docs/security.md has the argument.
-
-A user who asks about a job of theirs proves who they are by a credential as well, made by munge for
-one question to one node (`Question`). Its secret makes the answer's MAC.
 """
 
 import hashlib
@@ -28,7 +25,6 @@ from forestage.system import run
 from forestage.system.files import opened
 
 PROTOCOL = "forestage-1"
-QUESTION = "forestage-question-1"  # no credential of one kind is good for the other
 CREDENTIAL_SECONDS = 60  # by the wall clocks of two nodes, which may differ by some seconds
 PATIENCE = 5.0  # seconds for munge or unmunge
 SECRET_BYTES = 32
@@ -90,22 +86,6 @@ class _Signed(msgspec.Struct, frozen=True):
     mac: str
 
 
-class Question(msgspec.Struct, frozen=True):
-    """What a user asks one node about one job; `secret` in hex."""
-
-    protocol: str
-    node: str
-    job: int
-    secret: str
-
-
-class Asker(msgspec.Struct, frozen=True):
-    """Who asks, by munge's word, and what."""
-
-    uid: int
-    question: Question
-
-
 class Munge(msgspec.Struct, frozen=True):
     """munged proves the uid, encrypts, and decodes each credential only once on a node.
 
@@ -116,12 +96,11 @@ class Munge(msgspec.Struct, frozen=True):
 
     def offer(self, key: str) -> Offer:
         secret = secrets.token_bytes(SECRET_BYTES)
-        return Offer(self._encoded(_Payload(PROTOCOL, key, secret.hex())), secret)
-
-    def ask(self, node: str, job: int) -> Offer:
-        """A question of whoever calls. Raises PeerError, Failed."""
-        secret = secrets.token_bytes(SECRET_BYTES)
-        return Offer(self._encoded(Question(QUESTION, node, job, secret.hex())), secret)
+        said = msgspec.json.encode(_Payload(PROTOCOL, key, secret.hex()))
+        ran = self._run(said, "munge", "--restrict-uid=0", f"--ttl={CREDENTIAL_SECONDS}")
+        if ran.code:
+            raise PeerError(ran.explained(), "is munged running?")
+        return Offer(ran.out.strip(), secret)
 
     def read(self, text: str) -> Claim:
         uid, payload = self._decoded(text)
@@ -135,26 +114,6 @@ class Munge(msgspec.Struct, frozen=True):
         if said.protocol != PROTOCOL or len(secret) != SECRET_BYTES:
             raise Refused("of another protocol")
         return Claim(said.key, secret)
-
-    def read_question(self, text: str, node: str) -> Asker:
-        """Who asks this node what. Raises Refused, PeerError."""
-        uid, payload = self._decoded(text)
-        try:
-            said = msgspec.json.decode(payload, type=Question)
-            right = len(bytes.fromhex(said.secret)) == SECRET_BYTES
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise Refused(f"no question: {error}") from None
-        # Else whoever recorded it could ask the other nodes, whose munged has not seen it.
-        if not right or (said.protocol, said.node) != (QUESTION, node):
-            raise Refused("a question for another node, or of another protocol")
-        return Asker(uid, said)
-
-    def _encoded(self, payload: _Payload | Question) -> str:
-        said = msgspec.json.encode(payload)
-        ran = self._run(said, "munge", "--restrict-uid=0", f"--ttl={CREDENTIAL_SECONDS}")
-        if ran.code:
-            raise PeerError(ran.explained(), "is munged running?")
-        return ran.out.strip()
 
     def _decoded(self, text: str) -> tuple[int, str]:
         """Who made a credential, and what is in it."""
@@ -255,11 +214,6 @@ def of_response(
 ) -> str:
     """The MAC of a response. `digest`: hex, "" where no chunk follows; `has`: "" without a copy."""
     return _hmac(secret, "answer", str(counter), str(status), has, digest, str(length)).hex()
-
-
-def of_answer(secret: bytes, body: bytes) -> str:
-    """The MAC of the answer to a question, which only root of this cluster could read."""
-    return _hmac(secret, "answered", hashlib.sha256(body).hexdigest()).hex()
 
 
 def same(mac: str, other: str) -> bool:

@@ -3,8 +3,7 @@
 protocol.py has the requests, sessions.py the limits of clients, auth.py what proves a client. A
 chunk of a copy under way is waited for, as long as the client likes, up to WAIT, and the copy is
 told that it is wanted. The bytes go from the page cache to the network by sendfile(2). Everything
-else is 404, and nothing is listed. A user who proves by munge who they are may ask about a job of
-theirs (`POST /v1/explain/<job>`); what they get is for the caller to say (admin/ask_answer.py).
+else is 404, and nothing is listed.
 
 One event loop does it all, but for munge and for digests that nobody has taken, which have threads.
 """
@@ -16,10 +15,11 @@ import hashlib
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import http_exceptions, web
@@ -31,14 +31,12 @@ from forestage.cache.node import Node
 from forestage.config import Peering
 from forestage.errors import ConfigError, Failed, ForestageError, PeerError, Problem
 from forestage.peers import auth, known_copies, local_chunks, notices, sessions
-from forestage.peers.auth import MAX_TEXT, Asker, Munge, Prover, Refused, SessionOpened
+from forestage.peers.auth import MAX_TEXT, Claim, Prover, Refused, SessionOpened
 from forestage.peers.local_chunks import Absent, Arrivals, Found, Known, Pending, Present
 from forestage.peers.protocol import EXPECTED
 from forestage.peers.sessions import ClientSession, Sessions, Unproven
 from forestage.peers.stats import Counters
-from forestage.system import event_loop, records
-
-T = TypeVar("T")
+from forestage.system import records
 
 WAIT = 5.0  # seconds for a chunk on its way, at most
 DECODERS = 4  # unmunge at once: whoever reaches the port could start any number of them
@@ -51,19 +49,12 @@ OPEN_FILES = 65536  # as its unit has it
 BACKLOG = 1024  # connections that nodes of a large job open in the same moment
 # A client that neither takes nor acknowledges bytes for so long is gone (tcp(7)); milliseconds.
 USER_TIMEOUT = 10_000
-ANSWERING = 10.0  # seconds for the answer about a job, and to send it
 TAKERS = 64  # nodes that got chunks of a key last: they are told where these turn out to be wrong
-REST = 1.0  # seconds between two answers for one user
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 _LOOK = re.compile(r"/v1/look/([1-9][0-9]{0,18})/([0-9a-f]{32}(?:\.files)?)")
-_EXPLAIN = re.compile(r"/v1/explain/([1-9][0-9]{0,9})")
 _CHUNK = re.compile(r"/v1/chunk/([0-9a-f]{32})/(0|[1-9][0-9]{0,8})")
 _COUNTER = re.compile(r"[0-9]{1,18}")
 _SECONDS = re.compile(r"[0-9]{1,2}(\.[0-9]{1,3})?")
-
-
-Explain = Callable[[int, int], bytes]
-"""The answer about a job, for a user's uid; raises OSError."""
 
 
 class _ChunkRequest(NamedTuple):
@@ -90,14 +81,8 @@ class _Refused(Exception):
 class Service:
     """The service's state, and its answer to each request."""
 
-    def __init__(
-        self, node: Node, prover: Prover, counters: Counters, name: str, explain: Explain
-    ) -> None:
+    def __init__(self, node: Node, prover: Prover, counters: Counters, name: str) -> None:
         self.name = name
-        self.explain = explain
-        self.munge = Munge(node.places.munge)  # a key file says nothing of users
-        self.askers: set[int] = set()
-        self.explaining = asyncio.Semaphore(1)
         self.cache = node.cache
         self.places = node.places
         self.clock = node.clock
@@ -142,9 +127,6 @@ class Service:
         # raw_path as it was sent: no decoding of percent signs goes round the pattern.
         if (request.method, request.raw_path) == ("POST", "/v1/session"):
             return await self._open_session(request)
-        asked = _EXPLAIN.fullmatch(request.raw_path)
-        if request.method == "POST" and asked is not None:
-            return await self._answer_user(request, int(asked[1]))
         if (request.method, request.raw_path) == ("GET", f"/v1/{EXPECTED}"):
             return self._answer_expected(request)
         chunk, look = _CHUNK.fullmatch(request.raw_path), _LOOK.fullmatch(request.raw_path)
@@ -171,7 +153,7 @@ class Service:
 
     async def _open_session(self, request: web.BaseRequest) -> web.Response:
         """Decodes a credential and opens the session that it asks for."""
-        claim = await self._decoded(request, self.prover.read)
+        claim = await self._read_claim(request)
         session = ClientSession(claim, request.remote or "", self.now())
         try:
             self.sessions.add(session)
@@ -182,8 +164,8 @@ class Service:
         opened = SessionOpened(session.id, auth.of_session(session.secret, session.id))
         return web.Response(body=msgspec.json.encode(opened))
 
-    async def _decoded(self, request: web.BaseRequest, read: Callable[[str], T]) -> T:
-        """What `read` finds in the credential that is the request's body. Raises _Refused."""
+    async def _read_claim(self, request: web.BaseRequest) -> Claim:
+        """What the credential says that is the request's body. Raises _Refused."""
         length = request.content_length
         if length is None or not 0 < length <= MAX_TEXT:
             raise _Refused(413)
@@ -198,38 +180,11 @@ class Service:
             if request.transport is None or request.transport.is_closing():
                 raise ConnectionResetError
             try:
-                return await asyncio.to_thread(read, text)
+                return await asyncio.to_thread(self.prover.read, text)
             except Refused as refused:
                 raise _Refused(403, str(refused)) from None
             except ForestageError as failed:  # munge is not installed (any more)
                 raise _Refused(503, str(failed)) from None
-
-    async def _answer_user(self, request: web.BaseRequest, job: int) -> web.StreamResponse:
-        """Answers a user about a job: one question of each at a time, and one of all."""
-        asker = await self._decoded(request, lambda text: self.munge.read_question(text, self.name))
-        if asker.question.job != job:
-            raise _Refused(403, f"a credential of uid {asker.uid} for another job")
-        if asker.uid in self.askers:
-            raise _Refused(429)
-        if asker.uid:
-            self.askers.add(asker.uid)
-        try:
-            return await asyncio.wait_for(self._explained(request, asker), ANSWERING)
-        except asyncio.TimeoutError:
-            raise ConnectionResetError from None
-        finally:
-            # Each answer reads the event log, in the time of those who want chunks.
-            asyncio.get_running_loop().call_later(REST, self.askers.discard, asker.uid)
-
-    async def _explained(self, request: web.BaseRequest, asker: Asker) -> web.StreamResponse:
-        async with self.explaining:
-            body = await asyncio.to_thread(self.explain, asker.question.job, asker.uid)
-        mac = auth.of_answer(bytes.fromhex(asker.question.secret), body)
-        response = web.Response(body=body, headers={"Forestage-Mac": mac})
-        response.force_close()  # a credential is good for one question
-        await response.prepare(request)
-        await response.write_eof()
-        return response
 
     def _authenticated(self, request: web.BaseRequest, key: str, number: int) -> _ChunkRequest:
         """The request, if its MAC is right and it did not come before. Raises _Refused."""
@@ -498,7 +453,7 @@ class _Server(web.Server):
         self.service.unproven.discard(handler)
 
 
-def run(node: Node, name: str, explain: Explain) -> None:
+def run(node: Node, name: str) -> None:
     """Runs the service until SIGTERM or SIGINT. `name` is this node's, as Slurm has it.
 
     Raises ConfigError where peers are off, PeerError for want of munge or the port, OSError.
@@ -509,16 +464,14 @@ def run(node: Node, name: str, explain: Explain) -> None:
     prover = auth.prover(peers.key_file, node.places.munge)
     auth.check(prover)
     counters = Counters(node.places.peer, node.clock.wall())
-    service = Service(node, prover, counters, name, explain)
-    event_loop.raise_open_files(OPEN_FILES)
+    service = Service(node, prover, counters, name)
+    _raise_open_files(OPEN_FILES)
     asyncio.run(_serve(service, listening_sockets(peers, name)))
 
 
 async def _serve(service: Service, sockets: list[socket.socket]) -> None:
     runner = web.ServerRunner(_Server(service), shutdown_timeout=SHUTDOWN)
-    event_loop.report_errors(
-        asyncio.get_running_loop(), lambda why: service.counters.refused("", why)
-    )
+    _report_errors(asyncio.get_running_loop(), lambda why: service.counters.refused("", why))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -534,6 +487,34 @@ async def _serve(service: Service, sockets: list[socket.socket]) -> None:
     service.arrivals.end()
     await runner.cleanup()
     service.close()
+
+
+def _report_errors(loop: asyncio.AbstractEventLoop, report: Callable[[str], None]) -> None:
+    """Have the loop's own errors reported as text, without a traceback.
+
+    For each connection that it cannot accept for want of descriptors asyncio would write one, and
+    it tries as many in a row as its backlog has (_accept_connection of selector_events.py).
+    """
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        # It tries each of them again after a second: the socket may have been closed by then.
+        is_late = isinstance(error, ValueError) and "handle" in context
+        if isinstance(error, OSError) or is_late:
+            report(str(error))
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+
+
+def _raise_open_files(most: int) -> None:
+    """Raise the soft limit of open files to the hard one, to `most` at most: shells have 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft not in (resource.RLIM_INFINITY, max(soft, wanted)):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def listening_sockets(config: Peering, node: str) -> list[socket.socket]:

@@ -11,7 +11,6 @@ a registry refused does not ask again.
 
 import contextlib
 import os
-import struct
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,12 +21,11 @@ from forestage.paths import Places
 from forestage.registry import reference
 from forestage.system import records
 from forestage.system.as_user import User
-from forestage.system.files import opened
+from forestage.system.files import ACL, encode_acl, opened
 
 T = TypeVar("T")
 
 SMALL = 64 * 1024  # bytes
-ACL = "system.posix_acl_access"  # linux/posix_acl_xattr.h
 FULL_SECONDS = 600.0
 REFUSALS = (
     "registry-denied",
@@ -94,7 +92,7 @@ def find_refusal(places: Places, job: str, step: str, text: str) -> Declined | N
 def write_note(path: Path, uid: int, note: msgspec.Struct) -> None:
     """Writes a note that this user, and no other one, may read. As root; raises OSError."""
     records.write(path, msgspec.json.encode(note))
-    os.setxattr(path, ACL, _readable_by(uid), follow_symlinks=False)
+    os.setxattr(path, ACL, encode_acl(uid, owner=6, user=4), follow_symlinks=False)
 
 
 def find_note(path: Path, of: type[T]) -> T | None:
@@ -104,15 +102,6 @@ def find_note(path: Path, of: type[T]) -> T | None:
             return msgspec.json.decode(os.read(fd, SMALL), type=of)
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-
-
-def _readable_by(uid: int) -> bytes:
-    """Pure: an ACL. The file stays root's."""
-    everybodys = 0xFFFFFFFF
-    owner, group, mask, others = (1, 6), (4, 0), (16, 4), (32, 0)
-    entries = [(*owner, everybodys), (2, 4, uid)]
-    entries += [(*one, everybodys) for one in (group, mask, others)]
-    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *one) for one in entries)
 
 
 def _full_path(folder: str, uid: int) -> Path:

@@ -108,18 +108,6 @@ class Slurm(NamedTuple):
             raise SlurmError(ran.explained())
         return found(ran.out, job)
 
-    def nodes_of(self, job: int) -> str:
-        """The nodes that a job has or had, as a list in brackets; "" where nobody knows them.
-
-        Asks the accounting of jobs that Slurm has forgotten. Raises SlurmError.
-        """
-        state = self.job(job)
-        if state is not None:
-            return state.nodes
-        words = ("-X", "--noheader", "--parsable2", "--format=NodeList", f"--jobs={job}")
-        listed = self._answer("sacct", *words).strip()
-        return "" if "\n" in listed or listed == "None assigned" else listed
-
     def knows_node(self, node: str) -> bool:
         """Whether this Slurm has such a node. Raises SlurmError where it does not answer."""
         if self.bound:

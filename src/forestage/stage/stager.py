@@ -206,8 +206,10 @@ def _report(task: Task, figures: "Figures", error: Declined | None, took: float)
         **facts,
     )
     log.say(f"stager job={job.id} {events.summary(job, [outcome], took)}", by_slurm=True)
+    event = events.of_job(job, "stager", outcome, node.clock.wall(), took)
     try:
-        events.record(node.places.events, node.clock.wall(), "stager", job, [outcome], took)
+        events.tell_copy(node.places, event, node.leases.users_of(task.key) - {job.user.uid})
+        events.record_events(node.places, [event])
     except OSError as failure:  # a full log disk is no reason to lose a copy
         losses.note_loss(node.places.lost_events, node.clock.wall(), failure)
         log.say(f"stager job={job.id} result=unrecorded detail={str(failure)!r}", by_slurm=True)

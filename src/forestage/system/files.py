@@ -27,6 +27,7 @@ _LINKED = 0x4  # STATX_NLINK
 _STATX = struct.Struct("=I12xIIIH2xQQQ40xqI4xqI4x8xII")
 _STATX_BYTES = 256
 
+ACL = "system.posix_acl_access"  # linux/posix_acl_xattr.h
 MOST = 1000  # names of a directory that are held in memory at once
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
@@ -69,6 +70,15 @@ def overwrite(path: Path, data: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
     with naming(path), opened(path, flags, 0o600) as fd, open(fd, "wb", closefd=False) as file:
         file.write(data)
+
+
+def encode_acl(uid: int, owner: int, user: int) -> bytes:
+    """Return an ACL with these bits for the owner and for one user, and none for others. Pure."""
+    everybodys = 0xFFFFFFFF
+    # Tags of linux/posix_acl.h: the owner, a user, the group, the mask of both, all others.
+    entries = [(1, owner, everybodys), (2, user, uid), (4, 0, everybodys)]
+    entries += [(16, user, everybodys), (32, 0, everybodys)]
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *one) for one in entries)
 
 
 def facts(path: Path) -> os.stat_result | None:

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from commands import NOW, Site
 from forestage import events
-from forestage.admin import ask_client, job_images, warm, warm_node
+from forestage.admin import job_images, warm, warm_node
 from forestage.admin.job_images import ImageResult, Seen
 from forestage.admin.warm import NodeAnswer, Order
 from forestage.admin.warm_node import NodeReport
 from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.errors import SlurmError
-from forestage.events import Event, Outcome
+from forestage.events import Copied, Event, Outcome, user_files
 from forestage.slurm.hints import read_hints
 from forestage.slurm.queue import Slurm
 from forestage.system import lock, run
@@ -331,27 +331,57 @@ def refuse(*_: object) -> None:
     raise PermissionError(13, "Permission denied", "/var/log/forestage/events.jsonl")
 
 
-def test_user_where_no_service_answers_gets_unseen(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def alice(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[Event], None]:
+    """This process is a user who may not read the log; adds an event to what they may read."""
     monkeypatch.setattr(events, "unread", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    file = user_files.file_of(site.places.users, 1000)
+    file.parent.mkdir(parents=True)
+    return lambda event: events.append(file, [event])
+
+
+def test_user_of_whom_nothing_is_recorded_gets_unseen(
+    site: Site, alice: Callable[[Event], None]
+) -> None:
+    alice(event("prolog", 6, result="hit", request=IMAGE))
     (found,) = warm_node.results(site.places, Clock(), 7, (IMAGE,))
     assert (found.result, found.is_here) == ("unseen", False)
-    assert "forestage-ask.socket" in found.detail
     assert "forestage explain 7" in found.detail
 
 
-def test_user_waits_for_what_the_service_says(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image with an odd name is found; one that the service does not know has failed."""
-    odd = "/lustre/a\nb"
-    copying = ImageResult(printable(odd), "failed", "copy")
-    copied = ImageResult(printable(odd), "copied", wait=9.0)
-    answers = [Seen((copying,), waits=True, live=True)] * 5 + [Seen((copied,))]
-    monkeypatch.setattr(events, "unread", refuse)
-    monkeypatch.setattr(ask_client, "about_images", lambda *_: answers.pop(0))
-    found = warm_node.results(site.places, NoWait(), 7, (odd, IMAGE))
+def test_user_waits_for_the_end_of_a_copy_that_is_another_users(
+    site: Site, alice: Callable[[Event], None]
+) -> None:
+    """An image with an odd name is found; one that the job did not name has failed."""
+    odd, key = "/lustre/a\nb", "a" * 32
+    alice(event("prolog", 7, result="started", request=printable(odd), key=key))
+
+    class Turning(Clock):
+        def sleep(self, seconds: float) -> None:
+            alice(Event(NOW + 9, "stager", 0, Copied("copied", key=key, wait=9.0)))
+
+    found = warm_node.results(site.places, Turning(), 7, (odd, IMAGE))
     assert [(one.image, one.result) for one in found] == [(odd, "copied"), (IMAGE, "failed")]
-    assert answers == []
+
+
+def test_user_waits_no_longer_than_an_hour_for_a_copy_that_was_killed(
+    site: Site, alice: Callable[[Event], None]
+) -> None:
+    alice(event("prolog", 7, result="started", request=IMAGE, key="a" * 32))
+    now = 0.0
+
+    class Hours(Clock):
+        def monotonic(self) -> float:
+            return now
+
+        def sleep(self, seconds: float) -> None:
+            nonlocal now
+            now += 600.0
+
+    (found,) = warm_node.results(site.places, Hours(), 7, (IMAGE,))
+    assert (found.result, found.is_here) == ("copying", False)
+    assert now >= warm_node.UNHEARD
 
 
 def test_copy_that_is_not_under_way_is_not_waited_for(site: Site) -> None:
@@ -362,7 +392,7 @@ def test_copy_that_is_not_under_way_is_not_waited_for(site: Site) -> None:
         asked.append(1)
         return gone
 
-    assert warm_node.wait_for_copies(look, NoWait(), 1.0) == gone.images
+    assert warm_node.wait_for_copies(look, NoWait()) == gone.images
     assert len(asked) == warm_node.TRIES
 
 

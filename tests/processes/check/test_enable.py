@@ -458,15 +458,14 @@ def test_units_are_started_with_yes_where_systemd_runs(
 
     monkeypatch.setattr("forestage.system.run.run", systemctl)
     node = Site(tmp_path)
-    both = "forestage-sweep.timer forestage-ask.socket"
-    assert f"systemctl enable --now {both}" in node.run("enable", SLURM_CONF).stdout
+    timer = "forestage-sweep.timer"
+    assert f"systemctl enable --now {timer}" in node.run("enable", SLURM_CONF).stdout
     assert asked == []
     printed = node.run("enable", "--yes", SLURM_CONF).stdout
-    assert asked == [["enable", "--now", "forestage-sweep.timer", "forestage-ask.socket"]]
-    assert ("not both on" in printed) == bool(ends)
-    for kind, unit in (("timers", both.split()[0]), ("sockets", both.split()[1])):
-        slurm.write(f"/etc/systemd/system/{kind}.target.wants/{unit}", "")
-    assert both not in node.run("enable", SLURM_CONF).stdout
+    assert asked == [["enable", "--now", timer]]
+    assert ("is not on" in printed) == bool(ends)
+    slurm.write(f"/etc/systemd/system/timers.target.wants/{timer}", "")
+    assert timer not in node.run("enable", SLURM_CONF).stdout
 
 
 def test_refusal_has_an_exit_status_and_is_in_the_document(slurm: Slurm, tmp_path: Path) -> None:

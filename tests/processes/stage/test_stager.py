@@ -173,7 +173,7 @@ def test_event_that_cannot_be_written_changes_no_message(
         raise io(errno.ENOSPC)
 
     fail_with(Truncated("/lustre/a"), monkeypatch)
-    monkeypatch.setattr(events, "record", full)
+    monkeypatch.setattr(events, "record_events", full)
     last = messages(task)[-1]
     assert (last.reason, last.node_failed) == ("changed", False)
     assert "result=unrecorded" in said()[-1]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from forestage import events
 from forestage.events import Copied, Event, Handled, Outcome, Released, append, log, read, summary
+from forestage.paths import Places
 from forestage.slurm.hints import Hints
 from forestage.slurm.job import Job
 from forestage.system.as_user import User
@@ -77,12 +78,12 @@ def test_summary_of_an_epilog_and_of_nothing_is_logfmt() -> None:
 
 
 def test_step_number_is_recorded_only_for_a_step(tmp_path: Path) -> None:
-    file = tmp_path / "events.jsonl"
+    places = Places(tmp_path)
     step = msgspec.structs.replace(JOB, step=3)
-    events.record(file, 1.0, "step", step, [Handled("hit")], 0.1)
-    events.record(file, 1.0, "prolog", JOB, [Handled("started")], 0.1)
-    assert [(one.hook, one.step) for one in read(file)] == [("step", 3), ("prolog", None)]
-    assert b"step" not in file.read_bytes().splitlines()[1]
+    events.record(places, 1.0, "step", step, [Handled("hit")], 0.1)
+    events.record(places, 1.0, "prolog", JOB, [Handled("started")], 0.1)
+    assert [(one.hook, one.step) for one in read(places.events)] == [("step", 3), ("prolog", None)]
+    assert b"step" not in places.events.read_bytes().splitlines()[1]
 
 
 @given(st.text(), st.text(), st.lists(st.text(), max_size=3).map(tuple))

@@ -1,0 +1,143 @@
+"""Each user's own events, in a file of root's that this user alone may read.
+
+    /run/forestage/users/UID/events.jsonl    the lines of events.jsonl that are theirs to know
+
+`forestage explain` without root reads it, so no service has to answer users. They can write to none
+of it and list no directory of it. Hooks append without a lock: a reader can hold one.
+
+It is memory for a reason. read(2) takes no lock of a tmpfs' file (mm/shmem.c,
+shmem_file_read_iter). On XFS a reader whose memory a FUSE of theirs has to fill holds the lock that
+every append waits for (fs/xfs/xfs_file.c, xfs_file_buffered_read). So where /run is no tmpfs, or
+has no ACLs, there is no such file, and `explain` is for root.
+
+A file that is full gives its front back as a hole, and one that goes is emptied: a user who holds
+it open, or mapped, keeps no memory by that.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from forestage.system import folders, libc
+from forestage.system.files import ACL, encode_acl, opened
+from forestage.units import is_number
+
+USER_FILE_NAME = "events.jsonl"
+USER_FILE_BYTES = 256 * 1024  # of memory: some 500 events
+USER_KEPT_BYTES = 128 * 1024  # of these, once the front is given back
+MAX_USERS = 256  # of a node: 64 MiB in all; who comes then takes the place of the longest silent
+IDLE_DAYS = 14  # without an event; the number may be another person's by then
+_PAGE = 4096
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
+_APPEND = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK  # no FIFO is waited for
+
+
+def file_of(users: Path, uid: int) -> Path:
+    """Return where a user's events are. Pure."""
+    return users / str(uid) / USER_FILE_NAME
+
+
+def append_lines(users: Path, uid: int, lines: Sequence[bytes]) -> None:
+    """Append lines to a user's file, which is made for the first ones. As root.
+
+    What fails is left out: no job is worse off for what its user may read. Root, and who is
+    unknown (-1), has none.
+    """
+    if uid <= 0:
+        return
+    with contextlib.suppress(OSError):
+        file = file_of(users, uid)
+        if not file.exists():
+            _make_file(users, uid)
+        with opened(file, _APPEND) as fd:
+            write_lines(fd, lines)
+            _give_back(fd)
+
+
+def write_lines(fd: int, lines: Sequence[bytes]) -> None:
+    """Append lines, one write each, whatever the last line was cut short by. Raises OSError."""
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        lines = [b"\n" + lines[0], *lines[1:]]  # a crash cut the one before short
+    for line in lines:
+        if os.write(fd, line) < len(line):  # the disk is full amid the line
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def list_users(users: Path) -> list[int]:
+    """Return who has a file, or had one half made. Raises OSError."""
+    try:
+        return sorted(int(name) for name in os.listdir(users) if is_number(name))  # noqa: PTH208
+    except FileNotFoundError:
+        return []
+
+
+def find_naming(users: Path, key: str) -> Iterator[int]:
+    """Yield the users whose events name this key: their jobs had it."""
+    for uid in list_users(users):
+        with (
+            contextlib.suppress(OSError),
+            opened(file_of(users, uid), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd,
+        ):
+            start = max(0, os.fstat(fd).st_size - 2 * USER_FILE_BYTES)
+            if key.encode() in os.pread(fd, 2 * USER_FILE_BYTES, start):
+                yield uid
+
+
+def remove_idle(users: Path, now: float) -> None:
+    """Remove the files of users without an event for IDLE_DAYS. Raises OSError."""
+    for uid in list_users(users):
+        if _last_event(users, uid) < now - IDLE_DAYS * 86400:
+            _remove(users, uid)
+
+
+def _make_file(users: Path, uid: int) -> None:
+    """Make a user's file; it gets its name once nobody else can read it. Raises OSError."""
+    folders.keep(users, folders.PASSABLE)
+    with opened(users, os.O_TMPFILE | os.O_RDWR, 0o600) as fd:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # an error (EINVAL) on all that is no tmpfs
+        os.setxattr(fd, ACL, encode_acl(uid, owner=6, user=4))
+        known = list_users(users)
+        if uid not in known and len(known) >= MAX_USERS:
+            _remove(users, min(known, key=lambda one: _last_event(users, one)))
+        folder = users / str(uid)
+        folders.make(folder, folders.PRIVATE)
+        os.setxattr(folder, ACL, encode_acl(uid, owner=7, user=1), follow_symlinks=False)
+        with (
+            opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as here,
+            contextlib.suppress(FileExistsError),  # another hook was faster
+        ):
+            os.link(f"/proc/self/fd/{fd}", USER_FILE_NAME, dst_dir_fd=here)
+
+
+def _give_back(fd: int) -> None:
+    """Give the front of a full file back. Raises OSError.
+
+    It is no new file, and not the end that is cut off: lines that another hook writes meanwhile
+    stay, and a reader who has it open sees them.
+    """
+    facts = os.fstat(fd)
+    if facts.st_blocks * 512 > USER_FILE_BYTES:
+        length = (facts.st_size - USER_KEPT_BYTES) // _PAGE * _PAGE
+        libc.call("fallocate", fd, _KEEP_SIZE | _PUNCH_HOLE, libc.wide(0), libc.wide(length))
+
+
+def _last_event(users: Path, uid: int) -> float:
+    """Return when a user's file was written last; 0 if there is none."""
+    try:
+        return file_of(users, uid).stat(follow_symlinks=False).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _remove(users: Path, uid: int) -> None:
+    """Remove a user's file and folder, and empty the file: somebody may have it open."""
+    file = file_of(users, uid)
+    with contextlib.suppress(FileNotFoundError), opened(file, _APPEND) as fd:
+        file.unlink()
+        os.ftruncate(fd, 0)
+    with contextlib.suppress(FileNotFoundError):
+        file.parent.rmdir()
