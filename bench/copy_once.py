@@ -19,7 +19,7 @@ def copy_once(config: Config, path: str, directory: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     wanted = Image(image.identify(fd, path), Access(0, 0, 0o600))
     opened = OpenImage(wanted, User("root", 0, 0), fd)
-    reading = source.open_source(opened, config)
+    reading = source.open_source(opened)
     part = Part(directory)
     part.directory.mkdir()
     chosen = engines.of(config)

@@ -41,7 +41,6 @@ from forestage.units import format_size, parse_size
 ROOM = 512 * 1024 * 1024  # bytes beside the file, for the file system itself
 OURS = "forestage chunks"
 LIMIT = "fio limit"
-PLAIN = "chunks, no digest"
 RATIOS = {"of_limit": LIMIT, "vs_cp": "cp", "vs_rsync": "rsync -avSH"}  # to the rival's time
 # Huge pages for fio's buffers, as ours are: large requests reach the disk whole.
 HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -77,18 +76,15 @@ def rivals(place: Place) -> dict[str, Callable[[], None]]:
         shell = f"{shlex.join(argv)} && exec sync {shlex.quote(target)}"
         return lambda: os.execvp("sh", ["sh", "-c", shell])
 
-    def ours(engine: Engine, digest: bool) -> Callable[[], None]:
-        config = Config(engine=engine, digest=digest)
-        return lambda: copy_once(config, source, place.target / "part")
+    def ours(engine: Engine) -> Callable[[], None]:
+        return lambda: copy_once(Config(engine=engine), source, place.target / "part")
 
     return {
-        OURS: ours("chunks", True),
+        OURS: ours("chunks"),
         "cp": durable("cp", source, target),
         "dd bs=16M": durable("dd", f"if={source}", f"of={target}", "bs=16M", "status=none"),
         "rsync -avSH": durable("rsync", "-avSH", "--quiet", source, target),
-        PLAIN: ours("chunks", False),
-        "forestage rsync": ours("rsync", True),
-        "rsync, no digest": ours("rsync", False),
+        "forestage rsync": ours("rsync"),
     }
 
 
@@ -220,10 +216,6 @@ def report(found: Found, size: int, rounds: int, load: busy.Load) -> None:
             cells = (middle[state, name] for state in states)
             each = (f"{c.cpu / size * 2**30:7.2f}/{c.memory / 2**20:4.0f}" for c in cells)
             print(f"{name:20}" + "".join(each))
-
-    # Whoever holds Python's global lock burns user time, so that is the most it can be held.
-    held = max(middle[state, PLAIN].user / middle[state, PLAIN].wall for state in states)
-    print(f"\nPython's global lock was held for {held:.0%} of a copy without digest, at most")
 
     print("\nratios of forestage chunks: median of the rounds (lowest to highest)")
     print(f"{'':12}" + "".join(f"{state:>22}" for state in states))

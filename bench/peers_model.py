@@ -40,7 +40,6 @@ class Case(NamedTuple):
     dies_at: float = 0.0
     unreadable: float = 0.0
     threads: int = 4
-    downloads: int = 8
 
 
 class Found(NamedTuple):
@@ -117,7 +116,7 @@ class World:
         self.read = 0
         self.all = (1 << case.chunks) - 1
         self.names = [f"n{number}" for number in range(case.nodes)]
-        self.policy = with_peers.policy(case.threads, case.downloads, case.nodes)
+        self.policy = with_peers.policy(case.threads, case.nodes)
         flows = min(self.policy.at_once, case.threads)
         self.source = Source(self, case.source, case.link / flows)
         self.nodes = {name: Node(name, case.link) for name in self.names}
@@ -167,7 +166,7 @@ class World:
         node.schedule = Schedule(
             "key", self.names, node.name, range(self.case.chunks), self.case.chunk, self.policy
         )
-        node.readers, node.askers = self.case.threads, self.case.downloads
+        node.readers, node.askers = self.case.threads, with_peers.DOWNLOADS
         if self.case.nodes == 1:
             node.askers = 0
         self._work(node)

@@ -77,7 +77,7 @@ class Pair:
         """As a stager does it."""
         config = msgspec.structs.replace(self.node.config, chunk_size=CHUNK)
         fd = os.open(self.source, os.O_RDONLY)
-        content = source.open_source(OpenImage(self.image, User("root", 0, 0), fd), config)
+        content = source.open_source(OpenImage(self.image, User("root", 0, 0), fd))
         shutil.rmtree(self.folder / "part", ignore_errors=True)
         part = Part(self.folder / "part" / self.image.key)
         part.directory.mkdir(parents=True)

@@ -49,7 +49,8 @@ from pathlib import Path
 from forestage.clock import Clock
 from forestage.hooks.boundary import Hook
 from forestage.paths import Places
-os._exit(Hook(sys.argv[1], os.environ, time.monotonic()).run(Places(Path(sys.argv[2])), Clock()))
+Hook(sys.argv[1], os.environ, time.monotonic()).run(Places(Path(sys.argv[2])), Clock())
+os._exit(0)
 """
 
 

@@ -93,16 +93,13 @@ class Site:
         allocation.reserve(part, size, CHUNK, set(range(-(-size // CHUNK))))
         return part, owner
 
-    def publish(
-        self, path: Path, age: float = 60.0, digests: bool = True, expected: float = 0.0
-    ) -> str:
+    def publish(self, path: Path, age: float = 60.0, expected: float = 0.0) -> str:
         """Copies what `path` is now as a stager does; last used `age` seconds ago."""
         part, owner = self.part(path)
         wanted = owner.image
         with path.open("rb") as file:
             source = Content(file.fileno(), None, wanted.size)
-            tuning = Tuning(threads=2, chunk=CHUNK, digest=digests)
-            chunks.copy(source, part, tuning, threading.Event())
+            chunks.copy(source, part, Tuning(threads=2, chunk=CHUNK), threading.Event())
         access = wanted.access
         os.chown(part.image, access.uid, access.gid)
         part.image.chmod(access.mode)

@@ -61,10 +61,14 @@ def content(seed: int = 1, size: int = SIZE) -> bytes:
 
 @dataclass(frozen=True)
 class Ran:
-    """How one hook run ended, and the outcomes that it left in the event file."""
+    """One hook run, by the outcomes that it left in the event file."""
 
-    code: int
     outcomes: tuple[Outcome, ...]
+
+    @property
+    def code(self) -> int:
+        """1 if the hook says that the node is at fault, and not the request; else 0."""
+        return int(any(outcome.result == "failed" for outcome in self.outcomes))
 
     @property
     def outcome(self) -> Outcome:
@@ -253,8 +257,8 @@ class Node:
 
     def _run(self, name: events.Hook, environ: dict[str, str], clock: Clock | None) -> Ran:
         before = len(self.outcomes(name, int(environ["SLURM_JOB_ID"])))
-        code = Hook(name, environ, time.monotonic()).run(self.places, clock or Clock())
-        return Ran(code, self.outcomes(name, int(environ["SLURM_JOB_ID"]))[before:])
+        Hook(name, environ, time.monotonic()).run(self.places, clock or Clock())
+        return Ran(self.outcomes(name, int(environ["SLURM_JOB_ID"]))[before:])
 
     def outcomes(self, hook: events.Hook, job: int | None = None) -> tuple[Outcome, ...]:
         """What the event file says of a kind of hook, or of one job's; in order."""

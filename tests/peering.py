@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,7 @@ from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id
 from forestage.clock import Clock
-from forestage.config import Config, load_settings
+from forestage.config import Address, Config, Peering, load_settings, parse_address
 from forestage.events import Copied
 from forestage.hooks.boundary import Hook
 from forestage.paths import Places
@@ -53,6 +53,15 @@ from forestage.paths import Places
 from forestage.cli.world import World
 root, munge, node = sys.argv[1:]
 main(["peer", "--node", node], obj=World(Places(Path(root), munge), Clock()))
+"""
+
+# Its own nodes are found as `find_at` has it.
+FINDS = """
+from forestage.config import Peering, parse_address
+places, of = {places!r}, Peering.of
+Peering.of = lambda peers, node: (
+    parse_address(places[node], peers.port) if node in places else of(peers, node)
+)
 """
 
 # A machine may stand still: clients may wait, or take no bytes, as long as they like.
@@ -98,6 +107,21 @@ def free_port() -> int:
     return port
 
 
+_places: dict[str, str] = {}  # HOST:PORT of the nodes of a test
+_of = Peering.of
+
+
+def find_at(places: Mapping[str, str]) -> None:
+    """Has this process, and what it forks, find these nodes there: all of them are one host."""
+    _places.update(places)
+
+
+def _found(peers: Peering, node: str) -> Address:
+    return parse_address(_places[node], peers.port) if node in _places else _of(peers, node)
+
+
+Peering.of = _found  # type: ignore[method-assign]
+
 KEPT = 32  # ports; a test has a few
 _kept: list[socket.socket] = []
 
@@ -105,14 +129,10 @@ _kept: list[socket.socket] = []
 class Node:
     """A node's files, and its service when it is started."""
 
-    def __init__(
-        self, root: Path, addresses: dict[str, str] | None = None, name: str = "n1"
-    ) -> None:
-        """`addresses`: those of all nodes; without them n1 alone has one, with `port`."""
+    def __init__(self, root: Path, name: str = "n1") -> None:
         self.name = name
         self.places = Places(root)
-        self.port = 0 if addresses else free_port()
-        self.addresses = addresses or {"n1": f"127.0.0.1:{self.port}"}
+        self.port = free_port()
         self.cache = Cache(root / "nvme/forestage")
         self.cache.prepare(require_mount=False)
         self.process: subprocess.Popen[bytes] | None = None
@@ -122,11 +142,12 @@ class Node:
         key_file.write_bytes(b"k" * 64)
         key_file.chmod(0o600)
         self.configure()
+        assert self.config.peers.enabled
 
     def configure(self, munge: str = "", **keys: object) -> None:
         """`munge`: the socket to use instead of the key file."""
         self.places = Places(self.places.root, munge)
-        peers = {"enabled": True, "addresses": self.addresses, "listen": "127.0.0.1", **keys}
+        peers = {"enabled": True, "port": self.port, "listen": "127.0.0.1", **keys}
         if not munge:
             peers["key_file"] = str(self.places.etc / "peer.key")
         document = {"cache": "/nvme/forestage", "peers": peers}
@@ -134,13 +155,15 @@ class Node:
 
     @property
     def config(self) -> Config:
+        """From now on its node is found where its service is."""
+        find_at({self.name: f"127.0.0.1:{self.port}"})
         return load_settings(self.places.etc).config
 
     def start(self, before: str = "") -> None:
         """`before`: Python that the process runs first, after what makes it patient."""
         argv = [str(self.places.root), self.places.munge, self.name]
         self.process = subprocess.Popen(
-            [sys.executable, "-Bc", PATIENT + before + SERVE, *argv],
+            [sys.executable, "-Bc", FINDS.format(places=_places) + PATIENT + before + SERVE, *argv],
             stderr=subprocess.PIPE,
             cwd="/",
         )
@@ -198,8 +221,8 @@ class Node:
             self.bring(part, number, seed)
         if digests is not None:
             part.map.write_bytes(digests)
-        wanted = image(seed)
-        entry = Entry(wanted.key, wanted.identity, wanted.access, 1.0, "chunks", CHUNK)
+        wanted, whole = image(seed), digest.of_image(part.map.read_bytes())
+        entry = Entry(wanted.key, wanted.identity, wanted.access, 1.0, "chunks", CHUNK, whole)
         taken = self.cache.key_lock(wanted.key)  # as a stager does; unless one lives
         with lock.held(taken, 60.0) if lock.is_free(taken) else contextlib.nullcontext():
             self.cache.publish(entry)
@@ -212,7 +235,8 @@ class Node:
         shutil.copyfile(source, entry / "image")
         tuning = Tuning(chunk=chunk)
         (entry / "map").write_bytes(digests(entry / "image", source.stat().st_size, tuning))
-        record = Entry(image.key, image.identity, image.access, 0.0, "chunks", chunk)
+        whole = digest.of_image((entry / "map").read_bytes())
+        record = Entry(image.key, image.identity, image.access, 0.0, "chunks", chunk, whole)
         (entry / "entry.json").write_bytes(msgspec.json.encode(record))
         (entry / "used").touch()
 
@@ -253,7 +277,7 @@ def give(peer: Node | Hooks, node: Hooks, path: Path, data: bytes) -> None:
 
 def run(node: Hooks, environ: dict[str, str]) -> Copied:
     hook = "step" if "SLURM_STEP_ID" in environ else "prolog"
-    assert Hook(hook, environ, time.monotonic()).run(node.places, Clock()) == 0
+    Hook(hook, environ, time.monotonic()).run(node.places, Clock())
     (copied,) = node.outcomes("stager")
     assert isinstance(copied, Copied)
     return copied

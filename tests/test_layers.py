@@ -47,7 +47,7 @@ STARTERS = {
     *("admin.pack", "admin.publish", "admin.warm"),  # as who calls them
     *("check.enable", "check.hooks", "check.registry", "check.sources"),
     *("slurm.queue", "slurm.release"),
-    *("cache.disk_errors", "views.job_disk", "views.directory", "peers.auth", "stage.engines"),
+    *("views.job_disk", "views.directory", "peers.auth", "stage.engines"),
 }
 """Modules that may start programs: none runs for a job's user, or parses what users wrote."""
 

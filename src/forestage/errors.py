@@ -115,10 +115,7 @@ class Stopped(Declined):
 
 
 class Failed(Declined):
-    """The node or forestage itself is at fault, not the request.
-
-    `on_error` applies, except to a broken configuration, which cannot say what the admin wants.
-    """
+    """The node or forestage itself is at fault, not the request."""
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -124,11 +124,6 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "disk.json"
 
     @property
-    def preloaded(self) -> Path:
-        """It is there once the page cache has what starts of images read, see cache/hot.py."""
-        return self.run / "preloaded"
-
-    @property
     def collected(self) -> Path:
         """When this node's sweep looked at the store of images, see admin/registry.py."""
         return self.run / "collected"

@@ -228,7 +228,7 @@ def test_command_makes_no_name_in_a_directory_that_users_can_list(
 
     def lock_metrics() -> Ran:
         with textfile.alone(node.places, 60):
-            return Ran(0, ())
+            return Ran(())
 
     lock_metrics()
     for folder in (run.parent, node.places.events.parent.parent):

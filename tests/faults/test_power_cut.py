@@ -88,9 +88,7 @@ def test_copy_that_the_power_cut_short_is_no_entry(
     "keys",
     [
         {"engine": "chunks"},
-        {"engine": "chunks", "direct": "off"},
-        # Without digests nobody reads the copy, which would write it out first.
-        {"engine": "rsync", "digest": False},
+        {"engine": "rsync"},
     ],
     ids=str,
 )

@@ -125,7 +125,7 @@ def test_source_that_the_user_lost_is_not_served_from_the_copy(
     change: Callable[[Node], None],
     reason: str,
 ) -> None:
-    node.configure(engine=engine, on_error="drain")
+    node.configure(engine=engine)
     path = node.put(NAME, image())
     points.at(point, lambda: change(node), nth)
 
@@ -139,7 +139,6 @@ def test_source_that_the_user_lost_is_not_served_from_the_copy(
 
 
 def test_source_that_changes_all_the_time_is_left_alone(node: Node, points: Points) -> None:
-    node.configure(on_error="drain")
     path = node.put(NAME, image())
     points.at("copied", lambda: os.utime(_source(node)), nth=None)
     ran = node.prolog(1, path)

@@ -24,7 +24,7 @@ from node import Node, children_left, comm, until
 
 
 def test_source_that_does_not_answer_is_declined_at_the_deadline(node: Node, far: Far) -> None:
-    node.configure(deadline="300ms", on_error="drain")
+    node.configure(deadline="300ms")
     path, other = far.put("image.sqsh", image()), node.put("alice/image.sqsh")
     far.hang()
     ran = beside(lambda: node.prolog(1, path))
@@ -32,7 +32,7 @@ def test_source_that_does_not_answer_is_declined_at_the_deadline(node: Node, far
     assert node.lease(1) is None
     assert beside(lambda: node.epilog(1)).code == 0
     # What lies elsewhere is staged all the same.
-    node.configure(on_error="drain")
+    node.configure()
     assert beside(lambda: node.prolog(2, other)).outcome.result == "copied"
     far.answer()
     assert beside(lambda: node.prolog(3, path)).outcome.result == "copied"
@@ -61,7 +61,7 @@ def test_first_bytes_that_do_not_come_leave_the_original_path(
 ) -> None:
     """Metadata are answered; the first bytes, which make it an image, are not."""
     monkeypatch.setattr(opening, "HOOK_TIMEOUT", 0.3)
-    node.configure(deadline="1h", on_error="drain")
+    node.configure(deadline="1h")
     path = far.put("image.sqsh", image())
     far.hang_reads()
     ran = beside(lambda: node.prolog(1, path))
@@ -115,7 +115,7 @@ def test_source_that_stops_answering_costs_no_hook_more_than_its_deadline(
     node: Node, far: Far, points: Points, strike: Strike
 ) -> None:
     # One thread: more of them may have read all before the source hangs.
-    node.configure(on_error="drain", threads=1)
+    node.configure(threads=1)
     path, other = far.put("image.sqsh", image()), node.put("alice/image.sqsh")
 
     ran = beside(lambda: node.prolog(1, path, clock=Until(strike.done)))
@@ -124,11 +124,11 @@ def test_source_that_stops_answering_costs_no_hook_more_than_its_deadline(
     assert len(node.held(1).uses) == 1
     ran = beside(lambda: node.epilog(1))
     assert (ran.code, *ran.said) == (0, "released", "")
-    node.configure(deadline="500ms", on_error="drain")
+    node.configure(deadline="500ms")
     ran = beside(lambda: node.prolog(2, path))
     assert (ran.code, ran.outcome.result) == (0, "declined")
     assert ran.outcome.reason in ("deadline", "source-hangs")
-    node.configure(on_error="drain")
+    node.configure()
     points.calm()
     assert beside(lambda: node.prolog(3, other)).outcome.result == "copied"
     assert beside(lambda: node.epilog(3)).code == 0

@@ -32,7 +32,7 @@ def end(channel: Channel) -> str:
     return message.state
 
 
-@pytest.mark.parametrize("keys", [{}, {"bandwidth": 4 * MIB}, {"digest": False}])
+@pytest.mark.parametrize("keys", [{}, {"bandwidth": 4 * MIB}])
 def test_bytes_are_right_before_during_and_after_the_copy(
     node: Node, shown: Shown, keys: dict[str, object]
 ) -> None:

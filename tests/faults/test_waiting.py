@@ -47,7 +47,6 @@ def test_prolog_killed_while_it_waits_costs_nothing_but_its_own_wait(
 
 
 def test_at_the_deadline_the_copy_goes_on(node: Node, points: Points, gate: Gate) -> None:
-    node.configure(on_error="drain")
     path = node.put("alice/image.sqsh", image())
     points.at("chunk", gate, nth=None)
     ran = node.prolog(1, path, clock=Until(lambda: points.count("chunk")))

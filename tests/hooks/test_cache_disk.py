@@ -26,7 +26,7 @@ from forestage.config import load_settings
 from forestage.system import mounts, records
 from node import Idle, Node, content, unmount
 
-REFUSED = (0, "failed", "cache-other-disk")
+REFUSED = (1, "failed", "cache-other-disk")
 ON_NETWORK = (0, "declined", "cache-on-network")
 
 
@@ -200,7 +200,7 @@ def test_record_that_cannot_be_read_counts_as_none(node: Node, text: bytes) -> N
 def test_cache_on_a_network_file_system_is_not_used_and_drains_no_node(
     node: Node, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    node.configure(on_error="drain", require_mount=False)
+    node.configure(require_mount=False)
     path = node.put("alice/image.sqsh")
     current = mounts.current
 

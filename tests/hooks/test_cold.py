@@ -21,7 +21,7 @@ from through import Through
 
 @pytest.fixture
 def shared(node: Node) -> Node:
-    node.configure(cold="shared", on_error="drain")
+    node.configure(cold="shared")
     return node
 
 
@@ -163,7 +163,7 @@ def step(node: Node, job: int, path: Path, saves: str | None = None) -> tuple[st
 @pytest.fixture
 def through(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     monkeypatch.setattr(keeper, "START", 600.0)  # a machine may stand still
-    node.configure(redirect="spank", cold=None, on_error="drain", user_messages="all")
+    node.configure(redirect="spank", cold=None, user_messages="all")
     return node
 
 
@@ -215,7 +215,7 @@ def test_step_with_the_companion_reads_through_while_the_copy_goes_on(
 def test_prolog_notes_the_keeper_for_the_first_step(
     through: Node, gate: Callable[[], None]
 ) -> None:
-    through.configure(redirect="spank", cold=None, on_error="drain")  # no line for its user
+    through.configure(redirect="spank", cold=None)  # no line for its user
     path = through.put("alice/image.sqsh")
     through.prolog(7, path)
     ((uid, text, *words),) = noted(through, 7)
@@ -340,7 +340,7 @@ def large(through: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 def crowd(node: Node, *, leased: bool) -> Path:
     """Another job's image takes half of what the cache may take; a path for which that must go."""
-    node.configure(redirect="spank", cold=None, on_error="drain", max_size="1400K")
+    node.configure(redirect="spank", cold=None, max_size="1400K")
     assert node.prolog(1, node.put("alice/1.sqsh", content(1, 1 << 20))).outcome.result == "started"
     ended(node, node.shared / "alice/1.sqsh")
     if not leased:

@@ -64,7 +64,7 @@ def test_superseded_entry_goes_before_one_used_longer_ago(node: Node) -> None:
 
 
 def test_leased_entry_is_never_evicted_and_nothing_goes_in_vain(node: Node) -> None:
-    node.configure(max_size=ROOM_FOR_TWO, on_error="drain")
+    node.configure(max_size=ROOM_FOR_TWO)
     leased = node.put("alice/1.sqsh", content(1))
     node.prolog(1, leased)
     free = stage(node, 2, "alice/2.sqsh", 2, Later(10))
@@ -113,7 +113,6 @@ def test_min_free_is_kept_whatever_the_cache_may_take(node: Node) -> None:
 def test_disk_filled_by_others_is_declined_before_a_byte_is_copied(node: Node) -> None:
     node.cache.prepare(require_mount=True)
     (node.nvme / "enroot").write_bytes(bytes(63 * 1024 * 1024 + 900 * 1024))
-    node.configure(on_error="drain")
     assert node.prolog(1, node.put("alice/1.sqsh")).ended == (0, "declined", "no-room")
     assert list(node.cache.parts.iterdir()) == []
 

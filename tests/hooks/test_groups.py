@@ -151,7 +151,7 @@ def test_name_service_that_does_not_answer_is_named(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getgrouplist", lambda name, gid: signal.pause())
-    node.configure(deadline="300ms", on_error="drain")
+    node.configure(deadline="300ms")
     ran = node.prolog(7, node.put("alice/image.sqsh"))
     assert (ran.code, *ran.said) == (0, "declined", "slow-names")
     assert "name service took more than" in ran.outcome.detail

@@ -19,7 +19,7 @@ def test_no_lease_is_taken_without_the_lock(node: Node, short_locks: None) -> No
     node.cache.prepare(require_mount=True)
     path = node.put("alice/image.sqsh")
     with lock.held(node.cache.space_lock, 0):
-        assert node.prolog(1, path).ended == (0, "failed", "busy")
+        assert node.prolog(1, path).ended == (1, "failed", "busy")
     assert node.lease(1) is None
     assert node.shows_source(path)
 
@@ -33,7 +33,7 @@ def test_no_redirect_is_mounted_without_the_lock(
     with contextlib.ExitStack() as undo:
         held = lock.held(node.cache.space_lock, 0)
         after(wait, "obtain", lambda: undo.enter_context(held))
-        assert node.prolog(2, path).ended == (0, "failed", "busy")
+        assert node.prolog(2, path).ended == (1, "failed", "busy")
         assert node.binds() == {}
 
 
@@ -69,7 +69,7 @@ def test_epilog_unmounts_no_redirect_without_the_lock(
     path, other = node.staged(1), node.staged(2, "alice/other.sqsh")
     with monkeypatch.context() as patch, lock.held(node.cache.space_lock, 0):
         patch.setattr(lock, "SPACE_TIMEOUT", 0.05)
-        assert node.epilog(1).ended == (0, "failed", "busy")
+        assert node.epilog(1).ended == (1, "failed", "busy")
     assert set(node.binds()) == {str(path), str(other)}
     assert node.lease(1) is None
     node.epilog(2)

@@ -76,7 +76,6 @@ SAVES = ["\udcff", "a\nb", "x" * 300, "x" * 5000, "/" * 100_000, "../" * 3000, "
 
 @pytest.mark.parametrize("saves", SAVES, ids=range(len(SAVES)))
 def test_nonsense_to_save_to_does_no_harm(node: Node, saves: str) -> None:
-    node.configure(on_error="drain")
     ran = node.prolog(1, node.put("alice/image.sqsh"), saves=saves)
     assert (ran.code, ran.outcome.result) == (0, "copied")
     assert (node.epilog(1).code, node.binds()) == (0, {})
@@ -271,7 +270,7 @@ def test_paths_that_are_swapped_all_the_time_show_nobody_anything_new(
     passwd.write_bytes(content(3))
     passwd.chmod(0o600)
     node.prolog(1, secret, user=BOB)  # it is in the cache, so that it could be shown
-    node.configure(deadline="5s", on_error="drain")
+    node.configure(deadline="5s")
     before = [file.stat() for file in (secret, passwd)]
     dice = random.Random(seed)
     asked = [node.shared / "alice/swapped", node.shared / "alice/d0/image", own]

@@ -26,7 +26,7 @@ from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.peers.ring import Ring
 from forestage.slurm.queue import Slurm
 from node import ALICE, HANGS, Node, until
-from peering import CHUNK, PIECES, data, free_port, give, run
+from peering import CHUNK, PIECES, data, find_at, free_port, give, run
 from peering import Node as Peer
 
 NAMES = ("n1", "n2", "n3", "n4")
@@ -41,11 +41,10 @@ def path(node: Node) -> Path:
 @pytest.fixture
 def peers(node: Node, tmp_path: Path) -> Iterator[dict[str, Peer]]:
     """n2 to n4, whose services run; none of them is of n1's job."""
-    addresses = {name: f"127.0.0.1:{free_port()}" for name in NAMES}
-    made = {name: Peer(tmp_path / name, addresses, name) for name in NAMES[1:]}
+    find_at({"n1": f"127.0.0.1:{free_port()}"})  # has no service
+    made = {name: Peer(tmp_path / name, name) for name in NAMES[1:]}
     shared = {
         "enabled": True,
-        "addresses": addresses,
         "listen": "127.0.0.1",
         "reach": "cluster",
         "key_file": str(made["n2"].places.etc / "peer.key"),

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from forestage.cache import digest
-from forestage.config import Peering
+from forestage.config import Address
 from forestage.errors import PeerError
 from forestage.peers import auth, connection, protocol
 from forestage.peers.auth import KeyFile
 from forestage.peers.connection import ChunkRefused
 from forestage.prefetch import expected
 from node import HANGS
-from peering import CHUNK, Client, Node, free_port, image, of_chunk
+from peering import CHUNK, Client, Node, find_at, free_port, image, of_chunk
 
 KEY = image().key
 DATA = of_chunk(0)
@@ -129,7 +129,8 @@ def fake() -> Iterator[Callable[..., Fake]]:
 def client_of(tmp_path: Path) -> Callable[[int | str], Client]:
     def make(where: int | str) -> Client:
         address = where if isinstance(where, str) else f"127.0.0.1:{where}"
-        return Client(Node(tmp_path / "n2", {"n1": address}, "n2"), KEY)
+        find_at({"n1": address})
+        return Client(Node(tmp_path / "n2", "n2"), KEY)
 
     return make
 
@@ -478,8 +479,7 @@ def listed(reply: Reply, body: bytes = LIST, length: int | None = None) -> bytes
 
 
 def ask_list(port: int, key: bytes = b"k" * 64) -> expected.Expectations:
-    peers = Peering(addresses={"n1": f"127.0.0.1:{port}"})
-    return expected.ask(peers, "n1", KeyFile(key))
+    return expected.ask(Address("127.0.0.1", port), KeyFile(key))
 
 
 def dribble(line: socket.socket, reply: Reply) -> None:

@@ -11,7 +11,7 @@ from forestage.hooks.boundary import note_nodes
 from forestage.peers import stats
 from node import Node, until
 from peering import Node as Peer
-from peering import data, free_port, give, run
+from peering import data, find_at, free_port, give, run
 
 
 @pytest.fixture
@@ -22,12 +22,11 @@ def path(node: Node) -> Path:
 @pytest.fixture
 def peer(node: Node, tmp_path: Path) -> Iterator[Peer]:
     """n2, whose service runs; n1 has the same key."""
-    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("n1", "n2")}
-    made = Peer(tmp_path / "n2", addresses, "n2")
+    find_at({"n1": f"127.0.0.1:{free_port()}"})  # has no service
+    made = Peer(tmp_path / "n2", "n2")
     peers = {
         "enabled": True,
         "key_file": str(made.places.etc / "peer.key"),
-        "addresses": addresses,
         "listen": "127.0.0.1",
     }
     node.configure(peers=peers)

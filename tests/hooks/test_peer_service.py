@@ -161,11 +161,6 @@ def test_chunk_of_dead_copy_is_given(node: Node, known: Stranger) -> None:
     assert known.chunk(image(3).key, 0, wait="5") == 206
 
 
-def test_entry_without_digests_is_given_with_new_ones(node: Node) -> None:
-    key = node.publish(seed=6, digests=digest.UNKNOWN * COUNT)
-    assert Client(node, key).fetch(3) == of_chunk(3, seed=6)
-
-
 def test_entry_evicted_during_upload_is_sent_to_its_end(node: Node) -> None:
     """The first piece has come; the rest, still to be sent, is no longer under any name."""
     key = node.publish(seed=7)
@@ -480,13 +475,13 @@ def test_silent_connections_do_not_keep_clients_out(node: Node, known: Stranger,
         assert idle[0].recv(1) == b"", "the first of them was cut off"
 
 
+ONE_UPLOAD = "from forestage.peers import server; server.UPLOADS = 1\n"
 BIG = 64 << 20
 BIG_SPAN = f"bytes=0-{BIG - 1}"
 
 
 def grown(node: Node) -> str:
-    """The key of an entry whose only chunk is a large one, on a node that uploads one at once."""
-    node.configure(uploads=1)
+    """The key of an entry whose only chunk is a large one."""
     key = node.publish()
     entry = node.cache.read(key)
     assert entry is not None
@@ -494,7 +489,7 @@ def grown(node: Node) -> str:
     larger = msgspec.structs.replace(entry, identity=identity, chunk=BIG)
     with node.cache.image(key).open("r+b") as file:
         file.truncate(BIG)
-    (node.cache.entry_dir(key) / "map").write_bytes(digest.UNKNOWN)
+    (node.cache.entry_dir(key) / "map").write_bytes(digest.of_chunk(b"x"))
     (node.cache.entry_dir(key) / "entry.json").write_bytes(msgspec.json.encode(larger))
     return key
 
@@ -529,7 +524,7 @@ def start_chunk(stranger: Stranger, key: str) -> None:
 def test_uploads_beyond_the_limit_are_refused(own: Node) -> None:
     """While a client does not read, the next is refused, so that it asks elsewhere."""
     key = grown(own)
-    with own.serving():
+    with own.serving(ONE_UPLOAD):
         slow, other = reads_late(own, key), logged_in(own, key)
         start_chunk(slow, key)
         assert other.chunk(key, 0, within=BIG_SPAN, wait="0") == 503
@@ -539,7 +534,7 @@ def test_uploads_beyond_the_limit_are_refused(own: Node) -> None:
 
 def test_client_that_stops_reading_is_cut_and_frees_its_slot(own: Node) -> None:
     key = grown(own)
-    brief = "from forestage.peers import server; server.GRACE, server.SLOWEST = 2.0, 1 << 40\n"
+    brief = ONE_UPLOAD + "server.GRACE, server.SLOWEST = 2.0, 1 << 40\n"
     with own.serving(brief):
         slow, other = reads_late(own, key), logged_in(own, key)
         start_chunk(slow, key)

@@ -160,7 +160,6 @@ def _swapped_for_a_link(node: Node, folder: Path, other: Path) -> None:
 def test_path_changed_between_copy_and_redirect_is_not_covered(
     node: Node, before: Arrange, change: Change, reason: str
 ) -> None:
-    node.configure(on_error="drain")
     path = node.put("alice/sub/image.sqsh", content(1))
     other = node.put("bob/sub/image.sqsh", content(3), user=BOB, mode=0o600)
     before(redirect, "mount", lambda: change(node, node.server / "alice/sub", other))
@@ -173,7 +172,6 @@ def test_path_changed_between_copy_and_redirect_is_not_covered(
 def test_file_replaced_just_before_it_is_covered_is_no_failure_of_the_node(
     node: Node, before: Arrange
 ) -> None:
-    node.configure(on_error="drain")
     path = node.put("alice/image.sqsh", content(1))
     node.put("alice/new.sqsh", content(2))
     folder = node.server / "alice"

@@ -39,7 +39,6 @@ def staged(node: Node, first: int, user: User, count: int) -> set[str]:
 
 
 def test_file_of_8_pib_is_declined_before_anything_grows_with_its_size(node: Node) -> None:
-    node.configure(on_error="drain")
     path = holes(node, "alice/huge.sqsh", 8 << 50)
     ran = node.prolog(1, path)
     assert ran.ended == (0, "declined", "too-large")

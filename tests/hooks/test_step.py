@@ -19,7 +19,7 @@ from forestage.clock import Clock
 from forestage.config import switch
 from forestage.events import Event, read
 from forestage.hooks import bare_name, boundary, script
-from forestage.hooks.boundary import DRAIN, IMAGE_OPTION, Hook, _main
+from forestage.hooks.boundary import IMAGE_OPTION, Hook, _main
 from forestage.system.as_user import User
 from helper import Helper, ask, environ, noted
 from node import ALICE, BOB, HANGS, Node, content, held_at, until
@@ -344,7 +344,7 @@ SMALL = 1024
 def test_prolog_starts_the_copy_and_the_step_waits_for_it(
     node: Node, gate: Callable[[], None]
 ) -> None:
-    node.configure(redirect="spank", on_error="drain")
+    node.configure(redirect="spank")
     path = node.put("alice/image.sqsh")
     key = node.identity(path).key
     ran = node.prolog(7, path)
@@ -363,12 +363,12 @@ def test_prolog_starts_the_copy_and_the_step_waits_for_it(
 def test_prolog_that_may_not_wait_at_all_leaves_the_redirect_to_the_stager(
     node: Node, gate: Callable[[], None]
 ) -> None:
-    node.configure(deadline=0, on_error="drain")
+    node.configure(deadline=0)
     path = node.put("alice/image.sqsh")
     code, result, reason = node.prolog(7, path).ended
     assert (code, result) == (0, "declined")
     assert reason in ("source-hangs", "deadline")  # a look may be over before it is looked for
-    node.configure(on_error="drain")
+    node.configure()
     assert node.prolog(7, path, comment="stage-wait=0").outcome.result == "started"
     assert node.shows_source(path)
     gate()
@@ -469,19 +469,17 @@ def test_companion_that_has_gone_does_no_harm(spank: Node) -> None:
     assert [outcome.result for outcome in spank.outcomes("step")] == ["copied"]
 
 
-def test_broken_configuration_leaves_the_path_and_drains_nothing(spank: Node) -> None:
+def test_broken_configuration_leaves_the_path(spank: Node) -> None:
     path = spank.put("alice/image.sqsh")
-    spank.write_config("on_error: drain\nredirekt: spank\n")
+    spank.write_config("redirekt: spank\n")
     assert ask(spank, 7, path) == ["leave", "config"]
     assert spank.outcomes("step")[0].reason == "config"
 
 
-def test_our_failure_never_drains_a_node_for_a_step(spank: Node) -> None:
-    spank.configure(redirect="spank", on_error="drain", user_messages="none")
+def test_our_failure_leaves_the_path_for_a_step(spank: Node) -> None:
+    spank.configure(redirect="spank", user_messages="none")
     spank.cache.root.mkdir(mode=0o755)
-    path = spank.put("alice/image.sqsh")
-    assert ask(spank, 7, path) == ["leave", "cache-not-ours"]
-    assert spank.prolog(7, path).code == DRAIN
+    assert ask(spank, 7, spank.put("alice/image.sqsh")) == ["leave", "cache-not-ours"]
 
 
 @pytest.mark.parametrize(
@@ -498,7 +496,7 @@ def test_unexpected_is_an_answer_as_well_and_takes_none_back(
     def broken(*_: object) -> int:
         raise RuntimeError
 
-    spank.configure(redirect="spank", on_error="drain")
+    spank.configure(redirect="spank")
     path = spank.put("alice/image.sqsh")
     answer = used(spank, path) if is_served else ["leave", "error"]
     for variable, value in environ(spank, 7, path).items():

@@ -27,7 +27,7 @@ from forestage.sources.manifest import File, Manifest
 from forestage.system import as_user, loop, mounts
 from forestage.views import wanted
 from node import ALICE, BOB, Later, Node, until
-from peering import PATIENT, SERVE, free_port
+from peering import PATIENT, SERVE, find_at, free_port
 
 HOUR = 3600.0
 FILES = 300
@@ -44,15 +44,14 @@ class Cluster:
         self.nodes = dict(zip(NODES, (first, other), strict=True))
         self.counts = {name: multiprocessing.Value("q") for name in NODES}
         self.ports = {name: free_port() for name in NODES}
+        find_at({name: f"127.0.0.1:{port}" for name, port in self.ports.items()})
         for name, node in self.nodes.items():
             key = node.places.etc / "peer.key"
             key.parent.mkdir(parents=True, exist_ok=True)
             key.write_bytes(b"k" * 64)
             key.chmod(0o600)
-            addresses = {one: f"127.0.0.1:{port}" for one, port in self.ports.items()}
-            peers = {"enabled": True, "addresses": addresses, "listen": "127.0.0.1"}
+            peers = {"enabled": True, "port": self.ports[name], "listen": "127.0.0.1"}
             node.configure(redirect="spank", peers={**peers, "key_file": str(key)})
-            assert name in addresses
 
     @contextlib.contextmanager
     def serving(self, name: str = "n1") -> Iterator[None]:

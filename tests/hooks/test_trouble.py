@@ -14,7 +14,6 @@ from forestage.admin import explain, metrics
 from forestage.cache import evict
 from forestage.clock import Clock, Deadline
 from forestage.errors import NotFound
-from forestage.hooks.boundary import DRAIN
 from forestage.sources import opening
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
@@ -92,23 +91,38 @@ TROUBLE = [
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("spoil", "reason"), TROUBLE)
-def test_trouble_on_the_node_leaves_the_original_path_and_exits_0(
+def test_trouble_on_the_node_leaves_the_original_path(
     node: Node, capfd: pytest.CaptureFixture[str], spoil: Callable[[Node], None], reason: str
 ) -> None:
     path = node.put("alice/image.sqsh")
     spoil(node)
     ran = node.prolog(7, path)
-    assert ran.ended == (0, "failed", reason)
+    assert ran.said == ("failed", reason)
     assert ran.outcome.detail
     line = capfd.readouterr().err
     assert line.count("\n") == 1
     assert f"reason={reason}" in line
     assert node.shows_source(path)
-    epilog = node.epilog(7)
-    assert (epilog.code, len(epilog.outcomes)) == (0, 1)
-    if reason != "config":
-        node.configure(on_error="drain")
-        assert node.prolog(8, path).code == DRAIN
+    assert len(node.epilog(7).outcomes) == 1
+
+
+def test_removed_key_is_one_line_of_the_log_and_not_one_for_each_job(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    node.configure(on_error="drain", partitions={"batch": {"on_error": "drain"}})
+    path = node.put("alice/image.sqsh")
+    for job in (7, 8):
+        assert node.prolog(job, path).outcome.result in ("copied", "hit")
+        node.epilog(job)
+    lines = [one for one in capfd.readouterr().err.splitlines() if "result=warning" in one]
+    (line,) = lines
+    assert " job=7 result=warning reason=removed-key detail=" in line
+    assert "forestage.yaml: on_error was removed: no failure of forestage drains a node" in line
+
+
+def test_unknown_key_that_was_never_there_has_nothing_staged(node: Node) -> None:
+    node.configure(excluded=["/lustre"])
+    assert node.prolog(7, node.put("alice/image.sqsh")).said == ("failed", "config")
 
 
 def test_run_that_is_full_is_told_with_the_file_that_found_no_space(node: Node) -> None:
@@ -142,15 +156,6 @@ def test_job_whose_events_the_log_could_not_take_is_explained_by_that(node: Node
     node.prolog(9, path)
     node.epilog(9)
     assert explain.gather(node.places, 9).problems == ()
-
-
-def test_on_error_drain_of_a_partition_holds_for_its_jobs_only(node: Node) -> None:
-    node.configure(partitions={"other": {"on_error": "drain"}})
-    _newer_format(node)
-    path = node.put("alice/image.sqsh")
-    assert node.prolog(7, path).code == 0
-    node.configure(partitions={"batch": {"on_error": "drain"}})
-    assert node.prolog(8, path).code == DRAIN
 
 
 def test_missing_disk_never_fills_the_root_file_system(
@@ -209,7 +214,7 @@ class Sleeper(Clock):
 def test_copy_under_way_elsewhere_is_waited_for_no_longer_than_the_deadline(
     node: Node,
 ) -> None:
-    node.configure(deadline="10m", on_error="drain")
+    node.configure(deadline="10m")
     path = node.put("alice/image.sqsh")
     node.cache.prepare(require_mount=True)
     with lock.held(node.cache.key_lock(node.identity(path).key), 0):
@@ -292,7 +297,7 @@ def test_damaged_lease_and_a_broken_configuration_exit_0(node: Node) -> None:
     node.prolog(7, node.put("alice/image.sqsh"))
     node.leases.file(7).write_bytes(b"{")
     node.write_config("deadline: soon")
-    assert node.epilog(7).ended == (0, "failed", "lease-damaged")
+    assert node.epilog(7).ended == (1, "failed", "lease-damaged")
 
 
 @pytest.mark.cases(2)
@@ -301,7 +306,6 @@ def test_damaged_lease_and_a_broken_configuration_exit_0(node: Node) -> None:
 def test_hook_killed_while_it_makes_a_redirect_is_in_nobodys_way(
     node: Node, flags: tuple[int, ...], evicted: bool
 ) -> None:
-    node.configure(on_error="drain")
     path, other = node.put("alice/image.sqsh"), node.put("alice/other.sqsh", content(2))
     key = node.prolog(1, path).outcome.key
 

@@ -70,7 +70,6 @@ def mount(node: Node, tmp_path: Path) -> Iterator[Callable[..., Own]]:
     made: list[Own] = []
 
     def mounting(*options: str, user: User = ALICE) -> Own:
-        node.configure(on_error="drain")
         made.append(Own(node, tmp_path, *options, user=user))
         return made[-1]
 
@@ -183,7 +182,7 @@ def test_users_mount_for_all_that_hangs_and_dies_holds_up_nobody(
     # Names are known for long: else, once a second is over, the Epilog has to ask for them.
     own = mount("-o", "allow_other,entry_timeout=3600,attr_timeout=3600")
     services = {str(own.point): f"fuse.squashfuse {ALICE.uid}"}
-    keys = {"sources": [str(own.point)], "user_mounts": services, "on_error": "drain"}
+    keys = {"sources": [str(own.point)], "user_mounts": services}
     node.configure(**keys)
     assert node.prolog(1, own.image).outcome.result == "copied"
     assert read_as(ALICE, own.image) == content(5)

@@ -11,9 +11,8 @@ from collections import Counter
 from jobs import CLI, Site
 
 HOST = "n1"
-# The nodes of the cluster have one address, so only the host's service can be asked.
 KEYS = {
-    "peers": {"enabled": True, "addresses": {HOST: "127.0.0.1"}},
+    "peers": {"enabled": True},
     "prefetch": {"host": HOST, "bandwidth": "2M"},
 }
 NO_LIST = 3  # as what a pass ends whose host gave none

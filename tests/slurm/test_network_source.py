@@ -26,7 +26,7 @@ def cluster_spec() -> ClusterSpec:
 def fleet(site: Site) -> Fleet:
     """Nobody but alice may enter `CLOSED`."""
     fleet = Fleet(site.cluster)
-    fleet.configure(peers={}, on_error="drain")
+    fleet.configure(peers={})
     folder = fleet.source(CLOSED)
     folder.mkdir(exist_ok=True)
     os.chown(folder, ALICE.uid, ALICE.uid)
@@ -66,7 +66,7 @@ def test_image_that_root_may_not_read_is_staged_for_its_owner_alone(fleet: Fleet
 
 
 def test_rsync_which_opens_the_source_as_root_leaves_the_original_path(fleet: Fleet) -> None:
-    fleet.configure(peers={}, on_error="drain", engine="rsync")
+    fleet.configure(peers={}, engine="rsync")
     path = put(fleet, "rsync")
     ran = read_in_a_job(fleet, path)
     assert ran.stdout.split() == [fleet.sha256(path), path]
@@ -75,7 +75,7 @@ def test_rsync_which_opens_the_source_as_root_leaves_the_original_path(fleet: Fl
 
 
 def test_link_that_is_cut_for_a_while_costs_the_deadline_and_no_byte(fleet: Fleet) -> None:
-    fleet.configure(peers={}, on_error="drain", deadline="2s")
+    fleet.configure(peers={}, deadline="2s")
     path = put(fleet, "long", mib=48)
     job = fleet.start(path, ["n1"])
     fleet.await_progress(path, "n1", 0.1)

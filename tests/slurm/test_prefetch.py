@@ -45,9 +45,8 @@ def service(site_cluster: Cluster) -> Iterator[None]:
 
 
 def keys(rate: str | None = RATE, **more: object) -> dict[str, object]:
-    # The nodes of the cluster have one address.
-    peers = {"enabled": True, "addresses": {HOST: "127.0.0.1"}}
-    return {"peers": peers, "prefetch": {"host": HOST, "bandwidth": rate}, **more}
+    # Only the host's service runs.
+    return {"peers": {"enabled": True}, "prefetch": {"host": HOST, "bandwidth": rate}, **more}
 
 
 class Queue:
@@ -174,8 +173,7 @@ def test_list_that_is_dead_or_of_a_dead_host_is_used_until_it_expires(waiting: Q
     waiting.tell()
     waiting.site.configure(**keys(), enabled=False)  # takes the list and copies nothing
     assert "enabled: false" in waiting.pull()
-    peers = {"enabled": True, "addresses": {HOST: "127.0.0.1:9"}}
-    waiting.site.configure(**{**keys(), "peers": peers})
+    waiting.site.configure(**{**keys(), "prefetch": {"host": f"{HOST}:9"}})
     waiting.age(NODE, expected.LASTS)
     assert "gave no list" in waiting.pull()
     assert waiting.site.cached_paths(NODE) == []

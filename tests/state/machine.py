@@ -95,10 +95,6 @@ class Machine(Promises):
     def set_room(self, which: int) -> None:
         self.lab.configure(max_size=self.rooms[which % len(self.rooms)])
 
-    @rule(digest=st.booleans())
-    def set_digest(self, digest: bool) -> None:
-        self.lab.configure(digest=digest)
-
     @rule(off=switches)
     def switch(self, off: Off) -> None:
         self.lab.switch(off)

@@ -28,7 +28,6 @@ class Ended:
     `paused` has not ended yet.
     """
 
-    code: int = 0
     outcomes: tuple[Outcome, ...] = ()
     answer: tuple[str, ...] = ()
     error: str = ""
@@ -60,10 +59,10 @@ def play(name: Name, environ: Mapping[str, str], places: Places, clock: Clock) -
         return Ended()
     hook = Watched(name, environ, time.monotonic())
     try:
-        code = hook.run(places, clock)
+        hook.run(places, clock)
     except Exception as error:
-        return Ended(0, hook.outcomes, hook.given, repr(error))
-    return Ended(code, hook.outcomes, hook.given)
+        return Ended(hook.outcomes, hook.given, repr(error))
+    return Ended(hook.outcomes, hook.given)
 
 
 class Slurm(NamedTuple):

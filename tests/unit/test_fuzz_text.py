@@ -111,8 +111,8 @@ VALUE = st.recursive(
 
 
 @given(st.sampled_from(sorted(config.KEYS)), VALUE)
-@example("peers.addresses", {"n1": "\ud800"})
-@example("peers.addresses", {"\n": "n1"})
+@example("prefetch.host", "\ud800")
+@example("prefetch.host", "n1:\n")
 @example("deadline", float("nan"))
 @example("chunk_size", 10**5000)
 @example("deadline", "71ms")

@@ -418,8 +418,6 @@ def _consequence(event: Event) -> str:
         return "enroot imports it, as without forestage."
     if event.outcome.reason == "no-mount" and not _is_of_image(event.outcome):
         return f"The {who} went on without it."
-    if event.outcome.result == "failed" and event.hook != "step":
-        return "The job kept its original path, unless the admin's `on_error: drain` stopped it."
     return f"The {who} kept its original path."
 
 

@@ -274,12 +274,10 @@ class _Sweep:
             node.cache.note_instance()
             node.cache.remember_disk()  # of a cache that another node made
             disk_errors.look(node.places, node.cache, node.clock)
-            disk_errors.look_at_media(node.places, node.cache, node.clock)
             self.tried(evict.drop_dead_locks, node.cache)
             self.tried(node.cache.drop_unfinished, node.clock.wall())
             self.tried(node.cache.correct_uses, node.clock.wall())
             self.tried(hot.correct_names, node.cache)
-            self.tried(preload, node)
         job_dirs = (*done.job_dirs, *job_dirs)
         return msgspec.structs.replace(done, parts=parts, job_dirs=job_dirs, evicted=evicted)
 
@@ -529,20 +527,6 @@ def due_entries(node: Node) -> tuple[Due, ...]:
     return (*doubted, *unproven, *(due for _, due in old))
 
 
-def preload(node: Node) -> None:
-    """Once after a boot, has the page cache hold what starts read of all proven images.
-
-    Raises Failed, OSError.
-    """
-    if not node.config.preload or node.places.preloaded.exists():
-        return
-    node.places.preloaded.touch()
-    # Last what was used last: of that most is to stay.
-    for item in sorted(inventory.gather(node).items, key=lambda item: item.used):
-        if node.cache.is_proven(item.key):
-            hot.preload(node.cache, item.key)
-
-
 def collect(node: Node) -> list[Done]:
     """Collects in the store of images, if it is this node's turn. Raises as `clean_some` does."""
     return registry.clean_some(node.config, node.places, node.clock)
@@ -584,12 +568,8 @@ def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:
         if verdict.error:
             raise Failed("io", f"entry {item.key} could not be verified: {verdict.error}")
         if note is not None and verdict.result == "ok":
-            is_first = node.config.preload and not node.cache.is_proven(item.key)
             os.pwrite(note, PROVEN, 0)
             os.ftruncate(note, len(PROVEN))
-            if is_first:
-                with contextlib.suppress(OSError):  # only a matter of speed
-                    hot.preload(node.cache, item.key)
         if note is not None and verdict.result != "bad":
             os.utime(note, (began, began))
             if doubt:

@@ -161,8 +161,6 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, manner: Mann
     with copy:
         fd = copy.fileno()
         verdict = _judged(node, item.entry, verdict, fd, done, manner)
-        if manner.doubted and verdict.result == "unverifiable":
-            verdict = msgspec.structs.replace(verdict, result="bad")
         # `fd` is still open, so no other file can have this one's inode number.
         is_kept = verdict.result != "bad" or dry_run
         return verdict if is_kept else _evicted(node, item, verdict, fd, manner)
@@ -188,18 +186,10 @@ def _judged(
             return _with(verdict, found, "source", "")
         why = found
     digests = node.cache.digests(entry)
-    if entry.digest and digest.of_image(digests) != entry.digest:
+    if digest.of_image(digests) != entry.digest:
         detail = f"{why}, and its checksums are damaged"
         return msgspec.structs.replace(verdict, result="bad", detail=detail)
-    taken = digest.split(digests)
-    if not set(taken) - {digest.UNKNOWN, digest.MISSING}:
-        detail = f"{why}, and no checksum was taken"
-        return msgspec.structs.replace(verdict, detail=detail)
-    judged = _with(verdict, against(compare.of_map(taken, chunk)), "digests", why)
-    if judged.result == "ok" and not entry.digest:
-        detail = f"{why}, and not every chunk has a checksum"
-        return msgspec.structs.replace(judged, result="unverifiable", detail=detail)
-    return judged
+    return _with(verdict, against(compare.of_map(digest.split(digests), chunk)), "digests", why)
 
 
 def _by_source(

@@ -13,9 +13,6 @@ from forestage.cache.part import ENTRY_BYTES
 MISSING = bytes(ENTRY_BYTES)
 """In a map: this chunk is not in yet."""
 
-UNKNOWN = b"\x01" + bytes(ENTRY_BYTES - 1)
-"""In a map: the chunk is in, but the admin chose `digest: false`."""
-
 
 def of_chunk(data: memoryview | bytes) -> bytes:
     """The digest of one chunk. Runs without Python's global lock."""
@@ -37,9 +34,8 @@ class Running:
 
 
 def of_image(digests: bytes) -> str:
-    """The digest of an image, hex: that of its chunks' digests in order; "" if one is unknown."""
-    each = split(digests)
-    return "" if UNKNOWN in each or MISSING in each else xxhash.xxh3_128(digests).hexdigest()
+    """The digest of an image, hex: that of its chunks' digests in order."""
+    return xxhash.xxh3_128(digests).hexdigest()
 
 
 def split(digests: bytes) -> Sequence[bytes]:

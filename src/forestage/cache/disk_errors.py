@@ -1,20 +1,19 @@
 """Doubt in the cache's disk: a data error begins it, and reading every entry again ends it.
 
 A block that cannot be read makes job after job fail, each with a hit, while the source reads fine.
-A plain bind mount tells nobody, and ext4 counts only errors of its own structures. Two places show
-it: the kernel's log ("critical medium error, dev nvme0n1, sector 1234 op 0x0:(READ)"), and the
-NVMe's own count of media errors. Epilogs and the sweep look there.
+A plain bind mount tells nobody, and ext4 counts only errors of its own structures. The kernel's log
+shows it ("critical medium error, dev nvme0n1, sector 1234 op 0x0:(READ)"). Epilogs and the sweep
+look there.
 
 While there is doubt no job is served (`must_not_be`, in hooks): it reads the shared path. The sweep
 reads each entry, evicts what is bad, and ends the doubt.
 """
 
 import contextlib
-import functools
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -32,7 +31,6 @@ LONGEST = 8192  # bytes of one record of the kernel's log; a shorter buffer gets
 LOCK_TIMEOUT = 1.0  # seconds; another hook looks at the same then
 LOOK_TIME = 1.0  # seconds; users can fill the kernel's log as fast as a hook reads it
 MOST_RECORDS = 200_000  # as many as are read in that time; the largest logs have some 100,000
-NVME_TIMEOUT = 10.0  # seconds; a controller that is resetting answers late
 
 # The whole of a record, from its first byte: users have the kernel log names of their own, such as
 # "overlayfs: failed to resolve '/I/O error, dev …'". What users name at a record's beginning is a
@@ -52,14 +50,13 @@ _LEG = r"(nvme\d+)c\d+(n\d+)"  # one path of several to an NVMe
 class Disk(msgspec.Struct, frozen=True):
     """disk.json: what is known of the cache's disk.
 
-    `seen` is the number of the kernel log's next record, -1 before the first look. `media` are the
-    media errors that each NVMe counted. `since` (seconds since the epoch) and `why` are the doubt;
-    0 and "" without one. `proved` are the keys of entries that were read and right since it began:
-    by name, as a clock that steps would have any of them read before it, or after it.
+    `seen` is the number of the kernel log's next record, -1 before the first look. `since` (seconds
+    since the epoch) and `why` are the doubt; 0 and "" without one. `proved` are the keys of entries
+    that were read and right since it began: by name, as a clock that steps would have any of them
+    read before it, or after it.
     """
 
     seen: int = -1
-    media: Mapping[str, int] = {}
     since: float = 0.0
     why: str = ""
     proved: tuple[str, ...] = ()
@@ -136,21 +133,6 @@ def look(places: Places, cache: Cache, clock: Clock) -> None:
             _change(places, looked)
 
 
-def look_at_media(places: Places, cache: Cache, clock: Clock) -> None:
-    """Doubts the disk where its NVMe counts new media errors. It starts a program: nvme(1)."""
-    from forestage.system import run  # not in hooks: it loads subprocess
-
-    with contextlib.suppress(OSError, Failed):  # not installed, most likely
-        counted: dict[str, int] = {}
-        for name in sorted(devices(cache.root)):
-            if name.startswith("nvme"):
-                argv = ("nvme", "smart-log", f"/dev/{name}", "-o", "json")
-                count = media_errors(run.run(argv, timeout=NVME_TIMEOUT).out)
-                if count is not None:
-                    counted[name] = count
-        _change(places, functools.partial(_counted, counted, clock))
-
-
 def errors(lines: Iterable[str], names: frozenset[str]) -> list[str]:
     """Pure: those of the kernel's lines that tell of lost data of one of these devices.
 
@@ -164,16 +146,6 @@ def errors(lines: Iterable[str], names: frozenset[str]) -> list[str]:
         if match[1].endswith("(READ)"):
             found.append(match[1])
     return found
-
-
-def media_errors(smart_log: str) -> int | None:
-    """Pure: the count in what `nvme smart-log -o json` prints; None where there is none."""
-    try:
-        found = msgspec.json.decode(smart_log.encode(), type=dict[str, object]).get("media_errors")
-    except msgspec.MsgspecError:
-        return None
-    # Large numbers are printed as text by some releases.
-    return int(found) if isinstance(found, (int, str)) and str(found).isdecimal() else None
 
 
 def devices(root: Path, sys: Path = Path("/sys")) -> frozenset[str]:
@@ -246,11 +218,3 @@ def _end_short_ways(places: Places) -> None:
     """Has further steps of running jobs ask a helper, which declines (cache/step_record.py)."""
     for record in places.leases.glob("*.shown"):
         record.unlink(missing_ok=True)
-
-
-def _counted(counted: Mapping[str, int], clock: Clock, disk: Disk) -> Disk:
-    now = msgspec.structs.replace(disk, media={**disk.media, **counted})
-    for name, count in counted.items():
-        if count > disk.media.get(name, count):
-            now = _doubted(now, clock, f"{name} counts {count} media errors")
-    return now

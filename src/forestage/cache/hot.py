@@ -1,9 +1,8 @@
 """The hot map: which pieces of an image jobs read in the first minute, beside it as `hot`.
 
 The copy of the image that supersedes it begins with them (stage/chunks): its layout is much the
-same. So does its own copy, if it is resumed. With `preload` the sweep has the page cache hold them
-after a boot. A job that unpacks the image reads all of it, which says nothing: such a map is not
-kept.
+same. So does its own copy, if it is resumed. A job that unpacks the image reads all of it, which
+says nothing: such a map is not kept.
 
 Below the cache's hot/ a file for each path, by its hash, names the images of that path that had a
 map last: so a copy need not read all entries for one. It is a hint, checked against entry.json.
@@ -17,14 +16,13 @@ from pathlib import Path
 import msgspec
 
 from forestage.cache.image import Image
-from forestage.cache.layout import Cache, open_copy
+from forestage.cache.layout import Cache
 from forestage.cache.part import HOT_PIECE, chunk_count
 from forestage.system import files, records
 from forestage.system.sha256 import sha256
 
 WINDOW = 60.0  # seconds from the first read on
 MOST = 0.25  # of the image's pieces: more are no hot spots
-AHEAD = 128 * 1024  # bytes; what is asked for at once beyond the disk's own window is cut off
 ALIKE = 0.3  # of its size, by which a superseding image may differ
 NAMED = 4  # images of one path: the last may be a copy that never ends
 KEY = 32  # characters of an image's key
@@ -110,16 +108,3 @@ def _name(cache: Cache, path: str, key: str) -> None:
     index.parent.mkdir(mode=0o700, exist_ok=True)
     keys = [key, *(one for one in before if one != key)]
     records.write(index, msgspec.json.encode(keys[:NAMED]))
-
-
-def preload(cache: Cache, key: str) -> None:
-    """Has the kernel read the hot pieces of an entry, if it has a map, into the page cache.
-
-    It begins that, and does not wait for the end. Raises OSError.
-    """
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, records.Damaged):
-        pieces = records.load(cache.entry_dir(key) / "hot", list[int])
-        with open_copy(cache.image(key)) as copy:
-            for piece in pieces:
-                for start in range(piece * HOT_PIECE, (piece + 1) * HOT_PIECE, AHEAD):
-                    os.posix_fadvise(copy.fileno(), start, AHEAD, os.POSIX_FADV_WILLNEED)

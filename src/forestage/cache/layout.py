@@ -56,7 +56,7 @@ _CACHEDIR_TAG = (
 class Entry(msgspec.Struct, frozen=True):
     """entry.json: what was copied, how, and when (seconds since the epoch).
 
-    `chunk` bytes are what one entry of `map` stands for; `digest` is "" where none was taken.
+    `chunk` bytes are what one entry of `map` stands for; `digest` is that of the whole `map`.
     `kind` is that of the job which was the first to want it; `rate` is what the source gave in
     bytes per second, 0 where that is not known. `binds` is what the image's own fstab binds
     (stage/fstab.py). `expected`: since when pending jobs named it, if it was copied for them.

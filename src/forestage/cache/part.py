@@ -63,7 +63,6 @@ class Owner(msgspec.Struct, frozen=True):
     phase: Phase = "queued"
     began: float = 0.0
     resumed: int = 0
-    digest: bool = True
     uid: int = 0
     placed: bool = False
     stopped: bool = False
@@ -182,8 +181,8 @@ class Part:
             and self._is_plain()
             and (owner.engine == "rsync" or _size(self.image) == owner.image.size)
             and (
-                (before.boot, before.image, before.chunk, before.engine, before.digest)
-                == (owner.boot, owner.image, owner.chunk, owner.engine, owner.digest)
+                (before.boot, before.image, before.chunk, before.engine)
+                == (owner.boot, owner.image, owner.chunk, owner.engine)
             )
         )
 

@@ -176,6 +176,7 @@ def _findings(
         found = _find_site(files, target)
         yield from _slurm(files, found, used, Settings(Config(), {}, {}), target.clock)
         return
+    yield from of_settings.find_removed(settings)
     # First, as what hangs is a source most likely.
     yield "a source"
     origin = of_settings.origin(settings, target.places, "sources")

@@ -111,8 +111,7 @@ def _find_full(files: Files) -> Iterator[Finding]:
             "run-full",
             "critical",
             f"the file system of {run} has no {lack} left",
-            "Nothing is staged, as no lease can be written; with `on_error: drain` the node drains."
-            " forestage's own files there are small",
+            "Nothing is staged, as no lease can be written. forestage's own files there are small",
             f"`df {run}; df -i {run}; du -xsh /run/*` show what fills it: delete that",
         )
     if lack := _find_lack(files, log):

@@ -10,7 +10,7 @@ from forestage.admin import prefetch_host, prefetch_node
 from forestage.admin import site as sites
 from forestage.check.finding import Finding
 from forestage.clock import Clock
-from forestage.config import Config
+from forestage.config import Address, Config
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.paths import Places
 from forestage.peers import auth
@@ -31,18 +31,18 @@ def findings(
     files: Files, places: Places, config: Config, slurm: Slurm, clock: Clock
 ) -> Iterator[Finding | str]:
     """What is found, and before what may take its time, what that is."""
-    host = config.prefetch.host
+    host = config.prefetch_host
     if host is None:
         return
     if sites.lacks(files, TIMER):
         yield Finding(
             "prefetch-timer",
             "warning",
-            f"prefetch.host is {host}, and {TIMER} is not enabled here",
+            f"prefetch.host is {host.host}, and {TIMER} is not enabled here",
             "No image is copied before a job starts",
             f"systemctl enable --now {TIMER}",
         )
-    elif prefetch_host.is_here(host, slurm):
+    elif prefetch_host.is_here(host.host, slurm):
         yield from _host(places, config, slurm, clock)
     else:
         yield from _node(places, config, host, clock)
@@ -82,17 +82,18 @@ def _host(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterato
     yield from _old(expected.read(places), clock.wall(), "journalctl -u forestage-prefetch")
 
 
-def _node(places: Places, config: Config, host: str, clock: Clock) -> Iterator[Finding | str]:
+def _node(places: Places, config: Config, at: Address, clock: Clock) -> Iterator[Finding | str]:
+    host = at.host
     yield f"prefetch.host {host}"
     try:
-        told = expected.ask(config.peers, host, auth.prover(config.peers.key_file, places.munge))
+        told = expected.ask(at, auth.prover(config.peers.key_file, places.munge))
     except (ForestageError, OSError) as error:
         yield Finding(
             "prefetch-host",
             "warning",
             f"prefetch.host {host} gives no list: {error}",
             "This node copies nothing before a job starts",
-            f"forestage check on {host}, and peers.address or peers.addresses here",
+            f"forestage check on {host}; the peer service there listens at port {at.port}",
         )
         return
     now = clock.wall()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from forestage.admin.site import Conf
 from forestage.check.finding import Finding
 from forestage.check.uses import Used
-from forestage.config import DEFAULT, Config, Settings, dotted
+from forestage.config import DEFAULT, REMOVED, Config, Settings, dotted
 from forestage.paths import Places
 from forestage.system.tree import Files
 from forestage.units import format_duration, format_size
@@ -24,6 +24,18 @@ def findings(
         yield from _waits(conf, settings)
     yield from _places(files, settings.config, origin(settings, places, "sources"))
     yield from _sizes(files, settings, images, places)
+
+
+def find_removed(settings: Settings) -> Iterator[Finding]:
+    """Yield a finding for each key that is still there and was removed. Pure."""
+    for key, files in settings.removed.items():
+        yield Finding(
+            "removed-key",
+            "warning",
+            f"{key} is ignored: it was removed",
+            f"Whatever it says, {REMOVED[key]}",
+            f"{', '.join(files)}: remove {key}",
+        )
 
 
 def origin(settings: Settings, places: Places, key: str) -> str:

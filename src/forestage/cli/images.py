@@ -272,20 +272,18 @@ def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> 
         raise PermissionError(errno.EPERM, "the queue's list and the cache are root's")
     here, slurm = world.node(), Slurm.of(os.environ)
     slurm = slurm._replace(node=node or slurm.node)
-    host, peers = here.config.prefetch.host, here.config.peers
+    host, peers = here.config.prefetch_host, here.config.peers
     if host is None:
         raise ConfigError((Problem("", "prefetch.host", "is null: nobody reads the queue"),))
     folders.keep(world.places.locks)
     try:
         with lock.held_for_work(world.places.locks / "prefetch.lock", 0):
-            if prefetch_host.is_here(host, slurm):
+            if prefetch_host.is_here(host.host, slurm):
                 made = prefetch_host.run(world.places, slurm, world.clock, dry_run)
                 show(made, prefetch_host.pieces(made), as_json)
                 return
             here = sites.as_hooks_see(here, os.environ.get("SLURM_CONF", ""))
-            ask = partial(
-                expected.ask, peers, host, auth.prover(peers.key_file, world.places.munge)
-            )
+            ask = partial(expected.ask, host, auth.prover(peers.key_file, world.places.munge))
             done = prefetch_node.run(here, slurm, ask, dry_run)
             show(done, prefetch_node.pieces(done), as_json)
     except lock.Busy:

@@ -8,7 +8,6 @@ from forestage.config.keys import ANYWHERE as ANYWHERE
 from forestage.config.keys import KEYS as KEYS
 from forestage.config.keys import Companion as Companion
 from forestage.config.keys import Config as Config
-from forestage.config.keys import Direct as Direct
 from forestage.config.keys import Engine as Engine
 from forestage.config.keys import Peering as Peering
 from forestage.config.keys import Reach as Reach
@@ -16,6 +15,7 @@ from forestage.config.keys import UserMessages as UserMessages
 from forestage.config.keys import decided as decided
 from forestage.config.keys import value_of as value_of
 from forestage.config.load import DEFAULT as DEFAULT
+from forestage.config.load import REMOVED as REMOVED
 from forestage.config.load import Row as Row
 from forestage.config.load import Settings as Settings
 from forestage.config.load import dotted as dotted

@@ -17,11 +17,9 @@ from forestage.units import Amount
 Redirect: TypeAlias = Literal["auto", "spank", "bind", "none"]
 UserMessages: TypeAlias = Literal["none", "problems", "all"]
 Engine: TypeAlias = Literal["chunks", "rsync"]
-Direct: TypeAlias = Literal["auto", "on", "off"]
 Cold: TypeAlias = Literal["auto", "through", "shared", "wait"]
 Offline: TypeAlias = Literal["fail", "use-last"]
 Reach: TypeAlias = Literal["job", "cluster"]
-OnError: TypeAlias = Literal["continue", "drain"]
 Companion: TypeAlias = Literal["loaded", "absent", "unknown"]  # in the steps that start now
 
 Limit: TypeAlias = int | None  # bytes
@@ -81,10 +79,6 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
     address: Annotated[
         str, Key("Where a node is found, such as {node}-ib or {node}.cluster:7718.", values.PATTERN)
     ] = "{node}"
-    addresses: Annotated[
-        Mapping[str, str],
-        Key("Nodes that are found elsewhere, and where: {n1: 10.0.0.1}.", values.ADDRESSES),
-    ] = msgspec.field(default_factory=dict)
     key_file: Annotated[
         str | None,
         Key("A secret that all nodes share, instead of munge; root's, 0600.", values.PATH, "null"),
@@ -93,13 +87,10 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
         Limit,
         Key("The most a node sends to others per second; null is no limit.", values.LIMIT, "null"),
     ] = None
-    uploads: Annotated[int, Key("Chunks that a node sends at once.", values.whole(1, 1024))] = 16
-    downloads: Annotated[int, Key("Chunks that one copy gets from peers at once.", UP_TO_64)] = 8
 
     def of(self, node: str) -> Address:
         """Returns where the other nodes find `node`."""
-        text = self.addresses.get(node) or self.address.replace("{node}", node)
-        return parse_address(text, self.port)
+        return parse_address(self.address.replace("{node}", node), self.port)
 
 
 class Prefetching(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +99,7 @@ class Prefetching(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[
         str | None,
         Key(
-            "The node or host that reads the queue and tells nodes what it names; null: nobody.",
+            "HOST or HOST:PORT, which reads the queue and tells nodes what it names; null: nobody.",
             values.HOST,
             "null",
         ),
@@ -259,12 +250,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Key("The unit of copying and resuming; each thread takes 4 MiB of memory.", values.CHUNK),
     ] = 16 * 1024 * 1024
-    direct: Annotated[
-        Direct, Key("Bypass the page cache: auto does so where both sides are local disks.")
-    ] = "auto"
-    digest: Annotated[bool, Key("Keep a digest of each chunk, so that a copy can be verified.")] = (
-        True
-    )
     bandwidth: Annotated[
         Limit,
         Key(
@@ -276,9 +261,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_copies: Annotated[
         int, Key("Copies at once on a node; others queue, those that jobs need first.", UP_TO_64)
     ] = 4
-    preload: Annotated[
-        bool, Key("After a boot, read what starts of the images read into the page cache.")
-    ] = False
     warm_at_boot: Annotated[
         tuple[str, ...],
         Key("Images that forestage-boot.service has the node copy when it boots.", values.PATHS),
@@ -300,9 +282,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_stage_wait: Annotated[
         float, JobKey("The most that a user's stage-wait= may ask for.", values.DURATION)
     ] = 600.0
-    on_error: Annotated[
-        OnError, JobKey("What our own failure does to the node: continue, or drain it.")
-    ] = "continue"
     user_messages: Annotated[
         UserMessages, JobKey("What a step's user reads: none, problems, or all.")
     ] = "problems"
@@ -311,6 +290,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     prefetch: Prefetching = Prefetching()
     registry: Registry = Registry()
     metrics: Metering = Metering()
+
+    @property
+    def prefetch_host(self) -> Address | None:
+        """Where `prefetch.host` is found: as it is written, not as a node is."""
+        host = self.prefetch.host
+        return None if host is None else parse_address(host, self.peers.port)
 
     @property
     def staged_from(self) -> tuple[str, ...]:

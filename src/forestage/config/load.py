@@ -32,8 +32,21 @@ REMOVED = {
     "prolog_wait": "`cold:` says whether a job waits for its copy",
     "step_wait": "`cold: wait` makes a step wait, up to `deadline:`",
     "on_deadline": "a copy goes on while a job has a use for it",
+    "digest": "each chunk of a copy has its digest, whatever the value",
+    "direct": "the page cache is passed by where that is a gain, whatever the value",
+    "preload": "nothing is read into the page cache after a boot",
+    "peers.addresses": "every node is found by `peers.address`, and by DNS or /etc/hosts",
+    "peers.uploads": "a node sends 16 chunks at once, and `peers.bandwidth` limits them",
+    "peers.downloads": "a copy gets 8 chunks from peers at once",
+    "on_error": "no failure of forestage drains a node; NHC's check_forestage does (operations.md)",
 }
-"""Keys of earlier releases, each with what there is instead."""
+"""Keys of earlier releases, each with what happens now, whatever its value says.
+
+They are ignored, with a warning. So there is none among them by which an admin kept anything from
+being staged: such a key stays unknown, and with it nothing is staged.
+"""
+
+NOTED = "removed"  # names, in what hooks keep, the removed keys that were logged
 
 Overrides: TypeAlias = Mapping[str, object]  # key -> value of the key's type in Config
 
@@ -50,12 +63,16 @@ class Settings(msgspec.Struct, frozen=True):
     """All that the configuration says, and which file said it.
 
     `unread` says which of its files a user may have missed, and why; "" where all were read.
+    `removed` are the keys of REMOVED that are still there, each with the files that have it;
+    `unlogged` are those of them that no hook has logged since the boot.
     """
 
     config: Config
     partitions: Mapping[str, Overrides]
     origins: Mapping[str, str]  # "deadline", "partitions.gpu.deadline" -> DEFAULT or path
     unread: str = ""
+    removed: Mapping[str, tuple[str, ...]] = {}
+    unlogged: tuple[str, ...] = ()
 
     @property
     def of_node(self) -> Config:
@@ -92,6 +109,7 @@ class _Found(msgspec.Struct):
     origins: dict[str, str]
     common: dict[str, object] = {}
     partitions: dict[str, dict[str, object]] = {}
+    removed: dict[str, tuple[str, ...]] = {}
     problems: list[Problem] = []
 
 
@@ -111,16 +129,22 @@ def load_settings(etc: Path, kept: Path | None = None) -> Settings:
     for path in (etc / "forestage.yaml", *(parts / name for name in names)):
         _read(path, documents, found)
     config = with_values(Config(), found.common)
-    if config.peers.enabled and not (config.digest and config.engine == "chunks"):
-        # A peer's bytes are proven by the chunk's digest.
-        key, what = "peers.enabled", "needs `digest: true` and `engine: chunks`"
+    if config.peers.enabled and config.engine != "chunks":
+        # A peer's bytes are proven by the chunk's digest, which rsync does not take.
+        key, what = "peers.enabled", "needs `engine: chunks`"
         found.problems.append(Problem(found.origins[key], key, what))
     if found.problems:
         raise ConfigError(tuple(found.problems))
+    known = documents.before.get(NOTED)
+    unlogged = [key for key in found.removed if not (isinstance(known, list) and key in known)]
+    if found.removed:
+        documents.note(NOTED, sorted(found.removed))
     if documents.keep() and kept is not None:
         with contextlib.suppress(OSError):  # a user's command says that it could not read them
             directories.note_names(kept.with_name(noted.name), listed)
-    return Settings(config, found.partitions, found.origins, unread)
+    # What could not be noted would be logged for each job.
+    logs = tuple(unlogged) if documents.is_written else ()
+    return Settings(config, found.partitions, found.origins, unread, found.removed, logs)
 
 
 def _list_parts(parts: Path, noted: Path, found: _Found) -> tuple[ConfigNames, str]:
@@ -267,6 +291,9 @@ def _add(where: str, above: tuple[str, ...], raw: object, found: _Found) -> None
 
 def _set(where: str, partition: str | None, key: str, raw: object, found: _Found) -> None:
     full = dotted(partition, key)
+    if key in REMOVED and not _has_keys(raw):
+        found.removed[key] = tuple(dict.fromkeys((*found.removed.get(key, ()), where)))
+        return
     try:
         if key not in (KEYS if partition is None else PARTITION_KEYS):
             raise ValueError(_not_a_key(partition, key))
@@ -279,13 +306,21 @@ def _set(where: str, partition: str | None, key: str, raw: object, found: _Found
     found.origins[full] = where
 
 
+def _has_keys(raw: object) -> bool:
+    """Whether there are keys below a removed one: one that excludes must not go with it, unread."""
+    if isinstance(raw, dict):
+        names = {part for name in KEYS for part in name.split(".")}
+        return not names.isdisjoint(raw) or any(map(_has_keys, raw.values()))
+    return isinstance(raw, list) and any(map(_has_keys, raw))
+
+
 def _not_a_key(partition: str | None, key: str) -> str:
     from difflib import get_close_matches  # only a mistake pays for it
 
     if key in (*KEYS, *GROUPS):
         return "cannot differ between partitions: a node has one cache"
     if key in REMOVED:
-        return f"was removed: {REMOVED[key]} (remove the line; see forestage.yaml(5))"
+        return "was removed, and there are keys below it (remove its line, and indent them less)"
     known = (*KEYS, "partitions") if partition is None else PARTITION_KEYS
     near = get_close_matches(key, known, n=1)
     return f"unknown key, did you mean {near[0]}?" if near else "unknown key"

@@ -23,6 +23,7 @@ class Kept:
         self.file = file
         self.before: dict[str, object] = {}
         self.now: dict[str, object] = {}
+        self.is_written = False  # by this reading
         if file is not None:
             with contextlib.suppress(OSError, records.Damaged):
                 self.before = records.load(file, dict[str, object])
@@ -49,4 +50,5 @@ class Kept:
             # YAML has dates, and numbers as names, for which JSON has only text.
             if msgspec.json.decode(data) == self.now:
                 records.write(self.file, data)
+                self.is_written = True
         return True

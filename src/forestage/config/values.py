@@ -108,15 +108,11 @@ def _read_pattern(raw: object) -> str:
     return raw
 
 
-def _read_addresses(raw: object) -> Mapping[str, str]:
-    if not isinstance(raw, dict):
-        raise ValueError(f"expected nodes and their addresses, got {quote(raw)}")
-    for node, address in raw.items():
-        # YAML takes 1 or no for something else than a name.
-        for text in (node, address):
-            if not isinstance(text, str) or not text.isprintable():
-                raise ValueError(f"expected a node and its address in quotes, got {quote(text)}")
-        parse_address(address, 1)
+def _read_host(raw: object) -> str:
+    name = raw.partition(":")[0] if isinstance(raw, str) else ""
+    if not isinstance(raw, str) or not re.fullmatch(_NAME, name, re.ASCII):
+        raise ValueError(f"expected a node's or a host's name, got {quote(raw)}")
+    parse_address(raw, 1)
     return raw
 
 
@@ -211,12 +207,6 @@ LISTEN = _limited(
     lambda raw: isinstance(raw, str) and raw.isprintable() and len(raw) < 256,
     'an address, a name, an interface or ""',
 )
-HOST = _limited(
-    _as_it_is,
-    _show_quoted,
-    lambda raw: isinstance(raw, str) and re.fullmatch(_NAME, raw, re.ASCII) is not None,
-    "a node's or a host's name",
-)
+HOST = Notation(_read_host, _show_quoted)
 PATTERN = Notation(_read_pattern, _show_quoted)
-ADDRESSES = Notation(_read_addresses, _show_quoted)
 USER_MOUNTS = Notation(_read_user_mounts, _show_quoted)

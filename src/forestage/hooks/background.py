@@ -186,7 +186,7 @@ def note(
     # A bind that is out of date has to go before any job of the node starts.
     bind = any(own.redirect == "bind" for _, own in partitions)
     for name, own in partitions:
-        leaves = own.redirect == "spank" and own.start != "wait" and own.on_error == "continue"
+        leaves = own.redirect == "spank" and own.start != "wait"
         lines.append(f"partition\t{name or ANY}\t{'leave' if leaves and not bind else 'stay'}")
     text = os.fsencode("".join(f"{line}\n" for line in lines))
     file = places.background

@@ -1,10 +1,9 @@
 """The hooks as Slurm runs them: stay out of the way, fail open, one line in the log.
 
 slurmd drains a node whose Prolog or Epilog does not exit 0 (slurm.conf(5), `Prolog`). So nothing
-that goes wrong here gets out, unless the admin asked for it with `on_error: drain`. A hook must run
-no Slurm command, gets no PATH, and imports next to nothing before it knows that there is work: a
-job without an image pays for one bare interpreter start. The SPANK companion's helper, the step, is
-a hook like the others; it has an answer besides, and no failure of a step drains its node.
+that goes wrong here gets out. A hook must run no Slurm command, gets no PATH, and imports next to
+nothing before it knows that there is work: a job without an image pays for one bare interpreter
+start. The SPANK companion's helper, the step, is a hook like the others; it has an answer besides.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from forestage.slurm.slurm_conf import SlurmConf
 
     Name = Literal["prolog", "step", "epilog"]
-
-DRAIN = 75
-"""The one exit status that the shell guard of the hooks does not turn into 0."""
 
 USAGE = 2
 """As click's: the command was called in a wrong way."""
@@ -76,7 +72,6 @@ def _main(name: Name, root: str = "") -> int:
         return 0
     from forestage.hooks import background, watch
 
-    code = 0
     try:
         if name == "epilog":
             background.stop(background.mark_of(os.environ, run), os.environ)
@@ -85,22 +80,20 @@ def _main(name: Name, root: str = "") -> int:
             hook.mark = background.detach(os.environ, run)
         forked = None if hook.mark else watch.fork(keeps_stdout=name == "step")
         if isinstance(forked, watch.HookChild):
-            code = hook.wait(forked, root)
-            return code
+            return hook.wait(forked, root)
         hook.child = forked
         import_msgspec()
         from forestage.clock import Clock
 
-        code = hook.run(_places(root), Clock())
+        hook.run(_places(root), Clock())
     except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
         what = f"reason={type(error).__name__} at={_place(error)} detail={str(error)[:1000]!r}"
         hook.say(f"result=failed {what}")
         hook.answer("leave", "error")
-        code = DRAIN if hook.drains else 0
     finally:
         background.end(hook.mark)
-        hook.watched.end(code)
-    return code
+        hook.watched.end()
+    return 0
 
 
 def import_msgspec() -> None:
@@ -269,7 +262,7 @@ def _second_line(file: str) -> str:
 
 
 class Hook:
-    """One run of a hook. `drains` is whether the admin wants a failure to drain the node.
+    """One run of a hook.
 
     `mark`: of a Prolog whose script has ended (hooks/background.py). `child`: of the child that
     does its work (hooks/watch.py), what tells the hook. `slurm_conf` is there once `run` is called.
@@ -281,7 +274,6 @@ class Hook:
         self.name = name
         self.environ = environ
         self.start = start
-        self.drains = False
         self.answered = name != "step"
         self.settings: Settings | None = None
         self.mark = ""
@@ -349,11 +341,11 @@ class Hook:
         self.report(job, outcomes, places, Clock())
         self.answer("leave", why.reason)
 
-    def run(self, places: Places, clock: Clock) -> int:
+    def run(self, places: Places, clock: Clock) -> None:
         """The work, its log line and its events. Expected errors become outcomes; others rise."""
         from forestage.hooks import script
 
-        return script.run(self, places, clock)
+        script.run(self, places, clock)
 
     def report(self, job: Job, outcomes: Sequence[Outcome], places: Places, clock: Clock) -> None:
         """Writes the log line and the events of what came of the job's requests."""

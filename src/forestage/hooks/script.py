@@ -15,10 +15,10 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node, configured_root
 from forestage.clock import Clock
-from forestage.config import ANYWHERE, Config, decided, load_settings, switch
+from forestage.config import ANYWHERE, REMOVED, Config, decided, load_settings, switch
 from forestage.errors import ConfigError, Declined, Failed, ForestageError
 from forestage.hooks import background
-from forestage.hooks.boundary import DRAIN, Hook, note_nodes, write
+from forestage.hooks.boundary import Hook, note_nodes, write
 from forestage.paths import Places
 from forestage.slurm import companion, timeouts
 from forestage.slurm.companion import CompanionState
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from forestage.hooks.limit import Limit
 
 
-def run(hook: Hook, places: Places, clock: Clock) -> int:
+def run(hook: Hook, places: Places, clock: Clock) -> None:
     """The work, its log line and its events. Expected errors become outcomes; others rise."""
     if hook.in_background:
         _be_of_no_job()
@@ -48,8 +48,6 @@ def run(hook: Hook, places: Places, clock: Clock) -> int:
     if hook.in_background:
         background.forget_hints(places, job)
     hook.report(job, outcomes, places, clock)
-    failed = any(outcome.result == "failed" for outcome in outcomes)
-    return DRAIN if failed and hook.drains else 0
 
 
 def _be_of_no_job() -> None:
@@ -215,7 +213,7 @@ def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
     from forestage.hooks import epilog
 
     try:
-        config = read_config(hook, job, places, clock)
+        config = read_config(hook, job, places)
     except ConfigError as error:
         hook.say(f"result=failed reason=config detail={error.one_line!r}")
         config = None
@@ -223,19 +221,19 @@ def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
     return job, epilog.epilog(config, places, clock, job, limits, hook.watched)
 
 
-def read_config(hook: Hook, job: Job, places: Places, clock: Clock) -> Config:
+def read_config(hook: Hook, job: Job, places: Places) -> Config:
     """Reads what the admin decided for the job's partition. Raises ConfigError."""
     hook.settings = load_settings(places.etc, places.config_memo)
+    for key in hook.settings.unlogged:
+        where = ", ".join(hook.settings.removed[key])
+        detail = f"{where}: {key} was removed: {REMOVED[key]} (remove the line)"
+        hook.say(f"result=warning reason=removed-key detail={detail!r}")
     found = hook.settings.for_partition(job.partition)
     if found.redirect == "auto":
         loads = _companion_state(hook, places)
         if loads.why and hook.name == "prolog":  # once for a job
             hook.say(f"result=unread reason=slurm-conf detail={loads.why!r}")
         found = decided(found, loads.state)
-    off = switch.by_file(places, clock.wall())
-    # Only here: a configuration that cannot be read drains no node, whatever it says. Nor does
-    # anything while it is off: during an upgrade old and new code may meet.
-    hook.drains = found.on_error == "drain" and hook.name != "step" and not off
     return found
 
 
@@ -257,7 +255,7 @@ def _nodes(
     # First, as the configuration may be why somebody has switched it off.
     off = switch.by_file(places, clock.wall())
     try:
-        config = read_config(hook, job, places, clock)
+        config = read_config(hook, job, places)
     except ConfigError as error:
         leases = Leases(places.leases)
         bare = Config(sources=ANYWHERE)

@@ -1,6 +1,6 @@
 """A hook's work in a child: what hangs with the node's disk is the child, not slurmd nor a step.
 
-    hook     forks, passes on what its child says, and ends as soon as that says how it ended
+    hook     forks, passes on what its child says, and ends as soon as that says that it ends
     child    does all the work; tells the hook which cache it works on, and until when at most
 
 Each LOOK the hook asks a probe (cache/disk.py) whether that cache answers. Where it has not for
@@ -52,11 +52,11 @@ class Watched:
         """The work is limited to so many seconds; what is over long after that hangs."""
         self.tell(UNTIL, f"{time.monotonic() + seconds + REST:f}")
 
-    def end(self, code: int) -> None:
+    def end(self) -> None:
         """Ends the child, and so the hook; nothing where nobody waits."""
         if self.line >= 0:
-            self.tell(ENDED, str(code))
-            os._exit(code)
+            self.tell(ENDED, "")
+            os._exit(0)
 
 
 ALONE = Watched()
@@ -141,7 +141,7 @@ class HookChild:
             if not said.startswith(CONTROL):
                 _say(said + b"\n")
             elif word == ENDED:
-                self.status = int(value)
+                self.status = 0
             elif word == CACHE:
                 self.cache = os.fsdecode(value)
             elif word == UNTIL:

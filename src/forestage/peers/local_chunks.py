@@ -18,14 +18,12 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from forestage.cache import digest
 from forestage.cache.layout import Cache, Entry, open_copy
 from forestage.cache.part import ENTRY_BYTES, boot_id, chunk_count
 from forestage.peers import origins
 from forestage.system import files, lock, records
 
 POLL = 0.02  # seconds between two looks at the map of a copy, for all who wait for its chunks
-STEP = 1 << 20  # bytes read at a time for a digest that no map has
 _IS_IN = b"0" + b"1" * 255  # a byte's digit
 
 
@@ -36,11 +34,6 @@ class Present(msgspec.Struct, frozen=True):
     start: int
     size: int
     digest: bytes
-
-    @property
-    def digest_hex(self) -> str:
-        """The digest; "" where none was taken when the chunk was copied."""
-        return "" if self.digest == digest.UNKNOWN else self.digest.hex()
 
 
 class Pending(msgspec.Struct, frozen=True):
@@ -132,15 +125,6 @@ def chunks_in(digests: bytes) -> int:
     columns = (int.from_bytes(digests[at::ENTRY_BYTES], "little") for at in range(ENTRY_BYTES))
     any_byte = reduce(or_, columns).to_bytes(-(-len(digests) // ENTRY_BYTES), "big")
     return int(any_byte.translate(_IS_IN) or b"0", 2)
-
-
-def take_digest(found: Present) -> str:
-    """The digest, hex, of the chunk's bytes, read now; some milliseconds."""
-    running = digest.Running()
-    end = found.start + found.size
-    for at in range(found.start, end, STEP):
-        running.add(memoryview(os.pread(found.file.fileno(), min(STEP, end - at), at)))
-    return running.digest().hex()
 
 
 def _entry(cache: Cache, key: str, number: int) -> Found | None:

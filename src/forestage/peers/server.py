@@ -5,7 +5,7 @@ chunk of a copy under way is waited for, as long as the client likes, up to WAIT
 told that it is wanted. The bytes go from the page cache to the network by sendfile(2). Everything
 else is 404, and nothing is listed.
 
-One event loop does it all, but for munge and for digests that nobody has taken, which have threads.
+One event loop does it all, but for munge, which has threads.
 """
 
 import asyncio
@@ -39,6 +39,7 @@ from forestage.peers.stats import Counters
 from forestage.system import records
 
 WAIT = 5.0  # seconds for a chunk on its way, at most
+UPLOADS = 16  # chunks that this node sends at once
 DECODERS = 4  # unmunge at once: whoever reaches the port could start any number of them
 # A client has so many seconds for a chunk, and one more for each SLOWEST bytes of it.
 GRACE = 30.0
@@ -100,7 +101,7 @@ class Service:
         self.takers = known_copies.Askers(TAKERS)
         self.told = known_copies.Askers(notices.READERS, notices.AGAIN)
         self.pace = Pace(node.config.peers.bandwidth, self.now)
-        self.uploads = asyncio.Semaphore(node.config.peers.uploads)
+        self.uploads = asyncio.Semaphore(UPLOADS)
         self.decoders = asyncio.Semaphore(DECODERS)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -345,7 +346,7 @@ class Service:
     async def _respond(
         self, request: web.BaseRequest, ask: _ChunkRequest, found: Present
     ) -> web.StreamResponse:
-        digest = found.digest_hex or await asyncio.to_thread(local_chunks.take_digest, found)
+        digest = found.digest.hex()
         has = self._has(ask)
         mac = auth.of_response(ask.session.secret, ask.counter, 206, has, digest, found.size)
         response = web.StreamResponse(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from forestage.config import Peering
+from forestage.config import Address
 from forestage.errors import PeerError
 from forestage.paths import Places
 from forestage.peers import protocol
@@ -81,14 +81,14 @@ def write(places: Places, found: Expectations) -> None:
     records.write(places.expected, msgspec.json.encode(found))
 
 
-def ask(config: Peering, host: str, prover: Prover) -> Expectations:
+def ask(at: Address, prover: Prover) -> Expectations:
     """What the host says now, within PATIENCE. Raises PeerError."""
     until = time.monotonic() + PATIENCE
 
     def late() -> bool:
         return time.monotonic() > until
 
-    line = Connection(config.of(host))
+    line, host = Connection(at), at.host
     try:
         session = protocol.open_session(line, protocol.EXPECTED, prover, late)
         body = protocol.fetch_look(

@@ -48,7 +48,7 @@ class FileSource(msgspec.Struct, frozen=True):
         """
         clock = self.node.clock
         clock.sleep(source.settling(self.opened.image, clock.wall()))
-        content = source.open_source(self.opened, self.node.config)
+        content = source.open_source(self.opened)
         self._must_have_no_writer()
         return content
 

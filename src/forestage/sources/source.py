@@ -21,7 +21,6 @@ from forestage.cache.allocation import ChunkMap
 from forestage.cache.image import Identity, Image
 from forestage.cache.node import Node
 from forestage.clock import Deadline
-from forestage.config import Config, Direct
 from forestage.errors import Declined
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
@@ -151,7 +150,7 @@ def settling(wanted: Image, now: float) -> float:
     return tick / 1_000_000_000 if age < tick + SKEW_NS else 0.0
 
 
-def open_source(opened: OpenImage, config: Config) -> Content:
+def open_source(opened: OpenImage) -> Content:
     """The source as the engines want it: past the page cache as well, where that is a gain.
 
     Raises Declined where it is no longer what was opened at, Unreadable, as_user.TooSlow.
@@ -159,7 +158,7 @@ def open_source(opened: OpenImage, config: Config) -> Content:
     size = opened.image.size
     # Once for the whole copy: each question may be one for the file server.
     chunks = functools.cache(functools.partial(allocation.map_chunks, opened.fd, size))
-    direct = _look_again(opened, config.direct)
+    direct = _look_again(opened, past_cache=True)
     return Content(opened.fd, direct, size, opened.image.path, chunks=chunks)
 
 
@@ -198,10 +197,10 @@ def written(path: str) -> Declined:
 
 def must_be_same(opened: OpenImage) -> None:
     """Looks at the open file once more. Raises Declined if it is another, Unreadable, TooSlow."""
-    _look_again(opened, "off")
+    _look_again(opened)
 
 
-def _look_again(opened: OpenImage, direct: Direct) -> int | None:
+def _look_again(opened: OpenImage, past_cache: bool = False) -> int | None:
     """Looks at the open file once more, and opens it past the page cache where that is a gain.
 
     As the user again: root may be squashed on the shared file system. In one child, as each takes
@@ -213,7 +212,7 @@ def _look_again(opened: OpenImage, direct: Direct) -> int | None:
         as_user.become(opened.user)
         facts = files.latest(opened.fd, os.fstat(opened.fd).st_dev)
         # Major 0 is no block device: what a network file system does past its cache is its affair.
-        wanted = direct == "on" or (direct == "auto" and os.major(facts.st_dev) != 0)
+        wanted = past_cache and os.major(facts.st_dev) != 0
         return image.identity(facts, opened.image.path), _direct(opened.fd) if wanted else []
 
     try:

@@ -1,6 +1,6 @@
 """The default engine: large chunks by several threads, past the page cache where disks allow it.
 
-Every long call (preadv, pwritev, copy_file_range, sync_file_range, the digest) runs without
+Every long call (preadv, pwritev, sync_file_range, the digest) runs without
 Python's global lock, so the threads overlap; what is left under it is microseconds a chunk.
 
 What jobs want comes first (cache/readers.py), and what is behind it; then head, tail and hot
@@ -55,8 +55,6 @@ class Tuning(msgspec.Struct, frozen=True):
 
     threads: int = 4
     chunk: int = 16 * 1024 * 1024
-    direct: bool = True
-    digest: bool = True
     bandwidth: int | None = None
     through: bool = False
 
@@ -111,8 +109,6 @@ def digests(
         return running.digest()
 
     try:
-        if not tuning.digest:
-            return digest.UNKNOWN * len(wanted)
         with ThreadPoolExecutor(tuning.threads) as pool:
             return b"".join(pool.map(take, wanted))
     finally:
@@ -152,8 +148,7 @@ class Run:
         self.part = part
         self.image = os.open(part.image, os.O_RDWR)
         self.map = os.open(part.map, os.O_RDWR)
-        self.past_cache = _direct(part) if tuning.direct else None
-        self.in_kernel = not tuning.digest
+        self.past_cache = _direct(part)
         self.holes: dict[int, bytes] = {}
         if tuning.through and source.read is None:
             # Between the job's reads and those of several threads read-ahead reads things twice.
@@ -233,7 +228,7 @@ class Run:
 
     def _shares(self) -> bool:
         """Whether the threads share a chunk now, rather than have one each."""
-        small = self.tuning.chunk <= SHARED_CHUNK and not self.in_kernel
+        small = self.tuning.chunk <= SHARED_CHUNK
         return bool(self.shared) or (bool(self.todo) and small and self.is_served())
 
     def is_served(self) -> bool:
@@ -272,8 +267,7 @@ class Run:
             chunk.missing -= 1
             whole = not chunk.missing
         if whole:
-            data = chunk.memory[: chunk.size]
-            self.note(chunk.number, digest.of_chunk(data) if self.tuning.digest else digest.UNKNOWN)
+            self.note(chunk.number, digest.of_chunk(chunk.memory[: chunk.size]))
             with self.lock:
                 self.shared.remove(chunk)
 
@@ -363,21 +357,14 @@ class Run:
         start, size = self.span(number)
         if not self.is_urgent(number):
             self.throttle.take(size, self.stop)
-        # Of a chunk that may be a hole, the bytes are wanted here.
-        in_kernel = self.in_kernel and number not in self.known.sparse
-        if in_kernel and self.source.read is None and self._copy_in_kernel(start, size):
-            return digest.UNKNOWN
-        running = digest.Running() if self.tuning.digest else None
+        running = digest.Running()
         for at, piece in reading.pieces(self.source, start, size, buffer, self._turn):
-            if running:
-                running.add(piece)
+            running.add(piece)
             write(at, piece)
-        return running.digest() if running else digest.UNKNOWN
+        return running.digest()
 
     def _of_hole(self, size: int) -> bytes:
         """The digest of so many zeros, taken once for each size that occurs (two at the most)."""
-        if not self.tuning.digest:
-            return digest.UNKNOWN
         if size not in self.holes:
             # Private memory that is only read is one page of zeros, however long.
             zeros = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -422,24 +409,6 @@ class Run:
             _libc.sync_file_range(
                 self.image, ctypes.c_int64(start), ctypes.c_int64(len(data)), SYNC_FILE_RANGE_WRITE
             )
-
-    def _copy_in_kernel(self, start: int, size: int) -> bool:
-        """copy_file_range(2): a reflink or a server-side copy where both sides can."""
-        done = 0
-        while done < size:
-            try:
-                count = os.copy_file_range(
-                    self.source.buffered, self.image, size - done, start + done, start + done
-                )
-            except OSError as error:
-                # Whatever it is, the reading path tries again, and raises what is a fault: file
-                # systems refuse this call with EXDEV, EOPNOTSUPP, EPERM, ENOENT (CIFS) and others.
-                self.in_kernel = error.errno == errno.EIO
-                return False
-            if count == 0:  # the end of the file; some file systems say so for want of the call
-                return False
-            done += count
-        return True
 
 
 def _write_all(fd: int, start: int, data: memoryview) -> None:

@@ -33,9 +33,8 @@ class Fetched(NamedTuple):
 class Chunks:
     """Several threads, large chunks. Like Rsync it goes on from wherever the part already is."""
 
-    def __init__(self, tuning: Tuning, downloads: int = 8) -> None:
+    def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
-        self.downloads = downloads
 
     def needs(self, source: Content) -> int:
         """The bytes of disk that image and map will take in all."""
@@ -60,13 +59,11 @@ class Chunks:
         `readers` learn which pieces are in. Raises Stopped, Truncated, Failed, OSError; what is in
         can be resumed.
         """
-        # A peer's bytes are proven by their digest; without, the source alone can be trusted.
-        if peers is not None and self.tuning.digest:
+        if peers is not None:
             from forestage.stage import with_peers  # few copies have peers
 
-            with_them = (peers, self.downloads, readers)
             # What peers send takes the same links and processors: the source's pace is not known.
-            given = with_peers.copy(source, part, self.tuning, stop, *with_them)
+            given = with_peers.copy(source, part, self.tuning, stop, peers, readers)
             return Fetched(given, peers.givers)
         pace = chunks.copy(source, part, self.tuning, stop, readers)
         return Fetched(rate=pace.rate(source.size))
@@ -133,7 +130,7 @@ Engine: TypeAlias = Chunks | Rsync
 def of(config: Config) -> Engine:
     """The engine that the admin chose."""
     if config.engine == "chunks":
-        return Chunks(tuning(config), config.peers.downloads)
+        return Chunks(tuning(config))
     return Rsync(tuning(config))
 
 
@@ -143,8 +140,6 @@ def tuning(config: Config) -> Tuning:
     return Tuning(
         threads=config.threads or min(8, max(4, 2 * cores)),
         chunk=config.chunk_size,
-        direct=config.direct != "off",
-        digest=config.digest,
         bandwidth=config.bandwidth,
         through=config.start == "through",
     )

@@ -112,7 +112,6 @@ def claim(task: Task) -> Owner:
         image=task.image,
         chunk=config.chunk_size,
         engine=config.engine,
-        digest=config.digest,
         job=task.job.id,
         uid=task.job.user.uid,
         since=0.0,
@@ -139,7 +138,7 @@ def _take_back(task: Task, owner: Owner) -> None:
     if entry is None or task.part.directory.exists() or cache.is_proven(task.key):
         return
     fits = (entry.engine, entry.chunk) == (owner.engine, owner.chunk)
-    if fits and entry.digest and entry.digest == digest.of_image(cache.digests(entry)):
+    if fits and entry.digest == digest.of_image(cache.digests(entry)):
         cache.take_back(task.key)
 
 

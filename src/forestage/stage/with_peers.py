@@ -36,6 +36,7 @@ from forestage.stage.chunks import Run, Tuning, Write
 
 POLL = 0.1  # seconds between two looks of a thread that has nothing to do
 SERVED_POLL = 0.03  # … while jobs read the image
+DOWNLOADS = 8  # chunks that one copy gets from peers at once
 NOTED_EVERY = 0.5  # seconds between two notes of who read what
 
 SHARE = 0.02  # of the image's bytes, for all nodes of a job
@@ -52,14 +53,10 @@ def copy(
     tuning: Tuning,
     stop: threading.Event,
     peers: Peers,
-    downloads: int,
     readers: Readers | None = None,
 ) -> Mapping[str, int]:
-    """Copies as chunks.copy does, and returns how many bytes came from which peer.
-
-    `downloads` chunks are fetched from peers at once.
-    """
-    run = Shared(source, part, tuning, stop, peers, downloads, readers)
+    """Copies as chunks.copy does, and returns how many bytes came from which peer."""
+    run = Shared(source, part, tuning, stop, peers, readers)
     try:
         run.share()
     finally:
@@ -67,10 +64,10 @@ def copy(
     return run.bytes_by()
 
 
-def policy(threads: int, downloads: int, nodes: int) -> Policy:
+def policy(threads: int, nodes: int) -> Policy:
     """Pure: the fewer streams each of many nodes reads in, the sooner its chunks are whole."""
     at_once = min(threads, max(1, -(-4 * threads // nodes)))
-    return Policy(at_once=at_once, busy=downloads)
+    return Policy(at_once=at_once, busy=DOWNLOADS)
 
 
 class _Over(Exception):
@@ -91,7 +88,6 @@ class Shared(Run):
         tuning: Tuning,
         stop: threading.Event,
         peers: Peers,
-        downloads: int,
         readers: Readers | None = None,
     ) -> None:
         super().__init__(source, part, tuning, stop, readers)
@@ -100,7 +96,6 @@ class Shared(Run):
             # The next chunks of the file are other nodes' shares: readahead would read in vain.
             os.posix_fadvise(source.buffered, 0, 0, os.POSIX_FADV_RANDOM)
         self.peers = peers
-        self.downloads = downloads
         self.from_peers = 0
         self.turn = threading.Condition()
         self.chunk_locks: dict[int, threading.Lock] = {}
@@ -121,7 +116,7 @@ class Shared(Run):
             peers.me,
             missing,
             tuning.chunk,
-            policy(tuning.threads, downloads, len(peers.nodes)),
+            policy(tuning.threads, len(peers.nodes)),
             self.hot,
             peers.givers,
             peers.leaders,
@@ -143,7 +138,7 @@ class Shared(Run):
         self.bring_holes()
         # One more to read: what a job waits for is not to stand behind whole chunks.
         reads = [lambda: self._run_asks(self.schedule.next_read)] * (self.tuning.threads + 1)
-        fetches = [lambda: self._run_asks(self.schedule.next_fetch)] * self.downloads
+        fetches = [lambda: self._run_asks(self.schedule.next_fetch)] * DOWNLOADS
         self.join([*reads, *fetches])
 
     def close(self) -> None:

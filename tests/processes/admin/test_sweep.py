@@ -21,7 +21,7 @@ from forestage.admin.sweep import SweepReport
 from forestage.bind import redirect as redirects
 from forestage.bind import unmount
 from forestage.bind.unmount import Bind, Going, StillMounted
-from forestage.cache import disk, disk_errors, entry_sum, hot
+from forestage.cache import disk, disk_errors, entry_sum
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
@@ -355,8 +355,8 @@ def test_parts_of_earlier_boot_and_abandoned_ones_are_deleted(site: Site) -> Non
 # --- what an earlier boot wrote
 
 
-def from_earlier_boot(site: Site, name: str = "a.sqsh", digests: bool = True) -> str:
-    key: str = site.publish(site.image(name, b"squashfs" * CHUNK), digests=digests)
+def from_earlier_boot(site: Site, name: str = "a.sqsh") -> str:
+    key: str = site.publish(site.image(name, b"squashfs" * CHUNK))
     (site.node.cache.entry_dir(key) / "boot").write_text(ANOTHER_BOOT)
     return key
 
@@ -398,43 +398,6 @@ def test_sweep_names_an_image_whose_first_reads_are_known(site: Site) -> None:
     assert msgspec.json.decode(index.read_bytes()) == [key]
 
 
-@pytest.fixture
-def preloaded(site: Site, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys whose hot pieces are read ahead."""
-    site.configure("preload: true")
-    keys: list[str] = []
-    monkeypatch.setattr(hot, "preload", lambda cache, key: keys.append(key))
-    return keys
-
-
-def test_images_are_preloaded_once_after_a_boot_as_soon_as_they_are_proven(
-    site: Site, preloaded: list[str]
-) -> None:
-    """Those first that were used long ago."""
-    recent, old = (site.publish(site.image(name)) for name in ("recent.sqsh", "old.sqsh"))
-    site.node.cache.touch(recent, NOW)
-    site.node.cache.touch(old, NOW - 90)
-    unproven, bad = from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")
-    spoil(site, bad)
-    swept(site, dry_run=True)
-    assert preloaded == []
-    swept(site)
-    os.utime(site.node.cache.entry_dir(old) / "boot", (0, 0))
-    assert [one.key for one in swept(site).verified] == [old]  # as a precaution
-    assert preloaded == [old, recent, unproven]
-    site.node.places.preloaded.unlink()  # the next boot
-    swept(site)
-    assert set(preloaded[3:]) == {recent, old, unproven}
-
-
-def test_nothing_is_preloaded_unless_the_admin_says_so(site: Site, preloaded: list[str]) -> None:
-    site.configure("")
-    site.publish(site.image("new.sqsh"))
-    from_earlier_boot(site)
-    swept(site)
-    assert preloaded == []
-
-
 def test_entry_of_earlier_boot_is_verified_without_its_source(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,8 +410,20 @@ def test_entry_of_earlier_boot_is_verified_without_its_source(
     assert (verdict.result, verdict.against) == ("bad", "digests")
 
 
-def test_entry_without_checksums_is_kept_as_unverifiable(site: Site) -> None:
-    key = from_earlier_boot(site, digests=False)
+@pytest.fixture
+def copies_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner of each copy holds a lease on it (F_SETLEASE)."""
+
+    def refuse(_: Path) -> None:
+        raise BlockingIOError
+
+    monkeypatch.setattr(verify, "open_copy", refuse)
+
+
+def test_copy_on_which_its_owner_has_a_lease_is_kept_as_unverifiable(
+    site: Site, copies_leased: None
+) -> None:
+    key = from_earlier_boot(site)
     (verdict,) = swept(site).verified
     assert verdict.result == "unverifiable"
     assert site.keys() == {key}
@@ -642,9 +617,11 @@ def test_entry_that_was_read_by_a_clock_far_away_is_read_again(site: Site, step:
     assert swept(site).verified == ()
 
 
-def test_entry_that_cannot_be_proven_goes_while_there_is_doubt(site: Site) -> None:
+def test_entry_that_cannot_be_proven_goes_while_there_is_doubt(
+    site: Site, copies_leased: None
+) -> None:
     """It would keep the doubt, and hits away, for ever."""
-    site.publish(site.image("a.sqsh", b"squashfs" * CHUNK), digests=False)
+    site.publish(site.image("a.sqsh", b"squashfs" * CHUNK))
     disk_errors.begin(site.places, site.world.clock, "a bad block")
     (verdict,) = swept(site).verified
     assert (verdict.result, verdict.evicted) == ("bad", True)

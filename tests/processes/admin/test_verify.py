@@ -187,34 +187,6 @@ def test_changed_source_makes_checksums_count(
     assert not kept(site, key)
 
 
-def test_entry_without_source_and_checksums_is_unverifiable(site: Site, source: Path) -> None:
-    key = site.publish(source, digests=False)
-    assert one(site)["against"] == "source"
-    source.unlink()
-    spoil(site, key)
-    found = one(site)
-    assert (found["result"], found["against"]) == ("unverifiable", "nothing")
-    assert "no checksum was taken" in found["detail"]
-    assert kept(site, key)
-
-
-def test_checksums_of_some_chunks_find_faults_but_prove_nothing(site: Site, source: Path) -> None:
-    key = site.publish(source, digests=False)
-    source.unlink()
-    known = site.node.cache.entry_dir(key) / "map"
-    with known.open("r+b") as digests:
-        digests.seek(ENTRY_BYTES)
-        digests.write(digest.of_chunk(DATA[CHUNK : 2 * CHUNK]))
-    whole = known.read_bytes()
-    known.write_bytes(whole[: 2 * ENTRY_BYTES])
-    assert one(site)["against"] == "nothing", "a map that was cut short is none"
-    known.write_bytes(whole)
-    found = one(site)
-    assert (found["result"], found["against"]) == ("unverifiable", "digests")
-    spoil(site, key)
-    assert one(site, code=Exit.BAD)["chunks"] == [1]
-
-
 @pytest.mark.parametrize("damage", ["spoiled", "short", "gone"])
 def test_damaged_checksums_make_entry_bad_only_without_source(
     site: Site, source: Path, damage: str

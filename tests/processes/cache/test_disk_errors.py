@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from forestage.cache.layout import Cache
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.paths import Places
-from forestage.system import run
 
 NVME = frozenset({"nvme0n1", "dm-3"})
 MEDIUM = "critical medium error, dev nvme0n1, sector 7814 op 0x0:(READ) flags 0x80700 phys_seg 4"
@@ -57,24 +55,6 @@ class At(Clock):
 )
 def test_line_of_the_kernel_tells_of_lost_data_of_these_disks(line: str, is_loss: bool) -> None:
     assert bool(disk_errors.errors([line], NVME)) is is_loss
-
-
-@pytest.mark.parametrize(
-    ("answer", "count"),
-    [
-        # As the nvme-cli of two generations print it; invented
-        ('{"critical_warning":0,"temperature":311,"media_errors":3,"num_err_log_entries":9}', 3),
-        ('{"critical_warning" : 0,\n "media_errors" : 0\n}', 0),
-        ('{"media_errors":"18446744073709551616"}', 18446744073709551616),
-        ('{"media_errors":null}', None),
-        ('{"error":"Operation not permitted"}', None),
-        ("NVMe status: Invalid Log Page", None),
-        ("[]", None),
-        ("", None),
-    ],
-)
-def test_media_errors_are_read_from_what_nvme_prints(answer: str, count: int | None) -> None:
-    assert disk_errors.media_errors(answer) == count
 
 
 @pytest.fixture
@@ -172,33 +152,6 @@ def test_damaged_record_is_no_doubt_and_is_replaced(log: Log, damage: str) -> No
     disk_errors.must_not_be(log.places)
     log.tells("begin")
     assert log.look().seen == 101
-
-
-def test_media_errors_that_grow_begin_doubt(
-    log: Log, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    program, asked, answer = (tmp_path / name for name in ("nvme", "asked", "answer"))
-    program.write_text(f'#!/bin/sh\necho "$*" >>{asked}\ncat {answer}\n')
-    program.chmod(0o755)
-    path = f"{tmp_path}:{run.PATH}"
-    monkeypatch.setattr(run, "PATH", path)
-    monkeypatch.setitem(run.ENVIRONMENT, "PATH", path)
-    counts = []
-    for count in (3, 3, 4):  # three of them are older than the cache
-        answer.write_text(json.dumps({"media_errors": count}))
-        disk_errors.look_at_media(log.places, log.cache, At(2000.0))
-        counts.append(disk_errors.known(log.places).since)
-    assert counts == [0, 0, 2000.0]
-    assert asked.read_text().splitlines() == ["smart-log /dev/nvme0n1 -o json"] * 3
-    assert "nvme0n1 counts 4 media errors" in disk_errors.known(log.places).why
-
-
-def test_without_nvme_command_nothing_is_noted(
-    log: Log, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(run, "PATH", str(tmp_path))
-    disk_errors.look_at_media(log.places, log.cache, At(2000.0))
-    assert disk_errors.known(log.places) == disk_errors.Disk()
 
 
 def test_kernels_own_log_is_read_to_its_end() -> None:

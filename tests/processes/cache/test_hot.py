@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -169,26 +168,3 @@ def test_copy_that_goes_on_keeps_its_own_map(cache: Cache) -> None:
     hot.keep(cache, NEW, {2})
     hot.inherit(cache, NEW)
     assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [2]
-
-
-def test_hot_pieces_of_an_entry_are_read_ahead(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def advise(fd: int, start: int, length: int, advice: int) -> None:
-        assert (advice, os.fstat(fd).st_size) == (os.POSIX_FADV_WILLNEED, SIZE)
-        asked.append((start, length))
-
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    hot.preload(cache, OLD.key)  # has no map
-    hot.keep(cache, OLD, {3, 17})
-    hot.preload(cache, OLD.key)
-    (cache.entry_dir(OLD.key) / "hot").write_bytes(b"[")
-    hot.preload(cache, OLD.key)
-    hot.preload(cache, NEW.key)  # is none
-    covered = {piece for start, length in asked for piece in range(start, start + length, 4096)}
-    assert covered == {
-        at for piece in (3, 17) for at in range(piece * HOT_PIECE, (piece + 1) * HOT_PIECE, 4096)
-    }
-    assert max(length for _, length in asked) <= hot.AHEAD

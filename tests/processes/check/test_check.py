@@ -646,6 +646,11 @@ LEFT = "/raid/enroot/data/1001/pyxis_77.0"
 
 SETTINGS = [
     warning(
+        "removed-key",
+        settings("partitions: {gpu: {on_error: drain}}\non_error: continue\n"),
+        f"{YAML}: remove on_error",
+    ),
+    warning(
         "partition-unknown",
         both(
             slurm("ClusterName=good", "PartitionName=gpu Nodes=n1\nPartitionName=DEFAULT State=UP"),
@@ -833,7 +838,7 @@ def prefetch_host(**programs: str) -> Callable[[GoodNode], object]:
 
 
 def prefetch_node(node: GoodNode) -> None:
-    peers("  addresses: {ctl1: '127.0.0.1:1'}\nprefetch: {host: ctl1}\n")(node)
+    peers("prefetch: {host: '127.0.0.1:1'}\n")(node)
     node.link(PREFETCH_TIMER, "/x")
 
 

@@ -137,11 +137,10 @@ def test_prolog_stays_where_its_job_waits_for_it(node: Node, environ: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "more",
-    ["redirect: bind", "redirect: none", "redirect: spank\ncold: wait", "on_error: drain"],
+    "more", ["redirect: bind", "redirect: none", "redirect: spank\ncold: wait"]
 )
 def test_prolog_stays_where_the_admin_wants_its_work_done_first(node: Node, more: str) -> None:
-    node.configure(f"sources: [/lustre]\n{more}\n" + "redirect: spank\n" * ("on_error" in more))
+    node.configure(f"sources: [/lustre]\n{more}\n")
     assert not node.may()
 
 

@@ -334,7 +334,7 @@ def test_refused_request_fails_only_where_an_outdated_file_stays(
 def test_broken_cache_fails_a_file_and_declines_a_registry_image(
     node: Node, handle: Handle
 ) -> None:
-    """With `on_error: drain` each job with a registry image would drain the node."""
+    """The node is not at fault for an image of a registry, which it would not serve anyway."""
     node.cache.root.chmod(0o777)
     assert said(handle()) == ("failed", "cache-not-ours")
     assert said(handle("docker://ubuntu")) == ("declined", "registry")

@@ -61,18 +61,17 @@ def hangs(watched: Watched) -> None:
     signal.pause()
 
 
-@pytest.mark.parametrize("code", [0, 75])
-def test_hook_ends_as_its_child_says(begin: Begin, code: int) -> None:
-    assert begin(lambda child: child.end(code)).wait(never) == code
+def test_hook_ends_as_its_child_says(begin: Begin) -> None:
+    assert begin(lambda child: child.end()).wait(never) == 0
 
 
 def test_hook_ends_with_its_child_though_others_have_its_line(begin: Begin) -> None:
-    """A stager may live for hours; a child that says how it ended is not waited for."""
+    """A stager may live for hours; a child that says that it ends is not waited for."""
     there, here = os.pipe()
 
     def work(child: Watched) -> None:
         lives_until_the_test_is_over(there, here)
-        child.end(0)
+        child.end()
 
     assert begin(work).wait(never) == 0
     os.close(here)
@@ -118,7 +117,7 @@ def test_what_the_child_logs_the_hook_says(begin: Begin, capfd: pytest.CaptureFi
 def test_step_answers_by_its_own_stdout(begin: Begin, capfd: pytest.CaptureFixture[str]) -> None:
     def work(child: Watched) -> None:
         os.write(1, b"leave\tno-image\n")
-        child.end(0)
+        child.end()
 
     assert begin(work, keeps_stdout=True).wait(never) == 0
     assert capfd.readouterr().out == "leave\tno-image\n"
@@ -179,4 +178,4 @@ def test_hook_does_its_work_itself_where_it_cannot_fork(monkeypatch: pytest.Monk
 def test_nobody_is_told_where_nobody_waits() -> None:
     watch.ALONE.works_on("/cache")
     watch.ALONE.ends_within(1.0)
-    watch.ALONE.end(0)  # and the process goes on
+    watch.ALONE.end()  # and the process goes on

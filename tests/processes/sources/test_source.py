@@ -13,7 +13,6 @@ import pytest
 
 from forestage.cache.image import Identity, Image
 from forestage.cache.node import Node
-from forestage.config import Config
 from forestage.errors import Declined, Failed
 from forestage.sources import opening, source
 from forestage.sources.source import (
@@ -34,7 +33,12 @@ SECOND = 1_000_000_000
 NOW = 1_700_000_000
 FINE, COARSE = FINE_TICK_NS / SECOND, COARSE_TICK_NS / SECOND
 SKEW = SKEW_NS // SECOND
-ALWAYS_DIRECT = Config(direct="on")
+
+
+@pytest.fixture
+def on_disk(monkeypatch: Patch) -> None:
+    """The source is on a disk of this node, not on a tmpfs."""
+    monkeypatch.setattr(os, "major", lambda _: 254)
 
 
 @pytest.mark.parametrize(
@@ -64,24 +68,15 @@ def test_copy_starts_only_when_a_later_change_would_show(
     assert source.settling(make_image(**times), float(NOW)) == seconds
 
 
-@pytest.mark.parametrize(
-    ("direct", "device", "past"),
-    [
-        ("auto", 254, True),
-        # Major 0 is no disk of this node: a network file system, or a tmpfs.
-        ("auto", 0, False),
-        ("on", 0, True),
-        ("on", 254, True),
-        ("off", 254, False),
-    ],
-)
+# Major 0 is no disk of this node: a network file system, or a tmpfs.
+@pytest.mark.parametrize(("device", "past"), [(254, True), (0, False)])
 def test_sources_page_cache_is_passed_where_that_is_a_gain(
-    shared: Path, look: Look, monkeypatch: Patch, direct: str, device: int, past: bool
+    shared: Path, look: Look, monkeypatch: Patch, device: int, past: bool
 ) -> None:
     (shared / "a").write_bytes(b"12345")
     opened = look(shared / "a")
     monkeypatch.setattr(os, "major", lambda _: device)
-    found = source.open_source(opened, msgspec.structs.replace(Config(), direct=direct))
+    found = source.open_source(opened)
     assert found == Content(opened.fd, found.direct, 5, opened.image.path, chunks=found.chunks)
     assert (found.direct is not None) == past
     if found.direct is not None:
@@ -94,7 +89,7 @@ def test_source_that_changed_since_the_look_is_not_read(shared: Path, look: Look
     opened = look(shared / "a")
     (shared / "a").write_bytes(b"123")
     with pytest.raises(Declined) as caught:
-        source.open_source(opened, Config())
+        source.open_source(opened)
     assert caught.value.reason == "changed"
     assert not isinstance(caught.value, Failed)
     opened.close()
@@ -129,7 +124,7 @@ def test_file_system_with_a_new_inode_at_each_look_is_named_as_the_cause() -> No
 
 
 def test_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
-    shared: Path, look: Look
+    shared: Path, look: Look, on_disk: None
 ) -> None:
     folder = shared / "folder"
     folder.mkdir()
@@ -138,7 +133,7 @@ def test_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
     folder.rename(shared / "old")
     folder.mkdir()
     (folder / "a").write_bytes(b"other")
-    direct = source.open_source(opened, ALWAYS_DIRECT).direct
+    direct = source.open_source(opened).direct
     assert direct is not None
     assert os.path.sameopenfile(direct, opened.fd)
     flags = fcntl.fcntl(direct, fcntl.F_GETFL)
@@ -150,7 +145,7 @@ def test_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES, errno.ESTALE])
 def test_source_that_cannot_be_read_past_the_cache_is_read_through_it(
-    shared: Path, look: Look, monkeypatch: Patch, number: int
+    shared: Path, look: Look, on_disk: None, monkeypatch: Patch, number: int
 ) -> None:
     (shared / "a").write_bytes(b"12345")
     opened = look(shared / "a")
@@ -162,7 +157,7 @@ def test_source_that_cannot_be_read_past_the_cache_is_read_through_it(
         return opens(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", refusing)
-    assert source.open_source(opened, ALWAYS_DIRECT).direct is None
+    assert source.open_source(opened).direct is None
     opened.close()
 
 

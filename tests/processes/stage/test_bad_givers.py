@@ -27,7 +27,7 @@ from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.sources.source import Content
 from forestage.stage import reading, with_peers
 from forestage.stage.chunks import Tuning
-from peering import Node, free_port
+from peering import Node
 
 CHUNK = 128 << 10
 COUNT = 96
@@ -195,11 +195,9 @@ def test_copy_among_bad_givers_has_right_bytes_and_reads_few_of_the_source(
     turn, first = divmod(number, len(MISHAPS))
     dice, one_job = random.Random(number), (turn + first) % 2 == 0
     names = [list(MISHAPS)[first], dice.choice(list(MISHAPS))]
-    addresses = {node: f"127.0.0.1:{free_port()}" for node in NODES}
-    addresses["n1"] = site.good.addresses["n1"]
     bad = {}
     for place, name in zip(("n2", "n3"), names, strict=True):
-        node = Node(tmp_path / place, addresses, place)
+        node = Node(tmp_path / place, place)
         node.give(site.image, site.path, CHUNK)
         node.configure(reach="cluster")
         bad[place] = Bad(node, MISHAPS[name], Moment(dice.choice((1, 2, 9)), dice.random() < 0.5))
@@ -214,7 +212,7 @@ def test_copy_among_bad_givers_has_right_bytes_and_reads_few_of_the_source(
             allocation.reserve(part, SIZE, CHUNK, found)
             read.clear()
             tuning, peers = Tuning(threads=2, chunk=CHUNK), Watched(bad, site.image, one_job)
-            with_peers.copy(source, part, tuning, threading.Event(), peers, 8)
+            with_peers.copy(source, part, tuning, threading.Event(), peers)
     finally:
         for one in bad.values():
             one.node.kill()

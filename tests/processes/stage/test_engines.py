@@ -53,13 +53,6 @@ def test_copy_has_all_bytes_and_a_complete_map(
     assert digest.split(part.digests()) == sums
 
 
-def test_without_digests_the_map_says_only_what_is_in(source: int, part: Part) -> None:
-    os.truncate(source, 2 * CHUNK + 1)
-    os.pwrite(source, b"x" * CHUNK, 0)
-    bring(Rsync(msgspec.structs.replace(TUNING, digest=False)), source, part)
-    assert part.digests() == digest.UNKNOWN * 3
-
-
 def test_holes_and_zeros_are_bytes_too(engine: Engine, source: int, part: Part) -> None:
     os.pwrite(source, b"start", 0)
     os.pwrite(source, b"end", 3 << 20)
@@ -199,11 +192,8 @@ def test_threads_follow_the_cores_unless_the_admin_says_so(
 
 
 def test_configuration_is_what_the_engine_gets() -> None:
-    assert engines.tuning(
-        Config(threads=3, chunk_size=CHUNK, direct="off", digest=False, bandwidth=7)
-    ) == Tuning(threads=3, chunk=CHUNK, direct=False, digest=False, bandwidth=7)
-    for direct in ("auto", "on"):
-        assert engines.tuning(Config(direct=direct)).direct
+    asked = Config(threads=3, chunk_size=CHUNK, bandwidth=7)
+    assert engines.tuning(asked) == Tuning(threads=3, chunk=CHUNK, bandwidth=7)
     assert isinstance(engines.of(Config()), Chunks)
     assert isinstance(engines.of(Config(engine="rsync")), Rsync)
     assert chunk_count(1, Config().chunk_size) == 1

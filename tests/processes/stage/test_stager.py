@@ -167,7 +167,7 @@ def test_entry_that_another_stager_has_just_published_is_found(
 def test_event_that_cannot_be_written_changes_no_message(
     task: Task, monkeypatch: Patch, said: Said
 ) -> None:
-    """A bug instead would count as three killed copies: with `on_error: drain` the node goes."""
+    """A bug instead would count as three killed copies, and as a failure of the node."""
 
     def full(*_: object) -> None:
         raise io(errno.ENOSPC)

@@ -1,12 +1,11 @@
-"""Digests of chunks and images: a flipped bit changes them, an unknown chunk leaves none."""
+"""Digests of chunks and images: a flipped bit changes them."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.cache.digest import MISSING, UNKNOWN, of_chunk, of_image, split
+from forestage.cache.digest import MISSING, of_chunk, of_image, split
 from forestage.cache.part import ENTRY_BYTES
 
 
@@ -17,9 +16,8 @@ def test_digests_are_the_same_in_every_release() -> None:
 
 
 def test_digest_fills_one_entry_of_the_map() -> None:
-    assert len(of_chunk(b"x")) == ENTRY_BYTES == len(MISSING) == len(UNKNOWN)
+    assert len(of_chunk(b"x")) == ENTRY_BYTES == len(MISSING)
     assert not any(MISSING)
-    assert any(UNKNOWN)
 
 
 @given(st.binary(min_size=1, max_size=300), st.data())
@@ -36,12 +34,3 @@ def test_order_of_chunks_is_part_of_the_images_digest(chunks: list[bytes]) -> No
     each = [of_chunk(chunk) for chunk in chunks]
     assert split(b"".join(each)) == each
     assert of_image(b"".join(each)) != of_image(b"".join(each[::-1]))
-
-
-@pytest.mark.parametrize("unsure", [UNKNOWN, MISSING])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_image_with_a_chunk_that_is_not_known_has_no_digest(unsure: bytes, place: int) -> None:
-    each = [of_chunk(b"a"), of_chunk(b"b"), of_chunk(b"c")]
-    assert of_image(b"".join(each))
-    each[place] = unsure
-    assert of_image(b"".join(each)) == ""

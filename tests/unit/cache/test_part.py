@@ -98,7 +98,6 @@ def test_stray_file_among_the_parts_is_nobodys(part: Part) -> None:
         ({"boot": "c"}, False),
         ({"chunk": 8}, False),
         ({"engine": "rsync"}, False),
-        ({"digest": False}, False),
     ],
 )
 def test_copy_goes_on_only_with_its_own_beginning(

@@ -11,6 +11,7 @@ import pytest
 from forestage.config import (
     DEFAULT,
     KEYS,
+    REMOVED,
     Address,
     Config,
     Peering,
@@ -79,8 +80,6 @@ def test_missing_directory_means_the_defaults(tmp_path: Path) -> None:
         ("threads: auto", "threads", None),
         ("threads: 64", "threads", 64),
         ("chunk_size: 3MiB", "chunk_size", 3 << 20),
-        ("direct: 'on'", "direct", "on"),
-        ("direct: off", "direct", "off"),  # false to YAML
         ("deadline: auto", "deadline", None),
         ("cold: wait", "cold", "wait"),
         ("deadline: 20m", "deadline", 1200.0),
@@ -118,17 +117,17 @@ def test_job_starts_as_the_admin_says_where_the_companion_allows_it(
 
 
 def test_later_file_wins_key_by_key(tmp_path: Path) -> None:
-    common = "deadline: 1\npeers: {port: 1, uploads: 2}\npartitions: {gpu: {deadline: 1}}"
+    common = "deadline: 1\npeers: {port: 1, reach: cluster}\npartitions: {gpu: {deadline: 1}}"
     main = write(tmp_path, common)
     early = write(tmp_path, "deadline: 2\npeers: {port: 80}", "conf.d/10-a.yaml")
     late = write(tmp_path, "deadline: 3\npartitions: {gpu: {enabled: false}}", "conf.d/9-late.yaml")
     found = load_settings(tmp_path)
-    assert found.config == Config(deadline=3.0, peers=Peering(port=80, uploads=2))
+    assert found.config == Config(deadline=3.0, peers=Peering(port=80, reach="cluster"))
     assert found.partitions == {"gpu": {"deadline": 1.0, "enabled": False}}
     assert {key: origin for key, origin in found.origins.items() if origin != DEFAULT} == {
         "deadline": str(late),
         "peers.port": str(early),
-        "peers.uploads": str(main),
+        "peers.reach": str(main),
         "partitions.gpu.deadline": str(main),
         "partitions.gpu.enabled": str(late),
     }
@@ -208,16 +207,10 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
             "expected auto or a duration such as 90s or 10m, got false",
         ),
         ("cold: on", "cold", "expected auto or through or shared or wait, got true"),
-        ("prolog_wait: 0", "prolog_wait", "was removed: `cold:` says whether a job waits"),
-        ("step_wait: 9m", "step_wait", "`cold: wait` makes a step wait, up to `deadline:`"),
-        ("on_deadline: abort", "on_deadline", "a copy goes on while a job has a use for it"),
-        ("partitions: {a: {step_wait: 1}}", "partitions.a.step_wait", "was removed: `cold: wait`"),
         ("threads: 0", "threads", "expected auto or a whole number from 1 to 64, got 0"),
         ("threads: true", "threads", "expected auto or a whole number from 1 to 64, got true"),
         ("max_copies: auto", "max_copies", "expected a whole number from 1 to 64, got 'auto'"),
         ("chunk_size: 512K", "chunk_size", "expected a multiple of 1MiB up to 1GiB, got '512K'"),
-        ("direct: maybe", "direct", "expected auto or on or off, got 'maybe'"),
-        ("on_error: yes", "on_error", "expected continue or drain, got true"),
         ("deadline: -1", "deadline", "expected auto or a duration such as 90s or 10m, got -1"),
         ("deadline: 0x" + "f" * 5000, "deadline", "got a huge number"),
         ("max_stage_wait: {a: 1}", "max_stage_wait", "expected a duration such as 90s or 10m"),
@@ -240,10 +233,10 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
         ('peers: {listen: "a\\nb"}', "peers.listen", "expected an address, a name"),
         ("peers: {address: n1}", "peers.address", "expected an address with {node} in it"),
         ("peers: {address: '{node}:x'}", "peers.address", "expected a port"),
-        ("peers: {addresses: [n1]}", "peers.addresses", "expected nodes and their addresses"),
-        ("peers: {addresses: {1: a}}", "peers.addresses", "expected a node and its address"),
+        ("prefetch: {host: [n1]}", "prefetch.host", "expected null or a node's or a host's name"),
+        ("prefetch: {host: 'n 1'}", "prefetch.host", "expected null or a node's or a host's name"),
         ("peers: {key_file: key}", "peers.key_file", "expected null or an absolute"),
-        ("peers: {addresses: {n1: 'a:0'}}", "peers.addresses", "expected a port from 1 to 65535"),
+        ("prefetch: {host: 'a:0'}", "prefetch.host", "expected null or a port from 1 to 65535"),
         ("user_mounts: [/a]", "user_mounts", "expected mount points, each with a type and a uid"),
         ("user_mounts: {a: fuse 1}", "user_mounts", "expected an absolute path, got 'a'"),
         ("user_mounts: {/a: fuse 0}", "user_mounts", "such as fuse.juicefs 994, got 'fuse 0'"),
@@ -262,6 +255,85 @@ def test_wrong_value_is_refused_by_file_and_key(
     (problem,) = problems(tmp_path, text)
     assert (problem.where, problem.key) == (str(tmp_path / MAIN), key)
     assert what in problem.what
+
+
+# --- keys that were removed
+
+EXCLUDE = {
+    *("enabled", "sources", "require_mount", "max_image_size", "user_mounts", "redirect", "cold"),
+    *("max_size", "min_free", "data.enabled", "data.max_files", "data.share", "data.job_dir"),
+    *("data.mount_roots", "registry.enabled", "registry.max_user_size", "prefetch.host"),
+    *("peers.enabled", "peers.reach"),
+}
+"""The keys by which an admin keeps something from being staged, or from being given to others."""
+EXCLUDING = """
+enabled: false
+sources: [/lustre/public]
+max_image_size: 1G
+data: {enabled: false}
+registry: {enabled: false}
+partitions: {gpu: {enabled: true, sources: [], max_image_size: 1M}}
+"""
+VALUES = ["", "false", "drain", "0", "2026-01-01", "{n1: 10.0.0.1}", "[a, {b: c}]"]
+
+
+def with_key(key: str, value: str) -> str:
+    """The lines of a key in its place."""
+    group, dot, within = key.rpartition(".")
+    return f"{group}:\n  {within}: {value}\n" if dot else f"{key}: {value}\n"
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("key", REMOVED)
+def test_key_that_was_removed_is_ignored_and_all_others_hold(
+    tmp_path: Path, key: str, value: str
+) -> None:
+    before = read(tmp_path, EXCLUDING)
+    write(tmp_path, with_key(key, value), "conf.d/a.yaml")
+    write(tmp_path, with_key(key, "other"), "conf.d/b.yaml")
+    found = load_settings(tmp_path)
+    assert found.removed == {key: (f"{tmp_path}/conf.d/a.yaml", f"{tmp_path}/conf.d/b.yaml")}
+    assert found.unlogged == (), "a command logs nothing"
+    assert found.everywhere() == before.everywhere()
+    assert found.rows() == before.rows()
+
+
+@pytest.mark.parametrize("key", [key for key in REMOVED if "." not in key])
+def test_key_of_a_partition_that_was_removed_changes_nothing_there(
+    tmp_path: Path, key: str
+) -> None:
+    before = read(tmp_path, EXCLUDING)
+    found = read(tmp_path, EXCLUDING.replace("{gpu: {", f"{{old: {{{key}: 1}}, gpu: {{{key}: x, "))
+    assert list(found.removed) == [key]
+    assert found.everywhere() == before.everywhere()
+    assert found.for_partition("old") == before.config
+
+
+@pytest.mark.parametrize("below", ["enabled: false", "n1: {sources: 1}", "- peers: 1"])
+@pytest.mark.parametrize("key", REMOVED)
+def test_keys_that_are_indented_below_a_removed_one_are_an_error(
+    tmp_path: Path, key: str, below: str
+) -> None:
+    """They would go with it, and what they exclude would be staged."""
+    indented = "\n    ".join(("", below))
+    (problem,) = problems(tmp_path, with_key(key, indented))
+    assert problem.key == key
+    assert "there are keys below it" in problem.what
+
+
+def test_key_that_excludes_is_never_one_that_is_ignored() -> None:
+    """Whoever takes one of these away has to say what becomes of what it excluded."""
+    assert not EXCLUDE - set(KEYS)
+    assert not set(REMOVED) & set(KEYS)
+
+
+@pytest.mark.parametrize("text", ["digests: false", "preloaded: 1", "peers: {digest: false}"])
+def test_unknown_key_that_was_never_there_is_an_error(tmp_path: Path, text: str) -> None:
+    (problem,) = problems(tmp_path, text)
+    assert "unknown key" in problem.what
+
+
+# --- what is refused
 
 
 @pytest.mark.parametrize("key", NODE_KEYS)
@@ -291,10 +363,9 @@ def test_path_that_could_match_too_much_is_refused(key: str, path: object, what:
         KEYS[key].read(["/ok", path] if key == "sources" else path)
 
 
-@pytest.mark.parametrize("other", ["digest: false", "engine: rsync"])
-def test_peers_without_digests_are_refused(tmp_path: Path, other: str) -> None:
-    read(tmp_path, other)
-    (problem,) = problems(tmp_path, f"{other}\npeers: {{enabled: true}}")
+def test_peers_without_digests_are_refused(tmp_path: Path) -> None:
+    read(tmp_path, "engine: rsync")
+    (problem,) = problems(tmp_path, "engine: rsync\npeers: {enabled: true}")
     assert (problem.where, problem.key) == (str(tmp_path / MAIN), "peers.enabled")
 
 
@@ -449,10 +520,20 @@ def test_address_without_host_or_port_is_refused(text: str) -> None:
         parse_address(text, 7717)
 
 
-def test_node_without_address_of_its_own_follows_the_pattern() -> None:
-    peers = Peering(address="{node}-ib:7000", addresses={"n2": "10.0.0.2", "n3": "n1:7003"})
-    found = [peers.of(node) for node in ("n1", "n2", "n3")]
-    assert found == [Address("n1-ib", 7000), Address("10.0.0.2", 7717), Address("n1", 7003)]
+def test_node_is_found_by_the_pattern() -> None:
+    assert Peering(address="{node}-ib:7000").of("n1") == Address("n1-ib", 7000)
+    assert Peering(port=80).of("n2") == Address("n2", 80)
+
+
+@pytest.mark.parametrize(
+    ("host", "found"),
+    [("ctl1", Address("ctl1", 7000)), ("ctl1.site:80", Address("ctl1.site", 80))],
+)
+def test_prefetch_host_is_found_as_it_is_written(tmp_path: Path, host: str, found: Address) -> None:
+    peers = "peers: {address: '{node}-ib:7718', port: 7000}\n"
+    config = read(tmp_path, f"{peers}prefetch: {{host: {host}}}").config
+    assert config.prefetch_host == found
+    assert read(tmp_path, peers).config.prefetch_host is None
 
 
 # --- nothing is written twice

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.config import load_settings
+from forestage.config import load, load_settings
 from forestage.config.memo import Kept
 from forestage.errors import ConfigError
 
@@ -93,3 +93,43 @@ def test_no_place_for_the_record_is_no_error(site: Site) -> None:
     site.kept = site.kept / "missing/config.json"
     site.write("sources: [/a]\n")
     assert site.sources() == ("/a",)
+
+
+def unlogged(site: Site) -> tuple[str, ...]:
+    return load_settings(site.etc, site.kept).unlogged
+
+
+def test_removed_key_is_to_be_logged_once_and_again_after_a_boot(site: Site) -> None:
+    site.write("sources: [/a]\npreload: true\n")
+    assert [unlogged(site) for _ in range(3)] == [("preload",), (), ()]
+    site.write("on_error: drain\npreload: true\n")
+    assert [unlogged(site) for _ in range(2)] == [("on_error",), ()]
+    site.write("preload: false\n", "conf.d/more.yaml")
+    assert unlogged(site) == ()
+    site.kept.unlink()
+    assert sorted(unlogged(site)) == ["on_error", "preload"]
+
+
+def test_key_that_an_upgrade_removes_is_to_be_logged_though_no_file_changes(
+    site: Site, monkeypatch: Patch
+) -> None:
+    site.write("preload: true\ndigest: false\n")
+    with monkeypatch.context() as patch:
+        patch.delitem(load.REMOVED, "digest")
+        patch.setitem(load.KEYS, "digest", load.KEYS["enabled"])
+        patch.setattr(load, "with_values", lambda config, changed: config)
+        assert unlogged(site) == ("preload",)
+    assert [unlogged(site) for _ in range(2)] == [("digest",), ()]
+
+
+@pytest.mark.parametrize("noted", ["null", '"preload"', "7", "[7]"])
+def test_damaged_note_of_what_was_logged_is_made_anew(site: Site, noted: str) -> None:
+    site.write("preload: true\n")
+    site.kept.write_text(f'{{"removed": {noted}}}')
+    assert [unlogged(site) for _ in range(2)] == [("preload",), ()]
+
+
+def test_removed_key_is_not_logged_for_each_job_where_nothing_can_be_noted(site: Site) -> None:
+    site.kept = site.kept / "missing/config.json"
+    site.write("preload: true\n")
+    assert unlogged(site) == ()

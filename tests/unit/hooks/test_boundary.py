@@ -198,7 +198,7 @@ def test_broken_configuration_with_several_caches_takes_the_time_of_one(
 
     monkeypatch.setattr(prolog, "prolog", noting)
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1", "SLURM_JOB_GID": "1", IMAGE_OPTION: "/a"}
-    assert Hook("prolog", environ, 0.0).run(places, Clock()) == 0
+    Hook("prolog", environ, 0.0).run(places, Clock())
     assert {cache for cache, _, _ in given} == caches
     assert len({limit.end.end for _, limit, _ in given}) == 1
     assert {refusal.reason for _, _, refusal in given if refusal} == {"config"}

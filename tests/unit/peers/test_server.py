@@ -68,7 +68,7 @@ def test_listen_with_interface_is_all_its_addresses(opened: list[socket.socket],
 
 
 def test_port_is_that_of_own_address(opened: list[socket.socket], port: int) -> None:
-    peers = Peering(listen="127.0.0.1", addresses={"n1": f"127.0.0.1:{port}"})
+    peers = Peering(listen="127.0.0.1", address=f"{{node}}:{port}")
     opened += server.listening_sockets(peers, "n1")
     assert where(opened) == [("127.0.0.1", port)]
 

@@ -28,7 +28,7 @@ from forestage.system import file_systems
 
 CHUNK = 4 * BLOCK
 TUNING = Tuning(threads=3, chunk=CHUNK)
-QUIET = Tuning(threads=1, chunk=CHUNK, direct=False)
+QUIET = Tuning(threads=1, chunk=CHUNK)
 SIZES = [
     1,
     BLOCK - 1,
@@ -110,23 +110,29 @@ def each(data: bytes) -> list[bytes]:
     return [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
 
 
-def map_of(data: bytes, with_digest: bool = True) -> bytes:
-    return b"".join(digest.of_chunk(one) if with_digest else digest.UNKNOWN for one in each(data))
+def map_of(data: bytes) -> bytes:
+    return b"".join(map(digest.of_chunk, each(data)))
+
+
+def write_cached(monkeypatch: Patch) -> None:
+    """Have copies written through the page cache, as on a disk without direct I/O."""
+    monkeypatch.setattr(chunks, "_direct", lambda part: None)
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("with_digest", [True, False], ids=["digest", "no digest"])
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
 def test_copy_has_all_bytes_at_every_border_of_blocks_and_chunks(
-    pair: Pair, size: int, with_digest: bool, direct: bool
+    pair: Pair, monkeypatch: Patch, size: int, direct: bool
 ) -> None:
     data = pair.random(size)
     if direct:
         pair.past_cache()
+    else:
+        write_cached(monkeypatch)
     pair.reserve()
-    pair.copy(msgspec.structs.replace(TUNING, digest=with_digest, direct=direct))
+    pair.copy()
     assert pair.copied == data
-    assert pair.part.digests() == map_of(data, with_digest)
+    assert pair.part.digests() == map_of(data)
 
 
 @settings(
@@ -137,18 +143,20 @@ def test_copy_has_all_bytes_at_every_border_of_blocks_and_chunks(
     st.binary(min_size=1, max_size=3 * BLOCK),
     st.integers(0, 5 * CHUNK),
     st.booleans(),
-    st.booleans(),
     st.integers(1, 9),
 )
 def test_any_file_crosses_with_any_tuning(
-    pair: Pair, tail: bytes, hole: int, direct: bool, with_digest: bool, threads: int
+    pair: Pair, tail: bytes, hole: int, direct: bool, threads: int
 ) -> None:
     os.truncate(pair.fd, 0)
     os.pwrite(pair.fd, tail, hole)
     pair.part.map.unlink(missing_ok=True)
     pair.part.image.unlink(missing_ok=True)
     pair.reserve()
-    pair.copy(Tuning(threads=threads, chunk=CHUNK, direct=direct, digest=with_digest))
+    with pytest.MonkeyPatch.context() as patch:
+        if not direct:
+            write_cached(patch)
+        pair.copy(Tuning(threads=threads, chunk=CHUNK))
     assert pair.copied == bytes(hole) + tail
     assert not missing_chunks(pair.part.digests(), hole + len(tail), CHUNK)
 
@@ -183,10 +191,9 @@ def test_holes_are_not_read_and_take_no_space(pair: Pair, reads: list[int]) -> N
 FUSE = 0x65735546  # linux/magic.h
 
 
-@pytest.mark.parametrize("with_digest", [True, False], ids=["digest", "no digest"])
 @pytest.mark.parametrize("holes_of", ["all", "none", "the right ones"])
 def test_holes_of_another_file_system_are_read_and_their_zeros_take_no_space(
-    pair: Pair, reads: list[int], monkeypatch: Patch, holes_of: str, with_digest: bool
+    pair: Pair, reads: list[int], monkeypatch: Patch, holes_of: str
 ) -> None:
     size = 100 * CHUNK + 5
     os.truncate(pair.fd, size)
@@ -197,10 +204,10 @@ def test_holes_of_another_file_system_are_read_and_their_zeros_take_no_space(
     monkeypatch.setattr(allocation, "data_chunks", lambda *_: said)
     pair.reserve()
     pair.part.image.write_bytes(b"\xff" * size)  # what is left of another copy
-    pair.copy(msgspec.structs.replace(TUNING, digest=with_digest))
+    pair.copy()
     data = pair.path.read_bytes()
     assert pair.copied == data
-    assert not with_digest or pair.part.digests() == map_of(data)
+    assert pair.part.digests() == map_of(data)
     assert pair.part.allocated() < 5 * CHUNK
     assert {start // CHUNK for start in reads} == set(range(101))
 
@@ -228,93 +235,16 @@ def test_hole_shows_no_leftover_bytes_of_the_part(pair: Pair) -> None:
 Read = Callable[..., int]
 
 
-@pytest.mark.parametrize("with_digest", [True, False], ids=["digest", "no digest"])
 @pytest.mark.parametrize("cut", [0, BLOCK, CHUNK, CHUNK + 1, 2 * CHUNK - 1])
-def test_source_that_is_cut_short_has_a_true_map(
-    pair: Pair, monkeypatch: Patch, cut: int, with_digest: bool
-) -> None:
+def test_source_that_is_cut_short_has_a_true_map(pair: Pair, monkeypatch: Patch, cut: int) -> None:
     pair.random(2 * CHUNK)
     pair.reserve()
     monkeypatch.setattr(allocation, "data_chunks", lambda *_: {0, 1})
     whole = pair.source
     os.truncate(pair.fd, cut)
     with pytest.raises(Truncated):
-        pair.copy(msgspec.structs.replace(QUIET, digest=with_digest), source=whole)
+        pair.copy(QUIET, source=whole)
     assert missing_chunks(pair.part.digests(), 2 * CHUNK, CHUNK) == list(range(cut // CHUNK, 2))
-
-
-def in_kernel(
-    monkeypatch: Patch, fake: Callable[[Read, int, int, int, int, int], int]
-) -> list[int]:
-    """Puts `fake` before copy_file_range(2); gives the offsets it was asked for."""
-    real = os.copy_file_range
-    asked: list[int] = []
-
-    def copy_file_range(source: int, target: int, count: int, start: int, to: int) -> int:
-        asked.append(start)
-        return fake(real, source, target, count, start, to)
-
-    monkeypatch.setattr(os, "copy_file_range", copy_file_range)
-    return asked
-
-
-NO_DIGEST = msgspec.structs.replace(QUIET, digest=False)
-
-
-@pytest.mark.parametrize("with_digest", [True, False], ids=["digest", "no digest"])
-def test_kernel_copies_where_no_digest_is_wanted(
-    pair: Pair, reads: list[int], monkeypatch: Patch, with_digest: bool
-) -> None:
-    data = pair.random(2 * CHUNK + 5)
-    pair.reserve()
-    asked = in_kernel(monkeypatch, lambda real, *arguments: real(*arguments))
-    pair.copy(msgspec.structs.replace(QUIET, digest=with_digest))
-    assert pair.copied == data
-    starts = [0, 2 * CHUNK, CHUNK]
-    assert (reads, asked) == ((starts, []) if with_digest else ([], starts))
-
-
-@pytest.mark.parametrize("number", [0, errno.EIO])
-def test_chunk_that_the_kernel_does_not_copy_is_read(
-    pair: Pair, reads: list[int], monkeypatch: Patch, number: int
-) -> None:
-    """copy_file_range(2), BUGS: some file systems answer 0 though there are bytes."""
-
-    def unable(real: Read, *arguments: int) -> int:
-        if number:
-            raise OSError(number, os.strerror(number))
-        return 0
-
-    data = pair.random(2 * CHUNK)
-    pair.reserve()
-    asked = in_kernel(monkeypatch, unable)
-    pair.copy(NO_DIGEST)
-    assert pair.copied == data
-    assert reads == asked == [0, CHUNK], "it may be able to with the next"
-
-
-REFUSALS = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-# Of a sandbox, of CIFS, of a server that squashes root, of a swap file: so cp(1) has met them.
-REFUSALS += (errno.EPERM, errno.ENOENT, errno.EACCES, errno.ETXTBSY)
-
-
-@pytest.mark.parametrize("number", REFUSALS)
-@pytest.mark.parametrize("after", [0, 1, 2])
-def test_kernel_that_refuses_is_not_asked_again(
-    pair: Pair, monkeypatch: Patch, number: int, after: int
-) -> None:
-    def unable(real: Read, source: int, target: int, count: int, start: int, to: int) -> int:
-        if len(asked) > after:
-            raise OSError(number, os.strerror(number))
-        return real(source, target, count // 2 or 1, start, to)
-
-    data = pair.random(4 * CHUNK + 5)
-    pair.reserve()
-    asked = in_kernel(monkeypatch, unable)
-    pair.copy(NO_DIGEST)
-    assert pair.copied == data
-    assert len(asked) == after + 1
-    assert pair.part.digests() == digest.UNKNOWN * 5
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EROFS])
@@ -356,7 +286,9 @@ def test_only_whole_blocks_pass_the_page_cache(
     data = pair.random(CHUNK + 2 * BLOCK + 5)
     pair.reserve()
     monkeypatch.setattr(os, "pwritev", noting)
-    pair.copy(msgspec.structs.replace(QUIET, direct=direct))
+    if not direct:
+        write_cached(monkeypatch)
+    pair.copy(QUIET)
     whole, tail = (True, CHUNK, 2 * BLOCK), (False, CHUNK + 2 * BLOCK, 5)
     last = [whole, tail] if direct else [(False, CHUNK, 2 * BLOCK + 5)]
     assert written == [(direct, 0, CHUNK), *last]
@@ -364,6 +296,7 @@ def test_only_whole_blocks_pass_the_page_cache(
 
 
 def test_short_writes_are_continued(pair: Pair, monkeypatch: Patch) -> None:
+    write_cached(monkeypatch)
     real = os.pwritev
     monkeypatch.setattr(
         os, "pwritev", lambda fd, buffers, start: real(fd, [buffers[0][:1000]], start)
@@ -564,6 +497,3 @@ def test_every_chunk_goes_through_the_throttle(pair: Pair, monkeypatch: Patch) -
 def test_entry_can_be_compared_with_its_map(pair: Pair, size: int) -> None:
     data = pair.random(size)
     assert chunks.digests(pair.path, size, TUNING) == map_of(data)
-    assert chunks.digests(pair.path, size, msgspec.structs.replace(TUNING, digest=False)) == map_of(
-        data, with_digest=False
-    )

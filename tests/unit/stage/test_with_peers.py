@@ -107,7 +107,7 @@ class Pair:
 
     def copy(self, fake: Fake, stop: threading.Event | None = None) -> int:
         stop = stop or threading.Event()
-        return sum(with_peers.copy(self.source, self.part, TUNING, stop, fake, 3).values())
+        return sum(with_peers.copy(self.source, self.part, TUNING, stop, fake).values())
 
     def check(self) -> None:
         assert self.part.image.read_bytes() == self.data
@@ -130,6 +130,11 @@ def _no_samples(monkeypatch: Patch) -> None:
     monkeypatch.setattr(with_peers, "SHARE", 0.0)
 
 
+@pytest.fixture(autouse=True)
+def few_downloads(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(with_peers, "DOWNLOADS", 3)
+
+
 def sample(monkeypatch: Patch, *numbers: int) -> None:
     """Has a piece of each of these chunks compared with the source."""
     drawn = {number: [(number * CHUNK, 4096)] for number in numbers}
@@ -141,8 +146,8 @@ def patient(monkeypatch: Patch) -> None:
     """On a machine that is busy a second is soon over, and then nobody is hoped for any more."""
     real = with_peers.policy
 
-    def policy(threads: int, downloads: int, nodes: int) -> Policy:
-        found = real(threads, downloads, nodes)
+    def policy(threads: int, nodes: int) -> Policy:
+        found = real(threads, nodes)
         return msgspec.structs.replace(
             found, probe=600.0, grace=600.0, patience=600.0, longest=600.0, hung=600.0
         )
@@ -271,7 +276,7 @@ def test_holes_are_neither_read_nor_fetched(tmp_path: Path, pair: Pair) -> None:
 
 
 def run_of(pair: Pair, fake: Fake) -> with_peers.Shared:
-    return with_peers.Shared(pair.source, pair.part, TUNING, threading.Event(), fake, 3)
+    return with_peers.Shared(pair.source, pair.part, TUNING, threading.Event(), fake)
 
 
 def test_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> None:
@@ -348,7 +353,7 @@ class Noting:
 
 def copy_for(readers: Noting, pair: Pair, fake: Fake) -> None:
     with_peers.copy(
-        pair.source, pair.part, TUNING, threading.Event(), fake, 3, cast("Readers", readers)
+        pair.source, pair.part, TUNING, threading.Event(), fake, cast("Readers", readers)
     )
 
 
