@@ -88,7 +88,8 @@ def detach_above(files: set[str]) -> None:
     columns = "NAME,MAJ:MIN,BACK-MAJ:MIN,BACK-INO"
     command = ["losetup", "--list", "--noheadings", "-O", columns]
     listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    loops = [line.split() for line in listing.splitlines()]
+    # A device that another process detaches meanwhile has no file any more.
+    loops = [row for line in listing.splitlines() if len(row := line.split()) == 4]
     below = {number for _, number, disk, inode in loops if f"{inode} {disk}" in files}
     for name, _, disk, _ in loops:
         if disk in below:

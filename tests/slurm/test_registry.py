@@ -84,7 +84,6 @@ def step(image: str, *options: str) -> str:
     return " ".join(["srun", *options, f"--container-image={image}", SHOW])
 
 
-@pytest.mark.always
 def test_one_import_serves_all_nodes_and_steps_and_the_next_job(
     site: Site, registry: Registry
 ) -> None:
