@@ -31,7 +31,7 @@ from forestage.system import processes
 from forestage.system.as_user import User
 from node import ALICE, BOB, HANGS, Node, Ran, until
 
-GETDENTS64 = {"x86_64": 217, "aarch64": 61}
+NUMBER = {"x86_64": 217, "aarch64": 61}[platform.machine()]  # of getdents64
 
 PARK = """\
 import ctypes, mmap, os, platform, sys
@@ -47,19 +47,23 @@ READ = """\
 import mmap, os, sys
 file = os.open(sys.argv[1], os.O_RDONLY)
 page = mmap.mmap(file, 4096, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-own = os.open(sys.argv[2], os.O_RDONLY)
+try:
+    own = os.open(sys.argv[2], os.O_RDONLY | int(sys.argv[3]))
+except OSError:  # a tmpfs knows O_DIRECT since Linux 6.6
+    own = os.open(sys.argv[2], os.O_RDONLY)
 print("reads", flush=True)
 os.preadv(own, [page], 0)
 """
 
 
 @contextlib.contextmanager
-def parked(far: Far, path: Path, code: str = PARK, user: User = BOB) -> Iterator[None]:
+def parked(
+    far: Far, path: Path, code: str = PARK, user: User = BOB, number: int = NUMBER
+) -> Iterator[None]:
     """Bob lists a directory, until the block ends; a directory that he may not open ends it."""
     page = far.put("page", bytes(4096))
     far.hang_reads()
     before = far.calls()["read"]
-    number = GETDENTS64[platform.machine()]
     argv = [sys.executable, "-ISc", code, page, path, str(number)]
     lister = subprocess.Popen(
         argv, user=user.uid, group=user.gid, extra_groups=[], stdout=subprocess.PIPE
@@ -147,13 +151,14 @@ def test_epilog_ends_while_a_user_holds_the_directory_of_shared_memory(
             assert beside(partial(epilog_of, job)).said == ("released", "")
 
 
+@pytest.mark.parametrize("flag", [0, os.O_DIRECT])
 def test_reader_of_what_a_user_is_told_holds_up_no_hook_and_no_sweep(
-    node: Node, far: Far, run: Path
+    node: Node, far: Far, run: Path, flag: int
 ) -> None:
     """On XFS the same read holds the lock that a write waits for; this is a tmpfs."""
     path = node.staged(1)
     own = user_files.file_of(node.places.users, ALICE.uid)
-    with parked(far, own, READ, ALICE):
+    with parked(far, own, READ, ALICE, flag):
         assert beside(lambda: node.epilog(1)).said == ("released", "")
         assert beside(lambda: node.prolog(2, path)).said == ("hit", "")
         hooks = [one.hook for one in events.read_own(node.places, ALICE.uid)]

@@ -6,9 +6,10 @@
 of it and list no directory of it. Hooks append without a lock: a reader can hold one.
 
 It is memory for a reason. read(2) takes no lock of a tmpfs' file (mm/shmem.c,
-shmem_file_read_iter). On XFS a reader whose memory a FUSE of theirs has to fill holds the lock that
-every append waits for (fs/xfs/xfs_file.c, xfs_file_buffered_read). So where /run is no tmpfs, or
-has no ACLs, there is no such file, and `explain` is for root.
+shmem_file_read_iter), past the page cache neither. On XFS a reader whose memory a FUSE of theirs
+has to fill holds the lock that every append waits for (fs/xfs/xfs_file.c, xfs_file_buffered_read),
+on ext4 with O_DIRECT. So where /run is no tmpfs, or has no ACLs, there is no such file, and
+`explain` is for root.
 
 A file that is full gives its front back as a hole, and one that goes is emptied: a user who holds
 it open, or mapped, keeps no memory by that.
