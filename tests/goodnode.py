@@ -83,7 +83,7 @@ class GoodNode:
         self.write("/usr/sbin/slurmd", f"#!/bin/sh\necho slurm-wlm {RELEASE}\n", 0o755)
         self.plugin("/usr/lib/forestage/spank/forestage.so")
         self.companion_for("22.05.3")  # the last part may differ
-        self.link("/etc/systemd/system/timers.target.wants/forestage-sweep.timer", "/x")
+        self.link("/etc/systemd/system/timers.target.wants/forestage.timer", "/x")
         self.at("/run/systemd/system").mkdir(parents=True)
 
     def _pyxis(self) -> None:

@@ -44,7 +44,7 @@ ALLOWED = {
 
 
 STARTERS = {
-    *("admin.pack", "admin.publish", "admin.warm"),  # as who calls them
+    *("admin.pack", "admin.publish", "admin.tend", "admin.warm"),  # as who calls them
     *("check.enable", "check.hooks", "check.registry", "check.sources"),
     *("slurm.queue", "slurm.release"),
     *("views.job_disk", "views.directory", "peers.auth", "stage.engines"),

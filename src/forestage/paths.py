@@ -141,7 +141,10 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def locks(self) -> Path:
-        """The locks of commands. Not in `run` itself, see lock.held_for_work."""
+        """The locks of commands, and of the parts of the minute's work (admin/tend.py).
+
+        Not in `run` itself, see lock.held_for_work.
+        """
         return self.run / "locks"
 
     @property
@@ -153,6 +156,11 @@ class Places(msgspec.Struct, frozen=True):
     def nodes(self) -> Path:
         """The nodes that copies may ask besides their job's, see peers/node_list.py."""
         return self.run / "nodes.json"
+
+    @property
+    def warmed(self) -> Path:
+        """It is there once the images of `warm_at_boot` were here since the boot."""
+        return self.run / "warmed"
 
     @property
     def expected(self) -> Path:

@@ -40,7 +40,7 @@ FOLLOW = """\
 forestage enable --yes >/root/enable 2>&1 || true
 sed -n '/slurm.conf,/,/^[^ ]/s/^  //p' /root/enable >>/etc/slurm/slurm.conf
 sed -n '/plugstack.conf,/,/^[^ ]/s/^  //p' /root/enable >>/etc/slurm/plugstack.conf
-systemctl enable --now forestage-sweep.timer
+systemctl enable --now forestage.timer
 """
 
 

@@ -54,7 +54,7 @@ def goes_by(node: Compute, image: Image) -> tuple[str, str]:
 
 def heals(node: Compute, image: Image) -> None:
     """The next jobs find the image in the cache again, and nothing is left of what went before."""
-    node.run("systemctl start forestage-sweep")
+    node.run("forestage sweep")
     node.srun(f"stage={image.path} stage-wait=5m", "true")
     assert goes_by(node, image)[0] == "hit"
     assert node.left() == ""

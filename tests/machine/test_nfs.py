@@ -109,7 +109,7 @@ def test_server_dead_under_a_hit_the_job_reads_on_and_its_epilog_ends(
             node.run(f"touch {OFF}")
             assert image.seen(job.wait(HUNG))
             node.idle(HUNG)
-        node.run("systemctl start forestage-sweep")
+        node.run("forestage sweep")
     assert node.left() == ""
 
 

@@ -141,7 +141,7 @@ def test_power_lost_and_back_the_node_serves_right_bytes_and_nothing_is_left(
         node.vm.cut_power()
         power.cuts += 1
         node.boot()
-        node.run("systemctl start forestage-sweep")
+        node.run("forestage sweep")
         assert node.left() == ""
         assert node.run(UNFINISHED).out == ""
         node.run("forestage verify --all")

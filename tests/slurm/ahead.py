@@ -70,6 +70,6 @@ class Passes:
         with open(self._log(node, "prefetch")) as log:
             said = log.read()
         self.tally["prefetch passes"] += 1
-        self.tally["prefetch copied"] += said.count('"state": "copied"')
+        self.tally["prefetch copying"] += said.count('"state": "copying"')
         if running.returncode not in (0, NO_LIST) or "Traceback" in said:
             self.problems.append(f"prefetch on {node}: {running.returncode} {said}")

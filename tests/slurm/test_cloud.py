@@ -160,7 +160,7 @@ def test_node_that_power_saving_starts_ends_in_a_hit(cloud: Cloud) -> None:
     conf = cloud.machine.path("/etc/forestage/conf.d/40-boot.yaml").read_text()
     assert ("redirect: bind" not in conf) == cloud.has_companion
     assert ("redirect by the SPANK plugin" in second) == cloud.has_companion, second
-    assert "forestage-sweep.timer" in cloud.type("systemctl list-timers --no-legend")
+    assert "forestage.timer" in cloud.type("systemctl list-timers --no-legend")
 
 
 def test_enable_on_a_configless_node_sees_the_shared_scripts(cloud: Cloud) -> None:

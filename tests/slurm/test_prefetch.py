@@ -74,7 +74,10 @@ class Queue:
         return self.command(HOST)
 
     def pull(self, *words: str) -> str:
-        return self.command(NODE, *words)
+        """What a node's pass says; the copy that it began has ended."""
+        said = self.command(NODE, *words)
+        self.site.await_stagers()
+        return said
 
     def command(self, node: str, *words: str) -> str:
         ran = self.site.cluster.run(
@@ -114,7 +117,7 @@ def test_image_of_a_pending_job_is_here_before_the_job_starts(site: Site, servic
     with site.holding(None, node=NODE):
         job = queue.submit(f"stage={path}", script=f"sha256sum <{path} >/shared/alice/sum")
         assert path in queue.tell()
-        assert "copied" in queue.pull()
+        assert "copying" in queue.pull()
         assert site.cached_paths(NODE) == [path]
         assert site.leases(NODE) == []
 

@@ -169,13 +169,3 @@ def test_health_check_lies_where_the_docs_say(file: str, installed: str) -> None
     assert (PACKAGING / file).is_file()
     assert re.search(rf"packaging/{file}\"|[ =]{file}\b", (PACKAGING / "build").read_text())
     assert installed in (REPO / "docs/operations.md").read_text()
-
-
-def test_nothing_but_an_admin_enables_the_prefetch_timer() -> None:
-    folders = [PACKAGING / name for name in ("scripts", "ansible", "cloud", "container")]
-    files = [one for folder in folders for one in folder.rglob("*") if one.is_file()]
-    files += [*(REPO / "src/forestage").rglob("*enable*.py"), *PACKAGING.glob("nfpm*.yaml")]
-    lines = [line for one in files for line in one.read_text().splitlines() if "prefetch" in line]
-    enabling = [line for line in lines if "enable" in line.replace("disable", "")]
-    assert len(files) > 10
-    assert enabling == []

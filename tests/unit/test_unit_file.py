@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from forestage.admin import tend
 from forestage.cli.main import main
 from forestage.cli.world import Exit
 
@@ -38,14 +39,9 @@ def test_command_of_the_service_exists_beside_the_hooks_interpreter(service: str
     assert str(Path(program).parent / "python3") in (REPOSITORY / "prolog/forestage").read_text()
 
 
-@pytest.mark.parametrize("service", ["forestage-room", "forestage-metrics"])
-def test_service_of_each_minute_fills_no_journal_and_hides_no_error(service: str) -> None:
+def test_service_of_each_minute_fills_no_journal_and_hides_no_error() -> None:
     """LogLevelMax= drops systemd's own lines as well; what the program says is at SyslogLevel=."""
-    assert values("LogLevelMax", service) == values("SyslogLevel", service) == ["notice"]
-
-
-def test_room_says_nothing_where_nothing_is_evicted() -> None:
-    assert values("ExecStart", "forestage-room")[0].endswith("forestage evict --quiet")
+    assert values("LogLevelMax", "forestage") == values("SyslogLevel", "forestage") == ["notice"]
 
 
 def test_service_with_a_wrong_configuration_is_not_started_again() -> None:
@@ -56,19 +52,12 @@ def test_service_with_a_wrong_configuration_is_not_started_again() -> None:
 def test_services_that_see_redirects_have_no_mounts_of_their_own() -> None:
     """What the sweep unmounts in a namespace of its own stays where jobs look."""
     assert OWN_MOUNTS.search(unit("forestage-peer.service"))
-    for name in ("sweep", "metrics"):
-        assert not OWN_MOUNTS.search(unit(f"forestage-{name}.service"))
-
-
-def test_room_is_made_wherever_the_sweep_runs() -> None:
-    """`forestage enable` and the admins know of the sweep's timer."""
-    assert "\nWants=forestage-room.timer" in unit("forestage-sweep.timer")
-    assert "\nPartOf=forestage-sweep.timer\n" in unit("forestage-room.timer")
+    assert not OWN_MOUNTS.search(unit("forestage.service"))
 
 
 def test_what_outlives_a_job_ends_with_no_unit() -> None:
     """It may be a job's reads. The sweep's timer starts it, the packages restart it never."""
-    assert "forestage-hold.service" in unit("forestage-sweep.timer").split("Wants=")[1]
+    assert "forestage-hold.service" in unit("forestage.timer").split("Wants=")[1]
     assert values("KillMode", "forestage-hold") == ["process"]
     assert values("Delegate", "forestage-hold") == ["yes"]
     assert values("OOMPolicy", "forestage-hold") == ["continue"]
@@ -76,15 +65,23 @@ def test_what_outlives_a_job_ends_with_no_unit() -> None:
     assert not any("forestage-hold" in script.read_text() for script in scripts)
 
 
-def test_boot_does_not_wait_for_images() -> None:
-    """A unit of type oneshot that a target wants is waited for by what comes after the target."""
-    assert "\nWantedBy=multi-user.target\n" in unit("forestage-boot.service")
-    assert values("Type", "forestage-boot") == ["exec"]
+def test_run_overlaps_no_other_and_ends_before_systemd_ends_it() -> None:
+    """A oneshot is not started again while it runs; room is to be made each minute."""
+    assert values("Type", "forestage") == ["oneshot"]
+    assert values("KillMode", "forestage") == ["process"]
+    timer = unit("forestage.timer")
+    assert "\nOnUnitActiveSec=1min\n" in timer
+    delay = re.search(r"^RandomizedDelaySec=(\d+)s$", timer, re.MULTILINE)
+    assert delay
+    assert 60 + int(delay[1]) < 70
+    assert tend.RUN + tend.GONE < 50 < int(values("TimeoutStartSec", "forestage")[0]) < 60
 
 
-@pytest.mark.parametrize("name", ["sweep", "room"])
-def test_unit_that_comes_before_the_caches_disk_has_not_failed(name: str) -> None:
-    assert values("SuccessExitStatus", f"forestage-{name}") == [str(int(Exit.UNMOUNTED))]
+def test_minutes_work_waits_for_nothing_that_may_hang() -> None:
+    """Neither for slurmd, which asks slurmctld, nor for mounts."""
+    assert re.findall(r"^(?:After|Wants|Requires)=(.*)$", unit("forestage.service"), re.M) == [
+        "local-fs.target munge.service"
+    ]
 
 
 def test_directory_of_the_hooks_cannot_be_listed_by_users() -> None:
@@ -95,10 +92,3 @@ def test_directory_of_the_hooks_cannot_be_listed_by_users() -> None:
         ("z", "/images", "0711"),
         ("z", "/through", "0700"),
     ]
-
-
-@pytest.mark.parametrize("name", ["sweep", "metrics", "room"])
-def test_timer_starts_its_service_again_and_again(name: str) -> None:
-    timer = unit(f"forestage-{name}.timer")
-    assert re.search(r"^OnUnitInactiveSec=\d+min$", timer, re.MULTILINE)
-    assert values("Type", f"forestage-{name}") == ["oneshot"]

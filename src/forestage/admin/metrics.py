@@ -105,6 +105,15 @@ def _read(file: Path) -> Record:
         return Record()
 
 
+def is_read(places: Places) -> bool:
+    """Whether node exporter's directory is there. Raises OSError."""
+    try:
+        path = load_settings(places.etc).of_node.metrics.textfile
+    except ConfigError:
+        path = textfile.find_last(places)
+    return path is not None and (places.root / path.lstrip("/")).parent.is_dir()
+
+
 def export(
     places: Places, clock: Clock, version: str, conf: str = "", is_shown: bool = False
 ) -> bytes:

@@ -8,16 +8,18 @@ ends or gives way (stage/queue.py), and nothing that a job has used lately goes 
 
 import contextlib
 import pwd
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
+from forestage import events
 from forestage.admin import stage
 from forestage.cache import evict
 from forestage.cache.layout import StoredEntry
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
+from forestage.events import Copied
 from forestage.prefetch import expected, marks, policy
 from forestage.prefetch.expected import Expectations
 from forestage.prefetch.marks import Look, Marks
@@ -26,15 +28,13 @@ from forestage.slurm import nodelist
 from forestage.slurm.queue import Slurm
 from forestage.sources import opening
 from forestage.stage import queue
-from forestage.system import as_user
+from forestage.system import as_user, lock
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, Table, count
 from forestage.units import printable
 
-COPIES = 8  # of one pass
 LOOKS = 32  # images that one pass opens
 OPEN = 10.0  # seconds for the shared file system to open one of them
-WITHIN = 600.0  # seconds that a pass waits for one copy, which goes on afterwards
 SETTLED = 60.0  # seconds since the last write: somebody may be writing it
 COPYING = "a copy that was asked for is under way"
 BUSY = "a job runs on this node, and `prefetch.bandwidth` is not set"
@@ -75,6 +75,7 @@ def run(node: Node, slurm: Slurm, ask: Ask, dry_run: bool) -> NodePass:
     done = NodePass(dry_run, silent, idle, expires=listed.expires)
     own = _Pass(node, slurm, listed, dry_run, now)
     if not idle:
+        own.settle()
         own.look()
         own.mark()
         own.copy()
@@ -189,11 +190,30 @@ class _Pass:
                 with contextlib.suppress(FileNotFoundError):  # evicted this moment
                     self.node.cache.touch(one.key, used)
 
+    def settle(self) -> None:
+        """Notes how copies ended that earlier passes began: nobody has waited for them."""
+        begun = {
+            one.key: one
+            for one in self.marks.looks
+            if one.begun and lock.is_free(self.node.cache.key_lock(one.key))
+        }
+        ends = _ends_of_copies(self.node, begun) if begun else {}
+        for key, found in begun.items():
+            over = msgspec.structs.replace(found, begun=0.0)
+            end = ends.get(key)
+            if end is not None and end.result == "copied":
+                over = msgspec.structs.replace(over, tries=found.tries + 1)
+            elif end is not None and end.reason not in ("stopped", "no-room", "disabled"):
+                over = refused(over, self.now, end.detail or end.reason)
+            self._keep(self.marks.with_look(over))
+
     def copy(self) -> None:
-        """Copies one image after the other, as long as the policy names one."""
-        for _ in range(COPIES):
+        """Begins to copy the image that the policy names; its copy goes on by itself."""
+        if any(one.expected for one in queue.gather(self.node)):  # none that stalls is there
+            return
+        for _ in self.images:  # what was replaced a moment ago is chosen anew
             held, room = self.room()
-            tried = {one.key for one in self.marks.looks if one.tries >= marks.TRIES}
+            tried = {one.key for one in self.marks.looks if one.tries >= marks.TRIES or one.begun}
             wanted = {
                 key: one for key, one in self.wanted().items() if key in held or key not in tried
             }
@@ -206,8 +226,8 @@ class _Pass:
             if self.dry_run:
                 self.states[image] = "would be copied next"
                 return
-            if not self.stage(image, chosen.stay):
-                return
+            self.stage(image, chosen.stay)
+            return
 
     def _key(self, image: str) -> str:
         found = self._opened(image)
@@ -236,25 +256,23 @@ class _Pass:
         # Above the low watermark, the Epilog would evict it again.
         return found, evict.measure(cache, stored, self.node.config).low
 
-    def stage(self, image: str, stay: frozenset[str]) -> bool:
-        """Copies one image; whether to go on with others."""
+    def stage(self, image: str, stay: frozenset[str]) -> None:
+        """Begins to copy one image."""
         found = self._opened(image)
         assert found is not None
         node = self.node.configured(bandwidth=_slower(self.node))
         job = stage.nobody(user_of(found.user), self.slurm.node)
         job = msgspec.structs.replace(job, expected=found.since, stay=stay)
-        (done,) = stage.stage(node, job, [image], WITHIN, lambda _: None).images
+        # To the millisecond, as the event has it that tells the end.
+        begun = msgspec.structs.replace(found, begun=round(self.node.clock.wall(), 3))
+        self._keep(self.marks.with_look(begun))
+        (done,) = stage.stage(node, job, [image], 0.0, lambda _: None).images
         self.states[image] = done.result
-        if done.result in ("copied", "copying"):
-            tried = msgspec.structs.replace(found, tries=found.tries + 1)
-            self._keep(self.marks.with_look(tried))
-        if done.is_here:
-            return True
-        if done.result == "copying" or done.reason in ("stopped", "no-room", "disabled"):
-            return False
-        why = done.detail or done.reason
-        self._keep(self.marks.with_look(refused(found, self.now, why)))
-        return True
+        if not done.is_here and done.result != "copying":
+            # There is no copy of which `settle` would find the end.
+            ended = refused(found, self.now, done.detail or done.reason)
+            is_for_now = done.reason in ("stopped", "no-room", "disabled")
+            self._keep(self.marks.with_look(found if is_for_now else ended))
 
     def _was_used(self, key: str) -> None:
         """Forgets how often an image was copied in vain, as a job has used it since."""
@@ -275,12 +293,23 @@ class _Pass:
             last = next(filter(None, (self.marks.look(image, user) for user, _ in users)), None)
             state, why = "not looked at", ""
             if found is not None:
-                state = "here" if found.key in here else "not expected enough, or no room"
+                state = "copying" if found.begun else "not expected enough, or no room"
+                state = "here" if found.key in here else state
                 if found.key not in here and found.tries >= marks.TRIES:
                     state, why = "refused", f"copied {found.tries} times, and no job used it"
             elif last is not None:
                 state, why = "refused", last.why
             yield Decision(image, users[0][0], _starts(users), self.states.get(image, state), why)
+
+
+def _ends_of_copies(node: Node, begun: Mapping[str, Look]) -> dict[str, Copied]:
+    """How the last copy of each key ended since it was begun, as its event says. Raises OSError."""
+    found: dict[str, Copied] = {}
+    for event in events.read(node.places.events):
+        one = event.outcome
+        if isinstance(one, Copied) and one.key in begun and event.time >= begun[one.key].begun:
+            found[one.key] = one
+    return found
 
 
 def _stored(node: Node) -> list[StoredEntry]:

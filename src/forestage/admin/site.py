@@ -45,7 +45,7 @@ USUAL_PLUGINS = (
     "/opt/slurm/lib64/slurm",
 )
 # What is to run on each node, and the directories in which systemd finds that it is.
-TIMER = "forestage-sweep.timer"
+TIMER = "forestage.timer"
 _UNITS = ("/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
 LINK = "50-forestage"  # in a directory of hooks
 SCRIPT = 1 << 20  # bytes of a site's script that are searched for our name

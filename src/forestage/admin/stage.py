@@ -61,7 +61,7 @@ def stage(
     end = Deadline.after(within, node.clock)
     done: list[ImageResult] = []
     while some := images[len(done) : len(done) + AT_ONCE]:
-        if done and end.left() == 0.0:
+        if end.left() == 0.0 and any(one.result == "copying" for one in done):
             late = "the time was over before its turn"
             done += [ImageResult(one, "declined", "deadline", late) for one in images[len(done) :]]
             break

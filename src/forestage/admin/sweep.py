@@ -24,7 +24,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -54,12 +54,13 @@ from forestage.system.terminal import Line, Piece, count, short
 from forestage.views import job_dir, release
 from forestage.views.through import remains
 
-PROVING_TIME = 300.0  # seconds of reading per sweep; leases must not wait for a whole cache
 PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
 PROVE_EVERY = 7 * 86400.0  # seconds between two times that an entry is read
 PROVE_RATE = 256 << 20  # bytes per second for that; jobs use the disk
 NODES_AGE = 3600.0  # seconds for which nobody asks Slurm about a job that has noted its nodes
-DOUBT_TIME = 3600.0  # seconds of reading per sweep while no job is served
+
+Only = Literal["leftovers", "entries"]
+"""What crashes left, or the entries that are due: apart, as a whole cache may take an hour."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -116,6 +117,11 @@ class SweepReport(msgspec.Struct, frozen=True):
     collected: tuple[Done, ...] = ()
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was done, or is to be said."""
+        return self == SweepReport(self.dry_run, self.unmounted, kept=self.kept)
+
+    @property
     def bad(self) -> int:
         """How many entries had lost bytes."""
         return sum(1 for one in self.verified if one.result == "bad")
@@ -128,7 +134,9 @@ class Due(msgspec.Struct, frozen=True):
     manner: Manner
 
 
-def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepReport:
+def sweep(
+    node: Node, slurm: Slurm, dry_run: bool, progress: Progress, only: Only | None = None
+) -> SweepReport:
     """Cleans up after crashes; as root. `progress` is called with what is being done.
 
     Raises PermissionError for users who may not read the cache; Declined while its disk hangs: all
@@ -139,12 +147,15 @@ def sweep(node: Node, slurm: Slurm, dry_run: bool, progress: Progress) -> SweepR
     run = _Sweep(node, dry_run, slurm.node)
     caches = earlier.find_earlier(node)  # leases name some
     made = run.tried(run.is_made, node)
-    stale = run.stale(slurm)
-    done = run.of_jobs(stale, slurm)
-    done = run.of_earlier(done, stale, caches)
-    if made:
-        done = run.of_entries(run.of_cache(done, stale), progress)
-    if not dry_run:
+    done = SweepReport(dry_run, run.unmounted, kept=len(node.leases.jobs()))
+    if only != "entries":
+        stale = run.stale(slurm)
+        done = run.of_jobs(stale, slurm)
+        done = run.of_earlier(done, stale, caches)
+        done = run.of_cache(done, stale) if made else done
+    if made and only != "leftovers":
+        done = run.of_entries(done, progress)
+    if not dry_run and only != "entries":
         collected = tuple(run.tried(collect, node) or ())
         done = msgspec.structs.replace(done, collected=collected)
         run.tried(drop_old_metrics, node)
@@ -466,15 +477,8 @@ class _Sweep:
         return evicted
 
     def proofs(self, due: tuple[Due, ...], progress: Progress) -> Iterator[Verdict]:
-        """Reads what is due; bad entries are evicted, healthy ones noted.
-
-        Ends after a time: the rest stays due, and the next sweep goes on with it.
-        """
-        doubted = any(one.manner.doubted for one in due)
-        until = self.node.clock.monotonic() + (DOUBT_TIME if doubted else PROVING_TIME)
+        """Reads what is due; bad entries are evicted, healthy ones noted."""
         for one in due:
-            if self.node.clock.monotonic() > until:
-                return
             verdict = self.tried(lambda one: prove(self.node, one, progress), one)
             if verdict is not None:
                 yield verdict

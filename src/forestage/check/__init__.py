@@ -202,7 +202,7 @@ def _findings(
     yield from peers.findings(
         files, target.places, settings.of_node.peers, conf, target.clock.wall()
     )
-    yield from prefetch.findings(files, target.places, settings.of_node, target.slurm, target.clock)
+    yield from prefetch.findings(target.places, settings.of_node, target.slurm, target.clock)
     if site is not None and site.stack.pyxis is not None:
         yield "the store of images"
         origin = of_settings.origin(settings, target.places, "registry.store")

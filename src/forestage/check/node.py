@@ -15,6 +15,10 @@ from forestage.system.file_systems import find_lack
 from forestage.system.tree import Files
 
 _HOLD = "forestage-hold.service"
+_SERVICE = "forestage.service"
+_UNITS = "/etc/systemd/system"
+GONE = {f"forestage-{name}" for name in ("sweep", "room", "metrics", "prefetch", "boot", "ask")}
+"""Units that are there no more: what an admin had for them is without effect."""
 _HEALTH = "/usr/lib/forestage/bin/forestage-health"
 _CGROUPS = "/sys/fs/cgroup"
 _LIMITS = ("memory.max", "memory.high", "cpu.max")
@@ -92,15 +96,37 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
         )
     if sites.lacks(files, TIMER):
         yield Finding(
-            "sweep-timer",
+            "timer-off",
             "warning",
             f"{TIMER} is not enabled",
-            "What crashes leave stays: leases of jobs whose Epilog never ran keep their entries"
-            " from being evicted",
+            "No room is made between Epilogs, and what crashes leave stays: leases of jobs whose"
+            " Epilog never ran keep their entries from being evicted",
             f"systemctl enable --now {TIMER}",
         )
+    yield from _find_gone(files)
     yield from _listable(files, places)
     yield from _hold(files)
+
+
+def _find_gone(files: Files) -> Iterator[Finding]:
+    """Yield what an admin has written or enabled for a unit whose work another one does now."""
+    names = files.names(_UNITS)
+    wants = [f"{_UNITS}/{name}" for name in names if name.endswith(".wants")]
+    paths = [f"{folder}/{name}" for folder in (_UNITS, *wants) for name in files.names(folder)]
+    for path in paths:
+        if path.rpartition("/")[2].partition(".")[0] not in GONE:
+            continue
+        why, change = "systemd finds nothing to start for it", f"rm {path}"
+        if path.endswith(".d"):
+            why = "What it says, such as where Slurm's commands are, counts for no unit"
+            change = f"move what is still wanted to {_UNITS}/{_SERVICE}.d, and rm -r {path}"
+        yield Finding(
+            "unit-gone",
+            "warning",
+            f"{path} is for a unit that is not there any more",
+            why,
+            f"{change}; systemctl daemon-reload",
+        )
 
 
 def _find_full(files: Files) -> Iterator[Finding]:

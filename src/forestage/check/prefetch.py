@@ -7,7 +7,6 @@ On the host squeue, sinfo and sdiag are run once each; a node asks the host for 
 from collections.abc import Iterator
 
 from forestage.admin import prefetch_host, prefetch_node
-from forestage.admin import site as sites
 from forestage.check.finding import Finding
 from forestage.clock import Clock
 from forestage.config import Address, Config
@@ -18,31 +17,19 @@ from forestage.prefetch import expected, marks
 from forestage.prefetch.expected import Expectations
 from forestage.slurm.queue import Slurm
 from forestage.system.terminal import age
-from forestage.system.tree import Files
 
-TIMER = "forestage-prefetch.timer"
 LATE = 300.0  # seconds without a new list, of a timer that runs each minute
 SKEW = 5.0  # seconds between two clocks, above which something is wrong with one
 FEW = 20  # jobs that come and go while squeue and sdiag answer
 _HOST = "No node knows what is expected: nothing is copied before a job starts"
 
 
-def findings(
-    files: Files, places: Places, config: Config, slurm: Slurm, clock: Clock
-) -> Iterator[Finding | str]:
+def findings(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterator[Finding | str]:
     """What is found, and before what may take its time, what that is."""
     host = config.prefetch_host
     if host is None:
         return
-    if sites.lacks(files, TIMER):
-        yield Finding(
-            "prefetch-timer",
-            "warning",
-            f"prefetch.host is {host.host}, and {TIMER} is not enabled here",
-            "No image is copied before a job starts",
-            f"systemctl enable --now {TIMER}",
-        )
-    elif prefetch_host.is_here(host.host, slurm):
+    if prefetch_host.is_here(host.host, slurm):
         yield from _host(places, config, slurm, clock)
     else:
         yield from _node(places, config, host, clock)
@@ -79,7 +66,7 @@ def _host(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterato
             "Images of the others are not expected anywhere",
             "run it as root on a host where root sees all jobs (PrivateData, AuthAltTypes)",
         )
-    yield from _old(expected.read(places), clock.wall(), "journalctl -u forestage-prefetch")
+    yield from _old(expected.read(places), clock.wall(), "journalctl -u forestage")
 
 
 def _node(places: Places, config: Config, at: Address, clock: Clock) -> Iterator[Finding | str]:
@@ -105,7 +92,7 @@ def _node(places: Places, config: Config, at: Address, clock: Clock) -> Iterator
             f"A list counts only up to {expected.AHEAD:.0f} s ahead; munge has limits too",
             "set both clocks (chrony)",
         )
-    yield from _old(told, now, f"journalctl -u forestage-prefetch on {host}")
+    yield from _old(told, now, f"journalctl -u forestage on {host}")
     known = marks.read(places)
     if known.idle == prefetch_node.BUSY and not known.looks:
         yield Finding(

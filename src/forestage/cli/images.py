@@ -256,9 +256,9 @@ def list_images(world: "World", folders: tuple[Path, ...], as_json: bool) -> Non
 def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> None:
     """Copy images before the jobs begin which wait for a node.
 
-    Run by forestage-prefetch.timer. On the host that `prefetch.host` names it reads Slurm's queue
-    and writes the list of what is expected. Everywhere else it asks that host for the list, and has
-    this node copy what it expects most. Ends at once while another one is at work.
+    Run by `tend`. On the host that `prefetch.host` names it reads Slurm's queue and writes the list
+    of what is expected. Everywhere else it asks that host for the list, and begins to copy here
+    what it expects most. Ends at once while another one is at work.
     """
     from forestage.admin import prefetch_host, prefetch_node
     from forestage.admin import site as sites

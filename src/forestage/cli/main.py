@@ -5,6 +5,7 @@ it runs, so that `forestage --help` and completion stay quick.
 """
 
 import contextlib
+import errno
 import os
 import re
 from typing import TYPE_CHECKING
@@ -18,12 +19,14 @@ from forestage.cli.world import (
     as_json,
     complete_entries,
     complete_jobs,
+    ending_as_interrupt,
     show,
 )
 from forestage.cli.world import World as World
 
 if TYPE_CHECKING:
     from forestage.admin.inventory import Item
+    from forestage.admin.sweep import Only
 
 words = click.argument(
     "words",
@@ -184,7 +187,7 @@ def path(world: World, image: str, as_json: bool) -> None:
     "--cache", metavar="DIR", help="With --all: of a cache configured before, and remove it."
 )
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: print what would be evicted.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing if there is nothing to evict.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing if nothing is to be evicted.")
 @click.pass_context
 def evict(
     ctx: click.Context,
@@ -200,6 +203,7 @@ def evict(
     Leased and pinned entries stay. Ends with status 1 if one that was named stays.
     """
     from forestage.admin import evict, inventory
+    from forestage.errors import UNMOUNTED, Failed
 
     if words and everything:
         raise click.UsageError("KEY|PATH and --all exclude each other")
@@ -215,7 +219,12 @@ def evict(
     elif words:
         done = evict.exactly(node, _picked(inventory.gather(node).items, words), dry_run)
     else:
-        done = evict.to_watermark(node, dry_run)
+        try:
+            done = evict.to_watermark(node, dry_run)
+        except Failed as failed:
+            if quiet and failed.reason in UNMOUNTED:  # `status`, `check` and the metrics tell that
+                ctx.exit(Exit.UNMOUNTED)
+            raise
     show(done, () if quiet and done.is_empty else evict.pieces(done), as_json)
     if words and done.left_out:
         ctx.exit(Exit.NOT_FOUND)
@@ -254,21 +263,73 @@ def verify(
 @main.command()
 @as_json
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: change nothing, verify nothing.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing if nothing was done.")
+@click.option(
+    "--only",
+    type=click.Choice(("leftovers", "entries")),
+    help="Only what crashes left, or only the entries that are due to be read.",
+)
 @click.pass_context
-def sweep(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
+def sweep(
+    ctx: click.Context, dry_run: bool, quiet: bool, only: "Only | None", as_json: bool
+) -> None:
     """Clean up what crashes left: leases of jobs that are over, redirects, parts.
 
     Asks Slurm about the jobs that hold a lease here; if it does not answer, no lease is released
-    and the exit status is 8. Run by forestage-sweep.timer.
+    and the exit status is 8. Then reads the entries that are due, as after a restart. Run by
+    `tend`.
     """
     from forestage.admin import sweep as work
     from forestage.slurm.queue import Slurm
     from forestage.system import terminal as screen
 
     with screen.busy() as progress:
-        done = work.sweep(ctx.obj.node(), Slurm.of(os.environ).bind(), dry_run, progress)
-    show(done, work.pieces(done), as_json)
+        slurm = Slurm.of(os.environ).bind()
+        done = work.sweep(ctx.obj.node(), slurm, dry_run, progress, only)
+    show(done, () if quiet and done.is_empty else work.pieces(done), as_json)
     ctx.exit(work.exit_code(done))
+
+
+@main.command()
+@click.pass_context
+def tend(ctx: click.Context) -> None:
+    """Do the minute's work: room, metrics, prefetch, the sweep, proofs of entries.
+
+    Run by forestage.timer. Each part is a command in a process of its own; one that hangs is left
+    out until it ends, and holds up no other. Ends within 50 s; sweep and proofs may go on.
+    """
+    from functools import partial
+
+    from forestage.admin import prefetch_host
+    from forestage.admin import tend as work
+    from forestage.cache import disk_errors
+    from forestage.errors import ConfigError
+    from forestage.slurm.queue import Slurm
+    from forestage.system import folders
+
+    if os.geteuid() != 0:
+        raise PermissionError(errno.EPERM, "the cache is root's")
+    places, clock = ctx.obj
+    config, wrong = None, None
+    try:
+        config = ctx.obj.settings().of_node
+    except ConfigError as error:
+        wrong = error
+    host = config.prefetch_host if config else None
+    is_apart = host is not None and prefetch_host.is_here(host.host, Slurm.of(os.environ))
+    is_apart = is_apart and not places.called("prolog").exists()
+    parts = work.list_parts(places, config, is_apart, bool(disk_errors.known(places).since))
+    folders.make(places.run, folders.PASSABLE)
+    has_failed = False
+    with ending_as_interrupt():
+        for end in work.tend(places, clock, parts, partial(work.start, os.environ)):
+            has_failed |= end.has_failed
+            if text := work.sentence(end):
+                click.echo(text)
+    if wrong:
+        raise wrong
+    if has_failed:
+        ctx.exit(Exit.FAILED)
 
 
 @main.command()
@@ -359,16 +420,19 @@ def check(ctx: click.Context, login: bool, accept_disk: bool, as_json: bool) -> 
 
 @main.command()
 @click.option("--print", "is_shown", is_flag=True, help="Print them, too.")
+@click.option("-q", "--quiet", is_flag=True, help="Do nothing if node exporter is not here.")
 @click.pass_obj
-def metrics(world: World, is_shown: bool) -> None:
+def metrics(world: World, is_shown: bool, quiet: bool) -> None:
     """Write counters and the node's state for Prometheus, through its node exporter.
 
-    Run by forestage-metrics.timer.
+    Run by `tend`. Node exporter is here if the directory of `metrics: textfile:` is.
     """
     from importlib.metadata import version
 
     from forestage.admin import metrics as work
 
+    if quiet and not work.is_read(world.places):
+        return
     conf = os.environ.get("SLURM_CONF", "")
     written = work.export(world.places, world.clock, version("forestage"), conf, is_shown)
     if is_shown:

@@ -150,7 +150,7 @@ class Commands(Listed):
         "What is going on": ("status", "explain", "ls", "show", "path"),
         "Is it set up well": ("check", "config", "enable", "disable"),
         "When something is wrong": ("off", "on"),
-        "The cache": ("evict", "pin", "unpin", "verify", "sweep", "unredirect"),
+        "The cache": ("evict", "pin", "unpin", "verify", "sweep", "tend", "unredirect"),
         "Images before a job": (
             "images",
             "warm",

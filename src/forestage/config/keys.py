@@ -263,7 +263,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = 4
     warm_at_boot: Annotated[
         tuple[str, ...],
-        Key("Images that forestage-boot.service has the node copy when it boots.", values.PATHS),
+        Key("Images that the node copies when it boots.", values.PATHS),
     ] = ()
     cold: Annotated[
         Cold,

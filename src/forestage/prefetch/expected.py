@@ -95,7 +95,7 @@ def ask(at: Address, prover: Prover) -> Expectations:
             line, session, f"/v1/{protocol.EXPECTED}", MOST, Limit(PATIENCE, until, late)
         )
         if body is None:
-            raise PeerError(f"{host} has no list", f"see forestage-prefetch.service on {host}")
+            raise PeerError(f"{host} has no list", f"see forestage.service on {host}")
         return msgspec.json.decode(body, type=Expectations)
     except (ChunkRefused, protocol.SessionUnknown) as error:
         raise PeerError(f"{host} gave no list: {error}", "is its peer service running?") from None

@@ -24,7 +24,8 @@ class Look(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an image was for a user, `at` a time; `why` it is nothing, if so.
 
     `since`: when the list first named it here; times are in seconds since the epoch. `tries`: how
-    often it was refused, or copied, since a job last used such a copy.
+    often it was refused, or copied, since a job last used such a copy. `begun`: when a copy was
+    begun of which no pass has seen the end; 0 if there is none.
     """
 
     image: str
@@ -35,6 +36,7 @@ class Look(msgspec.Struct, frozen=True, omit_defaults=True):
     size: int = 0
     why: str = ""
     tries: int = 0
+    begun: float = 0.0
 
 
 class Marks(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ def is_kept(look: Look, is_named: bool, now: float) -> bool:
     is_late = 0 <= now - look.at < FORGET
     if look.tries >= TRIES and not look.why:
         return is_late
-    return is_named or (look.tries > 0 and is_late)
+    return is_named or (bool(look.tries or look.begun) and is_late)
 
 
 def is_due(look: Look | None, now: float) -> bool:

@@ -88,10 +88,13 @@ def is_in_job(root: Path = Path("/")) -> bool:
 FIRST_USERS = "user:[4026531837]"  # PROC_USER_INIT_INO of linux/proc_ns.h
 SLURMS = ("slurm*", "*slurmstepd.scope", "job_*")
 """Names of Slurm's cgroups: slurmd.service, slurm_n1/uid_1/job_7, n1_slurmstepd.scope/SLUID."""
+OWN = ("forestage-hold.service", "forestage.service")
+"""Our own units: a hook's child comes from the first, what outlives a run of `tend` from the other.
+Of a process that is left there systemd would complain at each start."""
 HOLD = "run/forestage/hold"
 """Leads to the cgroup of forestage-hold.service (packaging/hold), where that runs: not with v1."""
 
-Leaf = Literal["copy", "serve"]
+Leaf = Literal["copy", "serve", "idle"]
 
 
 def leave_job(oom_score_adj: int = 0, leaf: Leaf = "serve", root: Path = Path("/")) -> None:
@@ -106,7 +109,7 @@ def leave_job(oom_score_adj: int = 0, leaf: Leaf = "serve", root: Path = Path("/
     all it starts, is also the last that the kernel kills for want of memory, which `oom_score_adj`
     sets.
     """
-    found = _slurms(root, "self", (*SLURMS, "forestage-hold.service"))  # a hook's child, from there
+    found = _slurms(root, "self", (*SLURMS, *OWN))
     if found and not _enters(root / HOLD / leaf):
         for top, _ in found:
             with contextlib.suppress(OSError):

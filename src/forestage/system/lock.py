@@ -40,7 +40,7 @@ def held(path: Path, timeout: float) -> Iterator[None]:
     `timeout` in seconds; 0 tries once. The file stays.
     """
     until = time.monotonic() + timeout
-    while (fd := _taken_at_once(path)) is None:
+    while (fd := acquire_now(path)) is None:
         if time.monotonic() >= until:
             raise Busy(f"{path.name} is held by another process")
         time.sleep(min(POLL, max(0.0, until - time.monotonic())))
@@ -52,11 +52,12 @@ def held(path: Path, timeout: float) -> Iterator[None]:
         os.close(fd)
 
 
-def _taken_at_once(path: Path) -> int | None:
-    """A descriptor that has the lock, or None where somebody else has it.
+def acquire_now(path: Path) -> int | None:
+    """Return a descriptor that has the lock, or None if another process has it.
 
-    Makes no folder: where the cache's disk is not mounted it would be on the root disk. Raises
-    OSError.
+    The lock is held until the last copy of the descriptor is closed: a process that inherits it
+    holds the lock as long as it lives. Makes no folder: where the cache's disk is not mounted it
+    would be on the root disk. Raises OSError.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     try:

@@ -96,21 +96,41 @@ def _popen(argv: Sequence[str], **how: Any) -> "subprocess.Popen[bytes]":
         raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
 
 
-class Piped:
-    """A program that runs beside us; `out`, to read and not blocking, is its stdout or stderr."""
+class Started:
+    """A program that runs beside us, in a session of its own."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", is_apart: bool = False) -> None:
-        self.pid, self.is_apart = process.pid, is_apart
-        out = process.stdout or process.stderr
-        assert out is not None
-        self.out = out.fileno()
-        os.set_blocking(self.out, False)
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self.pid = process.pid
         self._process = process  # whose end closes the pipes
 
     @property
     def code(self) -> int | None:
         """How it ended, as in Ran; None as long as it runs."""
         return self._process.poll()
+
+    def kill(self) -> None:
+        """Kills it and what it has started in its session."""
+        end_session(self.pid)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it ended within so many seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+class Piped(Started):
+    """One whose `out`, to read and not blocking, is its stdout or stderr."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", is_apart: bool = False) -> None:
+        super().__init__(process)
+        self.is_apart = is_apart
+        out = process.stdout or process.stderr
+        assert out is not None
+        self.out = out.fileno()
+        os.set_blocking(self.out, False)
 
     def hang_up(self) -> None:
         """Closes its stdin."""
@@ -122,15 +142,7 @@ class Piped:
         if self.is_apart:
             self._process.kill()
         else:
-            end_session(self.pid)
-
-    def wait(self, timeout: float) -> bool:
-        """Whether it ended within so many seconds."""
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+            super().kill()
 
 
 def nowhere() -> None:
@@ -160,6 +172,29 @@ def start_piped(
         return Piped(_popen(argv, start_new_session=True, **how))
     # Not NO_PRIVS: enroot's import needs the file capabilities of two programs of its own.
     return Piped(_popen_apart([*_as(user), "--", *argv], enter, **how), is_apart=True)
+
+
+def start_command(
+    argv: Sequence[str],
+    variables: Mapping[str, str],
+    pass_fds: Sequence[int],
+    enter: Callable[[], None] = nowhere,
+) -> Started:
+    """Start a command of ours in a session of its own, with our stdout and stderr.
+
+    It may outlive this process. `variables` are its whole environment. Before it is the command it
+    calls `enter`. Raises Failed if it is missing, OSError.
+    """
+    _must_be_installed(argv[0])
+    process = _popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        env=dict(variables),
+        pass_fds=tuple(pass_fds),
+        start_new_session=True,
+        preexec_fn=enter,
+    )
+    return Started(process)
 
 
 def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:

@@ -19,15 +19,17 @@ from forestage.admin.job_images import ImageResult
 from forestage.admin.prefetch_node import NodePass
 from forestage.admin.stage import StageReport
 from forestage.cache.lease import Leases, Use
+from forestage.cache.node import Node
 from forestage.cache.part import Owner, boot_id
 from forestage.cli.world import World
 from forestage.clock import Clock
 from forestage.errors import PeerError
-from forestage.events import Copied, read
+from forestage.events import Copied, read, record
 from forestage.prefetch import expected, marks
 from forestage.prefetch.expected import LASTS, Expectations
 from forestage.prefetch.marks import FORGET, TRIES
 from forestage.prefetch.policy import Expected
+from forestage.slurm.job import Job
 from forestage.slurm.queue import Slurm
 from forestage.stage import queue
 from forestage.system import lock
@@ -80,8 +82,30 @@ class Passes:
             self.sequence, self.clock.at, self.clock.at + LASTS, {"gpu": "n[1-2]"}, rows
         )
 
-    def run(self, dry_run: bool = False) -> NodePass:
-        return prefetch_node.run(self.site.node, self.slurm, self.ask, dry_run)
+    def run(self, dry_run: bool = False, waits: bool = True) -> NodePass:
+        """One pass; then waits until the copy that it began has ended."""
+        done = prefetch_node.run(self.site.node, self.slurm, self.ask, dry_run)
+        if waits:
+            until(self.is_over, "the end of the copy")
+        return done
+
+    def is_over(self) -> bool:
+        """Whether each copy that was begun has told its end, and let its lock go."""
+        begun = {one.key for one in marks.read(self.site.places).looks if one.begun}
+        told = {
+            one.outcome.key: one
+            for one in read(self.site.places.events)
+            if isinstance(one.outcome, Copied)
+        }
+        return all(
+            key in told
+            and told[key].time >= self.begun(key)
+            and lock.is_free(self.site.node.cache.key_lock(key))
+            for key in begun
+        )
+
+    def begun(self, key: str) -> float:
+        return max(one.begun for one in marks.read(self.site.places).looks if one.key == key)
 
     def ask(self) -> Expectations:
         if isinstance(self.told, Exception):
@@ -105,7 +129,7 @@ def states(done: NodePass) -> list[str]:
 def test_image_is_copied_once_and_its_event_says_since_when_it_is_expected(here: Passes) -> None:
     path = here.image("a")
     here.tell(path)
-    assert states(here.run()) == ["copied"]
+    assert states(here.run()) == ["copying"]
     here.clock.at += 60
     here.tell(path)
     assert states(here.run()) == ["here"]
@@ -115,30 +139,9 @@ def test_image_is_copied_once_and_its_event_says_since_when_it_is_expected(here:
     assert here.site.json("status")["leases"] == []
 
 
-def test_copy_counts_as_used_when_it_was_made_and_by_nobody(
-    here: Passes, monkeypatch: Patch
-) -> None:
-    real = stage.wait.obtain
-
-    def obtain(*args: Any) -> str:
-        came = real(*args)
-        here.clock.at += 5
-        return came
-
-    monkeypatch.setattr(stage.wait, "obtain", obtain)
-    here.tell(here.image("a"))
-    assert states(here.run()) == ["copied"]
-    (item,) = here.site.json("ls")
-    assert (item["unused"], item["used"]) == (True, NOW)
-
-
-def test_copy_that_outlasts_its_pass_is_one_that_no_job_has_used(
-    here: Passes, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(prefetch_node, "WITHIN", 0.0)
+def test_copy_counts_as_used_when_it_was_made_and_by_nobody(here: Passes) -> None:
     here.tell(here.image("a"))
     assert states(here.run()) == ["copying"]
-    until(here.copies, "the end of the copy")
     (item,) = here.site.json("ls")
     assert (item["unused"], item["used"]) == (True, item["entry"]["created"])
     here.tell()
@@ -231,7 +234,7 @@ def test_image_that_was_replaced_since_it_was_looked_at_is_judged_anew(
     path = here.image("a")
     here.tell(path)
     with monkeypatch.context() as patch:
-        patch.setattr(prefetch_node, "COPIES", 0)
+        patch.setattr(prefetch_node._Pass, "copy", lambda _: None)
         here.run()
     here.image("a", size)  # half of the room is one user's
     if size == 8192:
@@ -268,7 +271,7 @@ def test_list_of_absurd_numbers_is_a_wish_as_any(here: Passes) -> None:
     assert here.copies() == [path]
     here.clock.at += LASTS
     here.tell(here.image("c"))
-    assert "copied" in states(here.run()), "a list with a sequence without end ends as any"
+    assert "copying" in states(here.run()), "a list with a sequence without end ends as any"
 
 
 # --- plans that flap
@@ -320,12 +323,21 @@ def test_refused_image_that_appears_and_disappears_is_opened_three_times_at_most
     assert [one[1].image for one in opened].count(path) == TRIES
 
 
-def test_copy_that_fails_each_time_is_tried_three_times(here: Passes, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("is_begun", [True, False], ids=["after it began", "at once"])
+def test_copy_that_fails_each_time_is_tried_three_times(
+    here: Passes, monkeypatch: Patch, is_begun: bool
+) -> None:
     tried = []
 
-    def changed(node: object, job: object, images: list[str], *_: object) -> StageReport:
+    def changed(node: Node, job: Job, images: list[str], *_: object) -> StageReport:
         tried.append(images)
-        return StageReport((ImageResult(images[0], "declined", "changed"),))
+        found = here.site.look(Path(images[0]))
+        end = Copied("declined", image=images[0], key=found.key, reason="changed")
+        if is_begun:
+            record(here.site.places.events, here.clock.at, "stager", job, [end], 0.0)
+        return StageReport(
+            (ImageResult(images[0], "copying" if is_begun else "declined", "changed"),)
+        )
 
     monkeypatch.setattr(stage, "stage", changed)
     path = here.image("a")
@@ -336,11 +348,32 @@ def test_copy_that_fails_each_time_is_tried_three_times(here: Passes, monkeypatc
     assert len(tried) == TRIES
 
 
+def test_copy_that_was_stopped_for_a_job_is_made_anew(here: Passes, monkeypatch: Patch) -> None:
+    """It was in vain for no fault of the image's, however often."""
+
+    def stopped(node: Node, job: Job, images: list[str], *_: object) -> StageReport:
+        found = here.site.look(Path(images[0]))
+        end = Copied("declined", image=images[0], key=found.key, reason="stopped")
+        record(here.site.places.events, here.clock.at, "stager", job, [end], 0.0)
+        return StageReport((ImageResult(images[0], "copying", "deadline"),))
+
+    path = here.image("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "stage", stopped)
+        for _ in range(TRIES + 1):
+            here.tell(path)
+            here.run()
+            here.clock.at += 60
+    here.tell(path)
+    here.run()
+    assert here.copies() == [path]
+
+
 def test_copy_that_a_job_used_may_be_made_anew(here: Passes) -> None:
     path = here.image("a")
     for _ in range(TRIES + 2):
         here.tell(path)
-        assert states(here.run()) == ["copied"]
+        assert states(here.run()) == ["copying"]
         (key,) = here.site.keys()
         here.site.node.cache.touch(key, here.clock.at + 30)  # as the Epilog of a job does
         here.clock.at += 60
@@ -469,12 +502,10 @@ def test_node_that_is_off_or_busy_opens_and_copies_nothing(
     assert here.copies() == []
 
 
-def test_pass_opens_no_more_than_so_many_images_and_makes_no_more_than_so_many_copies(
-    here: Passes,
-) -> None:
+def test_pass_opens_no_more_than_so_many_images_and_begins_one_copy(here: Passes) -> None:
     here.tell(*(here.image(f"i{number}", 4096) for number in range(40)))
     done = here.run()
-    assert states(done).count("copied") == prefetch_node.COPIES
+    assert states(done).count("copying") == len(here.copies()) == 1
     assert states(done).count("not looked at") == 40 - prefetch_node.LOOKS
 
 
@@ -483,10 +514,9 @@ def run_slowly(here: Passes, monkeypatch: Patch, more: str = "", bandwidth: str 
     text = f"{more}max_size: 8MiB\nmin_free: 0\nlow_watermark: 100%\nthreads: 1\nchunk_size: 1MiB\n"
     here.configure(text, bandwidth)
     here.clock.at = time.time()  # or its files would show that it stands still
-    monkeypatch.setattr(prefetch_node, "WITHIN", 0.0)
     path = here.image("ahead", 3 * MIB + MIB // 2)
     here.tell(path)
-    assert states(here.run()) == ["copying"]
+    assert states(here.run(waits=False)) == ["copying"]
     return here.site.look(Path(path)).key
 
 
@@ -500,6 +530,14 @@ def begin_slowly(here: Passes, monkeypatch: Patch) -> str:
 
     until(begun, "the copy to begin")
     return key
+
+
+def test_no_second_copy_begins_beside_one_for_pending_jobs(
+    here: Passes, monkeypatch: Patch
+) -> None:
+    begin_slowly(here, monkeypatch)
+    here.tell(str(here.site.lustre / "ahead"), here.image("b"))
+    assert sorted(states(here.run(waits=False))) == ["copying", "not expected enough, or no room"]
 
 
 def test_copy_for_pending_jobs_ends_where_the_leases_cannot_be_read(

@@ -498,30 +498,6 @@ def test_entry_evicted_before_its_turn_is_no_problem(
     assert done.problems == ()
 
 
-def test_verifying_stops_after_its_time_and_next_sweep_goes_on(
-    site: Site, after_each: Callable[[Callable[[str], None]], None]
-) -> None:
-    """The timer starts no sweep while one reads; this one stops, and the next goes on with it."""
-
-    class Passing(Frozen):
-        now = 0.0
-
-        def monotonic(self) -> float:
-            return self.now
-
-    clock = Passing()
-    site.world = World(site.places, clock)
-    keys = {from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")}
-
-    def passes(key: str) -> None:
-        clock.now += sweep.PROVING_TIME + 1
-
-    after_each(passes)
-    read = [[one.key for one in swept(site).verified] for _ in range(3)]
-    assert [len(keys) for keys in read] == [1, 1, 0]
-    assert {*read[0], *read[1]} == keys
-
-
 # --- what a disk loses later
 
 
@@ -718,6 +694,30 @@ def test_dry_run_reports_everything_and_changes_nothing(
 
 
 # --- what is on record
+
+
+def test_leftovers_and_entries_can_be_swept_apart(site: Site) -> None:
+    old = from_earlier_boot(site, "a.sqsh")
+    hold(site, 7)
+    asked = slurm({7: None})
+
+    def only(what: sweep.Only) -> SweepReport:
+        return sweep.sweep(site.node, asked, False, lambda text: None, what)
+
+    first = only("entries")
+    assert ([one.key for one in first.verified], first.kept, jobs(site)) == ([old], 1, (7,))
+    assert not site.places.called("sweep").exists(), "the alert is about leases"
+    assert only("entries").is_empty
+    again = from_earlier_boot(site, "b.sqsh")
+    second = only("leftovers")
+    assert ([one.job for one in second.released], second.verified, jobs(site)) == ([7], (), ())
+    assert only("leftovers").is_empty
+    assert [one.key for one in only("entries").verified] == [again]
+
+
+def test_sweep_that_did_nothing_is_quiet(site: Site, squeue: Callable[[str], None]) -> None:
+    assert "0 leases released" in site.run("sweep").stdout
+    assert site.run("sweep", "--quiet").output == ""
 
 
 def test_sweep_leaves_when_it_ran_for_the_alert_and_the_metrics(site: Site) -> None:

@@ -622,8 +622,16 @@ REST = [
         "slurmd-mounts",
         both(removed("/proc/77/ns/mnt"), lambda node: node.link("/proc/77/ns/mnt", "mnt:[2]")),
     ),
-    warning(
-        "sweep-timer", removed("/etc/systemd/system/timers.target.wants/forestage-sweep.timer")
+    warning("timer-off", removed("/etc/systemd/system/timers.target.wants/forestage.timer")),
+    *(
+        warning("unit-gone", lambda node, path=path: node.write(f"/etc/systemd/system/{path}", ""))
+        for path in (
+            *("forestage-sweep.service.d/slurm.conf", "forestage-prefetch.service.d/x.conf"),
+            *("timers.target.wants/forestage-sweep.timer", "forestage-metrics.timer"),
+            *("timers.target.wants/forestage-room.timer", "forestage-prefetch.timer.d/x.conf"),
+            "multi-user.target.wants/forestage-boot.service",
+            "sockets.target.wants/forestage-ask.socket",
+        )
     ),
     warning("config-listable", wrote("/run/forestage/called.prolog", "1")),
     warning("no-systemd", removed_systemd),
@@ -819,7 +827,6 @@ LOGIN = [
 SQUEUE = '#!/bin/sh\nn=$(echo "$SQUEUE_FORMAT2" | sed "s/^[^|]*|\\([0-9a-f]*\\)<.*/\\1/")\n'
 WAITING = SQUEUE + 'echo "7|$n<1000|1|gpu|Priority|0|(null)|$n>stage=/lustre/a"\n'
 SDIAG = "#!/bin/sh\necho 'Jobs pending:   {}'\n"
-PREFETCH_TIMER = "/etc/systemd/system/timers.target.wants/forestage-prefetch.timer"
 
 
 def prefetch_host(**programs: str) -> Callable[[GoodNode], object]:
@@ -829,7 +836,6 @@ def prefetch_host(**programs: str) -> Callable[[GoodNode], object]:
 
     def plant(node: GoodNode) -> None:
         peers("prefetch: {host: n1}\n")(node)
-        node.link(PREFETCH_TIMER, "/x")
         for name, text in answers.items():
             node.write(f"/usr/bin/{name}", text, 0o755)
         expected.write(node.places, Expectations(1, NOW - 30, NOW + 900))
@@ -839,11 +845,9 @@ def prefetch_host(**programs: str) -> Callable[[GoodNode], object]:
 
 def prefetch_node(node: GoodNode) -> None:
     peers("prefetch: {host: '127.0.0.1:1'}\n")(node)
-    node.link(PREFETCH_TIMER, "/x")
 
 
 PREFETCH = [
-    warning("prefetch-timer", settings("prefetch: {host: n1}\n")),
     warning(
         "prefetch-peers",
         both(

@@ -458,7 +458,7 @@ def test_units_are_started_with_yes_where_systemd_runs(
 
     monkeypatch.setattr("forestage.system.run.run", systemctl)
     node = Site(tmp_path)
-    timer = "forestage-sweep.timer"
+    timer = "forestage.timer"
     assert f"systemctl enable --now {timer}" in node.run("enable", SLURM_CONF).stdout
     assert asked == []
     printed = node.run("enable", "--yes", SLURM_CONF).stdout

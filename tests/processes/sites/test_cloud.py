@@ -393,9 +393,9 @@ def test_companion_is_that_of_the_slurm_and_the_distribution_that_are_here(node:
     node.tool("systemctl", f"#!/bin/sh\necho $* >>{node.folder}/units.ran\n")
     (node.folder / "systemd").mkdir()
     said = node.boot("--sources", "/lustre,/home", "--packages", str(packages))
-    unit = (node.folder / "units/forestage-sweep.service.d/slurm.conf").read_text()
+    unit = (node.folder / "units/forestage.service.d/slurm.conf").read_text()
     assert f"PATH={node.folder}/opt/slurm/bin:/usr/bin" in unit, "else the sweep asks nobody"
-    assert "enable --now forestage-sweep.timer" in (node.folder / "units.ran").read_text()
+    assert "enable --now forestage.timer" in (node.folder / "units.ran").read_text()
     assert [Path(one).name for one in (node.folder / "ran").read_text().split()] == [
         "forestage_0.10.0-1_amd64.deb",
         "forestage-spank_0.10.0+slurm25.05.2-1~deb12_amd64.deb",

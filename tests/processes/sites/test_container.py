@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import subprocess
@@ -78,36 +77,21 @@ def fifo(path: Path) -> Path:
     return path
 
 
-def test_health_check_sweeps_and_makes_room_where_no_systemd_runs(tmp_path: Path) -> None:
+def test_health_check_does_the_minutes_work_where_no_systemd_runs(tmp_path: Path) -> None:
     """Apart from slurmd's own child, of which slurmd would wait for no more than 60 s."""
     said = fifo(tmp_path / "said")
     program = f'#!/bin/sh\n[ "$1" = status ] || echo "$*" >{said}\n'
     # Open for writing, too: between the two there may be no writer, or both.
     with os.fdopen(os.open(said, os.O_RDWR)) as lines:
         health(tmp_path, program=program)
-        assert [lines.readline(), lines.readline()] == ["sweep\n", "evict --quiet\n"]
+        assert lines.readline() == "tend\n"
 
 
 @pytest.mark.parametrize(("words", "systemd"), [(("--print",), ""), ((), "run/systemd/system")])
 def test_health_check_does_no_more_than_look_elsewhere(
     tmp_path: Path, words: tuple[str, ...], systemd: str
 ) -> None:
-    """systemd's timers do it, or nobody asked for it."""
+    """The timer does it, or nobody asked for it."""
     (tmp_path / systemd).mkdir(parents=True, exist_ok=True)
     health(tmp_path, *words, program=f"#!/bin/sh\necho $1 >>{tmp_path}/ran\n")
     assert set((tmp_path / "ran").read_text().split()) == {"status"}
-    assert not (tmp_path / "run/forestage").exists(), "it is made for the sweep's lock"
-
-
-def test_sweep_that_takes_long_is_not_joined_by_a_second_one(tmp_path: Path) -> None:
-    waits, said = fifo(tmp_path / "waits"), tmp_path / "said"
-    program = (
-        f'#!/bin/sh\n[ "$1" = status ] && exit\necho $1 >>{said}\n'
-        f'[ "$1" = evict ] || cat {waits} >/dev/null\n'
-    )
-    health(tmp_path, program=program)
-    health(tmp_path, program=program)
-    with (tmp_path / "run/forestage/tend.lock").open() as lock:
-        waits.write_text("go on\n")
-        fcntl.flock(lock, fcntl.LOCK_EX)  # it has ended
-    assert said.read_text().split() == ["sweep", "evict"]

@@ -129,7 +129,7 @@ def test_lock_that_is_removed_while_somebody_waits_for_it_is_not_split(
             fcntl.flock(other, fcntl.LOCK_UN)
             lock.remove_if_free(path)
 
-        real = lock._taken_at_once
+        real = lock.acquire_now
         with pytest.MonkeyPatch.context() as patch:
 
             def then(path: Path) -> int | None:
@@ -138,7 +138,7 @@ def test_lock_that_is_removed_while_somebody_waits_for_it_is_not_split(
                 before_flock(removed)
                 return taken
 
-            patch.setattr(lock, "_taken_at_once", then)
+            patch.setattr(lock, "acquire_now", then)
             with lock.held(path, 60), pytest.raises(lock.Busy), lock.held(path, 0):
                 pass
 

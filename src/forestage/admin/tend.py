@@ -1,0 +1,189 @@
+"""The minute's work: `forestage tend`, which forestage.timer starts each minute.
+
+Each part is a command of forestage's in a process of its own, which holds the part's lock for as
+long as it lives. So no part waits for another that hangs with a disk, a source or Slurm: a process
+is killed at the part's limit. If the kernel cannot end it, it keeps the lock, and later runs leave
+the part out until it is gone.
+
+    room        first, since jobs may be waiting for it, with the I/O of any program
+    metrics     if node exporter has a directory here
+    prefetch    one pass, which begins one copy at most and waits for none
+    warm        begins copies of `warm_at_boot` until all images were here once since the boot
+    sweep       every tenth run, and may outlive this one
+    proofs      the same: reads the entries that are due
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from forestage.clock import Clock, Deadline
+from forestage.config import Config
+from forestage.errors import ForestageError
+from forestage.paths import Places
+from forestage.system import child, folders, lock, run
+from forestage.system.run import Started
+from forestage.units import printable
+
+RUN = 48.0  # seconds: the next run begins a minute after this one did
+GONE = 1.0  # seconds for a killed process to be gone; one that hangs in the kernel is left behind
+TENTH = 590.0  # seconds between two sweeps: the tenth run begins ten minutes later, or a bit more
+IDLE = ("ionice", "-c", "3")  # of util-linux, as setpriv is
+OOM_SCORE_ADJ = 500  # as in forestage.service: the kernel ends it before jobs
+UNMOUNTED = 12  # how a command ends that has no cache here yet (cli/world.Exit)
+
+State = Literal["ended", "begun", "cut", "hangs", "left out", "failed"]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One part: its command, and for how many seconds the run waits for it.
+
+    With a limit of 0 the run does not wait, and the part may outlive it. `every` are the seconds
+    between two beginnings. `is_idle` leaves all I/O of others to go first. `done` is a file that is
+    made once the part has succeeded.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit: float = 0.0
+    every: float = 0.0
+    is_idle: bool = False
+    done: Path | None = None
+
+
+class PartEnd(msgspec.Struct, frozen=True):
+    """What became of a part: `begun` outlives the run, `left out` still has an earlier process.
+
+    `code` is the exit status of one that `ended`.
+    """
+
+    name: str
+    state: State
+    code: int = 0
+    detail: str = ""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run has failed with it: not if images are not here yet."""
+        if self.state == "ended" and self.name == "warm":
+            return self.code > 1
+        return self.state in ("cut", "hangs", "failed") or self.code not in (0, UNMOUNTED)
+
+
+Start = Callable[[Part, int], Started]
+"""Starts a part, whose process inherits this descriptor of its lock."""
+
+
+def list_parts(
+    places: Places, config: Config | None, is_apart: bool, is_doubted: bool
+) -> Iterator[Part]:
+    """The parts of a run, in their order; those without an object here are none of it.
+
+    `config` is None if it cannot be used: then the metrics say so. `is_apart`: this is
+    `prefetch.host`, and Slurm calls no hook here. `is_doubted`: no job is served until the entries
+    are read, so they are read at once.
+    """
+    if config is None:
+        yield Part("metrics", ("metrics", "--quiet"), 10.0)
+        return
+    if not is_apart:
+        yield Part("room", ("evict", "--quiet"), 20.0)
+        if config.metrics.textfile is not None:
+            yield Part("metrics", ("metrics", "--quiet"), 10.0)
+    if config.prefetch.host is not None:
+        yield Part("prefetch", ("prefetch",), 30.0, is_idle=True)
+    if is_apart:
+        return
+    if config.warm_at_boot and not places.warmed.exists():
+        yield Part("warm", ("stage", "--within", "0"), 15.0, done=places.warmed)
+    yield Part("sweep", ("sweep", "--quiet", "--only", "leftovers"), every=TENTH, is_idle=True)
+    every = 0.0 if is_doubted else TENTH
+    yield Part("proofs", ("sweep", "--quiet", "--only", "entries"), every=every, is_idle=True)
+
+
+def lock_file(places: Places, name: str) -> Path:
+    """Return the lock that the process of the part of this name holds. Pure."""
+    return places.locks / f"tend-{name}.lock"
+
+
+def tend(places: Places, clock: Clock, parts: Iterator[Part], start: Start) -> Iterator[PartEnd]:
+    """Run the parts that are due, and tell what became of each. Raises OSError."""
+    end = Deadline.after(RUN, clock)
+    folders.keep(places.locks)
+    for part in parts:
+        file = lock_file(places, part.name)
+        if not _is_due(file, part.every, clock) or (part.limit and not end.left()):
+            continue
+        try:
+            process = _start(part, file, clock.wall(), start)
+        except (ForestageError, OSError) as error:  # the other parts need not fail for that
+            yield PartEnd(part.name, "failed", detail=printable(str(error)))
+            continue
+        if process is None:
+            yield PartEnd(part.name, "left out")
+        elif not part.limit:
+            yield PartEnd(part.name, "begun")
+        else:
+            yield _wait(part, process, min(part.limit, end.left()))
+
+
+def _is_due(file: Path, every: float, clock: Clock) -> bool:
+    """Whether a part began so long ago, or at a time that this clock has yet to reach."""
+    try:
+        began = file.stat().st_mtime
+    except FileNotFoundError:
+        return True
+    return not 0 <= clock.wall() - began < every
+
+
+def _start(part: Part, file: Path, now: float, start: Start) -> Started | None:
+    """Start a part, or return None if its last process still lives."""
+    held = lock.acquire_now(file)
+    if held is None:
+        return None
+    try:
+        os.utime(held, (now, now))
+        return start(part, held)
+    finally:
+        os.close(held)  # the process has a copy, and with it the lock
+
+
+def _wait(part: Part, process: Started, limit: float) -> PartEnd:
+    try:
+        if process.wait(limit):
+            code = process.code or 0
+            if part.done is not None and code == 0:
+                part.done.touch()
+            return PartEnd(part.name, "ended", code)
+    finally:
+        if process.code is None:  # also where this run is to end
+            process.kill()
+    gone = process.wait(GONE)
+    return PartEnd(part.name, "cut" if gone else "hangs", detail=f"process {process.pid}")
+
+
+def start(environ: Mapping[str, str], part: Part, held: int) -> Started:
+    """Start a part by the program that this process is. Raises Failed, OSError.
+
+    What may outlive the run leaves the unit's cgroup, as systemd complains of what is left there.
+    """
+    words = (*(IDLE if part.is_idle else ()), str(Path(sys.argv[0]).absolute()), *part.command)
+    leave = run.nowhere if part.limit else partial(child.leave_job, OOM_SCORE_ADJ, "idle")
+    return run.start_command(words, environ, (held,), leave)
+
+
+def sentence(end: PartEnd) -> str:
+    """What the log says of a part, "" for nothing: its command has written what it did. Pure."""
+    return {
+        "ended": "",
+        "begun": "",
+        "cut": f"{end.name}: ended after its time was over ({end.detail})",
+        "hangs": f"{end.name}: hangs in the kernel and is left out until it ends ({end.detail})",
+        "left out": f"{end.name}: left out, its last process still runs",
+        "failed": f"{end.name}: could not be started: {end.detail}",
+    }[end.state]

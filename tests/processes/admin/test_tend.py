@@ -1,0 +1,117 @@
+"""`forestage tend` as the timer runs it: what it says, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import Site
+from forestage.cli.main import World
+from forestage.cli.world import Exit
+from forestage.clock import Clock
+from forestage.slurm.queue import this_node
+from node import until
+from tending import COMMAND
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the cache is root's")
+PENDING = '#!/bin/sh\n[ -e "$0.ran" ] || echo $$ >"$0.ran"\n'
+
+
+class Tending:
+    """A host below a folder, and the program that its timer starts."""
+
+    def __init__(self, root: Path) -> None:
+        self.site = Site(root)
+        self.site.world = World(self.site.places, Clock())
+        self.folder = root / "bin"
+        self.folder.mkdir()
+        self.program = self.folder / "forestage"
+        self.program.write_text(COMMAND.format(python=sys.executable, root=str(root), before=""))
+        self.program.chmod(0o755)
+
+    def tool(self, name: str, text: str) -> Path:
+        file = self.folder / name
+        file.write_text(text)
+        file.chmod(0o755)
+        return file
+
+    def ran(self) -> list[str]:
+        """The parts that began at any time, as their locks stay."""
+        found = self.site.places.locks.glob("tend-*.lock")
+        return sorted(one.stem.removeprefix("tend-") for one in found)
+
+    def begin(self) -> subprocess.Popen[str]:
+        environ = {**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}"}
+        return subprocess.Popen(
+            [self.program, "tend"],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self) -> tuple[int, str]:
+        """How it ended, and all that it and its parts wrote, those that outlive it as well."""
+        process = self.begin()
+        said, _ = process.communicate()
+        return process.returncode, said
+
+
+@pytest.fixture
+def tending(tmp_path: Path) -> Tending:
+    return Tending(tmp_path)
+
+
+def test_node_on_which_nothing_is_to_be_done_is_tended_in_silence(tending: Tending) -> None:
+    """Here is no node exporter, and no cache yet."""
+    assert tending.run() == (0, "")
+    assert tending.site.places.called("sweep").exists()
+    assert tending.ran() == ["metrics", "proofs", "room", "sweep"]
+
+
+def test_prefetch_host_without_a_cache_reads_the_queue_and_says_nothing_else(
+    tending: Tending,
+) -> None:
+    name = this_node({})
+    tending.site.file.write_text(f"cache: /none/forestage\nprefetch: {{host: {name}}}\n")
+    asked = tending.tool("squeue", PENDING)
+    tending.tool("sinfo", PENDING)
+    code, said = tending.run()
+    assert (code, Path(f"{asked}.ran").exists()) == (0, True)
+    assert said.startswith("0 rows told")
+    assert tending.ran() == ["prefetch"]
+
+
+def test_cache_whose_disk_is_not_mounted_is_left_out_in_silence(tending: Tending) -> None:
+    tending.site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
+    assert tending.run() == (0, "")
+
+
+def test_wrong_configuration_is_said_once_and_in_the_exit_status(tending: Tending) -> None:
+    tending.site.file.write_text("nonsense: 1\n")
+    exported = tending.site.places.root / "var/lib/prometheus/node-exporter/forestage.prom"
+    exported.parent.mkdir(parents=True)
+    code, said = tending.run()
+    assert code == Exit.CONFIG
+    assert "nonsense" in said
+    assert "forestage_configuration_usable 0" in exported.read_text() or exported.exists()
+
+
+def test_tend_that_systemd_ends_takes_the_part_along_that_it_waits_for(tending: Tending) -> None:
+    name = this_node({})
+    tending.site.file.write_text(f"cache: /none/forestage\nprefetch: {{host: {name}}}\n")
+    ran = tending.folder / "sinfo.ran"
+    os.mkfifo(tending.folder / "silent")
+    tending.tool("sinfo", f'#!/bin/sh\necho $$ >"{ran}"\nread line <{tending.folder}/silent\n')
+    process = tending.begin()
+    until(lambda: ran.exists() and ran.read_text(), "Slurm to be asked")
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate()
+    assert process.returncode == Exit.INTERRUPTED
+    until(lambda: not Path(f"/proc/{int(ran.read_text())}").exists(), "sinfo to be gone")
+    assert said == ""

@@ -1,0 +1,98 @@
+"""Runs the minute's work of a node below a folder, by the real commands as its processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.admin import tend
+from forestage.admin.tend import Part
+from forestage.clock import Clock
+from forestage.config import load_settings
+from forestage.paths import Places
+from forestage.system import lock, processes
+from forestage.system.run import Started
+from node import HANGS, until
+
+COMMAND = """#!{python}
+import sys
+from pathlib import Path
+from forestage.cache import disk
+from forestage.cli.main import World, main
+from forestage.clock import Clock
+from forestage.paths import Places
+{before}
+main(obj=World(Places(Path({root!r})), Clock()))
+"""
+LOOKS = 20  # in a row
+BLIND = """
+if sys.argv[1] == "evict":  # its disk stops at the moment after it was asked
+    disk.must_take = disk.must_serve = lambda *_: None
+"""
+
+
+class Tended:
+    """A node's minute: `run` is one, of which each part that is waited for may take its time.
+
+    But for those in `stuck`: such a part is waited for until its process hangs, and is at its limit
+    then. `started` are the processes, by part.
+    """
+
+    def __init__(self, places: Places, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.places = places
+        self.program = folder / "forestage"
+        self.program.write_text(
+            COMMAND.format(python=sys.executable, root=str(places.root), before=BLIND)
+        )
+        self.program.chmod(0o755)
+        patch.setattr(sys, "argv", [str(self.program), "tend"])
+        patch.setattr(tend, "RUN", HANGS)
+        self.stuck: Mapping[str, object] = {}
+        self.started: list[tuple[str, int]] = []
+        self.environ = dict(os.environ)
+
+    def run(self, clock: Clock | None = None) -> dict[str, tuple[str, int]]:
+        """What became of each part: its state, and its exit status."""
+        ends = tend.tend(self.places, clock or Clock(), self.parts(), self.start)
+        return {one.name: (one.state, one.code) for one in ends}
+
+    def parts(self) -> Iterator[Part]:
+        config = load_settings(self.places.etc).of_node
+        for part in tend.list_parts(self.places, config, False, False):
+            limit = 0.01 if part.name in self.stuck else HANGS
+            yield msgspec.structs.replace(part, limit=limit if part.limit else 0.0)
+
+    def start(self, part: Part, held: int) -> Started:
+        started = tend.start(self.environ, part, held)
+        self.started.append((part.name, started.pid))
+        if happens := self.stuck.get(part.name):
+            assert callable(happens)
+            until(lambda: happens(started.pid), f"{part.name} to hang")
+        return started
+
+    def pids(self, name: str) -> list[int]:
+        """The processes of a part that were started, in their order."""
+        return [pid for part, pid in self.started if part == name]
+
+    def is_free(self, name: str) -> bool:
+        return lock.is_free(tend.lock_file(self.places, name))
+
+    def wait(self, *names: str) -> None:
+        """Waits until the last processes of these parts have ended."""
+        for name in names:
+            until(lambda name=name: self.is_free(name), f"the end of {name}")  # type: ignore[misc]
+
+
+def hangs(pid: int) -> bool:
+    """Whether a process waits in the kernel, where no signal reaches it; not for a moment only."""
+    for _ in range(LOOKS):
+        if processes.stat(Path(f"/proc/{pid}")).state != "D":
+            return False
+        time.sleep(0.01)
+    return True
