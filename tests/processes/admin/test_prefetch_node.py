@@ -334,7 +334,7 @@ def test_copy_that_fails_each_time_is_tried_three_times(
         found = here.site.look(Path(images[0]))
         end = Copied("declined", image=images[0], key=found.key, reason="changed")
         if is_begun:
-            record(here.site.places.events, here.clock.at, "stager", job, [end], 0.0)
+            record(here.site.places, here.clock.at, "stager", job, [end], 0.0)
         return StageReport(
             (ImageResult(images[0], "copying" if is_begun else "declined", "changed"),)
         )
@@ -354,7 +354,7 @@ def test_copy_that_was_stopped_for_a_job_is_made_anew(here: Passes, monkeypatch:
     def stopped(node: Node, job: Job, images: list[str], *_: object) -> StageReport:
         found = here.site.look(Path(images[0]))
         end = Copied("declined", image=images[0], key=found.key, reason="stopped")
-        record(here.site.places.events, here.clock.at, "stager", job, [end], 0.0)
+        record(here.site.places, here.clock.at, "stager", job, [end], 0.0)
         return StageReport((ImageResult(images[0], "copying", "deadline"),))
 
     path = here.image("a")
