@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import multiprocessing
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -17,8 +18,11 @@ from pathlib import Path
 import pytest
 
 from forestage import events
-from forestage.admin import explain
-from forestage.cache.lease import Lease, Use
+from forestage.admin import explain, inventory, verify
+from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.node import Node as Here
+from forestage.clock import Clock
+from forestage.config import Config
 from forestage.errors import NotFound
 from forestage.events import Bad, Copied, Event, Handled, Released, user_files
 from forestage.system import files
@@ -235,6 +239,45 @@ def test_wrong_bytes_are_told_to_those_whose_jobs_had_the_entry(node: Node) -> N
     assert len(own(node, BOB)) == 1
     (told,) = [one.outcome for one in own(node) if isinstance(one.outcome, Bad)]
     assert (told.image, told.detail, told.chunks) == ("", "", 2)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Released("released", evicted=(KEYS[BOB.uid],)),
+        Handled("declined", "missing", request=f'/a/"key":"{KEYS[BOB.uid]}"'),
+    ],
+    ids=["evicted", "in a path"],
+)
+def test_wrong_bytes_are_not_told_to_those_whose_events_only_mention_the_key(
+    node: Node, outcome: events.Outcome
+) -> None:
+    events.record_events(node.places, [event(ALICE, 7, outcome), event(BOB, 8)])
+    bad = Bad("bad", "wrong-bytes", key=KEYS[BOB.uid], chunks=2)
+    events.tell_bad(node.places, Event(time.time(), "sweep", 0, bad))
+    assert (len(own(node)), len(own(node, BOB))) == (1, 2)
+
+
+def test_copy_that_cannot_be_told_to_others_is_recorded(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(leases: Leases, key: str) -> frozenset[int]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), leases.directory)
+
+    monkeypatch.setattr(Leases, "users_of", unreadable)
+    node.staged(7)
+    assert next(events.read(node.places.events)).hook == "stager"
+
+
+def test_wrong_bytes_that_cannot_be_told_to_users_are_recorded(node: Node) -> None:
+    """Somebody's hand has put a file in the directory's place."""
+    path = node.staged(7)
+    shutil.rmtree(node.places.users)
+    node.places.users.touch()
+    node.cache.image(node.identity(path).key).chmod(0o600)  # not what its record says
+    here = Here.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
+    assert verify.verify(here, inventory.gather(here).items, False, lambda text: None).bad == 1
+    assert [one.outcome.result for one in events.read(node.places.events)][-1] == "bad"
 
 
 # What users do to it

@@ -298,8 +298,9 @@ def _tell(node: Node, verdict: Verdict, since: float, manner: Manner) -> None:
     log.say(f"{manner.by} {events.words(found)}", by_slurm=True)
     now = node.clock.wall()
     event = Event(round(now, 3), manner.by, 0, found)
-    try:
+    with contextlib.suppress(OSError):  # root's event does not hang on what users are told
         events.tell_bad(node.places, event)
+    try:
         events.append(node.places.events, [event])
     except OSError as error:  # of the log's disk; the verdict is shown all the same
         losses.note_loss(node.places.lost_events, now, error)

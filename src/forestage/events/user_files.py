@@ -77,14 +77,19 @@ def list_users(users: Path) -> list[int]:
 
 
 def find_naming(users: Path, key: str) -> Iterator[int]:
-    """Yield the users whose events name this key: their jobs had it."""
+    """Yield the users with an event of this key: their jobs had it.
+
+    A key that was evicted for a job is another job's, and one in a path is the user's word. Quotes
+    in a text are escaped, so the field cannot be written by a user.
+    """
+    field = f'"key":"{key}"'.encode()
     for uid in list_users(users):
         with (
             contextlib.suppress(OSError),
             opened(file_of(users, uid), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd,
         ):
             start = max(0, os.fstat(fd).st_size - 2 * USER_FILE_BYTES)
-            if key.encode() in os.pread(fd, 2 * USER_FILE_BYTES, start):
+            if field in os.pread(fd, 2 * USER_FILE_BYTES, start):
                 yield uid
 
 
