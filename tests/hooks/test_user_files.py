@@ -324,6 +324,22 @@ def test_full_file_gives_its_front_back_and_keeps_its_latest_lines(node: Node) -
     assert explain.gather(node.places, 7, ALICE.uid).runs[-1].step == 599
 
 
+def test_full_file_gives_its_front_back_for_jobs_of_its_user_alone(node: Node) -> None:
+    """A user who has it mapped a million times holds up the process that does, for seconds."""
+    file = file_of(node)
+    events.record_events(node.places, [event(ALICE, 7)])
+    with file.open("ab") as full:
+        full.write((b"x" * 511 + b"\n") * (user_files.USER_FILE_BYTES // 512))
+    size, blocks = file.stat().st_size, file.stat().st_blocks
+    copy = event(BOB, 8, Copied("copied", key=KEYS[ALICE.uid]), hook="stager")
+    events.tell_copy(node.places, copy, {ALICE.uid})
+    assert file.stat().st_size > size
+    assert file.stat().st_blocks >= blocks
+    events.record_events(node.places, [event(ALICE, 7)])
+    assert file.stat().st_blocks * 512 < user_files.USER_FILE_BYTES
+    assert [one.hook for one in own(node)] == ["stager", "prolog"]
+
+
 def test_many_hooks_at_once_make_one_file_and_lose_no_line(node: Node) -> None:
     def hook(number: int) -> None:
         for step in range(20):

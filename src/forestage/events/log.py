@@ -281,7 +281,7 @@ def tell_bad(places: Places, event: Event) -> None:
 def _tell(places: Places, event: Event, uids: Iterable[int]) -> None:
     """The event has no user, job, path or text of others."""
     for uid in uids:
-        user_files.append_lines(places.users, uid, [_encoded(event)])
+        user_files.append_lines(places.users, uid, [_encoded(event)], is_own=False)
 
 
 def _encoded(event: Event) -> bytes:

@@ -41,11 +41,12 @@ def file_of(users: Path, uid: int) -> Path:
     return users / str(uid) / USER_FILE_NAME
 
 
-def append_lines(users: Path, uid: int, lines: Sequence[bytes]) -> None:
+def append_lines(users: Path, uid: int, lines: Sequence[bytes], is_own: bool = True) -> None:
     """Append lines to a user's file, which is made for the first ones. As root.
 
     What fails is left out: no job is worse off for what its user may read. Root, and who is
-    unknown (-1), has none.
+    unknown (-1), has none. Only events of the user's own jobs (`is_own`) have a full file
+    give its front back: a user who has it mapped a million times holds up the process that does.
     """
     if uid <= 0:
         return
@@ -55,7 +56,8 @@ def append_lines(users: Path, uid: int, lines: Sequence[bytes]) -> None:
             _make_file(users, uid)
         with opened(file, _APPEND) as fd:
             write_lines(fd, lines)
-            _give_back(fd)
+            if is_own:
+                _give_back(fd)
 
 
 def write_lines(fd: int, lines: Sequence[bytes]) -> None:
