@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from forestage import events
-from forestage.admin import explain, inventory, verify
+from forestage.admin import explain, inventory, sweep, verify
 from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
@@ -472,6 +472,45 @@ def test_users_of_a_node_are_bounded_and_the_longest_silent_goes(
     user_files.append_lines(node.places.users, 5001, [b"{}\n"])
     user_files.append_lines(node.places.users, 5004, [b"{}\n"])
     assert user_files.list_users(node.places.users) == [5001, 5003, 5004]
+
+
+@pytest.mark.parametrize("kind", ["file beside it", "directory in its place", "file", "link"])
+def test_what_an_admin_left_there_keeps_no_user_from_being_forgotten_or_told(
+    node: Node, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(user_files, "MAX_USERS", 2)
+    users = node.places.users
+    odd = user_files.file_of(users, 5001)
+    user_files.append_lines(users, 5002, [b"{}\n"])
+    os.utime(user_files.file_of(users, 5002), (1, 1))
+    if kind == "file":
+        odd.parent.touch()
+    else:
+        odd.parent.mkdir()
+        if kind == "file beside it":
+            odd.with_suffix(".old").touch()
+        else:
+            odd.mkdir() if kind == "directory in its place" else odd.symlink_to("/nowhere")
+    user_files.append_lines(users, 5003, [b"{}\n"])
+    user_files.append_lines(users, 5004, [b"{}\n"])
+    assert set(user_files.list_users(users)) >= {5003, 5004}
+    os.utime(user_files.file_of(users, 5004), (1, 1))
+    sweep.forget_users(Here.of(Config(), node.places, Clock()))
+    assert set(user_files.list_users(users)) - {5001} == {5003}
+
+
+def test_sweep_restores_rights_that_somebodys_hand_has_changed(node: Node) -> None:
+    node.staged(7)
+    file = file_of(node)
+    made = [os.getxattr(one, files.ACL) for one in (file.parent, file)]
+    for one in (node.places.users, file.parent, file):
+        one.chmod(0o777)
+    os.removexattr(file, files.ACL)
+    sweep.forget_users(Here.of(Config(), node.places, Clock()))
+    assert [os.getxattr(one, files.ACL) for one in (file.parent, file)] == made
+    assert stat.S_IMODE(node.places.users.stat().st_mode) == 0o711
+    assert "prolog" in attempt(ALICE, "print(open(words[0]).read())", file)
+    assert attempt(BOB, "os.stat(words[0])", file) == "PermissionError"
 
 
 def test_own_file_outlives_a_clock_that_is_set_back(node: Node) -> None:

@@ -221,7 +221,11 @@ def keep_unlisted(places: Places) -> None:
 
 
 def forget_users(node: Node) -> None:
-    """Removes the events of users who had none for long. Raises OSError."""
+    """Removes the events of users who had none for long, and keeps the rest unread by others.
+
+    Raises OSError.
+    """
+    user_files.keep_rights(node.places.users)
     user_files.remove_idle(node.places.users, node.clock.wall())
 
 

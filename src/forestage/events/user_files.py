@@ -95,6 +95,18 @@ def find_naming(users: Path, key: str) -> Iterator[int]:
                 yield uid
 
 
+def keep_rights(users: Path) -> None:
+    """Give folders and files the rights that they were made with. Raises OSError.
+
+    Somebody's hand may have changed them, for all of /run.
+    """
+    for uid in list_users(users):
+        folders.keep(users, folders.PASSABLE)
+        with contextlib.suppress(OSError):  # another thing by that name, or it went meanwhile
+            _set_rights(users / str(uid), uid, owner=7, user=1)
+            _set_rights(file_of(users, uid), uid, owner=6, user=4)
+
+
 def remove_idle(users: Path, now: float) -> None:
     """Remove the files of users without an event for IDLE_DAYS. Raises OSError."""
     for uid in list_users(users):
@@ -108,12 +120,10 @@ def _make_file(users: Path, uid: int) -> None:
     with opened(users, os.O_TMPFILE | os.O_RDWR, 0o600) as fd:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # an error (EINVAL) on all that is no tmpfs
         os.setxattr(fd, ACL, encode_acl(uid, owner=6, user=4))
-        known = list_users(users)
-        if uid not in known and len(known) >= MAX_USERS:
-            _remove(users, min(known, key=lambda one: _last_event(users, one)))
+        _make_room(users, uid)
         folder = users / str(uid)
         folders.make(folder, folders.PRIVATE)
-        os.setxattr(folder, ACL, encode_acl(uid, owner=7, user=1), follow_symlinks=False)
+        _set_rights(folder, uid, owner=7, user=1)
         with (
             opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as here,
             contextlib.suppress(FileExistsError),  # another hook was faster
@@ -133,6 +143,18 @@ def _give_back(fd: int) -> None:
         libc.call("fallocate", fd, _KEEP_SIZE | _PUNCH_HOLE, libc.wide(0), libc.wide(length))
 
 
+def _set_rights(path: Path, uid: int, owner: int, user: int) -> None:
+    os.setxattr(path, ACL, encode_acl(uid, owner, user), follow_symlinks=False)
+
+
+def _make_room(users: Path, uid: int) -> None:
+    """Remove as many of the longest silent users as are too many beside this one."""
+    others = [one for one in list_users(users) if one != uid]
+    others.sort(key=lambda one: _last_event(users, one))
+    for one in others[: max(0, len(others) - MAX_USERS + 1)]:
+        _remove(users, one)
+
+
 def _last_event(users: Path, uid: int) -> float:
     """Return when a user's file was written last; 0 if there is none."""
     try:
@@ -142,10 +164,13 @@ def _last_event(users: Path, uid: int) -> float:
 
 
 def _remove(users: Path, uid: int) -> None:
-    """Remove a user's file and folder, and empty the file: somebody may have it open."""
+    """Remove a user's file and folder, and empty the file: somebody may have it open.
+
+    What an admin put there stays, and keeps no other user's from being removed.
+    """
     file = file_of(users, uid)
-    with contextlib.suppress(FileNotFoundError), opened(file, _APPEND) as fd:
+    with contextlib.suppress(OSError), opened(file, _APPEND) as fd:
         file.unlink()
         os.ftruncate(fd, 0)
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         file.parent.rmdir()
