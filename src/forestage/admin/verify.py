@@ -185,6 +185,10 @@ def _judged(
         if isinstance(found, Compared):
             return _with(verdict, found, "source", "")
         why = found
+    if not entry.digest:  # copied with `digest: false`, which an earlier build had
+        result: Result = "bad" if manner.doubted else "unverifiable"
+        detail = f"{why}, and no checksum was taken"
+        return msgspec.structs.replace(verdict, result=result, detail=detail)
     digests = node.cache.digests(entry)
     if digest.of_image(digests) != entry.digest:
         detail = f"{why}, and its checksums are damaged"

@@ -13,6 +13,9 @@ from forestage.cache.part import ENTRY_BYTES
 MISSING = bytes(ENTRY_BYTES)
 """In a map: this chunk is not in yet."""
 
+UNKNOWN = b"\x01" + bytes(ENTRY_BYTES - 1)
+"""In the map of an entry that was copied with `digest: false`, which an earlier build had."""
+
 
 def of_chunk(data: memoryview | bytes) -> bytes:
     """The digest of one chunk. Runs without Python's global lock."""

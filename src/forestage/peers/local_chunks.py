@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from forestage.cache import digest
 from forestage.cache.layout import Cache, Entry, open_copy
 from forestage.cache.part import ENTRY_BYTES, boot_id, chunk_count
 from forestage.peers import origins
@@ -94,6 +95,8 @@ def look(cache: Cache, key: str) -> Known:
         with contextlib.suppress(FileNotFoundError):
             # The map first: what is noted later of a chunk is true of this one as well.
             digests = files.read(directory / "map")
+            if digests.startswith(digest.UNKNOWN):  # nobody could prove what came
+                return Known()
             noted = origins.read(directory)
             if noted is not None or (directory / "map").exists():
                 return Known(digests, noted, is_whole)
@@ -171,6 +174,8 @@ def _chunk(
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with files.opened(directory / "map", flags) as digests:
             noted = os.pread(digests, ENTRY_BYTES, number * ENTRY_BYTES)
+        if noted == digest.UNKNOWN:
+            return Absent()
         if not any(noted):
             return Pending(start, size) if is_copied else Absent()
         return Present(open_copy(directory / "image"), start, size, noted)

@@ -187,6 +187,20 @@ def test_changed_source_makes_checksums_count(
     assert not kept(site, key)
 
 
+def test_entry_whose_build_took_no_checksums_is_not_called_bad(site: Site, source: Path) -> None:
+    key = site.publish(source)
+    place, (known,) = site.node.cache.entry_dir(key), site.node.cache.stored_entries()
+    (place / "map").write_bytes(digest.UNKNOWN * 4)
+    record = msgspec.structs.replace(known.entry, digest="")
+    (place / "entry.json").write_bytes(msgspec.json.encode(record))
+    assert one(site)["result"] == "ok"  # by its source
+    source.unlink()
+    found = one(site)
+    assert (found["result"], found["against"]) == ("unverifiable", "nothing")
+    assert "no checksum was taken" in found["detail"]
+    assert kept(site, key)
+
+
 @pytest.mark.parametrize("damage", ["spoiled", "short", "gone"])
 def test_damaged_checksums_make_entry_bad_only_without_source(
     site: Site, source: Path, damage: str

@@ -52,6 +52,13 @@ def read(found: Found) -> bytes:
         return os.pread(file.fileno(), found.size, found.start)
 
 
+def test_chunk_without_a_digest_is_not_given(cache: Cache) -> None:
+    copying(cache, digest.UNKNOWN * 3)
+    publish(cache)
+    assert local_chunks.find(cache, KEY, 1) == Absent()
+    assert local_chunks.look(cache, KEY) == local_chunks.Known()
+
+
 @pytest.mark.parametrize("published", [False, True])
 def test_chunk_of_entry_is_found_with_its_digest(cache: Cache, published: bool) -> None:
     copying(cache)
