@@ -209,7 +209,7 @@ static void append_line(int fd, const char *line)
  * Only hooks make the file. Many steps may come before the next hook, so a full one gives its front
  * back here, too.
  */
-static void tell_user(uid_t uid, const char *line)
+static void append_for_user(uid_t uid, const char *line)
 {
 	char name[sizeof(USERS USER_FILE_NAME) + 16];
 	struct stat st;
@@ -239,7 +239,7 @@ void append_event(const char *log, const struct event *event)
 
 	if (length <= 0 || (size_t)length >= sizeof(line))
 		return;
-	tell_user(event->uid, line); /* first where no disk hangs */
+	append_for_user(event->uid, line); /* first where no disk hangs */
 	/* No link is followed, and a FIFO without a reader is an error and no wait. */
 	int fd = open(log, O_RDWR | O_APPEND | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0640);
 	if (fd < 0)

@@ -222,7 +222,7 @@ def test_copy_of_others_that_came_too_late_is_explained_without_its_job(node: No
     copy = Copied("copied", image="/lustre/a", key=KEYS[ALICE.uid], size=1, wait=9.0)
     now = time.time()
     events.record_events(node.places, [event(ALICE, 7, late, time=now)])
-    events.tell_copy(
+    events.report_copy(
         node.places, event(BOB, 8, copy, hook="stager", time=now + 1, total=9.0), {ALICE.uid}
     )
     text = said(node, 7, ALICE)
@@ -234,7 +234,7 @@ def test_copy_of_others_that_came_too_late_is_explained_without_its_job(node: No
 def test_wrong_bytes_are_told_to_those_whose_jobs_had_the_entry(node: Node) -> None:
     events.record_events(node.places, [event(ALICE, 7), event(BOB, 8)])
     bad = Bad("bad", "wrong-bytes", image="/lustre/alice/img.sqsh", key=KEYS[ALICE.uid], chunks=2)
-    events.tell_bad(node.places, Event(time.time(), "sweep", 0, bad))
+    events.report_bad_entry(node.places, Event(time.time(), "sweep", 0, bad))
     assert "WRONG BYTES?" in said(node, 7, ALICE)
     assert len(own(node, BOB)) == 1
     (told,) = [one.outcome for one in own(node) if isinstance(one.outcome, Bad)]
@@ -254,7 +254,7 @@ def test_wrong_bytes_are_not_told_to_those_whose_events_only_mention_the_key(
 ) -> None:
     events.record_events(node.places, [event(ALICE, 7, outcome), event(BOB, 8)])
     bad = Bad("bad", "wrong-bytes", key=KEYS[BOB.uid], chunks=2)
-    events.tell_bad(node.places, Event(time.time(), "sweep", 0, bad))
+    events.report_bad_entry(node.places, Event(time.time(), "sweep", 0, bad))
     assert (len(own(node)), len(own(node, BOB))) == (1, 2)
 
 
@@ -332,7 +332,7 @@ def test_full_file_gives_its_front_back_for_jobs_of_its_user_alone(node: Node) -
         full.write((b"x" * 511 + b"\n") * (user_files.USER_FILE_BYTES // 512))
     size, blocks = file.stat().st_size, file.stat().st_blocks
     copy = event(BOB, 8, Copied("copied", key=KEYS[ALICE.uid]), hook="stager")
-    events.tell_copy(node.places, copy, {ALICE.uid})
+    events.report_copy(node.places, copy, {ALICE.uid})
     assert file.stat().st_size > size
     assert file.stat().st_blocks >= blocks
     events.record_events(node.places, [event(ALICE, 7)])

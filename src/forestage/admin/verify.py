@@ -303,7 +303,7 @@ def _tell(node: Node, verdict: Verdict, since: float, manner: Manner) -> None:
     now = node.clock.wall()
     event = Event(round(now, 3), manner.by, 0, found)
     with contextlib.suppress(OSError):  # root's event does not hang on what users are told
-        events.tell_bad(node.places, event)
+        events.report_bad_entry(node.places, event)
     try:
         events.append(node.places.events, [event])
     except OSError as error:  # of the log's disk; the verdict is shown all the same

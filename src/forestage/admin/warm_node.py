@@ -63,17 +63,17 @@ def results(
 
         return wait_for_copies(look, clock)
     except PermissionError:
-        return _told(places, clock, job, images)
+        return _results_for_user(places, clock, job, images)
     except (ForestageError, OSError) as error:
         reason = "config" if isinstance(error, ConfigError) else "io"
         detail = printable(str(error))
         return tuple(ImageResult(image, "failed", reason, detail) for image in images)
 
 
-def _told(
+def _results_for_user(
     places: Places, clock: Clock, job: int, images: tuple[str, ...]
 ) -> tuple[ImageResult, ...]:
-    """What the user's own events say; whether a copy is alive they do not."""
+    """Return what the user's own events say; whether a copy is alive they do not."""
     until = clock.monotonic() + UNHEARD
 
     def look() -> Seen:

@@ -25,8 +25,8 @@ from forestage.events.log import read as read
 from forestage.events.log import read_own as read_own
 from forestage.events.log import record as record
 from forestage.events.log import record_events as record_events
+from forestage.events.log import report_bad_entry as report_bad_entry
+from forestage.events.log import report_copy as report_copy
 from forestage.events.log import summary as summary
-from forestage.events.log import tell_bad as tell_bad
-from forestage.events.log import tell_copy as tell_copy
 from forestage.events.log import unread as unread
 from forestage.events.log import words as words

@@ -247,8 +247,8 @@ def record_events(places: Places, events: Iterable[Event]) -> None:
     append(places.events, events)
 
 
-def tell_copy(places: Places, event: Event, uids: Iterable[int]) -> None:
-    """Tells users whose jobs hold its key that another user's copy of it has ended."""
+def report_copy(places: Places, event: Event, uids: Iterable[int]) -> None:
+    """Append the end of a copy to the files of other users, whose jobs hold its key."""
     outcome = event.outcome
     if isinstance(outcome, Copied):
         known = Copied(
@@ -260,11 +260,11 @@ def tell_copy(places: Places, event: Event, uids: Iterable[int]) -> None:
             copying=outcome.copying,
             resumed=outcome.resumed,
         )
-        _tell(places, Event(event.time, event.hook, 0, known, total=event.total), uids)
+        _append_to_users(places, Event(event.time, event.hook, 0, known, total=event.total), uids)
 
 
-def tell_bad(places: Places, event: Event) -> None:
-    """Tells the users whose jobs had an entry that its bytes were found bad."""
+def report_bad_entry(places: Places, event: Event) -> None:
+    """Append that an entry was found bad to the files of users whose jobs had it."""
     outcome = event.outcome
     if isinstance(outcome, Bad):
         known = Bad(
@@ -274,12 +274,12 @@ def tell_bad(places: Places, event: Event) -> None:
             chunks=outcome.chunks,
             since=outcome.since,
         )
-        uids = user_files.find_naming(places.users, outcome.key)
-        _tell(places, Event(event.time, event.hook, 0, known), uids)
+        uids = user_files.find_users_of(places.users, outcome.key)
+        _append_to_users(places, Event(event.time, event.hook, 0, known), uids)
 
 
-def _tell(places: Places, event: Event, uids: Iterable[int]) -> None:
-    """The event has no user, job, path or text of others."""
+def _append_to_users(places: Places, event: Event, uids: Iterable[int]) -> None:
+    """Append an event, which has no user, job, path or text of others. Raises OSError."""
     for uid in uids:
         user_files.append_lines(places.users, uid, [_encoded(event)], is_own=False)
 

@@ -57,7 +57,7 @@ def append_lines(users: Path, uid: int, lines: Sequence[bytes], is_own: bool = T
         with opened(file, _APPEND) as fd:
             write_lines(fd, lines)
             if is_own:
-                _give_back(fd)
+                _punch_front(fd)
 
 
 def write_lines(fd: int, lines: Sequence[bytes]) -> None:
@@ -78,7 +78,7 @@ def list_users(users: Path) -> list[int]:
         return []
 
 
-def find_naming(users: Path, key: str) -> Iterator[int]:
+def find_users_of(users: Path, key: str) -> Iterator[int]:
     """Yield the users with an event of this key: their jobs had it.
 
     A key that was evicted for a job is another job's, and one in a path is the user's word. Quotes
@@ -131,7 +131,7 @@ def _make_file(users: Path, uid: int) -> None:
             os.link(f"/proc/self/fd/{fd}", USER_FILE_NAME, dst_dir_fd=here)
 
 
-def _give_back(fd: int) -> None:
+def _punch_front(fd: int) -> None:
     """Give the front of a full file back. Raises OSError.
 
     It is no new file, and not the end that is cut off: lines that another hook writes meanwhile

@@ -208,7 +208,7 @@ def _report(task: Task, figures: "Figures", error: Declined | None, took: float)
     log.say(f"stager job={job.id} {events.summary(job, [outcome], took)}", by_slurm=True)
     event = events.of_job(job, "stager", outcome, node.clock.wall(), took)
     with contextlib.suppress(OSError):  # the job's event does not hang on what others are told
-        events.tell_copy(node.places, event, node.leases.users_of(task.key) - {job.user.uid})
+        events.report_copy(node.places, event, node.leases.users_of(task.key) - {job.user.uid})
     try:
         events.record_events(node.places, [event])
     except OSError as failure:  # a full log disk is no reason to lose a copy
