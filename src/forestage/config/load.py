@@ -291,7 +291,7 @@ def _add(where: str, above: tuple[str, ...], raw: object, found: _Found) -> None
 
 def _set(where: str, partition: str | None, key: str, raw: object, found: _Found) -> None:
     full = dotted(partition, key)
-    if key in REMOVED and not _has_keys(raw):
+    if key in REMOVED and not _has_keys(key, raw):
         found.removed[key] = tuple(dict.fromkeys((*found.removed.get(key, ()), where)))
         return
     try:
@@ -306,12 +306,14 @@ def _set(where: str, partition: str | None, key: str, raw: object, found: _Found
     found.origins[full] = where
 
 
-def _has_keys(raw: object) -> bool:
-    """Whether there are keys below a removed one: one that excludes must not go with it, unread."""
-    if isinstance(raw, dict):
-        names = {part for name in KEYS for part in name.split(".")}
-        return not names.isdisjoint(raw) or any(map(_has_keys, raw.values()))
-    return isinstance(raw, list) and any(map(_has_keys, raw))
+def _has_keys(key: str, raw: object) -> bool:
+    """Whether there are keys below a removed one: one that excludes must not go with it, unread.
+
+    Known or misspelt: with an unknown key nothing is staged. Below one there were names of nodes.
+    """
+    if key == "peers.addresses" and isinstance(raw, dict):
+        return not all(isinstance(address, str) for address in raw.values())
+    return isinstance(raw, (dict, list))
 
 
 def _not_a_key(partition: str | None, key: str) -> str:

@@ -274,7 +274,7 @@ data: {enabled: false}
 registry: {enabled: false}
 partitions: {gpu: {enabled: true, sources: [], max_image_size: 1M}}
 """
-VALUES = ["", "false", "drain", "0", "2026-01-01", "{n1: 10.0.0.1}", "[a, {b: c}]"]
+VALUES = ["", "false", "drain", "0", "2026-01-01"]
 
 
 def with_key(key: str, value: str) -> str:
@@ -309,7 +309,14 @@ def test_key_of_a_partition_that_was_removed_changes_nothing_there(
     assert found.for_partition("old") == before.config
 
 
-@pytest.mark.parametrize("below", ["enabled: false", "n1: {sources: 1}", "- peers: 1"])
+def test_removed_addresses_may_be_those_of_nodes_with_a_keys_name(tmp_path: Path) -> None:
+    found = read(tmp_path, with_key("peers.addresses", "{data: 10.0.0.1, store: 10.0.0.2}"))
+    assert list(found.removed) == ["peers.addresses"]
+
+
+@pytest.mark.parametrize(
+    "below", ["enabled: false", "n1: {sources: 1}", "- peers: 1", "enabeld: false"]
+)
 @pytest.mark.parametrize("key", REMOVED)
 def test_keys_that_are_indented_below_a_removed_one_are_an_error(
     tmp_path: Path, key: str, below: str
