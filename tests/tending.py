@@ -68,7 +68,7 @@ class Tended:
             limit = 0.01 if part.name in self.stuck else HANGS
             yield msgspec.structs.replace(part, limit=limit if part.limit else 0.0)
 
-    def start(self, part: Part, held: int) -> Started:
+    def start(self, part: Part, held: int | None) -> Started:
         started = tend.start(self.environ, part, held)
         self.started.append((part.name, started.pid))
         if happens := self.stuck.get(part.name):

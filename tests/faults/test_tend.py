@@ -13,6 +13,7 @@ from fault import image
 
 from forestage.cache.lease import Lease
 from forestage.paths import Places
+from forestage.system import mounts
 from node import ALICE, Later, Node, until
 from tending import Tended, hangs
 
@@ -90,6 +91,15 @@ def test_slurm_that_says_nothing_keeps_no_room_from_being_made(
     silent.write_text("\n")
     tended.wait("sweep")
     assert node.leases.jobs() == (7,)
+
+
+def test_run_that_takes_no_writes_keeps_no_room_from_being_made(node: Node, tended: Tended) -> None:
+    fill(node)
+    mounts.mount(str(node.places.run), str(node.places.run), mounts.MS_BIND)
+    subprocess.run(["mount", "-o", "remount,bind,ro", node.places.run], check=True)
+    ends = tended.run()
+    assert (ends["room"], ends["sweep"]) == (("ended", 0), ("failed", 0))
+    assert node.entries() == set()
 
 
 def test_source_that_hangs_keeps_neither_room_nor_its_own_part_from_later_runs(

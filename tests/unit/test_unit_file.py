@@ -77,6 +77,12 @@ def test_run_overlaps_no_other_and_ends_before_systemd_ends_it() -> None:
     assert tend.RUN + tend.GONE < 50 < int(values("TimeoutStartSec", "forestage")[0]) < 60
 
 
+def test_service_of_each_minute_makes_no_part_nice() -> None:
+    """With nice 19 the kernel takes the lowest I/O priority, and room is to have that of any."""
+    found = re.findall(r"^(Nice|IOWeight|IOScheduling\w+)=", unit("forestage.service"), re.M)
+    assert found == []
+
+
 def test_minutes_work_waits_for_nothing_that_may_hang() -> None:
     """Neither for slurmd, which asks slurmctld, nor for mounts."""
     assert re.findall(r"^(?:After|Wants|Requires)=(.*)$", unit("forestage.service"), re.M) == [

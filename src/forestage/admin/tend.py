@@ -13,6 +13,7 @@ the part out until it is gone.
     proofs      the same: reads the entries that are due
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +34,7 @@ from forestage.units import printable
 RUN = 48.0  # seconds: the next run begins a minute after this one did
 GONE = 1.0  # seconds for a killed process to be gone; one that hangs in the kernel is left behind
 TENTH = 590.0  # seconds between two sweeps: the tenth run begins ten minutes later, or a bit more
-IDLE = ("ionice", "-c", "3")  # of util-linux, as setpriv is
+IDLE = ("ionice", "-c", "3", "nice", "-n", "19")  # ionice is of util-linux, as setpriv is
 OOM_SCORE_ADJ = 500  # as in forestage.service: the kernel ends it before jobs
 UNMOUNTED = 12  # how a command ends that has no cache here yet (cli/world.Exit)
 
@@ -44,7 +45,7 @@ class Part(msgspec.Struct, frozen=True):
     """One part: its command, and for how many seconds the run waits for it.
 
     With a limit of 0 the run does not wait, and the part may outlive it. `every` are the seconds
-    between two beginnings. `is_idle` leaves all I/O of others to go first. `done` is a file that is
+    between two beginnings. `is_idle` leaves CPU and I/O to others first. `done` is a file that is
     made once the part has succeeded.
     """
 
@@ -75,8 +76,8 @@ class PartEnd(msgspec.Struct, frozen=True):
         return self.state in ("cut", "hangs", "failed") or self.code not in (0, UNMOUNTED)
 
 
-Start = Callable[[Part, int], Started]
-"""Starts a part, whose process inherits this descriptor of its lock."""
+Start = Callable[[Part, int | None], Started]
+"""Starts a part, whose process inherits this descriptor of its lock, if there is one."""
 
 
 def list_parts(
@@ -112,14 +113,16 @@ def lock_file(places: Places, name: str) -> Path:
 
 
 def tend(places: Places, clock: Clock, parts: Iterator[Part], start: Start) -> Iterator[PartEnd]:
-    """Run the parts that are due, and tell what became of each. Raises OSError."""
+    """Run the parts that are due, and tell what became of each."""
     end = Deadline.after(RUN, clock)
-    folders.keep(places.locks)
+    with contextlib.suppress(OSError):  # the parts that need a lock tell why there is none
+        folders.make(places.run, folders.PASSABLE)
+        folders.keep(places.locks)
     for part in parts:
         file = lock_file(places, part.name)
-        if not _is_due(file, part.every, clock) or (part.limit and not end.left()):
-            continue
         try:
+            if not _is_due(file, part.every, clock) or (part.limit and not end.left()):
+                continue
             process = _start(part, file, clock.wall(), start)
         except (ForestageError, OSError) as error:  # the other parts need not fail for that
             yield PartEnd(part.name, "failed", detail=printable(str(error)))
@@ -134,6 +137,8 @@ def tend(places: Places, clock: Clock, parts: Iterator[Part], start: Start) -> I
 
 def _is_due(file: Path, every: float, clock: Clock) -> bool:
     """Whether a part began so long ago, or at a time that this clock has yet to reach."""
+    if not every:
+        return True
     try:
         began = file.stat().st_mtime
     except FileNotFoundError:
@@ -142,8 +147,17 @@ def _is_due(file: Path, every: float, clock: Clock) -> bool:
 
 
 def _start(part: Part, file: Path, now: float, start: Start) -> Started | None:
-    """Start a part, or return None if its last process still lives."""
-    held = lock.acquire_now(file)
+    """Start a part, or return None if its last process still lives.
+
+    Where no lock can be made (/run is full or read-only), a part with a limit goes without: jobs
+    may be waiting for the room.
+    """
+    try:
+        held = lock.acquire_now(file)
+    except OSError:
+        if not part.limit:
+            raise
+        return start(part, None)
     if held is None:
         return None
     try:
@@ -158,7 +172,8 @@ def _wait(part: Part, process: Started, limit: float) -> PartEnd:
         if process.wait(limit):
             code = process.code or 0
             if part.done is not None and code == 0:
-                part.done.touch()
+                with contextlib.suppress(OSError):  # /run is full: the next run finds it done again
+                    part.done.touch()
             return PartEnd(part.name, "ended", code)
     finally:
         if process.code is None:  # also where this run is to end
@@ -167,14 +182,16 @@ def _wait(part: Part, process: Started, limit: float) -> PartEnd:
     return PartEnd(part.name, "cut" if gone else "hangs", detail=f"process {process.pid}")
 
 
-def start(environ: Mapping[str, str], part: Part, held: int) -> Started:
+def start(environ: Mapping[str, str], part: Part, held: int | None) -> Started:
     """Start a part by the program that this process is. Raises Failed, OSError.
 
     What may outlive the run leaves the unit's cgroup, as systemd complains of what is left there.
+    The others end with this process: nobody would end them at their limit if it was killed.
     """
-    words = (*(IDLE if part.is_idle else ()), str(Path(sys.argv[0]).absolute()), *part.command)
+    program = (*(IDLE if part.is_idle else ()), str(Path(sys.argv[0]).absolute()))
+    words = (*(run.DIES_WITH_US if part.limit else ()), *program, *part.command)
     leave = run.nowhere if part.limit else partial(child.leave_job, OOM_SCORE_ADJ, "idle")
-    return run.start_command(words, environ, (held,), leave)
+    return run.start_command(words, environ, () if held is None else (held,), leave)
 
 
 def sentence(end: PartEnd) -> str:

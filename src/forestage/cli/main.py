@@ -305,7 +305,6 @@ def tend(ctx: click.Context) -> None:
     from forestage.cache import disk_errors
     from forestage.errors import ConfigError
     from forestage.slurm.queue import Slurm
-    from forestage.system import folders
 
     if os.geteuid() != 0:
         raise PermissionError(errno.EPERM, "the cache is root's")
@@ -319,7 +318,6 @@ def tend(ctx: click.Context) -> None:
     is_apart = host is not None and prefetch_host.is_here(host.host, Slurm.of(os.environ))
     is_apart = is_apart and not places.called("prolog").exists()
     parts = work.list_parts(places, config, is_apart, bool(disk_errors.known(places).since))
-    folders.make(places.run, folders.PASSABLE)
     has_failed = False
     with ending_as_interrupt():
         for end in work.tend(places, clock, parts, partial(work.start, os.environ)):

@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 
 from commands import Site
+from forestage.admin import tend
 from forestage.cli.main import World
 from forestage.cli.world import Exit
 from forestage.clock import Clock
+from forestage.config import Config
+from forestage.config.keys import Prefetching
 from forestage.slurm.queue import this_node
-from node import until
+from forestage.system import lock
+from node import HANGS, until
 from tending import COMMAND
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the cache is root's")
@@ -54,6 +58,17 @@ class Tending:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def begin_beside_silent_slurm(self) -> tuple[subprocess.Popen[str], int]:
+        """Begins a run of the prefetch host; the process in which Slurm is asked, and is silent."""
+        name = this_node({})
+        self.site.file.write_text(f"cache: /none/forestage\nprefetch: {{host: {name}}}\n")
+        ran, silent = self.folder / "sinfo.ran", self.folder / "silent"
+        os.mkfifo(silent)
+        self.tool("sinfo", f'#!/bin/sh\necho $$ >"{ran}"\nread line <{silent}\n')
+        process = self.begin()
+        until(lambda: ran.exists() and ran.read_text(), "Slurm to be asked")
+        return process, int(ran.read_text())
 
     def run(self) -> tuple[int, str]:
         """How it ended, and all that it and its parts wrote, those that outlive it as well."""
@@ -103,15 +118,35 @@ def test_wrong_configuration_is_said_once_and_in_the_exit_status(tending: Tendin
 
 
 def test_tend_that_systemd_ends_takes_the_part_along_that_it_waits_for(tending: Tending) -> None:
-    name = this_node({})
-    tending.site.file.write_text(f"cache: /none/forestage\nprefetch: {{host: {name}}}\n")
-    ran = tending.folder / "sinfo.ran"
-    os.mkfifo(tending.folder / "silent")
-    tending.tool("sinfo", f'#!/bin/sh\necho $$ >"{ran}"\nread line <{tending.folder}/silent\n')
-    process = tending.begin()
-    until(lambda: ran.exists() and ran.read_text(), "Slurm to be asked")
+    process, asked = tending.begin_beside_silent_slurm()
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate()
     assert process.returncode == Exit.INTERRUPTED
-    until(lambda: not Path(f"/proc/{int(ran.read_text())}").exists(), "sinfo to be gone")
+    until(lambda: not Path(f"/proc/{asked}").exists(), "sinfo to be gone")
     assert said == ""
+
+
+def test_tend_that_is_killed_takes_the_part_along_that_it_waits_for(tending: Tending) -> None:
+    """Else nothing would end it, and its lock would have the part left out for ever."""
+    process, asked = tending.begin_beside_silent_slurm()
+    process.kill()
+    process.communicate()
+    until(lambda: not Path(f"/proc/{asked}").exists(), "sinfo to be gone")
+    file = tend.lock_file(tending.site.places, "prefetch")
+    until(lambda: lock.is_free(file), "the part to be gone")
+
+
+def test_parts_that_may_take_long_alone_are_nice_and_have_idle_io(
+    tending: Tending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So has what they start, as a copy that `prefetch` begins."""
+    tending.tool("forestage", f'#!/bin/sh\n(nice; ionice) >"{tending.folder}/$1"\n')
+    monkeypatch.setattr(sys, "argv", [str(tending.program), "tend"])
+    places = tending.site.places
+    config = Config(prefetch=Prefetching(host="ctl1"), warm_at_boot=("/a",))
+    for part in tend.list_parts(places, config, False, False):
+        started = tend.start({**os.environ}, part, None)
+        assert started.wait(HANGS)
+        nice, io = (tending.folder / part.command[0]).read_text().splitlines()
+        own = (str(os.nice(0)), subprocess.check_output(["ionice"], text=True).strip())
+        assert (nice, io) == (("19", "idle") if part.is_idle else own), part.name

@@ -63,13 +63,13 @@ class Run:
     def __call__(self) -> list[PartEnd]:
         return [*tend.tend(self.places, self.clock, iter(self.parts), self.start)]
 
-    def start(self, part: Part, held: int) -> Started:
+    def start(self, part: Part, held: int | None) -> Started:
         self.started.append(part.name)
         found = self.processes.setdefault(part.name, Process())
         if isinstance(found, Exception):
             raise found
         # As a process that inherits it does.
-        if found.code is None:
+        if found.code is None and held is not None:
             self.locks.append(os.dup(held))
         return cast("Started", found)
 
@@ -172,6 +172,18 @@ def test_part_that_cannot_be_started_keeps_no_other_from_it(tmp_path: Path) -> N
     prefetch, sweep = run()
     assert (prefetch.has_failed, sweep.state) == (True, "begun")
     assert "ionice" in tend.sentence(prefetch)
+
+
+def test_part_with_a_limit_runs_without_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
+    """One without could run beside another for hours."""
+    done = tmp_path / "none/done"
+    parts = Part("room", (), 20.0), Part("warm", (), 15.0, done=done), Part("sweep", ())
+    run = Run(tmp_path, *parts)
+    run.places.run.parent.mkdir()
+    run.places.run.touch()
+    room, warm, sweep = run()
+    assert (room.state, warm.state, sweep.state) == ("ended", "ended", "failed")
+    assert run.started == ["room", "warm"]
 
 
 @pytest.mark.parametrize(
