@@ -544,7 +544,7 @@ DISK = [
     warning("cache-quota", mount_of_cache("/dev/md0 rw", "/dev/md0 rw,grpjquota=aquota.group")),
     critical(
         "disk-errors",
-        wrote("/run/forestage/disk.json", '{"since": 1.0, "why": "nvme0n1 counts 3 media errors"}'),
+        wrote("/run/forestage/disk.json", '{"since": 1.0, "why": "I/O error, dev nvme0n1"}'),
     ),
     critical("cache-not-ours", lambda node: node.at("/mnt/nvme/forestage").chmod(0o755)),
     critical(
