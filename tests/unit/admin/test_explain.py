@@ -48,7 +48,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
         found |= set(re.findall(r'(?:Declined|Failed|__init__)\(\s*"([a-z-]+)"', text))
         found |= set(re.findall(r'"(registry-[a-z]+)"', text))
         found |= set(re.findall(r'reason(?:, detail)? ?= ?"([a-z-]+)"', text))
-    companion = (SOURCE.parent / "spank/forestage.h").read_text()
+    companion = (SOURCE.parent / "spank/constants.h").read_text()
     found |= set(re.findall(r'#define (?:NO_)?MOUNT\w* "([a-z-]+)"', companion))
     assert found - set(REASONS) == set()
     assert set(REASONS) - found == set(), "reasons that nothing gives any more"

@@ -171,7 +171,7 @@ def test_chunk_that_the_disk_does_not_give_begins_doubt(
         raise OSError(error, os.strerror(error))
 
     counters = Counters(staging_node.places.peer, 0.0)
-    service = server.Service(staging_node, KeyFile(b"k" * 64), counters, "n1", lambda *_: b"")
+    service = server.Service(staging_node, KeyFile(b"k" * 64), counters, "n1")
     monkeypatch.setattr(service, "_answer", fails)
     request = SimpleNamespace(remote="n2", transport=None)
     assert asyncio.run(service.handle(request)).status == 500  # type: ignore[arg-type]
