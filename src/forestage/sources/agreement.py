@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -42,8 +42,6 @@ AT_START = 20.0  # … at a job's start, where nobody waits for this
 LONGEST = 60.0  # seconds for that node to look at all, at a job's start
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two questions
 SKEW = 30.0  # seconds that a step's look may be old, by the clocks of two nodes
-
-T = TypeVar("T")
 
 
 class Look(msgspec.Struct, frozen=True):
