@@ -604,6 +604,15 @@ def test_entry_that_cannot_be_proven_goes_while_there_is_doubt(
     assert not doubted(site)
 
 
+def test_entry_whose_build_took_no_checksums_goes_while_there_is_doubt(site: Site) -> None:
+    site.forget_checksums(site.publish(site.image("a.sqsh", b"squashfs" * CHUNK)))
+    assert [one.result for one in swept(site).verified] == []
+    disk_errors.begin(site.places, site.world.clock, "a bad block")
+    (verdict,) = swept(site).verified
+    assert (verdict.result, verdict.evicted) == ("bad", True)
+    assert not doubted(site)
+
+
 def test_doubt_stays_while_an_entry_cannot_be_read(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
