@@ -84,9 +84,9 @@ def test_service_of_each_minute_makes_no_part_nice() -> None:
 
 
 def test_minutes_work_waits_for_nothing_that_may_hang() -> None:
-    """Neither for slurmd, which asks slurmctld, nor for mounts."""
+    """Neither for munge, nor for slurmd, which asks slurmctld, nor for mounts."""
     assert re.findall(r"^(?:After|Wants|Requires)=(.*)$", unit("forestage.service"), re.M) == [
-        "local-fs.target munge.service"
+        "local-fs.target"
     ]
 
 

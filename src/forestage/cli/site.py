@@ -35,8 +35,8 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
 
     Prints the lines to add to slurm.conf and plugstack.conf, and those by which jobs can ask for
     nodes with the cache's disk. Where Prolog= names a directory's files, --yes makes the link
-    there. With --yes, the timer and the socket for users are switched on as well, and users
-    can no longer list /etc/forestage on this node.
+    there. With --yes, the timer is switched on as well, and users can no longer list
+    /etc/forestage on this node.
     """
     from forestage.check import enable as work
     from forestage.config import directories
