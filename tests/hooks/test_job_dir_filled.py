@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
@@ -540,6 +541,25 @@ def test_confined_process_has_no_way_back(dirs: Dirs, tmp_path: Path) -> None:
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+CONFINED_ALONE = """
+import os, sys
+from forestage.system.as_user import User
+from forestage.views import copy_in
+copy_in.load()
+known = set(sys.modules)
+copy_in.confine(os.open(sys.argv[1], os.O_RDONLY), User("alice", 65534, 65534, (65534,)))
+sys.exit(f"loaded later: {set(sys.modules) - known}" if set(sys.modules) - known else 0)
+"""
+
+
+def test_process_is_confined_without_a_module_that_is_loaded_later(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    # A process of its own: this one has loaded all that any test needs.
+    argv = [sys.executable, "-c", CONFINED_ALONE, str(tmp_path / "empty")]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_copy_runs_with_all_ids_of_the_user_and_no_way_to_others(

@@ -8,6 +8,11 @@ import os
 from typing import Any
 
 
+def load() -> None:
+    """Load the C library now, for a process that will find no module later."""
+    _loaded()
+
+
 def call(name: str, *arguments: Any, about: str | None = None) -> int:
     """Calls a function that returns a negative number for an error. Raises OSError for that.
 

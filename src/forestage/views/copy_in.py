@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from forestage.errors import Declined
-from forestage.system import as_user, child
+from forestage.system import as_user, child, libc
 from forestage.system.as_user import User
 from forestage.system.files import opened
 from forestage.units import printable
@@ -193,6 +193,7 @@ def packing(file: int) -> str:
 def load() -> None:
     """Loads what Python would later: a confined process finds no module any more."""
     codecs.lookup("unicode_escape")
+    libc.load()  # for prctl(2) in `confine`, once the node's files are out of reach
 
 
 def archive(fd: int, packed: str, still: Still) -> int:
