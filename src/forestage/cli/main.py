@@ -318,14 +318,17 @@ def tend(ctx: click.Context) -> None:
     is_apart = host is not None and prefetch_host.is_here(host.host, Slurm.of(os.environ))
     is_apart = is_apart and not places.called("prolog").exists()
     parts = work.list_parts(places, config, is_apart, bool(disk_errors.known(places).since))
-    has_failed = False
+    has_failed = is_told = False
     with ending_as_interrupt():
         for end in work.tend(places, clock, parts, partial(work.start, os.environ)):
             has_failed |= end.has_failed
+            is_told |= end.code == Exit.CONFIG  # by the part itself
             if text := work.sentence(end):
                 click.echo(text)
-    if wrong:
+    if wrong and not is_told:
         raise wrong
+    if wrong:
+        ctx.exit(Exit.CONFIG)
     if has_failed:
         ctx.exit(Exit.FAILED)
 
