@@ -89,7 +89,7 @@ class Reply:
     def head(
         self,
         status: int = 206,
-        has: str = "1",
+        has: str = "1@n1",
         told: str = DIGEST,
         length: int = CHUNK,
         secret: bytes | None = None,
@@ -200,7 +200,8 @@ LIES: dict[str, Callable[[socket.socket, Reply], None]] = {
         reply.head(404, told="", length=0, secret=b"x")
     ),
     "no digest": lambda line, reply: line.sendall(reply.head(told="") + DATA),
-    "no number of chunks": lambda line, reply: line.sendall(reply.head(has="-1") + DATA),
+    "no number of chunks": lambda line, reply: line.sendall(reply.head(has="-1@n1") + DATA),
+    "nobody who read it": lambda line, reply: line.sendall(reply.head(has="1") + DATA),
     "a digest in capitals": lambda line, reply: line.sendall(reply.head(told="A" * 32) + DATA),
 }
 
@@ -238,7 +239,7 @@ def test_odd_response_is_refused(fake: MakeFake, client_of: ClientOf, odd: str) 
     assert len(server.requests) < 9, "it is not asked for ever"
 
 
-@pytest.mark.parametrize(("status", "has", "reported"), [(404, "a", [10, 10]), (503, "", [])])
+@pytest.mark.parametrize(("status", "has", "reported"), [(404, "a@n1", [10, 10]), (503, "", [])])
 def test_absent_response_reports_what_the_peer_has_if_any(
     fake: MakeFake, client_of: ClientOf, status: int, has: str, reported: list[int]
 ) -> None:
