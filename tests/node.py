@@ -67,7 +67,10 @@ class Ran:
 
     @property
     def code(self) -> int:
-        """1 if the hook says that the node is at fault, and not the request; else 0."""
+        """1 if the hook says that the node is at fault, and not the request; else 0.
+
+        No exit status: a hook's is 0 whatever it says. A test whose node fails asks what is `said`.
+        """
         return int(any(outcome.result == "failed" for outcome in self.outcomes))
 
     @property

@@ -53,7 +53,9 @@ def power(
 ) -> Iterator[Power]:
     kind = str(request.param)
     with Boot.told_by(tmp_path / "boot_id") as boot:
-        yield Power(node, disk(kind, "320M" if kind == "xfs" else "64M"), boot)
+        power = Power(node, disk(kind, "320M" if kind == "xfs" else "64M"), boot)
+        yield power
+        power.back()  # a stager may have cut it, and the node's end reads its cache
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_copy_that_the_power_cut_short_is_no_entry(
     node.configure(engine=engine)
     path = node.put("alice/image.sqsh", image())
     points.at(point, power.cut, nth)
-    assert node.prolog(1, path).code == 0
+    assert node.prolog(1, path).said == ("failed", "io")
     assert node.shows_source(path)
     power.back()
     assert node.entries() == set()
@@ -100,7 +102,7 @@ def test_what_is_published_stays_through_a_power_cut(
     path = node.put("alice/image.sqsh", image())
     if not later:
         points.at("published", power.cut)
-    assert node.prolog(1, path).code == 0
+    assert node.prolog(1, path).said == (("copied", "") if later else ("failed", "io"))
     if later:
         power.cut()
     assert points.count("published") == 1
