@@ -176,7 +176,8 @@ def test_list_that_is_dead_or_of_a_dead_host_is_used_until_it_expires(waiting: Q
     waiting.tell()
     waiting.site.configure(**keys(), enabled=False)  # takes the list and copies nothing
     assert "enabled: false" in waiting.pull()
-    waiting.site.configure(**{**keys(), "prefetch": {"host": f"{HOST}:9"}})
+    dead = {"host": f"{HOST}:9", "bandwidth": RATE}  # a job runs on NODE
+    waiting.site.configure(**{**keys(), "prefetch": dead})
     waiting.age(NODE, expected.LASTS)
     assert "gave no list" in waiting.pull()
     assert waiting.site.cached_paths(NODE) == []
