@@ -178,6 +178,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "wrong"
 
     @property
+    def unanswered(self) -> Path:
+        """A file for each node whose peer service was silent, see peers/unanswered.py."""
+        return self.run / "unanswered"
+
+    @property
     def peer(self) -> Path:
         """What the peer service counts."""
         return self.run / "peer.json"

@@ -50,7 +50,7 @@ class Traces:
             run=sorted(
                 str(one.relative_to(run))
                 for one in run.rglob("*")
-                if one.parent.name not in ("claims", "locks", "probes")  # locks, as in the cache
+                if one.parent.name not in ("claims", "locks", "probes", "unanswered")
                 if run / "users" not in one.parents  # a file for each user
             ),
             cache=sorted(
@@ -72,6 +72,7 @@ class Traces:
         layout += ["expected.json", "prefetched.json", "peer.json"]
         layout += ["background", "collected", "disk.json", "disk.lock", "mounting", "users"]
         layout += ["leases", "redirects", "served", "through", "claims", "probes", "images"]
+        layout += ["unanswered"]
         folders = ["CACHEDIR.TAG", "entries", "evicted", "format", "jobs", "locks", "looks"]
         folders += ["parts", "instances", "hot"]
         more = [f"mounted: {one}" for one in _more(self.mounts, before.mounts)]

@@ -1,0 +1,72 @@
+"""Memory of the nodes whose peer service did not answer: /run/forestage/unanswered/<node>.
+
+A node that refuses a connection costs nothing, one that says nothing costs seconds to each that
+waits for it. So whoever got no answer notes it, for all copies and directories of this node. A
+file holds the time (CLOCK_MONOTONIC, seconds) at which the node was silent. An answer deletes it.
+
+Who reads it does without the node at first, and asks it all the same, beside other work: the node
+may have been slow for a moment only. A memory that cannot be read or written is none, since all
+it saves is time.
+"""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from forestage.paths import Places
+from forestage.system import files, folders
+from forestage.system.files import opened
+
+LASTS = 300.0  # seconds
+MOST = 1024  # nodes
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def is_silent(places: Places, node: str, now: float) -> bool:
+    """Return whether the node gave no answer a short while ago; `now` is monotonic."""
+    return bool(_NAME.fullmatch(node)) and _counts(places.unanswered / node, now)
+
+
+def read_silent(places: Places, now: float) -> frozenset[str]:
+    """Return the nodes that gave no answer a short while ago; `now` is monotonic."""
+    with contextlib.suppress(OSError):
+        noted = list(places.unanswered.iterdir())
+        return frozenset(file.name for file in noted if _counts(file, now))
+    return frozenset()
+
+
+def note_silence(places: Places, node: str, now: float) -> None:
+    """Note that the node gave no answer; `now` is monotonic."""
+    if not _NAME.fullmatch(node):
+        return
+    with contextlib.suppress(OSError):
+        folders.keep(places.unanswered)
+        others = [file for file in places.unanswered.iterdir() if file.name != node]
+        if len(others) >= MOST:
+            old = [file for file in others if not _counts(file, now)]
+            for file in old:
+                file.unlink(missing_ok=True)
+            if len(others) - len(old) >= MOST:
+                return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with opened(places.unanswered / node, flags, 0o600) as fd:
+            os.write(fd, f"{now:.3f}\n".encode())
+
+
+def note_answer(places: Places, node: str) -> None:
+    """Note that the node answered: what was noted before counts no more."""
+    if _NAME.fullmatch(node):
+        with contextlib.suppress(OSError):
+            (places.unanswered / node).unlink(missing_ok=True)
+
+
+def _counts(file: Path, now: float) -> bool:
+    """Return whether a file says that its node was silent within LASTS."""
+    try:
+        since = float(files.read(file))
+    except (OSError, ValueError):  # the latter: a file that is being written, or anything else
+        return False
+    # A later time is of another boot, or of a file that nobody here wrote.
+    return 0 <= now - since <= LASTS
