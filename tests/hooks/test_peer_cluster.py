@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import time
@@ -179,6 +180,18 @@ def test_node_of_a_site_without_reach_tells_other_jobs_nothing(
     with pytest.raises(ChunkRefused, match="404"):
         taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n1"), receiver)
     taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "job n1"), receiver)
+
+
+def test_node_that_is_switched_off_is_no_giver_for_other_jobs(
+    node: Node, peers: dict[str, Peer], path: Path
+) -> None:
+    give(peers["n2"], node, path, data())
+    config, key = peers["n2"].config, node.identity(path).key
+    find = functools.partial(known_copies.find, config.peers, key, "n1", ("n1",), NAMES)
+    prover = auth.prover(config.peers.key_file, "")
+    assert find(prover).givers == ("n2",)
+    peers["n2"].places.disabled.write_text("INC-42\n")
+    assert find(prover).givers == ()
 
 
 def test_wrong_bytes_of_another_jobs_node_cost_a_read_of_the_source(

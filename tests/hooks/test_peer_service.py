@@ -91,6 +91,18 @@ def test_chunks_of_entry_are_right_to_the_last_byte(node: Node, key: str) -> Non
     assert client.has == [(1 << COUNT) - 1] * COUNT
 
 
+def test_node_that_is_switched_off_gives_nothing_until_it_is_on(node: Node, key: str) -> None:
+    """Its bytes may be why: off serves no job of another node either."""
+    client = Client(node, key)
+    assert client.fetch(0) == of_chunk(0)
+    node.places.disabled.write_text("INC-42: wrong bytes?\n")
+    try:
+        assert (client.why(1), client.has[1:]) == ("absent", [0])
+    finally:
+        node.places.disabled.unlink()
+    assert client.fetch(1) == of_chunk(1)
+
+
 @pytest.mark.parametrize("published", [False, True])
 def test_chunk_arriving_during_the_wait_is_given(
     node: Node, copying: Part, published: bool

@@ -11,7 +11,7 @@ child process does what is done there, for so long and no longer. Where that one
     INC-42: wrong bytes?        for nothing; the next line is the reason that people are shown
 
 It holds from the next Prolog and the next step on. Running jobs keep what they have, copies under
-way go on, the Epilog and the sweep clean up as before.
+way go on, the Epilog and the sweep clean up as before. Other nodes get no more chunks from here.
 """
 
 import contextlib

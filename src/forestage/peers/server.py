@@ -28,7 +28,7 @@ from forestage import log
 from forestage.cache import disk_errors, readers
 from forestage.cache.layout import open_copy
 from forestage.cache.node import Node
-from forestage.config import Peering
+from forestage.config import Peering, switch
 from forestage.errors import ConfigError, Failed, ForestageError, PeerError, Problem
 from forestage.peers import auth, known_copies, local_chunks, notices, sessions
 from forestage.peers.auth import MAX_TEXT, Claim, Prover, Refused, SessionOpened
@@ -243,7 +243,7 @@ class Service:
         if self.reach != "cluster":
             raise _Refused(404)
         known = local_chunks.look(self.cache, key)
-        has = bool(known.for_other_jobs(known.here()))
+        has = bool(known.for_other_jobs(known.here())) and not self._is_off()
         about = key, node, self.now()
         answer = known_copies.Answer(has, self.known_copies.ask(*about), self.first.ask(*about))
         return self._proven(ask, msgspec.json.encode(answer))
@@ -305,10 +305,16 @@ class Service:
 
     def _may_leave(self, ask: _ChunkRequest, known: Known, here: int) -> int:
         """Of what is here, the chunks that who asks may have; its own job also what comes later."""
+        if self._is_off():
+            return 0
         right = ~self._wrong(ask.session.key)
         if ask.reach != "cluster":
             return right
         return known.for_other_jobs(here & right) if self.reach == "cluster" else 0
+
+    def _is_off(self) -> bool:
+        """Return whether the admin has switched this node's staging off: its bytes may be why."""
+        return bool(switch.by_file(self.places, self.clock.wall()))
 
     def _must_fit(self, ask: _ChunkRequest, found: Present | Pending) -> None:
         """Raises _Refused where the client has another `chunk_size`, and means other bytes."""
