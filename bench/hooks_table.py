@@ -1,5 +1,7 @@
 """What the hooks cost a job: without an image, and with one that is in the cache already.
 
+Below them, what commands that people, health checks and shells run often cost a processor.
+
 With the companion, whose Prolog ends before its work does; in the partition `waits`, as on a node
 without the companion, it does that first. Its Epilog comes when the Prolog's process has ended.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import statistics
 import sys
 import time
@@ -28,6 +31,7 @@ sys.path.insert(0, str(REPO / "tests/slurm"))
 import busy  # noqa: E402
 
 ROUNDS = 100
+FEW = 20  # rounds of the commands
 PYTHON = "/usr/lib/forestage/bin/python3"
 PROLOG, EPILOG = str(REPO / "prolog/forestage"), str(REPO / "epilog/forestage")
 IMAGE = "/shared/alice/image.sqsh"
@@ -42,25 +46,43 @@ redirect: spank
 partitions: {waits: {cold: wait}}
 """
 
+COMMAND = "/usr/lib/forestage/bin/forestage"
+COMPLETE = "completion"
+COMMANDS = {
+    "--help": [COMMAND, "--help"],
+    "status --oneline": [COMMAND, "status", "--oneline"],
+    "explain": [COMMAND, "explain", "1"],
+    COMPLETE: [COMMAND],
+}
+SHELL = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
+COMPLETION = {
+    "_FORESTAGE_COMPLETE": "bash_complete",
+    "COMP_WORDS": "forestage explain ",
+    "COMP_CWORD": "2",
+}
+
 Environment = dict[str, str]
 Times = dict[str, list[float]]  # seconds, one for each round
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--on-the-node"]:
-        json.dump(measure(int(sys.argv[2])), sys.stdout)
+        rounds = int(sys.argv[2])
+        json.dump([measure(rounds), measure_commands(min(rounds, FEW))], sys.stdout)
         return 0
     options = busy.Bench("hooks", __doc__, "a minute")
     options.add_argument("rounds", nargs="?", type=int, default=ROUNDS)
     rounds, load = options.begin().rounds, busy.Load()
     try:
-        show(on_a_cluster(rounds), rounds, load)
+        hooks, commands = on_a_cluster(rounds)
+        show_commands(commands, min(rounds, FEW))
+        show(hooks, rounds, load)
     except KeyboardInterrupt:
         return 130
     return 0
 
 
-def on_a_cluster(rounds: int) -> Times:
+def on_a_cluster(rounds: int) -> list[Times]:
     # Here, since on the node there is no need for them; and they lie beside tests/slurm/cluster.
     from cluster import Cluster, ClusterSpec
     from host import exit_on_sigterm
@@ -74,8 +96,9 @@ def on_a_cluster(rounds: int) -> Times:
         compiled = [PYTHON, "-m", "compileall", "-q", str(REPO / "src")]
         cluster.run(compiled, user="root", node="n1")
         loop = [sys.executable, "-B", __file__, "--on-the-node", str(rounds)]
-        done = cluster.run(loop, user="root", node="n1", timeout=60 + 2 * rounds)
-    return json.loads(done.stdout)
+        done = cluster.run(loop, user="root", node="n1", timeout=120 + 2 * rounds)
+    found: list[Times] = json.loads(done.stdout)
+    return found
 
 
 def measure(rounds: int) -> Times:
@@ -91,6 +114,17 @@ def measure(rounds: int) -> Times:
     results = [event["outcome"]["result"] for event in told() if event["hook"] == "prolog"]
     if results[2:] != ["hit"] * 2 * (rounds + 2):
         raise SystemExit(f"these were no hits: see {EVENTS}, which tells {sorted(set(results))}")
+    return times
+
+
+def measure_commands(rounds: int) -> Times:
+    """Seconds of a processor for each, on the node that the hooks have left."""
+    times: Times = {}
+    for number in range(rounds + 1):
+        for what, argv in {BARE: [PYTHON, "-I", "-c", "pass"], **COMMANDS}.items():
+            seconds = processor_time(argv, SHELL | (COMPLETION if what == COMPLETE else {}))
+            if number:  # the first has byte code and files read
+                times.setdefault(what, []).append(seconds)
     return times
 
 
@@ -138,20 +172,39 @@ def slurmd_environment(hook: str, job: int) -> Environment:
 
 
 def timed(argv: list[str], environment: Environment) -> float:
-    null = os.open(os.devnull, os.O_RDWR)
     start = time.perf_counter()
+    run(argv, environment)
+    return time.perf_counter() - start
+
+
+def processor_time(argv: list[str], environment: Environment) -> float:
+    used = run(argv, environment)
+    return used.ru_utime + used.ru_stime
+
+
+def run(argv: list[str], environment: Environment) -> resource.struct_rusage:
+    null = os.open(os.devnull, os.O_RDWR)
     child = os.posix_spawn(
         argv[0],
         argv,
         environment,
         file_actions=[(os.POSIX_SPAWN_DUP2, null, fd) for fd in range(3)],
     )
-    _, status = os.waitpid(child, 0)
-    seconds = time.perf_counter() - start
+    _, status, used = os.wait4(child, 0)
     os.close(null)
     if status:
-        raise SystemExit(f"{argv[0]} ended with {os.waitstatus_to_exitcode(status)}")
-    return seconds
+        raise SystemExit(f"{' '.join(argv)} ended with {os.waitstatus_to_exitcode(status)}")
+    return used
+
+
+def show_commands(times: Times, rounds: int) -> None:
+    print(f"{rounds} rounds of commands on it, in milliseconds of a processor:\n")
+    print(f"  {'':20}{'min':>8}{'median':>8}{'max':>8}{'ratio':>8}")
+    for what, seconds in times.items():
+        ratio = statistics.median(a / b for a, b in zip(seconds, times[BARE], strict=True))
+        spread = (min(seconds), statistics.median(seconds), max(seconds))
+        print(f"  {what:20}{''.join(f'{value * 1000:8.1f}' for value in spread)}{ratio:8.2f}")
+    print()
 
 
 def show(times: Times, rounds: int, load: busy.Load) -> None:
