@@ -15,7 +15,8 @@ from pathlib import Path
 
 GOLDEN = Path(__file__).parent / "golden"
 WRITE = "FORESTAGE_GOLDEN"
-AGAIN = f"if that is meant: {WRITE}=write .venv/bin/python3 -m pytest tests/golden"
+COMMAND = f"{WRITE}=write .venv/bin/python3 -m pytest tests/golden"
+AGAIN = f"if that is meant: {COMMAND}"
 
 Sections = Mapping[str, Sequence[str]]
 """Lines by their heading."""
@@ -105,7 +106,7 @@ def compare_imports(name: str, now: Sections) -> list[str]:
         before, after = set(kept.get(heading, ())), set(now.get(heading, ()))
         told += _told(heading, "imports more, which it must not", after - before)
         told += _told(heading, "imports no longer", before - after)
-    return [*told, f"a list may only get shorter, and paths may change: then {AGAIN[17:]}"]
+    return [*told, f"a list may only get shorter, and paths may change: then {COMMAND}"]
 
 
 def _told(heading: str, what: str, modules: Iterable[str]) -> list[str]:
