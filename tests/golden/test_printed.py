@@ -5,6 +5,7 @@ What they say of a job and of a feature that is in use: test_hooks.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import click
@@ -57,6 +58,18 @@ def test_help_of_each_command() -> None:
     must_be_as_kept(compare("help.txt", as_text(printed)))
 
 
+def fields(value: object, name: str = "") -> Iterator[str]:
+    """Each field by its path, in the document's order; those of a list's items once."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from fields(below, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list) and value:
+        for below in value:
+            yield from fields(below, f"{name}[]")
+    else:
+        yield f"{name}: {type(value).__name__}"
+
+
 class Printed:
     """A node's commands, and what they have printed."""
 
@@ -73,6 +86,11 @@ class Printed:
         while heading in self.sections:
             heading += ", again"
         self.sections[heading] = [*done.output.splitlines(), *end]
+
+    def json(self, *words: str) -> None:
+        """The fields of its document, and what kind of value each has."""
+        document = json.loads(self.site.run(*words, "--json").stdout)
+        self.sections[f"forestage {' '.join(words)} --json"] = [*dict.fromkeys(fields(document))]
 
     def complete(self, *words: str) -> None:
         """What bash is offered for the last word."""
@@ -153,6 +171,24 @@ def test_commands_of_a_node(printed: Printed) -> None:
     ):
         printed.run(*words)
     printed.compare("commands")
+
+
+def test_fields_of_json_documents(printed: Printed) -> None:
+    for words in (
+        ("status",),
+        ("ls",),
+        ("show", str(printed.site.lustre / "b.sqsh")),
+        ("explain", "9"),
+        ("explain", "10"),
+        ("report",),
+        ("check",),
+        ("images",),
+        ("sweep", "--dry-run"),
+        ("evict", "--dry-run", "--all"),
+        ("verify", "--dry-run", "--all"),
+    ):
+        printed.json(*words)
+    printed.compare("json")
 
 
 def test_explanation_of_each_job(printed: Printed) -> None:
