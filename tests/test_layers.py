@@ -238,6 +238,18 @@ def test_hooks_and_views_read_what_is_noted_of_a_job_as_its_user() -> None:
                 assert len(call.args) == 3, module
 
 
+def test_one_module_reads_whether_peers_are_enabled() -> None:
+    reading = {
+        module
+        for module in MODULES
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "enabled"
+        and "peer" in ast.unparse(node.value)
+    }
+    assert reading == {"config.load", "peers.activation"}
+
+
 def broad(handler: ast.ExceptHandler) -> bool:
     """Whether it takes everything and keeps it; one that cleans up and raises again does not."""
     caught = handler.type

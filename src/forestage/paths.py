@@ -183,6 +183,11 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "unanswered"
 
     @property
+    def peer_sign(self) -> Path:
+        """The sign of this node's peer service, see peers/activation.py."""
+        return self.run / "peer.sign"
+
+    @property
     def peer(self) -> Path:
         """What the peer service counts."""
         return self.run / "peer.json"

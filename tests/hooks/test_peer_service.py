@@ -687,5 +687,8 @@ def test_service_that_cannot_serve_ends_with_exit_code_and_reason(own: Node) -> 
     (own.places.etc / "peer.key").chmod(0o640)
     code, said = own.start_in_vain()
     assert (code, "is not root's with mode 0600" in said) == (6, True)
+
+
+def test_service_without_work_ends_with_exit_code_0_and_one_line(own: Node) -> None:
     own.configure(enabled=False)
-    assert own.start_in_vain() == (3, "forestage: peers.enabled: is false: set it on every node\n")
+    assert own.start_in_vain() == (0, "forestage: peer serves nobody: peers.enabled: false\n")

@@ -69,7 +69,7 @@ class Traces:
         """What there is now that was not there before any job was."""
         layout = ["called.epilog", "called.prolog", "called.sweep", "companion", "config.json"]
         layout += ["conf.d.json", "locks"]
-        layout += ["expected.json", "prefetched.json", "peer.json"]
+        layout += ["expected.json", "prefetched.json", "peer.json", "peer.sign"]
         layout += ["background", "collected", "disk.json", "disk.lock", "mounting", "users"]
         layout += ["leases", "redirects", "served", "through", "claims", "probes", "images"]
         layout += ["unanswered"]

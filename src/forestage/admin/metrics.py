@@ -34,6 +34,7 @@ from forestage.config import Config, decided, load_settings, switch
 from forestage.errors import ConfigError, ForestageError, MetricsError
 from forestage.events.reasons import FAILURES, REASONS
 from forestage.paths import Places
+from forestage.peers import activation
 from forestage.peers import stats as peer_counts
 from forestage.system import records
 
@@ -64,7 +65,7 @@ class Exported(msgspec.Struct, frozen=True):
 
     `status` is None where the node's state could not be read. `doubt` is since when the cache's
     disk is not trusted, in seconds since the epoch; 0 where it is. `swept` is when the last sweep
-    was, 0 if none was since the node booted. `written` is now.
+    was, 0 if none was since the node booted. `written` is now. `peers`: copies ask other nodes.
     """
 
     tally: Tally
@@ -75,6 +76,7 @@ class Exported(msgspec.Struct, frozen=True):
     doubt: float = 0.0
     swept: float = 0.0
     written: float = 0.0
+    peers: bool = False
 
 
 @contextlib.contextmanager
@@ -138,7 +140,9 @@ def export(
         off = bool(switch.why_off(places, config or Config(), clock.wall()))
         since = disk_errors.known(places).since
         swept = last_sweep(places)
-        written = text(Exported(tally, version, off, config, status, since, swept, clock.wall()))
+        peers = config is not None and activation.is_on(config, places, clock.monotonic())
+        about = config, status, since, swept, clock.wall(), peers
+        written = text(Exported(tally, version, off, *about))
         # Who reads the last one is to know that the configuration is broken.
         path = textfile.find_last(places) if config is None else config.metrics.textfile
         textfile.settle(places, path)
@@ -191,7 +195,7 @@ def state(facts: Exported) -> Iterator[Metric]:
         info |= {
             "redirect": config.redirect,
             "engine": config.engine,
-            "peers": "on" if config.peers.enabled else "off",
+            "peers": "on" if facts.peers else "off",
         }
     yield InfoMetricFamily("forestage", "The release, and how it is configured.", value=info)
     text = "When these metrics were written."

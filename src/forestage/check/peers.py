@@ -22,9 +22,10 @@ _LISTEN = "0A"  # /proc/net/tcp, TCP_LISTEN
 def findings(
     files: Files, places: Places, peers: Peering, conf: Conf | None, now: float
 ) -> Iterator[Finding]:
-    """Proves this node to itself, looks who listens, and resolves names of other nodes."""
-    if not peers.enabled:
-        return
+    """Where peers are on: prove this node to itself, and look who listens.
+
+    And resolve names of other nodes.
+    """
     try:
         auth.check(auth.prover(peers.key_file, places.munge))
     except (ForestageError, OSError) as error:

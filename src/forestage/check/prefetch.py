@@ -12,7 +12,7 @@ from forestage.clock import Clock
 from forestage.config import Address, Config
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.paths import Places
-from forestage.peers import auth
+from forestage.peers import activation, auth
 from forestage.prefetch import expected, marks
 from forestage.prefetch.expected import Expectations
 from forestage.slurm.queue import Slurm
@@ -36,13 +36,13 @@ def findings(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iter
 
 
 def _host(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterator[Finding | str]:
-    if not config.peers.enabled:
+    if not activation.is_on(config, places, clock.monotonic()):
         yield Finding(
             "prefetch-peers",
             "warning",
-            "this is prefetch.host, and peers.enabled is false",
+            "this is prefetch.host, and peers are off here",
             f"{_HOST}, as the peer service does not answer here",
-            "peers.enabled: true on this host, and systemctl enable --now forestage-peer",
+            "systemctl enable --now forestage-peer, and no peers.enabled: false",
         )
     yield "Slurm's queue"
     try:

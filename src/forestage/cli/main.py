@@ -446,7 +446,7 @@ def metrics(world: World, is_shown: bool, quiet: bool) -> None:
 def peer(world: World, node: str | None) -> None:
     """Serve chunks to the other nodes until it is ended.
 
-    Started by forestage-peer.service where `peers.enabled` is true.
+    Started by forestage-peer.service; it ends at once where `peers.enabled` is false.
     """
     from forestage.peers import server
     from forestage.slurm.queue import this_node

@@ -67,7 +67,15 @@ class JobKey(Key, frozen=True):
 class Peering(msgspec.Struct, frozen=True, kw_only=True):
     """`peers:`, what nodes of a job get from each other. Sizes are bytes."""
 
-    enabled: Annotated[bool, Key("Get chunks from the job's other nodes, and serve them.")] = False
+    # Read by peers/activation.py alone.
+    enabled: Annotated[
+        bool | None,
+        Key(
+            "Share chunks with the job's other nodes; auto: if the service runs.",
+            values.FLAG,
+            "auto",
+        ),
+    ] = None
     reach: Annotated[
         Reach,
         Key("Whom a copy asks: the nodes of its job, or any of the node's partitions (cluster)."),

@@ -129,7 +129,7 @@ def load_settings(etc: Path, kept: Path | None = None) -> Settings:
     for path in (etc / "forestage.yaml", *(parts / name for name in names)):
         _read(path, documents, found)
     config = with_values(Config(), found.common)
-    if config.peers.enabled and config.engine != "chunks":
+    if config.peers.enabled is True and config.engine != "chunks":
         # A peer's bytes are proven by the chunk's digest, which rsync does not take.
         key, what = "peers.enabled", "needs `engine: chunks`"
         found.problems.append(Problem(found.origins[key], key, what))

@@ -1,5 +1,6 @@
 """Chunks of images between nodes: of one job, and of others where `peers.reach` says so.
 
+    activation    whether this node asks others, and the sign of its service
     ring          which node reads which chunk, and which nodes talk to each other
     peer_table    what a copy knows of each node around it
     schedule      which chunk each worker fetches next, and from which node
@@ -36,7 +37,7 @@ def of_job(
     places: "Places | None" = None,
     ahead: bool = False,
 ) -> "Peers | None":
-    """The nodes that a copy may ask; None where peers are off, or there is nobody else.
+    """The nodes that a copy may ask, on a node where peers are on; None if there is no other.
 
     `nodelist` as Slurm writes it: n[1-4,7]. `ahead`: no job waits for it. Raises PeerError and
     OSError where the key file cannot be used, the latter also where the list of nodes cannot be
@@ -44,7 +45,7 @@ def of_job(
     """
     # One name has neither: then nothing is loaded.
     others = "," in nodelist or "[" in nodelist or config.peers.reach == "cluster"
-    if not (config.peers.enabled and node_name and others):
+    if not (node_name and others):
         return None
     from forestage.peers import client
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forestage.paths import Places
+from forestage.peers import activation
 from forestage.system import folders, records
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def write(places: Places, now: float, nodes: tuple[str, ...]) -> None:
 def renew(node: "Node", slurm: "Slurm") -> None:
     """Writes the list where it is due. Raises SlurmError, OSError."""
     peers, now = node.config.peers, node.clock.wall()
-    if not peers.enabled or peers.reach != "cluster":
+    is_on = activation.is_on(node.config, node.places, node.clock.monotonic())
+    if not is_on or peers.reach != "cluster":
         return
     if not is_due(age(node.places, now), slurm.node):
         return

@@ -29,8 +29,8 @@ from forestage.cache import disk_errors, readers
 from forestage.cache.layout import open_copy
 from forestage.cache.node import Node
 from forestage.config import Peering, switch
-from forestage.errors import ConfigError, Failed, ForestageError, PeerError, Problem
-from forestage.peers import auth, known_copies, local_chunks, notices, sessions
+from forestage.errors import Failed, ForestageError, PeerError
+from forestage.peers import activation, auth, known_copies, local_chunks, notices, sessions
 from forestage.peers.auth import MAX_TEXT, Claim, Prover, Refused, SessionOpened
 from forestage.peers.local_chunks import Absent, Arrivals, Found, Known, Pending, Present
 from forestage.peers.protocol import EXPECTED
@@ -463,20 +463,26 @@ class _Server(web.Server):
 def run(node: Node, name: str) -> None:
     """Runs the service until SIGTERM or SIGINT. `name` is this node's, as Slurm has it.
 
-    Raises ConfigError where peers are off, PeerError for want of munge or the port, OSError.
+    Where peers are off it logs that and returns: a service without work is no failure. Raises
+    PeerError for want of munge or the port, Busy, OSError.
     """
     peers = node.config.peers
-    if not peers.enabled:
-        raise ConfigError((Problem("", "peers.enabled", "is false: set it on every node"),))
+    if not activation.may_serve(node.config):
+        log.say(f"peer serves nobody: {activation.why_not(node.config)}", by_slurm=False)
+        return
     prover = auth.prover(peers.key_file, node.places.munge)
     auth.check(prover)
     counters = Counters(node.places.peer, node.clock.wall())
     service = Service(node, prover, counters, name)
     _raise_open_files(OPEN_FILES)
-    asyncio.run(_serve(service, listening_sockets(peers, name)))
+    sockets = listening_sockets(peers, name)
+    with activation.hold_sign(node.places) as renew_sign:
+        asyncio.run(_serve(service, sockets, renew_sign))
 
 
-async def _serve(service: Service, sockets: list[socket.socket]) -> None:
+async def _serve(
+    service: Service, sockets: list[socket.socket], renew_sign: Callable[[], None]
+) -> None:
     runner = web.ServerRunner(_Server(service), shutdown_timeout=SHUTDOWN)
     _report_errors(asyncio.get_running_loop(), lambda why: service.counters.refused("", why))
     stop = asyncio.Event()
@@ -489,6 +495,8 @@ async def _serve(service: Service, sockets: list[socket.socket]) -> None:
     log.say(f"peer serves at {where}", by_slurm=False)
     while not stop.is_set():
         service.tidy()
+        with contextlib.suppress(OSError):  # of a full /run: the lock says it as well
+            renew_sign()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), 1.0)
     service.arrivals.end()

@@ -28,6 +28,7 @@ from forestage.cache.node import Node
 from forestage.cache.part import boot_id
 from forestage.clock import Deadline
 from forestage.errors import Declined, PeerError
+from forestage.peers import activation
 from forestage.slurm.job import Job
 from forestage.sources import manifest, source
 from forestage.sources.manifest import Manifest
@@ -111,7 +112,8 @@ def round_of(node: Node, job: Job, restart: int, path: str, step: int | None) ->
     None where each looks for itself. `restart` tells the runs of a job apart: a requeued job's step
     has the number that one of the run before had.
     """
-    if not node.config.peers.enabled or not job.nodelist:
+    is_on = activation.is_on(node.config, node.places, node.clock.monotonic())
+    if not is_on or not job.nodelist:
         return None
     from forestage.slurm.nodelist import expand  # few jobs need it
 

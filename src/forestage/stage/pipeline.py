@@ -21,7 +21,7 @@ from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, 
 from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Declined, Failed, PeerError
-from forestage.peers import stats
+from forestage.peers import activation, stats
 from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import chunks, engines, fstab, queue
 from forestage.stage.queue import meanwhile
@@ -254,7 +254,7 @@ def _fetch(
 def _peers(task: Task) -> "Peers | None":
     """The nodes that are to help; without them a copy is merely slower."""
     node, job = task.node, task.job
-    if not node.config.peers.enabled:
+    if not activation.is_on(node.config, node.places, node.clock.monotonic()):
         return None
     count = chunk_count(task.image.size, node.config.chunk_size)
     if count > MAX_SHARED:
@@ -272,8 +272,6 @@ def _peers(task: Task) -> "Peers | None":
 
 def _uploaded(task: Task) -> int:
     """Bytes of this key that the node's peer service uploaded; it writes them once a second."""
-    if not task.node.config.peers.enabled:
-        return 0
     with contextlib.suppress(OSError):  # only a figure
         given = stats.read(task.node.places.peer)
         return given.of(task.key) if given else 0

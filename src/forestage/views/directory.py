@@ -31,6 +31,7 @@ from forestage.cache.said import Tree
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError, of_node
 from forestage.events import Handled
+from forestage.peers import activation
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources import agreement, erofs, manifest, open_tree, retry
@@ -67,7 +68,7 @@ def begin(call: ViewCall, request: Request) -> Handled:
 
 def _start(node: Node, job: Job, path: str) -> None:
     """Starts the process; that it looks is noted. Raises Failed, OSError."""
-    if node.config.peers.enabled:
+    if activation.is_on(node.config, node.places, node.clock.monotonic()):
         agreement.prepare(node.cache, job.id)
     about = f"stager job={job.id}"
     with holder.start(stager.STAGER, about, partial(_live, node, job, path)) as channel:

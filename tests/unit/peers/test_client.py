@@ -20,9 +20,8 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.mark.parametrize("nodelist", ["", "n1", "n[1]", "n[1-2", "(null)"])
-def test_job_of_one_node_or_with_disabled_peers_has_none(config: Config, nodelist: str) -> None:
+def test_job_of_one_node_has_no_peers(config: Config, nodelist: str) -> None:
     assert peers.of_job(config, "n1", nodelist, "k") is None
-    assert peers.of_job(Config(), "n1", "n[1-2]", "k") is None
 
 
 def test_peers_are_the_nodes_of_the_job_and_this_one(config: Config) -> None:
