@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.hooks import data
 from forestage.hooks.limit import Limit
+from forestage.peers import connection, protocol, unanswered
 from forestage.slurm.job import Job
 from forestage.sources import agreement, manifest
 from forestage.sources.agreement import Found, Look, Round
@@ -132,6 +134,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has nothing to wait for in a test does not wait."""
     monkeypatch.setattr(agreement, "AT_START", 0.05)
     monkeypatch.setattr(agreement, "NOT_YET", 0.05)
+    # Beside a load a service that runs may take longer than a step would wait.
+    monkeypatch.setattr(agreement, "GREETING", 60.0)
 
 
 @pytest.fixture
@@ -214,6 +218,41 @@ def test_other_node_looks_itself_where_the_first_one_is_silent(
     cluster.looked("n2")
     assert cluster.step("n2").outcomes[0].result == "hit"  # and nobody serves any more
     assert cluster.looked("n2") == ALL
+
+
+def test_step_looks_itself_where_the_first_nodes_service_hangs(
+    cluster: Cluster, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster.serving():
+        for name in NODES:
+            cluster.start(name, path)
+            cluster.looked(name)
+    monkeypatch.setattr(protocol, "HANDSHAKE", 3600.0)
+    monkeypatch.setattr(connection, "STALL", 3600.0)
+    monkeypatch.setattr(agreement, "GREETING", 0.2)
+
+    def ask(*about: object) -> None:
+        raise AssertionError("the step waits for a service that did not answer")
+
+    monkeypatch.setattr(agreement, "_ask", ask)
+    with socket.create_server(("127.0.0.1", cluster.ports["n1"])):  # which accepts no connection
+        assert cluster.step("n2").outcomes[0].result == "hit"
+    assert cluster.looked("n2") == ALL
+
+
+def test_step_asks_no_first_node_that_was_silent_a_moment_ago(cluster: Cluster, path: Path) -> None:
+    other = cluster.nodes["n2"]
+    with cluster.serving():
+        for name in NODES:
+            cluster.start(name, path)
+        cluster.step("n1")
+        cluster.looked("n2")
+        unanswered.note_silence(other.places, "n1", Later(HOUR).monotonic())
+        cluster.step("n2")
+        assert cluster.looked("n2") == ALL
+        unanswered.note_answer(other.places, "n1")
+        cluster.step("n2")
+        assert cluster.looked("n2") < ALL
 
 
 def test_look_of_another_step_or_run_is_not_this_ones(cluster: Cluster, path: Path) -> None:

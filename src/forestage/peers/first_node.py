@@ -1,9 +1,11 @@
 """The first node of a job, asked for what it has found in a directory (sources/agreement.py).
 
-One thread, one connection, one session. The service neither waits nor walks: whoever asks comes
+One connection, one session. The service neither waits nor walks: whoever asks comes
 again, after pauses that grow, until there is an answer or it is too late.
 """
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 
@@ -29,6 +31,27 @@ class First:
         self._path = f"/v1/look/{job}/{name}"
         self._name = name
         self._session: Session | None = None
+        self._opening: threading.Thread | None = None
+
+    def answers_within(self, seconds: float) -> bool:
+        """Return whether a session with the node could be opened in so many seconds.
+
+        For a step, which can look itself. Neither a name service nor the node's own munged can be
+        interrupted, so a thread opens the session, which is abandoned if need be.
+        """
+        until = time.monotonic() + seconds
+        opened: list[Session] = []
+
+        def open_session() -> None:
+            about = self._line, self._name, self._prover
+            with contextlib.suppress(ChunkRefused):
+                opened.append(protocol.open_session(*about, lambda: time.monotonic() > until))
+
+        self._opening = threading.Thread(target=open_session, name="first", daemon=True)
+        self._opening.start()
+        self._opening.join(seconds)
+        self._session = opened[0] if opened else None
+        return bool(opened)
 
     def ask(self, more: str = "", stop: Callable[[], bool] = lambda: False) -> bytes | None:
         """What it says now, or the part of it that `more` names; None: nothing (yet).
@@ -53,5 +76,6 @@ class First:
         raise ChunkRefused("refused", "the session is not known")
 
     def close(self) -> None:
-        """Ends the connection."""
-        self._line.close()
+        """End the connection, but for one that a thread still opens: the thread ends it."""
+        if self._opening is None or not self._opening.is_alive():
+            self._line.close()

@@ -28,7 +28,7 @@ from forestage.cache.node import Node
 from forestage.cache.part import boot_id
 from forestage.clock import Deadline
 from forestage.errors import Declined, PeerError
-from forestage.peers import activation
+from forestage.peers import activation, unanswered
 from forestage.slurm.job import Job
 from forestage.sources import manifest, source
 from forestage.sources.manifest import Manifest
@@ -38,6 +38,7 @@ from forestage.system.as_user import User
 if TYPE_CHECKING:
     from forestage.peers.first_node import First
 
+GREETING = 0.2  # seconds for the first node's service to answer a step, which can look itself
 NOT_YET = 2.0  # seconds in which the first node must have begun to look; its hook may run later
 AT_START = 20.0  # … at a job's start, where nobody waits for this
 LONGEST = 60.0  # seconds for that node to look at all, at a job's start
@@ -375,10 +376,12 @@ def _borrow_digest(
     """The digest that the step's first node has found; "" where this node has to look itself."""
     until = Deadline.after(timeout / 2, node.clock)  # the rest is for an own look
     found = start.kept()
-    if found is None:
+    if found is None or unanswered.is_silent(node.places, step.first, node.clock.monotonic()):
         return ""
     try:
         with _first_of(node, step) as first:
+            if not first.answers_within(GREETING):
+                return ""
             look = _ask(node, first, until, NOT_YET)
     except (PeerError, OSError):
         return ""
