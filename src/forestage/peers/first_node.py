@@ -12,7 +12,7 @@ from collections.abc import Callable
 from forestage.config import Config
 from forestage.errors import PeerError
 from forestage.paths import Places
-from forestage.peers import auth, protocol
+from forestage.peers import auth, protocol, unanswered
 from forestage.peers.connection import ChunkRefused, Connection, Limit
 from forestage.peers.protocol import Session, SessionUnknown
 
@@ -30,15 +30,19 @@ class First:
         self._line = Connection(config.peers.of(node))
         self._path = f"/v1/look/{job}/{name}"
         self._name = name
+        self._node, self._places = node, places
         self._session: Session | None = None
         self._opening: threading.Thread | None = None
 
-    def answers_within(self, seconds: float) -> bool:
+    def answers_within(self, seconds: float, now: float) -> bool:
         """Return whether a session with the node could be opened in so many seconds.
 
-        For a step, which can look itself. Neither a name service nor the node's own munged can be
+        No node that was silent a moment ago is asked; `now` is monotonic. For a step, which can
+        look itself. Neither a name service nor the node's own munged can be
         interrupted, so a thread opens the session, which is abandoned if need be.
         """
+        if unanswered.is_silent(self._places, self._node, now):
+            return False
         until = time.monotonic() + seconds
         opened: list[Session] = []
 

@@ -28,7 +28,7 @@ from forestage.cache.node import Node
 from forestage.cache.part import boot_id
 from forestage.clock import Deadline
 from forestage.errors import Declined, PeerError
-from forestage.peers import activation, unanswered
+from forestage.peers import activation
 from forestage.slurm.job import Job
 from forestage.sources import manifest, source
 from forestage.sources.manifest import Manifest
@@ -376,11 +376,11 @@ def _borrow_digest(
     """The digest that the step's first node has found; "" where this node has to look itself."""
     until = Deadline.after(timeout / 2, node.clock)  # the rest is for an own look
     found = start.kept()
-    if found is None or unanswered.is_silent(node.places, step.first, node.clock.monotonic()):
+    if found is None:
         return ""
     try:
         with _first_of(node, step) as first:
-            if not first.answers_within(GREETING):
+            if not first.answers_within(GREETING, node.clock.monotonic()):
                 return ""
             look = _ask(node, first, until, NOT_YET)
     except (PeerError, OSError):
