@@ -12,9 +12,13 @@ from typing import NamedTuple
 
 import peering
 from forestage import config, log
+from forestage.cache import disk_errors, entry_sum
+from forestage.hooks import leases, step, user_messages, watch
 from forestage.peers import auth, connection, protocol
 from forestage.sources import opening, source
-from forestage.system import probe
+from forestage.stage import pipeline
+from forestage.system import holder, probe, writers
+from forestage.views import mounted, serving
 from node import HANGS, Node
 
 # Also in all that it forks; what it executes, as a registry's worker, is not recorded.
@@ -55,14 +59,26 @@ def say(line, by_slurm):
     _deliver(line, False)
 """
 
-# A machine may stand still for seconds, as tests/hooks has it.
+# A machine may stand still for seconds, as tests/hooks has it. A hook does not look whether its
+# child hangs, nor tell its user why it waits.
 LIMITS = {
     auth: ("PATIENCE",),
     connection: ("CONNECT", "STALL"),
+    disk_errors: ("LOCK_TIMEOUT", "LOOK_TIME"),
+    entry_sum: ("PATIENCE",),
+    holder: ("START",),
+    leases: ("GIVE_UP",),
+    mounted: ("LOOK",),
     opening: ("HOOK_TIMEOUT",),
+    pipeline: ("PROGRESS_EVERY",),
     probe: ("LIMIT",),
     protocol: ("HANDSHAKE",),
+    serving: ("BEGIN", "START"),
     source: ("STAGER_TIMEOUT",),
+    step: ("NAME",),
+    user_messages: ("HELD_UP",),
+    watch: ("LOOK",),
+    writers: ("LOOK",),
 }
 
 
