@@ -6,7 +6,9 @@ import contextlib
 import http.client
 import os
 import shutil
+import signal
 import socket
+import stat
 import struct
 import threading
 import time
@@ -18,8 +20,9 @@ import pytest
 
 from forestage.cache import digest, readers
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Part
+from forestage.config import Config
 from forestage.errors import PeerError
-from forestage.peers import auth, stats
+from forestage.peers import activation, auth, stats
 from forestage.peers import first_node as peers_first
 from forestage.peers.auth import KeyFile
 from forestage.peers.first_node import First
@@ -687,6 +690,24 @@ def test_service_that_cannot_serve_ends_with_exit_code_and_reason(own: Node) -> 
     (own.places.etc / "peer.key").chmod(0o640)
     code, said = own.start_in_vain()
     assert (code, "is not root's with mode 0600" in said) == (6, True)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_sign_of_the_service_outlives_it_by_seconds(own: Node, end: signal.Signals) -> None:
+    auto = Config()
+    assert not activation.is_on(auto, own.places, time.monotonic())
+    own.start()
+    assert own.process is not None
+    assert stat.S_IMODE(own.places.peer_sign.stat().st_mode) == 0o600, "no user can hold its lock"
+    os.kill(own.process.pid, signal.SIGSTOP)
+    later = time.monotonic() + 10 * activation.SIGN_LASTS
+    assert activation.is_on(auto, own.places, later), "it holds the lock"
+    os.kill(own.process.pid, signal.SIGCONT)
+    own.process.send_signal(end)
+    own.process.communicate()
+    ended = time.monotonic()
+    assert activation.is_on(auto, own.places, ended)
+    assert not activation.is_on(auto, own.places, ended + activation.SIGN_LASTS)
 
 
 def test_service_without_work_ends_with_exit_code_0_and_one_line(own: Node) -> None:
