@@ -78,7 +78,7 @@ def measure(fleet: Fleet, count: int, mib: int, peers: bool) -> Measured:
     path = fleet.data(f"image-{count}-{'peers' if peers else 'direct'}", mib)
     time.sleep(SETTLE)
     sent, read, start = fleet.sent_by_store(), fleet.read_of_store(), time.time()
-    with Watch(_networks(fleet)) as watch:
+    with Watch(networks(fleet)) as watch:
         job = fleet.start(path, nodes)
         copies = fleet.await_copies(path, nodes, 900)
     sent, read = fleet.sent_by_store() - sent, fleet.read_of_store() - read
@@ -101,7 +101,7 @@ def measure(fleet: Fleet, count: int, mib: int, peers: bool) -> Measured:
     )
 
 
-def _networks(fleet: Fleet) -> frozenset[int]:
+def networks(fleet: Fleet) -> frozenset[int]:
     own = (fleet.cluster.host_path("/proc/1/ns/net", node) for node in fleet.cluster.nodes)
     return frozenset(os.stat(network).st_ino for network in own)
 

@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 sys.dont_write_bytecode = True
@@ -49,6 +50,7 @@ from start_image import MIB, PROGRAM, Startable  # noqa: E402
 
 from forestage import events  # noqa: E402
 from forestage.cache.part import PROCESS_NAME  # noqa: E402
+from forestage.events import Event  # noqa: E402
 
 STAGER = PROCESS_NAME[:15]  # as the kernel keeps it
 NVME, UNPACKED, LUSTRE = "/mnt/nvme", "/mnt/nvme/unpacked", "/lustre"
@@ -103,24 +105,31 @@ class Bench:
     path: str
     given: Callable[[], int]  # bytes that the source has given so far
     slow: Callable[[float], None]  # to so many bytes a second
-    keys: Mapping[str, object]
+    configure: Callable[..., None]
     other: str
     idle: Idle
+    nodes: Sequence[str]
+    variants: Mapping[str, Mapping[str, object]]
+    in_full: bool  # copies go on to their end
 
     def start(self, mode: str, variant: str) -> Run:
         """Runs a job in the image. Raises ClusterError if it saw anything else than the image."""
         self._prepare(mode, variant)
-        nodes, srun = self.site.cluster.nodes, ["srun", *self._where(self.path), *PROGRAM]
+        run = self.start_again(f"{mode}, {variant}")
+        if variant == "warm" and run.came != {"hit"}:
+            raise ClusterError(f"{mode}, {variant}: {', '.join(run.came)}")
+        return run
+
+    def start_again(self, what: str) -> Run:
+        """Runs a further job of the same kind: whatever the last one has left is there."""
+        self._forget()
         before, start = self.given(), time.perf_counter()
-        ran = self.site.cluster.run(srun)
+        ran = self.site.cluster.run(["srun", *self._where(self.path), *PROGRAM])
         seconds = time.perf_counter() - start
-        if ran.stdout.split().count(self.image.answer) != len(nodes):
-            raise ClusterError(f"{mode}, {variant}: {ran.stdout}{ran.stderr}")
-        self.settle(in_full=len(nodes) > 1)
-        came = self._came()
-        if variant == "warm" and came != {"hit"}:
-            raise ClusterError(f"{mode}, {variant}: {', '.join(came)}")
-        return Run(seconds, self.given() - before, came)
+        if ran.stdout.split().count(self.image.answer) != len(self.nodes):
+            raise ClusterError(f"{what}: {ran.stdout}{ran.stderr}")
+        self.settle(self.in_full)
+        return Run(seconds, self.given() - before, self._came())
 
     def readers(self) -> Iterator[str]:
         """The table of reading all of it. Raises ClusterError where a step was refused."""
@@ -148,17 +157,17 @@ class Bench:
 
     def _become(self, mode: str, variant: str) -> None:
         spec = lines.KINDS[LINES.get(variant, "ours")](self.spec)
-        self.site.configure(**{**self.keys, **VARIANTS[variant]})
+        self.configure(**self.variants[variant])
         lines.become(self.site.cluster, replace(spec, plugstack=(PYXIS[mode],)))
         self.site.cluster.run(["srun", *self._where(self.other), *NOTHING])
         self.settle()
 
     def _where(self, image: str) -> list[str]:
-        nodes = len(self.site.cluster.nodes)
-        return [f"--nodes={nodes}", "--ntasks-per-node=1", f"--container-image={image}"]
+        where = [f"--nodes={len(self.nodes)}", f"--nodelist={','.join(self.nodes)}"]
+        return [*where, "--ntasks-per-node=1", f"--container-image={image}"]
 
     def _prepare(self, mode: str, variant: str) -> None:
-        nodes = self.site.cluster.nodes
+        nodes = self.nodes
         if variant != "warm":
             for node in nodes:
                 self.site.root(["rm", "-rf", CACHE], node)
@@ -169,12 +178,11 @@ class Bench:
         self._become(mode, variant)
         for node in nodes:
             self._log(node).write_text("")
-        self._forget()
 
     def _forget(self) -> None:
         """Has nothing of image and entries in the page cache."""
         cluster = self.site.cluster
-        for node in cluster.nodes:
+        for node in self.nodes:
             self.site.root(["sync", "--file-system", NVME], node)
             entries = cluster.host_path(CACHE, node).glob("entries/*/image")
             for file in (cluster.host_path(self.path, node), *entries):
@@ -183,10 +191,14 @@ class Bench:
 
     def _came(self) -> frozenset[str]:
         found: dict[str, str] = {}
-        for node in self.site.cluster.nodes:
-            noted = {one.hook: one.outcome.result for one in events.read(self._log(node))}
+        for node in self.nodes:
+            noted = {one.hook: one.outcome.result for one in self.noted(node)}
             found[node] = noted.get("step") or noted.get("prolog") or "-"
         return frozenset(found.values())
+
+    def noted(self, node: str) -> list[Event]:
+        """What hooks and stagers of the last job with the image have noted."""
+        return list(events.read(self._log(node)))
 
     def _log(self, node: str) -> Path:
         return self.site.cluster.host_path("/var/log/forestage/events.jsonl", node)
@@ -209,9 +221,10 @@ def on_a_disk(options: argparse.Namespace) -> Iterator[Bench]:
         tree.chmod(0o755)
         with start_source.mounted(cluster, tree, LUSTRE, options.latency, work) as disk:
             path, other = f"{LUSTRE}/image.sqsh", f"{LUSTRE}/other.sqsh"
-            keys = {"sources": [LUSTRE], "deadline": "600s"}
             idle, site = ready(cluster), Site(cluster)
-            yield Bench(site, spec, image, path, disk.given, disk.slow, keys, other, idle)
+            configure = partial(site.configure, sources=[LUSTRE], deadline="600s")
+            about = site, spec, image, path, disk.given, disk.slow, configure, other, idle
+            yield Bench(*about, cluster.nodes, VARIANTS, in_full=False)
 
 
 @contextlib.contextmanager
@@ -227,8 +240,8 @@ def on_a_network(options: argparse.Namespace) -> Iterator[Bench]:
         start_image.make(cluster.host_path(other), OTHER_MIB, NETWORK_SHARE, Path(work))
         fleet.configure()
         fleet.serve(cluster.nodes)
-        idle, given = ready(cluster), fleet.sent_by_store
-        yield Bench(fleet, spec, image, path, given, lambda _: None, {}, other, idle)
+        about = fleet, spec, image, path, fleet.sent_by_store, lambda _: None, fleet.configure
+        yield Bench(*about, other, ready(cluster), cluster.nodes, VARIANTS, in_full=True)
 
 
 def ready(cluster: Cluster) -> Idle:
