@@ -22,7 +22,7 @@ def copy_once(config: Config, path: str, directory: Path) -> None:
     reading = source.open_source(opened)
     part = Part(directory)
     part.directory.mkdir()
-    chosen = engines.of(config)
+    chosen = engines.of(config, wanted.size)
     chosen.reserve(reading, part)
     chosen.copy(reading, part, threading.Event())
     with part.image.open("rb") as file:

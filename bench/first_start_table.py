@@ -9,10 +9,11 @@ default (`auto`).
 Nothing of the image is in the page caches of the nodes.
 
 Seconds are from srun until the program in the last node's container has ended; `to` a variant are
-ratios of the same round. `read`: images that left the file server until all copies were there.
-`later`: one more job on the same nodes after `auto`. What giving costs: the CPU-seconds of all
-services for each GiB that came from peers, and the most memory that one of them had; and, as in
-bench/peers, how many times as long a program took on the processor on which its node gave 1 Gbit/s.
+ratios of the same round. `read`: images that left the file server until all copies were there;
+`by jobs`: how many of those of `auto` jobs read themselves, where the copy was not yet. `later`:
+one more job on the same nodes after `auto`. What giving costs: the CPU-seconds of all services for
+each GiB that came from peers, and the most memory that one of them had; and, as in bench/peers, how
+many times as long a program took on the processor on which its node gave 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class Case:
     cpu: float = 0.0  # seconds of the services
     memory: int = 0
     given: int = 0  # bytes that came from peers
+    by_jobs: int = 0  # bytes that jobs read of the source while their copies were on the way
 
     def ratios(self, variant: str, base: str) -> list[float]:
         return start_table.ratios(self.runs, variant, base)
@@ -97,15 +99,17 @@ def measure(bench: Bench, fleet: Fleet, case: Case, rounds: int) -> None:
             if variant != "auto":
                 continue
             load = watch.load(SERVICE)
-            copies = [one for node in bench.nodes for one in bench.noted(node)]
-            case.given += sum(one.outcome.from_peers or 0 for one in copies if one.hook == "stager")
+            events = [one for node in bench.nodes for one in bench.noted(node)]
+            copies = [one.outcome for one in events if one.hook == "stager"]
+            case.given += sum(one.from_peers for one in copies)
+            case.by_jobs += sum(one.read_straight for one in copies)
             case.cpu, case.memory = case.cpu + load.cpu, max(case.memory, load.memory)
             case.later.append(bench.start_again(f"{case.mode}, later"))
 
 
 HEAD = (
     *("start, links, nodes", "without s", "off s", "auto s", "to off", "from", "to", "to without"),
-    *("without read", "off read", "auto read", "later s", "later read"),
+    *("without read", "off read", "auto read", "by jobs", "later s", "later read"),
     *("CPU-s/GiB", "service MiB"),
 )
 
@@ -123,6 +127,7 @@ def told(case: Case, size: int) -> str:
     words += [f"{one:.2f}" for one in start_table.spread(case.ratios("auto", "off"))]
     words.append(f"{statistics.median(case.ratios('auto', 'without')):.2f}")
     words += [f"{case.read(name, size):.2f}" for name in VARIANTS]
+    words.append(f"{case.by_jobs / len(case.later) / size:.2f}")
     words.append(f"{statistics.median(one.seconds for one in case.later):.1f}")
     words.append(f"{max(one.read for one in case.later) / size:.2f}")
     words.append(f"{case.cpu * GIB / case.given if case.given else 0:.2f}")

@@ -82,7 +82,7 @@ class Pair:
         part = Part(self.folder / "part" / self.image.key)
         part.directory.mkdir(parents=True)
         peers = of_job(config, "n2", "n[1-2]", self.image.key, self.node.places)
-        engine = engines.of(config)
+        engine = engines.of(config, self.size)
         engine.reserve(content, part)
         engine.copy(content, part, threading.Event(), peers)
         with part.image.open("rb") as file:

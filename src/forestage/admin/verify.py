@@ -173,8 +173,8 @@ def _judged(
     wrong = attribute_errors(entry, fd)
     if wrong:
         return msgspec.structs.replace(verdict, result="bad", detail=wrong)
-    chunk = entry.chunk or node.config.chunk_size
-    threads = engines.tuning(node.config).threads
+    chunk = entry.chunk or node.config.chunk_of(entry.identity.size)
+    threads = engines.tuning(node.config, entry.identity.size).threads
 
     def against(expected: compare.Expected) -> Compared:
         return compare.compare(fd, entry.identity.size, chunk, threads, expected, done, manner.rate)

@@ -24,6 +24,9 @@ Companion: TypeAlias = Literal["loaded", "absent", "unknown"]  # in the steps th
 
 Limit: TypeAlias = int | None  # bytes
 
+CHUNKS = 256  # of an image, if `chunk_size: auto` may be as small as that takes
+LARGEST_CHUNK = 16 << 20  # bytes, of `chunk_size: auto`
+
 ANYWHERE = ("/",)
 """In place of a configuration's sources, where paths are looked at and none is staged. No
 configuration can have it."""
@@ -252,12 +255,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = "chunks"
     threads: Annotated[
         int | None,
-        Key("Threads of one copy; auto is two for each core, 4 to 8.", UP_TO_64, "auto"),
+        Key(
+            "Threads of one copy, of 4 MiB each; auto is two for each core, 4 to 8.",
+            UP_TO_64,
+            "auto",
+        ),
     ] = None
     chunk_size: Annotated[
-        int,
-        Key("The unit of copying and resuming; each thread takes 4 MiB of memory.", values.CHUNK),
-    ] = 16 * 1024 * 1024
+        int | None,
+        Key(
+            "The unit of copying and resuming; auto: 1 MiB to 16 MiB, by the image's size.",
+            values.CHUNK,
+            "auto",
+        ),
+    ] = None
     bandwidth: Annotated[
         Limit,
         Key(
@@ -310,6 +321,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """Where files are staged from: below `sources`, and the store of imported images."""
         store = self.registry.store
         return (*self.sources, store) if store else self.sources
+
+    def chunk_of(self, size: int) -> int:
+        """Return the bytes of one chunk of an image of `size` bytes, the same on all nodes. Pure.
+
+        What a peer has of a chunk counts only when all of it is there. So nodes have something to
+        exchange early only where an image has many chunks; above 4 GiB it has anyway.
+        """
+        if self.chunk_size is not None:
+            return self.chunk_size
+        wanted = -(-size // CHUNKS)
+        return min(LARGEST_CHUNK, max(values.MIN_CHUNK, 1 << (wanted - 1).bit_length()))
 
     @property
     def start(self) -> Literal["through", "shared", "wait"]:

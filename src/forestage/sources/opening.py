@@ -254,7 +254,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
             key = found.image.key if found.image else ""
             redirect.unmount_stale(node.cache, frozenset((path, found.path)), key, user, end)
         judged = image.judge(found, node.config.max_image_size)
-        part.must_be_countable(judged, node.config.chunk_size)
+        part.must_be_countable(judged, node.config.chunk_of(judged.size))
         if binds:
             image.must_suit_the_node(found)
         image.must_be_whole(found)

@@ -127,19 +127,19 @@ class Rsync:
 Engine: TypeAlias = Chunks | Rsync
 
 
-def of(config: Config) -> Engine:
-    """The engine that the admin chose."""
+def of(config: Config, size: int) -> Engine:
+    """Return the engine that the admin chose, for an image of `size` bytes."""
     if config.engine == "chunks":
-        return Chunks(tuning(config))
-    return Rsync(tuning(config))
+        return Chunks(tuning(config, size))
+    return Rsync(tuning(config, size))
 
 
-def tuning(config: Config) -> Tuning:
+def tuning(config: Config, size: int) -> Tuning:
     """Pure but for the number of cores: what the configuration means for an engine."""
     cores = os.cpu_count() or 1
     return Tuning(
         threads=config.threads or min(8, max(4, 2 * cores)),
-        chunk=config.chunk_size,
+        chunk=config.chunk_of(size),
         bandwidth=config.bandwidth,
         through=config.start == "through",
     )

@@ -110,7 +110,7 @@ def claim(task: Task) -> Owner:
         pid=os.getpid(),
         boot=boot_id(),
         image=task.image,
-        chunk=config.chunk_size,
+        chunk=config.chunk_of(task.image.size),
         engine=config.engine,
         job=task.job.id,
         uid=task.job.user.uid,
@@ -163,7 +163,7 @@ def strike_wrong_chunks(part: Part, size: int, config: Config) -> int:
     quicker from this node's disk than from the source. `size` of the image in bytes. Raises
     OSError.
     """
-    tuning = engines.tuning(config)
+    tuning = engines.tuning(config, size)
     count = chunk_count(size, tuning.chunk)
     known = digest.split(part.digests()[: count * ENTRY_BYTES].ljust(count * ENTRY_BYTES, b"\0"))
     copied = [number for number, one in enumerate(known) if one != digest.MISSING]
@@ -196,7 +196,7 @@ def _make_room(task: Task, content: Content, figures: Figures) -> None:
 def _evict_for(task: Task, content: Content, figures: Figures) -> None:
     """Holes of the source cost nothing: who wrote no bytes must not evict what others did."""
     node = task.node
-    need = max(0, engines.of(node.config).needs(content) - task.part.allocated())
+    need = max(0, engines.of(node.config, task.image.size).needs(content) - task.part.allocated())
     figures.evicted += evict.make_room(
         node.cache,
         node.leases,
@@ -211,7 +211,7 @@ def _evict_for(task: Task, content: Content, figures: Figures) -> None:
 
 def _reserve(task: Task, content: Content, figures: Figures) -> None:
     """Takes the room at once, so that no copy fails half-way for want of space."""
-    engine = engines.of(task.node.config)
+    engine = engines.of(task.node.config, task.image.size)
     try:
         engine.reserve(content, task.part)
     except OSError as error:
@@ -229,7 +229,9 @@ def _readers(task: Task) -> Iterator[Readers | None]:
     directory = task.node.places.through / task.key
     made = None
     if config.engine == "chunks" and task.opened.is_read_through:
-        made = readers.make(directory, task.image.size, config.chunk_size, task.part.image)
+        made = readers.make(
+            directory, task.image.size, config.chunk_of(task.image.size), task.part.image
+        )
     try:
         yield made
     finally:
@@ -245,7 +247,9 @@ def _fetch(
     if not task.job.id:  # none is about to start, for which the copy would make way
         config = msgspec.structs.replace(config, cold="shared")
     try:
-        return engines.of(config).copy(content, task.part, stop, _peers(task), shown)
+        return engines.of(config, task.image.size).copy(
+            content, task.part, stop, _peers(task), shown
+        )
     except Failed:
         task.source.must_be_unchanged()  # an engine may fail over a source that moves under it
         raise
@@ -256,7 +260,7 @@ def _peers(task: Task) -> "Peers | None":
     node, job = task.node, task.job
     if not activation.is_on(node.config, node.places, node.clock.monotonic()):
         return None
-    count = chunk_count(task.image.size, node.config.chunk_size)
+    count = chunk_count(task.image.size, node.config.chunk_of(task.image.size))
     if count > MAX_SHARED:
         detail = f"{count} chunks, at most {MAX_SHARED}: a larger chunk_size makes fewer"
         log.say(f"stager job={job.id} peers=none detail={detail!r}", by_slurm=True)
@@ -358,7 +362,7 @@ def _entry(task: Task, figures: Figures, binds: tuple[str, ...]) -> Entry:
         access=task.image.access,
         created=task.node.clock.wall(),
         engine=config.engine,
-        chunk=config.chunk_size,
+        chunk=config.chunk_of(task.image.size),
         digest=digest.of_image(task.part.digests()),
         kind=task.image.kind,
         rate=figures.rate,

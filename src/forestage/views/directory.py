@@ -360,7 +360,7 @@ def _must_be_countable(node: Node, found: Manifest) -> None:
     if most is not None and size > most:
         what = f"{found.path} has {format_size(size)}, more than max_image_size {format_size(most)}"
         raise Declined("too-large", what)
-    part.must_be_countable(open_tree.image_of(found, size), node.config.chunk_size)
+    part.must_be_countable(open_tree.image_of(found, size), node.config.chunk_of(size))
 
 
 def _must_be_mountable() -> None:

@@ -188,12 +188,12 @@ def test_threads_follow_the_cores_unless_the_admin_says_so(
     monkeypatch: Patch, cores: int | None, threads: int | None, expected: int
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert engines.tuning(Config(threads=threads)).threads == expected
+    assert engines.tuning(Config(threads=threads), CHUNK).threads == expected
 
 
 def test_configuration_is_what_the_engine_gets() -> None:
     asked = Config(threads=3, chunk_size=CHUNK, bandwidth=7)
-    assert engines.tuning(asked) == Tuning(threads=3, chunk=CHUNK, bandwidth=7)
-    assert isinstance(engines.of(Config()), Chunks)
-    assert isinstance(engines.of(Config(engine="rsync")), Rsync)
-    assert chunk_count(1, Config().chunk_size) == 1
+    assert engines.tuning(asked, CHUNK) == Tuning(threads=3, chunk=CHUNK, bandwidth=7)
+    assert isinstance(engines.of(Config(), CHUNK), Chunks)
+    assert isinstance(engines.of(Config(engine="rsync"), CHUNK), Rsync)
+    assert chunk_count(1, Config().chunk_of(1)) == 1

@@ -83,7 +83,7 @@ class During:
     """The chunks engine, and then something else."""
 
     def __init__(self, task: Task, then: Callable[[], None]) -> None:
-        self.real = engines.of(task.node.config)
+        self.real = engines.of(task.node.config, task.image.size)
         self.then = then
 
     def needs(self, source: Content) -> int:

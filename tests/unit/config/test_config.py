@@ -80,6 +80,7 @@ def test_missing_directory_means_the_defaults(tmp_path: Path) -> None:
         ("threads: auto", "threads", None),
         ("threads: 64", "threads", 64),
         ("chunk_size: 3MiB", "chunk_size", 3 << 20),
+        ("chunk_size: auto", "chunk_size", None),
         ("deadline: auto", "deadline", None),
         ("cold: wait", "cold", "wait"),
         ("deadline: 20m", "deadline", 1200.0),
@@ -93,6 +94,23 @@ def test_value_of_each_kind_is_read_as_its_type(
     value = getattr(found.config, key)
     assert (value, type(value)) == (expected, type(expected))
     assert found.origins[key] == str(tmp_path / MAIN)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "size", "expected"),
+    [
+        (None, 0, MIB),
+        (None, 256 * MIB, MIB),
+        (None, 256 * MIB + 1, 2 * MIB),
+        (None, 4096 * MIB, 16 * MIB),
+        (None, 1 << 50, 16 * MIB),
+        (3 * MIB, 1 << 50, 3 * MIB),
+    ],
+)
+def test_chunks_are_smaller_where_an_image_would_have_few(
+    chunk_size: int | None, size: int, expected: int
+) -> None:
+    assert Config(chunk_size=chunk_size).chunk_of(size) == expected
 
 
 @pytest.mark.parametrize(
@@ -210,7 +228,7 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
         ("threads: 0", "threads", "expected auto or a whole number from 1 to 64, got 0"),
         ("threads: true", "threads", "expected auto or a whole number from 1 to 64, got true"),
         ("max_copies: auto", "max_copies", "expected a whole number from 1 to 64, got 'auto'"),
-        ("chunk_size: 512K", "chunk_size", "expected a multiple of 1MiB up to 1GiB, got '512K'"),
+        ("chunk_size: 512K", "chunk_size", "expected auto or a multiple of 1MiB up to 1GiB"),
         ("deadline: -1", "deadline", "expected auto or a duration such as 90s or 10m, got -1"),
         ("deadline: 0x" + "f" * 5000, "deadline", "got a huge number"),
         ("max_stage_wait: {a: 1}", "max_stage_wait", "expected a duration such as 90s or 10m"),
