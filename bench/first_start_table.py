@@ -52,7 +52,7 @@ MIB, GIB = 1 << 20, 1 << 30
 VARIANTS: Mapping[str, Mapping[str, object]] = {
     "without": {},
     "off": {"peers": {"enabled": False}},
-    "auto": {"peers": {"enabled": True}},
+    "auto": {},
 }
 SHARE = 0.05  # of the image, which PROGRAM reads; with what the kernel reads ahead some 7 %
 
