@@ -57,7 +57,7 @@ VARIANTS: Mapping[str, Mapping[str, object]] = {
 SHARE = 0.05  # of the image, which PROGRAM reads; with what the kernel reads ahead some 7 %
 
 
-class Links(NamedTuple):
+class LinkRates(NamedTuple):
     """Mbit/s of the file server's, and of each node's."""
 
     store: float
@@ -68,11 +68,11 @@ class Links(NamedTuple):
 
 
 @dataclass
-class Case:
+class StartCase:
     """So many nodes, one way to start, one pair of links; a run of each variant for each round."""
 
     mode: str
-    links: Links
+    links: LinkRates
     nodes: int
     runs: dict[str, list[Run]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
     later: list[Run] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Case:
         return statistics.median(one.read for one in self.runs[variant]) / size
 
 
-def measure(bench: Bench, fleet: Fleet, case: Case, rounds: int) -> None:
+def measure_case(bench: Bench, fleet: Fleet, case: StartCase, rounds: int) -> None:
     bench.nodes = fleet.cluster.nodes[: case.nodes]
     networks = peers_cluster.networks(fleet)
     names = list(VARIANTS)
@@ -114,12 +114,12 @@ HEAD = (
 )
 
 
-def heading() -> Iterator[str]:
+def list_heading() -> Iterator[str]:
     yield f"| {' | '.join(HEAD)} |"
     yield "|:--" + "|--:" * (len(HEAD) - 1) + "|"
 
 
-def told(case: Case, size: int) -> str:
+def format_row(case: StartCase, size: int) -> str:
     words = [f"{case.mode}, {case.links}, {case.nodes}"]
     for name in VARIANTS:
         middle, least, most = start_table.spread([one.seconds for one in case.runs[name]])
@@ -135,7 +135,7 @@ def told(case: Case, size: int) -> str:
     return f"| {' | '.join(words)} |"
 
 
-def summary(cases: Sequence[Case], size: int) -> str:
+def format_summary(cases: Sequence[StartCase], size: int) -> str:
     """The line that others read; of the most nodes and the slowest file server."""
     shown = min(cases, key=lambda one: (-one.nodes, one.links.store, one.mode != "unpack"))
     worst = max(statistics.median(one.ratios("auto", "off")) for one in cases)
@@ -148,7 +148,7 @@ def summary(cases: Sequence[Case], size: int) -> str:
 
 
 @contextlib.contextmanager
-def made(options: argparse.Namespace) -> Iterator[tuple[Bench, Fleet]]:
+def started_bench(options: argparse.Namespace) -> Iterator[tuple[Bench, Fleet]]:
     count = max(options.nodes)
     spec = networked(count, Net())
     spec = lines.direct(replace(spec, nvme_mib=5 * options.mib + 512, companion=""))
@@ -157,7 +157,7 @@ def made(options: argparse.Namespace) -> Iterator[tuple[Bench, Fleet]]:
         path, other = f"{place}image.sqsh", f"{place}other.sqsh"
         image = start_image.make(cluster.host_path(path), options.mib, SHARE, Path(work))
         start_image.make(cluster.host_path(other), start_table.OTHER_MIB, SHARE, Path(work))
-        configure = _configured(cluster, options.chunk_mib)
+        configure = _make_configure(cluster, options.chunk_mib)
         configure(**VARIANTS["auto"])
         fleet.serve(cluster.nodes)
         about = fleet, spec, image, path, fleet.sent_by_store, lambda _: None, configure, other
@@ -165,7 +165,7 @@ def made(options: argparse.Namespace) -> Iterator[tuple[Bench, Fleet]]:
         yield Bench(*about, idle, cluster.nodes, VARIANTS, in_full=True), fleet
 
 
-def _configured(cluster: Cluster, chunk_mib: int) -> Callable[..., None]:
+def _make_configure(cluster: Cluster, chunk_mib: int) -> Callable[..., None]:
     chunk = {"chunk_size": f"{chunk_mib}MiB"} if chunk_mib else {}
 
     def configure(**keys: object) -> None:
@@ -176,7 +176,7 @@ def _configured(cluster: Cluster, chunk_mib: int) -> Callable[..., None]:
     return configure
 
 
-def reshape(fleet: Fleet, links: Links) -> None:
+def reshape(fleet: Fleet, links: LinkRates) -> None:
     fleet.links = Net(node_mbit=links.node, store_mbit=links.store)
     for node in fleet.cluster.nodes:
         fleet.slow(node, links.node)
@@ -189,38 +189,40 @@ def reshape(fleet: Fleet, links: Links) -> None:
         fleet.cluster.run(argv, user="root")
 
 
-def run(options: argparse.Namespace) -> Iterator[str]:
+def run_cases(options: argparse.Namespace) -> Iterator[str]:
     start, load, cases = time.monotonic(), busy.Load(), []
-    with made(options) as (bench, fleet):
+    with started_bench(options) as (bench, fleet):
         size = bench.image.size
         yield (
             f"{size / MIB:.0f} MiB, links of the file server and of each node in Mbit/s,"
             f" {os.cpu_count()} processors for all of it; medians of {options.rounds}\n"
         )
-        yield from heading()
+        yield from list_heading()
         bench.nodes = fleet.cluster.nodes[:1]
         bench.start("unpack", "without")  # reads all programs once; does not count
         for links in options.links:
             reshape(fleet, links)
             for mode in options.modes:
                 for count in options.nodes:
-                    cases.append(case := Case(mode, links, count))
-                    measure(bench, fleet, case, options.rounds)
-                    yield told(case, size)
+                    cases.append(case := StartCase(mode, links, count))
+                    measure_case(bench, fleet, case, options.rounds)
+                    yield format_row(case, size)
     yield f"\n{time.monotonic() - start:.0f} s\n"
     pair = peers_cluster.pair(options.pair_mib, options.pairs)
-    yield load.last(f"{summary(cases, size)} {pair}")
+    yield load.last(f"{format_summary(cases, size)} {pair}")
 
 
 def main() -> int:
-    return printed(run(_options()))
+    return printed(run_cases(_read_options()))
 
 
-def _options() -> argparse.Namespace:
+def _read_options() -> argparse.Namespace:
     parser = busy.Bench("first-start", __doc__, "40 minutes")
-    parser.add_argument("--nodes", default="1,2,4,8", type=_counts)
-    parser.add_argument("--links", default="400:400,1600:200", type=_links, help="STORE:NODE,…")
-    parser.add_argument("--modes", default="unpack,squashfuse", type=_modes)
+    parser.add_argument("--nodes", default="1,2,4,8", type=_read_counts)
+    parser.add_argument(
+        "--links", default="400:400,1600:200", type=_read_links, help="STORE:NODE,…"
+    )
+    parser.add_argument("--modes", default="unpack,squashfuse", type=_read_modes)
     parser.add_argument("--mib", type=int, default=255, help="of the image")
     parser.add_argument("--chunk-mib", type=int, default=0, help="0: the default")
     parser.add_argument("--rounds", type=int, default=1)
@@ -231,15 +233,15 @@ def _options() -> argparse.Namespace:
     return parser.begin()
 
 
-def _counts(text: str) -> list[int]:
+def _read_counts(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def _links(text: str) -> list[Links]:
-    return [Links(*map(float, word.split(":"))) for word in text.split(",")]
+def _read_links(text: str) -> list[LinkRates]:
+    return [LinkRates(*map(float, word.split(":"))) for word in text.split(",")]
 
 
-def _modes(text: str) -> list[str]:
+def _read_modes(text: str) -> list[str]:
     if unknown := set(words := text.split(",")) - set(start_table.MODES):
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}")
     return words

@@ -31,6 +31,16 @@ SMALL = {
         ["--files", "60", "--large", "0", "--rounds", "1", "--jobs", "2", "--nodes", "2"],
         f"dir_vs_rsync={RATIO} tree_vs_tar={RATIO} n2_src_bytes={RATIO} epoch_vs_shared={RATIO}",
     ),
+    "first-start": (
+        [
+            *("--nodes", "1,2", "--links", "400:400", "--mib", "2"),
+            *("--modes", "unpack", "--pair-mib", "8", "--pairs", "1"),
+        ],
+        (
+            f"n2_src_bytes={RATIO} n2_vs_without={RATIO} worst_vs_off={RATIO} later_src={RATIO}"
+            rf" giver={RATIO} taker={RATIO} cp={RATIO} beside={RATIO}\({RATIO}-{RATIO}\)"
+        ),
+    ),
     "growth": (
         ["100"],
         " ".join(

@@ -109,7 +109,7 @@ class During:
 def after_copy(task: Task, monkeypatch: Patch) -> AfterCopy:
     def adding(then: Callable[[], None]) -> During:
         engine = During(task, then)
-        monkeypatch.setattr(engines, "of", lambda _: engine)
+        monkeypatch.setattr(engines, "of", lambda *_: engine)
         return engine
 
     return adding
@@ -496,7 +496,7 @@ def test_resumed_copy_asks_only_for_the_space_that_is_missing(
     """Of an image that takes half of the disk, another half would not be free."""
     engine = During(task, lambda: None)
     monkeypatch.setattr(engine, "copy", lambda *_: (_ for _ in ()).throw(Stopped))
-    monkeypatch.setattr(engines, "of", lambda _: engine)
+    monkeypatch.setattr(engines, "of", lambda *_: engine)
     for _ in range(2):
         with pytest.raises(Stopped):
             run(task)
@@ -565,7 +565,7 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
             used.append(arguments[-2])
             raise Stopped
 
-    monkeypatch.setattr(engines, "of", lambda _: Stub())
+    monkeypatch.setattr(engines, "of", lambda *_: Stub())
     monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
     monkeypatch.setattr(stage_source, "open_source", lambda *_: Content(-1, None, count))
     monkeypatch.setattr(evict, "make_room", lambda *_, **__: ())
