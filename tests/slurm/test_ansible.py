@@ -162,9 +162,9 @@ def test_role_installs_changes_nothing_twice_and_goes_again(control: Control) ->
     conf = machine.path("/etc/slurm/slurm.conf")
     assert "\nEpilog=/usr/libexec/forestage/epilog\n" in conf.read_text()
     assert "\nProlog=/usr/libexec" not in conf.read_text(), "there is the link"
-    unit = "forestage.timer"
-    state = machine.type(f"systemctl is-enabled {unit}; systemctl is-active {unit}")
-    assert state.split() == ["enabled", "active"]
+    units = "forestage.timer forestage-peer.service"
+    state = machine.type(f"systemctl is-enabled {units}; systemctl is-active {units}")
+    assert state.split() == ["enabled", "enabled", "active", "active"]
     assert [control.result(), control.result()] == ["copied", "hit"]
     assert machine.path("/run/site-prolog").exists(), "the site's own ran as well"
 

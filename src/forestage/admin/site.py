@@ -46,6 +46,9 @@ USUAL_PLUGINS = (
 )
 # What is to run on each node, and the directories in which systemd finds that it is.
 TIMER = "forestage.timer"
+PEER_SERVICE = "forestage-peer.service"
+# The directory in which `systemctl enable` makes a unit's link, by [Install] of our unit files.
+_WANTED_BY = {TIMER: "timers.target.wants", PEER_SERVICE: "multi-user.target.wants"}
 _UNITS = ("/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
 LINK = "50-forestage"  # in a directory of hooks
 SCRIPT = 1 << 20  # bytes of a site's script that are searched for our name
@@ -477,10 +480,7 @@ def lacks(files: Files, *units: str) -> bool:
     if files.mode("/run/systemd/system") is None:
         return False
     return not all(
-        any(
-            unit in files.names(f"{folder}/{Path(unit).suffix[1:]}s.target.wants")
-            for folder in _UNITS
-        )
+        any(unit in files.names(f"{folder}/{_WANTED_BY[unit]}") for folder in _UNITS)
         for unit in units
     )
 

@@ -8,17 +8,20 @@ whose Prolog is missing, cannot be executed, or is a glob without a match (run_s
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from forestage.admin import site as sites
-from forestage.admin.site import TIMER, Hook, Pattern, Site
+from forestage.admin.site import PEER_SERVICE, TIMER, Hook, Pattern, Site
 from forestage.cache.node import Node
 from forestage.check import plugins, slurm_conf
 from forestage.check.finding import Finding
+from forestage.config import Config
 from forestage.errors import RefusedError
+from forestage.peers import activation
 from forestage.slurm.slurm_conf import ConfLine
 from forestage.system import mounts, run
 from forestage.system.terminal import Line, Piece
@@ -234,18 +237,52 @@ def apply(plan: Plan, files: Files) -> None:
         files.at(link.path).unlink(missing_ok=True)
 
 
-def start_units(files: Files) -> str:
-    """Has systemd run the sweep, where it runs; returns what came of it."""
+def wanted_units(config: Config | None) -> list[str]:
+    """Return the units of a node with this configuration; None is one that cannot be used. Pure."""
+    has_peers = config is not None and activation.may_serve(config)
+    return [TIMER, *[PEER_SERVICE] * has_peers]
+
+
+def start_units(files: Files, units: Iterable[str]) -> list[str]:
+    """Enable and start units where systemd runs; return a sentence for each."""
     if files.mode("/run/systemd/system") is None:
-        return ""
-    ran = run.run(["systemctl", "enable", "--now", TIMER], timeout=SYSTEMCTL)
-    return f"{TIMER} is on." if ran.code == 0 else f"{TIMER} is not on: {ran.explained()}"
+        return []
+    return [_switch_unit(unit, "enable", "on") for unit in units]
 
 
-def units_to_start(files: Files) -> str:
-    """What `--yes` would switch on; "" where it is on, or where no systemd runs."""
-    wanted = f"On each node: systemctl enable --now {TIMER} (or add --yes there)."
-    return wanted if sites.lacks(files, TIMER) else ""
+def list_units_to_start(files: Files, units: Iterable[str]) -> list[str]:
+    """Return what `enable --yes` would start: nothing if all is on, or if no systemd runs."""
+    off = [unit for unit in units if sites.lacks(files, unit)]
+    return [_format_unit_command("enable", off)] if off else []
+
+
+def stop_units(files: Files) -> list[str]:
+    """Stop and disable the peer service, if it is enabled; return a sentence about it.
+
+    The timer goes on until the package is removed: jobs that run still have leases and mounts.
+    """
+    return [_switch_unit(unit, "disable", "off") for unit in _list_units_to_stop(files)]
+
+
+def list_units_to_stop(files: Files) -> list[str]:
+    """Return what `disable --yes` would stop."""
+    on = _list_units_to_stop(files)
+    return [_format_unit_command("disable", on)] if on else []
+
+
+def _list_units_to_stop(files: Files) -> list[str]:
+    has_systemd = files.mode("/run/systemd/system") is not None
+    return [PEER_SERVICE] if has_systemd and not sites.lacks(files, PEER_SERVICE) else []
+
+
+def _switch_unit(unit: str, verb: str, state: str) -> str:
+    # A command for each unit: one that the admin has masked does not keep the others from it.
+    ran = run.run(["systemctl", verb, "--now", unit], timeout=SYSTEMCTL)
+    return f"{unit} is {state}." if ran.code == 0 else f"{unit} is not {state}: {ran.explained()}"
+
+
+def _format_unit_command(verb: str, units: list[str]) -> str:
+    return f"On each node: systemctl {verb} --now {' '.join(units)} (or add --yes there)."
 
 
 def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 SLURM_CONF = "/etc/slurm/slurm.conf"
 
-yes = click.option("-y", "--yes", is_flag=True, help="Make or remove links; else it is a dry run.")
+yes = click.option(
+    "-y", "--yes", is_flag=True, help="Change links and units; else it is a dry run."
+)
 slurm_conf = click.option(
     "--slurm-conf",
     metavar="FILE",
@@ -35,24 +37,27 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
 
     Prints the lines to add to slurm.conf and plugstack.conf, and those by which jobs can ask for
     nodes with the cache's disk. Where Prolog= names a directory's files, --yes makes the link
-    there. With --yes, the timer is switched on as well, and users can no longer list
-    /etc/forestage on this node.
+    there. With --yes, the timer is switched on as well, and the service by which nodes get images
+    from each other unless `peers.enabled` is false; users can no longer list /etc/forestage on this
+    node.
     """
     from forestage.check import enable as work
     from forestage.config import directories
     from forestage.system.tree import Files
 
-    disk = None
+    config, disk = None, None
     with contextlib.suppress(ForestageError, OSError):  # that is for other commands to say
+        config = ctx.obj.node().config
         disk = work.disk_of(ctx.obj.node())
     files = Files(ctx.obj.places.root)
     _change(ctx, slurm_conf, lambda site: work.to_enable(files, site, disk), True, yes, as_json)
     if yes:
         with contextlib.suppress(OSError):  # the sweep, which is switched on now, does it as well
             directories.keep_unlisted(ctx.obj.places)
-    said = work.start_units(files) if yes else work.units_to_start(files)
-    if said:
-        click.echo(said, err=as_json)
+    units = work.wanted_units(config)
+    _print(
+        work.start_units(files, units) if yes else work.list_units_to_start(files, units), as_json
+    )
 
 
 @click.command()
@@ -63,12 +68,22 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
 def disable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> None:
     """Stop Slurm from calling forestage.
 
-    Prints the lines to remove; --yes removes the links that `enable` has made. Refuses what would
-    drain nodes, with exit status 9. What stops staging at once is `forestage off`.
+    Prints the lines to remove; --yes removes the links that `enable` has made, and stops the peer
+    service. Refuses what would drain nodes, with exit status 9. What stops staging at once is
+    `forestage off`.
     """
     from forestage.check import enable as work
+    from forestage.system.tree import Files
 
+    files = Files(ctx.obj.places.root)
     _change(ctx, slurm_conf, work.to_disable, False, yes, as_json)
+    _print(work.stop_units(files) if yes else work.list_units_to_stop(files), as_json)
+
+
+def _print(sentences: list[str], as_json: bool) -> None:
+    """Prints what was done with units; beside a document on stderr."""
+    for sentence in sentences:
+        click.echo(sentence, err=as_json)
 
 
 def _change(

@@ -445,27 +445,127 @@ def test_users_list_no_directory_of_the_configuration_with_yes_only(
     assert etc.stat().st_mode & 0o7777 == 0o711
 
 
-@pytest.mark.parametrize("ends", [0, 1])
+class Systemctl:
+    """What is asked of systemd, whose links are made and removed below a node's root."""
+
+    def __init__(self, slurm: Slurm) -> None:
+        self.slurm = slurm
+        self.asked: list[str] = []
+        self.masked: set[str] = set()
+        slurm.at("/run/systemd/system").mkdir(parents=True)
+
+    def __call__(self, argv: list[str], **how: object) -> Ran:
+        program, *words = argv
+        assert program == "systemctl"
+        self.asked.append(" ".join(words))
+        unit = words[-1]
+        if unit in self.masked:
+            return Ran(tuple(argv), 1, "", f"Unit {unit} is masked")
+        link = WANTED[unit]
+        if words[0] == "enable":
+            self.slurm.write(link, "")
+        else:
+            self.slurm.at(link).unlink()
+        return Ran(tuple(argv), 0, "", "")
+
+
+TIMER, PEER = "forestage.timer", "forestage-peer.service"
+WANTED = {
+    TIMER: f"/etc/systemd/system/timers.target.wants/{TIMER}",
+    PEER: f"/etc/systemd/system/multi-user.target.wants/{PEER}",
+}
+
+
+@pytest.fixture
+def systemctl(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Systemctl:
+    made = Systemctl(slurm)
+    monkeypatch.setattr("forestage.system.run.run", made)
+    return made
+
+
 def test_units_are_started_with_yes_where_systemd_runs(
-    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: int
+    slurm: Slurm, tmp_path: Path, systemctl: Systemctl
 ) -> None:
-    slurm.at("/run/systemd/system").mkdir(parents=True)
-    asked = []
-
-    def systemctl(argv: list[str], **how: object) -> Ran:
-        asked.append(argv[1:])
-        return Ran(tuple(argv), ends, "", "Failed to connect to bus")
-
-    monkeypatch.setattr("forestage.system.run.run", systemctl)
     node = Site(tmp_path)
-    timer = "forestage.timer"
-    assert f"systemctl enable --now {timer}" in node.run("enable", SLURM_CONF).stdout
-    assert asked == []
+    assert f"systemctl enable --now {TIMER} {PEER} (" in node.run("enable", SLURM_CONF).stdout
+    assert systemctl.asked == []
     printed = node.run("enable", "--yes", SLURM_CONF).stdout
-    assert asked == [["enable", "--now", timer]]
-    assert ("is not on" in printed) == bool(ends)
-    slurm.write(f"/etc/systemd/system/timers.target.wants/{timer}", "")
-    assert timer not in node.run("enable", SLURM_CONF).stdout
+    assert systemctl.asked == [f"enable --now {TIMER}", f"enable --now {PEER}"]
+    assert printed.endswith(f"{TIMER} is on.\n{PEER} is on.\n")
+    assert "systemctl enable" not in node.run("enable", SLURM_CONF).stdout
+
+
+def test_unit_that_somebody_has_enabled_is_not_named(
+    slurm: Slurm, tmp_path: Path, systemctl: Systemctl
+) -> None:
+    slurm.write(WANTED[PEER], "")
+    assert f"enable --now {TIMER} (" in Site(tmp_path).run("enable", SLURM_CONF).stdout
+
+
+def test_masked_unit_stays_off_and_the_others_start(
+    slurm: Slurm, tmp_path: Path, systemctl: Systemctl
+) -> None:
+    systemctl.masked = {TIMER}
+    printed = Site(tmp_path).run("enable", "--yes", SLURM_CONF).stdout
+    assert f"{TIMER} is not on: " in printed
+    assert f"Unit {TIMER} is masked" in printed
+    assert f"{PEER} is on." in printed
+
+
+@pytest.mark.parametrize(
+    "text", ["peers: {enabled: false}\n", "engine: rsync\n", "no-such-key: 1\n"]
+)
+def test_peer_service_is_not_started_where_it_has_nothing_to_do(
+    slurm: Slurm, tmp_path: Path, systemctl: Systemctl, text: str
+) -> None:
+    node = Site(tmp_path, text)
+    assert PEER not in node.run("enable", SLURM_CONF).stdout
+    node.run("enable", "--yes", SLURM_CONF)
+    assert systemctl.asked == [f"enable --now {TIMER}"]
+
+
+def test_peer_service_is_stopped_by_disable_and_the_timer_goes_on(
+    slurm: Slurm, tmp_path: Path, systemctl: Systemctl
+) -> None:
+    node = Site(tmp_path)
+    assert "systemctl" not in node.run("disable", SLURM_CONF).stdout
+    node.run("enable", "--yes", SLURM_CONF)
+    systemctl.asked.clear()
+    assert f"systemctl disable --now {PEER} (" in node.run("disable", SLURM_CONF).stdout
+    assert systemctl.asked == []
+    assert f"{PEER} is off." in node.run("disable", "--yes", SLURM_CONF).stdout
+    assert systemctl.asked == [f"disable --now {PEER}"]
+    assert "systemctl" not in node.run("disable", SLURM_CONF).stdout
+
+
+def test_peer_service_goes_on_where_disable_is_refused(
+    slurm: Slurm, tmp_path: Path, systemctl: Systemctl
+) -> None:
+    slurm.write(WANTED[PEER], "")
+    slurm.with_glob(others=())
+    slurm.link(f"{PROLOG_D}/50-forestage")
+    done = Site(tmp_path).run("disable", "--yes", SLURM_CONF)
+    assert (done.exit_code, systemctl.asked) == (Exit.REFUSED, [])
+
+
+def test_units_are_said_beside_a_document(
+    slurm: Slurm, tmp_path: Path, systemctl: Systemctl
+) -> None:
+    node = Site(tmp_path)
+    done = node.run("enable", "--yes", "--json", SLURM_CONF)
+    assert json.loads(done.stdout)["done"]
+    assert f"{PEER} is on." in done.stderr
+
+
+@pytest.mark.parametrize("command", ["enable", "disable"])
+def test_no_unit_is_asked_for_where_no_systemd_runs(
+    slurm: Slurm, tmp_path: Path, systemctl: Systemctl, command: str
+) -> None:
+    slurm.at("/run/systemd/system").rmdir()
+    slurm.write(WANTED[PEER], "")
+    assert "systemctl" not in Site(tmp_path).run(command, SLURM_CONF).stdout
+    Site(tmp_path).run(command, "--yes", SLURM_CONF)
+    assert systemctl.asked == []
 
 
 def test_refusal_has_an_exit_status_and_is_in_the_document(slurm: Slurm, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -395,7 +396,8 @@ def test_companion_is_that_of_the_slurm_and_the_distribution_that_are_here(node:
     said = node.boot("--sources", "/lustre,/home", "--packages", str(packages))
     unit = (node.folder / "units/forestage.service.d/slurm.conf").read_text()
     assert f"PATH={node.folder}/opt/slurm/bin:/usr/bin" in unit, "else the sweep asks nobody"
-    assert "enable --now forestage.timer" in (node.folder / "units.ran").read_text()
+    enabled = re.findall("enable --now --no-block (.*)", (node.folder / "units.ran").read_text())
+    assert enabled == ["forestage.timer", "forestage-peer.service"]
     assert [Path(one).name for one in (node.folder / "ran").read_text().split()] == [
         "forestage_0.10.0-1_amd64.deb",
         "forestage-spank_0.10.0+slurm25.05.2-1~deb12_amd64.deb",

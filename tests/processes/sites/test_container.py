@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import subprocess
 from pathlib import Path
 
@@ -84,7 +85,28 @@ def test_health_check_does_the_minutes_work_where_no_systemd_runs(tmp_path: Path
     # Open for writing, too: between the two there may be no writer, or both.
     with os.fdopen(os.open(said, os.O_RDWR)) as lines:
         health(tmp_path, program=program)
-        assert lines.readline() == "tend\n"
+        assert sorted([lines.readline(), lines.readline()]) == ["peer\n", "tend\n"]
+
+
+def test_health_check_starts_the_peer_service_again_only_once_it_has_ended(tmp_path: Path) -> None:
+    said, end = fifo(tmp_path / "said"), fifo(tmp_path / "end")
+    program = f'#!/bin/sh\n[ "$1" = peer ] || exit 0\necho began >{said}\nread _ <{end}\n'
+    lock = tmp_path / "run/forestage/peer.lock"
+    with (
+        os.fdopen(os.open(said, os.O_RDWR)) as lines,
+        os.fdopen(os.open(end, os.O_RDWR), "w") as go,
+    ):
+        health(tmp_path, program=program)
+        assert lines.readline() == "began\n"
+        assert lock.stat().st_mode & 0o7777 == 0o600, "else a user could hold the lock"
+        health(tmp_path, program=program)  # it does not wait for the lock
+        print(file=go, flush=True)
+        subprocess.run(["flock", lock, "true"], check=True, timeout=60)
+        health(tmp_path, program=program)
+        assert lines.readline() == "began\n"
+        assert not select.select([lines], [], [], 0)[0], "the second one has begun nothing"
+        print(file=go, flush=True)
+        subprocess.run(["flock", lock, "true"], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(("words", "systemd"), [(("--print",), ""), ((), "run/systemd/system")])
