@@ -34,7 +34,7 @@ from forestage.config import Config, decided, load_settings, switch
 from forestage.errors import ConfigError, ForestageError, MetricsError
 from forestage.events.reasons import FAILURES, REASONS
 from forestage.paths import Places
-from forestage.peers import activation
+from forestage.peers import activation, unanswered
 from forestage.peers import stats as peer_counts
 from forestage.system import records
 
@@ -65,7 +65,8 @@ class Exported(msgspec.Struct, frozen=True):
 
     `status` is None where the node's state could not be read. `doubt` is since when the cache's
     disk is not trusted, in seconds since the epoch; 0 where it is. `swept` is when the last sweep
-    was, 0 if none was since the node booted. `written` is now. `peers`: copies ask other nodes.
+    was, 0 if none was since the node booted. `written` is now. `unanswered` counts nodes whose peer
+    service did not answer this one lately, and `has_service` is whether this node's own runs.
     """
 
     tally: Tally
@@ -76,7 +77,8 @@ class Exported(msgspec.Struct, frozen=True):
     doubt: float = 0.0
     swept: float = 0.0
     written: float = 0.0
-    peers: bool = False
+    unanswered: int = 0
+    has_service: bool = False
 
 
 @contextlib.contextmanager
@@ -140,8 +142,9 @@ def export(
         off = bool(switch.why_off(places, config or Config(), clock.wall()))
         since = disk_errors.known(places).since
         swept = last_sweep(places)
-        peers = config is not None and activation.is_on(config, places, clock.monotonic())
-        about = config, status, since, swept, clock.wall(), peers
+        now = clock.monotonic()
+        silent, served = len(unanswered.read_silent(places, now)), activation.is_served(places, now)
+        about = config, status, since, swept, clock.wall(), silent, served
         written = text(Exported(tally, version, off, *about))
         # Who reads the last one is to know that the configuration is broken.
         path = textfile.find_last(places) if config is None else config.metrics.textfile
@@ -195,7 +198,7 @@ def state(facts: Exported) -> Iterator[Metric]:
         info |= {
             "redirect": config.redirect,
             "engine": config.engine,
-            "peers": "on" if facts.peers else "off",
+            "peers": _describe_peers(config, facts.has_service),
         }
     yield InfoMetricFamily("forestage", "The release, and how it is configured.", value=info)
     text = "When these metrics were written."
@@ -214,9 +217,18 @@ def state(facts: Exported) -> Iterator[Metric]:
     yield _gauge("disk_doubt", distrusted, bool(facts.doubt))
     swept = "When the sweep ran last; 0 if it did not since the node booted."
     yield _gauge("last_sweep_timestamp_seconds", swept, facts.swept)
+    silent = "Nodes whose peer service did not answer this one within five minutes."
+    yield _gauge("peers_unanswered", silent, facts.unanswered)
     if facts.doubt:
         since = "When the last of these errors was seen."
         yield _gauge("disk_doubt_timestamp_seconds", since, facts.doubt)
+
+
+def _describe_peers(config: Config, has_service: bool) -> str:
+    """Return whether copies ask other nodes; `down` is for want of this node's service. Pure."""
+    if not activation.may_serve(config):
+        return "off"
+    return "on" if has_service else "down"
 
 
 def room(status: Status) -> Iterator[Metric]:
