@@ -2,9 +2,10 @@
 
 The nodes have networks of their own; the shared file system is GlusterFS behind one link that is
 shaped, and all nodes read it through that. forestage runs as docs/install.md sets it up, with the
-companion and with peers. Nothing here computes what should happen: bytes are the kernel's count of
-what left the file server, seconds are those from srun to the first line that the container prints,
-and each container adds up what it has read of its image.
+companion: its configuration says `sources` alone, and each node runs the peer service. Nothing here
+computes what should happen: bytes are the kernel's count of what left the file server, seconds are
+those from srun to the first line that the container prints, and each container adds up what it has
+read of its image.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ OFF, TELL = "--comment=stage=off", "--comment=stage-tell=yes"
 COLUMNS = {"without": OFF, "first job": TELL, "later jobs": TELL}
 
 ABOUT = """
-The stand-in for pyxis unpacks the image with unsquashfs, as enroot does. Without forestage and in
-the first job the nodes read it over one link of 300 Mbit/s; with forestage they take most of it
-from each other. `later jobs` read nothing of it from there. What is left are names and attributes.
+The stand-in for pyxis unpacks the image with unsquashfs, as enroot does. The file server has one
+link of 300 Mbit/s. Without forestage each node reads the image over it. The nodes of the first job
+read it about once, and take the rest from each other, as they do by default. Later jobs read
+nothing of it from there: what is left are names and attributes.
 """
 
 
@@ -101,7 +103,7 @@ def prepare(fleet: Fleet, work: Path) -> dict[str, Startable]:
         made[name] = start_image.make(cluster.host_path(path(name)), IMAGE_MIB, SHARE, work)
     for node in cluster.nodes:
         fleet.root(["mkdir", "-m", "1777", UNPACKED], node)
-    fleet.configure(redirect="auto", cold="auto")
+    cluster.write("/etc/forestage/forestage.yaml", "sources: [/shared]\n")
     fleet.serve(cluster.nodes)
     # By what an earlier job has noted a Prolog may end at once; and all programs are read once.
     cluster.run(srun(f"-N{NODES}", OFF, "true"))

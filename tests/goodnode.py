@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from commands import NOW, Frozen
@@ -9,6 +10,7 @@ from forestage import events
 from forestage.check import Report, Target, check, pieces
 from forestage.events import Event, Handled
 from forestage.paths import Places
+from forestage.peers import activation
 from forestage.slurm.queue import Slurm
 from forestage.system.terminal import Line, harmless
 
@@ -61,7 +63,9 @@ class GoodNode:
         self.conf = ""
         self.is_root = True
         self.login = False
-        self.write("/etc/forestage/forestage.yaml", CONFIG)
+        # By which nodes prove themselves to each other, on a machine with munge and without.
+        self.write("/key", bytes(range(32)), 0o600)
+        self.config("")
         self.at("/mnt/nvme/forestage").mkdir(parents=True, mode=0o700)
         self.at("/lustre").mkdir()
         self._slurm()
@@ -84,6 +88,8 @@ class GoodNode:
         self.plugin("/usr/lib/forestage/spank/forestage.so")
         self.companion_for("22.05.3")  # the last part may differ
         self.link("/etc/systemd/system/timers.target.wants/forestage.timer", "/x")
+        self.link("/etc/systemd/system/multi-user.target.wants/forestage-peer.service", "/x")
+        self.hold_sign()
         self.at("/run/systemd/system").mkdir(parents=True)
 
     def _pyxis(self) -> None:
@@ -124,7 +130,8 @@ class GoodNode:
         self.at(path).unlink()
 
     def config(self, text: str) -> None:
-        self.write("/etc/forestage/forestage.yaml", CONFIG + text)
+        own = "" if "peers:" in text else f"peers: {{key_file: {self.at('/key')}}}\n"
+        self.write("/etc/forestage/forestage.yaml", CONFIG + own + text)
 
     def change(self, path: str, old: str, new: str) -> None:
         """In a file that holds `old` once."""
@@ -134,6 +141,16 @@ class GoodNode:
 
     def slurm(self, old: str, new: str) -> None:
         self.change("/etc/slurm/slurm.conf", old, new)
+
+    def hold_sign(self) -> None:
+        """What the peer service holds as long as it lives."""
+        self._sign = contextlib.ExitStack()
+        self._sign.enter_context(activation.hold_sign(self.places))
+
+    def drop_sign(self) -> None:
+        """The service has ended, and that was long ago."""
+        self._sign.close()
+        self.places.peer_sign.unlink()
 
     def unmount(self, point: str) -> None:
         kept = [line for line in MOUNTS if line.split()[4] != point]

@@ -135,7 +135,7 @@ def of_prefetch(node: GoodNode) -> None:
 
 
 def of_the_prefetch_host(node: GoodNode) -> None:
-    node.config("prefetch: {host: n1}\n")
+    node.config("prefetch: {host: n1}\npeers: {enabled: false}\n")
 
 
 def of_login_node(node: GoodNode) -> None:

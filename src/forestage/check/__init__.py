@@ -41,7 +41,6 @@ from forestage.clock import Clock
 from forestage.config import Config, Settings, load_settings
 from forestage.errors import ConfigError, Failed
 from forestage.paths import Places
-from forestage.peers import activation
 from forestage.slurm import enroot as enroots
 from forestage.slurm.queue import Slurm
 from forestage.system import child
@@ -200,10 +199,8 @@ def _findings(
     yield from node.findings(files, target.places, settings.of_node, target.clock.wall())
     yield from node.untended(files, conf)
     yield "the peer service and the names of nodes"
-    if activation.is_on(settings.of_node, target.places, target.clock.monotonic()):
-        yield from peers.findings(
-            files, target.places, settings.of_node.peers, conf, target.clock.wall()
-        )
+    if target.is_root:  # others read neither the key nor the service's sign
+        yield from peers.findings(files, target.places, settings.of_node, conf, target.clock)
     yield from prefetch.findings(target.places, settings.of_node, target.slurm, target.clock)
     if site is not None and site.stack.pyxis is not None:
         yield "the store of images"

@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from forestage.config import load_settings
 from forestage.errors import Failed
 from forestage.events import Bad, Event, Handled
 from forestage.paths import Places
-from forestage.peers import node_list
+from forestage.peers import node_list, unanswered
 from forestage.prefetch import expected, marks
 from forestage.prefetch.expected import Expectations
 from forestage.prefetch.marks import Look, Marks
@@ -41,12 +42,15 @@ from forestage.system import as_user
 from forestage.system.as_user import User
 from forestage.system.terminal import moment
 from forestage.system.tree import Files
-from goodnode import COMPANION, OF_ROOT, REPO, GoodNode, words
+from goodnode import COMPANION, OF_ROOT, REPO, TCP, GoodNode, words
 from node import until
 
 G = 1 << 30
 CONF = "/etc/slurm/slurm.conf"
 YAML = "/etc/forestage/forestage.yaml"
+PEER_LINK = "/etc/systemd/system/multi-user.target.wants/forestage-peer.service"
+# As /proc/net/tcp6 has ::1 and 2001:db8::1.
+LOOPBACK6, ADDRESS6 = "0" * 24 + "01000000", "B80D0120" + "0" * 16 + "01000000"
 PROLOG_D = "/etc/slurm/prolog.d"
 PROLOG, EPILOG = str(Places().prolog), str(Places().epilog)
 COMPANION_SO = str(Places().companion)
@@ -92,6 +96,7 @@ class Planted(NamedTuple):
 critical = functools.partial(Planted, "critical")
 warning = functools.partial(Planted, "warning")
 unknown = functools.partial(Planted, "unknown")
+note = functools.partial(Planted, "note")
 
 
 def slurm(old: str, new: str) -> Callable[[GoodNode], object]:
@@ -154,6 +159,22 @@ def as_login(node: GoodNode) -> None:
     node.login = True
     for path in ("/usr/sbin/slurmd", "/proc/self/mountinfo", YAML):
         node.remove(path)
+
+
+def listening(address: str) -> Callable[[GoodNode], object]:
+    """The peer service, at an address as /proc has it."""
+    return changed("/proc/net/tcp", "00000000:1E25", f"{address}:1E25")
+
+
+def listening6(address: str) -> Callable[[GoodNode], object]:
+    return wrote("/proc/net/tcp6", TCP.splitlines()[0] + f"\n   0: {address}:1E25 {address}:0 0A\n")
+
+
+def silent(*names: str) -> Callable[[GoodNode], object]:
+    """Nodes whose peer service has just not answered."""
+    return lambda node: [
+        unanswered.note_silence(node.places, name, time.monotonic()) for name in names
+    ]
 
 
 without_companion = both(wrote(OURS, ""), settings("redirect: bind\n"))
@@ -641,7 +662,26 @@ REST = [
     warning("hold-bounded", wrote("/run/forestage/hold/serve/memory.max", "1073741824\n")),
     warning("hold-bounded", wrote("/run/forestage/hold/cpu.max", "200000 100000\n")),
     warning("peer-service", peers("  port: 7716\n")),
+    warning("peer-service", both(peers(), removed(PEER_LINK))),
     warning("peer-proof", both(peers(), lambda node: (node.root / "key").chmod(0o644))),
+    warning("peer-port", both(peers(), GoodNode.drop_sign)),
+    warning("peer-loopback", both(peers(), listening("0100007F"))),
+    note("peer-service", changed("/proc/net/tcp", ":1E25", ":1E26")),
+    note("peer-service", removed(PEER_LINK)),
+    note("peer-proof", lambda node: node.at("/key").chmod(0o644)),
+    note(
+        "peer-service",
+        both(
+            *(removed_systemd, health("/usr/lib/forestage/bin/forestage-health")),
+            changed("/proc/net/tcp", ":1E25", ":1E26"),
+        ),
+        "slurm.conf: HealthCheckProgram=/usr/lib/forestage/bin/forestage-health starts it",
+    ),
+    note("peer-port", GoodNode.drop_sign),
+    note("peer-loopback", listening("0100007F")),
+    note("peer-loopback", both(removed("/proc/net/tcp"), listening6(LOOPBACK6))),
+    note("peer-silent", both(peers(), silent("n7"))),
+    note("peer-silent", silent("n7", "n8")),
     unknown("not-root", lambda node: setattr(node, "is_root", False)),
 ]
 
@@ -852,7 +892,7 @@ PREFETCH = [
         "prefetch-peers",
         both(
             prefetch_host(),
-            settings("prefetch: {host: n1}\n"),
+            settings("prefetch: {host: n1}\npeers: {enabled: false}\n"),
         ),
     ),
     warning("prefetch-queue", prefetch_host(squeue="#!/bin/sh\necho no >&2; exit 1\n")),
@@ -884,9 +924,9 @@ def test_mistake_is_found_and_nothing_else(node: GoodNode, mistake: Planted) -> 
     assert change
     if mistake.change:
         assert change == mistake.change
-    assert words(done).splitlines()[0] == (
-        f"forestage {mistake.level.upper()} - 1 finding: {mistake.id}"
-    )
+    word = "OK" if mistake.level == "note" else mistake.level.upper()
+    assert words(done).splitlines()[0] == f"forestage {word} - 1 finding: {mistake.id}"
+    assert (done.code == 0) == (mistake.level == "note")
 
 
 def findings_made() -> set[str]:
@@ -986,6 +1026,21 @@ GOOD: dict[str, Callable[[GoodNode], object]] = {
         importing("  enabled: false\n", 0o700), removed(IMPORTER)
     ),
     "peers are served and proven": peers(),
+    "peers are switched off": both(
+        settings("peers: {enabled: false}\n"), removed(PEER_LINK), GoodNode.drop_sign, silent("n7")
+    ),
+    "an engine that has no peers": both(
+        settings("engine: rsync\n"),
+        wrote("/usr/bin/rsync", "#!/bin/sh\n", 0o755),
+        removed(PEER_LINK),
+        GoodNode.drop_sign,
+    ),
+    "the peer service listens at an address of the node's, and at the loopback's too": both(
+        listening("0100007F"), listening6(ADDRESS6)
+    ),
+    "the peer service of a container, which no systemd has enabled": both(
+        removed(PEER_LINK), removed_systemd, health("/usr/lib/forestage/bin/forestage-health")
+    ),
     "a plugin that does not run enroot is no pyxis": both(
         lambda node: node.plugin(PYXIS_SO), removed("/dev/fuse"), settings("redirect: bind\n")
     ),
@@ -1418,13 +1473,14 @@ def test_node_names_that_do_not_resolve_are_named(
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-4] CPUs=8")
     if listed:
         node_list.write(node.places, NOW, ("n2", "n4"))
-    assert node.ids() == []  # no peers
     peers()(node)
     (one,) = node.check().findings
-    tried = "1 of 2 node names that were tried do not resolve here: n2"
+    what = "1 of 2 nodes that were tried have no address here: n2"
     if not listed:
-        tried = "3 of 4 node names that were tried do not resolve here: n1, n2, n3"
-    assert (one.id, one.what) == ("peer-names", f"peers are on, and {tried}")
+        what = "3 of 4 nodes that were tried have no address here: n1, n2, n3"
+    assert (one.id, one.level, one.what) == ("peer-names", "note", what)
+    node.config("peers: {enabled: false}\n")
+    assert node.ids() == []
 
 
 def test_few_names_of_a_large_cluster_are_resolved(
@@ -1433,7 +1489,9 @@ def test_few_names_of_a_large_cluster_are_resolved(
     monkeypatch.setattr(check.peers, "resolve", lambda _: False)
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-9000] CPUs=8")
     peers()(node)
-    assert "16 of 16 node names" in node.check().findings[0].what
+    what = node.check().findings[0].what
+    assert what.startswith("16 of 16 nodes")
+    assert what.endswith(" and 8 more")
 
 
 def slurmd_runs(node: GoodNode, pid: int, parent: int, run: str) -> None:
