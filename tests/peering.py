@@ -66,8 +66,8 @@ Peering.of = lambda peers, node: (
 
 # A machine may stand still: clients may wait, or take no bytes, as long as they like.
 PATIENT = """
-from forestage.peers import auth, server, sessions
-server.WAIT, server.USER_TIMEOUT = 99.0, 0
+from forestage.peers import auth, listening, server, sessions
+server.WAIT, listening.USER_TIMEOUT = 99.0, 0
 sessions.UNPROVEN = server.CONNECTION_IDLE = sessions.SESSION_IDLE = 3600.0
 auth.CREDENTIAL_SECONDS, auth.PATIENCE = 3600, 3600.0
 """

@@ -92,14 +92,14 @@ ONE_IMPORTER = {
     },
     "a file, or what another program writes, read and written here only": {
         *("config.memo", "registry.credentials", "registry.import_lease"),
-        *("registry.importing", "stage.fstab"),
+        *("registry.importing", "stage.fstab", "slurm.auth_key"),
     },
     "what a sweep looks for when nobody is left who knows of it": {
         "views.through.remains",
     },
     "one side of a conversation": {
         *("cache.directory_record", "hooks.waiting", "peers.first_node", "peers.local_chunks"),
-        "peers.sessions",
+        *("peers.sessions", "peers.listening"),
     },
     "a kind of source": {"sources.open_tree"},
     "all of a folder's door": {"config.load"},

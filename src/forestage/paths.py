@@ -10,6 +10,11 @@ class Places(msgspec.Struct, frozen=True):
 
     root: Path = Path("/")
     munge: str = ""  # the socket of another munged than the node's own
+    slurm_conf: str = ""  # $SLURM_CONF as slurmd has it, else slurm.conf is in a usual place
+
+    def with_slurm_conf(self, named: str) -> "Places":
+        """Return the same places with this $SLURM_CONF; "" for none. Pure."""
+        return Places(self.root, self.munge, named)
 
     @property
     def etc(self) -> Path:
@@ -156,6 +161,11 @@ class Places(msgspec.Struct, frozen=True):
     def nodes(self) -> Path:
         """The nodes that copies may ask besides their job's, see peers/node_list.py."""
         return self.run / "nodes.json"
+
+    @property
+    def proven(self) -> Path:
+        """Which other node has proven last that it has our key, see peers/proven.py."""
+        return self.run / "proven.json"
 
     @property
     def warmed(self) -> Path:

@@ -18,10 +18,12 @@ from forestage.cache.node import Node as CacheNode
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.events import Copied
+from forestage.paths import Places
 from forestage.peers import auth, known_copies, node_list, notices, origins, stats
 from forestage.peers.client import Peers
 from forestage.peers.connection import ChunkRefused
 from forestage.peers.known_copies import Others
+from forestage.peers.node_list import NodeList
 from forestage.peers.peer_table import sum_of
 from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.peers.ring import Ring
@@ -51,7 +53,7 @@ def peers(node: Node, tmp_path: Path) -> Iterator[dict[str, Peer]]:
         "key_file": str(made["n2"].places.etc / "peer.key"),
     }
     node.configure(peers=shared)
-    node_list.write(node.places, time.time(), NAMES)
+    node_list.write(node.places, NodeList(time.time(), dict.fromkeys(NAMES, "")))
     with contextlib.ExitStack() as served:
         for peer in made.values():
             peer.configure(reach="cluster")
@@ -104,11 +106,11 @@ def test_node_that_asked_before_is_named_to_the_next_one(
     """n4 asked for the image a while ago, and n1 asks nobody else who has it."""
     key = node.identity(path).key
     config = peers["n4"].config.peers
-    prover = auth.prover(config.key_file, "")
+    prover = auth.prover(config.key_file, Places())
     asked = known_copies.find(config, key, "n4", ("n4",), ("n2", "n3", "n4"), prover)
     assert asked.givers == ()
     give(peers["n4"], node, path, data())
-    node_list.write(node.places, time.time(), ("n1", "n2", "n3"))
+    node_list.write(node.places, NodeList(time.time(), dict.fromkeys(("n1", "n2", "n3"), "")))
     assert copied(node, path).from_peers == 0, "a name that root's list does not have"
     nodes = ("n2", "n3", "n1", "n4")
     found = known_copies.find(config, key, "n5", ("n5",), nodes, prover)
@@ -120,7 +122,7 @@ def test_first_nodes_that_copy_ahead_share_the_reading_and_later_ones_leave_it_t
 ) -> None:
     monkeypatch.setattr(known_copies, "PATIENCE", HANGS)  # a machine may stand still for a second
     key, config = node.identity(path).key, peers["n4"].config.peers
-    prover = auth.prover(config.key_file, "")
+    prover = auth.prover(config.key_file, Places())
     served = ("n2", "n3", "n4")
     # Behind these in the key's ring: nobody asks a node that has no service.
     behind = (
@@ -157,7 +159,8 @@ def test_nobody_is_asked(
     elif off == "no list":
         node.places.nodes.unlink()
     else:
-        node_list.write(node.places, time.time() - node_list.GOOD - 60, NAMES)
+        then = time.time() - node_list.GOOD - 60
+        node_list.write(node.places, NodeList(then, dict.fromkeys(NAMES, "")))
     assert copied(node, path, nodes).from_peers == 0
     for name, peer in peers.items():
         peer.end()
@@ -173,7 +176,7 @@ def test_node_of_a_site_without_reach_tells_other_jobs_nothing(
         peer.configure(reach="job")
         peer.start()
     config, key = peers["n2"].config, node.identity(path).key
-    prover = auth.prover(config.peers.key_file, "")
+    prover = auth.prover(config.peers.key_file, Places())
     assert known_copies.find(config.peers, key, "n1", ("n1",), NAMES, prover).givers == ()
     taker = Peers(config, ("n1",), "n1", key, prover, Others(("n2",)))
     receiver = Receiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
@@ -188,7 +191,7 @@ def test_node_that_is_switched_off_is_no_giver_for_other_jobs(
     give(peers["n2"], node, path, data())
     config, key = peers["n2"].config, node.identity(path).key
     find = functools.partial(known_copies.find, config.peers, key, "n1", ("n1",), NAMES)
-    prover = auth.prover(config.peers.key_file, "")
+    prover = auth.prover(config.peers.key_file, Places())
     assert find(prover).givers == ("n2",)
     peers["n2"].places.disabled.write_text("INC-42\n")
     assert find(prover).givers == ()
@@ -248,11 +251,11 @@ def test_notice_of_wrong_bytes_follows_the_chunks(
 ) -> None:
     """n3 took n4's chunks from n2, and n1 finds one of n2's wrong."""
     key = read_wrongly(node, peers, path)
-    config, prover = peers["n3"].config, auth.prover(peers["n3"].config.peers.key_file, "")
+    config, prover = peers["n3"].config, auth.prover(peers["n3"].config.peers.key_file, Places())
     taker = Peers(config, ("n3",), "n3", key, prover, Others(("n2",)))
     receiver = Receiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
     taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n3"), receiver)
-    node_list.write(node.places, time.time(), ("n1", "n2"))
+    node_list.write(node.places, NodeList(time.time(), {"n1": "", "n2": ""}))
     assert copied(node, path).from_peers == 0
     until(lambda: noticed(peers["n2"], key) == noticed(peers["n3"], key) == {"n4"}, "notices")
     with pytest.raises(ChunkRefused, match="404"):

@@ -70,6 +70,7 @@ class Traces:
         layout = ["called.epilog", "called.prolog", "called.sweep", "companion", "config.json"]
         layout += ["conf.d.json", "locks"]
         layout += ["expected.json", "prefetched.json", "peer.json", "peer.sign"]
+        layout += ["proven.json", "nodes.json"]
         layout += ["background", "collected", "disk.json", "disk.lock", "mounting", "users"]
         layout += ["leases", "redirects", "served", "through", "claims", "probes", "images"]
         layout += ["unanswered"]

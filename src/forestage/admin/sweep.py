@@ -59,8 +59,11 @@ PROVE_EVERY = 7 * 86400.0  # seconds between two times that an entry is read
 PROVE_RATE = 256 << 20  # bytes per second for that; jobs use the disk
 NODES_AGE = 3600.0  # seconds for which nobody asks Slurm about a job that has noted its nodes
 
-Only = Literal["leftovers", "entries"]
-"""What crashes left, or the entries that are due: apart, as a whole cache may take an hour."""
+Only = Literal["leftovers", "entries", "nodes"]
+"""What crashes left, or the entries that are due: apart, as a whole cache may take an hour.
+
+Or the list of nodes, which is due once a day and touches no disk.
+"""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -142,9 +145,13 @@ def sweep(
     Raises PermissionError for users who may not read the cache; Declined while its disk hangs: all
     stays as it is for the next one.
     """
-    disk.must_take(node.places, node.cache)
     start = node.clock.monotonic()
     run = _Sweep(node, dry_run, slurm.node)
+    if only is None or only == "nodes":
+        run.tried(lambda node: None if dry_run else node_list.renew(node, slurm), node)
+    if only == "nodes":
+        return SweepReport(dry_run, problems=tuple(run.problems))
+    disk.must_take(node.places, node.cache)
     caches = earlier.find_earlier(node)  # leases name some
     made = run.tried(run.is_made, node)
     done = SweepReport(dry_run, run.unmounted, kept=len(node.leases.jobs()))
@@ -162,7 +169,6 @@ def sweep(
         run.tried(note_run, node)
         run.tried(keep_unlisted, node.places)
         run.tried(forget_users, node)
-        run.tried(lambda node: node_list.renew(node, slurm), node)
         run.tried(lambda report: _record(node, report, start), done)
     return msgspec.structs.replace(done, problems=tuple(run.problems))
 

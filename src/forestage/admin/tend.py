@@ -9,6 +9,7 @@ the part out until it is gone.
     metrics     if node exporter has a directory here
     prefetch    one pass, which begins one copy at most and waits for none
     warm        begins copies of `warm_at_boot` until all images were here once since the boot
+    nodes       the list of nodes, where it is due: once a day where peers are on
     sweep       every tenth run, and may outlive this one
     proofs      the same: reads the entries that are due
 """
@@ -81,13 +82,17 @@ Start = Callable[[Part, int | None], Started]
 
 
 def list_parts(
-    places: Places, config: Config | None, is_apart: bool, is_doubted: bool
+    places: Places,
+    config: Config | None,
+    is_apart: bool,
+    is_doubted: bool,
+    lacks_nodes: bool = False,
 ) -> Iterator[Part]:
     """The parts of a run, in their order; those without an object here are none of it.
 
     `config` is None if it cannot be used: then the metrics say so. `is_apart`: this is
     `prefetch.host`, and Slurm calls no hook here. `is_doubted`: no job is served until the entries
-    are read, so they are read at once.
+    are read, so they are read at once. `lacks_nodes`: Slurm is to be asked for the list of nodes.
     """
     if config is None:
         yield Part("metrics", ("metrics", "--quiet"), 10.0)
@@ -102,6 +107,8 @@ def list_parts(
         return
     if config.warm_at_boot and not places.warmed.exists():
         yield Part("warm", ("stage", "--within", "0"), 15.0, done=places.warmed)
+    if lacks_nodes:  # where Slurm does not answer, at every tenth run
+        yield Part("nodes", ("sweep", "--quiet", "--only", "nodes"), every=TENTH, is_idle=True)
     yield Part("sweep", ("sweep", "--quiet", "--only", "leftovers"), every=TENTH, is_idle=True)
     every = 0.0 if is_doubted else TENTH
     yield Part("proofs", ("sweep", "--quiet", "--only", "entries"), every=every, is_idle=True)

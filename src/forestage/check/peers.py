@@ -40,7 +40,7 @@ def findings(
     peers = config.peers
     level: Level = "note" if activation.is_automatic(config) else "warning"
     try:
-        auth.check(auth.prover(peers.key_file, places.munge))
+        auth.check(auth.prover(peers.key_file, places))
     except (ForestageError, OSError) as error:
         yield Finding(
             "peer-proof",

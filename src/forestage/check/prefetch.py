@@ -73,7 +73,7 @@ def _node(places: Places, config: Config, at: Address, clock: Clock) -> Iterator
     host = at.host
     yield f"prefetch.host {host}"
     try:
-        told = expected.ask(at, auth.prover(config.peers.key_file, places.munge))
+        told = expected.ask(at, auth.prover(config.peers.key_file, places))
     except (ForestageError, OSError) as error:
         yield Finding(
             "prefetch-host",

@@ -283,7 +283,7 @@ def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> 
                 show(made, prefetch_host.pieces(made), as_json)
                 return
             here = sites.as_hooks_see(here, os.environ.get("SLURM_CONF", ""))
-            ask = partial(expected.ask, host, auth.prover(peers.key_file, world.places.munge))
+            ask = partial(expected.ask, host, auth.prover(peers.key_file, world.places))
             done = prefetch_node.run(here, slurm, ask, dry_run)
             show(done, prefetch_node.pieces(done), as_json)
     except lock.Busy:

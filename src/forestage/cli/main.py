@@ -266,8 +266,8 @@ def verify(
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing if nothing was done.")
 @click.option(
     "--only",
-    type=click.Choice(("leftovers", "entries")),
-    help="Only what crashes left, or only the entries that are due to be read.",
+    type=click.Choice(("leftovers", "entries", "nodes")),
+    help="Only what crashes left, the entries that are due to be read, or the list of nodes.",
 )
 @click.pass_context
 def sweep(
@@ -304,6 +304,7 @@ def tend(ctx: click.Context) -> None:
     from forestage.admin import tend as work
     from forestage.cache import disk_errors
     from forestage.errors import ConfigError
+    from forestage.peers import node_list
     from forestage.slurm.queue import Slurm
 
     if os.geteuid() != 0:
@@ -317,7 +318,9 @@ def tend(ctx: click.Context) -> None:
     host = config.prefetch_host if config else None
     is_apart = host is not None and prefetch_host.is_here(host.host, Slurm.of(os.environ))
     is_apart = is_apart and not places.called("prolog").exists()
-    parts = work.list_parts(places, config, is_apart, bool(disk_errors.known(places).since))
+    is_doubted = bool(disk_errors.known(places).since)
+    lacks_nodes = config is not None and node_list.is_wanted(config, places, clock)
+    parts = work.list_parts(places, config, is_apart, is_doubted, lacks_nodes)
     has_failed = is_told = False
     with ending_as_interrupt():
         for end in work.tend(places, clock, parts, partial(work.start, os.environ)):
@@ -449,6 +452,7 @@ def peer(world: World, node: str | None) -> None:
     Started by forestage-peer.service; it ends at once where `peers.enabled` is false.
     """
     from forestage.peers import server
-    from forestage.slurm.queue import this_node
+    from forestage.slurm.queue import Slurm
 
-    server.run(world.node(), node or this_node(os.environ))
+    slurm = Slurm.of(os.environ)
+    server.run(world.node(), node or slurm.node, slurm)

@@ -76,7 +76,8 @@ class World(NamedTuple):
     def real(cls) -> "World":
         from forestage import clock, paths
 
-        return cls(paths.Places(), clock.Clock())
+        conf = os.environ.get("SLURM_CONF", "")
+        return cls(paths.Places(slurm_conf=conf), clock.Clock())
 
     def settings(self, is_quiet: bool = False) -> "Settings":
         """The configuration; says on stderr what a user's command could not read of it.

@@ -85,14 +85,27 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
     ] = "job"
     port: Annotated[int, Key("Of the peer service, on every node.", values.whole(1, 65535))] = 7717
     listen: Annotated[
-        str, Key('An address, a name or an interface; "" is all addresses.', values.LISTEN)
-    ] = ""
+        str | None,
+        Key(
+            'An address, a name or an interface; "" is all; null: where other nodes find this one.',
+            values.LISTEN,
+            "null",
+        ),
+    ] = None
     address: Annotated[
-        str, Key("Where a node is found, such as {node}-ib or {node}.cluster:7718.", values.PATTERN)
+        str,
+        Key(
+            "Where a node is found, such as {node}-ib; with {node} alone at its NodeAddr.",
+            values.PATTERN,
+        ),
     ] = "{node}"
     key_file: Annotated[
         str | None,
-        Key("A secret that all nodes share, instead of munge; root's, 0600.", values.PATH, "null"),
+        Key(
+            "A secret of all nodes, in place of Slurm's munge or key; root's, 0600.",
+            values.PATH,
+            "null",
+        ),
     ] = None
     bandwidth: Annotated[
         Limit,

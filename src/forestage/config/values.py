@@ -38,10 +38,14 @@ class Notation(msgspec.Struct, frozen=True):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a service is: `host` is a name or an address, IPv6 ones without brackets."""
+    """Where a service is: `host` is a name or an address, IPv6 ones without brackets.
+
+    `otherwise` takes its place where that name does not resolve; "" for none.
+    """
 
     host: str
     port: int
+    otherwise: str = ""
 
 
 def parse_address(text: str, port: int) -> Address:

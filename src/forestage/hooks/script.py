@@ -38,6 +38,8 @@ def run(hook: Hook, places: Places, clock: Clock) -> None:
     if hook.in_background:
         _be_of_no_job()
     hook.slurm_conf = SlurmConf(hook.environ.get("SLURM_CONF", ""))
+    # slurmd's word, also in a step, whose user has no say in it (src/spank/helper.c).
+    places = places.with_slurm_conf(hook.slurm_conf.named)
     job = Job.from_environ(hook.environ)
     if hook.name == "step":
         from forestage.hooks import step

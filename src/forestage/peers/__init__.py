@@ -4,7 +4,9 @@
     ring          which node reads which chunk, and which nodes talk to each other
     peer_table    what a copy knows of each node around it
     schedule      which chunk each worker fetches next, and from which node
+    addresses     where the service of each node is found
     auth          proof that a peer is root on a node of this cluster; MACs
+    proven        which other node has shown that it has the same key
     connection    one HTTP connection to a peer, bounded in time
     protocol      a session and a chunk, as the client asks for them
     client        the nodes of a job: sessions and connections for all threads of a copy
@@ -16,9 +18,10 @@
     local_chunks  the chunks that this node can give
     sessions      what the service remembers of its clients
     stats         what the service has uploaded
+    listening     at which addresses it is found
     server        the service itself, `forestage peer`
 
-The last three are the service's alone. A job's hooks load none of them.
+The last four are the service's alone. A job's hooks load none of them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,10 @@
 """Proof that a peer is root on a node of this cluster, and MACs of requests and responses.
 
 The client sends a credential that holds the key it will ask for, and a fresh secret. The credential
-is one of munge's, which encrypts it for root of this cluster, or is made with a key file that all
-nodes share. From then on each request and each response carries a MAC (HMAC-SHA256) that only a
-holder of the secret can make.
+is one of munge's, which encrypts it for root of this cluster, or is made with a key that all nodes
+share: of a file of the site's, or derived from Slurm's own where AuthType is auth/slurm. From then
+on each request and each response carries a MAC (HMAC-SHA256) that only a holder of the secret can
+make.
 
 A credential that was recorded is good for CREDENTIAL_SECONDS, on the nodes that have not seen it.
 It opens a session whose secret the replayer does not have, and a recorded request does not fit that
@@ -21,6 +22,8 @@ from typing import Protocol
 import msgspec
 
 from forestage.errors import PeerError
+from forestage.paths import Places
+from forestage.slurm import auth_key
 from forestage.system import run
 from forestage.system.files import opened
 
@@ -30,10 +33,15 @@ PATIENCE = 5.0  # seconds for munge or unmunge
 SECRET_BYTES = 32
 MAX_TEXT = 4096  # bytes of a credential; ours have some 500
 MAX_KEY_FILE = 4096  # bytes
+PURPOSE = b"forestage 1: credentials of peer services"  # HKDF's `info`
 
 
 class Refused(Exception):
     """A credential that proves nothing; the text is for the service's own log."""
+
+
+class NoCredential(PeerError):
+    """This node has nothing by which it could prove itself, and will not have it by waiting."""
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -139,9 +147,13 @@ class Munge(msgspec.Struct, frozen=True):
 
 
 class KeyFile(msgspec.Struct, frozen=True):
-    """A secret that all nodes share. The secret of a session is derived from it and never sent."""
+    """A secret that all nodes share. The secret of a session is derived from it and never sent.
+
+    `others` are read as well, and make no credential: a site replaces its key node by node.
+    """
 
     shared: bytes
+    others: tuple[bytes, ...] = ()
 
     @classmethod
     def load(cls, path: Path) -> "KeyFile":
@@ -160,31 +172,77 @@ class KeyFile(msgspec.Struct, frozen=True):
 
     def offer(self, key: str) -> Offer:
         made, nonce = round(time.time() * 1000), secrets.token_hex(SECRET_BYTES)
-        mac = self._keyed("session", key, str(made), nonce).hex()
+        mac = _keyed(self.shared, "session", key, str(made), nonce).hex()
         text = msgspec.json.encode(_Signed(PROTOCOL, key, made, nonce, mac)).decode()
-        return Offer(text, self._keyed("secret", key, str(made), nonce))
+        return Offer(text, _keyed(self.shared, "secret", key, str(made), nonce))
 
     def read(self, text: str) -> Claim:
         try:
             said = msgspec.json.decode(text, type=_Signed)
         except msgspec.MsgspecError as error:
             raise Refused(f"not of this kind: {error}") from None
-        right = self._keyed("session", said.key, str(said.made), said.nonce)
-        if said.protocol != PROTOCOL or not same(right.hex(), said.mac):
-            raise Refused("made with another key file")
+        about = said.key, str(said.made), said.nonce
+        shared = next((one for one in (self.shared, *self.others) if _is_by(one, said)), None)
+        if said.protocol != PROTOCOL or shared is None:
+            raise Refused("made with another key")
         # As munge does: the other node's clock may be ahead of this one's.
         age = time.time() - said.made / 1000
         if abs(age) > CREDENTIAL_SECONDS:
             raise Refused(f"made {age:.0f}s ago, by another node's clock")
-        return Claim(said.key, self._keyed("secret", said.key, str(said.made), said.nonce))
-
-    def _keyed(self, purpose: str, *said: str) -> bytes:
-        return _hmac(self.shared, PROTOCOL, purpose, *said)
+        return Claim(said.key, _keyed(shared, "secret", *about))
 
 
-def prover(key_file: str | None, munge_socket: str) -> Prover:
-    """The prover that the configuration names. Raises PeerError, OSError."""
-    return Munge(munge_socket) if key_file is None else KeyFile.load(Path(key_file))
+class SlurmKey(msgspec.Struct, frozen=True):
+    """The keys of auth/slurm, for our own purpose. They are read each time: a site replaces them.
+
+    Who can read the file can make a token of root's for slurmd. What is derived (HKDF, RFC 5869)
+    tells nothing of the key, fits no token, and no token fits it: docs/security.md.
+    """
+
+    file: Path
+
+    def offer(self, key: str) -> Offer:
+        return self._derived().offer(key)
+
+    def read(self, text: str) -> Claim:
+        return self._derived().read(text)
+
+    def _derived(self) -> KeyFile:
+        """Raises PeerError where the file cannot be used."""
+        try:
+            keys = auth_key.load(self.file, time.time())
+        except OSError as error:
+            raise PeerError(f"{self.file}: {error.strerror}") from None
+        except ValueError as error:
+            raise PeerError(str(error), "peers.key_file takes its place") from None
+        return KeyFile(derive(keys.default), tuple(map(derive, keys.others)))
+
+
+def prover(key_file: str | None, places: Places) -> Prover:
+    """The prover that the configuration names, else that of Slurm's AuthType.
+
+    Raises PeerError, OSError; NoCredential where there is none.
+    """
+    if key_file is not None:
+        return KeyFile.load(Path(key_file))
+    if places.munge:
+        return Munge(places.munge)
+    kind = auth_key.auth_type(places.slurm_conf, places.root)
+    if kind == "munge":
+        if not run.which("munge"):
+            raise NoCredential("munge is not installed", "or set peers.key_file")
+        return Munge()
+    file = auth_key.find(places.slurm_conf, places.root) if kind == "slurm" else None
+    if file is None:
+        what = "no slurm.key is beside slurm.conf" if kind == "slurm" else "AuthType proves nothing"
+        raise NoCredential(what, "set peers.key_file")
+    return SlurmKey(file)
+
+
+def derive(key: bytes, info: bytes = PURPOSE) -> bytes:
+    """Pure: a key of SECRET_BYTES for one purpose, by HKDF-SHA256 (RFC 5869) without a salt."""
+    extracted = hmac.digest(bytes(hashlib.sha256().digest_size), key, hashlib.sha256)
+    return hmac.digest(extracted, info + b"\1", hashlib.sha256)
 
 
 def check(prover: Prover) -> None:
@@ -219,6 +277,15 @@ def of_response(
 def same(mac: str, other: str) -> bool:
     """Compares in a time that does not depend on how much of it is right."""
     return hmac.compare_digest(mac.encode(), other.encode(errors="replace"))
+
+
+def _is_by(shared: bytes, said: _Signed) -> bool:
+    right = _keyed(shared, "session", said.key, str(said.made), said.nonce)
+    return same(right.hex(), said.mac)
+
+
+def _keyed(shared: bytes, purpose: str, *said: str) -> bytes:
+    return _hmac(shared, PROTOCOL, purpose, *said)
 
 
 def _hmac(secret: bytes, *said: str) -> bytes:

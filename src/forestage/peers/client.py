@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from forestage.config import Config
 from forestage.paths import Places
-from forestage.peers import auth, known_copies, node_list, notices, protocol
+from forestage.peers import addresses, auth, known_copies, node_list, notices, protocol, proven
 from forestage.peers.auth import Prover
 from forestage.peers.connection import MOMENT, ChunkRefused, Connection
 from forestage.peers.known_copies import Others
@@ -64,10 +64,11 @@ class Peers:
         self.nodes = nodes if others.follows else (*nodes, *others.readers)
         self.me = me
         self._key = key
-        self._config = config.peers
+        self._addresses = addresses.load(config.peers, places or Places())
         self._prover = prover
         self._places = places or Places()
         self._sessions = {node: _SharedSession() for node in (*nodes, *self.givers)}
+        self._is_proven = False
         self._own = threading.local()  # each thread's connections
 
     def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
@@ -95,7 +96,7 @@ class Peers:
         """Tells who gave wrong bytes, who had read them, and this node's service, of it."""
         known = (giver, reader, self.me)
         nodes = [node for node in dict.fromkeys(known) if node in self._sessions]
-        notices.tell(self._config, nodes, self._key, reader, self._prover)
+        notices.tell(self._addresses, nodes, self._key, reader, self._prover)
 
     def _connection(self, peer: str) -> Connection:
         """This thread's connection to a peer; a new one takes the place of the least recent one."""
@@ -103,7 +104,7 @@ class Peers:
             self._own.lines = OrderedDict()
         lines: OrderedDict[str, Connection] = self._own.lines
         if peer not in lines:
-            lines[peer] = Connection(self._config.of(peer))
+            lines[peer] = Connection(self._addresses.of(peer))
             while len(lines) > KEPT:
                 lines.popitem(last=False)[1].close()
         lines.move_to_end(peer)
@@ -120,11 +121,18 @@ class Peers:
                 raise ChunkRefused(shared.failed.why, str(shared.failed))
             try:
                 shared.session = protocol.open_session(line, self._key, self._prover, stop)
+                self._note_proof(peer)
             except ChunkRefused as failed:
                 if failed.why != "slow":  # else only this thread does not want its chunk any more
                     shared.failed, shared.failed_at = failed, time.monotonic()
                 raise
             return shared.session
+
+    def _note_proof(self, peer: str) -> None:
+        """Note, once for a copy, that another node could read our credential."""
+        if peer != self.me and not self._is_proven:
+            self._is_proven = True
+            proven.note(self._places, peer, time.time())
 
     def _forget(self, peer: str, session: Session, stop: Callable[[], bool]) -> None:
         shared = self._sessions[peer]
@@ -143,8 +151,9 @@ def of_nodes(
     listed = node_list.read(places, time.time()) if config.peers.reach == "cluster" else ()
     if len(nodes) < 2 and not listed:
         return None
-    prover = auth.prover(config.peers.key_file, places.munge)
-    others = known_copies.find(config.peers, key, node_name, nodes, listed, prover, ahead)
+    prover = auth.prover(config.peers.key_file, places)
+    found = addresses.load(config.peers, places)
+    others = known_copies.find(found, key, node_name, nodes, listed, prover, ahead)
     if len(nodes) < 2 and not others.givers:
         return None
     return Peers(config, nodes, node_name, key, prover, others, places)

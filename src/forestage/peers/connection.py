@@ -147,28 +147,65 @@ class Connection(http.client.HTTPConnection):
         return self.getresponse()
 
 
-def _connected(address: Address, limit: Limit) -> _Bounded:
-    """Raises ChunkRefused where it is not wanted or late, OSError where nobody is reached.
+class _Unresolved(OSError):
+    """A name for which the name service has no address, or none in time."""
 
-    Nothing can interrupt getaddrinfo(3), so this has a thread of its own, which is abandoned if
-    need be.
+
+_unresolved: set[str] = set()
+"""Such names, for which this process, that of one copy, does not wait a second time."""
+
+
+def _connected(address: Address, limit: Limit) -> _Bounded:
+    """Raises ChunkRefused where it is not wanted or late, OSError where nobody is reached."""
+    if not address.otherwise:
+        return _connected_to(address.host, address.port, limit, 2 * CONNECT)
+    if address.host not in _unresolved:
+        try:
+            return _connected_to(address.host, address.port, limit, CONNECT)
+        except _Unresolved:
+            _unresolved.add(address.host)
+    return _connected_to(address.otherwise, address.port, limit, 2 * CONNECT)
+
+
+def _connected_to(host: str, port: int, limit: Limit, patience: float) -> _Bounded:
+    """Connect to a host, for whose address its name service has `patience` seconds.
+
+    Raises as `_connected`. Nothing can interrupt getaddrinfo(3), so this has a thread of its own,
+    which is abandoned if need be.
     """
     made: list[socket.socket] = []
     failed: list[Exception] = []
+    resolved = threading.Event()
 
     def connect() -> None:
         try:
-            made.append(socket.create_connection((address.host, address.port), CONNECT))
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:  # the latter: no name that DNS could have
             failed.append(error)
+            return
+        resolved.set()
+        for family, kind, protocol, _, to in found:
+            one = socket.socket(family, kind, protocol)
+            try:
+                one.settimeout(CONNECT)
+                one.connect(to)
+            except OSError as error:
+                one.close()
+                failed[:] = [error]
+            else:
+                made.append(one)
+                return
 
-    until = time.monotonic() + 2 * CONNECT
+    start = time.monotonic()
     thread = threading.Thread(target=connect, name="connect", daemon=True)
     thread.start()
     while thread.is_alive():
-        thread.join(limit.moment(until))
-    if failed:
-        raise OSError(f"{address.host}: {failed[0]}")
+        if not resolved.is_set() and time.monotonic() >= start + patience:
+            raise _Unresolved(f"{host}: its name service does not answer")
+        thread.join(limit.moment(start + 2 * CONNECT))
+    if not made:
+        kind = OSError if resolved.is_set() else _Unresolved
+        raise kind(f"{host}: {failed[0]}")
     line = _Bounded(fileno=made[0].detach())
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return line

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from forestage.config import Config
 from forestage.errors import PeerError
 from forestage.paths import Places
-from forestage.peers import auth, protocol, unanswered
+from forestage.peers import addresses, auth, protocol, unanswered
 from forestage.peers.connection import ChunkRefused, Connection, Limit
 from forestage.peers.protocol import Session, SessionUnknown
 
@@ -26,8 +26,8 @@ class First:
 
     def __init__(self, config: Config, places: Places, node: str, job: int, name: str) -> None:
         """Raises PeerError, OSError where the key file cannot be used."""
-        self._prover = auth.prover(config.peers.key_file, places.munge)
-        self._line = Connection(config.peers.of(node))
+        self._prover = auth.prover(config.peers.key_file, places)
+        self._line = Connection(addresses.load(config.peers, places).of(node))
         self._path = f"/v1/look/{job}/{name}"
         self._name = name
         self._node, self._places = node, places

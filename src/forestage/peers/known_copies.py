@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from forestage.config import Peering
 from forestage.peers import protocol
+from forestage.peers.addresses import Finder
 from forestage.peers.auth import Prover
 from forestage.peers.connection import ChunkRefused, Connection, Limit
 from forestage.peers.ring import Ring
@@ -127,7 +127,7 @@ def who_reads(
 
 
 def find(
-    config: Peering,
+    addresses: Finder,
     key: str,
     me: str,
     job: Collection[str],
@@ -147,7 +147,7 @@ def find(
     path = f"/v1/copies/{key}/{me}" if announces(key, job, me) else f"/v1/copies/{key}"
 
     def ask(node: str) -> None:
-        came.put((node, _ask(config, node, key, path, prover, until)))
+        came.put((node, _ask(addresses, node, key, path, prover, until)))
 
     for node in asked:  # nobody waits for the last of them: it only has to hear who asks
         threading.Thread(target=ask, args=(node,), name="ask", daemon=True).start()
@@ -172,14 +172,14 @@ def _until(
 
 
 def _ask(
-    config: Peering, node: str, key: str, path: str, prover: Prover, until: float
+    addresses: Finder, node: str, key: str, path: str, prover: Prover, until: float
 ) -> Answer | None:
     """What one node answers; None: nothing, or nothing in time."""
 
     def late() -> bool:
         return time.monotonic() > until
 
-    line = Connection(config.of(node))
+    line = Connection(addresses.of(node))
     try:
         session = protocol.open_session(line, key, prover, late)
         limit = Limit(0.0, until, late)

@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterable, Iterator
 
 from forestage.cache.layout import Cache
-from forestage.config import Peering
 from forestage.paths import Places
 from forestage.peers import origins, protocol
+from forestage.peers.addresses import Finder
 from forestage.peers.auth import Prover
 from forestage.peers.connection import ChunkRefused, Connection, Limit
 from forestage.system import files, folders
@@ -71,7 +71,7 @@ def keys(places: Places) -> Iterator[str]:
         yield from sorted(file.name for file in places.wrong.iterdir())
 
 
-def tell(config: Peering, nodes: Iterable[str], key: str, reader: str, prover: Prover) -> None:
+def tell(addresses: Finder, nodes: Iterable[str], key: str, reader: str, prover: Prover) -> None:
     """Tells these nodes, one after the other; who is out of reach is not told."""
     for node in nodes:
         until = time.monotonic() + PATIENCE
@@ -79,7 +79,7 @@ def tell(config: Peering, nodes: Iterable[str], key: str, reader: str, prover: P
         def late(until: float = until) -> bool:
             return time.monotonic() > until
 
-        line = Connection(config.of(node))
+        line = Connection(addresses.of(node))
         with contextlib.suppress(ChunkRefused, protocol.SessionUnknown), contextlib.closing(line):
             session = protocol.open_session(line, key, prover, late)
             limit = Limit(0.0, until, late)

@@ -28,14 +28,26 @@ from forestage import log
 from forestage.cache import disk_errors, readers
 from forestage.cache.layout import open_copy
 from forestage.cache.node import Node
-from forestage.config import Peering, switch
-from forestage.errors import Failed, ForestageError, PeerError
-from forestage.peers import activation, auth, known_copies, local_chunks, notices, sessions
+from forestage.config import switch
+from forestage.errors import Failed, ForestageError
+from forestage.peers import (
+    activation,
+    addresses,
+    auth,
+    known_copies,
+    listening,
+    local_chunks,
+    node_list,
+    notices,
+    proven,
+    sessions,
+)
 from forestage.peers.auth import MAX_TEXT, Claim, Prover, Refused, SessionOpened
 from forestage.peers.local_chunks import Absent, Arrivals, Found, Known, Pending, Present
 from forestage.peers.protocol import EXPECTED
 from forestage.peers.sessions import ClientSession, Sessions, Unproven
 from forestage.peers.stats import Counters
+from forestage.slurm.queue import Slurm
 from forestage.system import records
 
 WAIT = 5.0  # seconds for a chunk on its way, at most
@@ -47,11 +59,8 @@ SLOWEST = 1 << 20
 CONNECTION_IDLE = 60.0  # seconds between two requests
 SHUTDOWN = 2.0  # seconds for what is being uploaded when the service is stopped
 OPEN_FILES = 65536  # as its unit has it
-BACKLOG = 1024  # connections that nodes of a large job open in the same moment
-# A client that neither takes nor acknowledges bytes for so long is gone (tcp(7)); milliseconds.
-USER_TIMEOUT = 10_000
+NOTE_EVERY = 60.0  # seconds between two notes of who has proven itself
 TAKERS = 64  # nodes that got chunks of a key last: they are told where these turn out to be wrong
-SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 _LOOK = re.compile(r"/v1/look/([1-9][0-9]{0,18})/([0-9a-f]{32}(?:\.files)?)")
 _CHUNK = re.compile(r"/v1/chunk/([0-9a-f]{32})/(0|[1-9][0-9]{0,8})")
 _COUNTER = re.compile(r"[0-9]{1,18}")
@@ -100,6 +109,7 @@ class Service:
         self.first = known_copies.Askers(known_copies.READERS, known_copies.COPIES, first=True)
         self.takers = known_copies.Askers(TAKERS)
         self.told = known_copies.Askers(notices.READERS, notices.AGAIN)
+        self.note_at = 0.0  # not before, see _note_proof
         self.pace = Pace(node.config.peers.bandwidth, self.now)
         self.uploads = asyncio.Semaphore(UPLOADS)
         self.decoders = asyncio.Semaphore(DECODERS)
@@ -200,6 +210,7 @@ class Service:
         if not auth.same(right, headers.get("Forestage-Mac", "")):
             raise _Refused(403, "a wrong MAC on a request")
         self.sessions.touch(session, self.now())
+        self._note_proof(request, session)
         if not session.is_new(int(counter)):
             raise _Refused(403, "a request a second time")
         if session.key != key:
@@ -209,6 +220,21 @@ class Service:
         # What this node takes from others it may not have read itself: nobody of another job waits.
         seconds = float(wait) if _SECONDS.fullmatch(wait) and reach != "cluster" else 0.0
         return _ChunkRequest(session, int(counter), number, span, min(WAIT, seconds), reach, node)
+
+    def _note_proof(self, request: web.BaseRequest, session: ClientSession) -> None:
+        """Note, now and then, that another node has this one's key: its MAC was right."""
+        transport = request.transport
+        own = transport.get_extra_info("sockname") if transport else None
+        # A connection from one address of this host to another one has the same at both ends.
+        if own is None or own[0] == session.client or self.now() < self.note_at:
+            return
+        self.note_at = self.now() + NOTE_EVERY
+        names: dict[str, str] = {}
+        with contextlib.suppress(OSError):
+            listed = node_list.addresses(self.places, self.clock.wall())
+            names = {address: name for name, address in listed.items()}
+        node = names.get(session.client, session.client)
+        proven.note(self.places, node, self.clock.wall())
 
     async def _answer_look(
         self, request: web.BaseRequest, job: str, name: str
@@ -258,7 +284,7 @@ class Service:
                 notices.note(self.places, key, reader)
             takers = self.takers.ask(key, None, self.now())
             log.say(f"peer key={key} reader={reader} read wrong bytes", by_slurm=False)
-            said = (self.peering, takers, key, reader, self.prover)
+            said = (addresses.load(self.peering, self.places), takers, key, reader, self.prover)
             asyncio.get_running_loop().run_in_executor(None, notices.tell, *said)
         return self._proven(ask, b"{}")
 
@@ -460,22 +486,27 @@ class _Server(web.Server):
         self.service.unproven.discard(handler)
 
 
-def run(node: Node, name: str) -> None:
+def run(node: Node, name: str, slurm: Slurm) -> None:
     """Runs the service until SIGTERM or SIGINT. `name` is this node's, as Slurm has it.
 
-    Where peers are off it logs that and returns: a service without work is no failure. Raises
-    PeerError for want of munge or the port, Busy, OSError.
+    Where peers are off, or it has no credential, it logs that and returns: a service without work
+    is no failure. Raises ConfigError where this node has no such address, PeerError if munge does
+    not answer or for want of the port, Busy, OSError.
     """
     peers = node.config.peers
     if not activation.may_serve(node.config):
         log.say(f"peer serves nobody: {activation.why_not(node.config)}", by_slurm=False)
         return
-    prover = auth.prover(peers.key_file, node.places.munge)
+    try:
+        prover = auth.prover(peers.key_file, node.places)
+    except auth.NoCredential as none:
+        log.say(f"peer serves nobody: {none}", by_slurm=False)
+        return
     auth.check(prover)
     counters = Counters(node.places.peer, node.clock.wall())
     service = Service(node, prover, counters, name)
     _raise_open_files(OPEN_FILES)
-    sockets = listening_sockets(peers, name)
+    sockets = listening.open_sockets(peers, node.places, name, slurm)
     with activation.hold_sign(node.places) as renew_sign:
         asyncio.run(_serve(service, sockets, renew_sign))
 
@@ -489,9 +520,9 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await runner.setup()
-    for listening in sockets:
-        await web.SockSite(runner, listening, backlog=BACKLOG).start()
-    where = " ".join(str(listening.getsockname()[:2]) for listening in sockets)
+    for one in sockets:
+        await web.SockSite(runner, one, backlog=listening.BACKLOG).start()
+    where = " ".join(str(one.getsockname()[:2]) for one in sockets)
     log.say(f"peer serves at {where}", by_slurm=False)
     while not stop.is_set():
         service.tidy()
@@ -530,59 +561,3 @@ def _raise_open_files(most: int) -> None:
     if soft not in (resource.RLIM_INFINITY, max(soft, wanted)):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def listening_sockets(config: Peering, node: str) -> list[socket.socket]:
-    """Sockets on what `peers.listen` names, which may have {node} in it. Raises PeerError.
-
-    The port is the one that other nodes use for this node, so that several services on one host can
-    differ.
-    """
-    port = config.of(node).port
-    where = config.listen.replace("{node}", node)
-    device = where if where in {name for _, name in socket.if_nameindex()} else ""
-    host = None if device or not where else where
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise PeerError(
-            f"`peers.listen: {where}` is no interface, name or address here: {error}",
-            "ip address shows what there is",
-        ) from None
-    # Two names in /etc/hosts may lead to one address.
-    addresses = dict.fromkeys((family, to[:2]) for family, *_, to in found)
-    with contextlib.ExitStack() as undo:
-        sockets = []
-        for family, address in addresses:
-            try:
-                one = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                _listen(one, address, device, config.bandwidth)
-            except OSError as error:
-                # A kernel without IPv6, or with all of it switched off, has no such addresses.
-                if not where and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-                    continue
-                at = f"port {port} of {where or 'any address'}"
-                if error.errno == errno.EADDRINUSE:
-                    raise PeerError(
-                        f"{at} is taken by another program",
-                        "ss -ltnp shows which; set `peers.port` or end it",
-                    ) from None
-                raise PeerError(f"{at}: {error.strerror}", "see `peers.listen`") from None
-            sockets.append(one)
-        undo.pop_all()
-    return sockets
-
-
-def _listen(one: socket.socket, address: tuple[Any, ...], device: str, rate: int | None) -> None:
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if one.family == socket.AF_INET6:
-        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-    if device:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
-    # Connections inherit both.
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT)
-    if rate is not None:
-        one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(rate, 2**32 - 1))
-    one.bind(address)
-    one.listen(BACKLOG)
-    one.setblocking(False)

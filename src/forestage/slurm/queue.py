@@ -36,7 +36,7 @@ OVER = frozenset(
 MOST = 64 << 20  # bytes that squeue may write about all jobs that wait
 UNKNOWN_JOB = "Invalid job id specified"  # slurm_errno.c, ESLURM_INVALID_JOB_ID
 
-_FACT = re.compile(r"(?:^| )(NodeName|NodeHostName|State|Partitions)=(\S*)", re.ASCII)
+_FACT = re.compile(r"(?:^| )(NodeName|NodeAddr|NodeHostName|State|Partitions)=(\S*)", re.ASCII)
 _LINE = re.compile(r"([0-9]+)\|([A-Z_]+)\|(\S*)", re.ASCII)
 # setproctitle() in slurmstepd.c; the second may be `batch`, `extern`, `0`.
 _MANAGER = re.compile(rb"slurmstepd: \[([0-9]{1,10})[.+]")
@@ -50,12 +50,16 @@ class JobState(msgspec.Struct, frozen=True):
 
 
 class NodeState(msgspec.Struct, frozen=True):
-    """What Slurm says of a node; `states` such as IDLE, DOWN, POWERED_DOWN."""
+    """What Slurm says of a node; `states` such as IDLE, DOWN, POWERED_DOWN.
+
+    `address` is its NodeAddr: an address or a name, of itself if slurm.conf has none.
+    """
 
     name: str
     host: str
     states: tuple[str, ...]
     partitions: tuple[str, ...]
+    address: str = ""
 
 
 def this_node(environ: Mapping[str, str]) -> str:
@@ -128,6 +132,14 @@ class Slurm(NamedTuple):
         """
         words = ("--noheader", "--local", "--Node", "--format=%N", f"--partition={name}")
         return tuple(dict.fromkeys(self._answer("sinfo", *words).split()))
+
+    def node_address(self, name: str) -> str:
+        """NodeAddr of one node; "" where there is no such node. Raises SlurmError.
+
+        The answer has this node alone: slurmctld sends `scontrol show node NAME` all of them.
+        """
+        words = ("--noheader", "--local", "--all", "--Node", "--format=%o", f"--nodes={name}")
+        return next(iter(self._answer("sinfo", *words).split()), "")
 
     def all_nodes(self) -> tuple[NodeState, ...]:
         """All nodes, in one question to slurmctld. Raises SlurmError."""
@@ -252,7 +264,8 @@ def nodes_in(listing: str) -> tuple[NodeState, ...]:
         if name := facts.get("NodeName"):
             states = tuple(facts.get("State", "").replace("*", "+NOT_RESPONDING").split("+"))
             partitions = tuple(filter(None, facts.get("Partitions", "").split(",")))
-            found.append(NodeState(name, facts.get("NodeHostName", name), states, partitions))
+            host, address = facts.get("NodeHostName", name), facts.get("NodeAddr", "")
+            found.append(NodeState(name, host, states, partitions, address))
     return tuple(found)
 
 

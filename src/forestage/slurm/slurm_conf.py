@@ -144,6 +144,15 @@ def find_usual(root: Path = Path("/")) -> str:
     return ""
 
 
+def locate(named: str, root: Path) -> str:
+    """Return the slurm.conf to open: the one that is `named`, else a usual one below the root.
+
+    "" where there is none.
+    """
+    usual = "" if named else find_usual(root)
+    return str(root / usual.lstrip("/")) if usual else named
+
+
 def explain_unread(error: OSError | ValueError) -> str:
     """Return which of Slurm's files cannot be read, and why, as a sentence. Pure."""
     if isinstance(error, OSError):
@@ -175,6 +184,35 @@ def node_names(path: str, text: Text) -> Iterator[str]:
             default = state
         elif state not in ("cloud", "future"):
             yield said["nodename"]
+
+
+def count_nodes(path: str) -> int:
+    """Return how many nodes are always there, 0 if that cannot be read."""
+    from forestage.slurm.nodelist import expand  # hooks have no use for it
+
+    try:
+        return sum(len(expand(names)) for names in node_names(path, text_of))
+    except (OSError, ValueError):
+        return 0
+
+
+def node_address(path: str, text: Text, node: str) -> str:
+    """Return NodeAddr of a node that is always there, "" if none is. Raises as `settings` does.
+
+    Without one slurmd is found by NodeHostname, and that is the node's name if it is not set.
+    """
+    from forestage.slurm.nodelist import expand  # hooks have no use for it
+
+    for line in _all_lines(path, text):
+        words = dict(one.partition("=")[::2] for one in line.text.split())
+        said = {name.lower(): value for name, value in words.items()}
+        names = expand(said.get("nodename", ""))
+        if node in names and said.get("state", "").lower() not in ("cloud", "future"):
+            listed = said.get("nodeaddr") or said.get("nodehostname") or said["nodename"]
+            found = expand(listed) or (listed,)  # no list: an IPv6 address
+            # One for all, where several slurmds run on a host.
+            return found[names.index(node)] if len(found) == len(names) else found[0]
+    return ""
 
 
 def _beside(top: str, file: str, name: str, text: Text) -> tuple[str, str]:

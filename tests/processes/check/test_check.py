@@ -1472,7 +1472,7 @@ def test_node_names_that_do_not_resolve_are_named(
     )
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-4] CPUs=8")
     if listed:
-        node_list.write(node.places, NOW, ("n2", "n4"))
+        node_list.write(node.places, node_list.NodeList(NOW, {"n2": "", "n4": ""}))
     peers()(node)
     (one,) = node.check().findings
     what = "1 of 2 nodes that were tried have no address here: n2"

@@ -20,6 +20,7 @@ import pytest
 from forestage.cache import allocation, digest
 from forestage.cache.image import Access, Image, identify
 from forestage.cache.part import Part
+from forestage.paths import Places
 from forestage.peers import auth
 from forestage.peers.client import Peers
 from forestage.peers.known_copies import Others
@@ -126,7 +127,7 @@ class Watched(Peers):
     def __init__(self, bad: dict[str, Bad], image: Image, one_job: bool) -> None:
         config = bad["n2"].node.config
         nodes, givers = (NODES, ()) if one_job else (NODES[3:], NODES[:3])
-        prover = auth.prover(config.peers.key_file, "")
+        prover = auth.prover(config.peers.key_file, Places())
         super().__init__(config, nodes, "n4", image.key, prover, Others(givers))
         self.bad, self.image = bad, image
         self.asks = {node: itertools.count(1) for node in NODES}

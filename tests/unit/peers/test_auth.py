@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.errors import PeerError
+from forestage.paths import Places
 from forestage.peers import auth
 from forestage.peers.auth import CREDENTIAL_SECONDS, KeyFile, Refused
 
@@ -104,3 +105,76 @@ def test_prover_refused_by_itself_fails_the_check(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="uid 5"):
         auth.check(Lost())
     auth.check(OURS)
+
+
+# --- by Slurm's AuthType
+
+SHARED = bytes(range(32))
+
+
+def site(root: Path, auth_type: str = "auth/slurm", key: bytes = SHARED) -> Places:
+    folder = root / "etc/slurm"
+    folder.mkdir(parents=True)
+    (folder / "slurm.conf").write_text(f"AuthType={auth_type}\n")
+    key_file(folder / "slurm.key", key)
+    return Places(root)
+
+
+def test_derived_key_is_that_of_rfc_5869() -> None:
+    """Test case 3: without salt and info; the first 32 bytes of its output."""
+    expected = "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"
+    assert auth.derive(b"\x0b" * 22, b"").hex() == expected
+
+
+def test_auth_slurm_makes_credentials_by_a_key_of_another_purpose(tmp_path: Path) -> None:
+    prover = auth.prover(None, site(tmp_path))
+    offer = prover.offer("k")
+    assert prover.read(offer.text).secret == offer.secret
+    auth.check(prover)
+    for other in (KeyFile(SHARED), KeyFile(auth.derive(SHARED, b"other"))):
+        with pytest.raises(Refused, match="another key"):
+            other.read(offer.text)
+
+
+def test_key_that_a_site_replaced_counts_without_a_restart(tmp_path: Path) -> None:
+    places = site(tmp_path)
+    prover = auth.prover(None, places)
+    before = prover.offer("k")
+    key_file(tmp_path / "etc/slurm/slurm.key", b"n" * 32)
+    with pytest.raises(Refused, match="another key"):
+        prover.read(before.text)
+    assert prover.read(prover.offer("k").text).key == "k"
+    (tmp_path / "etc/slurm/slurm.key").unlink()
+    with pytest.raises(PeerError, match=r"slurm\.key"):
+        prover.read(before.text)
+
+
+def test_one_of_several_keys_is_enough_while_a_site_replaces_them() -> None:
+    before, after = KeyFile(b"o" * 32, (b"n" * 32,)), KeyFile(b"n" * 32, (b"o" * 32,))
+    for one, other in ((before, after), (after, before)):
+        offer = one.offer("k")
+        assert other.read(offer.text).secret == offer.secret
+
+
+@pytest.mark.parametrize(("auth_type", "why"), [("auth/none", "AuthType"), ("auth/slurm", "slurm")])
+def test_node_without_a_credential_says_so(tmp_path: Path, auth_type: str, why: str) -> None:
+    places = site(tmp_path, auth_type)
+    (tmp_path / "etc/slurm/slurm.key").unlink()
+    with pytest.raises(auth.NoCredential, match=why):
+        auth.prover(None, places)
+
+
+def test_key_file_comes_before_auth_type_and_munge_is_the_default(tmp_path: Path) -> None:
+    places = site(tmp_path)
+    ours = key_file(tmp_path / "peer.key")
+    assert auth.prover(str(ours), places) == OURS
+    (tmp_path / "etc/slurm/slurm.conf").write_text("ClusterName=c\n")
+    assert isinstance(auth.prover(None, places), auth.Munge)
+
+
+def test_munge_that_is_not_installed_is_no_credential(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth.run, "which", lambda program: "")
+    with pytest.raises(auth.NoCredential, match="munge is not installed"):
+        auth.prover(None, Places(tmp_path))

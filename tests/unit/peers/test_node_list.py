@@ -13,6 +13,7 @@ from forestage.config import Config, Peering
 from forestage.errors import SlurmError
 from forestage.paths import Places
 from forestage.peers import node_list
+from forestage.peers.node_list import NodeList
 from forestage.slurm.queue import NodeState, Slurm, nodes_in
 
 DAY = 86400.0
@@ -20,8 +21,8 @@ HOUR = 3600.0
 
 # slurm-wlm 22.05.8, scontrol --oneliner show node; shortened between the names.
 SHOWN = (
-    "NodeName=n1 Arch=x86_64 CoresPerSocket=1 NodeAddr=n1 NodeHostName=host1 Version=22.05.8 "
-    "RealMemory=1 State=MIXED ThreadsPerCore=1 Partitions=gpu,debug BootTime=None\n"
+    "NodeName=n1 Arch=x86_64 CoresPerSocket=1 NodeAddr=10.77.0.2 NodeHostName=host1 "
+    "Version=22.05.8 RealMemory=1 State=MIXED ThreadsPerCore=1 Partitions=gpu,debug BootTime=None\n"
     "NodeName=n2 NodeAddr=n2 NodeHostName=n2 State=IDLE+CLOUD+POWERED_DOWN Partitions=gpu \n"
     "NodeName=n3 NodeHostName=n3 State=DOWN* Partitions=gpu Reason=Not responding [slurm@2026]\n"
     "NodeName=n4 NodeHostName=n4 State=IDLE+DRAIN Partitions=gpu Reason=State=DOWN NodeName=x\n"
@@ -34,32 +35,40 @@ SHOWN = (
 
 def test_list_is_read_as_it_was_written(tmp_path: Path) -> None:
     places = Places(tmp_path)
-    node_list.write(places, 1000.0, ("n2", "n1"))
+    node_list.write(places, NodeList(1000.0, {"n1": "10.0.0.1", "n2": ""}, {"n3": "10.0.0.3"}))
     assert node_list.read(places, 1000.0 + DAY) == ("n1", "n2")
+    assert node_list.addresses(places, 1000.0 + DAY) == {
+        "n1": "10.0.0.1",
+        "n2": "",
+        "n3": "10.0.0.3",
+    }
     assert node_list.age(places, 1500.0) == 500.0
 
 
 @pytest.mark.parametrize("now", [1001.0 + DAY, 999.0])
 def test_list_older_than_a_day_or_of_the_future_names_nobody(tmp_path: Path, now: float) -> None:
     places = Places(tmp_path)
-    node_list.write(places, 1000.0, ("n1", "n2"))
+    node_list.write(places, NodeList(1000.0, {"n1": "10.0.0.1"}))
     assert node_list.read(places, now) == ()
+    assert node_list.addresses(places, now) == {}
 
 
-@pytest.mark.parametrize("text", [None, "", "n1 n2", '{"written": 1000, "nodes": "n1"}'])
+# The last one as the build before wrote it.
+@pytest.mark.parametrize("text", [None, "", "n1 n2", '{"written": 1000, "nodes": ["n1"]}'])
 def test_no_list_or_a_damaged_one_names_nobody(tmp_path: Path, text: str | None) -> None:
     places = Places(tmp_path)
     if text is not None:
         places.nodes.parent.mkdir(parents=True)
         places.nodes.write_text(text)
     assert node_list.read(places, 1000.0) == ()
+    assert node_list.addresses(places, 1000.0) == {}
     assert node_list.age(places, 1000.0) is None
 
 
 def test_nodes_are_read_from_what_scontrol_shows() -> None:
     found = nodes_in(SHOWN + "\n\n")
     assert len(found) == 8
-    assert found[0] == NodeState("n1", "host1", ("MIXED",), ("gpu", "debug"))
+    assert found[0] == NodeState("n1", "host1", ("MIXED",), ("gpu", "debug"), "10.77.0.2")
     assert found[1].states == ("IDLE", "CLOUD", "POWERED_DOWN")
     assert found[3] == NodeState("n4", "n4", ("IDLE", "DRAIN"), ("gpu",))
     assert found[6].partitions == ()
@@ -78,7 +87,14 @@ def test_nodes_are_read_from_what_scontrol_shows() -> None:
 def test_list_has_the_nodes_that_are_up_in_this_nodes_own_partitions(
     host: str, named: tuple[str, ...]
 ) -> None:
-    assert node_list.beside(nodes_in(SHOWN), host) == named
+    assert tuple(node_list.beside(nodes_in(SHOWN), host, 0.0).nodes) == named
+
+
+def test_list_has_the_addresses_also_of_nodes_that_are_away() -> None:
+    found = node_list.beside(nodes_in(SHOWN), "n1", 5.0)
+    assert found == NodeList(
+        5.0, {"n1": "10.77.0.2", "n4": "", "n6": ""}, {"n2": "", "n3": "", "n8": ""}
+    )
 
 
 def test_list_is_renewed_before_it_is_too_old_and_not_by_all_nodes_at_once() -> None:
@@ -112,17 +128,27 @@ def test_slurm_is_asked_once_and_the_old_list_stays_where_it_fails(tmp_path: Pat
         node_list.renew(node, told)
     now = node.clock.wall()
     assert (node_list.read(node.places, now), len(told.asked)) == (("n1", "n4", "n6"), 1)
-    node_list.write(node.places, now - 23 * HOUR, ("n9",))
+    node_list.write(node.places, NodeList(now - 23 * HOUR, {"n9": ""}))
     with pytest.raises(SlurmError):
         node_list.renew(node, told)
     assert node_list.read(node.places, now) == ("n9",)
 
 
-@pytest.mark.parametrize("peers", [{"enabled": True}, {"reach": "cluster"}])
-def test_without_the_wish_for_other_jobs_nodes_slurm_is_not_asked(
-    tmp_path: Path, peers: dict[str, object]
-) -> None:
-    node, told = node_of(tmp_path, **peers), Told("", node="n1")
+@pytest.mark.parametrize("reach", ["job", "cluster"])
+def test_list_is_due_where_peers_are_on_whomever_a_copy_asks(tmp_path: Path, reach: str) -> None:
+    """Of a job's nodes it has the addresses."""
+    node = node_of(tmp_path, enabled=True, reach=reach)
+    assert node_list.is_wanted(node.config, node.places, node.clock)
+    told = Told("", node="n1")
+    told.asked = []
+    node_list.renew(node, told)
+    assert len(told.asked) == 1
+    assert not node_list.is_wanted(node.config, node.places, node.clock)
+
+
+def test_slurm_is_not_asked_where_peers_are_off(tmp_path: Path) -> None:
+    node, told = node_of(tmp_path, enabled=False, reach="cluster"), Told("", node="n1")
     told.asked = []
     node_list.renew(node, told)
     assert (told.asked, node_list.age(node.places, 0.0)) == ([], None)
+    assert not node_list.is_wanted(node.config, node.places, node.clock)

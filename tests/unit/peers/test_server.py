@@ -6,7 +6,9 @@ import asyncio
 import errno
 import os
 import socket
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +16,13 @@ import pytest
 from forestage.cache import disk_errors
 from forestage.cache.node import Node
 from forestage.config import Peering
-from forestage.errors import PeerError
-from forestage.peers import server
+from forestage.errors import ConfigError, PeerError, SlurmError
+from forestage.paths import Places
+from forestage.peers import listening, node_list, server
 from forestage.peers.auth import KeyFile
 from forestage.peers.server import Pace
 from forestage.peers.stats import Counters
+from forestage.slurm.queue import Slurm
 
 
 @pytest.fixture
@@ -42,10 +46,108 @@ def where(sockets: list[socket.socket]) -> list[tuple[str, int]]:
     return sorted(one.getsockname()[:2] for one in sockets)
 
 
+class Told(Slurm):
+    """Slurm as it answers about this node's address, if it does."""
+
+    answer = ""
+
+    def node_address(self, name: str) -> str:
+        if not self.answer:
+            raise SlurmError("Unable to contact slurm controller")
+        return self.answer
+
+
+def open_at(
+    peers: Peering, node: str = "n1", places: Places | None = None, told: Told | None = None
+) -> list[socket.socket]:
+    """As the service does, without the wait for an interface that is late."""
+    left: list[float] = []
+    slurm, nowhere = told or Told(""), Places(Path("/nonexistent"))
+    return listening.open_sockets(peers, places or nowhere, node, slurm, left.append)
+
+
+def site(folder: Path, lines: str) -> Places:
+    conf = folder / "etc/slurm/slurm.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text(lines)
+    return Places(folder)
+
+
+def test_default_listens_at_the_nodes_own_nodeaddr(
+    opened: list[socket.socket], port: int, tmp_path: Path
+) -> None:
+    text = "NodeName=DEFAULT CPUs=2\ninclude nodes.conf\nPartitionName=all Nodes=ALL\n"
+    places = site(tmp_path, text)
+    nodes = tmp_path / "etc/slurm/nodes.conf"
+    nodes.write_text("NodeName=n[1-3] NodeAddr=127.0.0.[11-13] State=UNKNOWN\n")
+    opened += open_at(Peering(port=port), "n2", places)
+    assert where(opened) == [("127.0.0.12", port)]
+
+
+def test_default_without_a_line_of_slurm_conf_listens_where_slurm_says(
+    opened: list[socket.socket], port: int, tmp_path: Path
+) -> None:
+    """A cloud's or a dynamic node; then Slurm need not be asked again."""
+    places = site(tmp_path, "NodeName=n[1-3] State=CLOUD\nPartitionName=all Nodes=ALL\n")
+    told = Told("")
+    told.answer = "127.0.0.14"
+    opened += open_at(Peering(port=port), "n2", places, told)
+    assert where(opened) == [("127.0.0.14", port)]
+    node_list.write(places, node_list.NodeList(time.time(), {"n3": "127.0.0.15"}))
+    opened += open_at(Peering(port=port), "n3", places)
+    assert ("127.0.0.15", port) in where(opened)
+
+
+@pytest.mark.parametrize("nodeaddr", ["", " NodeAddr=localhost", " NodeAddr=no-such.invalid"])
+def test_nodeaddr_that_is_a_name_of_loopback_or_of_nothing_is_all_addresses(
+    opened: list[socket.socket],
+    port: int,
+    tmp_path: Path,
+    nodeaddr: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Debian's 127.0.1.1: other nodes are told by DNS where this one is."""
+    places = site(tmp_path, f"NodeName=localhost{nodeaddr}\n")
+    opened += open_at(Peering(port=port), "localhost", places)
+    assert where(opened) == [("0.0.0.0", port), ("::", port)]
+    assert "peer listens on all addresses" in capfd.readouterr().err
+
+
+def test_nodeaddr_of_no_interface_ends_as_a_wrong_configuration(port: int, tmp_path: Path) -> None:
+    """NAT: the unit does not start it again, and the line says what to set."""
+    places = site(tmp_path, "NodeName=n1 NodeAddr=192.0.2.7\n")
+    with pytest.raises(ConfigError) as caught:
+        open_at(Peering(port=port), "n1", places)
+    assert "peers.listen: is null, and other nodes find n1 at 192.0.2.7" in str(caught.value)
+
+
+def test_address_of_an_interface_that_comes_late_is_waited_for(
+    opened: list[socket.socket], port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = site(tmp_path, "NodeName=n1 NodeAddr=192.0.2.7\n")
+    real, waited = socket.socket.bind, [0.0]
+
+    def bind(self: socket.socket, address: tuple[str, int]) -> None:
+        real(self, ("127.0.0.16", address[1]) if len(waited) > 3 else address)
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    peers = Peering(port=port)
+    opened += listening.open_sockets(peers, places, "n1", Told(""), waited.append)
+    assert where(opened) == [("127.0.0.16", port)]
+
+
+def test_pattern_of_the_site_says_where_to_listen(
+    opened: list[socket.socket], port: int, tmp_path: Path
+) -> None:
+    places = site(tmp_path, "NodeName=n1 NodeAddr=127.0.0.11\n")
+    opened += open_at(Peering(port=port, address="127.0.0.{node}"), "17", places)
+    assert where(opened) == [("127.0.0.17", port)]
+
+
 def test_empty_listen_is_all_addresses_of_both_families(
     opened: list[socket.socket], port: int
 ) -> None:
-    opened += server.listening_sockets(Peering(port=port), "n1")
+    opened += listening.sockets_at(Peering(port=port), "n1", "")
     assert where(opened) == [("0.0.0.0", port), ("::", port)]
 
 
@@ -56,12 +158,12 @@ def test_empty_listen_is_all_addresses_of_both_families(
 def test_listen_with_address_is_that_address(
     opened: list[socket.socket], port: int, listen: str, host: str
 ) -> None:
-    opened += server.listening_sockets(Peering(port=port, listen=listen), "3")
+    opened += open_at(Peering(port=port, listen=listen), "3")
     assert where(opened) == [(host, port)]
 
 
 def test_listen_with_interface_is_all_its_addresses(opened: list[socket.socket], port: int) -> None:
-    opened += server.listening_sockets(Peering(port=port, listen="lo"), "n1")
+    opened += open_at(Peering(port=port, listen="lo"))
     assert where(opened) == [("0.0.0.0", port), ("::", port)]
     device = {one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) for one in opened}
     assert {name.rstrip(b"\0") for name in device} == {b"lo"}
@@ -69,27 +171,25 @@ def test_listen_with_interface_is_all_its_addresses(opened: list[socket.socket],
 
 def test_port_is_that_of_own_address(opened: list[socket.socket], port: int) -> None:
     peers = Peering(listen="127.0.0.1", address=f"{{node}}:{port}")
-    opened += server.listening_sockets(peers, "n1")
+    opened += open_at(peers)
     assert where(opened) == [("127.0.0.1", port)]
 
 
 def test_connections_inherit_timeout_and_pacing(opened: list[socket.socket], port: int) -> None:
-    opened += server.listening_sockets(
-        Peering(port=port, listen="127.0.0.1", bandwidth=1 << 20), "n1"
-    )
+    opened += open_at(Peering(port=port, listen="127.0.0.1", bandwidth=1 << 20))
     client = socket.create_connection(("127.0.0.1", port))
     opened[0].setblocking(True)
     accepted, _ = opened[0].accept()
     opened += [client, accepted]
     user_timeout = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-    pacing = accepted.getsockopt(socket.SOL_SOCKET, server.SO_MAX_PACING_RATE)
-    assert (user_timeout, pacing) == (server.USER_TIMEOUT, 1 << 20)
+    pacing = accepted.getsockopt(socket.SOL_SOCKET, listening.SO_MAX_PACING_RATE)
+    assert (user_timeout, pacing) == (listening.USER_TIMEOUT, 1 << 20)
 
 
 def test_taken_port_is_explained_and_leaves_nothing_open(port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(PeerError) as caught:
-            server.listening_sockets(Peering(port=port), "n1")
+            listening.sockets_at(Peering(port=port), "n1", "")
         socket.create_server(("::1", port), family=socket.AF_INET6).close()
     assert f"port {port} of any address is taken" in str(caught.value)
 
@@ -97,7 +197,7 @@ def test_taken_port_is_explained_and_leaves_nothing_open(port: int) -> None:
 @pytest.mark.parametrize("name", ["192.0.2.1", "no-such-name.invalid"])
 def test_unknown_listen_is_explained(port: int, name: str) -> None:
     with pytest.raises(PeerError) as caught:
-        server.listening_sockets(Peering(port=port, listen=name), "n1")
+        open_at(Peering(port=port, listen=name))
     assert "peers.listen" in str(caught.value)
 
 
@@ -112,7 +212,7 @@ def test_kernel_without_ipv6_serves_ipv4(
         return real(family, *rest)
 
     monkeypatch.setattr(socket, "socket", without)
-    opened += server.listening_sockets(Peering(port=port), "n1")
+    opened += listening.sockets_at(Peering(port=port), "n1", "")
     assert where(opened) == [("0.0.0.0", port)]
 
 
