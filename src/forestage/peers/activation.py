@@ -18,6 +18,7 @@ from forestage.paths import Places
 from forestage.system import files, folders, lock
 
 SIGN_LASTS = 15.0  # seconds after the service has ended; its unit starts it again after 5
+NODES, SAVED = 3, 32  # fewer nodes, or chunks that all of them save, are not worth it by default
 START = 5.0  # seconds in which the lock must be free: a hook that tries it holds it for a moment
 
 
@@ -26,6 +27,19 @@ def is_on(config: Config, places: Places, now: float) -> bool:
     if config.peers.enabled is None:
         return may_serve(config) and is_served(places, now)
     return config.peers.enabled
+
+
+def is_worthwhile(config: Config, nodes: int, chunks: int) -> bool:
+    """Return whether the nodes of a job share a copy of so many chunks. Pure.
+
+    By bench/first-start. To meet takes the nodes of a job about half a second, and exchanging
+    chunks gains only where the file server is what limits them, which nothing tells beforehand. Two
+    nodes can gain little and lose as much. An admin who writes `true` has decided, and with
+    `reach: cluster` a node may be asked that has all of it.
+    """
+    if not is_automatic(config) or config.peers.reach == "cluster":
+        return True
+    return nodes >= NODES and chunks * (nodes - 1) >= SAVED
 
 
 def may_serve(config: Config) -> bool:

@@ -266,7 +266,11 @@ def _peers(task: Task) -> "Peers | None":
         log.say(f"stager job={job.id} peers=none detail={detail!r}", by_slurm=True)
         return None
 
+    from forestage.slurm.nodelist import expand  # few copies have peers
+
     try:
+        if not activation.is_worthwhile(node.config, len(expand(job.nodelist)), count):
+            return None
         about = node.config, job.node, job.nodelist, task.key, node.places
         return peers.of_job(*about, ahead=bool(job.expected))
     except (PeerError, OSError) as error:

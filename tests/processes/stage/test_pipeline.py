@@ -24,6 +24,7 @@ from forestage.cache.readers import Readers
 from forestage.clock import Clock
 from forestage.config import Peering
 from forestage.errors import Declined, Failed, Stopped
+from forestage.peers import activation
 from forestage.peers.stats import Counters
 from forestage.slurm.job import Job
 from forestage.sources import source as stage_source
@@ -576,6 +577,16 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
         run(configured(task, chunk_size=1, peers=Peering(enabled=True)))
     assert used == [other if helped else None]
     assert len(said) == (0 if helped else 1)
+
+
+@pytest.mark.parametrize(("nodes", "helped"), [("n[1-2]", False), ("n[1-64]", True)])
+def test_two_nodes_do_not_share_a_copy_by_default(
+    task: Task, other: OtherNode, monkeypatch: Patch, nodes: str, helped: bool
+) -> None:
+    job = msgspec.structs.replace(task.job, nodelist=nodes)
+    monkeypatch.setattr(activation, "is_served", lambda *_: True)
+    found = run(msgspec.structs.replace(task, job=job))
+    assert bool(found.from_peers) is helped
 
 
 def test_uploaded_bytes_are_those_of_this_key_during_the_copy(

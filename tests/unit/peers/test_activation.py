@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forestage.config import Config, Peering
-from forestage.config.keys import Engine
+from forestage.config.keys import Engine, Reach
 from forestage.paths import Places
 from forestage.peers import activation
 from forestage.peers.activation import SIGN_LASTS
@@ -74,3 +74,21 @@ def test_second_service_of_a_node_is_refused(
     monkeypatch.setattr(activation, "START", 0.0)
     with activation.hold_sign(places), pytest.raises(lock.Busy), activation.hold_sign(places):
         pass
+
+
+@pytest.mark.parametrize(
+    ("nodes", "chunks", "enabled", "reach", "expected"),
+    [
+        (2, 10_000, None, "job", False),
+        (3, 15, None, "job", False),
+        (3, 16, None, "job", True),
+        (64, 1, None, "job", True),
+        (1, 1, None, "cluster", True),
+        (2, 1, True, "job", True),
+    ],
+)
+def test_few_nodes_or_chunks_are_shared_only_if_the_admin_says_so(
+    nodes: int, chunks: int, enabled: bool | None, reach: Reach, expected: bool
+) -> None:
+    about = Config(peers=Peering(enabled=enabled, reach=reach))
+    assert activation.is_worthwhile(about, nodes, chunks) is expected
