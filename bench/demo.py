@@ -35,7 +35,7 @@ from start_image import MIB, PROGRAM, Startable  # noqa: E402
 
 NODES, LINK = 4, 300.0  # Mbit/s, of the file server and of each node
 IMAGES = ("pytorch", "jax", "nemo", "vllm")
-IMAGE_MIB = 128  # three fit into what the cache may take of a node's disk, four do not
+IMAGE_MIB = 128  # four do not fit into what the cache may take of a node's disk
 DISK_MIB = 1024
 SHARE = 0.01  # of an image: what the program in the container reads
 UNPACKED = "/mnt/nvme/unpacked"
@@ -179,7 +179,7 @@ def start(fleet: Fleet, image: str, answer: str, comment: str) -> Start:
 
 def eviction(fleet: Fleet) -> None:
     cluster, node = fleet.cluster, fleet.cluster.nodes[0]
-    say(f"{len(IMAGES)} images on {node}, whose cache holds three; a job uses the first\n")
+    say(f"{len(IMAGES)} images on {node}, too many for its cache; a job uses the first\n")
     row = "  {:24}{}"
     say(row.format("after a job with", "the cache holds"))
     held = cluster.submit(
