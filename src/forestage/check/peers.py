@@ -15,10 +15,11 @@ from forestage.admin import site as sites
 from forestage.admin.site import PEER_SERVICE, Conf
 from forestage.check.finding import Finding, Level
 from forestage.clock import Clock
-from forestage.config import Config
+from forestage.config import Address, Config
 from forestage.errors import ForestageError
 from forestage.paths import Places
-from forestage.peers import activation, auth, node_list, unanswered
+from forestage.peers import activation, addresses, auth, node_list, proven, unanswered
+from forestage.peers.addresses import Addresses
 from forestage.slurm import nodelist
 from forestage.system import as_user
 from forestage.system.tree import HANGS, Files
@@ -39,8 +40,11 @@ def findings(
         return
     peers = config.peers
     level: Level = "note" if activation.is_automatic(config) else "warning"
+    has_munge = False
     try:
-        auth.check(auth.prover(peers.key_file, places))
+        prover = auth.prover(peers.key_file, places)
+        auth.check(prover)
+        has_munge = isinstance(prover, auth.Munge)
     except (ForestageError, OSError) as error:
         yield Finding(
             "peer-proof",
@@ -61,7 +65,16 @@ def findings(
             " system",
             f"forestage check there; firewalls must let compute nodes reach port {peers.port}",
         )
-    yield from _names(_sample(_nodes(places, conf, clock.wall())))
+    nodes = _nodes(places, conf, clock.wall())
+    if has_munge and is_served and len(nodes) > 1 and proven.read(places) is None:
+        yield Finding(
+            "peer-unproven",
+            "note",
+            "no other node has shown yet that it has the same munge key",
+            "Debian makes a key for each node. Nodes with different keys give each other nothing",
+            "a job on several nodes shows it; /etc/munge/munge.key has to be the same on all",
+        )
+    yield from _names(_sample(nodes), addresses.load(peers, places))
 
 
 def _service(files: Files, port: int, is_served: bool, level: Level) -> Iterator[Finding]:
@@ -138,9 +151,9 @@ def _sample(names: list[str]) -> list[str]:
     return names[::step][:SAMPLE]
 
 
-def _names(names: list[str]) -> Iterator[Finding]:
+def _names(names: list[str], known: Addresses) -> Iterator[Finding]:
     """Whether this node's name service knows the names by which other nodes are asked."""
-    works = [functools.partial(resolve, name) for name in names]
+    works = [functools.partial(_has_address, known.of(name)) for name in names]
     found = as_user.each(works, bool, HANGS, 2 * HANGS, SAMPLE)
     bad = [name for name, known in zip(names, found, strict=True) if not known]
     if bad:
@@ -158,6 +171,11 @@ def _name_some(names: Sequence[str]) -> str:
     """Return a list of nodes that people can read. Pure."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
+
+
+def _has_address(address: Address) -> bool:
+    tried = (address.host, address.otherwise)
+    return any(resolve(name) for name in tried if name)
 
 
 def resolve(name: str) -> bool:

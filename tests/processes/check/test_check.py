@@ -33,7 +33,8 @@ from forestage.config import load_settings
 from forestage.errors import Failed
 from forestage.events import Bad, Event, Handled
 from forestage.paths import Places
-from forestage.peers import node_list, unanswered
+from forestage.peers import auth, node_list, proven, unanswered
+from forestage.peers.node_list import NodeList
 from forestage.prefetch import expected, marks
 from forestage.prefetch.expected import Expectations
 from forestage.prefetch.marks import Look, Marks
@@ -947,7 +948,7 @@ def test_each_finding_has_a_planted_mistake() -> None:
     elsewhere = {"source-hangs", "striping", "max-size-small"}
     elsewhere |= {"check-hangs", "store-hangs", "store-unwritable", "cache-hangs"}
     elsewhere |= {"prefetch-clock", "prefetch-bandwidth"}
-    elsewhere |= {"peer-names", "slurmds-share-run", "run-full", "log-full"}
+    elsewhere |= {"peer-names", "peer-unproven", "slurmds-share-run", "run-full", "log-full"}
     assert made == {one.id for one in PLANTED} | elsewhere
 
 
@@ -1481,6 +1482,35 @@ def test_node_names_that_do_not_resolve_are_named(
     assert (one.id, one.level, one.what) == ("peer-names", "note", what)
     node.config("peers: {enabled: false}\n")
     assert node.ids() == []
+
+
+def test_munge_key_that_no_other_node_has_shown_is_a_note(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key of its own, as Debian's package makes it, lets a node read its own credential."""
+    monkeypatch.setattr(check.peers.auth, "prover", lambda *_: auth.Munge())
+    monkeypatch.setattr(check.peers.auth, "check", lambda prover: None)
+    monkeypatch.setattr(check.peers, "resolve", lambda name: True)
+    assert node.ids() == [], "one node has no other"
+    node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-2] CPUs=8")
+    for text in ("", "peers: {enabled: true}\n"):
+        node.config(text)
+        done = node.check()
+        assert ([one.id for one in done.findings], done.code) == (["peer-unproven"], 0)
+    proven.note(node.places, "n2", NOW)
+    assert node.ids() == []
+
+
+def test_node_whose_name_does_not_resolve_has_the_address_that_slurm_knows(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check.peers, "resolve", lambda name: name in ("n1", "10.0.0.2"))
+    node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-3] CPUs=8")
+    now = time.time()
+    listed = NodeList(now, {"n1": "", "n2": "10.0.0.2", "n3": "10.0.0.3"})
+    monkeypatch.setattr(check.peers.node_list, "_find", lambda *_: listed)
+    (one,) = node.check().findings
+    assert one.what == "1 of 3 nodes that were tried have no address here: n3"
 
 
 def test_few_names_of_a_large_cluster_are_resolved(
