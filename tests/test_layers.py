@@ -250,6 +250,18 @@ def test_one_module_reads_whether_peers_are_enabled() -> None:
     assert reading == {"config.load", "peers.activation"}
 
 
+def test_image_of_a_registry_is_obtained_without_other_nodes() -> None:
+    """By the shared store: so `peers.enabled` means nothing there."""
+    asking = {
+        module
+        for module in MODULES
+        if module.startswith("registry.") or module == "hooks.registry"
+        for name in imported(module)
+        if name.startswith("forestage.peers")
+    }
+    assert not asking
+
+
 def broad(handler: ast.ExceptHandler) -> bool:
     """Whether it takes everything and keeps it; one that cleans up and raises again does not."""
     caught = handler.type

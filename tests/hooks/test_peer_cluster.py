@@ -19,7 +19,7 @@ from forestage.clock import Clock
 from forestage.config import Config
 from forestage.events import Copied
 from forestage.paths import Places
-from forestage.peers import auth, known_copies, node_list, notices, origins, stats
+from forestage.peers import activation, auth, known_copies, node_list, notices, origins, stats
 from forestage.peers.client import Peers
 from forestage.peers.connection import ChunkRefused
 from forestage.peers.known_copies import Others
@@ -145,7 +145,7 @@ def test_first_nodes_that_copy_ahead_share_the_reading_and_later_ones_leave_it_t
 
 @pytest.mark.ci
 @pytest.mark.parametrize("nodes", ["n1", "n[1-2]"])
-@pytest.mark.parametrize("off", ["reach: job", "peers off", "no list", "an old list"])
+@pytest.mark.parametrize("off", ["reach: job", "peers off", "auto", "no list", "an old list"])
 def test_nobody_is_asked(
     node: Node, peers: dict[str, Peer], path: Path, off: str, nodes: str
 ) -> None:
@@ -156,6 +156,8 @@ def test_nobody_is_asked(
         node.configure(peers=shared | {"reach": "job"})
     elif off == "peers off":
         node.configure(peers=shared | {"enabled": False})
+    elif off == "auto":  # and no service of its own
+        node.configure(peers=shared | {"enabled": "auto"})
     elif off == "no list":
         node.places.nodes.unlink()
     else:
@@ -164,7 +166,18 @@ def test_nobody_is_asked(
     assert copied(node, path, nodes).from_peers == 0
     for name, peer in peers.items():
         peer.end()
-        assert not sessions(peer) or (name, nodes, off != "peers off") == ("n2", "n[1-2]", True)
+        is_asked = (name, nodes) == ("n2", "n[1-2]") and off not in ("peers off", "auto")
+        assert not sessions(peer) or is_asked
+
+
+def test_node_whose_own_service_runs_asks_others_without_a_key_set(
+    node: Node, peers: dict[str, Peer], path: Path
+) -> None:
+    give(peers["n3"], node, path, data())
+    shared = msgspec.to_builtins(peers["n2"].config.peers) | {"listen": "127.0.0.1"}
+    node.configure(peers=shared | {"enabled": "auto"})
+    with activation.hold_sign(node.places):
+        assert copied(node, path).givers == ("n3",)
 
 
 def test_node_of_a_site_without_reach_tells_other_jobs_nothing(

@@ -10,6 +10,8 @@ import signal
 import socket
 import stat
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +28,7 @@ from forestage.peers import activation, auth, stats
 from forestage.peers import first_node as peers_first
 from forestage.peers.auth import KeyFile
 from forestage.peers.first_node import First
-from node import HANGS
+from node import ALICE, HANGS, until
 from peering import (
     CHUNK,
     COUNT,
@@ -708,6 +710,40 @@ def test_sign_of_the_service_outlives_it_by_seconds(own: Node, end: signal.Signa
     ended = time.monotonic()
     assert activation.is_on(auto, own.places, ended)
     assert not activation.is_on(auto, own.places, ended + activation.SIGN_LASTS)
+
+
+def test_sign_counts_from_a_kill_until_the_unit_has_started_the_service_again(own: Node) -> None:
+    auto = Config()
+    own.start()
+    for _ in range(2):
+        own.kill()
+        assert activation.is_on(auto, own.places, time.monotonic())
+        own.start()
+        later = time.monotonic() + 10 * activation.SIGN_LASTS
+        assert activation.is_on(auto, own.places, later), "the new one holds the lock"
+    own.end()
+
+
+def test_sign_that_was_deleted_beneath_a_service_comes_back(own: Node) -> None:
+    own.start()
+    with contextlib.suppress(FileNotFoundError):
+        own.places.peer_sign.unlink()
+    until(lambda: activation.is_on(Config(), own.places, time.monotonic()), "the sign")
+    own.end()
+
+
+def test_user_can_neither_make_nor_hold_the_sign(own: Node) -> None:
+    own.places.root.chmod(0o755)
+    own.start()
+    own.end()
+    sign = own.places.peer_sign
+    assert stat.S_IMODE(sign.parent.stat().st_mode) == 0o711
+    made = sign.with_name("another.sign")
+    code = "import os, sys; os.open(sys.argv[1], int(sys.argv[2]) | os.O_NONBLOCK, 0o600)"
+    for path, flags in ((sign, os.O_RDONLY), (sign, os.O_RDWR), (made, os.O_RDWR | os.O_CREAT)):
+        argv = [sys.executable, "-Ic", code, str(path), str(flags)]
+        ran = subprocess.run(argv, user=ALICE.uid, capture_output=True, text=True, cwd="/")
+        assert "PermissionError" in ran.stderr
 
 
 def test_service_without_work_ends_with_exit_code_0_and_one_line(own: Node) -> None:

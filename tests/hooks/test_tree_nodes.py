@@ -21,7 +21,7 @@ from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.hooks import data
 from forestage.hooks.limit import Limit
-from forestage.peers import connection, protocol, unanswered
+from forestage.peers import activation, connection, protocol, unanswered
 from forestage.slurm.job import Job
 from forestage.sources import agreement, manifest
 from forestage.sources.agreement import Found, Look, Round
@@ -52,8 +52,13 @@ class Cluster:
             key.parent.mkdir(parents=True, exist_ok=True)
             key.write_bytes(b"k" * 64)
             key.chmod(0o600)
-            peers = {"enabled": True, "port": self.ports[name], "listen": "127.0.0.1"}
-            node.configure(redirect="spank", peers={**peers, "key_file": str(key)})
+            self.configure(name, True)
+
+    def configure(self, name: str, enabled: bool | str) -> None:
+        node = self.nodes[name]
+        peers = {"enabled": enabled, "port": self.ports[name], "listen": "127.0.0.1"}
+        key = str(node.places.etc / "peer.key")
+        node.configure(redirect="spank", peers={**peers, "key_file": key})
 
     @contextlib.contextmanager
     def serving(self, name: str = "n1") -> Iterator[None]:
@@ -160,6 +165,20 @@ def test_one_node_looks_at_all_and_the_other_at_a_sample(cluster: Cluster, path:
     assert [one.outcomes[0].result for one in shown] == ["hit", "hit"]
     assert cluster.looked("n1") == ALL
     assert cluster.looked("n2") == manifest.SAMPLE
+
+
+@pytest.mark.parametrize("has_service", [False, True])
+def test_node_without_a_service_of_its_own_looks_itself_by_default(
+    cluster: Cluster, path: Path, has_service: bool
+) -> None:
+    cluster.configure("n2", "auto")
+    sign = activation.hold_sign(cluster.nodes["n2"].places)
+    with cluster.serving(), sign if has_service else contextlib.nullcontext():
+        assert cluster.start("n1", path) == cluster.start("n2", path)
+        cluster.step("n1")
+        cluster.looked("n2")
+        assert cluster.step("n2").outcomes[0].result == "hit"
+    assert cluster.looked("n2") == (manifest.SAMPLE if has_service else ALL)
 
 
 def test_hit_on_the_other_node_is_a_sample_of_looks(cluster: Cluster, path: Path) -> None:

@@ -25,6 +25,7 @@ from forestage.cli.world import World
 from forestage.clock import Clock
 from forestage.errors import PeerError
 from forestage.events import Copied, read, record
+from forestage.peers import activation
 from forestage.prefetch import expected, marks
 from forestage.prefetch.expected import LASTS, Expectations
 from forestage.prefetch.marks import FORGET, TRIES
@@ -137,6 +138,18 @@ def test_image_is_copied_once_and_its_event_says_since_when_it_is_expected(here:
     assert isinstance(event.outcome, Copied)
     assert (event.job, event.uid, event.outcome.expected) == (0, NOBODY, NOW)
     assert here.site.json("status")["leases"] == []
+
+
+def test_node_without_a_peer_service_takes_the_list_and_copies_alone(here: Passes) -> None:
+    """`prefetch.host` is a key of its own: `peers.enabled: auto` does not switch that off."""
+    node = here.site.node
+    assert activation.is_automatic(node.config)
+    assert not activation.is_on(node.config, node.places, time.monotonic())
+    here.tell(here.image("a"))
+    assert states(here.run()) == ["copying"]
+    (event,) = read(here.site.places.events)
+    assert isinstance(event.outcome, Copied)
+    assert (event.outcome.result, event.outcome.from_peers) == ("copied", 0)
 
 
 def test_copy_counts_as_used_when_it_was_made_and_by_nobody(here: Passes) -> None:
