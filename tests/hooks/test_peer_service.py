@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import shutil
 import signal
@@ -749,3 +750,20 @@ def test_user_can_neither_make_nor_hold_the_sign(own: Node) -> None:
 def test_service_without_work_ends_with_exit_code_0_and_one_line(own: Node) -> None:
     own.configure(enabled=False)
     assert own.start_in_vain() == (0, "forestage: peer serves nobody: peers.enabled: false\n")
+
+
+@pytest.mark.parametrize(("enabled", "code"), [("auto", 0), (True, 6)])
+def test_service_without_a_credential_is_a_failure_only_where_it_was_asked_for(
+    own: Node, enabled: bool | str, code: int
+) -> None:
+    """The unit starts again what fails: AuthType=auth/slurm, and no key is there yet."""
+    conf = own.places.root / "etc/slurm/slurm.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text("AuthType=auth/slurm\n")
+    peers = {"enabled": enabled, "port": own.port, "listen": "127.0.0.1"}
+    config = {"cache": "/nvme/forestage", "peers": peers}
+    (own.places.etc / "forestage.yaml").write_text(json.dumps(config))
+    ended, said = own.start_in_vain()
+    assert (ended, said.count("\n")) == (code, 1)
+    assert "no slurm.key is beside slurm.conf" in said
+    assert not own.places.peer_sign.exists(), "its hooks ask nobody"

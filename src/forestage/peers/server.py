@@ -489,9 +489,10 @@ class _Server(web.Server):
 def run(node: Node, name: str, slurm: Slurm) -> None:
     """Runs the service until SIGTERM or SIGINT. `name` is this node's, as Slurm has it.
 
-    Where peers are off, or it has no credential, it logs that and returns: a service without work
-    is no failure. Raises ConfigError where this node has no such address, PeerError if munge does
-    not answer or for want of the port, Busy, OSError.
+    Where peers are off, or on by default and there is no credential, it logs that and returns: a
+    service without work is no failure. Raises ConfigError where this node has no such address,
+    PeerError if munge does not answer, for want of the port, or of a credential with
+    `peers.enabled: true`, Busy, OSError.
     """
     peers = node.config.peers
     if not activation.may_serve(node.config):
@@ -500,6 +501,8 @@ def run(node: Node, name: str, slurm: Slurm) -> None:
     try:
         prover = auth.prover(peers.key_file, node.places)
     except auth.NoCredential as none:
+        if not activation.is_automatic(node.config):
+            raise  # an admin has asked for peers: its unit starts it again, and alerts say so
         log.say(f"peer serves nobody: {none}", by_slurm=False)
         return
     auth.check(prover)
