@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import time
 from pathlib import Path
 
@@ -66,6 +67,14 @@ def test_sign_whose_file_was_deleted_beneath_the_service_comes_back(places: Plac
         assert not activation.is_served(places, time.monotonic())
         renew()
         assert activation.is_served(places, time.monotonic())
+
+
+def test_folder_that_users_could_write_is_closed_before_the_sign_is_held(places: Places) -> None:
+    places.run.mkdir(parents=True)
+    places.run.chmod(0o777)
+    with activation.hold_sign(places):
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (places.run, places.peer_sign)]
+    assert modes == [0o711, 0o600]
 
 
 def test_second_service_of_a_node_is_refused(
