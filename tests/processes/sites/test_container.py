@@ -6,6 +6,7 @@ import os
 import re
 import select
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_layer_copies_the_packages_and_takes_its_base_from_outside() -> None:
     assert "apt-get update" not in CONTAINERFILE, "another one's image decides its sources"
 
 
-def health(tmp_path: Path, *words: str, program: str) -> None:
+def health(tmp_path: Path, *words: str, program: str, around: Sequence[str] = ()) -> None:
     """packaging/health with another program, on a node whose note is known."""
     tools = {"forestage": program, "scontrol": "#!/bin/sh\nexit 1\n"}
     for name, text in tools.items():
@@ -69,7 +70,8 @@ def health(tmp_path: Path, *words: str, program: str) -> None:
         assert old in script
         script = script.replace(old, new)
     env = {"PATH": f"{tmp_path}:/usr/sbin:/usr/bin:/sbin:/bin"}
-    subprocess.run(["sh", "-c", script, "health", *words], env=env, check=True, timeout=60)
+    argv = [*around, "sh", "-c", script, "health", *words]
+    subprocess.run(argv, env=env, check=True, timeout=60)
 
 
 def fifo(path: Path) -> Path:
@@ -86,6 +88,19 @@ def test_health_check_does_the_minutes_work_where_no_systemd_runs(tmp_path: Path
     with os.fdopen(os.open(said, os.O_RDWR)) as lines:
         health(tmp_path, program=program)
         assert sorted([lines.readline(), lines.readline()]) == ["peer\n", "tend\n"]
+
+
+def test_peer_service_keeps_no_lock_of_a_script_that_calls_the_health_check(tmp_path: Path) -> None:
+    said, end = fifo(tmp_path / "said"), fifo(tmp_path / "end")
+    program = f'#!/bin/sh\n[ "$1" = peer ] || exit 0\necho began >{said}\nread _ <{end}\n'
+    with (
+        os.fdopen(os.open(said, os.O_RDWR)) as lines,
+        os.fdopen(os.open(end, os.O_RDWR), "w") as go,
+    ):
+        health(tmp_path, program=program, around=("flock", str(tmp_path / "own.lock")))
+        assert lines.readline() == "began\n"
+        subprocess.run(["flock", tmp_path / "own.lock", "true"], check=True, timeout=60)
+        print(file=go, flush=True)
 
 
 def test_health_check_starts_the_peer_service_again_only_once_it_has_ended(tmp_path: Path) -> None:
