@@ -3,7 +3,8 @@
 Links: each node sends and receives LINK bytes a second, whatever it has to send in the order of
 asking. The source gives SOURCE bytes a second, the same to each who reads. A dead node does not
 answer (1 s until that is noticed), a slow one has a tenth of the link, a late one starts after all
-others have begun.
+others have begun. A node answers a first connection within ANSWER seconds, `answer` more where its
+service is slow.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+from forestage.peers.protocol import HANDSHAKE
 from forestage.peers.ring import SOURCE
 from forestage.peers.schedule import Ask, Schedule, Why
 from forestage.stage import with_peers
 
 LATENCY = 0.0005  # seconds, of a question and its answer
+ANSWER = 0.02  # seconds: a credential is made and read
 SILENCE = 1.0  # seconds until a dead node is taken for one
 POLL = 0.25  # seconds between two looks of an idle worker
 
@@ -40,6 +43,8 @@ class Case(NamedTuple):
     dies_at: float = 0.0
     unreadable: float = 0.0
     threads: int = 4
+    answer: float = 0.0
+    spread: float = 0.02
 
 
 class Found(NamedTuple):
@@ -99,6 +104,7 @@ class Node:
         self.free_up = self.free_down = 0.0
         self.readers = self.askers = 0  # idle workers
         self.looks = False
+        self.reads: dict[Ask, float] = {}  # under way at the source, since when
         self.waiting: dict[int, list[tuple[Node, Ask, float]]] = {}
 
     def has(self, number: int) -> bool:
@@ -135,7 +141,7 @@ class World:
         late = set(self.names[: round(case.late * case.nodes)])
         for node in drawn:
             # Prologs do not begin in the same instant.
-            start = case.late_by if node.name in late else chance.random() * 0.02
+            start = case.late_by if node.name in late else chance.random() * case.spread
             self.after(start, self._start, node)
 
     def after(self, seconds: float, call: Callable[..., None], *what: object) -> None:
@@ -176,6 +182,10 @@ class World:
         schedule = node.schedule
         if node.dead or schedule is None or node.ended is not None:
             return
+        while (name := schedule.next_greeting(self.now)) is not None:
+            peer = self.nodes[name]
+            took = HANDSHAKE if peer.dead else ANSWER + self.case.answer
+            self.after(took, self._greeted, node, peer)
         while node.askers and (ask := schedule.next_fetch(self.now)):
             node.askers -= 1
             self._ask(node, self.nodes[ask.peer], ask)
@@ -185,6 +195,14 @@ class World:
         if (node.readers or node.askers) and not node.looks:
             node.looks = True
             self.after(POLL, self._look, node)
+
+    def _greeted(self, node: Node, peer: Node) -> None:
+        assert node.schedule is not None
+        if peer.dead:
+            node.schedule.greeting_failed(peer.name, "refused", self.now)
+        else:
+            node.schedule.greeted(peer.name)
+        self._work(node)
 
     def _look(self, node: Node) -> None:
         node.looks = False
@@ -197,13 +215,32 @@ class World:
             return
         self.read += size
         node.free_down = max(node.free_down, self.now) + size / node.rate
-        down = node.free_down
+        down, since = node.free_down, self.now
+        node.reads[ask] = since
         if node.rate < self.case.link:
-            self.after(max(LATENCY, down - self.now), self._got, node, ask)
+            self.after(max(LATENCY, down - self.now), self._was_read, node, ask, since)
             return
         self.source.read(
-            size, lambda: self.after(max(LATENCY, down - self.now), self._got, node, ask)
+            size,
+            lambda: self.after(max(LATENCY, down - self.now), self._was_read, node, ask, since),
         )
+
+    def _was_read(self, node: Node, ask: Ask, since: float) -> None:
+        if node.reads.get(ask) == since:  # else it was given up
+            del node.reads[ask]
+            self._got(node, ask)
+
+    def _drop_reads(self, node: Node) -> None:
+        """Gives up what turns out to be read in vain; what came of it until then counts."""
+        assert node.schedule is not None
+        for ask, since in list(node.reads.items()):
+            if node.schedule.in_vain(ask, self.now):
+                del node.reads[ask]
+                rate = min(self.source.limit, self.source.rate / max(1, len(self.source.flows)))
+                came = (self.now - since) * rate
+                self.read -= self.case.chunk - min(self.case.chunk, round(came))
+                node.schedule.drop(ask)
+                node.readers += 1
 
     def _ask(self, node: Node, peer: Node, ask: Ask) -> None:
         if peer.dead:
@@ -231,6 +268,7 @@ class World:
         peer.free_up = max(peer.free_up, self.now) + size / peer.rate
         node.free_down = max(node.free_down, self.now) + size / node.rate
         took = max(peer.free_up, node.free_down) - self.now + LATENCY
+        self.after(LATENCY, self._tell, node, peer)  # by the head of the answer
         patience = node.schedule.give_up(ask)
         if took > patience:
             self.after(patience, self._failed, node, ask, "slow")
@@ -259,6 +297,7 @@ class World:
         if peer.schedule is not None and node.schedule is not None and not peer.dead:
             has = self.all & ~peer.schedule.missing
             node.schedule.peer_has(peer.name, has, self.now, peer.schedule.source_failed)
+            self._drop_reads(node)
 
     def _failed(self, node: Node, ask: Ask, why: Why) -> None:
         if node.schedule is None or node.dead:

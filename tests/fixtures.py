@@ -237,6 +237,12 @@ class OtherNode:
     def wrong(self) -> frozenset[str]:
         return frozenset()
 
+    def silent(self) -> frozenset[str]:
+        return frozenset()
+
+    def greet(self, peer: str, stop: Callable[[], bool]) -> None:
+        """It answers at once."""
+
     def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
         receiver.peer_has((1 << 64) - 1, False)
         data = self.content[chunk.start : chunk.start + chunk.size]

@@ -16,7 +16,7 @@ from forestage.cache import disk_errors, entry_sum
 from forestage.hooks import leases, step, user_messages, watch
 from forestage.peers import auth, connection, protocol
 from forestage.sources import opening, source
-from forestage.stage import pipeline
+from forestage.stage import pipeline, with_peers
 from forestage.system import holder, probe, writers
 from forestage.views import mounted, serving
 from node import HANGS, Node
@@ -90,7 +90,17 @@ def run_after_loading() -> dict[str, str]:
         module.__name__: "".join(f"{name} = 600.0\n" for name in names)
         for module, names in LIMITS.items()
     }
+    code[with_peers.__name__] = WAITS
     return code | {log.__name__: LOG, config.__name__: peering.FINDS.format(places=peering._places)}
+
+
+# A copy reads nothing before the other node could answer.
+WAITS = """
+_policy = policy
+def policy(threads, nodes):
+    found = _policy(threads, nodes)
+    return Policy(found.at_once, found.busy, careful=0, probe=600.0)
+"""
 
 
 class Ran(NamedTuple):

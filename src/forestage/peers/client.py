@@ -1,8 +1,8 @@
 """The nodes that one copy asks: its sessions and connections, shared by its threads.
 
-A copy has one session with each peer. The first thread that wants one opens it, the others wait for
-the result, success or failure. Each thread has connections of its own, and keeps the KEPT that it
-used last.
+A copy has one session with each peer, which a thread of its own opens first: a peer that does not
+answer holds up no thread that brings chunks. Each of these has connections of its own, and keeps
+the KEPT that it used last.
 """
 
 import contextlib
@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterator
 
 from forestage.config import Config
 from forestage.paths import Places
-from forestage.peers import addresses, auth, known_copies, node_list, notices, protocol, proven
+from forestage.peers import (
+    addresses,
+    auth,
+    known_copies,
+    node_list,
+    notices,
+    protocol,
+    proven,
+    unanswered,
+)
 from forestage.peers.auth import Prover
 from forestage.peers.connection import MOMENT, ChunkRefused, Connection
 from forestage.peers.known_copies import Others
@@ -22,6 +31,7 @@ from forestage.slurm.nodelist import expand
 
 KEPT = 32  # connections of one thread
 NOBODY = Others()
+SILENCE = 0.9  # seconds without an answer; less than connection.CONNECT
 AGAIN = 1.0  # seconds for which one thread's failure to open a session counts for all threads
 
 
@@ -85,6 +95,30 @@ class Peers:
             except SessionUnknown:
                 self._forget(peer, session, receiver.stop)
         raise ChunkRefused("refused", "the session is not known")
+
+    def greet(self, peer: str, stop: Callable[[], bool]) -> None:
+        """Opens the session with a peer, by a connection of its own. Raises ChunkRefused.
+
+        Notes for other copies whether it was silent; a refusal is no silence.
+        """
+        begun = time.monotonic()
+        line = Connection(self._addresses.of(peer))
+        try:
+            self._session(peer, line, stop)
+        except ChunkRefused as refused:
+            now = time.monotonic()
+            if now - begun >= SILENCE:
+                unanswered.note_silence(self._places, peer, now)
+            elif refused.why != "slow":  # else the copy is over, and nobody knows
+                unanswered.note_answer(self._places, peer)
+            raise
+        finally:
+            line.close()
+        unanswered.note_answer(self._places, peer)
+
+    def silent(self) -> frozenset[str]:
+        """The nodes that did not answer another copy a short while ago."""
+        return unanswered.read_silent(self._places, time.monotonic())
 
     def wrong(self) -> frozenset[str]:
         """The nodes whose chunks of the key another copy has found wrong."""

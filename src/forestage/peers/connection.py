@@ -21,7 +21,7 @@ from forestage.peers.schedule import Why
 
 CONNECT = 1.0  # seconds for each address of a name; as long for the name itself
 STALL = 1.5  # seconds without a byte
-MOMENT = 0.2  # seconds between two looks at whether the answer is still wanted
+MOMENT = 0.05  # seconds between two looks at whether the answer is still wanted
 MANY = 256 << 10  # bytes that are worth waking up for
 MAX_SMALL = 4096  # bytes of a response that is no chunk
 

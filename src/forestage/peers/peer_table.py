@@ -4,30 +4,46 @@ Pure, a part of schedule.py's state. Sets of chunks are numbers: bit 5 is chunk 
 monotonic seconds.
 
     state          after                              until
-    usable         (at first)
+    not greeted    (at first)                         it answers its first connection; see below
+    usable         it answered
     backed off     refused, slow, absent, silent      2 to 32 times the seconds of that kind
     left out       wrong bytes; silent once more      the copy ends
     lagging        much slower than other peers       some seconds; asked only for what no other has
     source failed  it said so                         it says otherwise; it is still asked
 
 A peer that is backed off or left out is `out`, and so is, for reading, one whose source failed.
+
+The first connection to a peer, its greeting, stands beside all else: nothing is asked of a peer
+before it has answered. One that answers late, or does not, is `unheard`, and so is at once one
+that another copy has found silent. All of them are greeted: they may have been slow for a moment.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 # If this many peers are unreachable and none ever answered, no service is taken to run anywhere.
 ENOUGH = 8
+
+GREETINGS = 16  # at once, apart from those that take long
 
 
 class PeerTable:
     """The neighbours of one node, for one copy."""
 
-    def __init__(self, neighbours: Iterable[str], givers: Iterable[str] = ()) -> None:
-        """`givers` are the neighbours that are of another job."""
+    def __init__(
+        self,
+        neighbours: Iterable[str],
+        givers: Iterable[str] = (),
+        silent: Container[str] = (),
+    ) -> None:
+        """`givers` are the neighbours that are of another job, `silent` those that were silent."""
         self.neighbours = list(neighbours)
         self.givers = frozenset(givers)
+        self._was_silent = {peer for peer in self.neighbours if peer in silent}
+        self._greeted: set[str] = set()
+        self._greetings: dict[str, float] = {}  # under way, since when
+        self._first_greeting: dict[str, float] = {}
         self._gave_at: dict[str, float] = {}
         self._grew_at: dict[str, float] = {}  # when it last said that it has more
         self.has: dict[str, int] = {}  # chunks of those that have the image or a part of it
@@ -51,6 +67,49 @@ class PeerTable:
         """Whether one has ever said what it has."""
         return bool(self._heard)
 
+    @property
+    def any_greeted(self) -> bool:
+        """Whether one has ever answered."""
+        return bool(self._greeted)
+
+    def next_greeting(self, now: float, patience: float) -> str | None:
+        """Return a peer to connect to for the first time, and note that this has begun."""
+        fresh = sum(now - since <= patience for since in self._greetings.values())
+        if fresh >= GREETINGS:
+            return None
+        left = (
+            peer
+            for peer in self.neighbours
+            if not (peer in self._greeted or peer in self._greetings or self.is_out(peer, now))
+        )
+        # Those that were silent come last: their connections will take long.
+        peer = min(left, key=self._was_silent.__contains__, default=None)
+        if peer is not None:
+            self._greetings[peer] = now
+            self._first_greeting.setdefault(peer, now)
+        return peer
+
+    def end_greeting(self, peer: str) -> None:
+        """Note that the first connection has ended, well or not."""
+        self._greetings.pop(peer, None)
+
+    def unheard(self, now: float, patience: float) -> set[str]:
+        """Return the peers that have not answered, and are not to be waited for any more."""
+        return {
+            peer
+            for peer in self.neighbours
+            if peer not in self._greeted
+            and (
+                peer in self._was_silent
+                or peer in self._unreached
+                or now - self._first_greeting.get(peer, now) > patience
+            )
+        }
+
+    def may_ask(self, peer: str, now: float) -> bool:
+        """Whether something may be asked of it now."""
+        return peer in self._greeted and not self.is_out(peer, now)
+
     def unreached(self, peer: str) -> None:
         """Notes that it did not answer, or not as one of our services."""
         self._unreached.add(peer)
@@ -58,6 +117,7 @@ class PeerTable:
     def answered(self, peer: str) -> None:
         """Notes that its service runs, whether its copy has begun or not."""
         self._unreached.discard(peer)
+        self._greeted.add(peer)
         self._answered = True
 
     def said(self, peer: str, has: int, now: float, source_failed: bool) -> None:

@@ -22,13 +22,18 @@ and hot chunks, then what is behind the chunk that a job waited for last, then t
 
 Own chunks are read from the source, unless a peer turns out to have them. All others come from
 peers: each response of a peer says what it has. A chunk that no peer is known to have is waited for
-at the neighbour that is nearest to its reader. In three cases a node takes over a chunk that
+at the neighbour that is nearest to its reader. In four cases a node takes over a chunk that
 another one should have read:
 
+    unheard    its reader has not answered its first connection in time, and the own share is asked
+               for. From the end of its share: it may be slow to answer, and read from the front
     stand in   its reader, and all stand-ins before this node, are out or cannot read
     overdue    nothing is left to ask, and the chunk takes its reader three times as long as usual
     in need    nothing at all has come for long, or no peer answers: each node reads other chunks,
                one at first, twice as many after each that came
+
+No read waits for a connection. Until peers could answer, some chunks of the own share are read,
+which a late node drops as soon as it hears that others have them.
 
 A copy ahead of a job, for which nobody waits, may have leaders: nodes of other jobs that share the
 reading. As long as one of them gets on, it reads nothing.
@@ -37,7 +42,7 @@ docs/decisions/0019-three-ways-to-take-over-a-chunk.md says why one rule is not 
 """
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -66,7 +71,9 @@ class Policy(msgspec.Struct, frozen=True):
     at_once: int = 2
     busy: int = 8
     follow: float = 4.0  # times what a slow chunk takes: then a leader does not get on
+    careful: int = 2  # own chunks read at the same time in the first `probe` seconds
     probe: float = 0.5  # to find out whether others have begun long before
+    answer: float = 0.4  # for a first connection, before its peer's share is anybody's
     grace: float = 1.0  # for others to begin, before one reads in their stead
     wait: float = 0.5  # at a peer that does not have the chunk yet
     news: float = 0.5  # after which a peer may well have more than it said
@@ -93,11 +100,12 @@ class Schedule:
         hot: Sequence[int] = (),
         givers: Sequence[str] = (),
         leaders: Sequence[str] = (),
+        silent: Container[str] = (),
     ) -> None:
         """`givers`: nodes of other jobs, which may have all of it.
 
         They read nothing for this one, unless they are of `nodes` as well; `leaders` are those to
-        which this copy leaves reading.
+        which this copy leaves reading. `silent` did not answer another copy a short while ago.
         """
         self.ring = Ring(key, nodes)
         self.me = me
@@ -116,7 +124,7 @@ class Schedule:
         self._due: Counter[str] = Counter()  # by peer, the chunks that should come from it
         for number in bits(self.missing & ~self._share):
             self._due[self.ring.nearer(number, me)[0]] |= 1 << number
-        self._peers = PeerTable(neighbours, givers)
+        self._peers = PeerTable(neighbours, givers, silent)
         self._leaders = leaders
         with_us = [node for node in givers if node in self.ring.place]
         # Nodes of no job of ours, which have begun to copy it a moment ago, or are about to.
@@ -124,6 +132,7 @@ class Schedule:
         self._each = max(1, self.policy.busy // max(1, len(neighbours)))  # asks of one peer at once
         self._sure: set[Ask] = set()  # asks of peers that said that they have the chunk
         self._polls: set[Ask] = set()  # asks that only want to know what the peer has
+        self._early_reads: set[Ask] = set()  # begun before peers could answer
         self._turn = place * 7919  # where to look first, so that not all nodes take the same
         self._first_guess = self.policy.patience + chunk_bytes / self.policy.slowest
         self._follow = self.policy.follow * self._first_guess if leaders else 0.0
@@ -153,9 +162,19 @@ class Schedule:
             return None
         if struck := self._struck & self._unasked:  # nobody but the source is asked for it
             return self._ask(lowest(struck), SOURCE, now)
-        if self._probing(now) or self._follows(now, begun):
+        if self._follows(now, begun):
             return None
+        if self._probing(now):
+            careful = self._peers.load[SOURCE] < self.policy.careful
+            number = self._of_share(now) if careful else None
+            if number is None:
+                return None
+            ask = self._ask(number, SOURCE, now)
+            self._early_reads.add(ask)
+            return ask
         number = self._of_share(now)
+        if number is None:
+            number = self._of_unheard(now)
         # Others may begin a moment later: a chunk is taken over only after that.
         if number is None and (self._peers.alone or now - begun >= self.policy.grace):
             for choose in (self._stand_in, self._overdue, self._in_need):
@@ -178,6 +197,37 @@ class Schedule:
         )
         self._unasked |= hidden
         return ask
+
+    def next_greeting(self, now: float) -> str | None:
+        """A peer to which the first connection is to be made; None: none now."""
+        self._begin(now)
+        return self._peers.next_greeting(now, self.policy.answer)
+
+    def greeted(self, peer: str) -> None:
+        """The peer answered its first connection: it may be asked for chunks."""
+        self._peers.end_greeting(peer)
+        self._peers.answered(peer)
+
+    def greeting_failed(self, peer: str, why: Why, now: float) -> None:
+        """The peer did not answer its first connection, or not as one of our services."""
+        self._peers.end_greeting(peer)
+        self._peers.unreached(peer)
+        if why == "wrong":
+            self._peers.leave_out(peer)
+        else:
+            self._peers.back_off(peer, self.policy.refused, now)
+
+    def is_early(self, ask: Ask) -> bool:
+        """Whether the read began before peers could answer, and may turn out to be in vain."""
+        return ask in self._early_reads
+
+    def in_vain(self, ask: Ask, now: float) -> bool:
+        """Whether an early read is to be dropped: a peer has the chunk."""
+        return self.is_early(ask) and bool(self._offered(now) >> ask.number & 1)
+
+    def drop(self, ask: Ask) -> None:
+        """An early read was given up: the chunk is missing again."""
+        self._end(ask)
 
     def give_up(self, ask: Ask) -> float:
         """Seconds after which a worker must abandon this ask."""
@@ -280,6 +330,7 @@ class Schedule:
         self._peers.load[ask.peer] -= 1
         self._polls.discard(ask)
         self._sure.discard(ask)
+        self._early_reads.discard(ask)
         if not self.twice(ask):
             self._unasked |= self.missing & 1 << ask.number
         return since
@@ -306,12 +357,28 @@ class Schedule:
         A node that begins late finds that others have read some of its share.
         """
         left = self._unasked & self._share
+        # Where nobody answers, nobody has a chunk the earlier for it.
+        alone = not self._peers.any_greeted and not self._probing(now)
+        most = self._count if alone else self.policy.at_once
         # What a job waits for has a worker of its own.
-        over = self._peers.load[SOURCE] - self.policy.at_once
+        over = self._peers.load[SOURCE] - most
         if over >= 0:
             left &= 0 if over else self._urgent
         left = left and left & ~self._offered(now)
         return self._first(left) if left else None
+
+    def _of_unheard(self, now: float) -> int | None:
+        """A chunk that no peer has, of one that has not answered yet; after the own share.
+
+        So nodes whose services are all slow for a moment read their shares, and nothing twice.
+        """
+        unheard = self._peers.unheard(now, self.policy.answer)
+        if not unheard or self._unasked & self._share:
+            return None
+        out = unheard | self._peers.not_reading(now, or_lagging=False)
+        left = self._unasked & ~self._offered(now)
+        chunks = (self._last_of(peer, left, out) for peer in unheard & self.ring.place.keys())
+        return max((number for number in chunks if number is not None), default=None)
 
     def _stand_in(self, now: float) -> int | None:
         """A chunk that no peer has and whose reader, and all stand-ins before us, do not read.
@@ -328,11 +395,21 @@ class Schedule:
 
     def _first_of(self, peer: str, left: int, out: Container[str]) -> int | None:
         """The first chunk of a peer's share for which this node is the first that is not out."""
-        for number in range(self.ring.place[peer], self._count, len(self.ring.nodes)):
+        return next(self._stands_in_for(self._share_of(peer), left, out), None)
+
+    def _last_of(self, peer: str, left: int, out: Container[str]) -> int | None:
+        """The last such chunk."""
+        return next(self._stands_in_for(reversed(self._share_of(peer)), left, out), None)
+
+    def _share_of(self, peer: str) -> range:
+        return range(self.ring.place[peer], self._count, len(self.ring.nodes))
+
+    def _stands_in_for(self, share: Iterable[int], left: int, out: Container[str]) -> Iterator[int]:
+        """The chunks of a share that are left, and whose first node that is not out is this one."""
+        for number in share:
             order = self.ring.order(number) if left >> number & 1 else ()
             if next((node for node in order if node not in out), "") == self.me:
-                return number
-        return None
+                yield number
 
     def _overdue(self, now: float) -> int | None:
         """A chunk that takes its reader long, if this node is the reader or its first stand-in."""
@@ -389,8 +466,8 @@ class Schedule:
     def _awaited(self, peer: str, now: float) -> bool:
         """Whether to wait for a chunk at this peer; for one at a time."""
         waits = any(ask.peer == peer and ask not in self._sure for ask in self.asks)
-        out = self._peers.is_out(peer, now) or peer in self._peers.source_failed
-        return not (waits or out)
+        may_ask = self._peers.may_ask(peer, now) and peer not in self._peers.source_failed
+        return may_ask and not waits
 
     def _first(self, chunks: int) -> int:
         """The one of these chunks to bring first."""
@@ -413,7 +490,7 @@ class Schedule:
         neighbours = self._peers.neighbours
         for step in range(len(neighbours)):
             peer = neighbours[(self._turn + step) % len(neighbours)]
-            if self._peers.load[peer] >= self._each or self._peers.is_out(peer, now):
+            if self._peers.load[peer] >= self._each or not self._peers.may_ask(peer, now):
                 continue
             has = self._peers.has.get(peer, 0) & self._unasked
             due = 0 if self._peers.is_lagging(peer, now) else self._due[peer] & self._unasked
@@ -453,7 +530,7 @@ class Schedule:
             if peer in self._peers.source_failed or peer in self._peers.givers:
                 continue
             due = self._unasked & (self._due[peer] | (self._share if self.source_failed else 0))
-            if due and not self._peers.load[peer] and not self._peers.is_out(peer, now):
+            if due and not self._peers.load[peer] and self._peers.may_ask(peer, now):
                 found.setdefault(self._first(due), peer)
         if not found:
             return None

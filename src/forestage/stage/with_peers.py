@@ -74,6 +74,10 @@ class _Over(Exception):
     """The chunk came by another ask."""
 
 
+class _InVain(Exception):
+    """A peer has the chunk that is being read."""
+
+
 class _Lie(Exception):
     """A peer gave other bytes than the source."""
 
@@ -120,6 +124,7 @@ class Shared(Run):
             self.hot,
             peers.givers,
             peers.leaders,
+            peers.silent(),
         )
         # Of the own share too: who begins late gets it from peers as well.
         own = sum(node not in peers.givers for node in peers.nodes)  # of the job
@@ -159,8 +164,10 @@ class Shared(Run):
         try:
             while (found := self._next(next_ask)) is not None:
                 ask, twice = found
-                # The shorter a piece, the less a job's own read waits behind it.
-                self._bring(ask, buffer[:PIECE] if self.is_served() else buffer, twice)
+                # The shorter a piece, the less a job's own read waits behind it, and the less is
+                # read in vain.
+                short = self.is_served() or self.schedule.is_early(ask)
+                self._bring(ask, buffer[:PIECE] if short else buffer, twice)
                 self._settle(ask.number, buffer)
                 self._heed_notices()
                 with self.turn:
@@ -178,6 +185,7 @@ class Shared(Run):
         with self.turn:
             while not (self.ends() or (self.schedule.done and not self.bringing)):
                 now = time.monotonic()
+                self._begin_greetings(now)
                 if self.readers is not None:
                     self.schedule.want(self.readers.wanted((NOW,)), self.readers.wanted((SOON,)))
                 ask = next_ask(now)
@@ -190,6 +198,26 @@ class Shared(Run):
                 self.turn.wait(SERVED_POLL if self.is_served() else POLL)
         return None
 
+    def _begin_greetings(self, now: float) -> None:
+        """Has the first connections made by threads that nobody waits for.
+
+        A peer may be silent for seconds, and so may munge. The caller holds `turn`.
+        """
+        while (peer := self.schedule.next_greeting(now)) is not None:
+            threading.Thread(target=self._greet, args=(peer,), name="greet", daemon=True).start()
+
+    def _greet(self, peer: str) -> None:
+        try:
+            self.peers.greet(peer, lambda: self.ends() or self.schedule.done)
+        except ChunkRefused as refused:
+            with self.turn:
+                self.schedule.greeting_failed(peer, refused.why, time.monotonic())
+                self.turn.notify_all()
+        else:
+            with self.turn:
+                self.schedule.greeted(peer)
+                self.turn.notify_all()
+
     def _bring(self, ask: Ask, buffer: memoryview, twice: bool) -> None:
         start, size = self.span(ask.number)
         aside = memoryview(mmap.mmap(-1, size)) if twice else None
@@ -200,8 +228,7 @@ class Shared(Run):
                 aside[at - start : at - start + len(piece)] = piece
                 return
             with chunk_lock:
-                if self.schedule.obsolete(ask):
-                    raise _Over
+                self._check_wanted(ask)
                 # What a peer sent is not proven before its digest.
                 write = self._write_right if ask.peer == SOURCE else self.write
                 write(at, piece)
@@ -229,11 +256,23 @@ class Shared(Run):
             with chunk_lock:
                 self._take_in(ask, found, aside)
 
+    def _check_wanted(self, ask: Ask) -> None:
+        """Raises _Over, _InVain where the chunk need not be brought any more by this ask."""
+        if self.schedule.obsolete(ask):
+            raise _Over
+        with self.turn:
+            if self.schedule.in_vain(ask, time.monotonic()):
+                raise _InVain
+
     def _fetched(self, ask: Ask, buffer: memoryview, sink: Write) -> bytes | None:
-        """The digest; None where the source cannot be read. Raises ChunkRefused."""
+        """The digest; None where the source cannot be read, or need not. Raises ChunkRefused."""
         if ask.peer == SOURCE:
             try:
                 return self.take(ask.number, buffer, sink)
+            except _InVain:
+                with self.turn:
+                    self.schedule.drop(ask)
+                return None
             except Unreadable as error:
                 with self.chunk_locks[ask.number]:
                     if not self.schedule.obsolete(ask):

@@ -181,7 +181,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         real(source, start, want, buffer)
 
     monkeypatch.setattr(reading, "read_piece", read_piece)
-    patient = {"probe": 600.0, "grace": 600.0, "patience": 600.0}
+    patient = {"careful": 0, "probe": 600.0, "grace": 600.0, "patience": 600.0}
     monkeypatch.setattr(
         with_peers, "policy", lambda *of: msgspec.structs.replace(policy(*of), **patient)
     )

@@ -25,12 +25,13 @@ from forestage.clock import Clock
 from forestage.config import Peering
 from forestage.errors import Declined, Failed, Stopped
 from forestage.peers import activation
+from forestage.peers.schedule import Policy
 from forestage.peers.stats import Counters
 from forestage.slurm.job import Job
 from forestage.sources import source as stage_source
 from forestage.sources.file import FileSource
 from forestage.sources.source import Content, OpenImage
-from forestage.stage import chunks, engines, pipeline
+from forestage.stage import chunks, engines, pipeline, with_peers
 from forestage.stage.pipeline import Figures
 from forestage.stage.task import Task
 from forestage.stage.with_peers import Peers
@@ -533,6 +534,8 @@ def test_damaged_entry_of_the_key_is_replaced(
 def other(monkeypatch: Patch) -> OtherNode:
     node = OtherNode(CONTENT)
     monkeypatch.setattr("forestage.peers.of_job", lambda *_, **__: node)
+    # Nothing is read beside the first connection, so that all comes from the other node.
+    monkeypatch.setattr(with_peers, "policy", lambda *_: Policy(careful=0, probe=600.0))
     return node
 
 

@@ -16,10 +16,11 @@ from forestage.admin.verify import Manner
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.node import Node
 from forestage.config import Peering
+from forestage.peers.schedule import Policy
 from forestage.slurm.job import Job
 from forestage.sources import source
 from forestage.sources.source import Content, OpenImage
-from forestage.stage import pipeline, stager
+from forestage.stage import pipeline, stager, with_peers
 from forestage.stage.task import Task
 
 SIZE = 70_000  # bytes: the last chunk is not full
@@ -96,6 +97,8 @@ def test_made_up_source_comes_from_the_other_nodes_of_the_job(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forestage.peers.of_job", lambda *_, **__: OtherNode(WHOLE))
+    # Nothing is read beside the first connection.
+    monkeypatch.setattr(with_peers, "policy", lambda *_: Policy(careful=0, probe=600.0))
     here = task.node.configured(peers=Peering(enabled=True))
     figures = pipeline.Figures()
     pipeline.run(msgspec.structs.replace(task, node=here), threading.Event(), figures)

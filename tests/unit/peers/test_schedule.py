@@ -6,13 +6,15 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forestage.peers.peer_table import GREETINGS
 from forestage.peers.ring import SOURCE
-from forestage.peers.schedule import Ask, Schedule, Why
+from forestage.peers.schedule import Ask, Policy, Schedule, Why
 
 MB = 1_000_000
 NODES = [f"n{number}" for number in range(4)]
@@ -20,7 +22,24 @@ NODES = [f"n{number}" for number in range(4)]
 
 def schedule(count: int = 12, nodes: list[str] = NODES, place: int = 0) -> Schedule:
     me = Schedule("key", nodes, nodes[0], [], MB).ring.nodes[place]
-    return Schedule("key", nodes, me, range(count), MB)
+    return greeted("key", nodes, me, range(count), MB)
+
+
+def greeted(*about: Any, **more: Any) -> Schedule:
+    """A copy whose peers have all answered their first connection."""
+    one = Schedule(*about, **more)
+    greet(one)
+    return one
+
+
+def greet(one: Schedule, now: float = 0.0) -> list[str]:
+    """Has all peers answer that are to be connected to now; who these are."""
+    found = []
+    while (peer := one.next_greeting(now)) is not None:
+        one.greeted(peer)
+        found.append(peer)
+    one._begun = None
+    return found
 
 
 def others(one: Schedule) -> list[str]:
@@ -99,7 +118,7 @@ def test_wanted_chunk_of_another_share_is_asked_of_its_reader_next() -> None:
 
 
 def test_head_tail_and_hot_chunks_come_before_the_rest() -> None:
-    one = Schedule("key", ["a"], "a", range(12), MB, hot=[7, 5])
+    one = greeted("key", ["a"], "a", range(12), MB, hot=[7, 5])
     read = []
     while (ask := one.next_read(0.0)) is not None:
         one.got(ask, 0.0)
@@ -107,13 +126,18 @@ def test_head_tail_and_hot_chunks_come_before_the_rest() -> None:
     assert read == [0, 11, 5, 7, 1, 2, 3, 4, 6, 8, 9, 10]
 
 
-def test_nothing_is_read_before_peers_could_answer() -> None:
-    one = schedule()
+def test_late_node_drops_its_first_reads_once_others_have_all() -> None:
+    one = schedule(count=40)
     first = one.next_fetch(0.0)
     assert first is not None
-    assert one.next_read(0.1) is None
+    early = all_of(one.next_read, 0.0)
+    assert early == [Ask(0, SOURCE), Ask(4, SOURCE)], "no read waits for an answer"
+    assert all(one.is_early(ask) and not one.in_vain(ask, 0.1) for ask in early)
     for peer in others(one):
-        one.peer_has(peer, everything(12), 0.1)
+        one.peer_has(peer, everything(40), 0.1)
+    assert all(one.in_vain(ask, 0.1) for ask in early)
+    for ask in early:
+        one.drop(ask)
     one.got(first, 0.1)
     assert one.next_read(0.3) is None, "the own share too comes from others"
     asked = {first.number}
@@ -121,14 +145,110 @@ def test_nothing_is_read_before_peers_could_answer() -> None:
         for ask in all_of(one.next_fetch, 0.4):
             asked.add(ask.number)
             one.got(ask, 0.5)
-    assert asked == set(range(12))
+    assert asked == set(range(40))
 
 
-def test_silent_peers_delay_reading_by_the_probe_only() -> None:
-    one = schedule()
-    all_of(one.next_fetch, 0.0)
-    assert one.next_read(0.0) is None
-    assert one.next_read(one.policy.probe) == Ask(0, SOURCE)
+def test_few_chunks_are_read_until_peers_could_answer() -> None:
+    one = Schedule("key", NODES, "n0", range(80), MB, Policy(at_once=4))
+    assert len(all_of(one.next_read, 0.0)) == one.policy.careful
+    read = all_of(one.next_read, one.policy.probe)
+    assert {one.ring.reader(ask.number) for ask in read} == {"n0"}
+    assert not any(one.is_early(ask) for ask in read)
+
+
+def test_nothing_is_asked_of_a_peer_that_has_not_answered() -> None:
+    one = Schedule("key", NODES, "n0", range(40), MB)
+    assert one.next_fetch(0.0) is None
+    peers = [one.next_greeting(0.0) for _ in range(3)]
+    assert sorted(filter(None, peers)) == ["n1", "n2", "n3"]
+    assert one.next_greeting(0.1) is None, "each once"
+    one.want([3, 1, 2], [])
+    assert one.next_fetch(0.1) is None
+    one.greeted("n1")
+    assert {ask.peer for ask in all_of(one.next_fetch, 0.1)} == {"n1"}
+
+
+def read_of_others(one: Schedule, now: float) -> set[str]:
+    """Reads all that it may, and says of whose shares that was, apart from its own."""
+    read: set[str] = set()
+    while (ask := one.next_read(now)) is not None:
+        one.got(ask, now)
+        read.add(one.ring.reader(ask.number))
+    return read - {one.me}
+
+
+@pytest.mark.parametrize("silent", [(), ("n1", "n2", "n3")])
+def test_share_of_a_peer_that_does_not_answer_is_soon_read(silent: tuple[str, ...]) -> None:
+    one = Schedule("key", NODES, "n0", range(40), MB, silent=silent)
+    assert {one.next_greeting(0.0) for _ in range(3)} == {"n1", "n2", "n3"}
+    for ask in all_of(one.next_read, 0.0):
+        one.got(ask, 0.0)
+    before, after = 0.3, max(one.policy.answer, one.policy.probe) + 0.1
+    assert read_of_others(one, before) == set(), "little is read at first, of the own share"
+    assert read_of_others(one, after) == {"n1", "n2", "n3"}
+    assert one.done
+
+
+def test_peer_found_silent_by_another_copy_is_not_waited_for_and_is_greeted_all_the_same() -> None:
+    one = Schedule("key", NODES, "n0", range(40), MB, silent=("n1",))
+    assert [one.next_greeting(0.0) for _ in range(3)][-1] == "n1"
+    for peer in ("n2", "n3"):
+        one.greeted(peer)
+        one.peer_has(peer, 0, 0.0)
+    one.failed(next(iter(all_of(one.next_fetch, 0.0))), "absent", 0.0)
+    one._probe_until = 0.0
+    mine = {number for number in range(40) if one.ring.reader(number) == "n1"}
+    stands_in = {number for number in mine if one.ring.order(number)[1] == "n0"}
+    assert read_of_others(one, 0.1) == {"n1"}
+    assert {number for number in mine if not one.missing >> number & 1} == stands_in
+    one.greeted("n1")
+    assert "n1" in {ask.peer for ask in all_of(one.next_fetch, 0.2)}
+
+
+def test_services_that_are_slow_for_a_moment_have_nothing_read_twice() -> None:
+    """Each node reads its share meanwhile, and that of others only then."""
+    for place in range(4):
+        me = Schedule("key", NODES, "n0", [], MB).ring.nodes[place]
+        one = Schedule("key", NODES, me, range(80), MB)
+        while one.next_greeting(0.0) is not None:
+            pass
+        read = []
+        for _ in range(20):
+            ask = one.next_read(1.0)
+            assert ask is not None
+            one.got(ask, 1.0)
+            read.append(ask.number)
+        assert {one.ring.reader(number) for number in read} == {me}
+        peer = others(one)[0]
+        late = one.next_read(1.0)
+        assert late is not None, "nobody answers, and nothing of the own share is left"
+        one.got(late, 1.0)
+        assert late.number >= 80 - len(NODES), "the readers go from the front"
+        for peer in others(one):
+            one.greeted(peer)
+        one._begun = 1.0
+        assert one.next_read(1.1) is None
+
+
+def test_greeting_that_failed_is_made_again_later() -> None:
+    one = Schedule("key", NODES, "n0", range(40), MB)
+    for _ in range(3):
+        peer = one.next_greeting(0.0)
+        assert peer is not None
+        one.greeting_failed(peer, "wrong" if peer == "n3" else "refused", 0.1)
+    assert one.next_greeting(1.0) is None
+    later = 0.2 + one.policy.refused
+    assert {one.next_greeting(later) for _ in range(3)} == {"n1", "n2", None}
+
+
+def test_peers_that_do_not_answer_hold_up_no_greeting_of_others() -> None:
+    one = many(64, answer=False)
+    begun: list[str] = []
+    for tenth in range(10):
+        while (peer := one.next_greeting(tenth / 10)) is not None:
+            begun.append(peer)
+        assert len(begun) <= GREETINGS * (1 + tenth * 0.1 / one.policy.answer)
+    assert len(begun) == len(set(begun)) >= 2 * GREETINGS
 
 
 @pytest.mark.parametrize(("why", "times"), [("wrong", [1.0]), ("silent", [1.0, 30.0])])
@@ -324,35 +444,38 @@ def test_silence_makes_each_node_read_another_chunk() -> None:
 
 
 def test_unreachable_peers_make_all_be_read_at_once() -> None:
-    one = schedule(40)
+    one = Schedule("key", NODES, "n0", range(40), MB)
     now = 0.0
     while not one.done:
-        for ask in all_of(one.next_fetch, now):
-            one.failed(ask, "refused", now)
+        while (peer := one.next_greeting(now)) is not None:
+            one.greeting_failed(peer, "refused", now)
+        assert one.next_fetch(now) is None
         for ask in all_of(one.next_read, now):
             one.got(ask, now)
         now += 0.1
     assert now == 0.1, "once round"
 
 
-def many(count: int) -> Schedule:
+def many(count: int, answer: bool = True) -> Schedule:
     nodes = [f"n{number}" for number in range(count)]
-    return Schedule("key", nodes, "n0", range(256), MB)
+    one = Schedule("key", nodes, "n0", range(256), MB)
+    if answer:
+        greet(one)
+    return one
 
 
 def fail_as_far_as(one: Schedule, count: int, now: float) -> list[str]:
-    """So many peers are refused, of those that are asked; who they are."""
-    asked = all_of(one.next_fetch, now)
-    names = list(dict.fromkeys(ask.peer for ask in asked))[:count]
-    for ask in asked:
-        if ask.peer in names:
-            one.failed(ask, "refused", now)
+    """So many peers are refused, of those that are connected to; who they are."""
+    names: list[str] = []
+    while len(names) < count and (peer := one.next_greeting(now)) is not None:
+        one.greeting_failed(peer, "refused", now)
+        names.append(peer)
     return names
 
 
 @pytest.mark.parametrize(("refused", "alone"), [(7, False), (8, True)])
 def test_eight_unreachable_of_many_count_as_all(refused: int, alone: bool) -> None:
-    one = many(64)
+    one = many(64, answer=False)
     assert len(fail_as_far_as(one, refused, 0.5)) == refused
     read = {ask.number % 64 for ask in all_of(one.next_read, 0.5)}
     assert (len(read) == 64) == alone
@@ -372,7 +495,7 @@ def test_running_service_is_given_the_grace(whys: list[Why]) -> None:
 
 
 def test_first_answer_of_a_peer_ends_reading_out_of_turn() -> None:
-    one = many(64)
+    one = many(64, answer=False)
     out = {one.me, *fail_as_far_as(one, 8, 0.5)}
     while True:  # until there is nothing left to read in the stead of these
         ask = one.next_read(0.5)
@@ -410,7 +533,7 @@ def test_struck_chunk_is_read_though_others_have_not_answered_yet() -> None:
     assert ask is not None
     one.strike([ask.number])
     one.failed(ask, "wrong", 0.0)
-    assert all_of(one.next_read, 0.0) == [Ask(ask.number, SOURCE)]
+    assert one.next_read(0.0) == Ask(ask.number, SOURCE)
 
 
 def test_struck_chunk_is_asked_of_others_where_the_source_fails() -> None:
@@ -477,7 +600,7 @@ def test_random_failures_of_peers_leave_no_chunk_missing(
 ) -> None:
     """Peers do anything at any time; no chunk is lost, none is asked of one that is out."""
     nodes = [f"n{number}" for number in range(count)]
-    one = Schedule("key", nodes, "n0", missing, MB)
+    one = greeted("key", nodes, "n0", missing, MB)
     chance = random.Random(seed)
     out: set[str] = set()
     came: set[int] = set()
@@ -513,15 +636,19 @@ def test_random_failures_of_peers_leave_no_chunk_missing(
 
 def alone(count: int = 12) -> Schedule:
     """A job of one node; x is of another one."""
-    return Schedule("key", ["me"], "me", range(count), 16 * MB, givers=("x",))
+    return greeted("key", ["me"], "me", range(count), 16 * MB, givers=("x",))
 
 
 def test_node_of_another_job_is_asked_at_once_and_then_for_all() -> None:
     one = alone()
     (ask,) = all_of(one.next_fetch, 0.0)
     assert (ask.peer, one.wait(ask)) == ("x", 0.0)
-    assert one.next_read(0.0) is None
+    early = all_of(one.next_read, 0.0)
+    assert len(early) == one.policy.careful
     one.peer_has("x", everything(12), 0.1)
+    for read in early:
+        assert one.in_vain(read, 0.1)
+        one.drop(read)
     one.got(ask, 0.1)
     assert one.next_read(0.1) is None
     assert {ask.peer for ask in all_of(one.next_fetch, 0.1)} == {"x"}
@@ -550,7 +677,7 @@ def test_node_of_another_job_that_gives_nothing_is_not_waited_for() -> None:
 
 
 def test_nodes_of_a_job_each_take_their_share_from_the_node_of_another() -> None:
-    one = Schedule("key", NODES, NODES[0], range(24), MB, givers=("x",))
+    one = greeted("key", NODES, NODES[0], range(24), MB, givers=("x",))
     settle(one)
     one.peer_has("x", everything(24), 1.2)
     asked = [ask.number for ask in all_of(one.next_fetch, 1.2) if ask.peer == "x"]
@@ -561,7 +688,7 @@ def test_nodes_of_a_job_each_take_their_share_from_the_node_of_another() -> None
 
 
 def test_node_of_another_job_that_is_out_reads_nothing_that_others_would_stand_in_for() -> None:
-    one = Schedule("key", NODES, NODES[0], range(24), MB, givers=("x",))
+    one = greeted("key", NODES, NODES[0], range(24), MB, givers=("x",))
     settle(one)
     for out in ("x", others(one)[0], "of a third job"):
         one.leave_out(out)
@@ -571,7 +698,7 @@ def test_node_of_another_job_that_is_out_reads_nothing_that_others_would_stand_i
 
 def following(count: int = 12) -> Schedule:
     """A copy ahead of a job, which x began before."""
-    return Schedule("key", ["me"], "me", range(count), MB, givers=("x",), leaders=("x",))
+    return greeted("key", ["me"], "me", range(count), MB, givers=("x",), leaders=("x",))
 
 
 def test_copy_ahead_reads_nothing_while_its_leader_gets_on() -> None:
@@ -627,7 +754,7 @@ def test_copy_ahead_reads_when_its_leader_does_not_get_on(how: str) -> None:
 
 
 def test_copy_of_a_job_reads_beside_whoever_began_before() -> None:
-    one = Schedule("key", ["me"], "me", range(12), MB, givers=("x",))
+    one = greeted("key", ["me"], "me", range(12), MB, givers=("x",))
     one.peer_has("x", 0b11, 0.6)
     assert [ask.number for ask in all_of(one.next_read, 0.6)] == [11, 2]
 
@@ -635,7 +762,7 @@ def test_copy_of_a_job_reads_beside_whoever_began_before() -> None:
 def sharing(me: str) -> Schedule:
     """A copy ahead of a job on one of two nodes, which read it together."""
     other = {"a": "b", "b": "a"}[me]
-    return Schedule("key", ["a", "b"], me, range(12), MB, givers=(other,))
+    return greeted("key", ["a", "b"], me, range(12), MB, givers=(other,))
 
 
 def test_nodes_that_copy_ahead_each_read_a_share_and_take_the_others() -> None:

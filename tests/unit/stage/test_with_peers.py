@@ -58,6 +58,13 @@ class Fake(Peers):
     def tell(self, giver: str, reader: str) -> None:
         self.told.append((giver, reader))
 
+    def silent(self) -> frozenset[str]:
+        return frozenset()
+
+    def greet(self, peer: str, stop: Callable[[], bool]) -> None:
+        if self.bad.get(peer) == "refused":
+            raise ChunkRefused("refused", "")
+
     def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
         self.asked.append((peer, chunk.number))
         self.before(peer, chunk.number)
@@ -149,7 +156,7 @@ def patient(monkeypatch: Patch) -> None:
     def policy(threads: int, nodes: int) -> Policy:
         found = real(threads, nodes)
         return msgspec.structs.replace(
-            found, probe=600.0, grace=600.0, patience=600.0, longest=600.0, hung=600.0
+            found, careful=0, probe=600.0, grace=600.0, patience=600.0, longest=600.0, hung=600.0
         )
 
     monkeypatch.setattr(with_peers, "policy", policy)
@@ -205,7 +212,9 @@ def test_source_is_read_whole_where_no_peer_is_of_use(pair: Pair, why: Why) -> N
     fake.bad = dict.fromkeys("bcd", why)
     assert pair.copy(fake) == 0
     pair.check()
-    assert sorted(pair.read) == list(range(COUNT))
+    assert set(pair.read) == set(range(COUNT)), (
+        "the first ones perhaps twice, with others' wrong bytes between"
+    )
 
 
 def test_source_that_fails_here_does_no_harm_where_others_have_all(
@@ -622,7 +631,7 @@ def test_source_that_cannot_be_read_decides_nothing(
 
 def test_no_thread_ends_while_a_chunk_may_have_to_be_read_again(pair: Pair) -> None:
     run = run_of(pair, Fake(pair.data, 0))
-    run.schedule.missing, run.bringing = 0, 1
+    run.schedule.missing, run.schedule._unasked, run.bringing = 0, 0, 1
     ended: list[object] = []
     thread = threading.Thread(
         target=lambda: ended.append(run._next(run.schedule.next_read)), daemon=True
