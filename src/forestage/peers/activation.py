@@ -81,7 +81,8 @@ def hold_sign(places: Places) -> Iterator[Callable[[], None]]:
 
         def renew() -> None:
             # In place: a file that takes its name would be another file's lock.
-            files.overwrite(places.peer_sign, f"{time.monotonic():.3f}\n".encode())
+            # All digits: rounded up it would be a time to come, which is another boot's.
+            files.overwrite(places.peer_sign, f"{time.monotonic()}\n".encode())
 
         renew()
         yield renew

@@ -77,6 +77,16 @@ def test_folder_that_users_could_write_is_closed_before_the_sign_is_held(places:
     assert modes == [0o711, 0o600]
 
 
+def test_sign_counts_in_the_moment_in_which_it_is_written(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 41046.90771125
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with activation.hold_sign(places):
+        pass
+    assert activation.is_served(places, now)
+
+
 def test_second_service_of_a_node_is_refused(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
