@@ -26,7 +26,7 @@ def cluster_spec() -> ClusterSpec:
 @pytest.fixture
 def site(site: Site) -> Site:
     """Other tests let their jobs wait for longer than this cluster's slurm.conf allows."""
-    site.configure(deadline="auto")
+    site.configure(deadline="auto", peers={"enabled": False})
     return site
 
 
@@ -44,6 +44,13 @@ def test_good_node_has_no_finding_before_and_after_its_first_job(site: Site) -> 
     ran = site.srun(site.image("a"))
     assert site.results(ran.job) == ["copied"]
     assert checked(site) == (0, [], "forestage OK - nothing to change\n")
+
+
+def test_node_without_its_peer_service_has_a_note_and_is_healthy(site: Site) -> None:
+    site.configure(deadline="auto")
+    code, found, said = checked(site)
+    assert (code, found) == (0, ["peer-service"])
+    assert said.startswith("forestage OK - 1 finding: peer-service\n")
 
 
 def test_setup_that_would_drain_the_node_is_found(site: Site) -> None:
