@@ -270,13 +270,12 @@ class Shared(Run):
             try:
                 return self.take(ask.number, buffer, sink)
             except _InVain:
+                self._forget_pieces(ask)
                 with self.turn:
                     self.schedule.drop(ask)
                 return None
             except Unreadable as error:
-                with self.chunk_locks[ask.number]:
-                    if not self.schedule.obsolete(ask):
-                        self.forget(ask.number)  # before another ask may write there
+                self._forget_pieces(ask)
                 with self.turn:
                     self.unreadable = error
                     self.schedule.failed(ask, "source", time.monotonic())
@@ -300,6 +299,15 @@ class Shared(Run):
         reach = "cluster" if ask.peer in self.peers.givers else "job"
         chunk = ChunkRequest(ask.number, start, size, *patience, f"{reach} {self.peers.me}")
         return self.peers.fetch(ask.peer, chunk, Receiver(buffer, sink, peer_has, stop, peer_says))
+
+    def _forget_pieces(self, ask: Ask) -> None:
+        """Tell the readers that what was read of a chunk may change.
+
+        Before the ask ends: then a peer's bytes may go over it, which are not proven yet.
+        """
+        with self.chunk_locks[ask.number]:
+            if not self.schedule.obsolete(ask):
+                self.forget(ask.number)
 
     def _prove(self, ask: Ask, buffer: memoryview, aside: memoryview | None) -> None:
         """Compares what a peer gave with the source, where that is due. Raises _Lie, Truncated."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -25,6 +25,7 @@ from forestage.peers.schedule import Ask, Policy, Schedule, Why
 from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import chunks, reading, with_peers
 from forestage.stage.chunks import Tuning
+from node import HANGS
 
 Patch = pytest.MonkeyPatch
 
@@ -393,6 +394,44 @@ def test_readers_forget_a_chunk_before_others_may_write_it(pair: Pair, patient: 
     copy_for(readers, pair, fake)
     pair.check()
     assert set(readers.forgotten) >= set(pair.read)  # and what a second ask brings, if any
+
+
+def test_readers_forget_what_was_read_of_a_chunk_before_a_peer_may_write_it(
+    pair: Pair, patient: None, monkeypatch: Patch
+) -> None:
+    real_policy, real_peer_has = with_peers.policy, Schedule.peer_has
+    heard = threading.Event()
+
+    def policy(threads: int, nodes: int) -> Policy:
+        return msgspec.structs.replace(real_policy(threads, nodes), careful=1)
+
+    def peer_has(one: Schedule, *about: Any) -> None:
+        real_peer_has(one, *about)
+        heard.set()
+
+    def hold(number: int) -> None:
+        if pair.read.count(number) == 2:
+            heard.wait(HANGS)
+
+    monkeypatch.setattr(with_peers, "policy", policy)
+    monkeypatch.setattr(with_peers, "PIECE", CHUNK // 4)
+    monkeypatch.setattr(Schedule, "peer_has", peer_has)
+    pair.reading = hold
+    readers, fake = Noting(pair.part), Fake(pair.data, everything())
+    unforgotten: list[int] = []
+    given: list[int] = []
+
+    def before(peer: str, number: int) -> None:
+        if number in readers.early:
+            given.append(number)
+            if number not in readers.forgotten:
+                unforgotten.append(number)
+
+    fake.before = before
+    copy_for(readers, pair, fake)
+    pair.check()
+    assert given
+    assert not unforgotten
 
 
 def test_bytes_from_peers_are_noted_meanwhile(pair: Pair, patient: None) -> None:
