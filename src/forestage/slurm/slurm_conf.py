@@ -188,10 +188,8 @@ def node_names(path: str, text: Text) -> Iterator[str]:
 
 def count_nodes(path: str) -> int:
     """Return how many nodes are always there, 0 if that cannot be read."""
-    from forestage.slurm.nodelist import expand  # hooks have no use for it
-
     try:
-        return sum(len(expand(names)) for names in node_names(path, text_of))
+        return sum(len(_expand(names)) for names in node_names(path, text_of))
     except (OSError, ValueError):
         return 0
 
@@ -201,18 +199,22 @@ def node_address(path: str, text: Text, node: str) -> str:
 
     Without one slurmd is found by NodeHostname, and that is the node's name if it is not set.
     """
-    from forestage.slurm.nodelist import expand  # hooks have no use for it
-
     for line in _all_lines(path, text):
         words = dict(one.partition("=")[::2] for one in line.text.split())
         said = {name.lower(): value for name, value in words.items()}
-        names = expand(said.get("nodename", ""))
+        names = _expand(said.get("nodename", ""))
         if node in names and said.get("state", "").lower() not in ("cloud", "future"):
             listed = said.get("nodeaddr") or said.get("nodehostname") or said["nodename"]
-            found = expand(listed) or (listed,)  # no list: an IPv6 address
+            found = _expand(listed) or (listed,)  # no list: an IPv6 address
             # One for all, where several slurmds run on a host.
             return found[names.index(node)] if len(found) == len(names) else found[0]
     return ""
+
+
+def _expand(names: str) -> tuple[str, ...]:
+    from forestage.slurm.nodelist import expand  # hooks have no use for it
+
+    return expand(names)
 
 
 def _beside(top: str, file: str, name: str, text: Text) -> tuple[str, str]:
