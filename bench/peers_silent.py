@@ -322,35 +322,43 @@ def _burning(count: int) -> Iterator[None]:
             os.waitpid(pid, 0)
 
 
-def alone(site: Site, names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Each case in turn, as a ratio to `off` of the same round."""
+def alone(site: Site, names: Sequence[str], rounds: int) -> str:
+    """Print each case as a ratio to `off` of the same rounds, and return the worst one's."""
     took: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
             with CASES[name](site) as nodes:
                 result = site.copies(nodes, shared=False, spread=0.0, peers=name != "off")
                 took[name].append(max(result.seconds))
-    yield f"| nodes {len(site.names)} | median s | range | : off | + s |"
-    yield "|:--" + "|--:" * 4 + "|"
+    print(f"| nodes {len(site.names)} | median s | range | : off | + s |")
+    print("|:--" + "|--:" * 4 + "|")
     base = statistics.median(took["off"])
     for name, seconds in took.items():
         middle = statistics.median(seconds)
-        yield (
+        print(
             f"| {name} | {middle:.2f} | {min(seconds):.2f}-{max(seconds):.2f}"
-            f" | {middle / base:.2f} | {middle - base:+.2f} |"
+            f" | {middle / base:.2f} | {middle - base:+.2f} |",
+            flush=True,
         )
+    worst = max(statistics.median(took[name]) for name in names if name != "healthy")
+    return f"worst{len(site.names)}={worst / base:.2f}"
 
 
-def together(site: Site, options: argparse.Namespace) -> Iterator[str]:
+def together(site: Site, options: argparse.Namespace) -> str:
+    """Print what each round took and read, and return the most that was read with peers."""
+    most = 0.0
     for number in range(options.rounds):
         for peers in (False, True):
             with healthy(site) as nodes, _burning(options.burn):
                 result = site.copies(nodes, shared=True, spread=options.spread, peers=peers)
             said = " ".join(f"{one:.2f}" for one in result.seconds)
-            yield (
+            print(
                 f"{number} nodes={len(nodes)} peers={peers} read={result.read:.3f}"
-                f" slowest={max(result.seconds):.2f} each={said}"
+                f" slowest={max(result.seconds):.2f} each={said}",
+                flush=True,
             )
+            most = max(most, result.read if peers else 0.0)
+    return f"read{len(site.names)}={most:.3f}"
 
 
 def main() -> None:
@@ -367,16 +375,15 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0.0)
     parser.add_argument("--burn", type=int, default=0)
     options, load = parser.begin(), busy.Load()
+    figures = []
     for count in map(int, options.nodes.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             site = Site(Path(folder), count, options)
             names = options.cases.split(",")
-            lines = (
+            figures.append(
                 together(site, options) if options.together else alone(site, names, options.rounds)
             )
-            for line in lines:
-                print(line, flush=True)
-    print(load.last("done"))
+    print(load.last(" ".join(figures)))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,10 @@ SMALL = {
         ),
     ),
     "peers-model": (["4"], rf"cpu=\d+s worst_read={RATIO}"),
+    "peers-silent": (
+        ["--nodes", "2", "--rounds", "1", "--mib", "4", "--rate", "16", "--chunk-mib", "1"],
+        f"worst2={RATIO}",
+    ),
     "prefetch": (
         [
             *("--seeds", "1", "--jobs", "8", "--runs", "3-4", "--mib", "2-4"),
