@@ -25,7 +25,7 @@ from forestage.cache import digest, readers
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Part
 from forestage.config import Config
 from forestage.errors import PeerError
-from forestage.peers import activation, auth, stats
+from forestage.peers import activation, auth, proven, stats
 from forestage.peers import first_node as peers_first
 from forestage.peers.auth import KeyFile
 from forestage.peers.first_node import First
@@ -767,3 +767,35 @@ def test_service_without_a_credential_is_a_failure_only_where_it_was_asked_for(
     assert (ended, said.count("\n")) == (code, 1)
     assert "no slurm.key is beside slurm.conf" in said
     assert not own.places.peer_sign.exists(), "its hooks ask nobody"
+
+
+# --- who has proven what
+
+
+def test_copy_notes_that_another_node_could_read_its_credential(node: Node, key: str) -> None:
+    node.places.proven.unlink(missing_ok=True)
+    Client(node, key).fetch(0)
+    noted = proven.read(node.places)
+    assert noted is not None
+    assert noted.node == "n1"
+
+
+def test_service_notes_who_has_proven_itself_from_another_address(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This node's own copies ask it from its own address, and prove nothing."""
+    node.places.proven.unlink(missing_ok=True)
+    name = "ab" * 16
+    First(node.config, node.places, "n1", 1, name).ask()
+    assert proven.read(node.places) is None
+    real = socket.socket.connect
+
+    def connect(self: socket.socket, address: tuple[str, int]) -> None:
+        self.bind(("127.0.0.2", 0))
+        real(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    First(node.config, node.places, "n1", 1, name).ask()
+    noted = proven.read(node.places)
+    assert noted is not None
+    assert noted.node == "127.0.0.2"

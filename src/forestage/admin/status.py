@@ -23,7 +23,7 @@ from forestage.cache.part import ABANDONED_AFTER
 from forestage.config import switch
 from forestage.errors import Declined
 from forestage.events import field
-from forestage.peers import stats
+from forestage.peers import proven, stats
 from forestage.peers.stats import Uploaded
 from forestage.registry import step_files
 from forestage.registry.step_files import UnderWay
@@ -80,7 +80,8 @@ class Status(msgspec.Struct, frozen=True):
     """The node as it was at `time`, in seconds since the epoch. `unusable`: why no cache is used.
 
     Then, and where the cache does not exist yet, `disk` and `room` are None. `served` is what the
-    peer service of this node sent to others, if one runs or has run since boot. `off` says what
+    peer service of this node sent to others, if one runs or has run since boot, and `proven` the node
+    that has shown last that it has the same key, "" for none. `off` says what
     has switched staging off for all jobs, and how to switch it on. `through` are the keys of images
     that jobs read through a server. `job_dirs` is what directories of running jobs take of the
     disk. `doubt` is there while the disk is not trusted. `data` are the bytes of directories,
@@ -103,6 +104,7 @@ class Status(msgspec.Struct, frozen=True):
     entries: Counts = Counts()
     copies: tuple[Copy, ...] = ()
     served: Uploaded | None = None
+    proven: str = ""
     off: str = ""
     through: tuple[str, ...] = ()
     job_dirs: Taken = Taken()
@@ -149,6 +151,7 @@ def gather(node: Node, conf: str = "") -> Status:
         leases=tuple(inventory.holder(lease, paths, bound) for lease in holdings.leases),
         problems=holdings.problems,
         served=stats.read(node.places.peer),
+        proven=proof.node if (proof := proven.read(node.places)) else "",
         off=_off(node),
         doubt=Doubt(disk.since, disk.why) if disk.since else None,
         calls=calls,
@@ -286,7 +289,8 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         facts.append(("read through", count(len(status.through), "image")))
     if status.served:
         sent = f"{format_size(status.served.bytes)} in {count(status.served.chunks, 'chunk')}"
-        facts.append(("served", f"{sent} to other nodes"))
+        proof = f"proven with {status.proven}" if status.proven else "none has answered yet"
+        facts.append(("served", f"{sent} to other nodes ({proof})"))
     return facts
 
 

@@ -91,6 +91,13 @@ def test_room_is_first_and_only_what_has_an_object_is_a_part(tmp_path: Path) -> 
     assert names(places, warm) == names(places, Config())
 
 
+def test_list_of_nodes_is_a_part_of_its_own_once_it_is_due(tmp_path: Path) -> None:
+    parts = tend.list_parts(Places(tmp_path), Config(), False, False, lacks_nodes=True)
+    (found,) = [one for one in parts if one.name == "nodes"]
+    assert found.command == ("sweep", "--quiet", "--only", "nodes")
+    assert (found.limit, found.every) == (0.0, tend.TENTH), "Slurm may not answer for long"
+
+
 def test_prefetch_host_without_hooks_reads_the_queue_alone(tmp_path: Path) -> None:
     assert names(Places(tmp_path), AHEAD, apart=True) == ["prefetch"]
 
