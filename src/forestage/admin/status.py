@@ -80,10 +80,10 @@ class Status(msgspec.Struct, frozen=True):
     """The node as it was at `time`, in seconds since the epoch. `unusable`: why no cache is used.
 
     Then, and where the cache does not exist yet, `disk` and `room` are None. `served` is what the
-    peer service of this node sent to others, if one runs or has run since boot, and `proven` the node
-    that has shown last that it has the same key, "" for none. `off` says what
-    has switched staging off for all jobs, and how to switch it on. `through` are the keys of images
-    that jobs read through a server. `job_dirs` is what directories of running jobs take of the
+    peer service of this node sent to others, if one runs or has run since boot. `proven` is who has
+    shown last that they have the same key, "" for nobody. `off` says what has switched
+    staging off for all jobs, and how to switch it on. `through` are the keys of images that jobs
+    read through a server. `job_dirs` is what directories of running jobs take of the
     disk. `doubt` is there while the disk is not trusted. `data` are the bytes of directories,
     copies under way included, of `room.data` at most. `reclaimable` are the bytes of entries that
     may be evicted now. `calls` says who was called since boot, `starts` how jobs began lately.

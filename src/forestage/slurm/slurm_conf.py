@@ -199,11 +199,15 @@ def node_address(path: str, text: Text, node: str) -> str:
 
     Without one slurmd is found by NodeHostname, and that is the node's name if it is not set.
     """
+    default = ""
     for line in _all_lines(path, text):
         words = dict(one.partition("=")[::2] for one in line.text.split())
         said = {name.lower(): value for name, value in words.items()}
+        if said.get("nodename", "").lower() == "default":
+            default = said.get("state", default)
+            continue
         names = _expand(said.get("nodename", ""))
-        if node in names and said.get("state", "").lower() not in ("cloud", "future"):
+        if node in names and said.get("state", default).lower() not in ("cloud", "future"):
             listed = said.get("nodeaddr") or said.get("nodehostname") or said["nodename"]
             found = _expand(listed) or (listed,)  # no list: an IPv6 address
             # One for all, where several slurmds run on a host.

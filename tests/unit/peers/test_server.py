@@ -88,7 +88,8 @@ def test_default_without_a_line_of_slurm_conf_listens_where_slurm_says(
     opened: list[socket.socket], port: int, tmp_path: Path
 ) -> None:
     """A cloud's or a dynamic node; then Slurm need not be asked again."""
-    places = site(tmp_path, "NodeName=n[1-3] State=CLOUD\nPartitionName=all Nodes=ALL\n")
+    lines = "NodeName=DEFAULT State=CLOUD\nNodeName=n[1-3] NodeAddr=127.0.0.9\n"
+    places = site(tmp_path, lines + "PartitionName=all Nodes=ALL\n")
     told = Told("")
     told.answer = "127.0.0.14"
     opened += open_at(Peering(port=port), "n2", places, told)
