@@ -14,7 +14,7 @@ class Places(msgspec.Struct, frozen=True):
 
     def with_slurm_conf(self, named: str) -> "Places":
         """Return the same places with this $SLURM_CONF; "" for none. Pure."""
-        return Places(self.root, self.munge, named)
+        return msgspec.structs.replace(self, slurm_conf=named)
 
     @property
     def etc(self) -> Path:

@@ -147,9 +147,8 @@ def sweep(
     """
     start = node.clock.monotonic()
     run = _Sweep(node, dry_run, slurm.node)
-    if only is None or only == "nodes":
-        run.tried(lambda node: None if dry_run else node_list.renew(node, slurm), node)
     if only == "nodes":
+        run.tried(lambda node: None if dry_run else node_list.renew(node, slurm), node)
         return SweepReport(dry_run, problems=tuple(run.problems))
     disk.must_take(node.places, node.cache)
     caches = earlier.find_earlier(node)  # leases name some
@@ -169,6 +168,8 @@ def sweep(
         run.tried(note_run, node)
         run.tried(keep_unlisted, node.places)
         run.tried(forget_users, node)
+        if only is None:  # last, as Slurm may take long; the leftovers' run leaves it to its own
+            run.tried(lambda node: node_list.renew(node, slurm), node)
         run.tried(lambda report: _record(node, report, start), done)
     return msgspec.structs.replace(done, problems=tuple(run.problems))
 

@@ -9,8 +9,8 @@ ALONE = """
 import sys
 from forestage import peers
 from forestage.config import Config, Peering
-for enabled, nodes in ((True, "n1"), (True, ""), (False, "n[1-9]")):
-    assert peers.of_job(Config(peers=Peering(enabled=enabled)), "n1", nodes, "k") is None
+for nodes in ("n1", ""):
+    assert peers.of_job(Config(peers=Peering(enabled=True)), "n1", nodes, "k") is None
 costly = {"ClusterShell", "http.client", "asyncio", "aiohttp", "hmac", "ssl", "socket"}
 print(sorted(costly & set(sys.modules)))
 """
