@@ -52,7 +52,7 @@ def note_silence(places: Places, node: str, now: float) -> None:
                 return
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
         with opened(places.unanswered / node, flags, 0o600) as fd:
-            os.write(fd, f"{now:.3f}\n".encode())
+            os.write(fd, f"{now!r}\n".encode())
 
 
 def note_answer(places: Places, node: str) -> None:
