@@ -272,6 +272,7 @@ def noticed(peer: Peer, key: str) -> frozenset[str]:
     return notices.read(peer.places, key)
 
 
+@pytest.mark.usefixtures("read_late")
 def test_notice_of_wrong_bytes_follows_the_chunks(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
