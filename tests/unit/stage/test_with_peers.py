@@ -400,7 +400,7 @@ def test_readers_forget_what_was_read_of_a_chunk_before_a_peer_may_write_it(
     pair: Pair, patient: None, monkeypatch: Patch
 ) -> None:
     real_policy, real_peer_has = with_peers.policy, Schedule.peer_has
-    heard = threading.Event()
+    begun, heard = threading.Event(), threading.Event()
 
     def policy(threads: int, nodes: int) -> Policy:
         return msgspec.structs.replace(real_policy(threads, nodes), careful=1)
@@ -411,13 +411,18 @@ def test_readers_forget_what_was_read_of_a_chunk_before_a_peer_may_write_it(
 
     def hold(number: int) -> None:
         if pair.read.count(number) == 2:
+            begun.set()
             heard.wait(HANGS)
+
+    def greet(peer: str, stop: Callable[[], bool]) -> None:
+        begun.wait(HANGS)
 
     monkeypatch.setattr(with_peers, "policy", policy)
     monkeypatch.setattr(with_peers, "PIECE", CHUNK // 4)
     monkeypatch.setattr(Schedule, "peer_has", peer_has)
     pair.reading = hold
     readers, fake = Noting(pair.part), Fake(pair.data, everything())
+    monkeypatch.setattr(fake, "greet", greet)
     unforgotten: list[int] = []
     given: list[int] = []
 
