@@ -29,11 +29,18 @@ class Private:
     def reads(self, path: Path) -> bytes:
         return Path(f"/proc/{self.program.pid}/root{path}").read_bytes()
 
+    def found(self, node: Node) -> list[namespaces.Foreign]:
+        """The redirects that it sees.
+
+        By the namespace: a child of a hook's that went there may not have ended yet, and then it is
+        named in the program's place.
+        """
+        mine = Path(f"/proc/{self.program.pid}/ns/mnt").stat().st_ino
+        return [one for one in namespaces.find(node.cache).found if one.namespace == mine]
+
     def binds(self, node: Node) -> int:
         """How many redirects it sees."""
-        return len(
-            [one for one in namespaces.find(node.cache).found if one.pid == self.program.pid]
-        )
+        return len(self.found(node))
 
     def end(self) -> None:
         self.program.kill()

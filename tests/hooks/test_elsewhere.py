@@ -151,7 +151,7 @@ def test_what_users_arrange_in_their_namespace_leads_root_nowhere_else(
     assert node.epilog(1).said == ("released", "")
     assert set(node.binds()) == {str(other)}
     key = node.identity(other).key
-    left = [one for one in namespaces.find(node.cache).found if one.pid == container.program.pid]
+    left = container.found(node)
     assert [one.bind.path for one in left if one.bind.key == key] == [str(other)]
     hidden = "parent" in first
     assert len(left) == 1 + hidden

@@ -127,8 +127,11 @@ def _namespaces(proc: Path, first: int | None, end: float) -> tuple[list[tuple[i
             with contextlib.suppress(OSError):  # it has just ended
                 name = os.readlink(f"{directory.path}/ns/mnt")  # mnt:[4026531841]
                 other = first is not None and directory.stat().st_uid != first
-                if name != ours and (name not in known or not other):
-                    known[name] = other, int(directory.name)
+                if name != ours:
+                    # The lowest pid: a child of another hook that works in there for a moment
+                    # would be gone once somebody asks it for the namespace.
+                    one = other, int(directory.name)
+                    known[name] = min(one, known.get(name, one))
         in_time = time.monotonic() < end
         if not in_time:
             break
