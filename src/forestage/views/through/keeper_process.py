@@ -104,7 +104,9 @@ class Keeper:
         end = time.monotonic() + keeper.START
         while not os.waitpid(pid, os.WNOHANG)[0]:
             self._reap()
-            if time.monotonic() > end or self.generations[-1][1].ended:
+            # A server that ends once the file is known is replaced: the probe is about to end.
+            has_failed = self.generations[-1][1].ended and not self.common.settled
+            if has_failed or time.monotonic() > end:
                 self._give_up(hook, pid)
             time.sleep(0.002)
         if not self.common.settled:
