@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from forestage.bind import namespaces, redirect, unmount
 from forestage.peers import auth, connection, protocol
 from forestage.sources import opening, source
+from forestage.stage import with_peers
 from forestage.system import lock, mounts, probe
-from node import Node
+from node import HANGS, Node
 from private import Private
 
 DEV = Path("/dev")
@@ -111,6 +113,25 @@ def unread(dev_log: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
                 filler.sendto(b"x", str(DEV / "log"))
+
+
+def _set_policy(monkeypatch: pytest.MonkeyPatch, **how: float) -> None:
+    policy = with_peers.policy
+    monkeypatch.setattr(
+        with_peers, "policy", lambda *of: msgspec.structs.replace(policy(*of), **how)
+    )
+
+
+@pytest.fixture
+def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source on a tmpfs is faster than any first connection: a copy first hears its peers."""
+    _set_policy(monkeypatch, careful=0, probe=HANGS, answer=HANGS)
+
+
+@pytest.fixture
+def left_to_peers(monkeypatch: pytest.MonkeyPatch, read_late: None) -> None:
+    """Nor reads a copy in others' stead, however long a chunk takes on a busy machine."""
+    _set_policy(monkeypatch, grace=HANGS)
 
 
 @pytest.fixture

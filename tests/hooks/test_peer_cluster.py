@@ -28,21 +28,12 @@ from forestage.peers.peer_table import sum_of
 from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.peers.ring import Ring
 from forestage.slurm.queue import Slurm
-from forestage.stage import with_peers
 from node import ALICE, HANGS, Node, until
 from peering import CHUNK, PIECES, data, find_at, free_port, give, run
 from peering import Node as Peer
 
 NAMES = ("n1", "n2", "n3", "n4")
 ALL = (1 << PIECES) - 1
-
-
-@pytest.fixture
-def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source on a tmpfs is faster than any first connection."""
-    policy = with_peers.policy
-    careful = functools.partial(msgspec.structs.replace, careful=0, probe=HANGS)
-    monkeypatch.setattr(with_peers, "policy", lambda *of: careful(policy(*of)))
 
 
 @pytest.fixture
@@ -89,7 +80,7 @@ def note(peer: Peer | Node, key: str, **known: object) -> None:
     file.write_bytes(msgspec.json.encode(known))
 
 
-@pytest.mark.usefixtures("read_late")
+@pytest.mark.usefixtures("left_to_peers")
 def test_job_takes_the_image_from_a_node_of_another_job(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
@@ -221,18 +212,20 @@ def test_node_that_is_switched_off_is_no_giver_for_other_jobs(
     assert find(prover).givers == ()
 
 
+@pytest.mark.usefixtures("read_late")
 def test_wrong_bytes_of_another_jobs_node_cost_a_read_of_the_source(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
     give(peers["n2"], node, path, bytes(255 - byte for byte in data()))
     found = copied(node, path)
     assert found.from_peers == 0
+    until(lambda: (given := stats.read(peers["n2"].places.peer)) and given.chunks, "a wrong chunk")
     known = origins.read(node.cache.entry_dir(node.identity(path).key))
     assert known is not None
     assert known.outside == "0"
 
 
-@pytest.mark.usefixtures("read_late")
+@pytest.mark.usefixtures("left_to_peers")
 @pytest.mark.parametrize(("compared", "given"), [(False, PIECES // 2), (True, PIECES)])
 def test_what_came_from_another_job_goes_to_no_third_before_it_was_compared(
     node: Node, peers: dict[str, Peer], path: Path, compared: bool, given: int
@@ -244,7 +237,7 @@ def test_what_came_from_another_job_goes_to_no_third_before_it_was_compared(
     assert copied(node, path).from_peers == given * CHUNK
 
 
-@pytest.mark.usefixtures("read_late")
+@pytest.mark.usefixtures("left_to_peers")
 def test_nodes_of_the_job_itself_are_given_all(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:

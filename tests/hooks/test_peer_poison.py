@@ -34,6 +34,7 @@ def peer(node: Node, tmp_path: Path) -> Iterator[Peer]:
         yield made
 
 
+@pytest.mark.usefixtures("read_late")
 def test_job_reads_the_sources_bytes_whatever_a_peer_has(
     node: Node, peer: Peer, path: Path
 ) -> None:
@@ -59,6 +60,7 @@ def test_step_asks_no_host_that_only_its_user_names(node: Node, peer: Peer, path
     assert run(node, of_step(node, path)).from_peers == 0
 
 
+@pytest.mark.usefixtures("read_late")
 def test_step_asks_the_nodes_that_slurm_named_to_the_prolog(
     node: Node, peer: Peer, path: Path
 ) -> None:

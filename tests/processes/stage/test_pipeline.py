@@ -535,7 +535,8 @@ def other(monkeypatch: Patch) -> OtherNode:
     node = OtherNode(CONTENT)
     monkeypatch.setattr("forestage.peers.of_job", lambda *_, **__: node)
     # Nothing is read beside the first connection, so that all comes from the other node.
-    monkeypatch.setattr(with_peers, "policy", lambda *_: Policy(careful=0, probe=600.0))
+    policy = Policy(careful=0, probe=600.0, grace=600.0)
+    monkeypatch.setattr(with_peers, "policy", lambda *_: policy)
     return node
 
 

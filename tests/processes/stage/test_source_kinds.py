@@ -98,7 +98,8 @@ def test_made_up_source_comes_from_the_other_nodes_of_the_job(
 ) -> None:
     monkeypatch.setattr("forestage.peers.of_job", lambda *_, **__: OtherNode(WHOLE))
     # Nothing is read beside the first connection.
-    monkeypatch.setattr(with_peers, "policy", lambda *_: Policy(careful=0, probe=600.0))
+    policy = Policy(careful=0, probe=600.0, grace=600.0)
+    monkeypatch.setattr(with_peers, "policy", lambda *_: policy)
     here = task.node.configured(peers=Peering(enabled=True))
     figures = pipeline.Figures()
     pipeline.run(msgspec.structs.replace(task, node=here), threading.Event(), figures)
