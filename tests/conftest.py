@@ -33,6 +33,9 @@ LONGEST = 3 * 3600  # seconds for a test that is known to take its time
 
 # Also beneath nohup(1): what it ignores our commands leave ignored, and tests see to both.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# A script's shell has what it starts in the background ignore ^C, with all that this starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.umask(0o022)  # whatever whoever runs the tests has; what it must not matter to sets its own
 

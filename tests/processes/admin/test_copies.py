@@ -237,11 +237,11 @@ def test_watch_at_terminal_ends_by_interrupt_with_0(site: Site, tmp_path: Path) 
         while not re.search(rb"for\s+job\s+41", shown):
             shown += read(controller)
         process.send_signal(signal.SIGINT)
-        while True:
-            try:
-                shown += read(controller)
-            except OSError:  # EIO: the other end is closed
-                break
+        # Not looked at: rich draws once more at the end, and does so in the same line where the
+        # signal comes while it notes that it has drawn.
+        with contextlib.suppress(OSError):  # EIO: the other end is closed
+            while True:
+                read(controller)
         assert process.wait(600) == 0
     os.close(controller)
     printed = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\n", shown.decode())  # the cursor moves
