@@ -32,7 +32,6 @@ from forestage.config import load_settings
 from forestage.paths import Places
 
 FEW = 10  # of what grows
-RUNS = 5  # of which the median counts
 BOUND = 1.3
 DISK, HELD = 2048, 1200  # MiB of the cache's tmpfs, and of others' files where they hold it
 IMAGE_BYTES = 65_536
@@ -159,43 +158,43 @@ def end(node: Lab, measure: Callable[[str, Path | None], float]) -> float:
     return measure("epilog", image)
 
 
-def measured(node: Lab, curve: Curve) -> tuple[int, float]:
+def measured(node: Lab, curve: Curve, runs: int) -> tuple[int, float]:
     """System calls, and the median of CPU milliseconds; what is first is not counted."""
     curve(node, node.run)
     calls = round(curve(node, node.count))
-    return calls, statistics.median(curve(node, node.run) for _ in range(RUNS))
+    return calls, statistics.median(curve(node, node.run) for _ in range(runs))
 
 
-def of_entries(count: int, curve: Curve) -> tuple[int, float]:
+def of_entries(count: int, curve: Curve, runs: int) -> tuple[int, float]:
     with lab() as node:
         scale_table.fill(node.node.cache, count)
-        return measured(node, curve)
+        return measured(node, curve, runs)
 
 
-def of_full_disk(count: int, curve: Curve) -> tuple[int, float]:
+def of_full_disk(count: int, curve: Curve, runs: int) -> tuple[int, float]:
     """Others hold more than the low watermark."""
     with lab() as node:
         scale_table.fill(node.node.cache, count)
         with (node.places.root / "mnt/nvme/others").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, HELD << 20)
-        return measured(node, curve)
+        return measured(node, curve, runs)
 
 
-def of_mounts(count: int, curve: Curve) -> tuple[int, float]:
+def of_mounts(count: int, curve: Curve, runs: int) -> tuple[int, float]:
     with lab() as node:
         for number in range(count):
             point = node.places.root / f"mounts/{number}"
             point.mkdir(parents=True)
             ctypes.CDLL(None).mount(b"none", os.fsencode(point), b"tmpfs", 0, b"size=4k")
-        return measured(node, curve)
+        return measured(node, curve, runs)
 
 
-def of_slurm_conf(count: int, curve: Curve) -> tuple[int, float]:
+def of_slurm_conf(count: int, curve: Curve, runs: int) -> tuple[int, float]:
     with lab(lines=count) as node:
-        return measured(node, curve)
+        return measured(node, curve, runs)
 
 
-CURVES: dict[str, tuple[str, Callable[[int, Curve], tuple[int, float]], Curve]] = {
+CURVES: dict[str, tuple[str, Callable[[int, Curve, int], tuple[int, float]], Curve]] = {
     "hit": ("entries", of_entries, hit),
     "cold": ("entries", of_entries, cold),
     "epilog": ("entries", of_entries, end),
@@ -210,13 +209,14 @@ CURVES: dict[str, tuple[str, Callable[[int, Curve], tuple[int, float]], Curve]] 
 def main() -> None:
     options = busy.Bench("growth", __doc__, "4 minutes")
     options.add_argument("most", nargs="?", type=int, default=10_000, help="of what grows")
+    options.add_argument("--runs", type=int, default=5, help="of which the median counts")
     given, load = options.begin(), busy.Load()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ratios = {}
     print(f"| hook, by | {FEW}: calls | ms | {given.most}: calls | ms | calls x | ms x |")
     print("|:--" + "|--:" * 6 + "|")
     for name, (by, size, curve) in CURVES.items():
-        few, most = size(FEW, curve), size(given.most, curve)
+        few, most = size(FEW, curve, given.runs), size(given.most, curve, given.runs)
         ratios[name] = most[0] / few[0]
         print(
             f"| {name.split('_')[0]}, {by} | {few[0]} | {few[1]:.0f} | {most[0]} | {most[1]:.0f}"
