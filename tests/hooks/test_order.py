@@ -425,9 +425,9 @@ IN_TROUBLE = [
     Trouble(
         "epilog",
         "broken without a lease",
-        ("configuration", "Epilog's events"),
-        ("steps' images forgotten", "lease dropped", "job's data released", "evicted"),
-        "nobody knows which cache the job used; the sweep does it",
+        ("configuration", "steps' images forgotten", "Epilog's events"),
+        ("lease dropped", "job's data released", "evicted"),
+        "nobody knows which cache the job used, and the sweep does it; steps' images are in /run",
     ),
     Trouble(
         "epilog",

@@ -293,6 +293,21 @@ def test_epilog_run_twice_does_no_harm(node: Node) -> None:
     assert set(node.binds()) == {str(path)}
 
 
+@pytest.mark.parametrize("text", ["", "{"], ids=["no lease", "damaged lease"])
+def test_epilog_that_knows_no_cache_forgets_what_steps_were_shown(node: Node, text: str) -> None:
+    """It lies in /run, whichever cache is meant."""
+    node.write_config("deadline: soon")
+    node.places.images.mkdir(parents=True)
+    own, others = (node.places.images / f"{job}.asked" for job in (1, 11))
+    own.touch()
+    others.touch()
+    if text:
+        node.leases.file(1).parent.mkdir(parents=True, exist_ok=True)
+        node.leases.file(1).write_text(text)
+    node.epilog(1)
+    assert (own.exists(), others.exists()) == (False, True)
+
+
 def test_damaged_lease_and_a_broken_configuration_exit_0(node: Node) -> None:
     node.prolog(7, node.put("alice/image.sqsh"))
     node.leases.file(7).write_bytes(b"{")

@@ -66,16 +66,18 @@ def epilog(
     limit = lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog
     patience = min(lock.SPACE_TIMEOUT, limit / 2)
     watched.ends_within(2 * patience)
+    lease, damage = None, None
     try:
         lease = leases.read(job.id)
     except Failed as failed:
-        if config is None:
-            return [_failed(failed)]
-        lease = None  # damaged; what it held is unknown, but the other leases tell what is needed
+        damage = failed  # what it held is unknown, but the other leases tell what is needed
     except OSError as error:
         return [_failed(error)]
     if lease and is_of_other(lease, job):
         return [Released("released", detail=LATER)]
+    _forget_images(places, job)
+    if damage and config is None:
+        return [_failed(damage)]
     try:
         cache = _cache_of(lease, config, places, clock, watched)
         if cache is None:
@@ -83,7 +85,6 @@ def epilog(
         watched.works_on(str(cache.root))
         data = lease is None or leases.has_data(job.id, job.user.uid) is not False
         over = _Over(job, lease, data, cache, leases, places, clock, patience)
-        _forget_images(over)
         hang = disk.hangs(places, cache, patience)
         if hang is not None:
             return [_without_disk(over, hang)]
@@ -135,18 +136,18 @@ def _end(over: _Over, config: Config | None) -> Released:
     return msgspec.structs.replace(done, evicted=evicted)
 
 
-def _forget_images(over: _Over) -> None:
-    """Removes what steps were shown of registries' images.
+def _forget_images(places: Places, job: Job) -> None:
+    """Removes what steps were shown of registries' images, whichever cache the job used.
 
     Before the lease goes: who takes one for a step later knows by that to give it back
     (hooks/registry.py).
     """
-    if not over.places.images.exists():
+    if not places.images.exists():
         return
     from forestage.registry import step_files
 
     with contextlib.suppress(OSError):  # what stays is for the sweep
-        step_files.forget_job(over.places, over.job.id)
+        step_files.forget_job(places, job.id)
 
 
 def _clear(over: _Over) -> None:
