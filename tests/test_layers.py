@@ -73,7 +73,7 @@ SEARCHERS = {
 where that is any user, and others would pay for what is found, it is matched whole.
 """
 
-IN_FUNCTIONS = 31
+IN_FUNCTIONS = 30
 """Imports inside functions, outside cli/ and hooks/: what a hook or a look need not pay for."""
 
 ONE_IMPORTER = {

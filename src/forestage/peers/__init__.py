@@ -39,12 +39,13 @@ def of_job(
     key: str,
     places: "Places | None" = None,
     ahead: bool = False,
+    chunks: int | None = None,
 ) -> "Peers | None":
     """The nodes that a copy may ask, on a node where peers are on; None if there is no other.
 
-    `nodelist` as Slurm writes it: n[1-4,7]. `ahead`: no job waits for it. Raises PeerError and
-    OSError where the key file cannot be used, the latter also where the list of nodes cannot be
-    read.
+    `nodelist` as Slurm writes it: n[1-4,7]. `ahead`: no job waits for it. Without `chunks`, those
+    of the copy, nodes share it however little each would save. Raises PeerError and OSError where
+    the key file cannot be used, the latter also where the list of nodes cannot be read.
     """
     # One name has neither: then nothing is loaded.
     others = "," in nodelist or "[" in nodelist or config.peers.reach == "cluster"
@@ -52,4 +53,4 @@ def of_job(
         return None
     from forestage.peers import client
 
-    return client.of_nodes(config, node_name, nodelist, key, places, ahead)
+    return client.of_nodes(config, node_name, nodelist, key, places, ahead, chunks)

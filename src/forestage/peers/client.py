@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from forestage.config import Config
 from forestage.paths import Places
 from forestage.peers import (
+    activation,
     addresses,
     auth,
     known_copies,
@@ -176,10 +177,18 @@ class Peers:
 
 
 def of_nodes(
-    config: Config, node_name: str, nodelist: str, key: str, places: Places | None, ahead: bool
+    config: Config,
+    node_name: str,
+    nodelist: str,
+    key: str,
+    places: Places | None,
+    ahead: bool,
+    chunks: int | None,
 ) -> Peers | None:
     """As peers.of_job, which loads this for more than one node."""
     nodes, places = expand(nodelist), places or Places()
+    if chunks is not None and not activation.is_worthwhile(config, len(nodes), chunks):
+        return None
     if node_name not in nodes:
         nodes = (*nodes, node_name)
     listed = node_list.read(places, time.time()) if config.peers.reach == "cluster" else ()

@@ -110,7 +110,7 @@ def claim(task: Task) -> Owner:
         pid=os.getpid(),
         boot=boot_id(),
         image=task.image,
-        chunk=config.chunk_of(task.image.size),
+        chunk=task.chunk,
         engine=config.engine,
         job=task.job.id,
         uid=task.job.user.uid,
@@ -229,9 +229,7 @@ def _readers(task: Task) -> Iterator[Readers | None]:
     directory = task.node.places.through / task.key
     made = None
     if config.engine == "chunks" and task.opened.is_read_through:
-        made = readers.make(
-            directory, task.image.size, config.chunk_of(task.image.size), task.part.image
-        )
+        made = readers.make(directory, task.image.size, task.chunk, task.part.image)
     try:
         yield made
     finally:
@@ -260,19 +258,14 @@ def _peers(task: Task) -> "Peers | None":
     node, job = task.node, task.job
     if not activation.is_on(node.config, node.places, node.clock.monotonic()):
         return None
-    count = chunk_count(task.image.size, node.config.chunk_of(task.image.size))
+    count = chunk_count(task.image.size, task.chunk)
     if count > MAX_SHARED:
         detail = f"{count} chunks, at most {MAX_SHARED}: a larger chunk_size makes fewer"
         log.say(f"stager job={job.id} peers=none detail={detail!r}", by_slurm=True)
         return None
-
-    from forestage.slurm.nodelist import expand  # few copies have peers
-
     try:
-        if not activation.is_worthwhile(node.config, len(expand(job.nodelist)), count):
-            return None
         about = node.config, job.node, job.nodelist, task.key, node.places
-        return peers.of_job(*about, ahead=bool(job.expected))
+        return peers.of_job(*about, ahead=bool(job.expected), chunks=count)
     except (PeerError, OSError) as error:
         log.say(f"stager job={job.id} peers=none detail={str(error)!r}", by_slurm=True)
         return None
@@ -366,7 +359,7 @@ def _entry(task: Task, figures: Figures, binds: tuple[str, ...]) -> Entry:
         access=task.image.access,
         created=task.node.clock.wall(),
         engine=config.engine,
-        chunk=config.chunk_of(task.image.size),
+        chunk=task.chunk,
         digest=digest.of_image(task.part.digests()),
         kind=task.image.kind,
         rate=figures.rate,

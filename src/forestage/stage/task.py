@@ -34,5 +34,10 @@ class Task(msgspec.Struct, frozen=True):
         return self.opened.image.key
 
     @property
+    def chunk(self) -> int:
+        """Return the bytes of one chunk of the image."""
+        return self.node.config.chunk_of(self.image.size)
+
+    @property
     def part(self) -> Part:
         return self.node.cache.part(self.key)

@@ -24,7 +24,7 @@ from forestage.cache.readers import Readers
 from forestage.clock import Clock
 from forestage.config import Peering
 from forestage.errors import Declined, Failed, Stopped
-from forestage.peers import activation
+from forestage.peers import activation, auth, client
 from forestage.peers.schedule import Policy
 from forestage.peers.stats import Counters
 from forestage.slurm.job import Job
@@ -530,13 +530,15 @@ def test_damaged_entry_of_the_key_is_replaced(
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
 
 
+# Nothing is read beside the first connection, nor in others' stead.
+FROM_PEERS = Policy(careful=0, probe=600.0, grace=600.0)
+
+
 @pytest.fixture
 def other(monkeypatch: Patch) -> OtherNode:
     node = OtherNode(CONTENT)
     monkeypatch.setattr("forestage.peers.of_job", lambda *_, **__: node)
-    # Nothing is read beside the first connection, so that all comes from the other node.
-    policy = Policy(careful=0, probe=600.0, grace=600.0)
-    monkeypatch.setattr(with_peers, "policy", lambda *_: policy)
+    monkeypatch.setattr(with_peers, "policy", lambda *_: FROM_PEERS)
     return node
 
 
@@ -585,10 +587,13 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
 
 @pytest.mark.parametrize(("nodes", "helped"), [("n[1-2]", False), ("n[1-64]", True)])
 def test_two_nodes_do_not_share_a_copy_by_default(
-    task: Task, other: OtherNode, monkeypatch: Patch, nodes: str, helped: bool
+    task: Task, monkeypatch: Patch, nodes: str, helped: bool
 ) -> None:
-    job = msgspec.structs.replace(task.job, nodelist=nodes)
+    job = msgspec.structs.replace(task.job, node="n1", nodelist=nodes)
     monkeypatch.setattr(activation, "is_served", lambda *_: True)
+    monkeypatch.setattr(auth, "prover", lambda *_: None)
+    monkeypatch.setattr(client, "Peers", lambda *_: OtherNode(CONTENT))
+    monkeypatch.setattr(with_peers, "policy", lambda *_: FROM_PEERS)
     found = run(msgspec.structs.replace(task, job=job))
     assert bool(found.from_peers) is helped
 
