@@ -26,11 +26,15 @@ at the neighbour that is nearest to its reader. In four cases a node takes over 
 another one should have read:
 
     unheard    its reader has not answered its first connection in time, and the own share is asked
-               for. From the end of its share: it may be slow to answer, and read from the front
-    stand in   its reader, and all stand-ins before this node, are out or cannot read
+               for
+    stand in   its reader, and all stand-ins before this node, are out or cannot read; and the own
+               share is asked for, or a job waits for the chunk
     overdue    nothing is left to ask, and the chunk takes its reader three times as long as usual
     in need    nothing at all has come for long, or no peer answers: each node reads other chunks,
                one at first, twice as many after each that came
+
+The first two begin at the end of the reader's share: one that begins late, or is slow to answer,
+reads from the front.
 
 No read waits for a connection. Until peers could answer, some chunks of the own share are read,
 which a late node drops as soon as it hears that others have them.
@@ -42,7 +46,7 @@ docs/decisions/0019-three-ways-to-take-over-a-chunk.md says why one rule is not 
 """
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 from typing import Literal
 
 import msgspec
@@ -126,9 +130,8 @@ class Schedule:
             self._due[self.ring.nearer(number, me)[0]] |= 1 << number
         self._peers = PeerTable(neighbours, givers, silent)
         self._leaders = leaders
-        with_us = [node for node in givers if node in self.ring.place]
-        # Nodes of no job of ours, which have begun to copy it a moment ago, or are about to.
-        self._beginners = frozenset([*leaders, *with_us])
+        # Nodes that have begun to copy it a moment ago, or are about to.
+        self._beginners = frozenset([*leaders, *self.ring.nodes])
         self._each = max(1, self.policy.busy // max(1, len(neighbours)))  # asks of one peer at once
         self._sure: set[Ask] = set()  # asks of peers that said that they have the chunk
         self._polls: set[Ask] = set()  # asks that only want to know what the peer has
@@ -370,46 +373,35 @@ class Schedule:
     def _of_unheard(self, now: float) -> int | None:
         """A chunk that no peer has, of one that has not answered yet; after the own share.
 
-        So nodes whose services are all slow for a moment read their shares, and nothing twice.
+        Though a job waits for it: services may all be slow for a moment, and each node would read
+        it.
         """
         unheard = self._peers.unheard(now, self.policy.answer)
         if not unheard or self._unasked & self._share:
             return None
         out = unheard | self._peers.not_reading(now, or_lagging=False)
-        left = self._unasked & ~self._offered(now)
-        chunks = (self._last_of(peer, left, out) for peer in unheard & self.ring.place.keys())
-        return max((number for number in chunks if number is not None), default=None)
+        return self._of_others(unheard, out, now)
 
     def _stand_in(self, now: float) -> int | None:
         """A chunk that no peer has and whose reader, and all stand-ins before us, do not read.
 
         Once all else is asked for, a peer that lags counts as one that is out.
         """
-        offered = self._offered(now)
-        at_the_end = not self._unasked & offered
+        at_the_end = not self._unasked & self._offered(now)
         out = self._peers.not_reading(now, at_the_end)
-        left = self._unasked & ~offered
-        chunks = (self._first_of(peer, left, out) for peer in out & self.ring.place.keys())
-        # The lowest of all shares, so that each peer's share advances in turn.
-        return min((number for number in chunks if number is not None), default=None)
+        return self._of_others(out, out, now)
 
-    def _first_of(self, peer: str, left: int, out: Container[str]) -> int | None:
-        """The first chunk of a peer's share for which this node is the first that is not out."""
-        return next(self._stands_in_for(self._share_of(peer), left, out), None)
-
-    def _last_of(self, peer: str, left: int, out: Container[str]) -> int | None:
-        """The last such chunk."""
-        return next(self._stands_in_for(reversed(self._share_of(peer)), left, out), None)
-
-    def _share_of(self, peer: str) -> range:
-        return range(self.ring.place[peer], self._count, len(self.ring.nodes))
-
-    def _stands_in_for(self, share: Iterable[int], left: int, out: Container[str]) -> Iterator[int]:
-        """The chunks of a share that are left, and whose first node that is not out is this one."""
-        for number in share:
-            order = self.ring.order(number) if left >> number & 1 else ()
-            if next((node for node in order if node not in out), "") == self.me:
-                yield number
+    def _of_others(self, peers: Set[str], out: Container[str], now: float) -> int | None:
+        """A chunk of these peers' shares for which this node is the first that is not out."""
+        left = self._unasked & ~self._offered(now)
+        if left & self._share:
+            left &= self._urgent
+        for number in [*self._wanted, *reversed(range(self._count))] if peers and left else ():
+            if left >> number & 1 and self.ring.reader(number) in peers:
+                order = self.ring.order(number)
+                if next((node for node in order if node not in out), "") == self.me:
+                    return number
+        return None
 
     def _overdue(self, now: float) -> int | None:
         """A chunk that takes its reader long, if this node is the reader or its first stand-in."""

@@ -330,6 +330,47 @@ def test_share_of_dead_node_is_read_by_its_stand_ins() -> None:
         assert readers == [expected]
 
 
+def beside_a_late_node() -> tuple[Schedule, list[int]]:
+    """After the grace; and the late node's chunks for which this node is the first stand-in."""
+    one = schedule(96, place=1)
+    late = one.ring.nodes[0]
+    for tenth in range(12):
+        for ask in all_of(one.next_fetch, tenth / 10):
+            if ask.peer != late:
+                one.peer_has(ask.peer, 0, tenth / 10)
+            one.failed(ask, "absent", tenth / 10)
+    return one, [number for number in range(0, 96, 4) if one.ring.order(number)[1] == one.me]
+
+
+def test_share_of_a_late_node_is_read_after_the_own_and_from_its_end() -> None:
+    """It reads from the front, once it begins: else both would read the same chunks."""
+    one, of_late = beside_a_late_node()
+    read = []
+    while asks := all_of(one.next_read, 1.2):
+        assert len(asks) <= one.policy.at_once or read, "no more at once of the own share"
+        for ask in asks:
+            read.append(ask.number)
+            one.got(ask, 1.2)
+    assert read == [*range(1, 96, 4), *reversed(of_late)]
+
+
+def test_chunk_of_a_late_node_that_a_job_waits_for_is_read_at_once() -> None:
+    one, of_late = beside_a_late_node()
+    one.want([of_late[1], 3], [of_late[0]])
+    assert of_late[1] in {ask.number for ask in all_of(one.next_read, 1.2)}
+    assert not {3, *of_late[2:], of_late[0]} & {ask.number for ask in one.asks}
+
+
+def test_late_node_of_the_job_is_soon_heard_of() -> None:
+    one = schedule()
+    late, heard = others(one)[0], []
+    for tenth in range(100):
+        for ask in all_of(one.next_fetch, tenth / 10):
+            one.failed(ask, "absent", tenth / 10)
+            heard += [tenth / 10] if ask.peer == late else []
+    assert max(after - before for before, after in itertools.pairwise(heard)) < 1.0
+
+
 def test_offered_chunk_of_dead_node_is_not_read() -> None:
     one = schedule(48, place=1)
     dead, alive = one.ring.nodes[0], one.ring.nodes[2]
@@ -556,7 +597,8 @@ def test_shares_of_peers_with_failed_source_are_read_at_once() -> None:
         one.got(ask, 0.3)
     for peer in others(one):
         one.peer_has(peer, 0b1_0001_0001, 1.1, source_failed=True)
-    assert [ask.number for ask in all_of(one.next_read, 1.2)] == [1, 2, 3, 5, 6, 7, 9, 10, 11]
+    read = {ask.number for ask in all_of(one.next_read, 1.2)}
+    assert read == {1, 2, 3, 5, 6, 7, 9, 10, 11}
     assert not all_of(one.next_fetch, 1.2)
 
 
