@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pwd
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from forestage.sources.agreement import Found, Look, Round
 from forestage.sources.manifest import File, Manifest
 from forestage.system import as_user, loop, mounts
 from forestage.views import wanted
-from node import ALICE, BOB, Later, Node, until
+from node import ALICE, BOB, HANGS, Later, Node, until
 from peering import PATIENT, SERVE, find_at, free_port
 
 HOUR = 3600.0
@@ -257,6 +259,38 @@ def test_step_looks_itself_where_the_first_nodes_service_hangs(
     with socket.create_server(("127.0.0.1", cluster.ports["n1"])):  # which accepts no connection
         assert cluster.step("n2").outcomes[0].result == "hit"
     assert cluster.looked("n2") == ALL
+
+
+def test_look_beside_a_name_service_that_hangs_asks_it_for_nobody(
+    cluster: Cluster, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that is left there may hold a lock of it when the look is forked, for ever there."""
+    with cluster.serving():
+        for name in NODES:
+            cluster.start(name, path)
+            cluster.looked(name)
+    hangs, ends, asked = threading.Event(), threading.Event(), tmp_path / "asked"
+
+    def hang(*_: object, **__: object) -> list[object]:
+        hangs.set()
+        ends.wait(HANGS)
+        return []
+
+    def note(*about: object) -> object:
+        asked.write_text(repr(about))
+        raise KeyError
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    for module, function in ((os, "getgrouplist"), (pwd, "getpwuid"), (pwd, "getpwnam")):
+        monkeypatch.setattr(module, function, note)
+    monkeypatch.setattr(agreement, "GREETING", 0.2)
+    try:
+        of_slurm = {"FORESTAGE_GROUPS": str(ALICE.gid), "FORESTAGE_HOME": "/home/alice"}
+        assert cluster.step("n2", **of_slurm).outcomes[0].result == "hit"
+        assert hangs.is_set()
+    finally:
+        ends.set()
+    assert (cluster.looked("n2"), asked.exists()) == (ALL, False)
 
 
 def test_step_asks_no_first_node_that_was_silent_a_moment_ago(cluster: Cluster, path: Path) -> None:
