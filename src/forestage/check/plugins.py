@@ -90,13 +90,15 @@ def of_stack(files: Files, site: Site) -> Iterator[Finding]:
     if ours:
         yield from _named(files, site, ours)
         if pyxis and (late := stack.late):
+            # How a line that says `required` is to read, that finding says.
+            is_changed = late is ours.line and ours.line.required
+            line = f"line {late.first}" if is_changed else f"`{late.text}`"
             yield Finding(
                 "plugstack-order",
                 "warning",
                 f"{pyxis.line.path} comes before {ours.line.path}",
                 "A step's image may be read from the shared file system before it is redirected",
-                f"{late.file}: `{late.text}` before the line of {pyxis.line.path}"
-                f" ({pyxis.line.where})",
+                f"{late.file}: {line} before the line of {pyxis.line.path} ({pyxis.line.where})",
             )
     for one in stack.plugins:
         # A plugin's string table has the names that it defines, each between two NULs; nobody but

@@ -78,7 +78,7 @@ def _node(places: Places, config: Config, at: Address, clock: Clock) -> Iterator
         yield Finding(
             "prefetch-host",
             "warning",
-            f"prefetch.host {host} gives no list: {error}",
+            f"prefetch.host: {error}",
             "This node copies nothing before a job starts",
             f"forestage check on {host}; the peer service there listens at port {at.port}",
         )

@@ -40,9 +40,12 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     )
     yield "not there", f"{fmt.plural(total.cold, 'start')}: {cold}"
     if through.steps:
-        began = f"half began {fmt.duration(through.ahead)} before the copy was complete"
-        read = f"{format_size(through.straight)} of {format_size(through.read)} from the source"
-        yield "through", f"{fmt.plural(through.steps, 'step')}: {began}; read {read}"
+        read = f"read {format_size(through.straight)} of {format_size(through.read)}"
+        facts = [f"{read} from the source"]
+        if through.ahead is not None:  # of a copy that was completed
+            began = "half began" if through.steps > 1 else "began"
+            facts.insert(0, f"{began} {fmt.duration(through.ahead)} before the copy was complete")
+        yield "through", f"{fmt.plural(through.steps, 'step')}: {'; '.join(facts)}"
     if copied := sum(report.ahead.copied.values()):
         source = format_size(report.ahead.copied["source"])
         used, unused = (sum(one.values()) for one in (report.ahead.used, report.ahead.unused))
