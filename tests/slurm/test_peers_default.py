@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import pytest
 from cluster import Cluster
 from fleet import Fleet, networked
-from jobs import CLI
-from spec import VENV, Net
+from jobs import CACHE, CLI
+from spec import INSIDE_STATE, REPO, VENV, Net
+
+from forestage.events import Copied
+from forestage.peers.auth import PROTOCOL
 
 NODES = 6
 MIB = 96
@@ -22,10 +27,34 @@ LINKS = Net(node_mbit=200, store_mbit=400)
 ATTEMPTS = 3
 # On a busy machine; bench/first-start shows 1.0 to 1.1.
 ONCE = 1.5
+# A copy of `src` whose peers speak another protocol, in the cluster's state.
+OTHER_BUILD = "other-build"
+# As a node of another cluster has it; the credentials of Slurm come from another munged.
+OTHER_KEY = """\
+while pgrep -x munged >/dev/null; do sleep 0.1; done
+umask 077
+head -c 128 /dev/urandom >/run/other.key
+chown munge: /run/other.key
+exec setpriv --reuid=munge --regid=munge --init-groups munged --force --key-file=/run/other.key \
+    --pid-file=/run/munge/{node}.pid --log-file=/var/log/munge/{node}.log \
+    --seed-file=/var/lib/munge/{node}.seed
+"""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How often a job read the source, and the image that each node got of others, in images."""
+
+    source: float
+    from_peers: Mapping[str, float]
 
 
 class Installed(Fleet):
     """Its configuration is docs/install.md's: directories of sources, and nothing else."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._covered: dict[str, str] = {}  # by node, what another file system hides there
 
     def configure(self, **keys: object) -> None:
         # JSON is YAML.
@@ -39,6 +68,48 @@ class Installed(Fleet):
         self.end_services([node])
         self.serve([node])
 
+    def start_other_build(self, node: str) -> None:
+        """Replace the node's package by another build, as an upgrade does, and start its service.
+
+        What runs already is of the build before.
+        """
+        build = self.cluster.state / OTHER_BUILD
+        if not build.exists():
+            shutil.copytree(REPO / "src", build, ignore=shutil.ignore_patterns("__pycache__"))
+            auth = build / "forestage/peers/auth.py"
+            changed = auth.read_text().replace(f'"{PROTOCOL}"', '"forestage-0"')
+            assert changed != auth.read_text()
+            auth.write_text(changed)
+        self.end_services([node])
+        self._cover(node, str(REPO / "src"), "--bind", str(INSIDE_STATE / OTHER_BUILD))
+        self.serve([node])
+
+    def remove_package(self, node: str) -> None:
+        self.end_services([node])
+        self._cover(node, VENV, "-t", "tmpfs", "tmpfs")
+
+    def change_munge_key(self, node: str) -> None:
+        self.stop_munge(node)
+        self.root(["sh", "-c", OTHER_KEY.format(node=node)], node)
+
+    def mend(self) -> None:
+        for node, service in [*self._services.items()]:
+            # nsenter(1) stops itself with its child, and wakes the child when it is woken.
+            service.send_signal(signal.SIGCONT)
+            if service.poll() is not None:
+                del self._services[node]
+            elif node in self._covered:
+                self.end_services([node])
+        for node, path in self._covered.items():
+            self.root(["umount", "--lazy", path], node)
+        self._covered.clear()
+        super().mend()
+        self.serve([node for node in self.cluster.nodes if node not in self._services])
+
+    def _cover(self, node: str, path: str, *mount: str) -> None:
+        self.root(["mount", *mount, path], node)
+        self._covered[node] = path
+
     def failing(self, node: str) -> list[str]:
         """The findings for which a node's health check fails."""
         argv = [CLI, "check", "--json"]
@@ -46,8 +117,8 @@ class Installed(Fleet):
         found = json.loads(ran.stdout)["findings"]
         return [one["id"] for one in found if one["level"] != "note"]
 
-    def run_job(self, name: str, during: Callable[[str], None] = lambda path: None) -> float:
-        """Let a job on all nodes read a new file; returns how often the source was read.
+    def run_job(self, name: str, during: Callable[[str], None] = lambda path: None) -> Reading:
+        """Let a job on all nodes read a new file.
 
         `during` is called as soon as the job was submitted. All nodes must have the right bytes
         in the job, and none is drained by it.
@@ -63,22 +134,34 @@ class Installed(Fleet):
         assert lines == [f"{digest}  {path}"] * len(nodes)
         self.cluster.wait_idle()  # a drained node is not
         self.source(path).unlink()
-        return read / (MIB << 20)
+        got = {
+            node: event.outcome.from_peers / (MIB << 20)
+            for node, event in self.copies(path, nodes).items()
+            if isinstance(event.outcome, Copied)
+        }
+        return Reading(read / (MIB << 20), got)
 
     def run_until(
-        self, name: str, most: float, during: Callable[[str], None] = lambda path: None
-    ) -> float:
-        """The same, again while more than `most` was read, a few times."""
+        self,
+        name: str,
+        most: float,
+        *,
+        first: Callable[[], None] = lambda: None,
+        during: Callable[[str], None] = lambda path: None,
+    ) -> Reading:
+        """The same, after what happens `first`; again while more than `most` was read."""
         for number in range(ATTEMPTS):
-            self.reset_caches()
-            read = self.run_job(f"{name}-{number}", during)
-            if read <= most:
+            self.mend()
+            self.forget_earlier_jobs()
+            first()
+            reading = self.run_job(f"{name}-{number}", during)
+            if reading.source <= most:
                 break
-        return read
+        return reading
 
-    def reset_caches(self) -> None:
+    def forget_earlier_jobs(self) -> None:
         for node in self.cluster.nodes:
-            self.root(["rm", "-rf", "/mnt/nvme/forestage"], node)
+            self.root(["rm", "-rf", CACHE, "/run/forestage/unanswered"], node)
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +180,13 @@ def fleet(services: Installed) -> Iterator[Installed]:
     services.reset()
     yield services
     services.mend()
-    missing = [node for node in services.cluster.nodes if node not in services._services]
-    services.serve(missing)
     services.cluster.wait_idle()
     services.await_stagers()
     assert services.leftovers() == []
 
 
 def test_nodes_with_only_sources_set_read_the_source_once(fleet: Installed) -> None:
-    assert fleet.run_until("once", ONCE) <= ONCE
+    assert fleet.run_until("once", ONCE).source <= ONCE
 
 
 def test_half_equipped_cluster_has_right_bytes_and_no_finding_that_fails(fleet: Installed) -> None:
@@ -117,45 +198,51 @@ def test_half_equipped_cluster_has_right_bytes_and_no_finding_that_fails(fleet: 
     bare, *without = fleet.cluster.nodes[NODES // 2 :]
     others = [node for node in fleet.cluster.nodes if node != bare]
     before = {node: fleet.failing(node) for node in others}
-    fleet.end_services([bare, *without])
-    fleet.root(["mount", "-t", "tmpfs", "tmpfs", VENV], bare)
-    try:
-        most = NODES - 0.8
-        read = fleet.run_until("half", most)
-        assert {node: fleet.failing(node) for node in others} == before
-    finally:
-        fleet.root(["umount", VENV], bare)
-    assert read <= most
 
+    def remove() -> None:
+        fleet.remove_package(bare)
+        fleet.end_services(without)
 
-def interrupt(fleet: Installed, act: Callable[[str], None]) -> Callable[[str], None]:
-    """Have something happen to the second node's service once that node has a third."""
-    node = fleet.cluster.nodes[1]
-
-    def during(path: str) -> None:
-        fleet.await_progress(path, node, 0.3)
-        act(node)
-
-    return during
-
-
-def restart(fleet: Installed, node: str) -> None:
-    fleet.start_again(node)
+    most = NODES - 0.8
+    assert fleet.run_until("half", most, first=remove).source <= most
+    assert {node: fleet.failing(node) for node in others} == before
 
 
 def kill(fleet: Installed, node: str) -> None:
     fleet.signal(node, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("act", [restart, kill])
+def stop(fleet: Installed, node: str) -> None:
+    fleet.signal(node, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("act", [Installed.start_again, kill, stop, Installed.start_other_build])
 def test_service_in_the_middle_of_a_copy_job_goes_on_with_right_bytes(
     fleet: Installed, act: Callable[[Installed, str], None]
 ) -> None:
     """The others read at most what they had left to that node; it gets its own as before."""
     node = fleet.cluster.nodes[1]
+
+    def interrupt(path: str) -> None:
+        fleet.await_progress(path, node, 0.3)
+        act(fleet, node)
+
     most = NODES / 2
-    try:
-        read = fleet.run_until(act.__name__, most, interrupt(fleet, lambda node: act(fleet, node)))
-    finally:
-        fleet.start_again(node)
-    assert read <= most
+    assert fleet.run_until(act.__name__, most, during=interrupt).source <= most
+
+
+def test_service_that_hangs_before_a_job_costs_no_more_than_its_share(fleet: Installed) -> None:
+    node, most = fleet.cluster.nodes[1], NODES / 2
+    assert fleet.run_until("hangs", most, first=lambda: stop(fleet, node)).source <= most
+
+
+@pytest.mark.parametrize("become", [Installed.change_munge_key, Installed.start_other_build])
+def test_node_that_others_do_not_know_copies_alone_and_they_without_it(
+    fleet: Installed, become: Callable[[Installed, str], None]
+) -> None:
+    """Its munge has another key, or its package is another build than theirs."""
+    node = fleet.cluster.nodes[1]
+    most = 1 + 2 * ONCE  # its own, and less than the others would read without one another
+    reading = fleet.run_until(f"alone-{become.__name__}", most, first=lambda: become(fleet, node))
+    assert reading.source <= most
+    assert reading.from_peers[node] == 0
