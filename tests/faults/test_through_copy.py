@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from fault import Gate, Points, kill_stager, source_bytes
 
 from forestage.cache.lease import Lease, Use
+from forestage.cache.part import Owner, boot_id
 from forestage.cache.readers import NOW
 from forestage.errors import Declined
 from forestage.stage import stager
+from forestage.system import lock
 from forestage.system.holder import Channel
-from forestage.views.through import keeper_process
+from forestage.views.through import keeper_process, reads
 from forestage.views.through.reads import RUN
 from node import ALICE, Node, until
-from through import MIB, Copy, Shown, Through, read_fresh, reading, task
+from through import MIB, Copy, Shown, Through, opened, read_fresh, reading, shows, task
 
 
 def start(through: Through, **keys: object) -> Channel:
@@ -69,6 +73,49 @@ def test_reader_that_waited_in_vain_still_has_the_copy_bring_what_it_reads(
     assert read_fresh(path) == source_bytes()
     after = range(RUN // MIB + 2, len(source_bytes()) // MIB + 1)
     assert set(after) <= set(readers.wanted((NOW,)))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATIENCE", "LONGEST", "BEGIN"):
+        monkeypatch.setattr(reads, name, 200.0)
+
+
+def test_straight_reader_waits_for_a_copy_that_is_about_to_begin(
+    patient: None, node: Node, shown: Shown
+) -> None:
+    """Else each node of a job would read the source from the image's head on."""
+    path = node.put("alice/image.sqsh", source_bytes())
+    node.cache.prepare(require_mount=False)
+    key_lock = node.cache.key_lock(opened(path).image.key)
+    with ThreadPoolExecutor(1) as pool:
+        with lock.held_for_work(key_lock, 1.0):
+            through = shown(path)
+            read = pool.submit(read_fresh, path)
+            through.turns(3)
+            assert not read.done()
+            copy = Copy(through, source_bytes())
+            until(lambda: copy.readers.wanted((NOW,)), "the copy to be told")
+            expected = copy.bring_marked()
+        found = read.result()
+    assert found[:RUN] == source_bytes()[:RUN]
+    assert found[2 * RUN :] == expected[2 * RUN :]
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_straight_reader_waits_for_no_copy_where_none_is_about_to_begin(
+    patient: None, node: Node, shown: Shown, queued: bool
+) -> None:
+    path = node.put("alice/image.sqsh", source_bytes())
+    node.cache.prepare(require_mount=False)
+    image = opened(path).image
+    with contextlib.ExitStack() as held:
+        if queued:
+            held.enter_context(lock.held_for_work(node.cache.key_lock(image.key), 1.0))
+            owner = Owner(os.getpid(), boot_id(), image, MIB, "chunks", 7, 0.0)
+            node.cache.part(image.key).write_owner(owner)
+        shown(path)
+        assert shows(path, source_bytes())
 
 
 def test_stager_killed_and_begun_anew_shows_no_wrong_byte(

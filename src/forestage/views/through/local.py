@@ -46,7 +46,9 @@ class Local:
         self.cache = cache
         self.image = image
         self.directory = directory
+        self._lock = cache.key_lock(image.key)
         self.readers: Readers | None = None
+        self.is_copied = False  # a copy is under way, or about to begin
         self._file: _File | None = None
         self._past: _File | None = None
         self._seen = 0, 0  # the inodes of the marks and of the part's image that are open
@@ -85,6 +87,14 @@ class Local:
         except FileNotFoundError:  # no copy is under way, or it has ended this moment
             self._file = self.readers = None
             self._seen = 0, 0
+        self.is_copied = self.readers is not None or self._is_about_to_begin()
+
+    def _is_about_to_begin(self) -> bool:
+        """Whether a stager has the key, and stands in no queue. Raises OSError."""
+        if lock.is_free(self._lock):
+            return False
+        owner = self.cache.part(self.image.key).owner()
+        return owner is None or owner.placed
 
     def abandoned(self) -> bool:
         """Whether a part is left of which nobody made a copy at this call and at the last.
@@ -92,7 +102,7 @@ class Local:
         Its stager was killed, or met an error of source or disk. One that was told to stop says
         so, and one that had no room, or found the source changed, leaves no part. Raises OSError.
         """
-        was_free, self._is_free = self._is_free, lock.is_free(self.cache.key_lock(self.image.key))
+        was_free, self._is_free = self._is_free, lock.is_free(self._lock)
         if not (was_free and self._is_free):  # a new one may be about to take it
             return False
         owner = self.cache.part(self.image.key).owner()
@@ -103,6 +113,7 @@ class Local:
         self._dropped = True
         self._past = self._file
         self._file = self.readers = None
+        self.is_copied = False
 
     def evict_spoilt(self) -> None:
         """Evicts the entry that gave an I/O error. Raises OSError, Failed.

@@ -3,18 +3,26 @@
 in the copy                     the copy
 elsewhere, here and there       the source, at once; its chunk is copied soon
 elsewhere, straight through     the copy, when it arrives: that is read ahead by several threads,
-                                and reading the same bytes twice would slow both down
+                                and reading the same bytes twice would slow both down; for a moment
+                                also while it is about to begin, else each node of a job reads the
+                                source from its head on
 the same, but nothing arrives   the source; the copy does not make way for such reads, else they
                                 would keep it from arriving for as long as they go on
 """
 
 import threading
 
-RUN = 2 * 1024 * 1024  # bytes in one go that show who reads straight through
+RUN = 1024 * 1024
+"""Bytes; who reads more of them in one go reads straight through.
+
+The kernel reads as many ahead at once (fuse.MAX_READ), but no more, of somebody who hops.
+"""
+
 REORDERED = 2 * 1024 * 1024  # bytes by which the kernel's read-aheads may come out of order
 DENSE = 0.75  # of a run that must have been read
 STREAMS = 64  # readers that are told apart
 PATIENCE, LONGEST = 1.0, 10.0  # seconds without a new piece, after which no reader waits any more
+BEGIN = 3.0  # seconds, of the same, for a copy that has its place and has not begun
 
 
 def patience(last: float) -> float:
@@ -32,13 +40,16 @@ class Arrivals:
         self._patience = PATIENCE
 
     def look(self, pieces: int, waits: bool, now: float) -> None:
-        """Takes how many pieces are here, and whether a reader waits for another one."""
+        """Takes how many pieces are here, and whether a reader waits for another one.
+
+        `pieces` is -1 before the copy has begun.
+        """
         if pieces != self._pieces:
             self._patience = patience(now - self._since)
             self._pieces, self._since, self.come = pieces, now, True
         elif not waits:
             self._since = now
-        elif now - self._since >= self._patience:
+        elif now - self._since >= (self._patience if pieces >= 0 else BEGIN):
             self.come = False
 
 
@@ -51,12 +62,12 @@ class Streams:
         self._lock = threading.Lock()
 
     def straight(self, offset: int, size: int) -> bool:
-        """Notes a read; returns whether it goes on with a run of RUN bytes or more."""
+        """Notes a read; returns whether it is of a run of more than RUN bytes."""
         with self._lock:
-            return self._noted(offset, size) >= RUN
+            return self._noted(offset, size) > RUN
 
     def _noted(self, offset: int, size: int) -> int:
-        """The bytes of the run so far that a read goes on with.
+        """The bytes of the run so far, with this read.
 
         Of a run most is read: somebody who hops about in a part of the image is not straight.
         """
@@ -69,4 +80,4 @@ class Streams:
         self._runs[end] = min(start, offset), run + size
         if len(self._runs) > STREAMS:
             del self._runs[next(iter(self._runs))]
-        return run
+        return run + size

@@ -189,8 +189,8 @@ class Server:
         elif whole or self.local.has(read.offset, read.size):
             self._from_copy(read)
         elif straight and self._arrives():
-            self._want(read, NOW)
             self.waiting.append(read)
+            self._want(read, NOW)  # after that: see _watch
             self.stir.set()
         else:
             self._from_source(read, NOW if straight else SOON)
@@ -309,17 +309,21 @@ class Server:
                 readers.count_read(read.size, of_source)
 
     def _arrives(self) -> bool:
-        """Whether the copy is under way."""
-        return self.local.readers is not None and self.arrivals.come
+        """Whether the copy is under way, or about to begin."""
+        return self.local.is_copied and self.arrivals.come
 
     # The main thread
 
     def _watch(self) -> None:
         seen: dict[tuple[int, int], bytes] = {}
-        next_look = 0.0
+        next_look, told = 0.0, self.local.readers
         while not self.gone:
             readers = self.local.readers
-            pieces = readers.count() if readers is not None else 0
+            if readers is not told:  # a copy has begun: it does not know yet what is waited for
+                told = readers
+                for read in list(self.waiting):
+                    self._want(read, NOW)
+            pieces = readers.count() if readers is not None else -1
             self.arrivals.look(pieces, bool(self.waiting), time.monotonic())
             self._hand_on_early()
             self._hand_on_waiting()

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from forestage.system.fuse import MAX_READ
 from forestage.views.through.reads import (
+    BEGIN,
     LONGEST,
     PATIENCE,
     RUN,
@@ -18,7 +20,12 @@ MIB = 1024 * 1024
 def test_reader_is_straight_once_it_has_read_a_run() -> None:
     streams = Streams()
     found = [streams.straight(at, MIB // 2) for at in range(0, RUN + MIB, MIB // 2)]
-    assert found == [False] * 4 + [True] * 2
+    assert found == [False] * 2 + [True] * 2
+
+
+def test_what_the_kernel_reads_ahead_at_once_is_not_straight() -> None:
+    streams = Streams()
+    assert not any(streams.straight(start * 17 * MIB, MAX_READ) for start in range(10))
 
 
 def test_read_ahead_out_of_order_is_still_straight() -> None:
@@ -68,6 +75,17 @@ def test_copy_counts_as_coming_until_a_reader_has_waited_in_vain() -> None:
     arrivals.look(0, waits=True, now=100.0 + PATIENCE)
     assert not arrivals.come
     arrivals.look(1, waits=False, now=200.0)
+    assert arrivals.come
+
+
+def test_copy_that_has_not_begun_is_waited_for_a_moment_and_again_once_it_has() -> None:
+    arrivals = Arrivals(100.0)
+    arrivals.look(-1, waits=True, now=100.0)
+    arrivals.look(-1, waits=True, now=100.0 + BEGIN / 2)
+    assert arrivals.come
+    arrivals.look(-1, waits=True, now=100.0 + BEGIN)
+    assert not arrivals.come
+    arrivals.look(0, waits=True, now=101.0)
     assert arrivals.come
 
 
