@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
+from suites import suite_of
+
 TESTS = Path(__file__).resolve().parent
 # Each test in these starts a node, a registry, a step or a cluster: together most of all processes.
 BY_RULES = ("faults", "hooks", "registry", "slurm", "spank")
@@ -45,7 +47,7 @@ def find_left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         cases[test] += 1
         file, name = str(item.path.relative_to(TESTS)), test.rpartition("::")[2]
         is_chosen = (
-            file.partition("/")[0] not in BY_RULES
+            suite_of(file) not in BY_RULES
             or not named.isdisjoint({("", name), (file, name)})
             or item.get_closest_marker("always")
         )
