@@ -1,7 +1,8 @@
 """Simulated cluster: which share of the copies finds a warm node, and at how many questions?
 
 Nodes ask as forestage does: the code that decides whom to ask, what those remember and who is
-tried is peers/known_copies. Time goes in jobs; each takes the next free nodes at random, and one
+tried is features/peers/known_copies. Time goes in jobs; each takes the next free nodes at random,
+and one
 image drawn by Zipf's law. A node keeps the images it used last, so many as fit.
 """
 
@@ -13,8 +14,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from forestage.peers import known_copies
-from forestage.peers.known_copies import Answer, Askers
+from forestage.features.peers import known_copies
+from forestage.features.peers.known_copies import Answer, Askers
 
 
 class Case(NamedTuple):

@@ -11,11 +11,11 @@ import time
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import load_settings
-from forestage.hooks import data
+from forestage.features.data import requests as data
+from forestage.features.data import wanted
 from forestage.hooks.limit import Limit
 from forestage.paths import Places
 from forestage.slurm.job import Job
-from forestage.views import wanted
 
 LONGEST = 400.0  # seconds
 

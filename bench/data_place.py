@@ -20,11 +20,11 @@ from forestage.cache.said import Tree
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.events import Handled
-from forestage.hooks import data
+from forestage.features.data import requests as data
+from forestage.features.data import wanted
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.system import loop, mounts
-from forestage.views import wanted
 from node import ALICE, Node
 
 MIB = 1 << 20

@@ -14,10 +14,10 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forestage.peers.protocol import HANDSHAKE
-from forestage.peers.ring import SOURCE
-from forestage.peers.schedule import Ask, Schedule, Why
-from forestage.stage import with_peers
+from forestage.features.peers import with_peers
+from forestage.features.peers.protocol import HANDSHAKE
+from forestage.features.peers.ring import SOURCE
+from forestage.features.peers.schedule import Ask, Schedule, Why
 
 LATENCY = 0.0005  # seconds, of a question and its answer
 ANSWER = 0.02  # seconds: a credential is made and read

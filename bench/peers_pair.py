@@ -27,7 +27,7 @@ import msgspec
 from forestage.cache import image
 from forestage.cache.image import Access, Image
 from forestage.cache.part import Part
-from forestage.peers import of_job
+from forestage.features.peers import of_job
 from forestage.sources import source
 from forestage.sources.source import OpenImage
 from forestage.stage import engines

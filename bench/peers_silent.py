@@ -51,7 +51,7 @@ import msgspec  # noqa: E402
 from forestage.cache import digest, image  # noqa: E402
 from forestage.cache.image import Access, Image  # noqa: E402
 from forestage.cache.part import Owner, boot_id  # noqa: E402
-from forestage.peers import of_job  # noqa: E402
+from forestage.features.peers import of_job  # noqa: E402
 from forestage.sources.source import Content  # noqa: E402
 from forestage.stage.chunks import Tuning  # noqa: E402
 from forestage.stage.engines import Chunks  # noqa: E402

@@ -60,10 +60,10 @@ from prefetch_model import zipf  # noqa: E402
 from spec import ALICE, LOGIN, STORE, USERS, Net  # noqa: E402
 
 from forestage import events  # noqa: E402
+from forestage.features.prefetch import expected  # noqa: E402
+from forestage.features.prefetch.expected import Expectations  # noqa: E402
+from forestage.features.prefetch.policy import Expected  # noqa: E402
 from forestage.paths import Places  # noqa: E402
-from forestage.prefetch import expected  # noqa: E402
-from forestage.prefetch.expected import Expectations  # noqa: E402
-from forestage.prefetch.policy import Expected  # noqa: E402
 from forestage.slurm.nodelist import expand  # noqa: E402
 
 NODES, QUEUE, IMAGES = 8, 10, 20

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from forestage.prefetch.policy import Pending
+from forestage.features.prefetch.policy import Pending
 
 USERS = 8
 ALL = ("all",)  # partitions

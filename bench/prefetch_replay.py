@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from prefetch_model import ALL, History, Look, Start
 
-from forestage.prefetch.policy import RULES, Held, Rules, Wanted, choose, likely
+from forestage.features.prefetch.policy import RULES, Held, Rules, Wanted, choose, likely
 
 MINUTE = 60.0
 EAGER = Rules(least=0.0, quiet=0, margin=1, quota=1, share=1)  # of those that ours is compared with

@@ -27,7 +27,7 @@ import busy
 from prefetch_model import History, Shape, labelled, recorded, simulated
 from prefetch_replay import POLICIES, Found, Policy, Replay, plans, queue
 
-from forestage.prefetch.policy import RULES, Rules
+from forestage.features.prefetch.policy import RULES, Rules
 
 REPO = Path(__file__).resolve().parents[1]
 SMALL = Shape(nodes=16, minutes=400, queue=20, largest=6)

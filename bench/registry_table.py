@@ -40,9 +40,6 @@ from cluster import Cluster, ClusterError  # noqa: E402
 from host import wait_until  # noqa: E402
 from jobs import CACHE, HOOK, HOOK_LOG, Site  # noqa: E402
 from memory import printed  # noqa: E402
-from spec import ALICE, ClusterSpec, plugstack_conf  # noqa: E402
-from steps import accompanied  # noqa: E402
-
 from registry import (  # noqa: E402
     IMPORTS,
     STORE,
@@ -52,6 +49,8 @@ from registry import (  # noqa: E402
     serving,
     with_importer,
 )
+from spec import ALICE, ClusterSpec, plugstack_conf  # noqa: E402
+from steps import accompanied  # noqa: E402
 
 NVME, LAYERS = "/mnt/nvme", "/mnt/nvme/layers"
 IMAGE = "team/tool:1"

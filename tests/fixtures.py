@@ -21,10 +21,10 @@ from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.hooks.registry import Asked
-from forestage.hooks.waiting import Tasks
+from forestage.features.peers.protocol import ChunkRequest, Receiver
+from forestage.features.registry.step_image import Asked
+from forestage.features.registry.waiting import Tasks
 from forestage.paths import Places
-from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.slurm.hints import Hints, Request
 from forestage.slurm.job import Job
 from forestage.sources import opening

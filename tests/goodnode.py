@@ -9,8 +9,8 @@ from commands import NOW, Frozen
 from forestage import events
 from forestage.check import Report, Target, check, pieces
 from forestage.events import Event, Handled
+from forestage.features.peers import activation
 from forestage.paths import Places
-from forestage.peers import activation
 from forestage.slurm.queue import Slurm
 from forestage.system.terminal import Line, harmless
 

@@ -16,14 +16,14 @@ from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.errors import Declined
 from forestage.events import Handled
-from forestage.hooks import data
-from forestage.hooks.data import ShownData
+from forestage.features.data import job_dir
+from forestage.features.data import requests as data
+from forestage.features.data.requests import ShownData
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.stage.wait import Progress, quiet
 from forestage.system import holder, loop, mounts
 from forestage.system.as_user import User
-from forestage.views import job_dir
 from node import ALICE
 
 MIB = 1 << 20

@@ -33,7 +33,7 @@ TIMES = "times"  # a file: the seconds that tests took, with what they share, an
 LONG, MOST = 2.0, 30  # seconds of a test that is noted there; so many are shown
 CLUSTERS = TESTS / "slurm"
 # These take longest, of the folders and within them; what begins last should be over soon.
-FOLDERS = [".", "faults", "state", "hooks", "registry", "spank", "window"]
+FOLDERS = [".", "faults", "state", "hooks", "features/registry/registry", "spank", "window"]
 FOLDERS += [f"processes/{name}" for name in ("system", "stage", "admin", "sources", "check")]
 LONGEST = ["registry", "data", "peers", "job_waits", "load", "step_sees", "through", "step_waits"]
 LONGEST += ["suites", "benches", "linters", "shares", "job_dir_filled", "through_server", "inline"]

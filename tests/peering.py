@@ -27,12 +27,12 @@ from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id
 from forestage.clock import Clock
 from forestage.config import Address, Config, Peering, load_settings, parse_address
 from forestage.events import Copied
+from forestage.features.peers import auth, of_job
+from forestage.features.peers.auth import Offer, Prover
+from forestage.features.peers.connection import ChunkRefused
+from forestage.features.peers.protocol import ChunkRequest, Receiver
 from forestage.hooks.boundary import Hook
 from forestage.paths import Places
-from forestage.peers import auth, of_job
-from forestage.peers.auth import Offer, Prover
-from forestage.peers.connection import ChunkRefused
-from forestage.peers.protocol import ChunkRequest, Receiver
 from forestage.stage.chunks import Tuning, digests
 from forestage.system import lock
 from node import ALICE, HANGS, until
@@ -66,7 +66,7 @@ Peering.of = lambda peers, node: (
 
 # A machine may stand still: clients may wait, or take no bytes, as long as they like.
 PATIENT = """
-from forestage.peers import auth, listening, server, sessions
+from forestage.features.peers import auth, listening, server, sessions
 server.WAIT, listening.USER_TIMEOUT = 99.0, 0
 sessions.UNPROVEN = server.CONNECTION_IDLE = sessions.SESSION_IDLE = 3600.0
 auth.CREDENTIAL_SECONDS, auth.PATIENCE = 3600, 3600.0

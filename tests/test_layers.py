@@ -21,11 +21,22 @@ MODULES = sorted(
 )
 GROUND = ("errors", "units", "trace", "log", "clock", "paths")
 FOLDERS = (
-    *("system", "config", "slurm", "events", "cache", "bind", "peers", "sources", "stage"),
-    *("views", "registry", "hooks", "prefetch", "admin", "check", "report", "cli"),
+    *("system", "config", "slurm", "events", "cache", "bind", "sources", "stage"),
+    *("views", "hooks", "admin", "check", "cli", "features"),
 )
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
-OF_CACHE = {"cache", "bind", "peers", "sources", "stage", "views", "hooks", "prefetch", "registry"}
+OF_CACHE = {
+    "cache",
+    "bind",
+    "features.peers",
+    "sources",
+    "stage",
+    "views",
+    "hooks",
+    "features.prefetch",
+    "features.registry",
+    "features.data",
+}
 """Folders that read and write what is in the cache, or below /run/forestage."""
 
 ALLOWED = {
@@ -33,41 +44,68 @@ ALLOWED = {
     "yaml": {"config"},
     "filelock": {"system.lock"},
     "xxhash": {"cache.digest"},
-    "aiohttp": {"peers"},
-    "ClusterShell": {"slurm", "admin"},
+    "aiohttp": {"features.peers"},
+    "ClusterShell": {"slurm", "features.prepare"},
     "click": {"cli"},
     "rich": {"cli", "system.drawing"},
-    "jinja2": {"report"},
-    "prometheus_client": {"admin.metrics"},
+    "jinja2": {"features.report"},
+    "prometheus_client": {"features.metrics.export"},
 }
 """What is costly or dangerous, and the modules or folders that may import it."""
 
 
 STARTERS = {
-    *("admin.pack", "admin.publish", "admin.tend", "admin.warm"),  # as who calls them
-    *("check.enable", "check.hooks", "check.registry", "check.sources"),
+    *(
+        "features.prepare.pack",
+        "features.prepare.publish",
+        "admin.tend",
+        "features.prepare.warm",
+    ),  # as who calls them
+    *("check.enable", "check.hooks", "features.registry.checks", "check.sources"),
     *("slurm.queue", "slurm.release"),
-    *("views.job_disk", "views.directory", "peers.auth", "stage.engines"),
+    *("features.data.job_disk", "features.data.directory", "features.peers.auth", "stage.engines"),
 }
 """Modules that may start programs: none runs for a job's user, or parses what users wrote."""
 
-FOR_USERS = {"views.fill", "views.serving", "hooks.registry", "registry.worker", "stage.fstab"}
+FOR_USERS = {
+    "features.data.fill",
+    "features.data.serving",
+    "features.registry.step_image",
+    "features.registry.worker",
+    "stage.fstab",
+}
 """Those that start one for a job's user, with all three ids theirs (run.start_as and its like):
 bash with real uid 0 makes itself root again. See docs/security.md.
 """
 
 FOR_WORKERS = {
-    *("registry.environment", "registry.resolve", "registry.importing", "registry.worker_pipe"),
+    *(
+        "features.registry.environment",
+        "features.registry.resolve",
+        "features.registry.importing",
+        "features.registry.worker_pipe",
+    ),
 }
 """Those that start one as the user whom their process is (run.run_here, start_here): what runs
 there is the user's own, and so is what it may do.
 """
 
 SEARCHERS = {
-    *("admin.pack", "admin.site", "check.enroot", "check.hooks", "check.node"),
-    *("registry.answers", "registry.credentials", "registry.environment", "registry.importing"),
-    *("registry.reference", "slurm.enroot", "slurm.nodelist", "slurm.queue", "slurm.release"),
-    *("system.mksquashfs", "system.processes", "views.fill"),
+    *("features.prepare.pack", "admin.site", "check.enroot", "check.hooks", "check.node"),
+    *(
+        "features.registry.answers",
+        "features.registry.credentials",
+        "features.registry.environment",
+        "features.registry.importing",
+    ),
+    *(
+        "features.registry.reference",
+        "slurm.enroot",
+        "slurm.nodelist",
+        "slurm.queue",
+        "slurm.release",
+    ),
+    *("system.mksquashfs", "system.processes", "features.data.fill"),
 }
 """Modules that search in a text. Who can write into it, docs/security.md says ("Texts of others"):
 where that is any user, and others would pay for what is found, it is matched whole.
@@ -78,30 +116,52 @@ IN_FUNCTIONS = 30
 
 ONE_IMPORTER = {
     "a process of its own": {
-        *("admin.warm_node", "views.copy_in", "views.job_ram", "views.serving"),
-        *("views.through.keeper_process", "views.through.server", "registry.obtain"),
-        "sources.file_readers",
+        *(
+            "features.prepare.warm_node",
+            "features.data.copy_in",
+            "features.data.job_ram",
+            "features.data.serving",
+        ),
+        *("views.through.keeper_process", "views.through.server", "features.registry.obtain"),
+        "features.data.file_readers",
     },
     "imported late: who does without it does not pay for it": {
-        *("hooks.data", "hooks.earlier_job", "hooks.prolog", "hooks.registry", "hooks.script"),
-        *("stage.pipeline", "stage.with_peers", "report.page", "slurm.pyslurm", "system.drawing"),
+        *(
+            "features.data.requests",
+            "hooks.earlier_job",
+            "hooks.prolog",
+            "features.registry.step_image",
+            "hooks.script",
+        ),
+        *(
+            "stage.pipeline",
+            "features.peers.with_peers",
+            "features.report.page",
+            "slurm.pyslurm",
+            "system.drawing",
+        ),
     },
     "pure, or nearly: it decides, its importer acts": {
-        *("admin.compare", "report.text", "views.through.reads"),
-        *("cache.baseline", "admin.prefetched"),
+        *("admin.compare", "features.report.text", "views.through.reads"),
+        *("cache.baseline", "features.prefetch.prefetched"),
     },
     "a file, or what another program writes, read and written here only": {
-        *("config.memo", "registry.credentials", "registry.import_lease"),
-        *("registry.importing", "stage.fstab", "slurm.auth_key"),
+        *("config.memo", "features.registry.credentials", "features.registry.import_lease"),
+        *("features.registry.importing", "stage.fstab", "slurm.auth_key"),
     },
     "what a sweep looks for when nobody is left who knows of it": {
         "views.through.remains",
     },
     "one side of a conversation": {
-        *("cache.directory_record", "hooks.waiting", "peers.first_node", "peers.local_chunks"),
-        *("peers.sessions", "peers.listening"),
+        *(
+            "features.data.directory_record",
+            "features.registry.waiting",
+            "features.data.first_node",
+            "features.peers.local_chunks",
+        ),
+        *("features.peers.sessions", "features.peers.listening"),
     },
-    "a kind of source": {"sources.open_tree"},
+    "a kind of source": {"features.data.open_tree"},
     "all of a folder's door": {"config.load"},
 }
 """Modules that one other imports, and why they are not a part of it. cli/ and check/ import a
@@ -109,7 +169,7 @@ module for each command and each finding, and do not count as importers.
 """
 
 
-LATE = ("hooks.data", "hooks.registry", "hooks.waiting")
+LATE = ("features.data.requests", "features.registry.step_image", "features.registry.waiting")
 """Modules that few hooks import, and that import as late as what is in hooks/ and cli/."""
 
 
@@ -147,7 +207,7 @@ def test_no_file_of_ours_is_opened_in_a_way_that_waits_for_a_fifo() -> None:
     """system/files.read and overwrite do not; in /proc and /sys there is none."""
     waiting = {"read_text", "read_bytes", "write_text", "write_bytes"}
     kernels = ("Path('/proc/", "Path(f'/proc/", "Path(CONNECTIONS,", "ahead")  # both in /sys
-    alone = {"views.serving", "views.through.keeper_process"}  # below an empty file system
+    alone = {"features.data.serving", "views.through.keeper_process"}  # below an empty file system
     for module in MODULES:
         for node in ast.walk(tree(module)):
             called = node.func if isinstance(node, ast.Call) else None
@@ -240,8 +300,14 @@ def test_module_that_one_other_imports_has_a_reason_to_be_one() -> None:
 
 
 OF_A_USER = {"said": 2, "has_data": 2, "hinted": 2, "end_hinted": 2, "nodelist": 2}
-WHOEVERS = {"hooks.leases", "hooks.epilog", "hooks.earlier_job", "hooks.background", "views.wanted"}
-WHOEVERS |= {"cache.directory_record"}
+WHOEVERS = {
+    "hooks.leases",
+    "hooks.epilog",
+    "hooks.earlier_job",
+    "hooks.background",
+    "features.data.wanted",
+}
+WHOEVERS |= {"features.data.directory_record"}
 """Modules that read a lease to compare its user themselves."""
 
 
@@ -271,7 +337,7 @@ def test_one_module_reads_whether_peers_are_enabled() -> None:
         and node.attr == "enabled"
         and "peer" in ast.unparse(node.value)
     }
-    assert reading == {"config.load", "peers.activation"}
+    assert reading == {"config.load", "features.peers.activation"}
 
 
 def test_image_of_a_registry_is_obtained_without_other_nodes() -> None:
@@ -279,9 +345,9 @@ def test_image_of_a_registry_is_obtained_without_other_nodes() -> None:
     asking = {
         module
         for module in MODULES
-        if module.startswith("registry.") or module == "hooks.registry"
+        if module.startswith("registry.") or module == "features.registry.step_image"
         for name in imported(module)
-        if name.startswith("forestage.peers")
+        if name.startswith("forestage.features.peers")
     }
     assert not asking
 

@@ -41,7 +41,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def textfile(self) -> Path:
-        """Which file node exporter was given last, see admin/textfile.py."""
+        """Which file node exporter was given last, see features/metrics/textfile.py."""
         return self.root / "var/lib/forestage/textfile.json"
 
     @property
@@ -114,12 +114,13 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def served(self) -> Path:
-        """A socket for each file that is mounted in a step, see views/serving.py."""
+        """A socket for each file that is mounted in a step, see features/data/serving.py."""
         return self.run / "served"
 
     @property
     def images(self) -> Path:
-        """A file for each step with an image of a registry, see hooks/registry.py. A user reaches
+        """A file for each step with an image of a registry, see features/registry/step_image.py. A
+        user reaches
         their own by its name, and cannot list them."""
         return self.run / "images"
 
@@ -130,7 +131,8 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def collected(self) -> Path:
-        """When this node's sweep looked at the store of images, see admin/registry.py."""
+        """When this node's sweep looked at the store of images, see
+        features/registry/store_by_hand.py."""
         return self.run / "collected"
 
     @property
@@ -159,12 +161,12 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def nodes(self) -> Path:
-        """The nodes that copies may ask besides their job's, see peers/node_list.py."""
+        """The nodes that copies may ask besides their job's, see features/peers/node_list.py."""
         return self.run / "nodes.json"
 
     @property
     def proven(self) -> Path:
-        """Which other node has proven last that it has our key, see peers/proven.py."""
+        """Which other node has proven last that it has our key, see features/peers/proven.py."""
         return self.run / "proven.json"
 
     @property
@@ -174,27 +176,29 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def expected(self) -> Path:
-        """Which images pending jobs name, as the prefetch host has it (prefetch/expected.py)."""
+        """Which images pending jobs name, as the prefetch host has it
+        (features/prefetch/expected.py)."""
         return self.run / "expected.json"
 
     @property
     def prefetched(self) -> Path:
-        """What this node has looked at for them, see prefetch/marks.py."""
+        """What this node has looked at for them, see features/prefetch/marks.py."""
         return self.run / "prefetched.json"
 
     @property
     def wrong(self) -> Path:
-        """A file for each key of which some node read wrong bytes, see peers/notices.py."""
+        """A file for each key of which some node read wrong bytes, see
+        features/peers/notices.py."""
         return self.run / "wrong"
 
     @property
     def unanswered(self) -> Path:
-        """A file for each node whose peer service was silent, see peers/unanswered.py."""
+        """A file for each node whose peer service was silent, see features/peers/unanswered.py."""
         return self.run / "unanswered"
 
     @property
     def peer_sign(self) -> Path:
-        """The sign of this node's peer service, see peers/activation.py."""
+        """The sign of this node's peer service, see features/peers/activation.py."""
         return self.run / "peer.sign"
 
     @property

@@ -41,7 +41,7 @@ static const struct {
 	{"enroot", ".", ENROOT},
 	{"variable", ".?.", VARIABLE},
 	{"image", ".#.*", IMAGE},
-	{"owner", "#", OWNER}, /* cache/directory_record.py */
+	{"owner", "#", OWNER}, /* features/data/directory_record.py */
 };
 
 #define DIGITS "0123456789"

@@ -1,4 +1,5 @@
-/* What of a job's data is shown in its steps? As the helper's lines say (views/wanted.py). */
+/* What of a job's data is shown in its steps? As the helper's lines say (features/data/wanted.py).
+*/
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

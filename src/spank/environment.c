@@ -13,7 +13,8 @@
 
 #define WAS "FORESTAGE_WAS_"
 #define SEEDS JOB_DIR "/seed/"
-#define NAME_BYTES 128 /* longer than the names that a seed may set (views/fill.py), with WAS */
+#define NAME_BYTES 128 /* longer than the names that a seed may set (features/data/fill.py), with
+WAS */
 #define MOST_OWN 256   /* more than forestage sets for a step; others are the user's own doing */
 
 /* The value of the first variable of that name, which is the one that Slurm finds, or NULL. */

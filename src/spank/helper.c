@@ -120,9 +120,10 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 		add(env, STEP_PATH "=%s", path);
 	if (has_environment)
 		add(env, STEP_ENVIRONMENT "=%d", ENVIRONMENT);
-	if (conf) /* it says how nodes prove to each other who they are, see peers/auth.py */
+	if (conf) /* it says how nodes prove to each other who they are, see features/peers/auth.py */
 		add(env, "SLURM_CONF=%s", conf);
-	if (step->reference) /* says whether the step is a batch job's, see hooks/registry.py */
+	if (step->reference) /* says whether the step is a batch job's, see features/registry/step_image.py
+	*/
 		add_from_step(env, sp, "ENVIRONMENT");
 	if (step->mounts_home)
 		add(env, "%s=1", step->mounts_home == 'y'

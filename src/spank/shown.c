@@ -308,7 +308,8 @@ static bool is_directory_format(const char *line)
 }
 
 /*
- * The record says what a helper would (cache/directory_record.py). It counts while staging is off, too:
+ * The record says what a helper would (features/data/directory_record.py). It counts while staging
+ is off, too:
  * the job has the directory already. That its device still shows its file the task sees (data.c).
  */
 void recall_directory(const struct asker *who, struct step *step)

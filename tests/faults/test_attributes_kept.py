@@ -17,13 +17,13 @@ from forestage.cache.node import Node as Bare
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.errors import Declined
-from forestage.hooks import data
+from forestage.features.data import manifest, wanted
+from forestage.features.data import requests as data
+from forestage.features.data.manifest import Manifest
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
-from forestage.sources import manifest, opening, source
-from forestage.sources.manifest import Manifest
+from forestage.sources import opening, source
 from forestage.system import files, loop, mounts
-from forestage.views import wanted
 from node import ALICE, Node, unmount, until
 
 

@@ -18,8 +18,8 @@ from far import Far
 
 from forestage.clock import Clock
 from forestage.errors import Declined
-from forestage.sources import erofs, manifest
-from forestage.sources.open_tree import OpenTree
+from forestage.features.data import erofs, manifest
+from forestage.features.data.open_tree import OpenTree
 from forestage.system import mounts
 from node import ALICE, BOB, Node, content, read_as
 

@@ -16,7 +16,8 @@ from far import Far
 from fault import CHUNKS, Points, Until, beside, image, served
 
 from forestage.bind import unmount
-from forestage.sources import manifest, source
+from forestage.features.data import manifest
+from forestage.sources import source
 from forestage.stage import queue
 from forestage.system import file_systems, mounts
 from node import ALICE, BOB, Later, Node, read_as, until

@@ -21,12 +21,13 @@ from far import Far
 from fault import beside, image
 
 from forestage import events
-from forestage.admin import sweep, switching, textfile
+from forestage.admin import sweep, switching
 from forestage.clock import Clock
 from forestage.config import switch
 from forestage.events import Handled, user_files
+from forestage.features.metrics import textfile
+from forestage.features.registry import step_files
 from forestage.hooks import boundary
-from forestage.registry import step_files
 from forestage.system import processes
 from forestage.system.as_user import User
 from node import ALICE, BOB, HANGS, Node, Ran, until

@@ -22,8 +22,9 @@ from forestage.cache import digest
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock
 from forestage.config import load_settings
+from forestage.features.data import erofs, manifest, open_tree
 from forestage.slurm.job import Job
-from forestage.sources import erofs, manifest, open_tree, opening
+from forestage.sources import opening
 from forestage.sources.source import OpenImage
 from forestage.stage import stager
 from forestage.stage.task import Task

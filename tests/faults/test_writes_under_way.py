@@ -18,8 +18,7 @@ from fault import image as content
 from parked import BLOCK, Parked
 
 from forestage.cache.image import identity
-from forestage.sources import retry
-from forestage.views import wanted
+from forestage.features.data import retry, wanted
 from node import ALICE, Node, until
 
 OFFSET = 40 * BLOCK

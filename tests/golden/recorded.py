@@ -13,12 +13,12 @@ from typing import NamedTuple
 import peering
 from forestage import config, log
 from forestage.cache import disk_errors, entry_sum
+from forestage.features.data import mounted, serving
+from forestage.features.peers import auth, connection, protocol, with_peers
 from forestage.hooks import leases, step, user_messages, watch
-from forestage.peers import auth, connection, protocol
 from forestage.sources import opening, source
-from forestage.stage import pipeline, with_peers
+from forestage.stage import pipeline
 from forestage.system import holder, probe, writers
-from forestage.views import mounted, serving
 from node import HANGS, Node
 
 # Also in all that it forks; what it executes, as a registry's worker, is not recorded.

@@ -9,7 +9,7 @@ import pytest
 
 from forestage import check
 from forestage.errors import Failed
-from forestage.peers import node_list
+from forestage.features.peers import node_list
 from forestage.system.as_user import User
 from goldens import as_text, compare, must_be_as_kept, normalise
 from goodnode import GoodNode, words

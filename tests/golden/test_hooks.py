@@ -22,7 +22,7 @@ import pytest
 from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "registry"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "features/registry/registry"))
 
 import recorded
 from imports import ALICE as IMPORTER
@@ -32,20 +32,20 @@ import helper
 import jobdir
 import node as nodes
 import peering
-from forestage.admin import prefetch_node
 from forestage.cache.node import Node as CacheNode
 from forestage.cli.main import main
 from forestage.cli.world import World
 from forestage.clock import Clock
 from forestage.config import load_settings
+from forestage.features.data import job_disk, serving
+from forestage.features.prefetch import prefetch_node
+from forestage.features.prefetch.expected import LASTS, Expectations
+from forestage.features.prefetch.policy import Expected
+from forestage.features.registry import step_files
 from forestage.hooks.boundary import IMAGE_OPTION
-from forestage.prefetch.expected import LASTS, Expectations
-from forestage.prefetch.policy import Expected
-from forestage.registry import step_files
 from forestage.slurm.queue import Slurm
 from forestage.system import loop
 from forestage.system.as_user import User
-from forestage.views import job_disk, serving
 from goldens import as_text, compare, compare_imports, must_be_as_kept, normalise
 from node import ALICE, Node, children_left, content, until
 

@@ -13,9 +13,8 @@ import msgspec
 import pytest
 
 from forestage.bind import namespaces, redirect, unmount
-from forestage.peers import auth, connection, protocol
+from forestage.features.peers import auth, connection, protocol, with_peers
 from forestage.sources import opening, source
-from forestage.stage import with_peers
 from forestage.system import lock, mounts, probe
 from node import HANGS, Node
 from private import Private

@@ -14,12 +14,13 @@ from forestage.admin import explain
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock
 from forestage.config import load_settings
-from forestage.hooks import container_binds, data
+from forestage.features.data import requests as data
+from forestage.features.data import wanted
+from forestage.hooks import container_binds
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.system import as_user, loop
-from forestage.views import wanted
 from helper import Helper, ask, environ
 from node import ALICE, Node, until
 

@@ -22,8 +22,8 @@ from forestage.cli.main import World, main
 from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.config import load_settings
+from forestage.features.peers import stats
 from forestage.hooks.boundary import Hook
-from forestage.peers import stats
 from forestage.slurm.queue import Slurm
 from forestage.sources import opening
 from node import ALICE, BOB, Node, content, read_as

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from forestage.cache.lease import Lease, Leases
-from forestage.peers import local_chunks
+from forestage.features.peers import local_chunks
 from forestage.stage import wait
 from forestage.system import as_user
 from forestage.system.as_user import User

@@ -22,11 +22,11 @@ from click.testing import CliRunner
 from forestage.admin.tend import Part
 from forestage.cli.main import World, main
 from forestage.clock import Clock
+from forestage.features.data import wanted
 from forestage.slurm.lines import LANGUAGE
 from forestage.slurm.queue import Slurm
 from forestage.system import processes
 from forestage.system.sha256 import sha256
-from forestage.views import wanted
 from helper import Helper, environ
 from node import BOB, HANGS, Idle, Node, content, start_hook, unmount, until
 
@@ -74,22 +74,22 @@ PIECES = {
     "sweep's events": "forestage.events:record_events",
     # Images of registries
     "reference taken out": "forestage.slurm.job:Job.without_reference",
-    "import begun": "forestage.hooks.registry:begin",
-    "steps' images forgotten": "forestage.registry.step_files:forget_job",
-    "images' leftovers": "forestage.registry.step_files:list_leftovers",
-    "store collected": "forestage.admin.registry:clean_some",
+    "import begun": "forestage.features.registry.step_image:begin",
+    "steps' images forgotten": "forestage.features.registry.step_files:forget_job",
+    "images' leftovers": "forestage.features.registry.step_files:list_leftovers",
+    "store collected": "forestage.features.registry.store_by_hand:clean_some",
     # Data
     "data noted": "forestage.cache.lease:Leases.say",
-    "directory begun": "forestage.views.directory:begin",
-    "data looked up": "forestage.hooks.data:show",
-    "directory shown": "forestage.views.directory:show",
-    "job's data released": "forestage.views.release:of_job",
-    "all data released": "forestage.views.release:of_all",
+    "directory begun": "forestage.features.data.directory:begin",
+    "data looked up": "forestage.features.data.requests:show",
+    "directory shown": "forestage.features.data.directory:show",
+    "job's data released": "forestage.features.data.release:of_job",
+    "all data released": "forestage.features.data.release:of_all",
     # Peers
-    "wrong entries looked at": "forestage.peers.notices:keys",
-    "node list renewed": "forestage.peers.node_list:renew",
+    "wrong entries looked at": "forestage.features.peers.notices:keys",
+    "node list renewed": "forestage.features.peers.node_list:renew",
     # Metrics
-    "old metrics dropped": "forestage.admin.textfile:find_last",
+    "old metrics dropped": "forestage.features.metrics.textfile:find_last",
 }
 COUNTS: dict[str, Callable[..., bool]] = {
     "step answered": lambda *fields: fields[0] in ANSWERS,

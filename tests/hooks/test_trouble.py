@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from forestage.admin import explain, metrics
+from forestage.admin import explain
 from forestage.cache import evict
 from forestage.clock import Clock, Deadline
 from forestage.errors import NotFound
+from forestage.features.metrics import export as metrics
 from forestage.sources import opening
 from forestage.system import lock, mounts
 from forestage.system.as_user import User

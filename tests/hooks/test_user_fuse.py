@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from forestage.bind import unmount
+from forestage.features.data import wanted
 from forestage.system import mounts
 from forestage.system.as_user import User
-from forestage.views import wanted
 from node import ALICE, BOB, Arrange, Node, content, read_as, until
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from compute import IMAGES, Compute, command
 
 from forestage.cache.part import PROCESS_NAME as STAGER
-from forestage.registry.step_files import PROCESS_NAME as IMPORTING
+from forestage.features.data.job_disk import PROCESS_NAME as HOLDER
+from forestage.features.data.serving import PROCESS_NAME as MOUNTER
+from forestage.features.registry.step_files import PROCESS_NAME as IMPORTING
 from forestage.system.apart import PROCESS_NAME as INIT
-from forestage.views.job_disk import PROCESS_NAME as HOLDER
-from forestage.views.serving import PROCESS_NAME as MOUNTER
 from forestage.views.through.keeper import PROCESS_NAME as KEEPER
 from forestage.views.through.keeper import SERVER_NAME as SERVER
 
@@ -77,7 +77,7 @@ def with_pyxis(node: Compute, folder: Path) -> None:
     made = folder / "pyxis.so"
     subprocess.run(["make", "-s", "-C", TESTS / "slurm/pyxis", f"OUT={made}"], check=True)
     node.vm.put("/usr/local/lib/pyxis.so", made.read_bytes())
-    node.vm.put("/usr/local/bin/enroot", (TESTS / "registry/enroot").read_bytes())
+    node.vm.put("/usr/local/bin/enroot", (TESTS / "features/registry/registry/enroot").read_bytes())
     node.run(
         "chmod 755 /usr/local/bin/enroot; cd /etc/slurm; cp plugstack.conf before;"
         f"echo '{PYXIS}' >>plugstack.conf; mkdir -m 1777 /export/images/store"

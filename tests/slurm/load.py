@@ -18,11 +18,11 @@ import ahead
 import tricks
 from images import MIB
 from jobs import PARTITIONS, Site, hooked
+from registry import STORE, with_importer
 from spec import ALICE, BOB, CAROL, PYXIS_REPORT, USERS, ClusterSpec, User
 from tricks import Trick
 
 import squashfs
-from registry import STORE, with_importer
 
 CRED_EXPIRE = 25  # seconds; 120 on most clusters
 # Slurm has a requeued job wait for a second more than slurmd remembers that the job was killed. In

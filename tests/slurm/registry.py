@@ -1,6 +1,7 @@
 """A registry that a test cluster's nodes reach on their loopback, and an enroot for them.
 
-The registry and what stands in front of it are tests/registry/registries.py, in a process within
+The registry and what stands in front of it are tests/features/registry/registry/registries.py, in a
+process within
 the cluster's network; it is told what to do by a line of JSON, and answers with one. Run as a
 program, this file is that process.
 """
@@ -100,7 +101,7 @@ def with_importer(spec: Any, *arguments: str) -> Any:
     line = " ".join((*spec.plugstack[0].split(), importer, *arguments))
     files = {
         **spec.files,
-        "/usr/local/bin/enroot": (TESTS / "registry/enroot").read_text(),
+        "/usr/local/bin/enroot": (TESTS / "features/registry/registry/enroot").read_text(),
         "/etc/enroot/enroot.conf": "ENROOT_ALLOW_HTTP yes\nENROOT_TEMP_PATH /tmp\n",
     }
     return dataclasses.replace(spec, plugstack=(line,), files=files)
@@ -181,7 +182,7 @@ def _runnable(folder: Path) -> dict[str, bytes]:
 
 
 def main(argv: Sequence[str]) -> None:
-    sys.path[:0] = [str(TESTS), str(TESTS / "registry"), str(TESTS / "slurm")]
+    sys.path[:0] = [str(TESTS), str(TESTS / "features/registry/registry"), str(TESTS / "slurm")]
     server = _Server(Path(argv[0]))
     try:
         for line in sys.stdin:

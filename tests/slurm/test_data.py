@@ -17,7 +17,7 @@ from spec import ClusterSpec
 from steps import SHOW, accompanied, served
 
 from forestage.events import Handled
-from forestage.views.serving import PROCESS_NAME, PROGRAMS
+from forestage.features.data.serving import PROCESS_NAME, PROGRAMS
 
 POINT, ROOT = "/shared/alice/point", "/forestage-points"
 LOOK = f"cat {POINT}/etc/os-release"
@@ -119,7 +119,7 @@ def test_container_by_hand_that_binds_the_directory_above_alone_would_not_start(
     data: Site,
 ) -> None:
     """So the kernel has it, for a container of the user's own. Where a step's is known to bind so,
-    nothing is mounted: tests/hooks/test_mounted.py."""
+    nothing is mounted: tests/features/data/hooks/test_mounted.py."""
     image, box = data.image("above"), "/shared/alice/box"
     ran = step(data, image, BINDS.format(box=box, how="bind", of="/shared/alice", look="true"))
     assert ran.code != 0

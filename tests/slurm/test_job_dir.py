@@ -11,7 +11,7 @@ from jobs import Ran, Site
 from spec import REPO, ClusterSpec
 from steps import Tables, accompanied
 
-from forestage.views.job_disk import PROCESS_NAME
+from forestage.features.data.job_disk import PROCESS_NAME
 
 AT = "/forestage/job"
 SEED = f"{AT}/seed/JIT_CACHE"

@@ -17,9 +17,8 @@ from host import wait_until
 from jobs import CACHE, CLI, Site
 from load import AHEAD, CONFIG, SPANK_ONLY, Sources, script, strained
 from loading import Load
-from traces import Traces, failed, misfortunes, misread, shown_elsewhere, tally, wordy
-
 from registry import serving
+from traces import Traces, failed, misfortunes, misread, shown_elsewhere, tally, wordy
 
 SEED = "FORESTAGE_LOAD_SEED"  # any word; with it, both sizes have that script
 ROW = "FORESTAGE_LOAD_ROW"  # so many jobs in a row for the large size; 500 take most of an hour

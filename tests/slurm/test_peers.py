@@ -15,10 +15,10 @@ from jobs import CLI
 from mishaps import MISHAPS, meet
 from spec import ALICE, Net
 
+from forestage.features.prefetch import expected
+from forestage.features.prefetch.expected import Expectations
+from forestage.features.prefetch.policy import Expected
 from forestage.paths import Places
-from forestage.prefetch import expected
-from forestage.prefetch.expected import Expectations
-from forestage.prefetch.policy import Expected
 from forestage.units import format_size
 
 NODES = 5
@@ -187,7 +187,7 @@ def of_cluster(fleet: Fleet) -> Iterator[Fleet]:
     configure("job")
 
 
-@pytest.mark.ci  # with agents and no Slurm: hooks/test_peer_cluster.py
+@pytest.mark.ci  # with agents and no Slurm: features/peers/hooks/test_peer_cluster.py
 def test_jobs_on_different_nodes_read_the_source_once(of_cluster: Fleet) -> None:
     fleet, size = of_cluster, 4 * MIB << 20
     for number in range(ATTEMPTS):
@@ -211,7 +211,7 @@ def test_jobs_on_different_nodes_read_the_source_once(of_cluster: Fleet) -> None
     assert said in fleet.command("explain", str(job), node=node)
 
 
-@pytest.mark.ci  # pure: unit/peers/test_schedule.py
+@pytest.mark.ci  # pure: features/peers/unit/test_schedule.py
 def test_nodes_that_copy_ahead_at_once_read_the_source_twice_at_most(of_cluster: Fleet) -> None:
     """n1 has the list of what jobs wait for; all others pass at the same time.
 

@@ -16,7 +16,7 @@ from jobs import CACHE, CLI
 from spec import INSIDE_STATE, REPO, VENV, Net
 
 from forestage.events import Copied
-from forestage.peers.auth import PROTOCOL
+from forestage.features.peers.auth import PROTOCOL
 
 NODES = 6
 MIB = 96

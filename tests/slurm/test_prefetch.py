@@ -16,8 +16,8 @@ from spec import BOB, ClusterSpec
 
 from forestage.cache.part import done_bytes
 from forestage.events import Copied
+from forestage.features.prefetch import expected
 from forestage.paths import Places
-from forestage.prefetch import expected
 
 HOST, NODE = "n1", "n2"
 RATE = "200M"

@@ -14,13 +14,13 @@ import pytest
 from cluster import Cluster
 from host import wait_until
 from jobs import CLI, RELEASE, Ran, Site
+from registry import GATE, IMPORTS, STORE, Registry, imports, with_importer
 from spec import ALICE, BOB, REPO, ClusterSpec
 from steps import accompanied
 
-import registry as registries
+import forestage.features.registry as registries
 from forestage.events import Handled, Outcome
-from forestage.registry.step_files import PROCESS_NAME
-from registry import GATE, IMPORTS, STORE, Registry, imports, with_importer
+from forestage.features.registry.step_files import PROCESS_NAME
 
 NODES = 4
 ALL = f"n[1-{NODES}]"
@@ -227,7 +227,7 @@ def kill_import(site: Site) -> list[str]:
             ["pgrep", "-f", "enroot import"], user="root", node=node, check=False
         )
         if ran.stdout:
-            site.root(["pkill", "-9", "-f", "forestage.registry.worker_main"], node)
+            site.root(["pkill", "-9", "-f", "forestage.features.registry.worker_main"], node)
             site.cluster.run(
                 ["pkill", "-9", "-f", "enroot import"], user="root", node=node, check=False
             )

@@ -17,8 +17,8 @@ from spec import BOB, ClusterSpec
 from steps import SHOW, accompanied, seen_at, served, wrong
 from test_data import POINT, comment
 
+from forestage.features.data.serving import PROGRAMS
 from forestage.system.files import opened
-from forestage.views.serving import PROGRAMS
 
 MARK = "/shared/alice/root-was-here"
 PRELOAD = """

@@ -16,15 +16,15 @@ import slow
 from cluster import Cluster
 from host import wait_until
 from jobs import Site
+from registry import STORE, with_importer
 from spec import ClusterSpec
 from steps import accompanied
 from test_data import POINT, comment
 from test_through import HOLD, KEEPER, MIB, SERVER, STAGER, looks, read_through, waits
 
-from forestage.registry.worker import MODULE as WORKER
-from forestage.views.job_disk import PROCESS_NAME as HOLDER
-from forestage.views.serving import PROGRAMS
-from registry import STORE, with_importer
+from forestage.features.data.job_disk import PROCESS_NAME as HOLDER
+from forestage.features.data.serving import PROGRAMS
+from forestage.features.registry.worker import MODULE as WORKER
 
 CGROUPS = Path("/sys/fs/cgroup")
 CONF = "CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\nConstrainCores=yes\n"

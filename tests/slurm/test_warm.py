@@ -13,7 +13,7 @@ from host import wait_until
 from jobs import CLI, Site, hooked
 from spec import ClusterSpec
 
-pytestmark = pytest.mark.ci  # without Slurm: processes/admin/test_warm.py
+pytestmark = pytest.mark.ci  # without Slurm: features/prepare/processes/test_warm.py
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ import images
 import tricks
 from jobs import CACHE, HOOK_LOG, Site
 from loading import Load, Run
+from registry import STORE
 
 from forestage import events
 from forestage.events import Event
 from forestage.system import mounts
-from registry import STORE
 
 LONGEST = 2048  # bytes that one event may take, or one line of a hook
 # The node's first process, Slurm's, and those that mount what the node has besides.

@@ -32,10 +32,10 @@ from typing import Literal, get_args
 
 import images
 from jobs import Site
+from registry import IMPORTS, STORE, Registry
 from spec import BOB, CAROL
 
 from parking import with_fuse
-from registry import IMPORTS, STORE, Registry
 
 Trick = Literal[
     "",

@@ -246,7 +246,8 @@ def test_lines_above_the_limit_are_left_out(step: Step, point: Path) -> None:
 def test_lines_are_followed_in_their_order(
     step: Step, point: Path, socket: Path, disk: tuple[str, str]
 ) -> None:
-    """So parents come first (views/wanted.py): they would hide what is mounted below them."""
+    """So parents come first (features/data/wanted.py): they would hide what is mounted below
+    them."""
     parent = line("device", *disk, "ext4", "ro", point.parent, point.parent.stat().st_ino)
     step.answers(served(socket, point), parent, "leave\tno-image")
     ran = step.run(f"task=ls {point.parent}")

@@ -9,8 +9,8 @@ import pytest
 from companion import GID, JOB, LEASES, OWN, UID, Step, keeping, line
 
 from conftest import OTHERS, built
-from forestage.cache import directory_record
 from forestage.cache.lease import Lease, Leases, Use
+from forestage.features.data import directory_record
 from forestage.slurm.lines import LANGUAGE, Fields
 from forestage.system.as_user import User
 

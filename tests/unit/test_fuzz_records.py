@@ -23,7 +23,7 @@ from forestage.cache.part import Owner, Part, chunk_count, done_bytes
 from forestage.cache.said import Said, Wanted
 from forestage.config import Config
 from forestage.events import Event
-from forestage.peers.stats import Uploaded
+from forestage.features.peers.stats import Uploaded
 from forestage.stage import pipeline
 from forestage.system import records
 from forestage.system.as_user import User

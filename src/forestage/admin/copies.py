@@ -15,11 +15,11 @@ from forestage.cache.image import Kind
 from forestage.cache.layout import Entry, tree_bytes
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
-from forestage.peers import stats
+from forestage.features.data.job_dir import Taken
+from forestage.features.peers import stats
 from forestage.system import lock, records, terminal
 from forestage.system.terminal import Line, Piece, Table, age, count, moment
 from forestage.units import format_rate, format_size
-from forestage.views.job_dir import Taken
 
 EVERY = 1.0  # seconds between two snapshots of `watch`
 MAX_NAMED = 4  # jobs of a copy that are printed; JSON has all

@@ -14,11 +14,11 @@ from forestage.cache import disk, earlier, evict
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.errors import NotFound
+from forestage.features.data import release
+from forestage.features.data.job_dir import Taken
 from forestage.system import lock, records
 from forestage.system.terminal import Line, Piece, Table, count, jobs, short
 from forestage.units import format_size
-from forestage.views import release
-from forestage.views.job_dir import Taken
 
 
 class Eviction(msgspec.Struct, frozen=True):

@@ -9,11 +9,10 @@ from typing import Literal
 
 import msgspec
 
-from forestage.admin import copies, inventory, prefetched, recent
+from forestage.admin import copies, inventory, recent
 from forestage.admin import site as sites
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Item
-from forestage.admin.prefetched import Prefetched
 from forestage.bind import redirect
 from forestage.cache import disk as cache_disk
 from forestage.cache import disk_errors, evict
@@ -23,16 +22,18 @@ from forestage.cache.part import ABANDONED_AFTER
 from forestage.config import switch
 from forestage.errors import Declined
 from forestage.events import field
-from forestage.peers import proven, stats
-from forestage.peers.stats import Uploaded
-from forestage.registry import step_files
-from forestage.registry.step_files import UnderWay
+from forestage.features.data import job_dir
+from forestage.features.data.job_dir import Taken
+from forestage.features.peers import proven, stats
+from forestage.features.peers.stats import Uploaded
+from forestage.features.prefetch import prefetched
+from forestage.features.prefetch.prefetched import Prefetched
+from forestage.features.registry import step_files
+from forestage.features.registry.step_files import UnderWay
 from forestage.system import mounts
 from forestage.system.mounts import Mount
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
 from forestage.units import format_duration, format_size
-from forestage.views import job_dir
-from forestage.views.job_dir import Taken
 from forestage.views.through import keeper
 
 STATES = (

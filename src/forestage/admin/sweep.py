@@ -29,7 +29,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from forestage import events
-from forestage.admin import inventory, registry, textfile, verify
+from forestage.admin import inventory, verify
 from forestage.admin.inventory import Item
 from forestage.admin.unredirect import ROOT, owner_of
 from forestage.admin.verify import Manner, Progress, Verdict
@@ -42,16 +42,18 @@ from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
 from forestage.config import directories
 from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
 from forestage.events import Event, losses, user_files
+from forestage.features.data import job_dir, release
+from forestage.features.metrics import textfile
+from forestage.features.peers import node_list, notices
+from forestage.features.registry import step_files
+from forestage.features.registry import store_by_hand as registry
+from forestage.features.registry.collect import Done
 from forestage.hooks import epilog
 from forestage.paths import Places
-from forestage.peers import node_list, notices
-from forestage.registry import step_files
-from forestage.registry.collect import Done
 from forestage.slurm.queue import Slurm, why_over
 from forestage.system import folders, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
-from forestage.views import job_dir, release
 from forestage.views.through import remains
 
 PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between

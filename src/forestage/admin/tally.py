@@ -11,7 +11,7 @@ import msgspec
 
 from forestage.events import Bad, Copied, Event, Handled, saved
 from forestage.events.ahead import Ahead, Copies
-from forestage.peers.stats import Uploaded
+from forestage.features.peers.stats import Uploaded
 
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Seconds: a warm hit, a copy from peers, what a Prolog may take, what srun may take."""

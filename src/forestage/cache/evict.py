@@ -6,7 +6,8 @@ share nobody else's entry goes, and for data no image. Plans are made and entrie
 the space lock; they are read before it is taken, and their bytes are deleted after it. Where a sum
 (entry_sum.py) says that there is room, no entry is read.
 
-Who evicts so: a stager (stage/pipeline.py) or hook (hooks/serve.py, views/job_dir.py) that needs
+Who evicts so: a stager (stage/pipeline.py) or hook (hooks/serve.py, features/data/job_dir.py) that
+needs
 room, Epilog and sweep, the command (admin/evict.py), and the sweep what another node found wrong.
 Leased or not, entries with wrong bytes go by admin/verify.py and views/through/local.py, and a
 damaged one makes place for its new copy in `Cache.publish`.

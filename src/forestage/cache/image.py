@@ -32,7 +32,7 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which bytes are meant. `path` is resolved; times are in ns, of the file server's clock.
 
     Of a directory `tree` is the digest of all that it holds, and `size` that of the image which is
-    made of it (sources/erofs.py).
+    made of it (features/data/erofs.py).
     """
 
     path: str

@@ -5,10 +5,11 @@
                          used: mtime is the last use, the text the uids of its users, 0 where root
                          warmed it; empty: nobody knows
     <root>/parts/<key>/{image, map, owner.json}  a copy under way, see part.py
-    <root>/jobs/<job>.<restart>/                 a job's own directory, see views/job_dir.py
+    <root>/jobs/<job>.<restart>/                 a job's own directory, see features/data/job_dir.py
     <root>/evicted/{<key>,<job>.<restart>}.<n>   evicted, soon deleted
     <root>/hot/<hash of a path>                  which of its images had a hot map, see hot.py
-    <root>/looks/<job>/                          looks at directories, see sources/agreement.py
+    <root>/looks/<job>/                          looks at directories, see
+    features/data/agreement.py
     <root>/locks/{<key>.lock, space.lock}
     <root>/locks/entries.sum                     the bytes of all entries, see entry_sum.py
     <root>/instances/<boot>.<run>                by whom the cache is used, see earlier.py

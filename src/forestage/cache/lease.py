@@ -5,7 +5,8 @@
                           JOB.hinted   a flag for the companion: each step of the job has to ask
                           JOB.nodes    its nodes, by a Prolog that has imported nothing
                           JOB.shown    what further steps are shown (cache/step_record.py)
-                          JOB.directory  by what its own directory shows (cache/directory_record.py)
+                          JOB.directory  by what its own directory shows
+                          (features/data/directory_record.py)
                           JOB.over     an Epilog without Python was here (epilog/forestage)
                           JOB.prolog   locked as long as its Prolog works (hooks/background.py)
 
@@ -122,7 +123,7 @@ class Leases:
         return self.directory / f"{job}.shown"
 
     def directory_record(self, job: int) -> Path:
-        """Where the companion finds the job's own directory (cache/directory_record.py)."""
+        """Where the companion finds the job's own directory (features/data/directory_record.py)."""
         return self.directory / f"{job}.directory"
 
     def over(self, job: int) -> Path:

@@ -5,7 +5,7 @@
     parts/<key>/spare          room for the small files that an entry has beside its image
     parts/<key>/peers          how many bytes came from peers, in decimal, while they help
     parts/<key>/source-failed  is there while peers help and the source gives errors here
-    parts/<key>/origins        who read which chunks from the source, see peers/origins.py
+    parts/<key>/origins        who read which chunks from the source, see features/peers/origins.py
     parts/<key>/hot            the pieces that a start of the image reads: their numbers, in JSON
     parts/<key>/waited         its time is when a hook last said that it waits
     parts/<key>/owner.json     what is copied, by whom, since when; good for one boot

@@ -13,7 +13,7 @@ from forestage.slurm.hints import Request
 
 
 class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a directory is (views/directory.py): its key and path, or why it has none.
+    """How far a directory is (features/data/directory.py): its key and path, or why it has none.
 
     `groups` are those of the user who could not read all of it, `seconds` is how long it took to
     look at its `files`; 0 where another node has looked.

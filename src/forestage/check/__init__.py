@@ -20,26 +20,16 @@ import msgspec
 
 from forestage.admin import site as sites
 from forestage.admin.site import Site
-from forestage.check import (
-    disk,
-    enroot,
-    hooks,
-    node,
-    peers,
-    plugins,
-    prefetch,
-    pyxis,
-    registry,
-    slurm_conf,
-    sources,
-    uses,
-)
+from forestage.check import disk, enroot, hooks, node, plugins, pyxis, slurm_conf, sources, uses
 from forestage.check import settings as of_settings
 from forestage.check.finding import Finding, Level, Report, pieces, plain, report
 from forestage.check.uses import Uses
 from forestage.clock import Clock
 from forestage.config import Config, Settings, load_settings
 from forestage.errors import ConfigError, Failed
+from forestage.features.peers import checks as peers
+from forestage.features.prefetch import checks as prefetch
+from forestage.features.registry import checks as registry
 from forestage.paths import Places
 from forestage.slurm import enroot as enroots
 from forestage.slurm.queue import Slurm

@@ -21,7 +21,7 @@ from forestage.check import plugins, slurm_conf
 from forestage.check.finding import Finding
 from forestage.config import Config
 from forestage.errors import RefusedError
-from forestage.peers import activation
+from forestage.features.peers import activation
 from forestage.slurm.slurm_conf import ConfLine
 from forestage.system import mounts, run
 from forestage.system.terminal import Line, Piece

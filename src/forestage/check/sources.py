@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from forestage.admin.publish import Layout, setstripe
 from forestage.check.finding import Finding
 from forestage.check.uses import Used, Uses
 from forestage.config import KEYS, Config
 from forestage.errors import Declined, Failed
+from forestage.features.prepare.publish import Layout, setstripe
 from forestage.system import as_user, mounts, run
 from forestage.system.files import opened
 from forestage.system.mounts import Mount

@@ -11,8 +11,8 @@ import msgspec
 from forestage import events
 from forestage.errors import Declined
 from forestage.events import Bad, Event, Handled
+from forestage.features.registry import reference
 from forestage.paths import Places
-from forestage.registry import reference
 
 SILENT = "registry-silent"
 HANGS = "source-hangs"

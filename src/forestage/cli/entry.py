@@ -14,7 +14,7 @@ def main() -> None:
         from forestage.hooks import boundary
 
         boundary.import_msgspec()
-        from forestage.admin import hints
+        from forestage.features.prepare import hints
 
         os._exit(hints.main(sys.argv[3:]))
     _end_at_interrupt()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli import images, report, site
+from forestage.cli import site
 from forestage.cli.world import (
     Commands,
     Exit,
@@ -23,6 +23,8 @@ from forestage.cli.world import (
     show,
 )
 from forestage.cli.world import World as World
+from forestage.features.prepare import commands as images
+from forestage.features.report import commands as report
 
 if TYPE_CHECKING:
     from forestage.admin.inventory import Item
@@ -300,11 +302,11 @@ def tend(ctx: click.Context) -> None:
     """
     from functools import partial
 
-    from forestage.admin import prefetch_host
     from forestage.admin import tend as work
     from forestage.cache import disk_errors
     from forestage.errors import ConfigError
-    from forestage.peers import node_list
+    from forestage.features.peers import node_list
+    from forestage.features.prefetch import prefetch_host
     from forestage.slurm.queue import Slurm
 
     if os.geteuid() != 0:
@@ -433,7 +435,7 @@ def metrics(world: World, is_shown: bool, quiet: bool) -> None:
     """
     from importlib.metadata import version
 
-    from forestage.admin import metrics as work
+    from forestage.features.metrics import export as work
 
     if quiet and not work.is_read(world.places):
         return
@@ -451,7 +453,7 @@ def peer(world: World, node: str | None) -> None:
 
     Started by forestage-peer.service; it ends at once where `peers.enabled` is false.
     """
-    from forestage.peers import server
+    from forestage.features.peers import server
     from forestage.slurm.queue import Slurm
 
     slurm = Slurm.of(os.environ)

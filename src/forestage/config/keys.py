@@ -70,7 +70,7 @@ class JobKey(Key, frozen=True):
 class Peering(msgspec.Struct, frozen=True, kw_only=True):
     """`peers:`, what nodes of a job get from each other. Sizes are bytes."""
 
-    # Read by peers/activation.py alone.
+    # Read by features/peers/activation.py alone.
     enabled: Annotated[
         bool | None,
         Key(

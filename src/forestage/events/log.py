@@ -59,7 +59,8 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
     `stored`, this node `imported` it or `waited` for another that did, or it was left to `enroot`.
     `baseline`: seconds that reading the image from its source takes here; 0 where that is not known
     (cache/baseline.py).
-    `data`: it is no container's image, but what the comment names besides (hooks/data.py).
+    `data`: it is no container's image, but what the comment names besides
+    (features/data/requests.py).
     """
 
     request: str = ""

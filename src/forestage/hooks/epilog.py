@@ -140,11 +140,11 @@ def _forget_images(places: Places, job: Job) -> None:
     """Removes what steps were shown of registries' images, whichever cache the job used.
 
     Before the lease goes: who takes one for a step later knows by that to give it back
-    (hooks/registry.py).
+    (features/registry/step_image.py).
     """
     if not places.images.exists():
         return
-    from forestage.registry import step_files
+    from forestage.features.registry import step_files
 
     with contextlib.suppress(OSError):  # what stays is for the sweep
         step_files.forget_job(places, job.id)
@@ -153,7 +153,7 @@ def _forget_images(places: Places, job: Job) -> None:
 def _clear(over: _Over) -> None:
     """Removes what few jobs have of data."""
     if over.data:
-        from forestage.views import release
+        from forestage.features.data import release
 
         release.of_job(over.cache, over.leases, over.job.id, over.patience)
 

@@ -29,7 +29,7 @@ from forestage.units import printable
 
 if TYPE_CHECKING:
     from forestage.events import Handled, Outcome
-    from forestage.hooks.data import ShownData
+    from forestage.features.data.requests import ShownData
     from forestage.hooks.limit import Limit
 
 
@@ -91,7 +91,7 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
         step.note_shown(user_messages.with_tell(nodes[0], job), job, decided_by, answers)
     outcomes: list[Outcome] = [answer.outcome for answer in answers]
     if has_data:
-        from forestage.hooks import data
+        from forestage.features.data import requests as data
 
         outcomes += data.begin(nodes[0], job, limit, refusal)
     if (refusal is None or job.hints.tell) and places.loaded.exists():
@@ -182,7 +182,7 @@ def _begin_import(hook: Hook, node: Node, job: Job) -> tuple[Job, Fields]:
 
     Returns the job without it, and the step's answer.
     """
-    from forestage.hooks import registry
+    from forestage.features.registry import step_image as registry
 
     def report_it(outcomes: Sequence[Outcome]) -> None:
         hook.report(job, outcomes, node.places, node.clock)
@@ -200,7 +200,7 @@ def _show_data(
     hook: Hook, node: Node, job: Job, limit: Limit, refusal: Declined | None
 ) -> ShownData:
     """Tells the companion what data the step is shown."""
-    from forestage.hooks import data
+    from forestage.features.data import requests as data
 
     shown = data.show(node, job, limit, refusal)
     for words in shown.lines:

@@ -47,7 +47,7 @@ SOURCES: Mapping[Kind, Finder] = {
     "mount": Files("data"),
 }
 """How the source of a request is found, by its kind. A directory is not known until all of it has
-been looked at, by a process that then copies it itself (views/directory.py)."""
+been looked at, by a process that then copies it itself (features/data/directory.py)."""
 
 SOURCE_TRIES = 2  # times that a source may change while it is copied before its path is left alone
 

@@ -57,7 +57,7 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class Source(Protocol):
-    """Which bytes are meant: a file (sources/file.py), or a directory (sources/open_tree.py).
+    """Which bytes are meant: a file (sources/file.py), or a directory (features/data/open_tree.py).
 
     All that a copy asks of what it copies. Whoever adds a kind of source brings one of these.
     """

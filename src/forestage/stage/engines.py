@@ -16,7 +16,7 @@ from forestage.stage.chunks import Tuning
 from forestage.system import run
 
 if TYPE_CHECKING:
-    from forestage.peers.client import Peers
+    from forestage.features.peers.client import Peers
 
 
 class Fetched(NamedTuple):
@@ -60,7 +60,7 @@ class Chunks:
         can be resumed.
         """
         if peers is not None:
-            from forestage.stage import with_peers  # few copies have peers
+            from forestage.features.peers import with_peers  # few copies have peers
 
             # What peers send takes the same links and processors: the source's pace is not known.
             given = with_peers.copy(source, part, self.tuning, stop, peers, readers)

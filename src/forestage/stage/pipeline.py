@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage import events, log, peers, trace
+from forestage import events, log, trace
 from forestage.cache import allocation, digest, disk_errors, evict, hot, image, readers
 from forestage.cache.layout import Entry
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, chunk_count
 from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Declined, Failed, PeerError
-from forestage.peers import activation, stats
+from forestage.features import peers
+from forestage.features.peers import activation, stats
 from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import chunks, engines, fstab, queue
 from forestage.stage.queue import meanwhile
@@ -31,7 +32,7 @@ from forestage.system.files import opened
 from forestage.units import format_rate
 
 if TYPE_CHECKING:
-    from forestage.peers.client import Peers
+    from forestage.features.peers.client import Peers
 
 PROGRESS_EVERY = 10.0  # seconds between two lines in the log
 GIVERS = 8  # that are named in an event, those that gave most

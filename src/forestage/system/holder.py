@@ -2,8 +2,9 @@
 
 It holds a key's lock, a file system in a hidden mount namespace, /dev/fuse, a worker: what must not
 end with the hook, whose session, step and cgroups Slurm ends. What and how long is its module's
-matter: stage/stager, views/directory, views/through/keeper_process, views/serving, views/job_disk,
-views/job_ram and hooks/registry. The rest is the same for all:
+matter: stage/stager, features/data/directory, views/through/keeper_process, features/data/serving,
+features/data/job_disk,
+features/data/job_ram and features/registry/step_image. The rest is the same for all:
 
     messages  to who started it, if that is still there: the first once its hook may end
     guests    the tasks that are connected to its socket, where it has one

@@ -13,20 +13,20 @@ from commands import CHUNK, NOW, Site
 from forestage.admin import status
 from forestage.admin.copies import Copy
 from forestage.admin.inventory import Holder, Leased
-from forestage.admin.prefetched import Prefetched
 from forestage.admin.status import Counts, DiskSpace, Status, pieces
 from forestage.cache import disk_errors
 from forestage.cache.evict import Room
 from forestage.cache.lease import Use
-from forestage.peers.stats import Uploaded
-from forestage.prefetch import expected, marks
-from forestage.prefetch.expected import Expectations
-from forestage.prefetch.marks import Look, Marks
-from forestage.registry.step_files import UnderWay
+from forestage.features.data.job_dir import Taken
+from forestage.features.peers.stats import Uploaded
+from forestage.features.prefetch import expected, marks
+from forestage.features.prefetch.expected import Expectations
+from forestage.features.prefetch.marks import Look, Marks
+from forestage.features.prefetch.prefetched import Prefetched
+from forestage.features.registry.step_files import UnderWay
 from forestage.system import lock
 from forestage.system.drawing import draw
 from forestage.system.terminal import moment
-from forestage.views.job_dir import Taken
 
 G = 1 << 30
 LONG = "/lustre/" + "/".join(f"directory-{number}" for number in range(12)) + "/image.sqsh"

@@ -15,7 +15,7 @@ import pytest
 
 from commands import CHUNK, NOW, Frozen, Site
 from forestage import events
-from forestage.admin import compare, metrics, registry, sources, sweep, verify
+from forestage.admin import compare, sources, sweep, verify
 from forestage.admin.inventory import Item
 from forestage.admin.sweep import SweepReport
 from forestage.bind import redirect as redirects
@@ -29,7 +29,9 @@ from forestage.cache.part import ABANDONED_AFTER, boot_id
 from forestage.cli.main import World
 from forestage.cli.world import Exit
 from forestage.errors import Failed, SlurmError
-from forestage.registry.collect import Done
+from forestage.features.metrics import export as metrics
+from forestage.features.registry import store_by_hand as registry
+from forestage.features.registry.collect import Done
 from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock, mounts, probe
 from forestage.system.as_user import TooSlow, User

@@ -24,7 +24,6 @@ from click.testing import CliRunner
 from commands import NOW, Frozen
 from forestage import check, events
 from forestage.admin import site as sites
-from forestage.admin.prefetch_node import BUSY
 from forestage.admin.site import COMPANION_CONF
 from forestage.check import Finding, Level, plugins
 from forestage.cli.main import main
@@ -32,12 +31,13 @@ from forestage.cli.world import World
 from forestage.config import load_settings
 from forestage.errors import Failed
 from forestage.events import Bad, Event, Handled
+from forestage.features.peers import auth, node_list, proven, unanswered
+from forestage.features.peers.node_list import NodeList
+from forestage.features.prefetch import expected, marks
+from forestage.features.prefetch.expected import Expectations
+from forestage.features.prefetch.marks import Look, Marks
+from forestage.features.prefetch.prefetch_node import BUSY
 from forestage.paths import Places
-from forestage.peers import auth, node_list, proven, unanswered
-from forestage.peers.node_list import NodeList
-from forestage.prefetch import expected, marks
-from forestage.prefetch.expected import Expectations
-from forestage.prefetch.marks import Look, Marks
 from forestage.slurm.slurm_conf import MAX_FILES
 from forestage.system import as_user
 from forestage.system.as_user import User

@@ -86,7 +86,7 @@ heavy |= {"xxhash", "filelock", "concurrent.futures", "threading.local", "rich",
 heavy |= {f"forestage.stage.{name}" for name in ("pipeline", "stager", "chunks", "engines")}
 heavy |= {f"forestage.cache.{name}" for name in ("evict", "digest", "space")}
 heavy |= {f"forestage.{name}" for name in ("hooks.epilog", "hooks.step", "system.run", "cli")}
-heavy |= {"forestage.prefetch"}
+heavy |= {"forestage.features.prefetch"}
 print(sorted(heavy & set(sys.modules)), len(forks))
 """
 

@@ -83,7 +83,8 @@ def test_job_that_ended_is_the_one_whose_redirects_go(
 def test_sockets_of_steps_go_before_the_lease(
     staging_node: Node, asking: Job, config: Config, monkeypatch: Patch
 ) -> None:
-    """By that a step that takes a lease later knows to give it back (hooks/registry.py)."""
+    """By that a step that takes a lease later knows to give it back
+    (features/registry/step_image.py)."""
     images, release, seen = staging_node.places.images, epilog._release, []
     images.mkdir(parents=True)
     (images / f"{asking.id}.0.sock").touch()

@@ -24,17 +24,17 @@ from forestage.cache.readers import Readers
 from forestage.clock import Clock
 from forestage.config import Peering
 from forestage.errors import Declined, Failed, Stopped
-from forestage.peers import activation, auth, client
-from forestage.peers.schedule import Policy
-from forestage.peers.stats import Counters
+from forestage.features.peers import activation, auth, client, with_peers
+from forestage.features.peers.schedule import Policy
+from forestage.features.peers.stats import Counters
+from forestage.features.peers.with_peers import Peers
 from forestage.slurm.job import Job
 from forestage.sources import source as stage_source
 from forestage.sources.file import FileSource
 from forestage.sources.source import Content, OpenImage
-from forestage.stage import chunks, engines, pipeline, with_peers
+from forestage.stage import chunks, engines, pipeline
 from forestage.stage.pipeline import Figures
 from forestage.stage.task import Task
-from forestage.stage.with_peers import Peers
 from forestage.system import lock, writers
 
 AfterCopy = Callable[[Callable[[], None]], "During"]
@@ -537,7 +537,7 @@ FROM_PEERS = Policy(careful=0, probe=600.0, grace=600.0)
 @pytest.fixture
 def other(monkeypatch: Patch) -> OtherNode:
     node = OtherNode(CONTENT)
-    monkeypatch.setattr("forestage.peers.of_job", lambda *_, **__: node)
+    monkeypatch.setattr("forestage.features.peers.of_job", lambda *_, **__: node)
     monkeypatch.setattr(with_peers, "policy", lambda *_: FROM_PEERS)
     return node
 
@@ -551,7 +551,7 @@ def test_bytes_from_other_nodes_are_counted_and_no_file_of_theirs_stays(
 
 
 def test_without_peers_nothing_of_theirs_is_loaded(task: Task, monkeypatch: Patch) -> None:
-    monkeypatch.setitem(sys.modules, "forestage.peers", None)  # an import would fail
+    monkeypatch.setitem(sys.modules, "forestage.features.peers", None)  # an import would fail
     assert run(task).from_peers == 0
 
 

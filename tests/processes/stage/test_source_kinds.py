@@ -16,11 +16,12 @@ from forestage.admin.verify import Manner
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.node import Node
 from forestage.config import Peering
-from forestage.peers.schedule import Policy
+from forestage.features.peers import with_peers
+from forestage.features.peers.schedule import Policy
 from forestage.slurm.job import Job
 from forestage.sources import source
 from forestage.sources.source import Content, OpenImage
-from forestage.stage import pipeline, stager, with_peers
+from forestage.stage import pipeline, stager
 from forestage.stage.task import Task
 
 SIZE = 70_000  # bytes: the last chunk is not full
@@ -96,7 +97,7 @@ def test_made_up_source_that_changes_meanwhile_is_not_published(
 def test_made_up_source_comes_from_the_other_nodes_of_the_job(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forestage.peers.of_job", lambda *_, **__: OtherNode(WHOLE))
+    monkeypatch.setattr("forestage.features.peers.of_job", lambda *_, **__: OtherNode(WHOLE))
     # Nothing is read beside the first connection.
     policy = Policy(careful=0, probe=600.0, grace=600.0)
     monkeypatch.setattr(with_peers, "policy", lambda *_: policy)

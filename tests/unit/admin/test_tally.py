@@ -8,7 +8,7 @@ import pytest
 
 from forestage.admin.tally import RATES, WAITS, Histogram, Tally
 from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, Result, saved
-from forestage.peers.stats import Uploaded
+from forestage.features.peers.stats import Uploaded
 
 GIB = 1 << 30
 

@@ -1,0 +1,1 @@
+"""What is not the core: a folder for each feature, which could be deleted."""

@@ -1,0 +1,387 @@
+"""A directory as one entry of the cache: looked at, copied and shown to the steps of a job.
+
+A process of its own, begun by the Prolog, looks at all that the directory holds, as the user. What
+it finds is the identity; the entry is an EROFS image made of it (features/data/erofs.py), so that
+stager,
+peers, resume, verify and eviction know nothing of directories. Steps start from the shared path
+until all of it is here. Each looks again before it is shown the copy: a job may write to its data
+between two steps. Of the nodes of a job one looks for all where it can
+(features/data/agreement.py).
+
+    state in JOB.data     reached by
+    looking               the Prolog
+    copying               the process has looked, and there is no entry
+    ready                 there is one
+    declined              why not is beside it
+"""
+
+import contextlib
+import hashlib
+import os
+import threading
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from forestage import log
+from forestage.cache import image, part
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Leases, Use
+from forestage.cache.node import Node
+from forestage.cache.said import Tree
+from forestage.clock import Deadline
+from forestage.errors import Declined, Failed, ForestageError, of_node
+from forestage.events import Handled
+from forestage.features.data import agreement, erofs, manifest, open_tree, retry, wanted
+from forestage.features.data.manifest import Manifest
+from forestage.features.data.wanted import ForStep, ViewCall
+from forestage.features.peers import activation
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.sources.source import OpenImage
+from forestage.stage import stager
+from forestage.stage.task import Task
+from forestage.stage.wait import Eta
+from forestage.system import as_user, holder, lock, loop, mounts, run
+from forestage.system.as_user import User
+from forestage.system.holder import Channel, Message
+from forestage.system.loop import Loop
+from forestage.units import format_size, printable
+
+TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
+PLACES = 32  # directories looked at or copied at once for jobs of all users
+OF_USER = 16  # … of one user; and looked at by steps of one
+PLACE = 1.0  # seconds between two tries for a place
+POLL = 0.25  # seconds between two looks of a step that waits
+LOOK = 60.0  # seconds for a step's look at all files; a file server that needs longer hangs
+WORKS_AT = 5.0  # seconds for a look where the job works
+GIVE_UP = 1.0  # seconds for the space lock, where a later step can do the same
+PROBE = 10.0  # seconds for the kernel to load a module
+
+
+def begin(call: ViewCall, request: Request) -> Handled:
+    """Starts the process that brings a directory, for the Prolog. Raises Failed, OSError."""
+    wanted.note_tree(call.node, call.job, request.path, Tree("looking"))
+    _start(call.node, call.job, request.path)
+    return Handled("started", request=printable(request.path), via="hint")
+
+
+def _start(node: Node, job: Job, path: str) -> None:
+    """Starts the process; that it looks is noted. Raises Failed, OSError."""
+    if activation.is_on(node.config, node.places, node.clock.monotonic()):
+        agreement.prepare(node.cache, job.id)
+    about = f"stager job={job.id}"
+    with holder.start(stager.STAGER, about, partial(_live, node, job, path)) as channel:
+        message = channel.recv(holder.START)
+        if message is not None and message.state == "died":
+            why = "the process that looks at the directory died"
+            wanted.note_tree(node, job, path, Tree("declined", reason="helper", detail=why))
+            raise Failed("helper", why)
+
+
+def _look_again(call: ViewCall, restart: int, path: str) -> None:
+    """Has the process of a Prolog look once more, where the step has groups which that one had not.
+
+    Once for all steps that have the same groups. Raises Failed, OSError.
+    """
+    node, job = call.node, msgspec.structs.replace(call.job, restart=restart, step=None)
+    if not _may_see_more(_state(node, job, path), job.user):
+        return
+    with lock.held(node.cache.space_lock, GIVE_UP):
+        if not _may_see_more(_state(node, job, path), job.user):  # another step was faster
+            return
+        wanted.note_trees(node, job, {path: Tree("looking")})
+    _start(node, job, path)
+
+
+def _may_see_more(tree: Tree, user: User) -> bool:
+    """Pure: whether this user of a step may read what was not readable before."""
+    refused = tree.state == "declined" and tree.reason == "no-permission"
+    return refused and not set(user.groups or ()) <= set(tree.groups)
+
+
+def show(call: ViewCall, request: Request) -> ForStep:
+    """The line by which a step's tasks see the copy; none where it is not here, or is outdated.
+
+    Raises Declined, Failed, OSError.
+    """
+    node, job, path, until = call.node, call.job, request.path, call.copy
+    noted = wanted.read(node.leases, job.id, job.user.uid)
+    _look_again(call, noted.restart, path)
+    tree = _state(node, job, path)
+    while until is not None and tree.state in ("looking", "copying") and until.left():
+        if lock.is_free(_life(node, job.id, noted.restart, path)):
+            tree = _state(node, job, path)
+            if tree.state not in ("ready", "declined"):  # and so it stays
+                why = f"who brings {path} has been killed"
+                tree = Tree("declined", reason="helper", detail=why)
+            break
+        call.progress(partial(_progress, node, path, tree, until))
+        node.clock.sleep(min(POLL, until.left()))
+        tree = _state(node, job, path)
+    outcome = Handled("started", request=printable(request.path), via="hint", image=tree.path)
+    entry = node.cache.read(tree.key) if tree.state == "ready" else None
+    if entry is None or not node.cache.is_proven(tree.key):
+        agreement.decline(node, job, noted.restart, path)
+        if tree.state == "declined":
+            raise Declined(tree.reason, tree.detail)
+        return [], outcome
+    digest = entry.identity.tree
+    until_seen = Deadline.after(min(LOOK, call.looks_end().left()), node.clock)
+    if tree.seconds > until_seen.left():  # by now, not when that is over
+        agreement.decline(node, job, noted.restart, path)
+        what = f"{tree.files} files, of which a look took {tree.seconds:.0f} s as the job began"
+        raise manifest.too_slow(path, what)
+    with contextlib.ExitStack() as place:
+        if not _may_look(node, job, place, until_seen):
+            agreement.decline(node, job, noted.restart, path)
+            raise Declined("deadline", f"{OF_USER} steps of this user look at directories already")
+        if agreement.now(node, job, noted.restart, path, digest, until_seen.left()) != digest:
+            raise Declined("changed", f"{path} has changed since the job began")
+    _must_not_hold(tree.path, job, call.looks_end())
+    call.must_not_be_bound(tree.path)
+    copy = node.cache.image(tree.key)
+    device, file = loop.attach(copy, read_only=True), loop.file_of(copy.stat())
+    line = ("device", device, file, "erofs", "ro", tree.path, str(entry.identity.inode))
+    shown = msgspec.structs.replace(
+        outcome, result="hit", key=tree.key, size=entry.identity.size, redirect="spank"
+    )
+    return [line], shown
+
+
+def _must_not_hold(directory: str, job: Job, end: Deadline) -> None:
+    """Raises Declined where the job works in the directory: it would become read-only.
+
+    Wherever links lead: the directory is resolved. Raises as_user.TooSlow.
+    """
+
+    def work() -> as_user.Found[list[bytes]]:  # they need not be text
+        home = job.home or as_user.home_of(job.user)
+        as_user.become(job.user)
+        own = [path for path in (home, job.work_dir) if path.startswith("/")]
+        return [*map(os.fsencode, (*own, *map(os.path.realpath, own)))], []
+
+    found, _ = as_user.call(work, list[bytes], min(WORKS_AT, end.left()))
+    for own in map(os.fsdecode, found):
+        if f"{own}/".startswith(f"{directory}/"):
+            raise Declined("no-mount", f"{directory} holds the job's own directory {own}")
+
+
+def _life(node: Node, job: int, restart: int, path: str) -> Path:
+    """The lock that the process which brings a directory holds for its life.
+
+    In a folder whose unused locks the sweep removes.
+    """
+    words = msgspec.json.encode((job, restart, path))
+    return node.cache.locks / f"tree-{hashlib.sha256(words).hexdigest()[:32]}.lock"
+
+
+def _progress(node: Node, path: str, tree: Tree, until: Deadline) -> str:
+    """For a user who waits: how far the directory is."""
+    if tree.state == "looking":
+        return f"waiting for {printable(path)}, whose files are being looked at"
+    owner = node.cache.stager(tree.key)
+    if owner is None:
+        return f"waiting for the copy of {printable(path)}, which is about to begin"
+    eta = Eta(node, owner.image, until)
+    eta.hopeless()  # measures it
+    return eta.progress()
+
+
+def let_go(cache: Cache, leases: Leases, patience: float) -> None:
+    """Detaches the devices of entries that no lease names. Raises Failed.
+
+    `patience` is in seconds, for the space lock. Where a task is left that has one mounted, the
+    kernel does so after it. A step that is about to mount one this moment finds it gone and reads
+    the shared path.
+    """
+    with lock.held_if_writable(cache.space_lock, patience):
+        used = leases.keys()
+        for device in loop.attached():
+            if _is_done_with(cache, device, used):
+                loop.detach(device)
+
+
+def _is_done_with(cache: Cache, device: Loop, used: frozenset[str]) -> bool:
+    """Whether a device shows an entry that no lease names; one that was evicted has no name."""
+    path = device.file.removesuffix(loop.DELETED)
+    if not (device.is_of_cache(cache.real) and path.endswith("/image")):
+        return False
+    with contextlib.suppress(OSError):
+        if device.is_deleted:
+            return device.is_on(cache.root.stat())
+        key = Path(path).parent.name
+        return key not in used and device.is_of(os.lstat(cache.image(key)))
+    return False
+
+
+def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
+    """The whole life of the process that brings a directory."""
+
+    def work(stop: threading.Event) -> None:
+        hook.begin()
+        with lock.held(_life(node, job.id, job.restart, path), holder.START):
+            hook.send(Message("ready"))
+            hook.close()
+            _note_end(node, job, path, stop)
+
+    stager.run_until_stopped(work)
+
+
+def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
+    ended = Tree("declined", reason="helper", detail="the process that brought it died")
+    try:
+        with contextlib.ExitStack() as place:
+            _take_place(node, job, place)
+            ended = _bring(node, job, path, stop)
+    except (ForestageError, OSError) as error:
+        reason = error.reason if isinstance(error, Declined) else of_node(error).reason
+        groups = tuple(job.user.groups or ()) if reason == "no-permission" else ()
+        ended = Tree("declined", reason=reason, detail=printable(str(error)), groups=groups)
+        line = f"reason={reason} detail={printable(str(error))!r}"
+        log.say(f"stager job={job.id} result=declined {line}", by_slurm=True)
+    finally:
+        wanted.note_tree(node, job, path, ended)
+
+
+def _take_place(node: Node, job: Job, held: contextlib.ExitStack) -> None:
+    """Waits until few others are at work: each has all names of its directory in root's memory.
+
+    That counts for no job: 200,000 long names take 400 MiB. Raises Declined.
+    """
+    for name, most in ((f"trees-{job.user.uid}", OF_USER), ("trees", PLACES)):
+        while lock.take_one(node.cache.locks, name, most, held) is None:
+            _must_be_wanted(node, job)
+            node.clock.sleep(PLACE)
+
+
+def _may_look(node: Node, job: Job, held: contextlib.ExitStack, until: Deadline) -> bool:
+    """Waits until few other steps of this user look, for the same reason; False where it is late.
+
+    Other users' looks are in nobody's way: a step waits.
+    """
+    with contextlib.suppress(OSError):  # of a disk that is read-only by now
+        name = f"looks-{job.user.uid}"
+        while lock.take_one(node.cache.locks, name, OF_USER, held) is None:
+            if not until.left():
+                return False
+            node.clock.sleep(min(POLL, until.left()))
+    return True
+
+
+def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
+    """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
+    os.setgroups(as_user.groups(job.user))
+    root, resolved = manifest.open_root(path, job.user)
+    _must_be_a_source(node, root, resolved)
+    max_files = node.config.data.max_files
+    looked = node.clock.wall()
+    seen = agreement.at_start(node, job, path, root, resolved)
+    found = seen.manifest
+    _must_have_bytes(found)
+    _must_be_countable(node, found)
+    key = found.digest[:32]
+    _lease(node, job, key)
+    ready = Tree("ready", key, resolved, files=len(found.files), seconds=seen.seconds)
+    if node.cache.read(key) is not None and node.cache.is_proven(key):
+        return ready
+    wanted.note_tree(node, job, path, Tree("copying", key, resolved))
+    _must_be_mountable()
+    with contextlib.ExitStack() as held:
+        _take_turn(node, job, key, held)
+        # Nothing that takes much memory before: another job's copy may take hours.
+        if node.cache.read(key) is not None and node.cache.is_proven(key):
+            return ready
+        retry.must_be_due(node.cache, resolved, node.clock.wall())
+        acls = manifest.acls(root, found, job.user) if seen.acls is None else seen.acls
+        made = erofs.layout(found, acls)
+        # Of what an earlier copy has read nobody here knows which files those were.
+        lent = seen.lent and not node.cache.part_dir(key).exists()
+        opened = open_tree.OpenTree(
+            root, found, made, job.user, max_files, node.clock, looked, lent
+        )
+        held.callback(opened.close)
+        # Of files there is no second descriptor past the page cache, and rsync knows no images.
+        here = node.configured(engine="chunks", cold="shared")
+        task = Task(here, job, OpenImage(opened.image, job.user, root, other=opened))
+        ended = stager.copy(task, stop)
+    if ended.state == "failed":
+        if ended.reason == "written":
+            retry.note(node.cache, resolved, ended.detail, node.clock.wall())
+        raise (Failed if ended.node_failed else Declined)(ended.reason, ended.detail)
+    return ready
+
+
+def _take_turn(node: Node, job: Job, key: str, held: contextlib.ExitStack) -> None:
+    """Takes the key's lock; waits for another job's copy while this job lives. Raises Declined."""
+    while True:
+        with contextlib.suppress(lock.Busy):
+            held.enter_context(lock.held_for_work(node.cache.key_lock(key), TURN))
+            return
+        _must_be_wanted(node, job)
+
+
+def _must_be_wanted(node: Node, job: Job) -> None:
+    if not wanted.is_here(node, job):
+        raise Declined("stopped", "the job is over")
+
+
+def _must_be_a_source(node: Node, root: int, resolved: str) -> None:
+    sources = tuple(map(as_user.real, node.config.sources))
+    if not image.is_below(resolved, sources):
+        raise Declined(
+            "outside-sources",
+            f"{resolved} is not below {', '.join(sources)}",
+            "the admin can add its directory to `sources:`",
+        )
+    if image.is_below(str(node.cache.real), [resolved]):
+        raise Declined("outside-sources", f"{resolved} holds the cache itself")
+    if mounts.is_users(root, resolved, node.config.user_mounts):
+        raise Declined(
+            "bad-path",
+            f"{resolved} is in a file system that a user has mounted",
+            "the admin can name that of a service in `user_mounts:`",
+        )
+
+
+def _must_have_bytes(found: Manifest) -> None:
+    """Raises Declined for a directory that is nothing but links: the bytes lie elsewhere."""
+    if not found.bytes:
+        links = sum(bool(file.link) for file in found.files)
+        what = f"{found.path} has no bytes" + (f", only {links} links" if links else "")
+        raise Declined("empty", what, "name the directory to which the links lead, too")
+
+
+def _must_be_countable(node: Node, found: Manifest) -> None:
+    """Raises Declined for what is too large, before anything takes memory by its size."""
+    # Each file begins at a block; names and inodes take the rest.
+    size = found.bytes + erofs.BLOCK * len(found.files)
+    most = node.config.max_image_size
+    if most is not None and size > most:
+        what = f"{found.path} has {format_size(size)}, more than max_image_size {format_size(most)}"
+        raise Declined("too-large", what)
+    part.must_be_countable(open_tree.image_of(found, size), node.config.chunk_of(size))
+
+
+def _must_be_mountable() -> None:
+    """Raises Declined where the kernel has no EROFS, nor a module of it; Failed."""
+    if "\terofs\n" not in Path("/proc/filesystems").read_text():
+        ran = run.run(["modprobe", "erofs"], timeout=PROBE)
+        if ran.code != 0:
+            what = f"this kernel has no EROFS, of which the copy would be: {ran.explained()}"
+            raise Declined("no-erofs", what)
+
+
+def _lease(node: Node, job: Job, key: str) -> None:
+    """Holds the entry for the job. Raises Stopped where that is over."""
+    with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
+        lease = node.leases.read_own(job.id, job.user.uid)
+        if lease is None or not wanted.is_here(node, job):
+            raise Declined("stopped", "the job is over")
+        node.leases.write(lease.with_use(Use(key)))
+
+
+def _state(node: Node, job: Job, path: str) -> Tree:
+    nobody = Tree("declined", reason="helper", detail=f"nobody looks at {path}")
+    return wanted.read(node.leases, job.id, job.user.uid).trees.get(path, nobody)

@@ -1,0 +1,220 @@
+"""Processes that read a tree's small files as its user, one for each processor.
+
+A small file costs Python more than the file system: threads of one process would take turns (see
+features/data/user_threads). Each process has memory that it shares with the copy, and fills it with
+the
+files of one request after the other.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import queue
+import select
+import signal
+import socket
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from forestage.errors import Declined, Failed
+from forestage.features.data.manifest import File
+from forestage.features.data.user_threads import Team, act_as
+from forestage.sources import source
+from forestage.sources.source import Truncated, Unreadable
+from forestage.system import child
+from forestage.system.as_user import User
+from forestage.units import printable
+
+MOST = 4  # processes; an engine has so many threads, each with a request
+ROOM = 4 * 1024 * 1024  # bytes of the files of one request
+MANY = 1024  # files of one request: IOV_MAX, as their memory is filled by one call
+ANSWER = 64 * 1024  # bytes of the longest
+ENDS = 1.0  # seconds for the end of a killed process; one that the kernel holds is left behind
+
+Problem = Literal["", "changed", "written", "truncated", "unreadable"]
+
+
+class Tree(msgspec.Struct, frozen=True):
+    """An open directory: its descriptor, the resolved path, the device it must lie on, its user."""
+
+    root: int
+    path: str
+    disk: int
+    user: User
+
+    def name(self, file: File) -> str:
+        """Return a file's path, for messages. Pure."""
+        return printable(os.path.join(self.path, os.fsdecode(file.path)))
+
+
+class FilePiece(msgspec.Struct, frozen=True, array_like=True):
+    """So many bytes of a file, from `offset` on."""
+
+    file: File
+    offset: int
+    length: int
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What came of a request: all of it, or what was wrong with which of its pieces."""
+
+    problem: Problem = ""
+    number: int = 0
+    error: int = 0  # errno, of what is unreadable
+
+
+def open_unchanged(tree: Tree, file: File) -> int:
+    """Opens a file for this thread's ids. Raises OSError, Declined.
+
+    Declined is for one that is not what it was, or that somebody writes to.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with contextlib.ExitStack() as undo:
+        fd = os.open(file.path, flags, dir_fd=tree.root)
+        undo.callback(os.close, fd)
+        facts = os.fstat(fd)
+        seen = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+        # A file system that a user mounts there for a moment says what inode and times it likes.
+        if seen != (tree.disk, file.inode, file.size, file.mtime_ns, file.ctime_ns):
+            raise source.changed(tree.name(file))
+        source.must_have_no_writer(fd, tree.name(file))
+        undo.pop_all()
+    return fd
+
+
+def read_into(tree: Tree, file: File, fd: int, offset: int, want: memoryview) -> None:
+    """Fills `want` from an open file of the tree. Raises OSError, Declined, Truncated."""
+    done = 0
+    while done < len(want):
+        count = os.preadv(fd, [want[done:]], offset + done)
+        if count == 0:
+            raise Truncated(tree.name(file))
+        done += count
+    # A write that has begun before the bytes were read, and has not ended, has the file open.
+    source.must_have_no_writer(fd, tree.name(file))
+    os.posix_fadvise(fd, offset, len(want), os.POSIX_FADV_DONTNEED)
+
+
+class FileReaders:
+    """The processes, for as many threads of this one. To be made while it has one thread."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.all = [_Reader(tree) for _ in range(min(MOST, len(os.sched_getaffinity(0))))]
+        self._free: queue.SimpleQueue[_Reader] = queue.SimpleQueue()
+        for one in self.all:
+            self._free.put(one)
+
+    def read(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> None:
+        """Fills the memory of each of the pieces; together they are a ROOM at most, and not MANY.
+
+        Raises Declined, Truncated, Unreadable, Failed.
+        """
+        reader = self._free.get()
+        try:
+            answer = reader.ask(pieces, want)
+        finally:
+            self._free.put(reader)
+        if answer.problem:
+            raise _error(self.tree.name(pieces[answer.number].file), answer)
+
+    def close(self) -> None:
+        """Ends the processes; none of them reads any more."""
+        for one in self.all:
+            one.close()
+
+
+class _Reader:
+    """One of the processes, as its parent has it."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.memory = os.memfd_create("files")
+        os.truncate(self.memory, ROOM)
+        life = partial(_serve, tree=tree, memory=self.memory)
+        self.pid, self.line = child.begin(life, lambda *_: None)
+
+    def ask(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> Answer:
+        """Has the process read, and takes what it has read. Raises Failed where it has died."""
+        request = msgspec.msgpack.encode(pieces)
+        os.pwrite(self.memory, request, ROOM)
+        try:
+            self.line.send(b"%d" % len(request))
+            said = self.line.recv(ANSWER)
+        except OSError:
+            said = b""
+        if not said:
+            self.line.close()  # what it may still say is no answer to a later request
+            raise Failed("helper", "a process that reads the files of a directory died")
+        answer = msgspec.msgpack.decode(said, type=Answer)
+        # What is not filled holds whatever was in that memory before.
+        if not answer.problem and os.preadv(self.memory, want, 0) != sum(map(len, want)):
+            raise Failed(
+                "helper", "what a process has read of a directory's files is not all there"
+            )
+        return answer
+
+    def close(self) -> None:
+        self.line.close()
+        os.close(self.memory)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)  # it may be in a read that hangs
+            process = os.pidfd_open(self.pid)
+            select.select([process], [], [], ENDS)
+            os.close(process)
+            os.waitpid(self.pid, os.WNOHANG)
+
+
+def _serve(line: socket.socket, tree: Tree, memory: int) -> None:
+    """All that such a process does, until its parent closes the line, or has ended."""
+    child.let_go({line.fileno(), tree.root, memory})
+    act_as(tree.user)
+    team = Team(tree.user)
+    with mmap.mmap(memory, ROOM) as mapped, memoryview(mapped) as room:
+        while said := line.recv(32):
+            request = os.pread(memory, int(said), ROOM)
+            pieces = msgspec.msgpack.decode(request, type=list[FilePiece])
+            line.send(msgspec.msgpack.encode(_fill(tree, team, pieces, room)))
+
+
+def _fill(tree: Tree, team: Team, pieces: Sequence[FilePiece], room: memoryview) -> Answer:
+    ends, end = [], 0
+    for piece in pieces:
+        end += piece.length
+        ends.append(end)
+
+    def read(number: int) -> Answer:
+        piece = pieces[number]
+        want = room[ends[number] - piece.length : ends[number]]
+        try:
+            fd = open_unchanged(tree, piece.file)
+            try:
+                read_into(tree, piece.file, fd, piece.offset, want)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            return Answer("unreadable", number, error.errno or errno.EIO)
+        except Truncated:
+            return Answer("truncated", number)
+        except Declined as error:
+            return Answer("written" if error.reason == "written" else "changed", number)
+        return _READ
+
+    answers = team.each(range(len(pieces)), read)
+    return next((answer for answer in answers if answer.problem), _READ)
+
+
+_READ = Answer()
+
+
+def _error(name: str, answer: Answer) -> Declined:
+    if answer.problem == "truncated":
+        return Truncated(name)
+    if answer.problem == "written":
+        return source.written(name)
+    if answer.problem == "changed":
+        return source.changed(name)
+    return Unreadable(name, OSError(answer.error, os.strerror(answer.error)))

@@ -1,0 +1,360 @@
+"""Fills a job's own directory: the trees, archives and files that its comment has put there.
+
+By the first step that starts on the node, which waits; others that start meanwhile wait as well.
+It appears by one rename, whole. What could not be put there is not tried again by each further
+step: the job has one line that says why.
+
+    stage=DIR@job          DIR, writable, at /forestage/job/DIR
+    stage=X.tar.gz@job     what the archive holds, at /forestage/job/X
+    stage=FILE@job         a copy of it, at /forestage/job/FILE
+    stage=DIR@seed:NAME    DIR, writable, at /forestage/job/seed/NAME; NAME is set to that path
+"""
+
+import contextlib
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from forestage.cache.image import declined_by
+from forestage.cache.said import Wanted
+from forestage.clock import Deadline
+from forestage.errors import Declined, Failed
+from forestage.events import Handled
+from forestage.features.data import copy_in, job_dir
+from forestage.features.data.job_dir import Own, Place
+from forestage.features.data.wanted import ForStep, ViewCall
+from forestage.slurm.hints import Request
+from forestage.slurm.lines import Fields
+from forestage.system import as_user, child, files, lock, records, run
+from forestage.system.as_user import Found, User
+from forestage.units import format_duration, printable, quote
+
+SEED = "seed:"
+FILE = "file"  # in a draft
+LAST = 3.0  # seconds, once the time is over, to delete what is not whole; as many to say so
+
+_ARCHIVE = re.compile(r"\.(tar(\.[a-z0-9]{1,4})?|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}", re.ASCII)
+_OTHERS = {"PATH", "HOME", "SHELL", "USER", "LOGNAME", "IFS", "ENV", "TMPDIR"}
+_OTHERS_BEGIN = ("LD_", "SLURM", "SPANK_", "ENROOT_", "PYXIS_", "PYTHON", "BASH_", "FORESTAGE_")
+
+
+class Put(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How it ended: with `bytes` in the directory, or for a `reason` without.
+
+    `again`: another step may try it again.
+    """
+
+    bytes: int = 0
+    reason: str = ""
+    detail: str = ""
+    again: bool = False
+
+
+class _Order(msgspec.Struct, frozen=True):
+    """What the process that does the work is to do; `name` is where, below the directory.
+
+    `step` is the step's manager, in whose cgroups it works.
+    """
+
+    own: Own
+    number: int
+    user: User
+    path: str
+    name: str
+    until: Deadline
+    step: int
+
+    @property
+    def place(self) -> Place:
+        return self.own.place
+
+    @property
+    def draft(self) -> str:
+        """The name that it has in the job's directory until it is whole."""
+        return f".forestage-{self.number}"
+
+    @property
+    def aside(self) -> str:
+        """Begins the names of what is deleted of it."""
+        return f"{self.draft}."
+
+
+class _Way(msgspec.Struct, frozen=True):
+    """What puts something into the draft, and where in it that is then; "" for all of it."""
+
+    work: Callable[[], int]
+    made: str = ""
+
+
+def is_variable(name: str) -> bool:
+    """Pure: whether a job may have this variable set to the path of its seed."""
+    own = name not in _OTHERS and not name.startswith(_OTHERS_BEGIN)
+    return bool(_VARIABLE.fullmatch(name)) and own
+
+
+def name_of(request: Request) -> str:
+    """Pure: where a request shows, below the job's directory. Raises Declined."""
+    if request.at.startswith(SEED):
+        variable = request.at.removeprefix(SEED)
+        if not is_variable(variable):
+            raise Declined("bad-hint", f"{quote(variable)} is no variable that a seed may set")
+        return f"seed/{variable}"
+    name = os.path.basename(request.path.rstrip("/"))
+    if not request.path.endswith("/"):
+        name = _ARCHIVE.sub("", name)
+    if name in ("", ".", "..", "seed") or name.startswith(".forestage-"):
+        raise Declined("bad-hint", f"{printable(request.path)} has no name for the job's directory")
+    return name
+
+
+def must_be_possible(noted: Wanted, request: Request) -> str:
+    """Pure: `name_of` a request, if the job has a directory and nothing else has that name in it.
+
+    Raises Declined.
+    """
+    if noted.room is None:
+        raise Declined(
+            "job-dir",
+            f"@{request.at} needs a directory of the job's own",
+            "add stage-dir=SIZE to the comment",
+        )
+    name = name_of(request)
+    if name in _names(noted.requests[: noted.requests.index(request)]):
+        raise Declined("bad-hint", f"another stage= has the name {printable(name)} already")
+    return name
+
+
+def _names(requests: Sequence[Request]) -> set[str]:
+    """Pure: the names that these take in the job's directory."""
+    names = set()
+    for request in requests:
+        with contextlib.suppress(Declined):
+            if request.at and not request.at.startswith("/"):
+                names.add(name_of(request))
+    return names
+
+
+def begin(call: ViewCall, request: Request) -> Handled:
+    """What a Prolog does: the job's first step does the rest. Raises Declined."""
+    must_be_possible(call.noted, request)
+    return Handled("started", request=printable(request.path), via="hint")
+
+
+def show(call: ViewCall, request: Request) -> ForStep:
+    """Puts what a step's job asked for into its own directory, if no step before has done so.
+
+    Raises Declined, Failed, OSError.
+    """
+    node, job, noted, own = call.node, call.job, call.noted, call.own
+    start = node.clock.monotonic()
+    name = must_be_possible(noted, request)
+    if own is None:
+        raise Declined("job-dir", "the job has no directory of its own on this node")
+    number = noted.requests.index(request)
+    known = _read_put(own.place, number)
+    found = known
+    if found is None:
+        order = _Order(own, number, job.user, request.path, name, call.fill, job.manager)
+        found = _have_it_put(order, lambda: call.progress(partial(_progress, order, start)))
+    if found.reason:
+        raise Declined(found.reason, found.detail)
+    target = f"{node.places.job_dir}/{name}"
+    handled = Handled(
+        "hit" if known else "copied",
+        request=printable(f"{request.path}@{request.at}"),
+        via="hint",
+        image=printable(request.path),
+        size=found.bytes,
+        wait=round(node.clock.monotonic() - start, 4),
+    )
+    return [("env", name.removeprefix("seed/"), target)] if "/" in name else [], handled
+
+
+def unset(own: Own | None, noted: Wanted) -> list[Fields]:
+    """The variables of seeds that are not in this directory: those of another node are no use."""
+    names: dict[str, bool] = {}
+    for number, request in enumerate(noted.requests):
+        if not request.at.startswith(SEED) or not is_variable(request.at.removeprefix(SEED)):
+            continue
+        name = request.at.removeprefix(SEED)
+        names[name] = names.get(name, False) or (own is not None and _is_whole(own, number))
+    return [("env", name) for name, is_there in names.items() if not is_there]
+
+
+def is_put(own: Own, noted: Wanted, request: Request) -> bool:
+    """Whether the directory holds what this request asks for, from an earlier step."""
+    return request.kind == "fill" and _is_whole(own, noted.requests.index(request))
+
+
+def _is_whole(own: Own, number: int) -> bool:
+    known = _read_put(own.place, number)
+    return known is not None and not known.reason
+
+
+def _read_put(place: Place, number: int) -> Put | None:
+    with contextlib.suppress(OSError, records.Damaged):
+        return records.load(place.put(number), Put)
+    return None
+
+
+def _progress(order: _Order, start: float) -> str:
+    """For a user who waits: what for, and for how long already."""
+    took = format_duration(order.until.clock.monotonic() - start)
+    return f"waiting for {printable(order.path)}, which is put into the job's directory ({took})"
+
+
+def _have_it_put(order: _Order, idle: Callable[[], None]) -> Put:
+    """Has it done by a process of the user's; notes what came of it. Raises Declined, OSError."""
+    work = partial(_work, order)
+    try:
+        # Once: memory that did not suffice in the job's cgroup would not suffice again.
+        found, line = as_user.ask(work, Put, order.until.left() + 2 * LAST, idle=idle, tries=1)
+    except as_user.TooSlow as slow:
+        found = _read_put(order.place, order.number) or Put(0, slow.reason, str(slow))
+        records.write(order.place.put(order.number), msgspec.json.encode(found))
+        raise
+    except (
+        as_user.Killed,
+        Failed,
+    ):  # in the job's cgroup: killed for want of memory, or by the user
+        with contextlib.suppress(Failed, Declined, OSError):  # in memory it still takes some
+            as_user.call(partial(_clear, order), type(None), 2 * LAST)
+        raise Declined("not-put", f"{printable(order.path)}: its copier was killed") from None
+    line.close()
+    if not found.again:
+        records.write(order.place.put(order.number), msgspec.json.encode(found))
+    return found
+
+
+def _work(order: _Order) -> Found[Put]:
+    """All that this process is for."""
+    with contextlib.suppress(OSError):  # it has ended
+        child.join(os.getpid(), order.step)
+    try:
+        # Held by this process: the hook that waits for it may be killed.
+        with lock.held(order.place.lock(order.number), order.until.left()):
+            return _read_put(order.place, order.number) or _put(order), []
+    except lock.Busy:
+        what = "another step copies it, and takes longer than this one may wait"
+        return Put(0, "deadline", f"{printable(order.path)}: {what}", again=True), []
+
+
+def _clear(order: _Order) -> Found[None]:
+    """Removes what a killed process left, if no other step has begun anew."""
+    with lock.held(order.place.lock(order.number), 0):
+        root = job_dir.root_of(order.own)
+        as_user.become(order.user)
+        until = Deadline.after(LAST, order.until.clock)
+        files.remove(root, order.draft, order.aside, partial(_still, until))
+    return None, []
+
+
+def _put(order: _Order) -> Put:
+    copy_in.load()
+    try:
+        root = job_dir.root_of(order.own)
+        with as_user.acting(order.user):
+            if _is_there(order.name, root):  # the hook that waited for it was killed then
+                return Put()
+            try:
+                source = os.open(order.path, os.O_RDONLY | os.O_NONBLOCK)
+            except OSError as error:
+                raise declined_by(error, printable(order.path), order.user) from None
+        way = _way(order, source)  # as root: a program that it starts is apart (run.start_filter)
+        with as_user.acting(order.user):
+            _make_draft(order, root)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            draft = os.open(order.draft, flags, dir_fd=root)
+        copy_in.confine(draft, order.user)
+        return _copy(order, way, root)
+    except Declined as declined:
+        return Put(0, declined.reason, str(declined))
+    except OSError as error:
+        return _why_not(order, error)
+
+
+def _make_draft(order: _Order, root: int) -> None:
+    """An empty directory, in place of what a killed process left."""
+    for name in os.listdir(root):
+        if name.startswith(order.draft):
+            files.remove(root, name, order.aside)
+    os.mkdir(order.draft, 0o700, dir_fd=root)
+    if "/" in order.name:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir("seed", 0o700, dir_fd=root)
+
+
+def _way(order: _Order, source: int) -> _Way:
+    """How to put the open source there. Raises Declined, OSError."""
+    still = partial(_still, order.until)
+    kind = os.fstat(source).st_mode
+    if stat.S_ISDIR(kind):
+        return _Way(partial(copy_in.tree, source, still))
+    if order.name.startswith("seed/") or not stat.S_ISREG(kind):
+        raise copy_in.Bad(
+            f"{printable(order.path)} is no directory, and no file that can be put there"
+        )
+    if not _ARCHIVE.search(order.path):
+        return _Way(partial(copy_in.file, source, FILE, still), f"/{FILE}")
+    packed = copy_in.packing(source)
+    if packed != "zstd":
+        return _Way(partial(copy_in.archive, source, packed, still))
+    filtering = run.start_filter(order.user, ["zstd", "-dcq"], source)
+    return _Way(partial(_unzipped, filtering, still))
+
+
+def _unzipped(filtering: run.Filter, still: copy_in.Still) -> int:
+    size = copy_in.archive(filtering.out, "", still)
+    if filtering.wait() != 0:
+        raise copy_in.Bad("the archive is damaged: zstd cannot read all of it")
+    return size
+
+
+def _copy(order: _Order, way: _Way, root: int) -> Put:
+    """Does the work as the user, below the draft; gives it its name once it is whole."""
+    try:
+        size = way.work()
+        ready = order.draft + way.made
+        os.rename(ready, order.name, src_dir_fd=root, dst_dir_fd=root)
+        if way.made:
+            os.rmdir(order.draft, dir_fd=root)
+        return Put(size)
+    except Declined as declined:
+        found = Put(0, declined.reason, f"{printable(order.path)}: {declined}")
+    except OSError as error:
+        found = _why_not(order, error)
+    # Where even that takes too long, the rest goes with the job.
+    with contextlib.suppress(Declined, OSError):
+        until = Deadline.after(LAST, order.until.clock)
+        files.remove(root, order.draft, order.aside, partial(_still, until))
+    return found
+
+
+def _still(until: Deadline) -> None:
+    """Raises Declined once the time is over."""
+    if not until.left():
+        raise Declined("deadline", "it takes longer than the step may wait", "copy it in the job")
+
+
+def _why_not(order: _Order, error: OSError) -> Put:
+    """Pure: what an error of reading or writing means."""
+    path = printable(order.path)
+    if error.errno == errno.ENOSPC:
+        return Put(reason="job-dir-full", detail=f"{path} does not fit into what is left of it")
+    name = error.filename if isinstance(error.filename, str) else ""
+    at = f" ({printable(name)})" if name else ""
+    return Put(0, "not-put", f"{path}{at}: {error.strerror or error}")
+
+
+def _is_there(name: str, root: int) -> bool:
+    try:
+        os.stat(name, dir_fd=root, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True

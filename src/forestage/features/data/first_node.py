@@ -1,0 +1,85 @@
+"""The first node of a job, asked for what it has found in a directory (features/data/agreement.py).
+
+One connection, one session. The service neither waits nor walks: whoever asks comes
+again, after pauses that grow, until there is an answer or it is too late.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+from forestage.config import Config
+from forestage.errors import PeerError
+from forestage.features.peers import addresses, auth, protocol, unanswered
+from forestage.features.peers.connection import ChunkRefused, Connection, Limit
+from forestage.features.peers.protocol import Session, SessionUnknown
+from forestage.paths import Places
+
+MOST = 64 << 20  # bytes of an answer: a name of 200,000 files has 100 of these or more
+SLOWEST = 1 << 20  # bytes a second; a limit for one answer
+GRACE = 10.0  # seconds more for it
+
+
+class First:
+    """The node that may have a look of this job's, under this name."""
+
+    def __init__(self, config: Config, places: Places, node: str, job: int, name: str) -> None:
+        """Raises PeerError, OSError where the key file cannot be used."""
+        self._prover = auth.prover(config.peers.key_file, places)
+        self._line = Connection(addresses.load(config.peers, places).of(node))
+        self._path = f"/v1/look/{job}/{name}"
+        self._name = name
+        self._node, self._places = node, places
+        self._session: Session | None = None
+        self._opening: threading.Thread | None = None
+
+    def answers_within(self, seconds: float, now: float) -> bool:
+        """Return whether a session with the node could be opened in so many seconds.
+
+        No node that was silent a moment ago is asked; `now` is monotonic. For a step, which can
+        look itself. Neither a name service nor the node's own munged can be
+        interrupted, so a thread opens the session, which is abandoned if need be.
+        """
+        if unanswered.is_silent(self._places, self._node, now):
+            return False
+        until = time.monotonic() + seconds
+        opened: list[Session] = []
+
+        def open_session() -> None:
+            about = self._line, self._name, self._prover
+            with contextlib.suppress(ChunkRefused):
+                opened.append(protocol.open_session(*about, lambda: time.monotonic() > until))
+
+        self._opening = threading.Thread(target=open_session, name="first", daemon=True)
+        self._opening.start()
+        self._opening.join(seconds)
+        self._session = opened[0] if opened else None
+        return bool(opened)
+
+    def ask(self, more: str = "", stop: Callable[[], bool] = lambda: False) -> bytes | None:
+        """What it says now, or the part of it that `more` names; None: nothing (yet).
+
+        Raises PeerError, also once `stop` says so.
+        """
+        try:
+            return self._ask(more, stop)
+        except ChunkRefused as error:
+            raise PeerError(str(error)) from None
+
+    def _ask(self, more: str, stop: Callable[[], bool]) -> bytes | None:
+        for _ in range(2):
+            if self._session is None:
+                self._session = protocol.open_session(self._line, self._name, self._prover, stop)
+            limit = Limit(0.0, time.monotonic() + GRACE + MOST / SLOWEST, stop)
+            try:
+                path = self._path + more
+                return protocol.fetch_look(self._line, self._session, path, MOST, limit)
+            except SessionUnknown:  # its service was restarted
+                self._session = None
+        raise ChunkRefused("refused", "the session is not known")
+
+    def close(self) -> None:
+        """End the connection, but for one that a thread still opens: the thread ends it."""
+        if self._opening is None or not self._opening.is_alive():
+            self._line.close()

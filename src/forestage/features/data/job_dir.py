@@ -1,0 +1,375 @@
+"""A job's own directory on the node, on its disk or in memory: gone with the job.
+
+    <cache>/jobs/<job>.<restart>/disk        the file system that steps mount, see
+    features/data/job_disk.py
+                                 made.json   for whom and how large; without it nothing is whole
+                                 held         the same
+                                 mount        of one in memory, see features/data/job_ram.py
+                                 lock.<n>, put.<n>    of the job's n-th request, see
+                                 features/data/fill.py
+
+Room on the disk is taken in advance: what a job has asked for it has, and no more. For one in
+memory the Prolog makes only the record; the job's first step does the rest. The order of what
+happens to a directory keeps the sweep from taking that of a job that begins:
+
+    Prolog      notes the lease, removes what an earlier run of the job left, makes the directory
+    step        mounts its device in each task's namespace
+    Epilog      drops the lease; renames the directory away, ends its holder, detaches its device,
+                deletes the file (without Python the holder does all of this, see
+                features/data/job_disk.py)
+    sweep       under the space lock: renames away what has no lease; then as the Epilog, also with
+                what Prologs have renamed away
+"""
+
+import contextlib
+import os
+import stat
+from collections import Counter
+from collections.abc import Container
+from pathlib import Path
+
+import msgspec
+
+from forestage import trace
+from forestage.cache import disk_errors, evict, unpacked
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Leases
+from forestage.cache.node import Node
+from forestage.cache.part import boot_id
+from forestage.clock import Deadline
+from forestage.errors import Declined, Failed
+from forestage.features.data import job_disk, job_ram
+from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields
+from forestage.system import as_user, files, folders, holder, lock, loop, mounts, records
+from forestage.units import format_size, is_number
+
+PATIENCE = 30.0  # seconds for another job's Prolog, which takes its room
+
+
+class Made(msgspec.Struct, frozen=True):
+    """made.json: whose directory it is, of how many bytes, made in which boot of the node.
+
+    `ram`: it is in memory, and takes no room on the disk. `start` as in slurm/job.Job.
+    """
+
+    uid: int
+    gid: int
+    size: int
+    boot: str
+    ram: bool = False
+    start: int = 0
+
+    def is_as(self, wanted: "Made") -> bool:
+        """Return whether it is what this run of the job wants. Pure. A start of 0 is any."""
+        starts = {self.start, wanted.start}
+        return msgspec.structs.replace(self, start=wanted.start) == wanted and (
+            0 in starts or len(starts) == 1
+        )
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The directory of one run of a job."""
+
+    directory: Path
+
+    @property
+    def job(self) -> int:
+        number = self.directory.name.partition(".")[0]
+        return int(number) if is_number(number) else 0
+
+    @property
+    def disk(self) -> Path:
+        return self.directory / "disk"
+
+    @property
+    def record(self) -> Path:
+        return self.directory / "made.json"
+
+    def lock(self, number: int) -> Path:
+        """Held while the job's request of this number is put into the directory."""
+        return self.directory / f"lock.{number}"
+
+    def put(self, number: int) -> Path:
+        """What came of that, once it is over."""
+        return self.directory / f"put.{number}"
+
+    def made(self) -> Made | None:
+        """What it is; None where it is not whole."""
+        with contextlib.suppress(OSError, records.Damaged):
+            return records.load(self.record, Made)
+        return None
+
+
+class Own(msgspec.Struct, frozen=True):
+    """The directory that a step finds, and the line by which the companion mounts it."""
+
+    place: Place
+    line: Fields
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """How many of something are there, and the bytes that they take of the node's disk."""
+
+    number: int = 0
+    bytes: int = 0
+
+
+def make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
+    """Makes the job's directory of `size` bytes; one that this run of the job has already, stays.
+
+    For the Prolog, once the lease is noted. Raises Declined, also once it is `end`, Failed,
+    OSError.
+    """
+    # First: a container that mounts it would not start if it were missing.
+    _make_mount_point(node.places.job_dir)
+    try:
+        _make(node, job, size, ram, end)
+    except (Failed, as_user.TooSlow):
+        job_disk.within(0.0, end)  # what was waited for until then was cut short by it
+        raise
+
+
+def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
+    place = Place(node.cache.jobs / f"{job.id}.{job.restart}")
+    wanted = Made(job.user.uid, job.user.gid, size, boot_id(), ram, job.start)
+    for earlier in _of(node.cache, job.id):
+        made = earlier.made()
+        if earlier != place or made is None or not made.is_as(wanted):
+            _free(node.cache, earlier, end)
+    disk_errors.must_not_be(node.places)
+    if size < job_disk.SMALLEST:
+        least = format_size(job_disk.SMALLEST)
+        raise Declined("bad-hint", f"stage-dir= needs {least} at least, got {format_size(size)}")
+    most = size if ram else _most(node, size)
+    if place.made() is not None:
+        return
+    job_disk.within(PATIENCE, end)
+    node.cache.jobs.mkdir(mode=0o700, exist_ok=True)
+    place.directory.mkdir(mode=0o700)
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(lambda: _remove(node.cache, place, min(job_disk.END, end.left())))
+        if ram:
+            records.write(place.record, msgspec.json.encode(wanted))
+            on_error.pop_all()
+            return
+        # One after the other: each must see the room that the one before has taken.
+        with lock.held(node.cache.locks / "jobs.lock", job_disk.within(PATIENCE, end)):
+            _must_fit(node, size, most)
+            _make_room(node, job, size, end)
+            job_disk.reserve(place.disk, size)
+        trace.point("job room")
+        device = job_disk.format_for(place.disk, job.user, place.directory, end)
+        over, patience = node.leases.over(job.id), job_disk.within(holder.START, end)
+        job_disk.hold(device, place.directory, over, patience)
+        records.write(place.record, msgspec.json.encode(wanted))
+        on_error.pop_all()
+
+
+def _most(node: Node, size: int) -> int:
+    """The bytes that the directories of all jobs may take together. Raises Declined, OSError."""
+    disk = os.statvfs(node.cache.root)
+    most = node.config.data.job_dir.of(disk.f_blocks * disk.f_frsize)
+    if size > most:
+        raise Declined(
+            "too-large",
+            f"stage-dir= asks for {format_size(size)}, all jobs together may have"
+            f" {format_size(most)} on this node (`data: job_dir`)",
+        )
+    return most
+
+
+def _must_fit(node: Node, size: int, most: int) -> None:
+    others = taken(node.cache).bytes
+    if others + size > most:
+        raise Declined(
+            "no-room",
+            f"stage-dir= asks for {format_size(size)}; other jobs have {format_size(others)} of the"
+            f" {format_size(most)} that all together may have on this node (`data: job_dir`)",
+        )
+
+
+def _make_mount_point(target: Path) -> None:
+    """Makes the empty directory over which each task mounts; nobody but root may replace it."""
+    for directory in (target.parent, target):
+        if not directory.exists():  # mkdir(2) of what exists waits for the lock of `/`
+            directory.mkdir(exist_ok=True)
+            directory.chmod(0o755)  # whatever the umask is
+        facts = os.lstat(directory)
+        others = stat.S_IWGRP | stat.S_IWOTH
+        if (
+            not stat.S_ISDIR(facts.st_mode)
+            or facts.st_uid != os.geteuid()
+            or facts.st_mode & others
+        ):
+            raise Declined("job-dir", f"{directory} is no directory of root's alone")
+    with contextlib.suppress(OSError):  # of a node whose root is read-only
+        folders.keep(target.parent, folders.PASSABLE)  # else who lists it holds up each task
+
+
+def _make_room(node: Node, job: Job, size: int, end: Deadline) -> None:
+    """Evicts what the job's user may have evicted, and only if that is enough. Raises Declined."""
+    if not unpacked.fits(node.cache, node.config, size):
+        patience = job_disk.within(PATIENCE, end)
+        has = _of_users(node.cache)
+        evict.leave_room(node.cache, node.leases, node.config, size, job.user.uid, patience, has)
+    if not unpacked.fits(node.cache, node.config, size):
+        stays = unpacked.min_free(node.cache, node.config)
+        raise Declined(
+            "no-room",
+            f"stage-dir= asks for {format_size(size)}; the disk of {node.cache.root} has less,"
+            f" in addition to {format_size(stays)} that must stay free, and evicting what this user"
+            " may have evicted would not free enough",
+        )
+
+
+def find(node: Node, job: Job) -> Place | None:
+    """The directory that a running job has here, whole; None if it has none.
+
+    In the cache that its lease names: `cache:` may be another by now. Raises Failed.
+    """
+    boot = boot_id()
+    lease = node.leases.read_own(job.id, job.user.uid)
+    cache = Cache(Path(lease.cache), node.places.claims) if lease else node.cache
+    start = lease.start if lease else 0
+    for place in _of(cache, job.id):
+        made = place.made()
+        is_own = made is not None and (made.uid, made.boot) == (job.user.uid, boot)
+        if made is not None and is_own and (0 in (made.start, start) or made.start == start):
+            return place
+    return None
+
+
+def shown(node: Node, job: Job) -> Own:
+    """The directory of a step's job. Raises Declined where it has none, Failed, OSError.
+
+    `job_ram` makes one in memory for the first step.
+    """
+    place = find(node, job)
+    if place is None:
+        raise Declined("job-dir", "the job has no directory of its own on this node")
+    target = os.fspath(node.places.job_dir)
+    made = place.made()
+    if made is not None and made.ram:
+        patience = Deadline.after(holder.START, node.clock)
+        over = node.leases.over(job.id)
+        name = job_ram.mounted(place.directory, over, job.user, made.size, job.manager, patience)
+        return Own(place, ("served", os.fspath(name), target, "root"))
+    device = loop.attach(place.disk, read_only=False)
+    file = loop.file_of(place.disk.stat())
+    return Own(place, ("device", device, file, job_disk.KIND, "rw", target, "root"))
+
+
+def root_of(own: Own) -> int:
+    """A descriptor of its root directory, for root, in a process of one thread.
+
+    Raises Declined, OSError.
+    """
+    if own.line[0] == "served":
+        return job_ram.root_of(Path(own.line[1]))
+    return mounts.open_hidden(own.line[1], job_disk.KIND, os.fspath(own.place.directory))
+
+
+def end(cache: Cache, job: int) -> None:
+    """Removes what the job has here, at once and whatever it holds; may run again.
+
+    For the Epilog, once the lease is dropped, and not under the space lock. Raises Failed, OSError.
+    """
+    for place in _of(cache, job):
+        _remove(cache, place)
+
+
+def leftover(cache: Cache, jobs: Container[int]) -> list[Place]:
+    """The directories of other jobs than these, of which leases are known. Raises OSError."""
+    return [place for place in _all(cache) if place.job not in jobs]
+
+
+def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
+    """Removes what Epilogs left that were killed, or never ran; returns its names.
+
+    Raises Failed, OSError.
+    """
+    with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+        going = [_aside(cache, place) for place in leftover(cache, leases.jobs())]
+    # Also of Prologs, which only rename, and of Epilogs that were killed. <job>.<restart>.<n>: a
+    # look into the directory of an entry may hang with who deletes that (Cache.delete_evicted).
+    for directory in cache.evicted.glob("*.*.*"):
+        _let_go(_Gone(directory.name, directory, files.facts(directory / "disk")))
+    cache.delete_evicted()
+    # Also of an Epilog that was killed before it did so: a device keeps its file's room.
+    facts = os.stat(cache.root)  # noqa: PTH116
+    for device in loop.attached():
+        deleted = device.file.endswith(f"/disk{loop.DELETED}")
+        if deleted and device.is_on(facts) and device.is_of_cache(cache.real):
+            loop.detach(device)
+    return tuple(gone.name for gone in going)
+
+
+def taken(cache: Cache) -> Taken:
+    """What the directories of jobs take of the disk. Raises OSError."""
+    disks = [found for place in _all(cache) if (found := files.facts(place.disk))]
+    return Taken(len(disks), sum(disk.st_blocks * 512 for disk in disks))
+
+
+def _of_users(cache: Cache) -> Counter[int]:
+    """The bytes of the disk that each user's jobs have reserved, by uid."""
+    found: Counter[int] = Counter()
+    for made in filter(None, (place.made() for place in _all(cache))):
+        found[made.uid] += 0 if made.ram else made.size
+    return found
+
+
+def _all(cache: Cache) -> list[Place]:
+    with contextlib.suppress(FileNotFoundError):
+        return [Place(directory) for directory in sorted(cache.jobs.iterdir())]
+    return []
+
+
+def _of(cache: Cache, job: int) -> list[Place]:
+    return [place for place in _all(cache) if place.job == job]
+
+
+class _Gone(msgspec.Struct, frozen=True):
+    """A directory that no step finds any more: where it is now, what stat(2) says of its disk."""
+
+    name: str
+    now: Path | None
+    disk: os.stat_result | None
+
+
+def _remove(cache: Cache, place: Place, patience: float = job_disk.END) -> None:
+    gone = _aside(cache, place)
+    trace.point("job aside")
+    _let_go(gone, patience)
+    trace.point("job detached")
+    cache.delete_evicted()
+
+
+def _aside(cache: Cache, place: Place) -> _Gone:
+    facts = files.facts(place.disk)
+    return _Gone(place.directory.name, cache.move_aside(place.directory), facts)
+
+
+def _free(cache: Cache, earlier: Place, end: Deadline) -> None:
+    """Removes what an earlier run of the job left: this one has to have its room.
+
+    What cannot be, the sweep removes.
+    """
+    gone = _aside(cache, earlier)
+    with contextlib.suppress(Failed, OSError):
+        until = Deadline.after(min(job_disk.END, end.left()), end.clock)
+        _let_go(gone, until.left())
+        if gone.now is not None:
+            cache.delete_evicted(gone.now)
+        # The kernel lets go of a device, and so of the file's room, once it was last used. Not of
+        # one that a task still has mounted: that run may not have ended for all of its processes.
+        while gone.disk and job_disk.devices(gone.disk) and until.left():
+            end.clock.sleep(min(lock.POLL, until.left()))
+
+
+def _let_go(gone: _Gone, patience: float = job_disk.END) -> None:
+    """Ends its holder and detaches its device; what a task has mounted goes with the last one."""
+    if gone.now is not None:
+        holder.end(gone.now, patience)
+    for device in job_disk.devices(gone.disk) if gone.disk else ():
+        loop.detach(device)

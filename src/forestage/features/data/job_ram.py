@@ -1,0 +1,110 @@
+"""The tmpfs that is a job's directory in memory, and the process that holds it.
+
+    <cache>/jobs/<job>.<restart>/held    locked as long as the holder lives; its pid
+                                 mount   where it listens, see system/holder.py
+                                 lock.ram  held by the step that starts it
+
+The job's first step on the node has it made: a Prolog knows nothing of the job's memory. The kernel
+charges each page to the cgroup that writes it first, so what is in there counts in the job's
+memory. The holder itself writes nothing, and is in no cgroup of the job's: the directory stays
+between steps. With its end, and that of the last task, all of it is gone.
+
+Where the holder was killed, the job's further steps have no directory: an empty one would not be
+what the steps before have left.
+"""
+
+import os
+from functools import partial
+from pathlib import Path
+
+from forestage.clock import Deadline
+from forestage.errors import Declined
+from forestage.features.data import job_disk
+from forestage.system import child, holder, lock, mounts
+from forestage.system.as_user import User
+from forestage.system.holder import SAFEST, Channel, Guests, Life, Message
+from forestage.units import format_size
+
+MOUNT = "/run/mount"  # in the hidden namespace
+BYTES_PER_FILE = 16384  # as on a disk: the kernel's memory for a file is the job's too
+LOOK = 5.0  # seconds between two looks at whether the directory is deleted
+RAM = Life(job_disk.PROCESS_NAME, oom_score_adj=SAFEST)
+
+
+def mounted(directory: Path, over: Path, user: User, size: int, step: int, end: Deadline) -> Path:
+    """Returns the socket of the tmpfs's holder, which the first step of a job starts.
+
+    `over` is as in job_disk.py. `step` is the pid of the step's manager, in whose job's memory it
+    has to fit. Raises Declined, lock.Busy, OSError.
+    """
+    with lock.held(directory / "lock.ram", end.left()):
+        held = directory / "held"
+        if not held.exists():
+            if child.is_in_job():  # it would end with the step
+                why = "the step is in its job's own PID or user namespace"
+                raise Declined("job-dir", f"none in memory: {why}")
+            _must_fit(size, step)
+            live = partial(_live, directory, over, user, size)
+            with holder.start(RAM, f"holder job={directory.name}", live) as channel:
+                channel.await_ready(holder.START, "job-dir")
+        elif lock.is_free(held):
+            raise Declined("job-dir", "its files in memory are gone: who held them was killed")
+    return directory / "mount"
+
+
+def root_of(name: Path) -> int:
+    """A descriptor of the root directory of what is held there. Raises Declined, OSError."""
+    clone = holder.fetch_clone(name, "job-dir")
+    try:
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=clone)
+    finally:
+        os.close(clone)
+
+
+def _must_fit(size: int, step: int) -> None:
+    """Raises Declined where the job may not have so much memory.
+
+    Where Slurm limits none, nobody but the job keeps it from taking all: half of what is available.
+    """
+    limit = child.memory_limit(step)
+    if limit is None:
+        most, whose = _available() // 2, "half of what this node has available"
+    else:
+        most, whose = limit, "this job's memory"
+    if size > most:
+        raise Declined(
+            "too-large",
+            f"stage-dir= asks for {format_size(size)} in memory; {whose} is {format_size(most)}",
+            "ask for more memory with --mem, or leave out `,ram`",
+        )
+
+
+def _available() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("MemAvailable:")]
+    return int(line.split()[1]) << 10
+
+
+def _live(directory: Path, over: Path, user: User, size: int, hook: Channel) -> None:
+    """The whole life of the holder: SIGTERM ends it, and so does its own look.
+
+    It gives clones to those who ask, until the job's directory is deleted, or has to be.
+    """
+    end = job_disk.JobEnd.open(over, directory)
+    listener = holder.listen(directory / "mount")
+    hook.begin(*end.fds, listener.fileno())
+    mounts.empty_namespace()
+    Path(MOUNT).mkdir(mode=0o700)
+    owner = f"mode=0700,uid={user.uid},gid={user.gid}"
+    options = f"size={size},nr_inodes={size // BYTES_PER_FILE},{owner}"
+    mounts.mount("forestage", MOUNT, mounts.MS_NOSUID | mounts.MS_NODEV, "tmpfs", options)
+    # Last: where it is there, so was the file system. By descriptor: the disk is not in here.
+    held = holder.hold(end.place)
+    hook.send(Message("ready"))
+    hook.close()
+    guests = Guests(listener, lambda task, asked: holder.give_clone(task, asked, MOUNT))
+    while os.fstat(held).st_nlink:
+        if end.has_come():
+            end.remove()
+            return
+        guests.attend(LOOK)

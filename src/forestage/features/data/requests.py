@@ -1,0 +1,336 @@
+"""A job's data: what its Prolog begins, its steps are shown, and its Epilog ends.
+
+    PATH/               features/data/directory.py a directory, over its own path, once all of it is
+    here
+    FILE@/mount/point   features/data/mounted.py   a squashfs file, mounted; the file is staged as
+    an image
+    stage-dir=, @job    features/data/job_dir.py   the job's own directory; features/data/fill.py
+    fills it
+
+Each is a `wanted.View`, and may have something to release (features/data/release.py). Only with the
+companion: it mounts all this in each task's own namespace.
+"""
+
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from forestage.cache import disk, image
+from forestage.cache.node import Node
+from forestage.cache.said import Wanted
+from forestage.clock import Deadline
+from forestage.errors import Declined, Failed, ForestageError
+from forestage.events import WHOLE, Handled
+from forestage.events.reasons import FAILURES
+from forestage.features.data import directory_record, wanted
+from forestage.features.data.wanted import ForStep, Staged, View, ViewCall
+from forestage.hooks import answers, leases, serve
+from forestage.hooks.container_binds import Binds
+from forestage.hooks.limit import Limit
+from forestage.slurm import hints
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.slurm.lines import DIRECTORY, Fields
+from forestage.system import as_user, lock
+from forestage.units import printable
+
+if TYPE_CHECKING:
+    from forestage.features.data.job_dir import Own
+
+LONGEST_LIST = 64 * 1024  # bytes of the file of stage-list=
+LOOK = 5.0  # seconds for it
+STAGE_DIR = Request("stage-dir", "hint")
+
+
+class ShownData(msgspec.Struct, frozen=True):
+    """What a step gets: lines for the companion, what became of each request, and the paths, in the
+    comment's order, at which all of it is read from this node."""
+
+    lines: list[Fields]
+    outcomes: list[Handled]
+    local: tuple[str, ...] = ()
+
+
+def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[Handled]:
+    """Notes what data the job wants, and begins to bring it. For the Prolog; waits for nothing."""
+    asked = job.hints
+    if not asked.has_data:
+        return []
+    try:
+        _must_be_possible(node, job, refusal, limit)
+        requests = tuple(
+            _absolute(job, request) for request in (*asked.data, *_read_list(job, limit.end))
+        )
+        noted = Wanted(requests, asked.room, asked.ram, restart=job.restart)
+        leases.say(node, job, limit.end.left(), to_steps=True, data=noted)
+    except (ForestageError, OSError) as error:
+        _note_refused(node, job, error, limit.end)
+        return _as_data([answers.of_error(Request("", "hint"), error)])
+    # Once the lease is there: the sweep takes away the directories of jobs that have none.
+    made = _make_own_dir(node, job, noted, limit)
+    call = _call(node, job, noted, limit)
+    return _as_data([*made, *(_begin(call, request) for request in requests)])
+
+
+def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> ShownData:
+    """What the step of a job is shown of its data. Never raises for a request."""
+    noted = wanted.read(node.leases, job.id, job.user.uid)
+    hang: Declined | None = None
+    try:
+        disk.must_take(node.places, node.cache, limit.end.left())
+    except Declined as error:  # what is mounted from such a disk would hang the tasks
+        hang = error
+    own, lines, outcomes = _own_dir(node, job, noted, hang)
+    call = _call(node, job, noted, limit, own)
+    # Whoever serves a mounted file waits for the tasks, and they for what comes before.
+    requests = noted.requests
+    if off := hang or refusal or (_refused(noted) if noted.off else None):
+        requests = _kept_while_off(own, noted)
+        left_out = [request for request in noted.requests if request not in requests]
+        outcomes += [_of_error(request, off) for request in left_out]
+    came: dict[Request, Handled] = {}
+    for request in sorted(requests, key=lambda request: request.kind == "mount"):
+        found, came[request] = _show(call, request)
+        lines += found
+    outcomes += came.values()
+    if any(request.is_seed for request in noted.requests):
+        from forestage.features.data import fill
+
+        lines += fill.unset(own, noted)  # of those that are not in there by now
+    kept = wanted.disentangled(wanted.in_order(lines))
+    if own:
+        into = [line for line in kept if line == own.line or _leads_into(node, line)]
+        _note_own_dir(node, job, into)
+    local = [_local(node, kept, request, came[request]) for request in requests]
+    return ShownData(kept, _as_data(outcomes), tuple(filter(None, local)))
+
+
+def _kept_while_off(own: "Own | None", noted: Wanted) -> tuple[Request, ...]:
+    """What earlier steps have put into the job's own directory: it is the job's, like that one."""
+    if own is None:
+        return ()
+    from forestage.features.data import fill
+
+    return tuple(request for request in noted.requests if fill.is_put(own, noted, request))
+
+
+def _refused(noted: Wanted) -> Declined:
+    """Pure: why the job's Prolog refused all that it wants."""
+    kind = Failed if noted.reason in FAILURES else Declined
+    return kind(noted.reason or "no-mount", noted.refused)
+
+
+def _local(node: Node, kept: Sequence[Fields], request: Request, outcome: Handled) -> str:
+    """Where the step reads the whole of a request from this node's disk; "" where it does not."""
+    if outcome.result not in WHOLE:
+        return ""
+    if request.kind == "mount":
+        return request.at
+    if request.kind == "fill":
+        from forestage.features.data import fill
+
+        return f"{node.places.job_dir}/{fill.name_of(request)}"
+    shown = (f"{line[-2]}/" for line in kept if line[0] == "device" and line[3] == "erofs")
+    return request.path.rstrip("/") if f"{outcome.image}/".startswith(tuple(shown)) else ""
+
+
+def _as_data(outcomes: Sequence[Handled]) -> list[Handled]:
+    """Pure: the outcomes as those of data, whatever module they are from."""
+    return [msgspec.structs.replace(outcome, data=True) for outcome in outcomes]
+
+
+def _absolute(job: Job, request: Request) -> Request:
+    """A request with its path absolute: steps may have another directory than their job."""
+    with contextlib.suppress(Declined):  # it gets its own outcome
+        return msgspec.structs.replace(request, path=image.wanted_path(request, job.work_dir))
+    return request
+
+
+def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
+    """What the job's list names. Raises Declined, as_user.TooSlow, OSError."""
+    if not job.hints.listed:
+        return ()
+    # It need not begin as a path does: no reference to a registry can be meant.
+    named = Request(os.path.join(".", job.hints.listed), "hint")
+    path = image.wanted_path(named, job.work_dir)
+
+    def work() -> as_user.Found[bytes]:
+        as_user.become(job.user)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with io.FileIO(fd) as file:
+            return file.read(LONGEST_LIST + 1), []
+
+    try:
+        text = as_user.call(work, bytes, min(LOOK, end.left()))[0]
+    except OSError as error:
+        raise image.declined_by(error, path, job.user) from None
+    if len(text) > LONGEST_LIST:
+        raise Declined("bad-hint", f"stage-list: {path} is longer than {LONGEST_LIST} bytes")
+    try:
+        paths = hints.split_list(text)
+    except ValueError as error:
+        raise Declined("bad-hint", f"stage-list: {path} {error}") from None
+    problems: list[str] = []
+    listed = hints.requests(paths, job.rank, problems)
+    data = tuple(dict.fromkeys(request for request in listed if request.is_data))
+    if len(data) < len(set(listed)):
+        problems.append("it names images, which belong into stage=")
+    if len(data) > hints.MAX_HINTED:
+        problems.append(f"it names {len(data)}, more than {hints.MAX_HINTED}")
+    if problems:
+        raise Declined("bad-hint", f"stage-list: {path}: {'; '.join(problems)}")
+    return data
+
+
+def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Handled]:
+    """Makes the job's own directory, where it wants one; notes for its steps why it has none."""
+    if noted.room is None:
+        return []
+    from forestage.features.data import job_dir
+
+    try:
+        # An Epilog that could not do its work has left those of an earlier run of the job.
+        for left in (node.leases.directory_record(job.id), node.leases.over(job.id)):
+            left.unlink(missing_ok=True)
+        job_dir.make(node, job, noted.room, noted.ram, limit.end)
+    except (ForestageError, OSError) as error:
+        with contextlib.suppress(ForestageError, OSError):
+            refused = msgspec.structs.replace(noted, refused=printable(str(error)))
+            leases.say(node, job, limit.end.left(), to_steps=True, data=refused)
+        return [answers.of_error(STAGE_DIR, error)]
+    if not noted.ram:  # the first step makes it
+        with contextlib.suppress(ForestageError, OSError):
+            _note_own_dir(node, job, _lines_of(node, job_dir.shown(node, job)))
+    return []
+
+
+def _lines_of(node: Node, own: "Own") -> list[Fields]:
+    return [own.line, ("env", DIRECTORY, os.fspath(node.places.job_dir))]
+
+
+def _leads_into(node: Node, line: Fields) -> bool:
+    """Pure: whether a line sets a variable to a path in the job's own directory."""
+    own = os.fspath(node.places.job_dir)
+    return line[0] == "env" and len(line) > 2 and f"{line[2]}/".startswith(f"{own}/")
+
+
+def _note_own_dir(node: Node, job: Job, lines: Sequence[Fields]) -> None:
+    """Notes by what the job's own directory shows in steps that get no answer of a helper's."""
+    with contextlib.suppress(ForestageError, OSError):
+        text = directory_record.text_of(job.user.uid, lines)
+        if directory_record.is_needed(node.leases, job.id, text):
+            with lock.held(node.cache.space_lock, leases.GIVE_UP):
+                directory_record.write(node.leases, job.id, text)
+
+
+def _own_dir(
+    node: Node, job: Job, noted: Wanted, hang: Declined | None
+) -> tuple["Own | None", list[Fields], list[Handled]]:
+    """The job's own directory with its lines, or why it has none though it wants one."""
+    if noted.room is None:
+        return None, [], []
+    from forestage.features.data import job_dir
+
+    try:
+        if hang:
+            raise hang
+        if noted.refused:
+            raise Declined("job-dir", noted.refused)
+        own = job_dir.shown(node, job)
+    except (ForestageError, OSError) as error:  # the step begins without it
+        return None, [("env", DIRECTORY)], [answers.of_error(STAGE_DIR, error)]
+    return own, _lines_of(node, own), []
+
+
+def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Limit) -> None:
+    if refusal:
+        raise refusal
+    if job.hints.off:
+        raise Declined("off", "the job says stage=off")
+    if not node.config.data.enabled:
+        raise Declined("disabled", "`data.enabled: false`")
+    if node.config.redirect != "spank":
+        raise Declined("no-companion", "data shows in steps only through forestage's SPANK plugin")
+    disk.must_take(node.places, node.cache, limit.end.left())
+    node.cache.prepare(node.config.require_mount)
+    node.cache.note_instance()
+
+
+def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
+    """Has the steps of a job that gets nothing unset its variables: they may be another job's.
+
+    And say that there are no mounts; of all it wants, where its user asked to be told.
+    """
+    asked = job.hints
+    told = tuple(
+        request
+        for request in asked.data
+        if request.is_seed or ((request.kind == "mount" or asked.tell) and not asked.off)
+    )
+    if asked.room is None and not told:
+        return
+    text, reason = printable(str(why)), answers.of_error(Request("", "hint"), why).reason
+    refused = Wanted(told, asked.room, refused=text, off=True, reason=reason, restart=job.restart)
+    with contextlib.suppress(ForestageError, OSError):
+        leases.say(node, job, end.left(), to_steps=True, data=refused)
+
+
+def _call(node: Node, job: Job, noted: Wanted, limit: Limit, own: "Own | None" = None) -> ViewCall:
+    def stage(request: Request, end: Deadline) -> Staged:
+        # No redirect lies there, so none is in a container's way.
+        within = msgspec.structs.replace(limit, end=end)
+        (answer,) = serve.serve(node, job, [request], within)
+        return Staged(answer.outcome, answer.image, answer.socket)
+
+    return ViewCall(
+        node=node,
+        job=job,
+        noted=noted,
+        copy=limit.copy,
+        end=limit.end,
+        fill=limit.fill or limit.end,
+        progress=limit.progress,
+        stage=stage,
+        must_not_be_bound=Binds(node.places, job).must_not_hold,
+        own=own,
+    )
+
+
+def _view(request: Request) -> View:
+    """The module for this kind of request; most jobs have at most one kind."""
+    if request.kind == "directory":
+        from forestage.features.data import directory
+
+        return directory
+    if request.kind == "mount":
+        from forestage.features.data import mounted
+
+        return mounted
+    from forestage.features.data import fill
+
+    return fill
+
+
+def _begin(call: ViewCall, request: Request) -> Handled:
+    try:
+        image.wanted_path(request, call.job.work_dir)
+        return _view(request).begin(call, request)
+    except (ForestageError, OSError) as error:
+        return _of_error(request, error)
+
+
+def _show(call: ViewCall, request: Request) -> ForStep:
+    try:
+        image.wanted_path(request, call.job.work_dir)
+        return _view(request).show(call, request)
+    except (ForestageError, OSError) as error:
+        return (), _of_error(request, error)
+
+
+def _of_error(request: Request, error: Exception) -> Handled:
+    named = f"{request.path}@{request.at}" if request.at else request.path
+    return answers.of_error(msgspec.structs.replace(request, path=named), error)

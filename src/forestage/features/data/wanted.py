@@ -1,0 +1,137 @@
+"""What data a job wants on this node, and what shows it.
+
+What is wanted is `data` of what was said to the job (cache/said.py): written by its Prolog, read by
+its steps and its Epilog. A module for each kind of request shows it; features/data/requests.py
+calls them.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from forestage.cache.image import Image
+from forestage.cache.lease import Leases
+from forestage.cache.node import Node
+from forestage.cache.said import Tree, Wanted
+from forestage.clock import Deadline
+from forestage.errors import Failed
+from forestage.events import Handled
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.slurm.lines import Fields
+from forestage.sources import opening
+from forestage.stage.wait import Progress
+from forestage.system import lock
+
+if TYPE_CHECKING:
+    from forestage.features.data.job_dir import Own
+
+ForStep = tuple[Sequence[Fields], Handled]
+"""What a request comes to in a step: lines for the companion, and the outcome."""
+
+
+class Staged(msgspec.Struct, frozen=True):
+    """What a file's copy came to; `through` is its keeper's socket where it is read through."""
+
+    outcome: Handled
+    image: Image | None
+    through: Path | None
+
+
+class ViewCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What the requests of a job share in its Prolog, or in one of its steps.
+
+    A step waits for what others bring until `copy`, if at all, for what it brings itself until
+    `fill`; `end` limits all else. `progress` is called during a wait. `stage` has a file copied as
+    an image, within so long; `must_not_be_bound` raises Declined where the job's container binds
+    what a path lies below. `own` is the job's own directory, which only steps see.
+    """
+
+    node: Node
+    job: Job
+    noted: Wanted
+    copy: Deadline | None
+    end: Deadline
+    fill: Deadline
+    progress: Progress
+    stage: Callable[[Request, Deadline], Staged]
+    must_not_be_bound: Callable[[str], None]
+    own: "Own | None"
+
+    def looks_end(self) -> Deadline:
+        """What is left to the step, and enough after a long wait for what came before."""
+        left = max(self.end.left(), opening.HOOK_TIMEOUT)
+        return Deadline.after(left, self.node.clock)
+
+
+class View(Protocol):
+    """A module that shows one kind of request, whose path is absolute.
+
+    Both raise ForestageError, OSError.
+    """
+
+    def begin(self, call: ViewCall, request: Request) -> Handled:
+        """What a Prolog does for it, which waits for nothing."""
+
+    def show(self, call: ViewCall, request: Request) -> ForStep:
+        """What a step is shown of it."""
+
+
+def disentangled(lines: Sequence[Fields]) -> list[Fields]:
+    """Pure: the lines, which are `in_order`, without directories in each other's way.
+
+    One that lies in another is in that one's copy, too. One in which something else is mounted
+    stays the shared one, as the copy has other inodes.
+    """
+    mounted = [line[-2] for line in lines if line[0] in ("served", "folder")]
+    kept: list[Fields] = []
+    trees: list[str] = []
+    for line in lines:
+        if line[0] == "device" and line[3] == "erofs":
+            at = f"{line[-2]}/"
+            if any(point.startswith(at) for point in mounted) or any(map(at.startswith, trees)):
+                continue
+            trees.append(at)
+        kept.append(line)
+    return kept
+
+
+def in_order(lines: Sequence[Fields]) -> list[Fields]:
+    """Pure: the lines as the companion is to follow them: no mount hides one that came before."""
+    return sorted(lines, key=lambda line: 0 if line[0] == "env" else len(line[-2]))
+
+
+def read(leases: Leases, job: int, uid: int | None = None) -> Wanted:
+    """What was noted of this user's job; nothing where nothing can be read."""
+    with contextlib.suppress(OSError, Failed):
+        return leases.said(job, uid).data or Wanted()
+    return Wanted()
+
+
+def note_tree(node: Node, job: Job, path: str, tree: Tree) -> None:
+    """Notes how far a directory is, if this run of the job is still here.
+
+    Raises lock.Busy, OSError.
+    """
+    with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
+        if is_here(node, job):
+            note_trees(node, job, {path: tree})
+
+
+def note_trees(node: Node, job: Job, trees: dict[str, Tree]) -> None:
+    """Notes how far these directories of a job that is here are. Under the space lock."""
+    noted = read(node.leases, job.id, job.user.uid)
+    data = msgspec.structs.replace(noted, trees=noted.trees | trees)
+    node.leases.note(job.id, job.user.uid, data=data)
+
+
+def is_here(node: Node, job: Job) -> bool:
+    """Whether this very run of a job still wants data here: it may have ended, or been requeued."""
+    lease = node.leases.read(job.id)
+    if lease is None or not lease.is_of(job.user.uid, job.start):
+        return False
+    data = node.leases.said(job.id, job.user.uid).data
+    return data is not None and data.restart == job.restart

@@ -1,0 +1,1 @@
+"""Counters and the node's state, for Prometheus."""

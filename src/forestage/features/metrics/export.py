@@ -1,0 +1,400 @@
+"""Metrics of this node for Prometheus: counters of the event log, and the node's state.
+
+`forestage metrics`, run by a timer, writes them to a file that node exporter's textfile collector
+reads. No hook does: what a hook has to report is in the event log already. Label sets are bounded:
+results, reasons and hooks are ours, and no job, user or image is ever a label.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from forestage import events, log
+from forestage.admin import site as sites
+from forestage.admin import status as node_status
+from forestage.admin.status import Status
+from forestage.admin.tally import WAITS, Histogram, Tally
+from forestage.cache import disk_errors
+from forestage.cache.node import Node
+from forestage.clock import Clock
+from forestage.config import Config, decided, load_settings, switch
+from forestage.errors import ConfigError, ForestageError, MetricsError
+from forestage.events.reasons import FAILURES, REASONS
+from forestage.features.metrics import textfile
+from forestage.features.peers import activation, unanswered
+from forestage.features.peers import stats as peer_counts
+from forestage.paths import Places
+from forestage.system import records
+
+PATIENCE = textfile.PATIENCE
+READABLE = 0o644  # node exporter is a user of its own
+
+REQUESTS = ("hit", "joined", "copied", "started", "through", "declined", "failed")
+STARTS = (*REQUESTS, "excluded")
+ENDS = ("copied", "declined", "failed")
+HOOKS = ("prolog", "step")
+EVICTORS = ("prolog", "step", "stager", "epilog", "sweep")
+CAME = ("stored", "imported", "waited", "enroot")
+ORIGINS = ("source", "peers", "others")
+PHASES = ("queued", "copying", "publishing")
+OTHER = "other"
+"""For a reason that this release does not know: another one wrote the event."""
+
+
+class Record(msgspec.Struct):
+    """tally.json. What was counted and how far the logs were read is one file: all or nothing."""
+
+    tally: Tally = msgspec.field(default_factory=Tally)
+    seen: dict[str, int] = {}
+
+
+class Exported(msgspec.Struct, frozen=True):
+    """Everything that is exported. `config` is None where it cannot be used.
+
+    `status` is None where the node's state could not be read. `doubt` is since when the cache's
+    disk is not trusted, in seconds since the epoch; 0 where it is. `swept` is when the last sweep
+    was, 0 if none was since the node booted. `written` is now. `unanswered` counts nodes whose peer
+    service did not answer this one lately, and `has_service` is whether this node's own runs.
+    """
+
+    tally: Tally
+    version: str
+    off: bool
+    config: Config | None = None
+    status: Status | None = None
+    doubt: float = 0.0
+    swept: float = 0.0
+    written: float = 0.0
+    unanswered: int = 0
+    has_service: bool = False
+
+
+@contextlib.contextmanager
+def alone(places: Places) -> Iterator[None]:
+    """Lets one run at a time read, count and write. Raises OSError, lock.Busy."""
+    with textfile.alone(places, PATIENCE):
+        yield
+
+
+def count(places: Places) -> Tally:
+    """Counts the events that no run has counted yet; as root, while `alone`. Raises OSError."""
+    record = _read(places.tally)
+    for event in events.unread(places.events, record.seen):
+        record.tally.add(event)
+    record.tally.add_given(peer_counts.read(places.peer))
+    records.write(places.tally, msgspec.json.encode(record))
+    return record.tally
+
+
+def _read(file: Path) -> Record:
+    try:
+        return records.load(file, Record)
+    except FileNotFoundError:
+        return Record()
+    except records.Damaged as damaged:
+        # Prometheus takes counters that fall for new ones; no counters at all help nobody.
+        log.say(f"metrics start again from zero: {damaged}", by_slurm=False)
+        return Record()
+
+
+def is_read(places: Places) -> bool:
+    """Whether node exporter's directory is there. Raises OSError."""
+    try:
+        path = load_settings(places.etc).of_node.metrics.textfile
+    except ConfigError:
+        path = textfile.find_last(places)
+    return path is not None and (places.root / path.lstrip("/")).parent.is_dir()
+
+
+def export(
+    places: Places, clock: Clock, version: str, conf: str = "", is_shown: bool = False
+) -> bytes:
+    """Writes the file that node exporter reads, if one is configured; returns its text.
+
+    `conf` is $SLURM_CONF or "": what `redirect: auto` means depends on it. `is_shown`: the caller
+    prints the text. Raises OSError and lock.Busy; ConfigError, once the file says so too;
+    MetricsError where nobody would read either.
+    """
+    config, wrong = None, None
+    try:
+        config = load_settings(places.etc).of_node
+        config = decided(config, sites.companion_state(places, conf).state)
+    except ConfigError as error:
+        wrong = error
+    with alone(places):
+        tally, status = count(places), None
+        if config is not None:
+            # The cache's disk may be what is wrong; then the rest is wanted all the more.
+            with contextlib.suppress(OSError, ForestageError):
+                status = node_status.gather(Node.of(config, places, clock), conf)
+        off = bool(switch.why_off(places, config or Config(), clock.wall()))
+        since = disk_errors.known(places).since
+        swept = last_sweep(places)
+        now = clock.monotonic()
+        silent, served = len(unanswered.read_silent(places, now)), activation.is_served(places, now)
+        about = config, status, since, swept, clock.wall(), silent, served
+        written = text(Exported(tally, version, off, *about))
+        # Who reads the last one is to know that the configuration is broken.
+        path = textfile.find_last(places) if config is None else config.metrics.textfile
+        textfile.settle(places, path)
+        if path is not None:
+            file = places.root / path.lstrip("/")
+            try:
+                records.write(file, written, READABLE)
+            except FileNotFoundError:
+                if is_shown and wrong is None:
+                    return written
+                hint = "install node exporter, or set metrics.textfile"
+                raise wrong or MetricsError(f"{file.parent} is not there", hint) from None
+    if wrong:
+        raise wrong
+    return written
+
+
+def last_sweep(places: Places) -> float:
+    """When it was, in seconds since the epoch; 0 if none was since the node booted."""
+    try:
+        return places.called("sweep").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def text(facts: Exported) -> bytes:
+    """Pure: the text that Prometheus reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(facts))
+    return generate_latest(registry)
+
+
+class _Families(Collector):
+    def __init__(self, facts: Exported) -> None:
+        self.facts = facts
+
+    def collect(self) -> Iterator[Metric]:
+        yield from state(self.facts)
+        if self.facts.status is not None:
+            yield from room(self.facts.status)
+        yield from counters(self.facts.tally)
+        yield from histograms(self.facts.tally)
+
+
+def state(facts: Exported) -> Iterator[Metric]:
+    """Pure: the release, whether it works, and how it is configured."""
+    config = facts.config
+    info = {"version": facts.version}
+    if config is not None:
+        info |= {
+            "redirect": config.redirect,
+            "engine": config.engine,
+            "peers": _describe_peers(config, facts.has_service),
+        }
+    yield InfoMetricFamily("forestage", "The release, and how it is configured.", value=info)
+    text = "When these metrics were written."
+    yield _gauge("written_timestamp_seconds", text, facts.written)
+    yield _gauge("config_valid", "Whether the configuration can be used.", config is not None)
+    yield _gauge("switched_off", "Whether no job is served, by the file or `enabled`.", facts.off)
+    found = facts.status
+    usable = found is not None and not (found.unusable or found.blocked)
+    text = "Whether copies can be made: the cache is mounted, answers, takes writes and has room."
+    yield _gauge("cache_usable", text, usable)
+    word = node_status.state(found)[0] if found else ""
+    states = {name: int(name == word) for name in node_status.STATES}
+    text = "What `forestage status` says of the node: the state that is 1."
+    yield _by(GaugeMetricFamily, "state", text, "state", states)
+    distrusted = "Whether no job is served until every entry was read, for errors of the disk."
+    yield _gauge("disk_doubt", distrusted, bool(facts.doubt))
+    swept = "When the sweep ran last; 0 if it did not since the node booted."
+    yield _gauge("last_sweep_timestamp_seconds", swept, facts.swept)
+    silent = "Nodes whose peer service did not answer this one within five minutes."
+    yield _gauge("peers_unanswered", silent, facts.unanswered)
+    if facts.doubt:
+        since = "When the last of these errors was seen."
+        yield _gauge("disk_doubt_timestamp_seconds", since, facts.doubt)
+
+
+def _describe_peers(config: Config, has_service: bool) -> str:
+    """Return whether copies ask other nodes; `down` is for want of this node's service. Pure."""
+    if not activation.may_serve(config):
+        return "off"
+    return "on" if has_service else "down"
+
+
+def room(status: Status) -> Iterator[Metric]:
+    """Pure: the cache, its room, and who uses it now."""
+    if status.room is not None and status.disk is not None:
+        found = status.room
+        yield _gauge("cache_bytes", "What the cache takes, copies under way included.", found.used)
+        yield _gauge("cache_max_bytes", "The most it may take (max_size).", found.max_size)
+        yield _gauge("cache_low_watermark_bytes", "Where evicting at rest stops.", found.low)
+        kinds = {"data": status.data, "image": max(0, found.used - status.data)}
+        of_kind = "What each kind takes of that; directories and mounted files are data."
+        yield _by(GaugeMetricFamily, "kind_bytes", of_kind, "kind", kinds)
+        yield _gauge("data_max_bytes", "The most that data may take (data.share).", found.data)
+        yield _gauge("disk_free_bytes", "Free on the cache's disk.", found.free)
+        yield _gauge("disk_min_free_bytes", "What stays free there (min_free).", found.min_free)
+        yield _gauge("disk_bytes", "The size of that disk.", status.disk.total)
+    numbers = msgspec.structs.asdict(status.entries)
+    total, data = numbers.pop("total"), numbers.pop("data")
+    yield _gauge("entries", "Entries in the cache.", total)
+    kinds = {"data": data, "image": total - data}
+    yield _by(GaugeMetricFamily, "entries_of_kind", "Entries by what they are.", "kind", kinds)
+    in_state = "Entries that are leased, pinned, superseded, damaged; one may be several."
+    yield _by(GaugeMetricFamily, "entries_in_state", in_state, "state", numbers)
+    yield _gauge("leases", "Jobs that hold a lease.", len(status.leases))
+    yield _gauge("leases_damaged", "Leases that cannot be read.", len(status.problems))
+    if status.leases:
+        oldest = min(one.since for one in status.leases)
+        yield _gauge("oldest_lease_timestamp_seconds", "When the oldest lease was taken.", oldest)
+    yield _gauge("redirects", "Paths that show their local copy.", len(status.redirects))
+    if status.prefetched:
+        due = status.prefetched
+        looked = "Images of pending jobs that this node has looked at."
+        yield _gauge("expected_images", looked, due.images)
+        yield _gauge("expected_bytes", "The size of these.", due.bytes)
+        made = "When the prefetch host made the list that counts; 0 without one."
+        yield _gauge("expected_list_timestamp_seconds", made, due.made)
+        unused = "Entries copied for pending jobs that no job has used so far."
+        yield _gauge("ahead_waiting_bytes", unused, due.unused.bytes)
+    called = {
+        name: call.time
+        for name, call in (
+            ("prolog", status.calls.prolog),
+            ("epilog", status.calls.epilog),
+            ("companion", status.calls.companion),
+        )
+        if call
+    }
+    last = "When Slurm called the hook last, or loaded the companion, since boot."
+    yield _by(GaugeMetricFamily, "last_call_timestamp_seconds", last, "hook", called)
+    missed = "Jobs that run here though no Prolog of forestage ran for them."
+    yield _gauge("jobs_not_called", missed, len(status.calls.missed))
+    imports = "Steps that wait for an image of a registry."
+    yield _gauge("imports_under_way", imports, len(status.imports))
+    phases = dict.fromkeys(PHASES, 0)
+    for copy in status.copies:
+        phases[copy.phase] += 1
+    yield _by(GaugeMetricFamily, "copies_under_way", "Copies by phase.", "phase", phases)
+
+
+def counters(tally: Tally) -> Iterator[Metric]:
+    """Pure: what only grows. Every series is there at once, so that the first error is a growth."""
+    for name, text, asked in (
+        ("requests", "Images and data that jobs and steps asked for.", tally.requests),
+        ("data_requests", "Those of them that were for data.", tally.of_data),
+    ):
+        family = CounterMetricFamily(f"forestage_{name}", text, labels=("hook", "result"))
+        for hook in HOOKS:
+            for result, number in _filled(REQUESTS, asked.get(hook, {})).items():
+                family.add_metric((hook, result), number)
+        yield family
+    starts = _filled(STARTS, tally.starts)
+    declined = _by_reason(tally.declined, (one for one in REASONS if one not in FAILURES))
+    errors = _by_reason(tally.errors, sorted(FAILURES))
+    copied = _filled(ORIGINS, tally.copied)
+    bad = _filled(("sweep", "verify"), tally.bad)
+    spared = _filled(("hit", "joined"), tally.spared)
+    spared |= {by: copied[by] for by in ("peers", "others")}
+    through = _filled(("copy", "source"), tally.read_through)
+    for name, text, label, numbers in (
+        ("starts", "Images that jobs and their further steps began with.", "result", starts),
+        ("declined", "Requests not served, by a rule or the user's mistake.", "reason", declined),
+        ("errors", "Failures of the node's or forestage's own.", "reason", errors),
+        (
+            "registry_images",
+            "Images of registries that steps named, by how they came.",
+            "came",
+            _filled(CAME, tally.registry),
+        ),
+        ("copies", "Copies that have ended.", "result", _filled(ENDS, tally.copies)),
+        ("copied_bytes", "Bytes copied into the cache.", "from", copied),
+        ("spared_bytes", "Bytes not read from the shared file system.", "by", spared),
+        ("read_through_bytes", "Bytes read of copies before they were complete.", "from", through),
+        ("bad_entries", "Entries with wrong bytes, by who found them.", "by", bad),
+        ("evictions", "Entries evicted, by the hook.", "hook", _filled(EVICTORS, tally.evicted)),
+    ):
+        yield _by(CounterMetricFamily, name, text, label, numbers)
+    for fate, text, numbers in (
+        ("copied", "Bytes copied for pending jobs.", tally.ahead.copied),
+        ("used", "Those of them that a job had.", tally.ahead.used),
+        ("unused", "Those of them that were evicted before a job had them.", tally.ahead.unused),
+    ):
+        name, filled = f"ahead_{fate}_bytes", _filled(ORIGINS, numbers)
+        yield _by(CounterMetricFamily, name, text, "from", filled)
+    given = tally.given
+    for name, text, grown in (
+        ("saved_seconds", "What measured starts saved, where their copy was faster.", tally.saved),
+        ("lost_seconds", "What measured starts lost, where their copy was slower.", tally.lost),
+        ("swept_leases", "Leases released by the sweep: their Epilog never ran.", tally.swept),
+        ("peer_served_bytes", "Bytes given to other nodes.", given.bytes),
+        ("peer_served_chunks", "Chunks given to other nodes.", given.chunks),
+        ("peer_sessions", "Sessions that other nodes have opened.", given.sessions),
+        ("peer_refused", "Requests of peers that were refused.", given.refused),
+    ):
+        yield CounterMetricFamily(f"forestage_{name}", text, value=grown)
+
+
+def histograms(tally: Tally) -> Iterator[Metric]:
+    """Pure: how long jobs waited, and how fast copies were."""
+    waits: dict[tuple[str, ...], Histogram] = {}
+    for hook in HOOKS:
+        waits[(hook,)] = tally.waits.get(hook) or Histogram.of(WAITS)
+    alone = "What a step waited whose image was imported."
+    yield _histogram("wait_seconds", "What staging one image took, of a hook.", ("hook",), waits)
+    yield _histogram("import_wait_seconds", alone, (), {(): tally.imports})
+    whole = "The rates of whole copies."
+    yield _histogram("copy_rate_bytes_per_second", whole, (), {(): tally.rates})
+
+
+def _histogram(
+    name: str, text: str, labels: tuple[str, ...], found: Mapping[tuple[str, ...], Histogram]
+) -> Metric:
+    made = HistogramMetricFamily(f"forestage_{name}", text, labels=labels)
+    for values, one in found.items():
+        # As Prometheus has them: each with all that is below it.
+        names = (*map(str, one.bounds), "+Inf")
+        buckets = list(zip(names, map(float, accumulate(one.counts)), strict=True))
+        made.add_metric(values, buckets, one.sum)
+    return made
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"forestage_{name}", text, value=float(value))
+
+
+def _by(
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    numbers: Mapping[str, int] | Mapping[str, float],
+) -> Metric:
+    made = family(f"forestage_{name}", text, labels=(label,))
+    for value, number in numbers.items():
+        made.add_metric((value,), number)
+    return made
+
+
+def _by_reason(found: Mapping[str, int], expected: Iterable[str]) -> dict[str, int]:
+    """Pure: the counts by reason; 0 for each that is `expected`, since its first must be a growth.
+
+    A reason of another release is not a label: labels are bounded by what this release knows.
+    """
+    known = {reason: number for reason, number in found.items() if reason in REASONS}
+    other = sum(number for reason, number in found.items() if reason not in REASONS)
+    return dict.fromkeys(expected, 0) | known | {OTHER: other}
+
+
+def _filled(names: Iterable[str], numbers: Mapping[str, int]) -> dict[str, int]:
+    return {name: numbers.get(name, 0) for name in names}

@@ -1,0 +1,67 @@
+"""The file that node exporter reads: which one was written last, whatever is configured now.
+
+    /var/lib/forestage/textfile.json    `LastTextfile`; written before the file itself is
+
+One that stays behind after a change of `metrics.textfile` exports its values for ever, and twice
+where node exporter reads both. All of it happens while `alone`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import msgspec
+
+from forestage.config import Config
+from forestage.paths import Places
+from forestage.system import folders, lock, records
+
+PATIENCE = 10.0  # seconds for another `forestage metrics` to end
+# what features/metrics/export.text makes, whose first family is the release
+BEGINS = b"# HELP forestage_"
+DEFAULT = Config().metrics.textfile
+
+
+class LastTextfile(msgspec.Struct, frozen=True):
+    """textfile.json: what `metrics.textfile` was at the last run."""
+
+    path: str | None = DEFAULT
+
+
+@contextlib.contextmanager
+def alone(places: Places, patience: float) -> Iterator[None]:
+    """Hold the lock that lets one run at a time read, count and write. Raises OSError, lock.Busy.
+
+    Older counts must not replace newer ones: Prometheus takes a counter that falls for one that
+    has begun anew, and adds it up a second time.
+    """
+    folders.make(places.tally.parent, 0o750)
+    folders.keep(places.locks)
+    with lock.held_for_work(places.locks / "metrics.lock", patience):
+        yield
+
+
+def find_last(places: Places) -> str | None:
+    """Return what `metrics.textfile` was at the last run; None if none was written then.
+
+    The default where that is not known. Raises OSError.
+    """
+    return (records.find(places.textfile, LastTextfile) or LastTextfile()).path
+
+
+def settle(places: Places, path: str | None) -> None:
+    """Delete the file of the last run if it is another one now, and record this. Raises OSError."""
+    last = find_last(places)
+    if last == path:
+        return
+    if last is not None and _is_ours(places, last):
+        (places.root / last.lstrip("/")).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a node may have nowhere to keep it
+        folders.make(places.textfile.parent, folders.PASSABLE)
+        records.write(places.textfile, msgspec.json.encode(LastTextfile(path)))
+
+
+def _is_ours(places: Places, path: str) -> bool:
+    try:
+        return records.read(places.root / path.lstrip("/")).startswith(BEGINS)
+    except (FileNotFoundError, NotADirectoryError, records.Damaged):
+        return False

@@ -1,0 +1,56 @@
+"""Chunks of images between nodes: of one job, and of others where `peers.reach` says so.
+
+    activation    whether this node asks others, and the sign of its service
+    ring          which node reads which chunk, and which nodes talk to each other
+    peer_table    what a copy knows of each node around it
+    schedule      which chunk each worker fetches next, and from which node
+    addresses     where the service of each node is found
+    auth          proof that a peer is root on a node of this cluster; MACs
+    proven        which other node has shown that it has the same key
+    connection    one HTTP connection to a peer, bounded in time
+    protocol      a session and a chunk, as the client asks for them
+    client        the nodes of a job: sessions and connections for all threads of a copy
+    first         the first node of a job, asked for what it has found in a directory
+    node_list     the nodes that a copy may ask besides those of its job
+    known_copies  which of these may have a copy
+    origins       who read which chunks of a copy from the source
+    notices       what one of them read is wrong
+    local_chunks  the chunks that this node can give
+    sessions      what the service remembers of its clients
+    stats         what the service has uploaded
+    listening     at which addresses it is found
+    server        the service itself, `forestage peer`
+
+The last four are the service's alone. A job's hooks load none of them.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forestage.config import Config
+    from forestage.features.peers.client import Peers
+    from forestage.paths import Places
+
+
+def of_job(
+    config: "Config",
+    node_name: str,
+    nodelist: str,
+    key: str,
+    places: "Places | None" = None,
+    ahead: bool = False,
+    chunks: int | None = None,
+) -> "Peers | None":
+    """The nodes that a copy may ask, on a node where peers are on; None if there is no other.
+
+    `nodelist` as Slurm writes it: n[1-4,7]. `ahead`: no job waits for it. Without `chunks`, those
+    of the copy, nodes share it however little each would save. Raises PeerError and OSError where
+    the key file cannot be used, the latter also where the list of nodes cannot be read.
+    """
+    # One name has neither: then nothing is loaded.
+    others = "," in nodelist or "[" in nodelist or config.peers.reach == "cluster"
+    if not (node_name and others):
+        return None
+    from forestage.features.peers import client
+
+    return client.of_nodes(config, node_name, nodelist, key, places, ahead, chunks)

@@ -1,0 +1,52 @@
+"""Where a copy finds the services of other nodes: by the site's pattern, or at Slurm's NodeAddr.
+
+With the default `peers.address` that is NodeAddr of root's list (features/peers/node_list.py),
+where slurmd
+is found too, and no name service is asked. Without the list, or of a node that is not in it, it is
+the node's name. A site's own pattern makes a name, which comes first; NodeAddr is for one that does
+not resolve.
+"""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from forestage.config import Address, Peering
+from forestage.features.peers import node_list
+from forestage.paths import Places
+
+NONE: Mapping[str, str] = {}
+
+
+class Finder(Protocol):
+    """What knows where the other nodes find a node: `Addresses`, or the site's pattern alone."""
+
+    def of(self, node: str) -> Address: ...
+
+
+class Addresses:
+    """The address of each node's service; `listed` has NodeAddr by the node's name."""
+
+    def __init__(self, peering: Peering, listed: Mapping[str, str] = NONE) -> None:
+        self._peering = peering
+        self._listed = listed
+
+    def of(self, node: str) -> Address:
+        """Return where the other nodes find `node`."""
+        named = self._peering.of(node)
+        listed = self._listed.get(node, "")
+        if not listed or listed == named.host:
+            return named
+        if named.host == node:  # the default: NodeAddr is what slurmd is found by
+            named, listed = Address(listed, named.port), node
+        return msgspec.structs.replace(named, otherwise=listed)
+
+
+def load(peering: Peering, places: Places) -> Addresses:
+    """Return the addresses by root's list, if there is one that can be read."""
+    with contextlib.suppress(OSError):
+        return Addresses(peering, node_list.addresses(places, time.time()))
+    return Addresses(peering)

@@ -1,0 +1,202 @@
+"""The nodes that one copy asks: its sessions and connections, shared by its threads.
+
+A copy has one session with each peer, which a thread of its own opens first: a peer that does not
+answer holds up no thread that brings chunks. Each of these has connections of its own, and keeps
+the KEPT that it used last.
+"""
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from forestage.config import Config
+from forestage.features.peers import (
+    activation,
+    addresses,
+    auth,
+    known_copies,
+    node_list,
+    notices,
+    protocol,
+    proven,
+    unanswered,
+)
+from forestage.features.peers.auth import Prover
+from forestage.features.peers.connection import MOMENT, ChunkRefused, Connection
+from forestage.features.peers.known_copies import Others
+from forestage.features.peers.protocol import ChunkRequest, Receiver, Session, SessionUnknown
+from forestage.paths import Places
+from forestage.slurm.nodelist import expand
+
+KEPT = 32  # connections of one thread
+NOBODY = Others()
+SILENCE = 0.9  # seconds without an answer; less than connection.CONNECT
+AGAIN = 1.0  # seconds for which one thread's failure to open a session counts for all threads
+
+
+class _SharedSession:
+    """The session with one peer, and the lock under which it is opened."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.session: Session | None = None
+        self.failed: ChunkRefused | None = None
+        self.failed_at = 0.0
+
+    @contextlib.contextmanager
+    def held(self, stop: Callable[[], bool]) -> Iterator[None]:
+        """Takes the lock; opening a session may take seconds. Raises ChunkRefused at `stop`."""
+        while not self.lock.acquire(timeout=MOMENT):
+            if stop():
+                raise ChunkRefused("slow", "it is not wanted any more")
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+
+class Peers:
+    """Nodes for the copy of one key: `nodes` share the reading, `givers` are of other jobs."""
+
+    def __init__(
+        self,
+        config: Config,
+        nodes: tuple[str, ...],
+        me: str,
+        key: str,
+        prover: Prover,
+        others: Others = NOBODY,
+        places: Places | None = None,
+    ) -> None:
+        self.givers = others.givers
+        self.leaders = others.readers if others.follows else ()
+        self.nodes = nodes if others.follows else (*nodes, *others.readers)
+        self.me = me
+        self._key = key
+        self._addresses = addresses.load(config.peers, places or Places())
+        self._prover = prover
+        self._places = places or Places()
+        self._sessions = {node: _SharedSession() for node in (*nodes, *self.givers)}
+        self._is_proven = False
+        self._own = threading.local()  # each thread's connections
+
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+        """Writes a chunk to the receiver and returns its digest, which the bytes have.
+
+        Raises ChunkRefused: then nothing that was written counts. What `receiver.write` raises goes
+        through. The first chunk of a peer may take protocol.HANDSHAKE seconds more than its limit.
+        """
+        line = self._connection(peer)
+        for _ in range(2):
+            session = self._session(peer, line, receiver.stop)
+            try:
+                return protocol.fetch(line, session, self._key, chunk, receiver)
+            except SessionUnknown:
+                self._forget(peer, session, receiver.stop)
+        raise ChunkRefused("refused", "the session is not known")
+
+    def greet(self, peer: str, stop: Callable[[], bool]) -> None:
+        """Opens the session with a peer, by a connection of its own. Raises ChunkRefused.
+
+        Notes for other copies whether it was silent; a refusal is no silence.
+        """
+        begun = time.monotonic()
+        line = Connection(self._addresses.of(peer))
+        try:
+            self._session(peer, line, stop)
+        except ChunkRefused as refused:
+            now = time.monotonic()
+            if now - begun >= SILENCE:
+                unanswered.note_silence(self._places, peer, now)
+            elif refused.why != "slow":  # else the copy is over, and nobody knows
+                unanswered.note_answer(self._places, peer)
+            raise
+        finally:
+            line.close()
+        unanswered.note_answer(self._places, peer)
+
+    def silent(self) -> frozenset[str]:
+        """The nodes that did not answer another copy a short while ago."""
+        return unanswered.read_silent(self._places, time.monotonic())
+
+    def wrong(self) -> frozenset[str]:
+        """The nodes whose chunks of the key another copy has found wrong."""
+        with contextlib.suppress(OSError):
+            return notices.read(self._places, self._key)
+        return frozenset()
+
+    def tell(self, giver: str, reader: str) -> None:
+        """Tells who gave wrong bytes, who had read them, and this node's service, of it."""
+        known = (giver, reader, self.me)
+        nodes = [node for node in dict.fromkeys(known) if node in self._sessions]
+        notices.tell(self._addresses, nodes, self._key, reader, self._prover)
+
+    def _connection(self, peer: str) -> Connection:
+        """This thread's connection to a peer; a new one takes the place of the least recent one."""
+        if not hasattr(self._own, "lines"):
+            self._own.lines = OrderedDict()
+        lines: OrderedDict[str, Connection] = self._own.lines
+        if peer not in lines:
+            lines[peer] = Connection(self._addresses.of(peer))
+            while len(lines) > KEPT:
+                lines.popitem(last=False)[1].close()
+        lines.move_to_end(peer)
+        return lines[peer]
+
+    def _session(self, peer: str, line: Connection, stop: Callable[[], bool]) -> Session:
+        """The copy's session with a peer, opened if need be. Raises ChunkRefused."""
+        shared = self._sessions[peer]
+        with shared.held(stop):
+            if shared.session is not None:
+                return shared.session
+            # Else each thread would wait for the time-out of its own connection, one by one.
+            if shared.failed is not None and time.monotonic() - shared.failed_at < AGAIN:
+                raise ChunkRefused(shared.failed.why, str(shared.failed))
+            try:
+                shared.session = protocol.open_session(line, self._key, self._prover, stop)
+                self._note_proof(peer)
+            except ChunkRefused as failed:
+                if failed.why != "slow":  # else only this thread does not want its chunk any more
+                    shared.failed, shared.failed_at = failed, time.monotonic()
+                raise
+            return shared.session
+
+    def _note_proof(self, peer: str) -> None:
+        """Note, once for a copy, that another node could read our credential."""
+        if peer != self.me and not self._is_proven:
+            self._is_proven = True
+            proven.note(self._places, peer, time.time())
+
+    def _forget(self, peer: str, session: Session, stop: Callable[[], bool]) -> None:
+        shared = self._sessions[peer]
+        with shared.held(stop):
+            if shared.session is session:  # else another thread has opened a new one
+                shared.session = None
+
+
+def of_nodes(
+    config: Config,
+    node_name: str,
+    nodelist: str,
+    key: str,
+    places: Places | None,
+    ahead: bool,
+    chunks: int | None,
+) -> Peers | None:
+    """As peers.of_job, which loads this for more than one node."""
+    nodes, places = expand(nodelist), places or Places()
+    if chunks is not None and not activation.is_worthwhile(config, len(nodes), chunks):
+        return None
+    if node_name not in nodes:
+        nodes = (*nodes, node_name)
+    listed = node_list.read(places, time.time()) if config.peers.reach == "cluster" else ()
+    if len(nodes) < 2 and not listed:
+        return None
+    prover = auth.prover(config.peers.key_file, places)
+    found = addresses.load(config.peers, places)
+    others = known_copies.find(found, key, node_name, nodes, listed, prover, ahead)
+    if len(nodes) < 2 and not others.givers:
+        return None
+    return Peers(config, nodes, node_name, key, prover, others, places)

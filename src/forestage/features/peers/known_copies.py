@@ -1,0 +1,192 @@
+"""Who may have a copy of a key, on nodes of other jobs: a question that is an announcement too.
+
+    GET /v1/copies/<key>[/<node>]   <node> is about to copy <key>; the answer: `Answer`, with a MAC
+
+A stager asks ASKED nodes of root's own list (features/peers/node_list.py), those that come first in
+the
+key's ring: all stagers ask the same ones, themselves too. Each of them remembers who asked, and
+names them to who asks next. Of a job of many nodes only some say who they are: those of earlier
+jobs would be forgotten for it, while its nodes still ask. There is no tracker, and none of this
+outlives the service. Names are hints: a node that has nothing costs one request, and what it gives
+is believed no more than any peer (docs/decisions/0051-any-warm-node-serves.md).
+
+Copies ahead of jobs begin on many nodes within a minute, and nobody waits for them. The first
+READERS nodes that ask share the reading, as the nodes of a job do, with those that were before
+them; the others leave it to these. The word of one node alone says who they are, of the first in
+the ring that answers: else two nodes could each leave it to the other.
+"""
+
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import msgspec
+
+from forestage.features.peers import protocol
+from forestage.features.peers.addresses import Finder
+from forestage.features.peers.auth import Prover
+from forestage.features.peers.connection import ChunkRefused, Connection, Limit
+from forestage.features.peers.ring import Ring
+
+ASKED = 3  # nodes for each copy
+TRIED = 2  # nodes of those that are named
+PATIENCE = 1.0  # seconds for all answers together
+NAMES = 4  # of one key, those that asked last
+OF_JOB = 2  # nodes of a job that are remembered
+KEPT = 86400.0  # seconds
+READERS = 4  # nodes that read an image ahead of jobs
+COPIES = 600.0  # seconds for which these may be at it
+KEYS = 10_000  # some 5 MB
+MOST = 4096  # bytes of an answer
+
+PATH = re.compile(r"/v1/copies/([0-9a-f]{32})(?:/([A-Za-z0-9][A-Za-z0-9._-]{0,62}))?")
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Whether the node that was asked has anything of the key itself, and who else asked for it.
+
+    `nodes` are those that asked last, `first` those that asked first of late; both in their order.
+    """
+
+    has: bool
+    nodes: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+
+
+class Others(NamedTuple):
+    """Nodes of other jobs that may give chunks, and how a copy ahead of a job stands to them.
+
+    `readers` are those of the givers that share the reading: with this node, unless it `follows`.
+    """
+
+    givers: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
+    follows: bool = False
+
+
+class Askers:
+    """Who asked for which key lately, the last `names` of them; seconds are monotonic.
+
+    With `first` the first of them instead.
+    """
+
+    def __init__(self, names: int = NAMES, kept: float = KEPT, first: bool = False) -> None:
+        self._names = slice(names) if first else slice(-names, None)
+        self._kept = kept
+        self._by_key: OrderedDict[str, dict[str, float]] = OrderedDict()
+
+    def ask(self, key: str, node: str | None, now: float) -> tuple[str, ...]:
+        """Who asked for the key before, the first of them first; and remembers who says a name."""
+        known = self._by_key.pop(key, {})
+        others = {name: at for name, at in known.items() if now - at <= self._kept and name != node}
+        if node is not None:
+            self._by_key[key] = dict([*others.items(), (node, now)][self._names])
+        elif others:
+            self._by_key[key] = others
+        if len(self._by_key) > KEYS:
+            self._by_key.popitem(last=False)
+        return tuple(others)
+
+
+def whom_to_ask(key: str, nodes: Collection[str], me: str) -> list[str]:
+    """Pure: the nodes that remember who has the key, three others; this one too if it does."""
+    asked = list(Ring(key, tuple(nodes)).nodes[: ASKED + 1])
+    if me not in asked[:ASKED]:
+        return asked[:ASKED]
+    return asked if asked != [me] else []
+
+
+def announces(key: str, job: Collection[str], me: str) -> bool:
+    """Pure: whether this node of the job is one of those that say who they are."""
+    return me in Ring(key, tuple(job)).nodes[:OF_JOB]
+
+
+def to_try(answers: Sequence[tuple[str, Answer]], known: Collection[str]) -> tuple[str, ...]:
+    """Pure: the nodes to take from; who has a copy before who is only named.
+
+    `known` are the nodes of root's list that are not of the job: no other name counts.
+    """
+    sure = [node for node, answer in answers if answer.has]
+    named = [node for _, answer in answers for node in answer.nodes]
+    return tuple(node for node in dict.fromkeys((*sure, *named)) if node in known)[:TRIED]
+
+
+def who_reads(
+    asked: Sequence[str], answers: Sequence[tuple[str, Answer]], known: Collection[str]
+) -> tuple[str, ...]:
+    """Pure: the nodes that began to read ahead before this one, by one node's word.
+
+    `asked` are those asked, in the order of the ring; `known` as for `to_try`.
+    """
+    said = dict(answers)
+    first = next((said[node].first for node in asked if node in said), ())
+    return tuple(node for node in first if node in known)[:READERS]
+
+
+def find(
+    addresses: Finder,
+    key: str,
+    me: str,
+    job: Collection[str],
+    nodes: Sequence[str],
+    prover: Prover,
+    ahead: bool = False,
+) -> Others:
+    """The nodes of other jobs that may have the key; `nodes` is root's list. Within PATIENCE.
+
+    `ahead`: no job waits for the copy, so nodes share the reading.
+    """
+    known = frozenset(nodes).difference(job)
+    asked = whom_to_ask(key, nodes, me)
+    until = time.monotonic() + PATIENCE
+    came: SimpleQueue[tuple[str, Answer | None]] = SimpleQueue()
+
+    path = f"/v1/copies/{key}/{me}" if announces(key, job, me) else f"/v1/copies/{key}"
+
+    def ask(node: str) -> None:
+        came.put((node, _ask(addresses, node, key, path, prover, until)))
+
+    for node in asked:  # nobody waits for the last of them: it only has to hear who asks
+        threading.Thread(target=ask, args=(node,), name="ask", daemon=True).start()
+    answers: list[tuple[str, Answer]] = []
+    for node, answer in _until(came, len(asked), until):
+        answers += [(node, answer)] if answer else []
+        if len(to_try(answers, known)) == TRIED and not ahead:
+            break
+    before = who_reads(asked, answers, known) if ahead else ()
+    givers = tuple(dict.fromkeys((*to_try(answers, known), *before)))
+    return Others(givers, before, follows=len(before) == READERS)
+
+
+def _until(
+    came: "SimpleQueue[tuple[str, Answer | None]]", count: int, until: float
+) -> Iterator[tuple[str, Answer | None]]:
+    for _ in range(count):
+        try:
+            yield came.get(timeout=max(0.0, until - time.monotonic()))
+        except Empty:
+            return
+
+
+def _ask(
+    addresses: Finder, node: str, key: str, path: str, prover: Prover, until: float
+) -> Answer | None:
+    """What one node answers; None: nothing, or nothing in time."""
+
+    def late() -> bool:
+        return time.monotonic() > until
+
+    line = Connection(addresses.of(node))
+    try:
+        session = protocol.open_session(line, key, prover, late)
+        limit = Limit(0.0, until, late)
+        body = protocol.fetch_look(line, session, path, MOST, limit)
+        return msgspec.json.decode(body, type=Answer) if body else None
+    except (ChunkRefused, protocol.SessionUnknown, msgspec.MsgspecError):
+        return None
+    finally:
+        line.close()

@@ -1,0 +1,124 @@
+"""The nodes that a copy may ask besides those of its job: root's own list, and addresses.
+
+    /run/forestage/nodes.json   the nodes of this node's partitions, and where slurmd is found
+
+The minute's work writes it where peers are on.
+
+Hooks ask no Slurm, slurm.conf names neither dynamic nor cloud nodes, and the partition of a job or
+step must not choose whom root asks: it is the node's own partitions that count. Lists that differ
+between nodes only find less.
+
+One question to slurmctld a node and day, for all nodes at once: with 10,000 of them 3.6 MB and
+30 ms of slurmctld's time. The nodes' names spread them over some hours, and the first ones, which
+all nodes may ask after the same boot, over EACH for each node (docs/peers.md).
+"""
+
+import socket
+import time
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from forestage.features.peers import activation
+from forestage.paths import Places
+from forestage.slurm import slurm_conf
+from forestage.system import folders, records
+
+if TYPE_CHECKING:
+    from forestage.cache.node import Node
+    from forestage.clock import Clock
+    from forestage.config import Config
+    from forestage.slurm.queue import NodeState, Slurm
+
+GOOD = 86400.0  # seconds; nobody is asked by an older list
+RENEWED = 16 * 3600.0  # seconds, the earliest
+EACH = 0.06  # seconds for each node until the first list; slurmctld works half as long for it
+SOONEST = 600.0  # seconds, at most
+SPREAD = 6 * 3600.0  # seconds: some nodes later than others, each before its list is too old
+GONE = frozenset(
+    ("DOWN", "ERROR", "FAIL", "FUTURE", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")
+)
+
+
+class NodeList(msgspec.Struct, frozen=True):
+    """nodes.json: by the names that Slurm has for them, in their order, where slurmd is found.
+
+    That is NodeAddr, an address or a name. `away` are nodes that were not up, and `written` is in
+    seconds since the epoch.
+    """
+
+    written: float
+    nodes: dict[str, str]
+    away: dict[str, str] = {}
+
+
+def read(places: Places, now: float) -> tuple[str, ...]:
+    """The nodes that are up; none where there is no list, or only an old one. Raises OSError."""
+    found = _find(places, now)
+    return tuple(found.nodes) if found else ()
+
+
+def addresses(places: Places, now: float) -> dict[str, str]:
+    """NodeAddr by node, also of those that were not up; as `read`. Raises OSError."""
+    found = _find(places, now)
+    return {**found.away, **found.nodes} if found else {}
+
+
+def _find(places: Places, now: float) -> NodeList | None:
+    found = records.find(places.nodes, NodeList)
+    return found if found and 0 <= now - found.written <= GOOD else None
+
+
+def age(places: Places, now: float) -> float | None:
+    """Seconds since the list was written; None: there is none."""
+    found = records.find(places.nodes, NodeList)
+    return now - found.written if found else None
+
+
+def write(places: Places, found: NodeList) -> None:
+    """Replaces the list. Raises OSError."""
+    folders.make(places.nodes.parent, folders.PASSABLE)
+    records.write(places.nodes, msgspec.json.encode(found))
+
+
+def is_wanted(config: "Config", places: Places, clock: "Clock") -> bool:
+    """Whether this node's list is due, and peers are on. Raises OSError."""
+    due = is_due(age(places, clock.wall()), socket.gethostname().partition(".")[0])
+    return due and activation.is_on(config, places, clock.monotonic())
+
+
+def renew(node: "Node", slurm: "Slurm", wait: Callable[[float], None] = time.sleep) -> None:
+    """Writes the list where it is due. Raises SlurmError, OSError."""
+    now = node.clock.wall()
+    known = age(node.places, now)
+    is_on = activation.is_on(node.config, node.places, node.clock.monotonic())
+    if not is_on or not is_due(known, slurm.node):
+        return
+    if known is None:  # as after a boot, perhaps of all nodes at once
+        count = slurm_conf.count_nodes(slurm_conf.locate(slurm.conf, node.places.root))
+        wait(_place(slurm.node) * min(SOONEST, count * EACH))
+    write(node.places, beside(slurm.all_nodes(), slurm.node, now))
+
+
+def is_due(age: float | None, host: str) -> bool:
+    """Pure: whether a list of this age, in seconds, is to be written anew."""
+    return age is None or not 0 <= age < RENEWED + SPREAD * _place(host)
+
+
+def beside(nodes: "tuple[NodeState, ...]", host: str, now: float) -> NodeList:
+    """Pure: the nodes in a partition with this one, itself too; none without it."""
+    own = {part for one in nodes if host in (one.name, one.host) for part in one.partitions}
+    up: dict[str, str] = {}
+    away: dict[str, str] = {}
+    for one in sorted(nodes, key=lambda one: one.name):
+        if own.intersection(one.partitions):
+            where = away if GONE.intersection(one.states) else up
+            where[one.name] = one.address if one.address != one.name else ""
+    return NodeList(now, up, away)
+
+
+def _place(host: str) -> float:
+    """Pure: where this node stands among all, from 0 to 1."""
+    return zlib.crc32(host.encode()) / (1 << 32)

@@ -1,0 +1,86 @@
+"""Notices that what one node read of a key from the source is wrong: they follow the chunks.
+
+    GET /v1/wrong/<key>/<reader>   the copy that found it tells who gave the chunk, and the reader
+    /run/forestage/wrong/<key>     on each node that has such chunks: their readers, one a line
+
+The service that is told gives these chunks to nobody any more, and tells those to whom it gave any
+of the key. A copy under way strikes them, and the sweep evicts an entry that has some. A notice is
+believed as it is: a wrong one costs a copy, and no bytes.
+"""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+
+from forestage.cache.layout import Cache
+from forestage.features.peers import origins, protocol
+from forestage.features.peers.addresses import Finder
+from forestage.features.peers.auth import Prover
+from forestage.features.peers.connection import ChunkRefused, Connection, Limit
+from forestage.paths import Places
+from forestage.system import files, folders
+from forestage.system.files import opened
+
+PATIENCE = 1.0  # seconds for one node
+AGAIN = 60.0  # seconds before the same one counts again: it comes back by others who are told
+READERS = 64  # of one key
+KEYS = 1000
+MOST = 64  # bytes of an answer
+
+PATH = re.compile(r"/v1/wrong/([0-9a-f]{32})/([A-Za-z0-9][A-Za-z0-9._-]{0,62})")
+
+
+def concerned(known: origins.Origins | None, reader: str, me: str) -> int:
+    """Pure: the chunks of a copy that this node read; -1 is all. `known` is None without peers."""
+    if known is None:
+        return -1 if reader == me else 0
+    return int(known.by.get(reader, "0"), 16)
+
+
+def concerns(places: Places, cache: Cache, key: str, me: str) -> bool:
+    """Whether an entry has any of the chunks that are wrong. Raises OSError."""
+    directory = cache.entry_dir(key)
+    known = origins.read(directory)
+    return directory.exists() and any(concerned(known, who, me) for who in read(places, key))
+
+
+def note(places: Places, key: str, reader: str) -> None:
+    """Notes that these chunks are wrong. Raises OSError."""
+    folders.keep(places.wrong)
+    file = places.wrong / key
+    before = read(places, key)
+    many = len(before) >= READERS or (not before and len(list(places.wrong.iterdir())) >= KEYS)
+    if reader not in before and not many:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+        with opened(file, flags, 0o600) as fd:
+            os.write(fd, f"{reader}\n".encode())
+
+
+def read(places: Places, key: str) -> frozenset[str]:
+    """Whose chunks of the key are wrong. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        return frozenset(files.read(places.wrong / key).decode().split())
+    return frozenset()
+
+
+def keys(places: Places) -> Iterator[str]:
+    """The keys of which something is wrong here. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        yield from sorted(file.name for file in places.wrong.iterdir())
+
+
+def tell(addresses: Finder, nodes: Iterable[str], key: str, reader: str, prover: Prover) -> None:
+    """Tells these nodes, one after the other; who is out of reach is not told."""
+    for node in nodes:
+        until = time.monotonic() + PATIENCE
+
+        def late(until: float = until) -> bool:
+            return time.monotonic() > until
+
+        line = Connection(addresses.of(node))
+        with contextlib.suppress(ChunkRefused, protocol.SessionUnknown), contextlib.closing(line):
+            session = protocol.open_session(line, key, prover, late)
+            limit = Limit(0.0, until, late)
+            protocol.fetch_look(line, session, f"/v1/wrong/{key}/{reader}", MOST, limit)

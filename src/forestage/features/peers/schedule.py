@@ -1,0 +1,544 @@
+"""Chunk schedule of a peer-assisted copy: which chunk each worker fetches next, and from where.
+
+Pure: no threads, no I/O, and the time (monotonic seconds) is an argument. The engine
+(features/peers/with_peers.py) calls it under its lock; bench/peers-model drives it with simulated
+links.
+
+    state of a chunk       becomes          when
+    missing, nobody asked  being read       it is of the own share; or taken over, see below
+                           being fetched    a peer has it, or should have it soon
+    being read             in               the source gave it
+                           missing          the source failed; then nothing more is read here
+    being fetched          in               a peer gave it
+                           missing          the peer failed, or did not have it
+                           asked twice      it takes long, and another peer has it; or it is
+                                            overdue, and this node reads it
+    asked twice            in               the first of both came; the other ask is obsolete
+    in                     missing          its peer gave wrong bytes: it is read
+                           (the end)
+
+Chunks that jobs want come first: from a peer that has one, from the source if it is of the own
+share, else from the peer that should have it next, whose service tells its copy. Then head, tail
+and hot chunks, then what is behind the chunk that a job waited for last, then the lowest.
+
+Own chunks are read from the source, unless a peer turns out to have them. All others come from
+peers: each response of a peer says what it has. A chunk that no peer is known to have is waited for
+at the neighbour that is nearest to its reader. In four cases a node takes over a chunk that
+another one should have read:
+
+    unheard    its reader has not answered its first connection in time, and the own share is asked
+               for
+    stand in   its reader, and all stand-ins before this node, are out or cannot read; and the own
+               share is asked for, or a job waits for the chunk
+    overdue    nothing is left to ask, and the chunk takes its reader three times as long as usual
+    in need    nothing at all has come for long, or no peer answers: each node reads other chunks,
+               one at first, twice as many after each that came
+
+The first two begin at the end of the reader's share: one that begins late, or is slow to answer,
+reads from the front.
+
+No read waits for a connection. Until peers could answer, some chunks of the own share are read,
+which a late node drops as soon as it hears that others have them.
+
+A copy ahead of a job, for which nobody waits, may have leaders: nodes of other jobs that share the
+reading. As long as one of them gets on, it reads nothing.
+
+docs/decisions/0019-three-ways-to-take-over-a-chunk.md says why one rule is not enough.
+"""
+
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence, Set
+from typing import Literal
+
+import msgspec
+
+from forestage.features.peers.peer_table import Median, PeerTable, bits, lowest, sum_of
+from forestage.features.peers.ring import SOURCE, Ring
+
+Why = Literal["absent", "refused", "silent", "wrong", "slow", "source"]
+"""Why a chunk did not come: protocol.ChunkRefused, or `source`: the shared file system failed."""
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A chunk that one worker is to bring; `peer` is a node's name, or SOURCE."""
+
+    number: int
+    peer: str
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """How patient a copy is; seconds, and bytes a second.
+
+    `at_once`: own chunks read at the same time. Few: the earlier each is whole, the earlier the
+    others can have it. `busy` chunks are to be on their way from peers.
+    """
+
+    at_once: int = 2
+    busy: int = 8
+    follow: float = 4.0  # times what a slow chunk takes: then a leader does not get on
+    careful: int = 2  # own chunks read at the same time in the first `probe` seconds
+    probe: float = 0.5  # to find out whether others have begun long before
+    answer: float = 0.4  # for a first connection, before its peer's share is anybody's
+    grace: float = 1.0  # for others to begin, before one reads in their stead
+    wait: float = 0.5  # at a peer that does not have the chunk yet
+    news: float = 0.5  # after which a peer may well have more than it said
+    absent: float = 0.2  # before a peer without this copy is asked again; doubles, as the next
+    hung: float = 10.0  # before one that sent no byte is asked again, once; then it is left out
+    refused: float = 2.0  # before one that could not be reached is asked again
+    lagging: float = 4.0  # times the usual duration: then other peers are preferred to that one
+    patience: float = 2.0  # without any chunk, before the source is read out of turn
+    slowest: float = 8e6  # of a peer, while it is not known how long a chunk takes
+    longest: float = 60.0  # of any ask
+
+
+class Schedule:
+    """Which chunks are missing, asked for, in. Sets of chunks are numbers: bit 5 is chunk 5."""
+
+    def __init__(
+        self,
+        key: str,
+        nodes: Sequence[str],
+        me: str,
+        missing: Iterable[int],
+        chunk_bytes: int,
+        policy: Policy | None = None,
+        hot: Sequence[int] = (),
+        givers: Sequence[str] = (),
+        leaders: Sequence[str] = (),
+        silent: Container[str] = (),
+    ) -> None:
+        """`givers`: nodes of other jobs, which may have all of it.
+
+        They read nothing for this one, unless they are of `nodes` as well; `leaders` are those to
+        which this copy leaves reading. `silent` did not answer another copy a short while ago.
+        """
+        self.ring = Ring(key, nodes)
+        self.me = me
+        self.policy = policy or Policy()
+        self.asks: dict[Ask, float] = {}  # under way, since when
+        self.missing = sum_of(missing)
+        self._count = self.missing.bit_length()
+        self._unasked = self.missing
+        self._early = [1, 1 << self._count >> 1, sum_of(hot)]
+        self._urgent = 0  # chunks that jobs wait for
+        self._wanted: list[int] = []  # these first, then what jobs will want
+        self._front = 0  # where a job waited last: the rest goes on from there
+        place = self.ring.place[me]
+        neighbours = list(dict.fromkeys([*givers, *self.ring.neighbours(me)]))
+        self._share = self.missing & sum_of(range(place, self._count, len(self.ring.nodes)))
+        self._due: Counter[str] = Counter()  # by peer, the chunks that should come from it
+        for number in bits(self.missing & ~self._share):
+            self._due[self.ring.nearer(number, me)[0]] |= 1 << number
+        self._peers = PeerTable(neighbours, givers, silent)
+        self._leaders = leaders
+        # Nodes that have begun to copy it a moment ago, or are about to.
+        self._beginners = frozenset([*leaders, *self.ring.nodes])
+        self._each = max(1, self.policy.busy // max(1, len(neighbours)))  # asks of one peer at once
+        self._sure: set[Ask] = set()  # asks of peers that said that they have the chunk
+        self._polls: set[Ask] = set()  # asks that only want to know what the peer has
+        self._early_reads: set[Ask] = set()  # begun before peers could answer
+        self._turn = place * 7919  # where to look first, so that not all nodes take the same
+        self._first_guess = self.policy.patience + chunk_bytes / self.policy.slowest
+        self._follow = self.policy.follow * self._first_guess if leaders else 0.0
+        self._usual = Median()  # of a chunk, wherever it comes from
+        self._usual_read = Median()  # of a chunk that this node reads
+        self._begun: float | None = None
+        self._last_came = 0.0
+        self._probe_until = 0.0
+        self._out_of_turn = 0  # chunks to read at once because nothing comes; 0 while it does
+        self._struck = 0  # chunks that a peer gave wrongly: for the source alone
+        self.source_failed = False
+
+    @property
+    def done(self) -> bool:
+        return not self.missing
+
+    def want(self, now: Sequence[int], soon: Sequence[int]) -> None:
+        """Says which chunks jobs wait for, and which they will want, instead of what was said."""
+        self._urgent = sum_of(now)
+        self._front = now[-1] if now else self._front
+        self._wanted = [number for number in (*now, *soon) if self.missing >> number & 1]
+
+    def next_read(self, now: float) -> Ask | None:
+        """What a worker is to read from the source; None: nothing now."""
+        begun = self._begin(now)
+        if self.source_failed:
+            return None
+        if struck := self._struck & self._unasked:  # nobody but the source is asked for it
+            return self._ask(lowest(struck), SOURCE, now)
+        if self._follows(now, begun):
+            return None
+        if self._probing(now):
+            careful = self._peers.load[SOURCE] < self.policy.careful
+            number = self._of_share(now) if careful else None
+            if number is None:
+                return None
+            ask = self._ask(number, SOURCE, now)
+            self._early_reads.add(ask)
+            return ask
+        number = self._of_share(now)
+        if number is None:
+            number = self._of_unheard(now)
+        # Others may begin a moment later: a chunk is taken over only after that.
+        if number is None and (self._peers.alone or now - begun >= self.policy.grace):
+            for choose in (self._stand_in, self._overdue, self._in_need):
+                number = choose(now)
+                if number is not None:
+                    break
+        return None if number is None else self._ask(number, SOURCE, now)
+
+    def next_fetch(self, now: float) -> Ask | None:
+        """What a worker is to fetch from a peer; None: nothing now."""
+        begun = self._begin(now)
+        # Another peer may have a wrong chunk of the first one.
+        hidden = 0 if self.source_failed else self._struck & self._unasked
+        self._unasked &= ~hidden
+        ask = (
+            self._jumps(now)
+            or self._announced(now, begun)
+            or self._expected(now)
+            or self._second(now)
+        )
+        self._unasked |= hidden
+        return ask
+
+    def next_greeting(self, now: float) -> str | None:
+        """A peer to which the first connection is to be made; None: none now."""
+        self._begin(now)
+        return self._peers.next_greeting(now, self.policy.answer)
+
+    def greeted(self, peer: str) -> None:
+        """The peer answered its first connection: it may be asked for chunks."""
+        self._peers.end_greeting(peer)
+        self._peers.answered(peer)
+
+    def greeting_failed(self, peer: str, why: Why, now: float) -> None:
+        """The peer did not answer its first connection, or not as one of our services."""
+        self._peers.end_greeting(peer)
+        self._peers.unreached(peer)
+        if why == "wrong":
+            self._peers.leave_out(peer)
+        else:
+            self._peers.back_off(peer, self.policy.refused, now)
+
+    def is_early(self, ask: Ask) -> bool:
+        """Whether the read began before peers could answer, and may turn out to be in vain."""
+        return ask in self._early_reads
+
+    def in_vain(self, ask: Ask, now: float) -> bool:
+        """Whether an early read is to be dropped: a peer has the chunk."""
+        return self.is_early(ask) and bool(self._offered(now) >> ask.number & 1)
+
+    def drop(self, ask: Ask) -> None:
+        """An early read was given up: the chunk is missing again."""
+        self._end(ask)
+
+    def give_up(self, ask: Ask) -> float:
+        """Seconds after which a worker must abandon this ask."""
+        return min(self.policy.longest, self._patience())
+
+    def wait(self, ask: Ask) -> float:
+        """Seconds that the peer may wait for the chunk, if it does not have it."""
+        return 0.0 if ask in self._polls else self.policy.wait
+
+    def peer_has(self, peer: str, has: int, now: float, source_failed: bool = False) -> None:
+        """A peer that has the image, or a part of it, said which chunks, and of its source."""
+        if not self._peers.any_heard:
+            self._out_of_turn = 0
+        self._peers.said(peer, has, now, source_failed)
+
+    def got(self, ask: Ask, now: float) -> None:
+        """The chunk came, and is right."""
+        sure = ask in self._sure
+        took = now - self._end(ask)
+        if sure and took > self.policy.lagging * self._usual.seconds > 0:
+            self._peers.lags(ask.peer, now + self.policy.patience)
+        if self.obsolete(ask):
+            return
+        self.missing &= ~(1 << ask.number)
+        self._unasked &= self.missing
+        self._last_came = now
+        self._usual.add(took)
+        if ask.peer == SOURCE:
+            self._usual_read.add(took)
+            self._out_of_turn = min(2 * self._out_of_turn, self._count)
+        else:
+            self._out_of_turn = 0
+            self._peers.gave(ask.peer, now)
+
+    def failed(self, ask: Ask, why: Why, now: float) -> None:
+        """The chunk did not come."""
+        self._end(ask)
+        has = self._peers.has.get(ask.peer)
+        if why == "slow" and self.obsolete(ask):
+            return  # it was stopped because the chunk had come
+        if why in ("refused", "silent", "wrong"):
+            self._peers.unreached(ask.peer)
+        elif why == "absent":
+            self._peers.answered(ask.peer)
+        if why == "source":
+            self.source_failed = True
+        elif why == "wrong":
+            self._peers.leave_out(ask.peer)
+        elif why == "silent":
+            self._peers.hung(ask.peer, self.policy.hung, now)
+        elif why == "refused":
+            self._peers.back_off(ask.peer, self.policy.refused, now)
+        elif why == "slow":
+            self._peers.back_off(ask.peer, self.policy.patience, now)
+        elif has is None or has >> ask.number & 1:  # else it has the copy, but not this chunk yet
+            doublings = 2 if ask.peer in self._beginners else 5
+            self._peers.back_off(ask.peer, self.policy.absent, now, doublings)
+
+    def leave_out(self, peer: str) -> None:
+        """The peer gave wrong bytes: it is asked for nothing more."""
+        self._peers.leave_out(peer)
+
+    def strike(self, numbers: Iterable[int]) -> None:
+        """These chunks came, and may be wrong: they are missing again, and are read."""
+        again = sum_of(numbers)
+        self.missing |= again
+        self._struck |= again
+        self._unasked |= again & ~sum_of(ask.number for ask in self.asks)
+
+    def obsolete(self, ask: Ask) -> bool:
+        """Whether the chunk came by another ask: then the transfer is to be stopped."""
+        return not self.missing >> ask.number & 1
+
+    def twice(self, ask: Ask) -> bool:
+        """Whether the chunk is on its way by another ask too."""
+        return any(other.number == ask.number and other != ask for other in self.asks)
+
+    def hopeless(self, now: float) -> bool:
+        """Whether the source fails here, and no peer has given anything for long."""
+        return self.source_failed and now - self._last_came > self.policy.longest / 2
+
+    def _begin(self, now: float) -> float:
+        if self._begun is None:
+            self._begun = self._last_came = now
+            self._probe_until = now + self.policy.probe if self._peers.neighbours else now
+        return self._begun
+
+    def _ask(self, number: int, peer: str, now: float) -> Ask:
+        ask = Ask(number, peer)
+        self.asks[ask] = now
+        self._peers.load[peer] += 1
+        if self._peers.has.get(peer, 0) >> number & 1:
+            self._sure.add(ask)
+        self._unasked &= ~(1 << number)
+        return ask
+
+    def _end(self, ask: Ask) -> float:
+        """Forgets an ask, and returns when it began."""
+        since = self.asks.pop(ask)
+        self._peers.load[ask.peer] -= 1
+        self._polls.discard(ask)
+        self._sure.discard(ask)
+        self._early_reads.discard(ask)
+        if not self.twice(ask):
+            self._unasked |= self.missing & 1 << ask.number
+        return since
+
+    def _patience(self) -> float:
+        usual = self._usual.seconds
+        return max(self.policy.patience, 4 * usual) if usual else self._first_guess
+
+    # From the source
+
+    def _probing(self, now: float) -> bool:
+        """Whether it is too early to read: peers may turn out to have read everything."""
+        enough = min(4, len(self._peers.neighbours))
+        return now < self._probe_until and self._peers.met() < enough
+
+    def _follows(self, now: float, begun: float) -> bool:
+        """Whether a leader reads, or may be about to begin."""
+        begins = bool(self._leaders) and now - begun < self.policy.grace
+        return begins or any(self._peers.gets_on(one, now, self._follow) for one in self._leaders)
+
+    def _of_share(self, now: float) -> int | None:
+        """The first chunk of the own share that no peer has.
+
+        A node that begins late finds that others have read some of its share.
+        """
+        left = self._unasked & self._share
+        # Where nobody answers, nobody has a chunk the earlier for it.
+        alone = not self._peers.any_greeted and not self._probing(now)
+        most = self._count if alone else self.policy.at_once
+        # What a job waits for has a worker of its own.
+        over = self._peers.load[SOURCE] - most
+        if over >= 0:
+            left &= 0 if over else self._urgent
+        left = left and left & ~self._offered(now)
+        return self._first(left) if left else None
+
+    def _of_unheard(self, now: float) -> int | None:
+        """A chunk that no peer has, of one that has not answered yet; after the own share.
+
+        Though a job waits for it: services may all be slow for a moment, and each node would read
+        it.
+        """
+        unheard = self._peers.unheard(now, self.policy.answer)
+        if not unheard or self._unasked & self._share:
+            return None
+        out = unheard | self._peers.not_reading(now, or_lagging=False)
+        return self._of_others(unheard, out, now)
+
+    def _stand_in(self, now: float) -> int | None:
+        """A chunk that no peer has and whose reader, and all stand-ins before us, do not read.
+
+        Once all else is asked for, a peer that lags counts as one that is out.
+        """
+        at_the_end = not self._unasked & self._offered(now)
+        out = self._peers.not_reading(now, at_the_end)
+        return self._of_others(out, out, now)
+
+    def _of_others(self, peers: Set[str], out: Container[str], now: float) -> int | None:
+        """A chunk of these peers' shares for which this node is the first that is not out."""
+        left = self._unasked & ~self._offered(now)
+        if left & self._share:
+            left &= self._urgent
+        for number in [*self._wanted, *reversed(range(self._count))] if peers and left else ():
+            if left >> number & 1 and self.ring.reader(number) in peers:
+                order = self.ring.order(number)
+                if next((node for node in order if node not in out), "") == self.me:
+                    return number
+        return None
+
+    def _overdue(self, now: float) -> int | None:
+        """A chunk that takes its reader long, if this node is the reader or its first stand-in."""
+        if self._unasked:
+            return None
+        # Reading takes a peer as long as us. An ask of a peer that waits for its reader is renewed
+        # twice a second and never old, so there silence as a whole is what counts.
+        limit = 3 * max(self._usual.seconds, self._usual_read.seconds)
+        stuck = now - self._last_came > limit > 0
+        for ask in self.asks if stuck else self._slow(limit, now):
+            mine = self.me in self.ring.order(ask.number, 2) and not self.obsolete(ask)
+            if mine and Ask(ask.number, SOURCE) not in self.asks:
+                return ask.number
+        return None
+
+    def _in_need(self, now: float) -> int | None:
+        """Some missing chunk, another one on each node, where nothing has come for long."""
+        reading = self._peers.load[SOURCE]
+        silence = max(self._first_guess, self._patience(), 4 * self._usual_read.seconds)
+        if not self._out_of_turn:
+            if self._peers.alone or self._peers.all_out(now):
+                self._out_of_turn = self._count
+            elif not reading and now - self._last_came > silence:
+                self._out_of_turn = 1
+        if reading >= self._out_of_turn:
+            return None
+        left = [number for number in bits(self.missing) if Ask(number, SOURCE) not in self.asks]
+        if not left:
+            return None
+        return left[self.ring.place[self.me] * len(left) // len(self.ring.nodes)]
+
+    # From peers
+
+    def _jumps(self, now: float) -> Ask | None:
+        """A chunk that jobs want, of a peer that has it, or of the one that should have it."""
+        offered = self._offered(now) if self._wanted else 0
+        for number in self._wanted:
+            if not self._unasked >> number & 1:
+                continue
+            if offered >> number & 1:
+                peers = list(self._peers.others_with(number, self.me, now))
+            else:
+                peers = [peer for peer in self._peers.neighbours if self._due[peer] >> number & 1]
+                peers = [peer for peer in peers if self._awaited(peer, now)]
+            # Beside those that it gives us anyway: it does not stand behind them.
+            peers = [peer for peer in peers if self._peers.load[peer] <= self._each]
+            if peers:
+                peer = min(
+                    peers, key=lambda p: (self._peers.is_lagging(p, now), self._peers.load[p])
+                )
+                return self._ask(number, peer, now)
+        return None
+
+    def _awaited(self, peer: str, now: float) -> bool:
+        """Whether to wait for a chunk at this peer; for one at a time."""
+        waits = any(ask.peer == peer and ask not in self._sure for ask in self.asks)
+        may_ask = self._peers.may_ask(peer, now) and peer not in self._peers.source_failed
+        return may_ask and not waits
+
+    def _first(self, chunks: int) -> int:
+        """The one of these chunks to bring first."""
+        for number in self._wanted:
+            if chunks >> number & 1:
+                return number
+        ahead = -1 << self._front
+        return lowest(next((chunks & one for one in (*self._early, ahead) if chunks & one), chunks))
+
+    def _announced(self, now: float, begun: float) -> Ask | None:
+        """A chunk that a peer said it has.
+
+        Chunks that should come from that peer go first, so that all peers send alike. A peer
+        without news is asked for some chunk, only to learn what it has.
+        """
+        if not self._unasked:
+            return None
+        self._turn += 1
+        spare: tuple[int, str] | None = None
+        neighbours = self._peers.neighbours
+        for step in range(len(neighbours)):
+            peer = neighbours[(self._turn + step) % len(neighbours)]
+            if self._peers.load[peer] >= self._each or not self._peers.may_ask(peer, now):
+                continue
+            has = self._peers.has.get(peer, 0) & self._unasked
+            due = 0 if self._peers.is_lagging(peer, now) else self._due[peer] & self._unasked
+            if has & self._share:  # read in our stead, and others expect it from us
+                return self._ask(self._first(has & self._share), peer, now)
+            if has & due:
+                return self._ask(self._some(has & due), peer, now)
+            # Peers that should give us something are polled often, the others half as often.
+            is_giver = peer in self._peers.givers
+            asked = is_giver and self._peers.load[peer]
+            unmet = is_giver and peer not in self._peers.has
+            age = self._peers.news_age(peer, now, begun)
+            if not asked and (unmet or age > self.policy.news * (1 if due else 2)):
+                ask = self._ask(self._first(due or self._unasked), peer, now)
+                self._polls.add(ask)
+                return ask
+            # The nodes of a job share what a node of another one has: each gets its own share.
+            if has and not asked:
+                spare = spare or (self._some(has), peer)
+        return spare and self._ask(*spare, now)
+
+    def _offered(self, now: float) -> int:
+        return self._peers.offered(now, self._follow or self.policy.patience)
+
+    def _some(self, chunks: int) -> int:
+        """One of these chunks; each node another one, so that they have something to exchange."""
+        self._turn += 1
+        low = self._turn * 40503 % self._count
+        above = chunks >> low
+        return low + lowest(above) if above else lowest(chunks)
+
+    def _expected(self, now: float) -> Ask | None:
+        """A chunk that no peer is known to have, of the peer that should have it first."""
+        found: dict[int, str] = {}
+        for peer in self._peers.neighbours if self._unasked else ():
+            # One of another job answers at once, and says soon what it has.
+            if peer in self._peers.source_failed or peer in self._peers.givers:
+                continue
+            due = self._unasked & (self._due[peer] | (self._share if self.source_failed else 0))
+            if due and not self._peers.load[peer] and self._peers.may_ask(peer, now):
+                found.setdefault(self._first(due), peer)
+        if not found:
+            return None
+        number = self._first(sum_of(found))
+        return self._ask(number, found[number], now)
+
+    def _second(self, now: float) -> Ask | None:
+        """A chunk that is on its way and takes long, of another peer that has it."""
+        for ask in self._slow(1.5 * self._usual.seconds, now):
+            if not self.twice(ask):
+                for peer in self._peers.others_with(ask.number, ask.peer, now):
+                    return self._ask(ask.number, peer, now)
+        return None
+
+    def _slow(self, limit: float, now: float) -> list[Ask]:
+        """The asks that are under way for so many seconds, and still wanted."""
+        late = [ask for ask, since in self.asks.items() if now - since > limit > 0]
+        return [ask for ask in late if not self.obsolete(ask)]

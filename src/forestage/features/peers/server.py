@@ -1,0 +1,566 @@
+"""Peer service, `forestage peer`: gives chunks of images to other nodes. It knows keys, not paths.
+
+protocol.py has the requests, sessions.py the limits of clients, auth.py what proves a client. A
+chunk of a copy under way is waited for, as long as the client likes, up to WAIT, and the copy is
+told that it is wanted. The bytes go from the page cache to the network by sendfile(2). Everything
+else is 404, and nothing is listed.
+
+One event loop does it all, but for munge, which has threads.
+"""
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import re
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import http_exceptions, web
+
+from forestage import log
+from forestage.cache import disk_errors, readers
+from forestage.cache.layout import open_copy
+from forestage.cache.node import Node
+from forestage.config import switch
+from forestage.errors import Failed, ForestageError
+from forestage.features.peers import (
+    activation,
+    addresses,
+    auth,
+    known_copies,
+    listening,
+    local_chunks,
+    node_list,
+    notices,
+    proven,
+    sessions,
+)
+from forestage.features.peers.auth import MAX_TEXT, Claim, Prover, Refused, SessionOpened
+from forestage.features.peers.local_chunks import Absent, Arrivals, Found, Known, Pending, Present
+from forestage.features.peers.protocol import EXPECTED
+from forestage.features.peers.sessions import ClientSession, Sessions, Unproven
+from forestage.features.peers.stats import Counters
+from forestage.slurm.queue import Slurm
+from forestage.system import records
+
+WAIT = 5.0  # seconds for a chunk on its way, at most
+UPLOADS = 16  # chunks that this node sends at once
+DECODERS = 4  # unmunge at once: whoever reaches the port could start any number of them
+# A client has so many seconds for a chunk, and one more for each SLOWEST bytes of it.
+GRACE = 30.0
+SLOWEST = 1 << 20
+CONNECTION_IDLE = 60.0  # seconds between two requests
+SHUTDOWN = 2.0  # seconds for what is being uploaded when the service is stopped
+OPEN_FILES = 65536  # as its unit has it
+NOTE_EVERY = 60.0  # seconds between two notes of who has proven itself
+TAKERS = 64  # nodes that got chunks of a key last: they are told where these turn out to be wrong
+_LOOK = re.compile(r"/v1/look/([1-9][0-9]{0,18})/([0-9a-f]{32}(?:\.files)?)")
+_CHUNK = re.compile(r"/v1/chunk/([0-9a-f]{32})/(0|[1-9][0-9]{0,8})")
+_COUNTER = re.compile(r"[0-9]{1,18}")
+_SECONDS = re.compile(r"[0-9]{1,2}(\.[0-9]{1,3})?")
+
+
+class _ChunkRequest(NamedTuple):
+    """A request whose MAC was right; `wait` in seconds; `reach` and `node` are Forestage-Reach."""
+
+    session: ClientSession
+    counter: int
+    number: int
+    span: str
+    wait: float
+    reach: str
+    node: str
+
+
+class _Refused(Exception):
+    """A response without a chunk. With a `why` it is counted and logged as a refusal."""
+
+    def __init__(self, status: int, why: str = "") -> None:
+        super().__init__(why)
+        self.status = status
+        self.why = why
+
+
+class Service:
+    """The service's state, and its answer to each request."""
+
+    def __init__(self, node: Node, prover: Prover, counters: Counters, name: str) -> None:
+        self.name = name
+        self.cache = node.cache
+        self.places = node.places
+        self.clock = node.clock
+        self.through = node.places.through
+        self.now: Callable[[], float] = node.clock.monotonic
+        self.prover = prover
+        self.counters = counters
+        self.sessions = Sessions()
+        self.unproven = Unproven()
+        self.arrivals = Arrivals(node.cache)
+        self.reach = node.config.peers.reach
+        self.peering = node.config.peers
+        self.known_copies = known_copies.Askers()
+        self.first = known_copies.Askers(known_copies.READERS, known_copies.COPIES, first=True)
+        self.takers = known_copies.Askers(TAKERS)
+        self.told = known_copies.Askers(notices.READERS, notices.AGAIN)
+        self.note_at = 0.0  # not before, see _note_proof
+        self.pace = Pace(node.config.peers.bandwidth, self.now)
+        self.uploads = asyncio.Semaphore(UPLOADS)
+        self.decoders = asyncio.Semaphore(DECODERS)
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answers any request. Every expected error ends here."""
+        try:
+            return await self._answer(request)
+        except _Refused as refused:
+            if refused.why:
+                self.counters.refused(request.remote or "", refused.why)
+            return web.Response(status=refused.status)
+        except OSError as error:  # of the cache's disk, or the client has gone
+            if error.errno == errno.EIO:  # it may not read the kernel's log, nor write to the cache
+                with contextlib.suppress(OSError, Failed):
+                    disk_errors.begin(
+                        self.places, self.clock, "the peer service could not read a chunk"
+                    )
+            if not isinstance(error, ConnectionError):
+                self.counters.refused(request.remote or "", str(error))
+            if request.transport is not None:  # half of the response may be sent already
+                request.transport.abort()
+            return web.Response(status=500)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        # raw_path as it was sent: no decoding of percent signs goes round the pattern.
+        if (request.method, request.raw_path) == ("POST", "/v1/session"):
+            return await self._open_session(request)
+        if (request.method, request.raw_path) == ("GET", f"/v1/{EXPECTED}"):
+            return self._answer_expected(request)
+        chunk, look = _CHUNK.fullmatch(request.raw_path), _LOOK.fullmatch(request.raw_path)
+        if request.method != "GET":
+            raise _Refused(404)
+        if look is not None:
+            return await self._answer_look(request, look[1], look[2])
+        if copies := known_copies.PATH.fullmatch(request.raw_path):
+            return self._answer_copies(request, copies[1], copies[2])
+        if wrong := notices.PATH.fullmatch(request.raw_path):
+            return self._answer_notice(request, wrong[1], wrong[2])
+        if chunk is None:
+            raise _Refused(404)
+        ask = self._authenticated(request, chunk[1], int(chunk[2]))
+        self.unproven.discard(request.protocol)
+        try:
+            return await self._answer_chunk(request, ask)
+        except _Refused as refused:
+            has = self._has(ask)
+            mac = auth.of_response(ask.session.secret, ask.counter, refused.status, has)
+            return web.Response(
+                status=refused.status, headers={"Forestage-Has": has, "Forestage-Mac": mac}
+            )
+
+    async def _open_session(self, request: web.BaseRequest) -> web.Response:
+        """Decodes a credential and opens the session that it asks for."""
+        claim = await self._read_claim(request)
+        session = ClientSession(claim, request.remote or "", self.now())
+        try:
+            self.sessions.add(session)
+        except Refused as refused:
+            raise _Refused(403, str(refused)) from None
+        self.counters.session_opened()
+        self.unproven.discard(request.protocol)
+        opened = SessionOpened(session.id, auth.of_session(session.secret, session.id))
+        return web.Response(body=msgspec.json.encode(opened))
+
+    async def _read_claim(self, request: web.BaseRequest) -> Claim:
+        """What the credential says that is the request's body. Raises _Refused."""
+        length = request.content_length
+        if length is None or not 0 < length <= MAX_TEXT:
+            raise _Refused(413)
+        try:
+            # What a proven connection sends slowly, aiohttp would wait for without end.
+            body = request.content.readexactly(length)
+            text = (await asyncio.wait_for(body, sessions.UNPROVEN)).decode(errors="replace")
+        except (asyncio.IncompleteReadError, TimeoutError):
+            raise _Refused(400) from None
+        async with self.decoders:
+            # A client that has gone meanwhile is worth no unmunge, and aiohttp does not tell us.
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError
+            try:
+                return await asyncio.to_thread(self.prover.read, text)
+            except Refused as refused:
+                raise _Refused(403, str(refused)) from None
+            except ForestageError as failed:  # munge is not installed (any more)
+                raise _Refused(503, str(failed)) from None
+
+    def _authenticated(self, request: web.BaseRequest, key: str, number: int) -> _ChunkRequest:
+        """The request, if its MAC is right and it did not come before. Raises _Refused."""
+        headers = request.headers
+        counter, span = headers.get("Forestage-Counter", ""), headers.get("Range", "")
+        session = self.sessions.find(headers.get("Forestage-Session", ""))
+        if session is None or not _COUNTER.fullmatch(counter):
+            raise _Refused(401)
+        right = auth.of_request(
+            session.secret, session.id, request.method, request.raw_path, span, int(counter)
+        )
+        if not auth.same(right, headers.get("Forestage-Mac", "")):
+            raise _Refused(403, "a wrong MAC on a request")
+        self.sessions.touch(session, self.now())
+        self._note_proof(request, session)
+        if not session.is_new(int(counter)):
+            raise _Refused(403, "a request a second time")
+        if session.key != key:
+            raise _Refused(403, f"a session for {session.key} asks for {key}")
+        wait = headers.get("Forestage-Wait", "")
+        reach, _, node = headers.get("Forestage-Reach", "").partition(" ")
+        # What this node takes from others it may not have read itself: nobody of another job waits.
+        seconds = float(wait) if _SECONDS.fullmatch(wait) and reach != "cluster" else 0.0
+        return _ChunkRequest(session, int(counter), number, span, min(WAIT, seconds), reach, node)
+
+    def _note_proof(self, request: web.BaseRequest, session: ClientSession) -> None:
+        """Note, now and then, that another node has this one's key: its MAC was right."""
+        transport = request.transport
+        own = transport.get_extra_info("sockname") if transport else None
+        # A connection from one address of this host to another one has the same at both ends.
+        if own is None or own[0] == session.client or self.now() < self.note_at:
+            return
+        self.note_at = self.now() + NOTE_EVERY
+        names: dict[str, str] = {}
+        with contextlib.suppress(OSError):
+            listed = node_list.addresses(self.places, self.clock.wall())
+            names = {address: name for name, address in listed.items()}
+        node = names.get(session.client, session.client)
+        proven.note(self.places, node, self.clock.wall())
+
+    async def _answer_look(
+        self, request: web.BaseRequest, job: str, name: str
+    ) -> web.StreamResponse:
+        """Gives what this node has found in a directory, to other nodes of the same job."""
+        ask = self._authenticated(request, name.partition(".")[0], 0)
+        self.unproven.discard(request.protocol)
+        try:
+            with open_copy(self.cache.looks / job / name) as file:
+                size = os.fstat(file.fileno()).st_size
+                async with self._upload_slot(size, self.now() + WAIT):
+                    body = file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            mac = auth.of_response(ask.session.secret, ask.counter, 404, "")
+            return web.Response(status=404, headers={"Forestage-Mac": mac})
+        return self._proven(ask, body)
+
+    def _answer_expected(self, request: web.BaseRequest) -> web.Response:
+        """Gives root's record of what the queue names, on the host that has one."""
+        ask = self._authenticated(request, EXPECTED, 0)
+        self.unproven.discard(request.protocol)
+        try:
+            return self._proven(ask, records.read(self.places.expected))
+        except (FileNotFoundError, records.Damaged):
+            mac = auth.of_response(ask.session.secret, ask.counter, 404, "")
+            return web.Response(status=404, headers={"Forestage-Mac": mac})
+
+    def _answer_copies(self, request: web.BaseRequest, key: str, node: str | None) -> web.Response:
+        """Says who may have a copy, and remembers who asks."""
+        ask = self._authenticated(request, key, 0)
+        self.unproven.discard(request.protocol)
+        if self.reach != "cluster":
+            raise _Refused(404)
+        known = local_chunks.look(self.cache, key)
+        has = bool(known.for_other_jobs(known.here())) and not self._is_off()
+        about = key, node, self.now()
+        answer = known_copies.Answer(has, self.known_copies.ask(*about), self.first.ask(*about))
+        return self._proven(ask, msgspec.json.encode(answer))
+
+    def _answer_notice(self, request: web.BaseRequest, key: str, reader: str) -> web.Response:
+        """Gives on nothing more of what the reader read, and tells those who got any of it."""
+        ask = self._authenticated(request, key, 0)
+        self.unproven.discard(request.protocol)
+        if reader not in self.told.ask(key, None, self.now()):
+            self.told.ask(key, reader, self.now())
+            if notices.concerned(local_chunks.look(self.cache, key).noted, reader, self.name):
+                notices.note(self.places, key, reader)
+            takers = self.takers.ask(key, None, self.now())
+            log.say(f"peer key={key} reader={reader} read wrong bytes", by_slurm=False)
+            said = (addresses.load(self.peering, self.places), takers, key, reader, self.prover)
+            asyncio.get_running_loop().run_in_executor(None, notices.tell, *said)
+        return self._proven(ask, b"{}")
+
+    def _wrong(self, key: str) -> int:
+        """The chunks that are known to be wrong; -1 is all."""
+        found = 0
+        for reader in notices.read(self.places, key):
+            known = local_chunks.look(self.cache, key)
+            found |= notices.concerned(known.noted, reader, self.name)
+        return found
+
+    def _proven(self, ask: _ChunkRequest, body: bytes) -> web.Response:
+        digest = hashlib.sha256(body).hexdigest()
+        mac = auth.of_response(ask.session.secret, ask.counter, 200, "", digest, len(body))
+        headers = {"Forestage-Digest": digest, "Forestage-Mac": mac}
+        return web.Response(status=200, body=body, headers=headers)
+
+    async def _answer_chunk(
+        self, request: web.BaseRequest, ask: _ChunkRequest
+    ) -> web.StreamResponse:
+        end = self.now() + ask.wait
+        found = await self._find(ask, end)
+        with found.file:
+            self._must_fit(ask, found)
+            async with self._upload_slot(found.size, end):
+                return await self._respond(request, ask, found)
+
+    async def _find(self, ask: _ChunkRequest, end: float) -> Present:
+        """The chunk, at once or when it arrives. Raises _Refused."""
+        known = local_chunks.look(self.cache, ask.session.key)
+        # What arrives only after this look may be anybody's.
+        if not self._may_leave(ask, known, known.here(ask.number)) >> ask.number & 1:
+            raise _Refused(404)
+        found: Found = local_chunks.find(self.cache, ask.session.key, ask.number)
+        if isinstance(found, Pending):
+            self._must_fit(ask, found)
+            if ask.wait:  # else it only wants to know what is here
+                readers.ask(self.through / ask.session.key, ask.number)
+            await self.arrivals.wait(ask.session.key, ask.number, end - self.now())
+            found = local_chunks.find(self.cache, ask.session.key, ask.number)
+        if not isinstance(found, Present):
+            raise _Refused(416 if isinstance(found, Absent) and found.beyond else 404)
+        return found
+
+    def _may_leave(self, ask: _ChunkRequest, known: Known, here: int) -> int:
+        """Of what is here, the chunks that who asks may have; its own job also what comes later."""
+        if self._is_off():
+            return 0
+        right = ~self._wrong(ask.session.key)
+        if ask.reach != "cluster":
+            return right
+        return known.for_other_jobs(here & right) if self.reach == "cluster" else 0
+
+    def _is_off(self) -> bool:
+        """Return whether the admin has switched this node's staging off: its bytes may be why."""
+        return bool(switch.by_file(self.places, self.clock.wall()))
+
+    def _must_fit(self, ask: _ChunkRequest, found: Present | Pending) -> None:
+        """Raises _Refused where the client has another `chunk_size`, and means other bytes."""
+        if ask.span != f"bytes={found.start}-{found.start + found.size - 1}":
+            raise _Refused(416)
+
+    def _has(self, ask: _ChunkRequest) -> str:
+        """The chunks that are in: hex, bit 5 for chunk 5; "" without a copy.
+
+        A `!` behind it says that the source fails here, so that others read in this node's stead,
+        and `@n7` who read the chunk from the source.
+        """
+        known = local_chunks.look(self.cache, ask.session.key)
+        failed = "!" if local_chunks.source_failed(self.cache, ask.session.key) else ""
+        if not known.digests:
+            return ""
+        here = known.here()
+        reader = (known.noted and known.noted.reader(ask.number)) or self.name
+        return f"{here & self._may_leave(ask, known, here):x}{failed}@{reader}"
+
+    @contextlib.asynccontextmanager
+    async def _upload_slot(self, size: int, end: float) -> AsyncIterator[None]:
+        """Around one upload: bounds their number and bandwidth. Raises _Refused at `end`."""
+        try:
+            await asyncio.wait_for(self.uploads.acquire(), max(0.0, end - self.now()) + 0.01)
+        except asyncio.TimeoutError:
+            raise _Refused(503) from None
+        try:
+            if not await self.pace.wait_turn(size, end):
+                raise _Refused(503)
+            yield
+        finally:
+            self.uploads.release()
+
+    async def _respond(
+        self, request: web.BaseRequest, ask: _ChunkRequest, found: Present
+    ) -> web.StreamResponse:
+        digest = found.digest.hex()
+        has = self._has(ask)
+        mac = auth.of_response(ask.session.secret, ask.counter, 206, has, digest, found.size)
+        response = web.StreamResponse(
+            status=206,
+            headers={"Forestage-Digest": digest, "Forestage-Has": has, "Forestage-Mac": mac},
+        )
+        response.content_length = found.size
+        limit = GRACE + found.size / SLOWEST
+        try:
+            await asyncio.wait_for(self._upload(request, response, found), limit)
+        except asyncio.TimeoutError:
+            raise ConnectionResetError from None
+        ask.session.chunks += 1
+        ask.session.bytes += found.size
+        if ask.node:
+            self.takers.ask(ask.session.key, ask.node, self.now())
+        self.counters.uploaded(ask.session.key, found.size)
+        return response
+
+    async def _upload(
+        self, request: web.BaseRequest, response: web.StreamResponse, found: Present
+    ) -> None:
+        os.posix_fadvise(found.file.fileno(), found.start, found.size, os.POSIX_FADV_WILLNEED)
+        await response.prepare(request)
+        if request.transport is None or request.transport.is_closing():
+            raise ConnectionResetError
+        # Not web.FileResponse: it would obey If-Range and the like, and open the file by its path.
+        loop = asyncio.get_running_loop()
+        await loop.sendfile(request.transport, found.file, found.start, found.size)
+        await response.write_eof()
+
+    def tidy(self) -> None:
+        """Ends what is due; called once a second."""
+        self.unproven.expire(self.now())
+        self.sessions.expire(self.now())
+        self.counters.flush()
+
+    def close(self) -> None:
+        """Ends all sessions, and writes the last counts."""
+        self.sessions.end()
+        self.counters.flush()
+
+
+class Pace:
+    """Rate limit of all uploads together, in bytes a second; None is no limit."""
+
+    def __init__(self, rate: int | None, now: Callable[[], float]) -> None:
+        self._rate = rate
+        self._now = now
+        self._free_at = 0.0
+
+    async def wait_turn(self, size: int, end: float) -> bool:
+        """Waits until `size` bytes may go; False, at once, where that is later than `end`."""
+        if self._rate is None:
+            return True
+        now = self._now()
+        start = max(self._free_at, now)
+        if start > max(end, now):
+            return False
+        self._free_at = start + size / self._rate
+        await asyncio.sleep(start - now)
+        return True
+
+
+class _Complaints(logging.Handler):
+    """aiohttp's log. What is no HTTP counts as refused; all else is a fault of ours."""
+
+    def __init__(self, counters: Counters) -> None:
+        super().__init__(logging.WARNING)
+        self.counters = counters
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, http_exceptions.HttpProcessingError):
+            self.counters.refused("", type(error).__name__)
+        else:  # with its traceback
+            log.say(self.format(record), by_slurm=False)
+
+
+class _Server(web.Server):
+    """aiohttp's server, with the service's limits on connections."""
+
+    def __init__(self, service: Service) -> None:
+        logger = logging.Logger("peer")  # has no parent: nobody else gets its records
+        logger.addHandler(_Complaints(service.counters))
+        super().__init__(
+            service.handle,
+            access_log=None,
+            logger=logger,
+            keepalive_timeout=CONNECTION_IDLE,
+            lingering_time=0,
+            max_line_size=1024,
+            max_field_size=1024,
+            read_bufsize=2 * MAX_TEXT,
+            auto_decompress=False,
+        )
+        self.service = service
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self.service.unproven.add(handler, transport, self.service.now())
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self.service.unproven.discard(handler)
+
+
+def run(node: Node, name: str, slurm: Slurm) -> None:
+    """Runs the service until SIGTERM or SIGINT. `name` is this node's, as Slurm has it.
+
+    Where peers are off, or on by default and there is no credential, it logs that and returns: a
+    service without work is no failure. Raises ConfigError where this node has no such address,
+    PeerError if munge does not answer, for want of the port, or of a credential with
+    `peers.enabled: true`, Busy, OSError.
+    """
+    peers = node.config.peers
+    if not activation.may_serve(node.config):
+        log.say(f"peer serves nobody: {activation.why_not(node.config)}", by_slurm=False)
+        return
+    try:
+        prover = auth.prover(peers.key_file, node.places)
+    except auth.NoCredential as none:
+        if not activation.is_automatic(node.config):
+            raise  # an admin has asked for peers: its unit starts it again, and alerts say so
+        log.say(f"peer serves nobody: {none}", by_slurm=False)
+        return
+    auth.check(prover)
+    counters = Counters(node.places.peer, node.clock.wall())
+    service = Service(node, prover, counters, name)
+    _raise_open_files(OPEN_FILES)
+    sockets = listening.open_sockets(peers, node.places, name, slurm)
+    with activation.hold_sign(node.places) as renew_sign:
+        asyncio.run(_serve(service, sockets, renew_sign))
+
+
+async def _serve(
+    service: Service, sockets: list[socket.socket], renew_sign: Callable[[], None]
+) -> None:
+    runner = web.ServerRunner(_Server(service), shutdown_timeout=SHUTDOWN)
+    _report_errors(asyncio.get_running_loop(), lambda why: service.counters.refused("", why))
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await runner.setup()
+    for one in sockets:
+        await web.SockSite(runner, one, backlog=listening.BACKLOG).start()
+    where = " ".join(str(one.getsockname()[:2]) for one in sockets)
+    log.say(f"peer serves at {where}", by_slurm=False)
+    while not stop.is_set():
+        service.tidy()
+        with contextlib.suppress(OSError):  # of a full /run: the lock says it as well
+            renew_sign()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stop.wait(), 1.0)
+    service.arrivals.end()
+    await runner.cleanup()
+    service.close()
+
+
+def _report_errors(loop: asyncio.AbstractEventLoop, report: Callable[[str], None]) -> None:
+    """Have the loop's own errors reported as text, without a traceback.
+
+    For each connection that it cannot accept for want of descriptors asyncio would write one, and
+    it tries as many in a row as its backlog has (_accept_connection of selector_events.py).
+    """
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        # It tries each of them again after a second: the socket may have been closed by then.
+        is_late = isinstance(error, ValueError) and "handle" in context
+        if isinstance(error, OSError) or is_late:
+            report(str(error))
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+
+
+def _raise_open_files(most: int) -> None:
+    """Raise the soft limit of open files to the hard one, to `most` at most: shells have 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft not in (resource.RLIM_INFINITY, max(soft, wanted)):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,116 @@
+"""Findings about images of pending jobs: the host that reads the queue, and a node that asks it.
+
+On the host squeue, sinfo and sdiag are run once each; a node asks the host for its list. Only where
+`prefetch.host` is set.
+"""
+
+from collections.abc import Iterator
+
+from forestage.check.finding import Finding
+from forestage.clock import Clock
+from forestage.config import Address, Config
+from forestage.errors import Failed, ForestageError, SlurmError
+from forestage.features.peers import activation, auth
+from forestage.features.prefetch import expected, marks, prefetch_host, prefetch_node
+from forestage.features.prefetch.expected import Expectations
+from forestage.paths import Places
+from forestage.slurm.queue import Slurm
+from forestage.system.terminal import age
+
+LATE = 300.0  # seconds without a new list, of a timer that runs each minute
+SKEW = 5.0  # seconds between two clocks, above which something is wrong with one
+FEW = 20  # jobs that come and go while squeue and sdiag answer
+_HOST = "No node knows what is expected: nothing is copied before a job starts"
+
+
+def findings(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterator[Finding | str]:
+    """What is found, and before what may take its time, what that is."""
+    host = config.prefetch_host
+    if host is None:
+        return
+    if prefetch_host.is_here(host.host, slurm):
+        yield from _host(places, config, slurm, clock)
+    else:
+        yield from _node(places, config, host, clock)
+
+
+def _host(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterator[Finding | str]:
+    if not activation.is_on(config, places, clock.monotonic()):
+        yield Finding(
+            "prefetch-peers",
+            "warning",
+            "this is prefetch.host, and peers are off here",
+            f"{_HOST}, as the peer service does not answer here",
+            "systemctl enable --now forestage-peer, and no peers.enabled: false",
+        )
+    yield "Slurm's queue"
+    try:
+        made = prefetch_host.run(places, slurm, clock, dry_run=True)
+        yield "Slurm's count of jobs"
+        count = slurm.pending_count()
+    except (SlurmError, Failed, OSError) as error:
+        yield Finding(
+            "prefetch-queue",
+            "warning",
+            f"Slurm's queue cannot be read: {error}",
+            _HOST,
+            "squeue, sinfo and sdiag must answer root here; their directory belongs into PATH",
+        )
+        return
+    if made.tasks is not None and 2 * made.tasks + FEW < count:
+        yield Finding(
+            "prefetch-hidden",
+            "warning",
+            f"squeue shows {made.tasks} pending jobs, and slurmctld has {count} (sdiag)",
+            "Images of the others are not expected anywhere",
+            "run it as root on a host where root sees all jobs (PrivateData, AuthAltTypes)",
+        )
+    yield from _old(expected.read(places), clock.wall(), "journalctl -u forestage")
+
+
+def _node(places: Places, config: Config, at: Address, clock: Clock) -> Iterator[Finding | str]:
+    host = at.host
+    yield f"prefetch.host {host}"
+    try:
+        told = expected.ask(at, auth.prover(config.peers.key_file, places))
+    except (ForestageError, OSError) as error:
+        yield Finding(
+            "prefetch-host",
+            "warning",
+            f"prefetch.host: {error}",
+            "This node copies nothing before a job starts",
+            f"forestage check on {host}; the peer service there listens at port {at.port}",
+        )
+        return
+    now = clock.wall()
+    if told.made > now + SKEW:
+        yield Finding(
+            "prefetch-clock",
+            "warning",
+            f"the clock of {host} is {age(told.made - now)} ahead of this node's",
+            f"A list counts only up to {expected.AHEAD:.0f} s ahead; munge has limits too",
+            "set both clocks (chrony)",
+        )
+    yield from _old(told, now, f"journalctl -u forestage on {host}")
+    known = marks.read(places)
+    if known.idle == prefetch_node.BUSY and not known.looks:
+        yield Finding(
+            "prefetch-bandwidth",
+            "warning",
+            "no image was looked at so far: jobs run here, and prefetch.bandwidth is null",
+            "A node that is never empty stays cold",
+            "prefetch.bandwidth: what copies may read each second while jobs run",
+        )
+
+
+def _old(listed: Expectations | None, now: float, where: str) -> Iterator[Finding]:
+    if listed is not None and now - listed.made <= LATE:
+        return
+    what = f"the list is {age(now - listed.made)} old" if listed else "there is no list yet"
+    yield Finding(
+        "prefetch-old",
+        "warning",
+        f"{what}, or the clocks differ" if listed else what,
+        f"A list counts for {expected.LASTS / 60:.0f} minutes; then nothing is copied",
+        where,
+    )

@@ -1,0 +1,106 @@
+"""The list of images that pending jobs name: one host makes it of the queue, all nodes ask for it.
+
+    GET /v1/expected              the answer: `Expectations`, with a MAC
+    /run/forestage/expected.json  on the host as it was made, on a node as it was taken
+
+A node takes no list that is older than its own, and none for longer than LASTS: without the host it
+knows nothing after a while, and does nothing. What is in a list is a wish. Each image is opened as
+the user whose jobs name it (docs/decisions/0053-nodes-ask-the-prefetch-host.md).
+"""
+
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from forestage.config import Address
+from forestage.errors import PeerError
+from forestage.features.peers import protocol
+from forestage.features.peers.auth import Prover
+from forestage.features.peers.connection import ChunkRefused, Connection, Limit
+from forestage.features.prefetch.policy import Expected
+from forestage.features.prefetch.queue import is_path
+from forestage.paths import Places
+from forestage.system import folders, records
+
+LASTS = 900.0  # seconds
+AHEAD = 120.0  # seconds that the host's clock may be ahead of this node's
+PATIENCE = 10.0  # seconds for the answer: all nodes may ask after a power cut
+MOST = 2 << 20  # bytes of it
+MAX_UID = (1 << 32) - 2
+ROWS = 256  # of a list
+
+
+class Expectations(msgspec.Struct, frozen=True):
+    """The list; `made` and `expires` in seconds since the epoch, by the host's clock.
+
+    `sequence` grows with each list. `partitions` have their nodes as Slurm writes lists.
+    """
+
+    sequence: int
+    made: float
+    expires: float
+    partitions: Mapping[str, str] = {}
+    rows: tuple[Expected, ...] = ()
+
+
+def following(before: Expectations | None, now: float) -> int:
+    """Pure: the sequence of a list that is made now; it grows, whatever the clock does."""
+    return max(before.sequence + 1 if before else 0, int(now * 1000))
+
+
+def counts(told: Expectations, known: Expectations | None, now: float) -> str:
+    """Pure: "" for a list that a node takes in place of the one it has, else why it does not."""
+    if told.expires <= now or told.made + LASTS <= now:
+        return "the list is too old"
+    if told.made > now + AHEAD:
+        return "the list is of a later time than this node's"
+    if known is not None and is_good(known, now) and told.sequence < known.sequence:
+        return "the list is older than the one that is here"
+    if max(len(told.rows), len(told.partitions)) > ROWS:
+        return "the list is too long"
+    # Root is no user whose jobs are copied for: it may read all, and has no share of the cache.
+    if not all(0 < row.user <= MAX_UID and is_path(row.image) for row in told.rows):
+        return "the list names what is no user, or no path"
+    return ""
+
+
+def is_good(known: Expectations, now: float) -> bool:
+    """Pure: whether a list still counts."""
+    return known.made - AHEAD <= now < min(known.expires, known.made + LASTS)
+
+
+def read(places: Places) -> Expectations | None:
+    """The list that is here, however old; None without one, or a damaged one. Raises OSError."""
+    return records.find(places.expected, Expectations)
+
+
+def write(places: Places, found: Expectations) -> None:
+    """Replaces the list. Raises OSError."""
+    folders.make(places.expected.parent, folders.PASSABLE)
+    records.write(places.expected, msgspec.json.encode(found))
+
+
+def ask(at: Address, prover: Prover) -> Expectations:
+    """What the host says now, within PATIENCE. Raises PeerError."""
+    until = time.monotonic() + PATIENCE
+
+    def late() -> bool:
+        return time.monotonic() > until
+
+    line, host = Connection(at), at.host
+    try:
+        session = protocol.open_session(line, protocol.EXPECTED, prover, late)
+        body = protocol.fetch_look(
+            line, session, f"/v1/{protocol.EXPECTED}", MOST, Limit(PATIENCE, until, late)
+        )
+        if body is None:
+            raise PeerError(f"{host} has no list", f"see forestage.service on {host}")
+        return msgspec.json.decode(body, type=Expectations)
+    except (ChunkRefused, protocol.SessionUnknown) as error:
+        raise PeerError(f"{host} gave no list: {error}", "is its peer service running?") from None
+    # The last one: brackets in brackets, a thousand deep.
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerError(f"what {host} gave is no list: {error}") from None
+    finally:
+        line.close()

@@ -1,0 +1,98 @@
+"""The prefetch host's part of `forestage prefetch`: what the queue names, as one list.
+
+One question to squeue, and one to sinfo, however many jobs wait. Where Slurm does not answer, the
+list that is there stays, until it expires.
+"""
+
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from forestage.clock import Clock
+from forestage.features.prefetch import expected, policy, queue
+from forestage.features.prefetch.expected import Expectations
+from forestage.features.prefetch.policy import Expected
+from forestage.paths import Places
+from forestage.slurm.queue import Slurm
+from forestage.system.terminal import Line, Piece, Table, count
+from forestage.units import format_duration
+
+OF_USER = expected.ROWS // 4  # rows of a list
+LEAST = 0.01  # expected starts of a row that is worth telling
+
+
+class HostPass(msgspec.Struct, frozen=True):
+    """What one pass found: jobs that count, `others` by reason; `told`: the list was written.
+
+    `tasks` as in features/prefetch/queue.
+    """
+
+    jobs: int
+    others: tuple[tuple[str, int], ...]
+    list: Expectations
+    told: bool
+    took: float
+    tasks: int | None = None
+
+
+def is_here(host: str, slurm: Slurm) -> bool:
+    """Whether this host is the one that `prefetch.host` names."""
+    return host in (slurm.node, socket.gethostname())
+
+
+def run(places: Places, slurm: Slurm, clock: Clock, dry_run: bool) -> HostPass:
+    """Makes the list, and writes it unless it is a dry run. Raises SlurmError, Failed, OSError."""
+    start = clock.monotonic()
+    nonce = secrets.token_hex(16)
+    partitions = slurm.partitions()
+    found = queue.parse(slurm.pending(nonce), nonce, clock.wall())
+    now = clock.wall()
+    sizes = {name: number for name, (number, _) in partitions.items()}
+    rows = few(policy.likely(found.pending, sizes))
+    listed = Expectations(
+        sequence=expected.following(expected.read(places), now),
+        made=now,
+        expires=now + expected.LASTS,
+        partitions=named(rows, {name: nodes for name, (_, nodes) in partitions.items()}),
+        rows=rows,
+    )
+    if not dry_run:
+        expected.write(places, listed)
+    took = round(clock.monotonic() - start, 3)
+    return HostPass(len(found.pending), found.others, listed, not dry_run, took, found.tasks)
+
+
+def few(rows: Iterable[Expected]) -> tuple[Expected, ...]:
+    """Pure: the rows that are told, most expected first; no user fills the list."""
+    own: Counter[int] = Counter()
+    found: list[Expected] = []
+    for row in rows:
+        if len(found) < expected.ROWS and row.starts >= LEAST and own[row.user] < OF_USER:
+            own[row.user] += 1
+            found.append(row)
+    return tuple(found)
+
+
+def named(rows: Iterable[Expected], nodes: Mapping[str, str]) -> dict[str, str]:
+    """Pure: the partitions that rows are of, with their nodes."""
+    return {name: nodes[name] for name in dict.fromkeys(row.partition for row in rows)}
+
+
+def pieces(done: HostPass) -> Iterator[Piece]:
+    """Pure: what `prefetch` prints on its host."""
+    told = "told" if done.told else "would be told"
+    jobs = f"{count(done.jobs, 'pending job')} with an image"
+    yield Line(
+        f"{count(len(done.list.rows), 'row')} {told}: {jobs}, in {format_duration(done.took)}",
+        heading=True,
+    )
+    if done.list.rows:
+        columns = ("partition", "starts", "user", "image")
+        rows = [(r.partition, f"{r.starts:.2f}", str(r.user), r.image) for r in done.list.rows]
+        yield Table(columns, rows)
+    if done.others:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in done.others)
+        yield Line(f"Jobs that do not count: {reasons}")

@@ -1,0 +1,374 @@
+"""A node's part of `forestage prefetch`: asks for the list, and copies what it expects most.
+
+It is what `forestage stage` does, for other users: each image is opened as the user whose jobs name
+it, with all rules that hold for jobs. Nothing holds a lease. Nobody reads a refusal but who asks
+with a dry run. Where another job needs the queue's place, the disk or the image itself, the copy
+ends or gives way (stage/queue.py), and nothing that a job has used lately goes for it (policy.py).
+"""
+
+import contextlib
+import pwd
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import msgspec
+
+from forestage import events
+from forestage.cache import evict
+from forestage.cache.layout import StoredEntry
+from forestage.cache.node import Node
+from forestage.clock import Deadline
+from forestage.errors import Declined, ForestageError
+from forestage.events import Copied
+from forestage.features.prefetch import expected, marks, policy
+from forestage.features.prefetch.expected import Expectations
+from forestage.features.prefetch.marks import Look, Marks
+from forestage.features.prefetch.policy import Held, Wanted
+from forestage.features.prepare import stage
+from forestage.slurm import nodelist
+from forestage.slurm.queue import Slurm
+from forestage.sources import opening
+from forestage.stage import queue
+from forestage.system import as_user, lock
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, Piece, Table, count
+from forestage.units import printable
+
+LOOKS = 32  # images that one pass opens
+OPEN = 10.0  # seconds for the shared file system to open one of them
+SETTLED = 60.0  # seconds since the last write: somebody may be writing it
+COPYING = "a copy that was asked for is under way"
+BUSY = "a job runs on this node, and `prefetch.bandwidth` is not set"
+
+Ask = Callable[[], Expectations]
+"""What the prefetch host says; raises PeerError, OSError."""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """An image of the list, and what this node does with it."""
+
+    image: str
+    user: int
+    starts: float
+    state: str
+    why: str = ""
+
+
+class NodePass(msgspec.Struct, frozen=True):
+    """One pass. `silent` says why the host gave no list, `idle` why nothing is copied."""
+
+    dry_run: bool
+    silent: str = ""
+    idle: str = ""
+    expires: float = 0.0
+    decisions: tuple[Decision, ...] = ()
+
+
+def run(node: Node, slurm: Slurm, ask: Ask, dry_run: bool) -> NodePass:
+    """One pass. Raises OSError, Failed where the node is at fault."""
+    now = node.clock.wall()
+    listed, silent = current(node, ask, dry_run)
+    idle = _idle(node, slurm) if listed else "there is no list"
+    if not dry_run:
+        marks.note(node.places, silent, idle)
+    if listed is None:
+        return NodePass(dry_run, silent, idle)
+    done = NodePass(dry_run, silent, idle, expires=listed.expires)
+    own = _Pass(node, slurm, listed, dry_run, now)
+    if not idle:
+        own.settle()
+        own.look()
+        own.mark()
+        own.copy()
+    return msgspec.structs.replace(done, decisions=tuple(own.decisions()))
+
+
+def current(node: Node, ask: Ask, dry_run: bool) -> tuple[Expectations | None, str]:
+    """The list that counts now, and why the host gave no newer one. Raises OSError."""
+    now, silent = node.clock.wall(), ""
+    known = expected.read(node.places)
+    try:
+        told = ask()
+        silent = expected.counts(told, known, now)
+        if not silent:
+            if not dry_run:
+                expected.write(node.places, told)
+            return told, ""
+    except (ForestageError, OSError) as error:
+        silent = printable(str(error))
+    return (known if known is not None and expected.is_good(known, now) else None), silent
+
+
+def _idle(node: Node, slurm: Slurm) -> str:
+    """Why nothing may be copied now; "" where something may."""
+    try:
+        stage.must_be_usable(node)
+    except Declined as declined:
+        return printable(str(declined))
+    if node.config.prefetch.bandwidth is None and has_jobs(node, slurm):
+        return BUSY
+    return COPYING if any(queue.asked_for(node)) else ""
+
+
+def has_jobs(node: Node, slurm: Slurm) -> bool:
+    """Whether jobs run here, as far as that can be seen without asking Slurm."""
+    return queue.called_lately(node) or bool(node.leases.jobs()) or bool(slurm.at_work())
+
+
+def wanted_here(listed: Expectations, name: str) -> dict[str, list[tuple[int, float]]]:
+    """Pure: the images of the node's partitions, each with its users, most expected first."""
+    own = {part for part, nodes in listed.partitions.items() if name in nodelist.expand(nodes)}
+    found: dict[str, dict[int, float]] = {}
+    for row in listed.rows:
+        if row.partition in own:
+            users = found.setdefault(row.image, {})
+            users[row.user] = users.get(row.user, 0.0) + row.starts
+    return {
+        image: sorted(users.items(), key=lambda one: (-one[1], one[0]))
+        for image, users in found.items()
+    }
+
+
+class _Pass:
+    """One pass at work: `marks` grow, and are written as they do."""
+
+    def __init__(
+        self, node: Node, slurm: Slurm, listed: Expectations, dry_run: bool, now: float
+    ) -> None:
+        self.node = node
+        self.slurm = slurm
+        self.dry_run = dry_run
+        self.now = now
+        self.images = wanted_here(listed, slurm.node)
+        self.made = listed.made
+        named = [(image, user) for image, users in self.images.items() for user, _ in users]
+        self.marks = marks.read(node.places).naming(named, now)
+        self.states: dict[str, str] = {}
+
+    def look(self) -> None:
+        """Opens what is due, as its users, most expected first."""
+        left = LOOKS
+        by_starts = sorted(self.images.items(), key=lambda one: -_starts(one[1]))
+        for image, users in by_starts:
+            for user, _ in users:
+                known = self.marks.look(image, user)
+                if marks.is_due(known, self.now) and left:
+                    left -= 1
+                    before = known or Look(image, user, self.now, self.made)
+                    known = look(self.node, before, self.now)
+                    self._keep(self.marks.with_look(known))
+                if known is not None and not known.why:
+                    break  # whoever else wants it
+
+    def wanted(self) -> dict[str, Wanted]:
+        """What could be copied, by its key."""
+        found: dict[str, Wanted] = {}
+        for image, users in self.images.items():
+            if (one := self._opened(image)) is not None:
+                before = found[one.key].starts if one.key in found else 0.0
+                found[one.key] = Wanted(one.size, one.user, before + _starts(users))
+        return found
+
+    def _opened(self, image: str) -> Look | None:
+        """The look of the first of its users who could open it."""
+        looks = (self.marks.look(image, user) for user, _ in self.images[image])
+        return next((one for one in looks if one is not None and not one.why), None)
+
+    def mark(self) -> None:
+        """Says of the copies that no job has used whether they are expected still.
+
+        If so, they count as used when they were made, else as never used: the first to go.
+        """
+        wanted, leased = self.wanted(), self.node.leases.keys()
+        for one in self.node.cache.stored_entries():
+            if one.entry is None:
+                continue
+            if not one.is_unused or one.key in leased:
+                self._was_used(one.key)
+                continue
+            used = one.entry.created if one.key in wanted else 0.0
+            if bool(used) != bool(one.used) and not self.dry_run:
+                with contextlib.suppress(FileNotFoundError):  # evicted this moment
+                    self.node.cache.touch(one.key, used)
+
+    def settle(self) -> None:
+        """Notes how copies ended that earlier passes began: nobody has waited for them."""
+        begun = {
+            one.key: one
+            for one in self.marks.looks
+            if one.begun and lock.is_free(self.node.cache.key_lock(one.key))
+        }
+        ends = _ends_of_copies(self.node, begun) if begun else {}
+        for key, found in begun.items():
+            over = msgspec.structs.replace(found, begun=0.0)
+            end = ends.get(key)
+            if end is not None and end.result == "copied":
+                over = msgspec.structs.replace(over, tries=found.tries + 1)
+            elif end is not None and end.reason not in ("stopped", "no-room", "disabled"):
+                over = refused(over, self.now, end.detail or end.reason)
+            self._keep(self.marks.with_look(over))
+
+    def copy(self) -> None:
+        """Begins to copy the image that the policy names; its copy goes on by itself."""
+        if any(one.expected for one in queue.gather(self.node)):  # none that stalls is there
+            return
+        for _ in self.images:  # what was replaced a moment ago is chosen anew
+            held, room = self.room()
+            tried = {one.key for one in self.marks.looks if one.tries >= marks.TRIES or one.begun}
+            wanted = {
+                key: one for key, one in self.wanted().items() if key in held or key not in tried
+            }
+            chosen = policy.choose(wanted, held, room, self.node.clock.wall())
+            if chosen is None or _idle(self.node, self.slurm):
+                return
+            image = next(one for one in self.images if self._key(one) == chosen.image)
+            if not self._is_still(image, chosen.image):
+                continue
+            if self.dry_run:
+                self.states[image] = "would be copied next"
+                return
+            self.stage(image, chosen.stay)
+            return
+
+    def _key(self, image: str) -> str:
+        found = self._opened(image)
+        return found.key if found else ""
+
+    def _is_still(self, image: str, key: str) -> bool:
+        """Looks again, just before the copy: since it was chosen it may have been replaced."""
+        found = self._opened(image)
+        assert found is not None
+        self._keep(self.marks.with_look(look(self.node, found, self.node.clock.wall())))
+        return self._key(image) == key
+
+    def room(self) -> tuple[dict[str, Held], int]:
+        """What is here, copies under way included, and the room for all of it in bytes."""
+        cache = self.node.cache
+        stored = cache.stored_entries()
+        leased = self.node.leases.keys()
+        found: dict[str, Held] = {}
+        for one in stored:
+            in_use = one.key in leased
+            new, stays = one.is_unused and not in_use, one.pinned or in_use
+            found[one.key] = Held(one.bytes, one.used, one.user or 0, new, stays)
+        for copy in queue.gather(self.node):
+            size = cache.part(copy.key).allocated()
+            found[copy.key] = Held(size, self.now, copy.uid, copy.expected, stays=True)
+        # Above the low watermark, the Epilog would evict it again.
+        return found, evict.measure(cache, stored, self.node.config).low
+
+    def stage(self, image: str, stay: frozenset[str]) -> None:
+        """Begins to copy one image."""
+        found = self._opened(image)
+        assert found is not None
+        node = self.node.configured(bandwidth=_slower(self.node))
+        job = stage.nobody(user_of(found.user), self.slurm.node)
+        job = msgspec.structs.replace(job, expected=found.since, stay=stay)
+        # To the millisecond, as the event has it that tells the end.
+        begun = msgspec.structs.replace(found, begun=round(self.node.clock.wall(), 3))
+        self._keep(self.marks.with_look(begun))
+        (done,) = stage.stage(node, job, [image], 0.0, lambda _: None).images
+        self.states[image] = done.result
+        if not done.is_here and done.result != "copying":
+            # There is no copy of which `settle` would find the end.
+            ended = refused(found, self.now, done.detail or done.reason)
+            is_for_now = done.reason in ("stopped", "no-room", "disabled")
+            self._keep(self.marks.with_look(found if is_for_now else ended))
+
+    def _was_used(self, key: str) -> None:
+        """Forgets how often an image was copied in vain, as a job has used it since."""
+        for one in self.marks.looks:
+            if one.key == key and one.tries:
+                self._keep(self.marks.with_look(msgspec.structs.replace(one, tries=0)))
+
+    def _keep(self, found: Marks) -> None:
+        if found != self.marks and not self.dry_run:
+            marks.write(self.node.places, found)
+        self.marks = found
+
+    def decisions(self) -> Iterator[Decision]:
+        """What becomes of each image of the list here."""
+        here = {one.key for one in _stored(self.node)}
+        for image, users in sorted(self.images.items(), key=lambda one: -_starts(one[1])):
+            found = self._opened(image)
+            last = next(filter(None, (self.marks.look(image, user) for user, _ in users)), None)
+            state, why = "not looked at", ""
+            if found is not None:
+                state = "copying" if found.begun else "not expected enough, or no room"
+                state = "here" if found.key in here else state
+                if found.key not in here and found.tries >= marks.TRIES:
+                    state, why = "refused", f"copied {found.tries} times, and no job used it"
+            elif last is not None:
+                state, why = "refused", last.why
+            yield Decision(image, users[0][0], _starts(users), self.states.get(image, state), why)
+
+
+def _ends_of_copies(node: Node, begun: Mapping[str, Look]) -> dict[str, Copied]:
+    """How the last copy of each key ended since it was begun, as its event says. Raises OSError."""
+    found: dict[str, Copied] = {}
+    for event in events.read(node.places.events):
+        one = event.outcome
+        if isinstance(one, Copied) and one.key in begun and event.time >= begun[one.key].begun:
+            found[one.key] = one
+    return found
+
+
+def _stored(node: Node) -> list[StoredEntry]:
+    with contextlib.suppress(OSError):  # no cache is mounted
+        return node.cache.stored_entries()
+    return []
+
+
+def _starts(users: Iterable[tuple[int, float]]) -> float:
+    return sum(starts for _, starts in users)
+
+
+def _slower(node: Node) -> int | None:
+    """The rate of such a copy."""
+    limits = (node.config.bandwidth, node.config.prefetch.bandwidth)
+    return min((one for one in limits if one is not None), default=None)
+
+
+def look(node: Node, before: Look, now: float) -> Look:
+    """What an image is for a user: opened as them, with the rules that hold for their jobs."""
+    try:
+        end = Deadline.after(OPEN, node.clock)
+        with opening.open_as(user_of(before.user), before.image, node, end) as opened:
+            found = opened.image
+        if 0 <= now - found.identity.mtime_ns / 1e9 < SETTLED:
+            why = f"{before.image} was written less than {SETTLED:.0f} s ago"
+            raise Declined("written", why)
+    except (ForestageError, OSError) as error:
+        return refused(before, now, str(error))
+    return msgspec.structs.replace(before, at=now, key=found.key, size=found.size, why="")
+
+
+def refused(before: Look, now: float, why: str) -> Look:
+    """Pure: a look that came to nothing, once more."""
+    why, tries = printable(why) or "refused", before.tries + 1
+    return msgspec.structs.replace(before, at=now, key="", size=0, why=why, tries=tries)
+
+
+def user_of(uid: int) -> User:
+    """The user as this node knows them. Raises Declined."""
+    try:
+        known = pwd.getpwuid(uid)
+    except KeyError:
+        raise Declined("no-permission", f"uid {uid} is no user of this node") from None
+    # For all children that act as this user: a name service may take long for each answer.
+    user = User(known.pw_name, uid, known.pw_gid, home=known.pw_dir)
+    return msgspec.structs.replace(user, groups=tuple(as_user.groups(user)))
+
+
+def pieces(done: NodePass) -> Iterator[Piece]:
+    """Pure: what `prefetch` prints on a node."""
+    if done.silent:
+        yield Line(f"The host gave no new list: {done.silent}")
+    if done.idle:
+        yield Line(f"Nothing is copied: {done.idle}")
+    if done.decisions:
+        yield Line(f"{count(len(done.decisions), 'image')} expected here", heading=True)
+        rows = []
+        for one in done.decisions:
+            what = f"{one.image} ({one.why})" if one.why else one.image
+            rows.append((f"{one.starts:.2f}", str(one.user), one.state, what))
+        yield Table(("starts", "user", "state", "image or reason"), rows)

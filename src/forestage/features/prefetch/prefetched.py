@@ -1,0 +1,64 @@
+"""What pending jobs have this node expect, and what of it is here: for `status` and the metrics."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from forestage.admin.inventory import Item
+from forestage.features.data.job_dir import Taken
+from forestage.features.prefetch import expected, marks
+from forestage.paths import Places
+from forestage.system.terminal import age, count
+from forestage.units import format_size
+
+
+class Prefetched(msgspec.Struct, frozen=True):
+    """`made`: when the host made the list, in seconds since the epoch; 0 where none counts.
+
+    Of it the last pass has looked at so many `images` of `bytes`; of these so many are `here`, and
+    `refused` ones cannot be copied. `unused` are entries that were copied and that no job has used
+    so far. `silent` and `idle` as in features/prefetch/marks.
+    """
+
+    made: float = 0.0
+    images: int = 0
+    bytes: int = 0
+    here: int = 0
+    refused: int = 0
+    unused: Taken = Taken()
+    silent: str = ""
+    idle: str = ""
+
+
+def gather(places: Places, items: Sequence[Item], now: float) -> Prefetched | None:
+    """Reads the records; None where neither is there. Raises OSError."""
+    listed, known = expected.read(places), marks.read(places)
+    if listed is None and known == marks.Marks():
+        return None
+    entries, unused = {one.key for one in items}, [one.bytes for one in items if one.unused]
+    sizes = {one.key: one.size for one in known.looks if not one.why}
+    opened = {one.image for one in known.looks if not one.why}
+    return Prefetched(
+        made=listed.made if listed and expected.is_good(listed, now) else 0.0,
+        images=len(sizes),
+        bytes=sum(sizes.values()),
+        here=len(sizes.keys() & entries),
+        refused=len({one.image for one in known.looks} - opened),
+        unused=Taken(len(unused), sum(unused)),
+        silent=known.silent,
+        idle=known.idle,
+    )
+
+
+def facts(found: Prefetched, now: float) -> list[tuple[str, str]]:
+    """Pure: what `status` says of it."""
+    images = f"{count(found.images, 'image')} of pending jobs ({format_size(found.bytes)})"
+    words = [images, f"{found.here} here"]
+    words += [f"{found.refused} refused"] if found.refused else []
+    old = f"{age(now - found.made)} old" if found.made else "none that counts"
+    told = [("expected", ", ".join(words)), ("list", old)]
+    told += [("not copied", found.idle)] if found.idle else []
+    if found.unused.number:
+        number = count(found.unused.number, "entry", "entries")
+        told += [("ahead", f"{format_size(found.unused.bytes)} in {number} that no job has used")]
+    return told

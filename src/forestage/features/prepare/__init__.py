@@ -1,0 +1,1 @@
+"""Before jobs: images are packed, published, staged and warmed by hand."""

@@ -1,0 +1,378 @@
+"""Commands for images before any job wants them: `forestage warm`, `publish`, `registry ls` …"""
+
+import errno
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from forestage.cli.world import Exit, Listed, as_json, ending_as_interrupt, seconds, show
+
+if TYPE_CHECKING:
+    from forestage.cli.world import World
+    from forestage.config import Config
+
+force = click.option("-f", "--force", is_flag=True, help="Replace an existing file.")
+
+
+def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
+    seconds(ctx, parameter, value or "0")  # which refuses what is none
+    return value
+
+
+def _path(world: "World", image: str) -> str:
+    """Where an image lies; one of a registry is imported before."""
+    return _import(world, image) if image.startswith("docker://") else os.path.abspath(image)
+
+
+def _import(world: "World", reference: str) -> str:
+    """The path of an image in the store, imported if it is not there. Raises Declined, NotFound."""
+    from forestage.features.registry import store_by_hand as work
+
+    return work.bring(_config(world), reference, os.environ, _host(), _say)
+
+
+@click.command()
+@as_json
+@click.argument("images", nargs=-1, required=True, metavar="IMAGE...")
+@click.option("-w", "--nodes", metavar="NODESET", help="As ClusterShell reads it.")
+@click.option(
+    "-p", "--partition", metavar="NAME", help="The jobs' partition; without -w, all its nodes."
+)
+@click.option("--reservation", metavar="NAME", help="The jobs' reservation.")
+@click.option("--srun", "more", multiple=True, metavar="OPTION", help="One more option for srun.")
+@click.option(
+    "--busy",
+    default="5m",
+    callback=seconds,
+    metavar="TIME",
+    help="How long a node may be busy; 5m.",
+)
+@click.option("--stage-wait", default="", callback=_duration, metavar="TIME", help="For the hint.")
+@click.option("--at-once", default=64, type=click.IntRange(1), help="Nodes at once; 64.")
+@click.pass_context
+def warm(
+    ctx: click.Context,
+    images: tuple[str, ...],
+    nodes: str | None,
+    partition: str | None,
+    reservation: str | None,
+    more: tuple[str, ...],
+    busy: float,
+    stage_wait: str,
+    at_once: int,
+    as_json: bool,
+) -> None:
+    """Have nodes copy images before a job wants them.
+
+    Runs a tiny job with the hint on each node, as the user who asks. May be run again: what is
+    there is a hit. Ends with status 1 if an image is not on each of the nodes. docker://REF is
+    imported into the store first.
+    """
+    import secrets
+
+    from forestage.features.prepare import warm as work
+    from forestage.slurm.queue import Slurm
+    from forestage.system import terminal as screen
+
+    if len(images) > work.MAX_IMAGES:
+        raise click.UsageError(f"a job can name {work.MAX_IMAGES} images, not {len(images)}")
+    slurm = Slurm.of(os.environ)
+    if nodes is not None:
+        try:
+            where = work.expand_nodes(nodes)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--nodes") from None
+    elif partition is not None:
+        where = work.list_partition_nodes(partition, slurm)
+    else:
+        raise click.UsageError("name the nodes with --nodes, or their --partition")
+    named = (("partition", partition), ("reservation", reservation))
+    order = work.Order(
+        tuple(dict.fromkeys(_path(ctx.obj, image) for image in images)),
+        where,
+        (*(f"--{name}={value}" for name, value in named if value), *more),
+        stage_wait,
+        busy,
+        at_once,
+    )
+    with ending_as_interrupt(), screen.busy() as progress:
+        done = work.warm(order, slurm, ctx.obj.clock, secrets.token_hex(4), progress)
+    show(done, work.pieces(done), as_json)
+    if done.failed:
+        ctx.exit(Exit.NOT_FOUND)
+
+
+@click.command()
+@as_json
+@click.argument("images", nargs=-1, metavar="[IMAGE...]")
+@click.option("--user", metavar="NAME", help="Open the images as this user; else as who asks.")
+@click.option(
+    "--within",
+    default="1h",
+    callback=seconds,
+    metavar="TIME",
+    help="How long to wait for the copies; 1h.",
+)
+@click.pass_context
+def stage(
+    ctx: click.Context, images: tuple[str, ...], user: str | None, within: float, as_json: bool
+) -> None:
+    """Copy images into this node's cache, without a job and without Slurm.
+
+    As root; for nodes that boot, are drained, or are set up. Without IMAGE, those of
+    `warm_at_boot:` in the configuration. Ends with status 1 if one is not here; a copy that is
+    under way then goes on.
+    """
+    from forestage.admin import site as sites
+    from forestage.admin import sources
+    from forestage.features.prepare import stage as work
+    from forestage.slurm.queue import this_node
+    from forestage.system import terminal as screen
+
+    if os.geteuid() != 0:  # else the cache is said to be nobody's, and to be removed
+        raise PermissionError(errno.EPERM, "the cache is root's")
+    try:
+        who = sources.user_named(user) if user else sources.invoking_user()
+    except KeyError:
+        raise click.BadParameter(f"{user!r} is no user of this node", param_hint="--user") from None
+    node = sites.as_hooks_see(ctx.obj.node(), os.environ.get("SLURM_CONF", ""))
+    paths = tuple(dict.fromkeys(_path(ctx.obj, image) for image in images))
+    job = work.nobody(who, this_node(os.environ))
+    with screen.busy() as progress:
+        wanted = paths or node.config.warm_at_boot
+        done = work.stage(node, job, wanted, within, progress)
+    show(done, work.pieces(done), as_json)
+    if done.failed:
+        ctx.exit(Exit.NOT_FOUND)
+
+
+@click.command()
+@as_json
+@force
+@click.argument("image", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--stripes", default=-1, type=int, help="Lustre: over so many OSTs; -1, all.")
+@click.option("--stripe-size", default="1M", metavar="SIZE", help="Lustre: pieces of SIZE; 1M.")
+@click.pass_obj
+def publish(
+    world: "World",
+    image: Path,
+    folder: Path,
+    stripes: int,
+    stripe_size: str,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Copy IMAGE into DIR, on Lustre spread over all OSTs.
+
+    The copy gets its name when it is whole, read back and compared.
+    """
+    from forestage.features.prepare import publish as work
+    from forestage.system import terminal as screen
+    from forestage.system.tree import Files
+
+    layout = work.Layout(stripes, stripe_size)
+    files = Files(world.places.root)
+    source, target = Path(os.path.abspath(image)), Path(os.path.abspath(folder))
+    with ending_as_interrupt(), screen.busy() as progress:
+        done = work.publish(source, target, layout, force, files, world.clock, progress)
+    show(done, work.pieces(done), as_json)
+
+
+@click.command()
+@as_json
+@force
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("-o", "--output", "image", type=click.Path(path_type=Path), help="The image's file.")
+@click.option("--here", is_flag=True, help="For use in the place of DIR: print a job's option.")
+@click.pass_obj
+def pack(
+    world: "World", folder: Path, image: Path | None, here: bool, force: bool, as_json: bool
+) -> None:
+    """Make one squashfs image of all that is in DIR.
+
+    For virtual environments and other trees of many small files. With --here it is published, as
+    DIR.sqsh if not told otherwise, and the option printed by which a job sees it at DIR.
+    """
+    import msgspec
+
+    from forestage.features.prepare import pack as work
+    from forestage.features.prepare import publish as publishing
+    from forestage.system import terminal as screen
+    from forestage.system.tree import Files
+
+    at = Path(os.path.abspath(folder))
+    if image is None and not here:
+        raise click.UsageError("name the image with -o, or say --here")
+    image = Path(os.path.abspath(image or f"{at}.sqsh"))
+    option = work.option_of(at, image) if here else ""
+    layout = None
+    if here and publishing.kind_of(image.parent, Files(world.places.root)) == "lustre":
+        layout = publishing.Layout()
+    with ending_as_interrupt(), screen.busy() as progress:
+        done = work.pack(folder, image, force, world.clock, progress, layout, world.places.root)
+    done = msgspec.structs.replace(done, option=option)
+    show(done, work.pieces(done), as_json)
+
+
+@click.command()
+@click.argument("words", nargs=-1, required=True, metavar="WORD...")
+@click.pass_context
+def hints(ctx: click.Context, words: tuple[str, ...]) -> None:
+    """Say what is wrong with --stage options, as srun, sbatch and salloc do.
+
+    A WORD is an option without its dashes: `stage=/lustre/a.sqsh`, `stage-wait=5m`. No file is
+    looked at. Ends with status 65 if one is refused.
+    """
+    from forestage.features.prepare import hints as work
+
+    ctx.exit(work.main(words))
+
+
+@click.command("images")
+@as_json
+@click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR...]")
+@click.pass_obj
+def list_images(world: "World", folders: tuple[Path, ...], as_json: bool) -> None:
+    """List the images below DIR, or below the site's sources: name, size, owner, label.
+
+    As the user who asks, a few directories deep. A label is the first line of IMAGE.label.
+    """
+    from forestage.features.prepare import images as view
+
+    named = tuple(os.path.abspath(folder) for folder in folders)
+    found = view.gather(named or world.settings().config.sources)
+    show(found, view.pieces(found), as_json)
+
+
+@click.command()
+@as_json
+@click.option("-n", "--dry-run", is_flag=True, help="Dry run: copy and write nothing.")
+@click.option("--node", metavar="NAME", help="This node as Slurm names it; else its host name.")
+@click.pass_obj
+def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> None:
+    """Copy images before the jobs begin which wait for a node.
+
+    Run by `tend`. On the host that `prefetch.host` names it reads Slurm's queue and writes the list
+    of what is expected. Everywhere else it asks that host for the list, and begins to copy here
+    what it expects most. Ends at once while another one is at work.
+    """
+    from forestage.admin import site as sites
+    from forestage.errors import ConfigError, Problem
+    from forestage.features.peers import auth
+    from forestage.features.prefetch import expected, prefetch_host, prefetch_node
+    from forestage.slurm.queue import Slurm
+    from forestage.system import folders, lock
+
+    if os.geteuid() != 0:
+        raise PermissionError(errno.EPERM, "the queue's list and the cache are root's")
+    here, slurm = world.node(), Slurm.of(os.environ)
+    slurm = slurm._replace(node=node or slurm.node)
+    host, peers = here.config.prefetch_host, here.config.peers
+    if host is None:
+        raise ConfigError((Problem("", "prefetch.host", "is null: nobody reads the queue"),))
+    folders.keep(world.places.locks)
+    try:
+        with lock.held_for_work(world.places.locks / "prefetch.lock", 0):
+            if prefetch_host.is_here(host.host, slurm):
+                made = prefetch_host.run(world.places, slurm, world.clock, dry_run)
+                show(made, prefetch_host.pieces(made), as_json)
+                return
+            here = sites.as_hooks_see(here, os.environ.get("SLURM_CONF", ""))
+            ask = partial(expected.ask, host, auth.prover(peers.key_file, world.places))
+            done = prefetch_node.run(here, slurm, ask, dry_run)
+            show(done, prefetch_node.pieces(done), as_json)
+    except lock.Busy:
+        return
+
+
+@click.group(cls=Listed)
+def registry() -> None:
+    """Images of registries in the store that all nodes share."""
+
+
+def _config(world: "World") -> "Config":
+    return world.settings().config
+
+
+def _host() -> str:
+    from forestage.slurm.queue import this_node
+
+    return this_node(os.environ)
+
+
+def _say(text: str) -> None:
+    from forestage.system.terminal import harmless
+
+    click.echo(f"forestage: {harmless(text)}", err=True)
+
+
+@registry.command()
+@click.argument("uri")
+@click.pass_obj
+def get(world: "World", uri: str) -> None:
+    """Print the path of a squashfs file of the image, imported if need be.
+
+    For pyxis' importer, forestage-importer, in a job's step and as its user. Ends with status 10
+    where enroot has tried to import it, and failed.
+    """
+    from forestage.errors import Declined
+    from forestage.features.registry import store_by_hand as work
+
+    try:
+        click.echo(work.get(_config(world), uri, os.environ, _host(), _say))
+    except Declined as error:
+        if error.reason not in work.TRIED:
+            raise
+        _say(str(error))
+        raise click.exceptions.Exit(Exit.TRIED) from None
+
+
+@registry.command("import")
+@as_json
+@click.argument("reference", metavar="REF")
+@click.pass_obj
+def import_image(world: "World", reference: str, as_json: bool) -> None:
+    """Import an image into the store before a job wants it, as who you are.
+
+    REF is what a job would name: nvcr.io#nvidia/pytorch:25.01-py3.
+    """
+    from forestage.system.terminal import Line
+
+    path = _import(world, reference)
+    show({"path": path}, [Line(path, whole=True)], as_json)
+
+
+@registry.command("ls")
+@as_json
+@click.pass_obj
+def list_store(world: "World", as_json: bool) -> None:
+    """List the images in the store, last used first: your own; as root, everybody's."""
+    from forestage.features.registry import store_by_hand as work
+
+    store = _config(world).registry.store
+    rows = work.gather(Path(store)) if store else []
+    show(rows, work.listing(rows, world.clock.wall()), as_json)
+
+
+@registry.command()
+@as_json
+@click.option("-n", "--dry-run", is_flag=True, help="Dry run: print what would be deleted.")
+@click.pass_context
+def gc(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
+    """Delete images that nobody used for long, and what dead imports left.
+
+    Your own; as root everybody's, as each of them. See `registry:` in forestage.yaml(5).
+    """
+    from forestage.features.registry import store_by_hand as work
+
+    done = work.clean(_config(ctx.obj), dry_run)
+    show(done, work.pieces(done, dry_run), as_json)
+    if any(one.problem for one in done):
+        ctx.exit(Exit.FAILED)
+
+
+COMMANDS = (warm, prefetch, stage, publish, pack, hints, list_images, registry)

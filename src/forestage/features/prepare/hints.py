@@ -1,0 +1,48 @@
+"""What is wrong with the words of --stage and its kin: `forestage hints`, where a job is submitted.
+
+The companion runs it in srun, sbatch and salloc, as the user (src/spank/option.c). The same words
+get the same answer on every host: nothing here looks at a file, at the configuration or at Slurm.
+Nor is it what protects a node: the Prolog reads the words again.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+from forestage.errors import Declined
+from forestage.slurm.hints import OF_OPTION, Rank, Request, read_hints
+
+REFUSED = 65
+"""The exit status by which the companion knows a refusal: no crash and no older release ends so."""
+
+SOME_NODE = Rank(0, 1)  # {node} is not known yet, and means something on each
+
+
+def refusals(words: Sequence[str]) -> tuple[str, ...]:
+    """Pure: a sentence for each word that no node would serve; a word is `stage=/path`."""
+    hints = read_hints("", SOME_NODE, "\n".join(words))
+    found = (f"--{problem.removeprefix(OF_OPTION)}" for problem in hints.problems)
+    return (*found, *(said for one in hints.data for said in _impossible(one)))
+
+
+def _impossible(request: Request) -> Iterator[str]:
+    """Pure: why nobody could have it shown there, if that can be told by the names alone."""
+    try:
+        if request.kind == "fill":
+            from forestage.features.data import fill
+
+            fill.name_of(request)
+        elif request.kind == "mount":
+            from forestage.features.data import mounted
+
+            mounted.must_be_allowed(os.path.normpath(request.at), ())
+    except Declined as why:
+        yield f"--stage={request.path}@{request.at}: {why}"
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints what is refused, a line each; returns the exit status."""
+    found = refusals(words)
+    sys.stdout.write("".join(f"{line}\n" for line in found))
+    sys.stdout.flush()
+    return REFUSED if found else 0

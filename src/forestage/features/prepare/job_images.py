@@ -1,0 +1,105 @@
+"""What became of the images that one job asked for on this node, and of the copies that it left.
+
+For `forestage warm` (features/prepare/warm_node.py).
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+
+from forestage.cache.node import Node
+from forestage.events import WHOLE, Copied, Event, Handled
+from forestage.system import lock
+from forestage.units import printable
+
+# `copying`: under way, and awaited. `unseen`: this user cannot know whether it is here.
+Result = Literal["hit", "joined", "copied", "copying", "declined", "failed", "unseen"]
+
+
+class ImageResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One image on one node; `reason` as in events, `wait` the seconds that staging it took."""
+
+    image: str
+    result: Result
+    reason: str = ""
+    detail: str = ""
+    wait: float | None = None
+    key: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        return self.result in WHOLE
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A job's images at one moment, judged as if no copy went on.
+
+    `waits`: the copy of one has not ended, as far as the events say. `live`: it is under way.
+    """
+
+    images: tuple[ImageResult, ...]
+    waits: bool = False
+    live: bool = False
+
+
+def look(node: Node, log: Iterable[Event], job: int, images: Iterable[str]) -> Seen:
+    """Reads which copies are under way, without a lock. Raises OSError."""
+    found = by_events(log, job, images)
+    waiting = [one.key for one in found if one.result == "copying"]
+    live = any(not lock.is_free(node.cache.key_lock(key)) for key in waiting)
+    return Seen(tuple(_ended(node, one) for one in found), bool(waiting), live)
+
+
+def absent(image: str) -> ImageResult:
+    """Pure: an image of which no hook has anything on record."""
+    detail = "no Prolog of forestage ran for this job, or it saw no hint"
+    return ImageResult(image, "failed", detail=detail)
+
+
+def by_events(log: Iterable[Event], job: int, images: Iterable[str]) -> tuple[ImageResult, ...]:
+    """Pure: what the job's own hooks, and the copies that they left under way, have on record."""
+    own: dict[str, Event] = {}
+    ended: dict[str, Event] = {}
+    for event in log:
+        if isinstance(event.outcome, Copied):
+            ended[event.outcome.key] = event
+        elif isinstance(event.outcome, Handled) and event.job == job:
+            own[event.outcome.request] = event
+    return tuple(_by_event(image, own.get(printable(image)), ended) for image in images)
+
+
+def _by_event(image: str, event: Event | None, ended: Mapping[str, Event]) -> ImageResult:
+    if event is None:
+        return absent(image)
+    outcome = event.outcome
+    assert isinstance(outcome, Handled)
+    # `through`: the step of this very job, as its copy was under way.
+    going = outcome.result in ("started", "through")
+    if not (going or (outcome.reason == "deadline" and outcome.key)):
+        return _by_outcome(image, outcome)
+    copy = ended.get(outcome.key)
+    # One that ended before the hook began to wait is an older copy of the same key.
+    if copy is None or copy.time < event.time - event.total:
+        return ImageResult(image, "copying", key=outcome.key)
+    assert isinstance(copy.outcome, Copied)
+    return _by_outcome(image, copy.outcome)
+
+
+def _by_outcome(image: str, outcome: Handled | Copied) -> ImageResult:
+    # A hook's event has no other results than these, and "released" is not about an image.
+    known: dict[str, Result] = {"hit": "hit", "joined": "joined", "copied": "copied"}
+    known["declined"] = "declined"
+    result = known.get(outcome.result, "failed")
+    wait = outcome.wait if result in WHOLE else None
+    return ImageResult(image, result, outcome.reason, outcome.detail, wait, outcome.key)
+
+
+def _ended(node: Node, one: ImageResult) -> ImageResult:
+    """The result of a copy that ended without an event: whether its entry is there."""
+    if one.result != "copying":
+        return one
+    if node.cache.image(one.key).exists():
+        return msgspec.structs.replace(one, result="copied")
+    detail = "its copy was stopped or killed before it was done"
+    return msgspec.structs.replace(one, result="failed", reason="copy", detail=detail)

@@ -1,0 +1,138 @@
+"""Copies images into this node's cache without a job: `forestage stage`.
+
+For nodes that Slurm does not give: at boot, from Ansible, while they are drained. It is what a hook
+does, with the same rules and the same stager (stage/), but nothing holds a lease: what nobody uses
+afterwards is evicted like any entry. A copy that jobs need goes before it.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from forestage.cache import disk, disk_errors
+from forestage.cache.node import Node
+from forestage.clock import Deadline
+from forestage.config import switch
+from forestage.errors import Declined, Failed, ForestageError, of_node
+from forestage.features.prepare.job_images import ImageResult
+from forestage.slurm.hints import Hints
+from forestage.slurm.job import Job
+from forestage.sources import opening, source
+from forestage.stage import wait
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, Piece, Table, count
+from forestage.units import format_duration, printable
+
+if TYPE_CHECKING:
+    from forestage.system.holder import Channel
+
+OPEN = 30.0  # seconds for the shared file system to open one image
+AT_ONCE = 16  # images, as of a job: each has a process, also while its copy waits for its turn
+
+Progress = Callable[[str], None]
+
+
+class StageReport(msgspec.Struct, frozen=True):
+    """What one command did, in the order of the images."""
+
+    images: tuple[ImageResult, ...]
+
+    @property
+    def failed(self) -> int:
+        """How many are not here."""
+        return sum(1 for one in self.images if not one.is_here)
+
+
+def nobody(user: User, node: str) -> Job:
+    """Pure: what stands for a job where there is none: number 0, as in the events of a sweep."""
+    return Job(0, user, node, "", "/", (), None, Hints())
+
+
+def stage(
+    node: Node, job: Job, images: Sequence[str], within: float, progress: Progress
+) -> StageReport:
+    """Has all of them copied, opened as the job's user, and waits for `within` seconds at most.
+
+    What is not here by then is `copying`: the copies go on, also when this process ends. What was
+    not even begun is `declined`.
+    """
+    end = Deadline.after(within, node.clock)
+    done: list[ImageResult] = []
+    while some := images[len(done) : len(done) + AT_ONCE]:
+        if end.left() == 0.0 and any(one.result == "copying" for one in done):
+            late = "the time was over before its turn"
+            done += [ImageResult(one, "declined", "deadline", late) for one in images[len(done) :]]
+            break
+        with contextlib.ExitStack() as begun:
+            works = [_begin(node, job, image, begun) for image in some]
+            done += [_result(node, job, one, end, progress) for one in works]
+    return StageReport(tuple(done))
+
+
+class _Begun(msgspec.Struct, frozen=True):
+    """An image that is here or copied; or why it is not."""
+
+    image: str
+    since: float
+    opened: source.OpenImage | None = None
+    copying: "Channel | None" = None
+    error: Exception | None = None
+
+
+def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _Begun:
+    since = node.clock.monotonic()
+    try:
+        must_be_usable(node)
+        within = Deadline.after(OPEN, node.clock)
+        opened = begun.enter_context(opening.open_as(job.user, image, node, within))
+        copying = begun.enter_context(wait.begun(node, job, opened))
+        return _Begun(image, since, opened, copying)
+    except (ForestageError, OSError) as error:
+        return _Begun(image, since, error=error)
+
+
+def must_be_usable(node: Node) -> None:
+    """Raises Declined, OSError where staging is switched off, or the cache is of use to nobody."""
+    if off := switch.why_off(node.places, node.config, node.clock.wall()):
+        raise Declined("disabled", off)
+    disk.must_serve(node.places, node.cache)
+    node.cache.prepare(node.config.require_mount)
+    disk_errors.must_not_be(node.places)
+
+
+def _result(node: Node, job: Job, one: _Begun, end: Deadline, progress: Progress) -> ImageResult:
+    try:
+        if one.error or one.opened is None:
+            raise one.error or Declined("missing", one.image)
+        came = wait.obtain(node, job, one.opened, one.copying, end, lambda line: progress(line()))
+        with contextlib.suppress(FileNotFoundError):
+            if not job.expected:  # nobody has used it yet
+                node.cache.touch(one.opened.image.key, node.clock.wall())
+        took = round(node.clock.monotonic() - one.since, 3)
+        return ImageResult(one.image, came, wait=took, key=one.opened.image.key)
+    except Declined as error:
+        if error.reason == "deadline":
+            key = one.opened.image.key if one.opened else ""
+            return ImageResult(one.image, "copying", "deadline", printable(str(error)), key=key)
+        failed = isinstance(error, Failed)
+        detail = printable(str(error))
+        return ImageResult(one.image, "failed" if failed else "declined", error.reason, detail)
+    except (ForestageError, OSError) as error:
+        return ImageResult(one.image, "failed", of_node(error).reason, printable(str(error)))
+
+
+def pieces(done: StageReport) -> list[Piece]:
+    """Pure: what `stage` prints."""
+    rows = [
+        (
+            one.result,
+            "-" if one.wait is None else format_duration(one.wait),
+            f"{one.image} ({one.detail})" if one.detail else one.image,
+        )
+        for one in done.images
+    ]
+    here = sum(one.is_here for one in done.images)
+    head = f"{here} of {count(len(rows), 'image')} here"
+    return [Line(head, heading=True), Table(("result", "took", "image or reason"), rows)]

@@ -1,0 +1,268 @@
+"""Findings about images of registries: whether pyxis asks for them, and what an import needs."""
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from forestage.admin.site import LoadedPlugin
+from forestage.check.finding import Finding
+from forestage.config import Config
+from forestage.errors import Declined, Failed
+from forestage.features.registry import environment
+from forestage.features.registry.reference import TAG_DIGEST
+from forestage.slurm.companion import is_importer
+from forestage.system import as_user, run
+from forestage.system.as_user import User
+from forestage.system.terminal import moment
+from forestage.system.tree import Files
+
+IMPORTER = "/usr/lib/forestage/bin/forestage-importer"
+SINCE = b"importer="  # in pyxis from 0.21 on
+SHARED = 0o1777  # who may make a directory there, and who may take away another's
+NOBODY = User("", run.NOBODY, run.NOBODY)
+TIMEOUT = 10.0  # seconds for a store, a registry, or enroot to answer
+RECENT = 86400.0  # seconds since a registry was silent
+MOST = 3  # registries that are connected to
+HTTPS = 443
+
+
+def findings(files: Files, pyxis: LoadedPlugin, config: Config, origin: str) -> Iterator[Finding]:
+    """`origin` is the file that sets `registry:`. Nothing where the admin uses another importer."""
+    program = pyxis.line.argument("importer")
+    store = config.registry.store
+    if not config.registry.enabled or (program and not is_importer(program)):
+        return
+    if not program:
+        if store is not None:
+            yield _not_asked(files, pyxis)
+        return
+    if not files.runs(program):
+        yield Finding(
+            "importer-missing",
+            "critical",
+            f"{pyxis.line.where}: {program} is not there, or not executable",
+            "Each step with an image of a registry fails",
+            f"install forestage's package, or {pyxis.line.where}: importer={IMPORTER}",
+        )
+    if not files.program("enroot"):
+        yield Finding(
+            "enroot-missing",
+            "critical",
+            "enroot is not installed",
+            "No image of a registry can be imported, and no container starts",
+            "install enroot on every node",
+        )
+    else:
+        yield from _enroot(files)
+    if config.redirect != "spank":
+        yield Finding(
+            "registry-no-spank",
+            "warning",
+            f"importer= is forestage's, and redirect is {config.redirect}",
+            "Images of registries are imported once, and read from the store by each node",
+            "`redirect: spank`, with the companion in plugstack.conf before pyxis",
+        )
+    if store is None:
+        yield _no_store(files, config, origin)
+    else:
+        yield from _store(files, store, config.cache, origin)
+
+
+def _not_asked(files: Files, pyxis: LoadedPlugin) -> Finding:
+    words = " ".join(("required", pyxis.line.path, *pyxis.line.arguments))
+    if SINCE not in (files.data(pyxis.path) or b""):
+        change = "install pyxis 0.21 or later"
+    else:
+        change = f"{pyxis.line.where}: {words} importer={IMPORTER}"
+    return Finding(
+        "registry-not-asked",
+        "warning",
+        f"registry.store is set, but {pyxis.line.where} has no importer=",
+        "Each step on each node imports its image anew, 15 minutes for 30 GiB",
+        change,
+    )
+
+
+def _no_store(files: Files, config: Config, origin: str) -> Finding:
+    shared = [
+        source
+        for source in map(files.real, config.sources)
+        if not _is_local(files, source, config.cache) and not _is_local(files, source, "/")
+    ]
+    if shared:
+        place = f"{shared[0]}/forestage"
+        change = f"mkdir -m 1777 {place}; {origin}: registry: {{store: {place}}}"
+    else:
+        change = f"{origin}: registry.store, a directory of mode 1777 that all nodes share"
+    return Finding(
+        "no-store",
+        "warning",
+        "importer= is forestage's, and there is no store for what it imports",
+        "Each step on each node imports its image anew, as without forestage",
+        change,
+    )
+
+
+def _is_local(files: Files, path: str, cache: str) -> bool:
+    """Whether a path lies, or would lie, on the cache's file system."""
+    here, there = (files.under(files.real(one)) for one in (path, cache))
+    return here is not None and there is not None and here.device == there.device
+
+
+def _enroot(files: Files) -> Iterator[Finding]:
+    """Whether it starts, and imports what is meant."""
+    program = files.program("enroot")
+    try:
+        ran = run.run([str(files.at(program)), "version"], timeout=TIMEOUT, variables={"HOME": "/"})
+    except (Failed, OSError) as error:
+        wrong = str(error)
+    else:
+        wrong = ran.explained() if ran.code else ""
+    if wrong:
+        yield Finding(
+            "enroot-fails",
+            "critical",
+            f"`enroot version` fails: {wrong}",
+            "No image of a registry can be imported, and no container starts",
+            f"{program} version, as a user, says what is wrong",
+        )
+        return
+    found = environment.release(ran.out)
+    if (0, 0, 0) < found < TAG_DIGEST:
+        yield Finding(
+            "enroot-old",
+            "warning",
+            f"enroot is {'.'.join(map(str, found))}",
+            "It imports by the tag: the registry is asked once more after each import, and an image"
+            " that was pushed meanwhile is imported for each step",
+            "install enroot 4 on every node",
+        )
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """A store as a user finds it: its mode, and why they can make nothing there."""
+
+    mode: int
+    wrong: str = ""
+
+
+def _store(files: Files, store: str, cache: str, origin: str) -> Iterator[Finding]:
+    found: Tried | None = None
+    try:
+        found = as_user.call(lambda: (_tried(files.at(store)), []), Tried, TIMEOUT)[0]
+    except as_user.TooSlow:
+        yield Finding(
+            "store-hangs",
+            "critical",
+            f"the store {store} does not answer",
+            "A step that wants an image of a registry waits for three minutes, then imports it",
+            f"its file system, or {origin}: registry.store",
+        )
+        return
+    except PermissionError as error:
+        found = Tried(SHARED, str(error.strerror))
+    except (OSError, Declined):
+        pass  # it is not there
+    if _is_local(files, store, cache):
+        yield Finding(
+            "store-local",
+            "critical",
+            f"the store {store} lies on the disk of the cache",
+            "It is not used, and enroot imports: users could fill that disk in it, and all entries"
+            " would be evicted",
+            f"{origin}: registry.store on a file system that the nodes share",
+        )
+    elif found is None:
+        yield Finding(
+            "store-missing",
+            "critical",
+            f"the store {store} is not there",
+            "Each step on each node imports its image for itself",
+            f"mount its file system, or mkdir -m 1777 {store}, or {origin}: registry.store",
+        )
+    elif found.mode & SHARED != SHARED:
+        yield Finding(
+            "store-mode",
+            "warning",
+            f"the store {store} has mode {found.mode:04o}",
+            "Users can make no directory of their own in it, or take away those of others",
+            f"chmod 1777 {store}",
+        )
+    elif found.wrong:
+        yield Finding(
+            "store-unwritable",
+            "critical",
+            f"a user cannot make a file in the store {store}: {found.wrong}",
+            "Each step imports its image for itself",
+            f"the directories above {store} and its mount: users must reach it, and write there",
+        )
+
+
+def _tried(place: Path) -> Tried:
+    """What nobody, who stands for any user, can do there. In a child; raises OSError."""
+    _be_nobody()
+    mode = stat.S_IMODE(place.stat().st_mode)
+    own = place / f".check-{os.urandom(8).hex()}"
+    try:
+        own.mkdir(mode=0o700)
+        try:
+            (own / "file").write_bytes(b"x")
+        finally:
+            (own / "file").unlink(missing_ok=True)
+            own.rmdir()
+    except OSError as error:
+        return Tried(mode, str(error.strerror))
+    return Tried(mode)
+
+
+def _be_nobody() -> None:
+    if os.geteuid() == 0:
+        as_user.become(NOBODY)
+
+
+def silence(silent: Mapping[str, float], now: float) -> Iterator[Finding]:
+    """Registries that did not answer the last step which asked them, and do not answer now.
+
+    No other registry is connected to.
+    """
+    recent = [(name, when) for name, when in silent.items() if now - when < RECENT]
+    for name, when in islice(sorted(recent), MOST):
+        wrong = _unreachable(name)
+        if wrong:
+            yield Finding(
+                "registry-silent",
+                "warning",
+                f"the registry {name} did not answer a step at {moment(when)}, nor does it now:"
+                f" {wrong}",
+                "Its images cannot be imported; what `registry.offline` says is done",
+                f"the network from this node to {name}, or the proxy in enroot.conf",
+            )
+
+
+def _unreachable(registry: str) -> str:
+    """Why nobody can connect to it; "" where they can."""
+    host, _, port = registry.rpartition(":") if registry[-1:] != "]" else (registry, "", "")
+    if not port.isdigit():
+        host, port = registry, str(HTTPS)
+
+    def work() -> as_user.Found[str]:
+        _be_nobody()
+        address = host.strip("[]"), int(port)
+        try:
+            with contextlib.closing(socket.create_connection(address, TIMEOUT / 2)):
+                return "", []
+        except OSError as error:
+            return error.strerror or "no answer", []
+
+    try:
+        return as_user.call(work, str, TIMEOUT)[0]
+    except as_user.TooSlow:
+        return "no answer"
+    except Declined as error:
+        return str(error)

@@ -1,0 +1,178 @@
+"""Who imports an image: one worker of all nodes. A lease is a file, never a lock.
+
+    NAME.lease.<n>   who imports: the newest generation n counts. Its mtime is their heartbeat
+    NAME.wanted      touched by those who wait for it
+    NAME.failed      how the last import ended that failed, for those who waited for that one
+
+A lease is dead when its process is gone, which only the same boot of the same machine can tell (and
+the same PID namespace), or when its mtime has not moved for DEAD seconds of the looker's own
+monotonic clock: no two clocks are compared, and hosts of one name are no matter. Then the next
+generation is created, which succeeds for one of all lookers:
+
+    A lease.1, hangs    B sees no beat, creates lease.2, imports    A beats: sees lease.2, stops
+    A ended, took off lease.1    B creates a lease.1 of its own    A' beats: another token, stops
+
+Whoever imports though nobody should makes the same image once more, and no wrong one.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache.part import boot_id
+from forestage.clock import Clock
+from forestage.features.registry.store import FILE, Store, told
+from forestage.features.registry.store_files import create, load, own
+from forestage.system import processes, records
+from forestage.system.files import opened
+
+BEAT = 10.0  # seconds between heartbeats
+DEAD = 60.0  # seconds without one
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A process that imports; `host` is for people, `boot` and `pids` say where `pid` counts."""
+
+    token: str
+    host: str
+    boot: str
+    pids: str
+    pid: int
+    start: str
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """How the import of a lease failed."""
+
+    token: str
+    reason: str
+    detail: str
+
+
+class _Newest(msgspec.Struct, frozen=True):
+    generation: int
+    lease: Lease | None  # None: half of one, or something else under its name
+    beat: int  # ns
+
+
+def of_this_process(host: str) -> Lease:
+    """A lease for this process, by the numbers of /proc: a worker that is apart has others."""
+    pid = int(os.readlink("/proc/self"))
+    pids = f"proc:{os.stat('/proc').st_dev}"  # noqa: PTH116
+    return Lease(os.urandom(8).hex(), host, boot_id(), pids, pid, _start(pid))
+
+
+def _start(pid: int) -> str:
+    """When a process started, as /proc says it; "" for one that is gone."""
+    try:
+        found = processes.stat(Path(f"/proc/{pid}"))
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if found.is_over else str(found.began)
+
+
+class Flight:
+    """One worker's part in the import of one image."""
+
+    def __init__(self, store: Store, name: str, me: Lease, clock: Clock) -> None:
+        self.store, self.name, self.me, self.clock = store, name, me, clock
+        self.holder: Lease | None = None  # whom `take` found at work
+        self.waited: set[str] = set()  # tokens of those
+        self._generation = 0
+        self._seen: tuple[int, str, int] = (0, "", 0)
+        self._moved = self._beaten = clock.monotonic()
+
+    def take(self) -> bool:
+        """Whether this worker imports from now on. Else `holder` does, and it asks again later."""
+        with told(self.store.folder):
+            newest = self._newest()
+            if newest is not None and not self._is_dead(newest):
+                self.holder = newest.lease
+                if newest.lease is not None:
+                    self.waited.add(newest.lease.token)
+                self._want()
+                return False
+            number = newest.generation + 1 if newest else 1
+            if create(self._path(number), msgspec.json.encode(self.me)):
+                self._generation, self._beaten = number, self.clock.monotonic()
+        return self._generation > 0
+
+    def beat(self) -> bool:
+        """Says that the import goes on; False where somebody else does it now, or may do it."""
+        if self.clock.monotonic() - self._beaten < BEAT:
+            return True
+        self._beaten = self.clock.monotonic()
+        return self.is_ours()
+
+    def is_ours(self) -> bool:
+        """Whether this worker's lease is there and the newest; if so, that is a heartbeat."""
+        with told(self.store.folder):
+            newest = self._newest()
+            if newest is None or newest.lease is None or newest.lease.token != self.me.token:
+                return False
+            with own(self._path(self._generation)) as fd:
+                os.utime(fd)
+        return True
+
+    def end(self, reason: str = "", detail: str = "") -> None:
+        """Lets go of the lease. Who waited learns the reason; "" has one of them go on instead."""
+        with contextlib.suppress(OSError):
+            if reason:
+                failure = Failure(self.me.token, reason, detail)
+                path = self.store.folder / f"{self.name}.failed"
+                records.write(path, msgspec.json.encode(failure))
+            for number in sorted(self._generations()):
+                if number < self._generation:
+                    self._path(number).unlink(missing_ok=True)
+            lease = load(self._path(self._generation), Lease)
+            if lease is not None and lease.token == self.me.token:
+                self._path(self._generation).unlink(missing_ok=True)
+        self._generation = 0
+
+    def failure(self) -> Failure | None:
+        """How an import ended that this worker had waited for."""
+        found = load(self.store.folder / f"{self.name}.failed", Failure)
+        return found if found is not None and found.token in self.waited else None
+
+    def _path(self, generation: int) -> Path:
+        return self.store.folder / f"{self.name}.lease.{generation}"
+
+    def _generations(self) -> list[int]:
+        with os.scandir(self.store.folder) as found:
+            matches = [FILE.fullmatch(one.name) for one in found]
+        leases = [match for match in matches if match and match["name"] == self.name]
+        kinds = [match["kind"] for match in leases if match["kind"].startswith("lease.")]
+        return [int(kind.removeprefix("lease.")) for kind in kinds]
+
+    def _newest(self) -> _Newest | None:
+        numbers = self._generations()
+        if not numbers:
+            return None
+        path = self._path(max(numbers))
+        beat = 0
+        # It went meanwhile, or is nothing of ours: then DEAD counts.
+        with contextlib.suppress(OSError), own(path) as fd:
+            beat = os.fstat(fd).st_mtime_ns
+        return _Newest(max(numbers), load(path, Lease), beat)
+
+    def _is_dead(self, newest: _Newest) -> bool:
+        lease, now = newest.lease, self.clock.monotonic()
+        seen = (newest.generation, lease.token if lease else "", newest.beat)
+        if seen != self._seen:
+            self._seen, self._moved = seen, now
+        if now - self._moved >= DEAD:
+            return True
+        if lease is None or (lease.boot, lease.pids) != (self.me.boot, self.me.pids):
+            return False
+        return _start(lease.pid) != lease.start
+
+    def _want(self) -> None:
+        if self.clock.monotonic() - self._beaten < BEAT:
+            return
+        self._beaten = self.clock.monotonic()
+        path = self.store.folder / f"{self.name}.wanted"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        with contextlib.suppress(OSError), opened(path, flags, 0o600) as fd:
+            os.utime(fd)

@@ -1,0 +1,330 @@
+"""The digest that a tag means now, asked of the registry with curl, as the user.
+
+curl takes proxies, certificates and ~/.curlrc as users expect it to. It follows no redirect and
+knows no password: both are done here, so that whatever curl's release, a credential goes to the
+origin (scheme, host, port) that asked for it and to no other, and none is ever in an argv. What is
+to be asked goes to curl's stdin.
+
+    HEAD manifests/TAG        200 with Docker-Content-Digest: that is it
+      401, the first time     a token as enroot gets it, or Basic; then again
+      403, 404, 405, 406, 5xx, or
+      200 without a digest    GET, and the SHA-256 of what comes
+      429                     again after Retry-After, as long as that is PATIENCE in all
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from forestage.clock import Deadline
+from forestage.errors import Declined
+from forestage.features.registry import answers, credentials
+from forestage.features.registry.answers import Answer, Challenge, Origin, RegistryRefused
+from forestage.features.registry.environment import Settings
+from forestage.features.registry.reference import Reference
+from forestage.system import run
+from forestage.units import printable
+
+ACCEPT = ", ".join(
+    f"application/vnd.{kind}+json"
+    for kind in (
+        *("oci.image.index.v1", "docker.distribution.manifest.list.v2"),
+        *("oci.image.manifest.v1", "docker.distribution.manifest.v2"),
+    )
+)
+MANIFEST = 4 << 20  # bytes; registries take none that is larger
+TOKENS = 1 << 20  # bytes of a token server's answer
+HEADERS = 512 << 10  # bytes
+REDIRECTS = 5
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}  # as registries name those of uname
+PATIENCE = 30.0  # seconds that all Retry-After of one resolution may ask for
+PAUSE = 5.0  # seconds, where a 429 names none
+ECHO = 60.0  # seconds for the command that a password is; its output is kept in memory
+CONNECT = 30.0  # seconds, enroot's default
+
+NO_HEAD = (403, 404, 405, 406)  # and all above 499: enroot asks by GET
+"""What registries answer to a HEAD, or to one of the types in ACCEPT, that they do not know."""
+
+# curl's exit codes that say that what was answered or named makes no sense; others: no connection.
+_ODD = {1, 3, 8, 23, 43, 61}
+
+
+class _Proof(msgspec.Struct, frozen=True):
+    """The value of an Authorization header, and the only origin that may see it."""
+
+    origin: Origin
+    value: str
+
+
+def digest(reference: Reference, settings: Settings, deadline: Deadline) -> str:
+    """Returns "sha256:…", the manifest or index that a reference means now.
+
+    One that has a digest costs no request. Raises RegistryRefused; Failed without curl.
+    """
+    if reference.digest:
+        return reference.digest
+    asking = _Asking(reference, settings, deadline)
+    try:
+        return asking.digest()
+    except ValueError as error:
+        raise asking.refused("registry-odd", f"answers nonsense: {error}") from None
+
+
+def layers(reference: Reference, settings: Settings, meant: str, deadline: Deadline) -> int:
+    """Returns how many bytes an image's layers have, packed as they are; 0 where nobody says it.
+
+    `meant` is the digest of its manifest or index, "" where only a tag is known.
+    """
+    try:
+        return _Asking(reference, settings, deadline).layers(meant or reference.tag)
+    except (ValueError, msgspec.MsgspecError, Declined):
+        return 0
+
+
+class _Sized(msgspec.Struct):
+    size: int = 0
+
+
+class _Platform(msgspec.Struct):
+    architecture: str = ""
+    os: str = ""
+
+
+class _Listed(msgspec.Struct):
+    digest: str = ""
+    platform: _Platform = msgspec.field(default_factory=_Platform)
+
+
+class _Content(msgspec.Struct):
+    """What counts of a manifest, which has layers, or of an index, which has manifests."""
+
+    layers: list[_Sized] = []
+    manifests: list[_Listed] = []
+
+
+class _Asking:
+    """The requests of one resolution."""
+
+    def __init__(self, reference: Reference, settings: Settings, deadline: Deadline) -> None:
+        self._reference = reference
+        self._settings = settings
+        self._deadline = deadline
+        self._patience = PATIENCE
+        self._server = ""  # whom a message names: the registry, or where it sent us
+        self._known = False  # whether a password was used
+
+    def digest(self) -> str:
+        """Raises RegistryRefused; ValueError for an answer that cannot be read."""
+        method, answer = self._manifest("HEAD", self._reference.tag)
+        return answer.digest if method == "HEAD" else self._hash(answer)
+
+    def layers(self, meant: str) -> int:
+        """Raises RegistryRefused; ValueError for an answer that cannot be read."""
+        found = msgspec.json.decode(self._manifest("GET", meant)[1].body, type=_Content)
+        arch = ARCHITECTURES.get(self._settings.arch, self._settings.arch)
+        for one in found.manifests:
+            if (one.platform.os, one.platform.architecture) == ("linux", arch):
+                answer = self._manifest("GET", one.digest)[1]
+                found = msgspec.json.decode(answer.body, type=_Content)
+                break
+        return sum(max(0, one.size) for one in found.layers)
+
+    def _manifest(self, method: str, tag: str) -> tuple[str, Answer]:
+        """How a manifest was asked for in the end, and what came. Raises as `digest` does."""
+        reference, scheme = self._reference, "http" if self._settings.allow_http else "https"
+        url = f"{scheme}://{reference.registry}/v2/{reference.repository}/manifests/{tag}"
+        proof = None
+        while True:
+            answer, asked = self._send(method, url, proof, MANIFEST)
+            if answer.status == 401 and proof is None:
+                proof = self._prove(answer, asked)
+            elif method == "HEAD" and _is_for_get(answer):
+                method = "GET"
+            elif answer.status == 200:
+                return method, answer
+            else:
+                raise self._error_for(answer)
+
+    def refused(self, reason: str, what: str) -> RegistryRefused:
+        """The error that names the registry, or the server to which it has sent us."""
+        line = printable(f"{self._server or self._reference.registry} {what}")
+        return RegistryRefused(reason, line)
+
+    def _error_for(self, answer: Answer) -> RegistryRefused:
+        """What an answer that gives no digest means."""
+        image = f"{self._reference.repository}:{self._reference.tag}"
+        status = answer.status
+        if status in (401, 403):
+            look = f"look at {self._credentials()}"
+            return self.refused("registry-denied", f"refuses {image} ({status}); {look}")
+        if status == 404:
+            private = (
+                "" if self._known else f"; a private one needs a login in {self._credentials()}"
+            )
+            return self.refused("registry-missing", f"has no {image} (404){private}")
+        if status >= 500:
+            return self.refused("registry-silent", f"fails for {image} ({status})")
+        return self.refused("registry-odd", f"answers {status} for {image}")
+
+    def _credentials(self) -> str:
+        """The path of .credentials as a user would write it."""
+        path, home = self._settings.credentials, self._settings.variables.get("HOME", "")
+        return f"~{path.removeprefix(home)}" if home and path.startswith(f"{home}/") else path
+
+    def _hash(self, answer: Answer) -> str:
+        """The digest of a manifest that was sent as a whole."""
+        found = f"sha256:{hashlib.sha256(answer.body).hexdigest()}"
+        if not answers.is_manifest(answer.body):
+            raise ValueError("no manifest")
+        if answer.digest not in ("", found):
+            raise ValueError(f"a manifest that is not {answer.digest}")
+        return found
+
+    def _prove(self, answer: Answer, asked: Origin) -> _Proof:
+        """What the registry wants to see, as enroot gets it (docker::_authenticate)."""
+        challenge = answers.challenge(answer)
+        if challenge is None:
+            raise self._error_for(answer)
+        if challenge.scheme == "basic":
+            login = self._login(asked.host)
+            if login is None:
+                raise self._error_for(answer)
+            return _Proof(asked, login.basic)
+        return _Proof(asked, f"Bearer {self._token(challenge)}")
+
+    def _token(self, challenge: Challenge) -> str:
+        url = answers.token_url(challenge)
+        realm = self._must_be_allowed(url)
+        login = self._login(realm.host)
+        self._server = realm.host
+        proof = _Proof(realm, login.basic) if login else None
+        answer, _ = self._send("GET", url, proof, TOKENS)
+        if answer.status != 200:
+            raise self._error_for(answer)
+        token = answers.token(answer.body)
+        self._server = ""
+        return token
+
+    def _login(self, host: str) -> credentials.Login | None:
+        """The user's password for a host; only if enroot would look for one in .credentials."""
+        text, registry = credentials.text(self._settings.credentials), self._reference.registry
+        user = self._reference.user or credentials.user_for(text, registry)
+        if not user or not credentials.knows(text, registry, user):
+            return None
+        login = credentials.login(text, host, user, self._echo)
+        self._known = self._known or login is not None
+        return login
+
+    def _echo(self, words: str) -> str:
+        """What a shell makes of the words of a password; they are its script, not its argv."""
+        script = f"echo {words}\n".encode(errors="surrogateescape")
+        variables, left = self._settings.variables, min(ECHO, self._deadline.left())
+        ran = run.run_here(("sh",), variables, left, credentials.LONGEST, script)
+        if ran.cut:
+            what = f"gets no login: {self._credentials()} takes too long, or says too much"
+            raise self.refused("registry-denied", what)
+        return ran.out.decode(errors="surrogateescape").rstrip("\n")
+
+    def _send(
+        self, method: str, url: str, proof: _Proof | None, most: int
+    ) -> tuple[Answer, Origin]:
+        """One request, with as many pauses as a 429 asks for; the answer and who gave it."""
+        while True:
+            answer, asked = self._follow(method, url, proof, most)
+            if answer.status != 429:
+                return answer, asked
+            self._pause(answer)
+
+    def _pause(self, answer: Answer) -> None:
+        """Waits as an answer 429 wants it. Raises RegistryRefused where that is too long."""
+        clock = self._deadline.clock
+        wanted = answers.retry_after(answer, clock.wall())
+        seconds = PAUSE if wanted is None else max(1.0, wanted)
+        if seconds > self._patience or seconds >= self._deadline.left():
+            raise self.refused("registry-busy", "gets too many requests (429); try again later")
+        self._patience -= seconds
+        clock.sleep(seconds)
+
+    def _follow(
+        self, method: str, url: str, proof: _Proof | None, most: int
+    ) -> tuple[Answer, Origin]:
+        """One request, and those to which it is redirected."""
+        for _ in range(1 + REDIRECTS):
+            asked = self._must_be_allowed(url)
+            headers = [f"Accept: {ACCEPT}"] if most == MANIFEST else []
+            if proof and proof.origin == asked:
+                headers.append(f"Authorization: {proof.value}")
+            answer = self._ask(method, url, headers, most)
+            there = answers.location(answer, url)
+            if not there:
+                return answer, asked
+            url = there
+        raise ValueError(f"more than {REDIRECTS} redirects")
+
+    def _must_be_allowed(self, url: str) -> Origin:
+        """Whom a URL speaks to. Raises ValueError for http, unless the user's enroot allows it."""
+        origin = answers.origin(url)
+        if origin.scheme != "https" and not self._settings.allow_http:
+            raise ValueError(
+                f"a URL of http ({origin.host}), which ENROOT_ALLOW_HTTP does not allow"
+            )
+        return origin
+
+    def _ask(self, method: str, url: str, headers: Sequence[str], most: int) -> Answer:
+        """One request without any redirect."""
+        left = self._deadline.left()
+        if not left:
+            raise self.refused("registry-silent", "did not answer in time")
+        given = _config(method, url, headers, self._settings, left)
+        variables = self._settings.variables
+        ran = run.run_here(("curl", "--config", "-"), variables, left, HEADERS + most, given)
+        if ran.cut == "size":
+            raise ValueError("more than any registry has to say")
+        if ran.cut == "time":
+            raise self.refused("registry-silent", "did not answer in time")
+        if ran.code:
+            reason = "registry-odd" if ran.code in _ODD else "registry-silent"
+            raise self.refused(reason, f"does not answer: {_said(ran)}")
+        return answers.parse(ran.out)
+
+
+def _is_for_get(answer: Answer) -> bool:
+    """Pure: whether a HEAD that was answered so says nothing of what a GET would get."""
+    silent = answer.status == 200 and not answer.digest
+    return silent or answer.status in NO_HEAD or answer.status >= 500
+
+
+def _said(ran: run.Output) -> str:
+    """curl's own message, without what ~/.curlrc has it say besides."""
+    lines = ran.err.decode(errors="replace").splitlines()
+    return next((line for line in lines if line.startswith("curl: (")), f"curl: exit {ran.code}")
+
+
+def _config(
+    method: str, url: str, headers: Sequence[str], settings: Settings, left: float
+) -> bytes:
+    """What curl reads on stdin. The last word on what ~/.curlrc may not change is ours."""
+    wanted = settings.variables.get("ENROOT_CONNECT_TIMEOUT", "")
+    connect = float(wanted) if re.fullmatch(r"[0-9]{1,8}", wanted) else CONNECT
+    values = {
+        "url": url,
+        "output": "-",
+        "proto": "=http,https" if settings.allow_http else "=https",
+        "max-time": f"{left:.3f}",
+        "connect-timeout": f"{min(connect or left, left):.3f}",
+    }
+    flags = ["silent", "show-error", "include", "suppress-connect-headers", "globoff"]
+    flags += ["no-location", "no-fail", "no-netrc", *(["head"] if method == "HEAD" else [])]
+    lines = [f'{key} = "{_quoted(value)}"' for key, value in values.items()]
+    lines += [f'header = "{_quoted(header)}"' for header in headers]
+    return os.fsencode("\n".join([*lines, *flags, ""]))
+
+
+def _quoted(value: str) -> str:
+    """A value between curl's quotes. Raises ValueError for one that would end its line."""
+    if not value.isprintable():
+        raise ValueError("a control character")
+    return value.replace("\\", "\\\\").replace('"', '\\"')

@@ -1,0 +1,340 @@
+"""A step's image of a registry: a worker imports it as the user, and the step's tasks wait.
+
+    /run/forestage/images/JOB.STEP.sqsh   what pyxis' importer names; a task binds the copy over it
+                          JOB.STEP.sock   where the tasks wait for the answer; root's alone
+
+srun ends a launch after 600 s, and an import may take longer. So the helper answers at once that
+somebody else knows, and a process of its own goes on: it has the worker resolve and import, stages
+the file that comes of it as any other, and says to the tasks what it would have said to the
+companion (src/spank/later.c). It ends when nobody waits any more, and the worker with it.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache import disk
+from forestage.cache.node import Node
+from forestage.config import UserMessages
+from forestage.errors import Declined, Failed, ForestageError
+from forestage.events import UNSERVED, Came, Handled
+from forestage.features.registry import step_files, user_notes, worker
+from forestage.features.registry.messages import (
+    Importing,
+    Order,
+    Present,
+    Progress,
+    Refused,
+    Resolved,
+    Word,
+)
+from forestage.features.registry.step_files import PROCESS_NAME, UnderWay
+from forestage.features.registry.user_notes import RegistryRefusal
+from forestage.features.registry.waiting import GONE, Tasks
+from forestage.features.registry.worker import Worker
+from forestage.hooks import answers, bare_name, leases, serve, step, user_messages
+from forestage.hooks.answers import Answer
+from forestage.slurm.hints import IMPORTED, Request
+from forestage.slurm.job import Job
+from forestage.slurm.lines import RESULT, STEP_ENVIRONMENT, STEP_TIMEOUT, Fields
+from forestage.system import child, folders, holder, processes, run
+from forestage.system.holder import Channel, Life, Message
+from forestage.system.processes import ProcessIdentity
+from forestage.units import is_number, printable
+
+FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
+SILENT = 180.0  # seconds without a word from the worker: a file server or a registry hangs
+PATIENCE = 30.0  # seconds for the word of the node that resolves for all
+
+CONTAINER_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_name"
+
+Report = Callable[[Sequence[Handled]], None]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What a step asks for, and with what: `environment` is an open file.
+
+    `batch` is whether one digest counts for all of the job; `container` the name of its container.
+    """
+
+    request: Request
+    environment: int
+    batch: bool
+    container: str
+    timeout: str
+
+    @classmethod
+    def of(cls, request: Request, environ: Mapping[str, str]) -> "Asked | None":
+        """By what the companion says; None where it has given no environment."""
+        number = environ.get(STEP_ENVIRONMENT, "")
+        if not is_number(number):
+            return None
+        return cls(
+            request=request,
+            environment=int(number),
+            batch=environ.get("ENVIRONMENT") == "BATCH",
+            container=environ.get(CONTAINER_OPTION, ""),
+            timeout=environ.get(STEP_TIMEOUT, ""),
+        )
+
+
+def begin(node: Node, job: Job, asked: Asked, report: Report) -> Fields:
+    """Returns the fields that tell the companion where the answer will be. Raises Declined."""
+    disk.must_take(node.places, node.cache)  # the tasks would wait for a process that hangs
+    folders.keep(node.places.images, folders.PASSABLE)
+    # The job's Epilog has work by this, though the job may have no lease yet (hooks/boundary.py).
+    (node.places.images / f"{job.id}.asked").touch()
+    path = node.places.images / f"{job.id}.{job.step}.sock"
+    # The manager waits for this hook: its number is no other's yet.
+    manager = processes.identify(job.manager) if job.manager else None
+    about = f"step job={job.id} step={job.step}"
+    work = partial(_serve, node, job, asked, report, path, manager)
+    # In the step's cgroups: what it starts is to end with the step.
+    with holder.start(Life(PROCESS_NAME, None), about, work) as channel:
+        channel.await_ready(holder.START, "helper")
+    return "later", str(path)
+
+
+def _serve(
+    node: Node,
+    job: Job,
+    asked: Asked,
+    report: Report,
+    path: Path,
+    manager: ProcessIdentity | None,
+    hook: Channel,
+) -> None:
+    """All that is done for a step."""
+    # After us the helper may stage what else the job names, within its own limit.
+    first = FIRST + float(asked.timeout if is_number(asked.timeout) else 0)
+    hook.begin(asked.environment)
+    with Tasks(path, first, manager) as tasks:
+        hook.send(Message("ready"))
+        hook.close()
+        answer = _answer(node, job, asked, tasks)
+        line = message(answer.outcome, node.config.user_messages)
+        if line and tasks.are_there:  # else the job may be over, and what is noted would stay
+            user_messages.Speaker(node, job, tasks.speak)(line)
+        _note_refusal(node, job, answer.outcome)
+        tasks.say("env", RESULT, answers.result_word(answer.outcome))
+        tasks.say(*_fields(node, job, answer))
+        report([answer.outcome])
+        if tasks.are_over:
+            _give_back(node, job, answer)
+        while not tasks.have_gone:
+            tasks.wait(-1)
+            child.reap()  # a copy that was started here may have ended
+
+
+def _note_refusal(node: Node, job: Job, outcome: Handled) -> None:
+    """Has the step's importer know what the registry has said, before a task goes on."""
+    if outcome.reason in user_notes.REFUSALS and job.step is not None:
+        said = RegistryRefusal(outcome.request, outcome.reason, outcome.detail)
+        user_notes.note_refusal(node.places, job.id, job.step, job.user, said)
+
+
+def _give_back(node: Node, job: Job, answer: Answer) -> None:
+    """Gives back what a job that is over got: its Epilog came first, and none comes again."""
+    if answer.image:
+        leases.give_back(node, job, answer.image.key)
+    with contextlib.suppress(OSError):  # the sweep does it
+        step_files.forget_job(node.places, job.id)
+
+
+def _answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
+    """What the request comes to; never raises for what a registry, a user or the disk does."""
+    start = node.clock.monotonic()
+    try:
+        found = _work(node, job, asked, tasks)
+        answer = _stage(node, job, found.path, asked, tasks)
+        origin = {"digest": found.digest, "came": found.came}
+    except (ForestageError, OSError) as error:
+        why = bare_name.find_refusal(job, asked.request, bare_name.LOOK) or error
+        answer = Answer(answers.of_error(asked.request, why))
+        origin = {"came": "enroot"}
+    return answer.saying(
+        request=printable(asked.request.path),
+        wait=round(node.clock.monotonic() - start, 4),
+        via=asked.request.via,
+        **origin,
+    )
+
+
+def message(outcome: Handled, wanted: UserMessages) -> str:
+    """Pure: the line that the user reads in the end; "" for none."""
+    if outcome.result not in UNSERVED:
+        return user_messages.message(outcome, wanted) and (
+            f"{outcome.request} is {outcome.digest[:19]}: {outcome.result},"
+            f" read from this node's copy of {outcome.image}"
+        )
+    if wanted == "none" or outcome.reason in user_messages.AS_DECIDED:
+        return ""
+    if outcome.image:
+        return f"{outcome.request} is read from {outcome.image}: {outcome.detail}"
+    return f"{outcome.request} is left to enroot, for this step alone: {outcome.detail}"
+
+
+class Worked(msgspec.Struct, frozen=True):
+    """What came of a worker: the digest that the reference means, and where the image lies."""
+
+    digest: str
+    came: Came
+    path: str
+
+
+def _work(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
+    """Has a worker obtain the image. Raises Declined, Failed."""
+    tells = node.config.user_messages != "none" and user_messages.is_first_node(job)
+    digest = name = ""
+    came: Came = "stored"
+    now, who, reference = node.clock.wall(), job.user.name, printable(asked.request.path)
+    order = order_of(node, job, asked)
+    shown = UnderWay(job.id, job.step or 0, who, reference, now, os.getpid())
+    with contextlib.ExitStack() as undo:
+        enter = _entering(job, tasks)
+        undo.enter_context(_leaving(job, tasks))
+        at_work = undo.enter_context(_start_worker(job, order, asked, enter, tasks))
+        undo.callback(step_files.forget_import, node.places, shown)
+        for word in _words(at_work, tasks):
+            if isinstance(word, Resolved):
+                digest, name = word.digest, word.name
+            elif isinstance(word, Present):
+                return Worked(digest, came, word.path)
+            elif isinstance(word, Refused):
+                if word.reason == "store-full" and name:
+                    # It holds back the importer, and the user's next steps, from doing this again.
+                    # A user can say nothing here of another's images.
+                    user_notes.note_full_store(
+                        node.places, job.user, name, printable(word.detail), word.free, now
+                    )
+                raise Declined(printable(word.reason), printable(word.detail))
+            else:
+                if isinstance(word, Importing):
+                    came = "imported" if word.here else "waited"
+                    shown = msgspec.structs.replace(shown, where=printable(word.where))
+                else:
+                    shown = msgspec.structs.replace(shown, said=printable(word.text))
+                step_files.note_import(node.places, shown)
+                if tells:
+                    tasks.speak(_progress(asked.request, word))
+    raise Failed("helper", "the process that imports died")
+
+
+def _start_worker(
+    job: Job, order: Order, asked: Asked, enter: Callable[[], None], tasks: Tasks
+) -> worker.Worker:
+    """Starts the worker where it `enter`s. Raises Declined where its step has no task any more.
+
+    Raises Failed, OSError.
+    """
+    try:
+        return worker.start(job.user, order, asked.environment, enter)
+    except Failed:
+        # A task that was killed meanwhile has taken its cgroups along: no fault of the node's.
+        if tasks.came and not tasks.are_there:
+            raise Declined("stopped", GONE) from None
+        raise
+
+
+def _entering(job: Job, tasks: Tasks) -> Callable[[], None]:
+    """Has the worker go to the cgroups of a task: bounded by what the step may take.
+
+    Without v1's freezer: by that one Slurm kills what a step leaves, before enroot has deleted what
+    it has unpacked. Raises Declined where the step has ended before it had tasks.
+    """
+    if not job.manager:
+        return run.nowhere
+    while child.of_task(job.manager) is None:
+        if tasks.have_gone:
+            raise Declined("stopped", GONE)
+        tasks.wait(-1)
+    return partial(child.enter_task, job.manager, without="freezer")
+
+
+@contextlib.contextmanager
+def _leaving(job: Job, tasks: Tasks) -> Iterator[None]:
+    """Removes the step's cgroups that Slurm could not, as the worker was in them until now."""
+    found = child.of_task(job.manager) if job.manager else None
+    try:
+        yield
+    finally:
+        if found and not Path(f"/proc/{job.manager}").exists():
+            # With the job's only where no step comes any more: Slurm makes both, one by one.
+            kinds = ("task_", "step_", "job_") if tasks.are_over else ("task_", "step_")
+            child.remove_left((one.parent for one in found), kinds)
+
+
+def _progress(request: Request, word: Progress | Importing) -> str:
+    """Pure."""
+    if isinstance(word, Progress):
+        return f"{request.path}: {word.text}"
+    by = f" by {word.where}" if word.where else ", once for all nodes"
+    return f"{request.path} is being imported{by}"
+
+
+def order_of(node: Node, job: Job, asked: Asked) -> Order:
+    """Pure: what the worker is to do."""
+    config = node.config
+    return Order(
+        reference=asked.request.path,
+        directory=config.registry.store or "",
+        cache=config.cache,
+        job=str(job.id) if asked.batch else f"{job.id}.{job.step}",
+        # Of the step: in a batch job, too, the job's first node may have no part in it.
+        leads=user_messages.is_first_node(job),
+        patience=PATIENCE,
+        offline=config.registry.offline,
+        environ_fd=asked.environment,
+        max_size=config.max_image_size,
+        host=job.node,
+        container=asked.container,
+        marks=os.fspath(node.places.images),
+    )
+
+
+def _words(at_work: Worker, tasks: Tasks) -> Iterator[Word]:
+    """What the worker says, until it ends.
+
+    Raises Declined once nobody waits for it any more, or where it says nothing for too long.
+    """
+    heard = time.monotonic()
+    while True:
+        for word in at_work.words():
+            heard = time.monotonic()
+            yield word
+        if at_work.ended:
+            return
+        tasks.wait(at_work.fd)
+        if tasks.have_gone:
+            raise Declined("stopped", GONE)
+        if time.monotonic() - heard > SILENT:
+            raise Declined(
+                "source-hangs", f"the store or the registry was silent for {SILENT:.0f} s"
+            )
+
+
+def _stage(node: Node, job: Job, path: str, asked: Asked, tasks: Tasks) -> Answer:
+    """The file, as any other that a user names: only where they may read it."""
+    request = Request(path, asked.request.via, IMPORTED)
+    say = user_messages.Speaker(node, job, tasks.speak)
+    limit = step.limit_of(node, job, asked.timeout, say, None)
+    tasks.must_wait()  # the step may have been cancelled; a lease would outlive the job
+    (answer,) = serve.serve(node, job, (request,), limit)
+    return answer
+
+
+def _fields(node: Node, job: Job, answer: Answer) -> Fields:
+    """The line that ends the tasks' wait: the copy shows at a place of the step's own."""
+    words = step.fields(node, answer)
+    if words[0] == "leave":
+        return words
+    try:
+        found = step_files.make_mount_point(node.places, job.id, job.step, int(words[4]))
+    except OSError as error:
+        return "leave", printable(str(error))
+    return (*words[:2], found.path, *map(str, found.facts), words[-1])

@@ -1,0 +1,272 @@
+"""A user's directory of imported images, which all nodes share.
+
+    <base>/<uid>/NAME.sqsh                an image; it has this name once it is whole
+                 NAME.json                what it was made of; its mtime is when it was used last
+                 NAME.<random>.part       one that is being imported
+                 NAME.lease.<n>, .wanted, .failed    see import_lease.py
+                 tags/<hash>.json         the digest that a tag meant last
+                 jobs/<job>-<hash>.json   the digest that counts for all nodes of a job
+
+All of it is the user's, in a directory that is theirs alone (0700): who calls this is that user, in
+all three ids. A user may have put anything there, and a node may have died while it wrote: no
+name leads further, and nothing here waits for whoever holds a FIFO.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache.image import HEAD, is_squashfs, squashfs_size
+from forestage.clock import Clock, Deadline
+from forestage.errors import FULL, Declined
+from forestage.features.registry import store_age
+from forestage.features.registry.reference import is_digest
+from forestage.features.registry.store_files import create, load, own
+from forestage.system import mounts, records
+from forestage.system.files import opened
+from forestage.units import format_size
+
+MODE = 0o700
+OLD = 7 * 86400.0  # seconds since its last use after which a job's record is another job's
+HALF = 5.0  # seconds in which who made a file there has written it
+
+FILE = re.compile(
+    r"(?P<name>[0-9a-z][0-9A-Za-z_-]{0,199})"
+    r"\.(?P<kind>sqsh|json|wanted|failed|lease\.[0-9]{1,9}|[0-9a-f]{16}\.part)"
+)
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What an image was made of, by which host; `digest` is "" where it was imported by its tag."""
+
+    reference: str
+    digest: str
+    date: float
+    size: int
+    host: str
+
+
+class Meant(msgspec.Struct, frozen=True):
+    """The digest that a reference means; "" where no registry says it: imported by its tag."""
+
+    reference: str
+    digest: str
+    date: float
+
+
+@contextlib.contextmanager
+def told(place: Path) -> Iterator[None]:
+    """Has an OSError of the store raise Declined instead: `store-full` or `store-gone`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise full(f"{place}: {error.strerror}") from None
+        what = f"the store of images, {place}, cannot be used: {error.strerror or error}"
+        raise Declined("store-gone", what) from None
+
+
+def full(what: str) -> Declined:
+    hint = "`forestage registry ls` shows your images, and `rm` deletes them"
+    return Declined("store-full", f"no room for the image: {what}", hint)
+
+
+class Store:
+    """The images of the user whom this process is, below `base`."""
+
+    def __init__(self, base: Path, clock: Clock, cache: str = "") -> None:
+        """Makes the directory; none on the disk of `cache`, which its user could fill.
+
+        Raises Declined: store-foreign, store-full, store-gone, store-local.
+        """
+        self.uid = os.geteuid()
+        self.clock = clock
+        self.folder = base / str(self.uid)
+        if not base.is_absolute():
+            raise Declined(
+                "store-gone", "no store of images is configured", "set `registry: store:`"
+            )
+        with told(base):
+            _must_be_elsewhere(base, cache)
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(MODE)
+            self._must_be_own()
+
+    def _must_be_own(self) -> None:
+        found = os.lstat(self.folder)
+        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == self.uid
+        if not mine or found.st_mode & 0o077:
+            who = "others may enter it" if mine else "somebody else made it"
+            hint = f"`chmod 700 {self.folder}`" if mine else "the admin can remove it"
+            raise Declined("store-foreign", f"{self.folder} is not used: {who}", hint)
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.sqsh"
+
+    def part(self, name: str) -> Path:
+        """A name for one import; nothing is there yet, as enroot demands."""
+        return self.folder / f"{name}.{os.urandom(8).hex()}.part"
+
+    def find(self, name: str) -> Path | None:
+        """Returns where an image lies, and notes that it is used. Raises Declined."""
+        path = self.path(name)
+        with told(self.folder):
+            if _squashfs_size(path) is None:
+                return None
+        # Not on a store that is read-only; and an import that was killed has left none.
+        with contextlib.suppress(OSError):
+            os.utime(path.with_suffix(".json"), follow_symlinks=False)
+        return path
+
+    @property
+    def free(self) -> int:
+        """Bytes that this user can still write there, but for quotas. Raises Declined."""
+        with told(self.folder):
+            disk = os.statvfs(self.folder)
+        return disk.f_bavail * disk.f_frsize
+
+    def publish(self, name: str, part: Path, record: Record, max_size: int | None) -> Path:
+        """Makes an imported file an image, by one rename. Raises Declined, and deletes it then."""
+        path = self.path(name)
+        try:
+            with told(self.folder):
+                size = _must_be_image(part, max_size)
+                part.chmod(0o600)
+                records.sync(part)
+                whole = msgspec.structs.replace(record, size=size)
+                records.write(path.with_suffix(".json"), msgspec.json.encode(whole))
+                os.replace(part, path)
+                records.sync_directory(self.folder)
+        except Declined:
+            self.discard(part)
+            raise
+        return path
+
+    def discard(self, part: Path) -> None:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+    def job_digest(self, job: str, reference: str) -> str | None:
+        """The digest that counts for a job, whose record is used; None where nobody has said it."""
+        path = self._job(job, reference)
+        if self._is_old(path):
+            return None
+        found = self._meant(path, reference)
+        with contextlib.suppress(OSError):
+            if found is not None:
+                os.utime(path, follow_symlinks=False)
+        return found
+
+    def set_job_digest(self, job: str, reference: str, digest: str) -> str:
+        """Says the digest for all of a job. Returns what counts: the first word does.
+
+        Where the store cannot be written to, that is this node's own.
+        """
+        path = self._job(job, reference)
+        meant = Meant(reference, digest, self.clock.wall())
+        with contextlib.suppress(OSError):
+            _make(path.parent)
+            if self._is_old(path):
+                path.unlink()
+            if create(path, msgspec.json.encode(meant)):
+                return digest
+        known, end = self._meant(path, reference), Deadline.after(HALF, self.clock)
+        while known is None and os.path.lexists(path) and end.left():
+            self.clock.sleep(0.02)
+            known = self._meant(path, reference)
+        return digest if known is None else known
+
+    def last(self, reference: str) -> str:
+        """The digest that a tag meant when it was resolved last; "" if it never was."""
+        return self._meant(self._tag(reference), reference) or ""
+
+    def set_last(self, reference: str, digest: str) -> None:
+        """Notes what a tag means, for when its registry does not answer."""
+        path = self._tag(reference)
+        with contextlib.suppress(OSError):
+            _make(path.parent)
+            meant = Meant(reference, digest, self.clock.wall())
+            records.write(path, msgspec.json.encode(meant))
+
+    def _job(self, job: str, reference: str) -> Path:
+        # The job's number as well: a user reads the names.
+        known = re.sub(r"[^0-9A-Za-z.-]", "_", job)[:60].lstrip(".")
+        both = "\0".join((job, reference))
+        return self.folder / "jobs" / f"{known}-{_hash(both)}.json"
+
+    def _tag(self, reference: str) -> Path:
+        return self.folder / "tags" / f"{_hash(reference)}.json"
+
+    def _is_old(self, path: Path) -> bool:
+        with contextlib.suppress(OSError):
+            name = os.fspath(path.relative_to(self.folder))
+            return os.path.lexists(path) and store_age.find_age(self.folder, name) > OLD
+        return False
+
+    def _meant(self, path: Path, reference: str) -> str | None:
+        found = load(path, Meant)
+        if found is None or found.reference != reference:
+            return None
+        return found.digest if not found.digest or is_digest(found.digest) else None
+
+
+def _must_be_elsewhere(base: Path, cache: str) -> None:
+    """Raises Declined where both lie on one file system; OSError."""
+    with opened(base, os.O_PATH | os.O_DIRECTORY) as fd:
+        here = mounts.of(fd)
+    there = mounts.holder(mounts.current(), os.path.realpath(cache)) if cache else None
+    if here and there and here.device == there.device:
+        what = f"the store of images, {base}, lies on the disk of this node's cache"
+        raise Declined("store-local", what, "the admin can move it to a shared file system")
+
+
+def _make(folder: Path) -> None:
+    """Raises OSError, also where a link has its name."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(MODE)
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(folder))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def _squashfs_size(path: Path) -> int | None:
+    """The size of a squashfs image of this user's own; None for all else, and half of one."""
+    try:
+        with own(path) as fd:
+            head = os.pread(fd, HEAD, 0)
+            size = os.fstat(fd).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            return None
+        raise
+    return size if is_squashfs(head) and squashfs_size(head) <= size else None
+
+
+def _must_be_image(part: Path, max_size: int | None) -> int:
+    """The size of what was imported. Raises Declined."""
+    size = _squashfs_size(part)
+    if size is None and not os.path.lexists(part):
+        # By its user, or where it was taken for a dead one's: an import elsewhere may fare better.
+        raise Declined("store-gone", f"{part.name} was deleted while it was written")
+    if size is None:
+        raise Declined(
+            "import-failed", "enroot made no squashfs image (version 4.0), or half of one"
+        )
+    if max_size is not None and size > max_size:
+        what = (
+            f"the image has {format_size(size)}, more than max_image_size {format_size(max_size)}"
+        )
+        raise Declined("too-large", what)
+    return size

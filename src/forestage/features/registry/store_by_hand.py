@@ -1,0 +1,366 @@
+"""Images of registries by hand: `forestage registry get`, `import`, `ls`, `gc`.
+
+`get` is what pyxis' importer runs where a step sees no copy of its image; like `import` it runs as
+the job's user, and has a worker do it. `ls` and `gc` act as each directory's owner; so does the
+sweep, which each hour visits some users' directories (`clean_some`).
+"""
+
+import contextlib
+import os
+import random
+import select
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from forestage.cache.part import boot_id
+from forestage.clock import Clock
+from forestage.config import Config
+from forestage.errors import Declined, NotFound
+from forestage.features.registry import collect, store_age, user_notes, worker
+from forestage.features.registry.collect import Done
+from forestage.features.registry.messages import Importing, Order, Present, Progress, Refused, Word
+from forestage.features.registry.store_age import Collection, Sight
+from forestage.paths import Places
+from forestage.system import as_user, folders, records
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, Piece, Table, age, count
+from forestage.units import format_size, is_number, printable
+
+LOOK = 120.0  # seconds for one user's directory, which may be on a file server that hangs
+ALL = 3600.0  # seconds for all of them
+AT_ONCE = 8
+EVERY = 3600.0  # seconds between two visits of one node's sweep
+VISITED = 100  # users whose directories it visits, in VISITS seconds at the most
+LISTED, VISIT, VISITS = 20.0, 60.0, 120.0
+NOBODY = 65534  # the group of an account that is gone
+MOST = 300  # images of a user that are listed
+REMEMBERED = 20_000  # users of whom a node remembers its last visit
+ELSEWHERE = ("store-full", "store-gone", "store-foreign", "store-local")
+"""Why a job has its image imported for itself alone instead."""
+
+TRIED = ("import-failed", "too-large", "enroot-full")
+"""Why enroot itself would not fare better a second time."""
+
+Say = Callable[[str], None]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """An image in the store; `digest` is "" where it was imported by its tag."""
+
+    user: str
+    reference: str
+    digest: str
+    bytes: int
+    used: float
+    imported: float
+    host: str
+    path: str
+
+
+def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Say) -> str:
+    """Returns the path of an image for a step of pyxis, as its user.
+
+    It is looked for and imported in the store. Where that cannot be used, below pyxis' runtime
+    path: the importer deletes that. Raises Declined; NotFound where enroot is to do it alone.
+    """
+    if not (config.registry.store and config.registry.enabled):
+        raise NotFound("there is no store of images: enroot imports it, as without forestage")
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    places = Places()
+    is_step = is_number(job) and is_number(step)
+    refusal = user_notes.find_refusal(places, job, step, uri) if is_step else None
+    order = Order(reference=uri, directory="", job=f"{job}.{step}" if job else "", host=host)
+    marks = os.fspath(places.images)
+    order = msgspec.structs.replace(order, offline=config.registry.offline, marks=marks)
+    shared = {"directory": config.registry.store, "cache": config.cache}
+    try:
+        return _either(msgspec.structs.replace(order, **shared), environ, say, refusal)
+    except Declined as error:
+        if error.reason not in ELSEWHERE:
+            raise
+        say(f"{error}; the image is imported for this step alone")
+    own = _own(environ, job, step)
+    return _either(msgspec.structs.replace(order, directory=own), environ, say, refusal)
+
+
+def _either(order: Order, environ: Mapping[str, str], say: Say, refusal: Declined | None) -> str:
+    """An image by its digest; by its tag where the registry does not say one, as pyxis would.
+
+    The user reads enroot's own words then. After a `refusal` the registry is not asked again.
+    """
+    try:
+        if refusal:
+            raise refusal
+        return obtain(order, environ, say)
+    except Declined as error:
+        if error.reason not in user_notes.REFUSALS or not order.job:
+            raise
+        say(f"{error}; enroot is asked")
+        return obtain(msgspec.structs.replace(order, by_tag=True), environ, say)
+
+
+def _own(environ: Mapping[str, str], job: str, step: str) -> str:
+    """A directory for one step's import, as the importer knows it. Raises Declined."""
+    above = environ.get("PYXIS_RUNTIME_PATH", "")
+    if not (above.startswith("/") and is_number(job) and is_number(step)):
+        raise Declined("store-gone", "this is no step of pyxis")
+    path = Path(above, str(os.geteuid()), f"forestage-{job}.{step}")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise Declined("store-gone", f"{path} cannot be made: {error.strerror}") from None
+    return str(path)
+
+
+def bring(config: Config, text: str, environ: Mapping[str, str], host: str, say: Say) -> str:
+    """Has the store hold an image before a job wants it. Raises Declined, NotFound."""
+    if not config.registry.store:
+        raise _no_store()
+    store = config.registry.store
+    order = Order(reference=text, directory=store, cache=config.cache, host=host)
+    return obtain(order, environ, say)
+
+
+def _no_store() -> NotFound:
+    return NotFound("there is no store of images", "the admin can set `registry: store:`")
+
+
+def obtain(order: Order, environ: Mapping[str, str], say: Say) -> str:
+    """Has a worker, as who we are, carry an order out; returns the path. Raises Declined."""
+    fd = worker.keep_environment(environ)
+    try:
+        at_work = worker.start(None, order, fd)
+    finally:
+        os.close(fd)
+    with at_work:
+        for word in _words(at_work):
+            if isinstance(word, Present):
+                return word.path
+            if isinstance(word, Refused):
+                raise Declined(word.reason, word.detail)
+            if isinstance(word, Importing):
+                say(f"imported by {word.where or 'another node'}")
+            elif isinstance(word, Progress):
+                say(word.text)
+    raise Declined("helper", "the worker ended without an answer")
+
+
+def _words(at_work: worker.Worker) -> Iterator[Word]:
+    poll = select.poll()
+    poll.register(at_work.fd, select.POLLIN)
+    while not at_work.ended:
+        poll.poll()
+        yield from at_work.words()
+
+
+def owners(base: Path) -> list[User]:
+    """Whose directories there are: all of them for root, else who we are. Raises NotFound."""
+    if os.geteuid() != 0:
+        return [User("", os.geteuid(), os.getegid())]
+    try:
+        return [as_user.account(uid, NOBODY) for uid in _owned(base, _uids(base))]
+    except OSError as error:
+        raise NotFound(f"{base}: {error.strerror}", "is the store mounted?") from None
+
+
+def _uids(base: Path) -> list[int]:
+    """Raises OSError."""
+    names = os.listdir(base)  # noqa: PTH208 - names are wanted
+    numbers = filter(is_number, names)
+    return sorted(int(name) for name in numbers if name == str(int(name)))  # 007 is not 7's
+
+
+def _owned(base: Path, uids: Sequence[int], most: int | None = None) -> list[int]:
+    """Of these the owners of their directories, `most` of them at the most.
+
+    Anybody may make a directory of any name there: root acts as its owner, and as no root. An
+    account that is gone has its images collected as well.
+    """
+    found: list[int] = []
+    for uid in uids:
+        if len(found) == most:
+            break
+        with contextlib.suppress(OSError):
+            if uid != 0 and os.lstat(base / str(uid)).st_uid == uid:
+                found.append(uid)
+    return found
+
+
+def gather(base: Path) -> list[Row]:
+    """The images in the store, used longest ago last. Raises NotFound."""
+    users = owners(base)
+    found = as_user.each(
+        [partial(_rows, base, user) for user in users], list[Row], LOOK, ALL, AT_ONCE
+    )
+    rows = [row for rows in found for row in rows or []]
+    return sorted(rows, key=lambda row: -row.used)
+
+
+def _rows(base: Path, user: User) -> list[Row]:
+    as_user.become(user)
+    folder = base / str(user.uid)
+    rows = []
+    with contextlib.suppress(FileNotFoundError):
+        for image in collect.images(collect.look(folder))[-MOST:]:
+            noted = collect.record(folder, image.name)
+            reference = printable(noted.reference if noted else image.name)[:256]
+            digest = printable(noted.digest)[:71] if noted else ""
+            date, host = (noted.date, printable(noted.host)[:64]) if noted else (0.0, "")
+            path = str(folder / f"{image.name}.sqsh")
+            rows.append(
+                Row(_name(user), reference, digest, image.size, image.used, date, host, path)
+            )
+    return rows
+
+
+def _name(user: User) -> str:
+    return user.name or as_user.name_of(user.uid) or str(user.uid)
+
+
+def clean(config: Config, dry_run: bool) -> list[Done]:
+    """Deletes what nobody used for long, what is too much, and what dead imports left.
+
+    Raises NotFound.
+    """
+    if not config.registry.store:
+        raise _no_store()
+    base = Path(config.registry.store)
+    users = owners(base)
+    works = [partial(_collected, config, user, dry_run) for user in users]
+    return _reported(users, as_user.each(works, Done, LOOK, ALL, AT_ONCE))
+
+
+class StoreVisits(msgspec.Struct, frozen=True):
+    """What a node remembers of its visits, in seconds of this boot's monotonic clock.
+
+    `sights` are by uid: which collection it met there, and when first.
+    """
+
+    boot: str
+    at: float
+    sights: dict[str, Sight]
+
+
+class _Visit(msgspec.Struct, frozen=True):
+    """What one visit did; `token` is of the collection that lies there now, "" if unknown."""
+
+    done: Done
+    token: str
+
+
+def clean_some(config: Config, places: Places, clock: Clock) -> list[Done]:
+    """Does so for some users whose turn it is; for the sweep of every node, as root.
+
+    A node visits some users at random each hour, and one of all that visit a user collects: so
+    nobody has to say which node it is, and nothing is written but by a directory's owner. A store
+    that hangs costs the sweep LISTED seconds. Raises OSError, as_user.TooSlow.
+    """
+    if config.registry.store is None:
+        return []
+    base, boot, now = Path(config.registry.store), boot_id(), clock.monotonic()
+    past = records.find(places.collected, StoreVisits)
+    if past is None or past.boot != boot:
+        past = StoreVisits(boot, now - EVERY, {})
+    if now - past.at < EVERY:
+        return []
+    # Before it is looked at: a store that hangs is not visited every ten minutes.
+    folders.keep(places.collected.parent, folders.PASSABLE)
+    past = StoreVisits(boot, now, past.sights)
+    records.write(places.collected, msgspec.json.encode(past))
+
+    def look() -> as_user.Found[list[int]]:
+        uids = _uids(base)
+        random.shuffle(uids)  # then, as anybody may make names that are nobody's
+        return _owned(base, uids, VISITED), []
+
+    uids, _ = as_user.call(look, list[int], LISTED)
+    users = [as_user.account(uid, NOBODY) for uid in uids]
+    works = [
+        partial(_collected_once, config, user, past.sights.get(str(user.uid)), now)
+        for user in users
+    ]
+    visits = as_user.each(works, _Visit, VISIT, VISITS, AT_ONCE)
+    sights = dict(past.sights)
+    for user, visit in zip(users, visits, strict=True):
+        known = sights.pop(str(user.uid), None)
+        if visit is not None and visit.token:
+            same = known is not None and known.token == visit.token
+            # Not the time of before the visit: another node may have collected since.
+            sights[str(user.uid)] = (
+                known if known and same else Sight(visit.token, clock.monotonic())
+            )
+        elif visit is None and known is not None:
+            sights[str(user.uid)] = known
+    kept = dict(list(sights.items())[-REMEMBERED:])  # those met last are the last ones
+    records.write(places.collected, msgspec.json.encode(StoreVisits(boot, now, kept)))
+    return _reported(users, [visit.done if visit else None for visit in visits])
+
+
+def _reported(users: Sequence[User], found: Sequence[Done | None]) -> list[Done]:
+    missing = Done(problem="the directory cannot be read, or did not answer in time")
+    named = zip(users, found, strict=True)
+    return [msgspec.structs.replace(one or missing, user=_name(user)) for user, one in named]
+
+
+def _collected(
+    config: Config, user: User, dry_run: bool, collection: Collection | None = None
+) -> Done:
+    as_user.become(user)
+    limits = config.registry
+    folder = Path(limits.store or "", str(user.uid))
+    if not os.path.lexists(folder):
+        return Done()
+    last = collection or store_age.find_collection(folder)[1]
+    done = collect.collect(folder, limits.keep, limits.max_user_size, last, dry_run)
+    problem = printable(done.problem)
+    return msgspec.structs.replace(done, images=done.images[:MOST], problem=problem)
+
+
+def _collected_once(config: Config, user: User, sight: Sight | None, now: float) -> _Visit:
+    as_user.become(user)
+    folder = Path(config.registry.store or "", str(user.uid))
+    token, collection = collect.claim(folder, sight, now)
+    if collection is None:
+        return _Visit(Done(), token)
+    return _Visit(_collected(config, user, False, collection), token)
+
+
+def listing(rows: Sequence[Row], now: float) -> list[Piece]:
+    """`ls` for people."""
+    if not rows:
+        return [Line("no images")]
+    cells = [
+        (
+            row.user,
+            row.reference,
+            row.digest.removeprefix("sha256:")[:12] or "-",
+            format_size(row.bytes),
+            age(now - row.used),
+            row.host or "-",
+        )
+        for row in rows
+    ]
+    total = format_size(sum(row.bytes for row in rows))
+    columns = ("USER", "IMAGE", "DIGEST", "SIZE", "USED", "IMPORTED BY")
+    return [Table(columns, cells), Line(f"{count(len(rows), 'image')}, {total}")]
+
+
+def pieces(done: Sequence[Done], dry_run: bool) -> list[Piece]:
+    """`gc` for people."""
+    return [Line(text) for text in lines(done, dry_run)] or [Line("nothing to delete")]
+
+
+def lines(done: Sequence[Done], dry_run: bool) -> list[str]:
+    """Pure: a line for each user of whose directory something went, or should have."""
+    verb = "would delete" if dry_run else "deleted"
+    found = []
+    for one in done:
+        if one.images or one.files:
+            went = f"{count(len(one.images), 'image')}, {format_size(one.bytes)}"
+            found.append(f"{one.user}: {verb} {went}; {count(one.files, 'file')} left over")
+        if one.problem:
+            found.append(f"{one.user}: {one.problem}")
+    return found

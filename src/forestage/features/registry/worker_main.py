@@ -1,0 +1,162 @@
+"""The registry worker: a program that runs as the user, and does all that a registry is asked for.
+
+    python3 -I -m forestage.features.registry.worker_main ORDER
+
+    order -> environment -> reference -> digest (the job's record, or resolved)    says Resolved
+          -> in the store, or imported by one worker for all (obtain.py)           says Present
+
+Words are lines of JSON on stdout (messages.py); what goes wrong is the last of them, Refused. It
+ends, and has all end that it started, when its stdin ends: then nobody waits any more.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from forestage.clock import Clock, Deadline
+from forestage.errors import Declined
+from forestage.features.registry import environment, messages, reference, resolve
+from forestage.features.registry.answers import RegistryRefused
+from forestage.features.registry.environment import Settings
+from forestage.features.registry.messages import Odd, Order, Present, Refused, Resolved
+from forestage.features.registry.obtain import Obtaining, Task
+from forestage.features.registry.store import Store
+from forestage.features.registry.worker_pipe import Asker, Gone
+
+SETTINGS = 60.0  # seconds for the evaluation of enroot's configuration
+RESOLVE = 120.0  # seconds for a registry
+POLL = 0.2  # seconds between looks for the leader's word
+
+BY_TAG = ("registry-busy", "registry-odd")
+"""Where a registry does not say a digest, and one import by the tag serves all of a job."""
+
+
+def main(argv: list[str]) -> int:
+    """The whole program; `argv` is its one argument."""
+    # The mode of the image's root is that of a directory which enroot makes.
+    os.umask(0o022)
+    asker, clock, directory = Asker(), Clock(), ""
+    with contextlib.suppress(Gone):
+        try:
+            order = messages.decode_order(argv[0])
+            directory = order.directory
+            path = work(order, asker, clock)
+            asker.say(Present(os.fspath(path)))
+        except Declined as error:
+            free = _free(directory) if error.reason == "store-full" else 0
+            asker.say(Refused(error.reason, str(error), free))
+        except Odd as error:
+            asker.say(Refused("registry-odd", str(error)))
+        except OSError as error:
+            asker.say(Refused("store-gone", str(error)))
+        return 0
+    return 1
+
+
+def _free(directory: str) -> int:
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(directory)
+        return disk.f_bavail * disk.f_frsize
+    return 0
+
+
+def work(order: Order, asker: Asker, clock: Clock) -> Path:
+    """Returns where the image lies. Raises Declined, Gone, Odd, OSError."""
+    task = understood(order, clock)
+    store = Store(Path(order.directory), clock, order.cache)
+    digest = digest_of(task, store, asker, clock)
+    asker.say(Resolved(digest, task.name(digest)))
+    return Obtaining(task, digest, store, asker, clock).obtain()
+
+
+def understood(order: Order, clock: Clock) -> Task:
+    """The order with the user's settings. Raises Declined."""
+    meant = reference.parse(order.reference)
+    environ = environment.read(_environment(order.environ_fd))
+    settings = environment.settings(environ, Deadline.after(SETTINGS, clock))
+    must_be_wanted(order, settings)
+    return Task(order, meant, settings, _jobs(order.job, environ))
+
+
+def _jobs(job: str, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Pure: the job of a step and the step, or the job alone, by names that no other job has.
+
+    Two clusters may share a store and have jobs of one number; a job that starts anew asks anew; a
+    cluster that was set up anew counts from 1 again. Slurm says since 23.02 when a job started;
+    before that, old records count for nothing (store.OLD).
+    """
+    given = ("SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT", "SLURM_JOB_START_TIME")
+    cluster, *rest = (environ.get(name, "") for name in given)
+    names = (job.partition(".")[0], job) if "." in job else (job,)
+    return tuple(".".join((cluster, name, *rest)) for name in names if name)
+
+
+def must_be_wanted(order: Order, settings: Settings) -> None:
+    """Raises Declined where the step's container is there: pyxis does not look at its image then.
+
+    Its name is what stands before a colon (pyxis' args.c); with container_scope=job, the job's
+    number is part of the container's own (pyxis_slurmstepd.c).
+    """
+    name, job = order.container.partition(":")[0], order.job.partition(".")[0]
+    place = Path(environment.folder(settings.variables, "DATA"))
+    if not name or "/" in name:
+        return
+    if any((place / one).is_dir() for one in (f"pyxis_{name}", f"pyxis_{job}_{name}")):
+        raise Declined("container", f"the container {name} is there already")
+
+
+def _environment(fd: int) -> bytes:
+    if fd < 0:
+        return Path("/proc/self/environ").read_bytes()
+    with contextlib.suppress(OSError):  # a pipe has no place
+        os.lseek(fd, 0, os.SEEK_SET)
+    with os.fdopen(fd, "rb") as file:
+        return file.read(environment.MAX_BYTES + 1)
+
+
+def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
+    """The digest that counts for all of the job; "" where one import by the tag has to do."""
+    if task.reference.digest:
+        return task.reference.digest
+    said = _said(task, store, asker, clock)
+    if said is not None or (task.order.by_tag and task.jobs):
+        return said or ""
+    try:
+        found = resolve.digest(task.reference, task.settings, Deadline.after(RESOLVE, clock))
+        store.set_last(task.text, found)
+    except RegistryRefused as refused:
+        found = _instead(task, store, refused)
+    asker.must_wait()
+    return store.set_job_digest(task.jobs[-1], task.text, found) if task.jobs else found
+
+
+def _said(task: Task, store: Store, asker: Asker, clock: Clock) -> str | None:
+    """What the node that leads has said; who does not lead waits for that."""
+    patience = 0.0 if task.order.leads else task.order.patience
+    end = Deadline.after(patience, clock)
+    while True:
+        for job in task.jobs:
+            said = store.job_digest(job, task.text)
+            if said is not None:
+                return said
+        if not task.jobs or not end.left():
+            return None
+        asker.must_wait()
+        clock.sleep(min(POLL, end.left()))
+
+
+def _instead(task: Task, store: Store, refused: RegistryRefused) -> str:
+    """What stands in for the digest that a registry did not say. Raises Declined."""
+    if task.order.offline == "use-last" and refused.transient:
+        last = store.last(task.text)
+        if last:
+            return last
+    if task.jobs and refused.reason in BY_TAG:
+        return ""
+    raise refused
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,187 @@
+"""The report's figures and their rendering as JSON.
+
+`compute` makes a `Report` of running sums. Sizes are in bytes, times in seconds, moments in seconds
+since the epoch; `Report` is also the JSON document, so its field names are an interface.
+"""
+
+import math
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from typing import TypeVar
+
+import msgspec
+
+from forestage.events.ahead import Ahead
+from forestage.features.report.logs import LogCounts
+from forestage.features.report.sums import (
+    QUARTER,
+    Group,
+    Image,
+    OneNode,
+    Slot,
+    Sums,
+    Through,
+    Waits,
+    Window,
+)
+
+G = TypeVar("G", bound=Group)
+
+HOUR, DAY = 3600, 86400
+WIDTHS = (HOUR, 6 * HOUR, DAY, 7 * DAY, 28 * DAY, 364 * DAY)  # seconds of a period
+MAX_PERIODS = 72  # thinner bars cannot be told apart
+FIRST_MONDAY = 4 * DAY  # after the epoch
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """Another answer than `saved`, for clusters whose copies are not measured (peers).
+
+    `gross` is what copying all `kept_off` bytes would have taken at `rate`, the median of `copies`
+    in bytes per second; `net` is `gross` less all waiting, and may be negative.
+    """
+
+    net: float
+    gross: float
+    rate: float
+    copies: int
+
+
+class Period(Slot, kw_only=True):
+    """The sums of the `Report.width` seconds from `start` on."""
+
+    start: int
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All figures of a report.
+
+    `first` and `last` are the times of the earliest and latest event; `kept_off` are bytes by how
+    they were kept off the shared file system, `evicted` entries by the hook that evicted them,
+    `failed` failures by reason, `original` and `excluded` such starts by reason.
+    Events outside of the window or at an impossible time are not counted.
+    """
+
+    made: float
+    window: Window
+    first: float | None
+    last: float | None
+    utc_offset: int
+    total: Slot
+    hit_ratio: float | None
+    kept_off: dict[str, int]
+    all: Group
+    estimate: Estimate | None
+    waits: Waits
+    through: Through
+    ahead: Ahead
+    failed: dict[str, int]
+    evicted: dict[str, int]
+    original: dict[str, int]
+    excluded: dict[str, int]
+    nodes: tuple[OneNode, ...]
+    partitions: tuple[Group, ...]
+    images: tuple[Image, ...]
+    users: tuple[Group, ...]
+    width: int
+    periods: tuple[Period, ...]
+    events: int
+    logs: LogCounts
+    outside_window: int
+    impossible_time: int
+
+
+def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
+    total = Slot()
+    for slot in sums.slots.values():
+        total.add(slot)
+    width = _period_width(sums.first, sums.last)
+    return Report(
+        made=round(sums.now),
+        window=sums.window,
+        first=sums.first if sums.events else None,
+        last=sums.last if sums.events else None,
+        utc_offset=utc_offset,
+        total=total,
+        hit_ratio=total.hit_ratio,
+        kept_off=sums.kept_off,
+        all=sums.total,
+        estimate=_estimate(sums, total.seconds),
+        waits=sums.waits.of_waits(),
+        through=msgspec.structs.replace(sums.through, ahead=sums.ahead.median()),
+        ahead=sums.copied_ahead,
+        failed=_most_first(sums.failed),
+        evicted=dict(sorted(sums.evicted.items())),
+        original=_most_first(sums.original),
+        excluded=_most_first(sums.excluded),
+        nodes=_nodes(sums),
+        partitions=_most_kept_off(sums.partitions),
+        images=_most_kept_off(sums.images),
+        users=_most_kept_off(sums.users),
+        width=width,
+        periods=tuple(_periods(sums.slots, width, utc_offset)),
+        events=sums.events,
+        logs=logs,
+        outside_window=sums.outside_window,
+        impossible_time=sums.impossible_time,
+    )
+
+
+def _estimate(sums: Sums, waited: float) -> Estimate | None:
+    """Returns None if no copy shows how long one takes."""
+    rate = sums.rates.median()
+    if not rate:
+        return None
+    gross = sum(image.kept_off for image in sums.images.values()) / rate
+    return Estimate(gross - waited, gross, rate, sums.rates.count)
+
+
+def _most_first(counts: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _most_kept_off(groups: dict[str, G]) -> tuple[G, ...]:
+    """Those with most bytes kept off come first."""
+    return tuple(sorted(groups.values(), key=lambda one: (-one.kept_off, -one.starts, one.name)))
+
+
+def _nodes(sums: Sums) -> tuple[OneNode, ...]:
+    """Those to look at come first: with failures, then with slow copies."""
+    found = (
+        msgspec.structs.replace(node.figures, rate=node.rates.median(), waits=node.waits.of_waits())
+        for node in sums.nodes.values()
+        if node.events
+    )
+    return tuple(sorted(found, key=lambda one: (-one.failed, one.rate or math.inf, one.name)))
+
+
+def _period_width(first: float, last: float) -> int:
+    """Returns the shortest width with which all periods fit into a plot."""
+    if not math.isfinite(first):
+        return HOUR
+    # One more, because the first event need not be at the beginning of a period.
+    return next(
+        (width for width in WIDTHS if (last - first) / width + 1 <= MAX_PERIODS), WIDTHS[-1]
+    )
+
+
+def _periods(slots: dict[int, Slot], width: int, utc_offset: int) -> Iterator[Period]:
+    """Consecutive periods, also those without events; weeks begin on Monday."""
+    sums: dict[int, Slot] = {}
+    for quarter, slot in slots.items():
+        number = (quarter * QUARTER + utc_offset - FIRST_MONDAY) // width
+        sums.setdefault(number, Slot()).add(slot)
+    if not sums:
+        return
+    for number in range(min(sums), max(sums) + 1):
+        period = Period(start=number * width + FIRST_MONDAY - utc_offset)
+        if number in sums:
+            period.add(sums[number])
+        yield period
+
+
+def as_json(report: Report) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def local_time(moment: float, utc_offset: int) -> datetime:
+    return datetime.fromtimestamp(moment, timezone(timedelta(seconds=utc_offset)))

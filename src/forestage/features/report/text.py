@@ -1,0 +1,85 @@
+"""The report as a text for a terminal: its figures, and the rows to look at first. Pure."""
+
+from collections.abc import Iterator, Sequence
+
+from forestage.features.report import format as fmt
+from forestage.features.report.figures import Report
+from forestage.features.report.sums import Group, OneNode
+from forestage.system.terminal import Facts, Line, Piece, Table
+from forestage.units import format_size
+
+MAX_ROWS = 10  # of each table
+
+
+def pieces(report: Report) -> list[Piece]:
+    if report.first is None or report.last is None:
+        return [Line("There are no events in this time.")]
+    days = [fmt.day(one, report.utc_offset) for one in (report.first, report.last)]
+    starts = fmt.plural(report.total.tried + report.total.excluded, "image start")
+    nodes = fmt.plural(len(report.nodes), "node")
+    title = f"{' to '.join(dict.fromkeys(days))}: {starts} on {nodes}"
+    lines: list[Piece] = [Line(title, heading=True), Facts(tuple(_facts(report)), indent=2)]
+    lines += _table("image", report.images) + _table("user", report.users)
+    if len(report.partitions) > 1:
+        lines += _table("partition", report.partitions)
+    lines += _table("node", report.nodes)
+    return [*lines, Line(""), Line("The whole report: forestage report -o report.html")]
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    total, found, through = report.total, report.all, report.through
+    kept_off = format_size(sum(report.kept_off.values()))
+    measured = f"{fmt.number(found.measured)} of {fmt.plural(found.local, 'start')} from a copy"
+    yield "saved", f"{fmt.duration(found.saved)}, summed over nodes; measured: {measured}"
+    yield "hit ratio", f"{fmt.share(report.hit_ratio)}, {total.hit} of {total.tried} starts"
+    yield "kept off", f"{kept_off} of the shared file system; {format_size(total.read)} were copied"
+    most, median = fmt.duration(report.waits.most), fmt.duration(report.waits.median)
+    yield "waits", f"95 of 100 starts at most {most}, half of them {median}"
+    cold = (
+        f"{total.through} read through, {total.waited} had their copy, {total.shared} read the path"
+    )
+    yield "not there", f"{fmt.plural(total.cold, 'start')}: {cold}"
+    if through.steps:
+        read = f"read {format_size(through.straight)} of {format_size(through.read)}"
+        facts = [f"{read} from the source"]
+        if through.ahead is not None:  # of a copy that was completed
+            began = "half began" if through.steps > 1 else "began"
+            facts.insert(0, f"{began} {fmt.duration(through.ahead)} before the copy was complete")
+        yield "through", f"{fmt.plural(through.steps, 'step')}: {'; '.join(facts)}"
+    if copied := sum(report.ahead.copied.values()):
+        source = format_size(report.ahead.copied["source"])
+        used, unused = (sum(one.values()) for one in (report.ahead.used, report.ahead.unused))
+        fate = f"jobs used {format_size(used)}, {format_size(unused)} were evicted unused"
+        yield "ahead", f"{format_size(copied)} for pending jobs, {source} from the source: {fate}"
+    for name, counts in (
+        ("failures", report.failed),
+        ("in vain", report.original),
+        ("not staged", report.excluded),
+    ):
+        if counts:
+            yield name, ", ".join(f"{reason} {count}" for reason, count in counts.items())
+
+
+def _table(name: str, found: Sequence[Group]) -> list[Piece]:
+    if not found:
+        return []
+    rows = [{name: one.name, **_cells(one)} for one in found[:MAX_ROWS]]
+    table = Table(tuple(rows[0]), [tuple(row.values()) for row in rows], indent=2)
+    more = len(found) - MAX_ROWS
+    return [Line(""), table, *([Line(f"and {more} more", 2)] if more > 0 else [])]
+
+
+def _cells(one: Group) -> dict[str, str]:
+    cells = {
+        "starts": fmt.number(one.starts),
+        "hits": fmt.number(one.hits),
+        "kept off": format_size(one.kept_off),
+    }
+    if not isinstance(one, OneNode):
+        return {**cells, "saved": fmt.duration(one.saved)}
+    return {
+        **cells,
+        "copies at": fmt.rate(one.rate),
+        "95% wait": fmt.duration(one.waits.most),
+        "failures": fmt.number(one.failed),
+    }

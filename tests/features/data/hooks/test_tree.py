@@ -1,0 +1,816 @@
+"""A directory that a comment names: staged whole, shown to steps, and never outdated."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from forestage.admin import inventory, status
+from forestage.admin.show import listing
+from forestage.admin.tally import Tally
+from forestage.cache.node import Node as Bare
+from forestage.cache.said import Tree
+from forestage.clock import Clock, Deadline
+from forestage.config import load_settings
+from forestage.events import Copied, Handled
+from forestage.features.data import (
+    agreement,
+    directory,
+    erofs,
+    file_readers,
+    manifest,
+    retry,
+    wanted,
+)
+from forestage.features.data import requests as data
+from forestage.features.data.agreement import Look
+from forestage.features.metrics import export as metrics
+from forestage.hooks.limit import Limit
+from forestage.slurm.job import Job
+from forestage.stage import chunks
+from forestage.system import child, lock, loop, mounts, terminal
+from node import ALICE, BOB, Arrange, Node, content, read_as, until
+
+User = type(ALICE)
+MANY = 40
+MIB = 1 << 20
+
+
+@pytest.fixture
+def spank(node: Node) -> Iterator[Node]:
+    node.configure(redirect="spank")
+    yield node
+    for one in devices(node):
+        loop.detach(one)
+
+
+def devices(node: Node) -> list[loop.Loop]:
+    """Those of files on the node's disk; another mount namespace may have files of their names."""
+    return [one for one in loop.attached() if one.is_on(node.nvme.stat())]
+
+
+def fill(node: Node, name: str = "alice/set", user: User = ALICE) -> Path:
+    """Puts a small tree on the shared file system; gives its path on the node."""
+    for number in range(MANY):
+        node.put(f"{name}/a/{number:03}", os.urandom(number * 997), user)
+    node.put(f"{name}/empty", b"", user)
+    node.put(f"{name}/private", b"mine", user, mode=0o600)
+    top = node.server / name
+    (top / "link").symlink_to("a/003")
+    os.lchown(top / "link", user.uid, user.gid)
+    (top / "a" / "sub").mkdir(mode=0o750)
+    os.chown(top / "a" / "sub", user.uid, user.gid)
+    with open(os.fsencode(top / "a" / "sub") + b"/\xff\n name", "wb") as file:
+        file.write(b"odd")
+    os.chown(os.fsencode(top / "a" / "sub") + b"/\xff\n name", user.uid, user.gid)
+    return node.shared / name
+
+
+def ready(node: Node, job: int) -> Bare:
+    """The node as a hook of the job has it."""
+    config = load_settings(node.places.etc).for_partition("batch")
+    return Bare(config, node.places, node.cache, node.leases, Clock())
+
+
+def as_job(node: Node, job: int, comment: str, user: User = ALICE) -> Job:
+    return Job.from_environ(node.environ(job, user=user, comment=comment))
+
+
+def begin(node: Node, job: int, comment: str, user: User = ALICE) -> list[Handled]:
+    limit = Limit.of(Clock(), 600.0, None)
+    return data.begin(ready(node, job), as_job(node, job, comment, user), limit, None)
+
+
+def show(node: Node, job: int, user: User = ALICE, wait: float | None = None) -> data.ShownData:
+    limit = Limit.of(Clock(), 600.0, wait)
+    return data.show(ready(node, job), as_job(node, job, "", user), limit, None)
+
+
+def settled(node: Node, job: int, path: Path) -> Tree:
+    """How the directory stands once its process has ended."""
+
+    def found() -> Tree | None:
+        one = wanted.read(node.leases, job).trees.get(str(path) + "/")
+        return one if one and one.state in ("ready", "declined") else None
+
+    return until(found, "the tree")  # type: ignore[return-value]
+
+
+def staged(node: Node, job: int, path: Path, user: User = ALICE) -> Tree:
+    (outcome,) = begin(node, job, f"stage={path}/", user)
+    assert (outcome.result, outcome.reason) == ("started", "")
+    return settled(node, job, path)
+
+
+@pytest.fixture
+def mounted(spank: Node) -> Iterator[Callable[[data.ShownData], Path]]:
+    """Mounts what a step is shown, where the test can look at it."""
+    points: list[Path] = []
+
+    def mount(shown: data.ShownData) -> Path:
+        (line,) = shown.lines
+        kind, device, file, fs, how, _, _ = line
+        assert file in [loop.file_of(spank.cache.image(key).stat()) for key in spank.entries()]
+        assert (kind, fs, how) == ("device", "erofs", "ro")
+        point = spank.places.root / f"mounted{len(points)}"
+        point.mkdir()
+        mounts.mount(device, str(point), 7, "erofs")
+        points.append(point)
+        return point
+
+    yield mount
+    for point in points:
+        mounts.umount(str(point))
+
+
+def differences(path: Path, copy: Path) -> str:
+    """What rsync would change: contents, owners, modes, times, links, ACLs."""
+    argv = ["rsync", "-nacAX", "--delete", "--out-format=%i %n", f"{path}/", f"{copy}/"]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
+def test_tree_that_is_staged_shows_the_same_files_with_the_same_rights(
+    spank: Node, mounted: Callable[[data.ShownData], Path]
+) -> None:
+    path = fill(spank)
+    found = staged(spank, 1, path)
+    assert (found.state, found.path) == ("ready", str(path))
+    shown = show(spank, 1)
+    (outcome,) = shown.outcomes
+    assert (outcome.result, outcome.image, outcome.key) == ("hit", str(path), found.key)
+    assert shown.lines[0][-2:] == (str(path), str(path.stat().st_ino))
+    copy = mounted(shown)
+    assert differences(path, copy) == ""
+    assert read_as(ALICE, copy / "private") == b"mine"
+    assert read_as(BOB, copy / "private") is None
+
+
+def test_acl_of_a_file_is_kept(spank: Node, mounted: Callable[[data.ShownData], Path]) -> None:
+    path = fill(spank)
+    file = spank.server / "alice/set/private"
+    subprocess.run(["setfacl", "-m", f"u:{BOB.uid}:r", file], check=True)
+    staged(spank, 1, path)
+    copy = mounted(show(spank, 1))
+    assert differences(path, copy) == ""
+    assert read_as(BOB, copy / "private") == b"mine"
+
+
+def test_commands_tell_the_directory_from_an_image(spank: Node) -> None:
+    image = spank.put("alice/image.sqsh", content(1))
+    assert spank.prolog(7, image).said == ("started", "")
+    key = spank.identity(image).key
+    until(lambda: key in spank.entries() and spank.is_idle(key), "the image")
+    found = staged(spank, 1, fill(spank))
+    (shown,) = show(spank, 1).outcomes
+    assert shown.data
+    assert [one.data for one in spank.outcomes("stager")] == [False, True]  # type: ignore[union-attr]
+
+    node = ready(spank, 1)
+    items = inventory.gather(node)
+    assert {one.key: one.kind for one in items.items} == {key: "image", found.key: "data"}
+    said = io.StringIO()
+    terminal.write(listing(items, 0.0), said)
+    (line,) = (line for line in said.getvalue().splitlines() if found.path in line)
+    assert line.split()[1] == "data"
+    now = status.gather(node)
+    (taken,) = (one.bytes for one in items.items if one.kind == "data")
+    assert (now.entries.data, now.data) == (1, taken)
+    assert "data" in dict(status._facts(now))
+    exported = b"".join(
+        metrics.text(metrics.Exported(Tally(), "1", False, status=now)).split(b"\r")
+    )
+    assert b'forestage_entries_of_kind{kind="data"} 1.0' in exported
+    assert b'forestage_entries_of_kind{kind="image"} 1.0' in exported
+    assert f'forestage_kind_bytes{{kind="data"}} {float(taken)}'.encode() in exported
+
+
+def test_set_id_bits_are_not_copied(spank: Node, mounted: Callable[[data.ShownData], Path]) -> None:
+    path = fill(spank)
+    (spank.server / "alice/set/a/003").chmod(0o6755)
+    staged(spank, 1, path)
+    assert (mounted(show(spank, 1)) / "a/003").stat().st_mode & 0o7777 == 0o755
+
+
+def test_second_job_has_a_hit_and_brings_nothing(spank: Node) -> None:
+    path = fill(spank)
+    first = staged(spank, 1, path)
+    assert staged(spank, 2, path).key == first.key
+    assert [one.result for one in spank.outcomes("stager")] == ["copied"]
+    assert spank.held(2).uses[0].key == first.key
+
+
+def test_tree_is_local_at_the_path_that_the_comment_names(spank: Node) -> None:
+    path, late = fill(spank), fill(spank, "alice/late")
+    staged(spank, 7, path)
+    assert show(spank, 7).local == (str(path),)
+    begin(spank, 8, f"stage={late}/,{path}/,{path}/a/")
+    for one in (path, late, path / "a"):
+        settled(spank, 8, one)
+    # One in another is in that one's copy, too.
+    assert show(spank, 8).local == (str(late), str(path), str(path / "a"))
+
+
+def test_tree_that_has_changed_since_is_shown_to_no_step(spank: Node) -> None:
+    path = fill(spank)
+    staged(spank, 1, path)
+    (spank.server / "alice/set/a/007").write_bytes(b"other")
+    shown = show(spank, 1)
+    assert shown.lines == []
+    assert (shown.outcomes[0].result, shown.outcomes[0].reason) == ("declined", "changed")
+
+
+@pytest.mark.parametrize("change", ["new", "gone", "mode", "replaced"])
+def test_every_change_makes_another_entry(spank: Node, change: str) -> None:
+    path = fill(spank)
+    file = spank.server / "alice/set/a/007"
+    first = staged(spank, 1, path)
+    if change == "new":
+        (file.parent / "new").write_bytes(b"")
+    elif change == "gone":
+        file.unlink()
+    elif change == "mode":
+        file.chmod(0o600)
+    else:
+        facts = file.stat()
+        (file.parent / ".new").write_bytes(file.read_bytes()[::-1])
+        os.utime(file.parent / ".new", ns=(facts.st_mtime_ns, facts.st_mtime_ns))
+        (file.parent / ".new").replace(file)
+    os.chown(file.parent, ALICE.uid, ALICE.gid)
+    second = staged(spank, 2, path)
+    assert second.state == "ready"
+    assert second.key != first.key
+
+
+def test_other_user_who_may_read_all_shares_the_entry(spank: Node) -> None:
+    path = fill(spank)
+    (spank.server / "alice/set/private").unlink()
+    (spank.server / "alice/set/a/sub").chmod(0o755)
+    assert staged(spank, 1, path).key == staged(spank, 2, path, BOB).key
+
+
+def test_user_who_may_not_read_one_file_gets_none_of_it(spank: Node) -> None:
+    path = fill(spank)
+    assert staged(spank, 1, path).state == "ready"
+    found = staged(spank, 2, path, BOB)
+    assert (found.state, found.reason) == ("declined", "no-permission")
+    shown = show(spank, 2, BOB)
+    assert (shown.lines, shown.outcomes[0].reason) == ([], "no-permission")
+    # Not by the other job's entry either, should the record say so.
+    with lock.held(spank.cache.space_lock, 5):
+        noted = wanted.read(spank.leases, 2)
+        trees = {str(path) + "/": wanted.read(spank.leases, 1).trees[str(path) + "/"]}
+        spank.leases.note(2, BOB.uid, data=msgspec.structs.replace(noted, trees=trees))
+    assert show(spank, 2, BOB).lines == []
+
+
+def odd(node: Node, what: str) -> None:
+    top = node.server / "alice/set"
+    if what == "fifo":
+        os.mkfifo(top / "fifo")
+    elif what == "socket":
+        os.mknod(top / "socket", 0o140600)
+    elif what == "device":
+        os.mknod(top / "device", 0o020600, os.makedev(1, 3))
+    else:
+        (top / "other").mkdir()
+        mounts.mount("tmpfs", str(node.shared / "alice/set/other"), 0, "tmpfs")
+
+
+@pytest.mark.parametrize("what", ["fifo", "socket", "device", "disk"])
+def test_what_is_no_file_has_the_tree_declined(spank: Node, what: str) -> None:
+    path = fill(spank)
+    odd(spank, what)
+    found = staged(spank, 1, path)
+    assert (found.state, found.reason) == ("declined", "odd-file")
+    assert spank.entries() == set()
+    if what == "disk":
+        mounts.umount(str(path / "other"))
+
+
+def test_directory_of_links_alone_says_where_the_bytes_are(spank: Node) -> None:
+    spank.put("alice/snapshots/x", b"")
+    top = spank.server / "alice/snapshots"
+    (top / "x").unlink()
+    (top / "model").symlink_to("../../blobs/1234")
+    found = staged(spank, 1, spank.shared / "alice/snapshots")
+    assert (found.state, found.reason) == ("declined", "empty")
+    assert "only 1 links" in found.detail
+
+
+def test_too_many_files_are_refused_with_what_to_do(spank: Node) -> None:
+    spank.configure(redirect="spank", data={"max_files": 10})
+    found = staged(spank, 1, fill(spank))
+    assert (found.state, found.reason) == ("declined", "too-many-files")
+    assert "more than 10 files" in found.detail
+
+
+@pytest.mark.parametrize("size", [8 << 50, (1 << 63) - 1])
+def test_tree_with_a_hole_of_any_size_is_declined_before_its_layout(
+    spank: Node, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    path = fill(spank)
+    os.truncate(spank.server / "alice/set/empty", size)
+    monkeypatch.setattr(erofs, "layout", lambda *_: pytest.fail("has been laid out"))
+    found = staged(spank, 1, path)
+    assert (found.state, found.reason) == ("declined", "too-large")
+    assert spank.entries() == set()
+
+
+def test_tree_of_holes_takes_the_room_of_its_bytes_and_evicts_nothing(
+    spank: Node, mounted: Callable[[data.ShownData], Path]
+) -> None:
+    image = spank.put("bob/image.sqsh", content(1), BOB)
+    assert spank.prolog(7, image, BOB).said == ("started", "")
+    key = spank.identity(image).key
+    until(lambda: key in spank.entries() and spank.is_idle(key), "the image")
+    spank.epilog(7)
+    path = fill(spank)
+    free = shutil.disk_usage(spank.nvme).free
+    for name in ("hole", "bytes"):
+        (spank.server / f"alice/set/{name}").touch()
+        os.truncate(spank.server / f"alice/set/{name}", 256 * MIB)  # the disk has 64
+    with (spank.server / "alice/set/bytes").open("r+b") as file:
+        for start in (0, 123_456_789, 256 * MIB - 5):
+            file.seek(start)
+            file.write(b"bytes")
+    found = staged(spank, 1, path)
+    assert (found.state, spank.entries()) == ("ready", {key, found.key})
+    assert free - shutil.disk_usage(spank.nvme).free < 16 * MIB
+    copy = mounted(show(spank, 1))
+    assert differences(path, copy) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("alice/none", "missing"), ("alice/file", "not-a-directory"), ("bob", "no-permission")],
+)
+def test_path_that_is_no_directory_of_the_users_says_so(
+    spank: Node, name: str, reason: str
+) -> None:
+    spank.put("alice/file", b"x")
+    spank.put("bob/x", b"x", BOB)
+    (spank.server / "bob").chmod(0o700)
+    found = staged(spank, 1, spank.shared / name)
+    assert (found.state, found.reason) == ("declined", reason)
+
+
+def test_directory_outside_of_the_sources_is_declined(spank: Node) -> None:
+    found = staged(spank, 1, Path("/usr/share/doc"))
+    assert (found.state, found.reason) == ("declined", "outside-sources")
+
+
+def test_path_that_leads_elsewhere_than_its_name_is_declined(
+    spank: Node, before: Callable[[object, str, Callable[[], object]], None]
+) -> None:
+    """As /proc/PID/root of a user's own namespace does: its name is another directory's here."""
+    path = fill(spank)
+    (spank.server / "alice/other").mkdir()
+    real = os.readlink
+    with pytest.MonkeyPatch.context() as patch:
+        elsewhere = str(spank.shared / "alice/other")
+        patch.setattr(
+            os, "readlink", lambda name, **_: elsewhere if "/fd/" in str(name) else real(name)
+        )
+        found = staged(spank, 1, path)
+    assert (found.state, found.reason) == ("declined", "bad-path")
+
+
+def test_directory_in_which_the_job_works_stays_as_it_is(spank: Node) -> None:
+    spank.put("alice/set/x", b"x")
+    path = spank.shared
+    staged(spank, 1, path / "alice/set")
+    job = msgspec.structs.replace(as_job(spank, 1, ""), work_dir=str(path / "alice/set/sub"))
+    shown = data.show(ready(spank, 1), job, Limit.of(Clock(), 600.0, None), None)
+    assert (shown.lines, shown.outcomes[0].reason) == ([], "no-mount")
+
+
+def test_tree_that_changes_while_it_is_copied_is_no_entry(
+    spank: Node, before: Callable[[object, str, Callable[[], object]], None]
+) -> None:
+    path = fill(spank)
+    before(file_readers, "read_into", lambda: (spank.server / "alice/set/late").touch())
+    found = staged(spank, 1, path)
+    assert (found.state, found.reason) == ("declined", "changed")
+    assert spank.entries() == set()
+
+
+def test_tree_with_a_file_that_is_open_for_writing_is_not_tried_again_for_a_while(
+    spank: Node,
+) -> None:
+    """A database or a log is open for ever: else each job would read all that lies before it."""
+    path = fill(spank)
+    file = "alice/set/a/020"
+    with (spank.server / file).open("ab"):
+        found = staged(spank, 1, path)
+    assert (found.state, found.reason) == ("declined", "written")
+    assert str(spank.shared / file) in found.detail
+    (outcome,) = show(spank, 1).outcomes
+    assert (outcome.result, outcome.reason, outcome.detail) == (
+        *("declined", "written"),
+        found.detail,
+    )
+    again = staged(spank, 2, path)
+    assert (again.state, again.reason) == ("declined", "written")
+    assert again.detail.startswith(f"{found.detail}; {path} is not tried again for ")
+    assert len(spank.outcomes("stager")) == 1
+
+    (noted,) = spank.cache.locks.glob(f"*{retry.SUFFIX}")
+    os.utime(noted, (0, 0))
+    assert staged(spank, 3, path).state == "ready"
+
+
+def test_file_that_is_swapped_before_it_is_read_is_no_entry(
+    spank: Node, before: Callable[[object, str, Callable[[], object]], None]
+) -> None:
+    path = fill(spank)
+    file = spank.server / "alice/set/a/039"
+
+    def swap() -> None:
+        if file.is_file() and not file.is_symlink():
+            file.unlink()
+            file.symlink_to("/etc/shadow")
+
+    before(file_readers, "open_unchanged", swap)
+    found = staged(spank, 1, path)
+    assert found.state == "declined"
+    assert spank.entries() == set()
+
+
+def test_tree_without_room_is_declined_and_evicts_no_image(spank: Node) -> None:
+    image = spank.put("alice/image.sqsh", content(1))
+    assert spank.prolog(7, image).said == ("started", "")
+    key = spank.identity(image).key
+    until(lambda: key in spank.entries() and spank.is_idle(key), "the image")
+    spank.epilog(7)
+    path = fill(spank)
+    spank.put("alice/set/large", bytes(40 << 20))
+    found = staged(spank, 1, path)
+    assert (found.state, found.reason) == ("declined", "no-room")
+    assert spank.entries() == {key}
+    assert spank.parts() == []
+
+
+def test_hard_links_take_the_room_of_one_file(
+    spank: Node, mounted: Callable[[data.ShownData], Path]
+) -> None:
+    """Twenty-one names of 8 MiB would be more than the disk has."""
+    path = fill(spank)
+    file = spank.server / "alice/set/large"
+    spank.put("alice/set/large", os.urandom(8 * MIB))
+    for number in range(20):
+        folder = file.parent / f"d{number}"
+        folder.mkdir()
+        os.chown(folder, ALICE.uid, ALICE.gid)
+        (folder / "name").hardlink_to(file)
+    os.utime(file, (0, 0))
+    found = staged(spank, 1, path)
+    assert (found.state, found.detail) == ("ready", "")
+    (size,) = (spank.cache.image(key).stat().st_size for key in spank.entries())
+    assert size < 10 * MIB
+    copy = mounted(show(spank, 1))
+    assert differences(path, copy) == ""
+    assert (copy / "large").stat().st_nlink == 21
+    assert (copy / "d19/name").samefile(copy / "large")
+
+
+def test_killed_copy_of_a_tree_is_resumed_by_the_next_job(
+    spank: Node, after: Callable[[object, str, Callable[[], object]], None]
+) -> None:
+    path = fill(spank)
+    spank.put("alice/set/large", os.urandom(3 << 20))
+    with pytest.MonkeyPatch.context() as once:
+        real = chunks.Run.note
+
+        def note(run: chunks.Run, number: int, found: bytes) -> None:
+            real(run, number, found)
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        once.setattr(chunks.Run, "note", note)
+        begin(spank, 1, f"stage={path}/")
+    (part,) = until(lambda: [one for one in spank.parts() if one.digests()], "a part")
+    until(lambda: spank.is_idle(part.directory.name), "the stager's end")
+    assert staged(spank, 2, path).state == "ready"
+    (copied,) = spank.outcomes("stager")
+    assert isinstance(copied, Copied)
+    assert copied.resumed > 0
+
+
+def test_step_that_waits_gets_the_tree_of_its_own_job(spank: Node) -> None:
+    path = fill(spank)
+    begin(spank, 1, f"stage={path}/")
+    assert [line[0] for line in show(spank, 1, wait=600.0).lines] == ["device"]
+
+
+@pytest.mark.parametrize("state", ["looking", "copying"])
+def test_step_that_waits_can_say_how_far_the_tree_is(
+    spank: Node, monkeypatch: pytest.MonkeyPatch, state: Literal["looking", "copying"]
+) -> None:
+    path = fill(spank)
+    key = "0" * 32
+    monkeypatch.setattr(child, "let_go", lambda keep: None)
+    there, here = os.pipe()
+
+    def bring(node: Bare, job: Job, path: str, stop: object) -> Tree:
+        wanted.note_tree(node, job, path, Tree(state, key, path))
+        os.read(there, 1)
+        return Tree("declined", reason="io", detail="enough")
+
+    monkeypatch.setattr(directory, "_bring", bring)
+    begin(spank, 1, f"stage={path}/")
+    until(lambda: wanted.read(spank.leases, 1).trees[f"{path}/"].state == state, "the state")
+    heard: list[str] = []
+
+    def progress(line: Callable[[], str]) -> None:
+        heard.append(line())
+        if len(heard) == 2:
+            os.write(here, b".")
+
+    limit = msgspec.structs.replace(Limit.of(Clock(), 600.0, 600.0), progress=progress)
+    shown = data.show(ready(spank, 1), as_job(spank, 1, ""), limit, None)
+    assert shown.outcomes[0].reason == "io"
+    words = {"looking": "whose files are being looked at", "copying": "which is about to begin"}
+    assert all(line.startswith("waiting for") for line in heard)
+    assert all(line.endswith(words[state]) for line in heard)
+    assert len(heard) >= 2
+    os.close(there)
+    os.close(here)
+
+
+def test_step_does_not_wait_for_a_process_that_was_killed(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fill(spank)
+    monkeypatch.setattr(directory, "_bring", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    begin(spank, 1, f"stage={path}/")
+    shown = show(spank, 1, wait=600.0)  # the test would not
+    assert (shown.lines, shown.outcomes[0].reason) == ([], "helper")
+    assert "killed" in shown.outcomes[0].detail
+
+
+def test_process_of_an_earlier_run_of_the_job_notes_nothing_in_the_new_ones_record(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, gate = fill(spank), spank.nvme / "gate"
+    real, said = directory._bring, directory._note_end
+
+    def late(node: Bare, job: Job, *rest: object) -> Tree:
+        if job.restart == 0:
+            until(gate.exists, "the new run")
+            return Tree("declined", reason="io", detail="of the earlier run")
+        return real(node, job, *rest)  # type: ignore[arg-type]
+
+    def ended(node: Bare, job: Job, *rest: object) -> None:
+        said(node, job, *rest)  # type: ignore[arg-type]
+        (spank.nvme / f"ended{job.restart}").touch()
+
+    monkeypatch.setattr(directory, "_bring", late)
+    monkeypatch.setattr(directory, "_note_end", ended)
+    begin(spank, 1, f"stage={path}/")
+    job = msgspec.structs.replace(as_job(spank, 1, f"stage={path}/"), restart=1)
+    data.begin(ready(spank, 1), job, Limit.of(Clock(), 600.0, None), None)
+    assert settled(spank, 1, path).state == "ready"
+    gate.touch()
+    until((spank.nvme / "ended0").exists, "the earlier run's process")
+    assert settled(spank, 1, path).state == "ready"
+    # Nor does it take a lease for it.
+    with pytest.raises(directory.Declined, match="over"):
+        directory._lease(ready(spank, 1), as_job(spank, 1, ""), "0" * 32)
+
+
+def test_limit_for_images_is_one_for_directories(spank: Node) -> None:
+    spank.configure(redirect="spank", max_image_size="1M")
+    path = fill(spank)
+    assert staged(spank, 1, path).state == "ready"
+    spank.put("alice/set/large", bytes(1 << 20))
+    found = staged(spank, 2, path)
+    assert (found.state, found.reason) == ("declined", "too-large")
+    assert "max_image_size" in found.detail
+
+
+def test_step_that_does_not_wait_starts_from_the_shared_path(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fill(spank)
+    monkeypatch.setattr(directory, "_bring", lambda *_: Tree("looking"))
+    begin(spank, 1, f"stage={path}/")
+    shown = show(spank, 1)
+    assert (shown.lines, shown.outcomes[0].result) == ([], "started")
+
+
+def test_tree_of_a_job_that_is_over_is_not_begun(
+    spank: Node, before: Callable[[object, str, Callable[[], object]], None]
+) -> None:
+    path = fill(spank)
+    before(directory, "_lease", lambda: spank.leases.drop(1))
+    begin(spank, 1, f"stage={path}/")
+    until(lambda: not spank.leases.file(1).exists(), "the lease to go")
+    assert spank.entries() == set()
+    assert spank.lease(1) is None
+
+
+def test_directories_of_one_user_take_turns_and_leave_others_a_place(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes root's memory for all its names, whatever job it is of."""
+    monkeypatch.setattr(directory, "OF_USER", 1)
+    monkeypatch.setattr(directory, "PLACES", 2)
+    monkeypatch.setattr(directory, "PLACE", 0.01)
+    path, others = fill(spank), fill(spank, "bob/set", BOB)
+    spank.cache.prepare(require_mount=False)
+    with lock.held(spank.cache.locks / f"trees-{ALICE.uid}.0.lock", 5):
+        begin(spank, 1, f"stage={path}/")
+        begin(spank, 2, f"stage={path}/")
+        assert staged(spank, 3, others, BOB).state == "ready"
+        assert wanted.read(spank.leases, 1).trees[f"{path}/"].state == "looking"
+        spank.epilog(2)
+        until(lambda: lock.is_free(directory._life(ready(spank, 2), 2, 0, f"{path}/")), "its end")
+    assert settled(spank, 1, path).state == "ready"
+
+
+def test_looks_of_one_users_steps_take_turns_and_are_in_no_other_users_way(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "OF_USER", 1)
+    path = fill(spank)
+    (spank.server / "alice/set/private").unlink()
+    (spank.server / "alice/set/a/sub").chmod(0o755)
+    staged(spank, 1, path)
+    assert staged(spank, 2, path, BOB).state == "ready"
+    with lock.held(spank.cache.locks / f"looks-{ALICE.uid}.0.lock", 5):
+        with monkeypatch.context() as patch:
+            patch.setattr(directory, "LOOK", 0.1)
+            (outcome,) = show(spank, 1).outcomes
+            assert (outcome.result, outcome.reason) == ("declined", "deadline")
+        assert show(spank, 2, BOB).outcomes[0].result == "hit"
+    assert show(spank, 1).outcomes[0].result == "hit"
+
+
+def test_look_that_a_step_has_no_time_for_is_declined_before_it_begins(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long it takes is known from the job's start."""
+    path = fill(spank)
+    found = staged(spank, 1, path)
+    assert found.files > MANY
+    assert found.seconds > 0
+    slow = msgspec.structs.replace(found, seconds=1e6)
+    wanted.note_tree(ready(spank, 1), as_job(spank, 1, ""), f"{path}/", slow)
+    with monkeypatch.context() as patch:
+        patch.setattr(agreement, "now", lambda *_: pytest.fail("looked"))
+        (outcome,) = show(spank, 1).outcomes
+    assert (outcome.result, outcome.reason) == ("declined", "too-many-files")
+    assert f"holds {found.files} files" in outcome.detail
+    assert "forestage pack" in outcome.detail
+
+
+def test_look_that_ends_in_no_time_blames_the_files_and_not_the_file_server(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fill(spank)
+    staged(spank, 1, path)
+    real = manifest.take
+
+    def take(root: int, path: str, user: User, most: int, end: Deadline) -> manifest.Manifest:
+        assert end.left() < directory.LOOK - 1  # who waits for it would give up later
+        return real(root, path, user, most, Deadline.after(0, Clock()))
+
+    monkeypatch.setattr(manifest, "take", take)
+    (outcome,) = show(spank, 1).outcomes
+    assert (outcome.result, outcome.reason) == ("declined", "too-many-files")
+    assert "longer to look at than a step has" in outcome.detail
+
+
+class Looks:
+    """Looks of steps, counted; `step` makes one, as a helper of a step does."""
+
+    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.node, self.count = ready(node, 1), 0
+        self.job = as_job(node, 1, "")
+        node.cache.prepare(require_mount=False)
+        monkeypatch.setattr(agreement, "_look_now", self._look)
+
+    def _look(self, *_: object) -> Look:
+        self.count += 1
+        return Look("looked", digest=str(self.count))
+
+    def step(self) -> str:
+        until_late = Deadline.after(240, self.node.clock)
+        return agreement._look_as_step(self.node, self.job, "/set/", until_late).digest
+
+    @property
+    def file(self) -> Path:
+        (found,) = self.node.cache.locks.glob("look-*.lock")
+        return found
+
+
+def test_steps_that_begin_together_share_a_look_that_began_after_them(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, asked = Looks(spank, monkeypatch), threading.Semaphore(0)
+    looks.step()
+    real = lock.held
+
+    def held(*args: Any) -> Any:
+        asked.release()
+        return real(*args)
+
+    found: list[str] = []
+    with lock.held(looks.file, 5), monkeypatch.context() as patch:
+        patch.setattr(lock, "held", held)
+        steps = [threading.Thread(target=lambda: found.append(looks.step())) for _ in range(5)]
+        for step in steps:
+            step.start()
+        for _ in steps:
+            assert asked.acquire(timeout=240)
+    for step in steps:
+        step.join()
+    assert found == 5 * ["2"]
+
+
+def test_step_takes_no_look_that_began_before_it(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job may have written to the directory since."""
+    looks = Looks(spank, monkeypatch)
+    assert [looks.step(), looks.step()] == ["1", "2"]
+
+
+@pytest.mark.parametrize("what", ["boot", "damaged"])
+def test_step_takes_no_look_of_another_boot_or_that_it_cannot_read(
+    spank: Node, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    looks = Looks(spank, monkeypatch)
+    looks.step()
+    if what == "damaged":
+        looks.file.write_bytes(b"{")
+    else:
+        last = agreement._LastLook("before", 1e12, Look("looked", digest="old"))
+        looks.file.write_bytes(msgspec.json.encode(last))
+    assert looks.step() == "2"
+
+
+def test_directories_of_all_users_have_so_many_places(
+    spank: Node, monkeypatch: pytest.MonkeyPatch, before: Arrange
+) -> None:
+    monkeypatch.setattr(directory, "PLACES", 1)
+    monkeypatch.setattr(directory, "PLACE", 0.01)
+    path, waits = fill(spank), spank.places.root / "waits"
+    before(directory, "_must_be_wanted", waits.touch)
+    spank.cache.prepare(require_mount=False)
+    with lock.held(spank.cache.locks / "trees.0.lock", 5):
+        begin(spank, 1, f"stage={path}/")
+        until(waits.exists, "it to wait")
+        assert wanted.read(spank.leases, 1).trees[f"{path}/"].state == "looking"
+    assert settled(spank, 1, path).state == "ready"
+
+
+def test_devices_go_with_the_last_lease(spank: Node) -> None:
+    path = fill(spank)
+    staged(spank, 1, path)
+    staged(spank, 2, path)
+    assert show(spank, 1).lines == show(spank, 2).lines
+
+    for job, left in ((1, 1), (2, 0)):
+        assert spank.epilog(job).said == ("released", "")
+        assert len(devices(spank)) == left
+
+
+def test_hits_wait_deadline_is_kept(spank: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's wait ends, whatever becomes of the copy."""
+    path = fill(spank)
+    monkeypatch.setattr(directory, "_bring", lambda *_: Tree("copying", "0" * 32, str(path)))
+    begin(spank, 1, f"stage={path}/")
+    with lock.held(directory._life(ready(spank, 1), 1, 0, f"{path}/"), 240.0):  # as if it went on
+        shown = show(spank, 1, wait=0.01)
+    assert (shown.lines, shown.outcomes[0].result) == ([], "started")
+
+
+@pytest.mark.parametrize("own", ["FORESTAGE_HOME", "SLURM_JOB_WORK_DIR"])
+@pytest.mark.parametrize("written", ["link", "resolved"])
+def test_directory_that_holds_the_jobs_own_is_not_shown_wherever_links_lead(
+    spank: Node, own: str, written: str
+) -> None:
+    """It would become read-only, and with it the home or the directory that the job works in."""
+    path = fill(spank)
+    link = spank.shared / "home"
+    (spank.server / "home").symlink_to("alice/set/a")
+    assert staged(spank, 1, path).state == "ready"
+    environ = spank.environ(1) | {"SLURM_STEP_ID": "1"}
+    environ[own] = str(link if written == "link" else path / "a")
+    limit = Limit.of(Clock(), 600.0, None)
+    shown = data.show(ready(spank, 1), Job.from_environ(environ), limit, None)
+    assert shown.lines == []
+    (outcome,) = shown.outcomes
+    assert outcome.reason == "no-mount"
+    assert "holds the job's own directory" in outcome.detail

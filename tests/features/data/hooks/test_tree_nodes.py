@@ -1,0 +1,567 @@
+"""A directory for the nodes of one job: the first looks at all of it, the others believe what they
+can see for themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pwd
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.cache.node import Node as Bare
+from forestage.cache.said import Tree
+from forestage.clock import Clock
+from forestage.config import load_settings
+from forestage.features.data import agreement, manifest, wanted
+from forestage.features.data import requests as data
+from forestage.features.data.agreement import Found, Look, Round
+from forestage.features.data.manifest import File, Manifest
+from forestage.features.peers import activation, connection, protocol, unanswered
+from forestage.hooks.limit import Limit
+from forestage.slurm.job import Job
+from forestage.system import as_user, loop, mounts
+from node import ALICE, BOB, HANGS, Later, Node, until
+from peering import PATIENT, SERVE, find_at, free_port
+
+HOUR = 3600.0
+FILES = 300
+NODES = ("n1", "n2")
+
+
+class Cluster:
+    """Two nodes with one shared file system; n1's peer service runs while `serving`."""
+
+    def __init__(self, first: Node) -> None:
+        other = Node(first.places.root.parent / "n2")
+        other.shared, other.server = first.shared, first.server
+        other.nvme.mkdir(parents=True)
+        self.nodes = dict(zip(NODES, (first, other), strict=True))
+        self.counts = {name: multiprocessing.Value("q") for name in NODES}
+        self.ports = {name: free_port() for name in NODES}
+        find_at({name: f"127.0.0.1:{port}" for name, port in self.ports.items()})
+        for name, node in self.nodes.items():
+            key = node.places.etc / "peer.key"
+            key.parent.mkdir(parents=True, exist_ok=True)
+            key.write_bytes(b"k" * 64)
+            key.chmod(0o600)
+            self.configure(name, True)
+
+    def configure(self, name: str, enabled: bool | str) -> None:
+        node = self.nodes[name]
+        peers = {"enabled": enabled, "port": self.ports[name], "listen": "127.0.0.1"}
+        key = str(node.places.etc / "peer.key")
+        node.configure(redirect="spank", peers={**peers, "key_file": key})
+
+    @contextlib.contextmanager
+    def serving(self, name: str = "n1") -> Iterator[None]:
+        root = str(self.nodes[name].places.root)
+        argv = [sys.executable, "-Bc", PATIENT + SERVE, root, "", name]
+        with subprocess.Popen(argv, stderr=subprocess.PIPE, cwd="/") as process:
+            assert process.stderr is not None
+            assert b"peer serves at" in process.stderr.readline()
+            try:
+                yield
+            finally:
+                process.kill()
+
+    def job(self, name: str, comment: str = "", **facts: str) -> Job:
+        environ = self.nodes[name].environ(1, comment=comment)
+        environ |= {"SLURMD_NODENAME": name, "SLURM_JOB_NODELIST": "n[1-2]", **facts}
+        return Job.from_environ(environ)
+
+    def bare(self, name: str) -> Bare:
+        """As the node's hooks have it, an hour after the files' last change."""
+        node = self.nodes[name]
+        config = load_settings(node.places.etc).for_partition("batch")
+        return Bare(config, node.places, node.cache, node.leases, Later(HOUR))
+
+    def start(self, name: str, path: Path, **facts: str) -> Tree:
+        """The job's start on a node, until its process has ended."""
+        bare = self.bare(name)
+        limit = Limit.of(Clock(), 600.0, None)
+        with self.counting(name):
+            (begun,) = data.begin(bare, self.job(name, f"stage={path}/", **facts), limit, None)
+        assert (begun.result, begun.reason) == ("started", "")
+
+        def ended() -> Tree | None:
+            one = wanted.read(bare.leases, 1).trees[f"{path}/"]
+            return one if one.state in ("ready", "declined") else None
+
+        found = until(ended, f"the directory on {name}")
+        assert found is not None
+        return msgspec.structs.replace(found, seconds=0.0)  # as long as it takes on this node
+
+    def step(self, name: str, number: int = 0, **facts: str) -> data.ShownData:
+        limit = Limit.of(Clock(), 600.0, None)
+        facts = {"SLURM_STEP_ID": str(number), "SLURM_STEP_NODELIST": "n[1-2]", **facts}
+        with self.counting(name):
+            return data.show(self.bare(name), self.job(name, **facts), limit, None)
+
+    @contextlib.contextmanager
+    def counting(self, name: str) -> Iterator[None]:
+        """Counts the looks of all that is begun in here, processes that live longer too."""
+        real = manifest._look
+        with pytest.MonkeyPatch.context() as patch:
+
+            def look(fd: int, path: bytes, *rest: object) -> File:
+                with self.counts[name].get_lock():
+                    self.counts[name].value += 1
+                return real(fd, path, *rest)  # type: ignore[arg-type]
+
+            patch.setattr(manifest, "_look", look)
+            yield
+
+    def looked(self, name: str) -> int:
+        """The looks at files since the last question."""
+        count, self.counts[name].value = self.counts[name].value, 0
+        return int(count)
+
+
+@pytest.fixture
+def cluster(node: Node, quick: None) -> Iterator[Cluster]:
+    made = Cluster(node)
+    yield made
+    for one in loop.attached():
+        if any(one.is_on(each.nvme.stat()) for each in made.nodes.values()):
+            loop.detach(one)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has nothing to wait for in a test does not wait."""
+    monkeypatch.setattr(agreement, "AT_START", 0.05)
+    monkeypatch.setattr(agreement, "NOT_YET", 0.05)
+    # Beside a load a service that runs may take longer than a step would wait.
+    monkeypatch.setattr(agreement, "GREETING", 60.0)
+
+
+@pytest.fixture
+def path(cluster: Cluster) -> Path:
+    for number in range(FILES):
+        cluster.nodes["n1"].put(f"alice/set/{number % 7}/{number}", os.urandom(number))
+    return cluster.nodes["n1"].shared / "alice/set"
+
+
+ALL = FILES + 7  # and the folders
+
+
+def test_one_node_looks_at_all_and_the_other_at_a_sample(cluster: Cluster, path: Path) -> None:
+    with cluster.serving():
+        first = cluster.start("n1", path)
+        assert cluster.looked("n1") >= ALL
+        assert cluster.start("n2", path) == first
+        assert first.state == "ready"
+        # What it believed, its own share of reading, and what is there once that is over.
+        assert cluster.looked("n2") <= 2 * manifest.SAMPLE + FILES
+        shown = [cluster.step(name) for name in NODES]
+    assert [one.outcomes[0].result for one in shown] == ["hit", "hit"]
+    assert cluster.looked("n1") == ALL
+    assert cluster.looked("n2") == manifest.SAMPLE
+
+
+@pytest.mark.parametrize("has_service", [False, True])
+def test_node_without_a_service_of_its_own_looks_itself_by_default(
+    cluster: Cluster, path: Path, has_service: bool
+) -> None:
+    cluster.configure("n2", "auto")
+    sign = activation.hold_sign(cluster.nodes["n2"].places)
+    with cluster.serving(), sign if has_service else contextlib.nullcontext():
+        assert cluster.start("n1", path) == cluster.start("n2", path)
+        cluster.step("n1")
+        cluster.looked("n2")
+        assert cluster.step("n2").outcomes[0].result == "hit"
+    assert cluster.looked("n2") == (manifest.SAMPLE if has_service else ALL)
+
+
+def test_hit_on_the_other_node_is_a_sample_of_looks(cluster: Cluster, path: Path) -> None:
+    with cluster.serving():
+        for name in NODES:
+            cluster.start(name, path)
+            cluster.looked(name)
+        again = {name: cluster.start(name, path) for name in NODES}
+    assert again["n1"] == again["n2"]
+    assert (cluster.looked("n1"), cluster.looked("n2")) == (ALL, manifest.SAMPLE)
+
+
+def test_copy_of_a_lent_look_has_the_same_bytes_and_rights(cluster: Cluster, path: Path) -> None:
+    server = cluster.nodes["n1"].server / "alice/set"
+    subprocess.run(["setfacl", "-m", f"u:{BOB.uid}:r", server / "1/1"], check=True)
+    (server / "link").symlink_to("1/1")
+    os.chown(server, ALICE.uid, ALICE.gid)
+    with cluster.serving():
+        keys = {cluster.start(name, path).key for name in NODES}
+    (key,) = keys
+    copies = [cluster.nodes[name].cache.image(key).read_bytes() for name in NODES]
+    assert copies[0] == copies[1]
+
+
+def test_nodes_agree_on_hard_links_and_see_one_file(cluster: Cluster, path: Path) -> None:
+    server = cluster.nodes["n1"].server / "alice/set"
+    for name in ("0/link", "3/link", "6/link"):
+        (server / name).hardlink_to(server / "5/96")
+    with cluster.serving():
+        first = cluster.start("n1", path)
+        cluster.looked("n2")
+        assert cluster.start("n2", path) == first
+        assert cluster.looked("n2") < 2 * ALL, "it looked itself"
+        for name in NODES:
+            assert cluster.step(name).outcomes[0].result == "hit"
+    copies = [cluster.nodes[name].cache.image(first.key).read_bytes() for name in NODES]
+    assert copies[0] == copies[1]
+
+
+@pytest.mark.parametrize("when", ["start", "step"])
+def test_other_node_looks_itself_where_the_first_one_is_silent(
+    cluster: Cluster, path: Path, when: str
+) -> None:
+    if when == "start":
+        assert cluster.start("n1", path) == cluster.start("n2", path)
+        assert cluster.looked("n2") >= ALL
+        return
+    with cluster.serving():
+        for name in NODES:
+            cluster.start(name, path)
+            cluster.looked(name)
+        # The first node's step has not begun to look.
+        assert cluster.step("n2").outcomes[0].result == "hit"
+    assert cluster.looked("n2") == ALL
+    cluster.step("n1")
+    cluster.looked("n2")
+    assert cluster.step("n2").outcomes[0].result == "hit"  # and nobody serves any more
+    assert cluster.looked("n2") == ALL
+
+
+def test_step_looks_itself_where_the_first_nodes_service_hangs(
+    cluster: Cluster, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster.serving():
+        for name in NODES:
+            cluster.start(name, path)
+            cluster.looked(name)
+    monkeypatch.setattr(protocol, "HANDSHAKE", 3600.0)
+    monkeypatch.setattr(connection, "STALL", 3600.0)
+    monkeypatch.setattr(agreement, "GREETING", 0.2)
+
+    def ask(*about: object) -> None:
+        raise AssertionError("the step waits for a service that did not answer")
+
+    monkeypatch.setattr(agreement, "_ask", ask)
+    with socket.create_server(("127.0.0.1", cluster.ports["n1"])):  # which accepts no connection
+        assert cluster.step("n2").outcomes[0].result == "hit"
+    assert cluster.looked("n2") == ALL
+
+
+def test_look_beside_a_name_service_that_hangs_asks_it_for_nobody(
+    cluster: Cluster, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that is left there may hold a lock of it when the look is forked, for ever there."""
+    with cluster.serving():
+        for name in NODES:
+            cluster.start(name, path)
+            cluster.looked(name)
+    hangs, ends, asked = threading.Event(), threading.Event(), tmp_path / "asked"
+
+    def hang(*_: object, **__: object) -> list[object]:
+        hangs.set()
+        ends.wait(HANGS)
+        return []
+
+    def note(*about: object) -> object:
+        asked.write_text(repr(about))
+        raise KeyError
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    for module, function in ((os, "getgrouplist"), (pwd, "getpwuid"), (pwd, "getpwnam")):
+        monkeypatch.setattr(module, function, note)
+    monkeypatch.setattr(agreement, "GREETING", 0.2)
+    try:
+        of_slurm = {"FORESTAGE_GROUPS": str(ALICE.gid), "FORESTAGE_HOME": "/home/alice"}
+        assert cluster.step("n2", **of_slurm).outcomes[0].result == "hit"
+        assert hangs.is_set()
+    finally:
+        ends.set()
+    assert (cluster.looked("n2"), asked.exists()) == (ALL, False)
+
+
+def test_step_asks_no_first_node_that_was_silent_a_moment_ago(cluster: Cluster, path: Path) -> None:
+    other = cluster.nodes["n2"]
+    with cluster.serving():
+        for name in NODES:
+            cluster.start(name, path)
+        cluster.step("n1")
+        cluster.looked("n2")
+        unanswered.note_silence(other.places, "n1", Later(HOUR).monotonic())
+        cluster.step("n2")
+        assert cluster.looked("n2") == ALL
+        unanswered.note_answer(other.places, "n1")
+        cluster.step("n2")
+        assert cluster.looked("n2") < ALL
+
+
+def test_look_of_another_step_or_run_is_not_this_ones(cluster: Cluster, path: Path) -> None:
+    server = cluster.nodes["n1"].server / "alice/set"
+    with cluster.serving():
+        for name in NODES:
+            cluster.start(name, path)
+        cluster.step("n1", 0)
+        (server / "1/1").write_bytes(b"another")
+        shown = cluster.step("n2", 1)
+        assert (shown.lines, shown.outcomes[0].reason) == ([], "changed")
+        # The job is requeued on both nodes, and its step has the number that it had.
+        for name in NODES:
+            cluster.nodes[name].leases.drop(1)
+            cluster.start(name, path, SLURM_RESTART_COUNT="1")
+            cluster.looked(name)
+        (server / "1/1").write_bytes(b"once more")
+        shown = cluster.step("n2", 0)
+    assert (shown.lines, shown.outcomes[0].reason) == ([], "changed")
+
+
+def test_change_that_the_first_node_has_seen_is_told_to_the_other(
+    cluster: Cluster, path: Path
+) -> None:
+    with cluster.serving():
+        for name in NODES:
+            cluster.start(name, path)
+            cluster.looked(name)
+        (cluster.nodes["n1"].server / "alice/set/1/1").write_bytes(b"another")
+        shown = [cluster.step(name).outcomes[0].reason for name in NODES]
+    assert shown == ["changed", "changed"]
+    assert cluster.looked("n2") == 0
+
+
+def test_step_whose_first_node_has_no_copy_looks_at_once(
+    cluster: Cluster, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "NOT_YET", 600.0)
+    with cluster.serving():
+        first = cluster.start("n1", path)
+        cluster.start("n2", path)
+        cluster.looked("n2")
+        cluster.nodes["n1"].cache.evict(first.key)
+        assert cluster.step("n1").lines == []
+        assert cluster.step("n2").outcomes[0].result == "hit"
+    assert cluster.looked("n2") == ALL
+
+
+def test_step_on_other_nodes_than_the_jobs_first_has_a_first_of_its_own(
+    cluster: Cluster, path: Path
+) -> None:
+    with cluster.serving():
+        for name in NODES:
+            cluster.start(name, path)
+            cluster.looked(name)
+        shown = cluster.step("n2", SLURM_STEP_NODELIST="n2")
+    assert shown.outcomes[0].result == "hit"
+    assert cluster.looked("n2") == ALL
+
+
+def test_list_of_a_step_that_names_strangers_asks_none_of_them(cluster: Cluster) -> None:
+    """It is a user's word."""
+    bare, job = cluster.bare("n2"), cluster.job("n2", SLURM_STEP_ID="0")
+    job = msgspec.structs.replace(job, step_nodelist="evil,n[1-2]")
+    found = agreement.round_of(bare, job, 0, "/a/", 0)
+    assert found is not None
+    assert (found.first, found.leads) == ("n1", False)
+    job = msgspec.structs.replace(job, step_nodelist="evil,n2")
+    assert agreement.round_of(bare, job, 0, "/a/", 0) is None
+
+
+# --- what the other node sees for itself
+
+
+class Told:
+    """What a first node told, and what this one has at hand to judge it."""
+
+    def __init__(self, path: Path) -> None:
+        os.setgroups(as_user.groups(ALICE))
+        self.root, self.path = manifest.open_root(str(path), ALICE)
+        seen = manifest.take(self.root, self.path, ALICE, 10**4)
+        self.found = Found(seen, manifest.acls(self.root, seen, ALICE))
+        self.look = agreement.looked(self.root, seen, ALICE, 0.0)
+
+    def holds(self, **facts: object) -> bool:
+        look = msgspec.structs.replace(self.look, **facts)
+        return agreement.agrees(look, self.found, self.root, self.path, ALICE)
+
+
+@pytest.fixture
+def told(path: Path) -> Iterator[Told]:
+    groups = os.getgroups()
+    made = Told(path)
+    yield made
+    os.close(made.root)
+    os.setgroups(groups)
+
+
+def test_look_at_the_same_files_with_the_same_rights_holds(told: Told) -> None:
+    assert told.holds()
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"place": "nfs other:/export /"},
+        {"place": ""},
+        {"groups": (1, 2, 3)},
+        {"path": "/elsewhere"},
+    ],
+)
+def test_look_of_another_file_system_or_of_other_groups_does_not_hold(
+    told: Told, facts: dict[str, object]
+) -> None:
+    assert not told.holds(**facts)
+
+
+def test_file_system_of_a_disk_of_this_node_is_nobody_elses(
+    tmp_path: Path, told: Told, node: Node
+) -> None:
+    """Nodes made of one image of a disk have files with the same numbers and times."""
+    image = node.nvme / "disk"
+    with image.open("wb") as file:
+        file.truncate(8 << 20)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    device = loop.attach(image, read_only=False)
+    mounts.mount(device, str(tmp_path), 0, "ext4")
+    root = os.open(tmp_path, os.O_RDONLY)
+    assert mounts.far_name(root) == ""
+    assert mounts.far_name(told.root).startswith("tmpfs tmpfs /")
+    os.close(root)
+    mounts.umount(str(tmp_path))
+
+
+@pytest.mark.parametrize("what", ["top", "files", "rights", "acls"])
+def test_look_whose_files_are_others_here_does_not_hold(told: Told, path: Path, what: str) -> None:
+    if what == "top":
+        path.chmod(0o711)
+    elif what == "acls":
+        acls = {one.path: b"\2\0\0\0" for one in told.found.manifest.files}
+        told.found = msgspec.structs.replace(told.found, acls=acls)
+    else:
+        for file in path.glob("*/*"):
+            file.write_bytes(b"x") if what == "files" else os.chown(file, BOB.uid, BOB.gid)
+    assert not told.holds()
+
+
+def test_files_that_this_node_does_not_let_the_user_read_are_declined(
+    told: Told, path: Path
+) -> None:
+    for file in path.glob("*/*"):
+        os.chown(file, BOB.uid, BOB.gid)
+        file.chmod(0o600)
+    seen = told.found.manifest
+    there = {os.fsencode(f.relative_to(path)): f.stat() for f in path.glob("*/*")}
+    files = tuple(
+        msgspec.structs.replace(
+            one,
+            mode=there[one.path].st_mode,
+            uid=BOB.uid,
+            gid=BOB.gid,
+            ctime_ns=there[one.path].st_ctime_ns,
+        )
+        if one.path in there
+        else one
+        for one in seen.files
+    )
+    told.found = Found(Manifest(seen.path, files), {})
+    with pytest.raises(manifest.Declined, match="not readable"):
+        told.holds()
+
+
+def test_old_look_is_not_a_steps(told: Told) -> None:
+    assert agreement.is_fresh(told.look, agreement.SKEW)
+    assert not agreement.is_fresh(told.look, agreement.SKEW + 1)
+    assert not agreement.is_fresh(told.look, -agreement.SKEW - 1)
+
+
+@pytest.mark.parametrize("lie", ["size", "digest", "unsound", "garbage"])
+def test_lies_of_a_first_node_have_the_other_look_itself(
+    cluster: Cluster, path: Path, lie: str, told: Told
+) -> None:
+    """Bytes never come from a look; but root makes of it what the kernel parses."""
+    one = Round(cluster.nodes["n1"].cache, 1, told_name(cluster, path), "n1", leads=True)
+    one.cache.prepare(require_mount=False)
+    agreement.prepare(one.cache, 1)
+    files = list(told.found.manifest.files)
+    if lie == "size":
+        files = [msgspec.structs.replace(f, size=10**6) if f.is_file else f for f in files]
+    elif lie == "unsound":
+        files.append(msgspec.structs.replace(files[-1], path=b"../../etc/passwd"))
+    seen = Manifest(told.path, tuple(files))
+    one.keep(Found(seen, {}))
+    if lie == "garbage":
+        (one.cache.looks / "1" / f"{one.name}.files").write_bytes(b"\xc1" * 1000)
+    digest = "0" * 64 if lie == "digest" else seen.digest
+    one.tell(msgspec.structs.replace(told.look, digest=digest))
+    with cluster.serving():
+        found = cluster.start("n2", path)
+    assert (found.state, found.key) == ("ready", told.found.manifest.digest[:32])
+    # It has looked at all of it twice, as who has no peers does.
+    assert cluster.looked("n2") >= 2 * ALL
+
+
+def told_name(cluster: Cluster, path: Path) -> str:
+    found = agreement.round_of(cluster.bare("n2"), cluster.job("n2"), 0, f"{path}/", None)
+    assert found is not None
+    return found.name
+
+
+def test_tree_that_has_just_changed_is_looked_at_by_each_node(
+    cluster: Cluster, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A further change might not show in its times."""
+    monkeypatch.setattr(Later, "wall", Clock.wall)
+    with cluster.serving():
+        assert cluster.start("n1", path) == cluster.start("n2", path)
+    assert cluster.looked("n2") >= 2 * ALL  # also once it was copied
+
+
+def test_file_that_changes_once_it_was_read_here_is_no_entry(cluster: Cluster, path: Path) -> None:
+    file = cluster.nodes["n1"].server / "alice/set/6/6"
+    with cluster.serving():
+        first = cluster.start("n1", path)
+        cluster.nodes["n1"].cache.evict(first.key)  # its bytes are n2's own to read
+        real = manifest.sample
+        calls: list[int] = []
+
+        def sample(found: Manifest) -> list[File]:
+            calls.append(1)
+            if len(calls) == 2:
+                file.write_bytes(b"changed")
+                return [found.files[0]]
+            return real(found)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(manifest, "sample", sample)
+            found = cluster.start("n2", path)
+    assert (found.state, found.reason) == ("declined", "changed")
+    assert cluster.nodes["n2"].entries() == set()
+
+
+def test_looks_go_with_the_job(cluster: Cluster, path: Path) -> None:
+    cluster.start("n1", path)
+    node = cluster.nodes["n1"]
+    assert len(list((node.cache.looks / "1").iterdir())) == 2
+    agreement.sweep(node.cache, node.leases)
+    assert (node.cache.looks / "1").is_dir()
+    assert node.epilog(1).said == ("released", "")
+    assert list(node.cache.looks.iterdir()) == []
+    agreement.prepare(node.cache, 2)
+    agreement.sweep(node.cache, node.leases)
+    assert list(node.cache.looks.iterdir()) == []
+
+
+def test_answer_that_says_nothing_is_none(cluster: Cluster) -> None:
+    one = Round(cluster.nodes["n1"].cache, 1, "0" * 32, "n1", leads=True)
+    one.tell(Look("looked"))  # the job is over: its directory has gone
+    assert one.kept() is None
+    assert not one.cache.looks.exists()

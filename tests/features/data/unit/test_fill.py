@@ -1,0 +1,104 @@
+"""Names in a job's own directory, and what may be put there; no file is touched."""
+
+from __future__ import annotations
+
+import stat
+
+import pytest
+
+from forestage.cache.said import Wanted
+from forestage.errors import Declined
+from forestage.features.data import copy_in, fill
+from forestage.slurm.hints import Request
+
+
+@pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "_X", "A", "CACHE2", "HOMES", "A" * 64])
+def test_variable_may_be_set_to_a_seed(name: str) -> None:
+    assert fill.is_variable(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "lower", "2X", "A-B", "A B", "A=B", "A\n", "Ä", "A" * 65),
+        *("PATH", "HOME", "SHELL", "USER", "LOGNAME", "IFS", "ENV", "TMPDIR"),
+        *("LD_PRELOAD", "LD_LIBRARY_PATH", "SLURM_CONF", "SLURMD_NODENAME", "SPANK_X"),
+        *("ENROOT_DATA_PATH", "PYXIS_X", "PYTHONPATH", "PYTHON", "BASH_ENV", "FORESTAGE_DIR"),
+    ],
+)
+def test_variable_that_others_rely_on_is_never_set(name: str) -> None:
+    assert not fill.is_variable(name)
+    with pytest.raises(Declined):
+        fill.name_of(Request("/a/b", "hint", f"seed:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/lustre/data", "data"),
+        ("/lustre/data/", "data"),
+        ("/lustre/x.tar", "x"),
+        ("/lustre/x.tar.gz", "x"),
+        ("/lustre/x.y.tar.zst", "x.y"),
+        ("/lustre/x.tgz", "x"),
+        ("/lustre/x.TXZ", "x"),
+        ("/lustre/x.tar/", "x.tar"),  # a directory that is called so
+        ("/lustre/model.safetensors", "model.safetensors"),
+        ("./data", "data"),
+    ],
+)
+def test_name_is_the_last_one_of_the_path_without_tar(path: str, name: str) -> None:
+    assert fill.name_of(Request(path, "hint", "job")) == name
+    assert fill.name_of(Request(path, "hint", "seed:CACHE")) == "seed/CACHE"
+
+
+@pytest.mark.parametrize("path", ["/", "/a/..", "/a/.", "/a/seed", "/a/.forestage-0", "/a/.tar"])
+def test_path_without_a_name_of_its_own_is_refused(path: str) -> None:
+    with pytest.raises(Declined) as refused:
+        fill.name_of(Request(path, "hint", "job"))
+    assert refused.value.reason == "bad-hint"
+
+
+def test_first_of_a_name_counts_and_what_is_refused_takes_none() -> None:
+    bad = Request("/a/x", "hint", "seed:PATH")
+    first, second = Request("/a/x", "hint", "job"), Request("/b/x.tar", "hint", "job")
+    image = Request("/c/x", "hint", "/mnt/x")
+    noted = Wanted((bad, image, first, second), 1 << 30)
+    assert fill.must_be_possible(noted, first) == "x"
+    with pytest.raises(Declined, match="has the name x already"):
+        fill.must_be_possible(noted, second)
+
+
+def test_without_a_directory_nothing_can_be_put_there() -> None:
+    request = Request("/a/x", "hint", "job")
+    with pytest.raises(Declined, match="stage-dir=SIZE"):
+        fill.must_be_possible(Wanted((request,)), request)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("a/b", "a/b"), ("/a//b/", "a/b"), ("./a/./b", "a/b"), (".", ""), ("/", ""), ("", "")],
+)
+def test_members_lie_below_the_directory(name: str, expected: str) -> None:
+    assert copy_in.inside(name) == expected
+
+
+@pytest.mark.parametrize("name", ["..", "../a", "a/../../b", "/..", "a/.."])
+def test_member_that_leads_out_is_refused(name: str) -> None:
+    with pytest.raises(copy_in.Bad):
+        copy_in.inside(name)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (stat.S_IFREG | 0o444, 0o644),
+        (stat.S_IFREG | 0o6755, 0o755),
+        (stat.S_IFREG, 0o600),
+        (stat.S_IFDIR | 0o555, 0o755),
+        (stat.S_IFDIR | 0o1777, 0o777),
+        (stat.S_IFDIR, 0o700),
+    ],
+)
+def test_copy_is_its_users_to_change_and_gives_no_other_rights(mode: int, expected: int) -> None:
+    assert copy_in.mode_of(mode) == expected

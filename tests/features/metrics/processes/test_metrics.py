@@ -1,0 +1,604 @@
+"""What Prometheus gets to read: every event once, whatever happens to the logs; bounded; whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from commands import NOW, Site
+from forestage import events
+from forestage.admin import status, sweep
+from forestage.admin.tally import Tally
+from forestage.cache import disk_errors
+from forestage.cache.layout import Cache
+from forestage.cli.world import Exit
+from forestage.clock import Clock
+from forestage.config import Config, Peering
+from forestage.events import Copied, Event, Handled, append, log
+from forestage.events.reasons import FAILURES, REASONS
+from forestage.features.metrics import export as metrics
+from forestage.features.metrics.export import Exported
+from forestage.features.peers import unanswered
+from forestage.paths import Places
+from forestage.system import lock, records
+
+HERE = Path(__file__).parent
+PACKAGING = HERE.parents[3] / "packaging"
+RULES = PACKAGING / "prometheus/forestage.rules.yml"
+TEXTFILE = "var/lib/prometheus/node-exporter/forestage.prom"
+
+
+def hit(job: int, **changes: object) -> Event:
+    outcome = msgspec.structs.replace(Handled("hit", redirect="mounted", size=1), **changes)
+    return Event(time=float(job), hook="prolog", job=job, outcome=outcome)
+
+
+def count(places: Places) -> Tally:
+    with metrics.alone(places):
+        return metrics.count(places)
+
+
+def hits(tally: Tally) -> int:
+    return tally.requests.get("prolog", {}).get("hit", 0)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places(tmp_path)
+
+
+# --- every event once
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 7])
+def test_rotated_log_loses_and_repeats_no_event(
+    places: Places, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    monkeypatch.setattr(log, "ROTATE_AT", 800)  # some eight events
+    assert hits(count(places)) == 0, "a node without a log"
+    for job in range(1, 100):
+        append(places.events, [hit(job)])
+        if job % every == 0:
+            assert [hits(count(places)) for _ in range(2)] == [job, job]
+    assert places.events.with_name("events.jsonl.1").exists()
+
+
+def test_events_rotated_away_unread_are_all_that_is_lost(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(places.events, [hit(1)])
+    assert hits(count(places)) == 1
+    monkeypatch.setattr(log, "ROTATE_AT", 800)
+    for job in range(2, 100):
+        append(places.events, [hit(job)])
+    left = len(list(events.read(places.events)))
+    assert left < 98
+    assert [hits(count(places)) for _ in range(2)] == [1 + left] * 2
+
+
+def test_rotation_while_reading_hides_no_event(places: Places) -> None:
+    older = places.events.with_name("events.jsonl.1")
+    append(older, [hit(1)])
+    append(places.events, [hit(2)])
+    seen: dict[str, int] = {}
+    reader = events.unread(places.events, seen)
+    got = [next(reader).job]  # it is at the older log now
+    places.events.rename(older)
+    append(places.events, [hit(3)])
+    got += [one.job for one in reader]
+    assert got == [1, 3]
+    assert [one.job for one in events.unread(places.events, seen)] == [2]
+    assert list(events.unread(places.events, seen)) == []
+
+
+def test_new_log_with_old_inode_and_length_is_read(places: Places) -> None:
+    append(places.events, [hit(job) for job in range(10, 20)])
+    assert hits(count(places)) == 10
+    size, inode = places.events.stat().st_size, places.events.stat().st_ino
+    with places.events.open("r+b") as file:  # truncated and written anew: it is the same inode
+        file.truncate(0)
+    append(places.events, [hit(job) for job in range(20, 30)])
+    assert (places.events.stat().st_size, places.events.stat().st_ino) == (size, inode)
+    assert hits(count(places)) == 20
+
+
+def test_truncated_log_is_read_on_and_damaged_lines_are_skipped(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "MAX_LINE", 1000)
+    append(places.events, [hit(1), hit(2)])
+    one = places.events.stat().st_size // 2
+    assert hits(count(places)) == 2
+    os.truncate(places.events, one)
+    assert hits(count(places)) == 2
+    with places.events.open("ab") as file:
+        file.write(b"x" * 2500 + b'\n{"time":')
+    append(places.events, [hit(3)])
+    assert [hits(count(places)) for _ in range(2)] == [3, 3]
+
+
+def test_unfinished_line_is_counted_once_it_is_whole(places: Places) -> None:
+    append(places.events, [hit(1), hit(2)])
+    whole = places.events.read_bytes()
+    places.events.write_bytes(whole[:-5])
+    assert hits(count(places)) == 1
+    with places.events.open("ab") as file:
+        file.write(whole[-5:])
+    assert hits(count(places)) == 2
+
+
+def test_run_that_cannot_write_counts_nothing(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(places.events, [hit(1)])
+    with monkeypatch.context() as patch:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(records, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            count(places)
+    assert hits(count(places)) == 1
+
+
+def test_parallel_runs_and_hooks_count_each_event_once(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Some 205 events: rotated once. What a hook writes to a log that was rotated twice since it
+    # opened it is lost, and here a thread may stand still for as long.
+    monkeypatch.setattr(log, "ROTATE_AT", 24_000)
+    monkeypatch.setattr(metrics, "PATIENCE", 600.0)
+
+    def hooks(number: int) -> None:
+        for job in range(100):
+            append(places.events, [hit(1000 * number + job)])
+            if job % 20 == 0:
+                count(places)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(hooks, range(1, 5)))
+    assert hits(count(places)) == 400
+
+
+def test_parallel_runs_exclude_each_other_until_the_file_is_written(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step of a run, up to the file that is read, is closed to others."""
+    append(site.places.events, [hit(1)])
+    monkeypatch.setattr(metrics, "PATIENCE", 0.0)
+    write, tried = records.write, []
+    me = threading.get_ident()
+
+    def beside(path: Path, data: bytes, mode: int = 0o600) -> None:
+        if threading.get_ident() == me:
+            with ThreadPoolExecutor(1) as pool, pytest.raises(lock.Busy):
+                pool.submit(metrics.export, site.places, Clock(), "1").result()
+            tried.append(path.name)
+        write(path, data, mode)
+
+    monkeypatch.setattr(records, "write", beside)
+    metrics.export(site.places, Clock(), "1")
+    assert tried == ["tally.json", "forestage.prom"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"tally": 3}', b"\xff" * 100])
+def test_damaged_tally_restarts_from_the_logs(
+    places: Places, damage: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    append(places.events, [hit(1), hit(2)])
+    count(places)
+    places.tally.write_bytes(damage)
+    assert hits(count(places)) == 2
+    assert "metrics start again from zero" in capfd.readouterr().err
+
+
+# --- what the text says
+
+
+def samples(text: str | bytes) -> dict[str, float]:
+    """Each series as Prometheus names it, and its value."""
+    text = text.decode() if isinstance(text, bytes) else text
+    return {
+        sample.name + "".join(f" {k}={v}" for k, v in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_labels_hold_no_user_image_job_or_unknown_reason() -> None:
+    odd = 'x"y\n{z}'
+    tally = Tally()
+    bare = samples(metrics.text(Exported(Tally(), "1", off=False)))
+    for number in range(50):
+        tally.add(hit(number, image=f"/{odd}", key=odd, request=odd, result="failed", reason=odd))
+        tally.add(hit(number, result="declined", reason=f"{number}", detail=odd))
+    found = samples(metrics.text(Exported(tally, "1", off=False)))
+    assert found.keys() == bare.keys()
+    assert found["forestage_errors_total reason=other"] == 50
+    assert found["forestage_declined_total reason=other"] == 50
+
+
+@pytest.mark.parametrize(
+    ("enabled", "has_service", "said"),
+    [
+        (None, True, "on"),
+        (None, False, "down"),
+        (True, False, "down"),
+        (False, True, "off"),
+    ],
+)
+def test_peers_are_down_where_only_the_service_is_missing(
+    enabled: bool | None, has_service: bool, said: str
+) -> None:
+    config = Config(peers=Peering(enabled=enabled))
+    facts = Exported(Tally(), "1", off=False, config=config, has_service=has_service)
+    (info,) = (name for name in samples(metrics.text(facts)) if name.startswith("forestage_info"))
+    assert f"peers={said} " in info
+
+
+def test_nodes_that_did_not_answer_are_counted(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+
+    def count() -> float:
+        return samples(metrics.export(site.places, Clock(), "1", is_shown=True))[
+            "forestage_peers_unanswered"
+        ]
+
+    assert count() == 0
+    for name in ("n7", "n8"):
+        unanswered.note_silence(site.places, name, time.monotonic())
+    assert count() == 2
+
+
+def test_empty_tally_exports_every_series() -> None:
+    """increase() of a series that begins with 1 is 0: the first error would be no alert."""
+    found = samples(metrics.text(Exported(Tally(), "1", off=False)))
+    errors = {name for name in found if name.startswith("forestage_errors_total")}
+    assert errors == {f"forestage_errors_total reason={reason}" for reason in (*FAILURES, "other")}
+    declined = {name.partition("=")[2] for name in found if "declined_total reason" in name}
+    assert declined == {*REASONS, "other"} - FAILURES
+    assert all(value == 0 for name, value in found.items() if "_total" in name)
+    assert len(found) < 300
+
+
+def test_reason_that_is_counted_has_its_series_and_each_failure_is_a_known_reason() -> None:
+    tally = Tally()
+    tally.add(hit(1, result="failed", reason="source-error"))
+    found = samples(metrics.text(Exported(tally, "1", off=False)))
+    assert found["forestage_errors_total reason=source-error"] == 1
+    assert set(REASONS) >= FAILURES
+    raised: set[str] = set()
+    for file in (PACKAGING.parent / "src/forestage").rglob("*.py"):
+        raised |= set(re.findall(r'\bFailed\(\s*"([a-z-]+)"', file.read_text()))
+    # Two classes give their own reason; no outcome has the one about a step's record.
+    assert {*raised, "busy", "redirect"} - {"bad-path"} == FAILURES
+
+
+def test_every_count_has_its_series() -> None:
+    tally = Tally()
+    for job, outcome in enumerate(
+        (
+            Handled("hit", redirect="mounted", size=100, wait=0.02),
+            Handled("joined", redirect="mounted", size=30, wait=4.0),
+            Handled("declined", reason="deadline", key="k", wait=15.0),
+            Handled("declined", reason="outside-sources", wait=0.0),
+        )
+    ):
+        tally.add(Event(1.0, "prolog", job, outcome))
+    copied = Copied("copied", size=1000, from_peers=400, from_others=150, copying=1e-6)
+    tally.add(Event(1.0, "stager", 4, msgspec.structs.replace(copied, evicted=("k",))))
+    found = samples(metrics.text(Exported(tally, "1", off=True)))
+    expected = {
+        "requests_total hook=prolog result=hit": 1,
+        "requests_total hook=prolog result=joined": 1,
+        "requests_total hook=prolog result=declined": 2,
+        "requests_total hook=step result=hit": 0,
+        "starts_total result=hit": 1,
+        "starts_total result=joined": 1,
+        "starts_total result=declined": 1,
+        "starts_total result=excluded": 1,
+        "declined_total reason=deadline": 1,
+        "spared_bytes_total by=hit": 100,
+        "spared_bytes_total by=joined": 30,
+        "spared_bytes_total by=peers": 250,
+        "spared_bytes_total by=others": 150,
+        "copied_bytes_total from=source": 600,
+        "copied_bytes_total from=peers": 250,
+        "copied_bytes_total from=others": 150,
+        "copies_total result=copied": 1,
+        "evictions_total hook=stager": 1,
+        "wait_seconds_bucket hook=prolog le=0.1": 2,
+        "wait_seconds_bucket hook=prolog le=10.0": 3,
+        "wait_seconds_bucket hook=prolog le=+Inf": 4,
+        "wait_seconds_count hook=prolog": 4,
+        "wait_seconds_sum hook=prolog": 19.02,
+        "copy_rate_bytes_per_second_bucket le=500000000.0": 0,
+        "copy_rate_bytes_per_second_bucket le=1000000000.0": 1,
+        "switched_off": 1,
+        "config_valid": 0,
+    }
+    assert {name: found[f"forestage_{name}"] for name in expected} == expected
+
+
+# --- the command
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    (tmp_path / TEXTFILE).parent.mkdir(parents=True)
+    return Site(tmp_path)
+
+
+def written(site: Site) -> dict[str, float]:
+    return samples((site.places.root / TEXTFILE).read_text())
+
+
+def test_textfile_is_world_readable_and_alone(site: Site) -> None:
+    was = os.umask(0o077)
+    try:
+        assert site.run("metrics").exit_code == Exit.OK
+    finally:
+        os.umask(was)
+    file = site.places.root / TEXTFILE
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_node_state_is_exported(site: Site) -> None:
+    for name in ("a.sqsh", "b.sqsh"):
+        site.publish(site.image(name))
+    site.lease(7)
+    site.run("metrics")
+    found = written(site)
+    assert found["forestage_entries"] == 2
+    assert found["forestage_leases"] == 1
+    assert found["forestage_cache_usable"] == found["forestage_config_valid"] == 1
+    assert found["forestage_switched_off"] == 0
+    assert 0 < found["forestage_cache_bytes"] < found["forestage_cache_max_bytes"]
+    assert found["forestage_disk_free_bytes"] <= found["forestage_disk_bytes"]
+    assert "forestage_oldest_lease_timestamp_seconds" in found
+    assert [name for name in found if name.startswith("forestage_info ")]
+
+
+def info(site: Site) -> str:
+    (found,) = (name for name in written(site) if name.startswith("forestage_info "))
+    return found
+
+
+def test_redirect_is_what_auto_means_on_the_node(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    site.run("metrics")
+    assert "redirect=bind" in info(site)
+    conf = site.places.root / "etc/slurm/slurm.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text("ClusterName=x\n")
+    conf.with_name("plugstack.conf").write_text("optional /usr/lib/slurm/forestage.so\n")
+    site.run("metrics")
+    assert "redirect=bind" in info(site), "no Slurm has loaded it"
+    site.places.run.mkdir(parents=True, exist_ok=True)
+    site.places.loaded.touch()
+    site.run("metrics")
+    assert "redirect=spank" in info(site)
+    site.configure("redirect: none\n")
+    site.run("metrics")
+    assert "redirect=none" in info(site)
+
+
+def test_disk_that_lost_data_is_exported_even_where_the_cache_cannot_be_used(site: Site) -> None:
+    site.run("metrics")
+    assert written(site)["forestage_disk_doubt"] == 0
+    assert "forestage_disk_doubt_timestamp_seconds" not in written(site)
+    disk_errors.begin(site.places, site.world.clock, "test")
+    open_cache(site)
+    site.run("metrics")
+    assert written(site)["forestage_disk_doubt"] == 1
+    assert written(site)["forestage_disk_doubt_timestamp_seconds"] == NOW
+
+
+def state(site: Site) -> list[str]:
+    """The states that are 1."""
+    names = {name: value for name, value in written(site).items() if "forestage_state " in name}
+    assert len(names) == len(status.STATES)
+    return [name.partition("state=")[2] for name, value in names.items() if value]
+
+
+def test_state_is_one_series_each_and_a_copy_that_failed_makes_the_cache_unusable(
+    site: Site,
+) -> None:
+    site.node.cache.prepare(False)
+    site.run("metrics")
+    assert (state(site), written(site)["forestage_cache_usable"]) == (["ok"], 1)
+    failed = Copied("failed", reason="io", key="k")
+    append(site.places.events, [Event(time=NOW - 60, hook="stager", job=7, outcome=failed)])
+    site.run("metrics")
+    assert (state(site), written(site)["forestage_cache_usable"]) == (["failing"], 0)
+    site.configure("enabled: maybe\n")
+    site.run("metrics")
+    assert state(site) == []
+
+
+def off_by_file(site: Site) -> None:
+    site.places.run.mkdir(parents=True, exist_ok=True)
+    site.places.disabled.touch()
+
+
+def open_cache(site: Site) -> None:
+    site.node.cache.prepare(False)
+    site.node.cache.root.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code", "gauges"),
+    [
+        (off_by_file, Exit.OK, {"switched_off": 1, "cache_usable": 1}),
+        (lambda site: site.configure("enabled: false\n"), Exit.OK, {"switched_off": 1}),
+        (
+            lambda site: site.configure("nonsense: true\n"),
+            Exit.CONFIG,
+            {"config_valid": 0, "cache_usable": 0},
+        ),
+        (open_cache, Exit.OK, {"config_valid": 1, "cache_usable": 0}),
+    ],
+)
+def test_node_in_trouble_is_exported_and_its_counters_go_on(
+    site: Site, trouble: Callable[[Site], None], code: Exit, gauges: dict[str, float]
+) -> None:
+    site.run("metrics")
+    append(site.places.events, [hit(1)])
+    trouble(site)
+    assert site.run("metrics").exit_code == code
+    found = written(site)
+    assert {name: found[f"forestage_{name}"] for name in gauges} == gauges
+    assert found["forestage_requests_total hook=prolog result=hit"] == 1
+
+
+def test_disk_errors_leave_counters(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.publish(site.image("a.sqsh"))
+
+    def broken(_: Cache) -> list[object]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Cache, "stored_entries", broken)
+    assert site.run("metrics").exit_code == Exit.OK
+    assert written(site)["forestage_cache_usable"] == 0
+
+
+def test_missing_textfile_directory_is_an_error_unless_disabled(site: Site) -> None:
+    shutil.rmtree((site.places.root / TEXTFILE).parent)
+    done = site.run("metrics")
+    assert done.exit_code == Exit.FAILED
+    assert "node exporter" in done.stderr
+    shown = site.run("metrics", "--print")
+    assert (shown.exit_code, samples(shown.stdout)["forestage_config_valid"]) == (Exit.OK, 1)
+    site.configure("metrics: {textfile: null}\n")
+    done = site.run("metrics", "--print")
+    assert done.exit_code == Exit.OK
+    assert samples(done.stdout)["forestage_config_valid"] == 1
+
+
+def test_textfile_may_lie_elsewhere_if_named_prom(site: Site) -> None:
+    site.configure("metrics: {textfile: /other/x.prom}\n")
+    (site.places.root / "other").mkdir()
+    site.run("metrics")
+    assert samples((site.places.root / "other/x.prom").read_text())
+    site.configure("metrics: {textfile: /other/x.txt}\n")
+    assert site.run("metrics").exit_code == Exit.CONFIG
+
+
+def by_metrics(site: Site) -> None:
+    site.run("metrics")
+
+
+def by_sweep(site: Site) -> None:
+    sweep.drop_old_metrics(site.node)
+
+
+BY = pytest.mark.parametrize("by", [by_metrics, by_sweep])
+
+
+@BY
+@pytest.mark.parametrize("path", ["null", "/other/y.prom"])
+@pytest.mark.parametrize("before", [f"/{TEXTFILE}", "/other/x.prom"])
+def test_file_of_before_is_deleted_once_textfile_is_another(
+    site: Site, by: Callable[[Site], None], path: str, before: str
+) -> None:
+    """Its values would be exported for ever; in the same folder node exporter refuses both."""
+    (site.places.root / "other").mkdir()
+    site.configure(f"metrics: {{textfile: {before}}}\n")
+    site.run("metrics")
+    old = site.places.root / before.lstrip("/")
+    assert samples(old.read_text())["forestage_written_timestamp_seconds"] == NOW
+    by(site)
+    assert old.exists()
+    site.configure(f"metrics: {{textfile: {path}}}\n")
+    by(site)
+    assert not old.exists()
+    site.run("metrics")
+    left = [file.name for file in (site.places.root / "other").iterdir()]
+    assert left == ([] if path == "null" else ["y.prom"])
+
+
+@BY
+def test_file_of_an_earlier_release_is_deleted_and_none_that_is_not_ours(
+    site: Site, by: Callable[[Site], None]
+) -> None:
+    """That release kept no record of it."""
+    old = site.places.root / TEXTFILE
+    site.run("metrics")
+    assert not site.places.textfile.exists()
+    site.configure("metrics: {textfile: null}\n")
+    by(site)
+    assert not old.exists()
+    site.places.textfile.unlink()
+    old.write_text("# HELP node_temperature of an admin's\n")
+    by(site)
+    assert old.exists()
+
+
+def test_broken_configuration_is_told_in_the_file_that_is_read(site: Site) -> None:
+    (site.places.root / "other").mkdir()
+    own = site.places.root / "other/x.prom"
+    site.configure("metrics: {textfile: /other/x.prom}\n")
+    site.run("metrics")
+    site.configure("enabled: maybe\n")
+    assert site.run("metrics").exit_code == Exit.CONFIG
+    assert samples(own.read_text())["forestage_config_valid"] == 0
+    assert not (site.places.root / TEXTFILE).exists()
+
+
+def test_record_that_cannot_be_kept_is_no_error(site: Site) -> None:
+    (site.places.root / "other").mkdir()
+    site.places.textfile.parent.parent.mkdir(parents=True, exist_ok=True)
+    site.places.textfile.parent.touch()  # where the directory would be
+    site.configure("metrics: {textfile: /other/x.prom}\n")
+    assert site.run("metrics").exit_code == Exit.OK
+    assert (site.places.root / "other/x.prom").exists()
+
+
+def test_user_without_rights_gets_exit_status_permission(site: Site) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    site.run("metrics")
+    site.places.tally.parent.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        assert site.run("metrics").exit_code == Exit.PERMISSION
+    finally:
+        os.seteuid(0)
+
+
+# --- with Prometheus' own tools; tests/slurm has the servers
+
+
+def test_promtool_accepts_the_text(site: Site, promtool: str) -> None:
+    site.publish(site.image("a.sqsh"))
+    text = site.run("metrics", "--print").stdout
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=text, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("file", [RULES, PACKAGING / "grafana/forestage.json"], ids=str)
+def test_rules_and_dashboard_use_existing_metrics(site: Site, file: Path) -> None:
+    site.publish(site.image("a.sqsh"))
+    site.lease(7)
+    site.run("metrics")
+    there = {name.split(" ")[0] for name in written(site)}
+    named = set(re.findall(r"\bforestage_\w+", file.read_text()))
+    assert named
+    assert named - there == set()

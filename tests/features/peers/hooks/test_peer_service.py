@@ -1,0 +1,801 @@
+"""A node's peer service, as a real process: it gives what it should, and nothing to strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.cache import digest, readers
+from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Part
+from forestage.config import Config
+from forestage.errors import PeerError
+from forestage.features.data import first_node as peers_first
+from forestage.features.data.first_node import First
+from forestage.features.peers import activation, auth, proven, stats
+from forestage.features.peers.auth import KeyFile
+from node import ALICE, HANGS, until
+from peering import (
+    CHUNK,
+    COUNT,
+    SIZE,
+    Client,
+    Node,
+    Stranger,
+    image,
+    of_chunk,
+    stager,
+)
+
+SHARED = KeyFile(b"k" * 64)
+OTHER_KEY = "0" * 32
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    made = Node(tmp_path_factory.mktemp("n1"))
+    made.publish()
+    with made.serving():
+        yield made
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Node:
+    """Another one, for the test alone."""
+    return Node(tmp_path / "n1")
+
+
+@pytest.fixture
+def key() -> str:
+    return image().key
+
+
+@pytest.fixture
+def known(node: Node, key: str) -> Stranger:
+    """Root of the cluster, with a session, who may ask for anything."""
+    return logged_in(node, key)
+
+
+def logged_in(node: Node, key: str) -> Stranger:
+    made = Stranger(node.port)
+    assert made.log_in(SHARED, key) == 200
+    return made
+
+
+@pytest.fixture
+def copying(node: Node) -> Iterator[Part]:
+    """A live copy under way, of which nothing is in."""
+    with stager(node, seed=2) as pid:
+        yield node.part(seed=2, pid=pid)
+    node.cache.drop_part(image(2).key)
+    shutil.rmtree(node.cache.entry_dir(image(2).key), ignore_errors=True)
+
+
+# --- what it gives
+
+
+def test_chunks_of_entry_are_right_to_the_last_byte(node: Node, key: str) -> None:
+    client = Client(node, key)
+    assert [client.fetch(number) for number in range(COUNT)] == [
+        of_chunk(number) for number in range(COUNT)
+    ]
+    assert client.has == [(1 << COUNT) - 1] * COUNT
+
+
+def test_node_that_is_switched_off_gives_nothing_until_it_is_on(node: Node, key: str) -> None:
+    """Its bytes may be why: off serves no job of another node either."""
+    client = Client(node, key)
+    assert client.fetch(0) == of_chunk(0)
+    node.places.disabled.write_text("INC-42: wrong bytes?\n")
+    try:
+        assert (client.why(1), client.has[1:]) == ("absent", [0])
+    finally:
+        node.places.disabled.unlink()
+    assert client.fetch(1) == of_chunk(1)
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_chunk_arriving_during_the_wait_is_given(
+    node: Node, copying: Part, published: bool
+) -> None:
+    client = Client(node, image(2).key)
+    if published:  # but for the one: what is there as that arrives is no race
+        for number in {*range(COUNT)} - {2}:
+            node.bring(copying, number, seed=2)
+    found: list[bytes] = []
+    waiter = threading.Thread(target=lambda: found.append(client.fetch(2, wait=90.0)))
+    waiter.start()
+    time.sleep(0.2)
+    assert not found
+    if published:
+        node.finish(copying, seed=2)
+    else:
+        node.bring(copying, 2, seed=2)
+    waiter.join()
+    assert found == [of_chunk(2, seed=2)]
+    assert client.has == [(1 << COUNT) - 1 if published else 1 << 2]
+
+
+@pytest.mark.parametrize(("wait", "wanted"), [(0.1, [1]), (0.0, [])])
+def test_copy_is_told_of_a_chunk_that_another_node_waits_for(
+    node: Node, copying: Part, wait: float, wanted: list[int]
+) -> None:
+    key = image(2).key
+    memory = readers.make(node.places.through / key, SIZE, CHUNK, copying.image)
+    assert memory is not None
+    assert Client(node, key).why(1, wait=wait) == "absent"
+    assert memory.wanted() == wanted
+
+
+def test_chunk_not_arriving_is_absent_after_the_wait(node: Node, copying: Part) -> None:
+    node.bring(copying, 0, seed=2)
+    client = Client(node, image(2).key)
+    assert (client.why(1, wait=0.1), client.has) == ("absent", [1])
+
+
+def test_failed_source_is_reported_to_clients(node: Node, copying: Part) -> None:
+    """Else each of the others waits for what it should read, and would read it."""
+    node.bring(copying, 0, seed=2)
+    client = Client(node, image(2).key)
+    client.fetch(0)
+    assert not client.source_failed
+    copying.note_source_failed()
+    client.fetch(0)
+    assert (client.has, client.source_failed) == ([1, 1], True)
+
+
+def test_killed_stager_is_reported_to_clients(node: Node) -> None:
+    """Else the others ask it for what it should read, again and again, and nobody reads it."""
+    with stager(node, seed=3) as pid:
+        part = node.part(seed=3, pid=pid)
+        node.bring(part, 0, seed=3)
+        client = Client(node, image(3).key)
+        client.fetch(0)
+        assert not client.source_failed
+    assert client.why(1) == "absent"
+    assert (client.has, client.source_failed) == ([1, 1], True)
+
+
+def test_chunk_of_dead_copy_is_given(node: Node, known: Stranger) -> None:
+    part = node.part(seed=3, pid=0)
+    known.log_in(SHARED, image(3).key)
+    assert known.chunk(image(3).key, 0) == 404
+    node.bring(part, 0, seed=3)
+    assert known.chunk(image(3).key, 0, wait="5") == 206
+
+
+def test_entry_evicted_during_upload_is_sent_to_its_end(node: Node) -> None:
+    """The first piece has come; the rest, still to be sent, is no longer under any name."""
+    key = node.publish(seed=7)
+    client = Client(node, key)
+    pieces: list[bytes] = []
+
+    def write(at: int, piece: memoryview) -> None:
+        if not pieces:
+            node.cache.evict(key)
+            node.cache.delete_evicted()
+        pieces.append(bytes(piece))
+
+    client.fetch_to(write, number=1)
+    assert b"".join(pieces) == of_chunk(1, seed=7)
+    assert client.why(1) == "absent"
+
+
+def test_set_of_most_chunks_that_are_asked_of_peers_fits_its_header(node: Node) -> None:
+    key = node.publish(seed=9)
+    file = node.cache.entry_dir(key) / "map"
+    digests = file.read_bytes()[: COUNT * ENTRY_BYTES]
+    file.write_bytes(digests.ljust(MAX_SHARED * ENTRY_BYTES, b"\1"))
+    client = Client(node, key)
+    assert client.fetch(0) == of_chunk(0, seed=9)
+    assert client.has == [(1 << MAX_SHARED) - 1]
+
+
+# --- what it does not
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/v1",
+        "/v1/chunk",
+        "/v1/chunk/",
+        "/v1/chunk/../../etc/passwd",
+        "/v1/chunk/%2e%2e/0",
+        "/v1/chunk/{key}",
+        "/v1/chunk/{key}/",
+        "/v1/chunk/{key}/-1",
+        "/v1/chunk/{key}/00",
+        "/v1/chunk/{key}/1e0",
+        "/v1/chunk/{key}/%30",
+        "/v1/chunk/{key}/0/",
+        "/v1/chunk/{key}/0?x",
+        "/v1/chunk/{key}/../{key}/0",
+        "/v1/chunk/{key}/1234567890",
+        "/v1/chunk/{key}0/0",
+        "/v1/chunk/{upper}/0",
+        "/v1/chunk//etc/passwd/0",
+        "//v1/chunk/{key}/0",
+        "http://127.0.0.1/v1/chunk/{key}/0",
+    ],
+)
+def test_path_other_than_key_and_number_is_refused(known: Stranger, key: str, path: str) -> None:
+    asked = path.format(key=key, upper=key.upper().replace("0", "A"))
+    assert known.chunk(key, 0, path=asked) in (400, 404)
+    assert known.chunk(key, 0) == 206
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PROPFIND"])
+def test_other_methods_are_not_found(node: Node, key: str, method: str) -> None:
+    assert Stranger(node.port).ask(f"/v1/chunk/{key}/0", method)[0] == 404
+
+
+def test_request_without_session_is_unauthorized_whether_the_key_is_known_or_not(
+    node: Node, key: str
+) -> None:
+    assert Stranger(node.port).ask(f"/v1/chunk/{key}/0", Range="bytes=0-1048575")[0] == 401
+    for asked in (key, OTHER_KEY):
+        assert Stranger(node.port).chunk(asked, 0) == 401
+
+
+@pytest.mark.parametrize("guess", [b"", b"guessed"])
+def test_recorded_session_without_its_secret_is_refused(
+    node: Node, known: Stranger, key: str, guess: bytes
+) -> None:
+    thief = Stranger(node.port)
+    thief.session, thief.secret, thief.counter = known.session, guess, 1000
+    assert thief.chunk(key, 0) == 403
+
+
+def test_recorded_request_is_refused(known: Stranger, key: str) -> None:
+    assert known.chunk(key, 0, counter=7) == 206
+    assert known.chunk(key, 0, counter=7) == 403
+    assert known.chunk(key, 0, counter=6) == 206, "threads do not ask in order"
+
+
+@pytest.mark.parametrize("counter", ["", "-1", "x", "1.0", "9" * 19, "١"])
+def test_invalid_request_number_is_unauthorized(known: Stranger, key: str, counter: str) -> None:
+    said = counter.encode().decode("latin-1")
+    path = f"/v1/chunk/{key}/0"
+    assert known.ask(path, Forestage_Session=known.session, Forestage_Counter=said)[0] == 401
+
+
+def test_session_for_other_key_is_refused(node: Node, known: Stranger) -> None:
+    other = node.publish(seed=8)
+    assert known.chunk(other, 0) == 403
+
+
+def test_unknown_key_is_not_found(known: Stranger) -> None:
+    known.log_in(SHARED, OTHER_KEY)
+    assert known.chunk(OTHER_KEY, 0) == 404
+
+
+@pytest.mark.parametrize("number", [COUNT, 999999999])
+def test_number_out_of_range_is_refused(known: Stranger, key: str, number: int) -> None:
+    assert known.chunk(key, number) == 416
+
+
+@pytest.mark.parametrize(
+    "within",
+    [
+        "",
+        "bytes=0-",
+        "bytes=-5",
+        "bytes=0-0",
+        f"bytes=0-{CHUNK}",
+        f"bytes=0-{CHUNK - 1},5-6",
+        f"bytes=1-{CHUNK - 1}",
+        f"bytes={CHUNK}-{2 * CHUNK - 1}",
+        f"bytes=0-{SIZE - 1}",
+        f"chars=0-{CHUNK - 1}",
+    ],
+)
+def test_range_other_than_the_chunk_is_refused(known: Stranger, key: str, within: str) -> None:
+    assert known.chunk(key, 0, within=within) == 416
+
+
+def test_other_chunk_size_is_refused_before_the_wait(copying: Part, known: Stranger) -> None:
+    known.log_in(SHARED, image(2).key)
+    assert known.chunk(image(2).key, 0, within="bytes=0-16777215", wait="5") == 416
+
+
+# --- looks at directories
+
+
+@pytest.fixture
+def look(node: Node) -> Iterator[Path]:
+    """What n1 has found for job 7, of which the name is OTHER_KEY."""
+    directory = node.cache.looks / "7"
+    directory.mkdir(parents=True)
+    (directory / OTHER_KEY).write_bytes(b"found")
+    (directory / f"{OTHER_KEY}.files").write_bytes(b"files")
+    yield directory
+    shutil.rmtree(node.cache.looks)
+
+
+def first(node: Node, job: int = 7, name: str = OTHER_KEY) -> First:
+    return First(node.config, node.places, "n1", job, name)
+
+
+def test_look_is_given_with_all_that_belongs_to_it(node: Node, look: Path) -> None:
+    asked = first(node)
+    assert (asked.ask(), asked.ask(".files"), asked.ask()) == (b"found", b"files", b"found")
+    (look / OTHER_KEY).unlink()
+    assert asked.ask() is None
+    assert first(node, job=8).ask() is None
+    asked.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"/v1/look/7/{OTHER_KEY}.json",
+        f"/v1/look/7/{OTHER_KEY}/",
+        f"/v1/look/07/{OTHER_KEY}",
+        f"/v1/look/../looks/7/{OTHER_KEY}",
+        "/v1/look/7/../../format",
+    ],
+)
+def test_path_other_than_that_of_a_look_is_not_found(node: Node, look: Path, path: str) -> None:
+    assert logged_in(node, OTHER_KEY).chunk(OTHER_KEY, 0, path=path, within="") == 404
+
+
+def test_look_is_given_to_who_may_ask_for_it_alone(node: Node, look: Path, key: str) -> None:
+    path = f"/v1/look/7/{OTHER_KEY}"
+    assert Stranger(node.port).chunk(OTHER_KEY, 0, path=path, within="") == 401
+    assert logged_in(node, key).chunk(OTHER_KEY, 0, path=path, within="") == 403
+    known = logged_in(node, OTHER_KEY)
+    assert known.chunk(OTHER_KEY, 0, path=path, within="") == 200
+    known.secret = b"guessed"
+    assert known.chunk(OTHER_KEY, 0, path=path, within="") == 403
+
+
+def test_link_in_place_of_a_look_is_not_followed(node: Node, look: Path) -> None:
+    (look / OTHER_KEY).unlink()
+    (look / OTHER_KEY).symlink_to("/etc/passwd")
+    with pytest.raises(PeerError):
+        first(node).ask()
+
+
+@pytest.mark.parametrize("lie", ["bytes", "mac", "none"])
+def test_look_that_was_changed_on_its_way_is_refused(
+    node: Node, look: Path, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    real = http.client.HTTPResponse.read
+    get = http.client.HTTPMessage.get
+
+    def read(response: http.client.HTTPResponse, *size: int) -> bytes:
+        found = real(response, *size)
+        if lie == "none":
+            response.status = 404
+        return b"FOUND" if found == b"found" and lie == "bytes" else found
+
+    def header(message: http.client.HTTPMessage, name: str, *otherwise: object) -> object:
+        return "0" * 64 if lie == "mac" and "Mac" in name else get(message, name, *otherwise)
+
+    monkeypatch.setattr(http.client.HTTPResponse, "read", read)
+    monkeypatch.setattr(http.client.HTTPMessage, "get", header)
+    with pytest.raises(PeerError, match="wrong"):
+        first(node).ask()
+
+
+def test_look_of_any_size_is_not_taken(
+    node: Node, look: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_first, "MOST", 4)
+    with pytest.raises(PeerError, match="5 bytes"):
+        first(node).ask()
+
+
+def test_client_of_a_look_goes_on_after_restart_of_the_service(own: Node) -> None:
+    (own.cache.looks / "7").mkdir(parents=True)
+    (own.cache.looks / "7" / OTHER_KEY).write_bytes(b"found")
+    asked = first(own)
+    for _ in range(2):
+        with own.serving():
+            assert asked.ask() == b"found"
+
+
+# --- credentials
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "MUNGE:AwQDAAA:", "\0", '{"protocol":"forestage-1"}', "[" * 4000, "é" * 9]
+)
+def test_invalid_credential_opens_nothing(node: Node, text: str) -> None:
+    assert Stranger(node.port).ask("/v1/session", "POST", text.encode())[0] in (403, 413)
+
+
+def test_credential_of_other_key_file_opens_nothing(node: Node, key: str) -> None:
+    assert Stranger(node.port).log_in(KeyFile(b"x" * 64), key) == 403
+
+
+def test_credential_opens_one_session_only(node: Node, key: str) -> None:
+    offer = SHARED.offer(key)
+    assert [Stranger(node.port).send_credential(offer) for _ in range(2)] == [200, 403]
+
+
+def test_recorded_credential_on_another_node_opens_a_session_of_no_use(
+    own: Node, known: Stranger, key: str
+) -> None:
+    """Neither a request of one's own nor one that was recorded has a right MAC there."""
+    offer = SHARED.offer(key)
+    assert known.send_credential(offer) == 200
+    assert known.chunk(key, 0, counter=5) == 206
+    own.publish()
+    with own.serving():
+        thief = Stranger(own.port)
+        assert thief.send_credential(offer) == 200
+        assert thief.chunk(key, 0, counter=5, made_for=known.session) == 403
+        thief.secret = b"guessed"
+        assert thief.chunk(key, 0) == 403
+
+
+# --- what it bears
+
+
+def test_huge_request_is_refused(node: Node, known: Stranger, key: str) -> None:
+    for headers in ({"X": "y" * 100_000}, {f"X{n}": "y" for n in range(1000)}):
+        assert Stranger(node.port).ask("/v1/session", **headers)[0] == 400
+    assert Stranger(node.port).ask("/v1/session", "POST", b"x" * 100_000)[0] == 413
+    assert Stranger(node.port).ask(f"/v1/{'x' * 100_000}")[0] == 400
+    assert known.chunk(key, 0) == 206
+
+
+def test_endless_body_holds_no_memory(node: Node, known: Stranger, key: str) -> None:
+    """The service is still there for others, and has hardly grown."""
+    assert node.process is not None
+    before = resident(node.process.pid)
+    with contextlib.ExitStack() as lines:
+        for _ in range(20):
+            line = lines.enter_context(socket.create_connection(("127.0.0.1", node.port)))
+            line.sendall(b"POST /v1/session HTTP/1.1\r\nHost: n1\r\nContent-Length: 4096\r\n\r\nx")
+        for _ in range(20):
+            line = lines.enter_context(socket.create_connection(("127.0.0.1", node.port)))
+            line.sendall(b"POST /v1/x HTTP/1.1\r\nHost: n1\r\nContent-Length: 4000000000\r\n\r\n")
+            line.setblocking(False)
+            with contextlib.suppress(OSError):  # it was cut off, or is read no more
+                for _ in range(1000):
+                    line.send(b"x" * 65536)
+        assert known.chunk(key, 0) == 206
+        assert resident(node.process.pid) - before < 32 << 20
+
+
+def resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_silent_connections_do_not_keep_clients_out(node: Node, known: Stranger, key: str) -> None:
+    """More of them than there is room for: the oldest are cut off, those who are known are not."""
+    with contextlib.ExitStack() as lines:
+        idle = [
+            lines.enter_context(socket.create_connection(("127.0.0.1", node.port), HANGS))
+            for _ in range(300)
+        ]
+        assert known.chunk(key, 0) == 206
+        assert logged_in(node, key).chunk(key, 1) == 206
+        assert idle[0].recv(1) == b"", "the first of them was cut off"
+
+
+ONE_UPLOAD = "from forestage.features.peers import server; server.UPLOADS = 1\n"
+BIG = 64 << 20
+BIG_SPAN = f"bytes=0-{BIG - 1}"
+
+
+def grown(node: Node) -> str:
+    """The key of an entry whose only chunk is a large one."""
+    key = node.publish()
+    entry = node.cache.read(key)
+    assert entry is not None
+    identity = msgspec.structs.replace(entry.identity, size=BIG)
+    larger = msgspec.structs.replace(entry, identity=identity, chunk=BIG)
+    with node.cache.image(key).open("r+b") as file:
+        file.truncate(BIG)
+    (node.cache.entry_dir(key) / "map").write_bytes(digest.of_chunk(b"x"))
+    (node.cache.entry_dir(key) / "entry.json").write_bytes(msgspec.json.encode(larger))
+    return key
+
+
+def reads_late(node: Node, key: str) -> Stranger:
+    """A client with little room for what it does not read."""
+    made = Stranger(node.port)
+    made.http.connect()
+    made.http.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    assert made.log_in(SHARED, key) == 200
+    return made
+
+
+def start_chunk(stranger: Stranger, key: str) -> None:
+    """Asks for the large chunk, and does not read beyond the answer's head."""
+    path = f"/v1/chunk/{key}/0"
+    mac = auth.of_request(stranger.secret, stranger.session, "GET", path, BIG_SPAN, 500)
+    stranger.http.request(
+        "GET",
+        path,
+        headers={
+            "Range": BIG_SPAN,
+            "Forestage-Session": stranger.session,
+            "Forestage-Counter": "500",
+            "Forestage-Wait": "90",
+            "Forestage-Mac": mac,
+        },
+    )
+    assert stranger.http.sock.recv(12) == b"HTTP/1.1 206"
+
+
+def test_uploads_beyond_the_limit_are_refused(own: Node) -> None:
+    """While a client does not read, the next is refused, so that it asks elsewhere."""
+    key = grown(own)
+    with own.serving(ONE_UPLOAD):
+        slow, other = reads_late(own, key), logged_in(own, key)
+        start_chunk(slow, key)
+        assert other.chunk(key, 0, within=BIG_SPAN, wait="0") == 503
+        slow.http.close()
+        assert other.chunk(key, 0, within=BIG_SPAN, wait="90") == 206
+
+
+def test_client_that_stops_reading_is_cut_and_frees_its_slot(own: Node) -> None:
+    key = grown(own)
+    brief = ONE_UPLOAD + "server.GRACE, server.SLOWEST = 2.0, 1 << 40\n"
+    with own.serving(brief):
+        slow, other = reads_late(own, key), logged_in(own, key)
+        start_chunk(slow, key)
+        start_chunk(other, key)  # its head is enough: all of it might take more than the 2 s too
+        other.http.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: n1\r\nX: ",
+        b"POST /v1/session HTTP/1.1\r\nHost: n1\r\nContent-Length: 400\r\n\r\nx",
+        b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n",
+    ],
+)
+def test_dribbling_stranger_is_cut(own: Node, said: bytes) -> None:
+    with (
+        own.serving("from forestage.features.peers import sessions; sessions.UNPROVEN = 0.1\n"),
+        socket.create_connection(("127.0.0.1", own.port), timeout=HANGS) as line,
+        contextlib.suppress(ConnectionError),
+    ):
+        line.sendall(said)
+        while line.recv(4096):
+            with contextlib.suppress(ConnectionError):
+                line.sendall(b"x")
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nX: "])
+def test_idle_connection_of_known_client_is_closed(own: Node, said: bytes) -> None:
+    """Also where a request was begun."""
+    key = own.publish()
+    with own.serving("from forestage.features.peers import server; server.CONNECTION_IDLE = 0.1\n"):
+        line = logged_in(own, key).http.sock
+        with contextlib.suppress(ConnectionError):
+            line.sendall(said)
+            assert line.recv(1) == b""
+
+
+SLOW_DECODER = """
+import sys, time
+from pathlib import Path
+from forestage.features.peers import auth, server
+server.DECODERS = 1
+real = auth.KeyFile.read
+def read(self, text):
+    print("decodes", file=sys.stderr, flush=True)
+    while not Path({go!r}).exists():
+        time.sleep(0.01)
+    return real(self, text)
+auth.KeyFile.read = read
+auth.check = lambda prover: None
+"""
+
+
+def test_credential_of_gone_client_is_not_decoded(own: Node, tmp_path: Path) -> None:
+    """Thousands of them would keep the cluster's own waiting."""
+    key, go = own.publish(), tmp_path / "go"
+    with own.serving(SLOW_DECODER.format(go=str(go))):
+        lines = [socket.create_connection(("127.0.0.1", own.port)) for _ in range(20)]
+        for line in lines:
+            line.sendall(b"POST /v1/session HTTP/1.1\r\nHost: n1\r\nContent-Length: 1\r\n\r\nx")
+        own.until_said(b"decodes")
+        assert Stranger(own.port).is_answered(), "so all of them are being answered"
+        for line in lines:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            line.close()
+        known = Stranger(own.port)
+        assert known.is_answered(), "so it knows that they have gone"
+        go.touch()
+        assert known.log_in(SHARED, key) == 200
+    assert own.said.count(b"decodes\n") == 2, "the one it had begun with, and ours"
+
+
+# --- its life
+
+
+def test_sigterm_during_a_wait_ends_service_and_keeps_counts(own: Node) -> None:
+    key = own.publish()
+    own.start()
+    client = Client(own, key)
+    client.fetch(0)
+    client.fetch(3)
+    with stager(own, seed=2) as pid:
+        own.part(seed=2, pid=pid)
+        waiting, whys = Client(own, image(2).key), []
+        thread = threading.Thread(target=lambda: whys.append(waiting.why(0)))
+        thread.start()
+        time.sleep(0.3)
+        own.end()
+        thread.join()
+    assert whys in (["absent"], ["refused"])
+    given = stats.read(own.places.peer)
+    assert given is not None
+    assert (given.chunks, given.bytes) == (2, CHUNK + SIZE - 3 * CHUNK)
+    assert own.said.decode().count(f"key={key} chunks=2 bytes={given.bytes}") == 1
+
+
+FEW_FILES = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {}))
+"""
+
+
+def test_service_without_descriptors_logs_a_line_a_second_and_serves_afterwards(own: Node) -> None:
+    """asyncio tries as many connections in a row as its backlog has, with a traceback for each."""
+    key = own.publish()
+    with own.serving(FEW_FILES.format(40, 40)):
+        with contextlib.ExitStack() as lines:
+            for _ in range(200):
+                lines.enter_context(socket.create_connection(("127.0.0.1", own.port), HANGS))
+            for _ in range(2):
+                own.said = b""
+                own.until_said(b"Too many open files")
+        assert Client(own, key).fetch(1) == of_chunk(1)
+        assert all(b"peer refused=" in line for line in own.said.splitlines())
+
+
+def test_service_may_open_as_many_files_as_its_hard_limit_says(own: Node) -> None:
+    with own.serving(FEW_FILES.format(64, 4096)):
+        assert own.process is not None
+        limits = Path(f"/proc/{own.process.pid}/limits").read_text()
+    (line,) = (line for line in limits.splitlines() if line.startswith("Max open files"))
+    assert line.split()[3:5] == ["4096", "4096"]
+
+
+def test_client_goes_on_after_restart_of_service(own: Node) -> None:
+    client = Client(own, own.publish())
+    for number in range(2):
+        with own.serving():
+            assert client.fetch(number) == of_chunk(number)
+
+
+def test_service_that_cannot_serve_ends_with_exit_code_and_reason(own: Node) -> None:
+    with socket.create_server(("127.0.0.1", own.port)):
+        code, said = own.start_in_vain()
+    assert (code, f"port {own.port} of 127.0.0.1 is taken by another program" in said) == (6, True)
+    (own.places.etc / "peer.key").chmod(0o640)
+    code, said = own.start_in_vain()
+    assert (code, "is not root's with mode 0600" in said) == (6, True)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_sign_of_the_service_outlives_it_by_seconds(own: Node, end: signal.Signals) -> None:
+    auto = Config()
+    assert not activation.is_on(auto, own.places, time.monotonic())
+    own.start()
+    assert own.process is not None
+    assert stat.S_IMODE(own.places.peer_sign.stat().st_mode) == 0o600, "no user can hold its lock"
+    os.kill(own.process.pid, signal.SIGSTOP)
+    later = time.monotonic() + 10 * activation.SIGN_LASTS
+    assert activation.is_on(auto, own.places, later), "it holds the lock"
+    os.kill(own.process.pid, signal.SIGCONT)
+    own.process.send_signal(end)
+    own.process.communicate()
+    ended = time.monotonic()
+    assert activation.is_on(auto, own.places, ended)
+    assert not activation.is_on(auto, own.places, ended + activation.SIGN_LASTS)
+
+
+def test_sign_counts_from_a_kill_until_the_unit_has_started_the_service_again(own: Node) -> None:
+    auto = Config()
+    own.start()
+    for _ in range(2):
+        own.kill()
+        assert activation.is_on(auto, own.places, time.monotonic())
+        own.start()
+        later = time.monotonic() + 10 * activation.SIGN_LASTS
+        assert activation.is_on(auto, own.places, later), "the new one holds the lock"
+    own.end()
+
+
+def test_sign_that_was_deleted_beneath_a_service_comes_back(own: Node) -> None:
+    own.start()
+    with contextlib.suppress(FileNotFoundError):
+        own.places.peer_sign.unlink()
+    until(lambda: activation.is_on(Config(), own.places, time.monotonic()), "the sign")
+    own.end()
+
+
+def test_user_can_neither_make_nor_hold_the_sign(own: Node) -> None:
+    own.places.root.chmod(0o755)
+    own.start()
+    own.end()
+    sign = own.places.peer_sign
+    assert stat.S_IMODE(sign.parent.stat().st_mode) == 0o711
+    made = sign.with_name("another.sign")
+    code = "import os, sys; os.open(sys.argv[1], int(sys.argv[2]) | os.O_NONBLOCK, 0o600)"
+    for path, flags in ((sign, os.O_RDONLY), (sign, os.O_RDWR), (made, os.O_RDWR | os.O_CREAT)):
+        argv = [sys.executable, "-Ic", code, str(path), str(flags)]
+        ran = subprocess.run(argv, user=ALICE.uid, capture_output=True, text=True, cwd="/")
+        assert "PermissionError" in ran.stderr
+
+
+def test_service_without_work_ends_with_exit_code_0_and_one_line(own: Node) -> None:
+    own.configure(enabled=False)
+    assert own.start_in_vain() == (0, "forestage: peer serves nobody: peers.enabled: false\n")
+
+
+@pytest.mark.parametrize(("enabled", "code"), [("auto", 0), (True, 6)])
+def test_service_without_a_credential_is_a_failure_only_where_it_was_asked_for(
+    own: Node, enabled: bool | str, code: int
+) -> None:
+    """The unit starts again what fails: AuthType=auth/slurm, and no key is there yet."""
+    conf = own.places.root / "etc/slurm/slurm.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text("AuthType=auth/slurm\n")
+    peers = {"enabled": enabled, "port": own.port, "listen": "127.0.0.1"}
+    config = {"cache": "/nvme/forestage", "peers": peers}
+    (own.places.etc / "forestage.yaml").write_text(json.dumps(config))
+    ended, said = own.start_in_vain()
+    assert (ended, said.count("\n")) == (code, 1)
+    assert "no slurm.key is beside slurm.conf" in said
+    assert not own.places.peer_sign.exists(), "its hooks ask nobody"
+
+
+# --- who has proven what
+
+
+def test_copy_notes_that_another_node_could_read_its_credential(node: Node, key: str) -> None:
+    node.places.proven.unlink(missing_ok=True)
+    Client(node, key).fetch(0)
+    noted = proven.read(node.places)
+    assert noted is not None
+    assert noted.node == "n1"
+
+
+def test_service_notes_who_has_proven_itself_from_another_address(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This node's own copies ask it from its own address, and prove nothing."""
+    node.places.proven.unlink(missing_ok=True)
+    name = "ab" * 16
+    First(node.config, node.places, "n1", 1, name).ask()
+    assert proven.read(node.places) is None
+    real = socket.socket.connect
+
+    def connect(self: socket.socket, address: tuple[str, int]) -> None:
+        self.bind(("127.0.0.2", 0))
+        real(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    First(node.config, node.places, "n1", 1, name).ask()
+    noted = proven.read(node.places)
+    assert noted is not None
+    assert noted.node == "127.0.0.2"

@@ -1,0 +1,224 @@
+"""A copy whose givers die, hang, crawl, spoil, fill up or evict meanwhile: right bytes, few reads.
+
+FORESTAGE_TEST_ROUNDS=500 makes it so many rounds; a round is drawn by its number alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from forestage.cache import allocation, digest
+from forestage.cache.image import Access, Image, identify
+from forestage.cache.part import Part
+from forestage.features.peers import auth, with_peers
+from forestage.features.peers.client import Peers
+from forestage.features.peers.known_copies import Others
+from forestage.features.peers.protocol import ChunkRequest, Receiver
+from forestage.paths import Places
+from forestage.sources.source import Content
+from forestage.stage import reading
+from forestage.stage.chunks import Tuning
+from peering import Node
+
+CHUNK = 128 << 10
+COUNT = 96
+SIZE = COUNT * CHUNK - 5
+MOST = 0.15  # of the image: what one copy reads of the source while one good node has all of it
+NODES = ("n1", "n2", "n3", "n4")  # a good one, two that will be bad, and who copies
+
+Act = Callable[[Node, Image], None]
+
+
+class Mishap(NamedTuple):
+    """`begin` is done before the copy, `meanwhile` while the node is asked for a chunk."""
+
+    begin: Act
+    meanwhile: Act | None = None
+
+
+class Moment(NamedTuple):
+    """At the first chunk that the node is asked for, or at a later one; once it has begun to come,
+    or before."""
+
+    ask: int
+    answered: bool
+
+
+def serve(node: Node, image: Image) -> None:
+    node.start()
+
+
+def stay_off(node: Node, image: Image) -> None: ...
+
+
+def crawl(node: Node, image: Image) -> None:
+    """Gives whatever it is asked for, each at its connection's pace."""
+    node.configure(bandwidth=CHUNK // 4, reach="cluster")
+    node.start("async def turn(*_):\n    return True\nserver.Pace.wait_turn = turn\n")
+
+
+def fill_up(node: Node, image: Image) -> None:
+    """Gives one chunk; the next one's turn would be in a minute."""
+    node.configure(bandwidth=CHUNK // 60, reach="cluster")
+    node.start()
+
+
+def outdate(node: Node, image: Image) -> None:
+    """Has the file as it was before."""
+    node.cache.image(image.key).parent.rename(node.cache.entry_dir("0" * 32))
+    node.start()
+
+
+def kill(node: Node, image: Image) -> None:
+    node.kill()
+
+
+def power_down(node: Node, image: Image) -> None:
+    """Who asks gets neither an answer nor an error."""
+    assert node.process is not None
+    node.process.send_signal(signal.SIGSTOP)
+
+
+def spoil(node: Node, image: Image) -> None:
+    """In each chunk a byte has turned since it was copied."""
+    with node.cache.image(image.key).open("r+b") as file:
+        for at in range(100, SIZE, CHUNK):
+            byte = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), at)
+
+
+def evict(node: Node, image: Image) -> None:
+    node.cache.evict(image.key)
+    node.cache.delete_evicted()
+
+
+MISHAPS = {
+    "off": Mishap(stay_off),
+    "slow": Mishap(crawl),
+    "full": Mishap(fill_up),
+    "outdated": Mishap(outdate),
+    "killed": Mishap(serve, kill),
+    "powered-down": Mishap(serve, power_down),
+    "wrong": Mishap(serve, spoil),
+    "evicting": Mishap(serve, evict),
+}
+ROUNDS = int(os.environ.get("FORESTAGE_TEST_ROUNDS", len(MISHAPS)))
+
+
+class Bad(NamedTuple):
+    node: Node
+    mishap: Mishap
+    moment: Moment
+
+
+class Watched(Peers):
+    """The nodes that n4 asks, to some of which something happens meanwhile; of its job, or not."""
+
+    def __init__(self, bad: dict[str, Bad], image: Image, one_job: bool) -> None:
+        config = bad["n2"].node.config
+        nodes, givers = (NODES, ()) if one_job else (NODES[3:], NODES[:3])
+        prover = auth.prover(config.peers.key_file, Places())
+        super().__init__(config, nodes, "n4", image.key, prover, Others(givers))
+        self.bad, self.image = bad, image
+        self.asks = {node: itertools.count(1) for node in NODES}
+
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+        bad, ask = self.bad.get(peer), next(self.asks[peer])
+        if bad is None or bad.mishap.meanwhile is None or ask != bad.moment.ask:
+            return super().fetch(peer, chunk, receiver)
+        happen = bad.mishap.meanwhile
+        if not bad.moment.answered:
+            happen(bad.node, self.image)
+            return super().fetch(peer, chunk, receiver)
+
+        def says(*said: str) -> None:
+            happen(bad.node, self.image)
+            receiver.peer_says(*said)
+
+        return super().fetch(peer, chunk, msgspec.structs.replace(receiver, peer_says=says))
+
+
+class Site(NamedTuple):
+    """The source, and a node that has it and is well."""
+
+    path: Path
+    image: Image
+    good: Node
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    top = tmp_path_factory.mktemp("site")
+    path = top / "source"
+    path.write_bytes(os.urandom(SIZE))
+    with path.open("rb") as file:
+        image = Image(identify(file.fileno(), str(path)), Access(0, 0, 0o600))
+    good = Node(top / "n1")
+    good.give(image, path, CHUNK)
+    good.configure(reach="cluster")
+    with good.serving():
+        yield Site(path, image, good)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of the source, read by read. Only who tires of others is in no hurry."""
+    found: list[int] = []
+    real, policy = reading.read_piece, with_peers.policy
+
+    def read_piece(source: Content, start: int, want: memoryview, buffer: memoryview) -> None:
+        found.append(len(want))
+        real(source, start, want, buffer)
+
+    monkeypatch.setattr(reading, "read_piece", read_piece)
+    patient = {"careful": 0, "probe": 600.0, "grace": 600.0, "patience": 600.0}
+    monkeypatch.setattr(
+        with_peers, "policy", lambda *of: msgspec.structs.replace(policy(*of), **patient)
+    )
+    return found
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_copy_among_bad_givers_has_right_bytes_and_reads_few_of_the_source(
+    site: Site, tmp_path: Path, read: list[int], number: int
+) -> None:
+    turn, first = divmod(number, len(MISHAPS))
+    dice, one_job = random.Random(number), (turn + first) % 2 == 0
+    names = [list(MISHAPS)[first], dice.choice(list(MISHAPS))]
+    bad = {}
+    for place, name in zip(("n2", "n3"), names, strict=True):
+        node = Node(tmp_path / place, place)
+        node.give(site.image, site.path, CHUNK)
+        node.configure(reach="cluster")
+        bad[place] = Bad(node, MISHAPS[name], Moment(dice.choice((1, 2, 9)), dice.random() < 0.5))
+    part = Part(tmp_path / site.image.key)
+    part.directory.mkdir()
+    try:
+        for one in bad.values():
+            one.mishap.begin(one.node, site.image)
+        with site.path.open("rb") as file:
+            source = Content(file.fileno(), None, SIZE)
+            found = allocation.data_chunks(file.fileno(), SIZE, CHUNK)
+            allocation.reserve(part, SIZE, CHUNK, found)
+            read.clear()
+            tuning, peers = Tuning(threads=2, chunk=CHUNK), Watched(bad, site.image, one_job)
+            with_peers.copy(source, part, tuning, threading.Event(), peers)
+    finally:
+        for one in bad.values():
+            one.node.kill()
+    data = site.path.read_bytes()
+    assert part.image.read_bytes() == data, names
+    each = (data[at : at + CHUNK] for at in range(0, SIZE, CHUNK))
+    assert part.digests() == b"".join(map(digest.of_chunk, each)), names
+    assert sum(read) <= MOST * SIZE, (names, sum(read) / SIZE)

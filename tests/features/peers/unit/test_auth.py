@@ -1,0 +1,180 @@
+"""Credentials and MACs: what proves nothing is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.errors import PeerError
+from forestage.features.peers import auth
+from forestage.features.peers.auth import CREDENTIAL_SECONDS, KeyFile, Refused
+from forestage.paths import Places
+
+OURS = KeyFile(b"a" * 32)
+
+
+def key_file(path: Path, content: bytes = b"a" * 32, mode: int = 0o600) -> Path:
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+def test_key_file_offer_read_gives_same_secret_that_is_not_sent(tmp_path: Path) -> None:
+    prover = KeyFile.load(key_file(tmp_path / "key"))
+    offer = prover.offer("k")
+    claim = OURS.read(offer.text)
+    assert (claim.key, claim.secret) == ("k", offer.secret)
+    assert offer.secret.hex() not in offer.text
+    assert prover.offer("k").secret != offer.secret
+
+
+@pytest.mark.parametrize("field", ["protocol", "key", "nonce", "mac"])
+def test_changed_offer_is_refused(field: str) -> None:
+    said = msgspec.json.decode(OURS.offer("k").text)
+    for changed in ("", "0", said[field] + "0", said[field][:-1]):
+        with pytest.raises(Refused):
+            OURS.read(msgspec.json.encode(said | {field: changed}).decode())
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "reader"),
+    [
+        (b"a" * 31, 0o600, 0),
+        (b"", 0o600, 0),
+        (b"a" * 32, 0o604, 0),
+        (b"a" * 32, 0o600, 1),
+    ],
+)
+def test_short_readable_or_foreign_key_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, mode: int, reader: int
+) -> None:
+    path = key_file(tmp_path / "key", content, mode)
+    monkeypatch.setattr(auth.os, "geteuid", lambda: path.stat().st_uid + reader)
+    with pytest.raises(PeerError, match=r"mode 0600|expected 32"):
+        KeyFile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("age", "is_good"),
+    [
+        (0, True),
+        (CREDENTIAL_SECONDS - 1, True),
+        (-CREDENTIAL_SECONDS + 1, True),
+        (CREDENTIAL_SECONDS + 1, False),
+        (-CREDENTIAL_SECONDS - 1, False),
+    ],
+)
+def test_old_credential_of_a_key_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, age: float, is_good: bool
+) -> None:
+    monkeypatch.setattr(auth.time, "time", lambda: 1e9)
+    offer = OURS.offer("k")
+    monkeypatch.setattr(auth.time, "time", lambda: 1e9 + age)
+    with contextlib.nullcontext() if is_good else pytest.raises(Refused, match="ago"):
+        OURS.read(offer.text)
+
+
+WORDS = st.lists(st.text(alphabet="a1:", max_size=4), min_size=4, max_size=4)
+
+
+@given(WORDS, WORDS)
+def test_different_requests_have_different_macs(one: list[str], other: list[str]) -> None:
+    macs = {auth.of_request(b"s", *words, 1) for words in (one, other)}  # type: ignore[call-arg,arg-type]
+    assert len(macs) == len({tuple(one), tuple(other)})
+
+
+def test_macs_of_different_kinds_differ() -> None:
+    assert auth.of_session(b"s", "1") != auth.of_response(b"s", 1, 2, "")
+    assert auth.same("ab", "ab")
+    assert not auth.same("ab", "\udcff")
+
+
+def test_prover_refused_by_itself_fails_the_check(tmp_path: Path) -> None:
+    class Lost:
+        def offer(self, key: str) -> auth.Offer:
+            return auth.Offer("", b"")
+
+        def read(self, text: str) -> auth.Claim:
+            raise Refused("made by uid 5")
+
+    with pytest.raises(PeerError, match="uid 5"):
+        auth.check(Lost())
+    auth.check(OURS)
+
+
+# --- by Slurm's AuthType
+
+SHARED = bytes(range(32))
+
+
+def site(root: Path, auth_type: str = "auth/slurm", key: bytes = SHARED) -> Places:
+    folder = root / "etc/slurm"
+    folder.mkdir(parents=True)
+    (folder / "slurm.conf").write_text(f"AuthType={auth_type}\n")
+    key_file(folder / "slurm.key", key)
+    return Places(root)
+
+
+def test_derived_key_is_that_of_rfc_5869() -> None:
+    """Test case 3: without salt and info; the first 32 bytes of its output."""
+    expected = "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"
+    assert auth.derive(b"\x0b" * 22, b"").hex() == expected
+
+
+def test_auth_slurm_makes_credentials_by_a_key_of_another_purpose(tmp_path: Path) -> None:
+    prover = auth.prover(None, site(tmp_path))
+    offer = prover.offer("k")
+    assert prover.read(offer.text).secret == offer.secret
+    auth.check(prover)
+    for other in (KeyFile(SHARED), KeyFile(auth.derive(SHARED, b"other"))):
+        with pytest.raises(Refused, match="another key"):
+            other.read(offer.text)
+
+
+def test_key_that_a_site_replaced_counts_without_a_restart(tmp_path: Path) -> None:
+    places = site(tmp_path)
+    prover = auth.prover(None, places)
+    before = prover.offer("k")
+    key_file(tmp_path / "etc/slurm/slurm.key", b"n" * 32)
+    with pytest.raises(Refused, match="another key"):
+        prover.read(before.text)
+    assert prover.read(prover.offer("k").text).key == "k"
+    (tmp_path / "etc/slurm/slurm.key").unlink()
+    with pytest.raises(PeerError, match=r"slurm\.key"):
+        prover.read(before.text)
+
+
+def test_one_of_several_keys_is_enough_while_a_site_replaces_them() -> None:
+    before, after = KeyFile(b"o" * 32, (b"n" * 32,)), KeyFile(b"n" * 32, (b"o" * 32,))
+    for one, other in ((before, after), (after, before)):
+        offer = one.offer("k")
+        assert other.read(offer.text).secret == offer.secret
+
+
+@pytest.mark.parametrize(("auth_type", "why"), [("auth/none", "AuthType"), ("auth/slurm", "slurm")])
+def test_node_without_a_credential_says_so(tmp_path: Path, auth_type: str, why: str) -> None:
+    places = site(tmp_path, auth_type)
+    (tmp_path / "etc/slurm/slurm.key").unlink()
+    with pytest.raises(auth.NoCredential, match=why):
+        auth.prover(None, places)
+
+
+def test_key_file_comes_before_auth_type_and_munge_is_the_default(tmp_path: Path) -> None:
+    places = site(tmp_path)
+    ours = key_file(tmp_path / "peer.key")
+    assert auth.prover(str(ours), places) == OURS
+    (tmp_path / "etc/slurm/slurm.conf").write_text("ClusterName=c\n")
+    assert isinstance(auth.prover(None, places), auth.Munge)
+
+
+def test_munge_that_is_not_installed_is_no_credential(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth.run, "which", lambda program: "")
+    with pytest.raises(auth.NoCredential, match="munge is not installed"):
+        auth.prover(None, Places(tmp_path))

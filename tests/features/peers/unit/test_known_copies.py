@@ -1,0 +1,84 @@
+"""Who asked for which key: few names, for a while, and who is asked and tried for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from forestage.features.peers import known_copies
+from forestage.features.peers.known_copies import Answer, Askers, to_try, who_reads, whom_to_ask
+
+NODES = tuple(f"n{number}" for number in range(100))
+
+
+def test_asker_is_named_to_those_who_ask_after_it() -> None:
+    askers = Askers()
+    assert askers.ask("k", "n1", 0.0) == ()
+    assert askers.ask("k", "n2", 1.0) == ("n1",)
+    assert askers.ask("other", "n2", 2.0) == ()
+    assert askers.ask("k", "n1", 3.0) == ("n2",), "nobody is told of themselves"
+    assert askers.ask("k", "n3", 4.0) == ("n2", "n1")
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_of_many_askers_the_last_four_are_named_or_the_first(first: bool) -> None:
+    askers = Askers(first=first)
+    for number in range(9):
+        askers.ask("k", f"n{number}", float(number))
+    named = range(4) if first else range(5, 9)
+    assert askers.ask("k", "new", 9.0) == tuple(f"n{number}" for number in named)
+
+
+def test_asker_is_forgotten_after_an_hour() -> None:
+    askers = Askers()
+    askers.ask("k", "n1", 0.0)
+    askers.ask("k", "n2", 100.0)
+    assert askers.ask("k", "n3", known_copies.KEPT + 1) == ("n2",)
+
+
+def test_of_many_keys_those_asked_for_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_copies, "KEYS", 3)
+    askers = Askers()
+    for key in ("a", "b", "c", "a", "d"):
+        askers.ask(key, "n1", 0.0)
+    named = {key: askers.ask(key, "n2", 1.0) for key in ("d", "a", "c")}
+    assert named == dict.fromkeys(named, ("n1",))
+    assert askers.ask("b", "n2", 1.0) == ()
+
+
+def test_all_nodes_ask_the_same_three_themselves_too() -> None:
+    asked = whom_to_ask("k", NODES, "elsewhere")
+    assert len(asked) == known_copies.ASKED
+    assert whom_to_ask("k", NODES[::-1], "another") == asked
+    assert whom_to_ask("l", NODES, "elsewhere") != asked
+    beside = whom_to_ask("k", NODES, asked[1])
+    assert beside[:3] == asked
+    assert len(beside) == known_copies.ASKED + 1
+
+
+@pytest.mark.parametrize("nodes", [(), ("n1",)])
+def test_list_without_others_has_nobody_to_ask(nodes: tuple[str, ...]) -> None:
+    assert whom_to_ask("k", nodes, "n1") == []
+
+
+def test_who_has_a_copy_is_tried_before_who_is_named_and_two_in_all() -> None:
+    answers = [("n1", Answer(False, ("n5", "n6"))), ("n2", Answer(True, ("n5",)))]
+    assert to_try(answers, set(NODES)) == ("n2", "n5")
+    assert to_try(answers[:1], set(NODES)) == ("n5", "n6")
+    assert to_try([], set(NODES)) == ()
+
+
+def test_one_node_says_who_reads_ahead_so_that_no_two_leave_it_to_each_other() -> None:
+    """The first in the ring that answers, whichever answer came first."""
+    asked = ["n1", "n2", "n3"]
+    five = tuple(f"n{number}" for number in range(11, 16))
+    answers = [("n3", Answer(True, (), ("n9", "n8"))), ("n2", Answer(False, ("n1",), five))]
+    assert who_reads(asked, answers, set(NODES)) == five[:4]
+    assert who_reads(asked, answers, {"n2", "n12"}) == ("n12",)
+    assert who_reads(asked, answers[:1], set(NODES)) == ("n9", "n8")
+    assert who_reads(asked, [("n1", Answer(True)), *answers], set(NODES)) == ()
+    assert who_reads(asked, [], set(NODES)) == ()
+
+
+def test_name_that_roots_own_list_does_not_have_is_not_tried() -> None:
+    answers = [("n1", Answer(True, ("attacker.example.org", "n7", "n6")))]
+    assert to_try(answers, {"n6"}) == ("n6",), "n1 and n7 are of the job itself"

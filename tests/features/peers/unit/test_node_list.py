@@ -1,0 +1,154 @@
+"""Root's list of nodes: whom a sweep names, how often Slurm is asked, how long the list counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.cache.node import Node
+from forestage.clock import Clock
+from forestage.config import Config, Peering
+from forestage.errors import SlurmError
+from forestage.features.peers import node_list
+from forestage.features.peers.node_list import NodeList
+from forestage.paths import Places
+from forestage.slurm.queue import NodeState, Slurm, nodes_in
+
+DAY = 86400.0
+HOUR = 3600.0
+
+# slurm-wlm 22.05.8, scontrol --oneliner show node; shortened between the names.
+SHOWN = (
+    "NodeName=n1 Arch=x86_64 CoresPerSocket=1 NodeAddr=10.77.0.2 NodeHostName=host1 "
+    "Version=22.05.8 RealMemory=1 State=MIXED ThreadsPerCore=1 Partitions=gpu,debug BootTime=None\n"
+    "NodeName=n2 NodeAddr=n2 NodeHostName=n2 State=IDLE+CLOUD+POWERED_DOWN Partitions=gpu \n"
+    "NodeName=n3 NodeHostName=n3 State=DOWN* Partitions=gpu Reason=Not responding [slurm@2026]\n"
+    "NodeName=n4 NodeHostName=n4 State=IDLE+DRAIN Partitions=gpu Reason=State=DOWN NodeName=x\n"
+    "NodeName=n5 NodeHostName=n5 State=IDLE Partitions=other \n"
+    "NodeName=n6 NodeHostName=n6 State=ALLOCATED Partitions=debug \n"
+    "NodeName=n7 NodeHostName=n7 State=IDLE \n"
+    "NodeName=n8 NodeHostName=n8 State=IDLE* Partitions=gpu\n"
+)
+
+
+def test_list_is_read_as_it_was_written(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    node_list.write(places, NodeList(1000.0, {"n1": "10.0.0.1", "n2": ""}, {"n3": "10.0.0.3"}))
+    assert node_list.read(places, 1000.0 + DAY) == ("n1", "n2")
+    assert node_list.addresses(places, 1000.0 + DAY) == {
+        "n1": "10.0.0.1",
+        "n2": "",
+        "n3": "10.0.0.3",
+    }
+    assert node_list.age(places, 1500.0) == 500.0
+
+
+@pytest.mark.parametrize("now", [1001.0 + DAY, 999.0])
+def test_list_older_than_a_day_or_of_the_future_names_nobody(tmp_path: Path, now: float) -> None:
+    places = Places(tmp_path)
+    node_list.write(places, NodeList(1000.0, {"n1": "10.0.0.1"}))
+    assert node_list.read(places, now) == ()
+    assert node_list.addresses(places, now) == {}
+
+
+# The last one as the build before wrote it.
+@pytest.mark.parametrize("text", [None, "", "n1 n2", '{"written": 1000, "nodes": ["n1"]}'])
+def test_no_list_or_a_damaged_one_names_nobody(tmp_path: Path, text: str | None) -> None:
+    places = Places(tmp_path)
+    if text is not None:
+        places.nodes.parent.mkdir(parents=True)
+        places.nodes.write_text(text)
+    assert node_list.read(places, 1000.0) == ()
+    assert node_list.addresses(places, 1000.0) == {}
+    assert node_list.age(places, 1000.0) is None
+
+
+def test_nodes_are_read_from_what_scontrol_shows() -> None:
+    found = nodes_in(SHOWN + "\n\n")
+    assert len(found) == 8
+    assert found[0] == NodeState("n1", "host1", ("MIXED",), ("gpu", "debug"), "10.77.0.2")
+    assert found[1].states == ("IDLE", "CLOUD", "POWERED_DOWN")
+    assert found[3] == NodeState("n4", "n4", ("IDLE", "DRAIN"), ("gpu",))
+    assert found[6].partitions == ()
+
+
+@pytest.mark.parametrize(
+    ("host", "named"),
+    [
+        ("n1", ("n1", "n4", "n6")),
+        ("host1", ("n1", "n4", "n6")),
+        ("n5", ("n5",)),
+        ("n7", ()),
+        ("elsewhere", ()),
+    ],
+)
+def test_list_has_the_nodes_that_are_up_in_this_nodes_own_partitions(
+    host: str, named: tuple[str, ...]
+) -> None:
+    assert tuple(node_list.beside(nodes_in(SHOWN), host, 0.0).nodes) == named
+
+
+def test_list_has_the_addresses_also_of_nodes_that_are_away() -> None:
+    found = node_list.beside(nodes_in(SHOWN), "n1", 5.0)
+    assert found == NodeList(
+        5.0, {"n1": "10.77.0.2", "n4": "", "n6": ""}, {"n2": "", "n3": "", "n8": ""}
+    )
+
+
+def test_list_is_renewed_before_it_is_too_old_and_not_by_all_nodes_at_once() -> None:
+    hosts = [f"n{number}" for number in range(200)]
+    renewed = [min(h for h in range(25) if node_list.is_due(h * HOUR, host)) for host in hosts]
+    assert (min(renewed), max(renewed)) == (17, 22)
+    assert max(map(renewed.count, range(25))) < 60
+    assert node_list.is_due(None, "n1")
+    assert node_list.is_due(-1.0, "n1"), "the clock was set back"
+
+
+class Told(Slurm):
+    asked: list[int]
+
+    def all_nodes(self) -> tuple[NodeState, ...]:
+        self.asked.append(1)
+        if len(self.asked) > 1:
+            raise SlurmError("Unable to contact slurm controller")
+        return nodes_in(SHOWN)
+
+
+def node_of(folder: Path, **peers: object) -> Node:
+    config = Config(cache="/nvme", peers=msgspec.convert(peers, Peering))
+    return Node.of(config, Places(folder), Clock())
+
+
+def test_slurm_is_asked_once_and_the_old_list_stays_where_it_fails(tmp_path: Path) -> None:
+    node, told = node_of(tmp_path, enabled=True, reach="cluster"), Told("", node="n1")
+    told.asked = []
+    for _ in range(3):
+        node_list.renew(node, told)
+    now = node.clock.wall()
+    assert (node_list.read(node.places, now), len(told.asked)) == (("n1", "n4", "n6"), 1)
+    node_list.write(node.places, NodeList(now - 23 * HOUR, {"n9": ""}))
+    with pytest.raises(SlurmError):
+        node_list.renew(node, told)
+    assert node_list.read(node.places, now) == ("n9",)
+
+
+@pytest.mark.parametrize("reach", ["job", "cluster"])
+def test_list_is_due_where_peers_are_on_whomever_a_copy_asks(tmp_path: Path, reach: str) -> None:
+    """Of a job's nodes it has the addresses."""
+    node = node_of(tmp_path, enabled=True, reach=reach)
+    assert node_list.is_wanted(node.config, node.places, node.clock)
+    told = Told("", node="n1")
+    told.asked = []
+    node_list.renew(node, told)
+    assert len(told.asked) == 1
+    assert not node_list.is_wanted(node.config, node.places, node.clock)
+
+
+def test_slurm_is_not_asked_where_peers_are_off(tmp_path: Path) -> None:
+    node, told = node_of(tmp_path, enabled=False, reach="cluster"), Told("", node="n1")
+    told.asked = []
+    node_list.renew(node, told)
+    assert (told.asked, node_list.age(node.places, 0.0)) == ([], None)
+    assert not node_list.is_wanted(node.config, node.places, node.clock)

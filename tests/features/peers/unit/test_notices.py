@@ -1,0 +1,41 @@
+"""Notices of wrong chunks: whom they concern, and how many are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forestage.features.peers import notices
+from forestage.features.peers.origins import Origins
+from forestage.paths import Places
+
+
+@pytest.mark.parametrize(
+    ("known", "reader", "chunks"),
+    [
+        (None, "n1", -1),
+        (None, "n2", 0),
+        (Origins({"n1": "3", "n2": "c"}), "n2", 0b1100),
+        (Origins({"n1": "3", "n2": "c"}), "n1", 0b11),
+        (Origins({"n1": "3"}), "n9", 0),
+    ],
+)
+def test_notice_concerns_what_its_reader_read(
+    known: Origins | None, reader: str, chunks: int
+) -> None:
+    assert notices.concerned(known, reader, "n1") == chunks
+
+
+def test_few_notices_are_kept_whoever_sends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "READERS", 2)
+    monkeypatch.setattr(notices, "KEYS", 2)
+    places = Places(tmp_path)
+    assert list(notices.keys(places)) == []
+    for key in "abc":
+        for reader in ("n1", "n2", "n1", "n3"):
+            notices.note(places, key, reader)
+    assert list(notices.keys(places)) == ["a", "b"]
+    assert [notices.read(places, key) for key in "abc"] == [{"n1", "n2"}, {"n1", "n2"}, set()]

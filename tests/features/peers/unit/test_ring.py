@@ -1,0 +1,73 @@
+"""The ring of a job's nodes: all agree on it, all have the same load, all are in reach."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.features.peers.ring import SPAN, Ring
+
+
+def names(count: int) -> list[str]:
+    return [f"gpu{number:05}" for number in range(count)]
+
+
+@given(st.integers(1, 300), st.integers(0, 5000), st.randoms())
+def test_ring_does_not_depend_on_order_of_nodes(
+    count: int, number: int, chance: random.Random
+) -> None:
+    other = [*names(count), names(count)[0]]
+    chance.shuffle(other)
+    assert Ring("key", names(count)).order(number) == Ring("key", other).order(number)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 100])
+def test_reading_and_standing_in_are_shared_evenly(count: int) -> None:
+    ring = Ring("key", names(count))
+    rounds = range(2 * 15 * count)
+    readers = Counter(ring.reader(number) for number in rounds)
+    assert set(readers.values()) == {30}
+    if count > 1:
+        seconds = Counter(ring.order(number)[1] for number in rounds)
+        assert set(seconds.values()) == {30}
+        of_one = {ring.order(n)[1] for n in rounds if ring.reader(n) == ring.nodes[0]}
+        assert len(of_one) == min(SPAN, count) - 1, "what a dead node leaves is shared by many"
+
+
+@given(st.integers(1, 200), st.integers(0, 2000))
+def test_order_begins_with_reader_and_has_no_duplicates(count: int, number: int) -> None:
+    ring = Ring("key", names(count))
+    order = ring.order(number)
+    assert order[0] == ring.reader(number)
+    assert len(order) == len(set(order)) == min(SPAN, count)
+    assert ring.order(number, 3) == order[:3]
+
+
+def test_rings_of_different_images_differ() -> None:
+    assert Ring("one", names(9)).nodes != Ring("two", names(9)).nodes
+
+
+@given(st.integers(1, 5000), st.integers(0, 9999), st.integers(0, 9999))
+def test_chunk_reaches_each_node_in_few_hops(count: int, number: int, at: int) -> None:
+    ring = Ring("key", names(count))
+    here, hops = ring.nodes[at % count], 0
+    while here != ring.reader(number):
+        nearer = ring.nearer(number, here)
+        assert set(nearer) <= set(ring.neighbours(here))
+        here, hops = nearer[-1], hops + 1
+    assert hops <= 4
+    assert ring.nearer(number, ring.reader(number)) in ([], [here])
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 0), (2, 1), (31, 30), (256, 60), (10_000, 75)])
+def test_neighbours_are_all_of_thirty_nodes_and_few_of_many(count: int, most: int) -> None:
+    ring = Ring("key", names(count))
+    around = ring.neighbours(ring.nodes[count // 2])
+    assert len(around) == len(set(around))
+    assert ring.nodes[count // 2] not in around
+    assert len(around) <= most
+    assert count > 31 or len(around) == count - 1

@@ -1,0 +1,855 @@
+"""The chunk schedule: each chunk comes in the end, whatever fails, and the source is read once."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forestage.features.peers.peer_table import GREETINGS
+from forestage.features.peers.ring import SOURCE
+from forestage.features.peers.schedule import Ask, Policy, Schedule, Why
+
+MB = 1_000_000
+NODES = [f"n{number}" for number in range(4)]
+
+
+def schedule(count: int = 12, nodes: list[str] = NODES, place: int = 0) -> Schedule:
+    me = Schedule("key", nodes, nodes[0], [], MB).ring.nodes[place]
+    return greeted("key", nodes, me, range(count), MB)
+
+
+def greeted(*about: Any, **more: Any) -> Schedule:
+    """A copy whose peers have all answered their first connection."""
+    one = Schedule(*about, **more)
+    greet(one)
+    return one
+
+
+def greet(one: Schedule, now: float = 0.0) -> list[str]:
+    """Has all peers answer that are to be connected to now; who these are."""
+    found = []
+    while (peer := one.next_greeting(now)) is not None:
+        one.greeted(peer)
+        found.append(peer)
+    one._begun = None
+    return found
+
+
+def others(one: Schedule) -> list[str]:
+    return [node for node in one.ring.nodes if node != one.me]
+
+
+def everything(count: int) -> int:
+    return (1 << count) - 1
+
+
+def all_of(ask: Callable[[float], Ask | None], now: float) -> list[Ask]:
+    found = []
+    while (one := ask(now)) is not None:
+        found.append(one)
+    return found
+
+
+def settle(one: Schedule, now: float = 0.0) -> None:
+    """Has every peer say that it has begun, and has nothing yet."""
+    for ask in all_of(one.next_fetch, now):
+        one.peer_has(ask.peer, 0, now)
+        one.failed(ask, "absent", now)
+
+
+def test_own_share_is_read_in_order_and_few_at_once() -> None:
+    one = schedule()
+    settle(one)
+    assert all_of(one.next_read, 0.1) == [Ask(0, SOURCE), Ask(4, SOURCE)]
+    one.got(Ask(0, SOURCE), 0.2)
+    assert all_of(one.next_read, 0.2) == [Ask(8, SOURCE)]
+
+
+def test_wanted_chunk_is_fetched_next_from_a_peer_that_has_it() -> None:
+    one = schedule(40)
+    settle(one)
+    for peer in others(one)[:2]:
+        one.peer_has(peer, everything(40), 0.1)
+    one.want([], [37])
+    first = one.next_fetch(0.1)
+    assert first is not None
+    assert (first.number, first.peer in others(one)[:2]) == (37, True)
+    one.want([22], [37])
+    second = one.next_fetch(0.1)
+    assert second is not None
+    assert (second.number, second.peer != first.peer) == (22, True)
+
+
+def test_wanted_chunk_of_the_own_share_is_read_next() -> None:
+    one = schedule(40)
+    settle(one)
+    one.want([5], [16])
+    assert [ask.number for ask in all_of(one.next_read, 0.1)] == [16, 0]
+    one.want([5], [20])
+    assert one.next_read(0.1) is None
+    one.want([5, 24], [20])
+    assert all_of(one.next_read, 0.1) == [Ask(24, SOURCE)], "one more for what a job waits for"
+    one.want([], [])
+    one.got(Ask(0, SOURCE), 0.2)
+    one.got(Ask(24, SOURCE), 0.2)
+    assert one.next_read(0.2) == Ask(28, SOURCE), "a job that waited for 24 will want this"
+
+
+def test_wanted_chunk_of_another_share_is_asked_of_its_reader_next() -> None:
+    one = schedule(40)
+    settle(one)
+    reader = one.ring.reader(21)
+    for peer in others(one):
+        one.peer_has(peer, 0b1110, 0.3)
+    busy = [one.next_fetch(0.3) for _ in range(3)]
+    assert reader in {ask.peer for ask in busy if ask}
+    one.want([21, 25], [])
+    asked = all_of(one.next_fetch, 0.3)
+    assert asked[0] == Ask(21, reader)
+    assert Ask(25, reader) not in asked, "a peer is waited at for one chunk at a time"
+    assert {one.ring.reader(ask.number) for ask in all_of(one.next_read, 0.3)} == {one.me}
+
+
+def test_head_tail_and_hot_chunks_come_before_the_rest() -> None:
+    one = greeted("key", ["a"], "a", range(12), MB, hot=[7, 5])
+    read = []
+    while (ask := one.next_read(0.0)) is not None:
+        one.got(ask, 0.0)
+        read.append(ask.number)
+    assert read == [0, 11, 5, 7, 1, 2, 3, 4, 6, 8, 9, 10]
+
+
+def test_late_node_drops_its_first_reads_once_others_have_all() -> None:
+    one = schedule(count=40)
+    first = one.next_fetch(0.0)
+    assert first is not None
+    early = all_of(one.next_read, 0.0)
+    assert early == [Ask(0, SOURCE), Ask(4, SOURCE)], "no read waits for an answer"
+    assert all(one.is_early(ask) and not one.in_vain(ask, 0.1) for ask in early)
+    for peer in others(one):
+        one.peer_has(peer, everything(40), 0.1)
+    assert all(one.in_vain(ask, 0.1) for ask in early)
+    for ask in early:
+        one.drop(ask)
+    one.got(first, 0.1)
+    assert one.next_read(0.3) is None, "the own share too comes from others"
+    asked = {first.number}
+    while not one.done:
+        for ask in all_of(one.next_fetch, 0.4):
+            asked.add(ask.number)
+            one.got(ask, 0.5)
+    assert asked == set(range(40))
+
+
+def test_few_chunks_are_read_until_peers_could_answer() -> None:
+    one = Schedule("key", NODES, "n0", range(80), MB, Policy(at_once=4))
+    assert len(all_of(one.next_read, 0.0)) == one.policy.careful
+    read = all_of(one.next_read, one.policy.probe)
+    assert {one.ring.reader(ask.number) for ask in read} == {"n0"}
+    assert not any(one.is_early(ask) for ask in read)
+
+
+def test_nothing_is_asked_of_a_peer_that_has_not_answered() -> None:
+    one = Schedule("key", NODES, "n0", range(40), MB)
+    assert one.next_fetch(0.0) is None
+    peers = [one.next_greeting(0.0) for _ in range(3)]
+    assert sorted(filter(None, peers)) == ["n1", "n2", "n3"]
+    assert one.next_greeting(0.1) is None, "each once"
+    one.want([3, 1, 2], [])
+    assert one.next_fetch(0.1) is None
+    one.greeted("n1")
+    assert {ask.peer for ask in all_of(one.next_fetch, 0.1)} == {"n1"}
+
+
+def read_of_others(one: Schedule, now: float) -> set[str]:
+    """Reads all that it may, and says of whose shares that was, apart from its own."""
+    read: set[str] = set()
+    while (ask := one.next_read(now)) is not None:
+        one.got(ask, now)
+        read.add(one.ring.reader(ask.number))
+    return read - {one.me}
+
+
+@pytest.mark.parametrize("silent", [(), ("n1", "n2", "n3")])
+def test_share_of_a_peer_that_does_not_answer_is_soon_read(silent: tuple[str, ...]) -> None:
+    one = Schedule("key", NODES, "n0", range(40), MB, silent=silent)
+    assert {one.next_greeting(0.0) for _ in range(3)} == {"n1", "n2", "n3"}
+    for ask in all_of(one.next_read, 0.0):
+        one.got(ask, 0.0)
+    before, after = 0.3, max(one.policy.answer, one.policy.probe) + 0.1
+    assert read_of_others(one, before) == set(), "little is read at first, of the own share"
+    assert read_of_others(one, after) == {"n1", "n2", "n3"}
+    assert one.done
+
+
+def test_peer_found_silent_by_another_copy_is_not_waited_for_and_is_greeted_all_the_same() -> None:
+    one = Schedule("key", NODES, "n0", range(40), MB, silent=("n1",))
+    assert [one.next_greeting(0.0) for _ in range(3)][-1] == "n1"
+    for peer in ("n2", "n3"):
+        one.greeted(peer)
+        one.peer_has(peer, 0, 0.0)
+    one.failed(next(iter(all_of(one.next_fetch, 0.0))), "absent", 0.0)
+    one._probe_until = 0.0
+    mine = {number for number in range(40) if one.ring.reader(number) == "n1"}
+    stands_in = {number for number in mine if one.ring.order(number)[1] == "n0"}
+    assert read_of_others(one, 0.1) == {"n1"}
+    assert {number for number in mine if not one.missing >> number & 1} == stands_in
+    one.greeted("n1")
+    assert "n1" in {ask.peer for ask in all_of(one.next_fetch, 0.2)}
+
+
+def test_services_that_are_slow_for_a_moment_have_nothing_read_twice() -> None:
+    """Each node reads its share meanwhile, and that of others only then."""
+    for place in range(4):
+        me = Schedule("key", NODES, "n0", [], MB).ring.nodes[place]
+        one = Schedule("key", NODES, me, range(80), MB)
+        while one.next_greeting(0.0) is not None:
+            pass
+        read = []
+        for _ in range(20):
+            ask = one.next_read(1.0)
+            assert ask is not None
+            one.got(ask, 1.0)
+            read.append(ask.number)
+        assert {one.ring.reader(number) for number in read} == {me}
+        peer = others(one)[0]
+        late = one.next_read(1.0)
+        assert late is not None, "nobody answers, and nothing of the own share is left"
+        one.got(late, 1.0)
+        assert late.number >= 80 - len(NODES), "the readers go from the front"
+        for peer in others(one):
+            one.greeted(peer)
+        one._begun = 1.0
+        assert one.next_read(1.1) is None
+
+
+def test_greeting_that_failed_is_made_again_later() -> None:
+    one = Schedule("key", NODES, "n0", range(40), MB)
+    for _ in range(3):
+        peer = one.next_greeting(0.0)
+        assert peer is not None
+        one.greeting_failed(peer, "wrong" if peer == "n3" else "refused", 0.1)
+    assert one.next_greeting(1.0) is None
+    later = 0.2 + one.policy.refused
+    assert {one.next_greeting(later) for _ in range(3)} == {"n1", "n2", None}
+
+
+def test_peers_that_do_not_answer_hold_up_no_greeting_of_others() -> None:
+    one = many(64, answer=False)
+    begun: list[str] = []
+    for tenth in range(10):
+        while (peer := one.next_greeting(tenth / 10)) is not None:
+            begun.append(peer)
+        assert len(begun) <= GREETINGS * (1 + tenth * 0.1 / one.policy.answer)
+    assert len(begun) == len(set(begun)) >= 2 * GREETINGS
+
+
+@pytest.mark.parametrize(("why", "times"), [("wrong", [1.0]), ("silent", [1.0, 30.0])])
+def test_peer_with_wrong_bytes_or_silent_twice_is_left_out(why: Why, times: list[float]) -> None:
+    one = schedule(nodes=["a", "b"])
+    for now in times:
+        bad = one.next_fetch(now)
+        assert bad is not None
+        one.failed(bad, why, now)
+    for now in (times[-1], 100.0, 1000.0):
+        asked = all_of(one.next_fetch, now)
+        assert bad.peer not in {ask.peer for ask in asked}
+        for ask in asked:
+            one.peer_has(ask.peer, 0, now)
+            one.failed(ask, "absent", now)
+
+
+def test_moments_of_silence_of_all_peers_leave_none_out() -> None:
+    """Else a busy machine would make each node read the whole image."""
+    one = schedule(48)
+    for now in (0.0, 20.0):
+        asked = all_of(one.next_fetch, now)
+        assert {ask.peer for ask in asked} == set(others(one))
+        for ask in asked:
+            one.failed(ask, "silent", now)
+        assert one.next_fetch(now + 1.0) is None
+        for peer in others(one):
+            one.peer_has(peer, one.missing, now + 15.0)
+        for ask in [one.next_fetch(now + 15.0) for _ in range(6)]:
+            assert ask is not None
+            one.got(ask, now + 15.0)
+    assert {ask.peer for ask in all_of(one.next_fetch, 40.0)} == set(others(one))
+
+
+@pytest.mark.parametrize("why", ["refused", "slow", "absent"])
+def test_failing_peer_is_backed_off_longer_each_time(why: Why) -> None:
+    one = schedule(nodes=["a", "b"])
+    waits, now = [], 0.0
+    for _ in range(4):
+        begun = now
+        while (ask := one.next_fetch(now)) is None:
+            now += 0.05
+        one.failed(ask, why, now)
+        waits.append(now - begun)
+    assert 0 == waits[0] < waits[1] < waits[2] < waits[3]
+
+
+@pytest.mark.parametrize(("has", "asked_again"), [(0, True), (everything(12), False)])
+def test_peer_is_backed_off_for_an_absent_chunk_that_it_announced(
+    has: int, asked_again: bool
+) -> None:
+    one = schedule(nodes=["a", "b"])
+    ask = one.next_fetch(0.0)
+    assert ask is not None
+    one.peer_has(ask.peer, has, 0.1)
+    one.failed(ask, "absent", 0.1)
+    assert (one.next_fetch(0.1) is not None) == asked_again
+
+
+def test_share_of_dead_node_is_read_by_its_stand_ins() -> None:
+    read: dict[str, set[int]] = {}
+    for place in range(1, 4):
+        one = schedule(48, place=place)
+        dead = one.ring.nodes[0]
+        now = 0.0
+        while now < 1.5:
+            for ask in all_of(one.next_fetch, now):
+                one.failed(ask, "silent" if ask.peer == dead else "absent", now)
+                if ask.peer != dead:
+                    one.peer_has(ask.peer, 0, now)
+            for ask in all_of(one.next_read, now):
+                read.setdefault(one.me, set()).add(ask.number)
+                one.got(ask, now)
+            now += 0.1
+    ring = one.ring
+    for number in range(48):
+        readers = [node for node, numbers in read.items() if number in numbers]
+        expected = next(node for node in ring.order(number) if node != dead)
+        assert readers == [expected]
+
+
+def beside_a_late_node() -> tuple[Schedule, list[int]]:
+    """After the grace; and the late node's chunks for which this node is the first stand-in."""
+    one = schedule(96, place=1)
+    late = one.ring.nodes[0]
+    for tenth in range(12):
+        for ask in all_of(one.next_fetch, tenth / 10):
+            if ask.peer != late:
+                one.peer_has(ask.peer, 0, tenth / 10)
+            one.failed(ask, "absent", tenth / 10)
+    return one, [number for number in range(0, 96, 4) if one.ring.order(number)[1] == one.me]
+
+
+def test_share_of_a_late_node_is_read_after_the_own_and_from_its_end() -> None:
+    """It reads from the front, once it begins: else both would read the same chunks."""
+    one, of_late = beside_a_late_node()
+    read = []
+    while asks := all_of(one.next_read, 1.2):
+        assert len(asks) <= one.policy.at_once or read, "no more at once of the own share"
+        for ask in asks:
+            read.append(ask.number)
+            one.got(ask, 1.2)
+    assert read == [*range(1, 96, 4), *reversed(of_late)]
+
+
+def test_chunk_of_a_late_node_that_a_job_waits_for_is_read_at_once() -> None:
+    one, of_late = beside_a_late_node()
+    one.want([of_late[1], 3], [of_late[0]])
+    assert of_late[1] in {ask.number for ask in all_of(one.next_read, 1.2)}
+    assert not {3, *of_late[2:], of_late[0]} & {ask.number for ask in one.asks}
+
+
+def test_late_node_of_the_job_is_soon_heard_of() -> None:
+    one = schedule()
+    late, heard = others(one)[0], []
+    for tenth in range(100):
+        for ask in all_of(one.next_fetch, tenth / 10):
+            one.failed(ask, "absent", tenth / 10)
+            heard += [tenth / 10] if ask.peer == late else []
+    assert max(after - before for before, after in itertools.pairwise(heard)) < 1.0
+
+
+def test_offered_chunk_of_dead_node_is_not_read() -> None:
+    one = schedule(48, place=1)
+    dead, alive = one.ring.nodes[0], one.ring.nodes[2]
+    now = 0.0
+    while now < 2.0:
+        one.peer_has(alive, one.missing, now)
+        for ask in all_of(one.next_fetch, now):
+            if ask.peer != alive:
+                one.failed(ask, "silent" if ask.peer == dead else "absent", now)
+        assert all(ask.number % 4 == 1 for ask in all_of(one.next_read, now))
+        now += 0.5
+
+
+def asked_of_second_peer() -> tuple[Schedule, Ask, Ask]:
+    """A chunk that takes long is on its way from one peer and then from another one as well."""
+    one = schedule(2, nodes=["a", "b", "c"], place=2)
+    for peer in others(one):
+        one.peer_has(peer, 0b11, 0.0)
+    first, second = all_of(one.next_fetch, 0.0)
+    assert {first.number, second.number} == {0, 1}
+    one.got(first, 0.1)
+    assert one.next_fetch(0.1) is None
+    again = one.next_fetch(1.0)
+    assert again is not None
+    assert again.number == second.number
+    assert again.peer != second.peer
+    assert one.twice(again)
+    assert one.twice(second)
+    assert one.next_fetch(1.0) is None, "not a third time"
+    return one, second, again
+
+
+def test_slow_chunk_is_asked_of_second_peer_and_first_to_come_counts() -> None:
+    one, second, again = asked_of_second_peer()
+    one.got(again, 1.1)
+    assert one.obsolete(second)
+    one.failed(second, "slow", 1.1)
+    assert one.done
+
+
+def test_chunk_asked_twice_and_failed_once_is_not_asked_again() -> None:
+    one, second, again = asked_of_second_peer()
+    one.failed(second, "silent", 1.0)
+    assert one.next_fetch(1.0) is None
+    one.failed(again, "silent", 1.0)
+    assert one.next_fetch(1.0) is None, "both are out"
+    assert one.next_read(1.0) is not None
+
+
+@pytest.mark.parametrize("reading", [0.1, 0.6])
+def test_overdue_chunk_is_read_by_first_stand_in(
+    reading: float,
+) -> None:
+    """Unless reading takes as long as that for whoever reads: then it would be read twice."""
+    readers = []
+    for place in range(1, 4):
+        one = schedule(1, place=place)
+        one.next_read(0.0)
+        one.peer_has(one.ring.nodes[0], 0b1, 0.0)
+        (ask,) = all_of(one.next_fetch, 0.0)
+        one._usual.add(0.2)
+        one._usual_read.add(reading)
+        one._last_came = 1.5
+        readers += [one.me] * (one.next_read(1.5) is not None)
+        assert ask.peer == one.ring.nodes[0]
+    assert readers == ([one.ring.order(0)[1]] if reading == 0.1 else [])
+
+
+def test_hanging_reader_at_the_end_is_replaced_by_one_node_only() -> None:
+    """Each ask of it is answered in time: "not yet"."""
+    begun: dict[str, float] = {}
+    for place in range(1, 8):
+        one = schedule(8, nodes=[f"n{number}" for number in range(8)], place=place)
+        settle(one)
+        first = one.ring.nodes[0]
+        for ask in all_of(one.next_read, 0.0):
+            one.got(ask, 0.5)
+        for peer in others(one):
+            one.peer_has(peer, everything(8) & ~1 if peer != first else 0, 0.5)
+        while one.missing != 1:
+            all_of(one.next_fetch, 0.6)
+            for ask in [ask for ask in one.asks if ask.number]:
+                one.got(ask, 0.6)
+        for tick in range(7, 45):
+            now = tick / 10
+            for ask in list(one.asks):
+                if ask.peer and now - one.asks[ask] >= one.policy.wait:
+                    one.peer_has(ask.peer, 0 if ask.peer == first else everything(8) & ~1, now)
+                    one.failed(ask, "absent", now)
+            one.next_fetch(now)
+            if one.next_read(now):
+                begun.setdefault(one.me, now)
+    first_of_all, second = sorted(begun.values())[:2]
+    assert second > first_of_all + 0.5
+
+
+def test_silence_makes_each_node_read_another_chunk() -> None:
+    picks = []
+    for place in range(4):
+        one = schedule(40, place=place)
+        settle(one)
+        for ask in iter(lambda: one.next_read(0.5), None):  # noqa: B023
+            one.got(ask, 0.5)
+        for now in (1.0, 2.0, 2.4):
+            assert one.next_read(now) is None
+        found = all_of(one.next_read, 3.0)
+        assert len(found) == 1, "one at first: it may be a short pause"
+        picks.append(found[0].number)
+        one.got(found[0], 3.1)
+        assert len(all_of(one.next_read, 3.1)) == 2
+    assert len(set(picks)) == 4
+
+
+def test_unreachable_peers_make_all_be_read_at_once() -> None:
+    one = Schedule("key", NODES, "n0", range(40), MB)
+    now = 0.0
+    while not one.done:
+        while (peer := one.next_greeting(now)) is not None:
+            one.greeting_failed(peer, "refused", now)
+        assert one.next_fetch(now) is None
+        for ask in all_of(one.next_read, now):
+            one.got(ask, now)
+        now += 0.1
+    assert now == 0.1, "once round"
+
+
+def many(count: int, answer: bool = True) -> Schedule:
+    nodes = [f"n{number}" for number in range(count)]
+    one = Schedule("key", nodes, "n0", range(256), MB)
+    if answer:
+        greet(one)
+    return one
+
+
+def fail_as_far_as(one: Schedule, count: int, now: float) -> list[str]:
+    """So many peers are refused, of those that are connected to; who they are."""
+    names: list[str] = []
+    while len(names) < count and (peer := one.next_greeting(now)) is not None:
+        one.greeting_failed(peer, "refused", now)
+        names.append(peer)
+    return names
+
+
+@pytest.mark.parametrize(("refused", "alone"), [(7, False), (8, True)])
+def test_eight_unreachable_of_many_count_as_all(refused: int, alone: bool) -> None:
+    one = many(64, answer=False)
+    assert len(fail_as_far_as(one, refused, 0.5)) == refused
+    read = {ask.number % 64 for ask in all_of(one.next_read, 0.5)}
+    assert (len(read) == 64) == alone
+
+
+@pytest.mark.parametrize("whys", [["absent"], ["refused", "absent"]])
+def test_running_service_is_given_the_grace(whys: list[Why]) -> None:
+    one = schedule(nodes=["a", "b"])
+    now = 0.0
+    for why in whys:
+        while (ask := one.next_fetch(now)) is None:
+            now += 0.05
+        one.failed(ask, why, now)
+    one._begun = now
+    read = all_of(one.next_read, now + one.policy.grace - 0.1)
+    assert {ask.number % 2 for ask in read} == {one.ring.place[one.me]}
+
+
+def test_first_answer_of_a_peer_ends_reading_out_of_turn() -> None:
+    one = many(64, answer=False)
+    out = {one.me, *fail_as_far_as(one, 8, 0.5)}
+    while True:  # until there is nothing left to read in the stead of these
+        ask = one.next_read(0.5)
+        assert ask is not None
+        if one.ring.nodes[ask.number % 64] not in out:
+            break
+    one.peer_has(next(peer for peer in others(one) if peer not in out), 0, 0.6)
+    for now in (0.6, 0.5 + one.policy.grace + 0.1):
+        assert one.next_read(now) is None
+
+
+def test_chunk_that_a_liar_gave_is_read_and_asked_of_nobody_else() -> None:
+    """Others may have it from the same one."""
+    one = schedule()
+    settle(one)
+    for peer in others(one):
+        one.peer_has(peer, everything(12), 5.0)
+    given = all_of(one.next_fetch, 5.0)
+    for ask in given:
+        one.got(ask, 5.1)
+    struck = {ask.number for ask in given[:2]}
+    one.strike(struck)
+    fetched = {ask.number for ask in all_of(one.next_fetch, 5.2)}
+    assert fetched
+    assert not fetched & struck
+    assert {ask.number for ask in all_of(one.next_read, 5.2)} >= struck
+    one.strike(struck)
+    assert not one.done
+
+
+def test_struck_chunk_is_read_though_others_have_not_answered_yet() -> None:
+    one = schedule()
+    one.peer_has(others(one)[0], everything(12), 0.0)
+    ask = one.next_fetch(0.0)
+    assert ask is not None
+    one.strike([ask.number])
+    one.failed(ask, "wrong", 0.0)
+    assert one.next_read(0.0) == Ask(ask.number, SOURCE)
+
+
+def test_struck_chunk_is_asked_of_others_where_the_source_fails() -> None:
+    one = schedule()
+    settle(one)
+    one.source_failed = True
+    for peer in others(one):
+        one.peer_has(peer, everything(12), 5.0)
+    one.strike([5])
+    assert 5 in {ask.number for ask in all_of(one.next_fetch, 5.2)}
+
+
+def test_shares_of_peers_with_failed_source_are_read_at_once() -> None:
+    """All but this one: what they should have read is not waited for, and each gets some of it."""
+    one = schedule()
+    settle(one)
+    for ask in all_of(one.next_read, 0.1):
+        one.got(ask, 0.2)
+    for ask in all_of(one.next_read, 0.2):
+        one.got(ask, 0.3)
+    for peer in others(one):
+        one.peer_has(peer, 0b1_0001_0001, 1.1, source_failed=True)
+    read = {ask.number for ask in all_of(one.next_read, 1.2)}
+    assert read == {1, 2, 3, 5, 6, 7, 9, 10, 11}
+    assert not all_of(one.next_fetch, 1.2)
+
+
+def test_peer_with_recovered_source_is_waited_for() -> None:
+    one = schedule()
+    settle(one)
+    for source_failed in (True, False):
+        for peer in others(one):
+            one.peer_has(peer, 0, 1.0, source_failed)
+    assert {ask.number % 4 for ask in all_of(one.next_read, 1.2)} == {0}
+
+
+def test_own_share_with_failed_source_is_fetched_from_peers() -> None:
+    one = schedule()
+    settle(one)
+    ask = one.next_read(0.1)
+    assert ask is not None
+    one.failed(ask, "source", 0.2)
+    assert one.next_read(9.0) is None
+    for peer in others(one):
+        one.peer_has(peer, everything(12), 9.0)
+    while not one.done:
+        for ask in all_of(one.next_fetch, 9.0):
+            one.got(ask, 9.1)
+
+
+def test_copy_without_source_and_peers_is_hopeless_after_a_while() -> None:
+    one = schedule()
+    ask = one.next_read(0.0) or one.next_read(one.policy.probe + 0.1)
+    assert ask is not None
+    assert not one.hopeless(1e6), "the source may be slow"
+    one.failed(ask, "source", 0.7)
+    assert not one.hopeless(5.0)
+    assert one.hopeless(one.policy.longest)
+
+
+@given(st.integers(1, 5), st.sets(st.integers(0, 40), min_size=1), st.integers(0, 1 << 32))
+@settings(max_examples=100, deadline=None)
+def test_random_failures_of_peers_leave_no_chunk_missing(
+    count: int, missing: set[int], seed: int
+) -> None:
+    """Peers do anything at any time; no chunk is lost, none is asked of one that is out."""
+    nodes = [f"n{number}" for number in range(count)]
+    one = greeted("key", nodes, "n0", missing, MB)
+    chance = random.Random(seed)
+    out: set[str] = set()
+    came: set[int] = set()
+    running: list[tuple[float, int, Ask]] = []
+    now, turn = 0.0, 0
+    while not one.done:
+        for choose, most in ((one.next_fetch, 8), (one.next_read, 4)):
+            mine = sum((ask.peer == SOURCE) == (most == 4) for _, _, ask in running)
+            while mine < most and (ask := choose(now)) is not None:
+                assert ask.peer not in out
+                assert ask.number in missing
+                assert ask.number not in came
+                mine, turn = mine + 1, turn + 1
+                heapq.heappush(running, (now + chance.random() * one.give_up(ask), turn, ask))
+        if not running or chance.random() < 0.2:
+            now += 0.1
+            continue
+        now, _, ask = heapq.heappop(running)
+        now = max(now, 0.0)
+        if ask.peer == SOURCE or chance.random() < 0.5:
+            if ask.peer:
+                one.peer_has(ask.peer, chance.getrandbits(41), now)
+            came.add(ask.number)
+            one.got(ask, now)
+        else:
+            whys: list[Why] = ["absent", "refused", "silent", "wrong", "slow"]
+            why = chance.choice(whys)
+            out |= {ask.peer} if why == "wrong" else set()
+            one.failed(ask, why, now)
+        assert now < 3600
+    assert came == missing
+
+
+def alone(count: int = 12) -> Schedule:
+    """A job of one node; x is of another one."""
+    return greeted("key", ["me"], "me", range(count), 16 * MB, givers=("x",))
+
+
+def test_node_of_another_job_is_asked_at_once_and_then_for_all() -> None:
+    one = alone()
+    (ask,) = all_of(one.next_fetch, 0.0)
+    assert (ask.peer, one.wait(ask)) == ("x", 0.0)
+    early = all_of(one.next_read, 0.0)
+    assert len(early) == one.policy.careful
+    one.peer_has("x", everything(12), 0.1)
+    for read in early:
+        assert one.in_vain(read, 0.1)
+        one.drop(read)
+    one.got(ask, 0.1)
+    assert one.next_read(0.1) is None
+    assert {ask.peer for ask in all_of(one.next_fetch, 0.1)} == {"x"}
+
+
+@pytest.mark.parametrize("why", ["absent", "refused", "wrong"])
+def test_node_of_another_job_without_a_copy_costs_no_wait(why: Why) -> None:
+    one = alone()
+    (ask,) = all_of(one.next_fetch, 0.0)
+    one.failed(ask, why, 0.1)
+    assert one.next_read(0.6) is not None
+
+
+def test_node_of_another_job_that_gives_nothing_is_not_waited_for() -> None:
+    one = alone(40)
+    for ask in all_of(one.next_fetch, 0.0):
+        one.peer_has(ask.peer, everything(40), 0.1)
+    all_of(one.next_fetch, 0.1)
+    assert one.next_read(2.0) is None
+    read = one.next_read(2.2)
+    assert read is not None
+    assert read.peer == SOURCE
+    given = next(ask for ask in one.asks if ask.peer == "x")
+    one.got(given, 2.3)
+    assert one.next_read(4.2) is None, "it gives again"
+
+
+def test_nodes_of_a_job_each_take_their_share_from_the_node_of_another() -> None:
+    one = greeted("key", NODES, NODES[0], range(24), MB, givers=("x",))
+    settle(one)
+    one.peer_has("x", everything(24), 1.2)
+    asked = [ask.number for ask in all_of(one.next_fetch, 1.2) if ask.peer == "x"]
+    share = {number for number in range(24) if one.ring.reader(number) == one.me}
+    assert len(set(asked) - share) <= 1
+    assert set(asked) & share
+    assert one.next_read(1.2) is None
+
+
+def test_node_of_another_job_that_is_out_reads_nothing_that_others_would_stand_in_for() -> None:
+    one = greeted("key", NODES, NODES[0], range(24), MB, givers=("x",))
+    settle(one)
+    for out in ("x", others(one)[0], "of a third job"):
+        one.leave_out(out)
+    numbers = [ask.number for ask in all_of(one.next_read, 5.0)]
+    assert all(one.me in one.ring.order(number) for number in numbers)
+
+
+def following(count: int = 12) -> Schedule:
+    """A copy ahead of a job, which x began before."""
+    return greeted("key", ["me"], "me", range(count), MB, givers=("x",), leaders=("x",))
+
+
+def test_copy_ahead_reads_nothing_while_its_leader_gets_on() -> None:
+    one = following()
+    for has in range(12):
+        one.peer_has("x", everything(has), has)
+        assert one.next_read(has + 0.9) is None
+    one.peer_has("x", everything(12), 12.0)
+    for _ in range(3):
+        for ask in all_of(one.next_fetch, 12.0):
+            assert ask.peer == "x"
+            one.got(ask, 12.0)
+    assert one.done
+
+
+def test_copy_ahead_gives_its_leader_time_to_begin_and_reads_without_one() -> None:
+    one = following()
+    now = 0.0
+    while now < one.policy.grace:
+        for ask in all_of(one.next_fetch, now):
+            one.failed(ask, "absent", now)
+        assert one.next_read(now) is None
+        now += 0.1
+    assert one.next_read(now) is not None
+
+
+def test_leader_that_begins_late_is_soon_heard_of() -> None:
+    one = following()
+    heard = []
+    for tenth in range(100):
+        for ask in all_of(one.next_fetch, tenth / 10):
+            one.failed(ask, "absent", tenth / 10)
+            heard.append(tenth / 10)
+    assert max(after - before for before, after in itertools.pairwise(heard)) < 1.0
+
+
+@pytest.mark.parametrize("how", ["stands still", "source", "refused", "wrong"])
+def test_copy_ahead_reads_when_its_leader_does_not_get_on(how: str) -> None:
+    one = following()
+    one.peer_has("x", 0b111, 0.0, source_failed=how == "source")
+    for ask in all_of(one.next_fetch, 0.0):
+        if how in ("refused", "wrong"):
+            one.failed(ask, how, 3.5)  # type: ignore[arg-type]
+        else:
+            one.got(ask, 0.5)
+    patience = one.policy.follow * (one.policy.patience + MB / one.policy.slowest)
+    if how == "stands still":
+        one.peer_has("x", 0b111, patience - 0.1)
+        assert one.next_read(patience - 0.1) is None
+    assert one.next_read(patience + 0.1 if how == "stands still" else 3.6) is not None
+    one.peer_has("x", 0b1111111, patience + 40)
+    assert (one.next_read(patience + 40) is None) == (how != "wrong"), "it gets on again"
+
+
+def test_copy_of_a_job_reads_beside_whoever_began_before() -> None:
+    one = greeted("key", ["me"], "me", range(12), MB, givers=("x",))
+    one.peer_has("x", 0b11, 0.6)
+    assert [ask.number for ask in all_of(one.next_read, 0.6)] == [11, 2]
+
+
+def sharing(me: str) -> Schedule:
+    """A copy ahead of a job on one of two nodes, which read it together."""
+    other = {"a": "b", "b": "a"}[me]
+    return greeted("key", ["a", "b"], me, range(12), MB, givers=(other,))
+
+
+def test_nodes_that_copy_ahead_each_read_a_share_and_take_the_others() -> None:
+    both = {me: sharing(me) for me in ("a", "b")}
+    read: dict[str, list[int]] = {"a": [], "b": []}
+    has = {"a": 0, "b": 0}
+    now = 0.0
+    while not all(one.done for one in both.values()):
+        now += 0.1
+        for me, one in both.items():
+            other = "b" if me == "a" else "a"
+            for ask in all_of(one.next_fetch, now):
+                one.peer_has(other, has[other], now)
+                if has[other] >> ask.number & 1:
+                    one.got(ask, now)
+                else:
+                    one.failed(ask, "absent", now)
+            for ask in all_of(one.next_read, now):
+                read[me].append(ask.number)
+                has[me] |= 1 << ask.number
+                one.got(ask, now)
+        assert now < 60
+    assert sorted(read["a"] + read["b"]) == list(range(12)), "each chunk is read once"
+    assert {len(its) for its in read.values()} == {6}
+
+
+def test_node_of_another_job_that_shares_the_reading_is_not_asked_all_the_time() -> None:
+    """It says at once that it has not read a chunk yet."""
+    one = sharing("a")
+    asks = 0
+    for tenth in range(100):
+        for ask in all_of(one.next_fetch, tenth / 10):
+            one.peer_has("b", 0, tenth / 10)
+            one.failed(ask, "absent", tenth / 10)
+            asks += 1
+    assert asks <= 25
+
+
+def test_node_that_shares_the_reading_and_is_gone_is_stood_in_for() -> None:
+    one = sharing("a")
+    now = 0.0
+    while not one.done:
+        now += 0.1
+        for ask in all_of(one.next_fetch, now):
+            one.failed(ask, "refused", now)
+        for ask in all_of(one.next_read, now):
+            one.got(ask, now)
+        assert now < 60

@@ -1,0 +1,118 @@
+"""Sessions and connections of clients: nothing is answered twice, nothing is kept for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.features.peers import sessions
+from forestage.features.peers.auth import Claim, Refused
+from forestage.features.peers.sessions import (
+    SESSION_IDLE,
+    UNPROVEN,
+    WINDOW,
+    ClientSession,
+    Sessions,
+    Unproven,
+)
+
+
+def session(now: float = 0.0, secret: bytes | None = None) -> ClientSession:
+    return ClientSession(Claim("k", secret or os.urandom(32)), "10.0.0.1", now)
+
+
+@given(st.lists(st.integers(0, 50)))
+def test_request_number_is_new_once_in_any_order(counters: list[int]) -> None:
+    one = session()
+    seen: set[int] = set()
+    for counter in counters:
+        assert one.is_new(counter) == (counter not in seen)
+        seen.add(counter)
+
+
+def test_huge_request_number_costs_no_memory_and_makes_older_ones_used() -> None:
+    one = session()
+    assert one.is_new(WINDOW)
+    assert not one.is_new(0)
+    assert one.is_new(1)
+    assert one.is_new(10**18)
+    assert one._seen.bit_length() <= WINDOW
+    assert not one.is_new(3)
+
+
+def test_idle_session_ends_and_used_one_stays(capfd: pytest.CaptureFixture[str]) -> None:
+    held = Sessions()
+    idle, used = session(0.0), session(0.0)
+    for one in (idle, used):
+        held.add(one)
+    idle.chunks, idle.bytes, idle.used = 2, 30, 3.5
+    held.touch(used, SESSION_IDLE)
+    assert held.find(idle.id) is idle  # who only names it does not keep it
+    held.expire(SESSION_IDLE + 4)
+    assert held.find(idle.id) is None
+    assert held.find(used.id) is used
+    assert capfd.readouterr().err == (
+        "forestage: peer client=10.0.0.1 key=k chunks=2 bytes=30 seconds=3.5\n"
+    )
+
+
+def test_secret_used_again_opens_no_second_session() -> None:
+    held = Sessions()
+    held.add(session(secret=b"s"))
+    with pytest.raises(Refused):
+        held.add(session(secret=b"s"))
+    assert len(held) == 1
+    held.end()
+    held.add(session(secret=b"s"))
+
+
+def test_too_many_sessions_end_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
+    held = Sessions()
+    three = [session(float(n)) for n in range(3)]
+    for one in three:
+        held.add(one)
+    assert [held.find(one.id) for one in three] == [None, *three[1:]]
+
+
+class Line:
+    aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def made(held: Unproven, *names: str, now: float = 0.0) -> dict[str, Line]:
+    lines = {name: Line() for name in names}
+    for name, line in lines.items():
+        held.add(name, cast(asyncio.Transport, line), now)
+    return lines
+
+
+def cut(lines: dict[str, Line]) -> set[str]:
+    return {name for name, line in lines.items() if line.aborted}
+
+
+def test_connection_unproven_for_long_is_cut() -> None:
+    held = Unproven()
+    lines = made(held, "early", "known", "gone") | made(held, "late", now=1.0)
+    for name in ("known", "gone", "never seen"):
+        held.discard(name)
+    held.expire(UNPROVEN)
+    assert cut(lines) == set()
+    held.expire(UNPROVEN + 1)
+    assert (cut(lines), len(held)) == ({"early"}, 1)
+
+
+def test_too_many_unproven_connections_cut_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_UNPROVEN", 2)
+    held = Unproven()
+    lines = made(held, "known")
+    held.discard("known")
+    lines |= made(held, "a", "b", "c", "d")
+    assert cut(lines) == {"a", "b"}

@@ -1,0 +1,619 @@
+"""A node's passes: what a host says is a wish, and whatever it says, little is copied, in vain."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from commands import NOW, Site
+from forestage.cache.lease import Leases, Use
+from forestage.cache.node import Node
+from forestage.cache.part import Owner, boot_id
+from forestage.cli.world import World
+from forestage.clock import Clock
+from forestage.errors import PeerError
+from forestage.events import Copied, read, record
+from forestage.features.peers import activation
+from forestage.features.prefetch import expected, marks, prefetch_node
+from forestage.features.prefetch.expected import LASTS, Expectations
+from forestage.features.prefetch.marks import FORGET, TRIES
+from forestage.features.prefetch.policy import Expected
+from forestage.features.prefetch.prefetch_node import NodePass
+from forestage.features.prepare import stage
+from forestage.features.prepare.job_images import ImageResult
+from forestage.features.prepare.stage import StageReport
+from forestage.slurm.job import Job
+from forestage.slurm.queue import Slurm
+from forestage.stage import queue
+from forestage.system import lock
+from node import HANGS, until
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a stager is root's")
+
+NOBODY, DAEMON = 65534, 1
+MIB = 1 << 20
+Patch = pytest.MonkeyPatch
+
+
+class Moved(Clock):
+    """A wall clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.at = NOW
+
+    def wall(self) -> float:
+        return self.at
+
+
+class Passes:
+    """n1, and what its prefetch host says: a list, or why there is none."""
+
+    def __init__(self, root: Path) -> None:
+        self.site = Site(root)
+        self.clock = Moved()
+        self.site.world = World(self.site.places, self.clock)
+        self.configure()
+        self.told: Expectations | Exception = PeerError("nobody answers")
+        self.slurm = Slurm("", proc=root / "proc", node="n1")
+        self.sequence = 0
+
+    def configure(self, text: str = "", bandwidth: str = "1GiB") -> None:
+        ours = f"prefetch: {{host: ctl1, bandwidth: {bandwidth}}}\n"
+        self.site.configure(f"sources: [{self.site.lustre}]\nredirect: spank\n{ours}{text}")
+
+    def image(self, name: str, size: int = 8192, mode: int = 0o644) -> str:
+        """One that nobody has written to lately."""
+        path = self.site.image(name, os.urandom(size))
+        path.chmod(mode)
+        os.utime(path, (NOW - 3600, NOW - 3600))
+        return str(path)
+
+    def tell(self, *images: str, user: int = NOBODY, starts: float = 1.0) -> None:
+        rows = tuple(Expected("gpu", image, user, starts) for image in images)
+        self.sequence += 1
+        self.told = Expectations(
+            self.sequence, self.clock.at, self.clock.at + LASTS, {"gpu": "n[1-2]"}, rows
+        )
+
+    def run(self, dry_run: bool = False, waits: bool = True) -> NodePass:
+        """One pass; then waits until the copy that it began has ended."""
+        done = prefetch_node.run(self.site.node, self.slurm, self.ask, dry_run)
+        if waits:
+            until(self.is_over, "the end of the copy")
+        return done
+
+    def is_over(self) -> bool:
+        """Whether each copy that was begun has told its end, and let its lock go."""
+        begun = {one.key for one in marks.read(self.site.places).looks if one.begun}
+        told = {
+            one.outcome.key: one
+            for one in read(self.site.places.events)
+            if isinstance(one.outcome, Copied)
+        }
+        return all(
+            key in told
+            and told[key].time >= self.begun(key)
+            and lock.is_free(self.site.node.cache.key_lock(key))
+            for key in begun
+        )
+
+    def begun(self, key: str) -> float:
+        return max(one.begun for one in marks.read(self.site.places).looks if one.key == key)
+
+    def ask(self) -> Expectations:
+        if isinstance(self.told, Exception):
+            raise self.told
+        return self.told
+
+    def copies(self) -> list[str]:
+        found = [event.outcome for event in read(self.site.places.events)]
+        return [one.image for one in found if isinstance(one, Copied) and one.result == "copied"]
+
+
+@pytest.fixture
+def here(open_path: Path) -> Passes:
+    return Passes(open_path)
+
+
+def states(done: NodePass) -> list[str]:
+    return [one.state for one in done.decisions]
+
+
+def test_image_is_copied_once_and_its_event_says_since_when_it_is_expected(here: Passes) -> None:
+    path = here.image("a")
+    here.tell(path)
+    assert states(here.run()) == ["copying"]
+    here.clock.at += 60
+    here.tell(path)
+    assert states(here.run()) == ["here"]
+    (event,) = read(here.site.places.events)
+    assert isinstance(event.outcome, Copied)
+    assert (event.job, event.uid, event.outcome.expected) == (0, NOBODY, NOW)
+    assert here.site.json("status")["leases"] == []
+
+
+def test_node_without_a_peer_service_takes_the_list_and_copies_alone(here: Passes) -> None:
+    """`prefetch.host` is a key of its own: `peers.enabled: auto` does not switch that off."""
+    node = here.site.node
+    assert activation.is_automatic(node.config)
+    assert not activation.is_on(node.config, node.places, time.monotonic())
+    here.tell(here.image("a"))
+    assert states(here.run()) == ["copying"]
+    (event,) = read(here.site.places.events)
+    assert isinstance(event.outcome, Copied)
+    assert (event.outcome.result, event.outcome.from_peers) == ("copied", 0)
+
+
+def test_copy_counts_as_used_when_it_was_made_and_by_nobody(here: Passes) -> None:
+    here.tell(here.image("a"))
+    assert states(here.run()) == ["copying"]
+    (item,) = here.site.json("ls")
+    assert (item["unused"], item["used"]) == (True, item["entry"]["created"])
+    here.tell()
+    here.run()
+    (item,) = here.site.json("ls")
+    assert (item["unused"], item["used"]) == (True, 0.0)
+
+
+def test_dry_run_writes_nothing(here: Passes) -> None:
+    here.tell(here.image("a"))
+    done = here.run(dry_run=True)
+    assert states(done) == ["would be copied next"]
+    assert here.site.keys() == set()
+    assert expected.read(here.site.places) is None
+    assert marks.read(here.site.places) == marks.Marks()
+
+
+# --- a host that lies
+
+
+def outside(here: Passes) -> str:
+    path = here.site.places.root / "outside"
+    path.write_bytes(b"secret")
+    os.utime(path, (NOW - 3600, NOW - 3600))
+    return str(path)
+
+
+def traversal(here: Passes) -> str:
+    outside(here)
+    return f"{here.site.lustre}/../outside"
+
+
+def symlink(here: Passes) -> str:
+    link = here.site.lustre / "link"
+    link.symlink_to(outside(here))
+    return str(link)
+
+
+def private(here: Passes) -> str:
+    return here.image("private", mode=0o600)
+
+
+def link_to_private(here: Passes) -> str:
+    link = here.site.lustre / "link"
+    link.symlink_to(private(here))
+    return str(link)
+
+
+def fifo(here: Passes) -> str:
+    path = here.site.lustre / "fifo"
+    os.mkfifo(path, 0o666)
+    return str(path)
+
+
+def directory(here: Passes) -> str:
+    (here.site.lustre / "directory").mkdir()
+    return str(here.site.lustre / "directory")
+
+
+def just_written(here: Passes) -> str:
+    path = here.image("new")
+    os.utime(path, (NOW - 5, NOW - 5))
+    return path
+
+
+@pytest.mark.parametrize(
+    "bait",
+    [
+        *(outside, traversal, symlink, private, link_to_private, fifo, directory, just_written),
+        lambda _: "/dev/null",
+        lambda _: "/proc/self/environ",
+    ],
+)
+def test_what_the_user_could_not_have_staged_is_refused_and_in_no_users_log(
+    here: Passes, bait: Callable[[Passes], str]
+) -> None:
+    here.tell(bait(here))
+    assert states(here.run()) == ["refused"]
+    assert here.site.node.cache.entries.is_dir()
+    assert here.site.keys() == set()
+    assert list(read(here.site.places.events)) == []
+
+
+@pytest.mark.parametrize("size", [8192, 4 * MIB])
+def test_image_that_was_replaced_since_it_was_looked_at_is_judged_anew(
+    here: Passes, monkeypatch: Patch, size: int
+) -> None:
+    """Somebody may be writing it, or it may be larger than what was chosen."""
+    here.configure("max_size: 6MiB\nmin_free: 0\nlow_watermark: 100%\n")
+    path = here.image("a")
+    here.tell(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetch_node._Pass, "copy", lambda _: None)
+        here.run()
+    here.image("a", size)  # half of the room is one user's
+    if size == 8192:
+        os.utime(path, (NOW - 10, NOW - 10))
+    done = here.run()
+    assert here.copies() == []
+    assert states(done) == ["refused" if size == 8192 else "not expected enough, or no room"]
+
+
+def test_user_whom_the_node_does_not_know_gets_nothing(here: Passes) -> None:
+    here.tell(here.image("a"), user=4_000_000_000)
+    (one,) = here.run().decisions
+    assert (one.state, "is no user of this node" in one.why) == ("refused", True)
+    assert here.site.keys() == set()
+
+
+def test_nothing_is_opened_as_root_whatever_the_host_says(here: Passes) -> None:
+    here.tell(here.image("private", mode=0o600), user=0)
+    done = here.run()
+    assert "no user" in done.silent
+    assert done.decisions == ()
+    assert not here.site.places.expected.exists()
+
+
+def test_list_of_absurd_numbers_is_a_wish_as_any(here: Passes) -> None:
+    path = here.image("a")
+    junk = {"gpu": "n[1-2]", "x": "n[1-999999999]", "y": "n[9-1", "z": ""}
+    rows = [Expected(part, path, NOBODY, 1e308) for part in ("gpu", "gpu", "x", "y", "none")]
+    rows += [Expected("gpu", here.image("b"), DAEMON, -1e308)]
+    here.told = Expectations((1 << 63) - 1, NOW, 1e300, junk, tuple(rows))
+    done = here.run()
+    assert msgspec.json.encode(done)
+    assert list(prefetch_node.pieces(done))
+    assert here.copies() == [path]
+    here.clock.at += LASTS
+    here.tell(here.image("c"))
+    assert "copying" in states(here.run()), "a list with a sequence without end ends as any"
+
+
+# --- plans that flap
+
+
+def two_by_turns(here: Passes, passes: int, every: float) -> None:
+    """One image is named and then the other, where there is room for one beside a job's."""
+    here.configure("max_size: 4MiB\nmin_free: 0\nlow_watermark: 100%\n")
+    used = here.site.publish(here.site.image("used", os.urandom(2 * MIB)))
+    here.site.lease(7, Use(used))
+    turns = here.image("a", MIB), here.image("b", MIB)
+    for number in range(passes):
+        here.tell(turns[number % 2], user=(NOBODY, DAEMON)[number % 2])
+        here.run()
+        here.clock.at += every
+    assert {used} <= here.site.keys()
+
+
+def test_images_that_are_named_by_turns_are_copied_three_times_at_most(here: Passes) -> None:
+    two_by_turns(here, 20, 60.0)
+    assert 2 < len(here.copies()) <= 2 * TRIES
+
+
+def test_images_that_are_named_by_turns_are_tried_again_after_an_hour(here: Passes) -> None:
+    two_by_turns(here, 8, FORGET)
+    assert len(here.copies()) == 8
+
+
+def test_image_that_appears_and_disappears_is_copied_once(here: Passes) -> None:
+    path = here.image("a")
+    for number in range(10):
+        here.tell(*([path] if number % 2 == 0 else []))
+        here.run()
+        here.clock.at += 60
+    assert here.copies() == [path]
+
+
+def test_refused_image_that_appears_and_disappears_is_opened_three_times_at_most(
+    here: Passes, monkeypatch: Patch
+) -> None:
+    opened: list[tuple[object, marks.Look, float]] = []
+    real = prefetch_node.look
+    monkeypatch.setattr(prefetch_node, "look", lambda *a: (opened.append(a), real(*a))[1])
+    path = here.image("private", mode=0o600)
+    for number in range(50):
+        here.tell(path if number % 2 == 0 else f"/other/{number}")
+        here.run()
+        here.clock.at += 60
+    assert [one[1].image for one in opened].count(path) == TRIES
+
+
+@pytest.mark.parametrize("is_begun", [True, False], ids=["after it began", "at once"])
+def test_copy_that_fails_each_time_is_tried_three_times(
+    here: Passes, monkeypatch: Patch, is_begun: bool
+) -> None:
+    tried = []
+
+    def changed(node: Node, job: Job, images: list[str], *_: object) -> StageReport:
+        tried.append(images)
+        found = here.site.look(Path(images[0]))
+        end = Copied("declined", image=images[0], key=found.key, reason="changed")
+        if is_begun:
+            record(here.site.places, here.clock.at, "stager", job, [end], 0.0)
+        return StageReport(
+            (ImageResult(images[0], "copying" if is_begun else "declined", "changed"),)
+        )
+
+    monkeypatch.setattr(stage, "stage", changed)
+    path = here.image("a")
+    for _ in range(100):
+        here.tell(path)
+        here.run()
+        here.clock.at += 60
+    assert len(tried) == TRIES
+
+
+def test_copy_that_was_stopped_for_a_job_is_made_anew(here: Passes, monkeypatch: Patch) -> None:
+    """It was in vain for no fault of the image's, however often."""
+
+    def stopped(node: Node, job: Job, images: list[str], *_: object) -> StageReport:
+        found = here.site.look(Path(images[0]))
+        end = Copied("declined", image=images[0], key=found.key, reason="stopped")
+        record(here.site.places, here.clock.at, "stager", job, [end], 0.0)
+        return StageReport((ImageResult(images[0], "copying", "deadline"),))
+
+    path = here.image("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "stage", stopped)
+        for _ in range(TRIES + 1):
+            here.tell(path)
+            here.run()
+            here.clock.at += 60
+    here.tell(path)
+    here.run()
+    assert here.copies() == [path]
+
+
+def test_copy_that_a_job_used_may_be_made_anew(here: Passes) -> None:
+    path = here.image("a")
+    for _ in range(TRIES + 2):
+        here.tell(path)
+        assert states(here.run()) == ["copying"]
+        (key,) = here.site.keys()
+        here.site.node.cache.touch(key, here.clock.at + 30)  # as the Epilog of a job does
+        here.clock.at += 60
+        here.tell(path)
+        here.run()
+        here.site.run("evict", key)
+
+
+def test_copy_that_no_job_used_is_said_to_be_given_up(here: Passes) -> None:
+    path = here.image("a")
+    for _ in range(TRIES):
+        here.tell(path)
+        here.run()
+        here.site.run("evict", "--all")
+        here.clock.at += 60
+    here.tell(path)
+    (one,) = here.run().decisions
+    assert (one.state, one.why) == ("refused", "copied 3 times, and no job used it")
+
+
+# --- a host that is dead, replays; clocks
+
+
+def test_node_goes_on_with_its_list_for_a_while_and_then_does_nothing(here: Passes) -> None:
+    first, second = here.image("a"), here.image("b", mode=0o600)
+    here.tell(first, second)
+    here.run()
+    here.told = PeerError("nobody answers")
+    Path(second).chmod(0o644)
+    here.clock.at += LASTS - 1
+    done = here.run()
+    assert (done.silent, done.idle) == ("nobody answers", "")
+    assert here.copies() == [first, second]
+    here.clock.at += 1
+    done = here.run()
+    assert (done.silent, done.idle) == ("nobody answers", "there is no list")
+    assert marks.read(here.site.places).idle == "there is no list"
+
+
+def test_older_list_that_is_given_again_is_not_taken(here: Passes) -> None:
+    here.tell(here.image("a"))
+    old = here.told
+    here.tell(here.image("b"))
+    here.run()
+    here.told = old
+    assert "older than the one that is here" in here.run().silent
+    assert [Path(one).name for one in here.copies()] == ["b"]
+
+
+@pytest.mark.parametrize("jump", [-1e6, -5000.0, 5000.0, 1e6])
+def test_clock_that_jumps_repeats_no_copy_and_takes_no_list_that_is_not_now(
+    here: Passes, jump: float
+) -> None:
+    path = here.image("a")
+    here.tell(path)
+    here.run()
+    told = here.told
+    here.clock.at += jump
+    done = here.run()
+    assert done.silent
+    assert done.idle == "there is no list"
+    here.tell(path)
+    assert states(here.run()) == ["here"]
+    here.clock.at -= jump
+    here.told = told
+    here.run()
+    assert here.copies() == [path]
+
+
+# --- room
+
+
+def test_full_cache_keeps_what_was_used_lately(here: Passes) -> None:
+    here.configure("max_size: 3MiB\nmin_free: 0\nlow_watermark: 100%\n")
+    used = here.site.publish(here.site.image("used", os.urandom(2 * MIB)), age=600.0)
+    path = here.image("a", MIB + MIB // 4)
+    here.tell(path)
+    here.run()
+    assert here.site.keys() == {used}
+    here.site.node.cache.touch(used, NOW - 3600)
+    here.run()
+    assert here.copies() == [path]
+    assert len(here.site.keys()) == 1
+
+
+def test_expected_copy_stays_where_one_that_was_used_later_goes(here: Passes) -> None:
+    here.configure("max_size: 4MiB\nmin_free: 0\nlow_watermark: 100%\n")
+    site = here.site
+    expected_here = here.image("old", MIB)
+    old = site.publish(Path(expected_here), age=7200.0)
+    other = site.publish(site.image("other", os.urandom(MIB)), age=3600.0)
+    held = site.publish(site.image("held", os.urandom(MIB)), age=9000.0)
+    site.lease(7, Use(held))
+    new = here.image("new", MIB + MIB // 4)
+    here.tell(new, expected_here)
+    here.run()
+    assert here.copies() == [new]
+    assert {old, held} <= site.keys()
+    assert other not in {*site.keys()}
+
+
+def test_job_that_asks_for_the_image_ends_the_copy_and_has_what_is_here(
+    here: Passes, monkeypatch: Patch
+) -> None:
+    key = begin_slowly(here, monkeypatch)
+    here.site.lease(7, Use(key))
+    node = here.site.node
+    until(lambda: lock.is_free(node.cache.key_lock(key)), "the end of the copy")
+    assert here.copies() == []
+    assert node.cache.part(key).owner() is not None
+
+
+@pytest.mark.parametrize(
+    ("why", "text", "bandwidth"),
+    [("`enabled: false`", "enabled: false\n", "1GiB"), ("a job runs on this node", "", "null")],
+)
+def test_node_that_is_off_or_busy_opens_and_copies_nothing(
+    here: Passes, why: str, text: str, bandwidth: str, monkeypatch: Patch
+) -> None:
+    held = here.site.publish(here.site.image("held"))
+    here.site.lease(7, Use(held))
+    here.configure(text, bandwidth)
+    monkeypatch.setattr(prefetch_node, "look", None)
+    here.tell(here.image("a"))
+    assert why in here.run().idle
+    assert here.copies() == []
+
+
+def test_pass_opens_no_more_than_so_many_images_and_begins_one_copy(here: Passes) -> None:
+    here.tell(*(here.image(f"i{number}", 4096) for number in range(40)))
+    done = here.run()
+    assert states(done).count("copying") == len(here.copies()) == 1
+    assert states(done).count("not looked at") == 40 - prefetch_node.LOOKS
+
+
+def run_slowly(here: Passes, monkeypatch: Patch, more: str = "", bandwidth: str = "4KiB") -> str:
+    """A pass that begins a copy which would take minutes; its key."""
+    text = f"{more}max_size: 8MiB\nmin_free: 0\nlow_watermark: 100%\nthreads: 1\nchunk_size: 1MiB\n"
+    here.configure(text, bandwidth)
+    here.clock.at = time.time()  # or its files would show that it stands still
+    path = here.image("ahead", 3 * MIB + MIB // 2)
+    here.tell(path)
+    assert states(here.run(waits=False)) == ["copying"]
+    return here.site.look(Path(path)).key
+
+
+def begin_slowly(here: Passes, monkeypatch: Patch) -> str:
+    """A copy for pending jobs that would take minutes; its key."""
+    key = run_slowly(here, monkeypatch)
+
+    def begun() -> bool:
+        owner = here.site.node.cache.part(key).owner()
+        return owner is not None and owner.phase == "copying"
+
+    until(begun, "the copy to begin")
+    return key
+
+
+def test_no_second_copy_begins_beside_one_for_pending_jobs(
+    here: Passes, monkeypatch: Patch
+) -> None:
+    begin_slowly(here, monkeypatch)
+    here.tell(str(here.site.lustre / "ahead"), here.image("b"))
+    assert sorted(states(here.run(waits=False))) == ["copying", "not expected enough, or no room"]
+
+
+def test_copy_for_pending_jobs_ends_where_the_leases_cannot_be_read(
+    here: Passes, monkeypatch: Patch
+) -> None:
+    """One of them may be on its image; nobody would look again."""
+
+    def fail(leases: Leases) -> frozenset[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Leases, "keys", fail)
+    stop = threading.Event()
+    with queue.while_expected(here.site.node, "0" * 32, stop):
+        assert stop.wait(HANGS)
+
+
+@pytest.mark.parametrize("begins", ["beside the copy", "just before it"])
+def test_job_that_begins_ends_a_copy_that_nothing_limits(
+    here: Passes, monkeypatch: Patch, begins: str
+) -> None:
+    """Whatever it names; also if the pass saw a node without jobs a moment ago."""
+    called, real = here.site.places.called("prolog"), stage.stage
+
+    def late(*args: Any) -> StageReport:
+        called.touch()
+        return real(*args)
+
+    if begins == "just before it":
+        monkeypatch.setattr(stage, "stage", late)
+    run_slowly(here, monkeypatch, "bandwidth: 4KiB\n", "null")
+    if begins == "beside the copy":
+        called.touch()
+
+    def stopped() -> bool:
+        found = [event.outcome for event in read(here.site.places.events)]
+        return any(one.reason == "stopped" for one in found if isinstance(one, Copied))
+
+    until(stopped, "the end of the copy")
+
+
+def test_copy_that_is_asked_for_ends_one_for_pending_jobs_and_none_begins_beside_it(
+    here: Passes, monkeypatch: Patch
+) -> None:
+    key = begin_slowly(here, monkeypatch)
+    node, image = here.site.node, here.site.look(Path(here.image("job")))
+    owner = Owner(1, boot_id(), image, MIB, "chunks", 7, 0.0, phase="copying", placed=True)
+    with lock.held(node.cache.key_lock(image.key), 0):
+        node.cache.part(image.key).write_owner(owner)
+        until(lambda: lock.is_free(node.cache.key_lock(key)), "the end of the copy")
+        assert here.run().idle == prefetch_node.COPYING
+    assert here.copies() == []
+
+
+@pytest.mark.parametrize("leased", [True, False], ids=["a job's", "forestage stage"])
+def test_copy_that_is_asked_for_has_the_room_of_one_for_pending_jobs(
+    here: Passes, monkeypatch: Patch, leased: bool
+) -> None:
+    key = begin_slowly(here, monkeypatch)
+    path = Path(here.image("job", 6 * MIB))
+    if leased:
+        here.site.lease(7, Use(here.site.look(path).key))
+    node, job = here.site.node, stage.nobody(prefetch_node.user_of(NOBODY), "n1")
+    (done,) = stage.stage(node, job, [str(path)], 240.0, lambda _: None).images
+    assert (done.result, done.reason) == ("copied", "")
+    assert here.copies() == [str(path)]
+    until(lambda: lock.is_free(node.cache.key_lock(key)), "the end of the other copy")

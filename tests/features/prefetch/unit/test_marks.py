@@ -1,0 +1,70 @@
+"""What a node remembers: looks that are not repeated, and what was in vain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forestage.features.prefetch import marks
+from forestage.features.prefetch.marks import AGAIN, FORGET, TRIES, Look, Marks
+from forestage.paths import Places
+
+LOOK = Look("/a", 7, at=1000.0, since=900.0, why="missing", tries=1)
+
+
+def test_record_is_read_as_it_was_written_and_a_damaged_one_is_empty(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    found = Marks((LOOK,), "silent", "idle")
+    marks.write(places, found)
+    assert marks.read(places) == found
+    places.prefetched.write_text("{")
+    assert marks.read(places) == Marks()
+
+
+@pytest.mark.parametrize(
+    ("tries", "later", "due"),
+    [(1, AGAIN - 1, False), (1, AGAIN, True), (1, -5.0, True), (TRIES, 9 * AGAIN, False)],
+)
+def test_refused_image_is_tried_again_later_and_not_for_ever(
+    tries: int, later: float, due: bool
+) -> None:
+    look = Look("/a", 7, at=1000.0, since=900.0, why="missing", tries=tries)
+    assert marks.is_due(look, 1000.0 + later) is due
+
+
+def test_look_that_the_list_does_not_name_is_forgotten() -> None:
+    found = Marks().with_look(LOOK).with_look(Look("/b", 7, 0.0, 0.0))
+    named, late = [("/b", 7), ("/a", 8)], LOOK.at + FORGET
+    assert found.naming(named, late).looks == (Look("/b", 7, 0.0, 0.0),)
+
+
+def test_look_that_was_in_vain_is_remembered_for_a_while_after_the_list_named_it() -> None:
+    found = Marks().with_look(LOOK)
+    assert found.naming([], LOOK.at + FORGET - 1) == found
+    assert found.naming([], LOOK.at - 1) == Marks(), "the clock was set back"
+
+
+def test_copies_that_no_job_used_are_forgotten_in_time_and_refusals_while_named_are_not() -> None:
+    late, named = 1000.0 + FORGET, [("/a", 7)]
+    copied = Look("/a", 7, 1000.0, 900.0, "k", 5, tries=TRIES)
+    assert Marks((copied,)).naming(named, late - 1).looks == (copied,)
+    assert Marks((copied,)).naming(named, late) == Marks()
+    refused = Look("/a", 7, 1000.0, 900.0, why="missing", tries=TRIES)
+    assert Marks((refused,)).naming(named, late).looks == (refused,)
+
+
+def test_look_takes_the_place_of_an_earlier_one() -> None:
+    found = Marks().with_look(LOOK).with_look(Look("/a", 7, 2000.0, 900.0))
+    assert found.look("/a", 7) == Look("/a", 7, 2000.0, 900.0)
+    assert found.look("/a", 8) is None
+
+
+def test_what_a_pass_is_like_is_noted_beside_the_looks(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    marks.write(places, Marks((LOOK,)))
+    marks.note(places, "silent", "")
+    assert marks.read(places) == Marks((LOOK,), silent="silent")
+    before = places.prefetched.stat().st_ino
+    marks.note(places, "silent", "")
+    assert places.prefetched.stat().st_ino == before

@@ -1,0 +1,166 @@
+"""squeue's listing, in which users have written what they like."""
+
+from __future__ import annotations
+
+import pytest
+
+from forestage.features.prefetch import queue
+from forestage.features.prefetch.policy import Pending
+from forestage.features.prefetch.queue import Queue
+
+NONCE = "f" * 32
+NOW = 1_000_000.0
+
+
+def line(
+    comment: str = "stage=/a",
+    job: str = "1",
+    user: str = "1000",
+    nodes: str = "2",
+    partition: str = "gpu",
+    reason: str = "Priority",
+    eligible: str = "N/A",
+    admin: str = "(null)",
+    nonce: str = NONCE,
+) -> str:
+    words = f"{job}|{nonce}<{user}|{nodes}|{partition}|{reason}|{eligible}|{admin}|{nonce}>"
+    return f"{words}{comment}\n"
+
+
+def parse(*lines: str) -> Queue:
+    return queue.parse("".join(lines), NONCE, NOW)
+
+
+def images(*lines: str) -> list[tuple[str, ...]]:
+    return [one.images for one in parse(*lines).pending]
+
+
+def test_job_is_read_with_its_images_nodes_and_partitions() -> None:
+    found = parse(line("x stage=/a,/b", nodes="4-8", partition="gpu,cpu"))
+    assert found == Queue((Pending(1000, ("/a", "/b"), 4, ("gpu", "cpu")),), tasks=1)
+
+
+def test_order_is_slurms() -> None:
+    assert images(line("stage=/b"), line("stage=/a")) == [("/b",), ("/a",)]
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        "77777|n1|gpu|stage=/etc/shadow",
+        line("stage=/etc/shadow", user="0", nonce="0" * 32),
+        line("stage=/etc/shadow", user="0", nonce=""),
+        f"9|{NONCE[:-1]}<0|1|gpu|Priority|N/A|(null)|{NONCE[:-1]}>stage=/etc/shadow",
+    ],
+)
+def test_line_that_a_user_forged_is_words_of_their_comment(forged: str) -> None:
+    found = parse(line(f"x\n{forged}"), line("stage=/b", user="1001"))
+    assert [one.user for one in found.pending][-1] == 1001
+    assert {one.user for one in found.pending} <= {1000, 1001}
+    assert ("/etc/shadow",) not in [one.images for one in found.pending if one.user == 0]
+
+
+def test_line_that_an_admin_comment_forges_is_words_of_it() -> None:
+    forged = line("stage=/etc/shadow", user="1002", nonce="0" * 32)
+    found = parse(line("stage=/a", admin=f"x\n{forged}y"), line("stage=/b", user="1001"))
+    assert [(one.user, one.images) for one in found.pending] == [(1000, ("/a",)), (1001, ("/b",))]
+
+
+def test_roots_jobs_do_not_count() -> None:
+    assert parse(line(user="0")) == Queue((), (("root's", 1),), 1)
+
+
+def test_images_are_of_comment_and_admin_comment_each_once() -> None:
+    seen = "ticket=4 stage-seen=/b,/with%20space"
+    assert images(line("stage=/a,/b", admin=seen)) == [("/a", "/b", "/with space")]
+    assert images(line("(null)", admin=seen)) == [("/b", "/with space")]
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "stage=off",
+        "stage=/dir/",
+        "stage=/a.sqsh@/mnt/a",
+        "stage=/a%0Ab",
+        "stage=/a%FF",
+        "(null)",
+        "stage=/{node}",
+        f"stage=/{'x' * 4096}",
+        "stage=prod",
+        "",
+    ],
+)
+def test_what_is_no_image_file_is_not_copied_ahead(comment: str) -> None:
+    assert parse(line(comment)) == Queue((), (("no image", 1),), 1)
+
+
+def test_job_that_says_off_means_the_images_of_its_options_too() -> None:
+    assert images(line("stage=off", admin="stage-seen=/a")) == []
+
+
+@pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "Dependency", "BadConstraints"])
+def test_job_that_has_no_place_in_the_queue_does_not_count(reason: str) -> None:
+    assert parse(line(reason=reason)) == Queue((), ((reason, 1),), 1)
+
+
+@pytest.mark.parametrize("reason", ["None", "BeginTime", "Priority"])
+def test_job_counts_from_an_hour_before_its_begin_time(reason: str) -> None:
+    later, soon = (str(int(NOW + queue.SOON) + more) for more in (1, 0))
+    assert parse(line(reason=reason, eligible=later)) == Queue((), (("BeginTime", 1),), 1)
+    assert images(line(reason=reason, eligible=soon)) == [("/a",)]
+
+
+@pytest.mark.parametrize(
+    ("job", "count"),
+    [
+        ("7", 1),
+        ("7_3", 1),
+        ("7+1", 1),
+        ("7_[1-10]", 10),
+        ("7_[1,4-6%2]", 2),
+        ("7_[1,3,5,...]", 3),
+        ("7_[0-99:2]", 100),
+        ("7_[9-1]", 1),
+        ("x", 0),
+        ("", 0),
+        ("7_[]", 0),
+        ("7_[1-10%0]", 10),
+    ],
+)
+def test_tasks_of_an_array_are_counted_as_far_as_they_may_run(job: str, count: int) -> None:
+    assert queue.tasks(job) == count
+
+
+def test_all_tasks_are_counted_unless_squeue_cuts_a_list_short() -> None:
+    shown = [line(job="7"), line(job="8_[1-10%2]", reason="JobHeldUser")]
+    assert parse(*shown).tasks == 11
+    assert parse(*shown, line(job="9_[1,3,5,...]")).tasks is None
+
+
+def test_array_wants_the_nodes_of_all_its_tasks() -> None:
+    (one,) = parse(line(job="7_[1-10]", nodes="2")).pending
+    assert one.nodes == 20
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        line(user="alice"),
+        line(user="-1"),
+        line(user="9" * 11),
+        line(nodes="many"),
+        line(job="x"),
+        f"1|{NONCE}<\n",
+        f"1|{NONCE}<1000|2|gpu|{NONCE}>stage=/a\n",
+    ],
+)
+def test_line_that_cannot_be_read_is_counted_and_the_others_are_read(junk: str) -> None:
+    found = parse(line("stage=/a"), junk, line("stage=/b"))
+    assert [one.images for one in found.pending] == [("/a",), ("/b",)]
+    assert found.others == (("unreadable", 1),)
+
+
+@pytest.mark.parametrize("listing", ["", "\n", "squeue: error\n", "|||||\n" * 10, "\0" * 100])
+def test_listing_of_something_else_names_nothing(listing: str) -> None:
+    assert queue.parse(listing, NONCE, NOW) == Queue()

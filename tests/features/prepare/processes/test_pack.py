@@ -1,0 +1,239 @@
+"""Packing a tree: everything in it, under its name only when it is whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Site
+from forestage.cli.world import Exit
+from forestage.features.prepare import hints, pack
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Nine inodes: what a virtual environment has, and what is easily lost."""
+    folder = tmp_path / "venv"
+    (folder / "lib/deep").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "lib/a.py").write_text("a = 1\n" * 1000)
+    os.link(folder / "lib/a.py", folder / "lib/deep/same.py")
+    (folder / "lib/deep/b.py").write_text("b\n")
+    (folder / "python").symlink_to("/usr/bin/python3")
+    (folder / "loop").symlink_to(folder)
+    os.mkfifo(folder / "fifo")
+    return folder
+
+
+def listed(image: Path) -> list[str]:
+    words = ["unsquashfs", "-l", "-d", "", str(image)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("/"))
+
+
+def test_image_has_all_files(site: Site, tree: Path, tmp_path: Path) -> None:
+    printed = site.json("pack", str(tree), "-o", str(tmp_path / "venv.sqsh"))
+    assert (printed["inodes"], printed["compression"]) == (9, "zstd")
+    assert printed["size"] == (tmp_path / "venv.sqsh").stat().st_size
+    expected = sorted("/" + str(path.relative_to(tree)) for path in tree.rglob("*"))
+    assert [line for line in listed(tmp_path / "venv.sqsh") if line != "/"] == expected
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")] == []
+
+
+def test_relative_paths_are_of_the_current_directory(
+    site: Site, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = site.run("pack", "venv", "-o", "venv.sqsh")
+    assert done.exit_code == Exit.OK, done.output
+    assert "inodes" in done.output
+    comment = f"stage={tmp_path}/venv.sqsh@{tmp_path}/venv"
+    assert f'sbatch --comment="{comment}" ...' in done.output.splitlines()[-1]
+    assert (tmp_path / "venv.sqsh").exists()
+
+
+def test_tools_that_know_gzip_only_use_it(
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
+) -> None:
+    says = 'echo "mksquashfs: Compressor \\"zstd\\" is not supported!" >&2; exit 1'
+    programs(mksquashfs=f'case "$*" in *zstd*) {says};; esac; exec /usr/bin/mksquashfs "$@"')
+    printed = site.json("pack", str(tree), "-o", str(tmp_path / "x"))
+    assert (printed["compression"], printed["inodes"]) == ("gzip", 9)
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_pack_that_is_ended_leaves_neither_file_nor_program(
+    site: Site,
+    tree: Path,
+    tmp_path: Path,
+    programs: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+) -> None:
+    pid = tmp_path / "pid"
+    programs(mksquashfs=f": >$2; echo $$ >{pid}; exec sleep 600")
+    communicate = subprocess.Popen.communicate
+
+    def end(process: subprocess.Popen[bytes], *args: Any, **how: Any) -> Any:
+        if pid.exists() and pid.read_text().endswith("\n"):
+            os.kill(os.getpid(), number)
+        return communicate(process, *args, **how)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", end)
+    before, files = signal.getsignal(number), {*tmp_path.iterdir()}
+    done = site.run("pack", str(tree), "-o", str(tmp_path / "x.sqsh"))
+    assert done.exit_code == Exit.INTERRUPTED
+    assert {path.name for path in {*tmp_path.iterdir()} - files} == {"pid"}
+    assert not Path("/proc", pid.read_text().strip()).exists()
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo 'No space left on device' >&2; exit 1",
+        "kill -KILL $$",
+        ": >$2",
+        # What mksquashfs says and does with a file that it may not read.
+        "/usr/bin/mksquashfs \"$@\"; echo 'Failed to read file a, creating empty file' >&2",
+    ],
+)
+def test_image_that_lost_something_is_not_published(
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path], script: str
+) -> None:
+    programs(mksquashfs=script)
+    done = site.run("pack", str(tree), "-o", str(tmp_path / "x"))
+    assert done.exit_code == Exit.FAILED, done.output
+    assert "nothing was packed" in done.output.lower()
+    assert [path.name for path in tmp_path.iterdir() if "x" in path.name] == []
+
+
+@pytest.mark.parametrize("secret", ["file", "directory"])
+def test_what_cannot_be_read_is_known_from_mksquashfs_output(as_root: None, secret: str) -> None:
+    """It goes on and ends with 0; pytest's own folders are root's, so not there."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        tree.mkdir()
+        (tree / "file").write_text("secret")
+        (tree / "directory").mkdir()
+        (tree / secret).chmod(0o000)
+        Path(folder).chmod(0o777)
+        setpriv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        words = [*setpriv, *pack.argv(tree, Path(folder, "x"), ("-comp", "zstd"))]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, bool(pack._LOST.search(done.stderr))) == (0, True), done.stderr
+
+
+def test_existing_file_is_replaced_only_by_force(
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
+) -> None:
+    image = tmp_path / "x"
+    asked = programs(mksquashfs=f'echo of somebody >{image}; exec /usr/bin/mksquashfs "$@"')
+    words = ["pack", str(tree), "-o", str(image)]
+    assert site.run(*words).exit_code == Exit.NOT_FOUND
+    assert image.read_text() == "of somebody\n", "the name was taken while it was packed"
+    assert len(asked.read_text().splitlines()) == 1
+    assert site.run(*words).exit_code == Exit.NOT_FOUND
+    assert len(asked.read_text().splitlines()) == 1, "it is known before anything is packed"
+    assert site.run(*words, "--force").exit_code == Exit.OK
+    assert image.read_bytes()[:4] == b"hsqs"
+
+
+def test_image_inside_its_directory_is_refused(site: Site, tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tree / "lib")
+    for place in (tree / "x", tree / "lib/x", tmp_path / "link/x"):
+        done = site.run("pack", str(tree), "-o", str(place))
+        assert (done.exit_code, "part of itself" in done.output) == (Exit.NOT_FOUND, True)
+        assert not place.exists()
+
+
+def test_image_for_use_in_the_trees_place_prints_the_option(site: Site, tree: Path) -> None:
+    done = site.run("pack", "--here", str(tree))
+    assert done.exit_code == Exit.OK, done.output
+    assert f"srun --stage={tree}.sqsh@{tree} ..." in done.output
+    assert hints.refusals([f"stage={tree}.sqsh@{tree}"]) == ()
+    assert listed(Path(f"{tree}.sqsh"))
+
+
+def test_tree_over_which_nothing_may_be_mounted_is_not_packed(site: Site, tmp_path: Path) -> None:
+    done = site.run("pack", "--here", "/usr/lib", "-o", str(tmp_path / "x"))
+    assert done.exit_code == Exit.NOT_FOUND
+    assert "nothing may be mounted over /usr" in done.output
+    assert not (tmp_path / "x").exists()
+
+
+def test_image_without_a_name_is_refused(site: Site, tree: Path) -> None:
+    assert site.run("pack", str(tree)).exit_code == Exit.USAGE
+
+
+def test_image_on_lustre_is_spread_if_it_is_to_be_published(
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
+) -> None:
+    lustre = tmp_path / "lustre"
+    lustre.mkdir(exist_ok=True)
+    site.places.root.joinpath("proc/self").mkdir(parents=True, exist_ok=True)
+    table = f"1 0 0:1 / / rw - ext4 /dev/sda rw\n2 1 0:2 / {lustre} rw - lustre ost@tcp:/fs rw\n"
+    site.places.root.joinpath("proc/self/mountinfo").write_text(table)
+    asked = programs(lfs=f'for last; do :; done; : >"$last"; stat -c %i "$last" >{tmp_path}/inode')
+    done = site.run("pack", "--here", str(tree), "-o", str(lustre / "x"))
+    assert done.exit_code == Exit.OK, done.output
+    assert asked.read_text().startswith("lfs setstripe -E -1 -c -1 -S 1M ")
+    # mksquashfs has written into the file that has the layout.
+    assert (lustre / "x").stat().st_ino == int((tmp_path / "inode").read_text())
+    assert listed(lustre / "x")
+
+
+def limit_memory(site: Site, limit: str) -> None:
+    """Has the node's files say that this process is in a cgroup with this limit."""
+    for name, text in (
+        ("proc/self/cgroup", "0::/job_7\n"),
+        ("sys/fs/cgroup/job_7/memory.max", limit),
+    ):
+        file = site.places.root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def test_mksquashfs_keeps_within_the_memory_and_the_processors_of_its_cgroup(
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
+) -> None:
+    limit_memory(site, f"{300 << 20}\n")
+    asked = programs(mksquashfs='exec /usr/bin/mksquashfs "$@"')
+    affinity = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(affinity)})
+    try:
+        assert site.json("pack", str(tree), "-o", str(tmp_path / "x"))["inodes"] == 9
+    finally:
+        os.sched_setaffinity(0, affinity)
+    assert " -processors 1 -mem 75M -comp zstd " in asked.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize("version", ["4.3", ""])
+def test_mksquashfs_that_may_not_know_the_option_is_told_of_no_memory(
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path], version: str
+) -> None:
+    limit_memory(site, f"{300 << 20}\n")
+    says = f'echo "mksquashfs version {version}"'
+    asked = programs(
+        mksquashfs=f'case "$*" in -version) {says};; *) exec /usr/bin/mksquashfs "$@";; esac'
+    )
+    assert site.json("pack", str(tree), "-o", str(tmp_path / "x"))["inodes"] == 9
+    assert "-mem" not in asked.read_text()
+
+
+def test_mksquashfs_that_was_killed_is_said_to_have_lacked_memory(
+    site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
+) -> None:
+    programs(mksquashfs="kill -KILL $$")
+    done = site.run("pack", str(tree), "-o", str(tmp_path / "x"))
+    assert done.exit_code == Exit.FAILED
+    assert "mksquashfs was killed by signal 9: its memory may have run out" in done.output
+    assert "a larger --mem" in done.output

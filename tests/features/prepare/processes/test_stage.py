@@ -1,0 +1,137 @@
+"""Images in the cache without a job: the copies of a hook, its rules, and no lease."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import NOW, Site
+from forestage.cache import disk_errors
+from forestage.cli.world import Exit
+from forestage.events import Copied, read
+from forestage.features.prepare import stage
+from forestage.stage import wait
+from forestage.system import lock
+from node import until
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a stager is root's")
+
+
+@pytest.fixture
+def site(open_path: Path) -> Site:
+    return Site(open_path, f"sources: [{open_path}]\nredirect: spank\n")
+
+
+def results(site: Site, *args: str, code: int = 0) -> list[str]:
+    return [one["result"] for one in site.json("stage", *args, code=code)["images"]]
+
+
+def test_image_is_copied_then_a_hit_and_nothing_is_leased(site: Site) -> None:
+    paths = [site.image("a.sqsh"), site.image("b.sqsh", b"another")]
+    assert results(site, *map(str, paths)) == ["copied", "copied"]
+    assert len(site.keys()) == 2
+    assert site.json("status")["leases"] == []
+    copies = [one for one in read(site.places.events) if isinstance(one.outcome, Copied)]
+    assert {(one.job, one.outcome.result) for one in copies} == {(0, "copied")}
+    assert results(site, str(paths[0])) == ["hit"]
+    printed = site.run("stage", str(paths[0])).stdout
+    assert printed.startswith("1 of 1 image here\n")
+
+
+def test_hit_is_used_now(site: Site) -> None:
+    key = site.publish(site.image("a.sqsh"), age=5000)
+    results(site, str(site.lustre / "a.sqsh"))
+    assert site.json("show", key)[0]["item"]["used"] == NOW
+
+
+def test_what_no_job_may_have_is_declined_and_the_others_are_copied(site: Site) -> None:
+    good = site.image("a.sqsh")
+    assert results(site, "/etc/hostname", "/nowhere", str(good), code=Exit.NOT_FOUND) == [
+        "declined",
+        "declined",
+        "copied",
+    ]
+
+
+def test_image_is_opened_as_the_user_who_is_named(site: Site) -> None:
+    path = site.image("a.sqsh")
+    path.chmod(0o600)
+    done = site.json("stage", "--user", "nobody", str(path), code=Exit.NOT_FOUND)
+    assert [one["reason"] for one in done["images"]] == ["no-permission"]
+    assert results(site, str(path)) == ["copied"]
+    assert site.run("stage", "--user", "nosuch", str(path)).exit_code == Exit.USAGE
+
+
+def test_user_reads_that_it_takes_root(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    done = site.run("stage", str(site.lustre / "a.sqsh"))
+    assert (done.exit_code, done.stderr) == (
+        Exit.PERMISSION,
+        "forestage: the cache is root's (run as root)\n",
+    )
+
+
+@pytest.mark.parametrize("by", ["enabled", "file", "doubt"])
+def test_node_that_serves_no_job_stages_nothing(site: Site, by: str) -> None:
+    path = site.image("a.sqsh")
+    if by == "enabled":
+        site.configure(f"sources: [{site.places.root}]\nenabled: false\n")
+    else:
+        site.places.run.mkdir(parents=True)
+    if by == "file":
+        site.places.disabled.touch()
+    if by == "doubt":
+        disk_errors.begin(site.places, site.world.clock, "test")
+    (image,) = site.json("stage", str(path), code=Exit.NOT_FOUND)["images"]
+    assert image["result"] in ("declined", "failed")
+    assert image["reason"] == ("disk-errors" if by == "doubt" else "disabled")
+
+
+def test_images_of_the_configuration_are_those_without_a_name(site: Site) -> None:
+    path = site.image("a.sqsh")
+    site.configure(f"sources: [{site.places.root}]\nredirect: spank\nwarm_at_boot: [{path}]\n")
+    assert results(site) == ["copied"]
+    site.configure(f"sources: [{site.places.root}]\n")
+    assert results(site) == []
+
+
+def test_copy_that_takes_longer_goes_on(site: Site) -> None:
+    config = f"sources: [{site.places.root}]\nredirect: spank\nchunk_size: 1M\nbandwidth: 2M\n"
+    site.configure(config)
+    path = site.image("a.sqsh", b"x" * (3 << 20))
+    (image,) = site.json("stage", "--within", "0", str(path), code=Exit.NOT_FOUND)["images"]
+    assert (image["result"], image["reason"]) == ("copying", "deadline")
+    key = image["key"]
+    until(lambda: site.node.cache.image(key).exists(), "the copy")
+    until(lambda: lock.is_free(site.node.cache.key_lock(key)), "its end")
+
+
+def test_many_images_are_begun_a_few_at_a_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "AT_ONCE", 2)
+    here, peak = 0, 0
+
+    @contextlib.contextmanager
+    def counted(*facts: Any) -> Iterator[Any]:
+        nonlocal here, peak
+        with begun(*facts) as channel:
+            here += 1
+            peak = max(peak, here)
+            yield channel
+            here -= 1
+
+    begun = wait.begun
+    monkeypatch.setattr(wait, "begun", counted)
+    paths = [str(site.image(f"{number}.sqsh", b"%d" % number)) for number in range(5)]
+    assert results(site, *paths) == ["copied"] * 5
+    assert peak == 2
+    more = [str(site.image(f"{number}.sqsh", b"%d" % number)) for number in range(5, 9)]
+    late = site.json("stage", "--within", "0", *more, code=Exit.NOT_FOUND)["images"]
+    assert [one["reason"] for one in late] == ["deadline"] * 4
+    assert [one["result"] for one in late] == ["copying"] * 2 + ["declined"] * 2
+    for one in late[:2]:
+        until(lambda key=one["key"]: lock.is_free(site.node.cache.key_lock(key)), "its end")

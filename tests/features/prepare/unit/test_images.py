@@ -1,0 +1,85 @@
+"""The images below a site's sources: which, whose, how large, and how they are labelled."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from commands import Site
+from forestage.cli.world import Exit
+from forestage.features.prepare import images
+
+
+def names(found: images.Images) -> list[str]:
+    return [os.path.basename(one.path) for one in found.images]
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    folder = tmp_path / "shared"
+    (folder / "team/deep").mkdir(parents=True)
+    for name in ("b.sqsh", "team/a.squashfs", "team/deep/c.sqfs", "notes.txt"):
+        (folder / name).write_bytes(b"x" * 2048)
+    (folder / "b.sqsh.label").write_text("PyTorch 25.01\nmore\n")
+    return folder
+
+
+def test_images_are_listed_the_upper_ones_first_with_their_label(shared: Path) -> None:
+    found = images.gather([str(shared)])
+    assert names(found) == ["b.sqsh", "a.squashfs", "c.sqfs"]
+    first = found.images[0]
+    assert (first.size, first.label, found.images[1].label) == (2048, "PyTorch 25.01", "")
+    assert first.owner in ("root", str(os.getuid()), os.environ.get("USER", ""))
+
+
+def test_links_hidden_directories_and_what_is_too_deep_are_left_out(shared: Path) -> None:
+    (shared / "link.sqsh").symlink_to(shared / "b.sqsh")
+    (shared / "loop").symlink_to(shared)
+    (shared / "folder.sqsh").mkdir()
+    (shared / ".snapshot").mkdir()
+    (shared / ".snapshot/old.sqsh").touch()
+    deep = shared.joinpath(*["d"] * images.DEPTH)
+    (deep / "below").mkdir(parents=True)
+    (deep / "last.sqsh").touch()
+    (deep / "below/beyond.sqsh").touch()
+    assert names(images.gather([str(shared)])) == ["b.sqsh", "a.squashfs", "c.sqfs", "last.sqsh"]
+
+
+def test_look_is_bounded_and_says_so(shared: Path) -> None:
+    found = images.gather([str(shared)], most=2)
+    assert (names(found), found.cut_off) == (["b.sqsh"], True)
+    assert not images.gather([str(shared)]).cut_off
+
+
+@pytest.mark.parametrize("label", ["fifo", "link", "escape", "long", "bytes"])
+def test_label_that_is_none_harms_nobody(shared: Path, label: str) -> None:
+    file = shared / "b.sqsh.label"
+    file.unlink()
+    if label == "fifo":
+        os.mkfifo(file)
+    elif label == "link":
+        file.symlink_to("/etc/passwd")
+    else:
+        text = {"escape": b"\x1b[2Jred", "long": b"x" * 5000, "bytes": b"\xff\xfe"}[label]
+        file.write_bytes(text)
+    said = images.gather([str(shared)]).images[0].label
+    assert said.isprintable()
+    assert len(said) <= images.MAX_LABEL
+    assert bool(said) == (label not in ("fifo", "link"))
+
+
+def test_name_that_is_no_text_is_shown_escaped(shared: Path, site: Site) -> None:
+    (shared / os.fsdecode(b"\xff\x1b.sqsh")).touch()
+    printed = site.json("images", str(shared))
+    assert all(one["path"].isprintable() for one in printed["images"])
+
+
+def test_command_looks_below_the_sources_or_what_is_named(shared: Path, site: Site) -> None:
+    done = site.run("images", str(shared / "team"))
+    assert done.exit_code == Exit.OK, done.output
+    assert "2 images below" in done.output
+    empty = site.run("images", str(shared / "nowhere"))
+    assert (empty.exit_code, "No file below" in empty.output) == (Exit.OK, True)
+    assert site.run("images").exit_code == Exit.OK

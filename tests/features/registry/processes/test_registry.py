@@ -1,0 +1,140 @@
+"""A step's image of a registry: who waits for it, what the worker is told, what the user reads."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.cache.image import Image
+from forestage.cache.node import Node
+from forestage.events import Handled
+from forestage.features.registry import step_files, user_notes
+from forestage.features.registry import step_image as registry
+from forestage.features.registry.step_image import Asked
+from forestage.features.registry.waiting import Tasks
+from forestage.hooks import leases
+from forestage.hooks.answers import Answer
+from forestage.hooks.limit import Limit
+from forestage.slurm.job import Job
+from forestage.system import child
+from node import children_left, until
+
+
+@pytest.mark.parametrize(
+    ("manager", "over", "left"),
+    [("lives", True, "job_7/step_0"), ("ended", False, "job_7"), ("ended", True, "uid_1")],
+)
+def test_cgroups_that_a_worker_kept_go_with_it(
+    asking: Job,
+    tasks: Tasks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    manager: str,
+    over: bool,
+    left: str,
+) -> None:
+    """Not while Slurm may still use them: the job's, until its Epilog has been here."""
+    group = tmp_path / "uid_1/job_7/step_0"
+    group.mkdir(parents=True)
+    monkeypatch.setattr(child, "of_task", lambda manager: [group / "cgroup.procs"])
+    pid = os.getpid() if manager == "lives" else dead()
+    with registry._leaving(msgspec.structs.replace(asking, manager=pid), tasks):
+        if over:
+            tasks.path.unlink()
+    assert max(tmp_path.rglob("*")).as_posix().endswith(left)
+
+
+def dead() -> int:
+    """The pid of no process."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_lease_that_came_after_the_epilog_is_given_back(
+    staging_node: Node,
+    asking: Job,
+    asked: Asked,
+    make_image: Callable[..., Image],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The job was cancelled, and is over, while its image was staged."""
+    found, held = make_image(), tmp_path / "held"
+    staging_node.cache.prepare(require_mount=False)
+
+    def answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
+        tasks.path.unlink()
+        step_files.make_mount_point(node.places, job.id, job.step, found.size)
+        with leases.leased(node, job, found.key, Limit.of(node.clock, 60.0, None)):
+            return Answer(Handled("hit"), found)
+
+    def report(outcomes: object) -> None:
+        held.write_text(f"{staging_node.leases.jobs()}")
+
+    monkeypatch.setattr(registry, "_answer", answer)
+    monkeypatch.setattr(registry, "FIRST", 0.0)
+    asked = msgspec.structs.replace(asked, timeout="0")
+    registry.begin(staging_node, msgspec.structs.replace(asking, step=0), asked, report)
+    until(held.exists, "the lease")
+    until(lambda: not staging_node.leases.jobs(), "its end")
+    until(lambda: not list(staging_node.places.images.iterdir()), "the end of the place")
+    assert held.read_text() == f"({asking.id},)"
+
+
+@pytest.mark.parametrize("end", ["manager", "Epilog"])
+def test_process_whose_tasks_never_came_ends_with_the_step(
+    staging_node: Node, asking: Job, asked: Asked, end: str
+) -> None:
+    """The step was cancelled before Slurm had started a task of it."""
+    manager = subprocess.Popen(["sleep", "inf"])
+    reported: Path = staging_node.places.run / "reported"
+    asking = msgspec.structs.replace(asking, step=0, manager=manager.pid)
+    try:
+        registry.begin(staging_node, asking, asked, lambda outcomes: reported.touch())
+        sock = staging_node.places.images / f"{asking.id}.0.sock"
+        assert sock.exists()
+        assert not reported.exists()
+        if end == "Epilog":
+            step_files.forget_job(staging_node.places, asking.id)
+        else:
+            manager.kill()  # and is not reaped
+        until(reported.exists, "the end of the wait for a task")
+        until(lambda: not children_left(manager.pid), "the end of the process")
+        assert not sock.exists()
+    finally:
+        manager.kill()
+        manager.wait()
+
+
+def test_refusal_is_noted_for_the_steps_importer_before_a_task_goes_on_and_goes_with_the_job(
+    staging_node: Node,
+    asking: Job,
+    asked: Asked,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = Handled("declined", request="here#image", reason="registry-missing", detail="no")
+    monkeypatch.setattr(registry, "_answer", lambda *_: Answer(refused))
+    asking = msgspec.structs.replace(asking, step=0)
+    monkeypatch.setattr(registry, "FIRST", 600.0)
+    _, sock = registry.begin(staging_node, asking, asked, lambda outcomes: None)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as task:
+        task.connect(sock)
+        while not task.recv(4096).startswith(b"leave"):
+            pass
+        places = staging_node.places
+        found = user_notes.find_refusal(places, f"{asking.id}", "0", "docker://here#image")
+        assert found is not None
+        assert found.reason == "registry-missing"
+        assert user_notes.find_refusal(places, f"{asking.id}", "1", "docker://here#image") is None
+        step_files.forget_job(places, asking.id)
+        assert user_notes.find_refusal(places, f"{asking.id}", "0", "docker://here#image") is None
+    until(lambda: not children_left(), "the end of the process")

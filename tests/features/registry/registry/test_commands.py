@@ -1,0 +1,240 @@
+"""`forestage registry` and pyxis' importer, as users run them on a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from imports import ALICE, BOB, IMAGE, NEW, OLD, ROOT, Login, Registry
+
+from forestage.features.registry import store_age, user_notes
+from forestage.features.registry.store_age import Collection
+from forestage.features.registry.user_notes import RegistryRefusal
+from forestage.paths import Places
+from forestage.system import mounts
+from forestage.system.as_user import User
+
+
+def test_imported_image_is_listed_and_the_job_that_wants_it_finds_it(login: Login) -> None:
+    done = login.forestage("import", f"here#image@{OLD}")
+    assert done.returncode == 0, done.stderr
+    path = done.stdout.strip()
+    (row,) = json.loads(login.forestage("ls", "--json").stdout)
+    assert (row["reference"], row["digest"], row["path"]) == (f"here#image@{OLD}", OLD, path)
+    assert login.importer("get", IMAGE).stdout == f"{path}\n"
+    assert len(login.site.imports) == 1
+
+
+def test_root_lists_what_users_see_of_their_own_alone(login: Login) -> None:
+    login.forestage("import", f"here#image@{OLD}")
+    login.forestage("import", f"here#image@{NEW}", user=BOB)
+    rows = {who.uid: json.loads(login.forestage("ls", "--json", user=who).stdout)
+            for who in (ALICE, BOB)}  # fmt: skip
+    assert [row["digest"] for row in rows[ALICE.uid]] == [OLD]
+    assert [row["digest"] for row in rows[BOB.uid]] == [NEW]
+
+
+def test_get_prints_one_line_and_all_other_words_elsewhere(login: Login) -> None:
+    done = login.importer("get", IMAGE)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    assert Path(done.stdout.strip()).read_bytes() == login.site.image.read_bytes()
+    assert "imported by" in done.stderr
+
+
+def test_copy_that_shows_in_the_step_is_named_without_any_work(login: Login) -> None:
+    mounts.mount("tmpfs", "/run", 0, "tmpfs", "mode=755")
+    Path("/run/forestage/images").mkdir(parents=True)
+    place = Path("/run/forestage/images/12.0.sqsh")
+    place.write_bytes(bytes(4096))
+    assert login.importer("get", IMAGE).stdout.startswith(str(login.site.store))
+    shutil.copy(login.site.image, place)
+    assert login.importer("get", IMAGE).stdout == f"{place}\n"
+    assert login.importer("release").returncode == 0
+    assert place.exists()
+
+
+def test_image_of_the_job_that_started_this_step_is_not_the_steps(login: Login) -> None:
+    """FORESTAGE_IMAGE_PATH of a batch script whose image is a file is inherited."""
+    inherited = {"FORESTAGE_IMAGE_PATH": str(login.site.image)}
+    assert login.site.image.read_bytes()[:4] == b"hsqs", "else this shows nothing"
+    found = login.importer("get", IMAGE, **inherited).stdout
+    assert found.startswith(str(login.site.store))
+
+
+@pytest.mark.parametrize("store", ["null", "/not/mounted", "of the cache"])
+def test_image_without_a_store_is_the_steps_own_and_goes_with_it(login: Login, store: str) -> None:
+    if store == "of the cache":
+        login.configure(
+            f"{{cache: {login.site.store.parent}/cache, registry: {{store: {login.site.store}}}}}"
+        )
+    else:
+        login.configure(f"registry: {{store: {store}}}")
+    done = login.importer("get", IMAGE)
+    assert done.returncode == 0, done.stderr
+    path = Path(done.stdout.strip())
+    assert path.read_bytes() == login.site.image.read_bytes()
+    assert path.is_relative_to(login.runtime / str(ALICE.uid) / "forestage-12.0")
+    assert not login.site.folder().exists()
+    other = login.runtime / str(ALICE.uid) / "other"
+    other.mkdir()
+    for _ in range(2):
+        assert login.importer("release").returncode == 0
+    assert list((login.runtime / str(ALICE.uid)).iterdir()) == [other]
+
+
+@pytest.mark.parametrize("broken", ["#!/bin/sh\nexit 1\n", "#!/none\n", ""])
+def test_importer_without_a_forestage_that_works_does_what_pyxis_does(
+    login: Login, broken: str
+) -> None:
+    program = Path("/usr/lib/forestage/bin/forestage")
+    program.unlink()
+    if broken:
+        program.write_text(broken)
+        program.chmod(0o755)
+    temp = login.site.temp / str(ALICE.uid)  # as enroot.conf says, which the stand-in does not read
+    done = login.importer("get", IMAGE, ENROOT_TEMP_PATH=str(temp))
+    path = Path(done.stdout.strip())
+    assert done.returncode == 0, done.stderr
+    assert path.read_bytes() == login.site.image.read_bytes()
+    assert login.importer("release").returncode == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(("job", "step"), [("", ""), ("12.0/../other", "0"), ("*", "*")])
+def test_release_without_a_step_deletes_nothing(login: Login, job: str, step: str) -> None:
+    kept = [login.runtime / str(ALICE.uid) / name for name in ("forestage-12.0", "other.0")]
+    for folder in kept:
+        folder.mkdir(parents=True)
+        os.chown(folder, ALICE.uid, ALICE.gid)
+    os.chown(kept[0].parent, ALICE.uid, ALICE.gid)
+    done = login.importer("release", SLURM_JOB_ID=job, SLURM_STEP_ID=step)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert all(folder.exists() for folder in kept)
+
+
+def test_image_that_cannot_be_had_fails_with_enroots_words(login: Login) -> None:
+    done = login.importer("get", IMAGE, STANDIN_FAIL="returned error code: 404 Not Found")
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert "404 Not Found" in done.stderr
+
+
+@pytest.mark.parametrize("status", [403, 404, 503, 418])
+def test_step_whose_registry_says_no_digest_has_enroots_own_try_once_for_all(
+    login: Login, status: int
+) -> None:
+    there = Registry(status=status)
+    try:
+        uri = f"docker://{there.reference()}"
+        done = [login.importer("get", uri) for _ in range(2)]
+    finally:
+        there.stop()
+    assert done[0].returncode == 0, done[0].stderr
+    assert done[0].stdout == done[1].stdout
+    assert [line.split()[0] for line in login.site.imports] == [uri]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("user", "tag", "asked"), [(ALICE, "v1", 0), (ALICE, "v2", 2), (BOB, "v1", 2)]
+)
+def test_importer_asks_no_registry_that_has_refused_its_step(
+    login: Login, user: User, tag: str, asked: int
+) -> None:
+    """HEAD and GET, where it is another image's refusal, or another user's."""
+    mounts.mount("tmpfs", "/run", 0, "tmpfs", "mode=755")
+    Path("/run/forestage/images").mkdir(parents=True)
+    there = Registry(status=404)
+    said = RegistryRefusal(there.reference("v1"), "registry-missing", "127.0.0.1 has no image:v1")
+    user_notes.note_refusal(Places(), 12, 0, ALICE, said)
+    try:
+        done = login.importer("get", f"docker://{there.reference(tag)}", user=user)
+    finally:
+        there.stop()
+    assert done.returncode == 0, done.stderr
+    assert f"has no image:{tag}" in done.stderr
+    assert there.asked == asked
+    assert len(login.site.imports) == 1  # enroot has its own try
+
+
+def test_refusal_of_a_registry_comes_in_enroots_words(login: Login) -> None:
+    there = Registry(status=403)
+    try:
+        uri = f"docker://{there.reference()}"
+        done = login.importer("get", uri, STANDIN_FAIL="returned error code: 403 Forbidden")
+        assert login.forestage("import", uri).returncode == 1, "no job, no tag"
+    finally:
+        there.stop()
+    assert done.returncode != 0
+    assert "403 Forbidden" in done.stderr
+    assert len(login.site.imports) == 1
+
+
+def test_import_needs_a_store(login: Login) -> None:
+    login.configure("enabled: true")
+    done = login.forestage("import", f"here#image@{OLD}")
+    assert done.returncode == 1
+    assert "registry: store:" in done.stderr
+
+
+def unused_for_years(path: Path) -> None:
+    """As the nodes' collections have counted."""
+    files = [(file.name, file.stat().st_mtime_ns) for file in (path, path.with_suffix(".json"))]
+    known = store_age.count_seconds(Collection(), files, 0.0, "one")
+    known = store_age.count_seconds(known, files, 1e8, "two")
+    stamp = path.with_name("collected-2")
+    stamp.write_bytes(msgspec.json.encode(known))
+    os.chown(stamp, path.stat().st_uid, path.stat().st_gid)
+
+
+def test_gc_deletes_nothing_whose_times_alone_are_old(login: Login) -> None:
+    """Who set them had a clock of their own, and so has who asks."""
+    path = Path(login.forestage("import", f"here#image@{OLD}").stdout.strip())
+    for file in (path, path.with_suffix(".json")):
+        os.utime(file, (1, 1))
+    assert login.forestage("gc", user=ROOT).returncode == 0
+    assert path.exists()
+
+
+def test_gc_of_root_deletes_old_images_of_all_users_as_each_of_them(login: Login) -> None:
+    kept = Path(login.forestage("import", f"here#image@{NEW}").stdout.strip())
+    old = [
+        Path(login.forestage("import", f"here#image@{OLD}", user=user).stdout.strip())
+        for user in (ALICE, BOB)
+    ]
+    for path in old:
+        unused_for_years(path)
+    (login.site.store / "notes").mkdir()
+    dry = json.loads(login.forestage("gc", "--dry-run", "--json", user=ROOT).stdout)
+    assert all(path.exists() for path in old)
+    done = login.forestage("gc", "--json", user=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == dry
+    assert kept.exists()
+    assert not any(path.exists() for path in old)
+
+
+def test_gc_of_a_user_deletes_nothing_of_others(login: Login) -> None:
+    path = Path(login.forestage("import", f"here#image@{OLD}").stdout.strip())
+    unused_for_years(path)
+    assert login.forestage("gc", user=BOB).returncode == 0
+    assert path.exists()
+
+
+def test_gc_of_root_follows_no_link_of_a_user(login: Login, open_path: Path) -> None:
+    (open_path / "precious").mkdir()
+    part = open_path / "precious/a.0123456789abcdef.part"
+    part.touch()
+    os.utime(part, (1, 1))
+    (login.site.store / str(ALICE.uid)).symlink_to(open_path / "precious")
+    login.forestage("gc", user=ROOT)
+    assert part.exists()

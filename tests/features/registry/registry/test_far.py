@@ -1,0 +1,325 @@
+"""A store on a file system that hangs, squashes root, has quotas, or knows no hard links."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "faults"))
+
+from far import Far
+from imports import ALICE, BOB, IMAGE, NEW, OLD, ROOT, Login
+
+from forestage.clock import Clock
+from forestage.config import load_settings
+from forestage.features.registry import store_by_hand as registry
+from forestage.features.registry.collect import Done
+from forestage.features.registry.store import Store
+from forestage.features.registry.store_age import AGAIN
+from forestage.paths import Places
+from forestage.system import as_user, mounts
+from forestage.system.as_user import User
+
+REFERENCE = "here#image:v1"
+MONTH = 31 * 86400.0
+
+
+class Running(Clock):
+    """A node's clock: `up` seconds since its boot, and `ahead` of the time that is right."""
+
+    def __init__(self, up: float = 1000.0, ahead: float = 0.0) -> None:
+        self.up, self.ahead = up, ahead
+
+    def monotonic(self) -> float:
+        return self.up
+
+    def wall(self) -> float:
+        return super().wall() + self.ahead
+
+
+@dataclass(frozen=True)
+class Sides:
+    server: Path
+    shared: Path
+
+
+@pytest.fixture
+def far(login: Login, farfs: Path, open_path: Path) -> Iterator[Far]:
+    """The store is on it."""
+    sides = Sides(open_path / "server", open_path / "shared")
+    for folder in (sides.server, sides.shared):
+        folder.mkdir()
+    far = Far(farfs, sides, open_path / "control")
+    far.folder.chmod(0o1777)
+    login.site.store = far.point
+    login.configure(f"registry: {{store: {far.point}}}")
+    yield far
+    far.end()
+
+
+def test_user_above_their_quota_is_told_and_starts_from_an_import_of_the_step(
+    login: Login, far: Far
+) -> None:
+    far.behaves(quota=1)
+    done = login.importer("get", IMAGE, STANDIN_FILL="4")
+    assert done.returncode == 0, done.stderr
+    assert "Disk quota exceeded" in done.stderr
+    assert "imported for this step alone" in done.stderr
+    path = Path(done.stdout.strip())
+    assert path.is_relative_to(login.runtime)
+    assert login.site.names() <= {"failed"}, "no part, no lease"
+
+
+class Sweeping:
+    """A node that sweeps; each has its own places and clock."""
+
+    def __init__(self, folder: Path, clock: Running | None = None) -> None:
+        self.places = Places(folder / os.urandom(4).hex())
+        self.clock = clock or Running()
+
+    def collect(self, store: Path | None = None) -> list[Done]:
+        config = load_settings(Path("/etc/forestage")).config
+        if store:
+            limits = msgspec.structs.replace(config.registry, store=str(store))
+            config = msgspec.structs.replace(config, registry=limits)
+        return registry.clean_some(config, self.places, self.clock)
+
+    def collect_again(self, seconds: float = MONTH) -> list[Done]:
+        """It has been up for so long since, and nobody used anything."""
+        self.clock.up += seconds
+        return self.collect()
+
+
+@pytest.fixture
+def sweeping(open_path: Path) -> Sweeping:
+    return Sweeping(open_path)
+
+
+def imported(login: Login, user: User = ALICE, digest: str = OLD) -> Path:
+    return Path(login.forestage("import", f"here#image@{digest}", user=user).stdout.strip())
+
+
+def test_sweep_collects_as_each_owner_where_root_is_nobody(
+    login: Login, far: Far, sweeping: Sweeping
+) -> None:
+    paths = [imported(login, user) for user in (ALICE, BOB)]
+    far.behaves(squash=1)
+    with pytest.raises(PermissionError):
+        paths[0].lstat()
+    assert {len(one.images) for one in sweeping.collect()} == {0}
+    done = sweeping.collect_again()
+    assert {(one.user, len(one.images), one.problem) for one in done} == {
+        (str(user.uid), 1, "") for user in (ALICE, BOB)
+    }
+    far.behaves()
+    assert not any(path.exists() for path in paths)
+
+
+def test_of_all_nodes_one_collects_and_none_again_for_hours(
+    login: Login, far: Far, open_path: Path
+) -> None:
+    imported(login)
+    nodes = [Sweeping(open_path, Running(up)) for up in (10.0, 1e6, 99.0, 5e5)]
+    for node in nodes:
+        node.collect()
+    with ThreadPoolExecutor(4) as at_once:
+        done = list(at_once.map(Sweeping.collect_again, nodes))
+    assert sum(len(one.images) for (one,) in done) == 1
+    assert len(list(login.site.folder().glob("collected-*"))) == 1
+    with ThreadPoolExecutor(4) as at_once:
+        list(at_once.map(lambda node: node.collect_again(registry.EVERY), nodes))
+    (stamp,) = login.site.folder().glob("collected-*")
+    for node in nodes:
+        node.collect_again(AGAIN - registry.EVERY - 1)
+    assert stamp.exists(), "nobody has seen six hours pass since"
+    for node in nodes:
+        node.collect_again(registry.EVERY + 1)
+    assert not stamp.exists()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("ahead", [-MONTH, -3600.0, 3600.0, 12000.0, MONTH])
+@pytest.mark.parametrize("who_sets_times", ["server", "node"])
+def test_node_whose_clock_is_wrong_deletes_nothing_of_others(
+    login: Login, far: Far, farfs: Path, open_path: Path, ahead: float, who_sets_times: str
+) -> None:
+    """Two images, and an import under way on another node; then what it left misleads nobody."""
+    images = [imported(login, digest=digest) for digest in (OLD, NEW)]
+    there = far.folder / str(ALICE.uid) / images[0].name
+    lease, part = (there.with_suffix(kind) for kind in (".lease.1", f".{'0' * 16}.part"))
+    for file in (lease, part):
+        file.touch()
+        os.chown(file, ALICE.uid, ALICE.gid)
+    sides = Sides(open_path, open_path)
+    other = Far(farfs, sides, open_path / "control-there", "there", shows=far.folder)
+    if who_sets_times == "node":
+        other.behaves(ahead=int(ahead))
+    else:
+        far.behaves(ago=int(ahead))  # all nodes see the server's times, which no node's clock sets
+        other.behaves(ago=int(ahead))
+    wrong = Sweeping(open_path, Running(50.0, ahead))
+    right = Sweeping(open_path)
+    try:
+        for _ in range(3):
+            for node, store in ((wrong, other.point), (right, far.point)):
+                (done,) = node.collect(store)
+                assert (done.images, done.files, done.problem) == ((), 0, "")
+                node.clock.up += registry.EVERY + 1
+        assert all(file.exists() for file in (*images, lease, part))
+        # What it uses there stays, though its clock is behind.
+        as_alice = [lambda: _use(other.point, images[0].stem)]
+        right.clock.up += MONTH / 2
+        right.collect(far.point)
+        assert as_user.each(as_alice, bool, 60.0, 60.0, 1) == [True]
+        right.clock.up += MONTH / 2
+        right.collect(far.point)
+        assert [file.exists() for file in images] == [True, False]
+    finally:
+        other.end()
+
+
+def _use(store: Path, name: str) -> bool:
+    as_user.become(ALICE)
+    return Store(store, Clock()).find(name) is not None
+
+
+def test_image_is_as_old_as_its_server_says_where_that_sets_the_times(
+    login: Login, far: Far, open_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the first collection already deletes, whatever the clock of its node says."""
+    (kind,) = {one.kind for one in mounts.current() if one.point == str(far.point)}
+    monkeypatch.setattr(mounts, "SERVER_SETS_TIMES", frozenset((kind,)))
+    old, young = (imported(login, digest=digest) for digest in (OLD, NEW))
+    there = far.folder / str(ALICE.uid)
+    for file in (there / old.name, there / old.with_suffix(".json").name):
+        written = file.stat().st_mtime - MONTH
+        os.utime(file, (written, written))
+    far.behaves(ago=40 * 86400)  # the server's clock is behind
+    (done,) = Sweeping(open_path, Running(ahead=-MONTH)).collect()
+    assert done.problem == ""
+    assert [old.exists(), young.exists()] == [False, True]
+    assert not list(young.parent.glob(".now.*"))
+
+
+def test_names_that_are_nobodys_take_no_turn_from_users(
+    login: Login, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may make them."""
+    login.configure(f"registry: {{store: {login.site.store}}}")
+    old = imported(login)
+    for name in (f"00{ALICE.uid}", *map(str, range(71000, 71050))):
+        (login.site.store / name).mkdir()
+        os.chown(login.site.store / name, BOB.uid, BOB.gid)
+    monkeypatch.setattr(registry, "VISITED", 1)
+    sweeping.collect()
+    (done,) = sweeping.collect_again()
+    assert (done.user, len(done.images)) == (str(ALICE.uid), 1)
+    assert not old.exists()
+    listed = login.forestage("ls", user=ROOT)
+    assert "no images" in listed.stdout
+    imported(login)
+    assert login.forestage("ls", user=ROOT).stdout.count("here#image") == 1
+
+
+def test_store_that_has_no_room_for_a_name_is_collected_in(
+    login: Login, open_path: Path, sweeping: Sweeping
+) -> None:
+    store = open_path / "small"
+    store.mkdir()
+    mounts.mount("small", str(store), 0, "tmpfs", "nr_inodes=64,mode=1777")
+    login.site.store = store
+    login.configure(f"registry: {{store: {store}}}")
+    old = imported(login)
+    sweeping.collect()
+    for number in range(64):
+        with contextlib.suppress(OSError):  # no inode is left
+            (store / f"{number}.of-others").touch()
+    (done,) = sweeping.collect_again()
+    assert (len(done.images), done.problem) == (1, "")
+    assert not old.exists()
+
+
+def test_node_looks_at_the_store_once_in_an_hour(
+    login: Login, far: Far, sweeping: Sweeping
+) -> None:
+    """An hour of its own, whatever its clock says meanwhile."""
+    imported(login)
+    assert len(sweeping.collect()) == 1
+    before = far.calls()
+    for ahead in (MONTH, -MONTH, 0.0):
+        sweeping.clock.ahead = ahead
+        assert sweeping.collect_again(registry.EVERY / 4) == []
+    assert far.calls() == before
+    assert len(sweeping.collect_again(registry.EVERY / 4 + 1)) == 1
+
+
+def test_store_that_hangs_is_left_alone_for_an_hour(
+    login: Login, far: Far, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "LISTED", 0.2)
+    far.hang()
+    with pytest.raises(as_user.TooSlow):
+        sweeping.collect()
+    assert sweeping.collect_again(600) == []
+    far.answer()
+
+
+def test_directory_that_hangs_does_not_keep_the_others_waiting(
+    login: Login, far: Far, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the whole store does, once it was listed."""
+    imported(login)
+    monkeypatch.setattr(registry, "VISIT", 0.2)
+    known = as_user.account
+
+    def then_hangs(uid: int, gid: int) -> User:
+        far.hang()
+        return known(uid, gid)
+
+    monkeypatch.setattr(as_user, "account", then_hangs)
+    (one,) = sweeping.collect()
+    assert "did not answer in time" in one.problem
+    far.answer()
+
+
+@pytest.mark.parametrize("links", [0, 1, 2])
+def test_first_word_on_a_jobs_digest_counts_without_hard_links(
+    login: Login, far: Far, links: int
+) -> None:
+    """Many nodes at once, each a process of the user's."""
+    far.behaves(links=links)
+    digests = [f"sha256:{number:064x}" for number in range(1, 9)]
+
+    def say(digest: str) -> str:
+        def work() -> str:
+            as_user.become(ALICE)
+            return Store(far.point, Clock()).set_job_digest("12", REFERENCE, digest)
+
+        (said,) = as_user.each([work], str, 60.0, 60.0, 1)
+        assert said is not None
+        return said
+
+    with ThreadPoolExecutor(8) as nodes:
+        said = set(nodes.map(say, digests))
+    assert len(said) == 1
+    assert said <= set(digests)
+    (record,) = (far.folder / f"{ALICE.uid}/jobs").iterdir()
+    assert record.read_bytes()
+
+
+@pytest.mark.parametrize("links", [1, 2])
+def test_one_node_imports_where_there_are_no_hard_links(login: Login, far: Far, links: int) -> None:
+    far.behaves(links=links)
+    with ThreadPoolExecutor(2) as nodes:
+        done = list(nodes.map(lambda _: login.importer("get", IMAGE), range(2)))
+    assert [one.returncode for one in done] == [0, 0], done
+    assert len({one.stdout for one in done}) == 1
+    assert len(login.site.imports) == 1

@@ -1,0 +1,567 @@
+"""The worker for real: as an unprivileged user, on one store, with an enroot that stands in."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import registries
+from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, processes, until
+
+import node as waited
+from forestage.features.registry import user_notes
+from forestage.features.registry.messages import Importing, Present, Refused, Resolved
+from forestage.paths import Places
+from forestage.system import as_user, mounts, run
+from forestage.system.as_user import User
+
+
+@pytest.fixture
+def site(private_mounts: None, open_path: Path) -> Site:
+    return Site(open_path)
+
+
+@pytest.fixture
+def registry(site: Site) -> Iterator[Callable[..., Registry]]:
+    made: list[Registry] = []
+
+    def making(**facts: object) -> Registry:
+        made.append(Registry(**facts))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield making
+    for one in made:
+        one.stop()
+
+
+def test_image_is_imported_once_and_then_found(site: Site) -> None:
+    with site.start() as first:
+        said = until(first)
+    assert [type(word) for word in said] == [Resolved, Importing, Present]
+    with site.start() as second:
+        assert [type(word) for word in until(second)] == [Resolved, Present]
+    assert len(site.imports) == 1
+    assert isinstance(said[-1], Present)
+    path = Path(said[-1].path)
+    assert path.read_bytes() == site.image.read_bytes()
+    assert site.names() == {"sqsh", "json"}
+
+
+def test_image_is_the_users_alone(site: Site) -> None:
+    word = last(site.start())
+    assert isinstance(word, Present)
+    found = os.stat(word.path)
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (ALICE.uid, 0o600)
+    assert stat.S_IMODE(site.folder().stat().st_mode) == 0o700
+    assert site.imports[0].split()[1] == str(ALICE.uid)
+
+
+def test_enroot_is_nice_and_makes_directories_that_others_may_enter(site: Site) -> None:
+    """The mode of an image's root is that of a directory which enroot makes."""
+    assert isinstance(last(site.start()), Present)
+    assert site.imports[0].split()[2:4] == ["umask=0022", "nice=10"]
+
+
+def test_another_user_imports_for_themselves(site: Site) -> None:
+    first, second = last(site.start()), last(site.start(BOB))
+    assert isinstance(first, Present)
+    assert isinstance(second, Present)
+    assert first.path != second.path
+    assert len(site.imports) == 2
+
+
+def test_two_workers_at_once_make_one_import(site: Site, open_path: Path) -> None:
+    wait = {"STANDIN_WAIT": str(open_path / "go on")}
+    with site.start(environ=wait) as first, site.start(environ=wait, host="n2") as second:
+        said = [until(one, Importing)[-1] for one in (first, second)]
+        names = {one.where for one in said if isinstance(one, Importing)}
+        assert len(names) == 1, "both name the one that imports"
+        assert sorted(one.here for one in said if isinstance(one, Importing)) == [False, True]
+        assert "part" not in {name for name in site.names() if name.endswith("sqsh")}
+        (open_path / "go on").touch()
+        assert until(first)[-1] == until(second)[-1]
+    assert len(site.imports) == 1
+
+
+def test_image_has_no_name_before_it_is_whole(site: Site, open_path: Path) -> None:
+    wait = {"STANDIN_WAIT": str(open_path / "go on")}
+    with site.start(environ=wait) as first:
+        until(first, Importing)
+        while not any(name.endswith("part") for name in site.names()):
+            os.sched_yield()
+        assert not any(name.endswith("sqsh") for name in os.listdir(site.folder()))
+        (open_path / "go on").touch()
+        assert isinstance(until(first)[-1], Present)
+
+
+def test_killed_importer_is_followed_at_once_by_one_of_its_machine(
+    site: Site, open_path: Path
+) -> None:
+    wait = {"STANDIN_WAIT": str(open_path / "never")}
+    with site.start(environ=wait) as first:
+        until(first, Importing)
+        with site.start(host="n2") as second:
+            until(second, Importing)
+            os.kill(first.pid, signal.SIGKILL)
+            assert isinstance(until(second)[-1], Present)
+    assert len(site.imports) == 2
+
+
+def test_worker_whose_stdin_ends_lets_the_next_one_go_on(site: Site, open_path: Path) -> None:
+    wait = {"STANDIN_WAIT": str(open_path / "never")}
+    first = site.start(environ=wait)
+    until(first, Importing)
+    with site.start(host="n2") as second:
+        until(second, Importing)
+        first.kill()
+        assert isinstance(until(second)[-1], Present)
+    assert site.names() == {"sqsh", "json"}, "neither a part nor a lease is left"
+
+
+def test_what_enroot_started_ends_with_the_worker(site: Site, open_path: Path) -> None:
+    first = site.start(environ={"STANDIN_WAIT": str(open_path / "never")})
+    until(first, Importing)
+    while not site.imports:
+        os.sched_yield()
+    first.kill()
+    assert processes(ALICE) == []
+
+
+@pytest.mark.parametrize("by_slurm", [False, True])
+def test_import_that_nobody_waits_for_leaves_no_temporary_files(
+    site: Site, open_path: Path, by_slurm: bool
+) -> None:
+    """Slurm signals all of the step's cgroup; elsewhere the worker's stdin ends."""
+    environ = {"STANDIN_WAIT": str(open_path / "never"), "STANDIN_TIDY": "1"}
+    first = site.start(environ=environ)
+    until(first, Importing)
+    temp = site.temp / str(ALICE.uid)
+    waited.until(lambda: list(temp.glob("*/*/image")), "what enroot has unpacked")
+    if by_slurm:
+        run._signal(processes(ALICE), signal.SIGTERM)
+        waited.until(lambda: not processes(ALICE), "their end")
+    else:
+        first.kill()
+    assert list(temp.iterdir()) == []
+    assert "has deleted" in site.imports[-1]  # enroot itself: it has more than these files
+    assert site.names() == set()
+    first.kill()
+
+
+def test_import_that_was_killed_leaves_no_temporary_files(site: Site, open_path: Path) -> None:
+    """By the kernel, say, for want of memory."""
+    with site.start(environ={"STANDIN_WAIT": str(open_path / "never")}) as first:
+        until(first, Importing)
+        temp = site.temp / str(ALICE.uid)
+        waited.until(lambda: list(temp.glob("*/*/image")), "what enroot has unpacked")
+        (work,) = temp.glob("*/*")
+        closed = work / "root/etc"
+        closed.mkdir(parents=True)
+        (closed / "file").touch()
+        for path in (closed / "file", closed, closed.parent):
+            os.chown(path, ALICE.uid, ALICE.gid)
+            path.chmod(0o555)
+        of_enroot = [pid for pid in processes(ALICE) if b"enroot import" in title(pid)]
+        run._signal(of_enroot, signal.SIGKILL)
+        word = until(first)[-1]
+    assert isinstance(word, Refused)
+    assert "killed by signal 9" in word.detail
+    assert list(temp.iterdir()) == []
+
+
+def title(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+
+
+def test_failed_import_tells_enroots_words_to_all_who_waited(site: Site, open_path: Path) -> None:
+    fifo = open_path / "go on"
+    fails = {"STANDIN_WAIT": str(fifo), "STANDIN_IMAGE": "/dev/null"}
+    with site.start(environ=fails) as first, site.start(environ=fails, host="n2") as second:
+        until(first, Importing), until(second, Importing)
+        fifo.touch()
+        words = [until(first)[-1], until(second)[-1]]
+    assert [word.reason for word in words if isinstance(word, Refused)] == ["import-failed"] * 2
+    assert len(site.imports) == 1
+
+
+def test_next_job_tries_anew_what_failed_before(site: Site) -> None:
+    word = last(site.start(environ={"STANDIN_FAIL": "URL error code: 401 Unauthorized"}))
+    assert isinstance(word, Refused)
+    assert word.reason == "import-failed"
+    assert "401 Unauthorized" in word.detail
+    assert isinstance(last(site.start()), Present)
+
+
+def test_words_of_enroot_bring_no_control_characters(site: Site) -> None:
+    word = last(site.start(environ={"STANDIN_FAIL": "\x1b[2Jgone \x07"}))
+    assert isinstance(word, Refused)
+    assert word.detail.isprintable()
+
+
+def test_store_that_is_full_is_told_and_left_clean(site: Site) -> None:
+    mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
+    word = last(site.start(environ={"STANDIN_FILL": "4"}))
+    assert isinstance(word, Refused)
+    assert word.reason == "store-full"
+    assert not {name for name in site.names() if name.endswith("part")}
+
+
+def test_node_whose_temporary_files_find_no_room_fails_alone(site: Site, open_path: Path) -> None:
+    """The store has room, and another node's disk may have."""
+    temp = site.temp / str(ALICE.uid)
+    owner = f"size=64k,uid={ALICE.uid},gid={ALICE.gid},mode=700"
+    mounts.mount("tmpfs", str(temp), 0, "tmpfs", owner)
+    with site.start() as first:
+        word = until(first)[-1]
+    assert isinstance(word, Refused)
+    assert word.reason == "enroot-full"
+    assert f"enroot's temporary files, {temp}, is full" in word.detail
+    assert list(temp.iterdir()) == []
+    assert "failed" not in site.names()
+    mounts.umount(str(temp))
+    assert isinstance(last(site.start(host="n2")), Present)
+
+
+def test_those_who_wait_hear_of_a_full_store(site: Site, open_path: Path) -> None:
+    """What says so needs room itself, which the half of an image takes until it is deleted."""
+    mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
+    fifo = open_path / "go on"
+    fills = {"STANDIN_WAIT": str(fifo), "STANDIN_FILL": "4"}
+    with site.start(environ=fills) as first, site.start(environ=fills, host="n2") as second:
+        until(first, Importing), until(second, Importing)
+        fifo.touch()
+        words = [until(first)[-1], until(second)[-1]]
+    assert [word.reason for word in words if isinstance(word, Refused)] == ["store-full"] * 2
+    assert len(site.imports) == 1
+
+
+def test_image_that_found_no_room_is_not_imported_again_until_there_is_more(
+    site: Site, open_path: Path
+) -> None:
+    places = Places(open_path)
+    places.images.mkdir(parents=True)
+    mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
+    marks = {"marks": str(places.images)}
+    with site.start(environ={"STANDIN_FILL": "4"}, **marks) as at_work:
+        resolved, *_, failed = until(at_work)
+    assert isinstance(resolved, Resolved)
+    assert isinstance(failed, Refused)
+    assert 0 < failed.free < 1 << 20
+    user_notes.note_full_store(
+        places, ALICE, resolved.name, failed.detail, failed.free, time.time()
+    )
+    again = last(site.start(**marks))
+    assert isinstance(again, Refused)
+    assert (again.reason, again.detail) == ("store-full", failed.detail)
+    assert len(site.imports) == 1
+    assert isinstance(last(site.start(user=BOB, **marks)), Present)
+    other = last(site.start(reference=f"here#other@{NEW}", **marks))
+    assert isinstance(other, Present)
+    user_notes.note_full_store(
+        places,
+        ALICE,
+        resolved.name,
+        failed.detail,
+        failed.free,
+        time.time() - user_notes.FULL_SECONDS,
+    )
+    assert isinstance(last(site.start(**marks)), Present)
+
+
+def test_room_that_came_ends_what_was_noted(site: Site, open_path: Path) -> None:
+    places = Places(open_path)
+    places.images.mkdir(parents=True)
+    with site.start(environ={"STANDIN_FAIL": "gone"}) as at_work:
+        resolved = until(at_work)[0]
+    assert isinstance(resolved, Resolved)
+    user_notes.note_full_store(places, ALICE, resolved.name, "full", 5, time.time())
+    assert isinstance(last(site.start(marks=str(places.images))), Present)
+
+
+def test_image_whose_layers_are_larger_than_the_store_is_not_begun(
+    site: Site, open_path: Path, tmp_path: Path
+) -> None:
+    real = registries.start(tmp_path / "registry")
+    try:
+        noise = {"large": random.Random(1).randbytes(2 << 20)}
+        digest = real.push("team/tool:1", noise)
+        mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
+        word = last(site.start(reference=f"{real.host}#team/tool@{digest}"))
+        assert isinstance(word, Refused)
+        assert (word.reason, site.imports) == ("store-full", [])
+        assert "its layers have 2" in word.detail
+        mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=9M,mode=1777")
+        assert isinstance(last(site.start(reference=f"{real.host}#team/tool@{digest}")), Present)
+    finally:
+        real.stop()
+
+
+@pytest.mark.parametrize(
+    ("user", "mode", "may"), [(ALICE, "r", True), (ALICE, "r+", False), (BOB, "r", False)]
+)
+def test_note_of_a_full_store_is_for_its_user_alone_and_not_to_change(
+    open_path: Path, user: User, mode: str, may: bool
+) -> None:
+    """On /run, which is memory, whoever owns a file may take all of it."""
+    places = Places(open_path)
+    places.images.mkdir(parents=True)
+    user_notes.note_full_store(places, ALICE, "name", "full", 5, 0.0)
+    (file,) = places.images.iterdir()
+    assert file.stat().st_uid == 0
+
+    def work() -> as_user.Found[bool]:
+        as_user.become(user)
+        try:
+            file.open(mode).close()
+        except PermissionError:
+            return False, []
+        return True, []
+
+    assert as_user.call(work, bool, 60.0)[0] == may
+
+
+def test_file_above_the_largest_size_is_refused(site: Site) -> None:
+    word = last(site.start(max_size=1 << 20, environ={"STANDIN_FILL": "4"}))
+    assert isinstance(word, Refused)
+    assert word.reason == "too-large", word
+
+
+def test_store_that_is_read_only_serves_what_it_has(site: Site) -> None:
+    assert isinstance(last(site.start()), Present)
+    mounts.mount(str(site.store), str(site.store), mounts.MS_BIND)
+    flags = mounts.MS_REMOUNT | mounts.MS_BIND | mounts.MS_RDONLY
+    mounts.mount(str(site.store), str(site.store), flags)
+    assert isinstance(last(site.start()), Present)
+    word = last(site.start(reference=f"here#other@{NEW}"))
+    assert isinstance(word, Refused)
+    assert word.reason == "store-gone"
+
+
+def test_store_that_is_not_there_is_told(site: Site, open_path: Path) -> None:
+    word = last(site.start(directory=str(open_path / "not mounted")))
+    assert isinstance(word, Refused)
+    assert word.reason == "store-gone"
+    assert not (open_path / "not mounted").exists()
+
+
+@pytest.mark.parametrize("kind", ["another's", "open to others", "link"])
+def test_directory_that_is_not_the_users_alone_is_not_used(site: Site, kind: str) -> None:
+    folder, mine = site.folder(), site.home / str(ALICE.uid)
+    if kind == "link":
+        folder.symlink_to(mine)
+    else:
+        folder.mkdir()
+        folder.chmod(0o700 if kind == "another's" else 0o770)
+        owner = BOB if kind == "another's" else ALICE
+        os.chown(folder, owner.uid, owner.gid)
+    word = last(site.start())
+    assert isinstance(word, Refused)
+    assert word.reason == "store-foreign"
+    assert not site.imports
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("kind", ["link", "fifo", "half", "text"])
+def test_what_only_has_an_images_name_is_not_used(site: Site, kind: str) -> None:
+    word = last(site.start())
+    assert isinstance(word, Present)
+    path = Path(word.path)
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(site.image)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(site.image.read_bytes()[:1000] if kind == "half" else b"text" * 1000)
+        os.chown(path, ALICE.uid, ALICE.gid)
+    assert last(site.start()) == word
+    assert len(site.imports) == 2
+    assert path.read_bytes() == site.image.read_bytes()
+
+
+def test_digest_of_a_job_is_one_although_its_tag_moves(
+    site: Site, registry: Callable[..., Registry]
+) -> None:
+    there = registry(digest=OLD)
+    facts = {"reference": there.reference(), "job": "12"}
+    with site.start(**facts) as first:
+        assert [word.digest for word in until(first) if isinstance(word, Resolved)] == [OLD]
+    there.digest = NEW
+    with site.start(**facts, leads=False) as second:
+        assert [word.digest for word in until(second) if isinstance(word, Resolved)] == [OLD]
+    with site.start(**{**facts, "job": "13"}) as next_job:
+        assert [word.digest for word in until(next_job) if isinstance(word, Resolved)] == [NEW]
+    assert there.asked == 2
+
+
+def test_node_whose_leader_is_silent_resolves_alone_and_says_it_to_all(
+    site: Site, registry: Callable[..., Registry]
+) -> None:
+    there = registry(digest=OLD)
+    facts = {"reference": there.reference(), "job": "12"}
+    assert isinstance(last(site.start(**facts, leads=False, patience=0.3)), Present)
+    there.digest = NEW
+    with site.start(**facts) as leader:
+        assert [word.digest for word in until(leader) if isinstance(word, Resolved)] == [OLD]
+
+
+def test_step_has_the_digest_of_its_job_and_else_one_of_its_own(
+    site: Site, registry: Callable[..., Registry]
+) -> None:
+    there = registry(digest=OLD)
+    facts = {"reference": there.reference()}
+    last(site.start(**facts, job="12"))
+    there.digest = NEW
+    found = {}
+    for job in ("12.0", "13.0"):
+        with site.start(**facts, job=job) as step:
+            found[job] = [word.digest for word in until(step) if isinstance(word, Resolved)]
+    assert found == {"12.0": [OLD], "13.0": [NEW]}
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"SLURM_CLUSTER_NAME": "west"},
+        {"SLURM_RESTART_COUNT": "1"},
+        {"SLURM_JOB_START_TIME": "1800000001"},  # a cluster that counts from 1 again
+    ],
+)
+def test_jobs_of_two_clusters_with_one_number_do_not_share_a_digest(
+    site: Site, registry: Callable[..., Registry], other: dict[str, str]
+) -> None:
+    there = registry(digest=OLD)
+    facts = {"reference": there.reference(), "job": "12"}
+    environ = {"SLURM_CLUSTER_NAME": "east", "SLURM_JOB_START_TIME": "1800000000"}
+    last(site.start(**facts, environ=environ))
+    there.digest = NEW
+    for given, digest in ((environ, OLD), ({**environ, **other}, NEW)):
+        with site.start(**facts, environ=given) as one:
+            assert [word.digest for word in until(one) if isinstance(word, Resolved)] == [digest]
+
+
+@pytest.mark.parametrize(("status", "reason"), [(503, ""), (403, "registry-denied")])
+def test_last_digest_stands_in_for_a_silent_registry_but_not_for_a_refusal(
+    site: Site, registry: Callable[..., Registry], status: int, reason: str
+) -> None:
+    there = registry(digest=OLD)
+    facts = {"reference": there.reference(), "offline": "use-last"}
+    assert isinstance(last(site.start(**facts)), Present)
+    there.status = status
+    word = last(site.start(**facts))
+    assert (word.reason if isinstance(word, Refused) else "") == reason, word
+
+
+def test_silent_registry_is_told_where_the_admin_wants_that(
+    site: Site, registry: Callable[..., Registry]
+) -> None:
+    there = registry(digest=OLD)
+    assert isinstance(last(site.start(reference=there.reference())), Present)
+    there.status = 503
+    word = last(site.start(reference=there.reference()))
+    assert isinstance(word, Refused)
+    assert word.reason == "registry-silent"
+
+
+def test_busy_registry_gets_one_import_by_the_tag_for_all_of_a_job(
+    site: Site, registry: Callable[..., Registry]
+) -> None:
+    there = registry(status=429)
+    facts = {"reference": there.reference(), "job": "12"}
+    first = last(site.start(**facts))
+    assert isinstance(first, Present)
+    assert last(site.start(**facts, leads=False)) == first
+    assert [line.split()[0] for line in site.imports] == [f"docker://{there.reference()}"]
+    assert last(site.start(**{**facts, "job": "13"})) != first
+
+
+def test_enroot_without_digests_discards_what_moved_meanwhile(
+    site: Site, registry: Callable[..., Registry], open_path: Path
+) -> None:
+    there = registry(digest=OLD)
+    old = {"STANDIN_VERSION": "3.0.0", "STANDIN_WAIT": str(open_path / "go on")}
+    with site.start(reference=there.reference(), environ=old) as at_work:
+        until(at_work, Importing)
+        there.digest = NEW
+        (open_path / "go on").touch()
+        word = until(at_work)[-1]
+    assert isinstance(word, Refused)
+    assert word.reason == "registry-moved"
+    assert "sqsh" not in site.names()
+
+
+@pytest.mark.parametrize("by_link", [False, True])
+def test_store_on_the_disk_of_the_cache_is_not_used(
+    site: Site, open_path: Path, by_link: bool
+) -> None:
+    """Whoever has a directory there fills the disk, and nothing bounds it."""
+    cache = Path("/mnt/link" if by_link else open_path, "cache")
+    Path("/mnt/link").symlink_to(open_path)
+    word = last(site.start(cache=str(cache)))
+    assert isinstance(word, Refused)
+    assert word.reason == "store-local"
+    assert not site.folder().exists()
+    mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "mode=1777")
+    assert isinstance(last(site.start(cache=str(cache))), Present)
+
+
+def test_reference_that_is_none_is_refused(site: Site) -> None:
+    word = last(site.start(reference="docker://A B"))
+    assert isinstance(word, Refused)
+    assert word.reason == "bad-reference"
+
+
+def test_many_nodes_of_a_job_cost_the_registry_one_question_and_one_import(
+    site: Site, started: Callable[..., registries.Registry]
+) -> None:
+    there = started()
+    digest = there.push("team/tool:1", {"etc/x": b"1" * 5000})
+    before = len(there.log)
+    order = {"reference": f"{there.host}#team/tool:1", "patience": 60.0}
+    real = {"STANDIN_IMAGE": ""}
+    nodes = [
+        site.start(environ=real, **order, job="12", leads=n == 0, host=f"n{n}") for n in range(6)
+    ]
+    said = [until(node) for node in nodes]
+    for node in nodes:
+        node.kill()
+    assert {type(words[-1]) for words in said} == {Present}, said
+    assert {words[0].digest for words in said if isinstance(words[0], Resolved)} == {digest}
+    assert len({words[-1] for words in said}) == 1
+    asked = [one for one in there.log[before:] if one.method == "HEAD"]
+    brought = [
+        one.path for one in there.log[before:] if one.method == "GET" and "sha256" in one.path
+    ]
+    assert len(asked) == 1
+    assert len(brought) == len(set(brought)) == 3, "manifest, configuration, one layer"
+    before = len(there.log)
+    assert isinstance(last(site.start(environ=real, **order, job="13")), Present)
+    assert [one.method for one in there.log[before:]] == ["HEAD"]
+
+
+def test_node_whose_import_was_taken_over_waits_for_the_other(site: Site, open_path: Path) -> None:
+    wait = {"STANDIN_WAIT": str(open_path / "never")}
+    with site.start(environ=wait) as first:
+        until(first, Importing)
+        while not (parts := list(site.folder().glob("*.part"))):
+            os.sched_yield()
+        younger = site.folder() / f"{parts[0].name.partition('.')[0]}.lease.2"
+        younger.touch()
+        os.chown(younger, ALICE.uid, ALICE.gid)
+        while any(one.endswith("part") for one in site.names()):
+            os.sched_yield()
+        younger.unlink()
+        (open_path / "never").touch()
+        assert isinstance(until(first)[-1], Present)
+    assert len(site.imports) == 2

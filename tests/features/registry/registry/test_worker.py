@@ -1,0 +1,166 @@
+"""Root's side of a worker, and workers that are not what they should be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from imports import processes, until
+
+from forestage.features.registry import worker
+from forestage.features.registry.messages import Progress, Refused
+from forestage.features.registry.worker import MOST, Worker
+from forestage.system import run
+from forestage.system.as_user import User
+
+CAROL = User("", 61003, 61003)
+WORD = '{"type":"progress","text":"1 GiB"}'
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the workers here has anything to clean up."""
+    monkeypatch.setattr(worker, "GRACE", 1.0)
+
+
+def saying(script: str) -> Worker:
+    """Another program in a worker's place."""
+    return Worker(run.start_piped(None, ("sh", "-c", script), ()))
+
+
+def test_words_come_as_they_are_said() -> None:
+    with saying(f"echo '{WORD}'; echo '{WORD}'; read end") as at_work:
+        assert until(at_work, Progress)[0] == Progress("1 GiB")
+        assert not at_work.ended
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo nonsense; read end",
+        "head -c 5000 /dev/zero; exec sleep inf",
+        "exec cat /dev/zero",
+        "exec yes",
+        """exec yes '{"type":"root"}'""",
+        "exit 0",
+        "kill -9 $$",
+        "printf '{\"type\":'",
+    ],
+)
+def test_worker_that_says_nonsense_floods_or_dies_is_refused_and_ends(script: str) -> None:
+    with saying(script) as at_work:
+        word = until(at_work)[-1]
+    assert isinstance(word, Refused)
+    assert word.reason == "registry-odd"
+    assert at_work.ended
+    assert not _runs(at_work.pid)
+
+
+def test_flood_of_words_ends_in_a_refusal() -> None:
+    with saying(f"exec yes '{WORD}'") as at_work:
+        said = until(at_work)
+    assert isinstance(said[-1], Refused)
+    assert len(said) * (len(WORD) + 1) <= MOST + 2 * 65536
+
+
+def test_reason_that_we_do_not_know_becomes_no_label() -> None:
+    with saying("""echo '{"type":"refused","reason":"my-own","detail":"x"}'""") as at_work:
+        assert until(at_work) == [Refused("registry-odd", "x")]
+
+
+def test_nothing_counts_after_the_last_word() -> None:
+    last = '{"type":"refused","reason":"import-failed","detail":"x"}'
+    with saying(f"echo '{last}'; echo '{WORD}'; echo nonsense") as at_work:
+        assert until(at_work) == [Refused("import-failed", "x")]
+        assert at_work.words() == []
+
+
+def test_kill_ends_all_of_the_session_whatever_groups_it_made() -> None:
+    groups = "set -m; sleep inf & set +m; trap '' HUP TERM; sleep inf &"
+    at_work = saying(f"{groups} echo '{WORD}'; read end; sleep inf")
+    until(at_work, Progress)
+    assert len(run.in_session(at_work.pid)) == 3
+    at_work.kill()
+    assert run.in_session(at_work.pid) == []
+
+
+COMETS = """
+import os, signal
+print('{"type":"progress","text":"x"}', flush=True)
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        if os.fork():
+            os._exit(0)
+signal.pause()
+"""
+
+
+@pytest.mark.usefixtures("machine")
+def test_processes_that_fork_and_end_all_the_time_end_with_the_worker() -> None:
+    """None of them lives long enough to be killed by its number."""
+    at_work = Worker(run.start_piped(CAROL, (sys.executable, "-c", COMETS), ()))
+    until(at_work, Progress)
+    at_work.kill()
+    assert not _runs(at_work.pid)
+    assert processes(CAROL) == []
+
+
+@pytest.mark.usefixtures("machine")
+def test_worker_is_the_user_in_all_ids_and_has_no_privilege() -> None:
+    program = run.start_piped(CAROL, ("sh", "-c", "cat /proc/self/status; id -G; read end"), ())
+    os.set_blocking(program.out, True)
+    text = b""
+    while b"\n61003\n" not in text:
+        text += os.read(program.out, 65536)
+    status = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
+    assert status["Uid"].split() == ["61003"] * 4
+    assert status["Gid"].split() == ["61003"] * 4
+    assert status["NoNewPrivs"].strip() == "0"  # enroot imports by file capabilities
+    assert int(status["CapEff"], 16) == int(status["CapInh"], 16) == 0
+    Worker(program).kill()
+
+
+@pytest.mark.usefixtures("machine")
+def test_worker_inherits_no_capability() -> None:
+    script = """
+import os
+from forestage.features.registry.worker import Worker
+from forestage.system import run
+from forestage.system.as_user import User
+argv = ("grep", "CapInh", "/proc/self/status")
+print(run.run(argv).out.split()[-1])
+program = run.start_piped(User("", 61003, 61003), argv, ())
+os.set_blocking(program.out, True)
+print(os.read(program.out, 65536).split()[-1].decode())
+Worker(program).kill()
+"""
+    argv = ("setpriv", "--inh-caps=+chown", "--", sys.executable, "-c", script)
+    ran = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert [int(one, 16) for one in ran.stdout.split()] == [1, 0]
+
+
+@pytest.mark.usefixtures("machine")
+def test_program_for_a_user_is_not_started_by_a_process_that_is_root_as_well() -> None:
+    script = """
+import os
+from forestage.errors import Failed
+from forestage.system import run
+os.seteuid(61003)
+try:
+    run.start_here(("true",), {})
+except Failed as error:
+    print(error.reason)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "helper\n"
+
+
+def _runs(pid: int) -> bool:
+    return run._session(pid) != -1

@@ -1,0 +1,195 @@
+"""What registries answer, as curl prints it: read, or a ValueError."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.features.registry import answers
+from forestage.features.registry.answers import Answer, Challenge, Origin, RegistryRefused
+
+DIGEST = f"sha256:{'0' * 64}"
+
+
+def answer(*headers: tuple[str, str], status: int = 200, body: bytes = b"") -> Answer:
+    return Answer(status, headers, body)
+
+
+@pytest.mark.parametrize(
+    ("raw", "status", "headers", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\nA: b\r\n\r\nbody", 200, (("a", "b"),), b"body"),
+        (b"HTTP/2 404 \r\ncontent-type:x\r\n\r\n", 404, (("content-type", "x"),), b""),
+        (b"HTTP/1.0 204\n\n", 204, (), b""),
+        (
+            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 401 No\r\nA:  b \r\n\r\n",
+            401,
+            (("a", "b"),),
+            b"",
+        ),
+        (b"HTTP/1.1 200 OK\r\n\r\nHTTP/1.1 500 x\r\n\r\n", 200, (), b"HTTP/1.1 500 x\r\n\r\n"),
+    ],
+)
+def test_answer_is_status_headers_and_body(
+    raw: bytes, status: int, headers: tuple[tuple[str, str], ...], body: bytes
+) -> None:
+    assert answers.parse(raw) == Answer(status, headers, body)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b"", b"\r\n\r\n", b"200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 2000 OK\r\n\r\n"),
+        *(b"HTTP/1.1 100 Continue\r\n\r\n", b"<html>\n\n", b"HTTP/1.1 abc OK\r\n\r\n"),
+    ],
+)
+def test_what_is_no_http_is_an_error(raw: bytes) -> None:
+    with pytest.raises(ValueError, match="no "):
+        answers.parse(raw)
+
+
+@given(st.binary(max_size=60).map(lambda tail: b"HTTP/1.1 200 OK\r\n" + tail) | st.binary())
+def test_any_bytes_are_an_answer_or_an_error(raw: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        found = answers.parse(raw)
+        assert 0 <= found.status <= 999
+        assert found.digest == ""
+
+
+def test_digest_is_believed_only_if_it_is_one() -> None:
+    name = "docker-content-digest"
+    assert answer((name, DIGEST)).digest == DIGEST
+    for value in ("", "sha256:0", f"{DIGEST} ", f"{DIGEST},{DIGEST}", f"sha512:{'0' * 64}"):
+        assert answer((name, value)).digest == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        (
+            ['Bearer realm="https://a/t",service="s",scope="repository:x:pull"'],
+            Challenge("bearer", "https://a/t", (("service", "s"), ("scope", "repository:x:pull"))),
+        ),
+        (["bearer realm=https://a/t"], Challenge("bearer", "https://a/t")),
+        (['Basic realm="x"', 'Bearer realm="https://a"'], Challenge("bearer", "https://a")),
+        (['Basic realm="x", Bearer realm="https://a"'], Challenge("bearer", "https://a")),
+        (['Bearer realm="a",realm="b",error="x"'], Challenge("bearer", "a")),
+        (['Bearer scope="a,b",realm="r"'], Challenge("bearer", "r", (("scope", "a,b"),))),
+        (["Basic"], Challenge("basic")),
+        (['basic realm="Registry"'], Challenge("basic")),
+        (["Bearer error=x"], Challenge("bearer")),
+        ([], None),
+        (["Negotiate"], None),
+        (["Basically", "Digest realm=x"], None),
+        (["x" * 9000 + ", Basic"], None),
+    ],
+)
+def test_challenge_is_the_best_that_can_be_met(values: list[str], found: Challenge | None) -> None:
+    assert answers.challenge(answer(*(("www-authenticate", v) for v in values))) == found
+
+
+@pytest.mark.parametrize(
+    ("realm", "url"),
+    [
+        ("https://a/t", "https://a/t?service=a+b&scope=repository%3Ax%3Apull%26y"),
+        ("https://a/t?x=1", "https://a/t?x=1&service=a+b&scope=repository%3Ax%3Apull%26y"),
+    ],
+)
+def test_token_is_asked_for_with_what_the_registry_named(realm: str, url: str) -> None:
+    asked = (("service", "a b"), ("scope", "repository:x:pull&y"))
+    assert answers.token_url(Challenge("bearer", realm, asked)) == url
+    assert answers.token_url(Challenge("bearer", realm)) == realm
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("https://nvcr.io/v2/", Origin("https", "nvcr.io", 443)),
+        ("HTTP://NVCR.io", Origin("http", "nvcr.io", 80)),
+        ("https://nvcr.io:8443?x", Origin("https", "nvcr.io", 8443)),
+        ("https://[::1]:5000/x", Origin("https", "[::1]", 5000)),
+    ],
+)
+def test_origin_is_scheme_host_and_port(url: str, found: Origin) -> None:
+    assert answers.origin(url) == found
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "nvcr.io", "/v2/", "ftp://a/", "file:///etc/passwd", "https://", "https:///x"),
+        *("https://a@b/", "https://a:b@c/", "https://a\\@b/", "https://a b/", "https://a/\n"),
+        *('https://a/"', "https://a/{1,2}", "https://a/[1-9]", "https://a/#x", "https://ü/"),
+        *("https://-a/", "https://a:/", "https://a:x/", "https://a/" + "x" * 5000, "https://a;b/"),
+    ],
+)
+def test_url_that_two_might_read_differently_is_none(url: str) -> None:
+    with pytest.raises(ValueError, match="no URL"):
+        answers.origin(url)
+
+
+def test_location_counts_with_a_redirect_only() -> None:
+    there = ("location", "../x#y")
+    assert answers.location(answer(there, status=307), "https://a/b/c") == "https://a/x"
+    assert answers.location(answer(there, status=200), "https://a/b/c") == ""
+    assert answers.location(answer(status=307), "https://a/b/c") == ""
+    assert answers.location(answer(there, status=304), "https://a/b/c") == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (b'{"token": "abc.def-_~+/="}', "abc.def-_~+/="),
+        (b'{"access_token": "a", "expires_in": 300}', "a"),
+        (b'{"token": "", "access_token": "a"}', "a"),
+        (b'{"token": "t", "access_token": "a"}', "t"),
+    ],
+)
+def test_token_is_read(body: bytes, found: str) -> None:
+    assert answers.token(body) == found
+
+
+@pytest.mark.parametrize("text", ["", "a b", 'a"b', "a\\b", "a\nb", "é", "x" * 70_000])
+def test_token_that_would_not_stay_in_its_header_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="no token"):
+        answers.token(json.dumps({"token": text}).encode())
+
+
+@pytest.mark.parametrize(
+    ("body", "is_one"),
+    [
+        (b'{"schemaVersion": 2, "manifests": []}', True),
+        (b'{"schemaVersion": 1}', False),
+        (b'{"schemaVersion": "2"}', False),
+        (b"{}", False),
+        (b"<html>", False),
+        (b"\xff", False),
+        (b"[" * 100_000, False),
+    ],
+)
+def test_page_is_no_manifest(body: bytes, is_one: bool) -> None:
+    assert answers.is_manifest(body) is is_one
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        *(("0", 0.0), ("120", 120.0), ("", None), ("-1", None), ("1.5", None), ("soon", None)),
+        ("9" * 400, None),
+        ("Thu, 01 Jan 1970 00:02:00 GMT", 60.0),
+        ("Thu, 01 Jan 1970 00:02:00 -0000", 60.0),
+        ("Thu, 01 Jan 1970 00:00:30 GMT", 0.0),
+        ("Thu, 99 Jan 1970 00:00:30 GMT", None),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(value: str, seconds: float | None) -> None:
+    assert answers.retry_after(answer(("retry-after", value)), now=60.0) == seconds
+
+
+def test_only_what_may_be_better_soon_is_transient() -> None:
+    kinds = {"denied": False, "missing": False, "odd": False, "silent": True, "busy": True}
+    assert {k: RegistryRefused(f"registry-{k}", "x").transient for k in kinds} == kinds

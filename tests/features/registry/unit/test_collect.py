@@ -1,0 +1,259 @@
+"""What goes of a user's directory in the store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from forestage.features.registry import collect, store_age
+from forestage.features.registry.collect import LEFT, LIVE, OF_JOB, RECENT, RECORDS, File
+from forestage.features.registry.store_age import AGAIN, Collection, FileTime, Sight
+
+NOW = 1_800_000_000.0
+DAY = 86400.0
+
+
+def image(name: str, age: float, size: int = 100, kind: str = "sqsh") -> list[File]:
+    return [
+        File(f"{name}.{kind}", name, kind, size, age=99 * DAY),
+        File(f"{name}.json", name, "json", 4, age=age),
+    ]
+
+
+def file(kind: str, age: float, name: str = "a") -> File:
+    return File(f"{name}.{kind}", name, kind, 10, age=age)
+
+
+def going(files: list[File], keep: float = 30 * DAY, most: int | None = None) -> list[str]:
+    return [one.name for one in collect.plan(files, keep, most).images]
+
+
+def test_images_that_nobody_used_for_long_go() -> None:
+    files = image("a", 31 * DAY) + image("b", 29 * DAY)
+    assert going(files) == ["a"]
+
+
+def test_of_too_many_bytes_those_used_longest_ago_go() -> None:
+    files = image("a", 3 * DAY) + image("b", 1 * DAY) + image("c", 2 * DAY)
+    assert going(files, most=250) == ["a"]
+    assert going(files, most=100) == ["a", "c"]
+    assert going(files, most=300) == []
+
+
+@pytest.mark.parametrize("kind", ["", "0123456789abcdef.part"])
+def test_other_files_and_parts_leave_images_so_much_less(kind: str) -> None:
+    files = [*image("a", 3 * DAY), *image("b", 1 * DAY), File("c", "c", kind, 100)]
+    assert going(files, most=300) == []
+    assert going(files, most=299) == ["a"]
+
+
+def test_image_that_was_used_a_moment_ago_stays_whatever_there_is() -> None:
+    files = image("a", RECENT - 1) + image("b", RECENT + 1)
+    assert going(files, most=1) == ["b"]
+
+
+def test_image_of_one_job_goes_soon() -> None:
+    files = image("job-a", OF_JOB + 1) + image("job-b", OF_JOB - 1)
+    assert going(files) == ["job-a"]
+
+
+def test_image_without_a_record_counts_from_its_import() -> None:
+    assert going([File("a.sqsh", "a", "sqsh", 1, age=31 * DAY)]) == ["a"]
+    assert going([File("a.sqsh", "a", "sqsh", 1, age=DAY)]) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "age"),
+    [
+        ("0123456789abcdef.part", LIVE),
+        ("lease.1", LIVE),
+        ("json", LIVE),
+        ("wanted", LEFT),
+        ("failed", LEFT),
+        ("new", LEFT),
+        ("job", RECORDS),
+        ("tag", RECORDS),
+    ],
+)
+def test_what_is_left_over_goes_after_its_time_and_not_before(kind: str, age: float) -> None:
+    assert collect.plan([file(kind, age - 1)], DAY, None).files == ()
+    assert len(collect.plan([file(kind, age + 1)], DAY, None).files) == 1
+
+
+def test_part_of_an_import_that_lives_stays() -> None:
+    part = file("0123456789abcdef.part", 9 * DAY)
+    assert collect.plan([part, file("lease.3", 20)], DAY, None).files == ()
+    assert collect.plan([part, file("lease.3", 20, "b")], DAY, None).files == (part.path,)
+
+
+def test_plan_of_many_files_looks_at_each_a_few_times() -> None:
+    """A user of many jobs has a record of each, and who plans has a minute."""
+    looks = 0
+
+    class Counted(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    files = [file("job", RECORDS + 1, Counted(number)) for number in range(500)]
+    assert len(collect.plan(files, DAY, None).files) == 500
+    assert looks < 5 * 500
+
+
+def test_what_is_unknown_stays() -> None:
+    assert (
+        collect.plan([File("notes.txt", "notes.txt", "", 1, age=99 * DAY)], DAY, None).files == ()
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a", "b"):
+        for kind in ("sqsh", "json"):
+            (tmp_path / f"{name}.{kind}").write_bytes(b"x" * 5000)
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/1-x.json").touch()
+    return tmp_path
+
+
+def unused(folder: Path, seconds: float) -> Collection:
+    """What a collection knows where nothing of this was touched for so long."""
+    times = {file.path: FileTime(file.mtime_ns, 0.0) for file in collect.look(folder)}
+    return Collection("token", seconds, times)
+
+
+def test_plan_is_carried_out(folder: Path) -> None:
+    known = unused(folder, 40 * DAY)
+    os.utime(folder / "b.json")
+    done = collect.collect(folder, 30 * DAY, None, known, False)
+    assert (done.images, done.files, done.problem) == (("a",), 1, "")
+    assert sorted(one.name for one in folder.rglob("*")) == ["b.json", "b.sqsh", "jobs"]
+
+
+def test_dry_run_says_the_same_and_deletes_nothing(folder: Path) -> None:
+    known = unused(folder, 40 * DAY)
+    before = sorted(folder.rglob("*"))
+    dry = collect.collect(folder, 30 * DAY, None, known, True)
+    assert len(dry.images) == 2
+    assert sorted(folder.rglob("*")) == before
+    assert collect.collect(folder, 30 * DAY, None, known, False) == dry
+
+
+@pytest.mark.parametrize("used", [NOW, 1.0])
+def test_image_that_is_found_between_plan_and_deletion_stays(folder: Path, used: float) -> None:
+    """By whatever clock: that of the node that uses it may be behind."""
+    files = collect.with_ages(collect.look(folder), unused(folder, 40 * DAY), None)
+    old = next(one for one in collect.plan(files, 30 * DAY, None).images if one.name == "a")
+    os.utime(folder / "a.json", (used, used))
+    assert not collect._delete(folder, old)
+    assert (folder / "a.sqsh").exists()
+
+
+@pytest.mark.parametrize("step", [-40 * DAY, -3600.0, 3600.0, 40 * DAY])
+def test_age_of_a_file_is_what_the_store_counts_whatever_its_times_say(
+    folder: Path, step: float
+) -> None:
+    """Who touched it had a clock of their own, and so has who looks: neither is asked."""
+    for name in ("a.sqsh", "a.json"):
+        there = (folder / name).stat().st_mtime
+        os.utime(folder / name, (there + step, there + step))
+    known = unused(folder, AGAIN)
+    ages = {file.age for file in collect.with_ages(collect.look(folder), known, None)}
+    assert ages == {AGAIN}
+    os.utime(folder / "a.json", (1, 1))
+    (touched,) = [
+        file for file in collect.with_ages(collect.look(folder), known, None) if file.age < AGAIN
+    ]
+    assert (touched.path, touched.age) == ("a.json", 0.0)
+
+
+def test_age_by_the_servers_clock_counts_where_it_sets_the_times() -> None:
+    server = round(NOW * 1e9)
+    seen = File("a.sqsh", "a", "sqsh", 1, server - round(31 * DAY * 1e9))
+    (file,) = collect.with_ages([seen], Collection(), server)
+    assert file.age == pytest.approx(31 * DAY)
+    (file,) = collect.with_ages([seen], Collection(), None)
+    assert file.age == 0.0
+
+
+def visit(folder: Path, sight: Sight | None, now: float) -> tuple[Sight, Collection | None]:
+    """As a node does; it remembers what it met first."""
+    token, found = collect.claim(folder, sight, now)
+    return sight if sight and sight.token == token else Sight(token, now), found
+
+
+def test_store_counts_no_more_seconds_than_a_node_has_seen_pass(folder: Path) -> None:
+    """Each node by its own monotonic clock, which begins where it likes."""
+    first, found = visit(folder, None, 1e6)
+    assert found is not None
+    assert found.seconds == 0.0
+    other, found = visit(folder, None, 5.0)
+    assert found is None, "it has not seen AGAIN seconds pass"
+    other, found = visit(folder, other, 5.0 + AGAIN - 1)
+    assert found is None
+    other, found = visit(folder, other, 5.0 + AGAIN)
+    assert found is not None
+    assert found.seconds == AGAIN
+    first, found = visit(folder, first, 1e6 + AGAIN + 60)
+    assert found is None, "another node has collected meanwhile"
+    first, found = visit(folder, first, 1e6 + 2 * AGAIN + 60)
+    assert found is not None
+    assert found.seconds == 2 * AGAIN
+    assert [one.name for one in folder.glob("collected-*")] == ["collected-3"]
+
+
+def test_file_that_is_touched_between_two_collections_is_young_again(folder: Path) -> None:
+    sight, _ = visit(folder, None, 0.0)
+    sight, _ = visit(folder, sight, AGAIN)
+    os.utime(folder / "a.json", (1, 1))
+    sight, found = visit(folder, sight, 2 * AGAIN)
+    assert found is not None
+    files = collect.with_ages(collect.look(folder), found, None)
+    ages = {file.path: file.age for file in files}
+    assert (ages["a.json"], ages["a.sqsh"], ages["b.json"]) == (0.0, 2 * AGAIN, 2 * AGAIN)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"token":"x","seconds":"much"}'])
+def test_damaged_record_of_a_collection_makes_nothing_old(folder: Path, damage: str) -> None:
+    (folder / "collected-99999").write_text(damage)
+    _, found = visit(folder, Sight("x", 0.0), 99 * DAY)
+    assert found is not None
+    assert all(file.age == 0.0 for file in collect.with_ages(collect.look(folder), found, None))
+    assert (folder / "collected-100000").exists()
+
+
+def test_collection_notes_no_files_without_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_age, "MOST", 2)
+    _, found = visit(folder, None, 0.0)
+    assert found is not None
+    assert len(found.files) == 2
+
+
+def test_links_and_odd_files_are_neither_followed_nor_deleted(folder: Path) -> None:
+    other = folder.parent / "other"
+    other.mkdir()
+    (other / "1-y.json").touch()
+    os.utime(other / "1-y.json", (1, 1))
+    (folder / "tags").symlink_to(other)
+    (folder / "c.sqsh").symlink_to(other / "1-y.json")
+    os.mkfifo(folder / "d.sqsh")
+    collect.collect(folder, 0, None, unused(folder, 40 * DAY), False)
+    assert (other / "1-y.json").exists()
+    assert (folder / "c.sqsh").is_symlink()
+    assert (folder / "d.sqsh").exists()
+
+
+def test_directory_without_end_is_looked_at_in_part(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect, "MOST", 3)
+    assert len(collect.look(folder)) <= 3 + 1  # and one in jobs

@@ -1,0 +1,166 @@
+"""Who imports: leases of several workers on one store, with clocks and hosts of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from forestage.clock import Clock
+from forestage.features.registry import import_lease
+from forestage.features.registry.import_lease import BEAT, DEAD, Flight, Lease
+from forestage.features.registry.store import Store
+
+NAME = "ab" * 32 + "-x86_64-0123456789abcdef"
+
+
+class Still(Clock):
+    """A node's own clock, which only the test moves."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path, Clock())
+
+
+def elsewhere(host: str, token: str) -> Lease:
+    """A worker of a machine that nobody here can look into."""
+    return Lease(token, host, f"boot of {token}", "pid:[1]", 1, "1")
+
+
+def join(store: Store, me: Lease, now: float) -> tuple[Flight, Still]:
+    clock = Still(now)
+    return Flight(store, NAME, me, clock), clock
+
+
+def test_one_of_two_imports_and_the_other_knows_whom(store: Store) -> None:
+    a, _ = join(store, elsewhere("n1", "a"), 100)
+    b, _ = join(store, elsewhere("n2", "b"), 9000)
+    assert a.take()
+    assert not b.take()
+    assert b.holder == a.me
+
+
+def test_who_beats_keeps_the_import_for_ever(store: Store) -> None:
+    a, at_a = join(store, elsewhere("n1", "a"), 100)
+    b, at_b = join(store, elsewhere("n2", "b"), 9000)
+    assert a.take()
+    for _ in range(20):
+        at_a.now += BEAT
+        at_b.now += DEAD - 1
+        assert a.beat()
+        assert not b.take()
+
+
+def test_hosts_of_one_name_on_one_store_do_not_take_each_other_for_dead(store: Store) -> None:
+    a, _ = join(store, elsewhere("n1", "a"), 100)
+    b, _ = join(store, elsewhere("n1", "b"), 100)
+    assert a.take()
+    assert not b.take()
+
+
+def test_who_is_silent_is_followed_after_the_lookers_own_minute(store: Store) -> None:
+    a, _ = join(store, elsewhere("n1", "a"), 100)
+    b, at_b = join(store, elsewhere("n2", "b"), 9000)
+    assert a.take()
+    assert not b.take()
+    at_b.now += DEAD - 1
+    assert not b.take()
+    at_b.now += 1
+    assert b.take()
+
+
+def test_of_many_lookers_one_follows(store: Store) -> None:
+    dead, _ = join(store, elsewhere("n0", "dead"), 0)
+    assert dead.take()
+    lookers = [join(store, elsewhere(f"n{n}", f"t{n}"), n) for n in range(1, 9)]
+    assert not any(one.take() for one, _ in lookers)
+    for _, clock in lookers:
+        clock.now += DEAD
+    assert sum(one.take() for one, _ in lookers) == 1
+
+
+def test_who_was_followed_stops_at_the_next_beat(store: Store) -> None:
+    a, at_a = join(store, elsewhere("n1", "a"), 100)
+    b, at_b = join(store, elsewhere("n2", "b"), 9000)
+    a.take(), b.take()
+    at_b.now += DEAD
+    assert b.take()
+    at_a.now += BEAT
+    assert not a.beat()
+    assert not a.is_ours()
+    a.end()
+    assert b.is_ours(), "who stops takes nothing from who follows"
+
+
+def test_who_was_forgotten_stops_although_another_lease_has_the_same_number(store: Store) -> None:
+    a, _ = join(store, elsewhere("n1", "a"), 100)
+    a.take()
+    for path in store.folder.glob("*.lease.*"):
+        path.unlink()
+    b, _ = join(store, elsewhere("n2", "b"), 100)
+    assert b.take()
+    assert not a.is_ours()
+    a.end()
+    assert b.is_ours()
+
+
+def test_pid_that_is_another_process_by_now_is_not_who_imports(store: Store) -> None:
+    me = import_lease.of_this_process("n1")
+    a = Flight(store, NAME, Lease("a", "n1", me.boot, me.pids, os.getpid(), "1"), Clock())
+    assert a.take()
+    assert Flight(store, NAME, me, Clock()).take()
+
+
+def test_pid_of_another_namespace_says_nothing(store: Store) -> None:
+    me = import_lease.of_this_process("n1")
+    a = Flight(store, NAME, Lease("a", "n1", me.boot, "pid:[1]", 4_000_000, "1"), Clock())
+    assert a.take()
+    assert not Flight(store, NAME, me, Clock()).take()
+
+
+def test_end_leaves_nothing_behind(store: Store) -> None:
+    a, _ = join(store, elsewhere("n1", "a"), 100)
+    b, at_b = join(store, elsewhere("n2", "b"), 9000)
+    a.take(), b.take()
+    at_b.now += DEAD
+    b.take()
+    b.end()
+    assert {path.name for path in store.folder.iterdir()} <= {f"{NAME}.wanted"}
+
+
+def test_failure_is_for_those_who_waited_for_it(store: Store) -> None:
+    a, _ = join(store, elsewhere("n1", "a"), 100)
+    waited, _ = join(store, elsewhere("n2", "b"), 100)
+    came_later, _ = join(store, elsewhere("n3", "c"), 100)
+    a.take(), waited.take()
+    a.end("import-failed", "enroot's words")
+    told = waited.failure()
+    assert told is not None
+    assert (told.reason, told.detail) == ("import-failed", "enroot's words")
+    assert came_later.failure() is None
+
+
+@pytest.mark.parametrize("kind", ["empty", "nonsense", "fifo", "link", "directory"])
+def test_what_is_no_lease_is_overcome_after_a_minute(store: Store, kind: str) -> None:
+    path = store.folder / f"{NAME}.lease.1"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.write_text("" if kind == "empty" else "[" * 70_000)
+    a, at_a = join(store, elsewhere("n1", "a"), 100)
+    assert not a.take()
+    at_a.now += DEAD
+    assert a.take()
+    assert a.is_ours()

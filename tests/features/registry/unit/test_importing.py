@@ -1,0 +1,153 @@
+"""What enroot is told, and what its words mean."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from forestage.features.registry import importing
+from forestage.features.registry.environment import Settings
+from forestage.features.registry.importing import Folders
+from forestage.system import child
+
+
+def settings(**variables: str) -> Settings:
+    options = variables.pop("options", "-comp lzo -noD")
+    return Settings(variables, "/home/a/.credentials", False, options, "x86_64", (4, 1, 2))
+
+
+def test_enroot_takes_no_more_processors_than_this_process_may_use() -> None:
+    mine = len(os.sched_getaffinity(0))
+    for wanted, found in (("", mine), ("1", 1), ("4096", mine), ("0", mine), ("many", mine)):
+        named = importing.variables(settings(ENROOT_MAX_PROCESSORS=wanted), None)
+        assert named["ENROOT_MAX_PROCESSORS"] == str(found)
+
+
+def test_mksquashfs_keeps_within_a_quarter_of_the_memory() -> None:
+    named = importing.variables(settings(), 8 << 30)
+    assert named["ENROOT_SQUASH_OPTIONS"] == "-comp lzo -noD -mem 2048M"
+
+
+@pytest.mark.parametrize("options", ["-mem 1G", "-comp zstd -mem-percent 10"])
+def test_users_own_word_on_memory_counts(options: str) -> None:
+    named = importing.variables(settings(options=options), 8 << 30)
+    assert named["ENROOT_SQUASH_OPTIONS"] == options
+
+
+def test_without_a_limit_the_options_stay_as_they_are() -> None:
+    assert importing.variables(settings(), None)["ENROOT_SQUASH_OPTIONS"] == "-comp lzo -noD"
+
+
+def test_place_for_what_enroot_unpacks_is_left_to_user_and_admin() -> None:
+    named = importing.variables(settings(ENROOT_TEMP_PATH="/scratch"), 1 << 30)
+    assert named["ENROOT_TEMP_PATH"] == "/scratch"
+    assert "ENROOT_TEMP_PATH" not in importing.variables(settings(), 1 << 30)
+
+
+def groups(root: Path, line: str, limits: dict[str, str]) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(line)
+    for name, text in limits.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_memory_of_a_cgroup_v2_is_the_least_of_those_above(tmp_path: Path) -> None:
+    limits = {
+        "system.slice/job_7/memory.max": "max\n",
+        "system.slice/job_7/step_0/memory.max": "8000000\n",
+        "system.slice/memory.max": "9000000\n",
+    }
+    root = groups(tmp_path, "0::/system.slice/job_7/step_0\n", limits)
+    assert child.own_memory_limit(root) == 8_000_000
+
+
+def test_memory_of_a_cgroup_v1_is_the_least_of_those_above(tmp_path: Path) -> None:
+    limits = {
+        "memory/slurm/job_7/memory.limit_in_bytes": "7000000\n",
+        "memory/slurm/job_7/step_0/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    lines = "5:cpu:/\n4:memory:/slurm/job_7/step_0\n0::/\n"
+    assert child.own_memory_limit(groups(tmp_path, lines, limits)) == 7_000_000
+
+
+def test_memory_without_a_limit_is_none(tmp_path: Path) -> None:
+    assert child.own_memory_limit(groups(tmp_path, "0::/\n", {})) is None
+    assert child.own_memory_limit(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "stage"),
+    [
+        (b"[INFO] Downloading 20 missing layers...\n", "downloads 20 layers"),
+        (b"\x1b[34m[INFO]\x1b[0m Found all layers in cache\n", "has all layers"),
+        (
+            b"[INFO] Extracting image layers...\n[INFO] Converting whiteouts...",
+            "unpacks the layers",
+        ),
+        (b"[INFO] Creating squashfs filesystem...\nParallel mksquashfs", "writes the image"),
+        (b"Downloading 999999999999 missing layers", ""),
+        (b"nothing of that", ""),
+    ],
+)
+def test_enroots_words_say_what_it_is_at(said: bytes, stage: str) -> None:
+    assert importing.stage_of(said) == stage
+
+
+FOLDERS = Folders("/lustre/store/1000", "/tmp", "/home/alice/.cache/enroot")
+
+
+@pytest.mark.parametrize(
+    ("stage", "said", "reason"),
+    [
+        ("writes the image", b"write failed: No space left on device\n", "store-full"),
+        ("writes the image", b"mksquashfs: Disk quota exceeded\n[ERROR] x\n", "store-full"),
+        ("writes the image", b"cat: write error: File too large\n", "too-large"),
+        ("asks the registry", b"[ERROR] URL https://x returned error code: 401", "import-failed"),
+        ("", b"", "import-failed"),
+    ],
+)
+def test_enroots_last_words_say_why_it_failed(stage: str, said: bytes, reason: str) -> None:
+    assert importing.failure(1, said, stage, FOLDERS).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("stage", "said", "disk"),
+    [
+        ("unpacks the layers", b"tar: usr/a: Cannot write: No space left on device", "/tmp"),
+        ("downloads 3 layers", b"zstd: cannot write block: Disk quota exceeded", FOLDERS.layers),
+        (
+            "asks the registry",
+            b"mktemp: template '/tmp/enroot.XX': No space left on device\n[ERROR] x\n",
+            "/tmp",
+        ),
+        ("writes the image", b"mkdir: '/tmp/enroot.x/rootfs': No space left on device", "/tmp"),
+        (
+            "downloads 3 layers",
+            b"cp: error writing '/lustre/store/1000/a.part': No space left on device",
+            "the store",
+        ),
+    ],
+)
+def test_full_disk_is_the_one_that_is_named_or_that_the_stage_writes_to(
+    stage: str, said: bytes, disk: str
+) -> None:
+    why = importing.failure(1, said, stage, FOLDERS)
+    if disk == "the store":
+        assert why.reason == "store-full"
+    else:
+        assert why.reason == "enroot-full"
+        assert f", {disk}, is full: " in why.what
+
+
+def test_failure_has_the_last_lines_in_one_that_can_be_printed() -> None:
+    said = b"first\nsecond\n\x1b[31mthird\xff\r\n\nfourth\n"
+    what = importing.failure(3, said, "", FOLDERS).what
+    assert what.startswith("enroot import ended with status 3: second / ")
+    assert what.isprintable()
+    assert "first" not in what
+    assert "signal 9" in importing.failure(-9, said, "", FOLDERS).what

@@ -1,0 +1,301 @@
+"""A step's image of a registry: who waits for it, what the worker is told, what the user reads."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fixtures import REFERENCE
+from forestage.cache.node import Node
+from forestage.errors import Declined, Failed
+from forestage.events import Handled
+from forestage.features.registry import step_image as registry
+from forestage.features.registry import waiting, worker
+from forestage.features.registry.messages import Order
+from forestage.features.registry.step_image import Asked, message, order_of
+from forestage.features.registry.waiting import Tasks
+from forestage.hooks import bare_name
+from forestage.slurm import companion
+from forestage.slurm.hints import Request
+from forestage.slurm.job import Job
+from forestage.slurm.lines import LANGUAGE
+from forestage.slurm.slurm_conf import SlurmConf
+from forestage.system import child, processes, run
+
+DIGEST = f"sha256:{'a' * 64}"
+
+
+def task(tasks: Tasks) -> socket.socket:
+    """A task that has come, and was seen."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(10)
+    made.connect(os.fspath(tasks.path))
+    tasks.wait(-1)
+    assert made.recv(100) == LANGUAGE.encode()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("image", "found"),
+    [(REFERENCE, True), ("docker://ubuntu", True), ("/a.sqsh", False), ("./a.sqsh", False)],
+)
+def test_reference_is_what_is_no_path(asking: Job, image: str, found: bool) -> None:
+    hinted = Request("/lustre/b.sqsh", "hint")
+    job = msgspec.structs.replace(asking, requests=(Request(image, "option"), hinted))
+    assert (job.reference is not None) == found
+    assert (job.without_reference().requests == (hinted,)) == found
+
+
+def test_image_of_a_comment_is_never_a_reference(asking: Job) -> None:
+    job = msgspec.structs.replace(asking, requests=(Request("ubuntu", "hint"),))
+    assert job.reference is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "program"),
+    [
+        ("", ""),
+        ("runtime_path=/run/pyxis importer=/x/forestage-importer", "/x/forestage-importer"),
+        ("importer=/first importer=/last", "/last"),
+    ],
+)
+def test_importer_is_the_one_that_pyxis_is_told(
+    tmp_path: Path, arguments: str, program: str
+) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=x\n")
+    stack = f"optional forestage.so importer=/none\nrequired /opt/spank_pyxis.so {arguments}\n"
+    (tmp_path / "plugstack.conf").write_text(stack)
+    assert companion.importer(SlurmConf(str(tmp_path / "slurm.conf"))) == program
+
+
+def test_importer_is_ours_by_its_name() -> None:
+    assert companion.is_importer("/usr/lib/forestage/bin/forestage-importer")
+    assert not companion.is_importer("/opt/importers/caching_importer.sh")
+    assert not companion.is_importer("")
+
+
+def test_importer_of_a_node_without_plugstack_is_none(tmp_path: Path) -> None:
+    assert companion.importer(SlurmConf(str(tmp_path / "slurm.conf"))) == ""
+
+
+def stored(node: Node) -> Node:
+    registry = msgspec.structs.replace(node.config.registry, store="/lustre/store")
+    return node.configured(registry=registry)
+
+
+@pytest.mark.parametrize(
+    ("batch", "nodes", "step_nodes", "job", "leads"),
+    [
+        (True, "n[0-4]", "n[1-4]", "7", True),  # the job's first node has no part in this step
+        (True, "n[0-4]", "n[0-4]", "7", False),
+        (False, "n[0-4]", "n[1-4]", "7.2", True),
+        (False, "n[1-4]", "n[0-4]", "7.2", False),
+        (False, "", "", "7.2", True),
+    ],
+)
+def test_first_node_asks_the_registry_for_all(
+    staging_node: Node,
+    asking: Job,
+    asked: Asked,
+    batch: bool,
+    nodes: str,
+    step_nodes: str,
+    job: str,
+    leads: bool,
+) -> None:
+    asking = msgspec.structs.replace(asking, step=2, nodelist=nodes, step_nodelist=step_nodes)
+    order = order_of(stored(staging_node), asking, msgspec.structs.replace(asked, batch=batch))
+    assert (order.job, order.leads, order.reference) == (job, leads, REFERENCE)
+    assert (order.directory, order.cache) == ("/lustre/store", staging_node.config.cache)
+
+
+def test_worker_begins_once_slurm_has_put_a_task_where_it_is_to_run(
+    asking: Job, tasks: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In v1's freezer, by which Slurm kills, enroot could not clean up."""
+    groups = [tmp_path / name / "cgroup.procs" for name in ("freezer", "memory")]
+    for one in groups:
+        one.parent.mkdir()
+    found = iter([None, groups, groups])
+    monkeypatch.setattr(child, "of_task", lambda manager: next(found) if manager == 42 else None)
+    registry._entering(msgspec.structs.replace(asking, manager=42), tasks)()
+    assert [one.exists() for one in groups] == [False, True]
+
+
+def test_worker_of_a_step_whose_tasks_never_come_does_not_begin(
+    asking: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "of_task", lambda manager: None)
+    asking = msgspec.structs.replace(asking, manager=42)
+    with Tasks(tmp_path / "sock", 0.0) as tasks, pytest.raises(Declined, match="has ended"):
+        registry._entering(asking, tasks)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_worker_that_cannot_begin_is_a_failure_only_while_a_task_waits(
+    asking: Job, asked: Asked, tasks: Tasks, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """A task that is killed just then takes its cgroups along."""
+
+    def start(*_: object) -> None:
+        if ended:
+            waiting_task.close()
+        raise Failed("helper", "no process can go to the cgroups of the step's tasks")
+
+    monkeypatch.setattr(worker, "start", start)
+    waiting_task = task(tasks)
+    with pytest.raises(Declined) as caught, waiting_task:
+        registry._start_worker(
+            asking, Order(reference=REFERENCE, directory="/store"), asked, run.nowhere, tasks
+        )
+    assert caught.value.reason == ("stopped" if ended else "helper")
+
+
+def test_worker_of_a_prolog_has_no_task(asking: Job, tasks: Tasks) -> None:
+    assert registry._entering(asking, tasks) is run.nowhere
+
+
+def test_task_hears_all_that_was_said_before_it_came(tasks: Tasks) -> None:
+    tasks.speak("first")
+    early = task(tasks)
+    tasks.say("leave", "x")
+    late = task(tasks)
+    for one in (early, late):
+        assert [one.recv(100), one.recv(100)] == [b"say\tforestage: first", b"leave\tx"]
+        one.close()
+
+
+def test_socket_of_the_tasks_is_roots_alone_and_goes(tmp_path: Path) -> None:
+    with Tasks(tmp_path / "sock", 60.0) as made:
+        assert made.path.stat().st_mode & 0o777 == 0o600
+    assert not made.path.exists()
+
+
+def test_user_text_cannot_begin_another_line(tasks: Tasks) -> None:
+    one = task(tasks)
+    tasks.speak("a\nuse\t/etc/shadow")
+    said = one.recv(200)
+    assert b"\n" not in said
+    assert said.count(b"\t") == 1
+    one.close()
+
+
+def test_nobody_waits_once_the_last_task_has_gone(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "LAST", 0.0)
+    first, second = task(tasks), task(tasks)
+    first.close()
+    tasks.wait(-1)
+    assert not tasks.have_gone
+    second.close()
+    while not tasks.have_gone:
+        tasks.wait(-1)
+    assert tasks.guests.connections == {}
+
+
+def test_first_task_is_waited_for(tasks: Tasks) -> None:
+    tasks.wait(-1)
+    assert not tasks.have_gone
+
+
+def test_image_is_staged_for_tasks_that_wait_or_have_yet_to_come(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "LAST", 0.0)
+    tasks.must_wait()
+    one = task(tasks)
+    tasks.must_wait()
+    one.close()
+    with pytest.raises(Declined, match="the step has ended"):
+        tasks.must_wait()
+
+
+def test_image_is_not_staged_for_a_step_that_ended_before_it_had_tasks(tasks: Tasks) -> None:
+    """Its lease would come after the Epilog."""
+    tasks.path.unlink()
+    with pytest.raises(Declined, match="the step has ended"):
+        tasks.must_wait()
+
+
+def test_process_is_known_by_its_number_and_its_start() -> None:
+    own = processes.identify(os.getpid())
+    assert own is not None
+    assert own.is_running
+    assert not own._replace(began=own.began + 1).is_running
+    assert processes.identify(1 << 30) is None
+
+
+def test_task_that_reads_nothing_is_dropped_and_holds_up_no_other(tasks: Tasks) -> None:
+    deaf, other = task(tasks), task(tasks)
+    while len(tasks.guests.connections) == 2:
+        tasks.say("say", "x" * 10_000)
+        assert len(other.recv(20_000)) > 10_000
+    tasks.say("end")
+    assert other.recv(100) == b"end"
+    deaf.close()
+    other.close()
+
+
+def test_word_of_the_worker_ends_the_wait(tasks: Tasks) -> None:
+    ours, theirs = os.pipe()
+    os.write(theirs, b"x")
+    tasks.wait(ours)  # at once
+    assert os.read(ours, 1) == b"x"
+    os.close(ours)
+    os.close(theirs)
+
+
+def handled(**facts: object) -> Handled:
+    outcome = Handled("hit", request=REFERENCE, image="/lustre/store/1/a.sqsh", digest=DIGEST)
+    return msgspec.structs.replace(outcome, **facts)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "wanted", "text"),
+    [
+        (handled(), "problems", ""),
+        (
+            handled(),
+            "all",
+            (
+                f"{REFERENCE} is {DIGEST[:19]}: hit, read from this node's copy of"
+                " /lustre/store/1/a.sqsh"
+            ),
+        ),
+        (
+            handled(result="declined", image="", reason="registry-denied", detail="no"),
+            "problems",
+            f"{REFERENCE} is left to enroot, for this step alone: no",
+        ),
+        (
+            handled(result="failed", reason="io", detail="disk"),
+            "problems",
+            f"{REFERENCE} is read from /lustre/store/1/a.sqsh: disk",
+        ),
+        (handled(result="declined", image="", reason="registry-denied", detail="x"), "none", ""),
+        (handled(result="declined", reason="too-large", detail="x"), "all", ""),
+    ],
+)
+def test_user_reads_what_became_of_the_reference(outcome: Handled, wanted: str, text: str) -> None:
+    assert message(outcome, wanted) == text  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lies", [True, False])
+def test_bare_name_that_no_registry_has_is_explained_by_the_file_that_lies_there(
+    staging_node: Node, asking: Job, tasks: Tasks, monkeypatch: pytest.MonkeyPatch, lies: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise Declined("registry-missing", "it has no such image")
+
+    found = Declined("bare-name", "write ./a.sqsh") if lies else None
+    monkeypatch.setattr(registry, "_work", refuse)
+    monkeypatch.setattr(bare_name, "find_refusal", lambda *_: found)
+    asked = Asked(Request("a.sqsh", "option"), 0, False, "", "")
+    outcome = registry._answer(staging_node, asking, asked, tasks).outcome
+    assert outcome.reason == ("bare-name" if lies else "registry-missing")
+    assert outcome.came == "enroot"

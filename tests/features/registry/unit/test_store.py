@@ -1,0 +1,252 @@
+"""A user's directory in the store, and what may lie there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forestage.clock import Clock
+from forestage.errors import Declined
+from forestage.features.registry import store as module
+from forestage.features.registry import store_age
+from forestage.features.registry.obtain import FOR_ALL
+from forestage.features.registry.store import Record, Store
+from forestage.features.registry.store_age import Collection
+from forestage.features.registry.store_by_hand import ELSEWHERE
+from forestage.features.registry.store_files import create, load
+from forestage.system import mounts, records
+
+NAME = "ab" * 32 + "-x86_64-0123456789abcdef"
+OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+RECORD = Record("here#image:v1", OLD, 1.0, 0, "n1")
+
+
+@pytest.fixture(scope="module")
+def squashfs(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("tree")
+    (folder / "file").write_bytes(os.urandom(50_000))
+    image = folder.with_name("image.sqsh")
+    argv = ["mksquashfs", folder, image, "-quiet", "-no-progress"]
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+    return image.read_bytes()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path, Clock())
+
+
+def test_published_image_is_found_and_touched(store: Store, squashfs: bytes) -> None:
+    part = store.part(NAME)
+    part.write_bytes(squashfs)
+    path = store.publish(NAME, part, RECORD, None)
+    noted = path.with_suffix(".json")
+    os.utime(noted, (1, 1))
+    assert store.find(NAME) == path
+    assert noted.stat().st_mtime > 1
+    assert load(noted, Record) == Record("here#image:v1", OLD, 1.0, len(squashfs), "n1")
+    assert {one.suffix for one in store.folder.iterdir()} == {".sqsh", ".json"}
+
+
+@pytest.mark.parametrize(
+    ("cut", "most", "reason"),
+    [(0, None, "import-failed"), (-1, None, "import-failed"), (None, 4096, "too-large")],
+)
+def test_what_is_no_whole_image_is_not_published(
+    store: Store, squashfs: bytes, cut: int | None, most: int | None, reason: str
+) -> None:
+    part = store.part(NAME)
+    # mksquashfs pads its files to 4 KiB, beyond what the superblock counts.
+    used = int.from_bytes(squashfs[40:48], "little")
+    part.write_bytes(squashfs if cut is None else squashfs[: used + cut] if cut else b"text")
+    with pytest.raises(Declined) as declined:
+        store.publish(NAME, part, RECORD, most)
+    assert declined.value.reason == reason
+    assert list(store.folder.iterdir()) == []
+
+
+def test_image_that_was_deleted_while_it_was_written_is_imported_elsewhere(store: Store) -> None:
+    """The sweep does so where a user has too much on a node: their step begins all the same."""
+    with pytest.raises(Declined, match="deleted while it was written") as declined:
+        store.publish(NAME, store.part(NAME), RECORD, None)
+    assert declined.value.reason in ELSEWHERE
+    assert declined.value.reason not in FOR_ALL
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_and_quota_are_told_as_such(store: Store, code: int) -> None:
+    with pytest.raises(Declined) as declined, module.told(store.folder):
+        raise OSError(code, os.strerror(code))
+    assert declined.value.reason == "store-full"
+
+
+def test_first_word_on_a_jobs_digest_counts(store: Store) -> None:
+    assert store.job_digest("12", "here#image:v1") is None
+    assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
+    assert store.set_job_digest("12", "here#image:v1", NEW) == OLD
+    assert store.set_job_digest("12", "here#other:v1", NEW) == NEW
+    assert store.set_job_digest("13", "here#image:v1", NEW) == NEW
+
+
+def unused(store: Store, seconds: float) -> None:
+    """Nothing there was touched for so long, as the nodes' collections have counted."""
+    files = [(str(one.relative_to(store.folder)), one.stat().st_mtime_ns)
+             for one in store.folder.rglob("*.json")]  # fmt: skip
+    known = store_age.count_seconds(Collection(), files, 0.0, "one")
+    known = store_age.count_seconds(known, files, seconds, "two")
+    (store.folder / "collected-7").write_bytes(msgspec.json.encode(known))
+
+
+def test_word_of_an_old_job_of_the_same_number_does_not_count(store: Store) -> None:
+    store.set_job_digest("12", "here#image:v1", OLD)
+    (path,) = (store.folder / "jobs").iterdir()
+    unused(store, module.OLD - 60)
+    before = path.stat().st_mtime_ns
+    assert store.job_digest("12", "here#image:v1") == OLD
+    assert path.stat().st_mtime_ns > before, "it is used, and so is not old"
+    unused(store, module.OLD + 60)
+    assert store.job_digest("12", "here#image:v1") is None
+    assert store.set_job_digest("12", "here#image:v1", NEW) == NEW
+    assert store.job_digest("12", "here#image:v1") == NEW
+
+
+@pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
+def test_word_on_a_running_jobs_digest_counts_whatever_the_clocks_say(
+    store: Store, step: float
+) -> None:
+    """A node of the job is ahead, or behind, and both have one image."""
+    store.set_job_digest("12", "here#image:v1", OLD)
+    (path,) = (store.folder / "jobs").iterdir()
+    there = path.stat().st_mtime
+    os.utime(path, (there + step, there + step))
+    assert store.job_digest("12", "here#image:v1") == OLD
+    assert store.set_job_digest("12", "here#image:v1", NEW) == OLD
+
+
+def test_word_of_an_old_job_is_old_by_the_servers_clock_where_that_sets_times(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kind,) = {one.kind for one in [mounts.holder(mounts.current(), str(store.folder))] if one}
+    monkeypatch.setattr(mounts, "SERVER_SETS_TIMES", frozenset((kind,)))
+    store.set_job_digest("12", "here#image:v1", OLD)
+    (path,) = (store.folder / "jobs").iterdir()
+    there = path.stat().st_mtime
+    os.utime(path, (there - module.OLD + 60, there - module.OLD + 60))
+    assert store.job_digest("12", "here#image:v1") == OLD
+    os.utime(path, (there - module.OLD - 60, there - module.OLD - 60))
+    assert store.job_digest("12", "here#image:v1") is None
+    assert store.set_job_digest("12", "here#image:v1", NEW) == NEW
+    assert [one.name for one in store.folder.iterdir()] == ["jobs"], "no file is left of asking"
+
+
+def test_digest_that_nobody_would_write_is_none(store: Store) -> None:
+    store.set_job_digest("12", "here#image:v1", OLD)
+    (path,) = (store.folder / "jobs").iterdir()
+    path.write_text('{"reference":"here#image:v1","digest":"../../x","date":1}')
+    assert store.job_digest("12", "here#image:v1") is None
+
+
+@pytest.mark.parametrize("job", ["../../x", "a/b", "", ".", "\0", "x" * 500])
+def test_odd_job_leads_nowhere_else(store: Store, job: str) -> None:
+    store.set_job_digest(job, "here#image:v1", OLD)
+    assert store.job_digest(job, "here#image:v1") == OLD
+    assert [path.parent for path in store.folder.rglob("*.json")] == [store.folder / "jobs"]
+
+
+def test_link_in_place_of_a_folder_is_not_followed(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("jobs", "tags"):
+        (store.folder / name).symlink_to(tmp_path / "elsewhere")
+    assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
+    store.set_last("here#image:v1", OLD)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_tag_means_what_it_meant_last(store: Store) -> None:
+    assert store.last("here#image:v1") == ""
+    store.set_last("here#image:v1", OLD)
+    store.set_last("here#image:v1", NEW)
+    assert store.last("here#image:v1") == NEW
+
+
+def test_of_two_that_create_a_file_one_succeeds_and_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    assert create(path, b"first")
+    assert not create(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("renames", [True, False])
+def test_file_system_without_hard_links_does_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, renames: bool
+) -> None:
+    monkeypatch.setattr(os, "link", refuses(code))
+    if not renames:
+        monkeypatch.setattr(records, "rename_new", refuses(errno.EINVAL))
+    assert create(tmp_path / "file", b"first")
+    assert not create(tmp_path / "file", b"second")
+    assert (tmp_path / "file").read_bytes() == b"first"
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def refuses(code: int) -> Callable[..., None]:
+    def refusing(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return refusing
+
+
+class Meanwhile(Clock):
+    """Nobody really sleeps; something happens instead."""
+
+    def __init__(self, happens: Callable[[], object] = lambda: None) -> None:
+        self.happens, self.now = happens, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.happens()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_word_that_another_is_writing_is_waited_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Without hard links and renames a record is there before it is whole; its writer may die."""
+    monkeypatch.setattr(os, "link", refuses(errno.EPERM))
+    monkeypatch.setattr(records, "rename_new", refuses(errno.EINVAL))
+    clock = Meanwhile()
+    store = Store(tmp_path, clock)
+    assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
+    (path,) = (store.folder / "jobs").iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:9])
+    if ends:
+        clock.happens = lambda: path.write_bytes(whole)
+    assert store.set_job_digest("12", "here#image:v1", NEW) == (OLD if ends else NEW)
+    assert clock.now <= module.HALF + 1
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "directory", "large", "nested", "bytes"])
+def test_what_is_no_record_is_as_if_it_was_not_there(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "record.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        (tmp_path / "real").write_text('{"reference":"","digest":"","date":1,"size":1,"host":""}')
+        path.symlink_to(tmp_path / "real")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.write_bytes({"large": b" " * 100_000, "nested": b"[" * 5000, "bytes": b"\xff"}[kind])
+    assert load(path, Record) is None

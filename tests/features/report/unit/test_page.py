@@ -1,0 +1,169 @@
+"""The report's page: names stay text, nothing is run or fetched, and everyone can read it."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forestage.events import Copied, Event, Handled, Hook, Outcome
+from forestage.features import report as reports
+from forestage.features.report import format as fmt
+from forestage.features.report.figures import DAY
+from forestage.features.report.page import count_scale, size_scale
+
+GIB = 1 << 30
+NOW = 1_800_000_000.0
+VOID = {"meta"}
+PLAIN = ("/lustre/a.sqsh",)
+HOSTILE = (
+    '/lustre/<script>alert(1)</script>/"\' onload=alert(1) x=".sqsh',
+    "/lustre/</title></style><img src=x onerror=alert(1)>",
+    "/lustre/]]><!--&lt;b&gt;&#60;i>",
+    "/lustre/{{ report }}{% raw %}.sqsh",
+    "/lustre/\x00\x1b[31m\u202egnp.sqsh",
+)
+
+
+class Page(HTMLParser):
+    """Every element and attribute of a page; its elements must close in their order."""
+
+    def __init__(self, page: bytes) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.names: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(page.decode())
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def values(self, name: str) -> list[str]:
+        return [value for key, value in self.attributes if key == name]
+
+
+def event(hook: Hook, number: int, outcome: Outcome) -> Event:
+    time = NOW - (number % 20) * DAY
+    return Event(time=time, hook=hook, job=number, outcome=outcome, node=f"n{number % 3}")
+
+
+def sample(paths: tuple[str, ...]) -> list[Event]:
+    """Copies and hits of these images, one missed deadline and one eviction."""
+    events = []
+    for n in range(40):
+        path = paths[n % len(paths)]
+        copy = Copied("copied", image=path, key=path, size=GIB, copying=2.0)
+        hit = Handled("hit", image=path, key=path, size=(n + 1) * GIB, redirect="mounted", wait=0.1)
+        events += [event("stager", n, copy), event("prolog", n, hit)]
+    missed = Handled("declined", reason="deadline", key="k")
+    evicted = Copied("released", evicted=("a", "b"))
+    return [*events, event("prolog", 99, missed), event("epilog", 99, evicted)]
+
+
+def page(tmp_path: Path, events: list[Event], *more: bytes) -> bytes:
+    """From a log with these events, then `more` lines, to the page."""
+    log = tmp_path / "log"
+    log.write_bytes(b"\n".join([*map(msgspec.json.encode, events), *more]))
+    report = reports.from_logs([str(log)], reports.Window(), NOW, 3600)
+    return reports.as_page(report)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> bytes:
+    return page(tmp_path, sample(PLAIN))
+
+
+def test_hostile_names_are_text(tmp_path: Path, plain: bytes) -> None:
+    hostile = Page(page(tmp_path, sample(HOSTILE)))
+    known = {name for name, _ in Page(plain).attributes}
+    assert set(hostile.names) <= set(Page(plain).names)
+    assert {name for name, _ in hostile.attributes} <= known
+    assert not any(name.startswith("on") for name in known)
+    for path in HOSTILE[:4]:
+        assert path.rpartition("/")[2] in hostile.text
+    for odd in "\x00\x1b\u202e":
+        assert odd not in hostile.text
+    assert "\\x00\\x1b[31m\\u202egnp.sqsh" in hostile.text
+
+
+def test_page_runs_nothing_and_fetches_nothing(plain: bytes) -> None:
+    parsed = Page(plain)
+    assert not {"script", "link", "img", "iframe", "object", "a", "use"} & set(parsed.names)
+    assert not {"src", "href", "xlink:href", "srcset", "background"} & set(dict(parsed.attributes))
+    assert b"url(" not in plain
+    assert b"@import" not in plain
+    assert b"://" not in plain
+    assert "default-src 'none'; style-src 'unsafe-inline'" in parsed.values("content")
+
+
+def test_plot_has_its_own_name_and_description_and_bars_inside(plain: bytes) -> None:
+    parsed = Page(plain)
+    ids, labels = parsed.values("id"), parsed.values("aria-labelledby")
+    assert len(ids) == len(set(ids))
+    assert len(labels) == parsed.names.count("svg") == 4
+    assert {one for label in labels for one in label.split()} == set(ids)
+    assert "97.5 %" in parsed.text, "40 of 41"
+    boxes = re.findall(r'y="([\d.]+)" width="[\d.]+" height="([\d.]+)"', plain.decode())
+    assert boxes
+    assert all(float(y) >= 0 and float(y) + float(tall) <= 100.02 for y, tall in boxes)
+
+
+def test_damage_is_shown_before_the_plots(tmp_path: Path, plain: bytes) -> None:
+    impossible = msgspec.structs.replace(event("prolog", 1, Handled("hit")), time=1.0)
+    events = [*sample(PLAIN), impossible]
+    damaged = Page(page(tmp_path, events, b"{}", b"\xff", b"[")).text
+    assert "3 lines could not be read." in damaged
+    assert "1 event had a time before 2020 or in the future." in damaged
+    assert damaged.index("could not be read") < damaged.index("Over time")
+    assert "could not be read" not in Page(plain).text
+
+
+def test_page_without_events_is_complete(tmp_path: Path) -> None:
+    parsed = Page(page(tmp_path, []))
+    assert "no events" in parsed.text
+    assert "svg" not in parsed.names
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (fmt.share(0.99999), "99.9 %"),
+        (fmt.share(1.0), "100.0 %"),
+        (fmt.share(0.29), "29.0 %"),
+        (fmt.share(None), "–"),
+        (fmt.duration(0.0204), "20 ms"),
+        (fmt.duration(34.4), "34 s"),
+        (fmt.duration(-47.0), "−47 s"),
+        (fmt.duration(27114.0), "7.5 h"),
+        (fmt.duration(3600 * 12345.6), "12,346 h"),
+        (fmt.zone(-12600), "UTC−03:30"),
+        (fmt.plural(1, "copy", "copies"), "1 copy"),
+        (fmt.plural(1200, "copy", "copies"), "1,200 copies"),
+    ],
+)
+def test_number_is_shown_no_better_than_it_is(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+@given(st.integers(0, 10**15))
+def test_scale_covers_its_values(largest: int) -> None:
+    for top in (count_scale(largest), size_scale(largest)):
+        assert top >= max(largest, 1)
+        assert top <= max(2, largest * 5)
