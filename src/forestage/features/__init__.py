@@ -1,1 +1,31 @@
-"""What is not the core: a folder for each feature, which could be deleted."""
+"""What is not the core: a folder for each feature, which could be deleted.
+
+The table says what the core must know of a feature before it imports any of it. It has literals
+alone and imports nothing, since each hook reads it, also one that then has nothing to do.
+"""
+
+
+class Feature:
+    """A row of the table."""
+
+    __slots__ = ("doors", "name", "needs")
+
+    def __init__(
+        self, name: str, *, doors: tuple[str, ...] = (), needs: tuple[str, ...] = ()
+    ) -> None:
+        self.name = name
+        self.doors = doors
+        """The files of its folder that the core calls, each where doors.py says."""
+        self.needs = needs
+        """The features that it imports."""
+
+
+FEATURES = (
+    Feature("registry"),
+    Feature("data", needs=("peers",)),
+    Feature("peers"),
+    Feature("prefetch", needs=("data", "peers", "prepare")),
+    Feature("prepare", needs=("data", "peers", "prefetch", "registry")),
+    Feature("report"),
+    Feature("metrics", needs=("peers",)),
+)
