@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 import node as nodes
+from forestage.cache.layout import DiskUsage
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import load_settings
@@ -96,7 +97,7 @@ class Dirs:
             # The holder may have the clone that it has sent open for a moment longer.
             mounts.umount(target, mounts.MNT_DETACH if kept or line[0] == "served" else 0)
 
-    def taken(self) -> job_dir.Taken:
+    def taken(self) -> DiskUsage:
         return job_dir.taken(self.node.cache)
 
     def devices(self) -> list[str]:

@@ -27,8 +27,8 @@ FOLDERS = (
 )
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
 DEBTS = {
-    "admin.copies": {"data.job_dir", "peers.stats"},
-    "admin.evict": {"data.job_dir", "data.release"},
+    "admin.copies": {"peers.stats"},
+    "admin.evict": {"data.release"},
     "admin.status": {
         *("data.job_dir", "peers.proven", "peers.stats", "prefetch.prefetched"),
         "registry.step_files",

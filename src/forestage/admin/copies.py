@@ -12,10 +12,9 @@ import msgspec
 
 from forestage.admin import inventory
 from forestage.cache.image import Kind
-from forestage.cache.layout import Entry, tree_bytes
+from forestage.cache.layout import DiskUsage, Entry, tree_bytes
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
-from forestage.features.data.job_dir import Taken
 from forestage.features.peers import stats
 from forestage.system import lock, records, terminal
 from forestage.system.terminal import Line, Piece, Table, age, count, moment
@@ -102,10 +101,10 @@ def gather(node: Node) -> tuple[Copy, ...]:
     )
 
 
-def stopped(node: Node) -> Taken:
+def stopped(node: Node) -> DiskUsage:
     """The parts without a stager. The next job that asks goes on with them."""
     sizes = stopped_parts(node).values()
-    return Taken(len(sizes), sum(sizes))
+    return DiskUsage(len(sizes), sum(sizes))
 
 
 def stopped_parts(node: Node) -> dict[str, int]:

@@ -11,11 +11,10 @@ import msgspec
 from forestage.admin import copies, inventory
 from forestage.admin.inventory import Item
 from forestage.cache import disk, earlier, evict
-from forestage.cache.layout import Cache
+from forestage.cache.layout import Cache, DiskUsage
 from forestage.cache.node import Node
 from forestage.errors import NotFound
 from forestage.features.data import release
-from forestage.features.data.job_dir import Taken
 from forestage.system import lock, records
 from forestage.system.terminal import Line, Piece, Table, count, jobs, short
 from forestage.units import format_size
@@ -40,7 +39,7 @@ class Evictions(msgspec.Struct, frozen=True):
 
     dry_run: bool
     verdicts: tuple[Eviction, ...] = ()
-    stopped: Taken = Taken()
+    stopped: DiskUsage = DiskUsage()
     earlier: str = ""
     removed: bool = False
 
@@ -75,7 +74,7 @@ def everything(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
         disk.must_take(node.places, node.cache)
         gone = evict.drop_dead_parts(node.cache, lambda part: part.directory.name in sizes)
     taken = [sizes[key] for key in gone]
-    return msgspec.structs.replace(done, stopped=Taken(len(taken), sum(taken)))
+    return msgspec.structs.replace(done, stopped=DiskUsage(len(taken), sum(taken)))
 
 
 def of_earlier(node: Node, root: str, dry_run: bool) -> Evictions:

@@ -16,14 +16,13 @@ from forestage.admin.inventory import Holder, Item
 from forestage.bind import redirect
 from forestage.cache import disk as cache_disk
 from forestage.cache import disk_errors, evict
-from forestage.cache.layout import Cache
+from forestage.cache.layout import Cache, DiskUsage
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER
 from forestage.config import switch
 from forestage.errors import Declined
 from forestage.events import field
 from forestage.features.data import job_dir
-from forestage.features.data.job_dir import Taken
 from forestage.features.peers import proven, stats
 from forestage.features.peers.stats import Uploaded
 from forestage.features.prefetch import prefetched
@@ -108,7 +107,7 @@ class Status(msgspec.Struct, frozen=True):
     proven: str = ""
     off: str = ""
     through: tuple[str, ...] = ()
-    job_dirs: Taken = Taken()
+    job_dirs: DiskUsage = DiskUsage()
     doubt: Doubt | None = None
     data: int = 0
     reclaimable: int = 0
@@ -119,7 +118,7 @@ class Status(msgspec.Struct, frozen=True):
     time: float = 0.0
     blocked: Blocked | None = None
     no_companion: str = ""
-    stopped: Taken = Taken()
+    stopped: DiskUsage = DiskUsage()
     prefetched: Prefetched | None = None
 
 

@@ -595,6 +595,13 @@ class Cache:
         return under
 
 
+class DiskUsage(msgspec.Struct, frozen=True):
+    """How many of something are there, and the bytes that they take of the node's disk."""
+
+    number: int = 0
+    bytes: int = 0
+
+
 def tree_bytes(directory: Path) -> int:
     """Bytes on disk, as du(1) counts them, of a directory of plain files and itself.
 

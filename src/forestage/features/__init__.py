@@ -24,7 +24,7 @@ FEATURES = (
     Feature("registry"),
     Feature("data", needs=("peers",)),
     Feature("peers"),
-    Feature("prefetch", needs=("data", "peers", "prepare")),
+    Feature("prefetch", needs=("peers", "prepare")),
     Feature("prepare", needs=("data", "peers", "prefetch", "registry")),
     Feature("report"),
     Feature("metrics", needs=("peers",)),

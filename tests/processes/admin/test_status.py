@@ -16,8 +16,8 @@ from forestage.admin.inventory import Holder, Leased
 from forestage.admin.status import Counts, DiskSpace, Status, pieces
 from forestage.cache import disk_errors
 from forestage.cache.evict import Room
+from forestage.cache.layout import DiskUsage
 from forestage.cache.lease import Use
-from forestage.features.data.job_dir import Taken
 from forestage.features.peers.stats import Uploaded
 from forestage.features.prefetch import expected, marks
 from forestage.features.prefetch.expected import Expectations
@@ -61,7 +61,7 @@ FULL = Status(
     served=Uploaded(since=NOW - 9, bytes=3 * G, chunks=768),
     through=("k" * 32, "l" * 32),
     prefetched=Prefetched(
-        NOW - 40, 3, 71 * G, 2, 1, Taken(2, 46 * G), idle="a job runs on this node"
+        NOW - 40, 3, 71 * G, 2, 1, DiskUsage(2, 46 * G), idle="a job runs on this node"
     ),
     imports=(
         UnderWay(4243, 0, "bob", REFERENCE, NOW - 200, 1, "n7", "enroot writes the image, 3 GiB"),

@@ -32,7 +32,7 @@ import msgspec
 
 from forestage import trace
 from forestage.cache import disk_errors, evict, unpacked
-from forestage.cache.layout import Cache
+from forestage.cache.layout import Cache, DiskUsage
 from forestage.cache.lease import Leases
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
@@ -106,13 +106,6 @@ class Own(msgspec.Struct, frozen=True):
 
     place: Place
     line: Fields
-
-
-class Taken(msgspec.Struct, frozen=True):
-    """How many of something are there, and the bytes that they take of the node's disk."""
-
-    number: int = 0
-    bytes: int = 0
 
 
 def make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
@@ -305,10 +298,10 @@ def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
     return tuple(gone.name for gone in going)
 
 
-def taken(cache: Cache) -> Taken:
+def taken(cache: Cache) -> DiskUsage:
     """What the directories of jobs take of the disk. Raises OSError."""
     disks = [found for place in _all(cache) if (found := files.facts(place.disk))]
-    return Taken(len(disks), sum(disk.st_blocks * 512 for disk in disks))
+    return DiskUsage(len(disks), sum(disk.st_blocks * 512 for disk in disks))
 
 
 def _of_users(cache: Cache) -> Counter[int]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from forestage.admin.inventory import Item
-from forestage.features.data.job_dir import Taken
+from forestage.cache.layout import DiskUsage
 from forestage.features.prefetch import expected, marks
 from forestage.paths import Places
 from forestage.system.terminal import age, count
@@ -25,7 +25,7 @@ class Prefetched(msgspec.Struct, frozen=True):
     bytes: int = 0
     here: int = 0
     refused: int = 0
-    unused: Taken = Taken()
+    unused: DiskUsage = DiskUsage()
     silent: str = ""
     idle: str = ""
 
@@ -44,7 +44,7 @@ def gather(places: Places, items: Sequence[Item], now: float) -> Prefetched | No
         bytes=sum(sizes.values()),
         here=len(sizes.keys() & entries),
         refused=len({one.image for one in known.looks} - opened),
-        unused=Taken(len(unused), sum(unused)),
+        unused=DiskUsage(len(unused), sum(unused)),
         silent=known.silent,
         idle=known.idle,
     )
