@@ -1,18 +1,77 @@
-"""The doors of features: which functions of a feature the core calls, and how it gets at them."""
+"""The doors of features: which functions of a feature the core calls, and how it gets at them.
+
+A door is a file of a feature's folder that has the door's name. Each has a Protocol here, which
+says what is in it, and an overload of `load`. After a change to doors or to the table:
+
+    .venv/bin/python3 packaging/conformance > tests/features/conformance.py
+
+With that file mypy compares each door with its Protocol.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from forestage.features import FEATURES
 
+if TYPE_CHECKING:
+    from typing import Literal, Protocol, overload
+
+    from forestage.cache.layout import Cache
+    from forestage.features.contexts import JobEnd, SweepFacts
+
+    class EpilogDoor(Protocol):
+        """What the Epilog releases, before it drops the job's lease and after that."""
+
+        def before_lease_drop(self, end: JobEnd) -> None: ...
+        def after_lease_drop(self, end: JobEnd, cache: Cache) -> None: ...
+
+    class SweepDoor(Protocol):
+        """What a sweep cleans up: what needs no cache, then what does."""
+
+        def without_cache(self, facts: SweepFacts) -> None: ...
+        def with_cache(self, facts: SweepFacts) -> None: ...
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def load(name: str, door: Literal["epilog"]) -> EpilogDoor: ...
+    @overload
+    def load(name: str, door: Literal["sweep"]) -> SweepDoor: ...
+
 
 def load(name: str, door: str) -> Any:
-    """The module of a feature's door; only what the table says is there may be asked for."""
+    """Import the module of a feature's door. Only a door of the table may be asked for."""
     return importlib.import_module(f"forestage.features.{name}.{door}")
 
 
 def having(door: str) -> list[str]:
-    """The names of the features with this door, in the table's order."""
+    """Return the names of the features with this door, in the table's order."""
     return [feature.name for feature in FEATURES if door in feature.doors]
+
+
+def call_in_turn(calls: Sequence[Callable[[], None]]) -> None:
+    """Make each call, also after one that raised; the exception that was raised last goes on.
+
+    What is no Exception, such as ^C, ends this at once.
+    """
+    with contextlib.ExitStack() as stack:
+        for call in reversed(calls):
+            stack.push(partial(_call_after, call))
+
+
+def _call_after(
+    call: Callable[[], None],
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """Make a call as a function that an ExitStack calls at its end."""
+    if kind is None or issubclass(kind, Exception):
+        call()

@@ -4,8 +4,13 @@ It may run again for the same job, and works on the cache that the lease names: 
 may have changed since, or be broken.
 """
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,6 +23,8 @@ from forestage.clock import Clock
 from forestage.config import Config
 from forestage.errors import Declined, Failed, of_node
 from forestage.events import Released
+from forestage.features.contexts import JobEnd
+from forestage.features.doors import call_in_turn, having, load
 from forestage.hooks.watch import ALONE, Watched
 from forestage.paths import Places
 from forestage.slurm.job import Job
@@ -27,24 +34,11 @@ from forestage.system.mounts import Mount
 from forestage.system.probe import Hang
 from forestage.units import printable
 
+if TYPE_CHECKING:
+    from forestage.features.doors import EpilogDoor
+
 LATER = "the number is another job's by now"  # nothing of that is released
 HANGING = 1.0  # seconds for the space lock while the disk hangs
-
-
-class _Over(msgspec.Struct, frozen=True):
-    """A job that is over here; `lease` is None where it is damaged, `patience` in seconds.
-
-    `data`: whether its comment may have named any.
-    """
-
-    job: Job
-    lease: Lease | None
-    data: bool
-    cache: Cache
-    leases: Leases
-    places: Places
-    clock: Clock
-    patience: float
 
 
 def epilog(
@@ -66,38 +60,61 @@ def epilog(
     limit = lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog
     patience = min(lock.SPACE_TIMEOUT, limit / 2)
     watched.ends_within(2 * patience)
-    lease, damage = None, None
     try:
         lease = leases.read(job.id)
     except Failed as failed:
-        damage = failed  # what it held is unknown, but the other leases tell what is needed
+        if config is None:
+            return [_failed(failed)]
+        lease = None  # damaged; what it held is unknown, but the other leases tell what is needed
     except OSError as error:
         return [_failed(error)]
     if lease and is_of_other(lease, job):
         return [Released("released", detail=LATER)]
-    _forget_images(places, job)
-    if damage and config is None:
-        return [_failed(damage)]
     try:
         cache = _cache_of(lease, config, places, clock, watched)
-        if cache is None:
-            return [Released(result="released")]
-        watched.works_on(str(cache.root))
-        data = lease is None or leases.has_data(job.id, job.user.uid) is not False
-        over = _Over(job, lease, data, cache, leases, places, clock, patience)
-        hang = disk.hangs(places, cache, patience)
+    except (Failed, OSError) as error:
+        return [_failed(error)]
+    if cache is None:
+        return [Released(result="released")]
+    watched.works_on(str(cache.root))
+    has_data = lease is None or leases.has_data(job.id, job.user.uid) is not False
+    end = JobEnd(job, lease, has_data, leases, places, clock, patience)
+    return _end_job(end, cache, config)
+
+
+def _end_job(end: JobEnd, cache: Cache, config: Config | None) -> list[Released]:
+    """Does all that there is to do: features before the lease goes, the core, features after it."""
+    epilogs = [load(name, "epilog") for name in having("epilog")]
+    outcomes: list[Released] = []
+
+    def release() -> None:
+        outcomes.append(_release_job(end, cache, config, epilogs))
+
+    try:
+        call_in_turn([*(partial(door.before_lease_drop, end) for door in epilogs), release])
+    except (Failed, OSError) as error:
+        return [_failed(error)]
+    return outcomes
+
+
+def _release_job(
+    end: JobEnd, cache: Cache, config: Config | None, epilogs: Sequence[EpilogDoor]
+) -> Released:
+    """Releases what the job held, also where the disk hangs. Returns its outcome."""
+    try:
+        hang = disk.hangs(end.places, cache, end.patience)
         if hang is not None:
-            return [_without_disk(over, hang)]
-        return [_end(over, config)]
+            return _without_disk(end, cache, hang)
+        return _with_disk(end, cache, config, epilogs)
     except lock.Busy as busy:
         # A lease of an ended job would keep its entry for ever. Dropping it needs no lock, and the
         # next Epilog unmounts the redirects that nobody needs any more.
-        _drop_unlocked(leases, job)
-        return [_failed(busy)]  # the sweep takes away the job's directory
+        _drop_unlocked(end.leases, end.job)
+        return _failed(busy)  # the sweep takes away the job's directory
     except (Failed, OSError) as error:
-        return [_failed(error)]
+        return _failed(error)
     except Declined as later:
-        return [Released("released", detail=str(later))]
+        return Released("released", detail=str(later))
 
 
 def _cache_of(
@@ -121,41 +138,24 @@ def is_of_other(lease: Lease, job: Job) -> bool:
     return not lease.is_of(job.user.uid) or later
 
 
-def _end(over: _Over, config: Config | None) -> Released:
+def _with_disk(
+    end: JobEnd, cache: Cache, config: Config | None, epilogs: Sequence[EpilogDoor]
+) -> Released:
     """Releases what the job held, then evicts. Raises lock.Busy, Failed, OSError."""
     # The disk may have been unmounted while the job ran (umount --lazy). What lies below may be a
     # cache of several nodes, and this one does not see the leases of the others.
-    is_its_disk = over.cache.find_other_disk() is None
+    is_its_disk = cache.find_other_disk() is None
     if is_its_disk:
-        note_use(over.cache, over.lease, over.clock.wall())
-    done = _release(over)
-    _clear(over)
-    if config is None or not is_its_disk or not over.cache.locks.is_dir():
-        return done
-    evicted = evict.tidy(over.cache, over.leases, config, over.patience)
-    return msgspec.structs.replace(done, evicted=evicted)
+        note_use(cache, end.lease, end.clock.wall())
+    done = _release(end, cache)
+    evicted: list[str] = []
 
+    def tidy() -> None:
+        if config is not None and is_its_disk and cache.locks.is_dir():
+            evicted.extend(evict.tidy(cache, end.leases, config, end.patience))
 
-def _forget_images(places: Places, job: Job) -> None:
-    """Removes what steps were shown of registries' images, whichever cache the job used.
-
-    Before the lease goes: who takes one for a step later knows by that to give it back
-    (features/registry/step_image.py).
-    """
-    if not places.images.exists():
-        return
-    from forestage.features.registry import step_files
-
-    with contextlib.suppress(OSError):  # what stays is for the sweep
-        step_files.forget_job(places, job.id)
-
-
-def _clear(over: _Over) -> None:
-    """Removes what few jobs have of data."""
-    if over.data:
-        from forestage.features.data import release
-
-        release.of_job(over.cache, over.leases, over.job.id, over.patience)
+    call_in_turn([*(partial(door.after_lease_drop, end, cache) for door in epilogs), tidy])
+    return msgspec.structs.replace(done, evicted=tuple(evicted))
 
 
 def _failed(error: Failed | OSError) -> Released:
@@ -163,32 +163,32 @@ def _failed(error: Failed | OSError) -> Released:
     return Released(result="failed", reason=failed.reason, detail=str(failed))
 
 
-def _release(over: _Over) -> Released:
-    cache, leases, lease = over.cache, over.leases, over.lease
+def _release(end: JobEnd, cache: Cache) -> Released:
+    leases, lease = end.leases, end.lease
     with contextlib.ExitStack() as claims:
-        with lock.held_if_writable(cache.space_lock, over.patience):
+        with lock.held_if_writable(cache.space_lock, end.patience):
             # Who had the lock may have been a Prolog of another job of this number.
-            now_there = _find(leases, over.job.id)
-            if now_there is not None and is_of_other(now_there, over.job):
+            now_there = _find(leases, end.job.id)
+            if now_there is not None and is_of_other(now_there, end.job):
                 raise Declined("other-job", LATER)
-            now = over.clock.wall()
+            now = end.clock.wall()
             table = mounts.current()
-            going = let_go(cache, leases, over.places, over.job.id, claims, table, now)
+            going = let_go(cache, leases, end.places, end.job.id, claims, table, now)
         done = Released("released", unmounted=len(going))
         try:
-            unmount.unmount(going, lambda bind: over.job.user)
+            unmount.unmount(going, lambda bind: end.job.user)
             # Else nothing can have been inherited. Of a step's redirect the node sees nothing.
             if going or (lease is not None and lease.uses):
                 # What stays in other mount namespaces the sweep tells, and tries again.
                 with contextlib.suppress(Failed, OSError):
-                    now = over.clock.wall()
-                    namespaces.clear(cache, leases, now, first=over.job.user.uid, here=table)
+                    now = end.clock.wall()
+                    namespaces.clear(cache, leases, now, first=end.job.user.uid, here=table)
         except unmount.StillMounted as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(_stuck(stays.stuck, lease))
             done = Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
     # This job may have failed for it, the next one need not.
-    disk_errors.look(over.places, cache, over.clock)
+    disk_errors.look(end.places, cache, end.clock)
     return done
 
 
@@ -230,17 +230,17 @@ def note_use(cache: Cache, lease: Lease | None, now: float) -> None:
                 cache.touch(use.key, now, lease.user.uid if lease else None)
 
 
-def _without_disk(over: _Over, hang: Hang) -> Released:
+def _without_disk(end: JobEnd, cache: Cache, hang: Hang) -> Released:
     """Releases what needs no writes to the cache's disk; the sweep does the rest once it answers.
 
     Its job may have ended for that disk, and the next one need not wait for it.
     """
     done = Released("released")
-    over = msgspec.structs.replace(over, patience=min(HANGING, over.patience))
+    end = msgspec.structs.replace(end, patience=min(HANGING, end.patience))
     with contextlib.suppress(Failed, OSError):  # who has the lock may hang with the disk
-        done = _release(over)
-    _drop_unlocked(over.leases, over.job)
-    return _left(disk.declined(over.cache, hang), done.unmounted)
+        done = _release(end, cache)
+    _drop_unlocked(end.leases, end.job)
+    return _left(disk.declined(cache, hang), done.unmounted)
 
 
 def given_up(places: Places, job: Job, why: Declined) -> Released:

@@ -90,7 +90,7 @@ def test_sockets_of_steps_go_before_the_lease(
     (images / f"{asking.id}.0.sock").touch()
     holding(staging_node, asking, "0a")
     monkeypatch.setattr(
-        epilog, "_release", lambda over: seen.append([*images.iterdir()]) or release(over)
+        epilog, "_release", lambda *of: seen.append([*images.iterdir()]) or release(*of)
     )
     assert ended(staging_node, asking, config) == ("released", "")
     assert seen == [[]]

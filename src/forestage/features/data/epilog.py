@@ -1,0 +1,21 @@
+"""What the Epilog of a job releases of its data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forestage.cache.layout import Cache
+    from forestage.features.contexts import JobEnd
+
+
+def before_lease_drop(end: JobEnd) -> None:
+    """Do nothing: the lease protects the data."""
+
+
+def after_lease_drop(end: JobEnd, cache: Cache) -> None:
+    """Release the data of a job that may have had any. Raises Failed, OSError."""
+    if end.may_have_data:
+        from forestage.features.data import release
+
+        release.of_job(cache, end.leases, end.job.id, end.patience)

@@ -1,0 +1,28 @@
+"""What the Epilog of a job removes of the images that its steps have from registries."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forestage.cache.layout import Cache
+    from forestage.features.contexts import JobEnd
+
+
+def before_lease_drop(end: JobEnd) -> None:
+    """Delete the files of the job's steps.
+
+    The process that takes a lease for a step later knows by these files whether to give it back
+    (step_image.py).
+    """
+    if not end.places.images.exists():
+        return
+    from forestage.features.registry import step_files
+
+    with contextlib.suppress(OSError):  # what stays is for the sweep
+        step_files.forget_job(end.places, end.job.id)
+
+
+def after_lease_drop(end: JobEnd, cache: Cache) -> None:
+    """Do nothing: the cache has no files of steps."""

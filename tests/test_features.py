@@ -1,0 +1,46 @@
+"""The table of features, and their doors: that each says what is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+from forestage import features
+from forestage.features import FEATURES
+
+REPOSITORY = Path(__file__).parent.parent
+FOLDER = Path(features.__file__).parent
+
+
+def script(name: str) -> ModuleType:
+    """A program of packaging/, as a module."""
+    loader = importlib.machinery.SourceFileLoader(name, str(REPOSITORY / "packaging" / name))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_table_imports_nothing() -> None:
+    """Each hook reads it, also one that then has nothing to do."""
+    nodes = ast.walk(ast.parse((FOLDER / "__init__.py").read_text()))
+    assert not [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
+def test_row_of_a_feature_names_its_doors() -> None:
+    names = script("conformance").read_doors().keys()
+    found = {path.parent.name: set() for path in FOLDER.glob("*/__init__.py")}
+    for path in FOLDER.glob("*/*.py"):
+        if path.stem in names:
+            found[path.parent.name].add(path.stem)
+    assert found == {feature.name: {*feature.doors} for feature in FEATURES}
+
+
+def test_conformance_file_is_the_one_that_the_table_makes() -> None:
+    made = script("conformance").text()
+    assert (REPOSITORY / "tests/features/conformance.py").read_text() == made
