@@ -200,7 +200,10 @@ module for each command and each finding, and do not count as importers; neither
 """
 
 
-LATE = ("features.data.requests", "features.registry.step_image", "features.registry.waiting")
+LATE = (
+    *("features.data.requests", "features.registry.step_image", "features.registry.waiting"),
+    "features.registry.messages",
+)
 """Modules that few hooks import, and that import as late as what is in hooks/ and cli/."""
 
 

@@ -28,7 +28,7 @@ from forestage.events import (
 )
 from forestage.events.ahead import Copies
 from forestage.events.losses import LostEvents
-from forestage.events.reasons import REASONS
+from forestage.events.reasons import collect_reasons
 from forestage.paths import Places
 from forestage.system.terminal import Facts, Line, Piece, age, count, moment, short
 from forestage.units import format_duration, format_rate, format_size, to_tenths
@@ -329,7 +329,7 @@ def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
         return (_copied(outcome), *made_room)
     if isinstance(outcome, Handled) and (found := _handled(outcome)):
         return (*found, *made_room)
-    meaning = REASONS.get(outcome.reason, "")
+    meaning = collect_reasons().get(outcome.reason, "")
     what = f"{outcome.result} ({outcome.reason}): {meaning}".removesuffix(": ")
     detail = (outcome.detail,) if outcome.detail else ()
     return (what, *detail, *made_room, _consequence(event))
@@ -346,7 +346,7 @@ def _handled(outcome: Handled) -> tuple[str, ...]:
 def _started(outcome: Handled) -> Iterator[str]:
     yield "started: the job started while the copy was under way"
     if outcome.reason:
-        meaning = REASONS.get(outcome.reason, outcome.reason)
+        meaning = collect_reasons().get(outcome.reason, outcome.reason)
         yield f"{meaning.removesuffix('.')}: {outcome.detail}".removesuffix(": ")
 
 

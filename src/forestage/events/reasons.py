@@ -1,10 +1,15 @@
-"""The reasons of outcomes, each with a sentence for people; the outcome's `detail` is added."""
+"""The reasons of outcomes, each with a sentence for people; the outcome's `detail` is added.
+
+Those that one feature alone gives are in the `reasons.py` of its folder.
+"""
+
+from forestage.features.doors import having, load
 
 FAILURES = frozenset(
     (
         *("busy", "cache-format", "cache-not-mounted", "cache-not-ours", "cache-other-disk"),
         *("config", "copy", "disk-full"),
-        *("evicted-stays", "helper", "io", "job-dir", "lease-damaged", "loop", "program"),
+        *("evicted-stays", "helper", "io", "lease-damaged", "loop", "program"),
         *("redirect", "slurm-conf"),
     )
 )
@@ -15,25 +20,6 @@ REASONS = {
     " importer for it (`importer=`), with `redirect: spank` and a store (`registry: store:`).",
     "bare-name": "A name that begins neither with / nor with . is an image of a registry to pyxis,"
     " but a file of that name lies in the job's directory.",
-    "bad-reference": "This is no reference to an image of a registry.",
-    "registry-denied": "The registry refuses this user; `enroot import` would be refused as well.",
-    "registry-missing": "The registry has no such image, or hides it from this user.",
-    "registry-busy": "The registry gets too many requests from here (429).",
-    "registry-silent": "The registry could not be reached, or failed.",
-    "registry-odd": "The registry's answer was invalid.",
-    "environment": "The job's environment is too large to be read.",
-    "enroot": "enroot, or its configuration, could not be used as the job's user.",
-    "registry-moved": "The tag was pushed again during the import, by an enroot that"
-    " does not support digests.",
-    "container": "The step's container is there already; its image is not looked at.",
-    "import-failed": "`enroot import` ended with an error; the detail has its last words.",
-    "store-full": "The store had no space for the image, or the user's quota was exhausted.",
-    "enroot-full": "The disk for enroot's temporary files (ENROOT_TEMP_PATH) or for its layers"
-    " (ENROOT_CACHE_PATH) was full, or the user's quota there was exhausted.",
-    "store-gone": "The store of images could not be reached, or be written to.",
-    "store-local": "The store of images lies on the disk of the node's cache, which users could"
-    " fill.",
-    "store-foreign": "The user's directory in the store is not theirs alone.",
     "wrong-bytes": "The entry's bytes or rights were not those of its source.",
     "bad-path": "This is no path that can be staged.",
     "missing": "The file was not there when the job started.",
@@ -52,15 +38,6 @@ REASONS = {
     "empty": "There is nothing to copy.",
     "below-bind": "A redirect would have kept the job's container from starting.",
     "saved": "A job saves its container to this path; a redirect would be in its way.",
-    "no-companion": "Data shows in steps only through forestage's SPANK plugin, which this node's"
-    " plugstack.conf does not load.",
-    "not-a-directory": "The hint ends with a slash, as a directory's does; this is none.",
-    "odd-file": "The directory holds something that is neither a file, a directory nor a link, or"
-    " another file system; it is staged whole or not at all.",
-    "too-many-files": "The directory has more files than the admin's `data: max_files:`, or than a"
-    " step can look at in the time that it has.",
-    "bad-look": "Another node of the job reported impossible contents of the directory.",
-    "no-erofs": "The node's kernel lacks the file system of which copies of directories are made.",
     "loop": "A loop device could not be set up or released.",
     "too-many": "The job holds as many images on this node as one job may.",
     "too-large": "The image is above the admin's `max_image_size:`, or has too many chunks.",
@@ -88,9 +65,6 @@ REASONS = {
     " would not have been readable.",
     "bad-hint": "The comment names no image, but has a hint that could not be read.",
     "evicted-stays": "What was evicted could not be deleted.",
-    "job-dir": "The job has no directory of its own on this node.",
-    "job-dir-full": "It did not fit into the job's own directory.",
-    "not-put": "It could not be put into the job's own directory.",
     "lease-damaged": "A lease file on the node cannot be read.",
     "config": "The configuration on the node could not be used: see `forestage config`.",
     "disk-errors": "The cache's disk has lost data. Nothing is served from it until the sweep has"
@@ -118,3 +92,16 @@ REASONS = {
     " files: the detail names one. `forestage check` says what to do.",
     "io": "The node had an I/O error.",
 }
+
+
+def collect_reasons() -> dict[str, str]:
+    """Return each reason that this release knows, also those of features, with its sentence."""
+    found = dict(REASONS)
+    for name in having("reasons"):
+        found |= load(name, "reasons").REASONS
+    return found
+
+
+def collect_failures() -> frozenset[str]:
+    """Return those of them that are of a `Failed`."""
+    return FAILURES.union(*(load(name, "reasons").FAILURES for name in having("reasons")))

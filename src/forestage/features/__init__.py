@@ -21,8 +21,8 @@ class Feature:
 
 
 FEATURES = (
-    Feature("registry", doors=("epilog",)),
-    Feature("data", doors=("epilog",), needs=("peers",)),
+    Feature("registry", doors=("epilog", "reasons")),
+    Feature("data", doors=("epilog", "reasons"), needs=("peers",)),
     Feature("peers"),
     Feature("prefetch", needs=("peers", "prepare")),
     Feature("prepare", needs=("data", "peers", "prefetch", "registry")),

@@ -37,6 +37,12 @@ if TYPE_CHECKING:
         def without_cache(self, facts: SweepFacts) -> None: ...
         def with_cache(self, facts: SweepFacts) -> None: ...
 
+    class ReasonsDoor(Protocol):
+        """Reasons of outcomes that the feature alone gives, and which of them are of a Failed."""
+
+        REASONS: dict[str, str]
+        FAILURES: frozenset[str]
+
 
 if TYPE_CHECKING:
 
@@ -44,6 +50,8 @@ if TYPE_CHECKING:
     def load(name: str, door: Literal["epilog"]) -> EpilogDoor: ...
     @overload
     def load(name: str, door: Literal["sweep"]) -> SweepDoor: ...
+    @overload
+    def load(name: str, door: Literal["reasons"]) -> ReasonsDoor: ...
 
 
 def load(name: str, door: str) -> Any:

@@ -15,7 +15,8 @@ from forestage.admin.inventory import Holder, Leased
 from forestage.cache import image
 from forestage.cache.lease import Lease, Use
 from forestage.events import Bad, Copied, Event, Handled, Hook, Outcome, Released, Result
-from forestage.events.reasons import REASONS
+from forestage.events.reasons import collect_reasons
+from forestage.features.doors import having, load
 from forestage.system.as_user import User
 from forestage.system.terminal import write
 
@@ -42,16 +43,25 @@ def printed(*events: Event, lease: Lease | None = None) -> str:
 
 def test_every_reason_in_the_code_is_explained() -> None:
     alice = User("alice", 7, 7)
-    found = {image.declined_by(OSError(n, ""), "/x", alice).reason for n in errno.errorcode}
+    of_core = {image.declined_by(OSError(n, ""), "/x", alice).reason for n in errno.errorcode}
+    companion = (SOURCE.parent / "spank/constants.h").read_text()
+    of_core |= set(re.findall(r'#define (?:NO_)?MOUNT\w* "([a-z-]+)"', companion))
+    given_by = {reason: {"the core"} for reason in of_core}
     for file in SOURCE.rglob("*.py"):
-        text = file.read_text()
-        found |= set(re.findall(r'(?:Declined|Failed|__init__)\(\s*"([a-z-]+)"', text))
+        text, folders = file.read_text(), file.relative_to(SOURCE).parts
+        found = set(re.findall(r'(?:Declined|Failed|__init__)\(\s*"([a-z-]+)"', text))
         found |= set(re.findall(r'"(registry-[a-z]+)"', text))
         found |= set(re.findall(r'reason(?:, detail)? ?= ?"([a-z-]+)"', text))
-    companion = (SOURCE.parent / "spank/constants.h").read_text()
-    found |= set(re.findall(r'#define (?:NO_)?MOUNT\w* "([a-z-]+)"', companion))
-    assert found - set(REASONS) == set()
-    assert set(REASONS) - found == set(), "reasons that nothing gives any more"
+        for reason in found - {"registry-silent"} if folders[0] == "check" else found:
+            where = folders[1] if folders[0] == "features" else "the core"
+            given_by[reason] = given_by.get(reason, set()) | {where}
+    found = set(given_by)
+    known = set(collect_reasons())
+    assert found - known == set()
+    assert known - found == set(), "reasons that nothing gives any more"
+    for name in having("reasons"):
+        own = {reason for reason, givers in given_by.items() if givers == {name}}
+        assert set(load(name, "reasons").REASONS) == own, f"what {name} alone gives"
 
 
 def test_mount_that_hangs_is_explained_with_its_path_and_the_way_out() -> None:

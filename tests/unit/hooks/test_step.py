@@ -166,7 +166,7 @@ def test_user_reads_of_the_node_what_they_can_do_and_not_its_files() -> None:
     detail = "[Errno 30] Read-only file system: '/mnt/nvme/forestage/locks/space.lock'"
     line = message(Handled("failed", request=PATH, reason="io", detail=detail), "problems")
     assert ("nvme" in line, "tell your admin" in line) == (False, True)
-    assert set(user_messages.FOR_USERS) >= FAILURES - {"evicted-stays", "job-dir"}
+    assert set(user_messages.FOR_USERS) >= FAILURES - {"evicted-stays"}
 
 
 def test_each_request_is_said_where_all_is_wanted_and_one_line_elsewhere(

@@ -25,7 +25,6 @@ from forestage.cache.said import Wanted
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import WHOLE, Handled
-from forestage.events.reasons import FAILURES
 from forestage.features.data import directory_record, wanted
 from forestage.features.data.wanted import ForStep, Staged, View, ViewCall
 from forestage.hooks import answers, leases, serve
@@ -120,7 +119,9 @@ def _kept_while_off(own: "Own | None", noted: Wanted) -> tuple[Request, ...]:
 
 def _refused(noted: Wanted) -> Declined:
     """Pure: why the job's Prolog refused all that it wants."""
-    kind = Failed if noted.reason in FAILURES else Declined
+    from forestage.events.reasons import collect_failures
+
+    kind = Failed if noted.reason in collect_failures() else Declined
     return kind(noted.reason or "no-mount", noted.refused)
 
 

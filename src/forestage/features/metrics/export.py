@@ -6,7 +6,7 @@ results, reasons and hooks are ours, and no job, user or image is ever a label.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import Config, decided, load_settings, switch
 from forestage.errors import ConfigError, ForestageError, MetricsError
-from forestage.events.reasons import FAILURES, REASONS
+from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features.metrics import textfile
 from forestage.features.peers import activation, unanswered
 from forestage.features.peers import stats as peer_counts
@@ -300,8 +300,9 @@ def counters(tally: Tally) -> Iterator[Metric]:
                 family.add_metric((hook, result), number)
         yield family
     starts = _filled(STARTS, tally.starts)
-    declined = _by_reason(tally.declined, (one for one in REASONS if one not in FAILURES))
-    errors = _by_reason(tally.errors, sorted(FAILURES))
+    reasons, failures = collect_reasons(), collect_failures()
+    declined = _by_reason(tally.declined, sorted(reasons.keys() - failures), reasons)
+    errors = _by_reason(tally.errors, sorted(failures), reasons)
     copied = _filled(ORIGINS, tally.copied)
     bad = _filled(("sweep", "verify"), tally.bad)
     spared = _filled(("hit", "joined"), tally.spared)
@@ -386,13 +387,16 @@ def _by(
     return made
 
 
-def _by_reason(found: Mapping[str, int], expected: Iterable[str]) -> dict[str, int]:
+def _by_reason(
+    found: Mapping[str, int], expected: Iterable[str], reasons: Container[str]
+) -> dict[str, int]:
     """Pure: the counts by reason; 0 for each that is `expected`, since its first must be a growth.
 
-    A reason of another release is not a label: labels are bounded by what this release knows.
+    A reason of another release is not a label: labels are bounded by `reasons`, which this release
+    knows.
     """
-    known = {reason: number for reason, number in found.items() if reason in REASONS}
-    other = sum(number for reason, number in found.items() if reason not in REASONS)
+    known = {reason: number for reason, number in found.items() if reason in reasons}
+    other = sum(number for reason, number in found.items() if reason not in reasons)
     return dict.fromkeys(expected, 0) | known | {OTHER: other}
 
 

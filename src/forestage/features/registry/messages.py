@@ -15,7 +15,6 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from forestage.events.reasons import REASONS
 from forestage.units import printable
 
 LONGEST = 4096  # bytes of a line, its end included; a path of PATH_MAX does not fit, and is refused
@@ -146,7 +145,9 @@ def _harmless(word: Word) -> Word:
         case Progress(text):
             return Progress(short(text))
         case Refused(reason, detail, free):
+            from forestage.events.reasons import collect_reasons
+
             # It becomes a label of metrics.
-            known = reason if reason in REASONS else "registry-odd"
+            known = reason if reason in collect_reasons() else "registry-odd"
             return Refused(known, short(detail), free)
     return word

@@ -19,7 +19,7 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from forestage.events.reasons import REASONS
+from forestage.events.reasons import collect_reasons
 from forestage.features.report import format as fmt
 from forestage.features.report.figures import Report
 from forestage.units import format_size, printable
@@ -65,7 +65,7 @@ def render(report: Report) -> bytes:
         nodes=report.nodes[:MAX_ROWS],
         plots=all_plots(report),
         plot_height=HEIGHT,
-        reason_texts=REASONS,
+        reason_texts=collect_reasons(),
         css=Markup((FOLDER / "page.css").read_text()),  # noqa: S704 - a file of ours
     )
     return html.encode("utf-8", "backslashreplace")

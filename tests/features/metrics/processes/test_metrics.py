@@ -26,7 +26,7 @@ from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.config import Config, Peering
 from forestage.events import Copied, Event, Handled, append, log
-from forestage.events.reasons import FAILURES, REASONS
+from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features.metrics import export as metrics
 from forestage.features.metrics.export import Exported
 from forestage.features.peers import unanswered
@@ -266,9 +266,10 @@ def test_empty_tally_exports_every_series() -> None:
     """increase() of a series that begins with 1 is 0: the first error would be no alert."""
     found = samples(metrics.text(Exported(Tally(), "1", off=False)))
     errors = {name for name in found if name.startswith("forestage_errors_total")}
-    assert errors == {f"forestage_errors_total reason={reason}" for reason in (*FAILURES, "other")}
+    failures = collect_failures()
+    assert errors == {f"forestage_errors_total reason={reason}" for reason in (*failures, "other")}
     declined = {name.partition("=")[2] for name in found if "declined_total reason" in name}
-    assert declined == {*REASONS, "other"} - FAILURES
+    assert declined == {*collect_reasons(), "other"} - failures
     assert all(value == 0 for name, value in found.items() if "_total" in name)
     assert len(found) < 300
 
@@ -278,12 +279,12 @@ def test_reason_that_is_counted_has_its_series_and_each_failure_is_a_known_reaso
     tally.add(hit(1, result="failed", reason="source-error"))
     found = samples(metrics.text(Exported(tally, "1", off=False)))
     assert found["forestage_errors_total reason=source-error"] == 1
-    assert set(REASONS) >= FAILURES
+    assert set(collect_reasons()) >= collect_failures()
     raised: set[str] = set()
     for file in (PACKAGING.parent / "src/forestage").rglob("*.py"):
         raised |= set(re.findall(r'\bFailed\(\s*"([a-z-]+)"', file.read_text()))
     # Two classes give their own reason; no outcome has the one about a step's record.
-    assert {*raised, "busy", "redirect"} - {"bad-path"} == FAILURES
+    assert {*raised, "busy", "redirect"} - {"bad-path"} == collect_failures()
 
 
 def test_every_count_has_its_series() -> None:
