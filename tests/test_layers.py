@@ -557,8 +557,10 @@ print(code, sorted(heavy & set(sys.modules)), sorted(ours), made)
 """
 
 
-@pytest.mark.parametrize("name", ["prolog", "epilog"])
-def test_a_job_without_an_image_costs_a_bare_interpreter_and_leaves_one_mark(name: str) -> None:
+@pytest.mark.parametrize(("name", "table"), [("prolog", []), ("epilog", ["forestage.features"])])
+def test_a_job_without_an_image_costs_a_bare_interpreter_and_leaves_one_mark(
+    name: str, table: list[str]
+) -> None:
     ran = subprocess.run(
         [sys.executable, "-BIc", IDLE.replace("NAME", repr(name))],
         env={"SLURM_JOB_ID": "4294967294", "SLURM_JOB_COMMENT": "just words"},
@@ -566,7 +568,7 @@ def test_a_job_without_an_image_costs_a_bare_interpreter_and_leaves_one_mark(nam
         text=True,
         check=True,
     )
-    ours = ["forestage.hooks", "forestage.hooks.boundary", "forestage.log"]
+    ours = [*table, "forestage.hooks", "forestage.hooks.boundary", "forestage.log"]
     made = [f"/run/forestage/called.{name}"]  # one for all jobs: when Slurm called it last
     assert ran.stdout == f"0 [] {ours} {made}\n"
     assert ran.stderr == f"forestage: {name} job=4294967294 result=none\n"

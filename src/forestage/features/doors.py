@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +64,16 @@ def load(name: str, door: str) -> Any:
 def having(door: str) -> list[str]:
     """Return the names of the features with this door, in the table's order."""
     return [feature.name for feature in FEATURES if door in feature.doors]
+
+
+def with_work(door: str, job: int, run: Path) -> list[str]:
+    """Return the names of those that have this door, and a mark of the job below `run`."""
+    return [
+        feature.name
+        for feature in FEATURES
+        if door in feature.doors
+        if any(os.path.exists(run / mark.format(job=job)) for mark in feature.marks)
+    ]
 
 
 def call_in_turn(calls: Sequence[Callable[[], None]]) -> None:

@@ -148,7 +148,7 @@ class _Unused:
 
 
 def nothing_to_do(name: Name, environ: Mapping[str, str], root: str) -> bool:
-    """Whether this job is none of ours; costs no import, and never errs."""
+    """Return whether this job is none of ours. Imports the table of features at most."""
     number = environ.get("SLURM_JOB_ID", "")
     run = f"{root}/run/forestage"
     if name == "prolog":
@@ -158,9 +158,10 @@ def nothing_to_do(name: Name, environ: Mapping[str, str], root: str) -> bool:
     if name == "step":
         asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
         return not (asked or os.path.exists(f"{run}/leases/{number}.hinted"))
-    # The last: a step's image is being imported, for which there is a lease at the end only.
-    left = (f"leases/{number}.json", f"leases/{number}.prolog", f"images/{number}.asked")
-    return not any(os.path.exists(f"{run}/{one}") for one in left)
+    from forestage.features import FEATURES  # which imports nothing
+
+    marks = [mark.format(job=number) for feature in FEATURES for mark in feature.marks]
+    return not any(os.path.exists(f"{run}/{mark}") for mark in marks)
 
 
 def has_lease(environ: Mapping[str, str], run: str) -> bool:

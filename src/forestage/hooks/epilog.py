@@ -24,7 +24,7 @@ from forestage.config import Config
 from forestage.errors import Declined, Failed, of_node
 from forestage.events import Released
 from forestage.features.contexts import JobEnd
-from forestage.features.doors import call_in_turn, having, load
+from forestage.features.doors import call_in_turn, having, load, with_work
 from forestage.hooks.watch import ALONE, Watched
 from forestage.paths import Places
 from forestage.slurm.job import Job
@@ -84,7 +84,9 @@ def epilog(
 
 def _end_job(end: JobEnd, cache: Cache, config: Config | None) -> list[Released]:
     """Does all that there is to do: features before the lease goes, the core, features after it."""
-    epilogs = [load(name, "epilog") for name in having("epilog")]
+    # Before anything is dropped: the marks go with the lease. Without one nothing is known.
+    marked = with_work("epilog", end.job.id, end.places.run) if end.lease else having("epilog")
+    epilogs = [load(name, "epilog") for name in marked]
     outcomes: list[Released] = []
 
     def release() -> None:

@@ -28,6 +28,7 @@ from typing import Literal
 
 import msgspec
 
+from forestage.features import FEATURES
 from forestage.units import is_utf8, parse_duration, parse_size, printable, quote
 
 MAX_HINTED = 16
@@ -45,8 +46,8 @@ MAX_OPTION = 16384
 SEEN = "stage-seen="
 """Begins the word in a job's *admin* comment that packaging/slurm/job_submit.lua writes."""
 
-OPTIONS = ("stage", "stage-dir", "stage-tell", "stage-wait")
-KNOWN = (*OPTIONS, "stage-list")
+OPTIONS = tuple(sorted(word for feature in FEATURES for word in feature.options))
+KNOWN = (*OPTIONS, *(word for feature in FEATURES for word in feature.words))
 
 OF_OPTION = "option --"
 """Begins a problem of a word that was given as an option."""

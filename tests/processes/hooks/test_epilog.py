@@ -87,6 +87,7 @@ def test_sockets_of_steps_go_before_the_lease(
     (features/registry/step_image.py)."""
     images, release, seen = staging_node.places.images, epilog._release, []
     images.mkdir(parents=True)
+    (images / f"{asking.id}.asked").touch()
     (images / f"{asking.id}.0.sock").touch()
     holding(staging_node, asking, "0a")
     monkeypatch.setattr(
