@@ -44,8 +44,8 @@ DEBTS = {
     "check.uses": {"registry.reference"},
     "cli.entry": {"prepare.hints"},
     "cli.main": {
-        *("metrics.export", "peers.node_list", "peers.server", "prefetch.prefetch_host"),
-        *("prepare.commands", "report.commands"),
+        *("metrics.commands", "peers.commands", "peers.node_list", "prefetch.commands"),
+        *("prefetch.prefetch_host", "prepare.commands", "registry.commands", "report.commands"),
     },
     "hooks.script": {"data.requests", "registry.step_image"},
     "stage.engines": {"peers.client", "peers.with_peers"},

@@ -23,7 +23,11 @@ from forestage.cli.world import (
     show,
 )
 from forestage.cli.world import World as World
-from forestage.features.prepare import commands as images
+from forestage.features.metrics import commands as metrics
+from forestage.features.peers import commands as peers
+from forestage.features.prefetch import commands as prefetch
+from forestage.features.prepare import commands as prepare
+from forestage.features.registry import commands as registry
 from forestage.features.report import commands as report
 
 if TYPE_CHECKING:
@@ -73,12 +77,9 @@ def main(ctx: click.Context) -> None:
         ctx.obj = World.real()
 
 
-for command in (
-    *site.COMMANDS,
-    *images.COMMANDS,
-    report.report,
-):
-    main.add_command(command)
+for module in (site, metrics, peers, prefetch, prepare, registry, report):
+    for command in module.COMMANDS:
+        main.add_command(command)
 
 
 @main.command()
@@ -422,39 +423,3 @@ def check(ctx: click.Context, login: bool, accept_disk: bool, as_json: bool) -> 
     done = work.check(target)
     show(done, work.pieces(done), as_json)
     ctx.exit(done.code)
-
-
-@main.command()
-@click.option("--print", "is_shown", is_flag=True, help="Print them, too.")
-@click.option("-q", "--quiet", is_flag=True, help="Do nothing if node exporter is not here.")
-@click.pass_obj
-def metrics(world: World, is_shown: bool, quiet: bool) -> None:
-    """Write counters and the node's state for Prometheus, through its node exporter.
-
-    Run by `tend`. Node exporter is here if the directory of `metrics: textfile:` is.
-    """
-    from importlib.metadata import version
-
-    from forestage.features.metrics import export as work
-
-    if quiet and not work.is_read(world.places):
-        return
-    conf = os.environ.get("SLURM_CONF", "")
-    written = work.export(world.places, world.clock, version("forestage"), conf, is_shown)
-    if is_shown:
-        click.echo(written, nl=False)
-
-
-@main.command()
-@click.option("--node", metavar="NAME", help="This node as Slurm names it; else its host name.")
-@click.pass_obj
-def peer(world: World, node: str | None) -> None:
-    """Serve chunks to the other nodes until it is ended.
-
-    Started by forestage-peer.service; it ends at once where `peers.enabled` is false.
-    """
-    from forestage.features.peers import server
-    from forestage.slurm.queue import Slurm
-
-    slurm = Slurm.of(os.environ)
-    server.run(world.node(), node or slurm.node, slurm)

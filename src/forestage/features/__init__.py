@@ -66,7 +66,7 @@ FEATURES = (
     Feature(
         "prepare",
         doors=(),
-        needs=("data", "peers", "prefetch", "registry"),
+        needs=("data", "registry"),
     ),
     Feature(
         "report",

@@ -1,18 +1,16 @@
-"""Commands for images before any job wants them: `forestage warm`, `publish`, `registry ls` …"""
+"""Commands for images before any job wants them: `forestage warm`, `stage`, `publish`, `pack` …"""
 
 import errno
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli.world import Exit, Listed, as_json, ending_as_interrupt, seconds, show
+from forestage.cli.world import Exit, as_json, ending_as_interrupt, seconds, show
 
 if TYPE_CHECKING:
     from forestage.cli.world import World
-    from forestage.config import Config
 
 force = click.option("-f", "--force", is_flag=True, help="Replace an existing file.")
 
@@ -23,15 +21,12 @@ def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str
 
 
 def _path(world: "World", image: str) -> str:
-    """Where an image lies; one of a registry is imported before."""
-    return _import(world, image) if image.startswith("docker://") else os.path.abspath(image)
+    """Return where an image lies; one of a registry is imported before."""
+    if not image.startswith("docker://"):
+        return os.path.abspath(image)
+    from forestage.features.registry.commands import import_reference
 
-
-def _import(world: "World", reference: str) -> str:
-    """The path of an image in the store, imported if it is not there. Raises Declined, NotFound."""
-    from forestage.features.registry import store_by_hand as work
-
-    return work.bring(_config(world), reference, os.environ, _host(), _say)
+    return import_reference(world, image)
 
 
 @click.command()
@@ -248,131 +243,4 @@ def list_images(world: "World", folders: tuple[Path, ...], as_json: bool) -> Non
     show(found, view.pieces(found), as_json)
 
 
-@click.command()
-@as_json
-@click.option("-n", "--dry-run", is_flag=True, help="Dry run: copy and write nothing.")
-@click.option("--node", metavar="NAME", help="This node as Slurm names it; else its host name.")
-@click.pass_obj
-def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> None:
-    """Copy images before the jobs begin which wait for a node.
-
-    Run by `tend`. On the host that `prefetch.host` names it reads Slurm's queue and writes the list
-    of what is expected. Everywhere else it asks that host for the list, and begins to copy here
-    what it expects most. Ends at once while another one is at work.
-    """
-    from forestage.admin import site as sites
-    from forestage.errors import ConfigError, Problem
-    from forestage.features.peers import auth
-    from forestage.features.prefetch import expected, prefetch_host, prefetch_node
-    from forestage.slurm.queue import Slurm
-    from forestage.system import folders, lock
-
-    if os.geteuid() != 0:
-        raise PermissionError(errno.EPERM, "the queue's list and the cache are root's")
-    here, slurm = world.node(), Slurm.of(os.environ)
-    slurm = slurm._replace(node=node or slurm.node)
-    host, peers = here.config.prefetch_host, here.config.peers
-    if host is None:
-        raise ConfigError((Problem("", "prefetch.host", "is null: nobody reads the queue"),))
-    folders.keep(world.places.locks)
-    try:
-        with lock.held_for_work(world.places.locks / "prefetch.lock", 0):
-            if prefetch_host.is_here(host.host, slurm):
-                made = prefetch_host.run(world.places, slurm, world.clock, dry_run)
-                show(made, prefetch_host.pieces(made), as_json)
-                return
-            here = sites.as_hooks_see(here, os.environ.get("SLURM_CONF", ""))
-            ask = partial(expected.ask, host, auth.prover(peers.key_file, world.places))
-            done = prefetch_node.run(here, slurm, ask, dry_run)
-            show(done, prefetch_node.pieces(done), as_json)
-    except lock.Busy:
-        return
-
-
-@click.group(cls=Listed)
-def registry() -> None:
-    """Images of registries in the store that all nodes share."""
-
-
-def _config(world: "World") -> "Config":
-    return world.settings().config
-
-
-def _host() -> str:
-    from forestage.slurm.queue import this_node
-
-    return this_node(os.environ)
-
-
-def _say(text: str) -> None:
-    from forestage.system.terminal import harmless
-
-    click.echo(f"forestage: {harmless(text)}", err=True)
-
-
-@registry.command()
-@click.argument("uri")
-@click.pass_obj
-def get(world: "World", uri: str) -> None:
-    """Print the path of a squashfs file of the image, imported if need be.
-
-    For pyxis' importer, forestage-importer, in a job's step and as its user. Ends with status 10
-    where enroot has tried to import it, and failed.
-    """
-    from forestage.errors import Declined
-    from forestage.features.registry import store_by_hand as work
-
-    try:
-        click.echo(work.get(_config(world), uri, os.environ, _host(), _say))
-    except Declined as error:
-        if error.reason not in work.TRIED:
-            raise
-        _say(str(error))
-        raise click.exceptions.Exit(Exit.TRIED) from None
-
-
-@registry.command("import")
-@as_json
-@click.argument("reference", metavar="REF")
-@click.pass_obj
-def import_image(world: "World", reference: str, as_json: bool) -> None:
-    """Import an image into the store before a job wants it, as who you are.
-
-    REF is what a job would name: nvcr.io#nvidia/pytorch:25.01-py3.
-    """
-    from forestage.system.terminal import Line
-
-    path = _import(world, reference)
-    show({"path": path}, [Line(path, whole=True)], as_json)
-
-
-@registry.command("ls")
-@as_json
-@click.pass_obj
-def list_store(world: "World", as_json: bool) -> None:
-    """List the images in the store, last used first: your own; as root, everybody's."""
-    from forestage.features.registry import store_by_hand as work
-
-    store = _config(world).registry.store
-    rows = work.gather(Path(store)) if store else []
-    show(rows, work.listing(rows, world.clock.wall()), as_json)
-
-
-@registry.command()
-@as_json
-@click.option("-n", "--dry-run", is_flag=True, help="Dry run: print what would be deleted.")
-@click.pass_context
-def gc(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
-    """Delete images that nobody used for long, and what dead imports left.
-
-    Your own; as root everybody's, as each of them. See `registry:` in forestage.yaml(5).
-    """
-    from forestage.features.registry import store_by_hand as work
-
-    done = work.clean(_config(ctx.obj), dry_run)
-    show(done, work.pieces(done, dry_run), as_json)
-    if any(one.problem for one in done):
-        ctx.exit(Exit.FAILED)
-
-
-COMMANDS = (warm, prefetch, stage, publish, pack, hints, list_images, registry)
+COMMANDS = (warm, stage, publish, pack, hints, list_images)

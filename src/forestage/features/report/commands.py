@@ -78,3 +78,6 @@ def report(
     is_replaced = file.is_file() or not os.path.lexists(file)
     with click.open_file(output, "wb", atomic=is_replaced and not file.is_symlink()) as out:
         out.write(reports.as_json(found) if as_json else reports.as_page(found))
+
+
+COMMANDS = (report,)

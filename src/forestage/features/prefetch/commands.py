@@ -1,0 +1,57 @@
+"""`forestage prefetch`: what `tend` runs each minute."""
+
+import errno
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from forestage.cli.world import as_json, show
+
+if TYPE_CHECKING:
+    from forestage.cli.world import World
+
+
+@click.command()
+@as_json
+@click.option("-n", "--dry-run", is_flag=True, help="Dry run: copy and write nothing.")
+@click.option("--node", metavar="NAME", help="This node as Slurm names it; else its host name.")
+@click.pass_obj
+def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> None:
+    """Copy images before the jobs begin which wait for a node.
+
+    Run by `tend`. On the host that `prefetch.host` names it reads Slurm's queue and writes the list
+    of what is expected. Everywhere else it asks that host for the list, and begins to copy here
+    what it expects most. Ends at once while another one is at work.
+    """
+    from forestage.admin import site as sites
+    from forestage.errors import ConfigError, Problem
+    from forestage.features.peers import auth
+    from forestage.features.prefetch import expected, prefetch_host, prefetch_node
+    from forestage.slurm.queue import Slurm
+    from forestage.system import folders, lock
+
+    if os.geteuid() != 0:
+        raise PermissionError(errno.EPERM, "the queue's list and the cache are root's")
+    here, slurm = world.node(), Slurm.of(os.environ)
+    slurm = slurm._replace(node=node or slurm.node)
+    host, peers = here.config.prefetch_host, here.config.peers
+    if host is None:
+        raise ConfigError((Problem("", "prefetch.host", "is null: nobody reads the queue"),))
+    folders.keep(world.places.locks)
+    try:
+        with lock.held_for_work(world.places.locks / "prefetch.lock", 0):
+            if prefetch_host.is_here(host.host, slurm):
+                made = prefetch_host.run(world.places, slurm, world.clock, dry_run)
+                show(made, prefetch_host.pieces(made), as_json)
+                return
+            here = sites.as_hooks_see(here, os.environ.get("SLURM_CONF", ""))
+            ask = partial(expected.ask, host, auth.prover(peers.key_file, world.places))
+            done = prefetch_node.run(here, slurm, ask, dry_run)
+            show(done, prefetch_node.pieces(done), as_json)
+    except lock.Busy:
+        return
+
+
+COMMANDS = (prefetch,)

@@ -1,0 +1,112 @@
+"""`forestage registry`: images of registries in the store that all nodes share."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from forestage.cli.world import Exit, Listed, as_json, show
+
+if TYPE_CHECKING:
+    from forestage.cli.world import World
+    from forestage.config import Config
+
+
+def import_reference(world: "World", reference: str) -> str:
+    """Import an image if the store has it not yet, and return its path there.
+
+    Raises Declined, NotFound.
+    """
+    from forestage.features.registry import store_by_hand as work
+
+    return work.bring(_config(world), reference, os.environ, _host(), _say)
+
+
+def _config(world: "World") -> "Config":
+    return world.settings().config
+
+
+def _host() -> str:
+    from forestage.slurm.queue import this_node
+
+    return this_node(os.environ)
+
+
+def _say(text: str) -> None:
+    from forestage.system.terminal import harmless
+
+    click.echo(f"forestage: {harmless(text)}", err=True)
+
+
+@click.group(cls=Listed)
+def registry() -> None:
+    """Images of registries in the store that all nodes share."""
+
+
+@registry.command()
+@click.argument("uri")
+@click.pass_obj
+def get(world: "World", uri: str) -> None:
+    """Print the path of a squashfs file of the image, imported if need be.
+
+    For pyxis' importer, forestage-importer, in a job's step and as its user. Ends with status 10
+    where enroot has tried to import it, and failed.
+    """
+    from forestage.errors import Declined
+    from forestage.features.registry import store_by_hand as work
+
+    try:
+        click.echo(work.get(_config(world), uri, os.environ, _host(), _say))
+    except Declined as error:
+        if error.reason not in work.TRIED:
+            raise
+        _say(str(error))
+        raise click.exceptions.Exit(Exit.TRIED) from None
+
+
+@registry.command("import")
+@as_json
+@click.argument("reference", metavar="REF")
+@click.pass_obj
+def import_image(world: "World", reference: str, as_json: bool) -> None:
+    """Import an image into the store before a job wants it, as who you are.
+
+    REF is what a job would name: nvcr.io#nvidia/pytorch:25.01-py3.
+    """
+    from forestage.system.terminal import Line
+
+    path = import_reference(world, reference)
+    show({"path": path}, [Line(path, whole=True)], as_json)
+
+
+@registry.command("ls")
+@as_json
+@click.pass_obj
+def list_store(world: "World", as_json: bool) -> None:
+    """List the images in the store, last used first: your own; as root, everybody's."""
+    from forestage.features.registry import store_by_hand as work
+
+    store = _config(world).registry.store
+    rows = work.gather(Path(store)) if store else []
+    show(rows, work.listing(rows, world.clock.wall()), as_json)
+
+
+@registry.command()
+@as_json
+@click.option("-n", "--dry-run", is_flag=True, help="Dry run: print what would be deleted.")
+@click.pass_context
+def gc(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
+    """Delete images that nobody used for long, and what dead imports left.
+
+    Your own; as root everybody's, as each of them. See `registry:` in forestage.yaml(5).
+    """
+    from forestage.features.registry import store_by_hand as work
+
+    done = work.clean(_config(ctx.obj), dry_run)
+    show(done, work.pieces(done, dry_run), as_json)
+    if any(one.problem for one in done):
+        ctx.exit(Exit.FAILED)
+
+
+COMMANDS = (registry,)
