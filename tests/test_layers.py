@@ -42,11 +42,7 @@ DEBTS = {
     "check.enable": {"peers.activation"},
     "check.sources": {"prepare.publish"},
     "check.uses": {"registry.reference"},
-    "cli.entry": {"prepare.hints"},
-    "cli.main": {
-        *("metrics.commands", "peers.commands", "peers.node_list", "prefetch.commands"),
-        *("prefetch.prefetch_host", "prepare.commands", "registry.commands", "report.commands"),
-    },
+    "cli.tend": {"peers.node_list", "prefetch.prefetch_host"},
     "hooks.script": {"data.requests", "registry.step_image"},
     "stage.engines": {"peers.client", "peers.with_peers"},
     "stage.pipeline": {"peers.activation", "peers.client", "peers.stats"},
@@ -77,7 +73,7 @@ ALLOWED = {
     "xxhash": {"cache.digest"},
     "aiohttp": {"features.peers"},
     "ClusterShell": {"slurm", "features.prepare"},
-    "click": {"cli"},
+    "click": {"cli", "features.doors"},  # in the latter for types
     "rich": {"cli", "system.drawing"},
     "jinja2": {"features.report"},
     "prometheus_client": {"features.metrics.export"},

@@ -6,10 +6,24 @@ if TYPE_CHECKING:
     from forestage.features import doors
     from forestage.features.data import epilog as data_epilog
     from forestage.features.data import reasons as data_reasons
+    from forestage.features.metrics import commands as metrics_commands
+    from forestage.features.peers import commands as peers_commands
+    from forestage.features.prefetch import commands as prefetch_commands
+    from forestage.features.prepare import commands as prepare_commands
+    from forestage.features.prepare import hints as prepare_hints
+    from forestage.features.registry import commands as registry_commands
     from forestage.features.registry import epilog as registry_epilog
     from forestage.features.registry import reasons as registry_reasons
+    from forestage.features.report import commands as report_commands
 
     _data_epilog: doors.EpilogDoor = data_epilog
     _data_reasons: doors.ReasonsDoor = data_reasons
+    _metrics_commands: doors.CommandsDoor = metrics_commands
+    _peers_commands: doors.CommandsDoor = peers_commands
+    _prefetch_commands: doors.CommandsDoor = prefetch_commands
+    _prepare_commands: doors.CommandsDoor = prepare_commands
+    _prepare_hints: doors.HintsDoor = prepare_hints
+    _registry_commands: doors.CommandsDoor = registry_commands
     _registry_epilog: doors.EpilogDoor = registry_epilog
     _registry_reasons: doors.ReasonsDoor = registry_reasons
+    _report_commands: doors.CommandsDoor = report_commands

@@ -14,9 +14,10 @@ def main() -> None:
         from forestage.hooks import boundary
 
         boundary.import_msgspec()
-        from forestage.features.prepare import hints
+        from forestage.features.doors import having, load
 
-        os._exit(hints.main(sys.argv[3:]))
+        for name in having("hints"):
+            os._exit(load(name, "hints").main(sys.argv[3:]))
     _end_at_interrupt()
     from forestage.cli import main as cli
 

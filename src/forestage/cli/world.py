@@ -5,9 +5,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forestage.cache.node import Node
     from forestage.clock import Clock
     from forestage.config import Settings
+    from forestage.features.doors import CommandsDoor
     from forestage.paths import Places
     from forestage.system.terminal import Piece
 
@@ -128,42 +129,51 @@ class Exit(IntEnum):
 
 
 class Listed(click.Group):
-    """A group whose help has each command's whole summary, under headings where it has some."""
-
-    headings: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """A group whose help has each command's whole summary."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        named = {name for names in self.headings.values() for name in names}
-        rest = tuple(name for name in self.list_commands(ctx) if name not in named)
-        for heading, names in {**self.headings, "Commands": rest}.items():
-            found = [(name, self.get_command(ctx, name)) for name in names]
-            # A summary that is cut off would not say what the command does.
-            rows = [(name, one.get_short_help_str(limit=1000)) for name, one in found if one]
-            if rows:
-                with formatter.section(heading):
-                    formatter.write_dl(rows)
+        # A summary that is cut off would not say what the command does.
+        commands = [self.commands[name] for name in self.list_commands(ctx)]
+        rows = [(one.name or "", one.get_short_help_str(limit=1000)) for one in commands]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
-class Commands(Listed):
-    """The boundary: expected errors become a line on stderr and an exit status, no traceback."""
+class Commands(click.Group):
+    """All commands, each imported when it is needed; and the boundary around them.
 
-    headings: ClassVar[dict[str, tuple[str, ...]]] = {
-        "What is going on": ("status", "explain", "ls", "show", "path"),
-        "Is it set up well": ("check", "config", "enable", "disable"),
-        "When something is wrong": ("off", "on"),
-        "The cache": ("evict", "pin", "unpin", "verify", "sweep", "tend", "unredirect"),
-        "Images before a job": (
-            "images",
-            "warm",
-            "prefetch",
-            "stage",
-            "publish",
-            "pack",
-            "hints",
-            "registry",
-        ),
-        "The whole cluster": ("report", "metrics", "peer"),
-    }
+    Expected errors become a line on stderr and an exit status, no traceback. `commands` has a
+    stand-in for each, which can tell no more than its name and its summary.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.headings: dict[str, list[tuple[str, str]]] = {}
+        self.modules: dict[str, Callable[[], CommandsDoor]] = {}
+
+    def add_late(
+        self, heading: str, name: str, summary: str, load_module: "Callable[[], CommandsDoor]"
+    ) -> None:
+        """Add a command, and what imports the module that has it."""
+        self.add_command(click.Command(name, help=summary))
+        self.headings.setdefault(heading, []).append((name, summary))
+        self.modules[name] = load_module
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.modules:
+            return None
+        return next(one for one in self.modules[cmd_name]().COMMANDS if one.name == cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, rows in self.headings.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Offer commands by their stand-ins; click's own method would import each."""
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        found = [CompletionItem(one, help=self.commands[one].get_short_help_str()) for one in names]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -8,7 +8,7 @@ alone and imports nothing, since each hook reads it, also one that then has noth
 class Feature:
     """A row of the table."""
 
-    __slots__ = ("doors", "marks", "name", "needs", "options", "words")
+    __slots__ = ("commands", "doors", "heading", "marks", "name", "needs", "options", "words")
 
     def __init__(
         self,
@@ -19,6 +19,8 @@ class Feature:
         marks: tuple[str, ...] = (),
         options: tuple[str, ...] = (),
         words: tuple[str, ...] = (),
+        heading: str = "",
+        commands: tuple[tuple[int, str, str], ...] = (),
     ) -> None:
         self.name = name
         self.doors = doors
@@ -31,13 +33,21 @@ class Feature:
         """The words that a job's comment and options of srun may have for it."""
         self.words = words
         """The words that only a job's comment may have for it."""
+        self.heading = heading
+        """Below which heading of `forestage --help` its commands stand."""
+        self.commands = commands
+        """The commands in its commands.py: the place below that heading, the name, the first
+        sentence of the command's own help.
+        """
 
 
 FEATURES = (
     Feature(
         "registry",
-        doors=("epilog", "reasons"),
+        doors=("commands", "epilog", "reasons"),
         marks=("images/{job}.asked",),
+        heading="Images before a job",
+        commands=((8, "registry", "Images of registries in the store that all nodes share."),),
     ),
     # What every job with an image needs: no folder. In the Prolog and in a step the features above
     # this row do their work before the core takes the job's lease, those below it after that.
@@ -56,25 +66,54 @@ FEATURES = (
     ),
     Feature(
         "peers",
-        doors=(),
+        doors=("commands",),
+        heading="The whole cluster",
+        commands=((3, "peer", "Serve chunks to the other nodes until it is ended."),),
     ),
     Feature(
         "prefetch",
-        doors=(),
+        doors=("commands",),
         needs=("peers", "prepare"),
+        heading="Images before a job",
+        commands=((3, "prefetch", "Copy images before the jobs begin which wait for a node."),),
     ),
     Feature(
         "prepare",
-        doors=(),
+        doors=("commands", "hints"),
         needs=("data", "registry"),
+        heading="Images before a job",
+        commands=(
+            (
+                1,
+                "images",
+                "List the images below DIR, or below the site's sources: name, size, owner, label.",
+            ),
+            (2, "warm", "Have nodes copy images before a job wants them."),
+            (4, "stage", "Copy images into this node's cache, without a job and without Slurm."),
+            (5, "publish", "Copy IMAGE into DIR, on Lustre spread over all OSTs."),
+            (6, "pack", "Make one squashfs image of all that is in DIR."),
+            (7, "hints", "Say what is wrong with --stage options, as srun, sbatch and salloc do."),
+        ),
     ),
     Feature(
         "report",
-        doors=(),
+        doors=("commands",),
+        heading="The whole cluster",
+        commands=(
+            (1, "report", "Report what staging saved: as a text, or with -o as an HTML page."),
+        ),
     ),
     Feature(
         "metrics",
-        doors=(),
+        doors=("commands",),
         needs=("peers",),
+        heading="The whole cluster",
+        commands=(
+            (
+                2,
+                "metrics",
+                "Write counters and the node's state for Prometheus, through its node exporter.",
+            ),
+        ),
     ),
 )

@@ -24,6 +24,8 @@ from forestage.features import FEATURES
 if TYPE_CHECKING:
     from typing import Literal, Protocol, overload
 
+    import click
+
     from forestage.cache.layout import Cache
     from forestage.features.contexts import JobEnd, SweepFacts
 
@@ -45,6 +47,17 @@ if TYPE_CHECKING:
         REASONS: dict[str, str]
         FAILURES: frozenset[str]
 
+    class CommandsDoor(Protocol):
+        """The commands of a feature; those of the core have such modules, too."""
+
+        @property
+        def COMMANDS(self) -> tuple[click.Command, ...]: ...
+
+    class HintsDoor(Protocol):
+        """`forestage hints` where the companion runs it, without all that commands need."""
+
+        def main(self, words: Sequence[str]) -> int: ...
+
 
 if TYPE_CHECKING:
 
@@ -54,6 +67,10 @@ if TYPE_CHECKING:
     def load(name: str, door: Literal["sweep"]) -> SweepDoor: ...
     @overload
     def load(name: str, door: Literal["reasons"]) -> ReasonsDoor: ...
+    @overload
+    def load(name: str, door: Literal["commands"]) -> CommandsDoor: ...
+    @overload
+    def load(name: str, door: Literal["hints"]) -> HintsDoor: ...
 
 
 def load(name: str, door: str) -> Any:

@@ -15,7 +15,7 @@ from forestage.admin import site
 from forestage.cache.node import Node
 from forestage.check import enable, plugins
 from forestage.check.enable import CacheDisk, LineChange, Plan
-from forestage.cli.site import enable as command
+from forestage.cli.enable import enable as command
 from forestage.cli.world import Exit
 from forestage.errors import Failed, RefusedError
 from forestage.paths import Places

@@ -63,9 +63,41 @@ from click.testing import CliRunner
 from forestage.cli.main import main
 assert CliRunner().invoke(main, ["--help"]).exit_code == 0
 print([name for name in ("rich", "yaml", "msgspec", "xxhash") if name in sys.modules])
+print([name for name in sys.modules if getattr(sys.modules[name], "COMMANDS", None)])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.split() == ["[]", "[]"]
+
+
+def test_command_is_imported_without_those_of_other_modules() -> None:
+    code = """
+import sys
+from click.testing import CliRunner
+from forestage.cli.main import main
+assert CliRunner().invoke(main, ["unpin", "--help"]).exit_code == 0
+print([name for name in sys.modules if getattr(sys.modules[name], "COMMANDS", None)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['forestage.cli.pin']"
+
+
+def of_modules() -> dict[str, click.Command]:
+    """Each command as its module has it, by the name that is known before that is imported."""
+    context = click.Context(main)
+    found = {name: main.get_command(context, name) for name in main.list_commands(context)}
+    return {name: command for name, command in found.items() if command}
+
+
+def test_summary_of_a_command_is_the_first_sentence_of_its_help() -> None:
+    """The one is in a table, so that the other need not be imported."""
+    known = {name: summary for rows in main.headings.values() for name, summary in rows}
+    found = {name: command.get_short_help_str(limit=1000) for name, command in of_modules().items()}
+    assert known == found
+
+
+def test_each_command_of_a_module_is_known() -> None:
+    modules = [load_module() for load_module in main.modules.values()]
+    assert {one.name for module in modules for one in module.COMMANDS} == {*main.commands}
 
 
 def test_help_has_each_command_once_and_its_whole_summary() -> None:
@@ -88,7 +120,7 @@ def test_manual_page_and_help_have_every_exit_status() -> None:
 
 def test_manual_page_names_every_command_and_option() -> None:
     text = MAN.read_text().replace("\\-", "-")
-    for name, command in main.commands.items():
+    for name, command in of_modules().items():
         assert re.search(rf"^(\.B |\\fB){name}\b", text, re.MULTILINE), name
         for parameter in command.params:
             if isinstance(parameter, click.Option):

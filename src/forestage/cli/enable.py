@@ -1,4 +1,4 @@
-"""`forestage enable`, `off`, `unredirect` …: how Slurm calls us, and what jobs see of us."""
+"""`forestage enable` and `disable`: how Slurm calls us."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli.world import Exit, as_json, seconds, show
+from forestage.cli.world import Exit, as_json, show
 from forestage.errors import ForestageError
 
 if TYPE_CHECKING:
@@ -115,68 +115,4 @@ def _change(
         ctx.exit(Exit.REFUSED)
 
 
-@click.command()
-@as_json
-@click.pass_context
-def unredirect(ctx: click.Context, as_json: bool) -> None:
-    """Unmount every redirect of this node, now.
-
-    What jobs have open they keep. New jobs get new redirects, unless staging is switched off.
-    """
-    from forestage.admin import unredirect as work
-    from forestage.cache.node import Node
-    from forestage.config import Config
-    from forestage.errors import ConfigError
-
-    try:
-        node = ctx.obj.node()
-    except ConfigError:  # the leases name the caches
-        node = Node.of(Config(), ctx.obj.places, ctx.obj.clock)
-    done = work.unredirect(node)
-    show(done, work.pieces(done), as_json)
-    if done.problems:
-        ctx.exit(Exit.FAILED)
-
-
-def _lasting(ctx: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
-    """Return the seconds of a duration that is not zero, or None if none was given."""
-    lasts = None if value is None else seconds(ctx, parameter, value)
-    if lasts == 0:
-        raise click.BadParameter("expected a duration such as 6h or 30m")
-    return lasts
-
-
-@click.command()
-@as_json
-@click.option("--until", metavar="TIME", callback=_lasting, help="For so long: 6h, 30m.")
-@click.argument("reason", required=False)
-@click.pass_context
-def off(ctx: click.Context, reason: str | None, until: float | None, as_json: bool) -> None:
-    """Switch staging off on this node, now: `forestage off "INC-42"`.
-
-    From the next Prolog and step on, jobs read the original path. It is kept over reboots, and
-    works with a broken configuration. `forestage on` ends it.
-    """
-    from forestage.admin import switching as work
-
-    done = work.off(ctx.obj.places, ctx.obj.clock, reason or work.BY_HAND, until)
-    show(done, work.pieces(done, "off"), as_json)
-
-
-@click.command()
-@as_json
-@click.pass_context
-def on(ctx: click.Context, as_json: bool) -> None:
-    """Switch staging on again, after `forestage off`.
-
-    Says what else keeps it off.
-    """
-    from forestage.admin import switching as work
-
-    done = work.on(ctx.obj.places, ctx.obj.clock)
-    show(done, work.pieces(done, "on"), as_json)
-    if done.error:
-        ctx.exit(Exit.FAILED)
-
-
-COMMANDS = (enable, disable, off, on, unredirect)
+COMMANDS = (enable, disable)
