@@ -29,15 +29,10 @@ FOLDERS = (
 DEBTS = {
     "admin.copies": {"peers.stats"},
     "admin.evict": {"data.release"},
-    "admin.status": {
-        *("data.job_dir", "peers.proven", "peers.stats", "prefetch.prefetched"),
-        "registry.step_files",
-    },
     "admin.sweep": {
         *("data.job_dir", "data.release", "metrics.textfile", "peers.node_list"),
         *("peers.notices", "registry.collect", "registry.step_files", "registry.store_by_hand"),
     },
-    "admin.tally": {"peers.stats"},
     "check.__init__": {"peers.checks", "prefetch.checks", "registry.checks"},
     "check.enable": {"peers.activation"},
     "check.sources": {"prepare.publish"},
@@ -170,7 +165,7 @@ ONE_IMPORTER = {
     },
     "pure, or nearly: it decides, its importer acts": {
         *("admin.compare", "features.report.text", "views.through.reads"),
-        *("cache.baseline", "features.prefetch.prefetched"),
+        "cache.baseline",
     },
     "a file, or what another program writes, read and written here only": {
         *("config.memo", "features.registry.credentials", "features.registry.import_lease"),

@@ -4,8 +4,8 @@ Only reads. Also behind the gauges of `forestage metrics`.
 """
 
 import os
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -22,19 +22,15 @@ from forestage.cache.part import ABANDONED_AFTER
 from forestage.config import switch
 from forestage.errors import Declined
 from forestage.events import field
-from forestage.features.data import job_dir
-from forestage.features.peers import proven, stats
-from forestage.features.peers.stats import Uploaded
-from forestage.features.prefetch import prefetched
-from forestage.features.prefetch.prefetched import Prefetched
-from forestage.features.registry import step_files
-from forestage.features.registry.step_files import UnderWay
+from forestage.features.contexts import StatusFacts, StatusPart
+from forestage.features.doors import having, load
 from forestage.system import mounts
 from forestage.system.mounts import Mount
 from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
 from forestage.units import format_duration, format_size
 from forestage.views.through import keeper
 
+T = TypeVar("T")
 STATES = (
     *("ok", "hangs", "read-only", "full", "failing", "unusable"),
     *("doubt", "off", "not-called", "no-companion"),
@@ -79,19 +75,14 @@ class Blocked(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True):
     """The node as it was at `time`, in seconds since the epoch. `unusable`: why no cache is used.
 
-    Then, and where the cache does not exist yet, `disk` and `room` are None. `served` is what the
-    peer service of this node sent to others, if one runs or has run since boot. `proven` is who has
-    shown last that they have the same key, "" for nobody. `off` says what has switched
-    staging off for all jobs, and how to switch it on. `through` are the keys of images that jobs
-    read through a server. `job_dirs` is what directories of running jobs take of the
-    disk. `doubt` is there while the disk is not trusted. `data` are the bytes of directories,
-    copies under way included, of `room.data` at most. `reclaimable` are the bytes of entries that
-    may be evicted now. `calls` says who was called since boot, `starts` how jobs began lately.
-    `imports` are steps that wait for an image of a registry. `in_steps`: the steps of jobs show
-    copies, and the node sees no redirect.
+    Then, and where the cache does not exist yet, `disk` and `room` are None. `off` says what has
+    switched staging off for all jobs, and how to switch it on. `through` are the keys of images
+    that jobs read through a server. `doubt` is there while the disk is not trusted. `data` are the
+    bytes of directories, copies under way included, of `room.data` at most. `reclaimable` are the
+    bytes of entries that may be evicted now. `calls` says who was called since boot, `starts` how
+    jobs began lately. `in_steps`: the steps of jobs show copies, and the node sees no redirect.
     `no_companion`: which running Slurm process has not loaded the companion, though it should.
-    `stopped` are copies that nobody goes on with now. `prefetched` is what pending jobs have the
-    node expect, where it asks for that.
+    `stopped` are copies that nobody goes on with now. `parts` are what features add.
     """
 
     cache: str
@@ -103,23 +94,23 @@ class Status(msgspec.Struct, frozen=True):
     room: evict.Room | None = None
     entries: Counts = Counts()
     copies: tuple[Copy, ...] = ()
-    served: Uploaded | None = None
-    proven: str = ""
     off: str = ""
     through: tuple[str, ...] = ()
-    job_dirs: DiskUsage = DiskUsage()
     doubt: Doubt | None = None
     data: int = 0
     reclaimable: int = 0
     calls: recent.Calls = recent.Calls()
     starts: recent.Starts = recent.Starts()
-    imports: tuple[UnderWay, ...] = ()
     in_steps: bool = False
     time: float = 0.0
     blocked: Blocked | None = None
     no_companion: str = ""
     stopped: DiskUsage = DiskUsage()
-    prefetched: Prefetched | None = None
+    parts: tuple[StatusPart, ...] = ()
+
+    def find_field(self, name: str) -> object:
+        """Return what a feature has added under this name, None if none has. Pure."""
+        return next((part.fields[name] for part in self.parts if name in part.fields), None)
 
 
 def gather(node: Node, conf: str = "") -> Status:
@@ -143,6 +134,7 @@ def gather(node: Node, conf: str = "") -> Status:
     disk = disk_errors.known(node.places)
     calls = recent.calls(node.places, now)
     starts = recent.starts(node.places.events, now)
+    facts = StatusFacts(node, holdings.items, stored is not None, now)
     found = Status(
         time=now,
         cache=str(node.cache.root),
@@ -150,8 +142,6 @@ def gather(node: Node, conf: str = "") -> Status:
         redirects=bound,
         leases=tuple(inventory.holder(lease, paths, bound) for lease in holdings.leases),
         problems=holdings.problems,
-        served=stats.read(node.places.peer),
-        proven=proof.node if (proof := proven.read(node.places)) else "",
         off=_off(node),
         doubt=Doubt(disk.since, disk.why) if disk.since else None,
         calls=calls,
@@ -160,8 +150,7 @@ def gather(node: Node, conf: str = "") -> Status:
         blocked=blocked,
         no_companion=calls.without if _should_load(node, calls, conf) else "",
         through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
-        imports=step_files.list_imports(node.places),
-        prefetched=prefetched.gather(node.places, holdings.items, now),
+        parts=tuple(load(name, "status").read_status(facts) for name in having("status")),
     )
     if unusable:
         return found
@@ -179,8 +168,26 @@ def gather(node: Node, conf: str = "") -> Status:
         reclaimable=sum(one.bytes for one in holdings.items if not (one.jobs or one.pinned)),
         copies=under_way,
         stopped=copies.stopped(node),
-        job_dirs=job_dir.taken(node.cache),
     )
+
+
+def insert_after(own: dict[str, T], added: Sequence[tuple[str, dict[str, T]]]) -> dict[str, T]:
+    """Return `own` with what is added after the item that it names, or at the end. Pure."""
+    found: dict[str, T] = {}
+    for name, item in own.items():
+        found[name] = item
+        for after, items in added:
+            found |= items if after == name else {}
+    for after, items in added:
+        found |= items if after not in own else {}
+    return found
+
+
+def document(status: Status) -> dict[str, object]:
+    """Return the document of `status --json`. Pure."""
+    fields = msgspec.structs.asdict(status)
+    del fields["parts"]
+    return insert_after(fields, [(part.after, part.fields) for part in status.parts])
 
 
 def _blocked(
@@ -242,12 +249,13 @@ def _disk(cache: Cache, under: Mount | None) -> DiskSpace:
 
 def pieces(status: Status, now: float) -> list[Piece]:
     """Pure: what `status` prints."""
+    rows = (row for part in status.parts for row in part.rows)
     return [
-        Facts((*_facts(status), *_expected(status, now), *_lately(status, now))),
+        Facts((*_facts(status), *rows, *_lately(status, now))),
         *_elsewhere(status),
         *(Line(f"Problem: {problem}") for problem in status.problems),
         *copies.table(status.copies),
-        *_imports(status.imports, now),
+        *(piece for part in status.parts for piece in part.tables),
         *_leases(status, now),
     ]
 
@@ -287,15 +295,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
     facts.append(("redirects", str(len(status.redirects))))
     if status.through:
         facts.append(("read through", count(len(status.through), "image")))
-    if status.served:
-        sent = f"{format_size(status.served.bytes)} in {count(status.served.chunks, 'chunk')}"
-        proof = f"proven with {status.proven}" if status.proven else "none has answered yet"
-        facts.append(("served", f"{sent} to other nodes ({proof})"))
     return facts
-
-
-def _expected(status: Status, now: float) -> list[tuple[str, str]]:
-    return prefetched.facts(status.prefetched, now) if status.prefetched else []
 
 
 def _elsewhere(status: Status) -> list[Piece]:
@@ -385,25 +385,8 @@ def _kept(status: Status) -> Iterator[tuple[str, str]]:
         number = count(stopped, "stopped copy", "stopped copies")
         kept = f"until a job goes on with it, at most {format_duration(ABANDONED_AFTER)}"
         yield "unfinished", f"{format_size(status.stopped.bytes)} in {number}, kept {kept}"
-    if dirs := status.job_dirs.number:
-        number = count(dirs, "job directory", "job directories")
-        yield "job directories", f"{format_size(status.job_dirs.bytes)} in {number}"
-
-
-def _imports(found: tuple[UnderWay, ...], now: float) -> list[Piece]:
-    if not found:
-        return []
-    rows = tuple(
-        (f"{one.job}.{one.step}", one.user, age(now - one.since), one.where or "-", one.reference)
-        for one in found
-    )
-    columns = ("step", "user", "waits", "imported by", "image")
-    number = count(len(found), "import")
-    return [
-        Line(f"{number} under way:", heading=True),
-        Table(columns, rows, indent=2),
-        *(Line(f"{one.job}.{one.step}: {one.said}") for one in found if one.said),
-    ]
+    for part in status.parts:
+        yield from part.room
 
 
 def _leases(status: Status, now: float) -> list[Piece]:

@@ -11,7 +11,6 @@ import msgspec
 
 from forestage.events import Bad, Copied, Event, Handled, saved
 from forestage.events.ahead import Ahead, Copies
-from forestage.features.peers.stats import Uploaded
 
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Seconds: a warm hit, a copy from peers, what a Prolog may take, what srun may take."""
@@ -77,8 +76,7 @@ class Tally(msgspec.Struct):
     `ahead` are bytes that were copied for pending jobs, `unused` those copies no job has used yet.
     `registry` are images of registries that steps named, by how they came, `imports` what the
     steps waited that did not begin at once. `bad` are entries with wrong bytes, by who found them.
-    `swept` are leases whose Epilog never ran, `given` is what the peer service sent to others, over
-    its restarts.
+    `swept` are leases whose Epilog never ran.
     """
 
     requests: dict[str, dict[str, int]] = {}
@@ -96,8 +94,6 @@ class Tally(msgspec.Struct):
     imports: Histogram = msgspec.field(default_factory=lambda: Histogram.of(IMPORTS))
     bad: dict[str, int] = {}
     swept: int = 0
-    given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
-    last_given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
     expected: dict[int, list[str]] = {}  # by job, the keys that its first step asks for once more
     begun: dict[int, list[str]] = {}  # by job, keys whose copy its Prolog started for its steps
     from_copy: saved.Starts = msgspec.field(default_factory=saved.Starts)
@@ -204,18 +200,6 @@ class Tally(msgspec.Struct):
     def hit_ratio(self) -> float | None:
         """Hits by the starts for which staging was tried; None if there are none."""
         return self.starts.get("hit", 0) / self.tried if self.tried else None
-
-    def add_given(self, now: Uploaded | None) -> None:
-        """Counts what the peer service sent since the last call; its own counts restart with it."""
-        if now is None:
-            return
-        same = now.since == self.last_given.since
-        before = self.last_given if same else Uploaded(now.since)
-        self.given.bytes += max(0, now.bytes - before.bytes)
-        self.given.chunks += max(0, now.chunks - before.chunks)
-        self.given.sessions += max(0, now.sessions - before.sessions)
-        self.given.refused += max(0, now.refused - before.refused)
-        self.last_given = msgspec.structs.replace(now, keys={})
 
 
 def _more(counts: dict[str, int], name: str, number: int = 1) -> None:

@@ -30,10 +30,11 @@ def status(ctx: click.Context, watch: bool, oneline: bool, as_json: bool) -> Non
             screen.follow(copies.watch(node, for_ever), copies.lines, as_json)
         return
     found = view.gather(node, os.environ.get("SLURM_CONF", ""))
+    document = view.document(found)
     if oneline:
-        show(found, [screen.Line(view.oneline(found), whole=True)], as_json)
+        show(document, [screen.Line(view.oneline(found), whole=True)], as_json)
     else:
-        show(found, view.pieces(found, ctx.obj.clock.wall()), as_json)
+        show(document, view.pieces(found, ctx.obj.clock.wall()), as_json)
     if found.unusable:
         ctx.exit(Exit.CACHE)
 

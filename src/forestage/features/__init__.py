@@ -44,7 +44,7 @@ class Feature:
 FEATURES = (
     Feature(
         "registry",
-        doors=("commands", "epilog", "reasons"),
+        doors=("commands", "epilog", "metrics", "reasons", "status"),
         marks=("images/{job}.asked",),
         heading="Images before a job",
         commands=((8, "registry", "Images of registries in the store that all nodes share."),),
@@ -58,7 +58,7 @@ FEATURES = (
     ),
     Feature(
         "data",
-        doors=("epilog", "reasons"),
+        doors=("epilog", "reasons", "status"),
         needs=("peers",),
         marks=("leases/{job}.hinted",),
         options=("stage-dir",),
@@ -66,13 +66,13 @@ FEATURES = (
     ),
     Feature(
         "peers",
-        doors=("commands",),
+        doors=("commands", "counts", "metrics", "status"),
         heading="The whole cluster",
         commands=((3, "peer", "Serve chunks to the other nodes until it is ended."),),
     ),
     Feature(
         "prefetch",
-        doors=("commands",),
+        doors=("commands", "metrics", "status"),
         needs=("peers", "prepare"),
         heading="Images before a job",
         commands=((3, "prefetch", "Copy images before the jobs begin which wait for a node."),),
@@ -106,7 +106,6 @@ FEATURES = (
     Feature(
         "metrics",
         doors=("commands",),
-        needs=("peers",),
         heading="The whole cluster",
         commands=(
             (

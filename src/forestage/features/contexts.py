@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
+    from typing import Literal
+
+    from forestage.admin.inventory import Item
+    from forestage.admin.status import Status
+    from forestage.admin.tally import Histogram, Tally
     from forestage.cache.lease import Lease, Leases
     from forestage.cache.node import Node
     from forestage.clock import Clock
+    from forestage.config import Config
     from forestage.paths import Places
     from forestage.slurm.job import Job
+    from forestage.system.terminal import Piece
 
 
 class JobEnd(msgspec.Struct, frozen=True):
@@ -40,3 +47,66 @@ class SweepFacts(msgspec.Struct, frozen=True):
     me: str
     staying: frozenset[int]
     dry_run: bool
+
+
+class StatusFacts(msgspec.Struct, frozen=True):
+    """status.py: the node whose state is read at `now`, in seconds since the epoch.
+
+    `items` are the entries of its cache. `has_cache` is whether that is there and in use; where it
+    is not, its disk may hang.
+    """
+
+    node: Node
+    items: tuple[Item, ...]
+    has_cache: bool
+    now: float
+
+
+class StatusPart(msgspec.Struct, frozen=True):
+    """What a feature adds to `forestage status`.
+
+    `fields` are of the JSON document, where they come `after` that field of the core's. `room` are
+    rows about what takes the disk's room, `rows` about the node, `tables` follow that of copies.
+    """
+
+    fields: dict[str, object]
+    after: str
+    room: tuple[tuple[str, str], ...] = ()
+    rows: tuple[tuple[str, str], ...] = ()
+    tables: tuple[Piece, ...] = ()
+
+
+class MetricsFacts(msgspec.Struct, frozen=True):
+    """metrics.py: what is known when metrics are written; `now` is monotonic.
+
+    `config` is None where it cannot be used, `status` where the node's state could not be read.
+    """
+
+    places: Places
+    config: Config | None
+    status: Status | None
+    tally: Tally
+    now: float
+
+
+class MetricFamily(msgspec.Struct, frozen=True):
+    """A family of metrics, without the prefix; it comes `after` that one of the core's.
+
+    It has one `value`, or `values` by those of its `label`, or a `histogram`.
+    """
+
+    name: str
+    text: str
+    after: str
+    kind: Literal["gauge", "counter"] = "gauge"
+    value: float = 0.0
+    label: str = ""
+    values: dict[str, int] = {}
+    histogram: Histogram | None = None
+
+
+class MetricsPart(msgspec.Struct, frozen=True):
+    """What a feature adds to the metrics; `info` are labels of forestage_info."""
+
+    info: dict[str, str] = {}
+    families: tuple[MetricFamily, ...] = ()

@@ -27,7 +27,15 @@ if TYPE_CHECKING:
     import click
 
     from forestage.cache.layout import Cache
-    from forestage.features.contexts import JobEnd, SweepFacts
+    from forestage.features.contexts import (
+        JobEnd,
+        MetricsFacts,
+        MetricsPart,
+        StatusFacts,
+        StatusPart,
+        SweepFacts,
+    )
+    from forestage.paths import Places
 
     class EpilogDoor(Protocol):
         """What the Epilog releases, before it drops the job's lease and after that."""
@@ -58,6 +66,21 @@ if TYPE_CHECKING:
 
         def main(self, words: Sequence[str]) -> int: ...
 
+    class StatusDoor(Protocol):
+        """What `forestage status` says of the feature."""
+
+        def read_status(self, facts: StatusFacts) -> StatusPart: ...
+
+    class MetricsDoor(Protocol):
+        """What the feature adds to the metrics."""
+
+        def read_metrics(self, facts: MetricsFacts) -> MetricsPart: ...
+
+    class CountsDoor(Protocol):
+        """Counts that are in no event; they are kept in tally.json beside those that are."""
+
+        def count(self, places: Places) -> dict[str, object]: ...
+
 
 if TYPE_CHECKING:
 
@@ -71,6 +94,12 @@ if TYPE_CHECKING:
     def load(name: str, door: Literal["commands"]) -> CommandsDoor: ...
     @overload
     def load(name: str, door: Literal["hints"]) -> HintsDoor: ...
+    @overload
+    def load(name: str, door: Literal["status"]) -> StatusDoor: ...
+    @overload
+    def load(name: str, door: Literal["metrics"]) -> MetricsDoor: ...
+    @overload
+    def load(name: str, door: Literal["counts"]) -> CountsDoor: ...
 
 
 def load(name: str, door: str) -> Any:

@@ -16,22 +16,15 @@ from forestage.admin.inventory import Holder, Leased
 from forestage.admin.status import Counts, DiskSpace, Status, pieces
 from forestage.cache import disk_errors
 from forestage.cache.evict import Room
-from forestage.cache.layout import DiskUsage
 from forestage.cache.lease import Use
-from forestage.features.peers.stats import Uploaded
-from forestage.features.prefetch import expected, marks
-from forestage.features.prefetch.expected import Expectations
-from forestage.features.prefetch.marks import Look, Marks
-from forestage.features.prefetch.prefetched import Prefetched
-from forestage.features.registry.step_files import UnderWay
+from forestage.features.contexts import StatusPart
 from forestage.system import lock
 from forestage.system.drawing import draw
-from forestage.system.terminal import moment
+from forestage.system.terminal import Line, moment
 
 G = 1 << 30
 LONG = "/lustre/" + "/".join(f"directory-{number}" for number in range(12)) + "/image.sqsh"
 
-REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 FULL = Status(
     cache="/mnt/nvme/forestage",
     unusable="",
@@ -58,13 +51,15 @@ FULL = Status(
             waiting=(4242, 4243),
         ),
     ),
-    served=Uploaded(since=NOW - 9, bytes=3 * G, chunks=768),
     through=("k" * 32, "l" * 32),
-    prefetched=Prefetched(
-        NOW - 40, 3, 71 * G, 2, 1, DiskUsage(2, 46 * G), idle="a job runs on this node"
-    ),
-    imports=(
-        UnderWay(4243, 0, "bob", REFERENCE, NOW - 200, 1, "n7", "enroot writes the image, 3 GiB"),
+    parts=(
+        StatusPart(
+            {"helpers": 2},
+            after="copies",
+            room=(("helped", "3 GiB"),),
+            rows=(("helpers", "2 of them"),),
+            tables=(Line("1 helper at work"),),
+        ),
     ),
 )
 
@@ -82,18 +77,26 @@ def test_status_fits_width_and_cuts_no_path(width: int) -> None:
         "2.5 GiB/s",
         "6s",
         "Problem",
-        "3 GiB in 768 chunks",
-        "3 images of pending jobs (71 GiB), 2 here, 1 refused",
-        "40s old",
-        "a job runs on this node",
-        "46 GiB in 2 entries that no job has used",
         "2 images",
-        "1 import under way",
-        "4243.0",
-        "n7",
-        "enroot writes the image, 3 GiB",
+        "helped",
+        "2 of them",
+        "1 helper at work",
     ):
         assert word in out.getvalue()
+
+
+def test_what_features_add_to_the_document_comes_where_they_say() -> None:
+    parts = (
+        StatusPart({"a": 1, "b": 2}, after="cache"),
+        StatusPart({"c": 3}, after="nowhere"),
+        StatusPart({"d": 4}, after="cache"),
+    )
+    found = Status("/cache", "", (), (), (), parts=parts)
+    names = [*status.document(found)]
+    assert names[:5] == ["cache", "a", "b", "d", "unusable"]
+    assert names[-1] == "c"
+    assert "parts" not in names
+    assert (found.find_field("d"), found.find_field("e")) == (4, None)
 
 
 def test_live_stager_counts_as_used_room_and_copy(site: Site) -> None:
@@ -146,15 +149,6 @@ def test_host_that_runs_no_jobs_says_whom_to_ask(site: Site) -> None:
     assert asks not in site.run("status").output
 
 
-def test_bytes_sent_by_peer_service_are_shown(site: Site) -> None:
-    assert "served" not in site.run("status").output
-    assert site.json("status")["served"] is None
-    site.places.peer.parent.mkdir(parents=True, exist_ok=True)
-    site.places.peer.write_text('{"since": 1, "bytes": 1048576, "chunks": 1}')
-    assert "1 MiB in 1 chunk to other nodes" in site.run("status").output
-    assert site.json("status")["served"]["bytes"] == 1048576
-
-
 def test_disk_that_lost_data_is_shown_with_the_time_and_what_was_seen(site: Site) -> None:
     assert "disk errors" not in site.run("status").output
     assert site.json("status")["doubt"] is None
@@ -199,25 +193,3 @@ def test_switched_off_staging_is_shown_with_its_remedy(site: Site) -> None:
     printed = f"{site.places.disabled}: INC-42 (`forestage on` switches it on)"
     assert f"switched off: {printed}" in site.run("status").output
     assert site.json("status")["off"] == printed
-
-
-def test_status_says_what_is_expected_and_what_no_job_has_used(site: Site) -> None:
-    assert status.gather(site.node).prefetched is None
-    names = ("new", "used", "held")
-    new, used, held = (site.publish(site.image(name), expected=NOW - 99) for name in names)
-    site.node.cache.touch(used, NOW - 5)
-    site.lease(7, Use(held))
-    looks = tuple(Look(f"/{key}", 7, NOW, NOW - 99, key, 5 * G) for key in (new, used, "absent"))
-    refused = Look("/refused", 7, NOW, NOW, why="missing", tries=1)
-    marks.write(site.places, Marks((*looks, refused)))
-    found = status.gather(site.node).prefetched
-    assert found is not None
-    assert (found.images, found.bytes, found.here, found.refused) == (3, 15 * G, 2, 1)
-    assert (found.made, found.unused.number) == (0.0, 1)
-    expected.write(site.places, Expectations(1, NOW - 5, NOW + 900))
-    found = status.gather(site.node).prefetched
-    assert found is not None
-    assert found.made == NOW - 5
-    assert (
-        f"ahead_waiting_bytes {float(found.unused.bytes)}" in site.run("metrics", "--print").output
-    )

@@ -8,7 +8,6 @@ import pytest
 
 from forestage.admin.tally import RATES, WAITS, Histogram, Tally
 from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, Result, saved
-from forestage.features.peers.stats import Uploaded
 
 GIB = 1 << 30
 
@@ -205,20 +204,6 @@ def test_bucket_includes_its_bound(value: float, bucket: int) -> None:
     found = Histogram.of(WAITS)
     found.add(value)
     assert found.counts.index(1) == bucket
-
-
-def test_peer_counts_survive_a_restart_of_the_service() -> None:
-    tally = Tally()
-    for now in (
-        Uploaded(since=1.0, bytes=100, chunks=1, sessions=1, refused=2),
-        Uploaded(since=1.0, bytes=150, chunks=2, sessions=1, refused=2),
-        None,  # the node has restarted, the service has not begun
-        Uploaded(since=2.0, bytes=30, chunks=1, sessions=1),
-        Uploaded(since=2.0, bytes=30, chunks=1, sessions=1),
-    ):
-        tally.add_given(now)
-    given = tally.given
-    assert (given.bytes, given.chunks, given.sessions, given.refused) == (180, 3, 2, 2)
 
 
 def test_requests_for_data_are_counted_twice_over() -> None:

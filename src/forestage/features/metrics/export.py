@@ -32,13 +32,14 @@ from forestage.clock import Clock
 from forestage.config import Config, decided, load_settings, switch
 from forestage.errors import ConfigError, ForestageError, MetricsError
 from forestage.events.reasons import collect_failures, collect_reasons
+from forestage.features.contexts import MetricFamily, MetricsFacts, MetricsPart
+from forestage.features.doors import having, load
 from forestage.features.metrics import textfile
-from forestage.features.peers import activation, unanswered
-from forestage.features.peers import stats as peer_counts
 from forestage.paths import Places
 from forestage.system import records
 
 PATIENCE = textfile.PATIENCE
+PREFIX = "forestage_"
 READABLE = 0o644  # node exporter is a user of its own
 
 REQUESTS = ("hit", "joined", "copied", "started", "through", "declined", "failed")
@@ -46,7 +47,6 @@ STARTS = (*REQUESTS, "excluded")
 ENDS = ("copied", "declined", "failed")
 HOOKS = ("prolog", "step")
 EVICTORS = ("prolog", "step", "stager", "epilog", "sweep")
-CAME = ("stored", "imported", "waited", "enroot")
 ORIGINS = ("source", "peers", "others")
 PHASES = ("queued", "copying", "publishing")
 OTHER = "other"
@@ -65,8 +65,7 @@ class Exported(msgspec.Struct, frozen=True):
 
     `status` is None where the node's state could not be read. `doubt` is since when the cache's
     disk is not trusted, in seconds since the epoch; 0 where it is. `swept` is when the last sweep
-    was, 0 if none was since the node booted. `written` is now. `unanswered` counts nodes whose peer
-    service did not answer this one lately, and `has_service` is whether this node's own runs.
+    was, 0 if none was since the node booted. `written` is now. `parts` are what features add.
     """
 
     tally: Tally
@@ -77,8 +76,7 @@ class Exported(msgspec.Struct, frozen=True):
     doubt: float = 0.0
     swept: float = 0.0
     written: float = 0.0
-    unanswered: int = 0
-    has_service: bool = False
+    parts: tuple[MetricsPart, ...] = ()
 
 
 @contextlib.contextmanager
@@ -93,8 +91,10 @@ def count(places: Places) -> Tally:
     record = _read(places.tally)
     for event in events.unread(places.events, record.seen):
         record.tally.add(event)
-    record.tally.add_given(peer_counts.read(places.peer))
-    records.write(places.tally, msgspec.json.encode(record))
+    written = msgspec.to_builtins(record)
+    for name in having("counts"):
+        written["tally"] |= load(name, "counts").count(places)
+    records.write(places.tally, msgspec.json.encode(written))
     return record.tally
 
 
@@ -142,9 +142,9 @@ def export(
         off = bool(switch.why_off(places, config or Config(), clock.wall()))
         since = disk_errors.known(places).since
         swept = last_sweep(places)
-        now = clock.monotonic()
-        silent, served = len(unanswered.read_silent(places, now)), activation.is_served(places, now)
-        about = config, status, since, swept, clock.wall(), silent, served
+        facts = MetricsFacts(places, config, status, tally, clock.monotonic())
+        parts = tuple(load(name, "metrics").read_metrics(facts) for name in having("metrics"))
+        about = config, status, since, swept, clock.wall(), parts
         written = text(Exported(tally, version, off, *about))
         # Who reads the last one is to know that the configuration is broken.
         path = textfile.find_last(places) if config is None else config.metrics.textfile
@@ -183,6 +183,12 @@ class _Families(Collector):
         self.facts = facts
 
     def collect(self) -> Iterator[Metric]:
+        own = {one.name.removeprefix(PREFIX): one for one in self._own()}
+        families = (family for part in self.facts.parts for family in part.families)
+        added = [(one.after, {one.name: _family(one)}) for one in families]
+        yield from node_status.insert_after(own, added).values()
+
+    def _own(self) -> Iterator[Metric]:
         yield from state(self.facts)
         if self.facts.status is not None:
             yield from room(self.facts.status)
@@ -195,11 +201,9 @@ def state(facts: Exported) -> Iterator[Metric]:
     config = facts.config
     info = {"version": facts.version}
     if config is not None:
-        info |= {
-            "redirect": config.redirect,
-            "engine": config.engine,
-            "peers": _describe_peers(config, facts.has_service),
-        }
+        info |= {"redirect": config.redirect, "engine": config.engine}
+    for part in facts.parts:
+        info |= part.info
     yield InfoMetricFamily("forestage", "The release, and how it is configured.", value=info)
     text = "When these metrics were written."
     yield _gauge("written_timestamp_seconds", text, facts.written)
@@ -217,18 +221,9 @@ def state(facts: Exported) -> Iterator[Metric]:
     yield _gauge("disk_doubt", distrusted, bool(facts.doubt))
     swept = "When the sweep ran last; 0 if it did not since the node booted."
     yield _gauge("last_sweep_timestamp_seconds", swept, facts.swept)
-    silent = "Nodes whose peer service did not answer this one within five minutes."
-    yield _gauge("peers_unanswered", silent, facts.unanswered)
     if facts.doubt:
         since = "When the last of these errors was seen."
         yield _gauge("disk_doubt_timestamp_seconds", since, facts.doubt)
-
-
-def _describe_peers(config: Config, has_service: bool) -> str:
-    """Return whether copies ask other nodes; `down` is for want of this node's service. Pure."""
-    if not activation.may_serve(config):
-        return "off"
-    return "on" if has_service else "down"
 
 
 def room(status: Status) -> Iterator[Metric]:
@@ -258,15 +253,6 @@ def room(status: Status) -> Iterator[Metric]:
         oldest = min(one.since for one in status.leases)
         yield _gauge("oldest_lease_timestamp_seconds", "When the oldest lease was taken.", oldest)
     yield _gauge("redirects", "Paths that show their local copy.", len(status.redirects))
-    if status.prefetched:
-        due = status.prefetched
-        looked = "Images of pending jobs that this node has looked at."
-        yield _gauge("expected_images", looked, due.images)
-        yield _gauge("expected_bytes", "The size of these.", due.bytes)
-        made = "When the prefetch host made the list that counts; 0 without one."
-        yield _gauge("expected_list_timestamp_seconds", made, due.made)
-        unused = "Entries copied for pending jobs that no job has used so far."
-        yield _gauge("ahead_waiting_bytes", unused, due.unused.bytes)
     called = {
         name: call.time
         for name, call in (
@@ -280,8 +266,6 @@ def room(status: Status) -> Iterator[Metric]:
     yield _by(GaugeMetricFamily, "last_call_timestamp_seconds", last, "hook", called)
     missed = "Jobs that run here though no Prolog of forestage ran for them."
     yield _gauge("jobs_not_called", missed, len(status.calls.missed))
-    imports = "Steps that wait for an image of a registry."
-    yield _gauge("imports_under_way", imports, len(status.imports))
     phases = dict.fromkeys(PHASES, 0)
     for copy in status.copies:
         phases[copy.phase] += 1
@@ -312,12 +296,6 @@ def counters(tally: Tally) -> Iterator[Metric]:
         ("starts", "Images that jobs and their further steps began with.", "result", starts),
         ("declined", "Requests not served, by a rule or the user's mistake.", "reason", declined),
         ("errors", "Failures of the node's or forestage's own.", "reason", errors),
-        (
-            "registry_images",
-            "Images of registries that steps named, by how they came.",
-            "came",
-            _filled(CAME, tally.registry),
-        ),
         ("copies", "Copies that have ended.", "result", _filled(ENDS, tally.copies)),
         ("copied_bytes", "Bytes copied into the cache.", "from", copied),
         ("spared_bytes", "Bytes not read from the shared file system.", "by", spared),
@@ -326,22 +304,10 @@ def counters(tally: Tally) -> Iterator[Metric]:
         ("evictions", "Entries evicted, by the hook.", "hook", _filled(EVICTORS, tally.evicted)),
     ):
         yield _by(CounterMetricFamily, name, text, label, numbers)
-    for fate, text, numbers in (
-        ("copied", "Bytes copied for pending jobs.", tally.ahead.copied),
-        ("used", "Those of them that a job had.", tally.ahead.used),
-        ("unused", "Those of them that were evicted before a job had them.", tally.ahead.unused),
-    ):
-        name, filled = f"ahead_{fate}_bytes", _filled(ORIGINS, numbers)
-        yield _by(CounterMetricFamily, name, text, "from", filled)
-    given = tally.given
     for name, text, grown in (
         ("saved_seconds", "What measured starts saved, where their copy was faster.", tally.saved),
         ("lost_seconds", "What measured starts lost, where their copy was slower.", tally.lost),
         ("swept_leases", "Leases released by the sweep: their Epilog never ran.", tally.swept),
-        ("peer_served_bytes", "Bytes given to other nodes.", given.bytes),
-        ("peer_served_chunks", "Chunks given to other nodes.", given.chunks),
-        ("peer_sessions", "Sessions that other nodes have opened.", given.sessions),
-        ("peer_refused", "Requests of peers that were refused.", given.refused),
     ):
         yield CounterMetricFamily(f"forestage_{name}", text, value=grown)
 
@@ -351,9 +317,7 @@ def histograms(tally: Tally) -> Iterator[Metric]:
     waits: dict[tuple[str, ...], Histogram] = {}
     for hook in HOOKS:
         waits[(hook,)] = tally.waits.get(hook) or Histogram.of(WAITS)
-    alone = "What a step waited whose image was imported."
     yield _histogram("wait_seconds", "What staging one image took, of a hook.", ("hook",), waits)
-    yield _histogram("import_wait_seconds", alone, (), {(): tally.imports})
     whole = "The rates of whole copies."
     yield _histogram("copy_rate_bytes_per_second", whole, (), {(): tally.rates})
 
@@ -368,6 +332,16 @@ def _histogram(
         buckets = list(zip(names, map(float, accumulate(one.counts)), strict=True))
         made.add_metric(values, buckets, one.sum)
     return made
+
+
+def _family(one: MetricFamily) -> Metric:
+    """Return a feature's family as Prometheus' library has it. Pure."""
+    if one.histogram is not None:
+        return _histogram(one.name, one.text, (), {(): one.histogram})
+    family = CounterMetricFamily if one.kind == "counter" else GaugeMetricFamily
+    if one.label:
+        return _by(family, one.name, one.text, one.label, one.values)
+    return family(f"{PREFIX}{one.name}", one.text, value=float(one.value))
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,12 +23,10 @@ from forestage.cache import disk_errors
 from forestage.cache.layout import Cache
 from forestage.cli.world import Exit
 from forestage.clock import Clock
-from forestage.config import Config, Peering
 from forestage.events import Copied, Event, Handled, append, log
 from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features.metrics import export as metrics
 from forestage.features.metrics.export import Exported
-from forestage.features.peers import unanswered
 from forestage.paths import Places
 from forestage.system import lock, records
 
@@ -228,38 +225,6 @@ def test_labels_hold_no_user_image_job_or_unknown_reason() -> None:
     assert found.keys() == bare.keys()
     assert found["forestage_errors_total reason=other"] == 50
     assert found["forestage_declined_total reason=other"] == 50
-
-
-@pytest.mark.parametrize(
-    ("enabled", "has_service", "said"),
-    [
-        (None, True, "on"),
-        (None, False, "down"),
-        (True, False, "down"),
-        (False, True, "off"),
-    ],
-)
-def test_peers_are_down_where_only_the_service_is_missing(
-    enabled: bool | None, has_service: bool, said: str
-) -> None:
-    config = Config(peers=Peering(enabled=enabled))
-    facts = Exported(Tally(), "1", off=False, config=config, has_service=has_service)
-    (info,) = (name for name in samples(metrics.text(facts)) if name.startswith("forestage_info"))
-    assert f"peers={said} " in info
-
-
-def test_nodes_that_did_not_answer_are_counted(tmp_path: Path) -> None:
-    site = Site(tmp_path)
-
-    def count() -> float:
-        return samples(metrics.export(site.places, Clock(), "1", is_shown=True))[
-            "forestage_peers_unanswered"
-        ]
-
-    assert count() == 0
-    for name in ("n7", "n8"):
-        unanswered.note_silence(site.places, name, time.monotonic())
-    assert count() == 2
 
 
 def test_empty_tally_exports_every_series() -> None:

@@ -1,0 +1,48 @@
+"""What this node's service has sent since metrics are kept, over its restarts.
+
+It is kept in tally.json, as `given` and `last_given` of its `tally`.
+"""
+
+import msgspec
+
+from forestage.features.peers import stats
+from forestage.features.peers.stats import Uploaded
+from forestage.paths import Places
+from forestage.system import records
+
+
+class GivenCounts(msgspec.Struct):
+    """All that was sent, and what the service's own counts were then: they restart with it."""
+
+    given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
+    last_given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
+
+    def add(self, now: Uploaded | None) -> None:
+        """Count what was sent since the last call."""
+        if now is None:
+            return
+        same = now.since == self.last_given.since
+        before = self.last_given if same else Uploaded(now.since)
+        self.given.bytes += max(0, now.bytes - before.bytes)
+        self.given.chunks += max(0, now.chunks - before.chunks)
+        self.given.sessions += max(0, now.sessions - before.sessions)
+        self.given.refused += max(0, now.refused - before.refused)
+        self.last_given = msgspec.structs.replace(now, keys={})
+
+
+class _Record(msgspec.Struct):
+    """Of tally.json what is of peers."""
+
+    tally: GivenCounts = msgspec.field(default_factory=GivenCounts)
+
+
+def read_counts(places: Places) -> GivenCounts:
+    """Return what tally.json has, nothing where it cannot be read. Raises OSError."""
+    return (records.find(places.tally, _Record) or _Record()).tally
+
+
+def count(places: Places) -> dict[str, object]:
+    """Return the counts that are to be kept now. Raises OSError."""
+    found = read_counts(places)
+    found.add(stats.read(places.peer))
+    return msgspec.structs.asdict(found)

@@ -1,0 +1,32 @@
+"""What `forestage status` says of peers: what this node's service has sent, and who trusts it."""
+
+from typing import TYPE_CHECKING
+
+from forestage.features.contexts import StatusPart
+from forestage.features.peers import proven, stats
+from forestage.features.peers.stats import Uploaded
+from forestage.system.terminal import count
+from forestage.units import format_size
+
+if TYPE_CHECKING:
+    from forestage.features.contexts import StatusFacts
+
+
+def read_status(facts: "StatusFacts") -> StatusPart:
+    """Return what was sent, None if no service has run since the boot, and who is proven.
+
+    Proven is the node that has shown last that it has the same key, "" if none has.
+    """
+    served, proof = stats.read(facts.node.places.peer), proven.read(facts.node.places)
+    name = proof.node if proof else ""
+    rows = list_rows(served, name)
+    return StatusPart({"served": served, "proven": name}, after="copies", rows=rows)
+
+
+def list_rows(served: Uploaded | None, proven_with: str) -> tuple[tuple[str, str], ...]:
+    """Return what is printed of it. Pure."""
+    if not served:
+        return ()
+    sent = f"{format_size(served.bytes)} in {count(served.chunks, 'chunk')}"
+    proof = f"proven with {proven_with}" if proven_with else "none has answered yet"
+    return (("served", f"{sent} to other nodes ({proof})"),)

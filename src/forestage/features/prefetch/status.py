@@ -1,0 +1,16 @@
+"""What `forestage status` says of pending jobs: what the node expects, and what of it is here."""
+
+from typing import TYPE_CHECKING
+
+from forestage.features.contexts import StatusPart
+from forestage.features.prefetch import prefetched
+
+if TYPE_CHECKING:
+    from forestage.features.contexts import StatusFacts
+
+
+def read_status(facts: "StatusFacts") -> StatusPart:
+    """Return what pending jobs have the node expect, None if it asks for none. Raises OSError."""
+    found = prefetched.gather(facts.node.places, facts.items, facts.now)
+    rows = tuple(prefetched.facts(found, facts.now)) if found else ()
+    return StatusPart({"prefetched": found}, after="stopped", rows=rows)

@@ -1,0 +1,35 @@
+"""What `forestage status` says of images of registries: the steps that wait for one."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from forestage.features.contexts import StatusPart
+from forestage.features.registry import step_files
+from forestage.features.registry.step_files import UnderWay
+from forestage.system.terminal import Line, Piece, Table, age, count
+
+if TYPE_CHECKING:
+    from forestage.features.contexts import StatusFacts
+
+
+def read_status(facts: "StatusFacts") -> StatusPart:
+    """Return the steps that wait for an image. Raises OSError."""
+    found = step_files.list_imports(facts.node.places)
+    return StatusPart({"imports": found}, after="starts", tables=table(found, facts.now))
+
+
+def table(found: Sequence[UnderWay], now: float) -> tuple[Piece, ...]:
+    """Return what is printed of them. Pure."""
+    if not found:
+        return ()
+    rows = tuple(
+        (f"{one.job}.{one.step}", one.user, age(now - one.since), one.where or "-", one.reference)
+        for one in found
+    )
+    columns = ("step", "user", "waits", "imported by", "image")
+    number = count(len(found), "import")
+    return (
+        Line(f"{number} under way:", heading=True),
+        Table(columns, rows, indent=2),
+        *(Line(f"{one.job}.{one.step}: {one.said}") for one in found if one.said),
+    )

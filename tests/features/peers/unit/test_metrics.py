@@ -1,0 +1,44 @@
+"""What the metrics say of peers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from forestage.admin.tally import Tally
+from forestage.config import Config, Peering
+from forestage.features.contexts import MetricsFacts
+from forestage.features.peers import metrics, unanswered
+from forestage.paths import Places
+
+
+@pytest.mark.parametrize(
+    ("enabled", "has_service", "said"),
+    [
+        (None, True, "on"),
+        (None, False, "down"),
+        (True, False, "down"),
+        (False, True, "off"),
+    ],
+)
+def test_peers_are_down_where_only_the_service_is_missing(
+    enabled: bool | None, has_service: bool, said: str
+) -> None:
+    assert metrics.describe_peers(Config(peers=Peering(enabled=enabled)), has_service) == said
+
+
+def test_nodes_that_did_not_answer_are_counted(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+
+    def count() -> float:
+        facts = MetricsFacts(places, None, None, Tally(), time.monotonic())
+        (silent, *_) = metrics.read_metrics(facts).families
+        assert silent.name == "peers_unanswered"
+        return silent.value
+
+    assert count() == 0
+    for name in ("n7", "n8"):
+        unanswered.note_silence(places, name, time.monotonic())
+    assert count() == 2

@@ -1,0 +1,53 @@
+"""What `forestage status` says of pending jobs' images."""
+
+from __future__ import annotations
+
+from commands import NOW, Site
+from forestage.admin import status
+from forestage.cache.layout import DiskUsage
+from forestage.cache.lease import Use
+from forestage.features.prefetch import expected, marks
+from forestage.features.prefetch.expected import Expectations
+from forestage.features.prefetch.marks import Look, Marks
+from forestage.features.prefetch.prefetched import Prefetched, facts
+
+G = 1 << 30
+
+
+def test_rows_say_what_is_expected_and_here() -> None:
+    unused = DiskUsage(2, 46 * G)
+    found = Prefetched(NOW - 40, 3, 71 * G, 2, 1, unused, idle="a job runs on this node")
+    assert facts(found, NOW) == [
+        ("expected", "3 images of pending jobs (71 GiB), 2 here, 1 refused"),
+        ("list", "40s old"),
+        ("not copied", "a job runs on this node"),
+        ("ahead", "46 GiB in 2 entries that no job has used"),
+    ]
+
+
+def prefetched(site: Site) -> Prefetched | None:
+    found = status.gather(site.node).find_field("prefetched")
+    assert found is None or isinstance(found, Prefetched)
+    return found
+
+
+def test_status_says_what_is_expected_and_what_no_job_has_used(site: Site) -> None:
+    assert prefetched(site) is None
+    names = ("new", "used", "held")
+    new, used, held = (site.publish(site.image(name), expected=NOW - 99) for name in names)
+    site.node.cache.touch(used, NOW - 5)
+    site.lease(7, Use(held))
+    looks = tuple(Look(f"/{key}", 7, NOW, NOW - 99, key, 5 * G) for key in (new, used, "absent"))
+    refused = Look("/refused", 7, NOW, NOW, why="missing", tries=1)
+    marks.write(site.places, Marks((*looks, refused)))
+    found = prefetched(site)
+    assert found is not None
+    assert (found.images, found.bytes, found.here, found.refused) == (3, 15 * G, 2, 1)
+    assert (found.made, found.unused.number) == (0.0, 1)
+    expected.write(site.places, Expectations(1, NOW - 5, NOW + 900))
+    found = prefetched(site)
+    assert found is not None
+    assert found.made == NOW - 5
+    assert (
+        f"ahead_waiting_bytes {float(found.unused.bytes)}" in site.run("metrics", "--print").output
+    )
