@@ -29,10 +29,6 @@ FOLDERS = (
 DEBTS = {
     "admin.copies": {"peers.stats"},
     "admin.evict": {"data.release"},
-    "admin.sweep": {
-        *("data.job_dir", "data.release", "metrics.textfile", "peers.node_list"),
-        *("peers.notices", "registry.collect", "registry.step_files", "registry.store_by_hand"),
-    },
     "check.__init__": {"peers.checks", "prefetch.checks", "registry.checks"},
     "check.enable": {"peers.activation"},
     "check.sources": {"prepare.publish"},
@@ -217,7 +213,8 @@ def is_command(module: str) -> bool:
 def is_door(module: str) -> bool:
     """Whether the core loads it by the table of features: as late as what is in hooks/."""
     of = feature_of(module)
-    return any(module == f"features.{of}.{door}" for one in FEATURES for door in one.doors)
+    doors = [door for one in FEATURES if one.name == of for door in one.doors]
+    return any(module == f"features.{of}.{door.partition('.')[0]}" for door in doors)
 
 
 def is_finding(module: str) -> bool:

@@ -1,4 +1,4 @@
-"""Made by packaging/conformance for mypy alone: each door does what its Protocol says."""
+"""Made by packaging/conformance for mypy alone: each door is what doors.py says."""
 
 from typing import TYPE_CHECKING
 
@@ -7,11 +7,14 @@ if TYPE_CHECKING:
     from forestage.features.data import epilog as data_epilog
     from forestage.features.data import reasons as data_reasons
     from forestage.features.data import status as data_status
+    from forestage.features.data import sweep as data_sweep
     from forestage.features.metrics import commands as metrics_commands
+    from forestage.features.metrics import sweep as metrics_sweep
     from forestage.features.peers import commands as peers_commands
     from forestage.features.peers import counts as peers_counts
     from forestage.features.peers import metrics as peers_metrics
     from forestage.features.peers import status as peers_status
+    from forestage.features.peers import sweep as peers_sweep
     from forestage.features.prefetch import commands as prefetch_commands
     from forestage.features.prefetch import metrics as prefetch_metrics
     from forestage.features.prefetch import status as prefetch_status
@@ -22,24 +25,33 @@ if TYPE_CHECKING:
     from forestage.features.registry import metrics as registry_metrics
     from forestage.features.registry import reasons as registry_reasons
     from forestage.features.registry import status as registry_status
+    from forestage.features.registry import sweep as registry_sweep
     from forestage.features.report import commands as report_commands
 
-    _data_epilog: doors.EpilogDoor = data_epilog
+    _data_epilog_after_lease_drop: doors.AfterLeaseDrop = data_epilog.after_lease_drop
     _data_reasons: doors.ReasonsDoor = data_reasons
     _data_status: doors.StatusDoor = data_status
+    _data_sweep_in_each_cache: doors.CleanUp = data_sweep.in_each_cache
+    _data_sweep_lines: doors.SweepLines = data_sweep.lines
     _metrics_commands: doors.CommandsDoor = metrics_commands
+    _metrics_sweep_afterwards: doors.CleanUp = metrics_sweep.afterwards
     _peers_commands: doors.CommandsDoor = peers_commands
     _peers_counts: doors.CountsDoor = peers_counts
     _peers_metrics: doors.MetricsDoor = peers_metrics
     _peers_status: doors.StatusDoor = peers_status
+    _peers_sweep_ask_slurm: doors.CleanUp = peers_sweep.ask_slurm
+    _peers_sweep_with_cache: doors.CleanUp = peers_sweep.with_cache
     _prefetch_commands: doors.CommandsDoor = prefetch_commands
     _prefetch_metrics: doors.MetricsDoor = prefetch_metrics
     _prefetch_status: doors.StatusDoor = prefetch_status
     _prepare_commands: doors.CommandsDoor = prepare_commands
     _prepare_hints: doors.HintsDoor = prepare_hints
     _registry_commands: doors.CommandsDoor = registry_commands
-    _registry_epilog: doors.EpilogDoor = registry_epilog
+    _registry_epilog_before_lease_drop: doors.BeforeLeaseDrop = registry_epilog.before_lease_drop
     _registry_metrics: doors.MetricsDoor = registry_metrics
     _registry_reasons: doors.ReasonsDoor = registry_reasons
     _registry_status: doors.StatusDoor = registry_status
+    _registry_sweep_afterwards: doors.CleanUp = registry_sweep.afterwards
+    _registry_sweep_lines: doors.SweepLines = registry_sweep.lines
+    _registry_sweep_without_cache: doors.CleanUp = registry_sweep.without_cache
     _report_commands: doors.CommandsDoor = report_commands

@@ -19,12 +19,14 @@ again now and then, slowly, as blocks of a disk go bad; and all at once while th
 disk (cache/disk_errors.py), which ends with that.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
@@ -42,12 +44,8 @@ from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
 from forestage.config import directories
 from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
 from forestage.events import Event, losses, user_files
-from forestage.features.data import job_dir, release
-from forestage.features.metrics import textfile
-from forestage.features.peers import node_list, notices
-from forestage.features.registry import step_files
-from forestage.features.registry import store_by_hand as registry
-from forestage.features.registry.collect import Done
+from forestage.features.contexts import SweepFacts
+from forestage.features.doors import after_each, having, load
 from forestage.hooks import epilog
 from forestage.paths import Places
 from forestage.slurm.queue import Slurm, why_over
@@ -55,6 +53,9 @@ from forestage.system import folders, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.terminal import Line, Piece, count, short
 from forestage.views.through import remains
+
+if TYPE_CHECKING:
+    from forestage.features.doors import SweepDoor
 
 PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
 PROVE_EVERY = 7 * 86400.0  # seconds between two times that an entry is read
@@ -119,7 +120,7 @@ class SweepReport(msgspec.Struct, frozen=True):
     unproven: tuple[str, ...] = ()
     doubt: str = ""
     problems: tuple[str, ...] = ()
-    collected: tuple[Done, ...] = ()
+    collected: tuple[object, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -148,32 +149,13 @@ def sweep(
     stays as it is for the next one.
     """
     start = node.clock.monotonic()
-    run = _Sweep(node, dry_run, slurm.node)
-    if only == "nodes":
-        run.tried(lambda node: None if dry_run else node_list.renew(node, slurm), node)
-        return SweepReport(dry_run, problems=tuple(run.problems))
-    disk.must_take(node.places, node.cache)
-    caches = earlier.find_earlier(node)  # leases name some
-    made = run.tried(run.is_made, node)
-    done = SweepReport(dry_run, run.unmounted, kept=len(node.leases.jobs()))
-    if only != "entries":
-        stale = run.stale(slurm)
-        done = run.of_jobs(stale, slurm)
-        done = run.of_earlier(done, stale, caches)
-        done = run.of_cache(done, stale) if made else done
-    if made and only != "leftovers":
-        done = run.of_entries(done, progress)
-    if not dry_run and only != "entries":
-        collected = tuple(run.tried(collect, node) or ())
-        done = msgspec.structs.replace(done, collected=collected)
-        run.tried(drop_old_metrics, node)
-        run.tried(note_run, node)
-        run.tried(keep_unlisted, node.places)
-        run.tried(forget_users, node)
-        if only is None:  # last, as Slurm may take long; the leftovers' run leaves it to its own
-            run.tried(lambda node: node_list.renew(node, slurm), node)
-        run.tried(lambda report: _record(node, report, start), done)
-    return msgspec.structs.replace(done, problems=tuple(run.problems))
+    run = _Sweep(node, dry_run, slurm)
+    with run.raised:
+        if only == "nodes":
+            run.of_features("sweep.ask_slurm")
+        else:
+            run.of_node(only, progress, start)
+    return msgspec.structs.replace(run.done, problems=tuple(run.problems))
 
 
 def stale_leases(leases: Leases, slurm: Slurm) -> tuple[StaleLease, ...]:
@@ -206,16 +188,6 @@ def _raise_if_not_root(error: Exception) -> None:
         raise error
 
 
-def drop_old_metrics(node: Node) -> None:
-    """Deletes what the metrics wrote before `metrics.textfile` was changed, as their next run does.
-
-    Raises lock.Busy, OSError.
-    """
-    if textfile.find_last(node.places) != node.config.metrics.textfile:
-        with textfile.alone(node.places, textfile.PATIENCE):
-            textfile.settle(node.places, node.config.metrics.textfile)
-
-
 def note_run(node: Node) -> None:
     """Leaves when the last sweep was, for the alert about nodes without one. Raises OSError."""
     mark = node.places.called("sweep")
@@ -241,30 +213,74 @@ def forget_users(node: Node) -> None:
 class _Sweep:
     """One sweep at work; `of_jobs`, `of_cache` and `of_entries` are its parts, in this order.
 
-    `me` is this node's name; `problems` and `unredirected` (paths) grow meanwhile.
+    `done`, `problems` and `unredirected` (paths) grow meanwhile. `raised` has what features raised
+    and nobody expected: that goes on once all is done.
     """
 
-    def __init__(self, node: Node, dry_run: bool, me: str) -> None:
+    def __init__(self, node: Node, dry_run: bool, slurm: Slurm) -> None:
         self.node = node
-        self.me = me
+        self.slurm = slurm
         self.dry_run = dry_run
+        self.done = SweepReport(dry_run)
         self.problems: list[str] = []
         self.unredirected: list[str] = []
-        self.unmounted = ""
+        self.stale: tuple[StaleLease, ...] = ()
         self.doubt = ""
+        self.raised = contextlib.ExitStack()
 
-    def of_jobs(self, stale: tuple[StaleLease, ...], slurm: Slurm) -> SweepReport:
+    def of_node(self, only: Only | None, progress: Progress, start: float) -> None:
+        """Does all of a sweep, or the leftovers or entries alone."""
+        node = self.node
+        disk.must_take(node.places, node.cache)
+        caches = earlier.find_earlier(node)  # leases name some
+        made = self.tried(self.is_made, node)
+        self.add(kept=len(node.leases.jobs()))
+        if only != "entries":
+            self.find_stale()
+            self.of_jobs()
+            self.of_earlier(caches)
+            if made:
+                self.of_cache()
+        if made and only != "leftovers":
+            self.of_entries(progress)
+        if only != "entries":
+            self.of_features("sweep.afterwards")
+        if not self.dry_run and only != "entries":
+            self.tried(note_run, node)
+            self.tried(keep_unlisted, node.places)
+            self.tried(forget_users, node)
+            if only is None:  # last, as Slurm may take long; the leftovers' run leaves it
+                self.of_features("sweep.ask_slurm")
+            self.tried(lambda done: _record(node, done, start), self.done)
+
+    def add(self, **fields: object) -> None:
+        """Puts what was done into the report."""
+        self.done = msgspec.structs.replace(self.done, **fields)
+
+    def of_features(self, door: SweepDoor, node: Node | None = None) -> None:
+        """Has the features clean up in their turn; `node`: with another cache than today's.
+
+        One that fails stops no other, nor the core.
+        """
+        there = node or self.node
+        staying = frozenset(there.leases.jobs()) - {one.job for one in self.stale}
+        facts = SweepFacts(there, self.slurm, staying, self.dry_run)
+
+        def clean_up(name: str) -> None:
+            found = self.tried(lambda facts: load(name, door)(facts), facts) or {}
+            self.add(**{field: getattr(self.done, field) + more for field, more in found.items()})
+
+        self.raised.enter_context(after_each(having(door), clean_up))
+
+    def of_jobs(self) -> None:
         """Releases what jobs that are over had beside the cache."""
-        released = tuple(self.each(stale))
+        released = tuple(self.each())
         if not self.dry_run:
-            self.tried(self.nodes_of_jobs, slurm)
-        self.tried(self.strays, stale)
+            self.tried(self.nodes_of_jobs, self.slurm)
+        self.tried(self.strays, self.node)
         keepers = self.tried(self.hanging_keepers, self.node) or ()
-        if not self.dry_run:
-            self.tried(self.places_of_images, stale)
-        return SweepReport(
-            dry_run=self.dry_run,
-            unmounted=self.unmounted,
+        self.of_features("sweep.without_cache")
+        self.add(
             released=released,
             kept=len(self.node.leases.jobs()) - (len(released) if self.dry_run else 0),
             redirects=tuple(self.unredirected),
@@ -272,28 +288,24 @@ class _Sweep:
             doubt=self.doubt,
         )
 
-    def of_earlier(
-        self, done: SweepReport, stale: tuple[StaleLease, ...], caches: tuple[Cache, ...]
-    ) -> SweepReport:
+    def of_earlier(self, caches: tuple[Cache, ...]) -> None:
         """Removes what jobs that are over had in caches that were configured before.
 
         Their entries stay: the configuration may be what is wrong.
         """
-        found: list[str] = []
         for cache in caches:
             there = msgspec.structs.replace(self.node, cache=cache)
             with contextlib.suppress(ForestageError, OSError):  # not ours now, or not there
                 earlier.check_free(self.node, cache)
-                found += self.tried(lambda there: self.job_dirs(there, stale), there) or ()
-        return msgspec.structs.replace(done, job_dirs=tuple(found))
+                self.of_features("sweep.in_each_cache", there)
 
-    def of_cache(self, done: SweepReport, stale: tuple[StaleLease, ...]) -> SweepReport:
+    def of_cache(self) -> None:
         """Deletes what lies in the cache and nobody needs; looks at the health of its disk."""
         node = self.node
-        parts = self.tried(self.dead_parts, stale) or ()
-        job_dirs = self.tried(lambda node: self.job_dirs(node, stale), node) or ()
-        evicted = self.tried(self.evicted, stale) or ()
-        evicted += self.tried(self.wrong, node) or ()
+        self.add(parts=self.tried(self.dead_parts, node) or ())
+        self.of_features("sweep.in_each_cache")
+        self.add(evicted=self.tried(self.evicted, node) or ())
+        self.of_features("sweep.with_cache")
         if not self.dry_run:
             node.cache.note_instance()
             node.cache.remember_disk()  # of a cache that another node made
@@ -302,26 +314,23 @@ class _Sweep:
             self.tried(node.cache.drop_unfinished, node.clock.wall())
             self.tried(node.cache.correct_uses, node.clock.wall())
             self.tried(hot.correct_names, node.cache)
-        job_dirs = (*done.job_dirs, *job_dirs)
-        return msgspec.structs.replace(done, parts=parts, job_dirs=job_dirs, evicted=evicted)
 
-    def of_entries(self, done: SweepReport, progress: Progress) -> SweepReport:
+    def of_entries(self, progress: Progress) -> None:
         """Reads the entries that are due; a dry run only names them."""
         due = self.tried(due_entries, self.node) or ()
         if self.dry_run:
-            return msgspec.structs.replace(done, unproven=tuple(one.item.key for one in due))
-        verified = tuple(self.proofs(due, progress))
+            self.add(unproven=tuple(one.item.key for one in due))
+            return
+        self.add(verified=tuple(self.proofs(due, progress)))
         self.tried(end_doubt, self.node)
-        return msgspec.structs.replace(done, verified=verified)
 
-    def stale(self, slurm: Slurm) -> tuple[StaleLease, ...]:
-        """Those of jobs that are over; none, and `doubt`, where Slurm gives no clear answer."""
+    def find_stale(self) -> None:
+        """Finds the leases of jobs that are over; none, and `doubt`, if Slurm is not clear."""
         try:
-            return stale_leases(self.node.leases, slurm)
+            self.stale = stale_leases(self.node.leases, self.slurm)
         except (ForestageError, OSError) as error:
             _raise_if_not_root(error)
             self.doubt = str(error)
-            return ()
 
     def tried(self, work: Callable[[T], R], subject: T) -> R | None:
         """What `work` returns; None, and a problem noted, where it fails in an expected way."""
@@ -339,12 +348,12 @@ class _Sweep:
         except Failed as failed:
             if failed.reason not in UNMOUNTED:
                 raise
-            self.unmounted = str(failed)
+            self.add(unmounted=str(failed))
             return False
 
-    def each(self, stale: tuple[StaleLease, ...]) -> Iterator[ReleasedLease]:
+    def each(self) -> Iterator[ReleasedLease]:
         """Releases them one by one; a hook that waits gets the lock in between."""
-        for one in stale:
+        for one in self.stale:
             released = self.tried(self.release, one)
             if released is not None:
                 yield released
@@ -378,11 +387,10 @@ class _Sweep:
             number = self._unmount(going, lambda bind: user)
         return msgspec.structs.replace(released, redirects=number)
 
-    def strays(self, stale: tuple[StaleLease, ...]) -> None:
+    def strays(self, node: Node) -> None:
         """Unmounts redirects that no lease asks for, each as its entry's owner."""
-        node = self.node
         if self.dry_run:
-            needed = {use.path for lease in self._staying(stale) for use in lease.uses}
+            needed = {use.path for lease in self._staying() for use in lease.uses}
             bound = unmount.binds(node.cache)
             self.unredirected += [bind.path for bind in redirect.unneeded(bound, frozenset(needed))]
             return
@@ -404,10 +412,10 @@ class _Sweep:
         node, before = self.node, self.node.clock.wall() - NODES_AGE
         listed = node.leases.nodes_alone(before)
         try:
-            if self.doubt or not listed or not slurm.knows_node(self.me):
+            if self.doubt or not listed or not slurm.knows_node(slurm.node):
                 return
             ended = sorted({*listed} - slurm.at_work())
-            over = [job for job in ended if why_over(slurm.job(job), self.me)]
+            over = [job for job in ended if why_over(slurm.job(job), slurm.node)]
         except SlurmError as error:
             self.doubt = str(error)
             return
@@ -424,10 +432,9 @@ class _Sweep:
             return stays.off
         return len(going)
 
-    def dead_parts(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
+    def dead_parts(self, node: Node) -> tuple[str, ...]:
         """Deletes parts that nobody will resume; returns their keys."""
-        node = self.node
-        wanted = {use.key for lease in self._staying(stale) for use in lease.uses}
+        wanted = {use.key for lease in self._staying() for use in lease.uses}
         boot, now = boot_id(), node.clock.wall()
 
         def unwanted(part: Part) -> bool:
@@ -437,22 +444,6 @@ class _Sweep:
         if not self.dry_run:
             return evict.drop_dead_parts(node.cache, unwanted)
         return evict.dead_parts(node.cache, unwanted)
-
-    def places_of_images(self, stale: tuple[StaleLease, ...]) -> None:
-        """Deletes what steps of jobs that are over left of images of registries."""
-        staying = frozenset(self.node.leases.jobs()) - {one.job for one in stale}
-        for path in step_files.list_leftovers(self.node.places, staying, self.node.clock.wall()):
-            path.unlink(missing_ok=True)
-
-    def job_dirs(self, node: Node, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
-        """Removes what jobs that are over had of data; returns the names of their directories.
-
-        `node`: with this cache, or an earlier one.
-        """
-        if not self.dry_run:
-            return release.of_all(node.cache, node.leases, node.clock.wall())
-        staying = frozenset(node.leases.jobs()) - {one.job for one in stale}
-        return tuple(one.directory.name for one in job_dir.leftover(node.cache, staying))
 
     def hanging_keepers(self, node: Node) -> tuple[str, ...]:
         """Ends keepers that hang, and removes what dead ones left; returns the former's keys."""
@@ -464,30 +455,13 @@ class _Sweep:
                 self.tried(remains.remove, spot)
         return tuple(found.spot.name for found in hanging)
 
-    def evicted(self, stale: tuple[StaleLease, ...]) -> tuple[str, ...]:
+    def evicted(self, node: Node) -> tuple[str, ...]:
         """Evicts down to the low watermark, as the Epilog does; returns the keys."""
-        node = self.node
         if not self.dry_run:
             evict.count_entries(node.cache)  # a crash may have left the sum wrong
             return evict.tidy(node.cache, node.leases, node.config)
-        leased = frozenset(use.key for lease in self._staying(stale) for use in lease.uses)
+        leased = frozenset(use.key for lease in self._staying() for use in lease.uses)
         return evict.plan_at_rest(node.cache, lambda: leased, node.config).victims
-
-    def wrong(self, node: Node) -> tuple[str, ...]:
-        """Evicts entries of which another node has found chunks wrong; returns the keys.
-
-        What jobs hold stays until the next sweep, and so does its notice.
-        """
-        keys = [*notices.keys(node.places)]
-        found = [key for key in keys if notices.concerns(node.places, node.cache, key, self.me)]
-        if self.dry_run:
-            return tuple(found)
-        evicted = evict.evict_keys(node.cache, node.leases, found) if found else ()
-        for key in keys:
-            # A copy under way heeds it yet.
-            if (key in evicted or key not in found) and lock.is_free(node.cache.key_lock(key)):
-                (node.places.wrong / key).unlink(missing_ok=True)
-        return evicted
 
     def proofs(self, due: tuple[Due, ...], progress: Progress) -> Iterator[Verdict]:
         """Reads what is due; bad entries are evicted, healthy ones noted."""
@@ -496,9 +470,9 @@ class _Sweep:
             if verdict is not None:
                 yield verdict
 
-    def _staying(self, stale: tuple[StaleLease, ...]) -> list[Lease]:
+    def _staying(self) -> list[Lease]:
         """The leases that are not released. Raises Failed for a damaged one that stays."""
-        over = {one.job for one in stale}
+        over = {one.job for one in self.stale}
         leases = self.node.leases
         staying = (leases.read(job) for job in leases.jobs() if job not in over)
         return [lease for lease in staying if lease is not None]
@@ -542,11 +516,6 @@ def due_entries(node: Node) -> tuple[Due, ...]:
             old.append((read, Due(item, Manner("as a precaution", rate=PROVE_RATE, by="sweep"))))
     old.sort(key=lambda one: one[0])
     return (*doubted, *unproven, *(due for _, due in old))
-
-
-def collect(node: Node) -> list[Done]:
-    """Collects in the store of images, if it is this node's turn. Raises as `clean_some` does."""
-    return registry.clean_some(node.config, node.places, node.clock)
 
 
 def end_doubt(node: Node) -> None:
@@ -610,7 +579,6 @@ def pieces(done: SweepReport) -> list[Piece]:
         lines.append(f"{who}: lease {would}released ({lease.why}){redirects}")
     lines += [f"{path}: redirect {would}unmounted, no lease needs it" for path in done.redirects]
     lines += [f"part {short(key)}: {would}deleted" for key in done.parts]
-    lines += [f"directory of job {name}: {would}deleted" for name in done.job_dirs]
     lines += [f"keeper of {short(key)}: {would}ended, it hung" for key in done.keepers]
     lines += [f"{short(key)}: {would}evicted, to make room" for key in done.evicted]
     lines += [f"{short(key)}: would be read and verified" for key in done.unproven]
@@ -622,7 +590,8 @@ def pieces(done: SweepReport) -> list[Piece]:
     healthy = sum(1 for one in done.verified if one.result == "ok")
     if healthy:
         lines.append(f"{count(healthy, 'entry', 'entries')} read and verified: healthy")
-    lines += [f"store of {text}" for text in registry.lines(done.collected, done.dry_run)]
+    for name in having("sweep.lines"):
+        lines += load(name, "sweep.lines")(done)
     if done.doubt:
         lines.append(f"No lease was released, Slurm gave no clear answer: {done.doubt}")
     if done.unmounted:

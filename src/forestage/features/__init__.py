@@ -24,7 +24,7 @@ class Feature:
     ) -> None:
         self.name = name
         self.doors = doors
-        """The files of its folder that the core calls, each where doors.py says."""
+        """The files of its folder, and functions of them, that the core calls (doors.py)."""
         self.needs = needs
         """The features that it imports."""
         self.marks = marks
@@ -44,7 +44,16 @@ class Feature:
 FEATURES = (
     Feature(
         "registry",
-        doors=("commands", "epilog", "metrics", "reasons", "status"),
+        doors=(
+            "commands",
+            "epilog.before_lease_drop",
+            "metrics",
+            "reasons",
+            "status",
+            "sweep.afterwards",
+            "sweep.lines",
+            "sweep.without_cache",
+        ),
         marks=("images/{job}.asked",),
         heading="Images before a job",
         commands=((8, "registry", "Images of registries in the store that all nodes share."),),
@@ -58,7 +67,13 @@ FEATURES = (
     ),
     Feature(
         "data",
-        doors=("epilog", "reasons", "status"),
+        doors=(
+            "epilog.after_lease_drop",
+            "reasons",
+            "status",
+            "sweep.in_each_cache",
+            "sweep.lines",
+        ),
         needs=("peers",),
         marks=("leases/{job}.hinted",),
         options=("stage-dir",),
@@ -66,20 +81,34 @@ FEATURES = (
     ),
     Feature(
         "peers",
-        doors=("commands", "counts", "metrics", "status"),
+        doors=(
+            "commands",
+            "counts",
+            "metrics",
+            "status",
+            "sweep.ask_slurm",
+            "sweep.with_cache",
+        ),
         heading="The whole cluster",
         commands=((3, "peer", "Serve chunks to the other nodes until it is ended."),),
     ),
     Feature(
         "prefetch",
-        doors=("commands", "metrics", "status"),
+        doors=(
+            "commands",
+            "metrics",
+            "status",
+        ),
         needs=("peers", "prepare"),
         heading="Images before a job",
         commands=((3, "prefetch", "Copy images before the jobs begin which wait for a node."),),
     ),
     Feature(
         "prepare",
-        doors=("commands", "hints"),
+        doors=(
+            "commands",
+            "hints",
+        ),
         needs=("data", "registry"),
         heading="Images before a job",
         commands=(
@@ -105,7 +134,10 @@ FEATURES = (
     ),
     Feature(
         "metrics",
-        doors=("commands",),
+        doors=(
+            "commands",
+            "sweep.afterwards",
+        ),
         heading="The whole cluster",
         commands=(
             (

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forestage.config import Config
     from forestage.paths import Places
     from forestage.slurm.job import Job
+    from forestage.slurm.queue import Slurm
     from forestage.system.terminal import Piece
 
 
@@ -38,13 +39,10 @@ class JobEnd(msgspec.Struct, frozen=True):
 
 
 class SweepFacts(msgspec.Struct, frozen=True):
-    """sweep.py: the node as a sweep has it; `node.cache` may be one that was configured before.
-
-    `me` is its name in Slurm, `staying` are the jobs with a lease that are not over.
-    """
+    """sweep.py: the node as a sweep has it; `staying`: jobs with a lease that are not over."""
 
     node: Node
-    me: str
+    slurm: Slurm
     staying: frozenset[int]
     dry_run: bool
 

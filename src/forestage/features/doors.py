@@ -1,11 +1,12 @@
 """The doors of features: which functions of a feature the core calls, and how it gets at them.
 
-A door is a file of a feature's folder that has the door's name. Each has a Protocol here, which
-says what is in it, and an overload of `load`. After a change to doors or to the table:
+A door is a file of a feature's folder, or a function of one, that has the door's name: `reasons`,
+`epilog.before_lease_drop`. Each has a type and an overload of `load` here. After a change to doors
+or to the table:
 
     .venv/bin/python3 packaging/conformance > tests/features/conformance.py
 
-With that file mypy compares each door with its Protocol.
+With that file mypy compares each door with its type.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from forestage.features import FEATURES
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     import click
 
+    from forestage.admin.sweep import SweepReport
     from forestage.cache.layout import Cache
     from forestage.features.contexts import (
         JobEnd,
@@ -37,17 +37,23 @@ if TYPE_CHECKING:
     )
     from forestage.paths import Places
 
-    class EpilogDoor(Protocol):
-        """What the Epilog releases, before it drops the job's lease and after that."""
+    # The Epilog: what goes before the job's lease is dropped, and after that.
+    BeforeLeaseDrop = Callable[[JobEnd], None]
+    AfterLeaseDrop = Callable[[JobEnd, Cache], None]
 
-        def before_lease_drop(self, end: JobEnd) -> None: ...
-        def after_lease_drop(self, end: JobEnd, cache: Cache) -> None: ...
-
-    class SweepDoor(Protocol):
-        """What a sweep cleans up: what needs no cache, then what does."""
-
-        def without_cache(self, facts: SweepFacts) -> None: ...
-        def with_cache(self, facts: SweepFacts) -> None: ...
+    # A sweep: what needs no cache; what jobs that are over left in a cache, also in one that was
+    # configured before; what is wrong in the cache, once there is room; what nodes share, and may
+    # hang; what Slurm is asked once a day. Each returns what it adds to fields of the report.
+    SweepDoor = Literal[
+        "sweep.without_cache",
+        "sweep.in_each_cache",
+        "sweep.with_cache",
+        "sweep.afterwards",
+        "sweep.ask_slurm",
+    ]
+    CleanUp = Callable[[SweepFacts], Mapping[str, tuple[object, ...]]]
+    # And what `forestage sweep` prints of these fields.
+    SweepLines = Callable[[SweepReport], list[str]]
 
     class ReasonsDoor(Protocol):
         """Reasons of outcomes that the feature alone gives, and which of them are of a Failed."""
@@ -85,9 +91,13 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
 
     @overload
-    def load(name: str, door: Literal["epilog"]) -> EpilogDoor: ...
+    def load(name: str, door: Literal["epilog.before_lease_drop"]) -> BeforeLeaseDrop: ...
     @overload
-    def load(name: str, door: Literal["sweep"]) -> SweepDoor: ...
+    def load(name: str, door: Literal["epilog.after_lease_drop"]) -> AfterLeaseDrop: ...
+    @overload
+    def load(name: str, door: SweepDoor) -> CleanUp: ...
+    @overload
+    def load(name: str, door: Literal["sweep.lines"]) -> SweepLines: ...
     @overload
     def load(name: str, door: Literal["reasons"]) -> ReasonsDoor: ...
     @overload
@@ -103,8 +113,10 @@ if TYPE_CHECKING:
 
 
 def load(name: str, door: str) -> Any:
-    """Import the module of a feature's door. Only a door of the table may be asked for."""
-    return importlib.import_module(f"forestage.features.{name}.{door}")
+    """Import a feature's door: its module, or a function of that. The table says what is there."""
+    file, _, function = door.partition(".")
+    module = importlib.import_module(f"forestage.features.{name}.{file}")
+    return getattr(module, function) if function else module
 
 
 def having(door: str) -> list[str]:
@@ -122,22 +134,24 @@ def with_work(door: str, job: int, run: Path) -> list[str]:
     ]
 
 
-def call_in_turn(calls: Sequence[Callable[[], None]]) -> None:
-    """Make each call, also after one that raised; the exception that was raised last goes on.
+@contextlib.contextmanager
+def after_each(names: Iterable[str], call: Callable[[str], object]) -> Iterator[None]:
+    """Make the call for each feature, then run the block, also after a call that raised.
 
-    What is no Exception, such as ^C, ends this at once.
+    What was raised last goes on at the end. What is no Exception, such as ^C, does so at once.
     """
-    with contextlib.ExitStack() as stack:
-        for call in reversed(calls):
-            stack.push(partial(_call_after, call))
+    with contextlib.ExitStack() as raised:
+        for name in names:
+            raised.enter_context(_after(name, call))
+        yield
 
 
-def _call_after(
-    call: Callable[[], None],
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-) -> None:
-    """Make a call as a function that an ExitStack calls at its end."""
-    if kind is None or issubclass(kind, Exception):
-        call()
+@contextlib.contextmanager
+def _after(name: str, call: Callable[[str], object]) -> Iterator[None]:
+    try:
+        call(name)
+    except Exception:
+        yield
+        raise
+    else:
+        yield

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,7 +22,7 @@ from forestage.config import Config
 from forestage.errors import Declined, Failed, of_node
 from forestage.events import Released
 from forestage.features.contexts import JobEnd
-from forestage.features.doors import call_in_turn, having, load, with_work
+from forestage.features.doors import after_each, having, load, with_work
 from forestage.hooks.watch import ALONE, Watched
 from forestage.paths import Places
 from forestage.slurm.job import Job
@@ -33,9 +31,6 @@ from forestage.system import lock, mounts
 from forestage.system.mounts import Mount
 from forestage.system.probe import Hang
 from forestage.units import printable
-
-if TYPE_CHECKING:
-    from forestage.features.doors import EpilogDoor
 
 LATER = "the number is another job's by now"  # nothing of that is released
 HANGING = 1.0  # seconds for the space lock while the disk hangs
@@ -84,30 +79,28 @@ def epilog(
 
 def _end_job(end: JobEnd, cache: Cache, config: Config | None) -> list[Released]:
     """Does all that there is to do: features before the lease goes, the core, features after it."""
+
     # Before anything is dropped: the marks go with the lease. Without one nothing is known.
-    marked = with_work("epilog", end.job.id, end.places.run) if end.lease else having("epilog")
-    epilogs = [load(name, "epilog") for name in marked]
-    outcomes: list[Released] = []
+    def listed(door: str) -> list[str]:
+        return with_work(door, end.job.id, end.places.run) if end.lease else having(door)
 
-    def release() -> None:
-        outcomes.append(_release_job(end, cache, config, epilogs))
-
+    before, after = listed("epilog.before_lease_drop"), listed("epilog.after_lease_drop")
     try:
-        call_in_turn([*(partial(door.before_lease_drop, end) for door in epilogs), release])
+        with after_each(before, lambda name: load(name, "epilog.before_lease_drop")(end)):
+            return [_release_job(end, cache, config, after)]
     except (Failed, OSError) as error:
         return [_failed(error)]
-    return outcomes
 
 
 def _release_job(
-    end: JobEnd, cache: Cache, config: Config | None, epilogs: Sequence[EpilogDoor]
+    end: JobEnd, cache: Cache, config: Config | None, after: Sequence[str]
 ) -> Released:
     """Releases what the job held, also where the disk hangs. Returns its outcome."""
     try:
         hang = disk.hangs(end.places, cache, end.patience)
         if hang is not None:
             return _without_disk(end, cache, hang)
-        return _with_disk(end, cache, config, epilogs)
+        return _with_disk(end, cache, config, after)
     except lock.Busy as busy:
         # A lease of an ended job would keep its entry for ever. Dropping it needs no lock, and the
         # next Epilog unmounts the redirects that nobody needs any more.
@@ -140,9 +133,7 @@ def is_of_other(lease: Lease, job: Job) -> bool:
     return not lease.is_of(job.user.uid) or later
 
 
-def _with_disk(
-    end: JobEnd, cache: Cache, config: Config | None, epilogs: Sequence[EpilogDoor]
-) -> Released:
+def _with_disk(end: JobEnd, cache: Cache, config: Config | None, after: Sequence[str]) -> Released:
     """Releases what the job held, then evicts. Raises lock.Busy, Failed, OSError."""
     # The disk may have been unmounted while the job ran (umount --lazy). What lies below may be a
     # cache of several nodes, and this one does not see the leases of the others.
@@ -150,14 +141,11 @@ def _with_disk(
     if is_its_disk:
         note_use(cache, end.lease, end.clock.wall())
     done = _release(end, cache)
-    evicted: list[str] = []
-
-    def tidy() -> None:
+    evicted: tuple[str, ...] = ()
+    with after_each(after, lambda name: load(name, "epilog.after_lease_drop")(end, cache)):
         if config is not None and is_its_disk and cache.locks.is_dir():
-            evicted.extend(evict.tidy(cache, end.leases, config, end.patience))
-
-    call_in_turn([*(partial(door.after_lease_drop, end, cache) for door in epilogs), tidy])
-    return msgspec.structs.replace(done, evicted=tuple(evicted))
+            evicted = evict.tidy(cache, end.leases, config, end.patience)
+    return msgspec.structs.replace(done, evicted=evicted)
 
 
 def _failed(error: Failed | OSError) -> Released:

@@ -36,6 +36,7 @@ from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock, mounts, probe
 from forestage.system.as_user import TooSlow, User
 from forestage.system.terminal import Line
+from made_up import around_all, calls_of
 
 ALICE = User("alice", 1000, 1000)
 ANOTHER_BOOT = "00000000-0000-0000-0000-000000000000"
@@ -633,6 +634,43 @@ def test_dry_run_leaves_the_doubt(site: Site) -> None:
     disk_errors.begin(site.places, site.world.clock, "a bad block")
     assert swept(site, dry_run=True).unproven == (key,)
     assert doubted(site)
+
+
+# --- features
+
+SWEEP = tuple(
+    f"sweep.{one}"
+    for one in ("without_cache", "in_each_cache", "with_cache", "afterwards", "ask_slurm")
+)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_feature_that_raises_stops_no_other_one_nor_the_sweep_itself(
+    site: Site, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    raising, quiet, called = calls_of(SWEEP, error)
+    around_all(monkeypatch, raising, quiet)
+    key = from_earlier_boot(site)
+    hold(site, 7)
+    if error is OSError:  # as any work of a sweep may
+        assert swept(site, slurm({7: None})).problems == SWEEP
+    else:
+        with pytest.raises(error, match=SWEEP[-1]):
+            swept(site, slurm({7: None}))
+    assert called == [name for one in SWEEP for name in (one, f"{one}, too")]
+    assert jobs(site) == ()
+    assert site.node.cache.is_proven(key), "entries were read"
+    assert site.places.called("sweep").exists()
+    assert [one.job for one in events.read(site.places.events)] == [7]
+
+
+def test_interrupt_of_a_feature_ends_the_sweep(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    raising, quiet, called = calls_of(SWEEP, KeyboardInterrupt)
+    around_all(monkeypatch, raising, quiet)
+    with pytest.raises(KeyboardInterrupt):
+        swept(site)
+    assert called == [SWEEP[0]]
+    assert not site.places.called("sweep").exists()
 
 
 # --- room

@@ -23,6 +23,7 @@ from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.system.mounts import Mount
 from forestage.units import Amount
+from made_up import around_all, calls_of
 
 Patch = pytest.MonkeyPatch
 
@@ -156,3 +157,29 @@ def test_paths_of_other_users_that_stay_are_in_no_event(
     assert outcome.detail == "still redirected: /lustre/a (hangs), 2 of other jobs"
     (outcome,) = epilog.epilog(config, staging_node.places, staging_node.clock, asking, UNKNOWN)
     assert "/lustre" not in outcome.detail
+
+
+EPILOG = ("epilog.before_lease_drop", "epilog.after_lease_drop")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_feature_that_raises_stops_no_other_one_nor_the_epilog_itself(
+    staging_node: Node,
+    asking: Job,
+    config: Config,
+    publish: Publish,
+    make_image: Make,
+    monkeypatch: Patch,
+    error: type[Exception],
+) -> None:
+    raising, quiet, called = calls_of(EPILOG, error)
+    around_all(monkeypatch, raising, quiet)
+    holding(staging_node, asking, publish(make_image()).key)
+    if error is OSError:  # as any work of an Epilog may
+        assert ended(staging_node, asking, config)[0] == "failed"
+    else:
+        with pytest.raises(error, match=EPILOG[-1]):  # the boundary has the last one
+            ended(staging_node, asking, config)
+    assert called == [EPILOG[0], f"{EPILOG[0]}, too", EPILOG[1], f"{EPILOG[1]}, too"]
+    assert staging_node.leases.all() == []
+    assert staging_node.cache.stored_entries() == [], "evicted"

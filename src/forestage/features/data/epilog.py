@@ -9,10 +9,6 @@ if TYPE_CHECKING:
     from forestage.features.contexts import JobEnd
 
 
-def before_lease_drop(end: JobEnd) -> None:
-    """Do nothing: the lease protects the data."""
-
-
 def after_lease_drop(end: JobEnd, cache: Cache) -> None:
     """Release the data of a job that may have had any. Raises Failed, OSError."""
     if end.may_have_data:

@@ -6,7 +6,6 @@ import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from forestage.cache.layout import Cache
     from forestage.features.contexts import JobEnd
 
 
@@ -22,7 +21,3 @@ def before_lease_drop(end: JobEnd) -> None:
 
     with contextlib.suppress(OSError):  # what stays is for the sweep
         step_files.forget_job(end.places, end.job.id)
-
-
-def after_lease_drop(end: JobEnd, cache: Cache) -> None:
-    """Do nothing: the cache has no files of steps."""

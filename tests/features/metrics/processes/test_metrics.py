@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from commands import NOW, Site
 from forestage import events
-from forestage.admin import status, sweep
+from forestage.admin import status
 from forestage.admin.tally import Tally
 from forestage.cache import disk_errors
 from forestage.cache.layout import Cache
@@ -25,9 +25,12 @@ from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.events import Copied, Event, Handled, append, log
 from forestage.events.reasons import collect_failures, collect_reasons
+from forestage.features.contexts import SweepFacts
 from forestage.features.metrics import export as metrics
+from forestage.features.metrics import sweep
 from forestage.features.metrics.export import Exported
 from forestage.paths import Places
+from forestage.slurm.queue import Slurm
 from forestage.system import lock, records
 
 HERE = Path(__file__).parent
@@ -470,7 +473,8 @@ def by_metrics(site: Site) -> None:
 
 
 def by_sweep(site: Site) -> None:
-    sweep.drop_old_metrics(site.node)
+    facts = SweepFacts(site.node, Slurm("", node="n1"), frozenset(), dry_run=False)
+    sweep.afterwards(facts)
 
 
 BY = pytest.mark.parametrize("by", [by_metrics, by_sweep])

@@ -1,0 +1,30 @@
+"""What a sweep removes of data whose jobs are over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from forestage.features.data import job_dir, release
+
+if TYPE_CHECKING:
+    from forestage.admin.sweep import SweepReport
+    from forestage.features.contexts import SweepFacts
+
+
+def in_each_cache(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
+    """Remove what these jobs had, and return the names of their directories.
+
+    Raises Failed, OSError.
+    """
+    node = facts.node
+    if not facts.dry_run:
+        return {"job_dirs": release.of_all(node.cache, node.leases, node.clock.wall())}
+    left = job_dir.leftover(node.cache, facts.staying)
+    return {"job_dirs": tuple(one.directory.name for one in left)}
+
+
+def lines(report: SweepReport) -> list[str]:
+    """Return a line for each job's directory. Pure."""
+    would = "would be " if report.dry_run else ""
+    return [f"directory of job {name}: {would}deleted" for name in report.job_dirs]

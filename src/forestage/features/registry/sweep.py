@@ -1,0 +1,36 @@
+"""What a sweep cleans up of images of registries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from forestage.features.registry import step_files, store_by_hand
+from forestage.features.registry.collect import Done
+
+if TYPE_CHECKING:
+    from forestage.admin.sweep import SweepReport
+    from forestage.features.contexts import SweepFacts
+
+
+def without_cache(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
+    """Delete the files of steps whose jobs are over. Raises OSError."""
+    if not facts.dry_run:
+        node = facts.node
+        for path in step_files.list_leftovers(node.places, facts.staying, node.clock.wall()):
+            path.unlink(missing_ok=True)
+    return {}
+
+
+def afterwards(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
+    """Collect in the store of images, if it is this node's turn. Raises as `clean_some` does."""
+    node = facts.node
+    if facts.dry_run:
+        return {}
+    return {"collected": (*store_by_hand.clean_some(node.config, node.places, node.clock),)}
+
+
+def lines(report: SweepReport) -> list[str]:
+    """Return a line for each user whose directory in the store changed. Pure."""
+    done = [one for one in report.collected if isinstance(one, Done)]
+    return [f"store of {text}" for text in store_by_hand.lines(done, report.dry_run)]
