@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from forestage.features import doors
     from forestage.features.data import epilog as data_epilog
+    from forestage.features.data import explain as data_explain
     from forestage.features.data import reasons as data_reasons
     from forestage.features.data import status as data_status
     from forestage.features.data import sweep as data_sweep
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
     from forestage.features.peers import status as peers_status
     from forestage.features.peers import sweep as peers_sweep
     from forestage.features.prefetch import commands as prefetch_commands
+    from forestage.features.prefetch import explain as prefetch_explain
     from forestage.features.prefetch import metrics as prefetch_metrics
     from forestage.features.prefetch import status as prefetch_status
     from forestage.features.prepare import commands as prepare_commands
     from forestage.features.prepare import hints as prepare_hints
     from forestage.features.registry import commands as registry_commands
     from forestage.features.registry import epilog as registry_epilog
+    from forestage.features.registry import explain as registry_explain
     from forestage.features.registry import metrics as registry_metrics
     from forestage.features.registry import reasons as registry_reasons
     from forestage.features.registry import status as registry_status
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from forestage.features.report import commands as report_commands
 
     _data_epilog_after_lease_drop: doors.AfterLeaseDrop = data_epilog.after_lease_drop
+    _data_explain: doors.ExplainDoor = data_explain
     _data_reasons: doors.ReasonsDoor = data_reasons
     _data_status: doors.StatusDoor = data_status
     _data_sweep_in_each_cache: doors.CleanUp = data_sweep.in_each_cache
@@ -42,12 +46,14 @@ if TYPE_CHECKING:
     _peers_sweep_ask_slurm: doors.CleanUp = peers_sweep.ask_slurm
     _peers_sweep_with_cache: doors.CleanUp = peers_sweep.with_cache
     _prefetch_commands: doors.CommandsDoor = prefetch_commands
+    _prefetch_explain: doors.ExplainDoor = prefetch_explain
     _prefetch_metrics: doors.MetricsDoor = prefetch_metrics
     _prefetch_status: doors.StatusDoor = prefetch_status
     _prepare_commands: doors.CommandsDoor = prepare_commands
     _prepare_hints: doors.HintsDoor = prepare_hints
     _registry_commands: doors.CommandsDoor = registry_commands
     _registry_epilog_before_lease_drop: doors.BeforeLeaseDrop = registry_epilog.before_lease_drop
+    _registry_explain: doors.ExplainDoor = registry_explain
     _registry_metrics: doors.MetricsDoor = registry_metrics
     _registry_reasons: doors.ReasonsDoor = registry_reasons
     _registry_status: doors.StatusDoor = registry_status

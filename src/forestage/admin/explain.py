@@ -29,6 +29,8 @@ from forestage.events import (
 from forestage.events.ahead import Copies
 from forestage.events.losses import LostEvents
 from forestage.events.reasons import collect_reasons
+from forestage.features.contexts import ExplainFacts, ExplainPart
+from forestage.features.doors import having, load
 from forestage.paths import Places
 from forestage.system.terminal import Facts, Line, Piece, age, count, moment, short
 from forestage.units import format_duration, format_rate, format_size, to_tenths
@@ -41,7 +43,6 @@ UNASKED = (
     " on this node does not load forestage's SPANK plugin (the admin: `forestage check`)."
 )
 NOT_IN_ALL = "some task of the step could not be given it: see below"
-MEASURE = 8  # the part of an image from which a copy's rate is taken to be that of the rest
 VIAS = {"option": "--container-image", "hint": "stage= in the comment"}
 
 
@@ -234,7 +235,7 @@ def _run(
             (
                 *_without_tasks(event, failed, images),
                 *more,
-                *_ahead(event.outcome, ahead),
+                *_further(event, ahead),
                 *_found_bad(event, bad),
             ),
         )
@@ -284,26 +285,6 @@ def _is_same(event: Event, failed: Event) -> bool:
     return event.step == failed.step and one.data == other.data and other.image in places
 
 
-def _ahead(outcome: Outcome, copies: Mapping[str, Copied]) -> Iterator[str]:
-    """Pure: of an image that was copied before this job asked, since when, and what that saved."""
-    if isinstance(outcome, Copied) and outcome.ahead:
-        here = f"{format_size(outcome.ahead)} of it were here before the job began"
-        fetched = outcome.bytes - outcome.resumed
-        known = fetched >= outcome.bytes / MEASURE
-        spared = outcome.ahead * outcome.copying / fetched if known else 0.0
-        yield f"expected since {moment(outcome.expected)}: {here}{_about(spared)}"
-    copy = copies.get(outcome.key) if isinstance(outcome, Handled) else None
-    if isinstance(outcome, Handled) and copy and not copy.ahead and outcome.result in WHOLE:
-        took = f"copied before the job began, in {_tenths(copy.copying)}"
-        since = f"expected since {moment(copy.expected)}"
-        yield f"{since}: {took}{_about(saved.seconds(outcome) or 0.0)}"
-
-
-def _about(seconds: float) -> str:
-    about = to_tenths(float(f"{seconds:.2g}")) if seconds > 0 else ""
-    return f"; that saved about {about}" if about else ""
-
-
 def _found_bad(start: Event, bad: Iterable[Event]) -> Iterator[str]:
     """Pure: what a job must know that began with an entry which was found to be bad later."""
     for event in bad:
@@ -327,20 +308,35 @@ def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
         return _released(outcome, images)
     if isinstance(outcome, Copied) and outcome.result == "copied":
         return (_copied(outcome), *made_room)
-    if isinstance(outcome, Handled) and (found := _handled(outcome)):
+    parts = _parts(event.hook, outcome)
+    if isinstance(outcome, Handled) and (found := _handled(outcome, parts)):
         return (*found, *made_room)
     meaning = collect_reasons().get(outcome.reason, "")
     what = f"{outcome.result} ({outcome.reason}): {meaning}".removesuffix(": ")
     detail = (outcome.detail,) if outcome.detail else ()
-    return (what, *detail, *made_room, _consequence(event))
+    return (what, *detail, *made_room, _consequence(event, parts))
 
 
-def _handled(outcome: Handled) -> tuple[str, ...]:
+def _parts(
+    hook: Hook, outcome: Outcome, ahead: Mapping[str, Copied] | None = None
+) -> list[ExplainPart]:
+    """Return what features say of an outcome. Pure."""
+    facts = ExplainFacts(hook, outcome, ahead or {})
+    return [load(name, "explain").explain_outcome(facts) for name in having("explain")]
+
+
+def _further(event: Event, ahead: Mapping[str, Copied]) -> Iterator[str]:
+    """Yield the sentences that features add. Pure."""
+    for part in _parts(event.hook, event.outcome, ahead):
+        yield from part.sentences
+
+
+def _handled(outcome: Handled, parts: Sequence[ExplainPart]) -> tuple[str, ...]:
     if outcome.result == "started":
-        return (*_started(outcome), _redirect(outcome))
+        return (*_started(outcome), _redirect(outcome, parts))
     if outcome.result == "through":
         return ("through: the step read copied parts locally, and the rest from the source",)
-    return (_staged(outcome), _redirect(outcome)) if outcome.result in WHOLE else ()
+    return (_staged(outcome), _redirect(outcome, parts)) if outcome.result in WHOLE else ()
 
 
 def _started(outcome: Handled) -> Iterator[str]:
@@ -384,9 +380,9 @@ def _copied(outcome: Copied) -> str:
     return f"{made}; jobs read {read} before that, {straight} of it from the source"
 
 
-def _redirect(outcome: Handled) -> str:
-    if outcome.data and not outcome.redirect:
-        return "each step is shown it, once all of it is here"
+def _redirect(outcome: Handled, parts: Sequence[ExplainPart]) -> str:
+    if said := next((part.redirect for part in parts if part.redirect), ""):
+        return said
     why = "`redirect: none`, or Slurm's files could not be read, or it saves its container there"
     if outcome.result == "started":
         why = "no copy was here"
@@ -399,7 +395,7 @@ def _redirect(outcome: Handled) -> str:
     }.get(outcome.redirect, f"redirect: {outcome.redirect or 'not recorded'}")
 
 
-def _consequence(event: Event) -> str:
+def _consequence(event: Event, parts: Sequence[ExplainPart]) -> str:
     if event.hook == "epilog":
         return "What it could not release is still there: see `forestage status`."
     if event.hook == "stager":
@@ -416,13 +412,8 @@ def _consequence(event: Event) -> str:
         return "The hint was ignored."
     if event.outcome.reason in ("registry", "bare-name"):
         return "enroot imports it, as without forestage."
-    if event.outcome.reason == "no-mount" and not _is_of_image(event.outcome):
-        return f"The {who} went on without it."
-    return f"The {who} kept its original path."
-
-
-def _is_of_image(outcome: Outcome) -> bool:
-    return isinstance(outcome, Handled) and not outcome.data
+    said = next((part.consequence for part in parts if part.consequence), "")
+    return said or f"The {who} kept its original path."
 
 
 def _released(outcome: Released, images: dict[str, str]) -> tuple[str, ...]:
@@ -459,7 +450,7 @@ def pieces(found: History, now: float) -> list[Piece]:
             lines += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
         for number, one in enumerate(run.explained):
             starts = _starts(one.outcome, run, counted) and NOT_IN_ALL not in one.sentences
-            lines += [Line("")] * (number > 0) + _request(one, starts, options)
+            lines += [Line("")] * (number > 0) + _request(one, run.hook, starts, options)
     if found.unasked:
         lines += [Line(""), Line(UNASKED)]
     lines += [Line(f"Problem: {problem}") for problem in found.problems]
@@ -484,23 +475,27 @@ def _asked(run: Run) -> Iterator[str]:
         yield f"not counted: {words} in the comment, as the option was given"
 
 
-def _via(outcome: Handled, options: Collection[str]) -> str:
-    """Pure: where a request was asked; `options` are those that the job was submitted with."""
-    name = "stage-dir" if outcome.request == "stage-dir" else "stage"
+def _via(outcome: Handled, name: str, options: Collection[str]) -> str:
+    """Pure: where a request was asked; `options` are those that the job was submitted with.
+
+    `name` is that of the request's own option.
+    """
     if outcome.via == "hint" and name in options:
         return f"--{name}"
     return VIAS.get(outcome.via or "", outcome.via or "")
 
 
-def _request(explained: Explained, starts: bool, options: Collection[str]) -> list[Piece]:
-    outcome = explained.outcome
+def _request(
+    explained: Explained, hook: Hook, starts: bool, options: Collection[str]
+) -> list[Piece]:
+    outcome, parts = explained.outcome, _parts(hook, explained.outcome)
     facts = []
     request = outcome.request if isinstance(outcome, Handled) else ""
     if isinstance(outcome, Handled) and request:
-        via = _via(outcome, options)
+        name = next((part.option for part in parts if part.option), "stage")
+        via = _via(outcome, name, options)
         facts.append(("request", f"{request} ({via})" if via else request))
-    if isinstance(outcome, Handled) and outcome.digest:
-        facts.append(("digest", outcome.digest))
+    facts += [row for part in parts for row in part.rows]
     if isinstance(outcome, Handled | Copied):
         if outcome.image and outcome.image != request:
             facts.append(("data" if outcome.data else "image", outcome.image))

@@ -47,6 +47,7 @@ FEATURES = (
         doors=(
             "commands",
             "epilog.before_lease_drop",
+            "explain",
             "metrics",
             "reasons",
             "status",
@@ -69,6 +70,7 @@ FEATURES = (
         "data",
         doors=(
             "epilog.after_lease_drop",
+            "explain",
             "reasons",
             "status",
             "sweep.in_each_cache",
@@ -94,11 +96,7 @@ FEATURES = (
     ),
     Feature(
         "prefetch",
-        doors=(
-            "commands",
-            "metrics",
-            "status",
-        ),
+        doors=("commands", "explain", "metrics", "status"),
         needs=("peers", "prepare"),
         heading="Images before a job",
         commands=((3, "prefetch", "Copy images before the jobs begin which wait for a node."),),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Literal
 
     from forestage.admin.inventory import Item
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from forestage.cache.node import Node
     from forestage.clock import Clock
     from forestage.config import Config
+    from forestage.events import Copied, Hook, Outcome
     from forestage.paths import Places
     from forestage.slurm.job import Job
     from forestage.slurm.queue import Slurm
@@ -108,3 +110,29 @@ class MetricsPart(msgspec.Struct, frozen=True):
 
     info: dict[str, str] = {}
     families: tuple[MetricFamily, ...] = ()
+
+
+class ExplainFacts(msgspec.Struct, frozen=True):
+    """explain.py: what a hook or a stager came to.
+
+    `ahead` are the copies, by key, that were made before the job asked, and which it used first.
+    """
+
+    hook: Hook
+    outcome: Outcome
+    ahead: Mapping[str, Copied] = {}
+
+
+class ExplainPart(msgspec.Struct, frozen=True):
+    """What a feature says in `forestage explain`.
+
+    `redirect` and `consequence` are said in place of what the core says of the redirect, and that
+    the original path was kept; `sentences` follow the others, `rows` the request. `option` is by
+    what it was asked, if not by --stage.
+    """
+
+    redirect: str = ""
+    consequence: str = ""
+    sentences: tuple[str, ...] = ()
+    option: str = ""
+    rows: tuple[tuple[str, str], ...] = ()

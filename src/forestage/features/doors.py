@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from forestage.admin.sweep import SweepReport
     from forestage.cache.layout import Cache
     from forestage.features.contexts import (
+        ExplainFacts,
+        ExplainPart,
         JobEnd,
         MetricsFacts,
         MetricsPart,
@@ -72,6 +74,11 @@ if TYPE_CHECKING:
 
         def main(self, words: Sequence[str]) -> int: ...
 
+    class ExplainDoor(Protocol):
+        """What `forestage explain` says of the feature."""
+
+        def explain_outcome(self, facts: ExplainFacts) -> ExplainPart: ...
+
     class StatusDoor(Protocol):
         """What `forestage status` says of the feature."""
 
@@ -104,6 +111,8 @@ if TYPE_CHECKING:
     def load(name: str, door: Literal["commands"]) -> CommandsDoor: ...
     @overload
     def load(name: str, door: Literal["hints"]) -> HintsDoor: ...
+    @overload
+    def load(name: str, door: Literal["explain"]) -> ExplainDoor: ...
     @overload
     def load(name: str, door: Literal["status"]) -> StatusDoor: ...
     @overload

@@ -1,0 +1,39 @@
+"""What `forestage explain` says of an image that was copied before the job asked for it."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from forestage.events import WHOLE, Copied, Handled, saved
+from forestage.features.contexts import ExplainPart
+from forestage.system.terminal import moment
+from forestage.units import format_size, to_tenths
+
+if TYPE_CHECKING:
+    from forestage.features.contexts import ExplainFacts
+
+MEASURE = 8  # the part of an image from which a copy's rate is taken to be that of the rest
+
+
+def explain_outcome(facts: "ExplainFacts") -> ExplainPart:
+    """Return since when it was expected, and what that saved. Pure."""
+    return ExplainPart(sentences=tuple(_list_sentences(facts)))
+
+
+def _list_sentences(facts: "ExplainFacts") -> Iterator[str]:
+    outcome = facts.outcome
+    if isinstance(outcome, Copied) and outcome.ahead:
+        here = f"{format_size(outcome.ahead)} of it were here before the job began"
+        fetched = outcome.bytes - outcome.resumed
+        known = fetched >= outcome.bytes / MEASURE
+        spared = outcome.ahead * outcome.copying / fetched if known else 0.0
+        yield f"expected since {moment(outcome.expected)}: {here}{_about(spared)}"
+    copy = facts.ahead.get(outcome.key) if isinstance(outcome, Handled) else None
+    if isinstance(outcome, Handled) and copy and not copy.ahead and outcome.result in WHOLE:
+        took = to_tenths(copy.copying) or "less than 0.1s"
+        since = f"expected since {moment(copy.expected)}: copied before the job began, in {took}"
+        yield f"{since}{_about(saved.seconds(outcome) or 0.0)}"
+
+
+def _about(seconds: float) -> str:
+    about = to_tenths(float(f"{seconds:.2g}")) if seconds > 0 else ""
+    return f"; that saved about {about}" if about else ""
