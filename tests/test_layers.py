@@ -27,8 +27,6 @@ FOLDERS = (
 )
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
 DEBTS = {
-    "admin.copies": {"peers.stats"},
-    "admin.evict": {"data.release"},
     "check.__init__": {"peers.checks", "prefetch.checks", "registry.checks"},
     "check.enable": {"peers.activation"},
     "check.sources": {"prepare.publish"},

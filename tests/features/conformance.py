@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     _peers_counts: doors.CountsDoor = peers_counts
     _peers_metrics: doors.MetricsDoor = peers_metrics
     _peers_status: doors.StatusDoor = peers_status
+    _peers_status_read_sent: doors.ReadSent = peers_status.read_sent
     _peers_sweep_ask_slurm: doors.CleanUp = peers_sweep.ask_slurm
     _peers_sweep_with_cache: doors.CleanUp = peers_sweep.with_cache
     _prefetch_commands: doors.CommandsDoor = prefetch_commands

@@ -15,7 +15,7 @@ from forestage.cache.image import Kind
 from forestage.cache.layout import DiskUsage, Entry, tree_bytes
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
-from forestage.features.peers import stats
+from forestage.features.doors import having, load
 from forestage.system import lock, records, terminal
 from forestage.system.terminal import Line, Piece, Table, age, count, moment
 from forestage.units import format_rate, format_size
@@ -68,7 +68,9 @@ def gather(node: Node) -> tuple[Copy, ...]:
     """
     jobs = inventory.jobs_by_key(inventory.read_leases(node.leases).leases)
     boot, now = boot_id(), node.clock.monotonic()
-    given = stats.read(node.places.peer)
+    sent: dict[str, int] = {}
+    for name in having("status.read_sent"):
+        sent |= load(name, "status.read_sent")(node.places)
     found: list[tuple[float, Copy]] = []
     for directory in sorted(node.cache.parts.iterdir()):
         # Whoever copies holds the key's lock; other parts wait for somebody to resume them.
@@ -88,7 +90,7 @@ def gather(node: Node) -> tuple[Copy, ...]:
                 copy,
                 waiting=tuple(jobs.get(key, ())),
                 from_peers=part.of_peers(),
-                served=given.of(key) if given else 0,
+                served=sent.get(key, 0),
             )
             found.append((owner.since if owner else 0.0, copy))
     found.sort(key=lambda one: (one[0], one[1].key))

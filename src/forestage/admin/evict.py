@@ -14,7 +14,9 @@ from forestage.cache import disk, earlier, evict
 from forestage.cache.layout import Cache, DiskUsage
 from forestage.cache.node import Node
 from forestage.errors import NotFound
-from forestage.features.data import release
+from forestage.features.contexts import SweepFacts
+from forestage.features.doors import having, load
+from forestage.slurm.queue import Slurm
 from forestage.system import lock, records
 from forestage.system.terminal import Line, Piece, Table, count, jobs, short
 from forestage.units import format_size
@@ -91,7 +93,10 @@ def of_earlier(node: Node, root: str, dry_run: bool) -> Evictions:
     there = msgspec.structs.replace(node.configured(require_mount=False), cache=cache)
     items = [msgspec.structs.replace(one, pinned=False) for one in inventory.gather(there).items]
     if not dry_run:
-        release.of_all(cache, node.leases, node.clock.wall())
+        # Slurm is not asked: what has no lease is over.
+        over = SweepFacts(there, Slurm(""), frozenset(node.leases.jobs()), dry_run)
+        for name in having("sweep.in_each_cache"):
+            load(name, "sweep.in_each_cache")(over)
         for item in items:
             (cache.entry_dir(item.key) / "pinned").unlink(missing_ok=True)
     done = everything(there, items, dry_run)

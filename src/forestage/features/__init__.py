@@ -88,6 +88,7 @@ FEATURES = (
             "counts",
             "metrics",
             "status",
+            "status.read_sent",
             "sweep.ask_slurm",
             "sweep.with_cache",
         ),

@@ -84,6 +84,9 @@ if TYPE_CHECKING:
 
         def read_status(self, facts: StatusFacts) -> StatusPart: ...
 
+    # The bytes of each key that went to other nodes, for what is said of copies under way.
+    ReadSent = Callable[[Places], Mapping[str, int]]
+
     class MetricsDoor(Protocol):
         """What the feature adds to the metrics."""
 
@@ -115,6 +118,8 @@ if TYPE_CHECKING:
     def load(name: str, door: Literal["explain"]) -> ExplainDoor: ...
     @overload
     def load(name: str, door: Literal["status"]) -> StatusDoor: ...
+    @overload
+    def load(name: str, door: Literal["status.read_sent"]) -> ReadSent: ...
     @overload
     def load(name: str, door: Literal["metrics"]) -> MetricsDoor: ...
     @overload

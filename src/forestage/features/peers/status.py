@@ -1,10 +1,12 @@
 """What `forestage status` says of peers: what this node's service has sent, and who trusts it."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from forestage.features.contexts import StatusPart
 from forestage.features.peers import proven, stats
 from forestage.features.peers.stats import Uploaded
+from forestage.paths import Places
 from forestage.system.terminal import count
 from forestage.units import format_size
 
@@ -21,6 +23,12 @@ def read_status(facts: "StatusFacts") -> StatusPart:
     name = proof.node if proof else ""
     rows = list_rows(served, name)
     return StatusPart({"served": served, "proven": name}, after="copies", rows=rows)
+
+
+def read_sent(places: Places) -> Mapping[str, int]:
+    """Return the bytes of each key that went to other nodes, as far as that is known."""
+    served = stats.read(places.peer)
+    return served.keys if served else {}
 
 
 def list_rows(served: Uploaded | None, proven_with: str) -> tuple[tuple[str, str], ...]:
