@@ -8,7 +8,17 @@ alone and imports nothing, since each hook reads it, also one that then has noth
 class Feature:
     """A row of the table."""
 
-    __slots__ = ("commands", "doors", "heading", "marks", "name", "needs", "options", "words")
+    __slots__ = (
+        "commands",
+        "debts",
+        "doors",
+        "heading",
+        "marks",
+        "name",
+        "needs",
+        "options",
+        "words",
+    )
 
     def __init__(
         self,
@@ -21,6 +31,7 @@ class Feature:
         words: tuple[str, ...] = (),
         heading: str = "",
         commands: tuple[tuple[int, str, str], ...] = (),
+        debts: tuple[str, ...] = (),
     ) -> None:
         self.name = name
         self.doors = doors
@@ -39,6 +50,8 @@ class Feature:
         """The commands in its commands.py: the place below that heading, the name, the first
         sentence of the command's own help.
         """
+        self.debts = debts
+        """What else knows of it (tests/delete_feature): a file, or `file: word`. Only to shrink."""
 
 
 FEATURES = (
@@ -129,6 +142,10 @@ FEATURES = (
         heading="The whole cluster",
         commands=(
             (1, "report", "Report what staging saved: as a text, or with -o as an HTML page."),
+        ),
+        debts=(
+            *("README.md: forestage report", "docs/operations.md: forestage report"),
+            "docs/reference.md: forestage report",
         ),
     ),
     Feature(
