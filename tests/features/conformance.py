@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from forestage.features.metrics import commands as metrics_commands
     from forestage.features.metrics import sweep as metrics_sweep
     from forestage.features.peers import commands as peers_commands
-    from forestage.features.peers import counts as peers_counts
     from forestage.features.peers import metrics as peers_metrics
     from forestage.features.peers import status as peers_status
     from forestage.features.peers import sweep as peers_sweep
@@ -32,32 +31,32 @@ if TYPE_CHECKING:
     from forestage.features.report import commands as report_commands
 
     _data_epilog_after_lease_drop: doors.AfterLeaseDrop = data_epilog.after_lease_drop
-    _data_explain: doors.ExplainDoor = data_explain
+    _data_explain_explain_outcome: doors.ExplainOutcome = data_explain.explain_outcome
     _data_reasons: doors.ReasonsDoor = data_reasons
-    _data_status: doors.StatusDoor = data_status
+    _data_status_read_status: doors.ReadStatus = data_status.read_status
     _data_sweep_in_each_cache: doors.CleanUp = data_sweep.in_each_cache
     _data_sweep_lines: doors.SweepLines = data_sweep.lines
     _metrics_commands: doors.CommandsDoor = metrics_commands
     _metrics_sweep_afterwards: doors.CleanUp = metrics_sweep.afterwards
     _peers_commands: doors.CommandsDoor = peers_commands
-    _peers_counts: doors.CountsDoor = peers_counts
-    _peers_metrics: doors.MetricsDoor = peers_metrics
-    _peers_status: doors.StatusDoor = peers_status
+    _peers_metrics_count: doors.Count = peers_metrics.count
+    _peers_metrics_read_metrics: doors.ReadMetrics = peers_metrics.read_metrics
     _peers_status_read_sent: doors.ReadSent = peers_status.read_sent
+    _peers_status_read_status: doors.ReadStatus = peers_status.read_status
     _peers_sweep_ask_slurm: doors.CleanUp = peers_sweep.ask_slurm
     _peers_sweep_with_cache: doors.CleanUp = peers_sweep.with_cache
     _prefetch_commands: doors.CommandsDoor = prefetch_commands
-    _prefetch_explain: doors.ExplainDoor = prefetch_explain
-    _prefetch_metrics: doors.MetricsDoor = prefetch_metrics
-    _prefetch_status: doors.StatusDoor = prefetch_status
+    _prefetch_explain_explain_outcome: doors.ExplainOutcome = prefetch_explain.explain_outcome
+    _prefetch_metrics_read_metrics: doors.ReadMetrics = prefetch_metrics.read_metrics
+    _prefetch_status_read_status: doors.ReadStatus = prefetch_status.read_status
     _prepare_commands: doors.CommandsDoor = prepare_commands
     _prepare_hints: doors.HintsDoor = prepare_hints
     _registry_commands: doors.CommandsDoor = registry_commands
     _registry_epilog_before_lease_drop: doors.BeforeLeaseDrop = registry_epilog.before_lease_drop
-    _registry_explain: doors.ExplainDoor = registry_explain
-    _registry_metrics: doors.MetricsDoor = registry_metrics
+    _registry_explain_explain_outcome: doors.ExplainOutcome = registry_explain.explain_outcome
+    _registry_metrics_read_metrics: doors.ReadMetrics = registry_metrics.read_metrics
     _registry_reasons: doors.ReasonsDoor = registry_reasons
-    _registry_status: doors.StatusDoor = registry_status
+    _registry_status_read_status: doors.ReadStatus = registry_status.read_status
     _registry_sweep_afterwards: doors.CleanUp = registry_sweep.afterwards
     _registry_sweep_lines: doors.SweepLines = registry_sweep.lines
     _registry_sweep_without_cache: doors.CleanUp = registry_sweep.without_cache

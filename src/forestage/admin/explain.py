@@ -322,7 +322,8 @@ def _parts(
 ) -> list[ExplainPart]:
     """Return what features say of an outcome. Pure."""
     facts = ExplainFacts(hook, outcome, ahead or {})
-    return [load(name, "explain").explain_outcome(facts) for name in having("explain")]
+    names = having("explain.explain_outcome")
+    return [load(name, "explain.explain_outcome")(facts) for name in names]
 
 
 def _further(event: Event, ahead: Mapping[str, Copied]) -> Iterator[str]:

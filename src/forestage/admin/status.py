@@ -150,7 +150,9 @@ def gather(node: Node, conf: str = "") -> Status:
         blocked=blocked,
         no_companion=calls.without if _should_load(node, calls, conf) else "",
         through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
-        parts=tuple(load(name, "status").read_status(facts) for name in having("status")),
+        parts=tuple(
+            load(name, "status.read_status")(facts) for name in having("status.read_status")
+        ),
     )
     if unusable:
         return found

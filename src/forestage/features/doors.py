@@ -74,28 +74,14 @@ if TYPE_CHECKING:
 
         def main(self, words: Sequence[str]) -> int: ...
 
-    class ExplainDoor(Protocol):
-        """What `forestage explain` says of the feature."""
-
-        def explain_outcome(self, facts: ExplainFacts) -> ExplainPart: ...
-
-    class StatusDoor(Protocol):
-        """What `forestage status` says of the feature."""
-
-        def read_status(self, facts: StatusFacts) -> StatusPart: ...
-
-    # The bytes of each key that went to other nodes, for what is said of copies under way.
+    # What a feature adds to explain, to status and to the metrics. ReadSent: the bytes of each key
+    # that went to other nodes. Count: counts that are in no event, by their names in tally.json,
+    # where they are kept beside those that are.
+    ExplainOutcome = Callable[[ExplainFacts], ExplainPart]
+    ReadStatus = Callable[[StatusFacts], StatusPart]
     ReadSent = Callable[[Places], Mapping[str, int]]
-
-    class MetricsDoor(Protocol):
-        """What the feature adds to the metrics."""
-
-        def read_metrics(self, facts: MetricsFacts) -> MetricsPart: ...
-
-    class CountsDoor(Protocol):
-        """Counts that are in no event; they are kept in tally.json beside those that are."""
-
-        def count(self, places: Places) -> dict[str, object]: ...
+    ReadMetrics = Callable[[MetricsFacts], MetricsPart]
+    Count = Callable[[Places], dict[str, object]]
 
 
 if TYPE_CHECKING:
@@ -115,15 +101,15 @@ if TYPE_CHECKING:
     @overload
     def load(name: str, door: Literal["hints"]) -> HintsDoor: ...
     @overload
-    def load(name: str, door: Literal["explain"]) -> ExplainDoor: ...
+    def load(name: str, door: Literal["explain.explain_outcome"]) -> ExplainOutcome: ...
     @overload
-    def load(name: str, door: Literal["status"]) -> StatusDoor: ...
+    def load(name: str, door: Literal["status.read_status"]) -> ReadStatus: ...
     @overload
     def load(name: str, door: Literal["status.read_sent"]) -> ReadSent: ...
     @overload
-    def load(name: str, door: Literal["metrics"]) -> MetricsDoor: ...
+    def load(name: str, door: Literal["metrics.read_metrics"]) -> ReadMetrics: ...
     @overload
-    def load(name: str, door: Literal["counts"]) -> CountsDoor: ...
+    def load(name: str, door: Literal["metrics.count"]) -> Count: ...
 
 
 def load(name: str, door: str) -> Any:

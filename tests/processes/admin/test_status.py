@@ -17,10 +17,12 @@ from forestage.admin.status import Counts, DiskSpace, Status, pieces
 from forestage.cache import disk_errors
 from forestage.cache.evict import Room
 from forestage.cache.lease import Use
-from forestage.features.contexts import StatusPart
+from forestage.features import doors
+from forestage.features.contexts import StatusFacts, StatusPart
 from forestage.system import lock
 from forestage.system.drawing import draw
 from forestage.system.terminal import Line, moment
+from made_up import around_all
 
 G = 1 << 30
 LONG = "/lustre/" + "/".join(f"directory-{number}" for number in range(12)) + "/image.sqsh"
@@ -97,6 +99,31 @@ def test_what_features_add_to_the_document_comes_where_they_say() -> None:
     assert names[-1] == "c"
     assert "parts" not in names
     assert (found.find_field("d"), found.find_field("e")) == (4, None)
+
+
+def test_made_up_feature_is_in_what_is_printed_and_in_the_document(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_status(facts: StatusFacts) -> StatusPart:
+        assert (facts.has_cache, len(facts.items)) == (True, 1)
+        rows = (("helpers", "2 of them"),)
+        return StatusPart({"helpers": 2}, after="copies", rows=rows, tables=(Line("Helpers."),))
+
+    site.publish(site.image("a.sqsh"))
+    around_all(monkeypatch, {"status.read_status": read_status}, {})
+    printed = site.run("status").output
+    assert "2 of them" in printed
+    assert "\nHelpers.\n" in printed
+    names = [*site.json("status")]
+    assert names[names.index("copies") + 1] == "helpers"
+
+
+def test_status_without_any_feature_has_the_cores_own(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "FEATURES", ())
+    assert site.run("status").exit_code == 0
+    assert {*site.json("status")} == {*Status.__struct_fields__} - {"parts"}
 
 
 def test_live_stager_counts_as_used_room_and_copy(site: Site) -> None:

@@ -14,9 +14,12 @@ from forestage.cache import image
 from forestage.cache.lease import Lease, Use
 from forestage.events import Bad, Copied, Event, Handled, Hook, Outcome, Released, Result
 from forestage.events.reasons import collect_reasons
+from forestage.features import doors
+from forestage.features.contexts import ExplainFacts, ExplainPart
 from forestage.features.doors import having, load
 from forestage.system.as_user import User
 from histories import KEY, NOW, event, hit, printed
+from made_up import around_all
 
 SOURCE = Path(forestage.__file__).parent
 
@@ -369,6 +372,38 @@ def test_job_whose_steps_never_asked_is_told_why_that_may_be(
     text = printed(*events)
     assert ("No step of this job asked forestage for its copies" in text) == is_told
     assert history(7, events, None).unasked == is_told
+
+
+def test_what_a_feature_says_is_said_in_place_of_the_cores_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def explain_outcome(facts: ExplainFacts) -> ExplainPart:
+        said = f"it flew: {facts.outcome.result} in the {facts.hook}"
+        rows = (("flight", "LH 400"),)
+        return ExplainPart(said, "The job walked.", ("It landed.",), "fly", rows)
+
+    told = event(hit(via="hint"), options=("fly",)), event(Handled("declined", reason="missing"))
+    without = printed(*told)
+    around_all(monkeypatch, {"explain.explain_outcome": explain_outcome}, {})
+    text = printed(*told)
+    for word in (
+        "it flew: hit in the prolog",
+        "The job walked.",
+        "It landed.",
+        "LH 400",
+        "(--fly)",
+    ):
+        assert word in text
+        assert word not in without
+    assert "redirect mounted" not in text
+    assert "kept its original path" not in text
+
+
+def test_explanation_without_any_feature_has_the_cores_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = printed(event(hit()))
+    monkeypatch.setattr(doors, "FEATURES", ())
+    assert printed(event(hit())) == before
+    assert "declined (store-full)" in printed(event(Handled("declined", reason="store-full")))
 
 
 def test_data_is_told_from_an_image() -> None:

@@ -92,8 +92,8 @@ def count(places: Places) -> Tally:
     for event in events.unread(places.events, record.seen):
         record.tally.add(event)
     written = msgspec.to_builtins(record)
-    for name in having("counts"):
-        written["tally"] |= load(name, "counts").count(places)
+    for name in having("metrics.count"):
+        written["tally"] |= load(name, "metrics.count")(places)
     records.write(places.tally, msgspec.json.encode(written))
     return record.tally
 
@@ -143,7 +143,7 @@ def export(
         since = disk_errors.known(places).since
         swept = last_sweep(places)
         facts = MetricsFacts(places, config, status, tally, clock.monotonic())
-        parts = tuple(load(name, "metrics").read_metrics(facts) for name in having("metrics"))
+        parts = _list_parts(facts)
         about = config, status, since, swept, clock.wall(), parts
         written = text(Exported(tally, version, off, *about))
         # Who reads the last one is to know that the configuration is broken.
@@ -161,6 +161,11 @@ def export(
     if wrong:
         raise wrong
     return written
+
+
+def _list_parts(facts: MetricsFacts) -> tuple[MetricsPart, ...]:
+    names = having("metrics.read_metrics")
+    return tuple(load(name, "metrics.read_metrics")(facts) for name in names)
 
 
 def last_sweep(places: Places) -> float:

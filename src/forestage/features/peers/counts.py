@@ -5,7 +5,6 @@ It is kept in tally.json, as `given` and `last_given` of its `tally`.
 
 import msgspec
 
-from forestage.features.peers import stats
 from forestage.features.peers.stats import Uploaded
 from forestage.paths import Places
 from forestage.system import records
@@ -39,10 +38,3 @@ class _Record(msgspec.Struct):
 def read_counts(places: Places) -> GivenCounts:
     """Return what tally.json has, nothing where it cannot be read. Raises OSError."""
     return (records.find(places.tally, _Record) or _Record()).tally
-
-
-def count(places: Places) -> dict[str, object]:
-    """Return the counts that are to be kept now. Raises OSError."""
-    found = read_counts(places)
-    found.add(stats.read(places.peer))
-    return msgspec.structs.asdict(found)

@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from forestage.config import Config
 from forestage.features.contexts import MetricFamily, MetricsPart
-from forestage.features.peers import activation, counts, unanswered
+from forestage.features.peers import activation, counts, stats, unanswered
 from forestage.features.peers.counts import GivenCounts
+from forestage.paths import Places
 
 if TYPE_CHECKING:
     from forestage.features.contexts import MetricsFacts
@@ -21,6 +24,13 @@ def read_metrics(facts: "MetricsFacts") -> MetricsPart:
         info = {"peers": describe_peers(facts.config, has_service)}
     silent = len(unanswered.read_silent(places, facts.now))
     return MetricsPart(info, tuple(list_families(silent, counts.read_counts(places))))
+
+
+def count(places: Places) -> dict[str, object]:
+    """Return the counts that are to be kept now. Raises OSError."""
+    found = counts.read_counts(places)
+    found.add(stats.read(places.peer))
+    return msgspec.structs.asdict(found)
 
 
 def describe_peers(config: Config, has_service: bool) -> str:

@@ -18,20 +18,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from commands import NOW, Site
 from forestage import events
 from forestage.admin import status
-from forestage.admin.tally import Tally
+from forestage.admin.tally import Histogram, Tally
 from forestage.cache import disk_errors
 from forestage.cache.layout import Cache
 from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.events import Copied, Event, Handled, append, log
 from forestage.events.reasons import collect_failures, collect_reasons
-from forestage.features.contexts import SweepFacts
+from forestage.features import doors
+from forestage.features.contexts import MetricFamily, MetricsPart, SweepFacts
 from forestage.features.metrics import export as metrics
 from forestage.features.metrics import sweep
 from forestage.features.metrics.export import Exported
 from forestage.paths import Places
 from forestage.slurm.queue import Slurm
 from forestage.system import lock, records
+from made_up import around_all
 
 HERE = Path(__file__).parent
 PACKAGING = HERE.parents[3] / "packaging"
@@ -299,6 +301,39 @@ def test_every_count_has_its_series() -> None:
         "config_valid": 0,
     }
     assert {name: found[f"forestage_{name}"] for name in expected} == expected
+
+
+def test_family_of_a_feature_comes_after_the_one_that_it_names() -> None:
+    waits = Histogram.of((1.0, 2.0))
+    waits.add(1.5)
+    families = (
+        MetricFamily("flown_bytes", "Flown.", after="copies", kind="counter", value=3.0),
+        MetricFamily("landed", "Landed.", after="leases", label="at", values={"night": 1}),
+        MetricFamily("flight_seconds", "Flights.", after="wait_seconds", histogram=waits),
+    )
+    parts = (MetricsPart({"plane": "A380"}, families),)
+    text = metrics.text(Exported(Tally(), "1", off=False, parts=parts))
+    found = samples(text)
+    assert found["forestage_flown_bytes_total"] == 3
+    assert found["forestage_landed at=night"] == 1
+    assert found["forestage_flight_seconds_bucket le=2.0"] == 1
+    assert "forestage_info plane=A380 version=1" in found
+    names = re.findall(r"(?m)^# TYPE forestage_(\w+)", text.decode())
+    assert names[names.index("copies_total") + 1] == "flown_bytes_total"
+    assert names[names.index("wait_seconds") + 1] == "flight_seconds"
+    assert names[-1] == "landed", "without a status there are no leases"
+
+
+def test_counts_of_features_are_kept_with_the_tally_and_metrics_go_without_any(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "FEATURES", ())
+    append(places.events, [hit(1)])
+    count(places)
+    around_all(monkeypatch, {"metrics.count": lambda places: {"flown": {"bytes": 7}}}, {})
+    append(places.events, [hit(2)])
+    assert hits(count(places)) == 2
+    assert msgspec.json.decode(places.tally.read_bytes())["tally"]["flown"] == {"bytes": 7}
 
 
 # --- the command

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from commands import Site
+from commands import CHUNK, Site
+from forestage.admin import copies
+from forestage.system import lock
 
 
 def test_bytes_sent_by_peer_service_are_shown(site: Site) -> None:
@@ -12,3 +14,12 @@ def test_bytes_sent_by_peer_service_are_shown(site: Site) -> None:
     site.places.peer.write_text('{"since": 1, "bytes": 1048576, "chunks": 1}')
     assert "1 MiB in 1 chunk to other nodes" in site.run("status").output
     assert site.json("status")["served"]["bytes"] == 1048576
+
+
+def test_copy_under_way_says_what_of_it_went_to_other_nodes(site: Site) -> None:
+    _, owner = site.part(site.image("a.sqsh", b"x" * CHUNK), phase="copying")
+    site.places.peer.parent.mkdir(parents=True, exist_ok=True)
+    site.places.peer.write_text(f'{{"since": 1, "keys": {{"{owner.image.key}": 4096}}}}')
+    with lock.held(site.node.cache.key_lock(owner.image.key), 0):
+        (copy,) = copies.gather(site.node)
+    assert copy.served == 4096

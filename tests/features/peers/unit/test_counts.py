@@ -40,7 +40,7 @@ def test_what_was_sent_is_added_to_what_an_earlier_run_has_kept(tmp_path: Path) 
         if family.name == "peer_served_bytes"
     )
     assert family.value == 70
-    added = counts.count(places)
+    added = metrics.count(places)
     assert msgspec.to_builtins(added)["given"]["bytes"] == 100
     places.tally.write_bytes(b"{")
-    assert msgspec.to_builtins(counts.count(places))["given"]["bytes"] == 30
+    assert msgspec.to_builtins(metrics.count(places))["given"]["bytes"] == 30
