@@ -27,10 +27,6 @@ FOLDERS = (
 )
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
 DEBTS = {
-    "check.__init__": {"peers.checks", "prefetch.checks", "registry.checks"},
-    "check.enable": {"peers.activation"},
-    "check.sources": {"prepare.publish"},
-    "check.uses": {"registry.reference"},
     "cli.tend": {"peers.node_list", "prefetch.prefetch_host"},
     "hooks.script": {"data.requests", "registry.step_image"},
     "stage.engines": {"peers.client", "peers.with_peers"},

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from forestage import check
 from forestage.errors import Failed
 from forestage.features.peers import node_list
+from forestage.features.registry import checks as registry_checks
 from forestage.system.as_user import User
 from goldens import as_text, compare, must_be_as_kept, normalise
 from goodnode import GoodNode, words
@@ -177,7 +177,7 @@ NODES: dict[str, Callable[[GoodNode], object]] = {
 
 @pytest.mark.usefixtures("as_root")
 def test_report_of_check(open_path: Path, me: User, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check.registry, "NOBODY", me)
+    monkeypatch.setattr(registry_checks, "NOBODY", me)
     printed: dict[str, list[str]] = {}
     for name, plant in NODES.items():
         node = GoodNode(open_path / name)

@@ -46,9 +46,9 @@ USUAL_PLUGINS = (
 )
 # What is to run on each node, and the directories in which systemd finds that it is.
 TIMER = "forestage.timer"
-PEER_SERVICE = "forestage-peer.service"
-# The directory in which `systemctl enable` makes a unit's link, by [Install] of our unit files.
-_WANTED_BY = {TIMER: "timers.target.wants", PEER_SERVICE: "multi-user.target.wants"}
+# The directories in which `systemctl enable` makes a unit's link, by [Install] of our unit files.
+_WANTED_BY = {TIMER: "timers.target.wants"}
+_OTHERS_WANTED_BY = "multi-user.target.wants"
 _UNITS = ("/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
 LINK = "50-forestage"  # in a directory of hooks
 SCRIPT = 1 << 20  # bytes of a site's script that are searched for our name
@@ -479,9 +479,10 @@ def lacks(files: Files, *units: str) -> bool:
     """
     if files.mode("/run/systemd/system") is None:
         return False
+    wanted_by = {unit: _WANTED_BY.get(unit, _OTHERS_WANTED_BY) for unit in units}
     return not all(
-        any(unit in files.names(f"{folder}/{_WANTED_BY[unit]}") for folder in _UNITS)
-        for unit in units
+        any(unit in files.names(f"{folder}/{wants}") for folder in _UNITS)
+        for unit, wants in wanted_by.items()
     )
 
 

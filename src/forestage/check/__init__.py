@@ -2,9 +2,7 @@
 
 The door of this folder is `check`, with a `Target`; `pieces` renders its `Report`. A part is a
 module with `findings`, which reads and may take seconds. Facts are read from files; of Slurm's
-programs only `slurmd -V` is run, which asks no daemon, but on `prefetch.host` (prefetch.py). In the
-store of images a directory is made and removed, and a registry that was silent is connected to:
-both as nobody.
+programs only `slurmd -V` is run, which asks no daemon. What a feature looks at, its checks.py says.
 
 All of it happens in a child: whatever file a part reads may lie on a file system that hangs.
 """
@@ -27,9 +25,8 @@ from forestage.check.uses import Uses
 from forestage.clock import Clock
 from forestage.config import Config, Settings, load_settings
 from forestage.errors import ConfigError, Failed
-from forestage.features.peers import checks as peers
-from forestage.features.prefetch import checks as prefetch
-from forestage.features.registry import checks as registry
+from forestage.features.contexts import CheckFacts
+from forestage.features.doors import having, load
 from forestage.paths import Places
 from forestage.slurm import enroot as enroots
 from forestage.slurm.queue import Slurm
@@ -188,16 +185,9 @@ def _findings(
     yield "the node"
     yield from node.findings(files, target.places, settings.of_node, target.clock.wall())
     yield from node.untended(files, conf)
-    yield "the peer service and the names of nodes"
-    if target.is_root:  # others read neither the key nor the service's sign
-        yield from peers.findings(files, target.places, settings.of_node, conf, target.clock)
-    yield from prefetch.findings(target.places, settings.of_node, target.slurm, target.clock)
-    if site is not None and site.stack.pyxis is not None:
-        yield "the store of images"
-        origin = of_settings.origin(settings, target.places, "registry.store")
-        yield from registry.findings(files, site.stack.pyxis, config, origin)
-        if config.registry.enabled:
-            yield from registry.silence(used.silent, target.clock.wall())
+    facts = CheckFacts(target, files, settings, site)
+    for name in having("checks.findings"):
+        yield from load(name, "checks.findings")(facts)
 
 
 def _find_site(files: Files, target: Target) -> Site | Finding:

@@ -15,13 +15,14 @@ from typing import Literal
 import msgspec
 
 from forestage.admin import site as sites
-from forestage.admin.site import PEER_SERVICE, TIMER, Hook, Pattern, Site
+from forestage.admin.site import TIMER, Hook, Pattern, Site
 from forestage.cache.node import Node
 from forestage.check import plugins, slurm_conf
 from forestage.check.finding import Finding
 from forestage.config import Config
 from forestage.errors import RefusedError
-from forestage.features.peers import activation
+from forestage.features import FEATURES
+from forestage.features.doors import load
 from forestage.slurm.slurm_conf import ConfLine
 from forestage.system import mounts, run
 from forestage.system.terminal import Line, Piece
@@ -238,9 +239,11 @@ def apply(plan: Plan, files: Files) -> None:
 
 
 def wanted_units(config: Config | None) -> list[str]:
-    """Return the units of a node with this configuration; None is one that cannot be used. Pure."""
-    has_peers = config is not None and activation.may_serve(config)
-    return [TIMER, *[PEER_SERVICE] * has_peers]
+    """Return the units of a node with this configuration; None is one that cannot be used."""
+    if config is None:
+        return [TIMER]
+    wanting = [one for one in FEATURES if one.unit and load(one.name, "checks.wants_unit")(config)]
+    return [TIMER, *(one.unit for one in wanting)]
 
 
 def start_units(files: Files, units: Iterable[str]) -> list[str]:
@@ -257,7 +260,7 @@ def list_units_to_start(files: Files, units: Iterable[str]) -> list[str]:
 
 
 def stop_units(files: Files) -> list[str]:
-    """Stop and disable the peer service, if it is enabled; return a sentence about it.
+    """Stop and disable the units of features that are enabled; return a sentence about each.
 
     The timer goes on until the package is removed: jobs that run still have leases and mounts.
     """
@@ -272,7 +275,8 @@ def list_units_to_stop(files: Files) -> list[str]:
 
 def _list_units_to_stop(files: Files) -> list[str]:
     has_systemd = files.mode("/run/systemd/system") is not None
-    return [PEER_SERVICE] if has_systemd and not sites.lacks(files, PEER_SERVICE) else []
+    units = [one.unit for one in FEATURES if one.unit]
+    return [unit for unit in units if has_systemd and not sites.lacks(files, unit)]
 
 
 def _switch_unit(unit: str, verb: str, state: str) -> str:

@@ -16,10 +16,10 @@ from forestage.check.finding import Finding
 from forestage.check.uses import Used, Uses
 from forestage.config import KEYS, Config
 from forestage.errors import Declined, Failed
-from forestage.features.prepare.publish import Layout, setstripe
 from forestage.system import as_user, mounts, run
 from forestage.system.files import opened
 from forestage.system.mounts import Mount
+from forestage.system.striping import Layout, setstripe
 from forestage.system.terminal import count, moment
 from forestage.system.tree import Files
 from forestage.units import format_size

@@ -1,7 +1,7 @@
 """What this node's event log says: images by how often they were asked for, and when hooks ran.
 
-Also which sources and registries did not answer the last job that asked them, and which entries
-were found to have wrong bytes.
+Also which sources did not answer the last job that asked them, and which entries were found to
+have wrong bytes.
 """
 
 import contextlib
@@ -9,12 +9,9 @@ import contextlib
 import msgspec
 
 from forestage import events
-from forestage.errors import Declined
 from forestage.events import Bad, Event, Handled
-from forestage.features.registry import reference
 from forestage.paths import Places
 
-SILENT = "registry-silent"
 HANGS = "source-hangs"
 
 
@@ -29,13 +26,12 @@ class Used(msgspec.Struct):
 class Uses(msgspec.Struct, frozen=True):
     """`images`, most used first; when each of our hooks ran last, by its name in lower case.
 
-    `silent`: when registries were asked in vain that have not answered since, by their names;
-    `hung`: the same of paths that jobs named. `bad`: by key, what was last found wrong of an entry.
+    `hung`: when paths that jobs named were asked in vain that have not answered since. `bad`: by
+    key, what was last found wrong of an entry.
     """
 
     images: tuple[Used, ...]
     hooks: dict[str, float]
-    silent: dict[str, float] = {}
     hung: dict[str, float] = {}
     bad: dict[str, Event] = {}
 
@@ -44,7 +40,6 @@ def gather(places: Places) -> Uses:
     """Reads the log as far as it can be read."""
     images: dict[str, Used] = {}
     hooks: dict[str, float] = {}
-    silent: dict[str, float] = {}
     hung: dict[str, float] = {}
     bad: dict[str, Event] = {}
     with contextlib.suppress(OSError):
@@ -60,16 +55,5 @@ def gather(places: Places) -> Uses:
                 used = images.setdefault(outcome.image, Used(outcome.image))
                 used.times += 1
                 used.size = outcome.size or used.size
-            if isinstance(outcome, Handled) and (outcome.digest or outcome.reason == SILENT):
-                _note(silent, outcome, event.time)
     most_used = sorted(images.values(), key=lambda used: (-used.times, used.path))
-    return Uses(tuple(most_used), hooks, silent, hung, bad)
-
-
-def _note(silent: dict[str, float], outcome: Handled, time: float) -> None:
-    with contextlib.suppress(Declined):
-        registry = reference.parse(outcome.request).registry
-        if outcome.reason == SILENT:
-            silent[registry] = time
-        else:
-            silent.pop(registry, None)
+    return Uses(tuple(most_used), hooks, hung, bad)

@@ -17,6 +17,7 @@ class Feature:
         "name",
         "needs",
         "options",
+        "unit",
         "words",
     )
 
@@ -31,6 +32,7 @@ class Feature:
         words: tuple[str, ...] = (),
         heading: str = "",
         commands: tuple[tuple[int, str, str], ...] = (),
+        unit: str = "",
         debts: tuple[str, ...] = (),
     ) -> None:
         self.name = name
@@ -50,6 +52,8 @@ class Feature:
         """The commands in its commands.py: the place below that heading, the name, the first
         sentence of the command's own help.
         """
+        self.unit = unit
+        """The unit of systemd's that `forestage enable` starts, where its checks.py wants that."""
         self.debts = debts
         """What else knows of it (tests/delete_feature): a file, or `file: word`. Only to shrink."""
 
@@ -58,6 +62,7 @@ FEATURES = (
     Feature(
         "registry",
         doors=(
+            "checks.findings",
             "commands",
             "epilog.before_lease_drop",
             "explain.explain_outcome",
@@ -97,6 +102,8 @@ FEATURES = (
     Feature(
         "peers",
         doors=(
+            "checks.findings",
+            "checks.wants_unit",
             "commands",
             "metrics.count",
             "metrics.read_metrics",
@@ -107,10 +114,17 @@ FEATURES = (
         ),
         heading="The whole cluster",
         commands=((3, "peer", "Serve chunks to the other nodes until it is ended."),),
+        unit="forestage-peer.service",
     ),
     Feature(
         "prefetch",
-        doors=("commands", "explain.explain_outcome", "metrics.read_metrics", "status.read_status"),
+        doors=(
+            "checks.findings",
+            "commands",
+            "explain.explain_outcome",
+            "metrics.read_metrics",
+            "status.read_status",
+        ),
         needs=("peers", "prepare"),
         heading="Images before a job",
         commands=((3, "prefetch", "Copy images before the jobs begin which wait for a node."),),

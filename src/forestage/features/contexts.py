@@ -11,17 +11,20 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from forestage.admin.inventory import Item
+    from forestage.admin.site import Site
     from forestage.admin.status import Status
     from forestage.admin.tally import Histogram, Tally
     from forestage.cache.lease import Lease, Leases
     from forestage.cache.node import Node
+    from forestage.check import Target
     from forestage.clock import Clock
-    from forestage.config import Config
+    from forestage.config import Config, Settings
     from forestage.events import Copied, Hook, Outcome
     from forestage.paths import Places
     from forestage.slurm.job import Job
     from forestage.slurm.queue import Slurm
     from forestage.system.terminal import Piece
+    from forestage.system.tree import Files
 
 
 class JobEnd(msgspec.Struct, frozen=True):
@@ -136,3 +139,15 @@ class ExplainPart(msgspec.Struct, frozen=True):
     sentences: tuple[str, ...] = ()
     option: str = ""
     rows: tuple[tuple[str, str], ...] = ()
+
+
+class CheckFacts(msgspec.Struct, frozen=True):
+    """checks.py: the node that `forestage check` looks at, by the files below its root.
+
+    `site` is None where Slurm's files could not be read.
+    """
+
+    target: Target
+    files: Files
+    settings: Settings
+    site: Site | None

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
     from forestage.admin.sweep import SweepReport
     from forestage.cache.layout import Cache
+    from forestage.check.finding import Finding
+    from forestage.config import Config
     from forestage.features.contexts import (
+        CheckFacts,
         ExplainFacts,
         ExplainPart,
         JobEnd,
@@ -83,6 +86,11 @@ if TYPE_CHECKING:
     ReadMetrics = Callable[[MetricsFacts], MetricsPart]
     Count = Callable[[Places], dict[str, object]]
 
+    # What `forestage check` finds; before what may hang, a text says what it is about to look at.
+    LookForFindings = Callable[[CheckFacts], Iterator[Finding | str]]
+    # Whether `forestage enable` is to start the row's unit on a node with this configuration.
+    WantsUnit = Callable[[Config], bool]
+
 
 if TYPE_CHECKING:
 
@@ -110,6 +118,10 @@ if TYPE_CHECKING:
     def load(name: str, door: Literal["metrics.read_metrics"]) -> ReadMetrics: ...
     @overload
     def load(name: str, door: Literal["metrics.count"]) -> Count: ...
+    @overload
+    def load(name: str, door: Literal["checks.findings"]) -> LookForFindings: ...
+    @overload
+    def load(name: str, door: Literal["checks.wants_unit"]) -> WantsUnit: ...
 
 
 def load(name: str, door: str) -> Any:

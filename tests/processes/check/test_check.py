@@ -32,11 +32,14 @@ from forestage.config import load_settings
 from forestage.errors import Failed
 from forestage.events import Bad, Event, Handled
 from forestage.features.peers import auth, node_list, proven, unanswered
+from forestage.features.peers import checks as peers_checks
 from forestage.features.peers.node_list import NodeList
+from forestage.features.prefetch import checks as prefetch_checks
 from forestage.features.prefetch import expected, marks
 from forestage.features.prefetch.expected import Expectations
 from forestage.features.prefetch.marks import Look, Marks
 from forestage.features.prefetch.prefetch_node import BUSY
+from forestage.features.registry import checks as registry_checks
 from forestage.paths import Places
 from forestage.slurm.slurm_conf import MAX_FILES
 from forestage.system import as_user
@@ -69,7 +72,7 @@ def hangs(*_: object) -> None:
 @pytest.fixture
 def node(tmp_path: Path, me: User, monkeypatch: pytest.MonkeyPatch) -> GoodNode:
     """Any user reaches what lies on it."""
-    monkeypatch.setattr(check.registry, "NOBODY", me)
+    monkeypatch.setattr(registry_checks, "NOBODY", me)
     return GoodNode(tmp_path / "node")
 
 
@@ -932,9 +935,10 @@ def test_mistake_is_found_and_nothing_else(node: GoodNode, mistake: Planted) -> 
 
 def findings_made() -> set[str]:
     """The id of each Finding that the source makes."""
+    package = Path(check.__file__).parents[1]
     calls = (
         call
-        for file in Path(check.__file__).parent.glob("*.py")
+        for file in (*package.glob("check/*.py"), *package.glob("features/*/checks.py"))
         for call in ast.walk(ast.parse(file.read_text()))
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "Finding"
     )
@@ -1221,7 +1225,7 @@ def test_store_that_users_cannot_reach_is_found(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     importing()(node)
-    monkeypatch.setattr(check.registry, "NOBODY", User("", 65534, 65534))
+    monkeypatch.setattr(registry_checks, "NOBODY", User("", 65534, 65534))
     node.root.chmod(0o700)
     assert node.ids() == ["store-unwritable"]
 
@@ -1243,8 +1247,8 @@ def test_store_in_which_users_can_make_nothing_is_found(
 
 def test_store_that_hangs_is_found(node: GoodNode, monkeypatch: pytest.MonkeyPatch) -> None:
     importing()(node)
-    monkeypatch.setattr(check.registry, "TIMEOUT", 0.2)
-    monkeypatch.setattr(check.registry, "_tried", hangs)
+    monkeypatch.setattr(registry_checks, "TIMEOUT", 0.2)
+    monkeypatch.setattr(registry_checks, "_tried", hangs)
     assert node.ids() == ["store-hangs"]
 
 
@@ -1467,9 +1471,9 @@ def test_node_names_that_do_not_resolve_are_named(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch, listed: bool
 ) -> None:
     """By root's own list where there is one; a name service that hangs is no answer."""
-    monkeypatch.setattr(check.peers, "HANGS", 3.0)
+    monkeypatch.setattr(peers_checks, "HANGS", 3.0)
     monkeypatch.setattr(
-        check.peers, "resolve", lambda name: hangs() if name == "n2" else name > "n3"
+        peers_checks, "resolve", lambda name: hangs() if name == "n2" else name > "n3"
     )
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-4] CPUs=8")
     if listed:
@@ -1488,9 +1492,9 @@ def test_munge_key_that_no_other_node_has_shown_is_a_note(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key of its own, as Debian's package makes it, lets a node read its own credential."""
-    monkeypatch.setattr(check.peers.auth, "prover", lambda *_: auth.Munge())
-    monkeypatch.setattr(check.peers.auth, "check", lambda prover: None)
-    monkeypatch.setattr(check.peers, "resolve", lambda name: True)
+    monkeypatch.setattr(peers_checks.auth, "prover", lambda *_: auth.Munge())
+    monkeypatch.setattr(peers_checks.auth, "check", lambda prover: None)
+    monkeypatch.setattr(peers_checks, "resolve", lambda name: True)
     assert node.ids() == [], "one node has no other"
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-2] CPUs=8")
     for text in ("", "peers: {enabled: true}\n"):
@@ -1504,11 +1508,11 @@ def test_munge_key_that_no_other_node_has_shown_is_a_note(
 def test_node_whose_name_does_not_resolve_has_the_address_that_slurm_knows(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check.peers, "resolve", lambda name: name in ("n1", "10.0.0.2"))
+    monkeypatch.setattr(peers_checks, "resolve", lambda name: name in ("n1", "10.0.0.2"))
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-3] CPUs=8")
     now = time.time()
     listed = NodeList(now, {"n1": "", "n2": "10.0.0.2", "n3": "10.0.0.3"})
-    monkeypatch.setattr(check.peers.node_list, "_find", lambda *_: listed)
+    monkeypatch.setattr(peers_checks.node_list, "_find", lambda *_: listed)
     (one,) = node.check().findings
     assert one.what == "1 of 3 nodes that were tried have no address here: n3"
 
@@ -1516,7 +1520,7 @@ def test_node_whose_name_does_not_resolve_has_the_address_that_slurm_knows(
 def test_few_names_of_a_large_cluster_are_resolved(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check.peers, "resolve", lambda _: False)
+    monkeypatch.setattr(peers_checks, "resolve", lambda _: False)
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-9000] CPUs=8")
     peers()(node)
     what = node.check().findings[0].what
@@ -1721,8 +1725,8 @@ def test_prefetch_host_that_reads_the_queue_has_no_finding(
     ("ahead", "known", "ids"),
     [
         (-30.0, Marks(), []),
-        (check.prefetch.SKEW + 1, Marks(), ["prefetch-clock"]),
-        (-check.prefetch.LATE - 1, Marks(), ["prefetch-old"]),
+        (prefetch_checks.SKEW + 1, Marks(), ["prefetch-clock"]),
+        (-prefetch_checks.LATE - 1, Marks(), ["prefetch-old"]),
         (-30.0, Marks(idle=BUSY), ["prefetch-bandwidth"]),
         (-30.0, Marks((Look("/a", 7, 1.0, 1.0),), idle=BUSY), []),
     ],

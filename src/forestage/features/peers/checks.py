@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from forestage.admin import site as sites
-from forestage.admin.site import PEER_SERVICE, Conf
+from forestage.admin.site import Conf
 from forestage.check.finding import Finding, Level
 from forestage.clock import Clock
 from forestage.config import Address, Config
 from forestage.errors import ForestageError
+from forestage.features.contexts import CheckFacts
 from forestage.features.peers import activation, addresses, auth, node_list, proven, unanswered
 from forestage.features.peers.addresses import Addresses
 from forestage.paths import Places
@@ -25,6 +26,7 @@ from forestage.system import as_user
 from forestage.system.tree import HANGS, Files
 
 SAMPLE = 16  # names that are resolved, of any number
+PEER_SERVICE = "forestage-peer.service"
 NAMED = 8  # nodes that a finding names, of any number
 _LISTEN = "0A"  # /proc/net/tcp, TCP_LISTEN
 _EACH_READS = (
@@ -32,10 +34,23 @@ _EACH_READS = (
 )
 
 
-def findings(
+def findings(facts: CheckFacts) -> Iterator[Finding | str]:
+    """Prove this node to itself, look who listens, and resolve names of other nodes."""
+    yield "the peer service and the names of nodes"
+    target, config = facts.target, facts.settings.of_node
+    conf = None if facts.site is None else facts.site.conf
+    if target.is_root:  # others read neither the key nor the service's sign
+        yield from _service_and_names(facts.files, target.places, config, conf, target.clock)
+
+
+def wants_unit(config: Config) -> bool:
+    """Return whether the configuration allows a peer service on this node. Pure."""
+    return activation.may_serve(config)
+
+
+def _service_and_names(
     files: Files, places: Places, config: Config, conf: Conf | None, clock: Clock
 ) -> Iterator[Finding]:
-    """Prove this node to itself, look who listens, and resolve names of other nodes. As root."""
     if not activation.may_serve(config):
         return
     peers = config.peers

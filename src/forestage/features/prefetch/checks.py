@@ -10,6 +10,7 @@ from forestage.check.finding import Finding
 from forestage.clock import Clock
 from forestage.config import Address, Config
 from forestage.errors import Failed, ForestageError, SlurmError
+from forestage.features.contexts import CheckFacts
 from forestage.features.peers import activation, auth
 from forestage.features.prefetch import expected, marks, prefetch_host, prefetch_node
 from forestage.features.prefetch.expected import Expectations
@@ -23,8 +24,10 @@ FEW = 20  # jobs that come and go while squeue and sdiag answer
 _HOST = "No node knows what is expected: nothing is copied before a job starts"
 
 
-def findings(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterator[Finding | str]:
+def findings(facts: CheckFacts) -> Iterator[Finding | str]:
     """What is found, and before what may take its time, what that is."""
+    config, target = facts.settings.of_node, facts.target
+    places, slurm, clock = target.places, target.slurm, target.clock
     host = config.prefetch_host
     if host is None:
         return

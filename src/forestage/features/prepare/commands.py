@@ -167,9 +167,10 @@ def publish(
     """
     from forestage.features.prepare import publish as work
     from forestage.system import terminal as screen
+    from forestage.system.striping import Layout
     from forestage.system.tree import Files
 
-    layout = work.Layout(stripes, stripe_size)
+    layout = Layout(stripes, stripe_size)
     files = Files(world.places.root)
     source, target = Path(os.path.abspath(image)), Path(os.path.abspath(folder))
     with ending_as_interrupt(), screen.busy() as progress:
@@ -197,6 +198,7 @@ def pack(
     from forestage.features.prepare import pack as work
     from forestage.features.prepare import publish as publishing
     from forestage.system import terminal as screen
+    from forestage.system.striping import Layout
     from forestage.system.tree import Files
 
     at = Path(os.path.abspath(folder))
@@ -206,7 +208,7 @@ def pack(
     option = work.option_of(at, image) if here else ""
     layout = None
     if here and publishing.kind_of(image.parent, Files(world.places.root)) == "lustre":
-        layout = publishing.Layout()
+        layout = Layout()
     with ending_as_interrupt(), screen.busy() as progress:
         done = work.pack(folder, image, force, world.clock, progress, layout, world.places.root)
     done = msgspec.structs.replace(done, option=option)

@@ -19,9 +19,10 @@ import msgspec
 from forestage.clock import Clock
 from forestage.errors import Failed, ImageError
 from forestage.features.prepare import hints
-from forestage.features.prepare.publish import Layout, lay_out, replacing
+from forestage.features.prepare.publish import lay_out, replacing
 from forestage.system import child, mksquashfs, run
 from forestage.system.run import Ran
+from forestage.system.striping import Layout
 from forestage.system.terminal import Facts, Line, Piece
 from forestage.units import format_duration, format_size
 

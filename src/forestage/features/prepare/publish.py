@@ -18,18 +18,12 @@ from forestage.clock import Clock
 from forestage.errors import Failed, ImageError
 from forestage.system import records, run
 from forestage.system.files import opened
+from forestage.system.striping import Layout, setstripe
 from forestage.system.terminal import Facts, Line, Piece
 from forestage.system.tree import Files
 from forestage.units import format_duration, format_rate, format_size
 
 TIMEOUT = 60.0  # seconds for lfs to make an empty file
-
-
-class Layout(msgspec.Struct, frozen=True):
-    """A Lustre layout: over how many OSTs (-1: all), in stripes of which size, as lfs takes it."""
-
-    stripes: int = -1
-    size: str = "1M"
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -44,12 +38,6 @@ class Published(msgspec.Struct, frozen=True):
     filesystem: str
     striped: bool
     layout: Layout
-
-
-def setstripe(layout: Layout, path: Path) -> list[str]:
-    """Pure: one component up to the end of the file (lfs-setstripe(1): -E); `check` advises it."""
-    words = ["lfs", "setstripe", "-E", "-1", "-c", str(layout.stripes), "-S", layout.size]
-    return [*words, str(path)]
 
 
 def publish(

@@ -4,18 +4,23 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 
+from forestage import events
 from forestage.admin.site import LoadedPlugin
+from forestage.check import settings as of_settings
 from forestage.check.finding import Finding
 from forestage.config import Config
 from forestage.errors import Declined, Failed
-from forestage.features.registry import environment
+from forestage.events import Handled
+from forestage.features.contexts import CheckFacts
+from forestage.features.registry import environment, reference
 from forestage.features.registry.reference import TAG_DIGEST
+from forestage.paths import Places
 from forestage.slurm.companion import is_importer
 from forestage.system import as_user, run
 from forestage.system.as_user import User
@@ -30,9 +35,23 @@ TIMEOUT = 10.0  # seconds for a store, a registry, or enroot to answer
 RECENT = 86400.0  # seconds since a registry was silent
 MOST = 3  # registries that are connected to
 HTTPS = 443
+SILENT = "registry-silent"
 
 
-def findings(files: Files, pyxis: LoadedPlugin, config: Config, origin: str) -> Iterator[Finding]:
+def findings(facts: CheckFacts) -> Iterator[Finding | str]:
+    """Make and remove a directory in the store, and connect to registries: both as nobody."""
+    pyxis = None if facts.site is None else facts.site.stack.pyxis
+    if pyxis is None:
+        return
+    yield "the store of images"
+    config, target = facts.settings.config, facts.target
+    origin = of_settings.origin(facts.settings, target.places, "registry.store")
+    yield from _importer(facts.files, pyxis, config, origin)
+    if config.registry.enabled:
+        yield from _silence(target.places, target.clock.wall())
+
+
+def _importer(files: Files, pyxis: LoadedPlugin, config: Config, origin: str) -> Iterator[Finding]:
     """`origin` is the file that sets `registry:`. Nothing where the admin uses another importer."""
     program = pyxis.line.argument("importer")
     store = config.registry.store
@@ -226,11 +245,26 @@ def _be_nobody() -> None:
         as_user.become(NOBODY)
 
 
-def silence(silent: Mapping[str, float], now: float) -> Iterator[Finding]:
+def _read_silent(places: Places) -> dict[str, float]:
+    """Return when registries were asked in vain that have not answered a step since."""
+    found: dict[str, float] = {}
+    with contextlib.suppress(OSError):
+        for event in events.read(places.events):
+            outcome = event.outcome
+            if isinstance(outcome, Handled) and (outcome.digest or outcome.reason == SILENT):
+                with contextlib.suppress(Declined):
+                    registry = reference.parse(outcome.request).registry
+                    found.pop(registry, None)
+                    found |= {registry: event.time} if outcome.reason == SILENT else {}
+    return found
+
+
+def _silence(places: Places, now: float) -> Iterator[Finding]:
     """Registries that did not answer the last step which asked them, and do not answer now.
 
     No other registry is connected to.
     """
+    silent = _read_silent(places)
     recent = [(name, when) for name, when in silent.items() if now - when < RECENT]
     for name, when in islice(sorted(recent), MOST):
         wrong = _unreachable(name)
