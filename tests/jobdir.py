@@ -17,9 +17,9 @@ from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.errors import Declined
 from forestage.events import Handled
+from forestage.features.contexts import StepPart
 from forestage.features.data import job_dir
 from forestage.features.data import requests as data
-from forestage.features.data.requests import ShownData
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.stage.wait import Progress, quiet
@@ -69,7 +69,7 @@ class Dirs:
         fill: float = 240.0,
         progress: Progress = quiet,
         refusal: Declined | None = None,
-    ) -> ShownData:
+    ) -> StepPart:
         asked = self.job(job, "", user, SLURM_STEP_ID="0")
         limit = Limit.of(Clock(), 60.0, None)
         until = type(limit.end).after(fill, Clock())

@@ -28,7 +28,6 @@ FOLDERS = (
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
 DEBTS = {
     "cli.tend": {"peers.node_list", "prefetch.prefetch_host"},
-    "hooks.script": {"data.requests", "registry.step_image"},
     "stage.engines": {"peers.client", "peers.with_peers"},
     "stage.pipeline": {"peers.activation", "peers.client", "peers.stats"},
 }
@@ -139,10 +138,8 @@ ONE_IMPORTER = {
     },
     "imported late: who does without it does not pay for it": {
         *(
-            "features.data.requests",
             "hooks.earlier_job",
             "hooks.prolog",
-            "features.registry.step_image",
             "hooks.script",
         ),
         *(

@@ -138,7 +138,7 @@ def test_step_is_not_shown_what_was_there_before(node: Node, kept: Kept, change:
     assert (outcome.result, outcome.reason) == ("declined", "changed")
 
 
-def show(node: Node) -> data.ShownData:
+def show(node: Node) -> data.StepPart:
     config = load_settings(node.places.etc).for_partition("batch")
     bare = Bare(config, node.places, node.cache, node.leases, Clock())
     job = Job.from_environ(node.environ(1))

@@ -6,8 +6,10 @@ if TYPE_CHECKING:
     from forestage.features import doors
     from forestage.features.data import epilog as data_epilog
     from forestage.features.data import explain as data_explain
+    from forestage.features.data import prolog as data_prolog
     from forestage.features.data import reasons as data_reasons
     from forestage.features.data import status as data_status
+    from forestage.features.data import step as data_step
     from forestage.features.data import sweep as data_sweep
     from forestage.features.metrics import commands as metrics_commands
     from forestage.features.metrics import sweep as metrics_sweep
@@ -28,15 +30,19 @@ if TYPE_CHECKING:
     from forestage.features.registry import epilog as registry_epilog
     from forestage.features.registry import explain as registry_explain
     from forestage.features.registry import metrics as registry_metrics
+    from forestage.features.registry import prolog as registry_prolog
     from forestage.features.registry import reasons as registry_reasons
     from forestage.features.registry import status as registry_status
+    from forestage.features.registry import step as registry_step
     from forestage.features.registry import sweep as registry_sweep
     from forestage.features.report import commands as report_commands
 
     _data_epilog_after_lease_drop: doors.AfterLeaseDrop = data_epilog.after_lease_drop
     _data_explain_explain_outcome: doors.ExplainOutcome = data_explain.explain_outcome
+    _data_prolog_after_lease: doors.PrologAfterLease = data_prolog.after_lease
     _data_reasons: doors.ReasonsDoor = data_reasons
     _data_status_read_status: doors.ReadStatus = data_status.read_status
+    _data_step_after_lease: doors.StepAfterLease = data_step.after_lease
     _data_sweep_in_each_cache: doors.CleanUp = data_sweep.in_each_cache
     _data_sweep_lines: doors.SweepLines = data_sweep.lines
     _metrics_commands: doors.CommandsDoor = metrics_commands
@@ -62,8 +68,10 @@ if TYPE_CHECKING:
     _registry_epilog_before_lease_drop: doors.BeforeLeaseDrop = registry_epilog.before_lease_drop
     _registry_explain_explain_outcome: doors.ExplainOutcome = registry_explain.explain_outcome
     _registry_metrics_read_metrics: doors.ReadMetrics = registry_metrics.read_metrics
+    _registry_prolog_before_lease: doors.PrologBeforeLease = registry_prolog.before_lease
     _registry_reasons: doors.ReasonsDoor = registry_reasons
     _registry_status_read_status: doors.ReadStatus = registry_status.read_status
+    _registry_step_before_lease: doors.StepBeforeLease = registry_step.before_lease
     _registry_sweep_afterwards: doors.CleanUp = registry_sweep.afterwards
     _registry_sweep_lines: doors.SweepLines = registry_sweep.lines
     _registry_sweep_without_cache: doors.CleanUp = registry_sweep.without_cache

@@ -95,7 +95,7 @@ def of_alice(node: Node, comment: str, **changes: object) -> tuple[Bare, Job]:
     return bare, msgspec.structs.replace(job, user=user)
 
 
-def show(node: Node, groups: tuple[int, ...]) -> data.ShownData:
+def show(node: Node, groups: tuple[int, ...]) -> data.StepPart:
     """What a step is shown that has these groups."""
     bare, job = of_alice(node, "", groups=groups, of_step=True)
     limit = Limit.of(Clock(), 600.0, 600.0)

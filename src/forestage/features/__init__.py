@@ -13,6 +13,7 @@ class Feature:
         "debts",
         "doors",
         "heading",
+        "kinds",
         "marks",
         "name",
         "needs",
@@ -30,6 +31,7 @@ class Feature:
         marks: tuple[str, ...] = (),
         options: tuple[str, ...] = (),
         words: tuple[str, ...] = (),
+        kinds: tuple[str, ...] = (),
         heading: str = "",
         commands: tuple[tuple[int, str, str], ...] = (),
         unit: str = "",
@@ -46,6 +48,9 @@ class Feature:
         """The words that a job's comment and options of srun may have for it."""
         self.words = words
         """The words that only a job's comment may have for it."""
+        self.kinds = kinds
+        """What a job asks it for, besides images by their paths: a `reference` in place of a path,
+        or `data`. Only then do Prolog and step import it."""
         self.heading = heading
         """Below which heading of `forestage --help` its commands stand."""
         self.commands = commands
@@ -65,6 +70,8 @@ FEATURES = (
             "checks.findings",
             "commands",
             "epilog.before_lease_drop",
+            "prolog.before_lease",
+            "step.before_lease",
             "explain.explain_outcome",
             "metrics.read_metrics",
             "reasons",
@@ -74,11 +81,11 @@ FEATURES = (
             "sweep.without_cache",
         ),
         marks=("images/{job}.asked",),
+        kinds=("reference",),
         heading="Images before a job",
         commands=((8, "registry", "Images of registries in the store that all nodes share."),),
     ),
-    # What every job with an image needs: no folder. In the Prolog and in a step the features above
-    # this row do their work before the core takes the job's lease, those below it after that.
+    # What every job with an image needs: no folder.
     Feature(
         "core",
         marks=("leases/{job}.json", "leases/{job}.prolog"),
@@ -88,6 +95,8 @@ FEATURES = (
         "data",
         doors=(
             "epilog.after_lease_drop",
+            "prolog.after_lease",
+            "step.after_lease",
             "explain.explain_outcome",
             "reasons",
             "status.read_status",
@@ -98,6 +107,7 @@ FEATURES = (
         marks=("leases/{job}.hinted",),
         options=("stage-dir",),
         words=("stage-list",),
+        kinds=("data",),
     ),
     Feature(
         "peers",

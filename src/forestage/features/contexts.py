@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Literal
 
     from forestage.admin.inventory import Item
@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from forestage.check import Target
     from forestage.clock import Clock
     from forestage.config import Config, Settings
-    from forestage.events import Copied, Hook, Outcome
+    from forestage.errors import Declined
+    from forestage.events import Copied, Handled, Hook, Outcome
+    from forestage.hooks.limit import Limit
     from forestage.paths import Places
     from forestage.slurm.job import Job
+    from forestage.slurm.lines import Fields
     from forestage.slurm.queue import Slurm
+    from forestage.slurm.slurm_conf import SlurmConf
     from forestage.system.terminal import Piece
     from forestage.system.tree import Files
 
@@ -151,3 +155,38 @@ class CheckFacts(msgspec.Struct, frozen=True):
     files: Files
     settings: Settings
     site: Site | None
+
+
+class LeaseFacts(msgspec.Struct, frozen=True):
+    """prolog.py, step.py: a job before the core takes a lease for it.
+
+    `environ` is the hook's. `report` records what comes of the job in a process that goes on after
+    the hook, `log` writes a line of the hook's.
+    """
+
+    node: Node
+    job: Job
+    slurm_conf: SlurmConf
+    environ: Mapping[str, str]
+    report: Callable[[Sequence[Outcome]], None]
+    log: Callable[[str], None]
+
+
+class ServedFacts(msgspec.Struct, frozen=True):
+    """prolog.py, step.py: a job once the core has served it, and why nothing may be staged now."""
+
+    node: Node
+    job: Job
+    limit: Limit
+    refusal: Declined | None
+
+
+class StepPart(msgspec.Struct, frozen=True):
+    """What a feature shows a step: lines for the companion, and what became of each request.
+
+    `local` are the paths, in the comment's order, at which all of it is read from this node.
+    """
+
+    lines: list[Fields]
+    outcomes: list[Handled]
+    local: tuple[str, ...] = ()

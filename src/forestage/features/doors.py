@@ -29,22 +29,35 @@ if TYPE_CHECKING:
     from forestage.cache.layout import Cache
     from forestage.check.finding import Finding
     from forestage.config import Config
+    from forestage.events import Handled
     from forestage.features.contexts import (
         CheckFacts,
         ExplainFacts,
         ExplainPart,
         JobEnd,
+        LeaseFacts,
         MetricsFacts,
         MetricsPart,
+        ServedFacts,
         StatusFacts,
         StatusPart,
+        StepPart,
         SweepFacts,
     )
     from forestage.paths import Places
+    from forestage.slurm.job import Job
+    from forestage.slurm.lines import Fields
 
     # The Epilog: what goes before the job's lease is dropped, and after that.
     BeforeLeaseDrop = Callable[[JobEnd], None]
     AfterLeaseDrop = Callable[[JobEnd, Cache], None]
+
+    # Prolog and step: what is done before the core takes the job's lease, and once it has served
+    # the job. A step's answer of a feature comes instead of the core's.
+    PrologBeforeLease = Callable[[LeaseFacts], Job]
+    PrologAfterLease = Callable[[ServedFacts], list[Handled]]
+    StepBeforeLease = Callable[[LeaseFacts], tuple[Job, Fields]]
+    StepAfterLease = Callable[[ServedFacts], StepPart]
 
     # A sweep: what needs no cache; what jobs that are over left in a cache, also in one that was
     # configured before; what is wrong in the cache, once there is room; what nodes share, and may
@@ -99,6 +112,14 @@ if TYPE_CHECKING:
     @overload
     def load(name: str, door: Literal["epilog.after_lease_drop"]) -> AfterLeaseDrop: ...
     @overload
+    def load(name: str, door: Literal["prolog.before_lease"]) -> PrologBeforeLease: ...
+    @overload
+    def load(name: str, door: Literal["prolog.after_lease"]) -> PrologAfterLease: ...
+    @overload
+    def load(name: str, door: Literal["step.before_lease"]) -> StepBeforeLease: ...
+    @overload
+    def load(name: str, door: Literal["step.after_lease"]) -> StepAfterLease: ...
+    @overload
     def load(name: str, door: SweepDoor) -> CleanUp: ...
     @overload
     def load(name: str, door: Literal["sweep.lines"]) -> SweepLines: ...
@@ -134,6 +155,15 @@ def load(name: str, door: str) -> Any:
 def having(door: str) -> list[str]:
     """Return the names of the features with this door, in the table's order."""
     return [feature.name for feature in FEATURES if door in feature.doors]
+
+
+def asked_for(door: str, *kinds: str) -> list[str]:
+    """Return the names of those that have this door, and that a job asks for one of these kinds."""
+    return [
+        feature.name
+        for feature in FEATURES
+        if door in feature.doors and not set(kinds).isdisjoint(feature.kinds)
+    ]
 
 
 def with_work(door: str, job: int, run: Path) -> list[str]:

@@ -16,7 +16,8 @@ from forestage.cache.lease import Leases
 from forestage.cache.node import Node, configured_root
 from forestage.clock import Clock
 from forestage.config import ANYWHERE, REMOVED, Config, decided, load_settings, switch
-from forestage.errors import ConfigError, Declined, Failed, ForestageError
+from forestage.errors import ConfigError, Declined, Failed
+from forestage.features.doors import asked_for, load
 from forestage.hooks import background
 from forestage.hooks.boundary import Hook, note_nodes, write
 from forestage.paths import Places
@@ -29,7 +30,7 @@ from forestage.units import printable
 
 if TYPE_CHECKING:
     from forestage.events import Handled, Outcome
-    from forestage.features.data.requests import ShownData
+    from forestage.features.contexts import LeaseFacts, ServedFacts
     from forestage.hooks.limit import Limit
 
 
@@ -81,8 +82,9 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
     hook.watched.ends_within(limit.end.left())
     if refusal is None and (job.requests or job.saves or has_data):
         job, refusal = prolog.with_user(job, limit)
-    if refusal is None and _has_import(hook, nodes[0], job):
-        job = job.without_reference()
+    if refusal is None:
+        for name in asked_for("prolog.before_lease", *_kinds(job, has_data)):
+            job = load(name, "prolog.before_lease")(_lease_facts(hook, nodes[0], job))
     # The last one's count: all but one only lose what is outdated.
     answers = [prolog.prolog(node, job, limit, refusal) for node in nodes][-1]
     if nodes[0].config.redirect == "spank":
@@ -90,10 +92,9 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
 
         step.note_shown(user_messages.with_tell(nodes[0], job), job, decided_by, answers)
     outcomes: list[Outcome] = [answer.outcome for answer in answers]
-    if has_data:
-        from forestage.features.data import requests as data
-
-        outcomes += data.begin(nodes[0], job, limit, refusal)
+    for name in asked_for("prolog.after_lease", *_kinds(job, has_data)):
+        begin = load(name, "prolog.after_lease")
+        outcomes += begin(_served_facts(nodes[0], job, limit, refusal))
     if (refusal is None or job.hints.tell) and places.loaded.exists():
         from forestage.hooks import user_messages
 
@@ -132,8 +133,10 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     job, refusal = step.with_notes(nodes[0], job, refusal or unknown)
     nodes = [user_messages.with_tell(node, job) for node in nodes]
     later: Fields = ()
-    if refusal is None and _has_import(hook, nodes[0], job):
-        job, later = _begin_import(hook, nodes[0], job)
+    if refusal is None:
+        for name in asked_for("step.before_lease", *_kinds(job, has_data=False)):
+            job, answer = load(name, "step.before_lease")(_lease_facts(hook, nodes[0], job))
+            later = later or answer
     # Whatever bytes the name of the user's file has.
     say = user_messages.Speaker(
         nodes[0], job, lambda text: write("say", f"forestage: {printable(text)}")
@@ -148,13 +151,15 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
             write("env", name, value)
     for words in done.also:
         write("also", *words)
-    data: Sequence[Handled] = ()
+    data: list[Handled] = []
     local = answers.local_images(job, done.answers)
-    if nodes[0].leases.has_data(
-        job.id, job.user.uid
-    ):  # where nobody can tell, a refusal says so already
-        shown_data = _show_data(hook, nodes[0], job, limit, refusal)
-        data, local = shown_data.outcomes, (*local, *shown_data.local)
+    # Of a lease that cannot be read a refusal says so already.
+    has_data = bool(nodes[0].leases.has_data(job.id, job.user.uid))
+    for name in asked_for("step.after_lease", *_kinds(job, has_data)):
+        show = load(name, "step.after_lease")
+        part = show(_served_facts(nodes[0], job, limit, refusal))
+        _write_lines(hook, part.lines)
+        data, local = [*data, *part.outcomes], (*local, *part.local)
     for name, value in answers.variables_of_data(data, local):
         write("env", name, value)
     outcomes += data
@@ -165,50 +170,34 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     return job, outcomes
 
 
-def _has_import(hook: Hook, node: Node, job: Job) -> bool:
-    """Return whether the job names an image of a registry that its steps import.
-
-    They do not if there is no store, or if pyxis would not ask our importer for it.
-    """
-    config = node.config
-    asked = config.registry.enabled and config.registry.store and not job.hints.off
-    if job.reference is None or not asked or config.redirect != "spank":
-        return False
-    return companion.is_importer(companion.importer(hook.slurm_conf))
+def _kinds(job: Job, has_data: bool) -> list[str]:
+    """Pure: what the job asks for besides images by their paths (Feature.kinds)."""
+    kinds = {"reference": job.reference is not None, "data": has_data}
+    return [kind for kind, is_asked in kinds.items() if is_asked]
 
 
-def _begin_import(hook: Hook, node: Node, job: Job) -> tuple[Job, Fields]:
-    """Has a process obtain the registry's image that the step names: that may take long.
+def _lease_facts(hook: Hook, node: Node, job: Job) -> LeaseFacts:
+    from forestage.features.contexts import LeaseFacts
 
-    Returns the job without it, and the step's answer.
-    """
-    from forestage.features.registry import step_image as registry
-
-    def report_it(outcomes: Sequence[Outcome]) -> None:
+    def report(outcomes: Sequence[Outcome]) -> None:
         hook.report(job, outcomes, node.places, node.clock)
 
-    later: Fields = ()
-    try:
-        if job.reference and (asked := registry.Asked.of(job.reference, hook.environ)):
-            later = registry.begin(node, job, asked, report_it)
-    except (ForestageError, OSError) as error:
-        hook.say(f"result=failed reason=registry detail={str(error)!r}")
-    return job.without_reference(), later
+    return LeaseFacts(node, job, hook.slurm_conf, hook.environ, report, hook.say)
 
 
-def _show_data(
-    hook: Hook, node: Node, job: Job, limit: Limit, refusal: Declined | None
-) -> ShownData:
-    """Tells the companion what data the step is shown."""
-    from forestage.features.data import requests as data
+def _served_facts(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> ServedFacts:
+    from forestage.features.contexts import ServedFacts
 
-    shown = data.show(node, job, limit, refusal)
-    for words in shown.lines:
+    return ServedFacts(node, job, limit, refusal)
+
+
+def _write_lines(hook: Hook, lines: Sequence[Fields]) -> None:
+    """Tells the companion what a feature shows the step."""
+    for words in lines:
         if any(map(has_control, words)):
             hook.say(f"result=unshown detail={words!r}")
         else:
             write(*words)
-    return shown
 
 
 def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequence[Outcome]]:

@@ -25,6 +25,7 @@ from forestage.cache.said import Wanted
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import WHOLE, Handled
+from forestage.features.contexts import StepPart
 from forestage.features.data import directory_record, wanted
 from forestage.features.data.wanted import ForStep, Staged, View, ViewCall
 from forestage.hooks import answers, leases, serve
@@ -43,15 +44,6 @@ if TYPE_CHECKING:
 LONGEST_LIST = 64 * 1024  # bytes of the file of stage-list=
 LOOK = 5.0  # seconds for it
 STAGE_DIR = Request("stage-dir", "hint")
-
-
-class ShownData(msgspec.Struct, frozen=True):
-    """What a step gets: lines for the companion, what became of each request, and the paths, in the
-    comment's order, at which all of it is read from this node."""
-
-    lines: list[Fields]
-    outcomes: list[Handled]
-    local: tuple[str, ...] = ()
 
 
 def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[Handled]:
@@ -75,7 +67,7 @@ def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[
     return _as_data([*made, *(_begin(call, request) for request in requests)])
 
 
-def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> ShownData:
+def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> StepPart:
     """What the step of a job is shown of its data. Never raises for a request."""
     noted = wanted.read(node.leases, job.id, job.user.uid)
     hang: Declined | None = None
@@ -105,7 +97,7 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> ShownD
         into = [line for line in kept if line == own.line or _leads_into(node, line)]
         _note_own_dir(node, job, into)
     local = [_local(node, kept, request, came[request]) for request in requests]
-    return ShownData(kept, _as_data(outcomes), tuple(filter(None, local)))
+    return StepPart(kept, _as_data(outcomes), tuple(filter(None, local)))
 
 
 def _kept_while_off(own: "Own | None", noted: Wanted) -> tuple[Request, ...]:

@@ -686,7 +686,7 @@ def test_line_with_a_control_character_is_left_out_and_told(
 ) -> None:
     mounting.staged(1)
     lines = [("env", "A", "x\ty"), ("env", "B", "y")]
-    monkeypatch.setattr(data, "show", lambda *_: data.ShownData(lines, []))
+    monkeypatch.setattr(data, "show", lambda *_: data.StepPart(lines, []))
     assert (mounting.step(1), mounting.variables) == ([["leave", "no-image"]], {"B": "y"})
 
 

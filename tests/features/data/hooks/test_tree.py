@@ -91,7 +91,7 @@ def begin(node: Node, job: int, comment: str, user: User = ALICE) -> list[Handle
     return data.begin(ready(node, job), as_job(node, job, comment, user), limit, None)
 
 
-def show(node: Node, job: int, user: User = ALICE, wait: float | None = None) -> data.ShownData:
+def show(node: Node, job: int, user: User = ALICE, wait: float | None = None) -> data.StepPart:
     limit = Limit.of(Clock(), 600.0, wait)
     return data.show(ready(node, job), as_job(node, job, "", user), limit, None)
 
@@ -113,11 +113,11 @@ def staged(node: Node, job: int, path: Path, user: User = ALICE) -> Tree:
 
 
 @pytest.fixture
-def mounted(spank: Node) -> Iterator[Callable[[data.ShownData], Path]]:
+def mounted(spank: Node) -> Iterator[Callable[[data.StepPart], Path]]:
     """Mounts what a step is shown, where the test can look at it."""
     points: list[Path] = []
 
-    def mount(shown: data.ShownData) -> Path:
+    def mount(shown: data.StepPart) -> Path:
         (line,) = shown.lines
         kind, device, file, fs, how, _, _ = line
         assert file in [loop.file_of(spank.cache.image(key).stat()) for key in spank.entries()]
@@ -140,7 +140,7 @@ def differences(path: Path, copy: Path) -> str:
 
 
 def test_tree_that_is_staged_shows_the_same_files_with_the_same_rights(
-    spank: Node, mounted: Callable[[data.ShownData], Path]
+    spank: Node, mounted: Callable[[data.StepPart], Path]
 ) -> None:
     path = fill(spank)
     found = staged(spank, 1, path)
@@ -155,7 +155,7 @@ def test_tree_that_is_staged_shows_the_same_files_with_the_same_rights(
     assert read_as(BOB, copy / "private") is None
 
 
-def test_acl_of_a_file_is_kept(spank: Node, mounted: Callable[[data.ShownData], Path]) -> None:
+def test_acl_of_a_file_is_kept(spank: Node, mounted: Callable[[data.StepPart], Path]) -> None:
     path = fill(spank)
     file = spank.server / "alice/set/private"
     subprocess.run(["setfacl", "-m", f"u:{BOB.uid}:r", file], check=True)
@@ -194,7 +194,7 @@ def test_commands_tell_the_directory_from_an_image(spank: Node) -> None:
     assert f'forestage_kind_bytes{{kind="data"}} {float(taken)}'.encode() in exported
 
 
-def test_set_id_bits_are_not_copied(spank: Node, mounted: Callable[[data.ShownData], Path]) -> None:
+def test_set_id_bits_are_not_copied(spank: Node, mounted: Callable[[data.StepPart], Path]) -> None:
     path = fill(spank)
     (spank.server / "alice/set/a/003").chmod(0o6755)
     staged(spank, 1, path)
@@ -327,7 +327,7 @@ def test_tree_with_a_hole_of_any_size_is_declined_before_its_layout(
 
 
 def test_tree_of_holes_takes_the_room_of_its_bytes_and_evicts_nothing(
-    spank: Node, mounted: Callable[[data.ShownData], Path]
+    spank: Node, mounted: Callable[[data.StepPart], Path]
 ) -> None:
     image = spank.put("bob/image.sqsh", content(1), BOB)
     assert spank.prolog(7, image, BOB).said == ("started", "")
@@ -461,7 +461,7 @@ def test_tree_without_room_is_declined_and_evicts_no_image(spank: Node) -> None:
 
 
 def test_hard_links_take_the_room_of_one_file(
-    spank: Node, mounted: Callable[[data.ShownData], Path]
+    spank: Node, mounted: Callable[[data.StepPart], Path]
 ) -> None:
     """Twenty-one names of 8 MiB would be more than the disk has."""
     path = fill(spank)

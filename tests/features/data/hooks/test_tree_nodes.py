@@ -100,7 +100,7 @@ class Cluster:
         assert found is not None
         return msgspec.structs.replace(found, seconds=0.0)  # as long as it takes on this node
 
-    def step(self, name: str, number: int = 0, **facts: str) -> data.ShownData:
+    def step(self, name: str, number: int = 0, **facts: str) -> data.StepPart:
         limit = Limit.of(Clock(), 600.0, None)
         facts = {"SLURM_STEP_ID": str(number), "SLURM_STEP_NODELIST": "n[1-2]", **facts}
         with self.counting(name):

@@ -1,0 +1,16 @@
+"""What the Prolog begins of a job's data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forestage.features.data import requests
+
+if TYPE_CHECKING:
+    from forestage.events import Handled
+    from forestage.features.contexts import ServedFacts
+
+
+def after_lease(facts: ServedFacts) -> list[Handled]:
+    """Begin to bring the data; nobody waits for it."""
+    return requests.begin(facts.node, facts.job, facts.limit, facts.refusal)

@@ -1,0 +1,15 @@
+"""What a step is shown of its job's data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forestage.features.data import requests
+
+if TYPE_CHECKING:
+    from forestage.features.contexts import ServedFacts, StepPart
+
+
+def after_lease(facts: ServedFacts) -> StepPart:
+    """Show the data: after the image, for which the tasks wait."""
+    return requests.show(facts.node, facts.job, facts.limit, facts.refusal)

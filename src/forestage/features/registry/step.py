@@ -1,0 +1,32 @@
+"""What a step does with an image of a registry: a process of its own obtains it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forestage.errors import ForestageError
+from forestage.features.registry.prolog import has_import
+
+if TYPE_CHECKING:
+    from forestage.features.contexts import LeaseFacts
+    from forestage.slurm.job import Job
+    from forestage.slurm.lines import Fields
+
+
+def before_lease(facts: LeaseFacts) -> tuple[Job, Fields]:
+    """Have a process obtain the image, which may take long.
+
+    Returns the job without it, and the step's answer: where the tasks get the real one.
+    """
+    node, job = facts.node, facts.job
+    if not has_import(facts):
+        return job, ()
+    from forestage.features.registry import step_image
+
+    later: Fields = ()
+    try:
+        if job.reference and (asked := step_image.Asked.of(job.reference, facts.environ)):
+            later = step_image.begin(node, job, asked, facts.report)
+    except (ForestageError, OSError) as error:
+        facts.log(f"result=failed reason=registry detail={str(error)!r}")
+    return job.without_reference(), later
