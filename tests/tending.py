@@ -15,6 +15,7 @@ from forestage.admin import tend
 from forestage.admin.tend import Part
 from forestage.clock import Clock
 from forestage.config import load_settings
+from forestage.features.contexts import TendFacts
 from forestage.paths import Places
 from forestage.system import lock, processes
 from forestage.system.run import Started
@@ -64,7 +65,7 @@ class Tended:
 
     def parts(self) -> Iterator[Part]:
         config = load_settings(self.places.etc).of_node
-        for part in tend.list_parts(self.places, config, False, False):
+        for part in tend.list_parts(TendFacts(self.places, Clock(), config, False), False):
             limit = 0.01 if part.name in self.stuck else HANGS
             yield msgspec.structs.replace(part, limit=limit if part.limit else 0.0)
 

@@ -27,7 +27,6 @@ FOLDERS = (
 )
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
 DEBTS = {
-    "cli.tend": {"peers.node_list", "prefetch.prefetch_host"},
     "stage.engines": {"peers.client", "peers.with_peers"},
     "stage.pipeline": {"peers.activation", "peers.client", "peers.stats"},
 }

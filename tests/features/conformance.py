@@ -13,18 +13,22 @@ if TYPE_CHECKING:
     from forestage.features.data import sweep as data_sweep
     from forestage.features.metrics import commands as metrics_commands
     from forestage.features.metrics import sweep as metrics_sweep
+    from forestage.features.metrics import tend as metrics_tend
     from forestage.features.peers import checks as peers_checks
     from forestage.features.peers import commands as peers_commands
     from forestage.features.peers import metrics as peers_metrics
     from forestage.features.peers import status as peers_status
     from forestage.features.peers import sweep as peers_sweep
+    from forestage.features.peers import tend as peers_tend
     from forestage.features.prefetch import checks as prefetch_checks
     from forestage.features.prefetch import commands as prefetch_commands
     from forestage.features.prefetch import explain as prefetch_explain
     from forestage.features.prefetch import metrics as prefetch_metrics
     from forestage.features.prefetch import status as prefetch_status
+    from forestage.features.prefetch import tend as prefetch_tend
     from forestage.features.prepare import commands as prepare_commands
     from forestage.features.prepare import hints as prepare_hints
+    from forestage.features.prepare import tend as prepare_tend
     from forestage.features.registry import checks as registry_checks
     from forestage.features.registry import commands as registry_commands
     from forestage.features.registry import epilog as registry_epilog
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     _data_sweep_lines: doors.SweepLines = data_sweep.lines
     _metrics_commands: doors.CommandsDoor = metrics_commands
     _metrics_sweep_afterwards: doors.CleanUp = metrics_sweep.afterwards
+    _metrics_tend_each_minute: doors.ListParts = metrics_tend.each_minute
     _peers_checks_findings: doors.LookForFindings = peers_checks.findings
     _peers_checks_wants_unit: doors.WantsUnit = peers_checks.wants_unit
     _peers_commands: doors.CommandsDoor = peers_commands
@@ -56,13 +61,17 @@ if TYPE_CHECKING:
     _peers_status_read_status: doors.ReadStatus = peers_status.read_status
     _peers_sweep_ask_slurm: doors.CleanUp = peers_sweep.ask_slurm
     _peers_sweep_with_cache: doors.CleanUp = peers_sweep.with_cache
+    _peers_tend_each_minute: doors.ListParts = peers_tend.each_minute
     _prefetch_checks_findings: doors.LookForFindings = prefetch_checks.findings
     _prefetch_commands: doors.CommandsDoor = prefetch_commands
     _prefetch_explain_explain_outcome: doors.ExplainOutcome = prefetch_explain.explain_outcome
     _prefetch_metrics_read_metrics: doors.ReadMetrics = prefetch_metrics.read_metrics
     _prefetch_status_read_status: doors.ReadStatus = prefetch_status.read_status
+    _prefetch_tend_each_minute: doors.ListParts = prefetch_tend.each_minute
+    _prefetch_tend_works_for_others: doors.WorksForOthers = prefetch_tend.works_for_others
     _prepare_commands: doors.CommandsDoor = prepare_commands
     _prepare_hints: doors.HintsDoor = prepare_hints
+    _prepare_tend_each_minute: doors.ListParts = prepare_tend.each_minute
     _registry_checks_findings: doors.LookForFindings = registry_checks.findings
     _registry_commands: doors.CommandsDoor = registry_commands
     _registry_epilog_before_lease_drop: doors.BeforeLeaseDrop = registry_epilog.before_lease_drop

@@ -6,10 +6,7 @@ is killed at the part's limit. If the kernel cannot end it, it keeps the lock, a
 the part out until it is gone.
 
     room        first, since jobs may be waiting for it, with the I/O of any program
-    metrics     if node exporter has a directory here
-    prefetch    one pass, which begins one copy at most and waits for none
-    warm        begins copies of `warm_at_boot` until all images were here once since the boot
-    nodes       the list of nodes, where it is due: once a day where peers are on
+    …           those that features have, by their tend.py: first those that the run waits for
     sweep       every tenth run, and may outlive this one
     proofs      the same: reads the entries that are due
 """
@@ -25,8 +22,9 @@ from typing import Literal
 import msgspec
 
 from forestage.clock import Clock, Deadline
-from forestage.config import Config
 from forestage.errors import ForestageError
+from forestage.features.contexts import TendFacts
+from forestage.features.doors import having, load
 from forestage.paths import Places
 from forestage.system import child, folders, lock, run
 from forestage.system.run import Started
@@ -47,7 +45,7 @@ class Part(msgspec.Struct, frozen=True):
 
     With a limit of 0 the run does not wait, and the part may outlive it. `every` are the seconds
     between two beginnings. `is_idle` leaves CPU and I/O to others first. `done` is a file that is
-    made once the part has succeeded.
+    made once the part has succeeded. `harmless` are the exit statuses that are no failure.
     """
 
     name: str
@@ -56,62 +54,47 @@ class Part(msgspec.Struct, frozen=True):
     every: float = 0.0
     is_idle: bool = False
     done: Path | None = None
+    harmless: tuple[int, ...] = (0, UNMOUNTED)
 
 
 class PartEnd(msgspec.Struct, frozen=True):
     """What became of a part: `begun` outlives the run, `left out` still has an earlier process.
 
-    `code` is the exit status of one that `ended`.
+    `code` is the exit status of one that `ended`, `harmless` as the part has it.
     """
 
     name: str
     state: State
     code: int = 0
     detail: str = ""
+    harmless: tuple[int, ...] = (0, UNMOUNTED)
 
     @property
     def has_failed(self) -> bool:
-        """Whether the run has failed with it: not if images are not here yet."""
-        if self.state == "ended" and self.name == "warm":
-            return self.code > 1
-        return self.state in ("cut", "hangs", "failed") or self.code not in (0, UNMOUNTED)
+        """Whether the run has failed with it."""
+        return self.state in ("cut", "hangs", "failed") or self.code not in self.harmless
 
 
 Start = Callable[[Part, int | None], Started]
 """Starts a part, whose process inherits this descriptor of its lock, if there is one."""
 
 
-def list_parts(
-    places: Places,
-    config: Config | None,
-    is_apart: bool,
-    is_doubted: bool,
-    lacks_nodes: bool = False,
-) -> Iterator[Part]:
-    """The parts of a run, in their order; those without an object here are none of it.
+def list_parts(facts: TendFacts, is_doubted: bool) -> Iterator[Part]:
+    """Yield the parts of a run, in their order; those without an object here are none of it.
 
-    `config` is None if it cannot be used: then the metrics say so. `is_apart`: this is
-    `prefetch.host`, and Slurm calls no hook here. `is_doubted`: no job is served until the entries
-    are read, so they are read at once. `lacks_nodes`: Slurm is to be asked for the list of nodes.
+    `is_doubted`: no job is served until the entries are read, so they are read at once.
     """
-    if config is None:
-        yield Part("metrics", ("metrics", "--quiet"), 10.0)
-        return
-    if not is_apart:
+    of_node = facts.config is not None and not facts.is_apart
+    if of_node:
         yield Part("room", ("evict", "--quiet"), 20.0)
-        if config.metrics.textfile is not None:
-            yield Part("metrics", ("metrics", "--quiet"), 10.0)
-    if config.prefetch.host is not None:
-        yield Part("prefetch", ("prefetch",), 30.0, is_idle=True)
-    if is_apart:
-        return
-    if config.warm_at_boot and not places.warmed.exists():
-        yield Part("warm", ("stage", "--within", "0"), 15.0, done=places.warmed)
-    if lacks_nodes:  # where Slurm does not answer, at every tenth run
-        yield Part("nodes", ("sweep", "--quiet", "--only", "nodes"), every=TENTH, is_idle=True)
-    yield Part("sweep", ("sweep", "--quiet", "--only", "leftovers"), every=TENTH, is_idle=True)
-    every = 0.0 if is_doubted else TENTH
-    yield Part("proofs", ("sweep", "--quiet", "--only", "entries"), every=every, is_idle=True)
+    added: list[Part] = []
+    for name in having("tend.each_minute"):
+        added += load(name, "tend.each_minute")(facts)
+    yield from sorted(added, key=lambda part: not part.limit)
+    if of_node:
+        yield Part("sweep", ("sweep", "--quiet", "--only", "leftovers"), every=TENTH, is_idle=True)
+        every = 0.0 if is_doubted else TENTH
+        yield Part("proofs", ("sweep", "--quiet", "--only", "entries"), every=every, is_idle=True)
 
 
 def lock_file(places: Places, name: str) -> Path:
@@ -181,7 +164,7 @@ def _wait(part: Part, process: Started, limit: float) -> PartEnd:
             if part.done is not None and code == 0:
                 with contextlib.suppress(OSError):  # /run is full: the next run finds it done again
                     part.done.touch()
-            return PartEnd(part.name, "ended", code)
+            return PartEnd(part.name, "ended", code, harmless=part.harmless)
     finally:
         if process.code is None:  # also where this run is to end
             process.kill()

@@ -21,8 +21,8 @@ def tend(ctx: click.Context) -> None:
     from forestage.admin import tend as work
     from forestage.cache import disk_errors
     from forestage.errors import ConfigError
-    from forestage.features.peers import node_list
-    from forestage.features.prefetch import prefetch_host
+    from forestage.features.contexts import TendFacts
+    from forestage.features.doors import having, load
     from forestage.slurm.queue import Slurm
 
     if os.geteuid() != 0:
@@ -33,12 +33,13 @@ def tend(ctx: click.Context) -> None:
         config = ctx.obj.settings().of_node
     except ConfigError as error:
         wrong = error
-    host = config.prefetch_host if config else None
-    is_apart = host is not None and prefetch_host.is_here(host.host, Slurm.of(os.environ))
+    is_apart = config is not None and any(
+        load(name, "tend.works_for_others")(config, Slurm.of(os.environ))
+        for name in having("tend.works_for_others")
+    )
     is_apart = is_apart and not places.called("prolog").exists()
     is_doubted = bool(disk_errors.known(places).since)
-    lacks_nodes = config is not None and node_list.is_wanted(config, places, clock)
-    parts = work.list_parts(places, config, is_apart, is_doubted, lacks_nodes)
+    parts = work.list_parts(TendFacts(places, clock, config, is_apart), is_doubted)
     has_failed = is_told = False
     with ending_as_interrupt():
         for end in work.tend(places, clock, parts, partial(work.start, os.environ)):

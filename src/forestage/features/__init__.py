@@ -110,6 +110,22 @@ FEATURES = (
         kinds=("data",),
     ),
     Feature(
+        "metrics",
+        doors=(
+            "commands",
+            "sweep.afterwards",
+            "tend.each_minute",
+        ),
+        heading="The whole cluster",
+        commands=(
+            (
+                2,
+                "metrics",
+                "Write counters and the node's state for Prometheus, through its node exporter.",
+            ),
+        ),
+    ),
+    Feature(
         "peers",
         doors=(
             "checks.findings",
@@ -117,10 +133,11 @@ FEATURES = (
             "commands",
             "metrics.count",
             "metrics.read_metrics",
-            "status.read_status",
             "status.read_sent",
+            "status.read_status",
             "sweep.ask_slurm",
             "sweep.with_cache",
+            "tend.each_minute",
         ),
         heading="The whole cluster",
         commands=((3, "peer", "Serve chunks to the other nodes until it is ended."),),
@@ -134,6 +151,8 @@ FEATURES = (
             "explain.explain_outcome",
             "metrics.read_metrics",
             "status.read_status",
+            "tend.each_minute",
+            "tend.works_for_others",
         ),
         needs=("peers", "prepare"),
         heading="Images before a job",
@@ -144,6 +163,7 @@ FEATURES = (
         doors=(
             "commands",
             "hints",
+            "tend.each_minute",
         ),
         needs=("data", "registry"),
         heading="Images before a job",
@@ -170,21 +190,6 @@ FEATURES = (
         debts=(
             *("README.md: forestage report", "docs/operations.md: forestage report"),
             "docs/reference.md: forestage report",
-        ),
-    ),
-    Feature(
-        "metrics",
-        doors=(
-            "commands",
-            "sweep.afterwards",
-        ),
-        heading="The whole cluster",
-        commands=(
-            (
-                2,
-                "metrics",
-                "Write counters and the node's state for Prometheus, through its node exporter.",
-            ),
         ),
     ),
 )

@@ -190,3 +190,15 @@ class StepPart(msgspec.Struct, frozen=True):
     lines: list[Fields]
     outcomes: list[Handled]
     local: tuple[str, ...] = ()
+
+
+class TendFacts(msgspec.Struct, frozen=True):
+    """tend.py: the node whose minute it is; `config` is None if it cannot be used.
+
+    `is_apart`: a feature has its host here, and Slurm calls no hook.
+    """
+
+    places: Places
+    clock: Clock
+    config: Config | None
+    is_apart: bool

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import click
 
     from forestage.admin.sweep import SweepReport
+    from forestage.admin.tend import Part
     from forestage.cache.layout import Cache
     from forestage.check.finding import Finding
     from forestage.config import Config
@@ -43,10 +44,12 @@ if TYPE_CHECKING:
         StatusPart,
         StepPart,
         SweepFacts,
+        TendFacts,
     )
     from forestage.paths import Places
     from forestage.slurm.job import Job
     from forestage.slurm.lines import Fields
+    from forestage.slurm.queue import Slurm
 
     # The Epilog: what goes before the job's lease is dropped, and after that.
     BeforeLeaseDrop = Callable[[JobEnd], None]
@@ -101,6 +104,10 @@ if TYPE_CHECKING:
 
     # What `forestage check` finds; before what may hang, a text says what it is about to look at.
     LookForFindings = Callable[[CheckFacts], Iterator[Finding | str]]
+    # What a feature adds to the minute's work. WorksForOthers: whether this host does it for nodes,
+    # and so need not be one.
+    ListParts = Callable[[TendFacts], Iterator[Part]]
+    WorksForOthers = Callable[[Config, Slurm], bool]
     # Whether `forestage enable` is to start the row's unit on a node with this configuration.
     WantsUnit = Callable[[Config], bool]
 
@@ -143,6 +150,10 @@ if TYPE_CHECKING:
     def load(name: str, door: Literal["checks.findings"]) -> LookForFindings: ...
     @overload
     def load(name: str, door: Literal["checks.wants_unit"]) -> WantsUnit: ...
+    @overload
+    def load(name: str, door: Literal["tend.each_minute"]) -> ListParts: ...
+    @overload
+    def load(name: str, door: Literal["tend.works_for_others"]) -> WorksForOthers: ...
 
 
 def load(name: str, door: str) -> Any:

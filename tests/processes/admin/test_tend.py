@@ -17,6 +17,7 @@ from forestage.cli.world import Exit
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.config.keys import Prefetching
+from forestage.features.contexts import TendFacts
 from forestage.slurm.queue import this_node
 from forestage.system import lock
 from node import HANGS, until
@@ -144,7 +145,7 @@ def test_parts_that_may_take_long_alone_are_nice_and_have_idle_io(
     monkeypatch.setattr(sys, "argv", [str(tending.program), "tend"])
     places = tending.site.places
     config = Config(prefetch=Prefetching(host="ctl1"), warm_at_boot=("/a",))
-    for part in tend.list_parts(places, config, False, False):
+    for part in tend.list_parts(TendFacts(places, Clock(), config, False), False):
         started = tend.start({**os.environ}, part, None)
         assert started.wait(HANGS)
         nice, io = (tending.folder / part.command[0]).read_text().splitlines()

@@ -1,0 +1,24 @@
+"""The list of nodes as a part of the minute's work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from forestage.admin.tend import TENTH, Part
+from forestage.features.peers import node_list
+
+if TYPE_CHECKING:
+    from forestage.features.contexts import TendFacts
+
+
+def each_minute(facts: TendFacts) -> Iterator[Part]:
+    """Yield it where the list is due; again at each tenth run while Slurm does not answer.
+
+    Raises OSError.
+    """
+    config = facts.config
+    if config is None or facts.is_apart:
+        return
+    if node_list.is_wanted(config, facts.places, facts.clock):
+        yield Part("nodes", ("sweep", "--quiet", "--only", "nodes"), every=TENTH, is_idle=True)

@@ -1,0 +1,26 @@
+"""Prefetch as a part of the minute's work: one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from forestage.admin.tend import Part
+from forestage.features.prefetch import prefetch_host
+
+if TYPE_CHECKING:
+    from forestage.config import Config
+    from forestage.features.contexts import TendFacts
+    from forestage.slurm.queue import Slurm
+
+
+def each_minute(facts: TendFacts) -> Iterator[Part]:
+    """Yield a pass, which begins one copy at most and waits for none."""
+    if facts.config is not None and facts.config.prefetch.host is not None:
+        yield Part("prefetch", ("prefetch",), 30.0, is_idle=True)
+
+
+def works_for_others(config: Config, slurm: Slurm) -> bool:
+    """Return whether this is the host that reads Slurm's queue for all nodes."""
+    host = config.prefetch_host
+    return host is not None and prefetch_host.is_here(host.host, slurm)

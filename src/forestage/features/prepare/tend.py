@@ -1,0 +1,21 @@
+"""The images of `warm_at_boot` as a part of the minute's work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from forestage.admin.tend import Part
+
+if TYPE_CHECKING:
+    from forestage.features.contexts import TendFacts
+
+
+def each_minute(facts: TendFacts) -> Iterator[Part]:
+    """Yield what begins their copies, until all of them were here once since the boot."""
+    config, done = facts.config, facts.places.warmed
+    if config is None or facts.is_apart:
+        return
+    if config.warm_at_boot and not done.exists():
+        words = ("stage", "--within", "0")  # which ends with 1 while one is not here yet
+        yield Part("warm", words, 15.0, done=done, harmless=(0, 1))
