@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from forestage.features.data import explain as data_explain
     from forestage.features.data import prolog as data_prolog
     from forestage.features.data import reasons as data_reasons
+    from forestage.features.data import service as data_service
     from forestage.features.data import status as data_status
     from forestage.features.data import step as data_step
     from forestage.features.data import sweep as data_sweep
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from forestage.features.prefetch import commands as prefetch_commands
     from forestage.features.prefetch import explain as prefetch_explain
     from forestage.features.prefetch import metrics as prefetch_metrics
+    from forestage.features.prefetch import service as prefetch_service
     from forestage.features.prefetch import status as prefetch_status
     from forestage.features.prefetch import tend as prefetch_tend
     from forestage.features.prepare import commands as prepare_commands
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     _data_explain_explain_outcome: doors.ExplainOutcome = data_explain.explain_outcome
     _data_prolog_after_lease: doors.PrologAfterLease = data_prolog.after_lease
     _data_reasons: doors.ReasonsDoor = data_reasons
+    _data_service_routes: doors.ListRoutes = data_service.routes
     _data_status_read_status: doors.ReadStatus = data_status.read_status
     _data_step_after_lease: doors.StepAfterLease = data_step.after_lease
     _data_sweep_in_each_cache: doors.CleanUp = data_sweep.in_each_cache
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
     _prefetch_commands: doors.CommandsDoor = prefetch_commands
     _prefetch_explain_explain_outcome: doors.ExplainOutcome = prefetch_explain.explain_outcome
     _prefetch_metrics_read_metrics: doors.ReadMetrics = prefetch_metrics.read_metrics
+    _prefetch_service_routes: doors.ListRoutes = prefetch_service.routes
     _prefetch_status_read_status: doors.ReadStatus = prefetch_status.read_status
     _prefetch_tend_each_minute: doors.ListParts = prefetch_tend.each_minute
     _prefetch_tend_works_for_others: doors.WorksForOthers = prefetch_tend.works_for_others

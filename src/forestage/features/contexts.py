@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Mapping, Sequence
-    from typing import Literal
+    from typing import BinaryIO, Literal
 
     from forestage.admin.inventory import Item
     from forestage.admin.site import Site
     from forestage.admin.status import Status
     from forestage.admin.tally import Histogram, Tally
+    from forestage.cache.layout import Cache
     from forestage.cache.lease import Lease, Leases
     from forestage.cache.node import Node
     from forestage.check import Target
@@ -202,3 +204,21 @@ class TendFacts(msgspec.Struct, frozen=True):
     clock: Clock
     config: Config | None
     is_apart: bool
+
+
+class ServiceFacts(msgspec.Struct, frozen=True):
+    """service.py: the node whose peer service is asked."""
+
+    cache: Cache
+    places: Places
+
+
+class Route(msgspec.Struct, frozen=True):
+    """A path that another node may get; its group `key` is what the session must be for.
+
+    `open` finds the answer: bytes, or a file, which is sent when its turn to upload comes. It
+    raises FileNotFoundError, NotADirectoryError, records.Damaged where there is none.
+    """
+
+    path: re.Pattern[str]
+    open: Callable[[ServiceFacts, re.Match[str]], bytes | BinaryIO]

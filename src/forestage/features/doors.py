@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         LeaseFacts,
         MetricsFacts,
         MetricsPart,
+        Route,
         ServedFacts,
         StatusFacts,
         StatusPart,
@@ -108,6 +109,8 @@ if TYPE_CHECKING:
     # and so need not be one.
     ListParts = Callable[[TendFacts], Iterator[Part]]
     WorksForOthers = Callable[[Config, Slurm], bool]
+    # What other nodes may get of the feature, by the peer service.
+    ListRoutes = Callable[[], tuple[Route, ...]]
     # Whether `forestage enable` is to start the row's unit on a node with this configuration.
     WantsUnit = Callable[[Config], bool]
 
@@ -150,6 +153,8 @@ if TYPE_CHECKING:
     def load(name: str, door: Literal["checks.findings"]) -> LookForFindings: ...
     @overload
     def load(name: str, door: Literal["checks.wants_unit"]) -> WantsUnit: ...
+    @overload
+    def load(name: str, door: Literal["service.routes"]) -> ListRoutes: ...
     @overload
     def load(name: str, door: Literal["tend.each_minute"]) -> ListParts: ...
     @overload

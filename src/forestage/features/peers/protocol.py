@@ -35,7 +35,6 @@ from forestage.features.peers.connection import ChunkRefused, Connection, Limit
 
 HANDSHAKE = 4.0  # seconds for munge on the other side, which a busy node may need
 
-EXPECTED = "expected"  # in place of a key, in a credential and a path
 
 Stop = Callable[[], bool]
 _HAS = re.compile(r"([0-9a-f]+)(!?)@([A-Za-z0-9._-]+)")

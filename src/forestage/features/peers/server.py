@@ -26,10 +26,11 @@ from aiohttp import http_exceptions, web
 
 from forestage import log
 from forestage.cache import disk_errors, readers
-from forestage.cache.layout import open_copy
 from forestage.cache.node import Node
 from forestage.config import switch
 from forestage.errors import Failed, ForestageError
+from forestage.features.contexts import Route, ServiceFacts
+from forestage.features.doors import having, load
 from forestage.features.peers import (
     activation,
     addresses,
@@ -44,7 +45,6 @@ from forestage.features.peers import (
 )
 from forestage.features.peers.auth import MAX_TEXT, Claim, Prover, Refused, SessionOpened
 from forestage.features.peers.local_chunks import Absent, Arrivals, Found, Known, Pending, Present
-from forestage.features.peers.protocol import EXPECTED
 from forestage.features.peers.sessions import ClientSession, Sessions, Unproven
 from forestage.features.peers.stats import Counters
 from forestage.slurm.queue import Slurm
@@ -61,7 +61,6 @@ SHUTDOWN = 2.0  # seconds for what is being uploaded when the service is stopped
 OPEN_FILES = 65536  # as its unit has it
 NOTE_EVERY = 60.0  # seconds between two notes of who has proven itself
 TAKERS = 64  # nodes that got chunks of a key last: they are told where these turn out to be wrong
-_LOOK = re.compile(r"/v1/look/([1-9][0-9]{0,18})/([0-9a-f]{32}(?:\.files)?)")
 _CHUNK = re.compile(r"/v1/chunk/([0-9a-f]{32})/(0|[1-9][0-9]{0,8})")
 _COUNTER = re.compile(r"[0-9]{1,18}")
 _SECONDS = re.compile(r"[0-9]{1,2}(\.[0-9]{1,3})?")
@@ -95,6 +94,10 @@ class Service:
         self.name = name
         self.cache = node.cache
         self.places = node.places
+        self.service_facts = ServiceFacts(node.cache, node.places)
+        self.routes = [
+            route for one in having("service.routes") for route in load(one, "service.routes")()
+        ]
         self.clock = node.clock
         self.through = node.places.through
         self.now: Callable[[], float] = node.clock.monotonic
@@ -138,13 +141,12 @@ class Service:
         # raw_path as it was sent: no decoding of percent signs goes round the pattern.
         if (request.method, request.raw_path) == ("POST", "/v1/session"):
             return await self._open_session(request)
-        if (request.method, request.raw_path) == ("GET", f"/v1/{EXPECTED}"):
-            return self._answer_expected(request)
-        chunk, look = _CHUNK.fullmatch(request.raw_path), _LOOK.fullmatch(request.raw_path)
         if request.method != "GET":
             raise _Refused(404)
-        if look is not None:
-            return await self._answer_look(request, look[1], look[2])
+        for route in self.routes:
+            if found := route.path.fullmatch(request.raw_path):
+                return await self._answer_route(request, route, found)
+        chunk = _CHUNK.fullmatch(request.raw_path)
         if copies := known_copies.PATH.fullmatch(request.raw_path):
             return self._answer_copies(request, copies[1], copies[2])
         if wrong := notices.PATH.fullmatch(request.raw_path):
@@ -236,29 +238,21 @@ class Service:
         node = names.get(session.client, session.client)
         proven.note(self.places, node, self.clock.wall())
 
-    async def _answer_look(
-        self, request: web.BaseRequest, job: str, name: str
-    ) -> web.StreamResponse:
-        """Gives what this node has found in a directory, to other nodes of the same job."""
-        ask = self._authenticated(request, name.partition(".")[0], 0)
+    async def _answer_route(
+        self, request: web.BaseRequest, route: Route, found: re.Match[str]
+    ) -> web.Response:
+        """Give what another feature's service.py finds for a session of this key."""
+        ask = self._authenticated(request, found["key"], 0)
         self.unproven.discard(request.protocol)
         try:
-            with open_copy(self.cache.looks / job / name) as file:
+            body = route.open(self.service_facts, found)
+            if isinstance(body, bytes):
+                return self._proven(ask, body)
+            with body as file:
                 size = os.fstat(file.fileno()).st_size
                 async with self._upload_slot(size, self.now() + WAIT):
-                    body = file.read()
-        except (FileNotFoundError, NotADirectoryError):
-            mac = auth.of_response(ask.session.secret, ask.counter, 404, "")
-            return web.Response(status=404, headers={"Forestage-Mac": mac})
-        return self._proven(ask, body)
-
-    def _answer_expected(self, request: web.BaseRequest) -> web.Response:
-        """Gives root's record of what the queue names, on the host that has one."""
-        ask = self._authenticated(request, EXPECTED, 0)
-        self.unproven.discard(request.protocol)
-        try:
-            return self._proven(ask, records.read(self.places.expected))
-        except (FileNotFoundError, records.Damaged):
+                    return self._proven(ask, file.read())
+        except (FileNotFoundError, NotADirectoryError, records.Damaged):
             mac = auth.of_response(ask.session.secret, ask.counter, 404, "")
             return web.Response(status=404, headers={"Forestage-Mac": mac})
 

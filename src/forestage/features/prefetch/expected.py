@@ -23,6 +23,7 @@ from forestage.features.prefetch.queue import is_path
 from forestage.paths import Places
 from forestage.system import folders, records
 
+KEY = "expected"  # in place of an entry's, in a credential and a path
 LASTS = 900.0  # seconds
 AHEAD = 120.0  # seconds that the host's clock may be ahead of this node's
 PATIENCE = 10.0  # seconds for the answer: all nodes may ask after a power cut
@@ -90,10 +91,8 @@ def ask(at: Address, prover: Prover) -> Expectations:
 
     line, host = Connection(at), at.host
     try:
-        session = protocol.open_session(line, protocol.EXPECTED, prover, late)
-        body = protocol.fetch_look(
-            line, session, f"/v1/{protocol.EXPECTED}", MOST, Limit(PATIENCE, until, late)
-        )
+        session = protocol.open_session(line, KEY, prover, late)
+        body = protocol.fetch_look(line, session, f"/v1/{KEY}", MOST, Limit(PATIENCE, until, late))
         if body is None:
             raise PeerError(f"{host} has no list", f"see forestage.service on {host}")
         return msgspec.json.decode(body, type=Expectations)
