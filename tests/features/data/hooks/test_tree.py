@@ -17,7 +17,6 @@ import pytest
 
 from forestage.admin import inventory, status
 from forestage.admin.show import listing
-from forestage.admin.tally import Tally
 from forestage.cache.node import Node as Bare
 from forestage.cache.said import Tree
 from forestage.clock import Clock, Deadline
@@ -34,7 +33,6 @@ from forestage.features.data import (
 )
 from forestage.features.data import requests as data
 from forestage.features.data.agreement import Look
-from forestage.features.metrics import export as metrics
 from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.stage import chunks
@@ -186,12 +184,6 @@ def test_commands_tell_the_directory_from_an_image(spank: Node) -> None:
     (taken,) = (one.bytes for one in items.items if one.kind == "data")
     assert (now.entries.data, now.data) == (1, taken)
     assert "data" in dict(status._facts(now))
-    exported = b"".join(
-        metrics.text(metrics.Exported(Tally(), "1", False, status=now)).split(b"\r")
-    )
-    assert b'forestage_entries_of_kind{kind="data"} 1.0' in exported
-    assert b'forestage_entries_of_kind{kind="image"} 1.0' in exported
-    assert f'forestage_kind_bytes{{kind="data"}} {float(taken)}'.encode() in exported
 
 
 def test_set_id_bits_are_not_copied(spank: Node, mounted: Callable[[data.StepPart], Path]) -> None:

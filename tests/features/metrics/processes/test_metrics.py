@@ -18,8 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from commands import NOW, Site
 from forestage import events
 from forestage.admin import status
+from forestage.admin.status import Status
 from forestage.admin.tally import Histogram, Tally
 from forestage.cache import disk_errors
+from forestage.cache.evict import Room
 from forestage.cache.layout import Cache
 from forestage.cli.world import Exit
 from forestage.clock import Clock
@@ -374,6 +376,25 @@ def test_node_state_is_exported(site: Site) -> None:
     assert found["forestage_disk_free_bytes"] <= found["forestage_disk_bytes"]
     assert "forestage_oldest_lease_timestamp_seconds" in found
     assert [name for name in found if name.startswith("forestage_info ")]
+
+
+def test_bytes_and_entries_are_exported_by_their_kind() -> None:
+    counts, free = status.Counts(total=3, data=1), status.DiskSpace("/nvme", 1000, 500)
+    room = Room(500, 70, 900, 50, 720, 450)
+    node = Status("/cache", "", (), (), (), disk=free, room=room, entries=counts, data=30)
+    found = samples(metrics.text(Exported(Tally(), "1", off=False, status=node)))
+    for kind, number, size in (("data", 1, 30), ("image", 2, 40)):
+        assert found[f"forestage_entries_of_kind kind={kind}"] == number
+        assert found[f"forestage_kind_bytes kind={kind}"] == size
+
+
+def test_time_of_the_last_sweep_is_that_of_its_mark(places: Places) -> None:
+    assert metrics.last_sweep(places) == 0.0
+    mark = places.called("sweep")
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    os.utime(mark, (5.0, 5.0))
+    assert metrics.last_sweep(places) == 5.0
 
 
 def info(site: Site) -> str:
