@@ -514,12 +514,12 @@ class Played:
         (node.places.root / "plugstack.conf").write_text(conf)
 
     def configure(self, prefetch_host: str = "elsewhere") -> None:
-        folder = self.node.places.root / "metrics"
-        folder.mkdir(exist_ok=True)
+        written = self.node.places.root / "metrics"
+        written.mkdir(exist_ok=True)
         self.node.configure(
             redirect="spank",
             registry={"store": str(self.node.shared)},
-            metrics={"textfile": str(folder / "forestage.prom")},
+            metrics={"textfile": str(written / "forestage.prom")},
             prefetch={"host": prefetch_host},
             warm_at_boot=[str(self.image)],
         )

@@ -148,6 +148,8 @@ def test_file_of_ours_that_a_source_names_is_there() -> None:
 def test_test_that_a_source_names_knows_of_it() -> None:
     """As what compares a generated file with the program that makes it."""
     for file, text in texts():
+        if file == "src/forestage/features/__init__.py":
+            continue  # these know of a feature, as its row says
         for name in re.findall(r"tests/[\w/]*test_\w+\.py", text):
             knows = re.search(rf'[/"]{re.escape(Path(file).name)}\b', (REPO / name).read_text())
             assert knows, f"{file} names {name}"

@@ -12,14 +12,11 @@ from forestage.admin import tend
 from forestage.admin.tend import Part, PartEnd
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.config.keys import Metering, Peering, Prefetching
 from forestage.errors import Failed
 from forestage.features.contexts import TendFacts
 from forestage.paths import Places
 from forestage.system import lock
 from forestage.system.run import Started
-
-AHEAD = Config(prefetch=Prefetching(host="ctl1"))
 
 
 class Moved(Clock):
@@ -75,44 +72,43 @@ class Run:
         return cast("Started", found)
 
 
-def names(places: Places, config: Config | None, apart: bool = False) -> list[str]:
-    facts = TendFacts(places, Clock(), config, apart)
+@pytest.fixture
+def adding(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
+    """The parts of a feature."""
+    added: list[Part] = []
+    monkeypatch.setattr(tend, "having", lambda door: ["rocket"])
+    monkeypatch.setattr(tend, "load", lambda name, door: lambda facts: iter(added))
+    return added
+
+
+def names(root: Path, config: Config | None, apart: bool = False) -> list[str]:
+    facts = TendFacts(Places(root), Clock(), config, apart)
     return [one.name for one in tend.list_parts(facts, False)]
 
 
-def test_room_is_first_and_only_what_has_an_object_is_a_part(tmp_path: Path) -> None:
-    places = Places(tmp_path)
-    assert names(places, Config()) == ["room", "metrics", "sweep", "proofs"]
-    assert names(places, AHEAD) == ["room", "metrics", "prefetch", "sweep", "proofs"]
-    nothing = Config(metrics=Metering(textfile=None))
-    assert names(places, nothing) == ["room", "sweep", "proofs"]
-    warm = Config(warm_at_boot=("/a",))
-    assert names(places, warm) == ["room", "metrics", "warm", "sweep", "proofs"]
-    places.warmed.parent.mkdir(parents=True)
-    places.warmed.touch()
-    assert names(places, warm) == names(places, Config())
+def test_room_is_first_and_only_what_has_an_object_is_a_part(
+    tmp_path: Path, adding: list[Part]
+) -> None:
+    assert names(tmp_path, Config()) == ["room", "sweep", "proofs"]
+    adding += [Part("orbit", ()), Part("launch", (), 10.0), Part("land", (), 10.0)]
+    whole = ["room", "launch", "land", "orbit", "sweep", "proofs"]
+    assert names(tmp_path, Config()) == whole, "what the run waits for is before what it does not"
 
 
-def test_list_of_nodes_is_a_part_of_its_own_once_it_is_due(tmp_path: Path) -> None:
-    config = Config(peers=Peering(enabled=True))
-    parts = tend.list_parts(TendFacts(Places(tmp_path), Clock(), config, False), False)
-    (found,) = [one for one in parts if one.name == "nodes"]
-    assert found.command == ("sweep", "--quiet", "--only", "nodes")
-    assert (found.limit, found.every) == (0.0, tend.TENTH), "Slurm may not answer for long"
+def test_node_without_jobs_or_configuration_does_what_features_have_alone(
+    tmp_path: Path, adding: list[Part]
+) -> None:
+    adding.append(Part("launch", (), 10.0))
+    assert names(tmp_path, Config(), apart=True) == ["launch"]
+    assert names(tmp_path, None) == ["launch"]
 
 
-def test_prefetch_host_without_hooks_reads_the_queue_alone(tmp_path: Path) -> None:
-    assert names(Places(tmp_path), AHEAD, apart=True) == ["prefetch"]
-
-
-def test_configuration_that_cannot_be_used_is_told_by_the_metrics(tmp_path: Path) -> None:
-    assert names(Places(tmp_path), None) == ["metrics"]
-
-
-def test_room_metrics_and_copies_of_a_boot_have_the_io_of_any_program(tmp_path: Path) -> None:
-    config = Config(prefetch=Prefetching(host="ctl1"), warm_at_boot=("/a",))
-    parts = [*tend.list_parts(TendFacts(Places(tmp_path), Clock(), config, False), False)]
-    assert [one.name for one in parts if one.is_idle] == ["prefetch", "sweep", "proofs"]
+def test_room_has_the_io_of_any_program_and_is_waited_for(
+    tmp_path: Path, adding: list[Part]
+) -> None:
+    facts = TendFacts(Places(tmp_path), Clock(), Config(), False)
+    parts = [*tend.list_parts(facts, False)]
+    assert [one.name for one in parts if one.is_idle] == ["sweep", "proofs"]
     assert [one.name for one in parts if not one.limit] == ["sweep", "proofs"]
 
 

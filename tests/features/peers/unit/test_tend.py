@@ -1,0 +1,23 @@
+"""When the list of nodes is a part of the minute's work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forestage.admin.tend import TENTH
+from forestage.clock import Clock
+from forestage.config import Config
+from forestage.config.keys import Peering
+from forestage.features.contexts import TendFacts
+from forestage.features.peers import tend
+from forestage.paths import Places
+
+
+def test_list_of_nodes_is_a_part_of_its_own_once_it_is_due(tmp_path: Path) -> None:
+    config = Config(peers=Peering(enabled=True))
+    (found,) = tend.each_minute(TendFacts(Places(tmp_path), Clock(), config, False))
+    assert found.command == ("sweep", "--quiet", "--only", "nodes")
+    assert (found.limit, found.every) == (0.0, TENTH), "Slurm may not answer for long"
+    off = Config(peers=Peering(enabled=False))
+    for other, apart in ((off, False), (None, False), (config, True)):
+        assert [*tend.each_minute(TendFacts(Places(tmp_path), Clock(), other, apart))] == []

@@ -1,0 +1,21 @@
+"""When prefetch is a part of the minute's work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forestage.clock import Clock
+from forestage.config import Config
+from forestage.config.keys import Prefetching
+from forestage.features.contexts import TendFacts
+from forestage.features.prefetch import tend
+from forestage.paths import Places
+
+
+def test_pass_is_an_idle_part_where_a_host_is_configured(tmp_path: Path) -> None:
+    config = Config(prefetch=Prefetching(host="ctl1"))
+    for apart in (False, True):
+        (found,) = tend.each_minute(TendFacts(Places(tmp_path), Clock(), config, apart))
+        assert (found.name, found.is_idle, bool(found.limit)) == ("prefetch", True, True)
+    for other in (Config(), None):
+        assert [*tend.each_minute(TendFacts(Places(tmp_path), Clock(), other, False))] == []

@@ -1,0 +1,25 @@
+"""When a boot's images are a part of the minute's work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forestage.clock import Clock
+from forestage.config import Config
+from forestage.features.contexts import TendFacts
+from forestage.features.prepare import tend
+from forestage.paths import Places
+
+
+def test_copies_of_a_boot_are_a_part_until_all_images_were_here(tmp_path: Path) -> None:
+    places, config = Places(tmp_path), Config(warm_at_boot=("/a",))
+    (found,) = tend.each_minute(TendFacts(places, Clock(), config, False))
+    assert (found.done, found.is_idle, bool(found.limit)) == (places.warmed, False, True)
+    places.warmed.parent.mkdir(parents=True)
+    places.warmed.touch()
+    assert [*tend.each_minute(TendFacts(places, Clock(), config, False))] == []
+
+
+def test_node_without_images_of_a_boot_or_without_jobs_has_no_part(tmp_path: Path) -> None:
+    for config, apart in ((Config(), False), (None, False), (Config(warm_at_boot=("/a",)), True)):
+        assert [*tend.each_minute(TendFacts(Places(tmp_path), Clock(), config, apart))] == []
