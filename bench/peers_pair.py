@@ -28,6 +28,7 @@ from forestage.cache import image
 from forestage.cache.image import Access, Image
 from forestage.cache.part import Part
 from forestage.features.peers import of_job
+from forestage.features.peers.engine import PeerHelpers
 from forestage.sources import source
 from forestage.sources.source import OpenImage
 from forestage.stage import engines
@@ -84,7 +85,7 @@ class Pair:
         peers = of_job(config, "n2", "n[1-2]", self.image.key, self.node.places)
         engine = engines.of(config, self.size)
         engine.reserve(content, part)
-        engine.copy(content, part, threading.Event(), peers)
+        engine.copy(content, part, threading.Event(), PeerHelpers(peers) if peers else None)
         with part.image.open("rb") as file:
             os.fsync(file.fileno())
 

@@ -52,6 +52,7 @@ from forestage.cache import digest, image  # noqa: E402
 from forestage.cache.image import Access, Image  # noqa: E402
 from forestage.cache.part import Owner, boot_id  # noqa: E402
 from forestage.features.peers import of_job  # noqa: E402
+from forestage.features.peers.engine import PeerHelpers  # noqa: E402
 from forestage.sources.source import Content  # noqa: E402
 from forestage.stage.chunks import Tuning  # noqa: E402
 from forestage.stage.engines import Chunks  # noqa: E402
@@ -140,7 +141,8 @@ class Site:
             config = msgspec.structs.replace(node.config, chunk_size=self.chunk)
             key = self.image.key
             made = of_job(config, node.name, names, key, node.places) if peers else None
-            engine.copy(content, part, threading.Event(), made)
+            helpers = PeerHelpers(made) if made else None
+            engine.copy(content, part, threading.Event(), helpers)
             seconds = time.monotonic() - start
         sums = [digest.of_chunk(one) for one in self._chunks(part.image)]
         assert sums == self.digests, "wrong bytes"

@@ -26,10 +26,7 @@ FOLDERS = (
     *("views", "hooks", "admin", "check", "cli", "features"),
 )
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
-DEBTS = {
-    "stage.engines": {"peers.client", "peers.with_peers"},
-    "stage.pipeline": {"peers.activation", "peers.client", "peers.stats"},
-}
+DEBTS: dict[str, set[str]] = {}
 """What the core still imports of features; it may only get less."""
 
 FRAME = {"features.doors", "features.contexts", "features.__init__"}
@@ -143,7 +140,6 @@ ONE_IMPORTER = {
         ),
         *(
             "stage.pipeline",
-            "features.peers.with_peers",
             "features.report.page",
             "slurm.pyslurm",
             "system.drawing",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forestage.features.metrics import tend as metrics_tend
     from forestage.features.peers import checks as peers_checks
     from forestage.features.peers import commands as peers_commands
+    from forestage.features.peers import engine as peers_engine
     from forestage.features.peers import metrics as peers_metrics
     from forestage.features.peers import status as peers_status
     from forestage.features.peers import sweep as peers_sweep
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     _peers_checks_findings: doors.LookForFindings = peers_checks.findings
     _peers_checks_wants_unit: doors.WantsUnit = peers_checks.wants_unit
     _peers_commands: doors.CommandsDoor = peers_commands
+    _peers_engine_helpers: doors.EngineHelpers = peers_engine.helpers
+    _peers_engine_uploaded: doors.EngineUploaded = peers_engine.uploaded
     _peers_metrics_count: doors.Count = peers_metrics.count
     _peers_metrics_read_metrics: doors.ReadMetrics = peers_metrics.read_metrics
     _peers_status_read_sent: doors.ReadSent = peers_status.read_sent

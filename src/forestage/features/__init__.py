@@ -136,6 +136,8 @@ FEATURES = (
     Feature(
         "peers",
         doors=(
+            "engine.helpers",
+            "engine.uploaded",
             "checks.findings",
             "checks.wants_unit",
             "commands",

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from forestage.slurm.job import Job
     from forestage.slurm.lines import Fields
     from forestage.slurm.queue import Slurm
+    from forestage.stage.engines import Helpers
+    from forestage.stage.task import Task
 
     # The Epilog: what goes before the job's lease is dropped, and after that.
     BeforeLeaseDrop = Callable[[JobEnd], None]
@@ -62,6 +64,10 @@ if TYPE_CHECKING:
     PrologAfterLease = Callable[[ServedFacts], list[Handled]]
     StepBeforeLease = Callable[[LeaseFacts], tuple[Job, Fields]]
     StepAfterLease = Callable[[ServedFacts], StepPart]
+
+    # A copy: what helps with it, and how many bytes of its key other nodes got from this one.
+    EngineHelpers = Callable[[Task], Helpers | None]
+    EngineUploaded = Callable[[Task], int]
 
     # A sweep: what needs no cache; what jobs that are over left in a cache, also in one that was
     # configured before; what is wrong in the cache, once there is room; what nodes share, and may
@@ -129,6 +135,10 @@ if TYPE_CHECKING:
     def load(name: str, door: Literal["step.before_lease"]) -> StepBeforeLease: ...
     @overload
     def load(name: str, door: Literal["step.after_lease"]) -> StepAfterLease: ...
+    @overload
+    def load(name: str, door: Literal["engine.helpers"]) -> EngineHelpers: ...
+    @overload
+    def load(name: str, door: Literal["engine.uploaded"]) -> EngineUploaded: ...
     @overload
     def load(name: str, door: SweepDoor) -> CleanUp: ...
     @overload

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from forestage.cache import allocation
 from forestage.cache.part import Part
@@ -15,9 +15,6 @@ from forestage.stage import chunks, reading
 from forestage.stage.chunks import Tuning
 from forestage.system import run
 
-if TYPE_CHECKING:
-    from forestage.features.peers.client import Peers
-
 
 class Fetched(NamedTuple):
     """What came of a copy: bytes by the node that gave them, and the source's bytes per second.
@@ -28,6 +25,19 @@ class Fetched(NamedTuple):
     given: Mapping[str, int] = {}
     others: tuple[str, ...] = ()
     rate: float = 0.0
+
+
+class Helpers(Protocol):
+    """Those that help an engine with one copy, and make it in its place (features' engine.py)."""
+
+    def copy(
+        self,
+        source: Content,
+        part: Part,
+        tuning: Tuning,
+        stop: threading.Event,
+        readers: Readers | None,
+    ) -> Fetched: ...
 
 
 class Chunks:
@@ -51,7 +61,7 @@ class Chunks:
         source: Content,
         part: Part,
         stop: threading.Event,
-        peers: "Peers | None" = None,
+        helpers: Helpers | None = None,
         readers: Readers | None = None,
     ) -> Fetched:
         """Leaves exactly the source's bytes in the part, and its map complete.
@@ -59,18 +69,14 @@ class Chunks:
         `readers` learn which pieces are in. Raises Stopped, Truncated, Failed, OSError; what is in
         can be resumed.
         """
-        if peers is not None:
-            from forestage.features.peers import with_peers  # few copies have peers
-
-            # What peers send takes the same links and processors: the source's pace is not known.
-            given = with_peers.copy(source, part, self.tuning, stop, peers, readers)
-            return Fetched(given, peers.givers)
+        if helpers is not None:
+            return helpers.copy(source, part, self.tuning, stop, readers)
         pace = chunks.copy(source, part, self.tuning, stop, readers)
         return Fetched(rate=pace.rate(source.size))
 
 
 class Rsync:
-    """The conservative choice: rsync, one stream, and neither peers nor readers.
+    """The conservative choice: rsync, one stream, and neither helpers nor readers.
 
     It opens the source again through our descriptor, as root; where root is squashed on the shared
     file system it says so and the job goes on with its original path.
@@ -93,7 +99,7 @@ class Rsync:
         source: Content,
         part: Part,
         stop: threading.Event,
-        peers: "Peers | None" = None,
+        helpers: Helpers | None = None,
         readers: Readers | None = None,
     ) -> Fetched:
         try:  # where root may not open the source, that is no fault of rsync's

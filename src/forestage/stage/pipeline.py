@@ -10,19 +10,17 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from forestage import events, log, trace
 from forestage.cache import allocation, digest, disk_errors, evict, hot, image, readers
 from forestage.cache.layout import Entry
-from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id, chunk_count
+from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id, chunk_count
 from forestage.cache.readers import Readers
 from forestage.config import Config
-from forestage.errors import Declined, Failed, PeerError
-from forestage.features import peers
-from forestage.features.peers import activation, stats
+from forestage.errors import Declined, Failed
+from forestage.features.doors import having, load
 from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import chunks, engines, fstab, queue
 from forestage.stage.queue import meanwhile
@@ -30,9 +28,6 @@ from forestage.stage.task import Task
 from forestage.system import lock
 from forestage.system.files import opened
 from forestage.units import format_rate
-
-if TYPE_CHECKING:
-    from forestage.features.peers.client import Peers
 
 PROGRESS_EVERY = 10.0  # seconds between two lines in the log
 GIVERS = 8  # that are named in an event, those that gave most
@@ -247,37 +242,22 @@ def _fetch(
         config = msgspec.structs.replace(config, cold="shared")
     try:
         return engines.of(config, task.image.size).copy(
-            content, task.part, stop, _peers(task), shown
+            content, task.part, stop, _helpers(task), shown
         )
     except Failed:
         task.source.must_be_unchanged()  # an engine may fail over a source that moves under it
         raise
 
 
-def _peers(task: Task) -> "Peers | None":
-    """The nodes that are to help; without them a copy is merely slower."""
-    node, job = task.node, task.job
-    if not activation.is_on(node.config, node.places, node.clock.monotonic()):
-        return None
-    count = chunk_count(task.image.size, task.chunk)
-    if count > MAX_SHARED:
-        detail = f"{count} chunks, at most {MAX_SHARED}: a larger chunk_size makes fewer"
-        log.say(f"stager job={job.id} peers=none detail={detail!r}", by_slurm=True)
-        return None
-    try:
-        about = node.config, job.node, job.nodelist, task.key, node.places
-        return peers.of_job(*about, ahead=bool(job.expected), chunks=count)
-    except (PeerError, OSError) as error:
-        log.say(f"stager job={job.id} peers=none detail={str(error)!r}", by_slurm=True)
-        return None
+def _helpers(task: Task) -> engines.Helpers | None:
+    """Return the first that is to help."""
+    found = (load(name, "engine.helpers")(task) for name in having("engine.helpers"))
+    return next(filter(None, found), None)
 
 
 def _uploaded(task: Task) -> int:
-    """Bytes of this key that the node's peer service uploaded; it writes them once a second."""
-    with contextlib.suppress(OSError):  # only a figure
-        given = stats.read(task.node.places.peer)
-        return given.of(task.key) if given else 0
-    return 0
+    """Return how many bytes of this key were given to other nodes."""
+    return sum(load(name, "engine.uploaded")(task) for name in having("engine.uploaded"))
 
 
 @contextlib.contextmanager

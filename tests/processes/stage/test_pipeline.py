@@ -25,9 +25,9 @@ from forestage.clock import Clock
 from forestage.config import Peering
 from forestage.errors import Declined, Failed, Stopped
 from forestage.features.peers import activation, auth, client, with_peers
+from forestage.features.peers.engine import PeerHelpers
 from forestage.features.peers.schedule import Policy
 from forestage.features.peers.stats import Counters
-from forestage.features.peers.with_peers import Peers
 from forestage.slurm.job import Job
 from forestage.sources import source as stage_source
 from forestage.sources.file import FileSource
@@ -99,10 +99,10 @@ class During:
         source: Content,
         part: Part,
         stop: threading.Event,
-        peers: Peers | None = None,
+        helpers: PeerHelpers | None = None,
         readers: Readers | None = None,
     ) -> int:
-        count = self.real.copy(source, part, stop, peers, readers)
+        count = self.real.copy(source, part, stop, helpers, readers)
         self.then()
         return count
 
@@ -560,7 +560,7 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
     task: Task, other: OtherNode, monkeypatch: Patch, count: int, helped: bool
 ) -> None:
     said: list[str] = []
-    used: list[Peers | None] = []
+    used: list[object] = []
 
     class Stub:
         def needs(self, *_: object) -> int:
@@ -568,8 +568,9 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
 
         def reserve(self, *_: object) -> None: ...
 
-        def copy(self, *arguments: Peers | None) -> int:
-            used.append(arguments[-2])
+        def copy(self, *arguments: PeerHelpers | None) -> int:
+            helpers = arguments[-2]
+            used.append(helpers and helpers.peers)
             raise Stopped
 
     monkeypatch.setattr(engines, "of", lambda *_: Stub())

@@ -1,0 +1,75 @@
+"""How peers help a copy: other nodes give chunks, and this one gives some away."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from forestage import log
+from forestage.cache.part import MAX_SHARED, chunk_count
+from forestage.errors import PeerError
+from forestage.features import peers
+from forestage.features.peers import activation, stats
+from forestage.stage.engines import Fetched
+
+if TYPE_CHECKING:
+    import threading
+
+    from forestage.cache.part import Part
+    from forestage.cache.readers import Readers
+    from forestage.features.peers.client import Peers
+    from forestage.sources.source import Content
+    from forestage.stage.chunks import Tuning
+    from forestage.stage.task import Task
+
+
+class PeerHelpers:
+    """The nodes that help with one copy."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+
+    def copy(
+        self,
+        source: Content,
+        part: Part,
+        tuning: Tuning,
+        stop: threading.Event,
+        readers: Readers | None,
+    ) -> Fetched:
+        """Copy as chunks.copy does, with chunks of other nodes."""
+        from forestage.features.peers import with_peers  # few copies have peers
+
+        # What peers send takes the same links and processors: the source's pace is not known.
+        given = with_peers.copy(source, part, tuning, stop, self.peers, readers)
+        return Fetched(given, self.peers.givers)
+
+
+def helpers(task: Task) -> PeerHelpers | None:
+    """Return the nodes that are to help; without them a copy is merely slower."""
+    node, job = task.node, task.job
+    if not activation.is_on(node.config, node.places, node.clock.monotonic()):
+        return None
+    count = chunk_count(task.image.size, task.chunk)
+    if count > MAX_SHARED:
+        detail = f"{count} chunks, at most {MAX_SHARED}: a larger chunk_size makes fewer"
+        log.say(f"stager job={job.id} peers=none detail={detail!r}", by_slurm=True)
+        return None
+    try:
+        about = node.config, job.node, job.nodelist, task.key, node.places
+        found = peers.of_job(*about, ahead=bool(job.expected), chunks=count)
+    except (PeerError, OSError) as error:
+        log.say(f"stager job={job.id} peers=none detail={str(error)!r}", by_slurm=True)
+        return None
+    return PeerHelpers(found) if found else None
+
+
+def uploaded(task: Task) -> int:
+    """Return the bytes of this key that the node's peer service uploaded.
+
+    It writes them once a second.
+    """
+    with contextlib.suppress(OSError):  # only a figure
+        given = stats.read(task.node.places.peer)
+        return given.of(task.key) if given else 0
+    return 0
