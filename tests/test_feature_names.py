@@ -52,7 +52,12 @@ def find_bound(module: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             yield from (alias.asname or alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            is_of_feature = feature_of(str(node.module).removeprefix("forestage."))
+            names = str(node.module).removeprefix("forestage.").split(".")
+            is_of_feature = names[0] == "features" and names[1:] not in (
+                [],
+                ["doors"],
+                ["contexts"],
+            )
             yield from (() if is_of_feature else (one.asname or one.name for one in node.names))
 
 
