@@ -52,12 +52,8 @@ def find_bound(module: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             yield from (alias.asname or alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names = str(node.module).removeprefix("forestage.").split(".")
-            is_of_feature = names[0] == "features" and names[1:] not in (
-                [],
-                ["doors"],
-                ["contexts"],
-            )
+            where = str(node.module).removeprefix("forestage.features")
+            is_of_feature = where != node.module and where not in ("", ".doors", ".contexts")
             yield from (() if is_of_feature else (one.asname or one.name for one in node.names))
 
 
