@@ -17,9 +17,9 @@ from forestage.cache.layout import Entry
 from forestage.cache.lease import Lease, Use
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
-from forestage.cli.main import World, main
-from forestage.cli.world import Exit
 from forestage.clock import Clock
+from forestage.commands.main import World, main
+from forestage.commands.world import Exit
 from forestage.config import load_settings
 from forestage.paths import Places
 from forestage.stage import chunks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from forestage.admin.explain import history, pieces
 from forestage.cache.lease import Lease
+from forestage.commands.explain import history, pieces
 from forestage.events import Event, Handled, Outcome
 from forestage.system.terminal import write
 

@@ -34,7 +34,7 @@ LONG, MOST = 2.0, 30  # seconds of a test that is noted there; so many are shown
 CLUSTERS = TESTS / "slurm"
 # These take longest, of the folders and within them; what begins last should be over soon.
 FOLDERS = [".", "faults", "state", "hooks", "features/registry/registry", "spank", "window"]
-FOLDERS += [f"processes/{name}" for name in ("system", "stage", "admin", "sources", "check")]
+FOLDERS += [f"processes/{name}" for name in ("system", "stage", "commands", "sources", "check")]
 LONGEST = ["registry", "data", "peers", "job_waits", "load", "step_sees", "through", "step_waits"]
 LONGEST += ["suites", "benches", "linters", "shares", "job_dir_filled", "through_server", "inline"]
 LONGEST += ["stager_killed", "window_processes"]

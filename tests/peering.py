@@ -47,10 +47,10 @@ PIECES = 8  # chunks of `data`
 SERVE = """
 import sys
 from pathlib import Path
-from forestage.cli.main import main
+from forestage.commands.main import main
 from forestage.clock import Clock
 from forestage.paths import Places
-from forestage.cli.world import World
+from forestage.commands.world import World
 root, munge, node = sys.argv[1:]
 main(["peer", "--node", node], obj=World(Places(Path(root), munge), Clock()))
 """

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.admin import tend
-from forestage.admin.tend import Part
 from forestage.clock import Clock
+from forestage.commands import tend
+from forestage.commands.tend import Part
 from forestage.config import load_settings
 from forestage.features.contexts import TendFacts
 from forestage.paths import Places
@@ -25,7 +25,7 @@ COMMAND = """#!{python}
 import sys
 from pathlib import Path
 from forestage.cache import disk
-from forestage.cli.main import World, main
+from forestage.commands.main import World, main
 from forestage.clock import Clock
 from forestage.paths import Places
 {before}

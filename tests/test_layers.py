@@ -23,7 +23,7 @@ MODULES = sorted(
 GROUND = ("errors", "units", "trace", "log", "clock", "paths")
 FOLDERS = (
     *("system", "config", "slurm", "events", "cache", "bind", "sources", "stage"),
-    *("views", "hooks", "admin", "check", "cli", "features"),
+    *("views", "hooks", "check", "commands", "features"),
 )
 """Each imports from itself, from those before it, and from the ground; see docs/architecture.md."""
 DEBTS: dict[str, set[str]] = {}
@@ -53,8 +53,8 @@ ALLOWED = {
     "xxhash": {"cache.digest"},
     "aiohttp": {"features.peers"},
     "ClusterShell": {"slurm", "features.prepare"},
-    "click": {"cli", "features.doors"},  # in the latter for types
-    "rich": {"cli", "system.drawing"},
+    "click": {"commands", "features.doors"},  # in the latter for types
+    "rich": {"commands", "system.drawing"},
     "jinja2": {"features.report"},
     "prometheus_client": {"features.metrics.export"},
 }
@@ -65,7 +65,7 @@ STARTERS = {
     *(
         "features.prepare.pack",
         "features.prepare.publish",
-        "admin.tend",
+        "commands.tend",
         "features.prepare.warm",
     ),  # as who calls them
     *("check.enable", "check.hooks", "features.registry.checks", "check.sources"),
@@ -98,7 +98,7 @@ there is the user's own, and so is what it may do.
 """
 
 SEARCHERS = {
-    *("features.prepare.pack", "admin.site", "check.enroot", "check.hooks", "check.node"),
+    *("features.prepare.pack", "check.site", "check.enroot", "check.hooks", "check.node"),
     *(
         "features.registry.answers",
         "features.registry.credentials",
@@ -119,7 +119,8 @@ where that is any user, and others would pay for what is found, it is matched wh
 """
 
 IN_FUNCTIONS = 30
-"""Imports inside functions, outside cli/ and hooks/: what a hook or a look need not pay for."""
+"""Imports inside functions, outside commands/ and hooks/: what a hook or a look need not pay
+for."""
 
 ONE_IMPORTER = {
     "a process of its own": {
@@ -146,7 +147,7 @@ ONE_IMPORTER = {
         ),
     },
     "pure, or nearly: it decides, its importer acts": {
-        *("admin.compare", "features.report.text", "views.through.reads"),
+        *("commands.compare", "features.report.text", "views.through.reads"),
         "cache.baseline",
     },
     "a file, or what another program writes, read and written here only": {
@@ -177,7 +178,7 @@ LATE = (
     *("features.data.requests", "features.registry.step_image", "features.registry.waiting"),
     "features.registry.messages",
 )
-"""Modules that few hooks import, and that import as late as what is in hooks/ and cli/."""
+"""Modules that few hooks import, and that import as late as what is in hooks/ and commands/."""
 
 
 def folder_of(module: str) -> str:
@@ -199,7 +200,7 @@ def present(modules: Iterable[str]) -> set[str]:
 
 
 def is_command(module: str) -> bool:
-    return module.startswith("cli.") or module.endswith(".commands")
+    return module.startswith("commands.") or module.endswith(".commands")
 
 
 def is_door(module: str) -> bool:
@@ -288,7 +289,7 @@ def test_feature_imports_of_others_what_its_row_needs() -> None:
 def test_costly_and_dangerous_imports_stay_behind_their_doors() -> None:
     for module in MODULES:
         for name in {name.split(".")[0] for name in imported(module)} & set(ALLOWED):
-            mine = {module, folder_of(module), *(("cli",) if is_command(module) else ())}
+            mine = {module, folder_of(module), *(("commands",) if is_command(module) else ())}
             doors = ALLOWED[name] & mine
             assert doors, f"{module} imports {name}"
 
@@ -585,14 +586,15 @@ STEP = """
 import sys
 from forestage.hooks import boundary
 def body(name):
-    loaded = sorted({"click", "re", "typing", "forestage.cli.main"} & set(sys.modules) - before)
+    loaded = sorted({"click", "re", "typing", "forestage.commands.main"} & set(sys.modules) -
+    before)
     print(name, loaded)
     sys.stdout.flush()
     return 0
 boundary._main = body
 before = set(sys.modules)
 sys.argv = ["/usr/lib/forestage/bin/forestage", "step"]
-from forestage.cli.entry import main
+from forestage.commands.entry import main
 main()
 """
 

@@ -148,7 +148,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def locks(self) -> Path:
-        """The locks of commands, and of the parts of the minute's work (admin/tend.py).
+        """The locks of commands, and of the parts of the minute's work (commands/tend.py).
 
         Not in `run` itself, see lock.held_for_work.
         """

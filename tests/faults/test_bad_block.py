@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from fault import image, source_bytes
 
-from forestage.admin import sweep
-from forestage.admin.sweep import SweepReport
 from forestage.cache import disk_errors
+from forestage.commands import sweep
+from forestage.commands.sweep import SweepReport
 from forestage.slurm.queue import Slurm
 from forestage.system.as_user import User
 from forestage.system.files import opened

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fault import MIB, Points, image, served, shut_down, untouched
 
-from forestage.admin import explain, status
+from forestage.commands import explain, status
 from forestage.hooks import limit
 from helper import Helper, ask, environ
 from node import BOB, Node, make_read_only

@@ -18,8 +18,8 @@ import pytest
 from far import Far
 from fault import Beside, beside, image
 
-from forestage.admin import evict, status, sweep
 from forestage.cache import disk_errors
+from forestage.commands import evict, status, sweep
 from forestage.errors import Declined
 from forestage.slurm.lines import LANGUAGE
 from forestage.slurm.queue import Slurm

@@ -21,8 +21,9 @@ from far import Far
 from fault import beside, image
 
 from forestage import events
-from forestage.admin import sweep, switching
 from forestage.clock import Clock
+from forestage.commands import off as switching
+from forestage.commands import sweep
 from forestage.config import switch
 from forestage.events import Handled, user_files
 from forestage.features.metrics import textfile

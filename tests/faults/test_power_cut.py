@@ -14,7 +14,7 @@ import pytest
 from fault import MIB, Points, image, kill_stager, shut_down
 
 from boot import Boot
-from forestage.admin import sweep
+from forestage.commands import sweep
 from forestage.events import Copied
 from forestage.slurm.queue import Slurm
 from forestage.system import mounts

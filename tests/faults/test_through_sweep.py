@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from fault import source_bytes
 
-from forestage.admin import sweep
-from forestage.admin.sweep import SweepReport
+from forestage.commands import sweep
+from forestage.commands.sweep import SweepReport
 from forestage.slurm.queue import Slurm
 from forestage.views.through import remains
 from forestage.views.through.keeper import PROCESS_NAME

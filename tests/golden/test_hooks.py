@@ -33,9 +33,9 @@ import jobdir
 import node as nodes
 import peering
 from forestage.cache.node import Node as CacheNode
-from forestage.cli.main import main
-from forestage.cli.world import World
 from forestage.clock import Clock
+from forestage.commands.main import main
+from forestage.commands.world import World
 from forestage.config import load_settings
 from forestage.features.data import job_disk, serving
 from forestage.features.prefetch import prefetch_node

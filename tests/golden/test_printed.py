@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from commands import NOW, Site
 from forestage.cache.lease import Use
-from forestage.cli.main import main
+from forestage.commands.main import main
 from forestage.events import Bad, Copied, Event, Handled, Outcome, Released, append
 from forestage.slurm.queue import Slurm
 from goldens import as_text, compare, must_be_as_kept, normalise

@@ -14,14 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 from forestage import log
-from forestage.admin import sweep
 from forestage.bind import origins
 from forestage.cache.known_disks import read_known
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
-from forestage.cli.main import World, main
-from forestage.cli.world import Exit
 from forestage.clock import Clock
+from forestage.commands import sweep
+from forestage.commands.main import World, main
+from forestage.commands.world import Exit
 from forestage.config import load_settings
 from forestage.system import mounts, records
 from node import Idle, Node, content, unmount

@@ -10,15 +10,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 import jobdir
-from forestage.admin import sweep
 from forestage.cache import disk
 from forestage.cache.known_disks import read_known
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
 from forestage.cache.part import boot_id
-from forestage.cli.main import World, main
-from forestage.cli.world import Exit
 from forestage.clock import Clock
+from forestage.commands import sweep
+from forestage.commands.main import World, main
+from forestage.commands.world import Exit
 from forestage.config import load_settings
 from forestage.system.probe import Hang
 from jobdir import Dirs

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.admin import explain
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock
+from forestage.commands import explain
 from forestage.config import load_settings
 from forestage.features.data import requests as data
 from forestage.features.data import wanted

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage.admin.tally import Tally
 from forestage.clock import Clock
+from forestage.commands.tally import Tally
 from forestage.events import Handled, read
 from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, Hook
 from forestage.slurm.hints import MAX_PROBLEMS

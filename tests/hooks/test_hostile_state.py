@@ -12,15 +12,15 @@ import pytest
 from click.testing import CliRunner
 
 from forestage import events
-from forestage.admin import sweep
 from forestage.cache import allocation, digest, image
 from forestage.cache.image import Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.node import Node as Here
 from forestage.cache.part import Owner, boot_id
-from forestage.cli.main import World, main
-from forestage.cli.world import Exit
 from forestage.clock import Clock
+from forestage.commands import sweep
+from forestage.commands.main import World, main
+from forestage.commands.world import Exit
 from forestage.config import load_settings
 from forestage.features.peers import stats
 from forestage.hooks.boundary import Hook

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from forestage.admin import status, sweep
 from forestage.bind import origins
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
-from forestage.cli.main import World, main
-from forestage.cli.world import Exit
 from forestage.clock import Clock
+from forestage.commands import status, sweep
+from forestage.commands.main import World, main
+from forestage.commands.world import Exit
 from forestage.config import load_settings
 from forestage.system import mounts
 from node import BOB, Arrange, Idle, Node, content

@@ -24,7 +24,7 @@ from pathlib import Path
 from forestage import paths
 real, root = paths.Places, Path(sys.argv.pop())
 paths.Places = lambda *_: real(root)
-from forestage.cli.entry import main
+from forestage.commands.entry import main
 main()
 """
 STEP = {"SLURM_SCRIPT_CONTEXT": "spank_step", "SLURM_STEP_ID": "0", "PATH": os.environ["PATH"]}

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import pytest
 from click.testing import CliRunner
 
-from forestage.admin.tend import Part
-from forestage.cli.main import World, main
 from forestage.clock import Clock
+from forestage.commands.main import World, main
+from forestage.commands.tend import Part
 from forestage.features.data import wanted
 from forestage.slurm.lines import LANGUAGE
 from forestage.slurm.queue import Slurm
@@ -64,12 +64,12 @@ PIECES = {
     "step's events": "forestage.events:record",
     "Epilog's events": "forestage.events:record",
     "disk must answer": "forestage.cache.disk:must_take",
-    "Slurm asked about leases": "forestage.admin.sweep:stale_leases",
+    "Slurm asked about leases": "forestage.commands.sweep:stale_leases",
     "keepers looked at": "forestage.views.through.remains:hanging",
     "earlier caches found": "forestage.cache.earlier:find_earlier",
-    "dead parts deleted": "forestage.admin.sweep:_Sweep.dead_parts",
-    "entries due": "forestage.admin.sweep:due_entries",
-    "sweep noted": "forestage.admin.sweep:note_run",
+    "dead parts deleted": "forestage.commands.sweep:_Sweep.dead_parts",
+    "entries due": "forestage.commands.sweep:due_entries",
+    "sweep noted": "forestage.commands.sweep:note_run",
     "users' events forgotten": "forestage.events.user_files:remove_idle",
     "sweep's events": "forestage.events:record_events",
     # Images of registries
@@ -101,7 +101,7 @@ COUNTS: dict[str, Callable[..., bool]] = {
 """Which calls of a function that does other work as well are this piece."""
 
 IMPORT = "import begun"
-START_PART = "forestage.admin.tend:start"  # begins a part of the minute's work
+START_PART = "forestage.commands.tend:start"  # begins a part of the minute's work
 
 
 class Pair(NamedTuple):

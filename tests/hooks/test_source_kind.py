@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from forestage.admin import explain, sweep
 from forestage.cache import evict
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock, Deadline
+from forestage.commands import explain, sweep
 from forestage.config import load_settings
 from forestage.events import Handled
 from forestage.hooks import limit, serve

@@ -26,7 +26,7 @@ from node import ALICE, BOB, HANGS, Node, content, held_at, until
 
 MIB = 1024 * 1024
 
-BY_HAND = [sys.executable, "-Ic", "from forestage.cli.entry import main; main()", "step"]
+BY_HAND = [sys.executable, "-Ic", "from forestage.commands.entry import main; main()", "step"]
 
 
 def warm(node: Node, job: int, name: str = "alice/image.sqsh") -> Path:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from forestage.admin import sweep
-from forestage.admin.sweep import SweepReport
 from forestage.cache.lease import Use
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
+from forestage.commands import sweep
+from forestage.commands.sweep import SweepReport
 from forestage.config import Config
 from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from forestage.admin import explain
 from forestage.cache import evict
 from forestage.clock import Clock, Deadline
+from forestage.commands import explain
 from forestage.errors import NotFound
 from forestage.features.metrics import export as metrics
 from forestage.sources import opening

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from forestage.admin import inventory, sweep, unredirect, verify
 from forestage.bind import unmount
 from forestage.cache import disk_errors
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock, Deadline
+from forestage.commands import inventory, sweep, unredirect, verify
 from forestage.config import Config
 from forestage.slurm.queue import Slurm
 from forestage.system import as_user, lock

@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from forestage import trace
-from forestage.admin.unredirect import Unredirected
-from forestage.cli.main import World, main
 from forestage.clock import Clock
+from forestage.commands.main import World, main
+from forestage.commands.unredirect import Unredirected
 from forestage.system import lock
 from node import BOB, Node, content
 

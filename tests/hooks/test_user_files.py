@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from forestage import events
-from forestage.admin import explain, inventory, sweep, verify
 from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
+from forestage.commands import explain, inventory, sweep, verify
 from forestage.config import Config
 from forestage.errors import NotFound
 from forestage.events import Bad, Copied, Event, Handled, Released, user_files
@@ -530,9 +530,9 @@ def test_command_of_a_user_shows_their_own_job(node: Node) -> None:
     if not all(os.stat(folder).st_mode & 0o001 for folder in (readable, *readable.parents)):
         pytest.skip("this user may not read the sources")
     code = (
-        "import sys\nfrom pathlib import Path\nfrom forestage.cli.main import main\n"
+        "import sys\nfrom pathlib import Path\nfrom forestage.commands.main import main\n"
         "from forestage.clock import Clock\nfrom forestage.paths import Places\n"
-        "from forestage.cli.world import World\n"
+        "from forestage.commands.world import World\n"
         "main(sys.argv[2:], obj=World(Places(Path(sys.argv[1])), Clock()))"
     )
 

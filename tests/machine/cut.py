@@ -80,9 +80,9 @@ def join(members: list[Path], to: Path) -> None:
 def looked_at(nvme: Path) -> dict[str, Any]:
     sys.path[:0] = [str(HERE.parent)]
     from boot import Boot
-    from forestage.admin import inventory, sweep, verify
     from forestage.cache.node import Node
     from forestage.clock import Clock
+    from forestage.commands import inventory, sweep, verify
     from forestage.config import Config
     from forestage.paths import Places
     from forestage.slurm.queue import Slurm

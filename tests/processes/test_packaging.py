@@ -29,7 +29,7 @@ def test_no_command_needs_what_is_left_out() -> None:
         "import importlib, pkgutil, rich.live, rich.table, forestage\n"
         "for one in pkgutil.walk_packages(forestage.__path__, 'forestage.'):\n"
         "    importlib.import_module(one.name)\n"
-        "from forestage.cli.main import main\n"
+        "from forestage.commands.main import main\n"
         "sys.argv = ['forestage', '--help']\n"
         "main()\n"
     )

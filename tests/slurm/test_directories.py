@@ -74,7 +74,7 @@ class Traced:
 
     def command(self, *words: str) -> NameTrace:
         """An admin waits for the command itself."""
-        script = f"{PATIENT}import sys; from forestage.cli.entry import main; sys.exit(main())"
+        script = f"{PATIENT}import sys; from forestage.commands.entry import main; sys.exit(main())"
         argv = [PYTHON, "-I", "-c", script, *words]
         return self.run(words[0], argv, 0, {"PATH": "/usr/sbin:/usr/bin"})
 

@@ -15,7 +15,9 @@ from jobs import CACHE, CLI, Site
 from spec import ClusterSpec, plugstack_conf
 from steps import accompanied
 
-pytestmark = pytest.mark.ci  # what one command says of one fault: processes/admin, processes/check
+pytestmark = (
+    pytest.mark.ci
+)  # what one command says of one fault: processes/commands, processes/check
 
 NVME = "/mnt/nvme"
 TEXTFILES = "/var/lib/prometheus/node-exporter"

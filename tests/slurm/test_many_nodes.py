@@ -1,6 +1,6 @@
 """One command on many nodes where root has no ssh: ClusterShell's own clush, and srun for each.
 
-tests/processes/admin/test_clush.py has the way by ssh.
+tests/processes/commands/test_clush.py has the way by ssh.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from jobs import Site, hooked
 from spec import REPO, VENV, ClusterSpec
 
-from forestage.cli.world import Exit
+from forestage.commands.world import Exit
 
 pytestmark = pytest.mark.ci
 

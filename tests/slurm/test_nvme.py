@@ -9,9 +9,9 @@ from cluster import Cluster
 from host import wait_until
 from spec import ClusterSpec, slurm_conf
 
-from forestage.admin.site import Conf, Site, Stack
 from forestage.check import enable
 from forestage.check.enable import CacheDisk
+from forestage.check.site import Conf, Site, Stack
 
 CONF = "/etc/slurm/slurm.conf"
 DISK = CacheDisk("/mnt/nvme", mib=64_000, for_jobs=30)  # what the node says, Slurm believes

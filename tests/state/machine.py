@@ -11,8 +11,8 @@ from lab import NAMES, Off, Why
 from model import MISSING, Seen, Version, content
 from promises import HOUR, Promises
 
-from forestage.admin import evict, inventory
-from forestage.admin.unredirect import unredirect
+from forestage.commands import evict, inventory
+from forestage.commands.unredirect import unredirect
 from forestage.errors import Declined
 from forestage.system.as_user import User
 from node import ALICE, BOB, Later

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
-from forestage.admin import sweep
 from forestage.cache.node import Node
 from forestage.clock import Clock
+from forestage.commands import sweep
 from forestage.events import Outcome
 from forestage.hooks.boundary import Hook, nothing_to_do
 from forestage.paths import Places

@@ -13,7 +13,7 @@ import click
 import pytest
 
 from choice import read_rules
-from forestage.cli.main import main
+from forestage.commands.main import main
 
 REPO = Path(__file__).parents[2]
 PAGES = REPO / "packaging/man"

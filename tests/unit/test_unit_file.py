@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from forestage.admin import tend
-from forestage.cli.main import main
-from forestage.cli.world import Exit
+from forestage.commands import tend
+from forestage.commands.main import main
+from forestage.commands.world import Exit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNITS = REPOSITORY / "packaging/systemd"

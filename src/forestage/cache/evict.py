@@ -8,8 +8,9 @@ the space lock; they are read before it is taken, and their bytes are deleted af
 
 Who evicts so: a stager (stage/pipeline.py) or hook (hooks/serve.py, features/data/job_dir.py) that
 needs
-room, Epilog and sweep, the command (admin/evict.py), and the sweep what another node found wrong.
-Leased or not, entries with wrong bytes go by admin/verify.py and views/through/local.py, and a
+room, Epilog and sweep, the command (commands/evict.py), and the sweep what another node found
+wrong.
+Leased or not, entries with wrong bytes go by commands/verify.py and views/through/local.py, and a
 damaged one makes place for its new copy in `Cache.publish`.
 """
 

@@ -16,11 +16,11 @@ from functools import partial
 
 import msgspec
 
-from forestage.admin import site as sites
-from forestage.admin.site import Site
 from forestage.check import disk, enroot, hooks, node, plugins, pyxis, slurm_conf, sources, uses
 from forestage.check import settings as of_settings
+from forestage.check import site as sites
 from forestage.check.finding import Finding, Level, Report, pieces, plain, report
+from forestage.check.site import Site
 from forestage.check.uses import Uses
 from forestage.clock import Clock
 from forestage.config import Config, Settings, load_settings

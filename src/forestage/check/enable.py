@@ -14,11 +14,11 @@ from typing import Literal
 
 import msgspec
 
-from forestage.admin import site as sites
-from forestage.admin.site import TIMER, Hook, Pattern, Site
 from forestage.cache.node import Node
 from forestage.check import plugins, slurm_conf
+from forestage.check import site as sites
 from forestage.check.finding import Finding
+from forestage.check.site import TIMER, Hook, Pattern, Site
 from forestage.config import Config
 from forestage.errors import RefusedError
 from forestage.features import FEATURES

@@ -7,9 +7,9 @@ failed Prolog and drains the node (read in slurmd's run_script.c).
 import re
 from collections.abc import Iterator
 
-from forestage.admin import site as sites
-from forestage.admin.site import LINK, PATHS, Hook, Site, lines_naming_us
+from forestage.check import site as sites
 from forestage.check.finding import Finding
+from forestage.check.site import LINK, PATHS, Hook, Site, lines_naming_us
 from forestage.check.uses import Uses
 from forestage.errors import Failed
 from forestage.system import run

@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator
 from time import sleep
 
-from forestage.admin import site as sites
-from forestage.admin.site import TIMER, Conf
+from forestage.check import site as sites
 from forestage.check.finding import Finding
+from forestage.check.site import TIMER, Conf
 from forestage.config import Config, directories, switch
 from forestage.paths import Places
 from forestage.system import child, processes

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from forestage.admin import site as sites
-from forestage.admin.site import COMPANION, Conf, LoadedPlugin, Site, Stack
+from forestage.check import site as sites
 from forestage.check.finding import Finding
+from forestage.check.site import COMPANION, Conf, LoadedPlugin, Site, Stack
 from forestage.check.slurm_conf import AUTO_IS_NONE
 from forestage.config import DEFAULT, Companion, Config, Settings, dotted
 from forestage.config import decided as of_auto

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from forestage.admin.site import LoadedPlugin
 from forestage.check.finding import Finding
+from forestage.check.site import LoadedPlugin
 from forestage.system.tree import Files
 
 _YES = ("1", "true", "yes", "y")  # pyxis' config.c

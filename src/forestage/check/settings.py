@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from forestage.admin.site import Conf
 from forestage.check.finding import Finding
+from forestage.check.site import Conf
 from forestage.check.uses import Used
 from forestage.config import DEFAULT, REMOVED, Config, Settings, dotted
 from forestage.paths import Places

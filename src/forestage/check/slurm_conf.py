@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.admin.site import Conf
 from forestage.check.finding import Finding
+from forestage.check.site import Conf
 from forestage.config import Settings, dotted
 from forestage.slurm import slurm_conf, timeouts
 from forestage.slurm.release import COMMENT_IN_PROLOG

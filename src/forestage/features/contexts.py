@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import BinaryIO, Literal
 
-    from forestage.admin.inventory import Item
-    from forestage.admin.site import Site
-    from forestage.admin.status import Status
-    from forestage.admin.tally import Histogram, Tally
     from forestage.cache.layout import Cache
     from forestage.cache.lease import Lease, Leases
     from forestage.cache.node import Node
     from forestage.check import Target
+    from forestage.check.site import Site
     from forestage.clock import Clock
+    from forestage.commands.inventory import Item
+    from forestage.commands.status import Status
+    from forestage.commands.tally import Histogram, Tally
     from forestage.config import Config, Settings
     from forestage.errors import Declined
     from forestage.events import Copied, Handled, Hook, Outcome

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     import click
 
-    from forestage.admin.sweep import SweepReport
-    from forestage.admin.tend import Part
     from forestage.cache.layout import Cache
     from forestage.check.finding import Finding
+    from forestage.commands.sweep import SweepReport
+    from forestage.commands.tend import Part
     from forestage.config import Config
     from forestage.events import Handled
     from forestage.features.contexts import (

@@ -198,7 +198,7 @@ def note_call(name: Name, environ: Mapping[str, str], run: str) -> None:
     `forestage status` and the alerts go by it: most jobs leave no event. Two Prologs at the same
     moment may leave the lower number, until the next. A number that is lower by NEAR says that
     slurmctld counts from the start again, or that a job waited for long: then it is the latest, and
-    behind it stands since when (admin/recent.py).
+    behind it stands since when (commands/recent.py).
     """
     job = environ.get("SLURM_JOB_ID", "")
     if name == "step" or not (job.isascii() and job.isdigit() and len(job) <= 10):

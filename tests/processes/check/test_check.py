@@ -23,11 +23,11 @@ from click.testing import CliRunner
 
 from commands import NOW, Frozen
 from forestage import check, events
-from forestage.admin import site as sites
-from forestage.admin.site import COMPANION_CONF
 from forestage.check import Finding, Level, plugins
-from forestage.cli.main import main
-from forestage.cli.world import World
+from forestage.check import site as sites
+from forestage.check.site import COMPANION_CONF
+from forestage.commands.main import main
+from forestage.commands.world import World
 from forestage.config import load_settings
 from forestage.errors import Failed
 from forestage.events import Bad, Event, Handled

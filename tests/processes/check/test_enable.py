@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.admin import site
 from forestage.cache.node import Node
-from forestage.check import enable, plugins
+from forestage.check import enable, plugins, site
 from forestage.check.enable import CacheDisk, LineChange, Plan
-from forestage.cli.enable import enable as command
-from forestage.cli.world import Exit
+from forestage.commands.enable import enable as command
+from forestage.commands.world import Exit
 from forestage.errors import Failed, RefusedError
 from forestage.paths import Places
 from forestage.system import mounts

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.admin import sweep
+from forestage.commands import sweep
 from forestage.config import directories, load_settings
 from forestage.paths import Places
 from forestage.system import as_user

@@ -85,7 +85,7 @@ heavy = {"subprocess"} if sys.version_info >= (3, 11) else set()  # there msgspe
 heavy |= {"xxhash", "filelock", "concurrent.futures", "threading.local", "rich", "click"}
 heavy |= {f"forestage.stage.{name}" for name in ("pipeline", "stager", "chunks", "engines")}
 heavy |= {f"forestage.cache.{name}" for name in ("evict", "digest", "space")}
-heavy |= {f"forestage.{name}" for name in ("hooks.epilog", "hooks.step", "system.run", "cli")}
+heavy |= {f"forestage.{name}" for name in ("hooks.epilog", "hooks.step", "system.run", "commands")}
 heavy |= {"forestage.features.prefetch"}
 print(sorted(heavy & set(sys.modules)), len(forks))
 """

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from fixtures import OtherNode
-from forestage.admin import inventory, verify
-from forestage.admin.verify import Manner
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.node import Node
+from forestage.commands import inventory, verify
+from forestage.commands.verify import Manner
 from forestage.config import Peering
 from forestage.features.peers import with_peers
 from forestage.features.peers.schedule import Policy

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cli.world import Exit
+from forestage.commands.world import Exit
 from forestage.errors import SlurmError
 from forestage.slurm.queue import OVER, JobState, Slurm, found, why_over
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from forestage.features.data import job_dir, release
 
 if TYPE_CHECKING:
-    from forestage.admin.sweep import SweepReport
+    from forestage.commands.sweep import SweepReport
     from forestage.features.contexts import SweepFacts
 
 

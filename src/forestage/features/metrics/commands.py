@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from forestage.cli.world import World
+    from forestage.commands.world import World
 
 
 @click.command()

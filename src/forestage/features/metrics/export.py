@@ -22,13 +22,13 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from forestage import events, log
-from forestage.admin import site as sites
-from forestage.admin import status as node_status
-from forestage.admin.status import Status
-from forestage.admin.tally import WAITS, Histogram, Tally
 from forestage.cache import disk_errors
 from forestage.cache.node import Node
+from forestage.check import site as sites
 from forestage.clock import Clock
+from forestage.commands import status as node_status
+from forestage.commands.status import Status
+from forestage.commands.tally import WAITS, Histogram, Tally
 from forestage.config import Config, decided, load_settings, switch
 from forestage.errors import ConfigError, ForestageError, MetricsError
 from forestage.events.reasons import collect_failures, collect_reasons

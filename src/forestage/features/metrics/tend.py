@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forestage.admin.tend import Part
+from forestage.commands.tend import Part
 
 if TYPE_CHECKING:
     from forestage.features.contexts import TendFacts

@@ -11,9 +11,9 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 
-from forestage.admin import site as sites
-from forestage.admin.site import Conf
+from forestage.check import site as sites
 from forestage.check.finding import Finding, Level
+from forestage.check.site import Conf
 from forestage.clock import Clock
 from forestage.config import Address, Config
 from forestage.errors import ForestageError

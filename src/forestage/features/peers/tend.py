@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forestage.admin.tend import TENTH, Part
+from forestage.commands.tend import TENTH, Part
 from forestage.features.peers import node_list
 
 if TYPE_CHECKING:

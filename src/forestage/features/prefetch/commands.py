@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli.world import as_json, show
+from forestage.commands.world import as_json, show
 
 if TYPE_CHECKING:
-    from forestage.cli.world import World
+    from forestage.commands.world import World
 
 
 @click.command()
@@ -25,7 +25,7 @@ def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> 
     of what is expected. Everywhere else it asks that host for the list, and begins to copy here
     what it expects most. Ends at once while another one is at work.
     """
-    from forestage.admin import site as sites
+    from forestage.check import site as sites
     from forestage.errors import ConfigError, Problem
     from forestage.features.peers import auth
     from forestage.features.prefetch import expected, prefetch_host, prefetch_node

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from forestage.admin.inventory import Item
 from forestage.cache.layout import DiskUsage
+from forestage.commands.inventory import Item
 from forestage.features.prefetch import expected, marks
 from forestage.paths import Places
 from forestage.system.terminal import age, count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forestage.admin.tend import Part
+from forestage.commands.tend import Part
 from forestage.features.prefetch import prefetch_host
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli.world import Exit, as_json, ending_as_interrupt, seconds, show
+from forestage.commands.world import Exit, as_json, ending_as_interrupt, seconds, show
 
 if TYPE_CHECKING:
-    from forestage.cli.world import World
+    from forestage.commands.world import World
 
 force = click.option("-f", "--force", is_flag=True, help="Replace an existing file.")
 
@@ -121,8 +121,8 @@ def stage(
     `warm_at_boot:` in the configuration. Ends with status 1 if one is not here; a copy that is
     under way then goes on.
     """
-    from forestage.admin import site as sites
-    from forestage.admin import sources
+    from forestage.check import site as sites
+    from forestage.commands import sources
     from forestage.features.prepare import stage as work
     from forestage.slurm.queue import this_node
     from forestage.system import terminal as screen

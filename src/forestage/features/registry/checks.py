@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from forestage import events
-from forestage.admin.site import LoadedPlugin
 from forestage.check import settings as of_settings
 from forestage.check.finding import Finding
+from forestage.check.site import LoadedPlugin
 from forestage.config import Config
 from forestage.errors import Declined, Failed
 from forestage.events import Handled

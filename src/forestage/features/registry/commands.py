@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.cli.world import Exit, Listed, as_json, show
+from forestage.commands.world import Exit, Listed, as_json, show
 
 if TYPE_CHECKING:
-    from forestage.cli.world import World
+    from forestage.commands.world import World
     from forestage.config import Config
 
 

@@ -9,7 +9,7 @@ from forestage.features.registry import step_files, store_by_hand
 from forestage.features.registry.collect import Done
 
 if TYPE_CHECKING:
-    from forestage.admin.sweep import SweepReport
+    from forestage.commands.sweep import SweepReport
     from forestage.features.contexts import SweepFacts
 
 

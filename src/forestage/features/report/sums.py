@@ -8,7 +8,7 @@ import math
 
 import msgspec
 
-from forestage.admin.tally import Start, Tally
+from forestage.commands.tally import Start, Tally
 from forestage.events import Copied, Event, Handled, saved
 from forestage.events.ahead import Ahead, Copies
 
@@ -74,7 +74,7 @@ class Window(msgspec.Struct, frozen=True):
 class Slot(msgspec.Struct):
     """Starts by kind, bytes, evicted entries and `seconds` waited, in a quarter of an hour or more.
 
-    The kinds are those of admin/tally.
+    The kinds are those of commands/tally.
     """
 
     hit: int = 0

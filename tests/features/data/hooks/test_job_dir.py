@@ -19,10 +19,10 @@ import pytest
 
 import jobdir
 from forestage import trace
-from forestage.admin import status, sweep
 from forestage.cache import allocation, unpacked
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
+from forestage.commands import status, sweep
 from forestage.errors import Declined, Failed
 from forestage.features.data import job_dir, job_disk
 from forestage.features.data import requests as data

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from forestage.admin import inventory, status
-from forestage.admin.show import listing
 from forestage.cache.node import Node as Bare
 from forestage.cache.said import Tree
 from forestage.clock import Clock, Deadline
+from forestage.commands import inventory, status
+from forestage.commands.show import listing
 from forestage.config import load_settings
 from forestage.events import Copied, Handled
 from forestage.features.data import (

@@ -17,14 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from commands import NOW, Site
 from forestage import events
-from forestage.admin import status
-from forestage.admin.status import Status
-from forestage.admin.tally import Histogram, Tally
 from forestage.cache import disk_errors
 from forestage.cache.evict import Room
 from forestage.cache.layout import Cache
-from forestage.cli.world import Exit
 from forestage.clock import Clock
+from forestage.commands import status
+from forestage.commands.status import Status
+from forestage.commands.tally import Histogram, Tally
+from forestage.commands.world import Exit
 from forestage.events import Copied, Event, Handled, append, log
 from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features import doors

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.admin import sweep
 from forestage.cache.node import Node as CacheNode
 from forestage.clock import Clock
+from forestage.commands import sweep
 from forestage.config import Config
 from forestage.events import Copied
 from forestage.features.peers import (

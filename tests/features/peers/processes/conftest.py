@@ -2,4 +2,4 @@
 
 from suites import fixtures_of
 
-globals().update(fixtures_of("processes", "processes/admin"))
+globals().update(fixtures_of("processes", "processes/commands"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commands import CHUNK, Site
-from forestage.admin import copies
+from forestage.commands import copies
 from forestage.system import lock
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.admin.tally import Tally
+from forestage.commands.tally import Tally
 from forestage.config import Config, Peering
 from forestage.features.contexts import MetricsFacts
 from forestage.features.peers import metrics, unanswered

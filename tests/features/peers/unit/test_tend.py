@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forestage.admin.tend import TENTH
 from forestage.clock import Clock
+from forestage.commands.tend import TENTH
 from forestage.config import Config
 from forestage.config.keys import Peering
 from forestage.features.contexts import TendFacts

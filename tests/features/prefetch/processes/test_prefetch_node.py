@@ -17,8 +17,8 @@ from commands import NOW, Site
 from forestage.cache.lease import Leases, Use
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, boot_id
-from forestage.cli.world import World
 from forestage.clock import Clock
+from forestage.commands.world import World
 from forestage.errors import PeerError
 from forestage.events import Copied, read, record
 from forestage.features.peers import activation

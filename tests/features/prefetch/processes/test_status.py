@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from commands import NOW, Site
-from forestage.admin import status
 from forestage.cache.layout import DiskUsage
 from forestage.cache.lease import Use
+from forestage.commands import status
 from forestage.features.prefetch import expected, marks
 from forestage.features.prefetch.expected import Expectations
 from forestage.features.prefetch.marks import Look, Marks

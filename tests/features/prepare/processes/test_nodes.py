@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.cli.world import Exit
+from forestage.commands.world import Exit
 from forestage.errors import NotFound
 from forestage.features.prepare import warm
 from forestage.slurm.queue import Slurm

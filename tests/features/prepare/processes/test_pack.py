@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from commands import Site
-from forestage.cli.world import Exit
+from forestage.commands.world import Exit
 from forestage.features.prepare import hints, pack
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.cli.world import Exit
+from forestage.commands.world import Exit
 from forestage.system import run
 
 DATA = bytes(range(256)) * 300

@@ -12,7 +12,7 @@ import pytest
 
 from commands import NOW, Site
 from forestage.cache import disk_errors
-from forestage.cli.world import Exit
+from forestage.commands.world import Exit
 from forestage.events import Copied, read
 from forestage.features.prepare import stage
 from forestage.stage import wait

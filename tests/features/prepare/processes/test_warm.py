@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from commands import NOW, Site
 from forestage import events
-from forestage.cli.world import Exit
 from forestage.clock import Clock
+from forestage.commands.world import Exit
 from forestage.errors import SlurmError
 from forestage.events import Copied, Event, Outcome, user_files
 from forestage.features.prepare import job_images, warm, warm_node

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.cli.world import Exit
+from forestage.commands.world import Exit
 from forestage.features.prepare import images
 
 

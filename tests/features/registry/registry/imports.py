@@ -122,7 +122,7 @@ class Login:
         self.runtime.chmod(0o1777)
         home = folder / "lib/bin"
         home.mkdir(parents=True)
-        script = f"#!{sys.executable} -I\nfrom forestage.cli.entry import main\nmain()\n"
+        script = f"#!{sys.executable} -I\nfrom forestage.commands.entry import main\nmain()\n"
         (home / "forestage").write_text(script)
         (home / "forestage").chmod(0o755)
         Path("/usr/lib/forestage").mkdir(exist_ok=True)

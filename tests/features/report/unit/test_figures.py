@@ -18,10 +18,10 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forestage.admin.tally import Tally
-from forestage.cli.main import main
-from forestage.cli.world import Exit, World
 from forestage.clock import Clock
+from forestage.commands.main import main
+from forestage.commands.tally import Tally
+from forestage.commands.world import Exit, World
 from forestage.events import Bad, Copied, Event, Handled, Hook, Outcome, Released
 from forestage.features import report as reports
 from forestage.features.report.figures import DAY, HOUR, MAX_PERIODS, Report

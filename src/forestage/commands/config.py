@@ -1,0 +1,31 @@
+"""`forestage config`: every setting."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from forestage.commands.world import as_json, show
+
+if TYPE_CHECKING:
+    from forestage.commands.world import World
+
+
+@click.command()
+@as_json
+@click.option("-p", "--partition", metavar="NAME", help="As it holds for this partition's jobs.")
+@click.pass_obj
+def config(world: "World", partition: str | None, as_json: bool) -> None:
+    """Print every setting, and the file that it comes from."""
+    from forestage.commands import show as view
+    from forestage.system.terminal import harmless
+
+    settings = world.settings()
+    if partition is not None and partition not in settings.partitions:
+        known = ", ".join(sorted(settings.partitions)) or "none"
+        text = f"partition {partition!r} has no settings of its own (these have: {known})"
+        click.echo(f"forestage: {harmless(text)}", err=True)
+    rows = settings.rows(partition)
+    show([row._asdict() for row in rows], view.settings(rows), as_json)
+
+
+COMMANDS = (config,)

@@ -1,0 +1,34 @@
+"""How commands are told which entries are meant: by key or by path."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from forestage.commands.world import complete_entries
+
+if TYPE_CHECKING:
+    from forestage.commands.inventory import Item
+
+words = click.argument(
+    "words",
+    nargs=-1,
+    required=True,
+    metavar="KEY|PATH...",
+    shell_complete=complete_entries,
+)
+some_words = click.argument(
+    "words", nargs=-1, metavar="[KEY|PATH...]", shell_complete=complete_entries
+)
+
+
+def pick_entries(
+    items: "tuple[Item, ...]", words: tuple[str, ...], newest: bool = False
+) -> "list[Item]":
+    """The entries that all the words mean, each once. Raises NotFound before anything is done."""
+    from forestage.commands import inventory, sources
+
+    found: dict[str, Item] = {}
+    for word in words:
+        picked = inventory.pick(items, word, sources.resolve)
+        found |= {item.key: item for item in (picked[:1] if newest else picked)}
+    return list(found.values())

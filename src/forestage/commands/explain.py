@@ -1,0 +1,586 @@
+"""History of one job on this node: what it asked for, what was done, why, and how long it took.
+
+Made of the event log and the job's lease only, so it works with a broken configuration and without
+a cache. For a user it is made of their own events alone (events/user_files.py): what the job holds
+now, and who else copies its images, is root's to see.
+"""
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import click
+import msgspec
+
+from forestage.cache.lease import Lease, Leases
+from forestage.commands.inventory import Holder, holder
+from forestage.commands.world import World, as_json, complete_jobs, show
+from forestage.errors import Failed, NotFound
+from forestage.events import (
+    WHOLE,
+    Bad,
+    Copied,
+    Event,
+    Handled,
+    Hook,
+    Outcome,
+    Released,
+    losses,
+    read,
+    read_own,
+    saved,
+)
+from forestage.events.ahead import Copies
+from forestage.events.losses import LostEvents
+from forestage.events.reasons import collect_reasons
+from forestage.features.contexts import ExplainFacts, ExplainPart
+from forestage.features.doors import having, load
+from forestage.paths import Places
+from forestage.system.terminal import Facts, Line, Piece, age, count, moment, short
+from forestage.units import format_duration, format_rate, format_size, to_tenths
+
+# slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT.
+STEPS = {0xFFFFFFFA: "interactive", 0xFFFFFFFB: "batch", 0xFFFFFFFC: "extern"}
+
+UNASKED = (
+    "No step of this job asked forestage for its copies: it ended before its first step, or Slurm"
+    " on this node does not load forestage's SPANK plugin (the admin: `forestage check`)."
+)
+NOT_IN_ALL = "some task of the step could not be given it: see below"
+VIAS = {"option": "--container-image", "hint": "stage= in the comment"}
+
+
+class Explained(msgspec.Struct, frozen=True):
+    """One outcome, and sentences about it for people."""
+
+    outcome: Outcome
+    sentences: tuple[str, ...]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One run of a hook, or the life of a stager; a requeued job has several.
+
+    `time` is its end, `total` its seconds. `job` is another one where this job waited for the copy
+    that the other had started. `step` is set for a step's hook. `options` and `ignored` are a
+    Prolog's: what was asked with --stage, and what the comment says in vain beside it.
+    """
+
+    time: float
+    hook: Hook
+    job: int
+    node: str
+    partition: str
+    user: str
+    total: float
+    problems: tuple[str, ...]
+    explained: tuple[Explained, ...]
+    step: int | None = None
+    options: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+class History(msgspec.Struct, frozen=True):
+    """All that is recorded about a job on this node.
+
+    `unasked`: its Prolog left the copies to its steps, none asked for them, and the job is over.
+    `yours`: it was made for a user, who is not told of leases.
+    """
+
+    job: int
+    runs: tuple[Run, ...]
+    lease: Holder | None
+    problems: tuple[str, ...] = ()
+    unasked: bool = False
+    yours: bool = False
+
+
+def gather(places: Places, job: int, uid: int = 0) -> History:
+    """Reads the log and the job's lease; for a user what they may read.
+
+    Raises NotFound where nothing is recorded: in the same words for another user's job.
+    """
+    if uid:
+        return history(job, read_own(places, uid), None, yours=True)
+    lease: Lease | None = None
+    problems: tuple[str, ...] = ()
+    try:
+        lease = Leases(places.leases).read(job)
+    except Failed as failed:
+        problems = (str(failed),)
+    lost = losses.find_loss(places.lost_events)
+    return history(job, read(places.events), lease, problems, lost=lost)
+
+
+def history(
+    job: int,
+    events: Iterable[Event],
+    lease: Lease | None,
+    problems: tuple[str, ...] = (),
+    yours: bool = False,
+    lost: LostEvents | None = None,
+) -> History:
+    """Pure: the job's events by hook run. Raises NotFound where nothing is recorded.
+
+    `yours`: there is nothing but one user's own in what is given. `lost`: what the log lacks.
+    """
+    own: list[Event] = []
+    copies: list[Event] = []
+    bad: list[Event] = []
+    images: dict[str, str] = {}
+    unused, ahead = Copies(), dict[str, Copied]()
+    for event in events:
+        ahead |= unused.used_by(job, event)
+        if isinstance(event.outcome, Bad):  # of job 0
+            bad.append(event)
+            continue
+        # Of another user's copy its users know the key alone.
+        if not isinstance(event.outcome, Released) and event.outcome.key and event.outcome.image:
+            images[event.outcome.key] = event.outcome.image
+        if event.job == job:
+            own.append(event)
+        elif event.hook == "stager":
+            copies.append(event)
+    if not (own or lease or problems):
+        raise _nothing(job, lost, yours)
+    problems += _losses(lost, own)
+    failed = [event for event in own if event.hook == "step" and _is_of_tasks(event.outcome)]
+    missed = [event for event in own if event.outcome.reason == "deadline"]
+    runs: list[list[Event]] = []
+    for event in own:
+        # A hook writes its lines at once, each with the same duration to a tenth of a millisecond.
+        one = runs[-1][0] if runs else None
+        alike = one and (one.hook, one.step, one.total) == (event.hook, event.step, event.total)
+        if one and alike and event.time - one.time < 1:
+            runs[-1].append(event)
+        else:
+            runs.append([event])
+    # The other jobs' copies that this job waited for until its deadline.
+    runs += [[copy] for copy in copies if any(_missed(copy, event) for event in missed)]
+    # By their beginning: the stager is done, and on record, before the hook that started it.
+    runs.sort(key=lambda run: (round(run[0].time - run[0].total, 1), run[0].hook == "stager"))
+    held = holder(lease, images) if lease else None
+    told = tuple(_run(run, images, missed, bad, ahead, failed) for run in runs)
+    return History(job, told, held, problems, _is_unasked(own), yours)
+
+
+def _nothing(job: int, lost: LostEvents | None, yours: bool) -> NotFound:
+    """Return what is said where there is no record of a job. Pure."""
+    if yours:
+        what = f"nothing is recorded about your job {job} on this node"
+        there = f"srun --jobid={job} --overlap -w NODE forestage explain {job}"
+        why = "it asked for no image, is too long ago, or /run here is no tmpfs with ACLs"
+        return NotFound(what, f"while it runs: {there}; or {why}")
+    what = f"nothing is recorded about job {job} on this node"
+    hint = "it asked for no image, ran elsewhere, never reached this node, or is too long ago"
+    if lost is None:
+        return NotFound(what, hint)
+    return NotFound(f"{what}, and {_loss(lost)}", f"root: `forestage check`; or {hint}")
+
+
+def _losses(lost: LostEvents | None, own: Sequence[Event]) -> tuple[str, ...]:
+    """Return what is said of lost events to a job that may lack some. Pure."""
+    return (_loss(lost),) if lost is not None and losses.may_concern(lost, own) else ()
+
+
+def _loss(lost: LostEvents) -> str:
+    """Return the sentence about events that could not be recorded. Pure."""
+    if lost.since == lost.until:
+        return f"an event could not be recorded at {moment(lost.since)}: {lost.why}"
+    since, until = moment(lost.since), moment(lost.until)
+    return f"events could not be recorded between {since} and {until}: {lost.why}"
+
+
+def _is_unasked(own: Iterable[Event]) -> bool:
+    """Pure: whether no step asked for what the job's last Prolog had for its steps."""
+    left = unasked = False
+    for event in own:
+        outcome = event.outcome
+        if event.hook == "prolog":
+            if isinstance(outcome, Handled):
+                begun = outcome.data and outcome.result == "started"
+                left |= begun or outcome.redirect == "spank"
+            unasked = False
+        elif event.hook == "step":
+            left = False
+        elif isinstance(outcome, Released):
+            left, unasked = False, left
+    return unasked
+
+
+def _missed(copy: Event, deadline: Event) -> bool:
+    """Pure: whether the copy of this image was under way when a hook gave up."""
+    # What was asked for may be a link to it; of another user's copy there is the key alone.
+    waited, copied = deadline.outcome, copy.outcome
+    if not (isinstance(waited, Handled) and isinstance(copied, Copied)):
+        return False
+    alike = copied.image == (waited.image or waited.request) or copied.key == waited.key
+    return alike and copy.time - copy.total <= deadline.time <= copy.time
+
+
+def _run(
+    events: list[Event],
+    images: dict[str, str],
+    missed: list[Event],
+    bad: list[Event],
+    ahead: Mapping[str, Copied],
+    failed: list[Event],
+) -> Run:
+    first = events[0]
+    late = max((first.time - event.time for event in missed if _missed(first, event)), default=None)
+    more: tuple[str, ...] = ()
+    is_copy = isinstance(first.outcome, Copied) and first.outcome.result == "copied"
+    if is_copy and late is not None:
+        more = (
+            f"The job had stopped waiting {format_duration(late)} before; the next one has it.",
+        )
+    explained = tuple(
+        Explained(
+            event.outcome,
+            (
+                *_without_tasks(event, failed, images),
+                *more,
+                *_further(event, ahead),
+                *_found_bad(event, bad),
+            ),
+        )
+        for event in events
+    )
+    return Run(
+        time=first.time,
+        hook=first.hook,
+        job=first.job,
+        node=first.node,
+        partition=first.partition,
+        user=first.user or str(first.uid),
+        total=first.total,
+        problems=first.problems,
+        explained=explained,
+        step=first.step if first.hook == "step" else None,
+        options=first.options,
+        ignored=first.ignored,
+    )
+
+
+def _without_tasks(
+    event: Event, failed: Iterable[Event], images: dict[str, str]
+) -> tuple[str, ...]:
+    """Pure: the sentences about an outcome; of a step whose tasks did not all get it, only that."""
+    outcome = event.outcome
+    if event.hook != "step" or not isinstance(outcome, Handled) or _is_of_tasks(outcome):
+        return sentences(event, images)
+    if not any(_is_same(event, one) for one in failed):
+        return sentences(event, images)
+    return (NOT_IN_ALL,)
+
+
+def _is_of_tasks(outcome: Outcome) -> bool:
+    """Pure: whether the companion noted it for tasks (src/spank); a helper's has a request."""
+    if not isinstance(outcome, Handled) or outcome.result != "declined":
+        return False
+    return bool(outcome.image) and not outcome.request
+
+
+def _is_same(event: Event, failed: Event) -> bool:
+    """Pure: whether a step's tasks were to be given what the event is about."""
+    one, other = event.outcome, failed.outcome
+    if not (isinstance(one, Handled) and isinstance(other, Handled)):
+        return False
+    places = {one.image, one.request.rpartition("@")[2]}
+    return event.step == failed.step and one.data == other.data and other.image in places
+
+
+def _found_bad(start: Event, bad: Iterable[Event]) -> Iterator[str]:
+    """Pure: what a job must know that began with an entry which was found to be bad later."""
+    for event in bad:
+        outcome = event.outcome
+        if not (isinstance(outcome, Bad) and isinstance(start.outcome, Handled)):
+            continue
+        if outcome.key == start.outcome.key and outcome.since <= start.time <= event.time:
+            right = f"its bytes were last right {moment(outcome.since)}" if outcome.since else ""
+            what = count(outcome.chunks, "chunk") if outcome.chunks else "its record or its rights"
+            yield (
+                f"WRONG BYTES? {moment(event.time)} `{event.hook}` found this entry bad: {what}"
+                + (f"; {right}" if right else "")
+            )
+
+
+def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
+    """Pure: what became of one request, or of a job's lease, in plain words."""
+    outcome = event.outcome
+    made_room = tuple(f"{text}, to free space" for text in _evicted(outcome.evicted, images))
+    if isinstance(outcome, Released) and outcome.result == "released":
+        return _released(outcome, images)
+    if isinstance(outcome, Copied) and outcome.result == "copied":
+        return (_copied(outcome), *made_room)
+    parts = _parts(event.hook, outcome)
+    if isinstance(outcome, Handled) and (found := _handled(outcome, parts)):
+        return (*found, *made_room)
+    meaning = collect_reasons().get(outcome.reason, "")
+    what = f"{outcome.result} ({outcome.reason}): {meaning}".removesuffix(": ")
+    detail = (outcome.detail,) if outcome.detail else ()
+    return (what, *detail, *made_room, _consequence(event, parts))
+
+
+def _parts(
+    hook: Hook, outcome: Outcome, ahead: Mapping[str, Copied] | None = None
+) -> list[ExplainPart]:
+    """Return what features say of an outcome. Pure."""
+    facts = ExplainFacts(hook, outcome, ahead or {})
+    names = having("explain.explain_outcome")
+    return [load(name, "explain.explain_outcome")(facts) for name in names]
+
+
+def _further(event: Event, ahead: Mapping[str, Copied]) -> Iterator[str]:
+    """Yield the sentences that features add. Pure."""
+    for part in _parts(event.hook, event.outcome, ahead):
+        yield from part.sentences
+
+
+def _handled(outcome: Handled, parts: Sequence[ExplainPart]) -> tuple[str, ...]:
+    if outcome.result == "started":
+        return (*_started(outcome), _redirect(outcome, parts))
+    if outcome.result == "through":
+        return ("through: the step read copied parts locally, and the rest from the source",)
+    return (_staged(outcome), _redirect(outcome, parts)) if outcome.result in WHOLE else ()
+
+
+def _started(outcome: Handled) -> Iterator[str]:
+    yield "started: the job started while the copy was under way"
+    if outcome.reason:
+        meaning = collect_reasons().get(outcome.reason, outcome.reason)
+        yield f"{meaning.removesuffix('.')}: {outcome.detail}".removesuffix(": ")
+
+
+def _staged(outcome: Handled) -> str:
+    if outcome.result == "hit":
+        took = to_tenths(outcome.wait)
+        return "hit: the cache had it" + (f" ({took})" if took else "")
+    took = _tenths(outcome.wait)
+    if outcome.result == "joined":
+        return f"joined: another copy of it was under way; waited {took} for that one"
+    size = f" until its {format_size(outcome.bytes)} were here" if outcome.bytes else ""
+    return f"copied: waited {took}{size}"
+
+
+def _tenths(seconds: float) -> str:
+    return to_tenths(seconds) or "less than 0.1s"
+
+
+def _copied(outcome: Copied) -> str:
+    fetched = outcome.bytes - outcome.resumed
+    rate = format_rate(fetched, outcome.copying or outcome.wait)
+    took = _tenths(outcome.wait)
+    sent = f", {format_size(outcome.uploaded)} of it sent to other nodes meanwhile"
+    uploaded = sent if outcome.uploaded else ""
+    made = f"copied {format_size(outcome.bytes)} in {took} ({rate}){uploaded}, and published"
+    if outcome.from_peers:
+        rest = max(0, fetched - outcome.from_peers)
+        server = f"{format_size(rest) if rest else 0} of {format_size(fetched)}"
+        made += (
+            f"; from {', '.join(outcome.givers) or 'other nodes'}; {server} from the file server"
+        )
+    if not outcome.read_through:
+        return made
+    read, straight = format_size(outcome.read_through), format_size(outcome.read_straight)
+    return f"{made}; jobs read {read} before that, {straight} of it from the source"
+
+
+def _redirect(outcome: Handled, parts: Sequence[ExplainPart]) -> str:
+    if said := next((part.redirect for part in parts if part.redirect), ""):
+        return said
+    why = "`redirect: none`, or Slurm's files could not be read, or it saves its container there"
+    if outcome.result == "started":
+        why = "no copy was here"
+    return {
+        "mounted": "redirect mounted: the path showed the local copy",
+        "kept": "redirect kept: the path showed the local copy already, for another job or step",
+        "spank": "redirect by the SPANK plugin: each step gets the local copy when it starts",
+        "later": "redirect later: the path showed the original until the copy was complete",
+        "none": f"no redirect: the job read the original path ({why})",
+    }.get(outcome.redirect, f"redirect: {outcome.redirect or 'not recorded'}")
+
+
+def _consequence(event: Event, parts: Sequence[ExplainPart]) -> str:
+    if event.hook == "epilog":
+        return "What it could not release is still there: see `forestage status`."
+    if event.hook == "stager":
+        return "Nothing was published; a job that waited for it kept its original path."
+    who = "step" if event.hook == "step" else "job"
+    if event.hook == "prolog" and getattr(event.outcome, "redirect", "") == "spank":
+        return "Each step looks again, with the groups that Slurm gave it."
+    if event.outcome.reason == "deadline":
+        return (
+            f"The {who} kept its original path. The copy continues if it has begun;"
+            " `forestage status` shows its progress."
+        )
+    if event.outcome.reason == "bad-hint":
+        return "The hint was ignored."
+    if event.outcome.reason in ("registry", "bare-name"):
+        return "enroot imports it, as without forestage."
+    said = next((part.consequence for part in parts if part.consequence), "")
+    return said or f"The {who} kept its original path."
+
+
+def _released(outcome: Released, images: dict[str, str]) -> tuple[str, ...]:
+    # The detail: why, if a sweep did it; of an Epilog, what it could not unmount.
+    found = ["released the job's lease" + (f": {outcome.detail}" if outcome.detail else "")]
+    if outcome.unmounted:
+        found.append(
+            f"unmounted {count(outcome.unmounted, 'redirect')} that no job needed any more"
+        )
+    return (*found, *_evicted(outcome.evicted, images))
+
+
+def _evicted(keys: Iterable[str], images: dict[str, str]) -> Iterator[str]:
+    for key in keys:
+        known = f": {images[key]}" if key in images else ""
+        yield f"evicted {short(key)}{known}"
+
+
+def pieces(found: History, now: float) -> list[Piece]:
+    """Pure: what `explain` prints."""
+    lines: list[Piece] = [Line(_head(found), heading=True)]
+    counted = saved.Starts()
+    options = {name for run in found.runs if run.job == found.job for name in run.options}
+    for run in found.runs:
+        tenths = to_tenths(run.total)
+        took = f", {tenths}" if tenths else ""
+        whose = f" of job {run.job}" if run.job else " of another job"
+        whose = whose if run.job != found.job else ""
+        step = "" if run.step is None else f" {STEPS.get(run.step, run.step)}"
+        head = f"{moment(run.time)}  {run.hook.capitalize()}{step}{whose}{took}"
+        lines += [Line(""), Line(head, heading=True)]
+        lines += [Line(text, 2) for text in _asked(run)]
+        if run.hook != "epilog":  # it has read the same comment again
+            lines += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
+        for number, one in enumerate(run.explained):
+            starts = _starts(one.outcome, run, counted) and NOT_IN_ALL not in one.sentences
+            lines += [Line("")] * (number > 0) + _request(one, run.hook, starts, options)
+    if found.unasked:
+        lines += [Line(""), Line(UNASKED)]
+    lines += [Line(f"Problem: {problem}") for problem in found.problems]
+    return lines + _now(found, now)
+
+
+def _head(found: History) -> str:
+    own = [run for run in found.runs if run.job == found.job]
+    if not own:
+        return f"Job {found.job}: no event is recorded"
+    last = own[-1]
+    partition = f", partition {last.partition}" if last.partition else ""
+    return f"Job {found.job} of {last.user} on {last.node or 'this node'}{partition}"
+
+
+def _asked(run: Run) -> Iterator[str]:
+    """Pure: what was asked with options, and what did not count beside them."""
+    if run.options:
+        yield f"asked at submission: {', '.join(f'--{name}' for name in run.options)}"
+    if run.ignored:
+        words = ", ".join(f"{name}=" for name in run.ignored)
+        yield f"not counted: {words} in the comment, as the option was given"
+
+
+def _via(outcome: Handled, name: str, options: Collection[str]) -> str:
+    """Pure: where a request was asked; `options` are those that the job was submitted with.
+
+    `name` is that of the request's own option.
+    """
+    if outcome.via == "hint" and name in options:
+        return f"--{name}"
+    return VIAS.get(outcome.via or "", outcome.via or "")
+
+
+def _request(
+    explained: Explained, hook: Hook, starts: bool, options: Collection[str]
+) -> list[Piece]:
+    outcome, parts = explained.outcome, _parts(hook, explained.outcome)
+    facts = []
+    request = outcome.request if isinstance(outcome, Handled) else ""
+    if isinstance(outcome, Handled) and request:
+        name = next((part.option for part in parts if part.option), "stage")
+        via = _via(outcome, name, options)
+        facts.append(("request", f"{request} ({via})" if via else request))
+    facts += [row for part in parts for row in part.rows]
+    if isinstance(outcome, Handled | Copied):
+        if outcome.image and outcome.image != request:
+            facts.append(("data" if outcome.data else "image", outcome.image))
+        if outcome.key:
+            size = f", {format_size(outcome.size)}" if outcome.size else ""
+            facts.append(("entry", f"{short(outcome.key)}{size}"))
+    facts += [
+        ("done" if not number else "", text) for number, text in enumerate(explained.sentences)
+    ]
+    tenths = to_tenths(outcome.wait) if isinstance(outcome, Handled | Copied) else ""
+    if tenths and outcome.result not in WHOLE:
+        facts.append(("took", tenths))
+    if isinstance(outcome, Handled) and starts:
+        facts.append(("saved", _saved(outcome)))
+    return [Facts(tuple(facts), indent=2)]
+
+
+def _starts(outcome: Outcome, run: Run, counted: saved.Starts) -> bool:
+    """Whether something began to read a copy; `counted` has what was asked about before."""
+    return counted.is_one(run.hook, run.job, outcome)
+
+
+def _saved(outcome: Handled) -> str:
+    """What a start had of it, and against what."""
+    found = saved.seconds(outcome)
+    if found is None:
+        return (
+            "not known: the copy has not measured how fast its source is (it came from other nodes"
+            " too, or read too little at full speed)"
+        )
+    against = f"reading it from its source takes this node {_tenths(outcome.baseline)}"
+    tenths = to_tenths(abs(found))
+    if not tenths:
+        return f"nothing worth naming ({against})"
+    return f"nothing: it took {tenths} longer ({against})" if found < 0 else f"{tenths} ({against})"
+
+
+def _now(found: History, now: float) -> list[Piece]:
+    if found.lease is None:
+        hooks = [run for run in found.runs if run.hook != "stager"]
+        last = hooks[-1] if hooks else None
+        held = last and any(
+            one.outcome.result in (*WHOLE, "started", "through") for one in last.explained
+        )
+        if last and last.hook in ("prolog", "step") and held:
+            what = "no lease, and no Epilog is recorded; the node was restarted?"
+            if found.yours:
+                what = "no Epilog is recorded; what the job holds, root sees on this node."
+            return [Line(""), Line(f"Now: {what}")]
+        return []
+    since = f"{moment(found.lease.since)} ({age(now - found.lease.since)})"
+    uses = tuple((short(one.key), one.path or "an image") for one in found.lease.images)
+    return [Line(""), Line(f"Now: holds a lease since {since}", heading=True), Facts(uses, 2)]
+
+
+def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
+    """Slurm's numeric id, also in front of a step's; `12_3` is a name that only Slurm can tell."""
+    named = re.fullmatch(r"([0-9]{1,10})(\.[0-9a-z]+)?", value, re.ASCII)
+    if named:
+        return int(named[1])
+    if re.fullmatch(r"[0-9]{1,10}[_+][0-9]{1,10}", value, re.ASCII):
+        raise click.BadParameter(
+            f"{value} is part of an array or a het job, and has an id of its own:"
+            f" squeue -h -j {value} -o %A   (sacct -n -X -j {value} -o JobIDRaw, once it is over)"
+        )
+    raise click.BadParameter(f"{value!r} is no job id: expected a number such as 4242")
+
+
+@click.command()
+@as_json
+@click.argument("job", callback=_job_id, metavar="JOBID", shell_complete=complete_jobs)
+@click.pass_obj
+def explain(world: World, job: int, as_json: bool) -> None:
+    """What a job asked for, what was done, why, and how long it took.
+
+    Finished jobs too, as far back as the event log goes. Of an array, JOBID is the task's own id.
+    Users see their own jobs, on a node of the job.
+    """
+    found = gather(world.places, job, os.geteuid())
+    show(found, pieces(found, world.clock.wall()), as_json)
+
+
+COMMANDS = (explain,)

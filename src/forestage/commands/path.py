@@ -1,0 +1,32 @@
+"""`forestage path`: where an image's copy lies."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from forestage.commands.world import as_json, show
+
+if TYPE_CHECKING:
+    from forestage.commands.world import World
+
+
+@click.command()
+@as_json
+@click.argument("image")
+@click.pass_obj
+def path(world: "World", image: str, as_json: bool) -> None:
+    """Print the path of IMAGE's local copy.
+
+    Only if the copy is exactly what IMAGE is now; else it says why not and ends with status 1.
+    """
+    from forestage.commands import inventory, sources
+    from forestage.system import terminal as screen
+
+    node = world.node()
+    inventory.is_made(node)  # what cannot be used or read says so first
+    wanted = sources.find(node.cache, sources.absolute_path(image), sources.invoking_user())
+    copy = inventory.copy_of(node, wanted)
+    show(copy, [screen.Line(copy.copy, whole=True)], as_json)
+
+
+COMMANDS = (path,)

@@ -1,0 +1,129 @@
+"""Views of `forestage ls`, `show` and `config`: entries and settings as tables."""
+
+from collections.abc import Iterable
+
+import click
+import msgspec
+
+from forestage.cache.layout import Cache
+from forestage.cache.lease import Lease
+from forestage.commands import inventory, sources
+from forestage.commands.inventory import Holder, Holdings, Item, holder
+from forestage.commands.sources import SourceState
+from forestage.commands.world import World, as_json, complete_entries, show
+from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment, short
+from forestage.units import format_size
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """All about one entry; `source` is what became of the file that was copied."""
+
+    item: Item
+    copy: str
+    leases: tuple[Holder, ...]
+    source: SourceState
+
+
+def state(item: Item) -> str:
+    """Pure: who or what keeps it, and what is wrong with it."""
+    words = [f"leased by {count(len(item.jobs), 'job')}"] if item.jobs else []
+    words += [word for word in ("pinned", "superseded", "damaged") if getattr(item, word)]
+    return ", ".join(words)
+
+
+def listing(holdings: Holdings, now: float) -> list[Piece]:
+    """Pure: what `ls` prints."""
+    if not holdings.items:
+        return [Line("The cache holds no entry."), *_problems(holdings)]
+    columns = ("key", "kind", "size", "used", "state", "path")
+    rows = []
+    for item in holdings.items:
+        size, used = format_size(item.bytes), age(now - item.used)
+        key, kind = short(item.key), item.kind or "-"
+        rows.append((key, kind, size, used, state(item) or "-", item.path or "-"))
+    return [Table(columns, rows), *_problems(holdings)]
+
+
+def _problems(holdings: Holdings) -> list[Piece]:
+    return [Line(f"Problem: {problem}") for problem in holdings.problems]
+
+
+def found(cache: Cache, items: Iterable[Item], leases: Iterable[Lease]) -> list[Shown]:
+    """Entries with the state of their sources, which are opened as the user who asks."""
+    user, held = sources.invoking_user(), tuple(leases)
+    damaged = SourceState("not-checked", "the entry is damaged")
+    return [
+        Shown(
+            item,
+            str(cache.image(item.key)),
+            tuple(holder(one, {item.key: item.path}) for one in held if one.job in item.jobs),
+            sources.state_of(cache, item.entry, user) if item.entry else damaged,
+        )
+        for item in items
+    ]
+
+
+def settings(rows: Iterable[tuple[str, str, str]]) -> list[Piece]:
+    """Pure: what `config` prints of keys, values and origins."""
+    columns = ("key", "value", "origin")
+    return [Table(columns, tuple(map(tuple, rows)))]
+
+
+def pieces(shown: Iterable[Shown], now: float) -> list[Piece]:
+    """Pure: what `show` prints."""
+    separated: list[Piece] = []
+    for one in shown:
+        separated += [Line(""), _facts(one, now)]
+    return separated[1:]
+
+
+def _facts(found: Shown, now: float) -> Facts:
+    item = found.item
+    facts = [("key", item.key), ("state", state(item) or "may be evicted")]
+    if item.entry is None:
+        facts.append(("path", "unknown: its record cannot be read, or is not of this image"))
+    else:
+        identity, access = item.entry.identity, item.entry.access
+        facts += [
+            ("kind", item.kind),
+            ("path", identity.path),
+            ("size", f"{format_size(identity.size)} ({identity.size} bytes)"),
+            ("inode", str(identity.inode)),
+            ("written", moment(identity.mtime_ns / 1e9)),
+            ("access", f"uid {access.uid}, gid {access.gid}, mode {access.mode:04o}"),
+            ("ACL", "yes" if access.acl else "none"),
+            ("copied", f"{moment(item.created)} by {item.entry.engine}"),
+            ("checksum", item.entry.digest or "none"),
+        ]
+    state_of_source = found.source.state.replace("-", " ")
+    facts += [
+        ("last use", f"{moment(item.used)} ({age(now - item.used)} ago)"),
+        ("on disk", format_size(item.bytes)),
+        ("local copy", found.copy),
+        ("source", ": ".join(filter(None, (state_of_source, found.source.detail)))),
+    ]
+    for one in found.leases:
+        is_redirected = any(use.redirected for use in one.images if use.key == item.key)
+        held = f"job {one.job} of {one.user}, for {age(now - one.since)}"
+        held += ", redirected" * is_redirected
+        facts.append(("lease", held))
+    return Facts(tuple(facts))
+
+
+@click.command("show")
+@as_json
+@click.argument("word", metavar="KEY|PATH", shell_complete=complete_entries)
+@click.pass_obj
+def show_entry(world: World, word: str, as_json: bool) -> None:
+    """All about an entry, and whether its source is unchanged.
+
+    A PATH may have several entries, of which the first is the newest.
+    """
+    node = world.node()
+    held = inventory.gather(node)
+    picked = inventory.pick(held.items, word, sources.resolve)
+    shown = found(node.cache, picked, held.leases)
+    show(shown, pieces(shown, world.clock.wall()), as_json)
+
+
+COMMANDS = (show_entry,)

@@ -1,0 +1,444 @@
+"""State of the node: the cache, its room, copies under way, leases, redirects.
+
+Only reads. Also behind the gauges of `forestage metrics`.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
+
+import click
+import msgspec
+
+from forestage.bind import redirect
+from forestage.cache import disk as cache_disk
+from forestage.cache import disk_errors, evict
+from forestage.cache.layout import Cache, DiskUsage
+from forestage.cache.node import Node
+from forestage.cache.part import ABANDONED_AFTER
+from forestage.check import site as sites
+from forestage.commands import copies, inventory, recent
+from forestage.commands.copies import Copy
+from forestage.commands.inventory import Holder, Item
+from forestage.commands.world import Exit, as_json, show
+from forestage.config import switch
+from forestage.errors import Declined
+from forestage.events import field
+from forestage.features.contexts import StatusFacts, StatusPart
+from forestage.features.doors import having, load
+from forestage.system import mounts
+from forestage.system import terminal as screen
+from forestage.system.mounts import Mount
+from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
+from forestage.units import format_duration, format_size
+from forestage.views.through import keeper
+
+T = TypeVar("T")
+STATES = (
+    *("ok", "hangs", "read-only", "full", "failing", "unusable"),
+    *("doubt", "off", "not-called", "no-companion"),
+)
+FAILING = 3600.0  # seconds that a copy's error counts, if no other copy has succeeded since
+
+
+class DiskSpace(msgspec.Struct, frozen=True):
+    """The file system under the cache, in bytes."""
+
+    mounted_at: str
+    total: int
+    free: int
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """How many entries there are, and how many of them are what."""
+
+    total: int = 0
+    leased: int = 0
+    pinned: int = 0
+    superseded: int = 0
+    damaged: int = 0
+    data: int = 0
+
+
+class Doubt(msgspec.Struct, frozen=True):
+    """Errors of the cache's disk, for which no job is served; `since` in seconds of the epoch."""
+
+    since: float
+    why: str
+
+
+class Blocked(msgspec.Struct, frozen=True):
+    """Why nothing can be staged though the cache is there: its disk hangs, is read-only or full, or
+    copies end with errors."""
+
+    state: Literal["hangs", "read-only", "full", "failing"]
+    why: str
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The node as it was at `time`, in seconds since the epoch. `unusable`: why no cache is used.
+
+    Then, and where the cache does not exist yet, `disk` and `room` are None. `off` says what has
+    switched staging off for all jobs, and how to switch it on. `through` are the keys of images
+    that jobs read through a server. `doubt` is there while the disk is not trusted. `data` are the
+    bytes of directories, copies under way included, of `room.data` at most. `reclaimable` are the
+    bytes of entries that may be evicted now. `calls` says who was called since boot, `starts` how
+    jobs began lately. `in_steps`: the steps of jobs show copies, and the node sees no redirect.
+    `no_companion`: which running Slurm process has not loaded the companion, though it should.
+    `stopped` are copies that nobody goes on with now. `parts` are what features add.
+    """
+
+    cache: str
+    unusable: str
+    redirects: tuple[str, ...]
+    leases: tuple[Holder, ...]
+    problems: tuple[str, ...]
+    disk: DiskSpace | None = None
+    room: evict.Room | None = None
+    entries: Counts = Counts()
+    copies: tuple[Copy, ...] = ()
+    off: str = ""
+    through: tuple[str, ...] = ()
+    doubt: Doubt | None = None
+    data: int = 0
+    reclaimable: int = 0
+    calls: recent.Calls = recent.Calls()
+    starts: recent.Starts = recent.Starts()
+    in_steps: bool = False
+    time: float = 0.0
+    blocked: Blocked | None = None
+    no_companion: str = ""
+    stopped: DiskUsage = DiskUsage()
+    parts: tuple[StatusPart, ...] = ()
+
+    def find_field(self, name: str) -> object:
+        """Return what a feature has added under this name, None if none has. Pure."""
+        return next((part.fields[name] for part in self.parts if name in part.fields), None)
+
+
+def gather(node: Node, conf: str = "") -> Status:
+    """Reads the node; `conf` is $SLURM_CONF or "".
+
+    Raises PermissionError for users who may not read the cache.
+    """
+    now = node.clock.wall()
+    unusable, blocked = "", None
+    try:
+        holdings, stored = inventory.gather_stored(node)
+    except Declined as failed:
+        holdings, stored, unusable = inventory.read_leases(node.leases), None, str(failed)
+        if failed.reason == "cache-hangs":
+            blocked = Blocked("hangs", unusable)
+    under_way = copies.gather(node) if stored is not None else ()
+    paths = copies.paths(node) if stored is not None else {}
+    paths |= {copy.key: copy.image for copy in under_way}
+    paths |= {item.key: item.path for item in holdings.items}
+    bound = tuple(bind.path for bind in redirect.binds(node.cache))
+    disk = disk_errors.known(node.places)
+    calls = recent.calls(node.places, now)
+    starts = recent.starts(node.places.events, now)
+    facts = StatusFacts(node, holdings.items, stored is not None, now)
+    found = Status(
+        time=now,
+        cache=str(node.cache.root),
+        unusable=unusable,
+        redirects=bound,
+        leases=tuple(inventory.holder(lease, paths, bound) for lease in holdings.leases),
+        problems=holdings.problems,
+        off=_off(node),
+        doubt=Doubt(disk.since, disk.why) if disk.since else None,
+        calls=calls,
+        in_steps=node.config.redirect in ("auto", "spank") and calls.companion is not None,
+        starts=starts,
+        blocked=blocked,
+        no_companion=calls.without if _should_load(node, calls, conf) else "",
+        through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
+        parts=tuple(
+            load(name, "status.read_status")(facts) for name in having("status.read_status")
+        ),
+    )
+    if unusable:
+        return found
+    under = mounts.holder(mounts.current(), os.path.realpath(node.cache.root))
+    if stored is None:
+        return msgspec.structs.replace(found, blocked=_blocked(node, under, None, starts))
+    room = evict.measure(node.cache, stored, node.config)
+    return msgspec.structs.replace(
+        found,
+        blocked=_blocked(node, under, room, starts),
+        disk=_disk(node.cache, under),
+        room=room,
+        data=sum(one.bytes for one in stored if one.is_data) + room.data_under_way,
+        entries=counts(holdings.items),
+        reclaimable=sum(one.bytes for one in holdings.items if not (one.jobs or one.pinned)),
+        copies=under_way,
+        stopped=copies.stopped(node),
+    )
+
+
+def insert_after(own: dict[str, T], added: Sequence[tuple[str, dict[str, T]]]) -> dict[str, T]:
+    """Return `own` with what is added after the item that it names, or at the end. Pure."""
+    found: dict[str, T] = {}
+    for name, item in own.items():
+        found[name] = item
+        for after, items in added:
+            found |= items if after == name else {}
+    for after, items in added:
+        found |= items if after not in own else {}
+    return found
+
+
+def document(status: Status) -> dict[str, object]:
+    """Return the document of `status --json`. Pure."""
+    fields = msgspec.structs.asdict(status)
+    del fields["parts"]
+    return insert_after(fields, [(part.after, part.fields) for part in status.parts])
+
+
+def _blocked(
+    node: Node, under: Mount | None, room: evict.Room | None, starts: recent.Starts
+) -> Blocked | None:
+    """Why no copy can be made now, as far as that shows before one; a disk is asked in a child."""
+    if hang := cache_disk.hangs(node.places, node.cache):
+        return Blocked("hangs", str(cache_disk.declined(node.cache, hang)))
+    if under and under.is_read_only:
+        return Blocked("read-only", f"{under.point} is mounted read-only (see `dmesg`)")
+    if room is not None and not room.may_take:
+        others = "the rest is not the cache's"
+        free = f"{format_size(room.free)} are free, {format_size(room.min_free)} stay free"
+        return Blocked("full", f"the disk has no room for any entry: {free}, {others}")
+    failed = starts.copy_failure
+    if failed and starts.time - failed.time < FAILING:
+        ago = f"the last copy failed {age(starts.time - failed.time)} ago ({failed.reason})"
+        return Blocked("failing", f"{ago}: {failed.detail}".removesuffix(": "))
+    return None
+
+
+def _should_load(node: Node, calls: recent.Calls, conf: str) -> bool:
+    """Whether steps are to get the companion: by the configuration, or since it was here before."""
+    if node.config.redirect == "spank":
+        return True
+    if node.config.redirect != "auto" or calls.companion is None:
+        return False
+    return sites.companion_state(node.places, conf).state != "absent"
+
+
+def _off(node: Node) -> str:
+    by_file = switch.by_file(node.places, node.clock.wall())
+    if by_file:
+        return f"{by_file} (`forestage on` switches it on)"
+    return "" if node.config.enabled else "`enabled: false` (set it to true to switch it on)"
+
+
+def counts(items: Iterable[Item]) -> Counts:
+    """Pure: how many entries are in which state; one may be in several."""
+    found = list(items)
+    return Counts(
+        total=len(found),
+        leased=sum(1 for item in found if item.jobs),
+        pinned=sum(1 for item in found if item.pinned),
+        superseded=sum(1 for item in found if item.superseded),
+        damaged=sum(1 for item in found if item.damaged),
+        data=sum(1 for item in found if item.kind == "data"),
+    )
+
+
+def _disk(cache: Cache, under: Mount | None) -> DiskSpace:
+    facts = os.statvfs(cache.root)
+    return DiskSpace(
+        mounted_at=under.point if under else "?",
+        total=facts.f_blocks * facts.f_frsize,
+        free=facts.f_bavail * facts.f_frsize,
+    )
+
+
+def pieces(status: Status, now: float) -> list[Piece]:
+    """Pure: what `status` prints."""
+    rows = (row for part in status.parts for row in part.rows)
+    return [
+        Facts((*_facts(status), *rows, *_lately(status, now))),
+        *_elsewhere(status),
+        *(Line(f"Problem: {problem}") for problem in status.problems),
+        *copies.table(status.copies),
+        *(piece for part in status.parts for piece in part.tables),
+        *_leases(status, now),
+    ]
+
+
+def _facts(status: Status) -> list[tuple[str, str]]:
+    facts = [("staging", f"switched off: {status.off}")] if status.off else []
+    facts.append(("cache", status.cache))
+    if status.unusable:
+        facts.append(("state", f"not in use: {status.unusable}"))
+    elif status.blocked:
+        facts.append(("state", f"{status.blocked.state}: {status.blocked.why}"))
+    if status.room is None and not status.unusable:
+        facts.append(("state", "does not exist yet: the first job with an image creates it"))
+    if status.doubt:
+        told = f"since {moment(status.doubt.since)}: {status.doubt.why}"
+        facts.append(("disk errors", f"no image is served, {told} (until the sweep has read all)"))
+    if status.disk and status.room:
+        disk, room = status.disk, status.room
+        less = f"; {format_size(room.may_take)} now, as others fill the disk"
+        less *= room.may_take < room.max_size
+        of_total = f"{format_size(disk.free)} free of {format_size(disk.total)}"
+        numbers = msgspec.structs.asdict(status.entries)
+        entries = str(numbers.pop("total"))
+        if states := ", ".join(f"{number} {word}" for word, number in numbers.items() if number):
+            entries = f"{entries} ({states})"
+        facts += [
+            ("disk", f"{of_total}, mounted at {disk.mounted_at}"),
+            ("used", f"{format_size(room.used)} by the cache, {room.percent}% of what it may take"),
+            ("reclaimable", f"{format_size(status.reclaimable)}, neither leased nor pinned"),
+            ("data", f"{format_size(status.data)} of that, of {format_size(room.data)} at most"),
+            *_kept(status),
+            ("max_size", f"{format_size(room.max_size)}, the most it may take{less}"),
+            ("low_watermark", f"{format_size(room.low)}; the Epilog evicts down to this"),
+            ("min_free", f"{format_size(room.min_free)} stay free on the disk"),
+            ("entries", entries),
+        ]
+    facts.append(("redirects", str(len(status.redirects))))
+    if status.through:
+        facts.append(("read through", count(len(status.through), "image")))
+    return facts
+
+
+def _elsewhere(status: Status) -> list[Piece]:
+    """Pure: whom to ask, where nothing is in use: this may be a login node."""
+    if status.room is not None or status.calls != recent.Calls():
+        return []
+    return [
+        Line("On a host that runs no jobs, such as a login node, ask the nodes:"),
+        Line("clush -bw NODES forestage status    as root", 2),
+        Line("srun -w NODE forestage status       as a user", 2),
+    ]
+
+
+def _lately(status: Status, now: float) -> list[tuple[str, str]]:
+    """Pure: who was called, how jobs began, what failed last."""
+    calls, starts = status.calls, status.starts
+    named = (("Prolog", calls.prolog), ("Epilog", calls.epilog), ("companion", calls.companion))
+    words = [
+        f"{name} {age(now - one.time)} ago" + (f" (job {one.job})" if one.job else "")
+        for name, one in named
+        if one
+    ]
+    facts = [("called", ", ".join(words) or "neither Prolog nor Epilog since the node booted")]
+    if status.no_companion:
+        facts.append(("no companion", f"{status.no_companion} (see `forestage check`)"))
+    if calls.missed:
+        jobs = ", ".join(map(str, calls.missed[: copies.MAX_NAMED]))
+        more = len(calls.missed) - copies.MAX_NAMED
+        jobs += f" and {more} more" if more > 0 else ""
+        facts.append(("not called", f"for job {jobs}, which runs here (see `forestage check`)"))
+    if starts.hit_ratio is not None:
+        of = f"{starts.hits} of {count(starts.tried, 'start')} since {moment(starts.since)}"
+        facts.append(("hit ratio", f"{starts.hit_ratio:.0%}, {of}"))
+    if starts.failure:
+        failed = starts.failure
+        whose = f" (job {failed.job})" if failed.job else ""
+        why = f": {failed.detail}" if failed.detail else ""
+        facts.append(("last failure", f"{moment(failed.time)} {failed.reason}{whose}{why}"))
+    return facts
+
+
+def state(status: Status) -> tuple[str, str]:
+    """Pure: the node in one word, and why it is not "ok"; of several the first counts."""
+    if status.blocked:
+        return status.blocked.state, status.blocked.why
+    if status.unusable:
+        return "unusable", status.unusable
+    if status.doubt:
+        return "doubt", status.doubt.why
+    if status.off:
+        return "off", status.off
+    if status.calls.missed:
+        return "not-called", f"no Prolog of forestage ran for job {status.calls.missed[0]}"
+    if status.no_companion:
+        return "no-companion", status.no_companion
+    return "ok", ""
+
+
+def oneline(status: Status) -> str:
+    """Pure: the node in one line of logfmt: state first, then fields that are never renamed.
+
+    New fields come at the end. Only a failure has its age, so healthy nodes print much the same.
+    """
+    ratio, room = status.starts.hit_ratio, status.room
+    failed = status.starts.failure
+    word, why = state(status)
+    facts = {
+        "state": word,
+        "full": f"{room.percent}%" if room else "-",
+        "reclaimable": format_size(status.reclaimable).replace(" ", ""),
+        "entries": str(status.entries.total),
+        "damaged": str(status.entries.damaged + len(status.problems)),
+        "leases": str(len(status.leases)),
+        "copies": str(len(status.copies)),
+        "hits": f"{ratio:.0%}" if ratio is not None else "-",
+        "companion": "yes" if status.calls.companion else "no",
+        "failure": f"{failed.reason}@{age(status.time - failed.time)}" if failed else "-",
+    }
+
+    words = [f"{name}={value}" for name, value in facts.items()]
+    return " ".join(["forestage", *words, *([f"why={field(why)}"] if why else [])])
+
+
+def _kept(status: Status) -> Iterator[tuple[str, str]]:
+    """Pure: what else takes room on the disk, where there is any."""
+    if stopped := status.stopped.number:
+        number = count(stopped, "stopped copy", "stopped copies")
+        kept = f"until a job goes on with it, at most {format_duration(ABANDONED_AFTER)}"
+        yield "unfinished", f"{format_size(status.stopped.bytes)} in {number}, kept {kept}"
+    for part in status.parts:
+        yield from part.room
+
+
+def _leases(status: Status, now: float) -> list[Piece]:
+    holders, elsewhere = status.leases, "in its steps" if status.in_steps else "no"
+    if not holders:
+        return [Line("No job holds a lease.")]
+    columns = ("job", "user", "age", "redirected", "image")
+    rows: list[tuple[str, ...]] = []
+    for one in holders:
+        head = (str(one.job), one.user, age(now - one.since))
+        for image in one.images:
+            word = "yes" if image.redirected else elsewhere
+            rows.append((*head, word, image.path or image.key))
+        if not one.images:
+            rows.append((*head, "-", "-"))
+    number = count(len(holders), "lease")
+    return [Line(f"{number}:", heading=True), Table(columns, rows, indent=2)]
+
+
+@click.command()
+@as_json
+@click.option("--watch", is_flag=True, help="Follow the copies; as JSON, one line a second.")
+@click.option(
+    "--oneline", "is_oneline", is_flag=True, help="One line for health checks; see forestage(1)."
+)
+@click.pass_context
+def status(ctx: click.Context, watch: bool, is_oneline: bool, as_json: bool) -> None:
+    """Show the cache, its space, copies under way, leases.
+
+    Ends with status 5 where the cache is not mounted or must not be used. With --watch on a
+    terminal, ^C ends it; else it ends when no copy is under way any more.
+    """
+    node = ctx.obj.node()
+    if watch:
+        for_ever = screen.is_live(as_json)
+        with contextlib.suppress(KeyboardInterrupt):
+            screen.follow(copies.watch(node, for_ever), copies.lines, as_json)
+        return
+    found = gather(node, os.environ.get("SLURM_CONF", ""))
+    shown = document(found)
+    if is_oneline:
+        show(shown, [Line(oneline(found), whole=True)], as_json)
+    else:
+        show(shown, pieces(found, ctx.obj.clock.wall()), as_json)
+    if found.unusable:
+        ctx.exit(Exit.CACHE)
+
+
+COMMANDS = (status,)

@@ -1,0 +1,644 @@
+"""Clean-up after crashes: stale leases, redirects and parts, and proof of what the disk kept.
+
+Run by a timer or by hand as root, never by a hook. It does what the Epilog would have done, with
+the Epilog's code and under the hooks' locks, each held no longer than a hook holds it: so it may
+run beside hooks and other sweeps at any moment. A failure is noted and the sweep goes on.
+
+A lease is released only if Slurm says that its job is over on this node. The order matters:
+
+    1. note the lease file's mark (inode, ctime), then ask Slurm about the job
+    2. any doubtful answer, or a Slurm that does not know this node: no lease is released
+    3. under the space lock, release a lease only if its mark is still the same: a requeued job's
+       Prolog may have begun with the same number while Slurm was answering
+    4. pause between two holds of the lock, longer than waiting hooks poll
+
+Entries that an earlier boot wrote are compared once with their own checksums: they were synced
+before they were published, but disks have been seen to lose confirmed writes in a power cut. The
+source is not read for that, since a whole cluster may have restarted at once. All others are read
+again now and then, slowly, as blocks of a disk go bad; and all at once while there is doubt in the
+disk (cache/disk_errors.py), which ends with that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import click
+import msgspec
+
+from forestage import events
+from forestage.bind import namespaces, redirect, unmount
+from forestage.cache import disk, disk_errors, earlier, evict, hot
+from forestage.cache.layout import PROVEN, Cache
+from forestage.cache.lease import Lease, Leases, Mark
+from forestage.cache.node import Node
+from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
+from forestage.commands import inventory, verify
+from forestage.commands.inventory import Item
+from forestage.commands.unredirect import ROOT, owner_of
+from forestage.commands.verify import Manner, Progress, Verdict
+from forestage.commands.world import as_json, show
+from forestage.config import directories
+from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
+from forestage.events import Event, losses, user_files
+from forestage.features.contexts import SweepFacts
+from forestage.features.doors import after_each, having, load
+from forestage.hooks import epilog
+from forestage.paths import Places
+from forestage.slurm.queue import Slurm, why_over
+from forestage.system import folders, lock, mounts
+from forestage.system import terminal as screen
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, Piece, count, short
+from forestage.views.through import remains
+
+if TYPE_CHECKING:
+    from forestage.features.doors import SweepDoor
+
+PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
+PROVE_EVERY = 7 * 86400.0  # seconds between two times that an entry is read
+PROVE_RATE = 256 << 20  # bytes per second for that; jobs use the disk
+NODES_AGE = 3600.0  # seconds for which nobody asks Slurm about a job that has noted its nodes
+
+Only = Literal["leftovers", "entries", "nodes"]
+"""What crashes left, or the entries that are due: apart, as a whole cache may take an hour.
+
+Or the list of nodes, which is due once a day and touches no disk.
+"""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class StaleLease(msgspec.Struct, frozen=True):
+    """A lease whose job is over here. `mark` is from before Slurm was asked.
+
+    `lease` is None where its file is damaged.
+    """
+
+    job: int
+    mark: Mark
+    lease: Lease | None
+    why: str
+
+
+class ReleasedLease(msgspec.Struct, frozen=True):
+    """A lease that was released, or would be, and how many redirects were unmounted with it.
+
+    `user` and `node` are "", and `uid` is -1, where the lease is damaged.
+    """
+
+    job: int
+    why: str
+    user: str = ""
+    uid: int = -1
+    node: str = ""
+    redirects: int = 0
+
+
+class SweepReport(msgspec.Struct, frozen=True):
+    """What one sweep did, or would do. `redirects` no lease asked for; `parts`, `evicted`: keys.
+
+    `job_dirs` are directories of jobs that are over. `kept` is how many leases stay. `keepers`
+    hung: their keys. `doubt` says why no lease was released. `unproven` are the entries that a dry
+    run would read. `collected` is what went of users' directories in the store of images.
+    `unmounted` says that the cache's disk is not mounted, and may come later.
+    """
+
+    dry_run: bool
+    unmounted: str = ""
+    released: tuple[ReleasedLease, ...] = ()
+    kept: int = 0
+    redirects: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    job_dirs: tuple[str, ...] = ()
+    keepers: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
+    verified: tuple[Verdict, ...] = ()
+    unproven: tuple[str, ...] = ()
+    doubt: str = ""
+    problems: tuple[str, ...] = ()
+    collected: tuple[object, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was done, or is to be said."""
+        return self == SweepReport(self.dry_run, self.unmounted, kept=self.kept)
+
+    @property
+    def bad(self) -> int:
+        """How many entries had lost bytes."""
+        return sum(1 for one in self.verified if one.result == "bad")
+
+
+class Due(msgspec.Struct, frozen=True):
+    """An entry that is to be read, and how."""
+
+    item: Item
+    manner: Manner
+
+
+def sweep(
+    node: Node, slurm: Slurm, dry_run: bool, progress: Progress, only: Only | None = None
+) -> SweepReport:
+    """Cleans up after crashes; as root. `progress` is called with what is being done.
+
+    Raises PermissionError for users who may not read the cache; Declined while its disk hangs: all
+    stays as it is for the next one.
+    """
+    start = node.clock.monotonic()
+    run = _Sweep(node, dry_run, slurm)
+    with run.raised:
+        if only == "nodes":
+            run.of_features("sweep.ask_slurm")
+        else:
+            run.of_node(only, progress, start)
+    return msgspec.structs.replace(run.done, problems=tuple(run.problems))
+
+
+def stale_leases(leases: Leases, slurm: Slurm) -> tuple[StaleLease, ...]:
+    """The leases of jobs that are over on this node. Raises SlurmError at the least doubt."""
+    # Before Slurm is asked: a Prolog that begins while it answers leaves another mark.
+    marks = {job: leases.mark(job) for job in leases.jobs()}
+    at_work = slurm.at_work() if marks else frozenset()
+    stale = []
+    for job, mark in marks.items():
+        if mark is None or job in at_work:
+            continue
+        lease = None
+        with contextlib.suppress(Failed):  # a damaged lease goes with its job, and not before
+            lease = leases.read(job)
+        why = why_over(slurm.job(job), lease.node if lease else "")
+        if why:
+            stale.append(StaleLease(job, mark, lease, why))
+    # Another cluster's Slurm knows none of our jobs.
+    for node in sorted({one.lease.node for one in stale if one.lease and one.lease.node}):
+        if not slurm.knows_node(node):
+            raise SlurmError(
+                f"the Slurm that was asked has no node {node}", "is SLURM_CONF the one of slurmd?"
+            )
+    return tuple(stale)
+
+
+def _raise_if_not_root(error: Exception) -> None:
+    """Raises PermissionError for a user who may not read the cache; root reports a problem."""
+    if isinstance(error, PermissionError) and os.geteuid() != 0:
+        raise error
+
+
+def note_run(node: Node) -> None:
+    """Leaves when the last sweep was, for the alert about nodes without one. Raises OSError."""
+    mark = node.places.called("sweep")
+    folders.make(mark.parent, folders.PASSABLE)
+    mark.touch()
+
+
+def keep_unlisted(places: Places) -> None:
+    """Has users list no directory of the configuration, where hooks run. Raises OSError."""
+    if directories.are_of_node(places):
+        directories.keep_unlisted(places)
+
+
+def forget_users(node: Node) -> None:
+    """Removes the events of users who had none for long, and keeps the rest unread by others.
+
+    Raises OSError.
+    """
+    user_files.keep_rights(node.places.users)
+    user_files.remove_idle(node.places.users, node.clock.wall())
+
+
+class _Sweep:
+    """One sweep at work; `of_jobs`, `of_cache` and `of_entries` are its parts, in this order.
+
+    `done`, `problems` and `unredirected` (paths) grow meanwhile. `raised` has what features raised
+    and nobody expected: that goes on once all is done.
+    """
+
+    def __init__(self, node: Node, dry_run: bool, slurm: Slurm) -> None:
+        self.node = node
+        self.slurm = slurm
+        self.dry_run = dry_run
+        self.done = SweepReport(dry_run)
+        self.problems: list[str] = []
+        self.unredirected: list[str] = []
+        self.stale: tuple[StaleLease, ...] = ()
+        self.doubt = ""
+        self.raised = contextlib.ExitStack()
+
+    def of_node(self, only: Only | None, progress: Progress, start: float) -> None:
+        """Does all of a sweep, or the leftovers or entries alone."""
+        node = self.node
+        disk.must_take(node.places, node.cache)
+        caches = earlier.find_earlier(node)  # leases name some
+        made = self.tried(self.is_made, node)
+        self.add(kept=len(node.leases.jobs()))
+        if only != "entries":
+            self.find_stale()
+            self.of_jobs()
+            self.of_earlier(caches)
+            if made:
+                self.of_cache()
+        if made and only != "leftovers":
+            self.of_entries(progress)
+        if only != "entries":
+            self.of_features("sweep.afterwards")
+        if not self.dry_run and only != "entries":
+            self.tried(note_run, node)
+            self.tried(keep_unlisted, node.places)
+            self.tried(forget_users, node)
+            if only is None:  # last, as Slurm may take long; the leftovers' run leaves it
+                self.of_features("sweep.ask_slurm")
+            self.tried(lambda done: _record(node, done, start), self.done)
+
+    def add(self, **fields: object) -> None:
+        """Puts what was done into the report."""
+        self.done = msgspec.structs.replace(self.done, **fields)
+
+    def of_features(self, door: SweepDoor, node: Node | None = None) -> None:
+        """Has the features clean up in their turn; `node`: with another cache than today's.
+
+        One that fails stops no other, nor the core.
+        """
+        there = node or self.node
+        staying = frozenset(there.leases.jobs()) - {one.job for one in self.stale}
+        facts = SweepFacts(there, self.slurm, staying, self.dry_run)
+
+        def clean_up(name: str) -> None:
+            found = self.tried(lambda facts: load(name, door)(facts), facts) or {}
+            self.add(**{field: getattr(self.done, field) + more for field, more in found.items()})
+
+        self.raised.enter_context(after_each(having(door), clean_up))
+
+    def of_jobs(self) -> None:
+        """Releases what jobs that are over had beside the cache."""
+        released = tuple(self.each())
+        if not self.dry_run:
+            self.tried(self.nodes_of_jobs, self.slurm)
+        self.tried(self.strays, self.node)
+        keepers = self.tried(self.hanging_keepers, self.node) or ()
+        self.of_features("sweep.without_cache")
+        self.add(
+            released=released,
+            kept=len(self.node.leases.jobs()) - (len(released) if self.dry_run else 0),
+            redirects=tuple(self.unredirected),
+            keepers=keepers,
+            doubt=self.doubt,
+        )
+
+    def of_earlier(self, caches: tuple[Cache, ...]) -> None:
+        """Removes what jobs that are over had in caches that were configured before.
+
+        Their entries stay: the configuration may be what is wrong.
+        """
+        for cache in caches:
+            there = msgspec.structs.replace(self.node, cache=cache)
+            with contextlib.suppress(ForestageError, OSError):  # not ours now, or not there
+                earlier.check_free(self.node, cache)
+                self.of_features("sweep.in_each_cache", there)
+
+    def of_cache(self) -> None:
+        """Deletes what lies in the cache and nobody needs; looks at the health of its disk."""
+        node = self.node
+        self.add(parts=self.tried(self.dead_parts, node) or ())
+        self.of_features("sweep.in_each_cache")
+        self.add(evicted=self.tried(self.evicted, node) or ())
+        self.of_features("sweep.with_cache")
+        if not self.dry_run:
+            node.cache.note_instance()
+            node.cache.remember_disk()  # of a cache that another node made
+            disk_errors.look(node.places, node.cache, node.clock)
+            self.tried(evict.drop_dead_locks, node.cache)
+            self.tried(node.cache.drop_unfinished, node.clock.wall())
+            self.tried(node.cache.correct_uses, node.clock.wall())
+            self.tried(hot.correct_names, node.cache)
+
+    def of_entries(self, progress: Progress) -> None:
+        """Reads the entries that are due; a dry run only names them."""
+        due = self.tried(due_entries, self.node) or ()
+        if self.dry_run:
+            self.add(unproven=tuple(one.item.key for one in due))
+            return
+        self.add(verified=tuple(self.proofs(due, progress)))
+        self.tried(end_doubt, self.node)
+
+    def find_stale(self) -> None:
+        """Finds the leases of jobs that are over; none, and `doubt`, if Slurm is not clear."""
+        try:
+            self.stale = stale_leases(self.node.leases, self.slurm)
+        except (ForestageError, OSError) as error:
+            _raise_if_not_root(error)
+            self.doubt = str(error)
+
+    def tried(self, work: Callable[[T], R], subject: T) -> R | None:
+        """What `work` returns; None, and a problem noted, where it fails in an expected way."""
+        try:
+            return work(subject)
+        except (ForestageError, OSError) as error:
+            _raise_if_not_root(error)
+            self.problems.append(str(error))
+            return None
+
+    def is_made(self, node: Node) -> bool:
+        """Whether the cache exists; that its disk is not mounted is no problem of the sweep's."""
+        try:
+            return inventory.is_made(node)
+        except Failed as failed:
+            if failed.reason not in UNMOUNTED:
+                raise
+            self.add(unmounted=str(failed))
+            return False
+
+    def each(self) -> Iterator[ReleasedLease]:
+        """Releases them one by one; a hook that waits gets the lock in between."""
+        for one in self.stale:
+            released = self.tried(self.release, one)
+            if released is not None:
+                yield released
+            if not self.dry_run:
+                self.pause()
+
+    def pause(self) -> None:
+        """Leaves the lock free for long enough that a hook that polls for it sees that."""
+        self.node.clock.sleep(PAUSE)
+
+    def release(self, one: StaleLease) -> ReleasedLease | None:
+        """Does what the Epilog would have done. None where a hook has used the lease since."""
+        node, leases = self.node, self.node.leases
+        cache, user, released = node.cache, ROOT, ReleasedLease(one.job, one.why)
+        if one.lease:
+            cache = Cache(Path(one.lease.cache), node.places.claims)
+            user = one.lease.user
+            released = ReleasedLease(one.job, one.why, user.name, user.uid, one.lease.node)
+        if self.dry_run:
+            return released
+        if cache.root != node.cache.root:
+            disk.must_take(node.places, cache)  # the sweep has asked the other one
+        epilog.note_use(cache, one.lease, node.clock.wall())
+        with contextlib.ExitStack() as claims:
+            with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
+                if leases.mark(one.job) != one.mark:
+                    return None
+                now = node.clock.wall()  # what hangs is tried once, with the strays
+                table = mounts.current()
+                going = epilog.let_go(cache, leases, node.places, one.job, claims, table, now)
+            number = self._unmount(going, lambda bind: user)
+        return msgspec.structs.replace(released, redirects=number)
+
+    def strays(self, node: Node) -> None:
+        """Unmounts redirects that no lease asks for, each as its entry's owner."""
+        if self.dry_run:
+            needed = {use.path for lease in self._staying() for use in lease.uses}
+            bound = unmount.binds(node.cache)
+            self.unredirected += [bind.path for bind in redirect.unneeded(bound, frozenset(needed))]
+            return
+        with contextlib.ExitStack() as claims:
+            with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
+                node.leases.drop_unfinished()
+                unmount.forget(node.cache)
+                table = mounts.current()
+                going = redirect.claim_unneeded(node.cache, node.leases, node.places, claims, table)
+            self._unmount(going, functools.partial(owner_of, node))
+        left = {bind.mount.id for bind in unmount.binds(node.cache)}
+        self.unredirected += [one.bind.path for one in going if one.bind.mount.id not in left]
+        self.problems += namespaces.clear(
+            node.cache, node.leases, total=unmount.SWEEP_TOTAL
+        ).problems
+
+    def nodes_of_jobs(self, slurm: Slurm) -> None:
+        """Deletes the nodes that Prologs noted of jobs that are over and never took a lease."""
+        node, before = self.node, self.node.clock.wall() - NODES_AGE
+        listed = node.leases.nodes_alone(before)
+        try:
+            if self.doubt or not listed or not slurm.knows_node(slurm.node):
+                return
+            ended = sorted({*listed} - slurm.at_work())
+            over = [job for job in ended if why_over(slurm.job(job), slurm.node)]
+        except SlurmError as error:
+            self.doubt = str(error)
+            return
+        for job in over:
+            with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
+                node.leases.drop_nodes(job, before)
+
+    def _unmount(self, going: list[unmount.Going], whose: Callable[[unmount.Bind], User]) -> int:
+        """Returns how many have gone; a problem is noted for those that stay."""
+        try:
+            unmount.unmount(going, whose, unmount.SWEEP_TOTAL)
+        except unmount.StillMounted as stays:
+            self.problems.append(str(stays))
+            return stays.off
+        return len(going)
+
+    def dead_parts(self, node: Node) -> tuple[str, ...]:
+        """Deletes parts that nobody will resume; returns their keys."""
+        wanted = {use.key for lease in self._staying() for use in lease.uses}
+        boot, now = boot_id(), node.clock.wall()
+
+        def unwanted(part: Part) -> bool:
+            abandoned = part.stood_still(now) > ABANDONED_AFTER
+            return (abandoned and part.directory.name not in wanted) or not part.resumable_in(boot)
+
+        if not self.dry_run:
+            return evict.drop_dead_parts(node.cache, unwanted)
+        return evict.dead_parts(node.cache, unwanted)
+
+    def hanging_keepers(self, node: Node) -> tuple[str, ...]:
+        """Ends keepers that hang, and removes what dead ones left; returns the former's keys."""
+        hanging = remains.hanging(node.places.through, node.clock)
+        if not self.dry_run:
+            for found in hanging:
+                self.tried(remains.end, found)
+            for spot in remains.dead(node.places.through, node.cache, node.clock.wall()):
+                self.tried(remains.remove, spot)
+        return tuple(found.spot.name for found in hanging)
+
+    def evicted(self, node: Node) -> tuple[str, ...]:
+        """Evicts down to the low watermark, as the Epilog does; returns the keys."""
+        if not self.dry_run:
+            evict.count_entries(node.cache)  # a crash may have left the sum wrong
+            return evict.tidy(node.cache, node.leases, node.config)
+        leased = frozenset(use.key for lease in self._staying() for use in lease.uses)
+        return evict.plan_at_rest(node.cache, lambda: leased, node.config).victims
+
+    def proofs(self, due: tuple[Due, ...], progress: Progress) -> Iterator[Verdict]:
+        """Reads what is due; bad entries are evicted, healthy ones noted."""
+        for one in due:
+            verdict = self.tried(lambda one: prove(self.node, one, progress), one)
+            if verdict is not None:
+                yield verdict
+
+    def _staying(self) -> list[Lease]:
+        """The leases that are not released. Raises Failed for a damaged one that stays."""
+        over = {one.job for one in self.stale}
+        leases = self.node.leases
+        staying = (leases.read(job) for job in leases.jobs() if job not in over)
+        return [lease for lease in staying if lease is not None]
+
+
+def _record(node: Node, done: SweepReport, start: float) -> None:
+    """One event for each lease, and one, of job 0, for what belonged to no job."""
+    now, total = round(node.clock.wall(), 3), round(node.clock.monotonic() - start, 4)
+
+    def event(one: ReleasedLease, outcome: events.Released) -> Event:
+        return Event(now, "sweep", one.job, outcome, one.user, one.uid, one.node, total=total)
+
+    found = [
+        event(one, events.Released("released", unmounted=one.redirects, detail=one.why))
+        for one in done.released
+    ]
+    if done.redirects or done.evicted:  # what was bad has an event of its own
+        rest = events.Released("released", unmounted=len(done.redirects), evicted=done.evicted)
+        found.append(event(ReleasedLease(0, ""), rest))
+    try:
+        events.record_events(node.places, found)
+    except OSError as error:
+        losses.note_loss(node.places.lost_events, now, error)
+        raise
+
+
+def due_entries(node: Node) -> tuple[Due, ...]:
+    """What has to be read: what an earlier boot wrote, what is in doubt, what was not for long."""
+    disk, now = disk_errors.known(node.places), node.clock.wall()
+    proved = frozenset(disk.proved)
+    unproven, doubted, old = [], [], []
+    for item in inventory.gather(node).items:
+        read = node.cache.last_read(item.key)
+        if disk.since and item.key not in proved:
+            doubted.append(
+                Due(item, Manner("after an error of the disk", doubted=True, by="sweep"))
+            )
+        elif not node.cache.is_proven(item.key):
+            unproven.append(Due(item, Manner("after a restart", by="sweep")))
+        elif abs(now - read) > PROVE_EVERY:  # also one that was read by a clock far ahead
+            old.append((read, Due(item, Manner("as a precaution", rate=PROVE_RATE, by="sweep"))))
+    old.sort(key=lambda one: one[0])
+    return (*doubted, *unproven, *(due for _, due in old))
+
+
+def end_doubt(node: Node) -> None:
+    """Ends the doubt in the disk once no entry is left that was not read since it began."""
+    disk = disk_errors.known(node.places)
+    items = inventory.gather(node).items if disk.since else ()
+    if disk.since and {item.key for item in items} <= {*disk.proved}:
+        disk_errors.end(node.places, disk.since)
+
+
+def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:
+    """Compares an entry with its checksums, past the page cache; a bad one is evicted.
+
+    A healthy one is noted, so that no other sweep reads it; None: it was evicted. Raises OSError.
+    """
+    item = due.item
+    with contextlib.ExitStack() as undo:
+        note = None
+        if item.entry is not None:  # else it is bad, whatever else is there
+            # Opened first: the note must lie beside the bytes that are read, whatever has that
+            # name by then. And what cannot be noted would be read again by every sweep.
+            try:
+                here = os.open(node.cache.entry_dir(item.key), os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:  # evicted since the sweep began
+                return None
+            undo.callback(os.close, here)
+            try:
+                note = _open_note(here)
+            except OSError as error:
+                what = f"entry {item.key} cannot be noted as verified: {error.strerror}"
+                raise Failed("io", what, "evict it if its file `boot` is damaged") from None
+            undo.callback(os.close, note)
+        # An error of the disk while it is read makes another doubt than this.
+        began, doubt = node.clock.wall(), disk_errors.known(node.places).since
+        (verdict,) = verify.verify(node, [item], False, progress, due.manner).verdicts
+        if verdict.error:
+            raise Failed("io", f"entry {item.key} could not be verified: {verdict.error}")
+        if note is not None and verdict.result == "ok":
+            os.pwrite(note, PROVEN, 0)
+            os.ftruncate(note, len(PROVEN))
+        if note is not None and verdict.result != "bad":
+            os.utime(note, (began, began))
+            if doubt:
+                disk_errors.note_proved(node.places, doubt, item.key)
+    return verdict
+
+
+def _open_note(here: int) -> int:
+    """Opens an entry's `boot` for writing, as it is. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.open("boot", flags, 0o600, dir_fd=here)
+
+
+def pieces(done: SweepReport) -> list[Piece]:
+    """Pure: what `sweep` prints: what was done, or would be, and what could not be."""
+    would = "would be " if done.dry_run else ""
+    lines = []
+    for lease in done.released:
+        redirects = f", {count(lease.redirects, 'redirect')} unmounted" if lease.redirects else ""
+        who = f"job {lease.job}" + (f" of {lease.user}" if lease.user else "")
+        lines.append(f"{who}: lease {would}released ({lease.why}){redirects}")
+    lines += [f"{path}: redirect {would}unmounted, no lease needs it" for path in done.redirects]
+    lines += [f"part {short(key)}: {would}deleted" for key in done.parts]
+    lines += [f"keeper of {short(key)}: {would}ended, it hung" for key in done.keepers]
+    lines += [f"{short(key)}: {would}evicted, to make room" for key in done.evicted]
+    lines += [f"{short(key)}: would be read and verified" for key in done.unproven]
+    for one in done.verified:
+        if one.result == "bad":
+            end = f"stays: {one.stays}" if one.stays else "evicted"
+            why = one.detail or "its chunks have changed"
+            lines.append(f"{short(one.key)}: bad ({why}), {end}")
+    healthy = sum(1 for one in done.verified if one.result == "ok")
+    if healthy:
+        lines.append(f"{count(healthy, 'entry', 'entries')} read and verified: healthy")
+    for name in having("sweep.lines"):
+        lines += load(name, "sweep.lines")(done)
+    if done.doubt:
+        lines.append(f"No lease was released, Slurm gave no clear answer: {done.doubt}")
+    if done.unmounted:
+        lines.append(f"The cache was left alone: {done.unmounted}")
+    lines += [f"Problem: {problem}" for problem in done.problems]
+    lines.append(f"{count(len(done.released), 'lease')} {would}released, {done.kept} kept.")
+    return [Line(text) for text in lines]
+
+
+def exit_code(done: SweepReport) -> int:
+    """Pure: bad bytes before all else, then what the node could not do, then what may come yet."""
+    if done.bad:
+        return 7
+    if done.problems:
+        return 6
+    if done.doubt:
+        return 8
+    return 12 if done.unmounted else 0
+
+
+@click.command("sweep")
+@as_json
+@click.option("-n", "--dry-run", is_flag=True, help="Dry run: change nothing, verify nothing.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing if nothing was done.")
+@click.option(
+    "--only",
+    type=click.Choice(("leftovers", "entries", "nodes")),
+    help="Only what crashes left, the entries that are due to be read, or the list of nodes.",
+)
+@click.pass_context
+def sweep_command(
+    ctx: click.Context, dry_run: bool, quiet: bool, only: Only | None, as_json: bool
+) -> None:
+    """Clean up what crashes left: leases of jobs that are over, redirects, parts.
+
+    Asks Slurm about the jobs that hold a lease here; if it does not answer, no lease is released
+    and the exit status is 8. Then reads the entries that are due, as after a restart. Run by
+    `tend`.
+    """
+    with screen.busy() as progress:
+        slurm = Slurm.of(os.environ).bind()
+        done = sweep(ctx.obj.node(), slurm, dry_run, progress, only)
+    show(done, () if quiet and done.is_empty else pieces(done), as_json)
+    ctx.exit(exit_code(done))
+
+
+COMMANDS = (sweep_command,)

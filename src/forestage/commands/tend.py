@@ -1,0 +1,242 @@
+"""The minute's work: `forestage tend`, which forestage.timer starts each minute.
+
+Each part is a command of forestage's in a process of its own, which holds the part's lock for as
+long as it lives. So no part waits for another that hangs with a disk, a source or Slurm: a process
+is killed at the part's limit. If the kernel cannot end it, it keeps the lock, and later runs leave
+the part out until it is gone.
+
+    room        first, since jobs may be waiting for it, with the I/O of any program
+    …           those that features have, by their tend.py: first those that the run waits for
+    sweep       every tenth run, and may outlive this one
+    proofs      the same: reads the entries that are due
+"""
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import click
+import msgspec
+
+from forestage.cache import disk_errors
+from forestage.clock import Clock, Deadline
+from forestage.commands.world import Exit, ending_as_interrupt
+from forestage.errors import ConfigError, ForestageError
+from forestage.features.contexts import TendFacts
+from forestage.features.doors import having, load
+from forestage.paths import Places
+from forestage.slurm.queue import Slurm
+from forestage.system import child, folders, lock, run
+from forestage.system.run import Started
+from forestage.units import printable
+
+RUN = 48.0  # seconds: the next run begins a minute after this one did
+GONE = 1.0  # seconds for a killed process to be gone; one that hangs in the kernel is left behind
+TENTH = 590.0  # seconds between two sweeps: the tenth run begins ten minutes later, or a bit more
+IDLE = ("ionice", "-c", "3", "nice", "-n", "19")  # ionice is of util-linux, as setpriv is
+OOM_SCORE_ADJ = 500  # as in forestage.service: the kernel ends it before jobs
+UNMOUNTED = 12  # how a command ends that has no cache here yet (commands/world.Exit)
+
+State = Literal["ended", "begun", "cut", "hangs", "left out", "failed"]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One part: its command, and for how many seconds the run waits for it.
+
+    With a limit of 0 the run does not wait, and the part may outlive it. `every` are the seconds
+    between two beginnings. `is_idle` leaves CPU and I/O to others first. `done` is a file that is
+    made once the part has succeeded. `harmless` are the exit statuses that are no failure.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit: float = 0.0
+    every: float = 0.0
+    is_idle: bool = False
+    done: Path | None = None
+    harmless: tuple[int, ...] = (0, UNMOUNTED)
+
+
+class PartEnd(msgspec.Struct, frozen=True):
+    """What became of a part: `begun` outlives the run, `left out` still has an earlier process.
+
+    `code` is the exit status of one that `ended`, `harmless` as the part has it.
+    """
+
+    name: str
+    state: State
+    code: int = 0
+    detail: str = ""
+    harmless: tuple[int, ...] = (0, UNMOUNTED)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run has failed with it."""
+        return self.state in ("cut", "hangs", "failed") or self.code not in self.harmless
+
+
+Start = Callable[[Part, int | None], Started]
+"""Starts a part, whose process inherits this descriptor of its lock, if there is one."""
+
+
+def list_parts(facts: TendFacts, is_doubted: bool) -> Iterator[Part]:
+    """Yield the parts of a run, in their order; those without an object here are none of it.
+
+    `is_doubted`: no job is served until the entries are read, so they are read at once.
+    """
+    of_node = facts.config is not None and not facts.is_apart
+    if of_node:
+        yield Part("room", ("evict", "--quiet"), 20.0)
+    added: list[Part] = []
+    for name in having("tend.each_minute"):
+        added += load(name, "tend.each_minute")(facts)
+    yield from sorted(added, key=lambda part: not part.limit)
+    if of_node:
+        yield Part("sweep", ("sweep", "--quiet", "--only", "leftovers"), every=TENTH, is_idle=True)
+        every = 0.0 if is_doubted else TENTH
+        yield Part("proofs", ("sweep", "--quiet", "--only", "entries"), every=every, is_idle=True)
+
+
+def lock_file(places: Places, name: str) -> Path:
+    """Return the lock that the process of the part of this name holds. Pure."""
+    return places.locks / f"tend-{name}.lock"
+
+
+def tend(places: Places, clock: Clock, parts: Iterator[Part], start: Start) -> Iterator[PartEnd]:
+    """Run the parts that are due, and tell what became of each."""
+    end = Deadline.after(RUN, clock)
+    with contextlib.suppress(OSError):  # the parts that need a lock tell why there is none
+        folders.make(places.run, folders.PASSABLE)
+        folders.keep(places.locks)
+    for part in parts:
+        file = lock_file(places, part.name)
+        try:
+            if not _is_due(file, part.every, clock) or (part.limit and not end.left()):
+                continue
+            process = _start(part, file, clock.wall(), start)
+        except (ForestageError, OSError) as error:  # the other parts need not fail for that
+            yield PartEnd(part.name, "failed", detail=printable(str(error)))
+            continue
+        if process is None:
+            yield PartEnd(part.name, "left out")
+        elif not part.limit:
+            yield PartEnd(part.name, "begun")
+        else:
+            yield _wait(part, process, min(part.limit, end.left()))
+
+
+def _is_due(file: Path, every: float, clock: Clock) -> bool:
+    """Whether a part began so long ago, or at a time that this clock has yet to reach."""
+    if not every:
+        return True
+    try:
+        began = file.stat().st_mtime
+    except FileNotFoundError:
+        return True
+    return not 0 <= clock.wall() - began < every
+
+
+def _start(part: Part, file: Path, now: float, start: Start) -> Started | None:
+    """Start a part, or return None if its last process still lives.
+
+    Where no lock can be made (/run is full or read-only), a part with a limit goes without: jobs
+    may be waiting for the room.
+    """
+    try:
+        held = lock.acquire_now(file)
+    except OSError:
+        if not part.limit:
+            raise
+        return start(part, None)
+    if held is None:
+        return None
+    try:
+        os.utime(held, (now, now))
+        return start(part, held)
+    finally:
+        os.close(held)  # the process has a copy, and with it the lock
+
+
+def _wait(part: Part, process: Started, limit: float) -> PartEnd:
+    try:
+        if process.wait(limit):
+            code = process.code or 0
+            if part.done is not None and code == 0:
+                with contextlib.suppress(OSError):  # /run is full: the next run finds it done again
+                    part.done.touch()
+            return PartEnd(part.name, "ended", code, harmless=part.harmless)
+    finally:
+        if process.code is None:  # also where this run is to end
+            process.kill()
+    gone = process.wait(GONE)
+    return PartEnd(part.name, "cut" if gone else "hangs", detail=f"process {process.pid}")
+
+
+def start(environ: Mapping[str, str], part: Part, held: int | None) -> Started:
+    """Start a part by the program that this process is. Raises Failed, OSError.
+
+    What may outlive the run leaves the unit's cgroup, as systemd complains of what is left there.
+    The others end with this process: nobody would end them at their limit if it was killed.
+    """
+    program = (*(IDLE if part.is_idle else ()), str(Path(sys.argv[0]).absolute()))
+    words = (*(run.DIES_WITH_US if part.limit else ()), *program, *part.command)
+    leave = run.nowhere if part.limit else partial(child.leave_job, OOM_SCORE_ADJ, "idle")
+    return run.start_command(words, environ, () if held is None else (held,), leave)
+
+
+def sentence(end: PartEnd) -> str:
+    """What the log says of a part, "" for nothing: its command has written what it did. Pure."""
+    return {
+        "ended": "",
+        "begun": "",
+        "cut": f"{end.name}: ended after its time was over ({end.detail})",
+        "hangs": f"{end.name}: hangs in the kernel and is left out until it ends ({end.detail})",
+        "left out": f"{end.name}: left out, its last process still runs",
+        "failed": f"{end.name}: could not be started: {end.detail}",
+    }[end.state]
+
+
+@click.command("tend")
+@click.pass_context
+def tend_command(ctx: click.Context) -> None:
+    """Do the minute's work: room, metrics, prefetch, the sweep, proofs of entries.
+
+    Run by forestage.timer. Each part is a command in a process of its own; one that hangs is left
+    out until it ends, and holds up no other. Ends within 50 s; sweep and proofs may go on.
+    """
+    if os.geteuid() != 0:
+        raise PermissionError(errno.EPERM, "the cache is root's")
+    places, clock = ctx.obj
+    config, wrong = None, None
+    try:
+        config = ctx.obj.settings().of_node
+    except ConfigError as error:
+        wrong = error
+    is_apart = config is not None and any(
+        load(name, "tend.works_for_others")(config, Slurm.of(os.environ))
+        for name in having("tend.works_for_others")
+    )
+    is_apart = is_apart and not places.called("prolog").exists()
+    is_doubted = bool(disk_errors.known(places).since)
+    parts = list_parts(TendFacts(places, clock, config, is_apart), is_doubted)
+    has_failed = is_told = False
+    with ending_as_interrupt():
+        for end in tend(places, clock, parts, partial(start, os.environ)):
+            has_failed |= end.has_failed
+            is_told |= end.code == Exit.CONFIG  # by the part itself
+            if text := sentence(end):
+                click.echo(text)
+    if wrong and not is_told:
+        raise wrong
+    if wrong:
+        ctx.exit(Exit.CONFIG)
+    if has_failed:
+        ctx.exit(Exit.FAILED)
+
+
+COMMANDS = (tend_command,)

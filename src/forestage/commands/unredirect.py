@@ -1,0 +1,121 @@
+"""Unmounts every redirect of this node: before the package goes, or when bytes are in doubt.
+
+Processes that have the local copy open keep it; what is opened next is the shared file system's
+own file. Leases stay, so that nothing a job holds is evicted.
+"""
+
+import contextlib
+import functools
+from pathlib import Path
+
+import click
+import msgspec
+
+from forestage.bind import unmount
+from forestage.bind.unmount import Bind
+from forestage.cache import disk
+from forestage.cache.layout import Cache
+from forestage.cache.node import Node
+from forestage.commands import sources
+from forestage.commands.world import Exit, as_json, show
+from forestage.config import Config
+from forestage.errors import ConfigError, ForestageError
+from forestage.system import lock
+from forestage.system.as_user import User
+from forestage.system.terminal import Line, Piece, count
+
+ROOT = User("root", 0, 0)
+
+
+class Unredirected(msgspec.Struct, frozen=True):
+    """The paths that show the shared file system again, and those that do not."""
+
+    paths: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+
+
+def unredirect(node: Node) -> Unredirected:
+    """Unmounts them all; as root. Raises PermissionError for other users.
+
+    Redirects that a hook mounts later stay, so switch staging off first (switch.py): a hook that
+    gets the space lock after us sees that. Where the configuration is broken, `node` may have the
+    default one: the leases name the caches.
+    """
+    problems: list[str] = []
+    going: list[unmount.Going] = []
+    with contextlib.ExitStack() as claims:
+        for cache in _caches(node):
+            try:
+                with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
+                    going += _claim_rest(cache, going, claims)
+            except lock.Busy as busy:  # unmounting is right without it as well
+                problems.append(str(busy))
+                going += _claim_rest(cache, going, claims)
+        try:
+            unmount.unmount(going, functools.partial(owner_of, node), unmount.SWEEP_TOTAL)
+        except (ForestageError, OSError) as error:
+            problems.append(str(error))
+    left = {bind.mount.id: bind.path for bind in unmount.binds(node.cache)}
+    undone = [one.bind.path for one in going if one.bind.mount.id not in left]
+    elsewhere = left.keys() - {one.bind.mount.id for one in going}
+    problems += [f"{left[one]}: another process unmounts it" for one in elsewhere]
+    return Unredirected(tuple(undone), tuple(problems))
+
+
+def _claim_rest(
+    cache: Cache, going: list[unmount.Going], claims: contextlib.ExitStack
+) -> list[unmount.Going]:
+    """Claim the redirects of all caches that are not claimed yet. Raises OSError."""
+    known = {one.bind.mount.id for one in going}
+    rest = [bind for bind in unmount.binds(cache) if bind.mount.id not in known]
+    return unmount.claim(cache, rest, claims)
+
+
+def _caches(node: Node) -> list[Cache]:
+    """The configured one, and each that a lease names: a hook may hold the lock of either."""
+    found = {node.cache.real: node.cache}
+    for root in node.leases.caches():
+        cache = Cache(Path(root), node.places.claims)
+        found.setdefault(cache.real, cache)
+    return list(found.values())
+
+
+def owner_of(node: Node, bind: Bind) -> User:
+    """The user who can reach a redirect's path where root is squashed: its entry's owner.
+
+    Root where that is not known: the entry is gone, or the disk of an earlier cache hangs.
+    """
+    cache = Cache(Path(bind.cache), node.places.claims)
+    if not bind.key or disk.hangs(node.places, cache):
+        return ROOT
+    entry = cache.read(bind.key)
+    return sources.owner(entry.access) if entry else ROOT
+
+
+def pieces(done: Unredirected) -> list[Piece]:
+    """Pure: what `unredirect` prints."""
+    lines = [f"{path}: redirect unmounted" for path in done.paths]
+    lines += [f"Problem: {problem}" for problem in done.problems]
+    lines.append(f"{count(len(done.paths), 'redirect')} unmounted.")
+    return [Line(text) for text in lines]
+
+
+@click.command("unredirect")
+@as_json
+@click.pass_context
+def unredirect_command(ctx: click.Context, as_json: bool) -> None:
+    """Unmount every redirect of this node, now.
+
+    What jobs have open they keep. New jobs get new redirects, unless staging is switched off.
+    """
+    try:
+        node = ctx.obj.node()
+    except ConfigError:  # the leases name the caches
+        node = Node.of(Config(), ctx.obj.places, ctx.obj.clock)
+    done = unredirect(node)
+    show(done, pieces(done), as_json)
+    if done.problems:
+        ctx.exit(Exit.FAILED)
+
+
+COMMANDS = (unredirect_command,)

@@ -1,0 +1,389 @@
+"""Compares entries with their sources, or with the checksums of their copying; evicts bad ones.
+
+The source counts as long as it is the very file that was copied. It is read as its owner, below
+our own bind mounts. The copy is read past the page cache, where its file system can do that: so
+the disk itself is read, and no running job loses what the page cache has of its image.
+
+A bad entry goes although it is leased or pinned (docs/decisions/0012). Its redirects are unmounted
+first, so that nobody opens it any more; a process that has it open keeps it.
+"""
+
+import contextlib
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Literal, get_args
+
+import click
+import msgspec
+
+from forestage import events, log
+from forestage.bind import unmount
+from forestage.cache import digest, image
+from forestage.cache.image import Access
+from forestage.cache.layout import Entry, open_copy
+from forestage.cache.node import Node
+from forestage.commands import compare, inventory, sources
+from forestage.commands.compare import Compared, SourceFailed
+from forestage.commands.entries import pick_entries, some_words
+from forestage.commands.inventory import Item
+from forestage.commands.world import Exit, as_json, show
+from forestage.errors import ForestageError
+from forestage.events import Bad, Event, losses
+from forestage.stage import engines
+from forestage.system import lock
+from forestage.system import terminal as screen
+from forestage.system.terminal import Line, Piece, Table, count, jobs, short
+from forestage.units import format_size
+
+PLAIN_ACL = 4 + 3 * 8  # bytes of the raw xattr (linux/posix_acl_xattr.h)
+
+Result = Literal["ok", "bad", "unverifiable"]
+Against = Literal["source", "digests", "nothing"]
+Progress = Callable[[str], None]
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """One entry. `chunks`: numbers of the bad ones, the first is 0.
+
+    `against` is what the bytes were compared with; `jobs` held a lease. A bad entry is `evicted`,
+    or `stays` says why not; neither in a dry run. `error`: it could not be verified, for this.
+    """
+
+    key: str
+    path: str
+    size: int
+    result: Result
+    against: Against = "nothing"
+    detail: str = ""
+    chunks: tuple[int, ...] = ()
+    jobs: tuple[int, ...] = ()
+    pinned: bool = False
+    evicted: bool = False
+    stays: str = ""
+    error: str = ""
+
+
+class VerifyReport(msgspec.Struct, frozen=True):
+    """What one command found."""
+
+    dry_run: bool
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def bad(self) -> int:
+        """How many entries are bad."""
+        return sum(1 for one in self.verdicts if one.result == "bad")
+
+    @property
+    def failed(self) -> int:
+        """How many could not be verified because the node is at fault."""
+        return sum(1 for one in self.verdicts if one.error)
+
+
+class Manner(msgspec.Struct, frozen=True):
+    """How entries are verified.
+
+    `no_source` says why the sources are left alone: then only the checksums count. `doubted`: what
+    cannot be verified is bad. The copies are read at `rate` bytes per second, on behalf of `by`.
+    """
+
+    no_source: str = ""
+    doubted: bool = False
+    rate: int | None = None
+    by: Literal["verify", "sweep"] = "verify"
+
+
+THOROUGH = Manner()
+
+
+def verify(
+    node: Node,
+    items: Iterable[Item],
+    dry_run: bool,
+    progress: Progress,
+    manner: Manner = THOROUGH,
+) -> VerifyReport:
+    """Verifies these, one after the other, and evicts the bad ones.
+
+    `progress` is called with what is being done. Raises PermissionError for users who may not read
+    the cache.
+    """
+    wanted = tuple(items)
+    found = []
+    for number, item in enumerate(wanted, start=1):
+        what = item.path or item.key
+        done = _counting(progress, number, len(wanted), what)
+        try:
+            found.append(_one(node, item, dry_run, done, manner))
+        except (ForestageError, OSError) as error:
+            if isinstance(error, PermissionError) and os.geteuid() != 0:
+                raise
+            # Of this entry, whatever it is: the others are verified all the same.
+            found.append(msgspec.structs.replace(_unjudged(item), error=str(error)))
+    return VerifyReport(dry_run, tuple(found))
+
+
+def _counting(progress: Progress, number: int, of: int, what: str) -> compare.Done:
+    return lambda done, size: progress(
+        f"verifying {number} of {of}: {format_size(done)} of {format_size(size)} of {what}"
+    )
+
+
+def _unjudged(item: Item) -> Verdict:
+    return Verdict(
+        key=item.key,
+        path=item.path,
+        size=item.entry.identity.size if item.entry else 0,
+        result="unverifiable",
+        jobs=item.jobs,
+        pinned=item.pinned,
+    )
+
+
+def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, manner: Manner) -> Verdict:
+    verdict = _unjudged(item)
+
+    def bad(detail: str) -> Verdict:
+        found = msgspec.structs.replace(verdict, result="bad", detail=detail)
+        return found if dry_run else _evicted(node, item, found, None, manner)
+
+    if item.entry is None:
+        return bad("its record cannot be read, or is not of this image")
+    try:
+        copy = open_copy(node.cache.image(item.key))
+    except FileNotFoundError:
+        return msgspec.structs.replace(verdict, detail="it was evicted just now")
+    except BlockingIOError:
+        detail = "its owner holds a lease on the copy, which has to be given back within a minute"
+        return bad(detail) if manner.doubted else msgspec.structs.replace(verdict, detail=detail)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return bad("it cannot be opened")
+    with copy:
+        fd = copy.fileno()
+        verdict = _judged(node, item.entry, verdict, fd, done, manner)
+        # `fd` is still open, so no other file can have this one's inode number.
+        is_kept = verdict.result != "bad" or dry_run
+        return verdict if is_kept else _evicted(node, item, verdict, fd, manner)
+
+
+def _judged(
+    node: Node, entry: Entry, verdict: Verdict, fd: int, done: compare.Done, manner: Manner
+) -> Verdict:
+    """The verdict on the open copy, by its source or else by the checksums of its copying."""
+    wrong = attribute_errors(entry, fd)
+    if wrong:
+        return msgspec.structs.replace(verdict, result="bad", detail=wrong)
+    chunk = entry.chunk or node.config.chunk_of(entry.identity.size)
+    threads = engines.tuning(node.config, entry.identity.size).threads
+
+    def against(expected: compare.Expected) -> Compared:
+        return compare.compare(fd, entry.identity.size, chunk, threads, expected, done, manner.rate)
+
+    why = manner.no_source
+    if not why:
+        found = _by_source(node, entry, against)
+        if isinstance(found, Compared):
+            return _with(verdict, found, "source", "")
+        why = found
+    if not entry.digest:  # copied with `digest: false`, which an earlier build had
+        result: Result = "bad" if manner.doubted else "unverifiable"
+        detail = f"{why}, and no checksum was taken"
+        return msgspec.structs.replace(verdict, result=result, detail=detail)
+    digests = node.cache.digests(entry)
+    if digest.of_image(digests) != entry.digest:
+        detail = f"{why}, and its checksums are damaged"
+        return msgspec.structs.replace(verdict, result="bad", detail=detail)
+    return _with(verdict, against(compare.of_map(digest.split(digests), chunk)), "digests", why)
+
+
+def _by_source(
+    node: Node, entry: Entry, against: Callable[[compare.Expected], Compared]
+) -> Compared | str:
+    """What differs from the source; or why that cannot be said."""
+    user = sources.owner(entry.access)
+    opened = sources.open_unchanged(node.cache, entry, user)
+    if isinstance(opened, sources.SourceState):
+        if entry.identity.tree:
+            return f"its source was not asked: {opened.detail}"
+        return _reason(opened)
+    try:
+        expected = compare.of_source(opened.fd, entry.identity.size, node.config.bandwidth)
+        found = against(expected)
+    except SourceFailed as failed:
+        return f"its source cannot be read ({failed})"
+    finally:
+        opened.close()
+    # What differs from a source that was changed meanwhile is not bad for that.
+    now = sources.state_of(node.cache, entry, user) if found.bad else None
+    return _reason(now) if now and now.state != "unchanged" else found
+
+
+def _reason(why: sources.SourceState) -> str:
+    word = {"gone": "is gone", "changed": "was changed"}.get(why.state, "could not be read")
+    return f"its source {word}" + (f" ({why.detail})" if why.detail else "")
+
+
+def _with(verdict: Verdict, found: Compared, against: Against, why: str) -> Verdict:
+    return msgspec.structs.replace(
+        verdict,
+        result="bad" if found.bad else "ok",
+        against=against,
+        detail="; ".join(filter(None, (found.detail, why))),
+        chunks=found.bad,
+    )
+
+
+def attribute_errors(entry: Entry, fd: int) -> str:
+    """What is wrong with the size and the rights of the open copy, or ""."""
+    facts = os.fstat(fd)
+    access = Access(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, image.read_acl(fd))
+    right = entry.access
+    pairs = [
+        ("size", str(facts.st_size), str(entry.identity.size)),
+        ("uid", str(access.uid), str(right.uid)),
+        ("gid", str(access.gid), str(right.gid)),
+        ("mode", f"{access.mode:04o}", f"{right.mode:04o}"),
+        ("ACL", _acl(access.acl), _acl(right.acl)),
+    ]
+    return ", ".join(
+        f"its {what} is {found}, expected {expected}"
+        for what, found, expected in pairs
+        if found != expected
+    )
+
+
+def _acl(raw: bytes) -> str:
+    # Owner, group, others: no more than the mode says, and a local file system does not keep it.
+    return raw.hex() if len(raw) > PLAIN_ACL else "none"
+
+
+def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None, manner: Manner) -> Verdict:
+    """Evicts a bad entry, leased and pinned or not; the verdict says so, or why it stays.
+
+    Everybody hears of it: jobs may have read it since its bytes were last right.
+    """
+    cache, since = node.cache, node.cache.last_read(item.key)
+    user = sources.owner(item.entry.access) if item.entry else sources.invoking_user()
+    stays = ""
+    going: list[unmount.Going] = []
+    try:
+        with contextlib.ExitStack() as claims:
+            with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
+                if _is_still_there(node, item, fd):
+                    binds = [bind for bind in unmount.binds(cache) if bind.key == item.key]
+                    going = unmount.claim(cache, binds, claims)
+                    cache.evict(item.key)
+            try:
+                unmount.unmount(going, lambda bind: user)
+            except (ForestageError, OSError) as error:
+                # It is evicted all the same: the next Prolog that names the path unmounts it.
+                stays = f"its redirect is still there: {error}"
+        cache.delete_evicted()
+    except (ForestageError, OSError) as error:
+        stays = str(error)
+    done = msgspec.structs.replace(verdict, evicted=not stays, stays=stays)
+    _tell(node, done, since, manner)
+    return done
+
+
+def _tell(node: Node, verdict: Verdict, since: float, manner: Manner) -> None:
+    """One event and one line in the log."""
+    found = Bad(
+        "bad",
+        reason="wrong-bytes",
+        detail="; ".join(filter(None, (verdict.detail, verdict.stays))),
+        image=verdict.path,
+        key=verdict.key,
+        size=verdict.size,
+        chunks=len(verdict.chunks),
+        since=since,
+        evicted=(verdict.key,) if verdict.evicted else (),
+    )
+    log.say(f"{manner.by} {events.words(found)}", by_slurm=True)
+    now = node.clock.wall()
+    event = Event(round(now, 3), manner.by, 0, found)
+    with contextlib.suppress(OSError):  # root's event does not hang on what users are told
+        events.report_bad_entry(node.places, event)
+    try:
+        events.append(node.places.events, [event])
+    except OSError as error:  # of the log's disk; the verdict is shown all the same
+        losses.note_loss(node.places.lost_events, now, error)
+
+
+def _is_still_there(node: Node, item: Item, fd: int | None) -> bool:
+    """Whether the entry is the one that was verified, and not a newer copy of the same image."""
+    if fd is None:  # its record is damaged, or its image cannot be opened
+        there = os.path.lexists(node.cache.entry_dir(item.key))
+        return there and node.cache.read(item.key) == item.entry
+    try:
+        facts = node.cache.image(item.key).lstat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(facts, os.fstat(fd))
+
+
+def pieces(done: VerifyReport) -> list[Piece]:
+    """Pure: what `verify` prints."""
+    if not done.verdicts:
+        return [Line("The cache holds no entry.")]
+    columns = ("key", "size", "result", "path")
+    rows: list[tuple[str, ...]] = []
+    lines: list[Piece] = []
+    for one in done.verdicts:
+        word = f"{one.result} ({one.against})" if one.against != "nothing" else one.result
+        rows.append((short(one.key), format_size(one.size), word, one.path or "-"))
+        lines += [Line(f"{short(one.key)}: {text}") for text in _sentences(one, done.dry_run)]
+    results = Counter(one.result for one in done.verdicts)
+    numbers = ", ".join(f"{results[word]} {word}" for word in get_args(Result) if results[word])
+    total = Line(f"{count(len(rows), 'entry', 'entries')}: {numbers}.")
+    return [Table(columns, rows), *lines, total]
+
+
+def _sentences(one: Verdict, dry_run: bool) -> list[str]:
+    found = []
+    if one.chunks:
+        numbers = ", ".join(map(str, one.chunks[:8])) + (", …" if len(one.chunks) > 8 else "")
+        found.append(f"{count(len(one.chunks), 'chunk')} wrong ({numbers})")
+    found += [text for text in (one.detail, one.error) if text]
+    if one.result != "bad":
+        return found
+    if one.jobs:
+        found.append(f"in use by {jobs(one.jobs)}: what they have open, they keep")
+    if dry_run:
+        return [*found, "would be evicted"]
+    if one.stays:
+        return [*found, f"could not be evicted: {one.stays}"]
+    return [*found, "evicted; its pin is gone with it" if one.pinned else "evicted"]
+
+
+@click.command("verify")
+@as_json
+@some_words
+@click.option("--all", "everything", is_flag=True, help="Every entry.")
+@click.option("-n", "--dry-run", is_flag=True, help="Dry run: verify, but evict nothing.")
+@click.pass_context
+def verify_command(
+    ctx: click.Context, words: tuple[str, ...], everything: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Compare entries with their sources, or with the checksums of their copying.
+
+    A bad entry is evicted, even if it is leased or pinned, and the exit status is 7.
+    """
+    if bool(words) == everything:
+        raise click.UsageError("either KEY|PATH, or --all")
+    node = ctx.obj.node()
+    items = inventory.gather(node).items
+    with screen.busy() as progress:
+        done = verify(node, items if everything else pick_entries(items, words), dry_run, progress)
+    show(done, pieces(done), as_json)
+    if done.bad:
+        ctx.exit(Exit.BAD)
+    if done.failed:
+        ctx.exit(Exit.FAILED)
+
+
+COMMANDS = (verify_command,)

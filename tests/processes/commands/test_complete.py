@@ -1,0 +1,66 @@
+"""What a shell is offered: what is there, nothing that harms; silence where nothing can be read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from click.shell_completion import BashComplete
+
+from commands import NOW, Site
+from forestage.cache.lease import Use
+from forestage.commands.main import main
+from forestage.events import Event, Handled, append
+
+
+def offered(site: Site, *words: str) -> list[str]:
+    """For the last word, which may be empty."""
+    shell = BashComplete(main, {"obj": site.world}, "forestage", "_FORESTAGE_COMPLETE")
+    return [one.value for one in shell.get_completions(list(words[:-1]), words[-1])]
+
+
+def test_key_and_path_of_an_entry_are_offered(site: Site) -> None:
+    path = site.image("a.sqsh")
+    key = site.publish(path)
+    assert offered(site, "show", "") == [key[:12]]
+    assert offered(site, "evict", key[:2]) == [key[:12]]
+    assert offered(site, "verify", str(path)[:-3]) == [str(path)]
+    assert offered(site, "pin", "zz") == offered(site, "ls", "/nowhere") == []
+
+
+def test_path_with_control_characters_is_not_offered(site: Site) -> None:
+    site.publish(site.image("a\x1b[31m.sqsh"))
+    assert offered(site, "show", str(site.lustre) + "/") == []
+
+
+def test_jobs_with_leases_come_first_then_the_latest(site: Site) -> None:
+    site.lease(41, Use("k" * 32))
+    hit = Handled("hit", key="k")
+    append(site.places.events, [Event(NOW, "prolog", job, hit) for job in (40, 41, 42)])
+    assert offered(site, "explain", "") == ["41", "42", "40"]
+    assert offered(site, "explain", "42") == ["42"]
+
+
+def test_node_that_cannot_be_read_offers_nothing(site: Site) -> None:
+    site.configure("nonsense: true\n")
+    site.places.leases.parent.mkdir(parents=True, exist_ok=True)
+    site.places.leases.touch()
+    assert offered(site, "show", "") == offered(site, "explain", "") == []
+
+
+def test_bash_gets_words_and_no_message(tmp_path: Path) -> None:
+    """With the program itself, and whatever this machine has at the usual places."""
+    environ = {
+        "_FORESTAGE_COMPLETE": "bash_complete",
+        "COMP_WORDS": "forestage sta",
+        "COMP_CWORD": "1",
+        "PATH": os.environ["PATH"],
+    }
+    code = "import sys; sys.argv[0] = 'forestage'; from forestage.commands.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+    )
+    assert "plain,status" in done.stdout.splitlines()
+    assert done.stderr == ""

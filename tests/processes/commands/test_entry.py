@@ -1,0 +1,52 @@
+"""The console script: how it ends where it is interrupted before a command is at work."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from forestage.commands.world import Exit
+
+# Sends itself SIGINT when a module is about to be imported, once.
+SCRIPT = """
+import os, signal, sys
+from forestage.commands.entry import main
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, {handler})
+sys.meta_path.insert(0, Interrupting())
+sys.argv[1:] = ["config"]
+main()
+"""
+
+
+def run(module: str, handler: str = "signal.default_int_handler") -> tuple[int, str]:
+    """How `forestage config` ends that is interrupted at this import, and what it says of it."""
+    script = SCRIPT.format(module=module, handler=handler)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=240
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("module", ["forestage.commands.main", "click", "forestage.commands.world"])
+def test_command_that_is_interrupted_while_it_is_imported_ends_by_the_signal_and_says_nothing(
+    module: str,
+) -> None:
+    assert run(module) == (-signal.SIGINT, "")
+
+
+def test_command_that_is_interrupted_at_its_work_ends_with_its_own_status() -> None:
+    assert run("forestage.commands.show") == (Exit.INTERRUPTED, "")
+
+
+def test_command_that_ignores_the_signal_goes_on() -> None:
+    assert run("click", "signal.SIG_IGN") == run("no.module")

@@ -1,0 +1,222 @@
+"""What `status` says of a node: all that is there, at a width that people have."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from commands import CHUNK, NOW, Site
+from forestage.cache import disk_errors
+from forestage.cache.evict import Room
+from forestage.cache.lease import Use
+from forestage.commands import status
+from forestage.commands.copies import Copy
+from forestage.commands.inventory import Holder, Leased
+from forestage.commands.status import Counts, DiskSpace, Status, pieces
+from forestage.features import doors
+from forestage.features.contexts import StatusFacts, StatusPart
+from forestage.system import lock
+from forestage.system.drawing import draw
+from forestage.system.terminal import Line, moment
+from made_up import around_all
+
+G = 1 << 30
+LONG = "/lustre/" + "/".join(f"directory-{number}" for number in range(12)) + "/image.sqsh"
+
+FULL = Status(
+    cache="/mnt/nvme/forestage",
+    unusable="",
+    redirects=(LONG,),
+    leases=(Holder(4242, "alice", NOW - 90, (Leased("k" * 32, LONG, True),)),),
+    problems=("a lease is damaged",),
+    disk=DiskSpace("/mnt/nvme", 1000 * G, 400 * G),
+    room=Room(400 * G, 500 * G, 900 * G, 50 * G, 720 * G, 450 * G),
+    entries=Counts(12, 3, 1, 1, 0),
+    copies=(
+        Copy(
+            key="k" * 32,
+            image=LONG,
+            engine="chunks",
+            phase="copying",
+            job=4242,
+            copied=9 * G,
+            size=23 * G,
+            percent=39.1,
+            age=4.0,
+            rate=2.5 * G,
+            left=6.2,
+            place=0,
+            waiting=(4242, 4243),
+        ),
+    ),
+    through=("k" * 32, "l" * 32),
+    parts=(
+        StatusPart(
+            {"helpers": 2},
+            after="copies",
+            room=(("helped", "3 GiB"),),
+            rows=(("helpers", "2 of them"),),
+            tables=(Line("1 helper at work"),),
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_status_fits_width_and_cuts_no_path(width: int) -> None:
+    out = io.StringIO()
+    draw(pieces(FULL, NOW), Console(file=out, width=width, markup=False, highlight=False))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    for word in (
+        "jobs 4242, 4243",
+        "12 (3 leased, 1 pinned, 1 superseded)",
+        "39%",
+        "2.5 GiB/s",
+        "6s",
+        "Problem",
+        "2 images",
+        "helped",
+        "2 of them",
+        "1 helper at work",
+    ):
+        assert word in out.getvalue()
+
+
+def test_what_features_add_to_the_document_comes_where_they_say() -> None:
+    parts = (
+        StatusPart({"a": 1, "b": 2}, after="cache"),
+        StatusPart({"c": 3}, after="nowhere"),
+        StatusPart({"d": 4}, after="cache"),
+    )
+    found = Status("/cache", "", (), (), (), parts=parts)
+    names = [*status.document(found)]
+    assert names[:5] == ["cache", "a", "b", "d", "unusable"]
+    assert names[-1] == "c"
+    assert "parts" not in names
+    assert (found.find_field("d"), found.find_field("e")) == (4, None)
+
+
+def test_made_up_feature_is_in_what_is_printed_and_in_the_document(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_status(facts: StatusFacts) -> StatusPart:
+        assert (facts.has_cache, len(facts.items)) == (True, 1)
+        rows = (("helpers", "2 of them"),)
+        return StatusPart({"helpers": 2}, after="copies", rows=rows, tables=(Line("Helpers."),))
+
+    site.publish(site.image("a.sqsh"))
+    around_all(monkeypatch, {"status.read_status": read_status}, {})
+    printed = site.run("status").output
+    assert "2 of them" in printed
+    assert "\nHelpers.\n" in printed
+    names = [*site.json("status")]
+    assert names[names.index("copies") + 1] == "helpers"
+
+
+def test_status_without_any_feature_has_the_cores_own(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "FEATURES", ())
+    assert site.run("status").exit_code == 0
+    assert {*site.json("status")} == {*Status.__struct_fields__} - {"parts"}
+
+
+def test_live_stager_counts_as_used_room_and_copy(site: Site) -> None:
+    _, owner = site.part(site.image("a.sqsh", b"x" * 4 * CHUNK), phase="copying")
+    with lock.held(site.node.cache.key_lock(owner.image.key), 0):
+        found = status.gather(site.node)
+    assert found.room is not None
+    assert found.room.used >= 4 * CHUNK
+    assert [copy.key for copy in found.copies] == [owner.image.key]
+    assert found.entries == Counts()
+
+
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "killed"])
+def test_lease_on_a_copy_names_its_image(site: Site, is_live: bool) -> None:
+    path = site.image("a.sqsh", b"x" * CHUNK)
+    _, owner = site.part(path, phase="copying")
+    site.lease(7, Use(owner.image.key))
+    with contextlib.ExitStack() as stack:
+        if is_live:
+            stack.enter_context(lock.held(site.node.cache.key_lock(owner.image.key), 0))
+        found = site.json("status")
+        assert [image["path"] for image in found["leases"][0]["images"]] == [str(path)]
+        assert owner.image.key not in site.run("status").stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda site: None, "does not exist yet: the first job with an image creates it"),
+        (lambda site: site.node.cache.prepare(False), "No copy is under way."),
+    ],
+)
+def test_empty_node_is_healthy(site: Site, change: Callable[[Site], None], expected: str) -> None:
+    change(site)
+    done = site.run("status")
+    assert done.exit_code == 0
+    assert expected in done.stdout
+
+
+def test_host_that_runs_no_jobs_says_whom_to_ask(site: Site) -> None:
+    """A login node has the package and the same configuration, and a cache that nobody uses."""
+    asks = "srun -w NODE forestage status"
+    assert asks in site.run("status").output
+    mark = site.places.called("prolog")
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.write_text("7")
+    assert asks not in site.run("status").output
+    mark.unlink()
+    site.node.cache.prepare(False)
+    assert asks not in site.run("status").output
+
+
+def test_disk_that_lost_data_is_shown_with_the_time_and_what_was_seen(site: Site) -> None:
+    assert "disk errors" not in site.run("status").output
+    assert site.json("status")["doubt"] is None
+    disk_errors.begin(site.places, site.world.clock, "I/O error, dev nvme0n1, sector 8")
+    line = f"no image is served, since {moment(NOW)}: I/O error, dev nvme0n1, sector 8"
+    assert line in site.run("status").output
+    assert site.json("status")["doubt"] == {"since": NOW, "why": "I/O error, dev nvme0n1, sector 8"}
+
+
+@pytest.mark.parametrize(
+    ("redirect", "companion", "word"),
+    [
+        ("auto", True, "in its steps"),
+        ("spank", True, "in its steps"),
+        ("auto", False, "no"),
+        ("none", True, "no"),
+        ("bind", True, "no"),
+    ],
+)
+def test_lease_says_where_the_copy_is_shown(
+    site: Site, redirect: str, companion: bool, word: str
+) -> None:
+    site.configure(f"redirect: {redirect}\n")
+    key = site.publish(site.image("a.sqsh"))
+    site.lease(7, Use(key))
+    if companion:
+        site.places.loaded.write_text("")
+    (row,) = [one for one in site.run("status").output.splitlines() if one.split()[:1] == ["7"]]
+    assert word in row
+
+
+def test_switched_off_staging_is_shown_with_its_remedy(site: Site) -> None:
+    assert "switched off" not in site.run("status").output
+    site.configure("enabled: false\n")
+    done = site.run("status")
+    assert done.output.splitlines()[0].startswith("staging")
+    assert "switched off: `enabled: false` (set it to true to switch it on)" in done.output
+    site.configure("enabled: false\npartitions: {debug: {enabled: true}}\n")
+    assert "switched off" not in site.run("status").output
+    site.places.disabled.parent.mkdir(parents=True, exist_ok=True)
+    site.places.disabled.write_text("INC-42\n")
+    printed = f"{site.places.disabled}: INC-42 (`forestage on` switches it on)"
+    assert f"switched off: {printed}" in site.run("status").output
+    assert site.json("status")["off"] == printed

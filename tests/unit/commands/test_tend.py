@@ -1,0 +1,209 @@
+"""The parts of the minute's work: which, in which order, how often, and what becomes of each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from forestage.clock import Clock
+from forestage.commands import tend
+from forestage.commands.tend import Part, PartEnd
+from forestage.config import Config
+from forestage.errors import Failed
+from forestage.features.contexts import TendFacts
+from forestage.paths import Places
+from forestage.system import lock
+from forestage.system.run import Started
+
+
+class Moved(Clock):
+    """A wall clock that is moved by hand; no other time passes."""
+
+    def __init__(self) -> None:
+        self.at = 1_800_000_000.0
+
+    def wall(self) -> float:
+        return self.at
+
+    def monotonic(self) -> float:
+        return 0.0
+
+
+class Process:
+    """One that ends when it is told, with a code; or when it is killed, unless it `hangs`."""
+
+    pid = 4242
+
+    def __init__(self, ends: int | None = 0, hangs: bool = False) -> None:
+        self.code, self.hangs, self.killed = ends, hangs, False
+
+    def wait(self, timeout: float) -> bool:
+        return self.code is not None
+
+    def kill(self) -> None:
+        self.killed = True
+        if not self.hangs:
+            self.code = -9
+
+
+class Run:
+    """Runs of given parts, and the processes that they start."""
+
+    def __init__(self, root: Path, *parts: Part) -> None:
+        self.places, self.clock, self.parts = Places(root), Moved(), parts
+        self.processes: dict[str, Process | Exception] = {}
+        self.started: list[str] = []
+        self.locks: list[int] = []
+
+    def __call__(self) -> list[PartEnd]:
+        return [*tend.tend(self.places, self.clock, iter(self.parts), self.start)]
+
+    def start(self, part: Part, held: int | None) -> Started:
+        self.started.append(part.name)
+        found = self.processes.setdefault(part.name, Process())
+        if isinstance(found, Exception):
+            raise found
+        # As a process that inherits it does.
+        if found.code is None and held is not None:
+            self.locks.append(os.dup(held))
+        return cast("Started", found)
+
+
+@pytest.fixture
+def adding(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
+    """The parts of a feature."""
+    added: list[Part] = []
+    monkeypatch.setattr(tend, "having", lambda door: ["rocket"])
+    monkeypatch.setattr(tend, "load", lambda name, door: lambda facts: iter(added))
+    return added
+
+
+def names(root: Path, config: Config | None, apart: bool = False) -> list[str]:
+    facts = TendFacts(Places(root), Clock(), config, apart)
+    return [one.name for one in tend.list_parts(facts, False)]
+
+
+def test_room_is_first_and_only_what_has_an_object_is_a_part(
+    tmp_path: Path, adding: list[Part]
+) -> None:
+    assert names(tmp_path, Config()) == ["room", "sweep", "proofs"]
+    adding += [Part("orbit", ()), Part("launch", (), 10.0), Part("land", (), 10.0)]
+    whole = ["room", "launch", "land", "orbit", "sweep", "proofs"]
+    assert names(tmp_path, Config()) == whole, "what the run waits for is before what it does not"
+
+
+def test_node_without_jobs_or_configuration_does_what_features_have_alone(
+    tmp_path: Path, adding: list[Part]
+) -> None:
+    adding.append(Part("launch", (), 10.0))
+    assert names(tmp_path, Config(), apart=True) == ["launch"]
+    assert names(tmp_path, None) == ["launch"]
+
+
+def test_room_has_the_io_of_any_program_and_is_waited_for(
+    tmp_path: Path, adding: list[Part]
+) -> None:
+    facts = TendFacts(Places(tmp_path), Clock(), Config(), False)
+    parts = [*tend.list_parts(facts, False)]
+    assert [one.name for one in parts if one.is_idle] == ["sweep", "proofs"]
+    assert [one.name for one in parts if not one.limit] == ["sweep", "proofs"]
+
+
+def test_part_runs_again_at_the_tenth_run_wherever_the_clock_is_set(tmp_path: Path) -> None:
+    run = Run(tmp_path, Part("room", ()), Part("sweep", (), every=tend.TENTH))
+    for _ in range(30):
+        run()
+        run.clock.at += 61  # a bit more than a minute
+    assert (run.started.count("room"), run.started.count("sweep")) == (30, 3)
+    for step in (-1e6, 1e6):
+        run.clock.at += step
+        run()
+        run()
+    assert run.started.count("sweep") == 5, "a time that has yet to come keeps nothing away"
+
+
+def test_entries_are_read_at_each_run_while_the_disk_is_in_doubt(tmp_path: Path) -> None:
+    for is_doubted, every in ((True, 0.0), (False, tend.TENTH)):
+        facts = TendFacts(Places(tmp_path), Clock(), Config(), False)
+        parts = tend.list_parts(facts, is_doubted)
+        assert [one.every for one in parts if one.name == "proofs"] == [every]
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_part_at_its_limit_is_killed_and_left_out_while_it_hangs(
+    tmp_path: Path, hangs: bool
+) -> None:
+    run = Run(tmp_path, Part("room", (), 20.0), Part("metrics", (), 10.0))
+    process = run.processes["room"] = Process(None, hangs)
+    room, metrics = run()
+    assert process.killed
+    assert (room.state, metrics.state) == ("hangs" if hangs else "cut", "ended")
+    assert (room.has_failed, "4242" in tend.sentence(room)) == (True, True)
+    room, metrics = run()
+    assert (room.state, metrics.state) == ("left out", "ended")
+    assert run.started.count("room") == 1
+    os.close(run.locks.pop())  # the kernel lets it go
+    run.processes["room"] = Process()
+    assert [one.state for one in run()] == ["ended", "ended"]
+
+
+def test_part_that_may_outlive_the_run_is_not_waited_for(tmp_path: Path) -> None:
+    run = Run(tmp_path, Part("sweep", ()), Part("proofs", ()))
+    process = run.processes["sweep"] = Process(None)
+    assert [one.state for one in run()] == ["begun", "begun"]
+    assert not process.killed
+    assert not lock.is_free(tend.lock_file(run.places, "sweep"))
+    assert lock.is_free(tend.lock_file(run.places, "proofs"))
+    os.close(run.locks.pop())
+
+
+def test_run_that_is_ended_ends_the_part_that_it_waits_for(tmp_path: Path) -> None:
+    class Interrupted(Process):
+        def wait(self, timeout: float) -> bool:
+            raise KeyboardInterrupt
+
+    run = Run(tmp_path, Part("metrics", (), 10.0))
+    process = run.processes["metrics"] = Interrupted(None)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert process.killed
+    os.close(run.locks.pop())
+
+
+def test_part_that_cannot_be_started_keeps_no_other_from_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, Part("prefetch", (), 10.0), Part("sweep", ()))
+    run.processes["prefetch"] = Failed("program", "ionice is not installed")
+    prefetch, sweep = run()
+    assert (prefetch.has_failed, sweep.state) == (True, "begun")
+    assert "ionice" in tend.sentence(prefetch)
+
+
+def test_part_with_a_limit_runs_without_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
+    """One without could run beside another for hours."""
+    done = tmp_path / "none/done"
+    parts = Part("room", (), 20.0), Part("warm", (), 15.0, done=done), Part("sweep", ())
+    run = Run(tmp_path, *parts)
+    run.places.run.parent.mkdir()
+    run.places.run.touch()
+    room, warm, sweep = run()
+    assert (room.state, warm.state, sweep.state) == ("ended", "ended", "failed")
+    assert run.started == ["room", "warm"]
+
+
+@pytest.mark.parametrize(
+    ("end", "failed"),
+    [
+        (PartEnd("room", "ended", 0), False),
+        (PartEnd("room", "ended", 12), False),  # no cache yet
+        (PartEnd("room", "ended", 5), True),
+        (PartEnd("warm", "ended", 1, harmless=(0, 1)), False),  # not yet here
+        (PartEnd("warm", "ended", 4, harmless=(0, 1)), True),
+        (PartEnd("sweep", "left out"), False),
+        (PartEnd("room", "ended", -9), True),
+    ],
+)
+def test_run_fails_with_a_part_that_did_not_do_its_work(end: PartEnd, failed: bool) -> None:
+    assert end.has_failed == failed
