@@ -147,15 +147,12 @@ ONE_IMPORTER = {
         ),
     },
     "pure, or nearly: it decides, its importer acts": {
-        *("commands.compare", "features.report.text", "views.through.reads"),
+        *("features.report.text", "views.through.reads"),
         "cache.baseline",
     },
     "a file, or what another program writes, read and written here only": {
         *("config.memo", "features.registry.credentials", "features.registry.import_lease"),
         *("features.registry.importing", "stage.fstab", "slurm.auth_key"),
-    },
-    "what a sweep looks for when nobody is left who knows of it": {
-        "views.through.remains",
     },
     "one side of a conversation": {
         *(
@@ -169,8 +166,8 @@ ONE_IMPORTER = {
     "a kind of source": {"features.data.open_tree"},
     "all of a folder's door": {"config.load"},
 }
-"""Modules that one other imports, and why they are not a part of it. cli/ and check/ import a
-module for each command and each finding, and do not count as importers; neither do doors.
+"""Modules that one other imports, and why they are not a part of it. commands/ and check/ import
+a module for each command and each finding, and do not count as importers; neither do doors.
 """
 
 

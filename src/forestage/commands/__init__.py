@@ -1,1 +1,1 @@
-"""What administrators and timers run on a node, one module for each command or family of them."""
+"""The command `forestage`, for people and timers: a module for each command, or for a pair."""
