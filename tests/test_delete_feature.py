@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -58,3 +59,61 @@ def test_tree_without_a_feature_passes(machine: None, open_path: Path, name: str
         check=False,
     )
     assert ran.returncode == 0, ran.stdout[-20000:]
+
+
+PLAY = """
+set -eu
+mount --bind "$TREE/.venv" "$COPY/.venv"
+mount --rbind "$COPY" "$TREE"
+cd "$TREE"
+.venv/bin/python3 packaging/conformance > tests/features/conformance.py
+.venv/bin/python3 -m mypy
+.venv/bin/python3 -m pytest tests/test_layers.py tests/test_features.py tests/test_feature_names.py
+.venv/bin/forestage launch
+.venv/bin/python3 - <<END
+from forestage.config import Config
+from forestage.features.doors import having, load
+from forestage.slurm.hints import KNOWN
+assert "rocket" in having("sweep.without_cache") and "rocket" in having("checks.findings")
+assert "stage-rocket" in KNOWN and Config().rocket.stages == 3
+END
+tests/delete_feature rocket
+"""
+
+
+@pytest.mark.ci
+def test_feature_of_the_page_works_and_is_deleted_without_a_trace(
+    machine: None, open_path: Path
+) -> None:
+    copy = open_path / "tree"
+    shutil.copytree(TREE, copy, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
+    (copy / ".venv").mkdir()
+    source = copy / "src/forestage"
+    page = (TREE / "docs/features.md").read_text()
+    row, keys = re.findall(r":\n\n```python\n(.*?)```", page, re.DOTALL)
+    for name, text in re.findall(
+        r"^`(\S+\.py)`\n\n```python\n(.*?)```", page, re.DOTALL | re.MULTILINE
+    ):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    table, config = source / "features/__init__.py", source / "config/keys.py"
+    table.write_text(table.read_text().rstrip().removesuffix(")") + row + ")\n")
+    text = config.read_text().replace("class Config(", f"{keys}\n\nclass Config(")
+    field = "    metrics: Metering = Metering()\n"
+    config.write_text(text.replace(field, f"{field}    rocket: Rocket = Rocket()\n"))
+    environ = {one: text for one, text in os.environ.items() if not one.startswith(OURS)}
+    ran = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", PLAY],
+        env=environ | {"TREE": str(TREE), "COPY": str(copy)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-20000:]
+    assert "3\n2\n1\n" in ran.stdout
+    left_out = [f"--exclude={name}" for name in (*LEFT_BEHIND, "build")]
+    for folder in ("src", "tests", "docs"):
+        words = ["diff", "-r", *left_out, TREE / folder, copy / folder]
+        assert subprocess.run(words, capture_output=True, text=True, check=False).stdout == ""
