@@ -13,8 +13,9 @@ import pytest
 from forestage.features import FEATURES
 
 TREE = Path(__file__).resolve().parents[1]
-CHEAP = ("report", "metrics")
-"""Those that .ci/run deletes: the fewest know of them."""
+PASSING = ("report",)
+"""Those whose rows name all that knows of them; .ci/run deletes these, and the one of the page."""
+OPEN = pytest.mark.xfail(reason="its row does not name all that knows of it yet")
 OURS = ("FORESTAGE_", "PYTEST_")  # what this pytest is told is not for another
 LEFT_BEHIND = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")
 RUN = """
@@ -36,7 +37,9 @@ done
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(one.name, marks=pytest.mark.ci if one.name in CHEAP else pytest.mark.long)
+        pytest.param(
+            one.name, marks=pytest.mark.ci if one.name in PASSING else [pytest.mark.long, OPEN]
+        )
         for one in FEATURES
         if one.name != "core"
     ],
