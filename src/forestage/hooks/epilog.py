@@ -55,39 +55,36 @@ def epilog(
     limit = lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog
     patience = min(lock.SPACE_TIMEOUT, limit / 2)
     watched.ends_within(2 * patience)
+    lease, damage = None, None
     try:
         lease = leases.read(job.id)
     except Failed as failed:
-        if config is None:
-            return [_failed(failed)]
-        lease = None  # damaged; what it held is unknown, but the other leases tell what is needed
+        damage = failed  # what it held is unknown, but the other leases tell what is needed
     except OSError as error:
         return [_failed(error)]
     if lease and is_of_other(lease, job):
         return [Released("released", detail=LATER)]
-    try:
-        cache = _cache_of(lease, config, places, clock, watched)
-    except (Failed, OSError) as error:
-        return [_failed(error)]
-    if cache is None:
-        return [Released(result="released")]
-    watched.works_on(str(cache.root))
-    has_data = lease is None or leases.has_data(job.id, job.user.uid) is not False
-    end = JobEnd(job, lease, has_data, leases, places, clock, patience)
-    return _end_job(end, cache, config)
-
-
-def _end_job(end: JobEnd, cache: Cache, config: Config | None) -> list[Released]:
-    """Does all that there is to do: features before the lease goes, the core, features after it."""
+    may_have_data = lease is None or leases.has_data(job.id, job.user.uid) is not False
+    end = JobEnd(job, lease, may_have_data, leases, places, clock, patience)
 
     # Before anything is dropped: the marks go with the lease. Without one nothing is known.
     def listed(door: str) -> list[str]:
-        return with_work(door, end.job.id, end.places.run) if end.lease else having(door)
+        return with_work(door, job.id, places.run) if lease else having(door)
 
     before, after = listed("epilog.before_lease_drop"), listed("epilog.after_lease_drop")
+
+    def release() -> Released:
+        if damage and config is None:
+            raise damage
+        cache = _cache_of(lease, config, places, clock, watched)
+        if cache is None:
+            return Released("released")
+        watched.works_on(str(cache.root))
+        return _release_job(end, cache, config, after)
+
     try:
         with after_each(before, lambda name: load(name, "epilog.before_lease_drop")(end)):
-            return [_release_job(end, cache, config, after)]
+            return [release()]
     except (Failed, OSError) as error:
         return [_failed(error)]
 
