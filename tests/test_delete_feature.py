@@ -93,7 +93,7 @@ def test_feature_of_the_page_works_and_is_deleted_without_a_trace(
     (copy / ".venv").mkdir()
     source = copy / "src/forestage"
     page = (TREE / "docs/features.md").read_text()
-    row, keys = re.findall(r":\n\n```python\n(.*?)```", page, re.DOTALL)
+    row, keys = re.findall(r":\n\n```(?:text|python)\n(.*?)```", page, re.DOTALL)
     for name, text in re.findall(
         r"^`(\S+\.py)`\n\n```python\n(.*?)```", page, re.DOTALL | re.MULTILINE
     ):
