@@ -394,7 +394,7 @@ def test_image_of_a_registry_is_obtained_without_other_nodes() -> None:
     asking = {
         module
         for module in MODULES
-        if module.startswith("registry.") or module == "features.registry.step_image"
+        if feature_of(module) == "registry"
         for name in imported(module)
         if name.startswith("forestage.features.peers")
     }
