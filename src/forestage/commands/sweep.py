@@ -47,7 +47,7 @@ from forestage.config import directories
 from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
 from forestage.events import Event, losses, user_files
 from forestage.features.contexts import SweepFacts
-from forestage.features.doors import after_each, having, load
+from forestage.features.doors import calling_first, having, load
 from forestage.hooks import epilog
 from forestage.paths import Places
 from forestage.slurm.queue import Slurm, why_over
@@ -273,7 +273,7 @@ class _Sweep:
             found = self.tried(lambda facts: load(name, door)(facts), facts) or {}
             self.add(**{field: getattr(self.done, field) + more for field, more in found.items()})
 
-        self.raised.enter_context(after_each(having(door), clean_up))
+        self.raised.enter_context(calling_first(having(door), clean_up))
 
     def of_jobs(self) -> None:
         """Releases what jobs that are over had beside the cache."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from forestage.system.tree import Files
 
 
-class JobEnd(msgspec.Struct, frozen=True):
+class EpilogFacts(msgspec.Struct, frozen=True):
     """epilog.py: a job that is over on this node.
 
     `lease` is None where there is none or it is damaged. `may_have_data` is whether the job's

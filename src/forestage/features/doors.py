@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from forestage.events import Handled
     from forestage.features.contexts import (
         CheckFacts,
+        EpilogFacts,
         ExplainFacts,
         ExplainPart,
-        JobEnd,
         LeaseFacts,
         MetricsFacts,
         MetricsPart,
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from forestage.stage.task import Task
 
     # The Epilog: what goes before the job's lease is dropped, and after that.
-    BeforeLeaseDrop = Callable[[JobEnd], None]
-    AfterLeaseDrop = Callable[[JobEnd, Cache], None]
+    BeforeLeaseDrop = Callable[[EpilogFacts], None]
+    AfterLeaseDrop = Callable[[EpilogFacts, Cache], None]
 
     # Prolog and step: what is done before the core takes the job's lease, and once it has served
     # the job. A step's answer of a feature comes instead of the core's.
@@ -203,7 +203,7 @@ def with_work(door: str, job: int, run: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def after_each(names: Iterable[str], call: Callable[[str], object]) -> Iterator[None]:
+def calling_first(names: Iterable[str], call: Callable[[str], object]) -> Iterator[None]:
     """Make the call for each feature, then run the block, also after a call that raised.
 
     What was raised last goes on at the end. What is no Exception, such as ^C, does so at once.

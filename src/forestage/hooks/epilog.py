@@ -21,8 +21,8 @@ from forestage.clock import Clock
 from forestage.config import Config
 from forestage.errors import Declined, Failed, of_node
 from forestage.events import Released
-from forestage.features.contexts import JobEnd
-from forestage.features.doors import after_each, having, load, with_work
+from forestage.features.contexts import EpilogFacts
+from forestage.features.doors import calling_first, having, load, with_work
 from forestage.hooks.watch import ALONE, Watched
 from forestage.paths import Places
 from forestage.slurm.job import Job
@@ -65,7 +65,7 @@ def epilog(
     if lease and is_of_other(lease, job):
         return [Released("released", detail=LATER)]
     may_have_data = lease is None or leases.has_data(job.id, job.user.uid) is not False
-    end = JobEnd(job, lease, may_have_data, leases, places, clock, patience)
+    end = EpilogFacts(job, lease, may_have_data, leases, places, clock, patience)
 
     # Before anything is dropped: the marks go with the lease. Without one nothing is known.
     def listed(door: str) -> list[str]:
@@ -83,14 +83,14 @@ def epilog(
         return _release_job(end, cache, config, after)
 
     try:
-        with after_each(before, lambda name: load(name, "epilog.before_lease_drop")(end)):
+        with calling_first(before, lambda name: load(name, "epilog.before_lease_drop")(end)):
             return [release()]
     except (Failed, OSError) as error:
         return [_failed(error)]
 
 
 def _release_job(
-    end: JobEnd, cache: Cache, config: Config | None, after: Sequence[str]
+    end: EpilogFacts, cache: Cache, config: Config | None, after: Sequence[str]
 ) -> Released:
     """Releases what the job held, also where the disk hangs. Returns its outcome."""
     try:
@@ -130,7 +130,9 @@ def is_of_other(lease: Lease, job: Job) -> bool:
     return not lease.is_of(job.user.uid) or later
 
 
-def _with_disk(end: JobEnd, cache: Cache, config: Config | None, after: Sequence[str]) -> Released:
+def _with_disk(
+    end: EpilogFacts, cache: Cache, config: Config | None, after: Sequence[str]
+) -> Released:
     """Releases what the job held, then evicts. Raises lock.Busy, Failed, OSError."""
     # The disk may have been unmounted while the job ran (umount --lazy). What lies below may be a
     # cache of several nodes, and this one does not see the leases of the others.
@@ -139,7 +141,7 @@ def _with_disk(end: JobEnd, cache: Cache, config: Config | None, after: Sequence
         note_use(cache, end.lease, end.clock.wall())
     done = _release(end, cache)
     evicted: tuple[str, ...] = ()
-    with after_each(after, lambda name: load(name, "epilog.after_lease_drop")(end, cache)):
+    with calling_first(after, lambda name: load(name, "epilog.after_lease_drop")(end, cache)):
         if config is not None and is_its_disk and cache.locks.is_dir():
             evicted = evict.tidy(cache, end.leases, config, end.patience)
     return msgspec.structs.replace(done, evicted=evicted)
@@ -150,7 +152,7 @@ def _failed(error: Failed | OSError) -> Released:
     return Released(result="failed", reason=failed.reason, detail=str(failed))
 
 
-def _release(end: JobEnd, cache: Cache) -> Released:
+def _release(end: EpilogFacts, cache: Cache) -> Released:
     leases, lease = end.leases, end.lease
     with contextlib.ExitStack() as claims:
         with lock.held_if_writable(cache.space_lock, end.patience):
@@ -217,7 +219,7 @@ def note_use(cache: Cache, lease: Lease | None, now: float) -> None:
                 cache.touch(use.key, now, lease.user.uid if lease else None)
 
 
-def _without_disk(end: JobEnd, cache: Cache, hang: Hang) -> Released:
+def _without_disk(end: EpilogFacts, cache: Cache, hang: Hang) -> Released:
     """Releases what needs no writes to the cache's disk; the sweep does the rest once it answers.
 
     Its job may have ended for that disk, and the next one need not wait for it.

@@ -469,7 +469,7 @@ def test_entry_that_cannot_be_noted_is_not_verified(
 
 
 @pytest.fixture
-def after_each(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], None]:
+def calling_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], None]:
     """Has something happen with the key of each entry that has been read."""
 
     def put(then: Callable[[str], None]) -> None:
@@ -486,7 +486,7 @@ def after_each(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], Non
 
 
 def test_entry_evicted_before_its_turn_is_no_problem(
-    site: Site, after_each: Callable[[Callable[[str], None]], None]
+    site: Site, calling_first: Callable[[Callable[[str], None]], None]
 ) -> None:
     keys = {from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")}
 
@@ -494,7 +494,7 @@ def test_entry_evicted_before_its_turn_is_no_problem(
         (other,) = keys - {key}
         site.node.cache.evict(other)
 
-    after_each(the_other_goes)
+    calling_first(the_other_goes)
     done = swept(site)
     assert [one.result for one in done.verified] == ["ok"]
     assert done.problems == ()

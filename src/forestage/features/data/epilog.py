@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from forestage.cache.layout import Cache
-    from forestage.features.contexts import JobEnd
+    from forestage.features.contexts import EpilogFacts
 
 
-def after_lease_drop(end: JobEnd, cache: Cache) -> None:
+def after_lease_drop(end: EpilogFacts, cache: Cache) -> None:
     """Release the data of a job that may have had any. Raises Failed, OSError."""
     if end.may_have_data:
         from forestage.features.data import release

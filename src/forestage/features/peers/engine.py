@@ -1,4 +1,4 @@
-"""How peers help a copy: other nodes give chunks, and this one gives some away."""
+"""The door of copies: which nodes help with one. How its bytes come then is in with_peers."""
 
 from __future__ import annotations
 

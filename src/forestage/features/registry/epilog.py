@@ -6,10 +6,10 @@ import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from forestage.features.contexts import JobEnd
+    from forestage.features.contexts import EpilogFacts
 
 
-def before_lease_drop(end: JobEnd) -> None:
+def before_lease_drop(end: EpilogFacts) -> None:
     """Delete the files of the job's steps.
 
     The process that takes a lease for a step later knows by these files whether to give it back
