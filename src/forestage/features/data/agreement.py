@@ -37,7 +37,7 @@ from forestage.system import as_user, files, lock, mounts, records
 from forestage.system.as_user import User
 
 if TYPE_CHECKING:
-    from forestage.features.data.first_node import First
+    from forestage.features.peers.asked_node import First
 
 GREETING = 0.2  # seconds for the first node's service to answer a step, which can look itself
 NOT_YET = 2.0  # seconds in which the first node must have begun to look; its hook may run later
@@ -162,7 +162,7 @@ def looked(root: int, found: Manifest, user: User, began: float) -> Look:
 
 def _first_of(node: Node, shared: Round) -> "contextlib.closing[First]":
     """A way to ask the first node. Raises PeerError, OSError."""
-    from forestage.features.data.first_node import First
+    from forestage.features.peers.asked_node import First
 
     return contextlib.closing(
         First(node.config, node.places, shared.first, shared.job, shared.name)

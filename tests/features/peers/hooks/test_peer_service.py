@@ -25,8 +25,8 @@ from forestage.cache import digest, readers
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Part
 from forestage.config import Config
 from forestage.errors import PeerError
-from forestage.features.data import first_node as peers_first
-from forestage.features.data.first_node import First
+from forestage.features.peers import asked_node as peers_first
+from forestage.features.peers.asked_node import First
 from forestage.features.peers import activation, auth, proven, stats
 from forestage.features.peers.auth import KeyFile
 from node import ALICE, HANGS, until
