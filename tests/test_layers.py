@@ -158,7 +158,6 @@ ONE_IMPORTER = {
         *(
             "features.data.directory_record",
             "features.registry.waiting",
-            "features.peers.asked_node",
             "features.peers.local_chunks",
         ),
         *("features.peers.sessions", "features.peers.listening"),

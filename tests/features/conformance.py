@@ -11,10 +11,13 @@ if TYPE_CHECKING:
     from forestage.features.data import service as data_service
     from forestage.features.data import status as data_status
     from forestage.features.data import step as data_step
+    from forestage.features.data import submitted as data_submitted
     from forestage.features.data import sweep as data_sweep
     from forestage.features.metrics import commands as metrics_commands
     from forestage.features.metrics import sweep as metrics_sweep
     from forestage.features.metrics import tend as metrics_tend
+    from forestage.features.peers import activation as peers_activation
+    from forestage.features.peers import asked_node as peers_asked_node
     from forestage.features.peers import checks as peers_checks
     from forestage.features.peers import commands as peers_commands
     from forestage.features.peers import engine as peers_engine
@@ -51,11 +54,14 @@ if TYPE_CHECKING:
     _data_service_routes: doors.ListRoutes = data_service.routes
     _data_status_read_status: doors.ReadStatus = data_status.read_status
     _data_step_after_lease: doors.StepAfterLease = data_step.after_lease
+    _data_submitted_must_be_possible: doors.MustBePossible = data_submitted.must_be_possible
     _data_sweep_in_each_cache: doors.CleanUp = data_sweep.in_each_cache
     _data_sweep_lines: doors.SweepLines = data_sweep.lines
     _metrics_commands: doors.CommandsDoor = metrics_commands
     _metrics_sweep_afterwards: doors.CleanUp = metrics_sweep.afterwards
     _metrics_tend_each_minute: doors.ListParts = metrics_tend.each_minute
+    _peers_activation_is_on: doors.IsOn = peers_activation.is_on
+    _peers_asked_node_ask_node: doors.AskNode = peers_asked_node.ask_node
     _peers_checks_findings: doors.LookForFindings = peers_checks.findings
     _peers_checks_wants_unit: doors.WantsUnit = peers_checks.wants_unit
     _peers_commands: doors.CommandsDoor = peers_commands
@@ -81,6 +87,7 @@ if TYPE_CHECKING:
     _prepare_tend_each_minute: doors.ListParts = prepare_tend.each_minute
     _registry_checks_findings: doors.LookForFindings = registry_checks.findings
     _registry_commands: doors.CommandsDoor = registry_commands
+    _registry_commands_import_reference: doors.ImportReference = registry_commands.import_reference
     _registry_epilog_before_lease_drop: doors.BeforeLeaseDrop = registry_epilog.before_lease_drop
     _registry_explain_explain_outcome: doors.ExplainOutcome = registry_explain.explain_outcome
     _registry_metrics_read_metrics: doors.ReadMetrics = registry_metrics.read_metrics

@@ -69,6 +69,7 @@ FEATURES = (
         doors=(
             "checks.findings",
             "commands",
+            "commands.import_reference",
             "epilog.before_lease_drop",
             "explain.explain_outcome",
             "metrics.read_metrics",
@@ -101,10 +102,10 @@ FEATURES = (
             "service.routes",
             "status.read_status",
             "step.after_lease",
+            "submitted.must_be_possible",
             "sweep.in_each_cache",
             "sweep.lines",
         ),
-        needs=("peers",),
         marks=("leases/{job}.hinted",),
         options=("stage-dir",),
         words=("stage-list",),
@@ -136,6 +137,8 @@ FEATURES = (
     Feature(
         "peers",
         doors=(
+            "activation.is_on",
+            "asked_node.ask_node",
             "checks.findings",
             "checks.wants_unit",
             "commands",
@@ -176,7 +179,6 @@ FEATURES = (
             "hints",
             "tend.each_minute",
         ),
-        needs=("data", "registry"),
         heading="Images before a job",
         commands=(
             (

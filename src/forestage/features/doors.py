@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from forestage.check.finding import Finding
     from forestage.commands.sweep import SweepReport
     from forestage.commands.tend import Part
+    from forestage.commands.world import World
     from forestage.config import Config
     from forestage.events import Handled
     from forestage.features.contexts import (
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         TendFacts,
     )
     from forestage.paths import Places
+    from forestage.slurm.hints import Request
     from forestage.slurm.job import Job
     from forestage.slurm.lines import Fields
     from forestage.slurm.queue import Slurm
@@ -95,6 +97,11 @@ if TYPE_CHECKING:
         @property
         def COMMANDS(self) -> tuple[click.Command, ...]: ...
 
+    # Its command that brings an image by a reference, and returns the path of that.
+    ImportReference = Callable[[World, str], str]
+    # Where a job is submitted: raises Declined for what no node would do.
+    MustBePossible = Callable[[Request], None]
+
     class HintsDoor(Protocol):
         """`forestage hints` where the companion runs it, without all that commands need."""
 
@@ -117,6 +124,18 @@ if TYPE_CHECKING:
     WorksForOthers = Callable[[Config, Slurm], bool]
     # What other nodes may get of the feature, by the peer service.
     ListRoutes = Callable[[], tuple[Route, ...]]
+    # Nodes that ask each other: whether this one does (the time is monotonic), and a way to ask a
+    # node for what a feature has at a path there; the text before names what the session is for.
+    IsOn = Callable[[Config, Places, float], bool]
+    AskNode = Callable[[Config, Places, str, str, str], "OtherNode"]
+
+    class OtherNode(Protocol):
+        """A node that is asked over one connection."""
+
+        def answers_within(self, seconds: float, now: float) -> bool: ...
+        def ask(self, more: str = "", stop: Callable[[], bool] = ...) -> bytes | None: ...
+        def close(self) -> None: ...
+
     # Whether `forestage enable` is to start the row's unit on a node with this configuration.
     WantsUnit = Callable[[Config], bool]
 
@@ -148,6 +167,10 @@ if TYPE_CHECKING:
     @overload
     def load(name: str, door: Literal["commands"]) -> CommandsDoor: ...
     @overload
+    def load(name: str, door: Literal["commands.import_reference"]) -> ImportReference: ...
+    @overload
+    def load(name: str, door: Literal["submitted.must_be_possible"]) -> MustBePossible: ...
+    @overload
     def load(name: str, door: Literal["hints"]) -> HintsDoor: ...
     @overload
     def load(name: str, door: Literal["explain.explain_outcome"]) -> ExplainOutcome: ...
@@ -163,6 +186,10 @@ if TYPE_CHECKING:
     def load(name: str, door: Literal["checks.findings"]) -> LookForFindings: ...
     @overload
     def load(name: str, door: Literal["checks.wants_unit"]) -> WantsUnit: ...
+    @overload
+    def load(name: str, door: Literal["activation.is_on"]) -> IsOn: ...
+    @overload
+    def load(name: str, door: Literal["asked_node.ask_node"]) -> AskNode: ...
     @overload
     def load(name: str, door: Literal["service.routes"]) -> ListRoutes: ...
     @overload

@@ -30,14 +30,14 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, PeerError
 from forestage.features.data import manifest
 from forestage.features.data.manifest import Manifest
-from forestage.features.peers import activation
+from forestage.features.doors import having, load
 from forestage.slurm.job import Job
 from forestage.sources import source
 from forestage.system import as_user, files, lock, mounts, records
 from forestage.system.as_user import User
 
 if TYPE_CHECKING:
-    from forestage.features.peers.asked_node import First
+    from forestage.features.doors import OtherNode
 
 GREETING = 0.2  # seconds for the first node's service to answer a step, which can look itself
 NOT_YET = 2.0  # seconds in which the first node must have begun to look; its hook may run later
@@ -114,8 +114,7 @@ def round_of(node: Node, job: Job, restart: int, path: str, step: int | None) ->
     None where each looks for itself. `restart` tells the runs of a job apart: a requeued job's step
     has the number that one of the run before had.
     """
-    is_on = activation.is_on(node.config, node.places, node.clock.monotonic())
-    if not is_on or not job.nodelist:
+    if not asks_others(node) or not job.nodelist:
         return None
     from forestage.slurm.nodelist import expand  # few jobs need it
 
@@ -129,6 +128,12 @@ def round_of(node: Node, job: Job, restart: int, path: str, step: int | None) ->
     words = (job.id, restart, -1 if step is None else step, job.user.uid, path)
     name = hashlib.sha256(msgspec.json.encode(words)).hexdigest()[:32]
     return Round(node.cache, job.id, name, nodes[0], nodes[0] == job.node)
+
+
+def asks_others(node: Node) -> bool:
+    """Whether this node asks others at all, by whichever feature there is for that."""
+    about = node.config, node.places, node.clock.monotonic()
+    return any(load(of, "activation.is_on")(*about) for of in having("activation.is_on"))
 
 
 def prepare(cache: Cache, job: int) -> None:
@@ -160,16 +165,14 @@ def looked(root: int, found: Manifest, user: User, began: float) -> Look:
     return Look("looked", began, found.digest, found.path, mounts.far_name(root), groups)
 
 
-def _first_of(node: Node, shared: Round) -> "contextlib.closing[First]":
-    """A way to ask the first node. Raises PeerError, OSError."""
-    from forestage.features.peers.asked_node import First
-
-    return contextlib.closing(
-        First(node.config, node.places, shared.first, shared.job, shared.name)
-    )
+def _first_of(node: Node, shared: Round) -> "contextlib.closing[OtherNode]":
+    """A way to ask the first node, once `asks_others` has said so. Raises PeerError, OSError."""
+    ask_node = load(having("asked_node.ask_node")[0], "asked_node.ask_node")
+    path = f"/v1/look/{shared.job}/{shared.name}"
+    return contextlib.closing(ask_node(node.config, node.places, shared.first, shared.name, path))
 
 
-def _ask(node: Node, first: "First", until: Deadline, not_yet: float) -> Look | None:
+def _ask(node: Node, first: "OtherNode", until: Deadline, not_yet: float) -> Look | None:
     """The first node's look, None where there is none.
 
     Waits up to `until` for a look that has begun, `not_yet` seconds for one that has not.

@@ -36,7 +36,6 @@ from forestage.events import Handled
 from forestage.features.data import agreement, erofs, manifest, open_tree, retry, wanted
 from forestage.features.data.manifest import Manifest
 from forestage.features.data.wanted import ForStep, ViewCall
-from forestage.features.peers import activation
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources.source import OpenImage
@@ -69,7 +68,7 @@ def begin(call: ViewCall, request: Request) -> Handled:
 
 def _start(node: Node, job: Job, path: str) -> None:
     """Starts the process; that it looks is noted. Raises Failed, OSError."""
-    if activation.is_on(node.config, node.places, node.clock.monotonic()):
+    if agreement.asks_others(node):
         agreement.prepare(node.cache, job.id)
     about = f"stager job={job.id}"
     with holder.start(stager.STAGER, about, partial(_live, node, job, path)) as channel:

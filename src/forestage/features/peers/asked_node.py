@@ -1,4 +1,4 @@
-"""The first node of a job, asked for what it has found in a directory (features/data/agreement.py).
+"""A node that is asked for what another feature has there, as by features/data/agreement.py.
 
 One connection, one session. The service neither waits nor walks: whoever asks comes
 again, after pauses that grow, until there is an answer or it is too late.
@@ -21,14 +21,22 @@ SLOWEST = 1 << 20  # bytes a second; a limit for one answer
 GRACE = 10.0  # seconds more for it
 
 
-class First:
-    """The node that may have a look of this job's, under this name."""
+def ask_node(config: Config, places: Places, node: str, name: str, path: str) -> "AskedNode":
+    """Return a node that may have something below a path of its service (service.routes).
 
-    def __init__(self, config: Config, places: Places, node: str, job: int, name: str) -> None:
+    `name` is what the session is for. Raises PeerError, OSError.
+    """
+    return AskedNode(config, places, node, name, path)
+
+
+class AskedNode:
+    """A node, and the path there."""
+
+    def __init__(self, config: Config, places: Places, node: str, name: str, path: str) -> None:
         """Raises PeerError, OSError where the key file cannot be used."""
         self._prover = auth.prover(config.peers.key_file, places)
         self._line = Connection(addresses.load(config.peers, places).of(node))
-        self._path = f"/v1/look/{job}/{name}"
+        self._path = path
         self._name = name
         self._node, self._places = node, places
         self._session: Session | None = None
@@ -51,7 +59,7 @@ class First:
             with contextlib.suppress(ChunkRefused):
                 opened.append(protocol.open_session(*about, lambda: time.monotonic() > until))
 
-        self._opening = threading.Thread(target=open_session, name="first", daemon=True)
+        self._opening = threading.Thread(target=open_session, name="asked", daemon=True)
         self._opening.start()
         self._opening.join(seconds)
         self._session = opened[0] if opened else None

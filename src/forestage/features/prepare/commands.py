@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from forestage.commands.world import Exit, as_json, ending_as_interrupt, seconds, show
+from forestage.features.doors import having, load
 
 if TYPE_CHECKING:
     from forestage.commands.world import World
@@ -22,11 +23,10 @@ def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str
 
 def _path(world: "World", image: str) -> str:
     """Return where an image lies; one of a registry is imported before."""
-    if not image.startswith("docker://"):
-        return os.path.abspath(image)
-    from forestage.features.registry.commands import import_reference
-
-    return import_reference(world, image)
+    if image.startswith("docker://"):
+        for of in having("commands.import_reference"):
+            return load(of, "commands.import_reference")(world, image)
+    return os.path.abspath(image)
 
 
 @click.command()

@@ -5,11 +5,11 @@ get the same answer on every host: nothing here looks at a file, at the configur
 Nor is it what protects a node: the Prolog reads the words again.
 """
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 
 from forestage.errors import Declined
+from forestage.features.doors import having, load
 from forestage.slurm.hints import OF_OPTION, Rank, Request, read_hints
 
 REFUSED = 65
@@ -28,14 +28,8 @@ def refusals(words: Sequence[str]) -> tuple[str, ...]:
 def _impossible(request: Request) -> Iterator[str]:
     """Pure: why nobody could have it shown there, if that can be told by the names alone."""
     try:
-        if request.kind == "fill":
-            from forestage.features.data import fill
-
-            fill.name_of(request)
-        elif request.kind == "mount":
-            from forestage.features.data import mounted
-
-            mounted.must_be_allowed(os.path.normpath(request.at), ())
+        for of in having("submitted.must_be_possible"):
+            load(of, "submitted.must_be_possible")(request)
     except Declined as why:
         yield f"--stage={request.path}@{request.at}: {why}"
 

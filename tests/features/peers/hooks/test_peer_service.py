@@ -25,9 +25,8 @@ from forestage.cache import digest, readers
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Part
 from forestage.config import Config
 from forestage.errors import PeerError
-from forestage.features.peers import asked_node as peers_first
-from forestage.features.peers.asked_node import First
-from forestage.features.peers import activation, auth, proven, stats
+from forestage.features.peers import activation, asked_node, auth, proven, stats
+from forestage.features.peers.asked_node import AskedNode, ask_node
 from forestage.features.peers.auth import KeyFile
 from node import ALICE, HANGS, until
 from peering import (
@@ -329,8 +328,8 @@ def look(node: Node) -> Iterator[Path]:
     shutil.rmtree(node.cache.looks)
 
 
-def first(node: Node, job: int = 7, name: str = OTHER_KEY) -> First:
-    return First(node.config, node.places, "n1", job, name)
+def first(node: Node, job: int = 7, name: str = OTHER_KEY) -> AskedNode:
+    return ask_node(node.config, node.places, "n1", name, f"/v1/look/{job}/{name}")
 
 
 def test_look_is_given_with_all_that_belongs_to_it(node: Node, look: Path) -> None:
@@ -398,7 +397,7 @@ def test_look_that_was_changed_on_its_way_is_refused(
 def test_look_of_any_size_is_not_taken(
     node: Node, look: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers_first, "MOST", 4)
+    monkeypatch.setattr(asked_node, "MOST", 4)
     with pytest.raises(PeerError, match="5 bytes"):
         first(node).ask()
 
@@ -786,7 +785,7 @@ def test_service_notes_who_has_proven_itself_from_another_address(
     """This node's own copies ask it from its own address, and prove nothing."""
     node.places.proven.unlink(missing_ok=True)
     name = "ab" * 16
-    First(node.config, node.places, "n1", 1, name).ask()
+    first(node, 1, name).ask()
     assert proven.read(node.places) is None
     real = socket.socket.connect
 
@@ -795,7 +794,7 @@ def test_service_notes_who_has_proven_itself_from_another_address(
         real(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", connect)
-    First(node.config, node.places, "n1", 1, name).ask()
+    first(node, 1, name).ask()
     noted = proven.read(node.places)
     assert noted is not None
     assert noted.node == "127.0.0.2"

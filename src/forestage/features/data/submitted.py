@@ -1,0 +1,17 @@
+"""What is said of a job's data where the job is submitted (features/prepare/hints.py)."""
+
+import os
+
+from forestage.slurm.hints import Request
+
+
+def must_be_possible(request: Request) -> None:
+    """Raise Declined where its names alone say that no node would show it there. Pure."""
+    if request.kind == "fill":
+        from forestage.features.data import fill
+
+        fill.name_of(request)
+    elif request.kind == "mount":
+        from forestage.features.data import mounted
+
+        mounted.must_be_allowed(os.path.normpath(request.at), ())
