@@ -25,7 +25,8 @@ from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id
 from forestage.clock import Clock
-from forestage.config import Address, Config, Peering, load_settings, parse_address
+from forestage.config import Address, Config, load_settings, parse_address
+from forestage.config.keys import Peering
 from forestage.events import Copied
 from forestage.features.peers import auth, of_job
 from forestage.features.peers.auth import Offer, Prover
@@ -57,7 +58,8 @@ main(["peer", "--node", node], obj=World(Places(Path(root), munge), Clock()))
 
 # Its own nodes are found as `find_at` has it.
 FINDS = """
-from forestage.config import Peering, parse_address
+from forestage.config import parse_address
+from forestage.config.keys import Peering
 places, of = {places!r}, Peering.of
 Peering.of = lambda peers, node: (
     parse_address(places[node], peers.port) if node in places else of(peers, node)

@@ -9,8 +9,6 @@ from forestage.config.keys import KEYS as KEYS
 from forestage.config.keys import Companion as Companion
 from forestage.config.keys import Config as Config
 from forestage.config.keys import Engine as Engine
-from forestage.config.keys import Peering as Peering
-from forestage.config.keys import Reach as Reach
 from forestage.config.keys import UserMessages as UserMessages
 from forestage.config.keys import decided as decided
 from forestage.config.keys import value_of as value_of

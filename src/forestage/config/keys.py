@@ -191,6 +191,11 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
         Key("The most a user's images take in the store; null is no limit.", values.LIMIT, "null"),
     ] = None
 
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """Where imported images are: the store, if there is one."""
+        return (self.store,) if self.store else ()
+
 
 class Metering(msgspec.Struct, frozen=True, kw_only=True):
     """`metrics:`, what Prometheus gets to know."""
@@ -332,8 +337,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def staged_from(self) -> tuple[str, ...]:
         """Where files are staged from: below `sources`, and the store of imported images."""
-        store = self.registry.store
-        return (*self.sources, store) if store else self.sources
+        return (*self.sources, *self.registry.stores)
 
     def chunk_of(self, size: int) -> int:
         """Return the bytes of one chunk of an image of `size` bytes, the same on all nodes. Pure.

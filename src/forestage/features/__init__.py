@@ -85,6 +85,7 @@ FEATURES = (
         kinds=("reference",),
         heading="Images before a job",
         commands=((8, "registry", "Images of registries in the store that all nodes share."),),
+        debts=("src/forestage/config/keys.py: stores",),
     ),
     # What every job with an image needs: no folder.
     Feature(

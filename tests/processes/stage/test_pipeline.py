@@ -22,7 +22,7 @@ from forestage.cache.node import Node
 from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id
 from forestage.cache.readers import Readers
 from forestage.clock import Clock
-from forestage.config import Peering
+from forestage.config.keys import Peering
 from forestage.errors import Declined, Failed, Stopped
 from forestage.features.peers import activation, auth, client, with_peers
 from forestage.features.peers.engine import PeerHelpers

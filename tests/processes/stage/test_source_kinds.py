@@ -15,7 +15,7 @@ from forestage.cache.image import Access, Identity, Image
 from forestage.cache.node import Node
 from forestage.commands import inventory, verify
 from forestage.commands.verify import Manner
-from forestage.config import Peering
+from forestage.config.keys import Peering
 from forestage.features.peers import with_peers
 from forestage.features.peers.schedule import Policy
 from forestage.slurm.job import Job

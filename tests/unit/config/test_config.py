@@ -14,13 +14,12 @@ from forestage.config import (
     REMOVED,
     Address,
     Config,
-    Peering,
     Row,
     Settings,
     load_settings,
     parse_address,
 )
-from forestage.config.keys import Cold, Redirect
+from forestage.config.keys import Cold, Peering, Redirect
 from forestage.errors import ConfigError, Problem
 from forestage.units import Amount
 

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from forestage.config import Address, Peering
+from forestage.config import Address
+from forestage.config.keys import Peering
 from forestage.features.peers import node_list
 from forestage.paths import Places
 

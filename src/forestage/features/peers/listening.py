@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from forestage import log
-from forestage.config import Peering
+from forestage.config.keys import Peering
 from forestage.errors import ConfigError, ForestageError, PeerError, Problem
 from forestage.features.peers import node_list
 from forestage.paths import Places

@@ -8,7 +8,8 @@ import sys
 ALONE = """
 import sys
 from forestage.features import peers
-from forestage.config import Config, Peering
+from forestage.config import Config
+from forestage.config.keys import Peering
 for nodes in ("n1", ""):
     assert peers.of_job(Config(peers=Peering(enabled=True)), "n1", nodes, "k") is None
 costly = {"ClusterShell", "http.client", "asyncio", "aiohttp", "hmac", "ssl", "socket"}

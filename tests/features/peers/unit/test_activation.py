@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage.config import Config, Peering
-from forestage.config.keys import Engine, Reach
+from forestage.config import Config
+from forestage.config.keys import Engine, Peering, Reach
 from forestage.features.peers import activation
 from forestage.features.peers.activation import SIGN_LASTS
 from forestage.paths import Places

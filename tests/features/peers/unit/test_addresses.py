@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage.config import Address, Peering
+from forestage.config import Address
+from forestage.config.keys import Peering
 from forestage.features.peers import addresses, connection, node_list
 from forestage.features.peers.addresses import Addresses
 from forestage.features.peers.connection import ChunkRefused, Connection, Limit

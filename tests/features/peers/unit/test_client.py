@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage.config import Config, Peering
+from forestage.config import Config
+from forestage.config.keys import Peering
 from forestage.errors import PeerError
 from forestage.features import peers
 

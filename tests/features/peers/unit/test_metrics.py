@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from forestage.commands.tally import Tally
-from forestage.config import Config, Peering
+from forestage.config import Config
+from forestage.config.keys import Peering
 from forestage.features.contexts import MetricsFacts
 from forestage.features.peers import metrics, unanswered
 from forestage.paths import Places

@@ -9,7 +9,8 @@ import pytest
 
 from forestage.cache.node import Node
 from forestage.clock import Clock
-from forestage.config import Config, Peering
+from forestage.config import Config
+from forestage.config.keys import Peering
 from forestage.errors import SlurmError
 from forestage.features.peers import node_list
 from forestage.features.peers.node_list import NodeList

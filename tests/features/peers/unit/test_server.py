@@ -15,7 +15,7 @@ import pytest
 
 from forestage.cache import disk_errors
 from forestage.cache.node import Node
-from forestage.config import Peering
+from forestage.config.keys import Peering
 from forestage.errors import ConfigError, PeerError, SlurmError
 from forestage.features.peers import listening, node_list, server
 from forestage.features.peers.auth import KeyFile
