@@ -293,6 +293,7 @@ def _room(cache: Cache, config: Config, used: int) -> Room:
     free = disk.f_bavail * disk.f_frsize
     max_size, min_free = config.max_size.of(total), config.min_free.of(total)
     may_take = _may_take(max_size, min_free, used + free)
+    of_data = config.data.share.of(may_take)
     return Room(
         free=free,
         used=used,
@@ -300,7 +301,7 @@ def _room(cache: Cache, config: Config, used: int) -> Room:
         min_free=min_free,
         low=config.low_watermark.of(may_take),
         share=config.max_user_share.of(may_take),
-        data=config.data.share.of(may_take),
+        data=of_data,
     )
 
 

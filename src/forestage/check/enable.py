@@ -98,7 +98,7 @@ def disk_of(node: Node) -> CacheDisk | None:
     if under is None or under.point == "/":
         return None
     size = facts.f_blocks * facts.f_frsize
-    return CacheDisk(under.point, size >> 20, node.config.data.job_dir.of(size) >> 30)
+    return CacheDisk(under.point, size >> 20, for_jobs=node.config.data.job_dir.of(size) >> 30)
 
 
 def to_enable(files: Files, site: Site, disk: CacheDisk | None = None) -> Plan:

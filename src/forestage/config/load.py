@@ -129,10 +129,7 @@ def load_settings(etc: Path, kept: Path | None = None) -> Settings:
     for path in (etc / "forestage.yaml", *(parts / name for name in names)):
         _read(path, documents, found)
     config = with_values(Config(), found.common)
-    if config.peers.enabled is True and config.engine != "chunks":
-        # A peer's bytes are proven by the chunk's digest, which rsync does not take.
-        key, what = "peers.enabled", "needs `engine: chunks`"
-        found.problems.append(Problem(found.origins[key], key, what))
+    _prove_bytes_of_peers(config, found)
     if found.problems:
         raise ConfigError(tuple(found.problems))
     known = documents.before.get(NOTED)
@@ -145,6 +142,13 @@ def load_settings(etc: Path, kept: Path | None = None) -> Settings:
     # What could not be noted would be logged for each job.
     logs = tuple(unlogged) if documents.is_written else ()
     return Settings(config, found.partitions, found.origins, unread, found.removed, logs)
+
+
+def _prove_bytes_of_peers(config: Config, found: _Found) -> None:
+    """They are proven by the chunk's digest, which rsync does not take."""
+    if config.peers.enabled is True and config.engine != "chunks":
+        key, what = "peers.enabled", "needs `engine: chunks`"
+        found.problems.append(Problem(found.origins[key], key, what))
 
 
 def _list_parts(parts: Path, noted: Path, found: _Found) -> tuple[ConfigNames, str]:

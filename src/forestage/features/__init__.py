@@ -85,7 +85,10 @@ FEATURES = (
         kinds=("reference",),
         heading="Images before a job",
         commands=((8, "registry", "Images of registries in the store that all nodes share."),),
-        debts=("src/forestage/config/keys.py: stores",),
+        debts=(
+            "src/forestage/config/keys.py: stores",
+            *("tests/fixtures.py: Asked", "tests/fixtures.py: Tasks"),
+        ),
     ),
     # What every job with an image needs: no folder.
     Feature(
@@ -111,6 +114,7 @@ FEATURES = (
         options=("stage-dir",),
         words=("stage-list",),
         kinds=("data",),
+        debts=("src/forestage/cache/evict.py: of_data", "src/forestage/check/enable.py: for_jobs"),
     ),
     Feature(
         "metrics",
@@ -156,6 +160,12 @@ FEATURES = (
         heading="The whole cluster",
         commands=((3, "peer", "Serve chunks to the other nodes until it is ended."),),
         unit="forestage-peer.service",
+        debts=(
+            "src/forestage/config/load.py: _prove_bytes_of_peers",
+            *("tests/fixtures.py: OtherNode", "tests/hooks/conftest.py: _set_policy"),
+            *("tests/hooks/conftest.py: auth", "tests/hooks/conftest.py: connection"),
+            "tests/hooks/conftest.py: protocol",
+        ),
     ),
     Feature(
         "prefetch",
