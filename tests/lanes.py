@@ -33,9 +33,20 @@ TIMES = "times"  # a file: the seconds that tests took, with what they share, an
 LONG, MOST = 2.0, 30  # seconds of a test that is noted there; so many are shown
 CLUSTERS = TESTS / "slurm"
 # These take longest, of the folders and within them; what begins last should be over soon.
-FOLDERS = [".", "faults", "state", "hooks", "features/registry/registry", "spank", "window"]
+FOLDERS = [".", "faults", "state", "hooks", "features/peers/hooks", "features/data/hooks"]
+FOLDERS += ["features/registry/registry", "spank", "window"]
 FOLDERS += [f"processes/{name}" for name in ("system", "stage", "commands", "sources", "check")]
-LONGEST = ["registry", "data", "peers", "job_waits", "load", "step_sees", "through", "step_waits"]
+LONGEST = [
+    "delete_feature",
+    "registry",
+    "data",
+    "peers",
+    "job_waits",
+    "load",
+    "step_sees",
+    "through",
+    "step_waits",
+]
 LONGEST += ["suites", "benches", "linters", "shares", "job_dir_filled", "through_server", "inline"]
 LONGEST += ["stager_killed", "window_processes"]
 # A test that hangs fails after its own time (pyproject.toml); this is for a lane that hangs.
