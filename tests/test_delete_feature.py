@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from forestage.features import FEATURES
+from last_uses import find_unused
 
 TREE = Path(__file__).resolve().parents[1]
 PASSING = ("report",)
@@ -18,6 +19,19 @@ PASSING = ("report",)
 OPEN = pytest.mark.xfail(reason="its row does not name all that knows of it yet")
 OURS = ("FORESTAGE_", "PYTEST_")  # what this pytest is told is not for another
 LEFT_BEHIND = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")
+LEFT = {
+    "system.apart": {"has_others", "signal_others"},
+    "system.child": {"has_child_of", "memory_limit", "reap", "remove_left"},
+    "system.file_systems": {"is_inode_number_true", "read_handle"},
+    "system.holder": {"fetch_clone", "hold"},
+    "system.lock": {"take_one"},
+    "system.loop": {"is_deleted", "is_of_cache"},
+    "system.mounts": {"far_name", "has_server_times", "open_hidden"},
+    "system.processes": {"is_running"},
+    "system.records": {"rename_new"},
+    "system.run": {"hang_up", "run_here", "start_as", "start_here", "start_piped"},
+}
+"""What features alone use of system/, and may leave there: what any program may do on Linux."""
 RUN = """
 set -eu
 mount --bind "$TREE/.venv" "$COPY/.venv"
@@ -62,6 +76,9 @@ def test_tree_without_a_feature_passes(machine: None, open_path: Path, name: str
         check=False,
     )
     assert ran.returncode == 0, ran.stdout[-20000:]
+    source = "src/forestage"
+    unused = find_unused(copy / source) - find_unused(TREE / source)
+    assert unused <= {f"{module}.{one}" for module, names in LEFT.items() for one in names}
 
 
 PLAY = """

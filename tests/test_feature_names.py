@@ -1,13 +1,12 @@
 """No name that a feature alone declares is in the core: feature_names.txt has those that still are.
 
-A line is `module: name`, and may only go. `FORESTAGE_GOLDEN=write` writes the file anew.
+A line is `module: name`, and may only go. `tests/test_feature_names.py` as a program prints them.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +69,8 @@ def find_used(module: ast.Module) -> Iterator[str]:
             yield node.value
 
 
-def test_core_has_no_name_that_features_alone_declare_but_those_listed() -> None:
+def find_names() -> list[str]:
+    """Return a line for each name in a module of the core that features alone declare."""
     core = [module for module in MODULES if not feature_of(module) and module not in APART]
     known = {name for module in core for name in find_bound(tree(module))} | COMMON
     declared = {
@@ -80,12 +80,18 @@ def test_core_has_no_name_that_features_alone_declare_but_those_listed() -> None
         for name in find_declared(tree(module))
         if not name.startswith("_") and name not in known
     }
-    found = sorted(
+    return sorted(
         f"{module}: {name}" for module in core for name in declared & {*find_used(tree(module))}
     )
-    if os.environ.get("FORESTAGE_GOLDEN") == "write":
-        LISTED.write_text("".join(f"{line}\n" for line in found))
+
+
+def test_core_has_no_name_that_features_alone_declare_but_those_listed() -> None:
+    found = find_names()
     listed = LISTED.read_text().splitlines()
     gone = [line for line in listed if line not in found]
     assert [line for line in found if line not in listed] == []
     assert gone == [], "these names have gone from the core: take them out of feature_names.txt"
+
+
+if __name__ == "__main__":
+    print(*find_names(), sep="\n")
