@@ -283,14 +283,17 @@ EXCLUDE = {
     *("peers.enabled", "peers.reach"),
 }
 """The keys by which an admin keeps something from being staged, or from being given to others."""
-EXCLUDING = """
-enabled: false
-sources: [/lustre/public]
-max_image_size: 1G
-data: {enabled: false}
-registry: {enabled: false}
-partitions: {gpu: {enabled: true, sources: [], max_image_size: 1M}}
-"""
+EXCLUDING = "\n".join(
+    (
+        "enabled: false",
+        "sources: [/lustre/public]",
+        "max_image_size: 1G",
+        "data: {enabled: false}",
+        "registry: {enabled: false}",
+        "partitions: {gpu: {enabled: true, sources: [], max_image_size: 1M}}",
+        "",
+    )
+)
 VALUES = ["", "false", "drain", "0", "2026-01-01"]
 
 

@@ -69,7 +69,7 @@ def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
     assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
 
 
-def test_epilog_has_work_where_a_step_asked_for_an_image_of_a_registry(tmp_path: Path) -> None:
+def test_epilog_has_work_where_a_step_asked_a_registry(tmp_path: Path) -> None:
     """There is a lease at the end of an import only."""
     images = Places(tmp_path).images
     images.mkdir(parents=True)

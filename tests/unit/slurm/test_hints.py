@@ -250,7 +250,7 @@ def test_option_counts_alone_for_its_word_and_the_comment_for_all_others() -> No
     assert found.problems == ()
 
 
-def test_comment_is_read_as_ever_where_only_another_option_is_given() -> None:
+def test_comment_is_read_beside_another_option() -> None:
     found = read_hints("stage=/c stage-list=/l", option="stage-tell=yes\n")
     assert (found.paths, found.listed, found.tell) == (("/c",), "/l", True)
     assert (found.options, found.ignored) == (("stage-tell",), ())
