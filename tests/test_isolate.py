@@ -44,7 +44,7 @@ OF_EACH_SUITE = {
     "unit": "cache/test_digest.py::test_digests_are_the_same_in_every_release",
     "processes": "system/test_as_user.py::test_hook_stays_what_it_was",
     "hooks": "test_rights.py::test_copy_of_a_group_readable_source_serves_a_member_of_that_group",
-    "registry": "test_commands.py::test_root_lists_what_users_see_of_their_own_alone",
+    "features/registry/registry": "test_commands.py::test_gc_of_a_user_deletes_nothing_of_others",
     "faults": "test_attributes_kept.py::test_file_is_asked_for_by_descriptor_and_by_name",
     "window": "test_window_processes.py::test_loaders_of_a_job_share_one_copier_and_its_copies",
     "spank": "test_namespace.py::test_task_stands_where_it_stood_when_it_has_its_mounts",

@@ -76,7 +76,7 @@ class Installed(Fleet):
         build = self.cluster.state / OTHER_BUILD
         if not build.exists():
             shutil.copytree(REPO / "src", build, ignore=shutil.ignore_patterns("__pycache__"))
-            auth = build / "forestage/peers/auth.py"
+            auth = build / "forestage/features/peers/auth.py"
             changed = auth.read_text().replace(f'"{PROTOCOL}"', '"forestage-0"')
             assert changed != auth.read_text()
             auth.write_text(changed)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import registry as registries
 from cluster import Cluster
 from host import wait_until
 from jobs import CLI, RELEASE, Ran, Site
@@ -18,7 +19,6 @@ from registry import GATE, IMPORTS, STORE, Registry, imports, with_importer
 from spec import ALICE, BOB, REPO, ClusterSpec
 from steps import accompanied
 
-import forestage.features.registry as registries
 from forestage.events import Handled, Outcome
 from forestage.features.registry.step_files import PROCESS_NAME
 
