@@ -30,6 +30,8 @@ def _find_declared(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name, node
+        if isinstance(node, ast.ClassDef) and "Enum" in "".join(map(ast.unparse, node.bases)):
+            continue  # its members are also found by their values
         if isinstance(node, ast.ClassDef):
             yield from _find_declared(node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):

@@ -133,7 +133,7 @@ FEATURES = (
             "src/forestage/cache/lease.py: directory_record",
             *("src/forestage/cache/said.py: trees", "src/forestage/cache/said.py: Tree"),
             "src/forestage/commands/sweep.py: job_dirs",
-            *("src/forestage/commands/world.py: SLURM", "src/forestage/paths.py: job_dir"),
+            "src/forestage/paths.py: job_dir",
             *("src/forestage/slurm/hints.py: is_seed", "src/forestage/slurm/hints.py: split_list"),
             "src/forestage/slurm/lines.py: DIRECTORY",
             "tests/unit/cache/test_lease.py: trees",
