@@ -101,6 +101,14 @@ FEATURES = (
             "tests/unit/config/test_config.py: registry.max_user_size",
             "tests/unit/config/test_config.py: registry: {enabled: false}",
             "tests/unit/hooks/test_boundary.py: test_epilog_has_work_where_a_step_asked_a_registry",
+            "tests/hooks/test_order.py: registry",
+            "tests/hooks/test_order.py: IMPORT",
+            "tests/hooks/test_order.py: reference taken out",
+            "tests/hooks/test_order.py: import begun",
+            "tests/hooks/test_order.py: steps' images forgotten",
+            "tests/hooks/test_order.py: images' leftovers",
+            "tests/hooks/test_order.py: store collected",
+            "tests/hooks/test_order.py: broken without a lease",
         ),
     ),
     # What every job with an image needs: no folder.
@@ -226,7 +234,7 @@ FEATURES = (
             "tests/unit/config/test_config.py: peers.reach",
             "tests/unit/config/test_config.py: Peering",
             "tests/unit/config/test_config.py: test_peers_without_digests_are_refused",
-            "tests/unit/test_fuzz_records.py: peers",
+            *("tests/unit/test_fuzz_records.py: Uploaded", "tests/unit/slurm/test_auth_key.py"),
         ),
     ),
     Feature(
