@@ -102,7 +102,7 @@ def show(node: Node, groups: tuple[int, ...]) -> data.StepPart:
     return data.show(bare, msgspec.structs.replace(job, step=0), limit, None)
 
 
-def test_directory_that_only_a_steps_groups_can_read_is_looked_at_again_for_it(
+def test_directory_that_a_steps_groups_can_read_is_read_again(
     spank: Node,
 ) -> None:
     spank.put("proj/set/file", b"content")

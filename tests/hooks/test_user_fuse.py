@@ -98,11 +98,11 @@ def test_users_mount_for_all_is_staged_for_nobody(node: Node, mount: Callable[..
     node.configure(redirect="spank")
     node.prolog(2, comment=f"stage={own.point}/")
 
-    def declined() -> bool:
+    def is_declined() -> bool:
         tree = wanted.read(node.leases, 2).trees[f"{own.point}/"]
         return (tree.state, tree.reason) == ("declined", "bad-path")
 
-    until(declined, "the directory to be declined")
+    until(is_declined, "the directory to be declined")
     assert node.entries() == set()
 
 
@@ -147,11 +147,11 @@ def test_file_in_a_users_mount_is_staged_for_nobody_wherever_the_sources_are(
         node.configure(sources=sources, redirect="spank")
         node.prolog(2, comment=f"stage={path.parent}/")
 
-        def declined() -> bool:
+        def is_declined() -> bool:
             tree = wanted.read(node.leases, 2).trees[f"{path.parent}/"]
             return (tree.state, tree.reason) == ("declined", "bad-path")
 
-        until(declined, "the directory to be declined")
+        until(is_declined, "the directory to be declined")
         assert node.entries() == set()
     node.configure(sources=sources)
     assert node.prolog(3, path, user=BOB).said == ("copied", "")

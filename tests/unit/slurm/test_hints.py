@@ -314,7 +314,7 @@ def test_images_that_a_submission_named_are_read_out_of_the_admin_comment(
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_list_is_read_with_a_mark_with_comments_and_with_lines_of_dos(mark: bytes) -> None:
+def test_list_with_a_mark_and_lines_of_dos_is_read(mark: bytes) -> None:
     text = mark + "/a/ü/\r\n# more\r\n\r\n  /b@job \r\n".encode() + b"/\xff"
     assert split_list(text) == ["/a/ü/", "", "/b@job", "/\udcff"]
     assert split_list(mark + b"# /a/\n/b/") == ["/b/"]
