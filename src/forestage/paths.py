@@ -40,11 +40,6 @@ class Places(msgspec.Struct, frozen=True):
         return self.root / "var/lib/forestage/caches.json"
 
     @property
-    def textfile(self) -> Path:
-        """Which file node exporter was given last, see features/metrics/textfile.py."""
-        return self.root / "var/lib/forestage/textfile.json"
-
-    @property
     def config_memo(self) -> Path:
         """What the configuration's files said, see config/memo.py."""
         return self.run / "config.json"
@@ -173,17 +168,6 @@ class Places(msgspec.Struct, frozen=True):
     def warmed(self) -> Path:
         """It is there once the images of `warm_at_boot` were here since the boot."""
         return self.run / "warmed"
-
-    @property
-    def expected(self) -> Path:
-        """Which images pending jobs name, as the prefetch host has it
-        (features/prefetch/expected.py)."""
-        return self.run / "expected.json"
-
-    @property
-    def prefetched(self) -> Path:
-        """What this node has looked at for them, see features/prefetch/marks.py."""
-        return self.run / "prefetched.json"
 
     @property
     def wrong(self) -> Path:

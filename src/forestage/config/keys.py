@@ -329,12 +329,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Metering = Metering()
 
     @property
-    def prefetch_host(self) -> Address | None:
-        """Where `prefetch.host` is found: as it is written, not as a node is."""
-        host = self.prefetch.host
-        return None if host is None else parse_address(host, self.peers.port)
-
-    @property
     def staged_from(self) -> tuple[str, ...]:
         """Where files are staged from: below `sources`, and the store of imported images."""
         return (*self.sources, *self.registry.stores)

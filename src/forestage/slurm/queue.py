@@ -146,8 +146,7 @@ class Slurm(NamedTuple):
         return nodes_in(self._answer("scontrol", "--all", "--oneliner", "show", "node"))
 
     def pending(self, nonce: str) -> str:
-        """All jobs that wait, the next one first, in one question; features/prefetch/queue.py reads
-        it.
+        """All jobs that wait, the next one first, in one question, for queue.py of prefetch.
 
         What a user has written stands behind `nonce`, which nobody can know before, nor meanwhile:
         it is in a variable, as who lists processes sees the command line. Raises SlurmError,

@@ -250,16 +250,12 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
         ('peers: {listen: "a\\nb"}', "peers.listen", "expected null or an address, a name"),
         ("peers: {address: n1}", "peers.address", "expected an address with {node} in it"),
         ("peers: {address: '{node}:x'}", "peers.address", "expected a port"),
-        ("prefetch: {host: [n1]}", "prefetch.host", "expected null or a node's or a host's name"),
-        ("prefetch: {host: 'n 1'}", "prefetch.host", "expected null or a node's or a host's name"),
         ("peers: {key_file: key}", "peers.key_file", "expected null or an absolute"),
-        ("prefetch: {host: 'a:0'}", "prefetch.host", "expected null or a port from 1 to 65535"),
         ("user_mounts: [/a]", "user_mounts", "expected mount points, each with a type and a uid"),
         ("user_mounts: {a: fuse 1}", "user_mounts", "expected an absolute path, got 'a'"),
         ("user_mounts: {/a: fuse 0}", "user_mounts", "such as fuse.juicefs 994, got 'fuse 0'"),
         ("user_mounts: {/a: nfs4 9}", "user_mounts", "such as fuse.juicefs 994, got 'nfs4 9'"),
         ("user_mounts: {/a: 994}", "user_mounts", "such as fuse.juicefs 994, got 994"),
-        ("metrics: {textfile: /a/b}", "metrics.textfile", "a name that ends in .prom, got '/a/b'"),
         ("sources: /lustre", "sources", "expected a list of paths such as [/lustre], got"),
         ("sources: [/lustre, 7]", "sources", "expected an absolute path, got 7"),
         ("cache: /tmp", "cache", "expected a directory outside /tmp, got '/tmp'"),
@@ -370,7 +366,7 @@ def test_key_of_the_node_cannot_differ_between_partitions(tmp_path: Path, key: s
     assert "cannot differ between partitions" in problem.what
 
 
-@pytest.mark.parametrize("key", ["sources", "cache", "peers.key_file", "metrics.textfile"])
+@pytest.mark.parametrize("key", ["sources", "cache", "peers.key_file"])
 @pytest.mark.parametrize(
     ("path", "what"),
     [
@@ -550,17 +546,6 @@ def test_address_without_host_or_port_is_refused(text: str) -> None:
 def test_node_is_found_by_the_pattern() -> None:
     assert Peering(address="{node}-ib:7000").of("n1") == Address("n1-ib", 7000)
     assert Peering(port=80).of("n2") == Address("n2", 80)
-
-
-@pytest.mark.parametrize(
-    ("host", "found"),
-    [("ctl1", Address("ctl1", 7000)), ("ctl1.site:80", Address("ctl1.site", 80))],
-)
-def test_prefetch_host_is_found_as_it_is_written(tmp_path: Path, host: str, found: Address) -> None:
-    peers = "peers: {address: '{node}-ib:7718', port: 7000}\n"
-    config = read(tmp_path, f"{peers}prefetch: {{host: {host}}}").config
-    assert config.prefetch_host == found
-    assert read(tmp_path, peers).config.prefetch_host is None
 
 
 # --- nothing is written twice

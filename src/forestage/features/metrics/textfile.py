@@ -8,6 +8,7 @@ where node exporter reads both. All of it happens while `alone`.
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -25,6 +26,11 @@ class LastTextfile(msgspec.Struct, frozen=True):
     """textfile.json: what `metrics.textfile` was at the last run."""
 
     path: str | None = DEFAULT
+
+
+def locate_record(places: Places) -> Path:
+    """Return where textfile.json is. Pure."""
+    return places.root / "var/lib/forestage/textfile.json"
 
 
 @contextlib.contextmanager
@@ -45,7 +51,7 @@ def find_last(places: Places) -> str | None:
 
     The default where that is not known. Raises OSError.
     """
-    return (records.find(places.textfile, LastTextfile) or LastTextfile()).path
+    return (records.find(locate_record(places), LastTextfile) or LastTextfile()).path
 
 
 def settle(places: Places, path: str | None) -> None:
@@ -56,8 +62,8 @@ def settle(places: Places, path: str | None) -> None:
     if last is not None and _is_ours(places, last):
         (places.root / last.lstrip("/")).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a node may have nowhere to keep it
-        folders.make(places.textfile.parent, folders.PASSABLE)
-        records.write(places.textfile, msgspec.json.encode(LastTextfile(path)))
+        folders.make(locate_record(places).parent, folders.PASSABLE)
+        records.write(locate_record(places), msgspec.json.encode(LastTextfile(path)))
 
 
 def _is_ours(places: Places, path: str) -> bool:

@@ -6,8 +6,7 @@
     likewise
     GET  /v1/copies/<key>[/<node>]  who may have a copy (known_copies.py); likewise
 
-    GET  /v1/expected              which images pending jobs name (features/prefetch/expected.py);
-    likewise
+    GET  /v1/expected              which images pending jobs name (prefetch/expected); likewise
     GET  /v1/wrong/<key>/<reader>  what the reader read is wrong (notices.py); likewise
 
 Forestage-Reach says who asks for a chunk: `job n5`, a node of the same job, or `cluster n5`.

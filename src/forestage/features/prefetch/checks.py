@@ -28,7 +28,7 @@ def findings(facts: CheckFacts) -> Iterator[Finding | str]:
     """What is found, and before what may take its time, what that is."""
     config, target = facts.settings.of_node, facts.target
     places, slurm, clock = target.places, target.slurm, target.clock
-    host = config.prefetch_host
+    host = prefetch_host.find_host(config)
     if host is None:
         return
     if prefetch_host.is_here(host.host, slurm):

@@ -36,7 +36,7 @@ def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> 
         raise PermissionError(errno.EPERM, "the queue's list and the cache are root's")
     here, slurm = world.node(), Slurm.of(os.environ)
     slurm = slurm._replace(node=node or slurm.node)
-    host, peers = here.config.prefetch_host, here.config.peers
+    host, peers = prefetch_host.find_host(here.config), here.config.peers
     if host is None:
         raise ConfigError((Problem("", "prefetch.host", "is null: nobody reads the queue"),))
     folders.keep(world.places.locks)

@@ -20,6 +20,7 @@ from forestage.features.peers.auth import Prover
 from forestage.features.peers.connection import ChunkRefused, Connection, Limit
 from forestage.features.prefetch.policy import Expected
 from forestage.features.prefetch.queue import is_path
+from forestage.features.prefetch.service import locate_list
 from forestage.paths import Places
 from forestage.system import folders, records
 
@@ -73,13 +74,13 @@ def is_good(known: Expectations, now: float) -> bool:
 
 def read(places: Places) -> Expectations | None:
     """The list that is here, however old; None without one, or a damaged one. Raises OSError."""
-    return records.find(places.expected, Expectations)
+    return records.find(locate_list(places), Expectations)
 
 
 def write(places: Places, found: Expectations) -> None:
     """Replaces the list. Raises OSError."""
-    folders.make(places.expected.parent, folders.PASSABLE)
-    records.write(places.expected, msgspec.json.encode(found))
+    folders.make(places.run, folders.PASSABLE)
+    records.write(locate_list(places), msgspec.json.encode(found))
 
 
 def ask(at: Address, prover: Prover) -> Expectations:

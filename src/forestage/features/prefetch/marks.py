@@ -9,6 +9,7 @@ for FORGET: else one who submits and cancels by turns would have it copied for e
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 
@@ -73,15 +74,20 @@ def is_due(look: Look | None, now: float) -> bool:
     return look is None or (look.tries < TRIES and not 0 <= now - look.at < AGAIN)
 
 
+def locate_record(places: Places) -> Path:
+    """Return where the record is. Pure."""
+    return places.run / "prefetched.json"
+
+
 def read(places: Places) -> Marks:
     """What is remembered; nothing where the record is damaged. Raises OSError."""
-    return records.find(places.prefetched, Marks) or Marks()
+    return records.find(locate_record(places), Marks) or Marks()
 
 
 def write(places: Places, marks: Marks) -> None:
     """Replaces the record. Raises OSError."""
-    folders.make(places.prefetched.parent, folders.PASSABLE)
-    records.write(places.prefetched, msgspec.json.encode(marks))
+    folders.make(places.run, folders.PASSABLE)
+    records.write(locate_record(places), msgspec.json.encode(marks))
 
 
 def note(places: Places, silent: str, idle: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from forestage.clock import Clock
+from forestage.config import Address, Config, parse_address
 from forestage.features.prefetch import expected, policy, queue
 from forestage.features.prefetch.expected import Expectations
 from forestage.features.prefetch.policy import Expected
@@ -36,6 +37,12 @@ class HostPass(msgspec.Struct, frozen=True):
     told: bool
     took: float
     tasks: int | None = None
+
+
+def find_host(config: Config) -> Address | None:
+    """Return where `prefetch.host` is found: as it is written, not as a node is. Pure."""
+    host = config.prefetch.host
+    return None if host is None else parse_address(host, config.peers.port)
 
 
 def is_here(host: str, slurm: Slurm) -> bool:

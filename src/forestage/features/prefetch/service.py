@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from forestage.features.contexts import Route, ServiceFacts
+from forestage.paths import Places
 from forestage.system import records
 
 PATH = re.compile("/v1/(?P<key>expected)")  # expected.KEY
@@ -15,5 +17,10 @@ def routes() -> tuple[Route, ...]:
     return (Route(PATH, _read),)
 
 
+def locate_list(places: Places) -> Path:
+    """Return where the list is. Pure."""
+    return places.run / "expected.json"
+
+
 def _read(facts: ServiceFacts, _: re.Match[str]) -> bytes:
-    return records.read(facts.places.expected)
+    return records.read(locate_list(facts.places))

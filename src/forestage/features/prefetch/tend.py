@@ -22,5 +22,5 @@ def each_minute(facts: TendFacts) -> Iterator[Part]:
 
 def works_for_others(config: Config, slurm: Slurm) -> bool:
     """Return whether this is the host that reads Slurm's queue for all nodes."""
-    host = config.prefetch_host
+    host = prefetch_host.find_host(config)
     return host is not None and prefetch_host.is_here(host.host, slurm)

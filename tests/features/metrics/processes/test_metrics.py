@@ -30,7 +30,7 @@ from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features import doors
 from forestage.features.contexts import MetricFamily, MetricsPart, SweepFacts
 from forestage.features.metrics import export as metrics
-from forestage.features.metrics import sweep
+from forestage.features.metrics import sweep, textfile
 from forestage.features.metrics.export import Exported
 from forestage.paths import Places
 from forestage.slurm.queue import Slurm
@@ -565,11 +565,11 @@ def test_file_of_an_earlier_release_is_deleted_and_none_that_is_not_ours(
     """That release kept no record of it."""
     old = site.places.root / TEXTFILE
     site.run("metrics")
-    assert not site.places.textfile.exists()
+    assert not textfile.locate_record(site.places).exists()
     site.configure("metrics: {textfile: null}\n")
     by(site)
     assert not old.exists()
-    site.places.textfile.unlink()
+    textfile.locate_record(site.places).unlink()
     old.write_text("# HELP node_temperature of an admin's\n")
     by(site)
     assert old.exists()
@@ -588,8 +588,8 @@ def test_broken_configuration_is_told_in_the_file_that_is_read(site: Site) -> No
 
 def test_record_that_cannot_be_kept_is_no_error(site: Site) -> None:
     (site.places.root / "other").mkdir()
-    site.places.textfile.parent.parent.mkdir(parents=True, exist_ok=True)
-    site.places.textfile.parent.touch()  # where the directory would be
+    textfile.locate_record(site.places).parent.parent.mkdir(parents=True, exist_ok=True)
+    textfile.locate_record(site.places).parent.touch()  # where the directory would be
     site.configure("metrics: {textfile: /other/x.prom}\n")
     assert site.run("metrics").exit_code == Exit.OK
     assert (site.places.root / "other/x.prom").exists()

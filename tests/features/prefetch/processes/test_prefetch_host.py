@@ -10,7 +10,7 @@ import pytest
 
 from forestage.clock import Clock
 from forestage.errors import Failed, SlurmError
-from forestage.features.prefetch import expected, prefetch_host
+from forestage.features.prefetch import expected, prefetch_host, service
 from forestage.features.prefetch.policy import RULES
 from forestage.paths import Places
 from forestage.slurm import queue
@@ -81,13 +81,13 @@ def test_command_of_slurms_that_hangs_is_killed_and_the_list_stays(
     which: str,
 ) -> None:
     asked(places, slurm(line("1", 1000, "stage=/a")))
-    before = places.expected.read_bytes()
+    before = service.locate_list(places).read_bytes()
     monkeypatch.setattr(queue, "TIMEOUT", 1.0)
     hangs = f"trap '' TERM\necho $$ >{tmp_path}/pid\nwhile :; do sleep 1000; done"
     scripts = {"squeue": line("1", 1000, "stage=/b"), "sinfo": SINFO, which: hangs}
     with pytest.raises(SlurmError, match=f"{which} did not end"):
         asked(places, slurm(**scripts))
-    assert places.expected.read_bytes() == before
+    assert service.locate_list(places).read_bytes() == before
     pid = (tmp_path / "pid").read_text().strip()
     until(lambda: not Path(f"/proc/{pid}").exists(), "its end")
 
@@ -111,8 +111,8 @@ def test_queue_that_cannot_be_read_leaves_the_list_as_it_is(
     why: str,
 ) -> None:
     asked(places, slurm(line("1", 1000, "stage=/a")))
-    before = places.expected.read_bytes()
+    before = service.locate_list(places).read_bytes()
     monkeypatch.setattr(queue, "MOST", 1 << 16)
     with pytest.raises((SlurmError, Failed), match=why):
         asked(places, slurm(squeue, sinfo))
-    assert places.expected.read_bytes() == before
+    assert service.locate_list(places).read_bytes() == before

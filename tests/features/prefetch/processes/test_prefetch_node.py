@@ -22,7 +22,7 @@ from forestage.commands.world import World
 from forestage.errors import PeerError
 from forestage.events import Copied, read, record
 from forestage.features.peers import activation
-from forestage.features.prefetch import expected, marks, prefetch_node
+from forestage.features.prefetch import expected, marks, prefetch_node, service
 from forestage.features.prefetch.expected import LASTS, Expectations
 from forestage.features.prefetch.marks import FORGET, TRIES
 from forestage.features.prefetch.policy import Expected
@@ -269,7 +269,7 @@ def test_nothing_is_opened_as_root_whatever_the_host_says(here: Passes) -> None:
     done = here.run()
     assert "no user" in done.silent
     assert done.decisions == ()
-    assert not here.site.places.expected.exists()
+    assert not service.locate_list(here.site.places).exists()
 
 
 def test_list_of_absurd_numbers_is_a_wish_as_any(here: Passes) -> None:

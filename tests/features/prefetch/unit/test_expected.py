@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.features.prefetch import expected
+from forestage.features.prefetch import expected, service
 from forestage.features.prefetch.expected import AHEAD, LASTS, ROWS, Expectations
 from forestage.features.prefetch.policy import Expected
 from forestage.paths import Places
@@ -34,8 +34,8 @@ def test_list_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert expected.read(places) is None
     expected.write(places, listed())
     assert expected.read(places) == listed()
-    assert places.expected.stat().st_mode & 0o777 == 0o600
-    places.expected.write_text("[" * 100_000)
+    assert service.locate_list(places).stat().st_mode & 0o777 == 0o600
+    service.locate_list(places).write_text("[" * 100_000)
     assert expected.read(places) is None
 
 

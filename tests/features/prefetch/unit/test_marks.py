@@ -18,7 +18,7 @@ def test_record_is_read_as_it_was_written_and_a_damaged_one_is_empty(tmp_path: P
     found = Marks((LOOK,), "silent", "idle")
     marks.write(places, found)
     assert marks.read(places) == found
-    places.prefetched.write_text("{")
+    marks.locate_record(places).write_text("{")
     assert marks.read(places) == Marks()
 
 
@@ -65,6 +65,6 @@ def test_what_a_pass_is_like_is_noted_beside_the_looks(tmp_path: Path) -> None:
     marks.write(places, Marks((LOOK,)))
     marks.note(places, "silent", "")
     assert marks.read(places) == Marks((LOOK,), silent="silent")
-    before = places.prefetched.stat().st_ino
+    before = marks.locate_record(places).stat().st_ino
     marks.note(places, "silent", "")
-    assert places.prefetched.stat().st_ino == before
+    assert marks.locate_record(places).stat().st_ino == before
