@@ -266,6 +266,10 @@ FEATURES = (
         needs=("peers", "prepare"),
         heading="Images before a job",
         commands=((3, "prefetch", "Copy images before the jobs begin which wait for a node."),),
+        debts=(
+            "src/forestage/stage/queue.py: alone",
+            "tests/unit/config/test_config.py: prefetch.host",
+        ),
     ),
     Feature(
         "prepare",
@@ -294,10 +298,6 @@ FEATURES = (
         heading="The whole cluster",
         commands=(
             (1, "report", "Report what staging saved: as a text, or with -o as an HTML page."),
-        ),
-        debts=(
-            *("README.md: forestage report", "docs/operations.md: forestage report"),
-            "docs/reference.md: forestage report",
         ),
     ),
 )
