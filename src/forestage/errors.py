@@ -68,12 +68,6 @@ class PeerError(ForestageError):
     exit_code: ClassVar[int] = 6
 
 
-class MetricsError(ForestageError):
-    """Nobody would read the metrics where they were to be written."""
-
-    exit_code: ClassVar[int] = 6
-
-
 class SlurmError(ForestageError):
     """Slurm did not answer, or in a way that may mean anything."""
 

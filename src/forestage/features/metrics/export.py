@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -30,7 +31,7 @@ from forestage.commands import status as node_status
 from forestage.commands.status import Status
 from forestage.commands.tally import WAITS, Histogram, Tally
 from forestage.config import Config, decided, load_settings, switch
-from forestage.errors import ConfigError, ForestageError, MetricsError
+from forestage.errors import ConfigError, ForestageError
 from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features.contexts import MetricFamily, MetricsFacts, MetricsPart
 from forestage.features.doors import having, load
@@ -51,6 +52,12 @@ ORIGINS = ("source", "peers", "others")
 PHASES = ("queued", "copying", "publishing")
 OTHER = "other"
 """For a reason that this release does not know: another one wrote the event."""
+
+
+class MetricsError(ForestageError):
+    """Nobody would read the metrics where they were to be written."""
+
+    exit_code: ClassVar[int] = 6
 
 
 class Record(msgspec.Struct):
