@@ -295,7 +295,7 @@ def test_epilog_run_twice_does_no_harm(node: Node) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{"], ids=["no lease", "damaged lease"])
-def test_epilog_that_knows_no_cache_forgets_what_steps_were_shown(node: Node, text: str) -> None:
+def test_epilog_that_knows_no_cache_forgets_what_steps_saw(node: Node, text: str) -> None:
     """It lies in /run, whichever cache is meant."""
     node.write_config("deadline: soon")
     node.places.images.mkdir(parents=True)

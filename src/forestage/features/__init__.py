@@ -109,6 +109,8 @@ FEATURES = (
             "tests/hooks/test_order.py: images' leftovers",
             "tests/hooks/test_order.py: store collected",
             "tests/hooks/test_order.py: broken without a lease",
+            "tests/hooks/test_number_again.py: asking",
+            "tests/hooks/test_trouble.py: test_epilog_that_knows_no_cache_forgets_what_steps_saw",
         ),
     ),
     # What every job with an image needs: no folder.
