@@ -69,11 +69,14 @@ class Policy(msgspec.Struct, frozen=True):
     """How patient a copy is; seconds, and bytes a second.
 
     `at_once`: own chunks read at the same time. Few: the earlier each is whole, the earlier the
-    others can have it. `busy` chunks are to be on their way from peers.
+    others can have it. `busy` chunks are to be on their way from peers; fewer, but `fewest`, where
+    one takes longer than `quick`: a slow link brings many no sooner, and each is given up later.
     """
 
     at_once: int = 2
     busy: int = 8
+    fewest: int = 3
+    quick: float = 0.25
     follow: float = 4.0  # times what a slow chunk takes: then a leader does not get on
     careful: int = 2  # own chunks read at the same time in the first `probe` seconds
     probe: float = 0.5  # to find out whether others have begun long before
@@ -141,6 +144,7 @@ class Schedule:
         self._follow = self.policy.follow * self._first_guess if leaders else 0.0
         self._usual = Median()  # of a chunk, wherever it comes from
         self._usual_read = Median()  # of a chunk that this node reads
+        self._usual_fetch = Median()  # of a chunk that a peer has when it is asked
         self._begun: float | None = None
         self._last_came = 0.0
         self._probe_until = 0.0
@@ -192,12 +196,12 @@ class Schedule:
         # Another peer may have a wrong chunk of the first one.
         hidden = 0 if self.source_failed else self._struck & self._unasked
         self._unasked &= ~hidden
-        ask = (
-            self._jumps(now)
-            or self._announced(now, begun)
-            or self._expected(now)
-            or self._second(now)
-        )
+        # Over a slow link all that are on their way together take longer than `give_up`: what came
+        # of each is lost then, and its peer is backed off from, in whose stead others read.
+        full = len(self.asks) - self._peers.load[SOURCE] >= self._most_fetches()
+        ask = self._jumps(now, self._urgent if full else self.missing)
+        if ask is None and not full:
+            ask = self._announced(now, begun) or self._expected(now) or self._second(now)
         self._unasked |= hidden
         return ask
 
@@ -258,6 +262,8 @@ class Schedule:
         self._unasked &= self.missing
         self._last_came = now
         self._usual.add(took)
+        if sure:
+            self._usual_fetch.add(took)
         if ask.peer == SOURCE:
             self._usual_read.add(took)
             self._out_of_turn = min(2 * self._out_of_turn, self._count)
@@ -435,11 +441,20 @@ class Schedule:
 
     # From peers
 
-    def _jumps(self, now: float) -> Ask | None:
+    def _most_fetches(self) -> int:
+        """How many chunks are to be on their way from peers at once.
+
+        The more peers, the more nodes share the link of each: then few chunks would not fill ours.
+        """
+        took = max(self.policy.quick, self._usual_fetch.seconds)
+        fewest = max(self.policy.fewest, (len(self._peers.neighbours) + 1) // 2)
+        return min(self.policy.busy, max(fewest, int(self.policy.busy * self.policy.quick / took)))
+
+    def _jumps(self, now: float, among: int) -> Ask | None:
         """A chunk that jobs want, of a peer that has it, or of the one that should have it."""
         offered = self._offered(now) if self._wanted else 0
         for number in self._wanted:
-            if not self._unasked >> number & 1:
+            if not (self._unasked & among) >> number & 1:
                 continue
             if offered >> number & 1:
                 peers = list(self._peers.others_with(number, self.me, now))

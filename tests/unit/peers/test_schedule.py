@@ -117,6 +117,39 @@ def test_wanted_chunk_of_another_share_is_asked_of_its_reader_next() -> None:
     assert {one.ring.reader(ask.number) for ask in all_of(one.next_read, 0.3)} == {one.me}
 
 
+def fetched_once(took: float, nodes: int = 4) -> tuple[Schedule, int]:
+    """A copy to which its peers have given each chunk in so many seconds, and how many at once."""
+    one = schedule(40, [f"n{number}" for number in range(nodes)])
+    settle(one)
+    for peer in others(one):
+        one.peer_has(peer, everything(40), 0.1)
+    asked = all_of(one.next_fetch, 0.1)
+    for ask in asked:
+        one.got(ask, 0.1 + took)
+    return one, len(asked)
+
+
+@pytest.mark.parametrize(("nodes", "few"), [(4, 3), (8, 4), (32, 8)])
+def test_few_chunks_are_fetched_at_once_over_a_slow_link(nodes: int, few: int) -> None:
+    """Else each takes so long that it is given up, and what came of it is lost."""
+    one, _ = fetched_once(took=2.0, nodes=nodes)
+    assert len(all_of(one.next_fetch, 2.1)) == few
+
+
+def test_as_many_chunks_as_before_are_fetched_at_once_where_they_come_quickly() -> None:
+    quick, at_first = fetched_once(took=0.1)
+    assert len(all_of(quick.next_fetch, 0.2)) == at_first
+
+
+def test_chunk_that_a_job_waits_for_is_fetched_beside_the_few_of_a_slow_link() -> None:
+    one, _ = fetched_once(took=2.0)
+    all_of(one.next_fetch, 2.1)
+    left = sorted(set(range(40)) - {ask.number for ask in one.asks})
+    missing = [number for number in left if one.missing >> number & 1]
+    one.want([missing[0]], missing[1:3])
+    assert [ask.number for ask in all_of(one.next_fetch, 2.1)] == missing[:1]
+
+
 def test_head_tail_and_hot_chunks_come_before_the_rest() -> None:
     one = greeted("key", ["a"], "a", range(12), MB, hot=[7, 5])
     read = []
