@@ -60,7 +60,7 @@ from prefetch_model import zipf  # noqa: E402
 from spec import ALICE, LOGIN, STORE, USERS, Net  # noqa: E402
 
 from forestage import events  # noqa: E402
-from forestage.features.prefetch import expected  # noqa: E402
+from forestage.features.prefetch import expected, marks, service  # noqa: E402
 from forestage.features.prefetch.expected import Expectations  # noqa: E402
 from forestage.features.prefetch.policy import Expected  # noqa: E402
 from forestage.paths import Places  # noqa: E402
@@ -199,8 +199,8 @@ class Bench:
         fleet.reset()
         for node in (None, *cluster.nodes):
             known = places(cluster, node)
-            known.expected.unlink(missing_ok=True)
-            known.prefetched.unlink(missing_ok=True)
+            service.locate_list(known).unlink(missing_ok=True)
+            marks.locate_record(known).unlink(missing_ok=True)
         for node in cluster.nodes:
             fleet.root(["sh", "-c", f"rm -rf {READ}; mkdir -m 1777 {READ}"], node)
         self.configure()
