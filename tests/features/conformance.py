@@ -1,6 +1,7 @@
 """Made by packaging/conformance for mypy alone: each door is what doors.py says."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from forestage.features import doors
@@ -47,55 +48,59 @@ if TYPE_CHECKING:
     from forestage.features.registry import sweep as registry_sweep
     from forestage.features.report import commands as report_commands
 
-    _data_epilog_after_lease_drop: doors.AfterLeaseDrop = data_epilog.after_lease_drop
-    _data_explain_explain_outcome: doors.ExplainOutcome = data_explain.explain_outcome
-    _data_prolog_after_lease: doors.PrologAfterLease = data_prolog.after_lease
-    _data_reasons: doors.ReasonsDoor = data_reasons
-    _data_service_routes: doors.ListRoutes = data_service.routes
-    _data_status_read_status: doors.ReadStatus = data_status.read_status
-    _data_step_after_lease: doors.StepAfterLease = data_step.after_lease
-    _data_submitted_must_be_possible: doors.MustBePossible = data_submitted.must_be_possible
-    _data_sweep_in_each_cache: doors.CleanUp = data_sweep.in_each_cache
-    _data_sweep_lines: doors.SweepLines = data_sweep.lines
-    _metrics_commands: doors.CommandsDoor = metrics_commands
-    _metrics_sweep_afterwards: doors.CleanUp = metrics_sweep.afterwards
-    _metrics_tend_each_minute: doors.ListParts = metrics_tend.each_minute
-    _peers_activation_is_on: doors.IsOn = peers_activation.is_on
-    _peers_asked_node_ask_node: doors.AskNode = peers_asked_node.ask_node
-    _peers_checks_findings: doors.LookForFindings = peers_checks.findings
-    _peers_checks_wants_unit: doors.WantsUnit = peers_checks.wants_unit
-    _peers_commands: doors.CommandsDoor = peers_commands
-    _peers_engine_helpers: doors.EngineHelpers = peers_engine.helpers
-    _peers_engine_uploaded: doors.EngineUploaded = peers_engine.uploaded
-    _peers_metrics_count: doors.Count = peers_metrics.count
-    _peers_metrics_read_metrics: doors.ReadMetrics = peers_metrics.read_metrics
-    _peers_status_read_sent: doors.ReadSent = peers_status.read_sent
-    _peers_status_read_status: doors.ReadStatus = peers_status.read_status
-    _peers_sweep_ask_slurm: doors.CleanUp = peers_sweep.ask_slurm
-    _peers_sweep_with_cache: doors.CleanUp = peers_sweep.with_cache
-    _peers_tend_each_minute: doors.ListParts = peers_tend.each_minute
-    _prefetch_checks_findings: doors.LookForFindings = prefetch_checks.findings
-    _prefetch_commands: doors.CommandsDoor = prefetch_commands
-    _prefetch_explain_explain_outcome: doors.ExplainOutcome = prefetch_explain.explain_outcome
-    _prefetch_metrics_read_metrics: doors.ReadMetrics = prefetch_metrics.read_metrics
-    _prefetch_service_routes: doors.ListRoutes = prefetch_service.routes
-    _prefetch_status_read_status: doors.ReadStatus = prefetch_status.read_status
-    _prefetch_tend_each_minute: doors.ListParts = prefetch_tend.each_minute
-    _prefetch_tend_works_for_others: doors.WorksForOthers = prefetch_tend.works_for_others
-    _prepare_commands: doors.CommandsDoor = prepare_commands
-    _prepare_hints: doors.HintsDoor = prepare_hints
-    _prepare_tend_each_minute: doors.ListParts = prepare_tend.each_minute
-    _registry_checks_findings: doors.LookForFindings = registry_checks.findings
-    _registry_commands: doors.CommandsDoor = registry_commands
-    _registry_commands_import_reference: doors.ImportReference = registry_commands.import_reference
-    _registry_epilog_before_lease_drop: doors.BeforeLeaseDrop = registry_epilog.before_lease_drop
-    _registry_explain_explain_outcome: doors.ExplainOutcome = registry_explain.explain_outcome
-    _registry_metrics_read_metrics: doors.ReadMetrics = registry_metrics.read_metrics
-    _registry_prolog_before_lease: doors.PrologBeforeLease = registry_prolog.before_lease
-    _registry_reasons: doors.ReasonsDoor = registry_reasons
-    _registry_status_read_status: doors.ReadStatus = registry_status.read_status
-    _registry_step_before_lease: doors.StepBeforeLease = registry_step.before_lease
-    _registry_sweep_afterwards: doors.CleanUp = registry_sweep.afterwards
-    _registry_sweep_lines: doors.SweepLines = registry_sweep.lines
-    _registry_sweep_without_cache: doors.CleanUp = registry_sweep.without_cache
-    _report_commands: doors.CommandsDoor = report_commands
+    T = TypeVar("T")
+
+    def _must_be(door: doors.Door[T]) -> Callable[[T], None]: ...
+
+    _must_be(doors.EPILOG_AFTER_LEASE_DROP)(data_epilog.after_lease_drop)
+    _must_be(doors.EXPLAIN_EXPLAIN_OUTCOME)(data_explain.explain_outcome)
+    _must_be(doors.PROLOG_AFTER_LEASE)(data_prolog.after_lease)
+    _must_be(doors.REASONS)(data_reasons)
+    _must_be(doors.SERVICE_ROUTES)(data_service.routes)
+    _must_be(doors.STATUS_READ_STATUS)(data_status.read_status)
+    _must_be(doors.STEP_AFTER_LEASE)(data_step.after_lease)
+    _must_be(doors.SUBMITTED_MUST_BE_POSSIBLE)(data_submitted.must_be_possible)
+    _must_be(doors.SWEEP_IN_EACH_CACHE)(data_sweep.in_each_cache)
+    _must_be(doors.SWEEP_LINES)(data_sweep.lines)
+    _must_be(doors.COMMANDS)(metrics_commands)
+    _must_be(doors.SWEEP_AFTERWARDS)(metrics_sweep.afterwards)
+    _must_be(doors.TEND_EACH_MINUTE)(metrics_tend.each_minute)
+    _must_be(doors.ACTIVATION_IS_ON)(peers_activation.is_on)
+    _must_be(doors.ASKED_NODE_ASK_NODE)(peers_asked_node.ask_node)
+    _must_be(doors.CHECKS_FINDINGS)(peers_checks.findings)
+    _must_be(doors.CHECKS_WANTS_UNIT)(peers_checks.wants_unit)
+    _must_be(doors.COMMANDS)(peers_commands)
+    _must_be(doors.ENGINE_HELPERS)(peers_engine.helpers)
+    _must_be(doors.ENGINE_UPLOADED)(peers_engine.uploaded)
+    _must_be(doors.METRICS_COUNT)(peers_metrics.count)
+    _must_be(doors.METRICS_READ_METRICS)(peers_metrics.read_metrics)
+    _must_be(doors.STATUS_READ_SENT)(peers_status.read_sent)
+    _must_be(doors.STATUS_READ_STATUS)(peers_status.read_status)
+    _must_be(doors.SWEEP_ASK_SLURM)(peers_sweep.ask_slurm)
+    _must_be(doors.SWEEP_WITH_CACHE)(peers_sweep.with_cache)
+    _must_be(doors.TEND_EACH_MINUTE)(peers_tend.each_minute)
+    _must_be(doors.CHECKS_FINDINGS)(prefetch_checks.findings)
+    _must_be(doors.COMMANDS)(prefetch_commands)
+    _must_be(doors.EXPLAIN_EXPLAIN_OUTCOME)(prefetch_explain.explain_outcome)
+    _must_be(doors.METRICS_READ_METRICS)(prefetch_metrics.read_metrics)
+    _must_be(doors.SERVICE_ROUTES)(prefetch_service.routes)
+    _must_be(doors.STATUS_READ_STATUS)(prefetch_status.read_status)
+    _must_be(doors.TEND_EACH_MINUTE)(prefetch_tend.each_minute)
+    _must_be(doors.TEND_WORKS_FOR_OTHERS)(prefetch_tend.works_for_others)
+    _must_be(doors.COMMANDS)(prepare_commands)
+    _must_be(doors.HINTS)(prepare_hints)
+    _must_be(doors.TEND_EACH_MINUTE)(prepare_tend.each_minute)
+    _must_be(doors.CHECKS_FINDINGS)(registry_checks.findings)
+    _must_be(doors.COMMANDS)(registry_commands)
+    _must_be(doors.COMMANDS_IMPORT_REFERENCE)(registry_commands.import_reference)
+    _must_be(doors.EPILOG_BEFORE_LEASE_DROP)(registry_epilog.before_lease_drop)
+    _must_be(doors.EXPLAIN_EXPLAIN_OUTCOME)(registry_explain.explain_outcome)
+    _must_be(doors.METRICS_READ_METRICS)(registry_metrics.read_metrics)
+    _must_be(doors.PROLOG_BEFORE_LEASE)(registry_prolog.before_lease)
+    _must_be(doors.REASONS)(registry_reasons)
+    _must_be(doors.STATUS_READ_STATUS)(registry_status.read_status)
+    _must_be(doors.STEP_BEFORE_LEASE)(registry_step.before_lease)
+    _must_be(doors.SWEEP_AFTERWARDS)(registry_sweep.afterwards)
+    _must_be(doors.SWEEP_LINES)(registry_sweep.lines)
+    _must_be(doors.SWEEP_WITHOUT_CACHE)(registry_sweep.without_cache)
+    _must_be(doors.COMMANDS)(report_commands)

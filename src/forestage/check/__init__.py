@@ -26,7 +26,7 @@ from forestage.clock import Clock
 from forestage.config import Config, Settings, load_settings
 from forestage.errors import ConfigError, Failed
 from forestage.features.contexts import CheckFacts
-from forestage.features.doors import having, load
+from forestage.features.doors import CHECKS_FINDINGS, load_all
 from forestage.paths import Places
 from forestage.slurm import enroot as enroots
 from forestage.slurm.queue import Slurm
@@ -186,8 +186,8 @@ def _findings(
     yield from node.findings(files, target.places, settings.of_node, target.clock.wall())
     yield from node.untended(files, conf)
     facts = CheckFacts(target, files, settings, site)
-    for name in having("checks.findings"):
-        yield from load(name, "checks.findings")(facts)
+    for findings in load_all(CHECKS_FINDINGS):
+        yield from findings(facts)
 
 
 def _find_site(files: Files, target: Target) -> Site | Finding:

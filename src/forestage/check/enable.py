@@ -22,7 +22,7 @@ from forestage.check.site import TIMER, Hook, Pattern, Site
 from forestage.config import Config
 from forestage.errors import RefusedError
 from forestage.features import FEATURES
-from forestage.features.doors import load
+from forestage.features.doors import CHECKS_WANTS_UNIT, load
 from forestage.slurm.slurm_conf import ConfLine
 from forestage.system import mounts, run
 from forestage.system.terminal import Line, Piece
@@ -242,7 +242,7 @@ def wanted_units(config: Config | None) -> list[str]:
     """Return the units of a node with this configuration; None is one that cannot be used."""
     if config is None:
         return [TIMER]
-    wanting = [one for one in FEATURES if one.unit and load(one.name, "checks.wants_unit")(config)]
+    wanting = [one for one in FEATURES if one.unit and load(one.name, CHECKS_WANTS_UNIT)(config)]
     return [TIMER, *(one.unit for one in wanting)]
 
 

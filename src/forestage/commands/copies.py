@@ -15,7 +15,7 @@ from forestage.cache.layout import DiskUsage, Entry, tree_bytes
 from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part, boot_id
 from forestage.commands import inventory
-from forestage.features.doors import having, load
+from forestage.features.doors import STATUS_READ_SENT, load_all
 from forestage.system import lock, records, terminal
 from forestage.system.terminal import Line, Piece, Table, age, count, moment
 from forestage.units import format_rate, format_size
@@ -69,8 +69,8 @@ def gather(node: Node) -> tuple[Copy, ...]:
     jobs = inventory.jobs_by_key(inventory.read_leases(node.leases).leases)
     boot, now = boot_id(), node.clock.monotonic()
     sent: dict[str, int] = {}
-    for name in having("status.read_sent"):
-        sent |= load(name, "status.read_sent")(node.places)
+    for read_sent in load_all(STATUS_READ_SENT):
+        sent |= read_sent(node.places)
     found: list[tuple[float, Copy]] = []
     for directory in sorted(node.cache.parts.iterdir()):
         # Whoever copies holds the key's lock; other parts wait for somebody to resume them.

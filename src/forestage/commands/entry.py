@@ -14,10 +14,10 @@ def main() -> None:
         from forestage.hooks import boundary
 
         boundary.import_msgspec()
-        from forestage.features.doors import having, load
+        from forestage.features.doors import HINTS, load_all
 
-        for name in having("hints"):
-            os._exit(load(name, "hints").main(sys.argv[3:]))
+        for hints in load_all(HINTS):
+            os._exit(hints.main(sys.argv[3:]))
     _end_at_interrupt()
     from forestage.commands import main as cli
 

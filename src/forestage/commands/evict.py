@@ -18,7 +18,7 @@ from forestage.commands.inventory import Item
 from forestage.commands.world import Exit, as_json, show
 from forestage.errors import UNMOUNTED, Failed, NotFound
 from forestage.features.contexts import SweepFacts
-from forestage.features.doors import having, load
+from forestage.features.doors import SWEEP_IN_EACH_CACHE, load_all
 from forestage.slurm.queue import Slurm
 from forestage.system import lock, records
 from forestage.system.terminal import Line, Piece, Table, count, jobs, short
@@ -98,8 +98,8 @@ def of_earlier(node: Node, root: str, dry_run: bool) -> Evictions:
     if not dry_run:
         # Slurm is not asked: what has no lease is over.
         over = SweepFacts(there, Slurm(""), frozenset(node.leases.jobs()), dry_run)
-        for name in having("sweep.in_each_cache"):
-            load(name, "sweep.in_each_cache")(over)
+        for clean_up in load_all(SWEEP_IN_EACH_CACHE):
+            clean_up(over)
         for item in items:
             (cache.entry_dir(item.key) / "pinned").unlink(missing_ok=True)
     done = everything(there, items, dry_run)

@@ -34,7 +34,7 @@ from forestage.events.ahead import Copies
 from forestage.events.losses import LostEvents
 from forestage.events.reasons import collect_reasons
 from forestage.features.contexts import ExplainFacts, ExplainPart
-from forestage.features.doors import having, load
+from forestage.features.doors import EXPLAIN_EXPLAIN_OUTCOME, load_all
 from forestage.paths import Places
 from forestage.system.terminal import Facts, Line, Piece, age, count, moment, short
 from forestage.units import format_duration, format_rate, format_size, to_tenths
@@ -326,8 +326,7 @@ def _parts(
 ) -> list[ExplainPart]:
     """Return what features say of an outcome. Pure."""
     facts = ExplainFacts(hook, outcome, ahead or {})
-    names = having("explain.explain_outcome")
-    return [load(name, "explain.explain_outcome")(facts) for name in names]
+    return [explain_outcome(facts) for explain_outcome in load_all(EXPLAIN_EXPLAIN_OUTCOME)]
 
 
 def _further(event: Event, ahead: Mapping[str, Copied]) -> Iterator[str]:

@@ -13,7 +13,7 @@ import click
 from forestage.commands.world import Commands, Exit
 from forestage.commands.world import World as World
 from forestage.features import FEATURES
-from forestage.features.doors import load
+from forestage.features.doors import COMMANDS, load
 
 if TYPE_CHECKING:
     from forestage.features.doors import CommandsDoor
@@ -81,7 +81,7 @@ def _load_core(module: str) -> "CommandsDoor":
 
 
 def _load_feature(name: str) -> "CommandsDoor":
-    return load(name, "commands")
+    return load(name, COMMANDS)
 
 
 for heading, commands in CORE.items():

@@ -26,7 +26,7 @@ from forestage.config import switch
 from forestage.errors import Declined
 from forestage.events import field
 from forestage.features.contexts import StatusFacts, StatusPart
-from forestage.features.doors import having, load
+from forestage.features.doors import STATUS_READ_STATUS, load_all
 from forestage.system import mounts
 from forestage.system import terminal as screen
 from forestage.system.mounts import Mount
@@ -154,9 +154,7 @@ def gather(node: Node, conf: str = "") -> Status:
         blocked=blocked,
         no_companion=calls.without if _should_load(node, calls, conf) else "",
         through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
-        parts=tuple(
-            load(name, "status.read_status")(facts) for name in having("status.read_status")
-        ),
+        parts=tuple(read_status(facts) for read_status in load_all(STATUS_READ_STATUS)),
     )
     if unusable:
         return found

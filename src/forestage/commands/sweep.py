@@ -46,8 +46,9 @@ from forestage.commands.world import as_json, show
 from forestage.config import directories
 from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
 from forestage.events import Event, losses, user_files
+from forestage.features import doors
 from forestage.features.contexts import SweepFacts
-from forestage.features.doors import calling_first, having, load
+from forestage.features.doors import Door, calling_first, having, load, load_all
 from forestage.hooks import epilog
 from forestage.paths import Places
 from forestage.slurm.queue import Slurm, why_over
@@ -58,7 +59,7 @@ from forestage.system.terminal import Line, Piece, count, short
 from forestage.views.through import remains
 
 if TYPE_CHECKING:
-    from forestage.features.doors import SweepDoor
+    from forestage.features.doors import CleanUp
 
 PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
 PROVE_EVERY = 7 * 86400.0  # seconds between two times that an entry is read
@@ -155,7 +156,7 @@ def sweep(
     run = _Sweep(node, dry_run, slurm)
     with run.raised:
         if only == "nodes":
-            run.of_features("sweep.ask_slurm")
+            run.of_features(doors.SWEEP_ASK_SLURM)
         else:
             run.of_node(only, progress, start)
     return msgspec.structs.replace(run.done, problems=tuple(run.problems))
@@ -247,20 +248,20 @@ class _Sweep:
         if made and only != "leftovers":
             self.of_entries(progress)
         if only != "entries":
-            self.of_features("sweep.afterwards")
+            self.of_features(doors.SWEEP_AFTERWARDS)
         if not self.dry_run and only != "entries":
             self.tried(note_run, node)
             self.tried(keep_unlisted, node.places)
             self.tried(forget_users, node)
             if only is None:  # last, as Slurm may take long; the leftovers' run leaves it
-                self.of_features("sweep.ask_slurm")
+                self.of_features(doors.SWEEP_ASK_SLURM)
             self.tried(lambda done: _record(node, done, start), self.done)
 
     def add(self, **fields: object) -> None:
         """Puts what was done into the report."""
         self.done = msgspec.structs.replace(self.done, **fields)
 
-    def of_features(self, door: SweepDoor, node: Node | None = None) -> None:
+    def of_features(self, door: Door[CleanUp], node: Node | None = None) -> None:
         """Has the features clean up in their turn; `node`: with another cache than today's.
 
         One that fails stops no other, nor the core.
@@ -273,7 +274,7 @@ class _Sweep:
             found = self.tried(lambda facts: load(name, door)(facts), facts) or {}
             self.add(**{field: getattr(self.done, field) + more for field, more in found.items()})
 
-        self.raised.enter_context(calling_first(having(door), clean_up))
+        self.raised.enter_context(calling_first(having(door.name), clean_up))
 
     def of_jobs(self) -> None:
         """Releases what jobs that are over had beside the cache."""
@@ -282,7 +283,7 @@ class _Sweep:
             self.tried(self.nodes_of_jobs, self.slurm)
         self.tried(self.strays, self.node)
         keepers = self.tried(self.hanging_keepers, self.node) or ()
-        self.of_features("sweep.without_cache")
+        self.of_features(doors.SWEEP_WITHOUT_CACHE)
         self.add(
             released=released,
             kept=len(self.node.leases.jobs()) - (len(released) if self.dry_run else 0),
@@ -300,15 +301,15 @@ class _Sweep:
             there = msgspec.structs.replace(self.node, cache=cache)
             with contextlib.suppress(ForestageError, OSError):  # not ours now, or not there
                 earlier.check_free(self.node, cache)
-                self.of_features("sweep.in_each_cache", there)
+                self.of_features(doors.SWEEP_IN_EACH_CACHE, there)
 
     def of_cache(self) -> None:
         """Deletes what lies in the cache and nobody needs; looks at the health of its disk."""
         node = self.node
         self.add(parts=self.tried(self.dead_parts, node) or ())
-        self.of_features("sweep.in_each_cache")
+        self.of_features(doors.SWEEP_IN_EACH_CACHE)
         self.add(evicted=self.tried(self.evicted, node) or ())
-        self.of_features("sweep.with_cache")
+        self.of_features(doors.SWEEP_WITH_CACHE)
         if not self.dry_run:
             node.cache.note_instance()
             node.cache.remember_disk()  # of a cache that another node made
@@ -593,8 +594,8 @@ def pieces(done: SweepReport) -> list[Piece]:
     healthy = sum(1 for one in done.verified if one.result == "ok")
     if healthy:
         lines.append(f"{count(healthy, 'entry', 'entries')} read and verified: healthy")
-    for name in having("sweep.lines"):
-        lines += load(name, "sweep.lines")(done)
+    for added in load_all(doors.SWEEP_LINES):
+        lines += added(done)
     if done.doubt:
         lines.append(f"No lease was released, Slurm gave no clear answer: {done.doubt}")
     if done.unmounted:

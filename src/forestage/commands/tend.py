@@ -28,7 +28,7 @@ from forestage.clock import Clock, Deadline
 from forestage.commands.world import Exit, ending_as_interrupt
 from forestage.errors import ConfigError, ForestageError
 from forestage.features.contexts import TendFacts
-from forestage.features.doors import having, load
+from forestage.features.doors import TEND_EACH_MINUTE, TEND_WORKS_FOR_OTHERS, load_all
 from forestage.paths import Places
 from forestage.slurm.queue import Slurm
 from forestage.system import child, folders, lock, run
@@ -93,8 +93,8 @@ def list_parts(facts: TendFacts, is_doubted: bool) -> Iterator[Part]:
     if of_node:
         yield Part("room", ("evict", "--quiet"), 20.0)
     added: list[Part] = []
-    for name in having("tend.each_minute"):
-        added += load(name, "tend.each_minute")(facts)
+    for each_minute in load_all(TEND_EACH_MINUTE):
+        added += each_minute(facts)
     yield from sorted(added, key=lambda part: not part.limit)
     if of_node:
         yield Part("sweep", ("sweep", "--quiet", "--only", "leftovers"), every=TENTH, is_idle=True)
@@ -218,8 +218,8 @@ def tend_command(ctx: click.Context) -> None:
     except ConfigError as error:
         wrong = error
     is_apart = config is not None and any(
-        load(name, "tend.works_for_others")(config, Slurm.of(os.environ))
-        for name in having("tend.works_for_others")
+        works_for_others(config, Slurm.of(os.environ))
+        for works_for_others in load_all(TEND_WORKS_FOR_OTHERS)
     )
     is_apart = is_apart and not places.called("prolog").exists()
     is_doubted = bool(disk_errors.known(places).since)

@@ -3,7 +3,7 @@
 Those that one feature alone gives are in the `reasons.py` of its folder.
 """
 
-from forestage.features.doors import having, load
+from forestage.features import doors
 
 FAILURES = frozenset(
     (
@@ -97,11 +97,11 @@ REASONS = {
 def collect_reasons() -> dict[str, str]:
     """Return each reason that this release knows, also those of features, with its sentence."""
     found = dict(REASONS)
-    for name in having("reasons"):
-        found |= load(name, "reasons").REASONS
+    for reasons in doors.load_all(doors.REASONS):
+        found |= reasons.REASONS
     return found
 
 
 def collect_failures() -> frozenset[str]:
     """Return those of them that are of a `Failed`."""
-    return FAILURES.union(*(load(name, "reasons").FAILURES for name in having("reasons")))
+    return FAILURES.union(*(reasons.FAILURES for reasons in doors.load_all(doors.REASONS)))

@@ -1,8 +1,8 @@
 """The doors of features: which functions of a feature the core calls, and how it gets at them.
 
 A door is a file of a feature's folder, or a function of one, that has the door's name: `reasons`,
-`epilog.before_lease_drop`. Each has a type and an overload of `load` here. After a change to doors
-or to the table:
+`epilog.before_lease_drop`. Each has a constant here, with its type. After a change to doors or to
+the table:
 
     .venv/bin/python3 packaging/conformance > tests/features/conformance.py
 
@@ -16,12 +16,12 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from forestage.features import FEATURES
 
 if TYPE_CHECKING:
-    from typing import Literal, Protocol, overload
+    from typing import Protocol
 
     import click
 
@@ -56,35 +56,6 @@ if TYPE_CHECKING:
     from forestage.stage.engines import Helpers
     from forestage.stage.task import Task
 
-    # The Epilog: what goes before the job's lease is dropped, and after that.
-    BeforeLeaseDrop = Callable[[EpilogFacts], None]
-    AfterLeaseDrop = Callable[[EpilogFacts, Cache], None]
-
-    # Prolog and step: what is done before the core takes the job's lease, and once it has served
-    # the job. A step's answer of a feature comes instead of the core's.
-    PrologBeforeLease = Callable[[LeaseFacts], Job]
-    PrologAfterLease = Callable[[ServedFacts], list[Handled]]
-    StepBeforeLease = Callable[[LeaseFacts], tuple[Job, Fields]]
-    StepAfterLease = Callable[[ServedFacts], StepPart]
-
-    # A copy: what helps with it, and how many bytes of its key other nodes got from this one.
-    EngineHelpers = Callable[[Task], Helpers | None]
-    EngineUploaded = Callable[[Task], int]
-
-    # A sweep: what needs no cache; what jobs that are over left in a cache, also in one that was
-    # configured before; what is wrong in the cache, once there is room; what nodes share, and may
-    # hang; what Slurm is asked once a day. Each returns what it adds to fields of the report.
-    SweepDoor = Literal[
-        "sweep.without_cache",
-        "sweep.in_each_cache",
-        "sweep.with_cache",
-        "sweep.afterwards",
-        "sweep.ask_slurm",
-    ]
-    CleanUp = Callable[[SweepFacts], Mapping[str, tuple[object, ...]]]
-    # And what `forestage sweep` prints of these fields.
-    SweepLines = Callable[[SweepReport], list[str]]
-
     class ReasonsDoor(Protocol):
         """Reasons of outcomes that the feature alone gives, and which of them are of a Failed."""
 
@@ -97,37 +68,10 @@ if TYPE_CHECKING:
         @property
         def COMMANDS(self) -> tuple[click.Command, ...]: ...
 
-    # Its command that brings an image by a reference, and returns the path of that.
-    ImportReference = Callable[[World, str], str]
-    # Where a job is submitted: raises Declined for what no node would do.
-    MustBePossible = Callable[[Request], None]
-
     class HintsDoor(Protocol):
         """`forestage hints` where the companion runs it, without all that commands need."""
 
         def main(self, words: Sequence[str]) -> int: ...
-
-    # What a feature adds to explain, to status and to the metrics. ReadSent: the bytes of each key
-    # that went to other nodes. Count: counts that are in no event, by their names in tally.json,
-    # where they are kept beside those that are.
-    ExplainOutcome = Callable[[ExplainFacts], ExplainPart]
-    ReadStatus = Callable[[StatusFacts], StatusPart]
-    ReadSent = Callable[[Places], Mapping[str, int]]
-    ReadMetrics = Callable[[MetricsFacts], MetricsPart]
-    Count = Callable[[Places], dict[str, object]]
-
-    # What `forestage check` finds; before what may hang, a text says what it is about to look at.
-    LookForFindings = Callable[[CheckFacts], Iterator[Finding | str]]
-    # What a feature adds to the minute's work. WorksForOthers: whether this host does it for nodes,
-    # and so need not be one.
-    ListParts = Callable[[TendFacts], Iterator[Part]]
-    WorksForOthers = Callable[[Config, Slurm], bool]
-    # What other nodes may get of the feature, by the peer service.
-    ListRoutes = Callable[[], tuple[Route, ...]]
-    # Nodes that ask each other: whether this one does (the time is monotonic), and a way to ask a
-    # node for what a feature has at a path there; the text before names what the session is for.
-    IsOn = Callable[[Config, Places, float], bool]
-    AskNode = Callable[[Config, Places, str, str, str], "OtherNode"]
 
     class OtherNode(Protocol):
         """A node that is asked over one connection."""
@@ -136,73 +80,99 @@ if TYPE_CHECKING:
         def ask(self, more: str = "", stop: Callable[[], bool] = ...) -> bytes | None: ...
         def close(self) -> None: ...
 
-    # Whether `forestage enable` is to start the row's unit on a node with this configuration.
-    WantsUnit = Callable[[Config], bool]
+    # What a sweep calls returns what it adds to fields of the report.
+    CleanUp = Callable[[SweepFacts], Mapping[str, tuple[object, ...]]]
+
+T = TypeVar("T")
 
 
-if TYPE_CHECKING:
+class Door(Generic[T]):
+    """A door, by its name; T is the type of what a feature has there."""
 
-    @overload
-    def load(name: str, door: Literal["epilog.before_lease_drop"]) -> BeforeLeaseDrop: ...
-    @overload
-    def load(name: str, door: Literal["epilog.after_lease_drop"]) -> AfterLeaseDrop: ...
-    @overload
-    def load(name: str, door: Literal["prolog.before_lease"]) -> PrologBeforeLease: ...
-    @overload
-    def load(name: str, door: Literal["prolog.after_lease"]) -> PrologAfterLease: ...
-    @overload
-    def load(name: str, door: Literal["step.before_lease"]) -> StepBeforeLease: ...
-    @overload
-    def load(name: str, door: Literal["step.after_lease"]) -> StepAfterLease: ...
-    @overload
-    def load(name: str, door: Literal["engine.helpers"]) -> EngineHelpers: ...
-    @overload
-    def load(name: str, door: Literal["engine.uploaded"]) -> EngineUploaded: ...
-    @overload
-    def load(name: str, door: SweepDoor) -> CleanUp: ...
-    @overload
-    def load(name: str, door: Literal["sweep.lines"]) -> SweepLines: ...
-    @overload
-    def load(name: str, door: Literal["reasons"]) -> ReasonsDoor: ...
-    @overload
-    def load(name: str, door: Literal["commands"]) -> CommandsDoor: ...
-    @overload
-    def load(name: str, door: Literal["commands.import_reference"]) -> ImportReference: ...
-    @overload
-    def load(name: str, door: Literal["submitted.must_be_possible"]) -> MustBePossible: ...
-    @overload
-    def load(name: str, door: Literal["hints"]) -> HintsDoor: ...
-    @overload
-    def load(name: str, door: Literal["explain.explain_outcome"]) -> ExplainOutcome: ...
-    @overload
-    def load(name: str, door: Literal["status.read_status"]) -> ReadStatus: ...
-    @overload
-    def load(name: str, door: Literal["status.read_sent"]) -> ReadSent: ...
-    @overload
-    def load(name: str, door: Literal["metrics.read_metrics"]) -> ReadMetrics: ...
-    @overload
-    def load(name: str, door: Literal["metrics.count"]) -> Count: ...
-    @overload
-    def load(name: str, door: Literal["checks.findings"]) -> LookForFindings: ...
-    @overload
-    def load(name: str, door: Literal["checks.wants_unit"]) -> WantsUnit: ...
-    @overload
-    def load(name: str, door: Literal["activation.is_on"]) -> IsOn: ...
-    @overload
-    def load(name: str, door: Literal["asked_node.ask_node"]) -> AskNode: ...
-    @overload
-    def load(name: str, door: Literal["service.routes"]) -> ListRoutes: ...
-    @overload
-    def load(name: str, door: Literal["tend.each_minute"]) -> ListParts: ...
-    @overload
-    def load(name: str, door: Literal["tend.works_for_others"]) -> WorksForOthers: ...
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
-def load(name: str, door: str) -> Any:
+# The Epilog: what goes before the job's lease is dropped, and after that.
+EPILOG_BEFORE_LEASE_DROP: Door[Callable[[EpilogFacts], None]] = Door("epilog.before_lease_drop")
+EPILOG_AFTER_LEASE_DROP: Door[Callable[[EpilogFacts, Cache], None]] = Door(
+    "epilog.after_lease_drop"
+)
+
+# Prolog and step: what is done before the core takes the job's lease, and once it has served the
+# job. A step's answer of a feature comes instead of the core's.
+PROLOG_BEFORE_LEASE: Door[Callable[[LeaseFacts], Job]] = Door("prolog.before_lease")
+PROLOG_AFTER_LEASE: Door[Callable[[ServedFacts], list[Handled]]] = Door("prolog.after_lease")
+STEP_BEFORE_LEASE: Door[Callable[[LeaseFacts], tuple[Job, Fields]]] = Door("step.before_lease")
+STEP_AFTER_LEASE: Door[Callable[[ServedFacts], StepPart]] = Door("step.after_lease")
+
+# A copy: what helps with it, and how many bytes of its key other nodes got from this one.
+ENGINE_HELPERS: Door[Callable[[Task], Helpers | None]] = Door("engine.helpers")
+ENGINE_UPLOADED: Door[Callable[[Task], int]] = Door("engine.uploaded")
+
+# A sweep: what needs no cache; what jobs that are over left in a cache, also in one that was
+# configured before; what is wrong in the cache, once there is room; what nodes share, and may hang;
+# what Slurm is asked once a day. And what `forestage sweep` prints of that.
+SWEEP_WITHOUT_CACHE: Door[CleanUp] = Door("sweep.without_cache")
+SWEEP_IN_EACH_CACHE: Door[CleanUp] = Door("sweep.in_each_cache")
+SWEEP_WITH_CACHE: Door[CleanUp] = Door("sweep.with_cache")
+SWEEP_AFTERWARDS: Door[CleanUp] = Door("sweep.afterwards")
+SWEEP_ASK_SLURM: Door[CleanUp] = Door("sweep.ask_slurm")
+SWEEP_LINES: Door[Callable[[SweepReport], list[str]]] = Door("sweep.lines")
+
+REASONS: Door[ReasonsDoor] = Door("reasons")
+
+# Commands, and one that brings an image by a reference and returns the path of that. Where a job is
+# submitted: what answers the companion, and what raises Declined for what no node would do.
+COMMANDS: Door[CommandsDoor] = Door("commands")
+COMMANDS_IMPORT_REFERENCE: Door[Callable[[World, str], str]] = Door("commands.import_reference")
+HINTS: Door[HintsDoor] = Door("hints")
+SUBMITTED_MUST_BE_POSSIBLE: Door[Callable[[Request], None]] = Door("submitted.must_be_possible")
+
+# What a feature adds to explain, to status and to the metrics. The bytes of each key that went to
+# other nodes. Counts that are in no event, by their names in tally.json, where they are kept beside
+# those that are.
+EXPLAIN_EXPLAIN_OUTCOME: Door[Callable[[ExplainFacts], ExplainPart]] = Door(
+    "explain.explain_outcome"
+)
+STATUS_READ_STATUS: Door[Callable[[StatusFacts], StatusPart]] = Door("status.read_status")
+STATUS_READ_SENT: Door[Callable[[Places], Mapping[str, int]]] = Door("status.read_sent")
+METRICS_READ_METRICS: Door[Callable[[MetricsFacts], MetricsPart]] = Door("metrics.read_metrics")
+METRICS_COUNT: Door[Callable[[Places], dict[str, object]]] = Door("metrics.count")
+
+# What `forestage check` finds; before what may hang, a text says what it is about to look at. And
+# whether `forestage enable` is to start the row's unit on a node with this configuration.
+CHECKS_FINDINGS: Door[Callable[[CheckFacts], Iterator[Finding | str]]] = Door("checks.findings")
+CHECKS_WANTS_UNIT: Door[Callable[[Config], bool]] = Door("checks.wants_unit")
+
+# What a feature adds to the minute's work, and whether this host does it for nodes, and so need not
+# be one.
+TEND_EACH_MINUTE: Door[Callable[[TendFacts], Iterator[Part]]] = Door("tend.each_minute")
+TEND_WORKS_FOR_OTHERS: Door[Callable[[Config, Slurm], bool]] = Door("tend.works_for_others")
+
+# What other nodes may get of the feature, by the peer service.
+SERVICE_ROUTES: Door[Callable[[], tuple[Route, ...]]] = Door("service.routes")
+# Nodes that ask each other: whether this one does (the time is monotonic), and a way to ask a node
+# for what a feature has at a path there; the text before names what the session is for.
+ACTIVATION_IS_ON: Door[Callable[[Config, Places, float], bool]] = Door("activation.is_on")
+ASKED_NODE_ASK_NODE: Door[Callable[[Config, Places, str, str, str], OtherNode]] = Door(
+    "asked_node.ask_node"
+)
+
+
+def load(name: str, door: Door[T]) -> T:
     """Import a feature's door: its module, or a function of that. The table says what is there."""
-    file, _, function = door.partition(".")
-    module = importlib.import_module(f"forestage.features.{name}.{file}")
-    return getattr(module, function) if function else module
+    file, _, function = door.name.partition(".")
+    module: Any = importlib.import_module(f"forestage.features.{name}.{file}")
+    found: T = getattr(module, function) if function else module
+    return found
+
+
+def load_all(door: Door[T]) -> Iterator[T]:
+    """Import a door of each feature that has it, in the table's order."""
+    return (load(name, door) for name in having(door.name))
 
 
 def having(door: str) -> list[str]:
@@ -210,12 +180,12 @@ def having(door: str) -> list[str]:
     return [feature.name for feature in FEATURES if door in feature.doors]
 
 
-def asked_for(door: str, *kinds: str) -> list[str]:
+def asked_for(door: Door[Any], *kinds: str) -> list[str]:
     """Return the names of those that have this door, and that a job asks for one of these kinds."""
     return [
         feature.name
         for feature in FEATURES
-        if door in feature.doors and not set(kinds).isdisjoint(feature.kinds)
+        if door.name in feature.doors and not set(kinds).isdisjoint(feature.kinds)
     ]
 
 

@@ -22,7 +22,14 @@ from forestage.config import Config
 from forestage.errors import Declined, Failed, of_node
 from forestage.events import Released
 from forestage.features.contexts import EpilogFacts
-from forestage.features.doors import calling_first, having, load, with_work
+from forestage.features.doors import (
+    EPILOG_AFTER_LEASE_DROP,
+    EPILOG_BEFORE_LEASE_DROP,
+    calling_first,
+    having,
+    load,
+    with_work,
+)
 from forestage.hooks.watch import ALONE, Watched
 from forestage.paths import Places
 from forestage.slurm.job import Job
@@ -71,7 +78,7 @@ def epilog(
     def listed(door: str) -> list[str]:
         return with_work(door, job.id, places.run) if lease else having(door)
 
-    before, after = listed("epilog.before_lease_drop"), listed("epilog.after_lease_drop")
+    before, after = listed(EPILOG_BEFORE_LEASE_DROP.name), listed(EPILOG_AFTER_LEASE_DROP.name)
 
     def release() -> Released:
         if damage and config is None:
@@ -83,7 +90,7 @@ def epilog(
         return _release_job(end, cache, config, after)
 
     try:
-        with calling_first(before, lambda name: load(name, "epilog.before_lease_drop")(end)):
+        with calling_first(before, lambda name: load(name, EPILOG_BEFORE_LEASE_DROP)(end)):
             return [release()]
     except (Failed, OSError) as error:
         return [_failed(error)]
@@ -141,7 +148,7 @@ def _with_disk(
         note_use(cache, end.lease, end.clock.wall())
     done = _release(end, cache)
     evicted: tuple[str, ...] = ()
-    with calling_first(after, lambda name: load(name, "epilog.after_lease_drop")(end, cache)):
+    with calling_first(after, lambda name: load(name, EPILOG_AFTER_LEASE_DROP)(end, cache)):
         if config is not None and is_its_disk and cache.locks.is_dir():
             evicted = evict.tidy(cache, end.leases, config, end.patience)
     return msgspec.structs.replace(done, evicted=evicted)

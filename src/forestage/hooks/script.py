@@ -17,6 +17,7 @@ from forestage.cache.node import Node, configured_root
 from forestage.clock import Clock
 from forestage.config import ANYWHERE, REMOVED, Config, decided, load_settings, switch
 from forestage.errors import ConfigError, Declined, Failed
+from forestage.features import doors
 from forestage.features.doors import asked_for, load
 from forestage.hooks import background
 from forestage.hooks.boundary import Hook, note_nodes, write
@@ -83,8 +84,8 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
     if refusal is None and (job.requests or job.saves or has_data):
         job, refusal = prolog.with_user(job, limit)
     if refusal is None:
-        for name in asked_for("prolog.before_lease", *_kinds(job, has_data)):
-            job = load(name, "prolog.before_lease")(_lease_facts(hook, nodes[0], job))
+        for name in asked_for(doors.PROLOG_BEFORE_LEASE, *_kinds(job, has_data)):
+            job = load(name, doors.PROLOG_BEFORE_LEASE)(_lease_facts(hook, nodes[0], job))
     # The last one's count: all but one only lose what is outdated.
     answers = [prolog.prolog(node, job, limit, refusal) for node in nodes][-1]
     if nodes[0].config.redirect == "spank":
@@ -92,8 +93,8 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
 
         step.note_shown(user_messages.with_tell(nodes[0], job), job, decided_by, answers)
     outcomes: list[Outcome] = [answer.outcome for answer in answers]
-    for name in asked_for("prolog.after_lease", *_kinds(job, has_data)):
-        begin = load(name, "prolog.after_lease")
+    for name in asked_for(doors.PROLOG_AFTER_LEASE, *_kinds(job, has_data)):
+        begin = load(name, doors.PROLOG_AFTER_LEASE)
         outcomes += begin(_served_facts(nodes[0], job, limit, refusal))
     if (refusal is None or job.hints.tell) and places.loaded.exists():
         from forestage.hooks import user_messages
@@ -134,8 +135,8 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     nodes = [user_messages.with_tell(node, job) for node in nodes]
     later: Fields = ()
     if refusal is None:
-        for name in asked_for("step.before_lease", *_kinds(job, has_data=False)):
-            job, answer = load(name, "step.before_lease")(_lease_facts(hook, nodes[0], job))
+        for name in asked_for(doors.STEP_BEFORE_LEASE, *_kinds(job, has_data=False)):
+            job, answer = load(name, doors.STEP_BEFORE_LEASE)(_lease_facts(hook, nodes[0], job))
             later = later or answer
     # Whatever bytes the name of the user's file has.
     say = user_messages.Speaker(
@@ -155,8 +156,8 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     local = answers.local_images(job, done.answers)
     # Of a lease that cannot be read a refusal says so already.
     has_data = bool(nodes[0].leases.has_data(job.id, job.user.uid))
-    for name in asked_for("step.after_lease", *_kinds(job, has_data)):
-        show = load(name, "step.after_lease")
+    for name in asked_for(doors.STEP_AFTER_LEASE, *_kinds(job, has_data)):
+        show = load(name, doors.STEP_AFTER_LEASE)
         part = show(_served_facts(nodes[0], job, limit, refusal))
         _write_lines(hook, part.lines)
         data, local = [*data, *part.outcomes], (*local, *part.local)

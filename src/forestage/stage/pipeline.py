@@ -20,7 +20,7 @@ from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id, chunk_count
 from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Declined, Failed
-from forestage.features.doors import having, load
+from forestage.features.doors import ENGINE_HELPERS, ENGINE_UPLOADED, load_all
 from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import chunks, engines, fstab, queue
 from forestage.stage.queue import meanwhile
@@ -251,13 +251,13 @@ def _fetch(
 
 def _helpers(task: Task) -> engines.Helpers | None:
     """Return the first that is to help."""
-    found = (load(name, "engine.helpers")(task) for name in having("engine.helpers"))
+    found = (find(task) for find in load_all(ENGINE_HELPERS))
     return next(filter(None, found), None)
 
 
 def _uploaded(task: Task) -> int:
     """Return how many bytes of this key were given to other nodes."""
-    return sum(load(name, "engine.uploaded")(task) for name in having("engine.uploaded"))
+    return sum(count(task) for count in load_all(ENGINE_UPLOADED))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from forestage.events import Bad, Copied, Event, Handled, Hook, Outcome, Release
 from forestage.events.reasons import collect_reasons
 from forestage.features import doors
 from forestage.features.contexts import ExplainFacts, ExplainPart
+from forestage.features.doors import REASONS as DOOR
 from forestage.features.doors import having, load
 from forestage.system.as_user import User
 from histories import KEY, NOW, event, hit, printed
@@ -44,7 +45,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
     assert known - found == set(), "reasons that nothing gives any more"
     for name in having("reasons"):
         own = {reason for reason, givers in given_by.items() if givers == {name}}
-        assert set(load(name, "reasons").REASONS) == own, f"what {name} alone gives"
+        assert set(load(name, DOOR).REASONS) == own, f"what {name} alone gives"
 
 
 def test_mount_that_hangs_is_explained_with_its_path_and_the_way_out() -> None:

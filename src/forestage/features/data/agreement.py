@@ -30,7 +30,7 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, PeerError
 from forestage.features.data import manifest
 from forestage.features.data.manifest import Manifest
-from forestage.features.doors import having, load
+from forestage.features.doors import ACTIVATION_IS_ON, ASKED_NODE_ASK_NODE, load_all
 from forestage.slurm.job import Job
 from forestage.sources import source
 from forestage.system import as_user, files, lock, mounts, records
@@ -133,7 +133,7 @@ def round_of(node: Node, job: Job, restart: int, path: str, step: int | None) ->
 def asks_others(node: Node) -> bool:
     """Whether this node asks others at all, by whichever feature there is for that."""
     about = node.config, node.places, node.clock.monotonic()
-    return any(load(of, "activation.is_on")(*about) for of in having("activation.is_on"))
+    return any(is_on(*about) for is_on in load_all(ACTIVATION_IS_ON))
 
 
 def prepare(cache: Cache, job: int) -> None:
@@ -167,7 +167,7 @@ def looked(root: int, found: Manifest, user: User, began: float) -> Look:
 
 def _first_of(node: Node, shared: Round) -> "contextlib.closing[OtherNode]":
     """A way to ask the first node, once `asks_others` has said so. Raises PeerError, OSError."""
-    ask_node = load(having("asked_node.ask_node")[0], "asked_node.ask_node")
+    ask_node = next(load_all(ASKED_NODE_ASK_NODE))
     path = f"/v1/look/{shared.job}/{shared.name}"
     return contextlib.closing(ask_node(node.config, node.places, shared.first, shared.name, path))
 

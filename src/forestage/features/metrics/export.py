@@ -34,7 +34,7 @@ from forestage.config import Config, decided, load_settings, switch
 from forestage.errors import ConfigError, ForestageError
 from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features.contexts import MetricFamily, MetricsFacts, MetricsPart
-from forestage.features.doors import having, load
+from forestage.features.doors import METRICS_COUNT, METRICS_READ_METRICS, load_all
 from forestage.features.metrics import textfile
 from forestage.paths import Places
 from forestage.system import records
@@ -99,8 +99,8 @@ def count(places: Places) -> Tally:
     for event in events.unread(places.events, record.seen):
         record.tally.add(event)
     written = msgspec.to_builtins(record)
-    for name in having("metrics.count"):
-        written["tally"] |= load(name, "metrics.count")(places)
+    for count in load_all(METRICS_COUNT):
+        written["tally"] |= count(places)
     records.write(places.tally, msgspec.json.encode(written))
     return record.tally
 
@@ -171,8 +171,7 @@ def export(
 
 
 def _list_parts(facts: MetricsFacts) -> tuple[MetricsPart, ...]:
-    names = having("metrics.read_metrics")
-    return tuple(load(name, "metrics.read_metrics")(facts) for name in names)
+    return tuple(read(facts) for read in load_all(METRICS_READ_METRICS))
 
 
 def last_sweep(places: Places) -> float:

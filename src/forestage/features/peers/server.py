@@ -30,7 +30,7 @@ from forestage.cache.node import Node
 from forestage.config import switch
 from forestage.errors import Failed, ForestageError
 from forestage.features.contexts import Route, ServiceFacts
-from forestage.features.doors import having, load
+from forestage.features.doors import SERVICE_ROUTES, load_all
 from forestage.features.peers import (
     activation,
     addresses,
@@ -95,9 +95,7 @@ class Service:
         self.cache = node.cache
         self.places = node.places
         self.service_facts = ServiceFacts(node.cache, node.places)
-        self.routes = [
-            route for one in having("service.routes") for route in load(one, "service.routes")()
-        ]
+        self.routes = [route for routes in load_all(SERVICE_ROUTES) for route in routes()]
         self.clock = node.clock
         self.through = node.places.through
         self.now: Callable[[], float] = node.clock.monotonic

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from forestage.commands.world import Exit, as_json, ending_as_interrupt, seconds, show
-from forestage.features.doors import having, load
+from forestage.features.doors import COMMANDS_IMPORT_REFERENCE, load_all
 
 if TYPE_CHECKING:
     from forestage.commands.world import World
@@ -24,8 +24,8 @@ def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str
 def _path(world: "World", image: str) -> str:
     """Return where an image lies; one of a registry is imported before."""
     if image.startswith("docker://"):
-        for of in having("commands.import_reference"):
-            return load(of, "commands.import_reference")(world, image)
+        for import_reference in load_all(COMMANDS_IMPORT_REFERENCE):
+            return import_reference(world, image)
     return os.path.abspath(image)
 
 

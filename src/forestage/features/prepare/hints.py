@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from forestage.errors import Declined
-from forestage.features.doors import having, load
+from forestage.features.doors import SUBMITTED_MUST_BE_POSSIBLE, load_all
 from forestage.slurm.hints import OF_OPTION, Rank, Request, read_hints
 
 REFUSED = 65
@@ -28,8 +28,8 @@ def refusals(words: Sequence[str]) -> tuple[str, ...]:
 def _impossible(request: Request) -> Iterator[str]:
     """Pure: why nobody could have it shown there, if that can be told by the names alone."""
     try:
-        for of in having("submitted.must_be_possible"):
-            load(of, "submitted.must_be_possible")(request)
+        for must_be_possible in load_all(SUBMITTED_MUST_BE_POSSIBLE):
+            must_be_possible(request)
     except Declined as why:
         yield f"--stage={request.path}@{request.at}: {why}"
 
