@@ -109,7 +109,8 @@ SEARCHERS = {
         "features.registry.reference",
         "slurm.enroot",
         "slurm.nodelist",
-        "slurm.queue",
+        "features.peers.slurm_nodes",
+        "features.prefetch.slurm_queries",
         "slurm.release",
     ),
     *("system.mksquashfs", "system.processes", "features.data.fill"),
@@ -152,7 +153,7 @@ ONE_IMPORTER = {
     },
     "a file, or what another program writes, read and written here only": {
         *("config.memo", "features.registry.credentials", "features.registry.import_lease"),
-        *("features.registry.importing", "stage.fstab", "slurm.auth_key"),
+        *("features.registry.importing", "stage.fstab", "features.peers.auth_key"),
     },
     "one side of a conversation": {
         *(

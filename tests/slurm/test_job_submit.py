@@ -19,7 +19,7 @@ from jobs import Site, hooked
 from spec import REPO, ClusterSpec
 from suite import on_suite
 
-from forestage.slurm.hints import seen_images
+from forestage.features.prefetch.queue import seen_images
 
 SHIPPED = REPO / "packaging/slurm/job_submit.lua"
 COPY = "/etc/forestage/job_submit.lua"

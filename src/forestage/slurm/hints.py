@@ -43,9 +43,6 @@ MAX_SHOWN = 200
 MAX_OPTION = 16384
 """Characters that all words given as options may have; execve(2) takes 128 KiB in one variable."""
 
-SEEN = "stage-seen="
-"""Begins the word in a job's *admin* comment that packaging/slurm/job_submit.lua writes."""
-
 OPTIONS = tuple(sorted(word for feature in FEATURES for word in feature.options))
 KNOWN = (*OPTIONS, *(word for feature in FEATURES for word in feature.words))
 
@@ -225,17 +222,6 @@ def read_hints(comment: str, rank: Rank = NOWHERE, option: str = "") -> Hints:
         ignored=ignored,
         **reading.settings,  # type: ignore[arg-type]
     )
-
-
-def seen_images(admin_comment: str) -> tuple[str, ...]:
-    """Pure: the images that a job's submission named, absolute paths, from its admin comment.
-
-    Only operators and slurmctld's own plugins can write one, but the paths are the user's words: a
-    wrong one must cost nothing but its own request, as in a comment.
-    """
-    word = next((one for one in admin_comment.split() if one.startswith(SEEN)), "")
-    paths = map(_decoded, word.removeprefix(SEEN).split(","))
-    return tuple(dict.fromkeys(path for path in paths if path.startswith("/")))[:MAX_HINTED]
 
 
 def _short(name: str, value: str) -> str:

@@ -33,10 +33,8 @@ OVER = frozenset(
         "OUT_OF_MEMORY",
     )
 )
-MOST = 64 << 20  # bytes that squeue may write about all jobs that wait
 UNKNOWN_JOB = "Invalid job id specified"  # slurm_errno.c, ESLURM_INVALID_JOB_ID
 
-_FACT = re.compile(r"(?:^| )(NodeName|NodeAddr|NodeHostName|State|Partitions)=(\S*)", re.ASCII)
 _LINE = re.compile(r"([0-9]+)\|([A-Z_]+)\|(\S*)", re.ASCII)
 # setproctitle() in slurmstepd.c; the second may be `batch`, `extern`, `0`.
 _MANAGER = re.compile(rb"slurmstepd: \[([0-9]{1,10})[.+]")
@@ -47,19 +45,6 @@ class JobState(msgspec.Struct, frozen=True):
 
     state: str
     nodes: str
-
-
-class NodeState(msgspec.Struct, frozen=True):
-    """What Slurm says of a node; `states` such as IDLE, DOWN, POWERED_DOWN.
-
-    `address` is its NodeAddr: an address or a name, of itself if slurm.conf has none.
-    """
-
-    name: str
-    host: str
-    states: tuple[str, ...]
-    partitions: tuple[str, ...]
-    address: str = ""
 
 
 def this_node(environ: Mapping[str, str]) -> str:
@@ -131,57 +116,11 @@ class Slurm(NamedTuple):
         Raises SlurmError.
         """
         words = ("--noheader", "--local", "--Node", "--format=%N", f"--partition={name}")
-        return tuple(dict.fromkeys(self._answer("sinfo", *words).split()))
-
-    def node_address(self, name: str) -> str:
-        """NodeAddr of one node; "" where there is no such node. Raises SlurmError.
-
-        The answer has this node alone: slurmctld sends `scontrol show node NAME` all of them.
-        """
-        words = ("--noheader", "--local", "--all", "--Node", "--format=%o", f"--nodes={name}")
-        return next(iter(self._answer("sinfo", *words).split()), "")
-
-    def all_nodes(self) -> tuple[NodeState, ...]:
-        """All nodes, in one question to slurmctld. Raises SlurmError."""
-        return nodes_in(self._answer("scontrol", "--all", "--oneliner", "show", "node"))
-
-    def pending(self, nonce: str) -> str:
-        """All jobs that wait, the next one first, in one question, for queue.py of prefetch.
-
-        What a user has written stands behind `nonce`, which nobody can know before, nor meanwhile:
-        it is in a variable, as who lists processes sees the command line. Raises SlurmError,
-        Failed.
-        """
-        # Without widths, which cut a field off or fill it up. Of the times only epochs can be read.
-        fields = (
-            *(f"JobArrayID:0|{nonce}<", "UserID:0|", "NumNodes:0|", "Partition:0|", "Reason:0|"),
-            *("EligibleTime:0|", f"admin_comment:0|{nonce}>", "Comment:0"),
-        )
-        words = ("--noheader", "--local", "--all", "--noconvert", "--states=PENDING", "--sort=-p,i")
-        variables = {"SQUEUE_FORMAT2": ",".join(fields), "SLURM_TIME_FORMAT": "%s"}
-        return self._answer("squeue", *words, variables=variables, most=MOST)
-
-    def partitions(self) -> dict[str, tuple[int, str]]:
-        """How many nodes each partition has, and which, in brackets. Raises SlurmError."""
-        listed = self._answer("sinfo", "--noheader", "--local", "--all", "--format=%R|%D|%N")
-        found: dict[str, tuple[int, str]] = {}
-        for line in listed.splitlines():
-            name, count, nodes = line.split("|")
-            before, names = found.get(name, (0, ""))
-            found[name] = (before + int(count), f"{names},{nodes}".strip(","))
-        return found
-
-    def pending_count(self) -> int:
-        """How many jobs wait, as slurmctld counts them each half minute. Raises SlurmError."""
-        said = self._answer("sdiag")
-        count = re.search(r"^Jobs pending:\s+([0-9]+)$", said, re.ASCII | re.MULTILINE)
-        if count is None:
-            raise SlurmError(f"sdiag counts no pending jobs: {said[:200]!r}")
-        return int(count[1])
+        return tuple(dict.fromkeys(self.query("sinfo", *words).split()))
 
     def cancel(self, name: str) -> None:
         """Cancels all jobs of that name. Raises SlurmError."""
-        self._answer("scancel", f"--name={name}")
+        self.query("scancel", f"--name={name}")
 
     def at_work(self) -> frozenset[int]:
         """The jobs that have a step on this node: known without asking anybody."""
@@ -214,6 +153,15 @@ class Slurm(NamedTuple):
         given.update(variables or {})
         return run.run(argv, stop=stop, timeout=limit, variables=given, most=most)
 
+    def query(
+        self, *words: str, variables: Mapping[str, str] | None = None, most: int | None = None
+    ) -> str:
+        """Return what one of Slurm's commands prints, in time. Raises SlurmError if it fails."""
+        ran = self._ask(*words, variables=variables, most=most)
+        if ran.code != 0:
+            raise SlurmError(ran.explained())
+        return ran.out
+
     def program(self, name: str) -> str:
         """Where one of Slurm's commands is. Raises SlurmError."""
         there = shutil.which(name, path=self.path)
@@ -230,15 +178,6 @@ class Slurm(NamedTuple):
             raise SlurmError(f"{words[0]} did not end within {TIMEOUT:.0f} s")
         return ran
 
-    def _answer(
-        self, *words: str, variables: Mapping[str, str] | None = None, most: int | None = None
-    ) -> str:
-        """What one of Slurm's commands prints. Raises SlurmError where it fails."""
-        ran = self._ask(*words, variables=variables, most=most)
-        if ran.code != 0:
-            raise SlurmError(ran.explained())
-        return ran.out
-
 
 def found(listing: str, job: int) -> JobState | None:
     """Pure: the job's own line among those of its array or its other parts.
@@ -251,22 +190,6 @@ def found(listing: str, job: int) -> JobState | None:
     if not lines or len(parsed) < len(lines) or len(own) > 1:
         raise SlurmError(f"squeue's answer about job {job} cannot be understood: {listing[:200]!r}")
     return own[0] if own else None
-
-
-def nodes_in(listing: str) -> tuple[NodeState, ...]:
-    """Pure: what `scontrol --oneliner show node` prints."""
-    found = []
-    for line in listing.splitlines():
-        # The first of a name: a reason or a comment, which may say anything, comes behind.
-        facts: dict[str, str] = {}
-        for name, value in _FACT.findall(line):
-            facts.setdefault(name, value)
-        if name := facts.get("NodeName"):
-            states = tuple(facts.get("State", "").replace("*", "+NOT_RESPONDING").split("+"))
-            partitions = tuple(filter(None, facts.get("Partitions", "").split(",")))
-            host, address = facts.get("NodeHostName", name), facts.get("NodeAddr", "")
-            found.append(NodeState(name, host, states, partitions, address))
-    return tuple(found)
 
 
 def why_over(state: JobState | None, node: str) -> str:

@@ -168,10 +168,10 @@ def partitions(path: str, text: Text) -> Iterator[str]:
             yield value.split()[0]
 
 
-def node_names(path: str, text: Text) -> Iterator[str]:
-    """Return the lists of nodes that are always there, as n[1-4]. Raises as `settings` does.
+def node_lines(path: str, text: Text) -> Iterator[dict[str, str]]:
+    """Yield what each line about nodes that are always there says, by lower-case names.
 
-    A cloud's node has an address only while it runs.
+    A cloud's node has an address only while it runs. Raises as `settings` does.
     """
     default = ""
     for line in _all_lines(path, text):
@@ -183,42 +183,12 @@ def node_names(path: str, text: Text) -> Iterator[str]:
         if said["nodename"].lower() == "default":
             default = state
         elif state not in ("cloud", "future"):
-            yield said["nodename"]
+            yield said
 
 
-def count_nodes(path: str) -> int:
-    """Return how many nodes are always there, 0 if that cannot be read."""
-    try:
-        return sum(len(_expand(names)) for names in node_names(path, text_of))
-    except (OSError, ValueError):
-        return 0
-
-
-def node_address(path: str, text: Text, node: str) -> str:
-    """Return NodeAddr of a node that is always there, "" if none is. Raises as `settings` does.
-
-    Without one slurmd is found by NodeHostname, and that is the node's name if it is not set.
-    """
-    default = ""
-    for line in _all_lines(path, text):
-        words = dict(one.partition("=")[::2] for one in line.text.split())
-        said = {name.lower(): value for name, value in words.items()}
-        if said.get("nodename", "").lower() == "default":
-            default = said.get("state", default)
-            continue
-        names = _expand(said.get("nodename", ""))
-        if node in names and said.get("state", default).lower() not in ("cloud", "future"):
-            listed = said.get("nodeaddr") or said.get("nodehostname") or said["nodename"]
-            found = _expand(listed) or (listed,)  # no list: an IPv6 address
-            # One for all, where several slurmds run on a host.
-            return found[names.index(node)] if len(found) == len(names) else found[0]
-    return ""
-
-
-def _expand(names: str) -> tuple[str, ...]:
-    from forestage.slurm.nodelist import expand  # hooks have no use for it
-
-    return expand(names)
+def node_names(path: str, text: Text) -> Iterator[str]:
+    """Return the lists of nodes that are always there, as n[1-4]. Raises as `settings` does."""
+    return (said["nodename"] for said in node_lines(path, text))
 
 
 def _beside(top: str, file: str, name: str, text: Text) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.errors import ForestageError, SlurmError
+from forestage.errors import SlurmError
 from forestage.slurm import queue
 from forestage.slurm.queue import JobState, Slurm
 from forestage.system import run
@@ -106,30 +106,3 @@ def test_commands_come_from_path_and_read_the_named_configuration(
     assert "SLURM_CONF=/opt/slurm.conf" in seen
     assert not [line for line in seen if line.startswith(("SQUEUE", "SLURM_CLUSTERS"))]
     assert Slurm.of({}).path == run.PATH
-
-
-def test_pending_jobs_are_one_question_with_the_nonce_before_what_users_write(
-    fake: Fake, tmp_path: Path
-) -> None:
-    assert fake("printf 'x|y'").pending("feed") == "x|y"
-    (asked,) = (tmp_path / "asked").read_text().splitlines()
-    assert "feed" not in asked, "everybody sees a command line"
-    seen = (tmp_path / "env").read_text().splitlines()
-    (variable,) = (line for line in seen if line.startswith("SQUEUE_FORMAT2="))
-    fields = variable.partition("=")[2].split(",")
-    assert fields[0] == "JobArrayID:0|feed<"
-    assert fields[-2:] == ["admin_comment:0|feed>", "Comment:0"]
-    assert "UserID:0|" in fields, "a name may be nobody's"
-    assert "SLURM_TIME_FORMAT=%s" in seen
-
-
-@pytest.mark.parametrize(
-    "squeue", ["exit 1", "exec sleep 1000", "exec cat /dev/zero", "exec >&- 2>&-; sleep 1000"]
-)
-def test_pending_jobs_of_a_squeue_that_fails_hangs_or_writes_on_are_an_error(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch, squeue: str
-) -> None:
-    monkeypatch.setattr(queue, "TIMEOUT", 0.5)
-    monkeypatch.setattr(queue, "MOST", 1 << 16)
-    with pytest.raises(ForestageError):
-        fake(squeue).pending("feed")

@@ -14,7 +14,6 @@ from forestage.slurm.hints import (
     Rank,
     Request,
     read_hints,
-    seen_images,
     split_list,
 )
 from forestage.units import MAX_TEXT
@@ -287,27 +286,6 @@ def test_any_option_is_read(comment: str, option: str) -> None:
     assert len(found.problems) <= MAX_PROBLEMS
     assert all(problem.isprintable() for problem in found.problems)
     assert set(found.options) <= {"stage", "stage-dir", "stage-tell", "stage-wait"}
-
-
-@pytest.mark.parametrize(
-    ("admin_comment", "images"),
-    [
-        ("", ()),
-        ("ticket=42", ()),
-        ("stage-seen=/a.sqsh", ("/a.sqsh",)),
-        ("ticket=42 stage-seen=/a,/b%2Cc%20d%0A,/a other", ("/a", "/b,c d\n")),
-        ("stage-seen=/%C3%BC%FF", ("/ü\udcff",)),
-        ("stage-seen=", ()),
-        ("stage-seen=,a,./b,%2Fc", ("/c",)),
-        ("stage-seen=/a stage-seen=/b", ("/a",)),
-        ("x-stage-seen=/a", ()),
-        ("stage-seen=/" + ",/".join(map(str, range(40))), tuple(f"/{n}" for n in range(16))),
-    ],
-)
-def test_images_that_a_submission_named_are_read_out_of_the_admin_comment(
-    admin_comment: str, images: tuple[str, ...]
-) -> None:
-    assert seen_images(admin_comment) == images
 
 
 # --- a list in a file

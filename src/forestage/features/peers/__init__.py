@@ -8,12 +8,14 @@
     schedule      which chunk each worker fetches next, and from which node
     addresses     where the service of each node is found
     auth          proof that a peer is root on a node of this cluster; MACs
+    auth_key      Slurm's AuthType and keys, where slurmd finds them
     proven        which other node has shown that it has the same key
     unanswered    which nodes did not answer a short while ago
     connection    one HTTP connection to a peer, bounded in time
     protocol      a session and a chunk, as the client asks for them
     client        the nodes of a job: sessions and connections for all threads of a copy
     node_list     the nodes that a copy may ask besides those of its job
+    slurm_nodes   the nodes of the cluster, as slurmctld and slurm.conf have them
     known_copies  which of these may have a copy
     origins       who read which chunks of a copy from the source
     notices       what one of them read is wrong

@@ -22,8 +22,8 @@ from typing import Protocol
 import msgspec
 
 from forestage.errors import PeerError
+from forestage.features.peers import auth_key
 from forestage.paths import Places
-from forestage.slurm import auth_key
 from forestage.system import run
 from forestage.system.files import opened
 

@@ -22,9 +22,8 @@ from typing import Any
 from forestage import log
 from forestage.config.keys import Peering
 from forestage.errors import ConfigError, ForestageError, PeerError, Problem
-from forestage.features.peers import node_list
+from forestage.features.peers import node_list, slurm_nodes
 from forestage.paths import Places
-from forestage.slurm import slurm_conf
 from forestage.slurm.queue import Slurm
 
 PATIENCE = 30.0  # seconds for an interface, or a name, that is not there yet
@@ -71,20 +70,15 @@ def find_hosts(config: Peering, places: Places, node: str, slurm: Slurm) -> Iter
     if named != node:
         yield named
         return
-    conf = slurm_conf.locate(slurm.conf, places.root)
-    found = ""
-    if conf:
-        with contextlib.suppress(OSError, ValueError):
-            found = slurm_conf.node_address(conf, slurm_conf.text_of, node)
-            if found:
-                yield found
+    if found := slurm_nodes.find_address(slurm.conf, places.root, node):
+        yield found
     with contextlib.suppress(OSError):
         listed = node_list.addresses(places, time.time())
         if node in listed:
             found = listed[node] or node
             yield found
     try:
-        found = slurm.node_address(node) or found
+        found = slurm_nodes.query_address(slurm, node) or found
     except ForestageError as error:  # it may not run yet, or not be found from here
         log.say(f"peer asked Slurm for its NodeAddr in vain: {error}", by_slurm=False)
     yield found or node

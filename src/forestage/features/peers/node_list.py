@@ -23,14 +23,14 @@ import msgspec
 
 from forestage.features.peers import activation
 from forestage.paths import Places
-from forestage.slurm import slurm_conf
 from forestage.system import folders, records
 
 if TYPE_CHECKING:
     from forestage.cache.node import Node
     from forestage.clock import Clock
     from forestage.config import Config
-    from forestage.slurm.queue import NodeState, Slurm
+    from forestage.features.peers.slurm_nodes import NodeState
+    from forestage.slurm.queue import Slurm
 
 GOOD = 86400.0  # seconds; nobody is asked by an older list
 RENEWED = 16 * 3600.0  # seconds, the earliest
@@ -96,10 +96,12 @@ def renew(node: "Node", slurm: "Slurm", wait: Callable[[float], None] = time.sle
     is_on = activation.is_on(node.config, node.places, node.clock.monotonic())
     if not is_on or not is_due(known, slurm.node):
         return
+    from forestage.features.peers import slurm_nodes  # hooks have no use for it
+
     if known is None:  # as after a boot, perhaps of all nodes at once
-        count = slurm_conf.count_nodes(slurm_conf.locate(slurm.conf, node.places.root))
+        count = slurm_nodes.count_nodes(slurm.conf, node.places.root)
         wait(_place(slurm.node) * min(SOONEST, count * EACH))
-    write(node.places, beside(slurm.all_nodes(), slurm.node, now))
+    write(node.places, beside(slurm_nodes.list_nodes(slurm), slurm.node, now))
 
 
 def is_due(age: float | None, host: str) -> bool:

@@ -12,7 +12,7 @@ from forestage.config import Address, Config
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.features.contexts import CheckFacts
 from forestage.features.peers import activation, auth
-from forestage.features.prefetch import expected, marks, prefetch_host, prefetch_node
+from forestage.features.prefetch import expected, marks, prefetch_host, prefetch_node, slurm_queries
 from forestage.features.prefetch.expected import Expectations
 from forestage.paths import Places
 from forestage.slurm.queue import Slurm
@@ -50,7 +50,7 @@ def _host(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterato
     try:
         made = prefetch_host.run(places, slurm, clock, dry_run=True)
         yield "Slurm's count of jobs"
-        count = slurm.pending_count()
+        count = slurm_queries.count_pending_jobs(slurm)
     except (SlurmError, Failed, OSError) as error:
         yield Finding(
             "prefetch-queue",

@@ -13,7 +13,7 @@ import msgspec
 
 from forestage.clock import Clock
 from forestage.config import Address, Config, parse_address
-from forestage.features.prefetch import expected, policy, queue
+from forestage.features.prefetch import expected, policy, queue, slurm_queries
 from forestage.features.prefetch.expected import Expectations
 from forestage.features.prefetch.policy import Expected
 from forestage.paths import Places
@@ -54,8 +54,9 @@ def run(places: Places, slurm: Slurm, clock: Clock, dry_run: bool) -> HostPass:
     """Makes the list, and writes it unless it is a dry run. Raises SlurmError, Failed, OSError."""
     start = clock.monotonic()
     nonce = secrets.token_hex(16)
-    partitions = slurm.partitions()
-    found = queue.parse(slurm.pending(nonce), nonce, clock.wall())
+    partitions = slurm_queries.query_partitions(slurm)
+    listing = slurm_queries.query_pending_jobs(slurm, nonce)
+    found = queue.parse(listing, nonce, clock.wall())
     now = clock.wall()
     sizes = {name: number for name, (number, _) in partitions.items()}
     rows = few(policy.likely(found.pending, sizes))

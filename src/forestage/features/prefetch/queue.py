@@ -7,15 +7,18 @@ lines of the listing. Each line of Slurm's own holds a nonce in front of all tha
 import functools
 import re
 from collections import Counter
+from urllib.parse import unquote
 
 import msgspec
 
 from forestage.features.prefetch.policy import Pending
-from forestage.slurm.hints import read_hints, seen_images
+from forestage.slurm.hints import MAX_HINTED, read_hints
 from forestage.units import is_utf8
 
 SOON = 3600.0  # seconds until the begin time of a job, within which it counts
 MAX_PATH = 4096  # bytes
+SEEN = "stage-seen="
+"""Begins the word in a job's *admin* comment that packaging/slurm/job_submit.lua writes."""
 
 # slurm_protocol_defs.c, job_reason_string. What waits for one of these has no place in the queue
 # yet, or will never start; it is listed once the reason is another one.
@@ -42,7 +45,7 @@ class Queue(msgspec.Struct, frozen=True):
 
 
 def parse(listing: str, nonce: str, now: float) -> Queue:
-    """What `Slurm.pending(nonce)` says; what cannot be read is counted as `unreadable`."""
+    """Return the jobs of `query_pending_jobs`; what cannot be read counts as `unreadable`."""
     heads = re.compile(rf"^([^|\n]*)\|{re.escape(nonce)}<", re.MULTILINE)
     parts = heads.split(listing)[1:]
     found: list[Pending] = []
@@ -119,6 +122,18 @@ def named(comment: str, admin_comment: str) -> tuple[str, ...]:
         *seen_images(admin_comment),
     )
     return tuple(one for one in dict.fromkeys(found) if is_path(one))
+
+
+def seen_images(admin_comment: str) -> tuple[str, ...]:
+    """Return the images that a job's submission named, absolute paths, from its admin comment.
+
+    Only operators and slurmctld's own plugins can write one, but the paths are the user's words: a
+    wrong one must cost nothing but its own request, as in a comment.
+    """
+    word = next((one for one in admin_comment.split() if one.startswith(SEEN)), "")
+    parts = word.removeprefix(SEEN).split(",")
+    paths = (unquote(part, errors="surrogateescape") for part in parts)
+    return tuple(dict.fromkeys(path for path in paths if path.startswith("/")))[:MAX_HINTED]
 
 
 def is_path(path: str) -> bool:

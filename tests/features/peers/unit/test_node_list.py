@@ -12,10 +12,11 @@ from forestage.clock import Clock
 from forestage.config import Config
 from forestage.config.keys import Peering
 from forestage.errors import SlurmError
-from forestage.features.peers import node_list
+from forestage.features.peers import node_list, slurm_nodes
 from forestage.features.peers.node_list import NodeList
+from forestage.features.peers.slurm_nodes import NodeState
 from forestage.paths import Places
-from forestage.slurm.queue import NodeState, Slurm, nodes_in
+from forestage.slurm.queue import Slurm
 
 DAY = 86400.0
 HOUR = 3600.0
@@ -67,7 +68,7 @@ def test_no_list_or_a_damaged_one_names_nobody(tmp_path: Path, text: str | None)
 
 
 def test_nodes_are_read_from_what_scontrol_shows() -> None:
-    found = nodes_in(SHOWN + "\n\n")
+    found = slurm_nodes.parse_nodes(SHOWN + "\n\n")
     assert len(found) == 8
     assert found[0] == NodeState("n1", "host1", ("MIXED",), ("gpu", "debug"), "10.77.0.2")
     assert found[1].states == ("IDLE", "CLOUD", "POWERED_DOWN")
@@ -88,11 +89,11 @@ def test_nodes_are_read_from_what_scontrol_shows() -> None:
 def test_list_has_the_nodes_that_are_up_in_this_nodes_own_partitions(
     host: str, named: tuple[str, ...]
 ) -> None:
-    assert tuple(node_list.beside(nodes_in(SHOWN), host, 0.0).nodes) == named
+    assert tuple(node_list.beside(slurm_nodes.parse_nodes(SHOWN), host, 0.0).nodes) == named
 
 
 def test_list_has_the_addresses_also_of_nodes_that_are_away() -> None:
-    found = node_list.beside(nodes_in(SHOWN), "n1", 5.0)
+    found = node_list.beside(slurm_nodes.parse_nodes(SHOWN), "n1", 5.0)
     assert found == NodeList(
         5.0, {"n1": "10.77.0.2", "n4": "", "n6": ""}, {"n2": "", "n3": "", "n8": ""}
     )
@@ -110,11 +111,11 @@ def test_list_is_renewed_before_it_is_too_old_and_not_by_all_nodes_at_once() -> 
 class Told(Slurm):
     asked: list[int]
 
-    def all_nodes(self) -> tuple[NodeState, ...]:
+    def query(self, *words: str, **how: object) -> str:
         self.asked.append(1)
         if len(self.asked) > 1:
             raise SlurmError("Unable to contact slurm controller")
-        return nodes_in(SHOWN)
+        return SHOWN
 
 
 def node_of(folder: Path, **peers: object) -> Node:

@@ -51,7 +51,7 @@ class Told(Slurm):
 
     answer = ""
 
-    def node_address(self, name: str) -> str:
+    def query(self, *words: str, **how: object) -> str:
         if not self.answer:
             raise SlurmError("Unable to contact slurm controller")
         return self.answer

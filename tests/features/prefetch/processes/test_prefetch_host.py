@@ -10,7 +10,7 @@ import pytest
 
 from forestage.clock import Clock
 from forestage.errors import Failed, SlurmError
-from forestage.features.prefetch import expected, prefetch_host, service
+from forestage.features.prefetch import expected, prefetch_host, service, slurm_queries
 from forestage.features.prefetch.policy import RULES
 from forestage.paths import Places
 from forestage.slurm import queue
@@ -112,7 +112,7 @@ def test_queue_that_cannot_be_read_leaves_the_list_as_it_is(
 ) -> None:
     asked(places, slurm(line("1", 1000, "stage=/a")))
     before = service.locate_list(places).read_bytes()
-    monkeypatch.setattr(queue, "MOST", 1 << 16)
+    monkeypatch.setattr(slurm_queries, "MAX_BYTES", 1 << 16)
     with pytest.raises((SlurmError, Failed), match=why):
         asked(places, slurm(squeue, sinfo))
     assert service.locate_list(places).read_bytes() == before

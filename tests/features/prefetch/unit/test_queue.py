@@ -164,3 +164,24 @@ def test_line_that_cannot_be_read_is_counted_and_the_others_are_read(junk: str) 
 @pytest.mark.parametrize("listing", ["", "\n", "squeue: error\n", "|||||\n" * 10, "\0" * 100])
 def test_listing_of_something_else_names_nothing(listing: str) -> None:
     assert queue.parse(listing, NONCE, NOW) == Queue()
+
+
+@pytest.mark.parametrize(
+    ("admin_comment", "images"),
+    [
+        ("", ()),
+        ("ticket=42", ()),
+        ("stage-seen=/a.sqsh", ("/a.sqsh",)),
+        ("ticket=42 stage-seen=/a,/b%2Cc%20d%0A,/a other", ("/a", "/b,c d\n")),
+        ("stage-seen=/%C3%BC%FF", ("/ü\udcff",)),
+        ("stage-seen=", ()),
+        ("stage-seen=,a,./b,%2Fc", ("/c",)),
+        ("stage-seen=/a stage-seen=/b", ("/a",)),
+        ("x-stage-seen=/a", ()),
+        ("stage-seen=/" + ",/".join(map(str, range(40))), tuple(f"/{n}" for n in range(16))),
+    ],
+)
+def test_images_that_a_submission_named_are_read_out_of_the_admin_comment(
+    admin_comment: str, images: tuple[str, ...]
+) -> None:
+    assert queue.seen_images(admin_comment) == images

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage.slurm import auth_key
-from forestage.slurm.auth_key import AuthKeys
+from forestage.features.peers import auth_key
+from forestage.features.peers.auth_key import AuthKeys
 
 ONE, TWO, THREE = (bytes([number]) * 32 for number in (1, 2, 3))
 
