@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from forestage.features import FEATURES, Feature, doors
+from forestage import features
+from forestage.features import FEATURES, Feature
 
 Door = Callable[..., Any]
 
@@ -26,7 +27,7 @@ def around_all(patch: pytest.MonkeyPatch, first: dict[str, Door], last: dict[str
             setattr(module, at, function)
     mark = ("leases/{job}.json",)
     made = [Feature(name, doors=tuple(rows[name]), marks=mark) for name in rows]
-    patch.setattr(doors, "FEATURES", (made[0], *FEATURES, made[1]))
+    patch.setattr(features, "FEATURES", (made[0], *FEATURES, made[1]))
 
 
 def calls_of(names: tuple[str, ...], raised: type[BaseException]) -> tuple[Any, Any, list[str]]:

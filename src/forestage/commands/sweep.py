@@ -46,9 +46,9 @@ from forestage.commands.world import as_json, show
 from forestage.config import directories
 from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
 from forestage.events import Event, losses, user_files
-from forestage.features import doors
+from forestage.features import doors, having
 from forestage.features.contexts import SweepFacts
-from forestage.features.doors import Door, calling_first, having, load, load_all
+from forestage.features.doors import Door, load, load_all
 from forestage.hooks import epilog
 from forestage.paths import Places
 from forestage.slurm.queue import Slurm, why_over
@@ -154,11 +154,12 @@ def sweep(
     """
     start = node.clock.monotonic()
     run = _Sweep(node, dry_run, slurm)
-    with run.raised:
-        if only == "nodes":
-            run.of_features(doors.SWEEP_ASK_SLURM)
-        else:
-            run.of_node(only, progress, start)
+    if only == "nodes":
+        run.of_features(doors.SWEEP_ASK_SLURM)
+    else:
+        run.of_node(only, progress, start)
+    if run.raised:
+        raise run.raised
     return msgspec.structs.replace(run.done, problems=tuple(run.problems))
 
 
@@ -217,8 +218,8 @@ def forget_users(node: Node) -> None:
 class _Sweep:
     """One sweep at work; `of_jobs`, `of_cache` and `of_entries` are its parts, in this order.
 
-    `done`, `problems` and `unredirected` (paths) grow meanwhile. `raised` has what features raised
-    and nobody expected: that goes on once all is done.
+    `done`, `problems` and `unredirected` (paths) grow meanwhile. `raised` is what a feature raised
+    last and nobody expected: that goes on once all is done.
     """
 
     def __init__(self, node: Node, dry_run: bool, slurm: Slurm) -> None:
@@ -230,7 +231,7 @@ class _Sweep:
         self.unredirected: list[str] = []
         self.stale: tuple[StaleLease, ...] = ()
         self.doubt = ""
-        self.raised = contextlib.ExitStack()
+        self.raised: Exception | None = None
 
     def of_node(self, only: Only | None, progress: Progress, start: float) -> None:
         """Does all of a sweep, or the leftovers or entries alone."""
@@ -274,7 +275,15 @@ class _Sweep:
             found = self.tried(lambda facts: load(name, door)(facts), facts) or {}
             self.add(**{field: getattr(self.done, field) + more for field, more in found.items()})
 
-        self.raised.enter_context(calling_first(having(door.name), clean_up))
+        with contextlib.ExitStack() as stack:
+            stack.push(self.keep)
+            epilog.run_all([functools.partial(clean_up, name) for name in having(door.name)])
+
+    def keep(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Returns whether the sweep goes on before this error does: ^C ends it."""
+        if isinstance(error, Exception):
+            self.raised = error
+        return isinstance(error, Exception)
 
     def of_jobs(self) -> None:
         """Releases what jobs that are over had beside the cache."""

@@ -1,8 +1,14 @@
 """What is not the core: a folder for each feature, which could be deleted.
 
 The table says what the core must know of a feature before it imports any of it. It has literals
-alone and imports nothing, since each hook reads it, also one that then has nothing to do.
+alone and imports nothing but os, since each hook reads it, also one that then has nothing to do.
 """
+
+import os
+
+TYPE_CHECKING = False  # as in hooks/boundary.py
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Feature:
@@ -295,3 +301,23 @@ FEATURES = (
         ),
     ),
 )
+
+
+def having(door: str, features: "Iterable[Feature] | None" = None) -> list[str]:
+    """Return the names of those of these features, or of all, that have this door."""
+    return [one.name for one in (FEATURES if features is None else features) if door in one.doors]
+
+
+def asked_for(kinds: "Iterable[str]") -> list[Feature]:
+    """Return the features that a job asks for one of these kinds (`Feature.kinds`)."""
+    asked = set(kinds)
+    return [one for one in FEATURES if not asked.isdisjoint(one.kinds)]
+
+
+def with_work(job: int, run: str) -> list[Feature]:
+    """Return the features beside the core that have a mark of the job below `run`."""
+    return [
+        one
+        for one in FEATURES
+        if one.doors and any(os.path.exists(f"{run}/{mark.format(job=job)}") for mark in one.marks)
+    ]

@@ -11,14 +11,12 @@ With that file mypy compares each door with its type.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from forestage.features import FEATURES
+from forestage.features import Feature, having
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -84,6 +82,8 @@ if TYPE_CHECKING:
     CleanUp = Callable[[SweepFacts], Mapping[str, tuple[object, ...]]]
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
 
 
 class Door(Generic[T]):
@@ -170,53 +170,17 @@ def load(name: str, door: Door[T]) -> T:
     return found
 
 
-def load_all(door: Door[T]) -> Iterator[T]:
-    """Import a door of each feature that has it, in the table's order."""
-    return (load(name, door) for name in having(door.name))
+def load_all(door: Door[T], features: Iterable[Feature] | None = None) -> Iterator[T]:
+    """Import a door of each of these features that has it; of all, in the table's order."""
+    return (load(name, door) for name in having(door.name, features))
 
 
-def having(door: str) -> list[str]:
-    """Return the names of the features with this door, in the table's order."""
-    return [feature.name for feature in FEATURES if door in feature.doors]
+def calls(
+    door: Door[Callable[P, R]], features: Iterable[Feature], *facts: P.args, **more: P.kwargs
+) -> list[Callable[[], R]]:
+    """Return a call of a door for each of these features that has it, which also imports it."""
 
+    def call(name: str) -> R:
+        return load(name, door)(*facts, **more)
 
-def asked_for(door: Door[Any], *kinds: str) -> list[str]:
-    """Return the names of those that have this door, and that a job asks for one of these kinds."""
-    return [
-        feature.name
-        for feature in FEATURES
-        if door.name in feature.doors and not set(kinds).isdisjoint(feature.kinds)
-    ]
-
-
-def with_work(door: str, job: int, run: Path) -> list[str]:
-    """Return the names of those that have this door, and a mark of the job below `run`."""
-    return [
-        feature.name
-        for feature in FEATURES
-        if door in feature.doors
-        if any(os.path.exists(run / mark.format(job=job)) for mark in feature.marks)
-    ]
-
-
-@contextlib.contextmanager
-def calling_first(names: Iterable[str], call: Callable[[str], object]) -> Iterator[None]:
-    """Make the call for each feature, then run the block, also after a call that raised.
-
-    What was raised last goes on at the end. What is no Exception, such as ^C, does so at once.
-    """
-    with contextlib.ExitStack() as raised:
-        for name in names:
-            raised.enter_context(_after(name, call))
-        yield
-
-
-@contextlib.contextmanager
-def _after(name: str, call: Callable[[str], object]) -> Iterator[None]:
-    try:
-        call(name)
-    except Exception:
-        yield
-        raise
-    else:
-        yield
+    return [functools.partial(call, name) for name in having(door.name, features)]

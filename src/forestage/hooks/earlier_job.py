@@ -15,6 +15,7 @@ from forestage import events
 from forestage.cache.lease import Lease, Leases
 from forestage.clock import Clock
 from forestage.errors import Failed
+from forestage.events import Released
 from forestage.hooks import background, epilog
 from forestage.hooks.watch import Watched
 from forestage.paths import Places
@@ -47,7 +48,8 @@ def release_earlier(
     background.stop(mark, {"SLURM_JOB_UID": str(lease.user.uid)})
     most = RELEASE_TIME if limits.drains is None else min(RELEASE_TIME, limits.drains / 4)
     short = msgspec.structs.replace(limits, epilog=most)
-    outcomes = epilog.epilog(None, places, clock, earlier, short, watched)
+    outcomes: list[Released] = []
+    epilog.epilog(None, places, clock, earlier, short, outcomes.append, watched)
     took = clock.monotonic() - began
     with contextlib.suppress(OSError):  # a full log disk keeps no job from being served
         events.record(places, clock.wall(), "epilog", earlier, outcomes, took)

@@ -7,7 +7,7 @@ may have changed since, or be broken.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,15 +21,9 @@ from forestage.clock import Clock
 from forestage.config import Config
 from forestage.errors import Declined, Failed, of_node
 from forestage.events import Released
+from forestage.features import FEATURES, Feature, with_work
 from forestage.features.contexts import EpilogFacts
-from forestage.features.doors import (
-    EPILOG_AFTER_LEASE_DROP,
-    EPILOG_BEFORE_LEASE_DROP,
-    calling_first,
-    having,
-    load,
-    with_work,
-)
+from forestage.features.doors import EPILOG_AFTER_LEASE_DROP, EPILOG_BEFORE_LEASE_DROP, calls
 from forestage.hooks.watch import ALONE, Watched
 from forestage.paths import Places
 from forestage.slurm.job import Job
@@ -49,9 +43,13 @@ def epilog(
     clock: Clock,
     job: Job,
     limits: Limits,
+    report: Callable[[Released], None],
     watched: Watched = ALONE,
-) -> list[Released]:
-    """Releases what the job held here; may be run again. Returns one outcome, also for a failure.
+) -> None:
+    """Releases what the job held here; may be run again. `report` gets the outcome, also a failure.
+
+    And one more where a feature's part fails in an expected way. What else such a part raises goes
+    on after that: it keeps neither the core nor another feature from its own.
 
     Works on the cache that the lease names: the configuration may have changed since, or be broken
     (`config` is None), and the job's redirects must go all the same. Where the lease is damaged
@@ -68,52 +66,88 @@ def epilog(
     except Failed as failed:
         damage = failed  # what it held is unknown, but the other leases tell what is needed
     except OSError as error:
-        return [_failed(error)]
+        return report(_failed(error))
     if lease and is_of_other(lease, job):
-        return [Released("released", detail=LATER)]
+        return report(Released("released", detail=LATER))
     may_have_data = lease is None or leases.has_data(job.id, job.user.uid) is not False
     end = EpilogFacts(job, lease, may_have_data, leases, places, clock, patience)
-
     # Before anything is dropped: the marks go with the lease. Without one nothing is known.
-    def listed(door: str) -> list[str]:
-        return with_work(door, job.id, places.run) if lease else having(door)
+    features = with_work(job.id, str(places.run)) if lease else FEATURES
 
-    before, after = listed(EPILOG_BEFORE_LEASE_DROP.name), listed(EPILOG_AFTER_LEASE_DROP.name)
-
-    def release() -> Released:
+    def release() -> None:
         if damage and config is None:
             raise damage
         cache = _cache_of(lease, config, places, clock, watched)
         if cache is None:
-            return Released("released")
+            return report(Released("released"))
         watched.works_on(str(cache.root))
-        return _release_job(end, cache, config, after)
+        return _release_job(end, cache, config, features, report)
 
     try:
-        with calling_first(before, lambda name: load(name, EPILOG_BEFORE_LEASE_DROP)(end)):
-            return [release()]
+        run_all([*calls(EPILOG_BEFORE_LEASE_DROP, features, end), release])
     except (Failed, OSError) as error:
-        return [_failed(error)]
+        report(_failed(error))
+
+
+def run_all(parts: Sequence[Callable[[], object]]) -> None:
+    """Runs these in order, each also after one that raised; what was raised last goes on.
+
+    After what is no Exception, such as ^C, none is run.
+    """
+    with contextlib.ExitStack() as stack:  # the last in it is the first out
+        for part in reversed(parts):
+            stack.push(_unless_interrupted(part))
+
+
+def _unless_interrupted(part: Callable[[], object]) -> Callable[..., None]:
+    def leave(kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, Exception):
+            part()
+
+    return leave
 
 
 def _release_job(
-    end: EpilogFacts, cache: Cache, config: Config | None, after: Sequence[str]
-) -> Released:
-    """Releases what the job held, also where the disk hangs. Returns its outcome."""
+    end: EpilogFacts,
+    cache: Cache,
+    config: Config | None,
+    features: Sequence[Feature],
+    report: Callable[[Released], None],
+) -> None:
+    """Releases what the job held, also where the disk hangs; else features do so, and it evicts."""
     try:
         hang = disk.hangs(end.places, cache, end.patience)
         if hang is not None:
-            return _without_disk(end, cache, hang)
-        return _with_disk(end, cache, config, after)
+            return report(_without_disk(end, cache, hang))
+        # The disk may have been unmounted while the job ran (umount --lazy). What lies below may be
+        # a cache of several nodes, and this one does not see the leases of the others.
+        is_its_disk = cache.find_other_disk() is None
+        if is_its_disk:
+            note_use(cache, end.lease, end.clock.wall())
+        done = _release(end, cache)
     except lock.Busy as busy:
         # A lease of an ended job would keep its entry for ever. Dropping it needs no lock, and the
         # next Epilog unmounts the redirects that nobody needs any more.
         _drop_unlocked(end.leases, end.job)
-        return _failed(busy)  # the sweep takes away the job's directory
+        return report(_failed(busy))  # the sweep takes away the job's directory
+    except (Failed, OSError) as error:
+        return report(_failed(error))
+    except Declined as later:
+        return report(Released("released", detail=str(later)))
+    released = calls(EPILOG_AFTER_LEASE_DROP, features, end, cache)
+    room_of = config if is_its_disk else None
+    return run_all([*released, lambda: report(_make_room(end, cache, room_of, done))])
+
+
+def _make_room(end: EpilogFacts, cache: Cache, config: Config | None, done: Released) -> Released:
+    """Evicts, where a configuration says how full the cache may be; returns the outcome."""
+    try:
+        if config is None or not cache.locks.is_dir():
+            return done
+        evicted = evict.tidy(cache, end.leases, config, end.patience)
     except (Failed, OSError) as error:
         return _failed(error)
-    except Declined as later:
-        return Released("released", detail=str(later))
+    return msgspec.structs.replace(done, evicted=evicted)
 
 
 def _cache_of(
@@ -135,23 +169,6 @@ def is_of_other(lease: Lease, job: Job) -> bool:
     """
     later = bool(lease.start and job.start) and lease.start > job.start
     return not lease.is_of(job.user.uid) or later
-
-
-def _with_disk(
-    end: EpilogFacts, cache: Cache, config: Config | None, after: Sequence[str]
-) -> Released:
-    """Releases what the job held, then evicts. Raises lock.Busy, Failed, OSError."""
-    # The disk may have been unmounted while the job ran (umount --lazy). What lies below may be a
-    # cache of several nodes, and this one does not see the leases of the others.
-    is_its_disk = cache.find_other_disk() is None
-    if is_its_disk:
-        note_use(cache, end.lease, end.clock.wall())
-    done = _release(end, cache)
-    evicted: tuple[str, ...] = ()
-    with calling_first(after, lambda name: load(name, EPILOG_AFTER_LEASE_DROP)(end, cache)):
-        if config is not None and is_its_disk and cache.locks.is_dir():
-            evicted = evict.tidy(cache, end.leases, config, end.patience)
-    return msgspec.structs.replace(done, evicted=evicted)
 
 
 def _failed(error: Failed | OSError) -> Released:

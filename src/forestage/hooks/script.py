@@ -17,8 +17,8 @@ from forestage.cache.node import Node, configured_root
 from forestage.clock import Clock
 from forestage.config import ANYWHERE, REMOVED, Config, decided, load_settings, switch
 from forestage.errors import ConfigError, Declined, Failed
-from forestage.features import doors
-from forestage.features.doors import asked_for, load
+from forestage.features import asked_for, doors
+from forestage.features.doors import load_all
 from forestage.hooks import background
 from forestage.hooks.boundary import Hook, note_nodes, write
 from forestage.paths import Places
@@ -30,7 +30,8 @@ from forestage.slurm.slurm_conf import SlurmConf
 from forestage.units import printable
 
 if TYPE_CHECKING:
-    from forestage.events import Handled, Outcome
+    from forestage.events import Handled, Outcome, Released
+    from forestage.features import Feature
     from forestage.features.contexts import LeaseFacts, ServedFacts
     from forestage.hooks.limit import Limit
 
@@ -43,15 +44,17 @@ def run(hook: Hook, places: Places, clock: Clock) -> None:
     # slurmd's word, also in a step, whose user has no say in it (src/spank/helper.c).
     places = places.with_slurm_conf(hook.slurm_conf.named)
     job = Job.from_environ(hook.environ)
+    if hook.name == "epilog":
+        return _epilog(hook, job, places, clock)
     if hook.name == "step":
         from forestage.hooks import step
 
         job = step.with_variables(job, hook.environ)
-    work = {"prolog": _prolog, "step": _step, "epilog": _epilog}[hook.name]
+    work = {"prolog": _prolog, "step": _step}[hook.name]
     job, outcomes = work(hook, job, places, clock)
     if hook.in_background:
         background.forget_hints(places, job)
-    hook.report(job, outcomes, places, clock)
+    return hook.report(job, outcomes, places, clock)
 
 
 def _be_of_no_job() -> None:
@@ -75,6 +78,7 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
         bad = job.hints.problems and places.loaded.exists()
         if not bad:  # or nobody reads it
             return job, prolog.bad_hint(job)
+    features = _asked_for(job, has_data)
     decided_by = step_record.decided_by(places)
     nodes, refusal = _nodes(hook, job, places, clock)
     _note_background(hook, places, decided_by)
@@ -84,8 +88,8 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
     if refusal is None and (job.requests or job.saves or has_data):
         job, refusal = prolog.with_user(job, limit)
     if refusal is None:
-        for name in asked_for(doors.PROLOG_BEFORE_LEASE, *_kinds(job, has_data)):
-            job = load(name, doors.PROLOG_BEFORE_LEASE)(_lease_facts(hook, nodes[0], job))
+        for begin in load_all(doors.PROLOG_BEFORE_LEASE, features):
+            job = begin(_lease_facts(hook, nodes[0], job))
     # The last one's count: all but one only lose what is outdated.
     answers = [prolog.prolog(node, job, limit, refusal) for node in nodes][-1]
     if nodes[0].config.redirect == "spank":
@@ -93,9 +97,8 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
 
         step.note_shown(user_messages.with_tell(nodes[0], job), job, decided_by, answers)
     outcomes: list[Outcome] = [answer.outcome for answer in answers]
-    for name in asked_for(doors.PROLOG_AFTER_LEASE, *_kinds(job, has_data)):
-        begin = load(name, doors.PROLOG_AFTER_LEASE)
-        outcomes += begin(_served_facts(nodes[0], job, limit, refusal))
+    for serve in load_all(doors.PROLOG_AFTER_LEASE, features):
+        outcomes += serve(_served_facts(nodes[0], job, limit, refusal))
     if (refusal is None or job.hints.tell) and places.loaded.exists():
         from forestage.hooks import user_messages
 
@@ -135,8 +138,8 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     nodes = [user_messages.with_tell(node, job) for node in nodes]
     later: Fields = ()
     if refusal is None:
-        for name in asked_for(doors.STEP_BEFORE_LEASE, *_kinds(job, has_data=False)):
-            job, answer = load(name, doors.STEP_BEFORE_LEASE)(_lease_facts(hook, nodes[0], job))
+        for begin in load_all(doors.STEP_BEFORE_LEASE, _asked_for(job, has_data=False)):
+            job, answer = begin(_lease_facts(hook, nodes[0], job))
             later = later or answer
     # Whatever bytes the name of the user's file has.
     say = user_messages.Speaker(
@@ -156,8 +159,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     local = answers.local_images(job, done.answers)
     # Of a lease that cannot be read a refusal says so already.
     has_data = bool(nodes[0].leases.has_data(job.id, job.user.uid))
-    for name in asked_for(doors.STEP_AFTER_LEASE, *_kinds(job, has_data)):
-        show = load(name, doors.STEP_AFTER_LEASE)
+    for show in load_all(doors.STEP_AFTER_LEASE, _asked_for(job, has_data)):
         part = show(_served_facts(nodes[0], job, limit, refusal))
         _write_lines(hook, part.lines)
         data, local = [*data, *part.outcomes], (*local, *part.local)
@@ -171,10 +173,10 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     return job, outcomes
 
 
-def _kinds(job: Job, has_data: bool) -> list[str]:
-    """Pure: what the job asks for besides images by their paths (Feature.kinds)."""
+def _asked_for(job: Job, has_data: bool) -> list[Feature]:
+    """Pure: the features that serve what the job asks for besides images by their paths."""
     kinds = {"reference": job.reference is not None, "data": has_data}
-    return [kind for kind, is_asked in kinds.items() if is_asked]
+    return asked_for(kind for kind, is_asked in kinds.items() if is_asked)
 
 
 def _lease_facts(hook: Hook, node: Node, job: Job) -> LeaseFacts:
@@ -201,7 +203,8 @@ def _write_lines(hook: Hook, lines: Sequence[Fields]) -> None:
             write(*words)
 
 
-def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequence[Outcome]]:
+def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> None:
+    """Reports what has come of the job itself: a feature's part may raise something after that."""
     from forestage.hooks import epilog
 
     try:
@@ -210,7 +213,11 @@ def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
         hook.say(f"result=failed reason=config detail={error.one_line!r}")
         config = None
     limits = timeouts.read(hook.slurm_conf)
-    return job, epilog.epilog(config, places, clock, job, limits, hook.watched)
+
+    def report(done: Released) -> None:
+        hook.report(job, [done], places, clock)
+
+    epilog.epilog(config, places, clock, job, limits, report, hook.watched)
 
 
 def read_config(hook: Hook, job: Job, places: Places) -> Config:

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from commands import CHUNK, NOW, Site
+from forestage import features
 from forestage.cache import disk_errors
 from forestage.cache.evict import Room
 from forestage.cache.lease import Use
@@ -17,7 +18,6 @@ from forestage.commands import status
 from forestage.commands.copies import Copy
 from forestage.commands.inventory import Holder, Leased
 from forestage.commands.status import Counts, DiskSpace, Status, pieces
-from forestage.features import doors
 from forestage.features.contexts import StatusFacts, StatusPart
 from forestage.system import lock
 from forestage.system.drawing import draw
@@ -121,7 +121,7 @@ def test_made_up_feature_is_in_what_is_printed_and_in_the_document(
 def test_status_without_any_feature_has_the_cores_own(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "FEATURES", ())
+    monkeypatch.setattr(features, "FEATURES", ())
     assert site.run("status").exit_code == 0
     assert {*site.json("status")} == {*Status.__struct_fields__} - {"parts"}
 

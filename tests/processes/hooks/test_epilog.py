@@ -16,6 +16,7 @@ from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Lease, Leases, Use
 from forestage.cache.node import Node
 from forestage.config import Config
+from forestage.events import Released
 from forestage.hooks import epilog
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import UNKNOWN, Limits
@@ -36,8 +37,15 @@ def config(staging_node: Node) -> Config:
     )
 
 
+def outcome_of(node: Node, job: Job, config: Config | None, limits: Limits = UNKNOWN) -> Released:
+    outcomes: list[Released] = []
+    epilog.epilog(config, node.places, node.clock, job, limits, outcomes.append)
+    (outcome,) = outcomes
+    return outcome
+
+
 def ended(node: Node, job: Job, config: Config | None) -> tuple[str, str]:
-    (outcome,) = epilog.epilog(config, node.places, node.clock, job, UNKNOWN)
+    outcome = outcome_of(node, job, config)
     return outcome.result, outcome.reason
 
 
@@ -76,7 +84,7 @@ def test_job_that_ended_is_the_one_whose_redirects_go(
 
     monkeypatch.setattr(redirect, "claim_unneeded", claim_unneeded)
     monkeypatch.setattr(unmount, "unmount", lambda going, whose: users.append(whose(bind)))
-    (outcome,) = epilog.epilog(config, staging_node.places, staging_node.clock, asking, UNKNOWN)
+    outcome = outcome_of(staging_node, asking, config)
     assert (outcome.unmounted, users) == (3, [asking.user])
     assert ended == [None]  # its lease has gone before: what no other one names goes
 
@@ -137,8 +145,7 @@ def test_epilog_waits_for_its_locks_no_longer_than_slurm_lets_it(
     # One that has no time to answer may count as hanging, and then one lock is not taken.
     monkeypatch.setattr(disk, "hangs", lambda *_: None)
     holding(staging_node, asking, "0a")
-    limits = Limits(None, 15.0, limit)
-    epilog.epilog(config, staging_node.places, staging_node.clock, asking, limits)
+    outcome_of(staging_node, asking, config, Limits(None, 15.0, limit))
     assert len(waits) == 2
     assert sum(waits) <= most
 
@@ -153,9 +160,9 @@ def test_paths_of_other_users_that_stay_are_in_no_event(
 
     monkeypatch.setattr(unmount, "unmount", stay)
     holding(staging_node, asking, "0a")
-    (outcome,) = epilog.epilog(config, staging_node.places, staging_node.clock, asking, UNKNOWN)
+    outcome = outcome_of(staging_node, asking, config)
     assert outcome.detail == "still redirected: /lustre/a (hangs), 2 of other jobs"
-    (outcome,) = epilog.epilog(config, staging_node.places, staging_node.clock, asking, UNKNOWN)
+    outcome = outcome_of(staging_node, asking, config)
     assert "/lustre" not in outcome.detail
 
 
@@ -175,11 +182,16 @@ def test_feature_that_raises_stops_no_other_one_nor_the_epilog_itself(
     raising, quiet, called = calls_of(EPILOG, error)
     around_all(monkeypatch, raising, quiet)
     holding(staging_node, asking, publish(make_image()).key)
+    outcomes: list[Released] = []
+    about = config, staging_node.places, staging_node.clock, asking, UNKNOWN
     if error is OSError:  # as any work of an Epilog may
-        assert ended(staging_node, asking, config)[0] == "failed"
+        epilog.epilog(*about, outcomes.append)
+        assert outcomes.pop().result == "failed"
     else:
         with pytest.raises(error, match=EPILOG[-1]):  # the boundary has the last one
-            ended(staging_node, asking, config)
+            epilog.epilog(*about, outcomes.append)
+    assert [one.result for one in outcomes] == ["released"], "it is told what the core has done"
+    assert len(outcomes[0].evicted) == 1
     assert called == [EPILOG[0], f"{EPILOG[0]}, too", EPILOG[1], f"{EPILOG[1]}, too"]
     assert staging_node.leases.all() == []
     assert staging_node.cache.stored_entries() == [], "evicted"
