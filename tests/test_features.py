@@ -49,6 +49,11 @@ def test_row_of_a_feature_names_its_doors() -> None:
     assert found == {one.name: {*one.doors} for one in FEATURES}
 
 
+def test_page_says_when_each_door_is_called() -> None:
+    page = (REPOSITORY / "docs/architecture.md").read_text()
+    assert not [door for door in script("conformance").read_doors() if f"`{door}`" not in page]
+
+
 def test_conformance_file_is_the_one_that_the_table_makes() -> None:
     made = script("conformance").text()
     assert (REPOSITORY / "tests/features/conformance.py").read_text() == made

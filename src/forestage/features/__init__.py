@@ -24,6 +24,7 @@ class Feature:
         "name",
         "needs",
         "options",
+        "sign",
         "unit",
         "words",
     )
@@ -38,6 +39,7 @@ class Feature:
         options: tuple[str, ...] = (),
         words: tuple[str, ...] = (),
         kinds: tuple[str, ...] = (),
+        sign: str = "",
         heading: str = "",
         commands: tuple[tuple[int, str, str], ...] = (),
         unit: str = "",
@@ -57,6 +59,9 @@ class Feature:
         self.kinds = kinds
         """What a job asks it for, besides images by their paths: a `reference` in place of a path,
         or `data`. Only then do Prolog and step import it."""
+        self.sign = sign
+        """A file below /run/forestage: while it is there, the feature is on where its key `enabled`
+        leaves that to the node."""
         self.heading = heading
         """Below which heading of `forestage --help` its commands stand."""
         self.commands = commands
@@ -225,6 +230,7 @@ FEATURES = (
             "sweep.with_cache",
             "tend.each_minute",
         ),
+        sign="peer.sign",
         heading="The whole cluster",
         commands=((3, "peer", "Serve chunks to the other nodes until it is ended."),),
         unit="forestage-peer.service",
@@ -321,3 +327,14 @@ def with_work(job: int, run: str) -> list[Feature]:
         for one in FEATURES
         if one.doors and any(os.path.exists(f"{run}/{mark.format(job=job)}") for mark in one.marks)
     ]
+
+
+def switched_on(door: str, config: object, run: str) -> list[Feature]:
+    """Return the features with this door that may be on, as the configuration and signs say it."""
+    found = []
+    for one in FEATURES:
+        enabled = getattr(getattr(config, one.name, None), "enabled", True)
+        is_on = os.path.exists(f"{run}/{one.sign}") if enabled is None else enabled
+        if door in one.doors and is_on:
+            found.append(one)
+    return found

@@ -1,4 +1,8 @@
-"""What the core tells the doors of features: a frozen value for each door, with facts alone."""
+"""What the core tells the doors of features: a frozen value for each door, with facts alone.
+
+That of the Epilog is in hooks/epilog.py, which works with it itself: an Epilog of a job with only
+images imports nothing of features but the table.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ if TYPE_CHECKING:
     from typing import BinaryIO, Literal
 
     from forestage.cache.layout import Cache
-    from forestage.cache.lease import Lease, Leases
     from forestage.cache.node import Node
     from forestage.check import Target
     from forestage.check.site import Site
@@ -31,22 +34,6 @@ if TYPE_CHECKING:
     from forestage.slurm.slurm_conf import SlurmConf
     from forestage.system.terminal import Piece
     from forestage.system.tree import Files
-
-
-class EpilogFacts(msgspec.Struct, frozen=True):
-    """epilog.py: a job that is over on this node.
-
-    `lease` is None where there is none or it is damaged. `may_have_data` is whether the job's
-    comment may have named any. `patience` is in seconds, for the space lock.
-    """
-
-    job: Job
-    lease: Lease | None
-    may_have_data: bool
-    leases: Leases
-    places: Places
-    clock: Clock
-    patience: float
 
 
 class SweepFacts(msgspec.Struct, frozen=True):

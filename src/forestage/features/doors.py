@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from forestage.events import Handled
     from forestage.features.contexts import (
         CheckFacts,
-        EpilogFacts,
         ExplainFacts,
         ExplainPart,
         LeaseFacts,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
         SweepFacts,
         TendFacts,
     )
+    from forestage.hooks.epilog import EpilogFacts
     from forestage.paths import Places
     from forestage.slurm.hints import Request
     from forestage.slurm.job import Job

@@ -22,8 +22,6 @@ from forestage.config import Config
 from forestage.errors import Declined, Failed, of_node
 from forestage.events import Released
 from forestage.features import FEATURES, Feature, with_work
-from forestage.features.contexts import EpilogFacts
-from forestage.features.doors import EPILOG_AFTER_LEASE_DROP, EPILOG_BEFORE_LEASE_DROP, calls
 from forestage.hooks.watch import ALONE, Watched
 from forestage.paths import Places
 from forestage.slurm.job import Job
@@ -35,6 +33,22 @@ from forestage.units import printable
 
 LATER = "the number is another job's by now"  # nothing of that is released
 HANGING = 1.0  # seconds for the space lock while the disk hangs
+
+
+class EpilogFacts(msgspec.Struct, frozen=True):
+    """A job that is over on this node; also what the doors of features are told (contexts.py).
+
+    `lease` is None where there is none or it is damaged. `may_have_data` is whether the job's
+    comment may have named any. `patience` is in seconds, for the space lock.
+    """
+
+    job: Job
+    lease: Lease | None
+    may_have_data: bool
+    leases: Leases
+    places: Places
+    clock: Clock
+    patience: float
 
 
 def epilog(
@@ -73,6 +87,11 @@ def epilog(
     end = EpilogFacts(job, lease, may_have_data, leases, places, clock, patience)
     # Before anything is dropped: the marks go with the lease. Without one nothing is known.
     features = with_work(job.id, str(places.run)) if lease else FEATURES
+    before: list[Callable[[], None]] = []
+    if features:  # none, of a job with only images
+        from forestage.features.doors import EPILOG_BEFORE_LEASE_DROP, calls
+
+        before = calls(EPILOG_BEFORE_LEASE_DROP, features, end)
 
     def release() -> None:
         if damage and config is None:
@@ -84,7 +103,7 @@ def epilog(
         return _release_job(end, cache, config, features, report)
 
     try:
-        run_all([*calls(EPILOG_BEFORE_LEASE_DROP, features, end), release])
+        run_all([*before, release])
     except (Failed, OSError) as error:
         report(_failed(error))
 
@@ -134,9 +153,13 @@ def _release_job(
         return report(_failed(error))
     except Declined as later:
         return report(Released("released", detail=str(later)))
-    released = calls(EPILOG_AFTER_LEASE_DROP, features, end, cache)
+    after: list[Callable[[], None]] = []
+    if features:
+        from forestage.features.doors import EPILOG_AFTER_LEASE_DROP, calls
+
+        after = calls(EPILOG_AFTER_LEASE_DROP, features, end, cache)
     room_of = config if is_its_disk else None
-    return run_all([*released, lambda: report(_make_room(end, cache, room_of, done))])
+    return run_all([*after, lambda: report(_make_room(end, cache, room_of, done))])
 
 
 def _make_room(end: EpilogFacts, cache: Cache, config: Config | None, done: Released) -> Released:

@@ -1,7 +1,7 @@
 """What Prolog, step and Epilog do, from top to bottom; each calls the modules that have its name.
 
 Only a hook that has work loads this (hooks/boundary.py). What just one of the three needs is
-imported where it is needed.
+imported where it is needed, and doors of features where the job asks for more than images.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from forestage.cache.node import Node, configured_root
 from forestage.clock import Clock
 from forestage.config import ANYWHERE, REMOVED, Config, decided, load_settings, switch
 from forestage.errors import ConfigError, Declined, Failed
-from forestage.features import asked_for, doors
-from forestage.features.doors import load_all
+from forestage.features import asked_for
 from forestage.hooks import background
 from forestage.hooks.boundary import Hook, note_nodes, write
 from forestage.paths import Places
@@ -87,9 +86,8 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
     hook.watched.ends_within(limit.end.left())
     if refusal is None and (job.requests or job.saves or has_data):
         job, refusal = prolog.with_user(job, limit)
-    if refusal is None:
-        for begin in load_all(doors.PROLOG_BEFORE_LEASE, features):
-            job = begin(_lease_facts(hook, nodes[0], job))
+    if features and refusal is None:
+        job = _before_lease(hook, nodes[0], job, features)
     # The last one's count: all but one only lose what is outdated.
     answers = [prolog.prolog(node, job, limit, refusal) for node in nodes][-1]
     if nodes[0].config.redirect == "spank":
@@ -97,13 +95,25 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
 
         step.note_shown(user_messages.with_tell(nodes[0], job), job, decided_by, answers)
     outcomes: list[Outcome] = [answer.outcome for answer in answers]
-    for serve in load_all(doors.PROLOG_AFTER_LEASE, features):
-        outcomes += serve(_served_facts(nodes[0], job, limit, refusal))
+    if features:
+        from forestage.features.doors import PROLOG_AFTER_LEASE, load_all
+
+        for serve in load_all(PROLOG_AFTER_LEASE, features):
+            outcomes += serve(_served_facts(nodes[0], job, limit, refusal))
     if (refusal is None or job.hints.tell) and places.loaded.exists():
         from forestage.hooks import user_messages
 
         prolog.note_bad_hints(user_messages.with_tell(nodes[0], job), job, outcomes)
     return job, outcomes
+
+
+def _before_lease(hook: Hook, node: Node, job: Job, features: Sequence[Feature]) -> Job:
+    """Return the job without what these features serve before the core does."""
+    from forestage.features.doors import PROLOG_BEFORE_LEASE, load_all
+
+    for begin in load_all(PROLOG_BEFORE_LEASE, features):
+        job = begin(_lease_facts(hook, node, job))
+    return job
 
 
 def _note_background(hook: Hook, places: Places, decided_by: Sequence[str]) -> None:
@@ -137,8 +147,11 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     job, refusal = step.with_notes(nodes[0], job, refusal or unknown)
     nodes = [user_messages.with_tell(node, job) for node in nodes]
     later: Fields = ()
-    if refusal is None:
-        for begin in load_all(doors.STEP_BEFORE_LEASE, _asked_for(job, has_data=False)):
+    features = _asked_for(job, has_data=False)
+    if features and refusal is None:
+        from forestage.features.doors import STEP_BEFORE_LEASE, load_all
+
+        for begin in load_all(STEP_BEFORE_LEASE, features):
             job, answer = begin(_lease_facts(hook, nodes[0], job))
             later = later or answer
     # Whatever bytes the name of the user's file has.
@@ -159,10 +172,13 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     local = answers.local_images(job, done.answers)
     # Of a lease that cannot be read a refusal says so already.
     has_data = bool(nodes[0].leases.has_data(job.id, job.user.uid))
-    for show in load_all(doors.STEP_AFTER_LEASE, _asked_for(job, has_data)):
-        part = show(_served_facts(nodes[0], job, limit, refusal))
-        _write_lines(hook, part.lines)
-        data, local = [*data, *part.outcomes], (*local, *part.local)
+    if features := _asked_for(job, has_data):
+        from forestage.features.doors import STEP_AFTER_LEASE, load_all
+
+        for show in load_all(STEP_AFTER_LEASE, features):
+            part = show(_served_facts(nodes[0], job, limit, refusal))
+            _write_lines(hook, part.lines)
+            data, local = [*data, *part.outcomes], (*local, *part.local)
     for name, value in answers.variables_of_data(data, local):
         write("env", name, value)
     outcomes += data

@@ -20,7 +20,7 @@ from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id, chunk_count
 from forestage.cache.readers import Readers
 from forestage.config import Config
 from forestage.errors import Declined, Failed
-from forestage.features.doors import ENGINE_HELPERS, ENGINE_UPLOADED, load_all
+from forestage.features import Feature, switched_on
 from forestage.sources.source import Content, Truncated, Unreadable
 from forestage.stage import chunks, engines, fstab, queue
 from forestage.stage.queue import meanwhile
@@ -251,13 +251,28 @@ def _fetch(
 
 def _helpers(task: Task) -> engines.Helpers | None:
     """Return the first that is to help."""
-    found = (find(task) for find in load_all(ENGINE_HELPERS))
+    features = _helping(task)
+    if not features:
+        return None
+    from forestage.features.doors import ENGINE_HELPERS, load_all
+
+    found = (find(task) for find in load_all(ENGINE_HELPERS, features))
     return next(filter(None, found), None)
 
 
 def _uploaded(task: Task) -> int:
     """Return how many bytes of this key were given to other nodes."""
-    return sum(count(task) for count in load_all(ENGINE_UPLOADED))
+    features = _helping(task)
+    if not features:
+        return 0
+    from forestage.features.doors import ENGINE_UPLOADED, load_all
+
+    return sum(count(task) for count in load_all(ENGINE_UPLOADED, features))
+
+
+def _helping(task: Task) -> list[Feature]:
+    """Return the features that may help with a copy; mostly none is on, and none is imported."""
+    return switched_on("engine.helpers", task.node.config, str(task.node.places.run))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from forestage.cache.layout import Cache
-    from forestage.features.contexts import EpilogFacts
+    from forestage.hooks.epilog import EpilogFacts
 
 
 def after_lease_drop(end: EpilogFacts, cache: Cache) -> None:

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from forestage.features.contexts import EpilogFacts
+    from forestage.hooks.epilog import EpilogFacts
 
 
 def before_lease_drop(end: EpilogFacts) -> None:

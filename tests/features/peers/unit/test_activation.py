@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from forestage import features
 from forestage.config import Config
 from forestage.config.keys import Engine, Peering, Reach
 from forestage.features.peers import activation
@@ -35,6 +36,18 @@ def test_auto_is_the_default_and_is_on_while_the_own_service_runs(places: Places
     ended = time.monotonic()
     assert activation.is_on(Config(), places, ended)
     assert not activation.is_on(Config(), places, ended + SIGN_LASTS + 1)
+
+
+def test_copy_imports_peers_only_where_they_may_be_on(places: Places) -> None:
+    """By the table alone, which knows no more than the key and that there is a sign."""
+
+    def names(enabled: bool | None) -> list[str]:
+        found = features.switched_on("engine.helpers", config(enabled), str(places.run))
+        return [one.name for one in found]
+
+    assert (names(None), names(False), names(True)) == ([], [], ["peers"])
+    with activation.hold_sign(places):
+        assert (names(None), names(False)) == (["peers"], [])
 
 
 @pytest.mark.parametrize("served", [True, False])
