@@ -52,6 +52,8 @@ from registry import (  # noqa: E402
 from spec import ALICE, ClusterSpec, plugstack_conf  # noqa: E402
 from steps import accompanied  # noqa: E402
 
+from forestage.events import Outcome  # noqa: E402
+
 NVME, LAYERS = "/mnt/nvme", "/mnt/nvme/layers"
 IMAGE = "team/tool:1"
 PYXIS = "required {state}/pyxis.so"
@@ -113,12 +115,16 @@ class Bench:
         if (who, when) == ("ours", "warm"):
             came = {one.result for n in range(nodes) for one in self._outcomes(ran.job, n)}
             self._check(came == {"hit"}, f"ours, warm: {came}")
-        gets = [self.registry.count("GET", path) for path in (MANIFESTS, LAYERS_OF)]
-        return Run(float(end) - start, made, *gets, self.registry.count("HEAD", "/v2/.*"))
+        return Run(
+            seconds=float(end) - start,
+            imports=made,
+            manifests=self.registry.count("GET", MANIFESTS),
+            layers=self.registry.count("GET", LAYERS_OF),
+            heads=self.registry.count("HEAD", "/v2/.*"),
+        )
 
-    def _outcomes(self, job: int, number: int) -> list[object]:
-        found: list[object] = self.site.outcomes(job, self.site.cluster.nodes[number], "step")
-        return found
+    def _outcomes(self, job: int, number: int) -> list[Outcome]:
+        return self.site.outcomes(job, self.site.cluster.nodes[number], "step")
 
     def _script(self, steps: int) -> str:
         image = f"{self.registry.host}#{IMAGE}"

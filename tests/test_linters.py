@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mypy.modulefinder import BuildSource
+
+import checked
 
 REPOSITORY = Path(__file__).parent.parent
 FOLDERS = ["src", "tests", "bench", "packaging", "docs"]
@@ -41,8 +44,55 @@ def test_programs_without_a_suffix_are_seen() -> None:
     ],
 )
 def test_the_linter_has_nothing_to_say(arguments: list[str]) -> None:
+    run_linter("-m", *arguments)
+
+
+def test_tests_and_benches_use_only_names_that_exist() -> None:
+    run_linter("tests/checked.py")
+
+
+WRONG_NAMES = """
+import msgspec, pytest
+from forestage.cache import lease
+from forestage.cache.lease import Use
+
+def test(monkeypatch: pytest.MonkeyPatch, use: Use, either: Use | lease.Lease | None) -> None:
+    msgspec.structs.replace(use, kee="")
+    msgspec.structs.replace(use, key="")
+    use.kee
+    either.kee
+    either.key
+    monkeypatch.setattr(lease, "Uses", None)
+    monkeypatch.setattr(lease, "Use", None)
+    monkeypatch.setattr(Use, "kee", None)
+    monkeypatch.setattr(use, "kee", None)
+    monkeypatch.setattr("forestage.cache.lease.Uses", None)
+    monkeypatch.setattr("forestage.cache.leases.Use", None)
+    monkeypatch.setattr("forestage.cache.lease.Use.kee", None)
+    monkeypatch.setattr("forestage.cache.lease.Use.key", None)
+    monkeypatch.delattr("forestage.cache.lease.Uses")
+    setattr(use, "kee", "")
+    setattr(use, "key", "")
+    Use(kee="")
+    lease.Uses
+    unheard
+"""
+
+
+def test_each_use_of_a_name_that_does_not_exist_is_an_error() -> None:
+    found = checked.errors([BuildSource("wrong.py", "wrong", WRONG_NAMES)])
+    lines = {int(error.split(":")[1]) for error in found if error.startswith("wrong.py:")}
+    right = ("key=", "def ", "import ", '"Use"', '"key"', "either.key", "Use.key")
+    assert lines == {
+        number
+        for number, line in enumerate(WRONG_NAMES.splitlines(), 1)
+        if line and not any(one in line for one in right)
+    }, found
+
+
+def run_linter(*arguments: str) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

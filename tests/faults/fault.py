@@ -10,16 +10,19 @@ from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from forestage.cache.part import PROCESS_NAME, missing_chunks
 from forestage.clock import Clock
-from node import Node, Ran, content, until
+from node import Node, content, until
 from through import SIZE
 
 MIB = 1024 * 1024
 CHUNKS = 6
 GOINGDOWN = 0x8004587D  # linux/ext4.h, EXT4_IOC_SHUTDOWN; xfs has the same
 NOLOGFLUSH = (2).to_bytes(4, "little")
+
+Result = TypeVar("Result")
 
 _fork = multiprocessing.get_context("fork")
 
@@ -123,23 +126,23 @@ class Until(Clock):
         return super().monotonic() + (self.DAYS if self._happened() else 0.0)
 
 
-class Beside:
+class Beside(Generic[Result]):
     """A hook that runs beside the test, in a process group of its own as under slurmd."""
 
-    def __init__(self, run: Callable[[], Ran]) -> None:
+    def __init__(self, run: Callable[[], Result]) -> None:
         self._answers = _fork.SimpleQueue()
         self._process = _fork.Process(target=self._live, args=(run,), daemon=True)
         self._process.start()
 
-    def _live(self, run: Callable[[], Ran]) -> None:
+    def _live(self, run: Callable[[], Result]) -> None:
         os.setpgid(0, 0)
         self._answers.put(run())
 
-    def ran(self) -> Ran:
+    def ran(self) -> Result:
         """How it ended; one that hangs ends the test."""
         until(lambda: self._process.exitcode is not None, "a hook to end")
         assert self._process.exitcode == 0
-        answer: Ran = self._answers.get()
+        answer: Result = self._answers.get()
         return answer
 
     def kill(self) -> None:
@@ -149,7 +152,7 @@ class Beside:
         self._process.join(60)
 
 
-def beside(run: Callable[[], Ran]) -> Ran:
+def beside(run: Callable[[], Result]) -> Result:
     """Runs a hook in a process of its own: one that hangs must not take the test along."""
     return Beside(run).ran()
 

@@ -45,8 +45,7 @@ class Named:
 @pytest.fixture
 def named(node: Node, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a job names: its kind is in the table."""
-    known = Request.kind.fget
-    assert known is not None
+    known = vars(Request)["kind"].fget
     kind = property(lambda one: "named" if one.path.endswith(".name") else known(one))
     monkeypatch.setattr(Request, "kind", kind)
     monkeypatch.setitem(serve.SOURCES, "named", Named())  # type: ignore[arg-type, misc]

@@ -89,7 +89,7 @@ def test_step_gets_the_entry_and_the_node_shows_nothing_of_it(spank: Node, user:
     assert spank.lease(7) is None
 
 
-def read_events(node: Node) -> list[object]:
+def read_events(node: Node) -> list[Event]:
     return [event for event in read(node.places.events) if event.hook != "stager"]
 
 

@@ -230,8 +230,8 @@ class Container:
             for user in USERS:
                 group.write(f"{user.name}:x:{user.uid}:\n")
         (self.root / "etc/forestage/conf.d").mkdir(parents=True, exist_ok=True)
-        for folder in (CACHE, "/shared", str(INSIDE_STATE), "/var/log/slurm"):
-            (self.root / folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        for mounted in (CACHE, "/shared", str(INSIDE_STATE), "/var/log/slurm"):
+            (self.root / mounted.lstrip("/")).mkdir(parents=True, exist_ok=True)
 
     def configure(self, **keys: object) -> None:
         """JSON is YAML."""

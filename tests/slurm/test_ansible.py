@@ -137,12 +137,12 @@ def control(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Control]:
-    with Machine(fresh(request.param), tmp_path_factory.mktemp(request.param)) as machine:
-        machine.type(SITE)
-        machine.type(blocks(REPO / "docs/install.md")[1])  # a Slurm of one node
-        machine.type(PROLOGS)
+    with Machine(fresh(request.param), tmp_path_factory.mktemp(request.param)) as booted:
+        booted.type(SITE)
+        booted.type(blocks(REPO / "docs/install.md")[1])  # a Slurm of one node
+        booted.type(PROLOGS)
         (package,) = built.glob(f"forestage_{RELEASES[0]}-1_*.deb")
-        yield Control(machine, ansible, tmp_path_factory.mktemp("control"), package)
+        yield Control(booted, ansible, tmp_path_factory.mktemp("control"), package)
 
 
 def test_role_installs_changes_nothing_twice_and_goes_again(control: Control) -> None:

@@ -99,24 +99,24 @@ def node(
     suite = str(request.param)
     if suite in UBUNTU and MIRROR not in os.environ:
         pytest.skip(f"{MIRROR} names no mirror of Ubuntu")
-    with Machine(fresh(suite), tmp_path_factory.mktemp(suite)) as machine:
+    with Machine(fresh(suite), tmp_path_factory.mktemp(suite)) as booted:
         for release in RELEASES:
             (package,) = built.glob(f"forestage_{release}-1_*.deb")
-            machine.put(package)
+            booted.put(package)
         (package,) = built.glob(f"forestage_{RELEASES[1]}-1_*.deb")
-        later = machine.path(f"/root/{package.name}")
+        later = booted.path(f"/root/{package.name}")
         later.rename(later.with_suffix(".later"))  # the page says forestage_*.deb
         page = blocks(REPO / "docs/install.md")
         for number, block in enumerate(page):
             for old, new in OLD_WORDS if suite == OLD else ():
                 block = block.replace(old, new)
-            said = machine.type(block)
+            said = booted.type(block)
             if suite == OLD and number == 0:
-                shutil.copytree(REPO / "tests/slurm/pyxis", machine.path("/root/pyxis"))
-                machine.type(PYXIS)
+                shutil.copytree(REPO / "tests/slurm/pyxis", booted.path("/root/pyxis"))
+                booted.type(PYXIS)
         assert said.count("hello, world") == 2
         later.with_suffix(".later").rename(later)
-        yield Node(machine, suite)
+        yield Node(booted, suite)
 
 
 def test_newcomer_who_follows_the_page_gets_a_warm_hit(node: Node) -> None:

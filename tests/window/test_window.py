@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -48,9 +49,7 @@ def fetchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     (tmp_path / "fetchers.py").write_text(FETCHERS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "fetchers", raising=False)
-    import fetchers
-
-    return fetchers
+    return importlib.import_module("fetchers")
 
 
 def test_paths_come_in_order_as_local_copies(job: Path, data_set: list[Path]) -> None:

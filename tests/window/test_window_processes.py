@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -151,7 +152,7 @@ def test_killed_copy_costs_its_file_at_most(
         "    open(target, 'wb').write(open(source, 'rb').read())\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    import hanging
+    hanging = importlib.import_module("hanging")
 
     def kill() -> None:
         os.kill(int(pids.read_text()), signal.SIGKILL)
@@ -177,7 +178,7 @@ def test_fetch_dies_with_its_copier(
         "    signal.pause()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    import sleeping
+    sleeping = importlib.import_module("sleeping")
 
     asking = threading.Thread(
         target=lambda: next(iter(window(data_set[:1], room=8 * SIZE, fetch=sleeping.fetch)))

@@ -170,8 +170,8 @@ def test_job_uses_an_image_on_a_node_where_a_row_of_it_first_says_so(
                 expected.setdefault((job, node, image), at)
     found = accounting.read(rows)
     assert images(found) == expected.keys()
-    for number, job in found.jobs.items():
-        for start in job.starts:
+    for number, counted in found.jobs.items():
+        for start in counted.starts:
             assert {expected[number, node, start.image] for node in start.nodes} == {start.at}
 
 

@@ -37,9 +37,9 @@ from forestage.hooks.limit import Limit
 from forestage.slurm.job import Job
 from forestage.stage import chunks
 from forestage.system import child, lock, loop, mounts, terminal
+from forestage.system.as_user import User
 from node import ALICE, BOB, Arrange, Node, content, read_as, until
 
-User = type(ALICE)
 MANY = 40
 MIB = 1 << 20
 

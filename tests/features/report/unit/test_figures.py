@@ -39,11 +39,11 @@ def event(hook: Hook, outcome: Outcome, at: float = 0.0, job: int = 7, node: str
     return Event(time=THEN + at, hook=hook, job=job, outcome=outcome, node=node)
 
 
-def hit(wait: float = 0.0, redirect: str = "mounted", path: str = PATH, size: int = GIB) -> Outcome:
+def hit(wait: float = 0.0, redirect: str = "mounted", path: str = PATH, size: int = GIB) -> Handled:
     return Handled("hit", image=path, key=path, size=size, redirect=redirect, wait=wait)
 
 
-def copy(seconds: float, path: str = PATH, size: int = GIB, peers: int = 0) -> Outcome:
+def copy(seconds: float, path: str = PATH, size: int = GIB, peers: int = 0) -> Copied:
     return Copied("copied", image=path, key=path, size=size, copying=seconds, from_peers=peers)
 
 
