@@ -76,8 +76,7 @@ class Run:
 def adding(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
     """The parts of a feature."""
     added: list[Part] = []
-    monkeypatch.setattr(tend, "having", lambda door: ["rocket"])
-    monkeypatch.setattr(tend, "load", lambda name, door: lambda facts: iter(added))
+    monkeypatch.setattr(tend, "load_all", lambda door: iter([lambda facts: iter(added)]))
     return added
 
 
