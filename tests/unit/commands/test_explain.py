@@ -8,13 +8,13 @@ from typing import Any, get_args
 import pytest
 
 import forestage
+from forestage import features
 from forestage.cache import image
 from forestage.cache.lease import Lease, Use
 from forestage.commands.explain import history, sentences
 from forestage.commands.inventory import Holder, Leased
 from forestage.events import Bad, Copied, Event, Handled, Hook, Outcome, Released, Result
 from forestage.events.reasons import collect_reasons
-from forestage.features import doors
 from forestage.features.contexts import ExplainFacts, ExplainPart
 from forestage.features.doors import REASONS as DOOR
 from forestage.features.doors import having, load
@@ -402,7 +402,7 @@ def test_what_a_feature_says_is_said_in_place_of_the_cores_words(
 
 def test_explanation_without_any_feature_has_the_cores_own(monkeypatch: pytest.MonkeyPatch) -> None:
     before = printed(event(hit()))
-    monkeypatch.setattr(doors, "FEATURES", ())
+    monkeypatch.setattr(features, "FEATURES", ())
     assert printed(event(hit())) == before
     assert "declined (store-full)" in printed(event(Handled("declined", reason="store-full")))
 

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from commands import NOW, Site
-from forestage import events
+from forestage import events, features
 from forestage.cache import disk_errors
 from forestage.cache.evict import Room
 from forestage.cache.layout import Cache
@@ -27,7 +27,6 @@ from forestage.commands.tally import Histogram, Tally
 from forestage.commands.world import Exit
 from forestage.events import Copied, Event, Handled, append, log
 from forestage.events.reasons import collect_failures, collect_reasons
-from forestage.features import doors
 from forestage.features.contexts import MetricFamily, MetricsPart, SweepFacts
 from forestage.features.metrics import export as metrics
 from forestage.features.metrics import sweep, textfile
@@ -329,7 +328,7 @@ def test_family_of_a_feature_comes_after_the_one_that_it_names() -> None:
 def test_counts_of_features_are_kept_with_the_tally_and_metrics_go_without_any(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "FEATURES", ())
+    monkeypatch.setattr(features, "FEATURES", ())
     append(places.events, [hit(1)])
     count(places)
     around_all(monkeypatch, {"metrics.count": lambda places: {"flown": {"bytes": 7}}}, {})
