@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def find_unused(package: Path) -> set[str]:
-    """Return `module.name` of what modules beside features/ declare and none of the package uses.
+def find_unused(package: Path, constants: Path) -> set[str]:
+    """Return `module.name` of what modules beside features/ declare and nothing uses.
 
-    By bare name, so a name that another thing has too counts as used. Not `__names__`.
+    That is none of the package, and not the companion: `constants` is the program that makes its
+    header, with lists of names in texts. By bare name, so a name that another thing has too counts
+    as used. Not `__names__`.
     """
     trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
     used = Counter(name for tree in trees.values() for name in _find_used(tree))
+    names = _find_used(ast.parse(constants.read_text()))
+    used.update(name for text in names for name in text.split())
     return {
         f"{'.'.join(path.relative_to(package).with_suffix('').parts)}.{name}"
         for path, tree in trees.items()

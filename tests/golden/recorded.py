@@ -73,7 +73,7 @@ LIMITS = {
     pipeline: ("PROGRESS_EVERY",),
     probe: ("LIMIT",),
     protocol: ("HANDSHAKE",),
-    serving: ("BEGIN", "START"),
+    serving: ("BEGIN", "SERVE_TIMEOUT"),
     source: ("STAGER_TIMEOUT",),
     step: ("NAME",),
     user_messages: ("HELD_UP",),

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import properties  # noqa: F401 - how many examples
-from forestage.features.prepare.hints import REFUSED
-from forestage.slurm.hints import MAX_OPTION
+from forestage.slurm.hints import MAX_OPTION, REFUSED
 
 SLURMS = "_SLURM_SPANK_OPTION_forestage_stage"
 

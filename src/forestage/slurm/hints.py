@@ -20,8 +20,6 @@ in which commas, spaces and % mean nothing. A word that is given as an option co
 the comment says with the same word is ignored.
 """
 
-import codecs
-import os
 import re
 from collections.abc import Sequence
 from typing import Literal
@@ -52,6 +50,10 @@ OF_OPTION = "option --"
 ABSOLUTE = "the path from / on"
 OFF = ("off", "no", "none")  # values of stage=
 
+REFUSED = 65
+"""The exit status of `forestage hints` by which the companion, which runs it (src/spank/option.c),
+knows a refusal: no crash and no older release ends so."""
+
 Via = Literal["option", "hint"]
 Kind = Literal["image", "imported", "directory", "mount", "fill"]
 IMPORTED: Literal["imported"] = "imported"
@@ -77,11 +79,6 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.at:
             return "imported" if self.at == IMPORTED else "fill"
         return "directory" if self.via == "hint" and self.path.endswith("/") else "image"
-
-    @property
-    def is_seed(self) -> bool:
-        """Whether a variable of the job says where it is."""
-        return self.at.startswith("seed:")
 
     @property
     def is_data(self) -> bool:
@@ -266,22 +263,6 @@ def _setting(name: str, value: str, rank: Rank) -> dict[str, object]:
     if comma and where != "ram":
         raise ValueError(f"expected SIZE or SIZE,ram, got {quote(value)}")
     return {"room": parse_size(size), "ram": bool(comma)}
-
-
-def split_list(text: bytes) -> list[str]:
-    """Return the lines of a list of paths, without comments. Pure.
-
-    Editors of Windows begin a file with a byte order mark, and some of their programs write UTF-16,
-    with or without its mark. Raises ValueError for UTF-16, and for any other NUL byte.
-    """
-    marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    # The first character of a list is ASCII: of a path, a comment, or the end of a line.
-    if text.startswith(marks) or text[:2].count(0) == 1:
-        raise ValueError("is UTF-16; save it as UTF-8")
-    if b"\0" in text:
-        raise ValueError("holds NUL bytes, so it is no list of paths")
-    lines = os.fsdecode(text.removeprefix(codecs.BOM_UTF8)).split("\n")
-    return [line for line in map(str.strip, lines) if not line.startswith("#")]
 
 
 def requests(parts: Sequence[str], rank: Rank, problems: list[str]) -> list[Request]:

@@ -36,6 +36,11 @@ RESULT, IMAGE_PATH = "FORESTAGE_RESULT", "FORESTAGE_IMAGE_PATH"
 DATA_RESULT, LOCAL = "FORESTAGE_DATA_RESULT", "FORESTAGE_LOCAL"
 DIRECTORY = "FORESTAGE_DIR"
 
+DIRECTORY_FORMAT = 1  # of the record by which it shows a job's own directory without a helper
+SERVE_TIMEOUT = (
+    10.0  # seconds until a program that serves a file has it read: a task waits for them
+)
+
 # … and into a helper's, beside variables that a Prolog has as well.
 STEP_ENVIRONMENT = "FORESTAGE_ENVIRONMENT"  # the descriptor from which the step's can be read
 STEP_GROUPS, STEP_HOME = "FORESTAGE_GROUPS", "FORESTAGE_HOME"

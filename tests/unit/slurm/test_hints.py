@@ -14,11 +14,8 @@ from forestage.slurm.hints import (
     Rank,
     Request,
     read_hints,
-    split_list,
 )
 from forestage.units import MAX_TEXT
-
-GIB = 1024**3
 
 
 def _images(*paths: str, off: bool = False) -> Hints:
@@ -194,26 +191,6 @@ def test_slice_without_a_known_node_is_a_problem() -> None:
     assert "is not known here" in hints.problems[0]
 
 
-@pytest.mark.parametrize(
-    ("comment", "room", "ram"),
-    [("stage-dir=200GiB", 200 * GIB, False), ("stage-dir=64G,ram", 64 * GIB, True)],
-)
-def test_own_directory_has_a_size(comment: str, room: int, ram: bool) -> None:
-    hints = read_hints(comment)
-    assert (hints.room, hints.ram, hints.has_data, hints.problems) == (room, ram, True, ())
-
-
-@pytest.mark.parametrize("value", ["", "much", "-1", "1G,disk", "1G,", "80%"])
-def test_own_directory_of_no_size_is_a_problem(value: str) -> None:
-    hints = read_hints(f"stage-dir={value} stage=/a")
-    assert (hints.room, hints.paths) == (None, ("/a",))
-    assert hints.problems[0].startswith("stage-dir: expected")
-
-
-def test_list_is_a_file_of_this_nodes() -> None:
-    assert read_hints("stage-list=lists/{node}", Rank(3, 4)).listed == "lists/3"
-
-
 def test_images_and_data_are_counted_apart() -> None:
     value = ",".join(f"/{n}/,/{n}.sqsh" for n in range(MAX_HINTED + 1))
     hints = read_hints(f"stage={value}")
@@ -236,8 +213,8 @@ def test_options_are_read_without_escapes() -> None:
 
 
 def test_last_of_options_that_say_one_thing_counts() -> None:
-    found = read_hints("", option="stage-wait=5m\nstage-dir=1G,ram\nstage-wait=1m\nstage-dir=2G\n")
-    assert (found.wait, found.room, found.ram) == (60.0, 2 * GIB, False)
+    found = read_hints("", option="stage-wait=5m\nstage-tell=yes\nstage-wait=1m\nstage-tell=no\n")
+    assert (found.wait, found.tell, found.problems) == (60.0, False, ())
 
 
 def test_option_counts_alone_for_its_word_and_the_comment_for_all_others() -> None:
@@ -250,8 +227,8 @@ def test_option_counts_alone_for_its_word_and_the_comment_for_all_others() -> No
 
 
 def test_comment_is_read_beside_another_option() -> None:
-    found = read_hints("stage=/c stage-list=/l", option="stage-tell=yes\n")
-    assert (found.paths, found.listed, found.tell) == (("/c",), "/l", True)
+    found = read_hints("stage=/c stage-wait=1m", option="stage-tell=yes\n")
+    assert (found.paths, found.wait, found.tell) == (("/c",), 60.0, True)
     assert (found.options, found.ignored) == (("stage-tell",), ())
 
 
@@ -286,26 +263,3 @@ def test_any_option_is_read(comment: str, option: str) -> None:
     assert len(found.problems) <= MAX_PROBLEMS
     assert all(problem.isprintable() for problem in found.problems)
     assert set(found.options) <= {"stage", "stage-dir", "stage-tell", "stage-wait"}
-
-
-# --- a list in a file
-
-
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_list_with_a_mark_and_lines_of_dos_is_read(mark: bytes) -> None:
-    text = mark + "/a/ü/\r\n# more\r\n\r\n  /b@job \r\n".encode() + b"/\xff"
-    assert split_list(text) == ["/a/ü/", "", "/b@job", "/\udcff"]
-    assert split_list(mark + b"# /a/\n/b/") == ["/b/"]
-    assert split_list(mark) == [""]
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-@pytest.mark.parametrize("text", ["/a/\n", "# ü\r\n/a/", "\n"])
-def test_list_in_utf_16_is_refused_by_name(encoding: str, text: str) -> None:
-    with pytest.raises(ValueError, match="is UTF-16; save it as UTF-8"):
-        split_list(text.encode(encoding))
-
-
-def test_list_with_nul_bytes_is_refused() -> None:
-    with pytest.raises(ValueError, match="NUL bytes"):
-        split_list(b"/a\0b/\n")

@@ -20,10 +20,9 @@ from collections.abc import Iterable
 from forestage.cache.lease import Leases
 from forestage.cache.part import boot_id
 from forestage.errors import Failed
-from forestage.slurm.lines import Fields, has_control
+from forestage.slurm.lines import DIRECTORY_FORMAT, Fields, has_control
 from forestage.system import records
 
-DIRECTORY_FORMAT = 1
 HEAD = "directory"
 
 

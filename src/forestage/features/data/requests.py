@@ -11,6 +11,7 @@ Each is a `wanted.View`, and may have something to release (features/data/releas
 companion: it mounts all this in each task's own namespace.
 """
 
+import codecs
 import contextlib
 import io
 import os
@@ -88,7 +89,7 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> StepPa
         found, came[request] = _show(call, request)
         lines += found
     outcomes += came.values()
-    if any(request.is_seed for request in noted.requests):
+    if any(_is_seed(request) for request in noted.requests):
         from forestage.features.data import fill
 
         lines += fill.unset(own, noted)  # of those that are not in there by now
@@ -164,7 +165,7 @@ def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
     if len(text) > LONGEST_LIST:
         raise Declined("bad-hint", f"stage-list: {path} is longer than {LONGEST_LIST} bytes")
     try:
-        paths = hints.split_list(text)
+        paths = split_list(text)
     except ValueError as error:
         raise Declined("bad-hint", f"stage-list: {path} {error}") from None
     problems: list[str] = []
@@ -177,6 +178,27 @@ def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
     if problems:
         raise Declined("bad-hint", f"stage-list: {path}: {'; '.join(problems)}")
     return data
+
+
+def split_list(text: bytes) -> list[str]:
+    """Return the lines of a list of paths, without comments. Pure.
+
+    Editors of Windows begin a file with a byte order mark, and some of their programs write UTF-16,
+    with or without its mark. Raises ValueError for UTF-16, and for any other NUL byte.
+    """
+    marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    # The first character of a list is ASCII: of a path, a comment, or the end of a line.
+    if text.startswith(marks) or text[:2].count(0) == 1:
+        raise ValueError("is UTF-16; save it as UTF-8")
+    if b"\0" in text:
+        raise ValueError("holds NUL bytes, so it is no list of paths")
+    lines = os.fsdecode(text.removeprefix(codecs.BOM_UTF8)).split("\n")
+    return [line for line in map(str.strip, lines) if not line.startswith("#")]
+
+
+def _is_seed(request: Request) -> bool:
+    """Return whether a variable of the job says where it is. Pure."""
+    return request.at.startswith("seed:")
 
 
 def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Handled]:
@@ -262,7 +284,7 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
     told = tuple(
         request
         for request in asked.data
-        if request.is_seed or ((request.kind == "mount" or asked.tell) and not asked.off)
+        if _is_seed(request) or ((request.kind == "mount" or asked.tell) and not asked.off)
     )
     if asked.room is None and not told:
         return

@@ -24,6 +24,7 @@ from pathlib import Path
 from forestage import log
 from forestage.errors import Declined, ForestageError
 from forestage.slurm.job import Job
+from forestage.slurm.lines import SERVE_TIMEOUT
 from forestage.system import as_user, child, folders, fuse, holder, lock, mounts, run
 from forestage.system.holder import SAFEST, Channel, Guests, Life, Message
 from forestage.system.run import Program
@@ -38,7 +39,6 @@ MOST, MOST_OF_USER = 256, 128  # files of jobs that a node, and one user on it, 
 SERVERS, SERVERS_OF_USER = 512, 256  # each step has one for each file: 10 MiB
 HELP = 2.0  # seconds for what a program says of itself
 BEGIN = 5.0  # seconds until the process listens
-START = 10.0  # seconds until the first look into the file; a task waits for this and PLACED
 SAID = 0.2  # seconds in which a program that fails says why
 WORDS = 1000  # bytes of what squashfuse says last
 PROBED = 0.2  # seconds for which somebody who counts may hold the lock
@@ -250,7 +250,7 @@ class _Served:
             return None, []
 
         try:
-            as_user.call(look, type(None), START, keep=self.hidden)
+            as_user.call(look, type(None), SERVE_TIMEOUT, keep=self.hidden)
         except (Declined, OSError):
             return False
         return True

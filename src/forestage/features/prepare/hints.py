@@ -10,10 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from forestage.errors import Declined
 from forestage.features.doors import SUBMITTED_MUST_BE_POSSIBLE, load_all
-from forestage.slurm.hints import OF_OPTION, Rank, Request, read_hints
-
-REFUSED = 65
-"""The exit status by which the companion knows a refusal: no crash and no older release ends so."""
+from forestage.slurm.hints import OF_OPTION, REFUSED, Rank, Request, read_hints
 
 SOME_NODE = Rank(0, 1)  # {node} is not known yet, and means something on each
 

@@ -623,7 +623,7 @@ def test_program_that_hangs_at_its_start_is_given_up(
     hangs.chmod(0o755)
     mounting.node.places.root.chmod(0o755)
     monkeypatch.setattr(serving, "PROGRAMS", (str(hangs),))
-    monkeypatch.setattr(serving, "START", 0.3)
+    monkeypatch.setattr(serving, "SERVE_TIMEOUT", 0.3)
     assert mounting.ask(mounting.socket(1)) == ("no its server does not answer", [])
 
 

@@ -1,0 +1,119 @@
+"""Hints that are for data alone: a directory's size, a list, and places that no node would show."""
+
+from __future__ import annotations
+
+import pytest
+
+from forestage.errors import Declined
+from forestage.features.data import submitted
+from forestage.features.data.requests import split_list
+from forestage.slurm.hints import Rank, read_hints
+
+GIB = 1024**3
+
+
+@pytest.mark.parametrize(
+    ("comment", "room", "ram"),
+    [("stage-dir=200GiB", 200 * GIB, False), ("stage-dir=64G,ram", 64 * GIB, True)],
+)
+def test_own_directory_has_a_size(comment: str, room: int, ram: bool) -> None:
+    hints = read_hints(comment)
+    assert (hints.room, hints.ram, hints.has_data, hints.problems) == (room, ram, True, ())
+
+
+@pytest.mark.parametrize("value", ["", "much", "-1", "1G,disk", "1G,", "80%"])
+def test_own_directory_of_no_size_is_a_problem(value: str) -> None:
+    hints = read_hints(f"stage-dir={value} stage=/a")
+    assert (hints.room, hints.paths) == (None, ("/a",))
+    assert hints.problems[0].startswith("stage-dir: expected")
+
+
+def test_list_is_a_file_of_this_nodes() -> None:
+    assert read_hints("stage-list=lists/{node}", Rank(3, 4)).listed == "lists/3"
+
+
+def test_last_size_of_an_own_directory_counts() -> None:
+    found = read_hints("", option="stage-dir=1G,ram\nstage-wait=1m\nstage-dir=2G\n")
+    assert (found.wait, found.room, found.ram, found.problems) == (60.0, 2 * GIB, False, ())
+
+
+def test_list_is_read_beside_an_option_without_paths() -> None:
+    found = read_hints("stage=/c stage-list=/l", option="stage-tell=yes\n")
+    assert (found.paths, found.listed, found.tell) == (("/c",), "/l", True)
+    assert (found.options, found.ignored) == (("stage-tell",), ())
+
+
+@pytest.mark.parametrize("size", ["200GiB", "1.5T", "16G,ram"])
+def test_size_of_an_own_directory_is_an_option(size: str) -> None:
+    assert read_hints("", option=f"stage-dir={size}").problems == ()
+
+
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [
+        ("lots", "expected a size such as 23GiB or 500M, got 'lots'"),
+        ("16G,RAM", "expected SIZE or SIZE,ram, got '16G,RAM'"),
+    ],
+)
+def test_wrong_size_of_an_option_is_said_with_what_to_write(size: str, why: str) -> None:
+    found = read_hints("", option=f"stage-dir={size}")
+    assert found.problems == (f"option --stage-dir={size}: {why}",)
+
+
+def test_list_is_no_option() -> None:
+    (problem,) = read_hints("", option="stage-list=/a").problems
+    assert problem.startswith("option --stage-list=/a: unknown (known: --stage, --stage-dir, ")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "/data/set/",
+        "/data/set/@job",
+        "/data/set.tar.zst@job",
+        "/caches/inductor/@seed:TORCHINDUCTOR_CACHE_DIR",
+        "/env.sqsh@/opt/env",
+        "/env.sqsh@/home/alice/env",
+    ],
+)
+def test_place_that_a_node_may_show_is_possible(word: str) -> None:
+    (request,) = read_hints("", option=f"stage={word}").data
+    submitted.must_be_possible(request)
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("/env.sqsh@/etc", "/etc: nothing may be mounted over /etc"),
+        ("/env.sqsh@/usr/local", "/usr/local: nothing may be mounted over /usr"),
+        ("/env.sqsh@/opt/../usr", "/usr: nothing may be mounted over /usr"),
+        ("/cache/@seed:PATH", "'PATH' is no variable that a seed may set"),
+        ("/cache/@seed:A B", "'A B' is no variable that a seed may set"),
+        ("/@job", "/ has no name for the job's directory"),
+    ],
+)
+def test_place_that_no_node_would_show_is_refused(word: str, why: str) -> None:
+    (request,) = read_hints("", option=f"stage={word}").data
+    with pytest.raises(Declined) as refused:
+        submitted.must_be_possible(request)
+    assert str(refused.value) == why
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_list_with_a_mark_and_lines_of_dos_is_read(mark: bytes) -> None:
+    text = mark + "/a/ü/\r\n# more\r\n\r\n  /b@job \r\n".encode() + b"/\xff"
+    assert split_list(text) == ["/a/ü/", "", "/b@job", "/\udcff"]
+    assert split_list(mark + b"# /a/\n/b/") == ["/b/"]
+    assert split_list(mark) == [""]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("text", ["/a/\n", "# ü\r\n/a/", "\n"])
+def test_list_in_utf_16_is_refused_by_name(encoding: str, text: str) -> None:
+    with pytest.raises(ValueError, match="is UTF-16; save it as UTF-8"):
+        split_list(text.encode(encoding))
+
+
+def test_list_with_nul_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="NUL bytes"):
+        split_list(b"/a\0b/\n")
