@@ -80,10 +80,6 @@ class NotFound(ForestageError):
     exit_code: ClassVar[int] = 1
 
 
-class ImageError(ForestageError):
-    """No image can be made of this, or none can be put there."""
-
-
 class RefusedError(ForestageError):
     """Slurm's configuration is not changed: it would drain nodes, or only its writer can do it."""
 

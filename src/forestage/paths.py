@@ -165,11 +165,6 @@ class Places(msgspec.Struct, frozen=True):
         return self.run / "proven.json"
 
     @property
-    def warmed(self) -> Path:
-        """It is there once the images of `warm_at_boot` were here since the boot."""
-        return self.run / "warmed"
-
-    @property
     def wrong(self) -> Path:
         """A file for each key of which some node read wrong bytes, see
         features/peers/notices.py."""

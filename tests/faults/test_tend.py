@@ -12,6 +12,7 @@ from far import Far
 from fault import image
 
 from forestage.cache.lease import Lease
+from forestage.features.prepare.tend import warmed_sign
 from forestage.paths import Places
 from forestage.system import mounts
 from node import ALICE, Later, Node, until
@@ -128,8 +129,8 @@ def test_copy_that_a_part_began_keeps_no_lock_of_it_and_is_noted_once_it_is_here
     (part,) = node.parts()
     assert not node.is_idle(part.directory.name), "the copy takes seconds"
     assert tended.is_free("warm")
-    assert not node.places.warmed.exists()
+    assert not warmed_sign(node.places).exists()
     until(node.entries, "the copy")
     assert tended.run()["warm"] == ("ended", 0)
-    assert node.places.warmed.exists()
+    assert warmed_sign(node.places).exists()
     assert "warm" not in tended.run()

@@ -17,8 +17,6 @@ from typing import Literal
 
 import msgspec
 
-from forestage.cache.node import Node
-from forestage.config import decided
 from forestage.errors import Failed
 from forestage.paths import Places
 from forestage.slurm import companion, plugstack, slurm_conf
@@ -519,9 +517,3 @@ def companion_state(places: Places, conf: str) -> CompanionState:
     path = conf or slurm_conf.find_usual(files.root)
     conf_file = slurm_conf.SlurmConf(path and str(files.at(path)))
     return companion.read_state(places.loaded, conf_file)
-
-
-def as_hooks_see(node: Node, conf: str) -> Node:
-    """The node with what `redirect: auto` means on it."""
-    config = decided(node.config, companion_state(node.places, conf).state)
-    return msgspec.structs.replace(node, config=config)

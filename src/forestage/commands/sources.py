@@ -5,7 +5,6 @@ sources/opening.
 """
 
 import os
-import pwd
 from pathlib import Path
 from typing import Literal
 
@@ -40,12 +39,6 @@ def invoking_user() -> User:
     """Who runs this program."""
     uid = os.getuid()
     return User(as_user.name_of(uid), uid, os.getgid())
-
-
-def user_named(name: str) -> User:
-    """A user of this node. Raises KeyError."""
-    known = pwd.getpwnam(name)
-    return User(known.pw_name, known.pw_uid, known.pw_gid)
 
 
 def owner(access: Access) -> User:

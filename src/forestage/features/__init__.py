@@ -286,6 +286,10 @@ FEATURES = (
             (6, "pack", "Make one squashfs image of all that is in DIR."),
             (7, "hints", "Say what is wrong with --stage options, as srun, sbatch and salloc do."),
         ),
+        debts=(
+            "src/forestage/config/keys.py: warm_at_boot",
+            "tests/hooks/test_order.py: warm_at_boot",
+        ),
     ),
     Feature(
         "report",

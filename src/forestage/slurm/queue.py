@@ -110,18 +110,6 @@ class Slurm(NamedTuple):
             return False
         raise SlurmError(ran.explained())
 
-    def partition_nodes(self, name: str) -> tuple[str, ...]:
-        """The nodes of a partition, each once; none where there is no such partition.
-
-        Raises SlurmError.
-        """
-        words = ("--noheader", "--local", "--Node", "--format=%N", f"--partition={name}")
-        return tuple(dict.fromkeys(self.query("sinfo", *words).split()))
-
-    def cancel(self, name: str) -> None:
-        """Cancels all jobs of that name. Raises SlurmError."""
-        self.query("scancel", f"--name={name}")
-
     def at_work(self) -> frozenset[int]:
         """The jobs that have a step on this node: known without asking anybody."""
         return frozenset(self.managers().values())

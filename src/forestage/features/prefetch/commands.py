@@ -25,10 +25,10 @@ def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> 
     of what is expected. Everywhere else it asks that host for the list, and begins to copy here
     what it expects most. Ends at once while another one is at work.
     """
-    from forestage.check import site as sites
     from forestage.errors import ConfigError, Problem
     from forestage.features.peers import auth
     from forestage.features.prefetch import expected, prefetch_host, prefetch_node
+    from forestage.features.prepare.stage import decide_redirect
     from forestage.slurm.queue import Slurm
     from forestage.system import folders, lock
 
@@ -46,7 +46,7 @@ def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> 
                 made = prefetch_host.run(world.places, slurm, world.clock, dry_run)
                 show(made, prefetch_host.pieces(made), as_json)
                 return
-            here = sites.as_hooks_see(here, os.environ.get("SLURM_CONF", ""))
+            here = decide_redirect(here, os.environ.get("SLURM_CONF", ""))
             ask = partial(expected.ask, host, auth.prover(peers.key_file, world.places))
             done = prefetch_node.run(here, slurm, ask, dry_run)
             show(done, prefetch_node.pieces(done), as_json)

@@ -121,7 +121,6 @@ def stage(
     `warm_at_boot:` in the configuration. Ends with status 1 if one is not here; a copy that is
     under way then goes on.
     """
-    from forestage.check import site as sites
     from forestage.commands import sources
     from forestage.features.prepare import stage as work
     from forestage.slurm.queue import this_node
@@ -130,10 +129,10 @@ def stage(
     if os.geteuid() != 0:  # else the cache is said to be nobody's, and to be removed
         raise PermissionError(errno.EPERM, "the cache is root's")
     try:
-        who = sources.user_named(user) if user else sources.invoking_user()
+        who = work.read_user(user) if user else sources.invoking_user()
     except KeyError:
         raise click.BadParameter(f"{user!r} is no user of this node", param_hint="--user") from None
-    node = sites.as_hooks_see(ctx.obj.node(), os.environ.get("SLURM_CONF", ""))
+    node = work.decide_redirect(ctx.obj.node(), os.environ.get("SLURM_CONF", ""))
     paths = tuple(dict.fromkeys(_path(ctx.obj, image) for image in images))
     job = work.nobody(who, this_node(os.environ))
     with screen.busy() as progress:

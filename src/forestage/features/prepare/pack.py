@@ -17,9 +17,9 @@ from urllib.parse import quote
 import msgspec
 
 from forestage.clock import Clock
-from forestage.errors import Failed, ImageError
+from forestage.errors import Failed
 from forestage.features.prepare import hints
-from forestage.features.prepare.publish import lay_out, replacing
+from forestage.features.prepare.publish import ImageError, lay_out, replacing
 from forestage.system import child, mksquashfs, run
 from forestage.system.run import Ran
 from forestage.system.striping import Layout

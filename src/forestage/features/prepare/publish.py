@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.clock import Clock
-from forestage.errors import Failed, ImageError
+from forestage.errors import Failed, ForestageError
 from forestage.system import records, run
 from forestage.system.files import opened
 from forestage.system.striping import Layout, setstripe
@@ -24,6 +24,10 @@ from forestage.system.tree import Files
 from forestage.units import format_duration, format_rate, format_size
 
 TIMEOUT = 60.0  # seconds for lfs to make an empty file
+
+
+class ImageError(ForestageError):
+    """No image can be made of this, or none can be put there."""
 
 
 class Published(msgspec.Struct, frozen=True):

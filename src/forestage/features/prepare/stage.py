@@ -6,6 +6,7 @@ afterwards is evicted like any entry. A copy that jobs need goes before it.
 """
 
 import contextlib
+import pwd
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,9 @@ import msgspec
 
 from forestage.cache import disk, disk_errors
 from forestage.cache.node import Node
+from forestage.check.site import companion_state
 from forestage.clock import Deadline
-from forestage.config import switch
+from forestage.config import decided, switch
 from forestage.errors import Declined, Failed, ForestageError, of_node
 from forestage.features.prepare.job_images import ImageResult
 from forestage.slurm.hints import Hints
@@ -43,6 +45,18 @@ class StageReport(msgspec.Struct, frozen=True):
     def failed(self) -> int:
         """How many are not here."""
         return sum(1 for one in self.images if not one.is_here)
+
+
+def read_user(name: str) -> User:
+    """Return a user of this node. Raises KeyError."""
+    known = pwd.getpwnam(name)
+    return User(known.pw_name, known.pw_uid, known.pw_gid)
+
+
+def decide_redirect(node: Node, conf: str) -> Node:
+    """Return the node with what `redirect: auto` means on it; `conf` is $SLURM_CONF or ""."""
+    config = decided(node.config, companion_state(node.places, conf).state)
+    return msgspec.structs.replace(node, config=config)
 
 
 def nobody(user: User, node: str) -> Job:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forestage.commands.tend import Part
 
 if TYPE_CHECKING:
     from forestage.features.contexts import TendFacts
+    from forestage.paths import Places
+
+
+def warmed_sign(places: Places) -> Path:
+    """Return the file that is there once the images of `warm_at_boot` were here since the boot."""
+    return places.run / "warmed"
 
 
 def each_minute(facts: TendFacts) -> Iterator[Part]:
     """Yield what begins their copies, until all of them were here once since the boot."""
-    config, done = facts.config, facts.places.warmed
+    config, done = facts.config, warmed_sign(facts.places)
     if config is None or facts.is_apart:
         return
     if config.warm_at_boot and not done.exists():

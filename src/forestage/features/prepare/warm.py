@@ -105,8 +105,9 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
 
 def list_partition_nodes(name: str, slurm: Slurm) -> tuple[str, ...]:
-    """Return all nodes of a partition. Raises NotFound if it has none, SlurmError."""
-    found = slurm.partition_nodes(name)
+    """Return all nodes of a partition, each once. Raises NotFound if it has none, SlurmError."""
+    words = ("--noheader", "--local", "--Node", "--format=%N", f"--partition={name}")
+    found = tuple(dict.fromkeys(slurm.query("sinfo", *words).split()))
     if not found:
         raise NotFound(f"Slurm has no partition {name}, or it has no node", "see `sinfo`")
     return found
@@ -188,7 +189,7 @@ def _cancel(slurm: Slurm, clock: Clock, name: str, futures: "Iterable[Future[Nod
     end = clock.monotonic() + CANCEL_TIMEOUT
     while True:  # more than once: an srun may be about to submit its job
         with contextlib.suppress(SlurmError):
-            slurm.cancel(name)
+            slurm.query("scancel", f"--name={name}")
         if not wait(futures, CANCEL_EVERY).not_done or clock.monotonic() >= end:
             return
 

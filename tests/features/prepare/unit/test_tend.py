@@ -13,10 +13,11 @@ from forestage.paths import Places
 
 def test_copies_of_a_boot_are_a_part_until_all_images_were_here(tmp_path: Path) -> None:
     places, config = Places(tmp_path), Config(warm_at_boot=("/a",))
+    warmed = tend.warmed_sign(places)
     (found,) = tend.each_minute(TendFacts(places, Clock(), config, False))
-    assert (found.done, found.is_idle, bool(found.limit)) == (places.warmed, False, True)
-    places.warmed.parent.mkdir(parents=True)
-    places.warmed.touch()
+    assert (found.done, found.is_idle, bool(found.limit)) == (warmed, False, True)
+    warmed.parent.mkdir(parents=True)
+    warmed.touch()
     assert [*tend.each_minute(TendFacts(places, Clock(), config, False))] == []
 
 
