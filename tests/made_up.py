@@ -11,12 +11,18 @@ import pytest
 
 from forestage import features
 from forestage.features import FEATURES, Feature
+from forestage.slurm import hints
 
 Door = Callable[..., Any]
 
 
-def around_all(patch: pytest.MonkeyPatch, first: dict[str, Door], last: dict[str, Door]) -> None:
-    """Put a feature with these doors before all others, and another one behind them."""
+def around_all(
+    patch: pytest.MonkeyPatch, first: dict[str, Door], last: dict[str, Door], word: str = ""
+) -> None:
+    """Put a feature with these doors before all others, and another one behind them.
+
+    A comment may have the word for each of them.
+    """
     rows = {"first": first, "last": last}
     for name, functions in rows.items():
         for door, function in functions.items():
@@ -26,8 +32,14 @@ def around_all(patch: pytest.MonkeyPatch, first: dict[str, Door], last: dict[str
             patch.setitem(sys.modules, full, module)
             setattr(module, at, function)
     mark = ("leases/{job}.json",)
-    made = [Feature(name, doors=tuple(rows[name]), marks=mark) for name in rows]
+    made = [
+        Feature(name, doors=tuple(rows[name]), marks=mark, raw_words=(word,) if word else ())
+        for name in rows
+    ]
     patch.setattr(features, "FEATURES", (made[0], *FEATURES, made[1]))
+    if word:
+        patch.setattr(hints, "RAW", (word,))
+        patch.setattr(hints, "KNOWN", (*hints.KNOWN, word))
 
 
 def calls_of(names: tuple[str, ...], raised: type[BaseException]) -> tuple[Any, Any, list[str]]:

@@ -6,15 +6,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forestage.clock import Clock
 from forestage.commands.tally import Tally
 from forestage.events import Handled, read
+from forestage.features.contexts import LeaseFacts, ServedFacts, StepPart
 from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, Hook
-from forestage.slurm.hints import MAX_PROBLEMS
+from forestage.slurm.hints import MAX_PROBLEMS, Request
+from forestage.slurm.job import Job
 from forestage.system import lock
 from helper import Helper, environ
+from made_up import around_all
 from node import Node, content, until
 
 
@@ -59,6 +63,30 @@ def test_step_without_an_image_shows_all_that_the_comment_names(
     assert [one.result for one in spank.outcomes("step", 1)] == ["hit", "hit"]
     spank.epilog(1)
     assert list(spank.leases.directory.iterdir()) == []
+
+
+def test_feature_adds_the_image_that_its_raw_word_means_and_is_told_it_in_each_step(
+    spank: Node,
+    paths: list[Path],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def add(facts: LeaseFacts) -> Job:
+        images = [Request(str(paths[int(value)]), "hint") for _, value in facts.job.hints.words]
+        return msgspec.structs.replace(facts.job, requests=tuple(images))
+
+    def show(facts: ServedFacts) -> StepPart:
+        return StepPart([("say", value) for _, value in facts.job.hints.words], [])
+
+    around_all(monkeypatch, {"prolog.before_lease": add}, {"step.after_lease": show}, "stage-made")
+    done = spank.prolog(1, comment="stage-made=0 stage-made=1")
+    assert [one.result for one in done.outcomes] == ["hit", "hit"]
+    shown = [f"also\t{used(spank, path)}" for path in paths]
+    for _ in range(2):
+        said = step(spank, 1, capfd).splitlines()
+        assert said == [*shown, "say\t0", "say\t1", "leave\tno-image"]
+    assert spank.prolog(2, comment=f"stage={paths[0]}").code == 0
+    assert "say" not in step(spank, 2, capfd)
 
 
 def test_images_of_the_comment_that_are_here_are_local(spank: Node, paths: list[Path]) -> None:

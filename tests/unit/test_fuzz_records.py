@@ -34,7 +34,7 @@ RECORDS: list[msgspec.Struct] = [
     Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "chunks", 16, "d"),
     Owner(7, "boot", IMAGE, 1 << 20, "chunks", 3, 5.0),
     Lease(1, User("alice", 1, 1), 5.0, "/cache", (Use("k", "/a"),)),
-    Said(True, 3.0, hinted=(b"/a",), data=Wanted(room=5), say=("a line",)),
+    Said(True, 3.0, hinted=(b"/a",), data=Wanted(room=5), say=("a line",), words=(("a", "b"),)),
     Uploaded(1.0, 2, 3),
     KnownDisks(caches=(CacheDisk("/mnt/nvme/forestage", "/mnt/nvme", "xfs 0a"),)),
 ]

@@ -159,7 +159,7 @@ class Leases:
         Under the space lock.
         """
         said = self.said(job, uid)
-        if not said.hinted and said.data is None:
+        if not said.hinted and said.data is None and not said.words:
             self.hints(job).unlink(missing_ok=True)
 
     def hinted(self, job: int, uid: int | None = None) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ class Said(msgspec.Struct, frozen=True, omit_defaults=True):
     `hinted` are the images that its comment named, resolved: as bytes, since a path need not be
     text. `data` is what else it names; None: nothing. `say` are lines for its user, `told`: they
     have read a line. `waited` are the seconds that its Prolog took, for a user who wants to know.
+    `words` are those of its comment that features read themselves.
     `uid` says to whose job, as a number comes again; None once that was asked.
     """
 
@@ -65,4 +66,5 @@ class Said(msgspec.Struct, frozen=True, omit_defaults=True):
     say: tuple[str, ...] = ()
     told: bool = False
     waited: float = 0.0
+    words: tuple[tuple[str, str], ...] = ()
     uid: int | None = None

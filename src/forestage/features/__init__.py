@@ -24,6 +24,7 @@ class Feature:
         "name",
         "needs",
         "options",
+        "raw_words",
         "sign",
         "unit",
         "words",
@@ -38,6 +39,7 @@ class Feature:
         marks: tuple[str, ...] = (),
         options: tuple[str, ...] = (),
         words: tuple[str, ...] = (),
+        raw_words: tuple[str, ...] = (),
         kinds: tuple[str, ...] = (),
         sign: str = "",
         heading: str = "",
@@ -56,9 +58,12 @@ class Feature:
         """The words that a job's comment and options of srun may have for it."""
         self.words = words
         """The words that only a job's comment may have for it."""
+        self.raw_words = raw_words
+        """More of them, which slurm/hints.py leaves to the feature: `Hints.words` has their values,
+        in the Prolog and in the job's steps."""
         self.kinds = kinds
         """What a job asks it for, besides images by their paths: a `reference` in place of a path,
-        or `data`. Only then do Prolog and step import it."""
+        or `data`. Only then, or for a raw word, do Prolog and step import it."""
         self.sign = sign
         """A file below /run/forestage: while it is there, the feature is on where its key `enabled`
         leaves that to the node."""
@@ -307,10 +312,10 @@ def having(door: str, features: "Iterable[Feature] | None" = None) -> list[str]:
     return [one.name for one in (FEATURES if features is None else features) if door in one.doors]
 
 
-def asked_for(kinds: "Iterable[str]") -> list[Feature]:
-    """Return the features that a job asks for one of these kinds (`Feature.kinds`)."""
-    asked = set(kinds)
-    return [one for one in FEATURES if not asked.isdisjoint(one.kinds)]
+def asked_for(words: "Iterable[str]") -> list[Feature]:
+    """Return the features that a job asks, by one of these kinds or raw words."""
+    asked = set(words)
+    return [one for one in FEATURES if not asked.isdisjoint((*one.kinds, *one.raw_words))]
 
 
 def with_work(job: int, run: str) -> list[Feature]:

@@ -187,7 +187,8 @@ def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:
     """
     hints = job.hints
     try:
-        leases.say(node, job, end.left(), off=hints.off, wait=hints.wait, tell=hints.tell)
+        said = {"off": hints.off, "wait": hints.wait, "tell": hints.tell, "words": hints.words}
+        leases.say(node, job, end.left(), to_steps=bool(hints.words), **said)
     except (ForestageError, OSError) as error:
         return of_error(Request("", "hint"), error)
     if not hints.off:

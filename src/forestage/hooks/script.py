@@ -84,7 +84,7 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
     # Once: several caches must not take several times what slurm.conf allows.
     limit = prolog.limit_of(nodes[0], job, limits, refusal, hook.in_background)
     hook.watched.ends_within(limit.end.left())
-    if refusal is None and (job.requests or job.saves or has_data):
+    if refusal is None and (job.requests or job.saves or has_data or job.hints.words):
         job, refusal = prolog.with_user(job, limit)
     if features and refusal is None:
         job = _before_lease(hook, nodes[0], job, features)
@@ -192,7 +192,8 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
 def _asked_for(job: Job, has_data: bool) -> list[Feature]:
     """Pure: the features that serve what the job asks for besides images by their paths."""
     kinds = {"reference": job.reference is not None, "data": has_data}
-    return asked_for(kind for kind, is_asked in kinds.items() if is_asked)
+    asked = [kind for kind, is_asked in kinds.items() if is_asked]
+    return asked_for([*asked, *(word for word, _ in job.hints.words)])
 
 
 def _lease_facts(hook: Hook, node: Node, job: Job) -> LeaseFacts:

@@ -166,7 +166,7 @@ def with_notes(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Dec
     if lease is None:
         return job, refusal
     noted = {"off": said.off, "wait": said.wait, "tell": said.tell, "problems": said.say}
-    hints = msgspec.structs.replace(job.hints, **noted)
+    hints = msgspec.structs.replace(job.hints, words=said.words, **noted)
     return msgspec.structs.replace(job, hints=hints, waited=said.waited), refusal
 
 

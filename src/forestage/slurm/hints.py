@@ -10,6 +10,8 @@
     stage-wait=DURATION
     stage-tell=yes|no           one line at the first step: what happened, and what it saved
 
+A feature may have words that it reads itself (`raw_words` of its row).
+
 A value is split at commas; the last `@` that is followed by one of these endings separates; other
 ones belong to the path. Then {node} (0 for the job's first node), {nodes} and {node:03} are
 replaced, and %2C, %20, %40, %7B decoded. Nothing else in braces has a meaning.
@@ -42,7 +44,8 @@ MAX_OPTION = 16384
 """Characters that all words given as options may have; execve(2) takes 128 KiB in one variable."""
 
 OPTIONS = tuple(sorted(word for feature in FEATURES for word in feature.options))
-KNOWN = (*OPTIONS, *(word for feature in FEATURES for word in feature.words))
+RAW = tuple(word for feature in FEATURES for word in feature.raw_words)
+KNOWN = (*OPTIONS, *(word for feature in FEATURES for word in feature.words), *RAW)
 
 OF_OPTION = "option --"
 """Begins a problem of a word that was given as an option."""
@@ -107,7 +110,7 @@ class Hints(msgspec.Struct, frozen=True):
     `wanted` has each request once. `room` is the size of the job's own directory in bytes, `ram`
     whether that lies in memory; `listed` is the file of stage-list=. `tell`: they want to read what
     happened. `options` are the words that were given as options, `ignored` those of them that the
-    comment has as well.
+    comment has as well. `words` are those that features read themselves, each with its value.
     """
 
     wanted: tuple[Request, ...] = ()
@@ -120,6 +123,7 @@ class Hints(msgspec.Struct, frozen=True):
     tell: bool = False
     options: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    words: tuple[tuple[str, str], ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -139,7 +143,7 @@ class Hints(msgspec.Struct, frozen=True):
     @property
     def for_steps(self) -> bool:
         """Whether the job's steps have to know of it: they see no comment."""
-        return self.off or self.tell or self.wait is not None
+        return self.off or self.tell or self.wait is not None or bool(self.words)
 
 
 class _Reading:
@@ -150,6 +154,7 @@ class _Reading:
         self.settings: dict[str, object] = {}
         self.wanted: list[Request] = []
         self.problems: list[str] = []
+        self.words: list[tuple[str, str]] = []
 
     def options(self, text: str) -> tuple[str, ...]:
         """Reads the words of an option's variable; returns their names."""
@@ -164,7 +169,7 @@ class _Reading:
                 if name == "stage" and value not in OFF:
                     self.wanted.append(_request(_one_path(value), self.rank, plain=True))
                 else:
-                    self.settings |= _setting(name, value, self.rank)
+                    self.set(name, value)
             except ValueError as error:
                 self.problems.append(f"{OF_OPTION}{_short(name, value)}: {error}")
         return tuple(dict.fromkeys(name for name, _, _ in found if name in OPTIONS))
@@ -190,10 +195,21 @@ class _Reading:
                     elif "stage-tell=yes" in tokens:
                         self.problems.append(f"stage={value} names no path: a path begins with /")
                 else:
-                    self.settings |= _setting(name, value, self.rank)
+                    self.set(name, value)
             except ValueError as error:
                 self.problems.append(f"{name}: {error}")
         return tuple(dict.fromkeys(ignored))
+
+    def set(self, name: str, value: str) -> None:
+        """Read a word that names no image. Raises ValueError."""
+        if name not in RAW:
+            self.settings |= _setting(name, value, self.rank)
+        elif not is_utf8(value):  # it is noted for the job's steps, as JSON
+            raise ValueError(f"{quote(value)} is not UTF-8")
+        elif len(self.words) == MAX_HINTED:
+            raise ValueError(f"is the word after {MAX_HINTED}, which are read")
+        else:
+            self.words.append((name, value))
 
 
 def read_hints(comment: str, rank: Rank = NOWHERE, option: str = "") -> Hints:
@@ -217,6 +233,7 @@ def read_hints(comment: str, rank: Rank = NOWHERE, option: str = "") -> Hints:
         problems=tuple(printable(problem) for problem in problems[:MAX_PROBLEMS]),
         options=options,
         ignored=ignored,
+        words=tuple(reading.words),
         **reading.settings,  # type: ignore[arg-type]
     )
 

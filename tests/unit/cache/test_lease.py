@@ -152,7 +152,8 @@ def test_jobs_with_a_lease_are_known_though_it_be_damaged(leases: Leases) -> Non
 
 
 WANTED = Wanted((Request("/lustre/set/", "hint"),), room=1 << 30, trees={"/a/": Tree("looking")})
-SAID = Said(True, 3.0, True, (b"/lustre/\xff.sqsh",), WANTED, ("a line",), True, 1.5)
+RAW = (("stage-made-up", "é"),)
+SAID = Said(True, 3.0, True, (b"/lustre/\xff.sqsh",), WANTED, ("a line",), True, 1.5, RAW)
 WORDS = {name: word for name, word in msgspec.structs.asdict(SAID).items() if name != "uid"}
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forestage.slurm import hints as reader
 from forestage.slurm.hints import (
     MAX_HINTED,
     MAX_OPTION,
@@ -95,6 +96,17 @@ def test_wish_to_hear_it_is_yes_or_no(value: str) -> None:
     found = read_hints(f"stage-tell={value}")
     assert not found.tell
     assert found.problems[0].startswith("stage-tell: expected yes or no")
+
+
+def test_raw_word_is_left_to_its_feature_and_told_to_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "RAW", ("stage-x",))
+    monkeypatch.setattr(reader, "KNOWN", (*reader.KNOWN, "stage-x"))
+    found = read_hints("stage-x=/a,b=1 stage-x= stage-x=\udcff stage-wait=1m")
+    assert (found.words, found.wait) == ((("stage-x", "/a,b=1"), ("stage-x", "")), 60.0)
+    assert found.problems == ("stage-x: '\\udcff' is not UTF-8",)
+    assert read_hints("stage-x=1").for_steps
+    many = read_hints("stage-x=1 " * (MAX_HINTED + 1))
+    assert (len(many.words), len(many.problems)) == (MAX_HINTED, 1)
 
 
 def test_too_many_images_are_cut_and_reported() -> None:
