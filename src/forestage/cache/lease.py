@@ -7,6 +7,7 @@
                           JOB.shown    what further steps are shown (cache/step_record.py)
                           JOB.directory  by what its own directory shows
                           (features/data/directory_record.py)
+                          JOB.data     its Epilog has data to release (features/data/requests.py)
                           JOB.over     an Epilog without Python was here (epilog/forestage)
                           JOB.prolog   locked as long as its Prolog works (hooks/background.py)
 

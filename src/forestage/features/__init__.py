@@ -132,7 +132,7 @@ FEATURES = (
     # What every job with an image needs: no folder.
     Feature(
         "core",
-        marks=("leases/{job}.json", "leases/{job}.prolog"),
+        marks=("leases/{job}.json", "leases/{job}.prolog", "leases/{job}.hinted"),
         options=("stage", "stage-tell", "stage-wait"),
     ),
     Feature(
@@ -149,7 +149,7 @@ FEATURES = (
             "sweep.in_each_cache",
             "sweep.lines",
         ),
-        marks=("leases/{job}.hinted",),
+        marks=("leases/{job}.data",),
         options=("stage-dir",),
         words=("stage-list",),
         kinds=("data",),

@@ -38,13 +38,12 @@ HANGING = 1.0  # seconds for the space lock while the disk hangs
 class EpilogFacts(msgspec.Struct, frozen=True):
     """A job that is over on this node; also what the doors of features are told (contexts.py).
 
-    `lease` is None where there is none or it is damaged. `may_have_data` is whether the job's
-    comment may have named any. `patience` is in seconds, for the space lock.
+    `lease` is None where there is none or it is damaged. `patience` is in seconds, for the space
+    lock.
     """
 
     job: Job
     lease: Lease | None
-    may_have_data: bool
     leases: Leases
     places: Places
     clock: Clock
@@ -83,8 +82,7 @@ def epilog(
         return report(_failed(error))
     if lease and is_of_other(lease, job):
         return report(Released("released", detail=LATER))
-    may_have_data = lease is None or leases.has_data(job.id, job.user.uid) is not False
-    end = EpilogFacts(job, lease, may_have_data, leases, places, clock, patience)
+    end = EpilogFacts(job, lease, leases, places, clock, patience)
     # Before anything is dropped: the marks go with the lease. Without one nothing is known.
     features = with_work(job.id, str(places.run)) if lease else FEATURES
     before: list[Callable[[], None]] = []

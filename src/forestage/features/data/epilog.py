@@ -10,8 +10,7 @@ if TYPE_CHECKING:
 
 
 def after_lease_drop(end: EpilogFacts, cache: Cache) -> None:
-    """Release the data of a job that may have had any. Raises Failed, OSError."""
-    if end.may_have_data:
-        from forestage.features.data import release
+    """Release the job's data. Raises Failed, OSError."""
+    from forestage.features.data import release
 
-        release.of_job(cache, end.leases, end.job.id, end.patience)
+    release.of_job(cache, end.leases, end.job.id, end.patience)

@@ -58,7 +58,7 @@ def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[
             _absolute(job, request) for request in (*asked.data, *_read_list(job, limit.end))
         )
         noted = Wanted(requests, asked.room, asked.ram, restart=job.restart)
-        leases.say(node, job, limit.end.left(), to_steps=True, data=noted)
+        _note(node, job, limit.end, noted)
     except (ForestageError, OSError) as error:
         _note_refused(node, job, error, limit.end)
         return _as_data([answers.of_error(Request("", "hint"), error)])
@@ -201,6 +201,15 @@ def _is_seed(request: Request) -> bool:
     return request.at.startswith("seed:")
 
 
+def _note(node: Node, job: Job, end: Deadline, wanted: Wanted) -> None:
+    """Notes what the job wants, for its steps, and has its Epilog call this feature.
+
+    Raises Failed, OSError.
+    """
+    leases.say(node, job, end.left(), to_steps=True, data=wanted)
+    (node.leases.directory / f"{job.id}.data").touch(0o600)  # the row's mark
+
+
 def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Handled]:
     """Makes the job's own directory, where it wants one; notes for its steps why it has none."""
     if noted.room is None:
@@ -215,7 +224,7 @@ def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Han
     except (ForestageError, OSError) as error:
         with contextlib.suppress(ForestageError, OSError):
             refused = msgspec.structs.replace(noted, refused=printable(str(error)))
-            leases.say(node, job, limit.end.left(), to_steps=True, data=refused)
+            _note(node, job, limit.end, refused)
         return [answers.of_error(STAGE_DIR, error)]
     if not noted.ram:  # the first step makes it
         with contextlib.suppress(ForestageError, OSError):
@@ -291,7 +300,7 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
     text, reason = printable(str(why)), answers.of_error(Request("", "hint"), why).reason
     refused = Wanted(told, asked.room, refused=text, off=True, reason=reason, restart=job.restart)
     with contextlib.suppress(ForestageError, OSError):
-        leases.say(node, job, end.left(), to_steps=True, data=refused)
+        _note(node, job, end, refused)
 
 
 def _call(node: Node, job: Job, noted: Wanted, limit: Limit, own: "Own | None" = None) -> ViewCall:
