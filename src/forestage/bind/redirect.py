@@ -28,7 +28,6 @@ from forestage.clock import Deadline
 from forestage.config import switch
 from forestage.errors import Declined, Failed
 from forestage.paths import Places
-from forestage.slurm import enroot
 from forestage.system import as_user, child, folders, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.files import opened
@@ -115,6 +114,8 @@ def mount_waiting(node: Node, wanted: Image) -> Iterator[tuple[int, str]]:
     Yields each such job and what came of it: mounted, kept, or why not. By the rules of `mount`,
     but for a lease that has gone: then its Epilog has run, and nobody needs a redirect.
     """
+    from forestage.slurm import enroot  # an Epilog needs none of it
+
     use = Use(wanted.key, wanted.path)
     entry = node.cache.find(wanted)
     nobodys = enroot.Variables({}, all_known=False)
