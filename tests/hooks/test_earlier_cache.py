@@ -69,9 +69,9 @@ def test_what_a_job_left_in_an_earlier_cache_goes_by_the_sweep(dirs: Dirs, has_l
     node = left_dir(dirs)
     if not has_lease:  # its Epilog was killed then
         node.leases.drop(7)
-    assert swept(node, dry_run=True).job_dirs == ("7.0",)
+    assert swept(node, dry_run=True).added == {"job_dirs": ("7.0",)}
     done = swept(node)
-    assert (done.job_dirs, done.problems) == (("7.0",), ())
+    assert (done.added, done.problems) == ({"job_dirs": ("7.0",)}, ())
     assert dirs.taken().number == 0
     until(lambda: not dirs.devices(), "the devices to go")
     assert list(node.cache.evicted.iterdir()) == []
@@ -86,7 +86,7 @@ def test_directory_of_a_running_job_in_an_earlier_cache_stays(dirs: Dirs) -> Non
 
     config = load_settings(node.places.etc).of_node
     here = NodeOfCache.of(config, node.places, Clock())
-    assert sweep.sweep(here, AtWork("", node="n1"), False, lambda _: None).job_dirs == ()
+    assert sweep.sweep(here, AtWork("", node="n1"), False, lambda _: None).added == {}
     with dirs.seen(7) as at:
         assert at.stat().st_uid == ALICE.uid
 
@@ -103,13 +103,13 @@ def test_earlier_cache_that_another_forestage_uses_is_left_alone(dirs: Dirs) -> 
     node = left_dir(dirs)
     node.leases.drop(7)
     mark = others_mark(node)
-    assert swept(node).job_dirs == ()
+    assert swept(node).added == {}
     done = evicted(node, node.cache.root)
     assert done.exit_code == Exit.NOT_FOUND, done.output
     assert str(mark) in done.output
     assert dirs.taken().number == 1
     mark.unlink()
-    assert swept(node).job_dirs == ("7.0",)
+    assert swept(node).added == {"job_dirs": ("7.0",)}
 
 
 def test_mark_of_an_earlier_boot_is_nobodys(node: Node) -> None:
@@ -249,13 +249,13 @@ def test_earlier_cache_whose_disk_is_hung_is_left_alone(
     monkeypatch.setattr(disk, "hangs", asked)
     done = swept(node)
     assert done.released == ()
-    assert done.job_dirs == ()
+    assert done.added == {}
     assert "does not answer" in str(done.problems)
     assert evicted(node, node.cache.root).exit_code == Exit.CACHE
     monkeypatch.undo()
     done = swept(node)
     assert [one.job for one in done.released] == [2]
-    assert done.job_dirs == ("9.0",)
+    assert done.added == {"job_dirs": ("9.0",)}
 
 
 def test_what_others_have_in_the_directory_of_an_earlier_cache_stays(node: Node) -> None:

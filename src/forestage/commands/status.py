@@ -5,8 +5,8 @@ Only reads. Also behind the gauges of `forestage metrics`.
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import click
 import msgspec
@@ -21,7 +21,7 @@ from forestage.check import site as sites
 from forestage.commands import copies, inventory, recent
 from forestage.commands.copies import Copy
 from forestage.commands.inventory import Holder, Item
-from forestage.commands.world import Exit, as_json, show
+from forestage.commands.world import Exit, as_json, insert_after, show
 from forestage.config import switch
 from forestage.errors import Declined
 from forestage.events import field
@@ -34,7 +34,6 @@ from forestage.system.terminal import Facts, Line, Piece, Table, age, count, mom
 from forestage.units import format_duration, format_size
 from forestage.views.through import keeper
 
-T = TypeVar("T")
 STATES = (
     *("ok", "hangs", "read-only", "full", "failing", "unusable"),
     *("doubt", "off", "not-called", "no-companion"),
@@ -173,18 +172,6 @@ def gather(node: Node, conf: str = "") -> Status:
         copies=under_way,
         stopped=copies.stopped(node),
     )
-
-
-def insert_after(own: dict[str, T], added: Sequence[tuple[str, dict[str, T]]]) -> dict[str, T]:
-    """Return `own` with what is added after the item that it names, or at the end. Pure."""
-    found: dict[str, T] = {}
-    for name, item in own.items():
-        found[name] = item
-        for after, items in added:
-            found |= items if after == name else {}
-    for after, items in added:
-        found |= items if after not in own else {}
-    return found
 
 
 def document(status: Status) -> dict[str, object]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -42,7 +42,7 @@ from forestage.commands import inventory, verify
 from forestage.commands.inventory import Item
 from forestage.commands.unredirect import ROOT, owner_of
 from forestage.commands.verify import Manner, Progress, Verdict
-from forestage.commands.world import as_json, show
+from forestage.commands.world import as_json, insert_after, show
 from forestage.config import directories
 from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
 from forestage.events import Event, losses, user_files
@@ -105,10 +105,10 @@ class ReleasedLease(msgspec.Struct, frozen=True):
 class SweepReport(msgspec.Struct, frozen=True):
     """What one sweep did, or would do. `redirects` no lease asked for; `parts`, `evicted`: keys.
 
-    `job_dirs` are directories of jobs that are over. `kept` is how many leases stay. `keepers`
-    hung: their keys. `doubt` says why no lease was released. `unproven` are the entries that a dry
-    run would read. `collected` is what went of users' directories in the store of images.
-    `unmounted` says that the cache's disk is not mounted, and may come later.
+    `kept` is how many leases stay. `keepers` hung: their keys. `doubt` says why no lease was
+    released. `unproven` are the entries that a dry run would read. `unmounted` says that the
+    cache's disk is not mounted, and may come later. `added` is what features did, by fields of
+    their own, where that is anything.
     """
 
     dry_run: bool
@@ -117,14 +117,13 @@ class SweepReport(msgspec.Struct, frozen=True):
     kept: int = 0
     redirects: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
-    job_dirs: tuple[str, ...] = ()
     keepers: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
     verified: tuple[Verdict, ...] = ()
     unproven: tuple[str, ...] = ()
     doubt: str = ""
     problems: tuple[str, ...] = ()
-    collected: tuple[object, ...] = ()
+    added: Mapping[str, tuple[object, ...]] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -262,6 +261,16 @@ class _Sweep:
         """Puts what was done into the report."""
         self.done = msgspec.structs.replace(self.done, **fields)
 
+    def add_found(self, found: Mapping[str, tuple[object, ...]]) -> None:
+        """Puts what a feature did into the report: into fields of the core's, or of its own."""
+        added = dict(self.done.added)
+        for field, more in found.items():
+            if field in SweepReport.__struct_fields__:
+                self.add(**{field: getattr(self.done, field) + more})
+            else:
+                added[field] = (*added.get(field, ()), *more)
+        self.add(added=added)
+
     def of_features(self, door: Door[CleanUp], node: Node | None = None) -> None:
         """Has the features clean up in their turn; `node`: with another cache than today's.
 
@@ -273,7 +282,7 @@ class _Sweep:
 
         def clean_up(name: str) -> None:
             found = self.tried(lambda facts: load(name, door)(facts), facts) or {}
-            self.add(**{field: getattr(self.done, field) + more for field, more in found.items()})
+            self.add_found({field: more for field, more in found.items() if more})
 
         with contextlib.ExitStack() as stack:
             stack.push(self.keep)
@@ -582,6 +591,14 @@ def _open_note(here: int) -> int:
     return os.open("boot", flags, 0o600, dir_fd=here)
 
 
+def document(done: SweepReport) -> dict[str, object]:
+    """Return the document of `sweep --json`, which has each field of features. Pure."""
+    own = msgspec.structs.asdict(done)
+    del own["added"]
+    fields = [item for fields in load_all(doors.SWEEP_FIELDS) for item in fields().items()]
+    return insert_after(own, [(after, {name: done.added.get(name, ())}) for name, after in fields])
+
+
 def pieces(done: SweepReport) -> list[Piece]:
     """Pure: what `sweep` prints: what was done, or would be, and what could not be."""
     would = "would be " if done.dry_run else ""
@@ -647,7 +664,7 @@ def sweep_command(
     with screen.busy() as progress:
         slurm = Slurm.of(os.environ).bind()
         done = sweep(ctx.obj.node(), slurm, dry_run, progress, only)
-    show(done, () if quiet and done.is_empty else pieces(done), as_json)
+    show(document(done), () if quiet and done.is_empty else pieces(done), as_json)
     ctx.exit(exit_code(done))
 
 

@@ -5,9 +5,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from forestage.features.doors import CommandsDoor
     from forestage.paths import Places
     from forestage.system.terminal import Piece
+
+T = TypeVar("T")
 
 TWICE = 1.0  # seconds between two signals that come from one cause
 MOST_OFFERED = 50  # that a shell is offered; who has more has to type a digit
@@ -223,6 +225,18 @@ def lines(error: Exception, is_root: bool) -> list[str]:
         hint = " (run as root)" if isinstance(error, PermissionError) and not is_root else ""
         return [what + hint]
     return [str(error)]
+
+
+def insert_after(own: dict[str, T], added: Sequence[tuple[str, dict[str, T]]]) -> dict[str, T]:
+    """Return `own` with what is added after the item that it names, or at the end. Pure."""
+    found: dict[str, T] = {}
+    for name, item in own.items():
+        found[name] = item
+        for after, items in added:
+            found |= items if after == name else {}
+    for after, items in added:
+        found |= items if after not in own else {}
+    return found
 
 
 def show(document: object, pieces: "Iterable[Piece]", as_json: bool) -> None:

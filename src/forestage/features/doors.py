@@ -114,12 +114,14 @@ ENGINE_UPLOADED: Door[Callable[[Task], int]] = Door("engine.uploaded")
 
 # A sweep: what needs no cache; what jobs that are over left in a cache, also in one that was
 # configured before; what is wrong in the cache, once there is room; what nodes share, and may hang;
-# what Slurm is asked once a day. And what `forestage sweep` prints of that.
+# what Slurm is asked once a day. Then the fields that a feature adds to the report, each with that
+# of the core after which it comes; and what `forestage sweep` prints of all that.
 SWEEP_WITHOUT_CACHE: Door[CleanUp] = Door("sweep.without_cache")
 SWEEP_IN_EACH_CACHE: Door[CleanUp] = Door("sweep.in_each_cache")
 SWEEP_WITH_CACHE: Door[CleanUp] = Door("sweep.with_cache")
 SWEEP_AFTERWARDS: Door[CleanUp] = Door("sweep.afterwards")
 SWEEP_ASK_SLURM: Door[CleanUp] = Door("sweep.ask_slurm")
+SWEEP_FIELDS: Door[Callable[[], Mapping[str, str]]] = Door("sweep.fields")
 SWEEP_LINES: Door[Callable[[SweepReport], list[str]]] = Door("sweep.lines")
 
 REASONS: Door[ReasonsDoor] = Door("reasons")

@@ -705,7 +705,7 @@ def test_store_of_images_is_collected_in(
     done = Done("alice", ("a", "b"), 3 << 20, 1, "")
     monkeypatch.setattr(registry, "clean_some", lambda *_: [done])
     found = swept(site, dry_run=dry_run)
-    assert found.collected == (() if dry_run else (done,))
+    assert found.added == ({} if dry_run else {"collected": (done,)})
     line = Line("store of alice: deleted 2 images, 3 MiB; 1 file left over")
     assert (line in sweep.pieces(found)) != dry_run
 

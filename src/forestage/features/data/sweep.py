@@ -24,7 +24,12 @@ def in_each_cache(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
     return {"job_dirs": tuple(one.directory.name for one in left)}
 
 
+def fields() -> Mapping[str, str]:
+    """Return the report's field for the jobs' directories. Pure."""
+    return {"job_dirs": "parts"}
+
+
 def lines(report: SweepReport) -> list[str]:
     """Return a line for each job's directory. Pure."""
     would = "would be " if report.dry_run else ""
-    return [f"directory of job {name}: {would}deleted" for name in report.job_dirs]
+    return [f"directory of job {name}: {would}deleted" for name in report.added.get("job_dirs", ())]

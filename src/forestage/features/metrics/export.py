@@ -30,6 +30,7 @@ from forestage.clock import Clock
 from forestage.commands import status as node_status
 from forestage.commands.status import Status
 from forestage.commands.tally import WAITS, Histogram, Tally
+from forestage.commands.world import insert_after
 from forestage.config import Config, decided, load_settings, switch
 from forestage.errors import ConfigError, ForestageError
 from forestage.events.reasons import collect_failures, collect_reasons
@@ -197,7 +198,7 @@ class _Families(Collector):
         own = {one.name.removeprefix(PREFIX): one for one in self._own()}
         families = (family for part in self.facts.parts for family in part.families)
         added = [(one.after, {one.name: _family(one)}) for one in families]
-        yield from node_status.insert_after(own, added).values()
+        yield from insert_after(own, added).values()
 
     def _own(self) -> Iterator[Metric]:
         yield from state(self.facts)

@@ -30,7 +30,12 @@ def afterwards(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
     return {"collected": (*store_by_hand.clean_some(node.config, node.places, node.clock),)}
 
 
+def fields() -> Mapping[str, str]:
+    """Return the report's field for what went of users' directories in the store. Pure."""
+    return {"collected": "problems"}
+
+
 def lines(report: SweepReport) -> list[str]:
     """Return a line for each user whose directory in the store changed. Pure."""
-    done = [one for one in report.collected if isinstance(one, Done)]
+    done = [one for one in report.added.get("collected", ()) if isinstance(one, Done)]
     return [f"store of {text}" for text in store_by_hand.lines(done, report.dry_run)]

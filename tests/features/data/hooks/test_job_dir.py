@@ -393,7 +393,7 @@ def test_cancelled_in_its_prolog_the_job_leaves_nothing(dirs: Dirs) -> None:
 def swept(dirs: Dirs, dry_run: bool = False) -> tuple[str, ...]:
     done = sweep.sweep(dirs.on, Idle("", "", Path("/proc")), dry_run, lambda *_: None)
     assert done.problems == ()
-    return done.job_dirs
+    return done.added.get("job_dirs", ())
 
 
 @pytest.mark.parametrize("point", ["job aside", "job detached"])
