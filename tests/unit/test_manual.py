@@ -115,6 +115,24 @@ def test_safety_rule_names_code_that_exists() -> None:
             assert re.search(rf"(def|class) {name}\b|^{name}\b.* = ", text, re.MULTILINE), place
 
 
+MODULE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+)((?:\.\w+)*)`")
+
+
+def test_module_and_function_that_the_architecture_names_exists() -> None:
+    found = MODULE.findall((REPO / "docs/architecture.md").read_text())
+    assert len(found) > 100
+    for module, names in found:
+        file = REPO / f"src/forestage/{module}.py"
+        if not file.exists():
+            bases = (REPO / base / module for base in ("src/forestage", "src", "", "tests"))
+            files = (one for base in bases for one in (base, base.with_suffix(names or ".py")))
+            assert any(map(Path.exists, files)), module
+            continue
+        for name in re.findall(r"\w+", names):
+            is_there = re.search(rf"(def|class) {name}\b|^{name}\b", file.read_text(), re.MULTILINE)
+            assert is_there, f"{module}.{name}"
+
+
 SOURCES = [
     file
     for folder in ("src", "packaging", "prolog", "epilog", "bench")

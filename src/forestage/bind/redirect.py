@@ -3,6 +3,14 @@
 Unmounting one is always right: the path then shows the shared file system, only slower. Mounting
 one is right only over the very file that was staged, so that is checked last of all. The kernel's
 mount table is the only record of them (docs/decisions/0002).
+
+    mounted by     hooks/serve.py once the copy is here (`mount`), and the stager for jobs that went
+                   on without it (`mount_waiting`)
+    unmounted by   Epilog and sweep, those that no lease names (`claim_unneeded`); whoever opens a
+                   path whose redirect no longer fits (`unmount_stale`); commands/unredirect.py and
+                   commands/verify.py. bind/unmount.py does it for all of them.
+
+With `redirect: spank` the companion mounts for each task instead.
 """
 
 import contextlib

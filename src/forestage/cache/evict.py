@@ -6,10 +6,14 @@ share nobody else's entry goes, and for data no image. Plans are made and entrie
 the space lock; they are read before it is taken, and their bytes are deleted after it. Where a sum
 (entry_sum.py) says that there is room, no entry is read.
 
-Who evicts so: a stager (stage/pipeline.py) or hook (hooks/serve.py, features/data/job_dir.py) that
-needs
-room, Epilog and sweep, the command (commands/evict.py), and the sweep what another node found
-wrong.
+`plan` decides, `_evict` renames away. These call them:
+
+    make_room    for a copy (stage/pipeline.py)
+    leave_room   for a container (hooks/serve.py), or a job's own directory
+                 (features/data/job_dir.py)
+    tidy         down to the low watermark: Epilog, sweep, commands/evict.py, stage/queue.py
+    evict_keys   what is named: commands/evict.py, or the sweep, of what another node found wrong
+
 Leased or not, entries with wrong bytes go by commands/verify.py and views/through/local.py, and a
 damaged one makes place for its new copy in `Cache.publish`.
 """

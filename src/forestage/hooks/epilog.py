@@ -1,4 +1,16 @@
-"""The Epilog: drops the job's lease, unmounts redirects that nobody needs, evicts.
+"""The Epilog: drops the job's lease, unmounts redirects that no job needs, evicts.
+
+    1. hooks/boundary.py has stopped the job's Prolog if that still works in the background
+    2. features release what they find by the lease: `before_lease_drop`
+    3. note when the job's entries were last used, for evict
+    4. under the space lock: drop the lease, and claim each redirect that no lease names
+    5. unmount these on the node (bind/unmount.py), and what is left of them in other mount
+       namespaces (bind/namespaces.py)
+    6. features release the rest: `after_lease_drop`
+    7. evict down to the low watermark (cache/evict.py, `tidy`)
+
+Without a lease, or where its cache's disk hangs or is another one, some of them are left out: the
+sweep (commands/sweep.py) does the same later. Only features with a mark of the job are imported.
 
 It may run again for the same job, and works on the cache that the lease names: the configuration
 may have changed since, or be broken.
