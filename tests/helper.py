@@ -7,11 +7,15 @@ import os
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from forestage.clock import Clock
 from forestage.hooks import user_messages
-from forestage.hooks.boundary import IMAGE_OPTION
+from forestage.hooks.boundary import IMAGE_OPTION, Hook
 from forestage.slurm.job import SAVE_OPTION
 from forestage.slurm.lines import LANGUAGE
 from forestage.system.as_user import User
@@ -110,3 +114,20 @@ def noted(node: Node, job: int) -> list[list[str]]:
     file = node.leases.shown(job)
     lines = file.read_text().splitlines() if file.exists() else []
     return [line.split("\t")[1:] for line in lines if line.startswith("image\t")]
+
+
+def run_step(
+    node: Node, job: int, capfd: pytest.CaptureFixture[str], image: Path | None = None
+) -> str:
+    """Run a helper in this process; return its answer, but for the step's environment."""
+    given = node.environ(job, image) | {"SLURM_STEP_ID": "4294967291"}
+    capfd.readouterr()
+    Hook("step", given, time.monotonic()).run(node.places, Clock())
+    lines = capfd.readouterr().out.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("env\t"))
+
+
+def texts_for_user(answer: str) -> list[str]:
+    """Return what the step's user reads of a helper's answer."""
+    lines = [line.partition("\t") for line in answer.splitlines()]
+    return [rest for kind, _, rest in lines if kind == "say"]

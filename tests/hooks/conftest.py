@@ -50,6 +50,14 @@ def spank(node: Node) -> Node:
 
 
 @pytest.fixture
+def loaded(spank: Node) -> Node:
+    """A node on which steps have the companion, which would say what the Prolog cannot."""
+    spank.places.loaded.parent.mkdir(parents=True, exist_ok=True)
+    spank.places.loaded.touch()
+    return spank
+
+
+@pytest.fixture
 def short_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for a lock, but for all else: a short deadline may be over before it."""
     held = lock.held

@@ -318,18 +318,6 @@ def test_job_that_reads_through_waits_for_nothing_even_if_it_asked_to(
     assert step(through, 7, path) == ("through", "spank")
 
 
-@pytest.mark.parametrize(("wait", "found"), [("stage-wait=5m", "hit"), ("", "started")])
-def test_step_with_default_configuration_waits_for_a_directory_if_it_was_asked_to(
-    slow: Node, wait: str, found: str
-) -> None:
-    for number in range(3):
-        slow.put(f"alice/set/{number}", content(number, 1 << 20))
-    slow.prolog(7, comment=f"stage={slow.shared}/alice/set/ {wait}")
-    given = slow.environ(7, None, ALICE) | {"SLURM_STEP_ID": "0"}
-    Hook("step", given, 0.0).run(slow.places, Clock())
-    assert [one.result for one in slow.outcomes("step", 7)] == [found]
-
-
 @pytest.fixture
 def large(through: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """No image is so small that it is waited for; a machine that stands still is no matter."""
