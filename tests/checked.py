@@ -2,7 +2,8 @@
 """mypy over tests, bench and packaging: it reports names that do not exist, and no other types.
 
 A renamed function, class, field or keyword of the program is an error here wherever one of them
-uses the old name. src is checked strictly, by pyproject.toml. Run as a program, prints the errors.
+uses the old name. src is checked strictly, by pyproject.toml. Run as a program, prints the errors,
+of the named folders alone if any are named.
 """
 
 from __future__ import annotations
@@ -106,4 +107,5 @@ def _of_no_item(found: Iterable[str]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit("\n".join(errors(sources())) or 0)
+    folders = tuple(f"{folder}/" for folder in sys.argv[1:]) or ("",)
+    sys.exit("\n".join(line for line in errors(sources()) if line.startswith(folders)) or 0)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from commands import Site
-from forestage.cache import digest, image
+from forestage.cache import image
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import Leases
@@ -21,7 +21,6 @@ from forestage.cache.node import Node
 from forestage.cache.part import Owner, Part
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.features.peers.protocol import ChunkRequest, Receiver
 from forestage.features.registry.step_image import Asked
 from forestage.features.registry.waiting import Tasks
 from forestage.paths import Places
@@ -221,34 +220,6 @@ def asked() -> Asked:
 def tasks(tmp_path: Path) -> Iterator[Tasks]:
     with Tasks(tmp_path / "sock", 60.0) as made:
         yield made
-
-
-class OtherNode:
-    """Another node that has the whole image, which these are the bytes of."""
-
-    nodes = ("n1", "n2")
-    me = "n1"
-    givers: tuple[str, ...] = ()
-    leaders: tuple[str, ...] = ()
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-
-    def wrong(self) -> frozenset[str]:
-        return frozenset()
-
-    def silent(self) -> frozenset[str]:
-        return frozenset()
-
-    def greet(self, peer: str, stop: Callable[[], bool]) -> None:
-        """It answers at once."""
-
-    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
-        receiver.peer_has((1 << 64) - 1, False)
-        data = self.content[chunk.start : chunk.start + chunk.size]
-        receiver.buffer[: chunk.size] = data
-        receiver.write(chunk.start, receiver.buffer[: chunk.size])
-        return digest.of_chunk(data)
 
 
 def calls_of(work: Callable[[], object]) -> int:

@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from forestage.config import Address, Config, load_settings, parse_address
 from forestage.config.keys import Peering
 from forestage.events import Copied
 from forestage.features.peers import auth, of_job
-from forestage.features.peers.auth import Offer, Prover
+from forestage.features.peers.auth import KeyFile, Offer, Prover
 from forestage.features.peers.connection import ChunkRefused
 from forestage.features.peers.protocol import ChunkRequest, Receiver
 from forestage.hooks.boundary import Hook
@@ -449,3 +450,117 @@ class Stranger:
             Forestage_Wait=wait,
             Forestage_Mac=mac,
         )[0]
+
+
+Answering = Callable[[socket.socket, "Reply"], None]
+
+
+class FakeService:
+    """A service in this process; it knows the key file unless told otherwise.
+
+    `on_chunk` writes the answer to a request for a chunk: (connection, the maker of its reply).
+    """
+
+    def __init__(self, on_chunk: Answering, shared: bytes) -> None:
+        self.on_chunk = on_chunk
+        self.prover = KeyFile(shared)
+        self.secrets = [b""]
+        self.requests: list[str] = []
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.port = self.server.getsockname()[1]
+        self.accepts = threading.Thread(target=self.accept, daemon=True)
+        self.accepts.start()
+
+    def end(self) -> None:
+        # First the thread: it may be about to call accept(2), with the number of a descriptor that
+        # is the next service's as soon as it is closed here.
+        self.server.shutdown(socket.SHUT_RDWR)
+        self.accepts.join()
+        self.server.close()
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                line, _ = self.server.accept()
+                threading.Thread(target=self.talk, args=(line,), daemon=True).start()
+
+    def talk(self, line: socket.socket) -> None:
+        with contextlib.suppress(OSError), line, line.makefile("rb") as file:
+            while first := file.readline().decode():
+                headers: dict[str, str] = {}
+                while (header := file.readline().decode().strip()) != "":
+                    name, _, value = header.partition(": ")
+                    headers[name] = value
+                body = file.read(int(headers.get("Content-Length", "0"))).decode()
+                self.requests.append(first.strip())
+                self.answer(line, first, headers, body)
+
+    def answer(self, line: socket.socket, first: str, headers: dict[str, str], body: str) -> None:
+        if "session" in first:
+            with contextlib.suppress(auth.Refused):
+                self.secrets.append(self.prover.read(body).secret)
+            name = str(len(self.secrets) - 1)
+            mac = auth.of_session(self.secrets[-1], name)
+            send_response(line, "200 OK", json.dumps({"session": name, "mac": mac}).encode())
+        else:
+            secret = self.secrets[int(headers["Forestage-Session"])]
+            self.on_chunk(line, Reply(secret, int(headers["Forestage-Counter"])))
+
+
+class Reply:
+    """Makes the head of a response with a right MAC."""
+
+    def __init__(self, secret: bytes, counter: int) -> None:
+        self.secret, self.counter = secret, counter
+
+    def head(
+        self,
+        status: int = 206,
+        has: str = "1@n1",
+        told: str | None = None,
+        length: int = CHUNK,
+        secret: bytes | None = None,
+    ) -> bytes:
+        secret = self.secret if secret is None else secret
+        told = digest.of_chunk(of_chunk(0)).hex() if told is None else told
+        mac = auth.of_response(secret, self.counter, status, has, told, length)
+        return (
+            f"HTTP/1.1 {status} X\r\nForestage-Has: {has}\r\nForestage-Digest: {told}\r\n"
+            f"Forestage-Mac: {mac}\r\nContent-Length: {length}\r\n\r\n"
+        ).encode()
+
+
+def send_first_chunk(line: socket.socket, reply: Reply) -> None:
+    line.sendall(reply.head() + of_chunk(0))
+
+
+def send_response(line: socket.socket, status: str, body: bytes) -> None:
+    line.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+
+
+class OtherNode:
+    """Another node that has the whole image, which these are the bytes of."""
+
+    nodes = ("n1", "n2")
+    me = "n1"
+    givers: tuple[str, ...] = ()
+    leaders: tuple[str, ...] = ()
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def wrong(self) -> frozenset[str]:
+        return frozenset()
+
+    def silent(self) -> frozenset[str]:
+        return frozenset()
+
+    def greet(self, peer: str, stop: Callable[[], bool]) -> None:
+        """It answers at once."""
+
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+        receiver.peer_has((1 << 64) - 1, False)
+        data = self.content[chunk.start : chunk.start + chunk.size]
+        receiver.buffer[: chunk.size] = data
+        receiver.write(chunk.start, receiver.buffer[: chunk.size])
+        return digest.of_chunk(data)

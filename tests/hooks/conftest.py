@@ -9,35 +9,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from forestage.bind import namespaces, redirect, unmount
-from forestage.features.peers import auth, connection, protocol, with_peers
 from forestage.sources import opening, source
 from forestage.system import lock, mounts, probe
-from node import HANGS, Node
+from node import Node
 from private import Private
 
 DEV = Path("/dev")
 
 LIMITS = (
-    (auth, "PATIENCE"),
     (opening, "HOOK_TIMEOUT"),
     (source, "STAGER_TIMEOUT"),
     (redirect, "OVER_TIMEOUT"),
     (unmount, "TIMEOUT"),
     (namespaces, "LOOK"),
-    (connection, "CONNECT"),
-    (connection, "STALL"),
-    (protocol, "HANDSHAKE"),
     (probe, "LIMIT"),
 )
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stands still for seconds or minutes is neither a dead server nor a peer."""
+    """A machine that stands still for seconds or minutes is no dead server."""
     for module, name in LIMITS:
         monkeypatch.setattr(module, name, 600.0)
 
@@ -120,25 +114,6 @@ def unread(dev_log: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
                 filler.sendto(b"x", str(DEV / "log"))
-
-
-def _set_policy(monkeypatch: pytest.MonkeyPatch, **how: float) -> None:
-    policy = with_peers.policy
-    monkeypatch.setattr(
-        with_peers, "policy", lambda *of: msgspec.structs.replace(policy(*of), **how)
-    )
-
-
-@pytest.fixture
-def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source on a tmpfs is faster than any first connection: a copy first hears its peers."""
-    _set_policy(monkeypatch, careful=0, probe=HANGS, answer=HANGS)
-
-
-@pytest.fixture
-def left_to_peers(monkeypatch: pytest.MonkeyPatch, read_late: None) -> None:
-    """Nor reads a copy in others' stead, however long a chunk takes on a busy machine."""
-    _set_policy(monkeypatch, grace=HANGS)
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from forestage.commands import sweep
 from forestage.commands.main import World, main
 from forestage.commands.world import Exit
 from forestage.config import load_settings
-from forestage.features.peers import stats
 from forestage.hooks.boundary import Hook
 from forestage.slurm.queue import Slurm
 from forestage.sources import opening
@@ -99,7 +98,7 @@ def begin(node: Node, wanted: Image) -> Path:
     part = node.cache.part(wanted.key)
     part.write_owner(Owner(1, boot_id(), wanted, CHUNK, "chunks", job=99, since=0.0))
     allocation.reserve(part, wanted.size, CHUNK, {0})
-    part.note_peers(5)
+    part.peers.write_bytes(b"5")
     return part.directory
 
 
@@ -287,13 +286,12 @@ def test_directory_of_the_cache_that_is_gone_is_made_anew(node: Node, name: str)
 @pytest.mark.cases(2)
 @each("cut", "link", "fifo")
 def test_damaged_file_that_only_people_read_is_in_no_jobs_way(node: Node, damage: Damage) -> None:
-    """Events, CACHEDIR.TAG, peer.json, and what a killed hook left where redirects are made."""
+    """Events, CACHEDIR.TAG, and what a killed hook left where redirects are made."""
     node.cache.prepare(require_mount=True)
     node.places.redirects.mkdir(parents=True)
     node.places.events.parent.mkdir(parents=True)
     for spoilt in (
         node.cache.root / "CACHEDIR.TAG",
-        node.places.peer,
         node.places.redirects / "leftover",
     ):
         damage(spoilt)
@@ -301,7 +299,6 @@ def test_damaged_file_that_only_people_read_is_in_no_jobs_way(node: Node, damage
     assert node.prolog(1, wanted.path).said == ("copied", "")
     assert node.epilog(1).said == ("released", "")
     assert node.binds() == {}
-    assert stats.read(node.places.peer) is None
     damage(node.places.events)
     # Without `Node`, which would read the events.
     prolog = Hook("prolog", node.environ(2, wanted.path), time.monotonic())

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from forestage.cache.lease import Lease, Leases
-from forestage.features.peers import local_chunks
 from forestage.stage import wait
 from forestage.system import as_user
 from forestage.system.as_user import User
@@ -318,18 +317,14 @@ def _read_now(path: Path) -> bytes | None:
     return ran.stdout if ran.returncode == 0 else None
 
 
-def test_lease_on_a_copy_holds_up_no_hook_of_others_and_no_peer(node: Node) -> None:
+def test_lease_on_a_copy_holds_up_no_hook_of_others(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     assert node.prolog(1, path).outcome.result == "copied"
     key = node.identity(path).key
     with leased(path) as held:
         assert node.prolog(2, path, user=BOB).outcome.result == "hit"
         assert node.shows_entry(path, key)
-        assert isinstance(local_chunks.find(node.cache, key, 0), local_chunks.Absent)
         assert node.epilog(1).code == node.epilog(2).code == 0
         assert node.binds() == {}
         assert node.prolog(3, path, user=BOB).outcome.redirect == "mounted"
         assert held(), "a hook waited until the kernel broke the lease"
-    found = local_chunks.find(node.cache, key, 0)
-    assert isinstance(found, local_chunks.Present)
-    found.file.close()

@@ -23,7 +23,6 @@ from forestage.cache.part import Owner, Part, chunk_count, done_bytes
 from forestage.cache.said import Said, Wanted
 from forestage.config import Config
 from forestage.events import Event
-from forestage.features.peers.stats import Uploaded
 from forestage.stage import pipeline
 from forestage.system import records
 from forestage.system.as_user import User
@@ -35,7 +34,6 @@ RECORDS: list[msgspec.Struct] = [
     Owner(7, "boot", IMAGE, 1 << 20, "chunks", 3, 5.0),
     Lease(1, User("alice", 1, 1), 5.0, "/cache", (Use("k", "/a"),)),
     Said(True, 3.0, hinted=(b"/a",), data=Wanted(room=5), say=("a line",), words=(("a", "b"),)),
-    Uploaded(1.0, 2, 3),
     KnownDisks(caches=(CacheDisk("/mnt/nvme/forestage", "/mnt/nvme", "xfs 0a"),)),
 ]
 ANY = st.recursive(
@@ -72,7 +70,6 @@ def spoilt(draw: st.DrawFn) -> tuple[type[msgspec.Struct], bytes]:
 @example((Entry, b"[" * 100_000))
 @example((Lease, b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"))
 @example((Owner, b'{"pid":' + b"9" * 5000 + b"}"))
-@example((Uploaded, b'{"since":1e999}'))
 @hypothesis_settings(
     max_examples=120 * MORE,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

@@ -117,7 +117,7 @@ VALUE = st.recursive(
 @example("max_stage_wait", "70.9h")
 @example("deadline", 1e-05)
 @example("cache", "/a: b")
-@example("peers.key_file", "/a #b")
+@example("cache", "/a #b")
 @example("sources", ["/a,b", "/c]", "/d: e"])
 @hypothesis_settings(max_examples=150 * MORE)
 def test_any_value_is_refused_or_shown_as_it_is_read(name: str, raw: object) -> None:

@@ -35,7 +35,6 @@ ENTRY_BYTES = 16  # of the map, for one chunk
 MAX_CHUNKS = (
     1 << 18
 )  # of an image: a copy of so many takes 80 MiB of memory, with 16 MiB each 4 TiB
-MAX_SHARED = 131072  # chunks: more of them fit no header (32 KiB) and are not asked of peers
 HOT_PIECE = 1024 * 1024  # bytes
 Phase = Literal["queued", "copying"]
 Positive = Annotated[int, msgspec.Meta(gt=0)]
@@ -131,16 +130,6 @@ class Part:
         """Whether a hook has said lately that it waits."""
         found = files.facts(self.waited)
         return found is not None and abs(now - found.st_mtime) < WAITED
-
-    def note_peers(self, count: int) -> None:
-        """Says how many bytes came from peers; nobody but people reads it."""
-        with contextlib.suppress(OSError):  # a disk that others filled must not matter
-            files.overwrite(self.peers, b"%d" % count)
-
-    def note_source_failed(self) -> None:
-        """Says that nothing can be read here; the peer service tells the others."""
-        with contextlib.suppress(OSError):
-            self.source_failed.touch()
 
     def forget_peers(self) -> None:
         self.peers.unlink(missing_ok=True)

@@ -46,6 +46,8 @@ They are ignored, with a warning. So there is none among them by which an admin 
 being staged: such a key stays unknown, and with it nothing is staged.
 """
 
+_BY_NODE: tuple[str, ...] = ("peers.addresses",)  # of these: below each were names of nodes
+
 NOTED = "removed"  # names, in what hooks keep, the removed keys that were logged
 
 Overrides: TypeAlias = Mapping[str, object]  # key -> value of the key's type in Config
@@ -313,9 +315,9 @@ def _set(where: str, partition: str | None, key: str, raw: object, found: _Found
 def _has_keys(key: str, raw: object) -> bool:
     """Whether there are keys below a removed one: one that excludes must not go with it, unread.
 
-    Known or misspelt: with an unknown key nothing is staged. Below one there were names of nodes.
+    Known or misspelt: with an unknown key nothing is staged.
     """
-    if key == "peers.addresses" and isinstance(raw, dict):
+    if key in _BY_NODE and isinstance(raw, dict):
         return not all(isinstance(address, str) for address in raw.values())
     return isinstance(raw, (dict, list))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,20 +13,15 @@ from typing import IO
 import msgspec
 import pytest
 
-from fixtures import OtherNode
 from forestage import log, trace
 from forestage.cache import allocation, digest, evict, image
 from forestage.cache.layout import Entry
 from forestage.cache.node import Node
-from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Owner, Part, boot_id
+from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id
 from forestage.cache.readers import Readers
 from forestage.clock import Clock
-from forestage.config.keys import Peering
 from forestage.errors import Declined, Failed, Stopped
-from forestage.features.peers import activation, auth, client, with_peers
 from forestage.features.peers.engine import PeerHelpers
-from forestage.features.peers.schedule import Policy
-from forestage.features.peers.stats import Counters
 from forestage.slurm.job import Job
 from forestage.sources import source as stage_source
 from forestage.sources.file import FileSource
@@ -528,91 +522,6 @@ def test_damaged_entry_of_the_key_is_replaced(
     (task.node.cache.entry_dir(task.key) / "entry.json").unlink()
     run(task)
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
-
-
-# Nothing is read beside the first connection, nor in others' stead.
-FROM_PEERS = Policy(careful=0, probe=600.0, grace=600.0)
-
-
-@pytest.fixture
-def other(monkeypatch: Patch) -> OtherNode:
-    node = OtherNode(CONTENT)
-    monkeypatch.setattr("forestage.features.peers.of_job", lambda *_, **__: node)
-    monkeypatch.setattr(with_peers, "policy", lambda *_: FROM_PEERS)
-    return node
-
-
-def test_bytes_from_other_nodes_are_counted_and_no_file_of_theirs_stays(
-    task: Task, other: OtherNode
-) -> None:
-    assert run(configured(task, peers=Peering(enabled=True))).from_peers == len(CONTENT)
-    assert task.node.cache.image(task.key).read_bytes() == CONTENT
-    assert not (task.node.cache.entry_dir(task.key) / "peers").exists()
-
-
-def test_without_peers_nothing_of_theirs_is_loaded(task: Task, monkeypatch: Patch) -> None:
-    monkeypatch.setitem(sys.modules, "forestage.features.peers", None)  # an import would fail
-    assert run(task).from_peers == 0
-
-
-@pytest.mark.parametrize(("count", "helped"), [(MAX_SHARED, True), (MAX_SHARED + 1, False)])
-def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
-    task: Task, other: OtherNode, monkeypatch: Patch, count: int, helped: bool
-) -> None:
-    said: list[str] = []
-    used: list[object] = []
-
-    class Stub:
-        def needs(self, *_: object) -> int:
-            return 0
-
-        def reserve(self, *_: object) -> None: ...
-
-        def copy(self, *arguments: PeerHelpers | None) -> int:
-            helpers = arguments[-2]
-            used.append(helpers and helpers.peers)
-            raise Stopped
-
-    monkeypatch.setattr(engines, "of", lambda *_: Stub())
-    monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
-    monkeypatch.setattr(stage_source, "open_source", lambda *_: Content(-1, None, count))
-    monkeypatch.setattr(evict, "make_room", lambda *_, **__: ())
-    identity = msgspec.structs.replace(task.image.identity, size=count)
-    wanted = msgspec.structs.replace(task.image, identity=identity)
-    task = msgspec.structs.replace(task, opened=msgspec.structs.replace(task.opened, image=wanted))
-    with pytest.raises(Stopped):
-        run(configured(task, chunk_size=1, peers=Peering(enabled=True)))
-    assert used == [other if helped else None]
-    assert len(said) == (0 if helped else 1)
-
-
-@pytest.mark.parametrize(("nodes", "helped"), [("n[1-2]", False), ("n[1-64]", True)])
-def test_two_nodes_do_not_share_a_copy_by_default(
-    task: Task, monkeypatch: Patch, nodes: str, helped: bool
-) -> None:
-    job = msgspec.structs.replace(task.job, node="n1", nodelist=nodes)
-    monkeypatch.setattr(activation, "is_served", lambda *_: True)
-    monkeypatch.setattr(auth, "prover", lambda *_: None)
-    monkeypatch.setattr(client, "Peers", lambda *_: OtherNode(CONTENT))
-    monkeypatch.setattr(with_peers, "policy", lambda *_: FROM_PEERS)
-    found = run(msgspec.structs.replace(task, job=job))
-    assert bool(found.from_peers) is helped
-
-
-def test_uploaded_bytes_are_those_of_this_key_during_the_copy(
-    task: Task, other: OtherNode, after_copy: AfterCopy
-) -> None:
-    uploads = Counters(task.node.places.peer, since=1.0)
-    uploads.uploaded(task.key, 100)
-    uploads.uploaded("another", 1000)
-    uploads.flush()
-
-    def meanwhile() -> None:
-        uploads.uploaded(task.key, 11)
-        uploads.flush()
-
-    after_copy(meanwhile)
-    assert run(configured(task, peers=Peering(enabled=True))).uploaded == 11
 
 
 def test_progress_counts_what_this_copy_did(task: Task, monkeypatch: Patch) -> None:

@@ -7,21 +7,16 @@ import threading
 from pathlib import Path
 from typing import ClassVar
 
-import msgspec
 import pytest
 
-from fixtures import OtherNode
 from forestage.cache.image import Access, Identity, Image
 from forestage.cache.node import Node
 from forestage.commands import inventory, verify
 from forestage.commands.verify import Manner
-from forestage.config.keys import Peering
-from forestage.features.peers import with_peers
-from forestage.features.peers.schedule import Policy
 from forestage.slurm.job import Job
 from forestage.sources import source
 from forestage.sources.source import Content, OpenImage
-from forestage.stage import pipeline, stager
+from forestage.stage import stager
 from forestage.stage.task import Task
 
 SIZE = 70_000  # bytes: the last chunk is not full
@@ -92,16 +87,3 @@ def test_made_up_source_that_changes_meanwhile_is_not_published(
     monkeypatch.setattr(counting, "read", changing)
     assert copy(task) == ("failed", "changed")
     assert task.node.cache.read(task.key) is None
-
-
-def test_made_up_source_comes_from_the_other_nodes_of_the_job(
-    task: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("forestage.features.peers.of_job", lambda *_, **__: OtherNode(WHOLE))
-    # Nothing is read beside the first connection.
-    policy = Policy(careful=0, probe=600.0, grace=600.0)
-    monkeypatch.setattr(with_peers, "policy", lambda *_: policy)
-    here = task.node.configured(peers=Peering(enabled=True))
-    figures = pipeline.Figures()
-    pipeline.run(msgspec.structs.replace(task, node=here), threading.Event(), figures)
-    assert (figures.from_peers, shown(task).read_bytes()) == (SIZE, WHOLE)

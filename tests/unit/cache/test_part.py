@@ -152,8 +152,9 @@ def test_notes_of_a_killed_stager_on_peers_and_source_end_with_it(
 ) -> None:
     """Else others would read in the stead of one that can read again."""
     part.write_owner(owner(make_image()))
-    part.note_peers(7)
-    part.note_source_failed()
+    part.peers.write_bytes(b"7")
+    part.source_failed.touch()
+    assert part.of_peers() == 7
     part.write_owner(owner(make_image()))
     assert part.of_peers() == 0
     assert not part.source_failed.exists()

@@ -19,7 +19,7 @@ from forestage.config import (
     load_settings,
     parse_address,
 )
-from forestage.config.keys import Cold, Peering, Redirect
+from forestage.config.keys import Cold, Redirect
 from forestage.errors import ConfigError, Problem
 from forestage.units import Amount
 
@@ -53,9 +53,7 @@ def problems(etc: Path, text: str | bytes | None = None) -> list[Problem]:
 # --- what is written holds
 
 
-@pytest.mark.parametrize(
-    "text", ["", "# nothing\n", "---\n", "{}", "partitions:\n", "\ufeff", "peers:"]
-)
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "{}", "partitions:\n", "\ufeff"])
 def test_file_without_values_leaves_the_defaults(tmp_path: Path, text: str) -> None:
     assert read(tmp_path, text).config == Config()
 
@@ -134,17 +132,17 @@ def test_job_starts_as_the_admin_says_where_the_companion_allows_it(
 
 
 def test_later_file_wins_key_by_key(tmp_path: Path) -> None:
-    common = "deadline: 1\npeers: {port: 1, reach: cluster}\npartitions: {gpu: {deadline: 1}}"
+    common = "deadline: 1\nthreads: 1\ncold: wait\npartitions: {gpu: {deadline: 1}}"
     main = write(tmp_path, common)
-    early = write(tmp_path, "deadline: 2\npeers: {port: 80}", "conf.d/10-a.yaml")
+    early = write(tmp_path, "deadline: 2\nthreads: 8", "conf.d/10-a.yaml")
     late = write(tmp_path, "deadline: 3\npartitions: {gpu: {enabled: false}}", "conf.d/9-late.yaml")
     found = load_settings(tmp_path)
-    assert found.config == Config(deadline=3.0, peers=Peering(port=80, reach="cluster"))
+    assert found.config == Config(deadline=3.0, threads=8, cold="wait")
     assert found.partitions == {"gpu": {"deadline": 1.0, "enabled": False}}
     assert {key: origin for key, origin in found.origins.items() if origin != DEFAULT} == {
         "deadline": str(late),
-        "peers.port": str(early),
-        "peers.reach": str(main),
+        "threads": str(early),
+        "cold": str(main),
         "partitions.gpu.deadline": str(main),
         "partitions.gpu.enabled": str(late),
     }
@@ -238,19 +236,6 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
         ("partitions: {1: {}}", "partitions.1", "expected a name in quotes"),
         ("1: 2", "1", "expected a name in quotes"),
         ('"a\\nb": 2', r"'a\nb'", "expected a name in quotes"),
-        ("peers: true", "peers", "expected keys and values"),
-        ("peers: {enabeld: true}", "peers.enabeld", "did you mean peers.enabled?"),
-        (
-            "peers.enabled: true",
-            "peers.enabled",
-            "expected `peers:`, and `enabled:` indented below it",
-        ),
-        ("peers: {port: 0}", "peers.port", "expected a whole number from 1 to 65535"),
-        (f"peers: {{listen: {'a' * 256}}}", "peers.listen", "expected null or an address, a name"),
-        ('peers: {listen: "a\\nb"}', "peers.listen", "expected null or an address, a name"),
-        ("peers: {address: n1}", "peers.address", "expected an address with {node} in it"),
-        ("peers: {address: '{node}:x'}", "peers.address", "expected a port"),
-        ("peers: {key_file: key}", "peers.key_file", "expected null or an absolute"),
         ("user_mounts: [/a]", "user_mounts", "expected mount points, each with a type and a uid"),
         ("user_mounts: {a: fuse 1}", "user_mounts", "expected an absolute path, got 'a'"),
         ("user_mounts: {/a: fuse 0}", "user_mounts", "such as fuse.juicefs 994, got 'fuse 0'"),
@@ -275,10 +260,9 @@ def test_wrong_value_is_refused_by_file_and_key(
 EXCLUDE = {
     *("enabled", "sources", "require_mount", "max_image_size", "user_mounts", "redirect", "cold"),
     *("max_size", "min_free", "data.enabled", "data.max_files", "data.share", "data.job_dir"),
-    *("data.mount_roots", "registry.enabled", "registry.max_user_size", "prefetch.host"),
-    *("peers.enabled", "peers.reach"),
+    *("data.mount_roots", "registry.enabled", "registry.max_user_size"),
 }
-"""The keys by which an admin keeps something from being staged, or from being given to others."""
+"""The keys by which an admin keeps something from being staged; a feature has tests of its own."""
 EXCLUDING = "\n".join(
     (
         "enabled: false",
@@ -325,13 +309,8 @@ def test_key_of_a_partition_that_was_removed_changes_nothing_there(
     assert found.for_partition("old") == before.config
 
 
-def test_removed_addresses_may_be_those_of_nodes_with_a_keys_name(tmp_path: Path) -> None:
-    found = read(tmp_path, with_key("peers.addresses", "{data: 10.0.0.1, store: 10.0.0.2}"))
-    assert list(found.removed) == ["peers.addresses"]
-
-
 @pytest.mark.parametrize(
-    "below", ["enabled: false", "n1: {sources: 1}", "- peers: 1", "enabeld: false"]
+    "below", ["enabled: false", "n1: {sources: 1}", "- sources: 1", "enabeld: false"]
 )
 @pytest.mark.parametrize("key", REMOVED)
 def test_keys_that_are_indented_below_a_removed_one_are_an_error(
@@ -350,7 +329,7 @@ def test_key_that_excludes_is_never_one_that_is_ignored() -> None:
     assert not set(REMOVED) & set(KEYS)
 
 
-@pytest.mark.parametrize("text", ["digests: false", "preloaded: 1", "peers: {digest: false}"])
+@pytest.mark.parametrize("text", ["digests: false", "preloaded: 1"])
 def test_unknown_key_that_was_never_there_is_an_error(tmp_path: Path, text: str) -> None:
     (problem,) = problems(tmp_path, text)
     assert "unknown key" in problem.what
@@ -366,7 +345,7 @@ def test_key_of_the_node_cannot_differ_between_partitions(tmp_path: Path, key: s
     assert "cannot differ between partitions" in problem.what
 
 
-@pytest.mark.parametrize("key", ["sources", "cache", "peers.key_file"])
+@pytest.mark.parametrize("key", ["sources", "cache"])
 @pytest.mark.parametrize(
     ("path", "what"),
     [
@@ -384,12 +363,6 @@ def test_key_of_the_node_cannot_differ_between_partitions(tmp_path: Path, key: s
 def test_path_that_could_match_too_much_is_refused(key: str, path: object, what: str) -> None:
     with pytest.raises(ValueError, match=re.escape(what)):
         KEYS[key].read(["/ok", path] if key == "sources" else path)
-
-
-def test_peers_without_digests_are_refused(tmp_path: Path) -> None:
-    read(tmp_path, "engine: rsync")
-    (problem,) = problems(tmp_path, "engine: rsync\npeers: {enabled: true}")
-    assert (problem.where, problem.key) == (str(tmp_path / MAIN), "peers.enabled")
 
 
 def test_problems_of_all_files_come_at_once(tmp_path: Path) -> None:
@@ -541,11 +514,6 @@ def test_address_is_read_with_or_without_port(text: str, host: str, port: int) -
 def test_address_without_host_or_port_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         parse_address(text, 7717)
-
-
-def test_node_is_found_by_the_pattern() -> None:
-    assert Peering(address="{node}-ib:7000").of("n1") == Address("n1-ib", 7000)
-    assert Peering(port=80).of("n2") == Address("n2", 80)
 
 
 # --- nothing is written twice

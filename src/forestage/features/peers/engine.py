@@ -6,11 +6,13 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from forestage import log
-from forestage.cache.part import MAX_SHARED, chunk_count
+from forestage.cache.part import chunk_count
 from forestage.errors import PeerError
 from forestage.features import peers
 from forestage.features.peers import activation, stats
 from forestage.stage.engines import Fetched
+
+MAX_SHARED = 131072  # chunks: more of them fit no header (32 KiB) and are not asked of peers
 
 if TYPE_CHECKING:
     import threading

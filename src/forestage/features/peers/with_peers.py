@@ -12,6 +12,7 @@ reads as much: the pieces are as many, and smaller. A peer that gave wrong bytes
 all that it gave before is read again, with all that the same node had read.
 """
 
+import contextlib
 import mmap
 import os
 import threading
@@ -33,6 +34,7 @@ from forestage.features.peers.schedule import Ask, Policy, Schedule
 from forestage.sources.source import Content, Unreadable
 from forestage.stage import reading
 from forestage.stage.chunks import Run, Tuning, Write
+from forestage.system import files
 
 POLL = 0.1  # seconds between two looks of a thread that has nothing to do
 SERVED_POLL = 0.03  # … while jobs read the image
@@ -279,7 +281,7 @@ class Shared(Run):
                 with self.turn:
                     self.unreadable = error
                     self.schedule.failed(ask, "source", time.monotonic())
-                self.part.note_source_failed()
+                _note_source_failed(self.part)
                 return None
         start, size = self.span(ask.number)
 
@@ -363,7 +365,7 @@ class Shared(Run):
                 self.write(start, aside)
             self.note(ask.number, found)
             if ask.peer != SOURCE:
-                self.part.note_peers(self.from_peers)
+                _note_bytes(self.part, self.from_peers)
         with self.turn:
             self.schedule.got(ask, time.monotonic())
 
@@ -444,6 +446,18 @@ class Shared(Run):
         if at_once or now - self.noted_at > NOTED_EVERY:
             self.noted_at = now
             self.origins.write()
+
+
+def _note_bytes(part: Part, count: int) -> None:
+    """Record for people how many bytes came from peers so far."""
+    with contextlib.suppress(OSError):  # a disk that others filled must not matter
+        files.overwrite(part.peers, b"%d" % count)
+
+
+def _note_source_failed(part: Part) -> None:
+    """Record that nothing can be read here; the peer service tells the other nodes."""
+    with contextlib.suppress(OSError):
+        part.source_failed.touch()
 
 
 def draw_samples(

@@ -31,6 +31,9 @@ from forestage.slurm.job import Job
 from forestage.system import as_user, loop, mounts
 from node import ALICE, BOB, HANGS, Later, Node, until
 from peering import PATIENT, SERVE, find_at, free_port
+from suites import fixtures_of
+
+patient_with_peers = fixtures_of("features/peers/hooks")["patient_with_peers"]
 
 HOUR = 3600.0
 FILES = 300

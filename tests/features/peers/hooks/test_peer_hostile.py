@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import socket
 import threading
 import time
@@ -14,115 +12,27 @@ from pathlib import Path
 import pytest
 
 from forestage.cache import digest
-from forestage.config import Address
-from forestage.errors import PeerError
-from forestage.features.peers import auth, connection, protocol
-from forestage.features.peers.auth import KeyFile
+from forestage.features.peers import connection, local_chunks
 from forestage.features.peers.connection import ChunkRefused
-from forestage.features.prefetch import expected
-from node import HANGS
-from peering import CHUNK, Client, Node, find_at, free_port, image, of_chunk
+from node import HANGS, leased
+from node import Node as Hooks
+from peering import (
+    CHUNK,
+    Client,
+    FakeService,
+    Node,
+    Reply,
+    find_at,
+    free_port,
+    image,
+    of_chunk,
+    send_first_chunk,
+    send_response,
+)
 
 KEY = image().key
 DATA = of_chunk(0)
 DIGEST = digest.of_chunk(DATA).hex()
-
-
-class Fake:
-    """A service in this process; it knows the key file unless told otherwise.
-
-    `on_chunk` writes the answer to a request for a chunk: (connection, the maker of its reply).
-    """
-
-    def __init__(self, on_chunk: Callable[[socket.socket, Reply], None], shared: bytes) -> None:
-        self.on_chunk = on_chunk
-        self.prover = KeyFile(shared)
-        self.secrets = [b""]
-        self.requests: list[str] = []
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.port = self.server.getsockname()[1]
-        self.accepts = threading.Thread(target=self.accept, daemon=True)
-        self.accepts.start()
-
-    def end(self) -> None:
-        # First the thread: it may be about to call accept(2), with the number of a descriptor that
-        # is the next service's as soon as it is closed here.
-        self.server.shutdown(socket.SHUT_RDWR)
-        self.accepts.join()
-        self.server.close()
-
-    def accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                line, _ = self.server.accept()
-                threading.Thread(target=self.talk, args=(line,), daemon=True).start()
-
-    def talk(self, line: socket.socket) -> None:
-        with contextlib.suppress(OSError), line, line.makefile("rb") as file:
-            while first := file.readline().decode():
-                headers: dict[str, str] = {}
-                while (header := file.readline().decode().strip()) != "":
-                    name, _, value = header.partition(": ")
-                    headers[name] = value
-                body = file.read(int(headers.get("Content-Length", "0"))).decode()
-                self.requests.append(first.strip())
-                self.answer(line, first, headers, body)
-
-    def answer(self, line: socket.socket, first: str, headers: dict[str, str], body: str) -> None:
-        if "session" in first:
-            with contextlib.suppress(auth.Refused):
-                self.secrets.append(self.prover.read(body).secret)
-            name = str(len(self.secrets) - 1)
-            mac = auth.of_session(self.secrets[-1], name)
-            say(line, "200 OK", json.dumps({"session": name, "mac": mac}).encode())
-        else:
-            secret = self.secrets[int(headers["Forestage-Session"])]
-            self.on_chunk(line, Reply(secret, int(headers["Forestage-Counter"])))
-
-
-class Reply:
-    """Makes the head of a response with a right MAC."""
-
-    def __init__(self, secret: bytes, counter: int) -> None:
-        self.secret, self.counter = secret, counter
-
-    def head(
-        self,
-        status: int = 206,
-        has: str = "1@n1",
-        told: str = DIGEST,
-        length: int = CHUNK,
-        secret: bytes | None = None,
-    ) -> bytes:
-        secret = self.secret if secret is None else secret
-        mac = auth.of_response(secret, self.counter, status, has, told, length)
-        return (
-            f"HTTP/1.1 {status} X\r\nForestage-Has: {has}\r\nForestage-Digest: {told}\r\n"
-            f"Forestage-Mac: {mac}\r\nContent-Length: {length}\r\n\r\n"
-        ).encode()
-
-
-def say(line: socket.socket, status: str, body: bytes) -> None:
-    line.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-
-
-def good(line: socket.socket, reply: Reply) -> None:
-    line.sendall(reply.head() + DATA)
-
-
-@pytest.fixture
-def fake() -> Iterator[Callable[..., Fake]]:
-    made: list[Fake] = []
-
-    def make(
-        on_chunk: Callable[[socket.socket, Reply], None] = good, shared: bytes = b"k" * 64
-    ) -> Fake:
-        made.append(Fake(on_chunk, shared))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.end()
 
 
 @pytest.fixture
@@ -135,18 +45,11 @@ def client_of(tmp_path: Path) -> Callable[[int | str], Client]:
     return make
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes seconds takes tenths, until there is a connection and a session."""
-    monkeypatch.setattr(connection, "CONNECT", 0.3)
-    monkeypatch.setattr(protocol, "HANDSHAKE", 0.5)
-
-
 def why(client: Client, give_up: float = HANGS, wait: float = 0.0) -> str:
     return client.why(0, give_up=give_up, wait=wait)
 
 
-MakeFake = Callable[..., Fake]
+MakeFake = Callable[..., FakeService]
 ClientOf = Callable[[int | str], Client]
 
 
@@ -184,7 +87,7 @@ def test_server_without_key_file_is_wrong(fake: MakeFake, client_of: ClientOf) -
 
 
 LIES: dict[str, Callable[[socket.socket, Reply], None]] = {
-    "no MAC": lambda line, reply: say(line, "206 X", DATA),
+    "no MAC": lambda line, reply: send_response(line, "206 X", DATA),
     "a MAC of another secret": lambda line, reply: line.sendall(reply.head(secret=b"x") + DATA),
     "another request's MAC": lambda line, reply: line.sendall(
         Reply(reply.secret, reply.counter + 1).head() + DATA
@@ -212,9 +115,9 @@ def test_lying_response_is_wrong(fake: MakeFake, client_of: ClientOf, lie: str) 
 
 
 ODD: dict[str, Callable[[socket.socket, Reply], None]] = {
-    "turned away": lambda line, reply: say(line, "403 X", b""),
-    "an absence without a MAC": lambda line, reply: say(line, "404 X", b""),
-    "a failure without a MAC": lambda line, reply: say(line, "500 X", b""),
+    "turned away": lambda line, reply: send_response(line, "403 X", b""),
+    "an absence without a MAC": lambda line, reply: send_response(line, "404 X", b""),
+    "a failure without a MAC": lambda line, reply: send_response(line, "500 X", b""),
     "a redirection": lambda line, reply: line.sendall(reply.head(301, told="", length=0)),
     "all of it": lambda line, reply: line.sendall(reply.head(200) + DATA),
     "another cut": lambda line, reply: line.sendall(reply.head(416, told="", length=0)),
@@ -224,11 +127,11 @@ ODD: dict[str, Callable[[socket.socket, Reply], None]] = {
         line.sendall(reply.head() + DATA[:5000]),
         line.shutdown(socket.SHUT_RDWR),
     )[1],
-    "a page of text": lambda line, reply: say(line, "500 X", b"x" * 100_000),
+    "a page of text": lambda line, reply: send_response(line, "500 X", b"x" * 100_000),
     "a head without end": lambda line, reply: line.sendall(
         b"HTTP/1.1 206 X\r\n" + b"X: y\r\n" * 100_000
     ),
-    "forgets each session": lambda line, reply: say(line, "401 X", b""),
+    "forgets each session": lambda line, reply: send_response(line, "401 X", b""),
 }
 
 
@@ -303,7 +206,7 @@ def test_requested_wait_is_no_silence(
         monkeypatch.setattr(
             connection, "STALL", HANGS
         )  # what follows may come as slowly as it likes
-        good(line, reply)
+        send_first_chunk(line, reply)
 
     assert client_of(fake(late).port).fetch(0, wait=HANGS) == DATA
 
@@ -433,7 +336,7 @@ def test_failure_of_one_thread_is_not_repeated_by_all(
 
 def test_closed_connection_is_made_again(fake: MakeFake, client_of: ClientOf) -> None:
     def once(line: socket.socket, reply: Reply) -> None:
-        good(line, reply)
+        send_first_chunk(line, reply)
         line.shutdown(socket.SHUT_WR)
 
     server = fake(once)
@@ -467,92 +370,13 @@ def test_wrong_bytes_on_disk_of_peer_are_wrong(tmp_path: Path) -> None:
         assert client.fetch(0) == DATA
 
 
-# --- the prefetch host's list
-
-
-LIST = b'{"sequence": 1, "made": 1.0, "expires": 2.0}'
-
-
-def listed(reply: Reply, body: bytes = LIST, length: int | None = None) -> bytes:
-    told = hashlib.sha256(body).hexdigest()
-    size = len(body) if length is None else length
-    return reply.head(200, has="", told=told, length=size)
-
-
-def ask_list(port: int, key: bytes = b"k" * 64) -> expected.Expectations:
-    return expected.ask(Address("127.0.0.1", port), KeyFile(key))
-
-
-def dribble(line: socket.socket, reply: Reply) -> None:
-    """A byte now and then: each alone is in time."""
-    line.sendall(listed(reply, length=1 << 20))
-    while True:
-        line.sendall(b"[")
-        time.sleep(0.02)
-
-
-def many(line: socket.socket, reply: Reply) -> None:
-    body = b" " * expected.MOST + LIST
-    line.sendall(listed(reply, body))
-    line.sendall(body)
-
-
-def brackets(line: socket.socket, reply: Reply) -> None:
-    body = b"[" * 100_000
-    line.sendall(listed(reply, body) + body)
-
-
-LYING_HOSTS: dict[str, Callable[[socket.socket, Reply], None]] = {
-    "no MAC": lambda line, reply: say(line, "200 OK", LIST),
-    "a MAC of another secret": lambda line, reply: line.sendall(
-        listed(Reply(b"x", reply.counter)) + LIST
-    ),
-    "an answer given again": lambda line, reply: line.sendall(
-        listed(Reply(reply.secret, reply.counter + 1)) + LIST
-    ),
-    "another body": lambda line, reply: line.sendall(listed(reply) + LIST.replace(b"1", b"3", 1)),
-    "a huge one": many,
-    "one without an end": lambda line, reply: line.sendall(
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n[\r\n" * 1000
-    ),
-    "one that is cut": lambda line, reply: (line.sendall(listed(reply) + LIST[:9]), line.close()),
-    "brackets": brackets,
-    "no list": lambda line, reply: line.sendall(reply.head(404, has="", told="", length=0)),
-    "silence": lambda line, reply: time.sleep(HANGS),
-    "a byte now and then": dribble,
-}
-
-
-def test_list_of_the_prefetch_host_is_taken(fake: MakeFake) -> None:
-    server = fake(lambda line, reply: line.sendall(listed(reply) + LIST))
-    assert ask_list(server.port) == expected.Expectations(1, 1.0, 2.0)
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("lie", LYING_HOSTS)
-def test_prefetch_host_that_lies_or_hangs_gives_no_list(
-    fake: MakeFake, monkeypatch: pytest.MonkeyPatch, lie: str
-) -> None:
-    monkeypatch.setattr(expected, "PATIENCE", 1.0)
-    server = fake(LYING_HOSTS[lie])
-    with pytest.raises(PeerError):
-        ask_list(server.port)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_stranger_who_poses_as_the_prefetch_host_is_asked_for_nothing(fake: MakeFake) -> None:
-    server = fake(lambda line, reply: line.sendall(listed(reply) + LIST))
-    with pytest.raises(PeerError, match="wrong MAC"):
-        ask_list(server.port, b"o" * 64)
-    assert [one for one in server.requests if "expected" in one] == []
-
-
-@pytest.mark.usefixtures("impatient")
-def test_prefetch_host_that_is_down_or_takes_connections_only_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(expected, "PATIENCE", 1.0)
-    with pytest.raises(PeerError):
-        ask_list(free_port())
-    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(PeerError):
-        ask_list(mute.getsockname()[1])
+def test_lease_on_a_copy_holds_up_no_peer(node: Hooks) -> None:
+    path = node.put("alice/image.sqsh")
+    assert node.prolog(1, path).outcome.result == "copied"
+    key = node.identity(path).key
+    with leased(path) as held:
+        assert isinstance(local_chunks.find(node.cache, key, 0), local_chunks.Absent)
+        assert held(), "the service waited until the kernel broke the lease"
+    found = local_chunks.find(node.cache, key, 0)
+    assert isinstance(found, local_chunks.Present)
+    found.file.close()

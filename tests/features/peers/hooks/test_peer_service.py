@@ -22,12 +22,13 @@ import msgspec
 import pytest
 
 from forestage.cache import digest, readers
-from forestage.cache.part import ENTRY_BYTES, MAX_SHARED, Part
+from forestage.cache.part import ENTRY_BYTES, Part
 from forestage.config import Config
 from forestage.errors import PeerError
 from forestage.features.peers import activation, asked_node, auth, proven, stats
 from forestage.features.peers.asked_node import AskedNode, ask_node
 from forestage.features.peers.auth import KeyFile
+from forestage.features.peers.engine import MAX_SHARED
 from node import ALICE, HANGS, until
 from peering import (
     CHUNK,
@@ -153,7 +154,7 @@ def test_failed_source_is_reported_to_clients(node: Node, copying: Part) -> None
     client = Client(node, image(2).key)
     client.fetch(0)
     assert not client.source_failed
-    copying.note_source_failed()
+    copying.source_failed.touch()
     client.fetch(0)
     assert (client.has, client.source_failed) == ([1, 1], True)
 

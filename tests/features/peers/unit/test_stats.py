@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
-from forestage.features.peers.stats import KEYS, Counters, read
+from forestage.features.peers.stats import KEYS, Counters, Uploaded, read
 
 
 @pytest.fixture
@@ -62,8 +69,31 @@ def test_many_refusals_are_one_log_line(file: Path, capfd: pytest.CaptureFixture
     )
 
 
-def test_missing_or_damaged_counts_are_none(file: Path) -> None:
-    assert read(file) is None
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: None,
+        lambda path: path.write_text("{"),
+        os.mkfifo,  # and nobody waits for a writer
+        lambda path: path.symlink_to("nowhere"),
+        lambda path: path.mkdir(),
+    ],
+    ids=["missing", "cut", "fifo", "dangling", "directory"],
+)
+def test_missing_or_damaged_counts_are_none(file: Path, make: Callable[[Path], None]) -> None:
     file.parent.mkdir()
-    file.write_text("{")
+    make(file)
     assert read(file) is None
+
+
+VALUE = st.integers(-(1 << 50), 1 << 50) | st.text() | st.none()
+
+
+@given(st.dictionaries(st.sampled_from(Uploaded.__struct_fields__), VALUE))
+@example({"since": float("inf")})
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_values_are_counts_or_damage(tmp_path: Path, values: dict[str, object]) -> None:
+    file = tmp_path / "peer.json"
+    file.write_bytes(json.dumps(values).replace("Infinity", "1e999").encode())
+    found = read(file)
+    assert found is None or msgspec.to_builtins(found).items() >= values.items()

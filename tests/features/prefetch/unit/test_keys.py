@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from forestage.config import KEYS, Address, Config
+from forestage.config import KEYS, REMOVED, Address, Config
 from forestage.config.keys import Peering, Prefetching
 from forestage.features.prefetch.prefetch_host import find_host
 
@@ -40,3 +40,8 @@ def test_host_of_digits_is_shown_as_it_is_read() -> None:
 def test_host_is_found_as_it_is_written(host: str | None, found: Address | None) -> None:
     peers = Peering(address="{node}-ib:7718", port=7000)
     assert find_host(Config(peers=peers, prefetch=Prefetching(host=host))) == found
+
+
+def test_key_that_excludes_is_never_one_that_is_ignored() -> None:
+    """Whoever takes it away has to say what becomes of what it excluded."""
+    assert "prefetch.host" in set(KEYS) - set(REMOVED)

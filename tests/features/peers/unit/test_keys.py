@@ -1,0 +1,107 @@
+"""What `peers:` may say, and what it means."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from forestage.config import KEYS, REMOVED, Address, Config, load_settings
+from forestage.config.keys import Peering
+from forestage.errors import ConfigError, Problem
+
+
+def write(etc: Path, text: str, name: str = "forestage.yaml") -> Path:
+    file = etc / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    file.chmod(0o644)
+    return file
+
+
+def refused(etc: Path, text: str) -> Problem:
+    """What is wrong with the only file."""
+    write(etc, text)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(etc)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_section_without_values_leaves_the_defaults(tmp_path: Path) -> None:
+    write(tmp_path, "peers:")
+    assert load_settings(tmp_path).config == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "what"),
+    [
+        ("peers: true", "peers", "expected keys and values"),
+        ("peers: {enabeld: true}", "peers.enabeld", "did you mean peers.enabled?"),
+        ("peers: {digest: false}", "peers.digest", "unknown key"),
+        (
+            "peers.enabled: true",
+            "peers.enabled",
+            "expected `peers:`, and `enabled:` indented below it",
+        ),
+        ("engine: rsync\npeers: {enabled: true}", "peers.enabled", "needs `engine: chunks`"),
+    ],
+)
+def test_section_that_says_something_else_is_refused_by_file_and_key(
+    tmp_path: Path, text: str, key: str, what: str
+) -> None:
+    problem = refused(tmp_path, text)
+    assert (problem.where, problem.key) == (str(tmp_path / "forestage.yaml"), key)
+    assert what in problem.what
+
+
+@pytest.mark.parametrize(
+    ("key", "raw", "what"),
+    [
+        ("port", 0, "expected a whole number from 1 to 65535"),
+        ("listen", "a" * 256, "expected null or an address, a name"),
+        ("listen", "a\nb", "expected null or an address, a name"),
+        ("address", "n1", "expected an address with {node} in it"),
+        ("address", "{node}:x", "expected a port"),
+        ("key_file", "key", "expected null or an absolute"),
+        ("key_file", "/", "a path below /, got '/'"),
+        ("key_file", "/a/../b", "'/b', got '/a/../b'"),
+        ("key_file", "/a\nb", "without control characters"),
+    ],
+)
+def test_value_that_cannot_be_meant_is_refused(key: str, raw: object, what: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(what)):
+        KEYS[f"peers.{key}"].read(raw)
+
+
+def test_file_with_a_hash_is_shown_as_it_is_read() -> None:
+    key = KEYS["peers.key_file"]
+    assert yaml.safe_load(key.show(key.read("/a #b"))) == "/a #b"
+
+
+def test_later_file_wins_key_by_key_of_the_section(tmp_path: Path) -> None:
+    main = write(tmp_path, "peers: {port: 1, reach: cluster}")
+    later = write(tmp_path, "peers: {port: 80}", "conf.d/10-a.yaml")
+    found = load_settings(tmp_path)
+    assert found.config == Config(peers=Peering(port=80, reach="cluster"))
+    assert found.origins["peers.port"] == str(later)
+    assert found.origins["peers.reach"] == str(main)
+
+
+def test_removed_addresses_may_be_those_of_nodes_with_a_keys_name(tmp_path: Path) -> None:
+    write(tmp_path, "peers: {addresses: {deadline: 10.0.0.1, sources: 10.0.0.2}}")
+    assert list(load_settings(tmp_path).removed) == ["peers.addresses"]
+
+
+def test_key_that_excludes_is_never_one_that_is_ignored() -> None:
+    """Whoever takes one of these away has to say what becomes of what it excluded."""
+    excluding = {"peers.enabled", "peers.reach"}
+    assert excluding <= set(KEYS)
+    assert excluding.isdisjoint(REMOVED)
+
+
+def test_node_is_found_by_the_pattern() -> None:
+    assert Peering(address="{node}-ib:7000").of("n1") == Address("n1-ib", 7000)
+    assert Peering(port=80).of("n2") == Address("n2", 80)

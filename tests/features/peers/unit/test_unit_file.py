@@ -1,0 +1,24 @@
+"""The peer service's unit: when it is started again, and who may list its directory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from forestage.commands.world import Exit
+
+UNIT = Path(__file__).resolve().parents[4] / "packaging/systemd/forestage-peer.service"
+
+
+def values(name: str) -> list[str]:
+    return re.findall(rf"^{name}=(.*)$", UNIT.read_text(), re.MULTILINE)
+
+
+def test_service_with_a_wrong_configuration_is_not_started_again() -> None:
+    (codes,) = values("RestartPreventExitStatus")
+    assert {int(code) for code in codes.split()} == {Exit.USAGE, Exit.CONFIG}
+
+
+def test_directory_of_the_hooks_cannot_be_listed_by_users() -> None:
+    """Which the unit makes where tmpfiles.d did not."""
+    assert values("RuntimeDirectoryMode") == ["0711"]
