@@ -12,7 +12,7 @@ from forestage.events import Event, Handled
 from forestage.features.peers import activation
 from forestage.paths import Places
 from forestage.slurm.queue import Slurm
-from forestage.system.terminal import Line, harmless
+from forestage.system.terminal import TextLine, harmless
 
 REPO = Path(__file__).resolve().parents[1]
 RELEASE = "22.05.8"
@@ -181,4 +181,6 @@ class GoodNode:
 
 def words(report: Report) -> str:
     """What a person reads."""
-    return "\n".join(harmless(piece.text) for piece in pieces(report) if isinstance(piece, Line))
+    return "\n".join(
+        harmless(piece.text) for piece in pieces(report) if isinstance(piece, TextLine)
+    )

@@ -18,7 +18,7 @@ from forestage.config import load_settings
 from forestage.features.contexts import TendFacts
 from forestage.paths import Places
 from forestage.system import lock, processes
-from forestage.system.run import Started
+from forestage.system.run import RunningProcess
 from node import HANGS, until
 
 COMMAND = """#!{python}
@@ -69,7 +69,7 @@ class Tended:
             limit = 0.01 if part.name in self.stuck else HANGS
             yield msgspec.structs.replace(part, limit=limit if part.limit else 0.0)
 
-    def start(self, part: Part, held: int | None) -> Started:
+    def start(self, part: Part, held: int | None) -> RunningProcess:
         started = tend.start(self.environ, part, held)
         self.started.append((part.name, started.pid))
         if happens := self.stuck.get(part.name):

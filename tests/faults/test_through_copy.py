@@ -18,19 +18,19 @@ from forestage.cache.readers import NOW
 from forestage.errors import Declined
 from forestage.stage import stager
 from forestage.system import lock
-from forestage.system.holder import Channel
+from forestage.system.holder import StartChannel
 from forestage.views.through import keeper_process, reads
 from forestage.views.through.reads import RUN
 from node import ALICE, Node, until
 from through import MIB, Copy, Shown, Through, opened, read_fresh, reading, shows, task
 
 
-def start(through: Through, **keys: object) -> Channel:
+def start(through: Through, **keys: object) -> StartChannel:
     """Starts a stager as a hook does."""
     return stager.start(task(through.node, through.opened, **keys))
 
 
-def end(channel: Channel) -> str:
+def end(channel: StartChannel) -> str:
     message = channel.recv(120)
     assert message is not None
     return message.state

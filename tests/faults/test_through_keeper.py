@@ -248,7 +248,7 @@ def test_server_and_keeper_killed_before_an_answer_leave_nobody_who_waits(
 
     def answer_no_open(self: Server, slot: memoryview) -> None:
         request = fuse.parse(slot)
-        if request is None or request.op == fuse.Op.INIT:
+        if request is None or request.op == fuse.FuseOpcode.INIT:
             take(self, slot)
         else:
             asked.touch()

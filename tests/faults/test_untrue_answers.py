@@ -29,7 +29,7 @@ from forestage.sources.source import OpenImage
 from forestage.stage import stager
 from forestage.stage.task import Task
 from forestage.system import as_user, files
-from forestage.system.holder import Message
+from forestage.system.holder import StartReport
 from node import ALICE, Node
 
 CHUNK = 1 << 20
@@ -43,7 +43,7 @@ CHANGES = ("ago", "longer", "inodes")
 class Copied(msgspec.Struct, frozen=True):
     """How a copy ended; whether its entry has the true bytes, None without one; its blocks."""
 
-    ended: Message
+    ended: StartReport
     is_right: bool | None = None
     blocks: int = 0
 
@@ -68,7 +68,7 @@ class Copier:
         path = str(self.far.point / name)
         facts, fd = opening.open_file(path, ALICE, ["/"], None, 60.0)
         if facts.image is None or fd is None:
-            return Copied(Message("failed", "missing"))
+            return Copied(StartReport("failed", "missing"))
         opened = OpenImage(facts.image, ALICE, fd)
         return self._copied(opened, (self.far.folder / name).read_bytes())
 
@@ -129,7 +129,7 @@ def test_image_has_its_bytes_whatever_is_said_of_its_holes(
     fill(file, 5 * CHUNK + 77, random.Random(1), holes=0.3)
     copier.far.behaves(**lie, blockless=blockless)
     copied = copier.copy("image")
-    assert (copied.ended, copied.is_right) == (Message("published"), True)
+    assert (copied.ended, copied.is_right) == (StartReport("published"), True)
 
 
 @pytest.mark.parametrize("lie", LIES, ids=str)
@@ -142,7 +142,7 @@ def test_tree_has_its_bytes_whatever_is_said_of_its_holes(
     fill(folder / "dense", CHUNK + 5, random.Random(3), holes=0)
     copier.far.behaves(**lie, blockless=1)
     copied = copier.copy("tree")
-    assert (copied.ended, copied.is_right) == (Message("published"), True)
+    assert (copied.ended, copied.is_right) == (StartReport("published"), True)
 
 
 @pytest.mark.parametrize("lie", [{}, {"nodata": 1}], ids=str)
@@ -163,11 +163,11 @@ def test_image_without_names_is_staged_if_its_path_leads_to_it(
 ) -> None:
     file = copier.far.put("image", b"x" * CHUNK)
     copier.far.behaves(unlinked=1)
-    assert copier.copy("image").ended == Message("published")
+    assert copier.copy("image").ended == StartReport("published")
     copier.far.folder.chmod(0o777)  # it is her who looks, and renames it meanwhile
     real = files.latest
 
-    def removed(fd: int, disk: int, name: bytes = b"") -> os.stat_result | files.Asked:
+    def removed(fd: int, disk: int, name: bytes = b"") -> os.stat_result | files.Statx:
         file.rename(file.with_name("other"))
         return real(fd, disk, name)
 

@@ -359,7 +359,7 @@ def test_unredirect_knows_redirects_to_a_disk_that_was_unmounted_lazily(node: No
 
 
 def test_where_a_cache_lay_is_forgotten_once_nothing_of_that_disk_is_mounted(node: Node) -> None:
-    def noted() -> tuple[mounts.Origin, ...]:
+    def noted() -> tuple[mounts.BindOrigin, ...]:
         known = records.load(node.places.claims / origins.FILE, origins.KnownOrigins)
         return known.origins[node.cache.real]
 

@@ -20,7 +20,7 @@ from forestage.commands import sweep
 from forestage.commands.main import World, main
 from forestage.commands.world import Exit
 from forestage.config import load_settings
-from forestage.system.probe import Hang
+from forestage.system.probe import HangReport
 from jobdir import Dirs
 from node import ALICE, BOB, Idle, Node, until
 
@@ -241,9 +241,9 @@ def test_earlier_cache_whose_disk_is_hung_is_left_alone(
     (node.cache.jobs / "9.0").mkdir(parents=True)
     hangs = disk.hangs
 
-    def asked(places: object, cache: Cache, left: float = 60.0) -> Hang | None:
+    def asked(places: object, cache: Cache, left: float = 60.0) -> HangReport | None:
         if cache.root == node.cache.root:
-            return Hang("writes", 60.0)
+            return HangReport("writes", 60.0)
         return hangs(node.places, cache, left)
 
     monkeypatch.setattr(disk, "hangs", asked)

@@ -110,7 +110,7 @@ def test_requeued_job_that_begins_while_slurm_answers_keeps_its_lease(
 
 def _sweep_until(node: Node, slurm: Slurm, stop: Path) -> None:
     while not stop.exists():
-        with contextlib.suppress(lock.Busy):
+        with contextlib.suppress(lock.LockTimeout):
             swept(node, slurm)
 
 

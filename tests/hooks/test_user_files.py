@@ -27,7 +27,7 @@ from forestage.errors import NotFound
 from forestage.events import Bad, Copied, Event, Handled, Released, user_files
 from forestage.system import files
 from forestage.system.as_user import User
-from forestage.system.terminal import Line
+from forestage.system.terminal import TextLine
 from node import ALICE, BOB, HANGS, Later, Node
 
 KEYS = {ALICE.uid: "a" * 32, BOB.uid: "b" * 32}
@@ -113,7 +113,7 @@ def test_user_is_told_of_no_lease(node: Node) -> None:
     assert node.lease(7) is not None
     found = explain.gather(node.places, 7, ALICE.uid)
     assert found.lease is None
-    lines = [one.text for one in explain.pieces(found, 1.0) if isinstance(one, Line)]
+    lines = [one.text for one in explain.pieces(found, 1.0) if isinstance(one, TextLine)]
     assert lines[-1] == ("Now: no Epilog is recorded; what the job holds, root sees on this node.")
 
 

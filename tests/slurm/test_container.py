@@ -15,7 +15,7 @@ from host import wait_until
 from spec import ClusterSpec
 
 from forestage.system import loop
-from forestage.system.loop import Loop
+from forestage.system.loop import LoopDevice
 
 pytestmark = pytest.mark.long
 PLUGSTACK = "include /usr/lib/forestage/spank/plugstack-22.05*.conf"
@@ -204,7 +204,7 @@ def test_device_that_a_killed_container_has_left_goes_with_the_next_ones_sweep(
 ) -> None:
     """It would keep an evicted entry's room. Its file's path is that of a mount that is gone."""
 
-    def devices() -> list[Loop]:
+    def devices() -> list[LoopDevice]:
         copies = [one.stat() for one in (volumes / "nvme").glob("forestage/entries/*/image")]
         return [one for one in loop.attached() if any(map(one.is_of, copies))]
 

@@ -25,7 +25,7 @@ from forestage.stage import fstab, stager
 from forestage.stage.task import Task
 from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
-from forestage.system.holder import Channel, Message
+from forestage.system.holder import StartChannel, StartReport
 
 T = TypeVar("T")
 
@@ -155,22 +155,22 @@ def _open_now() -> set[int]:
     return {fd for fd in listed if os.path.lexists(f"/proc/self/fd/{fd}")}
 
 
-def _start(task: Task) -> Channel:
+def _start(task: Task) -> StartChannel:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, contextlib.suppress(Killed), _all_closed():
         opened = task.opened
         if opened.line is not None:  # the hook keeps its own, as after a fork
             opened = replace(opened, line=opened.line.dup())
         task = replace(task, opened=opened).received()
-        hook = Channel(theirs)
+        hook = StartChannel(theirs)
         try:
             with lock.held(task.node.cache.key_lock(task.key), 0):
                 hook.send(stager.copy(task, threading.Event()))
-        except lock.Busy:
-            hook.send(Message("busy"))
+        except lock.LockTimeout:
+            hook.send(StartReport("busy"))
         else:
             stager._redirect_waiting(task)
-    return Channel(ours)
+    return StartChannel(ours)
 
 
 def _current() -> list[mounts.Mount]:

@@ -82,7 +82,7 @@ def test_any_bytes_are_a_record_or_damage(
     file.write_bytes(data)
     try:
         value = records.load(file, of)
-    except records.Damaged as damaged:
+    except records.DamagedRecord as damaged:
         said = str(damaged)
     else:
         said = ""
@@ -122,7 +122,10 @@ def test_garbage_hides_no_later_event(tmp_path: Path, garbage: list[bytes]) -> N
 @pytest.mark.parametrize(
     ("number", "error"),
     [
-        *((one, records.Damaged) for one in (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ELOOP)),
+        *(
+            (one, records.DamagedRecord)
+            for one in (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ELOOP)
+        ),
         *((one, OSError) for one in (errno.EMFILE, errno.ENOMEM, errno.EACCES)),
     ],
 )
@@ -154,7 +157,7 @@ def test_record_that_is_no_regular_file_is_damage_and_no_wait(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / "record")
-    with pytest.raises(records.Damaged):
+    with pytest.raises(records.DamagedRecord):
         records.load(tmp_path / "record", Lease)
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from forestage.cache.layout import Cache
 from forestage.system import folders, lock, mounts, records
-from forestage.system.mounts import Mount, Origin
+from forestage.system.mounts import BindOrigin, Mount
 
 FILE = "origins.json"
 LOCK_TIMEOUT = 5.0  # seconds; a process that mounts from another cache notes that then
@@ -42,13 +42,13 @@ class CacheOrigin(msgspec.Struct, frozen=True):
     """Where the cache with this root lies, or lay."""
 
     root: str
-    origin: Origin
+    origin: BindOrigin
 
 
 class KnownOrigins(msgspec.Struct, frozen=True):
     """origins.json: for each cache's root, where the cache lay while binds of it were made."""
 
-    origins: Mapping[str, tuple[Origin, ...]] = {}
+    origins: Mapping[str, tuple[BindOrigin, ...]] = {}
 
 
 class KnownCaches(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class KnownCaches(msgspec.Struct, frozen=True):
 
         Where no mount is known above it, the first has no device, and so no bind.
         """
-        now = mounts.origin(table, self.root) or Origin("", f"{self.root}/")
+        now = mounts.origin(table, self.root) or BindOrigin("", f"{self.root}/")
         known = _without_gone(self.noted, table).origins
         noted = [CacheOrigin(root, one) for root, places in known.items() for one in places]
         return tuple(dict.fromkeys((CacheOrigin(self.root, now), *noted)))
@@ -92,7 +92,7 @@ def find_origins(cache: Cache, table: list[Mount] | None = None) -> tuple[CacheO
 def note_origin(cache: Cache, table: list[Mount]) -> None:
     """Note where the cache lies in this mount table, before a bind of it is made.
 
-    Raises lock.Busy, OSError.
+    Raises lock.LockTimeout, OSError.
     """
     real = cache.real
     now = mounts.origin(table, real)
@@ -126,7 +126,7 @@ def _without_gone(known: KnownOrigins, table: Iterable[Mount]) -> KnownOrigins:
     """
     here = {mount.device for mount in table}
 
-    def may_be_there(origin: Origin) -> bool:
+    def may_be_there(origin: BindOrigin) -> bool:
         return origin.device in here or not origin.device.startswith("0:")
 
     return KnownOrigins(

@@ -78,7 +78,7 @@ def stale(bound: list[Bind], paths: frozenset[str], key: str) -> list[Bind]:
 def unmount_stale(cache: Cache, paths: frozenset[str], key: str, user: User, end: Deadline) -> None:
     """Unmounts what shows something else than the entry `key` at one of the paths.
 
-    Raises StillMounted, lock.Busy, OSError.
+    Raises StillMounted, lock.LockTimeout, OSError.
     """
     while found := stale(binds(cache), paths, key):
         with contextlib.ExitStack() as claims:
@@ -101,7 +101,7 @@ def mount(
     Another process may be unmounting the right redirect: that is waited for until `waits`, where
     the job waits for its copies, and otherwise as long as an unmount takes that does not hang.
     Raises Declined where the path no longer leads to the staged file or the copy is not readable
-    for the job's user; OSError, as_user.TooSlow.
+    for the job's user; OSError, as_user.ChildTimeout.
     """
 
     def note() -> None:
@@ -173,7 +173,7 @@ def _mount(
         try:
             going = [bind for bind in binds(cache) if bind.path == wanted.path]
             unmount.wait(cache, going, until_gone)
-        except lock.Busy as busy:  # no fault of this node: the job reads the source
+        except lock.LockTimeout as busy:  # no fault of this node: the job reads the source
             raise Declined("busy", str(busy)) from None
     raise Failed("redirect", f"{wanted.path} keeps showing an older copy")
 
@@ -326,7 +326,7 @@ def _lay_over(made: int, target: int, turn: Callable[[], int]) -> None:
         as_user.call(work, bool, OVER_TIMEOUT, keep=(made, target), tries=1)
     except FileNotFoundError:  # what the kernel says of a file that was deleted
         raise Declined("changed", "the image or its copy was replaced just now") from None
-    except as_user.TooSlow:
+    except as_user.ChildTimeout:
         raise Declined("mount-hangs", "a process keeps the file from being mounted over") from None
 
 

@@ -85,7 +85,7 @@ def claim(
     mine = []
     for bind in islice(wanted, MOST):
         folders.make(cache.claims, folders.PRIVATE)
-        with contextlib.suppress(lock.Busy):
+        with contextlib.suppress(lock.LockTimeout):
             if now is None or not hung_lately(cache, bind, now):
                 claim = claims.enter_context(contextlib.ExitStack())
                 claim.enter_context(_claimed(cache, bind))
@@ -146,11 +146,11 @@ def is_going(cache: Cache, bind: Bind) -> bool:
 
 
 def wait(cache: Cache, going: Iterable[Bind], end: Deadline) -> None:
-    """Waits until nobody takes these off any more. Not under a lock. Raises lock.Busy."""
+    """Waits until nobody takes these off any more. Not under a lock. Raises lock.LockTimeout."""
     for bind in going:
         while is_going(cache, bind):
             if end.left() <= 0:
-                raise lock.Busy(f"another process is unmounting the redirect of {bind.path}")
+                raise lock.LockTimeout(f"another process is unmounting the redirect of {bind.path}")
             end.clock.sleep(lock.POLL)
 
 

@@ -23,7 +23,7 @@ from forestage.errors import Declined
 from forestage.paths import Places
 from forestage.system import probe
 from forestage.system.files import opened
-from forestage.system.probe import At, Hang
+from forestage.system.probe import At, HangReport
 from forestage.system.sha256 import sha256
 from forestage.units import format_duration
 
@@ -33,7 +33,7 @@ PART = 0.25  # of the time that is left: a probe must not take all of it
 TOO_SHORT = 0.1  # seconds without an answer that prove nothing; a busy node may take them to fork
 
 
-def hangs(places: Places, cache: Cache, left: float = 60.0) -> Hang | None:
+def hangs(places: Places, cache: Cache, left: float = 60.0) -> HangReport | None:
     """What of the cache's disk does not answer; None where all does.
 
     `left` are the seconds that the caller has: a second at most, or a quarter of these, is waited.
@@ -41,7 +41,7 @@ def hangs(places: Places, cache: Cache, left: float = 60.0) -> Hang | None:
     return probe.ask(_file(places, cache), partial(_asked, cache.root), PART * left)
 
 
-def known(places: Places, cache: Cache) -> Hang | None:
+def known(places: Places, cache: Cache) -> HangReport | None:
     """What is known to hang, by who asks; for those who may change nothing, a directory neither."""
     return probe.known(_file(places, cache))
 
@@ -64,7 +64,7 @@ def must_take(places: Places, cache: Cache, left: float = 60.0) -> None:
         raise declined(cache, hang, left)
 
 
-def declined(cache: Cache, hang: Hang, left: float = 60.0) -> Declined:
+def declined(cache: Cache, hang: HangReport, left: float = 60.0) -> Declined:
     """Return why nothing is done with a cache whose disk gave no answer.
 
     `left` are the seconds that the caller had: the disk is not to blame if there were hardly any,

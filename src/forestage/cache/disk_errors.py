@@ -66,7 +66,7 @@ def known(places: Places) -> Disk:
     """What was noted so far; nothing where that cannot be read."""
     try:
         return records.load(places.disk_errors, Disk)
-    except (OSError, records.Damaged):
+    except (OSError, records.DamagedRecord):
         return Disk()
 
 

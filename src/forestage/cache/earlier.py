@@ -69,7 +69,7 @@ def is_left(cache: Cache, now: Cache) -> bool:
 def remove(cache: Cache) -> bool:
     """Remove an earlier cache that has nothing in it; return whether it had nothing.
 
-    Directories of others stay, and those above. Raises lock.Busy, OSError.
+    Directories of others stay, and those above. Raises lock.LockTimeout, OSError.
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         there = [cache.root / name for name in _OURS if (cache.root / name).is_dir()]

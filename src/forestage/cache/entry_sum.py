@@ -53,7 +53,7 @@ def add_bytes(file: Path, change: int, is_data: bool) -> None:
     What cannot be noted makes the sum wrong until the next sweep, and is no error. Nothing is to be
     noted where nobody has begun to count so far.
     """
-    with contextlib.suppress(OSError, lock.Busy):
+    with contextlib.suppress(OSError, lock.LockTimeout):
         if _find(file) is None:
             return
         with lock.held(file, PATIENCE):
@@ -68,7 +68,7 @@ def begin_count(file: Path) -> EntrySum | None:
 
     The caller holds the space lock until `end_count`: nothing is evicted meanwhile.
     """
-    with contextlib.suppress(OSError, lock.Busy), lock.held(file, PATIENCE):
+    with contextlib.suppress(OSError, lock.LockTimeout), lock.held(file, PATIENCE):
         found = _find(file)
         if found is None:
             found = EntrySum(boot_id())
@@ -81,7 +81,7 @@ def end_count(file: Path, before: EntrySum | None, bytes_found: int, data_found:
     """Corrects the sum by what was found; what was published since `before` stays added."""
     if before is None:
         return
-    with contextlib.suppress(OSError, lock.Busy), lock.held(file, PATIENCE):
+    with contextlib.suppress(OSError, lock.LockTimeout), lock.held(file, PATIENCE):
         now = _find(file)
         if now is not None and now.counted == before.counted:
             total = now.bytes - before.bytes + bytes_found

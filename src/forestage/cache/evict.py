@@ -273,7 +273,7 @@ def _is_at_rest(cache: Cache, config: Config) -> bool:
 
 
 def count_entries(cache: Cache) -> None:
-    """Reads all entries and corrects their sum. Raises lock.Busy, OSError."""
+    """Reads all entries and corrects their sum. Raises lock.LockTimeout, OSError."""
     known = cache.stored_entries()
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         _stored_now(cache, known)
@@ -395,7 +395,7 @@ def leave_room(
 
     Returns the keys. It is the user's room: nobody else's entry goes for more than their share.
     `others` are the bytes, by uid, that jobs have beside the entries; they count for the shares.
-    `timeout` in seconds is for the space lock. Raises lock.Busy, Failed, OSError.
+    `timeout` in seconds is for the space lock. Raises lock.LockTimeout, Failed, OSError.
     """
     known = cache.stored_entries()
     with lock.held(cache.space_lock, timeout):
@@ -423,7 +423,7 @@ def tidy(
     """Evicts to the low watermark, as far as leases and pins allow; returns the keys.
 
     `timeout` in seconds is for the space lock; `known` are entries that were read just before.
-    Raises lock.Busy.
+    Raises lock.LockTimeout.
     """
     if known is None:
         known = () if _is_at_rest(cache, config) else cache.stored_entries()
@@ -498,7 +498,7 @@ def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str
     """Deletes what `dead_parts` names; returns the keys."""
     dropped = []
     for key in dead_parts(cache, unwanted):
-        with contextlib.suppress(lock.Busy), lock.held(cache.key_lock(key), 0):
+        with contextlib.suppress(lock.LockTimeout), lock.held(cache.key_lock(key), 0):
             cache.drop_part(key)
             dropped.append(key)
     return tuple(dropped)

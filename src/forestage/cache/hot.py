@@ -57,7 +57,7 @@ def inherit(cache: Cache, image: Image) -> None:
         and abs(entry.identity.size - image.size) <= ALIKE * image.size
     ]
     for entry in sorted(old, key=lambda one: one.created, reverse=True):
-        with contextlib.suppress(FileNotFoundError, records.Damaged):
+        with contextlib.suppress(FileNotFoundError, records.DamagedRecord):
             records.write(part.hot, records.read(cache.entry_dir(entry.key) / "hot"))
             return
 

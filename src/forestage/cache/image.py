@@ -15,7 +15,7 @@ import msgspec
 from forestage.errors import Declined
 from forestage.slurm.hints import ABSOLUTE, Request
 from forestage.system.as_user import User
-from forestage.system.files import Asked
+from forestage.system.files import Statx
 from forestage.system.sha256 import sha256
 from forestage.units import format_size, is_utf8
 
@@ -240,7 +240,7 @@ def identify(fd: int, path: str) -> Identity:
     return identity(os.fstat(fd), path)
 
 
-def identity(facts: os.stat_result | Asked, path: str) -> Identity:
+def identity(facts: os.stat_result | Statx, path: str) -> Identity:
     """Pure: the identity of a file of which stat(2) says this."""
     return Identity(path, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
 

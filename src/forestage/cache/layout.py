@@ -230,7 +230,7 @@ class Cache:
             found = records.read(file)
         except FileNotFoundError:
             return False
-        except records.Damaged as damaged:
+        except records.DamagedRecord as damaged:
             raise Failed("cache-format", str(damaged), "empty the cache") from None
         if found != FORMAT.encode():
             raise Failed(
@@ -309,7 +309,7 @@ class Cache:
         """
         try:
             return records.read(self.entry_dir(key) / "boot") in (boot_id().encode(), PROVEN)
-        except (FileNotFoundError, NotADirectoryError, records.Damaged):
+        except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
             return False
 
     def last_read(self, key: str) -> float:
@@ -342,7 +342,7 @@ class Cache:
         """
         try:
             found = records.read(self.entry_dir(entry.key) / "map")
-        except (FileNotFoundError, NotADirectoryError, records.Damaged):
+        except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
             return b""
         length = chunk_count(entry.identity.size, entry.chunk or 1) * ENTRY_BYTES
         return found if len(found) == length else b""
@@ -627,7 +627,7 @@ def _is_whole(entry: Entry, key: str, image: os.stat_result | None) -> bool:
 def _users(used: Path) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(map(int, records.read(used).split())))
-    except (OSError, ValueError, records.Damaged):
+    except (OSError, ValueError, records.DamagedRecord):
         return ()
 
 

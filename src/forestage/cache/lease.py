@@ -178,7 +178,7 @@ class Leases:
             found = records.load(self.said_file(job), Said)
         except FileNotFoundError:
             return Said()
-        except records.Damaged as damaged:
+        except records.DamagedRecord as damaged:
             raise Failed("lease-damaged", str(damaged), "remove it if the job is gone") from None
         if uid not in (None, found.uid):
             return Said()
@@ -352,6 +352,6 @@ def _decode(file: Path) -> Lease | None:
         return records.load(file, Lease)
     except FileNotFoundError:
         return None
-    except records.Damaged as damaged:
+    except records.DamagedRecord as damaged:
         # No licence to evict. The job's own Epilog removes what is there without reading it.
         raise Failed("lease-damaged", str(damaged), "remove it if the job is gone") from None

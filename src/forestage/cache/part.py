@@ -104,7 +104,7 @@ class Part:
         """The whole map; empty where there is none yet, or something else has its name."""
         try:
             return records.read(self.map)
-        except (FileNotFoundError, NotADirectoryError, records.Damaged):
+        except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
             return b""
 
     def hot_chunks(self, chunk: int) -> list[int]:
@@ -139,7 +139,7 @@ class Part:
         """Bytes that peers gave to the stager that runs now."""
         try:
             return int(records.read(self.peers) or b"0")
-        except (FileNotFoundError, NotADirectoryError, records.Damaged, ValueError):
+        except (FileNotFoundError, NotADirectoryError, records.DamagedRecord, ValueError):
             return 0
 
     def stood_still(self, now: float) -> float:

@@ -132,7 +132,7 @@ def _images(file: Path, head: list[str]) -> list[str]:
     """The lines of the images in a record that was made under the same decisions."""
     try:
         lines = os.fsdecode(records.read(file)).split("\n")
-    except (FileNotFoundError, records.Damaged):
+    except (FileNotFoundError, records.DamagedRecord):
         return []
     same = lines[: len(head)] == head
     return [line for line in lines if line.startswith("image\t")] if same else []

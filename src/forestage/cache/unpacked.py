@@ -12,7 +12,7 @@ from forestage.cache.layout import Cache
 from forestage.config import Config
 from forestage.slurm import enroot
 from forestage.system import as_user
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 
 
 def unpacked(cache: Cache, config: Config, image: Image) -> int:
@@ -34,9 +34,9 @@ def is_beside(cache: Cache, root: Path, timeout: float) -> bool:
     """Whether enroot unpacks to the cache's disk, or to the same pool (btrfs, ZFS).
 
     True where its configuration does not tell. In a child, as that place may hang, for `timeout`
-    seconds. Raises as_user.TooSlow, OSError.
+    seconds. Raises as_user.ChildTimeout, OSError.
     """
-    above = enroot.data_above(enroot.site(Files(root)).settings)
+    above = enroot.data_above(enroot.site(RootedTree(root)).settings)
 
     def work() -> as_user.Found[bool]:
         place = root / above.lstrip("/")

@@ -32,7 +32,7 @@ from forestage.slurm import enroot as enroots
 from forestage.slurm.queue import Slurm
 from forestage.system import child
 from forestage.system.terminal import harmless
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 
 __all__ = ["Finding", "Level", "Report", "Target", "check", "pieces", "report"]
 
@@ -104,7 +104,7 @@ def _look(target: Target, line: socket.socket) -> None:
     """The child's whole life."""
     child.let_go({line.fileno()})
     line.send(msgspec.json.encode(_Said(at="enroot's configuration")))
-    files = Files(target.places.root)
+    files = RootedTree(target.places.root)
     of_enroot = enroot.read(files)
     for one in _findings(target, files, of_enroot):
         said = _Said(at=one) if isinstance(one, str) else _Said(found=plain(one))
@@ -129,7 +129,7 @@ def _hangs(at: str) -> Finding:
 
 
 def _findings(
-    target: Target, files: Files, of_enroot: enroots.EnrootSite
+    target: Target, files: RootedTree, of_enroot: enroots.EnrootSite
 ) -> Iterator[Finding | str]:
     """What is found, and before each part what it looks at."""
     yield "slurm.conf"
@@ -190,7 +190,7 @@ def _findings(
         yield from findings(facts)
 
 
-def _find_site(files: Files, target: Target) -> Site | Finding:
+def _find_site(files: RootedTree, target: Target) -> Site | Finding:
     """Return what Slurm reads here, or what is said where its slurm.conf cannot be read."""
     try:
         return sites.find(files, target.conf)
@@ -199,7 +199,7 @@ def _find_site(files: Files, target: Target) -> Site | Finding:
 
 
 def _slurm(
-    files: Files, site: Site | Finding, used: Uses, settings: Settings, clock: Clock
+    files: RootedTree, site: Site | Finding, used: Uses, settings: Settings, clock: Clock
 ) -> Iterator[Finding]:
     if isinstance(site, Finding):
         yield site

@@ -18,7 +18,7 @@ from forestage.paths import Places
 from forestage.slurm import enroot
 from forestage.system.mounts import Mount
 from forestage.system.terminal import count, moment
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 from forestage.units import format_size
 
 RECENT = 7 * 86400.0  # seconds since wrong bytes were found
@@ -26,7 +26,7 @@ _QUOTAS = {"quota", "usrquota", "usrjquota", "grpquota", "grpjquota"}  # ext4 an
 
 
 def findings(
-    files: Files, config: Config, hidden: tuple[str, ...], used: Uses, origin: str, now: float
+    files: RootedTree, config: Config, hidden: tuple[str, ...], used: Uses, origin: str, now: float
 ) -> Iterator[Finding]:
     """Looks and changes nothing. A network file system is not asked: it may hang.
 
@@ -70,7 +70,7 @@ def _is_missing(under: Mount, config: Config) -> bool:
     return under.point == "/" and config.require_mount
 
 
-def _find_other_disk(files: Files, under: Mount, real: str) -> Finding | None:
+def _find_other_disk(files: RootedTree, under: Mount, real: str) -> Finding | None:
     """Return the finding where nothing is mounted at the mount point that is remembered."""
     known = known_disks.read_known(Places(files.root).known_disks).find_disk(real)
     if known is None or known.point == under.point:
@@ -89,7 +89,7 @@ def _find_other_disk(files: Files, under: Mount, real: str) -> Finding | None:
     )
 
 
-def _left(files: Files, real: str) -> Iterator[Finding]:
+def _left(files: RootedTree, real: str) -> Iterator[Finding]:
     """The caches that were configured before: nothing but an admin removes them."""
     places, now = Places(files.root), Cache(files.at(real))
     known = known_disks.read_known(places.known_disks).caches
@@ -173,7 +173,7 @@ def _place(
 
 
 def _holdings(
-    files: Files, config: Config, real: str, images: tuple[Used, ...], origin: str, now: float
+    files: RootedTree, config: Config, real: str, images: tuple[Used, ...], origin: str, now: float
 ) -> Iterator[Finding]:
     """What the disk told of itself, who may write to the cache, and its room."""
     places, cache = Places(files.root), Cache(files.at(real))
@@ -261,7 +261,9 @@ def _is_ours(root: Path) -> bool:
     return owned and not facts.st_mode & 0o077
 
 
-def _unpacked_beside(files: Files, config: Config, min_free: int, origin: str) -> Iterator[Finding]:
+def _unpacked_beside(
+    files: RootedTree, config: Config, min_free: int, origin: str
+) -> Iterator[Finding]:
     """Where enroot unpacks to the cache's disk: whether jobs find room there."""
     settings = enroot.site(files).settings
     told, fixed = settings.get("ENROOT_DATA_PATH", ""), enroot.data_above(settings)
@@ -281,7 +283,7 @@ def _unpacked_beside(files: Files, config: Config, min_free: int, origin: str) -
 
 
 def _room(
-    files: Files,
+    files: RootedTree,
     cache: Cache,
     config: Config,
     images: tuple[Used, ...],

@@ -25,8 +25,8 @@ from forestage.features import FEATURES
 from forestage.features.doors import CHECKS_WANTS_UNIT, load
 from forestage.slurm.slurm_conf import ConfLine
 from forestage.system import mounts, run
-from forestage.system.terminal import Line, Piece
-from forestage.system.tree import Files
+from forestage.system.terminal import Piece, TextLine
+from forestage.system.tree import RootedTree
 
 GRES = "nvme"
 SYSTEMCTL = 60.0  # seconds
@@ -101,7 +101,7 @@ def disk_of(node: Node) -> CacheDisk | None:
     return CacheDisk(under.point, size >> 20, for_jobs=node.config.data.job_dir.of(size) >> 30)
 
 
-def to_enable(files: Files, site: Site, disk: CacheDisk | None = None) -> Plan:
+def to_enable(files: RootedTree, site: Site, disk: CacheDisk | None = None) -> Plan:
     """What makes Slurm call both hooks, and load the companion where it is installed.
 
     `disk` is that of the cache, for which jobs may want to ask. Reads the plugins' files.
@@ -217,7 +217,7 @@ def _note_configless(plan: Plan, site: Site) -> None:
         )
 
 
-def apply(plan: Plan, files: Files) -> None:
+def apply(plan: Plan, files: RootedTree) -> None:
     """Makes and removes the links, as root. Raises RefusedError before anything is done; OSError.
 
     A link that was made before an error stays: slurmd may be about to run it.
@@ -246,20 +246,20 @@ def wanted_units(config: Config | None) -> list[str]:
     return [TIMER, *(one.unit for one in wanting)]
 
 
-def start_units(files: Files, units: Iterable[str]) -> list[str]:
+def start_units(files: RootedTree, units: Iterable[str]) -> list[str]:
     """Enable and start units where systemd runs; return a sentence for each."""
     if files.mode("/run/systemd/system") is None:
         return []
     return [_switch_unit(unit, "enable", "on") for unit in units]
 
 
-def list_units_to_start(files: Files, units: Iterable[str]) -> list[str]:
+def list_units_to_start(files: RootedTree, units: Iterable[str]) -> list[str]:
     """Return what `enable --yes` would start: nothing if all is on, or if no systemd runs."""
     off = [unit for unit in units if sites.lacks(files, unit)]
     return [_format_unit_command("enable", off)] if off else []
 
 
-def stop_units(files: Files) -> list[str]:
+def stop_units(files: RootedTree) -> list[str]:
     """Stop and disable the units of features that are enabled; return a sentence about each.
 
     The timer goes on until the package is removed: jobs that run still have leases and mounts.
@@ -267,13 +267,13 @@ def stop_units(files: Files) -> list[str]:
     return [_switch_unit(unit, "disable", "off") for unit in _list_units_to_stop(files)]
 
 
-def list_units_to_stop(files: Files) -> list[str]:
+def list_units_to_stop(files: RootedTree) -> list[str]:
     """Return what `disable --yes` would stop."""
     on = _list_units_to_stop(files)
     return [_format_unit_command("disable", on)] if on else []
 
 
-def _list_units_to_stop(files: Files) -> list[str]:
+def _list_units_to_stop(files: RootedTree) -> list[str]:
     has_systemd = files.mode("/run/systemd/system") is not None
     units = [one.unit for one in FEATURES if one.unit]
     return [unit for unit in units if has_systemd and not sites.lacks(files, unit)]
@@ -299,32 +299,32 @@ def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:
         lines = [one for one in plan.lines if (one.file, one.action) == (file, action)]
         places = ", ".join(dict.fromkeys(one.place for one in lines))
         verb = "Add to" if action == "add" else "Remove from"
-        shown.append(Line(f"{verb} {file}, {places}:", heading=True))
-        shown += [Line(one.text, 2, whole=True) for one in lines]
-    shown += [Line(f"+ {one.path} -> {one.target}", whole=True) for one in plan.links]
-    shown += [Line(f"- {one.path} -> {one.target}", whole=True) for one in plan.unlinks]
+        shown.append(TextLine(f"{verb} {file}, {places}:", heading=True))
+        shown += [TextLine(one.text, 2, whole=True) for one in lines]
+    shown += [TextLine(f"+ {one.path} -> {one.target}", whole=True) for one in plan.links]
+    shown += [TextLine(f"- {one.path} -> {one.target}", whole=True) for one in plan.unlinks]
     if plan.disk:
         shown.append(
-            Line("If jobs are to ask for nodes with this disk (docs/data.md):", heading=True)
+            TextLine("If jobs are to ask for nodes with this disk (docs/data.md):", heading=True)
         )
     for one in plan.disk:
-        shown += [Line(f"{one.file}, {one.place}:", 2), Line(one.text, 4, whole=True)]
+        shown += [TextLine(f"{one.file}, {one.place}:", 2), TextLine(one.text, 4, whole=True)]
     if not enabling:
-        shown.append(Line(AT_ONCE))
-    shown += [Line(note) for note in plan.notes]
-    shown += [Line(f"Refused: {why}") for why in plan.refusals]
+        shown.append(TextLine(AT_ONCE))
+    shown += [TextLine(note) for note in plan.notes]
+    shown += [TextLine(f"Refused: {why}") for why in plan.refusals]
     if plan.refusals or plan.empty:
         end = "Nothing was done." if plan.refusals else "There is nothing to change."
-        return [*shown, Line(end)]
+        return [*shown, TextLine(end)]
     if enabling:
-        shown.append(Line(EVERYWHERE))
+        shown.append(TextLine(EVERYWHERE))
     if plan.links or plan.unlinks:
         changed = "The links were changed." if done else "No link was changed yet: add --yes."
-        shown.append(Line(changed))
+        shown.append(TextLine(changed))
     if plan.lines:
         # slurmd itself loads a new plugin only when it starts; steps load it at once.
         stack = any(one.text.split()[0] in PLUGSTACK for one in plan.lines)
         restart = f", and on each node {RESTART} (running jobs go on)" if stack else ""
         step = f"forestage does not edit Slurm's files. Once you have: {RECONFIGURE}{restart}"
-        shown.append(Line(step))
+        shown.append(TextLine(step))
     return shown

@@ -11,7 +11,7 @@ from forestage.check.finding import Finding
 from forestage.slurm import enroot, queue
 from forestage.slurm.enroot import EnrootSite
 from forestage.system.terminal import count
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 
 HOOK_BYTES = 64 * 1024
 OF_ENROOT = {
@@ -28,7 +28,7 @@ _VARIABLE = re.compile(r"\$\([^)]*\)|\$\{[^}]*\}|\$[A-Za-z_][A-Za-z0-9_]*")
 _OF_JOB = re.compile(r"pyxis_([0-9]{1,10})([._][0-9]+)?")  # pyxis_slurmstepd.c: job and step
 
 
-def read(files: Files) -> EnrootSite:
+def read(files: RootedTree) -> EnrootSite:
     """What enroot goes by on this node: the one that slurmd's steps find, if that is known."""
     pid = node.slurmd(files)
     environ = os.fsdecode((pid and files.data(f"/proc/{pid}/environ")) or b"").split("\0")
@@ -36,7 +36,7 @@ def read(files: Files) -> EnrootSite:
     return enroot.site(files, *paths[:1])
 
 
-def looked(files: Files, site: EnrootSite) -> str:
+def looked(files: RootedTree, site: EnrootSite) -> str:
     """Pure: what was read, for people; "" for a node without enroot."""
     if not site.program:
         return ""
@@ -48,7 +48,7 @@ def looked(files: Files, site: EnrootSite) -> str:
     )
 
 
-def findings(files: Files, sources: tuple[str, ...], site: EnrootSite) -> Iterator[Finding]:
+def findings(files: RootedTree, sources: tuple[str, ...], site: EnrootSite) -> Iterator[Finding]:
     """Nothing where enroot has no configuration."""
     settings = site.settings
     if site.program and not site.is_told and files.mode(site.sysconf) is None:
@@ -85,7 +85,7 @@ def findings(files: Files, sources: tuple[str, ...], site: EnrootSite) -> Iterat
     yield from _left_behind(files, settings)
 
 
-def _own_hooks(files: Files, site: EnrootSite) -> Iterator[Finding]:
+def _own_hooks(files: RootedTree, site: EnrootSite) -> Iterator[Finding]:
     """The site's hooks that mount: what they bind is known to nobody before they run."""
     folder = f"{site.sysconf}/hooks.d"
     for name in files.names(folder):
@@ -115,7 +115,7 @@ def _holds(bound: str, sources: Sequence[str]) -> bool:
     return any(one.startswith(real) or real.startswith(one) for one in sources)
 
 
-def _left_behind(files: Files, settings: dict[str, str]) -> Iterator[Finding]:
+def _left_behind(files: RootedTree, settings: dict[str, str]) -> Iterator[Finding]:
     """Root file systems of steps that are over. pyxis removes them unless it was killed."""
     pattern = _VARIABLE.sub("*", settings.get("ENROOT_DATA_PATH", ""))
     if not pattern.startswith("/") or pattern.strip("/*") == "":

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from forestage.system.terminal import Line, Piece, count, harmless
+from forestage.system.terminal import Piece, TextLine, count, harmless
 
 Level = Literal["critical", "warning", "unknown", "note"]
 Status = Literal["ok", "warning", "critical", "unknown"]
@@ -61,18 +61,18 @@ def plain(one: Finding) -> Finding:
 def pieces(report: Report) -> list[Piece]:
     """Pure: what people read; the first line is all that Nagios shows in its lists."""
     word = report.status.upper()
-    read: list[Piece] = [Line(f"read    {report.enroot}")] if report.enroot else []
+    read: list[Piece] = [TextLine(f"read    {report.enroot}")] if report.enroot else []
     if not report.findings:
-        return [Line(f"forestage {word} - nothing to change"), *read]
+        return [TextLine(f"forestage {word} - nothing to change"), *read]
     ids = ", ".join(dict.fromkeys(one.id for one in report.findings))
     found: list[Piece] = [
-        Line(f"forestage {word} - {count(len(report.findings), 'finding')}: {ids}")
+        TextLine(f"forestage {word} - {count(len(report.findings), 'finding')}: {ids}")
     ]
     for one in report.findings:
         found += [
-            Line(""),
-            Line(f"{one.level.upper()} {one.id}: {one.what}", heading=True),
-            Line(f"{one.why}.", indent=2),
-            Line(f"change  {one.change}", indent=2),
+            TextLine(""),
+            TextLine(f"{one.level.upper()} {one.id}: {one.what}", heading=True),
+            TextLine(f"{one.why}.", indent=2),
+            TextLine(f"change  {one.change}", indent=2),
         ]
-    return found + ([Line(""), *read] if read else [])
+    return found + ([TextLine(""), *read] if read else [])

@@ -13,13 +13,13 @@ from forestage.check.site import LINK, PATHS, Hook, Site, lines_naming_us
 from forestage.check.uses import Uses
 from forestage.errors import Failed
 from forestage.system import run
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 
 RECENT = 7 * 86400.0  # seconds; a hook that ran since is called by some script of the site
 TIMEOUT = 20.0  # seconds for the interpreter, on a node that is busy with jobs
 
 
-def findings(files: Files, site: Site, uses: Uses, now: float) -> Iterator[Finding]:
+def findings(files: RootedTree, site: Site, uses: Uses, now: float) -> Iterator[Finding]:
     """Looks at the scripts, and starts the interpreters of ours once each."""
     for hook in site.hooks:
         yield from _broken(hook)
@@ -54,7 +54,7 @@ def findings(files: Files, site: Site, uses: Uses, now: float) -> Iterator[Findi
             )
 
 
-def lacks_pdeathsig(files: Files) -> bool:
+def lacks_pdeathsig(files: RootedTree) -> bool:
     """Return whether this node's setpriv refuses the option with which each program is started."""
     program = files.program("setpriv")
     if not program:
@@ -66,7 +66,7 @@ def lacks_pdeathsig(files: Files) -> bool:
         return False
 
 
-def _interpreters(files: Files, scripts: list[str]) -> list[str]:
+def _interpreters(files: RootedTree, scripts: list[str]) -> list[str]:
     """Those that our scripts name, and the scripts which these call, where they name us."""
     words = [word for path in scripts for word in _paths_in(files, path)]
     called = [word for word in words if lines_naming_us(files, word)]
@@ -74,12 +74,12 @@ def _interpreters(files: Files, scripts: list[str]) -> list[str]:
     return [word for word in dict.fromkeys(words) if re.fullmatch(r".*/python[\d.]*", word)]
 
 
-def _paths_in(files: Files, script: str) -> list[str]:
+def _paths_in(files: RootedTree, script: str) -> list[str]:
     """Only from lines that name us: a site's script may start other programs as well."""
     return [word for line in lines_naming_us(files, script) for word in PATHS.findall(line)]
 
 
-def _trouble(files: Files, path: str) -> str:
+def _trouble(files: RootedTree, path: str) -> str:
     if not files.runs(path):
         return "it is not there, or not executable"
     wanted = "import forestage.hooks.prolog, forestage.hooks.epilog"

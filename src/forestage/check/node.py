@@ -12,7 +12,7 @@ from forestage.config import Config, directories, switch
 from forestage.paths import Places
 from forestage.system import child, processes
 from forestage.system.file_systems import find_lack
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 
 _HOLD = "forestage-hold.service"
 _SERVICE = "forestage.service"
@@ -27,7 +27,7 @@ LEAST_FILES = 1024  # what any system allows by default
 LEAST_KERNEL = (5, 14)  # EL 9's; the oldest of those on which forestage is run
 
 
-def findings(files: Files, places: Places, config: Config, now: float) -> Iterator[Finding]:
+def findings(files: RootedTree, places: Places, config: Config, now: float) -> Iterator[Finding]:
     """Looks at /proc, /sys and programs."""
     if off := switch.why_off(places, config, now):
         yield Finding(
@@ -108,7 +108,7 @@ def findings(files: Files, places: Places, config: Config, now: float) -> Iterat
     yield from _hold(files)
 
 
-def _find_gone(files: Files) -> Iterator[Finding]:
+def _find_gone(files: RootedTree) -> Iterator[Finding]:
     """Yield what an admin has written or enabled for a unit whose work another one does now."""
     names = files.names(_UNITS)
     wants = [f"{_UNITS}/{name}" for name in names if name.endswith(".wants")]
@@ -129,7 +129,7 @@ def _find_gone(files: Files) -> Iterator[Finding]:
         )
 
 
-def _find_full(files: Files) -> Iterator[Finding]:
+def _find_full(files: RootedTree) -> Iterator[Finding]:
     """Yield what is said where forestage's own files find no space."""
     run, log = str(Places().run), str(Places().events.parent)
     if lack := _find_lack(files, run):
@@ -151,18 +151,18 @@ def _find_full(files: Files) -> Iterator[Finding]:
         )
 
 
-def _find_lack(files: Files, path: str) -> str:
+def _find_lack(files: RootedTree, path: str) -> str:
     facts = files.disk(path)
     return find_lack(facts) if facts else ""
 
 
-def _read_kernel(files: Files) -> tuple[int, int] | None:
+def _read_kernel(files: RootedTree) -> tuple[int, int] | None:
     """Return the release of the kernel that runs, as (5, 14); None where nothing tells it."""
     found = re.match(r"(\d+)\.(\d+)", files.text("/proc/sys/kernel/osrelease") or "")
     return (int(found[1]), int(found[2])) if found else None
 
 
-def untended(files: Files, conf: Conf | None) -> Iterator[Finding]:
+def untended(files: RootedTree, conf: Conf | None) -> Iterator[Finding]:
     """Where no systemd runs, as in a container: whether slurmd has the sweep run."""
     if conf is None or files.mode("/run/systemd/system") is not None:
         return
@@ -178,26 +178,26 @@ def untended(files: Files, conf: Conf | None) -> Iterator[Finding]:
         )
 
 
-def _slurmd_has_own_mounts(files: Files) -> bool:
+def _slurmd_has_own_mounts(files: RootedTree) -> bool:
     """Returns False also where no slurmd runs, or where nobody may look."""
     pid = slurmd(files)
     ours, theirs = _namespace(files, "1"), _namespace(files, pid) if pid else None
     return ours is not None and theirs is not None and theirs != ours
 
 
-def slurmd(files: Files) -> str:
+def slurmd(files: RootedTree) -> str:
     """The process of a slurmd; "" where none runs."""
     return next(iter(_slurmds(files)), "")
 
 
-def _slurmds(files: Files) -> list[str]:
+def _slurmds(files: RootedTree) -> list[str]:
     """Return the processes of root's that are called slurmd: any user's may call itself that."""
     pids = [pid for pid in files.names("/proc") if pid.isdigit()]
     named = (pid for pid in pids if files.text(f"/proc/{pid}/comm") == "slurmd\n")
     return [pid for pid in named if processes.is_trusted(files.at(f"/proc/{pid}"))]
 
 
-def _open_files(files: Files) -> int | None:
+def _open_files(files: RootedTree) -> int | None:
     """Return the hard limit of slurmd's open files; None where there is none, or nothing tells."""
     pid = slurmd(files)
     limits = files.text(f"/proc/{pid}/limits") if pid else None
@@ -205,7 +205,7 @@ def _open_files(files: Files) -> int | None:
     return int(found[1]) if found else None
 
 
-def _find_sharing(files: Files) -> list[str]:
+def _find_sharing(files: RootedTree) -> list[str]:
     """Return the slurmds that have the same /run/forestage, where there are several for a while.
 
     slurmd starts a step manager by a child that ends at once (_forkexec_slurmstepd in req.c): for a
@@ -219,7 +219,7 @@ def _find_sharing(files: Files) -> list[str]:
     return found if len(found) > 1 else []
 
 
-def _sharing(files: Files) -> list[str]:
+def _sharing(files: RootedTree) -> list[str]:
     """Return the slurmds that have the same /run/forestage now, where there are several.
 
     A child of slurmd's has its name until it is another program.
@@ -238,14 +238,14 @@ def _sharing(files: Files) -> list[str]:
     return next((pids for pids in found.values() if len(pids) > 1), [])
 
 
-def _namespace(files: Files, pid: str) -> str | None:
+def _namespace(files: RootedTree, pid: str) -> str | None:
     try:
         return os.readlink(files.at(f"/proc/{pid}/ns/mnt"))
     except OSError:
         return None
 
 
-def _listable(files: Files, places: Places) -> Iterator[Finding]:
+def _listable(files: RootedTree, places: Places) -> Iterator[Finding]:
     """About the configuration's directories, where hooks run and users may list these."""
     try:
         found = directories.find_listable(places) if directories.are_of_node(places) else []
@@ -267,7 +267,7 @@ def _listable(files: Files, places: Places) -> Iterator[Finding]:
         )
 
 
-def _hold(files: Files) -> Iterator[Finding]:
+def _hold(files: RootedTree) -> Iterator[Finding]:
     """About the cgroups of what outlives a job: with cgroup v2 and systemd."""
     v2 = files.mode(f"{_CGROUPS}/cgroup.controllers") is not None
     if not v2 or files.mode("/run/systemd/system") is None:

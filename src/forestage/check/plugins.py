@@ -16,14 +16,14 @@ from forestage.check.site import COMPANION, Conf, LoadedPlugin, Site, Stack
 from forestage.check.slurm_conf import AUTO_IS_NONE
 from forestage.config import DEFAULT, Companion, Config, Settings, dotted
 from forestage.config import decided as of_auto
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 
 HELPER = "/usr/lib/forestage/bin/forestage"
 
 _JOB_PROLOG = b"\0slurm_spank_job_prolog\0"
 
 
-def decided(files: Files, site: Site | None, settings: Settings, is_marked: bool) -> Settings:
+def decided(files: RootedTree, site: Site | None, settings: Settings, is_marked: bool) -> Settings:
     """Returns the settings with what `redirect: auto` means on this node.
 
     `is_marked`: whether slurmd has loaded the companion since the boot (slurm/companion.py).
@@ -43,7 +43,7 @@ def decided(files: Files, site: Site | None, settings: Settings, is_marked: bool
     )
 
 
-def _companion(files: Files, site: Site | None) -> Companion:
+def _companion(files: RootedTree, site: Site | None) -> Companion:
     """Return whether Slurm would load the companion, as far as its files can be read."""
     if site is None or (site.stack.broken and not site.stack.companion):
         return "unknown"
@@ -51,7 +51,7 @@ def _companion(files: Files, site: Site | None) -> Companion:
     return "loaded" if ours and ours.exists and _fits(files, site.conf, ours) else "absent"
 
 
-def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
+def findings(files: RootedTree, site: Site, settings: Settings) -> Iterator[Finding]:
     """Reads the plugins' files and asks slurmd for its release; no plugin is loaded."""
     stack, ours = site.stack, site.stack.companion
     everywhere = settings.everywhere()
@@ -79,7 +79,7 @@ def findings(files: Files, site: Site, settings: Settings) -> Iterator[Finding]:
             )
 
 
-def of_stack(files: Files, site: Site) -> Iterator[Finding]:
+def of_stack(files: RootedTree, site: Site) -> Iterator[Finding]:
     """What is wrong with plugstack.conf as it is, whatever the configuration says."""
     stack = site.stack
     ours, pyxis = stack.companion, stack.pyxis
@@ -115,7 +115,7 @@ def of_stack(files: Files, site: Site) -> Iterator[Finding]:
             )
 
 
-def _through(files: Files, everywhere: list[tuple[str | None, Config]]) -> Iterator[Finding]:
+def _through(files: RootedTree, everywhere: list[tuple[str | None, Config]]) -> Iterator[Finding]:
     """Whether steps can read through their copies, where the admin wants that."""
     starts = {config.start for _, config in everywhere}
     if "through" in starts and files.mode("/dev/fuse") is None:
@@ -146,7 +146,7 @@ def _line(site: Site) -> str:
     return sites.include_of(site.conf.release) if site.conf.release else f"optional {COMPANION}"
 
 
-def _unmatched(files: Files, site: Site) -> Finding:
+def _unmatched(files: RootedTree, site: Site) -> Finding:
     """plugstack.conf includes a companion, and not the one of this host, if it has any."""
     built_for, slurm = sites.built_for(files), site.conf.release
     (first, *_) = site.stack.includes
@@ -163,7 +163,7 @@ def _unmatched(files: Files, site: Site) -> Finding:
     )
 
 
-def _named(files: Files, site: Site, ours: LoadedPlugin) -> Iterator[Finding]:
+def _named(files: RootedTree, site: Site, ours: LoadedPlugin) -> Iterator[Finding]:
     """What is wrong with the companion that plugstack.conf names."""
     where = ours.line.where
     required = ours.line.required
@@ -212,13 +212,13 @@ def _required(ours: LoadedPlugin, fails: str) -> Iterator[Finding]:
         )
 
 
-def _missing_helper(files: Files, ours: LoadedPlugin) -> str:
+def _missing_helper(files: RootedTree, ours: LoadedPlugin) -> str:
     """The program that the companion would run in vain; "" where it can be run."""
     program = ours.line.argument("helper") or HELPER
     return "" if files.runs(program) else program
 
 
-def on_login(files: Files, site: Site) -> Iterator[Finding]:
+def on_login(files: RootedTree, site: Site) -> Iterator[Finding]:
     """Whether `--stage` is known where jobs are submitted, and checked.
 
     Nothing else of forestage has to be there, and no slurmd: the release is not compared.
@@ -261,7 +261,7 @@ def _unread(stack: Stack) -> Finding:
     )
 
 
-def _fits(files: Files, conf: Conf, ours: LoadedPlugin) -> bool:
+def _fits(files: RootedTree, conf: Conf, ours: LoadedPlugin) -> bool:
     """Whether the companion is for this node's Slurm, as far as that can be told."""
     built_for = sites.built_for(files, ours.path)
     return not (built_for and conf.release) or built_for == conf.release

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from forestage.check.finding import Finding
 from forestage.check.site import LoadedPlugin
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 
 _YES = ("1", "true", "yes", "y")  # pyxis' config.c
 
 
-def findings(files: Files, plugin: LoadedPlugin) -> Iterator[Finding]:
+def findings(files: RootedTree, plugin: LoadedPlugin) -> Iterator[Finding]:
     """Of a plugin that does not run enroot nothing is known."""
     code = files.data(plugin.path) or b""
     if b"enroot" not in code:
@@ -40,7 +40,7 @@ def findings(files: Files, plugin: LoadedPlugin) -> Iterator[Finding]:
         yield from _fuse(files)
 
 
-def _fuse(files: Files) -> Iterator[Finding]:
+def _fuse(files: RootedTree) -> Iterator[Finding]:
     mode = files.mode("/dev/fuse")
     if mode is None or mode & 0o666 != 0o666:
         has = "is not there" if mode is None else f"has mode {mode & 0o777:04o}"

@@ -7,7 +7,7 @@ from forestage.check.site import Conf
 from forestage.check.uses import Used
 from forestage.config import DEFAULT, REMOVED, Config, Settings, dotted
 from forestage.paths import Places
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 from forestage.units import format_duration, format_size
 
 LAUNCH = 600.0  # seconds; srun ends a step that has not begun (slurm_step_launch_wait_start())
@@ -16,7 +16,11 @@ LEAST = 1024 * 1024  # bytes; no site has images that are smaller
 
 
 def findings(
-    files: Files, conf: Conf | None, settings: Settings, images: tuple[Used, ...], places: Places
+    files: RootedTree,
+    conf: Conf | None,
+    settings: Settings,
+    images: tuple[Used, ...],
+    places: Places,
 ) -> Iterator[Finding]:
     """Reads where the cache and the sources lie, and how large the cache's disk is."""
     if conf is not None:
@@ -78,7 +82,7 @@ def _waits(conf: Conf, settings: Settings) -> Iterator[Finding]:
         )
 
 
-def _places(files: Files, config: Config, where: str) -> Iterator[Finding]:
+def _places(files: RootedTree, config: Config, where: str) -> Iterator[Finding]:
     reals = files.reals((config.cache, *config.sources))
     cache = reals[config.cache].rstrip("/")
     for source in config.sources:
@@ -103,7 +107,7 @@ def _places(files: Files, config: Config, where: str) -> Iterator[Finding]:
 
 
 def _sizes(
-    files: Files, settings: Settings, images: tuple[Used, ...], places: Places
+    files: RootedTree, settings: Settings, images: tuple[Used, ...], places: Places
 ) -> Iterator[Finding]:
     """Limits below which no image of this site comes, by what jobs have asked for so far."""
     config = settings.config

@@ -1,7 +1,7 @@
 """The site's Slurm files as one model: slurm.conf, the scripts that it names, and plugstack.conf.
 
 `enable`, `disable` and `check` all decide by this model: what is `broken`, and the `way` by which a
-hook of ours comes to be called. It is read below the root of a `Files`, as
+hook of ours comes to be called. It is read below the root of a `RootedTree`, as
 slurmd reads it; of Slurm's commands only `slurmd -V` is run, and nothing is changed.
 """
 
@@ -24,7 +24,7 @@ from forestage.slurm import release as releases
 from forestage.slurm.companion import CompanionState
 from forestage.slurm.slurm_conf import ConfLine, Setting, Text
 from forestage.system import processes
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 
 # Paths as slurm.conf and plugstack.conf name them, whatever root they are read below.
 OURS = {"Prolog": str(Places().prolog), "Epilog": str(Places().epilog)}
@@ -256,7 +256,7 @@ class Site(msgspec.Struct, frozen=True):
     companion_line: str
 
 
-def read(files: Files, path: str) -> Site:
+def read(files: RootedTree, path: str) -> Site:
     """The site whose slurm.conf is `path`. Raises Failed where any of it cannot be read."""
     found = _with_conf(files, read_conf(files, path))
     if found.stack.broken:
@@ -264,7 +264,7 @@ def read(files: Files, path: str) -> Site:
     return found
 
 
-def read_conf(files: Files, path: str) -> Conf:
+def read_conf(files: RootedTree, path: str) -> Conf:
     """Read slurm.conf alone. Raises Failed, also where Slurm would refuse the file."""
     try:
         text = _texts(files)
@@ -275,7 +275,7 @@ def read_conf(files: Files, path: str) -> Conf:
         raise Failed("slurm-conf", slurm_conf.explain_unread(error)) from None
 
 
-def find_conf(files: Files, named: str) -> Conf:
+def find_conf(files: RootedTree, named: str) -> Conf:
     """Read the file that is `named` ($SLURM_CONF), else the usual one. Raises Failed."""
     path = named or slurm_conf.find_usual(files.root)
     if not path:
@@ -283,23 +283,23 @@ def find_conf(files: Files, named: str) -> Conf:
     return read_conf(files, path)
 
 
-def find(files: Files, named: str) -> Site:
+def find(files: RootedTree, named: str) -> Site:
     """Return the site of `find_conf`'s file. Raises Failed where that cannot be read."""
     return _with_conf(files, find_conf(files, named))
 
 
-def _texts(files: Files) -> Text:
+def _texts(files: RootedTree) -> Text:
     return lambda path: slurm_conf.text_of(str(files.at(path)))
 
 
-def _with_conf(files: Files, conf: Conf) -> Site:
+def _with_conf(files: RootedTree, conf: Conf) -> Site:
     """The hooks and plugins that a slurm.conf leads to; slurmd is run for its release."""
     conf = msgspec.structs.replace(conf, release=releases.installed(files, plugin_folders(conf)))
     hooks = (_hook(files, conf, "Prolog"), _hook(files, conf, "Epilog"))
     return Site(conf, hooks, _stack(files, conf), _companion_line(files))
 
 
-def built_for(files: Files, companion: str = COMPANION) -> str:
+def built_for(files: RootedTree, companion: str = COMPANION) -> str:
     """The release of Slurm for which that companion was built, as 22.05; "" if nothing says so."""
     return releases.of(files.text(f"{companion}{RELEASE}") or "")
 
@@ -310,7 +310,7 @@ def include_of(release: str) -> str:
     return f"include {COMPANION_CONF.format(f'{release}*')}"
 
 
-def _companion_line(files: Files) -> str:
+def _companion_line(files: RootedTree) -> str:
     if files.mode(COMPANION) is None:
         return ""
     release = built_for(files)
@@ -319,14 +319,14 @@ def _companion_line(files: Files) -> str:
     return f"optional {COMPANION}"
 
 
-def _hook(files: Files, conf: Conf, name: HookName) -> Hook:
+def _hook(files: RootedTree, conf: Conf, name: HookName) -> Hook:
     path = OURS[name]
     named = (one for one in conf.lines if one.name == name.lower() and one.value)
     patterns = tuple(_pattern(files, one, conf.hook_path(one.value), path) for one in named)
     return Hook(name, path, _state(files, path) == "fine", patterns)
 
 
-def _pattern(files: Files, setting: Setting, value: str, hook: str) -> Pattern:
+def _pattern(files: RootedTree, setting: Setting, value: str, hook: str) -> Pattern:
     if not glob.has_magic(value):
         script = Script(value, _state(files, value), _relation(files, value, hook))
         return Pattern(setting, value, False, True, (script,))
@@ -338,14 +338,14 @@ def _pattern(files: Files, setting: Setting, value: str, hook: str) -> Pattern:
     return Pattern(setting, value, True, directory, tuple(scripts))
 
 
-def _state(files: Files, path: str) -> State:
+def _state(files: RootedTree, path: str) -> State:
     mode = files.mode(path)
     if mode is None:
         return "dangling" if files.at(path).is_symlink() else "missing"
     return "fine" if stat.S_ISREG(mode) and mode & 0o111 else "not-executable"
 
 
-def _relation(files: Files, path: str, hook: str) -> Relation:
+def _relation(files: RootedTree, path: str, hook: str) -> Relation:
     real = files.real(path)
     if real == files.real(hook):
         return "hook"
@@ -353,7 +353,7 @@ def _relation(files: Files, path: str, hook: str) -> Relation:
     return "names-us" if named or _runs_ours(files, path, Path(hook).name) else "other"
 
 
-def _runs_ours(files: Files, script: str, kind: str) -> bool:
+def _runs_ours(files: RootedTree, script: str, kind: str) -> bool:
     """As the prolog.sh of DeepOps runs all of prolog.d."""
     folders = (word for word in PATHS.findall(_bare(files, script)) if kind in Path(word).name)
     return any("forestage" in name for one in folders for name in files.names(one))
@@ -422,12 +422,12 @@ def _way_by_link(pattern: Pattern) -> Way:
     return Way("by-hand", text)
 
 
-def lines_naming_us(files: Files, script: str) -> list[str]:
+def lines_naming_us(files: RootedTree, script: str) -> list[str]:
     """The lines of a script that say "forestage", comments apart."""
     return [line for line in _bare(files, script).split("\n") if "forestage" in line]
 
 
-def _bare(files: Files, script: str) -> str:
+def _bare(files: RootedTree, script: str) -> str:
     """Its text without comments."""
     return _COMMENT.sub("", files.text(script, SCRIPT) or "")
 
@@ -437,7 +437,7 @@ def _implied(flags: list[str]) -> set[str]:
     return found | {"alloc"} if found & _ALLOCATING else found
 
 
-def _stack(files: Files, conf: Conf) -> Stack:
+def _stack(files: RootedTree, conf: Conf) -> Stack:
     beside = str(Path(conf.path).with_name("plugstack.conf"))
     file = conf.settings.get("plugstackconfig", beside)
     folders = plugin_folders(conf)
@@ -462,7 +462,7 @@ def plugin_folders(conf: Conf) -> list[str]:
     return [folder for folder in folders if folder]
 
 
-def _plugin(files: Files, line: plugstack.Plugin, folders: list[str]) -> LoadedPlugin:
+def _plugin(files: RootedTree, line: plugstack.Plugin, folders: list[str]) -> LoadedPlugin:
     path = line.path
     if not path.startswith("/"):
         tried = [f"{folder}/{path}" for folder in folders]
@@ -470,7 +470,7 @@ def _plugin(files: Files, line: plugstack.Plugin, folders: list[str]) -> LoadedP
     return LoadedPlugin(line, path, files.mode(path) is not None)
 
 
-def lacks(files: Files, *units: str) -> bool:
+def lacks(files: RootedTree, *units: str) -> bool:
     """Whether systemd runs here, and one of these units is not enabled.
 
     A node without systemd has a way of its own.
@@ -490,7 +490,7 @@ _CONTEXTS = frozenset(
 )
 
 
-def hook_runs(files: Files) -> bool:
+def hook_runs(files: RootedTree) -> bool:
     """Whether slurmd runs a Prolog or an Epilog on this node now, ours or another. As root."""
     numbers = (name for name in files.names("/proc") if name.isdigit())
     return any(_is_hook(files.at(f"/proc/{number}")) for number in numbers)
@@ -513,7 +513,7 @@ def _is_hook(process: Path) -> bool:
 
 def companion_state(places: Places, conf: str) -> CompanionState:
     """Return whether steps get the companion, as hooks find it out; `conf` is $SLURM_CONF or ""."""
-    files = Files(places.root)
+    files = RootedTree(places.root)
     path = conf or slurm_conf.find_usual(files.root)
     conf_file = slurm_conf.SlurmConf(path and str(files.at(path)))
     return companion.read_state(places.loaded, conf_file)

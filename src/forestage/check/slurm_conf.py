@@ -13,7 +13,7 @@ from forestage.check.site import Conf
 from forestage.config import Settings, dotted
 from forestage.slurm import slurm_conf, timeouts
 from forestage.slurm.release import COMMENT_IN_PROLOG
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 from forestage.units import format_duration
 
 AUTO_IS_NONE = "`redirect: auto` is none: only the companion shows a job its copy"
@@ -175,7 +175,7 @@ class CoveredPaths(msgspec.Struct, frozen=True):
             )
 
 
-def covered_paths(files: Files, conf: Conf | None) -> CoveredPaths:
+def covered_paths(files: RootedTree, conf: Conf | None) -> CoveredPaths:
     """Read what job_container/tmpfs covers for jobs: its Dirs and its own BasePath."""
     if conf is None or "tmpfs" not in conf.settings.get("jobcontainertype", ""):
         return CoveredPaths()

@@ -19,9 +19,9 @@ from forestage.errors import Declined, Failed
 from forestage.system import as_user, mounts, run
 from forestage.system.files import opened
 from forestage.system.mounts import Mount
-from forestage.system.striping import Layout, setstripe
+from forestage.system.striping import StripeLayout, setstripe
 from forestage.system.terminal import count, moment
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 from forestage.units import format_size
 
 # With pages of their own: a store to one that was read first is noted nowhere (decision 47).
@@ -35,7 +35,7 @@ FEW = 4  # stripes; with so many a file's servers are no bottleneck for some nod
 
 
 def findings(
-    files: Files, config: Config, used: Uses, origin: str, now: float
+    files: RootedTree, config: Config, used: Uses, origin: str, now: float
 ) -> Iterator[Finding]:
     """Takes seconds where a source does not answer. `origin` is the file that sets `sources:`."""
     sources = config.sources
@@ -56,7 +56,7 @@ def findings(
         yield from _striping(files, used.images)
 
 
-def _source(files: Files, path: str, origin: str) -> Finding | None:
+def _source(files: RootedTree, path: str, origin: str) -> Finding | None:
     try:
         real = _enter(files, path)
     except (FileNotFoundError, NotADirectoryError):
@@ -102,7 +102,7 @@ def _source(files: Files, path: str, origin: str) -> Finding | None:
     )
 
 
-def _further(files: Files, config: Config, used: Uses, now: float) -> Iterator[Finding]:
+def _further(files: RootedTree, config: Config, used: Uses, now: float) -> Iterator[Finding]:
     """What hangs though the sources answer: mounted below one of them, or reached by a link."""
     tops = [f"{real.rstrip('/')}/" for real in files.reals(config.sources).values()]
     listed = files.mounts()
@@ -146,7 +146,7 @@ def _answers(path: str) -> str:
     return ""
 
 
-def _of_users(files: Files, config: Config, origin: str) -> Iterator[Finding]:
+def _of_users(files: RootedTree, config: Config, origin: str) -> Iterator[Finding]:
     """Sources on a FUSE of a user: of a service of the site, or of anybody."""
     listed = files.mounts()
     found: dict[Mount, str] = {}
@@ -168,7 +168,7 @@ def _of_users(files: Files, config: Config, origin: str) -> Iterator[Finding]:
         )
 
 
-def _enter(files: Files, path: str) -> str:
+def _enter(files: RootedTree, path: str) -> str:
     """Returns where it leads, found in a process of its own, which may hang.
 
     Raises what the system says, or Declined.
@@ -181,7 +181,7 @@ def _enter(files: Files, path: str) -> str:
     return as_user.call(work, str, TIMEOUT)[0]
 
 
-def _striping(files: Files, images: tuple[Used, ...]) -> Iterator[Finding]:
+def _striping(files: RootedTree, images: tuple[Used, ...]) -> Iterator[Finding]:
     """Asks `lfs` about the large images that are used most; nothing where there is no lfs."""
     for used in [used for used in images if used.size >= LARGE][:MOST]:
         under = files.under(used.path)
@@ -197,7 +197,7 @@ def _striping(files: Files, images: tuple[Used, ...]) -> Iterator[Finding]:
             f"{path} ({format_size(used.size)}) lies on {count(stripes, 'OST')}",
             "All nodes of a cold start read it from there: 23 GiB took 64 nodes 200 s with Lustre's"
             " default, 74 s from 32 OSTs",
-            f"{' '.join(setstripe(Layout(), path.parent))} (for new files; then write {path.name}"
+            f"{' '.join(setstripe(StripeLayout(), path.parent))} (for new files; then write {path.name}"
             " anew: cp it to another name there, and mv that over it)",
         )
 

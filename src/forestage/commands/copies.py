@@ -17,7 +17,7 @@ from forestage.cache.part import Owner, Part, boot_id
 from forestage.commands import inventory
 from forestage.features.doors import STATUS_READ_SENT, load_all
 from forestage.system import lock, records, terminal
-from forestage.system.terminal import Line, Piece, Table, age, count, moment
+from forestage.system.terminal import Piece, TextLine, TextTable, age, count, moment
 from forestage.units import format_rate, format_size
 
 EVERY = 1.0  # seconds between two snapshots of `watch`
@@ -170,22 +170,22 @@ def watch(node: Node, for_ever: bool) -> Iterator[Snapshot]:
 def table(copies: tuple[Copy, ...]) -> list[Piece]:
     """Pure: what `status` prints of them."""
     if not copies:
-        return [Line("No copy is under way.")]
+        return [TextLine("No copy is under way.")]
     columns = ("state", "kind", "size", "rate", "left", "for", "path")
     rows = tuple(
         (state(c), c.kind, format_size(c.size), _rate(c), _left(c), jobs(c) or "-", c.image)
         for c in copies
     )
     number = count(len(rows), "copy", "copies")
-    return [Line(f"{number} under way:", heading=True), Table(columns, rows, indent=2)]
+    return [TextLine(f"{number} under way:", heading=True), TextTable(columns, rows, indent=2)]
 
 
 def lines(found: Snapshot) -> list[Piece]:
     """Pure: what `status --watch` prints: a line for each copy."""
     when = moment(found.time)
     if not found.copies:
-        return [Line(f"{when}  no copy is under way")]
-    return [Line(f"{when}  {_line(one)}") for one in found.copies]
+        return [TextLine(f"{when}  no copy is under way")]
+    return [TextLine(f"{when}  {_line(one)}") for one in found.copies]
 
 
 def state(one: Copy) -> str:

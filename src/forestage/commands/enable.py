@@ -43,13 +43,13 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
     """
     from forestage.check import enable as work
     from forestage.config import directories
-    from forestage.system.tree import Files
+    from forestage.system.tree import RootedTree
 
     config, disk = None, None
     with contextlib.suppress(ForestageError, OSError):  # that is for other commands to say
         config = ctx.obj.node().config
         disk = work.disk_of(ctx.obj.node())
-    files = Files(ctx.obj.places.root)
+    files = RootedTree(ctx.obj.places.root)
     _change(ctx, slurm_conf, lambda site: work.to_enable(files, site, disk), True, yes, as_json)
     if yes:
         with contextlib.suppress(OSError):  # the sweep, which is switched on now, does it as well
@@ -73,9 +73,9 @@ def disable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> No
     `forestage off`.
     """
     from forestage.check import enable as work
-    from forestage.system.tree import Files
+    from forestage.system.tree import RootedTree
 
-    files = Files(ctx.obj.places.root)
+    files = RootedTree(ctx.obj.places.root)
     _change(ctx, slurm_conf, work.to_disable, False, yes, as_json)
     _print(work.stop_units(files) if yes else work.list_units_to_stop(files), as_json)
 
@@ -99,9 +99,9 @@ def _change(
 
     from forestage.check import enable as work
     from forestage.check import site as sites
-    from forestage.system.tree import Files
+    from forestage.system.tree import RootedTree
 
-    files = Files(ctx.obj.places.root)
+    files = RootedTree(ctx.obj.places.root)
     path = os.path.abspath(slurm_conf)
     if files.mode(path) is None:
         raise click.BadParameter(f"{path} is not there", param_hint="--slurm-conf")

@@ -21,7 +21,7 @@ from forestage.features.contexts import SweepFacts
 from forestage.features.doors import SWEEP_IN_EACH_CACHE, load_all
 from forestage.slurm.queue import Slurm
 from forestage.system import lock, records
-from forestage.system.terminal import Line, Piece, Table, count, jobs, short
+from forestage.system.terminal import Piece, TextLine, TextTable, count, jobs, short
 from forestage.units import format_size
 
 
@@ -214,7 +214,7 @@ def pieces(done: Evictions) -> list[Piece]:
     ]
     number = count(len(rows) - done.left_out, "entry", "entries")
     freed = format_size(sum(one.bytes for one in done.verdicts if one.evicted))
-    table: list[Piece] = [Table(("key", "size", "result", "path"), rows)] if rows else []
+    table: list[Piece] = [TextTable(("key", "size", "result", "path"), rows)] if rows else []
     lines = [f"{number} {would}, {freed}."]
     if done.stopped.number:
         number = count(done.stopped.number, "unfinished copy", "unfinished copies")
@@ -223,7 +223,7 @@ def pieces(done: Evictions) -> list[Piece]:
     if done.earlier and not done.dry_run:
         stays = "removed" if done.removed else "in use, and stays: run this again later"
         lines.append(f"The cache {done.earlier} is {stays}.")
-    return [*table, *map(Line, lines)]
+    return [*table, *map(TextLine, lines)]
 
 
 def pin_pieces(done: Iterable[Pinned]) -> list[Piece]:
@@ -232,7 +232,7 @@ def pin_pieces(done: Iterable[Pinned]) -> list[Piece]:
     rows = tuple(
         (short(one.key), "pinned" if one.pinned else "not pinned", one.path or "-") for one in done
     )
-    return [Table(columns, rows)]
+    return [TextTable(columns, rows)]
 
 
 @click.command("evict")

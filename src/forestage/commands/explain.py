@@ -36,7 +36,7 @@ from forestage.events.reasons import collect_reasons
 from forestage.features.contexts import ExplainFacts, ExplainPart
 from forestage.features.doors import EXPLAIN_EXPLAIN_OUTCOME, load_all
 from forestage.paths import Places
-from forestage.system.terminal import Facts, Line, Piece, age, count, moment, short
+from forestage.system.terminal import NamedValues, Piece, TextLine, age, count, moment, short
 from forestage.units import format_duration, format_rate, format_size, to_tenths
 
 # slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT.
@@ -438,7 +438,7 @@ def _evicted(keys: Iterable[str], images: dict[str, str]) -> Iterator[str]:
 
 def pieces(found: History, now: float) -> list[Piece]:
     """Pure: what `explain` prints."""
-    lines: list[Piece] = [Line(_head(found), heading=True)]
+    lines: list[Piece] = [TextLine(_head(found), heading=True)]
     counted = saved.Starts()
     options = {name for run in found.runs if run.job == found.job for name in run.options}
     for run in found.runs:
@@ -448,16 +448,16 @@ def pieces(found: History, now: float) -> list[Piece]:
         whose = whose if run.job != found.job else ""
         step = "" if run.step is None else f" {STEPS.get(run.step, run.step)}"
         head = f"{moment(run.time)}  {run.hook.capitalize()}{step}{whose}{took}"
-        lines += [Line(""), Line(head, heading=True)]
-        lines += [Line(text, 2) for text in _asked(run)]
+        lines += [TextLine(""), TextLine(head, heading=True)]
+        lines += [TextLine(text, 2) for text in _asked(run)]
         if run.hook != "epilog":  # it has read the same comment again
-            lines += [Line(f"hint problem: {problem}", 2) for problem in run.problems]
+            lines += [TextLine(f"hint problem: {problem}", 2) for problem in run.problems]
         for number, one in enumerate(run.explained):
             starts = _starts(one.outcome, run, counted) and NOT_IN_ALL not in one.sentences
-            lines += [Line("")] * (number > 0) + _request(one, run.hook, starts, options)
+            lines += [TextLine("")] * (number > 0) + _request(one, run.hook, starts, options)
     if found.unasked:
-        lines += [Line(""), Line(UNASKED)]
-    lines += [Line(f"Problem: {problem}") for problem in found.problems]
+        lines += [TextLine(""), TextLine(UNASKED)]
+    lines += [TextLine(f"Problem: {problem}") for problem in found.problems]
     return lines + _now(found, now)
 
 
@@ -514,7 +514,7 @@ def _request(
         facts.append(("took", tenths))
     if isinstance(outcome, Handled) and starts:
         facts.append(("saved", _saved(outcome)))
-    return [Facts(tuple(facts), indent=2)]
+    return [NamedValues(tuple(facts), indent=2)]
 
 
 def _starts(outcome: Outcome, run: Run, counted: saved.Starts) -> bool:
@@ -548,11 +548,15 @@ def _now(found: History, now: float) -> list[Piece]:
             what = "no lease, and no Epilog is recorded; the node was restarted?"
             if found.yours:
                 what = "no Epilog is recorded; what the job holds, root sees on this node."
-            return [Line(""), Line(f"Now: {what}")]
+            return [TextLine(""), TextLine(f"Now: {what}")]
         return []
     since = f"{moment(found.lease.since)} ({age(now - found.lease.since)})"
     uses = tuple((short(one.key), one.path or "an image") for one in found.lease.images)
-    return [Line(""), Line(f"Now: holds a lease since {since}", heading=True), Facts(uses, 2)]
+    return [
+        TextLine(""),
+        TextLine(f"Now: holds a lease since {since}", heading=True),
+        NamedValues(uses, 2),
+    ]
 
 
 def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:

@@ -8,7 +8,7 @@ from forestage.commands.world import Exit, as_json, seconds, show
 from forestage.config import load_settings, switch
 from forestage.errors import ConfigError
 from forestage.paths import Places
-from forestage.system.terminal import Line, Piece, count
+from forestage.system.terminal import Piece, TextLine, count
 
 BY_HAND = "forestage off"  # the reason of who gives none
 
@@ -71,12 +71,14 @@ def pieces(done: Switched, turned: str) -> list[Piece]:
         state = f"Staging stays switched off: {done.why}" if done.off else "Staging is on."
         if done.error:
             state = f"Staging may stay switched off: {done.error}. Repeat `forestage on`."
-        return [Line(line) for line in [*lines, state]]
+        return [TextLine(line) for line in [*lines, state]]
     until = "`forestage on`" if done.kept else f"the next reboot: {done.error}"
     return [
-        Line(f"Staging is switched off on this node. {done.why}"),
-        Line(f"From the next Prolog and step on, jobs read the original path, until {until}."),
-        Line("Running jobs keep what they have; `forestage unredirect` takes it from them, too."),
+        TextLine(f"Staging is switched off on this node. {done.why}"),
+        TextLine(f"From the next Prolog and step on, jobs read the original path, until {until}."),
+        TextLine(
+            "Running jobs keep what they have; `forestage unredirect` takes it from them, too."
+        ),
     ]
 
 

@@ -26,7 +26,7 @@ def path(world: "World", image: str, as_json: bool) -> None:
     inventory.is_made(node)  # what cannot be used or read says so first
     wanted = sources.find(node.cache, sources.absolute_path(image), sources.invoking_user())
     copy = inventory.copy_of(node, wanted)
-    show(copy, [screen.Line(copy.copy, whole=True)], as_json)
+    show(copy, [screen.TextLine(copy.copy, whole=True)], as_json)
 
 
 COMMANDS = (path,)

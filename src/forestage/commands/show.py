@@ -11,7 +11,16 @@ from forestage.commands import inventory, sources
 from forestage.commands.inventory import Holder, Holdings, Item, holder
 from forestage.commands.sources import SourceState
 from forestage.commands.world import World, as_json, complete_entries, show
-from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment, short
+from forestage.system.terminal import (
+    NamedValues,
+    Piece,
+    TextLine,
+    TextTable,
+    age,
+    count,
+    moment,
+    short,
+)
 from forestage.units import format_size
 
 
@@ -34,18 +43,18 @@ def state(item: Item) -> str:
 def listing(holdings: Holdings, now: float) -> list[Piece]:
     """Pure: what `ls` prints."""
     if not holdings.items:
-        return [Line("The cache holds no entry."), *_problems(holdings)]
+        return [TextLine("The cache holds no entry."), *_problems(holdings)]
     columns = ("key", "kind", "size", "used", "state", "path")
     rows = []
     for item in holdings.items:
         size, used = format_size(item.bytes), age(now - item.used)
         key, kind = short(item.key), item.kind or "-"
         rows.append((key, kind, size, used, state(item) or "-", item.path or "-"))
-    return [Table(columns, rows), *_problems(holdings)]
+    return [TextTable(columns, rows), *_problems(holdings)]
 
 
 def _problems(holdings: Holdings) -> list[Piece]:
-    return [Line(f"Problem: {problem}") for problem in holdings.problems]
+    return [TextLine(f"Problem: {problem}") for problem in holdings.problems]
 
 
 def found(cache: Cache, items: Iterable[Item], leases: Iterable[Lease]) -> list[Shown]:
@@ -66,18 +75,18 @@ def found(cache: Cache, items: Iterable[Item], leases: Iterable[Lease]) -> list[
 def settings(rows: Iterable[tuple[str, str, str]]) -> list[Piece]:
     """Pure: what `config` prints of keys, values and origins."""
     columns = ("key", "value", "origin")
-    return [Table(columns, tuple(map(tuple, rows)))]
+    return [TextTable(columns, tuple(map(tuple, rows)))]
 
 
 def pieces(shown: Iterable[Shown], now: float) -> list[Piece]:
     """Pure: what `show` prints."""
     separated: list[Piece] = []
     for one in shown:
-        separated += [Line(""), _facts(one, now)]
+        separated += [TextLine(""), _facts(one, now)]
     return separated[1:]
 
 
-def _facts(found: Shown, now: float) -> Facts:
+def _facts(found: Shown, now: float) -> NamedValues:
     item = found.item
     facts = [("key", item.key), ("state", state(item) or "may be evicted")]
     if item.entry is None:
@@ -107,7 +116,7 @@ def _facts(found: Shown, now: float) -> Facts:
         held = f"job {one.job} of {one.user}, for {age(now - one.since)}"
         held += ", redirected" * is_redirected
         facts.append(("lease", held))
-    return Facts(tuple(facts))
+    return NamedValues(tuple(facts))
 
 
 @click.command("show")

@@ -52,13 +52,13 @@ def absolute_path(path: str) -> str:
 
 
 def resolve(path: str) -> str:
-    """The path without symbolic links. Raises as_user.TooSlow."""
+    """The path without symbolic links. Raises as_user.ChildTimeout."""
     found, _ = as_user.call(lambda: (os.path.realpath(path), []), str, TIMEOUT)
     return found
 
 
 def find(cache: Cache, path: str, user: User) -> Image:
-    """The image that `path` leads to now. Raises Declined, as_user.TooSlow."""
+    """The image that `path` leads to now. Raises Declined, as_user.ChildTimeout."""
     opened = open_image(cache, path, user)
     opened.close()
     return opened.image
@@ -98,7 +98,7 @@ def open_unchanged(cache: Cache, entry: Entry, user: User) -> OpenImage | Source
         return SourceState("not-checked", "each step that is shown a directory looks at all of it")
     try:
         opened = open_image(cache, entry.identity.path, user)
-    except as_user.TooSlow:
+    except as_user.ChildTimeout:
         return SourceState("not-checked", f"no answer within {TIMEOUT:.0f} s")
     except Declined as declined:
         states: dict[str, State] = {"missing": "gone", "not-a-file": "changed", "empty": "changed"}

@@ -30,7 +30,7 @@ from forestage.features.doors import STATUS_READ_STATUS, load_all
 from forestage.system import mounts
 from forestage.system import terminal as screen
 from forestage.system.mounts import Mount
-from forestage.system.terminal import Facts, Line, Piece, Table, age, count, moment
+from forestage.system.terminal import NamedValues, Piece, TextLine, TextTable, age, count, moment
 from forestage.units import format_duration, format_size
 from forestage.views.through import keeper
 
@@ -242,9 +242,9 @@ def pieces(status: Status, now: float) -> list[Piece]:
     """Pure: what `status` prints."""
     rows = (row for part in status.parts for row in part.rows)
     return [
-        Facts((*_facts(status), *rows, *_lately(status, now))),
+        NamedValues((*_facts(status), *rows, *_lately(status, now))),
         *_elsewhere(status),
-        *(Line(f"Problem: {problem}") for problem in status.problems),
+        *(TextLine(f"Problem: {problem}") for problem in status.problems),
         *copies.table(status.copies),
         *(piece for part in status.parts for piece in part.tables),
         *_leases(status, now),
@@ -294,9 +294,9 @@ def _elsewhere(status: Status) -> list[Piece]:
     if status.room is not None or status.calls != recent.Calls():
         return []
     return [
-        Line("On a host that runs no jobs, such as a login node, ask the nodes:"),
-        Line("clush -bw NODES forestage status    as root", 2),
-        Line("srun -w NODE forestage status       as a user", 2),
+        TextLine("On a host that runs no jobs, such as a login node, ask the nodes:"),
+        TextLine("clush -bw NODES forestage status    as root", 2),
+        TextLine("srun -w NODE forestage status       as a user", 2),
     ]
 
 
@@ -383,7 +383,7 @@ def _kept(status: Status) -> Iterator[tuple[str, str]]:
 def _leases(status: Status, now: float) -> list[Piece]:
     holders, elsewhere = status.leases, "in its steps" if status.in_steps else "no"
     if not holders:
-        return [Line("No job holds a lease.")]
+        return [TextLine("No job holds a lease.")]
     columns = ("job", "user", "age", "redirected", "image")
     rows: list[tuple[str, ...]] = []
     for one in holders:
@@ -394,7 +394,7 @@ def _leases(status: Status, now: float) -> list[Piece]:
         if not one.images:
             rows.append((*head, "-", "-"))
     number = count(len(holders), "lease")
-    return [Line(f"{number}:", heading=True), Table(columns, rows, indent=2)]
+    return [TextLine(f"{number}:", heading=True), TextTable(columns, rows, indent=2)]
 
 
 @click.command()
@@ -419,7 +419,7 @@ def status(ctx: click.Context, watch: bool, is_oneline: bool, as_json: bool) -> 
     found = gather(node, os.environ.get("SLURM_CONF", ""))
     shown = document(found)
     if is_oneline:
-        show(shown, [Line(oneline(found), whole=True)], as_json)
+        show(shown, [TextLine(oneline(found), whole=True)], as_json)
     else:
         show(shown, pieces(found, ctx.obj.clock.wall()), as_json)
     if found.unusable:

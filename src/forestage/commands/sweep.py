@@ -55,7 +55,7 @@ from forestage.slurm.queue import Slurm, why_over
 from forestage.system import folders, lock, mounts
 from forestage.system import terminal as screen
 from forestage.system.as_user import User
-from forestage.system.terminal import Line, Piece, count, short
+from forestage.system.terminal import Piece, TextLine, count, short
 from forestage.views.through import remains
 
 if TYPE_CHECKING:
@@ -628,7 +628,7 @@ def pieces(done: SweepReport) -> list[Piece]:
         lines.append(f"The cache was left alone: {done.unmounted}")
     lines += [f"Problem: {problem}" for problem in done.problems]
     lines.append(f"{count(len(done.released), 'lease')} {would}released, {done.kept} kept.")
-    return [Line(text) for text in lines]
+    return [TextLine(text) for text in lines]
 
 
 def exit_code(done: SweepReport) -> int:

@@ -32,7 +32,7 @@ from forestage.features.doors import TEND_EACH_MINUTE, TEND_WORKS_FOR_OTHERS, lo
 from forestage.paths import Places
 from forestage.slurm.queue import Slurm
 from forestage.system import child, folders, lock, run
-from forestage.system.run import Started
+from forestage.system.run import RunningProcess
 from forestage.units import printable
 
 RUN = 48.0  # seconds: the next run begins a minute after this one did
@@ -80,7 +80,7 @@ class PartEnd(msgspec.Struct, frozen=True):
         return self.state in ("cut", "hangs", "failed") or self.code not in self.harmless
 
 
-Start = Callable[[Part, int | None], Started]
+Start = Callable[[Part, int | None], RunningProcess]
 """Starts a part, whose process inherits this descriptor of its lock, if there is one."""
 
 
@@ -141,7 +141,7 @@ def _is_due(file: Path, every: float, clock: Clock) -> bool:
     return not 0 <= clock.wall() - began < every
 
 
-def _start(part: Part, file: Path, now: float, start: Start) -> Started | None:
+def _start(part: Part, file: Path, now: float, start: Start) -> RunningProcess | None:
     """Start a part, or return None if its last process still lives.
 
     Where no lock can be made (/run is full or read-only), a part with a limit goes without: jobs
@@ -162,7 +162,7 @@ def _start(part: Part, file: Path, now: float, start: Start) -> Started | None:
         os.close(held)  # the process has a copy, and with it the lock
 
 
-def _wait(part: Part, process: Started, limit: float) -> PartEnd:
+def _wait(part: Part, process: RunningProcess, limit: float) -> PartEnd:
     try:
         if process.wait(limit):
             code = process.code or 0
@@ -177,7 +177,7 @@ def _wait(part: Part, process: Started, limit: float) -> PartEnd:
     return PartEnd(part.name, "cut" if gone else "hangs", detail=f"process {process.pid}")
 
 
-def start(environ: Mapping[str, str], part: Part, held: int | None) -> Started:
+def start(environ: Mapping[str, str], part: Part, held: int | None) -> RunningProcess:
     """Start a part by the program that this process is. Raises Failed, OSError.
 
     What may outlive the run leaves the unit's cgroup, as systemd complains of what is left there.

@@ -22,7 +22,7 @@ from forestage.config import Config
 from forestage.errors import ConfigError, ForestageError
 from forestage.system import lock
 from forestage.system.as_user import User
-from forestage.system.terminal import Line, Piece, count
+from forestage.system.terminal import Piece, TextLine, count
 
 ROOT = User("root", 0, 0)
 
@@ -48,7 +48,7 @@ def unredirect(node: Node) -> Unredirected:
             try:
                 with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
                     going += _claim_rest(cache, going, claims)
-            except lock.Busy as busy:  # unmounting is right without it as well
+            except lock.LockTimeout as busy:  # unmounting is right without it as well
                 problems.append(str(busy))
                 going += _claim_rest(cache, going, claims)
         try:
@@ -97,7 +97,7 @@ def pieces(done: Unredirected) -> list[Piece]:
     lines = [f"{path}: redirect unmounted" for path in done.paths]
     lines += [f"Problem: {problem}" for problem in done.problems]
     lines.append(f"{count(len(done.paths), 'redirect')} unmounted.")
-    return [Line(text) for text in lines]
+    return [TextLine(text) for text in lines]
 
 
 @click.command("unredirect")

@@ -34,7 +34,7 @@ from forestage.events import Bad, Event, losses
 from forestage.stage import engines
 from forestage.system import lock
 from forestage.system import terminal as screen
-from forestage.system.terminal import Line, Piece, Table, count, jobs, short
+from forestage.system.terminal import Piece, TextLine, TextTable, count, jobs, short
 from forestage.units import format_size
 
 PLAIN_ACL = 4 + 3 * 8  # bytes of the raw xattr (linux/posix_acl_xattr.h)
@@ -329,18 +329,18 @@ def _is_still_there(node: Node, item: Item, fd: int | None) -> bool:
 def pieces(done: VerifyReport) -> list[Piece]:
     """Pure: what `verify` prints."""
     if not done.verdicts:
-        return [Line("The cache holds no entry.")]
+        return [TextLine("The cache holds no entry.")]
     columns = ("key", "size", "result", "path")
     rows: list[tuple[str, ...]] = []
     lines: list[Piece] = []
     for one in done.verdicts:
         word = f"{one.result} ({one.against})" if one.against != "nothing" else one.result
         rows.append((short(one.key), format_size(one.size), word, one.path or "-"))
-        lines += [Line(f"{short(one.key)}: {text}") for text in _sentences(one, done.dry_run)]
+        lines += [TextLine(f"{short(one.key)}: {text}") for text in _sentences(one, done.dry_run)]
     results = Counter(one.result for one in done.verdicts)
     numbers = ", ".join(f"{results[word]} {word}" for word in get_args(Result) if results[word])
-    total = Line(f"{count(len(rows), 'entry', 'entries')}: {numbers}.")
-    return [Table(columns, rows), *lines, total]
+    total = TextLine(f"{count(len(rows), 'entry', 'entries')}: {numbers}.")
+    return [TextTable(columns, rows), *lines, total]
 
 
 def _sentences(one: Verdict, dry_run: bool) -> list[str]:

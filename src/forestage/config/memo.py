@@ -25,7 +25,7 @@ class Kept:
         self.now: dict[str, object] = {}
         self.is_written = False  # by this reading
         if file is not None:
-            with contextlib.suppress(OSError, records.Damaged):
+            with contextlib.suppress(OSError, records.DamagedRecord):
                 self.before = records.load(file, dict[str, object])
 
     def document(self, text: str, parse: Callable[[str], object]) -> object:

@@ -103,7 +103,7 @@ def _change_lasting(places: Places, work: Callable[[], bool]) -> tuple[bool, str
     """
     try:
         changed, _ = as_user.call(lambda: (work(), []), bool, PATIENCE)
-    except as_user.TooSlow:
+    except as_user.ChildTimeout:
         # Killed, it ends when whoever holds the directory lets go of it.
         return False, f"{places.etc} did not answer within {PATIENCE:g} s (does a user list it?)"
     except Declined as error:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from forestage.slurm.queue import Slurm
     from forestage.slurm.slurm_conf import SlurmConf
     from forestage.system.terminal import Piece
-    from forestage.system.tree import Files
+    from forestage.system.tree import RootedTree
 
 
 class SweepFacts(msgspec.Struct, frozen=True):
@@ -141,7 +141,7 @@ class CheckFacts(msgspec.Struct, frozen=True):
     """
 
     target: Target
-    files: Files
+    files: RootedTree
     settings: Settings
     site: Site | None
 
@@ -204,7 +204,7 @@ class Route(msgspec.Struct, frozen=True):
     """A path that another node may get; its group `key` is what the session must be for.
 
     `open` finds the answer: bytes, or a file, which is sent when its turn to upload comes. It
-    raises FileNotFoundError, NotADirectoryError, records.Damaged where there is none.
+    raises FileNotFoundError, NotADirectoryError, records.DamagedRecord where there is none.
     """
 
     path: re.Pattern[str]

@@ -30,7 +30,7 @@ from forestage.sources import opening
 from forestage.system import as_user, lock
 from forestage.system.lock_ranges import USER_FILES
 from forestage.system.mounts import is_below
-from forestage.system.tree import Noted
+from forestage.system.tree import RecordingTree
 
 LOOK = 5.0  # seconds for where a job saves to
 THEIRS = 15.0  # seconds for the user's own files where no hook sets a limit: they may be far away
@@ -60,9 +60,9 @@ class _Looking(NamedTuple):
     `since` is when it began, on the monotonic clock.
     """
 
-    files: Noted
+    files: RecordingTree
     site: EnrootSite
-    child: as_user.Child
+    child: as_user.ChildProcess
     spot: int
     home: str
     since: float
@@ -116,7 +116,7 @@ class Binds:
 
     def _begin(self) -> "_Looking":
         """Reads what is the node's here, and what is the user's in a child, as that user."""
-        files = Noted(self._places.root)
+        files = RecordingTree(self._places.root)
         site = enroot.site(files, self._job.path)
         binds = [*enroot.site_binds(files, site)]
         job = self._job
@@ -127,14 +127,14 @@ class Binds:
             return self._as_user(site, binds, spot), []
 
         since = time.monotonic()
-        return _Looking(files, site, as_user.Child(work, (spot,)), spot, home, since)
+        return _Looking(files, site, as_user.ChildProcess(work, (spot,)), spot, home, since)
 
     def _look(self) -> _Found:
         looking, self._looking = self._looking or self._begin(), None
         hang = opening.known_hang(self._places, looking.home) if looking.home else ""
         try:
             found, line = looking.child.answer(_Found, 0.0 if hang else self._left)
-        except as_user.TooSlow:
+        except as_user.ChildTimeout:
             return _unread(hang or self._hung(looking))
         except (Declined, OSError) as error:  # it never fails a job
             return _unread(str(error))
@@ -161,7 +161,7 @@ class Binds:
 
     def _as_user(self, site: EnrootSite, binds: Sequence[FstabBind], spot: int) -> _Found:
         """In a child: what the user's files add, and where all of it leads."""
-        job, files = self._job, Noted()
+        job, files = self._job, RecordingTree()
 
         def at(path: str) -> None:
             os.pwrite(spot, os.fsencode(path)[:PATH_MAX] + b"\0", 0)
@@ -221,7 +221,7 @@ def _variables(job: Job, home: str) -> Variables:
     return Variables({name: value for name, value in known.items() if value}, all_known=False)
 
 
-def _of_folder(files: Noted, folder: str) -> tuple[list[FstabBind], str]:
+def _of_folder(files: RecordingTree, folder: str) -> tuple[list[FstabBind], str]:
     """What the fstabs of a user's folder bind, and why that may not be all. As the user."""
     if enroot.UNKNOWN in folder:
         return [], "enroot.conf has a shell word for ENROOT_CONFIG_PATH"

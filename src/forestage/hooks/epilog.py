@@ -40,7 +40,7 @@ from forestage.slurm.job import Job
 from forestage.slurm.timeouts import Limits
 from forestage.system import lock, mounts
 from forestage.system.mounts import Mount
-from forestage.system.probe import Hang
+from forestage.system.probe import HangReport
 from forestage.units import printable
 
 LATER = "the number is another job's by now"  # nothing of that is released
@@ -154,7 +154,7 @@ def _release_job(
         if is_its_disk:
             note_use(cache, end.lease, end.clock.wall())
         done = _release(end, cache)
-    except lock.Busy as busy:
+    except lock.LockTimeout as busy:
         # A lease of an ended job would keep its entry for ever. Dropping it needs no lock, and the
         # next Epilog unmounts the redirects that nobody needs any more.
         _drop_unlocked(end.leases, end.job)
@@ -276,7 +276,7 @@ def note_use(cache: Cache, lease: Lease | None, now: float) -> None:
                 cache.touch(use.key, now, lease.user.uid if lease else None)
 
 
-def _without_disk(end: EpilogFacts, cache: Cache, hang: Hang) -> Released:
+def _without_disk(end: EpilogFacts, cache: Cache, hang: HangReport) -> Released:
     """Releases what needs no writes to the cache's disk; the sweep does the rest once it answers.
 
     Its job may have ended for that disk, and the next one need not wait for it.

@@ -86,7 +86,7 @@ def revise(node: Node, job: Job, change: Callable[[Lease], None]) -> None:
 
     Not where somebody holds that for long: no job's bytes depend on it. Raises Failed, OSError.
     """
-    with contextlib.suppress(lock.Busy), lock.held(node.cache.space_lock, GIVE_UP):
+    with contextlib.suppress(lock.LockTimeout), lock.held(node.cache.space_lock, GIVE_UP):
         lease = node.leases.read_own(job.id, job.user.uid)
         if lease is not None:
             change(lease)
@@ -153,6 +153,6 @@ def _space(node: Node, limit: Limit) -> Iterator[None]:
         try:
             patience = left if hang is None else min(GIVE_UP, left)
             held.enter_context(lock.held(node.cache.space_lock, patience))
-        except lock.Busy as busy:
+        except lock.LockTimeout as busy:
             raise busy if hang is None else disk.declined(node.cache, hang, left) from None
         yield

@@ -39,7 +39,7 @@ from forestage.stage import wait
 from forestage.units import printable
 
 if TYPE_CHECKING:
-    from forestage.system.holder import Channel
+    from forestage.system.holder import StartChannel
 
 SOURCES: Mapping[Kind, Finder] = {
     "image": Files("image"),
@@ -76,7 +76,7 @@ class Begun(msgspec.Struct, frozen=True):
     request: Request
     opened: OpenImage
     lease: Lease
-    copying: "Channel | None"
+    copying: "StartChannel | None"
     held: contextlib.ExitStack
     since: float
     tries: int

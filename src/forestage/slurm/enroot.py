@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from forestage.system.tree import PATH, Files
+from forestage.system.tree import PATH, RootedTree
 
 ETC = "/etc/enroot"
 SCRIPT_BYTES = 256 * 1024  # of `enroot`; 4.1.2's has 24 KiB
@@ -92,7 +92,7 @@ class Variables:
         return self.get(name) or ""
 
 
-def site(files: Files, path: str = PATH) -> EnrootSite:
+def site(files: RootedTree, path: str = PATH) -> EnrootSite:
     """Reads what the `enroot` on this PATH goes by."""
     found = [*files.programs("enroot", path)]
     # A wrapper calls the next one, mostly.
@@ -156,7 +156,7 @@ def plain_binds(text: str) -> Iterator[tuple[int, str]]:
             yield number, _OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[0])
 
 
-def site_binds(files: Files, found: EnrootSite) -> Iterator[FstabBind]:
+def site_binds(files: RootedTree, found: EnrootSite) -> Iterator[FstabBind]:
     """What the site has all containers bind."""
     for name in files.names(found.mounts):
         if name.endswith(".fstab"):

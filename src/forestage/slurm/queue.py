@@ -130,7 +130,7 @@ class Slurm(NamedTuple):
         limit: float | None = None,
         variables: Mapping[str, str] | None = None,
         most: int | None = None,
-    ) -> run.Ran:
+    ) -> run.ProcessResult:
         """Runs one of Slurm's commands, until `stop` or for `limit` seconds.
 
         `variables` are its own, beside SLURM_CONF. `most` as in `run.run`. Raises SlurmError,
@@ -159,7 +159,7 @@ class Slurm(NamedTuple):
 
     def _ask(
         self, *words: str, variables: Mapping[str, str] | None = None, most: int | None = None
-    ) -> run.Ran:
+    ) -> run.ProcessResult:
         """How one of Slurm's commands ended, in time. Raises SlurmError."""
         ran = self.command(words, limit=TIMEOUT, variables=variables, most=most)
         if ran.code < 0:

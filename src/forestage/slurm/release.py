@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from forestage.errors import Failed
 from forestage.system import run
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 
 COMMENT_IN_PROLOG = "22.05"
 """The first release that tells a Prolog the job's comment, and knows PrologFlags=DeferBatch."""
@@ -19,7 +19,7 @@ TIMEOUT = 5.0  # seconds for `slurmd -V`
 _RELEASE = re.compile(r"\b([0-9]{2})\.([0-9]{1,2})\b", re.ASCII)
 
 
-def installed(files: Files, plugin_folders: Iterable[str]) -> str:
+def installed(files: RootedTree, plugin_folders: Iterable[str]) -> str:
     """The release of this node's slurmd, "" where that cannot be told. Runs it."""
     beside = [f"{one.partition('/lib')[0]}/sbin/slurmd" for one in plugin_folders]
     program = files.program("slurmd") or next(filter(files.runs, beside), "")

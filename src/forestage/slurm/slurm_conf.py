@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.system.tree import Noted
+from forestage.system.tree import RecordingTree
 
 # Where packages keep slurm.conf, and where slurmd puts what it got from slurmctld.
 USUAL_CONF = (
@@ -80,7 +80,7 @@ class SlurmConf:
 
     def __init__(self, named: str) -> None:
         self.named = named
-        self.files = Noted()
+        self.files = RecordingTree()
 
     def text(self, path: str) -> str:
         """Return what one of Slurm's files holds, and note the file. Raises OSError."""

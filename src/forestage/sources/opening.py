@@ -53,7 +53,7 @@ def open_as_user(
     its copy is no squashfs, as it may be damaged. `is_new`: of which images the first bytes are
     wanted, where nothing else is.
     The source waits in the line, if `PathFacts.image` is there; the caller closes the line, or
-    takes it. Raises OSError as the user would get it; as_user.TooSlow.
+    takes it. Raises OSError as the user would get it; as_user.ChildTimeout.
     """
 
     def work() -> as_user.Found[PathFacts]:
@@ -140,7 +140,7 @@ def _open(
     return msgspec.structs.replace(found, image=found_image), [source]
 
 
-def _leads_to(path: str, facts: os.stat_result | files.Asked) -> bool:
+def _leads_to(path: str, facts: os.stat_result | files.Statx) -> bool:
     """Whether the path leads to this very file now."""
     try:
         there = os.stat(path)  # noqa: PTH116
@@ -192,7 +192,7 @@ def _resolved(sources: tuple[str, ...], path: str) -> tuple[str, ...]:
 def saved_to(path: str, user: User, timeout: float) -> tuple[str, bool]:
     """Where a path leads for this user, who may write there or not; it need not exist.
 
-    Raises TooSlow, OSError.
+    Raises ChildTimeout, OSError.
     """
 
     def work() -> as_user.Found[tuple[bytes, bool]]:
@@ -237,7 +237,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
             services,
             is_new,
         )
-    except as_user.TooSlow:
+    except as_user.ChildTimeout:
         note_hang(node.places, path)
         raise
     except OSError as error:
@@ -302,12 +302,12 @@ def _server(places: Places, path: str) -> _Server | None:
 
 
 def _must_not_hang(places: Places, path: str) -> None:
-    """Raises TooSlow at once where the path's server has hung before, and has not answered since.
+    """Raises ChildTimeout at once where the path's server has hung before, and has not answered since.
 
     One process of the node asks it (system/probe.py), and its end is the news.
     """
     if hang := known_hang(places, path):
-        raise as_user.TooSlow(hang)
+        raise as_user.ChildTimeout(hang)
 
 
 def _is_new(cache: Cache, wanted: Image) -> bool:

@@ -153,7 +153,7 @@ def settling(wanted: Image, now: float) -> float:
 def open_source(opened: OpenImage) -> Content:
     """The source as the engines want it: past the page cache as well, where that is a gain.
 
-    Raises Declined where it is no longer what was opened at, Unreadable, as_user.TooSlow.
+    Raises Declined where it is no longer what was opened at, Unreadable, as_user.ChildTimeout.
     """
     size = opened.image.size
     # Once for the whole copy: each question may be one for the file server.
@@ -196,7 +196,10 @@ def written(path: str) -> Declined:
 
 
 def must_be_same(opened: OpenImage) -> None:
-    """Looks at the open file once more. Raises Declined if it is another, Unreadable, TooSlow."""
+    """Looks at the open file once more.
+
+    Raises Declined if it is another, Unreadable, ChildTimeout.
+    """
     _look_again(opened)
 
 
@@ -205,7 +208,7 @@ def _look_again(opened: OpenImage, past_cache: bool = False) -> int | None:
 
     As the user again: root may be squashed on the shared file system. In one child, as each takes
     milliseconds. None also where the file system has no such way. Raises Declined if it is
-    another file, Unreadable, as_user.TooSlow.
+    another file, Unreadable, as_user.ChildTimeout.
     """
 
     def work() -> as_user.Found[Identity]:

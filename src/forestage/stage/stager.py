@@ -25,24 +25,24 @@ from forestage.errors import Declined, Failed, Stopped, of_disk
 from forestage.events import Copied, losses
 from forestage.stage.task import Task
 from forestage.system import holder, lock
-from forestage.system.holder import Channel, Life, Message
+from forestage.system.holder import DaemonSpec, StartChannel, StartReport
 from forestage.units import printable
 
 if TYPE_CHECKING:
     from forestage.stage.pipeline import Figures
 
-STAGER = Life(PROCESS_NAME, "copy")
+STAGER = DaemonSpec(PROCESS_NAME, "copy")
 ENDS_WITHIN = 8.0  # seconds of a stager that is to stop, for what it is at
 LOOK = 0.5  # seconds between two looks of its main thread
 PROBE_GRACE = 0.5  # seconds for those who only probe whether the key's lock is free
 
 
-def start(task: Task) -> Channel:
+def start(task: Task) -> StartChannel:
     """Starts a stager; its messages arrive in the channel, which the caller closes."""
     return holder.start(STAGER, f"stager job={task.job.id}", partial(_live, task))
 
 
-def _live(task: Task, hook: Channel) -> None:
+def _live(task: Task, hook: StartChannel) -> None:
     """The stager's whole life."""
     has_key = threading.Event()
 
@@ -55,11 +55,11 @@ def _live(task: Task, hook: Channel) -> None:
                 has_key.set()
                 hook.send(copy(own, stop))
                 has_key.clear()
-        except lock.Busy:
-            hook.send(Message("busy"))
+        except lock.LockTimeout:
+            hook.send(StartReport("busy"))
         except OSError as error:  # the disk takes no name: it is full of files, or read-only
             why = of_disk(error)
-            hook.send(Message("failed", why.reason, str(why), isinstance(why, Failed)))
+            hook.send(StartReport("failed", why.reason, str(why), isinstance(why, Failed)))
             raise
         else:
             _redirect_waiting(own)
@@ -67,7 +67,7 @@ def _live(task: Task, hook: Channel) -> None:
     try:
         run_until_stopped(work)
     except Stopped as stopped:
-        hook.send(Message("failed", stopped.reason, str(stopped)))
+        hook.send(StartReport("failed", stopped.reason, str(stopped)))
         if has_key.is_set() and not task.job.expected:
             _note_stopped(task)
         raise
@@ -115,7 +115,7 @@ def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
 
 
 def _acquire_key(task: Task, held: contextlib.ExitStack) -> None:
-    """Take the key's lock. Raises lock.Busy, OSError.
+    """Take the key's lock. Raises lock.LockTimeout, OSError.
 
     A disk that takes no more files takes no new lock either, and without one no copy evicts.
     """
@@ -144,7 +144,7 @@ def _redirect_waiting(task: Task) -> None:
             log.say(f"stager job={job} {line}", by_slurm=True)
 
 
-def copy(task: Task, stop: threading.Event) -> Message:
+def copy(task: Task, stop: threading.Event) -> StartReport:
     """Makes the copy, its event and its log line; every expected error becomes a message.
 
     The caller holds the key's lock.
@@ -154,7 +154,9 @@ def copy(task: Task, stop: threading.Event) -> Message:
 
     task.node.cache.note_stager(task.key)
     if task.node.cache.find(task.image) is not None:
-        return Message("found")  # another stager published it between the hook's look and our lock
+        return StartReport(
+            "found"
+        )  # another stager published it between the hook's look and our lock
     start = task.node.clock.monotonic()
     figures = pipeline.Figures()
     error: Declined | None = None
@@ -167,12 +169,12 @@ def copy(task: Task, stop: threading.Event) -> Message:
         error = of_disk(failure)
     _report(task, figures, error, task.node.clock.monotonic() - start)
     if error is None:
-        return Message("published")
+        return StartReport("published")
     if error.reason in ("changed", "written", "no-room") or not task.part.digests().strip(b"\0"):
         task.node.cache.drop_part(task.key)  # no use to whoever comes next
     elif error.reason == "stopped" and not task.job.expected:
         _note_stopped(task)
-    return Message("failed", error.reason, str(error), isinstance(error, Failed))
+    return StartReport("failed", error.reason, str(error), isinstance(error, Failed))
 
 
 def _note_stopped(task: Task) -> None:

@@ -22,7 +22,7 @@ from forestage.system import lock
 from forestage.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from forestage.system.holder import Channel, Message
+    from forestage.system.holder import StartChannel, StartReport
 
 Arrival = Literal["hit", "joined", "copied"]
 
@@ -44,11 +44,11 @@ class StagerEnd(msgspec.Struct, frozen=True):
     """How one stager ended. `own` is whether this hook started it; the last message is its only."""
 
     own: bool
-    message: "Message | None" = None
+    message: "StartReport | None" = None
 
 
 @contextlib.contextmanager
-def begun(node: Node, job: Job, opened: OpenImage) -> "Iterator[Channel | None]":
+def begun(node: Node, job: Job, opened: OpenImage) -> "Iterator[StartChannel | None]":
     """Sees to it that the image is in the cache, then yields None, or that it is being copied.
 
     The copy is not waited for: its stager outlives the hook from now on. Raises OSError.
@@ -64,7 +64,7 @@ def obtain(
     node: Node,
     job: Job,
     opened: OpenImage,
-    copying: "Channel | None",
+    copying: "StartChannel | None",
     deadline: Deadline,
     watch: Progress = quiet,
     until_begun: bool = False,
@@ -101,7 +101,7 @@ def obtain(
             copying = later.enter_context(_start(node, job, opened))
 
 
-def _start(node: Node, job: Job, opened: OpenImage) -> "Channel":
+def _start(node: Node, job: Job, opened: OpenImage) -> "StartChannel":
     """A stager that Slurm does not kill with the hook's process group any more.
 
     Raises Declined where it would only hang with the disk.
@@ -117,7 +117,7 @@ Poll = Callable[[float], StagerEnd | None]
 """Sleeps for up to so many seconds; returns how the stager ended, None while it goes on."""
 
 
-def _end_of(channel: "Channel", node: Node, wanted: Image) -> Poll:
+def _end_of(channel: "StartChannel", node: Node, wanted: Image) -> Poll:
     """Waits for the end of one stager: this hook's own, or the one that has the key already."""
     is_other = False
 

@@ -70,7 +70,7 @@ class User(msgspec.Struct, frozen=True, omit_defaults=True):
         return User(self.name, self.uid, self.gid)
 
 
-class TooSlow(Declined):
+class ChildTimeout(Declined):
     """The child did not answer in time: the file system under it hangs, most likely.
 
     No fault of the node: the request is declined.
@@ -82,7 +82,7 @@ class TooSlow(Declined):
         super().__init__("source-hangs", f"the source does not answer: {what}")
 
 
-class Killed(Declined):
+class ChildKilled(Declined):
     """A signal ended the child each time it was tried.
 
     No fault of the node: an epilog that kills a user's processes takes a child with their ids as
@@ -96,7 +96,7 @@ class Killed(Declined):
         super().__init__("killed", what, "does an epilog kill all processes of a user?")
 
 
-class TimeIsUp(Declined):
+class DeadlinePassed(Declined):
     """The caller has no time left: nobody was asked, so nothing is known of any file system."""
 
     exit_code: ClassVar[int] = 6
@@ -105,7 +105,7 @@ class TimeIsUp(Declined):
         super().__init__("deadline", "the time for this was used up before it was its turn")
 
 
-class _Answer(msgspec.Struct):
+class _ChildReply(msgspec.Struct):
     """What crosses the socket: a value, the errno and file name of an OSError, or why not."""
 
     value: msgspec.Raw = msgspec.Raw(b"null")
@@ -152,7 +152,7 @@ def identify(user: User, timeout: float) -> User:
 
     Each question may take seconds where a directory service is slow, and no process that acts as
     this user has to ask again. Groups that Slurm gave a step stay. Raises Declined (slow-names)
-    after `timeout` seconds, TimeIsUp, Killed, Failed.
+    after `timeout` seconds, DeadlinePassed, ChildKilled, Failed.
     """
 
     def work() -> Found[User]:
@@ -168,7 +168,7 @@ def identify(user: User, timeout: float) -> User:
 
     try:
         found, line = ask(work, User, timeout)
-    except TooSlow:
+    except ChildTimeout:
         whose = user.name or f"uid {user.uid}"
         what = f"the node's name service took more than {timeout:.1f} s to say who {whose} is"
         raise Declined("slow-names", what, f"time getent initgroups {whose}") from None
@@ -223,7 +223,7 @@ def real(path: str) -> str:
         return path
 
 
-class Child:
+class ChildProcess:
     """A child that does `work` beside us; to be asked for its answer once, or ended.
 
     `work` decides by `become` when it stops being root; of the descriptors open here it has only
@@ -246,7 +246,7 @@ class Child:
             self._tries -= 1
             try:
                 return self._answer(answer, timeout, end, idle)
-            except Killed:
+            except ChildKilled:
                 if not self._tries or time.monotonic() >= end:
                     raise
             self._pid, self._line = self._begin()
@@ -262,7 +262,7 @@ class Child:
             data = _peek(ours, timeout, end, idle)
             if not data:
                 raise _death(self._pid)
-            got = msgspec.json.decode(data, type=_Answer)
+            got = msgspec.json.decode(data, type=_ChildReply)
             if got.errno:
                 raise OSError(got.errno, os.strerror(got.errno), os.fsdecode(got.filename) or None)
             if got.reason:
@@ -291,12 +291,13 @@ def ask(
     just to close it: close(2) blocks on a hung file server, discarding the socket does not.
     OSError, Declined and Failed of `work` are raised again here. `idle` is called each second of
     the wait. A child that a signal ends is tried again, `tries` times in all: 1 is for work that
-    must not be done twice. Raises TooSlow after `timeout` seconds, TimeIsUp where there are none,
-    Killed where a signal ended each child, Failed where one died without an answer otherwise.
+    must not be done twice. Raises ChildTimeout after `timeout` seconds, DeadlinePassed where there
+    are none, ChildKilled where a signal ended each child, Failed where one died without an answer
+    otherwise.
     """
     if timeout <= 0:
-        raise TimeIsUp
-    return Child(work, keep, tries).answer(answer, timeout, idle)
+        raise DeadlinePassed
+    return ChildProcess(work, keep, tries).answer(answer, timeout, idle)
 
 
 def each(
@@ -335,8 +336,8 @@ def each(
             again = False
             if ours in answered:
                 data = ours.recv(_LONGEST)
-                again = not data and tries[number] > 0 and isinstance(_death(pid), Killed)
-                got = msgspec.json.decode(data, type=_Answer) if data else _Answer(errno=1)
+                again = not data and tries[number] > 0 and isinstance(_death(pid), ChildKilled)
+                got = msgspec.json.decode(data, type=_ChildReply) if data else _ChildReply(errno=1)
                 if not (got.errno or got.reason):
                     found[number] = msgspec.json.decode(got.value, type=answer)
             elif time.monotonic() < until:
@@ -399,12 +400,12 @@ def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int
         fds: list[int] = []
         try:
             value, fds = work()
-            answer = _Answer(value=msgspec.Raw(msgspec.json.encode(value)))
+            answer = _ChildReply(value=msgspec.Raw(msgspec.json.encode(value)))
         except OSError as error:
-            answer = _Answer(errno=error.errno or 0, filename=_name(error))
+            answer = _ChildReply(errno=error.errno or 0, filename=_name(error))
         except Declined as declined:
             failed = isinstance(declined, Failed)
-            answer = _Answer(reason=declined.reason, detail=str(declined), node_failed=failed)
+            answer = _ChildReply(reason=declined.reason, detail=str(declined), node_failed=failed)
         # One packet holds it all, however long; by default a socket takes 208 KiB at once.
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LONGEST)
         socket.send_fds(theirs, [msgspec.json.encode(answer)], fds)
@@ -436,7 +437,7 @@ def _peek(
         if _readable([ours], min(_IDLE, left) if idle else left):
             break
         if time.monotonic() >= end:
-            raise TooSlow(f"no answer after {max(timeout, _LEAST):.1f} s")
+            raise ChildTimeout(f"no answer after {max(timeout, _LEAST):.1f} s")
         if idle:
             idle()
     return ours.recv(_LONGEST, socket.MSG_PEEK)
@@ -452,7 +453,7 @@ def _death(pid: int) -> Declined:
     while (over := os.waitid(os.P_PID, pid, options)) is None and time.monotonic() < end:
         time.sleep(0.0005)
     if over is not None and over.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
-        return Killed(over.si_status)
+        return ChildKilled(over.si_status)
     return Failed("helper", "the process that looks at the image died without an answer")
 
 

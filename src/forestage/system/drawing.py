@@ -9,7 +9,16 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from forestage.system.terminal import FOLDED, RIGHT, Facts, Line, Piece, Table, harmless, printed
+from forestage.system.terminal import (
+    FOLDED,
+    RIGHT,
+    NamedValues,
+    Piece,
+    TextLine,
+    TextTable,
+    harmless,
+    printed,
+)
 
 FOLD = 16  # the least width of a column that is FOLDED
 
@@ -18,7 +27,7 @@ def draw(pieces: Iterable[Piece], console: Console | None = None) -> None:
     console = console or _console()
     for piece in map(printed, pieces):
         for part in _narrow(piece, console.width):
-            console.print(_indented(part), soft_wrap=isinstance(part, Line) and part.whole)
+            console.print(_indented(part), soft_wrap=isinstance(part, TextLine) and part.whole)
 
 
 def follow(views: Iterable[Iterable[Piece]]) -> None:
@@ -43,14 +52,16 @@ def _console(stderr: bool = False) -> Console:
 
 def _narrow(piece: Piece, width: int) -> Iterable[Piece]:
     """Pure: a table that does not fit the terminal as names and values, row by row."""
-    if not isinstance(piece, Table):
+    if not isinstance(piece, TextTable):
         return [piece]
     cells = zip(piece.columns, *piece.rows, strict=True)
     needs = [FOLD if name in FOLDED else max(map(len, (name, *rest))) for name, *rest in cells]
     if piece.indent + sum(needs) + 2 * (len(needs) - 1) <= width:
         return [piece]
-    blank = Line("")
-    rows = (Facts(tuple(zip(piece.columns, row, strict=True)), piece.indent) for row in piece.rows)
+    blank = TextLine("")
+    rows = (
+        NamedValues(tuple(zip(piece.columns, row, strict=True)), piece.indent) for row in piece.rows
+    )
     return [one for row in rows for one in (row, blank)]
 
 
@@ -60,14 +71,14 @@ def _indented(piece: Piece) -> RenderableType:
 
 
 def _rich(piece: Piece) -> RenderableType:
-    if isinstance(piece, Line):
+    if isinstance(piece, TextLine):
         return Text(piece.text, style="bold" if piece.heading else "", overflow="fold")
     return _grid(piece)
 
 
-def _grid(piece: Facts | Table) -> RenderableType:
+def _grid(piece: NamedValues | TextTable) -> RenderableType:
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    if isinstance(piece, Facts):
+    if isinstance(piece, NamedValues):
         grid.show_header = False
         grid.add_column(no_wrap=True, style="dim")
         grid.add_column(overflow="fold")

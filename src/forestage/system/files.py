@@ -89,7 +89,7 @@ def facts(path: Path) -> os.stat_result | None:
         return None
 
 
-class Asked(NamedTuple):
+class Statx(NamedTuple):
     """What statx(2) says of a file, by the names that stat(2) has for it."""
 
     st_mode: int
@@ -104,7 +104,7 @@ class Asked(NamedTuple):
     st_dev: int
 
 
-def asked(directory: int, name: bytes = b"") -> Asked:
+def asked(directory: int, name: bytes = b"") -> Statx:
     """What its file server says now of a name in an open directory; without one, of the open file.
 
     stat(2) says what this node knew of it up to a minute ago, or longer, as the mount allows. No
@@ -124,10 +124,10 @@ def asked(directory: int, name: bytes = b"") -> Asked:
         nlink = 1
     changed, written = (times[at] * 1_000_000_000 + times[at + 1] for at in (0, 2))
     disk = os.makedev(major, minor)
-    return Asked(mode, nlink, uid, gid, inode, size, blocks, changed, written, disk)
+    return Statx(mode, nlink, uid, gid, inode, size, blocks, changed, written, disk)
 
 
-def latest(fd: int, disk: int, name: bytes = b"") -> os.stat_result | Asked:
+def latest(fd: int, disk: int, name: bytes = b"") -> os.stat_result | Statx:
     """What is known of an open file, or of a name in an open directory. Raises OSError.
 
     `disk` is the st_dev of that descriptor. Of a disk of this node the kernel knows all; else the

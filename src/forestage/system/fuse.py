@@ -35,7 +35,7 @@ _INVALIDATE = struct.Struct("<Qqq")  # inode offset length
 _ASYNC_READ, _NO_OPEN, _POSIX_ACL, _MAX_PAGES = 1 << 0, 1 << 17, 1 << 20, 1 << 22
 
 
-class Op(IntEnum):
+class FuseOpcode(IntEnum):
     """The requests that are not refused."""
 
     FORGET = 2
@@ -51,7 +51,7 @@ class Op(IntEnum):
     BATCH_FORGET = 42
 
 
-class Request(msgspec.Struct, frozen=True):
+class FuseRequest(msgspec.Struct, frozen=True):
     """One request; `body` is what follows its header, `pid` the thread that asks, if known."""
 
     op: int
@@ -60,7 +60,7 @@ class Request(msgspec.Struct, frozen=True):
     pid: int = 0
 
 
-class Attributes(msgspec.Struct, frozen=True):
+class FuseAttributes(msgspec.Struct, frozen=True):
     """What fstat(2) shows of the file, and its ACL (the raw xattr, or empty)."""
 
     inode: int
@@ -84,21 +84,21 @@ def mount(fd: int, point: str, mode: int) -> None:
     mounts.mount("forestage", point, flags, TYPE, f"fd={fd},{access},max_read={MAX_READ}")
 
 
-def parse(data: memoryview) -> Request | None:
+def parse(data: memoryview) -> FuseRequest | None:
     """Pure: the request in a buffer that the kernel filled; None where it is empty."""
     length, op, unique, _, _, _, pid, *_ = _REQUEST.unpack_from(data)
     if length < _REQUEST.size:
         return None
-    return Request(op, unique, bytes(data[_REQUEST.size : length]), pid)
+    return FuseRequest(op, unique, bytes(data[_REQUEST.size : length]), pid)
 
 
-def read_range(request: Request) -> tuple[int, int]:
+def read_range(request: FuseRequest) -> tuple[int, int]:
     """Pure: the offset and the size that a READ asks for, in bytes."""
     _, offset, size = _READ.unpack_from(request.body)
     return offset, size
 
 
-def interrupted(request: Request) -> int:
+def interrupted(request: FuseRequest) -> int:
     """Pure: the `unique` of the request that an INTERRUPT is about."""
     return int.from_bytes(request.body[:8], "little")
 
@@ -126,29 +126,29 @@ def invalidate(fd: int) -> None:
             raise
 
 
-def answer(request: Request, file: Attributes) -> tuple[int, bytes] | None:
+def answer(request: FuseRequest, file: FuseAttributes) -> tuple[int, bytes] | None:
     """Pure: the error and the bytes that answer any request but READ; None: it wants no answer.
 
     OPEN and FLUSH are refused with ENOSYS: the kernel opens and closes by itself then, and neither
     waits for a server that hangs.
     """
     op = request.op
-    if op == Op.INIT:
+    if op == FuseOpcode.INIT:
         return 0, _initial(request, file)
-    if op == Op.GETATTR:
+    if op == FuseOpcode.GETATTR:
         return 0, _attributes(file)
-    if op in (Op.GETXATTR, Op.LISTXATTR) and file.acl:
+    if op in (FuseOpcode.GETXATTR, FuseOpcode.LISTXATTR) and file.acl:
         return _xattr(request, file.acl)
-    if op == Op.STATFS:
+    if op == FuseOpcode.STATFS:
         return 0, _STATFS.pack(0, 0, 0, 0, 0, 4096, 255, 4096, 0)
-    if op in (Op.RELEASE, Op.DESTROY):
+    if op in (FuseOpcode.RELEASE, FuseOpcode.DESTROY):
         return 0, b""
-    if op in (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT):
+    if op in (FuseOpcode.FORGET, FuseOpcode.BATCH_FORGET, FuseOpcode.INTERRUPT):
         return None
     return errno.ENOSYS, b""
 
 
-def _initial(request: Request, file: Attributes) -> bytes:
+def _initial(request: FuseRequest, file: FuseAttributes) -> bytes:
     _, minor, readahead, offered = _INIT_IN.unpack_from(request.body)
     wanted = _ASYNC_READ | _NO_OPEN | _MAX_PAGES | (_POSIX_ACL if file.acl else 0)
     return _INIT_OUT.pack(
@@ -166,12 +166,12 @@ def _initial(request: Request, file: Attributes) -> bytes:
     )
 
 
-def shows_acls(request: Request) -> bool:
+def shows_acls(request: FuseRequest) -> bool:
     """Pure: whether the kernel that sent this INIT can keep to an ACL."""
     return bool(_INIT_IN.unpack_from(request.body)[3] & _POSIX_ACL)
 
 
-def _attributes(file: Attributes) -> bytes:
+def _attributes(file: FuseAttributes) -> bytes:
     mtime, mtime_ns = divmod(file.mtime_ns, 10**9)
     ctime, ctime_ns = divmod(file.ctime_ns, 10**9)
     return _ATTRIBUTES.pack(
@@ -182,10 +182,10 @@ def _attributes(file: Attributes) -> bytes:
     )
 
 
-def _xattr(request: Request, acl: bytes) -> tuple[int, bytes]:
+def _xattr(request: FuseRequest, acl: bytes) -> tuple[int, bytes]:
     size = _XATTR.unpack_from(request.body)[0]
     name = b"system.posix_acl_access"
-    if request.op == Op.LISTXATTR:
+    if request.op == FuseOpcode.LISTXATTR:
         value = name + b"\0"
     elif request.body[_XATTR.size :].rstrip(b"\0") == name:
         value = acl

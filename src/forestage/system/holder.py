@@ -46,7 +46,7 @@ ANSWER = 5.0  # seconds for who gives a clone
 LONGEST_DETAIL = 4096  # characters of an error
 
 
-class Life(msgspec.Struct, frozen=True):
+class DaemonSpec(msgspec.Struct, frozen=True):
     """Its name in ps(1), its cgroup (child.leave_job; None: the step's), its oom_score_adj."""
 
     name: str
@@ -54,7 +54,7 @@ class Life(msgspec.Struct, frozen=True):
     oom_score_adj: int = 0
 
 
-class Message(msgspec.Struct, frozen=True):
+class StartReport(msgspec.Struct, frozen=True):
     """What a holder tells who started it.
 
     First `started`: nothing that ends the hook ends it any more. Then `ready`: tasks can ask it; or
@@ -69,14 +69,14 @@ class Message(msgspec.Struct, frozen=True):
     node_failed: bool = False
 
 
-class Channel:
+class StartChannel:
     """One end of the socket between a holder and who started it; `pid` is the holder's, or 0."""
 
     def __init__(self, end: socket.socket, pid: int = 0) -> None:
         self.pid = pid
         self._end = end
 
-    def __enter__(self) -> "Channel":
+    def __enter__(self) -> "StartChannel":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,7 +85,7 @@ class Channel:
     def close(self) -> None:
         self._end.close()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StartReport) -> None:
         """Tells who started this process, if that still listens."""
         with contextlib.suppress(OSError):
             self._end.send(msgspec.json.encode(message), socket.MSG_NOSIGNAL)
@@ -93,20 +93,20 @@ class Channel:
     def begin(self, *fds: int) -> None:
         """Says that the hook may end; this process has no other descriptors any more."""
         child.let_go({self._end.fileno(), *fds})
-        self.send(Message("started"))
+        self.send(StartReport("started"))
 
-    def recv(self, timeout: float, flags: int = 0) -> Message | None:
+    def recv(self, timeout: float, flags: int = 0) -> StartReport | None:
         """Returns the next message, `died` at the end; None after `timeout` seconds."""
         self._end.settimeout(max(0.001, timeout))
         try:
             data = self._end.recv(LONGEST_MESSAGE, flags)
         except TimeoutError:
             return None
-        return msgspec.json.decode(data, type=Message) if data else Message("died")
+        return msgspec.json.decode(data, type=StartReport) if data else StartReport("died")
 
     def await_start(self, timeout: float) -> None:
         """Waits until the holder has left the hook; any other message is left for `recv`."""
-        if self.recv(timeout, socket.MSG_PEEK) == Message("started"):
+        if self.recv(timeout, socket.MSG_PEEK) == StartReport("started"):
             self.recv(timeout)
 
     def await_ready(self, timeout: float, reason: str) -> bool:
@@ -123,31 +123,31 @@ class Channel:
 
 
 def start(
-    life: Life, about: str, work: Callable[[Channel], None], patience: float = START
-) -> Channel:
+    life: DaemonSpec, about: str, work: Callable[[StartChannel], None], patience: float = START
+) -> StartChannel:
     """Starts a holder that `work` is all of; the caller closes the channel on which it tells.
 
     `work` says on its end that the hook may end (Channel.begin). This waits for that, `patience`
     seconds at most. `about` begins the line in the log where an error ends it.
     """
     pid, ours = child.begin(
-        lambda theirs: _live(life, work, Channel(theirs)),
-        lambda theirs, error: _died(about, Channel(theirs), error),
+        lambda theirs: _live(life, work, StartChannel(theirs)),
+        lambda theirs, error: _died(about, StartChannel(theirs), error),
     )
-    channel = Channel(ours, pid)
+    channel = StartChannel(ours, pid)
     channel.await_start(patience)
     return channel
 
 
-def _live(life: Life, work: Callable[[Channel], None], hook: Channel) -> None:
+def _live(life: DaemonSpec, work: Callable[[StartChannel], None], hook: StartChannel) -> None:
     child.stand_alone(life.name)
     if life.leaf is not None:
         child.leave_job(life.oom_score_adj, life.leaf)
     work(hook)
 
 
-def _died(about: str, hook: Channel, error: BaseException | None) -> None:
-    hook.send(Message("died", detail=printable(str(error) or repr(error))[:LONGEST_DETAIL]))
+def _died(about: str, hook: StartChannel, error: BaseException | None) -> None:
+    hook.send(StartReport("died", detail=printable(str(error) or repr(error))[:LONGEST_DETAIL]))
     log.say(f"{about} result=failed detail={error!r}", by_slurm=True)
 
 
@@ -177,7 +177,7 @@ Answer = Callable[[socket.socket, bytes], None]
 """Answers what a guest asks."""
 
 
-class Guests:
+class TaskConnections:
     """The tasks that are connected to a holder's socket, by their connections' numbers.
 
     `listener` is None where no more are taken; `greet` is called with each that comes.

@@ -26,7 +26,7 @@ SPACE_TIMEOUT = 60.0  # seconds; held for milliseconds, but hundreds of hooks ma
 POLL = 0.02  # seconds; how soon a waiting hook notices that a copy has ended
 
 
-class Busy(Failed):
+class LockTimeout(Failed):
     """Another process holds the lock and did not release it in time."""
 
     def __init__(self, what: str) -> None:
@@ -35,14 +35,14 @@ class Busy(Failed):
 
 @contextlib.contextmanager
 def held(path: Path, timeout: float) -> Iterator[None]:
-    """Holds the lock file `path` (flock(2), gone when the process is). Raises Busy, OSError.
+    """Holds the lock file `path` (flock(2), gone when the process is). Raises LockTimeout, OSError.
 
     `timeout` in seconds; 0 tries once. The file stays.
     """
     until = time.monotonic() + timeout
     while (fd := acquire_now(path)) is None:
         if time.monotonic() >= until:
-            raise Busy(f"{path.name} is held by another process")
+            raise LockTimeout(f"{path.name} is held by another process")
         time.sleep(min(POLL, max(0.0, until - time.monotonic())))
     try:
         yield
@@ -82,8 +82,9 @@ def acquire_now(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def held_for_work(path: Path, timeout: float) -> Iterator[None]:
-    """Hold the lock file `path` while a copy is made or a command works. Raises Busy, OSError.
+    """Hold the lock file `path` while a copy is made or a command works.
 
+    Raises LockTimeout, OSError.
     `timeout` in seconds; 0 tries once. The file stays. A child that is forked meanwhile does not
     hold the lock. The directory above the lock's folder must be one that users cannot list, which
     /run is not (Places.locks): filelock calls mkdir(2) for the folder though it is there.
@@ -100,7 +101,7 @@ def held_for_work(path: Path, timeout: float) -> Iterator[None]:
     try:
         work.acquire(max(0.0, timeout), poll_interval=POLL)
     except filelock.Timeout:
-        raise Busy(f"{path.name} is held by another process") from None
+        raise LockTimeout(f"{path.name} is held by another process") from None
     try:
         yield
     finally:
@@ -111,7 +112,7 @@ def held_for_work(path: Path, timeout: float) -> Iterator[None]:
 def held_if_writable(path: Path, timeout: float) -> Iterator[None]:
     """Holds the lock as `held` does, or goes on without it where the disk is read-only or gone.
 
-    For unmounting redirects, which is right without a lock as well. Raises Busy, OSError.
+    For unmounting redirects, which is right without a lock as well. Raises LockTimeout, OSError.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -130,7 +131,7 @@ def take_one(folder: Path, name: str, most: int, taken: contextlib.ExitStack) ->
     Raises OSError.
     """
     for number in range(most):
-        with contextlib.suppress(Busy):
+        with contextlib.suppress(LockTimeout):
             taken.enter_context(held(folder / f"{name}.{number}.lock", 0))
             return number
     return None
@@ -152,7 +153,7 @@ def take_place(file: Path, place: int, waits: bool) -> int:
 
 def remove_if_free(path: Path) -> None:
     """Removes a lock file that nobody holds now. Raises OSError."""
-    with contextlib.suppress(Busy), held(path, 0):
+    with contextlib.suppress(LockTimeout), held(path, 0):
         path.unlink(missing_ok=True)
 
 

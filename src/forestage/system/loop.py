@@ -34,7 +34,7 @@ _INFO = struct.Struct("=5Q4I64s64s32s2Q")  # struct loop_info64
 _FLAGS = 8  # its place among the fields
 
 
-class Loop(msgspec.Struct, frozen=True):
+class LoopDevice(msgspec.Struct, frozen=True):
     """A device in use: its file's path as the kernel has it, st_dev and inode."""
 
     name: str
@@ -87,7 +87,7 @@ def file_of(facts: os.stat_result) -> str:
     return f"{facts.st_dev}:{facts.st_ino}"
 
 
-def detach(one: Loop) -> None:
+def detach(one: LoopDevice) -> None:
     """Lets go of a device, if it still shows that file. Raises OSError.
 
     What is mounted stays so until its last unmount.
@@ -98,7 +98,7 @@ def detach(one: Loop) -> None:
                 fcntl.ioctl(device, _CLR_FD)
 
 
-def attached() -> list[Loop]:
+def attached() -> list[LoopDevice]:
     """The devices in use of this machine whose files may be ours. Raises OSError."""
     found = []
     for directory in Path("/sys/block").glob("loop*"):
@@ -110,7 +110,7 @@ def attached() -> list[Loop]:
             name = f"/dev/{directory.name}"
             with contextlib.suppress(OSError), _opened(name, os.O_RDONLY) as device:
                 info = _status(device)
-                found.append(Loop(name, path, info[0], info[1]))
+                found.append(LoopDevice(name, path, info[0], info[1]))
     return found
 
 
@@ -122,14 +122,14 @@ def _status(device: int) -> tuple[int, ...]:
     return fields
 
 
-def _shows(device: int, one: Loop) -> bool:
+def _shows(device: int, one: LoopDevice) -> bool:
     try:
         return _status(device)[:2] == (one.disk, one.inode)
     except OSError:
         return False
 
 
-def _keeps(one: Loop) -> bool:
+def _keeps(one: LoopDevice) -> bool:
     """Has a device that somebody let go of stay after its last unmount; whether it is there."""
     with contextlib.suppress(OSError), opened(one.name, os.O_RDONLY) as device:
         fields = list(_status(device))

@@ -218,23 +218,23 @@ def find_disk(path: str) -> Mount | None:
     return found
 
 
-class Origin(msgspec.Struct, frozen=True):
+class BindOrigin(msgspec.Struct, frozen=True):
     """A directory as mountinfo names what is bound from below it: device, path inside it with /."""
 
     device: str
     root: str
 
 
-def origin(mounts: list[Mount], directory: str) -> Origin | None:
+def origin(mounts: list[Mount], directory: str) -> BindOrigin | None:
     """Pure: where `directory` lies; None where no mount is known above it."""
     base = holder(mounts, directory)
     if base is None:
         return None
     inside = directory[len(base.point.rstrip("/")) :]
-    return Origin(base.device, base.root.rstrip("/") + inside + "/")
+    return BindOrigin(base.device, base.root.rstrip("/") + inside + "/")
 
 
-def mark_of(origin: Origin) -> bytes:
+def mark_of(origin: BindOrigin) -> bytes:
     """Pure: what mountinfo has in each line of a bind from below it, and in no other line.
 
     No name that a user chooses holds a space there: the kernel writes \\040.
@@ -245,7 +245,7 @@ def mark_of(origin: Origin) -> bytes:
     return os.fsencode(f" {origin.device} {root}")
 
 
-def binds_of(mounts: list[Mount], origin: Origin) -> list[tuple[Mount, str]]:
+def binds_of(mounts: list[Mount], origin: BindOrigin) -> list[tuple[Mount, str]]:
     """Pure: binds of files below `origin`, each with its path inside it, wherever they are mounted.
 
     They are known by device and by path inside the file system, so no other program's mounts and no

@@ -42,7 +42,7 @@ At = Callable[[str], None]
 """Says what is asked now, in one word."""
 
 
-class Hang(msgspec.Struct, frozen=True):
+class HangReport(msgspec.Struct, frozen=True):
     """What gets no answer, for how many seconds by now, and the process that has asked."""
 
     phase: str
@@ -50,7 +50,7 @@ class Hang(msgspec.Struct, frozen=True):
     pid: int = 0
 
 
-def ask(file: Path, work: Callable[[At], None], limit: float = LIMIT) -> Hang | None:
+def ask(file: Path, work: Callable[[At], None], limit: float = LIMIT) -> HangReport | None:
     """None where what `work` asks is answered, or was within GOOD; else what hangs.
 
     `work` does what may hang, and says before each part what that is; an OSError is an answer.
@@ -70,14 +70,14 @@ def begin(file: Path, work: Callable[[At], None]) -> None:
     ask(file, work, 0.0)
 
 
-def known(file: Path) -> Hang | None:
+def known(file: Path) -> HangReport | None:
     """What hangs by what is known already; asks nobody, but waits for who asks just now."""
     with contextlib.suppress(OSError), opened(file, os.O_RDONLY | os.O_NOFOLLOW) as fd:
         return _others(fd, time.monotonic() + LIMIT)
     return None
 
 
-def _asked(fd: int, work: Callable[[At], None], limit: float) -> Hang | None:
+def _asked(fd: int, work: Callable[[At], None], limit: float) -> HangReport | None:
     start = time.monotonic()
     said = _said(fd)
     if said.phase == ANSWERED and said.seconds < GOOD:
@@ -99,7 +99,7 @@ def _asked(fd: int, work: Callable[[At], None], limit: float) -> Hang | None:
     return None
 
 
-def _others(fd: int, until: float) -> Hang | None:
+def _others(fd: int, until: float) -> HangReport | None:
     """Waits for the process that another has started."""
     while not _is_free(fd):
         if time.monotonic() >= until or (_said(fd).seconds >= LIMIT and _hang(fd)):
@@ -108,7 +108,7 @@ def _others(fd: int, until: float) -> Hang | None:
     return None
 
 
-def _hang(fd: int) -> Hang | None:
+def _hang(fd: int) -> HangReport | None:
     """What hangs by what is written there; None where the process only waits for a processor."""
     hang = _said(fd)
     return None if hang.phase in (ANSWERED, FORKED) or _runs(hang.pid) else hang
@@ -132,14 +132,14 @@ def _is_free(fd: int) -> bool:
     return True
 
 
-def _said(fd: int) -> Hang:
+def _said(fd: int) -> HangReport:
     """What was written last, and how long ago; as long ago as can be where nothing was."""
     with contextlib.suppress(ValueError):
         phase, at, pid = os.pread(fd, 64, 0).decode(errors="replace").split()
         ago = time.monotonic() - float(at)
         if ago >= 0:  # else it is not of this boot
-            return Hang(phase, ago, int(pid))
-    return Hang(ANSWERED, float("inf"))
+            return HangReport(phase, ago, int(pid))
+    return HangReport(ANSWERED, float("inf"))
 
 
 def _say(fd: int, phase: str) -> None:

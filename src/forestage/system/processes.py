@@ -11,7 +11,7 @@ PROC = Path("/proc")
 _REAL = re.compile(rb"^Uid:\t(\d+)\t", re.MULTILINE)
 
 
-class Stat(NamedTuple):
+class ProcessStat(NamedTuple):
     """Of proc_pid_stat(5): its state, its parent, its session, and when it began.
 
     `began` is in ticks since the boot. In state Z or X it only waits to be reaped.
@@ -57,11 +57,11 @@ def numbers() -> Iterator[int]:
     return map(int, filter(str.isdigit, os.listdir(PROC)))  # noqa: PTH208 - names, and many
 
 
-def stat(process: Path) -> Stat:
+def stat(process: Path) -> ProcessStat:
     """What `process`, a directory of /proc, is now. Raises OSError; for one that has ended, too."""
     # After the last ")": that ends its name.
     fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
-    return Stat(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
+    return ProcessStat(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
 
 
 def name(process: Path) -> str:

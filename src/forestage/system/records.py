@@ -27,20 +27,21 @@ _SPOILT = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO, errno.EUCLEAN, err
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # linux/fcntl.h, linux/fs.h
 
 
-class Damaged(Exception):
+class DamagedRecord(Exception):
     """Something lies there that was never written so; the text says what."""
 
 
 def read(path: Path) -> bytes:
-    """All bytes of a file of ours. Raises Damaged; OSError where it is not there or not to be had.
+    """All bytes of a file of ours.
 
+    Raises DamagedRecord; OSError where it is not there or not to be had.
     No link is followed: none of our files is one.
     """
     try:
         return files.read(path)
     except OSError as error:
         if error.errno in _SPOILT:
-            raise Damaged(f"{path}: {error.strerror}") from None
+            raise DamagedRecord(f"{path}: {error.strerror}") from None
         raise
 
 
@@ -51,14 +52,14 @@ def load(path: Path, of: type[T]) -> T:
         return msgspec.json.decode(data, type=of)
     # The last one: brackets in brackets, a thousand deep.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(f"{path}: {error}") from None
+        raise DamagedRecord(f"{path}: {error}") from None
 
 
 def find(path: Path, of: type[T]) -> T | None:
     """The record in a file of ours; None where there is none, or a damaged one. Raises OSError."""
     try:
         return load(path, of)
-    except (FileNotFoundError, NotADirectoryError, Damaged):
+    except (FileNotFoundError, NotADirectoryError, DamagedRecord):
         return None
 
 

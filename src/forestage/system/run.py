@@ -31,7 +31,7 @@ Program: TypeAlias = "subprocess.Popen[bytes]"
 ENVIRONMENT = {"PATH": PATH, "LC_ALL": "C"}
 
 
-class Ran(msgspec.Struct, frozen=True):
+class ProcessResult(msgspec.Struct, frozen=True):
     """How a program ended; `code` is negative for a signal, as in subprocess."""
 
     argv: tuple[str, ...]
@@ -96,7 +96,7 @@ def _popen(argv: Sequence[str], **how: Any) -> "subprocess.Popen[bytes]":
         raise Failed("program", "setpriv is not installed", "it is part of util-linux") from None
 
 
-class Started:
+class RunningProcess:
     """A program that runs beside us, in a session of its own."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
@@ -121,7 +121,7 @@ class Started:
         return True
 
 
-class Piped(Started):
+class PipedProcess(RunningProcess):
     """One whose `out`, to read and not blocking, is its stdout or stderr."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", is_apart: bool = False) -> None:
@@ -154,7 +154,7 @@ def start_piped(
     argv: Sequence[str],
     pass_fds: Sequence[int],
     enter: Callable[[], None] = nowhere,
-) -> Piped:
+) -> PipedProcess:
     """Starts a program of ours that speaks with us, in a session of its own.
 
     For a user all three ids are theirs, it has no privilege, and it is apart, as with `start_as`.
@@ -169,9 +169,9 @@ def start_piped(
         "pass_fds": tuple(pass_fds),
     }
     if user is None:
-        return Piped(_popen(argv, start_new_session=True, **how))
+        return PipedProcess(_popen(argv, start_new_session=True, **how))
     # Not NO_PRIVS: enroot's import needs the file capabilities of two programs of its own.
-    return Piped(_popen_apart([*_as(user), "--", *argv], enter, **how), is_apart=True)
+    return PipedProcess(_popen_apart([*_as(user), "--", *argv], enter, **how), is_apart=True)
 
 
 def start_command(
@@ -179,7 +179,7 @@ def start_command(
     variables: Mapping[str, str],
     pass_fds: Sequence[int],
     enter: Callable[[], None] = nowhere,
-) -> Started:
+) -> RunningProcess:
     """Start a command of ours in a session of its own, with our stdout and stderr.
 
     It may outlive this process. `variables` are its whole environment. Before it is the command it
@@ -194,10 +194,10 @@ def start_command(
         start_new_session=True,
         preexec_fn=enter,
     )
-    return Started(process)
+    return RunningProcess(process)
 
 
-def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:
+def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> PipedProcess:
     """Starts a program in our own session, as the user whom this process is; `out` is its stderr.
 
     For a process that is a user's in all three ids: bash with real uid 0 makes itself root again.
@@ -213,7 +213,7 @@ def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> Piped:
         stderr=subprocess.PIPE,
         env={**variables, "PATH": PATH},
     )
-    return Piped(process)
+    return PipedProcess(process)
 
 
 def end_session(
@@ -276,7 +276,7 @@ def run(
     timeout: float | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
     most: int | None = None,
-) -> Ran:
+) -> ProcessResult:
     """Runs a program to its end, or kills it and its process group.
 
     It is killed once `stop` is set, or after `timeout` seconds. `variables` are added to its
@@ -311,7 +311,7 @@ def run(
         if process.returncode is None:
             _kill_group(process)
             _outlasts(process, time.monotonic() + KILLED)
-    return Ran(
+    return ProcessResult(
         tuple(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
     )
 
@@ -328,7 +328,7 @@ def _finish(
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-class Filter:
+class FilterProcess:
     """A program that runs for a user, and what it writes: `out`, a pipe."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
@@ -338,7 +338,7 @@ class Filter:
         self._process = process  # whose end closes the pipe
 
 
-def start_filter(user: User, argv: Sequence[str], source: int) -> Filter:
+def start_filter(user: User, argv: Sequence[str], source: int) -> FilterProcess:
     """Starts a program that reads the open file `source`, for a user who could start it as well.
 
     It has their rights, no privilege, and gets none. But it is in no cgroup of a step's, so it must
@@ -356,7 +356,7 @@ def start_filter(user: User, argv: Sequence[str], source: int) -> Filter:
         stderr=subprocess.DEVNULL,
         env=ENVIRONMENT,
     )
-    return Filter(process)
+    return FilterProcess(process)
 
 
 def _must_be_installed(program: str) -> None:
@@ -369,7 +369,7 @@ def _must_be_one_user(program: str) -> None:
         raise Failed("helper", f"{program} is for a user, and this process is more than one")
 
 
-class Output(msgspec.Struct, frozen=True):
+class ProcessOutput(msgspec.Struct, frozen=True):
     """What a program wrote, and how it ended; `cut` says which of its limits it was killed for."""
 
     code: int
@@ -380,7 +380,7 @@ class Output(msgspec.Struct, frozen=True):
 
 def run_here(
     argv: Sequence[str], variables: Mapping[str, str], timeout: float, most: int, given: bytes = b""
-) -> Output:
+) -> ProcessOutput:
     """Runs a program as the user whom this process is, with their environment, but our PATH.
 
     For a process that is a user's in all three ids, and for what that user wrote. The program reads
@@ -412,7 +412,7 @@ def run_here(
             cut = "time"
         if cut:
             _kill_group(process)
-    return Output(process.returncode, out, err, cut)
+    return ProcessOutput(process.returncode, out, err, cut)
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:

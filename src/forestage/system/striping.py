@@ -5,14 +5,14 @@ from pathlib import Path
 import msgspec
 
 
-class Layout(msgspec.Struct, frozen=True):
+class StripeLayout(msgspec.Struct, frozen=True):
     """A Lustre layout: over how many OSTs (-1: all), in stripes of which size, as lfs takes it."""
 
     stripes: int = -1
     size: str = "1M"
 
 
-def setstripe(layout: Layout, path: Path) -> list[str]:
+def setstripe(layout: StripeLayout, path: Path) -> list[str]:
     """Return the command: one component up to the end of the file (lfs-setstripe(1): -E). Pure."""
     words = ["lfs", "setstripe", "-E", "-1", "-c", str(layout.stripes), "-S", layout.size]
     return [*words, str(path)]

@@ -25,7 +25,7 @@ FOLDED = frozenset(
 T = TypeVar("T")
 
 
-class Line(msgspec.Struct, frozen=True):
+class TextLine(msgspec.Struct, frozen=True):
     """A sentence, or a heading for what follows; `whole`: it is to be copied, so never folded."""
 
     text: str
@@ -34,14 +34,14 @@ class Line(msgspec.Struct, frozen=True):
     whole: bool = False
 
 
-class Facts(msgspec.Struct, frozen=True):
+class NamedValues(msgspec.Struct, frozen=True):
     """Names and values, one a line."""
 
     facts: tuple[tuple[str, str], ...]
     indent: int = 0
 
 
-class Table(msgspec.Struct, frozen=True):
+class TextTable(msgspec.Struct, frozen=True):
     """Rows below the names of their columns; a column of one name looks the same everywhere."""
 
     columns: tuple[str, ...]
@@ -49,7 +49,7 @@ class Table(msgspec.Struct, frozen=True):
     indent: int = 0
 
 
-Piece: TypeAlias = Line | Facts | Table
+Piece: TypeAlias = TextLine | NamedValues | TextTable
 
 
 def show(document: object, pieces: Iterable[Piece], as_json: bool) -> None:
@@ -110,9 +110,9 @@ def write(pieces: Iterable[Piece], out: IO[str]) -> None:
 
 def printed(piece: Piece) -> Piece:
     """Pure: a piece with all its text made harmless."""
-    if isinstance(piece, Line):
+    if isinstance(piece, TextLine):
         return msgspec.structs.replace(piece, text=harmless(piece.text))
-    if isinstance(piece, Facts):
+    if isinstance(piece, NamedValues):
         facts = tuple((harmless(name), harmless(value)) for name, value in piece.facts)
         return msgspec.structs.replace(piece, facts=facts)
     rows = [tuple(map(harmless, row)) for row in piece.rows]
@@ -177,9 +177,9 @@ def jobs(numbers: Sequence[int], most: int | None = None) -> str:
 
 
 def _plain(piece: Piece) -> Iterator[str]:
-    if isinstance(piece, Line):
+    if isinstance(piece, TextLine):
         yield piece.text
-    elif isinstance(piece, Facts):
+    elif isinstance(piece, NamedValues):
         width = max((len(name) for name, _ in piece.facts), default=0)
         for name, value in piece.facts:
             yield f"{name:<{width}}  {value}"

@@ -22,7 +22,7 @@ AT_ONCE = 16  # children
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-class Files(msgspec.Struct, frozen=True):
+class RootedTree(msgspec.Struct, frozen=True):
     """A node's file system tree; tests have one of their own below `root`."""
 
     root: Path = Path("/")
@@ -116,7 +116,7 @@ class Files(msgspec.Struct, frozen=True):
         return mounts.holder(self.mounts(), path)
 
 
-class Noted(Files, frozen=True):
+class RecordingTree(RootedTree, frozen=True):
     """Such a tree that notes what was read of it: `facts` of each path, from before it was read.
 
     Inode, size, mtime and ctime in ns; zeros for what is not there.
@@ -126,11 +126,11 @@ class Noted(Files, frozen=True):
 
     def data(self, path: str, most: int = LONGEST) -> bytes | None:
         self.note(path)
-        return Files.data(self, path, most)
+        return RootedTree.data(self, path, most)
 
     def names(self, path: str, most: int = MOST) -> list[str]:
         self.note(path)
-        return Files.names(self, path, most)
+        return RootedTree.names(self, path, most)
 
     def note(self, path: str) -> None:
         """Note what changes with this path, if that is not noted yet."""

@@ -45,7 +45,7 @@ from forestage.slurm.slurm_conf import MAX_FILES
 from forestage.system import as_user
 from forestage.system.as_user import User
 from forestage.system.terminal import moment
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 from goodnode import COMPANION, OF_ROOT, REPO, TCP, GoodNode, words
 from node import until
 
@@ -967,12 +967,12 @@ def test_each_finding_has_a_planted_mistake() -> None:
 def test_file_system_of_our_own_files_that_is_full_is_told(
     node: GoodNode, folder: str, found: tuple[str, str], lack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Files.disk
+    real = RootedTree.disk
     blocks, inodes = (3, 50) if lack == "space" else (3000, 0)
     # f_bsize, f_frsize, f_blocks, f_bfree, f_bavail, f_files, f_ffree, f_favail, f_flag, f_namemax
     full = os.statvfs_result((4096, 4096, 4000, blocks, blocks, 100, inodes, inodes, 0, 255))
     monkeypatch.setattr(
-        Files, "disk", lambda files, path: full if path == folder else real(files, path)
+        RootedTree, "disk", lambda files, path: full if path == folder else real(files, path)
     )
     (one,) = node.check().findings
     assert (one.id, one.level) == found
@@ -984,14 +984,14 @@ def test_read_only_directory_that_users_may_list_is_a_note_and_all_is_well(
 ) -> None:
     """As of an image that all nodes boot, or a ConfigMap."""
     node.write("/run/forestage/called.epilog", "1")
-    disk = Files.disk
+    disk = RootedTree.disk
 
-    def read_only(files: Files, path: str) -> object:
+    def read_only(files: RootedTree, path: str) -> object:
         return (
             SimpleNamespace(f_flag=os.ST_RDONLY) if path == "/etc/forestage" else disk(files, path)
         )
 
-    monkeypatch.setattr(Files, "disk", read_only)
+    monkeypatch.setattr(RootedTree, "disk", read_only)
     done = node.check()
     assert [(one.id, one.level) for one in done.findings] == [("config-listable", "note")]
     assert (done.status, done.code) == ("ok", 0)
@@ -1123,7 +1123,7 @@ def test_setup_that_is_good_enough_is_no_finding(
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
-        (as_user.TooSlow("no answer"), ["source-hangs"]),
+        (as_user.ChildTimeout("no answer"), ["source-hangs"]),
         (OSError(5, "I/O"), ["source-hangs"]),
         (PermissionError(13, "no"), []),  # as where the file server squashes root
     ],
@@ -1397,7 +1397,7 @@ def test_slurm_conf_that_includes_more_than_is_read_is_named(node: GoodNode) -> 
 def test_redirect_of_the_node_is_not_used_while_a_plugstack_that_was_loaded_cannot_be_read(
     node: GoodNode,
 ) -> None:
-    files, settings = Files(node.root), load_settings(node.places.etc)
+    files, settings = RootedTree(node.root), load_settings(node.places.etc)
     loop(OURS)(node)
     found = sites.find(files, "")
     assert plugins.decided(files, found, settings, is_marked=True).config.redirect == "none"
@@ -1408,9 +1408,9 @@ def test_redirect_of_the_node_is_not_used_while_a_plugstack_that_was_loaded_cann
 def test_companion_named_before_what_cannot_be_read_is_known_of(node: GoodNode) -> None:
     loop(PYXIS)(node)
     assert node.ids() == ["plugstack-conf"]
-    found = sites.find(Files(node.root), "")
+    found = sites.find(RootedTree(node.root), "")
     settings = load_settings(node.places.etc)
-    decided = plugins.decided(Files(node.root), found, settings, is_marked=True)
+    decided = plugins.decided(RootedTree(node.root), found, settings, is_marked=True)
     assert decided.config.redirect == "spank"
 
 

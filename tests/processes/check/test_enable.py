@@ -19,9 +19,9 @@ from forestage.commands.world import Exit
 from forestage.errors import Failed, RefusedError
 from forestage.paths import Places
 from forestage.system import mounts
-from forestage.system.run import Ran
-from forestage.system.terminal import Line
-from forestage.system.tree import Files
+from forestage.system.run import ProcessResult
+from forestage.system.terminal import TextLine
+from forestage.system.tree import RootedTree
 
 CONF, STACK = "/etc/slurm/slurm.conf", "/etc/slurm/plugstack.conf"
 PROLOG_D = "/etc/slurm/prolog.d"
@@ -36,7 +36,7 @@ class Slurm:
 
     def __init__(self, root: Path) -> None:
         self.places = Places(root)
-        self.files = Files(root)
+        self.files = RootedTree(root)
         self.conf = CONF
         for hook in (PROLOG, EPILOG):
             self.script(hook)
@@ -347,7 +347,9 @@ def test_companion_of_a_package_is_included_by_its_release(slurm: Slurm) -> None
     line = f"include {site.COMPANION_CONF.format('24.11*')}"
     assert plan.lines[-1] == added(STACK, line, f"as the first line, before pyxis ({STACK}:1)")
     assert plan.notes == [], "login nodes need nothing"
-    (end,) = (one.text for one in enable.pieces(plan, False, True)[-1:] if isinstance(one, Line))
+    (end,) = (
+        one.text for one in enable.pieces(plan, False, True)[-1:] if isinstance(one, TextLine)
+    )
     assert enable.RESTART in end, "slurmd loads a new plugin only when it starts"
     slurm.write(STACK, f"{line}\nrequired pyxis.so\n")
     assert {one.file for one in slurm.to_enable().lines} == {CONF}
@@ -453,19 +455,19 @@ class Systemctl:
         self.masked: set[str] = set()
         slurm.at("/run/systemd/system").mkdir(parents=True)
 
-    def __call__(self, argv: list[str], **how: object) -> Ran:
+    def __call__(self, argv: list[str], **how: object) -> ProcessResult:
         program, *words = argv
         assert program == "systemctl"
         self.asked.append(" ".join(words))
         unit = words[-1]
         if unit in self.masked:
-            return Ran(tuple(argv), 1, "", f"Unit {unit} is masked")
+            return ProcessResult(tuple(argv), 1, "", f"Unit {unit} is masked")
         link = WANTED[unit]
         if words[0] == "enable":
             self.slurm.write(link, "")
         else:
             self.slurm.at(link).unlink()
-        return Ran(tuple(argv), 0, "", "")
+        return ProcessResult(tuple(argv), 0, "", "")
 
 
 TIMER, PEER = "forestage.timer", "forestage-peer.service"
@@ -633,7 +635,7 @@ def test_lines_for_nodes_with_the_disk_are_printed_and_nothing_is_done_for_them(
     slurm.write(CONF, f"{TEXT}\nProlog={PROLOG}\nEpilog={EPILOG}\n")
     plan = enable.to_enable(slurm.files, site.read(slurm.files, slurm.conf), NVME)
     assert plan.empty
-    said = [one.text for one in enable.pieces(plan, False, True) if isinstance(one, Line)]
+    said = [one.text for one in enable.pieces(plan, False, True) if isinstance(one, TextLine)]
     assert "There is nothing to change." in said
     assert "Feature=nvme TmpDisk=3400000 Gres=nvme:1660" in said
 

@@ -139,8 +139,8 @@ def test_manual_page_names_every_command_and_option() -> None:
         (Failed("lease-damaged", "x"), Exit.FAILED),
         (PeerError("x"), Exit.FAILED),
         (OSError(5, "Input/output error", "/x"), Exit.FAILED),
-        (lock.Busy("x"), Exit.FAILED),
-        (as_user.TooSlow("x"), Exit.FAILED),
+        (lock.LockTimeout("x"), Exit.FAILED),
+        (as_user.ChildTimeout("x"), Exit.FAILED),
     ],
 )
 def test_each_error_has_its_exit_status(error: Exception, expected: Exit) -> None:

@@ -21,7 +21,7 @@ from forestage.commands.status import Counts, DiskSpace, Status, pieces
 from forestage.features.contexts import StatusFacts, StatusPart
 from forestage.system import lock
 from forestage.system.drawing import draw
-from forestage.system.terminal import Line, moment
+from forestage.system.terminal import TextLine, moment
 from made_up import around_all
 
 G = 1 << 30
@@ -60,7 +60,7 @@ FULL = Status(
             after="copies",
             room=(("helped", "3 GiB"),),
             rows=(("helpers", "2 of them"),),
-            tables=(Line("1 helper at work"),),
+            tables=(TextLine("1 helper at work"),),
         ),
     ),
 )
@@ -107,7 +107,7 @@ def test_made_up_feature_is_in_what_is_printed_and_in_the_document(
     def read_status(facts: StatusFacts) -> StatusPart:
         assert (facts.has_cache, len(facts.items)) == (True, 1)
         rows = (("helpers", "2 of them"),)
-        return StatusPart({"helpers": 2}, after="copies", rows=rows, tables=(Line("Helpers."),))
+        return StatusPart({"helpers": 2}, after="copies", rows=rows, tables=(TextLine("Helpers."),))
 
     site.publish(site.image("a.sqsh"))
     around_all(monkeypatch, {"status.read_status": read_status}, {})

@@ -33,8 +33,8 @@ from forestage.features.registry import store_by_hand as registry
 from forestage.features.registry.collect import Done
 from forestage.slurm.queue import JobState, Slurm
 from forestage.system import lock, mounts, probe
-from forestage.system.as_user import TooSlow, User
-from forestage.system.terminal import Line
+from forestage.system.as_user import ChildTimeout, User
+from forestage.system.terminal import TextLine
 from made_up import around_all, calls_of
 
 ALICE = User("alice", 1000, 1000)
@@ -706,7 +706,7 @@ def test_store_of_images_is_collected_in(
     monkeypatch.setattr(registry, "clean_some", lambda *_: [done])
     found = swept(site, dry_run=dry_run)
     assert found.added == ({} if dry_run else {"collected": (done,)})
-    line = Line("store of alice: deleted 2 images, 3 MiB; 1 file left over")
+    line = TextLine("store of alice: deleted 2 images, 3 MiB; 1 file left over")
     assert (line in sweep.pieces(found)) != dry_run
 
 
@@ -714,7 +714,7 @@ def test_store_that_hangs_is_a_problem_and_no_end(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hangs(*_: object) -> list[Done]:
-        raise TooSlow("no answer after 20 s")
+        raise ChildTimeout("no answer after 20 s")
 
     monkeypatch.setattr(registry, "clean_some", hangs)
     assert "no answer" in swept(site).problems[-1]

@@ -98,8 +98,8 @@ def held(node: Node) -> tuple[Use, ...]:
     [
         (Declined("no-room", "full"), ("declined", "no-room")),
         (Failed("copy", "killed"), ("failed", "copy")),
-        (as_user.TooSlow("no answer"), ("declined", "source-hangs")),
-        (lock.Busy("space.lock is held"), ("failed", "busy")),
+        (as_user.ChildTimeout("no answer"), ("declined", "source-hangs")),
+        (lock.LockTimeout("space.lock is held"), ("failed", "busy")),
         (OSError(5, "I/O error"), ("failed", "io")),
     ],
 )

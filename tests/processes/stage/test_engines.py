@@ -120,9 +120,9 @@ class Door:
         self.code = code
         monkeypatch.setattr(run, "run", self.run)
 
-    def run(self, argv: list[str], pass_fds: list[int], stop: threading.Event) -> run.Ran:
+    def run(self, argv: list[str], pass_fds: list[int], stop: threading.Event) -> run.ProcessResult:
         self.argv, self.fds = argv, pass_fds
-        return run.Ran(tuple(argv), self.code, "", "rsync: error: no luck")
+        return run.ProcessResult(tuple(argv), self.code, "", "rsync: error: no luck")
 
 
 @pytest.mark.parametrize(

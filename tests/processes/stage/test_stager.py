@@ -27,7 +27,7 @@ from forestage.sources.source import OpenImage, Truncated, Unreadable
 from forestage.stage import chunks, engines, pipeline, queue, stager
 from forestage.stage.task import Task
 from forestage.system import as_user, child, lock
-from forestage.system.holder import Channel, Message
+from forestage.system.holder import StartChannel, StartReport
 from node import until
 
 Said = Callable[[], list[str]]
@@ -62,11 +62,11 @@ def said(tmp_path: Path, monkeypatch: Patch) -> Said:
     return lambda: file.read_text().splitlines()
 
 
-def messages(task: Task) -> list[Message]:
+def messages(task: Task) -> list[StartReport]:
     """Starts a stager and listens until its end."""
     heard = []
     with stager.start(task) as channel:
-        while (message := channel.recv(600)) != Message("died"):
+        while (message := channel.recv(600)) != StartReport("died"):
             assert message is not None
             heard.append(message)
     return heard
@@ -90,8 +90,8 @@ def io(number: int) -> OSError:
         (Declined("acl", "no ACL here"), "acl", False),
         (Truncated("/lustre/a"), "changed", False),
         (Stopped(), "stopped", False),
-        (as_user.TooSlow("no answer"), "source-hangs", False),
-        (lock.Busy("space.lock is held"), "busy", True),
+        (as_user.ChildTimeout("no answer"), "source-hangs", False),
+        (lock.LockTimeout("space.lock is held"), "busy", True),
         (Unreadable("/lustre/a", io(errno.ESTALE)), "changed", False),
         (Unreadable("/lustre/a", io(errno.EIO)), "source-error", False),
         (io(errno.ENOSPC), "no-room", False),
@@ -118,7 +118,7 @@ def test_failed_copy_has_its_message_its_event_and_its_line(
 
 def test_published_copy_has_its_event_and_its_line(task: Task, said: Said) -> None:
     """The hook that asked may be long gone."""
-    assert messages(task) == [Message("published")]
+    assert messages(task) == [StartReport("published")]
     (event,) = events.read(task.node.places.events)
     outcome = event.outcome
     assert (event.hook, outcome.result, outcome.key) == ("stager", "copied", task.key)
@@ -159,7 +159,7 @@ def test_entry_that_another_stager_has_just_published_is_found(
     task: Task, publish: Callable[[Image], object], said: Said
 ) -> None:
     publish(task.image)
-    assert messages(task) == [Message("found")]
+    assert messages(task) == [StartReport("found")]
     assert not list(task.node.cache.parts.iterdir())
     assert said() == []
 
@@ -184,9 +184,9 @@ def test_stager_leaves_the_hooks_session_output_and_locks(
 ) -> None:
     """Before its first word: the hook goes on then, and Slurm may kill the hook's session."""
     left: list[str] = []
-    send = Channel.send
+    send = StartChannel.send
 
-    def look_around_and_send(channel: Channel, message: Message) -> None:
+    def look_around_and_send(channel: StartChannel, message: StartReport) -> None:
         files = []
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):
@@ -201,11 +201,11 @@ def test_stager_leaves_the_hooks_session_output_and_locks(
         (tmp_path / message.state).write_bytes(msgspec.json.encode(facts))
         send(channel, message)
 
-    monkeypatch.setattr(Channel, "send", look_around_and_send)
+    monkeypatch.setattr(StartChannel, "send", look_around_and_send)
     monkeypatch.setattr(child, "leave_job", lambda _, leaf: left.append(leaf))
     monkeypatch.setattr(pipeline, "run", lambda *_: None)
     with lock.held(task.node.cache.space_lock, 0):
-        assert messages(task) == [Message("published")]
+        assert messages(task) == [StartReport("published")]
     assert msgspec.json.decode((tmp_path / "started").read_bytes()) == {
         "session": True,
         "left": ["copy"],
@@ -217,7 +217,7 @@ def test_stager_leaves_the_hooks_session_output_and_locks(
 
 def test_key_that_has_a_stager_gets_no_second_one(task: Task) -> None:
     with lock.held(task.node.cache.key_lock(task.key), 0):
-        assert messages(task) == [Message("busy")]
+        assert messages(task) == [StartReport("busy")]
     assert not list(task.node.cache.parts.iterdir())
 
 
@@ -280,10 +280,10 @@ def test_stager_ends_on_sigterm_whatever_it_is_at(
     with stager.start(task) as channel:
         until(here.exists, "the stager to come there")
         os.kill(channel.pid, signal.SIGTERM)
-        heard = list(iter(lambda: channel.recv(600), Message("died")))
+        heard = list(iter(lambda: channel.recv(600), StartReport("died")))
     is_over = phase == "redirects"
-    stopped = Message("failed", "stopped", str(Stopped()))
-    assert heard[0] == (Message("published") if is_over else stopped)
+    stopped = StartReport("failed", "stopped", str(Stopped()))
+    assert heard[0] == (StartReport("published") if is_over else stopped)
     until(lambda: lock.is_free(task.node.cache.key_lock(task.key)), "its lock to be free")
     owner = task.part.owner()
     assert is_over or (owner is not None and owner.stopped)
@@ -294,8 +294,8 @@ def test_stager_that_waits_for_its_turn_ends_on_sigterm(task: Task, monkeypatch:
     with stager.start(task) as channel:
         until(lambda: task.part.owner() is not None, "the stager to be in the queue")
         os.kill(channel.pid, signal.SIGTERM)
-        assert channel.recv(600) == Message("failed", "stopped", str(Stopped()))
-        assert channel.recv(600) == Message("died")
+        assert channel.recv(600) == StartReport("failed", "stopped", str(Stopped()))
+        assert channel.recv(600) == StartReport("died")
 
 
 class SignalledEvent(threading.Event):
@@ -320,7 +320,7 @@ def test_stager_that_is_sent_a_second_sigterm_while_it_notes_the_first_ends(
     monkeypatch.setattr(queue, "wait_turn", wait)
     with stager.start(task) as channel:
         try:
-            assert channel.recv(60) == Message("failed", "stopped", str(Stopped()))
+            assert channel.recv(60) == StartReport("failed", "stopped", str(Stopped()))
         finally:
             os.kill(channel.pid, signal.SIGKILL)
 
@@ -334,6 +334,6 @@ def test_error_of_a_stager_that_has_not_left_its_hook_is_not_on_the_hooks_stderr
     monkeypatch.setattr(Task, "received", fail)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     with stager.start(task) as channel:
-        assert channel.recv(60) == Message("died", detail="[Errno 24] no descriptor")
+        assert channel.recv(60) == StartReport("died", detail="[Errno 24] no descriptor")
         until(lambda: "no descriptor" in str(said()), "the line in the log")
     assert capfd.readouterr() == ("", "")

@@ -23,7 +23,7 @@ from forestage.stage.task import Task
 from forestage.stage.wait import OBSERVE, SPEEDUP_MARGIN, TRIES, Arrival, Eta
 from forestage.system import lock
 from forestage.system.as_user import User
-from forestage.system.holder import Channel, Message
+from forestage.system.holder import StartChannel, StartReport
 
 Make = Callable[..., Image]
 
@@ -152,22 +152,22 @@ def test_killed_stager_whose_lock_is_not_free_at_once_counts_once(
     opened: OpenImage, obtain: Obtain, publish: Callable[[Image], Entry], monkeypatch: Patch
 ) -> None:
     """The kernel closes its socket first: the next stager may find the key still taken, and go."""
-    told: list[list[Message]] = [[], [Message("busy")]] * (TRIES - 1)
+    told: list[list[StartReport]] = [[], [StartReport("busy")]] * (TRIES - 1)
 
-    class Ended(Channel):
-        def __init__(self, messages: list[Message]) -> None:
+    class Ended(StartChannel):
+        def __init__(self, messages: list[StartReport]) -> None:
             self.messages = list(messages)
 
         def close(self) -> None: ...
 
-        def recv(self, timeout: float, flags: int = 0) -> Message | None:
-            return self.messages.pop(0) if self.messages else Message("died")
+        def recv(self, timeout: float, flags: int = 0) -> StartReport | None:
+            return self.messages.pop(0) if self.messages else StartReport("died")
 
-    def start(task: Task) -> Channel:
+    def start(task: Task) -> StartChannel:
         if told:
             return Ended(told.pop(0))
         publish(task.image)
-        return Ended([Message("published")])
+        return Ended([StartReport("published")])
 
     monkeypatch.setattr(stager, "start", start)
     assert obtain() == "copied"

@@ -21,11 +21,11 @@ CAROL = User("", 61003, 61003)
 pytestmark = pytest.mark.usefixtures("machine")
 
 
-def started(script: str) -> run.Piped:
+def started(script: str) -> run.PipedProcess:
     return run.start_piped(CAROL, ("sh", "-c", script), ())
 
 
-def said(program: run.Piped) -> str:
+def said(program: run.PipedProcess) -> str:
     """The next line."""
     os.set_blocking(program.out, True)
     with os.fdopen(os.dup(program.out)) as lines:
@@ -112,7 +112,7 @@ sys.stdin.read()
     until(lambda: not Path(f"/proc/{init}").exists(), "the init's end")
 
 
-def filtering(script: str) -> run.Filter:
+def filtering(script: str) -> run.FilterProcess:
     with opened(os.devnull, os.O_RDONLY) as source:
         return run.start_filter(CAROL, ("sh", "-p", "-c", script), source)
 

@@ -248,7 +248,7 @@ def test_child_that_is_always_killed_is_no_failure_of_the_node(tmp_path: Path, t
         os.mkdir(str(os.getpid()), dir_fd=here)
         return _dies()
 
-    with pytest.raises(as_user.Killed) as caught:
+    with pytest.raises(as_user.ChildKilled) as caught:
         as_user.call(work, type(None), TIMEOUT, keep=(here,), tries=tries)
     assert not isinstance(caught.value, Failed)
     assert (caught.value.reason, "killed by signal 9" in str(caught.value)) == ("killed", True)
@@ -284,7 +284,7 @@ def test_child_that_hangs_is_left_after_the_timeout_and_killed() -> None:
 
     os.fork = noting
     try:
-        with pytest.raises(as_user.TooSlow):
+        with pytest.raises(as_user.ChildTimeout):
             as_user.call(work, type(None), 0.05)
     finally:
         os.fork = fork
@@ -328,7 +328,7 @@ def test_call_leaks_no_descriptor() -> None:
     gc.collect()  # what earlier tests left open must not be closed in between
     before = sorted(os.listdir("/proc/self/fd"))
     for work in (lambda: (None, []), _raises, lambda: time.sleep(30)):
-        with contextlib.suppress(Failed, as_user.TooSlow):
+        with contextlib.suppress(Failed, as_user.ChildTimeout):
             as_user.call(work, type(None), 0.05)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
@@ -349,7 +349,7 @@ def test_who_waits_for_a_child_does_something_meanwhile(monkeypatch: pytest.Monk
     value, line = as_user.ask(work, str, 240.0, keep=(there,), idle=idle)
     line.close()
     assert (value, len(calls) >= 3) == ("go", True)
-    with pytest.raises(as_user.TooSlow):
+    with pytest.raises(as_user.ChildTimeout):
         as_user.ask(work, str, 0.05, keep=(there,), idle=lambda: None)
     os.close(there)
     os.close(here)

@@ -17,10 +17,10 @@ import pytest
 from forestage import log
 from forestage.errors import Declined
 from forestage.system import child, holder, lock
-from forestage.system.holder import Channel, Guests, Life, Message
+from forestage.system.holder import DaemonSpec, StartChannel, StartReport, TaskConnections
 
 Patch = pytest.MonkeyPatch
-LIFE = Life("holder")
+LIFE = DaemonSpec("holder")
 
 
 @pytest.fixture
@@ -69,18 +69,18 @@ def path(tmp_path: Path, monkeypatch: Patch) -> str:
     return "sock"
 
 
-def ended(channel: Channel) -> None:
+def ended(channel: StartChannel) -> None:
     os.waitpid(channel.pid, 0)
     channel.close()
 
 
-def channels() -> tuple[Channel, Channel]:
+def channels() -> tuple[StartChannel, StartChannel]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Channel(ours), Channel(theirs)
+    return StartChannel(ours), StartChannel(theirs)
 
 
 def test_messages_arrive_whole_and_in_order_and_then_the_end() -> None:
-    sent = [Message("busy"), Message("failed", "no-room", "ü" * 2000, node_failed=True)]
+    sent = [StartReport("busy"), StartReport("failed", "no-room", "ü" * 2000, node_failed=True)]
     ours, theirs = channels()
     with ours:
         for message in sent:
@@ -88,26 +88,26 @@ def test_messages_arrive_whole_and_in_order_and_then_the_end() -> None:
         assert [ours.recv(600), ours.recv(600)] == sent
         assert ours.recv(0) is None
         theirs.close()
-        assert [ours.recv(600), ours.recv(600)] == [Message("died")] * 2
+        assert [ours.recv(600), ours.recv(600)] == [StartReport("died")] * 2
 
 
 def test_message_to_a_hook_that_is_gone_is_no_error() -> None:
     ours, theirs = channels()
     ours.close()
     with theirs:
-        theirs.send(Message("published"))
+        theirs.send(StartReport("published"))
 
 
 def test_hook_goes_on_only_after_the_holder_has_left_its_session() -> None:
     """Slurm kills the hook's process group at its end, also of one that may not wait."""
 
-    def work(hook: Channel) -> None:
+    def work(hook: StartChannel) -> None:
         hook.begin()
-        hook.send(Message("ready"))
+        hook.send(StartReport("ready"))
         signal.pause()
 
     with holder.start(LIFE, "it", work, 600.0) as channel:
-        assert channel.recv(600) == Message("ready"), "it has waited for the first message"
+        assert channel.recv(600) == StartReport("ready"), "it has waited for the first message"
         assert os.getsid(channel.pid) == channel.pid == os.getpgid(channel.pid)
         assert Path(f"/proc/{channel.pid}/comm").read_text() == "holder\n"
         assert os.readlink(f"/proc/{channel.pid}/cwd") == "/"
@@ -119,7 +119,7 @@ def test_holder_keeps_nothing_of_the_hook_but_what_it_names(tmp_path: Path) -> N
     """slurmd waits for who has its hook's output; a copy of a lock's descriptor keeps the lock."""
     kept = os.open(tmp_path / "kept", os.O_CREAT | os.O_RDWR)
 
-    def work(hook: Channel) -> None:
+    def work(hook: StartChannel) -> None:
         hook.begin(kept)
         signal.pause()
 
@@ -137,20 +137,20 @@ def test_holder_keeps_nothing_of_the_hook_but_what_it_names(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("life", "gone"),
     [
-        (Life("x"), [(0, "serve")]),
-        (Life("x", "copy", holder.SAFEST), [(holder.SAFEST, "copy")]),
-        (Life("x", None), []),  # its work is to end with the step
+        (DaemonSpec("x"), [(0, "serve")]),
+        (DaemonSpec("x", "copy", holder.SAFEST), [(holder.SAFEST, "copy")]),
+        (DaemonSpec("x", None), []),  # its work is to end with the step
     ],
 )
 def test_holder_leaves_the_steps_cgroups_unless_it_is_to_end_with_the_step(
-    life: Life, gone: list[tuple[int, str]], stays: list[tuple[int, str]]
+    life: DaemonSpec, gone: list[tuple[int, str]], stays: list[tuple[int, str]]
 ) -> None:
-    def work(hook: Channel) -> None:
+    def work(hook: StartChannel) -> None:
         hook.begin()
-        hook.send(Message("ready" if stays == gone else "failed"))
+        hook.send(StartReport("ready" if stays == gone else "failed"))
 
     with holder.start(life, "it", work) as channel:
-        assert channel.recv(600) == Message("ready")
+        assert channel.recv(600) == StartReport("ready")
         ended(channel)
 
 
@@ -169,7 +169,7 @@ def test_error_that_ends_a_holder_is_told_and_logged(
 ) -> None:
     here = os.getpid()
 
-    def work(hook: Channel) -> None:
+    def work(hook: StartChannel) -> None:
         if began:
             hook.begin()
         raise error
@@ -187,7 +187,7 @@ def test_error_that_ends_a_holder_is_told_and_logged(
     assert said() == f"it result=failed detail={error!r}\n"
 
 
-def killed(hook: Channel) -> None:
+def killed(hook: StartChannel) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -196,10 +196,12 @@ def killed(hook: Channel) -> None:
     [
         (killed, "its process died"),
         (lambda hook: hook.begin(), "its process died"),
-        (lambda hook: hook.send(Message("failed", "x", "a copy's")), "a copy's"),
+        (lambda hook: hook.send(StartReport("failed", "x", "a copy's")), "a copy's"),
     ],
 )
-def test_holder_that_cannot_be_asked_is_why_not(work: Callable[[Channel], None], why: str) -> None:
+def test_holder_that_cannot_be_asked_is_why_not(
+    work: Callable[[StartChannel], None], why: str
+) -> None:
     with holder.start(LIFE, "it", work) as channel:
         with pytest.raises(Declined, match=why):
             channel.await_ready(600.0, "why")
@@ -216,9 +218,9 @@ def test_holder_that_says_nothing_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize(("state", "ready"), [("ready", True), ("busy", False)])
 def test_starter_hears_whether_it_or_another_holds_it(state: str, ready: bool) -> None:
-    def work(hook: Channel) -> None:
+    def work(hook: StartChannel) -> None:
         hook.begin()
-        hook.send(Message(state))  # type: ignore[arg-type]
+        hook.send(StartReport(state))  # type: ignore[arg-type]
 
     with holder.start(LIFE, "it", work) as channel:
         assert channel.await_ready(600.0, "why") is ready
@@ -229,9 +231,9 @@ def test_starter_hears_whether_it_or_another_holds_it(state: str, ready: bool) -
 
 
 @pytest.fixture
-def guests(path: str) -> Iterator[Guests]:
+def guests(path: str) -> Iterator[TaskConnections]:
     """They hear what they ask."""
-    made = Guests(holder.listen(Path(path)), lambda guest, asked: guest.sendall(asked))
+    made = TaskConnections(holder.listen(Path(path)), lambda guest, asked: guest.sendall(asked))
     yield made
     made.close()
 
@@ -268,7 +270,9 @@ def test_guests_beyond_the_processs_descriptors_stand_in_line(path: str) -> None
             os.closerange(6, 4096)
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))
-            taken = Guests(socket.socket(fileno=4), lambda guest, asked: guest.sendall(asked))
+            taken = TaskConnections(
+                socket.socket(fileno=4), lambda guest, asked: guest.sendall(asked)
+            )
             while not taken.attend(None, 5):
                 continue
             os._exit(0)
@@ -285,7 +289,7 @@ def test_guests_beyond_the_processs_descriptors_stand_in_line(path: str) -> None
     listener.close()
 
 
-def test_each_guest_gets_its_answer_until_it_has_gone(guests: Guests, path: str) -> None:
+def test_each_guest_gets_its_answer_until_it_has_gone(guests: TaskConnections, path: str) -> None:
     first, second = guest(path), guest(path)
     while len(guests.connections) < 2:
         guests.attend(None)
@@ -302,7 +306,7 @@ def test_each_guest_gets_its_answer_until_it_has_gone(guests: Guests, path: str)
 
 
 def test_more_guests_than_there_may_be_stand_in_line(
-    guests: Guests, path: str, monkeypatch: Patch
+    guests: TaskConnections, path: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(holder, "MOST", 1)
     first, second = guest(path), guest(path)
@@ -320,7 +324,9 @@ def test_more_guests_than_there_may_be_stand_in_line(
 
 def test_guest_that_reads_nothing_holds_up_no_other(path: str) -> None:
     blocking: list[bool] = []
-    made = Guests(holder.listen(Path(path)), lambda one, _: blocking.append(one.getblocking()))
+    made = TaskConnections(
+        holder.listen(Path(path)), lambda one, _: blocking.append(one.getblocking())
+    )
     with guest(path) as deaf:
         deaf.send(b"asked")
         while not blocking:
@@ -329,7 +335,9 @@ def test_guest_that_reads_nothing_holds_up_no_other(path: str) -> None:
     assert blocking == [False]
 
 
-def test_descriptor_that_comes_with_a_request_is_dropped(guests: Guests, path: str) -> None:
+def test_descriptor_that_comes_with_a_request_is_dropped(
+    guests: TaskConnections, path: str
+) -> None:
     """A companion of another build may send one."""
     with guest(path) as one:
         guests.attend(None)
@@ -341,14 +349,14 @@ def test_descriptor_that_comes_with_a_request_is_dropped(guests: Guests, path: s
 
 
 def test_guest_that_comes_is_greeted(path: str) -> None:
-    greeted = Guests(holder.listen(Path(path)), print, lambda one: one.sendall(b"hello"))
+    greeted = TaskConnections(holder.listen(Path(path)), print, lambda one: one.sendall(b"hello"))
     with guest(path) as one:
         greeted.attend(None)
         assert one.recv(100) == b"hello"
     greeted.close()
 
 
-def test_what_else_is_there_to_read_is_told(guests: Guests) -> None:
+def test_what_else_is_there_to_read_is_told(guests: TaskConnections) -> None:
     ours, theirs = os.pipe()
     silent, never = os.pipe()
     os.write(theirs, b"x")
@@ -358,7 +366,7 @@ def test_what_else_is_there_to_read_is_told(guests: Guests) -> None:
         os.close(fd)
 
 
-def test_once_closed_it_takes_no_guests_but_goes_on(guests: Guests, path: str) -> None:
+def test_once_closed_it_takes_no_guests_but_goes_on(guests: TaskConnections, path: str) -> None:
     one = guest(path)
     guests.attend(None)
     guests.close()

@@ -40,7 +40,7 @@ def test_lock_ends_with_a_killed_process(tmp_path: Path, hold: Hold) -> None:
             os._exit(1)  # never on into pytest
     os.close(tell)
     assert os.read(ready, 1) == b"x"
-    with pytest.raises(lock.Busy), lock.held(path, 0):
+    with pytest.raises(lock.LockTimeout), lock.held(path, 0):
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -69,7 +69,7 @@ def test_child_can_end_while_its_parent_holds_the_lock(tmp_path: Path, hold: Hol
     with hold(path, 0):
         assert os.waitpid(forked(lambda: None), 0)[1] == 0
         assert not lock.is_free(path)
-        with pytest.raises(lock.Busy), lock.held(path, 0):
+        with pytest.raises(lock.LockTimeout), lock.held(path, 0):
             pass
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from forestage.errors import Failed
 from forestage.system import loop
-from forestage.system.loop import Loop
+from forestage.system.loop import LoopDevice
 
 
 def test_device_of_another_program_is_not_looked_at(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_device_of_another_program_is_not_looked_at(tmp_path: Path) -> None:
     ],
 )
 def test_file_is_the_caches_also_by_the_path_of_a_mount_that_is_gone(file: str, ours: bool) -> None:
-    assert Loop("/dev/loop0", file, 1, 2).is_of_cache("/mnt/nvme/cache") == ours
+    assert LoopDevice("/dev/loop0", file, 1, 2).is_of_cache("/mnt/nvme/cache") == ours
 
 
 def test_node_without_loop_devices_is_said_to_have_none(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forestage.system import lock, probe
-from forestage.system.probe import At, Hang
+from forestage.system.probe import At, HangReport
 
 
 @pytest.fixture
@@ -167,5 +167,5 @@ def test_what_nobody_wrote_is_no_answer(file: Path, asked: Asked, text: str) -> 
 def test_hang_has_its_time(file: Path, asked: Asked) -> None:
     asked.hangs = True
     assert probe.ask(file, asked) is not None
-    assert isinstance(found := probe.ask(file, asked), Hang)
+    assert isinstance(found := probe.ask(file, asked), HangReport)
     assert found.seconds >= probe.LIMIT

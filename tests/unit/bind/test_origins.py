@@ -10,7 +10,7 @@ import pytest
 from forestage.bind import origins
 from forestage.bind.origins import CacheOrigin, KnownOrigins
 from forestage.cache.layout import Cache
-from forestage.system.mounts import Mount, Origin
+from forestage.system.mounts import BindOrigin, Mount
 
 HERE, EARLIER = "/mnt/nvme/forestage", "/scratch/forestage"
 
@@ -25,12 +25,12 @@ def bound(number: int, device: str, root: str) -> Mount:
 )
 def test_what_is_not_named_as_an_image_is_none_of_ours(inside: str) -> None:
     table = [bound(2, "259:1", f"/forestage/{inside}")]
-    assert origins.find_binds(table, [CacheOrigin(HERE, Origin("259:1", "/forestage/"))]) == []
+    assert origins.find_binds(table, [CacheOrigin(HERE, BindOrigin("259:1", "/forestage/"))]) == []
 
 
 def test_bind_is_of_the_cache_that_it_was_made_from() -> None:
-    inner = CacheOrigin(f"{HERE}/inner", Origin("259:1", "/forestage/inner/"))
-    outer = CacheOrigin(HERE, Origin("259:1", "/forestage/"))
+    inner = CacheOrigin(f"{HERE}/inner", BindOrigin("259:1", "/forestage/inner/"))
+    outer = CacheOrigin(HERE, BindOrigin("259:1", "/forestage/"))
     table = [
         bound(2, "259:1", "/forestage/inner/entries/0a/image"),
         bound(3, "259:1", "/forestage/entries/0b/image"),
@@ -59,7 +59,7 @@ def test_number_that_another_file_system_may_have_by_now_tells_no_bind(
     cache = Cache(Path(HERE), cache.claims)
     here = EARLIER.removeprefix("/scratch") + "/"
     cache.claims.joinpath(origins.FILE).write_bytes(
-        msgspec.json.encode(KnownOrigins({EARLIER: (Origin(device, here),)}))
+        msgspec.json.encode(KnownOrigins({EARLIER: (BindOrigin(device, here),)}))
     )
     table = [Mount(1, 0, "8:1", "/", "/")]
     table += [Mount(2, 1, device, "/", "/scratch")] if mounted else []
@@ -73,4 +73,4 @@ def test_file_that_is_no_record_of_ours_names_no_cache(cache: Cache) -> None:
     (cache.claims / origins.FILE).write_text("[1]")
     table = [Mount(1, 0, "8:1", "/", "/")]
     (only,) = origins.find_origins(Cache(Path(HERE), cache.claims), table)
-    assert only == CacheOrigin(HERE, Origin("8:1", f"{HERE}/"))
+    assert only == CacheOrigin(HERE, BindOrigin("8:1", f"{HERE}/"))

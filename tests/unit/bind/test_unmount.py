@@ -66,7 +66,7 @@ def test_claim_that_goes_on_is_waited_for_until_the_end(cache: Cache, table: lis
 
     with contextlib.ExitStack() as claims:
         unmount.claim(cache, [five], claims)
-        with pytest.raises(lock.Busy, match="/lustre/5"):
+        with pytest.raises(lock.LockTimeout, match="/lustre/5"):
             unmount.wait(cache, [five], Deadline.after(0.0, Frozen()))
         unmount.wait(cache, [five], Deadline.after(600.0, Ends()))
     unmount.wait(cache, [five], Deadline.after(0.0, Frozen()))

@@ -12,7 +12,7 @@ from forestage.cache.layout import Cache
 from forestage.errors import Declined
 from forestage.paths import Places
 from forestage.system import probe
-from forestage.system.probe import Hang
+from forestage.system.probe import HangReport
 
 
 @pytest.mark.parametrize("refuse", [disk.must_serve, disk.must_take])
@@ -34,7 +34,7 @@ def test_disk_that_had_no_time_to_answer_is_not_said_to_hang(
     left: float,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(probe, "ask", lambda *_: Hang(disk.READS, seconds))
+    monkeypatch.setattr(probe, "ask", lambda *_: HangReport(disk.READS, seconds))
     with pytest.raises(Declined) as refused:
         refuse(Places(tmp_path), Cache(tmp_path), left)
     assert refused.value.reason == reason

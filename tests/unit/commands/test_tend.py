@@ -16,7 +16,7 @@ from forestage.errors import Failed
 from forestage.features.contexts import TendFacts
 from forestage.paths import Places
 from forestage.system import lock
-from forestage.system.run import Started
+from forestage.system.run import RunningProcess
 
 
 class Moved(Clock):
@@ -61,7 +61,7 @@ class Run:
     def __call__(self) -> list[PartEnd]:
         return [*tend.tend(self.places, self.clock, iter(self.parts), self.start)]
 
-    def start(self, part: Part, held: int | None) -> Started:
+    def start(self, part: Part, held: int | None) -> RunningProcess:
         self.started.append(part.name)
         found = self.processes.setdefault(part.name, Process())
         if isinstance(found, Exception):
@@ -69,7 +69,7 @@ class Run:
         # As a process that inherits it does.
         if found.code is None and held is not None:
             self.locks.append(os.dup(held))
-        return cast("Started", found)
+        return cast("RunningProcess", found)
 
 
 @pytest.fixture

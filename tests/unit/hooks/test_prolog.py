@@ -127,7 +127,7 @@ def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
     staging_node: Node, job: Job, limit: Limit, handled: list[object], monkeypatch: Patch
 ) -> None:
     def busy(*_: object) -> None:
-        raise lock.Busy("space.lock is held")
+        raise lock.LockTimeout("space.lock is held")
 
     monkeypatch.setattr(lock, "held_if_writable", busy)
     job = msgspec.structs.replace(job, hints=Hints(off=True))

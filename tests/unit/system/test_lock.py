@@ -27,7 +27,7 @@ def work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def test_held_lock_is_busy_for_another_and_free_afterwards(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
-    with lock.held(path, 0), pytest.raises(lock.Busy, match=r"a\.lock"), lock.held(path, 0):
+    with lock.held(path, 0), pytest.raises(lock.LockTimeout, match=r"a\.lock"), lock.held(path, 0):
         pass
     with lock.held(path, 0):
         pass
@@ -112,7 +112,7 @@ def test_lock_that_is_removed_after_it_was_opened_is_not_split(
         path.touch()
     before_flock(lambda: lock.remove_if_free(path))
     with lock.held(path, 60):
-        with pytest.raises(lock.Busy), lock.held(path, 0):
+        with pytest.raises(lock.LockTimeout), lock.held(path, 0):
             pass
         assert not lock.is_free(path)
 
@@ -139,7 +139,7 @@ def test_lock_that_is_removed_while_somebody_waits_for_it_is_not_split(
                 return taken
 
             patch.setattr(lock, "acquire_now", then)
-            with lock.held(path, 60), pytest.raises(lock.Busy), lock.held(path, 0):
+            with lock.held(path, 60), pytest.raises(lock.LockTimeout), lock.held(path, 0):
                 pass
 
 
@@ -204,7 +204,7 @@ def test_lock_of_work_and_lock_of_a_hook_are_one(tmp_path: Path, work: Hold) -> 
     for mine, theirs in ((work, lock.held), (lock.held, work), (work, work)):
         with mine(path, 0):
             assert not lock.is_free(path)
-            with pytest.raises(lock.Busy, match=r"a\.lock"), theirs(path, 0):
+            with pytest.raises(lock.LockTimeout, match=r"a\.lock"), theirs(path, 0):
                 pass
         assert lock.is_free(path)
 
@@ -243,7 +243,7 @@ def test_who_waits_for_a_lock_of_work_leaves_its_file_as_it_is(tmp_path: Path, w
     with lock.held(path, 0):
         path.write_text("1")
         os.utime(path, (7, 7))
-        with pytest.raises(lock.Busy), work(path, 0):
+        with pytest.raises(lock.LockTimeout), work(path, 0):
             pass
         assert (path.read_text(), path.stat().st_mtime) == ("1", 7)
 
@@ -281,6 +281,6 @@ def test_lock_of_work_that_is_removed_after_it_was_opened_is_not_split(
     before_flock(lambda: lock.remove_if_free(path))
     with work(path, 60):
         for one in (lock.held, work):
-            with pytest.raises(lock.Busy), one(path, 0):
+            with pytest.raises(lock.LockTimeout), one(path, 0):
                 pass
         assert not lock.is_free(path)

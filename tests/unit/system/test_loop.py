@@ -10,7 +10,7 @@ import pytest
 from forestage.system import loop
 
 
-def of(file: Path) -> list[loop.Loop]:
+def of(file: Path) -> list[loop.LoopDevice]:
     return [one for one in loop.attached() if one.is_of(file.stat())]
 
 
@@ -35,7 +35,7 @@ def test_device_that_another_file_has_by_now_is_not_detached(image: Path) -> Non
     """The list that names it may be older."""
     name = loop.attach(image, read_only=True)
     (one,) = of(image)
-    loop.detach(loop.Loop(name, one.file, one.disk, one.inode + 1))
+    loop.detach(loop.LoopDevice(name, one.file, one.disk, one.inode + 1))
     assert of(image) == [one]
     loop.detach(one)
     assert of(image) == []

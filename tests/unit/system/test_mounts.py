@@ -236,7 +236,7 @@ def test_mark_is_in_the_line_of_a_bind_and_in_no_line_of_a_users_making(director
             root, point = (one.replace(sign, f"\\{ord(sign):03o}") for one in (root, point))
         return f"9 1 {device} {root} {point} rw - ext4 {source} rw"
 
-    mark = mounts.mark_of(mounts.Origin("8:1", f"{directory}/"))
+    mark = mounts.mark_of(mounts.BindOrigin("8:1", f"{directory}/"))
     assert mark in line(f"{directory}/entries/0a/image", "/lustre/a").encode()
     for other in (
         line("/", f"/tmp{directory}/x"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forestage.system import processes
-from forestage.system.processes import Stat
+from forestage.system.processes import ProcessStat
 
 NAMES = [b"sleep", b"a) R 1 1 1 1", b"(((", b"x y\nz", b"\xff\xfe) Z"]
 
@@ -18,12 +18,12 @@ def test_name_says_nothing_of_state_parent_and_session(tmp_path: Path, name: byt
     fields = b"S 70 71 72 0 -1" + b" 0" * 13 + b" 4247" + b" 0" * 30
     (tmp_path / "stat").write_bytes(b"71 (%s) %s\n" % (name, fields))
     (tmp_path / "comm").write_bytes(name + b"\n")
-    assert processes.stat(tmp_path) == Stat("S", 70, 72, 4247)
+    assert processes.stat(tmp_path) == ProcessStat("S", 70, 72, 4247)
     assert os.fsencode(processes.name(tmp_path)) == name
 
 
 def test_process_that_only_waits_to_be_reaped_is_over() -> None:
-    assert [Stat(state, 1, 1, 1).is_over for state in "RSDZX"] == [False] * 3 + [True] * 2
+    assert [ProcessStat(state, 1, 1, 1).is_over for state in "RSDZX"] == [False] * 3 + [True] * 2
 
 
 def test_own_process_is_among_those_of_the_node() -> None:

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from forestage.system.drawing import draw
 from forestage.system.terminal import (
-    Facts,
-    Line,
+    NamedValues,
     Piece,
-    Table,
+    TextLine,
+    TextTable,
     age,
     count,
     harmless,
@@ -36,14 +36,15 @@ def written(piece: Piece) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def a_table(path: str) -> Table:
+def a_table(path: str) -> TextTable:
     columns = ("key", "size", "path")
-    return Table(columns, ((KEY, "23 GiB", path),))
+    return TextTable(columns, ((KEY, "23 GiB", path),))
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize(
-    "piece", [a_table(PATH), Facts((("path", PATH),)), Line(PATH), Line(PATH, indent=2)]
+    "piece",
+    [a_table(PATH), NamedValues((("path", PATH),)), TextLine(PATH), TextLine(PATH, indent=2)],
 )
 def test_long_path_is_folded_and_whole(piece: Piece, width: int) -> None:
     lines = drawn(piece, width)
@@ -61,7 +62,7 @@ def test_keys_and_sizes_are_never_folded(width: int) -> None:
 def test_table_that_is_wider_than_the_terminal_is_names_and_values(width: int) -> None:
     columns = tuple(f"column-{number}" for number in range(8))
     rows = tuple(tuple(f"{row}-{number}" for number in range(8)) for row in range(2))
-    lines = drawn(Table(columns, rows), width)
+    lines = drawn(TextTable(columns, rows), width)
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width
     assert all(text.count(cell) == 1 for row in rows for cell in row)
@@ -71,11 +72,11 @@ def test_table_that_is_wider_than_the_terminal_is_names_and_values(width: int) -
 
 
 def test_whole_line_is_never_folded() -> None:
-    assert drawn(Line(PATH, whole=True), 80) == [PATH]
+    assert drawn(TextLine(PATH, whole=True), 80) == [PATH]
 
 
 def test_empty_line_is_a_line() -> None:
-    assert (drawn(Line(""), 80), written(Line(""))) == ([""], [""])
+    assert (drawn(TextLine(""), 80), written(TextLine(""))) == ([""], [""])
 
 
 def test_row_in_a_pipe_is_one_line() -> None:
@@ -84,7 +85,7 @@ def test_row_in_a_pipe_is_one_line() -> None:
 
 @pytest.mark.parametrize("text", ["[bold]x[/bold]", ":smile:", "[/]", "[link=http://x]x[/link]"])
 def test_markup_in_data_is_data(text: str) -> None:
-    for piece in (Line(text), Facts(((text, text),)), a_table(text)):
+    for piece in (TextLine(text), NamedValues(((text, text),)), a_table(text)):
         assert text in "".join(drawn(piece, 80))
 
 

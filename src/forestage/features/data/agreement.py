@@ -88,7 +88,7 @@ class Round(msgspec.Struct, frozen=True):
 
     def told(self) -> Look | None:
         """What this node has told; None where it has not."""
-        with contextlib.suppress(OSError, records.Damaged):
+        with contextlib.suppress(OSError, records.DamagedRecord):
             return records.load(self._file(), Look)
         return None
 
@@ -100,7 +100,7 @@ class Round(msgspec.Struct, frozen=True):
 
     def kept(self) -> Found | None:
         """What was kept here; None where nothing was."""
-        with contextlib.suppress(OSError, records.Damaged, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, records.DamagedRecord, msgspec.MsgspecError):
             return msgspec.msgpack.decode(records.read(self._file(".files")), type=Found)
         return None
 
@@ -302,8 +302,8 @@ def _telling(shared: Round | None) -> Iterator[list[Look]]:
 def now(node: Node, job: Job, restart: int, path: str, expected: str, timeout: float) -> str:
     """The digest as a step begins: the step's first node has it, or this node looks at all.
 
-    `expected` is that of the look at the job's start, `timeout` in seconds. Raises as_user.TooSlow,
-    Declined, OSError.
+    `expected` is that of the look at the job's start, `timeout` in seconds. Raises
+    as_user.ChildTimeout, Declined, OSError.
     """
     step = None if job.step is None else round_of(node, job, restart, path, job.step)
     start = round_of(node, job, restart, path, None)
@@ -320,8 +320,8 @@ def _look_as_step(node: Node, job: Job, path: str, until: Deadline) -> Look:
     """Looks at all, or takes the look of another step of this user that began after this call.
 
     A look that began before may have seen what the job has changed since. So of many steps that
-    start together the first one looks, and then one more for all others. Raises as_user.TooSlow,
-    Declined, OSError.
+    start together the first one looks, and then one more for all others. Raises
+    as_user.ChildTimeout, Declined, OSError.
     """
     asked = node.clock.monotonic()
     words = (job.user.uid, job.user.gid, job.user.groups, path)
@@ -330,11 +330,11 @@ def _look_as_step(node: Node, job: Job, path: str, until: Deadline) -> Look:
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(lock.held(file, until.left()))
-        except lock.Busy:
+        except lock.LockTimeout:
             raise Declined("deadline", f"another step still looks at {path}") from None
         except OSError:  # of a disk that is read-only by now: who cannot share looks alone
             return _look_now(node, job, path, until)
-        with contextlib.suppress(OSError, records.Damaged):
+        with contextlib.suppress(OSError, records.DamagedRecord):
             last = records.load(file, _LastLook)
             if last.boot == boot_id() and last.began >= asked:
                 return last.look

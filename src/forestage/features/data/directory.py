@@ -44,8 +44,8 @@ from forestage.stage.task import Task
 from forestage.stage.wait import Eta
 from forestage.system import as_user, holder, lock, loop, mounts, run
 from forestage.system.as_user import User
-from forestage.system.holder import Channel, Message
-from forestage.system.loop import Loop
+from forestage.system.holder import StartChannel, StartReport
+from forestage.system.loop import LoopDevice
 from forestage.units import format_size, printable
 
 TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
@@ -152,7 +152,7 @@ def show(call: ViewCall, request: Request) -> ForStep:
 def _must_not_hold(directory: str, job: Job, end: Deadline) -> None:
     """Raises Declined where the job works in the directory: it would become read-only.
 
-    Wherever links lead: the directory is resolved. Raises as_user.TooSlow.
+    Wherever links lead: the directory is resolved. Raises as_user.ChildTimeout.
     """
 
     def work() -> as_user.Found[list[bytes]]:  # they need not be text
@@ -202,7 +202,7 @@ def let_go(cache: Cache, leases: Leases, patience: float) -> None:
                 loop.detach(device)
 
 
-def _is_done_with(cache: Cache, device: Loop, used: frozenset[str]) -> bool:
+def _is_done_with(cache: Cache, device: LoopDevice, used: frozenset[str]) -> bool:
     """Whether a device shows an entry that no lease names; one that was evicted has no name."""
     path = device.file.removesuffix(loop.DELETED)
     if not (device.is_of_cache(cache.real) and path.endswith("/image")):
@@ -215,13 +215,13 @@ def _is_done_with(cache: Cache, device: Loop, used: frozenset[str]) -> bool:
     return False
 
 
-def _live(node: Node, job: Job, path: str, hook: Channel) -> None:
+def _live(node: Node, job: Job, path: str, hook: StartChannel) -> None:
     """The whole life of the process that brings a directory."""
 
     def work(stop: threading.Event) -> None:
         hook.begin()
         with lock.held(_life(node, job.id, job.restart, path), holder.START):
-            hook.send(Message("ready"))
+            hook.send(StartReport("ready"))
             hook.close()
             _note_end(node, job, path, stop)
 
@@ -315,7 +315,7 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
 def _take_turn(node: Node, job: Job, key: str, held: contextlib.ExitStack) -> None:
     """Takes the key's lock; waits for another job's copy while this job lives. Raises Declined."""
     while True:
-        with contextlib.suppress(lock.Busy):
+        with contextlib.suppress(lock.LockTimeout):
             held.enter_context(lock.held_for_work(node.cache.key_lock(key), TURN))
             return
         _must_be_wanted(node, job)

@@ -41,7 +41,7 @@ def is_needed(leases: Leases, job: int, text: str) -> bool:
     """Whether the job has another record of this format, or none. Raises OSError."""
     try:
         found = os.fsdecode(records.read(leases.directory_record(job)))
-    except (FileNotFoundError, records.Damaged):
+    except (FileNotFoundError, records.DamagedRecord):
         return True
     return found != text and found.partition("\n")[0] == text.partition("\n")[0]
 

@@ -198,7 +198,7 @@ def _is_whole(own: Own, number: int) -> bool:
 
 
 def _read_put(place: Place, number: int) -> Put | None:
-    with contextlib.suppress(OSError, records.Damaged):
+    with contextlib.suppress(OSError, records.DamagedRecord):
         return records.load(place.put(number), Put)
     return None
 
@@ -215,12 +215,12 @@ def _have_it_put(order: _Order, idle: Callable[[], None]) -> Put:
     try:
         # Once: memory that did not suffice in the job's cgroup would not suffice again.
         found, line = as_user.ask(work, Put, order.until.left() + 2 * LAST, idle=idle, tries=1)
-    except as_user.TooSlow as slow:
+    except as_user.ChildTimeout as slow:
         found = _read_put(order.place, order.number) or Put(0, slow.reason, str(slow))
         records.write(order.place.put(order.number), msgspec.json.encode(found))
         raise
     except (
-        as_user.Killed,
+        as_user.ChildKilled,
         Failed,
     ):  # in the job's cgroup: killed for want of memory, or by the user
         with contextlib.suppress(Failed, Declined, OSError):  # in memory it still takes some
@@ -240,7 +240,7 @@ def _work(order: _Order) -> Found[Put]:
         # Held by this process: the hook that waits for it may be killed.
         with lock.held(order.place.lock(order.number), order.until.left()):
             return _read_put(order.place, order.number) or _put(order), []
-    except lock.Busy:
+    except lock.LockTimeout:
         what = "another step copies it, and takes longer than this one may wait"
         return Put(0, "deadline", f"{printable(order.path)}: {what}", again=True), []
 
@@ -309,7 +309,7 @@ def _way(order: _Order, source: int) -> _Way:
     return _Way(partial(_unzipped, filtering, still))
 
 
-def _unzipped(filtering: run.Filter, still: copy_in.Still) -> int:
+def _unzipped(filtering: run.FilterProcess, still: copy_in.Still) -> int:
     size = copy_in.archive(filtering.out, "", still)
     if filtering.wait() != 0:
         raise copy_in.Bad("the archive is damaged: zstd cannot read all of it")

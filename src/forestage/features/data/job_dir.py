@@ -96,7 +96,7 @@ class Place(msgspec.Struct, frozen=True):
 
     def made(self) -> Made | None:
         """What it is; None where it is not whole."""
-        with contextlib.suppress(OSError, records.Damaged):
+        with contextlib.suppress(OSError, records.DamagedRecord):
             return records.load(self.record, Made)
         return None
 
@@ -118,7 +118,7 @@ def make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
     _make_mount_point(node.places.job_dir)
     try:
         _make(node, job, size, ram, end)
-    except (Failed, as_user.TooSlow):
+    except (Failed, as_user.ChildTimeout):
         job_disk.within(0.0, end)  # what was waited for until then was cut short by it
         raise
 

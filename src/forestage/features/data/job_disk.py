@@ -39,7 +39,7 @@ from forestage.errors import Declined, Failed
 from forestage.system import as_user, holder, loop, mounts, run
 from forestage.system.as_user import Found, User
 from forestage.system.files import opened
-from forestage.system.holder import Channel, Life
+from forestage.system.holder import DaemonSpec, StartChannel
 from forestage.units import format_size
 
 KIND = "ext4"
@@ -47,7 +47,7 @@ SMALLEST = 16 << 20  # bytes; of less, the file system itself takes too large a 
 BYTES_PER_FILE = 16384  # room for each inode: 65,536 files in 1 GiB
 FORMATTING = 120.0  # seconds; 200 GiB take 20 ms, a disk that hangs takes for ever
 PROCESS_NAME = "forestage-job"  # in ps(1)
-DISK = Life(PROCESS_NAME)
+DISK = DaemonSpec(PROCESS_NAME)
 END = 5.0  # seconds for the end of that process; nothing but room depends on it
 LOOK = 5.0  # seconds between two looks at whether the directory is deleted
 _GOINGDOWN = 0x8004587D  # linux/ext4.h, EXT4_IOC_SHUTDOWN
@@ -110,7 +110,7 @@ def format_for(file: Path, user: User, point: Path, end: Deadline) -> str:
     return device
 
 
-def devices(facts: os.stat_result) -> list[loop.Loop]:
+def devices(facts: os.stat_result) -> list[loop.LoopDevice]:
     """The devices that show the file of which stat(2) says this: one, if any. Raises Failed."""
     return [device for device in loop.attached() if device.is_of(facts)]
 
@@ -166,7 +166,7 @@ def hold(device: str, place: Path, over: Path, patience: float = holder.START) -
     holder.start(DISK, about, partial(_hold, device, place, over), patience).close()
 
 
-def _hold(device: str, place: Path, over: Path, prolog: Channel) -> None:
+def _hold(device: str, place: Path, over: Path, prolog: StartChannel) -> None:
     end = JobEnd.open(over, place)
     held = holder.hold(end.place)
     root = mounts.open_hidden(device, KIND, os.fspath(place))
@@ -180,7 +180,7 @@ def _hold(device: str, place: Path, over: Path, prolog: Channel) -> None:
             return
         if end.has_come():
             end.remove()  # first: no step finds what is cut to nothing
-            loop.detach(loop.Loop(device, "", facts.st_dev, facts.st_ino))
+            loop.detach(loop.LoopDevice(device, "", facts.st_dev, facts.st_ino))
             break
     fcntl.ioctl(root, _GOINGDOWN, _NOLOGFLUSH)
     os.ftruncate(disk, 0)

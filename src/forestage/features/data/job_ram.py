@@ -22,20 +22,20 @@ from forestage.errors import Declined
 from forestage.features.data import job_disk
 from forestage.system import child, holder, lock, mounts
 from forestage.system.as_user import User
-from forestage.system.holder import SAFEST, Channel, Guests, Life, Message
+from forestage.system.holder import SAFEST, DaemonSpec, StartChannel, StartReport, TaskConnections
 from forestage.units import format_size
 
 MOUNT = "/run/mount"  # in the hidden namespace
 BYTES_PER_FILE = 16384  # as on a disk: the kernel's memory for a file is the job's too
 LOOK = 5.0  # seconds between two looks at whether the directory is deleted
-RAM = Life(job_disk.PROCESS_NAME, oom_score_adj=SAFEST)
+RAM = DaemonSpec(job_disk.PROCESS_NAME, oom_score_adj=SAFEST)
 
 
 def mounted(directory: Path, over: Path, user: User, size: int, step: int, end: Deadline) -> Path:
     """Returns the socket of the tmpfs's holder, which the first step of a job starts.
 
     `over` is as in job_disk.py. `step` is the pid of the step's manager, in whose job's memory it
-    has to fit. Raises Declined, lock.Busy, OSError.
+    has to fit. Raises Declined, lock.LockTimeout, OSError.
     """
     with lock.held(directory / "lock.ram", end.left()):
         held = directory / "held"
@@ -85,7 +85,7 @@ def _available() -> int:
     return int(line.split()[1]) << 10
 
 
-def _live(directory: Path, over: Path, user: User, size: int, hook: Channel) -> None:
+def _live(directory: Path, over: Path, user: User, size: int, hook: StartChannel) -> None:
     """The whole life of the holder: SIGTERM ends it, and so does its own look.
 
     It gives clones to those who ask, until the job's directory is deleted, or has to be.
@@ -100,9 +100,9 @@ def _live(directory: Path, over: Path, user: User, size: int, hook: Channel) -> 
     mounts.mount("forestage", MOUNT, mounts.MS_NOSUID | mounts.MS_NODEV, "tmpfs", options)
     # Last: where it is there, so was the file system. By descriptor: the disk is not in here.
     held = holder.hold(end.place)
-    hook.send(Message("ready"))
+    hook.send(StartReport("ready"))
     hook.close()
-    guests = Guests(listener, lambda task, asked: holder.give_clone(task, asked, MOUNT))
+    guests = TaskConnections(listener, lambda task, asked: holder.give_clone(task, asked, MOUNT))
     while os.fstat(held).st_nlink:
         if end.has_come():
             end.remove()

@@ -27,7 +27,7 @@ from forestage.features.data.user_threads import Team, each_as
 from forestage.system import file_systems, mounts
 from forestage.system.as_user import User
 from forestage.system.file_systems import lacks_blocks
-from forestage.system.files import Asked, latest, opened
+from forestage.system.files import Statx, latest, opened
 from forestage.units import is_utf8, printable
 
 LAYOUT = (
@@ -486,7 +486,7 @@ def _look(fd: int, path: bytes, name: bytes, disk: int, user: User, bound: _Boun
     return _file(path, facts)
 
 
-def _grants(facts: os.stat_result | Asked, wanted: int, user: User) -> bool:
+def _grants(facts: os.stat_result | Statx, wanted: int, user: User) -> bool:
     """Whether the owner's own bits say yes: no ACL takes that away."""
     return facts.st_uid == user.uid and (facts.st_mode >> 6) & wanted == wanted
 
@@ -504,7 +504,7 @@ def _may(fd: int, name: bytes, wanted: int) -> bool:
     return True
 
 
-def _file(path: bytes, facts: os.stat_result | Asked, link: bytes = b"") -> File:
+def _file(path: bytes, facts: os.stat_result | Statx, link: bytes = b"") -> File:
     return File(
         path,
         facts.st_mode,

@@ -145,7 +145,7 @@ def _absolute(job: Job, request: Request) -> Request:
 
 
 def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
-    """What the job's list names. Raises Declined, as_user.TooSlow, OSError."""
+    """What the job's list names. Raises Declined, as_user.ChildTimeout, OSError."""
     if not job.hints.listed:
         return ()
     # It need not begin as a path does: no reference to a registry can be meant.

@@ -26,12 +26,12 @@ from forestage.errors import Declined, ForestageError
 from forestage.slurm.job import Job
 from forestage.slurm.lines import SERVE_TIMEOUT
 from forestage.system import as_user, child, folders, fuse, holder, lock, mounts, run
-from forestage.system.holder import SAFEST, Channel, Guests, Life, Message
+from forestage.system.holder import SAFEST, DaemonSpec, StartChannel, StartReport, TaskConnections
 from forestage.system.run import Program
 from forestage.units import printable
 
 PROCESS_NAME = "forestage-mount"
-SERVER = Life(PROCESS_NAME, oom_score_adj=SAFEST)
+SERVER = DaemonSpec(PROCESS_NAME, oom_score_adj=SAFEST)
 PROGRAMS = ("squashfuse_ll", "squashfuse")  # the first knows FUSE's faster interface
 TYPE = "fuse.squashfuse"  # in mountinfo
 
@@ -74,7 +74,7 @@ def start(folder: Path, job: Job, inode: int, content: Bytes) -> Path:
     program = _must_be_possible(folder, job, inode)
     name = f"{job.user.uid}-{job.id}-{job.step}-{inode}-"
 
-    def work(hook: Channel) -> None:
+    def work(hook: StartChannel) -> None:
         """The whole life of the process."""
         hook.begin(*((content.line.fileno(),) if content.line is not None else ()))
         served = folder / f"{name}{os.getpid()}"
@@ -161,7 +161,7 @@ class _Served:
         self.refusal = ""  # why there is no mount
         self.manager = os.pidfd_open(job.manager)
         self._hide(content)
-        self.guests = Guests(holder.listen(name), self._answer)
+        self.guests = TaskConnections(holder.listen(name), self._answer)
 
     def _hide(self, content: Bytes) -> None:
         """Makes the mount where nobody looks."""
@@ -178,9 +178,9 @@ class _Served:
             mounts.enter_namespace(*self.host)
         os.close(proc)
 
-    def run(self, hook: Channel) -> None:
+    def run(self, hook: StartChannel) -> None:
         """Serves until the step's manager or the program has ended; says `ready` at once."""
-        hook.send(Message("ready"))
+        hook.send(StartReport("ready"))
         hook.close()
         ready: set[int] = set()
         try:

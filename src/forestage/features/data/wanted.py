@@ -114,7 +114,7 @@ def read(leases: Leases, job: int, uid: int | None = None) -> Wanted:
 def note_tree(node: Node, job: Job, path: str, tree: Tree) -> None:
     """Notes how far a directory is, if this run of the job is still here.
 
-    Raises lock.Busy, OSError.
+    Raises lock.LockTimeout, OSError.
     """
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
         if is_here(node, job):

@@ -89,7 +89,7 @@ class Exported(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def alone(places: Places) -> Iterator[None]:
-    """Lets one run at a time read, count and write. Raises OSError, lock.Busy."""
+    """Lets one run at a time read, count and write. Raises OSError, lock.LockTimeout."""
     with textfile.alone(places, PATIENCE):
         yield
 
@@ -111,7 +111,7 @@ def _read(file: Path) -> Record:
         return records.load(file, Record)
     except FileNotFoundError:
         return Record()
-    except records.Damaged as damaged:
+    except records.DamagedRecord as damaged:
         # Prometheus takes counters that fall for new ones; no counters at all help nobody.
         log.say(f"metrics start again from zero: {damaged}", by_slurm=False)
         return Record()
@@ -132,7 +132,7 @@ def export(
     """Writes the file that node exporter reads, if one is configured; returns its text.
 
     `conf` is $SLURM_CONF or "": what `redirect: auto` means depends on it. `is_shown`: the caller
-    prints the text. Raises OSError and lock.Busy; ConfigError, once the file says so too;
+    prints the text. Raises OSError and lock.LockTimeout; ConfigError, once the file says so too;
     MetricsError where nobody would read either.
     """
     config, wrong = None, None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def afterwards(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
     """Delete what was written before `metrics.textfile` was changed, as the next run would.
 
-    Raises lock.Busy, OSError.
+    Raises lock.LockTimeout, OSError.
     """
     places, path = facts.node.places, facts.node.config.metrics.textfile
     if not facts.dry_run and textfile.find_last(places) != path:

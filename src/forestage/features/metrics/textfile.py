@@ -35,8 +35,9 @@ def locate_record(places: Places) -> Path:
 
 @contextlib.contextmanager
 def alone(places: Places, patience: float) -> Iterator[None]:
-    """Hold the lock that lets one run at a time read, count and write. Raises OSError, lock.Busy.
+    """Hold the lock that lets one run at a time read, count and write.
 
+    Raises OSError, lock.LockTimeout.
     Older counts must not replace newer ones: Prometheus takes a counter that falls for one that
     has begun anew, and adds it up a second time.
     """
@@ -69,5 +70,5 @@ def settle(places: Places, path: str | None) -> None:
 def _is_ours(places: Places, path: str) -> bool:
     try:
         return records.read(places.root / path.lstrip("/")).startswith(BEGINS)
-    except (FileNotFoundError, NotADirectoryError, records.Damaged):
+    except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
         return False

@@ -74,7 +74,7 @@ def is_served(places: Places, now: float) -> bool:
 def hold_sign(places: Places) -> Iterator[Callable[[], None]]:
     """Hold the sign for the life of the service; yield what renews its time.
 
-    Raises Busy, OSError.
+    Raises LockTimeout, OSError.
     """
     folders.keep(places.run, folders.PASSABLE)
     with lock.held(places.peer_sign, START):

@@ -134,7 +134,7 @@ class Munge(msgspec.Struct, frozen=True):
             raise Refused("made by nobody knows whom")
         return int(uid), payload
 
-    def _run(self, said: bytes, *argv: str) -> run.Ran:
+    def _run(self, said: bytes, *argv: str) -> run.ProcessResult:
         where = [f"--socket={self.socket}"] if self.socket else []
         # A file without a name: what is secret is no argument, and run.py has no stdin.
         fd = os.memfd_create("credential", os.MFD_CLOEXEC)

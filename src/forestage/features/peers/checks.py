@@ -23,7 +23,7 @@ from forestage.features.peers.addresses import Addresses
 from forestage.paths import Places
 from forestage.slurm import nodelist
 from forestage.system import as_user
-from forestage.system.tree import HANGS, Files
+from forestage.system.tree import HANGS, RootedTree
 
 SAMPLE = 16  # names that are resolved, of any number
 PEER_SERVICE = "forestage-peer.service"
@@ -49,7 +49,7 @@ def wants_unit(config: Config) -> bool:
 
 
 def _service_and_names(
-    files: Files, places: Places, config: Config, conf: Conf | None, clock: Clock
+    files: RootedTree, places: Places, config: Config, conf: Conf | None, clock: Clock
 ) -> Iterator[Finding]:
     if not activation.may_serve(config):
         return
@@ -92,7 +92,7 @@ def _service_and_names(
     yield from _names(_sample(nodes), addresses.load(peers, places))
 
 
-def _service(files: Files, port: int, is_served: bool, level: Level) -> Iterator[Finding]:
+def _service(files: RootedTree, port: int, is_served: bool, level: Level) -> Iterator[Finding]:
     """Yield what keeps other nodes from this node's service."""
     if sites.lacks(files, PEER_SERVICE):
         yield Finding(

@@ -58,7 +58,7 @@ def read(directory: Path) -> Origins | None:
         return records.load(directory / NAME, Origins)
     except FileNotFoundError:
         return None
-    except (OSError, records.Damaged):
+    except (OSError, records.DamagedRecord):
         return NOTHING
 
 

@@ -250,7 +250,7 @@ class Service:
                 size = os.fstat(file.fileno()).st_size
                 async with self._upload_slot(size, self.now() + WAIT):
                     return self._proven(ask, file.read())
-        except (FileNotFoundError, NotADirectoryError, records.Damaged):
+        except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
             mac = auth.of_response(ask.session.secret, ask.counter, 404, "")
             return web.Response(status=404, headers={"Forestage-Mac": mac})
 
@@ -484,7 +484,7 @@ def run(node: Node, name: str, slurm: Slurm) -> None:
     Where peers are off, or on by default and there is no credential, it logs that and returns: a
     service without work is no failure. Raises ConfigError where this node has no such address,
     PeerError if munge does not answer, for want of the port, or of a credential with
-    `peers.enabled: true`, Busy, OSError.
+    `peers.enabled: true`, LockTimeout, OSError.
     """
     peers = node.config.peers
     if not activation.may_serve(node.config):

@@ -50,7 +50,7 @@ def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> 
             ask = partial(expected.ask, host, auth.prover(peers.key_file, world.places))
             done = prefetch_node.run(here, slurm, ask, dry_run)
             show(done, prefetch_node.pieces(done), as_json)
-    except lock.Busy:
+    except lock.LockTimeout:
         return
 
 

@@ -18,7 +18,7 @@ from forestage.features.prefetch.expected import Expectations
 from forestage.features.prefetch.policy import Expected
 from forestage.paths import Places
 from forestage.slurm.queue import Slurm
-from forestage.system.terminal import Line, Piece, Table, count
+from forestage.system.terminal import Piece, TextLine, TextTable, count
 from forestage.units import format_duration
 
 OF_USER = expected.ROWS // 4  # rows of a list
@@ -93,14 +93,14 @@ def pieces(done: HostPass) -> Iterator[Piece]:
     """Pure: what `prefetch` prints on its host."""
     told = "told" if done.told else "would be told"
     jobs = f"{count(done.jobs, 'pending job')} with an image"
-    yield Line(
+    yield TextLine(
         f"{count(len(done.list.rows), 'row')} {told}: {jobs}, in {format_duration(done.took)}",
         heading=True,
     )
     if done.list.rows:
         columns = ("partition", "starts", "user", "image")
         rows = [(r.partition, f"{r.starts:.2f}", str(r.user), r.image) for r in done.list.rows]
-        yield Table(columns, rows)
+        yield TextTable(columns, rows)
     if done.others:
         reasons = ", ".join(f"{number} {reason}" for reason, number in done.others)
-        yield Line(f"Jobs that do not count: {reasons}")
+        yield TextLine(f"Jobs that do not count: {reasons}")

@@ -30,7 +30,7 @@ from forestage.sources import opening
 from forestage.stage import queue
 from forestage.system import as_user, lock
 from forestage.system.as_user import User
-from forestage.system.terminal import Line, Piece, Table, count
+from forestage.system.terminal import Piece, TextLine, TextTable, count
 from forestage.units import printable
 
 LOOKS = 32  # images that one pass opens
@@ -362,13 +362,13 @@ def user_of(uid: int) -> User:
 def pieces(done: NodePass) -> Iterator[Piece]:
     """Pure: what `prefetch` prints on a node."""
     if done.silent:
-        yield Line(f"The host gave no new list: {done.silent}")
+        yield TextLine(f"The host gave no new list: {done.silent}")
     if done.idle:
-        yield Line(f"Nothing is copied: {done.idle}")
+        yield TextLine(f"Nothing is copied: {done.idle}")
     if done.decisions:
-        yield Line(f"{count(len(done.decisions), 'image')} expected here", heading=True)
+        yield TextLine(f"{count(len(done.decisions), 'image')} expected here", heading=True)
         rows = []
         for one in done.decisions:
             what = f"{one.image} ({one.why})" if one.why else one.image
             rows.append((f"{one.starts:.2f}", str(one.user), one.state, what))
-        yield Table(("starts", "user", "state", "image or reason"), rows)
+        yield TextTable(("starts", "user", "state", "image or reason"), rows)

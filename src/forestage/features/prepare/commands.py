@@ -166,11 +166,11 @@ def publish(
     """
     from forestage.features.prepare import publish as work
     from forestage.system import terminal as screen
-    from forestage.system.striping import Layout
-    from forestage.system.tree import Files
+    from forestage.system.striping import StripeLayout
+    from forestage.system.tree import RootedTree
 
-    layout = Layout(stripes, stripe_size)
-    files = Files(world.places.root)
+    layout = StripeLayout(stripes, stripe_size)
+    files = RootedTree(world.places.root)
     source, target = Path(os.path.abspath(image)), Path(os.path.abspath(folder))
     with ending_as_interrupt(), screen.busy() as progress:
         done = work.publish(source, target, layout, force, files, world.clock, progress)
@@ -197,8 +197,8 @@ def pack(
     from forestage.features.prepare import pack as work
     from forestage.features.prepare import publish as publishing
     from forestage.system import terminal as screen
-    from forestage.system.striping import Layout
-    from forestage.system.tree import Files
+    from forestage.system.striping import StripeLayout
+    from forestage.system.tree import RootedTree
 
     at = Path(os.path.abspath(folder))
     if image is None and not here:
@@ -206,8 +206,8 @@ def pack(
     image = Path(os.path.abspath(image or f"{at}.sqsh"))
     option = work.option_of(at, image) if here else ""
     layout = None
-    if here and publishing.kind_of(image.parent, Files(world.places.root)) == "lustre":
-        layout = Layout()
+    if here and publishing.kind_of(image.parent, RootedTree(world.places.root)) == "lustre":
+        layout = StripeLayout()
     with ending_as_interrupt(), screen.busy() as progress:
         done = work.pack(folder, image, force, world.clock, progress, layout, world.places.root)
     done = msgspec.structs.replace(done, option=option)

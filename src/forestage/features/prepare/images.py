@@ -14,7 +14,7 @@ import msgspec
 
 from forestage.system import as_user
 from forestage.system.files import opened
-from forestage.system.terminal import Line, Piece, Table, count, harmless
+from forestage.system.terminal import Piece, TextLine, TextTable, count, harmless
 from forestage.units import format_size
 
 SUFFIXES = (".sqsh", ".squashfs", ".sqfs")
@@ -93,10 +93,14 @@ def pieces(found: Images) -> list[Piece]:
     below = ", ".join(found.below)
     lines: list[Piece] = []
     if found.cut_off:
-        lines = [Line(""), Line("There is more below: name a directory to look into.")]
+        lines = [TextLine(""), TextLine("There is more below: name a directory to look into.")]
     if not found.images:
         ends = ", ".join(SUFFIXES)
-        return [Line(f"No file below {below} that this user can see ends in {ends}."), *lines]
+        return [TextLine(f"No file below {below} that this user can see ends in {ends}."), *lines]
     rows = [(one.path, format_size(one.size), one.owner, one.label) for one in found.images]
     head = f"{count(len(rows), 'image')} below {below}"
-    return [Line(head, heading=True), Table(("path", "size", "owner", "label"), rows), *lines]
+    return [
+        TextLine(head, heading=True),
+        TextTable(("path", "size", "owner", "label"), rows),
+        *lines,
+    ]

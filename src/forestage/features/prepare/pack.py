@@ -21,9 +21,9 @@ from forestage.errors import Failed
 from forestage.features.prepare import hints
 from forestage.features.prepare.publish import ImageError, lay_out, replacing
 from forestage.system import child, mksquashfs, run
-from forestage.system.run import Ran
-from forestage.system.striping import Layout
-from forestage.system.terminal import Facts, Line, Piece
+from forestage.system.run import ProcessResult
+from forestage.system.striping import StripeLayout
+from forestage.system.terminal import NamedValues, Piece, TextLine
 from forestage.units import format_duration, format_size
 
 # Level 3: reading is as fast with any, packing far faster than with zstd's default, 15.
@@ -83,7 +83,7 @@ def find_limits(root: Path) -> tuple[str, ...]:
     return (*processors, *mksquashfs.memory_options(memory))
 
 
-def _failure(ran: Ran) -> Failed:
+def _failure(ran: ProcessResult) -> Failed:
     """Return the error for a program that made no image. Pure."""
     if ran.code != -signal.SIGKILL:
         return Failed("program", ran.explained(), "nothing was packed")
@@ -100,7 +100,7 @@ def pack(
     force: bool,
     clock: Clock,
     progress: Callable[[str], None],
-    layout: Layout | None = None,
+    layout: StripeLayout | None = None,
     root: Path = Path("/"),
 ) -> Packed:
     """Packs `folder` into `image`, which gets its name when it is whole and on disk.
@@ -152,8 +152,8 @@ def pieces(done: Packed) -> list[Piece]:
     if done.option:
         use = f"srun {shlex.quote(done.option)} ..."
     return [
-        Line(f"Packed {done.path}", heading=True),
-        Facts(facts, indent=2),
-        Line("Jobs see it over its directory with:"),
-        Line(use, 2, whole=True),
+        TextLine(f"Packed {done.path}", heading=True),
+        NamedValues(facts, indent=2),
+        TextLine("Jobs see it over its directory with:"),
+        TextLine(use, 2, whole=True),
     ]

@@ -18,9 +18,9 @@ from forestage.clock import Clock
 from forestage.errors import Failed, ForestageError
 from forestage.system import records, run
 from forestage.system.files import opened
-from forestage.system.striping import Layout, setstripe
-from forestage.system.terminal import Facts, Line, Piece
-from forestage.system.tree import Files
+from forestage.system.striping import StripeLayout, setstripe
+from forestage.system.terminal import NamedValues, Piece, TextLine
+from forestage.system.tree import RootedTree
 from forestage.units import format_duration, format_rate, format_size
 
 TIMEOUT = 60.0  # seconds for lfs to make an empty file
@@ -41,15 +41,15 @@ class Published(msgspec.Struct, frozen=True):
     seconds: float
     filesystem: str
     striped: bool
-    layout: Layout
+    layout: StripeLayout
 
 
 def publish(
     source: Path,
     folder: Path,
-    layout: Layout,
+    layout: StripeLayout,
     force: bool,
-    files: Files,
+    files: RootedTree,
     clock: Clock,
     progress: Callable[[str], None],
 ) -> Published:
@@ -87,7 +87,7 @@ def publish(
     return Published(str(target), size, took, kind, kind == "lustre", layout)
 
 
-def kind_of(folder: Path, files: Files) -> str:
+def kind_of(folder: Path, files: RootedTree) -> str:
     """The kind of file system that a directory lies on."""
     under = files.under(os.path.realpath(folder))
     return under.kind if under else "unknown"
@@ -119,7 +119,7 @@ def _refuse_replacing(target: Path, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def _made(part: Path, layout: Layout | None) -> Iterator[int]:
+def _made(part: Path, layout: StripeLayout | None) -> Iterator[int]:
     """Makes the empty file, with the layout if any, for its owner only; yields it open."""
     flags = os.O_RDWR | os.O_NOFOLLOW
     if layout is None:
@@ -131,7 +131,7 @@ def _made(part: Path, layout: Layout | None) -> Iterator[int]:
         yield fd
 
 
-def lay_out(part: Path, layout: Layout) -> None:
+def lay_out(part: Path, layout: StripeLayout) -> None:
     """Makes the empty file, on Lustre. Raises Failed, OSError."""
     ran = run.run(setstripe(layout, part), timeout=TIMEOUT)
     if ran.code != 0:
@@ -150,4 +150,4 @@ def pieces(done: Published) -> list[Piece]:
         ("layout", layout),
         ("time", f"{format_duration(done.seconds)} ({rate}, read back and compared)"),
     )
-    return [Line(f"Published {done.path}", heading=True), Facts(facts, indent=2)]
+    return [TextLine(f"Published {done.path}", heading=True), NamedValues(facts, indent=2)]

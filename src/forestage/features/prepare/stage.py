@@ -24,11 +24,11 @@ from forestage.slurm.job import Job
 from forestage.sources import opening, source
 from forestage.stage import wait
 from forestage.system.as_user import User
-from forestage.system.terminal import Line, Piece, Table, count
+from forestage.system.terminal import Piece, TextLine, TextTable, count
 from forestage.units import format_duration, printable
 
 if TYPE_CHECKING:
-    from forestage.system.holder import Channel
+    from forestage.system.holder import StartChannel
 
 OPEN = 30.0  # seconds for the shared file system to open one image
 AT_ONCE = 16  # images, as of a job: each has a process, also while its copy waits for its turn
@@ -91,7 +91,7 @@ class _Begun(msgspec.Struct, frozen=True):
     image: str
     since: float
     opened: source.OpenImage | None = None
-    copying: "Channel | None" = None
+    copying: "StartChannel | None" = None
     error: Exception | None = None
 
 
@@ -149,4 +149,4 @@ def pieces(done: StageReport) -> list[Piece]:
     ]
     here = sum(one.is_here for one in done.images)
     head = f"{here} of {count(len(rows), 'image')} here"
-    return [Line(head, heading=True), Table(("result", "took", "image or reason"), rows)]
+    return [TextLine(head, heading=True), TextTable(("result", "took", "image or reason"), rows)]

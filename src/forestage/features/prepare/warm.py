@@ -27,8 +27,8 @@ from forestage.features.prepare.job_images import ImageResult
 from forestage.features.prepare.warm_node import NodeReport
 from forestage.slurm.hints import MAX_HINTED
 from forestage.slurm.queue import Slurm
-from forestage.system.run import Ran
-from forestage.system.terminal import Line, Piece, Table, count
+from forestage.system.run import ProcessResult
+from forestage.system.terminal import Piece, TextLine, TextTable, count
 from forestage.units import format_duration
 
 # Where the packages put the interpreter on every node; the hooks start the same one.
@@ -129,7 +129,7 @@ def argv(order: Order, node: str, name: str) -> list[str]:
     ]
 
 
-def answer(node: str, ran: Ran, seconds: float) -> NodeAnswer:
+def answer(node: str, ran: ProcessResult, seconds: float) -> NodeAnswer:
     """Pure: what the job printed among whatever else there is (a TaskProlog may print, too)."""
     took = round(seconds, 3)
     for line in reversed(ran.out.splitlines()):
@@ -227,4 +227,4 @@ def pieces(done: WarmReport) -> list[Piece]:
             rows.append((one.node, image.result, staged, str(one.job), took, what))
     warm = len(done.nodes) - done.failed
     head = f"{warm} of {count(len(done.nodes), 'node')} warm: {_totals(done.nodes)}"
-    return [Line(head, heading=True), Table(columns, rows)]
+    return [TextLine(head, heading=True), TextTable(columns, rows)]

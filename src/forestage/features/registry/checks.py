@@ -25,7 +25,7 @@ from forestage.slurm.companion import is_importer
 from forestage.system import as_user, run
 from forestage.system.as_user import User
 from forestage.system.terminal import moment
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 
 IMPORTER = "/usr/lib/forestage/bin/forestage-importer"
 SINCE = b"importer="  # in pyxis from 0.21 on
@@ -51,7 +51,9 @@ def findings(facts: CheckFacts) -> Iterator[Finding | str]:
         yield from _silence(target.places, target.clock.wall())
 
 
-def _importer(files: Files, pyxis: LoadedPlugin, config: Config, origin: str) -> Iterator[Finding]:
+def _importer(
+    files: RootedTree, pyxis: LoadedPlugin, config: Config, origin: str
+) -> Iterator[Finding]:
     """`origin` is the file that sets `registry:`. Nothing where the admin uses another importer."""
     program = pyxis.line.argument("importer")
     store = config.registry.store
@@ -93,7 +95,7 @@ def _importer(files: Files, pyxis: LoadedPlugin, config: Config, origin: str) ->
         yield from _store(files, store, config.cache, origin)
 
 
-def _not_asked(files: Files, pyxis: LoadedPlugin) -> Finding:
+def _not_asked(files: RootedTree, pyxis: LoadedPlugin) -> Finding:
     words = " ".join(("required", pyxis.line.path, *pyxis.line.arguments))
     if SINCE not in (files.data(pyxis.path) or b""):
         change = "install pyxis 0.21 or later"
@@ -108,7 +110,7 @@ def _not_asked(files: Files, pyxis: LoadedPlugin) -> Finding:
     )
 
 
-def _no_store(files: Files, config: Config, origin: str) -> Finding:
+def _no_store(files: RootedTree, config: Config, origin: str) -> Finding:
     shared = [
         source
         for source in map(files.real, config.sources)
@@ -128,13 +130,13 @@ def _no_store(files: Files, config: Config, origin: str) -> Finding:
     )
 
 
-def _is_local(files: Files, path: str, cache: str) -> bool:
+def _is_local(files: RootedTree, path: str, cache: str) -> bool:
     """Whether a path lies, or would lie, on the cache's file system."""
     here, there = (files.under(files.real(one)) for one in (path, cache))
     return here is not None and there is not None and here.device == there.device
 
 
-def _enroot(files: Files) -> Iterator[Finding]:
+def _enroot(files: RootedTree) -> Iterator[Finding]:
     """Whether it starts, and imports what is meant."""
     program = files.program("enroot")
     try:
@@ -171,11 +173,11 @@ class Tried(msgspec.Struct, frozen=True):
     wrong: str = ""
 
 
-def _store(files: Files, store: str, cache: str, origin: str) -> Iterator[Finding]:
+def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[Finding]:
     found: Tried | None = None
     try:
         found = as_user.call(lambda: (_tried(files.at(store)), []), Tried, TIMEOUT)[0]
-    except as_user.TooSlow:
+    except as_user.ChildTimeout:
         yield Finding(
             "store-hangs",
             "critical",
@@ -296,7 +298,7 @@ def _unreachable(registry: str) -> str:
 
     try:
         return as_user.call(work, str, TIMEOUT)[0]
-    except as_user.TooSlow:
+    except as_user.ChildTimeout:
         return "no answer"
     except Declined as error:
         return str(error)

@@ -74,10 +74,10 @@ def import_image(world: "World", reference: str, as_json: bool) -> None:
 
     REF is what a job would name: nvcr.io#nvidia/pytorch:25.01-py3.
     """
-    from forestage.system.terminal import Line
+    from forestage.system.terminal import TextLine
 
     path = import_reference(world, reference)
-    show({"path": path}, [Line(path, whole=True)], as_json)
+    show({"path": path}, [TextLine(path, whole=True)], as_json)
 
 
 @registry.command("ls")

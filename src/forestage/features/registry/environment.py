@@ -15,7 +15,7 @@ from forestage.errors import Declined
 from forestage.features.registry.reference import TAG_DIGEST
 from forestage.slurm import enroot
 from forestage.system import run
-from forestage.system.tree import Files
+from forestage.system.tree import RootedTree
 from forestage.units import printable
 
 MAX_BYTES = 4 << 20  # of an environment; the kernel takes 6 MiB at most of a program's stack
@@ -111,7 +111,7 @@ def settings(environ: Mapping[str, str], stop: Deadline, conf: str = "") -> Sett
     Raises Declined: `enroot` where its configuration cannot be evaluated, or it does not say its
     release; Failed where it is not installed.
     """
-    variables = _evaluate(environ, stop, conf or enroot.site(Files()).conf)
+    variables = _evaluate(environ, stop, conf or enroot.site(RootedTree()).conf)
     return Settings(
         variables,
         f"{folder(variables, 'CONFIG')}/.credentials",

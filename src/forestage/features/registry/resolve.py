@@ -297,7 +297,7 @@ def _is_for_get(answer: Answer) -> bool:
     return silent or answer.status in NO_HEAD or answer.status >= 500
 
 
-def _said(ran: run.Output) -> str:
+def _said(ran: run.ProcessOutput) -> str:
     """curl's own message, without what ~/.curlrc has it say besides."""
     lines = ran.err.decode(errors="replace").splitlines()
     return next((line for line in lines if line.startswith("curl: (")), f"curl: exit {ran.code}")

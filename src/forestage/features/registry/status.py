@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from forestage.features.contexts import StatusPart
 from forestage.features.registry import step_files
 from forestage.features.registry.step_files import UnderWay
-from forestage.system.terminal import Line, Piece, Table, age, count
+from forestage.system.terminal import Piece, TextLine, TextTable, age, count
 
 if TYPE_CHECKING:
     from forestage.features.contexts import StatusFacts
@@ -29,7 +29,7 @@ def table(found: Sequence[UnderWay], now: float) -> tuple[Piece, ...]:
     columns = ("step", "user", "waits", "imported by", "image")
     number = count(len(found), "import")
     return (
-        Line(f"{number} under way:", heading=True),
-        Table(columns, rows, indent=2),
-        *(Line(f"{one.job}.{one.step}: {one.said}") for one in found if one.said),
+        TextLine(f"{number} under way:", heading=True),
+        TextTable(columns, rows, indent=2),
+        *(TextLine(f"{one.job}.{one.step}: {one.said}") for one in found if one.said),
     )

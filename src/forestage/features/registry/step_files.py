@@ -103,7 +103,7 @@ def list_imports(places: Places) -> tuple[UnderWay, ...]:
     """Those whose process lives, the longest wait first. Raises OSError."""
     found = []
     for path in places.images.glob("*.json"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, records.Damaged):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, records.DamagedRecord):
             one = records.load(path, UnderWay)
             # Its pid may be a user's by now, whose name is what that user likes.
             process = Path(f"/proc/{one.pid}")

@@ -43,7 +43,7 @@ from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import RESULT, STEP_ENVIRONMENT, STEP_TIMEOUT, Fields
 from forestage.system import child, folders, holder, processes, run
-from forestage.system.holder import Channel, Life, Message
+from forestage.system.holder import DaemonSpec, StartChannel, StartReport
 from forestage.system.processes import ProcessIdentity
 from forestage.units import is_number, printable
 
@@ -95,7 +95,7 @@ def begin(node: Node, job: Job, asked: Asked, report: Report) -> Fields:
     about = f"step job={job.id} step={job.step}"
     work = partial(_serve, node, job, asked, report, path, manager)
     # In the step's cgroups: what it starts is to end with the step.
-    with holder.start(Life(PROCESS_NAME, None), about, work) as channel:
+    with holder.start(DaemonSpec(PROCESS_NAME, None), about, work) as channel:
         channel.await_ready(holder.START, "helper")
     return "later", str(path)
 
@@ -107,14 +107,14 @@ def _serve(
     report: Report,
     path: Path,
     manager: ProcessIdentity | None,
-    hook: Channel,
+    hook: StartChannel,
 ) -> None:
     """All that is done for a step."""
     # After us the helper may stage what else the job names, within its own limit.
     first = FIRST + float(asked.timeout if is_number(asked.timeout) else 0)
     hook.begin(asked.environment)
     with Tasks(path, first, manager) as tasks:
-        hook.send(Message("ready"))
+        hook.send(StartReport("ready"))
         hook.close()
         answer = _answer(node, job, asked, tasks)
         line = message(answer.outcome, node.config.user_messages)

@@ -26,7 +26,7 @@ from forestage.features.registry.store_age import Collection, Sight
 from forestage.paths import Places
 from forestage.system import as_user, folders, records
 from forestage.system.as_user import User
-from forestage.system.terminal import Line, Piece, Table, age, count
+from forestage.system.terminal import Piece, TextLine, TextTable, age, count
 from forestage.units import format_size, is_number, printable
 
 LOOK = 120.0  # seconds for one user's directory, which may be on a file server that hangs
@@ -256,7 +256,7 @@ def clean_some(config: Config, places: Places, clock: Clock) -> list[Done]:
 
     A node visits some users at random each hour, and one of all that visit a user collects: so
     nobody has to say which node it is, and nothing is written but by a directory's owner. A store
-    that hangs costs the sweep LISTED seconds. Raises OSError, as_user.TooSlow.
+    that hangs costs the sweep LISTED seconds. Raises OSError, as_user.ChildTimeout.
     """
     if config.registry.store is None:
         return []
@@ -331,7 +331,7 @@ def _collected_once(config: Config, user: User, sight: Sight | None, now: float)
 def listing(rows: Sequence[Row], now: float) -> list[Piece]:
     """`ls` for people."""
     if not rows:
-        return [Line("no images")]
+        return [TextLine("no images")]
     cells = [
         (
             row.user,
@@ -345,12 +345,12 @@ def listing(rows: Sequence[Row], now: float) -> list[Piece]:
     ]
     total = format_size(sum(row.bytes for row in rows))
     columns = ("USER", "IMAGE", "DIGEST", "SIZE", "USED", "IMPORTED BY")
-    return [Table(columns, cells), Line(f"{count(len(rows), 'image')}, {total}")]
+    return [TextTable(columns, cells), TextLine(f"{count(len(rows), 'image')}, {total}")]
 
 
 def pieces(done: Sequence[Done], dry_run: bool) -> list[Piece]:
     """`gc` for people."""
-    return [Line(text) for text in lines(done, dry_run)] or [Line("nothing to delete")]
+    return [TextLine(text) for text in lines(done, dry_run)] or [TextLine("nothing to delete")]
 
 
 def lines(done: Sequence[Done], dry_run: bool) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from forestage.errors import Declined
 from forestage.slurm.lines import LANGUAGE, encoded
 from forestage.system import holder
-from forestage.system.holder import Guests
+from forestage.system.holder import TaskConnections
 from forestage.system.processes import ProcessIdentity
 from forestage.units import printable
 
@@ -30,7 +30,7 @@ class Tasks:
         self.path = path
         self.manager = manager
         # One of a step of that number before a requeue gives way.
-        self.guests = Guests(holder.listen(path), self._answer, self._greet)
+        self.guests = TaskConnections(holder.listen(path), self._answer, self._greet)
         self.lines = [encoded(LANGUAGE)]
         self.alone, self.limit = time.monotonic(), first
         self.came = False  # a task, ever

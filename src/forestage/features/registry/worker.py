@@ -25,7 +25,7 @@ MOST = 4 << 20  # bytes in all: a line each 30 s, for weeks
 class Worker:
     """A worker that runs; `fd` can be read once there may be words."""
 
-    def __init__(self, program: run.Piped) -> None:
+    def __init__(self, program: run.PipedProcess) -> None:
         self.pid = program.pid
         self.fd = program.out
         self.ended = False

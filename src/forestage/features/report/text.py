@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from forestage.features.report import format as fmt
 from forestage.features.report.figures import Report
 from forestage.features.report.sums import Group, OneNode
-from forestage.system.terminal import Facts, Line, Piece, Table
+from forestage.system.terminal import NamedValues, Piece, TextLine, TextTable
 from forestage.units import format_size
 
 MAX_ROWS = 10  # of each table
@@ -13,17 +13,20 @@ MAX_ROWS = 10  # of each table
 
 def pieces(report: Report) -> list[Piece]:
     if report.first is None or report.last is None:
-        return [Line("There are no events in this time.")]
+        return [TextLine("There are no events in this time.")]
     days = [fmt.day(one, report.utc_offset) for one in (report.first, report.last)]
     starts = fmt.plural(report.total.tried + report.total.excluded, "image start")
     nodes = fmt.plural(len(report.nodes), "node")
     title = f"{' to '.join(dict.fromkeys(days))}: {starts} on {nodes}"
-    lines: list[Piece] = [Line(title, heading=True), Facts(tuple(_facts(report)), indent=2)]
+    lines: list[Piece] = [
+        TextLine(title, heading=True),
+        NamedValues(tuple(_facts(report)), indent=2),
+    ]
     lines += _table("image", report.images) + _table("user", report.users)
     if len(report.partitions) > 1:
         lines += _table("partition", report.partitions)
     lines += _table("node", report.nodes)
-    return [*lines, Line(""), Line("The whole report: forestage report -o report.html")]
+    return [*lines, TextLine(""), TextLine("The whole report: forestage report -o report.html")]
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -64,9 +67,9 @@ def _table(name: str, found: Sequence[Group]) -> list[Piece]:
     if not found:
         return []
     rows = [{name: one.name, **_cells(one)} for one in found[:MAX_ROWS]]
-    table = Table(tuple(rows[0]), [tuple(row.values()) for row in rows], indent=2)
+    table = TextTable(tuple(rows[0]), [tuple(row.values()) for row in rows], indent=2)
     more = len(found) - MAX_ROWS
-    return [Line(""), table, *([Line(f"and {more} more", 2)] if more > 0 else [])]
+    return [TextLine(""), table, *([TextLine(f"and {more} more", 2)] if more > 0 else [])]
 
 
 def _cells(one: Group) -> dict[str, str]:

@@ -21,7 +21,7 @@ from forestage import events, trace
 from forestage.errors import Declined
 from forestage.stage.task import Task
 from forestage.system import child, folders, fuse, holder, lock, records
-from forestage.system.holder import SAFEST, Channel, Life, Message
+from forestage.system.holder import SAFEST, DaemonSpec, StartChannel, StartReport
 
 MOST, MOST_OF_USER = 7, 4
 """Images of a node, and of one user on it, that are read through at once.
@@ -31,7 +31,7 @@ A keeper and its server take 17 MiB, 33 once all threads have read: no more than
 
 PROCESS_NAME = "forestage-keep"  # in ps(1); its servers are SERVER_NAME
 SERVER_NAME = "forestage-read"
-KEEPER = Life(PROCESS_NAME, oom_score_adj=SAFEST)
+KEEPER = DaemonSpec(PROCESS_NAME, oom_score_adj=SAFEST)
 START = 10.0  # seconds until the first server answers
 PROBED = 0.2  # seconds for which somebody who only looks may hold the lock
 ANSWER = 1.0  # seconds for a connection: a keeper that is stopped takes none once its queue is full
@@ -92,7 +92,7 @@ def states(through: Path) -> list[tuple[Path, State]]:
     """The keepers that live, by their directories. Raises OSError."""
     found = []
     for spot in through.iterdir() if through.exists() else ():
-        with contextlib.suppress(FileNotFoundError, records.Damaged):
+        with contextlib.suppress(FileNotFoundError, records.DamagedRecord):
             if not lock.is_free(spot / "lock"):
                 found.append((spot, records.load(spot / "state", State)))
     return found
@@ -108,7 +108,7 @@ def _comes(path: Path) -> bool:
     return False
 
 
-def _live(task: Task, spot: Path, hook: Channel) -> None:
+def _live(task: Task, spot: Path, hook: StartChannel) -> None:
     """The keeper's whole life."""
     task = task.received()
     hook.begin(task.opened.fd)
@@ -117,5 +117,5 @@ def _live(task: Task, spot: Path, hook: Channel) -> None:
     try:
         with lock.held(spot / "lock", PROBED):
             Keeper(task, spot, must_be_allowed).run(hook)
-    except lock.Busy:
-        hook.send(Message("busy"))
+    except lock.LockTimeout:
+        hook.send(StartReport("busy"))

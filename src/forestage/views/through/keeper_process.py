@@ -29,7 +29,7 @@ from forestage import events, log
 from forestage.errors import Declined
 from forestage.stage.task import Task
 from forestage.system import child, fuse, holder, mounts
-from forestage.system.holder import Channel, Guests, Message
+from forestage.system.holder import StartChannel, StartReport, TaskConnections
 from forestage.views.through import keeper, server
 from forestage.views.through.keeper import SERVER_NAME, State
 from forestage.views.through.local import Local
@@ -80,7 +80,7 @@ class Keeper:
         self.state = os.open(spot / "state", flags, 0o600)
         self._write_state()
         must_be_allowed(spot, self.uid)  # once more, now that those who start see each other
-        self.guests = Guests(holder.listen(spot / "sock.new"), self._answer)
+        self.guests = TaskConnections(holder.listen(spot / "sock.new"), self._answer)
         self.line = os.open(fuse.DEVICE, os.O_RDWR)
         # A server that dies wakes the keeper.
         self.wake, theirs = socket.socketpair()
@@ -92,7 +92,7 @@ class Keeper:
         os.close(os.open(FILE, os.O_CREAT | os.O_WRONLY, 0o600))
         fuse.mount(self.line, FILE, self.served.attributes.mode)
 
-    def run(self, hook: Channel) -> None:
+    def run(self, hook: StartChannel) -> None:
         """Keeps the file until its last mount has gone; says `ready` once it can be read.
 
         Raises Declined, OSError.
@@ -115,17 +115,17 @@ class Keeper:
             raise Declined("no-through", "this kernel cannot show the file's ACL")
         self._write_state()
         os.rename("sock.new", "sock", src_dir_fd=self.spot, dst_dir_fd=self.spot)
-        hook.send(Message("ready"))
+        hook.send(StartReport("ready"))
         hook.close()
         self._keep()
 
-    def _give_up(self, hook: Channel, probe: int) -> NoReturn:
+    def _give_up(self, hook: StartChannel, probe: int) -> NoReturn:
         """Ends what it has started, and holds its place until that has ended.
 
         What hangs with the source takes memory, and no signal ends it: each step that came would
         leave some more. Raises Declined.
         """
-        hook.send(Message("failed", "no-through", UNANSWERED))
+        hook.send(StartReport("failed", "no-through", UNANSWERED))
         hook.close()
         os.close(self.line)  # once the server has ended, too, the kernel answers the probe
         ended = False

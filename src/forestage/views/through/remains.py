@@ -45,7 +45,7 @@ def hanging(through: Path, clock: Clock) -> list[LivingKeeper]:
 
 
 def end(found: LivingKeeper) -> None:
-    """Ends a keeper that hangs. Raises OSError, Failed, TooSlow."""
+    """Ends a keeper that hangs. Raises OSError, Failed, ChildTimeout."""
     spot, state = found.spot, found.state
     for pid in _keepers():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
@@ -89,7 +89,7 @@ def dead(through: Path, cache: Cache, now: float) -> list[Path]:
 
 def remove(spot: Path) -> None:
     """Removes such a directory, unless a keeper lives there. Raises OSError."""
-    with contextlib.suppress(lock.Busy), lock.held(spot / "lock", 0):
+    with contextlib.suppress(lock.LockTimeout), lock.held(spot / "lock", 0):
         # A server that lost its keeper has it mapped still, and would believe the marks for ever.
         with contextlib.suppress(FileNotFoundError), (spot / "pieces").open("r+b") as marks:
             marks.write(bytes(os.fstat(marks.fileno()).st_size))

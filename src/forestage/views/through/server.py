@@ -38,7 +38,7 @@ from forestage.cache.part import HOT_PIECE, chunk_count
 from forestage.cache.readers import NOW, SOON, Level
 from forestage.errors import Failed
 from forestage.system import fuse
-from forestage.system.fuse import Attributes, Op, Request
+from forestage.system.fuse import FuseAttributes, FuseOpcode, FuseRequest
 from forestage.views.through.local import Local
 from forestage.views.through.memory import Common, Generation, Read
 from forestage.views.through.reads import Arrivals, Streams
@@ -67,9 +67,9 @@ class Served(msgspec.Struct, frozen=True):
     leases: Leases
 
     @property
-    def attributes(self) -> Attributes:
+    def attributes(self) -> FuseAttributes:
         identity, access = self.image.identity, self.image.access
-        return Attributes(
+        return FuseAttributes(
             *(identity.inode, identity.size, identity.mtime_ns, identity.ctime_ns),
             *(stat.S_IFREG | access.mode, access.uid, access.gid, access.acl),
         )
@@ -148,14 +148,14 @@ class Server:
         request = fuse.parse(slot)
         if request is None:
             return
-        if request.op == Op.READ:
+        if request.op == FuseOpcode.READ:
             offset, size = fuse.read_range(request)
             size = max(0, min(size, self.file.size - offset))
             self._accept(Read(request.unique, offset, size, pid=request.pid))
-        elif request.op == Op.INTERRUPT:
+        elif request.op == FuseOpcode.INTERRUPT:
             self._interrupt(request)
         else:
-            if request.op == Op.INIT and self.file.acl and not fuse.shows_acls(request):
+            if request.op == FuseOpcode.INIT and self.file.acl and not fuse.shows_acls(request):
                 self.common.hides_acl = 1
             answer = fuse.answer(request, self.file)
             if answer is not None:
@@ -195,7 +195,7 @@ class Server:
         else:
             self._from_source(read, NOW if straight else SOON)
 
-    def _interrupt(self, request: Request) -> None:
+    def _interrupt(self, request: FuseRequest) -> None:
         """Answers for a reader that is being killed, whatever its read waits for."""
         unique = fuse.interrupted(request)
         number = self.pending.get(unique)

@@ -246,7 +246,7 @@ def test_copier_that_does_not_answer_is_not_waited_for_again(
 
     def slow(work: object, answer: object, timeout: float, **_: object) -> None:
         asked.append(timeout)
-        raise as_user.TooSlow("no answer")
+        raise as_user.ChildTimeout("no answer")
 
     begun(dirs, f"{tree(dirs)}@job")
     monkeypatch.setattr(as_user, "ask", slow)

@@ -52,7 +52,7 @@ def spank(node: Node) -> Iterator[Node]:
         loop.detach(one)
 
 
-def devices(node: Node) -> list[loop.Loop]:
+def devices(node: Node) -> list[loop.LoopDevice]:
     """Those of files on the node's disk; another mount namespace may have files of their names."""
     return [one for one in loop.attached() if one.is_on(node.nvme.stat())]
 

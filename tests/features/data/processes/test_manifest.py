@@ -20,7 +20,7 @@ from forestage.features.data import manifest, user_threads
 from forestage.features.data.manifest import File, Manifest
 from forestage.system import file_systems, mounts
 from forestage.system.as_user import User
-from forestage.system.files import Asked
+from forestage.system.files import Statx
 from forestage.units import printable
 from node import ALICE, BOB
 
@@ -506,10 +506,10 @@ def test_names_that_may_be_two_files_have_bytes_of_their_own(
     else:
         real = manifest.latest
 
-        def latest(fd: int, disk: int, name: bytes = b"") -> Asked:
+        def latest(fd: int, disk: int, name: bytes = b"") -> Statx:
             facts = real(fd, disk, name)
-            words = {word: getattr(facts, word) for word in Asked._fields}
-            return Asked(**words | {"st_nlink": 1})
+            words = {word: getattr(facts, word) for word in Statx._fields}
+            return Statx(**words | {"st_nlink": 1})
 
         monkeypatch.setattr(manifest, "latest", latest)
     assert look(top, me).links == ()

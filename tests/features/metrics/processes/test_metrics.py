@@ -186,7 +186,7 @@ def test_parallel_runs_exclude_each_other_until_the_file_is_written(
 
     def beside(path: Path, data: bytes, mode: int = 0o600) -> None:
         if threading.get_ident() == me:
-            with ThreadPoolExecutor(1) as pool, pytest.raises(lock.Busy):
+            with ThreadPoolExecutor(1) as pool, pytest.raises(lock.LockTimeout):
                 pool.submit(metrics.export, site.places, Clock(), "1").result()
             tried.append(path.name)
         write(path, data, mode)

@@ -150,7 +150,7 @@ def test_answer_of_failed_srun_has_its_first_error(site: Site, fake: Fake) -> No
     "out", ["", "{}", '{"job": 1}', '{"forestage": "other", "job": 1, "images": []}', "\x00\x1b[2J"]
 )
 def test_answer_of_other_output_is_no_answer(out: str) -> None:
-    found = warm.answer("n1", run.Ran(("srun",), 0, out, ""), 1.0)
+    found = warm.answer("n1", run.ProcessResult(("srun",), 0, out, ""), 1.0)
     assert (found.is_warm, found.problem) == (False, "it ended with 0 and no answer")
 
 
@@ -410,5 +410,5 @@ def test_output_of_odd_names_is_one_line_that_warm_reads(
     (line,) = capsys.readouterr().out.splitlines()
     names = [one["image"] for one in json.loads(line)["images"]]
     assert names == ["/lustre/a\\nb", "/lustre/\\udcff"]
-    found = warm.answer("n1", run.Ran(("srun",), 0, line, ""), 1.0)
+    found = warm.answer("n1", run.ProcessResult(("srun",), 0, line, ""), 1.0)
     assert (found.job, len(found.images)) == (7, 2)

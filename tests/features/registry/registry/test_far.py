@@ -266,7 +266,7 @@ def test_store_that_hangs_is_left_alone_for_an_hour(
 ) -> None:
     monkeypatch.setattr(registry, "LISTED", 0.2)
     far.hang()
-    with pytest.raises(as_user.TooSlow):
+    with pytest.raises(as_user.ChildTimeout):
         sweeping.collect()
     assert sweeping.collect_again(600) == []
     far.answer()
