@@ -463,9 +463,9 @@ def test_programs_are_started_where_it_is_known_by_whom() -> None:
             "which",
             "start_as",
             "start_filter",
-            "Filter",
+            "FilterProcess",
             "start_piped",
-            "Piped",
+            "PipedProcess",
             "run",
             "nowhere",
         }
@@ -473,7 +473,7 @@ def test_programs_are_started_where_it_is_known_by_whom() -> None:
     for module in present(FOR_WORKERS):
         nodes = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)]
         used = {node.attr for node in nodes if ast.unparse(node.value) == "run"}
-        assert used <= {"which", "run_here", "Output", "start_here", "end_session"}, module
+        assert used <= {"which", "run_here", "ProcessOutput", "start_here", "end_session"}, module
 
 
 def test_environment_is_read_by_the_hooks_and_the_command_line_only() -> None:

@@ -197,8 +197,9 @@ def _striping(files: RootedTree, images: tuple[Used, ...]) -> Iterator[Finding]:
             f"{path} ({format_size(used.size)}) lies on {count(stripes, 'OST')}",
             "All nodes of a cold start read it from there: 23 GiB took 64 nodes 200 s with Lustre's"
             " default, 74 s from 32 OSTs",
-            f"{' '.join(setstripe(StripeLayout(), path.parent))} (for new files; then write {path.name}"
-            " anew: cp it to another name there, and mv that over it)",
+            f"{' '.join(setstripe(StripeLayout(), path.parent))}"
+            f" (for new files; then write {path.name} anew: cp it to another name there, and mv"
+            " that over it)",
         )
 
 

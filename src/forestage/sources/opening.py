@@ -302,7 +302,7 @@ def _server(places: Places, path: str) -> _Server | None:
 
 
 def _must_not_hang(places: Places, path: str) -> None:
-    """Raises ChildTimeout at once where the path's server has hung before, and has not answered since.
+    """Raise ChildTimeout at once if the path's server has hung before and not answered since.
 
     One process of the node asks it (system/probe.py), and its end is the news.
     """
