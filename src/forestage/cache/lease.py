@@ -184,12 +184,11 @@ class Leases:
             return Said()
         return msgspec.structs.replace(found, uid=None)
 
-    def has_data(self, job: int, uid: int | None = None) -> bool | None:
-        """Whether the job's comment named any data; None where nobody can tell."""
-        try:
+    def has_data(self, job: int, uid: int) -> bool:
+        """Whether the comment of this user's job named any data; not where nobody can tell."""
+        with contextlib.suppress(Failed, OSError):
             return self.said(job, uid).data is not None
-        except (Failed, OSError):
-            return None
+        return False
 
     def said_file(self, job: int) -> Path:
         return self.directory / f"{job}.said"

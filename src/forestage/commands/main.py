@@ -12,8 +12,7 @@ import click
 
 from forestage.commands.world import Commands, Exit
 from forestage.commands.world import World as World
-from forestage.features import FEATURES
-from forestage.features.doors import COMMANDS, load
+from forestage.features import FEATURES, doors
 
 if TYPE_CHECKING:
     from forestage.features.doors import CommandsDoor
@@ -81,7 +80,7 @@ def _load_core(module: str) -> "CommandsDoor":
 
 
 def _load_feature(name: str) -> "CommandsDoor":
-    return load(name, COMMANDS)
+    return doors.load(name, doors.COMMANDS)
 
 
 for heading, commands in CORE.items():

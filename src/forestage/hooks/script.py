@@ -171,7 +171,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
     data: list[Handled] = []
     local = answers.local_images(job, done.answers)
     # Of a lease that cannot be read a refusal says so already.
-    has_data = bool(nodes[0].leases.has_data(job.id, job.user.uid))
+    has_data = nodes[0].leases.has_data(job.id, job.user.uid)
     if features := _asked_for(job, has_data):
         from forestage.features.doors import STEP_AFTER_LEASE, load_all
 

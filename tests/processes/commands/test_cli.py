@@ -62,7 +62,7 @@ from click.testing import CliRunner
 from forestage.commands.main import main
 assert CliRunner().invoke(main, ["--help"]).exit_code == 0
 print([name for name in ("rich", "yaml", "msgspec", "xxhash") if name in sys.modules])
-print([name for name in sys.modules if getattr(sys.modules[name], "COMMANDS", None)])
+print([n for n, one in sys.modules.items() if isinstance(getattr(one, "COMMANDS", None), tuple)])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["[]", "[]"]
@@ -74,7 +74,7 @@ import sys
 from click.testing import CliRunner
 from forestage.commands.main import main
 assert CliRunner().invoke(main, ["unpin", "--help"]).exit_code == 0
-print([name for name in sys.modules if getattr(sys.modules[name], "COMMANDS", None)])
+print([n for n, one in sys.modules.items() if isinstance(getattr(one, "COMMANDS", None), tuple)])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['forestage.commands.pin']"
