@@ -95,7 +95,7 @@ def test_removed_addresses_may_be_those_of_nodes_with_a_keys_name(tmp_path: Path
     assert list(load_settings(tmp_path).removed) == ["peers.addresses"]
 
 
-def test_key_that_excludes_is_never_one_that_is_ignored() -> None:
+def test_key_that_keeps_bytes_from_other_nodes_is_never_one_that_is_ignored() -> None:
     """Whoever takes one of these away has to say what becomes of what it excluded."""
     excluding = {"peers.enabled", "peers.reach"}
     assert excluding <= set(KEYS)

@@ -19,6 +19,6 @@ def test_service_with_a_wrong_configuration_is_not_started_again() -> None:
     assert {int(code) for code in codes.split()} == {Exit.USAGE, Exit.CONFIG}
 
 
-def test_directory_of_the_hooks_cannot_be_listed_by_users() -> None:
+def test_directory_of_the_hooks_is_made_as_closed_as_by_tmpfiles() -> None:
     """Which the unit makes where tmpfiles.d did not."""
     assert values("RuntimeDirectoryMode") == ["0711"]

@@ -42,6 +42,6 @@ def test_host_is_found_as_it_is_written(host: str | None, found: Address | None)
     assert find_host(Config(peers=peers, prefetch=Prefetching(host=host))) == found
 
 
-def test_key_that_excludes_is_never_one_that_is_ignored() -> None:
+def test_host_is_never_a_key_that_is_ignored() -> None:
     """Whoever takes it away has to say what becomes of what it excluded."""
     assert "prefetch.host" in set(KEYS) - set(REMOVED)
