@@ -195,6 +195,11 @@ FEATURES = (
             ),
         ),
         debts=(
+            *("packaging/prometheus/forestage.rules.yml", "packaging/grafana/forestage.json"),
+            *("packaging/build: prometheus/", "packaging/build: grafana/"),
+            "docs/operations.md: forestage/prometheus/",
+            "docs/operations.md: forestage/grafana/",
+            *("tests/alerts.yml", "tests/test_alerts.py"),
             "src/forestage/commands/status.py: STATES",
             "src/forestage/config/values.py: TEXTFILE",
             *("tests/hooks/test_trouble.py: metrics", "tests/hooks/test_order.py: metrics"),
