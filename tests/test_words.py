@@ -37,8 +37,8 @@ GLOSSARY = frozenset(
     re.findall(
         r"\w+",
         "Job Step Task Node Image Source Identity Key Cache Entry Part Chunk Digest Map Stage"
-        " Stager Lease Redirect Hit Pin Sweep Hook Prolog Epilog Companion Helper Keeper Server Peer Giver"
-        " Feature Request Outcome Reason Mode Door Table Pool Declined Failed",
+        " Stager Lease Redirect Hit Pin Sweep Hook Prolog Epilog Companion Helper Keeper"
+        " Server Peer Giver Feature Request Outcome Reason Mode Door Table Pool Declined Failed",
     )
 )
 """Words of the project that are a class's name alone; the last two are errors' names."""
