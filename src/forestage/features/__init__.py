@@ -200,6 +200,10 @@ FEATURES = (
             "docs/operations.md: forestage/prometheus/",
             "docs/operations.md: forestage/grafana/",
             *("tests/alerts.yml", "tests/test_alerts.py"),
+            (
+                "tests/faults/test_parked_look.py: "
+                "test_command_makes_no_name_in_a_directory_that_users_can_list"
+            ),
             "src/forestage/commands/status.py: STATES",
             "src/forestage/config/values.py: TEXTFILE",
             *("tests/hooks/test_trouble.py: metrics", "tests/hooks/test_order.py: metrics"),
