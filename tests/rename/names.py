@@ -6,12 +6,11 @@ The kinds of a row, and what `where` is: the module that has the name now, as do
     class, function, constant   the module                        bind/namespaces
     module                      nothing; old and new are          bind/namespaces
     parameter                   the function, or the method       bind/unmount.claim
-    field, method               the class                         cache/lease.Lease
     text                        nothing: a word in comments, docstrings and pages, matched whole
 
 `where` may use names from before or after the renaming. A name is resolved through imports, also
 those in functions and those that another module passes on; a local variable of the same name stays.
-Fields, methods and their keywords are resolved by mypy's types, which costs a run of it.
+Keywords follow a parameter where the call names the function; mypy reports those of methods.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from typing import Any, TypeAlias
 
 import checked
 
-KINDS = ("class", "function", "constant", "module", "parameter", "field", "method", "text")
-OF_TYPES = ("parameter", "field", "method")
+KINDS = ("class", "function", "constant", "module", "parameter", "text")
 SETTERS = ("setattr", "delattr", "object")
 Name = tuple[str, str]
 """A module and a name in it, which may be a module, too."""
@@ -209,15 +207,14 @@ class Program:
                 self.top[owner, row.old] = row.new
                 self._by_old[row.old].append((owner, row.new))
         for row in table.rows:
-            if row.kind in OF_TYPES:
+            if row.kind == "parameter":
                 place, _, name = row.where.removesuffix(".py").partition(".")
                 if row.where.startswith(("tests/", "bench/")):
                     place, _, name = row.where.partition(".py.")
                     place += ".py"
                 owner, *rest = [self.module(dotted(place)), *name.split(".")]
                 owner, first = self.canon(owner, rest[0])
-                kinds = self.parameters if row.kind == "parameter" else self.members
-                kinds[owner, ".".join([first, *rest[1:]])][row.old] = row.new
+                self.parameters[owner, ".".join([first, *rest[1:]])][row.old] = row.new
 
     def _files(self) -> Iterator[tuple[Path, str]]:
         for top in ("src", "src/estimate", "src/window"):
@@ -285,16 +282,6 @@ class Program:
         return {folder for name in self.modules for folder in _prefixes(name)}
 
     # --- edits
-
-    @cached_property
-    def types(self) -> Any:
-        from types_of import Types
-
-        return Types(self.repository)
-
-    @property
-    def needs_types(self) -> bool:
-        return bool(self.members or self.parameters)
 
     def edit(self) -> dict[Path, str]:
         changed = {}
@@ -431,21 +418,8 @@ class Editor:
             return
         classes = self._definition(node.value)  # an attribute of a class
         new = self._program.members.get(classes or ("", ""), {}).get(node.attr)
-        if not new and self._program.members:
-            new = self._new_member(self._program.types.members(self._path, node), node.attr)
         if new:
             self._replace(end, node.attr, new)
-
-    @property
-    def _path(self) -> str:
-        return str(self._module.path.relative_to(self._program.repository))
-
-    def _new_member(self, classes: set[str], name: str) -> str | None:
-        for whole in classes:
-            owner, _, last = whole.rpartition(".")
-            if new := self._program.members.get(self._program.canon(owner, last), {}).get(name):
-                return new
-        return None
 
     # definitions
 
@@ -563,8 +537,6 @@ class Editor:
                 (definition[0], f"{definition[1]}.__init__"), {}
             )
             renamed |= self._program.parameters.get(definition, {})
-        if self._program.needs_types and any(one.arg for one in node.keywords):
-            renamed |= self._renamed_by_type(node)
         for keyword in node.keywords:
             if keyword.arg and (new := renamed.get(keyword.arg)):
                 self._replace(self._module.start(keyword), keyword.arg, new)
@@ -574,24 +546,6 @@ class Editor:
             for argument in [*node.args[:1], *(one.value for one in node.keywords)]:
                 self._quoted(argument)
 
-    def _renamed_by_type(self, node: ast.Call) -> dict[str, str]:
-        renamed: dict[str, str] = {}
-        called, classes = self._program.types.called(self._path, node)
-        if classes:
-            for keyword in node.keywords:
-                if keyword.arg and (new := self._new_member(classes, keyword.arg)):
-                    renamed[keyword.arg] = new
-        for (owner, function), names in self._program.parameters.items():
-            first, *rest = function.split(".")
-            for whole in called:
-                module = next((one for one in _prefixes(whole) if one in self._program.modules), "")
-                parts = whole.removeprefix(f"{module}.").split(".")
-                if module and self._program.canon(module, parts[0]) == (owner, first):
-                    members = self._program.members.get((owner, first), {})
-                    if [members.get(part, part) for part in parts[1:]] == rest:
-                        renamed |= names
-        return renamed
-
     def _setter(self, target: ast.expr, name: ast.expr) -> None:
         if not (isinstance(name, ast.Constant) and isinstance(name.value, str)):
             return
@@ -600,9 +554,6 @@ class Editor:
         else:
             definition = self._definition(target)
             new = self._program.members.get(definition or ("", ""), {}).get(name.value)
-            if not new and self._program.members:
-                classes = self._program.types.of(self._path, target)
-                new = self._new_member(classes, name.value)
         if new:
             self._replace(self._module.start(name) + 1, name.value, new)
 
