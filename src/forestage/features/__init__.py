@@ -165,6 +165,15 @@ FEATURES = (
             "tests/unit/config/test_config.py: data.mount_roots",
             "tests/unit/config/test_config.py: data: {enabled: false}",
             "tests/jobdir.py",
+            "tests/features/peers/hooks/test_peer_service.py: look",
+            (
+                "tests/features/peers/hooks/test_peer_service.py: "
+                "test_client_of_a_look_goes_on_after_restart_of_the_service"
+            ),
+            (
+                "tests/features/peers/hooks/test_peer_service.py: "
+                "test_service_notes_who_has_proven_itself_from_another_address"
+            ),
             "tests/hooks/test_earlier_cache.py: Dirs",
             "tests/hooks/test_groups.py: show",
             "tests/hooks/test_groups.py: test_directory_that_a_steps_groups_can_read_is_read_again",
