@@ -140,6 +140,11 @@ class Compute:
                 found.setdefault(name, set()).add(group.strip().removeprefix("0::"))
         return found
 
+    def await_processes(self) -> None:
+        """Wait until none of jobs or copies is there; the peer service lives as long as a node."""
+        others = "ps -e -o comm=,cgroup= | grep -v /forestage-peer.service"
+        self.until(f"! {others} | grep -qE '^(forestage|squashfuse)'")
+
     def entries(self) -> list[str]:
         return self.run(f"ls {CACHE}/entries 2>/dev/null || true").out.split()
 
@@ -148,7 +153,7 @@ class Compute:
 
         Processes neither: it waits for their end, also of a copy that no job needs any more.
         """
-        self.until("! ps -e -o comm= | grep -qE '^(forestage|squashfuse)'")
+        self.await_processes()
         return self.run(
             # A keeper's directory stays for the sweep, the state in it does not.
             "cd /run/forestage; find leases served through/*/state -type f -o -type s 2>/dev/null"

@@ -26,8 +26,9 @@ from vm import DISKS, ROOT, VM
 HERE = Path(__file__).parent
 PACKAGES = (
     "ca-certificates,systemd,systemd-sysv,dbus,udev,kmod,linux-image-amd64,busybox-static,"
-    "mdadm,xfsprogs,e2fsprogs,dmsetup,nfs-kernel-server,nfs-common,iptables,iproute2,procps,psmisc,"
-    "slurmctld,slurmd,slurm-client,munge,python3,squashfs-tools,squashfuse,fuse3,acl,attr,rsync,zstd"
+    "mdadm,xfsprogs,e2fsprogs,dmsetup,nfs-kernel-server,nfs-common,cachefilesd,iptables,iproute2,"
+    "procps,psmisc,slurmctld,slurmd,slurm-client,munge,python3,squashfs-tools,squashfuse,fuse3,acl,"
+    "attr,rsync,zstd"
 )
 SIZES = {"root": "6G", "nvme0": "1G", "nvme1": "1G"}
 MODULES = ("virtio_pci", "virtio_blk", "ext4")
