@@ -93,7 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("long") or item.get_closest_marker("suite"):
             item.add_marker(pytest.mark.timeout(LONGEST))
     also = set(os.environ.get("FORESTAGE_TEST_ALSO", "").split())
-    left_out = [item for item in items if item.get_closest_marker("long") and "long" not in also]
+    unasked = {"long", "machine"} - also
+    left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
     if lanes.taken_here() and "ci" not in also:  # whoever names a file wants all of it
         left_out += choice.find_left_out(items)
     config.hook.pytest_deselected(items=left_out)
