@@ -495,9 +495,7 @@ class Schedule:
             return None
         self._turn += 1
         spare: tuple[int, str] | None = None
-        neighbours = self._peers.neighbours
-        for step in range(len(neighbours)):
-            peer = neighbours[(self._turn + step) % len(neighbours)]
+        for peer in self._by_load():
             if self._peers.load[peer] >= self._each or not self._peers.may_ask(peer, now):
                 continue
             has = self._peers.has.get(peer, 0) & self._unasked
@@ -519,6 +517,16 @@ class Schedule:
             if has and not asked:
                 spare = spare or (self._some(has), peer)
         return spare and self._ask(*spare, now)
+
+    def _by_load(self) -> list[str]:
+        """Return the neighbours, those with the fewest chunks under way first; alike, in turn.
+
+        A link that many share is slow, and would get more and more of our asks.
+        """
+        neighbours = self._peers.neighbours
+        first = self._turn % max(1, len(neighbours))
+        turned = [*neighbours[first:], *neighbours[:first]]
+        return sorted(turned, key=self._peers.load.__getitem__)
 
     def _offered(self, now: float) -> int:
         return self._peers.offered(now, self._follow or self.policy.patience)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,20 @@ def test_few_chunks_are_fetched_at_once_over_a_slow_link(nodes: int, few: int) -
 def test_as_many_chunks_as_before_are_fetched_at_once_where_they_come_quickly() -> None:
     quick, at_first = fetched_once(took=0.1)
     assert len(all_of(quick.next_fetch, 0.2)) == at_first
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 5, 8])
+def test_all_peers_are_asked_for_as_many_chunks(nodes: int) -> None:
+    """Else the links of some rest, and the others' are shared by more than they are made for."""
+    one = schedule(40 * nodes, [f"n{number}" for number in range(nodes)])
+    settle(one)
+    of_others = sum(1 << n for n in range(40 * nodes) if one.ring.reader(n) != one.me)
+    for peer in others(one):
+        one.peer_has(peer, of_others, 0.1)
+    asked = [one.next_fetch(0.1) for _ in range(4)]
+    loads = Counter(ask.peer for ask in asked if ask)
+    assert loads.total() == len(asked)
+    assert max(loads.values()) - min(loads[peer] for peer in others(one)) <= 1
 
 
 def test_chunk_that_a_job_waits_for_is_fetched_beside_the_few_of_a_slow_link() -> None:
