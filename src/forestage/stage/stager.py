@@ -98,10 +98,9 @@ def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
             ended.append(sys.exc_info()[1])
 
     signal.signal(signal.SIGTERM, note_signal)
-    # An error of the work is raised below, and is not for the hook's stderr as well.
-    threading.excepthook = lambda _: None
     until = math.inf
     working = threading.Thread(target=run, name=PROCESS_NAME, daemon=True)
+    threading.excepthook = partial(_log_dead_thread, working)
     working.start()
     # Not for ever in one wait: CPython may sleep through a signal that comes just before.
     while working.is_alive():
@@ -112,6 +111,19 @@ def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
             raise Stopped
     if ended[0] is not None:
         raise ended[0]
+
+
+def _log_dead_thread(working: threading.Thread, dead: threading.ExceptHookArgs) -> None:
+    """Log what ended a thread of the work: nobody else would learn why its copy failed.
+
+    What ends the work itself is raised by run_until_stopped, and is logged there.
+    """
+    if dead.thread is not None and dead.thread is not working:
+        last = dead.exc_traceback
+        while last is not None and last.tb_next is not None:
+            last = last.tb_next
+        where = f" at {last.tb_frame.f_code.co_filename}:{last.tb_lineno}" if last else ""
+        log.say(f"stager thread {dead.thread.name} died: {dead.exc_value!r}{where}", by_slurm=True)
 
 
 def _acquire_key(task: Task, held: contextlib.ExitStack) -> None:

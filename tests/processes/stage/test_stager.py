@@ -24,7 +24,7 @@ from forestage.errors import Declined, Failed, Stopped
 from forestage.slurm.job import Job
 from forestage.sources.file import FileSource
 from forestage.sources.source import OpenImage, Truncated, Unreadable
-from forestage.stage import chunks, engines, pipeline, queue, stager
+from forestage.stage import chunks, engines, pipeline, queue, reading, stager
 from forestage.stage.task import Task
 from forestage.system import as_user, child, lock
 from forestage.system.holder import StartChannel, StartReport
@@ -336,4 +336,17 @@ def test_error_of_a_stager_that_has_not_left_its_hook_is_not_on_the_hooks_stderr
     with stager.start(task) as channel:
         assert channel.recv(60) == StartReport("died", detail="[Errno 24] no descriptor")
         until(lambda: "no descriptor" in str(said()), "the line in the log")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_thread_of_a_copy_died_of_is_logged(
+    task: Task, said: Said, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def die(*_: object) -> None:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(reading, "read_piece", die)
+    with stager.start(task) as channel:
+        assert channel.recv(60) is not None
+        until(lambda: "died: RuntimeError('unforeseen') at " in str(said()), "the line in the log")
     assert capfd.readouterr() == ("", "")

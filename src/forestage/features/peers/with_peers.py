@@ -161,8 +161,14 @@ class Shared(Run):
         }
 
     def _run_asks(self, next_ask: Callable[[float], Ask | None]) -> None:
-        """Brings one chunk after the other, until there are no more."""
+        """Bring one chunk after the other, until there are no more.
+
+        What this thread was bringing counts in `bringing`, for which all others wait at the end. If
+        the thread dies of something unforeseen, nobody else brings it to an end, so that the copy
+        ends: `join` sees whether anything is missing.
+        """
         buffer = reading.buffer(self.tuning.chunk)
+        is_over = False
         try:
             while (found := self._next(next_ask)) is not None:
                 ask, twice = found
@@ -175,10 +181,12 @@ class Shared(Run):
                 with self.turn:
                     self.bringing -= 1
                     self.turn.notify_all()
+            is_over = True
         except (OSError, Declined) as error:
             self.errors.append(error)
-            self.halt.set()
         finally:
+            if not is_over:
+                self.halt.set()
             with self.turn:
                 self.turn.notify_all()
 

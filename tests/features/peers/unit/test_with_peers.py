@@ -15,7 +15,7 @@ import pytest
 from forestage.cache import allocation, digest
 from forestage.cache.part import Part, missing_chunks
 from forestage.cache.readers import Readers
-from forestage.errors import Stopped
+from forestage.errors import Failed, Stopped
 from forestage.features.peers import origins, with_peers
 from forestage.features.peers.client import Peers
 from forestage.features.peers.connection import ChunkRefused
@@ -205,6 +205,22 @@ def test_bytes_are_right_whatever_one_peer_does(pair: Pair, patient: None, why: 
     pair.check()
     if why in ("silent", "wrong"):
         assert 1 <= sum(peer == "c" for peer, _ in fake.asked) <= 3, "once by each thread"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_copy_of_which_a_thread_died_of_something_unforeseen_fails_and_ends(
+    pair: Pair, patient: None
+) -> None:
+    """The others would wait for ever for what that thread was bringing."""
+    fake = Fake(pair.data, everything())
+
+    def die(peer: str, number: int) -> None:
+        raise RuntimeError
+
+    fake.before = die
+    with pytest.raises(Failed) as caught:
+        pair.copy(fake)
+    assert caught.value.reason == "copy"
 
 
 @pytest.mark.parametrize("why", ["refused", "wrong"])
