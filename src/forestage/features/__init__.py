@@ -175,6 +175,7 @@ FEATURES = (
                 "test_service_notes_who_has_proven_itself_from_another_address"
             ),
             "tests/hooks/test_earlier_cache.py: Dirs",
+            "tests/hooks/test_shares.py: test_no_room_to_unpack_is_made_for_a_file_that_is_mounted",
             "tests/hooks/test_groups.py: show",
             "tests/hooks/test_groups.py: test_directory_that_a_steps_groups_can_read_is_read_again",
             "tests/hooks/test_user_fuse.py: is_declined",
