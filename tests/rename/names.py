@@ -119,7 +119,7 @@ class Module:
             elif isinstance(child, ast.ImportFrom):
                 for one in child.names:
                     scope.bound[one.asname or one.name] = (child.module or "", one.name)
-                    if one.asname:
+                    if one.asname and one.asname != one.name:
                         scope.aliased.add(one.asname)
             elif name := _bound_by(child):
                 scope.bound.setdefault(name, None)
@@ -493,10 +493,12 @@ class Editor:
             if whole in self._program._moves and owner != here:
                 moved.append((one, owner, new))
             elif new != one.name:
-                local = one.asname or new
+                is_passed_on = one.asname == one.name  # `import X as X`
+                local = new if is_passed_on else one.asname or new
                 first, last = self._module.start(one), self._module.end(one)
-                self._edits[first, last] = new if local == new else f"{new} as {local}"
-                if not one.asname:
+                is_short = local == new and not is_passed_on
+                self._edits[first, last] = new if is_short else f"{new} as {local}"
+                if local == new:
                     self._must_be_free(one, new, self._chain[-1], (owner, new))
         if moved:
             self._move(node, moved, here)
