@@ -23,7 +23,7 @@ LEFT = ("CHANGELOG.md", "tests/rename/")
 PATH = re.compile(
     r"((?<![\w/.])(?:[a-z_]\w*/)+[a-z_]\w*)\.(\w+)(?:\.(\w+))?((?:, \w+(?:\.\w+)?)*`)?"
 )
-WHOLE = re.compile(r"\bforestage(?:\.\w+)+")
+WHOLE = re.compile(r"\bforestage(?:\.\w+)+(?::\w+(?:\.\w+)*)?")
 MEMBER = re.compile(r"(?<![\w.])([a-z_]\w*)\.(\w+)")
 QUOTED = re.compile(r"(?<=`)(\w+)(?=(?:\(\))?`)")
 CAMEL = re.compile(r"(?<![\w.`])([A-Z][a-z]+(?:[A-Z][a-z]+)+)\b")
@@ -179,7 +179,11 @@ class Texts:
         return f"{new}.{self._program.members.get((owner, new), {}).get(second, second)}"
 
     def _whole(self, whole: str) -> str:
-        """Return a dotted name with its new names."""
+        """Return a dotted name with its new names; its module may end with a colon."""
+        if ":" in whole:
+            module, _, name = whole.partition(":")
+            new, both = self._whole(module), self._whole(f"{module}.{name}")
+            return f"{new}:{both.removeprefix(f'{new}.')}"
         parts = whole.split(".")
         for length in range(len(parts), 1, -1):
             module = self._program.module(".".join(parts[:length]))
