@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from forestage.features.peers import known_copies
-from forestage.features.peers.known_copies import Answer, Askers
+from forestage.features.peers.known_copies import KnownCopiesReply, RequesterTable
 
 
 class Case(NamedTuple):
@@ -48,7 +48,7 @@ class Found(NamedTuple):
 
 class Node:
     def __init__(self) -> None:
-        self.askers = Askers()
+        self.askers = RequesterTable()
         self.images: OrderedDict[str, None] = OrderedDict()
         self.dead = False
 
@@ -97,11 +97,13 @@ class World:
 
     def _trouble(self, number: int, now: float) -> None:
         if self.chance.random() < self.case.restarts:
-            self.nodes[self.chance.choice(self.names)].askers = Askers()
+            self.nodes[self.chance.choice(self.names)].askers = RequesterTable()
         for liar, key in itertools.product(self.liars, self.keys if number % 50 == 0 else ()):
             self._ask(liar, key, [liar], now)
 
-    def _ask(self, name: str, key: str, job: Sequence[str], now: float) -> list[tuple[str, Answer]]:
+    def _ask(
+        self, name: str, key: str, job: Sequence[str], now: float
+    ) -> list[tuple[str, KnownCopiesReply]]:
         asked = self.asked[key]
         if name in asked:
             asked = known_copies.whom_to_ask(key, self.names, name)
@@ -112,7 +114,7 @@ class World:
             if not node.dead:
                 names = node.askers.ask(key, says, now) if self.case.remembers else ()
                 has = key in node.images or other in self.liars
-                answers.append((other, Answer(has, names)))
+                answers.append((other, KnownCopiesReply(has, names)))
         if name not in self.liars:
             self.count["questions"] += len(set(asked) - {name})
         return answers

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from forestage.cache import image
-from forestage.cache.image import Access, Image
+from forestage.cache.image import AccessRights, SourceImage
 from forestage.cache.part import Part
 from forestage.config import Config
 from forestage.sources import source
@@ -17,7 +17,7 @@ from forestage.system.as_user import User
 def copy_once(config: Config, path: str, directory: Path) -> None:
     """Leaves the file at `path` as a durable part in `directory`, which must not exist yet."""
     fd = os.open(path, os.O_RDONLY)
-    wanted = Image(image.identify(fd, path), Access(0, 0, 0o600))
+    wanted = SourceImage(image.identify(fd, path), AccessRights(0, 0, 0o600))
     opened = OpenImage(wanted, User("root", 0, 0), fd)
     reading = source.open_source(opened)
     part = Part(directory)

@@ -13,8 +13,8 @@ from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.features.data import requests as data
 from forestage.features.data import wanted
-from forestage.hooks.limit import Limit
-from forestage.paths import Places
+from forestage.hooks.limit import HookDeadlines
+from forestage.paths import NodePaths
 from forestage.slurm.job import Job
 
 LONGEST = 400.0  # seconds
@@ -28,7 +28,7 @@ class Later(Clock):
 
 
 def main(directory: str, node_name: str, nodelist: str, uid: str) -> int:
-    places = Places()
+    places = NodePaths()
     config = load_settings(places.etc).for_partition("all")
     node = Node.of(config, places, Later())
     environ = {
@@ -44,7 +44,7 @@ def main(directory: str, node_name: str, nodelist: str, uid: str) -> int:
         "SLURM_JOB_COMMENT": f"stage={directory}/",
     }
     job = Job.from_environ(environ)
-    (outcome,) = data.begin(node, job, Limit.of(Clock(), 600.0, None), None)
+    (outcome,) = data.begin(node, job, HookDeadlines.of(Clock(), 600.0, None), None)
     state, end = outcome.result, time.monotonic() + LONGEST
     while state in ("started", "looking", "copying") and time.monotonic() < end:
         time.sleep(0.05)

@@ -16,13 +16,13 @@ from pathlib import Path
 from host import wait_until
 
 from forestage.cache.node import Node as Bare
-from forestage.cache.said import Tree
+from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Clock
 from forestage.config import load_settings
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.features.data import requests as data
 from forestage.features.data import wanted
-from forestage.hooks.limit import Limit
+from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.job import Job
 from forestage.system import loop, mounts
 from node import ALICE, Node
@@ -129,9 +129,9 @@ class Place:
 
     # What the hooks do
 
-    def begin(self, job: int, tree: str) -> Handled:
+    def begin(self, job: int, tree: str) -> RequestOutcome:
         environ = self.node.environ(job, user=ALICE, comment=f"stage={self.node.shared / tree}/")
-        limit = Limit.of(Clock(), 600.0, None)
+        limit = HookDeadlines.of(Clock(), 600.0, None)
         (outcome,) = data.begin(self._bare(), Job.from_environ(environ), limit, None)
         assert outcome.result == "started", outcome
         return outcome
@@ -139,7 +139,7 @@ class Place:
     def await_ready(self, job: int, tree: str) -> None:
         path = f"{self.node.shared / tree}/"
 
-        def found() -> Tree | None:
+        def found() -> DirectoryCopyState | None:
             one = wanted.read(self.node.leases, job).trees.get(path)
             assert one is None or one.state != "declined", one
             return one if one and one.state == "ready" else None
@@ -149,7 +149,7 @@ class Place:
     def show(self, job: int) -> str:
         """The block device that a step of the job is shown."""
         environ = self.node.environ(job, user=ALICE)
-        limit = Limit.of(Clock(), 600.0, None)
+        limit = HookDeadlines.of(Clock(), 600.0, None)
         shown = data.show(self._bare(), Job.from_environ(environ), limit, None)
         assert shown.lines, shown.outcomes
         return shown.lines[0][1]

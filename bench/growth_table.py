@@ -29,7 +29,7 @@ from scale_table import HOOK, NOBODY, PR_SET_CHILD_SUBREAPER
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import load_settings
-from forestage.paths import Places
+from forestage.paths import NodePaths
 
 FEW = 10  # of what grows
 BOUND = 1.3
@@ -43,7 +43,7 @@ class Lab:
     """A node whose hooks show copies by the companion; `job` is the next one's number."""
 
     def __init__(self, root: Path, lines: int) -> None:
-        self.places = Places(root)
+        self.places = NodePaths(root)
         self.job = 0
         for name in ("mnt/nvme", "run", "shared", "etc/forestage"):
             (root / name).mkdir(parents=True)

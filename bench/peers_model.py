@@ -17,7 +17,7 @@ from typing import NamedTuple
 from forestage.features.peers import with_peers
 from forestage.features.peers.protocol import HANDSHAKE
 from forestage.features.peers.ring import SOURCE
-from forestage.features.peers.schedule import Ask, Schedule, Why
+from forestage.features.peers.schedule import ChunkSchedule, ChunkTransfer, Why
 
 LATENCY = 0.0005  # seconds, of a question and its answer
 ANSWER = 0.02  # seconds: a credential is made and read
@@ -97,15 +97,15 @@ class Node:
 
     def __init__(self, name: str, rate: float) -> None:
         self.name, self.rate = name, rate
-        self.schedule: Schedule | None = None
+        self.schedule: ChunkSchedule | None = None
         self.dead = self.unreadable = False
         self.begun = 0.0
         self.ended: float | None = None
         self.free_up = self.free_down = 0.0
         self.readers = self.askers = 0  # idle workers
         self.looks = False
-        self.reads: dict[Ask, float] = {}  # under way at the source, since when
-        self.waiting: dict[int, list[tuple[Node, Ask, float]]] = {}
+        self.reads: dict[ChunkTransfer, float] = {}  # under way at the source, since when
+        self.waiting: dict[int, list[tuple[Node, ChunkTransfer, float]]] = {}
 
     def has(self, number: int) -> bool:
         return self.schedule is not None and not self.schedule.missing >> number & 1
@@ -169,7 +169,7 @@ class World:
         if node.dead:
             return
         node.begun = self.now
-        node.schedule = Schedule(
+        node.schedule = ChunkSchedule(
             "key", self.names, node.name, range(self.case.chunks), self.case.chunk, self.policy
         )
         node.readers, node.askers = self.case.threads, with_peers.DOWNLOADS
@@ -208,7 +208,7 @@ class World:
         node.looks = False
         self._work(node)
 
-    def _read(self, node: Node, ask: Ask) -> None:
+    def _read(self, node: Node, ask: ChunkTransfer) -> None:
         size = self.case.chunk
         if node.unreadable:
             self.after(LATENCY, self._failed, node, ask, "source")
@@ -225,7 +225,7 @@ class World:
             lambda: self.after(max(LATENCY, down - self.now), self._was_read, node, ask, since),
         )
 
-    def _was_read(self, node: Node, ask: Ask, since: float) -> None:
+    def _was_read(self, node: Node, ask: ChunkTransfer, since: float) -> None:
         if node.reads.get(ask) == since:  # else it was given up
             del node.reads[ask]
             self._got(node, ask)
@@ -242,7 +242,7 @@ class World:
                 node.schedule.drop(ask)
                 node.readers += 1
 
-    def _ask(self, node: Node, peer: Node, ask: Ask) -> None:
+    def _ask(self, node: Node, peer: Node, ask: ChunkTransfer) -> None:
         if peer.dead:
             self.after(SILENCE, self._failed, node, ask, "silent")
         elif peer.schedule is None:
@@ -255,14 +255,14 @@ class World:
             patience = max(LATENCY, node.schedule.wait(ask))
             self.after(patience, self._waited, node, peer, ask, self.now)
 
-    def _waited(self, node: Node, peer: Node, ask: Ask, since: float) -> None:
+    def _waited(self, node: Node, peer: Node, ask: ChunkTransfer, since: float) -> None:
         waiting = peer.waiting.get(ask.number)
         if waiting is not None and (node, ask, since) in waiting:
             waiting.remove((node, ask, since))
             self._tell(node, peer)
             self._failed(node, ask, "silent" if peer.dead else "absent")
 
-    def _send(self, node: Node, peer: Node, ask: Ask) -> None:
+    def _send(self, node: Node, peer: Node, ask: ChunkTransfer) -> None:
         size = self.case.chunk
         assert node.schedule is not None
         peer.free_up = max(peer.free_up, self.now) + size / peer.rate
@@ -275,7 +275,7 @@ class World:
         else:
             self.after(took, self._got, node, ask, peer)
 
-    def _got(self, node: Node, ask: Ask, peer: Node | None = None) -> None:
+    def _got(self, node: Node, ask: ChunkTransfer, peer: Node | None = None) -> None:
         schedule = node.schedule
         if node.dead or schedule is None:
             return
@@ -299,14 +299,14 @@ class World:
             node.schedule.peer_has(peer.name, has, self.now, peer.schedule.source_failed)
             self._drop_reads(node)
 
-    def _failed(self, node: Node, ask: Ask, why: Why) -> None:
+    def _failed(self, node: Node, ask: ChunkTransfer, why: Why) -> None:
         if node.schedule is None or node.dead:
             return
         self._back(node, ask)
         node.schedule.failed(ask, why, self.now)
         self._work(node)
 
-    def _back(self, node: Node, ask: Ask) -> None:
+    def _back(self, node: Node, ask: ChunkTransfer) -> None:
         if ask.peer == SOURCE:
             node.readers += 1
         else:

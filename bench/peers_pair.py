@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from forestage.cache import image
-from forestage.cache.image import Access, Image
+from forestage.cache.image import AccessRights, SourceImage
 from forestage.cache.part import Part
 from forestage.features.peers import of_job
 from forestage.features.peers.engine import PeerHelpers
@@ -59,7 +59,7 @@ class Pair:
         command = f"head -c {self.size} /dev/urandom > {shlex.quote(str(self.source))}"
         subprocess.run(["sh", "-c", command], check=True)
         fd = os.open(self.source, os.O_RDONLY)
-        self.image = Image(image.identify(fd, str(self.source)), Access(0, 0, 0o600))
+        self.image = SourceImage(image.identify(fd, str(self.source)), AccessRights(0, 0, 0o600))
         self.node.give(self.image, self.source, CHUNK)
 
     def cost(self) -> Cost:

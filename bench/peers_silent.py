@@ -49,13 +49,13 @@ import busy  # noqa: E402
 import msgspec  # noqa: E402
 
 from forestage.cache import digest, image  # noqa: E402
-from forestage.cache.image import Access, Image  # noqa: E402
-from forestage.cache.part import Owner, boot_id  # noqa: E402
+from forestage.cache.image import AccessRights, SourceImage  # noqa: E402
+from forestage.cache.part import PartRecord, boot_id  # noqa: E402
 from forestage.features.peers import of_job  # noqa: E402
 from forestage.features.peers.engine import PeerHelpers  # noqa: E402
-from forestage.sources.source import Content  # noqa: E402
-from forestage.stage.chunks import Tuning  # noqa: E402
-from forestage.stage.engines import Chunks  # noqa: E402
+from forestage.sources.source import ReadableSource  # noqa: E402
+from forestage.stage.chunks import CopyTuning  # noqa: E402
+from forestage.stage.engines import ChunkEngine  # noqa: E402
 from forestage.system import lock  # noqa: E402
 from peering import Node, find_at, free_port  # noqa: E402
 
@@ -103,12 +103,12 @@ class Site:
             for _ in range(options.mib):
                 file.write(random.randbytes(MIB))
         fd = os.open(self.file, os.O_RDONLY)
-        self.image = Image(image.identify(fd, str(self.file)), Access(0, 0, 0o600))
+        self.image = SourceImage(image.identify(fd, str(self.file)), AccessRights(0, 0, 0o600))
         self.digests = [
             digest.of_chunk(os.pread(fd, self.chunk, at)) for at in range(0, self.size, self.chunk)
         ]
         self.names = [f"n{number}" for number in range(1, count + 1)]
-        self.tuning = Tuning(threads=options.threads, chunk=self.chunk)
+        self.tuning = CopyTuning(threads=options.threads, chunk=self.chunk)
         self.runs = 0
 
     def node(self, name: str) -> Node:
@@ -129,13 +129,13 @@ class Site:
 
     def copy(self, node: Node, source: Source, peers: bool) -> float:
         """Copies as a stager does, and returns the seconds that it took."""
-        content = Content(source.fd, None, self.size, str(self.file), read=source.read)
+        content = ReadableSource(source.fd, None, self.size, str(self.file), read=source.read)
         part = node.cache.part(self.image.key)
-        engine = Chunks(self.tuning)
+        engine = ChunkEngine(self.tuning)
         about = self.chunk, "chunks", 1, 0.0
         with lock.held(node.cache.key_lock(self.image.key), 5.0):
             start = time.monotonic()
-            part.write_owner(Owner(os.getpid(), boot_id(), self.image, *about))
+            part.write_owner(PartRecord(os.getpid(), boot_id(), self.image, *about))
             engine.reserve(content, part)
             names = ",".join(self.names)
             config = msgspec.structs.replace(node.config, chunk_size=self.chunk)

@@ -61,9 +61,9 @@ from spec import ALICE, LOGIN, STORE, USERS, Net  # noqa: E402
 
 from forestage import events  # noqa: E402
 from forestage.features.prefetch import expected, marks, service  # noqa: E402
-from forestage.features.prefetch.expected import Expectations  # noqa: E402
-from forestage.features.prefetch.policy import Expected  # noqa: E402
-from forestage.paths import Places  # noqa: E402
+from forestage.features.prefetch.expected import ExpectedImageList  # noqa: E402
+from forestage.features.prefetch.policy import ExpectedStarts  # noqa: E402
+from forestage.paths import NodePaths  # noqa: E402
 from forestage.slurm.nodelist import expand  # noqa: E402
 
 NODES, QUEUE, IMAGES = 8, 10, 20
@@ -264,8 +264,8 @@ class Bench:
             if int(number) in made:
                 seen[made[int(number)].image] += len(expand(nodes))
         now, nodes = time.time(), f"n[1-{NODES}]"
-        rows = tuple(Expected("all", image, ALICE.uid, n) for image, n in seen.most_common())
-        listed = Expectations(int(now * 1000), now, now + expected.LASTS, {"all": nodes}, rows)
+        rows = tuple(ExpectedStarts("all", image, ALICE.uid, n) for image, n in seen.most_common())
+        listed = ExpectedImageList(int(now * 1000), now, now + expected.LASTS, {"all": nodes}, rows)
         expected.write(places(self.fleet.cluster, None), listed)
 
     def stage_all(self, chosen: Sequence[Job]) -> None:
@@ -322,8 +322,8 @@ class Bench:
         return {one.job for one in prologs if one.outcome.result == "hit"}
 
 
-def places(cluster: Cluster, node: str | None) -> Places:
-    return Places(cluster.host_path("/", node))
+def places(cluster: Cluster, node: str | None) -> NodePaths:
+    return NodePaths(cluster.host_path("/", node))
 
 
 def when(text: str) -> float:

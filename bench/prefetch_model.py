@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from forestage.features.prefetch.policy import Pending
+from forestage.features.prefetch.policy import PendingJob
 
 USERS = 8
 ALL = ("all",)  # partitions
@@ -26,7 +26,7 @@ ALL = ("all",)  # partitions
 class Look(NamedTuple):
     """A line of the queue as a look shows it; `named`: nodes of all its plans so far."""
 
-    line: Pending
+    line: PendingJob
     named: frozenset[int]
 
 
@@ -123,7 +123,7 @@ def recorded(path: Path) -> History:
                 round(at), min(round(until), max(task[0] for task in tasks), ends + 1)
             ):
                 count = sum(count for start, count, _ in tasks if start > now)
-                line = Pending(users.get(tasks[0][2], -1), (base,), count, ALL)
+                line = PendingJob(users.get(tasks[0][2], -1), (base,), count, ALL)
                 looks[now].append(Look(line, named))
     return History(1 + max(n for s in starts for n in s.nodes), sorted(starts), looks)
 
@@ -236,7 +236,7 @@ def simulated(shape: Shape, seed: int) -> History:
 def _pending(jobs: Sequence[Job], named: int) -> Look:
     """A line of the queue. Of a heterogeneous job only the first image is known."""
     job = jobs[0]
-    line = Pending(job.user, job.images[:1], job.wants * len(jobs), ALL)
+    line = PendingJob(job.user, job.images[:1], job.wants * len(jobs), ALL)
     return Look(line, frozenset(_bits(named)))
 
 

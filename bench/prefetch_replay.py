@@ -13,11 +13,20 @@ from typing import Any, NamedTuple
 
 from prefetch_model import ALL, History, Look, Start
 
-from forestage.features.prefetch.policy import RULES, Held, Rules, Wanted, choose, likely
+from forestage.features.prefetch.policy import (
+    RULES,
+    HeldCopy,
+    PrefetchRules,
+    WantedImage,
+    choose,
+    likely,
+)
 
 MINUTE = 60.0
-EAGER = Rules(least=0.0, quiet=0, margin=1, quota=1, share=1)  # of those that ours is compared with
-Wants = Callable[[int], Mapping[str, Wanted]]  # what a node wants
+EAGER = PrefetchRules(
+    least=0.0, quiet=0, margin=1, quota=1, share=1
+)  # of those that ours is compared with
+Wants = Callable[[int], Mapping[str, WantedImage]]  # what a node wants
 
 
 class Facts(NamedTuple):
@@ -31,7 +40,7 @@ class Facts(NamedTuple):
 
 class Policy(NamedTuple):
     wants: Callable[[Facts], Wants]
-    rules: Rules = EAGER
+    rules: PrefetchRules = EAGER
 
 
 class Found(NamedTuple):
@@ -53,7 +62,7 @@ class Found(NamedTuple):
 
 
 def _same(expected: Mapping[str, float]) -> Wants:
-    wanted = {image: Wanted(1, 0, starts) for image, starts in expected.items()}
+    wanted = {image: WantedImage(1, 0, starts) for image, starts in expected.items()}
     return lambda node: wanted
 
 
@@ -69,20 +78,20 @@ def everywhere(facts: Facts) -> Wants:
     return _same({image: 1.0 for look in facts.queue for image in look.line.images})
 
 
-def queue(rules: Rules = RULES) -> Policy:
+def queue(rules: PrefetchRules = RULES) -> Policy:
     """Ours, as it is shipped."""
 
     def wants(facts: Facts) -> Wants:
-        wanted: dict[str, Wanted] = {}
+        wanted: dict[str, WantedImage] = {}
         for one in likely((look.line for look in facts.queue), {ALL[0]: facts.nodes}, rules):
-            first = wanted.get(one.image, Wanted(1, one.user, 0.0))
+            first = wanted.get(one.image, WantedImage(1, one.user, 0.0))
             wanted[one.image] = first._replace(starts=first.starts + one.starts)
         return lambda node: wanted
 
     return Policy(wants, rules)
 
 
-def plans(rules: Rules = RULES, named: float = 0.3) -> Policy:
+def plans(rules: PrefetchRules = RULES, named: float = 0.3) -> Policy:
     """The same, and of a job's starts `named` are on each node that one of its plans has named."""
 
     def wants(facts: Facts) -> Wants:
@@ -99,7 +108,7 @@ def plans(rules: Rules = RULES, named: float = 0.3) -> Policy:
                 here[node][image] += each * worth
             anywhere[image] += (nodes - each * len(on)) / facts.nodes * worth
         return lambda node: {
-            image: Wanted(1, users[image], starts)
+            image: WantedImage(1, users[image], starts)
             for image, starts in (anywhere + here[node]).items()
         }
 
@@ -113,9 +122,9 @@ def _parts(look: Look) -> tuple[tuple[int, tuple[str, ...], int, tuple[str, ...]
 
 def oracle(facts: Facts) -> Wants:
     """The real nodes of all that waits, the next start first."""
-    here: defaultdict[int, dict[str, Wanted]] = defaultdict(dict)
+    here: defaultdict[int, dict[str, WantedImage]] = defaultdict(dict)
     for (node, image), after in facts.future.items():
-        here[node][image] = Wanted(1, 0, 1 / (1 + after))
+        here[node][image] = WantedImage(1, 0, 1 / (1 + after))
     return lambda node: here[node]
 
 
@@ -132,7 +141,7 @@ POLICIES = {
 class Replay:
     def __init__(self, history: History, room: int, policy: Policy) -> None:
         self.history, self.room, self.policy = history, room, policy
-        self.holds: list[dict[str, Held]] = [{} for _ in range(history.nodes)]
+        self.holds: list[dict[str, HeldCopy]] = [{} for _ in range(history.nodes)]
         self.jobs: list[Counter[str]] = [Counter() for _ in range(history.nodes)]  # that run
         self.copying: dict[int, tuple[str, int]] = {}  # by node: a prefetch, and when it ends
         self.having: Counter[str] = Counter()  # nodes with each image, or a part of it
@@ -187,11 +196,11 @@ class Replay:
                 self.found["needed"] += (node, image) in self.evicted
                 self.evicted.discard((node, image))
                 if self._make_room(node, self._busy(node)):  # else it reads the shared path
-                    self._add(node, image, Held(1, now * MINUTE, stays=True))
+                    self._add(node, image, HeldCopy(1, now * MINUTE, stays=True))
             else:
                 self._set(node, image, used=now * MINUTE, fresh=False, stays=True)
 
-    def _add(self, node: int, image: str, held: Held) -> None:
+    def _add(self, node: int, image: str, held: HeldCopy) -> None:
         self.holds[node][image] = held
         self.having[image] += 1
 
@@ -229,7 +238,9 @@ class Replay:
             self.found["prefetched"] += 1
             self.found["by_job"] += 1
             self.found["by_any"] += not self.having[copy.image]
-            self._add(node, copy.image, Held(1, now * MINUTE, copy.user, fresh=True, stays=True))
+            self._add(
+                node, copy.image, HeldCopy(1, now * MINUTE, copy.user, fresh=True, stays=True)
+            )
             self.copying[node] = (copy.image, now + 1)
 
 

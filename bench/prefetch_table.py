@@ -27,7 +27,7 @@ import busy
 from prefetch_model import History, Shape, labelled, recorded, simulated
 from prefetch_replay import POLICIES, Found, Policy, Replay, plans, queue
 
-from forestage.features.prefetch.policy import RULES, Rules
+from forestage.features.prefetch.policy import RULES, PrefetchRules
 
 REPO = Path(__file__).resolve().parents[1]
 SMALL = Shape(nodes=16, minutes=400, queue=20, largest=6)
@@ -97,7 +97,7 @@ def curves(histories: Sequence[History], images: int, room: int) -> dict[str, li
     policies = dict(POLICIES)
     lines = {name: [name] for name in ("popular", "everywhere")}
     for name, made in (("queue", queue), ("plans", plans)):
-        points = {f"{name} {least}": made(Rules(least=least)) for least in LEAST}
+        points = {f"{name} {least}": made(PrefetchRules(least=least)) for least in LEAST}
         lines[name] = list(points)
         policies |= points
     runs = replay(histories, images, room, policies)

@@ -25,13 +25,13 @@ import msgspec
 
 from forestage import events
 from forestage.cache import evict, image
-from forestage.cache.image import Access, Image
+from forestage.cache.image import AccessRights, SourceImage
 from forestage.cache.layout import PROVEN, Cache, Entry
 from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
 from forestage.config import Config
-from forestage.paths import Places
-from forestage.slurm.hints import Hints
+from forestage.paths import NodePaths
+from forestage.slurm.hints import JobHints
 from forestage.slurm.job import Job
 from forestage.sources.source import OpenImage
 from forestage.stage import wait
@@ -47,9 +47,9 @@ HOOK = """
 import sys, time, os
 from pathlib import Path
 from forestage.clock import Clock
-from forestage.hooks.boundary import Hook
-from forestage.paths import Places
-Hook(sys.argv[1], os.environ, time.monotonic()).run(Places(Path(sys.argv[2])), Clock())
+from forestage.hooks.boundary import HookRun
+from forestage.paths import NodePaths
+HookRun(sys.argv[1], os.environ, time.monotonic()).run(NodePaths(Path(sys.argv[2])), Clock())
 os._exit(0)
 """
 
@@ -63,7 +63,7 @@ class Storm(NamedTuple):
     cpu: float
 
 
-def fresh(root: Path) -> Places:
+def fresh(root: Path) -> NodePaths:
     """An empty node below `root`, its cache and its /run on a tmpfs each."""
     for name in ("mnt/nvme", "run", "shared", "etc/forestage"):
         (root / name).mkdir(parents=True)
@@ -71,10 +71,10 @@ def fresh(root: Path) -> Places:
         subprocess.run(["mount", "-t", "tmpfs", "none", root / name], check=True)
     config = f"sources: [{root / 'shared'}]\ncold: wait\n"
     (root / "etc/forestage/forestage.yaml").write_text(config)
-    return Places(root)
+    return NodePaths(root)
 
 
-def clear(places: Places) -> None:
+def clear(places: NodePaths) -> None:
     for name in TMPFS:
         subprocess.run(["umount", places.root / name], check=True)
 
@@ -82,8 +82,8 @@ def clear(places: Places) -> None:
 def fill(cache: Cache, count: int) -> None:
     """Publishes `count` small entries as the stager would leave them."""
     for number in range(count):
-        identity = image.Identity(f"/shared/{number}", number, 4096, number, number)
-        entry = Entry(identity.key, identity, Access(0, 0, 0o644), float(number), "chunks")
+        identity = image.FileIdentity(f"/shared/{number}", number, 4096, number, number)
+        entry = Entry(identity.key, identity, AccessRights(0, 0, 0o644), float(number), "chunks")
         directory = cache.entry_dir(entry.key)
         directory.mkdir()
         (directory / "image").write_bytes(bytes(4096))
@@ -120,8 +120,8 @@ def by_entries(count: int) -> tuple[float, float, float]:
 def measured(node: Node) -> tuple[float, float, float]:
     some = node.cache.stored_entries()[0].entry
     assert some is not None
-    opened = OpenImage(Image(some.identity, some.access), NOBODY, -1)
-    job = Job(1, NOBODY, "", "", "/", (), None, Hints())
+    opened = OpenImage(SourceImage(some.identity, some.access), NOBODY, -1)
+    job = Job(1, NOBODY, "", "", "/", (), None, JobHints())
     end = Deadline.after(60, node.clock)
 
     def look() -> None:
@@ -132,7 +132,7 @@ def measured(node: Node) -> tuple[float, float, float]:
     read = per_call(node.cache.stored_entries, 5)
     stored = node.cache.stored_entries()
     room = evict.measure(node.cache, stored, node.config)
-    goal = evict.Goal(free=0, used=room.used // 2)
+    goal = evict.EvictionGoal(free=0, used=room.used // 2)
     plan = per_call(lambda: evict.plan(stored, frozenset(), room, goal), 5)
     return hit, read, plan
 
@@ -157,7 +157,7 @@ def storm(hooks: int, images: int) -> Storm:
             clear(places)
 
 
-def unleashed(places: Places, hooks: int, paths: Sequence[Path]) -> Storm:
+def unleashed(places: NodePaths, hooks: int, paths: Sequence[Path]) -> Storm:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     running = [begin(places, job, paths[job % len(paths)]) for job in range(hooks)]
@@ -174,7 +174,7 @@ def unleashed(places: Places, hooks: int, paths: Sequence[Path]) -> Storm:
     return Storm(results, copies, wall, used)
 
 
-def begin(places: Places, job: int, path: Path) -> subprocess.Popen[bytes]:
+def begin(places: NodePaths, job: int, path: Path) -> subprocess.Popen[bytes]:
     environ = {
         "SLURM_JOB_ID": str(job),
         "SLURM_JOB_UID": str(NOBODY.uid),

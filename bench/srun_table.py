@@ -40,7 +40,7 @@ from jobs import Site  # noqa: E402
 from memory import printed  # noqa: E402
 from spec import ClusterSpec  # noqa: E402
 
-from forestage.events import Handled  # noqa: E402
+from forestage.events import RequestOutcome  # noqa: E402
 
 JOBS = 50
 NODE = "n1"
@@ -101,7 +101,9 @@ class Bench:
         if (came == ["hit"]) != (variant == "hit"):
             raise ClusterError(f"{variant}: {came}")
         # Only a helper measures what it has waited.
-        return replace(started, helped=any(isinstance(one, Handled) and one.wait for one in steps))
+        return replace(
+            started, helped=any(isinstance(one, RequestOutcome) and one.wait for one in steps)
+        )
 
     def _run(self, image: str | None) -> tuple[Start, int]:
         options = [f"--container-image={image}"] if image else []

@@ -50,7 +50,7 @@ from start_image import MIB, PROGRAM, Startable  # noqa: E402
 
 from forestage import events  # noqa: E402
 from forestage.cache.part import PROCESS_NAME  # noqa: E402
-from forestage.events import Event  # noqa: E402
+from forestage.events import EventRecord  # noqa: E402
 
 STAGER = PROCESS_NAME[:15]  # as the kernel keeps it
 NVME, UNPACKED, LUSTRE = "/mnt/nvme", "/mnt/nvme/unpacked", "/lustre"
@@ -196,7 +196,7 @@ class Bench:
             found[node] = noted.get("step") or noted.get("prolog") or "-"
         return frozenset(found.values())
 
-    def noted(self, node: str) -> list[Event]:
+    def noted(self, node: str) -> list[EventRecord]:
         """What hooks and stagers of the last job with the image have noted."""
         return list(events.read(self._log(node)))
 

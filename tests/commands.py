@@ -12,18 +12,18 @@ import msgspec
 from click.testing import CliRunner, Result
 
 from forestage.cache import allocation, digest
-from forestage.cache.image import Access, Identity, Image, read_acl
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage, read_acl
 from forestage.cache.layout import Entry
-from forestage.cache.lease import Lease, Use
+from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.node import Node
-from forestage.cache.part import Owner, Part, boot_id
+from forestage.cache.part import Part, PartRecord, boot_id
 from forestage.clock import Clock
-from forestage.commands.main import World, main
-from forestage.commands.world import Exit
+from forestage.commands.main import CommandContext, main
+from forestage.commands.world import ExitStatus
 from forestage.config import load_settings
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.stage import chunks
-from forestage.stage.chunks import Content, Tuning
+from forestage.stage.chunks import CopyTuning, ReadableSource
 from forestage.system.as_user import User
 
 NOW = 1_800_000_000.0
@@ -39,8 +39,8 @@ class Site:
     """A node of its own below a temporary root: configuration, cache, leases, sources."""
 
     def __init__(self, root: Path, config: str = "") -> None:
-        self.places = Places(root)
-        self.world = World(self.places, Frozen())
+        self.places = NodePaths(root)
+        self.world = CommandContext(self.places, Frozen())
         self.lustre = root / "lustre"
         self.lustre.mkdir(exist_ok=True)
         self.places.etc.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class Site:
             raise done.exception
         return done
 
-    def json(self, *args: str, code: int = Exit.OK) -> Any:
+    def json(self, *args: str, code: int = ExitStatus.OK) -> Any:
         done = self.run(*args, "--json")
         assert done.exit_code == code, done.output
         return json.loads(done.stdout)
@@ -71,24 +71,24 @@ class Site:
         path.write_bytes(data)
         return path
 
-    def look(self, path: Path) -> Image:
+    def look(self, path: Path) -> SourceImage:
         """What `path` is now."""
         fd = os.open(path, os.O_RDONLY)
         facts = os.fstat(fd)
-        access = Access(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, read_acl(fd))
+        access = AccessRights(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, read_acl(fd))
         os.close(fd)
-        identity = Identity(
+        identity = FileIdentity(
             str(path), facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
         )
-        return Image(identity, access)
+        return SourceImage(identity, access)
 
-    def part(self, path: Path, **facts: Any) -> tuple[Part, Owner]:
+    def part(self, path: Path, **facts: Any) -> tuple[Part, PartRecord]:
         """A part of what `path` is now, with its owner's record but not a byte yet."""
         cache, wanted = self.node.cache, self.look(path)
         cache.prepare(False)
         part = cache.part(wanted.key)
         known = {"chunk": CHUNK, "engine": "chunks", "job": 1, "since": 0.0, **facts}
-        owner = Owner(os.getpid(), boot_id(), wanted, **known)
+        owner = PartRecord(os.getpid(), boot_id(), wanted, **known)
         part.write_owner(owner)
         size = wanted.size
         allocation.reserve(part, size, CHUNK, set(range(-(-size // CHUNK))))
@@ -99,8 +99,8 @@ class Site:
         part, owner = self.part(path)
         wanted = owner.image
         with path.open("rb") as file:
-            source = Content(file.fileno(), None, wanted.size)
-            chunks.copy(source, part, Tuning(threads=2, chunk=CHUNK), threading.Event())
+            source = ReadableSource(file.fileno(), None, wanted.size)
+            chunks.copy(source, part, CopyTuning(threads=2, chunk=CHUNK), threading.Event())
         access = wanted.access
         os.chown(part.image, access.uid, access.gid)
         part.image.chmod(access.mode)
@@ -126,7 +126,7 @@ class Site:
         bare = msgspec.structs.replace(entry, digest="")
         (place / "entry.json").write_bytes(msgspec.json.encode(bare))
 
-    def lease(self, job: int, *uses: Use) -> None:
+    def lease(self, job: int, *uses: EntryUse) -> None:
         user = User("alice", 1000, 1000)
         self.node.leases.write(Lease(job, user, NOW - 90, str(self.node.cache.root), uses))
 

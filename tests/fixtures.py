@@ -14,23 +14,23 @@ import pytest
 
 from commands import Site
 from forestage.cache import image
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Cache, Entry
-from forestage.cache.lease import Leases
+from forestage.cache.lease import LeaseDirectory
 from forestage.cache.node import Node
-from forestage.cache.part import Owner, Part
+from forestage.cache.part import Part, PartRecord
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.features.registry.step_image import Asked
-from forestage.features.registry.waiting import Tasks
-from forestage.paths import Places
-from forestage.slurm.hints import Hints, Request
+from forestage.features.registry.step_image import RegistryRequest
+from forestage.features.registry.waiting import WaitingTasks
+from forestage.paths import NodePaths
+from forestage.slurm.hints import JobHints, Request
 from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.sources.source import OpenImage
 from forestage.system import run
 from forestage.system.as_user import User
-from forestage.units import Amount
+from forestage.units import SizeOrShare
 
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 PATIENCE = 600.0  # seconds for a look; what hangs, pytest ends sooner
@@ -71,8 +71,8 @@ def cache(tmp_path: Path) -> Cache:
 
 
 @pytest.fixture
-def leases(tmp_path: Path) -> Leases:
-    return Leases(tmp_path / "run/leases")
+def leases(tmp_path: Path) -> LeaseDirectory:
+    return LeaseDirectory(tmp_path / "run/leases")
 
 
 @pytest.fixture
@@ -111,21 +111,21 @@ def look(shared: Path, me: User) -> Callable[[Path], OpenImage]:
 
 
 @pytest.fixture
-def make_image() -> Callable[..., Image]:
+def make_image() -> Callable[..., SourceImage]:
     """An image as a literal; keywords change its identity."""
 
-    def making(**changes: object) -> Image:
-        identity = Identity(path="/lustre/a.sqsh", inode=1, size=5, mtime_ns=10, ctime_ns=20)
-        return Image(msgspec.structs.replace(identity, **changes), Access(0, 0, 0o644))
+    def making(**changes: object) -> SourceImage:
+        identity = FileIdentity(path="/lustre/a.sqsh", inode=1, size=5, mtime_ns=10, ctime_ns=20)
+        return SourceImage(msgspec.structs.replace(identity, **changes), AccessRights(0, 0, 0o644))
 
     return making
 
 
 @pytest.fixture
-def publish(cache: Cache) -> Callable[[Image], Entry]:
+def publish(cache: Cache) -> Callable[[SourceImage], Entry]:
     """Puts an entry with some bytes of the right number into the cache."""
 
-    def publishing(wanted: Image) -> Entry:
+    def publishing(wanted: SourceImage) -> Entry:
         cache.part_dir(wanted.key).mkdir()
         cache.part(wanted.key).image.write_bytes(b"x" * wanted.size)
         entry = Entry(wanted.key, wanted.identity, wanted.access, created=1.0, engine="rsync")
@@ -141,8 +141,8 @@ def half(cache: Cache, key: str, boot: str | None, uid: int = 0) -> None:
     part.directory.mkdir()
     part.image.write_bytes(b"half")
     if boot is not None:
-        wanted = Image(Identity("/a", 1, 8, 1, 1), Access(0, 0, 0o644))
-        part.write_owner(Owner(1, boot, wanted, 4, "chunks", 7, 1.0, uid=uid))
+        wanted = SourceImage(FileIdentity("/a", 1, 8, 1, 1), AccessRights(0, 0, 0o644))
+        part.write_owner(PartRecord(1, boot, wanted, 4, "chunks", 7, 1.0, uid=uid))
 
 
 class Settled(Clock):
@@ -159,11 +159,11 @@ def staging_node(tmp_path: Path, cache: Cache, shared: Path) -> Node:
         sources=(str(shared),),
         chunk_size=1 << 16,
         threads=2,
-        max_size=Amount(share=1.0),
-        min_free=Amount(size=0),
+        max_size=SizeOrShare(share=1.0),
+        min_free=SizeOrShare(size=0),
     )
-    places = Places(tmp_path)
-    return Node(config, places, cache, Leases(places.leases), Settled())
+    places = NodePaths(tmp_path)
+    return Node(config, places, cache, LeaseDirectory(places.leases), Settled())
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def configured(staging_node: Node) -> Callable[..., Node]:
 @pytest.fixture
 def asking(me: User) -> Job:
     """The job that asks."""
-    return Job(7, me, "n1", "batch", "/", requests=(), saves=None, hints=Hints())
+    return Job(7, me, "n1", "batch", "/", requests=(), saves=None, hints=JobHints())
 
 
 @pytest.fixture
@@ -212,13 +212,15 @@ def cgroup() -> Iterator[Path]:
 
 
 @pytest.fixture
-def asked() -> Asked:
-    return Asked(Request(REFERENCE, "option"), 3, batch=False, container="", timeout="540")
+def asked() -> RegistryRequest:
+    return RegistryRequest(
+        Request(REFERENCE, "option"), 3, batch=False, container="", timeout="540"
+    )
 
 
 @pytest.fixture
-def tasks(tmp_path: Path) -> Iterator[Tasks]:
-    with Tasks(tmp_path / "sock", 60.0) as made:
+def tasks(tmp_path: Path) -> Iterator[WaitingTasks]:
+    with WaitingTasks(tmp_path / "sock", 60.0) as made:
         yield made
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from commands import NOW, Frozen
 from forestage import events
-from forestage.check import Report, Target, check, pieces
-from forestage.events import Event, Handled
+from forestage.check import CheckReport, CheckTarget, check, pieces
+from forestage.events import EventRecord, RequestOutcome
 from forestage.features.peers import activation
-from forestage.paths import Places
-from forestage.slurm.queue import Slurm
+from forestage.paths import NodePaths
+from forestage.slurm.queue import SlurmClient
 from forestage.system.terminal import TextLine, harmless
 
 REPO = Path(__file__).resolve().parents[1]
@@ -59,7 +59,7 @@ class GoodNode:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.places = Places(root)
+        self.places = NodePaths(root)
         self.conf = ""
         self.is_root = True
         self.login = False
@@ -165,21 +165,21 @@ class GoodNode:
 
     def use(self, image: str, size: int, times: int = 1, hook: events.Hook = "prolog") -> None:
         """Jobs that asked for an image, an hour ago."""
-        outcome = Handled("copied", image=image, size=size)
-        event = Event(NOW - 3600, hook, 7, outcome, "alice", 1000)
+        outcome = RequestOutcome("copied", image=image, size=size)
+        event = EventRecord(NOW - 3600, hook, 7, outcome, "alice", 1000)
         events.append(self.places.events, [event] * times)
 
     # What `check` says of it
 
-    def check(self) -> Report:
-        slurm = Slurm(str(self.at("/usr/bin")), node="n1")
-        return check(Target(self.places, Frozen(), self.conf, self.is_root, self.login, slurm))
+    def check(self) -> CheckReport:
+        slurm = SlurmClient(str(self.at("/usr/bin")), node="n1")
+        return check(CheckTarget(self.places, Frozen(), self.conf, self.is_root, self.login, slurm))
 
     def ids(self) -> list[str]:
         return [one.id for one in self.check().findings]
 
 
-def words(report: Report) -> str:
+def words(report: CheckReport) -> str:
     """What a person reads."""
     return "\n".join(
         harmless(piece.text) for piece in pieces(report) if isinstance(piece, TextLine)

@@ -15,7 +15,7 @@ import pytest
 
 from forestage.clock import Clock
 from forestage.hooks import user_messages
-from forestage.hooks.boundary import IMAGE_OPTION, Hook
+from forestage.hooks.boundary import IMAGE_OPTION, HookRun
 from forestage.slurm.job import SAVE_OPTION
 from forestage.slurm.lines import LANGUAGE
 from forestage.system.as_user import User
@@ -122,7 +122,7 @@ def run_step(
     """Run a helper in this process; return its answer, but for the step's environment."""
     given = node.environ(job, image) | {"SLURM_STEP_ID": "4294967291"}
     capfd.readouterr()
-    Hook("step", given, time.monotonic()).run(node.places, Clock())
+    HookRun("step", given, time.monotonic()).run(node.places, Clock())
     lines = capfd.readouterr().out.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("env\t"))
 

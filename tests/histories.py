@@ -7,24 +7,26 @@ from typing import Any
 
 from forestage.cache.lease import Lease
 from forestage.commands.explain import history, pieces
-from forestage.events import Event, Handled, Outcome
+from forestage.events import EventRecord, Outcome, RequestOutcome
 from forestage.system.terminal import write
 
 NOW = 1_800_000_000.0
 KEY = "0123456789abcdef" * 2
 
 
-def event(outcome: Outcome, **changes: Any) -> Event:
+def event(outcome: Outcome, **changes: Any) -> EventRecord:
     facts: dict[str, Any] = {"time": NOW, "hook": "prolog", "job": 7, "user": "alice", "node": "n1"}
-    return Event(outcome=outcome, **{**facts, **changes})
+    return EventRecord(outcome=outcome, **{**facts, **changes})
 
 
 def hit(**changes: Any) -> Outcome:
     facts: dict[str, Any] = {"request": "/a.sqsh", "via": "option", "image": "/a.sqsh", "key": KEY}
-    return Handled(**{"result": "hit", **facts, "redirect": "mounted", "wait": 0.01, **changes})
+    return RequestOutcome(
+        **{"result": "hit", **facts, "redirect": "mounted", "wait": 0.01, **changes}
+    )
 
 
-def printed(*events: Event, lease: Lease | None = None) -> str:
+def printed(*events: EventRecord, lease: Lease | None = None) -> str:
     out = io.StringIO()
     write(pieces(history(7, events, lease), NOW), out)
     return out.getvalue()

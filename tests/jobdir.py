@@ -16,11 +16,11 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.errors import Declined
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.features.contexts import StepPart
 from forestage.features.data import job_dir
 from forestage.features.data import requests as data
-from forestage.hooks.limit import Limit
+from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.job import Job
 from forestage.stage.wait import Progress, quiet
 from forestage.system import holder, loop, mounts
@@ -56,11 +56,11 @@ class Dirs:
         user: User = ALICE,
         restart: int | None = None,
         seconds: float = 60.0,
-    ) -> list[Handled]:
+    ) -> list[RequestOutcome]:
         """The outcomes of what went wrong, or was begun."""
         more = {} if restart is None else {"SLURM_RESTART_COUNT": str(restart)}
         asked = self.job(job, comment, user, **more)
-        return data.begin(self.on, asked, Limit.of(Clock(), seconds, None), None)
+        return data.begin(self.on, asked, HookDeadlines.of(Clock(), seconds, None), None)
 
     def step(
         self,
@@ -71,7 +71,7 @@ class Dirs:
         refusal: Declined | None = None,
     ) -> StepPart:
         asked = self.job(job, "", user, SLURM_STEP_ID="0")
-        limit = Limit.of(Clock(), 60.0, None)
+        limit = HookDeadlines.of(Clock(), 60.0, None)
         until = type(limit.end).after(fill, Clock())
         limit = msgspec.structs.replace(limit, fill=until, progress=progress)
         return data.show(self.on, asked, limit, refusal)

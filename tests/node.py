@@ -22,18 +22,18 @@ import squashfs
 from forestage import events, trace
 from forestage.bind import redirect
 from forestage.cache import image
-from forestage.cache.image import Identity
+from forestage.cache.image import FileIdentity
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Lease, Leases
+from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.cache.part import Part
 from forestage.clock import Clock
 from forestage.errors import Failed
 from forestage.events import Outcome
 from forestage.hooks import boundary, epilog, prolog, step  # noqa: F401  (each hook would)
-from forestage.hooks.boundary import IMAGE_OPTION, Hook
-from forestage.paths import Places
+from forestage.hooks.boundary import IMAGE_OPTION, HookRun
+from forestage.paths import NodePaths
 from forestage.slurm.job import SAVE_OPTION
-from forestage.slurm.queue import JobState, Slurm
+from forestage.slurm.queue import JobState, SlurmClient
 from forestage.stage import engines, queue  # noqa: F401  (each stager would import them)
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
@@ -144,12 +144,12 @@ class Node:
     """`shared` is the file system as this node sees it, `server` the same one as others do."""
 
     def __init__(self, top: Path) -> None:
-        self.places = Places(top / "node")
+        self.places = NodePaths(top / "node")
         self.shared = top / "shared"
         self.server = top / "server"
         self.nvme = self.places.root / "mnt/nvme"
         self.cache = Cache(self.nvme / "forestage", self.places.claims)
-        self.leases = Leases(self.places.leases)
+        self.leases = LeaseDirectory(self.places.leases)
 
     @classmethod
     def boot(cls, top: Path) -> Node:
@@ -260,7 +260,7 @@ class Node:
 
     def _run(self, name: events.Hook, environ: dict[str, str], clock: Clock | None) -> Ran:
         before = len(self.outcomes(name, int(environ["SLURM_JOB_ID"])))
-        Hook(name, environ, time.monotonic()).run(self.places, clock or Clock())
+        HookRun(name, environ, time.monotonic()).run(self.places, clock or Clock())
         return Ran(self.outcomes(name, int(environ["SLURM_JOB_ID"]))[before:])
 
     def outcomes(self, hook: events.Hook, job: int | None = None) -> tuple[Outcome, ...]:
@@ -305,7 +305,7 @@ class Node:
         assert lease is not None, job
         return lease
 
-    def identity(self, path: Path) -> Identity:
+    def identity(self, path: Path) -> FileIdentity:
         """The identity of a path's source, as the server has it now."""
         fd = os.open(self.server / path.relative_to(self.shared), os.O_RDONLY)
         try:
@@ -397,7 +397,7 @@ def _once_idle(argv: list[str | Path]) -> None:
     until(done, f"{argv} to be possible")
 
 
-class Idle(Slurm):
+class Idle(SlurmClient):
     """Knows the node, and no job on it."""
 
     def at_work(self) -> frozenset[int]:

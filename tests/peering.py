@@ -22,20 +22,20 @@ import msgspec
 import pytest
 
 from forestage.cache import digest
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Cache, Entry
-from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id
+from forestage.cache.part import ENTRY_BYTES, Part, PartRecord, boot_id
 from forestage.clock import Clock
-from forestage.config import Address, Config, load_settings, parse_address
-from forestage.config.keys import Peering
-from forestage.events import Copied
+from forestage.config import Config, ServiceAddress, load_settings, parse_address
+from forestage.config.keys import PeersSection
+from forestage.events import CopyOutcome
 from forestage.features.peers import auth, of_job
-from forestage.features.peers.auth import KeyFile, Offer, Prover
-from forestage.features.peers.connection import ChunkRefused
-from forestage.features.peers.protocol import ChunkRequest, Receiver
-from forestage.hooks.boundary import Hook
-from forestage.paths import Places
-from forestage.stage.chunks import Tuning, digests
+from forestage.features.peers.auth import Authenticator, Credential, KeyFileAuthenticator
+from forestage.features.peers.connection import PeerRequestError
+from forestage.features.peers.protocol import ChunkReceiver, ChunkRequest
+from forestage.hooks.boundary import HookRun
+from forestage.paths import NodePaths
+from forestage.stage.chunks import CopyTuning, digests
 from forestage.system import lock
 from node import ALICE, HANGS, until
 from node import Node as Hooks
@@ -51,18 +51,18 @@ import sys
 from pathlib import Path
 from forestage.commands.main import main
 from forestage.clock import Clock
-from forestage.paths import Places
-from forestage.commands.world import World
+from forestage.paths import NodePaths
+from forestage.commands.world import CommandContext
 root, munge, node = sys.argv[1:]
-main(["peer", "--node", node], obj=World(Places(Path(root), munge), Clock()))
+main(["peer", "--node", node], obj=CommandContext(NodePaths(Path(root), munge), Clock()))
 """
 
 # Its own nodes are found as `find_at` has it.
 FINDS = """
 from forestage.config import parse_address
-from forestage.config.keys import Peering
-places, of = {places!r}, Peering.of
-Peering.of = lambda peers, node: (
+from forestage.config.keys import PeersSection
+places, of = {places!r}, PeersSection.of
+PeersSection.of = lambda peers, node: (
     parse_address(places[node], peers.port) if node in places else of(peers, node)
 )
 """
@@ -78,8 +78,10 @@ auth.CREDENTIAL_SECONDS, auth.PATIENCE = 3600, 3600.0
 LIVE = "import time, pathlib; pathlib.Path('/proc/self/comm').write_text('forestage-stage')\n"
 
 
-def image(seed: int = 1) -> Image:
-    return Image(Identity(f"/lustre/{seed}.sqsh", seed, SIZE, 10, 20), Access(0, 0, 0o644))
+def image(seed: int = 1) -> SourceImage:
+    return SourceImage(
+        FileIdentity(f"/lustre/{seed}.sqsh", seed, SIZE, 10, 20), AccessRights(0, 0, 0o644)
+    )
 
 
 def span(number: int) -> tuple[int, int]:
@@ -111,7 +113,7 @@ def free_port() -> int:
 
 
 _places: dict[str, str] = {}  # HOST:PORT of the nodes of a test
-_of = Peering.of
+_of = PeersSection.of
 
 
 def find_at(places: Mapping[str, str]) -> None:
@@ -119,11 +121,11 @@ def find_at(places: Mapping[str, str]) -> None:
     _places.update(places)
 
 
-def _found(peers: Peering, node: str) -> Address:
+def _found(peers: PeersSection, node: str) -> ServiceAddress:
     return parse_address(_places[node], peers.port) if node in _places else _of(peers, node)
 
 
-Peering.of = _found  # type: ignore[method-assign]
+PeersSection.of = _found  # type: ignore[method-assign]
 
 KEPT = 32  # ports; a test has a few
 _kept: list[socket.socket] = []
@@ -134,7 +136,7 @@ class Node:
 
     def __init__(self, root: Path, name: str = "n1") -> None:
         self.name = name
-        self.places = Places(root)
+        self.places = NodePaths(root)
         self.port = free_port()
         self.cache = Cache(root / "nvme/forestage")
         self.cache.prepare(require_mount=False)
@@ -149,7 +151,7 @@ class Node:
 
     def configure(self, munge: str = "", **keys: object) -> None:
         """`munge`: the socket to use instead of the key file."""
-        self.places = Places(self.places.root, munge)
+        self.places = NodePaths(self.places.root, munge)
         peers = {"enabled": True, "port": self.port, "listen": "127.0.0.1", **keys}
         if not munge:
             peers["key_file"] = str(self.places.etc / "peer.key")
@@ -231,12 +233,12 @@ class Node:
             self.cache.publish(entry)
         return wanted.key
 
-    def give(self, image: Image, source: Path, chunk: int) -> None:
+    def give(self, image: SourceImage, source: Path, chunk: int) -> None:
         """Makes an entry of this file's bytes, whatever the image's are; its digests fit them."""
         entry = self.cache.entry_dir(image.key)
         entry.mkdir(parents=True)
         shutil.copyfile(source, entry / "image")
-        tuning = Tuning(chunk=chunk)
+        tuning = CopyTuning(chunk=chunk)
         (entry / "map").write_bytes(digests(entry / "image", source.stat().st_size, tuning))
         whole = digest.of_image((entry / "map").read_bytes())
         record = Entry(image.key, image.identity, image.access, 0.0, "chunks", chunk, whole)
@@ -248,7 +250,7 @@ class Node:
         wanted = image(seed)
         part = self.cache.part(wanted.key)
         known = {"chunk": CHUNK, "engine": "chunks", "job": 1, "since": 0.0, **facts}
-        part.write_owner(Owner(pid, boot_id(), wanted, **known))  # type: ignore[arg-type]
+        part.write_owner(PartRecord(pid, boot_id(), wanted, **known))  # type: ignore[arg-type]
         part.image.write_bytes(b"\0" * SIZE)
         part.map.write_bytes(bytes(ENTRY_BYTES * COUNT))
         return part
@@ -274,15 +276,15 @@ def give(peer: Node | Hooks, node: Hooks, path: Path, data: bytes) -> None:
     """Has the peer's cache hold `data` for the image, with digests that fit."""
     source = peer.places.root / "given"
     source.write_bytes(data)
-    access = Access(ALICE.uid, ALICE.gid, 0o644)
-    Node.give(peer, Image(node.identity(path), access), source, CHUNK)  # type: ignore[arg-type]
+    access = AccessRights(ALICE.uid, ALICE.gid, 0o644)
+    Node.give(peer, SourceImage(node.identity(path), access), source, CHUNK)  # type: ignore[arg-type]
 
 
-def run(node: Hooks, environ: dict[str, str]) -> Copied:
+def run(node: Hooks, environ: dict[str, str]) -> CopyOutcome:
     hook = "step" if "SLURM_STEP_ID" in environ else "prolog"
-    Hook(hook, environ, time.monotonic()).run(node.places, Clock())
+    HookRun(hook, environ, time.monotonic()).run(node.places, Clock())
     (copied,) = node.outcomes("stager")
-    assert isinstance(copied, Copied)
+    assert isinstance(copied, CopyOutcome)
     return copied
 
 
@@ -339,7 +341,7 @@ class Client:
     def __init__(
         self, node: Node, key: str, nodelist: str = "n[1-2]", munge: str | None = None
     ) -> None:
-        places = node.places if munge is None else Places(node.places.root, munge)
+        places = node.places if munge is None else NodePaths(node.places.root, munge)
         made = of_job(node.config, "n2", nodelist, key, places)
         assert made is not None
         self.peers = made
@@ -351,7 +353,7 @@ class Client:
     def fetch(
         self, number: int, peer: str = "n1", give_up: float = HANGS, wait: float = 5.0
     ) -> bytes:
-        """The chunk's bytes. Raises ChunkRefused."""
+        """The chunk's bytes. Raises PeerRequestError."""
         pieces: dict[int, bytes] = {}
 
         def write(at: int, piece: memoryview) -> None:
@@ -362,7 +364,7 @@ class Client:
             self.source_failed = source_failed
 
         start, size = span(number)
-        receiver = Receiver(self.buffer, write, peer_has, lambda: False)
+        receiver = ChunkReceiver(self.buffer, write, peer_has, lambda: False)
         found = self.peers.fetch(peer, ChunkRequest(number, start, size, give_up, wait), receiver)
         data = b"".join(pieces[at] for at in sorted(pieces))
         assert found == digest.of_chunk(data)
@@ -371,7 +373,7 @@ class Client:
 
     def why(self, number: int, peer: str = "n1", give_up: float = HANGS, wait: float = 5.0) -> str:
         """Why the chunk does not come."""
-        with pytest.raises(ChunkRefused) as caught:
+        with pytest.raises(PeerRequestError) as caught:
             self.fetch(number, peer, give_up, wait)
         return caught.value.why
 
@@ -386,7 +388,7 @@ class Client:
         """Has n1's chunk written piece by piece; `stop` as the copy says it."""
         start, size = span(number)
         buffer = memoryview(bytearray(piece_size))
-        receiver = Receiver(buffer, write, lambda has, source_failed: None, stop)
+        receiver = ChunkReceiver(buffer, write, lambda has, source_failed: None, stop)
         self.peers.fetch("n1", ChunkRequest(number, start, size, HANGS, wait), receiver)
 
 
@@ -414,11 +416,11 @@ class Stranger:
         """Whether the service answers at all."""
         return self.ask("/")[0] == 404
 
-    def log_in(self, prover: Prover, key: str) -> int:
+    def log_in(self, prover: Authenticator, key: str) -> int:
         """Gets a session as a client does; the status."""
         return self.send_credential(prover.offer(key))
 
-    def send_credential(self, offer: Offer) -> int:
+    def send_credential(self, offer: Credential) -> int:
         status, body = self.ask("/v1/session", "POST", offer.text.encode())
         if status == 200:
             self.session, self.secret = json.loads(body)["session"], offer.secret
@@ -463,7 +465,7 @@ class FakeService:
 
     def __init__(self, on_chunk: Answering, shared: bytes) -> None:
         self.on_chunk = on_chunk
-        self.prover = KeyFile(shared)
+        self.prover = KeyFileAuthenticator(shared)
         self.secrets = [b""]
         self.requests: list[str] = []
         self.server = socket.create_server(("127.0.0.1", 0))
@@ -497,7 +499,7 @@ class FakeService:
 
     def answer(self, line: socket.socket, first: str, headers: dict[str, str], body: str) -> None:
         if "session" in first:
-            with contextlib.suppress(auth.Refused):
+            with contextlib.suppress(auth.BadCredential):
                 self.secrets.append(self.prover.read(body).secret)
             name = str(len(self.secrets) - 1)
             mac = auth.of_session(self.secrets[-1], name)
@@ -558,7 +560,7 @@ class OtherNode:
     def greet(self, peer: str, stop: Callable[[], bool]) -> None:
         """It answers at once."""
 
-    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: ChunkReceiver) -> bytes:
         receiver.peer_has((1 << 64) - 1, False)
         data = self.content[chunk.start : chunk.start + chunk.size]
         receiver.buffer[: chunk.size] = data

@@ -29,7 +29,7 @@ class Private:
     def reads(self, path: Path) -> bytes:
         return Path(f"/proc/{self.program.pid}/root{path}").read_bytes()
 
-    def found(self, node: Node) -> list[namespaces.Foreign]:
+    def found(self, node: Node) -> list[namespaces.ForeignBind]:
         """The redirects that it sees.
 
         By the namespace: a child of a hook's that went there may not have ended yet, and then it is

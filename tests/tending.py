@@ -13,10 +13,10 @@ import pytest
 
 from forestage.clock import Clock
 from forestage.commands import tend
-from forestage.commands.tend import Part
+from forestage.commands.tend import TendPart
 from forestage.config import load_settings
 from forestage.features.contexts import TendFacts
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import lock, processes
 from forestage.system.run import RunningProcess
 from node import HANGS, until
@@ -25,11 +25,11 @@ COMMAND = """#!{python}
 import sys
 from pathlib import Path
 from forestage.cache import disk
-from forestage.commands.main import World, main
+from forestage.commands.main import CommandContext, main
 from forestage.clock import Clock
-from forestage.paths import Places
+from forestage.paths import NodePaths
 {before}
-main(obj=World(Places(Path({root!r})), Clock()))
+main(obj=CommandContext(NodePaths(Path({root!r})), Clock()))
 """
 LOOKS = 20  # in a row
 BLIND = """
@@ -45,7 +45,7 @@ class Tended:
     then. `started` are the processes, by part.
     """
 
-    def __init__(self, places: Places, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, places: NodePaths, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.places = places
         self.program = folder / "forestage"
         self.program.write_text(
@@ -63,13 +63,13 @@ class Tended:
         ends = tend.tend(self.places, clock or Clock(), self.parts(), self.start)
         return {one.name: (one.state, one.code) for one in ends}
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[TendPart]:
         config = load_settings(self.places.etc).of_node
         for part in tend.list_parts(TendFacts(self.places, Clock(), config, False), False):
             limit = 0.01 if part.name in self.stuck else HANGS
             yield msgspec.structs.replace(part, limit=limit if part.limit else 0.0)
 
-    def start(self, part: Part, held: int | None) -> RunningProcess:
+    def start(self, part: TendPart, held: int | None) -> RunningProcess:
         started = tend.start(self.environ, part, held)
         self.started.append((part.name, started.pid))
         if happens := self.stuck.get(part.name):

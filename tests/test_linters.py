@@ -54,9 +54,9 @@ def test_tests_and_benches_use_only_names_that_exist() -> None:
 WRONG_NAMES = """
 import msgspec, pytest
 from forestage.cache import lease
-from forestage.cache.lease import Use
+from forestage.cache.lease import EntryUse
 
-def test(monkeypatch: pytest.MonkeyPatch, use: Use, either: Use | lease.Lease | None) -> None:
+def test(monkeypatch: pytest.MonkeyPatch, use: EntryUse, either: EntryUse | lease.Lease | None) -> None:
     msgspec.structs.replace(use, kee="")
     msgspec.structs.replace(use, key="")
     use.kee
@@ -64,16 +64,16 @@ def test(monkeypatch: pytest.MonkeyPatch, use: Use, either: Use | lease.Lease | 
     either.key
     monkeypatch.setattr(lease, "Uses", None)
     monkeypatch.setattr(lease, "Use", None)
-    monkeypatch.setattr(Use, "kee", None)
+    monkeypatch.setattr(EntryUse, "kee", None)
     monkeypatch.setattr(use, "kee", None)
     monkeypatch.setattr("forestage.cache.lease.Uses", None)
     monkeypatch.setattr("forestage.cache.leases.Use", None)
-    monkeypatch.setattr("forestage.cache.lease.Use.kee", None)
-    monkeypatch.setattr("forestage.cache.lease.Use.key", None)
+    monkeypatch.setattr("forestage.cache.lease.EntryUse.kee", None)
+    monkeypatch.setattr("forestage.cache.lease.EntryUse.key", None)
     monkeypatch.delattr("forestage.cache.lease.Uses")
     setattr(use, "kee", "")
     setattr(use, "key", "")
-    Use(kee="")
+    EntryUse(kee="")
     lease.Uses
     unheard
 """

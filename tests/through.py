@@ -15,19 +15,19 @@ from pathlib import Path
 import msgspec
 
 from forestage.cache import image
-from forestage.cache.image import Access, Image
+from forestage.cache.image import AccessRights, SourceImage
 from forestage.cache.layout import Entry
 from forestage.cache.node import Node as Here
-from forestage.cache.readers import Readers
+from forestage.cache.readers import ArrivalMap
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.slurm.hints import Hints
+from forestage.slurm.hints import JobHints
 from forestage.slurm.job import Job
 from forestage.sources.source import OpenImage
-from forestage.stage.task import Task
+from forestage.stage.task import CopyTask
 from forestage.system import mounts
 from forestage.system.as_user import User
-from forestage.units import Amount
+from forestage.units import SizeOrShare
 from forestage.views.through import keeper
 from forestage.views.through.keeper import PROCESS_NAME, SERVER_NAME
 from node import ALICE, Node, children_left, comm, end_keepers, until
@@ -45,7 +45,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def here(node: Node) -> Here:
-    room = {"max_size": Amount(share=1.0), "min_free": Amount()}
+    room = {"max_size": SizeOrShare(share=1.0), "min_free": SizeOrShare()}
     given = {"cache": "/mnt/nvme/forestage", "sources": (str(node.shared),), **room}
     return Here.of(Config(**given, chunk_size=MIB), node.places, Clock())
 
@@ -53,15 +53,15 @@ def here(node: Node) -> Here:
 def opened(path: Path, user: User = ALICE) -> OpenImage:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     facts = os.fstat(fd)
-    access = Access(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, image.read_acl(fd))
-    return OpenImage(Image(image.identity(facts, str(path)), access), user, fd)
+    access = AccessRights(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, image.read_acl(fd))
+    return OpenImage(SourceImage(image.identity(facts, str(path)), access), user, fd)
 
 
-def task(here: Here, opened: OpenImage, **keys: object) -> Task:
+def task(here: Here, opened: OpenImage, **keys: object) -> CopyTask:
     """What job 7 asks for, with further keys of the configuration."""
-    job = Job(7, opened.user, "n1", "batch", "/", requests=(), saves=None, hints=Hints())
+    job = Job(7, opened.user, "n1", "batch", "/", requests=(), saves=None, hints=JobHints())
     config = msgspec.structs.replace(here.config, **keys)
-    return Task(msgspec.structs.replace(here, config=config), job, opened)
+    return CopyTask(msgspec.structs.replace(here, config=config), job, opened)
 
 
 class Through:
@@ -80,7 +80,7 @@ class Through:
         self.sock = keeper.start(task(self.node, self.opened))
         self.pid = next(state.pid for spot, state in self.living() if spot == self.spot)
 
-    def living(self) -> list[tuple[Path, keeper.State]]:
+    def living(self) -> list[tuple[Path, keeper.KeeperState]]:
         return keeper.states(self.node.places.through)
 
     def connect(self) -> socket.socket:
@@ -166,7 +166,7 @@ class Copy:
     def follow(self) -> None:
         """Begins anew to tell servers, of what now is the part's image."""
         inode = self.part.image.stat().st_ino
-        self.readers = Readers(self._spot, len(self.data), MIB, inode)
+        self.readers = ArrivalMap(self._spot, len(self.data), MIB, inode)
 
     def bring(self, start: int, length: int, data: bytes | None = None) -> None:
         """Brings a range; `data` in place of the source's bytes shows who reads them."""

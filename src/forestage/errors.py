@@ -31,7 +31,7 @@ class ForestageError(Exception):
         return str(self)
 
 
-class Problem(NamedTuple):
+class ConfigProblem(NamedTuple):
     """One thing wrong in one configuration file."""
 
     where: str  # the file's path
@@ -47,7 +47,7 @@ class ConfigError(ForestageError):
 
     exit_code: ClassVar[int] = 3
 
-    def __init__(self, problems: tuple[Problem, ...]) -> None:
+    def __init__(self, problems: tuple[ConfigProblem, ...]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = problems
 
@@ -74,13 +74,13 @@ class SlurmError(ForestageError):
     exit_code: ClassVar[int] = 8
 
 
-class NotFound(ForestageError):
+class NotFoundError(ForestageError):
     """What was named on the command line is not here, or not one thing."""
 
     exit_code: ClassVar[int] = 1
 
 
-class RefusedError(ForestageError):
+class SlurmConfChangeRefused(ForestageError):
     """Slurm's configuration is not changed: it would drain nodes, or only its writer can do it."""
 
     exit_code: ClassVar[int] = 9
@@ -97,7 +97,7 @@ class Declined(ForestageError):
         self.reason = reason
 
 
-class Stopped(Declined):
+class CopyStopped(Declined):
     """A copy was asked to stop; what it has brought stays in the part."""
 
     def __init__(self) -> None:

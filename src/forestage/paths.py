@@ -5,14 +5,14 @@ from pathlib import Path
 import msgspec
 
 
-class Places(msgspec.Struct, frozen=True):
+class NodePaths(msgspec.Struct, frozen=True):
     """Every fixed path as a property of one value; tests pass a root of their own."""
 
     root: Path = Path("/")
     munge: str = ""  # the socket of another munged than the node's own
     slurm_conf: str = ""  # $SLURM_CONF as slurmd has it, else slurm.conf is in a usual place
 
-    def with_slurm_conf(self, named: str) -> "Places":
+    def with_slurm_conf(self, named: str) -> "NodePaths":
         """Return the same places with this $SLURM_CONF; "" for none. Pure."""
         return msgspec.structs.replace(self, slurm_conf=named)
 

@@ -31,14 +31,14 @@ _A_DURATION = "a duration such as 90s or 10m"
 _A_SHARE = "a share such as 80%"
 
 
-class Amount(msgspec.Struct, frozen=True):
+class SizeOrShare(msgspec.Struct, frozen=True):
     """Bytes, or a share (0 to 1) of a total that is known only later; one of the two is set."""
 
     size: int | None = None
     share: float | None = None
 
     @classmethod
-    def parse(cls, value: object) -> "Amount":
+    def parse(cls, value: object) -> "SizeOrShare":
         """Reads "80%", or a size as `parse_size` takes it."""
         try:
             if isinstance(value, str) and value.endswith("%"):

@@ -19,8 +19,8 @@ from forestage.config import load_settings
 from forestage.errors import Declined
 from forestage.features.data import manifest, wanted
 from forestage.features.data import requests as data
-from forestage.features.data.manifest import Manifest
-from forestage.hooks.limit import Limit
+from forestage.features.data.manifest import DirectoryManifest
+from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.job import Job
 from forestage.sources import opening, source
 from forestage.system import files, loop, mounts
@@ -40,7 +40,7 @@ class Kept:
         for made in (file.parent, file):
             os.chown(made, ALICE.uid, ALICE.gid)
 
-    def look(self, at: Path | None = None) -> Manifest:
+    def look(self, at: Path | None = None) -> DirectoryManifest:
         root, _ = manifest.open_root(str(at or self.point), ALICE)
         try:
             return manifest.take(root, "/set", ALICE, 1000)
@@ -142,7 +142,7 @@ def show(node: Node) -> data.StepPart:
     config = load_settings(node.places.etc).for_partition("batch")
     bare = Bare(config, node.places, node.cache, node.leases, Clock())
     job = Job.from_environ(node.environ(1))
-    return data.show(bare, job, Limit.of(Clock(), 600.0, None), None)
+    return data.show(bare, job, HookDeadlines.of(Clock(), 600.0, None), None)
 
 
 @pytest.mark.parametrize("change", [_in_place, _replaced, _removed])

@@ -15,7 +15,7 @@ from fault import image, source_bytes
 from forestage.cache import disk_errors
 from forestage.commands import sweep
 from forestage.commands.sweep import SweepReport
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.system.as_user import User
 from forestage.system.files import opened
 from node import BOB, Node, until
@@ -75,7 +75,7 @@ def is_logged(user: User, text: str) -> bool:
 
 
 def swept(node: Node) -> SweepReport:
-    return sweep.sweep(here(node), Slurm("", ""), False, lambda text: None)
+    return sweep.sweep(here(node), SlurmClient("", ""), False, lambda text: None)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from forestage.cache import disk_errors
 from forestage.commands import evict, status, sweep
 from forestage.errors import Declined
 from forestage.slurm.lines import LANGUAGE
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.system import lock, probe
 from node import ALICE, HANGS, Node, comm, until
 from through import here
@@ -185,7 +185,7 @@ def test_lock_that_hangs_with_the_disk_is_not_waited_for_and_the_sweep_tidies(
     assert node.leases.jobs() == ()
     assert node.binds() != {}
     frozen.go()
-    sweep.sweep(here(node), Slurm("", ""), False, lambda text: None)
+    sweep.sweep(here(node), SlurmClient("", ""), False, lambda text: None)
     assert node.binds() == {}
 
 
@@ -203,7 +203,7 @@ def test_commands_end_while_the_disk_hangs(node: Node, frozen: Hangs) -> None:
     assert node.prolog(1, path).said == ("copied", "")
     frozen.stop()
     with pytest.raises(Declined, match="writes have hung"):
-        sweep.sweep(here(node), Slurm("", ""), False, lambda text: None)
+        sweep.sweep(here(node), SlurmClient("", ""), False, lambda text: None)
     with pytest.raises(Declined, match="writes have hung"):
         evict.to_watermark(here(node), False)
     found = status.gather(here(node))

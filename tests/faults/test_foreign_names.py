@@ -19,7 +19,7 @@ from far import Far
 from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.features.data import erofs, manifest
-from forestage.features.data.open_tree import OpenTree
+from forestage.features.data.open_tree import DirectorySource
 from forestage.system import mounts
 from node import ALICE, BOB, Node, content, read_as
 
@@ -85,7 +85,7 @@ def test_forged_file_that_is_mounted_while_a_directory_is_copied_ends_the_copy(
     root, path = manifest.open_root(str(image.parent), BOB)
     found = manifest.take(root, path, BOB, 100)
     made = erofs.layout(found, {})
-    tree = OpenTree(root, found, made, BOB, 100, Clock(), 0.0)
+    tree = DirectorySource(root, found, made, BOB, 100, Clock(), 0.0)
     mounts.mount(str(far.point / "image.sqsh"), str(image), mounts.MS_BIND)
     with pytest.raises(Declined) as caught:
         tree.read(0, memoryview(bytearray(made.size)))

@@ -25,7 +25,7 @@ from forestage.clock import Clock
 from forestage.commands import off as switching
 from forestage.commands import sweep
 from forestage.config import switch
-from forestage.events import Handled, user_files
+from forestage.events import RequestOutcome, user_files
 from forestage.features.metrics import textfile
 from forestage.features.registry import step_files
 from forestage.hooks import boundary
@@ -165,8 +165,8 @@ def test_reader_of_what_a_user_is_told_holds_up_no_hook_and_no_sweep(
         assert beside(lambda: node.prolog(2, path)).said == ("hit", "")
         hooks = [one.hook for one in events.read_own(node.places, ALICE.uid)]
         assert hooks[-2:] == ["epilog", "prolog"]
-        detail = Handled("hit", detail="x" * user_files.USER_FILE_BYTES)
-        full = events.Event(1.0, "step", 2, detail, uid=ALICE.uid)
+        detail = RequestOutcome("hit", detail="x" * user_files.USER_FILE_BYTES)
+        full = events.EventRecord(1.0, "step", 2, detail, uid=ALICE.uid)
         beside(lambda: events.record_events(node.places, [full] * 2))  # its front is given back
         beside(lambda: user_files.remove_idle(node.places.users, time.time() * 2))
         assert not own.exists()

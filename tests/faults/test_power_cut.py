@@ -15,8 +15,8 @@ from fault import MIB, Points, image, kill_stager, shut_down
 
 from boot import Boot
 from forestage.commands import sweep
-from forestage.events import Copied
-from forestage.slurm.queue import Slurm
+from forestage.events import CopyOutcome
+from forestage.slurm.queue import SlurmClient
 from forestage.system import mounts
 from node import Node, children_left, unmount, until
 from through import here
@@ -118,7 +118,7 @@ def test_what_is_published_stays_through_a_power_cut(
 def copied(node: Node) -> tuple[int, int]:
     """Bytes of the last copy: those that were here before, and all of them."""
     outcome = node.outcomes("stager")[-1]
-    assert isinstance(outcome, Copied)
+    assert isinstance(outcome, CopyOutcome)
     return outcome.resumed, outcome.size
 
 
@@ -179,7 +179,7 @@ def test_entry_of_an_earlier_boot_that_a_sweep_has_read_is_a_hit(power: Power) -
     path = node.put("alice/image.sqsh", image())
     node.prolog(1, path)
     power.back()
-    sweep.sweep(here(node), Slurm("", ""), False, lambda text: None)
+    sweep.sweep(here(node), SlurmClient("", ""), False, lambda text: None)
     assert node.prolog(2, path).outcome.result == "hit"
 
 

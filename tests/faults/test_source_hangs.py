@@ -15,7 +15,7 @@ from fault import MIB, Beside, Points, Until, beside, image
 
 from forestage import check
 from forestage.cache.part import PROCESS_NAME
-from forestage.check import Report, Target
+from forestage.check import CheckReport, CheckTarget
 from forestage.clock import Clock, Deadline
 from forestage.sources import opening
 from forestage.stage import stager, wait
@@ -227,7 +227,7 @@ def test_check_ends_and_names_the_source_that_hangs(
     (etc / "mounts.d/a.fstab").write_text(f"{node.shared / name} /x none bind\n")
 
     def ids() -> list[str]:
-        done: Report = check.check(Target(node.places, Clock()))
+        done: CheckReport = check.check(CheckTarget(node.places, Clock()))
         return [one.id for one in done.findings if one.id.startswith(("source", "check"))]
 
     # All that it looks at is below the node's root.
@@ -254,7 +254,7 @@ def test_check_names_what_hangs_below_a_source(
     listed.write_bytes(Path("/proc/self/mountinfo").read_bytes())
 
     def found() -> list[str]:
-        done: Report = check.check(Target(node.places, Clock()))
+        done: CheckReport = check.check(CheckTarget(node.places, Clock()))
         return [one.what for one in done.findings if one.id == "source-hangs"]
 
     assert found() == []
@@ -279,7 +279,7 @@ def test_check_names_an_image_that_answers_no_read(
     assert beside(lambda: node.prolog(1, path)).ended == (0, "declined", "source-hangs")
 
     def found() -> list[str]:
-        done: Report = check.check(Target(node.places, Clock()))
+        done: CheckReport = check.check(CheckTarget(node.places, Clock()))
         return [one.what for one in done.findings if one.id == "source-hangs"]
 
     (what,) = found()

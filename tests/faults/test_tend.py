@@ -13,7 +13,7 @@ from fault import image
 
 from forestage.cache.lease import Lease
 from forestage.features.prepare.tend import warmed_sign
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import mounts
 from node import ALICE, Later, Node, until
 from tending import Tended, hangs
@@ -28,7 +28,7 @@ def tended(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     tended.wait("sweep", "proofs")
 
 
-def exported(places: Places) -> Path:
+def exported(places: NodePaths) -> Path:
     file = places.root / EXPORTED
     file.parent.mkdir(parents=True)
     return file

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from fault import Gate, Points, kill_stager, source_bytes
 
-from forestage.cache.lease import Lease, Use
-from forestage.cache.part import Owner, boot_id
+from forestage.cache.lease import EntryUse, Lease
+from forestage.cache.part import PartRecord, boot_id
 from forestage.cache.readers import NOW
 from forestage.errors import Declined
 from forestage.stage import stager
@@ -112,7 +112,7 @@ def test_straight_reader_waits_for_no_copy_where_none_is_about_to_begin(
     with contextlib.ExitStack() as held:
         if queued:
             held.enter_context(lock.held_for_work(node.cache.key_lock(image.key), 1.0))
-            owner = Owner(os.getpid(), boot_id(), image, MIB, "chunks", 7, 0.0)
+            owner = PartRecord(os.getpid(), boot_id(), image, MIB, "chunks", 7, 0.0)
             node.cache.part(image.key).write_owner(owner)
         shown(path)
         assert shows(path, source_bytes())
@@ -142,7 +142,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def leased(node: Node, shown: Shown) -> Through:
     """Image and keeper of a job that runs, and needs the copy."""
     through = shown(node.put("alice/image.sqsh", source_bytes()))
-    use = Use(through.image.key)
+    use = EntryUse(through.image.key)
     node.leases.write(Lease(7, ALICE, 0.0, str(node.cache.root), (use,)))
     return through
 

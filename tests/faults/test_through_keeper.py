@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from fault import MIB, source_bytes
 
-from forestage.cache.lease import Lease, Use
+from forestage.cache.lease import EntryUse, Lease
 from forestage.errors import Declined
 from forestage.system import fuse, mounts
 from forestage.views.through import keeper, keeper_process, server
 from forestage.views.through.keeper import states
 from forestage.views.through.keeper_process import Keeper
-from forestage.views.through.server import Server
+from forestage.views.through.server import ReadServer
 from node import ALICE, BOB, Node, children_left, until
 from through import SIZE, Aside, Copy, Shown, Through, here, opened, read_fresh, servers_of, task
 
@@ -34,7 +34,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def leased(node: Node) -> Path:
     """An image for which job 1 holds a lease."""
     path = node.put("alice/image.sqsh", source_bytes())
-    use = Use(opened(path).image.key)
+    use = EntryUse(opened(path).image.key)
     node.leases.write(Lease(1, ALICE, 0.0, str(node.cache.root), (use,)))
     return path
 
@@ -244,16 +244,16 @@ def test_server_and_keeper_killed_before_an_answer_leave_nobody_who_waits(
     """Who waits for a FUSE beyond all signals must not be who holds its /dev/fuse."""
     path, asked = leased(node), tmp_path / "asked"
     node.cache.prepare(require_mount=False)
-    take = Server._take
+    take = ReadServer._take
 
-    def answer_no_open(self: Server, slot: memoryview) -> None:
+    def answer_no_open(self: ReadServer, slot: memoryview) -> None:
         request = fuse.parse(slot)
         if request is None or request.op == fuse.FuseOpcode.INIT:
             take(self, slot)
         else:
             asked.touch()
 
-    monkeypatch.setattr(Server, "_take", answer_no_open)
+    monkeypatch.setattr(ReadServer, "_take", answer_no_open)
     hook = Aside(lambda: keeper.start(task(here(node), opened(path))))
     until(asked.exists, "the kernel to ask")
     ((_, state),) = states(node.places.through)
@@ -282,12 +282,12 @@ UPGRADED = """
 import os, sys
 from pathlib import Path
 from forestage.views.through import keeper, keeper_process
-from forestage.cache.node import Clock, Config, Node, Places
-from forestage.slurm.hints import Hints
+from forestage.cache.node import Clock, Config, Node, NodePaths
+from forestage.slurm.hints import JobHints
 from forestage.slurm.job import Job
-from forestage.sources.source import Image, OpenImage, User, image
-from forestage.stage.task import Task
-from forestage.cache.image import Access
+from forestage.sources.source import SourceImage, OpenImage, User, image
+from forestage.stage.task import CopyTask
+from forestage.cache.image import AccessRights
 
 class Gone:
     def find_spec(self, name, path=None, target=None):
@@ -297,12 +297,12 @@ class Gone:
 top, path = map(Path, sys.argv[1:3])
 fd = os.open(path, os.O_RDONLY)
 facts = os.fstat(fd)
-access = Access(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777)
-opened = OpenImage(Image(image.identity(facts, str(path)), access), User("", 1, 1), fd)
-node = Node.of(Config(cache="/mnt/nvme/forestage", chunk_size=2**20), Places(top), Clock())
-job = Job(7, opened.user, "n1", "batch", "/", requests=(), saves=None, hints=Hints())
+access = AccessRights(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777)
+opened = OpenImage(SourceImage(image.identity(facts, str(path)), access), User("", 1, 1), fd)
+node = Node.of(Config(cache="/mnt/nvme/forestage", chunk_size=2**20), NodePaths(top), Clock())
+job = Job(7, opened.user, "n1", "batch", "/", requests=(), saves=None, hints=JobHints())
 sys.meta_path[:] = [Gone()]
-keeper.start(Task(node, job, opened))
+keeper.start(CopyTask(node, job, opened))
 """
 
 

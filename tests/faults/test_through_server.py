@@ -19,7 +19,7 @@ from fault import MIB, shut_down, source_bytes
 from forestage.system import mounts
 from forestage.views.through import keeper_process
 from forestage.views.through.keeper_process import Keeper
-from forestage.views.through.server import Server
+from forestage.views.through.server import ReadServer
 from node import HANGS, Node, until
 from through import SIZE, Aside, Copy, Shown, direct, read_fresh, reading, servers_of, shows
 
@@ -98,7 +98,7 @@ def test_server_that_always_fails_takes_no_processor(
 ) -> None:
     log = tmp_path / "log"
 
-    def fail(self: Server) -> None:
+    def fail(self: ReadServer) -> None:
         until(lambda: self.common.settled, "the file to be known")  # else there is none to serve
         with log.open("ab") as file:
             file.write(b".")
@@ -107,7 +107,7 @@ def test_server_that_always_fails_takes_no_processor(
     monkeypatch.setattr(keeper_process, "BURST", 5)
     monkeypatch.setattr(keeper_process, "EACH", 1e9)
     monkeypatch.setattr(keeper_process, "SILENT", HANGS)  # none is killed before it has its dot
-    monkeypatch.setattr(Server, "_watch", fail)
+    monkeypatch.setattr(ReadServer, "_watch", fail)
     through = shown(lay=False)
     until(
         lambda: log.exists() and log.stat().st_size == 6, "the first server and five others to end"
@@ -120,9 +120,9 @@ def test_server_that_ends_once_the_file_is_known_is_replaced(
     shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the probe, which has nothing left to do, still lives."""
-    first, watch, settle = tmp_path / "first", Server._watch, Keeper._settle
+    first, watch, settle = tmp_path / "first", ReadServer._watch, Keeper._settle
 
-    def end_first(self: Server) -> None:
+    def end_first(self: ReadServer) -> None:
         if not first.exists():
             first.touch()
             until(lambda: self.common.settled, "the file to be known")
@@ -133,7 +133,7 @@ def test_server_that_ends_once_the_file_is_known_is_replaced(
         settle(self)
         until(lambda: not servers_of(os.getppid()), "the first server's end")
 
-    monkeypatch.setattr(Server, "_watch", end_first)
+    monkeypatch.setattr(ReadServer, "_watch", end_first)
     monkeypatch.setattr(Keeper, "_settle", settle_late)
     assert shows(shown().path, source_bytes())
 

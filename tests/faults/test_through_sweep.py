@@ -12,7 +12,7 @@ from fault import source_bytes
 
 from forestage.commands import sweep
 from forestage.commands.sweep import SweepReport
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.views.through import remains
 from forestage.views.through.keeper import PROCESS_NAME
 from node import BOB, Later, Node, until
@@ -22,7 +22,7 @@ from through import Aside, Copy, Shown, Through, direct, read_fresh
 def swept(through: Through, dry_run: bool = False, seconds: float = 100.0) -> SweepReport:
     """A sweep after a while in which nobody but the keepers that live has done anything."""
     node = msgspec.structs.replace(through.node, clock=Later(seconds))
-    done = sweep.sweep(node, Slurm("", "", Path("/proc")), dry_run, lambda text: None)
+    done = sweep.sweep(node, SlurmClient("", "", Path("/proc")), dry_run, lambda text: None)
     assert done.problems == ()
     return done
 

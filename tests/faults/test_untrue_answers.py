@@ -27,7 +27,7 @@ from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.sources.source import OpenImage
 from forestage.stage import stager
-from forestage.stage.task import Task
+from forestage.stage.task import CopyTask
 from forestage.system import as_user, files
 from forestage.system.holder import StartReport
 from node import ALICE, Node
@@ -77,7 +77,7 @@ class Copier:
         looked = self.node.clock.wall()
         found = manifest.take(root, resolved, ALICE, 1000)
         made = erofs.layout(found, {})
-        tree = open_tree.OpenTree(root, found, made, ALICE, 1000, Clock(), looked)
+        tree = open_tree.DirectorySource(root, found, made, ALICE, 1000, Clock(), looked)
         true = bytearray(made.size)
         true[: len(made.head)] = made.head
         for start, number in zip(made.starts, made.numbers, strict=True):
@@ -88,7 +88,7 @@ class Copier:
 
     def _copied(self, opened: OpenImage, true: bytes) -> Copied:
         cache, key = self.node.cache, opened.image.key
-        ended = stager.copy(Task(self.node, self.job, opened), threading.Event())
+        ended = stager.copy(CopyTask(self.node, self.job, opened), threading.Event())
         entry = cache.read(key)
         if entry is None:
             return Copied(ended)

@@ -20,7 +20,7 @@ from fault import (
     served,
 )
 
-from forestage.cache.part import Owner, Part
+from forestage.cache.part import Part, PartRecord
 from forestage.stage import queue
 from node import ALICE, BOB, Node, until
 
@@ -90,7 +90,7 @@ def test_no_more_than_max_copies_at_once_and_the_rest_in_order(
         copying -= {pid} if name == "checked" else set()
 
 
-def _owner(node: Node, path: Path) -> Owner | None:
+def _owner(node: Node, path: Path) -> PartRecord | None:
     return node.cache.part(node.identity(path).key).owner()
 
 
@@ -127,7 +127,7 @@ def test_two_stagers_that_stand_in_line_at_the_same_moment_take_turns(
     write = Part.write_owner
     asked, go_on = tmp_path / "asked", tmp_path / "go-on"
 
-    def late(part: Part, owner: Owner) -> None:
+    def late(part: Part, owner: PartRecord) -> None:
         if part.directory.name == slow and owner.phase == "queued":
             asked.touch()
             until(go_on.exists, "the second's chance to be over")

@@ -35,15 +35,15 @@ import peering
 from forestage.cache.node import Node as CacheNode
 from forestage.clock import Clock
 from forestage.commands.main import main
-from forestage.commands.world import World
+from forestage.commands.world import CommandContext
 from forestage.config import load_settings
 from forestage.features.data import job_disk, serving
 from forestage.features.prefetch import prefetch_node
-from forestage.features.prefetch.expected import LASTS, Expectations
-from forestage.features.prefetch.policy import Expected
+from forestage.features.prefetch.expected import LASTS, ExpectedImageList
+from forestage.features.prefetch.policy import ExpectedStarts
 from forestage.features.registry import step_files
 from forestage.hooks.boundary import IMAGE_OPTION
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.system import loop
 from forestage.system.as_user import User
 from goldens import as_text, compare, compare_imports, must_be_as_kept, normalise
@@ -117,7 +117,7 @@ class Scene:
         before = file.read_bytes() if file.exists() else b""
         if before:
             file.write_text("".join(f"{line}\n" for line in self.events()))
-        done = CliRunner().invoke(main, [*words], obj=World(self.node.places, Clock()))
+        done = CliRunner().invoke(main, [*words], obj=CommandContext(self.node.places, Clock()))
         if before:
             file.write_bytes(before)
         shown = [line for line in done.output.splitlines() if not re.search("^#| 0.0$", line)]
@@ -309,12 +309,12 @@ def test_image_that_was_expected(scene: Scene) -> None:
     now = time.time()
     for one in (path, late):
         os.utime(scene.node.server / one.relative_to(scene.node.shared), (now - OLD, now - OLD))
-    rows = tuple(Expected("gpu", str(one), ALICE.uid, 1.0) for one in (path, late))
-    told = Expectations(1, now, now + LASTS, {"gpu": "n[1-2]"}, rows[:1])
+    rows = tuple(ExpectedStarts("gpu", str(one), ALICE.uid, 1.0) for one in (path, late))
+    told = ExpectedImageList(1, now, now + LASTS, {"gpu": "n[1-2]"}, rows[:1])
     config = load_settings(scene.node.places.etc).of_node
     own = CacheNode.of(config, scene.node.places, Clock())
     prefetch_node.run(
-        own, Slurm("", proc=scene.node.places.root / "proc", node="n1"), told_by(told), False
+        own, SlurmClient("", proc=scene.node.places.root / "proc", node="n1"), told_by(told), False
     )
     until(lambda: not scene.at_work(), "the copy")
     scene.command("ls")
@@ -329,7 +329,7 @@ def test_image_that_was_expected(scene: Scene) -> None:
     scene.compare("prefetch")
 
 
-def told_by(listed: Expectations) -> Callable[[], Expectations]:
+def told_by(listed: ExpectedImageList) -> Callable[[], ExpectedImageList]:
     return lambda: listed
 
 

@@ -14,10 +14,18 @@ from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
 from commands import NOW, Site
-from forestage.cache.lease import Use
+from forestage.cache.lease import EntryUse
 from forestage.commands.main import main
-from forestage.events import Bad, Copied, Event, Handled, Outcome, Released, append
-from forestage.slurm.queue import Slurm
+from forestage.events import (
+    BadEntryOutcome,
+    CopyOutcome,
+    EventRecord,
+    Outcome,
+    ReleaseOutcome,
+    RequestOutcome,
+    append,
+)
+from forestage.slurm.queue import SlurmClient
 from goldens import as_text, compare, must_be_as_kept, normalise
 from node import Idle
 
@@ -27,13 +35,13 @@ GIB = 1 << 30
 class Answers(Idle):
     """A Slurm that needs no daemon."""
 
-    def bind(self) -> Slurm:
+    def bind(self) -> SlurmClient:
         return self
 
 
 @pytest.fixture(autouse=True)
 def surroundings(as_root: None, terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slurm, "of", lambda environ: Answers("", node="n1"))
+    monkeypatch.setattr(SlurmClient, "of", lambda environ: Answers("", node="n1"))
 
 
 def groups(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -111,37 +119,43 @@ def printed(site: Site) -> Printed:
     first = site.publish(site.image("a.sqsh", b"a" * 5000), age=7200.0)
     site.publish(site.image("b.sqsh", b"b" * 9000), age=60.0, expected=NOW - 90)
     site.publish(site.image("old.sqsh", b"c" * 100), age=86400.0)
-    site.lease(7, Use(first, str(site.lustre / "a.sqsh")))
+    site.lease(7, EntryUse(first, str(site.lustre / "a.sqsh")))
     append(site.places.events, [*happened(str(site.lustre / "a.sqsh"), first)])
     return Printed(site)
 
 
-def happened(image: str, key: str) -> Iterator[Event]:
+def happened(image: str, key: str) -> Iterator[EventRecord]:
     facts = {"request": image, "via": "option", "image": image, "key": key, "size": GIB}
 
-    def of(job: int, hook: str, outcome: Outcome, **more: object) -> Event:
+    def of(job: int, hook: str, outcome: Outcome, **more: object) -> EventRecord:
         known = {"user": "alice", "uid": 1000, "node": "n1", "partition": "gpu", **more}
-        return Event(NOW - 9000 + 60 * job, hook, job, outcome, total=3.0, **known)  # type: ignore[arg-type]
+        return EventRecord(NOW - 9000 + 60 * job, hook, job, outcome, total=3.0, **known)  # type: ignore[arg-type]
 
-    def handled(result: str, **more: object) -> Handled:
-        return Handled(result, **{**facts, **more})  # type: ignore[arg-type]
+    def handled(result: str, **more: object) -> RequestOutcome:
+        return RequestOutcome(result, **{**facts, **more})  # type: ignore[arg-type]
 
-    yield of(5, "stager", Copied("copied", image=image, key=key, size=GIB, wait=9.0, copying=8.0))
+    yield of(
+        5, "stager", CopyOutcome("copied", image=image, key=key, size=GIB, wait=9.0, copying=8.0)
+    )
     yield of(5, "prolog", handled("copied", wait=9.0, redirect="mounted"))
-    yield of(5, "epilog", Released("released", unmounted=1))
+    yield of(5, "epilog", ReleaseOutcome("released", unmounted=1))
     yield of(6, "prolog", handled("hit", redirect="spank", baseline=8.0))
     yield of(6, "step", handled("hit", redirect="spank", baseline=8.0), step=0)
     yield of(7, "prolog", handled("declined", reason="deadline", detail="1 GiB is missing"))
     yield of(8, "prolog", handled("failed", reason="io", detail="Input/output error"))
     came = {"digest": "sha256:" + "d" * 64, "came": "imported", "redirect": "spank"}
     yield of(9, "step", handled("copied", request="docker://here#image", wait=40.0, **came), step=0)
-    given = Copied("copied", image=image, key=key, size=GIB, wait=2.0, copying=2.0,
+    given = CopyOutcome("copied", image=image, key=key, size=GIB, wait=2.0, copying=2.0,
                    from_peers=GIB, from_others=GIB // 2, givers=("n2",), uploaded=7)  # fmt: skip
     yield of(10, "stager", given)
     yield of(10, "step", handled("through", redirect="spank"), step=0)
     yield of(11, "step", handled("hit", data=True, redirect="spank"), step=0)
-    yield of(12, "stager", Copied("copied", image=image, key=key, size=9, wait=1.0, expected=NOW))
-    yield of(0, "sweep", Bad("bad", image=image, key=key, since=NOW - 9000, evicted=(key,)))
+    yield of(
+        12, "stager", CopyOutcome("copied", image=image, key=key, size=9, wait=1.0, expected=NOW)
+    )
+    yield of(
+        0, "sweep", BadEntryOutcome("bad", image=image, key=key, since=NOW - 9000, evicted=(key,))
+    )
 
 
 def test_commands_of_a_node(printed: Printed) -> None:

@@ -14,7 +14,7 @@ import pytest
 from forestage.clock import Clock
 from forestage.hooks import boundary
 from forestage.hooks.background import PROCESS_NAME
-from forestage.hooks.boundary import STAGE_OPTION, Hook
+from forestage.hooks.boundary import STAGE_OPTION, HookRun
 from forestage.slurm import slurm_conf
 from forestage.system import lock
 from node import ALICE, HANGS, Node, children_left, comm, content, start_hook, until
@@ -335,7 +335,7 @@ def test_hook_reads_slurm_conf_once_for_all_that_it_takes_from_it(
     monkeypatch.setattr(slurm_conf, "text_of", lambda path: (read.append(path), text_of(path))[1])
     for name in ("prolog", "epilog"):
         read.clear()
-        Hook(name, environ, 0.0).run(background.node.places, Clock())  # type: ignore[arg-type]
+        HookRun(name, environ, 0.0).run(background.node.places, Clock())  # type: ignore[arg-type]
         of_conf = [path for path in read if not path.endswith("plugstack.conf")]
         assert of_conf == [str(conf), f"{conf.parent}/parts/a.conf", f"{conf.parent}/b.conf"]
         assert len(of_conf) < len(read), "plugstack.conf, too"

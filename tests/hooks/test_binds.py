@@ -15,7 +15,7 @@ import pytest
 from forestage.cache.layout import Entry
 from forestage.clock import Clock
 from forestage.hooks import container_binds, limit
-from forestage.hooks.boundary import Hook
+from forestage.hooks.boundary import HookRun
 from forestage.slurm.enroot import UNKNOWN
 from forestage.slurm.job import HOME_OPTION, NO_HOME_OPTION
 from forestage.stage import fstab
@@ -151,7 +151,7 @@ def test_prolog_knows_the_home_by_the_uid(
     me = pwd.struct_passwd(("alice", "x", ALICE.uid, ALICE.gid, "", str(path.parent), "/bin/sh"))
     monkeypatch.setattr(pwd, "getpwuid", {ALICE.uid: me}.__getitem__)
     given = node.environ(7, path) | YES
-    Hook("prolog", given, 0.0).run(node.places, Clock())
+    HookRun("prolog", given, 0.0).run(node.places, Clock())
     (outcome,) = node.outcomes("prolog", 7)
     assert (outcome.result, outcome.reason) == ("declined", "below-bind")
     assert node.binds() == {}
@@ -437,7 +437,7 @@ def test_no_unsquashfs_says_nothing(
 ) -> None:
     monkeypatch.setattr(fstab, "PROGRAM", ("no-such-program",))
     path = spank.put("images/image.sqsh", packed(f"{spank.shared} bind\n"))
-    Hook("step", environ(spank, 7, path), 0.0).run(spank.places, Clock())
+    HookRun("step", environ(spank, 7, path), 0.0).run(spank.places, Clock())
     assert entry_of(spank, path).binds == ()
 
 
@@ -531,9 +531,9 @@ def test_prolog_notes_what_it_took_for_granted(node: Node, monkeypatch: pytest.M
     me = pwd.struct_passwd(("alice", "x", ALICE.uid, ALICE.gid, "", home, "/bin/sh"))
     monkeypatch.setattr(pwd, "getpwuid", {ALICE.uid: me}.__getitem__)
     assert answer_to(node, path, {}, {"HOME": "/elsewhere"})[0] == "use"
-    Hook("prolog", node.environ(7, path), 0.0).run(node.places, Clock())
+    HookRun("prolog", node.environ(7, path), 0.0).run(node.places, Clock())
     assert ["HOME", home] in lines(node, "variable")
     assert ["ENROOT_CONFIG_PATH"] in lines(node, "variable")
     theirs(node, f"{node.shared} bind\n")
-    Hook("prolog", node.environ(8, path), 0.0).run(node.places, Clock())
+    HookRun("prolog", node.environ(8, path), 0.0).run(node.places, Clock())
     assert node.outcomes("prolog", 8)[0].reason == "below-bind"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forestage.hooks import boundary as hooks
-from forestage.hooks.boundary import Hook, _main
+from forestage.hooks.boundary import HookRun, _main
 from node import Node
 
 
@@ -14,7 +14,7 @@ def slurmd(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """`_main` as slurmd starts it for job 7, but on the test's node."""
     for name, value in node.environ(7, node.put("alice/image.sqsh")).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("forestage.paths.Places", lambda: node.places)
+    monkeypatch.setattr("forestage.paths.NodePaths", lambda: node.places)
     monkeypatch.setattr(hooks, "nothing_to_do", lambda *_: False)
     return node
 
@@ -42,7 +42,7 @@ def test_unexpected_becomes_one_line_and_exit_0(
     def broken(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr(Hook, "run", broken)
+    monkeypatch.setattr(HookRun, "run", broken)
     assert _main(name) == 0  # type: ignore[arg-type]
     out, err = capfd.readouterr()
     assert out == ""

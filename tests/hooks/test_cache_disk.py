@@ -20,8 +20,8 @@ from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
 from forestage.clock import Clock
 from forestage.commands import sweep
-from forestage.commands.main import World, main
-from forestage.commands.world import Exit
+from forestage.commands.main import CommandContext, main
+from forestage.commands.world import ExitStatus
 from forestage.config import load_settings
 from forestage.system import mounts, records
 from node import Idle, Node, content, unmount
@@ -57,12 +57,12 @@ def mount_new_disk(node: Node) -> None:
 
 
 def accept_disk(node: Node) -> int:
-    world = World(node.places, Clock())
+    world = CommandContext(node.places, Clock())
     done = CliRunner().invoke(main, ["check", "--accept-disk"], obj=world)
     if "from now on" not in done.output:
         print(done.output)
         return done.exit_code
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def swept(node: Node) -> sweep.SweepReport:
@@ -82,7 +82,7 @@ def test_cache_whose_disk_is_unmounted_is_not_used_until_an_admin_accepts_the_on
         node.epilog(job)
     assert swept(node).unmounted
     assert list(node.nvme.iterdir()) == []
-    assert accept_disk(node) == Exit.OK
+    assert accept_disk(node) == ExitStatus.OK
     assert node.prolog(4, path).outcome.result == "copied"
     node.epilog(4)
     assert node.prolog(5, path).outcome.result == "hit"
@@ -204,7 +204,7 @@ def test_cache_on_a_network_file_system_is_not_used_and_drains_no_node(
     path = node.put("alice/image.sqsh")
     current = mounts.current
 
-    def listed() -> list[mounts.Mount]:
+    def listed() -> list[mounts.MountInfo]:
         return [
             msgspec.structs.replace(one, rest=f"rw - {kind} server:/x rw")
             if one.point == str(node.nvme)
@@ -216,7 +216,7 @@ def test_cache_on_a_network_file_system_is_not_used_and_drains_no_node(
     assert node.prolog(1, path).ended == ON_NETWORK
     assert node.shows_source(path)
     assert node.epilog(1).code == 0
-    assert accept_disk(node) == Exit.CACHE, "no admin's word makes it a disk of the node"
+    assert accept_disk(node) == ExitStatus.CACHE, "no admin's word makes it a disk of the node"
     assert not node.cache.root.exists()
     assert not node.places.known_disks.exists()
 
@@ -227,7 +227,7 @@ def test_automount_that_found_no_disk_is_none(node: Node, monkeypatch: pytest.Mo
     mount_new_disk(node)
     current = mounts.current
 
-    def listed() -> list[mounts.Mount]:
+    def listed() -> list[mounts.MountInfo]:
         return [
             msgspec.structs.replace(one, rest="rw - autofs systemd-1 rw")
             if one.point == str(node.nvme)
@@ -328,7 +328,7 @@ def test_epilog_releases_where_the_file_system_below_a_lost_disk_cannot_be_ident
     subprocess.run(["umount", "--lazy", node.nvme], check=True)
     current = mounts.current
 
-    def listed() -> list[mounts.Mount]:
+    def listed() -> list[mounts.MountInfo]:
         return [
             msgspec.structs.replace(one, rest="rw - xfs x rw") if one.kind == "tmpfs" else one
             for one in current()
@@ -353,8 +353,8 @@ def test_outdated_redirect_to_a_disk_that_was_unmounted_lazily_is_unmounted(node
 def test_unredirect_knows_redirects_to_a_disk_that_was_unmounted_lazily(node: Node) -> None:
     path = node.staged(1)
     subprocess.run(["umount", "--lazy", node.nvme], check=True)
-    done = CliRunner().invoke(main, ["unredirect"], obj=World(node.places, Clock()))
-    assert done.exit_code == Exit.OK, done.output
+    done = CliRunner().invoke(main, ["unredirect"], obj=CommandContext(node.places, Clock()))
+    assert done.exit_code == ExitStatus.OK, done.output
     assert node.shows_source(path)
 
 

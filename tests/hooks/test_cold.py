@@ -11,9 +11,9 @@ import pytest
 from forestage import trace
 from forestage.bind import redirect
 from forestage.clock import Clock
-from forestage.events import Event, Handled
+from forestage.events import EventRecord, RequestOutcome
 from forestage.hooks import limit
-from forestage.hooks.boundary import IMAGE_OPTION, Hook
+from forestage.hooks.boundary import IMAGE_OPTION, HookRun
 from forestage.views.through import keeper
 from node import ALICE, BOB, Arrange, Node, children_left, content, end_keepers, held_at, until
 from through import Through
@@ -34,7 +34,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[
 
 
 def result(outcome: object) -> tuple[str, str]:
-    assert isinstance(outcome, Handled)
+    assert isinstance(outcome, RequestOutcome)
     return outcome.result, outcome.redirect
 
 
@@ -156,7 +156,7 @@ def test_nothing_is_redirected_later_on_a_node_that_was_switched_off(
 def step(node: Node, job: int, path: Path, saves: str | None = None) -> tuple[str, str]:
     given = node.environ(job, path, ALICE, saves=saves) | {"SLURM_STEP_ID": "0"}
     assert given[IMAGE_OPTION] == str(path)
-    Hook("step", given, 0.0).run(node.places, Clock())
+    HookRun("step", given, 0.0).run(node.places, Clock())
     return result(node.outcomes("step", job)[-1])
 
 
@@ -221,7 +221,7 @@ def test_prolog_notes_the_keeper_for_the_first_step(
     ((uid, text, *words),) = noted(through, 7)
     assert (uid, words) == (str(ALICE.uid), answer(through, path))
     # As the companion completes it.
-    event = msgspec.json.decode('{"time":5,"step":0,"total":0.1,' + text, type=Event)
+    event = msgspec.json.decode('{"time":5,"step":0,"total":0.1,' + text, type=EventRecord)
     assert (event.hook, event.job, *result(event.outcome)) == ("step", 7, "through", "spank")
     shown = Through(through, path)  # finds that keeper
     assert {shown.pid} == keepers(through)

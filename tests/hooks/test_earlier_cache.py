@@ -17,8 +17,8 @@ from forestage.cache.node import Node as NodeOfCache
 from forestage.cache.part import boot_id
 from forestage.clock import Clock
 from forestage.commands import sweep
-from forestage.commands.main import World, main
-from forestage.commands.world import Exit
+from forestage.commands.main import CommandContext, main
+from forestage.commands.world import ExitStatus
 from forestage.config import load_settings
 from forestage.system.probe import HangReport
 from jobdir import Dirs
@@ -45,7 +45,7 @@ def swept(node: Node, dry_run: bool = False) -> sweep.SweepReport:
 
 def evicted(node: Node, root: Path | str, *more: str) -> Result:
     argv = ["evict", "--all", "--cache", str(root), *more]
-    return CliRunner().invoke(main, argv, obj=World(node.places, Clock()))
+    return CliRunner().invoke(main, argv, obj=CommandContext(node.places, Clock()))
 
 
 def used(node: Node, job: int = 1, name: str = "alice/image.sqsh") -> Path:
@@ -105,7 +105,7 @@ def test_earlier_cache_that_another_forestage_uses_is_left_alone(dirs: Dirs) -> 
     mark = others_mark(node)
     assert swept(node).added == {}
     done = evicted(node, node.cache.root)
-    assert done.exit_code == Exit.NOT_FOUND, done.output
+    assert done.exit_code == ExitStatus.NOT_FOUND, done.output
     assert str(mark) in done.output
     assert dirs.taken().number == 1
     mark.unlink()
@@ -116,7 +116,7 @@ def test_mark_of_an_earlier_boot_is_nobodys(node: Node) -> None:
     used(node)
     mark = others_mark(node).rename(node.cache.instances / "1f.1-1")
     node.configure(cache=OTHER)
-    assert evicted(node, node.cache.root).exit_code == Exit.OK
+    assert evicted(node, node.cache.root).exit_code == ExitStatus.OK
     assert not mark.exists()
 
 
@@ -155,15 +155,15 @@ def test_earlier_cache_goes_by_one_command_with_pins_and_job_directories(dirs: D
     configure(node, OTHER)
     swept(node)
     dry = evicted(node, node.cache.root, "--dry-run")
-    assert dry.exit_code == Exit.OK
+    assert dry.exit_code == ExitStatus.OK
     assert "1 entry would be evicted" in dry.output
     assert node.entries() == {node.identity(path).key}
     done = evicted(node, node.cache.root)
-    assert done.exit_code == Exit.OK, done.output
+    assert done.exit_code == ExitStatus.OK, done.output
     assert f"The cache {node.cache.root} is removed." in done.output
     assert not node.cache.root.exists()
     assert read_known(node.places.known_disks).find_disk(node.cache.real) is None
-    assert evicted(node, node.cache.root).exit_code == Exit.NOT_FOUND
+    assert evicted(node, node.cache.root).exit_code == ExitStatus.NOT_FOUND
 
 
 def test_what_a_job_holds_of_an_earlier_cache_stays_until_it_is_over(node: Node) -> None:
@@ -171,14 +171,14 @@ def test_what_a_job_holds_of_an_earlier_cache_stays_until_it_is_over(node: Node)
     node.prolog(2, path)
     node.configure(cache=OTHER)
     done = evicted(node, node.cache.root)
-    assert done.exit_code == Exit.NOT_FOUND
+    assert done.exit_code == ExitStatus.NOT_FOUND
     assert "leased by job 2" in done.output
     assert "in use, and stays" in done.output
     assert node.entries() == {node.identity(path).key}
     assert idle != path
     assert node.shows_entry(path, node.identity(path).key)
     node.epilog(2)
-    assert evicted(node, node.cache.root).exit_code == Exit.OK
+    assert evicted(node, node.cache.root).exit_code == ExitStatus.OK
     assert not node.cache.root.exists()
 
 
@@ -188,12 +188,14 @@ def test_only_a_cache_that_was_configured_before_is_removed(node: Node) -> None:
     stranger.prepare(require_mount=False)
     for root in (node.cache.root, stranger.root, node.nvme, "relative"):
         done = evicted(node, root)
-        assert done.exit_code == Exit.NOT_FOUND, done.output
+        assert done.exit_code == ExitStatus.NOT_FOUND, done.output
         assert "no cache that was configured here before" in done.output
     assert node.entries() == {node.identity(path).key}
     assert (stranger.root / "format").exists()
-    usage = CliRunner().invoke(main, ["evict", "--cache", "/x"], obj=World(node.places, Clock()))
-    assert usage.exit_code == Exit.USAGE
+    usage = CliRunner().invoke(
+        main, ["evict", "--cache", "/x"], obj=CommandContext(node.places, Clock())
+    )
+    assert usage.exit_code == ExitStatus.USAGE
 
 
 def test_cache_by_another_path_is_no_earlier_one(node: Node) -> None:
@@ -202,7 +204,7 @@ def test_cache_by_another_path_is_no_earlier_one(node: Node) -> None:
     subprocess.run(["mount", "--bind", node.nvme, other], check=True)
     node.configure(cache="/mnt/again/forestage")
     swept(node)
-    assert evicted(node, node.cache.root).exit_code == Exit.NOT_FOUND
+    assert evicted(node, node.cache.root).exit_code == ExitStatus.NOT_FOUND
     assert node.entries() == {node.identity(path).key}
 
 
@@ -219,13 +221,13 @@ def test_cache_whose_disk_is_not_mounted_or_another_one_is_not_removed(node: Nod
     below = Cache(root)
     below.prepare(require_mount=False)  # of several nodes, perhaps
     (below.entry_dir("k" * 32)).mkdir()
-    assert evicted(node, root).exit_code == Exit.UNMOUNTED
+    assert evicted(node, root).exit_code == ExitStatus.UNMOUNTED
     assert swept(node).problems == ()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=755", "y", old], check=True)
     another = Cache(root)
     another.prepare(require_mount=False)
     (another.entry_dir("l" * 32)).mkdir()
-    assert evicted(node, root).exit_code == Exit.UNMOUNTED
+    assert evicted(node, root).exit_code == ExitStatus.UNMOUNTED
     assert another.entry_dir("l" * 32).exists()
     subprocess.run(["umount", old], check=True)
     assert below.entry_dir("k" * 32).exists()
@@ -251,7 +253,7 @@ def test_earlier_cache_whose_disk_is_hung_is_left_alone(
     assert done.released == ()
     assert done.added == {}
     assert "does not answer" in str(done.problems)
-    assert evicted(node, node.cache.root).exit_code == Exit.CACHE
+    assert evicted(node, node.cache.root).exit_code == ExitStatus.CACHE
     monkeypatch.undo()
     done = swept(node)
     assert [one.job for one in done.released] == [2]
@@ -262,5 +264,5 @@ def test_what_others_have_in_the_directory_of_an_earlier_cache_stays(node: Node)
     used(node)
     (node.cache.root / "notes").write_text("of an admin's")
     node.configure(cache=OTHER)
-    assert evicted(node, node.cache.root).exit_code == Exit.OK
+    assert evicted(node, node.cache.root).exit_code == ExitStatus.OK
     assert [one.name for one in node.cache.root.iterdir()] == ["notes"]

@@ -82,7 +82,7 @@ def test_path_that_hung_in_one_namespace_costs_no_epilog_time_in_the_next(
     tries, now = node.places.root / "tries", Clock().wall()
     real = namespaces._in_namespace
 
-    def hangs(ones: list[namespaces.Foreign]) -> list[int]:
+    def hangs(ones: list[namespaces.ForeignBind]) -> list[int]:
         with tries.open("a") as file:
             file.write("try\n")
         until(lambda: False, "a dead file server")

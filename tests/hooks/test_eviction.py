@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from forestage.events import Released
+from forestage.events import ReleaseOutcome
 from node import Later, Node, content
 
 ROOM_FOR_TWO = "700K"
@@ -138,7 +138,7 @@ def test_entry_of_a_job_that_is_requeued_at_once_outlives_its_own_epilog(node: N
     others = {stage(node, job, f"alice/{job}.sqsh", job, Later(10 * job)) for job in (2, 3)}
     node.configure(max_size="1M", low_watermark="30%")
     ended = node.epilog(7, Later(60)).outcome
-    assert isinstance(ended, Released)
+    assert isinstance(ended, ReleaseOutcome)
     assert (set(ended.evicted), node.entries()) == (others, {first.outcome.key})
     again = node.prolog(7, path, clock=Later(61))
     assert again.said == ("hit", "")

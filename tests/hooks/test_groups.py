@@ -17,7 +17,7 @@ from forestage.config import load_settings
 from forestage.features.data import requests as data
 from forestage.features.data import wanted
 from forestage.hooks import container_binds
-from forestage.hooks.limit import Limit
+from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.system import as_user, loop
@@ -98,7 +98,7 @@ def of_alice(node: Node, comment: str, **changes: object) -> tuple[Bare, Job]:
 def show(node: Node, groups: tuple[int, ...]) -> data.StepPart:
     """What a step is shown that has these groups."""
     bare, job = of_alice(node, "", groups=groups, of_step=True)
-    limit = Limit.of(Clock(), 600.0, 600.0)
+    limit = HookDeadlines.of(Clock(), 600.0, 600.0)
     return data.show(bare, msgspec.structs.replace(job, step=0), limit, None)
 
 
@@ -110,7 +110,7 @@ def test_directory_that_a_steps_groups_can_read_is_read_again(
     (spank.server / "proj/set").chmod(0o750)
     path = f"{spank.shared}/proj/set/"
     prolog = of_alice(spank, f"stage={path}", groups=(ALICE.gid,))
-    (started,) = data.begin(*prolog, Limit.of(Clock(), 600.0, None), None)
+    (started,) = data.begin(*prolog, HookDeadlines.of(Clock(), 600.0, None), None)
     assert started.result == "started"
     tree = until(
         lambda: (found := wanted.read(spank.leases, 7).trees[path]).reason and found, "the look"

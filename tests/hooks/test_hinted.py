@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from forestage.clock import Clock
-from forestage.commands.tally import Tally
-from forestage.events import Handled, read
-from forestage.features.contexts import LeaseFacts, ServedFacts, StepPart
-from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, Hook
+from forestage.commands.tally import EventTally
+from forestage.events import RequestOutcome, read
+from forestage.features.contexts import AfterLeaseFacts, BeforeLeaseFacts, StepPart
+from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, HookRun
 from forestage.slurm.hints import MAX_PROBLEMS, Request
 from forestage.slurm.job import Job
 from forestage.system import lock
@@ -62,11 +62,11 @@ def test_feature_adds_the_image_that_its_raw_word_means_and_is_told_it_in_each_s
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def add(facts: LeaseFacts) -> Job:
+    def add(facts: BeforeLeaseFacts) -> Job:
         images = [Request(str(paths[int(value)]), "hint") for _, value in facts.job.hints.words]
         return msgspec.structs.replace(facts.job, requests=tuple(images))
 
-    def show(facts: ServedFacts) -> StepPart:
+    def show(facts: AfterLeaseFacts) -> StepPart:
         return StepPart([("say", value) for _, value in facts.job.hints.words], [])
 
     around_all(monkeypatch, {"prolog.before_lease": add}, {"step.after_lease": show}, "stage-made")
@@ -113,8 +113,8 @@ def test_image_of_the_option_alone_needs_no_helper_in_other_steps(
     assert not spank.leases.hints(1).exists()
 
 
-def counted(node: Node) -> Tally:
-    found = Tally()
+def counted(node: Node) -> EventTally:
+    found = EventTally()
     for event in read(node.places.events):
         if event.job == 1:
             found.add(event)
@@ -137,7 +137,7 @@ def test_hint_of_a_node_that_binds_is_no_matter_of_the_steps(node: Node) -> None
     path = node.put("alice/1.sqsh")
     assert node.prolog(1, comment=f"stage={path}").said == ("copied", "")
     assert not node.leases.hints(1).exists()
-    assert isinstance(node.outcomes("prolog", 1)[0], Handled)
+    assert isinstance(node.outcomes("prolog", 1)[0], RequestOutcome)
     assert IMAGE_OPTION not in node.environ(1)
 
 
@@ -176,7 +176,7 @@ def test_bad_hint_is_said_once_by_the_first_step(
 def asked(node: Node, option: str, comment: str = "") -> None:
     """A job that was submitted with these options; by hand, they may be anything."""
     environ = node.environ(1, comment=comment) | {STAGE_OPTION: option}
-    Hook("prolog", environ, time.monotonic()).run(node.places, Clock())
+    HookRun("prolog", environ, time.monotonic()).run(node.places, Clock())
 
 
 def test_option_is_served_in_place_of_the_comments_hint(
@@ -291,7 +291,7 @@ def test_another_node_than_the_first_says_nothing_and_notes_it_no_longer(
     loaded.prolog(1, comment="stage-wait=x")
     environ = loaded.environ(1, None) | {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[0-1]"}
     capfd.readouterr()
-    Hook("step", environ, time.monotonic()).run(loaded.places, Clock())
+    HookRun("step", environ, time.monotonic()).run(loaded.places, Clock())
     assert texts_for_user(capfd.readouterr().out) == []
     assert texts_for_user(run_step(loaded, 1, capfd)) == []
 
@@ -302,7 +302,7 @@ def test_only_the_first_node_of_a_job_says_its_bad_hints(
 ) -> None:
     """Else a script with a step for each node would say them as often."""
     environ = loaded.environ(1, None, comment="stage-wait=x") | {"SLURM_JOB_NODELIST": listed}
-    Hook("prolog", environ, time.monotonic()).run(loaded.places, Clock())
+    HookRun("prolog", environ, time.monotonic()).run(loaded.places, Clock())
     capfd.readouterr()
     assert bool(texts_for_user(run_step(loaded, 1, capfd))) == does
 

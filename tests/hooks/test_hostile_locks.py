@@ -11,7 +11,7 @@ from forestage.cache import evict
 from forestage.config import Config
 from forestage.stage import wait
 from forestage.system import lock
-from forestage.units import Amount
+from forestage.units import SizeOrShare
 from node import Arrange, Node
 
 
@@ -46,7 +46,7 @@ def test_nothing_is_evicted_without_the_lock(
     key = node.prolog(1, path).outcome.key
     node.epilog(1)
     monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.05)
-    tight = Config(max_size=Amount(size=300_000), low_watermark=Amount(share=0.01))
+    tight = Config(max_size=SizeOrShare(size=300_000), low_watermark=SizeOrShare(share=0.01))
     ways: dict[str, Callable[[], tuple[str, ...]]] = {
         "keys": lambda: evict.evict_keys(node.cache, node.leases, [key]),
         "room": lambda: evict.make_room(node.cache, node.leases, tight, "/x", 200_000),

@@ -13,17 +13,17 @@ from click.testing import CliRunner
 
 from forestage import events
 from forestage.cache import allocation, digest, image
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.node import Node as Here
-from forestage.cache.part import Owner, boot_id
+from forestage.cache.part import PartRecord, boot_id
 from forestage.clock import Clock
 from forestage.commands import sweep
-from forestage.commands.main import World, main
-from forestage.commands.world import Exit
+from forestage.commands.main import CommandContext, main
+from forestage.commands.world import ExitStatus
 from forestage.config import load_settings
-from forestage.hooks.boundary import Hook
-from forestage.slurm.queue import Slurm
+from forestage.hooks.boundary import HookRun
+from forestage.slurm.queue import SlurmClient
 from forestage.sources import opening
 from node import ALICE, BOB, Node, content, read_as
 
@@ -68,7 +68,7 @@ IN_ENTRY = ("entry.json", "image", "map", "used", "")  # the last is the entry i
 IN_PART = ("owner.json", "image", "map", "spare", "peers", "source-failed", "")
 
 
-def put(node: Node, name: str) -> Image:
+def put(node: Node, name: str) -> SourceImage:
     """An image on the shared file system, as a look sees it."""
     path = node.put(f"alice/{name}", content(sum(name.encode())))
     found, fd = opening.open_file(str(path), ALICE, [str(node.shared)], None, 10.0)
@@ -77,7 +77,7 @@ def put(node: Node, name: str) -> Image:
     return image.judge(found, None)
 
 
-def publish(node: Node, name: str, digests: bool = False) -> Image:
+def publish(node: Node, name: str, digests: bool = False) -> SourceImage:
     """The same with a copy in the cache."""
     wanted = put(node, name)
     part = begin(node, wanted)
@@ -93,10 +93,10 @@ def publish(node: Node, name: str, digests: bool = False) -> Image:
     return wanted
 
 
-def begin(node: Node, wanted: Image) -> Path:
+def begin(node: Node, wanted: SourceImage) -> Path:
     """A part of it that could be resumed: its owner has died just now."""
     part = node.cache.part(wanted.key)
-    part.write_owner(Owner(1, boot_id(), wanted, CHUNK, "chunks", job=99, since=0.0))
+    part.write_owner(PartRecord(1, boot_id(), wanted, CHUNK, "chunks", job=99, since=0.0))
     allocation.reserve(part, wanted.size, CHUNK, {0})
     part.peers.write_bytes(b"5")
     return part.directory
@@ -114,7 +114,7 @@ def victim(node: Node) -> Iterator[Path]:
         assert getattr(after, fact) == getattr(before, fact), fact
 
 
-def shows(node: Node, wanted: Image) -> bool:
+def shows(node: Node, wanted: SourceImage) -> bool:
     return Path(wanted.path).read_bytes() == content(sum(Path(wanted.path).name.encode()))
 
 
@@ -176,7 +176,7 @@ def test_stray_file_in_the_cache_is_evicted_first(node: Node, damage: Damage) ->
 SPOILT = ("entry.json", "image", "map", "used", "")
 
 
-def spoil_each(node: Node, damage: Damage) -> dict[str, Image]:
+def spoil_each(node: Node, damage: Damage) -> dict[str, SourceImage]:
     """An entry of an earlier boot for each of its files, which is damaged in it; a whole one."""
     node.configure(cache="/mnt/nvme/forestage")
     node.cache.prepare(require_mount=True)
@@ -193,11 +193,11 @@ def spoil_each(node: Node, damage: Damage) -> dict[str, Image]:
 def test_sweep_after_a_restart_ends_and_keeps_what_is_right(node: Node, damage: Damage) -> None:
     made = spoil_each(node, damage)
     here = Here.of(load_settings(node.places.etc).config, node.places, Clock())
-    done = sweep.sweep(here, Slurm(""), False, lambda text: None)
+    done = sweep.sweep(here, SlurmClient(""), False, lambda text: None)
     assert done.problems == ()
     assert node.entries() == {made[file].key for file in ("none", "used")}
     assert sum(one.result == "ok" for one in done.verified) == 2
-    again = sweep.sweep(here, Slurm(""), False, lambda text: None)
+    again = sweep.sweep(here, SlurmClient(""), False, lambda text: None)
     assert (again.verified, again.problems) == ((), ())
 
 
@@ -205,9 +205,9 @@ def test_sweep_after_a_restart_ends_and_keeps_what_is_right(node: Node, damage: 
 def test_verifying_all_ends_and_keeps_what_is_right(node: Node, damage: Damage) -> None:
     made = spoil_each(node, damage)
     (node.server / "alice/entry-map").unlink()  # so that its digests are looked at
-    world = World(node.places, Clock())
+    world = CommandContext(node.places, Clock())
     done = CliRunner().invoke(main, ["verify", "--all"], obj=world, catch_exceptions=False)
-    assert done.exit_code == Exit.BAD
+    assert done.exit_code == ExitStatus.BAD
     assert node.entries() == {made[file].key for file in ("none", "used")}
 
 
@@ -301,10 +301,10 @@ def test_damaged_file_that_only_people_read_is_in_no_jobs_way(node: Node, damage
     assert node.binds() == {}
     damage(node.places.events)
     # Without `Node`, which would read the events.
-    prolog = Hook("prolog", node.environ(2, wanted.path), time.monotonic())
+    prolog = HookRun("prolog", node.environ(2, wanted.path), time.monotonic())
     prolog.run(node.places, Clock())
     assert node.shows_entry(Path(wanted.path), wanted.key)
-    Hook("epilog", node.environ(2), time.monotonic()).run(node.places, Clock())
+    HookRun("epilog", node.environ(2), time.monotonic()).run(node.places, Clock())
     assert node.binds() == {}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cache.lease import Lease, Leases
+from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.stage import wait
 from forestage.system import as_user
 from forestage.system.as_user import User
@@ -115,15 +115,15 @@ def test_redirect_covers_the_open_file_and_not_what_its_path_became(
     """Swapped in the last moment: after the file was opened and compared, before the mount."""
     path = node.put("alice/sub/image.sqsh")
     victim = node.put("bob/sub/image.sqsh", content(2), user=BOB)
-    write = Leases.write
+    write = LeaseDirectory.write
 
-    def swapping(leases: Leases, lease: Lease) -> None:
+    def swapping(leases: LeaseDirectory, lease: Lease) -> None:
         write(leases, lease)
         if any(use.path for use in lease.uses):
             (node.server / "alice/sub").rename(node.server / "alice/old")
             (node.server / "alice/sub").symlink_to(victim.parent)
 
-    monkeypatch.setattr(Leases, "write", swapping)
+    monkeypatch.setattr(LeaseDirectory, "write", swapping)
     assert node.prolog(1, path).outcome.result == "copied"
     assert victim.read_bytes() == content(2)
     assert set(node.binds()) == {str(node.shared / "alice/old/image.sqsh")}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forestage.clock import Clock
-from forestage.hooks.boundary import Hook
+from forestage.hooks.boundary import HookRun
 from forestage.system import mounts
 from helper import environ
 from node import BOB, Node, content
@@ -28,7 +28,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Count:
     reads = _fork.Value("i", 0)
     current = mounts.current
 
-    def counting() -> list[mounts.Mount]:
+    def counting() -> list[mounts.MountInfo]:
         with reads.get_lock():
             reads.value += 1
         return current()
@@ -109,7 +109,7 @@ def test_hooks_of_a_hit_read_the_mount_table_as_few_times_however_long_it_is(
     if others:
         node.prolog(2, node.put("bob/other.sqsh", content(3), BOB), user=BOB)
     node.configure(redirect=redirect)
-    step = Hook("step", environ(node, 7, path), 0.0)
+    step = HookRun("step", environ(node, 7, path), 0.0)
     counted = (
         count(lambda: node.prolog(7, path)),
         count(lambda: step.run(node.places, Clock())),

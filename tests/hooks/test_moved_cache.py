@@ -15,8 +15,8 @@ from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
 from forestage.clock import Clock
 from forestage.commands import status, sweep
-from forestage.commands.main import World, main
-from forestage.commands.world import Exit
+from forestage.commands.main import CommandContext, main
+from forestage.commands.world import ExitStatus
 from forestage.config import load_settings
 from forestage.system import mounts
 from node import BOB, Arrange, Idle, Node, content
@@ -88,8 +88,8 @@ def earlier(request: pytest.FixtureRequest, node: Node) -> Iterator[Node]:
 
 
 def evict_all(node: Node) -> None:
-    done = CliRunner().invoke(main, ["evict", "--all"], obj=World(node.places, Clock()))
-    assert done.exit_code == Exit.OK, done.output
+    done = CliRunner().invoke(main, ["evict", "--all"], obj=CommandContext(node.places, Clock()))
+    assert done.exit_code == ExitStatus.OK, done.output
 
 
 @pytest.mark.cases(2)
@@ -176,8 +176,8 @@ def test_unredirect_takes_off_those_of_all_caches(node: Node) -> None:
         paths.append(node.staged(job, f"alice/{job}.sqsh"))
         node.leases.drop(job)
     node.write_config("no: configuration")
-    done = CliRunner().invoke(main, ["unredirect"], obj=World(node.places, Clock()))
-    assert done.exit_code == Exit.OK, done.output
+    done = CliRunner().invoke(main, ["unredirect"], obj=CommandContext(node.places, Clock()))
+    assert done.exit_code == ExitStatus.OK, done.output
     assert "2 redirects unmounted" in done.output
     assert all(node.shows_source(path) for path in paths)
 

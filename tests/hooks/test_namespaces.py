@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from forestage.cache.part import PROCESS_NAME
-from forestage.events import Copied
+from forestage.events import CopyOutcome
 from forestage.views.through import keeper
 from node import Node, comm, content, until
 
@@ -22,8 +22,8 @@ HELPER = """
 import sys
 from pathlib import Path
 from forestage import paths
-real, root = paths.Places, Path(sys.argv.pop())
-paths.Places = lambda *_: real(root)
+real, root = paths.NodePaths, Path(sys.argv.pop())
+paths.NodePaths = lambda *_: real(root)
 from forestage.commands.entry import main
 main()
 """
@@ -152,7 +152,7 @@ def test_copy_that_is_killed_with_its_job_is_seen_to_be_so_and_goes_on_for_the_n
     node.configure(redirect="bind", cold="wait")
     assert node.prolog(2, path).outcome.result == "copied"
     copied = node.outcomes("stager")[-1]
-    assert isinstance(copied, Copied)
+    assert isinstance(copied, CopyOutcome)
     assert copied.resumed >= MIB
 
 

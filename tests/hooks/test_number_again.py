@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cache.said import Said
-from forestage.events import Handled, Released
+from forestage.cache.said import JobNotes
+from forestage.events import ReleaseOutcome, RequestOutcome
 from forestage.hooks import background, epilog
 from forestage.system import lock
 from node import ALICE, BOB, Node, Ran, content
@@ -54,7 +54,7 @@ def released(node: Node) -> list[str]:
     from forestage import events
 
     found = events.read(node.places.events)
-    return [one.user for one in found if isinstance(one.outcome, Released) and one.job == JOB]
+    return [one.user for one in found if isinstance(one.outcome, ReleaseOutcome) and one.job == JOB]
 
 
 def test_prolog_without_an_image_releases_what_another_users_job_left(
@@ -76,7 +76,7 @@ def test_prolog_with_an_image_has_its_own_lease_and_nothing_of_the_first(
     assert run(node, "prolog", own, bob=True).said == ("copied", "")
     assert node.held(JOB).user.uid == BOB.uid
     assert [use.path for use in node.held(JOB).uses] == [str(own)]
-    assert node.leases.said(JOB) == Said()
+    assert node.leases.said(JOB) == JobNotes()
     assert node.shows_source(image)
     assert released(node) == [ALICE.name]
 
@@ -124,7 +124,7 @@ def test_job_whose_number_another_users_running_job_has_is_not_served(
     assert {(one.result, one.reason) for one in ran.outcomes} == {("declined", "other-job")}
     assert run(node, "epilog", bob=True).code == 0
     assert node.held(JOB) == lease
-    assert node.leases.said(JOB) == Said()
+    assert node.leases.said(JOB) == JobNotes()
     assert node.shows_entry(image, lease.uses[0].key)
     assert node.shows_source(own)
 
@@ -227,5 +227,5 @@ def test_prolog_leaves_the_mark_of_another_users_prolog_at_work(
 def test_outcome_of_the_new_job_is_told_apart_from_the_first(node: Node, image: Path) -> None:
     run(node, "prolog", image, bob=True)
     outcome = node.outcomes("prolog", JOB)[-1]
-    assert isinstance(outcome, Handled)
+    assert isinstance(outcome, RequestOutcome)
     assert (outcome.result, node.held(JOB).user.uid) == ("hit", BOB.uid)

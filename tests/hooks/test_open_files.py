@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from node import Node, content
 
 FEW = 16  # that suffice for a copy; slurmd has 1024 or more
@@ -35,7 +35,7 @@ def test_node_of_few_open_files_copies_or_says_why_not(node: Node, limit: int) -
     path = node.put("alice/image.sqsh", data)
     assert run_with_few(limit, lambda: node.prolog(1, path).code) == (1 if limit < FEW else 0)
     (outcome,) = node.outcomes("prolog", 1)
-    assert isinstance(outcome, Handled)
+    assert isinstance(outcome, RequestOutcome)
     if limit < FEW:
         assert (outcome.result, outcome.redirect) == ("failed", "")
         assert "Too many open files" in outcome.detail

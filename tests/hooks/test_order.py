@@ -20,11 +20,11 @@ import pytest
 from click.testing import CliRunner
 
 from forestage.clock import Clock
-from forestage.commands.main import World, main
-from forestage.commands.tend import Part
+from forestage.commands.main import CommandContext, main
+from forestage.commands.tend import TendPart
 from forestage.features.data import wanted
 from forestage.slurm.lines import LANGUAGE
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.system import processes
 from forestage.system.sha256 import sha256
 from helper import Helper, environ
@@ -55,7 +55,7 @@ PIECES = {
     "step answered": "forestage.slurm.lines:encoded",
     "disk asked": "forestage.cache.disk:hangs",
     "use noted": "forestage.hooks.epilog:note_use",
-    "lease dropped": "forestage.cache.lease:Leases.drop",
+    "lease dropped": "forestage.cache.lease:LeaseDirectory.drop",
     "redirects claimed": "forestage.bind.redirect:claim_unneeded",
     "redirects unmounted": "forestage.bind.unmount:unmount",
     "disk's errors looked at": "forestage.cache.disk_errors:look",
@@ -67,7 +67,7 @@ PIECES = {
     "Slurm asked about leases": "forestage.commands.sweep:stale_leases",
     "keepers looked at": "forestage.views.through.remains:hanging",
     "earlier caches found": "forestage.cache.earlier:find_earlier",
-    "dead parts deleted": "forestage.commands.sweep:_Sweep.dead_parts",
+    "dead parts deleted": "forestage.commands.sweep:_SweepRun.dead_parts",
     "entries due": "forestage.commands.sweep:due_entries",
     "sweep noted": "forestage.commands.sweep:note_run",
     "users' events forgotten": "forestage.events.user_files:remove_idle",
@@ -79,7 +79,7 @@ PIECES = {
     "images' leftovers": "forestage.features.registry.step_files:list_leftovers",
     "store collected": "forestage.features.registry.store_by_hand:clean_some",
     # Data
-    "data noted": "forestage.cache.lease:Leases.say",
+    "data noted": "forestage.cache.lease:LeaseDirectory.say",
     "directory begun": "forestage.features.data.directory:begin",
     "data looked up": "forestage.features.data.requests:show",
     "directory shown": "forestage.features.data.directory:show",
@@ -608,14 +608,14 @@ class Played:
         self.notes.write_text("".join(f"{line}\n" for line in own))
 
     def _sweep(self) -> None:
-        self.patch.setattr(Slurm, "of", lambda _: Idle("", node="n1"))
+        self.patch.setattr(SlurmClient, "of", lambda _: Idle("", node="n1"))
         self._command("sweep")
 
     def _command(self, name: str) -> None:
-        CliRunner().invoke(main, [name], obj=World(self.node.places, Clock()))
+        CliRunner().invoke(main, [name], obj=CommandContext(self.node.places, Clock()))
 
     def _tend(self) -> None:
-        def start(environ: object, part: Part, held: int | None) -> Ended:
+        def start(environ: object, part: TendPart, held: int | None) -> Ended:
             words = (word for word in part.command if not word.startswith("-") and word != "0")
             self._note(" ".join(words))
             return Ended()

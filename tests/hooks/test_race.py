@@ -13,7 +13,7 @@ import pytest
 
 from forestage.bind import redirect
 from forestage.cache import evict
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache, Entry
 from forestage.stage import wait
 from forestage.system import mounts
@@ -31,7 +31,7 @@ def together(*runs: Callable[[], Ran]) -> list[Ran]:
     def child(number: int, run: Callable[[], Ran]) -> None:
         met = False
 
-        def meeting(cache: Cache, image: Image) -> Entry | None:
+        def meeting(cache: Cache, image: SourceImage) -> Entry | None:
             nonlocal met
             found = find(cache, image)
             if not met:
@@ -253,7 +253,7 @@ def test_redirect_unmounted_while_the_next_job_looks_costs_that_job_nothing(
     path = node.staged(1)
     real = mounts.current
 
-    def after_its_end() -> list[mounts.Mount]:
+    def after_its_end() -> list[mounts.MountInfo]:
         if user := os.geteuid():  # in the look's own process, which acts as the user just now
             os.seteuid(0)
             if any(mount.point == str(path) for mount in real()):

@@ -10,7 +10,7 @@ import pytest
 from forestage.cache import evict
 from forestage.cache.part import MAX_CHUNKS
 from forestage.config import Config
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from node import ALICE, BOB, Node, User, content
 
 MIB = 1 << 20
@@ -163,7 +163,7 @@ def test_room_to_unpack_is_made_before_the_container_is(node: Node) -> None:
     assert disk(node)[1] >= total // 5 + 3 * MIB
     # No more than that, the least recently used first, and not what the job has.
     assert len(keys - node.entries()) == 2
-    assert isinstance(ran.outcome, Handled)
+    assert isinstance(ran.outcome, RequestOutcome)
     assert set(ran.outcome.evicted) == keys - node.entries()
     assert ran.outcome.key in node.entries()
     assert path.exists()
@@ -240,7 +240,7 @@ def test_what_went_for_a_container_is_told_once_and_not_again_by_the_jobs_steps(
     total, free = disk(node)
     fill(node, free - total // 5 - MIB)
     ran = node.prolog(20, node.shared / "bob/10", BOB)
-    assert isinstance(ran.outcome, Handled)
+    assert isinstance(ran.outcome, RequestOutcome)
     assert len(ran.outcome.evicted) == 2
     record = node.leases.shown(20).read_text()
     assert "evicted" not in record

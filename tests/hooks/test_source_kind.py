@@ -14,9 +14,9 @@ from forestage.cache.node import Node as Bare
 from forestage.clock import Clock, Deadline
 from forestage.commands import explain, sweep
 from forestage.config import load_settings
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.hooks import limit, serve
-from forestage.hooks.boundary import IMAGE_OPTION, Hook
+from forestage.hooks.boundary import IMAGE_OPTION, HookRun
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources import opening
@@ -66,9 +66,9 @@ def gate(tmp_path: Path) -> Iterator[Callable[[], None]]:
 def step(node: Node, job: int, path: Path) -> tuple[str, str, str]:
     given = node.environ(job, path, ALICE) | {"SLURM_STEP_ID": "0"}
     assert given[IMAGE_OPTION] == str(path)
-    Hook("step", given, 0.0).run(node.places, Clock())
+    HookRun("step", given, 0.0).run(node.places, Clock())
     (*_, outcome) = node.outcomes("step", job)
-    assert isinstance(outcome, Handled)
+    assert isinstance(outcome, RequestOutcome)
     return outcome.result, outcome.redirect, outcome.image
 
 

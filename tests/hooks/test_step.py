@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from forestage.bind import origins, redirect
-from forestage.cache.lease import Use
+from forestage.cache.lease import EntryUse
 from forestage.clock import Clock
 from forestage.config import switch
-from forestage.events import Event, read
+from forestage.events import EventRecord, read
 from forestage.hooks import bare_name, boundary, script
-from forestage.hooks.boundary import IMAGE_OPTION, Hook, _main
+from forestage.hooks.boundary import IMAGE_OPTION, HookRun, _main
 from forestage.system.as_user import User
 from helper import Helper, ask, environ, noted
 from node import ALICE, BOB, HANGS, Node, content, held_at, until
@@ -78,7 +78,7 @@ def test_step_gets_the_entry_and_the_node_shows_nothing_of_it(spank: Node, user:
     assert spank.cache.image(key).read_bytes() == content()
     assert (spank.binds(), spank.shows_source(path)) == ({}, True)
     lease = spank.held(7)
-    assert lease.uses == (Use(key),)
+    assert lease.uses == (EntryUse(key),)
     assert ask(spank, 7, "./images/a.sqsh", user=user) == used(spank, path)
     said = [(e.hook, e.step, e.outcome.result, e.outcome.redirect) for e in read_events(spank)]
     assert said == [
@@ -89,7 +89,7 @@ def test_step_gets_the_entry_and_the_node_shows_nothing_of_it(spank: Node, user:
     assert spank.lease(7) is None
 
 
-def read_events(node: Node) -> list[Event]:
+def read_events(node: Node) -> list[EventRecord]:
     return [event for event in read(node.places.events) if event.hook != "stager"]
 
 
@@ -105,7 +105,7 @@ def test_step_notes_what_further_steps_are_shown(spank: Node) -> None:
         text = '{"time":5,"step":3,"total":0.1,' + event
         assert text.count('"total"') == text.count('"time"') == text.count('"step"') - 1 == 1
         assert '"wait"' not in text  # nobody has
-        seen = msgspec.json.decode(text, type=Event)
+        seen = msgspec.json.decode(text, type=EventRecord)
         assert (seen.hook, seen.job, seen.node, seen.step) == ("step", 7, "n1", 3)
         assert (seen.outcome.result, seen.outcome.image) == ("hit", str(path))
 
@@ -261,7 +261,7 @@ def test_record_is_void_once_the_configuration_changes_while_a_hook_works(
     path = warm(spank, 1)
     read_config = script.read_config
 
-    def and_then_it_changes(hook: Hook, *given: object) -> object:
+    def and_then_it_changes(hook: HookRun, *given: object) -> object:
         found = read_config(hook, *given)  # type: ignore[arg-type]
         spank.configure(redirect="spank", user_messages="none")
         return found
@@ -420,7 +420,7 @@ def test_step_that_redirects_keeps_what_another_one_took_meanwhile(
         return mount(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(redirect, "mount", late)
-    Hook("step", environ(node, 7, first), 0.0).run(node.places, Clock())
+    HookRun("step", environ(node, 7, first), 0.0).run(node.places, Clock())
     lease = node.held(7)
     assert {use.path for use in lease.uses} == {str(first), str(second)}
 
@@ -483,7 +483,8 @@ def test_our_failure_leaves_the_path_for_a_step(spank: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "is_served"), [(origins, "read_known_caches", False), (Hook, "report", True)]
+    ("module", "name", "is_served"),
+    [(origins, "read_known_caches", False), (HookRun, "report", True)],
 )
 def test_unexpected_is_an_answer_as_well_and_takes_none_back(
     spank: Node,
@@ -501,7 +502,7 @@ def test_unexpected_is_an_answer_as_well_and_takes_none_back(
     answer = used(spank, path) if is_served else ["leave", "error"]
     for variable, value in environ(spank, 7, path).items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr("forestage.paths.Places", lambda: spank.places)
+    monkeypatch.setattr("forestage.paths.NodePaths", lambda: spank.places)
     monkeypatch.setattr(module, name, broken)
     assert _main("step") == 0
     assert capfd.readouterr().out.splitlines()[-1] == "\t".join(answer)

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cache.lease import Use
+from forestage.cache.lease import EntryUse
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.commands import sweep
 from forestage.commands.sweep import SweepReport
 from forestage.config import Config
-from forestage.slurm.queue import JobState, Slurm
+from forestage.slurm.queue import JobState, SlurmClient
 from forestage.system import lock
 from node import BOB, HANGS, Node, content, until
 
 _fork = multiprocessing.get_context("fork")
 
 
-class Running(Slurm):
+class Running(SlurmClient):
     """Knows those jobs that have a file here; as Slurm, from before the Prolog to after the Epilog.
 
     No step runs on this machine, so everything hangs on the answers.
@@ -52,7 +52,7 @@ def here(node: Node) -> Here:
     return Here.of(config, node.places, Clock())
 
 
-def swept(node: Node, slurm: Slurm) -> SweepReport:
+def swept(node: Node, slurm: SlurmClient) -> SweepReport:
     done = sweep.sweep(here(node), slurm, False, lambda text: None)
     assert (done.doubt, done.problems) == ("", ())
     return done
@@ -108,7 +108,7 @@ def test_requeued_job_that_begins_while_slurm_answers_keeps_its_lease(
     assert [use.key for use in lease.uses] == [node.identity(path).key]
 
 
-def _sweep_until(node: Node, slurm: Slurm, stop: Path) -> None:
+def _sweep_until(node: Node, slurm: SlurmClient, stop: Path) -> None:
     while not stop.exists():
         with contextlib.suppress(lock.LockTimeout):
             swept(node, slurm)
@@ -147,7 +147,7 @@ def test_sweeps_beside_hooks_never_take_what_running_jobs_have(
             del has[job]
         for other, path in has.items():
             lease = node.held(other)
-            assert Use(keys[path], str(path)) in lease.uses
+            assert EntryUse(keys[path], str(path)) in lease.uses
             assert node.shows_entry(path, keys[path])
     stop.touch()
     for sweeper in sweepers:
@@ -212,6 +212,6 @@ def test_nodes_stay_where_slurm_gives_no_answer(node: Node, running: Running) ->
     nodes.parent.mkdir(parents=True)
     nodes.write_text("n[1-2]\n65534 0")
     os.utime(nodes, (1, 1))
-    silent = Slurm(str(running.proc), proc=running.proc, node="n1")  # has no scontrol
+    silent = SlurmClient(str(running.proc), proc=running.proc, node="n1")  # has no scontrol
     done = sweep.sweep(here(node), silent, False, lambda text: None)
     assert ("scontrol" in done.doubt, done.problems, nodes.exists()) == (True, (), True)

@@ -13,7 +13,7 @@ import pytest
 from forestage.cache import evict
 from forestage.clock import Clock, Deadline
 from forestage.commands import explain
-from forestage.errors import NotFound
+from forestage.errors import NotFoundError
 from forestage.features.metrics import export as metrics
 from forestage.sources import opening
 from forestage.system import lock, mounts
@@ -139,7 +139,7 @@ def test_job_whose_events_the_log_could_not_take_is_explained_by_that(node: Node
     log = node.places.events.parent
     fill_with_tmpfs(log)
     assert node.prolog(7, path).code == 0
-    with pytest.raises(NotFound) as nothing:
+    with pytest.raises(NotFoundError) as nothing:
         explain.gather(node.places, 8)
     lost = f"No space left on device: '{node.places.events}'"
     assert "nothing is recorded about job 8" in str(nothing.value)

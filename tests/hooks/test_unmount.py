@@ -17,7 +17,7 @@ from forestage.cache.node import Node as Here
 from forestage.clock import Clock, Deadline
 from forestage.commands import inventory, sweep, unredirect, verify
 from forestage.config import Config
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.system import as_user, lock
 from forestage.system.as_user import User
 from node import BOB, HANGS, Arrange, Later, Node, content, until
@@ -109,7 +109,9 @@ def test_path_whose_turn_is_over_is_released_while_another_still_hangs(
     for job in (1, 2):
         node.leases.drop(job)
     binds = {one.path: one for one in unmount.binds(node.cache)}
-    sweeps = _fork.Process(target=sweep.sweep, args=(here(node), Slurm(""), False, lambda text: 0))
+    sweeps = _fork.Process(
+        target=sweep.sweep, args=(here(node), SlurmClient(""), False, lambda text: 0)
+    )
     sweeps.start()
     is_going = unmount.is_going
     until(lambda: is_going(node.cache, binds[str(hung)]), "the sweep to begin")
@@ -170,7 +172,7 @@ def test_job_that_meets_a_redirect_being_unmounted_waits_only_if_it_may(
     """Whoever unmounts it hangs: the Prolog once took all of its 15 s."""
     path, real, left = node.staged(1), unmount.wait, list[float]()
 
-    def wait(cache: Cache, going: list[unmount.Bind], end: Deadline) -> None:
+    def wait(cache: Cache, going: list[unmount.RedirectBind], end: Deadline) -> None:
         left.append(end.left())
         real(cache, going, Deadline.after(0.0, Clock()))
 
@@ -196,7 +198,7 @@ def test_claim_of_a_killed_hook_stands_in_nobodys_way(node: Node) -> None:
 
 def _sweep(node: Node, path: Path) -> None:
     node.leases.drop(1)
-    sweep.sweep(here(node), Slurm(""), False, lambda text: None)
+    sweep.sweep(here(node), SlurmClient(""), False, lambda text: None)
 
 
 def _verify(node: Node, path: Path) -> None:

@@ -8,15 +8,17 @@ from click.testing import CliRunner
 
 from forestage import trace
 from forestage.clock import Clock
-from forestage.commands.main import World, main
-from forestage.commands.unredirect import Unredirected
+from forestage.commands.main import CommandContext, main
+from forestage.commands.unredirect import UnredirectResult
 from forestage.system import lock
 from node import BOB, Node, content
 
 
-def undo(node: Node) -> Unredirected:
-    done = CliRunner().invoke(main, ["unredirect", "--json"], obj=World(node.places, Clock()))
-    return msgspec.json.decode(done.stdout, type=Unredirected)
+def undo(node: Node) -> UnredirectResult:
+    done = CliRunner().invoke(
+        main, ["unredirect", "--json"], obj=CommandContext(node.places, Clock())
+    )
+    return msgspec.json.decode(done.stdout, type=UnredirectResult)
 
 
 @pytest.fixture(autouse=True)
@@ -76,4 +78,4 @@ def test_busy_lock_keeps_no_redirect(node: Node, monkeypatch: pytest.MonkeyPatch
 
 
 def test_node_without_cache_has_no_redirect(node: Node) -> None:
-    assert undo(node) == Unredirected((), ())
+    assert undo(node) == UnredirectResult((), ())

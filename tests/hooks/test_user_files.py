@@ -18,13 +18,20 @@ from pathlib import Path
 import pytest
 
 from forestage import events
-from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.commands import explain, inventory, sweep, verify
 from forestage.config import Config
-from forestage.errors import NotFound
-from forestage.events import Bad, Copied, Event, Handled, Released, user_files
+from forestage.errors import NotFoundError
+from forestage.events import (
+    BadEntryOutcome,
+    CopyOutcome,
+    EventRecord,
+    ReleaseOutcome,
+    RequestOutcome,
+    user_files,
+)
 from forestage.system import files
 from forestage.system.as_user import User
 from forestage.system.terminal import TextLine
@@ -33,14 +40,16 @@ from node import ALICE, BOB, HANGS, Later, Node
 KEYS = {ALICE.uid: "a" * 32, BOB.uid: "b" * 32}
 
 
-def event(user: User, job: int, outcome: events.Outcome | None = None, **facts: object) -> Event:
+def event(
+    user: User, job: int, outcome: events.Outcome | None = None, **facts: object
+) -> EventRecord:
     path = f"/lustre/{user.name}/img.sqsh"
-    hit = Handled("hit", request=path, image=path, key=KEYS[user.uid], redirect="mounted")
+    hit = RequestOutcome("hit", request=path, image=path, key=KEYS[user.uid], redirect="mounted")
     made = {"time": time.time(), "hook": "prolog", "user": user.name, "node": "n1", **facts}
-    return Event(job=job, outcome=outcome or hit, uid=user.uid, **made)  # type: ignore[arg-type]
+    return EventRecord(job=job, outcome=outcome or hit, uid=user.uid, **made)  # type: ignore[arg-type]
 
 
-def own(node: Node, user: User = ALICE) -> list[Event]:
+def own(node: Node, user: User = ALICE) -> list[EventRecord]:
     return list(events.read_own(node.places, user.uid))
 
 
@@ -75,7 +84,7 @@ def said(node: Node, job: int, user: User) -> str:
     """What `explain` prints to a user, or why it prints nothing."""
     try:
         found = explain.gather(node.places, job, user.uid)
-    except NotFound as nothing:
+    except NotFoundError as nothing:
         return str(nothing)
     return repr(explain.pieces(found, time.time())) + repr(found)
 
@@ -102,7 +111,7 @@ def test_users_are_told_of_no_job_but_their_own(node: Node) -> None:
 
 
 def test_user_is_told_what_evicted_entries_of_others_were_by_key_alone(node: Node) -> None:
-    gone = Released("released", evicted=(KEYS[BOB.uid],))
+    gone = ReleaseOutcome("released", evicted=(KEYS[BOB.uid],))
     events.record_events(node.places, [event(BOB, 8), event(ALICE, 7, gone, hook="epilog")])
     assert KEYS[BOB.uid][:8] in said(node, 7, ALICE)
     assert "bob" not in said(node, 7, ALICE)
@@ -197,8 +206,8 @@ def test_hook_that_was_killed_while_it_made_the_file_leaves_it_to_the_next(
 
 @pytest.mark.parametrize("job_of", [User("root", 0, 0), User("nobody knows", -1, -1)])
 def test_root_and_the_unknown_have_no_file(node: Node, job_of: User) -> None:
-    hit = Handled("hit")
-    events.record_events(node.places, [Event(1.0, "prolog", 7, hit, uid=job_of.uid)])
+    hit = RequestOutcome("hit")
+    events.record_events(node.places, [EventRecord(1.0, "prolog", 7, hit, uid=job_of.uid)])
     assert not node.places.users.exists()
     assert len(list(events.read(node.places.events))) == 1
 
@@ -209,11 +218,13 @@ def test_root_and_the_unknown_have_no_file(node: Node, job_of: User) -> None:
 def test_end_of_another_users_copy_is_told_to_who_holds_its_key(node: Node) -> None:
     path = node.put("bob/secret.sqsh", user=BOB)
     key = node.identity(path).key
-    node.leases.write(Lease(7, ALICE, 1.0, str(node.cache.root), (Use(key),)))
-    events.record_events(node.places, [event(ALICE, 7, Handled("started", request="/a", key=key))])
+    node.leases.write(Lease(7, ALICE, 1.0, str(node.cache.root), (EntryUse(key),)))
+    events.record_events(
+        node.places, [event(ALICE, 7, RequestOutcome("started", request="/a", key=key))]
+    )
     node.prolog(8, path, user=BOB)
     (told,) = [one for one in own(node) if one.hook == "stager"]
-    assert isinstance(told.outcome, Copied)
+    assert isinstance(told.outcome, CopyOutcome)
     assert (told.outcome.result, told.outcome.key) == ("copied", key)
     text = file_of(node).read_text()
     assert "bob" not in text
@@ -222,8 +233,10 @@ def test_end_of_another_users_copy_is_told_to_who_holds_its_key(node: Node) -> N
 
 
 def test_copy_of_others_that_came_too_late_is_explained_without_its_job(node: Node) -> None:
-    late = Handled("declined", "deadline", request="/a", image="/lustre/a", key=KEYS[ALICE.uid])
-    copy = Copied("copied", image="/lustre/a", key=KEYS[ALICE.uid], size=1, wait=9.0)
+    late = RequestOutcome(
+        "declined", "deadline", request="/a", image="/lustre/a", key=KEYS[ALICE.uid]
+    )
+    copy = CopyOutcome("copied", image="/lustre/a", key=KEYS[ALICE.uid], size=1, wait=9.0)
     now = time.time()
     events.record_events(node.places, [event(ALICE, 7, late, time=now)])
     events.report_copy(
@@ -237,19 +250,21 @@ def test_copy_of_others_that_came_too_late_is_explained_without_its_job(node: No
 
 def test_wrong_bytes_are_told_to_those_whose_jobs_had_the_entry(node: Node) -> None:
     events.record_events(node.places, [event(ALICE, 7), event(BOB, 8)])
-    bad = Bad("bad", "wrong-bytes", image="/lustre/alice/img.sqsh", key=KEYS[ALICE.uid], chunks=2)
-    events.report_bad_entry(node.places, Event(time.time(), "sweep", 0, bad))
+    bad = BadEntryOutcome(
+        "bad", "wrong-bytes", image="/lustre/alice/img.sqsh", key=KEYS[ALICE.uid], chunks=2
+    )
+    events.report_bad_entry(node.places, EventRecord(time.time(), "sweep", 0, bad))
     assert "WRONG BYTES?" in said(node, 7, ALICE)
     assert len(own(node, BOB)) == 1
-    (told,) = [one.outcome for one in own(node) if isinstance(one.outcome, Bad)]
+    (told,) = [one.outcome for one in own(node) if isinstance(one.outcome, BadEntryOutcome)]
     assert (told.image, told.detail, told.chunks) == ("", "", 2)
 
 
 @pytest.mark.parametrize(
     "outcome",
     [
-        Released("released", evicted=(KEYS[BOB.uid],)),
-        Handled("declined", "missing", request=f'/a/"key":"{KEYS[BOB.uid]}"'),
+        ReleaseOutcome("released", evicted=(KEYS[BOB.uid],)),
+        RequestOutcome("declined", "missing", request=f'/a/"key":"{KEYS[BOB.uid]}"'),
     ],
     ids=["evicted", "in a path"],
 )
@@ -257,18 +272,18 @@ def test_wrong_bytes_are_not_told_to_those_whose_events_only_mention_the_key(
     node: Node, outcome: events.Outcome
 ) -> None:
     events.record_events(node.places, [event(ALICE, 7, outcome), event(BOB, 8)])
-    bad = Bad("bad", "wrong-bytes", key=KEYS[BOB.uid], chunks=2)
-    events.report_bad_entry(node.places, Event(time.time(), "sweep", 0, bad))
+    bad = BadEntryOutcome("bad", "wrong-bytes", key=KEYS[BOB.uid], chunks=2)
+    events.report_bad_entry(node.places, EventRecord(time.time(), "sweep", 0, bad))
     assert (len(own(node)), len(own(node, BOB))) == (1, 2)
 
 
 def test_copy_that_cannot_be_told_to_others_is_recorded(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(leases: Leases, key: str) -> frozenset[int]:
+    def unreadable(leases: LeaseDirectory, key: str) -> frozenset[int]:
         raise OSError(errno.EIO, os.strerror(errno.EIO), leases.directory)
 
-    monkeypatch.setattr(Leases, "users_of", unreadable)
+    monkeypatch.setattr(LeaseDirectory, "users_of", unreadable)
     node.staged(7)
     assert next(events.read(node.places.events)).hook == "stager"
 
@@ -311,13 +326,13 @@ sys.stdin.read()
 
 
 def test_full_file_gives_its_front_back_and_keeps_its_latest_lines(node: Node) -> None:
-    first = Handled("hit", detail="x" * 4096)
+    first = RequestOutcome("hit", detail="x" * 4096)
     events.record_events(node.places, [event(ALICE, 7, first)])
     file = file_of(node)
     before = file.stat()
     with files.opened(file, os.O_RDONLY) as fd, mmap.mmap(fd, 4096, prot=mmap.PROT_READ) as mapped:
         for step in range(600):  # 1.5 MiB
-            hit = Handled("hit", request="/a", detail="x" * 2500)
+            hit = RequestOutcome("hit", request="/a", detail="x" * 2500)
             events.record_events(node.places, [event(ALICE, 7, hit, hook="step", step=step)])
             assert os.fstat(fd).st_blocks * 512 <= user_files.USER_FILE_BYTES + 4096
         assert mapped[:16] == bytes(16), "nobody keeps the memory by a mapping"
@@ -335,7 +350,7 @@ def test_full_file_gives_its_front_back_for_jobs_of_its_user_alone(node: Node) -
     with file.open("ab") as full:
         full.write((b"x" * 511 + b"\n") * (user_files.USER_FILE_BYTES // 512))
     size, blocks = file.stat().st_size, file.stat().st_blocks
-    copy = event(BOB, 8, Copied("copied", key=KEYS[ALICE.uid]), hook="stager")
+    copy = event(BOB, 8, CopyOutcome("copied", key=KEYS[ALICE.uid]), hook="stager")
     events.report_copy(node.places, copy, {ALICE.uid})
     assert file.stat().st_size > size
     assert file.stat().st_blocks >= blocks
@@ -531,8 +546,8 @@ def test_command_of_a_user_shows_their_own_job(node: Node) -> None:
         pytest.skip("this user may not read the sources")
     code = (
         "import sys\nfrom pathlib import Path\nfrom forestage.commands.main import main\n"
-        "from forestage.clock import Clock\nfrom forestage.paths import Places\n"
-        "from forestage.commands.world import World\n"
+        "from forestage.clock import Clock\nfrom forestage.paths import NodePaths\n"
+        "from forestage.commands.world import CommandContext\n"
         "main(sys.argv[2:], obj=World(Places(Path(sys.argv[1])), Clock()))"
     )
 

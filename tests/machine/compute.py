@@ -12,7 +12,7 @@ from install import CACHE
 from vm import PATIENCE, VM, Done, Running, VMError, quoted
 
 from forestage import events
-from forestage.events import Event
+from forestage.events import EventRecord
 
 IMAGES = "/lustre/images"
 LOG = "/var/log/forestage/events.jsonl"
@@ -115,7 +115,7 @@ class Compute:
         finally:
             self.run(f"rm -f {file}")  # gone already, if the power went before it was flushed
 
-    def outcomes(self, job: int) -> list[Event]:
+    def outcomes(self, job: int) -> list[EventRecord]:
         """What the hooks and stagers did for a job."""
         file = Path(self.vm.folder / "events")
         file.write_bytes(self.vm.get(LOG))

@@ -84,10 +84,10 @@ def looked_at(nvme: Path) -> dict[str, Any]:
     from forestage.clock import Clock
     from forestage.commands import inventory, sweep, verify
     from forestage.config import Config
-    from forestage.paths import Places
-    from forestage.slurm.queue import Slurm
+    from forestage.paths import NodePaths
+    from forestage.slurm.queue import SlurmClient
 
-    places = Places(TOP)
+    places = NodePaths(TOP)
     for folder in (places.run, places.events.parent):
         folder.mkdir(parents=True)
     config = Config(cache="/mnt/nvme/forestage", sources=("/lustre",))
@@ -102,9 +102,9 @@ def looked_at(nvme: Path) -> dict[str, Any]:
             entries[one.key] = (path, hashlib.file_digest(file, "sha256").hexdigest())
     parts, jobs = names(cache.parts), names(cache.jobs)
     with Boot.told_by(TOP / "boot_id"):
-        done = sweep.sweep(node, Slurm("", ""), False, lambda text: None)
+        done = sweep.sweep(node, SlurmClient("", ""), False, lambda text: None)
         swept = {one.key: one.result for one in done.verified}
-        manner = verify.Manner(no_source="the source is in the machine")
+        manner = verify.VerifyOptions(no_source="the source is in the machine")
         again = verify.verify(node, inventory.gather(node).items, False, lambda text: None, manner)
     bad = [f"{one.key}: {one.result} {one.detail}" for one in again.verdicts if one.result != "ok"]
     left = [*names(cache.parts), *names(cache.jobs), *names(cache.evicted)]

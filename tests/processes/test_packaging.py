@@ -130,7 +130,7 @@ def test_removed_package_leaves_no_metrics(tmp_path: Path, said: str, left: list
         ("/usr/lib/forestage/bin/forestage", "true"),
         ("/usr/lib/forestage/bin/python3", sys.executable),
         ("/run/", f"{tmp_path}/run/"),
-        ("paths.Places()", f'paths.Places(paths.Path("{tmp_path}"))'),
+        ("paths.NodePaths()", f'paths.NodePaths(paths.Path("{tmp_path}"))'),
         ('"$textfile" ||', f'"{tmp_path}$textfile" ||'),
     ):
         assert old in script

@@ -28,7 +28,7 @@ from spec import INSIDE_STATE, REPO, USERS
 from suite import prepared
 
 from forestage import events
-from forestage.events import Event, Handled
+from forestage.events import EventRecord, RequestOutcome
 
 NODE = "n1"
 CACHE = "/mnt/nvme/forestage"
@@ -186,12 +186,12 @@ class Container:
 
         wait_until(registered, 120, lambda: f"{self.cluster.overview()}{self.log.read_text()}")
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[EventRecord]:
         return list(events.read(self.root / "var/log/forestage/events.jsonl"))
 
     def results(self, job: int, hook: str = "step") -> list[str]:
         found = [one.outcome for one in self.events() if (one.job, one.hook) == (job, hook)]
-        return [one.result for one in found if isinstance(one, Handled)]
+        return [one.result for one in found if isinstance(one, RequestOutcome)]
 
     def leases(self) -> list[str]:
         listed = self.run("sh", "-c", "ls /run/forestage/leases 2>/dev/null || true")

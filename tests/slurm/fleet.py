@@ -20,7 +20,7 @@ from spec import ALICE, REPO, STORE, ClusterSpec, Net
 import squashfs
 from forestage import events
 from forestage.cache.part import missing_chunks
-from forestage.events import Event
+from forestage.events import EventRecord
 
 MIB = 1 << 20
 EVENTS = "/var/log/forestage/events.jsonl"
@@ -115,7 +115,7 @@ class Fleet(Site):
 
     # What forestage did
 
-    def copies(self, path: str, nodes: Iterable[str]) -> dict[str, Event]:
+    def copies(self, path: str, nodes: Iterable[str]) -> dict[str, EventRecord]:
         """The last word of each node's stager about this file, of those that are done."""
         found = {}
         for node in nodes:
@@ -127,7 +127,7 @@ class Fleet(Site):
 
     def await_copies(
         self, path: str, nodes: Sequence[str], seconds: float = 120
-    ) -> dict[str, Event]:
+    ) -> dict[str, EventRecord]:
         """Waits until the stagers of all these nodes are done with the file."""
         wait_until(
             lambda: len(self.copies(path, nodes)) == len(nodes),

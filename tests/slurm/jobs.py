@@ -19,7 +19,7 @@ from spec import ALICE, REPO, ClusterSpec, User
 
 from forestage import events
 from forestage.cache.layout import Cache, StoredEntry
-from forestage.cache.lease import Lease, Leases
+from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.cache.part import PROCESS_NAME as STAGER
 from forestage.events import Outcome
 from forestage.system import mounts
@@ -321,7 +321,7 @@ class Site:
         return [bind.point for bind, _ in mounts.binds_from(table, CACHE)]
 
     def leases(self, node: str = "n1") -> list[Lease]:
-        return Leases(self.cluster.host_path("/run/forestage/leases", node)).all()
+        return LeaseDirectory(self.cluster.host_path("/run/forestage/leases", node)).all()
 
     def await_stagers(self) -> None:
         """Waits until none lives: copies go on when their jobs have ended, and a stager has files

@@ -24,7 +24,7 @@ from spec import REPO
 from suite import fresh
 
 from forestage import events
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 
 pytestmark = pytest.mark.long
 ANSIBLE = "ansible-core>=2.14,<2.20"  # of this machine's Python 3.11, and of the nodes'
@@ -122,7 +122,7 @@ class Control:
         assert greeting == "hello, world"
         logged = events.read(self.machine.path("/var/log/forestage/events.jsonl"))
         found = [one.outcome for one in logged if (one.job, one.hook) == (int(number), "prolog")]
-        assert all(isinstance(one, Handled) for one in found)
+        assert all(isinstance(one, RequestOutcome) for one in found)
         return found[0].result if found else "not asked"
 
     def state(self) -> str:

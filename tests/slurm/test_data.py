@@ -16,7 +16,7 @@ from jobs import Ran, Site
 from spec import ClusterSpec
 from steps import SHOW, accompanied, served
 
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.features.data.serving import PROCESS_NAME, PROGRAMS
 
 POINT, ROOT = "/shared/alice/point", "/forestage-points"
@@ -60,9 +60,9 @@ def step(site: Site, image: str, *argv: str, point: str = POINT) -> Ran:
     return site.srun(None, "sh", "-c", *argv, options=[comment(image, point)])
 
 
-def of_step(site: Site, job: Ran, number: int = 0) -> Handled:
+def of_step(site: Site, job: Ran, number: int = 0) -> RequestOutcome:
     found = served(site, job.job, "n1")[number]
-    assert isinstance(found, Handled)
+    assert isinstance(found, RequestOutcome)
     return found
 
 
@@ -206,7 +206,7 @@ def test_directory_shows_the_nodes_copy_to_all_tasks_of_the_step(tree: Site) -> 
     look = f"{KIND}; cat {SET}/link; stat -c %U {SET}/a; touch {SET}/x 2>&1 | grep -c Read-only"
     ran = tree.srun(None, "sh", "-c", look, options=comment, node="n1,n2")
     assert sorted(ran.stdout.split()) == sorted(4 * ["erofs", "one", "alice", "1"]), ran
-    found = [one for one in served(tree, ran.job, "n1") if isinstance(one, Handled)]
+    found = [one for one in served(tree, ran.job, "n1") if isinstance(one, RequestOutcome)]
     assert (SET, "hit") in [(one.image, one.result) for one in found]
 
 

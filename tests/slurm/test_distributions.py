@@ -22,7 +22,7 @@ from spec import REPO
 from suite import UBUNTU, fresh
 
 from forestage import events
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 
 pytestmark = pytest.mark.long
 SUITES = ("bookworm", "trixie", *UBUNTU)
@@ -53,7 +53,7 @@ class Node:
         """What the Prolog did for the job's image."""
         logged = events.read(self.machine.path("/var/log/forestage/events.jsonl"))
         (found,) = [one.outcome for one in logged if (one.job, one.hook) == (job, "prolog")]
-        assert isinstance(found, Handled)
+        assert isinstance(found, RequestOutcome)
         return found.result
 
     def run(self) -> int:

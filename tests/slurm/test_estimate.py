@@ -17,7 +17,7 @@ from steps import accompanied
 from suite import ACCOUNTING, on_suite
 
 from forestage import events
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 
 JOBS = 2000
 IMAGES = 40
@@ -81,7 +81,7 @@ def uses(site: Site) -> dict[tuple[int, str, str], bool]:
     for node in site.cluster.nodes:
         log = site.cluster.host_path("/var/log/forestage/events.jsonl", node)
         for event in events.read(log):
-            if event.hook in ("prolog", "step") and isinstance(event.outcome, Handled):
+            if event.hook in ("prolog", "step") and isinstance(event.outcome, RequestOutcome):
                 key = event.job, node, event.outcome.request
                 found.setdefault(key, event.outcome.result == "hit")
     return found

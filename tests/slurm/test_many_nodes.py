@@ -11,7 +11,7 @@ import pytest
 from jobs import Site, hooked
 from spec import REPO, VENV, ClusterSpec
 
-from forestage.commands.world import Exit
+from forestage.commands.world import ExitStatus
 
 pytestmark = pytest.mark.ci
 
@@ -38,12 +38,12 @@ def test_each_node_says_its_own_line_and_the_worst_exit_status_counts(site: Site
     for node in site.cluster.nodes:
         site.srun(site.image("a"), node=node)
     done = clush(site)
-    assert done.returncode == Exit.OK, done
+    assert done.returncode == ExitStatus.OK, done
     assert done.stdout.count("\nforestage state=ok ") == 1, "equal lines are one"
     site.root(["chmod", "0777", "/mnt/nvme/forestage"], "n2")
     done = clush(site)
     site.root(["chmod", "0711", "/mnt/nvme/forestage"], "n2")
-    assert done.returncode == Exit.CACHE, done
+    assert done.returncode == ExitStatus.CACHE, done
     assert "\nn1\n---------------\nforestage state=ok " in done.stdout
     assert "\nn2\n---------------\nforestage state=unusable " in done.stdout
     site.cluster.wait_idle()

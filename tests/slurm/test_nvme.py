@@ -11,7 +11,7 @@ from spec import ClusterSpec, slurm_conf
 
 from forestage.check import enable
 from forestage.check.enable import CacheDisk
-from forestage.check.site import Conf, Site, Stack
+from forestage.check.site import ParsedSlurmConf, PluginStack, SlurmSite
 
 CONF = "/etc/slurm/slurm.conf"
 DISK = CacheDisk("/mnt/nvme", mib=64_000, for_jobs=30)  # what the node says, Slurm believes
@@ -19,7 +19,7 @@ DISK = CacheDisk("/mnt/nvme", mib=64_000, for_jobs=30)  # what the node says, Sl
 
 def spec() -> ClusterSpec:
     """n2 has the disk; n1, where Slurm would rather start a job, has none."""
-    site = Site(Conf(CONF, ()), (), Stack("", ()), False)
+    site = SlurmSite(ParsedSlurmConf(CONF, ()), (), PluginStack("", ()), False)
     plain = ClusterSpec(nodes=2, nvme_mib=64, prolog="/bin/true", epilog="/bin/true")
     settings: dict[str, str | None] = {}
     files: dict[str, str] = {}

@@ -18,7 +18,7 @@ from steps import accompanied
 from suite import on_suite
 
 from forestage import events
-from forestage.events import Event, Handled
+from forestage.events import EventRecord, RequestOutcome
 
 PLUGSTACK = "/etc/slurm/plugstack.conf"
 HERE = "printenv FORESTAGE_LOCAL"
@@ -40,7 +40,7 @@ def paths(site: Site) -> list[str]:
     return [site.image(name) for name in ("a", "b", "c", "d")]
 
 
-def prologs(site: Site, job: int, node: str = "n1") -> list[Event]:
+def prologs(site: Site, job: int, node: str = "n1") -> list[EventRecord]:
     """The events of a job's Prologs on a node."""
     log = site.cluster.host_path("/var/log/forestage/events.jsonl", node)
     return [one for one in events.read(log) if (one.job, one.hook) == (job, "prolog")]
@@ -49,7 +49,7 @@ def prologs(site: Site, job: int, node: str = "n1") -> list[Event]:
 def asked(site: Site, job: int, node: str = "n1") -> list[str]:
     """What they were asked for."""
     outcomes = [one.outcome for one in prologs(site, job, node)]
-    return [one.request for one in outcomes if isinstance(one, Handled)]
+    return [one.request for one in outcomes if isinstance(one, RequestOutcome)]
 
 
 def local(text: str) -> list[str]:

@@ -16,9 +16,9 @@ from mishaps import MISHAPS, meet
 from spec import ALICE, Net
 
 from forestage.features.prefetch import expected
-from forestage.features.prefetch.expected import Expectations
-from forestage.features.prefetch.policy import Expected
-from forestage.paths import Places
+from forestage.features.prefetch.expected import ExpectedImageList
+from forestage.features.prefetch.policy import ExpectedStarts
+from forestage.paths import NodePaths
 from forestage.units import format_size
 
 NODES = 5
@@ -225,9 +225,11 @@ def test_nodes_that_copy_ahead_at_once_read_the_source_twice_at_most(of_cluster:
         hour_ago = time.time() - 3600
         os.utime(fleet.source(path), (hour_ago, hour_ago))
         now, all_nodes = time.time(), ",".join(fleet.cluster.nodes)
-        rows = (Expected("all", path, ALICE.uid, 3.0),)
-        listed = Expectations(int(now * 1000), now, now + expected.LASTS, {"all": all_nodes}, rows)
-        expected.write(Places(fleet.cluster.host_path("/", "n1")), listed)
+        rows = (ExpectedStarts("all", path, ALICE.uid, 3.0),)
+        listed = ExpectedImageList(
+            int(now * 1000), now, now + expected.LASTS, {"all": all_nodes}, rows
+        )
+        expected.write(NodePaths(fleet.cluster.host_path("/", "n1")), listed)
         before = fleet.read_of_store()
         passes = [
             fleet.cluster.popen([CLI, "prefetch", "--node", node], user="root", node=node)

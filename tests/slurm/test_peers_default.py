@@ -15,7 +15,7 @@ from fleet import Fleet, networked
 from jobs import CACHE, CLI
 from spec import INSIDE_STATE, REPO, VENV, Net
 
-from forestage.events import Copied
+from forestage.events import CopyOutcome
 from forestage.features.peers.auth import PROTOCOL
 
 NODES = 6
@@ -137,7 +137,7 @@ class Installed(Fleet):
         got = {
             node: event.outcome.from_peers / (MIB << 20)
             for node, event in self.copies(path, nodes).items()
-            if isinstance(event.outcome, Copied)
+            if isinstance(event.outcome, CopyOutcome)
         }
         return Reading(read / (MIB << 20), got)
 

@@ -15,9 +15,9 @@ from jobs import CACHE, CLI, Site, hooked
 from spec import BOB, ClusterSpec
 
 from forestage.cache.part import done_bytes
-from forestage.events import Copied
+from forestage.events import CopyOutcome
 from forestage.features.prefetch import expected
-from forestage.paths import Places
+from forestage.paths import NodePaths
 
 HOST, NODE = "n1", "n2"
 RATE = "200M"
@@ -55,7 +55,7 @@ class Queue:
     def __init__(self, site: Site) -> None:
         self.site = site
         self.places = {
-            node: Places(site.cluster.host_path("/", node)) for node in site.cluster.nodes
+            node: NodePaths(site.cluster.host_path("/", node)) for node in site.cluster.nodes
         }
 
     def old(self, name: str, **how: object) -> str:
@@ -263,7 +263,7 @@ def test_job_takes_over_the_copy_of_its_image(site: Site, service: None) -> None
     assert site.results(job, NODE) == ["copied"]
     assert site.cluster.read("/shared/alice/sum").split()[0] == site.sha256(path)
     (own,) = site.outcomes(job, NODE, "stager")
-    assert isinstance(own, Copied)
+    assert isinstance(own, CopyOutcome)
     assert own.resumed >= before  # which it has not read again
 
 

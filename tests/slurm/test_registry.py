@@ -19,7 +19,7 @@ from registry import GATE, IMPORTS, STORE, Registry, imports, with_importer
 from spec import ALICE, BOB, REPO, ClusterSpec
 from steps import accompanied
 
-from forestage.events import Handled, Outcome
+from forestage.events import Outcome, RequestOutcome
 from forestage.features.registry.step_files import PROCESS_NAME
 
 NODES = 4
@@ -75,9 +75,9 @@ def names(ran: Ran) -> list[str]:
     return re.findall(r'NAME="(\S+)"', ran.stdout)
 
 
-def handled(site: Site, job: int, node: str = "n1") -> list[Handled]:
+def handled(site: Site, job: int, node: str = "n1") -> list[RequestOutcome]:
     found: list[Outcome] = site.outcomes(job, node, "step")
-    return [one for one in found if isinstance(one, Handled) and one.digest]
+    return [one for one in found if isinstance(one, RequestOutcome) and one.digest]
 
 
 def step(image: str, *options: str) -> str:
@@ -376,7 +376,7 @@ def test_without_a_store_that_is_shared_enroot_imports_and_nothing_is_left(
     assert names(ran) == ["first"] * 2, ran.stdout
     assert len(imports(site.cluster)) == 2
     found: list[Outcome] = site.outcomes(ran.job, "n1", "step")
-    reasons = {one.reason for one in found if isinstance(one, Handled)}
+    reasons = {one.reason for one in found if isinstance(one, RequestOutcome)}
     assert reasons == {"registry" if store == "none" else "store-local"}
     assert (site.leases("n1"), site.entries("n1")) == ([], {})
     nvme = site.cluster.host_path("/mnt/nvme", "n1")

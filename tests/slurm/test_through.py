@@ -25,7 +25,7 @@ from steps import accompanied, served
 
 from forestage import events
 from forestage.cache.part import PROCESS_NAME as STAGER
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.views.through.keeper import PROCESS_NAME as KEEPER
 from forestage.views.through.keeper import SERVER_NAME as SERVER
 
@@ -152,7 +152,7 @@ def test_step_of_a_job_whose_prolog_knew_the_image_needs_no_helper(
     assert read_through(through.cluster.read("/shared/alice/known")) == [digest]
     steps = served(through, job, "n1")
     assert [one.result for one in steps] == ["through"] * len(steps) != []
-    assert [one.wait for one in steps if isinstance(one, Handled)][-1] == 0.0
+    assert [one.wait for one in steps if isinstance(one, RequestOutcome)][-1] == 0.0
 
 
 def began_before_copy_was_whole(site: Site, job: int, image: str, node: str) -> bool:

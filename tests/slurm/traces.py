@@ -16,7 +16,7 @@ from loading import Load, Run
 from registry import STORE
 
 from forestage import events
-from forestage.events import Event
+from forestage.events import EventRecord
 from forestage.system import mounts
 
 LONGEST = 2048  # bytes that one event may take, or one line of a hook
@@ -207,7 +207,7 @@ def misfortunes(load: Load) -> list[str]:
 # What was written down
 
 
-def events_of(site: Site, node: str) -> Iterator[Event]:
+def events_of(site: Site, node: str) -> Iterator[EventRecord]:
     return events.read(site.cluster.host_path("/var/log/forestage/events.jsonl", node))
 
 

@@ -9,7 +9,7 @@ import pytest
 from companion import GID, JOB, LEASES, OWN, UID, Step, keeping, line
 
 from conftest import OTHERS, built
-from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.features.data import directory_record
 from forestage.slurm.lines import LANGUAGE, Fields
 from forestage.system.as_user import User
@@ -33,8 +33,8 @@ def next_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def record(step: Step, disk: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Record:
     """Writes the record of a directory as a hook does; no helper answers."""
     OWN.mkdir()
-    leases = Leases(LEASES)
-    leases.write(Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (Use("k"),)))
+    leases = LeaseDirectory(LEASES)
+    leases.write(Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (EntryUse("k"),)))
     leases.begin_hinted(JOB)
     step.script("exit 1")
     own: Fields = ("device", *disk, "ext4", "rw", str(OWN), "root")
@@ -124,7 +124,7 @@ def test_helper_of_the_next_release_leaves_this_ones_record_to_its_companion(
 def test_record_of_two_formats_on_is_read_by_none(
     step: Step, record: Record, next_program: Path
 ) -> None:
-    file = Leases(LEASES).directory_record(JOB)
+    file = LeaseDirectory(LEASES).directory_record(JOB)
     text = file.read_text()
     found = {}
     for program in (step.program, next_program):
@@ -144,7 +144,7 @@ def test_record_of_another_user_or_boot_counts_for_nothing(step: Step, record: R
     assert not shows(step)
     record()
     assert shows(step)
-    file = Leases(LEASES).directory_record(JOB)
+    file = LeaseDirectory(LEASES).directory_record(JOB)
     text = file.read_text()
     boot = text.split("\n")[1]
     for spoilt in (

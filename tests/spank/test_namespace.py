@@ -16,7 +16,7 @@ from companion import EVENTS, GID, JOB, MARK, UID, Ran, Step, keeping, line, ser
 from test_bind import options
 
 from forestage import events
-from forestage.events import Handled, user_files
+from forestage.events import RequestOutcome, user_files
 from forestage.system import child
 from forestage.system.files import opened
 from forestage.system.lock_ranges import TASK_MOUNTS, TASK_TURNS
@@ -124,7 +124,7 @@ def test_task_whose_image_cannot_be_mounted_over_reads_the_source(
 def noted() -> list[tuple[int, int | None, str, str, bool]]:
     found = []
     for event in events.read(EVENTS):
-        assert isinstance(event.outcome, Handled)
+        assert isinstance(event.outcome, RequestOutcome)
         told = event.outcome
         found.append((event.job, event.step, told.reason, told.image, told.data))
     return found

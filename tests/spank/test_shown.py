@@ -20,10 +20,10 @@ from test_bind import options
 
 from forestage import events
 from forestage.cache import step_record
-from forestage.cache.lease import Lease, Leases, Use
-from forestage.cache.step_record import Shown
-from forestage.events import Event, Handled, Result, user_files
-from forestage.paths import Places
+from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
+from forestage.cache.step_record import RecordedImage
+from forestage.events import EventRecord, RequestOutcome, Result, user_files
+from forestage.paths import NodePaths
 from forestage.system import files
 from forestage.system.as_user import User
 
@@ -33,7 +33,7 @@ BATCH = 4294967291  # the step, as fake.c has it
 @pytest.fixture
 def noted(step: Step) -> Step:
     """As a hook leaves it that found the image in the cache."""
-    places = Places(step.folder)
+    places = NodePaths(step.folder)
     (places.etc / "conf.d").mkdir(parents=True)
     (places.etc / "conf.d/site.yaml").write_text("sources: [/]\n")
     places.events.parent.mkdir(parents=True)
@@ -50,13 +50,15 @@ def note(
     answer: Callable[[Step], str] = Step.use,
     result: Result = "hit",
 ) -> None:
-    places, leases = Places(step.folder), Leases(LEASES)
+    places, leases = NodePaths(step.folder), LeaseDirectory(LEASES)
     decided = [*step_record.decided_by(places), "room\t0\t3", *by_binds(step)]
-    leases.write(Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (Use(KEY),)))
-    found = Handled(result, request='a\t"b', image=str(step.image), key=KEY, redirect="spank")
-    event = Event(time=0.0, hook="step", job=JOB, outcome=found, user="u", uid=UID)
+    leases.write(Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (EntryUse(KEY),)))
+    found = RequestOutcome(
+        result, request='a\t"b', image=str(step.image), key=KEY, redirect="spank"
+    )
+    event = EventRecord(time=0.0, hook="step", job=JOB, outcome=found, user="u", uid=UID)
     text = msgspec.json.encode(event).decode().removeprefix('{"time":0.0,')
-    image = Shown(asked or str(step.image), uid, text, tuple(answer(step).split("\t")))
+    image = RecordedImage(asked or str(step.image), uid, text, tuple(answer(step).split("\t")))
     step_record.note(leases, JOB, decided, [image])
 
 
@@ -70,7 +72,7 @@ def by_binds(step: Step) -> tuple[str, ...]:
 
 
 def record(step: Step) -> str:
-    return Leases(LEASES).shown(JOB).read_text()
+    return LeaseDirectory(LEASES).shown(JOB).read_text()
 
 
 def test_copy_shows_without_a_helper(noted: Step) -> None:
@@ -108,7 +110,7 @@ def openings(file: Path) -> int:
 
 
 def test_record_that_the_prolog_has_not_made_yet_is_waited_for(noted: Step) -> None:
-    Leases(LEASES).shown(JOB).unlink()
+    LeaseDirectory(LEASES).shown(JOB).unlink()
     with ThreadPoolExecutor(1) as pool:
         with prolog_at_work() as mark:
             ran = pool.submit(noted.run, f"task=stat -c %i {noted.image}")
@@ -120,7 +122,7 @@ def test_record_that_the_prolog_has_not_made_yet_is_waited_for(noted: Step) -> N
 
 
 def test_prolog_that_does_not_end_has_the_helper_asked(noted: Step) -> None:
-    Leases(LEASES).shown(JOB).unlink()
+    LeaseDirectory(LEASES).shown(JOB).unlink()
     with prolog_at_work():
         ran = noted.run(f"task=stat -c %i {noted.image}")
     assert (ran.out.split(), noted.asked()) == ([str(noted.entry().stat().st_ino)], 1)
@@ -128,10 +130,10 @@ def test_prolog_that_does_not_end_has_the_helper_asked(noted: Step) -> None:
 
 def test_such_a_step_is_an_event_and_writes_nothing_to_the_cache(noted: Step) -> None:
     noted.run()
-    (event,) = events.read(Places(noted.folder).events)
+    (event,) = events.read(NodePaths(noted.folder).events)
     assert event is not None
     assert (event.hook, event.job, event.step, event.uid) == ("step", JOB, BATCH, UID)
-    assert isinstance(event.outcome, Handled)
+    assert isinstance(event.outcome, RequestOutcome)
     assert (event.outcome.result, event.outcome.request) == ("hit", 'a\t"b')
     assert event.time > 1e9
     assert 0 < event.total < 240
@@ -161,7 +163,7 @@ def test_step_whose_cache_takes_no_writes_has_its_copy_and_leaves_no_child(froze
     assert ran.out.split() == [str(frozen.entry().stat().st_ino)] * 2
     assert frozen.asked() == 0
     assert ran.logged == ""
-    assert len(list(events.read(Places(frozen.folder).events))) == 1
+    assert len(list(events.read(NodePaths(frozen.folder).events))) == 1
 
 
 def test_served_file_shows_without_a_helper_while_the_copy_goes_on(
@@ -172,8 +174,8 @@ def test_served_file_shows_without_a_helper_while_the_copy_goes_on(
     hidden = f"between=mv {noted.place}/sock {noted.folder}/sock"  # as if the copy were whole now
     ran = noted.run(hidden, "tasks=2", f"task=cat {noted.image}")
     assert (ran.out, noted.asked(), ran.logged) == (2 * SERVED, 0, "")
-    (event,) = events.read(Places(noted.folder).events)
-    assert isinstance(event.outcome, Handled)
+    (event,) = events.read(NodePaths(noted.folder).events)
+    assert isinstance(event.outcome, RequestOutcome)
     assert (event.outcome.result, event.outcome.redirect) == ("through", "spank")
     assert (noted.entry().parent / "used").stat().st_mtime == 5
 
@@ -187,11 +189,11 @@ def test_keeper_that_is_gone_asks_the_helper(noted: Step, left: bool) -> None:
     note(noted, answer=Step.through, result="through")
     ran = noted.run(f"task=stat -c %i {noted.image}")
     assert (ran.out.split(), noted.asked()) == ([str(noted.entry().stat().st_ino)], 1)
-    assert not Places(noted.folder).events.exists()
+    assert not NodePaths(noted.folder).events.exists()
 
 
 def test_event_begins_a_line_of_its_own(noted: Step) -> None:
-    log = Places(noted.folder).events
+    log = NodePaths(noted.folder).events
     log.write_text('{"cut": "sho')
     noted.run()
     noted.run()
@@ -209,7 +211,7 @@ def own(noted: Step) -> Path:
 
 def test_such_a_step_is_told_to_its_user_in_the_same_words(noted: Step, own: Path) -> None:
     noted.run()
-    assert own.read_bytes() == Places(noted.folder).events.read_bytes()
+    assert own.read_bytes() == NodePaths(noted.folder).events.read_bytes()
     own.write_text('{"cut": "sho')
     noted.run()
     assert [bool(event) for event in events.read(own)] == [True]
@@ -217,7 +219,7 @@ def test_such_a_step_is_told_to_its_user_in_the_same_words(noted: Step, own: Pat
 
 def test_users_file_is_made_by_no_companion(noted: Step) -> None:
     noted.run()
-    assert len(list(events.read(Places(noted.folder).events))) == 1
+    assert len(list(events.read(NodePaths(noted.folder).events))) == 1
     assert not (MARK.parent / "users").exists()
 
 
@@ -236,7 +238,7 @@ def test_what_is_in_place_of_a_users_file_is_not_written_to(
         noted.run()
         assert os.read(fd, 1) == b""
     assert noted.asked() == 0
-    assert len(list(events.read(Places(noted.folder).events))) == 1
+    assert len(list(events.read(NodePaths(noted.folder).events))) == 1
 
 
 def test_users_file_that_is_full_gives_its_front_back(noted: Step, own: Path) -> None:
@@ -250,7 +252,7 @@ def test_users_file_that_is_full_gives_its_front_back(noted: Step, own: Path) ->
 
 
 def test_link_in_place_of_the_log_is_not_followed(noted: Step) -> None:
-    Places(noted.folder).events.symlink_to(noted.folder / "elsewhere")
+    NodePaths(noted.folder).events.symlink_to(noted.folder / "elsewhere")
     noted.run()
     assert noted.asked() == 0
     assert not (noted.folder / "elsewhere").exists()
@@ -327,7 +329,7 @@ def test_what_is_unusual_asks_the_helper(noted: Step, work: str) -> None:
     noted.answers("leave\tas the test wants it")
     noted.run(f"before={UNUSUAL[work].format(noted.folder, key=KEY, leases=LEASES, huge=10**15)}")
     assert noted.asked() == 1
-    assert not Places(noted.folder).events.exists()
+    assert not NodePaths(noted.folder).events.exists()
 
 
 def test_step_that_saves_asks_the_helper(noted: Step) -> None:
@@ -351,7 +353,7 @@ def test_step_that_saves_asks_the_helper(noted: Step) -> None:
 def test_step_with_another_variable_that_counts_asks_the_helper(
     noted: Step, said: list[str], asks: int
 ) -> None:
-    file = Leases(LEASES).shown(JOB)
+    file = LeaseDirectory(LEASES).shown(JOB)
     file.write_text(record(noted).replace("variable\tLATER", "variable\tDATA\t/a"))
     noted.run(*(f"env={one}" for one in said))
     assert noted.asked() == asks
@@ -367,7 +369,7 @@ def test_step_with_another_enroot_asks_the_helper(noted: Step) -> None:
     program.chmod(0o755)
     noted.run()
     assert noted.asked() == 1
-    file = Leases(LEASES).shown(JOB)
+    file = LeaseDirectory(LEASES).shown(JOB)
     file.write_text(record(noted).replace("enroot\t", f"enroot\t{program.parent}//enroot"))
     noted.run()
     assert noted.asked() == 1
@@ -381,13 +383,13 @@ def test_files_of_the_users_are_looked_at_as_the_user(noted: Step) -> None:
     numbers = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
     line = "\t".join(map(str, ("theirs", own, *numbers)))
     before = f"theirs\t{own}\t0\t0\t0\t0"
-    Leases(LEASES).shown(JOB).write_text(record(noted).replace(before, line))
+    LeaseDirectory(LEASES).shown(JOB).write_text(record(noted).replace(before, line))
     noted.run()
     assert noted.asked() == 0
     (noted.folder / "shared/closed").mkdir(mode=0o700)  # root's, as all of it
     inside = noted.folder / "shared/closed/mounts.d"
     text = record(noted).replace(line, f"theirs\t{inside}\t0\t0\t0\t0")
-    Leases(LEASES).shown(JOB).write_text(text)
+    LeaseDirectory(LEASES).shown(JOB).write_text(text)
     noted.run()
     assert noted.asked() == 1
 
@@ -407,7 +409,7 @@ def test_record_of_another_user_asks_the_helper(noted: Step) -> None:
     note(noted, uid=UID + 1)
     (line,) = [one for one in record(noted).splitlines() if f"\t{UID}\t" in one]
     text = record(noted).replace(line + "\n", "")
-    Leases(LEASES).shown(JOB).write_text(text)
+    LeaseDirectory(LEASES).shown(JOB).write_text(text)
     noted.run()
     assert noted.asked() == 1
 

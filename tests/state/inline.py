@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from forestage import log, trace
 from forestage.stage import fstab, stager
-from forestage.stage.task import Task
+from forestage.stage.task import CopyTask
 from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.holder import StartChannel, StartReport
@@ -155,7 +155,7 @@ def _open_now() -> set[int]:
     return {fd for fd in listed if os.path.lexists(f"/proc/self/fd/{fd}")}
 
 
-def _start(task: Task) -> StartChannel:
+def _start(task: CopyTask) -> StartChannel:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, contextlib.suppress(Killed), _all_closed():
         opened = task.opened
@@ -173,6 +173,6 @@ def _start(task: Task) -> StartChannel:
     return StartChannel(ours)
 
 
-def _current() -> list[mounts.Mount]:
+def _current() -> list[mounts.MountInfo]:
     # "self" is the main thread.
     return mounts.listed(os.fsdecode(Path("/proc/thread-self/mountinfo").read_bytes()))

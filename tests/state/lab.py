@@ -21,7 +21,7 @@ from forestage.cache.node import Node as Here
 from forestage.clock import Clock
 from forestage.config import Config, load_settings
 from forestage.hooks import limit
-from forestage.stage.task import Task
+from forestage.stage.task import CopyTask
 from forestage.system import mounts
 from forestage.views.through import keeper
 from node import Node
@@ -242,7 +242,7 @@ def _cold_starts() -> Iterator[None]:
     """No small image is waited for. None gets a keeper, but the word that it has one: what those
     do is in tests/faults."""
 
-    def start(task: Task, wait: bool = True) -> Path:
+    def start(task: CopyTask, wait: bool = True) -> Path:
         return task.node.places.through / task.key / "sock"
 
     with pytest.MonkeyPatch.context() as patch:

@@ -42,7 +42,7 @@ class Machine(Promises):
 
     # What admins do
 
-    def here(self) -> inventory.Holdings:
+    def here(self) -> inventory.CacheInventory:
         return inventory.gather(self.lab.here(self.clock))
 
     @contextlib.contextmanager

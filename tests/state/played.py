@@ -11,11 +11,11 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.commands import sweep
 from forestage.events import Outcome
-from forestage.hooks.boundary import Hook, nothing_to_do
-from forestage.paths import Places
+from forestage.hooks.boundary import HookRun, nothing_to_do
+from forestage.paths import NodePaths
 from forestage.slurm.job import Job
 from forestage.slurm.queue import JobState
-from forestage.slurm.queue import Slurm as RealSlurm
+from forestage.slurm.queue import SlurmClient as RealSlurm
 
 Name = Literal["prolog", "step", "epilog"]
 
@@ -36,13 +36,15 @@ class Ended:
     paused: bool = False
 
 
-class Watched(Hook):
+class Watched(HookRun):
     """A hook whose outcomes and answer can be seen without its event file, which may be full."""
 
     outcomes: tuple[Outcome, ...] = ()
     given: tuple[str, ...] = ()
 
-    def report(self, job: Job, outcomes: Sequence[Outcome], places: Places, clock: Clock) -> None:
+    def report(
+        self, job: Job, outcomes: Sequence[Outcome], places: NodePaths, clock: Clock
+    ) -> None:
         self.outcomes = tuple(outcomes)
         super().report(job, outcomes, places, clock)
 
@@ -53,7 +55,7 @@ class Watched(Hook):
         """Not to the machine's log."""
 
 
-def play(name: Name, environ: Mapping[str, str], places: Places, clock: Clock) -> Ended:
+def play(name: Name, environ: Mapping[str, str], places: NodePaths, clock: Clock) -> Ended:
     """As `hooks._main` does it, boundary and all."""
     if nothing_to_do(name, environ, str(places.root)):
         return Ended()

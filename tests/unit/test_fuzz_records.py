@@ -15,26 +15,28 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from forestage.cache import digest
-from forestage.cache.image import Access, Identity, Image
-from forestage.cache.known_disks import CacheDisk, KnownDisks
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage
+from forestage.cache.known_disks import CacheLocation, KnownDisks
 from forestage.cache.layout import Cache, Entry
-from forestage.cache.lease import Lease, Use
-from forestage.cache.part import Owner, Part, chunk_count, done_bytes
-from forestage.cache.said import Said, Wanted
+from forestage.cache.lease import EntryUse, Lease
+from forestage.cache.part import Part, PartRecord, chunk_count, done_bytes
+from forestage.cache.said import JobData, JobNotes
 from forestage.config import Config
-from forestage.events import Event
+from forestage.events import EventRecord
 from forestage.stage import pipeline
 from forestage.system import records
 from forestage.system.as_user import User
 from properties import MORE
 
-IMAGE = Image(Identity("/lustre/a.sqsh", 1, 5, 10, 20), Access(0, 0, 0o644, b"acl"))
+IMAGE = SourceImage(FileIdentity("/lustre/a.sqsh", 1, 5, 10, 20), AccessRights(0, 0, 0o644, b"acl"))
 RECORDS: list[msgspec.Struct] = [
     Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "chunks", 16, "d"),
-    Owner(7, "boot", IMAGE, 1 << 20, "chunks", 3, 5.0),
-    Lease(1, User("alice", 1, 1), 5.0, "/cache", (Use("k", "/a"),)),
-    Said(True, 3.0, hinted=(b"/a",), data=Wanted(room=5), say=("a line",), words=(("a", "b"),)),
-    KnownDisks(caches=(CacheDisk("/mnt/nvme/forestage", "/mnt/nvme", "xfs 0a"),)),
+    PartRecord(7, "boot", IMAGE, 1 << 20, "chunks", 3, 5.0),
+    Lease(1, User("alice", 1, 1), 5.0, "/cache", (EntryUse("k", "/a"),)),
+    JobNotes(
+        True, 3.0, hinted=(b"/a",), data=JobData(room=5), say=("a line",), words=(("a", "b"),)
+    ),
+    KnownDisks(caches=(CacheLocation("/mnt/nvme/forestage", "/mnt/nvme", "xfs 0a"),)),
 ]
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -69,7 +71,7 @@ def spoilt(draw: st.DrawFn) -> tuple[type[msgspec.Struct], bytes]:
 @given(spoilt())
 @example((Entry, b"[" * 100_000))
 @example((Lease, b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"))
-@example((Owner, b'{"pid":' + b"9" * 5000 + b"}"))
+@example((PartRecord, b'{"pid":' + b"9" * 5000 + b"}"))
 @hypothesis_settings(
     max_examples=120 * MORE,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -92,7 +94,7 @@ def test_any_bytes_are_a_record_or_damage(
         return
     assert type(value) is of
     assert records.load(file, of) == value
-    if isinstance(value, Owner):
+    if isinstance(value, PartRecord):
         # What `status` and waiting hooks compute with it.
         assert done_bytes(b"\1" * 32, value.chunk, 5) == 5
 
@@ -114,7 +116,7 @@ def test_garbage_hides_no_later_event(tmp_path: Path, garbage: list[bytes]) -> N
 
     file = tmp_path / "events.jsonl"
     file.write_bytes(b"\n".join(garbage))
-    event = Event(1.0, "prolog", 424242, events.Handled("hit"))
+    event = EventRecord(1.0, "prolog", 424242, events.RequestOutcome("hit"))
     events.append(file, [event])
     assert [found for found in events.read(file) if found.job == 424242] == [event]
 
@@ -161,7 +163,9 @@ def test_record_that_is_no_regular_file_is_damage_and_no_wait(
         records.load(tmp_path / "record", Lease)
 
 
-def test_image_that_is_none_is_no_entry(cache: Cache, publish: Callable[[Image], Entry]) -> None:
+def test_image_that_is_none_is_no_entry(
+    cache: Cache, publish: Callable[[SourceImage], Entry]
+) -> None:
     """A link has a size as well, and may lead anywhere."""
     entry = publish(IMAGE)
     image = cache.image(IMAGE.key)

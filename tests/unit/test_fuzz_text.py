@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from forestage import config, events
 from forestage.cache import image
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.node import Node
-from forestage.cache.part import Owner
+from forestage.cache.part import PartRecord
 from forestage.errors import ConfigError, Declined
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.hooks import answers
 from forestage.slurm import lines
 from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, STAGE_OPTION, Job
 from forestage.sources.source import OpenImage
 from forestage.stage import pipeline
-from forestage.stage.task import Task
+from forestage.stage.task import CopyTask
 from forestage.system.as_user import User
 from properties import MORE, TEXT
 
@@ -58,7 +58,7 @@ def test_any_text_of_a_user_is_one_line_and_one_event(
             assert path.startswith("/")
             assert not lines.has_control(path)
             assert len(os.fsencode(path)) < image.PATH_MAX
-            outcomes.append(Handled("hit", request=asked.path, image=path))
+            outcomes.append(RequestOutcome("hit", request=asked.path, image=path))
     line = events.summary(job, outcomes, 1.0)
     assert line.isprintable()
     # Nobody forges a field: there are as many results as there are requests.
@@ -83,12 +83,12 @@ def _fields(line: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["a\nprolog job=1 result=hit", 'a" copied=1', "\x1b[2J"])
 def test_stagers_progress_is_one_line_whatever_the_file_is_called(
-    staging_node: Node, asking: Job, make_image: Callable[..., Image], me: User, name: str
+    staging_node: Node, asking: Job, make_image: Callable[..., SourceImage], me: User, name: str
 ) -> None:
     wanted = make_image(path=f"/lustre/{name}")
     staging_node.cache.part(wanted.key).directory.mkdir()
-    owner = Owner(1, "boot", wanted, 1 << 20, "chunks", 7, 0.0)
-    line = pipeline.progress_line(Task(staging_node, asking, OpenImage(wanted, me, -1)), owner)
+    owner = PartRecord(1, "boot", wanted, 1 << 20, "chunks", 7, 0.0)
+    line = pipeline.progress_line(CopyTask(staging_node, asking, OpenImage(wanted, me, -1)), owner)
     assert line.isprintable()
     assert _fields(line) == ["image", "key", "copied", "of", "rate"]
 

@@ -14,7 +14,7 @@ import tomllib
 import yaml
 from packaging.requirements import Requirement
 
-from forestage.paths import Places
+from forestage.paths import NodePaths
 
 REPO = Path(__file__).resolve().parents[2]
 PACKAGING = REPO / "packaging"
@@ -102,7 +102,7 @@ def test_packages_name_the_pythons_that_they_serve() -> None:
 
 def test_hooks_that_slurm_names_are_no_files_of_the_package() -> None:
     """They would go with it, and a Prolog that is missing drains its node."""
-    directory = str(Places().prolog.parent)
+    directory = str(NodePaths().prolog.parent)
     assert directory == "/usr/libexec/forestage"
     said = (PACKAGING / "nfpm.yaml").read_text() + (PACKAGING / "build").read_text()
     assert directory not in said
@@ -117,7 +117,7 @@ def test_upgrade_switches_on_what_it_switched_off() -> None:
     assert pattern
     assert len(said) == 2
     assert all(re.fullmatch(pattern[1], text) for text in said)
-    assert Places().disabled == Path("/run/forestage/disabled")
+    assert NodePaths().disabled == Path("/run/forestage/disabled")
 
 
 def _commands(script: str) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from forestage.units import (
     MAX_DURATION,
     MAX_SIZE,
-    Amount,
+    SizeOrShare,
     exact_size,
     format_duration,
     format_rate,
@@ -87,7 +87,7 @@ def test_share_is_from_0_to_1(text: str, expected: float) -> None:
     ],
 )
 def test_amount_of_total_is_in_bytes(text: str, total: int, expected: int) -> None:
-    assert Amount.parse(text).of(total) == expected
+    assert SizeOrShare.parse(text).of(total) == expected
 
 
 SIZE, DURATION, SHARE = "a size such as .*", "a duration such as .*", "a share such as 80%"
@@ -102,7 +102,7 @@ NO_SHARE = ["80", 80, 0.8, "%", "80%%", "80 %", "-5%", "101%", "100.1%", "٨%", 
         (parse_size, SIZE, NO_SIZE),
         (parse_duration, DURATION, NO_DURATION),
         (parse_share, SHARE, NO_SHARE),
-        (Amount.parse, f"{SIZE}, or {SHARE}", ["101%", "80 %", "5X"]),
+        (SizeOrShare.parse, f"{SIZE}, or {SHARE}", ["101%", "80 %", "5X"]),
     ],
     ids=["size", "duration", "share", "amount"],
 )
@@ -181,9 +181,9 @@ def test_shown_duration_reads_back_nearly_the_same(seconds: float) -> None:
 
 @given(st.integers(0, 1_000_000), st.integers(0, MAX_SIZE))
 def test_amount_reads_back_as_the_same_amount(millionths: int, size: int) -> None:
-    share = Amount.parse(f"{millionths // 10000}.{millionths % 10000:04d}%")
-    for amount in (share, Amount(size=size)):
-        assert Amount.parse(str(amount)) == amount
+    share = SizeOrShare.parse(f"{millionths // 10000}.{millionths % 10000:04d}%")
+    for amount in (share, SizeOrShare(size=size)):
+        assert SizeOrShare.parse(str(amount)) == amount
 
 
 @pytest.mark.parametrize(

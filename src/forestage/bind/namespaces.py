@@ -25,11 +25,11 @@ from pathlib import Path
 import msgspec
 
 from forestage.bind import origins, unmount
-from forestage.bind.origins import Bind
+from forestage.bind.origins import RedirectBind
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Leases
+from forestage.cache.lease import LeaseDirectory
 from forestage.system import as_user, child, folders, mounts
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 from forestage.system.sha256 import sha256
 
 HOST = Path("/proc")
@@ -41,7 +41,7 @@ MOST = 1 << 20  # bytes of one's mounts that it reads, some 10,000 mounts
 SWEEP_MOST = 64 << 20
 
 
-class Foreign(msgspec.Struct, frozen=True):
+class ForeignBind(msgspec.Struct, frozen=True):
     """A bind of ours in the mount namespace (an inode) of a process.
 
     `source` is the path on the node of what it hides, "" where the node does not have that.
@@ -49,18 +49,18 @@ class Foreign(msgspec.Struct, frozen=True):
 
     pid: int
     namespace: int
-    bind: Bind
+    bind: RedirectBind
     source: str = ""
 
 
-class Looked(msgspec.Struct, frozen=True):
+class NamespaceScan(msgspec.Struct, frozen=True):
     """What was found, and how many namespaces were not looked through to the end."""
 
-    found: tuple[Foreign, ...] = ()
+    found: tuple[ForeignBind, ...] = ()
     unread: int = 0
 
 
-class Left(msgspec.Struct, frozen=True):
+class CleanupResult(msgspec.Struct, frozen=True):
     """How many were taken off or covered, and sentences about those that stay."""
 
     off: int = 0
@@ -72,8 +72,8 @@ def find(
     thorough: bool = False,
     first: int | None = None,
     proc: Path = HOST,
-    here: list[Mount] | None = None,
-) -> Looked:
+    here: list[MountInfo] | None = None,
+) -> NamespaceScan:
     """Our binds in other namespaces than this process', of any cache, that nothing covers.
 
     Within LOOK seconds, or, where it is to be `thorough`, as long as a sweep may take. Namespaces
@@ -83,7 +83,7 @@ def find(
     most = SWEEP_MOST if thorough else MOST
     here = mounts.current() if here is None else here
     known = origins.find_origins(cache, here)
-    found: list[Foreign] = []
+    found: list[ForeignBind] = []
     marks = [mounts.mark_of(one.origin) for one in known]
     namespaces, all_known = _namespaces(proc, first, end)
     unread = int(not all_known)
@@ -102,8 +102,8 @@ def find(
             for bind in origins.find_binds(table, known):
                 if (bind.mount.id, bind.path) not in over:
                     source = mounts.same_place(here, table, bind.mount)
-                    found.append(Foreign(pid, namespace, bind, source))
-    return Looked(tuple(found), unread)
+                    found.append(ForeignBind(pid, namespace, bind, source))
+    return NamespaceScan(tuple(found), unread)
 
 
 def _mountinfo(file: Path, most: int) -> tuple[bytes, bool]:
@@ -139,19 +139,19 @@ def _namespaces(proc: Path, first: int | None, end: float) -> tuple[list[tuple[i
     return [(pid, int(name[5:-1])) for name, (_, pid) in by_user], in_time
 
 
-def unneeded(found: Iterable[Foreign], keys: frozenset[str]) -> list[Foreign]:
+def unneeded(found: Iterable[ForeignBind], keys: frozenset[str]) -> list[ForeignBind]:
     """Pure: those whose entry is gone, or held by no job."""
     return [one for one in found if one.bind.key not in keys]
 
 
 def clear(
     cache: Cache,
-    leases: Leases,
+    leases: LeaseDirectory,
     now: float | None = None,
     total: float = 0.0,
     first: int | None = None,
-    here: list[Mount] | None = None,
-) -> Left:
+    here: list[MountInfo] | None = None,
+) -> CleanupResult:
     """Takes off, or covers, what no lease holds in other namespaces. Not under a lock.
 
     Within unmount.TIMEOUT or `total` seconds: what is not reached is for the sweep. With `now`
@@ -179,7 +179,7 @@ def clear(
     return left
 
 
-def _note(cache: Cache, one: Foreign) -> Path:
+def _note(cache: Cache, one: ForeignBind) -> Path:
     """The file that says, by its time, when this path hung in some namespace."""
     path = os.fsencode(one.source or one.bind.path)
     return cache.claims / f"{sha256(path)[:32]}{HUNG}"
@@ -192,9 +192,9 @@ def _hung_lately(note: Path, now: float) -> bool:
         return False
 
 
-def _take_off(gone: list[Foreign], total: float) -> tuple[list[Foreign], Left]:
+def _take_off(gone: list[ForeignBind], total: float) -> tuple[list[ForeignBind], CleanupResult]:
     """Also returns those whose namespace did not answer."""
-    by_namespace: dict[int, list[Foreign]] = {}
+    by_namespace: dict[int, list[ForeignBind]] = {}
     for one in gone[::-1]:  # the newest lies on top
         by_namespace.setdefault(one.namespace, []).append(one)
     works = [functools.partial(_in_namespace, ones) for ones in by_namespace.values()]
@@ -207,10 +207,10 @@ def _take_off(gone: list[Foreign], total: float) -> tuple[list[Foreign], Left]:
             what = f"{one.bind.path} in the mount namespace of process {one.pid}"
             off += not number
             problems += [f"still redirected: {what} ({os.strerror(number)})"] if number else []
-    return hung, Left(off, tuple(problems))
+    return hung, CleanupResult(off, tuple(problems))
 
 
-def _in_namespace(ones: list[Foreign]) -> list[int]:
+def _in_namespace(ones: list[ForeignBind]) -> list[int]:
     """In a child: an errno for each, 0 for those that are off or covered."""
     child.leave_job()
     numbers = []
@@ -235,7 +235,7 @@ def _in_namespace(ones: list[Foreign]) -> list[int]:
     return numbers
 
 
-def _source(one: Foreign) -> int | None:
+def _source(one: ForeignBind) -> int | None:
     """A clone of the file that the bind hides, as the node has it now; None where it has none.
 
     Only of the file that was staged: its user may exchange folders on the way for another's.
@@ -259,7 +259,7 @@ def _source(one: Foreign) -> int | None:
         return None
 
 
-def _off_or_covered(bind: Mount, source: int | None) -> None:
+def _off_or_covered(bind: MountInfo, source: int | None) -> None:
     spot = os.open(bind.point, os.O_PATH | os.O_NOFOLLOW)
     try:
         if not mounts.unmount_same(bind, spot, "."):

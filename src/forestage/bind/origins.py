@@ -15,7 +15,7 @@ import msgspec
 
 from forestage.cache.layout import Cache
 from forestage.system import folders, lock, mounts, records
-from forestage.system.mounts import BindOrigin, Mount
+from forestage.system.mounts import BindOrigin, MountInfo
 
 FILE = "origins.json"
 LOCK_TIMEOUT = 5.0  # seconds; a process that mounts from another cache notes that then
@@ -23,13 +23,13 @@ LOCK_TIMEOUT = 5.0  # seconds; a process that mounts from another cache notes th
 _IMAGE = re.compile(r"(entries|evicted|parts)/([^/]+)/image(//deleted)?", re.DOTALL)
 
 
-class Bind(msgspec.Struct, frozen=True):
+class RedirectBind(msgspec.Struct, frozen=True):
     """One of our binds as the kernel shows it. `key` is "" where the entry is gone or going.
 
     `cache` is the root of the cache that has the entry, a path without links.
     """
 
-    mount: Mount
+    mount: MountInfo
     key: str
     cache: str = ""
 
@@ -61,7 +61,7 @@ class KnownCaches(msgspec.Struct, frozen=True):
     root: str
     noted: KnownOrigins
 
-    def find_origins(self, table: list[Mount]) -> tuple[CacheOrigin, ...]:
+    def find_origins(self, table: list[MountInfo]) -> tuple[CacheOrigin, ...]:
         """Return where the cache lies in a mount table, and where each lay since the boot. Pure.
 
         Where no mount is known above it, the first has no device, and so no bind.
@@ -71,7 +71,7 @@ class KnownCaches(msgspec.Struct, frozen=True):
         noted = [CacheOrigin(root, one) for root, places in known.items() for one in places]
         return tuple(dict.fromkeys((CacheOrigin(self.root, now), *noted)))
 
-    def find_binds(self, table: list[Mount]) -> list[Bind]:
+    def find_binds(self, table: list[MountInfo]) -> list[RedirectBind]:
         """Return the binds of these caches in a mount table, in its order. Pure."""
         return find_binds(table, self.find_origins(table))
 
@@ -81,7 +81,7 @@ def read_known_caches(cache: Cache) -> KnownCaches:
     return KnownCaches(cache.real, _read_known(cache))
 
 
-def find_origins(cache: Cache, table: list[Mount] | None = None) -> tuple[CacheOrigin, ...]:
+def find_origins(cache: Cache, table: list[MountInfo] | None = None) -> tuple[CacheOrigin, ...]:
     """Return where the cache lies in this process' mount table, and where each lay since the boot.
 
     Where no mount is known above it, the first has no device, and so no bind.
@@ -89,7 +89,7 @@ def find_origins(cache: Cache, table: list[Mount] | None = None) -> tuple[CacheO
     return read_known_caches(cache).find_origins(mounts.current() if table is None else table)
 
 
-def note_origin(cache: Cache, table: list[Mount]) -> None:
+def note_origin(cache: Cache, table: list[MountInfo]) -> None:
     """Note where the cache lies in this mount table, before a bind of it is made.
 
     Raises lock.LockTimeout, OSError.
@@ -106,19 +106,19 @@ def note_origin(cache: Cache, table: list[Mount]) -> None:
         records.write(cache.claims / FILE, msgspec.json.encode(KnownOrigins(noted)))
 
 
-def find_binds(table: Iterable[Mount], origins: Iterable[CacheOrigin]) -> list[Bind]:
+def find_binds(table: Iterable[MountInfo], origins: Iterable[CacheOrigin]) -> list[RedirectBind]:
     """Return the binds of these caches in a mount table, in its order. Pure."""
-    found: dict[int, Bind] = {}
+    found: dict[int, RedirectBind] = {}
     table = list(table)
     for one in origins:
         for mount, inside in mounts.binds_of(table, one.origin):
             if named := _IMAGE.fullmatch(inside):
                 key = named[2] if named[1] == "entries" and not named[3] else ""
-                found.setdefault(mount.id, Bind(mount, key, one.root))
+                found.setdefault(mount.id, RedirectBind(mount, key, one.root))
     return [found[mount.id] for mount in table if mount.id in found]
 
 
-def _without_gone(known: KnownOrigins, table: Iterable[Mount]) -> KnownOrigins:
+def _without_gone(known: KnownOrigins, table: Iterable[MountInfo]) -> KnownOrigins:
     """Return what is known without file systems that are gone, as far as that can be told. Pure.
 
     The kernel gives the number of one without a device of its own (btrfs, overlay, tmpfs) to the

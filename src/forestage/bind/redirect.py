@@ -24,23 +24,23 @@ from typing import Literal
 import msgspec
 
 from forestage.bind import origins, unmount
-from forestage.bind.unmount import Bind as Bind
-from forestage.bind.unmount import Going
+from forestage.bind.unmount import ClaimedBind
+from forestage.bind.unmount import RedirectBind as RedirectBind
 from forestage.bind.unmount import binds as binds
 from forestage.cache import image
-from forestage.cache.image import Identity, Image
+from forestage.cache.image import FileIdentity, SourceImage
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import switch
 from forestage.errors import Declined, Failed
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import as_user, child, folders, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.files import opened
 from forestage.system.lock_ranges import NODE_MOUNTS
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 
 MOUNT_TIMEOUT = 60.0  # seconds for a redirect that no hook waits for
 OVER_TIMEOUT = 0.5  # seconds for mount(2) over a user's file, under the space lock
@@ -49,14 +49,14 @@ Step = Literal["keep", "mount", "unmount"]
 Shown = Literal["kept", "mounted"]
 
 
-class _Target(msgspec.Struct, frozen=True):
+class _RedirectTarget(msgspec.Struct, frozen=True):
     """What lies at the path in the host's namespace, and whether the user can read the copy."""
 
-    identity: Identity
+    identity: FileIdentity
     readable: bool
 
 
-def next_step(bound: list[Bind], path: str, key: str) -> Step:
+def next_step(bound: list[RedirectBind], path: str, key: str) -> Step:
     """Pure: what the path needs so that it shows the entry `key`, given all binds of ours."""
     at_path = [bind for bind in bound if bind.path == path]
     if not at_path:
@@ -64,12 +64,12 @@ def next_step(bound: list[Bind], path: str, key: str) -> Step:
     return "keep" if at_path[-1].key == key else "unmount"
 
 
-def unneeded(bound: list[Bind], needed: frozenset[str]) -> list[Bind]:
+def unneeded(bound: list[RedirectBind], needed: frozenset[str]) -> list[RedirectBind]:
     """Pure: the binds whose path no lease redirects."""
     return [bind for bind in bound if bind.path not in needed]
 
 
-def stale(bound: list[Bind], paths: frozenset[str], key: str) -> list[Bind]:
+def stale(bound: list[RedirectBind], paths: frozenset[str], key: str) -> list[RedirectBind]:
     """Pure: the binds at one of the paths that show other bytes than the entry `key`."""
     # One without a key shows an entry that was evicted: nobody can say what it is.
     return [one for one in bound if one.path in paths and (not one.key or one.key != key)]
@@ -78,7 +78,7 @@ def stale(bound: list[Bind], paths: frozenset[str], key: str) -> list[Bind]:
 def unmount_stale(cache: Cache, paths: frozenset[str], key: str, user: User, end: Deadline) -> None:
     """Unmounts what shows something else than the entry `key` at one of the paths.
 
-    Raises StillMounted, lock.LockTimeout, OSError.
+    Raises UnmountError, lock.LockTimeout, OSError.
     """
     while found := stale(binds(cache), paths, key):
         with contextlib.ExitStack() as claims:
@@ -92,7 +92,7 @@ def mount(
     node: Node,
     lease: Lease,
     user: User,
-    wanted: Image,
+    wanted: SourceImage,
     end: Deadline,
     waits: Deadline | None = None,
 ) -> Shown:
@@ -110,13 +110,13 @@ def mount(
         held = node.leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
         if not held.is_of(lease.user.uid, lease.start):
             raise Declined("off", "the job has ended, and its number is another job's")
-        node.leases.write(held.with_use(Use(wanted.key, wanted.path)))
+        node.leases.write(held.with_use(EntryUse(wanted.key, wanted.path)))
 
     until_gone = waits or Deadline.after(min(unmount.TIMEOUT, end.left()), node.clock)
     return _mount(node, user, wanted, end, until_gone, note)
 
 
-def mount_waiting(node: Node, wanted: Image) -> Iterator[tuple[int, str]]:
+def mount_waiting(node: Node, wanted: SourceImage) -> Iterator[tuple[int, str]]:
     """Makes the image's path show the entry for each job that began without it and wants that.
 
     Yields each such job and what came of it: mounted, kept, or why not. By the rules of `mount`,
@@ -124,9 +124,9 @@ def mount_waiting(node: Node, wanted: Image) -> Iterator[tuple[int, str]]:
     """
     from forestage.slurm import enroot  # an Epilog needs none of it
 
-    use = Use(wanted.key, wanted.path)
+    use = EntryUse(wanted.key, wanted.path)
     entry = node.cache.find(wanted)
-    nobodys = enroot.Variables({}, all_known=False)
+    nobodys = enroot.JobVariables({}, all_known=False)
     own = [nobodys.expanded(source) for source in entry.binds] if entry else []
     if any(enroot.holds(source, wanted.path) for source in own):
         return  # its own container would not start
@@ -137,11 +137,11 @@ def mount_waiting(node: Node, wanted: Image) -> Iterator[tuple[int, str]]:
                 yield job, _mount_for(node, lease, wanted)
 
 
-def _mount_for(node: Node, lease: Lease, wanted: Image) -> str:
+def _mount_for(node: Node, lease: Lease, wanted: SourceImage) -> str:
     def note() -> None:
         now = node.leases.read(lease.job)
         is_there = now is not None and now.is_of(lease.user.uid, lease.start)
-        if now is None or not is_there or Use(wanted.key, wanted.path) not in now.uses:
+        if now is None or not is_there or EntryUse(wanted.key, wanted.path) not in now.uses:
             raise Declined("off", "the job has ended, or saves to this path")
 
     end = Deadline.after(MOUNT_TIMEOUT, node.clock)
@@ -154,7 +154,7 @@ def _mount_for(node: Node, lease: Lease, wanted: Image) -> str:
 def _mount(
     node: Node,
     user: User,
-    wanted: Image,
+    wanted: SourceImage,
     end: Deadline,
     until_gone: Deadline,
     note: Callable[[], None],
@@ -179,7 +179,7 @@ def _mount(
 
 
 def _mount_once(
-    node: Node, user: User, wanted: Image, end: Deadline, note: Callable[[], None]
+    node: Node, user: User, wanted: SourceImage, end: Deadline, note: Callable[[], None]
 ) -> Shown | None:
     """None where a bind has to go first, or goes just now."""
     cache, places = node.cache, node.places
@@ -219,12 +219,12 @@ def _mount_once(
 
 def claim_unneeded(
     cache: Cache,
-    leases: Leases,
-    places: Places,
+    leases: LeaseDirectory,
+    places: NodePaths,
     claims: contextlib.ExitStack,
-    table: list[Mount],
+    table: list[MountInfo],
     now: float | None = None,
-) -> list[Going]:
+) -> list[ClaimedBind]:
     """Claims every redirect that no lease needs, for `unmount.unmount`. Under the space lock.
 
     `table` was read under it, too. `now`: see `unmount.claim`.
@@ -239,14 +239,16 @@ def claim_unneeded(
     return unmount.claim(cache, unneeded(bound, leases.redirected()), claims, now)
 
 
-def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tuple[int, Identity]:
+def _open_target(
+    cache: Cache, wanted: SourceImage, user: User, timeout: float
+) -> tuple[int, FileIdentity]:
     try:
         copy = os.open(cache.image(wanted.key), os.O_PATH)
     except FileNotFoundError:
         # `verify` evicts what is bad, leased or not; the next look stages it anew.
         raise Declined("changed", f"the copy of {wanted.path} has just gone") from None
 
-    def work() -> as_user.Found[_Target]:
+    def work() -> as_user.Found[_RedirectTarget]:
         as_user.become(user)
         fd = os.open(wanted.path, os.O_PATH | os.O_NOFOLLOW)
         identity = image.identify(fd, os.readlink(f"/proc/self/fd/{fd}"))
@@ -255,11 +257,11 @@ def _open_target(cache: Cache, wanted: Image, user: User, timeout: float) -> tup
         except BlockingIOError:  # a lease of its owner's; the rights were checked before that
             pass
         except PermissionError:
-            return _Target(identity, readable=False), []
-        return _Target(identity, readable=True), [fd]
+            return _RedirectTarget(identity, readable=False), []
+        return _RedirectTarget(identity, readable=True), [fd]
 
     try:
-        target, fds = as_user.call(work, _Target, timeout, keep=(copy,))
+        target, fds = as_user.call(work, _RedirectTarget, timeout, keep=(copy,))
     except OSError as error:
         raise Declined("changed", f"{wanted.path} was moved just now: {error.strerror}") from None
     finally:

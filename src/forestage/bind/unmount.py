@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.bind import origins
-from forestage.bind.origins import Bind as Bind
+from forestage.bind.origins import RedirectBind as RedirectBind
 from forestage.cache.layout import Cache
 from forestage.clock import Deadline
 from forestage.errors import Failed
@@ -46,15 +46,15 @@ CHASES = 20  # tries to reach a redirect whose path is being renamed
 MOVED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # what such a path says meanwhile
 
 
-class Going(msgspec.Struct, frozen=True):
+class ClaimedBind(msgspec.Struct, frozen=True):
     """A bind that is claimed until `release`: nobody else takes it off, nor counts on it."""
 
-    bind: Bind
+    bind: RedirectBind
     cache: Cache
     release: Callable[[], None] = lambda: None
 
 
-class StillMounted(Failed):
+class UnmountError(Failed):
     """Redirects whose paths could not be reached: `off` others have gone. The sweep tries again."""
 
     def __init__(self, stuck: list[str], off: int) -> None:
@@ -63,7 +63,7 @@ class StillMounted(Failed):
         self.off = off
 
 
-def binds(cache: Cache, table: list[mounts.Mount] | None = None) -> list[Bind]:
+def binds(cache: Cache, table: list[mounts.MountInfo] | None = None) -> list[RedirectBind]:
     """Return every bind of ours on the node, oldest first, those of earlier caches too.
 
     `table` is the node's mount table, where the caller has just read it.
@@ -73,8 +73,11 @@ def binds(cache: Cache, table: list[mounts.Mount] | None = None) -> list[Bind]:
 
 
 def claim(
-    cache: Cache, wanted: Iterable[Bind], claims: contextlib.ExitStack, now: float | None = None
-) -> list[Going]:
+    cache: Cache,
+    wanted: Iterable[RedirectBind],
+    claims: contextlib.ExitStack,
+    now: float | None = None,
+) -> list[ClaimedBind]:
     """Claims binds that are to go; returns those to `unmount`, which releases each that is done.
 
     What it does not get to is released when `claims` is closed.
@@ -89,14 +92,14 @@ def claim(
             if now is None or not hung_lately(cache, bind, now):
                 claim = claims.enter_context(contextlib.ExitStack())
                 claim.enter_context(_claimed(cache, bind))
-                mine.append(Going(bind, cache, claim.close))
+                mine.append(ClaimedBind(bind, cache, claim.close))
     # Looked at again: who had the claim before may have taken it off in between.
     there = {mount.id for mount in mounts.current()} if mine else set()
     return [one for one in mine if one.bind.mount.id in there]
 
 
 @contextlib.contextmanager
-def _claimed(cache: Cache, bind: Bind) -> Iterator[None]:
+def _claimed(cache: Cache, bind: RedirectBind) -> Iterator[None]:
     file = _file(cache, bind)
     # Without /run there are no leases either, and nobody mounts.
     with lock.held_if_writable(file, 0):
@@ -108,11 +111,11 @@ def _claimed(cache: Cache, bind: Bind) -> Iterator[None]:
                     file.unlink()
 
 
-def _file(cache: Cache, bind: Bind) -> Path:
+def _file(cache: Cache, bind: RedirectBind) -> Path:
     return cache.claims / f"{bind.mount.id}{SUFFIX}"
 
 
-def hung_lately(cache: Cache, bind: Bind, now: float) -> bool:
+def hung_lately(cache: Cache, bind: RedirectBind, now: float) -> bool:
     """Whether its path hung in the last LEFT_TO_SWEEP seconds; mount ids are the whole node's."""
     file = _file(cache, bind)
     try:
@@ -124,7 +127,7 @@ def hung_lately(cache: Cache, bind: Bind, now: float) -> bool:
         return False
 
 
-def _note(one: Going, hung: bool) -> None:
+def _note(one: ClaimedBind, hung: bool) -> None:
     """Notes that a path hung, or that it does no more."""
     file = _file(one.cache, one.bind)
     with contextlib.suppress(OSError):  # it only spares others the wait
@@ -140,12 +143,12 @@ def forget(cache: Cache) -> None:
             file.unlink(missing_ok=True)
 
 
-def is_going(cache: Cache, bind: Bind) -> bool:
+def is_going(cache: Cache, bind: RedirectBind) -> bool:
     """Whether another process takes this bind off now. Under the space lock. Raises OSError."""
     return not lock.is_free(_file(cache, bind))
 
 
-def wait(cache: Cache, going: Iterable[Bind], end: Deadline) -> None:
+def wait(cache: Cache, going: Iterable[RedirectBind], end: Deadline) -> None:
     """Waits until nobody takes these off any more. Not under a lock. Raises lock.LockTimeout."""
     for bind in going:
         while is_going(cache, bind):
@@ -154,14 +157,16 @@ def wait(cache: Cache, going: Iterable[Bind], end: Deadline) -> None:
             end.clock.sleep(lock.POLL)
 
 
-def unmount(going: list[Going], whose: Callable[[Bind], User], total: float = 0.0) -> None:
+def unmount(
+    going: list[ClaimedBind], whose: Callable[[RedirectBind], User], total: float = 0.0
+) -> None:
     """Takes the binds off, each path in a child of its own, within TIMEOUT or `total` seconds.
 
     Not under a lock. `whose` is the user who can reach a bind's path where root is squashed.
-    Raises StillMounted at last: what hangs keeps no other from going, nor anybody waiting for one
+    Raises UnmountError at last: what hangs keeps no other from going, nor anybody waiting for one
     whose turn is over.
     """
-    paths: dict[str, list[Going]] = {}
+    paths: dict[str, list[ClaimedBind]] = {}
     for one in going[::-1]:  # the newest lies on top
         paths.setdefault(one.bind.path, []).append(one)
     table = mounts.current() if len(paths) > 1 else []
@@ -180,10 +185,10 @@ def unmount(going: list[Going], whose: Callable[[Bind], User], total: float = 0.
         lambda number, answer: stuck.extend(_note_end(ordered[number], answer)),
     )
     if stuck:
-        raise StillMounted(stuck, len(going) - len(stuck))
+        raise UnmountError(stuck, len(going) - len(stuck))
 
 
-def _note_end(at: list[Going], numbers: list[int] | None) -> Iterator[str]:
+def _note_end(at: list[ClaimedBind], numbers: list[int] | None) -> Iterator[str]:
     """Notes how it went at one path, and releases what was claimed there; yields what stays."""
     there = {mount.id for mount in mounts.current()} if numbers is None else set()
     for n, one in enumerate(at):
@@ -196,7 +201,7 @@ def _note_end(at: list[Going], numbers: list[int] | None) -> Iterator[str]:
             yield f"{one.bind.path} ({os.strerror(numbers[n])})"
 
 
-def _take_off(binds: list[mounts.Mount], user: User) -> list[int]:
+def _take_off(binds: list[mounts.MountInfo], user: User) -> list[int]:
     """In a child: an errno for each, 0 for those that are gone."""
     # One that hangs for ever cannot be killed: in a job's cgroup it would drain the node.
     child.leave_job()
@@ -212,7 +217,7 @@ def _take_off(binds: list[mounts.Mount], user: User) -> list[int]:
 
 
 @contextlib.contextmanager
-def _uncovered(bind: mounts.Mount, user: User) -> Iterator[None]:
+def _uncovered(bind: mounts.MountInfo, user: User) -> Iterator[None]:
     """Lifts what users have mounted over a directory above a bind, so that it can be reached.
 
     A FUSE of theirs, with a server that is dead or stopped, would keep it for ever. It is put back:
@@ -227,7 +232,7 @@ def _uncovered(bind: mounts.Mount, user: User) -> Iterator[None]:
         yield
 
 
-def _lift(cover: mounts.Mount, user: User, back: contextlib.ExitStack) -> None:
+def _lift(cover: mounts.MountInfo, user: User, back: contextlib.ExitStack) -> None:
     # Opening the root of a mount asks its server nothing.
     top = as_user.reach(cover.point, user)
     # Another one may lie on it: that goes first.
@@ -239,7 +244,7 @@ def _lift(cover: mounts.Mount, user: User, back: contextlib.ExitStack) -> None:
     back.callback(_put_back, tree, found, user)
 
 
-def _put_back(tree: int, was: mounts.Mount, user: User) -> None:
+def _put_back(tree: int, was: mounts.MountInfo, user: User) -> None:
     with contextlib.suppress(OSError):
         spot = as_user.reach(was.point, user)
         # No link may lead root elsewhere: to a directory of that user's own, as fusermount3(1)
@@ -249,7 +254,7 @@ def _put_back(tree: int, was: mounts.Mount, user: User) -> None:
             mounts.attach(tree, spot)
 
 
-def _follow(bind: mounts.Mount, user: User) -> None:
+def _follow(bind: mounts.MountInfo, user: User) -> None:
     """Takes off one bind. A user may rename the folders above it all the time: it goes along."""
     point, failed = bind.point, OSError(errno.EBUSY, os.strerror(errno.EBUSY))
     for _ in range(CHASES):

@@ -1,8 +1,8 @@
 """What a start would take without its copy: its bytes, at the rate at which this node read them.
 
-The rate is that at which the copy read the source (stage/reading.Pace): the only time that this
-node reads an image as fast as it can. A job reads it with fewer threads and beside other nodes, so
-what is computed of it is rather too low. Where nothing was measured, nothing is known.
+The rate is that at which the copy read the source (stage/reading.RateMeter): the only time that
+this node reads an image as fast as it can. A job reads it with fewer threads and beside other
+nodes, so what is computed of it is rather too low. Where nothing was measured, nothing is known.
 """
 
 from forestage.cache.layout import Cache

@@ -22,7 +22,7 @@ def of_chunk(data: memoryview | bytes) -> bytes:
     return xxhash.xxh3_128(data).digest()
 
 
-class Running:
+class RunningDigest:
     """The digest of a chunk that comes in pieces, each while it is in the processor's cache."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from forestage.cache import disk_errors
 from forestage.cache.layout import Cache
 from forestage.errors import Declined
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import probe
 from forestage.system.files import opened
 from forestage.system.probe import At, HangReport
@@ -33,7 +33,7 @@ PART = 0.25  # of the time that is left: a probe must not take all of it
 TOO_SHORT = 0.1  # seconds without an answer that prove nothing; a busy node may take them to fork
 
 
-def hangs(places: Places, cache: Cache, left: float = 60.0) -> HangReport | None:
+def hangs(places: NodePaths, cache: Cache, left: float = 60.0) -> HangReport | None:
     """What of the cache's disk does not answer; None where all does.
 
     `left` are the seconds that the caller has: a second at most, or a quarter of these, is waited.
@@ -41,23 +41,23 @@ def hangs(places: Places, cache: Cache, left: float = 60.0) -> HangReport | None
     return probe.ask(_file(places, cache), partial(_asked, cache.root), PART * left)
 
 
-def known(places: Places, cache: Cache) -> HangReport | None:
+def known(places: NodePaths, cache: Cache) -> HangReport | None:
     """What is known to hang, by who asks; for those who may change nothing, a directory neither."""
     return probe.known(_file(places, cache))
 
 
-def _file(places: Places, cache: Cache) -> Path:
+def _file(places: NodePaths, cache: Cache) -> Path:
     return places.probes / f"cache-{sha256(os.fsencode(cache.root))[:16]}"
 
 
-def must_serve(places: Places, cache: Cache, left: float = 60.0) -> None:
+def must_serve(places: NodePaths, cache: Cache, left: float = 60.0) -> None:
     """Raises Declined where nothing can be read of the cache, or it cannot be made."""
     hang = hangs(places, cache, left)
     if hang is not None and (hang.phase == READS or not (cache.root / "format").exists()):
         raise declined(cache, hang, left)
 
 
-def must_take(places: Places, cache: Cache, left: float = 60.0) -> None:
+def must_take(places: NodePaths, cache: Cache, left: float = 60.0) -> None:
     """Raises Declined where nothing can be written to the cache, nor removed."""
     hang = hangs(places, cache, left)
     if hang is not None:

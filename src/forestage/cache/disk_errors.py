@@ -21,7 +21,7 @@ import msgspec
 from forestage.cache.layout import Cache
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined, Failed
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import folders, lock, records
 from forestage.system.files import opened
 
@@ -47,7 +47,7 @@ _ERROR = (
 _LEG = r"(nvme\d+)c\d+(n\d+)"  # one path of several to an NVMe
 
 
-class Disk(msgspec.Struct, frozen=True):
+class DiskErrorState(msgspec.Struct, frozen=True):
     """disk.json: what is known of the cache's disk.
 
     `seen` is the number of the kernel log's next record, -1 before the first look. `since` (seconds
@@ -62,50 +62,50 @@ class Disk(msgspec.Struct, frozen=True):
     proved: tuple[str, ...] = ()
 
 
-def known(places: Places) -> Disk:
+def known(places: NodePaths) -> DiskErrorState:
     """What was noted so far; nothing where that cannot be read."""
     try:
-        return records.load(places.disk_errors, Disk)
+        return records.load(places.disk_errors, DiskErrorState)
     except (OSError, records.DamagedRecord):
-        return Disk()
+        return DiskErrorState()
 
 
-def must_not_be(places: Places) -> None:
+def must_not_be(places: NodePaths) -> None:
     """Raises Declined while there is doubt."""
     disk = known(places)
     if disk.since:
         raise Declined("disk-errors", f"the cache's disk has lost data ({disk.why})")
 
 
-def begin(places: Places, clock: Clock, why: str) -> None:
+def begin(places: NodePaths, clock: Clock, why: str) -> None:
     """Notes an error that somebody met. Raises OSError, Failed."""
     _change(places, lambda disk: _doubted(disk, clock, why))
 
 
-def end(places: Places, since: float) -> bool:
+def end(places: NodePaths, since: float) -> bool:
     """Ends the doubt, unless it began anew after `since`. Raises OSError, Failed."""
 
-    def ended(disk: Disk) -> Disk:
+    def ended(disk: DiskErrorState) -> DiskErrorState:
         same = disk.since == since
         return msgspec.structs.replace(disk, since=0.0, why="", proved=()) if same else disk
 
     return _change(places, ended).since == since
 
 
-def note_proved(places: Places, since: float, key: str) -> None:
+def note_proved(places: NodePaths, since: float, key: str) -> None:
     """Notes that an entry is right, unless the doubt began anew after `since`.
 
     Raises OSError, Failed.
     """
 
-    def noted(disk: Disk) -> Disk:
+    def noted(disk: DiskErrorState) -> DiskErrorState:
         same = disk.since == since and key not in disk.proved
         return msgspec.structs.replace(disk, proved=(*disk.proved, key)) if same else disk
 
     _change(places, noted)
 
 
-def look(places: Places, cache: Cache, clock: Clock) -> None:
+def look(places: NodePaths, cache: Cache, clock: Clock) -> None:
     """Begins doubt where the kernel's log tells of data errors since the last look.
 
     The first look only notes where the log ends. It takes some milliseconds, LOOK_TIME at most,
@@ -113,7 +113,7 @@ def look(places: Places, cache: Cache, clock: Clock) -> None:
     get to is unknown and no error; the next look reads that, if the log still has it.
     """
 
-    def looked(disk: Disk) -> Disk:
+    def looked(disk: DiskErrorState) -> DiskErrorState:
         deadline = Deadline.after(LOOK_TIME, clock)
         reading = _records(deadline)
         next_number, found = -1, ""
@@ -191,7 +191,9 @@ def _records(deadline: Deadline) -> Iterator[tuple[int, str]]:
             yield int(number), text.partition("\n")[0] if is_kernels else ""
 
 
-def _change(places: Places, changed: Callable[[Disk], Disk]) -> Disk:
+def _change(
+    places: NodePaths, changed: Callable[[DiskErrorState], DiskErrorState]
+) -> DiskErrorState:
     """Notes what `changed` makes of what is known, under a lock; returns what was known before.
 
     Raises OSError, Failed.
@@ -207,14 +209,14 @@ def _change(places: Places, changed: Callable[[Disk], Disk]) -> Disk:
     return before
 
 
-def _doubted(disk: Disk, clock: Clock, why: str) -> Disk:
+def _doubted(disk: DiskErrorState, clock: Clock, why: str) -> DiskErrorState:
     # Not 0, nor what it was, wherever the clock is: by this value the doubt is known.
     since = max(clock.wall(), 1.0)
     since += since == disk.since
     return msgspec.structs.replace(disk, since=since, why=why, proved=())
 
 
-def _end_short_ways(places: Places) -> None:
+def _end_short_ways(places: NodePaths) -> None:
     """Has further steps of running jobs ask a helper, which declines (cache/step_record.py)."""
     for record in places.leases.glob("*.shown"):
         record.unlink(missing_ok=True)

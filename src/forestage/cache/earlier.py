@@ -20,7 +20,7 @@ from pathlib import Path
 from forestage.cache import disk, known_disks
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
-from forestage.errors import Failed, NotFound
+from forestage.errors import Failed, NotFoundError
 from forestage.system import files, lock
 
 _OURS = ("entries", "parts", "jobs", "evicted")  # these must be empty before the rest goes
@@ -41,11 +41,13 @@ def find_earlier(node: Node) -> tuple[Cache, ...]:
 def check_free(node: Node, cache: Cache) -> None:
     """Raise unless this forestage alone uses an earlier cache, and it lies on its own disk.
 
-    Raises NotFound where no cache is there, Declined, Failed, OSError.
+    Raises NotFoundError where no cache is there, Declined, Failed, OSError.
     """
     disk.must_take(node.places, cache)
     if not is_left(cache, node.cache):
-        raise NotFound(f"no cache lies at {cache.root}", "mount its disk, if it is not mounted")
+        raise NotFoundError(
+            f"no cache lies at {cache.root}", "mount its disk, if it is not mounted"
+        )
     cache.must_be_alone()
     cache.prepare(require_mount=False)
     known = known_disks.read_known(node.places.known_disks).find_disk(cache.real)

@@ -31,7 +31,7 @@ import msgspec
 
 from forestage.cache import entry_sum
 from forestage.cache.layout import Cache, StoredEntry, tree_bytes
-from forestage.cache.lease import Leases
+from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import Part, boot_id
 from forestage.config import Config
 from forestage.errors import Declined
@@ -42,7 +42,7 @@ NOBODY: Mapping[int, int] = {}
 FILES = 64  # that a disk must be able to take at rest: a copy makes ten at the most
 
 
-class Room(msgspec.Struct, frozen=True):
+class CacheSpace(msgspec.Struct, frozen=True):
     """Bytes: free on the file system, used by the cache, and the limits of the configuration.
 
     `low`, `share` (of one user) and `data` are parts of what the cache may take: `max_size`, or
@@ -72,14 +72,14 @@ class Room(msgspec.Struct, frozen=True):
         return round(100 * self.used / self.may_take) if self.may_take else 100
 
 
-class Goal(msgspec.Struct, frozen=True):
+class EvictionGoal(msgspec.Struct, frozen=True):
     """When evicting may stop: at least `free` bytes free and at most `used` used by the cache."""
 
     free: int
     used: int
 
 
-class Plan(msgspec.Struct, frozen=True):
+class EvictionPlan(msgspec.Struct, frozen=True):
     """Keys to evict, in order; `enough` tells whether the goal is met once they are gone."""
 
     victims: tuple[str, ...]
@@ -87,27 +87,27 @@ class Plan(msgspec.Struct, frozen=True):
     enough: bool
 
 
-def room_for_copy(room: Room, size: int) -> Goal:
+def room_for_copy(room: CacheSpace, size: int) -> EvictionGoal:
     """Pure: what must be so before `size` bytes may be reserved."""
-    return Goal(free=room.min_free + size, used=room.max_size - size)
+    return EvictionGoal(free=room.min_free + size, used=room.max_size - size)
 
 
-def room_at_rest(room: Room) -> Goal:
+def room_at_rest(room: CacheSpace) -> EvictionGoal:
     """Pure: what the Epilog and the timer leave behind, so that the next copy need not wait."""
-    return Goal(free=room.min_free, used=room.low)
+    return EvictionGoal(free=room.min_free, used=room.low)
 
 
 def plan(
     stored: Iterable[StoredEntry],
     leased: frozenset[str],
-    room: Room,
-    goal: Goal,
+    room: CacheSpace,
+    goal: EvictionGoal,
     superseded_path: str = "",
     copies: Mapping[int, int] = NOBODY,
     user: int | None = None,
     data: int = 0,
     now: float = math.inf,
-) -> Plan:
+) -> EvictionPlan:
     """Pure: the entries to evict, in order; `user` is who asks for room, None where nobody does.
 
     Damaged entries go first, then superseded ones (an older identity of a path that has a newer
@@ -125,17 +125,17 @@ def plan(
         (s for s in everything if s.key not in leased and not s.pinned),
         key=lambda s: (s.entry is not None, s.key not in old, s.used),
     )
-    picked = _Picked(room, goal, everything, copies, data)
+    picked = _VictimSelection(room, goal, everything, copies, data)
     left = picked.add(left, lambda one: one.entry is None or one.key in old)
     left = picked.add(left, lambda one: one.is_data and picked.excess > 0)
     if data:
         left = [one for one in left if one.is_data]
     left = picked.add(left, lambda one: picked.is_above(one.user))
     picked.add(left, lambda one: not picked.is_above(user))
-    return Plan(tuple(picked.victims), picked.freed, picked.is_enough)
+    return EvictionPlan(tuple(picked.victims), picked.freed, picked.is_enough)
 
 
-class _Picked:
+class _VictimSelection:
     """The victims of a plan so far, and what is left to do.
 
     `taken` are the bytes that are only one user's, by uid; `excess` is how far data are above their
@@ -144,8 +144,8 @@ class _Picked:
 
     def __init__(
         self,
-        room: Room,
-        goal: Goal,
+        room: CacheSpace,
+        goal: EvictionGoal,
         stored: Iterable[StoredEntry],
         copies: Mapping[int, int],
         data: int,
@@ -183,7 +183,7 @@ class _Picked:
         return stay
 
 
-def _met(room: Room, goal: Goal, freed: int) -> bool:
+def _met(room: CacheSpace, goal: EvictionGoal, freed: int) -> bool:
     return room.free + freed >= goal.free and room.used - freed <= goal.used
 
 
@@ -210,12 +210,12 @@ def superseded(
     )
 
 
-def measure(cache: Cache, stored: Iterable[StoredEntry], config: Config) -> Room:
+def measure(cache: Cache, stored: Iterable[StoredEntry], config: Config) -> CacheSpace:
     """The cache's room now. Parts under way count as used: their space is reserved."""
     return _with_parts(cache, config, sum(one.bytes for one in stored))
 
 
-def _with_parts(cache: Cache, config: Config, entries: int) -> Room:
+def _with_parts(cache: Cache, config: Config, entries: int) -> CacheSpace:
     """The room beside these bytes of entries, and beside the parts."""
     parts = {part: _bytes_if_there(part) for part in cache.parts.iterdir()}
     data = sum(size for part, size in parts.items() if _is_data(Part(part)))
@@ -223,7 +223,7 @@ def _with_parts(cache: Cache, config: Config, entries: int) -> Room:
     return msgspec.structs.replace(room, data_under_way=data)
 
 
-def at_least(cache: Cache, config: Config) -> Room:
+def at_least(cache: Cache, config: Config) -> CacheSpace:
     """A lower bound of the room from statvfs(2) alone: all that is used counts as the cache's.
 
     No entry is looked at, so that ten thousand of them cost a hook no more than ten. On a disk of
@@ -239,7 +239,7 @@ def is_free(cache: Cache, config: Config, size: int) -> bool:
     return _met(room, room_for_copy(room, size), 0) and _takes_files(cache)
 
 
-def by_sum(cache: Cache, config: Config) -> Room | None:
+def by_sum(cache: Cache, config: Config) -> CacheSpace | None:
     """The room by the sum of the entries that is kept: no entry is looked at. None without one.
 
     Too low a sum lets the cache grow by so much, but `free` is what statvfs(2) says: the disk does
@@ -249,7 +249,7 @@ def by_sum(cache: Cache, config: Config) -> Room | None:
     return _with_parts(cache, config, total.bytes) if total else None
 
 
-def _has_room(cache: Cache, config: Config, goal: Callable[[Room], Goal]) -> bool:
+def _has_room(cache: Cache, config: Config, goal: Callable[[CacheSpace], EvictionGoal]) -> bool:
     """Whether nothing has to go for the goal, as far as that is known without reading entries."""
     room = at_least(cache, config)
     if _met(room, goal(room), 0):
@@ -291,14 +291,14 @@ def _stored_now(cache: Cache, known: Iterable[StoredEntry]) -> list[StoredEntry]
     return stored
 
 
-def _room(cache: Cache, config: Config, used: int) -> Room:
+def _room(cache: Cache, config: Config, used: int) -> CacheSpace:
     disk = os.statvfs(cache.root)
     total = disk.f_blocks * disk.f_frsize
     free = disk.f_bavail * disk.f_frsize
     max_size, min_free = config.max_size.of(total), config.min_free.of(total)
     may_take = _may_take(max_size, min_free, used + free)
     of_data = config.data.share.of(may_take)
-    return Room(
+    return CacheSpace(
         free=free,
         used=used,
         max_size=max_size,
@@ -326,7 +326,7 @@ def copies(cache: Cache, but: Container[str] = ()) -> Counter[int]:
 
 def make_room(
     cache: Cache,
-    leases: Leases,
+    leases: LeaseDirectory,
     config: Config,
     path: str,
     size: int,
@@ -384,7 +384,7 @@ def make_room(
 
 def leave_room(
     cache: Cache,
-    leases: Leases,
+    leases: LeaseDirectory,
     config: Config,
     need: int,
     user: int,
@@ -403,7 +403,7 @@ def leave_room(
         under_way = copies(cache) + Counter(others)
         under_way[user] += need
         room = measure(cache, stored, config)
-        goal = Goal(free=room.min_free + need, used=room.used)
+        goal = EvictionGoal(free=room.min_free + need, used=room.used)
         leased, now = leases.keys(), time.time()
         made = plan(stored, leased, room, goal, copies=under_way, user=user, now=now)
         if not made.enough:  # what others have on the disk would empty the cache for nothing
@@ -415,7 +415,7 @@ def leave_room(
 
 def tidy(
     cache: Cache,
-    leases: Leases,
+    leases: LeaseDirectory,
     config: Config,
     timeout: float = lock.SPACE_TIMEOUT,
     known: Iterable[StoredEntry] | None = None,
@@ -440,13 +440,13 @@ def plan_at_rest(
     leased: Callable[[], frozenset[str]],
     config: Config,
     read: Callable[[], list[StoredEntry]] | None = None,
-) -> Plan:
+) -> EvictionPlan:
     """What `tidy` evicts, with these keys leased. Who only wants to know needs no lock for it.
 
     `read` gives the entries, if they are needed. Parts that no copy can resume count as gone.
     """
     if _is_at_rest(cache, config):
-        return Plan((), 0, enough=True)
+        return EvictionPlan((), 0, enough=True)
     is_full = not _takes_files(cache)
     stored = read() if read else cache.stored_entries()
     room = measure(cache, stored, config)
@@ -464,7 +464,7 @@ def _takes_files(cache: Cache) -> bool:
     return not disk.f_files or disk.f_favail >= FILES  # btrfs has 0 of 0
 
 
-def evict_keys(cache: Cache, leases: Leases, keys: Iterable[str]) -> tuple[str, ...]:
+def evict_keys(cache: Cache, leases: LeaseDirectory, keys: Iterable[str]) -> tuple[str, ...]:
     """Evicts these keys, except leased and pinned ones; returns those that were evicted."""
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         wanted = frozenset(keys) - leases.keys()
@@ -476,7 +476,7 @@ def evict_keys(cache: Cache, leases: Leases, keys: Iterable[str]) -> tuple[str, 
     return victims
 
 
-def _evict(cache: Cache, made: Plan) -> tuple[str, ...]:
+def _evict(cache: Cache, made: EvictionPlan) -> tuple[str, ...]:
     """Evicts what was planned, but what was pinned since the entries were read; returns the keys.
 
     Renamed under the lock, deleted after it: unlinking tens of gigabytes takes seconds.

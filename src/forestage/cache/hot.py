@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache
 from forestage.cache.part import HOT_PIECE, chunk_count
 from forestage.system import files, records
@@ -28,7 +28,7 @@ NAMED = 4  # images of one path: the last may be a copy that never ends
 KEY = 32  # characters of an image's key
 
 
-def keep(cache: Cache, image: Image, pieces: set[int]) -> None:
+def keep(cache: Cache, image: SourceImage, pieces: set[int]) -> None:
     """Writes the map beside the entry, or the part that it will be. Raises OSError."""
     if not 0 < len(pieces) <= MOST * chunk_count(image.size, HOT_PIECE):
         return
@@ -41,7 +41,7 @@ def keep(cache: Cache, image: Image, pieces: set[int]) -> None:
             return
 
 
-def inherit(cache: Cache, image: Image) -> None:
+def inherit(cache: Cache, image: SourceImage) -> None:
     """Gives a part the map of the newest entry of the same path. The caller holds the key's lock.
 
     Raises OSError.
@@ -62,7 +62,7 @@ def inherit(cache: Cache, image: Image) -> None:
             return
 
 
-def name_entry(cache: Cache, image: Image) -> None:
+def name_entry(cache: Cache, image: SourceImage) -> None:
     """Has the next version's copy find this entry's map, if it has one. Raises OSError."""
     if files.facts(cache.entry_dir(image.key) / "hot"):
         _name(cache, image.path, image.key)

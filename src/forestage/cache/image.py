@@ -1,4 +1,4 @@
-"""An `Image`: the bytes that a path means, who may read them, and whether they may be staged.
+"""An `SourceImage`: the bytes that a path means, who may read them, and whether they may be staged.
 
 The path is opened in sources/opening, as the user; what is found there are `PathFacts`, of which
 `judge` makes an image, or says why it is none.
@@ -28,7 +28,7 @@ _MAGIC, _VERSION = b"hsqs", (4, 0)  # linux/fs/squashfs/squashfs_fs.h, struct sq
 PATH_MAX = 4096  # linux/limits.h; the kernel refuses longer ones anyway, but late and unclearly
 
 
-class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
+class FileIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which bytes are meant. `path` is resolved; times are in ns, of the file server's clock.
 
     Of a directory `tree` is the digest of all that it holds, and `size` that of the image which is
@@ -51,7 +51,7 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
         return sha256("\0".join(map(str, parts)).encode())[:32]
 
 
-class Access(msgspec.Struct, frozen=True):
+class AccessRights(msgspec.Struct, frozen=True):
     """Who may read the file: mirrored on the cached copy. `acl` is the raw xattr, or empty."""
 
     uid: int
@@ -64,14 +64,14 @@ Kind = Literal["image", "data"]
 """Data is what a job's comment shows as more than an image: a directory, a mounted file."""
 
 
-class Image(msgspec.Struct, frozen=True, omit_defaults=True):
+class SourceImage(msgspec.Struct, frozen=True, omit_defaults=True):
     """A regular file below a configured source that the user may read.
 
     `kind` is what it is copied as: it decides whose room the copy takes, and nothing else.
     """
 
-    identity: Identity
-    access: Access
+    identity: FileIdentity
+    access: AccessRights
     kind: Kind = "image"
 
     @property
@@ -101,7 +101,7 @@ class PathFacts(msgspec.Struct, frozen=True):
     path: str
     sources: tuple[str, ...]
     mode: int
-    image: Image | None = None
+    image: SourceImage | None = None
     head: bytes = b""
     listed: bool = False
     written: bool = False
@@ -133,7 +133,7 @@ def wanted_path(request: Request, work_dir: str) -> str:
     return path
 
 
-def judge(found: PathFacts, max_size: int | None) -> Image:
+def judge(found: PathFacts, max_size: int | None) -> SourceImage:
     """Pure: the image, or Declined with the reason that the user and the admin will read."""
     if not found.path:
         what = "the path resolves to a name that is not UTF-8, or in a mount that a user made"
@@ -235,14 +235,14 @@ def is_below(path: str, directories: Iterable[str]) -> bool:
     return any(path.startswith(directory.rstrip("/") + "/") for directory in directories)
 
 
-def identify(fd: int, path: str) -> Identity:
+def identify(fd: int, path: str) -> FileIdentity:
     """The identity of an open file that is known to lie at the resolved `path`."""
     return identity(os.fstat(fd), path)
 
 
-def identity(facts: os.stat_result | Statx, path: str) -> Identity:
+def identity(facts: os.stat_result | Statx, path: str) -> FileIdentity:
     """Pure: the identity of a file of which stat(2) says this."""
-    return Identity(path, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+    return FileIdentity(path, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
 
 
 def read_acl(fd: int) -> bytes:

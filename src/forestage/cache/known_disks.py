@@ -22,13 +22,13 @@ import msgspec
 
 from forestage.system import file_systems, folders, lock, mounts, records
 from forestage.system.files import opened
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 
 VERSION = 1
 LOCK_TIMEOUT = 5.0  # seconds; another hook makes the same cache then
 
 
-class CacheDisk(msgspec.Struct, frozen=True):
+class CacheLocation(msgspec.Struct, frozen=True):
     """Where one cache lies: its `root`, a path without links, and the mount point above it.
 
     `file_system` is what tells that one from others (system/file_systems.read_identity).
@@ -43,9 +43,9 @@ class KnownDisks(msgspec.Struct, frozen=True):
     """caches.json: a cache for each root that was used."""
 
     version: int = VERSION
-    caches: tuple[CacheDisk, ...] = ()
+    caches: tuple[CacheLocation, ...] = ()
 
-    def find_disk(self, root: str) -> CacheDisk | None:
+    def find_disk(self, root: str) -> CacheLocation | None:
         """Return what is remembered of the cache with this root. Pure."""
         return next((one for one in self.caches if one.root == root), None)
 
@@ -59,15 +59,15 @@ def read_known(file: Path) -> KnownDisks:
     return known if known is not None and known.version == VERSION else KnownDisks()
 
 
-def find_current(root: Path, real: str, under: Mount) -> CacheDisk:
+def find_current(root: Path, real: str, under: MountInfo) -> CacheLocation:
     """Return the disk that a cache lies on now, or would: `under` is the mount. Raises OSError."""
     there = root
     while not there.exists():
         there = there.parent
-    return CacheDisk(real, under.point, file_systems.read_identity(there, under.kind))
+    return CacheLocation(real, under.point, file_systems.read_identity(there, under.kind))
 
 
-def is_on_its_disk(known: CacheDisk, root: Path) -> bool:
+def is_on_its_disk(known: CacheLocation, root: Path) -> bool:
     """Return whether a cache lies on the file system that is remembered of it, and not that of `/`.
 
     A file system is remembered only as a disk of this node, so the mount table has no more to say.
@@ -82,19 +82,19 @@ def is_on_its_disk(known: CacheDisk, root: Path) -> bool:
     return is_beside and is_known
 
 
-def is_below_its_disk(known: CacheDisk, root: Path, under: Mount) -> bool:
+def is_below_its_disk(known: CacheLocation, root: Path, under: MountInfo) -> bool:
     """Return whether a cache would lie on what is below its own disk: `under` is the mount.
 
     Where the file system there cannot be identified (an automount, or its disk is failing), it
     counts as another one: an error here must keep no Epilog from releasing what its job held.
     """
-    now = CacheDisk(known.root, under.point, "")
+    now = CacheLocation(known.root, under.point, "")
     with contextlib.suppress(OSError):
         now = find_current(root, known.root, under)
     return is_unmounted(known, now)
 
 
-def is_unmounted(known: CacheDisk, now: CacheDisk) -> bool:
+def is_unmounted(known: CacheLocation, now: CacheLocation) -> bool:
     """Return whether nothing is mounted where the cache's disk was, and another one is below. Pure.
 
     A mount that is nearer to the cache is a disk that an admin has mounted for it. The very file
@@ -104,7 +104,9 @@ def is_unmounted(known: CacheDisk, now: CacheDisk) -> bool:
     return is_above and (not now.file_system or now.file_system != known.file_system)
 
 
-def remember_disk(file: Path, now: CacheDisk, is_accepted: bool = False) -> CacheDisk | None:
+def remember_disk(
+    file: Path, now: CacheLocation, is_accepted: bool = False
+) -> CacheLocation | None:
     """Remember the disk of a cache; return the one that it has replaced, if any.
 
     One that is remembered stays as it is if the file system is the same, unless an admin has

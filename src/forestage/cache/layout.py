@@ -31,13 +31,13 @@ import msgspec
 
 from forestage import log
 from forestage.cache import entry_sum, known_disks
-from forestage.cache.image import Access, Identity, Image, Kind
-from forestage.cache.known_disks import CacheDisk
-from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id, chunk_count
-from forestage.errors import FULL, Declined, Failed, NotFound, of_disk
+from forestage.cache.image import AccessRights, FileIdentity, Kind, SourceImage
+from forestage.cache.known_disks import CacheLocation
+from forestage.cache.part import ENTRY_BYTES, Part, PartRecord, boot_id, chunk_count
+from forestage.errors import FULL, Declined, Failed, NotFoundError, of_disk
 from forestage.system import as_user, child, files, lock, mounts, records
 from forestage.system.files import opened
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 
 FORMAT = "1\n"
 UNFINISHED_AFTER = 3600.0  # seconds; to make a cache takes some milliseconds
@@ -64,8 +64,8 @@ class Entry(msgspec.Struct, frozen=True):
     """
 
     key: str
-    identity: Identity
-    access: Access
+    identity: FileIdentity
+    access: AccessRights
     created: float
     engine: str
     chunk: int = 0
@@ -167,7 +167,7 @@ class Cache:
         with contextlib.suppress(OSError):  # of the disk: the copy itself will meet it
             os.utime(self.key_lock(key))
 
-    def stager(self, key: str) -> Owner | None:
+    def stager(self, key: str) -> PartRecord | None:
         """The record of who copies the key now; None where nobody does, or has not written one.
 
         By the key's lock: a pid would be another process' after a while, or in another PID
@@ -255,10 +255,10 @@ class Cache:
                         other.unlink(missing_ok=True)
 
     def must_be_alone(self) -> None:
-        """Raise NotFound where another forestage has used the cache since the boot."""
+        """Raise NotFoundError where another forestage has used the cache since the boot."""
         others = self.instances.glob(f"{boot_id()}.*")
         if found := next((one for one in others if one != self._mark()), None):
-            raise NotFound(
+            raise NotFoundError(
                 f"{self.root} is used by another forestage of this node, in a container perhaps",
                 f"if that is gone for good, remove {found}",
             )
@@ -291,7 +291,7 @@ class Cache:
                 if found is not None and found.st_mtime > now + UNFINISHED_AFTER / 60:
                     os.utime(directory / "used", (now, now), follow_symlinks=False)
 
-    def find(self, image: Image) -> Entry | None:
+    def find(self, image: SourceImage) -> Entry | None:
         """The published entry with exactly this image's bytes and access rights, if it is here.
 
         None also where its bytes are not proven: a stager does that (`take_back`), or a sweep.
@@ -560,21 +560,21 @@ class Cache:
                 detail = f"{now.file_system} at {now.point}, until now {there}"
                 log.say(f"cache root={self.root} result=new-disk {detail=}", by_slurm=True)
 
-    def accept_disk(self, require_mount: bool) -> CacheDisk:
+    def accept_disk(self, require_mount: bool) -> CacheLocation:
         """Has the cache use the disk that its path leads to now. Raises Declined, OSError."""
         now = self.find_disk(require_mount)
         if self.known_disks is not None:
             known_disks.remember_disk(self.known_disks, now, is_accepted=True)
         return now
 
-    def find_disk(self, require_mount: bool = False) -> CacheDisk:
+    def find_disk(self, require_mount: bool = False) -> CacheLocation:
         """Return the disk that the cache's path leads to now. Raises Declined, OSError."""
         under = self._find_local_mount(require_mount)
         if under is None:
             raise Failed("cache-not-mounted", f"no mount is known above {self.root}")
         return known_disks.find_current(self.root, self.real, under)
 
-    def _find_local_mount(self, require_mount: bool) -> Mount | None:
+    def _find_local_mount(self, require_mount: bool) -> MountInfo | None:
         """The mount that the cache lies on, or would; None where none is known above it.
 
         Raises Failed where that is the root disk and must not be, Declined where nodes share it.

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache.said import Said
+from forestage.cache.said import JobNotes
 from forestage.errors import Declined, Failed
 from forestage.system import files, folders, lock, records
 from forestage.system.as_user import User
@@ -45,7 +45,7 @@ MAX_BYTES = 128 * 1024
 hold up all hooks, which read all leases."""
 
 
-class Use(msgspec.Struct, frozen=True):
+class EntryUse(msgspec.Struct, frozen=True):
     """One entry a job may read.
 
     `path` is the resolved path if it is redirected, or is to be once the entry is here; else "".
@@ -67,7 +67,7 @@ class Lease(msgspec.Struct, frozen=True):
     user: User
     since: float
     cache: str
-    uses: tuple[Use, ...] = ()
+    uses: tuple[EntryUse, ...] = ()
     node: str = ""
     saves: tuple[str, ...] = ()
     start: int = 0
@@ -80,14 +80,14 @@ class Lease(msgspec.Struct, frozen=True):
         """
         return self.user.uid == uid and (0 in (start, self.start) or start == self.start)
 
-    def with_use(self, use: Use) -> "Lease":
+    def with_use(self, use: EntryUse) -> "Lease":
         """Returns a lease with one more use; a redirect replaces its plain use."""
-        others = tuple(u for u in self.uses if u not in (use, Use(use.key)))
+        others = tuple(u for u in self.uses if u not in (use, EntryUse(use.key)))
         return msgspec.structs.replace(self, uses=(*others, use))
 
     def unredirected(self, path: str) -> "Lease":
         """Returns a lease that wants no redirect at this path; what it uses stays the same."""
-        uses = dict.fromkeys(Use(u.key) if u.path == path else u for u in self.uses)
+        uses = dict.fromkeys(EntryUse(u.key) if u.path == path else u for u in self.uses)
         return msgspec.structs.replace(self, uses=tuple(uses))
 
     def saving(self, path: str) -> "Lease":
@@ -100,14 +100,14 @@ class Lease(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, uses=tuple(u for u in self.uses if u.key != key))
 
 
-class Mark(msgspec.Struct, frozen=True):
+class LeaseVersion(msgspec.Struct, frozen=True):
     """One state of a lease's file: no two have the same, whatever the clock does."""
 
     inode: int
     ctime_ns: int
 
 
-class Leases:
+class LeaseDirectory:
     """The directory of leases. Reading needs no lock.
 
     Whoever writes holds the space lock; only an Epilog that cannot get it drops its own without.
@@ -169,19 +169,19 @@ class Leases:
             return tuple(map(os.fsdecode, self.said(job, uid).hinted))
         return ()
 
-    def said(self, job: int, uid: int | None = None) -> Said:
+    def said(self, job: int, uid: int | None = None) -> JobNotes:
         """What was said of this user's job; nothing where nothing was.
 
         `uid` None: whoever's job it is. Raises Failed if that is damaged.
         """
         try:
-            found = records.load(self.said_file(job), Said)
+            found = records.load(self.said_file(job), JobNotes)
         except FileNotFoundError:
-            return Said()
+            return JobNotes()
         except records.DamagedRecord as damaged:
             raise Failed("lease-damaged", str(damaged), "remove it if the job is gone") from None
         if uid not in (None, found.uid):
-            return Said()
+            return JobNotes()
         return msgspec.structs.replace(found, uid=None)
 
     def has_data(self, job: int, uid: int) -> bool:
@@ -197,7 +197,7 @@ class Leases:
         """Notes more of what was said, with a lease that is there. Under the space lock."""
         folders.keep(self.directory)
         # What a killed hook left without a lease was said to an earlier run of the job.
-        earlier = self.said(job, uid) if self.file(job).exists() else Said()
+        earlier = self.said(job, uid) if self.file(job).exists() else JobNotes()
         found = msgspec.structs.replace(earlier, **said, uid=uid)
         records.write(self.said_file(job), msgspec.json.encode(found))
 
@@ -267,7 +267,7 @@ class Leases:
 
     def put(self, lease: Lease) -> None:
         """Writes a lease, or drops one that says nothing any more. Under the space lock."""
-        if lease.uses or lease.saves or self.said(lease.job, lease.user.uid) != Said():
+        if lease.uses or lease.saves or self.said(lease.job, lease.user.uid) != JobNotes():
             self.write(lease)
         else:
             self._drop(lease.job, ("shown", "hinted", "said", "directory"))
@@ -276,10 +276,10 @@ class Leases:
         """Says that a hook goes on with the lease as it is. Under the space lock."""
         os.utime(self.file(job))
 
-    def mark(self, job: int) -> Mark | None:
+    def mark(self, job: int) -> LeaseVersion | None:
         """What changes whenever a hook has to do with the lease; None where there is none."""
         found = files.facts(self.file(job))
-        return Mark(found.st_ino, found.st_ctime_ns) if found else None
+        return LeaseVersion(found.st_ino, found.st_ctime_ns) if found else None
 
     def jobs(self) -> tuple[int, ...]:
         """The jobs that have a lease, damaged ones too, in order."""

@@ -5,13 +5,13 @@ import os
 import msgspec
 
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Leases
+from forestage.cache.lease import LeaseDirectory
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.paths import Places
+from forestage.paths import NodePaths
 
 
-def configured_root(config: Config, places: Places) -> str:
+def configured_root(config: Config, places: NodePaths) -> str:
     """Return the cache's root with the links that lead there. Pure.
 
     Users may write to a directory above it: who resolves the root may hang, as with its disk.
@@ -23,17 +23,17 @@ class Node(msgspec.Struct, frozen=True):
     """The node's cache, leases and places."""
 
     config: Config
-    places: Places
+    places: NodePaths
     cache: Cache
-    leases: Leases
+    leases: LeaseDirectory
     clock: Clock
 
     @classmethod
-    def of(cls, config: Config, places: Places, clock: Clock) -> "Node":
+    def of(cls, config: Config, places: NodePaths, clock: Clock) -> "Node":
         # The kernel's mount table knows the cache by its real path only.
         root = places.root / os.path.realpath(config.cache).lstrip("/")
         cache = Cache(root, places.claims, places.known_disks)
-        return cls(config, places, cache, Leases(places.leases), clock)
+        return cls(config, places, cache, LeaseDirectory(places.leases), clock)
 
     def configured(self, **keys: object) -> "Node":
         """Returns the node with other values of these keys."""

@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.errors import Declined
 from forestage.system import files, records
 from forestage.units import format_size
@@ -42,7 +42,7 @@ Positive = Annotated[int, msgspec.Meta(gt=0)]
 WAITED = 2.0  # seconds for which the mark of a hook that waits counts
 
 
-class Owner(msgspec.Struct, frozen=True):
+class PartRecord(msgspec.Struct, frozen=True):
     """owner.json. `since` (asked) and `began` (copying) are monotonic seconds of this boot.
 
     `pid` is for people: a step's stager may have that of its job's PID namespace. `chunk` in bytes;
@@ -54,7 +54,7 @@ class Owner(msgspec.Struct, frozen=True):
 
     pid: int
     boot: str
-    image: Image
+    image: SourceImage
     chunk: Positive
     engine: str
     job: int
@@ -82,11 +82,11 @@ class Part:
         self.hot = directory / "hot"
         self.waited = directory / "waited"
 
-    def owner(self) -> Owner | None:
+    def owner(self) -> PartRecord | None:
         """Who copies, or copied; None where nothing can be read."""
-        return records.find(self.record, Owner)
+        return records.find(self.record, PartRecord)
 
-    def write_owner(self, owner: Owner) -> None:
+    def write_owner(self, owner: PartRecord) -> None:
         self.directory.mkdir(mode=0o700, exist_ok=True)
         self.forget_peers()  # what one that was killed noted of them
         if not self.waited.exists():
@@ -112,7 +112,7 @@ class Part:
         numbers = records.find(self.hot, list[int]) or []
         return list(dict.fromkeys(number * HOT_PIECE // chunk for number in numbers))
 
-    def copied(self, owner: Owner) -> int:
+    def copied(self, owner: PartRecord) -> int:
         """Bytes that are in. Of a copy without a map (rsync): how far the file has grown."""
         if owner.engine == "rsync":
             return _size(self.image)
@@ -161,7 +161,7 @@ class Part:
         owner = self.owner()
         return owner is not None and owner.boot == boot
 
-    def resumable(self, owner: Owner) -> bool:
+    def resumable(self, owner: PartRecord) -> bool:
         """Whether what is here is the beginning of just this copy, written in this boot."""
         before = self.owner()
         # rsync's file grows; a file of chunks has its full length from the start.
@@ -186,7 +186,7 @@ def chunk_count(size: int, chunk: int) -> int:
     return -(-size // chunk)
 
 
-def must_be_countable(image: Image, chunk: int) -> None:
+def must_be_countable(image: SourceImage, chunk: int) -> None:
     """Pure: raises Declined for an image of more than MAX_CHUNKS.
 
     What a copy takes of memory grows with their number, and a file of 8 PiB takes its user no more

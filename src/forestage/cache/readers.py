@@ -44,7 +44,7 @@ _STAMP = struct.Struct("<Q")
 _STATE = struct.Struct("<4Q")  # of `wanted`: a job's last read, bytes read, of the source, chunk
 
 
-class Readers:
+class ArrivalMap:
     """The two files of one image, mapped. `size` and `chunk` in bytes."""
 
     def __init__(
@@ -172,12 +172,12 @@ class Readers:
         _STATE.pack_into(self._wanted, 0, stamp, read + size, straight, chunk)
 
 
-def make(directory: Path, size: int, chunk: int, image: Path) -> Readers | None:
+def make(directory: Path, size: int, chunk: int, image: Path) -> ArrivalMap | None:
     """The memory for a copy to a part's `image`; None, and no files, where /run is full."""
     try:
         folders.keep(directory.parent)
         folders.keep(directory)
-        return Readers(directory, size, chunk, image.stat().st_ino)
+        return ArrivalMap(directory, size, chunk, image.stat().st_ino)
     except OSError:
         remove(directory)
         return None

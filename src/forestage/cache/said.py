@@ -1,6 +1,7 @@
 """What was said to a job on this node, and by it: beside its lease, gone with it.
 
-/run/forestage/leases/<job>.said    JSON of `Said`, written under the space lock (cache/lease.py)
+/run/forestage/leases/<job>.said    JSON of `JobNotes`, written under the space lock
+(cache/lease.py)
 
 Its steps, its Epilog and the sweep could not see it otherwise. What the job holds is in the lease.
 """
@@ -12,7 +13,7 @@ import msgspec
 from forestage.slurm.hints import Request
 
 
-class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
+class DirectoryCopyState(msgspec.Struct, frozen=True, omit_defaults=True):
     """How far a directory is (features/data/directory.py): its key and path, or why it has none.
 
     `groups` are those of the user who could not read all of it, `seconds` is how long it took to
@@ -29,7 +30,7 @@ class Tree(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float = 0.0
 
 
-class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
+class JobData(msgspec.Struct, frozen=True, omit_defaults=True):
     """`room` in bytes is for the job's own directory, in memory with `ram`; None: it wants none.
 
     `refused` says why it has none though, `off` that for this reason it gets nothing else either;
@@ -44,11 +45,11 @@ class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
     refused: str = ""
     off: bool = False
     reason: str = ""
-    trees: dict[str, Tree] = {}
+    trees: dict[str, DirectoryCopyState] = {}
     restart: int = 0
 
 
-class Said(msgspec.Struct, frozen=True, omit_defaults=True):
+class JobNotes(msgspec.Struct, frozen=True, omit_defaults=True):
     """`off`, `wait` (seconds), `tell`: the job said stage=off, stage-wait=, stage-tell=yes.
 
     `hinted` are the images that its comment named, resolved: as bytes, since a path need not be
@@ -62,7 +63,7 @@ class Said(msgspec.Struct, frozen=True, omit_defaults=True):
     wait: float | None = None
     tell: bool = False
     hinted: tuple[bytes, ...] = ()
-    data: Wanted | None = None
+    data: JobData | None = None
     say: tuple[str, ...] = ()
     told: bool = False
     waited: float = 0.0

@@ -29,11 +29,11 @@ import msgspec
 
 from forestage.cache import unpacked
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Leases
+from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import boot_id
 from forestage.config import Config
 from forestage.errors import Failed
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.slurm.lines import LANGUAGE, Fields, has_control
 from forestage.system import records
 from forestage.units import printable
@@ -42,7 +42,7 @@ Facts = tuple[int, int, int, int]
 RECORD_BYTES = 64 * 1024  # what the companion reads; older images give way
 
 
-class Shown(msgspec.Struct, frozen=True):
+class RecordedImage(msgspec.Struct, frozen=True):
     """What a step of this user's gets who asks for `asked`, an absolute path as it was written."""
 
     asked: str
@@ -55,7 +55,7 @@ class Shown(msgspec.Struct, frozen=True):
         return _line("image", self.asked, self.uid, self.event, *self.answer)
 
 
-def decided_by(places: Places) -> list[str]:
+def decided_by(places: NodePaths) -> list[str]:
     """Returns the lines for all that the admin has a say with, to be called before it is read.
 
     No line where something is unusual: then there is no record.
@@ -99,7 +99,9 @@ def _if_set(value: str | None) -> tuple[str, ...]:
     return () if value is None else (value,)
 
 
-def note(leases: Leases, job: int, decided: Sequence[str], images: Sequence[Shown]) -> None:
+def note(
+    leases: LeaseDirectory, job: int, decided: Sequence[str], images: Sequence[RecordedImage]
+) -> None:
     """Adds images of one user to a job's record, if its lease holds them. Under the space lock.
 
     `decided` is from before they were handled, and what `of_room` says. Raises Failed, OSError.

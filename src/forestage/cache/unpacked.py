@@ -7,7 +7,7 @@ is cache/evict's to say.
 import os
 from pathlib import Path
 
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache
 from forestage.config import Config
 from forestage.slurm import enroot
@@ -15,7 +15,7 @@ from forestage.system import as_user
 from forestage.system.tree import RootedTree
 
 
-def unpacked(cache: Cache, config: Config, image: Image) -> int:
+def unpacked(cache: Cache, config: Config, image: SourceImage) -> int:
     """The bytes that a container of this image takes, if it is unpacked on the cache's disk."""
     try:
         packed = os.lstat(cache.image(image.key)).st_blocks * 512  # nothing comes out of a hole

@@ -1,7 +1,7 @@
 """Check of a node's setup: each part looks, judges, and names the line to change.
 
-The door of this folder is `check`, with a `Target`; `pieces` renders its `Report`. A part is a
-module with `findings`, which reads and may take seconds. Facts are read from files; of Slurm's
+The door of this folder is `check`, with a `CheckTarget`; `pieces` renders its `CheckReport`. A part
+is a module with `findings`, which reads and may take seconds. Facts are read from files; of Slurm's
 programs only `slurmd -V` is run, which asks no daemon. What a feature looks at, its checks.py says.
 
 All of it happens in a child: whatever file a part reads may lie on a file system that hangs.
@@ -19,17 +19,17 @@ import msgspec
 from forestage.check import disk, enroot, hooks, node, plugins, pyxis, slurm_conf, sources, uses
 from forestage.check import settings as of_settings
 from forestage.check import site as sites
-from forestage.check.finding import Finding, Level, Report, pieces, plain, report
-from forestage.check.site import Site
-from forestage.check.uses import Uses
+from forestage.check.finding import CheckFinding, CheckReport, Level, pieces, plain, report
+from forestage.check.site import SlurmSite
+from forestage.check.uses import EventLogFacts
 from forestage.clock import Clock
-from forestage.config import Config, Settings, load_settings
+from forestage.config import Config, LoadedConfig, load_settings
 from forestage.errors import ConfigError, Failed
 from forestage.features.contexts import CheckFacts
 from forestage.features.doors import CHECKS_FINDINGS, load_all
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.slurm import enroot as enroots
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.system import child
 from forestage.system.terminal import harmless
 from forestage.system.tree import RootedTree
@@ -40,31 +40,31 @@ PATIENCE = 60.0  # seconds in which the child says something; each part has limi
 LONGEST = 128 * 1024  # bytes of what it says at once
 
 
-class Target(msgspec.Struct, frozen=True):
+class CheckTarget(msgspec.Struct, frozen=True):
     """The node to look at: `conf` is $SLURM_CONF or "". `login`: jobs are submitted there.
 
     `slurm` is how Slurm is asked, and what this host is called.
     """
 
-    places: Places
+    places: NodePaths
     clock: Clock
     conf: str = ""
     is_root: bool = True
     login: bool = False
-    slurm: Slurm = Slurm("")
+    slurm: SlurmClient = SlurmClient("")
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _CheckMessage(msgspec.Struct, frozen=True):
     """What the child says: what it looks at next, what it has found, or that it is over."""
 
     at: str = ""
-    found: Finding | None = None
+    found: CheckFinding | None = None
     over: bool = False
     enroot: str = ""
     error: str = ""
 
 
-def check(target: Target) -> Report:
+def check(target: CheckTarget) -> CheckReport:
     """Looks at the node and leaves all as it was. Takes seconds where a source does not answer.
 
     Raises Failed.
@@ -74,7 +74,7 @@ def check(target: Target) -> Report:
     return report((one for one in heard if not isinstance(one, str)), said)
 
 
-def _heard(target: Target) -> Iterator[Finding | str]:
+def _heard(target: CheckTarget) -> Iterator[CheckFinding | str]:
     """The findings of the child, as far as it comes, and last what was read of enroot."""
     pid, line = child.begin(partial(_look, target), _failed)
     line.settimeout(PATIENCE)
@@ -82,7 +82,7 @@ def _heard(target: Target) -> Iterator[Finding | str]:
     with line:
         while True:
             try:
-                said = msgspec.json.decode(line.recv(LONGEST) or b"{}", type=_Said)
+                said = msgspec.json.decode(line.recv(LONGEST) or b"{}", type=_CheckMessage)
             except TimeoutError:
                 os.kill(pid, signal.SIGKILL)  # it may stay in the kernel, and is left there
                 yield _hangs(at)
@@ -93,33 +93,33 @@ def _heard(target: Target) -> Iterator[Finding | str]:
             if said.over:
                 yield said.enroot
                 break
-            if said == _Said():
-                said = _Said(error="its process died")
+            if said == _CheckMessage():
+                said = _CheckMessage(error="its process died")
             if said.error:
                 raise Failed("helper", f"{at} could not be looked at: {said.error}")
     os.waitpid(pid, 0)
 
 
-def _look(target: Target, line: socket.socket) -> None:
+def _look(target: CheckTarget, line: socket.socket) -> None:
     """The child's whole life."""
     child.let_go({line.fileno()})
-    line.send(msgspec.json.encode(_Said(at="enroot's configuration")))
+    line.send(msgspec.json.encode(_CheckMessage(at="enroot's configuration")))
     files = RootedTree(target.places.root)
     of_enroot = enroot.read(files)
     for one in _findings(target, files, of_enroot):
-        said = _Said(at=one) if isinstance(one, str) else _Said(found=plain(one))
+        said = _CheckMessage(at=one) if isinstance(one, str) else _CheckMessage(found=plain(one))
         line.send(msgspec.json.encode(said))
     words = harmless(enroot.looked(files, of_enroot))
-    line.send(msgspec.json.encode(_Said(over=True, enroot=words)))
+    line.send(msgspec.json.encode(_CheckMessage(over=True, enroot=words)))
 
 
 def _failed(line: socket.socket, error: BaseException | None) -> None:
     with contextlib.suppress(OSError):
-        line.send(msgspec.json.encode(_Said(error=ascii(error)[: LONGEST // 2])))
+        line.send(msgspec.json.encode(_CheckMessage(error=ascii(error)[: LONGEST // 2])))
 
 
-def _hangs(at: str) -> Finding:
-    return Finding(
+def _hangs(at: str) -> CheckFinding:
+    return CheckFinding(
         "check-hangs",
         "unknown",
         f"{at} could not be looked at: no answer after {PATIENCE:.0f} s",
@@ -129,16 +129,16 @@ def _hangs(at: str) -> Finding:
 
 
 def _findings(
-    target: Target, files: RootedTree, of_enroot: enroots.EnrootSite
-) -> Iterator[Finding | str]:
+    target: CheckTarget, files: RootedTree, of_enroot: enroots.EnrootSetup
+) -> Iterator[CheckFinding | str]:
     """What is found, and before each part what it looks at."""
     yield "slurm.conf"
     if target.login:
         found = _find_site(files, target)
-        yield from (found,) if isinstance(found, Finding) else plugins.on_login(files, found)
+        yield from (found,) if isinstance(found, CheckFinding) else plugins.on_login(files, found)
         return
     if not target.is_root:
-        yield Finding(
+        yield CheckFinding(
             "not-root",
             "unknown",
             "this user sees only a part of the node",
@@ -152,7 +152,7 @@ def _findings(
         settings = load_settings(target.places.etc)
     except ConfigError as error:
         for problem in error.problems:
-            yield Finding(
+            yield CheckFinding(
                 "config",
                 "critical",
                 str(problem),
@@ -161,7 +161,7 @@ def _findings(
             )
         yield "slurm.conf and what it names"
         found = _find_site(files, target)
-        yield from _slurm(files, found, used, Settings(Config(), {}, {}), target.clock)
+        yield from _slurm(files, found, used, LoadedConfig(Config(), {}, {}), target.clock)
         return
     yield from of_settings.find_removed(settings)
     # First, as what hangs is a source most likely.
@@ -170,7 +170,7 @@ def _findings(
     yield from sources.findings(files, settings.config, used, origin, target.clock.wall())
     yield "slurm.conf and what it names"
     found = _find_site(files, target)
-    site = None if isinstance(found, Finding) else found
+    site = None if isinstance(found, CheckFinding) else found
     settings = plugins.decided(files, site, settings, target.places.loaded.exists())
     yield from _slurm(files, found, used, settings, target.clock)
     config, conf = settings.config, None if site is None else site.conf
@@ -190,7 +190,7 @@ def _findings(
         yield from findings(facts)
 
 
-def _find_site(files: RootedTree, target: Target) -> Site | Finding:
+def _find_site(files: RootedTree, target: CheckTarget) -> SlurmSite | CheckFinding:
     """Return what Slurm reads here, or what is said where its slurm.conf cannot be read."""
     try:
         return sites.find(files, target.conf)
@@ -199,9 +199,13 @@ def _find_site(files: RootedTree, target: Target) -> Site | Finding:
 
 
 def _slurm(
-    files: RootedTree, site: Site | Finding, used: Uses, settings: Settings, clock: Clock
-) -> Iterator[Finding]:
-    if isinstance(site, Finding):
+    files: RootedTree,
+    site: SlurmSite | CheckFinding,
+    used: EventLogFacts,
+    settings: LoadedConfig,
+    clock: Clock,
+) -> Iterator[CheckFinding]:
+    if isinstance(site, CheckFinding):
         yield site
         return
     yield from slurm_conf.findings(site.conf, settings)

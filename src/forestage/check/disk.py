@@ -9,14 +9,14 @@ from pathlib import Path
 
 from forestage.cache import disk, disk_errors, earlier, evict, known_disks
 from forestage.cache.layout import Cache, StoredEntry
-from forestage.check.finding import Finding
-from forestage.check.uses import Used, Uses
+from forestage.check.finding import CheckFinding
+from forestage.check.uses import EventLogFacts, ImageUse
 from forestage.config import Config
-from forestage.errors import Failed, NotFound
-from forestage.events import Bad, Event
-from forestage.paths import Places
+from forestage.errors import Failed, NotFoundError
+from forestage.events import BadEntryOutcome, EventRecord
+from forestage.paths import NodePaths
 from forestage.slurm import enroot
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 from forestage.system.terminal import count, moment
 from forestage.system.tree import RootedTree
 from forestage.units import format_size
@@ -26,8 +26,13 @@ _QUOTAS = {"quota", "usrquota", "usrjquota", "grpquota", "grpjquota"}  # ext4 an
 
 
 def findings(
-    files: RootedTree, config: Config, hidden: tuple[str, ...], used: Uses, origin: str, now: float
-) -> Iterator[Finding]:
+    files: RootedTree,
+    config: Config,
+    hidden: tuple[str, ...],
+    used: EventLogFacts,
+    origin: str,
+    now: float,
+) -> Iterator[CheckFinding]:
     """Looks and changes nothing. A network file system is not asked: it may hang.
 
     `hidden` are directories that jobs see as others than the node does, `origin` is the file that
@@ -48,13 +53,13 @@ def findings(
     yield from _holdings(files, config, real, used.images, origin, now)
 
 
-def _wrong_bytes(found: Iterable[Event]) -> Iterator[Finding]:
+def _wrong_bytes(found: Iterable[EventRecord]) -> Iterator[CheckFinding]:
     for event in found:
         outcome = event.outcome
-        assert isinstance(outcome, Bad)
+        assert isinstance(outcome, BadEntryOutcome)
         copy = outcome.image or f"entry {outcome.key}"
         since = f"between {moment(outcome.since)} and then" if outcome.since else "before"
-        yield Finding(
+        yield CheckFinding(
             "wrong-bytes",
             "critical",
             f"at {moment(event.time)} `{event.hook}` found wrong bytes in the copy of {copy}"
@@ -65,19 +70,19 @@ def _wrong_bytes(found: Iterable[Event]) -> Iterator[Finding]:
         )
 
 
-def _is_missing(under: Mount, config: Config) -> bool:
+def _is_missing(under: MountInfo, config: Config) -> bool:
     """Whether the cache would lie on the root disk for want of its own."""
     return under.point == "/" and config.require_mount
 
 
-def _find_other_disk(files: RootedTree, under: Mount, real: str) -> Finding | None:
+def _find_other_disk(files: RootedTree, under: MountInfo, real: str) -> CheckFinding | None:
     """Return the finding where nothing is mounted at the mount point that is remembered."""
-    known = known_disks.read_known(Places(files.root).known_disks).find_disk(real)
+    known = known_disks.read_known(NodePaths(files.root).known_disks).find_disk(real)
     if known is None or known.point == under.point:
         return None
     if not known_disks.is_below_its_disk(known, files.at(real), under):
         return None
-    return Finding(
+    return CheckFinding(
         "cache-other-disk",
         "critical",
         f"{real} was made on the disk at {known.point}, where nothing is mounted; it would lie on"
@@ -89,9 +94,9 @@ def _find_other_disk(files: RootedTree, under: Mount, real: str) -> Finding | No
     )
 
 
-def _left(files: RootedTree, real: str) -> Iterator[Finding]:
+def _left(files: RootedTree, real: str) -> Iterator[CheckFinding]:
     """The caches that were configured before: nothing but an admin removes them."""
-    places, now = Places(files.root), Cache(files.at(real))
+    places, now = NodePaths(files.root), Cache(files.at(real))
     known = known_disks.read_known(places.known_disks).caches
     for root in (one.root for one in known if one.root != real):
         cache = Cache(files.at(root), places.claims, places.known_disks)
@@ -103,10 +108,10 @@ def _left(files: RootedTree, real: str) -> Iterator[Finding]:
                 continue
             cache.must_be_alone()
             stored = cache.stored_entries()
-        except (OSError, NotFound):  # another forestage's, or a user may not look
+        except (OSError, NotFoundError):  # another forestage's, or a user may not look
             continue
         size = format_size(sum(one.bytes for one in stored))
-        yield Finding(
+        yield CheckFinding(
             "cache-left",
             "warning",
             f"{root} was the cache before {real}, and has {count(len(stored), 'entry', 'entries')}"
@@ -117,12 +122,12 @@ def _left(files: RootedTree, real: str) -> Iterator[Finding]:
 
 
 def _place(
-    config: Config, under: Mount, hidden: tuple[str, ...], real: str, origin: str
-) -> Iterator[Finding]:
+    config: Config, under: MountInfo, hidden: tuple[str, ...], real: str, origin: str
+) -> Iterator[CheckFinding]:
     """The file system `under` the cache, which lies at `real`."""
     line = f"{origin}: cache: /mnt/nvme/forestage"
     if _is_missing(under, config):
-        yield Finding(
+        yield CheckFinding(
             "cache-not-mounted",
             "critical",
             f"{config.cache} lies on the root file system: its disk is not mounted",
@@ -133,7 +138,7 @@ def _place(
         return
     for above in hidden:
         if f"{real}/".startswith(f"{above.rstrip('/')}/"):
-            yield Finding(
+            yield CheckFinding(
                 "cache-hidden",
                 "critical",
                 f"{config.cache} lies below {above}, which jobs do not see as the node does",
@@ -142,7 +147,7 @@ def _place(
             )
             break
     if under.is_read_only:
-        yield Finding(
+        yield CheckFinding(
             "cache-read-only",
             "critical",
             f"{under.point} is mounted read-only",
@@ -150,7 +155,7 @@ def _place(
             f"mount -o remount,rw {under.point} (after fsck, if it failed)",
         )
     if under.is_remote:
-        yield Finding(
+        yield CheckFinding(
             "cache-on-network",
             "critical",
             f"{config.cache} lies on {under.kind} ({under.source}), which is no disk of this node",
@@ -161,7 +166,7 @@ def _place(
         return
     # Whether or not there is a limit for anybody.
     if any(one.partition("=")[0] in _QUOTAS for one in under.options):
-        yield Finding(
+        yield CheckFinding(
             "cache-quota",
             "warning",
             f"{under.point} has quotas for users or groups; a copy belongs to its image's owner",
@@ -173,12 +178,17 @@ def _place(
 
 
 def _holdings(
-    files: RootedTree, config: Config, real: str, images: tuple[Used, ...], origin: str, now: float
-) -> Iterator[Finding]:
+    files: RootedTree,
+    config: Config,
+    real: str,
+    images: tuple[ImageUse, ...],
+    origin: str,
+    now: float,
+) -> Iterator[CheckFinding]:
     """What the disk told of itself, who may write to the cache, and its room."""
-    places, cache = Places(files.root), Cache(files.at(real))
+    places, cache = NodePaths(files.root), Cache(files.at(real))
     if hang := disk.known(places, cache):
-        yield Finding(
+        yield CheckFinding(
             "cache-hangs",
             "critical",
             str(disk.declined(cache, hang)),
@@ -188,7 +198,7 @@ def _holdings(
         return  # who looks further would hang with it
     known = disk_errors.known(places)
     if known.since:
-        yield Finding(
+        yield CheckFinding(
             "disk-errors",
             "critical",
             f"the disk of {config.cache} has lost data: {known.why}",
@@ -197,7 +207,7 @@ def _holdings(
             "forestage sweep, or wait for its timer; if it comes again, replace the disk",
         )
     if not _is_ours(cache.root):
-        yield Finding(
+        yield CheckFinding(
             "cache-not-ours",
             "critical",
             f"{config.cache} is not a directory of root's with mode 0700",
@@ -215,12 +225,12 @@ def _holdings(
 
 def _vanished(
     cache: Cache, config: Config, stored: list[StoredEntry], now: float
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """What is said of damaged entries that lack a file: an entry is published and evicted whole."""
     lost = [_lost_at(cache.entry_dir(one.key)) for one in stored if one.entry is None]
     since = [time for time in lost if now - time < RECENT]
     if since:
-        yield Finding(
+        yield CheckFinding(
             "entries-vanish",
             "warning",
             f"files vanish from entries ({len(since)} since {moment(min(since))}): does something"
@@ -241,14 +251,14 @@ def _lost_at(directory: Path) -> float:
         return 0.0
 
 
-def _reach(cache: Cache) -> Iterator[Finding]:
+def _reach(cache: Cache) -> Iterator[CheckFinding]:
     """Whether somebody else could put another directory in the cache's place, as each hook asks."""
     problem = None
     with contextlib.suppress(OSError):  # a directory above it is not there yet
         problem = cache.reached_by_others()
     if problem:
         why = "Nothing is staged: others could change what jobs read"
-        yield Finding("cache-not-ours", "critical", problem.what, why, problem.hint)
+        yield CheckFinding("cache-not-ours", "critical", problem.what, why, problem.hint)
 
 
 def _is_ours(root: Path) -> bool:
@@ -263,7 +273,7 @@ def _is_ours(root: Path) -> bool:
 
 def _unpacked_beside(
     files: RootedTree, config: Config, min_free: int, origin: str
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """Where enroot unpacks to the cache's disk: whether jobs find room there."""
     settings = enroot.site(files).settings
     told, fixed = settings.get("ENROOT_DATA_PATH", ""), enroot.data_above(settings)
@@ -271,7 +281,7 @@ def _unpacked_beside(
         return
     if config.unpack_ratio and min_free:
         return
-    yield Finding(
+    yield CheckFinding(
         "enroot-beside",
         "warning",
         f"enroot unpacks to {told}, on the cache's disk, and"
@@ -286,10 +296,10 @@ def _room(
     files: RootedTree,
     cache: Cache,
     config: Config,
-    images: tuple[Used, ...],
+    images: tuple[ImageUse, ...],
     origin: str,
     stored: list[StoredEntry],
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """What entries may take if all others are evicted, compared with the largest image."""
     facts = files.disk(config.cache)
     if facts is None:
@@ -299,10 +309,10 @@ def _room(
     with contextlib.suppress(OSError, Failed):
         used = evict.measure(cache, stored, config).used
     room = min(config.max_size.of(total), used + free - config.min_free.of(total))
-    largest = max(images, key=lambda image: image.size, default=Used(""))
+    largest = max(images, key=lambda image: image.size, default=ImageUse(""))
     yield from _unpacked_beside(files, config, config.min_free.of(total), origin)
     if room <= 0:
-        yield Finding(
+        yield CheckFinding(
             "cache-full",
             "critical",
             f"the disk of {config.cache} has no space for any entry ({format_size(free)} of"
@@ -311,7 +321,7 @@ def _room(
             f"make room on the disk, or {origin}: max_size and min_free",
         )
     elif room < 2 * largest.size:
-        yield Finding(
+        yield CheckFinding(
             "cache-small",
             "warning",
             f"entries may take {format_size(room)}, less than two images such as"

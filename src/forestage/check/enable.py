@@ -17,10 +17,10 @@ import msgspec
 from forestage.cache.node import Node
 from forestage.check import plugins, slurm_conf
 from forestage.check import site as sites
-from forestage.check.finding import Finding
-from forestage.check.site import TIMER, Hook, Pattern, Site
+from forestage.check.finding import CheckFinding
+from forestage.check.site import TIMER, HookSetting, HookSetup, SlurmSite
 from forestage.config import Config
-from forestage.errors import RefusedError
+from forestage.errors import SlurmConfChangeRefused
 from forestage.features import FEATURES
 from forestage.features.doors import CHECKS_WANTS_UNIT, load
 from forestage.slurm.slurm_conf import ConfLine
@@ -54,14 +54,14 @@ class LineChange(msgspec.Struct, frozen=True):
     place: str
 
 
-class Link(msgspec.Struct, frozen=True):
+class HookLink(msgspec.Struct, frozen=True):
     """A symbolic link to make, or to remove."""
 
     path: str
     target: str
 
 
-class Plan(msgspec.Struct):
+class SlurmChangePlan(msgspec.Struct):
     """`lines` are for the admin to change, `links` and `unlinks` for `apply`, `notes` to know.
 
     `refusals` say what would drain nodes, or is in the way; with any, `apply` does nothing. `disk`
@@ -69,8 +69,8 @@ class Plan(msgspec.Struct):
     """
 
     lines: list[LineChange] = []
-    links: list[Link] = []
-    unlinks: list[Link] = []
+    links: list[HookLink] = []
+    unlinks: list[HookLink] = []
     notes: list[str] = []
     refusals: list[str] = []
     disk: list[LineChange] = []
@@ -101,12 +101,12 @@ def disk_of(node: Node) -> CacheDisk | None:
     return CacheDisk(under.point, size >> 20, for_jobs=node.config.data.job_dir.of(size) >> 30)
 
 
-def to_enable(files: RootedTree, site: Site, disk: CacheDisk | None = None) -> Plan:
+def to_enable(files: RootedTree, site: SlurmSite, disk: CacheDisk | None = None) -> SlurmChangePlan:
     """What makes Slurm call both hooks, and load the companion where it is installed.
 
     `disk` is that of the cache, for which jobs may want to ask. Reads the plugins' files.
     """
-    plan = Plan()
+    plan = SlurmChangePlan()
     for hook in site.hooks:
         _enable_hook(plan, site, hook)
     if site.companion_line and site.stack.companion is None:
@@ -120,7 +120,7 @@ def to_enable(files: RootedTree, site: Site, disk: CacheDisk | None = None) -> P
     return plan
 
 
-def disk_lines(site: Site, disk: CacheDisk) -> list[LineChange]:
+def disk_lines(site: SlurmSite, disk: CacheDisk) -> list[LineChange]:
     """Pure: what lets jobs ask for nodes with this disk, and for room on it.
 
     None where the site has a way of its own: Slurm knows one TmpFS, and the name is the site's.
@@ -142,7 +142,7 @@ def disk_lines(site: Site, disk: CacheDisk) -> list[LineChange]:
     return [*lines, LineChange(site.conf.path, "add", named, "to their NodeName= lines")]
 
 
-def _enable_hook(plan: Plan, site: Site, hook: Hook) -> None:
+def _enable_hook(plan: SlurmChangePlan, site: SlurmSite, hook: HookSetup) -> None:
     broken = [f"{one.what}, which drains nodes: {one.change}" for one in sites.broken(hook)]
     way = sites.way(hook)
     if not hook.usable:
@@ -156,26 +156,26 @@ def _enable_hook(plan: Plan, site: Site, hook: Hook) -> None:
     elif way.kind == "line":
         plan.lines.append(LineChange(site.conf.path, "add", way.text, "at the end"))
     elif way.kind == "link":
-        plan.links.append(Link(way.text, hook.path))
+        plan.links.append(HookLink(way.text, hook.path))
     else:
         plan.refusals.append(way.text)
 
 
-def _enable_companion(plan: Plan, site: Site) -> None:
+def _enable_companion(plan: SlurmChangePlan, site: SlurmSite) -> None:
     pyxis, text = site.stack.pyxis, site.companion_line
     before = f", before pyxis ({pyxis.line.where})" if pyxis else ""
     plan.lines.append(LineChange(site.stack.file, "add", text, f"as the first line{before}"))
     plan.notes += [] if text.startswith("include") else [LOGIN]
 
 
-def _note(found: Finding) -> str:
+def _note(found: CheckFinding) -> str:
     """Pure: a finding as a sentence, with the line to change."""
     return f"{found.what}. {found.why}. Change: {found.change}"
 
 
-def to_disable(site: Site) -> Plan:
+def to_disable(site: SlurmSite) -> SlurmChangePlan:
     """Pure: what takes out all that leads Slurm to us."""
-    plan = Plan()
+    plan = SlurmChangePlan()
     for hook in site.hooks:
         for pattern in hook.patterns:
             _disable_script(plan, hook, pattern)
@@ -187,7 +187,7 @@ def to_disable(site: Site) -> Plan:
     return plan
 
 
-def _disable_script(plan: Plan, hook: Hook, pattern: Pattern) -> None:
+def _disable_script(plan: SlurmChangePlan, hook: HookSetup, pattern: HookSetting) -> None:
     for one in pattern.scripts:
         if one.relation == "names-us":
             plan.notes.append(f"{one.path} runs forestage: remove that manually.")
@@ -202,7 +202,7 @@ def _disable_script(plan: Plan, hook: Hook, pattern: Pattern) -> None:
             f"{setting.line.where}: {setting.value} would match nothing, which drains nodes: put"
             f" another script there first, or remove this line, then {RECONFIGURE}"
         )
-    plan.unlinks += [Link(one.path, hook.path) for one in linked]
+    plan.unlinks += [HookLink(one.path, hook.path) for one in linked]
 
 
 def _removed(line: ConfLine) -> LineChange:
@@ -210,24 +210,25 @@ def _removed(line: ConfLine) -> LineChange:
     return LineChange(line.file, "remove", line.text, place)
 
 
-def _note_configless(plan: Plan, site: Site) -> None:
+def _note_configless(plan: SlurmChangePlan, site: SlurmSite) -> None:
     if site.conf.configless:
         plan.notes.append(
             f"{site.conf.path} comes from slurmctld (configless): change the file there."
         )
 
 
-def apply(plan: Plan, files: RootedTree) -> None:
-    """Makes and removes the links, as root. Raises RefusedError before anything is done; OSError.
+def apply(plan: SlurmChangePlan, files: RootedTree) -> None:
+    """Makes and removes the links, as root.
 
+    Raises SlurmConfChangeRefused before anything is done; OSError.
     A link that was made before an error stays: slurmd may be about to run it.
     """
     if plan.refusals:
-        raise RefusedError("\n".join(plan.refusals))
+        raise SlurmConfChangeRefused("\n".join(plan.refusals))
     # slurmd lists the directory first, then looks for each script in turn: one that goes meanwhile
     # is a failed Prolog, and the node drains (run_script.c).
     if plan.unlinks and sites.hook_runs(files):
-        raise RefusedError(
+        raise SlurmConfChangeRefused(
             "a Prolog or Epilog runs here and may have listed the directory",
             "try again, or drain the node first",
         )
@@ -289,7 +290,7 @@ def _format_unit_command(verb: str, units: list[str]) -> str:
     return f"On each node: systemctl {verb} --now {' '.join(units)} (or add --yes there)."
 
 
-def pieces(plan: Plan, done: bool, enabling: bool) -> list[Piece]:
+def pieces(plan: SlurmChangePlan, done: bool, enabling: bool) -> list[Piece]:
     """Pure: the lines to change, which can be copied as they stand, the links, what comes next.
 
     slurmd looks into prolog.d at each job, into slurm.conf when it is asked to.

@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 
 from forestage.check import node
-from forestage.check.finding import Finding
+from forestage.check.finding import CheckFinding
 from forestage.slurm import enroot, queue
-from forestage.slurm.enroot import EnrootSite
+from forestage.slurm.enroot import EnrootSetup
 from forestage.system.terminal import count
 from forestage.system.tree import RootedTree
 
@@ -28,7 +28,7 @@ _VARIABLE = re.compile(r"\$\([^)]*\)|\$\{[^}]*\}|\$[A-Za-z_][A-Za-z0-9_]*")
 _OF_JOB = re.compile(r"pyxis_([0-9]{1,10})([._][0-9]+)?")  # pyxis_slurmstepd.c: job and step
 
 
-def read(files: RootedTree) -> EnrootSite:
+def read(files: RootedTree) -> EnrootSetup:
     """What enroot goes by on this node: the one that slurmd's steps find, if that is known."""
     pid = node.slurmd(files)
     environ = os.fsdecode((pid and files.data(f"/proc/{pid}/environ")) or b"").split("\0")
@@ -36,7 +36,7 @@ def read(files: RootedTree) -> EnrootSite:
     return enroot.site(files, *paths[:1])
 
 
-def looked(files: RootedTree, site: EnrootSite) -> str:
+def looked(files: RootedTree, site: EnrootSetup) -> str:
     """Pure: what was read, for people; "" for a node without enroot."""
     if not site.program:
         return ""
@@ -48,11 +48,13 @@ def looked(files: RootedTree, site: EnrootSite) -> str:
     )
 
 
-def findings(files: RootedTree, sources: tuple[str, ...], site: EnrootSite) -> Iterator[Finding]:
+def findings(
+    files: RootedTree, sources: tuple[str, ...], site: EnrootSetup
+) -> Iterator[CheckFinding]:
     """Nothing where enroot has no configuration."""
     settings = site.settings
     if site.program and not site.is_told and files.mode(site.sysconf) is None:
-        yield Finding(
+        yield CheckFinding(
             "enroot-unread",
             "unknown",
             f"{site.program} does not say where its configuration lies, and there is no"
@@ -85,13 +87,13 @@ def findings(files: RootedTree, sources: tuple[str, ...], site: EnrootSite) -> I
     yield from _left_behind(files, settings)
 
 
-def _own_hooks(files: RootedTree, site: EnrootSite) -> Iterator[Finding]:
+def _own_hooks(files: RootedTree, site: EnrootSetup) -> Iterator[CheckFinding]:
     """The site's hooks that mount: what they bind is known to nobody before they run."""
     folder = f"{site.sysconf}/hooks.d"
     for name in files.names(folder):
         text = files.text(f"{folder}/{name}", HOOK_BYTES) or ""
         if name.endswith(".sh") and name not in OF_ENROOT and _MOUNTS.search(text):
-            yield Finding(
+            yield CheckFinding(
                 "bind-by-hook",
                 "warning",
                 f"{folder}/{name} mounts into containers, and may do so without rbind",
@@ -101,12 +103,12 @@ def _own_hooks(files: RootedTree, site: EnrootSite) -> Iterator[Finding]:
             )
 
 
-def _breaks(what: str, change: str) -> Finding:
+def _breaks(what: str, change: str) -> CheckFinding:
     consequence = (
         "An image below it is not redirected for jobs that are seen to mount it; while one is for"
         " another job (bind), containers with that mount fail to start: Invalid argument"
     )
-    return Finding("bind-over-redirects", "warning", what, consequence, change)
+    return CheckFinding("bind-over-redirects", "warning", what, consequence, change)
 
 
 def _holds(bound: str, sources: Sequence[str]) -> bool:
@@ -115,12 +117,12 @@ def _holds(bound: str, sources: Sequence[str]) -> bool:
     return any(one.startswith(real) or real.startswith(one) for one in sources)
 
 
-def _left_behind(files: RootedTree, settings: dict[str, str]) -> Iterator[Finding]:
+def _left_behind(files: RootedTree, settings: dict[str, str]) -> Iterator[CheckFinding]:
     """Root file systems of steps that are over. pyxis removes them unless it was killed."""
     pattern = _VARIABLE.sub("*", settings.get("ENROOT_DATA_PATH", ""))
     if not pattern.startswith("/") or pattern.strip("/*") == "":
         return
-    live = {str(job) for job in queue.Slurm("", proc=files.at("/proc")).at_work()}
+    live = {str(job) for job in queue.SlurmClient("", proc=files.at("/proc")).at_work()}
     left = []
     for found in sorted(files.root.glob(f"{pattern.strip('/')}/pyxis_*")):
         job = _OF_JOB.fullmatch(found.name)
@@ -128,7 +130,7 @@ def _left_behind(files: RootedTree, settings: dict[str, str]) -> Iterator[Findin
             left.append(found)
     if left:
         first = Path("/", left[0].relative_to(files.root))
-        yield Finding(
+        yield CheckFinding(
             "containers-left",
             "warning",
             f"{count(len(left), 'root file system')} of steps that are over, such as {first}",

@@ -14,7 +14,7 @@ _ORDER = ("critical", "warning", "unknown", "note")  # known to be wrong, before
 _CODES = {"ok": 0, "warning": 1, "critical": 2, "unknown": 3}  # as Nagios understands them
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckFinding(msgspec.Struct, frozen=True):
     """One thing to change.
 
     critical: jobs or the node suffer, or no job gets what forestage is there for.
@@ -32,7 +32,7 @@ class Finding(msgspec.Struct, frozen=True):
     change: str
 
 
-class Report(msgspec.Struct, frozen=True):
+class CheckReport(msgspec.Struct, frozen=True):
     """The document: `code` is the exit status, `findings` the worst first.
 
     `enroot` says which configuration of enroot's was read, "" for none.
@@ -40,25 +40,25 @@ class Report(msgspec.Struct, frozen=True):
 
     status: Status
     code: int
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     enroot: str = ""
 
 
-def report(findings: Iterable[Finding], enroot: str = "") -> Report:
+def report(findings: Iterable[CheckFinding], enroot: str = "") -> CheckReport:
     """Pure: the findings in order, with harmless text; the first one's level is the status."""
     found = tuple(map(plain, sorted(findings, key=lambda one: _ORDER.index(one.level))))
     level = found[0].level if found else "note"
     status: Status = "ok" if level == "note" else level
-    return Report(status, _CODES[status], found, harmless(enroot))
+    return CheckReport(status, _CODES[status], found, harmless(enroot))
 
 
-def plain(one: Finding) -> Finding:
+def plain(one: CheckFinding) -> CheckFinding:
     """Pure: with its text made harmless: names of files may be anything but what JSON can say."""
     what, why, change = harmless(one.what), harmless(one.why), harmless(one.change)
     return msgspec.structs.replace(one, what=what, why=why, change=change)
 
 
-def pieces(report: Report) -> list[Piece]:
+def pieces(report: CheckReport) -> list[Piece]:
     """Pure: what people read; the first line is all that Nagios shows in its lists."""
     word = report.status.upper()
     read: list[Piece] = [TextLine(f"read    {report.enroot}")] if report.enroot else []

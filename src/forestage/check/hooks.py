@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 
 from forestage.check import site as sites
-from forestage.check.finding import Finding
-from forestage.check.site import LINK, PATHS, Hook, Site, lines_naming_us
-from forestage.check.uses import Uses
+from forestage.check.finding import CheckFinding
+from forestage.check.site import LINK, PATHS, HookSetup, SlurmSite, lines_naming_us
+from forestage.check.uses import EventLogFacts
 from forestage.errors import Failed
 from forestage.system import run
 from forestage.system.tree import RootedTree
@@ -19,7 +19,9 @@ RECENT = 7 * 86400.0  # seconds; a hook that ran since is called by some script 
 TIMEOUT = 20.0  # seconds for the interpreter, on a node that is busy with jobs
 
 
-def findings(files: RootedTree, site: Site, uses: Uses, now: float) -> Iterator[Finding]:
+def findings(
+    files: RootedTree, site: SlurmSite, uses: EventLogFacts, now: float
+) -> Iterator[CheckFinding]:
     """Looks at the scripts, and starts the interpreters of ours once each."""
     for hook in site.hooks:
         yield from _broken(hook)
@@ -31,7 +33,7 @@ def findings(files: RootedTree, site: Site, uses: Uses, now: float) -> Iterator[
         if not called and not any(script.ours for script in hook.scripts):
             yield _absent(site, hook)
     if lacks_pdeathsig(files):  # so no program of ours can be started
-        yield Finding(
+        yield CheckFinding(
             "setpriv-old",
             "critical",
             "setpriv has no --pdeathsig, by which a program ends with the process that started it",
@@ -44,7 +46,7 @@ def findings(files: RootedTree, site: Site, uses: Uses, now: float) -> Iterator[
     ours = [one.path for one in scripts if one.ours and one.state == "fine"]
     for path in _interpreters(files, ours):
         if trouble := _trouble(files, path):
-            yield Finding(
+            yield CheckFinding(
                 "hook-interpreter",
                 "critical",
                 f"the hooks' interpreter {path} cannot run them: {trouble}",
@@ -90,22 +92,22 @@ def _trouble(files: RootedTree, path: str) -> str:
     return ran.explained() if ran.code else ""
 
 
-def _broken(hook: Hook) -> Iterator[Finding]:
+def _broken(hook: HookSetup) -> Iterator[CheckFinding]:
     risk = f"Slurm takes it for a failed {hook.name} and drains the node at its next job"
     for pattern in hook.patterns:
         if not pattern.scripts:
             line, where = f"{hook.name}={pattern.setting.value}", pattern.setting.line.where
             link = f"{pattern.path.rpartition('/')[0]}/{LINK}"
             change = f"ln -s {hook.path} {link} (or {where}: without {line})"
-            yield Finding("hook-no-match", "critical", f"{line} matches no file", risk, change)
+            yield CheckFinding("hook-no-match", "critical", f"{line} matches no file", risk, change)
     for one in sites.broken(hook):
         if one.script.state == "not-executable":
-            yield Finding("hook-not-executable", "critical", one.what, risk, one.change)
+            yield CheckFinding("hook-not-executable", "critical", one.what, risk, one.change)
         else:
-            yield Finding("hook-missing", "critical", one.what, risk, one.change)
+            yield CheckFinding("hook-missing", "critical", one.what, risk, one.change)
 
 
-def _absent(site: Site, hook: Hook) -> Finding:
+def _absent(site: SlurmSite, hook: HookSetup) -> CheckFinding:
     what = f"no {hook.name} in slurm.conf is forestage's, nor mentions it"
     way = sites.way(hook)
     change = f"{site.conf.path}: {way.text}" if way.kind == "line" else way.text
@@ -113,9 +115,9 @@ def _absent(site: Site, hook: Hook) -> Finding:
         change = "forestage enable --yes"
     if hook.name == "Epilog":
         why = "Leases and redirects stay when jobs end, until the sweep finds them"
-        return Finding("epilog-absent", "critical", what, why, change)
+        return CheckFinding("epilog-absent", "critical", what, why, change)
     if site.stack.companion:
         why = "Copies start with a job's first step and not with the job: seconds later"
-        return Finding("prolog-absent", "warning", what, why, change)
+        return CheckFinding("prolog-absent", "warning", what, why, change)
     why = "No image is ever staged on this node"
-    return Finding("prolog-absent", "critical", what, why, change)
+    return CheckFinding("prolog-absent", "critical", what, why, change)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from time import sleep
 
 from forestage.check import site as sites
-from forestage.check.finding import Finding
-from forestage.check.site import TIMER, Conf
+from forestage.check.finding import CheckFinding
+from forestage.check.site import TIMER, ParsedSlurmConf
 from forestage.config import Config, directories, switch
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import child, processes
 from forestage.system.file_systems import find_lack
 from forestage.system.tree import RootedTree
@@ -27,10 +27,12 @@ LEAST_FILES = 1024  # what any system allows by default
 LEAST_KERNEL = (5, 14)  # EL 9's; the oldest of those on which forestage is run
 
 
-def findings(files: RootedTree, places: Places, config: Config, now: float) -> Iterator[Finding]:
+def findings(
+    files: RootedTree, places: NodePaths, config: Config, now: float
+) -> Iterator[CheckFinding]:
     """Looks at /proc, /sys and programs."""
     if off := switch.why_off(places, config, now):
-        yield Finding(
+        yield CheckFinding(
             "switched-off",
             "warning",
             f"staging is switched off: {off}",
@@ -41,7 +43,7 @@ def findings(files: RootedTree, places: Places, config: Config, now: float) -> I
     for name in ("setpriv", *(["rsync"] if config.engine == "rsync" else [])):
         if not files.program(name):
             package = "util-linux" if name == "setpriv" else name
-            yield Finding(
+            yield CheckFinding(
                 "program-missing",
                 "critical",
                 f"{name} is not installed",
@@ -50,7 +52,7 @@ def findings(files: RootedTree, places: Places, config: Config, now: float) -> I
             )
     kernel = _read_kernel(files)
     if kernel and kernel < LEAST_KERNEL:
-        yield Finding(
+        yield CheckFinding(
             "kernel-old",
             "warning",
             f"Linux {kernel[0]}.{kernel[1]} is older than 5.14",
@@ -58,7 +60,7 @@ def findings(files: RootedTree, places: Places, config: Config, now: float) -> I
             "Linux 5.14 or newer: another release of the distribution",
         )
     if files.number("/proc/sys/user/max_mnt_namespaces") == 0:
-        yield Finding(
+        yield CheckFinding(
             "mount-namespaces",
             "critical",
             "the kernel's settings forbid mount namespaces",
@@ -66,7 +68,7 @@ def findings(files: RootedTree, places: Places, config: Config, now: float) -> I
             "/etc/sysctl.d/99-forestage.conf: user.max_mnt_namespaces=65536",
         )
     if _slurmd_has_own_mounts(files):
-        yield Finding(
+        yield CheckFinding(
             "slurmd-mounts",
             "warning",
             "slurmd has mounts of its own, apart from the node's",
@@ -76,7 +78,7 @@ def findings(files: RootedTree, places: Places, config: Config, now: float) -> I
         )
     allowed = _open_files(files)
     if allowed is not None and allowed < LEAST_FILES:
-        yield Finding(
+        yield CheckFinding(
             "few-open-files",
             "warning",
             f"slurmd, and what it starts, may open {allowed} files at most",
@@ -86,16 +88,16 @@ def findings(files: RootedTree, places: Places, config: Config, now: float) -> I
             " started without systemd",
         )
     if sharing := _find_sharing(files):
-        yield Finding(
+        yield CheckFinding(
             "slurmds-share-run",
             "critical",
-            f"{len(sharing)} slurmds (processes {', '.join(sharing)}) have the same {Places().run}",
+            f"{len(sharing)} slurmds (processes {', '.join(sharing)}) have the same {NodePaths().run}",
             "The Epilog of one releases a job that goes on at the other: its leases and its own"
             " directory are gone",
             "one slurmd on a host, or each in a mount namespace with a /run of its own",
         )
     if sites.lacks(files, TIMER):
-        yield Finding(
+        yield CheckFinding(
             "timer-off",
             "warning",
             f"{TIMER} is not enabled",
@@ -108,7 +110,7 @@ def findings(files: RootedTree, places: Places, config: Config, now: float) -> I
     yield from _hold(files)
 
 
-def _find_gone(files: RootedTree) -> Iterator[Finding]:
+def _find_gone(files: RootedTree) -> Iterator[CheckFinding]:
     """Yield what an admin has written or enabled for a unit whose work another one does now."""
     names = files.names(_UNITS)
     wants = [f"{_UNITS}/{name}" for name in names if name.endswith(".wants")]
@@ -120,7 +122,7 @@ def _find_gone(files: RootedTree) -> Iterator[Finding]:
         if path.endswith(".d"):
             why = "What it says, such as where Slurm's commands are, counts for no unit"
             change = f"move what is still wanted to {_UNITS}/{_SERVICE}.d, and rm -r {path}"
-        yield Finding(
+        yield CheckFinding(
             "unit-gone",
             "warning",
             f"{path} is for a unit that is not there any more",
@@ -129,11 +131,11 @@ def _find_gone(files: RootedTree) -> Iterator[Finding]:
         )
 
 
-def _find_full(files: RootedTree) -> Iterator[Finding]:
+def _find_full(files: RootedTree) -> Iterator[CheckFinding]:
     """Yield what is said where forestage's own files find no space."""
-    run, log = str(Places().run), str(Places().events.parent)
+    run, log = str(NodePaths().run), str(NodePaths().events.parent)
     if lack := _find_lack(files, run):
-        yield Finding(
+        yield CheckFinding(
             "run-full",
             "critical",
             f"the file system of {run} has no {lack} left",
@@ -141,7 +143,7 @@ def _find_full(files: RootedTree) -> Iterator[Finding]:
             f"`df {run}; df -i {run}; du -xsh /run/*` show what fills it: delete that",
         )
     if lack := _find_lack(files, log):
-        yield Finding(
+        yield CheckFinding(
             "log-full",
             "warning",
             f"the file system of {log} has no {lack} left",
@@ -162,13 +164,13 @@ def _read_kernel(files: RootedTree) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def untended(files: RootedTree, conf: Conf | None) -> Iterator[Finding]:
+def untended(files: RootedTree, conf: ParsedSlurmConf | None) -> Iterator[CheckFinding]:
     """Where no systemd runs, as in a container: whether slurmd has the sweep run."""
     if conf is None or files.mode("/run/systemd/system") is not None:
         return
     program = conf.settings.get("healthcheckprogram", "")
     if "forestage" not in program and not sites.lines_naming_us(files, program):
-        yield Finding(
+        yield CheckFinding(
             "no-systemd",
             "warning",
             "no systemd runs here, and HealthCheckProgram is not forestage's nor mentions it",
@@ -227,7 +229,7 @@ def _sharing(files: RootedTree) -> list[str]:
     found: dict[tuple[int, int], list[str]] = {}
     slurmds = _slurmds(files)
     for pid in slurmds:
-        run = f"/proc/{pid}/root{Places().run}"
+        run = f"/proc/{pid}/root{NodePaths().run}"
         try:
             if str(processes.stat(files.at(f"/proc/{pid}")).parent) in slurmds:
                 continue
@@ -245,7 +247,7 @@ def _namespace(files: RootedTree, pid: str) -> str | None:
         return None
 
 
-def _listable(files: RootedTree, places: Places) -> Iterator[Finding]:
+def _listable(files: RootedTree, places: NodePaths) -> Iterator[CheckFinding]:
     """About the configuration's directories, where hooks run and users may list these."""
     try:
         found = directories.find_listable(places) if directories.are_of_node(places) else []
@@ -255,7 +257,7 @@ def _listable(files: RootedTree, places: Places) -> Iterator[Finding]:
         shown = "/" + os.path.relpath(path, places.root)
         facts = files.disk(shown)
         is_fixed = facts is not None and bool(facts.f_flag & os.ST_RDONLY)
-        yield Finding(
+        yield CheckFinding(
             "config-listable",
             "note" if is_fixed else "warning",
             f"users may list {shown}" + (", which is read-only" if is_fixed else ""),
@@ -267,13 +269,13 @@ def _listable(files: RootedTree, places: Places) -> Iterator[Finding]:
         )
 
 
-def _hold(files: RootedTree) -> Iterator[Finding]:
+def _hold(files: RootedTree) -> Iterator[CheckFinding]:
     """About the cgroups of what outlives a job: with cgroup v2 and systemd."""
     v2 = files.mode(f"{_CGROUPS}/cgroup.controllers") is not None
     if not v2 or files.mode("/run/systemd/system") is None:
         return
     if files.mode(f"/{child.HOLD}/serve") is None:
-        yield Finding(
+        yield CheckFinding(
             "hold-absent",
             "warning",
             f"{_HOLD} does not run",
@@ -285,7 +287,7 @@ def _hold(files: RootedTree) -> Iterator[Finding]:
         for leaf in ("", "/serve"):
             limit = (files.text(f"/{child.HOLD}{leaf}/{name}") or "max").split()[0]
             if limit != "max":
-                yield Finding(
+                yield CheckFinding(
                     "hold-bounded",
                     "warning",
                     f"{name} of {_HOLD}{leaf} is {limit}",

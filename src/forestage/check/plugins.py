@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import msgspec
 
 from forestage.check import site as sites
-from forestage.check.finding import Finding
-from forestage.check.site import COMPANION, Conf, LoadedPlugin, Site, Stack
+from forestage.check.finding import CheckFinding
+from forestage.check.site import COMPANION, ParsedSlurmConf, PluginStack, SlurmSite, StackPlugin
 from forestage.check.slurm_conf import AUTO_IS_NONE
-from forestage.config import DEFAULT, Companion, Config, Settings, dotted
+from forestage.config import DEFAULT, Companion, Config, LoadedConfig, dotted
 from forestage.config import decided as of_auto
 from forestage.system.tree import RootedTree
 
@@ -23,7 +23,9 @@ HELPER = "/usr/lib/forestage/bin/forestage"
 _JOB_PROLOG = b"\0slurm_spank_job_prolog\0"
 
 
-def decided(files: RootedTree, site: Site | None, settings: Settings, is_marked: bool) -> Settings:
+def decided(
+    files: RootedTree, site: SlurmSite | None, settings: LoadedConfig, is_marked: bool
+) -> LoadedConfig:
     """Returns the settings with what `redirect: auto` means on this node.
 
     `is_marked`: whether slurmd has loaded the companion since the boot (slurm/companion.py).
@@ -43,7 +45,7 @@ def decided(files: RootedTree, site: Site | None, settings: Settings, is_marked:
     )
 
 
-def _companion(files: RootedTree, site: Site | None) -> Companion:
+def _companion(files: RootedTree, site: SlurmSite | None) -> Companion:
     """Return whether Slurm would load the companion, as far as its files can be read."""
     if site is None or (site.stack.broken and not site.stack.companion):
         return "unknown"
@@ -51,7 +53,7 @@ def _companion(files: RootedTree, site: Site | None) -> Companion:
     return "loaded" if ours and ours.exists and _fits(files, site.conf, ours) else "absent"
 
 
-def findings(files: RootedTree, site: Site, settings: Settings) -> Iterator[Finding]:
+def findings(files: RootedTree, site: SlurmSite, settings: LoadedConfig) -> Iterator[CheckFinding]:
     """Reads the plugins' files and asks slurmd for its release; no plugin is loaded."""
     stack, ours = site.stack, site.stack.companion
     everywhere = settings.everywhere()
@@ -61,7 +63,7 @@ def findings(files: RootedTree, site: Site, settings: Settings) -> Iterator[Find
         line = f"{stack.file}: {_line(site)}, before pyxis"
         by_default = settings.origins["redirect"] == DEFAULT
         if not stack.includes and settings.config.redirect == "bind" and by_default:
-            yield Finding(
+            yield CheckFinding(
                 "companion-advised",
                 "warning",
                 f"{stack.file} does not name the companion, so `redirect: auto` is bind",
@@ -70,7 +72,7 @@ def findings(files: RootedTree, site: Site, settings: Settings) -> Iterator[Find
                 f"{line} (package forestage-spank); or `redirect: bind` in the configuration",
             )
         if any(config.redirect == "spank" for _, config in everywhere):
-            yield Finding(
+            yield CheckFinding(
                 "companion-absent",
                 "critical",
                 f"redirect: spank, but {stack.file} does not name the companion",
@@ -79,7 +81,7 @@ def findings(files: RootedTree, site: Site, settings: Settings) -> Iterator[Find
             )
 
 
-def of_stack(files: RootedTree, site: Site) -> Iterator[Finding]:
+def of_stack(files: RootedTree, site: SlurmSite) -> Iterator[CheckFinding]:
     """What is wrong with plugstack.conf as it is, whatever the configuration says."""
     stack = site.stack
     ours, pyxis = stack.companion, stack.pyxis
@@ -93,7 +95,7 @@ def of_stack(files: RootedTree, site: Site) -> Iterator[Finding]:
             # How a line that says `required` is to read, that finding says.
             is_changed = late is ours.line and ours.line.required
             line = f"line {late.first}" if is_changed else f"`{late.text}`"
-            yield Finding(
+            yield CheckFinding(
                 "plugstack-order",
                 "warning",
                 f"{pyxis.line.path} comes before {ours.line.path}",
@@ -104,7 +106,7 @@ def of_stack(files: RootedTree, site: Site) -> Iterator[Finding]:
         # A plugin's string table has the names that it defines, each between two NULs; nobody but
         # Slurm calls this one, so whoever has the name defines it.
         if _JOB_PROLOG in (files.data(one.path) or b""):
-            yield Finding(
+            yield CheckFinding(
                 "spank-job-prolog",
                 "warning" if ours else "critical",
                 f"{one.path} defines slurm_spank_job_prolog",
@@ -115,11 +117,13 @@ def of_stack(files: RootedTree, site: Site) -> Iterator[Finding]:
             )
 
 
-def _through(files: RootedTree, everywhere: list[tuple[str | None, Config]]) -> Iterator[Finding]:
+def _through(
+    files: RootedTree, everywhere: list[tuple[str | None, Config]]
+) -> Iterator[CheckFinding]:
     """Whether steps can read through their copies, where the admin wants that."""
     starts = {config.start for _, config in everywhere}
     if "through" in starts and files.mode("/dev/fuse") is None:
-        yield Finding(
+        yield CheckFinding(
             "through-no-fuse",
             "warning",
             "steps should read through their copies, but /dev/fuse does not exist",
@@ -128,7 +132,7 @@ def _through(files: RootedTree, everywhere: list[tuple[str | None, Config]]) -> 
         )
     for name, config in everywhere:
         if config.cold == "through" and config.start != "through":
-            yield Finding(
+            yield CheckFinding(
                 "through-no-spank",
                 "warning",
                 f"{dotted(name, 'cold')}: through has no effect with redirect: {config.redirect}",
@@ -139,14 +143,14 @@ def _through(files: RootedTree, everywhere: list[tuple[str | None, Config]]) -> 
             return
 
 
-def _line(site: Site) -> str:
+def _line(site: SlurmSite) -> str:
     """The line of plugstack.conf that loads the companion here, once its package is installed."""
     if site.companion_line:
         return site.companion_line
     return sites.include_of(site.conf.release) if site.conf.release else f"optional {COMPANION}"
 
 
-def _unmatched(files: RootedTree, site: Site) -> Finding:
+def _unmatched(files: RootedTree, site: SlurmSite) -> CheckFinding:
     """plugstack.conf includes a companion, and not the one of this host, if it has any."""
     built_for, slurm = sites.built_for(files), site.conf.release
     (first, *_) = site.stack.includes
@@ -154,7 +158,7 @@ def _unmatched(files: RootedTree, site: Site) -> Finding:
         change = f"{site.stack.file}: {_line(site)}"
     else:
         change = f"install the package forestage-spank that is built for Slurm {slurm}".rstrip()
-    return Finding(
+    return CheckFinding(
         "companion-missing",
         "warning",
         f"{first.where} includes {first.pattern}, and no such file is here",
@@ -163,7 +167,7 @@ def _unmatched(files: RootedTree, site: Site) -> Finding:
     )
 
 
-def _named(files: RootedTree, site: Site, ours: LoadedPlugin) -> Iterator[Finding]:
+def _named(files: RootedTree, site: SlurmSite, ours: StackPlugin) -> Iterator[CheckFinding]:
     """What is wrong with the companion that plugstack.conf names."""
     where = ours.line.where
     required = ours.line.required
@@ -175,7 +179,7 @@ def _named(files: RootedTree, site: Site, ours: LoadedPlugin) -> Iterator[Findin
         else "No step gets an image staged, and each srun on this host may print errors"
     )
     if not ours.exists:
-        yield Finding(
+        yield CheckFinding(
             "companion-missing",
             "critical" if required else "warning",
             f"{ours.path} ({where}) is not there",
@@ -183,7 +187,7 @@ def _named(files: RootedTree, site: Site, ours: LoadedPlugin) -> Iterator[Findin
             f"install the companion's package, or {ours.line.file}: without line {ours.line.first}",
         )
     elif built_for and slurm and built_for != slurm:
-        yield Finding(
+        yield CheckFinding(
             "companion-release",
             "critical" if required else "warning",
             f"{ours.path} was built for Slurm {built_for}, this is {slurm}",
@@ -192,7 +196,7 @@ def _named(files: RootedTree, site: Site, ours: LoadedPlugin) -> Iterator[Findin
         )
     yield from _required(ours, "slurmd does not start")
     if program := _missing_helper(files, ours):
-        yield Finding(
+        yield CheckFinding(
             "companion-helper",
             "warning",
             f"the companion's helper {program} is not there, or not executable",
@@ -201,9 +205,9 @@ def _named(files: RootedTree, site: Site, ours: LoadedPlugin) -> Iterator[Findin
         )
 
 
-def _required(ours: LoadedPlugin, fails: str) -> Iterator[Finding]:
+def _required(ours: StackPlugin, fails: str) -> Iterator[CheckFinding]:
     if ours.line.required:
-        yield Finding(
+        yield CheckFinding(
             "companion-required",
             "warning",
             f"{ours.line.where} says `required`",
@@ -212,13 +216,13 @@ def _required(ours: LoadedPlugin, fails: str) -> Iterator[Finding]:
         )
 
 
-def _missing_helper(files: RootedTree, ours: LoadedPlugin) -> str:
+def _missing_helper(files: RootedTree, ours: StackPlugin) -> str:
     """The program that the companion would run in vain; "" where it can be run."""
     program = ours.line.argument("helper") or HELPER
     return "" if files.runs(program) else program
 
 
-def on_login(files: RootedTree, site: Site) -> Iterator[Finding]:
+def on_login(files: RootedTree, site: SlurmSite) -> Iterator[CheckFinding]:
     """Whether `--stage` is known where jobs are submitted, and checked.
 
     Nothing else of forestage has to be there, and no slurmd: the release is not compared.
@@ -229,7 +233,7 @@ def on_login(files: RootedTree, site: Site) -> Iterator[Finding]:
     if ours is None and site.stack.broken:
         return
     if ours is None or not ours.exists:
-        yield Finding(
+        yield CheckFinding(
             "login-no-option",
             "warning",
             f"{site.stack.file} names no companion that is installed here",
@@ -240,7 +244,7 @@ def on_login(files: RootedTree, site: Site) -> Iterator[Finding]:
         return
     yield from _required(ours, "no job can be submitted")
     if program := _missing_helper(files, ours):
-        yield Finding(
+        yield CheckFinding(
             "login-no-check",
             "warning",
             f"{program} is not there, or not executable",
@@ -249,9 +253,9 @@ def on_login(files: RootedTree, site: Site) -> Iterator[Finding]:
         )
 
 
-def _unread(stack: Stack) -> Finding:
+def _unread(stack: PluginStack) -> CheckFinding:
     """Return what is said where plugstack.conf cannot be read to its end. Pure."""
-    return Finding(
+    return CheckFinding(
         "plugstack-conf",
         "unknown",
         stack.broken,
@@ -261,7 +265,7 @@ def _unread(stack: Stack) -> Finding:
     )
 
 
-def _fits(files: RootedTree, conf: Conf, ours: LoadedPlugin) -> bool:
+def _fits(files: RootedTree, conf: ParsedSlurmConf, ours: StackPlugin) -> bool:
     """Whether the companion is for this node's Slurm, as far as that can be told."""
     built_for = sites.built_for(files, ours.path)
     return not (built_for and conf.release) or built_for == conf.release

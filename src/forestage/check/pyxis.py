@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from forestage.check.finding import Finding
-from forestage.check.site import LoadedPlugin
+from forestage.check.finding import CheckFinding
+from forestage.check.site import StackPlugin
 from forestage.system.tree import RootedTree
 
 _YES = ("1", "true", "yes", "y")  # pyxis' config.c
 
 
-def findings(files: RootedTree, plugin: LoadedPlugin) -> Iterator[Finding]:
+def findings(files: RootedTree, plugin: StackPlugin) -> Iterator[CheckFinding]:
     """Of a plugin that does not run enroot nothing is known."""
     code = files.data(plugin.path) or b""
     if b"enroot" not in code:
@@ -17,7 +17,7 @@ def findings(files: RootedTree, plugin: LoadedPlugin) -> Iterator[Finding]:
     line = plugin.line
     mounts = line.argument("use_squashfuse").lower() in _YES
     if b"use_squashfuse=" not in code:
-        yield Finding(
+        yield CheckFinding(
             "pyxis-old",
             "warning",
             f"{plugin.path} cannot mount images (use_squashfuse, since pyxis 0.22)",
@@ -28,7 +28,7 @@ def findings(files: RootedTree, plugin: LoadedPlugin) -> Iterator[Finding]:
         )
     elif not mounts:
         others = [one for one in line.arguments if not one.startswith("use_squashfuse=")]
-        yield Finding(
+        yield CheckFinding(
             "pyxis-unpacks",
             "warning",
             f"{line.where} does not set use_squashfuse=1",
@@ -40,12 +40,12 @@ def findings(files: RootedTree, plugin: LoadedPlugin) -> Iterator[Finding]:
         yield from _fuse(files)
 
 
-def _fuse(files: RootedTree) -> Iterator[Finding]:
+def _fuse(files: RootedTree) -> Iterator[CheckFinding]:
     mode = files.mode("/dev/fuse")
     if mode is None or mode & 0o666 != 0o666:
         has = "is not there" if mode is None else f"has mode {mode & 0o777:04o}"
         rule = '/etc/udev/rules.d/99-fuse.rules: KERNEL=="fuse", MODE="0666"'
-        yield Finding(
+        yield CheckFinding(
             "fuse-device",
             "critical",
             f"/dev/fuse {has}, and pyxis has use_squashfuse=1",
@@ -55,7 +55,7 @@ def _fuse(files: RootedTree) -> Iterator[Finding]:
             else f"{rule} (now: chmod 0666 /dev/fuse)",
         )
     if not (files.program("squashfuse") or files.program("squashfuse_ll")):
-        yield Finding(
+        yield CheckFinding(
             "squashfuse-missing",
             "critical",
             "squashfuse is not installed, and pyxis has use_squashfuse=1",

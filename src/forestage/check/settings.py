@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from forestage.check.finding import Finding
-from forestage.check.site import Conf
-from forestage.check.uses import Used
-from forestage.config import DEFAULT, REMOVED, Config, Settings, dotted
-from forestage.paths import Places
+from forestage.check.finding import CheckFinding
+from forestage.check.site import ParsedSlurmConf
+from forestage.check.uses import ImageUse
+from forestage.config import DEFAULT, REMOVED, Config, LoadedConfig, dotted
+from forestage.paths import NodePaths
 from forestage.system.tree import RootedTree
 from forestage.units import format_duration, format_size
 
@@ -17,11 +17,11 @@ LEAST = 1024 * 1024  # bytes; no site has images that are smaller
 
 def findings(
     files: RootedTree,
-    conf: Conf | None,
-    settings: Settings,
-    images: tuple[Used, ...],
-    places: Places,
-) -> Iterator[Finding]:
+    conf: ParsedSlurmConf | None,
+    settings: LoadedConfig,
+    images: tuple[ImageUse, ...],
+    places: NodePaths,
+) -> Iterator[CheckFinding]:
     """Reads where the cache and the sources lie, and how large the cache's disk is."""
     if conf is not None:
         yield from _partitions(conf, settings)
@@ -30,10 +30,10 @@ def findings(
     yield from _sizes(files, settings, images, places)
 
 
-def find_removed(settings: Settings) -> Iterator[Finding]:
+def find_removed(settings: LoadedConfig) -> Iterator[CheckFinding]:
     """Yield a finding for each key that is still there and was removed. Pure."""
     for key, files in settings.removed.items():
-        yield Finding(
+        yield CheckFinding(
             "removed-key",
             "warning",
             f"{key} is ignored: it was removed",
@@ -42,18 +42,18 @@ def find_removed(settings: Settings) -> Iterator[Finding]:
         )
 
 
-def origin(settings: Settings, places: Places, key: str) -> str:
+def origin(settings: LoadedConfig, places: NodePaths, key: str) -> str:
     """The file that sets a key, or that would."""
     found = settings.origins.get(key, DEFAULT)
     return str(places.etc / "forestage.yaml") if found == DEFAULT else found
 
 
-def _partitions(conf: Conf, settings: Settings) -> Iterator[Finding]:
+def _partitions(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFinding]:
     for name in settings.partitions:
         # A slurm.conf without any partition is not all that slurmctld has.
         if conf.partitions and name not in conf.partitions:
             key = dotted(name, next(iter(settings.partitions[name])))
-            yield Finding(
+            yield CheckFinding(
                 "partition-unknown",
                 "warning",
                 f"partitions.{name} is none of {conf.path}",
@@ -63,7 +63,7 @@ def _partitions(conf: Conf, settings: Settings) -> Iterator[Finding]:
             )
 
 
-def _waits(conf: Conf, settings: Settings) -> Iterator[Finding]:
+def _waits(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFinding]:
     longest = CONTAINED if conf.has("slurmdparameters", "contain_spank") else LAUNCH
     for name, config in settings.everywhere():
         if name and not {"deadline", "cold", "redirect"} & settings.partitions[name].keys():
@@ -72,7 +72,7 @@ def _waits(conf: Conf, settings: Settings) -> Iterator[Finding]:
         if not steps_wait or (config.deadline or 0.0) < longest:
             continue
         key = dotted(name, "deadline")
-        yield Finding(
+        yield CheckFinding(
             "deadline-launch",
             "warning",
             f"{key}: {format_duration(config.deadline or 0.0)} is longer than srun waits for a"
@@ -82,13 +82,13 @@ def _waits(conf: Conf, settings: Settings) -> Iterator[Finding]:
         )
 
 
-def _places(files: RootedTree, config: Config, where: str) -> Iterator[Finding]:
+def _places(files: RootedTree, config: Config, where: str) -> Iterator[CheckFinding]:
     reals = files.reals((config.cache, *config.sources))
     cache = reals[config.cache].rstrip("/")
     for source in config.sources:
         real = reals[source].rstrip("/")
         if f"{real}/".startswith(f"{cache}/"):
-            yield Finding(
+            yield CheckFinding(
                 "source-in-cache",
                 "critical",
                 f"the source {source} lies in the cache, {config.cache}",
@@ -96,7 +96,7 @@ def _places(files: RootedTree, config: Config, where: str) -> Iterator[Finding]:
                 f"{where}: sources without {source}",
             )
         elif f"{cache}/".startswith(f"{real}/") and real:
-            yield Finding(
+            yield CheckFinding(
                 "cache-in-source",
                 "warning",
                 f"the cache, {config.cache}, lies below the source {source}",
@@ -107,14 +107,14 @@ def _places(files: RootedTree, config: Config, where: str) -> Iterator[Finding]:
 
 
 def _sizes(
-    files: RootedTree, settings: Settings, images: tuple[Used, ...], places: Places
-) -> Iterator[Finding]:
+    files: RootedTree, settings: LoadedConfig, images: tuple[ImageUse, ...], places: NodePaths
+) -> Iterator[CheckFinding]:
     """Limits below which no image of this site comes, by what jobs have asked for so far."""
     config = settings.config
     sizes = [image.size for image in images if image.size]
     smallest = min(sizes, default=0)
     if config.max_image_size is not None and sizes and config.max_image_size < smallest:
-        yield Finding(
+        yield CheckFinding(
             "max-image-size-small",
             "critical",
             f"max_image_size: {format_size(config.max_image_size)} is less than each image that"
@@ -131,7 +131,7 @@ def _sizes(
     if not sizes:  # `max_size: 60`, which lacks its unit
         smallest, told = LEAST, "less than any image has"
     if config.max_size.of(total) < smallest <= total:
-        yield Finding(
+        yield CheckFinding(
             "max-size-small",
             "critical",
             f"max_size: the cache may take {format_size(config.max_size.of(total))}, {told}",
@@ -139,7 +139,7 @@ def _sizes(
             f"{origin(settings, places, 'max_size')}: max_size",
         )
     if config.low_watermark.of(total) == 0:
-        yield Finding(
+        yield CheckFinding(
             "keeps-nothing",
             "warning",
             "low_watermark: 0 leaves no entry in the cache once its jobs are over",

@@ -18,19 +18,19 @@ from typing import Literal
 import msgspec
 
 from forestage.errors import Failed
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.slurm import companion, plugstack, slurm_conf
 from forestage.slurm import release as releases
 from forestage.slurm.companion import CompanionState
-from forestage.slurm.slurm_conf import ConfLine, Setting, Text
+from forestage.slurm.slurm_conf import ConfLine, ConfSetting, Text
 from forestage.system import processes
 from forestage.system.tree import RootedTree
 
 # Paths as slurm.conf and plugstack.conf name them, whatever root they are read below.
-OURS = {"Prolog": str(Places().prolog), "Epilog": str(Places().epilog)}
-COMPANION = str(Places().companion)
+OURS = {"Prolog": str(NodePaths().prolog), "Epilog": str(NodePaths().epilog)}
+COMPANION = str(NodePaths().companion)
 # What plugstack.conf includes: where no package has brought the file of this release, nothing.
-COMPANION_CONF = str(Places().companion.parent / "plugstack-{}.conf")
+COMPANION_CONF = str(NodePaths().companion.parent / "plugstack-{}.conf")
 RELEASE = ".release"  # behind the companion's path: the file that says for which Slurm it is
 # Where packages put Slurm's plugins, if slurm.conf has no PluginDir.
 USUAL_PLUGINS = (
@@ -62,7 +62,7 @@ State = Literal["fine", "missing", "dangling", "not-executable"]
 Relation = Literal["hook", "names-us", "other"]
 
 
-class Conf(msgspec.Struct, frozen=True):
+class ParsedSlurmConf(msgspec.Struct, frozen=True):
     """slurm.conf with its includes: where it lies, and its settings, names in lower case.
 
     `release` is that of the Slurm which reads it, as 22.05; "" where that is not known. `nodes` are
@@ -70,7 +70,7 @@ class Conf(msgspec.Struct, frozen=True):
     """
 
     path: str
-    lines: tuple[Setting, ...]
+    lines: tuple[ConfSetting, ...]
     partitions: frozenset[str] = frozenset()
     release: str = ""
     nodes: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ class Conf(msgspec.Struct, frozen=True):
         return flag.lower() in (one.lower() for one in self.flags(name))
 
 
-class Script(msgspec.Struct, frozen=True):
+class HookScript(msgspec.Struct, frozen=True):
     """A program that slurmd runs as Prolog or Epilog.
 
     hook: it is our hook, or a link to it. names-us: its path or its text, comments apart, says
@@ -144,45 +144,45 @@ class Script(msgspec.Struct, frozen=True):
         return self.relation != "other"
 
 
-class Pattern(msgspec.Struct, frozen=True):
+class HookSetting(msgspec.Struct, frozen=True):
     """One `Prolog=` or `Epilog=` of slurm.conf, and the scripts that it stands for.
 
     `path` is what it means, in full; `directory`: whether the directory of a glob is there.
     """
 
-    setting: Setting
+    setting: ConfSetting
     path: str
     is_glob: bool
     directory: bool
-    scripts: tuple[Script, ...]
+    scripts: tuple[HookScript, ...]
 
 
-class Hook(msgspec.Struct, frozen=True):
+class HookSetup(msgspec.Struct, frozen=True):
     """Our hook of a name, and what slurm.conf has for that name. `usable`: it can be executed."""
 
     name: HookName
     path: str
     usable: bool
-    patterns: tuple[Pattern, ...]
+    patterns: tuple[HookSetting, ...]
 
     @property
-    def globs(self) -> tuple[Pattern, ...]:
+    def globs(self) -> tuple[HookSetting, ...]:
         return tuple(one for one in self.patterns if one.is_glob)
 
     @property
-    def scripts(self) -> tuple[Script, ...]:
+    def scripts(self) -> tuple[HookScript, ...]:
         return tuple(script for pattern in self.patterns for script in pattern.scripts)
 
 
-class Broken(msgspec.Struct, frozen=True):
+class BrokenHookScript(msgspec.Struct, frozen=True):
     """A script that slurmd takes for a failed hook; the node drains. `change` is the remedy."""
 
-    script: Script
+    script: HookScript
     what: str
     change: str
 
 
-class Way(msgspec.Struct, frozen=True):
+class HookInstallation(msgspec.Struct, frozen=True):
     """How slurmd comes to run a hook of ours.
 
     there: it does, by the script `text`. line: slurm.conf needs `text`. link: there has to be a
@@ -193,10 +193,10 @@ class Way(msgspec.Struct, frozen=True):
     text: str
 
 
-class LoadedPlugin(msgspec.Struct, frozen=True):
+class StackPlugin(msgspec.Struct, frozen=True):
     """A plugin of the stack: its line, and its file."""
 
-    line: plugstack.Plugin
+    line: plugstack.PluginLine
     path: str
     exists: bool
 
@@ -209,7 +209,7 @@ class LoadedPlugin(msgspec.Struct, frozen=True):
         return "pyxis" in Path(self.path).name
 
 
-class Stack(msgspec.Struct, frozen=True):
+class PluginStack(msgspec.Struct, frozen=True):
     """plugstack.conf with its includes, and the plugins in the order in which Slurm loads them.
 
     `includes` are the lines for the companion's own file, whether or not it is there. `broken` says
@@ -217,16 +217,16 @@ class Stack(msgspec.Struct, frozen=True):
     """
 
     file: str
-    plugins: tuple[LoadedPlugin, ...]
-    includes: tuple[plugstack.Include, ...] = ()
+    plugins: tuple[StackPlugin, ...]
+    includes: tuple[plugstack.IncludeLine, ...] = ()
     broken: str = ""
 
     @property
-    def companion(self) -> LoadedPlugin | None:
+    def companion(self) -> StackPlugin | None:
         return next((one for one in self.plugins if one.ours), None)
 
     @property
-    def pyxis(self) -> LoadedPlugin | None:
+    def pyxis(self) -> StackPlugin | None:
         return next((one for one in self.plugins if one.pyxis), None)
 
     @property
@@ -243,20 +243,20 @@ class Stack(msgspec.Struct, frozen=True):
         return by if by and by in self.includes else ours.line
 
 
-class Site(msgspec.Struct, frozen=True):
+class SlurmSite(msgspec.Struct, frozen=True):
     """What Slurm reads on this node.
 
     `companion_line` is the line by which plugstack.conf loads the companion that is installed; ""
     where none is.
     """
 
-    conf: Conf
-    hooks: tuple[Hook, ...]
-    stack: Stack
+    conf: ParsedSlurmConf
+    hooks: tuple[HookSetup, ...]
+    stack: PluginStack
     companion_line: str
 
 
-def read(files: RootedTree, path: str) -> Site:
+def read(files: RootedTree, path: str) -> SlurmSite:
     """The site whose slurm.conf is `path`. Raises Failed where any of it cannot be read."""
     found = _with_conf(files, read_conf(files, path))
     if found.stack.broken:
@@ -264,18 +264,20 @@ def read(files: RootedTree, path: str) -> Site:
     return found
 
 
-def read_conf(files: RootedTree, path: str) -> Conf:
-    """Read slurm.conf alone. Raises Failed, also where Slurm would refuse the file."""
+def read_conf(files: RootedTree, path: str) -> ParsedSlurmConf:
+    """Read slurm.conf alone. Raises Failed, also where SlurmClient would refuse the file."""
     try:
         text = _texts(files)
         lines = tuple(slurm_conf.settings(path, text))
         partitions = frozenset(slurm_conf.partitions(path, text))
-        return Conf(path, lines, partitions, nodes=tuple(slurm_conf.node_names(path, text)))
+        return ParsedSlurmConf(
+            path, lines, partitions, nodes=tuple(slurm_conf.node_names(path, text))
+        )
     except (OSError, ValueError) as error:
         raise Failed("slurm-conf", slurm_conf.explain_unread(error)) from None
 
 
-def find_conf(files: RootedTree, named: str) -> Conf:
+def find_conf(files: RootedTree, named: str) -> ParsedSlurmConf:
     """Read the file that is `named` ($SLURM_CONF), else the usual one. Raises Failed."""
     path = named or slurm_conf.find_usual(files.root)
     if not path:
@@ -283,7 +285,7 @@ def find_conf(files: RootedTree, named: str) -> Conf:
     return read_conf(files, path)
 
 
-def find(files: RootedTree, named: str) -> Site:
+def find(files: RootedTree, named: str) -> SlurmSite:
     """Return the site of `find_conf`'s file. Raises Failed where that cannot be read."""
     return _with_conf(files, find_conf(files, named))
 
@@ -292,11 +294,11 @@ def _texts(files: RootedTree) -> Text:
     return lambda path: slurm_conf.text_of(str(files.at(path)))
 
 
-def _with_conf(files: RootedTree, conf: Conf) -> Site:
+def _with_conf(files: RootedTree, conf: ParsedSlurmConf) -> SlurmSite:
     """The hooks and plugins that a slurm.conf leads to; slurmd is run for its release."""
     conf = msgspec.structs.replace(conf, release=releases.installed(files, plugin_folders(conf)))
     hooks = (_hook(files, conf, "Prolog"), _hook(files, conf, "Epilog"))
-    return Site(conf, hooks, _stack(files, conf), _companion_line(files))
+    return SlurmSite(conf, hooks, _stack(files, conf), _companion_line(files))
 
 
 def built_for(files: RootedTree, companion: str = COMPANION) -> str:
@@ -319,23 +321,23 @@ def _companion_line(files: RootedTree) -> str:
     return f"optional {COMPANION}"
 
 
-def _hook(files: RootedTree, conf: Conf, name: HookName) -> Hook:
+def _hook(files: RootedTree, conf: ParsedSlurmConf, name: HookName) -> HookSetup:
     path = OURS[name]
     named = (one for one in conf.lines if one.name == name.lower() and one.value)
     patterns = tuple(_pattern(files, one, conf.hook_path(one.value), path) for one in named)
-    return Hook(name, path, _state(files, path) == "fine", patterns)
+    return HookSetup(name, path, _state(files, path) == "fine", patterns)
 
 
-def _pattern(files: RootedTree, setting: Setting, value: str, hook: str) -> Pattern:
+def _pattern(files: RootedTree, setting: ConfSetting, value: str, hook: str) -> HookSetting:
     if not glob.has_magic(value):
-        script = Script(value, _state(files, value), _relation(files, value, hook))
-        return Pattern(setting, value, False, True, (script,))
+        script = HookScript(value, _state(files, value), _relation(files, value, hook))
+        return HookSetting(setting, value, False, True, (script,))
     # Dangling links are matches as well: glob(3), as slurmd calls it, finds them.
     found = sorted(glob.iglob(str(files.at(value))))  # noqa: PTH207 - absolute, as slurmd's
     paths = (f"/{one.removeprefix(str(files.root)).lstrip('/')}" for one in found)
     directory = stat.S_ISDIR(files.mode(str(Path(value).parent)) or 0)
-    scripts = (Script(one, _state(files, one), _relation(files, one, hook)) for one in paths)
-    return Pattern(setting, value, True, directory, tuple(scripts))
+    scripts = (HookScript(one, _state(files, one), _relation(files, one, hook)) for one in paths)
+    return HookSetting(setting, value, True, directory, tuple(scripts))
 
 
 def _state(files: RootedTree, path: str) -> State:
@@ -359,7 +361,7 @@ def _runs_ours(files: RootedTree, script: str, kind: str) -> bool:
     return any("forestage" in name for one in folders for name in files.names(one))
 
 
-def broken(hook: Hook) -> Iterator[Broken]:
+def broken(hook: HookSetup) -> Iterator[BrokenHookScript]:
     """Pure: what slurm.conf names for this hook and slurmd cannot run (run_script.c)."""
     words = {
         "dangling": "a link that leads nowhere",
@@ -371,10 +373,10 @@ def broken(hook: Hook) -> Iterator[Broken]:
         for script in pattern.scripts:
             if script.state != "fine":
                 what = f"{script.path} of {line} is {words[script.state]}"
-                yield Broken(script, what, _repair(hook, pattern, script))
+                yield BrokenHookScript(script, what, _repair(hook, pattern, script))
 
 
-def _repair(hook: Hook, pattern: Pattern, script: Script) -> str:
+def _repair(hook: HookSetup, pattern: HookSetting, script: HookScript) -> str:
     where, line = pattern.setting.line.where, f"{hook.name}={pattern.setting.value}"
     if script.state == "not-executable":
         return f"chmod 0755 {script.path} (or take it out of that directory)"
@@ -387,39 +389,41 @@ def _repair(hook: Hook, pattern: Pattern, script: Script) -> str:
     return f"{where}: without {line}"
 
 
-def way(hook: Hook) -> Way:
+def way(hook: HookSetup) -> HookInstallation:
     """Pure: a link where slurm.conf names a directory's files; the site's own scripts stay."""
     ours = next((one.path for one in hook.scripts if one.ours), "")
     if ours:
-        return Way("there", ours)
+        return HookInstallation("there", ours)
     if hook.globs:
         return _way_by_link(hook.globs[0])
     others = [one for one in hook.patterns if one.scripts[0].state == "fine"]
     if not others:
-        return Way("line", f"{hook.name}={hook.path}")
+        return HookInstallation("line", f"{hook.name}={hook.path}")
     other = others[0].setting
     folder = f"{Path(others[0].path).parent}/{hook.name.lower()}.d"
-    return Way(
+    return HookInstallation(
         "by-hand",
         f"{other.line.where}: {hook.name}={other.value} is there already: run {hook.path} at its"
         f" end, or make it one of a directory ({hook.name}={folder}/*)",
     )
 
 
-def _way_by_link(pattern: Pattern) -> Way:
+def _way_by_link(pattern: HookSetting) -> HookInstallation:
     """A link by a name that the glob matches and nobody has."""
     where, value = pattern.setting.line.where, pattern.path
     directory, names = os.path.split(value)
     if not pattern.directory:
-        return Way("by-hand", f"{where}: the directory of {value} is not there: make it first")
+        return HookInstallation(
+            "by-hand", f"{where}: the directory of {value} is not there: make it first"
+        )
     taken = {script.path for script in pattern.scripts}
     for name in (LINK, names.replace("*", LINK, 1)):
         path = os.path.join(directory, name)
         fits = fnmatch.fnmatchcase(name, names) and not glob.has_magic(path)
         if fits and path not in taken:
-            return Way("link", path)
+            return HookInstallation("link", path)
     text = f"{where}: no name fits {value}: link forestage's hook there manually"
-    return Way("by-hand", text)
+    return HookInstallation("by-hand", text)
 
 
 def lines_naming_us(files: RootedTree, script: str) -> list[str]:
@@ -437,37 +441,37 @@ def _implied(flags: list[str]) -> set[str]:
     return found | {"alloc"} if found & _ALLOCATING else found
 
 
-def _stack(files: RootedTree, conf: Conf) -> Stack:
+def _stack(files: RootedTree, conf: ParsedSlurmConf) -> PluginStack:
     beside = str(Path(conf.path).with_name("plugstack.conf"))
     file = conf.settings.get("plugstackconfig", beside)
     folders = plugin_folders(conf)
-    plugins: list[LoadedPlugin] = []
-    includes: list[plugstack.Include] = []
+    plugins: list[StackPlugin] = []
+    includes: list[plugstack.IncludeLine] = []
     broken = ""
     ours = COMPANION_CONF.partition("{")[0]
     try:
         for line in plugstack.lines(file, _texts(files), files.root):
-            if isinstance(line, plugstack.Plugin):
+            if isinstance(line, plugstack.PluginLine):
                 plugins.append(_plugin(files, line, folders))
             elif line.pattern.startswith(ours):
                 includes.append(line)
     except (OSError, ValueError) as error:  # what comes before it is kept
         broken = slurm_conf.explain_unread(error)
-    return Stack(file, tuple(plugins), tuple(includes), broken)
+    return PluginStack(file, tuple(plugins), tuple(includes), broken)
 
 
-def plugin_folders(conf: Conf) -> list[str]:
+def plugin_folders(conf: ParsedSlurmConf) -> list[str]:
     """Where Slurm looks for a plugin that is named without a directory."""
     folders = [*conf.settings.get("plugindir", "").split(":"), *USUAL_PLUGINS]
     return [folder for folder in folders if folder]
 
 
-def _plugin(files: RootedTree, line: plugstack.Plugin, folders: list[str]) -> LoadedPlugin:
+def _plugin(files: RootedTree, line: plugstack.PluginLine, folders: list[str]) -> StackPlugin:
     path = line.path
     if not path.startswith("/"):
         tried = [f"{folder}/{path}" for folder in folders]
         path = next((one for one in tried if files.mode(one) is not None), path)
-    return LoadedPlugin(line, path, files.mode(path) is not None)
+    return StackPlugin(line, path, files.mode(path) is not None)
 
 
 def lacks(files: RootedTree, *units: str) -> bool:
@@ -511,7 +515,7 @@ def _is_hook(process: Path) -> bool:
     return False
 
 
-def companion_state(places: Places, conf: str) -> CompanionState:
+def companion_state(places: NodePaths, conf: str) -> CompanionState:
     """Return whether steps get the companion, as hooks find it out; `conf` is $SLURM_CONF or ""."""
     files = RootedTree(places.root)
     path = conf or slurm_conf.find_usual(files.root)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.check.finding import Finding
-from forestage.check.site import Conf
-from forestage.config import Settings, dotted
+from forestage.check.finding import CheckFinding
+from forestage.check.site import ParsedSlurmConf
+from forestage.config import LoadedConfig, dotted
 from forestage.slurm import slurm_conf, timeouts
 from forestage.slurm.release import COMMENT_IN_PROLOG
 from forestage.system.tree import RootedTree
@@ -20,9 +20,9 @@ AUTO_IS_NONE = "`redirect: auto` is none: only the companion shows a job its cop
 _TIMEOUTS = ("prologepilogtimeout", "prologtimeout", "epilogtimeout")
 
 
-def unread(why: str) -> Finding:
+def unread(why: str) -> CheckFinding:
     """Return what is said where slurm.conf cannot be read; `why` names the file. Pure."""
-    return Finding(
+    return CheckFinding(
         "slurm-conf",
         "unknown",
         why,
@@ -32,13 +32,13 @@ def unread(why: str) -> Finding:
     )
 
 
-def findings(conf: Conf, settings: Settings) -> Iterator[Finding]:
+def findings(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFinding]:
     """Pure."""
     yield from flags(conf)
     yield from _timeouts(conf)
     yield from _deadlines(conf, settings)
     if conf.has("slurmdparameters", "contain_spank"):
-        yield Finding(
+        yield CheckFinding(
             "contain-spank",
             "warning",
             "SlurmdParameters has contain_spank",
@@ -53,12 +53,12 @@ def launch_limit(conf: dict[str, str]) -> float:
     return timeouts.limits({k: v for k, v in conf.items() if k not in _TIMEOUTS}).hurts
 
 
-def flags(conf: Conf) -> Iterator[Finding]:
+def flags(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
     """Pure: what PrologFlags lacks, and what it should not have."""
     lacks = conf.lacks_flags
     line = f"{conf.path}: {conf.wanted_prolog_flags}"
     if "alloc" in lacks:
-        yield Finding(
+        yield CheckFinding(
             "prolog-alloc",
             "warning",
             "PrologFlags has no Alloc: the Prolog runs at a job's first step only",
@@ -67,7 +67,7 @@ def flags(conf: Conf) -> Iterator[Finding]:
             line,
         )
     elif "deferbatch" in lacks:
-        yield Finding(
+        yield CheckFinding(
             "prolog-deferbatch",
             "warning",
             "PrologFlags has no DeferBatch",
@@ -77,7 +77,7 @@ def flags(conf: Conf) -> Iterator[Finding]:
             line,
         )
     if conf.is_old:
-        yield Finding(
+        yield CheckFinding(
             "slurm-hints",
             "warning",
             f"Slurm {conf.release} tells a Prolog no comment",
@@ -86,7 +86,7 @@ def flags(conf: Conf) -> Iterator[Finding]:
             f"Slurm {COMMENT_IN_PROLOG} or newer, if users want hints",
         )
     if "serial" in conf.prolog_flags:
-        yield Finding(
+        yield CheckFinding(
             "prolog-serial",
             "warning",
             "PrologFlags has Serial: all Prologs and Epilogs of a node wait for each other",
@@ -94,7 +94,7 @@ def flags(conf: Conf) -> Iterator[Finding]:
             line,
         )
     if "runinjob" in conf.prolog_flags:
-        yield Finding(
+        yield CheckFinding(
             "prolog-run-in-job",
             "warning",
             "PrologFlags has RunInJob: the Prolog runs in the job's own container",
@@ -104,11 +104,11 @@ def flags(conf: Conf) -> Iterator[Finding]:
         )
 
 
-def _timeouts(conf: Conf) -> Iterator[Finding]:
+def _timeouts(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
     limits = timeouts.limits(conf.settings)
     if limits.drains is not None and limits.drains < timeouts.SAFE:
         name = "PrologTimeout" if "prologtimeout" in conf.settings else "PrologEpilogTimeout"
-        yield Finding(
+        yield CheckFinding(
             "prolog-timeout",
             "warning",
             f"{name} is so short that a job waits {format_duration(limits.drains)} for a copy at"
@@ -119,7 +119,7 @@ def _timeouts(conf: Conf) -> Iterator[Finding]:
         )
 
 
-def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
+def _deadlines(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFinding]:
     allowed = timeouts.limits(conf.settings).hurts
     for name, config in settings.everywhere():
         wanted, key = config.deadline, dotted(name, "deadline")
@@ -129,7 +129,7 @@ def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
         if config.start != "wait" or config.redirect == "spank" or not (wanted or 0) > allowed:
             continue
         assert wanted is not None
-        yield Finding(
+        yield CheckFinding(
             "deadline-cut",
             "warning",
             f"{key}: {format_duration(wanted)} is cut to {format_duration(allowed)}, what this"
@@ -141,7 +141,7 @@ def _deadlines(conf: Conf, settings: Settings) -> Iterator[Finding]:
         )
 
 
-def _longer(conf: Conf, seconds: float) -> str:
+def _longer(conf: ParsedSlurmConf, seconds: float) -> str:
     """The settings that let a Prolog take so long."""
     wanted = int(seconds * 4 / 3 + 5)
     change = []
@@ -162,10 +162,10 @@ class CoveredPaths(msgspec.Struct, frozen=True):
     paths: tuple[str, ...] = ()
     why: str = ""
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[CheckFinding]:
         """Return what is said where its file cannot be read. Pure."""
         if self.why:
-            yield Finding(
+            yield CheckFinding(
                 "job-container-conf",
                 "unknown",
                 self.why,
@@ -175,7 +175,7 @@ class CoveredPaths(msgspec.Struct, frozen=True):
             )
 
 
-def covered_paths(files: RootedTree, conf: Conf | None) -> CoveredPaths:
+def covered_paths(files: RootedTree, conf: ParsedSlurmConf | None) -> CoveredPaths:
     """Read what job_container/tmpfs covers for jobs: its Dirs and its own BasePath."""
     if conf is None or "tmpfs" not in conf.settings.get("jobcontainertype", ""):
         return CoveredPaths()

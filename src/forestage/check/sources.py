@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from forestage.check.finding import Finding
-from forestage.check.uses import Used, Uses
+from forestage.check.finding import CheckFinding
+from forestage.check.uses import EventLogFacts, ImageUse
 from forestage.config import KEYS, Config
 from forestage.errors import Declined, Failed
 from forestage.system import as_user, mounts, run
 from forestage.system.files import opened
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 from forestage.system.striping import StripeLayout, setstripe
 from forestage.system.terminal import count, moment
 from forestage.system.tree import RootedTree
@@ -35,12 +35,12 @@ FEW = 4  # stripes; with so many a file's servers are no bottleneck for some nod
 
 
 def findings(
-    files: RootedTree, config: Config, used: Uses, origin: str, now: float
-) -> Iterator[Finding]:
+    files: RootedTree, config: Config, used: EventLogFacts, origin: str, now: float
+) -> Iterator[CheckFinding]:
     """Takes seconds where a source does not answer. `origin` is the file that sets `sources:`."""
     sources = config.sources
     if not sources:
-        yield Finding(
+        yield CheckFinding(
             "no-sources",
             "critical",
             "no sources are configured",
@@ -56,11 +56,11 @@ def findings(
         yield from _striping(files, used.images)
 
 
-def _source(files: RootedTree, path: str, origin: str) -> Finding | None:
+def _source(files: RootedTree, path: str, origin: str) -> CheckFinding | None:
     try:
         real = _enter(files, path)
     except (FileNotFoundError, NotADirectoryError):
-        return Finding(
+        return CheckFinding(
             "source-missing",
             "critical",
             f"the source {path} is not there",
@@ -72,7 +72,7 @@ def _source(files: RootedTree, path: str, origin: str) -> Finding | None:
         real = files.reals((path,))[path]
     except (OSError, Declined) as error:
         word = errno.errorcode.get(getattr(error, "errno", None) or 0, "")
-        return Finding(
+        return CheckFinding(
             "source-hangs",
             "critical",
             f"the source {path} does not answer: {word} {error}".replace(":  ", ": "),
@@ -82,7 +82,7 @@ def _source(files: RootedTree, path: str, origin: str) -> Finding | None:
     # Only now, when an automounter has had its chance.
     under = files.under(real)
     if under is not None and under.kind in IN_MEMORY:
-        return Finding(
+        return CheckFinding(
             "source-in-memory",
             "warning",
             f"the source {path} lies on {under.kind}",
@@ -92,7 +92,7 @@ def _source(files: RootedTree, path: str, origin: str) -> Finding | None:
         )
     if under is None or under.point != "/":
         return None
-    return Finding(
+    return CheckFinding(
         "source-not-mounted",
         "warning",
         f"the source {path} lies on the root file system",
@@ -102,7 +102,9 @@ def _source(files: RootedTree, path: str, origin: str) -> Finding | None:
     )
 
 
-def _further(files: RootedTree, config: Config, used: Uses, now: float) -> Iterator[Finding]:
+def _further(
+    files: RootedTree, config: Config, used: EventLogFacts, now: float
+) -> Iterator[CheckFinding]:
     """What hangs though the sources answer: mounted below one of them, or reached by a link."""
     tops = [f"{real.rstrip('/')}/" for real in files.reals(config.sources).values()]
     listed = files.mounts()
@@ -122,7 +124,7 @@ def _further(files: RootedTree, config: Config, used: Uses, now: float) -> Itera
     answers = as_user.each(works, str, TIMEOUT, TIMEOUT, AT_ONCE)
     for what, answer in zip(asked.values(), answers, strict=True):
         if answer is None:
-            yield Finding(
+            yield CheckFinding(
                 "source-hangs",
                 "critical",
                 f"{what} does not answer",
@@ -131,7 +133,7 @@ def _further(files: RootedTree, config: Config, used: Uses, now: float) -> Itera
             )
 
 
-def _is_of_user(listed: list[Mount], path: str, config: Config) -> bool:
+def _is_of_user(listed: list[MountInfo], path: str, config: Config) -> bool:
     """Pure: whether a path lies on a user's own FUSE, which hangs as its user likes."""
     under = mounts.holder(listed, path)
     return under is not None and bool(mounts.users_fuse(listed, under.id, config.user_mounts))
@@ -146,10 +148,10 @@ def _answers(path: str) -> str:
     return ""
 
 
-def _of_users(files: RootedTree, config: Config, origin: str) -> Iterator[Finding]:
+def _of_users(files: RootedTree, config: Config, origin: str) -> Iterator[CheckFinding]:
     """Sources on a FUSE of a user: of a service of the site, or of anybody."""
     listed = files.mounts()
-    found: dict[Mount, str] = {}
+    found: dict[MountInfo, str] = {}
     for path, real in files.reals(config.sources).items():
         under = mounts.holder(listed, real)
         users = under and mounts.users_fuse(listed, under.id, config.user_mounts)
@@ -158,7 +160,7 @@ def _of_users(files: RootedTree, config: Config, origin: str) -> Iterator[Findin
     for mount, path in found.items():
         named = {**config.user_mounts, mount.point: f"{mount.kind} {mount.fuse_user}"}
         line = f"{origin}: user_mounts: {KEYS['user_mounts'].show(named)}"
-        yield Finding(
+        yield CheckFinding(
             "source-of-user",
             "critical",
             f"the source {path} lies on a file system that the user {mount.fuse_user} has mounted"
@@ -181,7 +183,7 @@ def _enter(files: RootedTree, path: str) -> str:
     return as_user.call(work, str, TIMEOUT)[0]
 
 
-def _striping(files: RootedTree, images: tuple[Used, ...]) -> Iterator[Finding]:
+def _striping(files: RootedTree, images: tuple[ImageUse, ...]) -> Iterator[CheckFinding]:
     """Asks `lfs` about the large images that are used most; nothing where there is no lfs."""
     for used in [used for used in images if used.size >= LARGE][:MOST]:
         under = files.under(used.path)
@@ -191,7 +193,7 @@ def _striping(files: RootedTree, images: tuple[Used, ...]) -> Iterator[Finding]:
         if stripes is None or not 0 <= stripes < FEW:  # -1 is all OSTs
             continue
         path = Path(used.path)
-        yield Finding(
+        yield CheckFinding(
             "striping",
             "warning",
             f"{path} ({format_size(used.size)}) lies on {count(stripes, 'OST')}",

@@ -9,13 +9,13 @@ import contextlib
 import msgspec
 
 from forestage import events
-from forestage.events import Bad, Event, Handled
-from forestage.paths import Places
+from forestage.events import BadEntryOutcome, EventRecord, RequestOutcome
+from forestage.paths import NodePaths
 
 HANGS = "source-hangs"
 
 
-class Used(msgspec.Struct):
+class ImageUse(msgspec.Struct):
     """An image: how often jobs asked for it, and its bytes."""
 
     path: str
@@ -23,37 +23,37 @@ class Used(msgspec.Struct):
     size: int = 0
 
 
-class Uses(msgspec.Struct, frozen=True):
+class EventLogFacts(msgspec.Struct, frozen=True):
     """`images`, most used first; when each of our hooks ran last, by its name in lower case.
 
     `hung`: when paths that jobs named were asked in vain that have not answered since. `bad`: by
     key, what was last found wrong of an entry.
     """
 
-    images: tuple[Used, ...]
+    images: tuple[ImageUse, ...]
     hooks: dict[str, float]
     hung: dict[str, float] = {}
-    bad: dict[str, Event] = {}
+    bad: dict[str, EventRecord] = {}
 
 
-def gather(places: Places) -> Uses:
+def gather(places: NodePaths) -> EventLogFacts:
     """Reads the log as far as it can be read."""
-    images: dict[str, Used] = {}
+    images: dict[str, ImageUse] = {}
     hooks: dict[str, float] = {}
     hung: dict[str, float] = {}
-    bad: dict[str, Event] = {}
+    bad: dict[str, EventRecord] = {}
     with contextlib.suppress(OSError):
         for event in events.read(places.events):
             hooks[event.hook] = max(event.time, hooks.get(event.hook, 0.0))
             outcome = event.outcome
-            if isinstance(outcome, Bad):
+            if isinstance(outcome, BadEntryOutcome):
                 bad[outcome.key] = event
-            if isinstance(outcome, Handled) and outcome.request.startswith("/"):
+            if isinstance(outcome, RequestOutcome) and outcome.request.startswith("/"):
                 hung.pop(outcome.request, None)
                 hung |= {outcome.request: event.time} if outcome.reason == HANGS else {}
-            if isinstance(outcome, Handled) and outcome.image:
-                used = images.setdefault(outcome.image, Used(outcome.image))
+            if isinstance(outcome, RequestOutcome) and outcome.image:
+                used = images.setdefault(outcome.image, ImageUse(outcome.image))
                 used.times += 1
                 used.size = outcome.size or used.size
     most_used = sorted(images.values(), key=lambda used: (-used.times, used.path))
-    return Uses(tuple(most_used), hooks, hung, bad)
+    return EventLogFacts(tuple(most_used), hooks, hung, bad)

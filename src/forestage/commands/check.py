@@ -21,15 +21,15 @@ def check(ctx: click.Context, login: bool, accept_disk: bool, as_json: bool) -> 
     well, 1 warning, 2 critical, 3 unknown.
     """
     from forestage import check as work
-    from forestage.slurm.queue import Slurm
+    from forestage.slurm.queue import SlurmClient
 
-    world, slurm = ctx.obj, Slurm.of(os.environ)
+    world, slurm = ctx.obj, SlurmClient.of(os.environ)
     is_root = os.geteuid() == 0
     if accept_disk:
         node = world.node()
         there = node.cache.accept_disk(node.config.require_mount)
         click.echo(f"The cache {there.root} uses the disk at {there.point} from now on.", err=True)
-    target = work.Target(world.places, world.clock, slurm.conf, is_root, login, slurm)
+    target = work.CheckTarget(world.places, world.clock, slurm.conf, is_root, login, slurm)
     done = work.check(target)
     show(done, work.pieces(done), as_json)
     ctx.exit(done.code)

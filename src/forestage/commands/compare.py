@@ -1,8 +1,8 @@
 """Finds the chunks of a copy that differ from its source or from their checksums.
 
-Several threads, each with one piece of memory. The copy is read by a reader of its own (`_Copy`):
-unlike the one that copies (chunks.py), it must not be served from the page cache, nor drop what
-running jobs have there.
+Several threads, each with one piece of memory. The copy is read by a reader of its own
+(`_DirectCopyReader`): unlike the one that copies (chunks.py), it must not be served from the page
+cache, nor drop what running jobs have there.
 """
 
 import errno
@@ -15,9 +15,9 @@ import msgspec
 
 from forestage.cache import digest
 from forestage.cache.part import chunk_count
-from forestage.sources.source import Content, Truncated, Unreadable
+from forestage.sources.source import ReadableSource, SourceTruncated, SourceUnreadable
 from forestage.stage import reading
-from forestage.stage.reading import BLOCK, Throttle
+from forestage.stage.reading import BLOCK, RateLimiter
 
 PROGRESS_EVERY = 0.2  # seconds
 
@@ -25,11 +25,11 @@ Done = Callable[[int, int], None]
 """Called now and then with the bytes compared so far, and those to compare in all."""
 
 
-class SourceFailed(Exception):
+class SourceReadError(Exception):
     """The source could not be read to its end; nothing is known about the copy."""
 
 
-class Compared(msgspec.Struct, frozen=True):
+class ComparisonResult(msgspec.Struct, frozen=True):
     """`bad`: numbers of the bad chunks, in order; `detail`: why one of them could not be read."""
 
     bad: tuple[int, ...] = ()
@@ -41,19 +41,23 @@ Expected = Callable[[int, memoryview, int], bytes]
 
 
 def of_source(fd: int, size: int, bandwidth: int | None) -> Expected:
-    """The digests of the source's own bytes. Raises SourceFailed; `bandwidth` is per second."""
-    source, throttle, never = Content(fd, None, size), Throttle(bandwidth), threading.Event()
+    """The digests of the source's own bytes. Raises SourceReadError; `bandwidth` is per second."""
+    source, throttle, never = (
+        ReadableSource(fd, None, size),
+        RateLimiter(bandwidth),
+        threading.Event(),
+    )
 
     def expected(start: int, buffer: memoryview, want: int) -> bytes:
         throttle.take(want, never)
-        running = digest.Running()
+        running = digest.RunningDigest()
         try:
             for _, piece in reading.pieces(source, start, want, buffer):
                 running.add(piece)
-        except Unreadable as unreadable:
-            raise SourceFailed(unreadable.error.strerror) from None
-        except Truncated:
-            raise SourceFailed("it ends too early") from None
+        except SourceUnreadable as unreadable:
+            raise SourceReadError(unreadable.error.strerror) from None
+        except SourceTruncated:
+            raise SourceReadError("it ends too early") from None
         return running.digest()
 
     return expected
@@ -68,7 +72,7 @@ def of_map(known: Sequence[bytes], chunk: int) -> Expected:
     return expected
 
 
-class _Copy:
+class _DirectCopyReader:
     """The copy, opened past the page cache where that can be."""
 
     def __init__(self, fd: int) -> None:
@@ -81,14 +85,14 @@ class _Copy:
             self.direct = None
 
     def pieces(self, start: int, buffer: memoryview, want: int) -> Iterator[memoryview]:
-        """Reads `want` bytes through the buffer. Raises Truncated, OSError."""
+        """Reads `want` bytes through the buffer. Raises SourceTruncated, OSError."""
         for at in range(start, start + want, len(buffer)):
             length = min(len(buffer), start + want - at)
             self.read(at, buffer, length)
             yield buffer[:length]
 
     def read(self, start: int, buffer: memoryview, want: int) -> None:
-        """Fills the head of the page-aligned `buffer`. Raises Truncated, OSError."""
+        """Fills the head of the page-aligned `buffer`. Raises SourceTruncated, OSError."""
         done = 0
         while done < want:
             fd, end = self.buffered, want
@@ -96,7 +100,7 @@ class _Copy:
                 fd, end = self.direct, -(-want // BLOCK) * BLOCK
             count = os.preadv(fd, [buffer[done:end]], start + done)
             if count == 0:
-                raise Truncated("the copy")
+                raise SourceTruncated("the copy")
             done += count
 
     def close(self) -> None:
@@ -112,11 +116,14 @@ def compare(
     expected: Expected,
     done: Done,
     rate: int | None = None,
-) -> Compared:
-    """Compares all of the open copy, at `rate` bytes per second. Raises SourceFailed, OSError."""
-    copy = _Copy(fd)
+) -> ComparisonResult:
+    """Compares all of the open copy, at `rate` bytes per second.
+
+    Raises SourceReadError, OSError.
+    """
+    copy = _DirectCopyReader(fd)
     try:
-        return _Comparison(copy, size, chunk, expected, Throttle(rate)).all(threads, done)
+        return _Comparison(copy, size, chunk, expected, RateLimiter(rate)).all(threads, done)
     finally:
         copy.close()
 
@@ -125,7 +132,12 @@ class _Comparison:
     """What the threads of one comparison share."""
 
     def __init__(
-        self, copy: _Copy, size: int, chunk: int, expected: Expected, throttle: Throttle
+        self,
+        copy: _DirectCopyReader,
+        size: int,
+        chunk: int,
+        expected: Expected,
+        throttle: RateLimiter,
     ) -> None:
         self.throttle = throttle
         self.copy = copy
@@ -135,9 +147,9 @@ class _Comparison:
         self.todo = deque(range(chunk_count(size, chunk)))
         self.bad: dict[int, str] = {}
         self.over: list[int] = []
-        self.failed: SourceFailed | None = None
+        self.failed: SourceReadError | None = None
 
-    def all(self, threads: int, done: Done) -> Compared:
+    def all(self, threads: int, done: Done) -> ComparisonResult:
         # Daemons: where a source hangs for ever, ^C must still end the program.
         workers = [
             threading.Thread(target=self._work, name=f"compare-{number}", daemon=True)
@@ -154,7 +166,7 @@ class _Comparison:
         if len(self.over) < chunk_count(self.size, self.chunk):
             raise OSError(errno.EIO, "a thread that compares has died")
         details = (self.bad[number] for number in sorted(self.bad))
-        return Compared(tuple(sorted(self.bad)), next(filter(None, details), ""))
+        return ComparisonResult(tuple(sorted(self.bad)), next(filter(None, details), ""))
 
     def _work(self) -> None:
         buffer = reading.buffer(self.chunk)
@@ -165,19 +177,19 @@ class _Comparison:
                 return
             try:
                 self._chunk(number, buffer)
-            except SourceFailed as failed:
+            except SourceReadError as failed:
                 self.failed = failed
             self.over.append(number)
 
     def _chunk(self, number: int, buffer: memoryview) -> None:
         start = number * self.chunk
         want = min(self.chunk, self.size - start)
-        running = digest.Running()
+        running = digest.RunningDigest()
         self.throttle.take(want, threading.Event())
         try:
             for piece in self.copy.pieces(start, buffer, want):
                 running.add(piece)
-        except Truncated:
+        except SourceTruncated:
             self.bad[number] = "the copy is too short"
             return
         except OSError as error:

@@ -7,14 +7,14 @@ import click
 from forestage.commands.world import as_json, show
 
 if TYPE_CHECKING:
-    from forestage.commands.world import World
+    from forestage.commands.world import CommandContext
 
 
 @click.command()
 @as_json
 @click.option("-p", "--partition", metavar="NAME", help="As it holds for this partition's jobs.")
 @click.pass_obj
-def config(world: "World", partition: str | None, as_json: bool) -> None:
+def config(world: "CommandContext", partition: str | None, as_json: bool) -> None:
     """Print every setting, and the file that it comes from."""
     from forestage.commands import show as view
     from forestage.system.terminal import harmless

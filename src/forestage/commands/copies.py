@@ -13,7 +13,7 @@ import msgspec
 from forestage.cache.image import Kind
 from forestage.cache.layout import DiskUsage, Entry, tree_bytes
 from forestage.cache.node import Node
-from forestage.cache.part import Owner, Part, boot_id
+from forestage.cache.part import Part, PartRecord, boot_id
 from forestage.commands import inventory
 from forestage.features.doors import STATUS_READ_SENT, load_all
 from forestage.system import lock, records, terminal
@@ -26,7 +26,7 @@ MAX_NAMED = 4  # jobs of a copy that are printed; JSON has all
 Phase = Literal["queued", "copying", "publishing"]
 
 
-class Copy(msgspec.Struct, frozen=True):
+class CopyUnderWay(msgspec.Struct, frozen=True):
     """A copy under way; sizes are bytes, times seconds.
 
     `copied` of `size` are in; `rate` is per second, without resumed bytes. `job` asked first (0: no
@@ -54,14 +54,14 @@ class Copy(msgspec.Struct, frozen=True):
     kind: Kind = "image"
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class CopySnapshot(msgspec.Struct, frozen=True):
     """All copies at one moment, `time` in seconds since the epoch; in the order of asking."""
 
     time: float
-    copies: tuple[Copy, ...]
+    copies: tuple[CopyUnderWay, ...]
 
 
-def gather(node: Node) -> tuple[Copy, ...]:
+def gather(node: Node) -> tuple[CopyUnderWay, ...]:
     """Every copy of this node: those being published first, then in the order of asking.
 
     Raises PermissionError for users who may not read the cache.
@@ -71,7 +71,7 @@ def gather(node: Node) -> tuple[Copy, ...]:
     sent: dict[str, int] = {}
     for read_sent in load_all(STATUS_READ_SENT):
         sent |= read_sent(node.places)
-    found: list[tuple[float, Copy]] = []
+    found: list[tuple[float, CopyUnderWay]] = []
     for directory in sorted(node.cache.parts.iterdir()):
         # Whoever copies holds the key's lock; other parts wait for somebody to resume them.
         if lock.is_free(node.cache.key_lock(directory.name)):
@@ -125,13 +125,13 @@ def paths(node: Node) -> dict[str, str]:
     return {key: owner.image.path for key, owner in owners if owner}
 
 
-def copying(key: str, owner: Owner, copied: int, now: float) -> Copy:
+def copying(key: str, owner: PartRecord, copied: int, now: float) -> CopyUnderWay:
     """Pure: a copy with `copied` bytes in; `now` in monotonic seconds, as the owner's times."""
     size, is_moving = owner.image.size, owner.phase == "copying"
     took = max(0.0, now - (owner.began if is_moving else owner.since))
     moved = copied - owner.resumed if is_moving else 0
     rate = moved / took if moved > 0 and took > 0 else None
-    return Copy(
+    return CopyUnderWay(
         key=key,
         image=owner.image.path,
         engine=owner.engine,
@@ -147,27 +147,29 @@ def copying(key: str, owner: Owner, copied: int, now: float) -> Copy:
     )
 
 
-def _published(part: Part) -> Copy | None:
+def _published(part: Part) -> CopyUnderWay | None:
     """A part that has its entry's record in place of its owner's."""
     entry = records.find(part.directory / "entry.json", Entry)
     if entry is None:
         return None
     size, path = entry.identity.size, entry.identity.path
     name, kind = part.directory.name, entry.kind
-    return Copy(name, path, entry.engine, "publishing", 0, size, size, 100.0, 0.0, kind=kind)
+    return CopyUnderWay(
+        name, path, entry.engine, "publishing", 0, size, size, 100.0, 0.0, kind=kind
+    )
 
 
-def watch(node: Node, for_ever: bool) -> Iterator[Snapshot]:
+def watch(node: Node, for_ever: bool) -> Iterator[CopySnapshot]:
     """A snapshot each second; unless `for_ever`, the last one is the first without a copy."""
     while True:
         copies = gather(node) if inventory.is_made(node) else ()
-        yield Snapshot(round(node.clock.wall(), 3), copies)
+        yield CopySnapshot(round(node.clock.wall(), 3), copies)
         if not (copies or for_ever):
             return
         node.clock.sleep(EVERY)
 
 
-def table(copies: tuple[Copy, ...]) -> list[Piece]:
+def table(copies: tuple[CopyUnderWay, ...]) -> list[Piece]:
     """Pure: what `status` prints of them."""
     if not copies:
         return [TextLine("No copy is under way.")]
@@ -180,7 +182,7 @@ def table(copies: tuple[Copy, ...]) -> list[Piece]:
     return [TextLine(f"{number} under way:", heading=True), TextTable(columns, rows, indent=2)]
 
 
-def lines(found: Snapshot) -> list[Piece]:
+def lines(found: CopySnapshot) -> list[Piece]:
     """Pure: what `status --watch` prints: a line for each copy."""
     when = moment(found.time)
     if not found.copies:
@@ -188,19 +190,19 @@ def lines(found: Snapshot) -> list[Piece]:
     return [TextLine(f"{when}  {_line(one)}") for one in found.copies]
 
 
-def state(one: Copy) -> str:
+def state(one: CopyUnderWay) -> str:
     """Pure: how far it is, in two words."""
     if one.phase == "queued":
         return f"queued {one.place}"
     return "publishing" if one.phase == "publishing" else f"{int(one.percent)}%"
 
 
-def jobs(one: Copy) -> str:
+def jobs(one: CopyUnderWay) -> str:
     """Pure: which jobs want it; "" for none."""
     return terminal.jobs(one.waiting, MAX_NAMED) if one.waiting else ""
 
 
-def _line(one: Copy) -> str:
+def _line(one: CopyUnderWay) -> str:
     words = [f"{state(one):>4}", f"{format_size(one.copied)} of {format_size(one.size)}"]
     words += [_rate(one), f"{_left(one)} left"] if one.rate else []
     words += [f"{format_size(one.from_peers)} from other nodes"] if one.from_peers else []
@@ -209,9 +211,9 @@ def _line(one: Copy) -> str:
     return "  ".join([*words, one.image, who])
 
 
-def _rate(one: Copy) -> str:
+def _rate(one: CopyUnderWay) -> str:
     return format_rate(one.rate, 1.0) if one.rate else "-"
 
 
-def _left(one: Copy) -> str:
+def _left(one: CopyUnderWay) -> str:
     return "-" if one.left is None else age(one.left)

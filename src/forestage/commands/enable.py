@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import Exit, as_json, show
+from forestage.commands.world import ExitStatus, as_json, show
 from forestage.errors import ForestageError
 
 if TYPE_CHECKING:
-    from forestage.check.enable import Plan
-    from forestage.check.site import Site
+    from forestage.check.enable import SlurmChangePlan
+    from forestage.check.site import SlurmSite
 
 SLURM_CONF = "/etc/slurm/slurm.conf"
 
@@ -89,7 +89,7 @@ def _print(sentences: list[str], as_json: bool) -> None:
 def _change(
     ctx: click.Context,
     slurm_conf: str,
-    decide: "Callable[[Site], Plan]",
+    decide: "Callable[[SlurmSite], SlurmChangePlan]",
     enabling: bool,
     yes: bool,
     as_json: bool,
@@ -112,7 +112,7 @@ def _change(
     shown = work.pieces(plan, done, enabling)
     show({"done": done, **msgspec.structs.asdict(plan)}, shown, as_json)
     if plan.refusals:
-        ctx.exit(Exit.REFUSED)
+        ctx.exit(ExitStatus.REFUSED)
 
 
 COMMANDS = (enable, disable)

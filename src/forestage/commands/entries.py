@@ -7,7 +7,7 @@ import click
 from forestage.commands.world import complete_entries
 
 if TYPE_CHECKING:
-    from forestage.commands.inventory import Item
+    from forestage.commands.inventory import InventoryItem
 
 words = click.argument(
     "words",
@@ -22,12 +22,15 @@ some_words = click.argument(
 
 
 def pick_entries(
-    items: "tuple[Item, ...]", words: tuple[str, ...], newest: bool = False
-) -> "list[Item]":
-    """The entries that all the words mean, each once. Raises NotFound before anything is done."""
+    items: "tuple[InventoryItem, ...]", words: tuple[str, ...], newest: bool = False
+) -> "list[InventoryItem]":
+    """The entries that all the words mean, each once.
+
+    Raises NotFoundError before anything is done.
+    """
     from forestage.commands import inventory, sources
 
-    found: dict[str, Item] = {}
+    found: dict[str, InventoryItem] = {}
     for word in words:
         picked = inventory.pick(items, word, sources.resolve)
         found |= {item.key: item for item in (picked[:1] if newest else picked)}

@@ -14,18 +14,18 @@ from forestage.cache.layout import Cache, DiskUsage
 from forestage.cache.node import Node
 from forestage.commands import copies, inventory
 from forestage.commands.entries import pick_entries, some_words
-from forestage.commands.inventory import Item
-from forestage.commands.world import Exit, as_json, show
-from forestage.errors import UNMOUNTED, Failed, NotFound
+from forestage.commands.inventory import InventoryItem
+from forestage.commands.world import ExitStatus, as_json, show
+from forestage.errors import UNMOUNTED, Failed, NotFoundError
 from forestage.features.contexts import SweepFacts
 from forestage.features.doors import SWEEP_IN_EACH_CACHE, load_all
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.system import lock, records
 from forestage.system.terminal import Piece, TextLine, TextTable, count, jobs, short
 from forestage.units import format_size
 
 
-class Eviction(msgspec.Struct, frozen=True):
+class EntryEviction(msgspec.Struct, frozen=True):
     """One entry: evicted (or, in a dry run, to be evicted), else `why_not`."""
 
     key: str
@@ -35,7 +35,7 @@ class Eviction(msgspec.Struct, frozen=True):
     why_not: str = ""
 
 
-class Evictions(msgspec.Struct, frozen=True):
+class EvictionReport(msgspec.Struct, frozen=True):
     """What one command did; `stopped` are the copies that were deleted before they were whole.
 
     `earlier` is the root of the cache whose entries they were, "" for the one that is configured;
@@ -43,7 +43,7 @@ class Evictions(msgspec.Struct, frozen=True):
     """
 
     dry_run: bool
-    verdicts: tuple[Eviction, ...] = ()
+    verdicts: tuple[EntryEviction, ...] = ()
     stopped: DiskUsage = DiskUsage()
     earlier: str = ""
     removed: bool = False
@@ -59,7 +59,7 @@ class Evictions(msgspec.Struct, frozen=True):
         return sum(1 for one in self.verdicts if not one.evicted)
 
 
-class Pinned(msgspec.Struct, frozen=True):
+class PinResult(msgspec.Struct, frozen=True):
     """One entry after `pin` or `unpin`."""
 
     key: str
@@ -67,7 +67,7 @@ class Pinned(msgspec.Struct, frozen=True):
     pinned: bool
 
 
-def everything(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
+def everything(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> EvictionReport:
     """Evicts all that is neither leased nor pinned, stopped copies too. Raises as `exactly`."""
     done = exactly(node, items, dry_run)
     if not inventory.is_made(node):
@@ -82,22 +82,22 @@ def everything(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
     return msgspec.structs.replace(done, stopped=DiskUsage(len(taken), sum(taken)))
 
 
-def of_earlier(node: Node, root: str, dry_run: bool) -> Evictions:
+def of_earlier(node: Node, root: str, dry_run: bool) -> EvictionReport:
     """Evicts all of a cache that was configured before and removes it, but for what jobs use.
 
-    Pins do not count there. Raises NotFound for any other directory; Failed, Declined where it must
-    not be touched.
+    Pins do not count there. Raises NotFoundError for any other directory; Failed, Declined where it
+    must not be touched.
     """
     found = {str(cache.root): cache for cache in earlier.find_earlier(node)}
     if root not in found:
-        raise NotFound(f"{root} is no cache that was configured here before", _named(found))
+        raise NotFoundError(f"{root} is no cache that was configured here before", _named(found))
     cache = found[root]
     earlier.check_free(node, cache)
     there = msgspec.structs.replace(node.configured(require_mount=False), cache=cache)
     items = [msgspec.structs.replace(one, pinned=False) for one in inventory.gather(there).items]
     if not dry_run:
         # Slurm is not asked: what has no lease is over.
-        over = SweepFacts(there, Slurm(""), frozenset(node.leases.jobs()), dry_run)
+        over = SweepFacts(there, SlurmClient(""), frozenset(node.leases.jobs()), dry_run)
         for clean_up in load_all(SWEEP_IN_EACH_CACHE):
             clean_up(over)
         for item in items:
@@ -111,7 +111,7 @@ def _named(roots: Iterable[str]) -> str:
     return f"there is: {', '.join(roots)}" if roots else "there is none"
 
 
-def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
+def exactly(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> EvictionReport:
     """Evicts these, but none that is leased or pinned.
 
     Raises Failed for a damaged lease, Declined while the disk hangs.
@@ -120,7 +120,7 @@ def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
     # A lease that cannot be read may protect any entry: then a dry run may not promise anything.
     node.leases.keys()
     if not wanted:  # nor, maybe, a cache
-        return Evictions(dry_run)
+        return EvictionReport(dry_run)
     disk.must_take(node.places, node.cache)
     if dry_run:
         evicted = frozenset(item.key for item in wanted if not _why_not(item))
@@ -133,35 +133,37 @@ def exactly(node: Node, items: Iterable[Item], dry_run: bool) -> Evictions:
                 item if item.key in evicted else _as_it_is_now(node.cache, item, holders)
                 for item in wanted
             )
-    return Evictions(
+    return EvictionReport(
         dry_run,
         tuple(
-            Eviction(item.key, item.path, item.bytes, True)
+            EntryEviction(item.key, item.path, item.bytes, True)
             if item.key in evicted
-            else Eviction(item.key, item.path, item.bytes, False, _why_not(item) or "was gone")
+            else EntryEviction(item.key, item.path, item.bytes, False, _why_not(item) or "was gone")
             for item in wanted
         ),
     )
 
 
-def _as_it_is_now(cache: Cache, item: Item, holders: Mapping[str, Sequence[int]]) -> Item:
+def _as_it_is_now(
+    cache: Cache, item: InventoryItem, holders: Mapping[str, Sequence[int]]
+) -> InventoryItem:
     """Return the entry with the jobs that lease it now and its pin; no other entry is read."""
     held_by = tuple(holders.get(item.key, ()))
     return msgspec.structs.replace(item, jobs=held_by, pinned=cache.is_pinned(item.key))
 
 
-def _why_not(item: Item) -> str:
+def _why_not(item: InventoryItem) -> str:
     return f"leased by {jobs(item.jobs)}" if item.jobs else "pinned" if item.pinned else ""
 
 
-def to_watermark(node: Node, dry_run: bool) -> Evictions:
+def to_watermark(node: Node, dry_run: bool) -> EvictionReport:
     """Evicts to the low watermark, as the Epilog does.
 
     Raises Failed for a damaged lease, Declined while the disk hangs.
     """
     held, stored = inventory.gather_stored(node)
     if stored is None:
-        return Evictions(dry_run)
+        return EvictionReport(dry_run)
     disk.must_take(node.places, node.cache)
     leased = node.leases.keys()  # a damaged lease is reported also where there is nothing to evict
     before = {item.key: item for item in held.items}
@@ -171,36 +173,36 @@ def to_watermark(node: Node, dry_run: bool) -> Evictions:
     else:
         victims = evict.tidy(node.cache, node.leases, node.config, known=stored)
     known = [(key, before.get(key)) for key in victims]
-    return Evictions(
+    return EvictionReport(
         dry_run,
         tuple(
-            Eviction(key, item.path if item else "", item.bytes if item else 0, True)
+            EntryEviction(key, item.path if item else "", item.bytes if item else 0, True)
             for key, item in known
         ),
     )
 
 
-def set_pin(cache: Cache, item: Item, pinned: bool) -> Pinned:
+def set_pin(cache: Cache, item: InventoryItem, pinned: bool) -> PinResult:
     """Keeps an entry from being evicted, or lets it be evicted again.
 
-    Raises NotFound where it is gone, or damaged and to be pinned.
+    Raises NotFoundError where it is gone, or damaged and to be pinned.
     """
     if item.damaged and pinned:
-        raise NotFound(f"{item.key} is damaged and never served", "evict it")
+        raise NotFoundError(f"{item.key} is damaged and never served", "evict it")
     directory = cache.entry_dir(item.key)
     file = directory / "pinned"
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         if not directory.exists():
-            raise NotFound(f"{item.key} was evicted just now")
+            raise NotFoundError(f"{item.key} was evicted just now")
         if pinned:
             file.touch(mode=0o600)
         else:
             file.unlink(missing_ok=True)
         records.sync_directory(directory)
-    return Pinned(item.key, item.path, pinned)
+    return PinResult(item.key, item.path, pinned)
 
 
-def pieces(done: Evictions) -> list[Piece]:
+def pieces(done: EvictionReport) -> list[Piece]:
     """Pure: what `evict` prints."""
     would = "would be evicted" if done.dry_run else "evicted"
     rows = [
@@ -226,7 +228,7 @@ def pieces(done: Evictions) -> list[Piece]:
     return [*table, *map(TextLine, lines)]
 
 
-def pin_pieces(done: Iterable[Pinned]) -> list[Piece]:
+def pin_pieces(done: Iterable[PinResult]) -> list[Piece]:
     """Pure: what `pin` and `unpin` print."""
     columns = ("key", "result", "path")
     rows = tuple(
@@ -266,7 +268,7 @@ def evict_command(
     if cache is not None:
         done = of_earlier(node, cache, dry_run)
         show(done, pieces(done), as_json)
-        ctx.exit(Exit.OK if done.removed or dry_run else Exit.NOT_FOUND)
+        ctx.exit(ExitStatus.OK if done.removed or dry_run else ExitStatus.NOT_FOUND)
     if is_all:
         done = everything(node, inventory.gather(node).items, dry_run)
     elif words:
@@ -276,11 +278,11 @@ def evict_command(
             done = to_watermark(node, dry_run)
         except Failed as failed:
             if quiet and failed.reason in UNMOUNTED:  # `status`, `check` and the metrics tell that
-                ctx.exit(Exit.UNMOUNTED)
+                ctx.exit(ExitStatus.UNMOUNTED)
             raise
     show(done, () if quiet and done.is_empty else pieces(done), as_json)
     if words and done.left_out:
-        ctx.exit(Exit.NOT_FOUND)
+        ctx.exit(ExitStatus.NOT_FOUND)
 
 
 COMMANDS = (evict_command,)

@@ -12,30 +12,30 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import click
 import msgspec
 
-from forestage.cache.lease import Lease, Leases
-from forestage.commands.inventory import Holder, holder
-from forestage.commands.world import World, as_json, complete_jobs, show
-from forestage.errors import Failed, NotFound
+from forestage.cache.lease import Lease, LeaseDirectory
+from forestage.commands.inventory import LeaseHolder, holder
+from forestage.commands.world import CommandContext, as_json, complete_jobs, show
+from forestage.errors import Failed, NotFoundError
 from forestage.events import (
     WHOLE,
-    Bad,
-    Copied,
-    Event,
-    Handled,
+    BadEntryOutcome,
+    CopyOutcome,
+    EventRecord,
     Hook,
     Outcome,
-    Released,
+    ReleaseOutcome,
+    RequestOutcome,
     losses,
     read,
     read_own,
     saved,
 )
-from forestage.events.ahead import Copies
+from forestage.events.ahead import UnusedCopies
 from forestage.events.losses import LostEvents
 from forestage.events.reasons import collect_reasons
 from forestage.features.contexts import ExplainFacts, ExplainPart
 from forestage.features.doors import EXPLAIN_EXPLAIN_OUTCOME, load_all
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system.terminal import NamedValues, Piece, TextLine, age, count, moment, short
 from forestage.units import format_duration, format_rate, format_size, to_tenths
 
@@ -50,14 +50,14 @@ NOT_IN_ALL = "some task of the step could not be given it: see below"
 VIAS = {"option": "--container-image", "hint": "stage= in the comment"}
 
 
-class Explained(msgspec.Struct, frozen=True):
+class ExplainedOutcome(msgspec.Struct, frozen=True):
     """One outcome, and sentences about it for people."""
 
     outcome: Outcome
     sentences: tuple[str, ...]
 
 
-class Run(msgspec.Struct, frozen=True):
+class RecordedRun(msgspec.Struct, frozen=True):
     """One run of a hook, or the life of a stager; a requeued job has several.
 
     `time` is its end, `total` its seconds. `job` is another one where this job waited for the copy
@@ -73,13 +73,13 @@ class Run(msgspec.Struct, frozen=True):
     user: str
     total: float
     problems: tuple[str, ...]
-    explained: tuple[Explained, ...]
+    explained: tuple[ExplainedOutcome, ...]
     step: int | None = None
     options: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
 
-class History(msgspec.Struct, frozen=True):
+class JobHistory(msgspec.Struct, frozen=True):
     """All that is recorded about a job on this node.
 
     `unasked`: its Prolog left the copies to its steps, none asked for them, and the job is over.
@@ -87,24 +87,24 @@ class History(msgspec.Struct, frozen=True):
     """
 
     job: int
-    runs: tuple[Run, ...]
-    lease: Holder | None
+    runs: tuple[RecordedRun, ...]
+    lease: LeaseHolder | None
     problems: tuple[str, ...] = ()
     unasked: bool = False
     yours: bool = False
 
 
-def gather(places: Places, job: int, uid: int = 0) -> History:
+def gather(places: NodePaths, job: int, uid: int = 0) -> JobHistory:
     """Reads the log and the job's lease; for a user what they may read.
 
-    Raises NotFound where nothing is recorded: in the same words for another user's job.
+    Raises NotFoundError where nothing is recorded: in the same words for another user's job.
     """
     if uid:
         return history(job, read_own(places, uid), None, yours=True)
     lease: Lease | None = None
     problems: tuple[str, ...] = ()
     try:
-        lease = Leases(places.leases).read(job)
+        lease = LeaseDirectory(places.leases).read(job)
     except Failed as failed:
         problems = (str(failed),)
     lost = losses.find_loss(places.lost_events)
@@ -113,28 +113,32 @@ def gather(places: Places, job: int, uid: int = 0) -> History:
 
 def history(
     job: int,
-    events: Iterable[Event],
+    events: Iterable[EventRecord],
     lease: Lease | None,
     problems: tuple[str, ...] = (),
     yours: bool = False,
     lost: LostEvents | None = None,
-) -> History:
-    """Pure: the job's events by hook run. Raises NotFound where nothing is recorded.
+) -> JobHistory:
+    """Pure: the job's events by hook run. Raises NotFoundError where nothing is recorded.
 
     `yours`: there is nothing but one user's own in what is given. `lost`: what the log lacks.
     """
-    own: list[Event] = []
-    copies: list[Event] = []
-    bad: list[Event] = []
+    own: list[EventRecord] = []
+    copies: list[EventRecord] = []
+    bad: list[EventRecord] = []
     images: dict[str, str] = {}
-    unused, ahead = Copies(), dict[str, Copied]()
+    unused, ahead = UnusedCopies(), dict[str, CopyOutcome]()
     for event in events:
         ahead |= unused.used_by(job, event)
-        if isinstance(event.outcome, Bad):  # of job 0
+        if isinstance(event.outcome, BadEntryOutcome):  # of job 0
             bad.append(event)
             continue
         # Of another user's copy its users know the key alone.
-        if not isinstance(event.outcome, Released) and event.outcome.key and event.outcome.image:
+        if (
+            not isinstance(event.outcome, ReleaseOutcome)
+            and event.outcome.key
+            and event.outcome.image
+        ):
             images[event.outcome.key] = event.outcome.image
         if event.job == job:
             own.append(event)
@@ -145,7 +149,7 @@ def history(
     problems += _losses(lost, own)
     failed = [event for event in own if event.hook == "step" and _is_of_tasks(event.outcome)]
     missed = [event for event in own if event.outcome.reason == "deadline"]
-    runs: list[list[Event]] = []
+    runs: list[list[EventRecord]] = []
     for event in own:
         # A hook writes its lines at once, each with the same duration to a tenth of a millisecond.
         one = runs[-1][0] if runs else None
@@ -160,24 +164,24 @@ def history(
     runs.sort(key=lambda run: (round(run[0].time - run[0].total, 1), run[0].hook == "stager"))
     held = holder(lease, images) if lease else None
     told = tuple(_run(run, images, missed, bad, ahead, failed) for run in runs)
-    return History(job, told, held, problems, _is_unasked(own), yours)
+    return JobHistory(job, told, held, problems, _is_unasked(own), yours)
 
 
-def _nothing(job: int, lost: LostEvents | None, yours: bool) -> NotFound:
+def _nothing(job: int, lost: LostEvents | None, yours: bool) -> NotFoundError:
     """Return what is said where there is no record of a job. Pure."""
     if yours:
         what = f"nothing is recorded about your job {job} on this node"
         there = f"srun --jobid={job} --overlap -w NODE forestage explain {job}"
         why = "it asked for no image, is too long ago, or /run here is no tmpfs with ACLs"
-        return NotFound(what, f"while it runs: {there}; or {why}")
+        return NotFoundError(what, f"while it runs: {there}; or {why}")
     what = f"nothing is recorded about job {job} on this node"
     hint = "it asked for no image, ran elsewhere, never reached this node, or is too long ago"
     if lost is None:
-        return NotFound(what, hint)
-    return NotFound(f"{what}, and {_loss(lost)}", f"root: `forestage check`; or {hint}")
+        return NotFoundError(what, hint)
+    return NotFoundError(f"{what}, and {_loss(lost)}", f"root: `forestage check`; or {hint}")
 
 
-def _losses(lost: LostEvents | None, own: Sequence[Event]) -> tuple[str, ...]:
+def _losses(lost: LostEvents | None, own: Sequence[EventRecord]) -> tuple[str, ...]:
     """Return what is said of lost events to a job that may lack some. Pure."""
     return (_loss(lost),) if lost is not None and losses.may_concern(lost, own) else ()
 
@@ -190,51 +194,51 @@ def _loss(lost: LostEvents) -> str:
     return f"events could not be recorded between {since} and {until}: {lost.why}"
 
 
-def _is_unasked(own: Iterable[Event]) -> bool:
+def _is_unasked(own: Iterable[EventRecord]) -> bool:
     """Pure: whether no step asked for what the job's last Prolog had for its steps."""
     left = unasked = False
     for event in own:
         outcome = event.outcome
         if event.hook == "prolog":
-            if isinstance(outcome, Handled):
+            if isinstance(outcome, RequestOutcome):
                 begun = outcome.data and outcome.result == "started"
                 left |= begun or outcome.redirect == "spank"
             unasked = False
         elif event.hook == "step":
             left = False
-        elif isinstance(outcome, Released):
+        elif isinstance(outcome, ReleaseOutcome):
             left, unasked = False, left
     return unasked
 
 
-def _missed(copy: Event, deadline: Event) -> bool:
+def _missed(copy: EventRecord, deadline: EventRecord) -> bool:
     """Pure: whether the copy of this image was under way when a hook gave up."""
     # What was asked for may be a link to it; of another user's copy there is the key alone.
     waited, copied = deadline.outcome, copy.outcome
-    if not (isinstance(waited, Handled) and isinstance(copied, Copied)):
+    if not (isinstance(waited, RequestOutcome) and isinstance(copied, CopyOutcome)):
         return False
     alike = copied.image == (waited.image or waited.request) or copied.key == waited.key
     return alike and copy.time - copy.total <= deadline.time <= copy.time
 
 
 def _run(
-    events: list[Event],
+    events: list[EventRecord],
     images: dict[str, str],
-    missed: list[Event],
-    bad: list[Event],
-    ahead: Mapping[str, Copied],
-    failed: list[Event],
-) -> Run:
+    missed: list[EventRecord],
+    bad: list[EventRecord],
+    ahead: Mapping[str, CopyOutcome],
+    failed: list[EventRecord],
+) -> RecordedRun:
     first = events[0]
     late = max((first.time - event.time for event in missed if _missed(first, event)), default=None)
     more: tuple[str, ...] = ()
-    is_copy = isinstance(first.outcome, Copied) and first.outcome.result == "copied"
+    is_copy = isinstance(first.outcome, CopyOutcome) and first.outcome.result == "copied"
     if is_copy and late is not None:
         more = (
             f"The job had stopped waiting {format_duration(late)} before; the next one has it.",
         )
     explained = tuple(
-        Explained(
+        ExplainedOutcome(
             event.outcome,
             (
                 *_without_tasks(event, failed, images),
@@ -245,7 +249,7 @@ def _run(
         )
         for event in events
     )
-    return Run(
+    return RecordedRun(
         time=first.time,
         hook=first.hook,
         job=first.job,
@@ -262,11 +266,11 @@ def _run(
 
 
 def _without_tasks(
-    event: Event, failed: Iterable[Event], images: dict[str, str]
+    event: EventRecord, failed: Iterable[EventRecord], images: dict[str, str]
 ) -> tuple[str, ...]:
     """Pure: the sentences about an outcome; of a step whose tasks did not all get it, only that."""
     outcome = event.outcome
-    if event.hook != "step" or not isinstance(outcome, Handled) or _is_of_tasks(outcome):
+    if event.hook != "step" or not isinstance(outcome, RequestOutcome) or _is_of_tasks(outcome):
         return sentences(event, images)
     if not any(_is_same(event, one) for one in failed):
         return sentences(event, images)
@@ -275,25 +279,25 @@ def _without_tasks(
 
 def _is_of_tasks(outcome: Outcome) -> bool:
     """Pure: whether the companion noted it for tasks (src/spank); a helper's has a request."""
-    if not isinstance(outcome, Handled) or outcome.result != "declined":
+    if not isinstance(outcome, RequestOutcome) or outcome.result != "declined":
         return False
     return bool(outcome.image) and not outcome.request
 
 
-def _is_same(event: Event, failed: Event) -> bool:
+def _is_same(event: EventRecord, failed: EventRecord) -> bool:
     """Pure: whether a step's tasks were to be given what the event is about."""
     one, other = event.outcome, failed.outcome
-    if not (isinstance(one, Handled) and isinstance(other, Handled)):
+    if not (isinstance(one, RequestOutcome) and isinstance(other, RequestOutcome)):
         return False
     places = {one.image, one.request.rpartition("@")[2]}
     return event.step == failed.step and one.data == other.data and other.image in places
 
 
-def _found_bad(start: Event, bad: Iterable[Event]) -> Iterator[str]:
+def _found_bad(start: EventRecord, bad: Iterable[EventRecord]) -> Iterator[str]:
     """Pure: what a job must know that began with an entry which was found to be bad later."""
     for event in bad:
         outcome = event.outcome
-        if not (isinstance(outcome, Bad) and isinstance(start.outcome, Handled)):
+        if not (isinstance(outcome, BadEntryOutcome) and isinstance(start.outcome, RequestOutcome)):
             continue
         if outcome.key == start.outcome.key and outcome.since <= start.time <= event.time:
             right = f"its bytes were last right {moment(outcome.since)}" if outcome.since else ""
@@ -304,16 +308,16 @@ def _found_bad(start: Event, bad: Iterable[Event]) -> Iterator[str]:
             )
 
 
-def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
+def sentences(event: EventRecord, images: dict[str, str]) -> tuple[str, ...]:
     """Pure: what became of one request, or of a job's lease, in plain words."""
     outcome = event.outcome
     made_room = tuple(f"{text}, to free space" for text in _evicted(outcome.evicted, images))
-    if isinstance(outcome, Released) and outcome.result == "released":
+    if isinstance(outcome, ReleaseOutcome) and outcome.result == "released":
         return _released(outcome, images)
-    if isinstance(outcome, Copied) and outcome.result == "copied":
+    if isinstance(outcome, CopyOutcome) and outcome.result == "copied":
         return (_copied(outcome), *made_room)
     parts = _parts(event.hook, outcome)
-    if isinstance(outcome, Handled) and (found := _handled(outcome, parts)):
+    if isinstance(outcome, RequestOutcome) and (found := _handled(outcome, parts)):
         return (*found, *made_room)
     meaning = collect_reasons().get(outcome.reason, "")
     what = f"{outcome.result} ({outcome.reason}): {meaning}".removesuffix(": ")
@@ -322,20 +326,20 @@ def sentences(event: Event, images: dict[str, str]) -> tuple[str, ...]:
 
 
 def _parts(
-    hook: Hook, outcome: Outcome, ahead: Mapping[str, Copied] | None = None
+    hook: Hook, outcome: Outcome, ahead: Mapping[str, CopyOutcome] | None = None
 ) -> list[ExplainPart]:
     """Return what features say of an outcome. Pure."""
     facts = ExplainFacts(hook, outcome, ahead or {})
     return [explain_outcome(facts) for explain_outcome in load_all(EXPLAIN_EXPLAIN_OUTCOME)]
 
 
-def _further(event: Event, ahead: Mapping[str, Copied]) -> Iterator[str]:
+def _further(event: EventRecord, ahead: Mapping[str, CopyOutcome]) -> Iterator[str]:
     """Yield the sentences that features add. Pure."""
     for part in _parts(event.hook, event.outcome, ahead):
         yield from part.sentences
 
 
-def _handled(outcome: Handled, parts: Sequence[ExplainPart]) -> tuple[str, ...]:
+def _handled(outcome: RequestOutcome, parts: Sequence[ExplainPart]) -> tuple[str, ...]:
     if outcome.result == "started":
         return (*_started(outcome), _redirect(outcome, parts))
     if outcome.result == "through":
@@ -343,14 +347,14 @@ def _handled(outcome: Handled, parts: Sequence[ExplainPart]) -> tuple[str, ...]:
     return (_staged(outcome), _redirect(outcome, parts)) if outcome.result in WHOLE else ()
 
 
-def _started(outcome: Handled) -> Iterator[str]:
+def _started(outcome: RequestOutcome) -> Iterator[str]:
     yield "started: the job started while the copy was under way"
     if outcome.reason:
         meaning = collect_reasons().get(outcome.reason, outcome.reason)
         yield f"{meaning.removesuffix('.')}: {outcome.detail}".removesuffix(": ")
 
 
-def _staged(outcome: Handled) -> str:
+def _staged(outcome: RequestOutcome) -> str:
     if outcome.result == "hit":
         took = to_tenths(outcome.wait)
         return "hit: the cache had it" + (f" ({took})" if took else "")
@@ -365,7 +369,7 @@ def _tenths(seconds: float) -> str:
     return to_tenths(seconds) or "less than 0.1s"
 
 
-def _copied(outcome: Copied) -> str:
+def _copied(outcome: CopyOutcome) -> str:
     fetched = outcome.bytes - outcome.resumed
     rate = format_rate(fetched, outcome.copying or outcome.wait)
     took = _tenths(outcome.wait)
@@ -384,7 +388,7 @@ def _copied(outcome: Copied) -> str:
     return f"{made}; jobs read {read} before that, {straight} of it from the source"
 
 
-def _redirect(outcome: Handled, parts: Sequence[ExplainPart]) -> str:
+def _redirect(outcome: RequestOutcome, parts: Sequence[ExplainPart]) -> str:
     if said := next((part.redirect for part in parts if part.redirect), ""):
         return said
     why = "`redirect: none`, or Slurm's files could not be read, or it saves its container there"
@@ -399,7 +403,7 @@ def _redirect(outcome: Handled, parts: Sequence[ExplainPart]) -> str:
     }.get(outcome.redirect, f"redirect: {outcome.redirect or 'not recorded'}")
 
 
-def _consequence(event: Event, parts: Sequence[ExplainPart]) -> str:
+def _consequence(event: EventRecord, parts: Sequence[ExplainPart]) -> str:
     if event.hook == "epilog":
         return "What it could not release is still there: see `forestage status`."
     if event.hook == "stager":
@@ -420,7 +424,7 @@ def _consequence(event: Event, parts: Sequence[ExplainPart]) -> str:
     return said or f"The {who} kept its original path."
 
 
-def _released(outcome: Released, images: dict[str, str]) -> tuple[str, ...]:
+def _released(outcome: ReleaseOutcome, images: dict[str, str]) -> tuple[str, ...]:
     # The detail: why, if a sweep did it; of an Epilog, what it could not unmount.
     found = ["released the job's lease" + (f": {outcome.detail}" if outcome.detail else "")]
     if outcome.unmounted:
@@ -436,10 +440,10 @@ def _evicted(keys: Iterable[str], images: dict[str, str]) -> Iterator[str]:
         yield f"evicted {short(key)}{known}"
 
 
-def pieces(found: History, now: float) -> list[Piece]:
+def pieces(found: JobHistory, now: float) -> list[Piece]:
     """Pure: what `explain` prints."""
     lines: list[Piece] = [TextLine(_head(found), heading=True)]
-    counted = saved.Starts()
+    counted = saved.StartTracker()
     options = {name for run in found.runs if run.job == found.job for name in run.options}
     for run in found.runs:
         tenths = to_tenths(run.total)
@@ -461,7 +465,7 @@ def pieces(found: History, now: float) -> list[Piece]:
     return lines + _now(found, now)
 
 
-def _head(found: History) -> str:
+def _head(found: JobHistory) -> str:
     own = [run for run in found.runs if run.job == found.job]
     if not own:
         return f"Job {found.job}: no event is recorded"
@@ -470,7 +474,7 @@ def _head(found: History) -> str:
     return f"Job {found.job} of {last.user} on {last.node or 'this node'}{partition}"
 
 
-def _asked(run: Run) -> Iterator[str]:
+def _asked(run: RecordedRun) -> Iterator[str]:
     """Pure: what was asked with options, and what did not count beside them."""
     if run.options:
         yield f"asked at submission: {', '.join(f'--{name}' for name in run.options)}"
@@ -479,7 +483,7 @@ def _asked(run: Run) -> Iterator[str]:
         yield f"not counted: {words} in the comment, as the option was given"
 
 
-def _via(outcome: Handled, name: str, options: Collection[str]) -> str:
+def _via(outcome: RequestOutcome, name: str, options: Collection[str]) -> str:
     """Pure: where a request was asked; `options` are those that the job was submitted with.
 
     `name` is that of the request's own option.
@@ -490,17 +494,17 @@ def _via(outcome: Handled, name: str, options: Collection[str]) -> str:
 
 
 def _request(
-    explained: Explained, hook: Hook, starts: bool, options: Collection[str]
+    explained: ExplainedOutcome, hook: Hook, starts: bool, options: Collection[str]
 ) -> list[Piece]:
     outcome, parts = explained.outcome, _parts(hook, explained.outcome)
     facts = []
-    request = outcome.request if isinstance(outcome, Handled) else ""
-    if isinstance(outcome, Handled) and request:
+    request = outcome.request if isinstance(outcome, RequestOutcome) else ""
+    if isinstance(outcome, RequestOutcome) and request:
         name = next((part.option for part in parts if part.option), "stage")
         via = _via(outcome, name, options)
         facts.append(("request", f"{request} ({via})" if via else request))
     facts += [row for part in parts for row in part.rows]
-    if isinstance(outcome, Handled | Copied):
+    if isinstance(outcome, RequestOutcome | CopyOutcome):
         if outcome.image and outcome.image != request:
             facts.append(("data" if outcome.data else "image", outcome.image))
         if outcome.key:
@@ -509,20 +513,20 @@ def _request(
     facts += [
         ("done" if not number else "", text) for number, text in enumerate(explained.sentences)
     ]
-    tenths = to_tenths(outcome.wait) if isinstance(outcome, Handled | Copied) else ""
+    tenths = to_tenths(outcome.wait) if isinstance(outcome, RequestOutcome | CopyOutcome) else ""
     if tenths and outcome.result not in WHOLE:
         facts.append(("took", tenths))
-    if isinstance(outcome, Handled) and starts:
+    if isinstance(outcome, RequestOutcome) and starts:
         facts.append(("saved", _saved(outcome)))
     return [NamedValues(tuple(facts), indent=2)]
 
 
-def _starts(outcome: Outcome, run: Run, counted: saved.Starts) -> bool:
+def _starts(outcome: Outcome, run: RecordedRun, counted: saved.StartTracker) -> bool:
     """Whether something began to read a copy; `counted` has what was asked about before."""
     return counted.is_one(run.hook, run.job, outcome)
 
 
-def _saved(outcome: Handled) -> str:
+def _saved(outcome: RequestOutcome) -> str:
     """What a start had of it, and against what."""
     found = saved.seconds(outcome)
     if found is None:
@@ -537,7 +541,7 @@ def _saved(outcome: Handled) -> str:
     return f"nothing: it took {tenths} longer ({against})" if found < 0 else f"{tenths} ({against})"
 
 
-def _now(found: History, now: float) -> list[Piece]:
+def _now(found: JobHistory, now: float) -> list[Piece]:
     if found.lease is None:
         hooks = [run for run in found.runs if run.hook != "stager"]
         last = hooks[-1] if hooks else None
@@ -576,7 +580,7 @@ def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
 @as_json
 @click.argument("job", callback=_job_id, metavar="JOBID", shell_complete=complete_jobs)
 @click.pass_obj
-def explain(world: World, job: int, as_json: bool) -> None:
+def explain(world: CommandContext, job: int, as_json: bool) -> None:
     """What a job asked for, what was done, why, and how long it took.
 
     Finished jobs too, as far back as the event log goes. Of an array, JOBID is the task's own id.

@@ -12,18 +12,18 @@ from collections.abc import Callable, Container, Iterable, Mapping
 import msgspec
 
 from forestage.cache import disk, evict
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Entry, StoredEntry
-from forestage.cache.lease import Lease, Leases
+from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.cache.node import Node
-from forestage.errors import Failed, NotFound
+from forestage.errors import Failed, NotFoundError
 
 MIN_PREFIX = 4  # hex digits of a key that name an entry, as in git
 
 _PREFIX = re.compile(rf"[0-9a-f]{{{MIN_PREFIX},32}}", re.ASCII | re.IGNORECASE)
 
 
-class Item(msgspec.Struct, frozen=True):
+class InventoryItem(msgspec.Struct, frozen=True):
     """An entry and who uses it. Bytes are on disk, times in seconds since the epoch.
 
     `entry` is None where the entry is damaged: it is never served, only evicted. `kind` is "" then.
@@ -50,20 +50,20 @@ class Item(msgspec.Struct, frozen=True):
         return self.entry.created if self.entry else 0.0
 
 
-class Holdings(msgspec.Struct, frozen=True):
+class CacheInventory(msgspec.Struct, frozen=True):
     """Every entry and every lease of the node; `problems`: one sentence per unreadable lease."""
 
-    items: tuple[Item, ...] = ()
+    items: tuple[InventoryItem, ...] = ()
     leases: tuple[Lease, ...] = ()
     problems: tuple[str, ...] = ()
 
-    def only(self, keys: Container[str]) -> "Holdings":
+    def only(self, keys: Container[str]) -> "CacheInventory":
         """The holdings with only those entries that have these keys."""
         items = tuple(item for item in self.items if item.key in keys)
         return msgspec.structs.replace(self, items=items)
 
 
-class Leased(msgspec.Struct, frozen=True):
+class LeasedImage(msgspec.Struct, frozen=True):
     """One image of a lease; `path` is "" where it is no longer known."""
 
     key: str
@@ -71,13 +71,13 @@ class Leased(msgspec.Struct, frozen=True):
     redirected: bool
 
 
-class Holder(msgspec.Struct, frozen=True):
+class LeaseHolder(msgspec.Struct, frozen=True):
     """A job that holds a lease, `since` in seconds since the epoch."""
 
     job: int
     user: str
     since: float
-    images: tuple[Leased, ...]
+    images: tuple[LeasedImage, ...]
 
 
 def is_made(node: Node) -> bool:
@@ -98,12 +98,12 @@ def is_made(node: Node) -> bool:
     return True
 
 
-def gather(node: Node) -> Holdings:
+def gather(node: Node) -> CacheInventory:
     """Reads the node; a cache that does not exist yet is empty. Raises Failed, PermissionError."""
     return gather_stored(node)[0]
 
 
-def gather_stored(node: Node) -> tuple[Holdings, list[StoredEntry] | None]:
+def gather_stored(node: Node) -> tuple[CacheInventory, list[StoredEntry] | None]:
     """Gather the holdings and the entries that they were made of, so that nothing reads them twice.
 
     The entries are None where the cache does not exist yet. Raises as `gather` does.
@@ -115,7 +115,7 @@ def gather_stored(node: Node) -> tuple[Holdings, list[StoredEntry] | None]:
     return msgspec.structs.replace(held, items=items_of(stored, held.leases)), stored
 
 
-def read_leases(leases: Leases) -> Holdings:
+def read_leases(leases: LeaseDirectory) -> CacheInventory:
     """The leases alone, by job. Raises PermissionError for users who may not read them."""
     with contextlib.suppress(FileNotFoundError):  # a fresh boot
         os.scandir(leases.directory).close()  # glob() is silent about a directory it may not read
@@ -128,7 +128,7 @@ def read_leases(leases: Leases) -> Holdings:
             problems.append(str(failed))
         else:
             found += [lease] if lease else []
-    return Holdings((), tuple(found), tuple(problems))
+    return CacheInventory((), tuple(found), tuple(problems))
 
 
 def jobs_by_key(leases: Iterable[Lease]) -> dict[str, list[int]]:
@@ -140,13 +140,13 @@ def jobs_by_key(leases: Iterable[Lease]) -> dict[str, list[int]]:
     return jobs
 
 
-def items_of(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[Item, ...]:
+def items_of(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[InventoryItem, ...]:
     """Pure: the entries, most recently used first."""
     everything = list(stored)
     jobs = jobs_by_key(leases)
     old = evict.superseded(everything)
     items = [
-        Item(
+        InventoryItem(
             key=one.key,
             path=one.entry.identity.path if one.entry else "",
             bytes=one.bytes,
@@ -168,10 +168,12 @@ def is_key(word: str) -> bool:
     return bool(_PREFIX.fullmatch(word))
 
 
-def pick(items: Iterable[Item], word: str, resolve: Callable[[str], str]) -> tuple[Item, ...]:
+def pick(
+    items: Iterable[InventoryItem], word: str, resolve: Callable[[str], str]
+) -> tuple[InventoryItem, ...]:
     """The entries that KEY|PATH names, newest first: one for a key, any number for a path.
 
-    Raises NotFound where there is none, or where several keys begin so.
+    Raises NotFoundError where there is none, or where several keys begin so.
     """
     items = tuple(items)
     if exact := tuple(item for item in items if item.key == word):
@@ -180,7 +182,9 @@ def pick(items: Iterable[Item], word: str, resolve: Callable[[str], str]) -> tup
         fitting = tuple(item for item in items if item.key.startswith(word.lower()))
         if len(fitting) > 1:
             keys = ", ".join(sorted(item.key for item in fitting))
-            raise NotFound(f"{word} is the beginning of several keys: {keys}", "write more of it")
+            raise NotFoundError(
+                f"{word} is the beginning of several keys: {keys}", "write more of it"
+            )
         if fitting:
             return fitting
     # Resolving walks the shared file system; the path as `ls` prints it needs none of that.
@@ -188,27 +192,29 @@ def pick(items: Iterable[Item], word: str, resolve: Callable[[str], str]) -> tup
     if not found:
         short = re.fullmatch(r"[0-9a-fA-F]+", word, re.ASCII) and len(word) < MIN_PREFIX
         hint = f"of a key, write {MIN_PREFIX} digits or more" if short else "see `forestage ls`"
-        raise NotFound(f"no entry has the key or path {word}", hint)
+        raise NotFoundError(f"no entry has the key or path {word}", hint)
     return found
 
 
-def _at(items: Iterable[Item], path: str) -> tuple[Item, ...]:
+def _at(items: Iterable[InventoryItem], path: str) -> tuple[InventoryItem, ...]:
     found = (item for item in items if item.entry and item.path == path)
     return tuple(sorted(found, key=lambda item: item.created, reverse=True))
 
 
-def holder(lease: Lease, paths: Mapping[str, str], bound: Container[str] | None = None) -> Holder:
+def holder(
+    lease: Lease, paths: Mapping[str, str], bound: Container[str] | None = None
+) -> LeaseHolder:
     """Pure: a lease for people; `paths` is key -> path, as far as known.
 
     `bound` are the paths that the node redirects now: a lease names one before that, while the
     copy goes on.
     """
-    return Holder(
+    return LeaseHolder(
         job=lease.job,
         user=lease.user.name or str(lease.user.uid),
         since=lease.since,
         images=tuple(
-            Leased(
+            LeasedImage(
                 use.key,
                 use.path or paths.get(use.key, ""),
                 bool(use.path) and (bound is None or use.path in bound),
@@ -226,10 +232,12 @@ class LocalCopy(msgspec.Struct, frozen=True):
     copy: str
 
 
-def copy_of(node: Node, wanted: Image) -> LocalCopy:
-    """The local copy of exactly this image. Raises NotFound, which says what the cache has."""
+def copy_of(node: Node, wanted: SourceImage) -> LocalCopy:
+    """The local copy of exactly this image. Raises NotFoundError, which says what the cache has."""
     if node.cache.find(wanted):
         return LocalCopy(wanted.path, wanted.key, str(node.cache.image(wanted.key)))
     if any(item.path == wanted.path for item in gather(node).items):
-        raise NotFound(f"the cache holds another version of {wanted.path}, not the present one")
-    raise NotFound(f"the cache does not hold {wanted.path}")
+        raise NotFoundError(
+            f"the cache holds another version of {wanted.path}, not the present one"
+        )
+    raise NotFoundError(f"the cache does not hold {wanted.path}")

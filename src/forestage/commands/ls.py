@@ -8,14 +8,14 @@ from forestage.commands.entries import pick_entries, some_words
 from forestage.commands.world import as_json, show
 
 if TYPE_CHECKING:
-    from forestage.commands.world import World
+    from forestage.commands.world import CommandContext
 
 
 @click.command()
 @as_json
 @some_words
 @click.pass_obj
-def ls(world: "World", words: tuple[str, ...], as_json: bool) -> None:
+def ls(world: "CommandContext", words: tuple[str, ...], as_json: bool) -> None:
     """List the entries, last used first: all, or those named."""
     from forestage.commands import inventory
     from forestage.commands import show as view

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import Commands, Exit
-from forestage.commands.world import World as World
+from forestage.commands.world import CommandContext as CommandContext
+from forestage.commands.world import ExitStatus, LazyCommandGroup
 from forestage.features import FEATURES, doors
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ its name, but for those in TOGETHER. The second value is the first sentence of i
 TOGETHER = {"disable": "enable", "on": "off", "unpin": "pin"}
 """Commands that have a module with another one."""
 
-STATUSES = "\n".join(f"  {member.value:>3}  {member.meaning}" for member in Exit)
+STATUSES = "\n".join(f"  {member.value:>3}  {member.meaning}" for member in ExitStatus)
 
 
 @click.group(
-    cls=Commands,
+    cls=LazyCommandGroup,
     epilog=f"\b\nExit status:\n{STATUSES}",  # \b keeps click from filling the lines
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -71,7 +71,7 @@ def main(ctx: click.Context) -> None:
     link to it.
     """
     if ctx.obj is None:
-        ctx.obj = World.real()
+        ctx.obj = CommandContext.real()
 
 
 def _load_core(module: str) -> "CommandsDoor":

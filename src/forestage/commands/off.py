@@ -4,16 +4,16 @@ import click
 import msgspec
 
 from forestage.clock import Clock
-from forestage.commands.world import Exit, as_json, seconds, show
+from forestage.commands.world import ExitStatus, as_json, seconds, show
 from forestage.config import load_settings, switch
 from forestage.errors import ConfigError
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system.terminal import Piece, TextLine, count
 
 BY_HAND = "forestage off"  # the reason of who gives none
 
 
-class Switched(msgspec.Struct, frozen=True):
+class SwitchResult(msgspec.Struct, frozen=True):
     """Whether staging is off now, and by what; `files` are those written, or removed.
 
     `why` is what switches it off, "" while it is on; `kept`: that outlives a reboot. `error` says
@@ -27,28 +27,28 @@ class Switched(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def off(places: Places, clock: Clock, reason: str, seconds: float | None) -> Switched:
+def off(places: NodePaths, clock: Clock, reason: str, seconds: float | None) -> SwitchResult:
     """Switches staging off, for so many seconds or until `on`; as root. Raises OSError."""
     now = clock.wall()
     done = switch.turn_off(places, reason, None if seconds is None else now + seconds)
     why = switch.by_file(places, now)
-    return Switched(True, _names(done), why, not done.error, done.error)
+    return SwitchResult(True, _names(done), why, not done.error, done.error)
 
 
-def on(places: Places, clock: Clock) -> Switched:
+def on(places: NodePaths, clock: Clock) -> SwitchResult:
     """Removes what switches staging off, an upgrade's own file too; as root. Raises OSError."""
     done = switch.turn_on(places)
     if done.error:  # nothing else looks into that directory now: it would wait as well
-        return Switched(True, _names(done), done.error, True, done.error)
+        return SwitchResult(True, _names(done), done.error, True, done.error)
     why = switch.by_file(places, clock.wall()) or _by_configuration(places)
-    return Switched(bool(why), _names(done), why, bool(why))
+    return SwitchResult(bool(why), _names(done), why, bool(why))
 
 
 def _names(done: switch.SwitchChange) -> tuple[str, ...]:
     return tuple(map(str, done.files))
 
 
-def _by_configuration(places: Places) -> str:
+def _by_configuration(places: NodePaths) -> str:
     """What the configuration switches off: all jobs, those of some partitions, or nothing."""
     try:
         settings = load_settings(places.etc)
@@ -64,7 +64,7 @@ def _by_configuration(places: Places) -> str:
     )
 
 
-def pieces(done: Switched, turned: str) -> list[Piece]:
+def pieces(done: SwitchResult, turned: str) -> list[Piece]:
     """Pure: what `forestage off` and `on` print; `turned` is which of the two it was."""
     if turned == "on":
         lines = [f"{file} removed." for file in done.files]
@@ -116,7 +116,7 @@ def on_command(ctx: click.Context, as_json: bool) -> None:
     done = on(ctx.obj.places, ctx.obj.clock)
     show(done, pieces(done, "on"), as_json)
     if done.error:
-        ctx.exit(Exit.FAILED)
+        ctx.exit(ExitStatus.FAILED)
 
 
 COMMANDS = (off_command, on_command)

@@ -7,14 +7,14 @@ import click
 from forestage.commands.world import as_json, show
 
 if TYPE_CHECKING:
-    from forestage.commands.world import World
+    from forestage.commands.world import CommandContext
 
 
 @click.command()
 @as_json
 @click.argument("image")
 @click.pass_obj
-def path(world: "World", image: str, as_json: bool) -> None:
+def path(world: "CommandContext", image: str, as_json: bool) -> None:
     """Print the path of IMAGE's local copy.
 
     Only if the copy is exactly what IMAGE is now; else it says why not and ends with status 1.

@@ -8,14 +8,14 @@ from forestage.commands.entries import pick_entries, words
 from forestage.commands.world import as_json, show
 
 if TYPE_CHECKING:
-    from forestage.commands.world import World
+    from forestage.commands.world import CommandContext
 
 
 @click.command()
 @as_json
 @words
 @click.pass_obj
-def pin(world: "World", words: tuple[str, ...], as_json: bool) -> None:
+def pin(world: "CommandContext", words: tuple[str, ...], as_json: bool) -> None:
     """Keep entries from being evicted; of a PATH, its newest."""
     _set_pin(world, words, True, as_json)
 
@@ -24,12 +24,12 @@ def pin(world: "World", words: tuple[str, ...], as_json: bool) -> None:
 @as_json
 @words
 @click.pass_obj
-def unpin(world: "World", words: tuple[str, ...], as_json: bool) -> None:
+def unpin(world: "CommandContext", words: tuple[str, ...], as_json: bool) -> None:
     """Let entries be evicted again; of a PATH, all of them."""
     _set_pin(world, words, False, as_json)
 
 
-def _set_pin(world: "World", words: tuple[str, ...], pinned: bool, as_json: bool) -> None:
+def _set_pin(world: "CommandContext", words: tuple[str, ...], pinned: bool, as_json: bool) -> None:
     from forestage.commands import evict, inventory
 
     node = world.node()

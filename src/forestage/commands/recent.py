@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 
 from forestage import events
-from forestage.commands.tally import Tally
-from forestage.events import Copied
-from forestage.paths import Places
-from forestage.slurm.queue import Slurm
+from forestage.commands.tally import EventTally
+from forestage.events import CopyOutcome
+from forestage.paths import NodePaths
+from forestage.slurm.queue import SlurmClient
 from forestage.system import files, processes
 from forestage.units import is_number
 
@@ -28,14 +28,14 @@ SLACK = 1.0  # seconds; slurmd may load them just before it becomes a daemon
 _STEP = re.compile(rb"slurmstepd: \[(\d+\.(?:\d{1,9}|batch|interactive))\]")
 
 
-class Call(msgspec.Struct, frozen=True):
+class HookCall(msgspec.Struct, frozen=True):
     """When Slurm called a hook last, in seconds since the epoch; `job`: the latest of its jobs."""
 
     time: float
     job: int = 0
 
 
-class Calls(msgspec.Struct, frozen=True):
+class RecentCalls(msgspec.Struct, frozen=True):
     """Who was called since the node booted; `companion`: a step or slurmd loaded it.
 
     `missed` are jobs with a step on this node for which no Prolog of forestage ran: they are later
@@ -44,14 +44,14 @@ class Calls(msgspec.Struct, frozen=True):
     says so at its start.
     """
 
-    prolog: Call | None = None
-    epilog: Call | None = None
-    companion: Call | None = None
+    prolog: HookCall | None = None
+    epilog: HookCall | None = None
+    companion: HookCall | None = None
     missed: tuple[int, ...] = ()
     without: str = ""
 
 
-class Failure(msgspec.Struct, frozen=True):
+class LastFailure(msgspec.Struct, frozen=True):
     """The last outcome for which the node or forestage is at fault."""
 
     time: float
@@ -60,7 +60,7 @@ class Failure(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class Starts(msgspec.Struct, frozen=True):
+class RecentStarts(msgspec.Struct, frozen=True):
     """Starts for which staging was tried, from `since` to `time`, in seconds since the epoch.
 
     `copy_failure` is that of the last copy; None where it succeeded.
@@ -70,20 +70,20 @@ class Starts(msgspec.Struct, frozen=True):
     tried: int = 0
     hits: int = 0
     hit_ratio: float | None = None
-    failure: Failure | None = None
-    copy_failure: Failure | None = None
+    failure: LastFailure | None = None
+    copy_failure: LastFailure | None = None
     time: float = 0.0
 
 
-def calls(places: Places, now: float) -> Calls:
+def calls(places: NodePaths, now: float) -> RecentCalls:
     """Reads the marks, and which jobs have steps here. Slurm is not asked."""
     prolog = _call(places.called("prolog"))
     proc = places.root / "proc"
     latest, since = _numbers(places.called("prolog"))
-    later = {pid: job for pid, job in Slurm("", proc=proc).managers().items() if job > latest}
+    later = {pid: job for pid, job in SlurmClient("", proc=proc).managers().items() if job > latest}
     before = {job for pid, job in later.items() if _is_from_before(proc, pid, since, now)}
     loaded = _call(places.loaded)
-    return Calls(
+    return RecentCalls(
         prolog,
         _call(places.called("epilog")),
         loaded,
@@ -92,9 +92,9 @@ def calls(places: Places, now: float) -> Calls:
     )
 
 
-def _call(mark: Path) -> Call | None:
+def _call(mark: Path) -> HookCall | None:
     try:
-        return Call(mark.stat().st_mtime, _numbers(mark)[0])
+        return HookCall(mark.stat().st_mtime, _numbers(mark)[0])
     except FileNotFoundError:
         return None
 
@@ -120,9 +120,9 @@ def _is_from_before(proc: Path, pid: int, since: float, now: float) -> bool:
     return began is None or began < since
 
 
-def starts(file: Path, now: float) -> Starts:
+def starts(file: Path, now: float) -> RecentStarts:
     """Counts the end of the event log, of the last week at most."""
-    tally = Tally()
+    tally = EventTally()
     since, failure, copy_failure = 0.0, None, None
     for event in events.latest(file, LOOK):
         if not now - AGE <= event.time:
@@ -130,13 +130,13 @@ def starts(file: Path, now: float) -> Starts:
         since = since or event.time
         tally.add(event)
         outcome = event.outcome
-        failed = Failure(event.time, event.job, outcome.reason, outcome.detail)
+        failed = LastFailure(event.time, event.job, outcome.reason, outcome.detail)
         if outcome.result in ("failed", "bad"):
             failure = failed
-        if isinstance(outcome, Copied) and outcome.result != "declined":
+        if isinstance(outcome, CopyOutcome) and outcome.result != "declined":
             copy_failure = failed if outcome.result == "failed" else None
     hits = tally.starts.get("hit", 0)
-    return Starts(since, tally.tried, hits, tally.hit_ratio, failure, copy_failure, now)
+    return RecentStarts(since, tally.tried, hits, tally.hit_ratio, failure, copy_failure, now)
 
 
 def _find_without(proc: Path, loaded: float, now: float) -> str:

@@ -8,9 +8,9 @@ import msgspec
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease
 from forestage.commands import inventory, sources
-from forestage.commands.inventory import Holder, Holdings, Item, holder
+from forestage.commands.inventory import CacheInventory, InventoryItem, LeaseHolder, holder
 from forestage.commands.sources import SourceState
-from forestage.commands.world import World, as_json, complete_entries, show
+from forestage.commands.world import CommandContext, as_json, complete_entries, show
 from forestage.system.terminal import (
     NamedValues,
     Piece,
@@ -24,23 +24,23 @@ from forestage.system.terminal import (
 from forestage.units import format_size
 
 
-class Shown(msgspec.Struct, frozen=True):
+class EntryDetails(msgspec.Struct, frozen=True):
     """All about one entry; `source` is what became of the file that was copied."""
 
-    item: Item
+    item: InventoryItem
     copy: str
-    leases: tuple[Holder, ...]
+    leases: tuple[LeaseHolder, ...]
     source: SourceState
 
 
-def state(item: Item) -> str:
+def state(item: InventoryItem) -> str:
     """Pure: who or what keeps it, and what is wrong with it."""
     words = [f"leased by {count(len(item.jobs), 'job')}"] if item.jobs else []
     words += [word for word in ("pinned", "superseded", "damaged") if getattr(item, word)]
     return ", ".join(words)
 
 
-def listing(holdings: Holdings, now: float) -> list[Piece]:
+def listing(holdings: CacheInventory, now: float) -> list[Piece]:
     """Pure: what `ls` prints."""
     if not holdings.items:
         return [TextLine("The cache holds no entry."), *_problems(holdings)]
@@ -53,16 +53,18 @@ def listing(holdings: Holdings, now: float) -> list[Piece]:
     return [TextTable(columns, rows), *_problems(holdings)]
 
 
-def _problems(holdings: Holdings) -> list[Piece]:
+def _problems(holdings: CacheInventory) -> list[Piece]:
     return [TextLine(f"Problem: {problem}") for problem in holdings.problems]
 
 
-def found(cache: Cache, items: Iterable[Item], leases: Iterable[Lease]) -> list[Shown]:
+def found(
+    cache: Cache, items: Iterable[InventoryItem], leases: Iterable[Lease]
+) -> list[EntryDetails]:
     """Entries with the state of their sources, which are opened as the user who asks."""
     user, held = sources.invoking_user(), tuple(leases)
     damaged = SourceState("not-checked", "the entry is damaged")
     return [
-        Shown(
+        EntryDetails(
             item,
             str(cache.image(item.key)),
             tuple(holder(one, {item.key: item.path}) for one in held if one.job in item.jobs),
@@ -78,7 +80,7 @@ def settings(rows: Iterable[tuple[str, str, str]]) -> list[Piece]:
     return [TextTable(columns, tuple(map(tuple, rows)))]
 
 
-def pieces(shown: Iterable[Shown], now: float) -> list[Piece]:
+def pieces(shown: Iterable[EntryDetails], now: float) -> list[Piece]:
     """Pure: what `show` prints."""
     separated: list[Piece] = []
     for one in shown:
@@ -86,7 +88,7 @@ def pieces(shown: Iterable[Shown], now: float) -> list[Piece]:
     return separated[1:]
 
 
-def _facts(found: Shown, now: float) -> NamedValues:
+def _facts(found: EntryDetails, now: float) -> NamedValues:
     item = found.item
     facts = [("key", item.key), ("state", state(item) or "may be evicted")]
     if item.entry is None:
@@ -123,7 +125,7 @@ def _facts(found: Shown, now: float) -> NamedValues:
 @as_json
 @click.argument("word", metavar="KEY|PATH", shell_complete=complete_entries)
 @click.pass_obj
-def show_entry(world: World, word: str, as_json: bool) -> None:
+def show_entry(world: CommandContext, word: str, as_json: bool) -> None:
     """All about an entry, and whether its source is unchanged.
 
     A PATH may have several entries, of which the first is the newest.

@@ -12,7 +12,7 @@ import msgspec
 
 from forestage.bind import origins
 from forestage.cache import image
-from forestage.cache.image import Access, Image
+from forestage.cache.image import AccessRights, SourceImage
 from forestage.cache.layout import Cache, Entry
 from forestage.config import ANYWHERE
 from forestage.errors import Declined
@@ -41,7 +41,7 @@ def invoking_user() -> User:
     return User(as_user.name_of(uid), uid, os.getgid())
 
 
-def owner(access: Access) -> User:
+def owner(access: AccessRights) -> User:
     """Whom the file belongs to, with that user's own groups where the node knows them."""
     return as_user.account(access.uid, access.gid)
 
@@ -57,7 +57,7 @@ def resolve(path: str) -> str:
     return found
 
 
-def find(cache: Cache, path: str, user: User) -> Image:
+def find(cache: Cache, path: str, user: User) -> SourceImage:
     """The image that `path` leads to now. Raises Declined, as_user.ChildTimeout."""
     opened = open_image(cache, path, user)
     opened.close()
@@ -110,7 +110,7 @@ def open_unchanged(cache: Cache, entry: Entry, user: User) -> OpenImage | Source
     return found
 
 
-def compare(entry: Entry, now: Image) -> SourceState:
+def compare(entry: Entry, now: SourceImage) -> SourceState:
     """Pure: the entry against the image that lies at its path now."""
     if now.identity == entry.identity and now.access == entry.access:
         return SourceState("unchanged")

@@ -19,9 +19,9 @@ from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER
 from forestage.check import site as sites
 from forestage.commands import copies, inventory, recent
-from forestage.commands.copies import Copy
-from forestage.commands.inventory import Holder, Item
-from forestage.commands.world import Exit, as_json, insert_after, show
+from forestage.commands.copies import CopyUnderWay
+from forestage.commands.inventory import InventoryItem, LeaseHolder
+from forestage.commands.world import ExitStatus, as_json, insert_after, show
 from forestage.config import switch
 from forestage.errors import Declined
 from forestage.events import field
@@ -29,7 +29,7 @@ from forestage.features.contexts import StatusFacts, StatusPart
 from forestage.features.doors import STATUS_READ_STATUS, load_all
 from forestage.system import mounts
 from forestage.system import terminal as screen
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 from forestage.system.terminal import NamedValues, Piece, TextLine, TextTable, age, count, moment
 from forestage.units import format_duration, format_size
 from forestage.views.through import keeper
@@ -49,7 +49,7 @@ class DiskSpace(msgspec.Struct, frozen=True):
     free: int
 
 
-class Counts(msgspec.Struct, frozen=True):
+class EntryCounts(msgspec.Struct, frozen=True):
     """How many entries there are, and how many of them are what."""
 
     total: int = 0
@@ -60,14 +60,14 @@ class Counts(msgspec.Struct, frozen=True):
     data: int = 0
 
 
-class Doubt(msgspec.Struct, frozen=True):
+class DiskDoubt(msgspec.Struct, frozen=True):
     """Errors of the cache's disk, for which no job is served; `since` in seconds of the epoch."""
 
     since: float
     why: str
 
 
-class Blocked(msgspec.Struct, frozen=True):
+class StagingObstacle(msgspec.Struct, frozen=True):
     """Why nothing can be staged though the cache is there: its disk hangs, is read-only or full, or
     copies end with errors."""
 
@@ -75,7 +75,7 @@ class Blocked(msgspec.Struct, frozen=True):
     why: str
 
 
-class Status(msgspec.Struct, frozen=True):
+class NodeStatus(msgspec.Struct, frozen=True):
     """The node as it was at `time`, in seconds since the epoch. `unusable`: why no cache is used.
 
     Then, and where the cache does not exist yet, `disk` and `room` are None. `off` says what has
@@ -91,22 +91,22 @@ class Status(msgspec.Struct, frozen=True):
     cache: str
     unusable: str
     redirects: tuple[str, ...]
-    leases: tuple[Holder, ...]
+    leases: tuple[LeaseHolder, ...]
     problems: tuple[str, ...]
     disk: DiskSpace | None = None
-    room: evict.Room | None = None
-    entries: Counts = Counts()
-    copies: tuple[Copy, ...] = ()
+    room: evict.CacheSpace | None = None
+    entries: EntryCounts = EntryCounts()
+    copies: tuple[CopyUnderWay, ...] = ()
     off: str = ""
     through: tuple[str, ...] = ()
-    doubt: Doubt | None = None
+    doubt: DiskDoubt | None = None
     data: int = 0
     reclaimable: int = 0
-    calls: recent.Calls = recent.Calls()
-    starts: recent.Starts = recent.Starts()
+    calls: recent.RecentCalls = recent.RecentCalls()
+    starts: recent.RecentStarts = recent.RecentStarts()
     in_steps: bool = False
     time: float = 0.0
-    blocked: Blocked | None = None
+    blocked: StagingObstacle | None = None
     no_companion: str = ""
     stopped: DiskUsage = DiskUsage()
     parts: tuple[StatusPart, ...] = ()
@@ -116,7 +116,7 @@ class Status(msgspec.Struct, frozen=True):
         return next((part.fields[name] for part in self.parts if name in part.fields), None)
 
 
-def gather(node: Node, conf: str = "") -> Status:
+def gather(node: Node, conf: str = "") -> NodeStatus:
     """Reads the node; `conf` is $SLURM_CONF or "".
 
     Raises PermissionError for users who may not read the cache.
@@ -128,7 +128,7 @@ def gather(node: Node, conf: str = "") -> Status:
     except Declined as failed:
         holdings, stored, unusable = inventory.read_leases(node.leases), None, str(failed)
         if failed.reason == "cache-hangs":
-            blocked = Blocked("hangs", unusable)
+            blocked = StagingObstacle("hangs", unusable)
     under_way = copies.gather(node) if stored is not None else ()
     paths = copies.paths(node) if stored is not None else {}
     paths |= {copy.key: copy.image for copy in under_way}
@@ -138,7 +138,7 @@ def gather(node: Node, conf: str = "") -> Status:
     calls = recent.calls(node.places, now)
     starts = recent.starts(node.places.events, now)
     facts = StatusFacts(node, holdings.items, stored is not None, now)
-    found = Status(
+    found = NodeStatus(
         time=now,
         cache=str(node.cache.root),
         unusable=unusable,
@@ -146,7 +146,7 @@ def gather(node: Node, conf: str = "") -> Status:
         leases=tuple(inventory.holder(lease, paths, bound) for lease in holdings.leases),
         problems=holdings.problems,
         off=_off(node),
-        doubt=Doubt(disk.since, disk.why) if disk.since else None,
+        doubt=DiskDoubt(disk.since, disk.why) if disk.since else None,
         calls=calls,
         in_steps=node.config.redirect in ("auto", "spank") and calls.companion is not None,
         starts=starts,
@@ -174,7 +174,7 @@ def gather(node: Node, conf: str = "") -> Status:
     )
 
 
-def document(status: Status) -> dict[str, object]:
+def document(status: NodeStatus) -> dict[str, object]:
     """Return the document of `status --json`. Pure."""
     fields = msgspec.structs.asdict(status)
     del fields["parts"]
@@ -182,25 +182,25 @@ def document(status: Status) -> dict[str, object]:
 
 
 def _blocked(
-    node: Node, under: Mount | None, room: evict.Room | None, starts: recent.Starts
-) -> Blocked | None:
+    node: Node, under: MountInfo | None, room: evict.CacheSpace | None, starts: recent.RecentStarts
+) -> StagingObstacle | None:
     """Why no copy can be made now, as far as that shows before one; a disk is asked in a child."""
     if hang := cache_disk.hangs(node.places, node.cache):
-        return Blocked("hangs", str(cache_disk.declined(node.cache, hang)))
+        return StagingObstacle("hangs", str(cache_disk.declined(node.cache, hang)))
     if under and under.is_read_only:
-        return Blocked("read-only", f"{under.point} is mounted read-only (see `dmesg`)")
+        return StagingObstacle("read-only", f"{under.point} is mounted read-only (see `dmesg`)")
     if room is not None and not room.may_take:
         others = "the rest is not the cache's"
         free = f"{format_size(room.free)} are free, {format_size(room.min_free)} stay free"
-        return Blocked("full", f"the disk has no room for any entry: {free}, {others}")
+        return StagingObstacle("full", f"the disk has no room for any entry: {free}, {others}")
     failed = starts.copy_failure
     if failed and starts.time - failed.time < FAILING:
         ago = f"the last copy failed {age(starts.time - failed.time)} ago ({failed.reason})"
-        return Blocked("failing", f"{ago}: {failed.detail}".removesuffix(": "))
+        return StagingObstacle("failing", f"{ago}: {failed.detail}".removesuffix(": "))
     return None
 
 
-def _should_load(node: Node, calls: recent.Calls, conf: str) -> bool:
+def _should_load(node: Node, calls: recent.RecentCalls, conf: str) -> bool:
     """Whether steps are to get the companion: by the configuration, or since it was here before."""
     if node.config.redirect == "spank":
         return True
@@ -216,10 +216,10 @@ def _off(node: Node) -> str:
     return "" if node.config.enabled else "`enabled: false` (set it to true to switch it on)"
 
 
-def counts(items: Iterable[Item]) -> Counts:
+def counts(items: Iterable[InventoryItem]) -> EntryCounts:
     """Pure: how many entries are in which state; one may be in several."""
     found = list(items)
-    return Counts(
+    return EntryCounts(
         total=len(found),
         leased=sum(1 for item in found if item.jobs),
         pinned=sum(1 for item in found if item.pinned),
@@ -229,7 +229,7 @@ def counts(items: Iterable[Item]) -> Counts:
     )
 
 
-def _disk(cache: Cache, under: Mount | None) -> DiskSpace:
+def _disk(cache: Cache, under: MountInfo | None) -> DiskSpace:
     facts = os.statvfs(cache.root)
     return DiskSpace(
         mounted_at=under.point if under else "?",
@@ -238,7 +238,7 @@ def _disk(cache: Cache, under: Mount | None) -> DiskSpace:
     )
 
 
-def pieces(status: Status, now: float) -> list[Piece]:
+def pieces(status: NodeStatus, now: float) -> list[Piece]:
     """Pure: what `status` prints."""
     rows = (row for part in status.parts for row in part.rows)
     return [
@@ -251,7 +251,7 @@ def pieces(status: Status, now: float) -> list[Piece]:
     ]
 
 
-def _facts(status: Status) -> list[tuple[str, str]]:
+def _facts(status: NodeStatus) -> list[tuple[str, str]]:
     facts = [("staging", f"switched off: {status.off}")] if status.off else []
     facts.append(("cache", status.cache))
     if status.unusable:
@@ -289,9 +289,9 @@ def _facts(status: Status) -> list[tuple[str, str]]:
     return facts
 
 
-def _elsewhere(status: Status) -> list[Piece]:
+def _elsewhere(status: NodeStatus) -> list[Piece]:
     """Pure: whom to ask, where nothing is in use: this may be a login node."""
-    if status.room is not None or status.calls != recent.Calls():
+    if status.room is not None or status.calls != recent.RecentCalls():
         return []
     return [
         TextLine("On a host that runs no jobs, such as a login node, ask the nodes:"),
@@ -300,7 +300,7 @@ def _elsewhere(status: Status) -> list[Piece]:
     ]
 
 
-def _lately(status: Status, now: float) -> list[tuple[str, str]]:
+def _lately(status: NodeStatus, now: float) -> list[tuple[str, str]]:
     """Pure: who was called, how jobs began, what failed last."""
     calls, starts = status.calls, status.starts
     named = (("Prolog", calls.prolog), ("Epilog", calls.epilog), ("companion", calls.companion))
@@ -328,7 +328,7 @@ def _lately(status: Status, now: float) -> list[tuple[str, str]]:
     return facts
 
 
-def state(status: Status) -> tuple[str, str]:
+def state(status: NodeStatus) -> tuple[str, str]:
     """Pure: the node in one word, and why it is not "ok"; of several the first counts."""
     if status.blocked:
         return status.blocked.state, status.blocked.why
@@ -345,7 +345,7 @@ def state(status: Status) -> tuple[str, str]:
     return "ok", ""
 
 
-def oneline(status: Status) -> str:
+def oneline(status: NodeStatus) -> str:
     """Pure: the node in one line of logfmt: state first, then fields that are never renamed.
 
     New fields come at the end. Only a failure has its age, so healthy nodes print much the same.
@@ -370,7 +370,7 @@ def oneline(status: Status) -> str:
     return " ".join(["forestage", *words, *([f"why={field(why)}"] if why else [])])
 
 
-def _kept(status: Status) -> Iterator[tuple[str, str]]:
+def _kept(status: NodeStatus) -> Iterator[tuple[str, str]]:
     """Pure: what else takes room on the disk, where there is any."""
     if stopped := status.stopped.number:
         number = count(stopped, "stopped copy", "stopped copies")
@@ -380,7 +380,7 @@ def _kept(status: Status) -> Iterator[tuple[str, str]]:
         yield from part.room
 
 
-def _leases(status: Status, now: float) -> list[Piece]:
+def _leases(status: NodeStatus, now: float) -> list[Piece]:
     holders, elsewhere = status.leases, "in its steps" if status.in_steps else "no"
     if not holders:
         return [TextLine("No job holds a lease.")]
@@ -423,7 +423,7 @@ def status(ctx: click.Context, watch: bool, is_oneline: bool, as_json: bool) -> 
     else:
         show(shown, pieces(found, ctx.obj.clock.wall()), as_json)
     if found.unusable:
-        ctx.exit(Exit.CACHE)
+        ctx.exit(ExitStatus.CACHE)
 
 
 COMMANDS = (status,)

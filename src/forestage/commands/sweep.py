@@ -35,23 +35,23 @@ from forestage import events
 from forestage.bind import namespaces, redirect, unmount
 from forestage.cache import disk, disk_errors, earlier, evict, hot
 from forestage.cache.layout import PROVEN, Cache
-from forestage.cache.lease import Lease, Leases, Mark
+from forestage.cache.lease import Lease, LeaseDirectory, LeaseVersion
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
 from forestage.commands import inventory, verify
-from forestage.commands.inventory import Item
+from forestage.commands.inventory import InventoryItem
 from forestage.commands.unredirect import ROOT, owner_of
-from forestage.commands.verify import Manner, Progress, Verdict
+from forestage.commands.verify import EntryVerdict, Progress, VerifyOptions
 from forestage.commands.world import as_json, insert_after, show
 from forestage.config import directories
 from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
-from forestage.events import Event, losses, user_files
+from forestage.events import EventRecord, losses, user_files
 from forestage.features import doors, having
 from forestage.features.contexts import SweepFacts
 from forestage.features.doors import Door, load, load_all
 from forestage.hooks import epilog
-from forestage.paths import Places
-from forestage.slurm.queue import Slurm, why_over
+from forestage.paths import NodePaths
+from forestage.slurm.queue import SlurmClient, why_over
 from forestage.system import folders, lock, mounts
 from forestage.system import terminal as screen
 from forestage.system.as_user import User
@@ -83,7 +83,7 @@ class StaleLease(msgspec.Struct, frozen=True):
     """
 
     job: int
-    mark: Mark
+    mark: LeaseVersion
     lease: Lease | None
     why: str
 
@@ -119,7 +119,7 @@ class SweepReport(msgspec.Struct, frozen=True):
     parts: tuple[str, ...] = ()
     keepers: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
-    verified: tuple[Verdict, ...] = ()
+    verified: tuple[EntryVerdict, ...] = ()
     unproven: tuple[str, ...] = ()
     doubt: str = ""
     problems: tuple[str, ...] = ()
@@ -136,15 +136,15 @@ class SweepReport(msgspec.Struct, frozen=True):
         return sum(1 for one in self.verified if one.result == "bad")
 
 
-class Due(msgspec.Struct, frozen=True):
+class DueEntry(msgspec.Struct, frozen=True):
     """An entry that is to be read, and how."""
 
-    item: Item
-    manner: Manner
+    item: InventoryItem
+    manner: VerifyOptions
 
 
 def sweep(
-    node: Node, slurm: Slurm, dry_run: bool, progress: Progress, only: Only | None = None
+    node: Node, slurm: SlurmClient, dry_run: bool, progress: Progress, only: Only | None = None
 ) -> SweepReport:
     """Cleans up after crashes; as root. `progress` is called with what is being done.
 
@@ -152,7 +152,7 @@ def sweep(
     stays as it is for the next one.
     """
     start = node.clock.monotonic()
-    run = _Sweep(node, dry_run, slurm)
+    run = _SweepRun(node, dry_run, slurm)
     if only == "nodes":
         run.of_features(doors.SWEEP_ASK_SLURM)
     else:
@@ -162,7 +162,7 @@ def sweep(
     return msgspec.structs.replace(run.done, problems=tuple(run.problems))
 
 
-def stale_leases(leases: Leases, slurm: Slurm) -> tuple[StaleLease, ...]:
+def stale_leases(leases: LeaseDirectory, slurm: SlurmClient) -> tuple[StaleLease, ...]:
     """The leases of jobs that are over on this node. Raises SlurmError at the least doubt."""
     # Before Slurm is asked: a Prolog that begins while it answers leaves another mark.
     marks = {job: leases.mark(job) for job in leases.jobs()}
@@ -199,7 +199,7 @@ def note_run(node: Node) -> None:
     mark.touch()
 
 
-def keep_unlisted(places: Places) -> None:
+def keep_unlisted(places: NodePaths) -> None:
     """Has users list no directory of the configuration, where hooks run. Raises OSError."""
     if directories.are_of_node(places):
         directories.keep_unlisted(places)
@@ -214,14 +214,14 @@ def forget_users(node: Node) -> None:
     user_files.remove_idle(node.places.users, node.clock.wall())
 
 
-class _Sweep:
+class _SweepRun:
     """One sweep at work; `of_jobs`, `of_cache` and `of_entries` are its parts, in this order.
 
     `done`, `problems` and `unredirected` (paths) grow meanwhile. `raised` is what a feature raised
     last and nobody expected: that goes on once all is done.
     """
 
-    def __init__(self, node: Node, dry_run: bool, slurm: Slurm) -> None:
+    def __init__(self, node: Node, dry_run: bool, slurm: SlurmClient) -> None:
         self.node = node
         self.slurm = slurm
         self.dry_run = dry_run
@@ -429,7 +429,7 @@ class _Sweep:
             node.cache, node.leases, total=unmount.SWEEP_TOTAL
         ).problems
 
-    def nodes_of_jobs(self, slurm: Slurm) -> None:
+    def nodes_of_jobs(self, slurm: SlurmClient) -> None:
         """Deletes the nodes that Prologs noted of jobs that are over and never took a lease."""
         node, before = self.node, self.node.clock.wall() - NODES_AGE
         listed = node.leases.nodes_alone(before)
@@ -445,11 +445,13 @@ class _Sweep:
             with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
                 node.leases.drop_nodes(job, before)
 
-    def _unmount(self, going: list[unmount.Going], whose: Callable[[unmount.Bind], User]) -> int:
+    def _unmount(
+        self, going: list[unmount.ClaimedBind], whose: Callable[[unmount.RedirectBind], User]
+    ) -> int:
         """Returns how many have gone; a problem is noted for those that stay."""
         try:
             unmount.unmount(going, whose, unmount.SWEEP_TOTAL)
-        except unmount.StillMounted as stays:
+        except unmount.UnmountError as stays:
             self.problems.append(str(stays))
             return stays.off
         return len(going)
@@ -485,7 +487,7 @@ class _Sweep:
         leased = frozenset(use.key for lease in self._staying() for use in lease.uses)
         return evict.plan_at_rest(node.cache, lambda: leased, node.config).victims
 
-    def proofs(self, due: tuple[Due, ...], progress: Progress) -> Iterator[Verdict]:
+    def proofs(self, due: tuple[DueEntry, ...], progress: Progress) -> Iterator[EntryVerdict]:
         """Reads what is due; bad entries are evicted, healthy ones noted."""
         for one in due:
             verdict = self.tried(lambda one: prove(self.node, one, progress), one)
@@ -504,15 +506,17 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
     """One event for each lease, and one, of job 0, for what belonged to no job."""
     now, total = round(node.clock.wall(), 3), round(node.clock.monotonic() - start, 4)
 
-    def event(one: ReleasedLease, outcome: events.Released) -> Event:
-        return Event(now, "sweep", one.job, outcome, one.user, one.uid, one.node, total=total)
+    def event(one: ReleasedLease, outcome: events.ReleaseOutcome) -> EventRecord:
+        return EventRecord(now, "sweep", one.job, outcome, one.user, one.uid, one.node, total=total)
 
     found = [
-        event(one, events.Released("released", unmounted=one.redirects, detail=one.why))
+        event(one, events.ReleaseOutcome("released", unmounted=one.redirects, detail=one.why))
         for one in done.released
     ]
     if done.redirects or done.evicted:  # what was bad has an event of its own
-        rest = events.Released("released", unmounted=len(done.redirects), evicted=done.evicted)
+        rest = events.ReleaseOutcome(
+            "released", unmounted=len(done.redirects), evicted=done.evicted
+        )
         found.append(event(ReleasedLease(0, ""), rest))
     try:
         events.record_events(node.places, found)
@@ -521,7 +525,7 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
         raise
 
 
-def due_entries(node: Node) -> tuple[Due, ...]:
+def due_entries(node: Node) -> tuple[DueEntry, ...]:
     """What has to be read: what an earlier boot wrote, what is in doubt, what was not for long."""
     disk, now = disk_errors.known(node.places), node.clock.wall()
     proved = frozenset(disk.proved)
@@ -530,12 +534,19 @@ def due_entries(node: Node) -> tuple[Due, ...]:
         read = node.cache.last_read(item.key)
         if disk.since and item.key not in proved:
             doubted.append(
-                Due(item, Manner("after an error of the disk", doubted=True, by="sweep"))
+                DueEntry(
+                    item, VerifyOptions("after an error of the disk", doubted=True, by="sweep")
+                )
             )
         elif not node.cache.is_proven(item.key):
-            unproven.append(Due(item, Manner("after a restart", by="sweep")))
+            unproven.append(DueEntry(item, VerifyOptions("after a restart", by="sweep")))
         elif abs(now - read) > PROVE_EVERY:  # also one that was read by a clock far ahead
-            old.append((read, Due(item, Manner("as a precaution", rate=PROVE_RATE, by="sweep"))))
+            old.append(
+                (
+                    read,
+                    DueEntry(item, VerifyOptions("as a precaution", rate=PROVE_RATE, by="sweep")),
+                )
+            )
     old.sort(key=lambda one: one[0])
     return (*doubted, *unproven, *(due for _, due in old))
 
@@ -548,7 +559,7 @@ def end_doubt(node: Node) -> None:
         disk_errors.end(node.places, disk.since)
 
 
-def prove(node: Node, due: Due, progress: Progress) -> Verdict | None:
+def prove(node: Node, due: DueEntry, progress: Progress) -> EntryVerdict | None:
     """Compares an entry with its checksums, past the page cache; a bad one is evicted.
 
     A healthy one is noted, so that no other sweep reads it; None: it was evicted. Raises OSError.
@@ -662,7 +673,7 @@ def sweep_command(
     `tend`.
     """
     with screen.busy() as progress:
-        slurm = Slurm.of(os.environ).bind()
+        slurm = SlurmClient.of(os.environ).bind()
         done = sweep(ctx.obj.node(), slurm, dry_run, progress, only)
     show(document(done), () if quiet and done.is_empty else pieces(done), as_json)
     ctx.exit(exit_code(done))

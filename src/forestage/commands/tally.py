@@ -9,8 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from forestage.events import Bad, Copied, Event, Handled, saved
-from forestage.events.ahead import Ahead, Copies
+from forestage.events import BadEntryOutcome, CopyOutcome, EventRecord, RequestOutcome, saved
+from forestage.events.ahead import PrefetchedBytes, UnusedCopies
 
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Seconds: a warm hit, a copy from peers, what a Prolog may take, what srun may take."""
@@ -51,7 +51,7 @@ class Histogram(msgspec.Struct):
         self.sum += value
 
 
-class Start(msgspec.Struct, frozen=True):
+class JobStart(msgspec.Struct, frozen=True):
     """An image that a job, or a further step of it, began with.
 
     `spared` are the bytes that it had from the cache instead of the shared file system.
@@ -61,7 +61,7 @@ class Start(msgspec.Struct, frozen=True):
     spared: int = 0
 
 
-class Tally(msgspec.Struct):
+class EventTally(msgspec.Struct):
     """All that was counted on this node; it only grows. Sizes are bytes.
 
     `requests` and `waits` are by hook (prolog, step), the former by result below that; `of_data`
@@ -100,24 +100,24 @@ class Tally(msgspec.Struct):
     saved: float = 0.0
     lost: float = 0.0
     read_through: dict[str, int] = {}
-    ahead: Ahead = msgspec.field(default_factory=Ahead)
-    unused: Copies = msgspec.field(default_factory=Copies)
+    ahead: PrefetchedBytes = msgspec.field(default_factory=PrefetchedBytes)
+    unused: UnusedCopies = msgspec.field(default_factory=UnusedCopies)
 
-    def add(self, event: Event) -> Start | None:
+    def add(self, event: EventRecord) -> JobStart | None:
         """Counts one event; returns the start it reports, unless an earlier event reported it."""
         outcome, start = event.outcome, None
         is_from_copy = self.from_copy.is_one(event.hook, event.job, outcome)
-        if is_from_copy and isinstance(outcome, Handled):
+        if is_from_copy and isinstance(outcome, RequestOutcome):
             seconds = saved.seconds(outcome) or 0.0
             self.saved += max(0.0, seconds)
             self.lost += max(0.0, -seconds)
         for change in self.unused.add(event):
             self.ahead.add(change)
-        if isinstance(outcome, Copied):
+        if isinstance(outcome, CopyOutcome):
             self._copy(outcome)
-        elif isinstance(outcome, Handled):
+        elif isinstance(outcome, RequestOutcome):
             start = self._request(event, outcome)
-        elif isinstance(outcome, Bad):
+        elif isinstance(outcome, BadEntryOutcome):
             _more(self.bad, event.hook)
         else:
             self.expected.pop(event.job, None)
@@ -130,7 +130,7 @@ class Tally(msgspec.Struct):
             _more(self.evicted, event.hook, len(outcome.evicted))
         return start
 
-    def _copy(self, outcome: Copied) -> None:
+    def _copy(self, outcome: CopyOutcome) -> None:
         _more(self.copies, outcome.result)
         if outcome.result != "copied":
             return
@@ -142,7 +142,7 @@ class Tally(msgspec.Struct):
         if fetched > 0 and outcome.copying > 0:
             self.rates.add(fetched / outcome.copying)
 
-    def _request(self, event: Event, outcome: Handled) -> Start | None:
+    def _request(self, event: EventRecord, outcome: RequestOutcome) -> JobStart | None:
         _more(self.requests.setdefault(event.hook, {}), outcome.result)
         if outcome.came and event.hook == "step":
             _more(self.registry, outcome.came)
@@ -157,7 +157,7 @@ class Tally(msgspec.Struct):
         self.waits.setdefault(event.hook, Histogram.of(WAITS)).add(outcome.wait)
         return None if self._repeats_prolog(event, outcome) else self._start(event, outcome)
 
-    def _start(self, event: Event, outcome: Handled) -> Start | None:
+    def _start(self, event: EventRecord, outcome: RequestOutcome) -> JobStart | None:
         is_for_steps = outcome.redirect == "spank" or outcome.data
         if event.hook == "prolog" and is_for_steps and outcome.result in FOR_STEPS:
             # Nobody has seen the copy yet: the step that is shown it is the start.
@@ -174,11 +174,11 @@ class Tally(msgspec.Struct):
         kind = kind_of(outcome)
         _more(self.starts, "excluded" if kind == "excluded" else outcome.result)
         if not (outcome.redirect in saved.LOCAL and outcome.result in HAD):
-            return Start(kind)
+            return JobStart(kind)
         _more(self.spared, outcome.result, outcome.size)
-        return Start(kind, spared=outcome.size)
+        return JobStart(kind, spared=outcome.size)
 
-    def _repeats_prolog(self, event: Event, outcome: Handled) -> bool:
+    def _repeats_prolog(self, event: EventRecord, outcome: RequestOutcome) -> bool:
         """Whether the job's first step repeats what was counted for the job's Prolog."""
         key, job = outcome.key, event.job
         if outcome.result not in ("hit", "joined", "copied", "started", "through"):
@@ -206,7 +206,7 @@ def _more(counts: dict[str, int], name: str, number: int = 1) -> None:
     counts[name] = counts.get(name, 0) + number
 
 
-def kind_of(outcome: Handled) -> Kind:
+def kind_of(outcome: RequestOutcome) -> Kind:
     """Pure: what a start was. `original` ones were to be staged and had to read the original path;
     `excluded` ones were not to be staged, by a rule or at the job's wish.
 

@@ -25,12 +25,12 @@ import msgspec
 
 from forestage.cache import disk_errors
 from forestage.clock import Clock, Deadline
-from forestage.commands.world import Exit, ending_as_interrupt
+from forestage.commands.world import ExitStatus, ending_as_interrupt
 from forestage.errors import ConfigError, ForestageError
 from forestage.features.contexts import TendFacts
 from forestage.features.doors import TEND_EACH_MINUTE, TEND_WORKS_FOR_OTHERS, load_all
-from forestage.paths import Places
-from forestage.slurm.queue import Slurm
+from forestage.paths import NodePaths
+from forestage.slurm.queue import SlurmClient
 from forestage.system import child, folders, lock, run
 from forestage.system.run import RunningProcess
 from forestage.units import printable
@@ -40,12 +40,12 @@ GONE = 1.0  # seconds for a killed process to be gone; one that hangs in the ker
 TENTH = 590.0  # seconds between two sweeps: the tenth run begins ten minutes later, or a bit more
 IDLE = ("ionice", "-c", "3", "nice", "-n", "19")  # ionice is of util-linux, as setpriv is
 OOM_SCORE_ADJ = 500  # as in forestage.service: the kernel ends it before jobs
-UNMOUNTED = 12  # how a command ends that has no cache here yet (commands/world.Exit)
+UNMOUNTED = 12  # how a command ends that has no cache here yet (commands/world.ExitStatus)
 
 State = Literal["ended", "begun", "cut", "hangs", "left out", "failed"]
 
 
-class Part(msgspec.Struct, frozen=True):
+class TendPart(msgspec.Struct, frozen=True):
     """One part: its command, and for how many seconds the run waits for it.
 
     With a limit of 0 the run does not wait, and the part may outlive it. `every` are the seconds
@@ -62,7 +62,7 @@ class Part(msgspec.Struct, frozen=True):
     harmless: tuple[int, ...] = (0, UNMOUNTED)
 
 
-class PartEnd(msgspec.Struct, frozen=True):
+class TendPartEnd(msgspec.Struct, frozen=True):
     """What became of a part: `begun` outlives the run, `left out` still has an earlier process.
 
     `code` is the exit status of one that `ended`, `harmless` as the part has it.
@@ -80,34 +80,40 @@ class PartEnd(msgspec.Struct, frozen=True):
         return self.state in ("cut", "hangs", "failed") or self.code not in self.harmless
 
 
-Start = Callable[[Part, int | None], RunningProcess]
+Start = Callable[[TendPart, int | None], RunningProcess]
 """Starts a part, whose process inherits this descriptor of its lock, if there is one."""
 
 
-def list_parts(facts: TendFacts, is_doubted: bool) -> Iterator[Part]:
+def list_parts(facts: TendFacts, is_doubted: bool) -> Iterator[TendPart]:
     """Yield the parts of a run, in their order; those without an object here are none of it.
 
     `is_doubted`: no job is served until the entries are read, so they are read at once.
     """
     of_node = facts.config is not None and not facts.is_apart
     if of_node:
-        yield Part("room", ("evict", "--quiet"), 20.0)
-    added: list[Part] = []
+        yield TendPart("room", ("evict", "--quiet"), 20.0)
+    added: list[TendPart] = []
     for each_minute in load_all(TEND_EACH_MINUTE):
         added += each_minute(facts)
     yield from sorted(added, key=lambda part: not part.limit)
     if of_node:
-        yield Part("sweep", ("sweep", "--quiet", "--only", "leftovers"), every=TENTH, is_idle=True)
+        yield TendPart(
+            "sweep", ("sweep", "--quiet", "--only", "leftovers"), every=TENTH, is_idle=True
+        )
         every = 0.0 if is_doubted else TENTH
-        yield Part("proofs", ("sweep", "--quiet", "--only", "entries"), every=every, is_idle=True)
+        yield TendPart(
+            "proofs", ("sweep", "--quiet", "--only", "entries"), every=every, is_idle=True
+        )
 
 
-def lock_file(places: Places, name: str) -> Path:
+def lock_file(places: NodePaths, name: str) -> Path:
     """Return the lock that the process of the part of this name holds. Pure."""
     return places.locks / f"tend-{name}.lock"
 
 
-def tend(places: Places, clock: Clock, parts: Iterator[Part], start: Start) -> Iterator[PartEnd]:
+def tend(
+    places: NodePaths, clock: Clock, parts: Iterator[TendPart], start: Start
+) -> Iterator[TendPartEnd]:
     """Run the parts that are due, and tell what became of each."""
     end = Deadline.after(RUN, clock)
     with contextlib.suppress(OSError):  # the parts that need a lock tell why there is none
@@ -120,12 +126,12 @@ def tend(places: Places, clock: Clock, parts: Iterator[Part], start: Start) -> I
                 continue
             process = _start(part, file, clock.wall(), start)
         except (ForestageError, OSError) as error:  # the other parts need not fail for that
-            yield PartEnd(part.name, "failed", detail=printable(str(error)))
+            yield TendPartEnd(part.name, "failed", detail=printable(str(error)))
             continue
         if process is None:
-            yield PartEnd(part.name, "left out")
+            yield TendPartEnd(part.name, "left out")
         elif not part.limit:
-            yield PartEnd(part.name, "begun")
+            yield TendPartEnd(part.name, "begun")
         else:
             yield _wait(part, process, min(part.limit, end.left()))
 
@@ -141,7 +147,7 @@ def _is_due(file: Path, every: float, clock: Clock) -> bool:
     return not 0 <= clock.wall() - began < every
 
 
-def _start(part: Part, file: Path, now: float, start: Start) -> RunningProcess | None:
+def _start(part: TendPart, file: Path, now: float, start: Start) -> RunningProcess | None:
     """Start a part, or return None if its last process still lives.
 
     Where no lock can be made (/run is full or read-only), a part with a limit goes without: jobs
@@ -162,22 +168,22 @@ def _start(part: Part, file: Path, now: float, start: Start) -> RunningProcess |
         os.close(held)  # the process has a copy, and with it the lock
 
 
-def _wait(part: Part, process: RunningProcess, limit: float) -> PartEnd:
+def _wait(part: TendPart, process: RunningProcess, limit: float) -> TendPartEnd:
     try:
         if process.wait(limit):
             code = process.code or 0
             if part.done is not None and code == 0:
                 with contextlib.suppress(OSError):  # /run is full: the next run finds it done again
                     part.done.touch()
-            return PartEnd(part.name, "ended", code, harmless=part.harmless)
+            return TendPartEnd(part.name, "ended", code, harmless=part.harmless)
     finally:
         if process.code is None:  # also where this run is to end
             process.kill()
     gone = process.wait(GONE)
-    return PartEnd(part.name, "cut" if gone else "hangs", detail=f"process {process.pid}")
+    return TendPartEnd(part.name, "cut" if gone else "hangs", detail=f"process {process.pid}")
 
 
-def start(environ: Mapping[str, str], part: Part, held: int | None) -> RunningProcess:
+def start(environ: Mapping[str, str], part: TendPart, held: int | None) -> RunningProcess:
     """Start a part by the program that this process is. Raises Failed, OSError.
 
     What may outlive the run leaves the unit's cgroup, as systemd complains of what is left there.
@@ -189,7 +195,7 @@ def start(environ: Mapping[str, str], part: Part, held: int | None) -> RunningPr
     return run.start_command(words, environ, () if held is None else (held,), leave)
 
 
-def sentence(end: PartEnd) -> str:
+def sentence(end: TendPartEnd) -> str:
     """What the log says of a part, "" for nothing: its command has written what it did. Pure."""
     return {
         "ended": "",
@@ -218,7 +224,7 @@ def tend_command(ctx: click.Context) -> None:
     except ConfigError as error:
         wrong = error
     is_apart = config is not None and any(
-        works_for_others(config, Slurm.of(os.environ))
+        works_for_others(config, SlurmClient.of(os.environ))
         for works_for_others in load_all(TEND_WORKS_FOR_OTHERS)
     )
     is_apart = is_apart and not places.called("prolog").exists()
@@ -228,15 +234,15 @@ def tend_command(ctx: click.Context) -> None:
     with ending_as_interrupt():
         for end in tend(places, clock, parts, partial(start, os.environ)):
             has_failed |= end.has_failed
-            is_told |= end.code == Exit.CONFIG  # by the part itself
+            is_told |= end.code == ExitStatus.CONFIG  # by the part itself
             if text := sentence(end):
                 click.echo(text)
     if wrong and not is_told:
         raise wrong
     if wrong:
-        ctx.exit(Exit.CONFIG)
+        ctx.exit(ExitStatus.CONFIG)
     if has_failed:
-        ctx.exit(Exit.FAILED)
+        ctx.exit(ExitStatus.FAILED)
 
 
 COMMANDS = (tend_command,)

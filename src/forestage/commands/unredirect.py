@@ -12,12 +12,12 @@ import click
 import msgspec
 
 from forestage.bind import unmount
-from forestage.bind.unmount import Bind
+from forestage.bind.unmount import RedirectBind
 from forestage.cache import disk
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.commands import sources
-from forestage.commands.world import Exit, as_json, show
+from forestage.commands.world import ExitStatus, as_json, show
 from forestage.config import Config
 from forestage.errors import ConfigError, ForestageError
 from forestage.system import lock
@@ -27,14 +27,14 @@ from forestage.system.terminal import Piece, TextLine, count
 ROOT = User("root", 0, 0)
 
 
-class Unredirected(msgspec.Struct, frozen=True):
+class UnredirectResult(msgspec.Struct, frozen=True):
     """The paths that show the shared file system again, and those that do not."""
 
     paths: tuple[str, ...]
     problems: tuple[str, ...] = ()
 
 
-def unredirect(node: Node) -> Unredirected:
+def unredirect(node: Node) -> UnredirectResult:
     """Unmounts them all; as root. Raises PermissionError for other users.
 
     Redirects that a hook mounts later stay, so switch staging off first (switch.py): a hook that
@@ -42,7 +42,7 @@ def unredirect(node: Node) -> Unredirected:
     default one: the leases name the caches.
     """
     problems: list[str] = []
-    going: list[unmount.Going] = []
+    going: list[unmount.ClaimedBind] = []
     with contextlib.ExitStack() as claims:
         for cache in _caches(node):
             try:
@@ -59,12 +59,12 @@ def unredirect(node: Node) -> Unredirected:
     undone = [one.bind.path for one in going if one.bind.mount.id not in left]
     elsewhere = left.keys() - {one.bind.mount.id for one in going}
     problems += [f"{left[one]}: another process unmounts it" for one in elsewhere]
-    return Unredirected(tuple(undone), tuple(problems))
+    return UnredirectResult(tuple(undone), tuple(problems))
 
 
 def _claim_rest(
-    cache: Cache, going: list[unmount.Going], claims: contextlib.ExitStack
-) -> list[unmount.Going]:
+    cache: Cache, going: list[unmount.ClaimedBind], claims: contextlib.ExitStack
+) -> list[unmount.ClaimedBind]:
     """Claim the redirects of all caches that are not claimed yet. Raises OSError."""
     known = {one.bind.mount.id for one in going}
     rest = [bind for bind in unmount.binds(cache) if bind.mount.id not in known]
@@ -80,7 +80,7 @@ def _caches(node: Node) -> list[Cache]:
     return list(found.values())
 
 
-def owner_of(node: Node, bind: Bind) -> User:
+def owner_of(node: Node, bind: RedirectBind) -> User:
     """The user who can reach a redirect's path where root is squashed: its entry's owner.
 
     Root where that is not known: the entry is gone, or the disk of an earlier cache hangs.
@@ -92,7 +92,7 @@ def owner_of(node: Node, bind: Bind) -> User:
     return sources.owner(entry.access) if entry else ROOT
 
 
-def pieces(done: Unredirected) -> list[Piece]:
+def pieces(done: UnredirectResult) -> list[Piece]:
     """Pure: what `unredirect` prints."""
     lines = [f"{path}: redirect unmounted" for path in done.paths]
     lines += [f"Problem: {problem}" for problem in done.problems]
@@ -115,7 +115,7 @@ def unredirect_command(ctx: click.Context, as_json: bool) -> None:
     done = unredirect(node)
     show(done, pieces(done), as_json)
     if done.problems:
-        ctx.exit(Exit.FAILED)
+        ctx.exit(ExitStatus.FAILED)
 
 
 COMMANDS = (unredirect_command,)

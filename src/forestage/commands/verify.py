@@ -21,16 +21,16 @@ import msgspec
 from forestage import events, log
 from forestage.bind import unmount
 from forestage.cache import digest, image
-from forestage.cache.image import Access
+from forestage.cache.image import AccessRights
 from forestage.cache.layout import Entry, open_copy
 from forestage.cache.node import Node
 from forestage.commands import compare, inventory, sources
-from forestage.commands.compare import Compared, SourceFailed
+from forestage.commands.compare import ComparisonResult, SourceReadError
 from forestage.commands.entries import pick_entries, some_words
-from forestage.commands.inventory import Item
-from forestage.commands.world import Exit, as_json, show
+from forestage.commands.inventory import InventoryItem
+from forestage.commands.world import ExitStatus, as_json, show
 from forestage.errors import ForestageError
-from forestage.events import Bad, Event, losses
+from forestage.events import BadEntryOutcome, EventRecord, losses
 from forestage.stage import engines
 from forestage.system import lock
 from forestage.system import terminal as screen
@@ -44,7 +44,7 @@ Against = Literal["source", "digests", "nothing"]
 Progress = Callable[[str], None]
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class EntryVerdict(msgspec.Struct, frozen=True):
     """One entry. `chunks`: numbers of the bad ones, the first is 0.
 
     `against` is what the bytes were compared with; `jobs` held a lease. A bad entry is `evicted`,
@@ -69,7 +69,7 @@ class VerifyReport(msgspec.Struct, frozen=True):
     """What one command found."""
 
     dry_run: bool
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[EntryVerdict, ...] = ()
 
     @property
     def bad(self) -> int:
@@ -82,7 +82,7 @@ class VerifyReport(msgspec.Struct, frozen=True):
         return sum(1 for one in self.verdicts if one.error)
 
 
-class Manner(msgspec.Struct, frozen=True):
+class VerifyOptions(msgspec.Struct, frozen=True):
     """How entries are verified.
 
     `no_source` says why the sources are left alone: then only the checksums count. `doubted`: what
@@ -95,15 +95,15 @@ class Manner(msgspec.Struct, frozen=True):
     by: Literal["verify", "sweep"] = "verify"
 
 
-THOROUGH = Manner()
+THOROUGH = VerifyOptions()
 
 
 def verify(
     node: Node,
-    items: Iterable[Item],
+    items: Iterable[InventoryItem],
     dry_run: bool,
     progress: Progress,
-    manner: Manner = THOROUGH,
+    manner: VerifyOptions = THOROUGH,
 ) -> VerifyReport:
     """Verifies these, one after the other, and evicts the bad ones.
 
@@ -131,8 +131,8 @@ def _counting(progress: Progress, number: int, of: int, what: str) -> compare.Do
     )
 
 
-def _unjudged(item: Item) -> Verdict:
-    return Verdict(
+def _unjudged(item: InventoryItem) -> EntryVerdict:
+    return EntryVerdict(
         key=item.key,
         path=item.path,
         size=item.entry.identity.size if item.entry else 0,
@@ -142,10 +142,12 @@ def _unjudged(item: Item) -> Verdict:
     )
 
 
-def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, manner: Manner) -> Verdict:
+def _one(
+    node: Node, item: InventoryItem, dry_run: bool, done: compare.Done, manner: VerifyOptions
+) -> EntryVerdict:
     verdict = _unjudged(item)
 
-    def bad(detail: str) -> Verdict:
+    def bad(detail: str) -> EntryVerdict:
         found = msgspec.structs.replace(verdict, result="bad", detail=detail)
         return found if dry_run else _evicted(node, item, found, None, manner)
 
@@ -171,8 +173,13 @@ def _one(node: Node, item: Item, dry_run: bool, done: compare.Done, manner: Mann
 
 
 def _judged(
-    node: Node, entry: Entry, verdict: Verdict, fd: int, done: compare.Done, manner: Manner
-) -> Verdict:
+    node: Node,
+    entry: Entry,
+    verdict: EntryVerdict,
+    fd: int,
+    done: compare.Done,
+    manner: VerifyOptions,
+) -> EntryVerdict:
     """The verdict on the open copy, by its source or else by the checksums of its copying."""
     wrong = attribute_errors(entry, fd)
     if wrong:
@@ -180,13 +187,13 @@ def _judged(
     chunk = entry.chunk or node.config.chunk_of(entry.identity.size)
     threads = engines.tuning(node.config, entry.identity.size).threads
 
-    def against(expected: compare.Expected) -> Compared:
+    def against(expected: compare.Expected) -> ComparisonResult:
         return compare.compare(fd, entry.identity.size, chunk, threads, expected, done, manner.rate)
 
     why = manner.no_source
     if not why:
         found = _by_source(node, entry, against)
-        if isinstance(found, Compared):
+        if isinstance(found, ComparisonResult):
             return _with(verdict, found, "source", "")
         why = found
     if not entry.digest:  # copied with `digest: false`, which an earlier build had
@@ -201,8 +208,8 @@ def _judged(
 
 
 def _by_source(
-    node: Node, entry: Entry, against: Callable[[compare.Expected], Compared]
-) -> Compared | str:
+    node: Node, entry: Entry, against: Callable[[compare.Expected], ComparisonResult]
+) -> ComparisonResult | str:
     """What differs from the source; or why that cannot be said."""
     user = sources.owner(entry.access)
     opened = sources.open_unchanged(node.cache, entry, user)
@@ -213,7 +220,7 @@ def _by_source(
     try:
         expected = compare.of_source(opened.fd, entry.identity.size, node.config.bandwidth)
         found = against(expected)
-    except SourceFailed as failed:
+    except SourceReadError as failed:
         return f"its source cannot be read ({failed})"
     finally:
         opened.close()
@@ -227,7 +234,9 @@ def _reason(why: sources.SourceState) -> str:
     return f"its source {word}" + (f" ({why.detail})" if why.detail else "")
 
 
-def _with(verdict: Verdict, found: Compared, against: Against, why: str) -> Verdict:
+def _with(
+    verdict: EntryVerdict, found: ComparisonResult, against: Against, why: str
+) -> EntryVerdict:
     return msgspec.structs.replace(
         verdict,
         result="bad" if found.bad else "ok",
@@ -240,7 +249,7 @@ def _with(verdict: Verdict, found: Compared, against: Against, why: str) -> Verd
 def attribute_errors(entry: Entry, fd: int) -> str:
     """What is wrong with the size and the rights of the open copy, or ""."""
     facts = os.fstat(fd)
-    access = Access(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, image.read_acl(fd))
+    access = AccessRights(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, image.read_acl(fd))
     right = entry.access
     pairs = [
         ("size", str(facts.st_size), str(entry.identity.size)),
@@ -261,7 +270,9 @@ def _acl(raw: bytes) -> str:
     return raw.hex() if len(raw) > PLAIN_ACL else "none"
 
 
-def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None, manner: Manner) -> Verdict:
+def _evicted(
+    node: Node, item: InventoryItem, verdict: EntryVerdict, fd: int | None, manner: VerifyOptions
+) -> EntryVerdict:
     """Evicts a bad entry, leased and pinned or not; the verdict says so, or why it stays.
 
     Everybody hears of it: jobs may have read it since its bytes were last right.
@@ -269,7 +280,7 @@ def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None, manner: M
     cache, since = node.cache, node.cache.last_read(item.key)
     user = sources.owner(item.entry.access) if item.entry else sources.invoking_user()
     stays = ""
-    going: list[unmount.Going] = []
+    going: list[unmount.ClaimedBind] = []
     try:
         with contextlib.ExitStack() as claims:
             with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
@@ -290,9 +301,9 @@ def _evicted(node: Node, item: Item, verdict: Verdict, fd: int | None, manner: M
     return done
 
 
-def _tell(node: Node, verdict: Verdict, since: float, manner: Manner) -> None:
+def _tell(node: Node, verdict: EntryVerdict, since: float, manner: VerifyOptions) -> None:
     """One event and one line in the log."""
-    found = Bad(
+    found = BadEntryOutcome(
         "bad",
         reason="wrong-bytes",
         detail="; ".join(filter(None, (verdict.detail, verdict.stays))),
@@ -305,7 +316,7 @@ def _tell(node: Node, verdict: Verdict, since: float, manner: Manner) -> None:
     )
     log.say(f"{manner.by} {events.words(found)}", by_slurm=True)
     now = node.clock.wall()
-    event = Event(round(now, 3), manner.by, 0, found)
+    event = EventRecord(round(now, 3), manner.by, 0, found)
     with contextlib.suppress(OSError):  # root's event does not hang on what users are told
         events.report_bad_entry(node.places, event)
     try:
@@ -314,7 +325,7 @@ def _tell(node: Node, verdict: Verdict, since: float, manner: Manner) -> None:
         losses.note_loss(node.places.lost_events, now, error)
 
 
-def _is_still_there(node: Node, item: Item, fd: int | None) -> bool:
+def _is_still_there(node: Node, item: InventoryItem, fd: int | None) -> bool:
     """Whether the entry is the one that was verified, and not a newer copy of the same image."""
     if fd is None:  # its record is damaged, or its image cannot be opened
         there = os.path.lexists(node.cache.entry_dir(item.key))
@@ -343,7 +354,7 @@ def pieces(done: VerifyReport) -> list[Piece]:
     return [TextTable(columns, rows), *lines, total]
 
 
-def _sentences(one: Verdict, dry_run: bool) -> list[str]:
+def _sentences(one: EntryVerdict, dry_run: bool) -> list[str]:
     found = []
     if one.chunks:
         numbers = ", ".join(map(str, one.chunks[:8])) + (", …" if len(one.chunks) > 8 else "")
@@ -381,9 +392,9 @@ def verify_command(
         done = verify(node, items if everything else pick_entries(items, words), dry_run, progress)
     show(done, pieces(done), as_json)
     if done.bad:
-        ctx.exit(Exit.BAD)
+        ctx.exit(ExitStatus.BAD)
     if done.failed:
-        ctx.exit(Exit.FAILED)
+        ctx.exit(ExitStatus.FAILED)
 
 
 COMMANDS = (verify_command,)

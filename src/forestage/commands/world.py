@@ -17,9 +17,9 @@ from forestage.errors import ForestageError
 if TYPE_CHECKING:
     from forestage.cache.node import Node
     from forestage.clock import Clock
-    from forestage.config import Settings
+    from forestage.config import LoadedConfig
     from forestage.features.doors import CommandsDoor
-    from forestage.paths import Places
+    from forestage.paths import NodePaths
     from forestage.system.terminal import Piece
 
 T = TypeVar("T")
@@ -69,20 +69,20 @@ def ending_as_interrupt() -> Iterator[None]:
             signal.signal(one, handler)
 
 
-class World(NamedTuple):
+class CommandContext(NamedTuple):
     """What the commands work on; tests pass places and a clock of their own as click's `obj`."""
 
-    places: "Places"
+    places: "NodePaths"
     clock: "Clock"
 
     @classmethod
-    def real(cls) -> "World":
+    def real(cls) -> "CommandContext":
         from forestage import clock, paths
 
         conf = os.environ.get("SLURM_CONF", "")
-        return cls(paths.Places(slurm_conf=conf), clock.Clock())
+        return cls(paths.NodePaths(slurm_conf=conf), clock.Clock())
 
-    def settings(self, is_quiet: bool = False) -> "Settings":
+    def settings(self, is_quiet: bool = False) -> "LoadedConfig":
         """The configuration; says on stderr what a user's command could not read of it.
 
         Raises ConfigError.
@@ -102,12 +102,12 @@ class World(NamedTuple):
         return node.Node.of(self.settings(is_quiet).of_node, self.places, self.clock)
 
 
-class Exit(IntEnum):
+class ExitStatus(IntEnum):
     """Exit statuses of `forestage`; `meaning` is what the help and the manual page say."""
 
     meaning: str
 
-    def __new__(cls, value: int, meaning: str = "") -> "Exit":
+    def __new__(cls, value: int, meaning: str = "") -> "ExitStatus":
         member = int.__new__(cls, value)
         member._value_ = value
         member.meaning = meaning
@@ -130,7 +130,7 @@ class Exit(IntEnum):
     PIPE = 141, "The reader of the output went away."
 
 
-class Listed(click.Group):
+class FullSummaryGroup(click.Group):
     """A group whose help has each command's whole summary."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -141,7 +141,7 @@ class Listed(click.Group):
             formatter.write_dl(rows)
 
 
-class Commands(click.Group):
+class LazyCommandGroup(click.Group):
     """All commands, each imported when it is needed; and the boundary around them.
 
     Expected errors become a line on stderr and an exit status, no traceback. `commands` has a
@@ -188,9 +188,9 @@ class Commands(click.Group):
         except BrokenPipeError:
             # What is still buffered is nobody's any more.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            ctx.exit(Exit.PIPE)
+            ctx.exit(ExitStatus.PIPE)
         except KeyboardInterrupt:
-            ctx.exit(Exit.INTERRUPTED)
+            ctx.exit(ExitStatus.INTERRUPTED)
         except (ForestageError, OSError) as error:
             from forestage.system.terminal import harmless
 
@@ -199,19 +199,19 @@ class Commands(click.Group):
             ctx.exit(status_of(error))
 
 
-def status_of(error: Exception) -> Exit:
+def status_of(error: Exception) -> ExitStatus:
     """Pure: the exit status for an expected error."""
     from forestage.errors import UNMOUNTED, Declined, Failed
 
     if isinstance(error, PermissionError):
-        return Exit.PERMISSION
+        return ExitStatus.PERMISSION
     if isinstance(error, Declined) and error.reason.startswith("cache-"):
-        return Exit.UNMOUNTED if error.reason in UNMOUNTED else Exit.CACHE
+        return ExitStatus.UNMOUNTED if error.reason in UNMOUNTED else ExitStatus.CACHE
     if isinstance(error, Failed):
-        return Exit.FAILED
+        return ExitStatus.FAILED
     if isinstance(error, ForestageError):
-        return Exit(error.exit_code)
-    return Exit.FAILED
+        return ExitStatus(error.exit_code)
+    return ExitStatus.FAILED
 
 
 def lines(error: Exception, is_root: bool) -> list[str]:
@@ -257,7 +257,9 @@ def complete_entries(
     from forestage.system.terminal import harmless, short
 
     try:
-        items = inventory.gather((ctx.find_object(World) or World.real()).node(is_quiet=True)).items
+        items = inventory.gather(
+            (ctx.find_object(CommandContext) or CommandContext.real()).node(is_quiet=True)
+        ).items
     except (ForestageError, OSError):
         return []
     if "/" in typed:
@@ -275,13 +277,13 @@ def complete_jobs(
 ) -> list[CompletionItem]:
     """Offer the jobs with a lease, then those of the latest events."""
     from forestage import events
-    from forestage.cache.lease import Leases
+    from forestage.cache.lease import LeaseDirectory
     from forestage.commands.recent import LOOK
 
-    places = (ctx.find_object(World) or World.real()).places
+    places = (ctx.find_object(CommandContext) or CommandContext.real()).places
     found: dict[int, str] = {}
     try:
-        found |= dict.fromkeys(Leases(places.leases).jobs(), "has a lease")
+        found |= dict.fromkeys(LeaseDirectory(places.leases).jobs(), "has a lease")
         latest = {event.job: event.user for event in events.latest(places.events, LOOK)}
         found |= {job: latest[job] for job in reversed(latest) if job and job not in found}
     except (ForestageError, OSError):

@@ -14,9 +14,9 @@ from forestage.config.keys import decided as decided
 from forestage.config.keys import value_of as value_of
 from forestage.config.load import DEFAULT as DEFAULT
 from forestage.config.load import REMOVED as REMOVED
-from forestage.config.load import Row as Row
-from forestage.config.load import Settings as Settings
+from forestage.config.load import ConfigRow as ConfigRow
+from forestage.config.load import LoadedConfig as LoadedConfig
 from forestage.config.load import dotted as dotted
 from forestage.config.load import load_settings as load_settings
-from forestage.config.values import Address as Address
+from forestage.config.values import ServiceAddress as ServiceAddress
 from forestage.config.values import parse_address as parse_address

@@ -1,7 +1,8 @@
 """The configuration's directories where hooks run: users read the files, and list no directory.
 
     /etc/forestage, /etc/forestage/conf.d    0711, by `forestage enable` and the sweep
-    /run/forestage/conf.d.json               `ConfigNames`: what is in conf.d, for users' commands
+    /run/forestage/conf.d.json               `ConfigDirectoryListing`: what is in conf.d, for users'
+commands
 
 Who lists a directory can hold up all who make a name in it (system/folders.py): an admin's editor,
 configuration management, `forestage off`. Hooks run where one has been called since the boot. A
@@ -15,25 +16,25 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import folders, records
 
 LISTABLE = stat.S_IRGRP | stat.S_IROTH
 
 
-class ConfigNames(msgspec.Struct, frozen=True):
+class ConfigDirectoryListing(msgspec.Struct, frozen=True):
     """What is in conf.d; `mtime_ns` is that of conf.d from before it was listed."""
 
     mtime_ns: int
     names: tuple[str, ...]
 
 
-def are_of_node(places: Places) -> bool:
+def are_of_node(places: NodePaths) -> bool:
     """Return whether hooks run here."""
     return any(places.called(hook).exists() for hook in ("prolog", "epilog"))
 
 
-def find_listable(places: Places) -> list[Path]:
+def find_listable(places: NodePaths) -> list[Path]:
     """Return those of the directories that users may list. Raises OSError."""
     found = []
     for path in (places.etc, places.config_parts):
@@ -43,7 +44,7 @@ def find_listable(places: Places) -> list[Path]:
     return found
 
 
-def keep_unlisted(places: Places) -> None:
+def keep_unlisted(places: NodePaths) -> None:
     """Has users list none of the directories, and leaves them the names in conf.d. As root.
 
     What cannot be changed stays: /etc may be read-only, or conf.d a ConfigMap. `check` says so.
@@ -59,22 +60,22 @@ def keep_unlisted(places: Places) -> None:
             folders.keep(state)
 
 
-def list_names(parts: Path) -> ConfigNames:
+def list_names(parts: Path) -> ConfigDirectoryListing:
     """List conf.d, which need not be there. Raises OSError."""
     try:
         mtime_ns = parts.stat().st_mtime_ns
-        return ConfigNames(mtime_ns, tuple(sorted(os.listdir(parts))))  # noqa: PTH208
+        return ConfigDirectoryListing(mtime_ns, tuple(sorted(os.listdir(parts))))  # noqa: PTH208
     except FileNotFoundError:
-        return ConfigNames(0, ())
+        return ConfigDirectoryListing(0, ())
 
 
-def note_names(file: Path, found: ConfigNames) -> None:
+def note_names(file: Path, found: ConfigDirectoryListing) -> None:
     """Writes down what is in conf.d, unless it is there already. As root. Raises OSError.
 
     A name that is no text is left out: JSON cannot have it.
     """
     names = tuple(name for name in found.names if name.isprintable())
-    found = ConfigNames(found.mtime_ns, names)
+    found = ConfigDirectoryListing(found.mtime_ns, names)
     if _read_noted(file) != found:
         folders.make(file.parent, folders.PASSABLE)
         records.write(file, msgspec.json.encode(found), 0o644)
@@ -91,7 +92,7 @@ def read_names(parts: Path, file: Path) -> tuple[tuple[str, ...], str]:
     return found.names, ""
 
 
-def _read_noted(file: Path) -> ConfigNames | None:
+def _read_noted(file: Path) -> ConfigDirectoryListing | None:
     with contextlib.suppress(OSError):
-        return records.find(file, ConfigNames)
+        return records.find(file, ConfigDirectoryListing)
     return None

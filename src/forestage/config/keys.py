@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeAlias, get_origin
 import msgspec
 
 from forestage.config import values
-from forestage.config.values import UP_TO_64, Address, Notation, parse_address
-from forestage.units import Amount
+from forestage.config.values import UP_TO_64, ServiceAddress, ValueNotation, parse_address
+from forestage.units import SizeOrShare
 
 Redirect: TypeAlias = Literal["auto", "spank", "bind", "none"]
 UserMessages: TypeAlias = Literal["none", "problems", "all"]
@@ -32,7 +32,7 @@ ANYWHERE = ("/",)
 configuration can have it."""
 
 
-class Key(msgspec.Struct, frozen=True):
+class ConfigKey(msgspec.Struct, frozen=True):
     """What is known of a key besides its type and its default.
 
     `notation` of a Literal are its words, whatever is said here. `none` is the word for None in the
@@ -40,7 +40,7 @@ class Key(msgspec.Struct, frozen=True):
     """
 
     sentence: str
-    notation: Notation = values.FLAG
+    notation: ValueNotation = values.FLAG
     none: Literal["", "null", "auto"] = ""
     per_partition: bool = False
 
@@ -61,19 +61,19 @@ class Key(msgspec.Struct, frozen=True):
         return self.none if value is None else self.notation.show(value)
 
 
-class JobKey(Key, frozen=True):
+class PartitionKey(ConfigKey, frozen=True):
     """A key that may differ between partitions: it concerns a job, not the node's one cache."""
 
     per_partition: bool = True
 
 
-class Peering(msgspec.Struct, frozen=True, kw_only=True):
+class PeersSection(msgspec.Struct, frozen=True, kw_only=True):
     """`peers:`, what nodes of a job get from each other. Sizes are bytes."""
 
     # Read by features/peers/activation.py alone.
     enabled: Annotated[
         bool | None,
-        Key(
+        ConfigKey(
             "Share chunks with the job's other nodes; auto: if the service runs.",
             values.FLAG,
             "auto",
@@ -81,12 +81,16 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     reach: Annotated[
         Reach,
-        Key("Whom a copy asks: the nodes of its job, or any of the node's partitions (cluster)."),
+        ConfigKey(
+            "Whom a copy asks: the nodes of its job, or any of the node's partitions (cluster)."
+        ),
     ] = "job"
-    port: Annotated[int, Key("Of the peer service, on every node.", values.whole(1, 65535))] = 7717
+    port: Annotated[
+        int, ConfigKey("Of the peer service, on every node.", values.whole(1, 65535))
+    ] = 7717
     listen: Annotated[
         str | None,
-        Key(
+        ConfigKey(
             'An address, a name or an interface; "" is all; null: where other nodes find this one.',
             values.LISTEN,
             "null",
@@ -94,14 +98,14 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     address: Annotated[
         str,
-        Key(
+        ConfigKey(
             "Where a node is found, such as {node}-ib; with {node} alone at its NodeAddr.",
             values.PATTERN,
         ),
     ] = "{node}"
     key_file: Annotated[
         str | None,
-        Key(
+        ConfigKey(
             "A secret of all nodes, in place of Slurm's munge or key; root's, 0600.",
             values.PATH,
             "null",
@@ -109,20 +113,22 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     bandwidth: Annotated[
         Limit,
-        Key("The most a node sends to others per second; null is no limit.", values.LIMIT, "null"),
+        ConfigKey(
+            "The most a node sends to others per second; null is no limit.", values.LIMIT, "null"
+        ),
     ] = None
 
-    def of(self, node: str) -> Address:
+    def of(self, node: str) -> ServiceAddress:
         """Returns where the other nodes find `node`."""
         return parse_address(self.address.replace("{node}", node), self.port)
 
 
-class Prefetching(msgspec.Struct, frozen=True, kw_only=True):
+class PrefetchSection(msgspec.Struct, frozen=True, kw_only=True):
     """`prefetch:`, images that are copied before the jobs begin which wait for a node."""
 
     host: Annotated[
         str | None,
-        Key(
+        ConfigKey(
             "HOST or HOST:PORT, which reads the queue and tells nodes what it names; null: nobody.",
             values.HOST,
             "null",
@@ -130,7 +136,7 @@ class Prefetching(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     bandwidth: Annotated[
         Limit,
-        Key(
+        ConfigKey(
             "The most such a copy may read of its source in a second; null: while no job runs.",
             values.LIMIT,
             "null",
@@ -138,38 +144,40 @@ class Prefetching(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
-class Data(msgspec.Struct, frozen=True, kw_only=True):
+class DataSection(msgspec.Struct, frozen=True, kw_only=True):
     """`data:`, what a comment asks for besides images: directories, mounts, a job's own disk."""
 
-    enabled: Annotated[bool, Key("Stage what comments ask for besides images.")] = True
+    enabled: Annotated[bool, ConfigKey("Stage what comments ask for besides images.")] = True
     share: Annotated[
-        Amount, Key("The most of the cache's space that data may take.", values.SHARE)
-    ] = Amount(share=0.6)
+        SizeOrShare, ConfigKey("The most of the cache's space that data may take.", values.SHARE)
+    ] = SizeOrShare(share=0.6)
     max_files: Annotated[
-        int, Key("Directories with more files are not staged.", values.whole(1, 10_000_000))
+        int, ConfigKey("Directories with more files are not staged.", values.whole(1, 10_000_000))
     ] = 200_000
     mount_roots: Annotated[
         tuple[str, ...],
-        Key("Mount points below these are made for a step where they are missing.", values.PATHS),
+        ConfigKey(
+            "Mount points below these are made for a step where they are missing.", values.PATHS
+        ),
     ] = ()
     job_dir: Annotated[
-        Amount,
-        Key(
+        SizeOrShare,
+        ConfigKey(
             "The most that all jobs' stage-dir= may take together of the cache's disk.",
             values.AMOUNT,
         ),
-    ] = Amount(share=0.5)
+    ] = SizeOrShare(share=0.5)
 
 
-class Registry(msgspec.Struct, frozen=True, kw_only=True):
+class RegistrySection(msgspec.Struct, frozen=True, kw_only=True):
     """`registry:`, how images of registries are resolved, imported and kept."""
 
     enabled: Annotated[
-        bool, Key("Stage images of registries where pyxis' importer= is forestage's.")
+        bool, ConfigKey("Stage images of registries where pyxis' importer= is forestage's.")
     ] = True
     store: Annotated[
         str | None,
-        Key(
+        ConfigKey(
             "A shared directory for imported images; null: enroot imports, in each step.",
             values.PATH,
             "null",
@@ -177,18 +185,20 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     offline: Annotated[
         Offline,
-        Key("When a registry is silent or busy: fail, or use what its tag meant last."),
+        ConfigKey("When a registry is silent or busy: fail, or use what its tag meant last."),
     ] = "fail"
     keep: Annotated[
         float,
-        Key(
+        ConfigKey(
             "Imported images that were not used for this long are deleted from the store.",
             values.DURATION,
         ),
     ] = 30 * 86400.0
     max_user_size: Annotated[
         Limit,
-        Key("The most a user's images take in the store; null is no limit.", values.LIMIT, "null"),
+        ConfigKey(
+            "The most a user's images take in the store; null is no limit.", values.LIMIT, "null"
+        ),
     ] = None
 
     @property
@@ -197,12 +207,12 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
         return (self.store,) if self.store else ()
 
 
-class Metering(msgspec.Struct, frozen=True, kw_only=True):
+class MetricsSection(msgspec.Struct, frozen=True, kw_only=True):
     """`metrics:`, what Prometheus gets to know."""
 
     textfile: Annotated[
         str | None,
-        Key(
+        ConfigKey(
             "Where node exporter's textfile collector reads; null writes none.",
             values.TEXTFILE,
             "null",
@@ -213,67 +223,72 @@ class Metering(msgspec.Struct, frozen=True, kw_only=True):
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The settings one job is served with. Sizes are bytes, durations seconds."""
 
-    enabled: Annotated[bool, JobKey("If false, the hooks do nothing.")] = True
+    enabled: Annotated[bool, PartitionKey("If false, the hooks do nothing.")] = True
     sources: Annotated[
         tuple[str, ...],
-        JobKey("Absolute directories; only what is below them is staged.", values.PATHS),
+        PartitionKey("Absolute directories; only what is below them is staged.", values.PATHS),
     ] = ()
     user_mounts: Annotated[
         Mapping[str, str],
-        Key(
+        ConfigKey(
             "FUSE mounts of a service's user to stage from: {/juice: fuse.juicefs 994}, type, uid.",
             values.USER_MOUNTS,
         ),
     ] = msgspec.field(default_factory=dict)
     cache: Annotated[
-        str, Key("The cache's directory on the node; not below /tmp or /dev/shm.", values.CACHE)
+        str,
+        ConfigKey("The cache's directory on the node; not below /tmp or /dev/shm.", values.CACHE),
     ] = "/mnt/nvme/forestage"
     require_mount: Annotated[
-        bool, Key("Do not stage while the cache is on the root file system.")
+        bool, ConfigKey("Do not stage while the cache is on the root file system.")
     ] = True
     max_image_size: Annotated[
         Limit,
-        JobKey("Images above this size are not staged; null is no limit.", values.LIMIT, "null"),
+        PartitionKey(
+            "Images above this size are not staged; null is no limit.", values.LIMIT, "null"
+        ),
     ] = None
     max_size: Annotated[
-        Amount, Key("The most the cache may take: a size, or a share of its disk.", values.CAPACITY)
-    ] = Amount(share=0.6)
+        SizeOrShare,
+        ConfigKey("The most the cache may take: a size, or a share of its disk.", values.CAPACITY),
+    ] = SizeOrShare(share=0.6)
     min_free: Annotated[
-        Amount, Key("What always stays free on that disk: a size, or a share.", values.AMOUNT)
-    ] = Amount(share=0.2)
+        SizeOrShare,
+        ConfigKey("What always stays free on that disk: a size, or a share.", values.AMOUNT),
+    ] = SizeOrShare(share=0.2)
     low_watermark: Annotated[
-        Amount,
-        Key(
+        SizeOrShare,
+        ConfigKey(
             "The Epilog evicts down to this share of max_size, or of what other data leaves.",
             values.SHARE,
         ),
-    ] = Amount(share=0.8)
+    ] = SizeOrShare(share=0.8)
     max_user_share: Annotated[
-        Amount,
-        Key(
+        SizeOrShare,
+        ConfigKey(
             "Above this share of space and copies, a user does not displace others.",
             values.SHARE,
         ),
-    ] = Amount(share=0.5)
+    ] = SizeOrShare(share=0.5)
     unpack_ratio: Annotated[
         int,
-        Key(
+        ConfigKey(
             "How many times its size an image takes on that disk unpacked; 0: it is not unpacked.",
             values.whole(0, 100),
         ),
     ] = 3
     redirect: Annotated[
         Redirect,
-        JobKey(
+        PartitionKey(
             "The path shows the copy to a step (spank), the node (bind), none; auto prefers spank."
         ),
     ] = "auto"
     engine: Annotated[
-        Engine, Key("chunks copies with several threads, rsync runs that program.")
+        Engine, ConfigKey("chunks copies with several threads, rsync runs that program.")
     ] = "chunks"
     threads: Annotated[
         int | None,
-        Key(
+        ConfigKey(
             "Threads of one copy, of 4 MiB each; auto is two for each core, 4 to 8.",
             UP_TO_64,
             "auto",
@@ -281,7 +296,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     chunk_size: Annotated[
         int | None,
-        Key(
+        ConfigKey(
             "The unit of copying and resuming; auto: 1 MiB to 16 MiB, by the image's size.",
             values.CHUNK,
             "auto",
@@ -289,44 +304,45 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     bandwidth: Annotated[
         Limit,
-        Key(
+        ConfigKey(
             "The most one copy may read of its source in a second; null is no limit.",
             values.LIMIT,
             "null",
         ),
     ] = None
     max_copies: Annotated[
-        int, Key("Copies at once on a node; others queue, those that jobs need first.", UP_TO_64)
+        int,
+        ConfigKey("Copies at once on a node; others queue, those that jobs need first.", UP_TO_64),
     ] = 4
     warm_at_boot: Annotated[
         tuple[str, ...],
-        Key("Images that the node copies when it boots.", values.PATHS),
+        ConfigKey("Images that the node copies when it boots.", values.PATHS),
     ] = ()
     cold: Annotated[
         Cold,
-        JobKey(
+        PartitionKey(
             "How a job starts without its copy: through (with spank only), shared, or wait for it."
         ),
     ] = "auto"
     deadline: Annotated[
         float | None,
-        JobKey(
+        PartitionKey(
             "How long a job waits with cold: wait; auto: what slurm.conf allows, for a step 8m.",
             values.DURATION,
             "auto",
         ),
     ] = None
     max_stage_wait: Annotated[
-        float, JobKey("The most that a user's stage-wait= may ask for.", values.DURATION)
+        float, PartitionKey("The most that a user's stage-wait= may ask for.", values.DURATION)
     ] = 600.0
     user_messages: Annotated[
-        UserMessages, JobKey("What a step's user reads: none, problems, or all.")
+        UserMessages, PartitionKey("What a step's user reads: none, problems, or all.")
     ] = "problems"
-    data: Data = Data()
-    peers: Peering = Peering()
-    prefetch: Prefetching = Prefetching()
-    registry: Registry = Registry()
-    metrics: Metering = Metering()
+    data: DataSection = DataSection()
+    peers: PeersSection = PeersSection()
+    prefetch: PrefetchSection = PrefetchSection()
+    registry: RegistrySection = RegistrySection()
+    metrics: MetricsSection = MetricsSection()
 
     @property
     def staged_from(self) -> tuple[str, ...]:
@@ -356,7 +372,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 _AUTO: Mapping[Companion, Redirect] = {"loaded": "spank", "absent": "bind", "unknown": "none"}
 
 
-def _keys(struct: Any, above: str = "") -> Iterator[tuple[str, Key]]:
+def _keys(struct: Any, above: str = "") -> Iterator[tuple[str, ConfigKey]]:
     # Not get_type_hints(), which evaluates them all again: each hook would pay for it.
     for name, hint in struct.__annotations__.items():
         if hasattr(hint, "__metadata__"):
@@ -379,7 +395,7 @@ def decided(config: Config, companion: Companion) -> Config:
     return msgspec.structs.replace(config, redirect=_AUTO[companion])
 
 
-KEYS: Mapping[str, Key] = dict(_keys(Config))
+KEYS: Mapping[str, ConfigKey] = dict(_keys(Config))
 """By their names in messages: `deadline`, `peers.port`."""
 
 GROUPS = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from forestage.config import directories
-from forestage.config.directories import ConfigNames
+from forestage.config.directories import ConfigDirectoryListing
 from forestage.config.keys import GROUPS, KEYS, PARTITION_KEYS, Config, value_of, with_values
-from forestage.config.memo import Kept
-from forestage.errors import ConfigError, Problem
-from forestage.paths import Places
+from forestage.config.memo import YamlCache
+from forestage.errors import ConfigError, ConfigProblem
+from forestage.paths import NodePaths
 from forestage.units import exact_size, quote
 
 MAX_FILE_SIZE = 1 << 20  # bytes; a configuration is not a data file
@@ -53,7 +53,7 @@ NOTED = "removed"  # names, in what hooks keep, the removed keys that were logge
 Overrides: TypeAlias = Mapping[str, object]  # key -> value of the key's type in Config
 
 
-class Row(NamedTuple):
+class ConfigRow(NamedTuple):
     """One line of `forestage config`."""
 
     key: str
@@ -61,7 +61,7 @@ class Row(NamedTuple):
     origin: str  # DEFAULT or a file's path
 
 
-class Settings(msgspec.Struct, frozen=True):
+class LoadedConfig(msgspec.Struct, frozen=True):
     """All that the configuration says, and which file said it.
 
     `unread` says which of its files a user may have missed, and why; "" where all were read.
@@ -90,40 +90,40 @@ class Settings(msgspec.Struct, frozen=True):
         """The common settings, of None, and those of each partition that has some of its own."""
         return [(name, self.for_partition(name)) for name in (None, *self.partitions)]
 
-    def rows(self, partition: str | None = None) -> list[Row]:
+    def rows(self, partition: str | None = None) -> list[ConfigRow]:
         """Returns every key as it holds for `partition`; without one, every override follows."""
         config = self.for_partition(partition)
         rows = []
         for name, key in KEYS.items():
             origin = self.origins.get(dotted(partition, name), self.origins[name])
-            rows.append(Row(name, key.show(value_of(config, name)), origin))
+            rows.append(ConfigRow(name, key.show(value_of(config, name)), origin))
         if partition is None:
             for place, overrides in self.partitions.items():
                 for name, value in overrides.items():
                     full = dotted(place, name)
-                    rows.append(Row(full, KEYS[name].show(value), self.origins[full]))
+                    rows.append(ConfigRow(full, KEYS[name].show(value), self.origins[full]))
         return rows
 
 
-class _Found(msgspec.Struct):
+class _ConfigDraft(msgspec.Struct):
     """What the files read so far say, and all that is wrong with them."""
 
     origins: dict[str, str]
     common: dict[str, object] = {}
     partitions: dict[str, dict[str, object]] = {}
     removed: dict[str, tuple[str, ...]] = {}
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
 
 
-def load_settings(etc: Path, kept: Path | None = None) -> Settings:
+def load_settings(etc: Path, kept: Path | None = None) -> LoadedConfig:
     """Reads the configuration below `etc` (/etc/forestage); no file at all is all defaults.
 
     `kept` is where hooks keep what YAML they have read (config/memo.py). Raises ConfigError with
     all problems at once.
     """
-    documents = Kept(kept)
-    found = _Found(dict.fromkeys(KEYS, DEFAULT))
-    parts, noted = etc / "conf.d", Places(etc.parent.parent).config_names
+    documents = YamlCache(kept)
+    found = _ConfigDraft(dict.fromkeys(KEYS, DEFAULT))
+    parts, noted = etc / "conf.d", NodePaths(etc.parent.parent).config_names
     listed, unread = _list_parts(parts, noted, found)
     documents.note(parts.name, [listed.mtime_ns, *listed.names])
     # Editors and package managers leave .x.yaml.swp, x.yaml~ and x.yaml.dpkg-old behind.
@@ -143,27 +143,29 @@ def load_settings(etc: Path, kept: Path | None = None) -> Settings:
             directories.note_names(kept.with_name(noted.name), listed)
     # What could not be noted would be logged for each job.
     logs = tuple(unlogged) if documents.is_written else ()
-    return Settings(config, found.partitions, found.origins, unread, found.removed, logs)
+    return LoadedConfig(config, found.partitions, found.origins, unread, found.removed, logs)
 
 
-def _prove_bytes_of_peers(config: Config, found: _Found) -> None:
+def _prove_bytes_of_peers(config: Config, found: _ConfigDraft) -> None:
     """They are proven by the chunk's digest, which rsync does not take."""
     if config.peers.enabled is True and config.engine != "chunks":
         key, what = "peers.enabled", "needs `engine: chunks`"
-        found.problems.append(Problem(found.origins[key], key, what))
+        found.problems.append(ConfigProblem(found.origins[key], key, what))
 
 
-def _list_parts(parts: Path, noted: Path, found: _Found) -> tuple[ConfigNames, str]:
+def _list_parts(
+    parts: Path, noted: Path, found: _ConfigDraft
+) -> tuple[ConfigDirectoryListing, str]:
     """Return what is in conf.d, and what is not known of that."""
     try:
         return directories.list_names(parts), ""
     except OSError as error:
         if isinstance(error, PermissionError) and os.geteuid() != 0:
             names, unread = directories.read_names(parts, noted)
-            return ConfigNames(0, names), unread
+            return ConfigDirectoryListing(0, names), unread
         what = f"cannot be listed: {error.strerror}"
-        found.problems.append(Problem(str(parts), "", what))
-        return ConfigNames(0, ()), ""
+        found.problems.append(ConfigProblem(str(parts), "", what))
+        return ConfigDirectoryListing(0, ()), ""
 
 
 def dotted(partition: str | None, key: str) -> str:
@@ -171,15 +173,15 @@ def dotted(partition: str | None, key: str) -> str:
     return key if partition is None else f"partitions.{partition}.{key}"
 
 
-def _read(path: Path, documents: Kept, found: _Found) -> None:
+def _read(path: Path, documents: YamlCache, found: _ConfigDraft) -> None:
     try:
         document = documents.document(_text(path), _parse)
     except OSError as error:
         # A dangling link is not a missing file: somebody meant it to say something.
         if not isinstance(error, FileNotFoundError) or path.is_symlink():
-            found.problems.append(Problem(str(path), "", f"cannot be read: {error.strerror}"))
+            found.problems.append(ConfigProblem(str(path), "", f"cannot be read: {error.strerror}"))
     except ValueError as error:
-        found.problems.append(Problem(str(path), "", str(error)))
+        found.problems.append(ConfigProblem(str(path), "", str(error)))
     else:
         _add(str(path), (), document, found)
 
@@ -225,7 +227,7 @@ def _parse(text: str) -> object:
         reason = str(getattr(error, "problem", None) or getattr(error, "reason", ""))
         reason = reason.replace("that cannot start any token", "that nothing begins with, as a tab")
         raise ValueError(f"is not YAML: {line}{reason}") from error
-    except _BeyondPlain as error:
+    except _UnsupportedYaml as error:
         raise ValueError(str(error)) from None
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         # It looks like a date or a number and is none, or has a tag (!) that it does not fit.
@@ -235,7 +237,7 @@ def _parse(text: str) -> object:
     return document
 
 
-class _BeyondPlain(ValueError):
+class _UnsupportedYaml(ValueError):
     """A part of YAML that a configuration can do without."""
 
 
@@ -251,7 +253,7 @@ def _refuse_depth_and_aliases(events: Iterable[Any]) -> None:
         depth -= kind in ("MappingEndEvent", "SequenceEndEvent")
         if depth > MAX_DEPTH or kind == "AliasEvent":
             what = "an alias (*) cannot be used here" if depth <= MAX_DEPTH else "nested too deeply"
-            raise _BeyondPlain(f"line {event.start_mark.line + 1}: {what}")
+            raise _UnsupportedYaml(f"line {event.start_mark.line + 1}: {what}")
 
 
 def _repeated(node: Any) -> Iterator[str]:
@@ -270,19 +272,19 @@ def _repeated(node: Any) -> Iterator[str]:
         yield from _repeated(value)
 
 
-def _add(where: str, above: tuple[str, ...], raw: object, found: _Found) -> None:
+def _add(where: str, above: tuple[str, ...], raw: object, found: _ConfigDraft) -> None:
     """Adds each value below `above`: (), a group, ("partitions",) or ("partitions", name)."""
     if raw is None:  # all below it is commented out
         return
     if not isinstance(raw, dict):
         what = f"expected keys and values, got {quote(raw)}"
-        found.problems.append(Problem(where, ".".join(above), what))
+        found.problems.append(ConfigProblem(where, ".".join(above), what))
         return
     for key, value in raw.items():
         if not isinstance(key, str) or not key.isprintable():
             # YAML 1.1 takes no, on, 1 and the like for something else than names.
             name = ".".join((*above, quote(key)))
-            found.problems.append(Problem(where, name, "expected a name in quotes"))
+            found.problems.append(ConfigProblem(where, name, "expected a name in quotes"))
         elif above == ("partitions",) or (not above and key in ("partitions", *GROUPS)):
             _add(where, (*above, key), value, found)
         elif above[:1] == ("partitions",):
@@ -292,10 +294,10 @@ def _add(where: str, above: tuple[str, ...], raw: object, found: _Found) -> None
         else:
             group, _, within = key.partition(".")
             what = f"expected `{group}:`, and `{within}:` indented below it"
-            found.problems.append(Problem(where, key, what))
+            found.problems.append(ConfigProblem(where, key, what))
 
 
-def _set(where: str, partition: str | None, key: str, raw: object, found: _Found) -> None:
+def _set(where: str, partition: str | None, key: str, raw: object, found: _ConfigDraft) -> None:
     full = dotted(partition, key)
     if key in REMOVED and not _has_keys(key, raw):
         found.removed[key] = tuple(dict.fromkeys((*found.removed.get(key, ()), where)))
@@ -305,7 +307,7 @@ def _set(where: str, partition: str | None, key: str, raw: object, found: _Found
             raise ValueError(_not_a_key(partition, key))
         value = KEYS[key].read(raw)
     except ValueError as error:
-        found.problems.append(Problem(where, full, str(error)))
+        found.problems.append(ConfigProblem(where, full, str(error)))
         return
     values = found.common if partition is None else found.partitions.setdefault(partition, {})
     values[key] = value

@@ -16,7 +16,7 @@ from forestage.system import records
 from forestage.system.sha256 import sha256
 
 
-class Kept:
+class YamlCache:
     """The documents of one reading of the configuration; without a file none is kept."""
 
     def __init__(self, file: Path | None) -> None:

@@ -24,7 +24,7 @@ import msgspec
 
 from forestage.config.keys import Config
 from forestage.errors import Declined
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import as_user, folders, records
 from forestage.system.files import opened
 from forestage.units import is_number, printable
@@ -46,7 +46,7 @@ class SwitchChange(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def by_file(places: Places, now: float) -> str:
+def by_file(places: NodePaths, now: float) -> str:
     """Returns why a file switches staging off at `now` (seconds since the epoch); "" if none does.
 
     Costs a job two system calls. First the one in which nothing can wait.
@@ -57,12 +57,12 @@ def by_file(places: Places, now: float) -> str:
     return ""
 
 
-def why_off(places: Places, config: Config, now: float) -> str:
+def why_off(places: NodePaths, config: Config, now: float) -> str:
     """Returns what switches staging off for all jobs with this configuration; "" if nothing."""
     return by_file(places, now) or ("" if config.enabled else "`enabled: false`")
 
 
-def turn_off(places: Places, reason: str, until: float | None) -> SwitchChange:
+def turn_off(places: NodePaths, reason: str, until: float | None) -> SwitchChange:
     """Switches staging off: at once, then for longer than this boot. As root.
 
     Raises OSError where neither file can be written.
@@ -89,14 +89,14 @@ def turn_off(places: Places, reason: str, until: float | None) -> SwitchChange:
     return SwitchChange((places.kept_off,))
 
 
-def turn_on(places: Places) -> SwitchChange:
+def turn_on(places: NodePaths) -> SwitchChange:
     """Removes both files. As root. Raises OSError."""
     removed = (places.disabled,) if _remove_file(places.disabled) else ()
     is_removed, error = _change_lasting(places, lambda: _remove_file(places.kept_off))
     return SwitchChange((*removed, *[places.kept_off] * is_removed), error)
 
 
-def _change_lasting(places: Places, work: Callable[[], bool]) -> tuple[bool, str]:
+def _change_lasting(places: NodePaths, work: Callable[[], bool]) -> tuple[bool, str]:
     """Has a child do what is to be done in /etc; returns its answer, and why there is none.
 
     Raises OSError.

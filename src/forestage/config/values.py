@@ -12,7 +12,7 @@ from typing import Any, get_args
 import msgspec
 
 from forestage.units import (
-    Amount,
+    SizeOrShare,
     exact_duration,
     exact_size,
     is_number,
@@ -30,14 +30,14 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}"
 _UNQUOTED = r"[\w./+@-]+"  # paths that YAML reads as they are
 
 
-class Notation(msgspec.Struct, frozen=True):
+class ValueNotation(msgspec.Struct, frozen=True):
     """How values of one kind are written."""
 
     read: Callable[[Any], Any]
     show: Callable[[Any], str]
 
 
-class Address(msgspec.Struct, frozen=True):
+class ServiceAddress(msgspec.Struct, frozen=True):
     """Where a service is: `host` is a name or an address, IPv6 ones without brackets.
 
     `otherwise` takes its place where that name does not resolve; "" for none.
@@ -48,7 +48,7 @@ class Address(msgspec.Struct, frozen=True):
     otherwise: str = ""
 
 
-def parse_address(text: str, port: int) -> Address:
+def parse_address(text: str, port: int) -> ServiceAddress:
     """Reads `host`, `host:port`, `::1` or `[::1]:port`; `port` is for one that names none.
 
     Raises ValueError.
@@ -68,7 +68,7 @@ def parse_address(text: str, port: int) -> Address:
             raise ValueError(f"expected a port from 1 to 65535, got {quote(digits)}")
     if not host:
         raise ValueError(f"expected a host's name or address, got {quote(text)}")
-    return Address(host, port)
+    return ServiceAddress(host, port)
 
 
 def _as_it_is(raw: Any) -> Any:
@@ -149,7 +149,7 @@ def _show_paths(paths: tuple[str, ...]) -> str:
 
 def _limited(
     read: Callable[[Any], Any], show: Callable[[Any], str], fits: Callable[[Any], Any], words: str
-) -> Notation:
+) -> ValueNotation:
     """What `read` returns, where it `fits`; `words` are for an error."""
 
     def limited(raw: object) -> Any:
@@ -158,10 +158,10 @@ def _limited(
             raise ValueError(f"expected {words}, got {quote(raw)}")
         return value
 
-    return Notation(limited, show)
+    return ValueNotation(limited, show)
 
 
-def one_of(literal: Any) -> Notation:
+def one_of(literal: Any) -> ValueNotation:
     """The words of a Literal."""
     words = get_args(literal)
 
@@ -172,7 +172,7 @@ def one_of(literal: Any) -> Notation:
     return _limited(read, str, lambda word: word in words, " or ".join(words))
 
 
-def whole(least: int, most: int) -> Notation:
+def whole(least: int, most: int) -> ValueNotation:
     """A whole number within these limits."""
     return _limited(
         _as_it_is,
@@ -193,15 +193,15 @@ CHUNK = _limited(
     lambda size: size in range(MIN_CHUNK, MAX_CHUNK + 1, MIN_CHUNK),
     f"a multiple of {exact_size(MIN_CHUNK)} up to {exact_size(MAX_CHUNK)}",
 )
-DURATION = Notation(parse_duration, exact_duration)
-AMOUNT = Notation(Amount.parse, str)
+DURATION = ValueNotation(parse_duration, exact_duration)
+AMOUNT = ValueNotation(SizeOrShare.parse, str)
 CAPACITY = _limited(
-    Amount.parse, str, lambda amount: amount.size or amount.share, "more than nothing"
+    SizeOrShare.parse, str, lambda amount: amount.size or amount.share, "more than nothing"
 )
-SHARE = Notation(lambda raw: Amount(share=parse_share(raw)), str)
-PATH = Notation(_read_path, _show_path)
-PATHS = Notation(_read_paths, _show_paths)
-CACHE = Notation(_read_cache, _show_path)
+SHARE = ValueNotation(lambda raw: SizeOrShare(share=parse_share(raw)), str)
+PATH = ValueNotation(_read_path, _show_path)
+PATHS = ValueNotation(_read_paths, _show_paths)
+CACHE = ValueNotation(_read_cache, _show_path)
 TEXTFILE = _limited(
     _read_path, _show_path, lambda path: path.endswith(".prom"), "a name that ends in .prom"
 )
@@ -211,6 +211,6 @@ LISTEN = _limited(
     lambda raw: isinstance(raw, str) and raw.isprintable() and len(raw) < 256,
     'an address, a name, an interface or ""',
 )
-HOST = Notation(_read_host, _show_quoted)
-PATTERN = Notation(_read_pattern, _show_quoted)
-USER_MOUNTS = Notation(_read_user_mounts, _show_quoted)
+HOST = ValueNotation(_read_host, _show_quoted)
+PATTERN = ValueNotation(_read_pattern, _show_quoted)
+USER_MOUNTS = ValueNotation(_read_user_mounts, _show_quoted)

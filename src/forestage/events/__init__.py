@@ -7,14 +7,14 @@ those of `tally`. `reasons` is not imported here, since no hook needs it.
 
 from forestage.events.log import UNSERVED as UNSERVED
 from forestage.events.log import WHOLE as WHOLE
-from forestage.events.log import Bad as Bad
+from forestage.events.log import BadEntryOutcome as BadEntryOutcome
 from forestage.events.log import Came as Came
-from forestage.events.log import Copied as Copied
-from forestage.events.log import Event as Event
-from forestage.events.log import Handled as Handled
+from forestage.events.log import CopyOutcome as CopyOutcome
+from forestage.events.log import EventRecord as EventRecord
 from forestage.events.log import Hook as Hook
 from forestage.events.log import Outcome as Outcome
-from forestage.events.log import Released as Released
+from forestage.events.log import ReleaseOutcome as ReleaseOutcome
+from forestage.events.log import RequestOutcome as RequestOutcome
 from forestage.events.log import Result as Result
 from forestage.events.log import append as append
 from forestage.events.log import decoded_lines as decoded_lines

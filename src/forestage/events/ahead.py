@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from forestage.events.log import WHOLE, Copied, Event, Handled, Origin
+from forestage.events.log import WHOLE, CopyOutcome, EventRecord, Origin, RequestOutcome
 
 Fate = Literal["copied", "used", "unused"]
 """A copy is `copied` first, then `used` by a job, or `unused`: evicted before any job had it."""
@@ -16,11 +16,11 @@ Fate = Literal["copied", "used", "unused"]
 KEPT = 10_000  # copies whose fate is open; `forestage evict` leaves no event of those it evicts
 
 
-class Change(msgspec.Struct, frozen=True):
+class CopyFateChange(msgspec.Struct, frozen=True):
     """What an event says of a copy that was made ahead, and how many bytes that is."""
 
     fate: Fate
-    copy: Copied
+    copy: CopyOutcome
 
     @property
     def bytes(self) -> dict[Origin, int]:
@@ -29,7 +29,7 @@ class Change(msgspec.Struct, frozen=True):
         return taken if self.copy.ahead else self.copy.origins
 
 
-class Ahead(msgspec.Struct):
+class PrefetchedBytes(msgspec.Struct):
     """Bytes that were copied for pending jobs, by where they came from.
 
     A job had `used` ones; `unused` ones were evicted before any had them.
@@ -39,43 +39,43 @@ class Ahead(msgspec.Struct):
     used: dict[str, int] = {}
     unused: dict[str, int] = {}
 
-    def add(self, change: Change) -> None:
+    def add(self, change: CopyFateChange) -> None:
         numbers: dict[str, int] = getattr(self, change.fate)
         for origin, number in change.bytes.items():
             numbers[origin] = numbers.get(origin, 0) + number
 
 
-class Copies(msgspec.Struct):
+class UnusedCopies(msgspec.Struct):
     """The copies of a node that no job has used yet, in the order of its log; `left` by key."""
 
-    left: dict[str, Copied] = {}
+    left: dict[str, CopyOutcome] = {}
 
-    def add(self, event: Event) -> Iterator[Change]:
+    def add(self, event: EventRecord) -> Iterator[CopyFateChange]:
         """What one event changes; to be read to its end."""
         outcome = event.outcome
         for key in outcome.evicted:
             yield from self._end(key, "unused")
-        if isinstance(outcome, Copied) and outcome.result == "copied":
+        if isinstance(outcome, CopyOutcome) and outcome.result == "copied":
             yield from self._end(outcome.key, "unused")  # what made room for it left no event
             if outcome.expected:
-                yield Change("copied", outcome)
+                yield CopyFateChange("copied", outcome)
                 self._keep(outcome)
             if outcome.ahead:
                 yield from self._end(outcome.key, "used")
-        elif isinstance(outcome, Handled) and outcome.result in WHOLE:
+        elif isinstance(outcome, RequestOutcome) and outcome.result in WHOLE:
             yield from self._end(outcome.key, "used")
 
-    def used_by(self, job: int, event: Event) -> dict[str, Copied]:
+    def used_by(self, job: int, event: EventRecord) -> dict[str, CopyOutcome]:
         """Adds an event; the copies, by key, of which it says that this job is the first to use."""
         used = [one.copy for one in self.add(event) if one.fate == "used" and event.job == job]
         return {copy.key: copy for copy in used}
 
-    def _keep(self, copy: Copied) -> None:
+    def _keep(self, copy: CopyOutcome) -> None:
         self.left[copy.key] = copy
         while len(self.left) > KEPT:
             del self.left[next(iter(self.left))]
 
-    def _end(self, key: str, fate: Fate) -> Iterator[Change]:
+    def _end(self, key: str, fate: Fate) -> Iterator[CopyFateChange]:
         copy = self.left.pop(key, None)
         if copy is not None:
-            yield Change(fate, copy)
+            yield CopyFateChange(fate, copy)

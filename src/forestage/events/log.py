@@ -14,7 +14,7 @@ from typing import BinaryIO, Literal
 import msgspec
 
 from forestage.events import user_files
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.slurm.hints import Via
 from forestage.slurm.job import Job
 from forestage.system import folders
@@ -41,7 +41,7 @@ _SHOWN = (
 MAX_SEEN = 4  # logs that `unread` remembers: at most two are there at once
 
 
-class _Outcome(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"):
+class _BaseOutcome(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"):
     """What every outcome says: `reason` is one word of events.reasons, `detail` is for people."""
 
     result: Result
@@ -49,7 +49,7 @@ class _Outcome(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"
     detail: str = ""
 
 
-class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
+class RequestOutcome(_BaseOutcome, frozen=True, omit_defaults=True, tag="handled"):
     """What one request of a job came to, in its Prolog or at a step's start.
 
     `request` is the user's own word, `image` the resolved path, `size` its bytes; `wait` is seconds
@@ -82,7 +82,7 @@ class Handled(_Outcome, frozen=True, omit_defaults=True, tag="handled"):
         return self.size if self.result == "copied" else 0
 
 
-class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
+class CopyOutcome(_BaseOutcome, frozen=True, omit_defaults=True, tag="copied"):
     """How one stager's copy ended.
 
     Seconds: `wait` from its start to its end, of which `copying` went into the bytes. Bytes:
@@ -130,14 +130,14 @@ class Copied(_Outcome, frozen=True, omit_defaults=True, tag="copied"):
         }
 
 
-class Released(_Outcome, frozen=True, omit_defaults=True, tag="released"):
+class ReleaseOutcome(_BaseOutcome, frozen=True, omit_defaults=True, tag="released"):
     """What an Epilog or a sweep let go: `unmounted` counts redirects, `evicted` are keys."""
 
     unmounted: int = 0
     evicted: tuple[str, ...] = ()
 
 
-class Bad(_Outcome, frozen=True, omit_defaults=True, tag="bad"):
+class BadEntryOutcome(_BaseOutcome, frozen=True, omit_defaults=True, tag="bad"):
     """An entry whose bytes or rights were found not to be its source's, by a sweep or `verify`.
 
     `chunks` is how many differ, `since` when all were last read and right, in seconds since the
@@ -152,10 +152,10 @@ class Bad(_Outcome, frozen=True, omit_defaults=True, tag="bad"):
     evicted: tuple[str, ...] = ()
 
 
-Outcome = Handled | Copied | Released | Bad
+Outcome = RequestOutcome | CopyOutcome | ReleaseOutcome | BadEntryOutcome
 
 
-class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+class EventRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of events.jsonl; `time` in seconds since the epoch, `total` the hook's seconds.
 
     Of a Prolog: `problems` of the job's hints, `options` the words that were given as options, and
@@ -195,7 +195,7 @@ def _shown(outcome: Outcome, name: str) -> object:
     value = getattr(outcome, name, "")
     if name in ("evicted", "givers"):
         return ",".join(value)
-    if name == "image" and isinstance(outcome, Handled):
+    if name == "image" and isinstance(outcome, RequestOutcome):
         return value or outcome.request
     return f"{value:.3f}s" if name == "wait" and value else value
 
@@ -210,9 +210,11 @@ def field(value: object) -> str:
     return f'"{escaped[:-1]}\\x5c"' if escaped.endswith("\\") else f'"{escaped}"'
 
 
-def of_job(job: Job, hook: Hook, outcome: Outcome, now: float = 0.0, total: float = 0.0) -> Event:
+def of_job(
+    job: Job, hook: Hook, outcome: Outcome, now: float = 0.0, total: float = 0.0
+) -> EventRecord:
     """Pure: the event of one outcome of a hook's run for this job."""
-    return Event(
+    return EventRecord(
         time=round(now, 3),
         hook=hook,
         job=job.id,
@@ -230,13 +232,13 @@ def of_job(job: Job, hook: Hook, outcome: Outcome, now: float = 0.0, total: floa
 
 
 def record(
-    places: Places, now: float, hook: Hook, job: Job, outcomes: Iterable[Outcome], total: float
+    places: NodePaths, now: float, hook: Hook, job: Job, outcomes: Iterable[Outcome], total: float
 ) -> None:
     """Records an event for each outcome of one run; all have its time and `total`, in seconds."""
     record_events(places, [of_job(job, hook, outcome, now, total) for outcome in outcomes])
 
 
-def record_events(places: Places, events: Iterable[Event]) -> None:
+def record_events(places: NodePaths, events: Iterable[EventRecord]) -> None:
     """Appends events to their users' own files, and to the log. Raises OSError of the log.
 
     First where no disk hangs.
@@ -248,11 +250,11 @@ def record_events(places: Places, events: Iterable[Event]) -> None:
     append(places.events, events)
 
 
-def report_copy(places: Places, event: Event, uids: Iterable[int]) -> None:
+def report_copy(places: NodePaths, event: EventRecord, uids: Iterable[int]) -> None:
     """Append the end of a copy to the files of other users, whose jobs hold its key."""
     outcome = event.outcome
-    if isinstance(outcome, Copied):
-        known = Copied(
+    if isinstance(outcome, CopyOutcome):
+        known = CopyOutcome(
             outcome.result,
             outcome.reason,
             key=outcome.key,
@@ -261,14 +263,16 @@ def report_copy(places: Places, event: Event, uids: Iterable[int]) -> None:
             copying=outcome.copying,
             resumed=outcome.resumed,
         )
-        _append_to_users(places, Event(event.time, event.hook, 0, known, total=event.total), uids)
+        _append_to_users(
+            places, EventRecord(event.time, event.hook, 0, known, total=event.total), uids
+        )
 
 
-def report_bad_entry(places: Places, event: Event) -> None:
+def report_bad_entry(places: NodePaths, event: EventRecord) -> None:
     """Append that an entry was found bad to the files of users whose jobs had it."""
     outcome = event.outcome
-    if isinstance(outcome, Bad):
-        known = Bad(
+    if isinstance(outcome, BadEntryOutcome):
+        known = BadEntryOutcome(
             outcome.result,
             outcome.reason,
             key=outcome.key,
@@ -276,20 +280,20 @@ def report_bad_entry(places: Places, event: Event) -> None:
             since=outcome.since,
         )
         uids = user_files.find_users_of(places.users, outcome.key)
-        _append_to_users(places, Event(event.time, event.hook, 0, known), uids)
+        _append_to_users(places, EventRecord(event.time, event.hook, 0, known), uids)
 
 
-def _append_to_users(places: Places, event: Event, uids: Iterable[int]) -> None:
+def _append_to_users(places: NodePaths, event: EventRecord, uids: Iterable[int]) -> None:
     """Append an event, which has no user, job, path or text of others. Raises OSError."""
     for uid in uids:
         user_files.append_lines(places.users, uid, [_encoded(event)], is_own=False)
 
 
-def _encoded(event: Event) -> bytes:
+def _encoded(event: EventRecord) -> bytes:
     return msgspec.json.encode(event) + b"\n"
 
 
-def append(file: Path, events: Iterable[Event]) -> None:
+def append(file: Path, events: Iterable[EventRecord]) -> None:
     """Appends events to the log, one write each, so that the lines of two hooks do not mix.
 
     Raises OSError. `file` may be missing, and its directory too.
@@ -305,18 +309,18 @@ def append(file: Path, events: Iterable[Event]) -> None:
         user_files.write_lines(fd, lines)
 
 
-def read_own(places: Places, uid: int) -> Iterator[Event]:
+def read_own(places: NodePaths, uid: int) -> Iterator[EventRecord]:
     """Yields the events that a user may read, oldest first. Raises OSError."""
     return latest(user_files.file_of(places.users, uid), 2 * user_files.USER_FILE_BYTES)
 
 
-def read(file: Path) -> Iterator[Event]:
+def read(file: Path) -> Iterator[EventRecord]:
     """Yields every event that can be decoded, oldest first."""
     for handle in _logs(file):
         yield from (event for event in decoded_lines(handle) if event)
 
 
-def latest(file: Path, most: int) -> Iterator[Event]:
+def latest(file: Path, most: int) -> Iterator[EventRecord]:
     """Yields the events in the last `most` bytes of the logs, oldest first."""
     sizes = [os.fstat(handle.fileno()).st_size for handle in _logs(file)]
     skip = max(0, sum(sizes) - most)
@@ -340,14 +344,14 @@ def _logs(file: Path) -> Iterator[BinaryIO]:
             yield handle
 
 
-def decoded_lines(log: BinaryIO) -> Iterator[Event | None]:
+def decoded_lines(log: BinaryIO) -> Iterator[EventRecord | None]:
     """Yields the event of each line of an open log; None for one that cannot be decoded."""
     # A bounded piece at a time: what is no line of ours may be a terabyte without an end.
     while line := log.readline(MAX_LINE):
         yield _decoded(line)
 
 
-def unread(file: Path, seen: dict[str, int]) -> Iterator[Event]:
+def unread(file: Path, seen: dict[str, int]) -> Iterator[EventRecord]:
     """Yields every event that was not yielded before, oldest first; for one reader at a time.
 
     `seen` says how far each log was read, and is updated: bytes, by a hash of the log's first line.
@@ -378,9 +382,9 @@ def _is_whole(line: bytes) -> bool:
     return line.endswith(b"\n") or len(line) == MAX_LINE
 
 
-def _decoded(line: bytes) -> Event | None:
+def _decoded(line: bytes) -> EventRecord | None:
     try:
-        return msgspec.json.decode(line, type=Event)
+        return msgspec.json.decode(line, type=EventRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

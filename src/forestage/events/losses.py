@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.events.log import Event, Released
+from forestage.events.log import EventRecord, ReleaseOutcome
 from forestage.system import records
 from forestage.units import printable
 
@@ -42,12 +42,12 @@ def find_loss(file: Path) -> LostEvents | None:
         return None
 
 
-def may_concern(lost: LostEvents, own: Sequence[Event]) -> bool:
+def may_concern(lost: LostEvents, own: Sequence[EventRecord]) -> bool:
     """Return whether a job that has these events may lack others. Pure."""
     if not own:
         return True
     last = own[-1]
-    is_over = last.hook == "epilog" and isinstance(last.outcome, Released)
+    is_over = last.hook == "epilog" and isinstance(last.outcome, ReleaseOutcome)
     # An event has the time at which its hook ended. Without a Prolog's, that may be what is lost.
     prologs = [event.time - event.total for event in own if event.hook == "prolog"]
     begin = min(prologs, default=0.0)

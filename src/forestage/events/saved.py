@@ -6,14 +6,14 @@ says how it is measured (`What it saved`).
 
 import msgspec
 
-from forestage.events.log import WHOLE, Handled, Outcome
+from forestage.events.log import WHOLE, Outcome, RequestOutcome
 from forestage.units import to_tenths
 
 LOCAL = ("mounted", "kept", "spank")  # redirects by which the start reads the copy
 REMEMBERED = 10_000  # jobs whose first step repeats their Prolog's start; a node has some hundreds
 
 
-class Starts(msgspec.Struct):
+class StartTracker(msgspec.Struct):
     """Which requests of a node are starts from a copy, in the order of its log.
 
     With `redirect: bind` a job's first step repeats its Prolog's start: `counted` are the keys of
@@ -24,7 +24,7 @@ class Starts(msgspec.Struct):
 
     def is_one(self, hook: str, job: int, outcome: Outcome) -> bool:
         """Whether something began to read a copy, and no earlier event reported it."""
-        if not isinstance(outcome, Handled):
+        if not isinstance(outcome, RequestOutcome):
             if hook in ("epilog", "sweep"):
                 self.counted.pop(job, None)
             return False
@@ -50,7 +50,7 @@ def remember(keys: dict[int, list[str]], job: int, key: str) -> None:
         del keys[next(iter(keys))]
 
 
-def seconds(outcome: Handled) -> float | None:
+def seconds(outcome: RequestOutcome) -> float | None:
     """Seconds that a start saved, negative if it would have been faster; None: not known.
 
     Of a step that reads through, or from the source while the copy goes on, nobody knows it.
@@ -59,7 +59,7 @@ def seconds(outcome: Handled) -> float | None:
     return outcome.baseline - outcome.wait if is_local and outcome.baseline else None
 
 
-def phrase(outcome: Handled) -> str:
+def phrase(outcome: RequestOutcome) -> str:
     """What a start saved, as a clause for people."""
     found = seconds(outcome)
     if found is None:

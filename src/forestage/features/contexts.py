@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
     from forestage.cache.layout import Cache
     from forestage.cache.node import Node
-    from forestage.check import Target
-    from forestage.check.site import Site
+    from forestage.check import CheckTarget
+    from forestage.check.site import SlurmSite
     from forestage.clock import Clock
-    from forestage.commands.inventory import Item
-    from forestage.commands.status import Status
-    from forestage.commands.tally import Histogram, Tally
-    from forestage.config import Config, Settings
+    from forestage.commands.inventory import InventoryItem
+    from forestage.commands.status import NodeStatus
+    from forestage.commands.tally import EventTally, Histogram
+    from forestage.config import Config, LoadedConfig
     from forestage.errors import Declined
-    from forestage.events import Copied, Handled, Hook, Outcome
-    from forestage.hooks.limit import Limit
-    from forestage.paths import Places
+    from forestage.events import CopyOutcome, Hook, Outcome, RequestOutcome
+    from forestage.hooks.limit import HookDeadlines
+    from forestage.paths import NodePaths
     from forestage.slurm.job import Job
     from forestage.slurm.lines import Fields
-    from forestage.slurm.queue import Slurm
+    from forestage.slurm.queue import SlurmClient
     from forestage.slurm.slurm_conf import SlurmConf
     from forestage.system.terminal import Piece
     from forestage.system.tree import RootedTree
@@ -40,7 +40,7 @@ class SweepFacts(msgspec.Struct, frozen=True):
     """sweep.py: the node as a sweep has it; `staying`: jobs with a lease that are not over."""
 
     node: Node
-    slurm: Slurm
+    slurm: SlurmClient
     staying: frozenset[int]
     dry_run: bool
 
@@ -53,7 +53,7 @@ class StatusFacts(msgspec.Struct, frozen=True):
     """
 
     node: Node
-    items: tuple[Item, ...]
+    items: tuple[InventoryItem, ...]
     has_cache: bool
     now: float
 
@@ -78,10 +78,10 @@ class MetricsFacts(msgspec.Struct, frozen=True):
     `config` is None where it cannot be used, `status` where the node's state could not be read.
     """
 
-    places: Places
+    places: NodePaths
     config: Config | None
-    status: Status | None
-    tally: Tally
+    status: NodeStatus | None
+    tally: EventTally
     now: float
 
 
@@ -116,7 +116,7 @@ class ExplainFacts(msgspec.Struct, frozen=True):
 
     hook: Hook
     outcome: Outcome
-    ahead: Mapping[str, Copied] = {}
+    ahead: Mapping[str, CopyOutcome] = {}
 
 
 class ExplainPart(msgspec.Struct, frozen=True):
@@ -140,13 +140,13 @@ class CheckFacts(msgspec.Struct, frozen=True):
     `site` is None where Slurm's files could not be read.
     """
 
-    target: Target
+    target: CheckTarget
     files: RootedTree
-    settings: Settings
-    site: Site | None
+    settings: LoadedConfig
+    site: SlurmSite | None
 
 
-class LeaseFacts(msgspec.Struct, frozen=True):
+class BeforeLeaseFacts(msgspec.Struct, frozen=True):
     """prolog.py, step.py: a job before the core takes a lease for it.
 
     `environ` is the hook's. `report` records what comes of the job in a process that goes on after
@@ -161,12 +161,12 @@ class LeaseFacts(msgspec.Struct, frozen=True):
     log: Callable[[str], None]
 
 
-class ServedFacts(msgspec.Struct, frozen=True):
+class AfterLeaseFacts(msgspec.Struct, frozen=True):
     """prolog.py, step.py: a job once the core has served it, and why nothing may be staged now."""
 
     node: Node
     job: Job
-    limit: Limit
+    limit: HookDeadlines
     refusal: Declined | None
 
 
@@ -177,7 +177,7 @@ class StepPart(msgspec.Struct, frozen=True):
     """
 
     lines: list[Fields]
-    outcomes: list[Handled]
+    outcomes: list[RequestOutcome]
     local: tuple[str, ...] = ()
 
 
@@ -187,20 +187,20 @@ class TendFacts(msgspec.Struct, frozen=True):
     `is_apart`: a feature has its host here, and Slurm calls no hook.
     """
 
-    places: Places
+    places: NodePaths
     clock: Clock
     config: Config | None
     is_apart: bool
 
 
-class ServiceFacts(msgspec.Struct, frozen=True):
+class PeerServiceFacts(msgspec.Struct, frozen=True):
     """service.py: the node whose peer service is asked."""
 
     cache: Cache
-    places: Places
+    places: NodePaths
 
 
-class Route(msgspec.Struct, frozen=True):
+class ServiceRoute(msgspec.Struct, frozen=True):
     """A path that another node may get; its group `key` is what the session must be for.
 
     `open` finds the answer: bytes, or a file, which is sent when its turn to upload comes. It
@@ -208,4 +208,4 @@ class Route(msgspec.Struct, frozen=True):
     """
 
     path: re.Pattern[str]
-    open: Callable[[ServiceFacts, re.Match[str]], bytes | BinaryIO]
+    open: Callable[[PeerServiceFacts, re.Match[str]], bytes | BinaryIO]

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     import click
 
     from forestage.cache.layout import Cache
-    from forestage.check.finding import Finding
+    from forestage.check.finding import CheckFinding
     from forestage.commands.sweep import SweepReport
-    from forestage.commands.tend import Part
-    from forestage.commands.world import World
+    from forestage.commands.tend import TendPart
+    from forestage.commands.world import CommandContext
     from forestage.config import Config
-    from forestage.events import Handled
+    from forestage.events import RequestOutcome
     from forestage.features.contexts import (
+        AfterLeaseFacts,
+        BeforeLeaseFacts,
         CheckFacts,
         ExplainFacts,
         ExplainPart,
-        LeaseFacts,
         MetricsFacts,
         MetricsPart,
-        Route,
-        ServedFacts,
+        ServiceRoute,
         StatusFacts,
         StatusPart,
         StepPart,
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
         TendFacts,
     )
     from forestage.hooks.epilog import EpilogFacts
-    from forestage.paths import Places
+    from forestage.paths import NodePaths
     from forestage.slurm.hints import Request
     from forestage.slurm.job import Job
     from forestage.slurm.lines import Fields
-    from forestage.slurm.queue import Slurm
-    from forestage.stage.engines import Helpers
-    from forestage.stage.task import Task
+    from forestage.slurm.queue import SlurmClient
+    from forestage.stage.engines import CopyHelpers
+    from forestage.stage.task import CopyTask
 
     class ReasonsDoor(Protocol):
         """Reasons of outcomes that the feature alone gives, and which of them are of a Failed."""
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
         def main(self, words: Sequence[str]) -> int: ...
 
-    class OtherNode(Protocol):
+    class NodeClient(Protocol):
         """A node that is asked over one connection."""
 
         def answers_within(self, seconds: float, now: float) -> bool: ...
@@ -103,14 +103,18 @@ EPILOG_AFTER_LEASE_DROP: Door[Callable[[EpilogFacts, Cache], None]] = Door(
 
 # Prolog and step: what is done before the core takes the job's lease, and once it has served the
 # job. A step's answer of a feature comes instead of the core's.
-PROLOG_BEFORE_LEASE: Door[Callable[[LeaseFacts], Job]] = Door("prolog.before_lease")
-PROLOG_AFTER_LEASE: Door[Callable[[ServedFacts], list[Handled]]] = Door("prolog.after_lease")
-STEP_BEFORE_LEASE: Door[Callable[[LeaseFacts], tuple[Job, Fields]]] = Door("step.before_lease")
-STEP_AFTER_LEASE: Door[Callable[[ServedFacts], StepPart]] = Door("step.after_lease")
+PROLOG_BEFORE_LEASE: Door[Callable[[BeforeLeaseFacts], Job]] = Door("prolog.before_lease")
+PROLOG_AFTER_LEASE: Door[Callable[[AfterLeaseFacts], list[RequestOutcome]]] = Door(
+    "prolog.after_lease"
+)
+STEP_BEFORE_LEASE: Door[Callable[[BeforeLeaseFacts], tuple[Job, Fields]]] = Door(
+    "step.before_lease"
+)
+STEP_AFTER_LEASE: Door[Callable[[AfterLeaseFacts], StepPart]] = Door("step.after_lease")
 
 # A copy: what helps with it, and how many bytes of its key other nodes got from this one.
-ENGINE_HELPERS: Door[Callable[[Task], Helpers | None]] = Door("engine.helpers")
-ENGINE_UPLOADED: Door[Callable[[Task], int]] = Door("engine.uploaded")
+ENGINE_HELPERS: Door[Callable[[CopyTask], CopyHelpers | None]] = Door("engine.helpers")
+ENGINE_UPLOADED: Door[Callable[[CopyTask], int]] = Door("engine.uploaded")
 
 # A sweep: what needs no cache; what jobs that are over left in a cache, also in one that was
 # configured before; what is wrong in the cache, once there is room; what nodes share, and may hang;
@@ -129,7 +133,9 @@ REASONS: Door[ReasonsDoor] = Door("reasons")
 # Commands, and one that brings an image by a reference and returns the path of that. Where a job is
 # submitted: what answers the companion, and what raises Declined for what no node would do.
 COMMANDS: Door[CommandsDoor] = Door("commands")
-COMMANDS_IMPORT_REFERENCE: Door[Callable[[World, str], str]] = Door("commands.import_reference")
+COMMANDS_IMPORT_REFERENCE: Door[Callable[[CommandContext, str], str]] = Door(
+    "commands.import_reference"
+)
 HINTS: Door[HintsDoor] = Door("hints")
 SUBMITTED_MUST_BE_POSSIBLE: Door[Callable[[Request], None]] = Door("submitted.must_be_possible")
 
@@ -140,26 +146,28 @@ EXPLAIN_EXPLAIN_OUTCOME: Door[Callable[[ExplainFacts], ExplainPart]] = Door(
     "explain.explain_outcome"
 )
 STATUS_READ_STATUS: Door[Callable[[StatusFacts], StatusPart]] = Door("status.read_status")
-STATUS_READ_SENT: Door[Callable[[Places], Mapping[str, int]]] = Door("status.read_sent")
+STATUS_READ_SENT: Door[Callable[[NodePaths], Mapping[str, int]]] = Door("status.read_sent")
 METRICS_READ_METRICS: Door[Callable[[MetricsFacts], MetricsPart]] = Door("metrics.read_metrics")
-METRICS_COUNT: Door[Callable[[Places], dict[str, object]]] = Door("metrics.count")
+METRICS_COUNT: Door[Callable[[NodePaths], dict[str, object]]] = Door("metrics.count")
 
 # What `forestage check` finds; before what may hang, a text says what it is about to look at. And
 # whether `forestage enable` is to start the row's unit on a node with this configuration.
-CHECKS_FINDINGS: Door[Callable[[CheckFacts], Iterator[Finding | str]]] = Door("checks.findings")
+CHECKS_FINDINGS: Door[Callable[[CheckFacts], Iterator[CheckFinding | str]]] = Door(
+    "checks.findings"
+)
 CHECKS_WANTS_UNIT: Door[Callable[[Config], bool]] = Door("checks.wants_unit")
 
 # What a feature adds to the minute's work, and whether this host does it for nodes, and so need not
 # be one.
-TEND_EACH_MINUTE: Door[Callable[[TendFacts], Iterator[Part]]] = Door("tend.each_minute")
-TEND_WORKS_FOR_OTHERS: Door[Callable[[Config, Slurm], bool]] = Door("tend.works_for_others")
+TEND_EACH_MINUTE: Door[Callable[[TendFacts], Iterator[TendPart]]] = Door("tend.each_minute")
+TEND_WORKS_FOR_OTHERS: Door[Callable[[Config, SlurmClient], bool]] = Door("tend.works_for_others")
 
 # What other nodes may get of the feature, by the peer service.
-SERVICE_ROUTES: Door[Callable[[], tuple[Route, ...]]] = Door("service.routes")
+SERVICE_ROUTES: Door[Callable[[], tuple[ServiceRoute, ...]]] = Door("service.routes")
 # Nodes that ask each other: whether this one does (the time is monotonic), and a way to ask a node
 # for what a feature has at a path there; the text before names what the session is for.
-ACTIVATION_IS_ON: Door[Callable[[Config, Places, float], bool]] = Door("activation.is_on")
-ASKED_NODE_ASK_NODE: Door[Callable[[Config, Places, str, str, str], OtherNode]] = Door(
+ACTIVATION_IS_ON: Door[Callable[[Config, NodePaths, float], bool]] = Door("activation.is_on")
+ASKED_NODE_ASK_NODE: Door[Callable[[Config, NodePaths, str, str, str], NodeClient]] = Door(
     "asked_node.ask_node"
 )
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from forestage.cache import baseline
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.node import Node
 from forestage.errors import Declined, Failed, of_node
-from forestage.events import UNSERVED, WHOLE, Handled, Result
+from forestage.events import UNSERVED, WHOLE, RequestOutcome, Result
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import (
@@ -31,33 +31,37 @@ BY_WORTH = (*WHOLE, "through", "started", *UNSERVED)
 MAX_LOCAL = MAX_LINE // 2  # bytes
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RequestResult(msgspec.Struct, frozen=True):
     """What a request came to, and its image where one was found.
 
     `socket` is where the tasks of a step get the file through which they read; `decided` is by what
     it was decided that a redirect is in no container's way (Binds.decided).
     """
 
-    outcome: Handled
-    image: Image | None = None
+    outcome: RequestOutcome
+    image: SourceImage | None = None
     socket: Path | None = None
     decided: tuple[str, ...] = ()
 
-    def saying(self, **facts: object) -> "Answer":
+    def saying(self, **facts: object) -> "RequestResult":
         """Returns the answer with these facts in its outcome."""
         return msgspec.structs.replace(self, outcome=msgspec.structs.replace(self.outcome, **facts))
 
 
-def shown_as(request: Request, found: Image, result: Result, shown: str) -> Answer:
-    outcome = Handled(result, request=printable(request.path), via=request.via, redirect=shown)
-    return Answer(_about(outcome, found), found)
+def shown_as(request: Request, found: SourceImage, result: Result, shown: str) -> RequestResult:
+    outcome = RequestOutcome(
+        result, request=printable(request.path), via=request.via, redirect=shown
+    )
+    return RequestResult(_about(outcome, found), found)
 
 
-def of_error(request: Request, error: Exception, found: Image | None = None) -> Handled:
+def of_error(
+    request: Request, error: Exception, found: SourceImage | None = None
+) -> RequestOutcome:
     """Pure: the outcome of a request that was not served."""
     if not isinstance(error, Declined):
         error = of_node(error)
-    outcome = Handled(
+    outcome = RequestOutcome(
         result="failed" if isinstance(error, Failed) else "declined",
         request=printable(request.path),
         via=request.via,
@@ -67,11 +71,11 @@ def of_error(request: Request, error: Exception, found: Image | None = None) -> 
     return _about(outcome, found) if found else outcome
 
 
-def _about(outcome: Handled, found: Image) -> Handled:
+def _about(outcome: RequestOutcome, found: SourceImage) -> RequestOutcome:
     return msgspec.structs.replace(outcome, image=found.path, key=found.key, size=found.size)
 
 
-def measured(node: Node, answer: Answer) -> Answer:
+def measured(node: Node, answer: RequestResult) -> RequestResult:
     """The answer with what its start would have taken without the copy that is here."""
     if answer.image is None or answer.outcome.result not in WHOLE:
         return answer
@@ -81,7 +85,7 @@ def measured(node: Node, answer: Answer) -> Answer:
     return answer.saying(baseline=takes)
 
 
-def result_word(outcome: Handled) -> str:
+def result_word(outcome: RequestOutcome) -> str:
     """Pure: a request's outcome for the step's environment; `none` where no copy is shown."""
     if outcome.result in UNSERVED:
         return outcome.reason
@@ -89,7 +93,7 @@ def result_word(outcome: Handled) -> str:
     return outcome.result if is_shown else "none"
 
 
-def variables_of_image(job: Job, answers: Sequence[Answer]) -> list[tuple[str, str]]:
+def variables_of_image(job: Job, answers: Sequence[RequestResult]) -> list[tuple[str, str]]:
     """Pure: what the step's environment says of its image, or of the first that the comment names.
 
     One word, a result or why not (events/reasons.py), and the path at which the image shows.
@@ -105,7 +109,7 @@ def variables_of_image(job: Job, answers: Sequence[Answer]) -> list[tuple[str, s
     return [pair for pair in found if not any(map(has_control, pair))]
 
 
-def local_images(job: Job, answers: Sequence[Answer]) -> tuple[str, ...]:
+def local_images(job: Job, answers: Sequence[RequestResult]) -> tuple[str, ...]:
     """Pure: the images of the comment that the step reads from this node's disk."""
     return tuple(
         answer.outcome.image
@@ -114,7 +118,9 @@ def local_images(job: Job, answers: Sequence[Answer]) -> tuple[str, ...]:
     )
 
 
-def variables_of_data(outcomes: Sequence[Handled], local: Sequence[str]) -> list[tuple[str, str]]:
+def variables_of_data(
+    outcomes: Sequence[RequestOutcome], local: Sequence[str]
+) -> list[tuple[str, str]]:
     """Pure: what the step's environment says of all its data, and where it is local.
 
     The word is the worst one: of a failure, of what was declined, then the last of BY_WORTH. Paths

@@ -35,8 +35,8 @@ TYPE_CHECKING = False  # as in hooks/boundary.py
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from forestage.config import Companion, Settings
-    from forestage.paths import Places
+    from forestage.config import Companion, LoadedConfig
+    from forestage.paths import NodePaths
     from forestage.slurm.job import Job
     from forestage.slurm.slurm_conf import SlurmConf
 
@@ -156,7 +156,7 @@ def slurms(conf: SlurmConf) -> list[str]:
 
     try:
         for line in plugstack.lines(plugstack.of(conf), conf.text):
-            if isinstance(line, plugstack.Include):
+            if isinstance(line, plugstack.IncludeLine):
                 conf.files.names(os.path.dirname(line.pattern))  # noqa: PTH120 - pathlib is an import
     except (OSError, ValueError):  # so nobody can tell
         pass
@@ -164,8 +164,8 @@ def slurms(conf: SlurmConf) -> list[str]:
 
 
 def note(
-    places: Places,
-    settings: Settings,
+    places: NodePaths,
+    settings: LoadedConfig,
     companion: Companion,
     decided_by: Sequence[str],
     by_slurm: Sequence[str],
@@ -194,15 +194,15 @@ def note(
         records.write(file, text)
 
 
-def forget_hints(places: Places, job: Job) -> None:
+def forget_hints(places: NodePaths, job: Job) -> None:
     """Has the steps of a job ask no helper for its comment's sake, if that says nothing to them.
 
     Called when the work is done: nobody else writes there meanwhile.
     """
-    from forestage.cache.lease import Leases
+    from forestage.cache.lease import LeaseDirectory
     from forestage.errors import Failed
 
-    leases = Leases(places.leases)
+    leases = LeaseDirectory(places.leases)
     try:
         lease, uid = leases.read(job.id), job.user.uid
         if lease is None or (lease.is_of(uid) and not leases.said(job.id, uid).say):

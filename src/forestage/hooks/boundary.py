@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from typing import Literal, NoReturn
 
     from forestage.clock import Clock
-    from forestage.config import Settings
+    from forestage.config import LoadedConfig
     from forestage.events import Outcome
-    from forestage.hooks.watch import HookChild, Watched
-    from forestage.paths import Places
+    from forestage.hooks.watch import HookPipe, HookWorker
+    from forestage.paths import NodePaths
     from forestage.slurm.job import Job
     from forestage.slurm.slurm_conf import SlurmConf
 
@@ -56,7 +56,7 @@ def main(name: Name) -> NoReturn:
 def _main(name: Name, root: str = "") -> int:
     """`root` is above the paths of the node; a test has one of its own."""
     run = f"{root}/run/forestage"
-    hook = Hook(name, os.environ, time.monotonic())
+    hook = HookRun(name, os.environ, time.monotonic())
     if name == "step" and os.environ.get("SLURM_SCRIPT_CONTEXT") != "spank_step":
         os.write(2, BY_HAND)
         return USAGE
@@ -79,7 +79,7 @@ def _main(name: Name, root: str = "") -> int:
         if name == "prolog" and not has_lease(os.environ, run):
             hook.mark = background.detach(os.environ, run)
         forked = None if hook.mark else watch.fork(keeps_stdout=name == "step")
-        if isinstance(forked, watch.HookChild):
+        if isinstance(forked, watch.HookWorker):
             return hook.wait(forked, root)
         hook.child = forked
         import_msgspec()
@@ -106,16 +106,16 @@ def import_msgspec() -> None:
 
     stands_in: dict[str, object] = {
         "typing_extensions": None,  # msgspec takes from typing what that has too
-        "platform": _Unused,  # asked by uuid
+        "platform": _ImportStub,  # asked by uuid
         # datetime.py defines once more what it then takes from there.
         "datetime": importlib.import_module("_datetime"),
-        "decimal": _Unused,
-        "uuid": _Unused,
-        "urllib.parse": _Unused,  # pathlib's, for as_uri()
-        "msgspec.inspect": _Unused,
-        "msgspec._json_schema": _Unused,
-        "msgspec.toml": _Unused,
-        "msgspec.yaml": _Unused,
+        "decimal": _ImportStub,
+        "uuid": _ImportStub,
+        "urllib.parse": _ImportStub,  # pathlib's, for as_uri()
+        "msgspec.inspect": _ImportStub,
+        "msgspec._json_schema": _ImportStub,
+        "msgspec.toml": _ImportStub,
+        "msgspec.yaml": _ImportStub,
     }
     if not stands_in.keys().isdisjoint(sys.modules):
         return
@@ -134,7 +134,7 @@ def import_msgspec() -> None:
             del sys.modules[name]
 
 
-class _Unused:
+class _ImportStub:
     """What is asked of a module that stands in for another, once, by who imports it."""
 
     class Decimal: ...
@@ -262,7 +262,7 @@ def _second_line(file: str) -> str:
     return text.partition("\n")[2]
 
 
-class Hook:
+class HookRun:
     """One run of a hook.
 
     `mark`: of a Prolog whose script has ended (hooks/background.py). `child`: of the child that
@@ -276,9 +276,9 @@ class Hook:
         self.environ = environ
         self.start = start
         self.answered = name != "step"
-        self.settings: Settings | None = None
+        self.settings: LoadedConfig | None = None
         self.mark = ""
-        self.child: Watched | None = None
+        self.child: HookPipe | None = None
 
     @property
     def in_background(self) -> bool:
@@ -299,23 +299,23 @@ class Hook:
             self.child = None
 
     @property
-    def watched(self) -> Watched:
+    def watched(self) -> HookPipe:
         """Tells the process that waits for this one, if one does."""
         from forestage.hooks.watch import ALONE
 
         return self.child or ALONE
 
-    def wait(self, child: HookChild, root: str) -> int:
+    def wait(self, child: HookWorker, root: str) -> int:
         """Waits for the child that does the work; goes on without it where it hangs."""
         from forestage.hooks import watch
 
         try:
             return child.wait(lambda cache: _hangs(cache, root))
-        except watch.Late as late:
+        except watch.HookWorkerTimeout as late:
             self._go_on_without(late.cache, _places(root))
             return 0
 
-    def _go_on_without(self, cache: str, places: Places) -> None:
+    def _go_on_without(self, cache: str, places: NodePaths) -> None:
         """The job reads its sources; what it holds of the cache the sweep releases."""
         from forestage.clock import Clock
         from forestage.errors import Declined
@@ -334,21 +334,23 @@ class Hook:
             from forestage.hooks import answers
 
             if self.name == "step":  # else `explain` says that none asked
-                from forestage.cache.lease import Leases
+                from forestage.cache.lease import LeaseDirectory
                 from forestage.hooks import step
 
-                job = step.with_hinted(Leases(places.leases), job)
+                job = step.with_hinted(LeaseDirectory(places.leases), job)
             outcomes += [answers.of_error(request, why) for request in job.requests]
         self.report(job, outcomes, places, Clock())
         self.answer("leave", why.reason)
 
-    def run(self, places: Places, clock: Clock) -> None:
+    def run(self, places: NodePaths, clock: Clock) -> None:
         """The work, its log line and its events. Expected errors become outcomes; others rise."""
         from forestage.hooks import script
 
         script.run(self, places, clock)
 
-    def report(self, job: Job, outcomes: Sequence[Outcome], places: Places, clock: Clock) -> None:
+    def report(
+        self, job: Job, outcomes: Sequence[Outcome], places: NodePaths, clock: Clock
+    ) -> None:
         """Writes the log line and the events of what came of the job's requests."""
         from forestage import events
 
@@ -387,12 +389,12 @@ def _hangs(cache: str, root: str) -> float:
     return hang.seconds if hang else 0.0
 
 
-def _places(root: str) -> Places:
+def _places(root: str) -> NodePaths:
     from pathlib import Path
 
-    from forestage.paths import Places
+    from forestage.paths import NodePaths
 
-    return Places(Path(root)) if root else Places()
+    return NodePaths(Path(root)) if root else NodePaths()
 
 
 def write(*fields: str) -> None:

@@ -22,9 +22,9 @@ from forestage.cache import step_record
 from forestage.cache.image import PATH_MAX
 from forestage.clock import Deadline
 from forestage.errors import Declined
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.slurm import enroot
-from forestage.slurm.enroot import EnrootSite, FstabBind, Variables
+from forestage.slurm.enroot import EnrootSetup, FstabBind, JobVariables
 from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.system import as_user, lock
@@ -39,7 +39,7 @@ MOST_THEIRS = 100  # of those
 MOST_NAMES = 1000  # of all that lies beside them
 
 
-class _Found(msgspec.Struct, frozen=True):
+class _BindLookupResult(msgspec.Struct, frozen=True):
     """What the look as the user found: directories with who binds them, or why that is unknown.
 
     `facts` are those of the user's files that were looked at; `variables` those that counted; both
@@ -53,7 +53,7 @@ class _Found(msgspec.Struct, frozen=True):
     variables: dict[str, str | None]
 
 
-class _Looking(NamedTuple):
+class _PendingLookup(NamedTuple):
     """What was read of the node's own files, and the child that reads the user's.
 
     In the memory `spot` it leaves what it asks for now; `home` is the user's, if that is known;
@@ -61,14 +61,14 @@ class _Looking(NamedTuple):
     """
 
     files: RecordingTree
-    site: EnrootSite
+    site: EnrootSetup
     child: as_user.ChildProcess
     spot: int
     home: str
     since: float
 
 
-class Binds:
+class ContainerBinds:
     """What the containers of a job bind; looked up once.
 
     `end` limits that: a job waits for its home directory as well. `decided` are lines for the
@@ -76,13 +76,13 @@ class Binds:
     others do something else.
     """
 
-    def __init__(self, places: Places, job: Job, end: Deadline | None = None) -> None:
+    def __init__(self, places: NodePaths, job: Job, end: Deadline | None = None) -> None:
         self._places, self._job, self._end = places, job, end
-        self._looking: _Looking | None = None
-        self._found: _Found | None = None
+        self._looking: _PendingLookup | None = None
+        self._found: _BindLookupResult | None = None
         self.decided: tuple[str, ...] = ()
 
-    def __enter__(self) -> "Binds":
+    def __enter__(self) -> "ContainerBinds":
         self._looking = self._begin()
         return self
 
@@ -114,7 +114,7 @@ class Binds:
     def _left(self) -> float:
         return self._end.left() if self._end else THEIRS
 
-    def _begin(self) -> "_Looking":
+    def _begin(self) -> "_PendingLookup":
         """Reads what is the node's here, and what is the user's in a child, as that user."""
         files = RecordingTree(self._places.root)
         site = enroot.site(files, self._job.path)
@@ -123,17 +123,17 @@ class Binds:
         home = (job.variables or {}).get("HOME") or job.home or job.user.home or ""
         spot = os.memfd_create("spot")
 
-        def work() -> as_user.Found[_Found]:
+        def work() -> as_user.Found[_BindLookupResult]:
             return self._as_user(site, binds, spot), []
 
         since = time.monotonic()
-        return _Looking(files, site, as_user.ChildProcess(work, (spot,)), spot, home, since)
+        return _PendingLookup(files, site, as_user.ChildProcess(work, (spot,)), spot, home, since)
 
-    def _look(self) -> _Found:
+    def _look(self) -> _BindLookupResult:
         looking, self._looking = self._looking or self._begin(), None
         hang = opening.known_hang(self._places, looking.home) if looking.home else ""
         try:
-            found, line = looking.child.answer(_Found, 0.0 if hang else self._left)
+            found, line = looking.child.answer(_BindLookupResult, 0.0 if hang else self._left)
         except as_user.ChildTimeout:
             return _unread(hang or self._hung(looking))
         except (Declined, OSError) as error:  # it never fails a job
@@ -148,7 +148,7 @@ class Binds:
             self.decided = step_record.of_binds(program, ours, found.facts, found.variables)
         return found
 
-    def _hung(self, looking: _Looking) -> str:
+    def _hung(self, looking: _PendingLookup) -> str:
         """What the child waits for, and for how long already; who looks next is to know it."""
         path = os.fsdecode(os.pread(looking.spot, PATH_MAX, 0).partition(b"\0")[0])
         if not path:
@@ -159,7 +159,9 @@ class Binds:
             path = f"the home directory {home}"
         return f"{path} did not answer for {time.monotonic() - looking.since:.1f} s"
 
-    def _as_user(self, site: EnrootSite, binds: Sequence[FstabBind], spot: int) -> _Found:
+    def _as_user(
+        self, site: EnrootSetup, binds: Sequence[FstabBind], spot: int
+    ) -> _BindLookupResult:
         """In a child: what the user's files add, and where all of it leads."""
         job, files = self._job, RecordingTree()
 
@@ -187,7 +189,9 @@ class Binds:
             wants_home = enroot.says_yes(site.settings.get("ENROOT_MOUNT_HOME", ""))
         if wants_home:
             bound += [("--container-mount-home", home)]
-        return _as_text(_Found(home, _led(bound, at), doubt, files.facts, variables.asked))
+        return _as_text(
+            _BindLookupResult(home, _led(bound, at), doubt, files.facts, variables.asked)
+        )
 
     def _take_place(self) -> None:
         """In a child, as root: where as many of the user's hang as may, it waits for one."""
@@ -195,30 +199,32 @@ class Binds:
             place = USER_FILES.first_byte(self._job.user.uid) + os.getpid() % USER_FILES.width
             lock.take_place(self._places.mounting, place, waits=True)
 
-    def _of_image(self, found: _Found, own: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    def _of_image(
+        self, found: _BindLookupResult, own: Sequence[str]
+    ) -> tuple[tuple[str, str], ...]:
         """What the image's own fstab binds; in a child, where the paths lead is asked for."""
         variables = _variables(self._job, found.home)
         bound = [("the image's /etc/fstab", variables.expanded(source)) for source in own]
 
-        def work() -> as_user.Found[_Found]:
+        def work() -> as_user.Found[_BindLookupResult]:
             self._take_place()
             as_user.become(self._job.user)
-            return _as_text(_Found("", _led(bound), "", {}, {})), []
+            return _as_text(_BindLookupResult("", _led(bound), "", {}, {})), []
 
         try:
-            return as_user.call(work, _Found, self._left)[0].bound
+            return as_user.call(work, _BindLookupResult, self._left)[0].bound
         except (Declined, OSError):
             return (("the image's /etc/fstab", enroot.UNKNOWN),)
 
 
-def _variables(job: Job, home: str) -> Variables:
+def _variables(job: Job, home: str) -> JobVariables:
     """The job's variables: all of a step's, what a login has in a Prolog."""
     if job.variables is not None:
-        return Variables(job.variables, all_known=True)
+        return JobVariables(job.variables, all_known=True)
     user, number = job.user.name, str(job.id)
     known = {"HOME": home, "USER": user, "LOGNAME": user, "SLURM_JOB_USER": user}
     known |= {"SLURM_JOB_ID": number, "SLURM_JOBID": number, "SLURM_JOB_UID": str(job.user.uid)}
-    return Variables({name: value for name, value in known.items() if value}, all_known=False)
+    return JobVariables({name: value for name, value in known.items() if value}, all_known=False)
 
 
 def _of_folder(files: RecordingTree, folder: str) -> tuple[list[FstabBind], str]:
@@ -251,9 +257,11 @@ def _of_folder(files: RecordingTree, folder: str) -> tuple[list[FstabBind], str]
     return binds, f"{hooks}/{programs[0]} may bind anything" if programs else ""
 
 
-def _unread(why: str) -> _Found:
+def _unread(why: str) -> _BindLookupResult:
     """Pure: that it cannot be told what the container binds."""
-    return _Found("", (), f"the configuration of the user's enroot cannot be read: {why}", {}, {})
+    return _BindLookupResult(
+        "", (), f"the configuration of the user's enroot cannot be read: {why}", {}, {}
+    )
 
 
 def _led(
@@ -271,7 +279,7 @@ def _led(
     return tuple(dict.fromkeys(both()))
 
 
-def _as_text(found: _Found) -> _Found:
+def _as_text(found: _BindLookupResult) -> _BindLookupResult:
     """Leaves out what is no text: an image below such a name is in no lease."""
     counted = (*found.facts, *found.variables, *map(str, found.variables.values()))
     told = all(_printed(one) == one for one in counted)

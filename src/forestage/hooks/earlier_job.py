@@ -12,25 +12,25 @@ from pathlib import Path
 import msgspec
 
 from forestage import events
-from forestage.cache.lease import Lease, Leases
+from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.clock import Clock
 from forestage.errors import Failed
-from forestage.events import Released
+from forestage.events import ReleaseOutcome
 from forestage.hooks import background, epilog
-from forestage.hooks.watch import Watched
-from forestage.paths import Places
-from forestage.slurm.hints import Hints
+from forestage.hooks.watch import HookPipe
+from forestage.paths import NodePaths
+from forestage.slurm.hints import JobHints
 from forestage.slurm.job import Job
-from forestage.slurm.queue import Slurm
-from forestage.slurm.timeouts import Limits
+from forestage.slurm.queue import SlurmClient
+from forestage.slurm.timeouts import HookTimeLimits
 from forestage.system import processes
 
 RELEASE_TIME = 10.0  # seconds for the space lock, of the Prolog's own
 
 
 def release_earlier(
-    places: Places, clock: Clock, job: Job, limits: Limits, watched: Watched
-) -> Limits:
+    places: NodePaths, clock: Clock, job: Job, limits: HookTimeLimits, watched: HookPipe
+) -> HookTimeLimits:
     """Releases what another job of this number left here; returns what is left of the limits.
 
     For a Prolog: nothing else may do so, as only it comes before all else of its job.
@@ -38,7 +38,7 @@ def release_earlier(
     began = clock.monotonic()
     lease = None
     with contextlib.suppress(Failed, OSError):  # whose a damaged lease is, nobody knows
-        lease = Leases(places.leases).read(job.id)
+        lease = LeaseDirectory(places.leases).read(job.id)
     if lease is None or lease.is_of(job.user.uid, job.start):
         return limits
     if _has_step(job.id, places.root / "proc"):
@@ -48,7 +48,7 @@ def release_earlier(
     background.stop(mark, {"SLURM_JOB_UID": str(lease.user.uid)})
     most = RELEASE_TIME if limits.drains is None else min(RELEASE_TIME, limits.drains / 4)
     short = msgspec.structs.replace(limits, epilog=most)
-    outcomes: list[Released] = []
+    outcomes: list[ReleaseOutcome] = []
     epilog.epilog(None, places, clock, earlier, short, outcomes.append, watched)
     took = clock.monotonic() - began
     with contextlib.suppress(OSError):  # a full log disk keeps no job from being served
@@ -67,7 +67,7 @@ def _job_of(lease: Lease) -> Job:
         work_dir="",
         requests=(),
         saves=None,
-        hints=Hints(),
+        hints=JobHints(),
         start=lease.start,
         restart=lease.restart,
     )
@@ -85,5 +85,5 @@ def _has_step(job: int, proc: Path) -> bool:
             pid = processes.stat(proc / str(pid)).parent
         except OSError:  # of a test's node, or the hook was given to another parent
             break
-    managers = Slurm("", proc=proc).managers()
+    managers = SlurmClient("", proc=proc).managers()
     return any(number == job and pid not in above for pid, number in managers.items())

@@ -27,19 +27,19 @@ import msgspec
 from forestage.bind import namespaces, redirect, unmount
 from forestage.cache import disk, disk_errors, evict
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Lease, Leases
+from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.cache.node import Node, configured_root
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.errors import Declined, Failed, of_node
-from forestage.events import Released
+from forestage.events import ReleaseOutcome
 from forestage.features import FEATURES, Feature, with_work
-from forestage.hooks.watch import ALONE, Watched
-from forestage.paths import Places
+from forestage.hooks.watch import ALONE, HookPipe
+from forestage.paths import NodePaths
 from forestage.slurm.job import Job
-from forestage.slurm.timeouts import Limits
+from forestage.slurm.timeouts import HookTimeLimits
 from forestage.system import lock, mounts
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 from forestage.system.probe import HangReport
 from forestage.units import printable
 
@@ -56,20 +56,20 @@ class EpilogFacts(msgspec.Struct, frozen=True):
 
     job: Job
     lease: Lease | None
-    leases: Leases
-    places: Places
+    leases: LeaseDirectory
+    places: NodePaths
     clock: Clock
     patience: float
 
 
 def epilog(
     config: Config | None,
-    places: Places,
+    places: NodePaths,
     clock: Clock,
     job: Job,
-    limits: Limits,
-    report: Callable[[Released], None],
-    watched: Watched = ALONE,
+    limits: HookTimeLimits,
+    report: Callable[[ReleaseOutcome], None],
+    watched: HookPipe = ALONE,
 ) -> None:
     """Releases what the job held here; may be run again. `report` gets the outcome, also a failure.
 
@@ -80,7 +80,7 @@ def epilog(
     (`config` is None), and the job's redirects must go all the same. Where the lease is damaged
     too, nothing is known of either, and the sweep has to clean up.
     """
-    leases = Leases(places.leases)
+    leases = LeaseDirectory(places.leases)
     # Half for each of the two times that the lock is needed.
     limit = lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog
     patience = min(lock.SPACE_TIMEOUT, limit / 2)
@@ -93,7 +93,7 @@ def epilog(
     except OSError as error:
         return report(_failed(error))
     if lease and is_of_other(lease, job):
-        return report(Released("released", detail=LATER))
+        return report(ReleaseOutcome("released", detail=LATER))
     end = EpilogFacts(job, lease, leases, places, clock, patience)
     # Before anything is dropped: the marks go with the lease. Without one nothing is known.
     features = with_work(job.id, str(places.run)) if lease else FEATURES
@@ -108,7 +108,7 @@ def epilog(
             raise damage
         cache = _cache_of(lease, config, places, clock, watched)
         if cache is None:
-            return report(Released("released"))
+            return report(ReleaseOutcome("released"))
         watched.works_on(str(cache.root))
         return _release_job(end, cache, config, features, report)
 
@@ -141,7 +141,7 @@ def _release_job(
     cache: Cache,
     config: Config | None,
     features: Sequence[Feature],
-    report: Callable[[Released], None],
+    report: Callable[[ReleaseOutcome], None],
 ) -> None:
     """Releases what the job held, also where the disk hangs; else features do so, and it evicts."""
     try:
@@ -162,7 +162,7 @@ def _release_job(
     except (Failed, OSError) as error:
         return report(_failed(error))
     except Declined as later:
-        return report(Released("released", detail=str(later)))
+        return report(ReleaseOutcome("released", detail=str(later)))
     after: list[Callable[[], None]] = []
     if features:
         from forestage.features.doors import EPILOG_AFTER_LEASE_DROP, calls
@@ -172,7 +172,9 @@ def _release_job(
     return run_all([*after, lambda: report(_make_room(end, cache, room_of, done))])
 
 
-def _make_room(end: EpilogFacts, cache: Cache, config: Config | None, done: Released) -> Released:
+def _make_room(
+    end: EpilogFacts, cache: Cache, config: Config | None, done: ReleaseOutcome
+) -> ReleaseOutcome:
     """Evicts, where a configuration says how full the cache may be; returns the outcome."""
     try:
         if config is None or not cache.locks.is_dir():
@@ -184,7 +186,7 @@ def _make_room(end: EpilogFacts, cache: Cache, config: Config | None, done: Rele
 
 
 def _cache_of(
-    lease: Lease | None, config: Config | None, places: Places, clock: Clock, watched: Watched
+    lease: Lease | None, config: Config | None, places: NodePaths, clock: Clock, watched: HookPipe
 ) -> Cache | None:
     """Return the cache that the lease names, else the configured one; None if neither is known."""
     if lease:
@@ -204,12 +206,12 @@ def is_of_other(lease: Lease, job: Job) -> bool:
     return not lease.is_of(job.user.uid) or later
 
 
-def _failed(error: Failed | OSError) -> Released:
+def _failed(error: Failed | OSError) -> ReleaseOutcome:
     failed = error if isinstance(error, Failed) else of_node(error)
-    return Released(result="failed", reason=failed.reason, detail=str(failed))
+    return ReleaseOutcome(result="failed", reason=failed.reason, detail=str(failed))
 
 
-def _release(end: EpilogFacts, cache: Cache) -> Released:
+def _release(end: EpilogFacts, cache: Cache) -> ReleaseOutcome:
     leases, lease = end.leases, end.lease
     with contextlib.ExitStack() as claims:
         with lock.held_if_writable(cache.space_lock, end.patience):
@@ -220,7 +222,7 @@ def _release(end: EpilogFacts, cache: Cache) -> Released:
             now = end.clock.wall()
             table = mounts.current()
             going = let_go(cache, leases, end.places, end.job.id, claims, table, now)
-        done = Released("released", unmounted=len(going))
+        done = ReleaseOutcome("released", unmounted=len(going))
         try:
             unmount.unmount(going, lambda bind: end.job.user)
             # Else nothing can have been inherited. Of a step's redirect the node sees nothing.
@@ -229,10 +231,12 @@ def _release(end: EpilogFacts, cache: Cache) -> Released:
                 with contextlib.suppress(Failed, OSError):
                     now = end.clock.wall()
                     namespaces.clear(cache, leases, now, first=end.job.user.uid, here=table)
-        except unmount.StillMounted as stays:
+        except unmount.UnmountError as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(_stuck(stays.stuck, lease))
-            done = Released("released", unmounted=stays.off, reason=stays.reason, detail=detail)
+            done = ReleaseOutcome(
+                "released", unmounted=stays.off, reason=stays.reason, detail=detail
+            )
     # This job may have failed for it, the next one need not.
     disk_errors.look(end.places, cache, end.clock)
     return done
@@ -248,13 +252,13 @@ def _stuck(stuck: list[str], lease: Lease | None) -> str:
 
 def let_go(
     cache: Cache,
-    leases: Leases,
-    places: Places,
+    leases: LeaseDirectory,
+    places: NodePaths,
     job: int,
     claims: contextlib.ExitStack,
-    table: list[Mount],
+    table: list[MountInfo],
     now: float | None = None,
-) -> list[unmount.Going]:
+) -> list[unmount.ClaimedBind]:
     """Drops the lease, then claims each redirect that no lease mentions; returns these.
 
     Under the space lock, which nothing that may hang is done under: they are unmounted after it.
@@ -276,12 +280,12 @@ def note_use(cache: Cache, lease: Lease | None, now: float) -> None:
                 cache.touch(use.key, now, lease.user.uid if lease else None)
 
 
-def _without_disk(end: EpilogFacts, cache: Cache, hang: HangReport) -> Released:
+def _without_disk(end: EpilogFacts, cache: Cache, hang: HangReport) -> ReleaseOutcome:
     """Releases what needs no writes to the cache's disk; the sweep does the rest once it answers.
 
     Its job may have ended for that disk, and the next one need not wait for it.
     """
-    done = Released("released")
+    done = ReleaseOutcome("released")
     end = msgspec.structs.replace(end, patience=min(HANGING, end.patience))
     with contextlib.suppress(Failed, OSError):  # who has the lock may hang with the disk
         done = _release(end, cache)
@@ -289,28 +293,28 @@ def _without_disk(end: EpilogFacts, cache: Cache, hang: HangReport) -> Released:
     return _left(disk.declined(cache, hang), done.unmounted)
 
 
-def given_up(places: Places, job: Job, why: Declined) -> Released:
+def given_up(places: NodePaths, job: Job, why: Declined) -> ReleaseOutcome:
     """Drops the lease of a job whose Epilog hangs, without the lock, which it may hold."""
     with contextlib.suppress(OSError):
-        _drop_unlocked(Leases(places.leases), job)
+        _drop_unlocked(LeaseDirectory(places.leases), job)
     return _left(why)
 
 
-def _drop_unlocked(leases: Leases, job: Job) -> None:
+def _drop_unlocked(leases: LeaseDirectory, job: Job) -> None:
     """Drops the job's lease, without the lock. Raises OSError."""
     lease = _find(leases, job.id)
     if lease is None or not is_of_other(lease, job):
         leases.drop(job.id)
 
 
-def _find(leases: Leases, job: int) -> Lease | None:
+def _find(leases: LeaseDirectory, job: int) -> Lease | None:
     """Return the lease of this number; None also where it is damaged: whose it is, nobody knows."""
     with contextlib.suppress(Failed, OSError):
         return leases.read(job)
     return None
 
 
-def _left(why: Declined, unmounted: int = 0) -> Released:
+def _left(why: Declined, unmounted: int = 0) -> ReleaseOutcome:
     """Pure: the outcome of an Epilog that leaves the cache to the sweep."""
     detail = f"{why}; the sweep does the rest"
-    return Released("released", reason=why.reason, detail=detail, unmounted=unmounted)
+    return ReleaseOutcome("released", reason=why.reason, detail=detail, unmounted=unmounted)

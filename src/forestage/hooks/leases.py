@@ -8,12 +8,12 @@ import msgspec
 
 from forestage.bind import redirect
 from forestage.cache import disk
-from forestage.cache.image import Image
-from forestage.cache.lease import Lease, Use
+from forestage.cache.image import SourceImage
+from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.node import Node
 from forestage.errors import Declined, ForestageError
 from forestage.hooks.container_binds import LOOK
-from forestage.hooks.limit import Limit
+from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources import opening
@@ -50,7 +50,7 @@ def other_job(job: int) -> Declined:
 
 
 @contextlib.contextmanager
-def leased(node: Node, job: Job, key: str, limit: Limit) -> Iterator[Lease]:
+def leased(node: Node, job: Job, key: str, limit: HookDeadlines) -> Iterator[Lease]:
     """Holds the entry for the job; an error gives back what the job did not hold before."""
     with _space(node, limit):
         lease = of_job(node, job)
@@ -59,7 +59,7 @@ def leased(node: Node, job: Job, key: str, limit: Limit) -> Iterator[Lease]:
             # A requeued job's, perhaps, which a sweep takes for that of the job as it was.
             node.leases.confirm(job.id)
         else:
-            lease = lease.with_use(Use(key))
+            lease = lease.with_use(EntryUse(key))
             node.leases.write(lease)
     with contextlib.ExitStack() as on_error:
         # A job may name one image twice: what the first request got stays. So does what a step
@@ -97,13 +97,13 @@ def give_back(node: Node, job: Job, key: str) -> None:
     revise(node, job, lambda lease: node.leases.put(lease.without(key)))
 
 
-def ask_for_redirect(node: Node, job: Job, found: Image) -> None:
+def ask_for_redirect(node: Node, job: Job, found: SourceImage) -> None:
     """Has the stager redirect the path for this job, once the entry is here."""
-    use = Use(found.key, found.path)
+    use = EntryUse(found.key, found.path)
     revise(node, job, lambda lease: node.leases.write(lease.with_use(use)))
 
 
-def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: Limit) -> Job:
+def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: HookDeadlines) -> Job:
     """Notes where the job saves its container: no redirect of the node stays there, or comes.
 
     --container-save meets one as a read-only file, whoever made it, and needs no image beside it.
@@ -130,7 +130,7 @@ def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: Limit) 
     return job
 
 
-def drop_redirect(node: Node, job: Job, path: str, limit: Limit) -> None:
+def drop_redirect(node: Node, job: Job, path: str, limit: HookDeadlines) -> None:
     """Takes off the job's own redirect of a path whose directory its container binds.
 
     Not another job's: a step may call any directory its home.
@@ -145,7 +145,7 @@ def drop_redirect(node: Node, job: Job, path: str, limit: Limit) -> None:
 
 
 @contextlib.contextmanager
-def _space(node: Node, limit: Limit) -> Iterator[None]:
+def _space(node: Node, limit: HookDeadlines) -> Iterator[None]:
     """Holds the space lock. Who has it may hang with the disk: then it is not waited for."""
     left = limit.end.left()
     hang = disk.hangs(node.places, node.cache, left)

@@ -10,7 +10,7 @@ SMALL = 64 * 1024 * 1024  # bytes; most disks and links bring so many in within 
 SHORTLY = 1.0  # seconds that a small image is waited for: shorter than what reading twice costs
 
 
-class Limit(msgspec.Struct, frozen=True):
+class HookDeadlines(msgspec.Struct, frozen=True):
     """How long a hook goes on: `end` limits everything, `copy` waiting for copies.
 
     `copy` is None where the job starts without them; of SMALL ones the hook waits until `small`
@@ -40,7 +40,7 @@ class Limit(msgspec.Struct, frozen=True):
         small: bool = True,
         ready: bool = True,
         room: bool = True,
-    ) -> "Limit":
+    ) -> "HookDeadlines":
         """From now on, in seconds; `small`, `room`: whether that is waited for at all."""
         return cls(
             Deadline.after(max(end, copy or 0.0), clock),

@@ -9,14 +9,14 @@ import msgspec
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
-from forestage.events import UNSERVED, Handled, Outcome
+from forestage.events import UNSERVED, Outcome, RequestOutcome
 from forestage.hooks import leases, serve
-from forestage.hooks.answers import Answer, of_error
-from forestage.hooks.limit import Limit, wished
+from forestage.hooks.answers import RequestResult, of_error
+from forestage.hooks.limit import HookDeadlines, wished
 from forestage.slurm import timeouts
 from forestage.slurm.hints import MAX_PROBLEMS, OF_OPTION, Request
 from forestage.slurm.job import Job
-from forestage.slurm.timeouts import Limits
+from forestage.slurm.timeouts import HookTimeLimits
 from forestage.sources import opening
 from forestage.system import as_user
 from forestage.units import printable
@@ -42,15 +42,17 @@ TO_DO = {
 LISTED = "what stage-list= names"  # in place of the path: a list is none of those in it
 
 
-def bad_hint(job: Job) -> list[Handled]:
+def bad_hint(job: Job) -> list[RequestOutcome]:
     """Pure: the outcome of a job that names no image, but has hints with problems."""
     if not job.hints.problems:
         return []
     detail = printable("; ".join(job.hints.problems))
-    return [Handled(result="declined", reason="bad-hint", detail=detail)]
+    return [RequestOutcome(result="declined", reason="bad-hint", detail=detail)]
 
 
-def prolog(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[Answer]:
+def prolog(
+    node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None
+) -> list[RequestResult]:
     """Stages all that the job asks for. Never raises for a request: each gets its answer.
 
     `refusal` is why nothing may be staged on this node now.
@@ -65,11 +67,11 @@ def prolog(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list
         noted = _note_hints(node, job, limit.end)
         # Each image has its own outcome, which says the same.
         if noted and (noted.result == "failed" or not answers):
-            answers.append(Answer(noted))
-    return answers or [Answer(outcome) for outcome in bad_hint(job)]
+            answers.append(RequestResult(noted))
+    return answers or [RequestResult(outcome) for outcome in bad_hint(job)]
 
 
-def with_user(job: Job, limit: Limit) -> tuple[Job, Declined | None]:
+def with_user(job: Job, limit: HookDeadlines) -> tuple[Job, Declined | None]:
     """Returns the job with its user's groups and home, and why nothing may be staged without them.
 
     Once, for all processes that act as the user: each answer may take seconds.
@@ -83,7 +85,7 @@ def with_user(job: Job, limit: Limit) -> tuple[Job, Declined | None]:
     return msgspec.structs.replace(job, user=user), None
 
 
-def _left_to_steps(answer: Answer) -> Answer:
+def _left_to_steps(answer: RequestResult) -> RequestResult:
     """Pure: the answer, for a step to ask again where the user may have groups that count.
 
     The node may not know all groups of a user: slurmctld looks them up where it runs, and gives
@@ -95,8 +97,8 @@ def _left_to_steps(answer: Answer) -> Answer:
 
 
 def limit_of(
-    node: Node, job: Job, limits: Limits, refusal: Declined | None, ready: bool = False
-) -> Limit:
+    node: Node, job: Job, limits: HookTimeLimits, refusal: Declined | None, ready: bool = False
+) -> HookDeadlines:
     """Returns how long this job's Prolog may go on, and wait for copies.
 
     `ready`: in the background, where nobody waits for it. Where all is refused neither the admin's
@@ -105,20 +107,20 @@ def limit_of(
     config, hint = node.config, job.hints.wait
     seconds = timeouts.patience(limits, opening.HOOK_TIMEOUT if refusal else config.deadline)
     if refusal or config.redirect == "spank":  # whose steps wait: no timeout of Slurm's ends that
-        return Limit.of(node.clock, seconds, None, small=False, ready=ready, room=hint != 0)
+        return HookDeadlines.of(node.clock, seconds, None, small=False, ready=ready, room=hint != 0)
     wish = wished(config, hint, limits.hurts)
     copy = None if wish is None else timeouts.patience(limits, wish)
-    return Limit.of(node.clock, seconds, copy, hint != 0, ready, room=hint != 0)
+    return HookDeadlines.of(node.clock, seconds, copy, hint != 0, ready, room=hint != 0)
 
 
-def _note_wait(node: Node, job: Job, answers: list[Answer]) -> None:
+def _note_wait(node: Node, job: Job, answers: list[RequestResult]) -> None:
     """Notes how long this Prolog took, for the line that the job's user reads in its first step."""
     waited = sum(answer.outcome.wait for answer in answers)
     with contextlib.suppress(ForestageError, OSError):  # only a figure
         leases.revise(node, job, lambda lease: node.leases.say(lease, waited=round(waited, 4)))
 
 
-def _note_hinted(node: Node, job: Job, answers: list[Answer]) -> None:
+def _note_hinted(node: Node, job: Job, answers: list[RequestResult]) -> None:
     """Has the job's steps, which see no comment, show the images that it names."""
     found = [
         answer.image.path if answer.image else os.path.join(job.work_dir, request.path)
@@ -148,7 +150,7 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
         f"{f'{word}={outcome.request}' if outcome.request else LISTED} is not staged:"
         f" {outcome.detail}; {TO_DO[outcome.reason]}"
         for outcome in outcomes
-        if isinstance(outcome, Handled)
+        if isinstance(outcome, RequestOutcome)
         and outcome.via == "hint"
         and outcome.reason in TO_DO
         and outcome.redirect != "spank"  # a step says it, if it finds the same
@@ -171,7 +173,7 @@ def _unserved(job: Job, outcomes: Sequence[Outcome]) -> list[str]:
     found = (
         user_messages.message(outcome, "all")
         for outcome in outcomes
-        if isinstance(outcome, Handled)
+        if isinstance(outcome, RequestOutcome)
         and outcome.via == "hint"
         and outcome.request
         and not outcome.data
@@ -180,7 +182,7 @@ def _unserved(job: Job, outcomes: Sequence[Outcome]) -> list[str]:
     return list(filter(None, found))
 
 
-def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:
+def _note_hints(node: Node, job: Job, end: Deadline) -> RequestOutcome | None:
     """Notes in the lease what the comment says to the job's steps, which do not see it.
 
     Returns the outcome of stage=off, or of an error.
@@ -193,4 +195,4 @@ def _note_hints(node: Node, job: Job, end: Deadline) -> Handled | None:
         return of_error(Request("", "hint"), error)
     if not hints.off:
         return None
-    return Handled(result="declined", via="hint", reason="off", detail="stage=off")
+    return RequestOutcome(result="declined", via="hint", reason="off", detail="stage=off")

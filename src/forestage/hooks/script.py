@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Leases
+from forestage.cache.lease import LeaseDirectory
 from forestage.cache.node import Node, configured_root
 from forestage.clock import Clock
 from forestage.config import ANYWHERE, REMOVED, Config, decided, load_settings, switch
 from forestage.errors import ConfigError, Declined, Failed
 from forestage.features import asked_for
 from forestage.hooks import background
-from forestage.hooks.boundary import Hook, note_nodes, write
-from forestage.paths import Places
+from forestage.hooks.boundary import HookRun, note_nodes, write
+from forestage.paths import NodePaths
 from forestage.slurm import companion, timeouts
 from forestage.slurm.companion import CompanionState
 from forestage.slurm.job import Job
@@ -29,13 +29,13 @@ from forestage.slurm.slurm_conf import SlurmConf
 from forestage.units import printable
 
 if TYPE_CHECKING:
-    from forestage.events import Handled, Outcome, Released
+    from forestage.events import Outcome, ReleaseOutcome, RequestOutcome
     from forestage.features import Feature
-    from forestage.features.contexts import LeaseFacts, ServedFacts
-    from forestage.hooks.limit import Limit
+    from forestage.features.contexts import AfterLeaseFacts, BeforeLeaseFacts
+    from forestage.hooks.limit import HookDeadlines
 
 
-def run(hook: Hook, places: Places, clock: Clock) -> None:
+def run(hook: HookRun, places: NodePaths, clock: Clock) -> None:
     """The work, its log line and its events. Expected errors become outcomes; others rise."""
     if hook.in_background:
         _be_of_no_job()
@@ -62,12 +62,14 @@ def _be_of_no_job() -> None:
     child.leave_job()
 
 
-def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequence[Outcome]]:
+def _prolog(
+    hook: HookRun, job: Job, places: NodePaths, clock: Clock
+) -> tuple[Job, Sequence[Outcome]]:
     from forestage.cache import step_record
     from forestage.hooks import prolog
 
     limits = timeouts.read(hook.slurm_conf)
-    if Leases(places.leases).file(job.id).exists():
+    if LeaseDirectory(places.leases).file(job.id).exists():
         from forestage.hooks import earlier_job
 
         limits = earlier_job.release_earlier(places, clock, job, limits, hook.watched)
@@ -107,7 +109,7 @@ def _prolog(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Se
     return job, outcomes
 
 
-def _before_lease(hook: Hook, node: Node, job: Job, features: Sequence[Feature]) -> Job:
+def _before_lease(hook: HookRun, node: Node, job: Job, features: Sequence[Feature]) -> Job:
     """Return the job without what these features serve before the core does."""
     from forestage.features.doors import PROLOG_BEFORE_LEASE, load_all
 
@@ -116,7 +118,7 @@ def _before_lease(hook: Hook, node: Node, job: Job, features: Sequence[Feature])
     return job
 
 
-def _note_background(hook: Hook, places: Places, decided_by: Sequence[str]) -> None:
+def _note_background(hook: HookRun, places: NodePaths, decided_by: Sequence[str]) -> None:
     """Lets this and the next Prologs end before their work does, where the companion is loaded."""
     if hook.in_background or hook.settings is None or not places.loaded.exists():
         return
@@ -131,7 +133,9 @@ def _note_background(hook: Hook, places: Places, decided_by: Sequence[str]) -> N
         _be_of_no_job()
 
 
-def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequence[Outcome]]:
+def _step(
+    hook: HookRun, job: Job, places: NodePaths, clock: Clock
+) -> tuple[Job, Sequence[Outcome]]:
     from forestage.cache import step_record
     from forestage.hooks import answers, step, user_messages
     from forestage.system import child
@@ -155,7 +159,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
             job, answer = begin(_lease_facts(hook, nodes[0], job))
             later = later or answer
     # Whatever bytes the name of the user's file has.
-    say = user_messages.Speaker(
+    say = user_messages.JobMessageWriter(
         nodes[0], job, lambda text: write("say", f"forestage: {printable(text)}")
     )
     user_messages.say_bad_hints(nodes[0], job, say)
@@ -168,7 +172,7 @@ def _step(hook: Hook, job: Job, places: Places, clock: Clock) -> tuple[Job, Sequ
             write("env", name, value)
     for words in done.also:
         write("also", *words)
-    data: list[Handled] = []
+    data: list[RequestOutcome] = []
     local = answers.local_images(job, done.answers)
     # Of a lease that cannot be read a refusal says so already.
     has_data = nodes[0].leases.has_data(job.id, job.user.uid)
@@ -196,22 +200,24 @@ def _asked_for(job: Job, has_data: bool) -> list[Feature]:
     return asked_for([*asked, *(word for word, _ in job.hints.words)])
 
 
-def _lease_facts(hook: Hook, node: Node, job: Job) -> LeaseFacts:
-    from forestage.features.contexts import LeaseFacts
+def _lease_facts(hook: HookRun, node: Node, job: Job) -> BeforeLeaseFacts:
+    from forestage.features.contexts import BeforeLeaseFacts
 
     def report(outcomes: Sequence[Outcome]) -> None:
         hook.report(job, outcomes, node.places, node.clock)
 
-    return LeaseFacts(node, job, hook.slurm_conf, hook.environ, report, hook.say)
+    return BeforeLeaseFacts(node, job, hook.slurm_conf, hook.environ, report, hook.say)
 
 
-def _served_facts(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> ServedFacts:
-    from forestage.features.contexts import ServedFacts
+def _served_facts(
+    node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None
+) -> AfterLeaseFacts:
+    from forestage.features.contexts import AfterLeaseFacts
 
-    return ServedFacts(node, job, limit, refusal)
+    return AfterLeaseFacts(node, job, limit, refusal)
 
 
-def _write_lines(hook: Hook, lines: Sequence[Fields]) -> None:
+def _write_lines(hook: HookRun, lines: Sequence[Fields]) -> None:
     """Tells the companion what a feature shows the step."""
     for words in lines:
         if any(map(has_control, words)):
@@ -220,7 +226,7 @@ def _write_lines(hook: Hook, lines: Sequence[Fields]) -> None:
             write(*words)
 
 
-def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> None:
+def _epilog(hook: HookRun, job: Job, places: NodePaths, clock: Clock) -> None:
     """Reports what has come of the job itself: a feature's part may raise something after that."""
     from forestage.hooks import epilog
 
@@ -231,13 +237,13 @@ def _epilog(hook: Hook, job: Job, places: Places, clock: Clock) -> None:
         config = None
     limits = timeouts.read(hook.slurm_conf)
 
-    def report(done: Released) -> None:
+    def report(done: ReleaseOutcome) -> None:
         hook.report(job, [done], places, clock)
 
     epilog.epilog(config, places, clock, job, limits, report, hook.watched)
 
 
-def read_config(hook: Hook, job: Job, places: Places) -> Config:
+def read_config(hook: HookRun, job: Job, places: NodePaths) -> Config:
     """Reads what the admin decided for the job's partition. Raises ConfigError."""
     hook.settings = load_settings(places.etc, places.config_memo)
     for key in hook.settings.unlogged:
@@ -253,7 +259,7 @@ def read_config(hook: Hook, job: Job, places: Places) -> Config:
     return found
 
 
-def _companion_state(hook: Hook, places: Places) -> CompanionState:
+def _companion_state(hook: HookRun, places: NodePaths) -> CompanionState:
     """Return whether the job's steps get the companion; it is what runs a step's hook."""
     if hook.name == "step":
         return CompanionState("loaded")
@@ -261,7 +267,7 @@ def _companion_state(hook: Hook, places: Places) -> CompanionState:
 
 
 def _nodes(
-    hook: Hook, job: Job, places: Places, clock: Clock
+    hook: HookRun, job: Job, places: NodePaths, clock: Clock
 ) -> tuple[list[Node], Declined | None]:
     """The node to work on, and why nothing may be staged on it now.
 
@@ -273,7 +279,7 @@ def _nodes(
     try:
         config = read_config(hook, job, places)
     except ConfigError as error:
-        leases = Leases(places.leases)
+        leases = LeaseDirectory(places.leases)
         bare = Config(sources=ANYWHERE)
         nodes = [
             Node(bare, places, Cache(Path(root), places.claims), leases, clock)

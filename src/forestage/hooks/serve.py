@@ -19,32 +19,32 @@ import msgspec
 
 from forestage.bind import redirect
 from forestage.cache import disk, disk_errors, unpacked
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.lease import Lease
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError, of_disk
 from forestage.events import UNSERVED, Result
 from forestage.hooks import bare_name, leases
-from forestage.hooks.answers import Answer, measured, of_error, shown_as
-from forestage.hooks.container_binds import Binds
+from forestage.hooks.answers import RequestResult, measured, of_error, shown_as
+from forestage.hooks.container_binds import ContainerBinds
 from forestage.hooks.leases import GIVE_UP
-from forestage.hooks.limit import Limit
+from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.hints import IMPORTED, Kind, Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import has_control
-from forestage.sources.file import Files
-from forestage.sources.source import Finder, OpenImage
+from forestage.sources.file import FileSourceFinder
+from forestage.sources.source import OpenImage, SourceFinder
 from forestage.stage import wait
 from forestage.units import printable
 
 if TYPE_CHECKING:
     from forestage.system.holder import StartChannel
 
-SOURCES: Mapping[Kind, Finder] = {
-    "image": Files("image"),
-    IMPORTED: Files("image"),
-    "mount": Files("data"),
+SOURCES: Mapping[Kind, SourceFinder] = {
+    "image": FileSourceFinder("image"),
+    IMPORTED: FileSourceFinder("image"),
+    "mount": FileSourceFinder("data"),
 }
 """How the source of a request is found, by its kind. A directory is not known until all of it has
 been looked at, by a process that then copies it itself (features/data/directory.py)."""
@@ -52,7 +52,7 @@ been looked at, by a process that then copies it itself (features/data/directory
 SOURCE_TRIES = 2  # times that a source may change while it is copied before its path is left alone
 
 
-class Call(msgspec.Struct, frozen=True):
+class ServeContext(msgspec.Struct, frozen=True):
     """What the requests that are served together share.
 
     `refusal` is why nothing may be staged; `held` what is open until all of them are finished.
@@ -60,13 +60,13 @@ class Call(msgspec.Struct, frozen=True):
 
     node: Node
     job: Job
-    limit: Limit
+    limit: HookDeadlines
     refusal: Declined | None
-    bound: Binds
+    bound: ContainerBinds
     held: contextlib.ExitStack
 
 
-class Begun(msgspec.Struct, frozen=True):
+class StagedRequest(msgspec.Struct, frozen=True):
     """A request whose source is open and whose entry the job holds, until `held` is left.
 
     `copying` is the stager that brings the entry; None where it is here. `since` is when the
@@ -86,9 +86,9 @@ def serve(
     node: Node,
     job: Job,
     requests: Sequence[Request],
-    limit: Limit,
+    limit: HookDeadlines,
     refusal: Declined | None = None,
-) -> list[Answer]:
+) -> list[RequestResult]:
     """Stages what is named, and shows it. Never raises for a request: each gets its answer.
 
     `refusal` is why nothing may be staged now (switched off, misconfigured); the path is looked at
@@ -96,28 +96,28 @@ def serve(
     """
     job = leases.note_saves(node, job, requests, limit)
     with contextlib.ExitStack() as held:
-        bound = Binds(node.places, job, limit.end)
+        bound = ContainerBinds(node.places, job, limit.end)
         # Data shows elsewhere than at its own path.
         is_all_data = bool(requests) and all(request.is_data for request in requests)
         if refusal is None and node.config.redirect != "none" and not is_all_data:
             held.enter_context(bound)
-        call = Call(node, job, limit, refusal, bound, held)
+        call = ServeContext(node, job, limit, refusal, bound, held)
         begun = [begin(call, request) for request in requests]
         answers = [finish(call, work) for work in begun]
     return _leave_room(node, job, answers)
 
 
 def begin(
-    call: Call, request: Request, since: float | None = None, tries: int = 1
-) -> Begun | Answer:
+    call: ServeContext, request: Request, since: float | None = None, tries: int = 1
+) -> StagedRequest | RequestResult:
     """Has the copy begin, or finds it here. The answer, where nothing will come of it.
 
-    `since` and `tries` are those of a request that was begun before (`Begun`).
+    `since` and `tries` are those of a request that was begun before (`StagedRequest`).
     """
     node, job, limit = call.node, call.job, call.limit
     since = node.clock.monotonic() if since is None else since
     refusal = call.refusal or _refusal(node, job, request, limit)
-    found: Image | None = None
+    found: SourceImage | None = None
     try:
         if refusal and not redirect.binds(node.cache):
             raise refusal
@@ -133,12 +133,12 @@ def begin(
             kept = call.held.enter_context(held.pop_all())
     except (ForestageError, OSError) as error:
         return _with_time(call, _nothing_shown(request, error, refusal, found), since)
-    return Begun(request, opened, lease, copying, kept, since, tries)
+    return StagedRequest(request, opened, lease, copying, kept, since, tries)
 
 
-def finish(call: Call, begun: Begun | Answer) -> Answer:
+def finish(call: ServeContext, begun: StagedRequest | RequestResult) -> RequestResult:
     """Waits for the copy as long as the job does, and shows it, or what there is meanwhile."""
-    if isinstance(begun, Answer):
+    if isinstance(begun, RequestResult):
         return begun
     request, found = begun.request, begun.opened.image
     try:
@@ -155,7 +155,7 @@ def finish(call: Call, begun: Begun | Answer) -> Answer:
     return _with_time(call, answer, begun.since)
 
 
-def _with_time(call: Call, answer: Answer, since: float) -> Answer:
+def _with_time(call: ServeContext, answer: RequestResult, since: float) -> RequestResult:
     """The answer with how long it took, and what decided."""
     answer = answer.saying(wait=round(call.node.clock.monotonic() - since, 4))
     answer = msgspec.structs.replace(answer, decided=call.bound.decided)
@@ -166,15 +166,17 @@ def _nothing_shown(
     request: Request,
     error: Exception,
     refusal: Declined | None = None,
-    found: Image | None = None,
-) -> Answer:
+    found: SourceImage | None = None,
+) -> RequestResult:
     """Pure: the answer where nothing is shown; `refusal` says more than what it led to."""
     if found and isinstance(error, Declined):
-        return Answer(of_error(request, error, found), found)
-    return Answer(of_error(request, error if isinstance(error, Failed) else refusal or error))
+        return RequestResult(of_error(request, error, found), found)
+    return RequestResult(
+        of_error(request, error if isinstance(error, Failed) else refusal or error)
+    )
 
 
-def _show(call: Call, begun: Begun) -> Answer:
+def _show(call: ServeContext, begun: StagedRequest) -> RequestResult:
     """The entry, if it comes in time; else what the job does meanwhile."""
     node, job, limit = call.node, call.job, call.limit
     opened, copying, found = begun.opened, begun.copying, begun.opened.image
@@ -202,7 +204,7 @@ def _show(call: Call, begun: Begun) -> Answer:
     return shown_as(begun.request, found, came, way)
 
 
-def _may_lack_room(node: Node, found: Image) -> bool:
+def _may_lack_room(node: Node, found: SourceImage) -> bool:
     """Whether the copy's stager may find no room; as long as nothing has to be evicted it does."""
     from forestage.cache import evict  # a hit needs none of it
 
@@ -212,14 +214,14 @@ def _may_lack_room(node: Node, found: Image) -> bool:
         return True
 
 
-def _rather(call: Call, begun: Begun, meanwhile: Answer) -> Deadline | None:
+def _rather(call: ServeContext, begun: StagedRequest, meanwhile: RequestResult) -> Deadline | None:
     """How long the job would rather wait for its copy than read the source meanwhile, if at all."""
     reads_source = call.limit.through and not meanwhile.socket
     shows = _way(call, begun.request, begun.opened.image) == "spank"
     return call.limit.copy if reads_source and shows else None
 
 
-def _meanwhile(call: Call, begun: Begun, late: Declined) -> Answer | None:
+def _meanwhile(call: ServeContext, begun: StagedRequest, late: Declined) -> RequestResult | None:
     """What the job does while its image is copied; None where that has just ended."""
     node, limit, found = call.node, call.limit, begun.opened.image
     way = _way(call, begun.request, found)
@@ -236,7 +238,7 @@ def _meanwhile(call: Call, begun: Begun, late: Declined) -> Answer | None:
     return _through(call, begun)
 
 
-def _through(call: Call, begun: Begun) -> Answer | None:
+def _through(call: ServeContext, begun: StagedRequest) -> RequestResult | None:
     """Has the step read through the copy, or leaves it the shared path where that cannot be.
 
     Returns None if the copy has just been published. The Prolog has all ready for the first step.
@@ -246,11 +248,11 @@ def _through(call: Call, begun: Begun) -> Answer | None:
     if node.config.start != "through" or not begun.opened.is_read_through:
         return started
     # A hit needs none of it.
-    from forestage.stage.task import Task
+    from forestage.stage.task import CopyTask
     from forestage.views.through import keeper
 
     try:
-        socket = keeper.start(Task(node, job, begun.opened), wait=call.limit.ready)
+        socket = keeper.start(CopyTask(node, job, begun.opened), wait=call.limit.ready)
     except Declined as why:
         # A stager that publishes takes away what a keeper of its copy needs (cache/readers.remove).
         if node.cache.find(found):
@@ -261,7 +263,7 @@ def _through(call: Call, begun: Begun) -> Answer | None:
     return msgspec.structs.replace(answer, socket=socket)
 
 
-def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
+def _leave_room(node: Node, job: Job, answers: list[RequestResult]) -> list[RequestResult]:
     """Evicts for what the job's containers take if enroot unpacks them on the cache's disk.
 
     For the largest, whose outcome says what went: steps come one after the other, mostly. It is
@@ -289,7 +291,7 @@ def _leave_room(node: Node, job: Job, answers: list[Answer]) -> list[Answer]:
     return answers
 
 
-def _refusal(node: Node, job: Job, request: Request, limit: Limit) -> Declined | None:
+def _refusal(node: Node, job: Job, request: Request, limit: HookDeadlines) -> Declined | None:
     """Returns why nothing may be staged for this request on this node, if it may not."""
     try:
         # First: a registry's name must not count as a failure of the cache, which may drain the
@@ -309,7 +311,7 @@ def _refusal(node: Node, job: Job, request: Request, limit: Limit) -> Declined |
     return None
 
 
-def _check(node: Node, found: Image, refusal: Declined | None) -> None:
+def _check(node: Node, found: SourceImage, refusal: Declined | None) -> None:
     """Raises Declined where this image must not be staged for the job."""
     if refusal:
         raise refusal
@@ -318,7 +320,7 @@ def _check(node: Node, found: Image, refusal: Declined | None) -> None:
         raise Declined("bad-path", "the path resolves to a name with control characters")
 
 
-def _keep_clear_of_binds(call: Call, request: Request, found: Image) -> None:
+def _keep_clear_of_binds(call: ServeContext, request: Request, found: SourceImage) -> None:
     """Raises Declined where the job's container binds a directory above.
 
     Then no redirect of this job's stays; where another job needs one, this container may not start.
@@ -334,7 +336,7 @@ def _keep_clear_of_binds(call: Call, request: Request, found: Image) -> None:
         raise
 
 
-def _way(call: Call, request: Request, found: Image) -> str:
+def _way(call: ServeContext, request: Request, found: SourceImage) -> str:
     """How the path is to show the entry: bind, spank, or none for the site's sake or the job's."""
     job, way = call.job, call.node.config.redirect
     if way == "none" or not job.saves or not request.is_redirected:

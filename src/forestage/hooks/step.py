@@ -12,16 +12,16 @@ import msgspec
 
 from forestage import events
 from forestage.cache import step_record
-from forestage.cache.image import Image
-from forestage.cache.lease import Leases
+from forestage.cache.image import SourceImage
+from forestage.cache.lease import LeaseDirectory
 from forestage.cache.node import Node
-from forestage.cache.step_record import Shown
+from forestage.cache.step_record import RecordedImage
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError, of_node
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.hooks import leases, serve, user_messages
-from forestage.hooks.answers import Answer, measured
-from forestage.hooks.limit import Limit, wished
+from forestage.hooks.answers import RequestResult, measured
+from forestage.hooks.limit import HookDeadlines, wished
 from forestage.slurm import timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
@@ -37,18 +37,18 @@ NAME = 1.0  # seconds for a user's name, which no decision needs
 MAX_ENVIRONMENT = 8 << 20  # bytes; the kernel takes 6 MiB at most
 
 
-class StepAnswer(msgspec.Struct, frozen=True):
+class StepResult(msgspec.Struct, frozen=True):
     """What the requests came to, for log and events, and the fields of the answer's line.
 
     `also` are those of the images that the job's comment named, for lines before it.
     """
 
-    answers: list[Answer]
+    answers: list[RequestResult]
     answer: Fields
     also: tuple[Fields, ...] = ()
 
     @property
-    def outcomes(self) -> list[Handled]:
+    def outcomes(self) -> list[RequestOutcome]:
         return [answer.outcome for answer in self.answers]
 
 
@@ -59,7 +59,7 @@ def limit_of(
     say: user_messages.Say,
     refusal: Declined | None,
     progress: user_messages.Say | None = None,
-) -> Limit:
+) -> HookDeadlines:
     """Returns how long a step may go on, and wait for a copy.
 
     `timeout` is the companion's own limit in seconds, as text. Where all is refused there is only
@@ -72,10 +72,10 @@ def limit_of(
     filled = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
     longest = max(0.0, timeouts.step_patience(math.inf, timeout) - COPIER_GRACE)
     tells = config.user_messages != "none"
-    waits = user_messages.Patience(node.clock, say, math.inf)
-    brings = progress and user_messages.Patience(node.clock, progress, user_messages.AGAIN)
+    waits = user_messages.WaitReporter(node.clock, say, math.inf)
+    brings = progress and user_messages.WaitReporter(node.clock, progress, user_messages.AGAIN)
     return msgspec.structs.replace(
-        Limit.of(node.clock, end, copy, small=hint != 0, room=hint != 0),
+        HookDeadlines.of(node.clock, end, copy, small=hint != 0, room=hint != 0),
         fill=Deadline.after(min(filled, longest), node.clock),
         through=config.start == "through",
         watch=waits if tells and copy is not None else quiet,
@@ -83,7 +83,7 @@ def limit_of(
     )
 
 
-def step(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> StepAnswer:
+def step(node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None) -> StepResult:
     """Stages the step's image; `refusal` is why nothing may be staged on this node now."""
     answers = serve.serve(node, job, job.requests, limit, refusal)
     own: Fields = ("leave", "no-image")
@@ -94,7 +94,7 @@ def step(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> StepAn
             own = words
         elif words[0] != "leave":
             also.append(words)
-    return StepAnswer(answers, own, tuple(also))
+    return StepResult(answers, own, tuple(also))
 
 
 def with_variables(job: Job, environ: Mapping[str, str]) -> Job:
@@ -143,7 +143,7 @@ def with_user(node: Node, job: Job, timeout: str) -> tuple[Job, Declined | None]
     return msgspec.structs.replace(job, user=user), None
 
 
-def with_hinted(noted: Leases, job: Job) -> Job:
+def with_hinted(noted: LeaseDirectory, job: Job) -> Job:
     """Returns the job with the images that its comment named, as its Prolog noted them."""
     hinted = tuple(Request(path, "hint") for path in noted.hinted(job.id, job.user.uid))
     return msgspec.structs.replace(job, requests=job.requests + hinted)
@@ -170,7 +170,7 @@ def with_notes(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Dec
     return msgspec.structs.replace(job, hints=hints, waited=said.waited), refusal
 
 
-def fields(node: Node, answer: Answer) -> Fields:
+def fields(node: Node, answer: RequestResult) -> Fields:
     """Pure: the fields of the line that ends the companion's wait."""
     outcome, wanted = answer.outcome, answer.image
     if outcome.result == "started":
@@ -192,7 +192,9 @@ def fields(node: Node, answer: Answer) -> Fields:
     return word, *words
 
 
-def note_shown(node: Node, job: Job, decided_by: Sequence[str], answers: Sequence[Answer]) -> None:
+def note_shown(
+    node: Node, job: Job, decided_by: Sequence[str], answers: Sequence[RequestResult]
+) -> None:
     """Notes what further steps of the job are shown, so that they need no helper.
 
     The Prolog's answers or a step's, the first of them in the order of the job's requests.
@@ -215,7 +217,9 @@ def note_shown(node: Node, job: Job, decided_by: Sequence[str], answers: Sequenc
             step_record.note(node.leases, job.id, decided_by, images)
 
 
-def _record_of(node: Node, job: Job, request: Request, first: Answer) -> Shown | None:
+def _record_of(
+    node: Node, job: Job, request: Request, first: RequestResult
+) -> RecordedImage | None:
     outcome = first.outcome
     answer = _further_answer(node, first)
     if answer is None or outcome.redirect != "spank" or outcome.reason:
@@ -229,7 +233,7 @@ def _record_of(node: Node, job: Job, request: Request, first: Answer) -> Shown |
     # The companion writes these before the rest.
     event = {name: value for name, value in event.items() if name not in MEASURED}
     event["outcome"].pop("wait", None)
-    return Shown(
+    return RecordedImage(
         asked=os.path.join(job.work_dir, request.path),
         uid=job.user.uid,
         event=msgspec.json.encode(event).decode().removeprefix("{"),
@@ -237,7 +241,7 @@ def _record_of(node: Node, job: Job, request: Request, first: Answer) -> Shown |
     )
 
 
-def _further_answer(node: Node, first: Answer) -> Answer | None:
+def _further_answer(node: Node, first: RequestResult) -> RequestResult | None:
     """What a further step gets: the entry, or the keeper of the copy that is under way.
 
     It need not listen yet. Where nobody does in the end, the companion asks a helper.
@@ -247,5 +251,11 @@ def _further_answer(node: Node, first: Answer) -> Answer | None:
     if entry is not None and entry.binds:  # which a helper has to look at
         return None
     if entry is not None:
-        return measured(node, Answer(Handled("hit"), Image(entry.identity, entry.access)))
-    return Answer(Handled("through"), first.image, first.socket) if first.socket else None
+        return measured(
+            node, RequestResult(RequestOutcome("hit"), SourceImage(entry.identity, entry.access))
+        )
+    return (
+        RequestResult(RequestOutcome("through"), first.image, first.socket)
+        if first.socket
+        else None
+    )

@@ -9,7 +9,7 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import UserMessages
 from forestage.errors import ForestageError
-from forestage.events import UNSERVED, Handled, saved
+from forestage.events import UNSERVED, RequestOutcome, saved
 from forestage.hooks import leases
 from forestage.slurm import nodelist
 from forestage.slurm.job import Job
@@ -54,7 +54,7 @@ Say = Callable[[str], None]
 
 
 def tell(
-    node: Node, job: Job, outcomes: Sequence[Handled], say: Say, always: Say | None = None
+    node: Node, job: Job, outcomes: Sequence[RequestOutcome], say: Say, always: Say | None = None
 ) -> None:
     """Says what the requests came to, what went wrong first: most users read one line only.
 
@@ -66,7 +66,7 @@ def tell(
             (always if always and is_unmounted(outcome) else say)(line)
 
 
-def is_unmounted(outcome: Handled) -> bool:
+def is_unmounted(outcome: RequestOutcome) -> bool:
     """Pure: whether a squashfs file was to be mounted, and is not."""
     is_mount = outcome.data and "@/" in outcome.request
     return is_mount and outcome.result in UNSERVED and not outcome.redirect
@@ -77,7 +77,7 @@ def with_tell(node: Node, job: Job) -> Node:
     return node.configured(user_messages="all") if job.hints.tell else node
 
 
-def say_bad_hints(node: Node, job: Job, say: "Speaker") -> None:
+def say_bad_hints(node: Node, job: Job, say: "JobMessageWriter") -> None:
     """Says what the Prolog noted of the comment's hints, once: it is noted no longer."""
     if not job.hints.problems:
         return
@@ -103,7 +103,7 @@ def is_first_node(job: Job) -> bool:
     return not nodes or nodes[0] == job.node
 
 
-class Patience:
+class WaitReporter:
     """While a step waits: a line, so that nobody thinks it hangs, then one each `again` seconds."""
 
     def __init__(self, clock: Clock, say: Say, again: float) -> None:
@@ -118,7 +118,7 @@ class Patience:
             self.say(line())
 
 
-class Speaker:
+class JobMessageWriter:
     """Says a line to a job's user: one for each job, from the first node of the step.
 
     With `user_messages: all`, or stage-tell=yes, a line for each request of the job's first step.
@@ -158,7 +158,7 @@ class Speaker:
             return True
 
 
-def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
+def message(outcome: RequestOutcome, wanted: UserMessages, waited: float = 0.0) -> str:
     """Pure: the line that the user reads in the end; "" for none.
 
     `waited` are seconds that the job's Prolog took before this step.
@@ -170,7 +170,7 @@ def message(outcome: Handled, wanted: UserMessages, waited: float = 0.0) -> str:
     return _what_came(outcome, waited) if wanted == "all" else ""
 
 
-def _why_not(outcome: Handled, wanted: UserMessages) -> str:
+def _why_not(outcome: RequestOutcome, wanted: UserMessages) -> str:
     """Pure: why what was asked for is read as without us; "" where nobody needs to hear it."""
     name = outcome.image or outcome.request
     why = FOR_USERS.get(outcome.reason, outcome.detail)
@@ -194,7 +194,7 @@ def _why_not(outcome: Handled, wanted: UserMessages) -> str:
     return "" if quiet else f"{name} is read from its original path: {why}"
 
 
-def _what_came(outcome: Handled, waited: float) -> str:
+def _what_came(outcome: RequestOutcome, waited: float) -> str:
     """Pure: where it is read from, how long that took, and what it was worth."""
     name = outcome.image or outcome.request
     copy = {

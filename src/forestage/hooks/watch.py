@@ -30,7 +30,7 @@ SLICE = 0.2  # seconds between two looks at a child that may have died without a
 ENDS = 0.0002  # seconds between two, once it has let go of its line: it ends just then
 
 
-class Watched:
+class HookPipe:
     """The child's end: what it tells the hook that waits for it."""
 
     def __init__(self, line: int = -1) -> None:
@@ -59,10 +59,10 @@ class Watched:
             os._exit(0)
 
 
-ALONE = Watched()
+ALONE = HookPipe()
 
 
-class Late(Exception):
+class HookWorkerTimeout(Exception):
     """The child did not end: its cache hangs, of which this is the root, or "" for its time."""
 
     def __init__(self, cache: str) -> None:
@@ -70,7 +70,7 @@ class Late(Exception):
         self.cache = cache
 
 
-def fork(keeps_stdout: bool) -> HookChild | Watched | None:
+def fork(keeps_stdout: bool) -> HookWorker | HookPipe | None:
     """Forks the child: returns it to the hook, and its own end of the line to the child.
 
     None where it cannot be forked: then the caller does the work itself. `keeps_stdout`: a step's
@@ -85,15 +85,15 @@ def fork(keeps_stdout: bool) -> HookChild | Watched | None:
         return None
     if pid:
         os.close(theirs)
-        return HookChild(pid, ours)
+        return HookWorker(pid, ours)
     os.close(ours)
     os.dup2(theirs, 2)
     if not keeps_stdout:
         os.dup2(theirs, 1)
-    return Watched(theirs)
+    return HookPipe(theirs)
 
 
-class HookChild:
+class HookWorker:
     """The child as the hook knows it: what it works on, until when, and how it ended."""
 
     def __init__(self, pid: int, line: int) -> None:
@@ -106,8 +106,9 @@ class HookChild:
         self.is_closed = False  # nobody has the line any more
 
     def wait(self, hangs: Callable[[str], float]) -> int:
-        """Returns its exit status; passes on what it says. Raises Late, and has killed it then.
+        """Returns its exit status; passes on what it says.
 
+        Raises HookWorkerTimeout, and has killed it then.
         `hangs` asks for how many seconds a cache has not answered.
         """
         from select import POLLIN, poll
@@ -156,12 +157,12 @@ class HookChild:
         if found:
             self.status = os.waitstatus_to_exitcode(status)
 
-    def _late(self, cache: str) -> Late:
+    def _late(self, cache: str) -> HookWorkerTimeout:
         try:
             os.kill(self.pid, 9)
         except OSError:  # it has just ended
-            return Late(cache)
-        return Late(cache)
+            return HookWorkerTimeout(cache)
+        return HookWorkerTimeout(cache)
 
 
 def _say(text: bytes) -> None:

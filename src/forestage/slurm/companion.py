@@ -58,7 +58,7 @@ def is_importer(program: str) -> bool:
     return Path(program).name == IMPORTER
 
 
-def _plugins(conf: SlurmConf) -> "Iterator[plugstack.Plugin]":
+def _plugins(conf: SlurmConf) -> "Iterator[plugstack.PluginLine]":
     """The plugins of plugstack.conf, as far as it can be read. Raises OSError, ValueError."""
     # Here: few nodes that have no companion need it.
     from forestage.slurm import plugstack

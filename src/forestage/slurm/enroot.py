@@ -40,7 +40,7 @@ class FstabBind(NamedTuple):
     source: str
 
 
-class EnrootSite(msgspec.Struct, frozen=True):
+class EnrootSetup(msgspec.Struct, frozen=True):
     """What the node's enroot goes by.
 
     `program` is the first `enroot` on the PATH, "" for none; `sysconf` the directory of its
@@ -63,7 +63,7 @@ class EnrootSite(msgspec.Struct, frozen=True):
         return f"{self.settings.get('ENROOT_SYSCONF_PATH') or self.sysconf}/mounts.d"
 
 
-class Variables:
+class JobVariables:
     """A job's variables; `asked` are those that somebody wanted to know, None for one not set.
 
     Where not `all_known`, one that is not in `known` may have any value.
@@ -92,7 +92,7 @@ class Variables:
         return self.get(name) or ""
 
 
-def site(files: RootedTree, path: str = PATH) -> EnrootSite:
+def site(files: RootedTree, path: str = PATH) -> EnrootSetup:
     """Reads what the `enroot` on this PATH goes by."""
     found = [*files.programs("enroot", path)]
     # A wrapper calls the next one, mostly.
@@ -102,7 +102,7 @@ def site(files: RootedTree, path: str = PATH) -> EnrootSite:
     conf = f"{sysconf}/enroot.conf"
     parts = [f"{conf}.d/{name}" for name in files.names(f"{conf}.d") if name.endswith(".conf")]
     settings = _settings(files.text(one) or "" for one in (conf, *parts))
-    return EnrootSite((*found, "")[0], sysconf, settings, match is not None)
+    return EnrootSetup((*found, "")[0], sysconf, settings, match is not None)
 
 
 def _settings(texts: Iterator[str]) -> dict[str, str]:
@@ -130,7 +130,7 @@ def says_yes(value: str) -> bool:
     return bool(value) and not re.fullmatch(_NO, value)
 
 
-def user_folder(settings: Mapping[str, str], variables: Variables, home: str) -> str:
+def user_folder(settings: Mapping[str, str], variables: JobVariables, home: str) -> str:
     """Pure: where the user's own configuration lies; UNKNOWN in it where that cannot be told."""
     own = variables.get("ENROOT_CONFIG_PATH")
     if own:
@@ -156,7 +156,7 @@ def plain_binds(text: str) -> Iterator[tuple[int, str]]:
             yield number, _OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[0])
 
 
-def site_binds(files: RootedTree, found: EnrootSite) -> Iterator[FstabBind]:
+def site_binds(files: RootedTree, found: EnrootSetup) -> Iterator[FstabBind]:
     """What the site has all containers bind."""
     for name in files.names(found.mounts):
         if name.endswith(".fstab"):

@@ -94,17 +94,17 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.kind == "image"
 
 
-class Rank(msgspec.Struct, frozen=True):
+class NodeIndex(msgspec.Struct, frozen=True):
     """Which of a job's nodes this is: 0 for the first of `nodes`; None where that is not known."""
 
     node: int | None = None
     nodes: int = 0
 
 
-NOWHERE = Rank()
+NOWHERE = NodeIndex()
 
 
-class Hints(msgspec.Struct, frozen=True):
+class JobHints(msgspec.Struct, frozen=True):
     """What the user says to us. `wait` is in seconds; `problems` are sentences for the user.
 
     `wanted` has each request once. `room` is the size of the job's own directory in bytes, `ram`
@@ -146,10 +146,10 @@ class Hints(msgspec.Struct, frozen=True):
         return self.off or self.tell or self.wait is not None or bool(self.words)
 
 
-class _Reading:
+class _HintParser:
     """What was read so far, of the options and then of the comment."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: NodeIndex) -> None:
         self.rank = rank
         self.settings: dict[str, object] = {}
         self.wanted: list[Request] = []
@@ -212,12 +212,12 @@ class _Reading:
             self.words.append((name, value))
 
 
-def read_hints(comment: str, rank: Rank = NOWHERE, option: str = "") -> Hints:
+def read_hints(comment: str, rank: NodeIndex = NOWHERE, option: str = "") -> JobHints:
     """Reads our tokens out of a job's comment; everything else in it is the user's own business.
 
     `option` are the words that were given as options, each on a line.
     """
-    tokens, reading = comment.replace(";", " ").split(), _Reading(rank)
+    tokens, reading = comment.replace(";", " ").split(), _HintParser(rank)
     options = reading.options(option) if option else ()
     ignored = reading.comment(tokens, options)
     problems = reading.problems
@@ -228,7 +228,7 @@ def read_hints(comment: str, rank: Rank = NOWHERE, option: str = "") -> Hints:
         if len(kind) > MAX_HINTED:
             by = f"{OF_OPTION}stage" if "stage" in options else "stage="
             problems.append(f"{by} names {len(kind)} {what}, the first {MAX_HINTED} are read")
-    return Hints(
+    return JobHints(
         wanted=(*images[:MAX_HINTED], *data[:MAX_HINTED]),
         problems=tuple(printable(problem) for problem in problems[:MAX_PROBLEMS]),
         options=options,
@@ -264,7 +264,7 @@ def _is_another_tools(value: str) -> bool:
     return value.isascii() and value.replace("-", "").replace("_", "").isalnum()
 
 
-def _setting(name: str, value: str, rank: Rank) -> dict[str, object]:
+def _setting(name: str, value: str, rank: NodeIndex) -> dict[str, object]:
     """Pure: what one hint that names no paths changes. Raises ValueError."""
     if name == "stage":
         return {"off": True}
@@ -282,7 +282,7 @@ def _setting(name: str, value: str, rank: Rank) -> dict[str, object]:
     return {"room": parse_size(size), "ram": bool(comma)}
 
 
-def requests(parts: Sequence[str], rank: Rank, problems: list[str]) -> list[Request]:
+def requests(parts: Sequence[str], rank: NodeIndex, problems: list[str]) -> list[Request]:
     """Pure: the requests of a value that was split, or of a list's lines; adds to `problems`."""
     if not any(parts):
         problems.append("stage= names no image (write stage=/path/to/image, or stage=off)")
@@ -295,7 +295,7 @@ def requests(parts: Sequence[str], rank: Rank, problems: list[str]) -> list[Requ
     return found
 
 
-def _request(part: str, rank: Rank, plain: bool = False) -> Request:
+def _request(part: str, rank: NodeIndex, plain: bool = False) -> Request:
     """Pure: what one path asks for; `plain`: it has no escapes. Raises ValueError."""
     if part.startswith(("~", "$", '"', "'")):
         raise ValueError(f"{quote(part)}: ~, $HOME and quotes mean nothing here, write {ABSOLUTE}")
@@ -315,11 +315,11 @@ def _split(part: str) -> tuple[str, str]:
     return (path, at) if path and is_place else (part, "")
 
 
-def _path(text: str, rank: Rank) -> str:
+def _path(text: str, rank: NodeIndex) -> str:
     return _decoded(_placed(text, rank) if "{" in text else text)
 
 
-def _placed(text: str, rank: Rank, plain: bool = False) -> str:
+def _placed(text: str, rank: NodeIndex, plain: bool = False) -> str:
     """Raises ValueError for what is no placeholder; never format(), whose widths take memory."""
 
     def value(match: re.Match[str]) -> str:

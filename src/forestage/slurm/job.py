@@ -10,7 +10,7 @@ import msgspec
 
 from forestage.errors import JobError
 from forestage.slurm import lines
-from forestage.slurm.hints import NOWHERE, Hints, Rank, Request, read_hints
+from forestage.slurm.hints import NOWHERE, JobHints, NodeIndex, Request, read_hints
 from forestage.system.as_user import User
 from forestage.system.tree import PATH
 from forestage.units import is_number, printable, quote
@@ -50,7 +50,7 @@ class Job(msgspec.Struct, frozen=True):
     work_dir: str
     requests: tuple[Request, ...]
     saves: str | None
-    hints: Hints
+    hints: JobHints
     step: int | None = None
     nodelist: str = ""
     step_nodelist: str = ""
@@ -66,7 +66,7 @@ class Job(msgspec.Struct, frozen=True):
     stay: frozenset[str] = frozenset()
 
     @property
-    def rank(self) -> Rank:
+    def rank(self) -> NodeIndex:
         """Which of the job's nodes this is; as Slurm named them to the Prolog."""
         return _rank(self.nodelist, self.node)
 
@@ -145,12 +145,12 @@ def _start(environ: Mapping[str, str]) -> int:
     return int(value) if is_number(value) and "SLURM_STEP_ID" not in environ else 0
 
 
-def _rank(listed: str, own: str) -> Rank:
+def _rank(listed: str, own: str) -> NodeIndex:
     """Which of the listed nodes this one is."""
     from forestage.slurm import nodelist  # few comments need it
 
     nodes = nodelist.expand(listed)
-    return Rank(nodes.index(own) if own in nodes else None, len(nodes))
+    return NodeIndex(nodes.index(own) if own in nodes else None, len(nodes))
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

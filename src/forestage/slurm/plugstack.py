@@ -9,10 +9,10 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.slurm.slurm_conf import ConfLine, IncludeLimit, SlurmConf, Text
+from forestage.slurm.slurm_conf import ConfLine, IncludeCounter, SlurmConf, Text
 
 
-class Include(ConfLine, frozen=True, gc=False):
+class IncludeLine(ConfLine, frozen=True, gc=False):
     """A line that includes the files that a pattern matches on this host: none is no error.
 
     `pattern` is absolute.
@@ -21,7 +21,7 @@ class Include(ConfLine, frozen=True, gc=False):
     pattern: str
 
 
-class Plugin(ConfLine, frozen=True, gc=False):
+class PluginLine(ConfLine, frozen=True, gc=False):
     """A line that names a plugin; `path` may be a file's name alone.
 
     `by` is the line that includes its file; None in plugstack.conf itself.
@@ -30,7 +30,7 @@ class Plugin(ConfLine, frozen=True, gc=False):
     path: str
     required: bool
     arguments: tuple[str, ...]
-    by: Include | None = None
+    by: IncludeLine | None = None
 
     def words(self, *more: str) -> str:
         """The line, with more arguments at its end."""
@@ -49,23 +49,23 @@ def of(conf: SlurmConf) -> str:
     return named or str(Path(conf.path).with_name("plugstack.conf"))
 
 
-def read(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin]:
+def read(path: str, text: Text, root: Path = Path("/")) -> Iterator[PluginLine]:
     """All plugins in the order in which Slurm loads them; `root` is above the paths of the node.
 
     A file that is not there is an empty one, and so is a directory that an include matches. Raises
     what `text` does, and ValueError beyond the bounds of includes.
     """
-    return (one for one in lines(path, text, root) if isinstance(one, Plugin))
+    return (one for one in lines(path, text, root) if isinstance(one, PluginLine))
 
 
-def lines(path: str, text: Text, root: Path = Path("/")) -> Iterator[Plugin | Include]:
+def lines(path: str, text: Text, root: Path = Path("/")) -> Iterator[PluginLine | IncludeLine]:
     """Plugins and the lines that include, each before what it brings. Raises as `read` does."""
-    yield from _lines(path, None, text, root, IncludeLimit())
+    yield from _lines(path, None, text, root, IncludeCounter())
 
 
 def _lines(
-    path: str, by: Include | None, text: Text, root: Path, limit: IncludeLimit, depth: int = 0
-) -> Iterator[Plugin | Include]:
+    path: str, by: IncludeLine | None, text: Text, root: Path, limit: IncludeCounter, depth: int = 0
+) -> Iterator[PluginLine | IncludeLine]:
     limit.count(path, depth)
     try:
         rows = text(path).split("\n")
@@ -76,10 +76,10 @@ def _lines(
         kind, *words = bare.split() or [""]
         line = (path, number, number, bare)
         if words and kind == "include":
-            include = Include(*line, str(Path(path).parent / words[0]))
+            include = IncludeLine(*line, str(Path(path).parent / words[0]))
             yield include
             pattern = include.pattern.lstrip("/")
             for found in sorted(glob.glob(pattern, root_dir=root)):  # noqa: PTH207
                 yield from _lines(f"/{found}", include, text, root, limit, depth + 1)
         elif words and kind in ("required", "optional"):
-            yield Plugin(*line, words[0], kind == "required", tuple(words[1:]), by)
+            yield PluginLine(*line, words[0], kind == "required", tuple(words[1:]), by)

@@ -20,7 +20,7 @@ from forestage.system import as_user
 INVALID_JOB, INVALID_NODE = 2017, 2018  # slurm_errno.h: ESLURM_INVALID_JOB_ID, …_NODE_NAME
 
 
-class Told(msgspec.Struct, frozen=True):
+class SlurmAnswer(msgspec.Struct, frozen=True):
     """What Slurm says of a job or a node; both are "" of what it does not know."""
 
     known: bool
@@ -42,29 +42,29 @@ def fits(version: str) -> bool:
     return own != "" and own == release.of(version)
 
 
-def job(number: int, timeout: float) -> Told | None:
+def job(number: int, timeout: float) -> SlurmAnswer | None:
     """What Slurm says of a job; None where that is not clear."""
 
-    def ask(pyslurm: Any) -> Told:
+    def ask(pyslurm: Any) -> SlurmAnswer:
         found = pyslurm.Job.load(number)
         if found.id != number:  # of an array, perhaps another task's
             raise OSError(errno.EINVAL, "another job")
-        return Told(True, str(found.state), str(found.allocated_nodes or ""))
+        return SlurmAnswer(True, str(found.state), str(found.allocated_nodes or ""))
 
     return _asked(ask, INVALID_JOB, timeout)
 
 
-def node(name: str, timeout: float) -> Told | None:
+def node(name: str, timeout: float) -> SlurmAnswer | None:
     """Whether Slurm has such a node; None where that is not clear."""
 
-    def ask(pyslurm: Any) -> Told:
-        return Told(str(pyslurm.Node.load(name).name) == name)
+    def ask(pyslurm: Any) -> SlurmAnswer:
+        return SlurmAnswer(str(pyslurm.Node.load(name).name) == name)
 
     return _asked(ask, INVALID_NODE, timeout)
 
 
-def _asked(ask: Callable[[Any], Told], unknown: int, timeout: float) -> Told | None:
-    def work() -> as_user.Found[Told]:
+def _asked(ask: Callable[[Any], SlurmAnswer], unknown: int, timeout: float) -> SlurmAnswer | None:
+    def work() -> as_user.Found[SlurmAnswer]:
         try:
             import pyslurm  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:  # its libslurm is gone, or another
@@ -73,11 +73,11 @@ def _asked(ask: Callable[[Any], Told], unknown: int, timeout: float) -> Told | N
             return ask(pyslurm), []
         except pyslurm.RPCError as error:
             if error.errno == unknown:
-                return Told(False), []
+                return SlurmAnswer(False), []
             raise OSError(errno.EIO, str(error)) from None
 
     try:
-        told, fds = as_user.call(work, Told, timeout)
+        told, fds = as_user.call(work, SlurmAnswer, timeout)
     except (OSError, Declined):
         return None
     assert not fds

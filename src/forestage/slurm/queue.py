@@ -52,7 +52,7 @@ def this_node(environ: Mapping[str, str]) -> str:
     return environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
-class Slurm(NamedTuple):
+class SlurmClient(NamedTuple):
     """How Slurm is asked. `path` is where its commands are looked for, `conf` SLURM_CONF or "".
 
     `bound`: pyslurm is asked before them. It has $SLURM_CONF from this process. `node` is this one,
@@ -66,12 +66,12 @@ class Slurm(NamedTuple):
     node: str = ""
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> "Slurm":
+    def of(cls, environ: Mapping[str, str]) -> "SlurmClient":
         """As who calls has it, with the usual directories behind it."""
         path = ":".join(filter(None, (environ.get("PATH", ""), run.PATH)))
         return cls(path, environ.get("SLURM_CONF", ""), node=this_node(environ))
 
-    def bind(self) -> "Slurm":
+    def bind(self) -> "SlurmClient":
         """Asks pyslurm first where the installed one fits this release of Slurm."""
         with contextlib.suppress(SlurmError):
             if pyslurm.installed():

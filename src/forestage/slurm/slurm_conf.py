@@ -49,7 +49,7 @@ class ConfLine(msgspec.Struct, frozen=True, gc=False):
         return f"{self.file}:{self.first}"
 
 
-class Setting(msgspec.Struct, frozen=True, gc=False):
+class ConfSetting(msgspec.Struct, frozen=True, gc=False):
     """`name` in lower case. A line has one; Slurm refuses to read on where there are more."""
 
     line: ConfLine
@@ -57,7 +57,7 @@ class Setting(msgspec.Struct, frozen=True, gc=False):
     value: str
 
 
-class IncludeLimit:
+class IncludeCounter:
     """Counts the files of one configuration, so that reading it ends."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class SlurmConf:
         return {one.name: one.value for one in settings(self.path, self.text)}
 
 
-def settings(path: str, text: Text) -> Iterator[Setting]:
+def settings(path: str, text: Text) -> Iterator[ConfSetting]:
     """What slurm.conf and its includes set, in their order; of a name the last one counts.
 
     Raises what `text` does, and ValueError beyond the bounds of includes or where a line says more
@@ -116,7 +116,7 @@ def settings(path: str, text: Text) -> Iterator[Setting]:
         quoted = value.startswith('"') and value.find('"', 1) == len(value) - 1
         if not quoted and len(value.split(None, 1)) > 1:
             raise ValueError(f"{line.where} says more than one thing, which Slurm refuses")
-        yield Setting(line, name, value.strip('"'))
+        yield ConfSetting(line, name, value.strip('"'))
 
 
 def text_of(path: str) -> str:
@@ -205,7 +205,7 @@ def _beside(top: str, file: str, name: str, text: Text) -> tuple[str, str]:
 
 
 def _all_lines(path: str, text: Text) -> Iterator[ConfLine]:
-    return _lines(path, text(path), path, text, {}, IncludeLimit())
+    return _lines(path, text(path), path, text, {}, IncludeCounter())
 
 
 def _lines(
@@ -214,7 +214,7 @@ def _lines(
     top: str,
     text: Text,
     found: dict[str, str],
-    limit: IncludeLimit,
+    limit: IncludeCounter,
     depth: int = 0,
 ) -> Iterator[ConfLine]:
     """An include stands for its file's lines: one file, no pattern; %c is the cluster's name.

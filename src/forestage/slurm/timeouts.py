@@ -23,7 +23,7 @@ _LAUNCH = 10.0  # seconds that slurmctld adds to BatchStartTimeout at most: DEFA
 _CRED_EXPIRE = 120.0  # slurm.conf(5), AuthInfo: a job's credential is good for so long
 
 
-class Limits(msgspec.Struct, frozen=True):
+class HookTimeLimits(msgspec.Struct, frozen=True):
     """Seconds. Beyond `drains` Slurm kills the Prolog and drains the node, and beyond `epilog` the
     Epilog; beyond `hurts`, which is never above `drains`, it may lose the job. None: Slurm sets no
     such limit."""
@@ -33,10 +33,10 @@ class Limits(msgspec.Struct, frozen=True):
     epilog: float | None = None
 
 
-UNKNOWN = Limits(drains=None, hurts=SAFE)
+UNKNOWN = HookTimeLimits(drains=None, hurts=SAFE)
 
 
-def limits(conf: dict[str, str]) -> Limits:
+def limits(conf: dict[str, str]) -> HookTimeLimits:
     """Pure: what the settings of slurm.conf (names in lower case) mean for a Prolog.
 
     slurm.conf(5): PrologEpilogTimeout (since 25.05 PrologTimeout and EpilogTimeout),
@@ -56,10 +56,10 @@ def limits(conf: dict[str, str]) -> Limits:
         _seconds(conf, name) or 0.0 for name in ("batchstarttimeout", "messagetimeout")
     )
     hurts = _below(min(_cred_expire(conf), start + min(_LAUNCH, message)))
-    return Limits(drains, hurts if drains is None else min(hurts, drains), epilog)
+    return HookTimeLimits(drains, hurts if drains is None else min(hurts, drains), epilog)
 
 
-def patience(limit: Limits, wish: float | None) -> float:
+def patience(limit: HookTimeLimits, wish: float | None) -> float:
     """Pure: seconds a Prolog may take. Whoever wishes, a job must not be lost for it; None wishes
     for all there is."""
     return limit.hurts if wish is None else min(wish, limit.hurts)
@@ -72,7 +72,7 @@ def step_patience(wish: float, timeout: str) -> float:
     return min(wish, limit - min(LAST_WORDS, limit / 2)) if limit else wish
 
 
-def read(conf: SlurmConf) -> Limits:
+def read(conf: SlurmConf) -> HookTimeLimits:
     """The limits that the file of $SLURM_CONF sets; UNKNOWN if none is named, or unreadable."""
     try:
         named = conf.values if conf.named else {}

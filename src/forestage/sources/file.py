@@ -13,11 +13,11 @@ from forestage.clock import Deadline
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources import opening, source
-from forestage.sources.source import Content, OpenImage
+from forestage.sources.source import OpenImage, ReadableSource
 from forestage.system.as_user import User
 
 
-class Files(msgspec.Struct, frozen=True):
+class FileSourceFinder(msgspec.Struct, frozen=True):
     """Finds the file that a request names; its entry is an image, or data, with its own share."""
 
     kind: Literal["image", "data"]
@@ -41,7 +41,7 @@ class FileSource(msgspec.Struct, frozen=True):
     user: User
     opened: OpenImage
 
-    def open(self) -> Content:
+    def open(self) -> ReadableSource:
         """Opens it once a further change would show in its times, and no write is under way.
 
         In this order: a write that began before the times were known may be in none of them.

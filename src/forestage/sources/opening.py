@@ -19,12 +19,12 @@ from forestage import trace
 from forestage.bind import origins, redirect
 from forestage.bind.origins import KnownCaches
 from forestage.cache import image, part
-from forestage.cache.image import Access, Image, PathFacts
+from forestage.cache.image import AccessRights, PathFacts, SourceImage
 from forestage.cache.layout import Cache, open_copy
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.config import ANYWHERE
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.sources.source import OpenImage
 from forestage.system import as_user, files, mounts, probe, writers
 from forestage.system.as_user import User
@@ -41,9 +41,9 @@ def open_as_user(
     sources: Iterable[str],
     caches: KnownCaches | None,
     timeout: float,
-    copied_head: Callable[[Image], bytes] | None = None,
+    copied_head: Callable[[SourceImage], bytes] | None = None,
     services: Mapping[str, str] | None = None,
-    is_new: Callable[[Image], bool] | None = None,
+    is_new: Callable[[SourceImage], bool] | None = None,
 ) -> tuple[PathFacts, socket.socket]:
     """Opens `path` as the user, binds from `caches` out of sight; with None, what shows.
 
@@ -77,7 +77,7 @@ def open_as_user(
                 elif is_new is not None and found.image is not None and is_new(found.image):
                     found = msgspec.structs.replace(found, head=_head(fds[0], user))
                 return found, fds
-            except _Covered as covered:
+            except _CoveredByRedirect as covered:
                 # Our own redirect. Off with it, in a mount namespace of this process' own; the
                 # host's table stays. A descriptor from before is of the old namespace.
                 is_covered = True
@@ -113,13 +113,13 @@ def _open(
     binds = caches.find_binds(table) if caches else []
     number = mounts.mount_id(handle) if binds else None
     if any(bind.mount.id == number for bind in binds):
-        raise _Covered(handle)
+        raise _CoveredByRedirect(handle)
     seen = os.fstat(handle)
     mode = seen.st_mode
     resolved = os.readlink(f"/proc/self/fd/{handle}")
     if resolved == "/" and not stat.S_ISDIR(mode):
         # A redirect, unmounted since it was opened: so reads the path of a file without its mount.
-        raise _Covered(None)
+        raise _CoveredByRedirect(None)
     if not is_utf8(resolved):
         return PathFacts("", sources, mode, is_bound=bool(binds)), []
     only_looks = sources == ANYWHERE
@@ -135,8 +135,10 @@ def _open(
     # Some file systems count no names: then the path itself shows whether it leads there.
     if facts.st_nlink == 0 and not _leads_to(path, facts):
         return found, []
-    access = Access(facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), image.read_acl(source))
-    found_image = Image(image.identity(facts, resolved), access)
+    access = AccessRights(
+        facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), image.read_acl(source)
+    )
+    found_image = SourceImage(image.identity(facts, resolved), access)
     return msgspec.structs.replace(found, image=found_image), [source]
 
 
@@ -149,7 +151,7 @@ def _leads_to(path: str, facts: os.stat_result | files.Statx) -> bool:
     return (there.st_dev, there.st_ino) == (facts.st_dev, facts.st_ino)
 
 
-class _Covered(Exception):
+class _CoveredByRedirect(Exception):
     """A redirect of ours covers the path; `handle` is open on it, None if unmounted since."""
 
     def __init__(self, handle: int | None) -> None:
@@ -261,7 +263,7 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
         yield OpenImage(judged, user, -1, line)
 
 
-class _Server(msgspec.Struct, frozen=True):
+class _FileServer(msgspec.Struct, frozen=True):
     """Who answers for a path: the mount that it lies on, and where a probe of that is noted."""
 
     point: str
@@ -272,13 +274,13 @@ class _Server(msgspec.Struct, frozen=True):
         os.statvfs(self.point)  # stat(2) may be answered by a cache
 
 
-def note_hang(places: Places, path: str) -> None:
+def note_hang(places: NodePaths, path: str) -> None:
     """Has one process ask the server of a path that hung: who comes next need not wait as well."""
     if server := _server(places, path):
         probe.begin(server.file, server.ask)
 
 
-def known_hang(places: Places, path: str) -> str:
+def known_hang(places: NodePaths, path: str) -> str:
     """What is known of a path's server that has hung before, and has not answered since, or ""."""
     if not any(places.probes.glob(f"{SERVER}*")):  # as on nearly all nodes
         return ""
@@ -287,7 +289,7 @@ def known_hang(places: Places, path: str) -> str:
     return f"{server.point} has hung for {format_duration(hang.seconds)}" if server and hang else ""
 
 
-def _server(places: Places, path: str) -> _Server | None:
+def _server(places: NodePaths, path: str) -> _FileServer | None:
     """The server of a path, as it is written; None for a user's own file system.
 
     That one may hang as its user likes, and is not asked by root.
@@ -298,10 +300,10 @@ def _server(places: Places, path: str) -> _Server | None:
     if under is None or under.fuse_user:
         return None
     name = f"{SERVER}{under.device.replace(':', '-')}"
-    return _Server(under.point, places.probes / name)
+    return _FileServer(under.point, places.probes / name)
 
 
-def _must_not_hang(places: Places, path: str) -> None:
+def _must_not_hang(places: NodePaths, path: str) -> None:
     """Raise ChildTimeout at once if the path's server has hung before and not answered since.
 
     One process of the node asks it (system/probe.py), and its end is the news.
@@ -310,14 +312,14 @@ def _must_not_hang(places: Places, path: str) -> None:
         raise as_user.ChildTimeout(hang)
 
 
-def _is_new(cache: Cache, wanted: Image) -> bool:
+def _is_new(cache: Cache, wanted: SourceImage) -> bool:
     """Whether nothing is here of an image: a hit reads nothing of its source."""
     with contextlib.suppress(OSError):
         return cache.find(wanted) is None
     return False
 
 
-def _copied_head(cache: Cache, wanted: Image) -> bytes:
+def _copied_head(cache: Cache, wanted: SourceImage) -> bytes:
     """Returns the first bytes of the image's entry; b"" if there is none that can be read."""
     try:
         if cache.find(wanted) is None:

@@ -1,8 +1,8 @@
 """What is copied: which bytes are meant, and whether they are still the same.
 
-`Source` is all that a copy asks of what it copies, `Finder` how a hook finds one. What a copy has
-to know besides is here as well: when a change must show in a file's times, and who writes to it.
-Hooks must not pay for what only a copy needs, so nothing here imports the engines.
+`Source` is all that a copy asks of what it copies, `SourceFinder` how a hook finds one. What a copy
+has to know besides is here as well: when a change must show in a file's times, and who writes to
+it. Hooks must not pay for what only a copy needs, so nothing here imports the engines.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import msgspec
 
 from forestage.cache import allocation, image
 from forestage.cache.allocation import ChunkMap
-from forestage.cache.image import Identity, Image
+from forestage.cache.image import FileIdentity, SourceImage
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined
@@ -39,7 +39,7 @@ FINE_TICK_NS = 20_000_000
 SKEW_NS = 300_000_000_000
 
 
-class Content(msgspec.Struct, frozen=True):
+class ReadableSource(msgspec.Struct, frozen=True):
     """An open source as the engines read it; `direct` is the same file past the page cache.
 
     Of a directory `buffered` has no bytes: `read` fills memory with what begins at an offset, and
@@ -65,14 +65,14 @@ class Source(Protocol):
     is_read_through: ClassVar[bool]
     """Whether jobs may read through its copy, while that is made."""
 
-    def open(self) -> Content:
+    def open(self) -> ReadableSource:
         """Returns it as the engines read it, once a further change would show. Raises Declined."""
 
     def must_be_unchanged(self) -> None:
         """Raises Declined unless all of it is what it was, and nobody writes to it."""
 
 
-class Truncated(Declined):
+class SourceTruncated(Declined):
     """The source ended before its size said so: it is being changed."""
 
     def __init__(self, path: str) -> None:
@@ -80,7 +80,7 @@ class Truncated(Declined):
         super().__init__("changed", detail)
 
 
-class Unreadable(Declined):
+class SourceUnreadable(Declined):
     """The source gives an error when it is read; `error` is its OSError. No fault of the node."""
 
     def __init__(self, path: str, error: OSError) -> None:
@@ -99,7 +99,7 @@ class OpenImage(msgspec.Struct, frozen=True):
     `other` is a source that is no file; then `fd` is -1, or what that one needs open.
     """
 
-    image: Image
+    image: SourceImage
     user: User
     fd: int
     line: socket.socket | None = None
@@ -124,7 +124,7 @@ class OpenImage(msgspec.Struct, frozen=True):
             os.close(self.fd)
 
 
-class Finder(Protocol):
+class SourceFinder(Protocol):
     """How the source of one kind of request is found. For hooks, stateless."""
 
     def path(self, job: Job, request: Request) -> str:
@@ -136,7 +136,7 @@ class Finder(Protocol):
         """Opens what lies there as the job's user. Raises Declined, Failed, OSError."""
 
 
-def settling(wanted: Image, now: float) -> float:
+def settling(wanted: SourceImage, now: float) -> float:
     """Pure: seconds to wait until a further change of the source must show in its times.
 
     A full tick from now on, unless the last change is long past: waiting for the rest of a tick
@@ -150,16 +150,17 @@ def settling(wanted: Image, now: float) -> float:
     return tick / 1_000_000_000 if age < tick + SKEW_NS else 0.0
 
 
-def open_source(opened: OpenImage) -> Content:
+def open_source(opened: OpenImage) -> ReadableSource:
     """The source as the engines want it: past the page cache as well, where that is a gain.
 
-    Raises Declined where it is no longer what was opened at, Unreadable, as_user.ChildTimeout.
+    Raises Declined where it is no longer what was opened at, SourceUnreadable,
+    as_user.ChildTimeout.
     """
     size = opened.image.size
     # Once for the whole copy: each question may be one for the file server.
     chunks = functools.cache(functools.partial(allocation.map_chunks, opened.fd, size))
     direct = _look_again(opened, past_cache=True)
-    return Content(opened.fd, direct, size, opened.image.path, chunks=chunks)
+    return ReadableSource(opened.fd, direct, size, opened.image.path, chunks=chunks)
 
 
 def must_have_no_writer(fd: int, path: str) -> None:
@@ -178,12 +179,12 @@ def must_be_written_nowhere(fd: int, path: str) -> None:
     """Raises Declined where a process has what lies at or below a path open for writing.
 
     `fd` is open in its file system. Where leases prove that nobody has, nothing is looked at.
-    Raises Unreadable where that file system is gone.
+    Raises SourceUnreadable where that file system is gone.
     """
     try:
         proven = writers.proves(fd)
     except OSError as error:
-        raise Unreadable(path, error) from None
+        raise SourceUnreadable(path, error) from None
     if not proven:
         found = writers.find(path, writers.SCAN)
         if found:
@@ -198,7 +199,7 @@ def written(path: str) -> Declined:
 def must_be_same(opened: OpenImage) -> None:
     """Looks at the open file once more.
 
-    Raises Declined if it is another, Unreadable, ChildTimeout.
+    Raises Declined if it is another, SourceUnreadable, ChildTimeout.
     """
     _look_again(opened)
 
@@ -208,10 +209,10 @@ def _look_again(opened: OpenImage, past_cache: bool = False) -> int | None:
 
     As the user again: root may be squashed on the shared file system. In one child, as each takes
     milliseconds. None also where the file system has no such way. Raises Declined if it is
-    another file, Unreadable, as_user.ChildTimeout.
+    another file, SourceUnreadable, as_user.ChildTimeout.
     """
 
-    def work() -> as_user.Found[Identity]:
+    def work() -> as_user.Found[FileIdentity]:
         as_user.become(opened.user)
         facts = files.latest(opened.fd, os.fstat(opened.fd).st_dev)
         # Major 0 is no block device: what a network file system does past its cache is its affair.
@@ -219,9 +220,9 @@ def _look_again(opened: OpenImage, past_cache: bool = False) -> int | None:
         return image.identity(facts, opened.image.path), _direct(opened.fd) if wanted else []
 
     try:
-        found, line = as_user.ask(work, Identity, STAGER_TIMEOUT, keep=(opened.fd,))
+        found, line = as_user.ask(work, FileIdentity, STAGER_TIMEOUT, keep=(opened.fd,))
     except OSError as error:
-        raise Unreadable(opened.image.path, error) from None
+        raise SourceUnreadable(opened.image.path, error) from None
     if found != opened.image.identity:
         line.close()
         raise changed(opened.image.path, difference(opened.image.identity, found))
@@ -240,7 +241,7 @@ def changed(path: str, how: str = "") -> Declined:
     return Declined("changed", f"{path} was changed while it was copied" + (how and f": {how}"))
 
 
-def difference(was: Identity, now: Identity) -> str:
+def difference(was: FileIdentity, now: FileIdentity) -> str:
     """Pure: what an admin must know of a file that seems changed each time; else nothing."""
     if msgspec.structs.replace(now, inode=was.inode) == was:
         return "only its inode number is another, as if its file system gave a new one at each look"

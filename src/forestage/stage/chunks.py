@@ -26,9 +26,9 @@ import msgspec
 from forestage import trace
 from forestage.cache import allocation, digest
 from forestage.cache.part import ENTRY_BYTES, Part, chunk_count, missing_chunks
-from forestage.cache.readers import NOW, PIECE, Readers
-from forestage.errors import Declined, Failed, Stopped
-from forestage.sources.source import Content
+from forestage.cache.readers import NOW, PIECE, ArrivalMap
+from forestage.errors import CopyStopped, Declined, Failed
+from forestage.sources.source import ReadableSource
 from forestage.stage import reading
 
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
@@ -47,7 +47,7 @@ Write = Callable[[int, memoryview], None]  # takes where in the image a piece be
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Tuning(msgspec.Struct, frozen=True):
+class CopyTuning(msgspec.Struct, frozen=True):
     """`chunk` in bytes, `bandwidth` in bytes a second or None; each thread takes a `PIECE`.
 
     `through`: a job is about to read through the copy.
@@ -68,17 +68,18 @@ def order(missing: Sequence[int], count: int, hot: Sequence[int] = ()) -> list[i
 
 
 def copy(
-    source: Content,
+    source: ReadableSource,
     part: Part,
-    tuning: Tuning,
+    tuning: CopyTuning,
     stop: threading.Event,
-    readers: Readers | None = None,
-) -> reading.Pace:
+    readers: ArrivalMap | None = None,
+) -> reading.RateMeter:
     """Brings every chunk in that the part's map does not have yet; returns how fast it was read.
 
-    Raises Stopped, Truncated, Unreadable, OSError of the part; the map says how far it came.
+    Raises CopyStopped, SourceTruncated, SourceUnreadable, OSError of the part; the map says how far
+    it came.
     """
-    run = Run(source, part, tuning, stop, readers)
+    run = ChunkCopy(source, part, tuning, stop, readers)
     try:
         run.all()
     finally:
@@ -89,13 +90,16 @@ def copy(
 def digests(
     image: Path,
     size: int,
-    tuning: Tuning,
+    tuning: CopyTuning,
     numbers: Sequence[int] | None = None,
     path: str = "",
 ) -> bytes:
-    """What the map should say of these chunks of a copy, or all. Raises Unreadable, Truncated."""
+    """What the map should say of these chunks of a copy, or all.
+
+    Raises SourceUnreadable, SourceTruncated.
+    """
     fd = os.open(image, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    source = Content(fd, None, size, path or os.fspath(image))
+    source = ReadableSource(fd, None, size, path or os.fspath(image))
     wanted = range(chunk_count(size, tuning.chunk)) if numbers is None else numbers
     own = threading.local()
 
@@ -103,7 +107,7 @@ def digests(
         if not hasattr(own, "buffer"):
             own.buffer = reading.buffer(tuning.chunk)
         start = number * tuning.chunk
-        running = digest.Running()
+        running = digest.RunningDigest()
         for _, piece in reading.pieces(source, start, min(tuning.chunk, size - start), own.buffer):
             running.add(piece)
         return running.digest()
@@ -115,7 +119,7 @@ def digests(
         os.close(fd)
 
 
-class _Shared:
+class _SharedChunk:
     """A chunk whose pieces several threads read, each to its place; under the run's lock."""
 
     def __init__(self, number: int, start: int, size: int, memory: memoryview) -> None:
@@ -127,24 +131,24 @@ class _Shared:
         self.missing = len(self.todo)
 
 
-class Run:
+class ChunkCopy:
     """One run of the engine: what its threads share. The map's file is written by offset."""
 
     def __init__(
         self,
-        source: Content,
+        source: ReadableSource,
         part: Part,
-        tuning: Tuning,
+        tuning: CopyTuning,
         stop: threading.Event,
-        readers: Readers | None = None,
+        readers: ArrivalMap | None = None,
     ) -> None:
         self.source = source
         self.tuning = tuning
         self.stop = stop
         self.halt = threading.Event()  # a thread failed: the others end as well
         self.errors: list[OSError | Declined] = []
-        self.throttle = reading.Throttle(tuning.bandwidth)
-        self.pace = reading.Pace()
+        self.throttle = reading.RateLimiter(tuning.bandwidth)
+        self.pace = reading.RateMeter()
         self.part = part
         self.image = os.open(part.image, os.O_RDWR)
         self.map = os.open(part.map, os.O_RDWR)
@@ -160,7 +164,7 @@ class Run:
         self.may_read_at = 0.0  # a job's reads notwithstanding
         self.start_ends = 1 << 62  # on the clock of monotonic_ns(), once one has begun
         self.gentle = threading.Lock()  # of the one thread that reads while a job starts
-        self.shared: list[_Shared] = []
+        self.shared: list[_SharedChunk] = []
         self.spare: list[memoryview] = []  # what shared chunks were in: new memory costs as reading
         self.ahead = -1  # the chunk behind the one that was wanted last
         missing = missing_chunks(part.digests(), source.size, tuning.chunk)
@@ -197,7 +201,7 @@ class Run:
         if self.errors:
             raise self.errors[0]
         if self.stop.is_set():
-            raise Stopped
+            raise CopyStopped
         left = missing_chunks(self.part.digests(), self.source.size, self.tuning.chunk)
         if left:  # a thread that died of something unforeseen
             raise Failed("copy", f"{len(left)} chunks are missing after the copy")
@@ -271,7 +275,7 @@ class Run:
             with self.lock:
                 self.shared.remove(chunk)
 
-    def _most_wanted(self) -> _Shared | None:
+    def _most_wanted(self) -> _SharedChunk | None:
         """The chunk to go on with; None: all of them are being read to their end."""
         wanted = self.readers.wanted() if self.readers else []
         left = [chunk for chunk in self.shared if chunk.todo]
@@ -284,7 +288,7 @@ class Run:
         if number is None:
             return left[0] if left else None
         memory = self.spare.pop() if self.spare else reading.memory(self.tuning.chunk)
-        self.shared.append(_Shared(number, *self.span(number), memory))
+        self.shared.append(_SharedChunk(number, *self.span(number), memory))
         return self.shared[-1]
 
     def is_urgent(self, number: int) -> bool:
@@ -333,7 +337,7 @@ class Run:
     def _turn(self, size: int) -> Iterator[int]:
         """Waits until this thread may read the source; yields how many of `size` bytes.
 
-        Raises Stopped.
+        Raises CopyStopped.
         """
         with contextlib.ExitStack() as during:
             gentle = self._is_start()
@@ -342,7 +346,7 @@ class Run:
                 while self._is_start() and self._yields() and not self.ends():
                     self.stop.wait(TICK)
             if self.ends():  # a chunk of a slow source takes long, and somebody may want the place
-                raise Stopped
+                raise CopyStopped
             if not gentle:
                 during.enter_context(self.pace.reading(size))
             yield min(size, GENTLE) if gentle else size
@@ -357,7 +361,7 @@ class Run:
         start, size = self.span(number)
         if not self.is_urgent(number):
             self.throttle.take(size, self.stop)
-        running = digest.Running()
+        running = digest.RunningDigest()
         for at, piece in reading.pieces(self.source, start, size, buffer, self._turn):
             running.add(piece)
             write(at, piece)

@@ -7,16 +7,16 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from forestage.cache import allocation
 from forestage.cache.part import Part
-from forestage.cache.readers import Readers
+from forestage.cache.readers import ArrivalMap
 from forestage.config import Config
-from forestage.errors import Failed, Stopped
-from forestage.sources.source import Content, Unreadable
+from forestage.errors import CopyStopped, Failed
+from forestage.sources.source import ReadableSource, SourceUnreadable
 from forestage.stage import chunks, reading
-from forestage.stage.chunks import Tuning
+from forestage.stage.chunks import CopyTuning
 from forestage.system import run
 
 
-class Fetched(NamedTuple):
+class EngineResult(NamedTuple):
     """What came of a copy: bytes by the node that gave them, and the source's bytes per second.
 
     `others` are those of them that are not of the job. `rate` is 0 where that is not known.
@@ -27,68 +27,68 @@ class Fetched(NamedTuple):
     rate: float = 0.0
 
 
-class Helpers(Protocol):
+class CopyHelpers(Protocol):
     """Those that help an engine with one copy, and make it in its place (features' engine.py)."""
 
     def copy(
         self,
-        source: Content,
+        source: ReadableSource,
         part: Part,
-        tuning: Tuning,
+        tuning: CopyTuning,
         stop: threading.Event,
-        readers: Readers | None,
-    ) -> Fetched: ...
+        readers: ArrivalMap | None,
+    ) -> EngineResult: ...
 
 
-class Chunks:
+class ChunkEngine:
     """Several threads, large chunks. Like Rsync it goes on from wherever the part already is."""
 
-    def __init__(self, tuning: Tuning) -> None:
+    def __init__(self, tuning: CopyTuning) -> None:
         self.tuning = tuning
 
-    def needs(self, source: Content) -> int:
+    def needs(self, source: ReadableSource) -> int:
         """The bytes of disk that image and map will take in all."""
         found = reading.map_chunks(source, self.tuning.chunk)
         return allocation.needed(source.size, self.tuning.chunk, found.reserved)
 
-    def reserve(self, source: Content, part: Part) -> None:
+    def reserve(self, source: ReadableSource, part: Part) -> None:
         """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
         found = reading.map_chunks(source, self.tuning.chunk)
         allocation.reserve(part, source.size, self.tuning.chunk, found.reserved)
 
     def copy(
         self,
-        source: Content,
+        source: ReadableSource,
         part: Part,
         stop: threading.Event,
-        helpers: Helpers | None = None,
-        readers: Readers | None = None,
-    ) -> Fetched:
+        helpers: CopyHelpers | None = None,
+        readers: ArrivalMap | None = None,
+    ) -> EngineResult:
         """Leaves exactly the source's bytes in the part, and its map complete.
 
-        `readers` learn which pieces are in. Raises Stopped, Truncated, Failed, OSError; what is in
-        can be resumed.
+        `readers` learn which pieces are in. Raises CopyStopped, SourceTruncated, Failed, OSError;
+        what is in can be resumed.
         """
         if helpers is not None:
             return helpers.copy(source, part, self.tuning, stop, readers)
         pace = chunks.copy(source, part, self.tuning, stop, readers)
-        return Fetched(rate=pace.rate(source.size))
+        return EngineResult(rate=pace.rate(source.size))
 
 
-class Rsync:
+class RsyncEngine:
     """The conservative choice: rsync, one stream, and neither helpers nor readers.
 
     It opens the source again through our descriptor, as root; where root is squashed on the shared
     file system it says so and the job goes on with its original path.
     """
 
-    def __init__(self, tuning: Tuning) -> None:
+    def __init__(self, tuning: CopyTuning) -> None:
         self.tuning = tuning
 
-    def needs(self, source: Content) -> int:
+    def needs(self, source: ReadableSource) -> int:
         return source.size + allocation.map_bytes(source.size, self.tuning.chunk)
 
-    def reserve(self, source: Content, part: Part) -> None:
+    def reserve(self, source: ReadableSource, part: Part) -> None:
         # The size stays as far as rsync has come: that is its progress, and where it resumes.
         with allocation.opened(part.image) as fd:
             allocation.allocate(fd, 0, source.size)
@@ -96,16 +96,16 @@ class Rsync:
 
     def copy(
         self,
-        source: Content,
+        source: ReadableSource,
         part: Part,
         stop: threading.Event,
-        helpers: Helpers | None = None,
-        readers: Readers | None = None,
-    ) -> Fetched:
+        helpers: CopyHelpers | None = None,
+        readers: ArrivalMap | None = None,
+    ) -> EngineResult:
         try:  # where root may not open the source, that is no fault of rsync's
             os.close(os.open(f"/proc/self/fd/{source.buffered}", os.O_RDONLY))
         except OSError as error:
-            raise Unreadable(source.path, error) from None
+            raise SourceUnreadable(source.path, error) from None
         begun = part.image.stat().st_size > 0
         argv = [
             "rsync",
@@ -120,30 +120,30 @@ class Rsync:
         ]
         ran = run.run(argv, pass_fds=[source.buffered], stop=stop)
         if stop.is_set():
-            raise Stopped
+            raise CopyStopped
         if ran.code != 0:
             raise Failed("copy", ran.explained())
         # rsync keeps its own sums to itself, so the digests are taken from the copy.
         found = chunks.digests(part.image, source.size, self.tuning, path=source.path)
         with allocation.opened(part.map) as fd:  # not truncated: its space stays its own
             os.pwrite(fd, found, 0)
-        return Fetched()
+        return EngineResult()
 
 
-Engine: TypeAlias = Chunks | Rsync
+Engine: TypeAlias = ChunkEngine | RsyncEngine
 
 
 def of(config: Config, size: int) -> Engine:
     """Return the engine that the admin chose, for an image of `size` bytes."""
     if config.engine == "chunks":
-        return Chunks(tuning(config, size))
-    return Rsync(tuning(config, size))
+        return ChunkEngine(tuning(config, size))
+    return RsyncEngine(tuning(config, size))
 
 
-def tuning(config: Config, size: int) -> Tuning:
+def tuning(config: Config, size: int) -> CopyTuning:
     """Pure but for the number of cores: what the configuration means for an engine."""
     cores = os.cpu_count() or 1
-    return Tuning(
+    return CopyTuning(
         threads=config.threads or min(8, max(4, 2 * cores)),
         chunk=config.chunk_of(size),
         bandwidth=config.bandwidth,

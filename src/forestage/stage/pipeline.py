@@ -16,15 +16,15 @@ import msgspec
 from forestage import events, log, trace
 from forestage.cache import allocation, digest, disk_errors, evict, hot, image, readers
 from forestage.cache.layout import Entry
-from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id, chunk_count
-from forestage.cache.readers import Readers
+from forestage.cache.part import ENTRY_BYTES, Part, PartRecord, boot_id, chunk_count
+from forestage.cache.readers import ArrivalMap
 from forestage.config import Config
 from forestage.errors import Declined, Failed
 from forestage.features import Feature, switched_on
-from forestage.sources.source import Content, Truncated, Unreadable
+from forestage.sources.source import ReadableSource, SourceTruncated, SourceUnreadable
 from forestage.stage import chunks, engines, fstab, queue
 from forestage.stage.queue import meanwhile
-from forestage.stage.task import Task
+from forestage.stage.task import CopyTask
 from forestage.system import lock
 from forestage.system.files import opened
 from forestage.units import format_rate
@@ -33,7 +33,7 @@ PROGRESS_EVERY = 10.0  # seconds between two lines in the log
 GIVERS = 8  # that are named in an event, those that gave most
 
 
-class Figures(msgspec.Struct):
+class CopyStats(msgspec.Struct):
     """What a copy took, as its event says it; of evicted entries the keys, times in seconds.
 
     `rate` are bytes per second of the source, 0 where that is not known. It grows on the way, so
@@ -54,7 +54,7 @@ class Figures(msgspec.Struct):
     rate: float = 0.0
 
 
-def run(task: Task, stop: threading.Event, figures: Figures) -> None:
+def run(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
     """Copies the image into the cache and publishes it.
 
     Raises Declined (changed, no-room, stopped, source-error, ...), Failed, OSError of the disk.
@@ -99,10 +99,10 @@ def run(task: Task, stop: threading.Event, figures: Figures) -> None:
         hot.name_entry(task.node.cache, task.image)
 
 
-def claim(task: Task) -> Owner:
+def claim(task: CopyTask) -> PartRecord:
     """Notes in the part who copies now; what is there already stays if it can be resumed."""
     node, config = task.node, task.node.config
-    owner = Owner(
+    owner = PartRecord(
         pid=os.getpid(),
         boot=boot_id(),
         image=task.image,
@@ -123,7 +123,7 @@ def claim(task: Task) -> Owner:
     return owner
 
 
-def _take_back(task: Task, owner: Owner) -> None:
+def _take_back(task: CopyTask, owner: PartRecord) -> None:
     """Resumes from the entry of an earlier boot, if there is one: its bytes have to be proven.
 
     To read it from this node's disk is quicker than to read the source, which a whole cluster may
@@ -138,7 +138,7 @@ def _take_back(task: Task, owner: Owner) -> None:
         cache.take_back(task.key)
 
 
-def _begin(task: Task, owner: Owner) -> Owner:
+def _begin(task: CopyTask, owner: PartRecord) -> PartRecord:
     """Strikes what an earlier copy left wrong; from now on the part counts as being copied."""
     part = task.part
     if owner.engine == "chunks":
@@ -167,7 +167,7 @@ def strike_wrong_chunks(part: Part, size: int, config: Config) -> int:
         return 0
     try:
         found = digest.split(chunks.digests(part.image, size, tuning, copied))
-    except (Unreadable, Truncated):
+    except (SourceUnreadable, SourceTruncated):
         found = [digest.MISSING] * len(copied)
     wrong = [number for number, one in zip(copied, found, strict=True) if known[number] != one]
     with allocation.opened(part.map) as fd:
@@ -176,7 +176,7 @@ def strike_wrong_chunks(part: Part, size: int, config: Config) -> int:
     return len(wrong)
 
 
-def _make_room(task: Task, content: Content, figures: Figures) -> None:
+def _make_room(task: CopyTask, content: ReadableSource, figures: CopyStats) -> None:
     """Makes room for what the copy will allocate, or raises Declined before it is begun.
 
     What copies under way hold for jobs that are only expected is a job's, if it needs it.
@@ -189,7 +189,7 @@ def _make_room(task: Task, content: Content, figures: Figures) -> None:
         _evict_for(task, content, figures)
 
 
-def _evict_for(task: Task, content: Content, figures: Figures) -> None:
+def _evict_for(task: CopyTask, content: ReadableSource, figures: CopyStats) -> None:
     """Holes of the source cost nothing: who wrote no bytes must not evict what others did."""
     node = task.node
     need = max(0, engines.of(node.config, task.image.size).needs(content) - task.part.allocated())
@@ -205,7 +205,7 @@ def _evict_for(task: Task, content: Content, figures: Figures) -> None:
     )
 
 
-def _reserve(task: Task, content: Content, figures: Figures) -> None:
+def _reserve(task: CopyTask, content: ReadableSource, figures: CopyStats) -> None:
     """Takes the room at once, so that no copy fails half-way for want of space."""
     engine = engines.of(task.node.config, task.image.size)
     try:
@@ -219,7 +219,7 @@ def _reserve(task: Task, content: Content, figures: Figures) -> None:
 
 
 @contextlib.contextmanager
-def _readers(task: Task) -> Iterator[Readers | None]:
+def _readers(task: CopyTask) -> Iterator[ArrivalMap | None]:
     """What read-through servers look at during the copy; None where there can be none."""
     config = task.node.config
     directory = task.node.places.through / task.key
@@ -234,8 +234,8 @@ def _readers(task: Task) -> Iterator[Readers | None]:
 
 
 def _fetch(
-    task: Task, content: Content, stop: threading.Event, shown: Readers | None
-) -> engines.Fetched:
+    task: CopyTask, content: ReadableSource, stop: threading.Event, shown: ArrivalMap | None
+) -> engines.EngineResult:
     """Copies the bytes."""
     config = task.node.config
     if not task.job.id:  # none is about to start, for which the copy would make way
@@ -249,7 +249,7 @@ def _fetch(
         raise
 
 
-def _helpers(task: Task) -> engines.Helpers | None:
+def _helpers(task: CopyTask) -> engines.CopyHelpers | None:
     """Return the first that is to help."""
     features = _helping(task)
     if not features:
@@ -260,7 +260,7 @@ def _helpers(task: Task) -> engines.Helpers | None:
     return next(filter(None, found), None)
 
 
-def _uploaded(task: Task) -> int:
+def _uploaded(task: CopyTask) -> int:
     """Return how many bytes of this key were given to other nodes."""
     features = _helping(task)
     if not features:
@@ -270,15 +270,15 @@ def _uploaded(task: Task) -> int:
     return sum(count(task) for count in load_all(ENGINE_UPLOADED, features))
 
 
-def _helping(task: Task) -> list[Feature]:
+def _helping(task: CopyTask) -> list[Feature]:
     """Return the features that may help with a copy; mostly none is on, and none is imported."""
     return switched_on("engine.helpers", task.node.config, str(task.node.places.run))
 
 
 @contextlib.contextmanager
-def _progress_logged(task: Task, owner: Owner) -> Iterator[None]:
+def _progress_logged(task: CopyTask, owner: PartRecord) -> Iterator[None]:
     """Writes a line to the log now and then during a long copy."""
-    due = Due()
+    due = ProgressThrottle()
 
     def say() -> None:
         if due.now(task.part.copied(owner)):
@@ -288,7 +288,7 @@ def _progress_logged(task: Task, owner: Owner) -> Iterator[None]:
         yield
 
 
-class Due:
+class ProgressThrottle:
     """When a line is worth writing: at each look while the copy grows, else ever more seldom.
 
     A source may hang for days.
@@ -310,7 +310,7 @@ class Due:
         return True
 
 
-def progress_line(task: Task, owner: Owner) -> str:
+def progress_line(task: CopyTask, owner: PartRecord) -> str:
     """Returns how far the copy is, for the log."""
     done = task.part.copied(owner)
     took = task.node.clock.monotonic() - owner.began
@@ -321,7 +321,7 @@ def progress_line(task: Task, owner: Owner) -> str:
     )
 
 
-def _mirror_access(task: Task) -> None:
+def _mirror_access(task: CopyTask) -> None:
     """Sets on the copy the source's owner, group, mode, ACL and time."""
     wanted = task.image
     with opened(task.part.image, os.O_RDWR) as fd:
@@ -339,7 +339,7 @@ def _mirror_access(task: Task) -> None:
         os.utime(fd, ns=(wanted.identity.mtime_ns, wanted.identity.mtime_ns))
 
 
-def _binds(task: Task) -> tuple[str, ...]:
+def _binds(task: CopyTask) -> tuple[str, ...]:
     """What the image has its containers bind."""
     if task.image.kind != "image":
         return ()
@@ -347,7 +347,7 @@ def _binds(task: Task) -> tuple[str, ...]:
         return fstab.binds(copy, task.job.user)
 
 
-def _entry(task: Task, figures: Figures, binds: tuple[str, ...]) -> Entry:
+def _entry(task: CopyTask, figures: CopyStats, binds: tuple[str, ...]) -> Entry:
     config = task.node.config
     return Entry(
         key=task.key,

@@ -24,10 +24,10 @@ import msgspec
 
 from forestage.cache import evict, readers
 from forestage.cache.node import Node
-from forestage.cache.part import Owner, Part, boot_id
+from forestage.cache.part import Part, PartRecord, boot_id
 from forestage.clock import Deadline
 from forestage.config import Config
-from forestage.errors import Failed, Stopped
+from forestage.errors import CopyStopped, Failed
 from forestage.system import files, lock
 
 POLL = 0.1  # seconds
@@ -136,8 +136,8 @@ def _free_after(
     return ends[min(ahead - (places - len(ends)), len(ends) - 1)]
 
 
-def wait_turn(node: Node, key: str, owner: Owner, stop: threading.Event) -> Owner:
-    """Waits for a place, and takes it; returns the owner with it. Raises Stopped."""
+def wait_turn(node: Node, key: str, owner: PartRecord, stop: threading.Event) -> PartRecord:
+    """Waits for a place, and takes it; returns the owner with it. Raises CopyStopped."""
     while True:
         if _turn(node, key) == "go":
             with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
@@ -146,7 +146,7 @@ def wait_turn(node: Node, key: str, owner: Owner, stop: threading.Event) -> Owne
                     node.cache.part(key).write_owner(owner)
                     return owner
         if stop.wait(POLL):
-            raise Stopped
+            raise CopyStopped
 
 
 def _turn(node: Node, key: str) -> Turn:

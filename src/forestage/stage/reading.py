@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from forestage.cache import allocation
 from forestage.cache.allocation import ChunkMap
 from forestage.cache.part import chunk_count
-from forestage.sources.source import Content, Truncated, Unreadable
+from forestage.sources.source import ReadableSource, SourceTruncated, SourceUnreadable
 
 BLOCK = 4096  # bytes; O_DIRECT wants offsets and lengths to be multiples of the disk's block
 READ_TRIES = 3  # a network file system may fail a read once and serve it the next moment
@@ -50,7 +50,7 @@ def memory(size: int) -> memoryview:
     return memoryview(mapped)[start : start + size]
 
 
-class Throttle:
+class RateLimiter:
     """Holds all threads together to a number of bytes per second."""
 
     def __init__(self, rate: int | None) -> None:
@@ -79,7 +79,7 @@ class Throttle:
         return True
 
 
-class Pace:
+class RateMeter:
     """How fast a source gave what was read of it at full speed, by however many threads at once.
 
     `seconds` are those in which some thread was reading.
@@ -116,7 +116,7 @@ class Pace:
 
 
 def pieces(
-    source: Content,
+    source: ReadableSource,
     start: int,
     size: int,
     buffer: memoryview,
@@ -135,9 +135,10 @@ def pieces(
         at += len(piece)
 
 
-def read_piece(source: Content, start: int, want: memoryview, buffer: memoryview) -> None:
-    """Fills `want`, the head of the page-aligned `buffer`. Raises Truncated, Unreadable.
+def read_piece(source: ReadableSource, start: int, want: memoryview, buffer: memoryview) -> None:
+    """Fills `want`, the head of the page-aligned `buffer`.
 
+    Raises SourceTruncated, SourceUnreadable.
     What the page cache has is taken from there, and stays there for those who brought it in. The
     rest comes past it, or is dropped behind.
     """
@@ -159,11 +160,11 @@ def read_piece(source: Content, start: int, want: memoryview, buffer: memoryview
         except OSError as error:
             tries += 1
             if error.errno != errno.EIO or tries == READ_TRIES:
-                raise Unreadable(source.path, error) from None
+                raise SourceUnreadable(source.path, error) from None
             time.sleep(0.1 * tries)
             continue
         if count == 0:
-            raise Truncated(source.path)
+            raise SourceTruncated(source.path)
         done += count
         tries = 0
     with contextlib.suppress(OSError):
@@ -171,7 +172,7 @@ def read_piece(source: Content, start: int, want: memoryview, buffer: memoryview
         os.posix_fadvise(source.buffered, start + cached, rest, os.POSIX_FADV_DONTNEED)
 
 
-def map_chunks(source: Content, chunk: int) -> ChunkMap:
+def map_chunks(source: ReadableSource, chunk: int) -> ChunkMap:
     """Return what is known of a source's holes."""
     if source.chunks is not None:
         return source.chunks(chunk)
@@ -188,7 +189,7 @@ def is_zero(data: memoryview) -> bool:
     return data[0] == 0 and _libc.memcmp(first, first + 1, len(data) - 1) == 0
 
 
-def _from_cache(source: Content, start: int, want: memoryview) -> int:
+def _from_cache(source: ReadableSource, start: int, want: memoryview) -> int:
     """Bytes, whole blocks of them, that the page cache had; RWF_NOWAIT never waits for a disk.
 
     One block is asked for first. A miss makes the kernel read ahead, NOWAIT or not, as far as the
@@ -203,5 +204,5 @@ def _from_cache(source: Content, start: int, want: memoryview) -> int:
     except OSError as error:
         # A fault is left to the read that waits, which tries again and raises it.
         if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EIO):
-            raise Unreadable(source.path, error) from None
+            raise SourceUnreadable(source.path, error) from None
     return count if count == len(want) else count - count % BLOCK

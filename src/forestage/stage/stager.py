@@ -21,15 +21,15 @@ import msgspec
 from forestage import events, log
 from forestage.bind import redirect
 from forestage.cache.part import PROCESS_NAME
-from forestage.errors import Declined, Failed, Stopped, of_disk
-from forestage.events import Copied, losses
-from forestage.stage.task import Task
+from forestage.errors import CopyStopped, Declined, Failed, of_disk
+from forestage.events import CopyOutcome, losses
+from forestage.stage.task import CopyTask
 from forestage.system import holder, lock
 from forestage.system.holder import DaemonSpec, StartChannel, StartReport
 from forestage.units import printable
 
 if TYPE_CHECKING:
-    from forestage.stage.pipeline import Figures
+    from forestage.stage.pipeline import CopyStats
 
 STAGER = DaemonSpec(PROCESS_NAME, "copy")
 ENDS_WITHIN = 8.0  # seconds of a stager that is to stop, for what it is at
@@ -37,12 +37,12 @@ LOOK = 0.5  # seconds between two looks of its main thread
 PROBE_GRACE = 0.5  # seconds for those who only probe whether the key's lock is free
 
 
-def start(task: Task) -> StartChannel:
+def start(task: CopyTask) -> StartChannel:
     """Starts a stager; its messages arrive in the channel, which the caller closes."""
     return holder.start(STAGER, f"stager job={task.job.id}", partial(_live, task))
 
 
-def _live(task: Task, hook: StartChannel) -> None:
+def _live(task: CopyTask, hook: StartChannel) -> None:
     """The stager's whole life."""
     has_key = threading.Event()
 
@@ -66,7 +66,7 @@ def _live(task: Task, hook: StartChannel) -> None:
 
     try:
         run_until_stopped(work)
-    except Stopped as stopped:
+    except CopyStopped as stopped:
         hook.send(StartReport("failed", stopped.reason, str(stopped)))
         if has_key.is_set() and not task.job.expected:
             _note_stopped(task)
@@ -77,7 +77,7 @@ def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
     """Does all the work of a stager's process in a thread; SIGTERM sets the event that it is given.
 
     Any call of the work may hang with the source, and a thread in such a call hears no signal. So
-    the main thread does nothing but wait for it. Raises Stopped where the work goes on for
+    the main thread does nothing but wait for it. Raises CopyStopped where the work goes on for
     ENDS_WITHIN seconds after the event was set, by SIGTERM or by the work itself; then the process
     has to end at once (child.live): a stager may be killed at any line.
     """
@@ -108,7 +108,7 @@ def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
         now = time.monotonic()
         until = min(until, now + ENDS_WITHIN) if stop.is_set() else math.inf
         if now >= until and working.is_alive():
-            raise Stopped
+            raise CopyStopped
     if ended[0] is not None:
         raise ended[0]
 
@@ -126,7 +126,7 @@ def _log_dead_thread(working: threading.Thread, dead: threading.ExceptHookArgs) 
         log.say(f"stager thread {dead.thread.name} died: {dead.exc_value!r}{where}", by_slurm=True)
 
 
-def _acquire_key(task: Task, held: contextlib.ExitStack) -> None:
+def _acquire_key(task: CopyTask, held: contextlib.ExitStack) -> None:
     """Take the key's lock. Raises lock.LockTimeout, OSError.
 
     A disk that takes no more files takes no new lock either, and without one no copy evicts.
@@ -142,13 +142,13 @@ def _acquire_key(task: Task, held: contextlib.ExitStack) -> None:
         held.enter_context(lock.held_for_work(file, patience))
 
 
-def _patience(task: Task, lets_go: float) -> float:
+def _patience(task: CopyTask, lets_go: float) -> float:
     """Seconds to wait for the key's lock; who copies it for jobs that are only expected lets go."""
     owner = None if task.job.expected else task.part.owner()
     return lets_go if owner is not None and owner.expected else PROBE_GRACE
 
 
-def _redirect_waiting(task: Task) -> None:
+def _redirect_waiting(task: CopyTask) -> None:
     """Lays the redirects that jobs began without. Not under the key's lock: some hang."""
     if task.node.cache.find(task.image) is not None:
         for job, came in redirect.mount_waiting(task.node, task.image):
@@ -156,7 +156,7 @@ def _redirect_waiting(task: Task) -> None:
             log.say(f"stager job={job} {line}", by_slurm=True)
 
 
-def copy(task: Task, stop: threading.Event) -> StartReport:
+def copy(task: CopyTask, stop: threading.Event) -> StartReport:
     """Makes the copy, its event and its log line; every expected error becomes a message.
 
     The caller holds the key's lock.
@@ -170,7 +170,7 @@ def copy(task: Task, stop: threading.Event) -> StartReport:
             "found"
         )  # another stager published it between the hook's look and our lock
     start = task.node.clock.monotonic()
-    figures = pipeline.Figures()
+    figures = pipeline.CopyStats()
     error: Declined | None = None
     try:
         with _while_expected(task, stop):
@@ -189,12 +189,12 @@ def copy(task: Task, stop: threading.Event) -> StartReport:
     return StartReport("failed", error.reason, str(error), isinstance(error, Failed))
 
 
-def _note_stopped(task: Task) -> None:
+def _note_stopped(task: CopyTask) -> None:
     with contextlib.suppress(OSError):  # then its keeper has it go on
         task.part.note_stopped()
 
 
-def _while_expected(task: Task, stop: threading.Event) -> AbstractContextManager[None]:
+def _while_expected(task: CopyTask, stop: threading.Event) -> AbstractContextManager[None]:
     """Around a copy; one that no job has asked for ends once one wants it, or the node."""
     if not task.job.expected:
         return contextlib.nullcontext()
@@ -203,12 +203,12 @@ def _while_expected(task: Task, stop: threading.Event) -> AbstractContextManager
     return queue.while_expected(task.node, task.key, stop)
 
 
-def _report(task: Task, figures: "Figures", error: Declined | None, took: float) -> None:
+def _report(task: CopyTask, figures: "CopyStats", error: Declined | None, took: float) -> None:
     """Writes the copy's own event and line: the hook that asked may be long gone."""
     node, job = task.node, task.job
     facts = msgspec.structs.asdict(figures)
     del facts["rate"]  # the entry has it
-    outcome = Copied(
+    outcome = CopyOutcome(
         result="copied" if error is None else "failed" if isinstance(error, Failed) else "declined",
         image=task.image.path,
         key=task.key,

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.node import Node
 from forestage.cache.part import Part
 from forestage.slurm.job import Job
@@ -10,23 +10,23 @@ from forestage.sources.file import FileSource
 from forestage.sources.source import OpenImage, Source
 
 
-class Task(msgspec.Struct, frozen=True):
+class CopyTask(msgspec.Struct, frozen=True):
     """What to copy, where to, and for which job first."""
 
     node: Node
     job: Job
     opened: OpenImage
 
-    def received(self) -> "Task":
+    def received(self) -> "CopyTask":
         """Returns the same with the source as a descriptor of this process."""
-        return Task(self.node, self.job, self.opened.received())
+        return CopyTask(self.node, self.job, self.opened.received())
 
     @property
     def source(self) -> Source:
         return self.opened.other or FileSource(self.node, self.job.user, self.opened)
 
     @property
-    def image(self) -> Image:
+    def image(self) -> SourceImage:
         return self.opened.image
 
     @property

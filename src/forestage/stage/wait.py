@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from forestage.cache import disk
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.node import Node
-from forestage.cache.part import Owner
+from forestage.cache.part import PartRecord
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
@@ -79,7 +79,9 @@ def obtain(
     """
     if copying is None:
         return "hit"
-    eta = Eta(node, opened.image, deadline, watch, leased=job.id != 0, until_begun=until_begun)
+    eta = CopyEstimate(
+        node, opened.image, deadline, watch, leased=job.id != 0, until_begun=until_begun
+    )
     killed = 0
     with contextlib.ExitStack() as later:
         while True:
@@ -110,14 +112,14 @@ def _start(node: Node, job: Job, opened: OpenImage) -> "StartChannel":
     # Here, since a hit needs none of it.
     from forestage.stage import stager, task
 
-    return stager.start(task.Task(node, job, opened))
+    return stager.start(task.CopyTask(node, job, opened))
 
 
 Poll = Callable[[float], StagerEnd | None]
 """Sleeps for up to so many seconds; returns how the stager ended, None while it goes on."""
 
 
-def _end_of(channel: "StartChannel", node: Node, wanted: Image) -> Poll:
+def _end_of(channel: "StartChannel", node: Node, wanted: SourceImage) -> Poll:
     """Waits for the end of one stager: this hook's own, or the one that has the key already."""
     is_other = False
 
@@ -136,7 +138,7 @@ def _end_of(channel: "StartChannel", node: Node, wanted: Image) -> Poll:
     return poll
 
 
-def _wait(eta: "Eta", poll: Poll) -> StagerEnd:
+def _wait(eta: "CopyEstimate", poll: Poll) -> StagerEnd:
     """Waits for a stager's end. Raises Declined once that cannot come in time."""
     seconds = FIRST_PAUSE
     while not eta.hopeless():
@@ -147,7 +149,7 @@ def _wait(eta: "Eta", poll: Poll) -> StagerEnd:
     raise Declined("deadline", eta.summary())
 
 
-class Eta:
+class CopyEstimate:
     """Whether a copy can end before the deadline, judged by its rate so far.
 
     `leased`: a job that runs waits, for which a copy that was only expected ends.
@@ -156,7 +158,7 @@ class Eta:
     def __init__(
         self,
         node: Node,
-        wanted: Image,
+        wanted: SourceImage,
         deadline: Deadline,
         watch: Progress = quiet,
         leased: bool = False,
@@ -243,7 +245,7 @@ class Eta:
         )
 
 
-def _needs(owner: Owner, done: int, took: float) -> float | None:
+def _needs(owner: PartRecord, done: int, took: float) -> float | None:
     """Pure: seconds that a copy needs, of which `done` bytes are here; None where nobody can say.
 
     An image's tail, which comes first, may have 4 KiB: less than a chunk is no rate.

@@ -36,7 +36,7 @@ _REMOTE = frozenset(
 SERVER_SETS_TIMES = frozenset(("nfs", "nfs4"))
 
 
-class Mount(msgspec.Struct, frozen=True, gc=False):
+class MountInfo(msgspec.Struct, frozen=True, gc=False):
     """One line of mountinfo, octal escapes undone. `root` is the path inside its file system.
 
     `rest` is what follows the mount point, as it is: "rw,nosuid shared:1 - fuse.x source rw,a=b".
@@ -179,17 +179,19 @@ def attach(tree: int, target: int) -> None:
     libc.call("syscall", _SYS_MOVE_MOUNT, *what, about=f"descriptor {target}")
 
 
-def listed(mountinfo: str) -> list[Mount]:
+def listed(mountinfo: str) -> list[MountInfo]:
     """Parses mountinfo; `os.fsdecode`d text in, mounts in the kernel's order (oldest first) out."""
     mounts = []
     # Not splitlines(): a mount point may hold a form feed, and the kernel escapes only \n.
     for line in filter(None, mountinfo.split("\n")):
         number, parent, device, root, point, rest = line.split(" ", 5)
-        mounts.append(Mount(int(number), int(parent), device, _plain(root), _plain(point), rest))
+        mounts.append(
+            MountInfo(int(number), int(parent), device, _plain(root), _plain(point), rest)
+        )
     return mounts
 
 
-def current() -> list[Mount]:
+def current() -> list[MountInfo]:
     """The mounts of this process' namespace.
 
     The kernel makes the list for each reading, in some microseconds a mount; a node may have
@@ -198,14 +200,14 @@ def current() -> list[Mount]:
     return listed(os.fsdecode(Path("/proc/self/mountinfo").read_bytes()))
 
 
-def holder(mounts: list[Mount], path: str) -> Mount | None:
+def holder(mounts: list[MountInfo], path: str) -> MountInfo | None:
     """The mount that `path` lies on: the longest mount point above it, the newest of equals."""
     above = [m for m in mounts if is_below(path, m.point)]
     # sorted() keeps the kernel's order among equals, where the last one covers the others.
     return sorted(above, key=lambda m: len(m.point))[-1] if above else None
 
 
-def find_disk(path: str) -> Mount | None:
+def find_disk(path: str) -> MountInfo | None:
     """Return the mount that a resolved path lies on; None if no mount is known above it.
 
     The caller has walked the path: an automount that has its disk mounted it then. One that has
@@ -225,7 +227,7 @@ class BindOrigin(msgspec.Struct, frozen=True):
     root: str
 
 
-def origin(mounts: list[Mount], directory: str) -> BindOrigin | None:
+def origin(mounts: list[MountInfo], directory: str) -> BindOrigin | None:
     """Pure: where `directory` lies; None where no mount is known above it."""
     base = holder(mounts, directory)
     if base is None:
@@ -245,7 +247,7 @@ def mark_of(origin: BindOrigin) -> bytes:
     return os.fsencode(f" {origin.device} {root}")
 
 
-def binds_of(mounts: list[Mount], origin: BindOrigin) -> list[tuple[Mount, str]]:
+def binds_of(mounts: list[MountInfo], origin: BindOrigin) -> list[tuple[MountInfo, str]]:
     """Pure: binds of files below `origin`, each with its path inside it, wherever they are mounted.
 
     They are known by device and by path inside the file system, so no other program's mounts and no
@@ -258,13 +260,13 @@ def binds_of(mounts: list[Mount], origin: BindOrigin) -> list[tuple[Mount, str]]
     ]
 
 
-def binds_from(mounts: list[Mount], directory: str) -> list[tuple[Mount, str]]:
+def binds_from(mounts: list[MountInfo], directory: str) -> list[tuple[MountInfo, str]]:
     """Pure: `binds_of` a directory of the same mount table."""
     found = origin(mounts, directory)
     return binds_of(mounts, found) if found else []
 
 
-def same_place(here: list[Mount], there: list[Mount], hides: Mount) -> str:
+def same_place(here: list[MountInfo], there: list[MountInfo], hides: MountInfo) -> str:
     """Pure: the path `here` of what a mount hides in another namespace, `there`; "" for none."""
     under = next((mount for mount in there if mount.id == hides.parent), None)
     if under is None or not is_below(hides.point, under.point):
@@ -278,14 +280,14 @@ def same_place(here: list[Mount], there: list[Mount], hides: Mount) -> str:
     return holding[0].point.rstrip("/") + inside[len(holding[0].root.rstrip("/")) :]
 
 
-def cover(mounts: list[Mount], hidden: Mount) -> Mount | None:
+def cover(mounts: list[MountInfo], hidden: MountInfo) -> MountInfo | None:
     """Pure: a user's FUSE that was mounted over a directory above `hidden`; the outermost of them.
 
     The walk to `hidden` leads into it, though `hidden` does not lie on it.
     """
     by_id = {mount.id: mount for mount in mounts}
-    found: Mount | None = None
-    at: Mount | None = hidden
+    found: MountInfo | None = None
+    at: MountInfo | None = hidden
     # On the way: each mount's own point must be met, and nothing over it.
     over = [m for m in mounts if m.parent == hidden.id and m.point == hidden.point]
     while at is not None:
@@ -302,13 +304,13 @@ def is_below(path: str, point: str) -> bool:
     return path == point or path.startswith(point.rstrip("/") + "/")
 
 
-def of(fd: int) -> Mount | None:
+def of(fd: int) -> MountInfo | None:
     """The mount that an open descriptor lies on; None where that is not seen. Raises OSError."""
     number = mount_id(fd)
     return next((mount for mount in current() if mount.id == number), None)
 
 
-def unmount_same(bind: Mount, fd: int, proc: str = "/proc") -> bool:
+def unmount_same(bind: MountInfo, fd: int, proc: str = "/proc") -> bool:
     """Takes off the mount that the descriptor `fd` lies on, if that is `bind`. Raises OSError.
 
     Job owners may rename and link around their files, so the path was opened first, and must have
@@ -344,7 +346,7 @@ def is_users(
     fd: int,
     path: str,
     services: Mapping[str, str] | None = None,
-    table: list[Mount] | None = None,
+    table: list[MountInfo] | None = None,
 ) -> bool:
     """Whether an open file, of this resolved path, lies on a mount that a user has made.
 
@@ -362,7 +364,9 @@ def is_users(
         return mount_id(found) != number
 
 
-def users_fuse(mounts: list[Mount], number: int, services: Mapping[str, str]) -> Mount | None:
+def users_fuse(
+    mounts: list[MountInfo], number: int, services: Mapping[str, str]
+) -> MountInfo | None:
     """Pure: the FUSE of a user that the mount of this id is, or lies on, however far above.
 
     Not one of the `services`: mount points, each with the type and the uid of what is mounted there

@@ -11,7 +11,7 @@ import msgspec
 
 from forestage.system import as_user, mounts
 from forestage.system.files import opened
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 from forestage.units import is_number
 
 LONGEST = 16 << 20  # bytes; pyxis.so has some 100 KiB
@@ -107,11 +107,11 @@ class RootedTree(msgspec.Struct, frozen=True):
         mode = self.mode(path) or 0
         return stat.S_ISREG(mode) and bool(mode & 0o111)
 
-    def mounts(self) -> list[Mount]:
+    def mounts(self) -> list[MountInfo]:
         """Those of the node; none where its /proc cannot be read."""
         return mounts.listed(os.fsdecode(self.data("/proc/self/mountinfo") or b""))
 
-    def under(self, path: str) -> Mount | None:
+    def under(self, path: str) -> MountInfo | None:
         """The mount that a resolved path lies on; None where none is known."""
         return mounts.holder(self.mounts(), path)
 

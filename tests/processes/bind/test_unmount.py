@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from forestage.bind import unmount
-from forestage.bind.unmount import Bind, Going
+from forestage.bind.unmount import ClaimedBind, RedirectBind
 from forestage.cache.layout import Cache
 from forestage.system.as_user import User
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 
 
 def test_redirect_that_is_gone_already_is_taken_off(cache: Cache, tmp_path: Path, me: User) -> None:
     (tmp_path / "file").touch()
     paths = [str(tmp_path), f"{tmp_path}/gone", f"{tmp_path}/gone/too", f"{tmp_path}/file/below"]
-    gone = [Going(Bind(Mount(-1, 0, "0:0", "/", path), ""), cache) for path in paths]
+    gone = [
+        ClaimedBind(RedirectBind(MountInfo(-1, 0, "0:0", "/", path), ""), cache) for path in paths
+    ]
     unmount.unmount(gone, lambda bind: me)

@@ -13,7 +13,7 @@ from forestage.cache import disk_errors
 from forestage.cache.layout import Cache
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
-from forestage.paths import Places
+from forestage.paths import NodePaths
 
 NVME = frozenset({"nvme0n1", "dm-3"})
 MEDIUM = "critical medium error, dev nvme0n1, sector 7814 op 0x0:(READ) flags 0x80700 phys_seg 4"
@@ -88,7 +88,7 @@ def test_cache_on_no_disk_has_no_devices() -> None:
 class Log:
     """Plays the kernel's log."""
 
-    def __init__(self, places: Places, cache: Cache) -> None:
+    def __init__(self, places: NodePaths, cache: Cache) -> None:
         self.places, self.cache = places, cache
         self.lines: list[tuple[int, str]] = []
 
@@ -98,14 +98,14 @@ class Log:
     def tells(self, text: str) -> None:
         self.lines.append((len(self.lines) + 100, text))
 
-    def look(self, now: float = 1000.0) -> disk_errors.Disk:
+    def look(self, now: float = 1000.0) -> disk_errors.DiskErrorState:
         disk_errors.look(self.places, self.cache, At(now))
         return disk_errors.known(self.places)
 
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
-    log = Log(Places(tmp_path), Cache(tmp_path))
+    log = Log(NodePaths(tmp_path), Cache(tmp_path))
     monkeypatch.setattr(disk_errors, "_records", log)
     monkeypatch.setattr(disk_errors, "devices", lambda root: NVME)
     return log
@@ -142,7 +142,7 @@ def test_log_that_cannot_be_read_is_no_matter(log: Log, monkeypatch: pytest.Monk
         raise PermissionError
 
     monkeypatch.setattr(disk_errors, "_records", refused)
-    assert log.look() == disk_errors.Disk()
+    assert log.look() == disk_errors.DiskErrorState()
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"since": "today"}'])
@@ -177,7 +177,7 @@ class KernelLog:
 def test_record_that_a_program_wrote_is_none_of_the_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places, cache = Places(tmp_path), Cache(tmp_path)
+    places, cache = NodePaths(tmp_path), Cache(tmp_path)
     heads = ("6,1,5,-;begin", f"11,2,5,-;{MEDIUM}", f"3,3,5,-;{MEDIUM}")  # 11 is LOG_USER | LOG_ERR
     since = []
     for count in (1, 2, 3):
@@ -210,8 +210,8 @@ class Ticking(At):
 def test_log_that_is_filled_without_end_is_read_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flood: Callable[[int], bytes]
 ) -> None:
-    places, cache = Places(tmp_path), Cache(tmp_path)
-    disk_errors._change(places, lambda disk: disk_errors.Disk(seen=0))
+    places, cache = NodePaths(tmp_path), Cache(tmp_path)
+    disk_errors._change(places, lambda disk: disk_errors.DiskErrorState(seen=0))
     with monkeypatch.context() as patched:
         log = KernelLog(patched, map(flood, itertools.count()))
         disk_errors.look(places, cache, Ticking())
@@ -226,12 +226,12 @@ def test_log_whose_records_are_overwritten_without_end_is_read_for_a_while(
     def overwritten(fd: int, length: int) -> bytes:
         raise BrokenPipeError
 
-    places, cache = Places(tmp_path), Cache(tmp_path)
+    places, cache = NodePaths(tmp_path), Cache(tmp_path)
     with monkeypatch.context() as patched:
         KernelLog(patched, iter(()))
         patched.setattr(os, "read", overwritten)
         disk_errors.look(places, cache, Ticking())  # returns
-    assert disk_errors.known(places) == disk_errors.Disk()
+    assert disk_errors.known(places) == disk_errors.DiskErrorState()
 
 
 @pytest.mark.parametrize(
@@ -241,17 +241,17 @@ def test_log_whose_records_are_overwritten_without_end_is_read_for_a_while(
 def test_log_that_is_longer_than_a_look_counts_no_record_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, seen: int
 ) -> None:
-    places, cache = Places(tmp_path), Cache(tmp_path)
-    disk_errors._change(places, lambda disk: disk_errors.Disk(seen=5))
+    places, cache = NodePaths(tmp_path), Cache(tmp_path)
+    disk_errors._change(places, lambda disk: disk_errors.DiskErrorState(seen=5))
     monkeypatch.setattr(disk_errors, "MOST_RECORDS", 3)
     with monkeypatch.context() as patched:
         KernelLog(patched, (f"3,{number},5,-;{MEDIUM}".encode() for number in range(count)))
         disk_errors.look(places, cache, At(2000.0))
-    assert disk_errors.known(places) == disk_errors.Disk(seen=seen)
+    assert disk_errors.known(places) == disk_errors.DiskErrorState(seen=seen)
 
 
 def test_doubt_ends_what_running_jobs_are_shown_without_a_helper(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     places.leases.mkdir(parents=True)
     for name in ("7.shown", "7.json"):
         (places.leases / name).touch()

@@ -13,27 +13,29 @@ import pytest
 from fixtures import calls_of
 from forestage.cache import entry_sum, evict
 from forestage.cache.entry_sum import EntrySum
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache, Entry, StoredEntry
-from forestage.cache.lease import Leases
+from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import boot_id
 from forestage.config import Config
 from forestage.system import lock
-from forestage.units import Amount
+from forestage.units import SizeOrShare
 
-Make = Callable[..., Image]
-Publish = Callable[[Image], Entry]
+Make = Callable[..., SourceImage]
+Publish = Callable[[SourceImage], Entry]
 
 MIB = 1 << 20
 ROOM_FOR_ALL = Config(
-    max_size=Amount(size=1 << 50), min_free=Amount(size=0), low_watermark=Amount(size=1 << 40)
+    max_size=SizeOrShare(size=1 << 50),
+    min_free=SizeOrShare(size=0),
+    low_watermark=SizeOrShare(size=1 << 40),
 )
 
 
 @pytest.fixture
 def filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others hold the cache's disk: by statvfs(2) alone it is above every watermark."""
-    full = evict.Room(0, 1 << 60, max_size=1, min_free=1, low=1, share=1)
+    full = evict.CacheSpace(0, 1 << 60, max_size=1, min_free=1, low=1, share=1)
     monkeypatch.setattr(evict, "at_least", lambda _cache, _config: full)
 
 
@@ -51,7 +53,7 @@ def known_data(cache: Cache) -> int | None:
     return found.data if found else None
 
 
-def publish_data(cache: Cache, wanted: Image) -> str:
+def publish_data(cache: Cache, wanted: SourceImage) -> str:
     cache.part_dir(wanted.key).mkdir()
     cache.part(wanted.key).image.write_bytes(bytes(wanted.size))
     entry = Entry(wanted.key, wanted.identity, wanted.access, 1.0, "rsync", kind="data")
@@ -65,7 +67,7 @@ def set_sum(cache: Cache, total: int) -> None:
 
 def limited(low: int) -> Config:
     return msgspec.structs.replace(
-        ROOM_FOR_ALL, low_watermark=Amount(size=low), max_size=Amount(size=low)
+        ROOM_FOR_ALL, low_watermark=SizeOrShare(size=low), max_size=SizeOrShare(size=low)
     )
 
 
@@ -82,7 +84,7 @@ def limited(low: int) -> Config:
     ids=["epilog", "stager", "stager of data"],
 )
 def test_hook_on_a_disk_that_others_fill_does_the_same_for_10_and_1000_entries(
-    cache: Cache, leases: Leases, hook: Callable[[Cache, Leases], tuple[str, ...]]
+    cache: Cache, leases: LeaseDirectory, hook: Callable[[Cache, LeaseDirectory], tuple[str, ...]]
 ) -> None:
     counts = []
     for some in (10, 1000):
@@ -113,9 +115,9 @@ def test_sum_is_what_entries_take_while_they_come_and_go(
 
 
 def test_data_is_evicted_by_the_copy_that_would_be_above_its_share(
-    cache: Cache, leases: Leases, make_image: Make
+    cache: Cache, leases: LeaseDirectory, make_image: Make
 ) -> None:
-    share = msgspec.structs.replace(ROOM_FOR_ALL.data, share=Amount(size=3 * MIB))
+    share = msgspec.structs.replace(ROOM_FOR_ALL.data, share=SizeOrShare(size=3 * MIB))
     config = msgspec.structs.replace(ROOM_FOR_ALL, data=share)
     evict.count_entries(cache)
     sizes = {"/lustre/a": MIB, "/lustre/b": MIB, "/lustre/c": MIB // 2}
@@ -133,7 +135,7 @@ def test_data_is_evicted_by_the_copy_that_would_be_above_its_share(
 
 @pytest.mark.usefixtures("filled")
 def test_sum_that_is_too_high_evicts_nothing_and_is_corrected(
-    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+    cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     publish(make_image())
     for hook in (
@@ -147,14 +149,14 @@ def test_sum_that_is_too_high_evicts_nothing_and_is_corrected(
 
 @pytest.mark.usefixtures("filled")
 def test_sum_that_is_too_low_lets_no_disk_fill_and_is_corrected_by_a_count(
-    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+    cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     key = publish(make_image()).key
     set_sum(cache, 0)
     above = limited(total(cache) - 1)
     assert evict.tidy(cache, leases, above) == ()
     disk = os.statvfs(cache.root)
-    every_byte = Amount(size=disk.f_blocks * disk.f_frsize)
+    every_byte = SizeOrShare(size=disk.f_blocks * disk.f_frsize)
     assert evict.tidy(cache, leases, msgspec.structs.replace(above, min_free=every_byte)) == (key,)
     key = publish(make_image()).key
     set_sum(cache, 0)
@@ -176,7 +178,7 @@ def test_sum_that_is_too_low_lets_no_disk_fill_and_is_corrected_by_a_count(
     ],
 )
 def test_sum_that_says_nothing_has_the_entries_read_and_counted(
-    cache: Cache, leases: Leases, publish: Publish, make_image: Make, left: bytes
+    cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make, left: bytes
 ) -> None:
     key = publish(make_image()).key
     cache.entry_sum.write_bytes(left)
@@ -187,7 +189,7 @@ def test_sum_that_says_nothing_has_the_entries_read_and_counted(
 
 
 def test_sum_that_cannot_be_kept_hinders_nothing(
-    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+    cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     cache.entry_sum.mkdir()
     key = publish(make_image()).key
@@ -248,11 +250,11 @@ def test_count_that_another_one_overtook_changes_nothing(cache: Cache) -> None:
 )
 def test_entries_are_read_while_nobody_is_kept_waiting(
     cache: Cache,
-    leases: Leases,
+    leases: LeaseDirectory,
     publish: Publish,
     make_image: Make,
     monkeypatch: pytest.MonkeyPatch,
-    hook: Callable[[Cache, Leases], object],
+    hook: Callable[[Cache, LeaseDirectory], object],
 ) -> None:
     for inode in range(3):
         publish(make_image(inode=inode))
@@ -269,7 +271,7 @@ def test_entries_are_read_while_nobody_is_kept_waiting(
 
 def test_entry_that_was_pinned_or_came_while_entries_were_read_counts_as_it_is_now(
     cache: Cache,
-    leases: Leases,
+    leases: LeaseDirectory,
     publish: Publish,
     make_image: Make,
     monkeypatch: pytest.MonkeyPatch,

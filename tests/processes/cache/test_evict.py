@@ -9,33 +9,35 @@ import pytest
 
 from fixtures import half
 from forestage.cache import evict
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Cache, Entry, tree_bytes
-from forestage.cache.lease import Lease, Leases, Use
-from forestage.cache.part import Owner, boot_id
+from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
+from forestage.cache.part import PartRecord, boot_id
 from forestage.config import Config
-from forestage.config.keys import Data
+from forestage.config.keys import DataSection
 from forestage.errors import Declined
 from forestage.system import lock
 from forestage.system.as_user import User
-from forestage.units import Amount
+from forestage.units import SizeOrShare
 
-Make = Callable[..., Image]
-Publish = Callable[[Image], Entry]
+Make = Callable[..., SourceImage]
+Publish = Callable[[SourceImage], Entry]
 
 NO_LIMIT = 10**12
 ALL_MAY_STAY = Config(
-    max_size=Amount(size=NO_LIMIT), min_free=Amount(size=0), low_watermark=Amount(share=1.0)
+    max_size=SizeOrShare(size=NO_LIMIT),
+    min_free=SizeOrShare(size=0),
+    low_watermark=SizeOrShare(share=1.0),
 )
-ALL_MUST_GO = Config(max_size=Amount(size=1), min_free=Amount(size=0))
+ALL_MUST_GO = Config(max_size=SizeOrShare(size=1), min_free=SizeOrShare(size=0))
 
 
-def lease(leases: Leases, job: int, key: str) -> None:
-    leases.write(Lease(job, User("", 0, 0), 0.0, "/cache", (Use(key),)))
+def lease(leases: LeaseDirectory, job: int, key: str) -> None:
+    leases.write(Lease(job, User("", 0, 0), 0.0, "/cache", (EntryUse(key),)))
 
 
 def test_tidy_evicts_all_but_leased_and_pinned(
-    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+    cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     keys = [publish(make_image(inode=n)).key for n in range(4)]
     lease(leases, 1, keys[0])
@@ -48,7 +50,7 @@ def test_tidy_evicts_all_but_leased_and_pinned(
 
 def test_plan_at_rest_is_what_tidying_evicts(
     cache: Cache,
-    leases: Leases,
+    leases: LeaseDirectory,
     publish: Publish,
     make_image: Make,
     monkeypatch: pytest.MonkeyPatch,
@@ -61,7 +63,7 @@ def test_plan_at_rest_is_what_tidying_evicts(
     of_part = tree_bytes(cache.part_dir("older boot"))
     assert of_part > 0
     fits_without_part = msgspec.structs.replace(
-        ALL_MUST_GO, low_watermark=Amount(size=used - of_part), max_size=Amount(size=used)
+        ALL_MUST_GO, low_watermark=SizeOrShare(size=used - of_part), max_size=SizeOrShare(size=used)
     )
 
     def planned(config: Config) -> tuple[str, ...]:
@@ -78,7 +80,7 @@ def test_plan_at_rest_is_what_tidying_evicts(
 
 
 def test_part_that_nobody_can_go_on_with_counts_for_no_users_share_at_rest(
-    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+    cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     keys = [publish(make_image(path=f"/lustre/{user}", inode=user)).key for user in (1000, 2000)]
     for at, (key, user) in enumerate(zip(keys, (1000, 2000), strict=True)):
@@ -88,15 +90,15 @@ def test_part_that_nobody_can_go_on_with_counts_for_no_users_share_at_rest(
     sizes = [one.bytes for one in cache.stored_entries()]
     config = msgspec.structs.replace(
         ALL_MAY_STAY,
-        low_watermark=Amount(size=sum(sizes) - 1),
-        max_user_share=Amount(size=max(sizes)),
+        low_watermark=SizeOrShare(size=sum(sizes) - 1),
+        max_user_share=SizeOrShare(size=max(sizes)),
     )
     assert evict.plan_at_rest(cache, leases.keys, config).victims == (keys[0],)
     assert evict.tidy(cache, leases, config) == (keys[0],)
 
 
 def test_evicting_by_key_spares_what_is_leased_or_pinned(
-    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+    cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     keys = [publish(make_image(inode=n)).key for n in range(3)]
     lease(leases, 1, keys[0])
@@ -105,7 +107,7 @@ def test_evicting_by_key_spares_what_is_leased_or_pinned(
 
 
 def test_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_it(
-    cache: Cache, leases: Leases
+    cache: Cache, leases: LeaseDirectory
 ) -> None:
     half(cache, "alive", None)
     half(cache, "dead", None)
@@ -119,14 +121,14 @@ def test_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_
 
 
 def test_unfinished_part_goes_before_a_whole_entry(
-    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+    cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     key = publish(make_image()).key
     half(cache, "mine", boot_id())
     half(cache, "left", boot_id())
     (cache.part("left").directory / "big").write_bytes(bytes(1 << 20))
     used = evict.measure(cache, cache.stored_entries(), ALL_MAY_STAY).used
-    tight = Config(max_size=Amount(size=used), min_free=Amount(size=0))
+    tight = Config(max_size=SizeOrShare(size=used), min_free=SizeOrShare(size=0))
     with lock.held(cache.key_lock("mine"), 0):
         assert evict.make_room(cache, leases, tight, "/lustre/b", 0) == ()
         assert cache.part_dir("left").exists()
@@ -140,18 +142,20 @@ def half_tree(cache: Cache, key: str) -> int:
     part = cache.part(key)
     part.directory.mkdir()
     part.image.write_bytes(bytes(1 << 20))
-    wanted = Image(Identity("/a", 1, 8, 1, 1), Access(0, 0, 0o644), "data")
-    part.write_owner(Owner(1, boot_id(), wanted, 4, "chunks", 7, 1.0))
+    wanted = SourceImage(FileIdentity("/a", 1, 8, 1, 1), AccessRights(0, 0, 0o644), "data")
+    part.write_owner(PartRecord(1, boot_id(), wanted, 4, "chunks", 7, 1.0))
     return tree_bytes(part.directory)
 
 
 def test_room_for_data_is_what_copies_under_way_have_left_of_the_share(
-    cache: Cache, leases: Leases
+    cache: Cache, leases: LeaseDirectory
 ) -> None:
     half(cache, "image", boot_id())
     size = half_tree(cache, "tree")
     assert evict.measure(cache, [], ALL_MAY_STAY).data_under_way == size
-    config = msgspec.structs.replace(ALL_MAY_STAY, data=Data(share=Amount(size=2 << 20)))
+    config = msgspec.structs.replace(
+        ALL_MAY_STAY, data=DataSection(share=SizeOrShare(size=2 << 20))
+    )
     with lock.held(cache.key_lock("tree"), 0):
         evict.make_room(cache, leases, config, "/b", (2 << 20) - size, data=True)
         with pytest.raises(Declined, match="needs"):

@@ -9,13 +9,13 @@ import pytest
 
 from fixtures import calls_of
 from forestage.cache import hot
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.part import HOT_PIECE
 
 SIZE = 40 * HOT_PIECE
-OLD = Image(Identity("/lustre/a.sqsh", 1, SIZE, 1, 1), Access(0, 0, 0o644))
-NEW = Image(Identity("/lustre/a.sqsh", 2, SIZE, 2, 2), Access(0, 0, 0o644))
+OLD = SourceImage(FileIdentity("/lustre/a.sqsh", 1, SIZE, 1, 1), AccessRights(0, 0, 0o644))
+NEW = SourceImage(FileIdentity("/lustre/a.sqsh", 2, SIZE, 2, 2), AccessRights(0, 0, 0o644))
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def cache(tmp_path: Path) -> Cache:
     return cache
 
 
-def stored(cache: Cache, image: Image, created: float) -> None:
+def stored(cache: Cache, image: SourceImage, created: float) -> None:
     directory = cache.entry_dir(image.key)
     directory.mkdir(parents=True)
     entry = Entry(image.key, image.identity, image.access, created, "chunks")
@@ -56,9 +56,9 @@ def test_map_of_an_image_that_has_gone_is_not_kept(cache: Cache) -> None:
 
 def test_superseding_image_begins_with_the_map_of_the_newest(cache: Cache) -> None:
     newer = msgspec.structs.replace(OLD.identity, inode=7)
-    stored(cache, Image(newer, OLD.access), 5.0)
+    stored(cache, SourceImage(newer, OLD.access), 5.0)
     hot.keep(cache, OLD, {1})
-    hot.keep(cache, Image(newer, OLD.access), {2})
+    hot.keep(cache, SourceImage(newer, OLD.access), {2})
     hot.inherit(cache, NEW)
     assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [2]
 
@@ -68,7 +68,7 @@ def test_image_of_another_path_or_size_takes_no_map_over(
     cache: Cache, change: dict[str, object]
 ) -> None:
     hot.keep(cache, OLD, {1})
-    other = Image(msgspec.structs.replace(NEW.identity, **change), NEW.access)
+    other = SourceImage(msgspec.structs.replace(NEW.identity, **change), NEW.access)
     cache.part(other.key).directory.mkdir(parents=True)
     hot.inherit(cache, other)
     assert cache.part(other.key).hot_chunks(HOT_PIECE) == []
@@ -100,14 +100,16 @@ def test_map_that_a_copy_took_over_is_found_once_its_first_image_is_gone(cache: 
         file.truncate(SIZE)
     hot.name_entry(cache, NEW)
     cache.evict(OLD.key)
-    third = Image(msgspec.structs.replace(NEW.identity, inode=3), NEW.access)
+    third = SourceImage(msgspec.structs.replace(NEW.identity, inode=3), NEW.access)
     cache.part(third.key).directory.mkdir(parents=True)
     hot.inherit(cache, third)
     assert cache.part(third.key).hot_chunks(HOT_PIECE) == [3]
 
 
 def test_more_images_of_a_path_than_are_named_leave_the_last_ones(cache: Cache) -> None:
-    images = [Image(msgspec.structs.replace(OLD.identity, inode=n), OLD.access) for n in range(9)]
+    images = [
+        SourceImage(msgspec.structs.replace(OLD.identity, inode=n), OLD.access) for n in range(9)
+    ]
     for number, image in enumerate(images):
         if image.key != OLD.key:
             stored(cache, image, 2.0 + number)
@@ -144,7 +146,7 @@ def test_index_that_is_wrong_gives_no_map_and_the_sweep_corrects_it(
 
 
 def test_index_that_names_another_paths_image_gives_no_map(cache: Cache) -> None:
-    other = Image(msgspec.structs.replace(OLD.identity, path="/lustre/b"), OLD.access)
+    other = SourceImage(msgspec.structs.replace(OLD.identity, path="/lustre/b"), OLD.access)
     stored(cache, other, 2.0)
     hot.keep(cache, OLD, {3})
     (index,) = cache.hot_names.iterdir()

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from forestage.cache import layout as module
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache, Entry
 from node import until
 from parking import Park
 
-Publish = Callable[[Image], Entry]
-Make = Callable[..., Image]
+Publish = Callable[[SourceImage], Entry]
+Make = Callable[..., SourceImage]
 
 
 def test_crash_before_the_last_rename_leaves_nothing_that_is_served(

@@ -23,24 +23,24 @@ from click.testing import CliRunner
 
 from commands import NOW, Frozen
 from forestage import check, events
-from forestage.check import Finding, Level, plugins
+from forestage.check import CheckFinding, Level, plugins
 from forestage.check import site as sites
 from forestage.check.site import COMPANION_CONF
 from forestage.commands.main import main
-from forestage.commands.world import World
+from forestage.commands.world import CommandContext
 from forestage.config import load_settings
 from forestage.errors import Failed
-from forestage.events import Bad, Event, Handled
+from forestage.events import BadEntryOutcome, EventRecord, RequestOutcome
 from forestage.features.peers import auth, node_list, proven, unanswered
 from forestage.features.peers import checks as peers_checks
-from forestage.features.peers.node_list import NodeList
+from forestage.features.peers.node_list import PeerNodeList
 from forestage.features.prefetch import checks as prefetch_checks
 from forestage.features.prefetch import expected, marks
-from forestage.features.prefetch.expected import Expectations
-from forestage.features.prefetch.marks import Look, Marks
+from forestage.features.prefetch.expected import ExpectedImageList
+from forestage.features.prefetch.marks import ImageInspection, PrefetchRecord
 from forestage.features.prefetch.prefetch_node import BUSY
 from forestage.features.registry import checks as registry_checks
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.slurm.slurm_conf import MAX_FILES
 from forestage.system import as_user
 from forestage.system.as_user import User
@@ -56,8 +56,8 @@ PEER_LINK = "/etc/systemd/system/multi-user.target.wants/forestage-peer.service"
 # As /proc/net/tcp6 has ::1 and 2001:db8::1.
 LOOPBACK6, ADDRESS6 = "0" * 24 + "01000000", "B80D0120" + "0" * 16 + "01000000"
 PROLOG_D = "/etc/slurm/prolog.d"
-PROLOG, EPILOG = str(Places().prolog), str(Places().epilog)
-COMPANION_SO = str(Places().companion)
+PROLOG, EPILOG = str(NodePaths().prolog), str(NodePaths().epilog)
+COMPANION_SO = str(NodePaths().companion)
 INCLUDE = "include /usr/lib/forestage/spank/plugstack-22.05*.conf\n"
 PARTS = "/etc/slurm/plugstack.conf.d"
 OURS, PYXIS = f"{PARTS}/10-forestage.conf", f"{PARTS}/20-pyxis.conf"
@@ -458,8 +458,8 @@ def local_store(node: GoodNode) -> None:
 
 def asked_in_vain(node: GoodNode) -> None:
     """A step an hour ago; nobody listens there now either."""
-    outcome = Handled("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
-    events.append(node.places.events, [Event(NOW - 3600, "step", 7, outcome)])
+    outcome = RequestOutcome("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
+    events.append(node.places.events, [EventRecord(NOW - 3600, "step", 7, outcome)])
 
 
 REGISTRY = [
@@ -801,8 +801,10 @@ SETTINGS = [
 
 def found_bad(result: str, seconds_ago: float) -> Callable[[GoodNode], object]:
     gone = ("ab" * 16,) if result == "evicted" else ()
-    bad = Bad("bad", image="/lustre/a.sqsh", key="ab" * 16, since=NOW - 9 * 86400, evicted=gone)
-    event = Event(NOW - seconds_ago, "sweep", 0, bad)
+    bad = BadEntryOutcome(
+        "bad", image="/lustre/a.sqsh", key="ab" * 16, since=NOW - 9 * 86400, evicted=gone
+    )
+    event = EventRecord(NOW - seconds_ago, "sweep", 0, bad)
     return lambda node: events.append(node.places.events, [event])
 
 
@@ -882,7 +884,7 @@ def prefetch_host(**programs: str) -> Callable[[GoodNode], object]:
         peers("prefetch: {host: n1}\n")(node)
         for name, text in answers.items():
             node.write(f"/usr/bin/{name}", text, 0o755)
-        expected.write(node.places, Expectations(1, NOW - 30, NOW + 900))
+        expected.write(node.places, ExpectedImageList(1, NOW - 30, NOW + 900))
 
     return plant
 
@@ -907,7 +909,7 @@ PREFETCH = [
         "prefetch-old",
         both(
             prefetch_host(),
-            lambda node: expected.write(node.places, Expectations(1, NOW - 600, NOW)),
+            lambda node: expected.write(node.places, ExpectedImageList(1, NOW - 600, NOW)),
         ),
     ),
     warning("prefetch-old", both(prefetch_host(), removed("/run/forestage/expected.json"))),
@@ -1146,8 +1148,8 @@ def test_source_that_does_not_answer_is_found_and_not_asked_again(
 
 
 def hung(node: GoodNode, path: str, ago: float = 60.0, result: str = "declined") -> None:
-    outcome = Handled(result, "source-hangs" if result == "declined" else "", request=path)
-    events.append(node.places.events, [Event(NOW - ago, "prolog", 7, outcome)])
+    outcome = RequestOutcome(result, "source-hangs" if result == "declined" else "", request=path)
+    events.append(node.places.events, [EventRecord(NOW - ago, "prolog", 7, outcome)])
 
 
 def test_path_that_answered_no_job_is_asked_again(
@@ -1255,20 +1257,20 @@ def test_store_that_hangs_is_found(node: GoodNode, monkeypatch: pytest.MonkeyPat
 def test_registry_that_answers_again_or_did_later_is_no_finding(node: GoodNode) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         name = f"127.0.0.1:{server.getsockname()[1]}#a/b:1"
-        silent = Handled("declined", "registry-silent", request=name)
-        events.append(node.places.events, [Event(NOW - 3600, "step", 7, silent)])
+        silent = RequestOutcome("declined", "registry-silent", request=name)
+        events.append(node.places.events, [EventRecord(NOW - 3600, "step", 7, silent)])
         assert node.ids() == []
     assert node.ids() == ["registry-silent"]
     events.append(
         node.places.events,
-        [Event(NOW - 60, "step", 8, Handled("hit", request=name, digest="sha256:0"))],
+        [EventRecord(NOW - 60, "step", 8, RequestOutcome("hit", request=name, digest="sha256:0"))],
     )
     assert node.ids() == []
 
 
 def test_registry_that_was_silent_long_ago_is_not_connected_to(node: GoodNode) -> None:
-    outcome = Handled("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
-    events.append(node.places.events, [Event(NOW - 2 * 86400, "step", 7, outcome)])
+    outcome = RequestOutcome("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
+    events.append(node.places.events, [EventRecord(NOW - 2 * 86400, "step", 7, outcome)])
     assert node.ids() == []
 
 
@@ -1477,7 +1479,7 @@ def test_node_names_that_do_not_resolve_are_named(
     )
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-4] CPUs=8")
     if listed:
-        node_list.write(node.places, node_list.NodeList(NOW, {"n2": "", "n4": ""}))
+        node_list.write(node.places, node_list.PeerNodeList(NOW, {"n2": "", "n4": ""}))
     peers()(node)
     (one,) = node.check().findings
     what = "1 of 2 nodes that were tried have no address here: n2"
@@ -1492,7 +1494,7 @@ def test_munge_key_that_no_other_node_has_shown_is_a_note(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key of its own, as Debian's package makes it, lets a node read its own credential."""
-    monkeypatch.setattr(peers_checks.auth, "prover", lambda *_: auth.Munge())
+    monkeypatch.setattr(peers_checks.auth, "prover", lambda *_: auth.MungeAuthenticator())
     monkeypatch.setattr(peers_checks.auth, "check", lambda prover: None)
     monkeypatch.setattr(peers_checks, "resolve", lambda name: True)
     assert node.ids() == [], "one node has no other"
@@ -1511,7 +1513,7 @@ def test_node_whose_name_does_not_resolve_has_the_address_that_slurm_knows(
     monkeypatch.setattr(peers_checks, "resolve", lambda name: name in ("n1", "10.0.0.2"))
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-3] CPUs=8")
     now = time.time()
-    listed = NodeList(now, {"n1": "", "n2": "10.0.0.2", "n3": "10.0.0.3"})
+    listed = PeerNodeList(now, {"n1": "", "n2": "10.0.0.2", "n3": "10.0.0.3"})
     monkeypatch.setattr(peers_checks.node_list, "_find", lambda *_: listed)
     (one,) = node.check().findings
     assert one.what == "1 of 3 nodes that were tried have no address here: n3"
@@ -1620,7 +1622,7 @@ def test_hook_called_by_a_wrapper_is_ours(node: GoodNode) -> None:
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    [("prolog", "Prolog=/etc/slurm/prolog.d/*\n"), ("epilog", f"Epilog={Places().epilog}\n")],
+    [("prolog", "Prolog=/etc/slurm/prolog.d/*\n"), ("epilog", f"Epilog={NodePaths().epilog}\n")],
 )
 def test_hook_line_removed_after_jobs_ran_is_absent(node: GoodNode, name: str, line: str) -> None:
     """As when configuration management puts an old slurm.conf back."""
@@ -1668,7 +1670,7 @@ def test_user_without_rights_gets_not_root_only(node: GoodNode) -> None:
 
 
 def invoke(node: GoodNode, *args: str) -> tuple[int, str]:
-    done = CliRunner().invoke(main, ["check", *args], obj=World(node.places, Frozen()))
+    done = CliRunner().invoke(main, ["check", *args], obj=CommandContext(node.places, Frozen()))
     if done.exception and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.exit_code, done.stdout
@@ -1699,7 +1701,7 @@ def test_command_ends_as_nagios_plugin(node: GoodNode, as_root: None) -> None:
 def test_known_trouble_goes_before_unknown(
     levels: tuple[Level, ...], status: str, code: int
 ) -> None:
-    report = check.report(Finding("x", level, "what", "why", "change") for level in levels)
+    report = check.report(CheckFinding("x", level, "what", "why", "change") for level in levels)
     assert (report.status, report.code) == (status, code)
 
 
@@ -1724,18 +1726,22 @@ def test_prefetch_host_that_reads_the_queue_has_no_finding(
 @pytest.mark.parametrize(
     ("ahead", "known", "ids"),
     [
-        (-30.0, Marks(), []),
-        (prefetch_checks.SKEW + 1, Marks(), ["prefetch-clock"]),
-        (-prefetch_checks.LATE - 1, Marks(), ["prefetch-old"]),
-        (-30.0, Marks(idle=BUSY), ["prefetch-bandwidth"]),
-        (-30.0, Marks((Look("/a", 7, 1.0, 1.0),), idle=BUSY), []),
+        (-30.0, PrefetchRecord(), []),
+        (prefetch_checks.SKEW + 1, PrefetchRecord(), ["prefetch-clock"]),
+        (-prefetch_checks.LATE - 1, PrefetchRecord(), ["prefetch-old"]),
+        (-30.0, PrefetchRecord(idle=BUSY), ["prefetch-bandwidth"]),
+        (-30.0, PrefetchRecord((ImageInspection("/a", 7, 1.0, 1.0),), idle=BUSY), []),
     ],
 )
 def test_node_looks_at_what_the_prefetch_host_gives(
-    node: GoodNode, monkeypatch: pytest.MonkeyPatch, ahead: float, known: Marks, ids: list[str]
+    node: GoodNode,
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: float,
+    known: PrefetchRecord,
+    ids: list[str],
 ) -> None:
     prefetch_node(node)
     marks.write(node.places, known)
-    told = Expectations(1, NOW + ahead, NOW + 900)
+    told = ExpectedImageList(1, NOW + ahead, NOW + 900)
     monkeypatch.setattr(expected, "ask", lambda *_: told)
     assert node.ids() == ids

@@ -13,11 +13,11 @@ import pytest
 from commands import Site
 from forestage.cache.node import Node
 from forestage.check import enable, plugins, site
-from forestage.check.enable import CacheDisk, LineChange, Plan
+from forestage.check.enable import CacheDisk, LineChange, SlurmChangePlan
 from forestage.commands.enable import enable as command
-from forestage.commands.world import Exit
-from forestage.errors import Failed, RefusedError
-from forestage.paths import Places
+from forestage.commands.world import ExitStatus
+from forestage.errors import Failed, SlurmConfChangeRefused
+from forestage.paths import NodePaths
 from forestage.system import mounts
 from forestage.system.run import ProcessResult
 from forestage.system.terminal import TextLine
@@ -25,8 +25,8 @@ from forestage.system.tree import RootedTree
 
 CONF, STACK = "/etc/slurm/slurm.conf", "/etc/slurm/plugstack.conf"
 PROLOG_D = "/etc/slurm/prolog.d"
-PROLOG, EPILOG = str(Places().prolog), str(Places().epilog)
-COMPANION = str(Places().companion)
+PROLOG, EPILOG = str(NodePaths().prolog), str(NodePaths().epilog)
+COMPANION = str(NodePaths().companion)
 TEXT = "ClusterName=c  # ours\nPrologFlags=Alloc,DeferBatch\nNodeName=n[1-4] CPUs=8"
 SLURM_CONF = f"--slurm-conf={CONF}"
 
@@ -35,7 +35,7 @@ class Slurm:
     """A node's Slurm configuration below a root of its own, with forestage installed."""
 
     def __init__(self, root: Path) -> None:
-        self.places = Places(root)
+        self.places = NodePaths(root)
         self.files = RootedTree(root)
         self.conf = CONF
         for hook in (PROLOG, EPILOG):
@@ -66,10 +66,10 @@ class Slurm:
             self.script(f"{PROLOG_D}/{other}")
         self.write(CONF, f"{TEXT}\nProlog={PROLOG_D}/{pattern}\nEpilog={EPILOG}\n")
 
-    def to_enable(self) -> Plan:
+    def to_enable(self) -> SlurmChangePlan:
         return enable.to_enable(self.files, site.read(self.files, self.conf))
 
-    def to_disable(self) -> Plan:
+    def to_disable(self) -> SlurmChangePlan:
         return enable.to_disable(site.read(self.files, self.conf))
 
     def enable(self) -> None:
@@ -197,7 +197,7 @@ def test_what_would_drain_nodes_or_replace_a_script_is_refused(
 ) -> None:
     slurm.with_glob()
     harm(slurm)
-    with pytest.raises(RefusedError, match=why):
+    with pytest.raises(SlurmConfChangeRefused, match=why):
         slurm.enable()
     assert "50-forestage" not in slurm.names()
 
@@ -254,7 +254,7 @@ def test_link_of_another_name_is_ours(slurm: Slurm) -> None:
 def test_glob_is_never_left_without_a_match(slurm: Slurm) -> None:
     slurm.with_glob(others=())
     slurm.enable()
-    with pytest.raises(RefusedError, match="would match nothing"):
+    with pytest.raises(SlurmConfChangeRefused, match="would match nothing"):
         slurm.disable()
     assert slurm.names() == ["50-forestage"]
 
@@ -280,7 +280,7 @@ def test_link_stays_while_slurmd_may_have_listed_it(slurm: Slurm, context: str) 
     slurm.enable()
     process(slurm, 70, "slurmd", 1, "A=b")
     process(slurm, 71, "90-health) x", 70, "A=b", f"SLURM_SCRIPT_CONTEXT={context}")
-    with pytest.raises(RefusedError, match="may have listed the directory"):
+    with pytest.raises(SlurmConfChangeRefused, match="may have listed the directory"):
         slurm.disable()
     assert "50-forestage" in slurm.names()
 
@@ -404,7 +404,7 @@ def test_relative_plugin_include_is_beside_its_file(slurm: Slurm) -> None:
 # --- the commands
 
 
-def run(tmp_path: Path, *words: str, code: int = Exit.OK) -> str:
+def run(tmp_path: Path, *words: str, code: int = ExitStatus.OK) -> str:
     done = Site(tmp_path).run(*words, SLURM_CONF)
     assert done.exit_code == code, done.output
     return done.stdout
@@ -546,7 +546,7 @@ def test_peer_service_goes_on_where_disable_is_refused(
     slurm.with_glob(others=())
     slurm.link(f"{PROLOG_D}/50-forestage")
     done = Site(tmp_path).run("disable", "--yes", SLURM_CONF)
-    assert (done.exit_code, systemctl.asked) == (Exit.REFUSED, [])
+    assert (done.exit_code, systemctl.asked) == (ExitStatus.REFUSED, [])
 
 
 def test_units_are_said_beside_a_document(
@@ -572,7 +572,7 @@ def test_no_unit_is_asked_for_where_no_systemd_runs(
 def test_refusal_has_an_exit_status_and_is_in_the_document(slurm: Slurm, tmp_path: Path) -> None:
     slurm.script("/site/prolog")
     slurm.write(CONF, "Prolog=/site/prolog\n")
-    printed = run(tmp_path, "enable", "--yes", "--json", code=Exit.REFUSED)
+    printed = run(tmp_path, "enable", "--yes", "--json", code=ExitStatus.REFUSED)
     document = json.loads(printed)
     assert document["done"] is False
     assert "Prolog=/site/prolog" in document["refusals"][0]
@@ -587,7 +587,7 @@ def test_byte_that_is_no_utf8_in_slurm_conf_is_printed_escaped(
     site_own = os.fsdecode(b"/site/f\374r")
     slurm.script(site_own)
     slurm.at(CONF).write_bytes(os.fsencode(f"Prolog={PROLOG}\nEpilog={site_own}\n"))
-    printed = run(tmp_path, "enable", *how, code=Exit.REFUSED)
+    printed = run(tmp_path, "enable", *how, code=ExitStatus.REFUSED)
     escaped = "f\\\\udcfcr" if how else "f\\udcfcr"
     assert f"Epilog=/site/{escaped} is there already" in printed
     assert "\udcfc" not in printed
@@ -595,7 +595,7 @@ def test_byte_that_is_no_utf8_in_slurm_conf_is_printed_escaped(
 
 def test_slurm_conf_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
     done = Site(tmp_path).run("enable", "--slurm-conf=/nope")
-    assert done.exit_code == Exit.USAGE
+    assert done.exit_code == ExitStatus.USAGE
 
 
 def test_slurm_conf_is_where_slurm_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,21 +15,21 @@ from click.testing import CliRunner
 from commands import NOW, Site
 from forestage.bind import redirect
 from forestage.cache.layout import Cache, StoredEntry
-from forestage.cache.lease import Use
+from forestage.cache.lease import EntryUse
 from forestage.commands import evict, inventory, world
 from forestage.commands.main import main
-from forestage.commands.world import Exit
+from forestage.commands.world import ExitStatus
 from forestage.errors import (
     ConfigError,
+    ConfigProblem,
     Declined,
     Failed,
     ForestageError,
     JobError,
-    NotFound,
+    NotFoundError,
     PeerError,
-    Problem,
 )
-from forestage.events import Event, Handled, append
+from forestage.events import EventRecord, RequestOutcome, append
 from forestage.system import as_user, lock, mounts
 
 MAN = Path(__file__).resolve().parents[3] / "packaging/man/forestage.1"
@@ -112,9 +112,9 @@ def test_help_has_each_command_once_and_its_whole_summary() -> None:
 def test_manual_page_and_help_have_every_exit_status() -> None:
     section = MAN.read_text().split(".SH EXIT STATUS")[1].split(".SH")[0]
     listed = re.findall(r"\.TP\n\.B (\d+)\n(.+)\n", section)
-    assert listed == [(str(member.value), member.meaning) for member in Exit]
+    assert listed == [(str(member.value), member.meaning) for member in ExitStatus]
     shown = CliRunner().invoke(main, ["--help"]).output
-    assert all(f"{member.value}  {member.meaning}" in shown for member in Exit)
+    assert all(f"{member.value}  {member.meaning}" in shown for member in ExitStatus)
 
 
 def test_manual_page_names_every_command_and_option() -> None:
@@ -129,21 +129,21 @@ def test_manual_page_names_every_command_and_option() -> None:
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (NotFound("x"), Exit.NOT_FOUND),
-        (Declined("missing", "x"), Exit.NOT_FOUND),
-        (JobError("x"), Exit.USAGE),
-        (ConfigError((Problem("f", "k", "w"),)), Exit.CONFIG),
-        (PermissionError(13, "Permission denied", "/x"), Exit.PERMISSION),
-        (Failed("cache-not-mounted", "x"), Exit.UNMOUNTED),
-        (Failed("cache-not-ours", "x"), Exit.CACHE),
-        (Failed("lease-damaged", "x"), Exit.FAILED),
-        (PeerError("x"), Exit.FAILED),
-        (OSError(5, "Input/output error", "/x"), Exit.FAILED),
-        (lock.LockTimeout("x"), Exit.FAILED),
-        (as_user.ChildTimeout("x"), Exit.FAILED),
+        (NotFoundError("x"), ExitStatus.NOT_FOUND),
+        (Declined("missing", "x"), ExitStatus.NOT_FOUND),
+        (JobError("x"), ExitStatus.USAGE),
+        (ConfigError((ConfigProblem("f", "k", "w"),)), ExitStatus.CONFIG),
+        (PermissionError(13, "Permission denied", "/x"), ExitStatus.PERMISSION),
+        (Failed("cache-not-mounted", "x"), ExitStatus.UNMOUNTED),
+        (Failed("cache-not-ours", "x"), ExitStatus.CACHE),
+        (Failed("lease-damaged", "x"), ExitStatus.FAILED),
+        (PeerError("x"), ExitStatus.FAILED),
+        (OSError(5, "Input/output error", "/x"), ExitStatus.FAILED),
+        (lock.LockTimeout("x"), ExitStatus.FAILED),
+        (as_user.ChildTimeout("x"), ExitStatus.FAILED),
     ],
 )
-def test_each_error_has_its_exit_status(error: Exception, expected: Exit) -> None:
+def test_each_error_has_its_exit_status(error: Exception, expected: ExitStatus) -> None:
     assert isinstance(error, ForestageError | OSError)
     assert world.status_of(error) is expected
 
@@ -153,14 +153,14 @@ def test_reader_that_goes_away_gets_no_traceback(site: Site, tmp_path: Path) -> 
         site.publish(site.image(f"{number}.sqsh"))
     code = (
         "import sys; from pathlib import Path; from forestage.commands.main import *;"
-        "from forestage.paths import Places; from forestage.clock import Clock;"
+        "from forestage.paths import NodePaths; from forestage.clock import Clock;"
         f"main(['ls'], obj=World(Places(Path({str(tmp_path)!r})), Clock()))"
     )
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as out:
         done = subprocess.run([sys.executable, "-c", code], stdout=out, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (Exit.PIPE, b"")
+    assert (done.returncode, done.stderr) == (ExitStatus.PIPE, b"")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_reader_that_goes_away_gets_no_traceback(site: Site, tmp_path: Path) -> 
     [["show"], ["explain", "4_2"], ["explain", "0x4"], ["pin"], ["no"], ["evict", "--all", "abcd"]],
 )
 def test_wrong_command_line_ends_with_2(site: Site, args: list[str]) -> None:
-    assert site.run(*args).exit_code == Exit.USAGE
+    assert site.run(*args).exit_code == ExitStatus.USAGE
 
 
 # --- a node that is not as it should be
@@ -180,7 +180,7 @@ LOOKING = [["status"], ["ls"], ["show", "abcd"], ["path", "/x"], ["evict"], ["pi
 def test_broken_configuration_is_shown_in_full(site: Site, args: list[str]) -> None:
     site.configure("deadline: soon\nengine: magic\n")
     done = site.run(*args)
-    assert (done.exit_code, done.stdout) == (Exit.CONFIG, "")
+    assert (done.exit_code, done.stdout) == (ExitStatus.CONFIG, "")
     lines = done.stderr.splitlines()
     assert [line.split(": ")[:3] for line in lines] == [
         ["forestage", str(site.file), "deadline"],
@@ -193,13 +193,13 @@ def test_user_without_rights_is_asked_to_be_root(
     site: Site, no_rights: None, args: list[str]
 ) -> None:
     done = site.run(*args)
-    assert (done.exit_code, done.stdout) == (Exit.PERMISSION, "")
+    assert (done.exit_code, done.stdout) == (ExitStatus.PERMISSION, "")
     assert re.fullmatch(r"forestage: /.*: Permission denied \(run as root\)\n", done.stderr)
 
 
 @pytest.mark.parametrize("args", [["status"], ["ls"], ["evict"], ["evict", "--all"]])
 def test_cache_that_is_not_made_yet_is_empty_and_stays_unmade(site: Site, args: list[str]) -> None:
-    assert site.run(*args).exit_code == Exit.OK
+    assert site.run(*args).exit_code == ExitStatus.OK
     assert not site.node.cache.root.exists()
 
 
@@ -208,31 +208,31 @@ def test_disk_that_is_not_mounted_ends_with_its_own_status(
     site: Site, monkeypatch: pytest.MonkeyPatch, args: list[str]
 ) -> None:
     site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
-    monkeypatch.setattr(mounts, "current", lambda: [mounts.Mount(1, 0, "8:1", "/", "/")])
+    monkeypatch.setattr(mounts, "current", lambda: [mounts.MountInfo(1, 0, "8:1", "/", "/")])
     done = site.run(*args)
-    assert (done.exit_code, done.stdout) == (Exit.UNMOUNTED, "")
+    assert (done.exit_code, done.stdout) == (ExitStatus.UNMOUNTED, "")
     assert "its disk is not mounted" in done.stderr
 
 
 def test_status_of_an_unmounted_disk_shows_leases(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site.lease(7, Use("k" * 32, "/lustre/a.sqsh"))
+    site.lease(7, EntryUse("k" * 32, "/lustre/a.sqsh"))
     site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
-    monkeypatch.setattr(mounts, "current", lambda: [mounts.Mount(1, 0, "8:1", "/", "/")])
+    monkeypatch.setattr(mounts, "current", lambda: [mounts.MountInfo(1, 0, "8:1", "/", "/")])
     done = site.run("status")
-    assert done.exit_code == Exit.CACHE
+    assert done.exit_code == ExitStatus.CACHE
     assert "not in use: " in done.stdout
     assert "/lustre/a.sqsh" in done.stdout
-    found = site.json("status", code=Exit.CACHE)
+    found = site.json("status", code=ExitStatus.CACHE)
     assert (found["room"], found["leases"][0]["job"]) == (None, 7)
 
 
 def test_cache_of_another_format_is_left_alone(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     (site.node.cache.root / "format").write_text("99\n")
-    assert site.run("evict", key).exit_code == Exit.CACHE
-    assert site.run("status").exit_code == Exit.CACHE
+    assert site.run("evict", key).exit_code == ExitStatus.CACHE
+    assert site.run("status").exit_code == ExitStatus.CACHE
     assert site.keys() == {key}
 
 
@@ -245,13 +245,13 @@ def test_quiet_evict_speaks_only_of_what_it_evicted(site: Site) -> None:
 
 def test_damaged_lease_is_shown_and_nothing_is_evicted(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
-    site.lease(7, Use(key))
+    site.lease(7, EntryUse(key))
     site.node.leases.file(8).write_text("{")
     done = site.run("status")
-    assert done.exit_code == Exit.OK
+    assert done.exit_code == ExitStatus.OK
     assert "Problem: " in done.stdout
     for args in (["--all"], [key], [], ["--all", "-n"], ["-n"]):
-        assert site.run("evict", *args).exit_code == Exit.FAILED
+        assert site.run("evict", *args).exit_code == ExitStatus.FAILED
     assert site.keys() == {key}
 
 
@@ -262,7 +262,7 @@ def test_status_counts_what_is_there(site: Site) -> None:
     old = site.publish(site.image("a.sqsh"), age=500)
     site.publish(site.image("a.sqsh", b"another version"), age=50)
     used = site.publish(site.image("b.sqsh"))
-    site.lease(7, Use(used, str(site.lustre / "b.sqsh")), Use(old))
+    site.lease(7, EntryUse(used, str(site.lustre / "b.sqsh")), EntryUse(old))
     site.run("pin", used)
     (site.node.cache.entries / ("f" * 32)).mkdir()
     found = site.json("status")
@@ -281,8 +281,8 @@ def test_status_takes_a_path_for_redirected_once_it_is(
 ) -> None:
     """A lease names it before, while the copy goes on."""
     path = str(site.lustre / "b.sqsh")
-    site.lease(7, Use(site.publish(site.image("b.sqsh")), path))
-    bind = redirect.Bind(mounts.Mount(9, 1, "0:1", "", path), "k")
+    site.lease(7, EntryUse(site.publish(site.image("b.sqsh")), path))
+    bind = redirect.RedirectBind(mounts.MountInfo(9, 1, "0:1", "", path), "k")
     monkeypatch.setattr(redirect, "binds", lambda _: [bind] * bound)
     found = site.json("status")
     assert isinstance(found, dict)
@@ -334,7 +334,7 @@ def test_entry_that_is_not_here_ends_with_1(site: Site, word: str) -> None:
     site.publish(site.image("a.sqsh"))
     for command in ("show", "evict", "pin", "unpin"):
         done = site.run(command, word)
-        assert (done.exit_code, done.stdout) == (Exit.NOT_FOUND, ""), command
+        assert (done.exit_code, done.stdout) == (ExitStatus.NOT_FOUND, ""), command
         assert "Traceback" not in done.stderr
 
 
@@ -346,8 +346,8 @@ def test_key_that_is_too_short_says_how_much_is_needed(site: Site) -> None:
 
 def test_one_wrong_word_among_several_does_nothing_at_all(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
-    assert site.run("evict", key, "nothing").exit_code == Exit.NOT_FOUND
-    assert site.run("pin", key, "nothing").exit_code == Exit.NOT_FOUND
+    assert site.run("evict", key, "nothing").exit_code == ExitStatus.NOT_FOUND
+    assert site.run("pin", key, "nothing").exit_code == ExitStatus.NOT_FOUND
     assert site.keys() == {key}
     assert site.json("ls")[0]["pinned"] is False
 
@@ -372,7 +372,7 @@ def test_show_of_a_changed_source_says_what_changed(
     key = site.publish(path)
     change(path)
     done = site.run("show", key)
-    assert done.exit_code == Exit.OK
+    assert done.exit_code == ExitStatus.OK
     assert re.search(expected, done.stdout)
 
 
@@ -391,14 +391,14 @@ def test_path_gives_the_copy_only_of_exactly_the_present_bytes(site: Site) -> No
     assert site.run("path", str(path)).stdout == f"{site.node.cache.image(key)}\n"
     path.write_bytes(b"newer")
     done = site.run("path", str(path))
-    assert (done.exit_code, done.stdout) == (Exit.NOT_FOUND, "")
+    assert (done.exit_code, done.stdout) == (ExitStatus.NOT_FOUND, "")
     assert "another version" in done.stderr
 
 
 @pytest.mark.parametrize("image", ["ubuntu:24.04", "/nowhere.sqsh", "/", "/dev/null", "docker://x"])
 def test_path_of_what_cannot_be_in_a_cache_says_why(site: Site, image: str) -> None:
     done = site.run("path", image)
-    assert (done.exit_code, done.stdout) == (Exit.NOT_FOUND, "")
+    assert (done.exit_code, done.stdout) == (ExitStatus.NOT_FOUND, "")
     assert image in done.stderr
 
 
@@ -414,9 +414,9 @@ def test_source_is_looked_at_under_our_own_bind(site: Site) -> None:
             with path.open("ab") as below:
                 mounts.mount(str(site.node.cache.image(key)), str(path), mounts.MS_BIND)
                 assert site.json("status")["redirects"] == [str(path)]
-                assert site.run("path", str(path)).exit_code == Exit.OK
+                assert site.run("path", str(path)).exit_code == ExitStatus.OK
                 below.write(b"changed below the bind")
-            assert site.run("path", str(path)).exit_code == Exit.NOT_FOUND
+            assert site.run("path", str(path)).exit_code == ExitStatus.NOT_FOUND
             failed = False
         finally:
             os._exit(failed)
@@ -429,22 +429,22 @@ def test_source_is_looked_at_under_our_own_bind(site: Site) -> None:
 def test_evict_takes_what_was_named_but_nothing_in_use(site: Site) -> None:
     keys = {name: site.publish(site.image(name)) for name in "abcd"}
     site.publish(site.image("c", b"another version"))
-    site.lease(7, Use(keys["a"]))
-    site.lease(8, Use(keys["a"]))
+    site.lease(7, EntryUse(keys["a"]))
+    site.lease(8, EntryUse(keys["a"]))
     site.run("pin", keys["b"])
     done = site.run("evict", keys["a"], keys["b"], str(site.lustre / "c"))
-    assert done.exit_code == Exit.NOT_FOUND
+    assert done.exit_code == ExitStatus.NOT_FOUND
     assert "stays: leased by jobs 7, 8" in done.stdout
     assert "stays: pinned" in done.stdout
     assert "2 entries evicted, " in done.stdout, "all versions of the path"
     assert site.keys() == {keys["a"], keys["b"], keys["d"]}
-    assert site.run("evict", keys["d"]).exit_code == Exit.OK
+    assert site.run("evict", keys["d"]).exit_code == ExitStatus.OK
 
 
 def test_evict_all_leaves_what_is_in_use_and_is_content(site: Site) -> None:
     keys = {name: site.publish(site.image(name)) for name in "abc"}
-    site.lease(7, Use(keys["a"]))
-    assert site.run("evict", "--all").exit_code == Exit.OK
+    site.lease(7, EntryUse(keys["a"]))
+    assert site.run("evict", "--all").exit_code == ExitStatus.OK
     assert site.keys() == {keys["a"]}
     assert list(site.node.cache.evicted.iterdir()) == []
 
@@ -453,7 +453,7 @@ def test_evict_all_takes_unfinished_copies_that_no_job_wants(site: Site) -> None
     entry = site.publish(site.image("whole"))
     paths = {name: site.image(name, b"x" * (1 << 20)) for name in ("left", "wanted", "live")}
     keys = {name: site.part(path)[0].directory.name for name, path in paths.items()}
-    site.lease(7, Use(keys["wanted"]))
+    site.lease(7, EntryUse(keys["wanted"]))
     cache = site.node.cache
     with lock.held(cache.key_lock(keys["live"]), 0):
         assert site.run("evict", entry[:9], "-n").output.count("unfinished") == 0
@@ -471,7 +471,7 @@ def test_evict_stops_at_the_low_watermark(site: Site) -> None:
         site.publish(site.image(name, b"x" * (1 << 20)), age)
         for name, age in (("old", 500), ("new", 5))
     )
-    assert site.run("evict").exit_code == Exit.OK
+    assert site.run("evict").exit_code == ExitStatus.OK
     assert site.keys() == {old, new}
     site.configure("max_size: 2M\nlow_watermark: 80%\n")
     found = site.json("evict", "--dry-run")
@@ -483,10 +483,10 @@ def test_evict_stops_at_the_low_watermark(site: Site) -> None:
 
 def test_dry_run_promises_what_evict_then_does(site: Site) -> None:
     keys = [site.publish(site.image(name)) for name in "abc"]
-    site.lease(7, Use(keys[0]))
-    promised = site.json("evict", "-n", *keys, code=Exit.NOT_FOUND)
+    site.lease(7, EntryUse(keys[0]))
+    promised = site.json("evict", "-n", *keys, code=ExitStatus.NOT_FOUND)
     assert site.keys() == set(keys)
-    done = site.json("evict", *keys, code=Exit.NOT_FOUND)
+    done = site.json("evict", *keys, code=ExitStatus.NOT_FOUND)
     assert done == {**promised, "dry_run": False}
     assert site.keys() == {keys[0]}
 
@@ -513,9 +513,9 @@ def test_command_reads_each_entry_once(
     keys = [site.publish(site.image(f"{n}.sqsh")) for n in range(number)]
     site.configure(limits)
     site.run("pin", keys[0])
-    site.lease(7, Use(keys[1], str(site.lustre / "1.sqsh")))
+    site.lease(7, EntryUse(keys[1], str(site.lustre / "1.sqsh")))
     reads = counted_reads(monkeypatch)
-    assert site.run(*words).exit_code == Exit.OK
+    assert site.run(*words).exit_code == ExitStatus.OK
     assert reads == Counter(keys)
 
 
@@ -525,7 +525,7 @@ def test_path_of_a_copy_is_found_by_its_key(site: Site, monkeypatch: pytest.Monk
     reads = counted_reads(monkeypatch)
     assert keys[0] in site.run("path", str(images[0])).stdout
     assert not reads
-    assert site.run("path", str(images[2])).exit_code == Exit.NOT_FOUND
+    assert site.run("path", str(images[2])).exit_code == ExitStatus.NOT_FOUND
     assert reads == Counter(keys), "whether there is another version"
 
 
@@ -546,7 +546,7 @@ def test_entry_leased_or_pinned_since_it_was_listed_says_why_it_stays(site: Site
     keys = [site.publish(site.image(f"{n}.sqsh")) for n in range(3)]
     items = inventory.gather(site.node).items
     site.run("pin", keys[0])
-    site.lease(7, Use(keys[1], str(site.lustre / "1.sqsh")))
+    site.lease(7, EntryUse(keys[1], str(site.lustre / "1.sqsh")))
     done = evict.exactly(site.node, items, dry_run=False)
     told = {one.key: (one.evicted, one.why_not) for one in done.verdicts}
     assert told == {
@@ -559,10 +559,10 @@ def test_entry_leased_or_pinned_since_it_was_listed_says_why_it_stays(site: Site
 def test_pinned_entry_stays_until_it_is_unpinned(site: Site) -> None:
     key = site.publish(site.image("a"))
     assert "pinned" in site.run("pin", key).stdout
-    assert site.run("pin", key).exit_code == Exit.OK
+    assert site.run("pin", key).exit_code == ExitStatus.OK
     assert site.json("evict", "--all")["verdicts"][0]["why_not"] == "pinned"
     assert site.keys() == {key}
-    assert site.run("unpin", str(site.lustre / "a")).exit_code == Exit.OK
+    assert site.run("unpin", str(site.lustre / "a")).exit_code == ExitStatus.OK
     assert "not pinned" in site.run("unpin", key).stdout
     site.run("evict", "--all")
     assert site.keys() == set()
@@ -581,7 +581,7 @@ def test_pin_of_a_path_means_its_newest_and_unpin_all(site: Site) -> None:
 def test_damaged_entry_is_not_pinned(site: Site) -> None:
     key = site.publish(site.image("a"))
     (site.node.cache.entry_dir(key) / "entry.json").unlink()
-    assert site.run("pin", key).exit_code == Exit.NOT_FOUND
+    assert site.run("pin", key).exit_code == ExitStatus.NOT_FOUND
 
 
 # --- explain, config
@@ -589,10 +589,13 @@ def test_damaged_entry_is_not_pinned(site: Site) -> None:
 
 def test_explain_needs_neither_configuration_nor_cache(site: Site) -> None:
     site.configure("nonsense: true\n")
-    printed = Handled("declined", "missing", "/x.sqsh is missing", "/x.sqsh", "option")
-    append(site.places.events, [Event(NOW, "prolog", 7, printed, "alice", 1000, "n1", "gpu", 0.1)])
+    printed = RequestOutcome("declined", "missing", "/x.sqsh is missing", "/x.sqsh", "option")
+    append(
+        site.places.events,
+        [EventRecord(NOW, "prolog", 7, printed, "alice", 1000, "n1", "gpu", 0.1)],
+    )
     done = site.run("explain", "7")
-    assert done.exit_code == Exit.OK
+    assert done.exit_code == ExitStatus.OK
     assert "declined (missing)" in done.stdout
     assert site.json("explain", "7")["runs"][0]["hook"] == "prolog"
 
@@ -606,23 +609,23 @@ def test_explain_takes_a_step_for_its_job(site: Site, word: str) -> None:
 @pytest.mark.parametrize("word", ["12_1", "12+1"])
 def test_explain_of_a_part_of_an_array_says_how_its_id_is_found(site: Site, word: str) -> None:
     done = site.run("explain", word)
-    assert done.exit_code == Exit.USAGE
+    assert done.exit_code == ExitStatus.USAGE
     assert f"squeue -h -j {word} -o %A" in done.stderr
 
 
 @pytest.mark.parametrize("word", ["7.", "7.0;id", ".0", "12_", "_1", "12_1.0", "7.é", "1" * 11])
 def test_explain_of_what_is_no_job_is_refused(site: Site, word: str) -> None:
-    assert site.run("explain", word).exit_code == Exit.USAGE
+    assert site.run("explain", word).exit_code == ExitStatus.USAGE
 
 
 def test_explain_of_a_job_without_an_event_says_what_is_known(site: Site) -> None:
     done = site.run("explain", "7")
-    assert (done.exit_code, done.stdout) == (Exit.NOT_FOUND, "")
+    assert (done.exit_code, done.stdout) == (ExitStatus.NOT_FOUND, "")
     assert "asked for no image, ran elsewhere, never reached this node" in done.stderr
     site.lease(7)
     site.node.leases.file(7).write_text("{")
     done = site.run("explain", "7")
-    assert done.exit_code == Exit.OK
+    assert done.exit_code == ExitStatus.OK
     assert "Problem: " in done.stdout
 
 
@@ -639,5 +642,5 @@ def test_config_of_a_partition_without_settings_says_so(site: Site) -> None:
     site.configure("partitions:\n  gpu:\n    deadline: 2m\n")
     assert site.run("config", "--partition", "gpu").stderr == ""
     done = site.run("config", "--partition", "gpuu")
-    assert done.exit_code == Exit.OK, "a partition of Slurm's needs none"
+    assert done.exit_code == ExitStatus.OK, "a partition of Slurm's needs none"
     assert "partition 'gpuu' has no settings of its own (these have: gpu)" in done.stderr

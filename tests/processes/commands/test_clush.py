@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.commands.world import Exit
+from forestage.commands.world import ExitStatus
 
 REPO = Path(__file__).resolve().parents[3]
 HERE = """
 import sys; from pathlib import Path; from forestage.commands.main import *
-from forestage.paths import Places; from forestage.clock import Clock
-main(sys.argv[2:], obj=World(Places(Path(sys.argv[1])), Clock()))
+from forestage.paths import NodePaths; from forestage.clock import Clock
+main(sys.argv[2:], obj=World(NodePaths(Path(sys.argv[1])), Clock()))
 """
 SSH = """
 while [ $# -gt 2 ]; do shift; done
@@ -69,8 +69,8 @@ def test_status_of_many_nodes_is_one_line_for_all_that_say_the_same(nodes: dict[
     assert list(shown) == ["n[1-2]", "n3"], done
     assert shown["n[1-2]"].startswith("forestage state=ok ")
     assert shown["n3"].startswith("forestage state=unusable ")
-    assert done.returncode == Exit.CACHE
-    assert clush("forestage status --oneline", "n[1-2]").returncode == Exit.OK
+    assert done.returncode == ExitStatus.CACHE
+    assert clush("forestage status --oneline", "n[1-2]").returncode == ExitStatus.OK
 
 
 def test_without_its_option_clush_ends_with_0_whatever_nodes_say(nodes: dict[str, Site]) -> None:
@@ -87,7 +87,7 @@ def test_node_that_is_not_reached_is_named_and_the_others_are_shown(nodes: dict[
 
 def test_reason_of_many_words_reaches_each_node_as_one(nodes: dict[str, Site]) -> None:
     done = clush("forestage off", "n[1-2]")
-    assert done.returncode == Exit.OK, done
+    assert done.returncode == ExitStatus.OK, done
     for name in ("n1", "n2"):
         assert nodes[name].places.kept_off.read_text().splitlines() == ["INC 42"]
     assert not nodes["n3"].places.kept_off.exists()

@@ -10,9 +10,9 @@ from pathlib import Path
 from click.shell_completion import BashComplete
 
 from commands import NOW, Site
-from forestage.cache.lease import Use
+from forestage.cache.lease import EntryUse
 from forestage.commands.main import main
-from forestage.events import Event, Handled, append
+from forestage.events import EventRecord, RequestOutcome, append
 
 
 def offered(site: Site, *words: str) -> list[str]:
@@ -36,9 +36,9 @@ def test_path_with_control_characters_is_not_offered(site: Site) -> None:
 
 
 def test_jobs_with_leases_come_first_then_the_latest(site: Site) -> None:
-    site.lease(41, Use("k" * 32))
-    hit = Handled("hit", key="k")
-    append(site.places.events, [Event(NOW, "prolog", job, hit) for job in (40, 41, 42)])
+    site.lease(41, EntryUse("k" * 32))
+    hit = RequestOutcome("hit", key="k")
+    append(site.places.events, [EventRecord(NOW, "prolog", job, hit) for job in (40, 41, 42)])
     assert offered(site, "explain", "") == ["41", "42", "40"]
     assert offered(site, "explain", "42") == ["42"]
 

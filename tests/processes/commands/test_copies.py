@@ -21,15 +21,15 @@ from click.testing import CliRunner
 
 from commands import CHUNK, NOW, Site
 from forestage import trace
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Entry
-from forestage.cache.lease import Use
-from forestage.cache.part import ENTRY_BYTES, Owner
+from forestage.cache.lease import EntryUse
+from forestage.cache.part import ENTRY_BYTES, PartRecord
 from forestage.clock import Clock
 from forestage.commands import copies
-from forestage.commands.copies import Copy, Snapshot, copying, lines, table
-from forestage.commands.main import World, main
-from forestage.commands.world import Exit
+from forestage.commands.copies import CopySnapshot, CopyUnderWay, copying, lines, table
+from forestage.commands.main import CommandContext, main
+from forestage.commands.world import ExitStatus
 from forestage.system import lock
 from forestage.system.terminal import Piece, write
 from node import Node, content, until
@@ -38,13 +38,13 @@ MIB = 1 << 20
 PATH = "/lustre/images/a.sqsh"
 
 
-def owner(path: str = PATH, **facts: object) -> Owner:
-    image = Image(Identity(path, 1, 100 * MIB, 3, 4), Access(0, 0, 0o644))
-    made = Owner(1, "boot", image, MIB, "chunks", job=7, since=10.0)
+def owner(path: str = PATH, **facts: object) -> PartRecord:
+    image = SourceImage(FileIdentity(path, 1, 100 * MIB, 3, 4), AccessRights(0, 0, 0o644))
+    made = PartRecord(1, "boot", image, MIB, "chunks", job=7, since=10.0)
     return msgspec.structs.replace(made, **facts)
 
 
-def one(copied: int = 40 * MIB, now: float = 24.0, **facts: object) -> Copy:
+def one(copied: int = 40 * MIB, now: float = 24.0, **facts: object) -> CopyUnderWay:
     """A copy of 100 MiB, by default since four seconds."""
     its = owner(**{"phase": "copying", "began": 20.0, **facts})  # type: ignore[arg-type]
     return copying("k1", its, copied, now)
@@ -58,7 +58,7 @@ def text(pieces: list[Piece]) -> str:
 
 def line(**changes: object) -> str:
     """What `status --watch` prints of a copy."""
-    return text(lines(Snapshot(NOW, (msgspec.structs.replace(one(), **changes),))))
+    return text(lines(CopySnapshot(NOW, (msgspec.structs.replace(one(), **changes),))))
 
 
 # --- pure: how far it is
@@ -80,10 +80,10 @@ def test_resumed_bytes_count_as_copied_but_not_for_rate() -> None:
         one(copied=9 * MIB, phase="queued"),
     ],
 )
-def test_rate_is_none_before_bytes_move(copy: Copy) -> None:
+def test_rate_is_none_before_bytes_move(copy: CopyUnderWay) -> None:
     assert (copy.rate, copy.left) == (None, None)
     assert copy.age >= 0
-    assert "None" not in text([*table((copy,)), *lines(Snapshot(NOW, (copy,)))])
+    assert "None" not in text([*table((copy,)), *lines(CopySnapshot(NOW, (copy,)))])
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_part_without_held_lock_is_no_copy(site: Site) -> None:
     path, dead = site.image("a.sqsh", b"x" * 3 * CHUNK), site.image("b.sqsh", b"y" * CHUNK)
     part, owner = site.part(path, phase="copying", began=0.0, job=5)
     site.part(dead)
-    site.lease(5, Use(owner.image.key))
-    site.lease(6, Use(owner.image.key))
+    site.lease(5, EntryUse(owner.image.key))
+    site.lease(6, EntryUse(owner.image.key))
     with part.map.open("r+b") as digests:
         digests.seek(2 * ENTRY_BYTES)
         digests.write(b"d" * ENTRY_BYTES)
@@ -186,7 +186,7 @@ def test_unreadable_part_is_left_out(site: Site, junk: bytes) -> None:
 def test_watch_in_pipe_without_copies_ends_at_once(site: Site) -> None:
     assert site.run("status", "--watch").stdout.endswith("no copy is under way\n")
     done = site.run("status", "--watch", "--json")
-    assert (done.exit_code, json.loads(done.stdout)) == (Exit.OK, {"time": NOW, "copies": []})
+    assert (done.exit_code, json.loads(done.stdout)) == (ExitStatus.OK, {"time": NOW, "copies": []})
     assert not site.node.cache.root.exists()
 
 
@@ -202,12 +202,12 @@ def test_watch_in_pipe_ends_with_last_copy(site: Site, monkeypatch: pytest.Monke
 def test_watch_of_unusable_cache_fails(site: Site) -> None:
     site.publish(site.image("a.sqsh"))
     (site.node.cache.root / "format").write_text("99\n")
-    assert site.run("status", "--watch").exit_code == Exit.CACHE
+    assert site.run("status", "--watch").exit_code == ExitStatus.CACHE
 
 
 SHELL = (
     "from pathlib import Path; from forestage.commands.main import *;"
-    "from forestage.paths import Places; from forestage.clock import Clock;"
+    "from forestage.paths import NodePaths; from forestage.clock import Clock;"
     "main(['status', '--watch'], obj=World(Places(Path({!r})), Clock()))"
 )
 
@@ -221,7 +221,7 @@ def read(terminal: int) -> bytes:
 def test_watch_at_terminal_ends_by_interrupt_with_0(site: Site, tmp_path: Path) -> None:
     path = site.image("a.sqsh", b"x" * 4 * CHUNK)
     part, owner = site.part(path, phase="copying", began=time.monotonic(), job=5)
-    site.lease(41, Use(owner.image.key))
+    site.lease(41, EntryUse(owner.image.key))
     with part.map.open("r+b") as digests:
         digests.write(b"d" * ENTRY_BYTES)
     controller, terminal = pty.openpty()
@@ -270,7 +270,7 @@ def test_copy_without_waiting_job_is_shown_to_its_end(
     path = node.put("a.sqsh", content(size=6 * MIB))
     node.configure(deadline="1s", threads=1)
     assert node.prolog(7, path).outcome.reason == "deadline"
-    world = World(node.places, Watching())
+    world = CommandContext(node.places, Watching())
     watched = CliRunner().invoke(main, ["status", "--watch", "--json"], obj=world).stdout
     shown = [json.loads(line)["copies"] for line in watched.splitlines()]
     (first,) = shown[0]

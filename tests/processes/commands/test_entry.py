@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from forestage.commands.world import Exit
+from forestage.commands.world import ExitStatus
 
 # Sends itself SIGINT when a module is about to be imported, once.
 SCRIPT = """
@@ -45,7 +45,7 @@ def test_command_that_is_interrupted_while_it_is_imported_ends_by_the_signal_and
 
 
 def test_command_that_is_interrupted_at_its_work_ends_with_its_own_status() -> None:
-    assert run("forestage.commands.show") == (Exit.INTERRUPTED, "")
+    assert run("forestage.commands.show") == (ExitStatus.INTERRUPTED, "")
 
 
 def test_command_that_ignores_the_signal_goes_on() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from commands import NOW, Site
 from forestage.commands import recent
-from forestage.events import Copied, Event, Handled, append
+from forestage.events import CopyOutcome, EventRecord, RequestOutcome, append
 from forestage.hooks import boundary
 
 
@@ -28,9 +28,9 @@ def step(site: Site, job: int, title: str = "slurmstepd: [{}.0]") -> None:
     (process / "status").write_text("Uid:\t0\t0\t0\t0\n")
 
 
-def start(result: str, ago: float, **facts: str) -> Event:
-    outcome = Handled(result, key="k", **facts)  # type: ignore[arg-type]
-    return Event(time=NOW - ago, hook="step", job=7, outcome=outcome)
+def start(result: str, ago: float, **facts: str) -> EventRecord:
+    outcome = RequestOutcome(result, key="k", **facts)  # type: ignore[arg-type]
+    return EventRecord(time=NOW - ago, hook="step", job=7, outcome=outcome)
 
 
 def test_status_says_who_was_called_and_when(site: Site) -> None:
@@ -215,9 +215,9 @@ def test_companion_is_missed_only_where_steps_are_to_get_it(
     assert f"state={state} " in site.run("status", "--oneline").stdout
 
 
-def copy(result: str, ago: float, **facts: str) -> Event:
-    outcome = Copied(result, key="k", **facts)  # type: ignore[arg-type]
-    return Event(time=NOW - ago, hook="stager", job=7, outcome=outcome)
+def copy(result: str, ago: float, **facts: str) -> EventRecord:
+    outcome = CopyOutcome(result, key="k", **facts)  # type: ignore[arg-type]
+    return EventRecord(time=NOW - ago, hook="stager", job=7, outcome=outcome)
 
 
 FAILED = {"reason": "io", "detail": "[Errno 5] Input/output error"}
@@ -234,7 +234,7 @@ FAILED = {"reason": "io", "detail": "[Errno 5] Input/output error"}
     ],
 )
 def test_last_copy_that_failed_is_the_state_for_an_hour(
-    site: Site, events: list[Event], state: str
+    site: Site, events: list[EventRecord], state: str
 ) -> None:
     site.node.cache.prepare(False)
     append(site.places.events, events)

@@ -12,12 +12,12 @@ from rich.console import Console
 from commands import CHUNK, NOW, Site
 from forestage import features
 from forestage.cache import disk_errors
-from forestage.cache.evict import Room
-from forestage.cache.lease import Use
+from forestage.cache.evict import CacheSpace
+from forestage.cache.lease import EntryUse
 from forestage.commands import status
-from forestage.commands.copies import Copy
-from forestage.commands.inventory import Holder, Leased
-from forestage.commands.status import Counts, DiskSpace, Status, pieces
+from forestage.commands.copies import CopyUnderWay
+from forestage.commands.inventory import LeasedImage, LeaseHolder
+from forestage.commands.status import DiskSpace, EntryCounts, NodeStatus, pieces
 from forestage.features.contexts import StatusFacts, StatusPart
 from forestage.system import lock
 from forestage.system.drawing import draw
@@ -27,17 +27,17 @@ from made_up import around_all
 G = 1 << 30
 LONG = "/lustre/" + "/".join(f"directory-{number}" for number in range(12)) + "/image.sqsh"
 
-FULL = Status(
+FULL = NodeStatus(
     cache="/mnt/nvme/forestage",
     unusable="",
     redirects=(LONG,),
-    leases=(Holder(4242, "alice", NOW - 90, (Leased("k" * 32, LONG, True),)),),
+    leases=(LeaseHolder(4242, "alice", NOW - 90, (LeasedImage("k" * 32, LONG, True),)),),
     problems=("a lease is damaged",),
     disk=DiskSpace("/mnt/nvme", 1000 * G, 400 * G),
-    room=Room(400 * G, 500 * G, 900 * G, 50 * G, 720 * G, 450 * G),
-    entries=Counts(12, 3, 1, 1, 0),
+    room=CacheSpace(400 * G, 500 * G, 900 * G, 50 * G, 720 * G, 450 * G),
+    entries=EntryCounts(12, 3, 1, 1, 0),
     copies=(
-        Copy(
+        CopyUnderWay(
             key="k" * 32,
             image=LONG,
             engine="chunks",
@@ -93,7 +93,7 @@ def test_what_features_add_to_the_document_comes_where_they_say() -> None:
         StatusPart({"c": 3}, after="nowhere"),
         StatusPart({"d": 4}, after="cache"),
     )
-    found = Status("/cache", "", (), (), (), parts=parts)
+    found = NodeStatus("/cache", "", (), (), (), parts=parts)
     names = [*status.document(found)]
     assert names[:5] == ["cache", "a", "b", "d", "unusable"]
     assert names[-1] == "c"
@@ -123,7 +123,7 @@ def test_status_without_any_feature_has_the_cores_own(
 ) -> None:
     monkeypatch.setattr(features, "FEATURES", ())
     assert site.run("status").exit_code == 0
-    assert {*site.json("status")} == {*Status.__struct_fields__} - {"parts"}
+    assert {*site.json("status")} == {*NodeStatus.__struct_fields__} - {"parts"}
 
 
 def test_live_stager_counts_as_used_room_and_copy(site: Site) -> None:
@@ -133,14 +133,14 @@ def test_live_stager_counts_as_used_room_and_copy(site: Site) -> None:
     assert found.room is not None
     assert found.room.used >= 4 * CHUNK
     assert [copy.key for copy in found.copies] == [owner.image.key]
-    assert found.entries == Counts()
+    assert found.entries == EntryCounts()
 
 
 @pytest.mark.parametrize("is_live", [True, False], ids=["live", "killed"])
 def test_lease_on_a_copy_names_its_image(site: Site, is_live: bool) -> None:
     path = site.image("a.sqsh", b"x" * CHUNK)
     _, owner = site.part(path, phase="copying")
-    site.lease(7, Use(owner.image.key))
+    site.lease(7, EntryUse(owner.image.key))
     with contextlib.ExitStack() as stack:
         if is_live:
             stack.enter_context(lock.held(site.node.cache.key_lock(owner.image.key), 0))
@@ -200,7 +200,7 @@ def test_lease_says_where_the_copy_is_shown(
 ) -> None:
     site.configure(f"redirect: {redirect}\n")
     key = site.publish(site.image("a.sqsh"))
-    site.lease(7, Use(key))
+    site.lease(7, EntryUse(key))
     if companion:
         site.places.loaded.write_text("")
     (row,) = [one for one in site.run("status").output.splitlines() if one.split()[:1] == ["7"]]

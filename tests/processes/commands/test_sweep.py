@@ -17,21 +17,21 @@ from commands import CHUNK, NOW, Frozen, Site
 from forestage import events
 from forestage.bind import redirect as redirects
 from forestage.bind import unmount
-from forestage.bind.unmount import Bind, Going, StillMounted
+from forestage.bind.unmount import ClaimedBind, RedirectBind, UnmountError
 from forestage.cache import disk, disk_errors, entry_sum
 from forestage.cache.layout import PROVEN, Cache
-from forestage.cache.lease import Lease, Use
+from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER, boot_id
 from forestage.commands import compare, sources, sweep, verify
-from forestage.commands.inventory import Item
-from forestage.commands.main import World
+from forestage.commands.inventory import InventoryItem
+from forestage.commands.main import CommandContext
 from forestage.commands.sweep import SweepReport
-from forestage.commands.world import Exit
+from forestage.commands.world import ExitStatus
 from forestage.errors import Failed, SlurmError
 from forestage.features.registry import store_by_hand as registry
-from forestage.features.registry.collect import Done
-from forestage.slurm.queue import JobState, Slurm
+from forestage.features.registry.collect import CollectionResult
+from forestage.slurm.queue import JobState, SlurmClient
 from forestage.system import lock, mounts, probe
 from forestage.system.as_user import ChildTimeout, User
 from forestage.system.terminal import TextLine
@@ -41,7 +41,7 @@ ALICE = User("alice", 1000, 1000)
 ANOTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 
 
-class Answers(Slurm):
+class Answers(SlurmClient):
     """A Slurm that knows these jobs, and what happens while it thinks."""
 
     jobs: dict[int, JobState | None]
@@ -76,11 +76,11 @@ def slurm(
     return asked
 
 
-def swept(site: Site, asked: Slurm | None = None, dry_run: bool = False) -> SweepReport:
+def swept(site: Site, asked: SlurmClient | None = None, dry_run: bool = False) -> SweepReport:
     return sweep.sweep(site.node, asked or slurm(), dry_run, lambda text: None)
 
 
-def hold(site: Site, job: int, *uses: Use, node: str = "n1") -> Lease:
+def hold(site: Site, job: int, *uses: EntryUse, node: str = "n1") -> Lease:
     lease = Lease(job, ALICE, NOW - 90, str(site.node.cache.root), uses, node=node)
     site.node.leases.write(lease)
     return lease
@@ -91,16 +91,16 @@ def jobs(site: Site) -> tuple[int, ...]:
 
 
 @pytest.fixture
-def bound(monkeypatch: pytest.MonkeyPatch) -> list[Bind]:
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[RedirectBind]:
     """What the kernel's table shows; who takes a redirect off takes it out of here."""
-    table: list[Bind] = []
+    table: list[RedirectBind] = []
 
     def claim(
-        cache: Cache, wanted: list[Bind], claims: object, now: float | None = None
-    ) -> list[Going]:
-        return [Going(bind, cache) for bind in wanted]
+        cache: Cache, wanted: list[RedirectBind], claims: object, now: float | None = None
+    ) -> list[ClaimedBind]:
+        return [ClaimedBind(bind, cache) for bind in wanted]
 
-    def take_off(going: list[Going], whose: object, total: float = 0) -> None:
+    def take_off(going: list[ClaimedBind], whose: object, total: float = 0) -> None:
         for one in going:
             table.remove(one.bind)
 
@@ -111,10 +111,10 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[Bind]:
     return table
 
 
-def bind(path: str, key: str = "k" * 32, number: int = 1) -> Bind:
-    from forestage.system.mounts import Mount
+def bind(path: str, key: str = "k" * 32, number: int = 1) -> RedirectBind:
+    from forestage.system.mounts import MountInfo
 
-    return Bind(Mount(number, 0, "0:1", f"/entries/{key}/image", path), key)
+    return RedirectBind(MountInfo(number, 0, "0:1", f"/entries/{key}/image", path), key)
 
 
 class Watching(Frozen):
@@ -132,7 +132,7 @@ class Watching(Frozen):
 def watch(site: Site) -> list[bool]:
     site.node.cache.prepare(False)
     clock = Watching(site)
-    site.world = World(site.places, clock)
+    site.world = CommandContext(site.places, clock)
     return clock.paused
 
 
@@ -216,7 +216,7 @@ def test_damaged_lease_is_released_only_once_its_job_is_over(site: Site, damage:
 
 def test_lease_of_missing_cache_is_released_and_no_cache_created(site: Site) -> None:
     gone = site.places.root / "gone/forestage"
-    site.node.leases.write(Lease(7, ALICE, 0.0, str(gone), (Use("0a", "/a"),)))
+    site.node.leases.write(Lease(7, ALICE, 0.0, str(gone), (EntryUse("0a", "/a"),)))
     done = swept(site, slurm({7: None}))
     assert ([one.job for one in done.released], done.problems) == ([7], ())
     assert not gone.parent.exists()
@@ -278,7 +278,7 @@ def test_lock_is_free_between_two_releases(site: Site) -> None:
     "error", [Failed("program", "setpriv is not installed"), OSError(12, "Cannot allocate memory")]
 )
 def test_question_that_cannot_be_asked_is_doubt(
-    site: Site, bound: list[Bind], error: Exception
+    site: Site, bound: list[RedirectBind], error: Exception
 ) -> None:
     def raises() -> None:
         raise error
@@ -294,7 +294,7 @@ def test_question_that_cannot_be_asked_is_doubt(
 
 
 def test_stray_redirect_is_reached_as_entrys_owner(
-    site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch, as_root: None
+    site: Site, bound: list[RedirectBind], monkeypatch: pytest.MonkeyPatch, as_root: None
 ) -> None:
     """Where root is squashed, nobody else may be able to walk there."""
     image = site.image("a.sqsh")
@@ -303,7 +303,9 @@ def test_stray_redirect_is_reached_as_entrys_owner(
     bound.append(msgspec.structs.replace(one, cache=site.node.cache.real))
     asked: list[int] = []
 
-    def take_off(going: list[Going], whose: Callable[[Bind], User], total: float = 0) -> None:
+    def take_off(
+        going: list[ClaimedBind], whose: Callable[[RedirectBind], User], total: float = 0
+    ) -> None:
         for one in going:
             asked.append(whose(one.bind).uid)
             bound.remove(one.bind)
@@ -314,13 +316,13 @@ def test_stray_redirect_is_reached_as_entrys_owner(
 
 
 def test_lease_goes_though_its_path_hangs(
-    site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
+    site: Site, bound: list[RedirectBind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hangs(going: list[Going], whose: object, total: float = 0) -> None:
+    def hangs(going: list[ClaimedBind], whose: object, total: float = 0) -> None:
         if going:
-            raise StillMounted([f"{going[0].bind.path} (hangs)"], 0)
+            raise UnmountError([f"{going[0].bind.path} (hangs)"], 0)
 
-    hold(site, 7, Use("k", "/lustre/a"))
+    hold(site, 7, EntryUse("k", "/lustre/a"))
     bound.append(bind("/lustre/a"))
     monkeypatch.setattr(unmount, "unmount", hangs)
     done = swept(site, slurm({7: None}))
@@ -346,7 +348,7 @@ def test_parts_of_earlier_boot_and_abandoned_ones_are_deleted(site: Site) -> Non
     resumable = part(site, "c", age=ABANDONED_AFTER - 60)
     wanted = part(site, "d", age=ABANDONED_AFTER + 60)
     live = part(site, "e", boot=ANOTHER_BOOT, age=2 * ABANDONED_AFTER)
-    hold(site, 7, Use(wanted))
+    hold(site, 7, EntryUse(wanted))
     asked = slurm({7: JobState("RUNNING", "n1")})
     with lock.held(site.node.cache.key_lock(live), 0):
         assert set(swept(site, asked, dry_run=True).parts) == {old, abandoned}
@@ -372,7 +374,7 @@ def spoil(site: Site, key: str) -> None:
 def test_entry_that_lost_bytes_in_crash_is_evicted_even_if_leased(site: Site) -> None:
     bad, good = from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")
     spoil(site, bad)
-    hold(site, 7, Use(bad))
+    hold(site, 7, EntryUse(bad))
     done = swept(site, slurm({7: JobState("RUNNING", "n1")}))
     assert {one.key: one.result for one in done.verified} == {bad: "bad", good: "ok"}
     assert site.keys() == {good}
@@ -475,7 +477,7 @@ def calling_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], 
     def put(then: Callable[[str], None]) -> None:
         real = verify.verify
 
-        def verified(node: Node, items: list[Item], *rest: Any) -> verify.VerifyReport:
+        def verified(node: Node, items: list[InventoryItem], *rest: Any) -> verify.VerifyReport:
             found = real(node, items, *rest)
             then(items[0].key)
             return found
@@ -514,7 +516,7 @@ def test_each_entry_is_read_again_now_and_then_slowly_and_the_oldest_first(
     rates = []
     real = compare.compare
 
-    def noted(*given: Any) -> compare.Compared:
+    def noted(*given: Any) -> compare.ComparisonResult:
         rates.append(given[-1])
         return real(*given)
 
@@ -677,8 +679,8 @@ def test_interrupt_of_a_feature_ends_the_sweep(site: Site, monkeypatch: pytest.M
 
 def test_sweep_evicts_unleased_entries_down_to_watermark(site: Site) -> None:
     key, other = site.publish(site.image("a.sqsh")), site.publish(site.image("b.sqsh"))
-    hold(site, 7, Use(key))
-    hold(site, 8, Use(other))
+    hold(site, 7, EntryUse(key))
+    hold(site, 8, EntryUse(other))
     site.configure("low_watermark: 0%\n")
     asked = slurm({7: None, 8: JobState("RUNNING", "n1")})
     assert swept(site, asked, dry_run=True).evicted == (key,)
@@ -702,7 +704,7 @@ def everything(site: Site) -> dict[str, bytes]:
 def test_store_of_images_is_collected_in(
     site: Site, monkeypatch: pytest.MonkeyPatch, dry_run: bool
 ) -> None:
-    done = Done("alice", ("a", "b"), 3 << 20, 1, "")
+    done = CollectionResult("alice", ("a", "b"), 3 << 20, 1, "")
     monkeypatch.setattr(registry, "clean_some", lambda *_: [done])
     found = swept(site, dry_run=dry_run)
     assert found.added == ({} if dry_run else {"collected": (done,)})
@@ -713,7 +715,7 @@ def test_store_of_images_is_collected_in(
 def test_store_that_hangs_is_a_problem_and_no_end(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hangs(*_: object) -> list[Done]:
+    def hangs(*_: object) -> list[CollectionResult]:
         raise ChildTimeout("no answer after 20 s")
 
     monkeypatch.setattr(registry, "clean_some", hangs)
@@ -721,12 +723,12 @@ def test_store_that_hangs_is_a_problem_and_no_end(
 
 
 def test_dry_run_reports_everything_and_changes_nothing(
-    site: Site, bound: list[Bind], monkeypatch: pytest.MonkeyPatch
+    site: Site, bound: list[RedirectBind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = from_earlier_boot(site)
     spoil(site, key)
     old = part(site, "a", boot=ANOTHER_BOOT)
-    hold(site, 7, Use("k", "/lustre/a"))
+    hold(site, 7, EntryUse("k", "/lustre/a"))
     hold(site, 8)
     (site.node.leases.directory / ".9.json.x").write_bytes(b"")
     bound += [bind("/lustre/a"), bind("/lustre/b", number=2)]
@@ -788,7 +790,7 @@ def test_released_lease_is_an_event_that_explain_prints(site: Site) -> None:
     assert "released the job's lease: the job is NODE_FAIL" in printed
 
 
-def test_strays_and_bad_entries_are_events_of_job_0(site: Site, bound: list[Bind]) -> None:
+def test_strays_and_bad_entries_are_events_of_job_0(site: Site, bound: list[RedirectBind]) -> None:
     key = from_earlier_boot(site)
     spoil(site, key)
     bound.append(bind("/lustre/stray"))
@@ -805,7 +807,7 @@ def test_strays_and_bad_entries_are_events_of_job_0(site: Site, bound: list[Bind
 @pytest.fixture
 def squeue(programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A squeue that does what is said."""
-    monkeypatch.setattr(Slurm, "at_work", lambda self: frozenset())
+    monkeypatch.setattr(SlurmClient, "at_work", lambda self: frozenset())
 
     def put(script: str) -> None:
         programs(squeue=script, scontrol="echo 'NodeName=n1 '")
@@ -820,11 +822,11 @@ def test_command_prints_released_leases(site: Site, squeue: Callable[[str], None
     squeue(UNKNOWN)
     hold(site, 7)
     done = site.run("sweep", "--dry-run")
-    assert (done.exit_code, jobs(site)) == (Exit.OK, (7,))
+    assert (done.exit_code, jobs(site)) == (ExitStatus.OK, (7,))
     assert "job 7 of alice: lease would be released (Slurm does not know" in done.stdout
     assert "1 lease would be released, 0 kept." in done.stdout
     done = site.run("sweep")
-    assert (done.exit_code, jobs(site)) == (Exit.OK, ())
+    assert (done.exit_code, jobs(site)) == (ExitStatus.OK, ())
     assert "1 lease released, 0 kept." in done.stdout
     assert json.loads(site.run("sweep", "--json").stdout)["released"] == []
 
@@ -832,14 +834,19 @@ def test_command_prints_released_leases(site: Site, squeue: Callable[[str], None
 @pytest.mark.parametrize(
     ("script", "trouble", "code", "printed"),
     [
-        ("echo '7|RUNNING|n1'", "", Exit.OK, "0 leases released, 1 kept."),
-        ("exit 1", "", Exit.SLURM, "Slurm gave no clear answer"),
-        ("exit 1", "bad entry", Exit.BAD, "evicted"),
-        (UNKNOWN, "open cache", Exit.FAILED, "Problem: "),
+        ("echo '7|RUNNING|n1'", "", ExitStatus.OK, "0 leases released, 1 kept."),
+        ("exit 1", "", ExitStatus.SLURM, "Slurm gave no clear answer"),
+        ("exit 1", "bad entry", ExitStatus.BAD, "evicted"),
+        (UNKNOWN, "open cache", ExitStatus.FAILED, "Problem: "),
     ],
 )
 def test_command_exit_status_is_of_the_worst(
-    site: Site, squeue: Callable[[str], None], script: str, trouble: str, code: Exit, printed: str
+    site: Site,
+    squeue: Callable[[str], None],
+    script: str,
+    trouble: str,
+    code: ExitStatus,
+    printed: str,
 ) -> None:
     squeue(script)
     hold(site, 7)
@@ -855,23 +862,25 @@ def test_command_exit_status_is_of_the_worst(
     assert jobs(site) == (() if script == UNKNOWN else (7,))
 
 
-@pytest.mark.parametrize(("script", "code"), [(UNKNOWN, Exit.UNMOUNTED), ("exit 1", Exit.SLURM)])
+@pytest.mark.parametrize(
+    ("script", "code"), [(UNKNOWN, ExitStatus.UNMOUNTED), ("exit 1", ExitStatus.SLURM)]
+)
 def test_disk_that_is_not_mounted_yet_is_no_failure_of_the_sweep(
     site: Site,
     squeue: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
     script: str,
-    code: Exit,
+    code: ExitStatus,
 ) -> None:
     """The array may come later than systemd has waited; leases are released all the same."""
     squeue(script)
     hold(site, 7)
     site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
-    monkeypatch.setattr(mounts, "current", lambda: [mounts.Mount(1, 0, "8:1", "/", "/")])
+    monkeypatch.setattr(mounts, "current", lambda: [mounts.MountInfo(1, 0, "8:1", "/", "/")])
     done = site.run("sweep")
     assert done.exit_code == code
     assert "The cache was left alone: " in done.stdout
     assert "its disk is not mounted" in done.stdout
     assert "Problem: " not in done.stdout
-    assert jobs(site) == (() if code is Exit.UNMOUNTED else (7,))
-    assert site.run("evict").exit_code == Exit.UNMOUNTED
+    assert jobs(site) == (() if code is ExitStatus.UNMOUNTED else (7,))
+    assert site.run("evict").exit_code == ExitStatus.UNMOUNTED

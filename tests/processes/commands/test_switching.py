@@ -7,12 +7,12 @@ import os
 import pytest
 
 from commands import NOW, Site
-from forestage.commands.world import Exit
+from forestage.commands.world import ExitStatus
 
 
 def test_off_says_which_file_it_wrote_and_status_why(site: Site) -> None:
     done = site.run("off", "INC-42: wrong bytes?")
-    assert done.exit_code == Exit.OK
+    assert done.exit_code == ExitStatus.OK
     assert f"{site.places.kept_off}: INC-42: wrong bytes?" in done.output
     assert "`forestage on`" in done.output
     assert "INC-42: wrong bytes? (`forestage on` switches it on)" in site.run("status").output
@@ -29,16 +29,16 @@ def test_off_for_a_time_ends_by_itself(site: Site) -> None:
 @pytest.mark.parametrize("until", ["soon", "0", "-1h"])
 def test_off_for_no_time_is_refused_and_changes_nothing(site: Site, until: str) -> None:
     done = site.run("off", "--until", until)
-    assert (done.exit_code, site.places.kept_off.exists()) == (Exit.USAGE, False)
+    assert (done.exit_code, site.places.kept_off.exists()) == (ExitStatus.USAGE, False)
     assert "6h" in done.output or "duration" in done.output
 
 
 def test_off_works_where_the_configuration_is_broken(site: Site) -> None:
     site.configure("nonsense: [")
-    assert site.run("off").exit_code == Exit.OK
+    assert site.run("off").exit_code == ExitStatus.OK
     assert site.places.kept_off.read_text() == "forestage off\n"
     done = site.run("on")
-    assert done.exit_code == Exit.OK
+    assert done.exit_code == ExitStatus.OK
     assert "stays switched off: the configuration cannot be used" in done.output
 
 
@@ -73,4 +73,4 @@ def test_on_names_what_else_keeps_it_off(site: Site, config: str, why: str) -> N
 def test_off_without_root_says_so(site: Site) -> None:
     site.places.etc.chmod(0o500)
     site.places.root.chmod(0o500)
-    assert site.run("off").exit_code == Exit.PERMISSION
+    assert site.run("off").exit_code == ExitStatus.PERMISSION

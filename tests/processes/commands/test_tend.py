@@ -13,10 +13,10 @@ import pytest
 from commands import Site
 from forestage.clock import Clock
 from forestage.commands import tend
-from forestage.commands.main import World
-from forestage.commands.world import Exit
+from forestage.commands.main import CommandContext
+from forestage.commands.world import ExitStatus
 from forestage.config import Config
-from forestage.config.keys import Prefetching
+from forestage.config.keys import PrefetchSection
 from forestage.features.contexts import TendFacts
 from forestage.slurm.queue import this_node
 from forestage.system import lock
@@ -32,7 +32,7 @@ class Tending:
 
     def __init__(self, root: Path) -> None:
         self.site = Site(root)
-        self.site.world = World(self.site.places, Clock())
+        self.site.world = CommandContext(self.site.places, Clock())
         self.folder = root / "bin"
         self.folder.mkdir()
         self.program = self.folder / "forestage"
@@ -113,7 +113,7 @@ def test_wrong_configuration_is_said_once_and_in_the_exit_status(tending: Tendin
     exported = tending.site.places.root / "var/lib/prometheus/node-exporter/forestage.prom"
     exported.parent.mkdir(parents=True)
     code, said = tending.run()
-    assert code == Exit.CONFIG
+    assert code == ExitStatus.CONFIG
     assert said.count("nonsense") == 1
     assert "forestage_configuration_usable 0" in exported.read_text() or exported.exists()
 
@@ -122,7 +122,7 @@ def test_tend_that_systemd_ends_takes_the_part_along_that_it_waits_for(tending: 
     process, asked = tending.begin_beside_silent_slurm()
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate()
-    assert process.returncode == Exit.INTERRUPTED
+    assert process.returncode == ExitStatus.INTERRUPTED
     until(lambda: not Path(f"/proc/{asked}").exists(), "sinfo to be gone")
     assert said == ""
 
@@ -144,7 +144,7 @@ def test_parts_that_may_take_long_alone_are_nice_and_have_idle_io(
     tending.tool("forestage", f'#!/bin/sh\n(nice; ionice) >"{tending.folder}/$1"\n')
     monkeypatch.setattr(sys, "argv", [str(tending.program), "tend"])
     places = tending.site.places
-    config = Config(prefetch=Prefetching(host="ctl1"), warm_at_boot=("/a",))
+    config = Config(prefetch=PrefetchSection(host="ctl1"), warm_at_boot=("/a",))
     for part in tend.list_parts(TendFacts(places, Clock(), config, False), False):
         started = tend.start({**os.environ}, part, None)
         assert started.wait(HANGS)

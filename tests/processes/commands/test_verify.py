@@ -19,15 +19,15 @@ from forestage import events, log
 from forestage.bind import unmount
 from forestage.cache import digest
 from forestage.cache.layout import Entry
-from forestage.cache.lease import Use
+from forestage.cache.lease import EntryUse
 from forestage.cache.part import ENTRY_BYTES
 from forestage.clock import Clock
 from forestage.commands import compare, verify
-from forestage.commands.main import World, main
-from forestage.commands.world import Exit
+from forestage.commands.main import CommandContext, main
+from forestage.commands.world import ExitStatus
 from forestage.errors import Failed
-from forestage.events import Bad
-from forestage.sources.source import Unreadable
+from forestage.events import BadEntryOutcome
+from forestage.sources.source import SourceUnreadable
 from forestage.stage import reading
 from forestage.system import lock
 from node import ALICE, BOB, Node, content, leased
@@ -60,7 +60,7 @@ def spoil(site: Site, key: str, at: int = SPOT, name: str = "image") -> None:
     os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
 
 
-def one(site: Site, *args: str, code: int = Exit.OK) -> dict[str, Any]:
+def one(site: Site, *args: str, code: int = ExitStatus.OK) -> dict[str, Any]:
     (verdict,) = site.json("verify", *(args or ("--all",)), code=code)["verdicts"]
     return dict(verdict)
 
@@ -79,7 +79,7 @@ def test_entry_like_its_source_is_ok(site: Site, size: int) -> None:
     assert (found["result"], found["against"]) == ("ok", "source")
     assert kept(site, key)
     spoil(site, key, at=size - 1)
-    found = one(site, code=Exit.BAD)
+    found = one(site, code=ExitStatus.BAD)
     assert (found["result"], found["chunks"]) == ("bad", [(size - 1) // CHUNK])
 
 
@@ -93,7 +93,7 @@ def test_directory_is_compared_with_its_checksums_as_its_source_is_not_asked(sit
     assert (found["result"], found["against"]) == ("ok", "digests")
     assert found["detail"].startswith("its source was not asked: each step that is shown a dir")
     spoil(site, key)
-    assert one(site, code=Exit.BAD)["against"] == "digests"
+    assert one(site, code=ExitStatus.BAD)["against"] == "digests"
 
 
 def test_wrong_bit_is_located_and_entry_evicted(site: Site, source: Path) -> None:
@@ -102,12 +102,12 @@ def test_wrong_bit_is_located_and_entry_evicted(site: Site, source: Path) -> Non
     spoil(site, key)
     spoil(site, key, at=len(DATA) - 1)
     printed = site.run("verify", "--all", "--dry-run")
-    assert printed.exit_code == Exit.BAD
+    assert printed.exit_code == ExitStatus.BAD
     assert "2 chunks wrong (1, 3)" in printed.stdout
     assert "would be evicted" in printed.stdout
     assert kept(site, key)
     done = site.run("verify", "--all")
-    assert done.exit_code == Exit.BAD
+    assert done.exit_code == ExitStatus.BAD
     assert "2 entries: 1 ok, 1 bad." in done.stdout
     assert site.keys() == {good}
     assert list(site.node.cache.evicted.iterdir()) == []
@@ -116,7 +116,7 @@ def test_wrong_bit_is_located_and_entry_evicted(site: Site, source: Path) -> Non
 def test_bad_entry_is_evicted_even_if_leased_and_pinned(site: Site, source: Path) -> None:
     key = site.publish(source)
     site.run("pin", key)
-    site.lease(7, Use(key))
+    site.lease(7, EntryUse(key))
     site.node.leases.file(8).write_text("{")
     spoil(site, key)
     with site.node.cache.image(key).open("rb") as still:
@@ -143,7 +143,7 @@ def test_bad_entry_is_news_to_log_events_status_and_metrics(
     assert (event.hook, event.job, event.outcome) == (
         "verify",
         0,
-        Bad(
+        BadEntryOutcome(
             "bad",
             "wrong-bytes",
             image=str(source),
@@ -182,7 +182,7 @@ def test_changed_source_makes_checksums_count(
     assert (found["result"], found["against"]) == ("ok", "digests")
     assert found["detail"].startswith(why)
     spoil(site, key)
-    found = one(site, code=Exit.BAD)
+    found = one(site, code=ExitStatus.BAD)
     assert found["chunks"] == [1]
     assert not kept(site, key)
 
@@ -212,7 +212,7 @@ def test_damaged_checksums_make_entry_bad_only_without_source(
         known.unlink()
     assert one(site)["result"] == "ok"  # the source is a better one
     source.unlink()
-    found = one(site, code=Exit.BAD)
+    found = one(site, code=ExitStatus.BAD)
     assert "its checksums are damaged" in found["detail"]
     assert not kept(site, key)
 
@@ -255,7 +255,7 @@ def test_wrong_rights_make_entry_bad(
     source.chmod(0o644)
     key = site.publish(source)
     change(site.node.cache.image(key))
-    assert what in one(site, code=Exit.BAD)["detail"]
+    assert what in one(site, code=ExitStatus.BAD)["detail"]
     assert not kept(site, key)
 
 
@@ -291,21 +291,21 @@ def test_damaged_entry_is_bad(site: Site, source: Path, damage: str) -> None:
         os.truncate(entry / "image", 5)
     else:
         (entry / "image").unlink()
-    assert one(site, code=Exit.BAD)["evicted"] is True
+    assert one(site, code=ExitStatus.BAD)["evicted"] is True
     assert not kept(site, key)
 
 
 def test_unreadable_copy_is_bad(site: Site, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site.publish(source)
-    read = compare._Copy.read
+    read = compare._DirectCopyReader.read
 
     def failing(self: Any, start: int, buffer: memoryview, want: int) -> None:
         if start == CHUNK:
             raise OSError(errno.EIO, "Input/output error")
         read(self, start, buffer, want)
 
-    monkeypatch.setattr(compare._Copy, "read", failing)
-    found = one(site, code=Exit.BAD)
+    monkeypatch.setattr(compare._DirectCopyReader, "read", failing)
+    found = one(site, code=ExitStatus.BAD)
     assert found["chunks"] == [1]
     assert "the copy cannot be read: Input/output error" in found["detail"]
 
@@ -315,8 +315,8 @@ def test_dead_thread_is_a_failure(
 ) -> None:
     site.publish(source)
     monkeypatch.setattr("threading.excepthook", lambda args: None)
-    monkeypatch.setattr(digest.Running, "add", lambda *_: 1 / 0)
-    assert site.run("verify", "--all").exit_code == Exit.FAILED
+    monkeypatch.setattr(digest.RunningDigest, "add", lambda *_: 1 / 0)
+    assert site.run("verify", "--all").exit_code == ExitStatus.FAILED
 
 
 def test_memory_is_one_piece_per_thread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def test_unreadable_source_makes_checksums_count(
     key = site.publish(source)
 
     def failing(*_: Any) -> None:
-        raise Unreadable("/lustre/a", OSError(errno.ESTALE, "Stale file handle"))
+        raise SourceUnreadable("/lustre/a", OSError(errno.ESTALE, "Stale file handle"))
 
     monkeypatch.setattr(reading, "read_piece", failing)
     found = one(site)
@@ -357,7 +357,7 @@ def test_new_copy_of_same_image_is_not_evicted_for_old_faults(
     spoil(site, key)
     judged = verify._judged
 
-    def meanwhile(*args: Any) -> verify.Verdict:
+    def meanwhile(*args: Any) -> verify.EntryVerdict:
         found = judged(*args)
         site.node.cache.evict(key)
         site.node.cache.delete_evicted()
@@ -365,7 +365,7 @@ def test_new_copy_of_same_image_is_not_evicted_for_old_faults(
         return found
 
     monkeypatch.setattr(verify, "_judged", meanwhile)
-    assert one(site, code=Exit.BAD)["result"] == "bad"
+    assert one(site, code=ExitStatus.BAD)["result"] == "bad"
     assert kept(site, key)
 
 
@@ -391,33 +391,33 @@ def test_busy_lock_keeps_bad_entry_and_is_reported(
     monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.1)
     with lock.held(site.node.cache.space_lock, 0):
         done = site.run("verify", "--all")
-    assert done.exit_code == Exit.BAD
+    assert done.exit_code == ExitStatus.BAD
     assert "could not be evicted: space.lock is held" in done.stdout
     assert kept(site, key)
 
 
 @pytest.mark.parametrize("args", [[], ["--all", "abcd"]])
 def test_command_without_or_with_two_choices_is_a_usage_error(site: Site, args: list[str]) -> None:
-    assert site.run("verify", *args).exit_code == Exit.USAGE
+    assert site.run("verify", *args).exit_code == ExitStatus.USAGE
 
 
 def test_empty_cache_is_healthy(site: Site) -> None:
     done = site.run("verify", "--all")
-    assert (done.exit_code, done.stdout) == (Exit.OK, "The cache holds no entry.\n")
+    assert (done.exit_code, done.stdout) == (ExitStatus.OK, "The cache holds no entry.\n")
     assert not site.node.cache.root.exists()
 
 
 # --- on a node, with redirects and other users
 
 
-def verdicts(node: Node, code: int = Exit.OK) -> list[dict[str, Any]]:
-    world = World(node.places, Clock())
+def verdicts(node: Node, code: int = ExitStatus.OK) -> list[dict[str, Any]]:
+    world = CommandContext(node.places, Clock())
     done = CliRunner().invoke(main, ["verify", "--all", "--json"], obj=world)
     assert done.exit_code == code, done.output
     return list(json.loads(done.stdout)["verdicts"])
 
 
-def verified(node: Node, code: int = Exit.OK) -> dict[str, Any]:
+def verified(node: Node, code: int = ExitStatus.OK) -> dict[str, Any]:
     (verdict,) = verdicts(node, code)
     return verdict
 
@@ -436,7 +436,7 @@ def test_bad_entry_is_unmounted_evicted_and_staged_anew(node: Node) -> None:
     assert node.shows_entry(path, key)
     spoil_entry(node, key)
     with path.open("rb") as held:
-        found = verified(node, Exit.BAD)
+        found = verified(node, ExitStatus.BAD)
         assert (found["chunks"], found["jobs"], found["evicted"]) == ([0], [1], True)
         assert node.shows_source(path)
         assert len(held.read()) == len(content())
@@ -469,7 +469,7 @@ def test_stuck_redirect_does_not_keep_bad_entry(
 
     with monkeypatch.context() as patch:
         patch.setattr(unmount, "unmount", hangs)
-        assert "its redirect is still there" in verified(node, Exit.BAD)["stays"]
+        assert "its redirect is still there" in verified(node, ExitStatus.BAD)["stays"]
     assert node.entries() == set()
     assert node.prolog(2, path).outcome.result == "copied"
     assert path.read_bytes() == content()
@@ -490,7 +490,7 @@ def test_leased_copy_and_failing_entry_keep_no_other_from_being_verified(
 
     monkeypatch.setattr(verify, "attribute_errors", fails)
     with leased(paths[0]) as held:
-        found = verdicts(node, Exit.FAILED)
+        found = verdicts(node, ExitStatus.FAILED)
         assert held()
     by_path = {one["path"]: one for one in found}
     results = [by_path[str(path)]["result"] for path in paths]
@@ -508,6 +508,6 @@ def test_copy_that_cannot_be_opened_is_evicted(node: Node, monkeypatch: pytest.M
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(verify, "open_copy", fails)
-    assert verified(node, Exit.BAD)["evicted"]
+    assert verified(node, ExitStatus.BAD)["evicted"]
     assert node.entries() == set()
     assert node.shows_source(path)

@@ -13,7 +13,7 @@ import pytest
 from commands import Site
 from forestage.commands import sweep
 from forestage.config import directories, load_settings
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import as_user
 from forestage.system.as_user import User
 
@@ -134,6 +134,6 @@ def test_name_that_is_no_text_keeps_no_other_from_users(site: Site) -> None:
 
 
 def test_directories_of_a_node_without_a_configuration_are_no_problem(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     directories.keep_unlisted(places)
     assert directories.find_listable(places) == []

@@ -10,27 +10,27 @@ import pytest
 
 from forestage.config import switch
 from forestage.config.switch import SwitchChange
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import records
 
 NOW = 1_800_000_000.0
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    places = Places(tmp_path)
+def places(tmp_path: Path) -> NodePaths:
+    places = NodePaths(tmp_path)
     for file in (places.kept_off, places.disabled):
         file.parent.mkdir(parents=True, exist_ok=True)
     return places
 
 
-def test_turned_off_it_is_kept_where_a_reboot_leaves_it(places: Places) -> None:
+def test_turned_off_it_is_kept_where_a_reboot_leaves_it(places: NodePaths) -> None:
     assert switch.turn_off(places, "INC-42", NOW + 60) == SwitchChange((places.kept_off,))
     assert places.kept_off.read_text() == f"until {int(NOW) + 60}\nINC-42\n"
     assert not places.disabled.exists()
 
 
-def test_turned_off_where_etc_cannot_be_written_it_is_kept_in_run(places: Places) -> None:
+def test_turned_off_where_etc_cannot_be_written_it_is_kept_in_run(places: NodePaths) -> None:
     places.kept_off.mkdir()
     (places.kept_off / "x").touch()
     done = switch.turn_off(places, "INC-42\nuntil 0", None)
@@ -39,7 +39,7 @@ def test_turned_off_where_etc_cannot_be_written_it_is_kept_in_run(places: Places
     assert places.disabled.read_text() == "INC-42\\nuntil 0\n"
 
 
-def test_turned_off_where_run_cannot_be_written_it_is_kept_in_etc(places: Places) -> None:
+def test_turned_off_where_run_cannot_be_written_it_is_kept_in_etc(places: NodePaths) -> None:
     places.disabled.mkdir()
     (places.disabled / "x").touch()
     assert switch.turn_off(places, "INC-42", None).files == (places.kept_off,)
@@ -51,11 +51,11 @@ def test_turned_off_where_run_cannot_be_written_it_is_kept_in_etc(places: Places
 
 
 def test_staging_is_off_before_etc_is_looked_at(
-    places: Places, monkeypatch: pytest.MonkeyPatch
+    places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
-    def noted(_: Places, __: object) -> tuple[bool, str]:
+    def noted(_: NodePaths, __: object) -> tuple[bool, str]:
         seen.append(switch.by_file(places, NOW))
         return False, "hangs"
 
@@ -66,7 +66,7 @@ def test_staging_is_off_before_etc_is_looked_at(
     assert seen[1:] == [""]
 
 
-def test_what_a_killed_one_left_goes_with_the_next_of_either(places: Places) -> None:
+def test_what_a_killed_one_left_goes_with_the_next_of_either(places: NodePaths) -> None:
     for work in (lambda: switch.turn_off(places, "INC-42", None), lambda: switch.turn_on(places)):
         for file in (places.kept_off, places.disabled):
             file.with_name(f".{file.name}.b6a1bf5f60f96726").touch()
@@ -75,7 +75,7 @@ def test_what_a_killed_one_left_goes_with_the_next_of_either(places: Places) -> 
 
 
 def test_off_whose_temporary_file_another_one_deletes_writes_it_again(
-    places: Places, monkeypatch: pytest.MonkeyPatch
+    places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace, lost = os.replace, []
 
@@ -90,18 +90,18 @@ def test_off_whose_temporary_file_another_one_deletes_writes_it_again(
     assert lost
 
 
-def test_upgrades_own_file_is_not_removed_by_off(places: Places) -> None:
+def test_upgrades_own_file_is_not_removed_by_off(places: NodePaths) -> None:
     places.disabled.write_text("forestage is being upgraded\n")
     switch.turn_off(places, "INC-42", NOW + 60)
     assert places.disabled.read_text() == places.kept_off.read_text()
 
 
-def test_reason_that_looks_like_a_time_is_one_only_after_a_time(places: Places) -> None:
+def test_reason_that_looks_like_a_time_is_one_only_after_a_time(places: NodePaths) -> None:
     switch.turn_off(places, "until 0", NOW + 60)
     assert "until 0 (until " in switch.by_file(places, NOW)
 
 
-def test_turned_on_both_files_go_and_are_named(places: Places) -> None:
+def test_turned_on_both_files_go_and_are_named(places: NodePaths) -> None:
     places.disabled.write_text("forestage is being upgraded\n")
     switch.turn_off(places, "INC-42", None)
     assert switch.turn_on(places).files == (places.disabled, places.kept_off)

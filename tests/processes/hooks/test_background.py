@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from forestage.cache import step_record
-from forestage.cache.lease import Lease, Leases
+from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.config import Companion, load_settings
 from forestage.hooks import background
 from forestage.hooks.background import PROCESS_NAME, may_leave, note, stop, wait
 from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, nothing_to_do
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.slurm.job import Job
 from forestage.slurm.slurm_conf import SlurmConf
 from forestage.system.as_user import User
@@ -44,7 +44,7 @@ class Node:
     """A node's /run and configuration below a folder, and its slurm.conf."""
 
     def __init__(self, root: Path) -> None:
-        self.places = Places(root)
+        self.places = NodePaths(root)
         self.run = str(self.places.run)
         self.conf = root / "slurm/slurm.conf"
         self.conf.parent.mkdir()
@@ -315,7 +315,7 @@ def test_epilog_has_work_where_a_mark_is_left(node: Node, mark: Path) -> None:
 def test_sweep_takes_away_what_a_killed_prolog_left_and_nothing_of_one_at_work(
     node: Node, mark: Path, work: Work
 ) -> None:
-    leases, hints = Leases(node.places.leases), mark.with_suffix(".hinted")
+    leases, hints = LeaseDirectory(node.places.leases), mark.with_suffix(".hinted")
     process = work()
     hints.touch()
     leases.drop_unfinished()
@@ -331,7 +331,7 @@ def test_sweep_takes_away_what_a_killed_prolog_left_and_nothing_of_one_at_work(
 def test_hints_are_forgotten_unless_the_first_step_has_a_line_to_say(
     node: Node, me: User, say: tuple[str, ...], left: bool
 ) -> None:
-    leases = Leases(node.places.leases)
+    leases = LeaseDirectory(node.places.leases)
     leases.say(Lease(7, me, time.time(), "/cache"), tell=True, say=say)
     leases.hints(7).touch()
     uid = str(me.uid)

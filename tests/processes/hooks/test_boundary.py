@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from forestage import events
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Entry
 from forestage.clock import Clock
 from forestage.hooks.boundary import (
     IMAGE_OPTION,
-    Hook,
+    HookRun,
 )
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.sources.source import OpenImage
 from forestage.system.as_user import User
 
@@ -62,25 +62,25 @@ def test_idle_hook_says_its_line_and_ends_with_0() -> None:
 
 def test_event_of_a_step_names_its_user(tmp_path: Path) -> None:
     """The companion sends no name: `named` finds it."""
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "0", "SLURM_JOB_GID": "0", IMAGE_OPTION: "/a"}
-    Hook("step", environ, 0.0).run(places, Clock())
+    HookRun("step", environ, 0.0).run(places, Clock())
     (event,) = events.read(places.events)
     assert (event.user, event.uid) == ("root", 0)
 
 
 HIT = """
 import sys, time
-from forestage.hooks.boundary import Hook
+from forestage.hooks.boundary import HookRun
 from pathlib import Path
 forks = []
 sys.addaudithook(lambda event, args: forks.append(event) if event == "os.fork" else None)
 start = time.monotonic()
 from forestage.clock import Clock
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.slurm.job import Job
 from forestage.sources.source import OpenImage
-Hook("prolog", ENVIRON, start).run(Places(Path(ROOT)), Clock())
+HookRun("prolog", ENVIRON, start).run(NodePaths(Path(ROOT)), Clock())
 heavy = {"subprocess"} if sys.version_info >= (3, 11) else set()  # there msgspec's uuid needs it
 heavy |= {"xxhash", "filelock", "concurrent.futures", "threading.local", "rich", "click"}
 heavy |= {f"forestage.stage.{name}" for name in ("pipeline", "stager", "chunks", "engines")}
@@ -96,14 +96,14 @@ def test_warm_image_loads_nothing_that_only_a_copy_needs(
     me: User,
     shared: Path,
     look: Callable[[Path], OpenImage],
-    publish: Callable[[Image], Entry],
+    publish: Callable[[SourceImage], Entry],
 ) -> None:
     """The cache is at /cache of a root of its own; with `redirect: none` no mount needs root."""
     (shared / "image.sqsh").write_bytes(b"12345")
     opened = look(shared / "image.sqsh")
     opened.close()
     publish(opened.image)
-    etc = Places(tmp_path).etc
+    etc = NodePaths(tmp_path).etc
     etc.mkdir(parents=True)
     (etc / "forestage.yaml").write_text(
         f"cache: /cache\nsources: [{shared}]\nrequire_mount: false\nredirect: none\n"
@@ -119,6 +119,6 @@ def test_warm_image_loads_nothing_that_only_a_copy_needs(
     ran = subprocess.run(
         [sys.executable, "-BIc", script], capture_output=True, text=True, check=True
     )
-    (event,) = events.read(Places(tmp_path).events)
+    (event,) = events.read(NodePaths(tmp_path).events)
     assert (event.outcome.result, event.outcome.key) == ("hit", opened.image.key)
     assert ran.stdout == "[] 3\n", "who the user is, the look as they, the probe of the disk"

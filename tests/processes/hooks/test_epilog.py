@@ -9,21 +9,21 @@ import msgspec
 import pytest
 
 from forestage.bind import redirect, unmount
-from forestage.bind.unmount import Bind, Going
+from forestage.bind.unmount import ClaimedBind, RedirectBind
 from forestage.cache import disk
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache, Entry
-from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.cache.node import Node
 from forestage.config import Config
-from forestage.events import Released
+from forestage.events import ReleaseOutcome
 from forestage.hooks import epilog
 from forestage.slurm.job import Job
-from forestage.slurm.timeouts import UNKNOWN, Limits
+from forestage.slurm.timeouts import UNKNOWN, HookTimeLimits
 from forestage.system import lock
 from forestage.system.as_user import User
-from forestage.system.mounts import Mount
-from forestage.units import Amount
+from forestage.system.mounts import MountInfo
+from forestage.units import SizeOrShare
 from made_up import around_all, calls_of
 
 Patch = pytest.MonkeyPatch
@@ -33,12 +33,14 @@ Patch = pytest.MonkeyPatch
 def config(staging_node: Node) -> Config:
     """Makes the epilog's own node the one of the tests, whose cache is empty at rest."""
     return msgspec.structs.replace(
-        staging_node.config, cache="/cache", low_watermark=Amount(share=0.0)
+        staging_node.config, cache="/cache", low_watermark=SizeOrShare(share=0.0)
     )
 
 
-def outcome_of(node: Node, job: Job, config: Config | None, limits: Limits = UNKNOWN) -> Released:
-    outcomes: list[Released] = []
+def outcome_of(
+    node: Node, job: Job, config: Config | None, limits: HookTimeLimits = UNKNOWN
+) -> ReleaseOutcome:
+    outcomes: list[ReleaseOutcome] = []
     epilog.epilog(config, node.places, node.clock, job, limits, outcomes.append)
     (outcome,) = outcomes
     return outcome
@@ -50,12 +52,14 @@ def ended(node: Node, job: Job, config: Config | None) -> tuple[str, str]:
 
 
 def holding(node: Node, job: Job, key: str, cache: Path | None = None) -> None:
-    lease = Lease(job.id, job.user, 0.0, str(cache or node.cache.root), (Use(key, "/lustre/a"),))
+    lease = Lease(
+        job.id, job.user, 0.0, str(cache or node.cache.root), (EntryUse(key, "/lustre/a"),)
+    )
     node.leases.write(lease)
 
 
-Publish = Callable[[Image], Entry]
-Make = Callable[..., Image]
+Publish = Callable[[SourceImage], Entry]
+Make = Callable[..., SourceImage]
 
 
 def test_end_of_a_job_is_a_use(
@@ -74,13 +78,13 @@ def test_job_that_ended_is_the_one_whose_redirects_go(
     staging_node: Node, asking: Job, config: Config, monkeypatch: Patch
 ) -> None:
     holding(staging_node, asking, "0a")
-    bind = Bind(Mount(-1, 0, "0:0", "/", "/lustre/a"), "0a")
+    bind = RedirectBind(MountInfo(-1, 0, "0:0", "/", "/lustre/a"), "0a")
     ended: list[Lease | None] = []
     users: list[User] = []
 
-    def claim_unneeded(cache: Cache, leases: Leases, *_: object) -> list[Going]:
+    def claim_unneeded(cache: Cache, leases: LeaseDirectory, *_: object) -> list[ClaimedBind]:
         ended.append(leases.read(asking.id))
-        return [Going(bind, cache)] * 3
+        return [ClaimedBind(bind, cache)] * 3
 
     monkeypatch.setattr(redirect, "claim_unneeded", claim_unneeded)
     monkeypatch.setattr(unmount, "unmount", lambda going, whose: users.append(whose(bind)))
@@ -145,7 +149,7 @@ def test_epilog_waits_for_its_locks_no_longer_than_slurm_lets_it(
     # One that has no time to answer may count as hanging, and then one lock is not taken.
     monkeypatch.setattr(disk, "hangs", lambda *_: None)
     holding(staging_node, asking, "0a")
-    outcome_of(staging_node, asking, config, Limits(None, 15.0, limit))
+    outcome_of(staging_node, asking, config, HookTimeLimits(None, 15.0, limit))
     assert len(waits) == 2
     assert sum(waits) <= most
 
@@ -156,7 +160,7 @@ def test_paths_of_other_users_that_stay_are_in_no_event(
     stuck = ["/lustre/a (hangs)", "/lustre/bob/secret (hangs)", "/lustre/ab (Permission denied)"]
 
     def stay(*_: object) -> int:
-        raise unmount.StillMounted(stuck, 1)
+        raise unmount.UnmountError(stuck, 1)
 
     monkeypatch.setattr(unmount, "unmount", stay)
     holding(staging_node, asking, "0a")
@@ -182,7 +186,7 @@ def test_feature_that_raises_stops_no_other_one_nor_the_epilog_itself(
     raising, quiet, called = calls_of(EPILOG, error)
     around_all(monkeypatch, raising, quiet)
     holding(staging_node, asking, publish(make_image()).key)
-    outcomes: list[Released] = []
+    outcomes: list[ReleaseOutcome] = []
     about = config, staging_node.places, staging_node.clock, asking, UNKNOWN
     if error is OSError:  # as any work of an Epilog may
         epilog.epilog(*about, outcomes.append)

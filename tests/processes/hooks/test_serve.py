@@ -11,28 +11,28 @@ import pytest
 
 import squashfs
 from forestage.bind import redirect, unmount
-from forestage.bind.redirect import Bind
+from forestage.bind.redirect import RedirectBind
 from forestage.cache import lease as leases
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache, Entry
-from forestage.cache.lease import Lease, Use
+from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.hooks import serve
-from forestage.hooks.answers import Answer
-from forestage.hooks.limit import SHORTLY, SMALL, Limit
+from forestage.hooks.answers import RequestResult
+from forestage.hooks.limit import SHORTLY, SMALL, HookDeadlines
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.sources.source import OpenImage
 from forestage.stage import wait
 from forestage.system import as_user, lock
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 from forestage.views.through import keeper
 
 Patch = pytest.MonkeyPatch
-Handle = Callable[..., Answer]
+Handle = Callable[..., RequestResult]
 REFUSAL = Declined("disabled", "`enabled: false`")
 
 
@@ -50,7 +50,9 @@ def key(file: Path, look: Callable[[Path], OpenImage]) -> Iterator[str]:
 
 
 @pytest.fixture
-def here(file: Path, look: Callable[[Path], OpenImage], publish: Callable[[Image], Entry]) -> None:
+def here(
+    file: Path, look: Callable[[Path], OpenImage], publish: Callable[[SourceImage], Entry]
+) -> None:
     """The image is in the cache already."""
     opened = look(file)
     publish(opened.image)
@@ -74,21 +76,21 @@ def handle(node: Node, asking: Job, file: Path) -> Handle:
         refusal: Declined | None = None,
         job: Job = asking,
         config: dict[str, object] | None = None,
-    ) -> Answer:
+    ) -> RequestResult:
         here = node.configured(**(config or {}))
         request = Request(path or str(file), "option")
-        limit = Limit.of(node.clock, 600.0, copy, small=False)
+        limit = HookDeadlines.of(node.clock, 600.0, copy, small=False)
         (answer,) = serve.serve(here, job, [request], limit, refusal)
         return answer
 
     return handling
 
 
-def said(answer: Answer) -> tuple[str, str]:
+def said(answer: RequestResult) -> tuple[str, str]:
     return answer.outcome.result, answer.outcome.reason
 
 
-def held(node: Node) -> tuple[Use, ...]:
+def held(node: Node) -> tuple[EntryUse, ...]:
     lease = node.leases.read(7)
     return lease.uses if lease else ()
 
@@ -121,7 +123,7 @@ def test_error_is_an_outcome_and_the_lease_goes_unless_a_step_may_need_it(
     answer = handle(job=msgspec.structs.replace(asking, step=step))
     assert said(answer) == expected
     assert answer.outcome.detail
-    assert held(node) == (() if step is None else (Use(key),))
+    assert held(node) == (() if step is None else (EntryUse(key),))
 
 
 def test_error_leaves_the_lease_of_an_earlier_request_for_the_same_image(
@@ -134,7 +136,7 @@ def test_error_leaves_the_lease_of_an_earlier_request_for_the_same_image(
 
     monkeypatch.setattr(wait, "obtain", fail)
     handle()
-    assert held(node) == (Use(key),)
+    assert held(node) == (EntryUse(key),)
 
 
 # --- cold
@@ -175,7 +177,7 @@ def test_all_copies_are_under_way_before_one_is_waited_for(
     for path in (paths[0], paths[2]):
         Path(path).write_bytes(b"1")
     requests = [Request(path, "hint") for path in paths]
-    answers = serve.serve(node, asking, requests, Limit.of(node.clock, 60.0, 60.0))
+    answers = serve.serve(node, asking, requests, HookDeadlines.of(node.clock, 60.0, 60.0))
     assert slow == [paths[0], paths[2], "waited", "waited"]
     assert [said(answer) for answer in answers] == [
         ("declined", "deadline"), ("declined", "missing"), ("declined", "deadline")
@@ -260,14 +262,14 @@ def test_copy_that_ends_while_the_redirect_is_asked_for_is_used_at_once(
 def test_only_a_small_image_is_waited_for_where_nobody_asks_to_wait(
     node: Node, copy: float | None, small: bool, size: int, left: float
 ) -> None:
-    limit = Limit.of(node.clock, 60.0, copy, small)
+    limit = HookDeadlines.of(node.clock, 60.0, copy, small)
     assert limit.for_copy(size).left() == pytest.approx(left, abs=0.5)
 
 
 def test_job_that_holds_too_many_images_gets_no_more(
     node: Node, asking: Job, handle: Handle, monkeypatch: Patch
 ) -> None:
-    held = Lease(7, asking.user, 0.0, str(node.cache.root), (Use("0a"),))
+    held = Lease(7, asking.user, 0.0, str(node.cache.root), (EntryUse("0a"),))
     node.leases.write(held)
     monkeypatch.setattr(leases, "MAX_BYTES", node.leases.file(7).stat().st_size)
     assert said(handle()) == ("declined", "too-many")
@@ -291,7 +293,7 @@ def looks(monkeypatch: Patch) -> list[str]:
 @pytest.fixture
 def elsewhere(monkeypatch: Patch) -> None:
     """The node has a redirect of another image."""
-    bind = Bind(Mount(9, 1, "0:1", "/entries/0a/image", "/lustre/other"), "0a")
+    bind = RedirectBind(MountInfo(9, 1, "0:1", "/entries/0a/image", "/lustre/other"), "0a")
     monkeypatch.setattr(redirect, "binds", lambda cache: [bind])
 
 
@@ -318,7 +320,7 @@ def test_refused_request_is_looked_at_where_a_redirect_may_be_stale(
         (Declined("missing", "does not exist"), ("declined", "disabled")),
         (OSError(5, "I/O error"), ("declined", "disabled")),
         # ... but a stale redirect that stays is.
-        (unmount.StillMounted(["/lustre/a"], 0), ("failed", "redirect")),
+        (unmount.UnmountError(["/lustre/a"], 0), ("failed", "redirect")),
     ],
 )
 def test_refused_request_fails_only_where_an_outdated_file_stays(

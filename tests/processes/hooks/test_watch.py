@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from forestage.hooks import watch
-from forestage.hooks.watch import HookChild, Late, Watched
+from forestage.hooks.watch import HookPipe, HookWorker, HookWorkerTimeout
 
-Work = Callable[[Watched], None]
-Begin = Callable[..., HookChild]
+Work = Callable[[HookPipe], None]
+Begin = Callable[..., HookWorker]
 
 
 def never(cache: str) -> float:
@@ -34,10 +34,10 @@ def children() -> Iterator[list[int]]:
 
 @pytest.fixture
 def begin(children: list[int], capfd: object) -> Begin:
-    def begin(work: Work, keeps_stdout: bool = False) -> HookChild:
+    def begin(work: Work, keeps_stdout: bool = False) -> HookWorker:
         forked = watch.fork(keeps_stdout)
         assert forked is not None
-        if isinstance(forked, Watched):
+        if isinstance(forked, HookPipe):
             try:
                 work(forked)
             finally:
@@ -56,7 +56,7 @@ def lives_until_the_test_is_over(there: int, here: int) -> None:
         os._exit(0)
 
 
-def hangs(watched: Watched) -> None:
+def hangs(watched: HookPipe) -> None:
     watched.works_on("/mnt/nvme/forestage")
     signal.pause()
 
@@ -69,7 +69,7 @@ def test_hook_ends_with_its_child_though_others_have_its_line(begin: Begin) -> N
     """A stager may live for hours; a child that says that it ends is not waited for."""
     there, here = os.pipe()
 
-    def work(child: Watched) -> None:
+    def work(child: HookPipe) -> None:
         lives_until_the_test_is_over(there, here)
         child.end()
 
@@ -79,7 +79,7 @@ def test_hook_ends_with_its_child_though_others_have_its_line(begin: Begin) -> N
 
 
 def test_child_that_was_killed_ends_its_hook(begin: Begin) -> None:
-    def work(child: Watched) -> None:
+    def work(child: HookPipe) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert begin(work).wait(never) == -signal.SIGKILL
@@ -91,7 +91,7 @@ def test_child_that_was_killed_is_seen_though_others_have_its_line(
     monkeypatch.setattr(watch, "SLICE", 0.01)
     there, here = os.pipe()
 
-    def work(child: Watched) -> None:
+    def work(child: HookPipe) -> None:
         lives_until_the_test_is_over(there, here)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -101,7 +101,7 @@ def test_child_that_was_killed_is_seen_though_others_have_its_line(
 
 
 def test_what_the_child_logs_the_hook_says(begin: Begin, capfd: pytest.CaptureFixture[str]) -> None:
-    def work(child: Watched) -> None:
+    def work(child: HookPipe) -> None:
         os.write(2, b"a line\nhalf a ")
         child.works_on("/cache")
         os.write(2, b"line\n")
@@ -115,7 +115,7 @@ def test_what_the_child_logs_the_hook_says(begin: Begin, capfd: pytest.CaptureFi
 
 
 def test_step_answers_by_its_own_stdout(begin: Begin, capfd: pytest.CaptureFixture[str]) -> None:
-    def work(child: Watched) -> None:
+    def work(child: HookPipe) -> None:
         os.write(1, b"leave\tno-image\n")
         child.end()
 
@@ -129,7 +129,7 @@ def test_child_whose_cache_hangs_is_killed_and_left(
     monkeypatch.setattr(watch, "LOOK", 0.01)
     seconds = iter((0.0, watch.HANGS - 1, watch.HANGS))
     child = begin(hangs)
-    with pytest.raises(Late) as late:
+    with pytest.raises(HookWorkerTimeout) as late:
         child.wait(lambda cache: next(seconds))
     assert late.value.cache == "/mnt/nvme/forestage"
     assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == -signal.SIGKILL
@@ -140,11 +140,11 @@ def test_child_whose_time_is_over_is_killed_and_left(
 ) -> None:
     monkeypatch.setattr(watch, "REST", 0.0)
 
-    def work(child: Watched) -> None:
+    def work(child: HookPipe) -> None:
         child.ends_within(0.05)
         signal.pause()
 
-    with pytest.raises(Late) as late:
+    with pytest.raises(HookWorkerTimeout) as late:
         begin(work).wait(never)
     assert late.value.cache == ""
 
@@ -155,12 +155,12 @@ def test_child_that_closes_its_line_and_cannot_end_is_left(
     """As one that was killed with a file open of a server that hangs: its end waits for that."""
     monkeypatch.setattr(watch, "REST", 0.0)
 
-    def work(child: Watched) -> None:
+    def work(child: HookPipe) -> None:
         child.ends_within(0.05)
         os.closerange(0, child.line + 1)
         signal.pause()
 
-    with pytest.raises(Late) as late:
+    with pytest.raises(HookWorkerTimeout) as late:
         begin(work).wait(never)
     assert late.value.cache == ""
 

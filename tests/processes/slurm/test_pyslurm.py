@@ -20,10 +20,10 @@ from pytest_mock import MockerFixture
 
 from forestage.errors import SlurmError
 from forestage.slurm import pyslurm, queue
-from forestage.slurm.queue import JobState, Slurm
+from forestage.slurm.queue import JobState, SlurmClient
 from forestage.system import run
 
-Asked = Callable[[str], Slurm]
+Asked = Callable[[str], SlurmClient]
 
 
 class RPCError(Exception):
@@ -46,11 +46,11 @@ LOADED: dict[str, Callable[[int], object]] = {
 }
 
 
-def commands(folder: Path, squeue: str, scontrol: str = "exit 99") -> Slurm:
+def commands(folder: Path, squeue: str, scontrol: str = "exit 99") -> SlurmClient:
     for name, script in (("squeue", squeue), ("scontrol", scontrol)):
         (folder / name).write_text(f"#!/bin/sh\necho {name} >>{folder}/asked\n{script}\n")
         (folder / name).chmod(0o755)
-    return Slurm(f"{folder}:{run.PATH}")
+    return SlurmClient(f"{folder}:{run.PATH}")
 
 
 def bound(mocker: MockerFixture, load: object, name: str = "Job") -> None:
@@ -63,7 +63,7 @@ def bound(mocker: MockerFixture, load: object, name: str = "Job") -> None:
 def asked(request: pytest.FixtureRequest, mocker: MockerFixture, tmp_path: Path) -> Asked:
     """A Slurm whose only job, 7, is in that case."""
 
-    def asking(case: str) -> Slurm:
+    def asking(case: str) -> SlurmClient:
         if request.param == "commands":
             return commands(tmp_path, SQUEUE[case])
         errors = {"unknown": pyslurm.INVALID_JOB, "silent": 1800}

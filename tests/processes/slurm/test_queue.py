@@ -9,25 +9,25 @@ import pytest
 
 from forestage.errors import SlurmError
 from forestage.slurm import queue
-from forestage.slurm.queue import JobState, Slurm
+from forestage.slurm.queue import JobState, SlurmClient
 from forestage.system import run
 
 UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
 
-Fake = Callable[..., Slurm]
+Fake = Callable[..., SlurmClient]
 
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Fake:
     """A Slurm whose commands are these scripts; what they were asked is in `asked`."""
 
-    def faking(squeue: str = "exit 99", scontrol: str = "exit 99") -> Slurm:
+    def faking(squeue: str = "exit 99", scontrol: str = "exit 99") -> SlurmClient:
         for name, script in (("squeue", squeue), ("scontrol", scontrol)):
             program = tmp_path / name
             words = f'echo "{name} $*" >>{tmp_path}/asked\nenv >{tmp_path}/env\n'
             program.write_text(f"#!/bin/sh\n{words}{script}\n")
             program.chmod(0o755)
-        return Slurm(f"{tmp_path}:{run.PATH}", "", tmp_path / "proc")
+        return SlurmClient(f"{tmp_path}:{run.PATH}", "", tmp_path / "proc")
 
     return faking
 
@@ -101,8 +101,8 @@ def test_commands_come_from_path_and_read_the_named_configuration(
         "SQUEUE_FORMAT": "%i",
         "SLURM_CLUSTERS": "other",
     }
-    assert Slurm.of(environ).job(7) == JobState("RUNNING", "n1")
+    assert SlurmClient.of(environ).job(7) == JobState("RUNNING", "n1")
     seen = (tmp_path / "env").read_text().splitlines()
     assert "SLURM_CONF=/opt/slurm.conf" in seen
     assert not [line for line in seen if line.startswith(("SQUEUE", "SLURM_CLUSTERS"))]
-    assert Slurm.of({}).path == run.PATH
+    assert SlurmClient.of({}).path == run.PATH

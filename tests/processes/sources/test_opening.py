@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import squashfs
-from forestage.cache.image import Access, Identity, Image, judge
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage, judge
 from forestage.sources import opening
 from forestage.system.as_user import User
 
@@ -58,9 +58,9 @@ def test_opening_finds_identity_and_rights_through_a_symlink(shared: Path, me: U
     facts = (shared / "a").stat()
     assert os.read(fd, 9) == b"12345"
     os.close(fd)
-    assert found.image == Image(
-        Identity(str(shared / "a"), facts.st_ino, 5, facts.st_mtime_ns, facts.st_ctime_ns),
-        Access(facts.st_uid, facts.st_gid, 0o640),
+    assert found.image == SourceImage(
+        FileIdentity(str(shared / "a"), facts.st_ino, 5, facts.st_mtime_ns, facts.st_ctime_ns),
+        AccessRights(facts.st_uid, facts.st_gid, 0o640),
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache.image import Identity, Image
+from forestage.cache.image import FileIdentity, SourceImage
 from forestage.cache.node import Node
 from forestage.errors import Declined, Failed
 from forestage.sources import opening, source
@@ -19,12 +19,12 @@ from forestage.sources.source import (
     COARSE_TICK_NS,
     FINE_TICK_NS,
     SKEW_NS,
-    Content,
     OpenImage,
-    Unreadable,
+    ReadableSource,
+    SourceUnreadable,
 )
 from forestage.system import mounts
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 
 Patch = pytest.MonkeyPatch
 Look = Callable[[Path], OpenImage]
@@ -62,7 +62,7 @@ def on_disk(monkeypatch: Patch) -> None:
     ],
 )
 def test_copy_starts_only_when_a_later_change_would_show(
-    make_image: Callable[..., Image], mtime: float, ctime: float, seconds: float
+    make_image: Callable[..., SourceImage], mtime: float, ctime: float, seconds: float
 ) -> None:
     times = {"mtime_ns": int((NOW + mtime) * SECOND), "ctime_ns": int((NOW + ctime) * SECOND)}
     assert source.settling(make_image(**times), float(NOW)) == seconds
@@ -77,7 +77,9 @@ def test_sources_page_cache_is_passed_where_that_is_a_gain(
     opened = look(shared / "a")
     monkeypatch.setattr(os, "major", lambda _: device)
     found = source.open_source(opened)
-    assert found == Content(opened.fd, found.direct, 5, opened.image.path, chunks=found.chunks)
+    assert found == ReadableSource(
+        opened.fd, found.direct, 5, opened.image.path, chunks=found.chunks
+    )
     assert (found.direct is not None) == past
     if found.direct is not None:
         os.close(found.direct)
@@ -109,14 +111,14 @@ def test_source_that_gives_an_error_is_no_fault_of_the_node(
         return real(fd)
 
     monkeypatch.setattr(os, "fstat", gone)
-    with pytest.raises(Unreadable) as caught:
+    with pytest.raises(SourceUnreadable) as caught:
         source.must_be_same(opened)
     assert caught.value.error.errno == errno.ENOTCONN
     opened.close()
 
 
 def test_file_system_with_a_new_inode_at_each_look_is_named_as_the_cause() -> None:
-    was = Identity("/a", 1, 2, 3, 4)
+    was = FileIdentity("/a", 1, 2, 3, 4)
     assert "inode number" in source.difference(was, msgspec.structs.replace(was, inode=9))
     for field in ("size", "mtime_ns", "ctime_ns"):
         other = msgspec.structs.replace(was, inode=9, **{field: 9})
@@ -174,10 +176,10 @@ def test_server_of_a_path_is_asked_if_root_has_mounted_it(
     node: Node, monkeypatch: Patch, path: str, asked: str | None
 ) -> None:
     table = [
-        Mount(1, 0, "8:1", "/", "/", "rw - ext4 x rw"),
-        Mount(2, 1, "0:40", "/", "/lustre", "rw - lustre mgs rw"),
-        Mount(3, 2, "259:1", "/entries/0a/image", "/lustre/redirected.sqsh", "ro - xfs x rw"),
-        Mount(4, 2, "0:41", "/", "/lustre/hers", "rw - fuse.x x rw,user_id=1000"),
+        MountInfo(1, 0, "8:1", "/", "/", "rw - ext4 x rw"),
+        MountInfo(2, 1, "0:40", "/", "/lustre", "rw - lustre mgs rw"),
+        MountInfo(3, 2, "259:1", "/entries/0a/image", "/lustre/redirected.sqsh", "ro - xfs x rw"),
+        MountInfo(4, 2, "0:41", "/", "/lustre/hers", "rw - fuse.x x rw,user_id=1000"),
     ]
     monkeypatch.setattr(mounts, "current", lambda: table)
     found = opening._server(node.places, path)

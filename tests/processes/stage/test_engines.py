@@ -12,27 +12,27 @@ import pytest
 from forestage.cache import digest
 from forestage.cache.part import Part, chunk_count, missing_chunks
 from forestage.config import Config
-from forestage.errors import Failed, Stopped
-from forestage.sources.source import Content, Truncated
+from forestage.errors import CopyStopped, Failed
+from forestage.sources.source import ReadableSource, SourceTruncated
 from forestage.stage import engines
-from forestage.stage.chunks import Tuning
-from forestage.stage.engines import Chunks, Engine, Rsync
+from forestage.stage.chunks import CopyTuning
+from forestage.stage.engines import ChunkEngine, Engine, RsyncEngine
 from forestage.system import run
 
 Patch = pytest.MonkeyPatch
 
 CHUNK = 1 << 20
-TUNING = Tuning(threads=2, chunk=CHUNK)
+TUNING = CopyTuning(threads=2, chunk=CHUNK)
 SIZES = [1, 4095, 4096, 4097, CHUNK, (2 << 20) + 7]
 
 
-@pytest.fixture(params=[Chunks, Rsync], ids=["chunks", "rsync"])
+@pytest.fixture(params=[ChunkEngine, RsyncEngine], ids=["chunks", "rsync"])
 def engine(request: pytest.FixtureRequest) -> Engine:
     return request.param(TUNING)
 
 
-def of(source: int) -> Content:
-    return Content(source, None, os.fstat(source).st_size)
+def of(source: int) -> ReadableSource:
+    return ReadableSource(source, None, os.fstat(source).st_size)
 
 
 def bring(engine: Engine, source: int, part: Part) -> None:
@@ -88,7 +88,7 @@ def test_copy_that_is_to_stop_says_so_and_what_is_in_stays(
     engine.reserve(of(source), part)
     stop = threading.Event()
     stop.set()
-    with pytest.raises(Stopped):
+    with pytest.raises(CopyStopped):
         engine.copy(of(source), part, stop)
     bring(engine, source, part)
     assert part.image.read_bytes() == b"x" * 100
@@ -102,12 +102,12 @@ def test_killed_rsyncs_wrong_bytes_are_found_and_copied_again(
     source: int, part: Part, wrong: int
 ) -> None:
     os.write(source, DATA)
-    Rsync(TUNING).reserve(of(source), part)
+    RsyncEngine(TUNING).reserve(of(source), part)
     beginning = bytearray(DATA[: CHUNK + 5])
     beginning[wrong] ^= 1
     with part.image.open("r+b") as file:
         file.write(beginning)
-    bring(Rsync(TUNING), source, part)
+    bring(RsyncEngine(TUNING), source, part)
     assert part.image.read_bytes() == DATA
 
 
@@ -136,7 +136,7 @@ def test_bandwidth_is_told_to_rsync_in_its_own_unit_and_never_as_no_limit(
     os.write(source, b"x")
     part.image.write_bytes(b"x")
     tuning = msgspec.structs.replace(TUNING, bandwidth=bandwidth)
-    Rsync(tuning).copy(of(source), part, threading.Event())
+    RsyncEngine(tuning).copy(of(source), part, threading.Event())
     assert f"--bwlimit={argument}" in door.argv
 
 
@@ -150,8 +150,8 @@ def test_rsync_begins_or_resumes_and_gets_the_open_file_only(
     door = Door(monkeypatch)
     os.write(source, b"xy")
     part.image.write_bytes(there)
-    with pytest.raises(Truncated):  # this rsync only says that it was there
-        Rsync(TUNING).copy(of(source), part, threading.Event())
+    with pytest.raises(SourceTruncated):  # this rsync only says that it was there
+        RsyncEngine(TUNING).copy(of(source), part, threading.Event())
     assert option in door.argv
     assert other not in door.argv
     assert {"--inplace", "--partial"} <= set(door.argv)
@@ -165,7 +165,7 @@ def test_rsyncs_own_failure_is_explained_and_makes_no_map(
     Door(monkeypatch, code=23)
     part.image.write_bytes(b"")
     with pytest.raises(Failed, match="rsync: exit 23 rsync: error: no luck") as caught:
-        Rsync(TUNING).copy(of(source), part, threading.Event())
+        RsyncEngine(TUNING).copy(of(source), part, threading.Event())
     assert caught.value.reason == "copy"
     assert part.digests() == b""
 
@@ -176,7 +176,7 @@ def test_rsync_that_is_not_installed_is_explained(
     monkeypatch.setattr(run, "PATH", str(tmp_path))
     os.write(source, b"right")
     with pytest.raises(Failed, match="rsync is not installed") as caught:
-        bring(Rsync(TUNING), source, part)
+        bring(RsyncEngine(TUNING), source, part)
     assert caught.value.reason == "program"
 
 
@@ -193,7 +193,7 @@ def test_threads_follow_the_cores_unless_the_admin_says_so(
 
 def test_configuration_is_what_the_engine_gets() -> None:
     asked = Config(threads=3, chunk_size=CHUNK, bandwidth=7)
-    assert engines.tuning(asked, CHUNK) == Tuning(threads=3, chunk=CHUNK, bandwidth=7)
-    assert isinstance(engines.of(Config(), CHUNK), Chunks)
-    assert isinstance(engines.of(Config(engine="rsync"), CHUNK), Rsync)
+    assert engines.tuning(asked, CHUNK) == CopyTuning(threads=3, chunk=CHUNK, bandwidth=7)
+    assert isinstance(engines.of(Config(), CHUNK), ChunkEngine)
+    assert isinstance(engines.of(Config(engine="rsync"), CHUNK), RsyncEngine)
     assert chunk_count(1, Config().chunk_of(1)) == 1

@@ -17,18 +17,18 @@ from forestage import log, trace
 from forestage.cache import allocation, digest, evict, image
 from forestage.cache.layout import Entry
 from forestage.cache.node import Node
-from forestage.cache.part import ENTRY_BYTES, Owner, Part, boot_id
-from forestage.cache.readers import Readers
+from forestage.cache.part import ENTRY_BYTES, Part, PartRecord, boot_id
+from forestage.cache.readers import ArrivalMap
 from forestage.clock import Clock
-from forestage.errors import Declined, Failed, Stopped
+from forestage.errors import CopyStopped, Declined, Failed
 from forestage.features.peers.engine import PeerHelpers
 from forestage.slurm.job import Job
 from forestage.sources import source as stage_source
 from forestage.sources.file import FileSource
-from forestage.sources.source import Content, OpenImage
+from forestage.sources.source import OpenImage, ReadableSource
 from forestage.stage import chunks, engines, pipeline
-from forestage.stage.pipeline import Figures
-from forestage.stage.task import Task
+from forestage.stage.pipeline import CopyStats
+from forestage.stage.task import CopyTask
 from forestage.system import lock, writers
 
 AfterCopy = Callable[[Callable[[], None]], "During"]
@@ -50,19 +50,19 @@ def source(shared: Path) -> Path:
 
 
 @pytest.fixture
-def task(source: Path, look: Looking, staging_node: Node, asking: Job) -> Iterator[Task]:
+def task(source: Path, look: Looking, staging_node: Node, asking: Job) -> Iterator[CopyTask]:
     found = look(source)
-    yield Task(staging_node, asking, found)
+    yield CopyTask(staging_node, asking, found)
     found.close()
 
 
-def run(task: Task) -> Figures:
-    figures = Figures()
+def run(task: CopyTask) -> CopyStats:
+    figures = CopyStats()
     pipeline.run(task, threading.Event(), figures)
     return figures
 
 
-def refused(task: Task, reason: str) -> bool:
+def refused(task: CopyTask, reason: str) -> bool:
     """Runs a copy that is to fail for this reason; whether the node is at fault."""
     with pytest.raises(Declined) as caught:
         run(task)
@@ -71,30 +71,30 @@ def refused(task: Task, reason: str) -> bool:
     return isinstance(caught.value, Failed)
 
 
-def configured(task: Task, **changes: object) -> Task:
+def configured(task: CopyTask, **changes: object) -> CopyTask:
     return msgspec.structs.replace(task, node=task.node.configured(**changes))
 
 
 class During:
     """The chunks engine, and then something else."""
 
-    def __init__(self, task: Task, then: Callable[[], None]) -> None:
+    def __init__(self, task: CopyTask, then: Callable[[], None]) -> None:
         self.real = engines.of(task.node.config, task.image.size)
         self.then = then
 
-    def needs(self, source: Content) -> int:
+    def needs(self, source: ReadableSource) -> int:
         return self.real.needs(source)
 
-    def reserve(self, source: Content, part: Part) -> None:
+    def reserve(self, source: ReadableSource, part: Part) -> None:
         self.real.reserve(source, part)
 
     def copy(
         self,
-        source: Content,
+        source: ReadableSource,
         part: Part,
         stop: threading.Event,
         helpers: PeerHelpers | None = None,
-        readers: Readers | None = None,
+        readers: ArrivalMap | None = None,
     ) -> int:
         count = self.real.copy(source, part, stop, helpers, readers)
         self.then()
@@ -102,7 +102,7 @@ class During:
 
 
 @pytest.fixture
-def after_copy(task: Task, monkeypatch: Patch) -> AfterCopy:
+def after_copy(task: CopyTask, monkeypatch: Patch) -> AfterCopy:
     def adding(then: Callable[[], None]) -> During:
         engine = During(task, then)
         monkeypatch.setattr(engines, "of", lambda *_: engine)
@@ -112,7 +112,7 @@ def after_copy(task: Task, monkeypatch: Patch) -> AfterCopy:
 
 
 def test_copy_that_took_a_map_over_is_named_for_the_next_one(
-    task: Task, after_copy: AfterCopy
+    task: CopyTask, after_copy: AfterCopy
 ) -> None:
     cache = task.node.cache
     run(task)
@@ -128,7 +128,7 @@ def test_copy_that_took_a_map_over_is_named_for_the_next_one(
     assert msgspec.json.decode(index.read_bytes()) == [task.key]
 
 
-def test_entry_has_the_bytes_their_map_and_their_digest(task: Task) -> None:
+def test_entry_has_the_bytes_their_map_and_their_digest(task: CopyTask) -> None:
     cache = task.node.cache
     run(task)
     entry = cache.find(task.image)
@@ -146,7 +146,7 @@ def test_entry_has_the_bytes_their_map_and_their_digest(task: Task) -> None:
 
 @pytest.mark.parametrize(("job", "makes_way"), [(0, False), (7, True)])
 def test_copy_makes_way_at_first_for_a_job_alone(
-    task: Task, monkeypatch: Patch, job: int, makes_way: bool
+    task: CopyTask, monkeypatch: Patch, job: int, makes_way: bool
 ) -> None:
     """With `forestage stage`, none is about to start. What is read gently shows no rate."""
     monkeypatch.setattr(chunks, "EARLY", 3600.0)
@@ -155,14 +155,14 @@ def test_copy_makes_way_at_first_for_a_job_alone(
     assert (run(task).rate == 0.0) is makes_way
 
 
-def test_copy_makes_no_way_for_a_step_that_waits_for_it(task: Task, monkeypatch: Patch) -> None:
+def test_copy_makes_no_way_for_a_step_that_waits_for_it(task: CopyTask, monkeypatch: Patch) -> None:
     monkeypatch.setattr(chunks, "EARLY", 3600.0)
     monkeypatch.setattr(Part, "is_waited_for", lambda part, now: True)
     assert run(configured(task, redirect="spank", cold="through")).rate > 0.0
 
 
 @pytest.mark.parametrize("changes", [{}, {"engine": "rsync"}])
-def test_every_engine_publishes_the_same_bytes(task: Task, changes: dict[str, object]) -> None:
+def test_every_engine_publishes_the_same_bytes(task: CopyTask, changes: dict[str, object]) -> None:
     task = configured(task, **changes)
     config = task.node.config
     run(task)
@@ -180,7 +180,7 @@ def test_copy_has_the_mode_and_time_of_its_source(
     source.chmod(mode)
     os.utime(source, ns=(5 * SECOND, 7 * SECOND + 1))
     opened = look(source)
-    run(Task(staging_node, asking, opened))
+    run(CopyTask(staging_node, asking, opened))
     copied = staging_node.cache.image(opened.image.key).stat()
     opened.close()
     assert copied.st_mode & 0o7777 == mode
@@ -192,14 +192,14 @@ def test_copy_belongs_to_the_owner_of_its_source(
 ) -> None:
     os.chown(source, 65534, 65533)
     opened = look(source)
-    run(Task(staging_node, asking, opened))
+    run(CopyTask(staging_node, asking, opened))
     copied = staging_node.cache.image(opened.image.key).stat()
     opened.close()
     assert (copied.st_uid, copied.st_gid) == (65534, 65533)
 
 
 def test_rights_that_the_cache_cannot_hold_prevent_publishing(
-    task: Task, monkeypatch: Patch
+    task: CopyTask, monkeypatch: Patch
 ) -> None:
     """Without its ACL the mode's group bits would let others in."""
     access = msgspec.structs.replace(task.image.access, acl=b"acl")
@@ -279,7 +279,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("fails", [False, True], ids=["copied", "engine failed"])
 def test_source_that_changes_during_the_copy_is_never_published(
-    task: Task, source: Path, after_copy: AfterCopy, change: Callable[[Path], None], fails: bool
+    task: CopyTask, source: Path, after_copy: AfterCopy, change: Callable[[Path], None], fails: bool
 ) -> None:
     """Nor is it the node's failure: rsync ends with 23 then."""
 
@@ -294,7 +294,7 @@ def test_source_that_changes_during_the_copy_is_never_published(
 
 @pytest.mark.parametrize("change", [_write, _append, _chmod, _touch])
 def test_change_of_the_open_file_is_seen_though_the_path_leads_to_a_twin(
-    task: Task, source: Path, monkeypatch: Patch, change: Callable[[Path], None]
+    task: CopyTask, source: Path, monkeypatch: Patch, change: Callable[[Path], None]
 ) -> None:
     """The path may lead to the staged file's twin on another file system; our bytes are these."""
     seen = image.PathFacts(task.image.path, task.node.config.sources, 0, task.image)
@@ -320,7 +320,7 @@ class Opening(Clock):
 
 
 def test_writer_is_asked_for_only_once_a_change_would_show(
-    task: Task, source: Path, after_copy: AfterCopy
+    task: CopyTask, source: Path, after_copy: AfterCopy
 ) -> None:
     """What they then write may have the very times that are known already."""
     clock = Opening(source)
@@ -331,7 +331,7 @@ def test_writer_is_asked_for_only_once_a_change_would_show(
 
 
 def test_writer_that_came_during_the_copy_prevents_publishing(
-    task: Task, source: Path, after_copy: AfterCopy
+    task: CopyTask, source: Path, after_copy: AfterCopy
 ) -> None:
     """Their stores through a mapping may show in no time that is still to come."""
     opened: list[IO[bytes]] = []
@@ -341,7 +341,7 @@ def test_writer_that_came_during_the_copy_prevents_publishing(
 
 
 def test_writer_is_looked_for_in_all_processes_where_leases_prove_nothing(
-    task: Task, monkeypatch: Patch
+    task: CopyTask, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(writers, "by_lease", lambda _: False)
     monkeypatch.setattr(writers, "proves", lambda _: False)
@@ -351,13 +351,13 @@ def test_writer_is_looked_for_in_all_processes_where_leases_prove_nothing(
 
 @pytest.mark.parametrize("size", [len(CONTENT) + 1, len(CONTENT) - 1, 5, 0])
 def test_copy_of_another_size_is_never_published(
-    task: Task, after_copy: AfterCopy, size: int
+    task: CopyTask, after_copy: AfterCopy, size: int
 ) -> None:
     after_copy(lambda: os.truncate(task.part.image, size))
     assert refused(task, "copy")
 
 
-def leave_part(task: Task, **changes: object) -> None:
+def leave_part(task: CopyTask, **changes: object) -> None:
     """Leaves a part with all bytes but the first chunk, as a killed stager does."""
     owner = pipeline.claim(task)
     task.part.write_owner(msgspec.structs.replace(owner, phase="copying", began=1.0, **changes))
@@ -368,9 +368,9 @@ def leave_part(task: Task, **changes: object) -> None:
 
 
 @pytest.fixture
-def owners(task: Task, monkeypatch: Patch) -> dict[str, Owner]:
+def owners(task: CopyTask, monkeypatch: Patch) -> dict[str, PartRecord]:
     """The part's owner at each step of the copy."""
-    seen: dict[str, Owner] = {}
+    seen: dict[str, PartRecord] = {}
 
     def listen(name: str) -> None:
         owner = task.part.owner()
@@ -381,7 +381,7 @@ def owners(task: Task, monkeypatch: Patch) -> dict[str, Owner]:
     return seen
 
 
-def test_killed_copy_is_resumed_from_its_map(task: Task, owners: dict[str, Owner]) -> None:
+def test_killed_copy_is_resumed_from_its_map(task: CopyTask, owners: dict[str, PartRecord]) -> None:
     leave_part(task)
     assert run(task).resumed == len(CONTENT) - CHUNK
     copied = task.node.cache.image(task.key).read_bytes()
@@ -393,14 +393,14 @@ def test_killed_copy_is_resumed_from_its_map(task: Task, owners: dict[str, Owner
 
 @pytest.mark.parametrize("since", [0.0, 1_700_000_000.0])
 def test_part_of_a_copy_for_pending_jobs_counts_as_copied_ahead_of_the_job_that_goes_on(
-    task: Task, since: float
+    task: CopyTask, since: float
 ) -> None:
     leave_part(task, expected=since)
     done = run(task)
     assert (done.expected, done.ahead) == (since, done.resumed if since else 0)
 
 
-def test_copy_for_pending_jobs_says_since_when_they_wait(task: Task) -> None:
+def test_copy_for_pending_jobs_says_since_when_they_wait(task: CopyTask) -> None:
     leave_part(task, expected=1.0)
     pending = msgspec.structs.replace(task.job, expected=2.0)
     done = run(msgspec.structs.replace(task, job=pending))
@@ -412,7 +412,7 @@ def test_copy_for_pending_jobs_says_since_when_they_wait(task: Task) -> None:
     [{"boot": "another"}, {"chunk": 2 * CHUNK}, {"engine": "rsync"}, {"image": None}, None],
 )
 def test_part_of_another_copy_is_begun_anew(
-    task: Task, make_image: Callable[..., image.Image], changes: dict[str, object] | None
+    task: CopyTask, make_image: Callable[..., image.SourceImage], changes: dict[str, object] | None
 ) -> None:
     """Its bytes have the digests of its map, so that only its owner tells."""
     if changes is None:  # nobody's
@@ -424,7 +424,9 @@ def test_part_of_another_copy_is_begun_anew(
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
 
 
-def test_stager_claims_the_part_before_anything_else(task: Task, owners: dict[str, Owner]) -> None:
+def test_stager_claims_the_part_before_anything_else(
+    task: CopyTask, owners: dict[str, PartRecord]
+) -> None:
     run(task)
     owner = owners["claimed"]
     assert (owner.pid, owner.boot, owner.job) == (os.getpid(), boot_id(), 7)
@@ -432,21 +434,21 @@ def test_stager_claims_the_part_before_anything_else(task: Task, owners: dict[st
     assert 0 < owner.since <= task.node.clock.monotonic()
 
 
-def test_stopped_copy_in_the_queue_copies_nothing(task: Task) -> None:
+def test_stopped_copy_in_the_queue_copies_nothing(task: CopyTask) -> None:
     other = task.node.cache.part("other")
     other.write_owner(msgspec.structs.replace(pipeline.claim(task), since=1.0))
     stop = threading.Event()
     stop.set()
-    with lock.held(task.node.cache.key_lock("other"), 0), pytest.raises(Stopped):
-        pipeline.run(configured(task, max_copies=1), stop, Figures())
+    with lock.held(task.node.cache.key_lock("other"), 0), pytest.raises(CopyStopped):
+        pipeline.run(configured(task, max_copies=1), stop, CopyStats())
     assert not task.part.image.exists()
 
 
-def test_source_settles_before_it_is_opened(task: Task, monkeypatch: Patch) -> None:
+def test_source_settles_before_it_is_opened(task: CopyTask, monkeypatch: Patch) -> None:
     done: list[object] = []
     open_source = stage_source.open_source
 
-    def noting(*arguments: object) -> Content:
+    def noting(*arguments: object) -> ReadableSource:
         done.append("open")
         return open_source(*arguments)  # type: ignore[arg-type]
 
@@ -471,7 +473,7 @@ def rooms(monkeypatch: Patch) -> list[int]:
 
 
 def test_space_that_others_took_meanwhile_is_looked_for_once_more(
-    task: Task, rooms: list[int], monkeypatch: Patch
+    task: CopyTask, rooms: list[int], monkeypatch: Patch
 ) -> None:
     real = allocation.allocate
     failures = iter([True])
@@ -487,20 +489,20 @@ def test_space_that_others_took_meanwhile_is_looked_for_once_more(
 
 
 def test_resumed_copy_asks_only_for_the_space_that_is_missing(
-    task: Task, rooms: list[int], monkeypatch: Patch
+    task: CopyTask, rooms: list[int], monkeypatch: Patch
 ) -> None:
     """Of an image that takes half of the disk, another half would not be free."""
     engine = During(task, lambda: None)
-    monkeypatch.setattr(engine, "copy", lambda *_: (_ for _ in ()).throw(Stopped))
+    monkeypatch.setattr(engine, "copy", lambda *_: (_ for _ in ()).throw(CopyStopped))
     monkeypatch.setattr(engines, "of", lambda *_: engine)
     for _ in range(2):
-        with pytest.raises(Stopped):
+        with pytest.raises(CopyStopped):
             run(task)
     assert rooms == [NEEDED, 0]
 
 
 def test_room_is_looked_for_before_anything_that_grows_with_the_size(
-    task: Task, monkeypatch: Patch
+    task: CopyTask, monkeypatch: Patch
 ) -> None:
     phases: list[str | None] = []
 
@@ -516,7 +518,7 @@ def test_room_is_looked_for_before_anything_that_grows_with_the_size(
 
 
 def test_damaged_entry_of_the_key_is_replaced(
-    task: Task, publish: Callable[[image.Image], Entry]
+    task: CopyTask, publish: Callable[[image.SourceImage], Entry]
 ) -> None:
     publish(task.image)
     (task.node.cache.entry_dir(task.key) / "entry.json").unlink()
@@ -524,7 +526,7 @@ def test_damaged_entry_of_the_key_is_replaced(
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
 
 
-def test_progress_counts_what_this_copy_did(task: Task, monkeypatch: Patch) -> None:
+def test_progress_counts_what_this_copy_did(task: CopyTask, monkeypatch: Patch) -> None:
     owner = msgspec.structs.replace(
         pipeline.claim(task), phase="copying", began=10.0, resumed=CHUNK
     )
@@ -536,7 +538,7 @@ def test_progress_counts_what_this_copy_did(task: Task, monkeypatch: Patch) -> N
 
 
 def test_long_copy_logs_its_progress_until_it_ends(
-    task: Task, after_copy: AfterCopy, monkeypatch: Patch
+    task: CopyTask, after_copy: AfterCopy, monkeypatch: Patch
 ) -> None:
     said: list[str] = []
     spoken = threading.Event()
@@ -554,7 +556,7 @@ def test_long_copy_logs_its_progress_until_it_ends(
 
 
 def test_copy_that_stands_still_is_logged_ever_more_seldom() -> None:
-    due = pipeline.Due()
+    due = pipeline.ProgressThrottle()
     assert [due.now(copied) for copied in (0, 1, 2)] == [True] * 3
     looks = [due.now(3) for _ in range(100)]
     assert [number for number, one in enumerate(looks) if one] == [0, 1, 3, 7, 15, 31, 63]
@@ -563,14 +565,14 @@ def test_copy_that_stands_still_is_logged_ever_more_seldom() -> None:
 
 
 def test_progress_of_a_source_that_hangs_is_not_logged_each_time(
-    task: Task, after_copy: AfterCopy, monkeypatch: Patch
+    task: CopyTask, after_copy: AfterCopy, monkeypatch: Patch
 ) -> None:
     said: list[str] = []
     looks: list[int] = []
     enough = threading.Event()
     real = type(task.part).copied
 
-    def copied(part: Part, owner: Owner) -> int:
+    def copied(part: Part, owner: PartRecord) -> int:
         if threading.current_thread().name == "progress":
             looks.append(1)
             enough.set() if len(looks) == 40 else None

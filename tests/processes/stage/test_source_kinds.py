@@ -9,15 +9,15 @@ from typing import ClassVar
 
 import pytest
 
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.node import Node
 from forestage.commands import inventory, verify
-from forestage.commands.verify import Manner
+from forestage.commands.verify import VerifyOptions
 from forestage.slurm.job import Job
 from forestage.sources import source
-from forestage.sources.source import Content, OpenImage
+from forestage.sources.source import OpenImage, ReadableSource
 from forestage.stage import stager
-from forestage.stage.task import Task
+from forestage.stage.task import CopyTask
 
 SIZE = 70_000  # bytes: the last chunk is not full
 WHOLE = bytes(number % 256 for number in range(SIZE))
@@ -32,9 +32,9 @@ class Counting:
         self.version = 1
         self.opened_at = 0
 
-    def open(self) -> Content:
+    def open(self) -> ReadableSource:
         self.opened_at = self.version
-        return Content(-1, None, SIZE, "/made/up", self.read)
+        return ReadableSource(-1, None, SIZE, "/made/up", self.read)
 
     def read(self, start: int, want: memoryview) -> None:
         want[:] = bytes(number % 256 for number in range(start, start + len(want)))
@@ -50,33 +50,35 @@ def counting() -> Counting:
 
 
 @pytest.fixture
-def task(staging_node: Node, asking: Job, counting: Counting) -> Task:
-    identity = Identity("/made/up", inode=1, size=SIZE, mtime_ns=1, ctime_ns=1)
-    wanted = Image(identity, Access(os.getuid(), os.getgid(), 0o640), "data")
-    return Task(staging_node, asking, OpenImage(wanted, asking.user, -1, other=counting))
+def task(staging_node: Node, asking: Job, counting: Counting) -> CopyTask:
+    identity = FileIdentity("/made/up", inode=1, size=SIZE, mtime_ns=1, ctime_ns=1)
+    wanted = SourceImage(identity, AccessRights(os.getuid(), os.getgid(), 0o640), "data")
+    return CopyTask(staging_node, asking, OpenImage(wanted, asking.user, -1, other=counting))
 
 
-def copy(task: Task) -> tuple[str, str]:
+def copy(task: CopyTask) -> tuple[str, str]:
     message = stager.copy(task, threading.Event())
     return message.state, message.reason
 
 
-def shown(task: Task) -> Path:
+def shown(task: CopyTask) -> Path:
     return task.node.cache.image(task.key)
 
 
-def test_made_up_source_is_copied_proven_and_a_hit_from_then_on(task: Task) -> None:
+def test_made_up_source_is_copied_proven_and_a_hit_from_then_on(task: CopyTask) -> None:
     assert copy(task) == ("published", "")
     assert shown(task).read_bytes() == WHOLE
     assert shown(task).stat().st_mode & 0o777 == 0o640
     assert copy(task) == ("found", "")
     items = inventory.items_of(task.node.cache.stored_entries(), [])
-    done = verify.verify(task.node, items, False, lambda _: None, Manner(no_source="it has none"))
+    done = verify.verify(
+        task.node, items, False, lambda _: None, VerifyOptions(no_source="it has none")
+    )
     assert [one.result for one in done.verdicts] == ["ok"]
 
 
 def test_made_up_source_that_changes_meanwhile_is_not_published(
-    task: Task, counting: Counting, monkeypatch: pytest.MonkeyPatch
+    task: CopyTask, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = counting.read
 

@@ -16,16 +16,16 @@ import pytest
 
 from forestage import events, log
 from forestage.cache import evict
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
-from forestage.cache.part import PROCESS_NAME, Owner
-from forestage.errors import Declined, Failed, Stopped
+from forestage.cache.part import PROCESS_NAME, PartRecord
+from forestage.errors import CopyStopped, Declined, Failed
 from forestage.slurm.job import Job
 from forestage.sources.file import FileSource
-from forestage.sources.source import OpenImage, Truncated, Unreadable
+from forestage.sources.source import OpenImage, SourceTruncated, SourceUnreadable
 from forestage.stage import chunks, engines, pipeline, queue, reading, stager
-from forestage.stage.task import Task
+from forestage.stage.task import CopyTask
 from forestage.system import as_user, child, lock
 from forestage.system.holder import StartChannel, StartReport
 from node import until
@@ -41,10 +41,10 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture
 def task(
     shared: Path, look: Callable[[Path], OpenImage], staging_node: Node, asking: Job
-) -> Iterator[Task]:
+) -> Iterator[CopyTask]:
     (shared / "image.sqsh").write_bytes(CONTENT)
     found = look(shared / "image.sqsh")
-    yield Task(staging_node, asking, found)
+    yield CopyTask(staging_node, asking, found)
     found.close()
 
 
@@ -62,7 +62,7 @@ def said(tmp_path: Path, monkeypatch: Patch) -> Said:
     return lambda: file.read_text().splitlines()
 
 
-def messages(task: Task) -> list[StartReport]:
+def messages(task: CopyTask) -> list[StartReport]:
     """Starts a stager and listens until its end."""
     heard = []
     with stager.start(task) as channel:
@@ -88,12 +88,12 @@ def io(number: int) -> OSError:
     [
         (Failed("copy", "rsync: exit 23"), "copy", True),
         (Declined("acl", "no ACL here"), "acl", False),
-        (Truncated("/lustre/a"), "changed", False),
-        (Stopped(), "stopped", False),
+        (SourceTruncated("/lustre/a"), "changed", False),
+        (CopyStopped(), "stopped", False),
         (as_user.ChildTimeout("no answer"), "source-hangs", False),
         (lock.LockTimeout("space.lock is held"), "busy", True),
-        (Unreadable("/lustre/a", io(errno.ESTALE)), "changed", False),
-        (Unreadable("/lustre/a", io(errno.EIO)), "source-error", False),
+        (SourceUnreadable("/lustre/a", io(errno.ESTALE)), "changed", False),
+        (SourceUnreadable("/lustre/a", io(errno.EIO)), "source-error", False),
         (io(errno.ENOSPC), "no-room", False),
         (io(errno.EDQUOT), "no-room", False),
         (io(errno.EIO), "io", True),
@@ -101,7 +101,7 @@ def io(number: int) -> OSError:
     ],
 )
 def test_failed_copy_has_its_message_its_event_and_its_line(
-    task: Task, monkeypatch: Patch, said: Said, error: Exception, reason: str, node_failed: bool
+    task: CopyTask, monkeypatch: Patch, said: Said, error: Exception, reason: str, node_failed: bool
 ) -> None:
     fail_with(error, monkeypatch)
     (last,) = messages(task)
@@ -116,7 +116,7 @@ def test_failed_copy_has_its_message_its_event_and_its_line(
     assert f"reason={reason}" in line
 
 
-def test_published_copy_has_its_event_and_its_line(task: Task, said: Said) -> None:
+def test_published_copy_has_its_event_and_its_line(task: CopyTask, said: Said) -> None:
     """The hook that asked may be long gone."""
     assert messages(task) == [StartReport("published")]
     (event,) = events.read(task.node.places.events)
@@ -132,20 +132,20 @@ def test_published_copy_has_its_event_and_its_line(task: Task, said: Said) -> No
 @pytest.mark.parametrize(
     ("error", "one_chunk", "kept"),
     [
-        (Stopped(), True, True),
+        (CopyStopped(), True, True),
         (io(errno.EIO), True, True),
         (Failed("copy", "rsync"), True, True),
         # No use to whoever comes next: no chunk, other bytes, or space that others need.
-        (Stopped(), False, False),
+        (CopyStopped(), False, False),
         (io(errno.EIO), False, False),
-        (Truncated("/lustre/a"), True, False),
+        (SourceTruncated("/lustre/a"), True, False),
         (io(errno.ENOSPC), True, False),
     ],
 )
 def test_failed_copy_leaves_only_what_can_be_resumed(
-    task: Task, monkeypatch: Patch, error: Exception, one_chunk: bool, kept: bool
+    task: CopyTask, monkeypatch: Patch, error: Exception, one_chunk: bool, kept: bool
 ) -> None:
-    def half(task: Task, *_: object) -> None:
+    def half(task: CopyTask, *_: object) -> None:
         pipeline.claim(task)
         task.part.map.write_bytes(b"\1" * 16 * one_chunk + bytes(32))
         raise error
@@ -156,7 +156,7 @@ def test_failed_copy_leaves_only_what_can_be_resumed(
 
 
 def test_entry_that_another_stager_has_just_published_is_found(
-    task: Task, publish: Callable[[Image], object], said: Said
+    task: CopyTask, publish: Callable[[SourceImage], object], said: Said
 ) -> None:
     publish(task.image)
     assert messages(task) == [StartReport("found")]
@@ -165,14 +165,14 @@ def test_entry_that_another_stager_has_just_published_is_found(
 
 
 def test_event_that_cannot_be_written_changes_no_message(
-    task: Task, monkeypatch: Patch, said: Said
+    task: CopyTask, monkeypatch: Patch, said: Said
 ) -> None:
     """A bug instead would count as three killed copies, and as a failure of the node."""
 
     def full(*_: object) -> None:
         raise io(errno.ENOSPC)
 
-    fail_with(Truncated("/lustre/a"), monkeypatch)
+    fail_with(SourceTruncated("/lustre/a"), monkeypatch)
     monkeypatch.setattr(events, "record_events", full)
     last = messages(task)[-1]
     assert (last.reason, last.node_failed) == ("changed", False)
@@ -180,7 +180,7 @@ def test_event_that_cannot_be_written_changes_no_message(
 
 
 def test_stager_leaves_the_hooks_session_output_and_locks(
-    tmp_path: Path, task: Task, monkeypatch: Patch
+    tmp_path: Path, task: CopyTask, monkeypatch: Patch
 ) -> None:
     """Before its first word: the hook goes on then, and Slurm may kill the hook's session."""
     left: list[str] = []
@@ -215,7 +215,7 @@ def test_stager_leaves_the_hooks_session_output_and_locks(
     }
 
 
-def test_key_that_has_a_stager_gets_no_second_one(task: Task) -> None:
+def test_key_that_has_a_stager_gets_no_second_one(task: CopyTask) -> None:
     with lock.held(task.node.cache.key_lock(task.key), 0):
         assert messages(task) == [StartReport("busy")]
     assert not list(task.node.cache.parts.iterdir())
@@ -223,7 +223,7 @@ def test_key_that_has_a_stager_gets_no_second_one(task: Task) -> None:
 
 @pytest.mark.parametrize("error", [None, RuntimeError("a bug"), KeyboardInterrupt(), SystemExit(0)])
 def test_stager_never_returns_into_the_hooks_code(
-    tmp_path: Path, task: Task, monkeypatch: Patch, said: Said, error: BaseException | None
+    tmp_path: Path, task: CopyTask, monkeypatch: Patch, said: Said, error: BaseException | None
 ) -> None:
     if error is not None:
         fail_with(error, monkeypatch)
@@ -251,10 +251,10 @@ def spin() -> None:
 
 PHASES = {
     "source": (FileSource, "open"),
-    "needs": (engines.Chunks, "needs"),
+    "needs": (engines.ChunkEngine, "needs"),
     "room": (evict, "make_room"),
     "old part": (pipeline, "strike_wrong_chunks"),
-    "space": (engines.Chunks, "reserve"),
+    "space": (engines.ChunkEngine, "reserve"),
     "copying": (chunks, "copy"),
     "verifying": (FileSource, "must_be_unchanged"),
     "rights": (pipeline, "_mirror_access"),
@@ -267,7 +267,7 @@ PHASES = {
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("wait", [hang, spin])
 def test_stager_ends_on_sigterm_whatever_it_is_at(
-    tmp_path: Path, task: Task, monkeypatch: Patch, phase: str, wait: Callable[[], None]
+    tmp_path: Path, task: CopyTask, monkeypatch: Patch, phase: str, wait: Callable[[], None]
 ) -> None:
     here = tmp_path / "here"
 
@@ -282,19 +282,19 @@ def test_stager_ends_on_sigterm_whatever_it_is_at(
         os.kill(channel.pid, signal.SIGTERM)
         heard = list(iter(lambda: channel.recv(600), StartReport("died")))
     is_over = phase == "redirects"
-    stopped = StartReport("failed", "stopped", str(Stopped()))
+    stopped = StartReport("failed", "stopped", str(CopyStopped()))
     assert heard[0] == (StartReport("published") if is_over else stopped)
     until(lambda: lock.is_free(task.node.cache.key_lock(task.key)), "its lock to be free")
     owner = task.part.owner()
     assert is_over or (owner is not None and owner.stopped)
 
 
-def test_stager_that_waits_for_its_turn_ends_on_sigterm(task: Task, monkeypatch: Patch) -> None:
+def test_stager_that_waits_for_its_turn_ends_on_sigterm(task: CopyTask, monkeypatch: Patch) -> None:
     monkeypatch.setattr(queue, "_turn", lambda *_: "wait")
     with stager.start(task) as channel:
         until(lambda: task.part.owner() is not None, "the stager to be in the queue")
         os.kill(channel.pid, signal.SIGTERM)
-        assert channel.recv(600) == StartReport("failed", "stopped", str(Stopped()))
+        assert channel.recv(600) == StartReport("failed", "stopped", str(CopyStopped()))
         assert channel.recv(600) == StartReport("died")
 
 
@@ -308,30 +308,30 @@ class SignalledEvent(threading.Event):
 
 
 def test_stager_that_is_sent_a_second_sigterm_while_it_notes_the_first_ends(
-    task: Task, monkeypatch: Patch
+    task: CopyTask, monkeypatch: Patch
 ) -> None:
-    def wait(_node: Node, _key: str, _owner: Owner, stop: threading.Event) -> Owner:
+    def wait(_node: Node, _key: str, _owner: PartRecord, stop: threading.Event) -> PartRecord:
         stop.__class__ = SignalledEvent
         os.kill(os.getpid(), signal.SIGTERM)
         while not stop.is_set():
             time.sleep(0.01)
-        raise Stopped
+        raise CopyStopped
 
     monkeypatch.setattr(queue, "wait_turn", wait)
     with stager.start(task) as channel:
         try:
-            assert channel.recv(60) == StartReport("failed", "stopped", str(Stopped()))
+            assert channel.recv(60) == StartReport("failed", "stopped", str(CopyStopped()))
         finally:
             os.kill(channel.pid, signal.SIGKILL)
 
 
 def test_error_of_a_stager_that_has_not_left_its_hook_is_not_on_the_hooks_stderr(
-    task: Task, said: Said, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
+    task: CopyTask, said: Said, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(_: Task) -> Task:
+    def fail(_: CopyTask) -> CopyTask:
         raise OSError(errno.EMFILE, "no descriptor")
 
-    monkeypatch.setattr(Task, "received", fail)
+    monkeypatch.setattr(CopyTask, "received", fail)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     with stager.start(task) as channel:
         assert channel.recv(60) == StartReport("died", detail="[Errno 24] no descriptor")
@@ -340,7 +340,7 @@ def test_error_of_a_stager_that_has_not_left_its_hook_is_not_on_the_hooks_stderr
 
 
 def test_what_a_thread_of_a_copy_died_of_is_logged(
-    task: Task, said: Said, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
+    task: CopyTask, said: Said, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def die(*_: object) -> None:
         raise RuntimeError("unforeseen")

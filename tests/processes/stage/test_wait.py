@@ -9,23 +9,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache, Entry
-from forestage.cache.lease import Lease, Use
+from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.node import Node
-from forestage.cache.part import Owner, boot_id
+from forestage.cache.part import PartRecord, boot_id
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined, Failed
 from forestage.slurm.job import Job
 from forestage.sources.source import OpenImage
 from forestage.stage import pipeline, queue, stager, wait
-from forestage.stage.task import Task
-from forestage.stage.wait import OBSERVE, SPEEDUP_MARGIN, TRIES, Arrival, Eta
+from forestage.stage.task import CopyTask
+from forestage.stage.wait import OBSERVE, SPEEDUP_MARGIN, TRIES, Arrival, CopyEstimate
 from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.system.holder import StartChannel, StartReport
 
-Make = Callable[..., Image]
+Make = Callable[..., SourceImage]
 
 CHUNK = 1 << 16
 CONTENT = b"container " * (CHUNK // 4)
@@ -92,7 +92,7 @@ def copies(tmp_path: Path, monkeypatch: Patch) -> Copies:
 
 
 def test_hit_starts_no_process_and_needs_no_time(
-    obtain: Obtain, opened: OpenImage, publish: Callable[[Image], Entry], monkeypatch: Patch
+    obtain: Obtain, opened: OpenImage, publish: Callable[[SourceImage], Entry], monkeypatch: Patch
 ) -> None:
     publish(opened.image)
     monkeypatch.setattr(os, "fork", None)
@@ -105,7 +105,7 @@ def test_hook_that_waits_for_another_hooks_copy_joins_it(
     staging_node: Node,
     obtain: Obtain,
     copies: Copies,
-    publish: Callable[[Image], Entry],
+    publish: Callable[[SourceImage], Entry],
     monkeypatch: Patch,
 ) -> None:
     held = lock.held(cache.key_lock(opened.image.key), 0)
@@ -131,7 +131,7 @@ def test_entry_that_was_published_since_the_hook_looked_is_joined(
     first = iter([None])
     here = os.getpid()
 
-    def late(cache: Cache, wanted: Image) -> Entry | None:
+    def late(cache: Cache, wanted: SourceImage) -> Entry | None:
         found = find(cache, wanted)
         return next(first, found) if os.getpid() == here else found
 
@@ -149,7 +149,7 @@ def test_copy_that_does_not_end_is_waited_for_until_the_deadline(
 
 
 def test_killed_stager_whose_lock_is_not_free_at_once_counts_once(
-    opened: OpenImage, obtain: Obtain, publish: Callable[[Image], Entry], monkeypatch: Patch
+    opened: OpenImage, obtain: Obtain, publish: Callable[[SourceImage], Entry], monkeypatch: Patch
 ) -> None:
     """The kernel closes its socket first: the next stager may find the key still taken, and go."""
     told: list[list[StartReport]] = [[], [StartReport("busy")]] * (TRIES - 1)
@@ -163,7 +163,7 @@ def test_killed_stager_whose_lock_is_not_free_at_once_counts_once(
         def recv(self, timeout: float, flags: int = 0) -> StartReport | None:
             return self.messages.pop(0) if self.messages else StartReport("died")
 
-    def start(task: Task) -> StartChannel:
+    def start(task: CopyTask) -> StartChannel:
         if told:
             return Ended(told.pop(0))
         publish(task.image)
@@ -208,10 +208,12 @@ class ManualClock(Clock):
         self.now += seconds
 
 
-def under_way(cache: Cache, wanted: Image, there: int, chunks: int, **changes: object) -> None:
+def under_way(
+    cache: Cache, wanted: SourceImage, there: int, chunks: int, **changes: object
+) -> None:
     """A part of which so many of its chunks are in."""
     part = cache.part(wanted.key)
-    owner = Owner(
+    owner = PartRecord(
         pid=1,
         boot=boot_id(),
         image=wanted,
@@ -257,9 +259,9 @@ def test_job_does_not_wait_for_a_place_that_is_free_too_late(
     under_way(node.cache, wanted, 0, 10, **{"since": 990.0, "phase": "queued", **mine})
     monkeypatch.setattr(queue, "STALLED_AFTER", 1e9)
     monkeypatch.setattr(lock, "is_free", lambda _: False)
-    needed = Lease(8, User("", 1, 1), 0.0, "", (Use(ahead.key), Use(wanted.key)))
+    needed = Lease(8, User("", 1, 1), 0.0, "", (EntryUse(ahead.key), EntryUse(wanted.key)))
     node.leases.write(needed)
-    eta = Eta(node, wanted, Deadline.after(left, node.clock))
+    eta = CopyEstimate(node, wanted, Deadline.after(left, node.clock))
     assert eta.hopeless() is hopeless
     assert ("is queued behind other copies for 10s more" in eta.summary()) is (eta.begins > 0)
     assert node.cache.part(wanted.key).is_waited_for(node.clock.wall())
@@ -306,7 +308,7 @@ def test_job_stops_waiting_for_what_cannot_come_in_time(
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
     wanted = make_image(size=SIZE)
     under_way(node.cache, wanted, there, 10, **changes)
-    assert Eta(node, wanted, Deadline.after(left, node.clock)).hopeless() is hopeless
+    assert CopyEstimate(node, wanted, Deadline.after(left, node.clock)).hopeless() is hopeless
 
 
 @pytest.mark.usefixtures("living")
@@ -319,7 +321,7 @@ def test_job_does_not_judge_by_a_copy_that_ends_for_it(
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
     wanted = make_image(size=SIZE)
     under_way(node.cache, wanted, 1, 10, expected=500.0)
-    eta = Eta(node, wanted, Deadline.after(left, node.clock), leased=leased)
+    eta = CopyEstimate(node, wanted, Deadline.after(left, node.clock), leased=leased)
     assert eta.hopeless() is hopeless
 
 
@@ -328,7 +330,7 @@ def test_copy_that_has_not_begun_is_waited_for_until_the_deadline(
     staging_node: Node, make_image: Make, left: float, hopeless: bool
 ) -> None:
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
-    eta = Eta(node, make_image(), Deadline.after(left, node.clock))
+    eta = CopyEstimate(node, make_image(), Deadline.after(left, node.clock))
     assert eta.hopeless() is hopeless
 
 
@@ -338,7 +340,7 @@ def test_summary_says_how_far_the_copy_is_and_how_long_it_takes(
 ) -> None:
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
     wanted = make_image(size=SIZE)
-    eta = Eta(node, wanted, Deadline.after(1, node.clock))
+    eta = CopyEstimate(node, wanted, Deadline.after(1, node.clock))
     assert eta.summary() == "0 B of 1000 B of /lustre/a.sqsh are here"
     under_way(node.cache, wanted, 2, 10)
     assert eta.hopeless()
@@ -370,7 +372,7 @@ def test_resumed_copy_is_not_judged_by_the_rate_of_the_one_that_was_killed(
 ) -> None:
     """`started` is said before the claim: the hook sees half of it done in the last hour."""
     node = staging_node
-    killed_one = pipeline.claim(Task(node, asking, opened))
+    killed_one = pipeline.claim(CopyTask(node, asking, opened))
     began = node.clock.monotonic() - 3600
     part = cache.part(opened.image.key)
     part.write_owner(msgspec.structs.replace(killed_one, phase="copying", began=began))
@@ -389,7 +391,7 @@ def test_progress_says_how_far_and_about_how_long(staging_node: Node, make_image
     def watch(line: Callable[[], str]) -> None:
         heard.append(line())
 
-    eta = Eta(node, wanted, Deadline.after(99, node.clock), watch)
+    eta = CopyEstimate(node, wanted, Deadline.after(99, node.clock), watch)
     assert not eta.hopeless()
     under_way(node.cache, wanted, 2, 10)
     assert not eta.hopeless()

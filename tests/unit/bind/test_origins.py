@@ -10,13 +10,13 @@ import pytest
 from forestage.bind import origins
 from forestage.bind.origins import CacheOrigin, KnownOrigins
 from forestage.cache.layout import Cache
-from forestage.system.mounts import BindOrigin, Mount
+from forestage.system.mounts import BindOrigin, MountInfo
 
 HERE, EARLIER = "/mnt/nvme/forestage", "/scratch/forestage"
 
 
-def bound(number: int, device: str, root: str) -> Mount:
-    return Mount(number, 1, device, root, f"/lustre/{number}")
+def bound(number: int, device: str, root: str) -> MountInfo:
+    return MountInfo(number, 1, device, root, f"/lustre/{number}")
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_number_that_another_file_system_may_have_by_now_tells_no_bind(
     cache.claims.joinpath(origins.FILE).write_bytes(
         msgspec.json.encode(KnownOrigins({EARLIER: (BindOrigin(device, here),)}))
     )
-    table = [Mount(1, 0, "8:1", "/", "/")]
-    table += [Mount(2, 1, device, "/", "/scratch")] if mounted else []
+    table = [MountInfo(1, 0, "8:1", "/", "/")]
+    table += [MountInfo(2, 1, device, "/", "/scratch")] if mounted else []
     found = origins.find_binds(
         [bound(9, device, f"{here}entries/0a/image")], origins.find_origins(cache, table)
     )
@@ -71,6 +71,6 @@ def test_number_that_another_file_system_may_have_by_now_tells_no_bind(
 
 def test_file_that_is_no_record_of_ours_names_no_cache(cache: Cache) -> None:
     (cache.claims / origins.FILE).write_text("[1]")
-    table = [Mount(1, 0, "8:1", "/", "/")]
+    table = [MountInfo(1, 0, "8:1", "/", "/")]
     (only,) = origins.find_origins(Cache(Path(HERE), cache.claims), table)
     assert only == CacheOrigin(HERE, BindOrigin("8:1", f"{HERE}/"))

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.bind import redirect
-from forestage.bind.redirect import Bind, next_step, stale, unneeded
+from forestage.bind.redirect import RedirectBind, next_step, stale, unneeded
 from forestage.cache.layout import Cache
 from forestage.system import mounts
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 
 
-def bind(path: str, key: str) -> Bind:
-    return Bind(Mount(0, 0, "0:0", "", path), key)
+def bind(path: str, key: str) -> RedirectBind:
+    return RedirectBind(MountInfo(0, 0, "0:0", "", path), key)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def bind(path: str, key: str) -> Bind:
         ([bind("/a", "key"), bind("/a", "older")], "unmount"),
     ],
 )
-def test_path_is_made_to_show_the_wanted_entry(bound: list[Bind], expected: str) -> None:
+def test_path_is_made_to_show_the_wanted_entry(bound: list[RedirectBind], expected: str) -> None:
     assert next_step(bound, "/a", "key") == expected
 
 
@@ -44,7 +44,7 @@ PATHS = st.frozensets(st.sampled_from(["/a", "/b", "/c"]))
 
 @given(BINDS, PATHS)
 def test_only_a_redirect_that_no_lease_needs_is_unneeded(
-    bound: list[Bind], needed: frozenset[str]
+    bound: list[RedirectBind], needed: frozenset[str]
 ) -> None:
     taken = unneeded(bound, needed)
     assert all(one.path not in needed for one in taken)
@@ -53,7 +53,7 @@ def test_only_a_redirect_that_no_lease_needs_is_unneeded(
 
 @given(BINDS, PATHS)
 def test_stale_is_what_shows_other_bytes_and_nothing_elsewhere(
-    bound: list[Bind], paths: frozenset[str]
+    bound: list[RedirectBind], paths: frozenset[str]
 ) -> None:
     taken = stale(bound, paths, "k")
     assert all(one.path in paths and one.key != "k" for one in taken)
@@ -76,8 +76,8 @@ def test_bind_of_anything_but_a_live_entry_has_no_key(
     monkeypatch: pytest.MonkeyPatch, inside: str, key: str
 ) -> None:
     table = [
-        Mount(1, 0, "0:1", "/", "/"),
-        Mount(2, 1, "0:1", f"/nowhere/cache/{inside}", "/lustre/a"),
+        MountInfo(1, 0, "0:1", "/", "/"),
+        MountInfo(2, 1, "0:1", f"/nowhere/cache/{inside}", "/lustre/a"),
     ]
     monkeypatch.setattr(mounts, "current", lambda: table)
     (found,) = redirect.binds(Cache(Path("/nowhere/cache")))

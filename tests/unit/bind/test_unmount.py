@@ -10,35 +10,39 @@ import pytest
 
 from commands import Frozen
 from forestage.bind import unmount
-from forestage.bind.unmount import Bind, Going
+from forestage.bind.unmount import ClaimedBind, RedirectBind
 from forestage.cache.layout import Cache
 from forestage.clock import Deadline
 from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 
 
 @pytest.fixture
-def table(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> list[Mount]:
+def table(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> list[MountInfo]:
     """What the kernel shows."""
-    root = Mount(1, 0, "0:1", "/", "/")
+    root = MountInfo(1, 0, "0:1", "/", "/")
     table = [root, *(bind(cache, n).mount for n in (5, 6))]
     monkeypatch.setattr(mounts, "current", lambda: list(table))
     return table
 
 
-def bind(cache: Cache, number: int, path: str = "") -> Bind:
+def bind(cache: Cache, number: int, path: str = "") -> RedirectBind:
     where = f"{cache.root}/entries/0{number}/image"
-    return Bind(Mount(number, 1, "0:1", where, path or f"/lustre/{number}"), f"0{number}")
+    return RedirectBind(
+        MountInfo(number, 1, "0:1", where, path or f"/lustre/{number}"), f"0{number}"
+    )
 
 
 @contextlib.contextmanager
-def claimed(cache: Cache, *wanted: Bind, now: float | None = None) -> Iterator[list[Bind]]:
+def claimed(
+    cache: Cache, *wanted: RedirectBind, now: float | None = None
+) -> Iterator[list[RedirectBind]]:
     with contextlib.ExitStack() as claims:
         yield [one.bind for one in unmount.claim(cache, wanted, claims, now)]
 
 
-def test_bind_that_another_claims_is_left_to_it(cache: Cache, table: list[Mount]) -> None:
+def test_bind_that_another_claims_is_left_to_it(cache: Cache, table: list[MountInfo]) -> None:
     five, six = bind(cache, 5), bind(cache, 6)
     with claimed(cache, five) as first, claimed(cache, five, six) as second:
         assert (first, second) == ([five], [six])
@@ -47,7 +51,9 @@ def test_bind_that_another_claims_is_left_to_it(cache: Cache, table: list[Mount]
     assert list(cache.locks.iterdir()) == [], "claims leave no file"
 
 
-def test_bind_that_went_before_it_was_claimed_is_left_out(cache: Cache, table: list[Mount]) -> None:
+def test_bind_that_went_before_it_was_claimed_is_left_out(
+    cache: Cache, table: list[MountInfo]
+) -> None:
     """Its number may be another mount's by the time it is unmounted."""
     five = bind(cache, 5)
     table.remove(five.mount)
@@ -55,7 +61,9 @@ def test_bind_that_went_before_it_was_claimed_is_left_out(cache: Cache, table: l
         assert mine == []
 
 
-def test_claim_that_goes_on_is_waited_for_until_the_end(cache: Cache, table: list[Mount]) -> None:
+def test_claim_that_goes_on_is_waited_for_until_the_end(
+    cache: Cache, table: list[MountInfo]
+) -> None:
     five = bind(cache, 5)
 
     class Ends(Frozen):
@@ -87,12 +95,12 @@ def hangs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_path_that_hung_is_left_to_the_sweep_for_a_while(
-    cache: Cache, table: list[Mount], hangs: set[str], me: User
+    cache: Cache, table: list[MountInfo], hangs: set[str], me: User
 ) -> None:
     five, six = bind(cache, 5), bind(cache, 6)
     hangs.add(five.path)
-    with claimed(cache, five, six), pytest.raises(unmount.StillMounted, match="/lustre/5") as hung:
-        unmount.unmount([Going(five, cache), Going(six, cache)], lambda bind: me)
+    with claimed(cache, five, six), pytest.raises(unmount.UnmountError, match="/lustre/5") as hung:
+        unmount.unmount([ClaimedBind(five, cache), ClaimedBind(six, cache)], lambda bind: me)
     assert hung.value.off == 1
     noted = (cache.locks / "5.unmount").stat().st_mtime
     assert not unmount.is_going(cache, five), "it may be kept"
@@ -105,11 +113,11 @@ def test_path_that_hung_is_left_to_the_sweep_for_a_while(
     hangs.clear()
     with claimed(cache, five) as sweep:
         assert sweep == [five]
-        unmount.unmount([Going(five, cache)], lambda bind: me)
+        unmount.unmount([ClaimedBind(five, cache)], lambda bind: me)
     assert list(cache.locks.iterdir()) == []
 
 
-def test_notes_of_mounts_that_have_gone_are_deleted(cache: Cache, table: list[Mount]) -> None:
+def test_notes_of_mounts_that_have_gone_are_deleted(cache: Cache, table: list[MountInfo]) -> None:
     for number in (5, 7):
         (cache.locks / f"{number}.unmount").write_text(f"/lustre/{number}")
     cache.space_lock.touch()
@@ -118,10 +126,10 @@ def test_notes_of_mounts_that_have_gone_are_deleted(cache: Cache, table: list[Mo
 
 
 def test_path_below_a_users_file_system_is_the_last(
-    cache: Cache, table: list[Mount], hangs: set[str], monkeypatch: pytest.MonkeyPatch, me: User
+    cache: Cache, table: list[MountInfo], hangs: set[str], monkeypatch: pytest.MonkeyPatch, me: User
 ) -> None:
     """It may hang whenever that user likes."""
-    table.append(Mount(9, 1, "0:9", "/", "/lustre/5", rest="rw - fuse.x x rw,user_id=1000"))
+    table.append(MountInfo(9, 1, "0:9", "/", "/lustre/5", rest="rw - fuse.x x rw,user_id=1000"))
     ordered: list[str] = []
 
     def each(works: list[object], *rest: object) -> None:
@@ -129,7 +137,7 @@ def test_path_below_a_users_file_system_is_the_last(
 
     monkeypatch.setattr(as_user, "each", each)
     both = [bind(cache, 6), bind(cache, 5)]
-    unmount.unmount([Going(one, cache) for one in both], lambda bind: me)
+    unmount.unmount([ClaimedBind(one, cache) for one in both], lambda bind: me)
     assert ordered == ["/lustre/6", "/lustre/5"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from forestage.cache import disk
 from forestage.cache.layout import Cache
 from forestage.errors import Declined
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import probe
 from forestage.system.probe import HangReport
 
@@ -29,12 +29,12 @@ from forestage.system.probe import HangReport
 def test_disk_that_had_no_time_to_answer_is_not_said_to_hang(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    refuse: Callable[[Places, Cache, float], None],
+    refuse: Callable[[NodePaths, Cache, float], None],
     seconds: float,
     left: float,
     reason: str,
 ) -> None:
     monkeypatch.setattr(probe, "ask", lambda *_: HangReport(disk.READS, seconds))
     with pytest.raises(Declined) as refused:
-        refuse(Places(tmp_path), Cache(tmp_path), left)
+        refuse(NodePaths(tmp_path), Cache(tmp_path), left)
     assert refused.value.reason == reason

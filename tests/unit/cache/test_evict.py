@@ -11,24 +11,33 @@ from hypothesis import strategies as st
 
 from fixtures import half
 from forestage.cache import evict
-from forestage.cache.evict import Goal, Plan, Room, plan, room_at_rest, room_for_copy
-from forestage.cache.image import Access, Identity, Image, Kind
+from forestage.cache.evict import (
+    CacheSpace,
+    EvictionGoal,
+    EvictionPlan,
+    plan,
+    room_at_rest,
+    room_for_copy,
+)
+from forestage.cache.image import AccessRights, FileIdentity, Kind, SourceImage
 from forestage.cache.layout import Cache, Entry, StoredEntry
-from forestage.cache.lease import Leases
+from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import boot_id
 from forestage.config import Config
 from forestage.errors import Declined
 from forestage.system import lock
-from forestage.units import Amount
+from forestage.units import SizeOrShare
 
-Make = Callable[..., Image]
-Publish = Callable[[Image], Entry]
+Make = Callable[..., SourceImage]
+Publish = Callable[[SourceImage], Entry]
 
 NO_LIMIT = 10**12
 ALL_MAY_STAY = Config(
-    max_size=Amount(size=NO_LIMIT), min_free=Amount(size=0), low_watermark=Amount(share=1.0)
+    max_size=SizeOrShare(size=NO_LIMIT),
+    min_free=SizeOrShare(size=0),
+    low_watermark=SizeOrShare(share=1.0),
 )
-ALL_MUST_GO = Config(max_size=Amount(size=1), min_free=Amount(size=0))
+ALL_MUST_GO = Config(max_size=SizeOrShare(size=1), min_free=SizeOrShare(size=0))
 
 
 def stored(
@@ -42,18 +51,18 @@ def stored(
     user: int | None = None,
     kind: Kind = "image",
 ) -> StoredEntry:
-    identity = Identity(path or f"/lustre/{key}", 1, size, 0, 0)
-    access = Access(0, 0, 0o644)
+    identity = FileIdentity(path or f"/lustre/{key}", 1, size, 0, 0)
+    access = AccessRights(0, 0, 0o644)
     entry = None if damaged else Entry(key, identity, access, created, "rsync", kind=kind)
     return StoredEntry(key, size, used, pinned, entry, user)
 
 
-def room(free: int = 0, used: int = 100) -> Room:
-    return Room(free, used, max_size=NO_LIMIT, min_free=0, low=NO_LIMIT, share=50)
+def room(free: int = 0, used: int = 100) -> CacheSpace:
+    return CacheSpace(free, used, max_size=NO_LIMIT, min_free=0, low=NO_LIMIT, share=50)
 
 
-def want(free: int) -> Goal:
-    return Goal(free=free, used=NO_LIMIT)
+def want(free: int) -> EvictionGoal:
+    return EvictionGoal(free=free, used=NO_LIMIT)
 
 
 @pytest.mark.parametrize("step", [3600.0, 40 * 86400.0])
@@ -70,28 +79,38 @@ def test_entry_made_before_the_clock_was_set_back_is_superseded_by_one_made_sinc
 @pytest.mark.parametrize(
     ("things", "leased", "goal", "path", "expected"),
     [
-        pytest.param([], "", want(0), "", Plan((), 0, True), id="nothing to do"),
-        pytest.param([], "", want(1), "", Plan((), 0, False), id="nothing to evict"),
+        pytest.param([], "", want(0), "", EvictionPlan((), 0, True), id="nothing to do"),
+        pytest.param([], "", want(1), "", EvictionPlan((), 0, False), id="nothing to evict"),
         pytest.param(
-            [stored("a", 2), stored("b", 1)], "", want(10), "", Plan(("b",), 10, True), id="lru"
+            [stored("a", 2), stored("b", 1)],
+            "",
+            want(10),
+            "",
+            EvictionPlan(("b",), 10, True),
+            id="lru",
         ),
         pytest.param(
             [stored("a", 2), stored("b", 1)],
             "",
             want(11),
             "",
-            Plan(("b", "a"), 20, True),
+            EvictionPlan(("b", "a"), 20, True),
             id="stops only when the goal is met",
         ),
         pytest.param(
-            [stored("a", 1), stored("b", 2)], "a", want(10), "", Plan(("b",), 10, True), id="leased"
+            [stored("a", 1), stored("b", 2)],
+            "a",
+            want(10),
+            "",
+            EvictionPlan(("b",), 10, True),
+            id="leased",
         ),
         pytest.param(
             [stored("a", 1, pinned=True), stored("b", 2)],
             "",
             want(20),
             "",
-            Plan(("b",), 10, False),
+            EvictionPlan(("b",), 10, False),
             id="pinned",
         ),
         pytest.param(
@@ -99,7 +118,7 @@ def test_entry_made_before_the_clock_was_set_back_is_superseded_by_one_made_sinc
             "",
             want(1),
             "",
-            Plan(("b",), 10, True),
+            EvictionPlan(("b",), 10, True),
             id="damaged first",
         ),
         pytest.param(
@@ -107,7 +126,7 @@ def test_entry_made_before_the_clock_was_set_back_is_superseded_by_one_made_sinc
             "",
             want(1),
             "",
-            Plan(("old",), 10, True),
+            EvictionPlan(("old",), 10, True),
             id="superseded by a newer entry of its path",
         ),
         pytest.param(
@@ -115,7 +134,7 @@ def test_entry_made_before_the_clock_was_set_back_is_superseded_by_one_made_sinc
             "",
             want(1),
             "",
-            Plan(("old",), 10, True),
+            EvictionPlan(("old",), 10, True),
             id="superseded by an entry that is listed before it",
         ),
         pytest.param(
@@ -123,7 +142,7 @@ def test_entry_made_before_the_clock_was_set_back_is_superseded_by_one_made_sinc
             "",
             want(1),
             "/x",
-            Plan(("old",), 10, True),
+            EvictionPlan(("old",), 10, True),
             id="superseded by what is being staged",
         ),
         pytest.param(
@@ -131,13 +150,13 @@ def test_entry_made_before_the_clock_was_set_back_is_superseded_by_one_made_sinc
             "new",
             want(20),
             "",
-            Plan(("old", "a"), 20, True),
+            EvictionPlan(("old", "a"), 20, True),
             id="superseded, then lru, whatever is leased",
         ),
     ],
 )
 def test_plans(
-    things: list[StoredEntry], leased: str, goal: Goal, path: str, expected: Plan
+    things: list[StoredEntry], leased: str, goal: EvictionGoal, path: str, expected: EvictionPlan
 ) -> None:
     assert plan(things, frozenset(leased.split()), room(), goal, path) == expected
 
@@ -153,7 +172,7 @@ ALICE, BOB = 1, 2
             {ALICE: 50},
             ALICE,
             want(10),
-            Plan(("b",), 10, True),
+            EvictionPlan(("b",), 10, True),
             id="within the share another's may go",
         ),
         pytest.param(
@@ -161,7 +180,7 @@ ALICE, BOB = 1, 2
             {ALICE: 51},
             ALICE,
             want(10),
-            Plan((), 0, False),
+            EvictionPlan((), 0, False),
             id="above it none of another's goes",
         ),
         pytest.param(
@@ -169,7 +188,7 @@ ALICE, BOB = 1, 2
             {ALICE: 41},
             ALICE,
             want(20),
-            Plan(("a", "b"), 20, True),
+            EvictionPlan(("a", "b"), 20, True),
             id="first their own, until they are within it",
         ),
         pytest.param(
@@ -177,7 +196,7 @@ ALICE, BOB = 1, 2
             {ALICE: 51},
             ALICE,
             want(10),
-            Plan((), 0, False),
+            EvictionPlan((), 0, False),
             id="what several used is no one's to evict",
         ),
         pytest.param(
@@ -185,7 +204,7 @@ ALICE, BOB = 1, 2
             {ALICE: 50},
             ALICE,
             want(1),
-            Plan(("s",), 100, True),
+            EvictionPlan(("s",), 100, True),
             id="nor does it count",
         ),
         pytest.param(
@@ -193,7 +212,7 @@ ALICE, BOB = 1, 2
             {},
             ALICE,
             want(0),
-            Plan((), 0, True),
+            EvictionPlan((), 0, True),
             id="free room is anybody's",
         ),
         pytest.param(
@@ -201,7 +220,7 @@ ALICE, BOB = 1, 2
             {ALICE: 20},
             ALICE,
             want(20),
-            Plan(("b0", "a"), 20, True),
+            EvictionPlan(("b0", "a"), 20, True),
             id="another who is above theirs goes first",
         ),
         pytest.param(
@@ -209,7 +228,7 @@ ALICE, BOB = 1, 2
             {},
             None,
             want(10),
-            Plan(("b0",), 10, True),
+            EvictionPlan(("b0",), 10, True),
             id="also where nobody asks",
         ),
         pytest.param(
@@ -217,7 +236,7 @@ ALICE, BOB = 1, 2
             {ALICE: 99},
             ALICE,
             want(10),
-            Plan(("old",), 10, True),
+            EvictionPlan(("old",), 10, True),
             id="superseded ones are nobody's",
         ),
         pytest.param(
@@ -225,7 +244,7 @@ ALICE, BOB = 1, 2
             {0: 99},
             0,
             want(109),
-            Plan(("w", "b"), 109, True),
+            EvictionPlan(("w", "b"), 109, True),
             id="root has no share to keep to",
         ),
     ],
@@ -234,8 +253,8 @@ def test_nobody_evicts_others_entries_for_more_than_their_share(
     things: list[StoredEntry],
     copies: dict[int, int],
     user: int | None,
-    goal: Goal,
-    expected: Plan,
+    goal: EvictionGoal,
+    expected: EvictionPlan,
 ) -> None:
     assert plan(things, frozenset(), room(), goal, "", copies, user) == expected
 
@@ -244,52 +263,56 @@ def test_nobody_evicts_others_entries_for_more_than_their_share(
     ("things", "free", "data", "expected"),
     [
         pytest.param(
-            [stored("a", 1), stored("b", 2)], 10, 5, Plan((), 0, False), id="no image goes for data"
+            [stored("a", 1), stored("b", 2)],
+            10,
+            5,
+            EvictionPlan((), 0, False),
+            id="no image goes for data",
         ),
         pytest.param(
             [stored("a", 1), stored("d", 2, kind="data"), stored("e", 3, kind="data")],
             10,
             5,
-            Plan(("d",), 10, True),
+            EvictionPlan(("d",), 10, True),
             id="data goes for data, as long ago as it was used",
         ),
         pytest.param(
             [stored("d", 2, kind="data"), stored("e", 3, kind="data")],
             0,
             15,
-            Plan(("d",), 10, True),
+            EvictionPlan(("d",), 10, True),
             id="data keeps within its share, however much is free",
         ),
         pytest.param(
-            [stored("d", kind="data")], 0, 31, Plan(("d",), 10, False), id="above the share"
+            [stored("d", kind="data")], 0, 31, EvictionPlan(("d",), 10, False), id="above the share"
         ),
         pytest.param(
             [stored("a", 1), stored("d", 9, kind="data", size=40)],
             10,
             0,
-            Plan(("d",), 40, True),
+            EvictionPlan(("d",), 40, True),
             id="above its share it goes before images",
         ),
         pytest.param(
             [stored("a", 1), stored("d", 9, kind="data")],
             10,
             0,
-            Plan(("a",), 10, True),
+            EvictionPlan(("a",), 10, True),
             id="within its share it is as an image",
         ),
         pytest.param(
             [stored("old", 1, "/x", 1), stored("new", 2, "/x", 2), stored("d", 3, kind="data")],
             10,
             5,
-            Plan(("old",), 10, True),
+            EvictionPlan(("old",), 10, True),
             id="an image that was superseded goes first",
         ),
     ],
 )
 def test_data_takes_no_images_place(
-    things: list[StoredEntry], free: int, data: int, expected: Plan
+    things: list[StoredEntry], free: int, data: int, expected: EvictionPlan
 ) -> None:
-    at = Room(0, 100, max_size=NO_LIMIT, min_free=0, low=NO_LIMIT, share=NO_LIMIT, data=30)
+    at = CacheSpace(0, 100, max_size=NO_LIMIT, min_free=0, low=NO_LIMIT, share=NO_LIMIT, data=30)
     assert plan(things, frozenset(), at, want(free), data=data) == expected
 
 
@@ -310,7 +333,7 @@ THINGS = st.lists(
 )
 KEYS = st.frozensets(st.text("abcdefghijkl", min_size=1, max_size=1))
 ROOMS = st.builds(room, free=st.integers(0, 300), used=st.integers(0, 1000))
-GOALS = st.builds(Goal, free=st.integers(0, 800), used=st.integers(-100, 1000))
+GOALS = st.builds(EvictionGoal, free=st.integers(0, 800), used=st.integers(-100, 1000))
 
 
 COPIES = st.dictionaries(st.sampled_from([0, ALICE, BOB]), st.integers(0, 100))
@@ -320,8 +343,8 @@ COPIES = st.dictionaries(st.sampled_from([0, ALICE, BOB]), st.integers(0, 100))
 def test_every_plan_keeps_the_rules(
     things: list[StoredEntry],
     leased: frozenset[str],
-    at: Room,
-    goal: Goal,
+    at: CacheSpace,
+    goal: EvictionGoal,
     path: str,
     copies: dict[int, int],
     user: int | None,
@@ -356,15 +379,15 @@ def test_every_plan_keeps_the_rules(
 
 
 def test_room_for_a_copy_keeps_min_free_and_max_size() -> None:
-    at = Room(free=100, used=50, max_size=80, min_free=7, low=60, share=40)
-    assert room_for_copy(at, 20) == Goal(free=27, used=60)
-    assert room_at_rest(at) == Goal(free=7, used=60)
+    at = CacheSpace(free=100, used=50, max_size=80, min_free=7, low=60, share=40)
+    assert room_for_copy(at, 20) == EvictionGoal(free=27, used=60)
+    assert room_at_rest(at) == EvictionGoal(free=7, used=60)
     # Larger than the cache may ever be: no eviction can help, so there is none.
     assert not plan([stored("a", size=50)], frozenset(), at, room_for_copy(at, 81)).enough
 
 
 def test_make_room_that_cannot_succeed_evicts_nothing(
-    cache: Cache, leases: Leases, publish: Publish, make_image: Make
+    cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     key = publish(make_image()).key
     with pytest.raises(Declined) as caught:
@@ -400,8 +423,8 @@ def test_copy_under_way_counts_as_used(cache: Cache) -> None:
 
 
 def test_data_under_way_counts_for_the_share_of_data() -> None:
-    at = Room(0, 100, NO_LIMIT, 0, NO_LIMIT, NO_LIMIT, data=30, data_under_way=15)
+    at = CacheSpace(0, 100, NO_LIMIT, 0, NO_LIMIT, NO_LIMIT, data=30, data_under_way=15)
     things = [stored("a", 1), stored("d", 2, kind="data")]
-    assert plan(things, frozenset(), at, want(0), data=5) == Plan((), 0, True)
-    assert plan(things, frozenset(), at, want(0), data=6) == Plan(("d",), 10, True)
-    assert plan(things, frozenset(), at, want(0), data=16) == Plan(("d",), 10, False)
+    assert plan(things, frozenset(), at, want(0), data=5) == EvictionPlan((), 0, True)
+    assert plan(things, frozenset(), at, want(0), data=6) == EvictionPlan(("d",), 10, True)
+    assert plan(things, frozenset(), at, want(0), data=16) == EvictionPlan(("d",), 10, False)

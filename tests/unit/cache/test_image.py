@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import squashfs
 from forestage.cache.image import (
-    Access,
-    Identity,
-    Image,
+    AccessRights,
+    FileIdentity,
     PathFacts,
+    SourceImage,
     declined_by,
     is_below,
     judge,
@@ -31,7 +31,7 @@ from forestage.slurm.hints import Request
 from forestage.system.as_user import User
 
 IDENTITIES = st.builds(
-    Identity,
+    FileIdentity,
     path=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1),
     inode=st.integers(0, 2**64 - 1),
     size=st.integers(0, 2**63 - 1),
@@ -42,22 +42,22 @@ IDENTITIES = st.builds(
 
 @pytest.mark.parametrize("field", ["path", "inode", "size", "mtime_ns", "ctime_ns"])
 def test_each_part_of_an_identity_changes_the_key(field: str) -> None:
-    one = Identity("/a", 1, 2, 3, 4)
+    one = FileIdentity("/a", 1, 2, 3, 4)
     other = msgspec.structs.replace(one, **{field: "/b" if field == "path" else 9})
     assert one.key != other.key
 
 
 @given(IDENTITIES)
-def test_key_is_a_plain_file_name_and_stays_the_same(identity: Identity) -> None:
+def test_key_is_a_plain_file_name_and_stays_the_same(identity: FileIdentity) -> None:
     assert len(identity.key) == 32
     assert set(identity.key) <= set("0123456789abcdef")
-    decoded = msgspec.json.decode(msgspec.json.encode(identity), type=Identity)
+    decoded = msgspec.json.decode(msgspec.json.encode(identity), type=FileIdentity)
     assert decoded.key == identity.key
 
 
 def test_keys_are_the_same_in_every_release() -> None:
     """A changed hash would make every node copy everything again, and keep the old entries."""
-    identity = Identity("/lustre/a.sqsh", 1, 2, 3, 4)
+    identity = FileIdentity("/lustre/a.sqsh", 1, 2, 3, 4)
     assert identity.key == "e91c67c53b3a6d66c63340198ac67a5e"
 
 
@@ -142,7 +142,11 @@ def test_below_means_inside_a_directory(path: str, directories: list[str], expec
 def facts_of(
     mode: int = stat.S_IFREG, size: int = 5, path: str = "/lustre/a", with_image: bool = True
 ) -> PathFacts:
-    found = Image(Identity(path, 1, size, 3, 4), Access(0, 0, 0o644)) if with_image else None
+    found = (
+        SourceImage(FileIdentity(path, 1, size, 3, 4), AccessRights(0, 0, 0o644))
+        if with_image
+        else None
+    )
     return PathFacts(path, ("/lustre",), mode, found)
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from forestage.cache import known_disks
-from forestage.cache.known_disks import CacheDisk, KnownDisks
+from forestage.cache.known_disks import CacheLocation, KnownDisks
 
 ROOT = "/mnt/nvme/forestage"
-OWN = CacheDisk(ROOT, "/mnt/nvme", "xfs 1")
+OWN = CacheLocation(ROOT, "/mnt/nvme", "xfs 1")
 
 
 @pytest.mark.parametrize(
@@ -29,19 +29,19 @@ OWN = CacheDisk(ROOT, "/mnt/nvme", "xfs 1")
 def test_disk_below_is_another_one_unless_the_file_system_is_the_same(
     point: str, file_system: str, is_unmounted: bool
 ) -> None:
-    now = CacheDisk(ROOT, point, file_system)
+    now = CacheLocation(ROOT, point, file_system)
     assert known_disks.is_unmounted(OWN, now) is is_unmounted
 
 
 def test_disk_without_an_identity_is_never_the_same_by_another_mount_point() -> None:
-    known = CacheDisk(ROOT, "/mnt/nvme", "")
-    assert known_disks.is_unmounted(known, CacheDisk(ROOT, "/", ""))
+    known = CacheLocation(ROOT, "/mnt/nvme", "")
+    assert known_disks.is_unmounted(known, CacheLocation(ROOT, "/", ""))
 
 
 def test_each_cache_has_a_disk_and_a_new_one_replaces_its_own(tmp_path: Path) -> None:
     file = tmp_path / "lib/forestage/caches.json"
-    other = CacheDisk("/data/forestage", "/data", "ext4 3")
-    new = CacheDisk(ROOT, "/mnt/nvme", "xfs 2")
+    other = CacheLocation("/data/forestage", "/data", "ext4 3")
+    new = CacheLocation(ROOT, "/mnt/nvme", "xfs 2")
     assert known_disks.remember_disk(file, OWN) is None
     assert known_disks.remember_disk(file, other) is None
     assert known_disks.remember_disk(file, new) == OWN
@@ -56,7 +56,7 @@ def test_disk_below_never_replaces_one_that_was_unmounted_since_the_look(
 ) -> None:
     file = tmp_path / "caches.json"
     known_disks.remember_disk(file, OWN)
-    assert known_disks.remember_disk(file, CacheDisk(ROOT, "/", file_system)) is None
+    assert known_disks.remember_disk(file, CacheLocation(ROOT, "/", file_system)) is None
     assert known_disks.read_known(file) == KnownDisks(caches=(OWN,))
 
 
@@ -64,7 +64,7 @@ def test_disk_that_is_remembered_is_not_written_again_but_for_an_admin(tmp_path:
     file = tmp_path / "caches.json"
     known_disks.remember_disk(file, OWN)
     before = file.stat()
-    by_another_point = CacheDisk(ROOT, "/mnt", "xfs 1")
+    by_another_point = CacheLocation(ROOT, "/mnt", "xfs 1")
     assert known_disks.remember_disk(file, by_another_point) is None
     assert file.stat() == before
     known_disks.remember_disk(file, by_another_point, is_accepted=True)

@@ -12,15 +12,15 @@ import pytest
 
 from forestage.cache import known_disks
 from forestage.cache import layout as module
-from forestage.cache.image import Access, Image
+from forestage.cache.image import AccessRights, SourceImage
 from forestage.cache.layout import Cache, Entry, StoredEntry, tree_bytes
-from forestage.cache.part import Owner, boot_id
+from forestage.cache.part import PartRecord, boot_id
 from forestage.errors import Failed
 from forestage.system import file_systems, lock, mounts
-from forestage.system.mounts import Mount
+from forestage.system.mounts import MountInfo
 
-Publish = Callable[[Image], Entry]
-Make = Callable[..., Image]
+Publish = Callable[[SourceImage], Entry]
+Make = Callable[..., SourceImage]
 
 
 def test_making_a_cache_touches_nothing(tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_another_format_is_neither_read_nor_changed(tmp_path: Path, text: str) -
 def test_cache_on_the_root_file_system_is_used_only_if_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = Mount(1, 0, "0:1", "/", "/")
-    disk = Mount(2, 1, "0:2", "/", str(tmp_path))
+    root = MountInfo(1, 0, "0:1", "/", "/")
+    disk = MountInfo(2, 1, "0:2", "/", str(tmp_path))
     made = Cache(tmp_path / "cache")
     for table in ([], [root]):
         monkeypatch.setattr(mounts, "current", lambda table=table: table)
@@ -133,13 +133,13 @@ def test_file_system_that_is_remembered_is_used_without_the_mount_table(
 ) -> None:
     made = Cache(tmp_path / "cache", known_disks=tmp_path / "caches.json")
     made.root.mkdir()
-    disk = known_disks.CacheDisk(made.real, str(tmp_path), "ext4 1")
+    disk = known_disks.CacheLocation(made.real, str(tmp_path), "ext4 1")
     known_disks.remember_disk(tmp_path / "caches.json", disk)
     monkeypatch.setattr(file_systems, "read_identity", lambda _root, _kind: identity)
     fd_path = "/proc/self/fd/{}".format
     ids = {"/": top}
     monkeypatch.setattr(mounts, "mount_id", lambda fd: ids.get(os.readlink(fd_path(fd)), 2))
-    monkeypatch.setattr(mounts, "current", lambda: [Mount(1, 0, "0:1", "/", "/")])
+    monkeypatch.setattr(mounts, "current", lambda: [MountInfo(1, 0, "0:1", "/", "/")])
     refused = pytest.raises(Failed, match="on the root file system")
     with contextlib.nullcontext() if is_used else refused:
         made.must_be_on_its_disk(require_mount=True)
@@ -183,8 +183,12 @@ def test_other_bytes_or_other_rights_are_another_image(
     wanted = make_image()
     publish(wanted)
     assert cache.find(make_image(mtime_ns=11)) is None
-    for access in (Access(1, 0, 0o644), Access(0, 0, 0o640), Access(0, 0, 0o644, b"acl")):
-        assert cache.find(Image(wanted.identity, access)) is None
+    for access in (
+        AccessRights(1, 0, 0o644),
+        AccessRights(0, 0, 0o640),
+        AccessRights(0, 0, 0o644, b"acl"),
+    ):
+        assert cache.find(SourceImage(wanted.identity, access)) is None
 
 
 def _remove_record(entry: Path) -> None:
@@ -319,7 +323,7 @@ def test_stager_is_who_has_the_keys_lock_and_wrote_its_record_since(
     cache: Cache, make_image: Make
 ) -> None:
     wanted = make_image()
-    owner = Owner(1, boot_id(), wanted, chunk=4, engine="chunks", job=7, since=1.0)
+    owner = PartRecord(1, boot_id(), wanted, chunk=4, engine="chunks", job=7, since=1.0)
     assert cache.stager(wanted.key) is None
     cache.part(wanted.key).write_owner(owner)
     assert cache.stager(wanted.key) is None, "nobody has ever had the lock"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.cache.lease import MAX_BYTES, Lease, Leases, Use
-from forestage.cache.said import Said, Tree, Wanted
+from forestage.cache.lease import MAX_BYTES, EntryUse, Lease, LeaseDirectory
+from forestage.cache.said import DirectoryCopyState, JobData, JobNotes
 from forestage.errors import Declined, Failed
 from forestage.slurm.hints import Request
 from forestage.system.as_user import User
@@ -19,19 +19,19 @@ from forestage.system.as_user import User
 ALICE = User("alice", 1000, 100)
 
 
-def lease(job: int = 1, *uses: Use) -> Lease:
+def lease(job: int = 1, *uses: EntryUse) -> Lease:
     return Lease(job, ALICE, 5.0, "/cache", uses)
 
 
-def test_fresh_boot_has_no_leases(leases: Leases) -> None:
+def test_fresh_boot_has_no_leases(leases: LeaseDirectory) -> None:
     assert leases.all() == []
     assert leases.read(1) is None
     assert (leases.keys(), leases.redirected()) == (frozenset(), frozenset())
     leases.drop(1)
 
 
-def test_written_leases_are_read_back(leases: Leases) -> None:
-    one, two = lease(1, Use("k", "/a")), lease(2, Use("k"), Use("l", "/b"))
+def test_written_leases_are_read_back(leases: LeaseDirectory) -> None:
+    one, two = lease(1, EntryUse("k", "/a")), lease(2, EntryUse("k"), EntryUse("l", "/b"))
     leases.write(one)
     leases.write(two)
     assert (leases.read(1), leases.read(2)) == (one, two)
@@ -40,7 +40,7 @@ def test_written_leases_are_read_back(leases: Leases) -> None:
     assert leases.redirected() == {"/a", "/b"}
 
 
-def test_only_root_reads_leases(leases: Leases) -> None:
+def test_only_root_reads_leases(leases: LeaseDirectory) -> None:
     leases.write(lease())
     assert leases.directory.stat().st_mode & 0o777 == 0o700
     assert leases.file(1).stat().st_mode & 0o777 == 0o600
@@ -49,9 +49,11 @@ def test_only_root_reads_leases(leases: Leases) -> None:
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"null", b"[]", b"\xff", b'{"job": 1}', b'{"job": "1"}', b"\0" * 100]
 )
-def test_damaged_lease_is_an_error_and_never_no_lease(leases: Leases, damage: bytes) -> None:
-    leases.write(lease(1, Use("k", "/a")))
-    leases.write(lease(2, Use("l", "/b")))
+def test_damaged_lease_is_an_error_and_never_no_lease(
+    leases: LeaseDirectory, damage: bytes
+) -> None:
+    leases.write(lease(1, EntryUse("k", "/a")))
+    leases.write(lease(2, EntryUse("l", "/b")))
     leases.file(1).write_bytes(damage)
     # It may protect any entry, but a redirect that is taken off hurts nobody.
     assert leases.redirected() == {"/b"}
@@ -64,22 +66,26 @@ def test_damaged_lease_is_an_error_and_never_no_lease(leases: Leases, damage: by
     assert leases.keys() == {"l"}
 
 
-def test_given_up_entry_leaves_the_others_and_an_empty_lease_no_file(leases: Leases) -> None:
-    held = lease(1, Use("k"), Use("k", "/a"), Use("l"))
+def test_given_up_entry_leaves_the_others_and_an_empty_lease_no_file(
+    leases: LeaseDirectory,
+) -> None:
+    held = lease(1, EntryUse("k"), EntryUse("k", "/a"), EntryUse("l"))
     leases.put(held.without("k"))
-    assert leases.read(1) == lease(1, Use("l"))
+    assert leases.read(1) == lease(1, EntryUse("l"))
     leases.put(held.without("k").without("l"))
     assert leases.read(1) is None
     assert not leases.file(1).exists()
 
 
 @pytest.mark.parametrize("what", ["saves", "uses"])
-def test_lease_is_bounded_in_bytes_however_long_its_paths_are(leases: Leases, what: str) -> None:
+def test_lease_is_bounded_in_bytes_however_long_its_paths_are(
+    leases: LeaseDirectory, what: str
+) -> None:
     """As many as a job likes, of 4 KiB each; what it holds stays, and may be given up."""
-    grown = lease(1, Use("k"))
+    grown = lease(1, EntryUse("k"))
     for number in range(100):
         path = f"/{number}/{'d' * 3800}"
-        grown = grown.saving(path) if what == "saves" else grown.with_use(Use("k", path))
+        grown = grown.saving(path) if what == "saves" else grown.with_use(EntryUse("k", path))
         with contextlib.suppress(Declined):
             leases.write(grown)
     with pytest.raises(Declined, match="holds what one may hold"):
@@ -88,33 +94,33 @@ def test_lease_is_bounded_in_bytes_however_long_its_paths_are(leases: Leases, wh
     assert leases.keys() == {"k"}
 
 
-def test_lease_that_notes_where_the_job_saves_stays_without_uses(leases: Leases) -> None:
-    leases.put(lease(1, Use("k")).saving("/x").without("k"))
+def test_lease_that_notes_where_the_job_saves_stays_without_uses(leases: LeaseDirectory) -> None:
+    leases.put(lease(1, EntryUse("k")).saving("/x").without("k"))
     assert leases.all() == [lease(1).saving("/x")]
     assert leases.keys() == frozenset()
 
 
 def test_path_that_is_not_redirected_any_more_leaves_its_entry_leased() -> None:
-    held = lease(1, Use("k", "/a"), Use("k", "/b"), Use("l", "/a"), Use("l"))
-    assert held.unredirected("/a").uses == (Use("k"), Use("k", "/b"), Use("l"))
+    held = lease(1, EntryUse("k", "/a"), EntryUse("k", "/b"), EntryUse("l", "/a"), EntryUse("l"))
+    assert held.unredirected("/a").uses == (EntryUse("k"), EntryUse("k", "/b"), EntryUse("l"))
 
 
-def test_half_written_file_of_a_crash_is_no_lease(leases: Leases) -> None:
-    leases.write(lease(1, Use("k")))
+def test_half_written_file_of_a_crash_is_no_lease(leases: LeaseDirectory) -> None:
+    leases.write(lease(1, EntryUse("k")))
     (leases.directory / ".2.json.x7z").write_bytes(b"{")
     assert len(leases.all()) == 1
 
 
 def test_redirect_replaces_the_plain_use_of_its_entry() -> None:
-    plain = lease(1, Use("k"), Use("l"))
-    assert plain.with_use(Use("k", "/a")).uses == (Use("l"), Use("k", "/a"))
+    plain = lease(1, EntryUse("k"), EntryUse("l"))
+    assert plain.with_use(EntryUse("k", "/a")).uses == (EntryUse("l"), EntryUse("k", "/a"))
 
 
-USES = st.builds(Use, key=st.sampled_from("kl"), path=st.sampled_from(["", "/a", "/b"]))
+USES = st.builds(EntryUse, key=st.sampled_from("kl"), path=st.sampled_from(["", "/a", "/b"]))
 
 
 @given(st.lists(USES))
-def test_uses_only_grow_and_never_repeat(uses: list[Use]) -> None:
+def test_uses_only_grow_and_never_repeat(uses: list[EntryUse]) -> None:
     held = lease()
     for use in uses:
         before = held
@@ -125,7 +131,7 @@ def test_uses_only_grow_and_never_repeat(uses: list[Use]) -> None:
     assert len(set(held.uses)) == len(held.uses)
 
 
-def test_lease_that_a_hook_goes_on_with_has_another_mark(leases: Leases) -> None:
+def test_lease_that_a_hook_goes_on_with_has_another_mark(leases: LeaseDirectory) -> None:
     """By that a sweep knows that its question to Slurm is out of date."""
     assert leases.mark(1) is None
     leases.write(lease(1))
@@ -141,7 +147,7 @@ def test_lease_that_a_hook_goes_on_with_has_another_mark(leases: Leases) -> None
     pytest.fail("it was not confirmed")
 
 
-def test_jobs_with_a_lease_are_known_though_it_be_damaged(leases: Leases) -> None:
+def test_jobs_with_a_lease_are_known_though_it_be_damaged(leases: LeaseDirectory) -> None:
     assert leases.jobs() == ()
     for job in (12, 3):
         leases.write(lease(job))
@@ -151,13 +157,17 @@ def test_jobs_with_a_lease_are_known_though_it_be_damaged(leases: Leases) -> Non
     assert leases.jobs() == (3, 12)
 
 
-WANTED = Wanted((Request("/lustre/set/", "hint"),), room=1 << 30, trees={"/a/": Tree("looking")})
+WANTED = JobData(
+    (Request("/lustre/set/", "hint"),), room=1 << 30, trees={"/a/": DirectoryCopyState("looking")}
+)
 RAW = (("stage-made-up", "é"),)
-SAID = Said(True, 3.0, True, (b"/lustre/\xff.sqsh",), WANTED, ("a line",), True, 1.5, RAW)
+SAID = JobNotes(True, 3.0, True, (b"/lustre/\xff.sqsh",), WANTED, ("a line",), True, 1.5, RAW)
 WORDS = {name: word for name, word in msgspec.structs.asdict(SAID).items() if name != "uid"}
 
 
-def test_what_was_said_is_read_back_and_keeps_a_lease_that_holds_nothing(leases: Leases) -> None:
+def test_what_was_said_is_read_back_and_keeps_a_lease_that_holds_nothing(
+    leases: LeaseDirectory,
+) -> None:
     leases.say(lease(), **WORDS)
     assert (leases.said(1), leases.read(1)) == (SAID, lease())
     assert leases.hinted(1) == ("/lustre/\udcff.sqsh",)
@@ -167,15 +177,19 @@ def test_what_was_said_is_read_back_and_keeps_a_lease_that_holds_nothing(leases:
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_lease_goes_once_nothing_is_said_or_held_any_more(leases: Leases, name: str) -> None:
+def test_lease_goes_once_nothing_is_said_or_held_any_more(
+    leases: LeaseDirectory, name: str
+) -> None:
     leases.say(lease(), **{name: getattr(SAID, name)})
     assert leases.read(1) is not None
-    leases.say(lease(), **{name: getattr(Said(), name)})
+    leases.say(lease(), **{name: getattr(JobNotes(), name)})
     assert [*leases.directory.iterdir()] == []
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"null", b"\xff", b'{"off": 1}', b"\0" * 100])
-def test_what_was_said_is_never_nothing_where_it_is_damaged(leases: Leases, damage: bytes) -> None:
+def test_what_was_said_is_never_nothing_where_it_is_damaged(
+    leases: LeaseDirectory, damage: bytes
+) -> None:
     """The job may have said stage=off."""
     leases.say(lease(), off=True)
     leases.said_file(1).write_bytes(damage)
@@ -183,45 +197,47 @@ def test_what_was_said_is_never_nothing_where_it_is_damaged(leases: Leases, dama
         leases.said(1)
     assert caught.value.reason == "lease-damaged"
     leases.drop(1)
-    assert leases.said(1) == Said()
+    assert leases.said(1) == JobNotes()
 
 
-def test_what_was_left_without_a_lease_is_not_said_to_the_next_run(leases: Leases) -> None:
+def test_what_was_left_without_a_lease_is_not_said_to_the_next_run(leases: LeaseDirectory) -> None:
     leases.note(1, lease().user.uid, off=True)
     leases.say(lease(), told=True)
-    assert leases.said(1) == Said(told=True)
+    assert leases.said(1) == JobNotes(told=True)
 
 
-def of_bob(*uses: Use) -> Lease:
+def of_bob(*uses: EntryUse) -> Lease:
     """The lease of another user's job with the same number."""
     return msgspec.structs.replace(lease(1, *uses), user=User("bob", 4242, 4242))
 
 
-def test_record_of_another_users_job_with_the_same_number_is_never_read(leases: Leases) -> None:
-    leases.say(lease(1, Use("k")), **WORDS)
+def test_record_of_another_users_job_with_the_same_number_is_never_read(
+    leases: LeaseDirectory,
+) -> None:
+    leases.say(lease(1, EntryUse("k")), **WORDS)
     (leases.directory / "1.nodes").write_text("n[1-2]\n65534 0")
     own, bob = lease().user.uid, of_bob().user.uid
-    assert leases.read_own(1, own) == lease(1, Use("k"))
+    assert leases.read_own(1, own) == lease(1, EntryUse("k"))
     assert (leases.said(1, own), leases.nodelist(1, 65534)) == (SAID, "n[1-2]")
-    assert (leases.read_own(1, bob), leases.said(1, bob)) == (None, Said())
+    assert (leases.read_own(1, bob), leases.said(1, bob)) == (None, JobNotes())
     assert (leases.hinted(1, bob), leases.has_data(1, bob)) == ((), False)
     assert leases.nodelist(1, bob) == ""
 
 
 def test_lease_of_another_user_takes_over_nothing_that_was_said_to_the_first(
-    leases: Leases,
+    leases: LeaseDirectory,
 ) -> None:
     """As where a hook was killed between the two files."""
     leases.say(lease(), **WORDS)
     leases.file(1).unlink()
-    leases.write(of_bob(Use("k")))
-    assert leases.said(1, of_bob().user.uid) == Said()
-    leases.say(of_bob(Use("k")), told=True)
-    assert leases.said(1, of_bob().user.uid) == Said(told=True)
-    assert leases.said(1, lease().user.uid) == Said()
+    leases.write(of_bob(EntryUse("k")))
+    assert leases.said(1, of_bob().user.uid) == JobNotes()
+    leases.say(of_bob(EntryUse("k")), told=True)
+    assert leases.said(1, of_bob().user.uid) == JobNotes(told=True)
+    assert leases.said(1, lease().user.uid) == JobNotes()
 
 
-def test_nodes_of_jobs_without_a_lease_are_listed_once_they_are_old(leases: Leases) -> None:
+def test_nodes_of_jobs_without_a_lease_are_listed_once_they_are_old(leases: LeaseDirectory) -> None:
     leases.write(lease(1))
     for job, when in ((1, 5), (2, 5), (3, 50)):
         file = leases.directory / f"{job}.nodes"
@@ -245,17 +261,17 @@ def test_lease_is_of_a_job_by_its_user_and_by_its_start_where_both_are_known(
     assert Lease(1, User("u", 1, 1), 0.0, "/c").is_of(1, start)
 
 
-def test_job_leaves_nothing_whatever_was_noted_of_it(leases: Leases) -> None:
+def test_job_leaves_nothing_whatever_was_noted_of_it(leases: LeaseDirectory) -> None:
     """But the mark of its Prolog, which that may have locked."""
     leases.say(lease(1), told=True)
     for kind in ("nodes", "shown", "whatever", "prolog"):
         (leases.directory / f"1.{kind}").touch()
-    leases.write(lease(11, Use("k")))
+    leases.write(lease(11, EntryUse("k")))
     leases.drop(1)
     assert {file.name for file in leases.directory.iterdir()} == {"1.prolog", "11.json"}
 
 
-def test_what_outlived_its_lease_goes_with_the_sweep(leases: Leases) -> None:
+def test_what_outlived_its_lease_goes_with_the_sweep(leases: LeaseDirectory) -> None:
     leases.say(lease(2), told=True)
     for name in ("1.said", "1.shown", "1.whatever", "1.nodes"):
         (leases.directory / name).touch()

@@ -12,10 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.cache.image import Access, Image
-from forestage.cache.part import ENTRY_BYTES, Owner, Part, chunk_count, done_bytes, missing_chunks
+from forestage.cache.image import AccessRights, SourceImage
+from forestage.cache.part import (
+    ENTRY_BYTES,
+    Part,
+    PartRecord,
+    chunk_count,
+    done_bytes,
+    missing_chunks,
+)
 
-Make = Callable[..., Image]
+Make = Callable[..., SourceImage]
 IN, OUT = b"\1" + bytes(15), bytes(16)
 
 
@@ -24,8 +31,8 @@ def part(tmp_path: Path) -> Part:
     return Part(tmp_path / "part")
 
 
-def owner(wanted: Image, **changes: Any) -> Owner:
-    one = Owner(pid=1, boot="b", image=wanted, chunk=4, engine="chunks", job=7, since=1.0)
+def owner(wanted: SourceImage, **changes: Any) -> PartRecord:
+    one = PartRecord(pid=1, boot="b", image=wanted, chunk=4, engine="chunks", job=7, since=1.0)
     return msgspec.structs.replace(one, **changes)
 
 
@@ -120,7 +127,7 @@ def test_copy_never_goes_on_with_another_files_beginning(
 ) -> None:
     part.write_owner(owner(make_image()))
     if field == "access":
-        other = Image(make_image().identity, Access(0, 0, 0o600))
+        other = SourceImage(make_image().identity, AccessRights(0, 0, 0o600))
     else:
         other = make_image(**{field: "/lustre/b" if field == "path" else 9})
     part.image.write_bytes(bytes(other.size))

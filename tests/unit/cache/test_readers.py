@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forestage.cache import readers
-from forestage.cache.readers import NOW, PIECE, SOON, Readers
+from forestage.cache.readers import NOW, PIECE, SOON, ArrivalMap
 
 CHUNK = 4 * PIECE
 SIZE = 2 * CHUNK + PIECE + 5
@@ -30,20 +30,20 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def stager(directory: Path, image: Path) -> Readers:
+def stager(directory: Path, image: Path) -> ArrivalMap:
     made = readers.make(directory, SIZE, CHUNK, image)
     assert made is not None
     return made
 
 
 @pytest.fixture
-def server(stager: Readers, directory: Path) -> Iterator[Readers]:
-    mapped = Readers(directory, SIZE)
+def server(stager: ArrivalMap, directory: Path) -> Iterator[ArrivalMap]:
+    mapped = ArrivalMap(directory, SIZE)
     yield mapped
     mapped.close()
 
 
-def has(server: Readers, image: Path) -> list[int]:
+def has(server: ArrivalMap, image: Path) -> list[int]:
     """The pieces that are in."""
     inode = image.stat().st_ino
     return [n for n in range(10) if server.has(n * PIECE, min(PIECE, SIZE - n * PIECE), inode)]
@@ -63,14 +63,14 @@ def has(server: Readers, image: Path) -> list[int]:
     ],
 )
 def test_only_whole_pieces_are_in(
-    stager: Readers, server: Readers, image: Path, start: int, length: int, pieces: list[int]
+    stager: ArrivalMap, server: ArrivalMap, image: Path, start: int, length: int, pieces: list[int]
 ) -> None:
     stager.arrived(start, length)
     assert has(server, image) == pieces
 
 
 def test_pieces_of_another_part_do_not_count(
-    stager: Readers, server: Readers, tmp_path: Path
+    stager: ArrivalMap, server: ArrivalMap, tmp_path: Path
 ) -> None:
     stager.arrived(0, SIZE)
     other = tmp_path / "other"
@@ -80,7 +80,7 @@ def test_pieces_of_another_part_do_not_count(
 
 @pytest.mark.parametrize(("number", "left"), [(1, [0, 1, 2, 3, 8, 9]), (2, list(range(8)))])
 def test_forgotten_chunk_is_not_in(
-    stager: Readers, server: Readers, image: Path, number: int, left: list[int]
+    stager: ArrivalMap, server: ArrivalMap, image: Path, number: int, left: list[int]
 ) -> None:
     stager.arrived(0, SIZE)
     stager.forget(number)
@@ -88,7 +88,7 @@ def test_forgotten_chunk_is_not_in(
 
 
 def test_next_stager_begins_without_marks(
-    stager: Readers, server: Readers, directory: Path, image: Path
+    stager: ArrivalMap, server: ArrivalMap, directory: Path, image: Path
 ) -> None:
     stager.arrived(0, SIZE)
     assert readers.make(directory, SIZE, CHUNK, image) is not None
@@ -96,7 +96,7 @@ def test_next_stager_begins_without_marks(
 
 
 def test_end_leaves_neither_marks_nor_files(
-    stager: Readers, server: Readers, directory: Path, image: Path
+    stager: ArrivalMap, server: ArrivalMap, directory: Path, image: Path
 ) -> None:
     stager.arrived(0, SIZE)
     stager.end()
@@ -104,7 +104,7 @@ def test_end_leaves_neither_marks_nor_files(
     assert not directory.exists()
 
 
-def test_keepers_socket_outlives_the_copy(stager: Readers, directory: Path) -> None:
+def test_keepers_socket_outlives_the_copy(stager: ArrivalMap, directory: Path) -> None:
     assert not stager.served()
     (directory / "sock").touch()
     assert stager.served()
@@ -112,7 +112,9 @@ def test_keepers_socket_outlives_the_copy(stager: Readers, directory: Path) -> N
     assert os.listdir(directory) == ["sock"]
 
 
-def test_chunks_that_somebody_waits_for_are_wanted_first(stager: Readers, server: Readers) -> None:
+def test_chunks_that_somebody_waits_for_are_wanted_first(
+    stager: ArrivalMap, server: ArrivalMap
+) -> None:
     server.want(0, SOON)
     server.want(2, NOW)
     server.want(2, SOON)
@@ -122,7 +124,7 @@ def test_chunks_that_somebody_waits_for_are_wanted_first(stager: Readers, server
 
 
 def test_other_nodes_ask_less_urgently_than_jobs(
-    stager: Readers, server: Readers, directory: Path
+    stager: ArrivalMap, server: ArrivalMap, directory: Path
 ) -> None:
     server.want(1, NOW)
     for number in (0, 1, 3, 10**9):  # the last two are beyond the image
@@ -133,7 +135,7 @@ def test_other_nodes_ask_less_urgently_than_jobs(
     assert not directory.exists()
 
 
-def test_copy_is_told_of_a_read_for_a_moment(stager: Readers, server: Readers) -> None:
+def test_copy_is_told_of_a_read_for_a_moment(stager: ArrivalMap, server: ArrivalMap) -> None:
     now, calm = 1_000_000_000, 30_000_000
     assert not stager.reading(now, calm)
     server.note_read(now)
@@ -153,20 +155,20 @@ def test_full_run_makes_no_memory_and_leaves_nothing(
 
 
 def test_server_learns_the_size_of_a_chunk_from_the_stager(
-    stager: Readers, directory: Path, image: Path
+    stager: ArrivalMap, directory: Path, image: Path
 ) -> None:
-    server = Readers(directory, SIZE)
+    server = ArrivalMap(directory, SIZE)
     assert server.chunk == CHUNK
     server.want(1, NOW)
     again = readers.make(directory, SIZE, PIECE, image)
     assert again is not None
     assert again.wanted() == []
-    assert Readers(directory, SIZE).chunk == PIECE
+    assert ArrivalMap(directory, SIZE).chunk == PIECE
     assert server.has(0, PIECE, 1) is False  # its files are gone, and still mapped
 
 
-def test_bytes_that_jobs_read_are_counted(stager: Readers, directory: Path) -> None:
-    server = Readers(directory, SIZE)
+def test_bytes_that_jobs_read_are_counted(stager: ArrivalMap, directory: Path) -> None:
+    server = ArrivalMap(directory, SIZE)
     server.count_read(100, of_source=False)
     server.count_read(30, of_source=True)
     assert stager.was_read() == (130, 30)

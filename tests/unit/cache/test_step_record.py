@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from forestage.cache import step_record
-from forestage.cache.lease import Lease, Leases, Use
-from forestage.cache.step_record import RECORD_BYTES, Shown
-from forestage.paths import Places
+from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
+from forestage.cache.step_record import RECORD_BYTES, RecordedImage
+from forestage.paths import NodePaths
 from forestage.slurm.lines import LANGUAGE
 from forestage.system.as_user import User
 
@@ -19,37 +19,41 @@ KEYS = ("a" * 32, "b" * 32)
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    places = Places(tmp_path)
+def places(tmp_path: Path) -> NodePaths:
+    places = NodePaths(tmp_path)
     (places.etc / "conf.d").mkdir(parents=True)
     (places.etc / "conf.d/site.yaml").touch()
     return places
 
 
 @pytest.fixture
-def leases(places: Places) -> Leases:
-    leases = Leases(places.leases)
+def leases(places: NodePaths) -> LeaseDirectory:
+    leases = LeaseDirectory(places.leases)
     leases.write(lease(*KEYS))
     return leases
 
 
 def lease(*keys: str) -> Lease:
-    return Lease(JOB, User("u", 1, 1), 1.0, "/c", tuple(map(Use, keys)))
+    return Lease(JOB, User("u", 1, 1), 1.0, "/c", tuple(map(EntryUse, keys)))
 
 
-def image(key: str = KEYS[0], asked: str = "/a", event: str = "{}", entry: str = "") -> Shown:
+def image(
+    key: str = KEYS[0], asked: str = "/a", event: str = "{}", entry: str = ""
+) -> RecordedImage:
     entry = entry or f"/c/entries/{key}/image"
-    return Shown(asked, 1, event, ("use", entry, "/a", *"12341"))
+    return RecordedImage(asked, 1, event, ("use", entry, "/a", *"12341"))
 
 
-def note(leases: Leases, places: Places, *images: Shown) -> list[list[str]]:
+def note(leases: LeaseDirectory, places: NodePaths, *images: RecordedImage) -> list[list[str]]:
     """The record's lines, each in its fields."""
     step_record.note(leases, JOB, step_record.decided_by(places), images)
     file = leases.shown(JOB)
     return [line.split("\t") for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_record_names_all_that_decided_and_the_lease_last(leases: Leases, places: Places) -> None:
+def test_record_names_all_that_decided_and_the_lease_last(
+    leases: LeaseDirectory, places: NodePaths
+) -> None:
     (first,), boot, log, *files, found = note(leases, places, image())
     assert (first, boot[0], log) == (LANGUAGE, "boot", ["events", str(places.events)])
     site = places.etc / "conf.d/site.yaml"
@@ -71,7 +75,7 @@ def test_record_names_all_that_decided_and_the_lease_last(leases: Leases, places
 
 
 def test_second_image_joins_the_first_though_the_lease_changed(
-    leases: Leases, places: Places
+    leases: LeaseDirectory, places: NodePaths
 ) -> None:
     note(leases, places, image())
     leases.confirm(JOB)
@@ -84,7 +88,7 @@ def test_second_image_joins_the_first_though_the_lease_changed(
 
 @pytest.mark.parametrize("name", ["conf.d/site.yaml", "conf.d/new.yaml", "forestage.yaml"])
 def test_what_was_found_under_another_configuration_is_forgotten(
-    leases: Leases, places: Places, name: str
+    leases: LeaseDirectory, places: NodePaths, name: str
 ) -> None:
     note(leases, places, image())
     (places.etc / name).write_text("# changed\n")
@@ -92,7 +96,9 @@ def test_what_was_found_under_another_configuration_is_forgotten(
     assert [line[1] for line in lines if line[0] == "image"] == ["/b"]
 
 
-def test_image_that_the_lease_does_not_hold_is_left_out(leases: Leases, places: Places) -> None:
+def test_image_that_the_lease_does_not_hold_is_left_out(
+    leases: LeaseDirectory, places: NodePaths
+) -> None:
     note(leases, places, image())
     leases.write(lease(KEYS[1]))
     lines = note(leases, places, image(KEYS[1], "/b"), image("c" * 32, "/c"))
@@ -100,7 +106,7 @@ def test_image_that_the_lease_does_not_hold_is_left_out(leases: Leases, places: 
 
 
 def test_job_without_a_lease_or_with_stage_off_has_no_record(
-    leases: Leases, places: Places
+    leases: LeaseDirectory, places: NodePaths
 ) -> None:
     leases.note(JOB, lease().user.uid, off=True)
     assert note(leases, places, image()) == []
@@ -108,7 +114,9 @@ def test_job_without_a_lease_or_with_stage_off_has_no_record(
     assert note(leases, places, image()) == []
 
 
-def test_image_that_another_user_was_shown_is_left_out(leases: Leases, places: Places) -> None:
+def test_image_that_another_user_was_shown_is_left_out(
+    leases: LeaseDirectory, places: NodePaths
+) -> None:
     """Of an earlier job with the same number."""
     note(leases, places, image())
     leases.write(msgspec.structs.replace(lease(*KEYS), user=User("v", 2, 2)))
@@ -117,13 +125,15 @@ def test_image_that_another_user_was_shown_is_left_out(leases: Leases, places: P
     assert note(leases, places, image(asked="/c")) == lines  # nothing is added for the first
 
 
-def test_configuration_that_cannot_be_told_leaves_no_record(leases: Leases, places: Places) -> None:
+def test_configuration_that_cannot_be_told_leaves_no_record(
+    leases: LeaseDirectory, places: NodePaths
+) -> None:
     (places.etc / "conf.d/a\tb.yaml").touch()
     assert step_record.decided_by(places) == []
     assert note(leases, places, image()) == []
 
 
-def test_oldest_images_make_room(leases: Leases, places: Places) -> None:
+def test_oldest_images_make_room(leases: LeaseDirectory, places: NodePaths) -> None:
     long = "x" * (RECORD_BYTES // 2 - 2000)
     for name in "abc":
         lines = note(leases, places, image(asked=f"/{name}", event=long))
@@ -131,7 +141,7 @@ def test_oldest_images_make_room(leases: Leases, places: Places) -> None:
     assert leases.shown(JOB).stat().st_size < RECORD_BYTES
 
 
-def test_damaged_record_is_replaced(leases: Leases, places: Places) -> None:
+def test_damaged_record_is_replaced(leases: LeaseDirectory, places: NodePaths) -> None:
     leases.shown(JOB).mkdir()
     assert leases.jobs() == (JOB,)
     leases.drop(JOB)
@@ -141,13 +151,15 @@ def test_damaged_record_is_replaced(leases: Leases, places: Places) -> None:
     assert len(note(leases, places, image())) == 11
 
 
-def test_record_goes_with_the_lease(leases: Leases, places: Places) -> None:
+def test_record_goes_with_the_lease(leases: LeaseDirectory, places: NodePaths) -> None:
     note(leases, places, image())
     leases.drop(JOB)
     assert list(leases.directory.iterdir()) == []
 
 
-def test_record_that_outlived_its_lease_is_cleaned_up(leases: Leases, places: Places) -> None:
+def test_record_that_outlived_its_lease_is_cleaned_up(
+    leases: LeaseDirectory, places: NodePaths
+) -> None:
     note(leases, places, image())
     leases.drop_unfinished()
     assert leases.shown(JOB).exists()

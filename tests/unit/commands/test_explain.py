@@ -10,10 +10,19 @@ import pytest
 import forestage
 from forestage import features
 from forestage.cache import image
-from forestage.cache.lease import Lease, Use
+from forestage.cache.lease import EntryUse, Lease
 from forestage.commands.explain import history, sentences
-from forestage.commands.inventory import Holder, Leased
-from forestage.events import Bad, Copied, Event, Handled, Hook, Outcome, Released, Result
+from forestage.commands.inventory import LeasedImage, LeaseHolder
+from forestage.events import (
+    BadEntryOutcome,
+    CopyOutcome,
+    EventRecord,
+    Hook,
+    Outcome,
+    ReleaseOutcome,
+    RequestOutcome,
+    Result,
+)
 from forestage.events.reasons import collect_reasons
 from forestage.features.contexts import ExplainFacts, ExplainPart
 from forestage.features.doors import REASONS as DOOR
@@ -49,7 +58,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
 
 
 def test_mount_that_hangs_is_explained_with_its_path_and_the_way_out() -> None:
-    hangs = Handled("declined", "mount-hangs", image="/shared/a.sqsh")
+    hangs = RequestOutcome("declined", "mount-hangs", image="/shared/a.sqsh")
     text = printed(event(hangs, hook="step", step=0))
     assert "/shared/a.sqsh" in text
     assert "`fuser -v PATH`" in text
@@ -61,8 +70,10 @@ def test_mount_that_hangs_is_explained_with_its_path_and_the_way_out() -> None:
 @pytest.mark.parametrize("result", ["hit", "copied", "joined", "through"])
 def test_step_of_which_a_task_did_not_get_the_copy_is_no_hit(reason: str, result: Result) -> None:
     image = "/shared/a.sqsh"
-    told = Handled(result, request=image, image=image, key=KEY, redirect="spank", baseline=9.0)
-    failed = Handled("declined", reason, detail="it is another file by now", image=image)
+    told = RequestOutcome(
+        result, request=image, image=image, key=KEY, redirect="spank", baseline=9.0
+    )
+    failed = RequestOutcome("declined", reason, detail="it is another file by now", image=image)
     both = [event(one, hook="step", step=0) for one in (told, failed)]
     text = printed(*both)
     assert f"{result}:" not in text
@@ -74,8 +85,10 @@ def test_step_of_which_a_task_did_not_get_the_copy_is_no_hit(reason: str, result
 
 
 def test_mounted_file_that_a_task_did_not_get_is_no_hit() -> None:
-    told = Handled("hit", request="/a.sqsh@/b", image="/a.sqsh", key=KEY, data=True)
-    failed = Handled("declined", "no-mount", detail="nobody serves it", image="/b", data=True)
+    told = RequestOutcome("hit", request="/a.sqsh@/b", image="/a.sqsh", key=KEY, data=True)
+    failed = RequestOutcome(
+        "declined", "no-mount", detail="nobody serves it", image="/b", data=True
+    )
     text = printed(event(told, hook="step", step=0), event(failed, hook="step", step=0))
     assert "hit" not in text
 
@@ -83,7 +96,9 @@ def test_mounted_file_that_a_task_did_not_get_is_no_hit() -> None:
 @pytest.mark.parametrize("result", get_args(Result))
 @pytest.mark.parametrize("hook", get_args(Hook))
 def test_every_result_is_explained(result: Result, hook: str) -> None:
-    outcome = Handled(result, request="/a", image="/a", key=KEY, reason="io", redirect="none")
+    outcome = RequestOutcome(
+        result, request="/a", image="/a", key=KEY, reason="io", redirect="none"
+    )
     text = " ".join(sentences(event(outcome, hook=hook), {}))
     assert result in text or result == "released"
 
@@ -106,21 +121,27 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
             "the copy while it was made: too many.*read the original path .no copy was here",
         ),
         (hit(result="through"), "read copied parts locally, and the rest from the source"),
-        (Handled("joined", wait=3.0), "another copy of it was under way; waited 3s"),
-        (Handled("copied", size=300 << 20, wait=1.2), "copied: waited 1.2s until its 300 MiB"),
+        (RequestOutcome("joined", wait=3.0), "another copy of it was under way; waited 3s"),
         (
-            Handled("declined", reason="deadline", detail="9 GiB of 23 GiB are here"),
+            RequestOutcome("copied", size=300 << 20, wait=1.2),
+            "copied: waited 1.2s until its 300 MiB",
+        ),
+        (
+            RequestOutcome("declined", reason="deadline", detail="9 GiB of 23 GiB are here"),
             r"declined \(deadline\).* 9 GiB of 23 GiB .*original path. The copy continues if",
         ),
         (
-            Handled("declined", reason="no-permission", detail="/a is not readable"),
+            RequestOutcome("declined", reason="no-permission", detail="/a is not readable"),
             r"declined \(no-permission\): The job's user.* /a is not readable .*original path",
         ),
-        (Handled("failed", reason="cache-not-mounted"), "The job kept its original path"),
-        (Handled("declined", reason="registry"), "enroot imports it, as without forestage"),
-        (Handled("declined", reason="bad-hint", detail="unknown hint"), "The hint was ignored"),
-        (Handled("declined", reason="no-mount", image="/a"), "kept its original path"),
-        (Handled("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
+        (RequestOutcome("failed", reason="cache-not-mounted"), "The job kept its original path"),
+        (RequestOutcome("declined", reason="registry"), "enroot imports it, as without forestage"),
+        (
+            RequestOutcome("declined", reason="bad-hint", detail="unknown hint"),
+            "The hint was ignored",
+        ),
+        (RequestOutcome("declined", reason="no-mount", image="/a"), "kept its original path"),
+        (RequestOutcome("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
     ],
 )
 def test_outcome_is_explained(outcome: Outcome, expected: str) -> None:
@@ -130,16 +151,16 @@ def test_outcome_is_explained(outcome: Outcome, expected: str) -> None:
 G = 1 << 30
 
 
-def copied(end: float, wait: float, **changes: Any) -> Event:
+def copied(end: float, wait: float, **changes: Any) -> EventRecord:
     """The stager's event of a copy that ended at `end`."""
     facts = {"image": "/a.sqsh", "key": KEY, "size": 23 * G, "wait": wait}
-    outcome = Copied(**{"result": "copied", **facts, **changes.pop("outcome", {})})
+    outcome = CopyOutcome(**{"result": "copied", **facts, **changes.pop("outcome", {})})
     return event(outcome, time=end, hook="stager", total=wait, **changes)
 
 
-def gave_up(end: float, request: str = "/a.sqsh", image: str = "", **changes: Any) -> Event:
+def gave_up(end: float, request: str = "/a.sqsh", image: str = "", **changes: Any) -> EventRecord:
     detail = "9 GiB of 23 GiB of /a.sqsh are here, the rest takes 23s more"
-    outcome = Handled("declined", "deadline", detail, request, "option", image, wait=15)
+    outcome = RequestOutcome("declined", "deadline", detail, request, "option", image, wait=15)
     return event(outcome, time=end, total=15.1, **changes)
 
 
@@ -154,7 +175,7 @@ def test_copy_is_explained_with_its_evictions() -> None:
 
 def test_room_for_a_container_is_explained_with_its_evictions() -> None:
     for result in ("hit", "started", "through"):
-        *_, last = sentences(event(Handled(result, image="/a", evicted=("f" * 32,))), {})
+        *_, last = sentences(event(RequestOutcome(result, image="/a", evicted=("f" * 32,))), {})
         assert last == "evicted ffffffffffff, to free space"
 
 
@@ -176,7 +197,7 @@ def test_copy_from_and_to_peers_is_explained(givers: tuple[str, ...], got: int, 
 
 
 def test_failed_copy_is_explained_with_its_evictions() -> None:
-    outcome = Copied("declined", image="/a", reason="changed", evicted=("f" * 32,))
+    outcome = CopyOutcome("declined", image="/a", reason="changed", evicted=("f" * 32,))
     text = " ".join(sentences(event(outcome, hook="stager"), {}))
     assert re.search("changed.*evicted ffffffffffff, to free space.*Nothing was published", text)
     assert "the job kept" not in text.lower().replace("a job that waited for it kept", "")
@@ -252,12 +273,14 @@ def test_late_copy_of_another_job_is_shown() -> None:
 
 
 def test_each_step_has_its_number() -> None:
-    late = Handled("declined", "deadline", "1 GiB of 23 GiB", "/b.sqsh", "option")
+    late = RequestOutcome("declined", "deadline", "1 GiB of 23 GiB", "/b.sqsh", "option")
     text = printed(
         event(hit(result="started", redirect="spank"), time=NOW - 60, total=0.2),
         event(hit(redirect="spank"), time=NOW - 30, hook="step", step=0, total=0.1),
         event(late, time=NOW - 29.9, hook="step", step=1, total=0.1),
-        event(Handled("failed", reason="io"), time=NOW, hook="step", step=0xFFFFFFFB, total=0.1),
+        event(
+            RequestOutcome("failed", reason="io"), time=NOW, hook="step", step=0xFFFFFFFB, total=0.1
+        ),
     )
     assert re.search(
         r"Prolog, 0.2s.*started.*Step 0, 0.1s.*hit: .*Step 1, 0.1s.*declined \(deadline\).*"
@@ -287,7 +310,7 @@ def test_requeued_job_has_each_run() -> None:
     events = [
         event(hit(), time=NOW - 90, total=0.1),
         event(hit(request="/b.sqsh"), time=NOW - 89.999, total=0.1),
-        event(Released("released", unmounted=1), time=NOW - 60, hook="epilog", total=0.2),
+        event(ReleaseOutcome("released", unmounted=1), time=NOW - 60, hook="epilog", total=0.2),
         event(hit(), time=NOW - 30, total=0.3),
         event(hit(), time=NOW - 30, total=0.4, job=8),
     ]
@@ -302,7 +325,7 @@ def test_requeued_job_has_each_run() -> None:
 def test_evicted_keys_have_their_path_if_known() -> None:
     text = printed(
         event(hit(image="/old.sqsh"), job=3),
-        event(Released("released", unmounted=2, evicted=(KEY, "f" * 32)), hook="epilog"),
+        event(ReleaseOutcome("released", unmounted=2, evicted=(KEY, "f" * 32)), hook="epilog"),
     )
     assert "unmounted 2 redirects" in text
     assert "evicted 0123456789ab: /old.sqsh\n" in text
@@ -312,22 +335,24 @@ def test_evicted_keys_have_their_path_if_known() -> None:
 def test_hint_problems_are_printed_once_per_run() -> None:
     wrong = ("unknown hint stage-wat=",)
     events = [event(hit(), problems=wrong) for _ in range(3)]
-    events.append(event(Handled("released"), hook="epilog", problems=wrong))
+    events.append(event(RequestOutcome("released"), hook="epilog", problems=wrong))
     assert printed(*events).count("unknown hint") == 1
 
 
 def test_running_job_shows_its_lease() -> None:
-    lease = Lease(7, User("", 1000, 1000), NOW - 60, "/nvme", (Use(KEY), Use("f" * 32, "/b.sqsh")))
+    lease = Lease(
+        7, User("", 1000, 1000), NOW - 60, "/nvme", (EntryUse(KEY), EntryUse("f" * 32, "/b.sqsh"))
+    )
     text = printed(event(hit()), lease=lease)
     assert re.search(r"^  0123456789ab +/a.sqsh$", text, re.MULTILINE)
     assert re.search(r"^  ffffffffffff +/b.sqsh$", text, re.MULTILINE)
-    assert history(7, [], lease).lease == Holder(
-        7, "1000", NOW - 60, (Leased(KEY, "", False), Leased("f" * 32, "/b.sqsh", True))
+    assert history(7, [], lease).lease == LeaseHolder(
+        7, "1000", NOW - 60, (LeasedImage(KEY, "", False), LeasedImage("f" * 32, "/b.sqsh", True))
     )
 
 
 def test_job_that_began_with_an_entry_that_was_bad_is_told_and_no_other() -> None:
-    bad = Bad("bad", "wrong-bytes", key=KEY, image="/a.sqsh", chunks=2, since=NOW - 100)
+    bad = BadEntryOutcome("bad", "wrong-bytes", key=KEY, image="/a.sqsh", chunks=2, since=NOW - 100)
     found = event(bad, hook="verify", job=0, time=NOW + 50)
     text = printed(event(hit()), found)
     assert "WRONG BYTES? 2027-01-15 08:00:50 `verify` found this entry bad: 2 chunks" in text
@@ -343,14 +368,14 @@ def test_job_that_began_with_an_entry_that_was_bad_is_told_and_no_other() -> Non
 
 def test_lease_lost_without_epilog_is_noticed() -> None:
     assert "no Epilog is recorded" in printed(event(hit()))
-    declined = Handled("declined", request="/a", reason="missing")
+    declined = RequestOutcome("declined", request="/a", reason="missing")
     assert "no Epilog is recorded" not in printed(event(declined))
-    released = event(Handled("released"), time=NOW + 9, hook="epilog", total=1)
+    released = event(RequestOutcome("released"), time=NOW + 9, hook="epilog", total=1)
     assert "no Epilog is recorded" not in printed(event(hit()), released)
 
 
 LEFT = event(hit(redirect="spank"))
-OVER = event(Released("released"), hook="epilog", time=NOW + 9)
+OVER = event(ReleaseOutcome("released"), hook="epilog", time=NOW + 9)
 NEXT = event(hit(redirect="spank"), time=NOW + 20)
 
 
@@ -358,17 +383,17 @@ NEXT = event(hit(redirect="spank"), time=NOW + 20)
     ("events", "is_told"),
     [
         ((LEFT, OVER), True),
-        ((event(Handled("started", request="/d/", data=True)), OVER), True),
+        ((event(RequestOutcome("started", request="/d/", data=True)), OVER), True),
         ((LEFT,), False),  # it may be about to
         ((LEFT, event(hit(), hook="step", step=0, time=NOW + 1), OVER), False),
         ((event(hit(redirect="mounted")), OVER), False),
-        ((event(Handled("declined", reason="missing")), OVER), False),
+        ((event(RequestOutcome("declined", reason="missing")), OVER), False),
         ((LEFT, OVER, NEXT), False),  # requeued, and runs
         ((event(hit(), hook="step", step=0), OVER, NEXT, OVER), True),
     ],
 )
 def test_job_whose_steps_never_asked_is_told_why_that_may_be(
-    events: tuple[Event, ...], is_told: bool
+    events: tuple[EventRecord, ...], is_told: bool
 ) -> None:
     text = printed(*events)
     assert ("No step of this job asked forestage for its copies" in text) == is_told
@@ -383,7 +408,10 @@ def test_what_a_feature_says_is_said_in_place_of_the_cores_words(
         rows = (("flight", "LH 400"),)
         return ExplainPart(said, "The job walked.", ("It landed.",), "fly", rows)
 
-    told = event(hit(via="hint"), options=("fly",)), event(Handled("declined", reason="missing"))
+    told = (
+        event(hit(via="hint"), options=("fly",)),
+        event(RequestOutcome("declined", reason="missing")),
+    )
     without = printed(*told)
     around_all(monkeypatch, {"explain.explain_outcome": explain_outcome}, {})
     text = printed(*told)
@@ -404,7 +432,9 @@ def test_explanation_without_any_feature_has_the_cores_own(monkeypatch: pytest.M
     before = printed(event(hit()))
     monkeypatch.setattr(features, "FEATURES", ())
     assert printed(event(hit())) == before
-    assert "declined (store-full)" in printed(event(Handled("declined", reason="store-full")))
+    assert "declined (store-full)" in printed(
+        event(RequestOutcome("declined", reason="store-full"))
+    )
 
 
 def test_data_is_told_from_an_image() -> None:

@@ -4,21 +4,21 @@ from collections.abc import Callable
 
 import pytest
 
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Entry, StoredEntry
-from forestage.cache.lease import Lease, Use
-from forestage.commands.inventory import Item, items_of, pick
+from forestage.cache.lease import EntryUse, Lease
+from forestage.commands.inventory import InventoryItem, items_of, pick
 from forestage.commands.sources import compare
-from forestage.errors import NotFound
+from forestage.errors import NotFoundError
 from forestage.system.as_user import User
 
 
 def stored(key: str, path: str = "/a", created: float = 1.0, used: float = 1.0) -> StoredEntry:
-    entry = Entry(key, Identity(path, 1, 2, 3, 4), Access(0, 0, 0o644), created, "rsync")
+    entry = Entry(key, FileIdentity(path, 1, 2, 3, 4), AccessRights(0, 0, 0o644), created, "rsync")
     return StoredEntry(key, 4096, used, False, entry)
 
 
-def items(*found: StoredEntry) -> tuple[Item, ...]:
+def items(*found: StoredEntry) -> tuple[InventoryItem, ...]:
     return items_of(found, [])
 
 
@@ -50,23 +50,25 @@ def test_one_entry_is_meant(word: str, key: str) -> None:
 def test_no_entry_or_several_are_meant(word: str, why: str) -> None:
     damaged = StoredEntry("k1", 4096, 1.0, False, None)  # it has no path
     held = items(stored(ONE, LISTED), stored(OTHER), damaged)
-    with pytest.raises(NotFound, match=why):
+    with pytest.raises(NotFoundError, match=why):
         pick(held, word, lambda path: "")
 
 
 def test_job_with_two_uses_is_listed_once() -> None:
     user = User("alice", 1000, 1000)
-    lease = Lease(7, user, 0.0, "/nvme", (Use("k1"), Use("k1", "/a"), Use("k1", "/b")))
+    lease = Lease(
+        7, user, 0.0, "/nvme", (EntryUse("k1"), EntryUse("k1", "/a"), EntryUse("k1", "/b"))
+    )
     assert items_of([stored("k1")], [lease])[0].jobs == (7,)
 
 
-IMAGE = Image(Identity("/a", 1, 2, 3, 4), Access(0, 0, 0o644))
+IMAGE = SourceImage(FileIdentity("/a", 1, 2, 3, 4), AccessRights(0, 0, 0o644))
 ENTRY = Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "rsync")
 
 
-def identity(**changes: object) -> Callable[[], Image]:
+def identity(**changes: object) -> Callable[[], SourceImage]:
     facts = {"path": "/a", "inode": 1, "size": 2, "mtime_ns": 3, "ctime_ns": 4, **changes}
-    return lambda: Image(Identity(**facts), IMAGE.access)  # type: ignore[arg-type]
+    return lambda: SourceImage(FileIdentity(**facts), IMAGE.access)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -77,11 +79,16 @@ def identity(**changes: object) -> Callable[[], Image]:
         (identity(size=9), "size is 9 B"),
         (identity(mtime_ns=9), "written to"),
         (identity(ctime_ns=9), "change time"),
-        (lambda: Image(IMAGE.identity, Access(0, 0, 0o600)), "owner, mode or ACL"),
-        (lambda: Image(IMAGE.identity, Access(0, 0, 0o644, b"acl")), "owner, mode or ACL"),
+        (lambda: SourceImage(IMAGE.identity, AccessRights(0, 0, 0o600)), "owner, mode or ACL"),
+        (
+            lambda: SourceImage(IMAGE.identity, AccessRights(0, 0, 0o644, b"acl")),
+            "owner, mode or ACL",
+        ),
     ],
 )
-def test_every_difference_is_a_changed_source(now: Callable[[], Image], expected: str) -> None:
+def test_every_difference_is_a_changed_source(
+    now: Callable[[], SourceImage], expected: str
+) -> None:
     found = compare(ENTRY, now())
     assert found.state == "changed"
     assert expected in found.detail

@@ -6,28 +6,37 @@ from dataclasses import dataclass
 
 import pytest
 
-from forestage.commands.tally import RATES, WAITS, Histogram, Tally
-from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, Result, saved
+from forestage.commands.tally import RATES, WAITS, EventTally, Histogram
+from forestage.events import (
+    CopyOutcome,
+    EventRecord,
+    Hook,
+    Outcome,
+    ReleaseOutcome,
+    RequestOutcome,
+    Result,
+    saved,
+)
 
 GIB = 1 << 30
 
 
-def event(hook: Hook, outcome: Outcome, job: int = 7) -> Event:
-    return Event(time=1.0, hook=hook, job=job, outcome=outcome)
+def event(hook: Hook, outcome: Outcome, job: int = 7) -> EventRecord:
+    return EventRecord(time=1.0, hook=hook, job=job, outcome=outcome)
 
 
 def served(result: Result, key: str = "a", redirect: str = "mounted", size: int = 10) -> Outcome:
-    return Handled(result, key=key, redirect=redirect, size=size, wait=0.05)
+    return RequestOutcome(result, key=key, redirect=redirect, size=size, wait=0.05)
 
 
-def counted(*events: Event) -> Tally:
-    tally = Tally()
+def counted(*events: EventRecord) -> EventTally:
+    tally = EventTally()
     for one in events:
         tally.add(one)
     return tally
 
 
-RELEASED = Released("released")
+RELEASED = ReleaseOutcome("released")
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class Spared:
         ),
         Spared(
             "declined is read as ever",
-            (("prolog", Handled("declined", key="a", reason="deadline", size=10)),),
+            (("prolog", RequestOutcome("declined", key="a", reason="deadline", size=10)),),
             0,
         ),
     ],
@@ -135,14 +144,14 @@ def test_cold_start_of_the_companions_is_what_its_step_met(step: Result, counted
 @pytest.mark.parametrize(("first", "start"), [("started", "through"), ("hit", "hit")])
 def test_data_that_only_steps_are_shown_is_their_start(first: Result, start: Result) -> None:
     seen = served(start, redirect="spank")
-    found = counted(event("prolog", Handled(first, key="a", data=True)), event("step", seen))
+    found = counted(event("prolog", RequestOutcome(first, key="a", data=True)), event("step", seen))
     assert found.starts == {start: 1}
     assert found.spared == ({"hit": 10} if start == "hit" else {})
 
 
 def test_saved_and_lost_seconds_are_those_of_explain() -> None:
-    def start(job: int, wait: float, baseline: float) -> Event:
-        outcome = Handled("hit", key="a", redirect="spank", wait=wait, baseline=baseline)
+    def start(job: int, wait: float, baseline: float) -> EventRecord:
+        outcome = RequestOutcome("hit", key="a", redirect="spank", wait=wait, baseline=baseline)
         return event("step", outcome, job)
 
     found = counted(start(1, 0.5, 10.0), start(2, 9.0, 4.0), start(3, 1.0, 0.0))
@@ -150,8 +159,10 @@ def test_saved_and_lost_seconds_are_those_of_explain() -> None:
 
 
 def test_what_was_read_before_a_copy_was_whole_is_split() -> None:
-    outcome = Copied("copied", size=9, read_through=GIB, read_straight=GIB // 4)
-    found = counted(event("stager", outcome), event("stager", Copied("failed", read_through=GIB)))
+    outcome = CopyOutcome("copied", size=9, read_through=GIB, read_straight=GIB // 4)
+    found = counted(
+        event("stager", outcome), event("stager", CopyOutcome("failed", read_through=GIB))
+    )
     assert found.read_through == {"copy": GIB - GIB // 4, "source": GIB // 4}
 
 
@@ -162,7 +173,7 @@ def test_remembered_jobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copied_bytes_are_split_and_rate_excludes_resumed() -> None:
-    outcome = Copied(
+    outcome = CopyOutcome(
         "copied", size=3 * GIB, from_peers=GIB, from_others=1, resumed=GIB, copying=4.0
     )
     tally = counted(event("stager", outcome))
@@ -173,20 +184,22 @@ def test_copied_bytes_are_split_and_rate_excludes_resumed() -> None:
 
 
 def test_failed_copy_has_no_bytes_and_no_rate() -> None:
-    tally = counted(event("stager", Copied("failed", reason="io", size=9, copying=1.0)))
+    tally = counted(event("stager", CopyOutcome("failed", reason="io", size=9, copying=1.0)))
     assert (tally.copies, tally.copied, sum(tally.rates.counts)) == ({"failed": 1}, {}, 0)
     assert tally.errors == {}, "the hook that waits for it tells of it"
 
 
 def test_reasons_and_evictors_are_counted() -> None:
     tally = counted(
-        event("prolog", Handled("declined", reason="deadline", wait=15.0, evicted=("e", "f"))),
-        event("step", Handled("failed", reason="io")),
-        event("epilog", Released("failed", reason="busy")),
-        event("epilog", Released("released", evicted=("a", "b"))),
-        event("stager", Copied("copied", evicted=("c",))),
+        event(
+            "prolog", RequestOutcome("declined", reason="deadline", wait=15.0, evicted=("e", "f"))
+        ),
+        event("step", RequestOutcome("failed", reason="io")),
+        event("epilog", ReleaseOutcome("failed", reason="busy")),
+        event("epilog", ReleaseOutcome("released", evicted=("a", "b"))),
+        event("stager", CopyOutcome("copied", evicted=("c",))),
         event("sweep", RELEASED, job=9),
-        event("sweep", Released("released", evicted=("d",)), job=0),
+        event("sweep", ReleaseOutcome("released", evicted=("d",)), job=0),
     )
     assert tally.declined == {"deadline": 1}
     assert tally.errors == {"io": 1, "busy": 1}
@@ -208,7 +221,7 @@ def test_bucket_includes_its_bound(value: float, bucket: int) -> None:
 
 def test_requests_for_data_are_counted_twice_over() -> None:
     """As requests, and among those for data."""
-    directory = Handled("started", data=True)
+    directory = RequestOutcome("started", data=True)
     found = counted(event("prolog", served("hit")), event("prolog", directory))
     assert found.requests == {"prolog": {"hit": 1, "started": 1}}
     assert found.of_data == {"prolog": {"started": 1}}
@@ -216,10 +229,10 @@ def test_requests_for_data_are_counted_twice_over() -> None:
 
 def test_images_of_registries_are_counted_by_how_they_came() -> None:
     steps = (
-        Handled("hit", came="stored", digest="x", wait=1.0),
-        Handled("copied", came="imported", digest="x", wait=700.0),
-        Handled("through", came="waited", digest="x", wait=70.0),
-        Handled("declined", "registry-silent", came="enroot", wait=30.0),
+        RequestOutcome("hit", came="stored", digest="x", wait=1.0),
+        RequestOutcome("copied", came="imported", digest="x", wait=700.0),
+        RequestOutcome("through", came="waited", digest="x", wait=70.0),
+        RequestOutcome("declined", "registry-silent", came="enroot", wait=30.0),
     )
     found = counted(*(event("step", one) for one in steps), event("step", served("hit")))
     assert found.registry == {"stored": 1, "imported": 1, "waited": 1, "enroot": 1}
@@ -228,10 +241,10 @@ def test_images_of_registries_are_counted_by_how_they_came() -> None:
 
 
 def test_copies_for_pending_jobs_are_counted_by_what_became_of_them() -> None:
-    def copy(key: str) -> Event:
-        return event("stager", Copied("copied", key=key, size=GIB, expected=1.0), 0)
+    def copy(key: str) -> EventRecord:
+        return event("stager", CopyOutcome("copied", key=key, size=GIB, expected=1.0), 0)
 
-    gone = event("epilog", Released("released", evicted=("b",)))
+    gone = event("epilog", ReleaseOutcome("released", evicted=("b",)))
     found = counted(copy("a"), copy("b"), copy("c"), event("step", served("hit")), gone)
     assert found.ahead.copied["source"] == 3 * GIB
     assert found.ahead.used["source"] == found.ahead.unused["source"] == GIB

@@ -10,11 +10,11 @@ import pytest
 
 from forestage.clock import Clock
 from forestage.commands import tend
-from forestage.commands.tend import Part, PartEnd
+from forestage.commands.tend import TendPart, TendPartEnd
 from forestage.config import Config
 from forestage.errors import Failed
 from forestage.features.contexts import TendFacts
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import lock
 from forestage.system.run import RunningProcess
 
@@ -52,16 +52,16 @@ class Process:
 class Run:
     """Runs of given parts, and the processes that they start."""
 
-    def __init__(self, root: Path, *parts: Part) -> None:
-        self.places, self.clock, self.parts = Places(root), Moved(), parts
+    def __init__(self, root: Path, *parts: TendPart) -> None:
+        self.places, self.clock, self.parts = NodePaths(root), Moved(), parts
         self.processes: dict[str, Process | Exception] = {}
         self.started: list[str] = []
         self.locks: list[int] = []
 
-    def __call__(self) -> list[PartEnd]:
+    def __call__(self) -> list[TendPartEnd]:
         return [*tend.tend(self.places, self.clock, iter(self.parts), self.start)]
 
-    def start(self, part: Part, held: int | None) -> RunningProcess:
+    def start(self, part: TendPart, held: int | None) -> RunningProcess:
         self.started.append(part.name)
         found = self.processes.setdefault(part.name, Process())
         if isinstance(found, Exception):
@@ -73,46 +73,46 @@ class Run:
 
 
 @pytest.fixture
-def adding(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
+def adding(monkeypatch: pytest.MonkeyPatch) -> list[TendPart]:
     """The parts of a feature."""
-    added: list[Part] = []
+    added: list[TendPart] = []
     monkeypatch.setattr(tend, "load_all", lambda door: iter([lambda facts: iter(added)]))
     return added
 
 
 def names(root: Path, config: Config | None, apart: bool = False) -> list[str]:
-    facts = TendFacts(Places(root), Clock(), config, apart)
+    facts = TendFacts(NodePaths(root), Clock(), config, apart)
     return [one.name for one in tend.list_parts(facts, False)]
 
 
 def test_room_is_first_and_only_what_has_an_object_is_a_part(
-    tmp_path: Path, adding: list[Part]
+    tmp_path: Path, adding: list[TendPart]
 ) -> None:
     assert names(tmp_path, Config()) == ["room", "sweep", "proofs"]
-    adding += [Part("orbit", ()), Part("launch", (), 10.0), Part("land", (), 10.0)]
+    adding += [TendPart("orbit", ()), TendPart("launch", (), 10.0), TendPart("land", (), 10.0)]
     whole = ["room", "launch", "land", "orbit", "sweep", "proofs"]
     assert names(tmp_path, Config()) == whole, "what the run waits for is before what it does not"
 
 
 def test_node_without_jobs_or_configuration_does_what_features_have_alone(
-    tmp_path: Path, adding: list[Part]
+    tmp_path: Path, adding: list[TendPart]
 ) -> None:
-    adding.append(Part("launch", (), 10.0))
+    adding.append(TendPart("launch", (), 10.0))
     assert names(tmp_path, Config(), apart=True) == ["launch"]
     assert names(tmp_path, None) == ["launch"]
 
 
 def test_room_has_the_io_of_any_program_and_is_waited_for(
-    tmp_path: Path, adding: list[Part]
+    tmp_path: Path, adding: list[TendPart]
 ) -> None:
-    facts = TendFacts(Places(tmp_path), Clock(), Config(), False)
+    facts = TendFacts(NodePaths(tmp_path), Clock(), Config(), False)
     parts = [*tend.list_parts(facts, False)]
     assert [one.name for one in parts if one.is_idle] == ["sweep", "proofs"]
     assert [one.name for one in parts if not one.limit] == ["sweep", "proofs"]
 
 
 def test_part_runs_again_at_the_tenth_run_wherever_the_clock_is_set(tmp_path: Path) -> None:
-    run = Run(tmp_path, Part("room", ()), Part("sweep", (), every=tend.TENTH))
+    run = Run(tmp_path, TendPart("room", ()), TendPart("sweep", (), every=tend.TENTH))
     for _ in range(30):
         run()
         run.clock.at += 61  # a bit more than a minute
@@ -126,7 +126,7 @@ def test_part_runs_again_at_the_tenth_run_wherever_the_clock_is_set(tmp_path: Pa
 
 def test_entries_are_read_at_each_run_while_the_disk_is_in_doubt(tmp_path: Path) -> None:
     for is_doubted, every in ((True, 0.0), (False, tend.TENTH)):
-        facts = TendFacts(Places(tmp_path), Clock(), Config(), False)
+        facts = TendFacts(NodePaths(tmp_path), Clock(), Config(), False)
         parts = tend.list_parts(facts, is_doubted)
         assert [one.every for one in parts if one.name == "proofs"] == [every]
 
@@ -135,7 +135,7 @@ def test_entries_are_read_at_each_run_while_the_disk_is_in_doubt(tmp_path: Path)
 def test_part_at_its_limit_is_killed_and_left_out_while_it_hangs(
     tmp_path: Path, hangs: bool
 ) -> None:
-    run = Run(tmp_path, Part("room", (), 20.0), Part("metrics", (), 10.0))
+    run = Run(tmp_path, TendPart("room", (), 20.0), TendPart("metrics", (), 10.0))
     process = run.processes["room"] = Process(None, hangs)
     room, metrics = run()
     assert process.killed
@@ -150,7 +150,7 @@ def test_part_at_its_limit_is_killed_and_left_out_while_it_hangs(
 
 
 def test_part_that_may_outlive_the_run_is_not_waited_for(tmp_path: Path) -> None:
-    run = Run(tmp_path, Part("sweep", ()), Part("proofs", ()))
+    run = Run(tmp_path, TendPart("sweep", ()), TendPart("proofs", ()))
     process = run.processes["sweep"] = Process(None)
     assert [one.state for one in run()] == ["begun", "begun"]
     assert not process.killed
@@ -164,7 +164,7 @@ def test_run_that_is_ended_ends_the_part_that_it_waits_for(tmp_path: Path) -> No
         def wait(self, timeout: float) -> bool:
             raise KeyboardInterrupt
 
-    run = Run(tmp_path, Part("metrics", (), 10.0))
+    run = Run(tmp_path, TendPart("metrics", (), 10.0))
     process = run.processes["metrics"] = Interrupted(None)
     with pytest.raises(KeyboardInterrupt):
         run()
@@ -173,7 +173,7 @@ def test_run_that_is_ended_ends_the_part_that_it_waits_for(tmp_path: Path) -> No
 
 
 def test_part_that_cannot_be_started_keeps_no_other_from_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, Part("prefetch", (), 10.0), Part("sweep", ()))
+    run = Run(tmp_path, TendPart("prefetch", (), 10.0), TendPart("sweep", ()))
     run.processes["prefetch"] = Failed("program", "ionice is not installed")
     prefetch, sweep = run()
     assert (prefetch.has_failed, sweep.state) == (True, "begun")
@@ -183,7 +183,7 @@ def test_part_that_cannot_be_started_keeps_no_other_from_it(tmp_path: Path) -> N
 def test_part_with_a_limit_runs_without_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
     """One without could run beside another for hours."""
     done = tmp_path / "none/done"
-    parts = Part("room", (), 20.0), Part("warm", (), 15.0, done=done), Part("sweep", ())
+    parts = TendPart("room", (), 20.0), TendPart("warm", (), 15.0, done=done), TendPart("sweep", ())
     run = Run(tmp_path, *parts)
     run.places.run.parent.mkdir()
     run.places.run.touch()
@@ -195,14 +195,14 @@ def test_part_with_a_limit_runs_without_a_lock_that_cannot_be_made(tmp_path: Pat
 @pytest.mark.parametrize(
     ("end", "failed"),
     [
-        (PartEnd("room", "ended", 0), False),
-        (PartEnd("room", "ended", 12), False),  # no cache yet
-        (PartEnd("room", "ended", 5), True),
-        (PartEnd("warm", "ended", 1, harmless=(0, 1)), False),  # not yet here
-        (PartEnd("warm", "ended", 4, harmless=(0, 1)), True),
-        (PartEnd("sweep", "left out"), False),
-        (PartEnd("room", "ended", -9), True),
+        (TendPartEnd("room", "ended", 0), False),
+        (TendPartEnd("room", "ended", 12), False),  # no cache yet
+        (TendPartEnd("room", "ended", 5), True),
+        (TendPartEnd("warm", "ended", 1, harmless=(0, 1)), False),  # not yet here
+        (TendPartEnd("warm", "ended", 4, harmless=(0, 1)), True),
+        (TendPartEnd("sweep", "left out"), False),
+        (TendPartEnd("room", "ended", -9), True),
     ],
 )
-def test_run_fails_with_a_part_that_did_not_do_its_work(end: PartEnd, failed: bool) -> None:
+def test_run_fails_with_a_part_that_did_not_do_its_work(end: TendPartEnd, failed: bool) -> None:
     assert end.has_failed == failed

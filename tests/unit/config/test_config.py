@@ -12,16 +12,16 @@ from forestage.config import (
     DEFAULT,
     KEYS,
     REMOVED,
-    Address,
     Config,
-    Row,
-    Settings,
+    ConfigRow,
+    LoadedConfig,
+    ServiceAddress,
     load_settings,
     parse_address,
 )
 from forestage.config.keys import Cold, Redirect
-from forestage.errors import ConfigError, Problem
-from forestage.units import Amount
+from forestage.errors import ConfigError, ConfigProblem
+from forestage.units import SizeOrShare
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MAIN = "forestage.yaml"
@@ -37,12 +37,12 @@ def write(etc: Path, text: str | bytes, name: str = MAIN) -> Path:
     return path
 
 
-def read(etc: Path, text: str | bytes = "", name: str = MAIN) -> Settings:
+def read(etc: Path, text: str | bytes = "", name: str = MAIN) -> LoadedConfig:
     write(etc, text, name)
     return load_settings(etc)
 
 
-def problems(etc: Path, text: str | bytes | None = None) -> list[Problem]:
+def problems(etc: Path, text: str | bytes | None = None) -> list[ConfigProblem]:
     if text is not None:
         write(etc, text)
     with pytest.raises(ConfigError) as caught:
@@ -71,8 +71,8 @@ def test_missing_directory_means_the_defaults(tmp_path: Path) -> None:
         ("sources: [/lustre, /home/a b]", "sources", ("/lustre", "/home/a b")),
         ("cache: /tmpfs/x", "cache", "/tmpfs/x"),
         ("max_image_size: null", "max_image_size", None),
-        ("max_size: 2T", "max_size", Amount(size=2 << 40)),
-        ("min_free: 0", "min_free", Amount(size=0)),
+        ("max_size: 2T", "max_size", SizeOrShare(size=2 << 40)),
+        ("min_free: 0", "min_free", SizeOrShare(size=0)),
         ("redirect: spank", "redirect", "spank"),
         ("threads: auto", "threads", None),
         ("threads: 64", "threads", 64),
@@ -192,12 +192,12 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
     rows = found.rows()
     assert [row.key for row in rows] == [*KEYS, "partitions.gpu.deadline"]
     assert {row for row in rows if row.origin != DEFAULT} == {
-        Row("sources", "[/a, /b]", main),
-        Row("max_image_size", "1536MiB", main),
-        Row("partitions.gpu.deadline", "90.25s", main),
+        ConfigRow("sources", "[/a, /b]", main),
+        ConfigRow("max_image_size", "1536MiB", main),
+        ConfigRow("partitions.gpu.deadline", "90.25s", main),
     }
-    assert Row("deadline", "auto", DEFAULT) in found.rows("cpu")
-    assert Row("deadline", "90.25s", main) in found.rows("gpu")
+    assert ConfigRow("deadline", "auto", DEFAULT) in found.rows("cpu")
+    assert ConfigRow("deadline", "90.25s", main) in found.rows("gpu")
     assert len(found.rows("gpu")) == len(KEYS)
 
 
@@ -438,7 +438,9 @@ def test_path_without_a_file_is_refused_and_does_not_block(
 
 def test_conf_d_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     (problem,) = problems(write(tmp_path, "", "conf.d").parent)
-    assert problem == Problem(str(tmp_path / "conf.d"), "", "cannot be listed: Not a directory")
+    assert problem == ConfigProblem(
+        str(tmp_path / "conf.d"), "", "cannot be listed: Not a directory"
+    )
 
 
 def test_unreadable_file_is_not_taken_for_a_missing_one(
@@ -505,7 +507,7 @@ def test_any_file_may_be_looked_at_by_a_user(
     ],
 )
 def test_address_is_read_with_or_without_port(text: str, host: str, port: int) -> None:
-    assert parse_address(text, 7717) == Address(host, port)
+    assert parse_address(text, 7717) == ServiceAddress(host, port)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forestage.config import load, load_settings
-from forestage.config.memo import Kept
+from forestage.config.memo import YamlCache
 from forestage.errors import ConfigError
 
 Patch = pytest.MonkeyPatch
@@ -83,7 +83,7 @@ def test_damaged_record_is_ignored(site: Site, junk: bytes, monkeypatch: Patch) 
 
 @pytest.mark.parametrize("odd", [{1: "a"}, {"a": datetime.date(2026, 1, 1)}, [float("inf")]])
 def test_what_json_cannot_say_is_not_kept(site: Site, odd: object) -> None:
-    documents = Kept(site.kept)
+    documents = YamlCache(site.kept)
     assert documents.document("text", lambda _: odd) == odd
     documents.keep()
     assert not site.kept.exists()

@@ -8,25 +8,25 @@ from pathlib import Path
 import pytest
 
 from forestage.config import switch
-from forestage.paths import Places
+from forestage.paths import NodePaths
 
 NOW = 1_800_000_000.0
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    places = Places(tmp_path)
+def places(tmp_path: Path) -> NodePaths:
+    places = NodePaths(tmp_path)
     for file in (places.kept_off, places.disabled):
         file.parent.mkdir(parents=True, exist_ok=True)
     return places
 
 
 def test_without_a_file_nothing_is_switched_off(tmp_path: Path) -> None:
-    assert switch.by_file(Places(tmp_path), NOW) == ""
+    assert switch.by_file(NodePaths(tmp_path), NOW) == ""
 
 
 @pytest.mark.parametrize("name", ["kept_off", "disabled"])
-def test_either_file_switches_off_and_gives_its_first_line(places: Places, name: str) -> None:
+def test_either_file_switches_off_and_gives_its_first_line(places: NodePaths, name: str) -> None:
     file: Path = getattr(places, name)
     file.write_text("INC-42: wrong bytes?\nsee the ticket\n")
     assert switch.by_file(places, NOW) == f"{file}: INC-42: wrong bytes?"
@@ -34,7 +34,9 @@ def test_either_file_switches_off_and_gives_its_first_line(places: Places, name:
     assert switch.by_file(places, NOW) == f"{file} is there"
 
 
-def test_time_that_is_over_counts_for_nothing_and_the_other_file_still_does(places: Places) -> None:
+def test_time_that_is_over_counts_for_nothing_and_the_other_file_still_does(
+    places: NodePaths,
+) -> None:
     places.kept_off.write_text(f"until {int(NOW)}\nINC-42\n")
     assert switch.by_file(places, NOW - 1).startswith(f"{places.kept_off}: INC-42 (until 2027-01-")
     assert switch.by_file(places, NOW) == ""
@@ -54,12 +56,12 @@ def test_time_that_is_over_counts_for_nothing_and_the_other_file_still_does(plac
         "until 9" * 99,
     ],
 )
-def test_time_that_cannot_be_read_never_ends(places: Places, text: str) -> None:
+def test_time_that_cannot_be_read_never_ends(places: NodePaths, text: str) -> None:
     places.kept_off.write_text(text)
     assert switch.by_file(places, NOW).startswith(str(places.kept_off))
 
 
-def test_time_of_the_far_future_is_said_in_seconds(places: Places) -> None:
+def test_time_of_the_far_future_is_said_in_seconds(places: NodePaths) -> None:
     places.kept_off.write_text(f"until {'9' * 20}\nx\n")
     assert switch.by_file(places, NOW) == f"{places.kept_off}: x (until {'9' * 20})"
 
@@ -67,7 +69,7 @@ def test_time_of_the_far_future_is_said_in_seconds(places: Places) -> None:
 @pytest.mark.parametrize("name", ["kept_off", "disabled"])
 @pytest.mark.parametrize("kind", ["directory", "link", "fifo"])
 def test_file_that_cannot_be_read_switches_off_and_holds_nobody(
-    places: Places, name: str, kind: str
+    places: NodePaths, name: str, kind: str
 ) -> None:
     file: Path = getattr(places, name)
     made = {"directory": file.mkdir, "link": lambda: file.symlink_to("/nonexistent")}

@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import pytest
 
-from forestage.events import Copied, Event, Handled, Hook, Outcome, Released, ahead
-from forestage.events.ahead import Ahead, Copies
+from forestage.events import (
+    CopyOutcome,
+    EventRecord,
+    Hook,
+    Outcome,
+    ReleaseOutcome,
+    RequestOutcome,
+    ahead,
+)
+from forestage.events.ahead import PrefetchedBytes, UnusedCopies
 
 SINCE = 1_800_000_000.0
 KEY = "a" * 32
 
 
-def event(outcome: Outcome, job: int = 7, hook: Hook = "step") -> Event:
-    return Event(time=SINCE, hook=hook, job=job, outcome=outcome)
+def event(outcome: Outcome, job: int = 7, hook: Hook = "step") -> EventRecord:
+    return EventRecord(time=SINCE, hook=hook, job=job, outcome=outcome)
 
 
-def copied(key: str = KEY, size: int = 10, **changes: object) -> Event:
-    made = Copied("copied", key=key, size=size, expected=SINCE, **changes)  # type: ignore[arg-type]
+def copied(key: str = KEY, size: int = 10, **changes: object) -> EventRecord:
+    made = CopyOutcome("copied", key=key, size=size, expected=SINCE, **changes)  # type: ignore[arg-type]
     return event(made, 0, "stager")
 
 
-def hit(key: str = KEY, job: int = 7) -> Event:
-    return event(Handled("hit", key=key), job)
+def hit(key: str = KEY, job: int = 7) -> EventRecord:
+    return event(RequestOutcome("hit", key=key), job)
 
 
-def evicted(key: str = KEY) -> Event:
-    return event(Released("released", evicted=(key,)), 0, "sweep")
+def evicted(key: str = KEY) -> EventRecord:
+    return event(ReleaseOutcome("released", evicted=(key,)), 0, "sweep")
 
 
-def fates(*events: Event) -> list[str]:
-    copies = Copies()
+def fates(*events: EventRecord) -> list[str]:
+    copies = UnusedCopies()
     return [change.fate for one in events for change in copies.add(one)]
 
 
@@ -41,9 +49,15 @@ def fates(*events: Event) -> list[str]:
         ((copied(), evicted(), hit()), ["copied", "unused"]),
         ((copied(), hit("b" * 32)), ["copied"]),
         ((copied(), copied(), hit()), ["copied", "unused", "copied", "used"]),
-        ((copied(), event(Handled("declined", key=KEY))), ["copied"]),
-        ((event(Copied("copied", key=KEY, size=9), 0, "stager"), hit()), []),
-        ((event(Copied("declined", "stopped", key=KEY, expected=SINCE), 0, "stager"), hit()), []),
+        ((copied(), event(RequestOutcome("declined", key=KEY))), ["copied"]),
+        ((event(CopyOutcome("copied", key=KEY, size=9), 0, "stager"), hit()), []),
+        (
+            (
+                event(CopyOutcome("declined", "stopped", key=KEY, expected=SINCE), 0, "stager"),
+                hit(),
+            ),
+            [],
+        ),
     ],
     ids=[
         *("used", "used once", "never used", "another image", "evicted by hand", "declined"),
@@ -51,14 +65,14 @@ def fates(*events: Event) -> list[str]:
     ],
 )
 def test_copy_is_used_by_the_first_job_or_evicted_before_any(
-    events: tuple[Event, ...], found: list[str]
+    events: tuple[EventRecord, ...], found: list[str]
 ) -> None:
     assert fates(*events) == found
 
 
 def test_copy_that_a_job_takes_over_is_used_as_far_as_it_was_made_before() -> None:
-    taken = event(Copied("copied", key=KEY, size=10, resumed=6, ahead=6, expected=SINCE))
-    sums, copies = Ahead(), Copies()
+    taken = event(CopyOutcome("copied", key=KEY, size=10, resumed=6, ahead=6, expected=SINCE))
+    sums, copies = PrefetchedBytes(), UnusedCopies()
     for change in copies.add(taken):
         sums.add(change)
     assert (sums.copied, sums.used, sums.unused) == ({"source": 6}, {"source": 6}, {})
@@ -66,7 +80,7 @@ def test_copy_that_a_job_takes_over_is_used_as_far_as_it_was_made_before() -> No
 
 
 def test_bytes_are_counted_by_where_they_came_from() -> None:
-    sums, copies = Ahead(), Copies()
+    sums, copies = PrefetchedBytes(), UnusedCopies()
     for one in (copied(from_peers=7, from_others=4), hit(), copied("b" * 32), evicted("b" * 32)):
         for change in copies.add(one):
             sums.add(change)
@@ -77,7 +91,7 @@ def test_bytes_are_counted_by_where_they_came_from() -> None:
 
 def test_remembered_copies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "KEPT", 2)
-    copies = Copies()
+    copies = UnusedCopies()
     for number in range(9):
         list(copies.add(copied(str(number))))
     assert list(copies.left) == ["7", "8"]

@@ -12,9 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage import events
-from forestage.events import Copied, Event, Handled, Outcome, Released, append, log, read, summary
-from forestage.paths import Places
-from forestage.slurm.hints import Hints
+from forestage.events import (
+    CopyOutcome,
+    EventRecord,
+    Outcome,
+    ReleaseOutcome,
+    RequestOutcome,
+    append,
+    log,
+    read,
+    summary,
+)
+from forestage.paths import NodePaths
+from forestage.slurm.hints import JobHints
 from forestage.slurm.job import Job
 from forestage.system.as_user import User
 from forestage.units import MAX_TEXT, printable
@@ -27,12 +37,12 @@ JOB = Job(
     work_dir="/",
     requests=(),
     saves=None,
-    hints=Hints(),
+    hints=JobHints(),
 )
 
 
-def event(job: int = 7, outcome: Outcome | None = None) -> Event:
-    return Event(time=1.0, hook="prolog", job=job, outcome=outcome or Handled("hit"))
+def event(job: int = 7, outcome: Outcome | None = None) -> EventRecord:
+    return EventRecord(time=1.0, hook="prolog", job=job, outcome=outcome or RequestOutcome("hit"))
 
 
 @given(st.text())
@@ -60,7 +70,7 @@ def test_text_of_a_user_is_shown_escaped(text: str, shown: str) -> None:
 
 
 def test_summary_of_a_copy_is_logfmt() -> None:
-    outcome = Handled(
+    outcome = RequestOutcome(
         "copied", request="/a", image="/lustre/a", key="0a", size=5, redirect="mounted", wait=0.25
     )
     assert summary(JOB, [outcome], 0.5) == (
@@ -70,7 +80,7 @@ def test_summary_of_a_copy_is_logfmt() -> None:
 
 
 def test_summary_of_an_epilog_and_of_nothing_is_logfmt() -> None:
-    released = Released("released", unmounted=2, evicted=("0a", "0b"))
+    released = ReleaseOutcome("released", unmounted=2, evicted=("0a", "0b"))
     assert summary(JOB, [released], 0.1) == (
         "user=alice result=released unmounted=2 evicted=0a,0b total=0.100s"
     )
@@ -78,25 +88,25 @@ def test_summary_of_an_epilog_and_of_nothing_is_logfmt() -> None:
 
 
 def test_step_number_is_recorded_only_for_a_step(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     step = msgspec.structs.replace(JOB, step=3)
-    events.record(places, 1.0, "step", step, [Handled("hit")], 0.1)
-    events.record(places, 1.0, "prolog", JOB, [Handled("started")], 0.1)
+    events.record(places, 1.0, "step", step, [RequestOutcome("hit")], 0.1)
+    events.record(places, 1.0, "prolog", JOB, [RequestOutcome("started")], 0.1)
     assert [(one.hook, one.step) for one in read(places.events)] == [("step", 3), ("prolog", None)]
     assert b"step" not in places.events.read_bytes().splitlines()[1]
 
 
 @given(st.text(), st.text(), st.lists(st.text(), max_size=3).map(tuple))
 def test_text_of_a_user_breaks_no_line(asked: str, detail: str, problems: tuple[str, ...]) -> None:
-    job = msgspec.structs.replace(JOB, hints=Hints(problems=problems))
-    line = summary(job, [Handled("declined", request=asked, detail=detail)], 1.0)
+    job = msgspec.structs.replace(JOB, hints=JobHints(problems=problems))
+    line = summary(job, [RequestOutcome("declined", request=asked, detail=detail)], 1.0)
     assert line.isprintable()
     assert line.endswith(" total=1.000s")
 
 
 def test_text_of_a_user_forges_no_field() -> None:
     asked = '/a" result=hit image="/b'
-    line = summary(JOB, [Handled("declined", request=asked)], 1.0)
+    line = summary(JOB, [RequestOutcome("declined", request=asked)], 1.0)
     assert '" result=hit image="' not in line
 
 
@@ -185,9 +195,9 @@ def test_event_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 RESULTS = st.sampled_from(["hit", "copied", "declined"])
 EVICTED = st.lists(st.text("0a"), max_size=2).map(tuple)
 OUTCOMES = (
-    st.builds(Handled, RESULTS, request=st.text().map(printable), size=st.integers(0, 2**60))
-    | st.builds(Copied, RESULTS, size=st.integers(0, 2**60), evicted=EVICTED)
-    | st.builds(Released, st.just("released"), evicted=EVICTED)
+    st.builds(RequestOutcome, RESULTS, request=st.text().map(printable), size=st.integers(0, 2**60))
+    | st.builds(CopyOutcome, RESULTS, size=st.integers(0, 2**60), evicted=EVICTED)
+    | st.builds(ReleaseOutcome, st.just("released"), evicted=EVICTED)
 )
 
 
@@ -195,4 +205,4 @@ OUTCOMES = (
 def test_event_reads_back_as_it_was(outcome: Outcome) -> None:
     line = msgspec.json.encode(event(1, outcome))
     assert b"\n" not in line
-    assert msgspec.json.decode(line, type=Event).outcome == outcome
+    assert msgspec.json.decode(line, type=EventRecord).outcome == outcome

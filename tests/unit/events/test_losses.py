@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.events import Event, Handled, Released, losses
+from forestage.events import EventRecord, ReleaseOutcome, RequestOutcome, losses
 from forestage.events.losses import LostEvents
 from forestage.system import records
 
@@ -48,9 +48,9 @@ def test_loss_that_cannot_be_noted_is_no_error(tmp_path: Path) -> None:
 def test_loss_concerns_jobs_whose_hooks_ran_meanwhile(
     times: tuple[float, ...], is_over: bool, expected: bool
 ) -> None:
-    own = [Event(time, "prolog", 7, Handled("hit"), total=1.0) for time in times]
+    own = [EventRecord(time, "prolog", 7, RequestOutcome("hit"), total=1.0) for time in times]
     if is_over:
-        own[-1] = Event(times[-1], "epilog", 7, Released("released"), total=1.0)
+        own[-1] = EventRecord(times[-1], "epilog", 7, ReleaseOutcome("released"), total=1.0)
     assert losses.may_concern(LostEvents(10.0, 21.0, "full"), own) is expected
 
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from forestage.events import Handled, Released, Result, saved
+from forestage.events import ReleaseOutcome, RequestOutcome, Result, saved
 
 
-def outcome(**changes: Any) -> Handled:
+def outcome(**changes: Any) -> RequestOutcome:
     facts = {"result": "hit", "redirect": "spank", "baseline": 12.0, "wait": 0.5, **changes}
-    return Handled(**facts)
+    return RequestOutcome(**facts)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,13 @@ BIND = (("prolog", "hit", "mounted"), ("step", "hit", "kept"), ("step", "hit", "
     ],
 )
 def test_start_from_a_copy_counts_once(runs: Any, starts: list[bool]) -> None:
-    told = saved.Starts()
+    told = saved.StartTracker()
     outcomes = [
         (
             hook,
-            outcome(result=result, redirect=redirect, key="a") if result else Released("released"),
+            outcome(result=result, redirect=redirect, key="a")
+            if result
+            else ReleaseOutcome("released"),
         )
         for hook, result, redirect in runs
     ]
@@ -80,7 +82,7 @@ def test_start_from_a_copy_counts_once(runs: Any, starts: list[bool]) -> None:
 
 def test_jobs_whose_step_never_came_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved, "REMEMBERED", 3)
-    told = saved.Starts()
+    told = saved.StartTracker()
     for job in range(10):
         told.is_one("prolog", job, outcome(redirect="mounted", key="a"))
     assert list(told.counted) == [7, 8, 9]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.errors import Declined
@@ -17,13 +17,13 @@ from forestage.hooks import prolog
 from forestage.hooks.boundary import (
     IMAGE_OPTION,
     STAGE_OPTION,
-    Hook,
+    HookRun,
     note_call,
     note_nodes,
     nothing_to_do,
 )
-from forestage.hooks.limit import Limit
-from forestage.paths import Places
+from forestage.hooks.limit import HookDeadlines
+from forestage.paths import NodePaths
 from forestage.slurm.job import Job
 from forestage.system.as_user import User
 
@@ -51,7 +51,7 @@ def test_prolog_has_work_where_a_job_names_an_image_or_its_comment_says_stage(
 
 def test_prolog_has_work_where_its_number_has_a_lease(tmp_path: Path) -> None:
     """Of an earlier job: another user's, perhaps, whose Epilog never came."""
-    leases = Places(tmp_path).leases
+    leases = NodePaths(tmp_path).leases
     leases.mkdir(parents=True)
     (leases / "7.json").touch()
     assert not nothing_to_do("prolog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
@@ -61,7 +61,7 @@ def test_prolog_has_work_where_its_number_has_a_lease(tmp_path: Path) -> None:
 def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
     """Whatever the job asked for: the Epilog may not see it any more."""
     environ = {"SLURM_JOB_ID": "7", IMAGE_OPTION: "/a"}
-    leases = Places(tmp_path).leases
+    leases = NodePaths(tmp_path).leases
     leases.mkdir(parents=True)
     (leases / "77.json").touch()
     assert nothing_to_do("epilog", environ, str(tmp_path))
@@ -71,7 +71,7 @@ def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
 
 def test_epilog_has_work_where_a_step_asked_a_registry(tmp_path: Path) -> None:
     """There is a lease at the end of an import only."""
-    images = Places(tmp_path).images
+    images = NodePaths(tmp_path).images
     images.mkdir(parents=True)
     (images / "7.asked").touch()
     for job, nothing in (("7", False), ("77", True)):
@@ -103,14 +103,16 @@ def test_nodes_of_a_prolog_are_kept_for_steps(
     (run / "leases").mkdir()
     (run / "leases/7.nodes").write_text("n[1-64]")  # a job's of that number, long ago
     note_nodes("prolog", {"SLURM_JOB_ID": "7"} | listed, str(run))
-    assert Leases(run / "leases").nodelist(7) == nodes
+    assert LeaseDirectory(run / "leases").nodelist(7) == nodes
 
 
 def test_nodes_are_forgotten_by_the_epilog_and_by_nobody_else(run: Path) -> None:
     note_nodes("prolog", ON_TWO, str(run))
     note_nodes("step", {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-9]"}, str(run))
-    Leases(run / "leases").put(Lease(7, User("", 1, 1), 0.0, "/cache"))  # which holds nothing
-    assert Leases(run / "leases").nodelist(7) == "n[1-2]"
+    LeaseDirectory(run / "leases").put(
+        Lease(7, User("", 1, 1), 0.0, "/cache")
+    )  # which holds nothing
+    assert LeaseDirectory(run / "leases").nodelist(7) == "n[1-2]"
     note_nodes("epilog", {"SLURM_JOB_ID": "7"}, str(run))
     assert list((run / "leases").iterdir()) == []
 
@@ -133,7 +135,7 @@ def test_epilog_forgets_no_nodes_of_another_users_job_nor_of_a_later_run(
 ) -> None:
     note_nodes("prolog", ON_TWO | OF_ALICE, str(run))
     note_nodes("epilog", {"SLURM_JOB_ID": "7"} | later, str(run))
-    assert (Leases(run / "leases").nodelist(7, 1) == "n[1-2]") is left
+    assert (LeaseDirectory(run / "leases").nodelist(7, 1) == "n[1-2]") is left
     assert (run / "leases/7.nodes").exists() is left
 
 
@@ -146,7 +148,7 @@ def test_nodes_that_cannot_be_kept_stop_no_hook(run: Path) -> None:
     (run / "leases").touch()
     note_nodes("prolog", ON_TWO, str(run))
     note_nodes("epilog", ON_TWO, str(run))
-    assert Leases(run / "leases").nodelist(7) == ""
+    assert LeaseDirectory(run / "leases").nodelist(7) == ""
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_step_has_work_where_it_names_an_image(environ: dict[str, str], nothing:
 
 
 def test_step_has_work_where_its_jobs_comment_names_images(tmp_path: Path) -> None:
-    hinted = Leases(Places(tmp_path).leases).hints(7)
+    hinted = LeaseDirectory(NodePaths(tmp_path).leases).hints(7)
     hinted.parent.mkdir(parents=True)
     hinted.touch()
     assert not nothing_to_do("step", {"SLURM_JOB_ID": "7"}, str(tmp_path))
@@ -167,38 +169,42 @@ def test_step_has_work_where_its_jobs_comment_names_images(tmp_path: Path) -> No
 def test_step_is_answered_once_and_whoever_went_away_does_not_hurt(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hook = Hook("step", {}, 0.0)
+    hook = HookRun("step", {}, 0.0)
     hook.answer("leave", "bad\udcff")
     hook.answer("leave", "error")
-    Hook("prolog", {}, 0.0).answer("leave", "error")
+    HookRun("prolog", {}, 0.0).answer("leave", "error")
     assert capfd.readouterr().out == "leave\tbad\\udcff\n"
 
     def gone(*_: object) -> int:
         raise BrokenPipeError
 
     monkeypatch.setattr(os, "write", gone)
-    Hook("step", {}, 0.0).answer("leave", "error")
+    HookRun("step", {}, 0.0).answer("leave", "error")
 
 
 def test_broken_configuration_with_several_caches_takes_the_time_of_one(
     tmp_path: Path, me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm drains the node of a Prolog that takes longer than slurm.conf allows."""
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     places.etc.mkdir(parents=True)
     (places.etc / "forestage.yaml").write_text("deadline: soon\n")
     caches = {str(tmp_path / name) for name in ("old", "new")}
     for job, cache in enumerate(caches):
-        Leases(places.leases).write(Lease(job, me, 0.0, cache, (Use("0a", "/lustre/b"),)))
-    given: list[tuple[str, Limit, Declined | None]] = []
+        LeaseDirectory(places.leases).write(
+            Lease(job, me, 0.0, cache, (EntryUse("0a", "/lustre/b"),))
+        )
+    given: list[tuple[str, HookDeadlines, Declined | None]] = []
 
-    def noting(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[Outcome]:
+    def noting(
+        node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None
+    ) -> list[Outcome]:
         given.append((str(node.cache.root), limit, refusal))
         return []
 
     monkeypatch.setattr(prolog, "prolog", noting)
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1", "SLURM_JOB_GID": "1", IMAGE_OPTION: "/a"}
-    Hook("prolog", environ, 0.0).run(places, Clock())
+    HookRun("prolog", environ, 0.0).run(places, Clock())
     assert {cache for cache, _, _ in given} == caches
     assert len({limit.end.end for _, limit, _ in given}) == 1
     assert {refusal.reason for _, _, refusal in given if refusal} == {"config"}

@@ -7,28 +7,28 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from forestage.cache.lease import Lease, Use
+from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.errors import Declined
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.hooks import prolog, serve
-from forestage.hooks.answers import Answer
-from forestage.hooks.limit import SHORTLY, Limit
-from forestage.slurm.hints import Hints, Request
+from forestage.hooks.answers import RequestResult
+from forestage.hooks.limit import SHORTLY, HookDeadlines
+from forestage.slurm.hints import JobHints, Request
 from forestage.slurm.job import Job
-from forestage.slurm.timeouts import Limits
+from forestage.slurm.timeouts import HookTimeLimits
 from forestage.system import lock
 
 Calls = list[tuple[str, Declined | None]]
-LIMITS = Limits(None, 15.0)
+LIMITS = HookTimeLimits(None, 15.0)
 PATHS = ("/lustre/a", "/lustre/b")
 
 Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
-def limit(staging_node: Node, job: Job) -> Limit:
+def limit(staging_node: Node, job: Job) -> HookDeadlines:
     return prolog.limit_of(staging_node, job, LIMITS, None)
 
 
@@ -43,10 +43,17 @@ def handled(monkeypatch: Patch) -> Calls:
     given: Calls = []
 
     def noting(
-        node: Node, job: Job, requests: Sequence[Request], limit: Limit, refusal: Declined | None
-    ) -> list[Answer]:
+        node: Node,
+        job: Job,
+        requests: Sequence[Request],
+        limit: HookDeadlines,
+        refusal: Declined | None,
+    ) -> list[RequestResult]:
         given.extend((request.path, refusal) for request in requests)
-        return [Answer(Handled("declined", request=one.path, reason="off")) for one in requests]
+        return [
+            RequestResult(RequestOutcome("declined", request=one.path, reason="off"))
+            for one in requests
+        ]
 
     monkeypatch.setattr(serve, "serve", noting)
     return given
@@ -56,14 +63,14 @@ def handled(monkeypatch: Patch) -> Calls:
 def test_hint_that_cannot_be_read_is_an_outcome(
     staging_node: Node,
     job: Job,
-    limit: Limit,
+    limit: HookDeadlines,
     handled: Calls,
     problems: tuple[str, ...],
     reasons: list[str],
 ) -> None:
-    job = msgspec.structs.replace(job, requests=(), hints=Hints(problems=problems))
+    job = msgspec.structs.replace(job, requests=(), hints=JobHints(problems=problems))
     assert [outcome.reason for outcome in prolog.bad_hint(job)] == reasons
-    job = msgspec.structs.replace(job, hints=Hints(problems=problems, wait=1.0))
+    job = msgspec.structs.replace(job, hints=JobHints(problems=problems, wait=1.0))
     noted = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
     assert [outcome.reason for outcome in noted] == reasons
 
@@ -98,7 +105,7 @@ def test_prolog_waits_where_somebody_asks_for_it_and_no_longer_than_slurm_allows
 ) -> None:
     keys = dict(zip(("redirect", "cold", "deadline"), config, strict=True), max_stage_wait=12.0)
     node = msgspec.structs.replace(staging_node.configured(**keys), clock=Still())
-    job = msgspec.structs.replace(job, hints=Hints(wait=hint))
+    job = msgspec.structs.replace(job, hints=JobHints(wait=hint))
     found = prolog.limit_of(node, job, LIMITS, None)
     assert (found.copy and found.copy.left()) == copy
     assert found.small.left() == (SHORTLY if small else 0.0)
@@ -117,20 +124,20 @@ def test_refused_prolog_searches_for_stale_redirects_whatever_the_hint_says(
     staging_node: Node, job: Job, hint: float
 ) -> None:
     """Else `stage-wait=0` would show the job an older copy, and a long one hold it up."""
-    job = msgspec.structs.replace(job, hints=Hints(wait=hint))
+    job = msgspec.structs.replace(job, hints=JobHints(wait=hint))
     found = prolog.limit_of(staging_node, job, LIMITS, Declined("disabled", "INC-1"))
     assert found.end.left() == pytest.approx(15.0, abs=5)
     assert found.copy is None
 
 
 def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
-    staging_node: Node, job: Job, limit: Limit, handled: list[object], monkeypatch: Patch
+    staging_node: Node, job: Job, limit: HookDeadlines, handled: list[object], monkeypatch: Patch
 ) -> None:
     def busy(*_: object) -> None:
         raise lock.LockTimeout("space.lock is held")
 
     monkeypatch.setattr(lock, "held_if_writable", busy)
-    job = msgspec.structs.replace(job, hints=Hints(off=True))
+    job = msgspec.structs.replace(job, hints=JobHints(off=True))
     outcomes = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
     assert [(one.result, one.reason) for one in outcomes[2:]] == [("failed", "busy")]
 
@@ -145,15 +152,15 @@ def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
     ],
 )
 def test_wait_of_a_prolog_is_noted_for_who_wants_to_hear_what_it_saved(
-    staging_node: Node, asking: Job, limit: Limit, monkeypatch: Patch,
+    staging_node: Node, asking: Job, limit: HookDeadlines, monkeypatch: Patch,
     messages: str, tell: bool, redirect: str, noted: float,
 ) -> None:  # fmt: skip
     node = staging_node.configured(user_messages=messages, redirect=redirect)
     node.cache.prepare(require_mount=False)
-    node.leases.write(Lease(asking.id, asking.user, 1.0, str(node.cache.root), (Use("k"),)))
-    took = [Answer(Handled("copied", wait=seconds)) for seconds in (1.0, 2.0)]
+    node.leases.write(Lease(asking.id, asking.user, 1.0, str(node.cache.root), (EntryUse("k"),)))
+    took = [RequestResult(RequestOutcome("copied", wait=seconds)) for seconds in (1.0, 2.0)]
     monkeypatch.setattr(serve, "serve", lambda *_: took)
-    job = msgspec.structs.replace(asking, hints=Hints(tell=tell), requests=())
+    job = msgspec.structs.replace(asking, hints=JobHints(tell=tell), requests=())
     monkeypatch.setattr(prolog, "_note_hinted", lambda *_: None)
     prolog.prolog(node, job, limit, None)
     assert node.leases.said(job.id).waited == noted

@@ -11,29 +11,29 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Lease, Leases, Use
+from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.cache.node import Node
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
-from forestage.events import Handled, Outcome
+from forestage.events import Outcome, RequestOutcome
 from forestage.events.reasons import FAILURES
 from forestage.hooks import answers, leases, serve, step, user_messages
-from forestage.hooks.answers import Answer
-from forestage.hooks.limit import SHORTLY, Limit
+from forestage.hooks.answers import RequestResult
+from forestage.hooks.limit import SHORTLY, HookDeadlines
 from forestage.hooks.step import fields, with_notes, with_user
-from forestage.hooks.user_messages import AGAIN, HELD_UP, Patience, Speaker, message
-from forestage.slurm.hints import Hints, Request
+from forestage.hooks.user_messages import AGAIN, HELD_UP, JobMessageWriter, WaitReporter, message
+from forestage.slurm.hints import JobHints, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import STEP_WAIT
 from forestage.sources.opening import HOOK_TIMEOUT
-from forestage.stage.wait import Eta
+from forestage.stage.wait import CopyEstimate
 from forestage.system import lock
 from forestage.system.as_user import User
 
 Configured = Callable[..., Node]
-Make = Callable[..., Image]
+Make = Callable[..., SourceImage]
 PATH = "/lustre/a.sqsh"
 
 
@@ -43,7 +43,7 @@ def image_asked(asking: Job) -> Job:
 
 
 def hit(**changes: object) -> Outcome:
-    outcome = Handled("hit", request=PATH, image=PATH, redirect="spank", wait=0.02)
+    outcome = RequestOutcome("hit", request=PATH, image=PATH, redirect="spank", wait=0.02)
     return msgspec.structs.replace(outcome, **changes)
 
 
@@ -53,13 +53,22 @@ def test_entry_is_answered_with_the_very_file_it_stands_for(
 ) -> None:
     node, wanted = configured(redirect="spank", user_messages=messages), make_image(size=7)
     entry = str(node.cache.image(wanted.key))
-    assert fields(node, Answer(hit(), wanted)) == ("use", entry, PATH, "1", "7", "10", "20", tell)
+    assert fields(node, RequestResult(hit(), wanted)) == (
+        "use",
+        entry,
+        PATH,
+        "1",
+        "7",
+        "10",
+        "20",
+        tell,
+    )
 
 
 def test_step_that_reads_through_is_told_the_keepers_socket(
     configured: Configured, make_image: Make
 ) -> None:
-    answer = Answer(hit(result="through"), make_image(size=7), Path("/run/k/sock"))
+    answer = RequestResult(hit(result="through"), make_image(size=7), Path("/run/k/sock"))
     words = ("through", "/run/k/sock", PATH, "1", "7", "10", "20", "1")
     assert fields(configured(redirect="spank"), answer) == words
 
@@ -70,7 +79,7 @@ def test_task_that_may_not_see_the_nodes_redirect_gets_its_own(
 ) -> None:
     """job_container/tmpfs: the job's namespace has the mounts of the moment it was made."""
     node = configured(redirect="bind")
-    assert fields(node, Answer(hit(redirect=mounted), make_image()))[0] == "use"
+    assert fields(node, RequestResult(hit(redirect=mounted), make_image()))[0] == "use"
 
 
 @pytest.mark.parametrize(
@@ -79,17 +88,17 @@ def test_task_that_may_not_see_the_nodes_redirect_gets_its_own(
         (hit(redirect="none"), "none", "none"),
         (hit(redirect="none"), "spank", "saves"),
         (hit(redirect="none"), "bind", "saves"),
-        (Handled("declined", reason="deadline"), "spank", "deadline"),
-        (Handled("failed", reason="io"), "bind", "io"),
-        (Handled("started", redirect="later"), "bind", "started"),
-        (Handled("started", redirect="none", reason="no-through"), "spank", "started"),
+        (RequestOutcome("declined", reason="deadline"), "spank", "deadline"),
+        (RequestOutcome("failed", reason="io"), "bind", "io"),
+        (RequestOutcome("started", redirect="later"), "bind", "started"),
+        (RequestOutcome("started", redirect="none", reason="no-through"), "spank", "started"),
     ],
 )
 def test_path_that_stays_as_it_is_has_its_reason(
     configured: Configured, make_image: Make, outcome: Outcome, redirect: str, reason: str
 ) -> None:
     node = configured(redirect=redirect)
-    assert fields(node, Answer(outcome, make_image())) == ("leave", reason)
+    assert fields(node, RequestResult(outcome, make_image())) == ("leave", reason)
 
 
 @pytest.mark.parametrize("bad", ["\n", "\t", "\0", "\x1b", "\x7f"])
@@ -102,12 +111,12 @@ def test_field_with_a_control_character_is_not_answered(
         wanted = make_image(path=f"/lustre/a{bad}use")
     else:
         node = msgspec.structs.replace(node, cache=Cache(node.cache.root / f"a{bad}b"))
-    assert fields(node, Answer(hit(), wanted)) == ("leave", "bad-path")
+    assert fields(node, RequestResult(hit(), wanted)) == ("leave", "bad-path")
 
 
 def run(
     node: Node, job: Job, say: user_messages.Say = pytest.fail, timeout: str = "60"
-) -> step.StepAnswer:
+) -> step.StepResult:
     """What boundary does."""
     job, refusal = with_notes(node, job, None)
     done = step.step(node, job, step.limit_of(node, job, timeout, say, refusal), refusal)
@@ -142,7 +151,9 @@ def test_user_reads_what_costs_time_and_not_what_pyxis_says(
 
 
 def test_image_of_a_registry_is_not_said_to_be_read_from_a_path() -> None:
-    outcome = Handled("declined", request="nvcr.io#a/b:1", reason="registry", detail="it is one")
+    outcome = RequestOutcome(
+        "declined", request="nvcr.io#a/b:1", reason="registry", detail="it is one"
+    )
     assert message(outcome, "all") == "nvcr.io#a/b:1 is imported by enroot, as without forestage"
 
 
@@ -164,7 +175,7 @@ def test_success_is_told_to_who_wants_to_hear_all() -> None:
 
 def test_user_reads_of_the_node_what_they_can_do_and_not_its_files() -> None:
     detail = "[Errno 30] Read-only file system: '/mnt/nvme/forestage/locks/space.lock'"
-    line = message(Handled("failed", request=PATH, reason="io", detail=detail), "problems")
+    line = message(RequestOutcome("failed", request=PATH, reason="io", detail=detail), "problems")
     assert ("nvme" in line, "tell your admin" in line) == (False, True)
     assert set(user_messages.FOR_USERS) >= FAILURES - {"evicted-stays"}
 
@@ -173,15 +184,19 @@ def test_each_request_is_said_where_all_is_wanted_and_one_line_elsewhere(
     configured: Configured, image_asked: Job
 ) -> None:
     outcomes = [hit(), hit(request="/b", image="/b"), hit(request="/c", image="/c")]
-    outcomes[1] = Handled("declined", request="/b", reason="changed", detail="it changed")
+    outcomes[1] = RequestOutcome("declined", request="/b", reason="changed", detail="it changed")
     node, heard = configured(user_messages="all"), list[str]()
-    user_messages.tell(node, image_asked, outcomes, Speaker(node, image_asked, heard.append))
+    user_messages.tell(
+        node, image_asked, outcomes, JobMessageWriter(node, image_asked, heard.append)
+    )
     assert [line.split()[1] for line in heard] == ["/b", PATH, "/c"]
-    user_messages.tell(node, image_asked, outcomes, Speaker(node, image_asked, heard.append))
+    user_messages.tell(
+        node, image_asked, outcomes, JobMessageWriter(node, image_asked, heard.append)
+    )
     assert len(heard) == 3, "a further step says nothing"
     other = msgspec.structs.replace(image_asked, id=8)
     node = configured(user_messages="problems")
-    user_messages.tell(node, other, outcomes * 2, Speaker(node, other, heard.append))
+    user_messages.tell(node, other, outcomes * 2, JobMessageWriter(node, other, heard.append))
     assert len(heard) == 4
 
 
@@ -198,8 +213,8 @@ def test_each_request_is_said_where_all_is_wanted_and_one_line_elsewhere(
 )
 def test_environment_says_the_worst_of_the_data(results: list[str], word: str) -> None:
     made = {
-        "missing": Handled("declined", reason="missing"),
-        "io": Handled("failed", reason="io"),
+        "missing": RequestOutcome("declined", reason="missing"),
+        "io": RequestOutcome("failed", reason="io"),
     }
     outcomes = [made.get(one) or hit(result=one) for one in results]
     assert answers.variables_of_data(outcomes, ()) == [("FORESTAGE_DATA_RESULT", word)]
@@ -213,7 +228,7 @@ def test_environment_says_what_is_local_and_no_more_than_fits() -> None:
 
 def test_what_went_wrong_is_said_before_a_success(configured: Configured, image_asked: Job) -> None:
     heard: list[str] = []
-    outcomes = [hit(), Handled("declined", request="stage-dir", detail="no room")]
+    outcomes = [hit(), RequestOutcome("declined", request="stage-dir", detail="no room")]
     user_messages.tell(configured(user_messages="all"), image_asked, outcomes, heard.append)
     assert ["no room" in line for line in heard] == [True, False]
 
@@ -223,7 +238,9 @@ def test_mount_that_is_missing_is_said_whatever_the_reason(
     configured: Configured, image_asked: Job, reason: str
 ) -> None:
     heard, always = list[str](), list[str]()
-    missing = Handled("declined", "missing", request="/a.sqsh@/point", detail="why", data=True)
+    missing = RequestOutcome(
+        "declined", "missing", request="/a.sqsh@/point", detail="why", data=True
+    )
     missing = msgspec.structs.replace(missing, reason=reason)
     outcomes = [hit(), missing, msgspec.structs.replace(missing, redirect="none")]
     for messages in ("problems", "all", "none"):
@@ -246,8 +263,8 @@ class ManualClock(Clock):
 def test_user_who_is_really_held_up_reads_one_line(staging_node: Node, make_image: Make) -> None:
     clock = ManualClock()
     heard: list[tuple[float, str]] = []
-    watch = Patience(clock, lambda text: heard.append((clock.now - 1000, text)), math.inf)
-    eta = Eta(staging_node, make_image(), Deadline.after(999, clock), watch)
+    watch = WaitReporter(clock, lambda text: heard.append((clock.now - 1000, text)), math.inf)
+    eta = CopyEstimate(staging_node, make_image(), Deadline.after(999, clock), watch)
     for _ in range(400):
         clock.now += 0.25
         assert not eta.hopeless()
@@ -257,7 +274,7 @@ def test_user_who_is_really_held_up_reads_one_line(staging_node: Node, make_imag
 def test_user_who_waits_for_data_reads_a_line_each_half_minute() -> None:
     clock = ManualClock()
     heard: list[tuple[float, str]] = []
-    patience = Patience(clock, lambda text: heard.append((clock.now - 1000, text)), AGAIN)
+    patience = WaitReporter(clock, lambda text: heard.append((clock.now - 1000, text)), AGAIN)
     for number in range(300):
         clock.now += 0.25
         patience(lambda number=number: f"line {number}")  # type: ignore[misc]
@@ -269,14 +286,14 @@ def test_progress_keeps_no_later_line_from_the_user(
     configured: Configured, image_asked: Job
 ) -> None:
     node, heard = configured(), list[str]()
-    once = Speaker(node, image_asked, heard.append)
+    once = JobMessageWriter(node, image_asked, heard.append)
     for text in ("10 %", "20 %"):
         once.progress(text)
     once("it failed")
     once.progress("of another request")
     assert heard == ["n1: 10 %", "n1: 20 %", "n1: it failed", "n1: of another request"]
     other = msgspec.structs.replace(image_asked, nodelist="m[1-2],n1")
-    Speaker(node, other, pytest.fail).progress("the first node tells")
+    JobMessageWriter(node, other, pytest.fail).progress("the first node tells")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +304,7 @@ def test_step_waits_for_what_is_put_into_its_directory_as_long_as_it_can_say_so(
     configured: Configured, image_asked: Job, hint: float | None, timeout: str, seconds: float
 ) -> None:
     node = msgspec.structs.replace(configured(), clock=ManualClock())
-    job = msgspec.structs.replace(image_asked, hints=Hints(wait=hint))
+    job = msgspec.structs.replace(image_asked, hints=JobHints(wait=hint))
     found = step.limit_of(node, job, timeout, pytest.fail, None)
     assert found.fill is not None
     assert found.fill.left() == seconds
@@ -299,7 +316,7 @@ def test_progress_is_silent_where_users_are_told_nothing(
 ) -> None:
     node = configured(user_messages=messages, cold="shared")
     found = step.limit_of(node, image_asked, "", pytest.fail, None, lambda text: None)
-    assert isinstance(found.progress, Patience) is (messages != "none")
+    assert isinstance(found.progress, WaitReporter) is (messages != "none")
 
 
 @pytest.mark.parametrize(
@@ -314,7 +331,7 @@ def test_only_the_first_node_of_a_step_speaks(
     job = msgspec.structs.replace(
         image_asked, **{"nodelist": "n[0-9]" * bool(nodelist), name: nodelist}
     )
-    Speaker(configured(), job, heard.append)("this is why")
+    JobMessageWriter(configured(), job, heard.append)("this is why")
     assert heard == ["n1: this is why"] * speaks
 
 
@@ -323,16 +340,16 @@ def test_user_reads_one_line_of_a_job_whatever_its_steps_meet(
 ) -> None:
     node, heard = configured(), list[str]()
     for text in ("first", "second"):
-        Speaker(node, image_asked, heard.append)(text)
+        JobMessageWriter(node, image_asked, heard.append)(text)
     assert heard == ["n1: first"]
     node.leases.file(image_asked.id).write_bytes(b"{")
-    Speaker(node, image_asked, heard.append)("rather twice than never")
+    JobMessageWriter(node, image_asked, heard.append)("rather twice than never")
     assert len(heard) == 2
 
 
 class Call(NamedTuple):
     job: Job
-    limit: Limit
+    limit: HookDeadlines
     refusal: Declined | None
 
 
@@ -342,10 +359,10 @@ def handled(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     given: list[Call] = []
 
     def noting(
-        node: Node, job: Job, requests: object, limit: Limit, refusal: Declined | None
-    ) -> list[Answer]:
+        node: Node, job: Job, requests: object, limit: HookDeadlines, refusal: Declined | None
+    ) -> list[RequestResult]:
         given.append(Call(job, limit, refusal))
-        return [Answer(Handled("declined", reason="missing"))]
+        return [RequestResult(RequestOutcome("declined", reason="missing"))]
 
     monkeypatch.setattr(serve, "serve", noting)
     return given
@@ -383,7 +400,7 @@ def test_step_waits_where_somebody_asks_for_it_and_no_longer_than_the_companion(
 ) -> None:
     config = configured(redirect="spank", cold=cold, deadline=deadline)
     node = msgspec.structs.replace(config, clock=ManualClock())
-    job = msgspec.structs.replace(image_asked, hints=Hints(wait=hint))
+    job = msgspec.structs.replace(image_asked, hints=JobHints(wait=hint))
     if hint is not None:
         node.leases.say(Lease(job.id, job.user, 0.0, "/cache"), wait=hint)
     run(node, job, timeout=timeout)
@@ -398,7 +415,7 @@ def test_user_messages_none_is_silent_during_a_wait(
     configured: Configured, image_asked: Job, handled: list[Call], messages: str, watched: bool
 ) -> None:
     run(configured(user_messages=messages, cold="wait"), image_asked)
-    assert isinstance(handled[0].limit.watch, Patience) is watched
+    assert isinstance(handled[0].limit.watch, WaitReporter) is watched
 
 
 @pytest.mark.parametrize(
@@ -422,7 +439,7 @@ def test_lease_that_cannot_be_read_is_an_outcome_that_the_user_reads(
         raise OSError(5, "I/O error")
 
     node, heard = configured(), list[str]()
-    monkeypatch.setattr(Leases, "read", fail)
+    monkeypatch.setattr(LeaseDirectory, "read", fail)
     done = run(node, image_asked, heard.append)
     assert (done.answer, done.outcomes[0].result) == (("leave", "io"), "failed")
     assert len(heard) == 1
@@ -436,7 +453,7 @@ def test_step_with_the_groups_that_slurm_gave_it_asks_no_name_service(
     node, alice = configured(), User("alice", 1001, 7)
     prolog = msgspec.structs.replace(image_asked, user=alice)
     with lock.held(node.cache.space_lock, 1.0):
-        node.leases.write(leases.of_job(node, prolog).with_use(Use("a" * 32)))
+        node.leases.write(leases.of_job(node, prolog).with_use(EntryUse("a" * 32)))
     of_step = User("", 1001, 7, groups=(7, 31000), of_step=True)
     job, refusal = with_user(node, msgspec.structs.replace(image_asked, user=of_step), "60")
     assert (refusal, job.user) == (None, msgspec.structs.replace(of_step, name="alice"))

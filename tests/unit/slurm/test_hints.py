@@ -11,44 +11,44 @@ from forestage.slurm.hints import (
     MAX_HINTED,
     MAX_OPTION,
     MAX_PROBLEMS,
-    Hints,
-    Rank,
+    JobHints,
+    NodeIndex,
     Request,
     read_hints,
 )
 from forestage.units import MAX_TEXT
 
 
-def _images(*paths: str, off: bool = False) -> Hints:
-    return Hints(tuple(Request(path, "hint") for path in paths), off=off)
+def _images(*paths: str, off: bool = False) -> JobHints:
+    return JobHints(tuple(Request(path, "hint") for path in paths), off=off)
 
 
 @pytest.mark.parametrize(
     ("comment", "expected"),
     [
-        ("", Hints()),
+        ("", JobHints()),
         # Words that only look like a hint.
-        ("my favourite job, on stage", Hints()),
-        ("upstage=/a stage- stages=3 Stage=prod stage: stages onstage=/a backstage:/a", Hints()),
-        ("Stage=/a stages=/a stage:/a --stage=/a stage_wait=1m stage /a x,stage=/a", Hints()),
+        ("my favourite job, on stage", JobHints()),
+        ("upstage=/a stage- stages=3 Stage=prod stage: stages onstage=/a backstage:/a", JobHints()),
+        ("Stage=/a stages=/a stage:/a --stage=/a stage_wait=1m stage /a x,stage=/a", JobHints()),
         # Other tools'.
-        ("stage=prod stage=build; stage=v2-rc_1 ticket 4711", Hints()),
+        ("stage=prod stage=build; stage=v2-rc_1 ticket 4711", JobHints()),
         ("stage=/a", _images("/a")),
         ("x;stage=/a;y", _images("/a")),
         ("stage=/a,/b stage=/c\nstage=/a", _images("/a", "/b", "/c")),
         ("stage=,/a,,", _images("/a")),
         ("stage=/a%2Cb%20c", _images("/a,b c")),
         ("stage=/a=b", _images("/a=b")),
-        ("stage=off", Hints(off=True)),
-        ("stage=no", Hints(off=True)),
-        ("stage=none", Hints(off=True)),
+        ("stage=off", JobHints(off=True)),
+        ("stage=no", JobHints(off=True)),
+        ("stage=none", JobHints(off=True)),
         ("stage=off stage=/a", _images("/a", off=True)),
         ("stage=/off,off", _images("/off", "off")),
-        ("stage-wait=10m", Hints(wait=600.0)),
-        ("stage-wait=10m stage-wait=1m", Hints(wait=60.0)),
+        ("stage-wait=10m", JobHints(wait=600.0)),
+        ("stage-wait=10m stage-wait=1m", JobHints(wait=60.0)),
     ],
 )
-def test_hints_are_read_out_of_free_text(comment: str, expected: Hints) -> None:
+def test_hints_are_read_out_of_free_text(comment: str, expected: JobHints) -> None:
     assert read_hints(comment) == expected
 
 
@@ -181,7 +181,7 @@ def test_other_ats_belong_to_the_path_of_an_image(value: str) -> None:
     ],
 )
 def test_slice_is_replaced(value: str, path: str) -> None:
-    (found,) = read_hints(f"stage={value}", Rank(7, 16)).wanted
+    (found,) = read_hints(f"stage={value}", NodeIndex(7, 16)).wanted
     assert found.path == path
 
 
@@ -190,7 +190,7 @@ def test_slice_is_replaced(value: str, path: str) -> None:
     ["{node:0300000000d}", "{node:5}", "{node:010}", "{}", "{0}", "{node.x}", "{node"],
 )
 def test_anything_else_in_braces_is_a_problem_and_takes_no_memory(path: str) -> None:
-    hints = read_hints(f"stage=/d/{path},/a", Rank(7, 16))
+    hints = read_hints(f"stage=/d/{path},/a", NodeIndex(7, 16))
     assert hints.paths == ("/a",)
     (problem,) = hints.problems
     assert "unknown placeholder {" in problem
@@ -217,7 +217,7 @@ PER_NODE = Request("/d/02/", "hint")
 
 def test_options_are_read_without_escapes() -> None:
     text = "stage=/a b,c%20d\nstage=/d/{node:02}/\nstage=/e.sqsh@/opt/e%\nstage-wait=5m\n"
-    found = read_hints("", Rank(2, 4), text)
+    found = read_hints("", NodeIndex(2, 4), text)
     assert found.paths == ("/a b,c%20d",)
     assert found.data == (PER_NODE, Request("/e.sqsh", "hint", "/opt/e%"))
     assert (found.wait, found.problems) == (300.0, ())

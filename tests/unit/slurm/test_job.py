@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forestage.errors import JobError
-from forestage.slurm.hints import Hints, Request
+from forestage.slurm.hints import JobHints, Request
 from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, Job
 from forestage.system.as_user import User
 
@@ -31,7 +31,7 @@ def test_job_is_read_from_slurmds_variables() -> None:
         # The same path twice would be staged twice.
         requests=(Request("/a", "option"), Request("/c", "hint")),
         saves="/b",
-        hints=Hints((Request("/c", "hint"), Request("/a", "hint"))),
+        hints=JobHints((Request("/c", "hint"), Request("/a", "hint"))),
     )
     assert Job.from_environ(ENVIRON | {IMAGE_OPTION: ""}).requests == ()
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from forestage.slurm.plugstack import Include, Plugin, lines, read
+from forestage.slurm.plugstack import IncludeLine, PluginLine, lines, read
 from forestage.system.tree import RootedTree
 
 
-def plugins(root: Path, path: str) -> list[Plugin]:
+def plugins(root: Path, path: str) -> list[PluginLine]:
     return list(read(path, lambda one: RootedTree(root).at(one).read_text(), root))
 
 
@@ -49,10 +49,10 @@ def test_plugin_of_an_included_file_names_the_line_that_includes_it(tmp_path: Pa
     (tmp_path / "x-2.conf").write_text("optional x.so\n")
     found = list(lines("/p.conf", lambda one: RootedTree(tmp_path).at(one).read_text(), tmp_path))
     first, second, plugin, own = found
-    assert isinstance(first, Include)
-    assert isinstance(second, Include)
-    assert isinstance(plugin, Plugin)
-    assert isinstance(own, Plugin)
+    assert isinstance(first, IncludeLine)
+    assert isinstance(second, IncludeLine)
+    assert isinstance(plugin, PluginLine)
+    assert isinstance(own, PluginLine)
     assert [first.pattern, second.pattern] == ["/x-1*.conf", "/x-2*.conf"]
     assert (plugin.by, own.by) == (second, None)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from forestage.commands.world import Exit
+from forestage.commands.world import ExitStatus
 from forestage.errors import SlurmError
-from forestage.slurm.queue import OVER, JobState, Slurm, found, why_over
+from forestage.slurm.queue import OVER, JobState, SlurmClient, found, why_over
 
 # Every state of slurm.h 22.05 to 26.05, flags included, as squeue's %T spells them.
 NOT_OVER = (
@@ -77,9 +77,9 @@ def test_listing_that_cannot_be_understood_is_no_answer(listing: str) -> None:
 
 def test_missing_commands_are_no_answer_but_a_hint(tmp_path: Path) -> None:
     with pytest.raises(SlurmError, match="squeue is not installed") as caught:
-        Slurm(str(tmp_path)).job(7)
+        SlurmClient(str(tmp_path)).job(7)
     assert "PATH" in caught.value.hint
-    assert Exit(caught.value.exit_code) is Exit.SLURM
+    assert ExitStatus(caught.value.exit_code) is ExitStatus.SLURM
 
 
 def process(proc: Path, pid: str, title: bytes, uids: str = "0\t0\t0\t0") -> None:
@@ -102,14 +102,14 @@ def test_step_manager_shows_that_its_job_is_at_work(tmp_path: Path) -> None:
         process(tmp_path, pid, title)
     (tmp_path / "18").mkdir()  # it has ended this moment
     (tmp_path / "self").mkdir()
-    assert Slurm("", "", tmp_path).at_work() == {7, 8, 9}
+    assert SlurmClient("", "", tmp_path).at_work() == {7, 8, 9}
 
 
 @pytest.mark.parametrize("uids", ["1000\t1000\t1000\t1000", "1000\t0\t0\t0"], ids=["own", "set-id"])
 def test_title_of_a_users_process_is_not_even_read(tmp_path: Path, uids: str) -> None:
     """Not of a program with a set-id bit either: su waits for a password as long as they like."""
     process(tmp_path, "14", b"slurmstepd: [10.0]\0", uids)
-    assert Slurm("", "", tmp_path).at_work() == frozenset()
+    assert SlurmClient("", "", tmp_path).at_work() == frozenset()
     (tmp_path / "14/cmdline").unlink()
     os.mkfifo(tmp_path / "14/cmdline")
-    assert Slurm("", "", tmp_path).at_work() == frozenset()
+    assert SlurmClient("", "", tmp_path).at_work() == frozenset()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from forestage.slurm.slurm_conf import (
     MAX_DEPTH,
     MAX_FILES,
-    Setting,
+    ConfSetting,
     joined,
     node_names,
     partitions,
@@ -19,7 +19,7 @@ from forestage.slurm.slurm_conf import (
 CONF = "/etc/slurm/slurm.conf"
 
 
-def read(text: str, **others: str) -> list[Setting]:
+def read(text: str, **others: str) -> list[ConfSetting]:
     """`others`: further files, named as they lie below /etc; `__` is a slash, `_` a dot."""
     files = {f"/etc/{name.replace('__', '/').replace('_', '.')}": it for name, it in others.items()}
     files[CONF] = text

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from forestage.slurm.slurm_conf import SlurmConf
-from forestage.slurm.timeouts import SAFE, UNKNOWN, Limits, limits, patience, read, step_patience
+from forestage.slurm.timeouts import (
+    SAFE,
+    UNKNOWN,
+    HookTimeLimits,
+    limits,
+    patience,
+    read,
+    step_patience,
+)
 
 BOTH = "PrologFlags=Alloc,DeferBatch"
 LONG = "BatchStartTimeout=3600"
@@ -25,54 +33,57 @@ def conf(text: str) -> dict[str, str]:
     ("text", "expected"),
     [
         # Slurm's defaults: BatchStartTimeout 10 s + MessageTimeout 10 s, less a quarter.
-        ("", Limits(None, 15.0)),
-        ("BatchStartTimeout=50", Limits(None, 45.0)),
+        ("", HookTimeLimits(None, 15.0)),
+        ("BatchStartTimeout=50", HookTimeLimits(None, 45.0)),
         # Of MessageTimeout no more than 10 s count.
-        ("MessageTimeout=30", Limits(None, 15.0)),
-        ("MessageTimeout=6", Limits(None, 12.0)),
-        ("MessageTimeout=1\nBatchStartTimeout=1", Limits(None, 0.0)),
+        ("MessageTimeout=30", HookTimeLimits(None, 15.0)),
+        ("MessageTimeout=6", HookTimeLimits(None, 12.0)),
+        ("MessageTimeout=1\nBatchStartTimeout=1", HookTimeLimits(None, 0.0)),
         # Unset, nonsense and 0 are Slurm's defaults.
-        ("MessageTimeout=0\nBatchStartTimeout=soon", Limits(None, 15.0)),
-        ("MessageTimeout=-5\nBatchStartTimeout=\u0661\u0662", Limits(None, 15.0)),
+        ("MessageTimeout=0\nBatchStartTimeout=soon", HookTimeLimits(None, 15.0)),
+        ("MessageTimeout=-5\nBatchStartTimeout=\u0661\u0662", HookTimeLimits(None, 15.0)),
         # Beyond this Slurm kills the Prolog and drains the node.
-        ("PrologEpilogTimeout=60", Limits(45.0, 15.0, 45.0)),
-        ("PrologEpilogTimeout=10", Limits(7.0, 7.0, 7.0)),
-        ("PrologEpilogTimeout=3", Limits(0.0, 0.0, 0.0)),
-        ("PrologEpilogTimeout=65534", Limits(None, 15.0)),
+        ("PrologEpilogTimeout=60", HookTimeLimits(45.0, 15.0, 45.0)),
+        ("PrologEpilogTimeout=10", HookTimeLimits(7.0, 7.0, 7.0)),
+        ("PrologEpilogTimeout=3", HookTimeLimits(0.0, 0.0, 0.0)),
+        ("PrologEpilogTimeout=65534", HookTimeLimits(None, 15.0)),
         # Since 25.05 each has one of its own as well.
-        ("PrologTimeout=40\nPrologEpilogTimeout=100", Limits(30.0, 15.0, 75.0)),
-        ("PrologTimeout=100\nPrologEpilogTimeout=40", Limits(75.0, 15.0, 30.0)),
-        ("PrologTimeout=65534\nPrologEpilogTimeout=100", Limits(75.0, 15.0, 75.0)),
-        ("EpilogTimeout=40\nPrologEpilogTimeout=100", Limits(75.0, 15.0, 30.0)),
+        ("PrologTimeout=40\nPrologEpilogTimeout=100", HookTimeLimits(30.0, 15.0, 75.0)),
+        ("PrologTimeout=100\nPrologEpilogTimeout=40", HookTimeLimits(75.0, 15.0, 30.0)),
+        ("PrologTimeout=65534\nPrologEpilogTimeout=100", HookTimeLimits(75.0, 15.0, 75.0)),
+        ("EpilogTimeout=40\nPrologEpilogTimeout=100", HookTimeLimits(75.0, 15.0, 30.0)),
         # The flags do not keep slurmctld from ending a job whose Prolog outlasts a registration.
-        (BOTH, Limits(None, 15.0)),
-        (f"{BOTH}\nPrologEpilogTimeout=600", Limits(450.0, 15.0, 450.0)),
+        (BOTH, HookTimeLimits(None, 15.0)),
+        (f"{BOTH}\nPrologEpilogTimeout=600", HookTimeLimits(450.0, 15.0, 450.0)),
         # Nothing but BatchStartTimeout does; then the job's credential expires, after 120 s.
-        (LONG, Limits(None, 90.0)),
-        ("BatchStartTimeout=100\nAuthInfo=cred_expire=600", Limits(None, 82.5)),
-        (f"{LONG}\nPrologEpilogTimeout=60", Limits(45.0, 45.0, 45.0)),
-        (f"{LONG}\nAuthInfo=cred_expire=60", Limits(None, 45.0)),
-        (f"{LONG}\nAuthInfo=socket=/run/munge/s, CRED_EXPIRE=400,ttl=5", Limits(None, 300.0)),
-        (f"{LONG}\nAuthInfo=cred_expire=0", Limits(None, 90.0)),
-        ("AuthInfo=cred_expire=8", Limits(None, 5.0)),
+        (LONG, HookTimeLimits(None, 90.0)),
+        ("BatchStartTimeout=100\nAuthInfo=cred_expire=600", HookTimeLimits(None, 82.5)),
+        (f"{LONG}\nPrologEpilogTimeout=60", HookTimeLimits(45.0, 45.0, 45.0)),
+        (f"{LONG}\nAuthInfo=cred_expire=60", HookTimeLimits(None, 45.0)),
+        (
+            f"{LONG}\nAuthInfo=socket=/run/munge/s, CRED_EXPIRE=400,ttl=5",
+            HookTimeLimits(None, 300.0),
+        ),
+        (f"{LONG}\nAuthInfo=cred_expire=0", HookTimeLimits(None, 90.0)),
+        ("AuthInfo=cred_expire=8", HookTimeLimits(None, 5.0)),
     ],
 )
-def test_limits_are_what_slurm_conf_allows(text: str, expected: Limits) -> None:
+def test_limits_are_what_slurm_conf_allows(text: str, expected: HookTimeLimits) -> None:
     assert limits(conf(text)) == expected
 
 
 @pytest.mark.parametrize(
     ("limit", "wish", "expected"),
     [
-        (Limits(None, 15), None, 15),
-        (Limits(45, 15), 300, 15),
-        (Limits(45, 15), 5, 5),
-        (Limits(45, 15), 0, 0),
+        (HookTimeLimits(None, 15), None, 15),
+        (HookTimeLimits(45, 15), 300, 15),
+        (HookTimeLimits(45, 15), 5, 5),
+        (HookTimeLimits(45, 15), 0, 0),
         (UNKNOWN, 600, SAFE),
     ],
 )
 def test_prolog_takes_no_longer_than_slurm_allows_whoever_wishes_that(
-    limit: Limits, wish: float | None, expected: float
+    limit: HookTimeLimits, wish: float | None, expected: float
 ) -> None:
     assert patience(limit, wish) == expected
 
@@ -80,13 +91,13 @@ def test_prolog_takes_no_longer_than_slurm_allows_whoever_wishes_that(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("PrologEpilogTimeout=60\n", Limits(45.0, 15.0, 45.0)),
-        ("PrologEpilogTimeout=600\nInclude more.conf\n", Limits(30.0, 15.0, 30.0)),
+        ("PrologEpilogTimeout=60\n", HookTimeLimits(45.0, 15.0, 45.0)),
+        ("PrologEpilogTimeout=600\nInclude more.conf\n", HookTimeLimits(30.0, 15.0, 30.0)),
         ("#PrologEpilogTimeout=60\n", UNKNOWN),
         ("", UNKNOWN),
     ],
 )
-def test_files_settings_count(tmp_path: Path, text: str, expected: Limits) -> None:
+def test_files_settings_count(tmp_path: Path, text: str, expected: HookTimeLimits) -> None:
     (tmp_path / "slurm.conf").write_text(text)
     (tmp_path / "more.conf").write_text("PrologEpilogTimeout=40\n")
     assert read(SlurmConf(str(tmp_path / "slurm.conf"))) == expected

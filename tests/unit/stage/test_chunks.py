@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from forestage import trace
 from forestage.cache import allocation, digest
 from forestage.cache.part import Part, missing_chunks
-from forestage.errors import Failed, Stopped
-from forestage.sources.source import Content, Truncated, Unreadable
+from forestage.errors import CopyStopped, Failed
+from forestage.sources.source import ReadableSource, SourceTruncated, SourceUnreadable
 from forestage.stage import chunks, reading
-from forestage.stage.chunks import Tuning
-from forestage.stage.reading import BLOCK, PIECE, Throttle
+from forestage.stage.chunks import CopyTuning
+from forestage.stage.reading import BLOCK, PIECE, RateLimiter
 from forestage.system import file_systems
 
 CHUNK = 4 * BLOCK
-TUNING = Tuning(threads=3, chunk=CHUNK)
-QUIET = Tuning(threads=1, chunk=CHUNK)
+TUNING = CopyTuning(threads=3, chunk=CHUNK)
+QUIET = CopyTuning(threads=1, chunk=CHUNK)
 SIZES = [
     1,
     BLOCK - 1,
@@ -69,8 +69,8 @@ class Pair:
         self.direct = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
 
     @property
-    def source(self) -> Content:
-        return Content(self.fd, self.direct, os.fstat(self.fd).st_size)
+    def source(self) -> ReadableSource:
+        return ReadableSource(self.fd, self.direct, os.fstat(self.fd).st_size)
 
     def reserve(self, size: int | None = None) -> None:
         found = allocation.data_chunks(self.fd, size or self.source.size, CHUNK)
@@ -78,9 +78,9 @@ class Pair:
 
     def copy(
         self,
-        tuning: Tuning = TUNING,
+        tuning: CopyTuning = TUNING,
         stop: threading.Event | None = None,
-        source: Content | None = None,
+        source: ReadableSource | None = None,
     ) -> None:
         chunks.copy(source or self.source, self.part, tuning, stop or threading.Event())
 
@@ -156,7 +156,7 @@ def test_any_file_crosses_with_any_tuning(
     with pytest.MonkeyPatch.context() as patch:
         if not direct:
             write_cached(patch)
-        pair.copy(Tuning(threads=threads, chunk=CHUNK))
+        pair.copy(CopyTuning(threads=threads, chunk=CHUNK))
     assert pair.copied == bytes(hole) + tail
     assert not missing_chunks(pair.part.digests(), hole + len(tail), CHUNK)
 
@@ -167,7 +167,7 @@ def reads(monkeypatch: Patch) -> list[int]:
     starts: list[int] = []
     real = reading.read_piece
 
-    def noting(source: Content, start: int, want: memoryview, buffer: memoryview) -> None:
+    def noting(source: ReadableSource, start: int, want: memoryview, buffer: memoryview) -> None:
         starts.append(start)
         real(source, start, want, buffer)
 
@@ -242,7 +242,7 @@ def test_source_that_is_cut_short_has_a_true_map(pair: Pair, monkeypatch: Patch,
     monkeypatch.setattr(allocation, "data_chunks", lambda *_: {0, 1})
     whole = pair.source
     os.truncate(pair.fd, cut)
-    with pytest.raises(Truncated):
+    with pytest.raises(SourceTruncated):
         pair.copy(QUIET, source=whole)
     assert missing_chunks(pair.part.digests(), 2 * CHUNK, CHUNK) == list(range(cut // CHUNK, 2))
 
@@ -341,7 +341,7 @@ def test_stopped_copy_has_a_true_map_and_goes_on_from_there(
             stop.set()
 
     monkeypatch.setattr(trace, "listener", listen)
-    with pytest.raises(Stopped):
+    with pytest.raises(CopyStopped):
         pair.copy(QUIET, stop)
     missing = missing_chunks(pair.part.digests(), len(data), CHUNK)
     copied = [0, 6, 1][:after]  # head, tail, then straight through
@@ -374,13 +374,13 @@ def test_chunk_is_in_the_map_only_after_its_bytes(pair: Pair, monkeypatch: Patch
 def test_threads_error_stops_the_others(pair: Pair, monkeypatch: Patch) -> None:
     pair.random(50 * CHUNK)
     pair.reserve()
-    run = chunks.Run(
+    run = chunks.ChunkCopy(
         pair.source, pair.part, msgspec.structs.replace(TUNING, threads=2), threading.Event()
     )
     starts: list[int] = []
     both = threading.Barrier(2)
 
-    def first_fails(_: Content, start: int, *__: memoryview) -> None:
+    def first_fails(_: ReadableSource, start: int, *__: memoryview) -> None:
         starts.append(start)
         both.wait(600)
         if start == 0:
@@ -424,10 +424,10 @@ def test_copy_leaks_no_descriptor_on_success_or_error(pair: Pair, monkeypatch: P
     pair.part.map.write_bytes(bytes(32))
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", stale)
-        with pytest.raises(Unreadable):
+        with pytest.raises(SourceUnreadable):
             pair.copy()
     chunks.digests(pair.part.image, 2 * CHUNK, TUNING)
-    with pytest.raises(Truncated):
+    with pytest.raises(SourceTruncated):
         chunks.digests(pair.part.image, 3 * CHUNK, TUNING)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
@@ -446,14 +446,14 @@ def test_memory_is_bounded_by_the_threads(
         return real(chunk)
 
     monkeypatch.setattr(reading, "buffer", noting)
-    pair.copy(Tuning(threads=threads, chunk=CHUNK))
+    pair.copy(CopyTuning(threads=threads, chunk=CHUNK))
     assert made == [CHUNK] * wanted
 
 
 @pytest.mark.parametrize("rest", [0, 1, BLOCK, PIECE + 1])
 def test_chunk_that_comes_in_pieces_is_whole(pair: Pair, rest: int) -> None:
     data = pair.random(PIECE * 2 + rest)
-    tuning = Tuning(threads=2, chunk=PIECE * 2)
+    tuning = CopyTuning(threads=2, chunk=PIECE * 2)
     allocation.reserve(
         pair.part, len(data), tuning.chunk, allocation.data_chunks(pair.fd, len(data), tuning.chunk)
     )
@@ -477,7 +477,7 @@ def test_no_chunk_is_held_in_python(pair: Pair, size: int) -> None:
     allocation.reserve(pair.part, 2 * BIG, BIG, allocation.data_chunks(pair.fd, 2 * BIG, BIG))
     tracemalloc.start()
     try:
-        pair.copy(Tuning(threads=1, chunk=BIG))
+        pair.copy(CopyTuning(threads=1, chunk=BIG))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -486,7 +486,7 @@ def test_no_chunk_is_held_in_python(pair: Pair, size: int) -> None:
 
 def test_every_chunk_goes_through_the_throttle(pair: Pair, monkeypatch: Patch) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(Throttle, "take", lambda self, size, stop: taken.append(size))
+    monkeypatch.setattr(RateLimiter, "take", lambda self, size, stop: taken.append(size))
     pair.random(2 * CHUNK + 5)
     pair.reserve()
     pair.copy(msgspec.structs.replace(QUIET, bandwidth=1))

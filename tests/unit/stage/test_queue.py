@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache.image import Image
-from forestage.cache.lease import Lease, Use
+from forestage.cache.image import SourceImage
+from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.node import Node
-from forestage.cache.part import Owner, Part, boot_id
-from forestage.errors import Stopped
+from forestage.cache.part import Part, PartRecord, boot_id
+from forestage.errors import CopyStopped
 from forestage.stage import queue
 from forestage.stage.queue import STALLED_AFTER, Need, QueuedCopy, Turn, begins_after, in_line, turn
 from forestage.system import lock
@@ -169,8 +169,8 @@ class Turns:
 
 
 @pytest.fixture
-def owner(make_image: Callable[..., Image]) -> Owner:
-    return Owner(1, boot_id(), make_image(), 5, "chunks", 7, since=5.0)
+def owner(make_image: Callable[..., SourceImage]) -> PartRecord:
+    return PartRecord(1, boot_id(), make_image(), 5, "chunks", 7, since=5.0)
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def one_at_once(staging_node: Node) -> Node:
 
 
 @pytest.fixture
-def ahead(one_at_once: Node, owner: Owner) -> Waits:
+def ahead(one_at_once: Node, owner: PartRecord) -> Waits:
     """Whether a stager of our key has to wait where `most` may copy at once."""
     one_at_once.cache.part(KEY).write_owner(owner)
 
@@ -187,7 +187,7 @@ def ahead(one_at_once: Node, owner: Owner) -> Waits:
         config = msgspec.structs.replace(one_at_once.config, max_copies=most)
         node = msgspec.structs.replace(one_at_once, config=config)
         turns = Turns()
-        with contextlib.suppress(Stopped):
+        with contextlib.suppress(CopyStopped):
             queue.wait_turn(node, KEY, owner, turns)  # type: ignore[arg-type]
         return turns.waited > 0
 
@@ -195,7 +195,7 @@ def ahead(one_at_once: Node, owner: Owner) -> Waits:
 
 
 @pytest.fixture
-def others(staging_node: Node, owner: Owner) -> Iterator[Add]:
+def others(staging_node: Node, owner: PartRecord) -> Iterator[Add]:
     """Adds another stager's part, and holds its lock where the stager lives."""
     held = contextlib.ExitStack()
 
@@ -293,7 +293,7 @@ def test_stalled_copy_loses_its_place(
 
 
 def lease(node: Node, *keys: str) -> None:
-    uses = tuple(Use(key) for key in keys)
+    uses = tuple(EntryUse(key) for key in keys)
     node.leases.write(Lease(7, User("", 1, 1), 0.0, str(node.cache.root), uses))
 
 
@@ -326,7 +326,7 @@ def test_damaged_lease_may_need_any_copy(staging_node: Node, others: Add) -> Non
     assert need_of(staging_node, "a") == "later"
 
 
-def test_place_is_taken_for_all_to_see(one_at_once: Node, owner: Owner) -> None:
+def test_place_is_taken_for_all_to_see(one_at_once: Node, owner: PartRecord) -> None:
     part = one_at_once.cache.part(KEY)
     part.write_owner(owner)
     taken = queue.wait_turn(one_at_once, KEY, owner, threading.Event())
@@ -334,7 +334,7 @@ def test_place_is_taken_for_all_to_see(one_at_once: Node, owner: Owner) -> None:
 
 
 def test_place_is_taken_under_the_space_lock(
-    one_at_once: Node, owner: Owner, others: Add, monkeypatch: pytest.MonkeyPatch
+    one_at_once: Node, owner: PartRecord, others: Add, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another copy takes the place between the first look and the lock."""
     one_at_once.cache.part(KEY).write_owner(owner)
@@ -348,12 +348,12 @@ def test_place_is_taken_under_the_space_lock(
 
     monkeypatch.setattr(queue, "STALLED_AFTER", 7200.0)
     monkeypatch.setattr(lock, "held", held)
-    with pytest.raises(Stopped):
+    with pytest.raises(CopyStopped):
         queue.wait_turn(one_at_once, KEY, owner, Turns())  # type: ignore[arg-type]
 
 
 def test_turn_comes_when_the_copies_ahead_have_ended(
-    one_at_once: Node, owner: Owner, others: Add
+    one_at_once: Node, owner: PartRecord, others: Add
 ) -> None:
     one_at_once.cache.part(KEY).write_owner(owner)
     parts = [others("a", 1.0), others("b", 2.0)]
@@ -362,17 +362,17 @@ def test_turn_comes_when_the_copies_ahead_have_ended(
     assert (turns.waited, parts) == (2, [])
 
 
-def test_stopped_copy_leaves_the_queue(one_at_once: Node, owner: Owner, others: Add) -> None:
+def test_stopped_copy_leaves_the_queue(one_at_once: Node, owner: PartRecord, others: Add) -> None:
     others("a", 1.0)
     stop = threading.Event()
     stop.set()
-    with pytest.raises(Stopped):
+    with pytest.raises(CopyStopped):
         queue.wait_turn(one_at_once, KEY, owner, stop)
 
 
 @pytest.mark.usefixtures("nobody_stalls")
 def test_copy_that_nobody_needs_is_stopped_by_one_that_waits(
-    one_at_once: Node, owner: Owner, others: Add, monkeypatch: pytest.MonkeyPatch
+    one_at_once: Node, owner: PartRecord, others: Add, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue, "WATCH", 0.0)
     one_at_once.cache.part(KEY).write_owner(msgspec.structs.replace(owner, placed=True))

@@ -13,16 +13,16 @@ import pytest
 from forestage import trace
 from forestage.cache import allocation, digest, readers
 from forestage.cache.part import Part, missing_chunks
-from forestage.cache.readers import NOW, PIECE, SOON, Readers
-from forestage.errors import Stopped
-from forestage.sources.source import Content
+from forestage.cache.readers import NOW, PIECE, SOON, ArrivalMap
+from forestage.errors import CopyStopped
+from forestage.sources.source import ReadableSource
 from forestage.stage import chunks, reading
-from forestage.stage.chunks import Tuning, order
+from forestage.stage.chunks import CopyTuning, order
 
 CHUNK = 2 * PIECE
 COUNT = 5
 SIZE = (COUNT - 1) * CHUNK + PIECE + 5
-TUNING = Tuning(threads=1, chunk=CHUNK)
+TUNING = CopyTuning(threads=1, chunk=CHUNK)
 
 Patch = pytest.MonkeyPatch
 
@@ -55,7 +55,7 @@ class Scene:
         allocation.reserve(self.part, SIZE, CHUNK, set(range(COUNT)))
         made = readers.make(folder / "key", SIZE, CHUNK, self.part.image)
         assert made is not None
-        self.readers: Readers = made
+        self.readers: ArrivalMap = made
         self.stop = threading.Event()
         self.read: list[int] = []
         self.sizes: list[int] = []
@@ -63,7 +63,9 @@ class Scene:
         self.then: Callable[[], None] = lambda: None
         real = reading.read_piece
 
-        def read_piece(source: Content, start: int, want: memoryview, buffer: memoryview) -> None:
+        def read_piece(
+            source: ReadableSource, start: int, want: memoryview, buffer: memoryview
+        ) -> None:
             self.reading += 1
             self.most = max(self.most, self.reading)
             real(source, start, want, buffer)
@@ -79,7 +81,7 @@ class Scene:
         (self.readers.directory / "sock").touch()
 
     def copy(self, **tuning: object) -> None:
-        source = Content(self.fd, None, SIZE)
+        source = ReadableSource(self.fd, None, SIZE)
         known = msgspec.structs.replace(TUNING, **tuning)
         self.pace = chunks.copy(source, self.part, known, self.stop, self.readers)
 
@@ -114,7 +116,7 @@ def test_chunks_of_an_earlier_stager_are_in_from_the_beginning(
     scene: Scene, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(trace, "listener", lambda _: scene.stop.set())
-    with pytest.raises(Stopped):
+    with pytest.raises(CopyStopped):
         scene.copy()
     monkeypatch.setattr(trace, "listener", None)
     made = readers.make(scene.readers.directory, SIZE, CHUNK, scene.part.image)
@@ -171,10 +173,10 @@ def test_neither_reads_nor_bandwidth_hold_up_what_a_job_waits_for(
     scene: Scene, monkeypatch: Patch, tuning: dict[str, object]
 ) -> None:
     monkeypatch.setattr(chunks, "PAUSE", 1e9)
-    monkeypatch.setattr(Readers, "reading", lambda *_: not tuning)
+    monkeypatch.setattr(ArrivalMap, "reading", lambda *_: not tuning)
     scene.serve()
     scene.then = lambda: scene.readers.want(3, NOW)
-    with pytest.raises(Stopped):
+    with pytest.raises(CopyStopped):
         scene.copy(**tuning)
     assert scene.read == [0, 6, 7]
     assert missing_chunks(scene.part.digests(), SIZE, CHUNK) == [0, 1, 2, 4]
@@ -184,7 +186,7 @@ def test_unserved_copy_lets_what_a_job_waits_for_past_its_bandwidth(
     scene: Scene, monkeypatch: Patch
 ) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(reading.Throttle, "take", lambda self, size, stop: taken.append(size))
+    monkeypatch.setattr(reading.RateLimiter, "take", lambda self, size, stop: taken.append(size))
     scene.readers.want(0, NOW)
     scene.copy()
     assert taken == [CHUNK, CHUNK, CHUNK, PIECE + 5]
@@ -196,10 +198,10 @@ def test_copy_yields_to_a_jobs_reads(scene: Scene, monkeypatch: Patch, served: b
 
     # It waits after the one read of so long a pause.
     monkeypatch.setattr(scene.stop, "wait", lambda _: scene.stop.set())
-    monkeypatch.setattr(Readers, "reading", lambda *_: True)
+    monkeypatch.setattr(ArrivalMap, "reading", lambda *_: True)
     if served:
         scene.serve()
-    with pytest.raises(Stopped):
+    with pytest.raises(CopyStopped):
         scene.copy()
     assert scene.sizes == [chunks.GENTLE]
 
@@ -208,7 +210,7 @@ def test_copy_yields_to_a_jobs_reads(scene: Scene, monkeypatch: Patch, served: b
 def test_one_thread_copies_little_by_little_while_a_job_starts(
     scene: Scene, monkeypatch: Patch, served: bool
 ) -> None:
-    monkeypatch.setattr(Readers, "reading", lambda _, now, calm: calm == chunks.BETWEEN_NS)
+    monkeypatch.setattr(ArrivalMap, "reading", lambda _, now, calm: calm == chunks.BETWEEN_NS)
     if served:
         scene.serve()
     scene.copy(threads=4)
@@ -223,7 +225,7 @@ def test_copy_keeps_away_before_the_first_read_of_the_job_that_it_is_for(
 ) -> None:
     monkeypatch.setattr(chunks, "PAUSE", 1e9)
     monkeypatch.setattr(scene.stop, "wait", lambda _: scene.stop.set())
-    with pytest.raises(Stopped):
+    with pytest.raises(CopyStopped):
         scene.copy(through=True)
     assert scene.sizes == [chunks.GENTLE]
 
@@ -238,7 +240,7 @@ def test_copy_goes_on_once_that_job_has_read(scene: Scene, monkeypatch: Patch) -
 
 def test_start_that_never_ends_counts_as_over(scene: Scene, monkeypatch: Patch) -> None:
     monkeypatch.setattr(chunks, "START_NS", 0)
-    monkeypatch.setattr(Readers, "reading", lambda *_: True)
+    monkeypatch.setattr(ArrivalMap, "reading", lambda *_: True)
     scene.copy()
     assert min(scene.sizes[:4]) > chunks.GENTLE
     scene.check()
@@ -246,7 +248,7 @@ def test_start_that_never_ends_counts_as_over(scene: Scene, monkeypatch: Patch) 
 
 def test_job_that_always_reads_does_not_starve_the_copy(scene: Scene, monkeypatch: Patch) -> None:
     monkeypatch.setattr(chunks, "PAUSE", 0.001)
-    monkeypatch.setattr(Readers, "reading", lambda *_: True)
+    monkeypatch.setattr(ArrivalMap, "reading", lambda *_: True)
     scene.serve()
     scene.copy()
     scene.check()

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.sources.source import Content, Truncated, Unreadable
+from forestage.sources.source import ReadableSource, SourceTruncated, SourceUnreadable
 from forestage.stage import reading
-from forestage.stage.reading import BLOCK, PIECE, READ_TRIES, Throttle
+from forestage.stage.reading import BLOCK, PIECE, READ_TRIES, RateLimiter
 
 CHUNK = 4 * BLOCK
 
@@ -41,7 +41,9 @@ class File:
         os.pwrite(self.fd, self.data, 0)
 
     def read(self, direct: bool = False, size: int | None = None) -> bytes:
-        source = Content(self.fd, self.direct if direct else None, len(self.data), "/lustre/a")
+        source = ReadableSource(
+            self.fd, self.direct if direct else None, len(self.data), "/lustre/a"
+        )
         pieces = reading.pieces(source, 0, size or source.size, reading.buffer(CHUNK))
         return b"".join(bytes(piece) for _, piece in pieces)
 
@@ -193,7 +195,7 @@ def test_error_that_stays_is_raised_at_once_or_after_some_tries(
     file: File, failures: Failing, naps: list[float], number: int, tries: int
 ) -> None:
     failed = failures(number, 1000)
-    with pytest.raises(Unreadable) as caught:
+    with pytest.raises(SourceUnreadable) as caught:
         file.read()
     assert caught.value.error.errno == number
     assert caught.value.reason == ("changed" if number == errno.ESTALE else "source-error")
@@ -203,7 +205,7 @@ def test_error_that_stays_is_raised_at_once_or_after_some_tries(
 
 def test_source_that_ends_too_early_is_truncated(file: File) -> None:
     os.truncate(file.fd, CHUNK + 1)
-    with pytest.raises(Truncated) as caught:
+    with pytest.raises(SourceTruncated) as caught:
         file.read()
     assert caught.value.reason == "changed"
 
@@ -241,10 +243,10 @@ class Tap:
         self.now += seconds
 
 
-def throttled(monkeypatch: Patch, rate: int | None) -> tuple[Throttle, Tap]:
+def throttled(monkeypatch: Patch, rate: int | None) -> tuple[RateLimiter, Tap]:
     tap = Tap()
     monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=tap.monotonic))
-    return Throttle(rate), tap
+    return RateLimiter(rate), tap
 
 
 def test_throttle_keeps_to_its_rate_and_saves_up_no_time(monkeypatch: Patch) -> None:
@@ -304,7 +306,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> Ticking:
 
 
 def test_pace_counts_the_seconds_in_which_any_thread_reads(ticking: Ticking) -> None:
-    pace = reading.Pace()
+    pace = reading.RateMeter()
     with pace.reading(600):
         ticking.now += 2
         with pace.reading(400):
@@ -316,7 +318,7 @@ def test_pace_counts_the_seconds_in_which_any_thread_reads(ticking: Ticking) -> 
 
 
 def test_pace_of_a_few_bytes_is_not_known(ticking: Ticking) -> None:
-    pace = reading.Pace()
+    pace = reading.RateMeter()
     assert pace.rate(0) == 0
     with pace.reading(499):
         ticking.now += 1
@@ -327,7 +329,7 @@ def test_pace_of_a_few_bytes_is_not_known(ticking: Ticking) -> None:
 
 
 def test_read_that_fails_brings_no_bytes(ticking: Ticking) -> None:
-    pace = reading.Pace()
+    pace = reading.RateMeter()
 
     def fail() -> None:
         ticking.now += 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.system import mounts
-from forestage.system.mounts import Mount, binds_from, cover, holder, listed, users_fuse
+from forestage.system.mounts import MountInfo, binds_from, cover, holder, listed, users_fuse
 
 TABLE = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -29,7 +29,7 @@ def of_user(uid: int) -> str:
 
 
 def test_table_is_read_as_the_kernel_prints_it() -> None:
-    assert listed(TABLE)[3] == Mount(
+    assert listed(TABLE)[3] == MountInfo(
         *(40, 30, "259:1", "/forestage/entries/0a/image", "/lustre/a b.sqsh"),
         "ro,nosuid,nodev - xfs /dev/nvme0n1 rw",
     )
@@ -80,34 +80,41 @@ def test_user_of_a_fuse_is_what_the_kernel_says(rest: str, user: int) -> None:
 def test_users_mount_on_the_way_covers_what_lies_below(
     point: str, parent: int, user: int, covers: bool
 ) -> None:
-    bind = Mount(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/b/img")
+    bind = MountInfo(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/b/img")
     table = [
-        Mount(1, 0, "254:0", "/", "/"),
-        Mount(2, 1, "0:40", "/", "/lustre"),
+        MountInfo(1, 0, "254:0", "/", "/"),
+        MountInfo(2, 1, "0:40", "/", "/lustre"),
         bind,
-        Mount(5, 2, "0:41", "/", "/lustre/other", of_user(1000)),
-        Mount(4, parent, "0:42", "/", point, of_user(user)),
+        MountInfo(5, 2, "0:41", "/", "/lustre/other", of_user(1000)),
+        MountInfo(4, parent, "0:42", "/", point, of_user(user)),
     ]
     found = cover(table, bind)
     assert (found is not None and found.id == 4) == covers
 
 
 def test_redirect_on_a_users_mount_is_not_covered_by_it() -> None:
-    bind = Mount(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/img")
+    bind = MountInfo(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/img")
     table = [
-        Mount(1, 0, "0:1", "/", "/"),
-        Mount(2, 1, "0:2", "/", "/lustre/a", of_user(1000)),
+        MountInfo(1, 0, "0:1", "/", "/"),
+        MountInfo(2, 1, "0:2", "/", "/lustre/a", of_user(1000)),
         bind,
     ]
     assert cover(table, bind) is None
 
 
 def test_outermost_cover_is_the_first_to_go() -> None:
-    bind = Mount(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/b/img")
+    bind = MountInfo(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/b/img")
     inner, outer = (
-        Mount(n, 2, "0:4", "/", at, of_user(7)) for n, at in ((5, "/lustre/a/b"), (6, "/lustre/a"))
+        MountInfo(n, 2, "0:4", "/", at, of_user(7))
+        for n, at in ((5, "/lustre/a/b"), (6, "/lustre/a"))
     )
-    table = [Mount(1, 0, "0:1", "/", "/"), Mount(2, 1, "0:2", "/", "/lustre"), bind, inner, outer]
+    table = [
+        MountInfo(1, 0, "0:1", "/", "/"),
+        MountInfo(2, 1, "0:2", "/", "/lustre"),
+        bind,
+        inner,
+        outer,
+    ]
     assert cover(table, bind) == outer
 
 
@@ -136,10 +143,10 @@ def test_cache_in_a_subvolume_is_found_by_its_path_inside_the_file_system() -> N
 )
 def test_holder_is_the_nearest_mount_and_the_newest_of_equals(path: str, expected: int) -> None:
     table = [
-        Mount(1, 0, "0:1", "/", "/"),
-        Mount(2, 1, "0:2", "/", "/mnt"),
-        Mount(3, 2, "0:3", "/", "/mnt/nvme"),
-        Mount(4, 3, "0:4", "/", "/mnt/nvme"),
+        MountInfo(1, 0, "0:1", "/", "/"),
+        MountInfo(2, 1, "0:2", "/", "/mnt"),
+        MountInfo(3, 2, "0:3", "/", "/mnt/nvme"),
+        MountInfo(4, 3, "0:4", "/", "/mnt/nvme"),
     ]
     found = holder(table, path)
     assert found is not None
@@ -147,11 +154,11 @@ def test_holder_is_the_nearest_mount_and_the_newest_of_equals(path: str, expecte
 
 
 USERS = {
-    1: Mount(1, 0, "0:1", "/", "/", "rw - ext4 /dev/vda rw"),
-    2: Mount(2, 1, "0:2", "/", "/a", of_user(1000)),
-    3: Mount(3, 2, "0:3", "/", "/a/b", "rw - tmpfs none rw"),
-    4: Mount(4, 1, "0:4", "/", "/c", of_user(0)),
-    5: Mount(5, 5, "0:5", "/", "/", of_user(7)),  # its own parent, as the first of a namespace
+    1: MountInfo(1, 0, "0:1", "/", "/", "rw - ext4 /dev/vda rw"),
+    2: MountInfo(2, 1, "0:2", "/", "/a", of_user(1000)),
+    3: MountInfo(3, 2, "0:3", "/", "/a/b", "rw - tmpfs none rw"),
+    4: MountInfo(4, 1, "0:4", "/", "/c", of_user(0)),
+    5: MountInfo(5, 5, "0:5", "/", "/", of_user(7)),  # its own parent, as the first of a namespace
 }
 
 
@@ -191,7 +198,8 @@ def escaped(text: str) -> str:
 def test_any_name_is_read_back(root: str, point: str) -> None:
     line = f"7 1 0:5 /{escaped(root)} /{escaped(point)} ro - tmpfs tmpfs rw\n"
     assert (
-        listed(line * 2) == [Mount(7, 1, "0:5", f"/{root}", f"/{point}", "ro - tmpfs tmpfs rw")] * 2
+        listed(line * 2)
+        == [MountInfo(7, 1, "0:5", f"/{root}", f"/{point}", "ro - tmpfs tmpfs rw")] * 2
     )
 
 
@@ -208,7 +216,7 @@ def test_mount_that_is_not_the_one_meant_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/proc")
     for point in (tmp_path, tmp_path / "link", Path("/proc")):
         fd = os.open(point, os.O_PATH | os.O_NOFOLLOW)
-        mounts.unmount_same(Mount(-1, 0, "0:0", "/", str(point)), fd)
+        mounts.unmount_same(MountInfo(-1, 0, "0:0", "/", str(point)), fd)
         os.close(fd)
     assert Path("/proc/self").exists()
 
@@ -221,9 +229,9 @@ def test_refused_mount_is_an_error_with_its_path(tmp_path: Path) -> None:
 
 
 def test_place_of_what_a_mount_hides_is_on_the_same_mount_where_there_is_one() -> None:
-    whole = mounts.Mount(1, 0, "8:1", "/", "/root-only/all")
-    part = mounts.Mount(2, 0, "8:1", "/pub", "/pub")
-    hides = mounts.Mount(9, 2, "9:9", "/entry", "/pub/i.sqsh")
+    whole = mounts.MountInfo(1, 0, "8:1", "/", "/root-only/all")
+    part = mounts.MountInfo(2, 0, "8:1", "/pub", "/pub")
+    hides = mounts.MountInfo(9, 2, "9:9", "/entry", "/pub/i.sqsh")
     assert mounts.same_place([whole, part], [part, hides], hides) == "/pub/i.sqsh"
     assert mounts.same_place([whole], [part, hides], hides) == "/root-only/all/pub/i.sqsh"
     assert mounts.same_place([], [part, hides], hides) == ""
@@ -259,4 +267,4 @@ def test_mark_is_in_the_line_of_a_bind_and_in_no_line_of_a_users_making(director
     ],
 )
 def test_server_sets_times_where_no_client_may_answer_for_it(rest: str, server: bool) -> None:
-    assert Mount(1, 0, "0:1", "/", "/mnt", rest).has_server_times is server
+    assert MountInfo(1, 0, "0:1", "/", "/mnt", rest).has_server_times is server

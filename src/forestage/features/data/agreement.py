@@ -1,7 +1,8 @@
 """One node's look at a directory for all nodes of a job: at its start, and as each step begins.
 
-    <cache>/looks/<job>/<name>           JSON of `Look`
-                        <name>.files     MessagePack of `Found`, of the look at the job's start
+    <cache>/looks/<job>/<name>           JSON of `ScanNotice`
+                        <name>.files     MessagePack of `ScannedFiles`, of the look at the job's
+start
 
 The first node of the job, or of the step, by Slurm's own list, looks at every file. The others ask
 its peer service, and look at what could differ between two nodes: which file system it is, the
@@ -21,15 +22,15 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from forestage import log
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Leases
+from forestage.cache.lease import LeaseDirectory
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
 from forestage.clock import Deadline
 from forestage.errors import Declined, PeerError
 from forestage.features.data import manifest
-from forestage.features.data.manifest import Manifest
+from forestage.features.data.manifest import DirectoryManifest
 from forestage.features.doors import ACTIVATION_IS_ON, ASKED_NODE_ASK_NODE, load_all
 from forestage.slurm.job import Job
 from forestage.sources import source
@@ -37,7 +38,7 @@ from forestage.system import as_user, files, lock, mounts, records
 from forestage.system.as_user import User
 
 if TYPE_CHECKING:
-    from forestage.features.doors import OtherNode
+    from forestage.features.doors import NodeClient
 
 GREETING = 0.2  # seconds for the first node's service to answer a step, which can look itself
 NOT_YET = 2.0  # seconds in which the first node must have begun to look; its hook may run later
@@ -47,7 +48,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two questions
 SKEW = 30.0  # seconds that a step's look may be old, by the clocks of two nodes
 
 
-class Look(msgspec.Struct, frozen=True):
+class ScanNotice(msgspec.Struct, frozen=True):
     """What a node has found, and as whom: `digest` of the manifest, `path` resolved.
 
     `began` is wall time; `place` is the file system as any node names it, `groups` are the user's.
@@ -62,17 +63,17 @@ class Look(msgspec.Struct, frozen=True):
     groups: tuple[int, ...] = ()
 
 
-class Found(msgspec.Struct, frozen=True):
+class ScannedFiles(msgspec.Struct, frozen=True):
     """All that a copy is made of: what the files are, and the ACLs of those that have one.
 
     None: nobody has looked at the ACLs.
     """
 
-    manifest: Manifest
+    manifest: DirectoryManifest
     acls: dict[bytes, bytes] | None
 
 
-class Round(msgspec.Struct, frozen=True):
+class SharedScan(msgspec.Struct, frozen=True):
     """One look for several nodes of a job; `first` is the node that looks for all."""
 
     cache: Cache
@@ -81,34 +82,34 @@ class Round(msgspec.Struct, frozen=True):
     first: str
     leads: bool
 
-    def tell(self, look: Look) -> None:
+    def tell(self, look: ScanNotice) -> None:
         """Has the peer service give this look to other nodes; best effort: they look themselves."""
         with contextlib.suppress(OSError):
             records.write(self._file(), msgspec.json.encode(look))
 
-    def told(self) -> Look | None:
+    def told(self) -> ScanNotice | None:
         """What this node has told; None where it has not."""
         with contextlib.suppress(OSError, records.DamagedRecord):
-            return records.load(self._file(), Look)
+            return records.load(self._file(), ScanNotice)
         return None
 
-    def keep(self, found: Found) -> None:
+    def keep(self, found: ScannedFiles) -> None:
         """Keeps all of it, for other nodes and for the samples of later looks. Best effort."""
         data = msgspec.msgpack.encode(found)
         with contextlib.suppress(OSError):
             records.write(self._file(".files"), data)
 
-    def kept(self) -> Found | None:
+    def kept(self) -> ScannedFiles | None:
         """What was kept here; None where nothing was."""
         with contextlib.suppress(OSError, records.DamagedRecord, msgspec.MsgspecError):
-            return msgspec.msgpack.decode(records.read(self._file(".files")), type=Found)
+            return msgspec.msgpack.decode(records.read(self._file(".files")), type=ScannedFiles)
         return None
 
     def _file(self, more: str = "") -> Path:
         return self.cache.looks / str(self.job) / (self.name + more)
 
 
-def round_of(node: Node, job: Job, restart: int, path: str, step: int | None) -> Round | None:
+def round_of(node: Node, job: Job, restart: int, path: str, step: int | None) -> SharedScan | None:
     """The look at `path` that nodes share as a step begins, at the job's start without one.
 
     None where each looks for itself. `restart` tells the runs of a job apart: a requeued job's step
@@ -127,7 +128,7 @@ def round_of(node: Node, job: Job, restart: int, path: str, step: int | None) ->
         return None
     words = (job.id, restart, -1 if step is None else step, job.user.uid, path)
     name = hashlib.sha256(msgspec.json.encode(words)).hexdigest()[:32]
-    return Round(node.cache, job.id, name, nodes[0], nodes[0] == job.node)
+    return SharedScan(node.cache, job.id, name, nodes[0], nodes[0] == job.node)
 
 
 def asks_others(node: Node) -> bool:
@@ -148,7 +149,7 @@ def end(cache: Cache, job: int) -> None:
     shutil.rmtree(cache.looks / str(job), ignore_errors=True)
 
 
-def sweep(cache: Cache, leases: Leases) -> None:
+def sweep(cache: Cache, leases: LeaseDirectory) -> None:
     """Deletes what was found for jobs that have no lease. Raises Failed, OSError."""
     # A Prolog notes its lease first.
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
@@ -159,20 +160,20 @@ def sweep(cache: Cache, leases: Leases) -> None:
                     shutil.rmtree(directory, ignore_errors=True)
 
 
-def looked(root: int, found: Manifest, user: User, began: float) -> Look:
+def looked(root: int, found: DirectoryManifest, user: User, began: float) -> ScanNotice:
     """The look of this node that has found this. Raises OSError."""
     groups = tuple(sorted(as_user.groups(user)))
-    return Look("looked", began, found.digest, found.path, mounts.far_name(root), groups)
+    return ScanNotice("looked", began, found.digest, found.path, mounts.far_name(root), groups)
 
 
-def _first_of(node: Node, shared: Round) -> "contextlib.closing[OtherNode]":
+def _first_of(node: Node, shared: SharedScan) -> "contextlib.closing[NodeClient]":
     """A way to ask the first node, once `asks_others` has said so. Raises PeerError, OSError."""
     ask_node = next(load_all(ASKED_NODE_ASK_NODE))
     path = f"/v1/look/{shared.job}/{shared.name}"
     return contextlib.closing(ask_node(node.config, node.places, shared.first, shared.name, path))
 
 
-def _ask(node: Node, first: "OtherNode", until: Deadline, not_yet: float) -> Look | None:
+def _ask(node: Node, first: "NodeClient", until: Deadline, not_yet: float) -> ScanNotice | None:
     """The first node's look, None where there is none.
 
     Waits up to `until` for a look that has begun, `not_yet` seconds for one that has not.
@@ -182,7 +183,7 @@ def _ask(node: Node, first: "OtherNode", until: Deadline, not_yet: float) -> Loo
     with contextlib.suppress(PeerError, msgspec.MsgspecError):
         while until.left():
             said = first.ask(stop=lambda: not until.left())
-            look = msgspec.json.decode(said, type=Look) if said else None
+            look = msgspec.json.decode(said, type=ScanNotice) if said else None
             if look is not None and look.state != "looking":
                 return look if look.state == "looked" else None
             if look is None and not begun_by.left():
@@ -192,7 +193,7 @@ def _ask(node: Node, first: "OtherNode", until: Deadline, not_yet: float) -> Loo
     return None
 
 
-def _borrow(node: Node, job: Job, shared: Round, root: int, path: str) -> Found | None:
+def _borrow(node: Node, job: Job, shared: SharedScan, root: int, path: str) -> ScannedFiles | None:
     """What the first node has found, if this node agrees with it; None: look at everything here.
 
     For a job's start. The process has the user's groups.
@@ -204,7 +205,7 @@ def _borrow(node: Node, job: Job, shared: Round, root: int, path: str) -> Found 
             said = first.ask(".files") if look else None
         if look is None or said is None:
             return None
-        found = msgspec.msgpack.decode(said, type=Found)
+        found = msgspec.msgpack.decode(said, type=ScannedFiles)
         manifest.must_be_sound(found.manifest, found.acls or {}, node.config.data.max_files)
         same = (found.manifest.path, found.manifest.digest) == (look.path, look.digest)
         if same and agrees(look, found, root, path, job.user):
@@ -216,7 +217,7 @@ def _borrow(node: Node, job: Job, shared: Round, root: int, path: str) -> Found 
     return None
 
 
-def agrees(look: Look, found: Found, root: int, path: str, user: User) -> bool:
+def agrees(look: ScanNotice, found: ScannedFiles, root: int, path: str, user: User) -> bool:
     """Whether what another node has found holds here: the same files, with the same rights.
 
     Asks the kernel, as the user, for the directory and a sample. The process has the user's groups.
@@ -227,11 +228,11 @@ def agrees(look: Look, found: Found, root: int, path: str, user: User) -> bool:
         return False
     if found.acls is None:  # a change of one would be a change of ctime
         return True
-    acls = manifest.acls(root, Manifest(path, tuple(some)), user)
+    acls = manifest.acls(root, DirectoryManifest(path, tuple(some)), user)
     return acls == {file.path: found.acls[file.path] for file in some if file.path in found.acls}
 
 
-def sees_the_same(look: Look, root: int, path: str, user: User) -> bool:
+def sees_the_same(look: ScanNotice, root: int, path: str, user: User) -> bool:
     """Whether both nodes look at one file system, as the same user with the same groups.
 
     The file server is told these: it grants both nodes the same. Raises OSError.
@@ -240,30 +241,30 @@ def sees_the_same(look: Look, root: int, path: str, user: User) -> bool:
     return here == (look.path, look.place, look.groups) and bool(look.place)
 
 
-def is_fresh(look: Look, now: float) -> bool:
+def is_fresh(look: ScanNotice, now: float) -> bool:
     """Pure: whether a step may go by this look; `now` is wall time here."""
     return abs(now - look.began) <= SKEW
 
 
-def settling(found: Manifest, looked: float) -> float:
+def settling(found: DirectoryManifest, looked: float) -> float:
     """Pure: seconds until a further change must show in its times; `looked` is wall time."""
-    newest = Identity("", 0, 0, found.newest_ns, found.newest_ns)
-    return source.settling(Image(newest, Access(0, 0, 0)), looked)
+    newest = FileIdentity("", 0, 0, found.newest_ns, found.newest_ns)
+    return source.settling(SourceImage(newest, AccessRights(0, 0, 0)), looked)
 
 
-class Seen(msgspec.Struct, frozen=True):
+class DirectoryScan(msgspec.Struct, frozen=True):
     """What a directory holds; `acls` where they are known, `lent` where another node has looked.
 
     `seconds` is how long this node looked at it; 0 where another one has looked.
     """
 
-    manifest: Manifest
+    manifest: DirectoryManifest
     acls: dict[bytes, bytes] | None = None
     lent: bool = False
     seconds: float = 0.0
 
 
-def at_start(node: Node, job: Job, path: str, root: int, resolved: str) -> Seen:
+def at_start(node: Node, job: Job, path: str, root: int, resolved: str) -> DirectoryScan:
     """Looks at the directory at a job's start, as one node for all. Raises Declined, OSError."""
     shared = round_of(node, job, job.restart, path, None)
     began = node.clock.wall()
@@ -271,7 +272,7 @@ def at_start(node: Node, job: Job, path: str, root: int, resolved: str) -> Seen:
         lent = _borrow(node, job, shared, root, resolved)
         if lent is not None and lent.acls is not None and not settling(lent.manifest, began):
             shared.keep(lent)
-            return Seen(lent.manifest, lent.acls, lent=True)
+            return DirectoryScan(lent.manifest, lent.acls, lent=True)
     leads = shared is not None and shared.leads
     with _telling(shared if leads else None) as tell:
         start = node.clock.monotonic()
@@ -279,24 +280,24 @@ def at_start(node: Node, job: Job, path: str, root: int, resolved: str) -> Seen:
         seconds = node.clock.monotonic() - start
         acls = manifest.acls(root, found, job.user) if leads else None
         if shared is not None:
-            shared.keep(Found(found, acls))
+            shared.keep(ScannedFiles(found, acls))
         if leads:
             tell.append(looked(root, found, job.user, began))
-    return Seen(found, acls, seconds=seconds)
+    return DirectoryScan(found, acls, seconds=seconds)
 
 
 @contextlib.contextmanager
-def _telling(shared: Round | None) -> Iterator[list[Look]]:
+def _telling(shared: SharedScan | None) -> Iterator[list[ScanNotice]]:
     """Tells other nodes that this one looks, then what it has found: the last in the list."""
-    found = [Look("none")]
+    found = [ScanNotice("none")]
     if shared is not None:
-        shared.tell(Look("looking"))
+        shared.tell(ScanNotice("looking"))
     try:
         yield found
     finally:
         if shared is not None:
             # Of a disk of this node's nobody else can say what is on theirs.
-            shared.tell(found[-1] if found[-1].place else Look("none"))
+            shared.tell(found[-1] if found[-1].place else ScanNotice("none"))
 
 
 def now(node: Node, job: Job, restart: int, path: str, expected: str, timeout: float) -> str:
@@ -316,7 +317,7 @@ def now(node: Node, job: Job, restart: int, path: str, expected: str, timeout: f
         return tell[-1].digest
 
 
-def _look_as_step(node: Node, job: Job, path: str, until: Deadline) -> Look:
+def _look_as_step(node: Node, job: Job, path: str, until: Deadline) -> ScanNotice:
     """Looks at all, or takes the look of another step of this user that began after this call.
 
     A look that began before may have seen what the job has changed since. So of many steps that
@@ -335,47 +336,53 @@ def _look_as_step(node: Node, job: Job, path: str, until: Deadline) -> Look:
         except OSError:  # of a disk that is read-only by now: who cannot share looks alone
             return _look_now(node, job, path, until)
         with contextlib.suppress(OSError, records.DamagedRecord):
-            last = records.load(file, _LastLook)
+            last = records.load(file, _LastScan)
             if last.boot == boot_id() and last.began >= asked:
                 return last.look
-        last = _LastLook(boot_id(), node.clock.monotonic(), _look_now(node, job, path, until))
+        last = _LastScan(boot_id(), node.clock.monotonic(), _look_now(node, job, path, until))
         with contextlib.suppress(OSError):
             # Into the file that is locked: a record that takes its name would be another's lock.
             files.overwrite(file, msgspec.json.encode(last))
         return last.look
 
 
-class _LastLook(msgspec.Struct, frozen=True):
+class _LastScan(msgspec.Struct, frozen=True):
     """A look of a step, in its lock's file; `began` is of the monotonic clock of that boot."""
 
     boot: str
     began: float
-    look: Look
+    look: ScanNotice
 
 
-def _look_now(node: Node, job: Job, path: str, until: Deadline) -> Look:
+def _look_now(node: Node, job: Job, path: str, until: Deadline) -> ScanNotice:
     began, timeout = node.clock.wall(), until.left()
     # The look ends itself a moment before: then its reason is known.
     end = Deadline.after(timeout * 0.9, node.clock)
 
-    def work() -> as_user.Found[Look]:
+    def work() -> as_user.Found[ScanNotice]:
         os.setgroups(as_user.groups(job.user))
         root, resolved = manifest.open_root(path, job.user)
         found = manifest.take(root, resolved, job.user, node.config.data.max_files, end)
         return looked(root, found, job.user, began), []
 
-    return as_user.call(work, Look, timeout)[0]
+    return as_user.call(work, ScanNotice, timeout)[0]
 
 
 def decline(node: Node, job: Job, restart: int, path: str) -> None:
     """Says that this node, if it is a step's first, does not look: the others need not wait."""
     step = round_of(node, job, restart, path, job.step)
     if step is not None and step.leads:
-        step.tell(Look("none"))
+        step.tell(ScanNotice("none"))
 
 
 def _borrow_digest(
-    node: Node, job: Job, path: str, step: Round, start: Round, expected: str, timeout: float
+    node: Node,
+    job: Job,
+    path: str,
+    step: SharedScan,
+    start: SharedScan,
+    expected: str,
+    timeout: float,
 ) -> str:
     """The digest that the step's first node has found; "" where this node has to look itself."""
     until = Deadline.after(timeout / 2, node.clock)  # the rest is for an own look

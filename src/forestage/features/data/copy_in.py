@@ -56,7 +56,7 @@ def confine(root: int, user: User) -> None:
     os.umask(0o077)
 
 
-class Bad(Declined):
+class CopyInError(Declined):
     """What was read cannot be put there as it is."""
 
     def __init__(self, what: str) -> None:
@@ -78,7 +78,7 @@ def tree(source: int, still: Still) -> int:
     Modes and times are kept, owners and hard links are not. Raises Declined, OSError.
     """
     directories: list[tuple[str, os.stat_result]] = []
-    with _Copiers(source, still) as copiers:
+    with _CopierThreads(source, still) as copiers:
         left = ["."]
         while left:
             still()
@@ -98,14 +98,16 @@ def tree(source: int, still: Still) -> int:
                         elif entry.is_file(follow_symlinks=False):
                             copiers.copy(name)
                         else:
-                            raise Bad(f"{printable(name)} is neither a file, directory nor link")
+                            raise CopyInError(
+                                f"{printable(name)} is neither a file, directory nor link"
+                            )
     for path, facts in reversed(directories):
         Path("/", path).chmod(mode_of(facts.st_mode))
         os.utime(f"/{path}", ns=(facts.st_mtime_ns, facts.st_mtime_ns))
     return copiers.bytes
 
 
-class _Copiers:
+class _CopierThreads:
     """Threads that copy files. The first error ends all; it is raised at the end, or in `copy`."""
 
     def __init__(self, source: int, still: Still) -> None:
@@ -117,14 +119,14 @@ class _Copiers:
         self.lock = threading.Lock()
         self.threads = [threading.Thread(target=self._run, daemon=True) for _ in range(THREADS)]
 
-    def __enter__(self) -> "_Copiers":
+    def __enter__(self) -> "_CopierThreads":
         for thread in self.threads:
             thread.start()
         return self
 
     def __exit__(self, kind: object, error: object, at: object) -> None:
         if error is not None:
-            self.error = self.error or Bad("")
+            self.error = self.error or CopyInError("")
         for _ in self.threads:
             self.names.put(None)
         for thread in self.threads:
@@ -148,7 +150,7 @@ class _Copiers:
             except (Declined, OSError) as error:
                 self.error = self.error or error
             except MemoryError:
-                self.error = self.error or Bad("no memory is left for the copy")
+                self.error = self.error or CopyInError("no memory is left for the copy")
             else:
                 with self.lock:
                     self.bytes += size
@@ -158,7 +160,7 @@ def file(source: int, target: str, still: Still) -> int:
     """Copies one open regular file; returns its bytes. Raises Declined, OSError."""
     facts = os.fstat(source)
     if not stat.S_ISREG(facts.st_mode):
-        raise Bad(f"{printable(target)} was replaced while it was copied")
+        raise CopyInError(f"{printable(target)} was replaced while it was copied")
     blocks = iter(lambda: os.read(source, BLOCK), b"")
     size = _write(target, mode_of(facts.st_mode), blocks, still)
     os.utime(f"/{target}", ns=(facts.st_mtime_ns, facts.st_mtime_ns))
@@ -213,7 +215,7 @@ def archive(fd: int, packed: str, still: Still) -> int:
             except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
                 raise
             except tarfile.HeaderError as error:
-                raise Bad(f"the archive is damaged, or none: {error}") from None
+                raise CopyInError(f"the archive is damaged, or none: {error}") from None
 
     directories: dict[str, tarfile.TarInfo] = {}
     size = 0
@@ -231,11 +233,11 @@ def archive(fd: int, packed: str, still: Still) -> int:
             while plain.read(BLOCK):
                 still()
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        raise Bad(f"the archive is damaged, or none: {error}") from None
+        raise CopyInError(f"the archive is damaged, or none: {error}") from None
     except (zlib.error, lzma.LZMAError) as error:
-        raise Bad(f"the archive is damaged: {error}") from None
+        raise CopyInError(f"the archive is damaged: {error}") from None
     except MemoryError:
-        raise Bad("the archive has a header that does not fit into memory") from None
+        raise CopyInError("the archive has a header that does not fit into memory") from None
     for name in reversed(directories):
         Path("/", name).chmod(mode_of(stat.S_IFDIR | directories[name].mode & 0o777))
         _set_time(name, directories[name].mtime)
@@ -262,7 +264,7 @@ def _member(
             directories[name] = member
         return 0
     if not name:
-        raise Bad("the archive holds a file without a name")
+        raise CopyInError("the archive holds a file without a name")
     path = Path("/", name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # the last one of a name counts
@@ -274,7 +276,9 @@ def _member(
         return 0
     content = tar.extractfile(member) if member.isreg() else None
     if content is None:
-        raise Bad(f"the archive holds {printable(name)}, neither a file, directory nor link")
+        raise CopyInError(
+            f"the archive holds {printable(name)}, neither a file, directory nor link"
+        )
     blocks = iter(lambda: content.read(BLOCK), b"")
     size = _write(name, mode_of(member.mode & 0o7777), blocks, still)
     _set_time(name, member.mtime)
@@ -282,13 +286,14 @@ def _member(
 
 
 def inside(name: str) -> str:
-    """Pure: a member's path below the root; "" for the root itself. Raises Bad for one with `..`.
+    """Pure: a member's path below the root; "" for the root itself.
 
+    Raises CopyInError for one with `..`.
     It could not leave the directory, but no honest archive has such names.
     """
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts:
-        raise Bad(f"the archive holds {printable(name)}, which leads out of it")
+        raise CopyInError(f"the archive holds {printable(name)}, which leads out of it")
     return "/".join(parts)
 
 

@@ -27,21 +27,21 @@ import msgspec
 from forestage import log
 from forestage.cache import image, part
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Leases, Use
+from forestage.cache.lease import EntryUse, LeaseDirectory
 from forestage.cache.node import Node
-from forestage.cache.said import Tree
+from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError, of_node
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.features.data import agreement, erofs, manifest, open_tree, retry, wanted
-from forestage.features.data.manifest import Manifest
-from forestage.features.data.wanted import ForStep, ViewCall
+from forestage.features.data.manifest import DirectoryManifest
+from forestage.features.data.wanted import ForStep, ViewContext
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources.source import OpenImage
 from forestage.stage import stager
-from forestage.stage.task import Task
-from forestage.stage.wait import Eta
+from forestage.stage.task import CopyTask
+from forestage.stage.wait import CopyEstimate
 from forestage.system import as_user, holder, lock, loop, mounts, run
 from forestage.system.as_user import User
 from forestage.system.holder import StartChannel, StartReport
@@ -59,11 +59,11 @@ GIVE_UP = 1.0  # seconds for the space lock, where a later step can do the same
 PROBE = 10.0  # seconds for the kernel to load a module
 
 
-def begin(call: ViewCall, request: Request) -> Handled:
+def begin(call: ViewContext, request: Request) -> RequestOutcome:
     """Starts the process that brings a directory, for the Prolog. Raises Failed, OSError."""
-    wanted.note_tree(call.node, call.job, request.path, Tree("looking"))
+    wanted.note_tree(call.node, call.job, request.path, DirectoryCopyState("looking"))
     _start(call.node, call.job, request.path)
-    return Handled("started", request=printable(request.path), via="hint")
+    return RequestOutcome("started", request=printable(request.path), via="hint")
 
 
 def _start(node: Node, job: Job, path: str) -> None:
@@ -75,11 +75,13 @@ def _start(node: Node, job: Job, path: str) -> None:
         message = channel.recv(holder.START)
         if message is not None and message.state == "died":
             why = "the process that looks at the directory died"
-            wanted.note_tree(node, job, path, Tree("declined", reason="helper", detail=why))
+            wanted.note_tree(
+                node, job, path, DirectoryCopyState("declined", reason="helper", detail=why)
+            )
             raise Failed("helper", why)
 
 
-def _look_again(call: ViewCall, restart: int, path: str) -> None:
+def _look_again(call: ViewContext, restart: int, path: str) -> None:
     """Has the process of a Prolog look once more, where the step has groups which that one had not.
 
     Once for all steps that have the same groups. Raises Failed, OSError.
@@ -90,17 +92,17 @@ def _look_again(call: ViewCall, restart: int, path: str) -> None:
     with lock.held(node.cache.space_lock, GIVE_UP):
         if not _may_see_more(_state(node, job, path), job.user):  # another step was faster
             return
-        wanted.note_trees(node, job, {path: Tree("looking")})
+        wanted.note_trees(node, job, {path: DirectoryCopyState("looking")})
     _start(node, job, path)
 
 
-def _may_see_more(tree: Tree, user: User) -> bool:
+def _may_see_more(tree: DirectoryCopyState, user: User) -> bool:
     """Pure: whether this user of a step may read what was not readable before."""
     refused = tree.state == "declined" and tree.reason == "no-permission"
     return refused and not set(user.groups or ()) <= set(tree.groups)
 
 
-def show(call: ViewCall, request: Request) -> ForStep:
+def show(call: ViewContext, request: Request) -> ForStep:
     """The line by which a step's tasks see the copy; none where it is not here, or is outdated.
 
     Raises Declined, Failed, OSError.
@@ -114,12 +116,14 @@ def show(call: ViewCall, request: Request) -> ForStep:
             tree = _state(node, job, path)
             if tree.state not in ("ready", "declined"):  # and so it stays
                 why = f"who brings {path} has been killed"
-                tree = Tree("declined", reason="helper", detail=why)
+                tree = DirectoryCopyState("declined", reason="helper", detail=why)
             break
         call.progress(partial(_progress, node, path, tree, until))
         node.clock.sleep(min(POLL, until.left()))
         tree = _state(node, job, path)
-    outcome = Handled("started", request=printable(request.path), via="hint", image=tree.path)
+    outcome = RequestOutcome(
+        "started", request=printable(request.path), via="hint", image=tree.path
+    )
     entry = node.cache.read(tree.key) if tree.state == "ready" else None
     if entry is None or not node.cache.is_proven(tree.key):
         agreement.decline(node, job, noted.restart, path)
@@ -176,19 +180,19 @@ def _life(node: Node, job: int, restart: int, path: str) -> Path:
     return node.cache.locks / f"tree-{hashlib.sha256(words).hexdigest()[:32]}.lock"
 
 
-def _progress(node: Node, path: str, tree: Tree, until: Deadline) -> str:
+def _progress(node: Node, path: str, tree: DirectoryCopyState, until: Deadline) -> str:
     """For a user who waits: how far the directory is."""
     if tree.state == "looking":
         return f"waiting for {printable(path)}, whose files are being looked at"
     owner = node.cache.stager(tree.key)
     if owner is None:
         return f"waiting for the copy of {printable(path)}, which is about to begin"
-    eta = Eta(node, owner.image, until)
+    eta = CopyEstimate(node, owner.image, until)
     eta.hopeless()  # measures it
     return eta.progress()
 
 
-def let_go(cache: Cache, leases: Leases, patience: float) -> None:
+def let_go(cache: Cache, leases: LeaseDirectory, patience: float) -> None:
     """Detaches the devices of entries that no lease names. Raises Failed.
 
     `patience` is in seconds, for the space lock. Where a task is left that has one mounted, the
@@ -229,7 +233,9 @@ def _live(node: Node, job: Job, path: str, hook: StartChannel) -> None:
 
 
 def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
-    ended = Tree("declined", reason="helper", detail="the process that brought it died")
+    ended = DirectoryCopyState(
+        "declined", reason="helper", detail="the process that brought it died"
+    )
     try:
         with contextlib.ExitStack() as place:
             _take_place(node, job, place)
@@ -237,7 +243,9 @@ def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
     except (ForestageError, OSError) as error:
         reason = error.reason if isinstance(error, Declined) else of_node(error).reason
         groups = tuple(job.user.groups or ()) if reason == "no-permission" else ()
-        ended = Tree("declined", reason=reason, detail=printable(str(error)), groups=groups)
+        ended = DirectoryCopyState(
+            "declined", reason=reason, detail=printable(str(error)), groups=groups
+        )
         line = f"reason={reason} detail={printable(str(error))!r}"
         log.say(f"stager job={job.id} result=declined {line}", by_slurm=True)
     finally:
@@ -269,7 +277,7 @@ def _may_look(node: Node, job: Job, held: contextlib.ExitStack, until: Deadline)
     return True
 
 
-def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
+def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> DirectoryCopyState:
     """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
     os.setgroups(as_user.groups(job.user))
     root, resolved = manifest.open_root(path, job.user)
@@ -282,10 +290,10 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
     _must_be_countable(node, found)
     key = found.digest[:32]
     _lease(node, job, key)
-    ready = Tree("ready", key, resolved, files=len(found.files), seconds=seen.seconds)
+    ready = DirectoryCopyState("ready", key, resolved, files=len(found.files), seconds=seen.seconds)
     if node.cache.read(key) is not None and node.cache.is_proven(key):
         return ready
-    wanted.note_tree(node, job, path, Tree("copying", key, resolved))
+    wanted.note_tree(node, job, path, DirectoryCopyState("copying", key, resolved))
     _must_be_mountable()
     with contextlib.ExitStack() as held:
         _take_turn(node, job, key, held)
@@ -297,13 +305,13 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> Tree:
         made = erofs.layout(found, acls)
         # Of what an earlier copy has read nobody here knows which files those were.
         lent = seen.lent and not node.cache.part_dir(key).exists()
-        opened = open_tree.OpenTree(
+        opened = open_tree.DirectorySource(
             root, found, made, job.user, max_files, node.clock, looked, lent
         )
         held.callback(opened.close)
         # Of files there is no second descriptor past the page cache, and rsync knows no images.
         here = node.configured(engine="chunks", cold="shared")
-        task = Task(here, job, OpenImage(opened.image, job.user, root, other=opened))
+        task = CopyTask(here, job, OpenImage(opened.image, job.user, root, other=opened))
         ended = stager.copy(task, stop)
     if ended.state == "failed":
         if ended.reason == "written":
@@ -344,7 +352,7 @@ def _must_be_a_source(node: Node, root: int, resolved: str) -> None:
         )
 
 
-def _must_have_bytes(found: Manifest) -> None:
+def _must_have_bytes(found: DirectoryManifest) -> None:
     """Raises Declined for a directory that is nothing but links: the bytes lie elsewhere."""
     if not found.bytes:
         links = sum(bool(file.link) for file in found.files)
@@ -352,7 +360,7 @@ def _must_have_bytes(found: Manifest) -> None:
         raise Declined("empty", what, "name the directory to which the links lead, too")
 
 
-def _must_be_countable(node: Node, found: Manifest) -> None:
+def _must_be_countable(node: Node, found: DirectoryManifest) -> None:
     """Raises Declined for what is too large, before anything takes memory by its size."""
     # Each file begins at a block; names and inodes take the rest.
     size = found.bytes + erofs.BLOCK * len(found.files)
@@ -373,14 +381,14 @@ def _must_be_mountable() -> None:
 
 
 def _lease(node: Node, job: Job, key: str) -> None:
-    """Holds the entry for the job. Raises Stopped where that is over."""
+    """Holds the entry for the job. Raises CopyStopped where that is over."""
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
         lease = node.leases.read_own(job.id, job.user.uid)
         if lease is None or not wanted.is_here(node, job):
             raise Declined("stopped", "the job is over")
-        node.leases.write(lease.with_use(Use(key)))
+        node.leases.write(lease.with_use(EntryUse(key)))
 
 
-def _state(node: Node, job: Job, path: str) -> Tree:
-    nobody = Tree("declined", reason="helper", detail=f"nobody looks at {path}")
+def _state(node: Node, job: Job, path: str) -> DirectoryCopyState:
+    nobody = DirectoryCopyState("declined", reason="helper", detail=f"nobody looks at {path}")
     return wanted.read(node.leases, job.id, job.user.uid).trees.get(path, nobody)

@@ -17,7 +17,7 @@ and a hook leaves a record of another format as it is. `src/spank/shown.c` reads
 import os
 from collections.abc import Iterable
 
-from forestage.cache.lease import Leases
+from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import boot_id
 from forestage.errors import Failed
 from forestage.slurm.lines import DIRECTORY_FORMAT, Fields, has_control
@@ -37,7 +37,7 @@ def text_of(uid: int, lines: Iterable[Fields]) -> str:
     return "".join(f"{line}\n" for line in (f"{HEAD} {DIRECTORY_FORMAT}", *map("\t".join, fields)))
 
 
-def is_needed(leases: Leases, job: int, text: str) -> bool:
+def is_needed(leases: LeaseDirectory, job: int, text: str) -> bool:
     """Whether the job has another record of this format, or none. Raises OSError."""
     try:
         found = os.fsdecode(records.read(leases.directory_record(job)))
@@ -46,7 +46,7 @@ def is_needed(leases: Leases, job: int, text: str) -> bool:
     return found != text and found.partition("\n")[0] == text.partition("\n")[0]
 
 
-def write(leases: Leases, job: int, text: str) -> None:
+def write(leases: LeaseDirectory, job: int, text: str) -> None:
     """Write the job's record, if it has a lease. Under the space lock. Raises Failed, OSError."""
     if leases.read(job) is not None:
         records.write(leases.directory_record(job), os.fsencode(text))

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from forestage.errors import Declined
-from forestage.features.data.manifest import File, Manifest
+from forestage.features.data.manifest import DirectoryManifest, ManifestEntry
 
 BLOCK = 4096
 MAGIC = 0xE0F5E1E2
@@ -36,7 +36,7 @@ _ACL_INDEX = 2  # the name of an access ACL
 _KINDS = {stat.S_IFREG: 1, stat.S_IFDIR: 2, stat.S_IFLNK: 7}
 
 
-class Layout(msgspec.Struct, frozen=True):
+class ErofsLayout(msgspec.Struct, frozen=True):
     """`head` is all before the files' bytes; file number `numbers[i]` begins at `starts[i]`."""
 
     head: bytes
@@ -49,10 +49,10 @@ class Layout(msgspec.Struct, frozen=True):
         return bisect_right(self.starts, at) - 1
 
 
-class _Node:
+class _InodeDraft:
     """An inode while it gets its place."""
 
-    def __init__(self, file: File, acl: bytes) -> None:
+    def __init__(self, file: ManifestEntry, acl: bytes) -> None:
         self.file = file
         self.children: list[tuple[bytes, int]] = []
         self.acl = _acl(acl)
@@ -72,12 +72,12 @@ class _Node:
         return self.at // SLOT
 
 
-def layout(manifest: Manifest, acls: Mapping[bytes, bytes]) -> Layout:
+def layout(manifest: DirectoryManifest, acls: Mapping[bytes, bytes]) -> ErofsLayout:
     """Where everything goes; `acls` by path. The same for the same manifest, on every node.
 
     Raises Declined for what is too large. What this takes of memory, names decide, not sizes.
     """
-    nodes = [_Node(file, acls.get(file.path, b"")) for file in manifest.files]
+    nodes = [_InodeDraft(file, acls.get(file.path, b"")) for file in manifest.files]
     for number, first in manifest.links:
         nodes[number] = nodes[first]
         nodes[first].names += 1
@@ -109,10 +109,10 @@ def layout(manifest: Manifest, acls: Mapping[bytes, bytes]) -> Layout:
         raise Declined("too-large", f"{manifest.path} has more than EROFS can hold, 16 TiB")
     digest = bytes.fromhex(manifest.digest)
     made = _head(inodes.values(), head, block, digest)
-    return Layout(made, block * BLOCK, tuple(starts), tuple(numbers))
+    return ErofsLayout(made, block * BLOCK, tuple(starts), tuple(numbers))
 
 
-def _place_inodes(nodes: Collection[_Node]) -> int:
+def _place_inodes(nodes: Collection[_InodeDraft]) -> int:
     """Gives each inode its place; returns where the last one ends."""
     end = ROOT * SLOT
     for node in nodes:
@@ -125,11 +125,11 @@ def _place_inodes(nodes: Collection[_Node]) -> int:
     return end
 
 
-def _directory(node: _Node, above: _Node, nodes: Sequence[_Node]) -> list[bytes]:
+def _directory(node: _InodeDraft, above: _InodeDraft, nodes: Sequence[_InodeDraft]) -> list[bytes]:
     """The blocks of a directory: entries, sorted by name, then their names."""
     named = [(name, nodes[number]) for name, number in node.children]
     blocks: list[bytes] = []
-    batch: list[tuple[bytes, _Node]] = []
+    batch: list[tuple[bytes, _InodeDraft]] = []
     room = BLOCK
     for name, child in sorted([*named, (b".", node), (b"..", above)], key=lambda one: one[0]):
         if len(name) + _DIRENT.size > room:
@@ -140,7 +140,7 @@ def _directory(node: _Node, above: _Node, nodes: Sequence[_Node]) -> list[bytes]
     return [*blocks, _dirents(batch)]
 
 
-def _dirents(batch: Sequence[tuple[bytes, _Node]]) -> bytes:
+def _dirents(batch: Sequence[tuple[bytes, _InodeDraft]]) -> bytes:
     at = _DIRENT.size * len(batch)
     entries = b""
     for name, child in batch:
@@ -150,7 +150,7 @@ def _dirents(batch: Sequence[tuple[bytes, _Node]]) -> bytes:
     return entries + b"".join(name for name, _ in batch)
 
 
-def _head(nodes: Collection[_Node], size: int, blocks: int, digest: bytes) -> bytes:
+def _head(nodes: Collection[_InodeDraft], size: int, blocks: int, digest: bytes) -> bytes:
     head = bytearray(size)
     _SUPER.pack_into(
         *(head, 1024),
@@ -170,7 +170,7 @@ def _head(nodes: Collection[_Node], size: int, blocks: int, digest: bytes) -> by
     return bytes(head)
 
 
-def _inode(node: _Node) -> bytes:
+def _inode(node: _InodeDraft) -> bytes:
     file = node.file
     seconds, ns = divmod(file.mtime_ns, 1_000_000_000)
     inline = bool(node.inline)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.features.contexts import ExplainPart
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def explain_outcome(facts: "ExplainFacts") -> ExplainPart:
     """Return how it is shown, and what a job does that could not be given it. Pure."""
     outcome = facts.outcome
-    if not (isinstance(outcome, Handled) and outcome.data):
+    if not (isinstance(outcome, RequestOutcome) and outcome.data):
         return ExplainPart()
     shown = "" if outcome.redirect else "each step is shown it, once all of it is here"
     who = "step" if facts.hook == "step" else "job"

@@ -21,10 +21,10 @@ from typing import Literal
 import msgspec
 
 from forestage.errors import Declined, Failed
-from forestage.features.data.manifest import File
-from forestage.features.data.user_threads import Team, act_as
+from forestage.features.data.manifest import ManifestEntry
+from forestage.features.data.user_threads import UserThreadPool, act_as
 from forestage.sources import source
-from forestage.sources.source import Truncated, Unreadable
+from forestage.sources.source import SourceTruncated, SourceUnreadable
 from forestage.system import child
 from forestage.system.as_user import User
 from forestage.units import printable
@@ -38,7 +38,7 @@ ENDS = 1.0  # seconds for the end of a killed process; one that the kernel holds
 Problem = Literal["", "changed", "written", "truncated", "unreadable"]
 
 
-class Tree(msgspec.Struct, frozen=True):
+class OpenDirectory(msgspec.Struct, frozen=True):
     """An open directory: its descriptor, the resolved path, the device it must lie on, its user."""
 
     root: int
@@ -46,7 +46,7 @@ class Tree(msgspec.Struct, frozen=True):
     disk: int
     user: User
 
-    def name(self, file: File) -> str:
+    def name(self, file: ManifestEntry) -> str:
         """Return a file's path, for messages. Pure."""
         return printable(os.path.join(self.path, os.fsdecode(file.path)))
 
@@ -54,12 +54,12 @@ class Tree(msgspec.Struct, frozen=True):
 class FilePiece(msgspec.Struct, frozen=True, array_like=True):
     """So many bytes of a file, from `offset` on."""
 
-    file: File
+    file: ManifestEntry
     offset: int
     length: int
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class ReadResult(msgspec.Struct, frozen=True, array_like=True):
     """What came of a request: all of it, or what was wrong with which of its pieces."""
 
     problem: Problem = ""
@@ -67,7 +67,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     error: int = 0  # errno, of what is unreadable
 
 
-def open_unchanged(tree: Tree, file: File) -> int:
+def open_unchanged(tree: OpenDirectory, file: ManifestEntry) -> int:
     """Opens a file for this thread's ids. Raises OSError, Declined.
 
     Declined is for one that is not what it was, or that somebody writes to.
@@ -86,33 +86,35 @@ def open_unchanged(tree: Tree, file: File) -> int:
     return fd
 
 
-def read_into(tree: Tree, file: File, fd: int, offset: int, want: memoryview) -> None:
-    """Fills `want` from an open file of the tree. Raises OSError, Declined, Truncated."""
+def read_into(
+    tree: OpenDirectory, file: ManifestEntry, fd: int, offset: int, want: memoryview
+) -> None:
+    """Fills `want` from an open file of the tree. Raises OSError, Declined, SourceTruncated."""
     done = 0
     while done < len(want):
         count = os.preadv(fd, [want[done:]], offset + done)
         if count == 0:
-            raise Truncated(tree.name(file))
+            raise SourceTruncated(tree.name(file))
         done += count
     # A write that has begun before the bytes were read, and has not ended, has the file open.
     source.must_have_no_writer(fd, tree.name(file))
     os.posix_fadvise(fd, offset, len(want), os.POSIX_FADV_DONTNEED)
 
 
-class FileReaders:
+class FileReaderPool:
     """The processes, for as many threads of this one. To be made while it has one thread."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: OpenDirectory) -> None:
         self.tree = tree
-        self.all = [_Reader(tree) for _ in range(min(MOST, len(os.sched_getaffinity(0))))]
-        self._free: queue.SimpleQueue[_Reader] = queue.SimpleQueue()
+        self.all = [_ReaderProcess(tree) for _ in range(min(MOST, len(os.sched_getaffinity(0))))]
+        self._free: queue.SimpleQueue[_ReaderProcess] = queue.SimpleQueue()
         for one in self.all:
             self._free.put(one)
 
     def read(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> None:
         """Fills the memory of each of the pieces; together they are a ROOM at most, and not MANY.
 
-        Raises Declined, Truncated, Unreadable, Failed.
+        Raises Declined, SourceTruncated, SourceUnreadable, Failed.
         """
         reader = self._free.get()
         try:
@@ -128,16 +130,16 @@ class FileReaders:
             one.close()
 
 
-class _Reader:
+class _ReaderProcess:
     """One of the processes, as its parent has it."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: OpenDirectory) -> None:
         self.memory = os.memfd_create("files")
         os.truncate(self.memory, ROOM)
         life = partial(_serve, tree=tree, memory=self.memory)
         self.pid, self.line = child.begin(life, lambda *_: None)
 
-    def ask(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> Answer:
+    def ask(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> ReadResult:
         """Has the process read, and takes what it has read. Raises Failed where it has died."""
         request = msgspec.msgpack.encode(pieces)
         os.pwrite(self.memory, request, ROOM)
@@ -149,7 +151,7 @@ class _Reader:
         if not said:
             self.line.close()  # what it may still say is no answer to a later request
             raise Failed("helper", "a process that reads the files of a directory died")
-        answer = msgspec.msgpack.decode(said, type=Answer)
+        answer = msgspec.msgpack.decode(said, type=ReadResult)
         # What is not filled holds whatever was in that memory before.
         if not answer.problem and os.preadv(self.memory, want, 0) != sum(map(len, want)):
             raise Failed(
@@ -168,11 +170,11 @@ class _Reader:
             os.waitpid(self.pid, os.WNOHANG)
 
 
-def _serve(line: socket.socket, tree: Tree, memory: int) -> None:
+def _serve(line: socket.socket, tree: OpenDirectory, memory: int) -> None:
     """All that such a process does, until its parent closes the line, or has ended."""
     child.let_go({line.fileno(), tree.root, memory})
     act_as(tree.user)
-    team = Team(tree.user)
+    team = UserThreadPool(tree.user)
     with mmap.mmap(memory, ROOM) as mapped, memoryview(mapped) as room:
         while said := line.recv(32):
             request = os.pread(memory, int(said), ROOM)
@@ -180,13 +182,15 @@ def _serve(line: socket.socket, tree: Tree, memory: int) -> None:
             line.send(msgspec.msgpack.encode(_fill(tree, team, pieces, room)))
 
 
-def _fill(tree: Tree, team: Team, pieces: Sequence[FilePiece], room: memoryview) -> Answer:
+def _fill(
+    tree: OpenDirectory, team: UserThreadPool, pieces: Sequence[FilePiece], room: memoryview
+) -> ReadResult:
     ends, end = [], 0
     for piece in pieces:
         end += piece.length
         ends.append(end)
 
-    def read(number: int) -> Answer:
+    def read(number: int) -> ReadResult:
         piece = pieces[number]
         want = room[ends[number] - piece.length : ends[number]]
         try:
@@ -196,25 +200,25 @@ def _fill(tree: Tree, team: Team, pieces: Sequence[FilePiece], room: memoryview)
             finally:
                 os.close(fd)
         except OSError as error:
-            return Answer("unreadable", number, error.errno or errno.EIO)
-        except Truncated:
-            return Answer("truncated", number)
+            return ReadResult("unreadable", number, error.errno or errno.EIO)
+        except SourceTruncated:
+            return ReadResult("truncated", number)
         except Declined as error:
-            return Answer("written" if error.reason == "written" else "changed", number)
+            return ReadResult("written" if error.reason == "written" else "changed", number)
         return _READ
 
     answers = team.each(range(len(pieces)), read)
     return next((answer for answer in answers if answer.problem), _READ)
 
 
-_READ = Answer()
+_READ = ReadResult()
 
 
-def _error(name: str, answer: Answer) -> Declined:
+def _error(name: str, answer: ReadResult) -> Declined:
     if answer.problem == "truncated":
-        return Truncated(name)
+        return SourceTruncated(name)
     if answer.problem == "written":
         return source.written(name)
     if answer.problem == "changed":
         return source.changed(name)
-    return Unreadable(name, OSError(answer.error, os.strerror(answer.error)))
+    return SourceUnreadable(name, OSError(answer.error, os.strerror(answer.error)))

@@ -21,13 +21,13 @@ from functools import partial
 import msgspec
 
 from forestage.cache.image import declined_by
-from forestage.cache.said import Wanted
+from forestage.cache.said import JobData
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.features.data import copy_in, job_dir
-from forestage.features.data.job_dir import Own, Place
-from forestage.features.data.wanted import ForStep, ViewCall
+from forestage.features.data.job_dir import JobDirectory, JobDirMount
+from forestage.features.data.wanted import ForStep, ViewContext
 from forestage.slurm.hints import Request
 from forestage.slurm.lines import Fields
 from forestage.system import as_user, child, files, lock, records, run
@@ -44,7 +44,7 @@ _OTHERS = {"PATH", "HOME", "SHELL", "USER", "LOGNAME", "IFS", "ENV", "TMPDIR"}
 _OTHERS_BEGIN = ("LD_", "SLURM", "SPANK_", "ENROOT_", "PYXIS_", "PYTHON", "BASH_", "FORESTAGE_")
 
 
-class Put(msgspec.Struct, frozen=True, omit_defaults=True):
+class FillResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """How it ended: with `bytes` in the directory, or for a `reason` without.
 
     `again`: another step may try it again.
@@ -56,13 +56,13 @@ class Put(msgspec.Struct, frozen=True, omit_defaults=True):
     again: bool = False
 
 
-class _Order(msgspec.Struct, frozen=True):
+class _FillTask(msgspec.Struct, frozen=True):
     """What the process that does the work is to do; `name` is where, below the directory.
 
     `step` is the step's manager, in whose cgroups it works.
     """
 
-    own: Own
+    own: JobDirMount
     number: int
     user: User
     path: str
@@ -71,7 +71,7 @@ class _Order(msgspec.Struct, frozen=True):
     step: int
 
     @property
-    def place(self) -> Place:
+    def place(self) -> JobDirectory:
         return self.own.place
 
     @property
@@ -85,7 +85,7 @@ class _Order(msgspec.Struct, frozen=True):
         return f"{self.draft}."
 
 
-class _Way(msgspec.Struct, frozen=True):
+class _CopyMethod(msgspec.Struct, frozen=True):
     """What puts something into the draft, and where in it that is then; "" for all of it."""
 
     work: Callable[[], int]
@@ -113,7 +113,7 @@ def name_of(request: Request) -> str:
     return name
 
 
-def must_be_possible(noted: Wanted, request: Request) -> str:
+def must_be_possible(noted: JobData, request: Request) -> str:
     """Pure: `name_of` a request, if the job has a directory and nothing else has that name in it.
 
     Raises Declined.
@@ -140,13 +140,13 @@ def _names(requests: Sequence[Request]) -> set[str]:
     return names
 
 
-def begin(call: ViewCall, request: Request) -> Handled:
+def begin(call: ViewContext, request: Request) -> RequestOutcome:
     """What a Prolog does: the job's first step does the rest. Raises Declined."""
     must_be_possible(call.noted, request)
-    return Handled("started", request=printable(request.path), via="hint")
+    return RequestOutcome("started", request=printable(request.path), via="hint")
 
 
-def show(call: ViewCall, request: Request) -> ForStep:
+def show(call: ViewContext, request: Request) -> ForStep:
     """Puts what a step's job asked for into its own directory, if no step before has done so.
 
     Raises Declined, Failed, OSError.
@@ -160,12 +160,12 @@ def show(call: ViewCall, request: Request) -> ForStep:
     known = _read_put(own.place, number)
     found = known
     if found is None:
-        order = _Order(own, number, job.user, request.path, name, call.fill, job.manager)
+        order = _FillTask(own, number, job.user, request.path, name, call.fill, job.manager)
         found = _have_it_put(order, lambda: call.progress(partial(_progress, order, start)))
     if found.reason:
         raise Declined(found.reason, found.detail)
     target = f"{node.places.job_dir}/{name}"
-    handled = Handled(
+    handled = RequestOutcome(
         "hit" if known else "copied",
         request=printable(f"{request.path}@{request.at}"),
         via="hint",
@@ -176,7 +176,7 @@ def show(call: ViewCall, request: Request) -> ForStep:
     return [("env", name.removeprefix("seed/"), target)] if "/" in name else [], handled
 
 
-def unset(own: Own | None, noted: Wanted) -> list[Fields]:
+def unset(own: JobDirMount | None, noted: JobData) -> list[Fields]:
     """The variables of seeds that are not in this directory: those of another node are no use."""
     names: dict[str, bool] = {}
     for number, request in enumerate(noted.requests):
@@ -187,36 +187,38 @@ def unset(own: Own | None, noted: Wanted) -> list[Fields]:
     return [("env", name) for name, is_there in names.items() if not is_there]
 
 
-def is_put(own: Own, noted: Wanted, request: Request) -> bool:
+def is_put(own: JobDirMount, noted: JobData, request: Request) -> bool:
     """Whether the directory holds what this request asks for, from an earlier step."""
     return request.kind == "fill" and _is_whole(own, noted.requests.index(request))
 
 
-def _is_whole(own: Own, number: int) -> bool:
+def _is_whole(own: JobDirMount, number: int) -> bool:
     known = _read_put(own.place, number)
     return known is not None and not known.reason
 
 
-def _read_put(place: Place, number: int) -> Put | None:
+def _read_put(place: JobDirectory, number: int) -> FillResult | None:
     with contextlib.suppress(OSError, records.DamagedRecord):
-        return records.load(place.put(number), Put)
+        return records.load(place.put(number), FillResult)
     return None
 
 
-def _progress(order: _Order, start: float) -> str:
+def _progress(order: _FillTask, start: float) -> str:
     """For a user who waits: what for, and for how long already."""
     took = format_duration(order.until.clock.monotonic() - start)
     return f"waiting for {printable(order.path)}, which is put into the job's directory ({took})"
 
 
-def _have_it_put(order: _Order, idle: Callable[[], None]) -> Put:
+def _have_it_put(order: _FillTask, idle: Callable[[], None]) -> FillResult:
     """Has it done by a process of the user's; notes what came of it. Raises Declined, OSError."""
     work = partial(_work, order)
     try:
         # Once: memory that did not suffice in the job's cgroup would not suffice again.
-        found, line = as_user.ask(work, Put, order.until.left() + 2 * LAST, idle=idle, tries=1)
+        found, line = as_user.ask(
+            work, FillResult, order.until.left() + 2 * LAST, idle=idle, tries=1
+        )
     except as_user.ChildTimeout as slow:
-        found = _read_put(order.place, order.number) or Put(0, slow.reason, str(slow))
+        found = _read_put(order.place, order.number) or FillResult(0, slow.reason, str(slow))
         records.write(order.place.put(order.number), msgspec.json.encode(found))
         raise
     except (
@@ -232,7 +234,7 @@ def _have_it_put(order: _Order, idle: Callable[[], None]) -> Put:
     return found
 
 
-def _work(order: _Order) -> Found[Put]:
+def _work(order: _FillTask) -> Found[FillResult]:
     """All that this process is for."""
     with contextlib.suppress(OSError):  # it has ended
         child.join(os.getpid(), order.step)
@@ -242,10 +244,10 @@ def _work(order: _Order) -> Found[Put]:
             return _read_put(order.place, order.number) or _put(order), []
     except lock.LockTimeout:
         what = "another step copies it, and takes longer than this one may wait"
-        return Put(0, "deadline", f"{printable(order.path)}: {what}", again=True), []
+        return FillResult(0, "deadline", f"{printable(order.path)}: {what}", again=True), []
 
 
-def _clear(order: _Order) -> Found[None]:
+def _clear(order: _FillTask) -> Found[None]:
     """Removes what a killed process left, if no other step has begun anew."""
     with lock.held(order.place.lock(order.number), 0):
         root = job_dir.root_of(order.own)
@@ -255,13 +257,13 @@ def _clear(order: _Order) -> Found[None]:
     return None, []
 
 
-def _put(order: _Order) -> Put:
+def _put(order: _FillTask) -> FillResult:
     copy_in.load()
     try:
         root = job_dir.root_of(order.own)
         with as_user.acting(order.user):
             if _is_there(order.name, root):  # the hook that waited for it was killed then
-                return Put()
+                return FillResult()
             try:
                 source = os.open(order.path, os.O_RDONLY | os.O_NONBLOCK)
             except OSError as error:
@@ -274,12 +276,12 @@ def _put(order: _Order) -> Put:
         copy_in.confine(draft, order.user)
         return _copy(order, way, root)
     except Declined as declined:
-        return Put(0, declined.reason, str(declined))
+        return FillResult(0, declined.reason, str(declined))
     except OSError as error:
         return _why_not(order, error)
 
 
-def _make_draft(order: _Order, root: int) -> None:
+def _make_draft(order: _FillTask, root: int) -> None:
     """An empty directory, in place of what a killed process left."""
     for name in os.listdir(root):
         if name.startswith(order.draft):
@@ -290,33 +292,33 @@ def _make_draft(order: _Order, root: int) -> None:
             os.mkdir("seed", 0o700, dir_fd=root)
 
 
-def _way(order: _Order, source: int) -> _Way:
+def _way(order: _FillTask, source: int) -> _CopyMethod:
     """How to put the open source there. Raises Declined, OSError."""
     still = partial(_still, order.until)
     kind = os.fstat(source).st_mode
     if stat.S_ISDIR(kind):
-        return _Way(partial(copy_in.tree, source, still))
+        return _CopyMethod(partial(copy_in.tree, source, still))
     if order.name.startswith("seed/") or not stat.S_ISREG(kind):
-        raise copy_in.Bad(
+        raise copy_in.CopyInError(
             f"{printable(order.path)} is no directory, and no file that can be put there"
         )
     if not _ARCHIVE.search(order.path):
-        return _Way(partial(copy_in.file, source, FILE, still), f"/{FILE}")
+        return _CopyMethod(partial(copy_in.file, source, FILE, still), f"/{FILE}")
     packed = copy_in.packing(source)
     if packed != "zstd":
-        return _Way(partial(copy_in.archive, source, packed, still))
+        return _CopyMethod(partial(copy_in.archive, source, packed, still))
     filtering = run.start_filter(order.user, ["zstd", "-dcq"], source)
-    return _Way(partial(_unzipped, filtering, still))
+    return _CopyMethod(partial(_unzipped, filtering, still))
 
 
 def _unzipped(filtering: run.FilterProcess, still: copy_in.Still) -> int:
     size = copy_in.archive(filtering.out, "", still)
     if filtering.wait() != 0:
-        raise copy_in.Bad("the archive is damaged: zstd cannot read all of it")
+        raise copy_in.CopyInError("the archive is damaged: zstd cannot read all of it")
     return size
 
 
-def _copy(order: _Order, way: _Way, root: int) -> Put:
+def _copy(order: _FillTask, way: _CopyMethod, root: int) -> FillResult:
     """Does the work as the user, below the draft; gives it its name once it is whole."""
     try:
         size = way.work()
@@ -324,9 +326,9 @@ def _copy(order: _Order, way: _Way, root: int) -> Put:
         os.rename(ready, order.name, src_dir_fd=root, dst_dir_fd=root)
         if way.made:
             os.rmdir(order.draft, dir_fd=root)
-        return Put(size)
+        return FillResult(size)
     except Declined as declined:
-        found = Put(0, declined.reason, f"{printable(order.path)}: {declined}")
+        found = FillResult(0, declined.reason, f"{printable(order.path)}: {declined}")
     except OSError as error:
         found = _why_not(order, error)
     # Where even that takes too long, the rest goes with the job.
@@ -342,14 +344,16 @@ def _still(until: Deadline) -> None:
         raise Declined("deadline", "it takes longer than the step may wait", "copy it in the job")
 
 
-def _why_not(order: _Order, error: OSError) -> Put:
+def _why_not(order: _FillTask, error: OSError) -> FillResult:
     """Pure: what an error of reading or writing means."""
     path = printable(order.path)
     if error.errno == errno.ENOSPC:
-        return Put(reason="job-dir-full", detail=f"{path} does not fit into what is left of it")
+        return FillResult(
+            reason="job-dir-full", detail=f"{path} does not fit into what is left of it"
+        )
     name = error.filename if isinstance(error.filename, str) else ""
     at = f" ({printable(name)})" if name else ""
-    return Put(0, "not-put", f"{path}{at}: {error.strerror or error}")
+    return FillResult(0, "not-put", f"{path}{at}: {error.strerror or error}")
 
 
 def _is_there(name: str, root: int) -> bool:

@@ -33,7 +33,7 @@ import msgspec
 from forestage import trace
 from forestage.cache import disk_errors, evict, unpacked
 from forestage.cache.layout import Cache, DiskUsage
-from forestage.cache.lease import Leases
+from forestage.cache.lease import LeaseDirectory
 from forestage.cache.node import Node
 from forestage.cache.part import boot_id
 from forestage.clock import Deadline
@@ -47,7 +47,7 @@ from forestage.units import format_size, is_number
 PATIENCE = 30.0  # seconds for another job's Prolog, which takes its room
 
 
-class Made(msgspec.Struct, frozen=True):
+class JobDirRecord(msgspec.Struct, frozen=True):
     """made.json: whose directory it is, of how many bytes, made in which boot of the node.
 
     `ram`: it is in memory, and takes no room on the disk. `start` as in slurm/job.Job.
@@ -60,7 +60,7 @@ class Made(msgspec.Struct, frozen=True):
     ram: bool = False
     start: int = 0
 
-    def is_as(self, wanted: "Made") -> bool:
+    def is_as(self, wanted: "JobDirRecord") -> bool:
         """Return whether it is what this run of the job wants. Pure. A start of 0 is any."""
         starts = {self.start, wanted.start}
         return msgspec.structs.replace(self, start=wanted.start) == wanted and (
@@ -68,7 +68,7 @@ class Made(msgspec.Struct, frozen=True):
         )
 
 
-class Place(msgspec.Struct, frozen=True):
+class JobDirectory(msgspec.Struct, frozen=True):
     """The directory of one run of a job."""
 
     directory: Path
@@ -94,17 +94,17 @@ class Place(msgspec.Struct, frozen=True):
         """What came of that, once it is over."""
         return self.directory / f"put.{number}"
 
-    def made(self) -> Made | None:
+    def made(self) -> JobDirRecord | None:
         """What it is; None where it is not whole."""
         with contextlib.suppress(OSError, records.DamagedRecord):
-            return records.load(self.record, Made)
+            return records.load(self.record, JobDirRecord)
         return None
 
 
-class Own(msgspec.Struct, frozen=True):
+class JobDirMount(msgspec.Struct, frozen=True):
     """The directory that a step finds, and the line by which the companion mounts it."""
 
-    place: Place
+    place: JobDirectory
     line: Fields
 
 
@@ -124,8 +124,8 @@ def make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
 
 
 def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
-    place = Place(node.cache.jobs / f"{job.id}.{job.restart}")
-    wanted = Made(job.user.uid, job.user.gid, size, boot_id(), ram, job.start)
+    place = JobDirectory(node.cache.jobs / f"{job.id}.{job.restart}")
+    wanted = JobDirRecord(job.user.uid, job.user.gid, size, boot_id(), ram, job.start)
     for earlier in _of(node.cache, job.id):
         made = earlier.made()
         if earlier != place or made is None or not made.is_as(wanted):
@@ -216,7 +216,7 @@ def _make_room(node: Node, job: Job, size: int, end: Deadline) -> None:
         )
 
 
-def find(node: Node, job: Job) -> Place | None:
+def find(node: Node, job: Job) -> JobDirectory | None:
     """The directory that a running job has here, whole; None if it has none.
 
     In the cache that its lease names: `cache:` may be another by now. Raises Failed.
@@ -233,7 +233,7 @@ def find(node: Node, job: Job) -> Place | None:
     return None
 
 
-def shown(node: Node, job: Job) -> Own:
+def shown(node: Node, job: Job) -> JobDirMount:
     """The directory of a step's job. Raises Declined where it has none, Failed, OSError.
 
     `job_ram` makes one in memory for the first step.
@@ -247,13 +247,13 @@ def shown(node: Node, job: Job) -> Own:
         patience = Deadline.after(holder.START, node.clock)
         over = node.leases.over(job.id)
         name = job_ram.mounted(place.directory, over, job.user, made.size, job.manager, patience)
-        return Own(place, ("served", os.fspath(name), target, "root"))
+        return JobDirMount(place, ("served", os.fspath(name), target, "root"))
     device = loop.attach(place.disk, read_only=False)
     file = loop.file_of(place.disk.stat())
-    return Own(place, ("device", device, file, job_disk.KIND, "rw", target, "root"))
+    return JobDirMount(place, ("device", device, file, job_disk.KIND, "rw", target, "root"))
 
 
-def root_of(own: Own) -> int:
+def root_of(own: JobDirMount) -> int:
     """A descriptor of its root directory, for root, in a process of one thread.
 
     Raises Declined, OSError.
@@ -272,12 +272,12 @@ def end(cache: Cache, job: int) -> None:
         _remove(cache, place)
 
 
-def leftover(cache: Cache, jobs: Container[int]) -> list[Place]:
+def leftover(cache: Cache, jobs: Container[int]) -> list[JobDirectory]:
     """The directories of other jobs than these, of which leases are known. Raises OSError."""
     return [place for place in _all(cache) if place.job not in jobs]
 
 
-def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
+def sweep(cache: Cache, leases: LeaseDirectory) -> tuple[str, ...]:
     """Removes what Epilogs left that were killed, or never ran; returns its names.
 
     Raises Failed, OSError.
@@ -287,7 +287,7 @@ def sweep(cache: Cache, leases: Leases) -> tuple[str, ...]:
     # Also of Prologs, which only rename, and of Epilogs that were killed. <job>.<restart>.<n>: a
     # look into the directory of an entry may hang with who deletes that (Cache.delete_evicted).
     for directory in cache.evicted.glob("*.*.*"):
-        _let_go(_Gone(directory.name, directory, files.facts(directory / "disk")))
+        _let_go(_RemovedJobDir(directory.name, directory, files.facts(directory / "disk")))
     cache.delete_evicted()
     # Also of an Epilog that was killed before it did so: a device keeps its file's room.
     facts = os.stat(cache.root)  # noqa: PTH116
@@ -312,17 +312,17 @@ def _of_users(cache: Cache) -> Counter[int]:
     return found
 
 
-def _all(cache: Cache) -> list[Place]:
+def _all(cache: Cache) -> list[JobDirectory]:
     with contextlib.suppress(FileNotFoundError):
-        return [Place(directory) for directory in sorted(cache.jobs.iterdir())]
+        return [JobDirectory(directory) for directory in sorted(cache.jobs.iterdir())]
     return []
 
 
-def _of(cache: Cache, job: int) -> list[Place]:
+def _of(cache: Cache, job: int) -> list[JobDirectory]:
     return [place for place in _all(cache) if place.job == job]
 
 
-class _Gone(msgspec.Struct, frozen=True):
+class _RemovedJobDir(msgspec.Struct, frozen=True):
     """A directory that no step finds any more: where it is now, what stat(2) says of its disk."""
 
     name: str
@@ -330,7 +330,7 @@ class _Gone(msgspec.Struct, frozen=True):
     disk: os.stat_result | None
 
 
-def _remove(cache: Cache, place: Place, patience: float = job_disk.END) -> None:
+def _remove(cache: Cache, place: JobDirectory, patience: float = job_disk.END) -> None:
     gone = _aside(cache, place)
     trace.point("job aside")
     _let_go(gone, patience)
@@ -338,12 +338,12 @@ def _remove(cache: Cache, place: Place, patience: float = job_disk.END) -> None:
     cache.delete_evicted()
 
 
-def _aside(cache: Cache, place: Place) -> _Gone:
+def _aside(cache: Cache, place: JobDirectory) -> _RemovedJobDir:
     facts = files.facts(place.disk)
-    return _Gone(place.directory.name, cache.move_aside(place.directory), facts)
+    return _RemovedJobDir(place.directory.name, cache.move_aside(place.directory), facts)
 
 
-def _free(cache: Cache, earlier: Place, end: Deadline) -> None:
+def _free(cache: Cache, earlier: JobDirectory, end: Deadline) -> None:
     """Removes what an earlier run of the job left: this one has to have its room.
 
     What cannot be, the sweep removes.
@@ -360,7 +360,7 @@ def _free(cache: Cache, earlier: Place, end: Deadline) -> None:
             end.clock.sleep(min(lock.POLL, until.left()))
 
 
-def _let_go(gone: _Gone, patience: float = job_disk.END) -> None:
+def _let_go(gone: _RemovedJobDir, patience: float = job_disk.END) -> None:
     """Ends its holder and detaches its device; what a task has mounted goes with the last one."""
     if gone.now is not None:
         holder.end(gone.now, patience)

@@ -115,7 +115,7 @@ def devices(facts: os.stat_result) -> list[loop.LoopDevice]:
     return [device for device in loop.attached() if device.is_of(facts)]
 
 
-class JobEnd(msgspec.Struct, frozen=True):
+class JobEndWatch(msgspec.Struct, frozen=True):
     """The open directories in which a holder sees its job's end, and removes what the job had.
 
     `leases` has the mark `over`; `jobs` the job's directory `name`, which is `place`.
@@ -128,7 +128,7 @@ class JobEnd(msgspec.Struct, frozen=True):
     place: int
 
     @classmethod
-    def open(cls, over: Path, place: Path) -> "JobEnd":
+    def open(cls, over: Path, place: Path) -> "JobEndWatch":
         """Open the directories of this mark and of this job's directory. Raises OSError."""
         above = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (over.parent, place.parent)]
         flags = os.O_RDONLY | os.O_DIRECTORY
@@ -167,7 +167,7 @@ def hold(device: str, place: Path, over: Path, patience: float = holder.START) -
 
 
 def _hold(device: str, place: Path, over: Path, prolog: StartChannel) -> None:
-    end = JobEnd.open(over, place)
+    end = JobEndWatch.open(over, place)
     held = holder.hold(end.place)
     root = mounts.open_hidden(device, KIND, os.fspath(place))
     disk = os.open(place / "disk", os.O_RDWR)

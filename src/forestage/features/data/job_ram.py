@@ -90,7 +90,7 @@ def _live(directory: Path, over: Path, user: User, size: int, hook: StartChannel
 
     It gives clones to those who ask, until the job's directory is deleted, or has to be.
     """
-    end = job_disk.JobEnd.open(over, directory)
+    end = job_disk.JobEndWatch.open(over, directory)
     listener = holder.listen(directory / "mount")
     hook.begin(*end.fds, listener.fileno())
     mounts.empty_namespace()

@@ -23,7 +23,7 @@ import msgspec
 from forestage.cache import image
 from forestage.clock import Deadline
 from forestage.errors import Declined
-from forestage.features.data.user_threads import Team, each_as
+from forestage.features.data.user_threads import UserThreadPool, each_as
 from forestage.system import file_systems, mounts
 from forestage.system.as_user import User
 from forestage.system.file_systems import lacks_blocks
@@ -47,7 +47,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _SYS_FACCESSAT2, _AT_EACCESS, _R_OK, _X_OK = 439, 0x200, 4, 1  # the same on every architecture
 
 
-class File(msgspec.Struct, frozen=True, array_like=True):
+class ManifestEntry(msgspec.Struct, frozen=True, array_like=True):
     """One name below the directory; `path` is relative, b"" the directory itself.
 
     `link` is where a symbolic link leads; times in ns.
@@ -72,7 +72,7 @@ class File(msgspec.Struct, frozen=True, array_like=True):
         return stat.S_ISDIR(self.mode)
 
 
-class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+class DirectoryManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A directory at its resolved `path`, and all below it, sorted by path.
 
     `sparse` are the numbers of the files that have no blocks on their disk for some of their bytes.
@@ -80,7 +80,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     path: str
-    files: tuple[File, ...]
+    files: tuple[ManifestEntry, ...]
     sparse: tuple[int, ...] = ()
     links: tuple[tuple[int, int], ...] = ()
 
@@ -143,7 +143,9 @@ def _open_root(user: User, path: str) -> tuple[int, str]:
     return fd, resolved
 
 
-def take(root: int, path: str, user: User, max_files: int, end: Deadline | None = None) -> Manifest:
+def take(
+    root: int, path: str, user: User, max_files: int, end: Deadline | None = None
+) -> DirectoryManifest:
     """Looks at all below the open directory, until `end` at most. Raises Declined.
 
     The caller's process has the user's groups. Each directory is asked for before it is listed, and
@@ -154,9 +156,9 @@ def take(root: int, path: str, user: User, max_files: int, end: Deadline | None 
         found = [_top(root, disk, user)]
     except OSError as error:
         raise image.declined_by(error, printable(path), user) from None
-    bound = _Bound(path, max_files, user)
+    bound = _ScanLimits(path, max_files, user)
 
-    def look(todo: _Todo) -> list[_Todo]:
+    def look(todo: _ScanTask) -> list[_ScanTask]:
         if end is not None and not end.left():  # a source that hangs never comes here
             raise too_slow(path, f"more than {bound.files} files")
         try:
@@ -164,17 +166,19 @@ def take(root: int, path: str, user: User, max_files: int, end: Deadline | None 
         except OSError as error:
             raise _declined_below(error, path, todo.directory, user) from None
         found.extend(files)
-        return [*more, *(_Todo(file.path) for file in files if file.is_dir)]
+        return [*more, *(_ScanTask(file.path) for file in files if file.is_dir)]
 
-    Team(user).spread([_Todo(b"")], look)
+    UserThreadPool(user).spread([_ScanTask(b"")], look)
     bound.must_hold_no_refused()
     found.sort(key=lambda file: file.path)
     sparse = tuple(number for number, file in enumerate(found) if file.path in bound.sparse)
-    return Manifest(path, tuple(found), sparse, _find_links(root, found, bound.linked, user))
+    return DirectoryManifest(
+        path, tuple(found), sparse, _find_links(root, found, bound.linked, user)
+    )
 
 
 def _find_links(
-    root: int, files: Sequence[File], linked: Set[bytes], user: User
+    root: int, files: Sequence[ManifestEntry], linked: Set[bytes], user: User
 ) -> tuple[tuple[int, int], ...]:
     """Return which names are one inode, as `Manifest.links` has it; `linked` have several names.
 
@@ -194,7 +198,7 @@ def _find_links(
     """
     if not linked or not file_systems.is_inode_number_true(root):
         return ()
-    same: dict[File, list[int]] = {}
+    same: dict[ManifestEntry, list[int]] = {}
     for number, file in enumerate(files):
         if file.path in linked:
             same.setdefault(msgspec.structs.replace(file, path=b""), []).append(number)
@@ -211,7 +215,7 @@ def _find_links(
     # In one thread: the kernel has just seen these names, and asks no server for a handle.
     (pairs,) = each_as(user, [several], read)
     known = dict(pairs)
-    first: dict[tuple[File, bytes], int] = {}
+    first: dict[tuple[ManifestEntry, bytes], int] = {}
     links = []
     for facts, numbers in same.items():
         for number in numbers:
@@ -220,7 +224,7 @@ def _find_links(
     return tuple(sorted(links))
 
 
-def must_be_sound(found: Manifest, acls: Mapping[bytes, bytes], max_files: int) -> None:
+def must_be_sound(found: DirectoryManifest, acls: Mapping[bytes, bytes], max_files: int) -> None:
     """Pure: raises Declined for what no look finds.
 
     Of another node's manifest root makes what the kernel parses: nothing in it is believed.
@@ -260,7 +264,7 @@ def must_be_sound(found: Manifest, acls: Mapping[bytes, bytes], max_files: int) 
             raise Declined("bad-look", f"another node's manifest has an ACL of {path!r}")
 
 
-def _are_links(found: Manifest, acls: Mapping[bytes, bytes]) -> bool:
+def _are_links(found: DirectoryManifest, acls: Mapping[bytes, bytes]) -> bool:
     """Return whether each further name comes after its first one and is as that is. Pure."""
     files, numbers = found.files, [number for number, _ in found.links]
     further = set(numbers)
@@ -274,7 +278,7 @@ def _are_links(found: Manifest, acls: Mapping[bytes, bytes]) -> bool:
     )
 
 
-def _is_file(found: Manifest, number: int) -> bool:
+def _is_file(found: DirectoryManifest, number: int) -> bool:
     return 0 <= number < len(found.files) and found.files[number].is_file
 
 
@@ -283,25 +287,25 @@ def _is_acl(acl: bytes) -> bool:
     return 4 < len(acl) <= MOST_ACL and len(acl) % 8 == 4 and acl[:4] == b"\2\0\0\0"
 
 
-def sample(found: Manifest) -> list[File]:
+def sample(found: DirectoryManifest) -> list[ManifestEntry]:
     """Some files that nobody could have foreseen, and the directory itself."""
     rest = found.files[1:]
     drawn = random.SystemRandom().sample(rest, min(len(rest), SAMPLE))
     return [found.files[0], *drawn]
 
 
-def _top(root: int, disk: int, user: User) -> File:
+def _top(root: int, disk: int, user: User) -> ManifestEntry:
     """The directory itself, asked for as the user: its names count as of now. Raises OSError."""
     (found,) = each_as(user, [root], lambda fd: _file(b"", latest(fd, disk)))
     return found
 
 
-def still(root: int, files: Sequence[File], user: User) -> bool:
+def still(root: int, files: Sequence[ManifestEntry], user: User) -> bool:
     """Whether these are what they were, and this user may read them. Raises Declined, OSError."""
     disk = os.fstat(root).st_dev
-    bound = _Bound("", len(files), user)
+    bound = _ScanLimits("", len(files), user)
 
-    def is_same(file: File) -> bool:
+    def is_same(file: ManifestEntry) -> bool:
         return _look(root, file.path, file.path, disk, user, bound) == file
 
     top = _top(root, disk, user)
@@ -310,14 +314,14 @@ def still(root: int, files: Sequence[File], user: User) -> bool:
     return all(each_as(user, [file for file in files if file.path], is_same))
 
 
-class _Todo(NamedTuple):
+class _ScanTask(NamedTuple):
     """A directory to list, or `names` in it to look at."""
 
     directory: bytes
     names: tuple[bytes, ...] = ()
 
 
-class _Bound:
+class _ScanLimits:
     """Counts files, and the bytes of their names and links, as they are listed.
 
     Notes the paths of those with fewer blocks than bytes, of those that have other names, and of
@@ -387,7 +391,7 @@ def _too_many(path: str, what: str) -> Declined:
     return Declined("too-many-files", f"{path} {what}", hint)
 
 
-def acls(root: int, manifest: Manifest, user: User) -> dict[bytes, bytes]:
+def acls(root: int, manifest: DirectoryManifest, user: User) -> dict[bytes, bytes]:
     """The raw access ACLs of the files that have one, by path. Raises Declined.
 
     They are no part of the manifest, as a look at a file does not show them: who changes an ACL
@@ -396,7 +400,7 @@ def acls(root: int, manifest: Manifest, user: User) -> dict[bytes, bytes]:
     lock = threading.Lock()
     all_bytes = 0
 
-    def of(file: File) -> bytes | None:
+    def of(file: ManifestEntry) -> bytes | None:
         nonlocal all_bytes
         name = f"/proc/self/fd/{root}/{os.fsdecode(file.path)}"
         try:
@@ -418,8 +422,8 @@ def acls(root: int, manifest: Manifest, user: User) -> dict[bytes, bytes]:
 
 
 def _look_into(
-    root: int, todo: _Todo, disk: int, user: User, bound: _Bound
-) -> tuple[list[File], list[_Todo]]:
+    root: int, todo: _ScanTask, disk: int, user: User, bound: _ScanLimits
+) -> tuple[list[ManifestEntry], list[_ScanTask]]:
     """What is in one directory, or what is still to be looked at where there is much of it.
 
     One after the other, the files of one large directory would take as many round trips. Raises
@@ -430,7 +434,7 @@ def _look_into(
     with opened(directory or b".", flags, dir_fd=root) as fd:
         some = [todo.names] if todo.names else list(_names(fd, len(directory) + 1, bound))
         if len(some) > 1:
-            return [], [_Todo(directory, names) for names in some]
+            return [], [_ScanTask(directory, names) for names in some]
         names = some[0] if some else ()
         files = []
         for name in names:
@@ -457,7 +461,7 @@ def _declined_below(error: OSError, path: str, name: bytes, user: User) -> Decli
     return image.declined_by(error, os.path.join(printable(path), shown), user)
 
 
-def _names(fd: int, above: int, bound: _Bound) -> Iterator[tuple[bytes, ...]]:
+def _names(fd: int, above: int, bound: _ScanLimits) -> Iterator[tuple[bytes, ...]]:
     """The names in a directory, some at a time; `above` bytes go before each of them."""
     with os.scandir(fd) as listed:
         names = (os.fsencode(entry.name) for entry in listed)
@@ -466,7 +470,9 @@ def _names(fd: int, above: int, bound: _Bound) -> Iterator[tuple[bytes, ...]]:
             yield some
 
 
-def _look(fd: int, path: bytes, name: bytes, disk: int, user: User, bound: _Bound) -> File:
+def _look(
+    fd: int, path: bytes, name: bytes, disk: int, user: User, bound: _ScanLimits
+) -> ManifestEntry:
     facts = latest(fd, disk, name)
     kind = stat.S_IFMT(facts.st_mode)
     shown = os.fsdecode(path)
@@ -504,8 +510,8 @@ def _may(fd: int, name: bytes, wanted: int) -> bool:
     return True
 
 
-def _file(path: bytes, facts: os.stat_result | Statx, link: bytes = b"") -> File:
-    return File(
+def _file(path: bytes, facts: os.stat_result | Statx, link: bytes = b"") -> ManifestEntry:
+    return ManifestEntry(
         path,
         facts.st_mode,
         facts.st_uid,

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import msgspec
 
 from forestage.bind import origins
-from forestage.cache.image import Image, declined_by
+from forestage.cache.image import SourceImage, declined_by
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined
-from forestage.events import WHOLE, Handled
+from forestage.events import WHOLE, RequestOutcome
 from forestage.features.data import serving
-from forestage.features.data.wanted import ForStep, ViewCall
+from forestage.features.data.wanted import ForStep, ViewContext
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
@@ -39,7 +39,7 @@ SYSTEM = (
 LOOK = 5.0  # seconds for a look at the mount point
 
 
-class MountPoint(msgspec.Struct, frozen=True):
+class JobMountPoint(msgspec.Struct, frozen=True):
     """A mount point, without links on its way. `inode` is 0 where it is to be made.
 
     That is done in a tmpfs over `root`, in each task's own namespace.
@@ -57,7 +57,7 @@ class MountPoint(msgspec.Struct, frozen=True):
         return [("folder", inside, self.root, "root"), ("served", server, self.path, "root")]
 
 
-class _Seen(msgspec.Struct, frozen=True):
+class _MountPointFacts(msgspec.Struct, frozen=True):
     """What the user finds at a mount point: as bytes, since names need not be text."""
 
     path: bytes
@@ -69,13 +69,13 @@ class _Seen(msgspec.Struct, frozen=True):
     """Whether the root above a missing one is empty, and root's own."""
 
 
-def begin(call: ViewCall, request: Request) -> Handled:
+def begin(call: ViewContext, request: Request) -> RequestOutcome:
     """Has the file copied, for the Prolog, unless it will not be mounted: the step looks closer."""
     must_be_allowed(request.at, ())
     return call.stage(request, call.end).outcome
 
 
-def show(call: ViewCall, request: Request) -> ForStep:
+def show(call: ViewContext, request: Request) -> ForStep:
     """Has the file served for this step; returns what the companion is to mount.
 
     Raises Declined, Failed, OSError.
@@ -89,7 +89,7 @@ def show(call: ViewCall, request: Request) -> ForStep:
     staged = call.stage(request, end)
     found = staged.image
     is_here = found is not None and staged.outcome.result in WHOLE
-    with serving.Bytes() as content:
+    with serving.SquashfsSource() as content:
         if found is not None and staged.through is not None:
             content.through = staged.through
         elif found is not None and is_here:
@@ -105,7 +105,9 @@ def show(call: ViewCall, request: Request) -> ForStep:
     return place.lines(str(name)), outcome
 
 
-def _open_shared(node: Node, job: Job, path: str, end: Deadline) -> tuple[Image, socket.socket]:
+def _open_shared(
+    node: Node, job: Job, path: str, end: Deadline
+) -> tuple[SourceImage, socket.socket]:
     """The user's own file, opened as them beneath our redirects."""
     known = origins.read_known_caches(node.cache)
     try:
@@ -120,16 +122,16 @@ def _open_shared(node: Node, job: Job, path: str, end: Deadline) -> tuple[Image,
     return facts.image, line
 
 
-def _place(node: Node, job: Job, at: str, end: Deadline) -> MountPoint:
+def _place(node: Node, job: Job, at: str, end: Deadline) -> JobMountPoint:
     """Where the mount point `at` leads, looked at as the job's user. Raises Declined, OSError."""
     roots = node.config.data.mount_roots
     known = [name for name in (job.work_dir, job.home) if name.startswith("/")]
 
-    def look() -> as_user.Found[_Seen]:
+    def look() -> as_user.Found[_MountPointFacts]:
         as_user.become(job.user)
         resolved = os.path.realpath(at)
         above = tuple(map(os.path.realpath, roots))
-        seen = _Seen(
+        seen = _MountPointFacts(
             os.fsencode(resolved),
             tuple(os.fsencode(os.path.realpath(name)) for name in known),
             tuple(map(os.fsencode, above)),
@@ -147,7 +149,7 @@ def _place(node: Node, job: Job, at: str, end: Deadline) -> MountPoint:
 
     must_be_allowed(os.path.normpath(at), ())
     try:
-        seen = as_user.call(look, _Seen, min(LOOK, end.left()))[0]
+        seen = as_user.call(look, _MountPointFacts, min(LOOK, end.left()))[0]
     except OSError as error:
         raise Declined("no-mount", f"{printable(at)}: {os.strerror(error.errno or 0)}") from None
     path, above = os.fsdecode(seen.path), tuple(map(os.fsdecode, seen.roots))
@@ -160,14 +162,14 @@ def _place(node: Node, job: Job, at: str, end: Deadline) -> MountPoint:
                 f"{path}: this user cannot write to the directory",
                 "a directory of their own can be mounted over, and what is below `mount_roots:`",
             )
-        return MountPoint(path, seen.inode)
+        return JobMountPoint(path, seen.inode)
     if not root:
         raise Declined("no-mount", f"{path} does not exist", "the admin can set `mount_roots:`")
     if not seen.room:
         raise Declined(
             "no-mount", f"{path} does not exist, and {root} is no empty directory of root's"
         )
-    return MountPoint(path, 0, root)
+    return JobMountPoint(path, 0, root)
 
 
 def must_be_allowed(path: str, needed: Sequence[str]) -> None:

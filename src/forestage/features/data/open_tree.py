@@ -11,29 +11,37 @@ import msgspec
 
 from forestage.cache import allocation
 from forestage.cache.allocation import ChunkMap
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.part import chunk_count
 from forestage.clock import Clock
 from forestage.features.data import agreement, file_readers, manifest, user_threads
-from forestage.features.data.erofs import Layout
-from forestage.features.data.file_readers import MANY, ROOM, FilePiece, FileReaders, Tree
-from forestage.features.data.manifest import Manifest
+from forestage.features.data.erofs import ErofsLayout
+from forestage.features.data.file_readers import (
+    MANY,
+    ROOM,
+    FilePiece,
+    FileReaderPool,
+    OpenDirectory,
+)
+from forestage.features.data.manifest import DirectoryManifest
 from forestage.sources import source
-from forestage.sources.source import Content, Unreadable
+from forestage.sources.source import ReadableSource, SourceUnreadable
 from forestage.system.as_user import User
 
 SMALL = 256 * 1024  # bytes of a piece of a file, up to which its process costs less than a thread
-ROOTS_OWN = Access(0, 0, stat.S_IRUSR | stat.S_IWUSR)  # the rights are in the image
+ROOTS_OWN = AccessRights(0, 0, stat.S_IRUSR | stat.S_IWUSR)  # the rights are in the image
 
 
-def image_of(found: Manifest, size: int) -> Image:
+def image_of(found: DirectoryManifest, size: int) -> SourceImage:
     """Pure: the image of this directory, of so many bytes."""
     top = found.files[0]
-    identity = Identity(found.path, top.inode, size, top.mtime_ns, top.ctime_ns, tree=found.digest)
-    return Image(identity, ROOTS_OWN, "data")
+    identity = FileIdentity(
+        found.path, top.inode, size, top.mtime_ns, top.ctime_ns, tree=found.digest
+    )
+    return SourceImage(identity, ROOTS_OWN, "data")
 
 
-class _Piece(msgspec.Struct, frozen=True):
+class _FilePart(msgspec.Struct, frozen=True):
     """Bytes of file `number` of the manifest, from `offset` on, and the memory that they fill."""
 
     number: int
@@ -41,7 +49,7 @@ class _Piece(msgspec.Struct, frozen=True):
     memory: memoryview
 
 
-class OpenTree:
+class DirectorySource:
     """A directory as the stager's source: its manifest, and where each byte is from.
 
     To be made while this process has one thread, and closed. `looked` is the wall clock's time
@@ -53,8 +61,8 @@ class OpenTree:
     def __init__(
         self,
         root: int,
-        found: Manifest,
-        made: Layout,
+        found: DirectoryManifest,
+        made: ErofsLayout,
         user: User,
         max_files: int,
         clock: Clock,
@@ -62,7 +70,7 @@ class OpenTree:
         lent: bool = False,
     ) -> None:
         self.root = root
-        self.tree = Tree(root, found.path, os.fstat(root).st_dev, user)
+        self.tree = OpenDirectory(root, found.path, os.fstat(root).st_dev, user)
         self.found = found
         self.user = user
         self.max_files = max_files
@@ -73,13 +81,13 @@ class OpenTree:
         self.seen: set[int] = set()  # the files that were read here, by number
         self.maps: dict[int, ChunkMap] = {}  # by the size of a chunk
         self.own = threading.local()
-        self.readers = FileReaders(self.tree)
+        self.readers = FileReaderPool(self.tree)
 
     @property
-    def image(self) -> Image:
+    def image(self) -> SourceImage:
         return image_of(self.found, self.made.size)
 
-    def open(self) -> Content:
+    def open(self) -> ReadableSource:
         """Returns it as the engines read it, once a further change must show in its times.
 
         What had not changed for long when it was first looked at needs no other look now. Whether
@@ -91,13 +99,15 @@ class OpenTree:
             self.must_be_unchanged()
         source.must_be_written_nowhere(self.root, self.found.path)
         head = len(self.made.head)
-        return Content(-1, None, self.made.size, self.found.path, self.read, head, self.map_chunks)
+        return ReadableSource(
+            -1, None, self.made.size, self.found.path, self.read, head, self.map_chunks
+        )
 
     def map_chunks(self, chunk: int) -> ChunkMap:
         """Return what is known of its holes; what is in no file takes no space, and is not read.
 
         Only files that lack blocks are asked where their holes are. That is a read of them: each is
-        the one that was looked at, and nobody writes to it. Raises Declined, Unreadable.
+        the one that was looked at, and nobody writes to it. Raises Declined, SourceUnreadable.
         """
         if chunk not in self.maps:
             lacking, made = set(self.found.sparse), self.made
@@ -127,7 +137,7 @@ class OpenTree:
             finally:
                 self._close()
         except OSError as error:
-            raise Unreadable(name, error) from None
+            raise SourceUnreadable(name, error) from None
         for numbers, of_file in zip(all_sets, found, strict=True):
             numbers.update(of_file)
 
@@ -153,8 +163,9 @@ class OpenTree:
             raise source.changed(self.found.path)
 
     def read(self, start: int, want: memoryview) -> None:
-        """Fills `want` with what begins at `start`. Raises Declined, Truncated, Unreadable.
+        """Fills `want` with what begins at `start`.
 
+        Raises Declined, SourceTruncated, SourceUnreadable.
         With the user's rights, whichever thread it is; that has its own back afterwards.
         """
         pieces = list(self._file_pieces(start, want))
@@ -168,7 +179,7 @@ class OpenTree:
             self._read_small(some)
             del small[: len(some)]
 
-    def _read_small(self, pieces: Sequence[_Piece]) -> None:
+    def _read_small(self, pieces: Sequence[_FilePart]) -> None:
         self.seen.update(piece.number for piece in pieces)
         asked = [
             FilePiece(self.found.files[piece.number], piece.offset, len(piece.memory))
@@ -176,7 +187,7 @@ class OpenTree:
         ]
         self.readers.read(asked, [piece.memory for piece in pieces])
 
-    def _file_pieces(self, start: int, want: memoryview) -> Iterator[_Piece]:
+    def _file_pieces(self, start: int, want: memoryview) -> Iterator[_FilePart]:
         """Fills what is in no file, and yields what is to be read of files, in their order."""
         made, end = self.made, start + len(want)
         head = made.head[start:end]
@@ -194,7 +205,7 @@ class OpenTree:
             else:
                 count = min(end, begins + size) - at
                 memory = want[at - start :][:count]
-                yield _Piece(made.numbers[place], at - begins, memory)
+                yield _FilePart(made.numbers[place], at - begins, memory)
             at += count
 
     def _read_file(self, number: int, offset: int, want: memoryview) -> None:
@@ -205,7 +216,7 @@ class OpenTree:
                     self._open(number)
                 file_readers.read_into(self.tree, file, self.own.fd, offset, want)
         except OSError as error:
-            raise Unreadable(self.tree.name(file), error) from None
+            raise SourceUnreadable(self.tree.name(file), error) from None
 
     def _open(self, number: int) -> None:
         """Makes a file this thread's open one. Raises OSError, Declined as `open_unchanged`."""
@@ -226,7 +237,7 @@ class OpenTree:
         self.readers.close()
 
 
-def _fitting(pieces: Sequence[_Piece]) -> list[_Piece]:
+def _fitting(pieces: Sequence[_FilePart]) -> list[_FilePart]:
     """Return the first pieces that one request of a reader takes. Pure."""
     room = ROOM
     for count, piece in enumerate(pieces):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from forestage.features.data import requests
 
 if TYPE_CHECKING:
-    from forestage.events import Handled
-    from forestage.features.contexts import ServedFacts
+    from forestage.events import RequestOutcome
+    from forestage.features.contexts import AfterLeaseFacts
 
 
-def after_lease(facts: ServedFacts) -> list[Handled]:
+def after_lease(facts: AfterLeaseFacts) -> list[RequestOutcome]:
     """Begin to bring the data; nobody waits for it."""
     return requests.begin(facts.node, facts.job, facts.limit, facts.refusal)

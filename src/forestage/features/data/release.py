@@ -6,13 +6,13 @@ Whoever adds a view that outlives its step adds a line to both.
 import contextlib
 
 from forestage.cache.layout import Cache
-from forestage.cache.lease import Leases
+from forestage.cache.lease import LeaseDirectory
 from forestage.errors import Failed
 from forestage.features.data import agreement, directory, job_dir, retry
 from forestage.system import lock
 
 
-def of_job(cache: Cache, leases: Leases, job: int, patience: float) -> None:
+def of_job(cache: Cache, leases: LeaseDirectory, job: int, patience: float) -> None:
     """Once the job's lease is dropped. `patience` is in seconds, for the space lock.
 
     Raises Failed, OSError; what is left then is for the sweep.
@@ -23,7 +23,7 @@ def of_job(cache: Cache, leases: Leases, job: int, patience: float) -> None:
     job_dir.end(cache, job)
 
 
-def of_all(cache: Cache, leases: Leases, now: float) -> tuple[str, ...]:
+def of_all(cache: Cache, leases: LeaseDirectory, now: float) -> tuple[str, ...]:
     """Of all jobs that have no lease any more; returns the names of their own directories.
 
     `now` is wall time. Raises Failed, OSError.

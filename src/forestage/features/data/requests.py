@@ -7,8 +7,8 @@
     stage-dir=, @job    features/data/job_dir.py   the job's own directory; features/data/fill.py
     fills it
 
-Each is a `wanted.View`, and may have something to release (features/data/release.py). Only with the
-companion: it mounts all this in each task's own namespace.
+Each is a `wanted.DataView`, and may have something to release (features/data/release.py). Only with
+the companion: it mounts all this in each task's own namespace.
 """
 
 import codecs
@@ -22,16 +22,16 @@ import msgspec
 
 from forestage.cache import disk, image
 from forestage.cache.node import Node
-from forestage.cache.said import Wanted
+from forestage.cache.said import JobData
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import WHOLE, Handled
+from forestage.events import WHOLE, RequestOutcome
 from forestage.features.contexts import StepPart
 from forestage.features.data import directory_record, wanted
-from forestage.features.data.wanted import ForStep, Staged, View, ViewCall
+from forestage.features.data.wanted import DataView, ForStep, StagedFile, ViewContext
 from forestage.hooks import answers, leases, serve
-from forestage.hooks.container_binds import Binds
-from forestage.hooks.limit import Limit
+from forestage.hooks.container_binds import ContainerBinds
+from forestage.hooks.limit import HookDeadlines
 from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
@@ -40,14 +40,16 @@ from forestage.system import as_user, lock
 from forestage.units import printable
 
 if TYPE_CHECKING:
-    from forestage.features.data.job_dir import Own
+    from forestage.features.data.job_dir import JobDirMount
 
 LONGEST_LIST = 64 * 1024  # bytes of the file of stage-list=
 LOOK = 5.0  # seconds for it
 STAGE_DIR = Request("stage-dir", "hint")
 
 
-def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[Handled]:
+def begin(
+    node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None
+) -> list[RequestOutcome]:
     """Notes what data the job wants, and begins to bring it. For the Prolog; waits for nothing."""
     asked = job.hints
     if not asked.has_data:
@@ -57,7 +59,7 @@ def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[
         requests = tuple(
             _absolute(job, request) for request in (*asked.data, *_read_list(job, limit.end))
         )
-        noted = Wanted(requests, asked.room, asked.ram, restart=job.restart)
+        noted = JobData(requests, asked.room, asked.ram, restart=job.restart)
         _note(node, job, limit.end, noted)
     except (ForestageError, OSError) as error:
         _note_refused(node, job, error, limit.end)
@@ -68,7 +70,7 @@ def begin(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> list[
     return _as_data([*made, *(_begin(call, request) for request in requests)])
 
 
-def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> StepPart:
+def show(node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None) -> StepPart:
     """What the step of a job is shown of its data. Never raises for a request."""
     noted = wanted.read(node.leases, job.id, job.user.uid)
     hang: Declined | None = None
@@ -84,7 +86,7 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> StepPa
         requests = _kept_while_off(own, noted)
         left_out = [request for request in noted.requests if request not in requests]
         outcomes += [_of_error(request, off) for request in left_out]
-    came: dict[Request, Handled] = {}
+    came: dict[Request, RequestOutcome] = {}
     for request in sorted(requests, key=lambda request: request.kind == "mount"):
         found, came[request] = _show(call, request)
         lines += found
@@ -101,7 +103,7 @@ def show(node: Node, job: Job, limit: Limit, refusal: Declined | None) -> StepPa
     return StepPart(kept, _as_data(outcomes), tuple(filter(None, local)))
 
 
-def _kept_while_off(own: "Own | None", noted: Wanted) -> tuple[Request, ...]:
+def _kept_while_off(own: "JobDirMount | None", noted: JobData) -> tuple[Request, ...]:
     """What earlier steps have put into the job's own directory: it is the job's, like that one."""
     if own is None:
         return ()
@@ -110,7 +112,7 @@ def _kept_while_off(own: "Own | None", noted: Wanted) -> tuple[Request, ...]:
     return tuple(request for request in noted.requests if fill.is_put(own, noted, request))
 
 
-def _refused(noted: Wanted) -> Declined:
+def _refused(noted: JobData) -> Declined:
     """Pure: why the job's Prolog refused all that it wants."""
     from forestage.events.reasons import collect_failures
 
@@ -118,7 +120,7 @@ def _refused(noted: Wanted) -> Declined:
     return kind(noted.reason or "no-mount", noted.refused)
 
 
-def _local(node: Node, kept: Sequence[Fields], request: Request, outcome: Handled) -> str:
+def _local(node: Node, kept: Sequence[Fields], request: Request, outcome: RequestOutcome) -> str:
     """Where the step reads the whole of a request from this node's disk; "" where it does not."""
     if outcome.result not in WHOLE:
         return ""
@@ -132,7 +134,7 @@ def _local(node: Node, kept: Sequence[Fields], request: Request, outcome: Handle
     return request.path.rstrip("/") if f"{outcome.image}/".startswith(tuple(shown)) else ""
 
 
-def _as_data(outcomes: Sequence[Handled]) -> list[Handled]:
+def _as_data(outcomes: Sequence[RequestOutcome]) -> list[RequestOutcome]:
     """Pure: the outcomes as those of data, whatever module they are from."""
     return [msgspec.structs.replace(outcome, data=True) for outcome in outcomes]
 
@@ -201,7 +203,7 @@ def _is_seed(request: Request) -> bool:
     return request.at.startswith("seed:")
 
 
-def _note(node: Node, job: Job, end: Deadline, wanted: Wanted) -> None:
+def _note(node: Node, job: Job, end: Deadline, wanted: JobData) -> None:
     """Notes what the job wants, for its steps, and has its Epilog call this feature.
 
     Raises Failed, OSError.
@@ -210,7 +212,9 @@ def _note(node: Node, job: Job, end: Deadline, wanted: Wanted) -> None:
     (node.leases.directory / f"{job.id}.data").touch(0o600)  # the row's mark
 
 
-def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Handled]:
+def _make_own_dir(
+    node: Node, job: Job, noted: JobData, limit: HookDeadlines
+) -> list[RequestOutcome]:
     """Makes the job's own directory, where it wants one; notes for its steps why it has none."""
     if noted.room is None:
         return []
@@ -232,7 +236,7 @@ def _make_own_dir(node: Node, job: Job, noted: Wanted, limit: Limit) -> list[Han
     return []
 
 
-def _lines_of(node: Node, own: "Own") -> list[Fields]:
+def _lines_of(node: Node, own: "JobDirMount") -> list[Fields]:
     return [own.line, ("env", DIRECTORY, os.fspath(node.places.job_dir))]
 
 
@@ -252,8 +256,8 @@ def _note_own_dir(node: Node, job: Job, lines: Sequence[Fields]) -> None:
 
 
 def _own_dir(
-    node: Node, job: Job, noted: Wanted, hang: Declined | None
-) -> tuple["Own | None", list[Fields], list[Handled]]:
+    node: Node, job: Job, noted: JobData, hang: Declined | None
+) -> tuple["JobDirMount | None", list[Fields], list[RequestOutcome]]:
     """The job's own directory with its lines, or why it has none though it wants one."""
     if noted.room is None:
         return None, [], []
@@ -270,7 +274,7 @@ def _own_dir(
     return own, _lines_of(node, own), []
 
 
-def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Limit) -> None:
+def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: HookDeadlines) -> None:
     if refusal:
         raise refusal
     if job.hints.off:
@@ -298,19 +302,21 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
     if asked.room is None and not told:
         return
     text, reason = printable(str(why)), answers.of_error(Request("", "hint"), why).reason
-    refused = Wanted(told, asked.room, refused=text, off=True, reason=reason, restart=job.restart)
+    refused = JobData(told, asked.room, refused=text, off=True, reason=reason, restart=job.restart)
     with contextlib.suppress(ForestageError, OSError):
         _note(node, job, end, refused)
 
 
-def _call(node: Node, job: Job, noted: Wanted, limit: Limit, own: "Own | None" = None) -> ViewCall:
-    def stage(request: Request, end: Deadline) -> Staged:
+def _call(
+    node: Node, job: Job, noted: JobData, limit: HookDeadlines, own: "JobDirMount | None" = None
+) -> ViewContext:
+    def stage(request: Request, end: Deadline) -> StagedFile:
         # No redirect lies there, so none is in a container's way.
         within = msgspec.structs.replace(limit, end=end)
         (answer,) = serve.serve(node, job, [request], within)
-        return Staged(answer.outcome, answer.image, answer.socket)
+        return StagedFile(answer.outcome, answer.image, answer.socket)
 
-    return ViewCall(
+    return ViewContext(
         node=node,
         job=job,
         noted=noted,
@@ -319,12 +325,12 @@ def _call(node: Node, job: Job, noted: Wanted, limit: Limit, own: "Own | None" =
         fill=limit.fill or limit.end,
         progress=limit.progress,
         stage=stage,
-        must_not_be_bound=Binds(node.places, job).must_not_hold,
+        must_not_be_bound=ContainerBinds(node.places, job).must_not_hold,
         own=own,
     )
 
 
-def _view(request: Request) -> View:
+def _view(request: Request) -> DataView:
     """The module for this kind of request; most jobs have at most one kind."""
     if request.kind == "directory":
         from forestage.features.data import directory
@@ -339,7 +345,7 @@ def _view(request: Request) -> View:
     return fill
 
 
-def _begin(call: ViewCall, request: Request) -> Handled:
+def _begin(call: ViewContext, request: Request) -> RequestOutcome:
     try:
         image.wanted_path(request, call.job.work_dir)
         return _view(request).begin(call, request)
@@ -347,7 +353,7 @@ def _begin(call: ViewCall, request: Request) -> Handled:
         return _of_error(request, error)
 
 
-def _show(call: ViewCall, request: Request) -> ForStep:
+def _show(call: ViewContext, request: Request) -> ForStep:
     try:
         image.wanted_path(request, call.job.work_dir)
         return _view(request).show(call, request)
@@ -355,6 +361,6 @@ def _show(call: ViewCall, request: Request) -> ForStep:
         return (), _of_error(request, error)
 
 
-def _of_error(request: Request, error: Exception) -> Handled:
+def _of_error(request: Request, error: Exception) -> RequestOutcome:
     named = f"{request.path}@{request.at}" if request.at else request.path
     return answers.of_error(msgspec.structs.replace(request, path=named), error)

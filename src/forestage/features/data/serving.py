@@ -46,7 +46,7 @@ PROBED = 0.2  # seconds for which somebody who counts may hold the lock
 IMAGE, MOUNT = "/run/image", "/run/mount"  # in the hidden namespace
 
 
-class Bytes:
+class SquashfsSource:
     """Where the file's bytes are read: one of an entry, a keeper's socket, a line with the file.
 
     The line is one of `as_user.ask`: its descriptor is never closed where that may hang.
@@ -57,7 +57,7 @@ class Bytes:
         self.through: Path | None = None
         self.line: socket.socket | None = None
 
-    def __enter__(self) -> "Bytes":
+    def __enter__(self) -> "SquashfsSource":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,7 +65,7 @@ class Bytes:
             self.line.close()
 
 
-def start(folder: Path, job: Job, inode: int, content: Bytes) -> Path:
+def start(folder: Path, job: Job, inode: int, content: SquashfsSource) -> Path:
     """Returns the socket of a new process that serves the file of that inode to the job's step.
 
     Raises Declined (no-mount), OSError.
@@ -80,7 +80,7 @@ def start(folder: Path, job: Job, inode: int, content: Bytes) -> Path:
         served = folder / f"{name}{os.getpid()}"
         held = Path(f"{served}.lock")
         with lock.held(held, PROBED):
-            _Served(served, job, program, content).run(hook)
+            _SquashfsServer(served, job, program, content).run(hook)
             held.unlink(missing_ok=True)
 
     about = f"mounted job={job.id} step={job.step}"
@@ -150,10 +150,10 @@ def _living(folder: Path) -> list[str]:
     return found
 
 
-class _Served:
+class _SquashfsServer:
     """The mount, its server, its connections."""
 
-    def __init__(self, name: Path, job: Job, program: str, content: Bytes) -> None:
+    def __init__(self, name: Path, job: Job, program: str, content: SquashfsSource) -> None:
         self.name, self.job, self.program = name, job, program
         self.server: Program | None = None
         self.ended = -1  # its end
@@ -163,7 +163,7 @@ class _Served:
         self._hide(content)
         self.guests = TaskConnections(holder.listen(name), self._answer)
 
-    def _hide(self, content: Bytes) -> None:
+    def _hide(self, content: SquashfsSource) -> None:
         """Makes the mount where nobody looks."""
         proc = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
         self.host = _namespace(proc)
@@ -297,7 +297,7 @@ def _namespace(proc: int) -> tuple[int, int]:
     )
 
 
-def _clone(content: Bytes) -> int | None:
+def _clone(content: SquashfsSource) -> int | None:
     """A detached mount of the file, for what root alone may reach."""
     if content.entry is not None:
         return mounts.clone(os.fspath(content.entry))
@@ -306,7 +306,7 @@ def _clone(content: Bytes) -> int | None:
     return holder.fetch_clone(content.through, "no-mount")
 
 
-def _image(clone: int | None, content: Bytes) -> int:
+def _image(clone: int | None, content: SquashfsSource) -> int:
     """A descriptor of the file that can be opened for reading only, by whom its mode lets."""
     if clone is None:
         assert content.line is not None

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from forestage.features.data import requests
 
 if TYPE_CHECKING:
-    from forestage.features.contexts import ServedFacts, StepPart
+    from forestage.features.contexts import AfterLeaseFacts, StepPart
 
 
-def after_lease(facts: ServedFacts) -> StepPart:
+def after_lease(facts: AfterLeaseFacts) -> StepPart:
     """Show the data: after the image, for which the tasks wait."""
     return requests.show(facts.node, facts.job, facts.limit, facts.refusal)

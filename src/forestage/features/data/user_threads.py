@@ -59,7 +59,7 @@ def count_threads(threads: int, wall: float, cpu: float) -> int:
     return max(threads, min(MOST, int(threads * wall / max(cpu, 1e-6))))
 
 
-class Team:
+class UserThreadPool:
     """Threads with a user's ids for files. `threads` is how many paid so far."""
 
     def __init__(self, user: User) -> None:
@@ -84,13 +84,15 @@ class Team:
 
     def spread(self, first: Iterable[T], work: Callable[[T], list[T]]) -> None:
         """Does `work` on items, and on those that it returns. Raises their first error."""
-        _Spread(self, first, work).run()
+        _PoolRun(self, first, work).run()
 
 
-class _Spread(Generic[T]):
+class _PoolRun(Generic[T]):
     """One run of a team: what its threads share, under `turn`."""
 
-    def __init__(self, team: Team, first: Iterable[T], work: Callable[[T], list[T]]) -> None:
+    def __init__(
+        self, team: UserThreadPool, first: Iterable[T], work: Callable[[T], list[T]]
+    ) -> None:
         self.team = team
         self.work = work
         self.todo = deque(first)
@@ -98,7 +100,7 @@ class _Spread(Generic[T]):
         self.busy, self.over = 0, False
         self.errors: list[Exception] = []
         self.started: list[threading.Thread] = []
-        self.since = _Moment()
+        self.since = _CpuStopwatch()
 
     def run(self) -> None:
         with self.turn:
@@ -154,13 +156,13 @@ class _Spread(Generic[T]):
             if waits:
                 took = self.since.elapsed()
                 self.team.threads = count_threads(self.team.threads, *took)
-                self.since = _Moment()
+                self.since = _CpuStopwatch()
             self._start(min(self.team.threads, self.busy + len(self.todo)))
             # Not all of them: those that find nothing would only wake, and sleep again.
             self.turn.notify(len(more))
 
 
-class _Moment:
+class _CpuStopwatch:
     def __init__(self) -> None:
         self.wall, self.cpu = time.monotonic(), time.process_time()
 
@@ -176,4 +178,4 @@ def _waits() -> int:
 
 def each_as(user: User, items: Iterable[Item], work: Callable[[Item], T]) -> list[T]:
     """Does `work` on each of the items, in threads that have the user's ids; in their order."""
-    return Team(user).each(list(items), work)
+    return UserThreadPool(user).each(list(items), work)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from forestage.cache.image import Image
-from forestage.cache.lease import Leases
+from forestage.cache.image import SourceImage
+from forestage.cache.lease import LeaseDirectory
 from forestage.cache.node import Node
-from forestage.cache.said import Tree, Wanted
+from forestage.cache.said import DirectoryCopyState, JobData
 from forestage.clock import Deadline
 from forestage.errors import Failed
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import Fields
@@ -27,21 +27,21 @@ from forestage.stage.wait import Progress
 from forestage.system import lock
 
 if TYPE_CHECKING:
-    from forestage.features.data.job_dir import Own
+    from forestage.features.data.job_dir import JobDirMount
 
-ForStep = tuple[Sequence[Fields], Handled]
+ForStep = tuple[Sequence[Fields], RequestOutcome]
 """What a request comes to in a step: lines for the companion, and the outcome."""
 
 
-class Staged(msgspec.Struct, frozen=True):
+class StagedFile(msgspec.Struct, frozen=True):
     """What a file's copy came to; `through` is its keeper's socket where it is read through."""
 
-    outcome: Handled
-    image: Image | None
+    outcome: RequestOutcome
+    image: SourceImage | None
     through: Path | None
 
 
-class ViewCall(msgspec.Struct, frozen=True, kw_only=True):
+class ViewContext(msgspec.Struct, frozen=True, kw_only=True):
     """What the requests of a job share in its Prolog, or in one of its steps.
 
     A step waits for what others bring until `copy`, if at all, for what it brings itself until
@@ -52,14 +52,14 @@ class ViewCall(msgspec.Struct, frozen=True, kw_only=True):
 
     node: Node
     job: Job
-    noted: Wanted
+    noted: JobData
     copy: Deadline | None
     end: Deadline
     fill: Deadline
     progress: Progress
-    stage: Callable[[Request, Deadline], Staged]
+    stage: Callable[[Request, Deadline], StagedFile]
     must_not_be_bound: Callable[[str], None]
-    own: "Own | None"
+    own: "JobDirMount | None"
 
     def looks_end(self) -> Deadline:
         """What is left to the step, and enough after a long wait for what came before."""
@@ -67,16 +67,16 @@ class ViewCall(msgspec.Struct, frozen=True, kw_only=True):
         return Deadline.after(left, self.node.clock)
 
 
-class View(Protocol):
+class DataView(Protocol):
     """A module that shows one kind of request, whose path is absolute.
 
     Both raise ForestageError, OSError.
     """
 
-    def begin(self, call: ViewCall, request: Request) -> Handled:
+    def begin(self, call: ViewContext, request: Request) -> RequestOutcome:
         """What a Prolog does for it, which waits for nothing."""
 
-    def show(self, call: ViewCall, request: Request) -> ForStep:
+    def show(self, call: ViewContext, request: Request) -> ForStep:
         """What a step is shown of it."""
 
 
@@ -104,14 +104,14 @@ def in_order(lines: Sequence[Fields]) -> list[Fields]:
     return sorted(lines, key=lambda line: 0 if line[0] == "env" else len(line[-2]))
 
 
-def read(leases: Leases, job: int, uid: int | None = None) -> Wanted:
+def read(leases: LeaseDirectory, job: int, uid: int | None = None) -> JobData:
     """What was noted of this user's job; nothing where nothing can be read."""
     with contextlib.suppress(OSError, Failed):
-        return leases.said(job, uid).data or Wanted()
-    return Wanted()
+        return leases.said(job, uid).data or JobData()
+    return JobData()
 
 
-def note_tree(node: Node, job: Job, path: str, tree: Tree) -> None:
+def note_tree(node: Node, job: Job, path: str, tree: DirectoryCopyState) -> None:
     """Notes how far a directory is, if this run of the job is still here.
 
     Raises lock.LockTimeout, OSError.
@@ -121,7 +121,7 @@ def note_tree(node: Node, job: Job, path: str, tree: Tree) -> None:
             note_trees(node, job, {path: tree})
 
 
-def note_trees(node: Node, job: Job, trees: dict[str, Tree]) -> None:
+def note_trees(node: Node, job: Job, trees: dict[str, DirectoryCopyState]) -> None:
     """Notes how far these directories of a job that is here are. Under the space lock."""
     noted = read(node.leases, job.id, job.user.uid)
     data = msgspec.structs.replace(noted, trees=noted.trees | trees)

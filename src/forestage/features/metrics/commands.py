@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from forestage.commands.world import World
+    from forestage.commands.world import CommandContext
 
 
 @click.command()
 @click.option("--print", "is_shown", is_flag=True, help="Print them, too.")
 @click.option("-q", "--quiet", is_flag=True, help="Do nothing if node exporter is not here.")
 @click.pass_obj
-def metrics(world: "World", is_shown: bool, quiet: bool) -> None:
+def metrics(world: "CommandContext", is_shown: bool, quiet: bool) -> None:
     """Write counters and the node's state for Prometheus, through its node exporter.
 
     Run by `tend`. Node exporter is here if the directory of `metrics: textfile:` is.

@@ -28,8 +28,8 @@ from forestage.cache.node import Node
 from forestage.check import site as sites
 from forestage.clock import Clock
 from forestage.commands import status as node_status
-from forestage.commands.status import Status
-from forestage.commands.tally import WAITS, Histogram, Tally
+from forestage.commands.status import NodeStatus
+from forestage.commands.tally import WAITS, EventTally, Histogram
 from forestage.commands.world import insert_after
 from forestage.config import Config, decided, load_settings, switch
 from forestage.errors import ConfigError, ForestageError
@@ -37,7 +37,7 @@ from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features.contexts import MetricFamily, MetricsFacts, MetricsPart
 from forestage.features.doors import METRICS_COUNT, METRICS_READ_METRICS, load_all
 from forestage.features.metrics import textfile
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import records
 
 PATIENCE = textfile.PATIENCE
@@ -61,14 +61,14 @@ class MetricsError(ForestageError):
     exit_code: ClassVar[int] = 6
 
 
-class Record(msgspec.Struct):
+class TallyRecord(msgspec.Struct):
     """tally.json. What was counted and how far the logs were read is one file: all or nothing."""
 
-    tally: Tally = msgspec.field(default_factory=Tally)
+    tally: EventTally = msgspec.field(default_factory=EventTally)
     seen: dict[str, int] = {}
 
 
-class Exported(msgspec.Struct, frozen=True):
+class MetricsExportFacts(msgspec.Struct, frozen=True):
     """Everything that is exported. `config` is None where it cannot be used.
 
     `status` is None where the node's state could not be read. `doubt` is since when the cache's
@@ -76,11 +76,11 @@ class Exported(msgspec.Struct, frozen=True):
     was, 0 if none was since the node booted. `written` is now. `parts` are what features add.
     """
 
-    tally: Tally
+    tally: EventTally
     version: str
     off: bool
     config: Config | None = None
-    status: Status | None = None
+    status: NodeStatus | None = None
     doubt: float = 0.0
     swept: float = 0.0
     written: float = 0.0
@@ -88,13 +88,13 @@ class Exported(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def alone(places: Places) -> Iterator[None]:
+def alone(places: NodePaths) -> Iterator[None]:
     """Lets one run at a time read, count and write. Raises OSError, lock.LockTimeout."""
     with textfile.alone(places, PATIENCE):
         yield
 
 
-def count(places: Places) -> Tally:
+def count(places: NodePaths) -> EventTally:
     """Counts the events that no run has counted yet; as root, while `alone`. Raises OSError."""
     record = _read(places.tally)
     for event in events.unread(places.events, record.seen):
@@ -106,18 +106,18 @@ def count(places: Places) -> Tally:
     return record.tally
 
 
-def _read(file: Path) -> Record:
+def _read(file: Path) -> TallyRecord:
     try:
-        return records.load(file, Record)
+        return records.load(file, TallyRecord)
     except FileNotFoundError:
-        return Record()
+        return TallyRecord()
     except records.DamagedRecord as damaged:
         # Prometheus takes counters that fall for new ones; no counters at all help nobody.
         log.say(f"metrics start again from zero: {damaged}", by_slurm=False)
-        return Record()
+        return TallyRecord()
 
 
-def is_read(places: Places) -> bool:
+def is_read(places: NodePaths) -> bool:
     """Whether node exporter's directory is there. Raises OSError."""
     try:
         path = load_settings(places.etc).of_node.metrics.textfile
@@ -127,7 +127,7 @@ def is_read(places: Places) -> bool:
 
 
 def export(
-    places: Places, clock: Clock, version: str, conf: str = "", is_shown: bool = False
+    places: NodePaths, clock: Clock, version: str, conf: str = "", is_shown: bool = False
 ) -> bytes:
     """Writes the file that node exporter reads, if one is configured; returns its text.
 
@@ -153,7 +153,7 @@ def export(
         facts = MetricsFacts(places, config, status, tally, clock.monotonic())
         parts = _list_parts(facts)
         about = config, status, since, swept, clock.wall(), parts
-        written = text(Exported(tally, version, off, *about))
+        written = text(MetricsExportFacts(tally, version, off, *about))
         # Who reads the last one is to know that the configuration is broken.
         path = textfile.find_last(places) if config is None else config.metrics.textfile
         textfile.settle(places, path)
@@ -175,7 +175,7 @@ def _list_parts(facts: MetricsFacts) -> tuple[MetricsPart, ...]:
     return tuple(read(facts) for read in load_all(METRICS_READ_METRICS))
 
 
-def last_sweep(places: Places) -> float:
+def last_sweep(places: NodePaths) -> float:
     """When it was, in seconds since the epoch; 0 if none was since the node booted."""
     try:
         return places.called("sweep").stat().st_mtime
@@ -183,15 +183,15 @@ def last_sweep(places: Places) -> float:
         return 0.0
 
 
-def text(facts: Exported) -> bytes:
+def text(facts: MetricsExportFacts) -> bytes:
     """Pure: the text that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(facts))
+    registry.register(_MetricsCollector(facts))
     return generate_latest(registry)
 
 
-class _Families(Collector):
-    def __init__(self, facts: Exported) -> None:
+class _MetricsCollector(Collector):
+    def __init__(self, facts: MetricsExportFacts) -> None:
         self.facts = facts
 
     def collect(self) -> Iterator[Metric]:
@@ -208,7 +208,7 @@ class _Families(Collector):
         yield from histograms(self.facts.tally)
 
 
-def state(facts: Exported) -> Iterator[Metric]:
+def state(facts: MetricsExportFacts) -> Iterator[Metric]:
     """Pure: the release, whether it works, and how it is configured."""
     config = facts.config
     info = {"version": facts.version}
@@ -238,7 +238,7 @@ def state(facts: Exported) -> Iterator[Metric]:
         yield _gauge("disk_doubt_timestamp_seconds", since, facts.doubt)
 
 
-def room(status: Status) -> Iterator[Metric]:
+def room(status: NodeStatus) -> Iterator[Metric]:
     """Pure: the cache, its room, and who uses it now."""
     if status.room is not None and status.disk is not None:
         found = status.room
@@ -284,7 +284,7 @@ def room(status: Status) -> Iterator[Metric]:
     yield _by(GaugeMetricFamily, "copies_under_way", "Copies by phase.", "phase", phases)
 
 
-def counters(tally: Tally) -> Iterator[Metric]:
+def counters(tally: EventTally) -> Iterator[Metric]:
     """Pure: what only grows. Every series is there at once, so that the first error is a growth."""
     for name, text, asked in (
         ("requests", "Images and data that jobs and steps asked for.", tally.requests),
@@ -324,7 +324,7 @@ def counters(tally: Tally) -> Iterator[Metric]:
         yield CounterMetricFamily(f"forestage_{name}", text, value=grown)
 
 
-def histograms(tally: Tally) -> Iterator[Metric]:
+def histograms(tally: EventTally) -> Iterator[Metric]:
     """Pure: how long jobs waited, and how fast copies were."""
     waits: dict[tuple[str, ...], Histogram] = {}
     for hook in HOOKS:

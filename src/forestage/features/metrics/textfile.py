@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.config import Config
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import folders, lock, records
 
 PATIENCE = 10.0  # seconds for another `forestage metrics` to end
@@ -28,13 +28,13 @@ class LastTextfile(msgspec.Struct, frozen=True):
     path: str | None = DEFAULT
 
 
-def locate_record(places: Places) -> Path:
+def locate_record(places: NodePaths) -> Path:
     """Return where textfile.json is. Pure."""
     return places.root / "var/lib/forestage/textfile.json"
 
 
 @contextlib.contextmanager
-def alone(places: Places, patience: float) -> Iterator[None]:
+def alone(places: NodePaths, patience: float) -> Iterator[None]:
     """Hold the lock that lets one run at a time read, count and write.
 
     Raises OSError, lock.LockTimeout.
@@ -47,7 +47,7 @@ def alone(places: Places, patience: float) -> Iterator[None]:
         yield
 
 
-def find_last(places: Places) -> str | None:
+def find_last(places: NodePaths) -> str | None:
     """Return what `metrics.textfile` was at the last run; None if none was written then.
 
     The default where that is not known. Raises OSError.
@@ -55,7 +55,7 @@ def find_last(places: Places) -> str | None:
     return (records.find(locate_record(places), LastTextfile) or LastTextfile()).path
 
 
-def settle(places: Places, path: str | None) -> None:
+def settle(places: NodePaths, path: str | None) -> None:
     """Delete the file of the last run if it is another one now, and record this. Raises OSError."""
     last = find_last(places)
     if last == path:
@@ -67,7 +67,7 @@ def settle(places: Places, path: str | None) -> None:
         records.write(locate_record(places), msgspec.json.encode(LastTextfile(path)))
 
 
-def _is_ours(places: Places, path: str) -> bool:
+def _is_ours(places: NodePaths, path: str) -> bool:
     try:
         return records.read(places.root / path.lstrip("/")).startswith(BEGINS)
     except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):

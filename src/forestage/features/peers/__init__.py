@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from forestage.config import Config
-    from forestage.features.peers.client import Peers
-    from forestage.paths import Places
+    from forestage.features.peers.client import PeerClient
+    from forestage.paths import NodePaths
 
 
 def of_job(
@@ -42,10 +42,10 @@ def of_job(
     node_name: str,
     nodelist: str,
     key: str,
-    places: "Places | None" = None,
+    places: "NodePaths | None" = None,
     ahead: bool = False,
     chunks: int | None = None,
-) -> "Peers | None":
+) -> "PeerClient | None":
     """The nodes that a copy may ask, on a node where peers are on; None if there is no other.
 
     `nodelist` as Slurm writes it: n[1-4,7]. `ahead`: no job waits for it. Without `chunks`, those

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from forestage.config import Config
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import files, folders, lock
 
 SIGN_LASTS = 15.0  # seconds after the service has ended; its unit starts it again after 5
@@ -22,7 +22,7 @@ NODES, SAVED = 3, 32  # fewer nodes, or chunks that all of them save, are not wo
 START = 5.0  # seconds in which the lock must be free: a hook that tries it holds it for a moment
 
 
-def is_on(config: Config, places: Places, now: float) -> bool:
+def is_on(config: Config, places: NodePaths, now: float) -> bool:
     """Return whether this node asks other nodes; `now` is monotonic."""
     if config.peers.enabled is None:
         return may_serve(config) and is_served(places, now)
@@ -58,7 +58,7 @@ def is_automatic(config: Config) -> bool:
     return config.peers.enabled is None
 
 
-def is_served(places: Places, now: float) -> bool:
+def is_served(places: NodePaths, now: float) -> bool:
     """Return whether this node's service runs, or ran a moment ago; `now` is monotonic."""
     try:
         if not lock.is_free(places.peer_sign):
@@ -71,7 +71,7 @@ def is_served(places: Places, now: float) -> bool:
 
 
 @contextlib.contextmanager
-def hold_sign(places: Places) -> Iterator[Callable[[], None]]:
+def hold_sign(places: NodePaths) -> Iterator[Callable[[], None]]:
     """Hold the sign for the life of the service; yield what renews its time.
 
     Raises LockTimeout, OSError.

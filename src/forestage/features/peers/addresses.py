@@ -14,40 +14,40 @@ from typing import Protocol
 
 import msgspec
 
-from forestage.config import Address
-from forestage.config.keys import Peering
+from forestage.config import ServiceAddress
+from forestage.config.keys import PeersSection
 from forestage.features.peers import node_list
-from forestage.paths import Places
+from forestage.paths import NodePaths
 
 NONE: Mapping[str, str] = {}
 
 
-class Finder(Protocol):
-    """What knows where the other nodes find a node: `Addresses`, or the site's pattern alone."""
+class AddressFinder(Protocol):
+    """What knows where the other nodes find a node: `NodeAddresses`, or the site's pattern alone."""
 
-    def of(self, node: str) -> Address: ...
+    def of(self, node: str) -> ServiceAddress: ...
 
 
-class Addresses:
+class NodeAddresses:
     """The address of each node's service; `listed` has NodeAddr by the node's name."""
 
-    def __init__(self, peering: Peering, listed: Mapping[str, str] = NONE) -> None:
+    def __init__(self, peering: PeersSection, listed: Mapping[str, str] = NONE) -> None:
         self._peering = peering
         self._listed = listed
 
-    def of(self, node: str) -> Address:
+    def of(self, node: str) -> ServiceAddress:
         """Return where the other nodes find `node`."""
         named = self._peering.of(node)
         listed = self._listed.get(node, "")
         if not listed or listed == named.host:
             return named
         if named.host == node:  # the default: NodeAddr is what slurmd is found by
-            named, listed = Address(listed, named.port), node
+            named, listed = ServiceAddress(listed, named.port), node
         return msgspec.structs.replace(named, otherwise=listed)
 
 
-def load(peering: Peering, places: Places) -> Addresses:
+def load(peering: PeersSection, places: NodePaths) -> NodeAddresses:
     """Return the addresses by root's list, if there is one that can be read."""
     with contextlib.suppress(OSError):
-        return Addresses(peering, node_list.addresses(places, time.time()))
-    return Addresses(peering)
+        return NodeAddresses(peering, node_list.addresses(places, time.time()))
+    return NodeAddresses(peering)

@@ -12,34 +12,36 @@ from collections.abc import Callable
 from forestage.config import Config
 from forestage.errors import PeerError
 from forestage.features.peers import addresses, auth, protocol, unanswered
-from forestage.features.peers.connection import ChunkRefused, Connection, Limit
-from forestage.features.peers.protocol import Session, SessionUnknown
-from forestage.paths import Places
+from forestage.features.peers.connection import PeerConnection, PeerRequestError, ResponseDeadline
+from forestage.features.peers.protocol import PeerSession, SessionUnknown
+from forestage.paths import NodePaths
 
 MOST = 64 << 20  # bytes of an answer: a name of 200,000 files has 100 of these or more
 SLOWEST = 1 << 20  # bytes a second; a limit for one answer
 GRACE = 10.0  # seconds more for it
 
 
-def ask_node(config: Config, places: Places, node: str, name: str, path: str) -> "AskedNode":
+def ask_node(
+    config: Config, places: NodePaths, node: str, name: str, path: str
+) -> "PeerNodeClient":
     """Return a node that may have something below a path of its service (service.routes).
 
     `name` is what the session is for. Raises PeerError, OSError.
     """
-    return AskedNode(config, places, node, name, path)
+    return PeerNodeClient(config, places, node, name, path)
 
 
-class AskedNode:
+class PeerNodeClient:
     """A node, and the path there."""
 
-    def __init__(self, config: Config, places: Places, node: str, name: str, path: str) -> None:
+    def __init__(self, config: Config, places: NodePaths, node: str, name: str, path: str) -> None:
         """Raises PeerError, OSError where the key file cannot be used."""
         self._prover = auth.prover(config.peers.key_file, places)
-        self._line = Connection(addresses.load(config.peers, places).of(node))
+        self._line = PeerConnection(addresses.load(config.peers, places).of(node))
         self._path = path
         self._name = name
         self._node, self._places = node, places
-        self._session: Session | None = None
+        self._session: PeerSession | None = None
         self._opening: threading.Thread | None = None
 
     def answers_within(self, seconds: float, now: float) -> bool:
@@ -52,11 +54,11 @@ class AskedNode:
         if unanswered.is_silent(self._places, self._node, now):
             return False
         until = time.monotonic() + seconds
-        opened: list[Session] = []
+        opened: list[PeerSession] = []
 
         def open_session() -> None:
             about = self._line, self._name, self._prover
-            with contextlib.suppress(ChunkRefused):
+            with contextlib.suppress(PeerRequestError):
                 opened.append(protocol.open_session(*about, lambda: time.monotonic() > until))
 
         self._opening = threading.Thread(target=open_session, name="asked", daemon=True)
@@ -72,20 +74,20 @@ class AskedNode:
         """
         try:
             return self._ask(more, stop)
-        except ChunkRefused as error:
+        except PeerRequestError as error:
             raise PeerError(str(error)) from None
 
     def _ask(self, more: str, stop: Callable[[], bool]) -> bytes | None:
         for _ in range(2):
             if self._session is None:
                 self._session = protocol.open_session(self._line, self._name, self._prover, stop)
-            limit = Limit(0.0, time.monotonic() + GRACE + MOST / SLOWEST, stop)
+            limit = ResponseDeadline(0.0, time.monotonic() + GRACE + MOST / SLOWEST, stop)
             try:
                 path = self._path + more
                 return protocol.fetch_look(self._line, self._session, path, MOST, limit)
             except SessionUnknown:  # its service was restarted
                 self._session = None
-        raise ChunkRefused("refused", "the session is not known")
+        raise PeerRequestError("refused", "the session is not known")
 
     def close(self) -> None:
         """End the connection, but for one that a thread still opens: the thread ends it."""

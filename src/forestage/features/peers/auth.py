@@ -23,7 +23,7 @@ import msgspec
 
 from forestage.errors import PeerError
 from forestage.features.peers import auth_key
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import run
 from forestage.system.files import opened
 
@@ -36,7 +36,7 @@ MAX_KEY_FILE = 4096  # bytes
 PURPOSE = b"forestage 1: credentials of peer services"  # HKDF's `info`
 
 
-class Refused(Exception):
+class BadCredential(Exception):
     """A credential that proves nothing; the text is for the service's own log."""
 
 
@@ -44,36 +44,36 @@ class NoCredential(PeerError):
     """This node has nothing by which it could prove itself, and will not have it by waiting."""
 
 
-class Offer(msgspec.Struct, frozen=True):
+class Credential(msgspec.Struct, frozen=True):
     """A credential, and the secret that those who may read it find in it."""
 
     text: str
     secret: bytes
 
 
-class Claim(msgspec.Struct, frozen=True):
+class VerifiedClaim(msgspec.Struct, frozen=True):
     """What a credential says, once it is known that root of this cluster made it."""
 
     key: str
     secret: bytes
 
 
-class SessionOpened(msgspec.Struct, frozen=True):
+class SessionReply(msgspec.Struct, frozen=True):
     """A service's response to a credential; the MAC shows that it could read that."""
 
     session: str
     mac: str
 
 
-class Prover(Protocol):
+class Authenticator(Protocol):
     """A way to make credentials and to read them. Both raise Refused and ForestageErrors."""
 
-    def offer(self, key: str) -> Offer: ...
+    def offer(self, key: str) -> Credential: ...
 
-    def read(self, text: str) -> Claim: ...
+    def read(self, text: str) -> VerifiedClaim: ...
 
 
-class _Payload(msgspec.Struct, frozen=True):
+class _MungePayload(msgspec.Struct, frozen=True):
     """What munge carries; it is encrypted on the way. `secret` in hex."""
 
     protocol: str
@@ -81,7 +81,7 @@ class _Payload(msgspec.Struct, frozen=True):
     secret: str
 
 
-class _Signed(msgspec.Struct, frozen=True):
+class _SignedCredential(msgspec.Struct, frozen=True):
     """The credential where a key file takes munge's place; `nonce` and `mac` in hex.
 
     `made`: milliseconds since the epoch, by the client's clock.
@@ -94,7 +94,7 @@ class _Signed(msgspec.Struct, frozen=True):
     mac: str
 
 
-class Munge(msgspec.Struct, frozen=True):
+class MungeAuthenticator(msgspec.Struct, frozen=True):
     """munged proves the uid, encrypts, and decodes each credential only once on a node.
 
     `socket` of another munged than the node's own, which is "".
@@ -102,36 +102,36 @@ class Munge(msgspec.Struct, frozen=True):
 
     socket: str = ""
 
-    def offer(self, key: str) -> Offer:
+    def offer(self, key: str) -> Credential:
         secret = secrets.token_bytes(SECRET_BYTES)
-        said = msgspec.json.encode(_Payload(PROTOCOL, key, secret.hex()))
+        said = msgspec.json.encode(_MungePayload(PROTOCOL, key, secret.hex()))
         ran = self._run(said, "munge", "--restrict-uid=0", f"--ttl={CREDENTIAL_SECONDS}")
         if ran.code:
             raise PeerError(ran.explained(), "is munged running?")
-        return Offer(ran.out.strip(), secret)
+        return Credential(ran.out.strip(), secret)
 
-    def read(self, text: str) -> Claim:
+    def read(self, text: str) -> VerifiedClaim:
         uid, payload = self._decoded(text)
         if uid != 0:
-            raise Refused(f"made by uid {uid}, expected root")
+            raise BadCredential(f"made by uid {uid}, expected root")
         try:
-            said = msgspec.json.decode(payload, type=_Payload)
+            said = msgspec.json.decode(payload, type=_MungePayload)
             secret = bytes.fromhex(said.secret)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise Refused(f"not of this kind: {error}") from None
+            raise BadCredential(f"not of this kind: {error}") from None
         if said.protocol != PROTOCOL or len(secret) != SECRET_BYTES:
-            raise Refused("of another protocol")
-        return Claim(said.key, secret)
+            raise BadCredential("of another protocol")
+        return VerifiedClaim(said.key, secret)
 
     def _decoded(self, text: str) -> tuple[int, str]:
         """Who made a credential, and what is in it."""
         ran = self._run(text.encode(), "unmunge", "--numeric", "--keys=UID")
         if ran.code:
-            raise Refused(ran.explained())
+            raise BadCredential(ran.explained())
         facts, _, payload = ran.out.partition("\n\n")
         name, _, uid = facts.partition(":")
         if name.strip() != "UID" or not uid.strip().isdigit():
-            raise Refused("made by nobody knows whom")
+            raise BadCredential("made by nobody knows whom")
         return int(uid), payload
 
     def _run(self, said: bytes, *argv: str) -> run.ProcessResult:
@@ -146,7 +146,7 @@ class Munge(msgspec.Struct, frozen=True):
             os.close(fd)
 
 
-class KeyFile(msgspec.Struct, frozen=True):
+class KeyFileAuthenticator(msgspec.Struct, frozen=True):
     """A secret that all nodes share. The secret of a session is derived from it and never sent.
 
     `others` are read as well, and make no credential: a site replaces its key node by node.
@@ -156,7 +156,7 @@ class KeyFile(msgspec.Struct, frozen=True):
     others: tuple[bytes, ...] = ()
 
     @classmethod
-    def load(cls, path: Path) -> "KeyFile":
+    def load(cls, path: Path) -> "KeyFileAuthenticator":
         """Raises PeerError unless it is root's own, of some length, and nobody else can read it."""
         with opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
             facts = os.fstat(fd)
@@ -170,29 +170,29 @@ class KeyFile(msgspec.Struct, frozen=True):
             )
         return cls(shared)
 
-    def offer(self, key: str) -> Offer:
+    def offer(self, key: str) -> Credential:
         made, nonce = round(time.time() * 1000), secrets.token_hex(SECRET_BYTES)
         mac = _keyed(self.shared, "session", key, str(made), nonce).hex()
-        text = msgspec.json.encode(_Signed(PROTOCOL, key, made, nonce, mac)).decode()
-        return Offer(text, _keyed(self.shared, "secret", key, str(made), nonce))
+        text = msgspec.json.encode(_SignedCredential(PROTOCOL, key, made, nonce, mac)).decode()
+        return Credential(text, _keyed(self.shared, "secret", key, str(made), nonce))
 
-    def read(self, text: str) -> Claim:
+    def read(self, text: str) -> VerifiedClaim:
         try:
-            said = msgspec.json.decode(text, type=_Signed)
+            said = msgspec.json.decode(text, type=_SignedCredential)
         except msgspec.MsgspecError as error:
-            raise Refused(f"not of this kind: {error}") from None
+            raise BadCredential(f"not of this kind: {error}") from None
         about = said.key, str(said.made), said.nonce
         shared = next((one for one in (self.shared, *self.others) if _is_by(one, said)), None)
         if said.protocol != PROTOCOL or shared is None:
-            raise Refused("made with another key")
+            raise BadCredential("made with another key")
         # As munge does: the other node's clock may be ahead of this one's.
         age = time.time() - said.made / 1000
         if abs(age) > CREDENTIAL_SECONDS:
-            raise Refused(f"made {age:.0f}s ago, by another node's clock")
-        return Claim(said.key, _keyed(shared, "secret", *about))
+            raise BadCredential(f"made {age:.0f}s ago, by another node's clock")
+        return VerifiedClaim(said.key, _keyed(shared, "secret", *about))
 
 
-class SlurmKey(msgspec.Struct, frozen=True):
+class SlurmKeyAuthenticator(msgspec.Struct, frozen=True):
     """The keys of auth/slurm, for our own purpose. They are read each time: a site replaces them.
 
     Who can read the file can make a token of root's for slurmd. What is derived (HKDF, RFC 5869)
@@ -201,13 +201,13 @@ class SlurmKey(msgspec.Struct, frozen=True):
 
     file: Path
 
-    def offer(self, key: str) -> Offer:
+    def offer(self, key: str) -> Credential:
         return self._derived().offer(key)
 
-    def read(self, text: str) -> Claim:
+    def read(self, text: str) -> VerifiedClaim:
         return self._derived().read(text)
 
-    def _derived(self) -> KeyFile:
+    def _derived(self) -> KeyFileAuthenticator:
         """Raises PeerError where the file cannot be used."""
         try:
             keys = auth_key.load(self.file, time.time())
@@ -215,28 +215,28 @@ class SlurmKey(msgspec.Struct, frozen=True):
             raise PeerError(f"{self.file}: {error.strerror}") from None
         except ValueError as error:
             raise PeerError(str(error), "peers.key_file takes its place") from None
-        return KeyFile(derive(keys.default), tuple(map(derive, keys.others)))
+        return KeyFileAuthenticator(derive(keys.default), tuple(map(derive, keys.others)))
 
 
-def prover(key_file: str | None, places: Places) -> Prover:
+def prover(key_file: str | None, places: NodePaths) -> Authenticator:
     """The prover that the configuration names, else that of Slurm's AuthType.
 
     Raises PeerError, OSError; NoCredential where there is none.
     """
     if key_file is not None:
-        return KeyFile.load(Path(key_file))
+        return KeyFileAuthenticator.load(Path(key_file))
     if places.munge:
-        return Munge(places.munge)
+        return MungeAuthenticator(places.munge)
     kind = auth_key.auth_type(places.slurm_conf, places.root)
     if kind == "munge":
         if not run.which("munge"):
             raise NoCredential("munge is not installed", "or set peers.key_file")
-        return Munge()
+        return MungeAuthenticator()
     file = auth_key.find(places.slurm_conf, places.root) if kind == "slurm" else None
     if file is None:
         what = "no slurm.key is beside slurm.conf" if kind == "slurm" else "AuthType proves nothing"
         raise NoCredential(what, "set peers.key_file")
-    return SlurmKey(file)
+    return SlurmKeyAuthenticator(file)
 
 
 def derive(key: bytes, info: bytes = PURPOSE) -> bytes:
@@ -245,11 +245,11 @@ def derive(key: bytes, info: bytes = PURPOSE) -> bytes:
     return hmac.digest(extracted, info + b"\1", hashlib.sha256)
 
 
-def check(prover: Prover) -> None:
+def check(prover: Authenticator) -> None:
     """Reads a credential of its own: what fails here fails with every peer. Raises PeerError."""
     try:
         prover.read(prover.offer("").text)
-    except Refused as refused:
+    except BadCredential as refused:
         raise PeerError(str(refused), "run it as root, and see munged") from None
 
 
@@ -279,7 +279,7 @@ def same(mac: str, other: str) -> bool:
     return hmac.compare_digest(mac.encode(), other.encode(errors="replace"))
 
 
-def _is_by(shared: bytes, said: _Signed) -> bool:
+def _is_by(shared: bytes, said: _SignedCredential) -> bool:
     right = _keyed(shared, "session", said.key, str(said.made), said.nonce)
     return same(right.hex(), said.mac)
 

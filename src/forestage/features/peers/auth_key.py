@@ -26,14 +26,14 @@ _COPIES = ("/run/slurm/conf/", "/conf-cache/")
 AuthType = Literal["munge", "slurm", "other"]
 
 
-class AuthKeys(msgspec.Struct, frozen=True):
+class SlurmAuthKeys(msgspec.Struct, frozen=True):
     """The keys of a cluster: with `default` tokens are made, with all of them they are read."""
 
     default: bytes
     others: tuple[bytes, ...] = ()
 
 
-class _Key(msgspec.Struct, frozen=True):
+class _JwksKey(msgspec.Struct, frozen=True):
     """One key of slurm.jwks: `k` in base64 or base64url, `exp` in seconds since the epoch."""
 
     k: str
@@ -41,8 +41,8 @@ class _Key(msgspec.Struct, frozen=True):
     exp: int | None = None
 
 
-class _Keys(msgspec.Struct, frozen=True):
-    keys: tuple[_Key, ...]
+class _JwksFile(msgspec.Struct, frozen=True):
+    keys: tuple[_JwksKey, ...]
 
 
 def auth_type(named: str, root: Path = Path("/")) -> AuthType:
@@ -68,7 +68,7 @@ def find(named: str, root: Path = Path("/")) -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
-def load(file: Path, now: float) -> AuthKeys:
+def load(file: Path, now: float) -> SlurmAuthKeys:
     """Return the keys of slurm.key or slurm.jwks; `now` is the time, by which keys of it end.
 
     Raises OSError; ValueError where slurmd would not start with the file, or the key is too short.
@@ -79,12 +79,14 @@ def load(file: Path, now: float) -> AuthKeys:
         if not stat.S_ISREG(facts.st_mode) or facts.st_mode & stat.S_IRWXO:
             raise ValueError(f"{file} can be read or written by all")
         text = os.read(fd, LONGEST)
-    return _parse(file, text, now) if file.name.endswith(".jwks") else AuthKeys(_long(file, text))
+    return (
+        _parse(file, text, now) if file.name.endswith(".jwks") else SlurmAuthKeys(_long(file, text))
+    )
 
 
-def _parse(file: Path, text: bytes, now: float) -> AuthKeys:
+def _parse(file: Path, text: bytes, now: float) -> SlurmAuthKeys:
     try:
-        keys = msgspec.json.decode(text, type=_Keys).keys
+        keys = msgspec.json.decode(text, type=_JwksFile).keys
         decoded = [(key, _decode(key.k)) for key in keys]
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no list of keys: {error}") from None
@@ -94,7 +96,7 @@ def _parse(file: Path, text: bytes, now: float) -> AuthKeys:
     if default is None and not found:
         raise ValueError(f"{file} has no key")
     first = default if default is not None else found[0][1]
-    return AuthKeys(first, tuple(raw for raw in good if raw != first))
+    return SlurmAuthKeys(first, tuple(raw for raw in good if raw != first))
 
 
 def _decode(text: str) -> bytes:

@@ -12,15 +12,15 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from forestage.check import site as sites
-from forestage.check.finding import Finding, Level
-from forestage.check.site import Conf
+from forestage.check.finding import CheckFinding, Level
+from forestage.check.site import ParsedSlurmConf
 from forestage.clock import Clock
-from forestage.config import Address, Config
+from forestage.config import Config, ServiceAddress
 from forestage.errors import ForestageError
 from forestage.features.contexts import CheckFacts
 from forestage.features.peers import activation, addresses, auth, node_list, proven, unanswered
-from forestage.features.peers.addresses import Addresses
-from forestage.paths import Places
+from forestage.features.peers.addresses import NodeAddresses
+from forestage.paths import NodePaths
 from forestage.slurm import nodelist
 from forestage.system import as_user
 from forestage.system.tree import HANGS, RootedTree
@@ -34,7 +34,7 @@ _EACH_READS = (
 )
 
 
-def findings(facts: CheckFacts) -> Iterator[Finding | str]:
+def findings(facts: CheckFacts) -> Iterator[CheckFinding | str]:
     """Prove this node to itself, look who listens, and resolve names of other nodes."""
     yield "the peer service and the names of nodes"
     target, config = facts.target, facts.settings.of_node
@@ -49,8 +49,8 @@ def wants_unit(config: Config) -> bool:
 
 
 def _service_and_names(
-    files: RootedTree, places: Places, config: Config, conf: Conf | None, clock: Clock
-) -> Iterator[Finding]:
+    files: RootedTree, places: NodePaths, config: Config, conf: ParsedSlurmConf | None, clock: Clock
+) -> Iterator[CheckFinding]:
     if not activation.may_serve(config):
         return
     peers = config.peers
@@ -59,9 +59,9 @@ def _service_and_names(
     try:
         prover = auth.prover(peers.key_file, places)
         auth.check(prover)
-        has_munge = isinstance(prover, auth.Munge)
+        has_munge = isinstance(prover, auth.MungeAuthenticator)
     except (ForestageError, OSError) as error:
-        yield Finding(
+        yield CheckFinding(
             "peer-proof",
             level,
             f"this node cannot prove to other nodes who it is: {error}",
@@ -72,7 +72,7 @@ def _service_and_names(
     yield from _service(files, peers.port, is_served, level)
     silent = sorted(unanswered.read_silent(places, clock.monotonic()))
     if silent:
-        yield Finding(
+        yield CheckFinding(
             "peer-silent",
             "note",
             f"the peer service of {_name_some(silent)} did not answer within the last minutes",
@@ -82,7 +82,7 @@ def _service_and_names(
         )
     nodes = _nodes(places, conf, clock.wall())
     if has_munge and is_served and len(nodes) > 1 and proven.read(places) is None:
-        yield Finding(
+        yield CheckFinding(
             "peer-unproven",
             "note",
             "no other node has shown yet that it has the same munge key",
@@ -92,10 +92,10 @@ def _service_and_names(
     yield from _names(_sample(nodes), addresses.load(peers, places))
 
 
-def _service(files: RootedTree, port: int, is_served: bool, level: Level) -> Iterator[Finding]:
+def _service(files: RootedTree, port: int, is_served: bool, level: Level) -> Iterator[CheckFinding]:
     """Yield what keeps other nodes from this node's service."""
     if sites.lacks(files, PEER_SERVICE):
-        yield Finding(
+        yield CheckFinding(
             "peer-service",
             level,
             f"{PEER_SERVICE} is not enabled",
@@ -107,7 +107,7 @@ def _service(files: RootedTree, port: int, is_served: bool, level: Level) -> Ite
     known = [table for table in tables if table is not None]
     listening = [address for table in known for address in _list_listeners(table, port)]
     if known and not listening:
-        yield Finding(
+        yield CheckFinding(
             "peer-service",
             level,
             f"no process listens on port {port}: the peer service does not run",
@@ -117,7 +117,7 @@ def _service(files: RootedTree, port: int, is_served: bool, level: Level) -> Ite
             else "slurm.conf: HealthCheckProgram=/usr/lib/forestage/bin/forestage-health starts it",
         )
     elif known and not is_served:
-        yield Finding(
+        yield CheckFinding(
             "peer-port",
             level,
             f"another program than the peer service listens on port {port}",
@@ -126,7 +126,7 @@ def _service(files: RootedTree, port: int, is_served: bool, level: Level) -> Ite
             " all nodes",
         )
     elif known and all(address.is_loopback for address in listening):
-        yield Finding(
+        yield CheckFinding(
             "peer-loopback",
             level,
             f"the peer service listens at {listening[0]} alone, which no other node reaches",
@@ -151,7 +151,7 @@ def _parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(b"".join(words))
 
 
-def _nodes(places: Places, conf: Conf | None, now: float) -> list[str]:
+def _nodes(places: NodePaths, conf: ParsedSlurmConf | None, now: float) -> list[str]:
     """Return nodes that copies may ask: by root's list, else the fixed ones of slurm.conf."""
     with contextlib.suppress(OSError):
         if listed := node_list.read(places, now):
@@ -166,13 +166,13 @@ def _sample(names: list[str]) -> list[str]:
     return names[::step][:SAMPLE]
 
 
-def _names(names: list[str], known: Addresses) -> Iterator[Finding]:
+def _names(names: list[str], known: NodeAddresses) -> Iterator[CheckFinding]:
     """Whether this node's name service knows the names by which other nodes are asked."""
     works = [functools.partial(_has_address, known.of(name)) for name in names]
     found = as_user.each(works, bool, HANGS, 2 * HANGS, SAMPLE)
     bad = [name for name, known in zip(names, found, strict=True) if not known]
     if bad:
-        yield Finding(
+        yield CheckFinding(
             "peer-names",
             "note",
             f"{len(bad)} of {len(names)} nodes that were tried have no address here:"
@@ -188,7 +188,7 @@ def _name_some(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-def _has_address(address: Address) -> bool:
+def _has_address(address: ServiceAddress) -> bool:
     tried = (address.host, address.otherwise)
     return any(resolve(name) for name in tried if name)
 

@@ -23,15 +23,20 @@ from forestage.features.peers import (
     proven,
     unanswered,
 )
-from forestage.features.peers.auth import Prover
-from forestage.features.peers.connection import MOMENT, ChunkRefused, Connection
-from forestage.features.peers.known_copies import Others
-from forestage.features.peers.protocol import ChunkRequest, Receiver, Session, SessionUnknown
-from forestage.paths import Places
+from forestage.features.peers.auth import Authenticator
+from forestage.features.peers.connection import MOMENT, PeerConnection, PeerRequestError
+from forestage.features.peers.known_copies import OtherJobsPeers
+from forestage.features.peers.protocol import (
+    ChunkReceiver,
+    ChunkRequest,
+    PeerSession,
+    SessionUnknown,
+)
+from forestage.paths import NodePaths
 from forestage.slurm.nodelist import expand
 
 KEPT = 32  # connections of one thread
-NOBODY = Others()
+NOBODY = OtherJobsPeers()
 SILENCE = 0.9  # seconds without an answer; less than connection.CONNECT
 AGAIN = 1.0  # seconds for which one thread's failure to open a session counts for all threads
 
@@ -41,23 +46,23 @@ class _SharedSession:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.session: Session | None = None
-        self.failed: ChunkRefused | None = None
+        self.session: PeerSession | None = None
+        self.failed: PeerRequestError | None = None
         self.failed_at = 0.0
 
     @contextlib.contextmanager
     def held(self, stop: Callable[[], bool]) -> Iterator[None]:
-        """Takes the lock; opening a session may take seconds. Raises ChunkRefused at `stop`."""
+        """Takes the lock; opening a session may take seconds. Raises PeerRequestError at `stop`."""
         while not self.lock.acquire(timeout=MOMENT):
             if stop():
-                raise ChunkRefused("slow", "it is not wanted any more")
+                raise PeerRequestError("slow", "it is not wanted any more")
         try:
             yield
         finally:
             self.lock.release()
 
 
-class Peers:
+class PeerClient:
     """Nodes for the copy of one key: `nodes` share the reading, `givers` are of other jobs."""
 
     def __init__(
@@ -66,27 +71,28 @@ class Peers:
         nodes: tuple[str, ...],
         me: str,
         key: str,
-        prover: Prover,
-        others: Others = NOBODY,
-        places: Places | None = None,
+        prover: Authenticator,
+        others: OtherJobsPeers = NOBODY,
+        places: NodePaths | None = None,
     ) -> None:
         self.givers = others.givers
         self.leaders = others.readers if others.follows else ()
         self.nodes = nodes if others.follows else (*nodes, *others.readers)
         self.me = me
         self._key = key
-        self._addresses = addresses.load(config.peers, places or Places())
+        self._addresses = addresses.load(config.peers, places or NodePaths())
         self._prover = prover
-        self._places = places or Places()
+        self._places = places or NodePaths()
         self._sessions = {node: _SharedSession() for node in (*nodes, *self.givers)}
         self._is_proven = False
         self._own = threading.local()  # each thread's connections
 
-    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: ChunkReceiver) -> bytes:
         """Writes a chunk to the receiver and returns its digest, which the bytes have.
 
-        Raises ChunkRefused: then nothing that was written counts. What `receiver.write` raises goes
-        through. The first chunk of a peer may take protocol.HANDSHAKE seconds more than its limit.
+        Raises PeerRequestError: then nothing that was written counts. What `receiver.write` raises
+        goes through. The first chunk of a peer may take protocol.HANDSHAKE seconds more than its
+        limit.
         """
         line = self._connection(peer)
         for _ in range(2):
@@ -95,18 +101,18 @@ class Peers:
                 return protocol.fetch(line, session, self._key, chunk, receiver)
             except SessionUnknown:
                 self._forget(peer, session, receiver.stop)
-        raise ChunkRefused("refused", "the session is not known")
+        raise PeerRequestError("refused", "the session is not known")
 
     def greet(self, peer: str, stop: Callable[[], bool]) -> None:
-        """Opens the session with a peer, by a connection of its own. Raises ChunkRefused.
+        """Opens the session with a peer, by a connection of its own. Raises PeerRequestError.
 
         Notes for other copies whether it was silent; a refusal is no silence.
         """
         begun = time.monotonic()
-        line = Connection(self._addresses.of(peer))
+        line = PeerConnection(self._addresses.of(peer))
         try:
             self._session(peer, line, stop)
-        except ChunkRefused as refused:
+        except PeerRequestError as refused:
             now = time.monotonic()
             if now - begun >= SILENCE:
                 unanswered.note_silence(self._places, peer, now)
@@ -133,31 +139,31 @@ class Peers:
         nodes = [node for node in dict.fromkeys(known) if node in self._sessions]
         notices.tell(self._addresses, nodes, self._key, reader, self._prover)
 
-    def _connection(self, peer: str) -> Connection:
+    def _connection(self, peer: str) -> PeerConnection:
         """This thread's connection to a peer; a new one takes the place of the least recent one."""
         if not hasattr(self._own, "lines"):
             self._own.lines = OrderedDict()
-        lines: OrderedDict[str, Connection] = self._own.lines
+        lines: OrderedDict[str, PeerConnection] = self._own.lines
         if peer not in lines:
-            lines[peer] = Connection(self._addresses.of(peer))
+            lines[peer] = PeerConnection(self._addresses.of(peer))
             while len(lines) > KEPT:
                 lines.popitem(last=False)[1].close()
         lines.move_to_end(peer)
         return lines[peer]
 
-    def _session(self, peer: str, line: Connection, stop: Callable[[], bool]) -> Session:
-        """The copy's session with a peer, opened if need be. Raises ChunkRefused."""
+    def _session(self, peer: str, line: PeerConnection, stop: Callable[[], bool]) -> PeerSession:
+        """The copy's session with a peer, opened if need be. Raises PeerRequestError."""
         shared = self._sessions[peer]
         with shared.held(stop):
             if shared.session is not None:
                 return shared.session
             # Else each thread would wait for the time-out of its own connection, one by one.
             if shared.failed is not None and time.monotonic() - shared.failed_at < AGAIN:
-                raise ChunkRefused(shared.failed.why, str(shared.failed))
+                raise PeerRequestError(shared.failed.why, str(shared.failed))
             try:
                 shared.session = protocol.open_session(line, self._key, self._prover, stop)
                 self._note_proof(peer)
-            except ChunkRefused as failed:
+            except PeerRequestError as failed:
                 if failed.why != "slow":  # else only this thread does not want its chunk any more
                     shared.failed, shared.failed_at = failed, time.monotonic()
                 raise
@@ -169,7 +175,7 @@ class Peers:
             self._is_proven = True
             proven.note(self._places, peer, time.time())
 
-    def _forget(self, peer: str, session: Session, stop: Callable[[], bool]) -> None:
+    def _forget(self, peer: str, session: PeerSession, stop: Callable[[], bool]) -> None:
         shared = self._sessions[peer]
         with shared.held(stop):
             if shared.session is session:  # else another thread has opened a new one
@@ -181,12 +187,12 @@ def of_nodes(
     node_name: str,
     nodelist: str,
     key: str,
-    places: Places | None,
+    places: NodePaths | None,
     ahead: bool,
     chunks: int | None,
-) -> Peers | None:
+) -> PeerClient | None:
     """As peers.of_job, which loads this for more than one node."""
-    nodes, places = expand(nodelist), places or Places()
+    nodes, places = expand(nodelist), places or NodePaths()
     if chunks is not None and not activation.is_worthwhile(config, len(nodes), chunks):
         return None
     if node_name not in nodes:
@@ -199,4 +205,4 @@ def of_nodes(
     others = known_copies.find(found, key, node_name, nodes, listed, prover, ahead)
     if len(nodes) < 2 and not others.givers:
         return None
-    return Peers(config, nodes, node_name, key, prover, others, places)
+    return PeerClient(config, nodes, node_name, key, prover, others, places)

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from forestage.commands.world import World
+    from forestage.commands.world import CommandContext
 
 
 @click.command()
 @click.option("--node", metavar="NAME", help="This node as Slurm names it; else its host name.")
 @click.pass_obj
-def peer(world: "World", node: str | None) -> None:
+def peer(world: "CommandContext", node: str | None) -> None:
     """Serve chunks to the other nodes until it is ended.
 
     Started by forestage-peer.service; it ends at once where `peers.enabled` is false.
     """
     from forestage.features.peers import server
-    from forestage.slurm.queue import Slurm
+    from forestage.slurm.queue import SlurmClient
 
-    slurm = Slurm.of(os.environ)
+    slurm = SlurmClient.of(os.environ)
     server.run(world.node(), node or slurm.node, slurm)
 
 

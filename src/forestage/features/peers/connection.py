@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forestage.config import Address
+from forestage.config import ServiceAddress
 from forestage.features.peers.schedule import Why
 
 CONNECT = 1.0  # seconds for each address of a name; as long for the name itself
@@ -26,7 +26,7 @@ MANY = 256 << 10  # bytes that are worth waking up for
 MAX_SMALL = 4096  # bytes of a response that is no chunk
 
 
-class ChunkRefused(Exception):
+class PeerRequestError(Exception):
     """A chunk did not come from a peer; `why` is what the schedule learns from it.
 
     absent: the service runs and does not have the chunk (yet) · refused: not reached, or turned
@@ -39,7 +39,7 @@ class ChunkRefused(Exception):
         self.why: Why = why
 
 
-class Limit:
+class ResponseDeadline:
     """How long one response may take; seconds.
 
     Its first byte may take `wait` longer than STALL, which is the limit between two reads. `until`
@@ -59,12 +59,12 @@ class Limit:
         return time.monotonic() + self._patience
 
     def moment(self, until: float) -> float:
-        """Seconds until the next look. Raises ChunkRefused; TimeoutError at `until`."""
+        """Seconds until the next look. Raises PeerRequestError; TimeoutError at `until`."""
         if self._stop():
-            raise ChunkRefused("slow", "it is not wanted any more")
+            raise PeerRequestError("slow", "it is not wanted any more")
         now = time.monotonic()
         if now >= self._until:
-            raise ChunkRefused(self._late, "it took too long")
+            raise PeerRequestError(self._late, "it took too long")
         if now >= until:
             raise TimeoutError
         return min(MOMENT, self._until - now, until - now)
@@ -73,10 +73,10 @@ class Limit:
         self._patience = STALL
 
 
-class _Bounded(socket.socket):
+class _BoundedSocket(socket.socket):
     """A connected socket; http.client reads it by nothing but `recv_into`."""
 
-    limit: Limit
+    limit: ResponseDeadline
     _enough = 1  # bytes that wake a waiting thread
 
     def recv_into(self, *args: Any) -> int:
@@ -106,12 +106,12 @@ class _Bounded(socket.socket):
             self._enough = enough
 
 
-class Connection(http.client.HTTPConnection):
+class PeerConnection(http.client.HTTPConnection):
     """A connection that is made when it is needed, and kept. For one thread at a time."""
 
-    sock: _Bounded | None
+    sock: _BoundedSocket | None
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ServiceAddress) -> None:
         super().__init__(address.host, address.port)
         self._address = address
 
@@ -119,13 +119,13 @@ class Connection(http.client.HTTPConnection):
     def is_open(self) -> bool:
         return self.sock is not None
 
-    def open(self, limit: Limit) -> None:
-        """Connects, if need be, and sets the limit of what follows. Raises ChunkRefused."""
+    def open(self, limit: ResponseDeadline) -> None:
+        """Connects, if need be, and sets the limit of what follows. Raises PeerRequestError."""
         if self.sock is None:
             try:
                 self.sock = _connected(self._address, limit)
             except OSError as error:
-                raise ChunkRefused("refused", str(error)) from None
+                raise PeerRequestError("refused", str(error)) from None
         self.sock.settimeout(STALL)
         self.sock.limit = limit
 
@@ -134,20 +134,20 @@ class Connection(http.client.HTTPConnection):
         method: str,
         path: str,
         headers: Mapping[str, str],
-        limit: Limit,
+        limit: ResponseDeadline,
         body: bytes | None = None,
     ) -> http.client.HTTPResponse:
         """Sends a request and returns its response, of which the head has been read.
 
-        Raises ChunkRefused, OSError (TimeoutError: silence), http.client.HTTPException. The caller
-        must `close` after an error, and after a response that was not read to its end.
+        Raises PeerRequestError, OSError (TimeoutError: silence), http.client.HTTPException. The
+        caller must `close` after an error, and after a response that was not read to its end.
         """
         self.open(limit)
         self.request(method, path, body, headers)
         return self.getresponse()
 
 
-class _Unresolved(OSError):
+class _ResolveError(OSError):
     """A name for which the name service has no address, or none in time."""
 
 
@@ -155,19 +155,19 @@ _unresolved: set[str] = set()
 """Such names, for which this process, that of one copy, does not wait a second time."""
 
 
-def _connected(address: Address, limit: Limit) -> _Bounded:
-    """Raises ChunkRefused where it is not wanted or late, OSError where nobody is reached."""
+def _connected(address: ServiceAddress, limit: ResponseDeadline) -> _BoundedSocket:
+    """Raises PeerRequestError where it is not wanted or late, OSError where nobody is reached."""
     if not address.otherwise:
         return _connected_to(address.host, address.port, limit, 2 * CONNECT)
     if address.host not in _unresolved:
         try:
             return _connected_to(address.host, address.port, limit, CONNECT)
-        except _Unresolved:
+        except _ResolveError:
             _unresolved.add(address.host)
     return _connected_to(address.otherwise, address.port, limit, 2 * CONNECT)
 
 
-def _connected_to(host: str, port: int, limit: Limit, patience: float) -> _Bounded:
+def _connected_to(host: str, port: int, limit: ResponseDeadline, patience: float) -> _BoundedSocket:
     """Connect to a host, for whose address its name service has `patience` seconds.
 
     Raises as `_connected`. Nothing can interrupt getaddrinfo(3), so this has a thread of its own,
@@ -201,18 +201,18 @@ def _connected_to(host: str, port: int, limit: Limit, patience: float) -> _Bound
     thread.start()
     while thread.is_alive():
         if not resolved.is_set() and time.monotonic() >= start + patience:
-            raise _Unresolved(f"{host}: its name service does not answer")
+            raise _ResolveError(f"{host}: its name service does not answer")
         thread.join(limit.moment(start + 2 * CONNECT))
     if not made:
-        kind = OSError if resolved.is_set() else _Unresolved
+        kind = OSError if resolved.is_set() else _ResolveError
         raise kind(f"{host}: {failed[0]}")
-    line = _Bounded(fileno=made[0].detach())
+    line = _BoundedSocket(fileno=made[0].detach())
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return line
 
 
 def read_small(response: http.client.HTTPResponse) -> bytes:
-    """The whole of a short body. Raises what `Connection.ask` raises."""
+    """The whole of a short body. Raises what `PeerConnection.ask` raises."""
     body = response.read(MAX_SMALL)
     if not response.isclosed():
         raise http.client.HTTPException("a response that is long, or of no known length")

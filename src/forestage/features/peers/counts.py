@@ -5,23 +5,23 @@ It is kept in tally.json, as `given` and `last_given` of its `tally`.
 
 import msgspec
 
-from forestage.features.peers.stats import Uploaded
-from forestage.paths import Places
+from forestage.features.peers.stats import UploadCounts
+from forestage.paths import NodePaths
 from forestage.system import records
 
 
-class GivenCounts(msgspec.Struct):
+class UploadTotals(msgspec.Struct):
     """All that was sent, and what the service's own counts were then: they restart with it."""
 
-    given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
-    last_given: Uploaded = msgspec.field(default_factory=lambda: Uploaded(0.0))
+    given: UploadCounts = msgspec.field(default_factory=lambda: UploadCounts(0.0))
+    last_given: UploadCounts = msgspec.field(default_factory=lambda: UploadCounts(0.0))
 
-    def add(self, now: Uploaded | None) -> None:
+    def add(self, now: UploadCounts | None) -> None:
         """Count what was sent since the last call."""
         if now is None:
             return
         same = now.since == self.last_given.since
-        before = self.last_given if same else Uploaded(now.since)
+        before = self.last_given if same else UploadCounts(now.since)
         self.given.bytes += max(0, now.bytes - before.bytes)
         self.given.chunks += max(0, now.chunks - before.chunks)
         self.given.sessions += max(0, now.sessions - before.sessions)
@@ -29,12 +29,12 @@ class GivenCounts(msgspec.Struct):
         self.last_given = msgspec.structs.replace(now, keys={})
 
 
-class _Record(msgspec.Struct):
+class _PeerTallyRecord(msgspec.Struct):
     """Of tally.json what is of peers."""
 
-    tally: GivenCounts = msgspec.field(default_factory=GivenCounts)
+    tally: UploadTotals = msgspec.field(default_factory=UploadTotals)
 
 
-def read_counts(places: Places) -> GivenCounts:
+def read_counts(places: NodePaths) -> UploadTotals:
     """Return what tally.json has, nothing where it cannot be read. Raises OSError."""
-    return (records.find(places.tally, _Record) or _Record()).tally
+    return (records.find(places.tally, _PeerTallyRecord) or _PeerTallyRecord()).tally

@@ -10,7 +10,7 @@ from forestage.cache.part import chunk_count
 from forestage.errors import PeerError
 from forestage.features import peers
 from forestage.features.peers import activation, stats
-from forestage.stage.engines import Fetched
+from forestage.stage.engines import EngineResult
 
 MAX_SHARED = 131072  # chunks: more of them fit no header (32 KiB) and are not asked of peers
 
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
     import threading
 
     from forestage.cache.part import Part
-    from forestage.cache.readers import Readers
-    from forestage.features.peers.client import Peers
-    from forestage.sources.source import Content
-    from forestage.stage.chunks import Tuning
-    from forestage.stage.task import Task
+    from forestage.cache.readers import ArrivalMap
+    from forestage.features.peers.client import PeerClient
+    from forestage.sources.source import ReadableSource
+    from forestage.stage.chunks import CopyTuning
+    from forestage.stage.task import CopyTask
 
 
 class PeerHelpers:
     """The nodes that help with one copy."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: PeerClient) -> None:
         self.peers = peers
 
     def copy(
         self,
-        source: Content,
+        source: ReadableSource,
         part: Part,
-        tuning: Tuning,
+        tuning: CopyTuning,
         stop: threading.Event,
-        readers: Readers | None,
-    ) -> Fetched:
+        readers: ArrivalMap | None,
+    ) -> EngineResult:
         """Copy as chunks.copy does, with chunks of other nodes."""
         from forestage.features.peers import with_peers  # few copies have peers
 
         # What peers send takes the same links and processors: the source's pace is not known.
         given = with_peers.copy(source, part, tuning, stop, self.peers, readers)
-        return Fetched(given, self.peers.givers)
+        return EngineResult(given, self.peers.givers)
 
 
-def helpers(task: Task) -> PeerHelpers | None:
+def helpers(task: CopyTask) -> PeerHelpers | None:
     """Return the nodes that are to help; without them a copy is merely slower."""
     node, job = task.node, task.job
     if not activation.is_on(node.config, node.places, node.clock.monotonic()):
@@ -66,7 +66,7 @@ def helpers(task: Task) -> PeerHelpers | None:
     return PeerHelpers(found) if found else None
 
 
-def uploaded(task: Task) -> int:
+def uploaded(task: CopyTask) -> int:
     """Return the bytes of this key that the node's peer service uploaded.
 
     It writes them once a second.

@@ -1,6 +1,7 @@
 """Who may have a copy of a key, on nodes of other jobs: a question that is an announcement too.
 
-    GET /v1/copies/<key>[/<node>]   <node> is about to copy <key>; the answer: `Answer`, with a MAC
+    GET /v1/copies/<key>[/<node>]   <node> is about to copy <key>; the answer: `KnownCopiesReply`,
+with a MAC
 
 A stager asks ASKED nodes of root's own list (features/peers/node_list.py), those that come first in
 the
@@ -27,10 +28,10 @@ from typing import NamedTuple
 import msgspec
 
 from forestage.features.peers import protocol
-from forestage.features.peers.addresses import Finder
-from forestage.features.peers.auth import Prover
-from forestage.features.peers.connection import ChunkRefused, Connection, Limit
-from forestage.features.peers.ring import Ring
+from forestage.features.peers.addresses import AddressFinder
+from forestage.features.peers.auth import Authenticator
+from forestage.features.peers.connection import PeerConnection, PeerRequestError, ResponseDeadline
+from forestage.features.peers.ring import NodeRing
 
 ASKED = 3  # nodes for each copy
 TRIED = 2  # nodes of those that are named
@@ -46,7 +47,7 @@ MOST = 4096  # bytes of an answer
 PATH = re.compile(r"/v1/copies/([0-9a-f]{32})(?:/([A-Za-z0-9][A-Za-z0-9._-]{0,62}))?")
 
 
-class Answer(msgspec.Struct, frozen=True):
+class KnownCopiesReply(msgspec.Struct, frozen=True):
     """Whether the node that was asked has anything of the key itself, and who else asked for it.
 
     `nodes` are those that asked last, `first` those that asked first of late; both in their order.
@@ -57,7 +58,7 @@ class Answer(msgspec.Struct, frozen=True):
     first: tuple[str, ...] = ()
 
 
-class Others(NamedTuple):
+class OtherJobsPeers(NamedTuple):
     """Nodes of other jobs that may give chunks, and how a copy ahead of a job stands to them.
 
     `readers` are those of the givers that share the reading: with this node, unless it `follows`.
@@ -68,7 +69,7 @@ class Others(NamedTuple):
     follows: bool = False
 
 
-class Askers:
+class RequesterTable:
     """Who asked for which key lately, the last `names` of them; seconds are monotonic.
 
     With `first` the first of them instead.
@@ -94,7 +95,7 @@ class Askers:
 
 def whom_to_ask(key: str, nodes: Collection[str], me: str) -> list[str]:
     """Pure: the nodes that remember who has the key, three others; this one too if it does."""
-    asked = list(Ring(key, tuple(nodes)).nodes[: ASKED + 1])
+    asked = list(NodeRing(key, tuple(nodes)).nodes[: ASKED + 1])
     if me not in asked[:ASKED]:
         return asked[:ASKED]
     return asked if asked != [me] else []
@@ -102,10 +103,12 @@ def whom_to_ask(key: str, nodes: Collection[str], me: str) -> list[str]:
 
 def announces(key: str, job: Collection[str], me: str) -> bool:
     """Pure: whether this node of the job is one of those that say who they are."""
-    return me in Ring(key, tuple(job)).nodes[:OF_JOB]
+    return me in NodeRing(key, tuple(job)).nodes[:OF_JOB]
 
 
-def to_try(answers: Sequence[tuple[str, Answer]], known: Collection[str]) -> tuple[str, ...]:
+def to_try(
+    answers: Sequence[tuple[str, KnownCopiesReply]], known: Collection[str]
+) -> tuple[str, ...]:
     """Pure: the nodes to take from; who has a copy before who is only named.
 
     `known` are the nodes of root's list that are not of the job: no other name counts.
@@ -116,7 +119,7 @@ def to_try(answers: Sequence[tuple[str, Answer]], known: Collection[str]) -> tup
 
 
 def who_reads(
-    asked: Sequence[str], answers: Sequence[tuple[str, Answer]], known: Collection[str]
+    asked: Sequence[str], answers: Sequence[tuple[str, KnownCopiesReply]], known: Collection[str]
 ) -> tuple[str, ...]:
     """Pure: the nodes that began to read ahead before this one, by one node's word.
 
@@ -128,14 +131,14 @@ def who_reads(
 
 
 def find(
-    addresses: Finder,
+    addresses: AddressFinder,
     key: str,
     me: str,
     job: Collection[str],
     nodes: Sequence[str],
-    prover: Prover,
+    prover: Authenticator,
     ahead: bool = False,
-) -> Others:
+) -> OtherJobsPeers:
     """The nodes of other jobs that may have the key; `nodes` is root's list. Within PATIENCE.
 
     `ahead`: no job waits for the copy, so nodes share the reading.
@@ -143,7 +146,7 @@ def find(
     known = frozenset(nodes).difference(job)
     asked = whom_to_ask(key, nodes, me)
     until = time.monotonic() + PATIENCE
-    came: SimpleQueue[tuple[str, Answer | None]] = SimpleQueue()
+    came: SimpleQueue[tuple[str, KnownCopiesReply | None]] = SimpleQueue()
 
     path = f"/v1/copies/{key}/{me}" if announces(key, job, me) else f"/v1/copies/{key}"
 
@@ -152,19 +155,19 @@ def find(
 
     for node in asked:  # nobody waits for the last of them: it only has to hear who asks
         threading.Thread(target=ask, args=(node,), name="ask", daemon=True).start()
-    answers: list[tuple[str, Answer]] = []
+    answers: list[tuple[str, KnownCopiesReply]] = []
     for node, answer in _until(came, len(asked), until):
         answers += [(node, answer)] if answer else []
         if len(to_try(answers, known)) == TRIED and not ahead:
             break
     before = who_reads(asked, answers, known) if ahead else ()
     givers = tuple(dict.fromkeys((*to_try(answers, known), *before)))
-    return Others(givers, before, follows=len(before) == READERS)
+    return OtherJobsPeers(givers, before, follows=len(before) == READERS)
 
 
 def _until(
-    came: "SimpleQueue[tuple[str, Answer | None]]", count: int, until: float
-) -> Iterator[tuple[str, Answer | None]]:
+    came: "SimpleQueue[tuple[str, KnownCopiesReply | None]]", count: int, until: float
+) -> Iterator[tuple[str, KnownCopiesReply | None]]:
     for _ in range(count):
         try:
             yield came.get(timeout=max(0.0, until - time.monotonic()))
@@ -173,20 +176,20 @@ def _until(
 
 
 def _ask(
-    addresses: Finder, node: str, key: str, path: str, prover: Prover, until: float
-) -> Answer | None:
+    addresses: AddressFinder, node: str, key: str, path: str, prover: Authenticator, until: float
+) -> KnownCopiesReply | None:
     """What one node answers; None: nothing, or nothing in time."""
 
     def late() -> bool:
         return time.monotonic() > until
 
-    line = Connection(addresses.of(node))
+    line = PeerConnection(addresses.of(node))
     try:
         session = protocol.open_session(line, key, prover, late)
-        limit = Limit(0.0, until, late)
+        limit = ResponseDeadline(0.0, until, late)
         body = protocol.fetch_look(line, session, path, MOST, limit)
-        return msgspec.json.decode(body, type=Answer) if body else None
-    except (ChunkRefused, protocol.SessionUnknown, msgspec.MsgspecError):
+        return msgspec.json.decode(body, type=KnownCopiesReply) if body else None
+    except (PeerRequestError, protocol.SessionUnknown, msgspec.MsgspecError):
         return None
     finally:
         line.close()

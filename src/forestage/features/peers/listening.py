@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from forestage import log
-from forestage.config.keys import Peering
-from forestage.errors import ConfigError, ForestageError, PeerError, Problem
+from forestage.config.keys import PeersSection
+from forestage.errors import ConfigError, ConfigProblem, ForestageError, PeerError
 from forestage.features.peers import node_list, slurm_nodes
-from forestage.paths import Places
-from forestage.slurm.queue import Slurm
+from forestage.paths import NodePaths
+from forestage.slurm.queue import SlurmClient
 
 PATIENCE = 30.0  # seconds for an interface, or a name, that is not there yet
 AGAIN = 1.0  # seconds between two looks
@@ -37,7 +37,7 @@ Wait = Callable[[float], None]
 
 
 def open_sockets(
-    config: Peering, places: Places, node: str, slurm: Slurm, wait: Wait = time.sleep
+    config: PeersSection, places: NodePaths, node: str, slurm: SlurmClient, wait: Wait = time.sleep
 ) -> list[socket.socket]:
     """Return the sockets of this node's service, which listen. `node` is its name in Slurm.
 
@@ -53,18 +53,20 @@ def open_sockets(
             if (where := _usable(host, config.of(node).host == node)) is None:
                 tried.append(host)
                 continue
-            with contextlib.suppress(_NotHere):
+            with contextlib.suppress(_AddressNotHere):
                 return sockets_at(config, node, where)
             tried.append(host)
         hosts = tuple(dict.fromkeys(tried))
         if left <= 0:
             what = _not_here(" or ".join(hosts), node)
-            raise ConfigError((Problem("", "peers.listen", what),))
+            raise ConfigError((ConfigProblem("", "peers.listen", what),))
         left -= AGAIN
         wait(AGAIN)
 
 
-def find_hosts(config: Peering, places: Places, node: str, slurm: Slurm) -> Iterator[str]:
+def find_hosts(
+    config: PeersSection, places: NodePaths, node: str, slurm: SlurmClient
+) -> Iterator[str]:
     """Return where other nodes find this one, the surest first; slurmctld is asked last."""
     named = config.of(node).host
     if named != node:
@@ -112,11 +114,11 @@ def _not_here(names: str, node: str) -> str:
     )
 
 
-class _NotHere(PeerError):
+class _AddressNotHere(PeerError):
     """No interface of this node has the address."""
 
 
-def sockets_at(config: Peering, node: str, where: str) -> list[socket.socket]:
+def sockets_at(config: PeersSection, node: str, where: str) -> list[socket.socket]:
     """Sockets on an address, a name or an interface; "" is all addresses. Raises PeerError.
 
     The port is the one that other nodes use for this node, so that several services on one host can
@@ -156,7 +158,9 @@ def sockets_at(config: Peering, node: str, where: str) -> list[socket.socket]:
                 raise PeerError(f"{at}: {error.strerror}", "see `peers.listen`") from None
             sockets.append(one)
         if absent is not None and not sockets:
-            raise _NotHere(f"port {port} of {where}: {absent.strerror}", "see `peers.listen`")
+            raise _AddressNotHere(
+                f"port {port} of {where}: {absent.strerror}", "see `peers.listen`"
+            )
         undo.pop_all()
     return sockets
 

@@ -28,7 +28,7 @@ POLL = 0.02  # seconds between two looks at the map of a copy, for all who wait 
 _IS_IN = b"0" + b"1" * 255  # a byte's digit
 
 
-class Present(msgspec.Struct, frozen=True):
+class PresentChunk(msgspec.Struct, frozen=True):
     """A chunk that is here: an open file, which the caller closes, and its place in bytes."""
 
     file: io.FileIO
@@ -37,27 +37,27 @@ class Present(msgspec.Struct, frozen=True):
     digest: bytes
 
 
-class Pending(msgspec.Struct, frozen=True):
+class PendingChunk(msgspec.Struct, frozen=True):
     """A chunk of a copy under way that has not arrived yet; its place in the file, in bytes."""
 
     start: int
     size: int
 
 
-class Absent(msgspec.Struct, frozen=True):
+class AbsentChunk(msgspec.Struct, frozen=True):
     """A chunk that is neither here nor being copied. `beyond`: the image has fewer chunks."""
 
     beyond: bool = False
 
 
-Found: TypeAlias = Present | Pending | Absent
+Found: TypeAlias = PresentChunk | PendingChunk | AbsentChunk
 
 
-class Known(msgspec.Struct, frozen=True):
+class LocalCopyState(msgspec.Struct, frozen=True):
     """A copy's map, empty without one, and who read what of it; None: no peer had a part in it."""
 
     digests: bytes = b""
-    noted: origins.Origins | None = None
+    noted: origins.ChunkReaders | None = None
     is_whole: bool = False
 
     def here(self, number: int | None = None) -> int:
@@ -78,7 +78,7 @@ def find(cache: Cache, key: str, number: int) -> Found:
         found = _entry(cache, key, number) if published else _part(cache, key, number)
         if found is not None:
             return found
-    return Absent()
+    return AbsentChunk()
 
 
 def read_map(cache: Cache, key: str) -> bytes:
@@ -89,19 +89,19 @@ def read_map(cache: Cache, key: str) -> bytes:
     return b""
 
 
-def look(cache: Cache, key: str) -> Known:
+def look(cache: Cache, key: str) -> LocalCopyState:
     """What is known of a copy under way, or of the entry that it has become, at this moment."""
     for directory, is_whole in ((cache.part_dir(key), False), (cache.entry_dir(key), True)):
         with contextlib.suppress(FileNotFoundError):
             # The map first: what is noted later of a chunk is true of this one as well.
             digests = files.read(directory / "map")
             if digests.startswith(digest.UNKNOWN):  # nobody could prove what came
-                return Known()
+                return LocalCopyState()
             noted = origins.read(directory)
             if noted is not None or (directory / "map").exists():
-                return Known(digests, noted, is_whole)
+                return LocalCopyState(digests, noted, is_whole)
             # It has been published, with its note.
-    return Known()
+    return LocalCopyState()
 
 
 def source_failed(cache: Cache, key: str) -> bool:
@@ -167,7 +167,7 @@ def _chunk(
 ) -> Found | None:
     """A chunk of the image in this directory; None where the directory has gone meanwhile."""
     if number >= chunk_count(image_size, chunk):
-        return Absent(beyond=True)
+        return AbsentChunk(beyond=True)
     start = number * chunk
     size = min(chunk, image_size - start)
     try:
@@ -175,18 +175,18 @@ def _chunk(
         with files.opened(directory / "map", flags) as digests:
             noted = os.pread(digests, ENTRY_BYTES, number * ENTRY_BYTES)
         if noted == digest.UNKNOWN:
-            return Absent()
+            return AbsentChunk()
         if not any(noted):
-            return Pending(start, size) if is_copied else Absent()
-        return Present(open_copy(directory / "image"), start, size, noted)
+            return PendingChunk(start, size) if is_copied else AbsentChunk()
+        return PresentChunk(open_copy(directory / "image"), start, size, noted)
     except BlockingIOError:  # a lease of its owner's: one event loop must not wait for that
-        return Absent()
+        return AbsentChunk()
     except FileNotFoundError:
         # A copy that is queued has no map yet.
-        return Pending(start, size) if is_copied and directory.is_dir() else None
+        return PendingChunk(start, size) if is_copied and directory.is_dir() else None
 
 
-class Arrivals:
+class ChunkArrivalPoller:
     """Waiting for chunks of copies under way: one poll of each map for all who wait."""
 
     def __init__(self, cache: Cache) -> None:

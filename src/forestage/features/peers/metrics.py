@@ -8,8 +8,8 @@ import msgspec
 from forestage.config import Config
 from forestage.features.contexts import MetricFamily, MetricsPart
 from forestage.features.peers import activation, counts, stats, unanswered
-from forestage.features.peers.counts import GivenCounts
-from forestage.paths import Places
+from forestage.features.peers.counts import UploadTotals
+from forestage.paths import NodePaths
 
 if TYPE_CHECKING:
     from forestage.features.contexts import MetricsFacts
@@ -26,7 +26,7 @@ def read_metrics(facts: "MetricsFacts") -> MetricsPart:
     return MetricsPart(info, tuple(list_families(silent, counts.read_counts(places))))
 
 
-def count(places: Places) -> dict[str, object]:
+def count(places: NodePaths) -> dict[str, object]:
     """Return the counts that are to be kept now. Raises OSError."""
     found = counts.read_counts(places)
     found.add(stats.read(places.peer))
@@ -40,7 +40,7 @@ def describe_peers(config: Config, has_service: bool) -> str:
     return "on" if has_service else "down"
 
 
-def list_families(silent: int, counted: GivenCounts) -> Iterator[MetricFamily]:
+def list_families(silent: int, counted: UploadTotals) -> Iterator[MetricFamily]:
     """Yield the nodes that did not answer, and what was sent. Pure."""
     text = "Nodes whose peer service did not answer this one within five minutes."
     yield MetricFamily("peers_unanswered", text, after="last_sweep_timestamp_seconds", value=silent)

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forestage.features.peers import activation
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import folders, records
 
 if TYPE_CHECKING:
     from forestage.cache.node import Node
     from forestage.clock import Clock
     from forestage.config import Config
-    from forestage.features.peers.slurm_nodes import NodeState
-    from forestage.slurm.queue import Slurm
+    from forestage.features.peers.slurm_nodes import SlurmNodeState
+    from forestage.slurm.queue import SlurmClient
 
 GOOD = 86400.0  # seconds; nobody is asked by an older list
 RENEWED = 16 * 3600.0  # seconds, the earliest
@@ -42,7 +42,7 @@ GONE = frozenset(
 )
 
 
-class NodeList(msgspec.Struct, frozen=True):
+class PeerNodeList(msgspec.Struct, frozen=True):
     """nodes.json: by the names that Slurm has for them, in their order, where slurmd is found.
 
     That is NodeAddr, an address or a name. `away` are nodes that were not up, and `written` is in
@@ -54,42 +54,42 @@ class NodeList(msgspec.Struct, frozen=True):
     away: dict[str, str] = {}
 
 
-def read(places: Places, now: float) -> tuple[str, ...]:
+def read(places: NodePaths, now: float) -> tuple[str, ...]:
     """The nodes that are up; none where there is no list, or only an old one. Raises OSError."""
     found = _find(places, now)
     return tuple(found.nodes) if found else ()
 
 
-def addresses(places: Places, now: float) -> dict[str, str]:
+def addresses(places: NodePaths, now: float) -> dict[str, str]:
     """NodeAddr by node, also of those that were not up; as `read`. Raises OSError."""
     found = _find(places, now)
     return {**found.away, **found.nodes} if found else {}
 
 
-def _find(places: Places, now: float) -> NodeList | None:
-    found = records.find(places.nodes, NodeList)
+def _find(places: NodePaths, now: float) -> PeerNodeList | None:
+    found = records.find(places.nodes, PeerNodeList)
     return found if found and 0 <= now - found.written <= GOOD else None
 
 
-def age(places: Places, now: float) -> float | None:
+def age(places: NodePaths, now: float) -> float | None:
     """Seconds since the list was written; None: there is none."""
-    found = records.find(places.nodes, NodeList)
+    found = records.find(places.nodes, PeerNodeList)
     return now - found.written if found else None
 
 
-def write(places: Places, found: NodeList) -> None:
+def write(places: NodePaths, found: PeerNodeList) -> None:
     """Replaces the list. Raises OSError."""
     folders.make(places.nodes.parent, folders.PASSABLE)
     records.write(places.nodes, msgspec.json.encode(found))
 
 
-def is_wanted(config: "Config", places: Places, clock: "Clock") -> bool:
+def is_wanted(config: "Config", places: NodePaths, clock: "Clock") -> bool:
     """Whether this node's list is due, and peers are on. Raises OSError."""
     due = is_due(age(places, clock.wall()), socket.gethostname().partition(".")[0])
     return due and activation.is_on(config, places, clock.monotonic())
 
 
-def renew(node: "Node", slurm: "Slurm", wait: Callable[[float], None] = time.sleep) -> None:
+def renew(node: "Node", slurm: "SlurmClient", wait: Callable[[float], None] = time.sleep) -> None:
     """Writes the list where it is due. Raises SlurmError, OSError."""
     now = node.clock.wall()
     known = age(node.places, now)
@@ -109,7 +109,7 @@ def is_due(age: float | None, host: str) -> bool:
     return age is None or not 0 <= age < RENEWED + SPREAD * _place(host)
 
 
-def beside(nodes: "tuple[NodeState, ...]", host: str, now: float) -> NodeList:
+def beside(nodes: "tuple[SlurmNodeState, ...]", host: str, now: float) -> PeerNodeList:
     """Pure: the nodes in a partition with this one, itself too; none without it."""
     own = {part for one in nodes if host in (one.name, one.host) for part in one.partitions}
     up: dict[str, str] = {}
@@ -118,7 +118,7 @@ def beside(nodes: "tuple[NodeState, ...]", host: str, now: float) -> NodeList:
         if own.intersection(one.partitions):
             where = away if GONE.intersection(one.states) else up
             where[one.name] = one.address if one.address != one.name else ""
-    return NodeList(now, up, away)
+    return PeerNodeList(now, up, away)
 
 
 def _place(host: str) -> float:

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator
 
 from forestage.cache.layout import Cache
 from forestage.features.peers import origins, protocol
-from forestage.features.peers.addresses import Finder
-from forestage.features.peers.auth import Prover
-from forestage.features.peers.connection import ChunkRefused, Connection, Limit
-from forestage.paths import Places
+from forestage.features.peers.addresses import AddressFinder
+from forestage.features.peers.auth import Authenticator
+from forestage.features.peers.connection import PeerConnection, PeerRequestError, ResponseDeadline
+from forestage.paths import NodePaths
 from forestage.system import files, folders
 from forestage.system.files import opened
 
@@ -32,21 +32,21 @@ MOST = 64  # bytes of an answer
 PATH = re.compile(r"/v1/wrong/([0-9a-f]{32})/([A-Za-z0-9][A-Za-z0-9._-]{0,62})")
 
 
-def concerned(known: origins.Origins | None, reader: str, me: str) -> int:
+def concerned(known: origins.ChunkReaders | None, reader: str, me: str) -> int:
     """Pure: the chunks of a copy that this node read; -1 is all. `known` is None without peers."""
     if known is None:
         return -1 if reader == me else 0
     return int(known.by.get(reader, "0"), 16)
 
 
-def concerns(places: Places, cache: Cache, key: str, me: str) -> bool:
+def concerns(places: NodePaths, cache: Cache, key: str, me: str) -> bool:
     """Whether an entry has any of the chunks that are wrong. Raises OSError."""
     directory = cache.entry_dir(key)
     known = origins.read(directory)
     return directory.exists() and any(concerned(known, who, me) for who in read(places, key))
 
 
-def note(places: Places, key: str, reader: str) -> None:
+def note(places: NodePaths, key: str, reader: str) -> None:
     """Notes that these chunks are wrong. Raises OSError."""
     folders.keep(places.wrong)
     file = places.wrong / key
@@ -58,20 +58,22 @@ def note(places: Places, key: str, reader: str) -> None:
             os.write(fd, f"{reader}\n".encode())
 
 
-def read(places: Places, key: str) -> frozenset[str]:
+def read(places: NodePaths, key: str) -> frozenset[str]:
     """Whose chunks of the key are wrong. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         return frozenset(files.read(places.wrong / key).decode().split())
     return frozenset()
 
 
-def keys(places: Places) -> Iterator[str]:
+def keys(places: NodePaths) -> Iterator[str]:
     """The keys of which something is wrong here. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         yield from sorted(file.name for file in places.wrong.iterdir())
 
 
-def tell(addresses: Finder, nodes: Iterable[str], key: str, reader: str, prover: Prover) -> None:
+def tell(
+    addresses: AddressFinder, nodes: Iterable[str], key: str, reader: str, prover: Authenticator
+) -> None:
     """Tells these nodes, one after the other; who is out of reach is not told."""
     for node in nodes:
         until = time.monotonic() + PATIENCE
@@ -79,8 +81,11 @@ def tell(addresses: Finder, nodes: Iterable[str], key: str, reader: str, prover:
         def late(until: float = until) -> bool:
             return time.monotonic() > until
 
-        line = Connection(addresses.of(node))
-        with contextlib.suppress(ChunkRefused, protocol.SessionUnknown), contextlib.closing(line):
+        line = PeerConnection(addresses.of(node))
+        with (
+            contextlib.suppress(PeerRequestError, protocol.SessionUnknown),
+            contextlib.closing(line),
+        ):
             session = protocol.open_session(line, key, prover, late)
-            limit = Limit(0.0, until, late)
+            limit = ResponseDeadline(0.0, until, late)
             protocol.fetch_look(line, session, f"/v1/wrong/{key}/{reader}", MOST, limit)

@@ -23,7 +23,7 @@ NAME = "origins"
 Chunks = Annotated[str, msgspec.Meta(pattern="^-?[0-9a-f]+$")]
 
 
-class Origins(msgspec.Struct, frozen=True):
+class ChunkReaders(msgspec.Struct, frozen=True):
     """By reader, its chunks; those that came from `outside`, from another job's nodes.
 
     `compared`: all is in, and the pieces that were drawn of it were the source's.
@@ -48,28 +48,28 @@ class Origins(msgspec.Struct, frozen=True):
         return here & named & ~int(self.outside, 16)
 
 
-NOTHING = Origins(outside="-1")
+NOTHING = ChunkReaders(outside="-1")
 """Of a damaged file, or one that is being written."""
 
 
-def read(directory: Path) -> Origins | None:
+def read(directory: Path) -> ChunkReaders | None:
     """Of a part or an entry; None: no peer had a part in it."""
     try:
-        return records.load(directory / NAME, Origins)
+        return records.load(directory / NAME, ChunkReaders)
     except FileNotFoundError:
         return None
     except (OSError, records.DamagedRecord):
         return NOTHING
 
 
-class Noted:
+class ChunkReaderRecorder:
     """What a copy notes on its way. The caller holds the copy's lock."""
 
     def __init__(self, directory: Path, me: str, here: Iterable[int]) -> None:
         """`here`: the chunks that were in before."""
         self._file = directory / NAME
         self._me = me
-        before = read(directory) or Origins({me: f"{sum_of(here):x}"})
+        before = read(directory) or ChunkReaders({me: f"{sum_of(here):x}"})
         self._by = {who: int(its, 16) for who, its in before.by.items()}
         self._outside = int(before.outside, 16)
         self.write()
@@ -93,6 +93,6 @@ class Noted:
     def write(self, compared: bool = False) -> None:
         """Half a file counts as none: it is no matter when it is read meanwhile."""
         by = {who: f"{its:x}" for who, its in self._by.items() if its}
-        data = msgspec.json.encode(Origins(by, f"{self._outside:x}", compared))
+        data = msgspec.json.encode(ChunkReaders(by, f"{self._outside:x}", compared))
         with contextlib.suppress(OSError):  # a disk that others filled must not matter
             files.overwrite(self._file, data)

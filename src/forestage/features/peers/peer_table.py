@@ -216,7 +216,7 @@ class PeerTable:
                 yield other
 
 
-class Median:
+class RunningMedian:
     """Running median of durations, roughly; `seconds` is 0 without any."""
 
     def __init__(self) -> None:

@@ -12,8 +12,8 @@
 Forestage-Reach says who asks for a chunk: `job n5`, a node of the same job, or `cluster n5`.
 Forestage-Has says who read the chunk from the source.
 
-Whatever a peer does becomes a `ChunkRefused`, in bounded time. A connection is closed unless the
-response was read to its end, so a connection that is kept is always between two responses.
+Whatever a peer does becomes a `PeerRequestError`, in bounded time. A connection is closed unless
+the response was read to its end, so a connection that is kept is always between two responses.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ import msgspec
 from forestage.cache import digest
 from forestage.errors import ForestageError
 from forestage.features.peers import auth, connection
-from forestage.features.peers.auth import Prover, Refused, SessionOpened
-from forestage.features.peers.connection import ChunkRefused, Connection, Limit
+from forestage.features.peers.auth import Authenticator, BadCredential, SessionReply
+from forestage.features.peers.connection import PeerConnection, PeerRequestError, ResponseDeadline
 
 HANDSHAKE = 4.0  # seconds for munge on the other side, which a busy node may need
 
@@ -43,7 +43,7 @@ class SessionUnknown(Exception):
     """The peer does not know the session: its service was restarted."""
 
 
-class Session(msgspec.Struct, frozen=True):
+class PeerSession(msgspec.Struct, frozen=True):
     """A copy's session with one peer. `next(counter)` is atomic, so all threads share it."""
 
     name: str
@@ -70,7 +70,7 @@ class ChunkRequest(msgspec.Struct, frozen=True):
         return f"bytes={self.start}-{self.start + self.size - 1}"
 
 
-class Receiver(msgspec.Struct, frozen=True):
+class ChunkReceiver(msgspec.Struct, frozen=True):
     """Where the pieces of a chunk go: `write(offset in the image, piece)`, through `buffer`.
 
     `peer_has` is called with the chunks that the peer has (bit 5 is chunk 5), if it has any of the
@@ -86,14 +86,14 @@ class Receiver(msgspec.Struct, frozen=True):
     peer_says: Callable[[str, str], None] = lambda digest, reader: None
 
 
-def open_session(line: Connection, key: str, prover: Prover, stop: Stop) -> Session:
+def open_session(line: PeerConnection, key: str, prover: Authenticator, stop: Stop) -> PeerSession:
     """Proves to the peer that this is root of the cluster, and checks the peer's own proof.
 
-    Raises ChunkRefused; `slow` only when it was stopped.
+    Raises PeerRequestError; `slow` only when it was stopped.
     """
 
-    def limit() -> Limit:
-        return Limit(HANDSHAKE, time.monotonic() + HANDSHAKE, stop, late="refused")
+    def limit() -> ResponseDeadline:
+        return ResponseDeadline(HANDSHAKE, time.monotonic() + HANDSHAKE, stop, late="refused")
 
     with contextlib.ExitStack() as undo, _as_refusals():
         undo.callback(line.close)
@@ -102,25 +102,29 @@ def open_session(line: Connection, key: str, prover: Prover, stop: Stop) -> Sess
         offer = prover.offer(key)
         response = line.ask("POST", "/v1/session", {}, limit(), offer.text.encode())
         if response.status != http.client.OK:
-            raise ChunkRefused("refused", f"status {response.status}")
-        opened = msgspec.json.decode(connection.read_small(response), type=SessionOpened)
+            raise PeerRequestError("refused", f"status {response.status}")
+        opened = msgspec.json.decode(connection.read_small(response), type=SessionReply)
         # A host that cannot read the credential cannot make this MAC: it is no node of ours.
         if not auth.same(auth.of_session(offer.secret, opened.session), opened.mac):
-            raise ChunkRefused("wrong", "a wrong MAC on a session")
+            raise PeerRequestError("wrong", "a wrong MAC on a session")
         undo.pop_all()
-        return Session(opened.session, offer.secret)
+        return PeerSession(opened.session, offer.secret)
 
 
 def fetch(
-    line: Connection, session: Session, key: str, chunk: ChunkRequest, receiver: Receiver
+    line: PeerConnection,
+    session: PeerSession,
+    key: str,
+    chunk: ChunkRequest,
+    receiver: ChunkReceiver,
 ) -> bytes:
     """Writes a chunk to the receiver and returns its digest, which the bytes were checked against.
 
-    Raises ChunkRefused, and SessionUnknown: then nothing that was written counts. What
+    Raises PeerRequestError, and SessionUnknown: then nothing that was written counts. What
     `receiver.write` raises goes through.
     """
     path = f"/v1/chunk/{key}/{chunk.number}"
-    limit = Limit(chunk.wait, time.monotonic() + chunk.give_up, receiver.stop)
+    limit = ResponseDeadline(chunk.wait, time.monotonic() + chunk.give_up, receiver.stop)
     with contextlib.ExitStack() as undo:
         undo.callback(line.close)
         with _as_refusals():
@@ -131,27 +135,27 @@ def fetch(
         expected, reader = _checked_digest(response, session, counter, receiver)
         receiver.peer_says(expected, reader)
         if response.length != chunk.size:
-            raise ChunkRefused("wrong", f"{response.length} bytes of {chunk.size}")
+            raise PeerRequestError("wrong", f"{response.length} bytes of {chunk.size}")
         found = _receive(response, chunk, receiver)
         if found.hex() != expected:
-            raise ChunkRefused("wrong", "the bytes do not have their digest")
+            raise PeerRequestError("wrong", "the bytes do not have their digest")
         undo.pop_all()
     return found
 
 
 def fetch_look(
-    line: Connection, session: Session, path: str, most: int, limit: Limit
+    line: PeerConnection, session: PeerSession, path: str, most: int, limit: ResponseDeadline
 ) -> bytes | None:
     """What a peer has found, proven by a MAC; None where it has nothing, or nothing yet.
 
-    `most` is in bytes. Raises ChunkRefused, SessionUnknown.
+    `most` is in bytes. Raises PeerRequestError, SessionUnknown.
     """
     with contextlib.ExitStack() as undo:
         undo.callback(line.close)
         with _as_refusals():
             response, counter = _send_request(line, session, path, None, limit)
             if response.length is None or response.length > most:
-                raise ChunkRefused("wrong", f"a look of {response.length} bytes")
+                raise PeerRequestError("wrong", f"a look of {response.length} bytes")
             length, body = response.length, response.read()
             undo.pop_all()
     if response.status == http.client.UNAUTHORIZED:
@@ -159,18 +163,22 @@ def fetch_look(
     said = response.headers.get("Forestage-Digest", "")
     right = auth.of_response(session.secret, counter, response.status, "", said, length)
     if response.status not in (http.client.OK, http.client.NOT_FOUND):
-        raise ChunkRefused("refused", f"status {response.status}")
+        raise PeerRequestError("refused", f"status {response.status}")
     if not auth.same(right, response.headers.get("Forestage-Mac", "")):
-        raise ChunkRefused("wrong", "a wrong MAC on a look")
+        raise PeerRequestError("wrong", "a wrong MAC on a look")
     if response.status == http.client.NOT_FOUND:
         return None
     if hashlib.sha256(body).hexdigest() != said:
-        raise ChunkRefused("wrong", "a look does not have its digest")
+        raise PeerRequestError("wrong", "a look does not have its digest")
     return body
 
 
 def _send_request(
-    line: Connection, session: Session, path: str, chunk: ChunkRequest | None, limit: Limit
+    line: PeerConnection,
+    session: PeerSession,
+    path: str,
+    chunk: ChunkRequest | None,
+    limit: ResponseDeadline,
 ) -> tuple[http.client.HTTPResponse, int]:
     """The response's head, and the number that the request had."""
     span, wait, reach = (chunk.span, chunk.wait, chunk.reach) if chunk else ("", 0.0, "")
@@ -197,11 +205,11 @@ def _send_request(
 
 
 def _checked_digest(
-    response: http.client.HTTPResponse, session: Session, counter: int, receiver: Receiver
+    response: http.client.HTTPResponse, session: PeerSession, counter: int, receiver: ChunkReceiver
 ) -> tuple[str, str]:
     """The digest of the chunk that follows, and who read it from the source.
 
-    Raises ChunkRefused, SessionUnknown where none follows.
+    Raises PeerRequestError, SessionUnknown where none follows.
     """
     if response.status == http.client.UNAUTHORIZED:  # then the peer has no secret for a MAC
         raise SessionUnknown
@@ -211,31 +219,33 @@ def _checked_digest(
     mac = response.headers.get("Forestage-Mac", "")
     # Without a MAC it proves nothing, so it is no lie either: a proxy, or trouble over there.
     if response.status == http.client.FORBIDDEN or (response.status >= 400 and not mac):
-        raise ChunkRefused("refused", f"status {response.status}")
+        raise PeerRequestError("refused", f"status {response.status}")
     if not auth.same(right, mac):
-        raise ChunkRefused("wrong", "a wrong MAC on a response")
+        raise PeerRequestError("wrong", "a wrong MAC on a response")
     known = _HAS.fullmatch(has) if has else None
     if has and not known:
-        raise ChunkRefused("wrong", "no set of chunks")
+        raise PeerRequestError("wrong", "no set of chunks")
     if known:
         receiver.peer_has(int(known[1], 16), bool(known[2]))
     if response.status in (http.client.NOT_FOUND, http.client.SERVICE_UNAVAILABLE):
-        raise ChunkRefused("absent", f"status {response.status}")
+        raise PeerRequestError("absent", f"status {response.status}")
     if response.status != http.client.PARTIAL_CONTENT:
-        raise ChunkRefused("refused", f"status {response.status}")
+        raise PeerRequestError("refused", f"status {response.status}")
     return expected, known[3] if known else ""
 
 
-def _receive(response: http.client.HTTPResponse, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+def _receive(
+    response: http.client.HTTPResponse, chunk: ChunkRequest, receiver: ChunkReceiver
+) -> bytes:
     """The digest of the bytes that came."""
-    running = digest.Running()
+    running = digest.RunningDigest()
     end = chunk.start + chunk.size
     for at in range(chunk.start, end, len(receiver.buffer)):
         piece = receiver.buffer[: min(len(receiver.buffer), end - at)]
         with _as_refusals():
             count = response.readinto(piece)
         if count != len(piece):
-            raise ChunkRefused("refused", "the connection was closed half-way")
+            raise PeerRequestError("refused", "the connection was closed half-way")
         running.add(piece)
         receiver.write(at, piece)
     return running.digest()
@@ -243,12 +253,12 @@ def _receive(response: http.client.HTTPResponse, chunk: ChunkRequest, receiver: 
 
 @contextlib.contextmanager
 def _as_refusals() -> Iterator[None]:
-    """Turns all that a connection or a prover may raise into ChunkRefused."""
+    """Turns all that a connection or a prover may raise into PeerRequestError."""
     try:
         yield
     except TimeoutError:
-        raise ChunkRefused("silent", "no byte came") from None
-    except (Refused, ForestageError) as error:
-        raise ChunkRefused("refused", str(error)) from None
+        raise PeerRequestError("silent", "no byte came") from None
+    except (BadCredential, ForestageError) as error:
+        raise PeerRequestError("refused", str(error)) from None
     except (OSError, http.client.HTTPException, ValueError, msgspec.MsgspecError) as error:
-        raise ChunkRefused("refused", repr(error)) from None
+        raise PeerRequestError("refused", repr(error)) from None

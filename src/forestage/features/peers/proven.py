@@ -11,26 +11,26 @@ import contextlib
 
 import msgspec
 
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import folders, records
 
 
-class Proven(msgspec.Struct, frozen=True):
+class ProvenNode(msgspec.Struct, frozen=True):
     """The node, by its name or address; `at` is in seconds since the epoch, by our clock."""
 
     node: str
     at: float
 
 
-def read(places: Places) -> Proven | None:
+def read(places: NodePaths) -> ProvenNode | None:
     """Return the node that was proven last since the boot, None if none was."""
     with contextlib.suppress(OSError):
-        return records.find(places.proven, Proven)
+        return records.find(places.proven, ProvenNode)
     return None
 
 
-def note(places: Places, node: str, at: float) -> None:
+def note(places: NodePaths, node: str, at: float) -> None:
     """Note that this node and the other one have the same key. What cannot be noted is not."""
     with contextlib.suppress(OSError):
         folders.make(places.proven.parent, folders.PASSABLE)
-        records.write(places.proven, msgspec.json.encode(Proven(node, at)))
+        records.write(places.proven, msgspec.json.encode(ProvenNode(node, at)))

@@ -23,7 +23,7 @@ SOURCE = ""
 SPAN = 16  # places in the ring, on each side
 
 
-class Ring:
+class NodeRing:
     """The nodes of one job, for one image. `place` is each node's index in `nodes`."""
 
     def __init__(self, key: str, nodes: Sequence[str]) -> None:

@@ -52,21 +52,21 @@ from typing import Literal
 
 import msgspec
 
-from forestage.features.peers.peer_table import Median, PeerTable, bits, lowest, sum_of
-from forestage.features.peers.ring import SOURCE, Ring
+from forestage.features.peers.peer_table import PeerTable, RunningMedian, bits, lowest, sum_of
+from forestage.features.peers.ring import SOURCE, NodeRing
 
 Why = Literal["absent", "refused", "silent", "wrong", "slow", "source"]
 """Why a chunk did not come: protocol.ChunkRefused, or `source`: the shared file system failed."""
 
 
-class Ask(msgspec.Struct, frozen=True):
+class ChunkTransfer(msgspec.Struct, frozen=True):
     """A chunk that one worker is to bring; `peer` is a node's name, or SOURCE."""
 
     number: int
     peer: str
 
 
-class Policy(msgspec.Struct, frozen=True):
+class SchedulePolicy(msgspec.Struct, frozen=True):
     """How patient a copy is; seconds, and bytes a second.
 
     `at_once`: own chunks read at the same time. Few: the earlier each is whole, the earlier the
@@ -94,7 +94,7 @@ class Policy(msgspec.Struct, frozen=True):
     longest: float = 60.0  # of any ask
 
 
-class Schedule:
+class ChunkSchedule:
     """Which chunks are missing, asked for, in. Sets of chunks are numbers: bit 5 is chunk 5."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Schedule:
         me: str,
         missing: Iterable[int],
         chunk_bytes: int,
-        policy: Policy | None = None,
+        policy: SchedulePolicy | None = None,
         hot: Sequence[int] = (),
         givers: Sequence[str] = (),
         leaders: Sequence[str] = (),
@@ -115,10 +115,10 @@ class Schedule:
         They read nothing for this one, unless they are of `nodes` as well; `leaders` are those to
         which this copy leaves reading. `silent` did not answer another copy a short while ago.
         """
-        self.ring = Ring(key, nodes)
+        self.ring = NodeRing(key, nodes)
         self.me = me
-        self.policy = policy or Policy()
-        self.asks: dict[Ask, float] = {}  # under way, since when
+        self.policy = policy or SchedulePolicy()
+        self.asks: dict[ChunkTransfer, float] = {}  # under way, since when
         self.missing = sum_of(missing)
         self._count = self.missing.bit_length()
         self._unasked = self.missing
@@ -137,15 +137,15 @@ class Schedule:
         # Nodes that have begun to copy it a moment ago, or are about to.
         self._beginners = frozenset([*leaders, *self.ring.nodes])
         self._each = max(1, self.policy.busy // max(1, len(neighbours)))  # asks of one peer at once
-        self._sure: set[Ask] = set()  # asks of peers that said that they have the chunk
-        self._polls: set[Ask] = set()  # asks that only want to know what the peer has
-        self._early_reads: set[Ask] = set()  # begun before peers could answer
+        self._sure: set[ChunkTransfer] = set()  # asks of peers that said that they have the chunk
+        self._polls: set[ChunkTransfer] = set()  # asks that only want to know what the peer has
+        self._early_reads: set[ChunkTransfer] = set()  # begun before peers could answer
         self._turn = place * 7919  # where to look first, so that not all nodes take the same
         self._first_guess = self.policy.patience + chunk_bytes / self.policy.slowest
         self._follow = self.policy.follow * self._first_guess if leaders else 0.0
-        self._usual = Median()  # of a chunk, wherever it comes from
-        self._usual_read = Median()  # of a chunk that this node reads
-        self._usual_fetch = Median()  # of a chunk that a peer has when it is asked
+        self._usual = RunningMedian()  # of a chunk, wherever it comes from
+        self._usual_read = RunningMedian()  # of a chunk that this node reads
+        self._usual_fetch = RunningMedian()  # of a chunk that a peer has when it is asked
         self._begun: float | None = None
         self._last_came = 0.0
         self._probe_until = 0.0
@@ -163,7 +163,7 @@ class Schedule:
         self._front = now[-1] if now else self._front
         self._wanted = [number for number in (*now, *soon) if self.missing >> number & 1]
 
-    def next_read(self, now: float) -> Ask | None:
+    def next_read(self, now: float) -> ChunkTransfer | None:
         """What a worker is to read from the source; None: nothing now."""
         begun = self._begin(now)
         if self.source_failed:
@@ -191,7 +191,7 @@ class Schedule:
                     break
         return None if number is None else self._ask(number, SOURCE, now)
 
-    def next_fetch(self, now: float) -> Ask | None:
+    def next_fetch(self, now: float) -> ChunkTransfer | None:
         """What a worker is to fetch from a peer; None: nothing now."""
         begun = self._begin(now)
         # Another peer may have a wrong chunk of the first one.
@@ -225,23 +225,23 @@ class Schedule:
         else:
             self._peers.back_off(peer, self.policy.refused, now)
 
-    def is_early(self, ask: Ask) -> bool:
+    def is_early(self, ask: ChunkTransfer) -> bool:
         """Whether the read began before peers could answer, and may turn out to be in vain."""
         return ask in self._early_reads
 
-    def in_vain(self, ask: Ask, now: float) -> bool:
+    def in_vain(self, ask: ChunkTransfer, now: float) -> bool:
         """Whether an early read is to be dropped: a peer has the chunk."""
         return self.is_early(ask) and bool(self._offered(now) >> ask.number & 1)
 
-    def drop(self, ask: Ask) -> None:
+    def drop(self, ask: ChunkTransfer) -> None:
         """An early read was given up: the chunk is missing again."""
         self._end(ask)
 
-    def give_up(self, ask: Ask) -> float:
+    def give_up(self, ask: ChunkTransfer) -> float:
         """Seconds after which a worker must abandon this ask."""
         return min(self.policy.longest, self._patience())
 
-    def wait(self, ask: Ask) -> float:
+    def wait(self, ask: ChunkTransfer) -> float:
         """Seconds that the peer may wait for the chunk, if it does not have it."""
         return 0.0 if ask in self._polls else self.policy.wait
 
@@ -251,7 +251,7 @@ class Schedule:
             self._out_of_turn = 0
         self._peers.said(peer, has, now, source_failed)
 
-    def got(self, ask: Ask, now: float) -> None:
+    def got(self, ask: ChunkTransfer, now: float) -> None:
         """The chunk came, and is right."""
         sure = ask in self._sure
         took = now - self._end(ask)
@@ -272,7 +272,7 @@ class Schedule:
             self._out_of_turn = 0
             self._peers.gave(ask.peer, now)
 
-    def failed(self, ask: Ask, why: Why, now: float) -> None:
+    def failed(self, ask: ChunkTransfer, why: Why, now: float) -> None:
         """The chunk did not come."""
         self._end(ask)
         has = self._peers.has.get(ask.peer)
@@ -307,11 +307,11 @@ class Schedule:
         self._struck |= again
         self._unasked |= again & ~sum_of(ask.number for ask in self.asks)
 
-    def obsolete(self, ask: Ask) -> bool:
+    def obsolete(self, ask: ChunkTransfer) -> bool:
         """Whether the chunk came by another ask: then the transfer is to be stopped."""
         return not self.missing >> ask.number & 1
 
-    def twice(self, ask: Ask) -> bool:
+    def twice(self, ask: ChunkTransfer) -> bool:
         """Whether the chunk is on its way by another ask too."""
         return any(other.number == ask.number and other != ask for other in self.asks)
 
@@ -325,8 +325,8 @@ class Schedule:
             self._probe_until = now + self.policy.probe if self._peers.neighbours else now
         return self._begun
 
-    def _ask(self, number: int, peer: str, now: float) -> Ask:
-        ask = Ask(number, peer)
+    def _ask(self, number: int, peer: str, now: float) -> ChunkTransfer:
+        ask = ChunkTransfer(number, peer)
         self.asks[ask] = now
         self._peers.load[peer] += 1
         if self._peers.has.get(peer, 0) >> number & 1:
@@ -334,7 +334,7 @@ class Schedule:
         self._unasked &= ~(1 << number)
         return ask
 
-    def _end(self, ask: Ask) -> float:
+    def _end(self, ask: ChunkTransfer) -> float:
         """Forgets an ask, and returns when it began."""
         since = self.asks.pop(ask)
         self._peers.load[ask.peer] -= 1
@@ -420,7 +420,7 @@ class Schedule:
         stuck = now - self._last_came > limit > 0
         for ask in self.asks if stuck else self._slow(limit, now):
             mine = self.me in self.ring.order(ask.number, 2) and not self.obsolete(ask)
-            if mine and Ask(ask.number, SOURCE) not in self.asks:
+            if mine and ChunkTransfer(ask.number, SOURCE) not in self.asks:
                 return ask.number
         return None
 
@@ -435,7 +435,11 @@ class Schedule:
                 self._out_of_turn = 1
         if reading >= self._out_of_turn:
             return None
-        left = [number for number in bits(self.missing) if Ask(number, SOURCE) not in self.asks]
+        left = [
+            number
+            for number in bits(self.missing)
+            if ChunkTransfer(number, SOURCE) not in self.asks
+        ]
         if not left:
             return None
         return left[self.ring.place[self.me] * len(left) // len(self.ring.nodes)]
@@ -451,7 +455,7 @@ class Schedule:
         fewest = max(self.policy.fewest, (len(self._peers.neighbours) + 1) // 2)
         return min(self.policy.busy, max(fewest, int(self.policy.busy * self.policy.quick / took)))
 
-    def _jumps(self, now: float, among: int) -> Ask | None:
+    def _jumps(self, now: float, among: int) -> ChunkTransfer | None:
         """A chunk that jobs want, of a peer that has it, or of the one that should have it."""
         offered = self._offered(now) if self._wanted else 0
         for number in self._wanted:
@@ -485,7 +489,7 @@ class Schedule:
         ahead = -1 << self._front
         return lowest(next((chunks & one for one in (*self._early, ahead) if chunks & one), chunks))
 
-    def _announced(self, now: float, begun: float) -> Ask | None:
+    def _announced(self, now: float, begun: float) -> ChunkTransfer | None:
         """A chunk that a peer said it has.
 
         Chunks that should come from that peer go first, so that all peers send alike. A peer
@@ -538,7 +542,7 @@ class Schedule:
         above = chunks >> low
         return low + lowest(above) if above else lowest(chunks)
 
-    def _expected(self, now: float) -> Ask | None:
+    def _expected(self, now: float) -> ChunkTransfer | None:
         """A chunk that no peer is known to have, of the peer that should have it first."""
         found: dict[int, str] = {}
         for peer in self._peers.neighbours if self._unasked else ():
@@ -553,7 +557,7 @@ class Schedule:
         number = self._first(sum_of(found))
         return self._ask(number, found[number], now)
 
-    def _second(self, now: float) -> Ask | None:
+    def _second(self, now: float) -> ChunkTransfer | None:
         """A chunk that is on its way and takes long, of another peer that has it."""
         for ask in self._slow(1.5 * self._usual.seconds, now):
             if not self.twice(ask):
@@ -561,7 +565,7 @@ class Schedule:
                     return self._ask(ask.number, peer, now)
         return None
 
-    def _slow(self, limit: float, now: float) -> list[Ask]:
+    def _slow(self, limit: float, now: float) -> list[ChunkTransfer]:
         """The asks that are under way for so many seconds, and still wanted."""
         late = [ask for ask, since in self.asks.items() if now - since > limit > 0]
         return [ask for ask in late if not self.obsolete(ask)]

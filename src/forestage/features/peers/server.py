@@ -29,7 +29,7 @@ from forestage.cache import disk_errors, readers
 from forestage.cache.node import Node
 from forestage.config import switch
 from forestage.errors import Failed, ForestageError
-from forestage.features.contexts import Route, ServiceFacts
+from forestage.features.contexts import PeerServiceFacts, ServiceRoute
 from forestage.features.doors import SERVICE_ROUTES, load_all
 from forestage.features.peers import (
     activation,
@@ -43,11 +43,24 @@ from forestage.features.peers import (
     proven,
     sessions,
 )
-from forestage.features.peers.auth import MAX_TEXT, Claim, Prover, Refused, SessionOpened
-from forestage.features.peers.local_chunks import Absent, Arrivals, Found, Known, Pending, Present
-from forestage.features.peers.sessions import ClientSession, Sessions, Unproven
-from forestage.features.peers.stats import Counters
-from forestage.slurm.queue import Slurm
+from forestage.features.peers.auth import (
+    MAX_TEXT,
+    Authenticator,
+    BadCredential,
+    SessionReply,
+    VerifiedClaim,
+)
+from forestage.features.peers.local_chunks import (
+    AbsentChunk,
+    ChunkArrivalPoller,
+    Found,
+    LocalCopyState,
+    PendingChunk,
+    PresentChunk,
+)
+from forestage.features.peers.sessions import ClientSession, SessionTable, UnprovenConnections
+from forestage.features.peers.stats import UploadCountWriter
+from forestage.slurm.queue import SlurmClient
 from forestage.system import records
 
 WAIT = 5.0  # seconds for a chunk on its way, at most
@@ -66,7 +79,7 @@ _COUNTER = re.compile(r"[0-9]{1,18}")
 _SECONDS = re.compile(r"[0-9]{1,2}(\.[0-9]{1,3})?")
 
 
-class _ChunkRequest(NamedTuple):
+class _AuthenticatedRequest(NamedTuple):
     """A request whose MAC was right; `wait` in seconds; `reach` and `node` are Forestage-Reach."""
 
     session: ClientSession
@@ -78,7 +91,7 @@ class _ChunkRequest(NamedTuple):
     node: str
 
 
-class _Refused(Exception):
+class _HttpRefusal(Exception):
     """A response without a chunk. With a `why` it is counted and logged as a refusal."""
 
     def __init__(self, status: int, why: str = "") -> None:
@@ -87,31 +100,35 @@ class _Refused(Exception):
         self.why = why
 
 
-class Service:
+class PeerService:
     """The service's state, and its answer to each request."""
 
-    def __init__(self, node: Node, prover: Prover, counters: Counters, name: str) -> None:
+    def __init__(
+        self, node: Node, prover: Authenticator, counters: UploadCountWriter, name: str
+    ) -> None:
         self.name = name
         self.cache = node.cache
         self.places = node.places
-        self.service_facts = ServiceFacts(node.cache, node.places)
+        self.service_facts = PeerServiceFacts(node.cache, node.places)
         self.routes = [route for routes in load_all(SERVICE_ROUTES) for route in routes()]
         self.clock = node.clock
         self.through = node.places.through
         self.now: Callable[[], float] = node.clock.monotonic
         self.prover = prover
         self.counters = counters
-        self.sessions = Sessions()
-        self.unproven = Unproven()
-        self.arrivals = Arrivals(node.cache)
+        self.sessions = SessionTable()
+        self.unproven = UnprovenConnections()
+        self.arrivals = ChunkArrivalPoller(node.cache)
         self.reach = node.config.peers.reach
         self.peering = node.config.peers
-        self.known_copies = known_copies.Askers()
-        self.first = known_copies.Askers(known_copies.READERS, known_copies.COPIES, first=True)
-        self.takers = known_copies.Askers(TAKERS)
-        self.told = known_copies.Askers(notices.READERS, notices.AGAIN)
+        self.known_copies = known_copies.RequesterTable()
+        self.first = known_copies.RequesterTable(
+            known_copies.READERS, known_copies.COPIES, first=True
+        )
+        self.takers = known_copies.RequesterTable(TAKERS)
+        self.told = known_copies.RequesterTable(notices.READERS, notices.AGAIN)
         self.note_at = 0.0  # not before, see _note_proof
-        self.pace = Pace(node.config.peers.bandwidth, self.now)
+        self.pace = UploadRateLimit(node.config.peers.bandwidth, self.now)
         self.uploads = asyncio.Semaphore(UPLOADS)
         self.decoders = asyncio.Semaphore(DECODERS)
 
@@ -119,7 +136,7 @@ class Service:
         """Answers any request. Every expected error ends here."""
         try:
             return await self._answer(request)
-        except _Refused as refused:
+        except _HttpRefusal as refused:
             if refused.why:
                 self.counters.refused(request.remote or "", refused.why)
             return web.Response(status=refused.status)
@@ -140,7 +157,7 @@ class Service:
         if (request.method, request.raw_path) == ("POST", "/v1/session"):
             return await self._open_session(request)
         if request.method != "GET":
-            raise _Refused(404)
+            raise _HttpRefusal(404)
         for route in self.routes:
             if found := route.path.fullmatch(request.raw_path):
                 return await self._answer_route(request, route, found)
@@ -150,12 +167,12 @@ class Service:
         if wrong := notices.PATH.fullmatch(request.raw_path):
             return self._answer_notice(request, wrong[1], wrong[2])
         if chunk is None:
-            raise _Refused(404)
+            raise _HttpRefusal(404)
         ask = self._authenticated(request, chunk[1], int(chunk[2]))
         self.unproven.discard(request.protocol)
         try:
             return await self._answer_chunk(request, ask)
-        except _Refused as refused:
+        except _HttpRefusal as refused:
             has = self._has(ask)
             mac = auth.of_response(ask.session.secret, ask.counter, refused.status, has)
             return web.Response(
@@ -168,58 +185,62 @@ class Service:
         session = ClientSession(claim, request.remote or "", self.now())
         try:
             self.sessions.add(session)
-        except Refused as refused:
-            raise _Refused(403, str(refused)) from None
+        except BadCredential as refused:
+            raise _HttpRefusal(403, str(refused)) from None
         self.counters.session_opened()
         self.unproven.discard(request.protocol)
-        opened = SessionOpened(session.id, auth.of_session(session.secret, session.id))
+        opened = SessionReply(session.id, auth.of_session(session.secret, session.id))
         return web.Response(body=msgspec.json.encode(opened))
 
-    async def _read_claim(self, request: web.BaseRequest) -> Claim:
+    async def _read_claim(self, request: web.BaseRequest) -> VerifiedClaim:
         """What the credential says that is the request's body. Raises _Refused."""
         length = request.content_length
         if length is None or not 0 < length <= MAX_TEXT:
-            raise _Refused(413)
+            raise _HttpRefusal(413)
         try:
             # What a proven connection sends slowly, aiohttp would wait for without end.
             body = request.content.readexactly(length)
             text = (await asyncio.wait_for(body, sessions.UNPROVEN)).decode(errors="replace")
         except (asyncio.IncompleteReadError, TimeoutError):
-            raise _Refused(400) from None
+            raise _HttpRefusal(400) from None
         async with self.decoders:
             # A client that has gone meanwhile is worth no unmunge, and aiohttp does not tell us.
             if request.transport is None or request.transport.is_closing():
                 raise ConnectionResetError
             try:
                 return await asyncio.to_thread(self.prover.read, text)
-            except Refused as refused:
-                raise _Refused(403, str(refused)) from None
+            except BadCredential as refused:
+                raise _HttpRefusal(403, str(refused)) from None
             except ForestageError as failed:  # munge is not installed (any more)
-                raise _Refused(503, str(failed)) from None
+                raise _HttpRefusal(503, str(failed)) from None
 
-    def _authenticated(self, request: web.BaseRequest, key: str, number: int) -> _ChunkRequest:
+    def _authenticated(
+        self, request: web.BaseRequest, key: str, number: int
+    ) -> _AuthenticatedRequest:
         """The request, if its MAC is right and it did not come before. Raises _Refused."""
         headers = request.headers
         counter, span = headers.get("Forestage-Counter", ""), headers.get("Range", "")
         session = self.sessions.find(headers.get("Forestage-Session", ""))
         if session is None or not _COUNTER.fullmatch(counter):
-            raise _Refused(401)
+            raise _HttpRefusal(401)
         right = auth.of_request(
             session.secret, session.id, request.method, request.raw_path, span, int(counter)
         )
         if not auth.same(right, headers.get("Forestage-Mac", "")):
-            raise _Refused(403, "a wrong MAC on a request")
+            raise _HttpRefusal(403, "a wrong MAC on a request")
         self.sessions.touch(session, self.now())
         self._note_proof(request, session)
         if not session.is_new(int(counter)):
-            raise _Refused(403, "a request a second time")
+            raise _HttpRefusal(403, "a request a second time")
         if session.key != key:
-            raise _Refused(403, f"a session for {session.key} asks for {key}")
+            raise _HttpRefusal(403, f"a session for {session.key} asks for {key}")
         wait = headers.get("Forestage-Wait", "")
         reach, _, node = headers.get("Forestage-Reach", "").partition(" ")
         # What this node takes from others it may not have read itself: nobody of another job waits.
         seconds = float(wait) if _SECONDS.fullmatch(wait) and reach != "cluster" else 0.0
-        return _ChunkRequest(session, int(counter), number, span, min(WAIT, seconds), reach, node)
+        return _AuthenticatedRequest(
+            session, int(counter), number, span, min(WAIT, seconds), reach, node
+        )
 
     def _note_proof(self, request: web.BaseRequest, session: ClientSession) -> None:
         """Note, now and then, that another node has this one's key: its MAC was right."""
@@ -237,7 +258,7 @@ class Service:
         proven.note(self.places, node, self.clock.wall())
 
     async def _answer_route(
-        self, request: web.BaseRequest, route: Route, found: re.Match[str]
+        self, request: web.BaseRequest, route: ServiceRoute, found: re.Match[str]
     ) -> web.Response:
         """Give what another feature's service.py finds for a session of this key."""
         ask = self._authenticated(request, found["key"], 0)
@@ -259,11 +280,13 @@ class Service:
         ask = self._authenticated(request, key, 0)
         self.unproven.discard(request.protocol)
         if self.reach != "cluster":
-            raise _Refused(404)
+            raise _HttpRefusal(404)
         known = local_chunks.look(self.cache, key)
         has = bool(known.for_other_jobs(known.here())) and not self._is_off()
         about = key, node, self.now()
-        answer = known_copies.Answer(has, self.known_copies.ask(*about), self.first.ask(*about))
+        answer = known_copies.KnownCopiesReply(
+            has, self.known_copies.ask(*about), self.first.ask(*about)
+        )
         return self._proven(ask, msgspec.json.encode(answer))
 
     def _answer_notice(self, request: web.BaseRequest, key: str, reader: str) -> web.Response:
@@ -288,14 +311,14 @@ class Service:
             found |= notices.concerned(known.noted, reader, self.name)
         return found
 
-    def _proven(self, ask: _ChunkRequest, body: bytes) -> web.Response:
+    def _proven(self, ask: _AuthenticatedRequest, body: bytes) -> web.Response:
         digest = hashlib.sha256(body).hexdigest()
         mac = auth.of_response(ask.session.secret, ask.counter, 200, "", digest, len(body))
         headers = {"Forestage-Digest": digest, "Forestage-Mac": mac}
         return web.Response(status=200, body=body, headers=headers)
 
     async def _answer_chunk(
-        self, request: web.BaseRequest, ask: _ChunkRequest
+        self, request: web.BaseRequest, ask: _AuthenticatedRequest
     ) -> web.StreamResponse:
         end = self.now() + ask.wait
         found = await self._find(ask, end)
@@ -304,24 +327,24 @@ class Service:
             async with self._upload_slot(found.size, end):
                 return await self._respond(request, ask, found)
 
-    async def _find(self, ask: _ChunkRequest, end: float) -> Present:
+    async def _find(self, ask: _AuthenticatedRequest, end: float) -> PresentChunk:
         """The chunk, at once or when it arrives. Raises _Refused."""
         known = local_chunks.look(self.cache, ask.session.key)
         # What arrives only after this look may be anybody's.
         if not self._may_leave(ask, known, known.here(ask.number)) >> ask.number & 1:
-            raise _Refused(404)
+            raise _HttpRefusal(404)
         found: Found = local_chunks.find(self.cache, ask.session.key, ask.number)
-        if isinstance(found, Pending):
+        if isinstance(found, PendingChunk):
             self._must_fit(ask, found)
             if ask.wait:  # else it only wants to know what is here
                 readers.ask(self.through / ask.session.key, ask.number)
             await self.arrivals.wait(ask.session.key, ask.number, end - self.now())
             found = local_chunks.find(self.cache, ask.session.key, ask.number)
-        if not isinstance(found, Present):
-            raise _Refused(416 if isinstance(found, Absent) and found.beyond else 404)
+        if not isinstance(found, PresentChunk):
+            raise _HttpRefusal(416 if isinstance(found, AbsentChunk) and found.beyond else 404)
         return found
 
-    def _may_leave(self, ask: _ChunkRequest, known: Known, here: int) -> int:
+    def _may_leave(self, ask: _AuthenticatedRequest, known: LocalCopyState, here: int) -> int:
         """Of what is here, the chunks that who asks may have; its own job also what comes later."""
         if self._is_off():
             return 0
@@ -334,12 +357,12 @@ class Service:
         """Return whether the admin has switched this node's staging off: its bytes may be why."""
         return bool(switch.by_file(self.places, self.clock.wall()))
 
-    def _must_fit(self, ask: _ChunkRequest, found: Present | Pending) -> None:
+    def _must_fit(self, ask: _AuthenticatedRequest, found: PresentChunk | PendingChunk) -> None:
         """Raises _Refused where the client has another `chunk_size`, and means other bytes."""
         if ask.span != f"bytes={found.start}-{found.start + found.size - 1}":
-            raise _Refused(416)
+            raise _HttpRefusal(416)
 
-    def _has(self, ask: _ChunkRequest) -> str:
+    def _has(self, ask: _AuthenticatedRequest) -> str:
         """The chunks that are in: hex, bit 5 for chunk 5; "" without a copy.
 
         A `!` behind it says that the source fails here, so that others read in this node's stead,
@@ -359,16 +382,16 @@ class Service:
         try:
             await asyncio.wait_for(self.uploads.acquire(), max(0.0, end - self.now()) + 0.01)
         except asyncio.TimeoutError:
-            raise _Refused(503) from None
+            raise _HttpRefusal(503) from None
         try:
             if not await self.pace.wait_turn(size, end):
-                raise _Refused(503)
+                raise _HttpRefusal(503)
             yield
         finally:
             self.uploads.release()
 
     async def _respond(
-        self, request: web.BaseRequest, ask: _ChunkRequest, found: Present
+        self, request: web.BaseRequest, ask: _AuthenticatedRequest, found: PresentChunk
     ) -> web.StreamResponse:
         digest = found.digest.hex()
         has = self._has(ask)
@@ -391,7 +414,7 @@ class Service:
         return response
 
     async def _upload(
-        self, request: web.BaseRequest, response: web.StreamResponse, found: Present
+        self, request: web.BaseRequest, response: web.StreamResponse, found: PresentChunk
     ) -> None:
         os.posix_fadvise(found.file.fileno(), found.start, found.size, os.POSIX_FADV_WILLNEED)
         await response.prepare(request)
@@ -414,7 +437,7 @@ class Service:
         self.counters.flush()
 
 
-class Pace:
+class UploadRateLimit:
     """Rate limit of all uploads together, in bytes a second; None is no limit."""
 
     def __init__(self, rate: int | None, now: Callable[[], float]) -> None:
@@ -435,10 +458,10 @@ class Pace:
         return True
 
 
-class _Complaints(logging.Handler):
+class _HttpLogHandler(logging.Handler):
     """aiohttp's log. What is no HTTP counts as refused; all else is a fault of ours."""
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: UploadCountWriter) -> None:
         super().__init__(logging.WARNING)
         self.counters = counters
 
@@ -450,12 +473,12 @@ class _Complaints(logging.Handler):
             log.say(self.format(record), by_slurm=False)
 
 
-class _Server(web.Server):
+class _HttpServer(web.Server):
     """aiohttp's server, with the service's limits on connections."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: PeerService) -> None:
         logger = logging.Logger("peer")  # has no parent: nobody else gets its records
-        logger.addHandler(_Complaints(service.counters))
+        logger.addHandler(_HttpLogHandler(service.counters))
         super().__init__(
             service.handle,
             access_log=None,
@@ -478,7 +501,7 @@ class _Server(web.Server):
         self.service.unproven.discard(handler)
 
 
-def run(node: Node, name: str, slurm: Slurm) -> None:
+def run(node: Node, name: str, slurm: SlurmClient) -> None:
     """Runs the service until SIGTERM or SIGINT. `name` is this node's, as Slurm has it.
 
     Where peers are off, or on by default and there is no credential, it logs that and returns: a
@@ -498,8 +521,8 @@ def run(node: Node, name: str, slurm: Slurm) -> None:
         log.say(f"peer serves nobody: {none}", by_slurm=False)
         return
     auth.check(prover)
-    counters = Counters(node.places.peer, node.clock.wall())
-    service = Service(node, prover, counters, name)
+    counters = UploadCountWriter(node.places.peer, node.clock.wall())
+    service = PeerService(node, prover, counters, name)
     _raise_open_files(OPEN_FILES)
     sockets = listening.open_sockets(peers, node.places, name, slurm)
     with activation.hold_sign(node.places) as renew_sign:
@@ -507,9 +530,9 @@ def run(node: Node, name: str, slurm: Slurm) -> None:
 
 
 async def _serve(
-    service: Service, sockets: list[socket.socket], renew_sign: Callable[[], None]
+    service: PeerService, sockets: list[socket.socket], renew_sign: Callable[[], None]
 ) -> None:
-    runner = web.ServerRunner(_Server(service), shutdown_timeout=SHUTDOWN)
+    runner = web.ServerRunner(_HttpServer(service), shutdown_timeout=SHUTDOWN)
     _report_errors(asyncio.get_running_loop(), lambda why: service.counters.refused("", why))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from forestage import log
-from forestage.features.peers.auth import Claim, Refused
+from forestage.features.peers.auth import BadCredential, VerifiedClaim
 
 MAX_SESSIONS = 16384  # one for each copy of another node; some 500 bytes each
 SESSION_IDLE = 120.0  # seconds; a client whose session has ended opens another
@@ -29,7 +29,7 @@ UNPROVEN = 15.0  # seconds within which a client must have proven itself
 class ClientSession:
     """One client's session for one key. `client` is an address; `chunks`, `bytes` were uploaded."""
 
-    def __init__(self, claim: Claim, client: str, now: float) -> None:
+    def __init__(self, claim: VerifiedClaim, client: str, now: float) -> None:
         self.id = secrets.token_hex(16)
         self.key = claim.key
         self.secret = claim.secret
@@ -54,7 +54,7 @@ class ClientSession:
         return True
 
 
-class Sessions:
+class SessionTable:
     """The open sessions, least recently used first."""
 
     def __init__(self) -> None:
@@ -65,9 +65,12 @@ class Sessions:
         return len(self._by_id)
 
     def add(self, session: ClientSession) -> None:
-        """Ends the one used longest ago if need be. Raises Refused for a secret used before."""
+        """Ends the one used longest ago if need be.
+
+        Raises BadCredential for a secret used before.
+        """
         if session.secret in self._secrets:
-            raise Refused("a credential a second time")
+            raise BadCredential("a credential a second time")
         self._secrets.add(session.secret)
         self._by_id[session.id] = session
         self._end_while(lambda oldest: len(self._by_id) > MAX_SESSIONS)
@@ -100,7 +103,7 @@ class Sessions:
             )
 
 
-class Unproven:
+class UnprovenConnections:
     """The connections that have not proven anything, oldest first, by whatever names them."""
 
     def __init__(self) -> None:

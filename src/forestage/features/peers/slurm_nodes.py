@@ -10,12 +10,12 @@ import msgspec
 
 from forestage.slurm import slurm_conf
 from forestage.slurm.nodelist import expand
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 
 _FACT = re.compile(r"(?:^| )(NodeName|NodeAddr|NodeHostName|State|Partitions)=(\S*)", re.ASCII)
 
 
-class NodeState(msgspec.Struct, frozen=True):
+class SlurmNodeState(msgspec.Struct, frozen=True):
     """What Slurm says of a node; `states` such as IDLE, DOWN, POWERED_DOWN.
 
     `address` is its NodeAddr: an address or a name, of itself if slurm.conf has none.
@@ -28,12 +28,12 @@ class NodeState(msgspec.Struct, frozen=True):
     address: str = ""
 
 
-def list_nodes(slurm: Slurm) -> tuple[NodeState, ...]:
+def list_nodes(slurm: SlurmClient) -> tuple[SlurmNodeState, ...]:
     """Return all nodes, by one question to slurmctld. Raises SlurmError."""
     return parse_nodes(slurm.query("scontrol", "--all", "--oneliner", "show", "node"))
 
 
-def parse_nodes(listing: str) -> tuple[NodeState, ...]:
+def parse_nodes(listing: str) -> tuple[SlurmNodeState, ...]:
     """Return the nodes that `scontrol --oneliner show node` prints. Pure."""
     found = []
     for line in listing.splitlines():
@@ -45,11 +45,11 @@ def parse_nodes(listing: str) -> tuple[NodeState, ...]:
             states = tuple(facts.get("State", "").replace("*", "+NOT_RESPONDING").split("+"))
             partitions = tuple(filter(None, facts.get("Partitions", "").split(",")))
             host, address = facts.get("NodeHostName", name), facts.get("NodeAddr", "")
-            found.append(NodeState(name, host, states, partitions, address))
+            found.append(SlurmNodeState(name, host, states, partitions, address))
     return tuple(found)
 
 
-def query_address(slurm: Slurm, name: str) -> str:
+def query_address(slurm: SlurmClient, name: str) -> str:
     """Return NodeAddr of one node as slurmctld has it, "" if it has none. Raises SlurmError.
 
     The answer has this node alone: slurmctld sends `scontrol show node NAME` all of them.

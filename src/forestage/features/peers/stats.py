@@ -16,7 +16,7 @@ from forestage.units import printable
 KEYS = 64  # with a count of their own: those uploaded last
 
 
-class Uploaded(msgspec.Struct):
+class UploadCounts(msgspec.Struct):
     """peer.json: counts since the service began (`since`, seconds since the epoch).
 
     `keys` are the bytes of each key, for the last ones only.
@@ -34,18 +34,18 @@ class Uploaded(msgspec.Struct):
         return self.keys.get(key, 0)
 
 
-def read(file: Path) -> Uploaded | None:
+def read(file: Path) -> UploadCounts | None:
     """The counts of this node's service; None where none has run since boot."""
-    return records.find(file, Uploaded)
+    return records.find(file, UploadCounts)
 
 
-class Counters:
+class UploadCountWriter:
     """The service's counts, and what it refused since the last log line about that."""
 
     def __init__(self, file: Path, since: float) -> None:
         self._file = file
-        self._uploaded = Uploaded(since)
-        self._written: Uploaded | None = None
+        self._uploaded = UploadCounts(since)
+        self._written: UploadCounts | None = None
         self._unlogged = 0
         self._last = ""
 

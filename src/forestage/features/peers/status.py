@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from forestage.features.contexts import StatusPart
 from forestage.features.peers import proven, stats
-from forestage.features.peers.stats import Uploaded
-from forestage.paths import Places
+from forestage.features.peers.stats import UploadCounts
+from forestage.paths import NodePaths
 from forestage.system.terminal import count
 from forestage.units import format_size
 
@@ -25,13 +25,13 @@ def read_status(facts: "StatusFacts") -> StatusPart:
     return StatusPart({"served": served, "proven": name}, after="copies", rows=rows)
 
 
-def read_sent(places: Places) -> Mapping[str, int]:
+def read_sent(places: NodePaths) -> Mapping[str, int]:
     """Return the bytes of each key that went to other nodes, as far as that is known."""
     served = stats.read(places.peer)
     return served.keys if served else {}
 
 
-def list_rows(served: Uploaded | None, proven_with: str) -> tuple[tuple[str, str], ...]:
+def list_rows(served: UploadCounts | None, proven_with: str) -> tuple[tuple[str, str], ...]:
     """Return what is printed of it. Pure."""
     if not served:
         return ()

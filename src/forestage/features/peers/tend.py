@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forestage.commands.tend import TENTH, Part
+from forestage.commands.tend import TENTH, TendPart
 from forestage.features.peers import node_list
 
 if TYPE_CHECKING:
     from forestage.features.contexts import TendFacts
 
 
-def each_minute(facts: TendFacts) -> Iterator[Part]:
+def each_minute(facts: TendFacts) -> Iterator[TendPart]:
     """Yield it where the list is due; again at each tenth run while Slurm does not answer.
 
     Raises OSError.
@@ -21,4 +21,4 @@ def each_minute(facts: TendFacts) -> Iterator[Part]:
     if config is None or facts.is_apart:
         return
     if node_list.is_wanted(config, facts.places, facts.clock):
-        yield Part("nodes", ("sweep", "--quiet", "--only", "nodes"), every=TENTH, is_idle=True)
+        yield TendPart("nodes", ("sweep", "--quiet", "--only", "nodes"), every=TENTH, is_idle=True)

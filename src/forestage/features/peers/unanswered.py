@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import files, folders
 from forestage.system.files import opened
 
@@ -24,12 +24,12 @@ MOST = 1024  # nodes
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
-def is_silent(places: Places, node: str, now: float) -> bool:
+def is_silent(places: NodePaths, node: str, now: float) -> bool:
     """Return whether the node gave no answer a short while ago; `now` is monotonic."""
     return bool(_NAME.fullmatch(node)) and _counts(places.unanswered / node, now)
 
 
-def read_silent(places: Places, now: float) -> frozenset[str]:
+def read_silent(places: NodePaths, now: float) -> frozenset[str]:
     """Return the nodes that gave no answer a short while ago; `now` is monotonic."""
     with contextlib.suppress(OSError):
         noted = list(places.unanswered.iterdir())
@@ -37,7 +37,7 @@ def read_silent(places: Places, now: float) -> frozenset[str]:
     return frozenset()
 
 
-def note_silence(places: Places, node: str, now: float) -> None:
+def note_silence(places: NodePaths, node: str, now: float) -> None:
     """Note that the node gave no answer; `now` is monotonic."""
     if not _NAME.fullmatch(node):
         return
@@ -55,7 +55,7 @@ def note_silence(places: Places, node: str, now: float) -> None:
             os.write(fd, f"{now!r}\n".encode())
 
 
-def note_answer(places: Places, node: str) -> None:
+def note_answer(places: NodePaths, node: str) -> None:
     """Note that the node answered: what was noted before counts no more."""
     if _NAME.fullmatch(node):
         with contextlib.suppress(OSError):

@@ -23,17 +23,17 @@ from random import Random, SystemRandom
 from forestage import log
 from forestage.cache import digest
 from forestage.cache.part import ENTRY_BYTES, Part, chunk_count
-from forestage.cache.readers import NOW, PIECE, SOON, Readers
+from forestage.cache.readers import NOW, PIECE, SOON, ArrivalMap
 from forestage.errors import Declined
 from forestage.features.peers import origins
-from forestage.features.peers.client import Peers
-from forestage.features.peers.connection import ChunkRefused
-from forestage.features.peers.protocol import ChunkRequest, Receiver
+from forestage.features.peers.client import PeerClient
+from forestage.features.peers.connection import PeerRequestError
+from forestage.features.peers.protocol import ChunkReceiver, ChunkRequest
 from forestage.features.peers.ring import SOURCE
-from forestage.features.peers.schedule import Ask, Policy, Schedule
-from forestage.sources.source import Content, Unreadable
+from forestage.features.peers.schedule import ChunkSchedule, ChunkTransfer, SchedulePolicy
+from forestage.sources.source import ReadableSource, SourceUnreadable
 from forestage.stage import reading
-from forestage.stage.chunks import Run, Tuning, Write
+from forestage.stage.chunks import ChunkCopy, CopyTuning, Write
 from forestage.system import files
 
 POLL = 0.1  # seconds between two looks of a thread that has nothing to do
@@ -50,15 +50,15 @@ Span = tuple[int, int]  # where in the image a piece begins, and how long it is;
 
 
 def copy(
-    source: Content,
+    source: ReadableSource,
     part: Part,
-    tuning: Tuning,
+    tuning: CopyTuning,
     stop: threading.Event,
-    peers: Peers,
-    readers: Readers | None = None,
+    peers: PeerClient,
+    readers: ArrivalMap | None = None,
 ) -> Mapping[str, int]:
     """Copies as chunks.copy does, and returns how many bytes came from which peer."""
-    run = Shared(source, part, tuning, stop, peers, readers)
+    run = PeerCopy(source, part, tuning, stop, peers, readers)
     try:
         run.share()
     finally:
@@ -66,35 +66,35 @@ def copy(
     return run.bytes_by()
 
 
-def policy(threads: int, nodes: int) -> Policy:
+def policy(threads: int, nodes: int) -> SchedulePolicy:
     """Pure: the fewer streams each of many nodes reads in, the sooner its chunks are whole."""
     at_once = min(threads, max(1, -(-4 * threads // nodes)))
-    return Policy(at_once=at_once, busy=DOWNLOADS)
+    return SchedulePolicy(at_once=at_once, busy=DOWNLOADS)
 
 
-class _Over(Exception):
+class _ChunkSuperseded(Exception):
     """The chunk came by another ask."""
 
 
-class _InVain(Exception):
+class _ReadSuperfluous(Exception):
     """A peer has the chunk that is being read."""
 
 
-class _Lie(Exception):
+class _PeerMismatch(Exception):
     """A peer gave other bytes than the source."""
 
 
-class Shared(Run):
+class PeerCopy(ChunkCopy):
     """A run whose chunks come from the source and from peers."""
 
     def __init__(
         self,
-        source: Content,
+        source: ReadableSource,
         part: Part,
-        tuning: Tuning,
+        tuning: CopyTuning,
         stop: threading.Event,
-        peers: Peers,
-        readers: Readers | None = None,
+        peers: PeerClient,
+        readers: ArrivalMap | None = None,
     ) -> None:
         super().__init__(source, part, tuning, stop, readers)
         self._bring_own()
@@ -105,18 +105,18 @@ class Shared(Run):
         self.from_peers = 0
         self.turn = threading.Condition()
         self.chunk_locks: dict[int, threading.Lock] = {}
-        self.unreadable: Unreadable | None = None
+        self.unreadable: SourceUnreadable | None = None
         missing = [number for number in self.todo if number in self.known.read]
         self.said: dict[int, dict[str, str]] = {}  # by chunk and peer, a digest
         self.given: dict[str, set[int]] = {}  # by peer, the chunks that are in
         self.read_by: dict[tuple[int, str], str] = {}  # by chunk and peer, who read it there
         here = set(range(chunk_count(source.size, tuning.chunk))).difference(self.todo)
-        self.origins = origins.Noted(part.directory, peers.me, here)
+        self.origins = origins.ChunkReaderRecorder(part.directory, peers.me, here)
         self.noted_at = self.heeded_at = 0.0
         self.compares = True  # whether all pieces could be compared
         self.liars: set[str] = set()
         self.bringing = 0  # threads that may yet find that a chunk has to be read again
-        self.schedule = Schedule(
+        self.schedule = ChunkSchedule(
             part.directory.name,
             peers.nodes,
             peers.me,
@@ -160,7 +160,7 @@ class Shared(Run):
             peer: sum(self.span(number)[1] for number in gave) for peer, gave in self.given.items()
         }
 
-    def _run_asks(self, next_ask: Callable[[float], Ask | None]) -> None:
+    def _run_asks(self, next_ask: Callable[[float], ChunkTransfer | None]) -> None:
         """Bring one chunk after the other, until there are no more.
 
         What this thread was bringing counts in `bringing`, for which all others wait at the end. If
@@ -190,7 +190,9 @@ class Shared(Run):
             with self.turn:
                 self.turn.notify_all()
 
-    def _next(self, next_ask: Callable[[float], Ask | None]) -> tuple[Ask, bool] | None:
+    def _next(
+        self, next_ask: Callable[[float], ChunkTransfer | None]
+    ) -> tuple[ChunkTransfer, bool] | None:
         """What to bring, and whether it is on its way by another ask; None: no more."""
         with self.turn:
             while not (self.ends() or (self.schedule.done and not self.bringing)):
@@ -219,7 +221,7 @@ class Shared(Run):
     def _greet(self, peer: str) -> None:
         try:
             self.peers.greet(peer, lambda: self.ends() or self.schedule.done)
-        except ChunkRefused as refused:
+        except PeerRequestError as refused:
             with self.turn:
                 self.schedule.greeting_failed(peer, refused.why, time.monotonic())
                 self.turn.notify_all()
@@ -228,7 +230,7 @@ class Shared(Run):
                 self.schedule.greeted(peer)
                 self.turn.notify_all()
 
-    def _bring(self, ask: Ask, buffer: memoryview, twice: bool) -> None:
+    def _bring(self, ask: ChunkTransfer, buffer: memoryview, twice: bool) -> None:
         start, size = self.span(ask.number)
         aside = memoryview(mmap.mmap(-1, size)) if twice else None
         chunk_lock = self.chunk_locks[ask.number]
@@ -247,18 +249,18 @@ class Shared(Run):
             found = self._fetched(ask, buffer, sink)
             if found is not None and ask.peer != SOURCE:
                 self._prove(ask, buffer, aside)
-        except _Lie:
+        except _PeerMismatch:
             self._catch(ask.peer, ask.number)
             with self.turn:
                 if not self.schedule.obsolete(ask):
                     self.schedule.strike([ask.number])  # other peers may have it from this one
                 self.schedule.failed(ask, "wrong", time.monotonic())
             return
-        except ChunkRefused as refused:
+        except PeerRequestError as refused:
             with self.turn:
                 self.schedule.failed(ask, refused.why, time.monotonic())
             return
-        except _Over:
+        except _ChunkSuperseded:
             with self.turn:
                 self.schedule.got(ask, time.monotonic())
             return
@@ -266,25 +268,28 @@ class Shared(Run):
             with chunk_lock:
                 self._take_in(ask, found, aside)
 
-    def _check_wanted(self, ask: Ask) -> None:
+    def _check_wanted(self, ask: ChunkTransfer) -> None:
         """Raises _Over, _InVain where the chunk need not be brought any more by this ask."""
         if self.schedule.obsolete(ask):
-            raise _Over
+            raise _ChunkSuperseded
         with self.turn:
             if self.schedule.in_vain(ask, time.monotonic()):
-                raise _InVain
+                raise _ReadSuperfluous
 
-    def _fetched(self, ask: Ask, buffer: memoryview, sink: Write) -> bytes | None:
-        """The digest; None where the source cannot be read, or need not. Raises ChunkRefused."""
+    def _fetched(self, ask: ChunkTransfer, buffer: memoryview, sink: Write) -> bytes | None:
+        """The digest; None where the source cannot be read, or need not.
+
+        Raises PeerRequestError.
+        """
         if ask.peer == SOURCE:
             try:
                 return self.take(ask.number, buffer, sink)
-            except _InVain:
+            except _ReadSuperfluous:
                 self._forget_pieces(ask)
                 with self.turn:
                     self.schedule.drop(ask)
                 return None
-            except Unreadable as error:
+            except SourceUnreadable as error:
                 self._forget_pieces(ask)
                 with self.turn:
                     self.unreadable = error
@@ -308,9 +313,11 @@ class Shared(Run):
         patience = self.schedule.give_up(ask), self.schedule.wait(ask)
         reach = "cluster" if ask.peer in self.peers.givers else "job"
         chunk = ChunkRequest(ask.number, start, size, *patience, f"{reach} {self.peers.me}")
-        return self.peers.fetch(ask.peer, chunk, Receiver(buffer, sink, peer_has, stop, peer_says))
+        return self.peers.fetch(
+            ask.peer, chunk, ChunkReceiver(buffer, sink, peer_has, stop, peer_says)
+        )
 
-    def _forget_pieces(self, ask: Ask) -> None:
+    def _forget_pieces(self, ask: ChunkTransfer) -> None:
         """Tell the readers that what was read of a chunk may change.
 
         Before the ask ends: then a peer's bytes may go over it, which are not proven yet.
@@ -319,8 +326,11 @@ class Shared(Run):
             if not self.schedule.obsolete(ask):
                 self.forget(ask.number)
 
-    def _prove(self, ask: Ask, buffer: memoryview, aside: memoryview | None) -> None:
-        """Compares what a peer gave with the source, where that is due. Raises _Lie, Truncated."""
+    def _prove(self, ask: ChunkTransfer, buffer: memoryview, aside: memoryview | None) -> None:
+        """Compares what a peer gave with the source, where that is due.
+
+        Raises _Lie, SourceTruncated.
+        """
         start, size = self.span(ask.number)
         if self.schedule.obsolete(ask):
             return
@@ -333,18 +343,18 @@ class Shared(Run):
             else:
                 got = os.pread(self.image, length, at)
             if self._differs(at, got, buffer):
-                raise _Lie
+                raise _PeerMismatch
 
     def _differs(self, at: int, got: bytes, buffer: memoryview) -> bool:
         """Whether the source has other bytes there; where it cannot be read, nobody can say."""
         try:
             read = reading.pieces(self.source, at, len(got), buffer)
             return any(piece != got[here - at : here - at + len(piece)] for here, piece in read)
-        except Unreadable:
+        except SourceUnreadable:
             self.compares = False
             return False
 
-    def _take_in(self, ask: Ask, found: bytes, aside: memoryview | None) -> None:
+    def _take_in(self, ask: ChunkTransfer, found: bytes, aside: memoryview | None) -> None:
         """Notes a chunk, unless another ask was faster or its peer is not to be believed any more.
 
         The caller holds the chunk's lock.

@@ -6,16 +6,16 @@ On the host squeue, sinfo and sdiag are run once each; a node asks the host for 
 
 from collections.abc import Iterator
 
-from forestage.check.finding import Finding
+from forestage.check.finding import CheckFinding
 from forestage.clock import Clock
-from forestage.config import Address, Config
+from forestage.config import Config, ServiceAddress
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.features.contexts import CheckFacts
 from forestage.features.peers import activation, auth
 from forestage.features.prefetch import expected, marks, prefetch_host, prefetch_node, slurm_queries
-from forestage.features.prefetch.expected import Expectations
-from forestage.paths import Places
-from forestage.slurm.queue import Slurm
+from forestage.features.prefetch.expected import ExpectedImageList
+from forestage.paths import NodePaths
+from forestage.slurm.queue import SlurmClient
 from forestage.system.terminal import age
 
 LATE = 300.0  # seconds without a new list, of a timer that runs each minute
@@ -24,7 +24,7 @@ FEW = 20  # jobs that come and go while squeue and sdiag answer
 _HOST = "No node knows what is expected: nothing is copied before a job starts"
 
 
-def findings(facts: CheckFacts) -> Iterator[Finding | str]:
+def findings(facts: CheckFacts) -> Iterator[CheckFinding | str]:
     """What is found, and before what may take its time, what that is."""
     config, target = facts.settings.of_node, facts.target
     places, slurm, clock = target.places, target.slurm, target.clock
@@ -37,9 +37,11 @@ def findings(facts: CheckFacts) -> Iterator[Finding | str]:
         yield from _node(places, config, host, clock)
 
 
-def _host(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterator[Finding | str]:
+def _host(
+    places: NodePaths, config: Config, slurm: SlurmClient, clock: Clock
+) -> Iterator[CheckFinding | str]:
     if not activation.is_on(config, places, clock.monotonic()):
-        yield Finding(
+        yield CheckFinding(
             "prefetch-peers",
             "warning",
             "this is prefetch.host, and peers are off here",
@@ -52,7 +54,7 @@ def _host(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterato
         yield "Slurm's count of jobs"
         count = slurm_queries.count_pending_jobs(slurm)
     except (SlurmError, Failed, OSError) as error:
-        yield Finding(
+        yield CheckFinding(
             "prefetch-queue",
             "warning",
             f"Slurm's queue cannot be read: {error}",
@@ -61,7 +63,7 @@ def _host(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterato
         )
         return
     if made.tasks is not None and 2 * made.tasks + FEW < count:
-        yield Finding(
+        yield CheckFinding(
             "prefetch-hidden",
             "warning",
             f"squeue shows {made.tasks} pending jobs, and slurmctld has {count} (sdiag)",
@@ -71,13 +73,15 @@ def _host(places: Places, config: Config, slurm: Slurm, clock: Clock) -> Iterato
     yield from _old(expected.read(places), clock.wall(), "journalctl -u forestage")
 
 
-def _node(places: Places, config: Config, at: Address, clock: Clock) -> Iterator[Finding | str]:
+def _node(
+    places: NodePaths, config: Config, at: ServiceAddress, clock: Clock
+) -> Iterator[CheckFinding | str]:
     host = at.host
     yield f"prefetch.host {host}"
     try:
         told = expected.ask(at, auth.prover(config.peers.key_file, places))
     except (ForestageError, OSError) as error:
-        yield Finding(
+        yield CheckFinding(
             "prefetch-host",
             "warning",
             f"prefetch.host: {error}",
@@ -87,7 +91,7 @@ def _node(places: Places, config: Config, at: Address, clock: Clock) -> Iterator
         return
     now = clock.wall()
     if told.made > now + SKEW:
-        yield Finding(
+        yield CheckFinding(
             "prefetch-clock",
             "warning",
             f"the clock of {host} is {age(told.made - now)} ahead of this node's",
@@ -97,7 +101,7 @@ def _node(places: Places, config: Config, at: Address, clock: Clock) -> Iterator
     yield from _old(told, now, f"journalctl -u forestage on {host}")
     known = marks.read(places)
     if known.idle == prefetch_node.BUSY and not known.looks:
-        yield Finding(
+        yield CheckFinding(
             "prefetch-bandwidth",
             "warning",
             "no image was looked at so far: jobs run here, and prefetch.bandwidth is null",
@@ -106,11 +110,11 @@ def _node(places: Places, config: Config, at: Address, clock: Clock) -> Iterator
         )
 
 
-def _old(listed: Expectations | None, now: float, where: str) -> Iterator[Finding]:
+def _old(listed: ExpectedImageList | None, now: float, where: str) -> Iterator[CheckFinding]:
     if listed is not None and now - listed.made <= LATE:
         return
     what = f"the list is {age(now - listed.made)} old" if listed else "there is no list yet"
-    yield Finding(
+    yield CheckFinding(
         "prefetch-old",
         "warning",
         f"{what}, or the clocks differ" if listed else what,

@@ -10,7 +10,7 @@ import click
 from forestage.commands.world import as_json, show
 
 if TYPE_CHECKING:
-    from forestage.commands.world import World
+    from forestage.commands.world import CommandContext
 
 
 @click.command()
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: copy and write nothing.")
 @click.option("--node", metavar="NAME", help="This node as Slurm names it; else its host name.")
 @click.pass_obj
-def prefetch(world: "World", node: str | None, dry_run: bool, as_json: bool) -> None:
+def prefetch(world: "CommandContext", node: str | None, dry_run: bool, as_json: bool) -> None:
     """Copy images before the jobs begin which wait for a node.
 
     Run by `tend`. On the host that `prefetch.host` names it reads Slurm's queue and writes the list
     of what is expected. Everywhere else it asks that host for the list, and begins to copy here
     what it expects most. Ends at once while another one is at work.
     """
-    from forestage.errors import ConfigError, Problem
+    from forestage.errors import ConfigError, ConfigProblem
     from forestage.features.peers import auth
     from forestage.features.prefetch import expected, prefetch_host, prefetch_node
     from forestage.features.prepare.stage import decide_redirect
-    from forestage.slurm.queue import Slurm
+    from forestage.slurm.queue import SlurmClient
     from forestage.system import folders, lock
 
     if os.geteuid() != 0:
         raise PermissionError(errno.EPERM, "the queue's list and the cache are root's")
-    here, slurm = world.node(), Slurm.of(os.environ)
+    here, slurm = world.node(), SlurmClient.of(os.environ)
     slurm = slurm._replace(node=node or slurm.node)
     host, peers = prefetch_host.find_host(here.config), here.config.peers
     if host is None:
-        raise ConfigError((Problem("", "prefetch.host", "is null: nobody reads the queue"),))
+        raise ConfigError((ConfigProblem("", "prefetch.host", "is null: nobody reads the queue"),))
     folders.keep(world.places.locks)
     try:
         with lock.held_for_work(world.places.locks / "prefetch.lock", 0):

@@ -1,6 +1,6 @@
 """The list of images that pending jobs name: one host makes it of the queue, all nodes ask for it.
 
-    GET /v1/expected              the answer: `Expectations`, with a MAC
+    GET /v1/expected              the answer: `ExpectedImageList`, with a MAC
     /run/forestage/expected.json  on the host as it was made, on a node as it was taken
 
 A node takes no list that is older than its own, and none for longer than LASTS: without the host it
@@ -13,15 +13,15 @@ from collections.abc import Mapping
 
 import msgspec
 
-from forestage.config import Address
+from forestage.config import ServiceAddress
 from forestage.errors import PeerError
 from forestage.features.peers import protocol
-from forestage.features.peers.auth import Prover
-from forestage.features.peers.connection import ChunkRefused, Connection, Limit
-from forestage.features.prefetch.policy import Expected
+from forestage.features.peers.auth import Authenticator
+from forestage.features.peers.connection import PeerConnection, PeerRequestError, ResponseDeadline
+from forestage.features.prefetch.policy import ExpectedStarts
 from forestage.features.prefetch.queue import is_path
 from forestage.features.prefetch.service import locate_list
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import folders, records
 
 KEY = "expected"  # in place of an entry's, in a credential and a path
@@ -33,7 +33,7 @@ MAX_UID = (1 << 32) - 2
 ROWS = 256  # of a list
 
 
-class Expectations(msgspec.Struct, frozen=True):
+class ExpectedImageList(msgspec.Struct, frozen=True):
     """The list; `made` and `expires` in seconds since the epoch, by the host's clock.
 
     `sequence` grows with each list. `partitions` have their nodes as Slurm writes lists.
@@ -43,15 +43,15 @@ class Expectations(msgspec.Struct, frozen=True):
     made: float
     expires: float
     partitions: Mapping[str, str] = {}
-    rows: tuple[Expected, ...] = ()
+    rows: tuple[ExpectedStarts, ...] = ()
 
 
-def following(before: Expectations | None, now: float) -> int:
+def following(before: ExpectedImageList | None, now: float) -> int:
     """Pure: the sequence of a list that is made now; it grows, whatever the clock does."""
     return max(before.sequence + 1 if before else 0, int(now * 1000))
 
 
-def counts(told: Expectations, known: Expectations | None, now: float) -> str:
+def counts(told: ExpectedImageList, known: ExpectedImageList | None, now: float) -> str:
     """Pure: "" for a list that a node takes in place of the one it has, else why it does not."""
     if told.expires <= now or told.made + LASTS <= now:
         return "the list is too old"
@@ -67,37 +67,39 @@ def counts(told: Expectations, known: Expectations | None, now: float) -> str:
     return ""
 
 
-def is_good(known: Expectations, now: float) -> bool:
+def is_good(known: ExpectedImageList, now: float) -> bool:
     """Pure: whether a list still counts."""
     return known.made - AHEAD <= now < min(known.expires, known.made + LASTS)
 
 
-def read(places: Places) -> Expectations | None:
+def read(places: NodePaths) -> ExpectedImageList | None:
     """The list that is here, however old; None without one, or a damaged one. Raises OSError."""
-    return records.find(locate_list(places), Expectations)
+    return records.find(locate_list(places), ExpectedImageList)
 
 
-def write(places: Places, found: Expectations) -> None:
+def write(places: NodePaths, found: ExpectedImageList) -> None:
     """Replaces the list. Raises OSError."""
     folders.make(places.run, folders.PASSABLE)
     records.write(locate_list(places), msgspec.json.encode(found))
 
 
-def ask(at: Address, prover: Prover) -> Expectations:
+def ask(at: ServiceAddress, prover: Authenticator) -> ExpectedImageList:
     """What the host says now, within PATIENCE. Raises PeerError."""
     until = time.monotonic() + PATIENCE
 
     def late() -> bool:
         return time.monotonic() > until
 
-    line, host = Connection(at), at.host
+    line, host = PeerConnection(at), at.host
     try:
         session = protocol.open_session(line, KEY, prover, late)
-        body = protocol.fetch_look(line, session, f"/v1/{KEY}", MOST, Limit(PATIENCE, until, late))
+        body = protocol.fetch_look(
+            line, session, f"/v1/{KEY}", MOST, ResponseDeadline(PATIENCE, until, late)
+        )
         if body is None:
             raise PeerError(f"{host} has no list", f"see forestage.service on {host}")
-        return msgspec.json.decode(body, type=Expectations)
-    except (ChunkRefused, protocol.SessionUnknown) as error:
+        return msgspec.json.decode(body, type=ExpectedImageList)
+    except (PeerRequestError, protocol.SessionUnknown) as error:
         raise PeerError(f"{host} gave no list: {error}", "is its peer service running?") from None
     # The last one: brackets in brackets, a thousand deep.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

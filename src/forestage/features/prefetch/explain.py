@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forestage.events import WHOLE, Copied, Handled, saved
+from forestage.events import WHOLE, CopyOutcome, RequestOutcome, saved
 from forestage.features.contexts import ExplainPart
 from forestage.system.terminal import moment
 from forestage.units import format_size, to_tenths
@@ -21,14 +21,14 @@ def explain_outcome(facts: "ExplainFacts") -> ExplainPart:
 
 def _list_sentences(facts: "ExplainFacts") -> Iterator[str]:
     outcome = facts.outcome
-    if isinstance(outcome, Copied) and outcome.ahead:
+    if isinstance(outcome, CopyOutcome) and outcome.ahead:
         here = f"{format_size(outcome.ahead)} of it were here before the job began"
         fetched = outcome.bytes - outcome.resumed
         known = fetched >= outcome.bytes / MEASURE
         spared = outcome.ahead * outcome.copying / fetched if known else 0.0
         yield f"expected since {moment(outcome.expected)}: {here}{_about(spared)}"
-    copy = facts.ahead.get(outcome.key) if isinstance(outcome, Handled) else None
-    if isinstance(outcome, Handled) and copy and not copy.ahead and outcome.result in WHOLE:
+    copy = facts.ahead.get(outcome.key) if isinstance(outcome, RequestOutcome) else None
+    if isinstance(outcome, RequestOutcome) and copy and not copy.ahead and outcome.result in WHOLE:
         took = to_tenths(copy.copying) or "less than 0.1s"
         since = f"expected since {moment(copy.expected)}: copied before the job began, in {took}"
         yield f"{since}{_about(saved.seconds(outcome) or 0.0)}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import folders, records
 
 AGAIN = 600.0  # seconds
@@ -21,7 +21,7 @@ TRIES = 3
 FORGET = 3600.0  # seconds
 
 
-class Look(msgspec.Struct, frozen=True, omit_defaults=True):
+class ImageInspection(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an image was for a user, `at` a time; `why` it is nothing, if so.
 
     `since`: when the list first named it here; times are in seconds since the epoch. `tries`: how
@@ -40,28 +40,28 @@ class Look(msgspec.Struct, frozen=True, omit_defaults=True):
     begun: float = 0.0
 
 
-class Marks(msgspec.Struct, frozen=True):
+class PrefetchRecord(msgspec.Struct, frozen=True):
     """The record. Of the last pass: `silent` is why there was no new list, `idle` why no copy."""
 
-    looks: tuple[Look, ...] = ()
+    looks: tuple[ImageInspection, ...] = ()
     silent: str = ""
     idle: str = ""
 
-    def look(self, image: str, user: int) -> Look | None:
+    def look(self, image: str, user: int) -> ImageInspection | None:
         return next((one for one in self.looks if (one.image, one.user) == (image, user)), None)
 
-    def with_look(self, look: Look) -> "Marks":
+    def with_look(self, look: ImageInspection) -> "PrefetchRecord":
         others = (one for one in self.looks if (one.image, one.user) != (look.image, look.user))
         return msgspec.structs.replace(self, looks=(*others, look))
 
-    def naming(self, named: Iterable[tuple[str, int]], now: float) -> "Marks":
+    def naming(self, named: Iterable[tuple[str, int]], now: float) -> "PrefetchRecord":
         """The looks of images and users that are named now, or were tried in vain lately."""
         kept = frozenset(named)
         looks = tuple(one for one in self.looks if is_kept(one, (one.image, one.user) in kept, now))
         return msgspec.structs.replace(self, looks=looks)
 
 
-def is_kept(look: Look, is_named: bool, now: float) -> bool:
+def is_kept(look: ImageInspection, is_named: bool, now: float) -> bool:
     """Pure: whether a look is remembered; copies that no job has used are forgotten in time."""
     is_late = 0 <= now - look.at < FORGET
     if look.tries >= TRIES and not look.why:
@@ -69,28 +69,28 @@ def is_kept(look: Look, is_named: bool, now: float) -> bool:
     return is_named or (bool(look.tries or look.begun) and is_late)
 
 
-def is_due(look: Look | None, now: float) -> bool:
+def is_due(look: ImageInspection | None, now: float) -> bool:
     """Pure: whether an image is to be looked at (again)."""
     return look is None or (look.tries < TRIES and not 0 <= now - look.at < AGAIN)
 
 
-def locate_record(places: Places) -> Path:
+def locate_record(places: NodePaths) -> Path:
     """Return where the record is. Pure."""
     return places.run / "prefetched.json"
 
 
-def read(places: Places) -> Marks:
+def read(places: NodePaths) -> PrefetchRecord:
     """What is remembered; nothing where the record is damaged. Raises OSError."""
-    return records.find(locate_record(places), Marks) or Marks()
+    return records.find(locate_record(places), PrefetchRecord) or PrefetchRecord()
 
 
-def write(places: Places, marks: Marks) -> None:
+def write(places: NodePaths, marks: PrefetchRecord) -> None:
     """Replaces the record. Raises OSError."""
     folders.make(places.run, folders.PASSABLE)
     records.write(locate_record(places), msgspec.json.encode(marks))
 
 
-def note(places: Places, silent: str, idle: str) -> None:
+def note(places: NodePaths, silent: str, idle: str) -> None:
     """Says for `status` what a pass is like. Raises OSError."""
     known = read(places)
     if (known.silent, known.idle) != (silent, idle):

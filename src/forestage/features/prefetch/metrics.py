@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, get_args
 
 from forestage.events.log import Origin
 from forestage.features.contexts import MetricFamily, MetricsPart
-from forestage.features.prefetch.prefetched import Prefetched
+from forestage.features.prefetch.prefetched import PrefetchState
 
 if TYPE_CHECKING:
     from forestage.features.contexts import MetricsFacts
@@ -18,7 +18,7 @@ def read_metrics(facts: "MetricsFacts") -> MetricsPart:
 
 def _list_families(facts: "MetricsFacts") -> Iterator[MetricFamily]:
     due = facts.status.find_field("prefetched") if facts.status else None
-    if isinstance(due, Prefetched):
+    if isinstance(due, PrefetchState):
         for name, text, value in (
             (
                 "expected_images",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 
-class Pending(msgspec.Struct, frozen=True):
+class PendingJob(msgspec.Struct, frozen=True):
     """A line of the queue: a job, or what waits of an array.
 
     `user` is their uid, `nodes` how many all its tasks want. `partitions` may be several.
@@ -24,7 +24,7 @@ class Pending(msgspec.Struct, frozen=True):
     partitions: tuple[str, ...]
 
 
-class Expected(msgspec.Struct, frozen=True):
+class ExpectedStarts(msgspec.Struct, frozen=True):
     """How many of a user's jobs with this image are expected to start on each node of a partition.
 
     `starts` is a chance, or more than 1 where several such jobs wait. A row for each user, so that
@@ -37,7 +37,7 @@ class Expected(msgspec.Struct, frozen=True):
     starts: float
 
 
-class Wanted(NamedTuple):
+class WantedImage(NamedTuple):
     """An image as this node would copy it: as `user`; `starts` are those of all its rows."""
 
     size: int
@@ -45,7 +45,7 @@ class Wanted(NamedTuple):
     starts: float
 
 
-class Held(NamedTuple):
+class HeldCopy(NamedTuple):
     """A copy on this node. `used`: when last, or when it was made for `user` if it is `fresh`.
 
     `fresh`: no job has used it yet. `stays`: it is leased, pinned or under way.
@@ -58,7 +58,7 @@ class Held(NamedTuple):
     stays: bool = False
 
 
-class Copy(NamedTuple):
+class PrefetchChoice(NamedTuple):
     """What a node should copy now; of the copies that it holds, `stay` are not to be evicted."""
 
     image: str
@@ -66,7 +66,7 @@ class Copy(NamedTuple):
     stay: frozenset[str]
 
 
-class Rules(NamedTuple):
+class PrefetchRules(NamedTuple):
     """The figures of the policy; docs/prefetch-policy.md shows what others would give.
 
     least   expected starts below which nothing is copied
@@ -87,12 +87,12 @@ class Rules(NamedTuple):
     share: float = 0.5
 
 
-RULES = Rules()
+RULES = PrefetchRules()
 
 
 def likely(
-    queue: Iterable[Pending], nodes: Mapping[str, int], rules: Rules = RULES
-) -> tuple[Expected, ...]:
+    queue: Iterable[PendingJob], nodes: Mapping[str, int], rules: PrefetchRules = RULES
+) -> tuple[ExpectedStarts, ...]:
     """The expected starts, most first; `queue` is in Slurm's order, `nodes` each partition's count.
 
     A job's starts add up to the nodes that it wants.
@@ -112,16 +112,16 @@ def likely(
             ahead[name] += min(before + starts, rules.crowd) - counted
             for image in job.images:
                 found[name, image, job.user] += starts * worth
-    return tuple(Expected(*row, starts) for row, starts in found.most_common())
+    return tuple(ExpectedStarts(*row, starts) for row, starts in found.most_common())
 
 
 def choose(
-    wanted: Mapping[str, Wanted],
-    held: Mapping[str, Held],
+    wanted: Mapping[str, WantedImage],
+    held: Mapping[str, HeldCopy],
     room: int,
     now: float,
-    rules: Rules = RULES,
-) -> Copy | None:
+    rules: PrefetchRules = RULES,
+) -> PrefetchChoice | None:
     """The most expected image that this node lacks and the rules allow; `room` is all of it."""
     fresh: Counter[int] = Counter()
     for copy in held.values():
@@ -148,5 +148,5 @@ def choose(
         if all_fresh + size > rules.quota * room or fresh[user] + size > rules.share * room:
             continue
         if size + staying <= room:
-            return Copy(image, user, frozenset(stay))
+            return PrefetchChoice(image, user, frozenset(stay))
     return None

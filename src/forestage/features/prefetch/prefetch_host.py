@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from forestage.clock import Clock
-from forestage.config import Address, Config, parse_address
+from forestage.config import Config, ServiceAddress, parse_address
 from forestage.features.prefetch import expected, policy, queue, slurm_queries
-from forestage.features.prefetch.expected import Expectations
-from forestage.features.prefetch.policy import Expected
-from forestage.paths import Places
-from forestage.slurm.queue import Slurm
+from forestage.features.prefetch.expected import ExpectedImageList
+from forestage.features.prefetch.policy import ExpectedStarts
+from forestage.paths import NodePaths
+from forestage.slurm.queue import SlurmClient
 from forestage.system.terminal import Piece, TextLine, TextTable, count
 from forestage.units import format_duration
 
@@ -25,7 +25,7 @@ OF_USER = expected.ROWS // 4  # rows of a list
 LEAST = 0.01  # expected starts of a row that is worth telling
 
 
-class HostPass(msgspec.Struct, frozen=True):
+class PrefetchHostPass(msgspec.Struct, frozen=True):
     """What one pass found: jobs that count, `others` by reason; `told`: the list was written.
 
     `tasks` as in features/prefetch/queue.
@@ -33,24 +33,24 @@ class HostPass(msgspec.Struct, frozen=True):
 
     jobs: int
     others: tuple[tuple[str, int], ...]
-    list: Expectations
+    list: ExpectedImageList
     told: bool
     took: float
     tasks: int | None = None
 
 
-def find_host(config: Config) -> Address | None:
+def find_host(config: Config) -> ServiceAddress | None:
     """Return where `prefetch.host` is found: as it is written, not as a node is. Pure."""
     host = config.prefetch.host
     return None if host is None else parse_address(host, config.peers.port)
 
 
-def is_here(host: str, slurm: Slurm) -> bool:
+def is_here(host: str, slurm: SlurmClient) -> bool:
     """Whether this host is the one that `prefetch.host` names."""
     return host in (slurm.node, socket.gethostname())
 
 
-def run(places: Places, slurm: Slurm, clock: Clock, dry_run: bool) -> HostPass:
+def run(places: NodePaths, slurm: SlurmClient, clock: Clock, dry_run: bool) -> PrefetchHostPass:
     """Makes the list, and writes it unless it is a dry run. Raises SlurmError, Failed, OSError."""
     start = clock.monotonic()
     nonce = secrets.token_hex(16)
@@ -60,7 +60,7 @@ def run(places: Places, slurm: Slurm, clock: Clock, dry_run: bool) -> HostPass:
     now = clock.wall()
     sizes = {name: number for name, (number, _) in partitions.items()}
     rows = few(policy.likely(found.pending, sizes))
-    listed = Expectations(
+    listed = ExpectedImageList(
         sequence=expected.following(expected.read(places), now),
         made=now,
         expires=now + expected.LASTS,
@@ -70,13 +70,15 @@ def run(places: Places, slurm: Slurm, clock: Clock, dry_run: bool) -> HostPass:
     if not dry_run:
         expected.write(places, listed)
     took = round(clock.monotonic() - start, 3)
-    return HostPass(len(found.pending), found.others, listed, not dry_run, took, found.tasks)
+    return PrefetchHostPass(
+        len(found.pending), found.others, listed, not dry_run, took, found.tasks
+    )
 
 
-def few(rows: Iterable[Expected]) -> tuple[Expected, ...]:
+def few(rows: Iterable[ExpectedStarts]) -> tuple[ExpectedStarts, ...]:
     """Pure: the rows that are told, most expected first; no user fills the list."""
     own: Counter[int] = Counter()
-    found: list[Expected] = []
+    found: list[ExpectedStarts] = []
     for row in rows:
         if len(found) < expected.ROWS and row.starts >= LEAST and own[row.user] < OF_USER:
             own[row.user] += 1
@@ -84,12 +86,12 @@ def few(rows: Iterable[Expected]) -> tuple[Expected, ...]:
     return tuple(found)
 
 
-def named(rows: Iterable[Expected], nodes: Mapping[str, str]) -> dict[str, str]:
+def named(rows: Iterable[ExpectedStarts], nodes: Mapping[str, str]) -> dict[str, str]:
     """Pure: the partitions that rows are of, with their nodes."""
     return {name: nodes[name] for name in dict.fromkeys(row.partition for row in rows)}
 
 
-def pieces(done: HostPass) -> Iterator[Piece]:
+def pieces(done: PrefetchHostPass) -> Iterator[Piece]:
     """Pure: what `prefetch` prints on its host."""
     told = "told" if done.told else "would be told"
     jobs = f"{count(done.jobs, 'pending job')} with an image"

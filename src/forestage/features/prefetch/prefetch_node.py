@@ -18,14 +18,14 @@ from forestage.cache.layout import StoredEntry
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
-from forestage.events import Copied
+from forestage.events import CopyOutcome
 from forestage.features.prefetch import expected, marks, policy
-from forestage.features.prefetch.expected import Expectations
-from forestage.features.prefetch.marks import Look, Marks
-from forestage.features.prefetch.policy import Held, Wanted
+from forestage.features.prefetch.expected import ExpectedImageList
+from forestage.features.prefetch.marks import ImageInspection, PrefetchRecord
+from forestage.features.prefetch.policy import HeldCopy, WantedImage
 from forestage.features.prepare import stage
 from forestage.slurm import nodelist
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.sources import opening
 from forestage.stage import queue
 from forestage.system import as_user, lock
@@ -39,11 +39,11 @@ SETTLED = 60.0  # seconds since the last write: somebody may be writing it
 COPYING = "a copy that was asked for is under way"
 BUSY = "a job runs on this node, and `prefetch.bandwidth` is not set"
 
-Ask = Callable[[], Expectations]
+Ask = Callable[[], ExpectedImageList]
 """What the prefetch host says; raises PeerError, OSError."""
 
 
-class Decision(msgspec.Struct, frozen=True):
+class PrefetchDecision(msgspec.Struct, frozen=True):
     """An image of the list, and what this node does with it."""
 
     image: str
@@ -53,17 +53,17 @@ class Decision(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class NodePass(msgspec.Struct, frozen=True):
+class PrefetchNodePass(msgspec.Struct, frozen=True):
     """One pass. `silent` says why the host gave no list, `idle` why nothing is copied."""
 
     dry_run: bool
     silent: str = ""
     idle: str = ""
     expires: float = 0.0
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[PrefetchDecision, ...] = ()
 
 
-def run(node: Node, slurm: Slurm, ask: Ask, dry_run: bool) -> NodePass:
+def run(node: Node, slurm: SlurmClient, ask: Ask, dry_run: bool) -> PrefetchNodePass:
     """One pass. Raises OSError, Failed where the node is at fault."""
     now = node.clock.wall()
     listed, silent = current(node, ask, dry_run)
@@ -71,9 +71,9 @@ def run(node: Node, slurm: Slurm, ask: Ask, dry_run: bool) -> NodePass:
     if not dry_run:
         marks.note(node.places, silent, idle)
     if listed is None:
-        return NodePass(dry_run, silent, idle)
-    done = NodePass(dry_run, silent, idle, expires=listed.expires)
-    own = _Pass(node, slurm, listed, dry_run, now)
+        return PrefetchNodePass(dry_run, silent, idle)
+    done = PrefetchNodePass(dry_run, silent, idle, expires=listed.expires)
+    own = _NodePassRun(node, slurm, listed, dry_run, now)
     if not idle:
         own.settle()
         own.look()
@@ -82,7 +82,7 @@ def run(node: Node, slurm: Slurm, ask: Ask, dry_run: bool) -> NodePass:
     return msgspec.structs.replace(done, decisions=tuple(own.decisions()))
 
 
-def current(node: Node, ask: Ask, dry_run: bool) -> tuple[Expectations | None, str]:
+def current(node: Node, ask: Ask, dry_run: bool) -> tuple[ExpectedImageList | None, str]:
     """The list that counts now, and why the host gave no newer one. Raises OSError."""
     now, silent = node.clock.wall(), ""
     known = expected.read(node.places)
@@ -98,7 +98,7 @@ def current(node: Node, ask: Ask, dry_run: bool) -> tuple[Expectations | None, s
     return (known if known is not None and expected.is_good(known, now) else None), silent
 
 
-def _idle(node: Node, slurm: Slurm) -> str:
+def _idle(node: Node, slurm: SlurmClient) -> str:
     """Why nothing may be copied now; "" where something may."""
     try:
         stage.must_be_usable(node)
@@ -109,12 +109,12 @@ def _idle(node: Node, slurm: Slurm) -> str:
     return COPYING if any(queue.asked_for(node)) else ""
 
 
-def has_jobs(node: Node, slurm: Slurm) -> bool:
+def has_jobs(node: Node, slurm: SlurmClient) -> bool:
     """Whether jobs run here, as far as that can be seen without asking Slurm."""
     return queue.called_lately(node) or bool(node.leases.jobs()) or bool(slurm.at_work())
 
 
-def wanted_here(listed: Expectations, name: str) -> dict[str, list[tuple[int, float]]]:
+def wanted_here(listed: ExpectedImageList, name: str) -> dict[str, list[tuple[int, float]]]:
     """Pure: the images of the node's partitions, each with its users, most expected first."""
     own = {part for part, nodes in listed.partitions.items() if name in nodelist.expand(nodes)}
     found: dict[str, dict[int, float]] = {}
@@ -128,11 +128,11 @@ def wanted_here(listed: Expectations, name: str) -> dict[str, list[tuple[int, fl
     }
 
 
-class _Pass:
+class _NodePassRun:
     """One pass at work: `marks` grow, and are written as they do."""
 
     def __init__(
-        self, node: Node, slurm: Slurm, listed: Expectations, dry_run: bool, now: float
+        self, node: Node, slurm: SlurmClient, listed: ExpectedImageList, dry_run: bool, now: float
     ) -> None:
         self.node = node
         self.slurm = slurm
@@ -153,22 +153,22 @@ class _Pass:
                 known = self.marks.look(image, user)
                 if marks.is_due(known, self.now) and left:
                     left -= 1
-                    before = known or Look(image, user, self.now, self.made)
+                    before = known or ImageInspection(image, user, self.now, self.made)
                     known = look(self.node, before, self.now)
                     self._keep(self.marks.with_look(known))
                 if known is not None and not known.why:
                     break  # whoever else wants it
 
-    def wanted(self) -> dict[str, Wanted]:
+    def wanted(self) -> dict[str, WantedImage]:
         """What could be copied, by its key."""
-        found: dict[str, Wanted] = {}
+        found: dict[str, WantedImage] = {}
         for image, users in self.images.items():
             if (one := self._opened(image)) is not None:
                 before = found[one.key].starts if one.key in found else 0.0
-                found[one.key] = Wanted(one.size, one.user, before + _starts(users))
+                found[one.key] = WantedImage(one.size, one.user, before + _starts(users))
         return found
 
-    def _opened(self, image: str) -> Look | None:
+    def _opened(self, image: str) -> ImageInspection | None:
         """The look of the first of its users who could open it."""
         looks = (self.marks.look(image, user) for user, _ in self.images[image])
         return next((one for one in looks if one is not None and not one.why), None)
@@ -240,19 +240,19 @@ class _Pass:
         self._keep(self.marks.with_look(look(self.node, found, self.node.clock.wall())))
         return self._key(image) == key
 
-    def room(self) -> tuple[dict[str, Held], int]:
+    def room(self) -> tuple[dict[str, HeldCopy], int]:
         """What is here, copies under way included, and the room for all of it in bytes."""
         cache = self.node.cache
         stored = cache.stored_entries()
         leased = self.node.leases.keys()
-        found: dict[str, Held] = {}
+        found: dict[str, HeldCopy] = {}
         for one in stored:
             in_use = one.key in leased
             new, stays = one.is_unused and not in_use, one.pinned or in_use
-            found[one.key] = Held(one.bytes, one.used, one.user or 0, new, stays)
+            found[one.key] = HeldCopy(one.bytes, one.used, one.user or 0, new, stays)
         for copy in queue.gather(self.node):
             size = cache.part(copy.key).allocated()
-            found[copy.key] = Held(size, self.now, copy.uid, copy.expected, stays=True)
+            found[copy.key] = HeldCopy(size, self.now, copy.uid, copy.expected, stays=True)
         # Above the low watermark, the Epilog would evict it again.
         return found, evict.measure(cache, stored, self.node.config).low
 
@@ -280,12 +280,12 @@ class _Pass:
             if one.key == key and one.tries:
                 self._keep(self.marks.with_look(msgspec.structs.replace(one, tries=0)))
 
-    def _keep(self, found: Marks) -> None:
+    def _keep(self, found: PrefetchRecord) -> None:
         if found != self.marks and not self.dry_run:
             marks.write(self.node.places, found)
         self.marks = found
 
-    def decisions(self) -> Iterator[Decision]:
+    def decisions(self) -> Iterator[PrefetchDecision]:
         """What becomes of each image of the list here."""
         here = {one.key for one in _stored(self.node)}
         for image, users in sorted(self.images.items(), key=lambda one: -_starts(one[1])):
@@ -299,15 +299,17 @@ class _Pass:
                     state, why = "refused", f"copied {found.tries} times, and no job used it"
             elif last is not None:
                 state, why = "refused", last.why
-            yield Decision(image, users[0][0], _starts(users), self.states.get(image, state), why)
+            yield PrefetchDecision(
+                image, users[0][0], _starts(users), self.states.get(image, state), why
+            )
 
 
-def _ends_of_copies(node: Node, begun: Mapping[str, Look]) -> dict[str, Copied]:
+def _ends_of_copies(node: Node, begun: Mapping[str, ImageInspection]) -> dict[str, CopyOutcome]:
     """How the last copy of each key ended since it was begun, as its event says. Raises OSError."""
-    found: dict[str, Copied] = {}
+    found: dict[str, CopyOutcome] = {}
     for event in events.read(node.places.events):
         one = event.outcome
-        if isinstance(one, Copied) and one.key in begun and event.time >= begun[one.key].begun:
+        if isinstance(one, CopyOutcome) and one.key in begun and event.time >= begun[one.key].begun:
             found[one.key] = one
     return found
 
@@ -328,7 +330,7 @@ def _slower(node: Node) -> int | None:
     return min((one for one in limits if one is not None), default=None)
 
 
-def look(node: Node, before: Look, now: float) -> Look:
+def look(node: Node, before: ImageInspection, now: float) -> ImageInspection:
     """What an image is for a user: opened as them, with the rules that hold for their jobs."""
     try:
         end = Deadline.after(OPEN, node.clock)
@@ -342,7 +344,7 @@ def look(node: Node, before: Look, now: float) -> Look:
     return msgspec.structs.replace(before, at=now, key=found.key, size=found.size, why="")
 
 
-def refused(before: Look, now: float, why: str) -> Look:
+def refused(before: ImageInspection, now: float, why: str) -> ImageInspection:
     """Pure: a look that came to nothing, once more."""
     why, tries = printable(why) or "refused", before.tries + 1
     return msgspec.structs.replace(before, at=now, key="", size=0, why=why, tries=tries)
@@ -359,7 +361,7 @@ def user_of(uid: int) -> User:
     return msgspec.structs.replace(user, groups=tuple(as_user.groups(user)))
 
 
-def pieces(done: NodePass) -> Iterator[Piece]:
+def pieces(done: PrefetchNodePass) -> Iterator[Piece]:
     """Pure: what `prefetch` prints on a node."""
     if done.silent:
         yield TextLine(f"The host gave no new list: {done.silent}")

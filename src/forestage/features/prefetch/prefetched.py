@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import msgspec
 
 from forestage.cache.layout import DiskUsage
-from forestage.commands.inventory import Item
+from forestage.commands.inventory import InventoryItem
 from forestage.features.prefetch import expected, marks
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system.terminal import age, count
 from forestage.units import format_size
 
 
-class Prefetched(msgspec.Struct, frozen=True):
+class PrefetchState(msgspec.Struct, frozen=True):
     """`made`: when the host made the list, in seconds since the epoch; 0 where none counts.
 
     Of it the last pass has looked at so many `images` of `bytes`; of these so many are `here`, and
@@ -30,15 +30,15 @@ class Prefetched(msgspec.Struct, frozen=True):
     idle: str = ""
 
 
-def gather(places: Places, items: Sequence[Item], now: float) -> Prefetched | None:
+def gather(places: NodePaths, items: Sequence[InventoryItem], now: float) -> PrefetchState | None:
     """Reads the records; None where neither is there. Raises OSError."""
     listed, known = expected.read(places), marks.read(places)
-    if listed is None and known == marks.Marks():
+    if listed is None and known == marks.PrefetchRecord():
         return None
     entries, unused = {one.key for one in items}, [one.bytes for one in items if one.unused]
     sizes = {one.key: one.size for one in known.looks if not one.why}
     opened = {one.image for one in known.looks if not one.why}
-    return Prefetched(
+    return PrefetchState(
         made=listed.made if listed and expected.is_good(listed, now) else 0.0,
         images=len(sizes),
         bytes=sum(sizes.values()),
@@ -50,7 +50,7 @@ def gather(places: Places, items: Sequence[Item], now: float) -> Prefetched | No
     )
 
 
-def facts(found: Prefetched, now: float) -> list[tuple[str, str]]:
+def facts(found: PrefetchState, now: float) -> list[tuple[str, str]]:
     """Pure: what `status` says of it."""
     images = f"{count(found.images, 'image')} of pending jobs ({format_size(found.bytes)})"
     words = [images, f"{found.here} here"]

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from forestage.features.prefetch.policy import Pending
+from forestage.features.prefetch.policy import PendingJob
 from forestage.slurm.hints import MAX_HINTED, read_hints
 from forestage.units import is_utf8
 
@@ -33,35 +33,35 @@ _TASKS = re.compile(r"[0-9]+_\[([0-9,:.-]*)(?:%([0-9]+))?\]?", re.ASCII)
 _JOB = re.compile(r"[0-9]+(?:[_+][0-9]+)?", re.ASCII)
 
 
-class Queue(msgspec.Struct, frozen=True):
+class PendingJobQueue(msgspec.Struct, frozen=True):
     """The jobs that count, the next one first, and how many others there are, by reason.
 
     `tasks`: how many jobs there are with each task of an array; None where squeue cut one short.
     """
 
-    pending: tuple[Pending, ...] = ()
+    pending: tuple[PendingJob, ...] = ()
     others: tuple[tuple[str, int], ...] = ()
     tasks: int | None = 0
 
 
-def parse(listing: str, nonce: str, now: float) -> Queue:
+def parse(listing: str, nonce: str, now: float) -> PendingJobQueue:
     """Return the jobs of `query_pending_jobs`; what cannot be read counts as `unreadable`."""
     heads = re.compile(rf"^([^|\n]*)\|{re.escape(nonce)}<", re.MULTILINE)
     parts = heads.split(listing)[1:]
-    found: list[Pending] = []
+    found: list[PendingJob] = []
     others: Counter[str] = Counter()
     for job, rest in zip(parts[::2], parts[1::2], strict=True):
         pending = _pending(job, rest, nonce, now)
-        if isinstance(pending, Pending):
+        if isinstance(pending, PendingJob):
             found.append(pending)
         else:
             others[pending] += 1
     all_tasks = sum(map(listed, parts[::2]))
     is_cut = any("..." in job for job in parts[::2])
-    return Queue(tuple(found), tuple(others.most_common()), None if is_cut else all_tasks)
+    return PendingJobQueue(tuple(found), tuple(others.most_common()), None if is_cut else all_tasks)
 
 
-def _pending(job: str, rest: str, nonce: str, now: float) -> Pending | str:
+def _pending(job: str, rest: str, nonce: str, now: float) -> PendingJob | str:
     """The job, or why it does not count."""
     fields, middle, comment = rest.partition(f"|{nonce}>")
     values = fields.split("|", 5)
@@ -83,7 +83,7 @@ def _pending(job: str, rest: str, nonce: str, now: float) -> Pending | str:
     if not images:
         return "no image"
     wanted = min(count * int(digits[0]), 1 << 24)
-    return Pending(int(user), images, wanted, tuple(partitions.split(",")))
+    return PendingJob(int(user), images, wanted, tuple(partitions.split(",")))
 
 
 def _said(field: str) -> str:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from forestage.features.contexts import Route, ServiceFacts
-from forestage.paths import Places
+from forestage.features.contexts import PeerServiceFacts, ServiceRoute
+from forestage.paths import NodePaths
 from forestage.system import records
 
 PATH = re.compile("/v1/(?P<key>expected)")  # expected.KEY
 
 
-def routes() -> tuple[Route, ...]:
+def routes() -> tuple[ServiceRoute, ...]:
     """Return the one of the list."""
-    return (Route(PATH, _read),)
+    return (ServiceRoute(PATH, _read),)
 
 
-def locate_list(places: Places) -> Path:
+def locate_list(places: NodePaths) -> Path:
     """Return where the list is. Pure."""
     return places.run / "expected.json"
 
 
-def _read(facts: ServiceFacts, _: re.Match[str]) -> bytes:
+def _read(facts: PeerServiceFacts, _: re.Match[str]) -> bytes:
     return records.read(locate_list(facts.places))

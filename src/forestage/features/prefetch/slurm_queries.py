@@ -3,12 +3,12 @@
 import re
 
 from forestage.errors import SlurmError
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 
 MAX_BYTES = 64 << 20  # that squeue may write about all jobs that wait
 
 
-def query_pending_jobs(slurm: Slurm, nonce: str) -> str:
+def query_pending_jobs(slurm: SlurmClient, nonce: str) -> str:
     """Return what squeue lists of all jobs that wait, the next one first, for `queue.parse`.
 
     What a user has written stands behind `nonce`, which nobody can know before, nor meanwhile: it
@@ -24,7 +24,7 @@ def query_pending_jobs(slurm: Slurm, nonce: str) -> str:
     return slurm.query("squeue", *words, variables=variables, most=MAX_BYTES)
 
 
-def query_partitions(slurm: Slurm) -> dict[str, tuple[int, str]]:
+def query_partitions(slurm: SlurmClient) -> dict[str, tuple[int, str]]:
     """Return how many nodes each partition has, and which, in brackets. Raises SlurmError."""
     listed = slurm.query("sinfo", "--noheader", "--local", "--all", "--format=%R|%D|%N")
     found: dict[str, tuple[int, str]] = {}
@@ -35,7 +35,7 @@ def query_partitions(slurm: Slurm) -> dict[str, tuple[int, str]]:
     return found
 
 
-def count_pending_jobs(slurm: Slurm) -> int:
+def count_pending_jobs(slurm: SlurmClient) -> int:
     """Return how many jobs wait, as slurmctld counts them each half minute. Raises SlurmError."""
     listed = slurm.query("sdiag")
     count = re.search(r"^Jobs pending:\s+([0-9]+)$", listed, re.ASCII | re.MULTILINE)

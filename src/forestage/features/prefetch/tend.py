@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forestage.commands.tend import Part
+from forestage.commands.tend import TendPart
 from forestage.features.prefetch import prefetch_host
 
 if TYPE_CHECKING:
     from forestage.config import Config
     from forestage.features.contexts import TendFacts
-    from forestage.slurm.queue import Slurm
+    from forestage.slurm.queue import SlurmClient
 
 
-def each_minute(facts: TendFacts) -> Iterator[Part]:
+def each_minute(facts: TendFacts) -> Iterator[TendPart]:
     """Yield a pass, which begins one copy at most and waits for none."""
     if facts.config is not None and facts.config.prefetch.host is not None:
-        yield Part("prefetch", ("prefetch",), 30.0, is_idle=True)
+        yield TendPart("prefetch", ("prefetch",), 30.0, is_idle=True)
 
 
-def works_for_others(config: Config, slurm: Slurm) -> bool:
+def works_for_others(config: Config, slurm: SlurmClient) -> bool:
     """Return whether this is the host that reads Slurm's queue for all nodes."""
     host = prefetch_host.find_host(config)
     return host is not None and prefetch_host.is_here(host.host, slurm)

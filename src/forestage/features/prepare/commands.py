@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import Exit, as_json, ending_as_interrupt, seconds, show
+from forestage.commands.world import ExitStatus, as_json, ending_as_interrupt, seconds, show
 from forestage.features.doors import COMMANDS_IMPORT_REFERENCE, load_all
 
 if TYPE_CHECKING:
-    from forestage.commands.world import World
+    from forestage.commands.world import CommandContext
 
 force = click.option("-f", "--force", is_flag=True, help="Replace an existing file.")
 
@@ -21,7 +21,7 @@ def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str
     return value
 
 
-def _path(world: "World", image: str) -> str:
+def _path(world: "CommandContext", image: str) -> str:
     """Return where an image lies; one of a registry is imported before."""
     if image.startswith("docker://"):
         for import_reference in load_all(COMMANDS_IMPORT_REFERENCE):
@@ -69,12 +69,12 @@ def warm(
     import secrets
 
     from forestage.features.prepare import warm as work
-    from forestage.slurm.queue import Slurm
+    from forestage.slurm.queue import SlurmClient
     from forestage.system import terminal as screen
 
     if len(images) > work.MAX_IMAGES:
         raise click.UsageError(f"a job can name {work.MAX_IMAGES} images, not {len(images)}")
-    slurm = Slurm.of(os.environ)
+    slurm = SlurmClient.of(os.environ)
     if nodes is not None:
         try:
             where = work.expand_nodes(nodes)
@@ -85,7 +85,7 @@ def warm(
     else:
         raise click.UsageError("name the nodes with --nodes, or their --partition")
     named = (("partition", partition), ("reservation", reservation))
-    order = work.Order(
+    order = work.WarmRequest(
         tuple(dict.fromkeys(_path(ctx.obj, image) for image in images)),
         where,
         (*(f"--{name}={value}" for name, value in named if value), *more),
@@ -97,7 +97,7 @@ def warm(
         done = work.warm(order, slurm, ctx.obj.clock, secrets.token_hex(4), progress)
     show(done, work.pieces(done), as_json)
     if done.failed:
-        ctx.exit(Exit.NOT_FOUND)
+        ctx.exit(ExitStatus.NOT_FOUND)
 
 
 @click.command()
@@ -140,7 +140,7 @@ def stage(
         done = work.stage(node, job, wanted, within, progress)
     show(done, work.pieces(done), as_json)
     if done.failed:
-        ctx.exit(Exit.NOT_FOUND)
+        ctx.exit(ExitStatus.NOT_FOUND)
 
 
 @click.command()
@@ -152,7 +152,7 @@ def stage(
 @click.option("--stripe-size", default="1M", metavar="SIZE", help="Lustre: pieces of SIZE; 1M.")
 @click.pass_obj
 def publish(
-    world: "World",
+    world: "CommandContext",
     image: Path,
     folder: Path,
     stripes: int,
@@ -185,7 +185,12 @@ def publish(
 @click.option("--here", is_flag=True, help="For use in the place of DIR: print a job's option.")
 @click.pass_obj
 def pack(
-    world: "World", folder: Path, image: Path | None, here: bool, force: bool, as_json: bool
+    world: "CommandContext",
+    folder: Path,
+    image: Path | None,
+    here: bool,
+    force: bool,
+    as_json: bool,
 ) -> None:
     """Make one squashfs image of all that is in DIR.
 
@@ -232,7 +237,7 @@ def hints(ctx: click.Context, words: tuple[str, ...]) -> None:
 @as_json
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR...]")
 @click.pass_obj
-def list_images(world: "World", folders: tuple[Path, ...], as_json: bool) -> None:
+def list_images(world: "CommandContext", folders: tuple[Path, ...], as_json: bool) -> None:
     """List the images below DIR, or below the site's sources: name, size, owner, label.
 
     As the user who asks, a few directories deep. A label is the first line of IMAGE.label.

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from forestage.errors import Declined
 from forestage.features.doors import SUBMITTED_MUST_BE_POSSIBLE, load_all
-from forestage.slurm.hints import OF_OPTION, REFUSED, Rank, Request, read_hints
+from forestage.slurm.hints import OF_OPTION, REFUSED, NodeIndex, Request, read_hints
 
-SOME_NODE = Rank(0, 1)  # {node} is not known yet, and means something on each
+SOME_NODE = NodeIndex(0, 1)  # {node} is not known yet, and means something on each
 
 
 def refusals(words: Sequence[str]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ MOST_LOOKED_AT = 50_000  # names; a shared file system has far more
 MAX_LABEL = 200  # bytes
 
 
-class Found(msgspec.Struct, frozen=True):
+class ListedImage(msgspec.Struct, frozen=True):
     """An image: `size` in bytes; `owner` is a number where this host has no name for it."""
 
     path: str
@@ -33,17 +33,17 @@ class Found(msgspec.Struct, frozen=True):
     label: str = ""
 
 
-class Images(msgspec.Struct, frozen=True):
+class ImageListing(msgspec.Struct, frozen=True):
     """What was found; `cut_off`: there was more to look at than MOST_LOOKED_AT names."""
 
-    images: tuple[Found, ...]
+    images: tuple[ListedImage, ...]
     below: tuple[str, ...]
     cut_off: bool = False
 
 
-def gather(folders: Sequence[str], most: int = MOST_LOOKED_AT) -> Images:
+def gather(folders: Sequence[str], most: int = MOST_LOOKED_AT) -> ImageListing:
     """Lists the images below these directories, those of the upper ones first."""
-    found: list[Found] = []
+    found: list[ListedImage] = []
     looked = 0
     for entry in _walk(folders):
         looked += 1
@@ -54,7 +54,7 @@ def gather(folders: Sequence[str], most: int = MOST_LOOKED_AT) -> Images:
             with contextlib.suppress(OSError):
                 if entry.is_file(follow_symlinks=False):
                     found.append(_found(entry))
-    return Images(tuple(found), tuple(map(harmless, folders)), looked > most)
+    return ImageListing(tuple(found), tuple(map(harmless, folders)), looked > most)
 
 
 def _walk(folders: Sequence[str]) -> Iterator["os.DirEntry[str]"]:
@@ -71,11 +71,11 @@ def _walk(folders: Sequence[str]) -> Iterator["os.DirEntry[str]"]:
         level = below
 
 
-def _found(entry: "os.DirEntry[str]") -> Found:
+def _found(entry: "os.DirEntry[str]") -> ListedImage:
     """Raises OSError."""
     facts = entry.stat(follow_symlinks=False)
     owner = as_user.name_of(facts.st_uid) or str(facts.st_uid)
-    return Found(harmless(entry.path), facts.st_size, owner, _label(entry.path + LABEL))
+    return ListedImage(harmless(entry.path), facts.st_size, owner, _label(entry.path + LABEL))
 
 
 def _label(path: str) -> str:
@@ -88,7 +88,7 @@ def _label(path: str) -> str:
     return ""
 
 
-def pieces(found: Images) -> list[Piece]:
+def pieces(found: ImageListing) -> list[Piece]:
     """Pure: what `images` prints."""
     below = ", ".join(found.below)
     lines: list[Piece] = []

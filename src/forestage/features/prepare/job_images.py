@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from forestage.cache.node import Node
-from forestage.events import WHOLE, Copied, Event, Handled
+from forestage.events import WHOLE, CopyOutcome, EventRecord, RequestOutcome
 from forestage.system import lock
 from forestage.units import printable
 
@@ -32,7 +32,7 @@ class ImageResult(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.result in WHOLE
 
 
-class Seen(msgspec.Struct, frozen=True):
+class JobImagesStatus(msgspec.Struct, frozen=True):
     """A job's images at one moment, judged as if no copy went on.
 
     `waits`: the copy of one has not ended, as far as the events say. `live`: it is under way.
@@ -43,12 +43,14 @@ class Seen(msgspec.Struct, frozen=True):
     live: bool = False
 
 
-def look(node: Node, log: Iterable[Event], job: int, images: Iterable[str]) -> Seen:
+def look(
+    node: Node, log: Iterable[EventRecord], job: int, images: Iterable[str]
+) -> JobImagesStatus:
     """Reads which copies are under way, without a lock. Raises OSError."""
     found = by_events(log, job, images)
     waiting = [one.key for one in found if one.result == "copying"]
     live = any(not lock.is_free(node.cache.key_lock(key)) for key in waiting)
-    return Seen(tuple(_ended(node, one) for one in found), bool(waiting), live)
+    return JobImagesStatus(tuple(_ended(node, one) for one in found), bool(waiting), live)
 
 
 def absent(image: str) -> ImageResult:
@@ -57,23 +59,27 @@ def absent(image: str) -> ImageResult:
     return ImageResult(image, "failed", detail=detail)
 
 
-def by_events(log: Iterable[Event], job: int, images: Iterable[str]) -> tuple[ImageResult, ...]:
+def by_events(
+    log: Iterable[EventRecord], job: int, images: Iterable[str]
+) -> tuple[ImageResult, ...]:
     """Pure: what the job's own hooks, and the copies that they left under way, have on record."""
-    own: dict[str, Event] = {}
-    ended: dict[str, Event] = {}
+    own: dict[str, EventRecord] = {}
+    ended: dict[str, EventRecord] = {}
     for event in log:
-        if isinstance(event.outcome, Copied):
+        if isinstance(event.outcome, CopyOutcome):
             ended[event.outcome.key] = event
-        elif isinstance(event.outcome, Handled) and event.job == job:
+        elif isinstance(event.outcome, RequestOutcome) and event.job == job:
             own[event.outcome.request] = event
     return tuple(_by_event(image, own.get(printable(image)), ended) for image in images)
 
 
-def _by_event(image: str, event: Event | None, ended: Mapping[str, Event]) -> ImageResult:
+def _by_event(
+    image: str, event: EventRecord | None, ended: Mapping[str, EventRecord]
+) -> ImageResult:
     if event is None:
         return absent(image)
     outcome = event.outcome
-    assert isinstance(outcome, Handled)
+    assert isinstance(outcome, RequestOutcome)
     # `through`: the step of this very job, as its copy was under way.
     going = outcome.result in ("started", "through")
     if not (going or (outcome.reason == "deadline" and outcome.key)):
@@ -82,11 +88,11 @@ def _by_event(image: str, event: Event | None, ended: Mapping[str, Event]) -> Im
     # One that ended before the hook began to wait is an older copy of the same key.
     if copy is None or copy.time < event.time - event.total:
         return ImageResult(image, "copying", key=outcome.key)
-    assert isinstance(copy.outcome, Copied)
+    assert isinstance(copy.outcome, CopyOutcome)
     return _by_outcome(image, copy.outcome)
 
 
-def _by_outcome(image: str, outcome: Handled | Copied) -> ImageResult:
+def _by_outcome(image: str, outcome: RequestOutcome | CopyOutcome) -> ImageResult:
     # A hook's event has no other results than these, and "released" is not about an image.
     known: dict[str, Result] = {"hit": "hit", "joined": "joined", "copied": "copied"}
     known["declined"] = "declined"

@@ -19,7 +19,7 @@ import msgspec
 from forestage.clock import Clock
 from forestage.errors import Failed
 from forestage.features.prepare import hints
-from forestage.features.prepare.publish import ImageError, lay_out, replacing
+from forestage.features.prepare.publish import MakeImageError, lay_out, replacing
 from forestage.system import child, mksquashfs, run
 from forestage.system.run import ProcessResult
 from forestage.system.striping import StripeLayout
@@ -34,7 +34,7 @@ _LOST = re.compile(r"^(?:Failed to|Could not|Cannot|.*creating empty file).*$", 
 _FACT = re.compile(r"^(Number of inodes|Compression) (\S+)$", re.M)
 
 
-class Packed(msgspec.Struct, frozen=True):
+class PackResult(msgspec.Struct, frozen=True):
     """A finished image of `size` bytes, of what is in `folder`; `seconds` it took.
 
     `option` is what a job says to have it over the directory that it was made of; "" where nobody
@@ -53,11 +53,11 @@ class Packed(msgspec.Struct, frozen=True):
 def option_of(folder: Path, image: Path) -> str:
     """Pure: the option by which a job's steps see the image at `folder`; both absolute.
 
-    Raises ImageError where no job may have it there.
+    Raises MakeImageError where no job may have it there.
     """
     word = f"stage={image}@{folder}"
     if refused := hints.refusals([word]):
-        raise ImageError("; ".join(refused), "leave out --here, or name other paths")
+        raise MakeImageError("; ".join(refused), "leave out --here, or name other paths")
     return f"--{word}"
 
 
@@ -102,21 +102,21 @@ def pack(
     progress: Callable[[str], None],
     layout: StripeLayout | None = None,
     root: Path = Path("/"),
-) -> Packed:
+) -> PackResult:
     """Packs `folder` into `image`, which gets its name when it is whole and on disk.
 
     `layout` is that of its file, where that lies on Lustre. `root` is where /proc and /sys are.
 
-    Raises ImageError for what cannot be packed there, Failed where the squashfs-tools fail or
+    Raises MakeImageError for what cannot be packed there, Failed where the squashfs-tools fail or
     something of the tree was lost, OSError.
     """
     began = clock.monotonic()
     # Absolute: programs are run elsewhere.
     folder, parent = Path(os.path.realpath(folder)), Path(os.path.realpath(image.parent))
     if not folder.is_dir():
-        raise ImageError(f"{folder} is no directory")
+        raise MakeImageError(f"{folder} is no directory")
     if parent.is_relative_to(folder):
-        raise ImageError(f"{image} would be part of itself", "put it outside of the directory")
+        raise MakeImageError(f"{image} would be part of itself", "put it outside of the directory")
     target = parent / image.name
     with replacing(target, force) as part:
         if layout is not None:
@@ -135,10 +135,12 @@ def pack(
         size = part.stat().st_size
     took = round(clock.monotonic() - began, 3)
     compression = facts.get("Compression", "unknown")
-    return Packed(str(target), str(folder), int(facts["Number of inodes"]), size, compression, took)
+    return PackResult(
+        str(target), str(folder), int(facts["Number of inodes"]), size, compression, took
+    )
 
 
-def pieces(done: Packed) -> list[Piece]:
+def pieces(done: PackResult) -> list[Piece]:
     """Pure: what `pack` prints."""
     facts = (
         ("inodes", str(done.inodes)),

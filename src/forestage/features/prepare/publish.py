@@ -26,11 +26,11 @@ from forestage.units import format_duration, format_rate, format_size
 TIMEOUT = 60.0  # seconds for lfs to make an empty file
 
 
-class ImageError(ForestageError):
+class MakeImageError(ForestageError):
     """No image can be made of this, or none can be put there."""
 
 
-class Published(msgspec.Struct, frozen=True):
+class PublishResult(msgspec.Struct, frozen=True):
     """A finished copy; `seconds` include reading it back.
 
     `striped`: it has the layout that was asked for; else `filesystem` is not Lustre.
@@ -52,17 +52,17 @@ def publish(
     files: RootedTree,
     clock: Clock,
     progress: Callable[[str], None],
-) -> Published:
+) -> PublishResult:
     """Copies `source` into `folder` under its own name, as the calling user.
 
-    Raises ImageError for what cannot be published, Failed where lfs fails or what is read back is
-    not what the source has, OSError.
+    Raises MakeImageError for what cannot be published, Failed where lfs fails or what is read back
+    is not what the source has, OSError.
     """
     began = clock.monotonic()
     if not source.is_file():
-        raise ImageError(f"{source} is no regular file")
+        raise MakeImageError(f"{source} is no regular file")
     if not folder.is_dir():
-        raise ImageError(f"{folder} is no directory")
+        raise MakeImageError(f"{folder} is no directory")
     kind = kind_of(folder, files)
     target = folder / source.name
     with replacing(target, force) as part, _made(part, layout if kind == "lustre" else None) as fd:
@@ -81,10 +81,10 @@ def publish(
             raise Failed("io", what, "was it written to meanwhile? Nothing was published")
         os.fchmod(fd, before.st_mode & 0o777)
         if not os.path.samestat(part.lstat(), os.fstat(fd)):
-            raise ImageError(f"somebody put another file in the place of {part}")
+            raise MakeImageError(f"somebody put another file in the place of {part}")
         size = os.fstat(fd).st_size
     took = round(clock.monotonic() - began, 3)
-    return Published(str(target), size, took, kind, kind == "lustre", layout)
+    return PublishResult(str(target), size, took, kind, kind == "lustre", layout)
 
 
 def kind_of(folder: Path, files: RootedTree) -> str:
@@ -97,7 +97,7 @@ def kind_of(folder: Path, files: RootedTree) -> str:
 def replacing(target: Path, force: bool) -> Iterator[Path]:
     """A name beside the target, renamed to the target's at the end; nothing of that name stays.
 
-    Raises ImageError where something has the target's name already, before and after the work.
+    Raises MakeImageError where something has the target's name already, before and after the work.
     """
     _refuse_replacing(target, force)
     part = target.with_name(f".{target.name}.{secrets.token_hex(6)}.part")
@@ -113,9 +113,9 @@ def replacing(target: Path, force: bool) -> Iterator[Path]:
 
 def _refuse_replacing(target: Path, force: bool) -> None:
     if target.is_dir():
-        raise ImageError(f"{target} is a directory")
+        raise MakeImageError(f"{target} is a directory")
     if not force and (target.exists() or target.is_symlink()):
-        raise ImageError(f"{target} is there already", "--force replaces it at once")
+        raise MakeImageError(f"{target} is there already", "--force replaces it at once")
 
 
 @contextlib.contextmanager
@@ -138,7 +138,7 @@ def lay_out(part: Path, layout: StripeLayout) -> None:
         raise Failed("program", ran.explained(), "nothing was published")
 
 
-def pieces(done: Published) -> list[Piece]:
+def pieces(done: PublishResult) -> list[Piece]:
     """Pure: what `publish` prints."""
     osts = "all OSTs" if done.layout.stripes == -1 else f"{done.layout.stripes} OSTs"
     layout = f"{osts}, in stripes of {done.layout.size}"

@@ -19,7 +19,7 @@ from forestage.clock import Deadline
 from forestage.config import decided, switch
 from forestage.errors import Declined, Failed, ForestageError, of_node
 from forestage.features.prepare.job_images import ImageResult
-from forestage.slurm.hints import Hints
+from forestage.slurm.hints import JobHints
 from forestage.slurm.job import Job
 from forestage.sources import opening, source
 from forestage.stage import wait
@@ -61,7 +61,7 @@ def decide_redirect(node: Node, conf: str) -> Node:
 
 def nobody(user: User, node: str) -> Job:
     """Pure: what stands for a job where there is none: number 0, as in the events of a sweep."""
-    return Job(0, user, node, "", "/", (), None, Hints())
+    return Job(0, user, node, "", "/", (), None, JobHints())
 
 
 def stage(
@@ -85,7 +85,7 @@ def stage(
     return StageReport(tuple(done))
 
 
-class _Begun(msgspec.Struct, frozen=True):
+class _StartedImage(msgspec.Struct, frozen=True):
     """An image that is here or copied; or why it is not."""
 
     image: str
@@ -95,16 +95,16 @@ class _Begun(msgspec.Struct, frozen=True):
     error: Exception | None = None
 
 
-def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _Begun:
+def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _StartedImage:
     since = node.clock.monotonic()
     try:
         must_be_usable(node)
         within = Deadline.after(OPEN, node.clock)
         opened = begun.enter_context(opening.open_as(job.user, image, node, within))
         copying = begun.enter_context(wait.begun(node, job, opened))
-        return _Begun(image, since, opened, copying)
+        return _StartedImage(image, since, opened, copying)
     except (ForestageError, OSError) as error:
-        return _Begun(image, since, error=error)
+        return _StartedImage(image, since, error=error)
 
 
 def must_be_usable(node: Node) -> None:
@@ -116,7 +116,9 @@ def must_be_usable(node: Node) -> None:
     disk_errors.must_not_be(node.places)
 
 
-def _result(node: Node, job: Job, one: _Begun, end: Deadline, progress: Progress) -> ImageResult:
+def _result(
+    node: Node, job: Job, one: _StartedImage, end: Deadline, progress: Progress
+) -> ImageResult:
     try:
         if one.error or one.opened is None:
             raise one.error or Declined("missing", one.image)

@@ -6,23 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forestage.commands.tend import Part
+from forestage.commands.tend import TendPart
 
 if TYPE_CHECKING:
     from forestage.features.contexts import TendFacts
-    from forestage.paths import Places
+    from forestage.paths import NodePaths
 
 
-def warmed_sign(places: Places) -> Path:
+def warmed_sign(places: NodePaths) -> Path:
     """Return the file that is there once the images of `warm_at_boot` were here since the boot."""
     return places.run / "warmed"
 
 
-def each_minute(facts: TendFacts) -> Iterator[Part]:
+def each_minute(facts: TendFacts) -> Iterator[TendPart]:
     """Yield what begins their copies, until all of them were here once since the boot."""
     config, done = facts.config, warmed_sign(facts.places)
     if config is None or facts.is_apart:
         return
     if config.warm_at_boot and not done.exists():
         words = ("stage", "--within", "0")  # which ends with 1 while one is not here yet
-        yield Part("warm", words, 15.0, done=done, harmless=(0, 1))
+        yield TendPart("warm", words, 15.0, done=done, harmless=(0, 1))

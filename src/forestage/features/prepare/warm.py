@@ -22,11 +22,11 @@ import msgspec
 from ClusterShell import Defaults, NodeSet, NodeUtils
 
 from forestage.clock import Clock
-from forestage.errors import NotFound, SlurmError
+from forestage.errors import NotFoundError, SlurmError
 from forestage.features.prepare.job_images import ImageResult
-from forestage.features.prepare.warm_node import NodeReport
+from forestage.features.prepare.warm_node import WarmNodeReport
 from forestage.slurm.hints import MAX_HINTED
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.system.run import ProcessResult
 from forestage.system.terminal import Piece, TextLine, TextTable, count
 from forestage.units import format_duration
@@ -45,7 +45,7 @@ SIGNAL_POLL = 0.5  # seconds until a signal is noticed, at the most
 MAX_IMAGES = MAX_HINTED
 
 
-class Order(msgspec.Struct, frozen=True):
+class WarmRequest(msgspec.Struct, frozen=True):
     """What is wanted. `images` are absolute paths as the nodes have them.
 
     `options` are more of srun's. `wait` is a hint; `busy` the seconds after which a node that Slurm
@@ -60,7 +60,7 @@ class Order(msgspec.Struct, frozen=True):
     at_once: int = 64
 
 
-class NodeAnswer(msgspec.Struct, frozen=True):
+class WarmNodeResult(msgspec.Struct, frozen=True):
     """One node. `seconds`: until its job was over, the wait for the node included.
 
     `job` is 0 and `problem` says why where there is no answer.
@@ -81,7 +81,7 @@ class WarmReport(msgspec.Struct, frozen=True):
     """All nodes, in the order of the node set; `failed` have not got every image."""
 
     failed: int
-    nodes: tuple[NodeAnswer, ...]
+    nodes: tuple[WarmNodeResult, ...]
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
@@ -104,22 +104,25 @@ def expand_nodes(text: str) -> tuple[str, ...]:
     return found
 
 
-def list_partition_nodes(name: str, slurm: Slurm) -> tuple[str, ...]:
-    """Return all nodes of a partition, each once. Raises NotFound if it has none, SlurmError."""
+def list_partition_nodes(name: str, slurm: SlurmClient) -> tuple[str, ...]:
+    """Return all nodes of a partition, each once.
+
+    Raises NotFoundError if it has none, SlurmError.
+    """
     words = ("--noheader", "--local", "--Node", "--format=%N", f"--partition={name}")
     found = tuple(dict.fromkeys(slurm.query("sinfo", *words).split()))
     if not found:
-        raise NotFound(f"Slurm has no partition {name}, or it has no node", "see `sinfo`")
+        raise NotFoundError(f"Slurm has no partition {name}, or it has no node", "see `sinfo`")
     return found
 
 
-def comment(order: Order) -> str:
+def comment(order: WarmRequest) -> str:
     """Pure: the hint, as job.py reads it: commas, spaces and `;` separate names there."""
     paths = ",".join(quote(image, safe="/", errors="surrogateescape") for image in order.images)
     return f"stage={paths}" + (f" stage-wait={order.wait}" if order.wait else "")
 
 
-def argv(order: Order, node: str, name: str) -> list[str]:
+def argv(order: WarmRequest, node: str, name: str) -> list[str]:
     """Pure: srun's command line for one node."""
     return [
         *("srun", *SRUN, f"--job-name={name}", f"--nodelist={node}"),
@@ -129,16 +132,16 @@ def argv(order: Order, node: str, name: str) -> list[str]:
     ]
 
 
-def answer(node: str, ran: ProcessResult, seconds: float) -> NodeAnswer:
+def answer(node: str, ran: ProcessResult, seconds: float) -> WarmNodeResult:
     """Pure: what the job printed among whatever else there is (a TaskProlog may print, too)."""
     took = round(seconds, 3)
     for line in reversed(ran.out.splitlines()):
         try:
-            report = msgspec.json.decode(line, type=NodeReport)
+            report = msgspec.json.decode(line, type=WarmNodeReport)
         except msgspec.DecodeError:
             continue
-        return NodeAnswer(node, took, report.job, report.images)
-    return NodeAnswer(node, took, problem=find_problem(ran.code, ran.err))
+        return WarmNodeResult(node, took, report.job, report.images)
+    return WarmNodeResult(node, took, problem=find_problem(ran.code, ran.err))
 
 
 def find_problem(code: int, err: str) -> str:
@@ -149,22 +152,26 @@ def find_problem(code: int, err: str) -> str:
 
 
 def warm(
-    order: Order, slurm: Slurm, clock: Clock, token: str, progress: Callable[[str], None]
+    order: WarmRequest,
+    slurm: SlurmClient,
+    clock: Clock,
+    token: str,
+    progress: Callable[[str], None],
 ) -> WarmReport:
-    """Runs the jobs and waits for all. Raises SlurmError where Slurm's commands are missing.
+    """Runs the jobs and waits for all. Raises SlurmError where SlurmClient's commands are missing.
 
     `token` makes the jobs' name unique, so that an interrupt cancels these and no others.
     """
     slurm.program("srun")
     name, kill = f"forestage-warm-{token}", threading.Event()
 
-    def ask(node: str) -> NodeAnswer:
+    def ask(node: str) -> WarmNodeResult:
         began = clock.monotonic()
         ran = slurm.command(argv(order, node, name), kill)
         return answer(node, ran, clock.monotonic() - began)
 
-    answers: dict[str, NodeAnswer] = {}
-    futures: dict[Future[NodeAnswer], str] = {}
+    answers: dict[str, WarmNodeResult] = {}
+    futures: dict[Future[WarmNodeResult], str] = {}
     pool = ThreadPoolExecutor(min(order.at_once, len(order.nodes)))
     with pool, contextlib.ExitStack() as interrupted:  # its last callback comes first
         interrupted.callback(kill.set)
@@ -184,7 +191,9 @@ def warm(
     return WarmReport(sum(not one.is_warm for one in nodes), nodes)
 
 
-def _cancel(slurm: Slurm, clock: Clock, name: str, futures: "Iterable[Future[NodeAnswer]]") -> None:
+def _cancel(
+    slurm: SlurmClient, clock: Clock, name: str, futures: "Iterable[Future[WarmNodeResult]]"
+) -> None:
     """Cancels the jobs until no srun is left, for CANCEL_TIMEOUT at most."""
     end = clock.monotonic() + CANCEL_TIMEOUT
     while True:  # more than once: an srun may be about to submit its job
@@ -194,7 +203,7 @@ def _cancel(slurm: Slurm, clock: Clock, name: str, futures: "Iterable[Future[Nod
             return
 
 
-def progress_line(order: Order, answers: dict[str, NodeAnswer]) -> str:
+def progress_line(order: WarmRequest, answers: dict[str, WarmNodeResult]) -> str:
     """Pure: one line while it goes on."""
     missing = [node for node in order.nodes if node not in answers]
     named = ", ".join(missing[:MAX_NAMED]) + (", ..." if len(missing) > MAX_NAMED else "")
@@ -203,7 +212,7 @@ def progress_line(order: Order, answers: dict[str, NodeAnswer]) -> str:
     return "; ".join(filter(None, (done, _totals(answers.values()), waiting)))
 
 
-def _totals(answers: Iterable[NodeAnswer]) -> str:
+def _totals(answers: Iterable[WarmNodeResult]) -> str:
     """Pure: "3 hit, 1 no answer"."""
     results: Counter[str] = Counter()
     for one in answers:

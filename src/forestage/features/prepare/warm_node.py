@@ -19,10 +19,10 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.errors import ConfigError, ForestageError
-from forestage.events import Event
+from forestage.events import EventRecord
 from forestage.features.prepare import job_images
-from forestage.features.prepare.job_images import ImageResult, Seen
-from forestage.paths import Places
+from forestage.features.prepare.job_images import ImageResult, JobImagesStatus
+from forestage.paths import NodePaths
 from forestage.units import printable
 
 EVERY = 1.0  # seconds between two looks at a copy
@@ -30,7 +30,7 @@ UNHEARD = 3600.0  # seconds for which a user waits: of a copy that was killed no
 TRIES = 3  # without a live copy; its event is written a moment after its lock is free
 
 
-class NodeReport(msgspec.Struct, frozen=True):
+class WarmNodeReport(msgspec.Struct, frozen=True):
     """What one job prints, as one line of JSON. `forestage` marks it among other output."""
 
     forestage: Literal["warm"]
@@ -38,7 +38,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     images: tuple[ImageResult, ...]
 
 
-def wait_for_copies(look: Callable[[], Seen], clock: Clock) -> tuple[ImageResult, ...]:
+def wait_for_copies(look: Callable[[], JobImagesStatus], clock: Clock) -> tuple[ImageResult, ...]:
     """Returns when no image is being copied any more."""
     without_copy = 0
     while True:
@@ -50,15 +50,15 @@ def wait_for_copies(look: Callable[[], Seen], clock: Clock) -> tuple[ImageResult
 
 
 def results(
-    places: Places, clock: Clock, job: int, images: tuple[str, ...]
+    places: NodePaths, clock: Clock, job: int, images: tuple[str, ...]
 ) -> tuple[ImageResult, ...]:
     """What this user may know; what is wrong with the node is an answer, too."""
     try:
         node = Node.of(load_settings(places.etc).config, places, clock)
         how_far: dict[str, int] = {}
-        log: list[Event] = []
+        log: list[EventRecord] = []
 
-        def look() -> Seen:
+        def look() -> JobImagesStatus:
             log.extend(events.unread(places.events, how_far))
             return job_images.look(node, log, job, images)
 
@@ -72,15 +72,15 @@ def results(
 
 
 def _results_for_user(
-    places: Places, clock: Clock, job: int, images: tuple[str, ...]
+    places: NodePaths, clock: Clock, job: int, images: tuple[str, ...]
 ) -> tuple[ImageResult, ...]:
     """Return what the user's own events say; whether a copy is alive they do not."""
     until = clock.monotonic() + UNHEARD
 
-    def look() -> Seen:
+    def look() -> JobImagesStatus:
         found = job_images.by_events(events.read_own(places, os.geteuid()), job, images)
         waits = any(one.result == "copying" for one in found)
-        return Seen(found, waits, live=clock.monotonic() < until)
+        return JobImagesStatus(found, waits, live=clock.monotonic() < until)
 
     if any(event.job == job for event in events.read_own(places, os.geteuid())):
         return wait_for_copies(look, clock)
@@ -91,13 +91,13 @@ def _results_for_user(
 def main(words: list[str]) -> None:
     """JOB IMAGE..., the images as absolute paths."""
     job, *images = words
-    found = results(Places(), Clock(), int(job), tuple(images))
+    found = results(NodePaths(), Clock(), int(job), tuple(images))
     # A name that is not UTF-8 must not end the answer.
     safe = tuple(
         msgspec.structs.replace(one, image=printable(one.image), detail=printable(one.detail))
         for one in found
     )
-    report = NodeReport("warm", int(job), safe)
+    report = WarmNodeReport("warm", int(job), safe)
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
 
 

@@ -28,7 +28,7 @@ _PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s,"]+))')
 _TOKEN = re.compile(r"[!#-\[\]-~]+")  # printable, without a space, a quote or a backslash
 
 
-class RegistryRefused(Declined):
+class RegistryDeclined(Declined):
     """A registry gives no digest; the message is one printable line for the user.
 
     Reasons: registry-denied (401, 403), registry-missing (404), registry-busy (429),
@@ -41,7 +41,7 @@ class RegistryRefused(Declined):
         return self.reason in ("registry-silent", "registry-busy")
 
 
-class Origin(msgspec.Struct, frozen=True):
+class UrlOrigin(msgspec.Struct, frozen=True):
     """Whom a URL speaks to: a credential for one is sent to no other."""
 
     scheme: str
@@ -49,7 +49,7 @@ class Origin(msgspec.Struct, frozen=True):
     port: int
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RegistryReply(msgspec.Struct, frozen=True):
     """One answer; names of headers are in lower case."""
 
     status: int
@@ -67,7 +67,7 @@ class Answer(msgspec.Struct, frozen=True):
         return value if is_digest(value) else ""
 
 
-class Challenge(msgspec.Struct, frozen=True):
+class AuthChallenge(msgspec.Struct, frozen=True):
     """How the registry wants to be asked; `realm` is the token server's URL."""
 
     scheme: Literal["bearer", "basic"]
@@ -75,16 +75,16 @@ class Challenge(msgspec.Struct, frozen=True):
     parameters: tuple[tuple[str, str], ...] = ()
 
 
-class _Manifest(msgspec.Struct):
+class _ManifestSchema(msgspec.Struct):
     schema: Literal[2] = msgspec.field(name="schemaVersion")
 
 
-class _Tokens(msgspec.Struct):
+class _TokenReply(msgspec.Struct):
     token: str | None = None
     access_token: str | None = None
 
 
-def parse(raw: bytes) -> Answer:
+def parse(raw: bytes) -> RegistryReply:
     """Reads headers and body; informational answers (1xx) before them are skipped."""
     while True:
         end = _BLANK.search(raw)
@@ -99,26 +99,26 @@ def parse(raw: bytes) -> Answer:
             break
     fields = (line.decode("latin-1").partition(":") for line in lines)
     headers = tuple((name.strip().lower(), value.strip()) for name, _, value in fields)
-    return Answer(int(status[1]), headers, raw)
+    return RegistryReply(int(status[1]), headers, raw)
 
 
-def origin(url: str) -> Origin:
+def origin(url: str) -> UrlOrigin:
     """Whom a URL speaks to. Raises ValueError for one that is not plain http or https."""
     match = _URL.fullmatch(url) if len(url) <= LONGEST_URL else None
     if not match:
         raise ValueError("no URL that is followed")
     scheme = match[1].lower()
     port = int(match[3] or (443 if scheme == "https" else 80))
-    return Origin(scheme, match[2].lower(), port)
+    return UrlOrigin(scheme, match[2].lower(), port)
 
 
-def location(answer: Answer, url: str) -> str:
+def location(answer: RegistryReply, url: str) -> str:
     """Returns where an answer to `url` sends us, without a fragment; "" if nowhere."""
     there = answer.header("location") if answer.status in (301, 302, 303, 307, 308) else ""
     return urljoin(url, there).partition("#")[0] if there else ""
 
 
-def challenge(answer: Answer) -> Challenge | None:
+def challenge(answer: RegistryReply) -> AuthChallenge | None:
     """Returns the challenge of a 401 that can be met, Bearer before Basic."""
     values = [value[:_CHALLENGE] for name, value in answer.headers if name == "www-authenticate"]
     for value in values:
@@ -126,13 +126,13 @@ def challenge(answer: Answer) -> Challenge | None:
             found = [(key.lower(), a or b) for key, a, b in _PARAMETER.findall(bearer[1])]
             given = dict(reversed(found))  # the first of each name counts
             known = tuple((key, given[key]) for key in ("service", "scope") if key in given)
-            return Challenge("bearer", given.get("realm", ""), known)
+            return AuthChallenge("bearer", given.get("realm", ""), known)
     if any(re.search(r"(?i)(?:^|,)\s*basic(?:\s|$)", value) for value in values):
-        return Challenge("basic")
+        return AuthChallenge("basic")
     return None
 
 
-def token_url(asked: Challenge) -> str:
+def token_url(asked: AuthChallenge) -> str:
     """Returns the URL at which a Bearer token is to be had; its origin is not checked here."""
     query = urlencode(asked.parameters)
     joint = "&" if "?" in asked.realm else "?"
@@ -141,7 +141,7 @@ def token_url(asked: Challenge) -> str:
 
 def token(body: bytes) -> str:
     """Returns the token in a token server's answer. Raises ValueError if there is none."""
-    found = msgspec.json.decode(body, type=_Tokens)
+    found = msgspec.json.decode(body, type=_TokenReply)
     text = found.token or found.access_token or ""
     if len(text) > LONGEST_TOKEN or not _TOKEN.fullmatch(text):
         raise ValueError("no token")
@@ -151,13 +151,13 @@ def token(body: bytes) -> str:
 def is_manifest(body: bytes) -> bool:
     """Whether this may be a manifest or an index, and not, say, a page that asks for a login."""
     try:
-        msgspec.json.decode(body, type=_Manifest)
+        msgspec.json.decode(body, type=_ManifestSchema)
     except (ValueError, RecursionError):  # msgspec's own errors are ValueErrors
         return False
     return True
 
 
-def retry_after(answer: Answer, now: float) -> float | None:
+def retry_after(answer: RegistryReply, now: float) -> float | None:
     """Returns the seconds that an answer asks to wait; `now` is in seconds since the epoch."""
     value = answer.header("retry-after")
     if re.fullmatch(r"[0-9]{1,9}", value):

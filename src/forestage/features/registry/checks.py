@@ -12,15 +12,15 @@ import msgspec
 
 from forestage import events
 from forestage.check import settings as of_settings
-from forestage.check.finding import Finding
-from forestage.check.site import LoadedPlugin
+from forestage.check.finding import CheckFinding
+from forestage.check.site import StackPlugin
 from forestage.config import Config
 from forestage.errors import Declined, Failed
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.features.contexts import CheckFacts
 from forestage.features.registry import environment, reference
 from forestage.features.registry.reference import TAG_DIGEST
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.slurm.companion import is_importer
 from forestage.system import as_user, run
 from forestage.system.as_user import User
@@ -38,7 +38,7 @@ HTTPS = 443
 SILENT = "registry-silent"
 
 
-def findings(facts: CheckFacts) -> Iterator[Finding | str]:
+def findings(facts: CheckFacts) -> Iterator[CheckFinding | str]:
     """Make and remove a directory in the store, and connect to registries: both as nobody."""
     pyxis = None if facts.site is None else facts.site.stack.pyxis
     if pyxis is None:
@@ -52,8 +52,8 @@ def findings(facts: CheckFacts) -> Iterator[Finding | str]:
 
 
 def _importer(
-    files: RootedTree, pyxis: LoadedPlugin, config: Config, origin: str
-) -> Iterator[Finding]:
+    files: RootedTree, pyxis: StackPlugin, config: Config, origin: str
+) -> Iterator[CheckFinding]:
     """`origin` is the file that sets `registry:`. Nothing where the admin uses another importer."""
     program = pyxis.line.argument("importer")
     store = config.registry.store
@@ -64,7 +64,7 @@ def _importer(
             yield _not_asked(files, pyxis)
         return
     if not files.runs(program):
-        yield Finding(
+        yield CheckFinding(
             "importer-missing",
             "critical",
             f"{pyxis.line.where}: {program} is not there, or not executable",
@@ -72,7 +72,7 @@ def _importer(
             f"install forestage's package, or {pyxis.line.where}: importer={IMPORTER}",
         )
     if not files.program("enroot"):
-        yield Finding(
+        yield CheckFinding(
             "enroot-missing",
             "critical",
             "enroot is not installed",
@@ -82,7 +82,7 @@ def _importer(
     else:
         yield from _enroot(files)
     if config.redirect != "spank":
-        yield Finding(
+        yield CheckFinding(
             "registry-no-spank",
             "warning",
             f"importer= is forestage's, and redirect is {config.redirect}",
@@ -95,13 +95,13 @@ def _importer(
         yield from _store(files, store, config.cache, origin)
 
 
-def _not_asked(files: RootedTree, pyxis: LoadedPlugin) -> Finding:
+def _not_asked(files: RootedTree, pyxis: StackPlugin) -> CheckFinding:
     words = " ".join(("required", pyxis.line.path, *pyxis.line.arguments))
     if SINCE not in (files.data(pyxis.path) or b""):
         change = "install pyxis 0.21 or later"
     else:
         change = f"{pyxis.line.where}: {words} importer={IMPORTER}"
-    return Finding(
+    return CheckFinding(
         "registry-not-asked",
         "warning",
         f"registry.store is set, but {pyxis.line.where} has no importer=",
@@ -110,7 +110,7 @@ def _not_asked(files: RootedTree, pyxis: LoadedPlugin) -> Finding:
     )
 
 
-def _no_store(files: RootedTree, config: Config, origin: str) -> Finding:
+def _no_store(files: RootedTree, config: Config, origin: str) -> CheckFinding:
     shared = [
         source
         for source in map(files.real, config.sources)
@@ -121,7 +121,7 @@ def _no_store(files: RootedTree, config: Config, origin: str) -> Finding:
         change = f"mkdir -m 1777 {place}; {origin}: registry: {{store: {place}}}"
     else:
         change = f"{origin}: registry.store, a directory of mode 1777 that all nodes share"
-    return Finding(
+    return CheckFinding(
         "no-store",
         "warning",
         "importer= is forestage's, and there is no store for what it imports",
@@ -136,7 +136,7 @@ def _is_local(files: RootedTree, path: str, cache: str) -> bool:
     return here is not None and there is not None and here.device == there.device
 
 
-def _enroot(files: RootedTree) -> Iterator[Finding]:
+def _enroot(files: RootedTree) -> Iterator[CheckFinding]:
     """Whether it starts, and imports what is meant."""
     program = files.program("enroot")
     try:
@@ -146,7 +146,7 @@ def _enroot(files: RootedTree) -> Iterator[Finding]:
     else:
         wrong = ran.explained() if ran.code else ""
     if wrong:
-        yield Finding(
+        yield CheckFinding(
             "enroot-fails",
             "critical",
             f"`enroot version` fails: {wrong}",
@@ -156,7 +156,7 @@ def _enroot(files: RootedTree) -> Iterator[Finding]:
         return
     found = environment.release(ran.out)
     if (0, 0, 0) < found < TAG_DIGEST:
-        yield Finding(
+        yield CheckFinding(
             "enroot-old",
             "warning",
             f"enroot is {'.'.join(map(str, found))}",
@@ -166,19 +166,19 @@ def _enroot(files: RootedTree) -> Iterator[Finding]:
         )
 
 
-class Tried(msgspec.Struct, frozen=True):
+class StoreTrial(msgspec.Struct, frozen=True):
     """A store as a user finds it: its mode, and why they can make nothing there."""
 
     mode: int
     wrong: str = ""
 
 
-def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[Finding]:
-    found: Tried | None = None
+def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[CheckFinding]:
+    found: StoreTrial | None = None
     try:
-        found = as_user.call(lambda: (_tried(files.at(store)), []), Tried, TIMEOUT)[0]
+        found = as_user.call(lambda: (_tried(files.at(store)), []), StoreTrial, TIMEOUT)[0]
     except as_user.ChildTimeout:
-        yield Finding(
+        yield CheckFinding(
             "store-hangs",
             "critical",
             f"the store {store} does not answer",
@@ -187,11 +187,11 @@ def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[F
         )
         return
     except PermissionError as error:
-        found = Tried(SHARED, str(error.strerror))
+        found = StoreTrial(SHARED, str(error.strerror))
     except (OSError, Declined):
         pass  # it is not there
     if _is_local(files, store, cache):
-        yield Finding(
+        yield CheckFinding(
             "store-local",
             "critical",
             f"the store {store} lies on the disk of the cache",
@@ -200,7 +200,7 @@ def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[F
             f"{origin}: registry.store on a file system that the nodes share",
         )
     elif found is None:
-        yield Finding(
+        yield CheckFinding(
             "store-missing",
             "critical",
             f"the store {store} is not there",
@@ -208,7 +208,7 @@ def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[F
             f"mount its file system, or mkdir -m 1777 {store}, or {origin}: registry.store",
         )
     elif found.mode & SHARED != SHARED:
-        yield Finding(
+        yield CheckFinding(
             "store-mode",
             "warning",
             f"the store {store} has mode {found.mode:04o}",
@@ -216,7 +216,7 @@ def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[F
             f"chmod 1777 {store}",
         )
     elif found.wrong:
-        yield Finding(
+        yield CheckFinding(
             "store-unwritable",
             "critical",
             f"a user cannot make a file in the store {store}: {found.wrong}",
@@ -225,7 +225,7 @@ def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[F
         )
 
 
-def _tried(place: Path) -> Tried:
+def _tried(place: Path) -> StoreTrial:
     """What nobody, who stands for any user, can do there. In a child; raises OSError."""
     _be_nobody()
     mode = stat.S_IMODE(place.stat().st_mode)
@@ -238,8 +238,8 @@ def _tried(place: Path) -> Tried:
             (own / "file").unlink(missing_ok=True)
             own.rmdir()
     except OSError as error:
-        return Tried(mode, str(error.strerror))
-    return Tried(mode)
+        return StoreTrial(mode, str(error.strerror))
+    return StoreTrial(mode)
 
 
 def _be_nobody() -> None:
@@ -247,13 +247,13 @@ def _be_nobody() -> None:
         as_user.become(NOBODY)
 
 
-def _read_silent(places: Places) -> dict[str, float]:
+def _read_silent(places: NodePaths) -> dict[str, float]:
     """Return when registries were asked in vain that have not answered a step since."""
     found: dict[str, float] = {}
     with contextlib.suppress(OSError):
         for event in events.read(places.events):
             outcome = event.outcome
-            if isinstance(outcome, Handled) and (outcome.digest or outcome.reason == SILENT):
+            if isinstance(outcome, RequestOutcome) and (outcome.digest or outcome.reason == SILENT):
                 with contextlib.suppress(Declined):
                     registry = reference.parse(outcome.request).registry
                     found.pop(registry, None)
@@ -261,7 +261,7 @@ def _read_silent(places: Places) -> dict[str, float]:
     return found
 
 
-def _silence(places: Places, now: float) -> Iterator[Finding]:
+def _silence(places: NodePaths, now: float) -> Iterator[CheckFinding]:
     """Registries that did not answer the last step which asked them, and do not answer now.
 
     No other registry is connected to.
@@ -271,7 +271,7 @@ def _silence(places: Places, now: float) -> Iterator[Finding]:
     for name, when in islice(sorted(recent), MOST):
         wrong = _unreachable(name)
         if wrong:
-            yield Finding(
+            yield CheckFinding(
                 "registry-silent",
                 "warning",
                 f"the registry {name} did not answer a step at {moment(when)}, nor does it now:"

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from forestage.features.registry import store_age
-from forestage.features.registry.store import FILE, Record
-from forestage.features.registry.store_age import Collection, Sight
+from forestage.features.registry.store import FILE, ImageRecord
+from forestage.features.registry.store_age import CollectionSighting, StoreCollection
 from forestage.features.registry.store_files import load, own
 from forestage.system.files import opened
 
@@ -28,7 +28,7 @@ LEFT = 86400.0  # seconds for all that is left of nothing
 MOST = 200_000  # names looked at in one directory
 
 
-class File(msgspec.Struct, frozen=True):
+class StoreFile(msgspec.Struct, frozen=True):
     """A file of the owner's; `kind` is what FILE says, else "job", "tag" or "new".
 
     `age` is for how many seconds it has certainly not been touched; see `with_ages`.
@@ -55,14 +55,14 @@ class StoredImage(msgspec.Struct, frozen=True):
     noted_ns: int
 
 
-class Garbage(msgspec.Struct, frozen=True):
+class StoreGarbage(msgspec.Struct, frozen=True):
     """What is to go: images, and files that belong to none."""
 
     images: tuple[StoredImage, ...]
     files: tuple[str, ...]
 
 
-class Done(msgspec.Struct, frozen=True):
+class CollectionResult(msgspec.Struct, frozen=True):
     """What went of a user's directory, or would go; `problem` is why not all of it.
 
     `user` is for who asks of many directories.
@@ -75,7 +75,9 @@ class Done(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def with_ages(files: Sequence[File], collection: Collection, server: int | None) -> list[File]:
+def with_ages(
+    files: Sequence[StoreFile], collection: StoreCollection, server: int | None
+) -> list[StoreFile]:
     """Pure: the files with their ages, by what the store counted, and by the server's own clock.
 
     `server` is what that says, in ns; None where nodes set the times.
@@ -89,7 +91,7 @@ def with_ages(files: Sequence[File], collection: Collection, server: int | None)
     return found
 
 
-def images(files: Sequence[File]) -> list[StoredImage]:
+def images(files: Sequence[StoreFile]) -> list[StoredImage]:
     """Pure: the images among the files, used longest ago first."""
     records = {file.name: file for file in files if file.kind == "json"}
     found = []
@@ -105,7 +107,7 @@ def images(files: Sequence[File]) -> list[StoredImage]:
     return sorted(found, key=lambda image: (-image.age, image.used, image.name))
 
 
-def plan(files: Sequence[File], keep: float, most: int | None) -> Garbage:
+def plan(files: Sequence[StoreFile], keep: float, most: int | None) -> StoreGarbage:
     """Pure: what goes, where images stay `keep` seconds and take `most` bytes together.
 
     Files that are no images, and imports that go on, leave them so much less.
@@ -119,14 +121,14 @@ def plan(files: Sequence[File], keep: float, most: int | None) -> Garbage:
         if image.age > limit or (above and image.age > RECENT):
             going.append(image)
             taken -= image.size
-    by_name: dict[str, list[File]] = {}
+    by_name: dict[str, list[StoreFile]] = {}
     for file in files:
         by_name.setdefault(file.name, []).append(file)
     left = [file.path for file in files if _is_left(file, by_name[file.name])]
-    return Garbage(tuple(going), tuple(left))
+    return StoreGarbage(tuple(going), tuple(left))
 
 
-def _is_left(file: File, of_image: Sequence[File]) -> bool:
+def _is_left(file: StoreFile, of_image: Sequence[StoreFile]) -> bool:
     age = file.age
     lives = any(one.kind.startswith("lease.") and one.age < LIVE for one in of_image)
     if file.kind in ("job", "tag"):
@@ -140,11 +142,11 @@ def _is_left(file: File, of_image: Sequence[File]) -> bool:
     return file.kind in ("wanted", "failed", "new") and age > LEFT
 
 
-def _is_part(file: File) -> bool:
+def _is_part(file: StoreFile) -> bool:
     return file.kind.endswith("part")
 
 
-def look(folder: Path) -> list[File]:
+def look(folder: Path) -> list[StoreFile]:
     """The files of a user's directory, whom this process is or acts as. Raises OSError."""
     found = list(_files(folder, ""))
     for kind, below in (("job", "jobs"), ("tag", "tags")):
@@ -155,7 +157,7 @@ def look(folder: Path) -> list[File]:
     return found
 
 
-def _files(folder: Path, below: str) -> Iterator[File]:
+def _files(folder: Path, below: str) -> Iterator[StoreFile]:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     with opened(folder, flags) as handle, os.scandir(handle) as entries:
         for entry in islice(entries, MOST):
@@ -164,7 +166,7 @@ def _files(folder: Path, below: str) -> Iterator[File]:
                 if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
                     match = FILE.fullmatch(entry.name)
                     other = "new" if entry.name.startswith(".") else ""
-                    yield File(
+                    yield StoreFile(
                         path=os.path.join(below, entry.name),
                         name=match["name"] if match else entry.name,
                         kind=match["kind"] if match else other,
@@ -173,7 +175,9 @@ def _files(folder: Path, below: str) -> Iterator[File]:
                     )
 
 
-def claim(folder: Path, sight: Sight | None, now: float) -> tuple[str, Collection | None]:
+def claim(
+    folder: Path, sight: CollectionSighting | None, now: float
+) -> tuple[str, StoreCollection | None]:
     """As `store_age.begin_collection`: what is there is looked at once it is this node's turn."""
 
     def times() -> Iterator[tuple[str, int]]:
@@ -183,8 +187,8 @@ def claim(folder: Path, sight: Sight | None, now: float) -> tuple[str, Collectio
 
 
 def collect(
-    folder: Path, keep: float, most: int | None, collection: Collection, dry_run: bool
-) -> Done:
+    folder: Path, keep: float, most: int | None, collection: StoreCollection, dry_run: bool
+) -> CollectionResult:
     """Carries the plan out, as the directory's owner. Raises OSError where it cannot be read."""
     # The server first: what is touched after its answer is younger than nothing.
     server = store_age.find_server_time(folder)
@@ -192,7 +196,7 @@ def collect(
     if dry_run:
         names = tuple(image.name for image in planned.images)
         size = sum(image.size for image in planned.images)
-        return Done(images=names, bytes=size, files=len(planned.files))
+        return CollectionResult(images=names, bytes=size, files=len(planned.files))
     gone, size, files, problem = [], 0, 0, ""
     for image in planned.images:
         try:
@@ -207,7 +211,7 @@ def collect(
             files += 1
         except OSError as error:
             problem = str(error)
-    return Done(images=tuple(gone), bytes=size, files=files, problem=problem)
+    return CollectionResult(images=tuple(gone), bytes=size, files=files, problem=problem)
 
 
 def _delete(folder: Path, image: StoredImage) -> bool:
@@ -223,6 +227,6 @@ def _delete(folder: Path, image: StoredImage) -> bool:
     return True
 
 
-def record(folder: Path, name: str) -> Record | None:
+def record(folder: Path, name: str) -> ImageRecord | None:
     """What is noted of an image."""
-    return load(folder / f"{name}.json", Record)
+    return load(folder / f"{name}.json", ImageRecord)

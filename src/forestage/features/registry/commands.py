@@ -6,24 +6,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import Exit, Listed, as_json, show
+from forestage.commands.world import ExitStatus, FullSummaryGroup, as_json, show
 
 if TYPE_CHECKING:
-    from forestage.commands.world import World
+    from forestage.commands.world import CommandContext
     from forestage.config import Config
 
 
-def import_reference(world: "World", reference: str) -> str:
+def import_reference(world: "CommandContext", reference: str) -> str:
     """Import an image if the store has it not yet, and return its path there.
 
-    Raises Declined, NotFound.
+    Raises Declined, NotFoundError.
     """
     from forestage.features.registry import store_by_hand as work
 
     return work.bring(_config(world), reference, os.environ, _host(), _say)
 
 
-def _config(world: "World") -> "Config":
+def _config(world: "CommandContext") -> "Config":
     return world.settings().config
 
 
@@ -39,7 +39,7 @@ def _say(text: str) -> None:
     click.echo(f"forestage: {harmless(text)}", err=True)
 
 
-@click.group(cls=Listed)
+@click.group(cls=FullSummaryGroup)
 def registry() -> None:
     """Images of registries in the store that all nodes share."""
 
@@ -47,7 +47,7 @@ def registry() -> None:
 @registry.command()
 @click.argument("uri")
 @click.pass_obj
-def get(world: "World", uri: str) -> None:
+def get(world: "CommandContext", uri: str) -> None:
     """Print the path of a squashfs file of the image, imported if need be.
 
     For pyxis' importer, forestage-importer, in a job's step and as its user. Ends with status 10
@@ -62,14 +62,14 @@ def get(world: "World", uri: str) -> None:
         if error.reason not in work.TRIED:
             raise
         _say(str(error))
-        raise click.exceptions.Exit(Exit.TRIED) from None
+        raise click.exceptions.Exit(ExitStatus.TRIED) from None
 
 
 @registry.command("import")
 @as_json
 @click.argument("reference", metavar="REF")
 @click.pass_obj
-def import_image(world: "World", reference: str, as_json: bool) -> None:
+def import_image(world: "CommandContext", reference: str, as_json: bool) -> None:
     """Import an image into the store before a job wants it, as who you are.
 
     REF is what a job would name: nvcr.io#nvidia/pytorch:25.01-py3.
@@ -83,7 +83,7 @@ def import_image(world: "World", reference: str, as_json: bool) -> None:
 @registry.command("ls")
 @as_json
 @click.pass_obj
-def list_store(world: "World", as_json: bool) -> None:
+def list_store(world: "CommandContext", as_json: bool) -> None:
     """List the images in the store, last used first: your own; as root, everybody's."""
     from forestage.features.registry import store_by_hand as work
 
@@ -106,7 +106,7 @@ def gc(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
     done = work.clean(_config(ctx.obj), dry_run)
     show(done, work.pieces(done, dry_run), as_json)
     if any(one.problem for one in done):
-        ctx.exit(Exit.FAILED)
+        ctx.exit(ExitStatus.FAILED)
 
 
 COMMANDS = (registry,)

@@ -28,7 +28,7 @@ Evaluate = Callable[[str], str]
 """Has a shell echo the words of a password; returns what it wrote."""
 
 
-class Login(msgspec.Struct, frozen=True):
+class RegistryLogin(msgspec.Struct, frozen=True):
     """A user's name and password at one host."""
 
     user: str
@@ -75,7 +75,7 @@ def knows(text: str, registry: str, user: str) -> bool:
     )
 
 
-def login(text: str, host: str, user: str, evaluate: Evaluate) -> Login | None:
+def login(text: str, host: str, user: str, evaluate: Evaluate) -> RegistryLogin | None:
     """Returns what the file has for this user at this host, without a port; None if nothing."""
     for machine, found in _entries(_evaluate(text, host, user, evaluate)):
         is_theirs = machine and machine.lower() == host.lower() and found.user == user
@@ -102,18 +102,18 @@ def _evaluate(text: str, host: str, user: str, evaluate: Evaluate) -> str:
     return "\n".join(lines)
 
 
-def _entries(text: str) -> Iterator[tuple[str, Login]]:
+def _entries(text: str) -> Iterator[tuple[str, RegistryLogin]]:
     """The entries as curl reads them: words, quoted words, comments, macros up to an empty line."""
     machine, values = "", {"login": "", "password": ""}
     words = iter(_words(text))
     for word in words:
         if word in ("machine", "default"):
-            yield machine, Login(values["login"], values["password"])
+            yield machine, RegistryLogin(values["login"], values["password"])
             machine = next(words, "") if word == "machine" else ""
             values = {"login": "", "password": ""}
         elif word in values:
             values[word] = next(words, "")
-    yield machine, Login(values["login"], values["password"])
+    yield machine, RegistryLogin(values["login"], values["password"])
 
 
 def _words(text: str) -> Iterator[str]:

@@ -66,7 +66,7 @@ _UNPARSED = 99
 _VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?")
 
 
-class Settings(msgspec.Struct, frozen=True):
+class EnrootSettings(msgspec.Struct, frozen=True):
     """How this user's images are fetched on this node.
 
     `variables` are the environment for enroot and curl, `credentials` is the path of enroot's
@@ -104,7 +104,7 @@ def read(block: bytes) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in denied}
 
 
-def settings(environ: Mapping[str, str], stop: Deadline, conf: str = "") -> Settings:
+def settings(environ: Mapping[str, str], stop: Deadline, conf: str = "") -> EnrootSettings:
     """Returns what enroot and curl are to be called with, for a user whose environment `read` gave.
 
     `conf` is enroot's configuration, "" for that of the `enroot` which is installed.
@@ -112,7 +112,7 @@ def settings(environ: Mapping[str, str], stop: Deadline, conf: str = "") -> Sett
     release; Failed where it is not installed.
     """
     variables = _evaluate(environ, stop, conf or enroot.site(RootedTree()).conf)
-    return Settings(
+    return EnrootSettings(
         variables,
         f"{folder(variables, 'CONFIG')}/.credentials",
         enroot.says_yes(variables.get("ENROOT_ALLOW_HTTP", "")),

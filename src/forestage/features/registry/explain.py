@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.features.contexts import ExplainPart
 
 if TYPE_CHECKING:
@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 def explain_outcome(facts: "ExplainFacts") -> ExplainPart:
     """Return what the reference meant. Pure."""
     outcome = facts.outcome
-    if isinstance(outcome, Handled) and outcome.digest:
+    if isinstance(outcome, RequestOutcome) and outcome.digest:
         return ExplainPart(rows=(("digest", outcome.digest),))
     return ExplainPart()

@@ -23,7 +23,7 @@ import msgspec
 
 from forestage.cache.part import boot_id
 from forestage.clock import Clock
-from forestage.features.registry.store import FILE, Store, told
+from forestage.features.registry.store import FILE, ImageStore, told
 from forestage.features.registry.store_files import create, load, own
 from forestage.system import processes, records
 from forestage.system.files import opened
@@ -32,7 +32,7 @@ BEAT = 10.0  # seconds between heartbeats
 DEAD = 60.0  # seconds without one
 
 
-class Lease(msgspec.Struct, frozen=True):
+class ImportLeaseRecord(msgspec.Struct, frozen=True):
     """A process that imports; `host` is for people, `boot` and `pids` say where `pid` counts."""
 
     token: str
@@ -43,7 +43,7 @@ class Lease(msgspec.Struct, frozen=True):
     start: str
 
 
-class Failure(msgspec.Struct, frozen=True):
+class ImportFailure(msgspec.Struct, frozen=True):
     """How the import of a lease failed."""
 
     token: str
@@ -51,17 +51,17 @@ class Failure(msgspec.Struct, frozen=True):
     detail: str
 
 
-class _Newest(msgspec.Struct, frozen=True):
+class _NewestLease(msgspec.Struct, frozen=True):
     generation: int
-    lease: Lease | None  # None: half of one, or something else under its name
+    lease: ImportLeaseRecord | None  # None: half of one, or something else under its name
     beat: int  # ns
 
 
-def of_this_process(host: str) -> Lease:
+def of_this_process(host: str) -> ImportLeaseRecord:
     """A lease for this process, by the numbers of /proc: a worker that is apart has others."""
     pid = int(os.readlink("/proc/self"))
     pids = f"proc:{os.stat('/proc').st_dev}"  # noqa: PTH116
-    return Lease(os.urandom(8).hex(), host, boot_id(), pids, pid, _start(pid))
+    return ImportLeaseRecord(os.urandom(8).hex(), host, boot_id(), pids, pid, _start(pid))
 
 
 def _start(pid: int) -> str:
@@ -73,12 +73,12 @@ def _start(pid: int) -> str:
     return "" if found.is_over else str(found.began)
 
 
-class Flight:
+class ImportLease:
     """One worker's part in the import of one image."""
 
-    def __init__(self, store: Store, name: str, me: Lease, clock: Clock) -> None:
+    def __init__(self, store: ImageStore, name: str, me: ImportLeaseRecord, clock: Clock) -> None:
         self.store, self.name, self.me, self.clock = store, name, me, clock
-        self.holder: Lease | None = None  # whom `take` found at work
+        self.holder: ImportLeaseRecord | None = None  # whom `take` found at work
         self.waited: set[str] = set()  # tokens of those
         self._generation = 0
         self._seen: tuple[int, str, int] = (0, "", 0)
@@ -120,20 +120,20 @@ class Flight:
         """Lets go of the lease. Who waited learns the reason; "" has one of them go on instead."""
         with contextlib.suppress(OSError):
             if reason:
-                failure = Failure(self.me.token, reason, detail)
+                failure = ImportFailure(self.me.token, reason, detail)
                 path = self.store.folder / f"{self.name}.failed"
                 records.write(path, msgspec.json.encode(failure))
             for number in sorted(self._generations()):
                 if number < self._generation:
                     self._path(number).unlink(missing_ok=True)
-            lease = load(self._path(self._generation), Lease)
+            lease = load(self._path(self._generation), ImportLeaseRecord)
             if lease is not None and lease.token == self.me.token:
                 self._path(self._generation).unlink(missing_ok=True)
         self._generation = 0
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> ImportFailure | None:
         """How an import ended that this worker had waited for."""
-        found = load(self.store.folder / f"{self.name}.failed", Failure)
+        found = load(self.store.folder / f"{self.name}.failed", ImportFailure)
         return found if found is not None and found.token in self.waited else None
 
     def _path(self, generation: int) -> Path:
@@ -146,7 +146,7 @@ class Flight:
         kinds = [match["kind"] for match in leases if match["kind"].startswith("lease.")]
         return [int(kind.removeprefix("lease.")) for kind in kinds]
 
-    def _newest(self) -> _Newest | None:
+    def _newest(self) -> _NewestLease | None:
         numbers = self._generations()
         if not numbers:
             return None
@@ -155,9 +155,9 @@ class Flight:
         # It went meanwhile, or is nothing of ours: then DEAD counts.
         with contextlib.suppress(OSError), own(path) as fd:
             beat = os.fstat(fd).st_mtime_ns
-        return _Newest(max(numbers), load(path, Lease), beat)
+        return _NewestLease(max(numbers), load(path, ImportLeaseRecord), beat)
 
-    def _is_dead(self, newest: _Newest) -> bool:
+    def _is_dead(self, newest: _NewestLease) -> bool:
         lease, now = newest.lease, self.clock.monotonic()
         seen = (newest.generation, lease.token if lease else "", newest.beat)
         if seen != self._seen:

@@ -19,7 +19,7 @@ import msgspec
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.features.registry import environment
-from forestage.features.registry.environment import Settings
+from forestage.features.registry.environment import EnrootSettings
 from forestage.features.registry.messages import short
 from forestage.features.registry.store import full
 from forestage.system import apart, child, mksquashfs, run
@@ -47,7 +47,7 @@ _FULL = re.compile(rb"No space left on device|Disk quota exceeded", re.IGNORECAS
 _LARGE = re.compile(rb"File too large|File size limit exceeded", re.IGNORECASE)
 
 
-class Folders(msgspec.Struct, frozen=True):
+class ImportFolders(msgspec.Struct, frozen=True):
     """Where an import writes: the user's part of the store, enroot's own files, its layers."""
 
     store: str
@@ -55,18 +55,18 @@ class Folders(msgspec.Struct, frozen=True):
     layers: str
 
 
-class Import:
+class EnrootImport:
     """A running import of `uri` to `part`, which must not be there yet."""
 
     def __init__(
-        self, uri: str, part: Path, settings: Settings, clock: Clock, is_apart: bool = False
+        self, uri: str, part: Path, settings: EnrootSettings, clock: Clock, is_apart: bool = False
     ) -> None:
         """`is_apart` as in the order. Raises Failed where enroot is missing."""
         self.part, self.clock, self.is_apart = part, clock, is_apart
         self.stage = "asks the registry"
         self._last = b""
         self._since, self._wall = clock.monotonic(), clock.wall()
-        self._folders = Folders(
+        self._folders = ImportFolders(
             os.fspath(part.parent),
             environment.temporary(settings.variables),
             environment.folder(settings.variables, "CACHE"),
@@ -162,7 +162,7 @@ def bound(max_size: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 
-def variables(settings: Settings, memory: int | None) -> dict[str, str]:
+def variables(settings: EnrootSettings, memory: int | None) -> dict[str, str]:
     """enroot's environment. The image's name says `squash_options`, which do not change here."""
     found = {**settings.variables, "LC_ALL": "C"}
     processors = child.own_processors()
@@ -197,7 +197,7 @@ def _delete(folder: str, variables: Mapping[str, str], end: Deadline) -> None:
             run.run_here((*argv, folder), variables, end.left(), 1 << 16)
 
 
-def _version(settings: Settings) -> bytes:
+def _version(settings: EnrootSettings) -> bytes:
     if not run.which("mksquashfs"):
         return b""
     return run.run_here(("mksquashfs", "-version"), settings.variables, ASKED, 1 << 16).out
@@ -212,7 +212,7 @@ def stage_of(said: bytes) -> str:
     return ""
 
 
-def failure(code: int, said: bytes, stage: str, folders: Folders) -> Declined:
+def failure(code: int, said: bytes, stage: str, folders: ImportFolders) -> Declined:
     """Pure: what an import that failed comes to; `said` is the end of its stderr."""
     lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
     last = short(" / ".join(lines[-TOLD:]))
@@ -224,7 +224,7 @@ def failure(code: int, said: bytes, stage: str, folders: Folders) -> Declined:
     return Declined("import-failed", f"enroot import {end}: {last}")
 
 
-def _no_room(said: bytes, stage: str, folders: Folders, last: str) -> Declined:
+def _no_room(said: bytes, stage: str, folders: ImportFolders, last: str) -> Declined:
     """Pure: which folder has no room: one that the message names, else what the stage writes to."""
     full_lines = b"\n".join(line for line in said.splitlines() if _FULL.search(line))
     named = [

@@ -27,7 +27,7 @@ Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z][0-9A-Za-z_-]{0
 Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z-]{0,39}\Z")]
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class ImportOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is to do, as its one argument. Times are seconds, sizes bytes.
 
     `directory` is the base of the store, which must not lie on the file system of `cache`. `job` is
@@ -56,7 +56,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     marks: str = ""
 
 
-class Resolved(msgspec.Struct, frozen=True, tag="resolved"):
+class DigestResolved(msgspec.Struct, frozen=True, tag="resolved"):
     """`digest` is "" where the registry does not say it and the image is imported by its tag.
 
     `name` is the image's in the store.
@@ -66,22 +66,22 @@ class Resolved(msgspec.Struct, frozen=True, tag="resolved"):
     name: Name
 
 
-class Present(msgspec.Struct, frozen=True, tag="present"):
+class ImageReady(msgspec.Struct, frozen=True, tag="present"):
     path: Path
 
 
-class Importing(msgspec.Struct, frozen=True, tag="importing"):
+class ImportUnderWay(msgspec.Struct, frozen=True, tag="importing"):
     """`here`: this worker does. Nodes of two clusters may have one name."""
 
     where: Text
     here: bool = False
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class ImportProgress(msgspec.Struct, frozen=True, tag="progress"):
     text: Text
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class ImportRefused(msgspec.Struct, frozen=True, tag="refused"):
     """`free`: bytes that a store has which is full."""
 
     reason: Reason
@@ -89,23 +89,23 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     free: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
 
-Word: TypeAlias = Resolved | Present | Importing | Progress | Refused
+Word: TypeAlias = DigestResolved | ImageReady | ImportUnderWay | ImportProgress | ImportRefused
 
 
-class Odd(ValueError):
+class WorkerProtocolError(ValueError):
     """A line that no worker of ours would write."""
 
 
-def encode_order(order: Order) -> str:
+def encode_order(order: ImportOrder) -> str:
     return msgspec.json.encode(order).decode()
 
 
-def decode_order(text: str) -> Order:
-    """Raises Odd."""
+def decode_order(text: str) -> ImportOrder:
+    """Raises WorkerProtocolError."""
     try:
-        return msgspec.json.decode(text, type=Order)
+        return msgspec.json.decode(text, type=ImportOrder)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise Odd(str(error)) from None
+        raise WorkerProtocolError(str(error)) from None
 
 
 def encode(word: Word) -> bytes:
@@ -113,22 +113,22 @@ def encode(word: Word) -> bytes:
     try:
         line = msgspec.json.encode(_harmless(word)) + b"\n"
     except UnicodeError:
-        raise Odd("the path is not UTF-8") from None
+        raise WorkerProtocolError("the path is not UTF-8") from None
     # Decoded here too: the other side takes what does not fit for an attack.
     if len(line) > LONGEST:
-        raise Odd("the line is too long")
+        raise WorkerProtocolError("the line is too long")
     decode(line)
     return line
 
 
 def decode(line: bytes) -> Word:
-    """The word of a line. Raises Odd."""
+    """The word of a line. Raises WorkerProtocolError."""
     if len(line) > LONGEST:
-        raise Odd("the line is too long")
+        raise WorkerProtocolError("the line is too long")
     try:
         word: Word = msgspec.json.decode(line, type=Word)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise Odd(printable(str(error))) from None
+        raise WorkerProtocolError(printable(str(error))) from None
     return _harmless(word)
 
 
@@ -140,14 +140,14 @@ def short(text: str) -> str:
 
 def _harmless(word: Word) -> Word:
     match word:
-        case Importing(where, here):
-            return Importing(short(where), here)
-        case Progress(text):
-            return Progress(short(text))
-        case Refused(reason, detail, free):
+        case ImportUnderWay(where, here):
+            return ImportUnderWay(short(where), here)
+        case ImportProgress(text):
+            return ImportProgress(short(text))
+        case ImportRefused(reason, detail, free):
             from forestage.events.reasons import collect_reasons
 
             # It becomes a label of metrics.
             known = reason if reason in collect_reasons() else "registry-odd"
-            return Refused(known, short(detail), free)
+            return ImportRefused(known, short(detail), free)
     return word

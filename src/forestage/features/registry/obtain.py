@@ -18,13 +18,13 @@ import msgspec
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.features.registry import importing, reference, resolve, store, user_notes
-from forestage.features.registry.environment import Settings
-from forestage.features.registry.import_lease import Flight, of_this_process
-from forestage.features.registry.importing import Import
-from forestage.features.registry.messages import Importing, Order, Progress
-from forestage.features.registry.reference import Reference
-from forestage.features.registry.store import Record, Store, told
-from forestage.features.registry.worker_pipe import Asker
+from forestage.features.registry.environment import EnrootSettings
+from forestage.features.registry.import_lease import ImportLease, of_this_process
+from forestage.features.registry.importing import EnrootImport
+from forestage.features.registry.messages import ImportOrder, ImportProgress, ImportUnderWay
+from forestage.features.registry.reference import ImageReference
+from forestage.features.registry.store import ImageRecord, ImageStore, told
+from forestage.features.registry.worker_pipe import ParentPipe
 from forestage.system import records
 from forestage.units import format_duration, format_size
 
@@ -39,20 +39,20 @@ FOR_ALL = ("import-failed", "too-large", "registry-moved", "store-full")
 """Why an import failed that would fail for whoever waited for it as well."""
 
 
-class Superseded(Exception):
+class ImportSuperseded(Exception):
     """Another worker took the import over; this one's is given up."""
 
 
-class Task(msgspec.Struct, frozen=True):
+class ImportTask(msgspec.Struct, frozen=True):
     """What is known of the order once it was read; `jobs` is empty where it is none of a job's.
 
     The last of them is the order's own; the one before is the whole job of a step, whose digest
     counts for the step, if there is one.
     """
 
-    order: Order
-    reference: Reference
-    settings: Settings
+    order: ImportOrder
+    reference: ImageReference
+    settings: EnrootSettings
     jobs: tuple[str, ...]
 
     @property
@@ -68,18 +68,20 @@ class Task(msgspec.Struct, frozen=True):
         return f"job-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:32]}"
 
 
-class Obtaining:
+class ImageImport:
     """What one worker does for one image."""
 
-    def __init__(self, task: Task, digest: str, where: Store, asker: Asker, clock: Clock) -> None:
+    def __init__(
+        self, task: ImportTask, digest: str, where: ImageStore, asker: ParentPipe, clock: Clock
+    ) -> None:
         self.task, self.digest, self.store = task, digest, where
         self.asker, self.clock = asker, clock
         self.name = task.name(digest)
-        self.flight = Flight(where, self.name, of_this_process(task.order.host), clock)
+        self.flight = ImportLease(where, self.name, of_this_process(task.order.host), clock)
         self._spoke = clock.monotonic()
 
     def obtain(self) -> Path:
-        """Returns where the image lies. Raises Declined, Gone."""
+        """Returns where the image lies. Raises Declined, ParentGone."""
         since, holder = self.clock.monotonic(), ""
         while True:
             found = self.store.find(self.name)
@@ -90,13 +92,13 @@ class Obtaining:
                 raise Declined(failed.reason, failed.detail)
             self._must_have_room()
             if self.flight.take():
-                with contextlib.suppress(Superseded):
+                with contextlib.suppress(ImportSuperseded):
                     return self._import()
                 continue
             where = self.flight.holder.host if self.flight.holder else ""
             if where != holder:
                 holder = where
-                self.asker.say(Importing(where))
+                self.asker.say(ImportUnderWay(where))
             waits = format_duration(self.clock.monotonic() - since)
             self._tell(f"{where or 'another node'} imports it; waited for {waits}")
             self.asker.must_wait()
@@ -111,7 +113,7 @@ class Obtaining:
     def _tell(self, text: str) -> None:
         if self.clock.monotonic() - self._spoke >= TELL:
             self._spoke = self.clock.monotonic()
-            self.asker.say(Progress(text))
+            self.asker.say(ImportProgress(text))
 
     def _import(self) -> Path:
         """Imports the image, which this worker alone does now."""
@@ -120,7 +122,7 @@ class Obtaining:
             found = self.store.find(self.name)  # the one before may have ended between two looks
             if found is None:
                 self._must_fit()
-                self.asker.say(Importing(self.task.order.host, here=True))
+                self.asker.say(ImportUnderWay(self.task.order.host, here=True))
                 self._run(part)
                 self._write(part)
                 found = self._publish(part)
@@ -150,19 +152,19 @@ class Obtaining:
             )
 
     def _go_on(self) -> None:
-        """Raises Gone, Superseded."""
+        """Raises ParentGone, ImportSuperseded."""
         self.asker.must_wait()
         if not self.flight.beat():
-            raise Superseded
+            raise ImportSuperseded
 
     def _run(self, part: Path) -> None:
-        """Runs enroot to its end. Raises Declined, Gone, Superseded."""
+        """Runs enroot to its end. Raises Declined, ParentGone, ImportSuperseded."""
         task = self.task
         importing.bound(task.order.max_size)
         # Without a digest by the tag, as an enroot of old does.
         enroot = task.settings.enroot_version if self.digest else (0, 0, 0)
         uri = task.reference.uri(self.digest, enroot)
-        at_work = Import(uri, part, task.settings, self.clock, task.order.apart)
+        at_work = EnrootImport(uri, part, task.settings, self.clock, task.order.apart)
         try:
             while at_work.runs(POLL):
                 self._go_on()
@@ -200,8 +202,8 @@ class Obtaining:
         if self.digest and not task.reference.digest and not task.settings.imports_digests:
             self._must_not_have_moved()
         if not self.flight.is_ours():
-            raise Superseded
-        record = Record(task.text, self.digest, self.clock.wall(), 0, task.order.host)
+            raise ImportSuperseded
+        record = ImageRecord(task.text, self.digest, self.clock.wall(), 0, task.order.host)
         return self.store.publish(self.name, part, record, task.order.max_size)
 
     def _must_not_have_moved(self) -> None:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from forestage.slurm import companion
 
 if TYPE_CHECKING:
-    from forestage.features.contexts import LeaseFacts
+    from forestage.features.contexts import BeforeLeaseFacts
     from forestage.slurm.job import Job
 
 
-def before_lease(facts: LeaseFacts) -> Job:
+def before_lease(facts: BeforeLeaseFacts) -> Job:
     """Return the job without the image that its steps import: to the core it would be a path."""
     return facts.job.without_reference() if has_import(facts) else facts.job
 
 
-def has_import(facts: LeaseFacts) -> bool:
+def has_import(facts: BeforeLeaseFacts) -> bool:
     """Return whether the job names an image of a registry that its steps import.
 
     They do not if there is no store, or if pyxis would not ask our importer for it.

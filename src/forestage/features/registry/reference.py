@@ -55,7 +55,7 @@ _A_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _A_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
-class Reference(msgspec.Struct, frozen=True):
+class ImageReference(msgspec.Struct, frozen=True):
     """An image in a registry; `digest` is "" where a tag is named, else `tag` is.
 
     `user` is whose password is used, "" where none is named. `registry` may have a port.
@@ -90,7 +90,7 @@ def is_digest(text: str) -> bool:
     return bool(_A_DIGEST.fullmatch(text))
 
 
-def parse(text: str) -> Reference:
+def parse(text: str) -> ImageReference:
     """Reads a reference as pyxis gets it, with or without docker://.
 
     Raises Declined: `bad-reference`, or `registry` for what comes from a daemon of the node.
@@ -108,7 +108,7 @@ def parse(text: str) -> Reference:
     return found
 
 
-def _canonical(parts: dict[str, str | None]) -> Reference:
+def _canonical(parts: dict[str, str | None]) -> ImageReference:
     """The reference that the parts of a match mean."""
     registry = parts.get("registry") or parts.get("named") or ""
     repository = parts.get("image") or parts.get("hub") or ""
@@ -120,10 +120,10 @@ def _canonical(parts: dict[str, str | None]) -> Reference:
     tag, digest = parts.get("tag") or "latest", parts.get("digest") or ""
     if tag.startswith("sha256:"):
         digest = tag  # in the URL that enroot asks both are the same
-    return Reference(parts["user"] or "", registry, repository, "" if digest else tag, digest)
+    return ImageReference(parts["user"] or "", registry, repository, "" if digest else tag, digest)
 
 
-def _is_sound(found: Reference) -> bool:
+def _is_sound(found: ImageReference) -> bool:
     return bool(
         not found.user.startswith("-")
         and _A_REGISTRY.fullmatch(found.registry)
@@ -132,7 +132,7 @@ def _is_sound(found: Reference) -> bool:
     )
 
 
-def name(reference: Reference, digest: str, arch: str, options: str) -> str:
+def name(reference: ImageReference, digest: str, arch: str, options: str) -> str:
     """Returns the name, without a suffix, of the squashfs file that is made of a manifest.
 
     `arch` is the machine's, `options` are those of mksquashfs: with others it is another file.

@@ -22,9 +22,14 @@ import msgspec
 from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.features.registry import answers, credentials
-from forestage.features.registry.answers import Answer, Challenge, Origin, RegistryRefused
-from forestage.features.registry.environment import Settings
-from forestage.features.registry.reference import Reference
+from forestage.features.registry.answers import (
+    AuthChallenge,
+    RegistryDeclined,
+    RegistryReply,
+    UrlOrigin,
+)
+from forestage.features.registry.environment import EnrootSettings
+from forestage.features.registry.reference import ImageReference
 from forestage.system import run
 from forestage.units import printable
 
@@ -52,63 +57,67 @@ NO_HEAD = (403, 404, 405, 406)  # and all above 499: enroot asks by GET
 _ODD = {1, 3, 8, 23, 43, 61}
 
 
-class _Proof(msgspec.Struct, frozen=True):
+class _OriginAuthorization(msgspec.Struct, frozen=True):
     """The value of an Authorization header, and the only origin that may see it."""
 
-    origin: Origin
+    origin: UrlOrigin
     value: str
 
 
-def digest(reference: Reference, settings: Settings, deadline: Deadline) -> str:
+def digest(reference: ImageReference, settings: EnrootSettings, deadline: Deadline) -> str:
     """Returns "sha256:…", the manifest or index that a reference means now.
 
-    One that has a digest costs no request. Raises RegistryRefused; Failed without curl.
+    One that has a digest costs no request. Raises RegistryDeclined; Failed without curl.
     """
     if reference.digest:
         return reference.digest
-    asking = _Asking(reference, settings, deadline)
+    asking = _RegistryClient(reference, settings, deadline)
     try:
         return asking.digest()
     except ValueError as error:
         raise asking.refused("registry-odd", f"answers nonsense: {error}") from None
 
 
-def layers(reference: Reference, settings: Settings, meant: str, deadline: Deadline) -> int:
+def layers(
+    reference: ImageReference, settings: EnrootSettings, meant: str, deadline: Deadline
+) -> int:
     """Returns how many bytes an image's layers have, packed as they are; 0 where nobody says it.
 
     `meant` is the digest of its manifest or index, "" where only a tag is known.
     """
     try:
-        return _Asking(reference, settings, deadline).layers(meant or reference.tag)
+        return _RegistryClient(reference, settings, deadline).layers(meant or reference.tag)
     except (ValueError, msgspec.MsgspecError, Declined):
         return 0
 
 
-class _Sized(msgspec.Struct):
+class _LayerEntry(msgspec.Struct):
     size: int = 0
 
 
-class _Platform(msgspec.Struct):
+class _ManifestPlatform(msgspec.Struct):
     architecture: str = ""
     os: str = ""
 
 
-class _Listed(msgspec.Struct):
+class _IndexEntry(msgspec.Struct):
     digest: str = ""
-    platform: _Platform = msgspec.field(default_factory=_Platform)
+    platform: _ManifestPlatform = msgspec.field(default_factory=_ManifestPlatform)
 
 
-class _Content(msgspec.Struct):
+class _ManifestContent(msgspec.Struct):
     """What counts of a manifest, which has layers, or of an index, which has manifests."""
 
-    layers: list[_Sized] = []
-    manifests: list[_Listed] = []
+    layers: list[_LayerEntry] = []
+    manifests: list[_IndexEntry] = []
 
 
-class _Asking:
+class _RegistryClient:
     """The requests of one resolution."""
 
-    def __init__(self, reference: Reference, settings: Settings, deadline: Deadline) -> None:
+    def __init__(
+        self, reference: ImageReference, settings: EnrootSettings, deadline: Deadline
+    ) -> None:
         self._reference = reference
         self._settings = settings
         self._deadline = deadline
@@ -117,22 +126,22 @@ class _Asking:
         self._known = False  # whether a password was used
 
     def digest(self) -> str:
-        """Raises RegistryRefused; ValueError for an answer that cannot be read."""
+        """Raises RegistryDeclined; ValueError for an answer that cannot be read."""
         method, answer = self._manifest("HEAD", self._reference.tag)
         return answer.digest if method == "HEAD" else self._hash(answer)
 
     def layers(self, meant: str) -> int:
-        """Raises RegistryRefused; ValueError for an answer that cannot be read."""
-        found = msgspec.json.decode(self._manifest("GET", meant)[1].body, type=_Content)
+        """Raises RegistryDeclined; ValueError for an answer that cannot be read."""
+        found = msgspec.json.decode(self._manifest("GET", meant)[1].body, type=_ManifestContent)
         arch = ARCHITECTURES.get(self._settings.arch, self._settings.arch)
         for one in found.manifests:
             if (one.platform.os, one.platform.architecture) == ("linux", arch):
                 answer = self._manifest("GET", one.digest)[1]
-                found = msgspec.json.decode(answer.body, type=_Content)
+                found = msgspec.json.decode(answer.body, type=_ManifestContent)
                 break
         return sum(max(0, one.size) for one in found.layers)
 
-    def _manifest(self, method: str, tag: str) -> tuple[str, Answer]:
+    def _manifest(self, method: str, tag: str) -> tuple[str, RegistryReply]:
         """How a manifest was asked for in the end, and what came. Raises as `digest` does."""
         reference, scheme = self._reference, "http" if self._settings.allow_http else "https"
         url = f"{scheme}://{reference.registry}/v2/{reference.repository}/manifests/{tag}"
@@ -148,12 +157,12 @@ class _Asking:
             else:
                 raise self._error_for(answer)
 
-    def refused(self, reason: str, what: str) -> RegistryRefused:
+    def refused(self, reason: str, what: str) -> RegistryDeclined:
         """The error that names the registry, or the server to which it has sent us."""
         line = printable(f"{self._server or self._reference.registry} {what}")
-        return RegistryRefused(reason, line)
+        return RegistryDeclined(reason, line)
 
-    def _error_for(self, answer: Answer) -> RegistryRefused:
+    def _error_for(self, answer: RegistryReply) -> RegistryDeclined:
         """What an answer that gives no digest means."""
         image = f"{self._reference.repository}:{self._reference.tag}"
         status = answer.status
@@ -174,7 +183,7 @@ class _Asking:
         path, home = self._settings.credentials, self._settings.variables.get("HOME", "")
         return f"~{path.removeprefix(home)}" if home and path.startswith(f"{home}/") else path
 
-    def _hash(self, answer: Answer) -> str:
+    def _hash(self, answer: RegistryReply) -> str:
         """The digest of a manifest that was sent as a whole."""
         found = f"sha256:{hashlib.sha256(answer.body).hexdigest()}"
         if not answers.is_manifest(answer.body):
@@ -183,7 +192,7 @@ class _Asking:
             raise ValueError(f"a manifest that is not {answer.digest}")
         return found
 
-    def _prove(self, answer: Answer, asked: Origin) -> _Proof:
+    def _prove(self, answer: RegistryReply, asked: UrlOrigin) -> _OriginAuthorization:
         """What the registry wants to see, as enroot gets it (docker::_authenticate)."""
         challenge = answers.challenge(answer)
         if challenge is None:
@@ -192,15 +201,15 @@ class _Asking:
             login = self._login(asked.host)
             if login is None:
                 raise self._error_for(answer)
-            return _Proof(asked, login.basic)
-        return _Proof(asked, f"Bearer {self._token(challenge)}")
+            return _OriginAuthorization(asked, login.basic)
+        return _OriginAuthorization(asked, f"Bearer {self._token(challenge)}")
 
-    def _token(self, challenge: Challenge) -> str:
+    def _token(self, challenge: AuthChallenge) -> str:
         url = answers.token_url(challenge)
         realm = self._must_be_allowed(url)
         login = self._login(realm.host)
         self._server = realm.host
-        proof = _Proof(realm, login.basic) if login else None
+        proof = _OriginAuthorization(realm, login.basic) if login else None
         answer, _ = self._send("GET", url, proof, TOKENS)
         if answer.status != 200:
             raise self._error_for(answer)
@@ -208,7 +217,7 @@ class _Asking:
         self._server = ""
         return token
 
-    def _login(self, host: str) -> credentials.Login | None:
+    def _login(self, host: str) -> credentials.RegistryLogin | None:
         """The user's password for a host; only if enroot would look for one in .credentials."""
         text, registry = credentials.text(self._settings.credentials), self._reference.registry
         user = self._reference.user or credentials.user_for(text, registry)
@@ -229,8 +238,8 @@ class _Asking:
         return ran.out.decode(errors="surrogateescape").rstrip("\n")
 
     def _send(
-        self, method: str, url: str, proof: _Proof | None, most: int
-    ) -> tuple[Answer, Origin]:
+        self, method: str, url: str, proof: _OriginAuthorization | None, most: int
+    ) -> tuple[RegistryReply, UrlOrigin]:
         """One request, with as many pauses as a 429 asks for; the answer and who gave it."""
         while True:
             answer, asked = self._follow(method, url, proof, most)
@@ -238,8 +247,8 @@ class _Asking:
                 return answer, asked
             self._pause(answer)
 
-    def _pause(self, answer: Answer) -> None:
-        """Waits as an answer 429 wants it. Raises RegistryRefused where that is too long."""
+    def _pause(self, answer: RegistryReply) -> None:
+        """Waits as an answer 429 wants it. Raises RegistryDeclined where that is too long."""
         clock = self._deadline.clock
         wanted = answers.retry_after(answer, clock.wall())
         seconds = PAUSE if wanted is None else max(1.0, wanted)
@@ -249,8 +258,8 @@ class _Asking:
         clock.sleep(seconds)
 
     def _follow(
-        self, method: str, url: str, proof: _Proof | None, most: int
-    ) -> tuple[Answer, Origin]:
+        self, method: str, url: str, proof: _OriginAuthorization | None, most: int
+    ) -> tuple[RegistryReply, UrlOrigin]:
         """One request, and those to which it is redirected."""
         for _ in range(1 + REDIRECTS):
             asked = self._must_be_allowed(url)
@@ -264,7 +273,7 @@ class _Asking:
             url = there
         raise ValueError(f"more than {REDIRECTS} redirects")
 
-    def _must_be_allowed(self, url: str) -> Origin:
+    def _must_be_allowed(self, url: str) -> UrlOrigin:
         """Whom a URL speaks to. Raises ValueError for http, unless the user's enroot allows it."""
         origin = answers.origin(url)
         if origin.scheme != "https" and not self._settings.allow_http:
@@ -273,7 +282,7 @@ class _Asking:
             )
         return origin
 
-    def _ask(self, method: str, url: str, headers: Sequence[str], most: int) -> Answer:
+    def _ask(self, method: str, url: str, headers: Sequence[str], most: int) -> RegistryReply:
         """One request without any redirect."""
         left = self._deadline.left()
         if not left:
@@ -291,7 +300,7 @@ class _Asking:
         return answers.parse(ran.out)
 
 
-def _is_for_get(answer: Answer) -> bool:
+def _is_for_get(answer: RegistryReply) -> bool:
     """Pure: whether a HEAD that was answered so says nothing of what a GET would get."""
     silent = answer.status == 200 and not answer.digest
     return silent or answer.status in NO_HEAD or answer.status >= 500
@@ -304,7 +313,7 @@ def _said(ran: run.ProcessOutput) -> str:
 
 
 def _config(
-    method: str, url: str, headers: Sequence[str], settings: Settings, left: float
+    method: str, url: str, headers: Sequence[str], settings: EnrootSettings, left: float
 ) -> bytes:
     """What curl reads on stdin. The last word on what ~/.curlrc may not change is ours."""
     wanted = settings.variables.get("ENROOT_CONNECT_TIMEOUT", "")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from forestage.features.contexts import StatusPart
 from forestage.features.registry import step_files
-from forestage.features.registry.step_files import UnderWay
+from forestage.features.registry.step_files import StepImport
 from forestage.system.terminal import Piece, TextLine, TextTable, age, count
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def read_status(facts: "StatusFacts") -> StatusPart:
     return StatusPart({"imports": found}, after="starts", tables=table(found, facts.now))
 
 
-def table(found: Sequence[UnderWay], now: float) -> tuple[Piece, ...]:
+def table(found: Sequence[StepImport], now: float) -> tuple[Piece, ...]:
     """Return what is printed of them. Pure."""
     if not found:
         return ()

@@ -8,12 +8,12 @@ from forestage.errors import ForestageError
 from forestage.features.registry.prolog import has_import
 
 if TYPE_CHECKING:
-    from forestage.features.contexts import LeaseFacts
+    from forestage.features.contexts import BeforeLeaseFacts
     from forestage.slurm.job import Job
     from forestage.slurm.lines import Fields
 
 
-def before_lease(facts: LeaseFacts) -> tuple[Job, Fields]:
+def before_lease(facts: BeforeLeaseFacts) -> tuple[Job, Fields]:
     """Have a process obtain the image, which may take long.
 
     Returns the job without it, and the step's answer: where the tasks get the real one.
@@ -25,7 +25,7 @@ def before_lease(facts: LeaseFacts) -> tuple[Job, Fields]:
 
     later: Fields = ()
     try:
-        if job.reference and (asked := step_image.Asked.of(job.reference, facts.environ)):
+        if job.reference and (asked := step_image.RegistryRequest.of(job.reference, facts.environ)):
             later = step_image.begin(node, job, asked, facts.report)
     except (ForestageError, OSError) as error:
         facts.log(f"result=failed reason=registry detail={str(error)!r}")

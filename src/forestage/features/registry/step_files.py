@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import folders, processes, records
 from forestage.system.files import opened
 
@@ -26,14 +26,14 @@ PROCESS_NAME = (
 MODE = 0o444  # a user finds their step's, and reads what is bound over it as its own mode lets them
 
 
-class MountPoint(msgspec.Struct, frozen=True):
+class StepPlaceholder(msgspec.Struct, frozen=True):
     """The path, and by what the companion knows the file: inode, size, mtime and ctime in ns."""
 
     path: str
     facts: tuple[int, int, int, int]
 
 
-def make_mount_point(places: Places, job: int, step: int | None, size: int) -> MountPoint:
+def make_mount_point(places: NodePaths, job: int, step: int | None, size: int) -> StepPlaceholder:
     """Makes it anew. Raises OSError.
 
     It has the copy's size in bytes, of which it takes nothing: a file that is read through must
@@ -47,17 +47,17 @@ def make_mount_point(places: Places, job: int, step: int | None, size: int) -> M
         os.fchmod(fd, MODE)
         found = os.fstat(fd)
     facts = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    return MountPoint(os.fspath(path), facts)
+    return StepPlaceholder(os.fspath(path), facts)
 
 
-def forget_job(places: Places, job: int) -> None:
+def forget_job(places: NodePaths, job: int) -> None:
     """Deletes all that is there of a job. Raises OSError."""
     folders.keep(places.images, folders.PASSABLE)
     for path in places.images.glob(f"{job}.*"):
         path.unlink(missing_ok=True)
 
 
-def list_leftovers(places: Places, jobs: frozenset[int], now: float) -> list[Path]:
+def list_leftovers(places: NodePaths, jobs: frozenset[int], now: float) -> list[Path]:
     """What is old there, and of a step whose job is none of `jobs`. Raises OSError.
 
     A step whose image is still being imported holds no lease.
@@ -72,7 +72,7 @@ def list_leftovers(places: Places, jobs: frozenset[int], now: float) -> list[Pat
     return []
 
 
-class UnderWay(msgspec.Struct, frozen=True):
+class StepImport(msgspec.Struct, frozen=True):
     """A step that waits; `where` is the node that imports, "" if that is not known.
 
     `said` is how far the import is, for people; `since` is in seconds of the epoch.
@@ -88,23 +88,23 @@ class UnderWay(msgspec.Struct, frozen=True):
     said: str = ""
 
 
-def note_import(places: Places, one: UnderWay) -> None:
+def note_import(places: NodePaths, one: StepImport) -> None:
     """Best effort: nobody's start depends on it."""
     with contextlib.suppress(OSError):
         records.write(_import_path(places, one), msgspec.json.encode(one))
 
 
-def forget_import(places: Places, one: UnderWay) -> None:
+def forget_import(places: NodePaths, one: StepImport) -> None:
     with contextlib.suppress(OSError):
         _import_path(places, one).unlink(missing_ok=True)
 
 
-def list_imports(places: Places) -> tuple[UnderWay, ...]:
+def list_imports(places: NodePaths) -> tuple[StepImport, ...]:
     """Those whose process lives, the longest wait first. Raises OSError."""
     found = []
     for path in places.images.glob("*.json"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, records.DamagedRecord):
-            one = records.load(path, UnderWay)
+            one = records.load(path, StepImport)
             # Its pid may be a user's by now, whose name is what that user likes.
             process = Path(f"/proc/{one.pid}")
             if processes.name(process) == PROCESS_NAME and processes.is_trusted(process):
@@ -112,5 +112,5 @@ def list_imports(places: Places) -> tuple[UnderWay, ...]:
     return tuple(sorted(found, key=lambda one: one.since))
 
 
-def _import_path(places: Places, one: UnderWay) -> Path:
+def _import_path(places: NodePaths, one: StepImport) -> Path:
     return places.images / f"{one.job}.{one.step}.json"

@@ -22,23 +22,23 @@ from forestage.cache import disk
 from forestage.cache.node import Node
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import UNSERVED, Came, Handled
+from forestage.events import UNSERVED, Came, RequestOutcome
 from forestage.features.registry import step_files, user_notes, worker
 from forestage.features.registry.messages import (
-    Importing,
-    Order,
-    Present,
-    Progress,
-    Refused,
-    Resolved,
+    DigestResolved,
+    ImageReady,
+    ImportOrder,
+    ImportProgress,
+    ImportRefused,
+    ImportUnderWay,
     Word,
 )
-from forestage.features.registry.step_files import PROCESS_NAME, UnderWay
-from forestage.features.registry.user_notes import RegistryRefusal
-from forestage.features.registry.waiting import GONE, Tasks
-from forestage.features.registry.worker import Worker
+from forestage.features.registry.step_files import PROCESS_NAME, StepImport
+from forestage.features.registry.user_notes import RefusalNote
+from forestage.features.registry.waiting import GONE, WaitingTasks
+from forestage.features.registry.worker import RegistryWorker
 from forestage.hooks import answers, bare_name, leases, serve, step, user_messages
-from forestage.hooks.answers import Answer
+from forestage.hooks.answers import RequestResult
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import RESULT, STEP_ENVIRONMENT, STEP_TIMEOUT, Fields
@@ -53,10 +53,10 @@ PATIENCE = 30.0  # seconds for the word of the node that resolves for all
 
 CONTAINER_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_name"
 
-Report = Callable[[Sequence[Handled]], None]
+Report = Callable[[Sequence[RequestOutcome]], None]
 
 
-class Asked(msgspec.Struct, frozen=True):
+class RegistryRequest(msgspec.Struct, frozen=True):
     """What a step asks for, and with what: `environment` is an open file.
 
     `batch` is whether one digest counts for all of the job; `container` the name of its container.
@@ -69,7 +69,7 @@ class Asked(msgspec.Struct, frozen=True):
     timeout: str
 
     @classmethod
-    def of(cls, request: Request, environ: Mapping[str, str]) -> "Asked | None":
+    def of(cls, request: Request, environ: Mapping[str, str]) -> "RegistryRequest | None":
         """By what the companion says; None where it has given no environment."""
         number = environ.get(STEP_ENVIRONMENT, "")
         if not is_number(number):
@@ -83,7 +83,7 @@ class Asked(msgspec.Struct, frozen=True):
         )
 
 
-def begin(node: Node, job: Job, asked: Asked, report: Report) -> Fields:
+def begin(node: Node, job: Job, asked: RegistryRequest, report: Report) -> Fields:
     """Returns the fields that tell the companion where the answer will be. Raises Declined."""
     disk.must_take(node.places, node.cache)  # the tasks would wait for a process that hangs
     folders.keep(node.places.images, folders.PASSABLE)
@@ -103,7 +103,7 @@ def begin(node: Node, job: Job, asked: Asked, report: Report) -> Fields:
 def _serve(
     node: Node,
     job: Job,
-    asked: Asked,
+    asked: RegistryRequest,
     report: Report,
     path: Path,
     manager: ProcessIdentity | None,
@@ -113,13 +113,13 @@ def _serve(
     # After us the helper may stage what else the job names, within its own limit.
     first = FIRST + float(asked.timeout if is_number(asked.timeout) else 0)
     hook.begin(asked.environment)
-    with Tasks(path, first, manager) as tasks:
+    with WaitingTasks(path, first, manager) as tasks:
         hook.send(StartReport("ready"))
         hook.close()
         answer = _answer(node, job, asked, tasks)
         line = message(answer.outcome, node.config.user_messages)
         if line and tasks.are_there:  # else the job may be over, and what is noted would stay
-            user_messages.Speaker(node, job, tasks.speak)(line)
+            user_messages.JobMessageWriter(node, job, tasks.speak)(line)
         _note_refusal(node, job, answer.outcome)
         tasks.say("env", RESULT, answers.result_word(answer.outcome))
         tasks.say(*_fields(node, job, answer))
@@ -131,14 +131,14 @@ def _serve(
             child.reap()  # a copy that was started here may have ended
 
 
-def _note_refusal(node: Node, job: Job, outcome: Handled) -> None:
+def _note_refusal(node: Node, job: Job, outcome: RequestOutcome) -> None:
     """Has the step's importer know what the registry has said, before a task goes on."""
     if outcome.reason in user_notes.REFUSALS and job.step is not None:
-        said = RegistryRefusal(outcome.request, outcome.reason, outcome.detail)
+        said = RefusalNote(outcome.request, outcome.reason, outcome.detail)
         user_notes.note_refusal(node.places, job.id, job.step, job.user, said)
 
 
-def _give_back(node: Node, job: Job, answer: Answer) -> None:
+def _give_back(node: Node, job: Job, answer: RequestResult) -> None:
     """Gives back what a job that is over got: its Epilog came first, and none comes again."""
     if answer.image:
         leases.give_back(node, job, answer.image.key)
@@ -146,7 +146,7 @@ def _give_back(node: Node, job: Job, answer: Answer) -> None:
         step_files.forget_job(node.places, job.id)
 
 
-def _answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
+def _answer(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -> RequestResult:
     """What the request comes to; never raises for what a registry, a user or the disk does."""
     start = node.clock.monotonic()
     try:
@@ -155,7 +155,7 @@ def _answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
         origin = {"digest": found.digest, "came": found.came}
     except (ForestageError, OSError) as error:
         why = bare_name.find_refusal(job, asked.request, bare_name.LOOK) or error
-        answer = Answer(answers.of_error(asked.request, why))
+        answer = RequestResult(answers.of_error(asked.request, why))
         origin = {"came": "enroot"}
     return answer.saying(
         request=printable(asked.request.path),
@@ -165,7 +165,7 @@ def _answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
     )
 
 
-def message(outcome: Handled, wanted: UserMessages) -> str:
+def message(outcome: RequestOutcome, wanted: UserMessages) -> str:
     """Pure: the line that the user reads in the end; "" for none."""
     if outcome.result not in UNSERVED:
         return user_messages.message(outcome, wanted) and (
@@ -179,7 +179,7 @@ def message(outcome: Handled, wanted: UserMessages) -> str:
     return f"{outcome.request} is left to enroot, for this step alone: {outcome.detail}"
 
 
-class Worked(msgspec.Struct, frozen=True):
+class ImportResult(msgspec.Struct, frozen=True):
     """What came of a worker: the digest that the reference means, and where the image lies."""
 
     digest: str
@@ -187,25 +187,25 @@ class Worked(msgspec.Struct, frozen=True):
     path: str
 
 
-def _work(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
+def _work(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -> ImportResult:
     """Has a worker obtain the image. Raises Declined, Failed."""
     tells = node.config.user_messages != "none" and user_messages.is_first_node(job)
     digest = name = ""
     came: Came = "stored"
     now, who, reference = node.clock.wall(), job.user.name, printable(asked.request.path)
     order = order_of(node, job, asked)
-    shown = UnderWay(job.id, job.step or 0, who, reference, now, os.getpid())
+    shown = StepImport(job.id, job.step or 0, who, reference, now, os.getpid())
     with contextlib.ExitStack() as undo:
         enter = _entering(job, tasks)
         undo.enter_context(_leaving(job, tasks))
         at_work = undo.enter_context(_start_worker(job, order, asked, enter, tasks))
         undo.callback(step_files.forget_import, node.places, shown)
         for word in _words(at_work, tasks):
-            if isinstance(word, Resolved):
+            if isinstance(word, DigestResolved):
                 digest, name = word.digest, word.name
-            elif isinstance(word, Present):
-                return Worked(digest, came, word.path)
-            elif isinstance(word, Refused):
+            elif isinstance(word, ImageReady):
+                return ImportResult(digest, came, word.path)
+            elif isinstance(word, ImportRefused):
                 if word.reason == "store-full" and name:
                     # It holds back the importer, and the user's next steps, from doing this again.
                     # A user can say nothing here of another's images.
@@ -214,7 +214,7 @@ def _work(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
                     )
                 raise Declined(printable(word.reason), printable(word.detail))
             else:
-                if isinstance(word, Importing):
+                if isinstance(word, ImportUnderWay):
                     came = "imported" if word.here else "waited"
                     shown = msgspec.structs.replace(shown, where=printable(word.where))
                 else:
@@ -226,8 +226,12 @@ def _work(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Worked:
 
 
 def _start_worker(
-    job: Job, order: Order, asked: Asked, enter: Callable[[], None], tasks: Tasks
-) -> worker.Worker:
+    job: Job,
+    order: ImportOrder,
+    asked: RegistryRequest,
+    enter: Callable[[], None],
+    tasks: WaitingTasks,
+) -> worker.RegistryWorker:
     """Starts the worker where it `enter`s. Raises Declined where its step has no task any more.
 
     Raises Failed, OSError.
@@ -241,7 +245,7 @@ def _start_worker(
         raise
 
 
-def _entering(job: Job, tasks: Tasks) -> Callable[[], None]:
+def _entering(job: Job, tasks: WaitingTasks) -> Callable[[], None]:
     """Has the worker go to the cgroups of a task: bounded by what the step may take.
 
     Without v1's freezer: by that one Slurm kills what a step leaves, before enroot has deleted what
@@ -257,7 +261,7 @@ def _entering(job: Job, tasks: Tasks) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def _leaving(job: Job, tasks: Tasks) -> Iterator[None]:
+def _leaving(job: Job, tasks: WaitingTasks) -> Iterator[None]:
     """Removes the step's cgroups that Slurm could not, as the worker was in them until now."""
     found = child.of_task(job.manager) if job.manager else None
     try:
@@ -269,18 +273,18 @@ def _leaving(job: Job, tasks: Tasks) -> Iterator[None]:
             child.remove_left((one.parent for one in found), kinds)
 
 
-def _progress(request: Request, word: Progress | Importing) -> str:
+def _progress(request: Request, word: ImportProgress | ImportUnderWay) -> str:
     """Pure."""
-    if isinstance(word, Progress):
+    if isinstance(word, ImportProgress):
         return f"{request.path}: {word.text}"
     by = f" by {word.where}" if word.where else ", once for all nodes"
     return f"{request.path} is being imported{by}"
 
 
-def order_of(node: Node, job: Job, asked: Asked) -> Order:
+def order_of(node: Node, job: Job, asked: RegistryRequest) -> ImportOrder:
     """Pure: what the worker is to do."""
     config = node.config
-    return Order(
+    return ImportOrder(
         reference=asked.request.path,
         directory=config.registry.store or "",
         cache=config.cache,
@@ -297,7 +301,7 @@ def order_of(node: Node, job: Job, asked: Asked) -> Order:
     )
 
 
-def _words(at_work: Worker, tasks: Tasks) -> Iterator[Word]:
+def _words(at_work: RegistryWorker, tasks: WaitingTasks) -> Iterator[Word]:
     """What the worker says, until it ends.
 
     Raises Declined once nobody waits for it any more, or where it says nothing for too long.
@@ -318,17 +322,19 @@ def _words(at_work: Worker, tasks: Tasks) -> Iterator[Word]:
             )
 
 
-def _stage(node: Node, job: Job, path: str, asked: Asked, tasks: Tasks) -> Answer:
+def _stage(
+    node: Node, job: Job, path: str, asked: RegistryRequest, tasks: WaitingTasks
+) -> RequestResult:
     """The file, as any other that a user names: only where they may read it."""
     request = Request(path, asked.request.via, IMPORTED)
-    say = user_messages.Speaker(node, job, tasks.speak)
+    say = user_messages.JobMessageWriter(node, job, tasks.speak)
     limit = step.limit_of(node, job, asked.timeout, say, None)
     tasks.must_wait()  # the step may have been cancelled; a lease would outlive the job
     (answer,) = serve.serve(node, job, (request,), limit)
     return answer
 
 
-def _fields(node: Node, job: Job, answer: Answer) -> Fields:
+def _fields(node: Node, job: Job, answer: RequestResult) -> Fields:
     """The line that ends the tasks' wait: the copy shows at a place of the step's own."""
     words = step.fields(node, answer)
     if words[0] == "leave":

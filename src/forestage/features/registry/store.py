@@ -43,7 +43,7 @@ FILE = re.compile(
 )
 
 
-class Record(msgspec.Struct, frozen=True):
+class ImageRecord(msgspec.Struct, frozen=True):
     """What an image was made of, by which host; `digest` is "" where it was imported by its tag."""
 
     reference: str
@@ -53,7 +53,7 @@ class Record(msgspec.Struct, frozen=True):
     host: str
 
 
-class Meant(msgspec.Struct, frozen=True):
+class ResolvedTag(msgspec.Struct, frozen=True):
     """The digest that a reference means; "" where no registry says it: imported by its tag."""
 
     reference: str
@@ -78,7 +78,7 @@ def full(what: str) -> Declined:
     return Declined("store-full", f"no room for the image: {what}", hint)
 
 
-class Store:
+class ImageStore:
     """The images of the user whom this process is, below `base`."""
 
     def __init__(self, base: Path, clock: Clock, cache: str = "") -> None:
@@ -132,7 +132,7 @@ class Store:
             disk = os.statvfs(self.folder)
         return disk.f_bavail * disk.f_frsize
 
-    def publish(self, name: str, part: Path, record: Record, max_size: int | None) -> Path:
+    def publish(self, name: str, part: Path, record: ImageRecord, max_size: int | None) -> Path:
         """Makes an imported file an image, by one rename. Raises Declined, and deletes it then."""
         path = self.path(name)
         try:
@@ -170,7 +170,7 @@ class Store:
         Where the store cannot be written to, that is this node's own.
         """
         path = self._job(job, reference)
-        meant = Meant(reference, digest, self.clock.wall())
+        meant = ResolvedTag(reference, digest, self.clock.wall())
         with contextlib.suppress(OSError):
             _make(path.parent)
             if self._is_old(path):
@@ -192,7 +192,7 @@ class Store:
         path = self._tag(reference)
         with contextlib.suppress(OSError):
             _make(path.parent)
-            meant = Meant(reference, digest, self.clock.wall())
+            meant = ResolvedTag(reference, digest, self.clock.wall())
             records.write(path, msgspec.json.encode(meant))
 
     def _job(self, job: str, reference: str) -> Path:
@@ -211,7 +211,7 @@ class Store:
         return False
 
     def _meant(self, path: Path, reference: str) -> str | None:
-        found = load(path, Meant)
+        found = load(path, ResolvedTag)
         if found is None or found.reference != reference:
             return None
         return found.digest if not found.digest or is_digest(found.digest) else None

@@ -38,7 +38,7 @@ class FileTime(msgspec.Struct, frozen=True, array_like=True):
     since: float
 
 
-class Collection(msgspec.Struct, frozen=True):
+class StoreCollection(msgspec.Struct, frozen=True):
     """A collection, and what it saw; `seconds` is the store's own time then."""
 
     token: str = ""
@@ -52,7 +52,7 @@ class Collection(msgspec.Struct, frozen=True):
         return max(0.0, self.seconds - known.since) if known and same else 0.0
 
 
-class Sight(msgspec.Struct, frozen=True):
+class CollectionSighting(msgspec.Struct, frozen=True):
     """When a node first met a collection, on the monotonic clock of its boot."""
 
     token: str
@@ -60,8 +60,8 @@ class Sight(msgspec.Struct, frozen=True):
 
 
 def count_seconds(
-    last: Collection, files: Iterable[tuple[str, int]], waited: float, token: str
-) -> Collection:
+    last: StoreCollection, files: Iterable[tuple[str, int]], waited: float, token: str
+) -> StoreCollection:
     """Pure: the next collection, `waited` seconds after `last`; `files` are paths and mtimes."""
     seconds = last.seconds + waited
     times: dict[str, FileTime] = {}
@@ -71,22 +71,25 @@ def count_seconds(
             known = FileTime(mtime_ns, seconds)
         if len(times) < MOST:
             times[path] = known
-    return Collection(token, seconds, times)
+    return StoreCollection(token, seconds, times)
 
 
-def find_collection(folder: Path) -> tuple[int, Collection]:
+def find_collection(folder: Path) -> tuple[int, StoreCollection]:
     """Return the number of the last collection, and what it saw; 0 and nothing if there is none.
 
     As the directory's owner. Raises OSError.
     """
     number = max(_numbers(folder), default=0)
-    found = load(folder / f"collected-{number}", Collection, LARGE) if number else None
-    return number, found or Collection()
+    found = load(folder / f"collected-{number}", StoreCollection, LARGE) if number else None
+    return number, found or StoreCollection()
 
 
 def begin_collection(
-    folder: Path, sight: Sight | None, look: Callable[[], Iterable[tuple[str, int]]], now: float
-) -> tuple[str, Collection | None]:
+    folder: Path,
+    sight: CollectionSighting | None,
+    look: Callable[[], Iterable[tuple[str, int]]],
+    now: float,
+) -> tuple[str, StoreCollection | None]:
     """Begin a collection if it is this node's turn: that of one of all nodes, AGAIN after another.
 
     Returns the token of the last one for this node's next sight, and what it began. `now` and the

@@ -18,12 +18,19 @@ import msgspec
 from forestage.cache.part import boot_id
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.errors import Declined, NotFound
+from forestage.errors import Declined, NotFoundError
 from forestage.features.registry import collect, store_age, user_notes, worker
-from forestage.features.registry.collect import Done
-from forestage.features.registry.messages import Importing, Order, Present, Progress, Refused, Word
-from forestage.features.registry.store_age import Collection, Sight
-from forestage.paths import Places
+from forestage.features.registry.collect import CollectionResult
+from forestage.features.registry.messages import (
+    ImageReady,
+    ImportOrder,
+    ImportProgress,
+    ImportRefused,
+    ImportUnderWay,
+    Word,
+)
+from forestage.features.registry.store_age import CollectionSighting, StoreCollection
+from forestage.paths import NodePaths
 from forestage.system import as_user, folders, records
 from forestage.system.as_user import User
 from forestage.system.terminal import Piece, TextLine, TextTable, age, count
@@ -47,7 +54,7 @@ TRIED = ("import-failed", "too-large", "enroot-full")
 Say = Callable[[str], None]
 
 
-class Row(msgspec.Struct, frozen=True):
+class StoredImageRow(msgspec.Struct, frozen=True):
     """An image in the store; `digest` is "" where it was imported by its tag."""
 
     user: str
@@ -64,15 +71,15 @@ def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Sa
     """Returns the path of an image for a step of pyxis, as its user.
 
     It is looked for and imported in the store. Where that cannot be used, below pyxis' runtime
-    path: the importer deletes that. Raises Declined; NotFound where enroot is to do it alone.
+    path: the importer deletes that. Raises Declined; NotFoundError where enroot is to do it alone.
     """
     if not (config.registry.store and config.registry.enabled):
-        raise NotFound("there is no store of images: enroot imports it, as without forestage")
+        raise NotFoundError("there is no store of images: enroot imports it, as without forestage")
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
-    places = Places()
+    places = NodePaths()
     is_step = is_number(job) and is_number(step)
     refusal = user_notes.find_refusal(places, job, step, uri) if is_step else None
-    order = Order(reference=uri, directory="", job=f"{job}.{step}" if job else "", host=host)
+    order = ImportOrder(reference=uri, directory="", job=f"{job}.{step}" if job else "", host=host)
     marks = os.fspath(places.images)
     order = msgspec.structs.replace(order, offline=config.registry.offline, marks=marks)
     shared = {"directory": config.registry.store, "cache": config.cache}
@@ -86,7 +93,9 @@ def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Sa
     return _either(msgspec.structs.replace(order, directory=own), environ, say, refusal)
 
 
-def _either(order: Order, environ: Mapping[str, str], say: Say, refusal: Declined | None) -> str:
+def _either(
+    order: ImportOrder, environ: Mapping[str, str], say: Say, refusal: Declined | None
+) -> str:
     """An image by its digest; by its tag where the registry does not say one, as pyxis would.
 
     The user reads enroot's own words then. After a `refusal` the registry is not asked again.
@@ -116,19 +125,19 @@ def _own(environ: Mapping[str, str], job: str, step: str) -> str:
 
 
 def bring(config: Config, text: str, environ: Mapping[str, str], host: str, say: Say) -> str:
-    """Has the store hold an image before a job wants it. Raises Declined, NotFound."""
+    """Has the store hold an image before a job wants it. Raises Declined, NotFoundError."""
     if not config.registry.store:
         raise _no_store()
     store = config.registry.store
-    order = Order(reference=text, directory=store, cache=config.cache, host=host)
+    order = ImportOrder(reference=text, directory=store, cache=config.cache, host=host)
     return obtain(order, environ, say)
 
 
-def _no_store() -> NotFound:
-    return NotFound("there is no store of images", "the admin can set `registry: store:`")
+def _no_store() -> NotFoundError:
+    return NotFoundError("there is no store of images", "the admin can set `registry: store:`")
 
 
-def obtain(order: Order, environ: Mapping[str, str], say: Say) -> str:
+def obtain(order: ImportOrder, environ: Mapping[str, str], say: Say) -> str:
     """Has a worker, as who we are, carry an order out; returns the path. Raises Declined."""
     fd = worker.keep_environment(environ)
     try:
@@ -137,18 +146,18 @@ def obtain(order: Order, environ: Mapping[str, str], say: Say) -> str:
         os.close(fd)
     with at_work:
         for word in _words(at_work):
-            if isinstance(word, Present):
+            if isinstance(word, ImageReady):
                 return word.path
-            if isinstance(word, Refused):
+            if isinstance(word, ImportRefused):
                 raise Declined(word.reason, word.detail)
-            if isinstance(word, Importing):
+            if isinstance(word, ImportUnderWay):
                 say(f"imported by {word.where or 'another node'}")
-            elif isinstance(word, Progress):
+            elif isinstance(word, ImportProgress):
                 say(word.text)
     raise Declined("helper", "the worker ended without an answer")
 
 
-def _words(at_work: worker.Worker) -> Iterator[Word]:
+def _words(at_work: worker.RegistryWorker) -> Iterator[Word]:
     poll = select.poll()
     poll.register(at_work.fd, select.POLLIN)
     while not at_work.ended:
@@ -157,13 +166,13 @@ def _words(at_work: worker.Worker) -> Iterator[Word]:
 
 
 def owners(base: Path) -> list[User]:
-    """Whose directories there are: all of them for root, else who we are. Raises NotFound."""
+    """Whose directories there are: all of them for root, else who we are. Raises NotFoundError."""
     if os.geteuid() != 0:
         return [User("", os.geteuid(), os.getegid())]
     try:
         return [as_user.account(uid, NOBODY) for uid in _owned(base, _uids(base))]
     except OSError as error:
-        raise NotFound(f"{base}: {error.strerror}", "is the store mounted?") from None
+        raise NotFoundError(f"{base}: {error.strerror}", "is the store mounted?") from None
 
 
 def _uids(base: Path) -> list[int]:
@@ -189,17 +198,17 @@ def _owned(base: Path, uids: Sequence[int], most: int | None = None) -> list[int
     return found
 
 
-def gather(base: Path) -> list[Row]:
-    """The images in the store, used longest ago last. Raises NotFound."""
+def gather(base: Path) -> list[StoredImageRow]:
+    """The images in the store, used longest ago last. Raises NotFoundError."""
     users = owners(base)
     found = as_user.each(
-        [partial(_rows, base, user) for user in users], list[Row], LOOK, ALL, AT_ONCE
+        [partial(_rows, base, user) for user in users], list[StoredImageRow], LOOK, ALL, AT_ONCE
     )
     rows = [row for rows in found for row in rows or []]
     return sorted(rows, key=lambda row: -row.used)
 
 
-def _rows(base: Path, user: User) -> list[Row]:
+def _rows(base: Path, user: User) -> list[StoredImageRow]:
     as_user.become(user)
     folder = base / str(user.uid)
     rows = []
@@ -211,7 +220,9 @@ def _rows(base: Path, user: User) -> list[Row]:
             date, host = (noted.date, printable(noted.host)[:64]) if noted else (0.0, "")
             path = str(folder / f"{image.name}.sqsh")
             rows.append(
-                Row(_name(user), reference, digest, image.size, image.used, date, host, path)
+                StoredImageRow(
+                    _name(user), reference, digest, image.size, image.used, date, host, path
+                )
             )
     return rows
 
@@ -220,17 +231,17 @@ def _name(user: User) -> str:
     return user.name or as_user.name_of(user.uid) or str(user.uid)
 
 
-def clean(config: Config, dry_run: bool) -> list[Done]:
+def clean(config: Config, dry_run: bool) -> list[CollectionResult]:
     """Deletes what nobody used for long, what is too much, and what dead imports left.
 
-    Raises NotFound.
+    Raises NotFoundError.
     """
     if not config.registry.store:
         raise _no_store()
     base = Path(config.registry.store)
     users = owners(base)
     works = [partial(_collected, config, user, dry_run) for user in users]
-    return _reported(users, as_user.each(works, Done, LOOK, ALL, AT_ONCE))
+    return _reported(users, as_user.each(works, CollectionResult, LOOK, ALL, AT_ONCE))
 
 
 class StoreVisits(msgspec.Struct, frozen=True):
@@ -241,17 +252,17 @@ class StoreVisits(msgspec.Struct, frozen=True):
 
     boot: str
     at: float
-    sights: dict[str, Sight]
+    sights: dict[str, CollectionSighting]
 
 
-class _Visit(msgspec.Struct, frozen=True):
+class _VisitResult(msgspec.Struct, frozen=True):
     """What one visit did; `token` is of the collection that lies there now, "" if unknown."""
 
-    done: Done
+    done: CollectionResult
     token: str
 
 
-def clean_some(config: Config, places: Places, clock: Clock) -> list[Done]:
+def clean_some(config: Config, places: NodePaths, clock: Clock) -> list[CollectionResult]:
     """Does so for some users whose turn it is; for the sweep of every node, as root.
 
     A node visits some users at random each hour, and one of all that visit a user collects: so
@@ -282,7 +293,7 @@ def clean_some(config: Config, places: Places, clock: Clock) -> list[Done]:
         partial(_collected_once, config, user, past.sights.get(str(user.uid)), now)
         for user in users
     ]
-    visits = as_user.each(works, _Visit, VISIT, VISITS, AT_ONCE)
+    visits = as_user.each(works, _VisitResult, VISIT, VISITS, AT_ONCE)
     sights = dict(past.sights)
     for user, visit in zip(users, visits, strict=True):
         known = sights.pop(str(user.uid), None)
@@ -290,7 +301,7 @@ def clean_some(config: Config, places: Places, clock: Clock) -> list[Done]:
             same = known is not None and known.token == visit.token
             # Not the time of before the visit: another node may have collected since.
             sights[str(user.uid)] = (
-                known if known and same else Sight(visit.token, clock.monotonic())
+                known if known and same else CollectionSighting(visit.token, clock.monotonic())
             )
         elif visit is None and known is not None:
             sights[str(user.uid)] = known
@@ -299,36 +310,40 @@ def clean_some(config: Config, places: Places, clock: Clock) -> list[Done]:
     return _reported(users, [visit.done if visit else None for visit in visits])
 
 
-def _reported(users: Sequence[User], found: Sequence[Done | None]) -> list[Done]:
-    missing = Done(problem="the directory cannot be read, or did not answer in time")
+def _reported(
+    users: Sequence[User], found: Sequence[CollectionResult | None]
+) -> list[CollectionResult]:
+    missing = CollectionResult(problem="the directory cannot be read, or did not answer in time")
     named = zip(users, found, strict=True)
     return [msgspec.structs.replace(one or missing, user=_name(user)) for user, one in named]
 
 
 def _collected(
-    config: Config, user: User, dry_run: bool, collection: Collection | None = None
-) -> Done:
+    config: Config, user: User, dry_run: bool, collection: StoreCollection | None = None
+) -> CollectionResult:
     as_user.become(user)
     limits = config.registry
     folder = Path(limits.store or "", str(user.uid))
     if not os.path.lexists(folder):
-        return Done()
+        return CollectionResult()
     last = collection or store_age.find_collection(folder)[1]
     done = collect.collect(folder, limits.keep, limits.max_user_size, last, dry_run)
     problem = printable(done.problem)
     return msgspec.structs.replace(done, images=done.images[:MOST], problem=problem)
 
 
-def _collected_once(config: Config, user: User, sight: Sight | None, now: float) -> _Visit:
+def _collected_once(
+    config: Config, user: User, sight: CollectionSighting | None, now: float
+) -> _VisitResult:
     as_user.become(user)
     folder = Path(config.registry.store or "", str(user.uid))
     token, collection = collect.claim(folder, sight, now)
     if collection is None:
-        return _Visit(Done(), token)
-    return _Visit(_collected(config, user, False, collection), token)
+        return _VisitResult(CollectionResult(), token)
+    return _VisitResult(_collected(config, user, False, collection), token)
 
 
-def listing(rows: Sequence[Row], now: float) -> list[Piece]:
+def listing(rows: Sequence[StoredImageRow], now: float) -> list[Piece]:
     """`ls` for people."""
     if not rows:
         return [TextLine("no images")]
@@ -348,12 +363,12 @@ def listing(rows: Sequence[Row], now: float) -> list[Piece]:
     return [TextTable(columns, cells), TextLine(f"{count(len(rows), 'image')}, {total}")]
 
 
-def pieces(done: Sequence[Done], dry_run: bool) -> list[Piece]:
+def pieces(done: Sequence[CollectionResult], dry_run: bool) -> list[Piece]:
     """`gc` for people."""
     return [TextLine(text) for text in lines(done, dry_run)] or [TextLine("nothing to delete")]
 
 
-def lines(done: Sequence[Done], dry_run: bool) -> list[str]:
+def lines(done: Sequence[CollectionResult], dry_run: bool) -> list[str]:
     """Pure: a line for each user of whose directory something went, or should have."""
     verb = "would delete" if dry_run else "deleted"
     found = []

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from forestage.features.registry import step_files, store_by_hand
-from forestage.features.registry.collect import Done
+from forestage.features.registry.collect import CollectionResult
 
 if TYPE_CHECKING:
     from forestage.commands.sweep import SweepReport
@@ -37,5 +37,5 @@ def fields() -> Mapping[str, str]:
 
 def lines(report: SweepReport) -> list[str]:
     """Return a line for each user whose directory in the store changed. Pure."""
-    done = [one for one in report.added.get("collected", ()) if isinstance(one, Done)]
+    done = [one for one in report.added.get("collected", ()) if isinstance(one, CollectionResult)]
     return [f"store of {text}" for text in store_by_hand.lines(done, report.dry_run)]

@@ -19,7 +19,7 @@ import msgspec
 
 from forestage.errors import Declined
 from forestage.features.registry import reference
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import records
 from forestage.system.as_user import User
 from forestage.system.files import ACL, encode_acl, opened
@@ -38,7 +38,7 @@ REFUSALS = (
 """Reasons why there is no digest; enroot itself may fare better, or tells the user why not."""
 
 
-class FullStore(msgspec.Struct, frozen=True):
+class FullStoreNote(msgspec.Struct, frozen=True):
     """`name` is the image's in the store, `free` the bytes that the store had then."""
 
     name: str
@@ -47,7 +47,7 @@ class FullStore(msgspec.Struct, frozen=True):
     until: float
 
 
-class RegistryRefusal(msgspec.Struct, frozen=True):
+class RefusalNote(msgspec.Struct, frozen=True):
     """What a worker was told of `reference`, the user's text."""
 
     reference: str
@@ -56,33 +56,33 @@ class RegistryRefusal(msgspec.Struct, frozen=True):
 
 
 def note_full_store(
-    places: Places, user: User, name: str, detail: str, free: int, now: float
+    places: NodePaths, user: User, name: str, detail: str, free: int, now: float
 ) -> None:
     """Notes what a worker of this user's said. As root; best effort."""
-    full = FullStore(name, detail, free, now + FULL_SECONDS)
+    full = FullStoreNote(name, detail, free, now + FULL_SECONDS)
     with contextlib.suppress(OSError):
         write_note(_full_path(os.fspath(places.images), user.uid), user.uid, full)
 
 
-def find_full_store(folder: str, name: str, now: float) -> FullStore | None:
+def find_full_store(folder: str, name: str, now: float) -> FullStoreNote | None:
     """What is noted of an image of the user whom this process is, while that counts."""
-    full = find_note(_full_path(folder, os.geteuid()), FullStore)
+    full = find_note(_full_path(folder, os.geteuid()), FullStoreNote)
     return full if full and full.name == name and 0 < full.until - now <= FULL_SECONDS else None
 
 
-def note_refusal(places: Places, job: int, step: int, user: User, refusal: RegistryRefusal) -> None:
+def note_refusal(places: NodePaths, job: int, step: int, user: User, refusal: RefusalNote) -> None:
     """Notes it for the step's importer. As root; best effort."""
     with contextlib.suppress(OSError):
         write_note(_refusal_path(places, str(job), str(step)), user.uid, refusal)
 
 
-def find_refusal(places: Places, job: str, step: str, text: str) -> Declined | None:
+def find_refusal(places: NodePaths, job: str, step: str, text: str) -> Declined | None:
     """Return why the registry refused this image to a step of the user's whom this process is.
 
     `text` is the image as pyxis has it, which is another text than the user's. Raises Declined if
     it is no reference.
     """
-    found = find_note(_refusal_path(places, job, step), RegistryRefusal)
+    found = find_note(_refusal_path(places, job, step), RefusalNote)
     if found is None or found.reason not in REFUSALS:
         return None
     if reference.parse(found.reference).text != reference.parse(text).text:
@@ -109,5 +109,5 @@ def _full_path(folder: str, uid: int) -> Path:
     return Path(folder, f"full-{uid}")
 
 
-def _refusal_path(places: Places, job: str, step: str) -> Path:
+def _refusal_path(places: NodePaths, job: str, step: str) -> Path:
     return places.images / f"{job}.{step}.refused"

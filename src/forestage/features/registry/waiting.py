@@ -19,7 +19,7 @@ TURN = 0.25  # seconds between two looks who waits
 GONE = "the step has ended, nobody waits for its image"
 
 
-class Tasks:
+class WaitingTasks:
     """The tasks that wait at a socket. Each hears all that was said, whenever it came."""
 
     def __init__(self, path: Path, first: float, manager: ProcessIdentity | None = None) -> None:
@@ -35,7 +35,7 @@ class Tasks:
         self.alone, self.limit = time.monotonic(), first
         self.came = False  # a task, ever
 
-    def __enter__(self) -> "Tasks":
+    def __enter__(self) -> "WaitingTasks":
         return self
 
     def __exit__(self, *_: object) -> None:

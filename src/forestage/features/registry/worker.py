@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from forestage.features.registry import messages
-from forestage.features.registry.messages import Odd, Order, Present, Refused, Word
+from forestage.features.registry.messages import (
+    ImageReady,
+    ImportOrder,
+    ImportRefused,
+    Word,
+    WorkerProtocolError,
+)
 from forestage.features.registry.worker_pipe import GRACE
 from forestage.system import run
 from forestage.system.as_user import User
@@ -22,7 +28,7 @@ AT_ONCE = 64 * 1024  # bytes read by one call of `words`; a pipe holds as much
 MOST = 4 << 20  # bytes in all: a line each 30 s, for weeks
 
 
-class Worker:
+class RegistryWorker:
     """A worker that runs; `fd` can be read once there may be words."""
 
     def __init__(self, program: run.PipedProcess) -> None:
@@ -34,7 +40,7 @@ class Worker:
         self._bytes = 0
         self._killed = False
 
-    def __enter__(self) -> "Worker":
+    def __enter__(self) -> "RegistryWorker":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,12 +57,14 @@ class Worker:
         try:
             for line in self._lines():
                 found.append(messages.decode(line))
-                if isinstance(found[-1], Present | Refused):
+                if isinstance(found[-1], ImageReady | ImportRefused):
                     self.ended = True
                     break
-        except Odd as error:
+        except WorkerProtocolError as error:
             self.kill()
-            found.append(Refused("registry-odd", f"the worker gave an invalid answer: {error}"))
+            found.append(
+                ImportRefused("registry-odd", f"the worker gave an invalid answer: {error}")
+            )
         return found
 
     def kill(self) -> None:
@@ -74,16 +82,16 @@ class Worker:
         self._program.wait(GRACE)
 
     def _lines(self) -> list[bytes]:
-        """The whole lines that can be read now. Raises Odd."""
+        """The whole lines that can be read now. Raises WorkerProtocolError."""
         data = b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self.fd, AT_ONCE)
             if not data:
-                raise Odd("it ended without an answer")
+                raise WorkerProtocolError("it ended without an answer")
         self._bytes += len(data)
         *lines, self._read = (self._read + data).split(b"\n")
         if self._bytes > MOST or len(self._read) >= messages.LONGEST:
-            raise Odd("it says more than any worker has to say")
+            raise WorkerProtocolError("it says more than any worker has to say")
         return [line + b"\n" for line in lines]
 
 
@@ -97,8 +105,8 @@ def keep_environment(variables: Mapping[str, str]) -> int:
 
 
 def start(
-    user: User | None, order: Order, environ_fd: int, enter: Callable[[], None] = run.nowhere
-) -> Worker:
+    user: User | None, order: ImportOrder, environ_fd: int, enter: Callable[[], None] = run.nowhere
+) -> RegistryWorker:
     """Starts a worker for a user, apart, where it `enter`s; for None as who we are, so not as root.
 
     `environ_fd` is open on the job's environment, or -1. Raises Failed, OSError.
@@ -106,4 +114,4 @@ def start(
     order = msgspec.structs.replace(order, environ_fd=environ_fd, apart=user is not None)
     argv = (sys.executable, "-I", "-m", MODULE, messages.encode_order(order))
     given = (environ_fd,) if environ_fd >= 0 else ()
-    return Worker(run.start_piped(user, argv, given, enter))
+    return RegistryWorker(run.start_piped(user, argv, given, enter))

@@ -18,12 +18,18 @@ from pathlib import Path
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.features.registry import environment, messages, reference, resolve
-from forestage.features.registry.answers import RegistryRefused
-from forestage.features.registry.environment import Settings
-from forestage.features.registry.messages import Odd, Order, Present, Refused, Resolved
-from forestage.features.registry.obtain import Obtaining, Task
-from forestage.features.registry.store import Store
-from forestage.features.registry.worker_pipe import Asker, Gone
+from forestage.features.registry.answers import RegistryDeclined
+from forestage.features.registry.environment import EnrootSettings
+from forestage.features.registry.messages import (
+    DigestResolved,
+    ImageReady,
+    ImportOrder,
+    ImportRefused,
+    WorkerProtocolError,
+)
+from forestage.features.registry.obtain import ImageImport, ImportTask
+from forestage.features.registry.store import ImageStore
+from forestage.features.registry.worker_pipe import ParentGone, ParentPipe
 
 SETTINGS = 60.0  # seconds for the evaluation of enroot's configuration
 RESOLVE = 120.0  # seconds for a registry
@@ -37,20 +43,20 @@ def main(argv: list[str]) -> int:
     """The whole program; `argv` is its one argument."""
     # The mode of the image's root is that of a directory which enroot makes.
     os.umask(0o022)
-    asker, clock, directory = Asker(), Clock(), ""
-    with contextlib.suppress(Gone):
+    asker, clock, directory = ParentPipe(), Clock(), ""
+    with contextlib.suppress(ParentGone):
         try:
             order = messages.decode_order(argv[0])
             directory = order.directory
             path = work(order, asker, clock)
-            asker.say(Present(os.fspath(path)))
+            asker.say(ImageReady(os.fspath(path)))
         except Declined as error:
             free = _free(directory) if error.reason == "store-full" else 0
-            asker.say(Refused(error.reason, str(error), free))
-        except Odd as error:
-            asker.say(Refused("registry-odd", str(error)))
+            asker.say(ImportRefused(error.reason, str(error), free))
+        except WorkerProtocolError as error:
+            asker.say(ImportRefused("registry-odd", str(error)))
         except OSError as error:
-            asker.say(Refused("store-gone", str(error)))
+            asker.say(ImportRefused("store-gone", str(error)))
         return 0
     return 1
 
@@ -62,22 +68,22 @@ def _free(directory: str) -> int:
     return 0
 
 
-def work(order: Order, asker: Asker, clock: Clock) -> Path:
-    """Returns where the image lies. Raises Declined, Gone, Odd, OSError."""
+def work(order: ImportOrder, asker: ParentPipe, clock: Clock) -> Path:
+    """Returns where the image lies. Raises Declined, ParentGone, WorkerProtocolError, OSError."""
     task = understood(order, clock)
-    store = Store(Path(order.directory), clock, order.cache)
+    store = ImageStore(Path(order.directory), clock, order.cache)
     digest = digest_of(task, store, asker, clock)
-    asker.say(Resolved(digest, task.name(digest)))
-    return Obtaining(task, digest, store, asker, clock).obtain()
+    asker.say(DigestResolved(digest, task.name(digest)))
+    return ImageImport(task, digest, store, asker, clock).obtain()
 
 
-def understood(order: Order, clock: Clock) -> Task:
+def understood(order: ImportOrder, clock: Clock) -> ImportTask:
     """The order with the user's settings. Raises Declined."""
     meant = reference.parse(order.reference)
     environ = environment.read(_environment(order.environ_fd))
     settings = environment.settings(environ, Deadline.after(SETTINGS, clock))
     must_be_wanted(order, settings)
-    return Task(order, meant, settings, _jobs(order.job, environ))
+    return ImportTask(order, meant, settings, _jobs(order.job, environ))
 
 
 def _jobs(job: str, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -93,7 +99,7 @@ def _jobs(job: str, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(".".join((cluster, name, *rest)) for name in names if name)
 
 
-def must_be_wanted(order: Order, settings: Settings) -> None:
+def must_be_wanted(order: ImportOrder, settings: EnrootSettings) -> None:
     """Raises Declined where the step's container is there: pyxis does not look at its image then.
 
     Its name is what stands before a colon (pyxis' args.c); with container_scope=job, the job's
@@ -116,7 +122,7 @@ def _environment(fd: int) -> bytes:
         return file.read(environment.MAX_BYTES + 1)
 
 
-def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
+def digest_of(task: ImportTask, store: ImageStore, asker: ParentPipe, clock: Clock) -> str:
     """The digest that counts for all of the job; "" where one import by the tag has to do."""
     if task.reference.digest:
         return task.reference.digest
@@ -126,13 +132,13 @@ def digest_of(task: Task, store: Store, asker: Asker, clock: Clock) -> str:
     try:
         found = resolve.digest(task.reference, task.settings, Deadline.after(RESOLVE, clock))
         store.set_last(task.text, found)
-    except RegistryRefused as refused:
+    except RegistryDeclined as refused:
         found = _instead(task, store, refused)
     asker.must_wait()
     return store.set_job_digest(task.jobs[-1], task.text, found) if task.jobs else found
 
 
-def _said(task: Task, store: Store, asker: Asker, clock: Clock) -> str | None:
+def _said(task: ImportTask, store: ImageStore, asker: ParentPipe, clock: Clock) -> str | None:
     """What the node that leads has said; who does not lead waits for that."""
     patience = 0.0 if task.order.leads else task.order.patience
     end = Deadline.after(patience, clock)
@@ -147,7 +153,7 @@ def _said(task: Task, store: Store, asker: Asker, clock: Clock) -> str | None:
         clock.sleep(min(POLL, end.left()))
 
 
-def _instead(task: Task, store: Store, refused: RegistryRefused) -> str:
+def _instead(task: ImportTask, store: ImageStore, refused: RegistryDeclined) -> str:
     """What stands in for the digest that a registry did not say. Raises Declined."""
     if task.order.offline == "use-last" and refused.transient:
         last = store.last(task.text)

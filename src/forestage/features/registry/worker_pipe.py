@@ -12,11 +12,11 @@ from forestage.system import run
 GRACE = 12.0  # seconds to clean up once nobody waits any more
 
 
-class Gone(Exception):
+class ParentGone(Exception):
     """Nobody waits for the image any more."""
 
 
-class Asker:
+class ParentPipe:
     """The other side: who started this process, and reads what it says."""
 
     def __init__(self) -> None:
@@ -41,15 +41,15 @@ class Asker:
         os._exit(1)
 
     def say(self, word: Word) -> None:
-        """Raises Gone, Odd."""
+        """Raises ParentGone, WorkerProtocolError."""
         line = messages.encode(word)
         try:
             while line:
                 line = line[os.write(1, line) :]
         except BrokenPipeError:
-            raise Gone from None
+            raise ParentGone from None
 
     def must_wait(self) -> None:
-        """Raises Gone."""
+        """Raises ParentGone."""
         if self.gone.is_set():
-            raise Gone
+            raise ParentGone

@@ -58,7 +58,7 @@ def report(
     start-up time saved, the hit ratio, bytes kept off the shared file system, what starts waited,
     what reading through was worth, failures, and images, users, partitions and nodes.
     """
-    from forestage.errors import NotFound
+    from forestage.errors import NotFoundError
     from forestage.features import report as reports
     from forestage.system.terminal import show
 
@@ -66,13 +66,13 @@ def report(
     if since is not None and until is not None and since >= until:
         raise click.UsageError("--since is not before --until")
     names = logs or reports.of_node(ctx.obj.places.events)
-    window = reports.Window(since, until)
+    window = reports.TimeWindow(since, until)
     found = reports.from_logs(names, window, now, time.localtime(now).tm_gmtoff)
     if output is None:
         show(found, reports.pieces(found), as_json)
         return
     if not Path(output).parent.is_dir():
-        raise NotFound(f"{Path(output).parent} is not there", "-o names a file in it")
+        raise NotFoundError(f"{Path(output).parent} is not there", "-o names a file in it")
     # A file is replaced once it is whole; a link, or a device such as /dev/null, never is.
     file = Path(output)
     is_replaced = file.is_file() or not os.path.lexists(file)

@@ -1,7 +1,8 @@
 """The report's figures and their rendering as JSON.
 
-`compute` makes a `Report` of running sums. Sizes are in bytes, times in seconds, moments in seconds
-since the epoch; `Report` is also the JSON document, so its field names are an interface.
+`compute` makes a `SavingsReport` of running sums. Sizes are in bytes, times in seconds, moments in
+seconds since the epoch; `SavingsReport` is also the JSON document, so its field names are an
+interface.
 """
 
 import math
@@ -11,21 +12,21 @@ from typing import TypeVar
 
 import msgspec
 
-from forestage.events.ahead import Ahead
+from forestage.events.ahead import PrefetchedBytes
 from forestage.features.report.logs import LogCounts
 from forestage.features.report.sums import (
     QUARTER,
-    Group,
-    Image,
-    OneNode,
-    Slot,
-    Sums,
-    Through,
-    Waits,
-    Window,
+    GroupFigures,
+    ImageFigures,
+    NodeFigures,
+    PeriodSums,
+    ReadThroughFigures,
+    ReportSums,
+    TimeWindow,
+    WaitStats,
 )
 
-G = TypeVar("G", bound=Group)
+G = TypeVar("G", bound=GroupFigures)
 
 HOUR, DAY = 3600, 86400
 WIDTHS = (HOUR, 6 * HOUR, DAY, 7 * DAY, 28 * DAY, 364 * DAY)  # seconds of a period
@@ -33,7 +34,7 @@ MAX_PERIODS = 72  # thinner bars cannot be told apart
 FIRST_MONDAY = 4 * DAY  # after the epoch
 
 
-class Estimate(msgspec.Struct, frozen=True):
+class SavingsEstimate(msgspec.Struct, frozen=True):
     """Another answer than `saved`, for clusters whose copies are not measured (peers).
 
     `gross` is what copying all `kept_off` bytes would have taken at `rate`, the median of `copies`
@@ -46,13 +47,13 @@ class Estimate(msgspec.Struct, frozen=True):
     copies: int
 
 
-class Period(Slot, kw_only=True):
+class ReportPeriod(PeriodSums, kw_only=True):
     """The sums of the `Report.width` seconds from `start` on."""
 
     start: int
 
 
-class Report(msgspec.Struct, frozen=True):
+class SavingsReport(msgspec.Struct, frozen=True):
     """All figures of a report.
 
     `first` and `last` are the times of the earliest and latest event; `kept_off` are bytes by how
@@ -62,40 +63,40 @@ class Report(msgspec.Struct, frozen=True):
     """
 
     made: float
-    window: Window
+    window: TimeWindow
     first: float | None
     last: float | None
     utc_offset: int
-    total: Slot
+    total: PeriodSums
     hit_ratio: float | None
     kept_off: dict[str, int]
-    all: Group
-    estimate: Estimate | None
-    waits: Waits
-    through: Through
-    ahead: Ahead
+    all: GroupFigures
+    estimate: SavingsEstimate | None
+    waits: WaitStats
+    through: ReadThroughFigures
+    ahead: PrefetchedBytes
     failed: dict[str, int]
     evicted: dict[str, int]
     original: dict[str, int]
     excluded: dict[str, int]
-    nodes: tuple[OneNode, ...]
-    partitions: tuple[Group, ...]
-    images: tuple[Image, ...]
-    users: tuple[Group, ...]
+    nodes: tuple[NodeFigures, ...]
+    partitions: tuple[GroupFigures, ...]
+    images: tuple[ImageFigures, ...]
+    users: tuple[GroupFigures, ...]
     width: int
-    periods: tuple[Period, ...]
+    periods: tuple[ReportPeriod, ...]
     events: int
     logs: LogCounts
     outside_window: int
     impossible_time: int
 
 
-def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
-    total = Slot()
+def compute(sums: ReportSums, logs: LogCounts, utc_offset: int) -> SavingsReport:
+    total = PeriodSums()
     for slot in sums.slots.values():
         total.add(slot)
     width = _period_width(sums.first, sums.last)
-    return Report(
+    return SavingsReport(
         made=round(sums.now),
         window=sums.window,
         first=sums.first if sums.events else None,
@@ -126,13 +127,13 @@ def compute(sums: Sums, logs: LogCounts, utc_offset: int) -> Report:
     )
 
 
-def _estimate(sums: Sums, waited: float) -> Estimate | None:
+def _estimate(sums: ReportSums, waited: float) -> SavingsEstimate | None:
     """Returns None if no copy shows how long one takes."""
     rate = sums.rates.median()
     if not rate:
         return None
     gross = sum(image.kept_off for image in sums.images.values()) / rate
-    return Estimate(gross - waited, gross, rate, sums.rates.count)
+    return SavingsEstimate(gross - waited, gross, rate, sums.rates.count)
 
 
 def _most_first(counts: dict[str, int]) -> dict[str, int]:
@@ -144,7 +145,7 @@ def _most_kept_off(groups: dict[str, G]) -> tuple[G, ...]:
     return tuple(sorted(groups.values(), key=lambda one: (-one.kept_off, -one.starts, one.name)))
 
 
-def _nodes(sums: Sums) -> tuple[OneNode, ...]:
+def _nodes(sums: ReportSums) -> tuple[NodeFigures, ...]:
     """Those to look at come first: with failures, then with slow copies."""
     found = (
         msgspec.structs.replace(node.figures, rate=node.rates.median(), waits=node.waits.of_waits())
@@ -164,22 +165,22 @@ def _period_width(first: float, last: float) -> int:
     )
 
 
-def _periods(slots: dict[int, Slot], width: int, utc_offset: int) -> Iterator[Period]:
+def _periods(slots: dict[int, PeriodSums], width: int, utc_offset: int) -> Iterator[ReportPeriod]:
     """Consecutive periods, also those without events; weeks begin on Monday."""
-    sums: dict[int, Slot] = {}
+    sums: dict[int, PeriodSums] = {}
     for quarter, slot in slots.items():
         number = (quarter * QUARTER + utc_offset - FIRST_MONDAY) // width
-        sums.setdefault(number, Slot()).add(slot)
+        sums.setdefault(number, PeriodSums()).add(slot)
     if not sums:
         return
     for number in range(min(sums), max(sums) + 1):
-        period = Period(start=number * width + FIRST_MONDAY - utc_offset)
+        period = ReportPeriod(start=number * width + FIRST_MONDAY - utc_offset)
         if number in sums:
             period.add(sums[number])
         yield period
 
 
-def as_json(report: Report) -> bytes:
+def as_json(report: SavingsReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from forestage.features.report.figures import DAY, HOUR, Report, local_time
+from forestage.features.report.figures import DAY, HOUR, SavingsReport, local_time
 from forestage.units import format_size
 
 NONE = "–"
@@ -53,7 +53,7 @@ def minute(moment: float, utc_offset: int) -> str:
     return local_time(moment, utc_offset).strftime("%-d %b %Y, %H:%M")
 
 
-def period_start(moment: float, report: Report) -> str:
+def period_start(moment: float, report: SavingsReport) -> str:
     """As exact as the width of the report's periods requires, without the year if it is clear."""
     if report.width < DAY:
         pattern = "%-d %b %H:%M"

@@ -9,9 +9,9 @@ from typing import BinaryIO
 import msgspec
 
 from forestage import events
-from forestage.errors import NotFound
-from forestage.events import Event
-from forestage.features.report.sums import Sums
+from forestage.errors import NotFoundError
+from forestage.events import EventRecord
+from forestage.features.report.sums import ReportSums
 
 STDIN = "-"
 ROTATED = ".1"  # suffix of the log that was full
@@ -30,13 +30,13 @@ def of_node(log: Path) -> list[str]:
     return [str(path) for path in (log.with_name(log.name + ROTATED), log) if path.exists()]
 
 
-def read(names: Iterable[str], sums: Sums) -> LogCounts:
-    """Adds the events of all logs to `sums`; raises NotFound or OSError.
+def read(names: Iterable[str], sums: ReportSums) -> LogCounts:
+    """Adds the events of all logs to `sums`; raises NotFoundError or OSError.
 
     A log that is rotated meanwhile may lack its newest events, but no event is added twice.
     """
     counts = LogCounts()
-    first_events: set[Event] = set()
+    first_events: set[EventRecord] = set()
     for name in sorted(set(names), key=_oldest_first):
         with _open(name) as log:
             _read_one(log, name, sums, first_events, counts)
@@ -49,7 +49,7 @@ def _oldest_first(name: str) -> tuple[str, bool]:
 
 
 def _read_one(
-    log: BinaryIO, name: str, sums: Sums, first_events: set[Event], counts: LogCounts
+    log: BinaryIO, name: str, sums: ReportSums, first_events: set[EventRecord], counts: LogCounts
 ) -> None:
     is_first = True
     for event in events.decoded_lines(log):
@@ -78,6 +78,6 @@ def _open(name: str) -> Iterator[BinaryIO]:
         log = Path(name).open("rb")  # noqa: SIM115 - closed below
     except FileNotFoundError:
         hint = "name existing event logs, or none to read this node's"
-        raise NotFound(f"{name} does not exist", hint) from None
+        raise NotFoundError(f"{name} does not exist", hint) from None
     with log:
         yield log

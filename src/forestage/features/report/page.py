@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from forestage.events.reasons import collect_reasons
 from forestage.features.report import format as fmt
-from forestage.features.report.figures import Report
+from forestage.features.report.figures import SavingsReport
 from forestage.units import format_size, printable
 
 FOLDER = Path(__file__).parent
@@ -33,7 +33,7 @@ MIN_BAR_HEIGHT = 0.7  # so that the smallest value is seen
 COUNT_STEPS = (2, 4, 6, 8, 10)  # even, so that the label at half the height is a whole number
 
 
-def render(report: Report) -> bytes:
+def render(report: SavingsReport) -> bytes:
     offset = report.utc_offset
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
@@ -76,7 +76,7 @@ def _visible(value: object) -> object:
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-class Series(msgspec.Struct, frozen=True):
+class PlotSeries(msgspec.Struct, frozen=True):
     """Values of one colour: a field of Period, the CSS class of the colour, and the legend."""
 
     field: str
@@ -84,7 +84,7 @@ class Series(msgspec.Struct, frozen=True):
     name: str
 
 
-class Rect(msgspec.Struct, frozen=True):
+class PlotBar(msgspec.Struct, frozen=True):
     colour: str
     x: float
     y: float
@@ -92,15 +92,15 @@ class Rect(msgspec.Struct, frozen=True):
     height: float
 
 
-class Column(msgspec.Struct, frozen=True):
+class PlotColumn(msgspec.Struct, frozen=True):
     """What is drawn for one period; the browser shows `title` while the pointer is on it."""
 
     x: int
     title: str
-    rects: tuple[Rect, ...]
+    rects: tuple[PlotBar, ...]
 
 
-class Plot(msgspec.Struct, frozen=True):
+class BarPlot(msgspec.Struct, frozen=True):
     """All that the template needs of one plot.
 
     `description` is for screen readers, `scale` holds the labels from the top to zero.
@@ -110,26 +110,29 @@ class Plot(msgspec.Struct, frozen=True):
     title: str
     description: str
     scale: tuple[str, str, str]
-    legend: tuple[Series, ...]
-    columns: tuple[Column, ...]
+    legend: tuple[PlotSeries, ...]
+    columns: tuple[PlotColumn, ...]
     dates: tuple[str, ...]
 
 
-def all_plots(report: Report) -> list[Plot]:
+def all_plots(report: SavingsReport) -> list[BarPlot]:
     """Returns no plot for a report without periods."""
     if not report.periods:
         return []
-    ratio = (Series("hit_ratio", "hit", "hits"),)
+    ratio = (PlotSeries("hit_ratio", "hit", "hits"),)
     starts = (
-        Series("hit", "hit", "hit"),
-        Series("joined", "joined", "joined"),
-        Series("through", "through", "read through"),
-        Series("waited", "waited", "waited"),
-        Series("shared", "shared", "shared"),
-        Series("original", "original", "in vain"),
+        PlotSeries("hit", "hit", "hit"),
+        PlotSeries("joined", "joined", "joined"),
+        PlotSeries("through", "through", "read through"),
+        PlotSeries("waited", "waited", "waited"),
+        PlotSeries("shared", "shared", "shared"),
+        PlotSeries("original", "original", "in vain"),
     )
-    traffic = (Series("kept_off", "hit", "kept off it"), Series("read", "waited", "read from it"))
-    evicted = (Series("evicted", "original", "evicted"),)
+    traffic = (
+        PlotSeries("kept_off", "hit", "kept off it"),
+        PlotSeries("read", "waited", "read from it"),
+    )
+    evicted = (PlotSeries("evicted", "original", "evicted"),)
     return [
         _bars("ratio", "Hit ratio", ratio, fmt.share, lambda _: 1.0, report),
         _bars("starts", "Starts", starts, fmt.number, count_scale, report),
@@ -156,11 +159,11 @@ def size_scale(largest: float) -> float:
 def _bars(
     key: str,
     title: str,
-    series: tuple[Series, ...],
+    series: tuple[PlotSeries, ...],
     label: Callable[[Any], str],
     scale: Callable[[float], float],
-    report: Report,
-) -> Plot:
+    report: SavingsReport,
+) -> BarPlot:
     """Bars whose series are stacked in their order, from below."""
 
     def listed(of: object) -> str:
@@ -171,7 +174,7 @@ def _bars(
     top = scale(max(map(sum, stacks)))
     width = min(BAR_WIDTH, MAX_BAR_WIDTH * len(stacks))
     columns = tuple(
-        Column(
+        PlotColumn(
             x,
             f"{fmt.period_start(period.start, report)}: {listed(period)}",
             tuple(_stacked(x, stack, series, width, top)),
@@ -182,7 +185,7 @@ def _bars(
     # With fewer than five periods the date in the middle would be of no use.
     shown = (0, last // 2, last) if last >= 4 else (0, last) if last else (0,)
     in_all = listed(report.total)
-    return Plot(
+    return BarPlot(
         key=key,
         title=title,
         description=f"Bars, one for each {fmt.period(report.width)}. In all: {in_all}.",
@@ -194,12 +197,12 @@ def _bars(
 
 
 def _stacked(
-    x: int, stack: list[float], series: tuple[Series, ...], width: float, top: float
-) -> Iterator[Rect]:
+    x: int, stack: list[float], series: tuple[PlotSeries, ...], width: float, top: float
+) -> Iterator[PlotBar]:
     below = 0.0
     for one, value in zip(series, stack, strict=True):
         if value:
             height = max(HEIGHT * value / top, MIN_BAR_HEIGHT)
             y = max(0.0, HEIGHT - below - height)
-            yield Rect(one.colour, x + (1 - width) / 2, y, width, height)
+            yield PlotBar(one.colour, x + (1 - width) / 2, y, width, height)
         below += HEIGHT * value / top

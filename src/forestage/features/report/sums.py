@@ -8,9 +8,9 @@ import math
 
 import msgspec
 
-from forestage.commands.tally import Start, Tally
-from forestage.events import Copied, Event, Handled, saved
-from forestage.events.ahead import Ahead, Copies
+from forestage.commands.tally import EventTally, JobStart
+from forestage.events import CopyOutcome, EventRecord, RequestOutcome, saved
+from forestage.events.ahead import PrefetchedBytes, UnusedCopies
 
 QUARTER = 900  # seconds; the days of every time zone begin at a multiple
 EARLIEST = 1_577_836_800  # 2020 in seconds since the epoch: forestage has no older events
@@ -19,7 +19,7 @@ BIN_RATIO = 1.02
 MOST_READING = 10_000  # steps of a node that read through one copy
 
 
-class Waits(msgspec.Struct, frozen=True):
+class WaitStats(msgspec.Struct, frozen=True):
     """What starts waited for staging; `median` and `most` are at most 2 % too high.
 
     95 of 100 waited `most` seconds or less.
@@ -56,11 +56,11 @@ class Distribution:
     def median(self) -> float | None:
         return self.at(0.5)
 
-    def of_waits(self) -> Waits:
-        return Waits(self.count, self.median(), self.at(0.95))
+    def of_waits(self) -> WaitStats:
+        return WaitStats(self.count, self.median(), self.at(0.95))
 
 
-class Window(msgspec.Struct, frozen=True):
+class TimeWindow(msgspec.Struct, frozen=True):
     """The time range of a report: `since` is in it, `until` is not; seconds since the epoch."""
 
     since: float | None = None
@@ -71,7 +71,7 @@ class Window(msgspec.Struct, frozen=True):
         return after and (self.until is None or time < self.until)
 
 
-class Slot(msgspec.Struct):
+class PeriodSums(msgspec.Struct):
     """Starts by kind, bytes, evicted entries and `seconds` waited, in a quarter of an hour or more.
 
     The kinds are those of commands/tally.
@@ -108,12 +108,12 @@ class Slot(msgspec.Struct):
         """
         return self.hit / self.tried if self.tried else None
 
-    def add(self, other: "Slot") -> None:
-        for name in Slot.__struct_fields__:
+    def add(self, other: "PeriodSums") -> None:
+        for name in PeriodSums.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-class Group(msgspec.Struct):
+class GroupFigures(msgspec.Struct):
     """Figures of a user, a partition, a node or an image.
 
     `saved` is in seconds, as `forestage explain` has it (events/saved), of the `measured` starts of
@@ -128,7 +128,7 @@ class Group(msgspec.Struct):
     kept_off: int = 0
     saved: float | None = None
 
-    def add(self, start: Start | None, found: float | None, is_local: bool) -> None:
+    def add(self, start: JobStart | None, found: float | None, is_local: bool) -> None:
         if start and start.kind != "excluded":
             self.starts += 1
             self.hits += start.kind == "hit"
@@ -140,7 +140,7 @@ class Group(msgspec.Struct):
             self.saved = (self.saved or 0.0) + found
 
 
-class Image(Group, kw_only=True):
+class ImageFigures(GroupFigures, kw_only=True):
     """Figures of one image path, or of a directory; `size` is its latest."""
 
     size: int = 0
@@ -148,29 +148,29 @@ class Image(Group, kw_only=True):
     kind: str = "image"
 
 
-class OneNode(Group, kw_only=True):
+class NodeFigures(GroupFigures, kw_only=True):
     """`rate` is the median of the node's copies in bytes per second; `failed` counts failures."""
 
     failed: int = 0
     rate: float | None = None
-    waits: Waits = Waits(0, None, None)
+    waits: WaitStats = WaitStats(0, None, None)
 
 
 class NodeSums:
     """Figures of one node, and the state that its events have."""
 
     def __init__(self, name: str) -> None:
-        self.figures = OneNode(name)
+        self.figures = NodeFigures(name)
         self.rates = Distribution()
         self.waits = Distribution()
         self.events = 0  # of the report's time
-        self.tally = Tally()
-        self.from_copy = saved.Starts()
-        self.unused = Copies()
+        self.tally = EventTally()
+        self.from_copy = saved.StartTracker()
+        self.unused = UnusedCopies()
         self.reading: dict[str, list[float]] = {}  # by key, when steps began to read through
 
 
-class Through(msgspec.Struct):
+class ReadThroughFigures(msgspec.Struct):
     """What reading through was worth.
 
     Of `steps` that read through, those whose copy was completed began `ahead` seconds before that
@@ -185,10 +185,10 @@ class Through(msgspec.Struct):
     straight: int = 0
 
 
-class Sums:
+class ReportSums:
     """All that the report needs of the events added so far; `now` is in seconds since the epoch."""
 
-    def __init__(self, window: Window, now: float) -> None:
+    def __init__(self, window: TimeWindow, now: float) -> None:
         self.window = window
         self.now = now
         self.outside_window = 0
@@ -196,17 +196,17 @@ class Sums:
         self.events = 0
         self.first = math.inf
         self.last = 0.0
-        self.slots: dict[int, Slot] = {}
-        self.total = Group("")
-        self.images: dict[str, Image] = {}
-        self.users: dict[str, Group] = {}
-        self.partitions: dict[str, Group] = {}
+        self.slots: dict[int, PeriodSums] = {}
+        self.total = GroupFigures("")
+        self.images: dict[str, ImageFigures] = {}
+        self.users: dict[str, GroupFigures] = {}
+        self.partitions: dict[str, GroupFigures] = {}
         self.nodes: dict[str, NodeSums] = {}
         self._latest: dict[str, str] = {}  # the node of a log's last event
         self.rates = Distribution()
         self.waits = Distribution()
-        self.through = Through()
-        self.copied_ahead = Ahead()
+        self.through = ReadThroughFigures()
+        self.copied_ahead = PrefetchedBytes()
         self.ahead = Distribution()
         self.kept_off = {"hit": 0, "joined": 0, "peers": 0}
         self.original: dict[str, int] = {}
@@ -214,7 +214,7 @@ class Sums:
         self.failed: dict[str, int] = {}
         self.evicted: dict[str, int] = {}
 
-    def add(self, event: Event, log: str) -> None:
+    def add(self, event: EventRecord, log: str) -> None:
         """Counts one event; a node's events come in the order of its log.
 
         Events that name no node, such as what `verify` found, are of the log's latest one; before
@@ -241,10 +241,10 @@ class Sums:
         self.last = max(self.last, event.time)
         for change in changes:
             self.copied_ahead.add(change)
-        slot = self.slots.setdefault(int(event.time // QUARTER), Slot())
-        if isinstance(outcome, Copied):
+        slot = self.slots.setdefault(int(event.time // QUARTER), PeriodSums())
+        if isinstance(outcome, CopyOutcome):
             self._add_copy(event, outcome, node, slot)
-        elif isinstance(outcome, Handled):
+        elif isinstance(outcome, RequestOutcome):
             self._add_request(event, outcome, node, slot)
             self._add_start(event, outcome, start, is_local, node, slot)
         if outcome.result == "failed":
@@ -254,7 +254,9 @@ class Sums:
             slot.evicted += evicted
             self.evicted[event.hook] = self.evicted.get(event.hook, 0) + evicted
 
-    def _add_copy(self, event: Event, outcome: Copied, node: NodeSums, slot: Slot) -> None:
+    def _add_copy(
+        self, event: EventRecord, outcome: CopyOutcome, node: NodeSums, slot: PeriodSums
+    ) -> None:
         began = node.reading.pop(outcome.key, [])
         if outcome.result != "copied":
             return
@@ -276,14 +278,16 @@ class Sums:
             self.rates.add(outcome.bytes / outcome.copying)
             node.rates.add(outcome.bytes / outcome.copying)
 
-    def _image(self, outcome: Handled | Copied) -> Image:
+    def _image(self, outcome: RequestOutcome | CopyOutcome) -> ImageFigures:
         """Of this path, as it is now."""
-        image = self.images.setdefault(outcome.image, Image(outcome.image))
+        image = self.images.setdefault(outcome.image, ImageFigures(outcome.image))
         image.size = outcome.size or image.size
         image.kind = "data" if outcome.data else "image"
         return image
 
-    def _add_request(self, event: Event, outcome: Handled, node: NodeSums, slot: Slot) -> None:
+    def _add_request(
+        self, event: EventRecord, outcome: RequestOutcome, node: NodeSums, slot: PeriodSums
+    ) -> None:
         slot.seconds += outcome.wait
         if outcome.result == "through":
             self.through.steps += 1
@@ -293,18 +297,18 @@ class Sums:
 
     def _add_start(
         self,
-        event: Event,
-        outcome: Handled,
-        start: Start | None,
+        event: EventRecord,
+        outcome: RequestOutcome,
+        start: JobStart | None,
         is_local: bool,
         node: NodeSums,
-        slot: Slot,
+        slot: PeriodSums,
     ) -> None:
         found = saved.seconds(outcome) if is_local else None
         user, partition = event.user or str(event.uid), event.partition or "-"
         groups = [self.total, node.figures]
-        groups.append(self.users.setdefault(user, Group(user)))
-        groups.append(self.partitions.setdefault(partition, Group(partition)))
+        groups.append(self.users.setdefault(user, GroupFigures(user)))
+        groups.append(self.partitions.setdefault(partition, GroupFigures(partition)))
         if outcome.image:
             groups.append(self._image(outcome))
         for group in groups:

@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Sequence
 
 from forestage.features.report import format as fmt
-from forestage.features.report.figures import Report
-from forestage.features.report.sums import Group, OneNode
+from forestage.features.report.figures import SavingsReport
+from forestage.features.report.sums import GroupFigures, NodeFigures
 from forestage.system.terminal import NamedValues, Piece, TextLine, TextTable
 from forestage.units import format_size
 
 MAX_ROWS = 10  # of each table
 
 
-def pieces(report: Report) -> list[Piece]:
+def pieces(report: SavingsReport) -> list[Piece]:
     if report.first is None or report.last is None:
         return [TextLine("There are no events in this time.")]
     days = [fmt.day(one, report.utc_offset) for one in (report.first, report.last)]
@@ -29,7 +29,7 @@ def pieces(report: Report) -> list[Piece]:
     return [*lines, TextLine(""), TextLine("The whole report: forestage report -o report.html")]
 
 
-def _facts(report: Report) -> Iterator[tuple[str, str]]:
+def _facts(report: SavingsReport) -> Iterator[tuple[str, str]]:
     total, found, through = report.total, report.all, report.through
     kept_off = format_size(sum(report.kept_off.values()))
     measured = f"{fmt.number(found.measured)} of {fmt.plural(found.local, 'start')} from a copy"
@@ -63,7 +63,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
             yield name, ", ".join(f"{reason} {count}" for reason, count in counts.items())
 
 
-def _table(name: str, found: Sequence[Group]) -> list[Piece]:
+def _table(name: str, found: Sequence[GroupFigures]) -> list[Piece]:
     if not found:
         return []
     rows = [{name: one.name, **_cells(one)} for one in found[:MAX_ROWS]]
@@ -72,13 +72,13 @@ def _table(name: str, found: Sequence[Group]) -> list[Piece]:
     return [TextLine(""), table, *([TextLine(f"and {more} more", 2)] if more > 0 else [])]
 
 
-def _cells(one: Group) -> dict[str, str]:
+def _cells(one: GroupFigures) -> dict[str, str]:
     cells = {
         "starts": fmt.number(one.starts),
         "hits": fmt.number(one.hits),
         "kept off": format_size(one.kept_off),
     }
-    if not isinstance(one, OneNode):
+    if not isinstance(one, NodeFigures):
         return {**cells, "saved": fmt.duration(one.saved)}
     return {
         **cells,

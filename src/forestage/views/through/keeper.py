@@ -19,7 +19,7 @@ import msgspec
 
 from forestage import events, trace
 from forestage.errors import Declined
-from forestage.stage.task import Task
+from forestage.stage.task import CopyTask
 from forestage.system import child, folders, fuse, holder, lock, records
 from forestage.system.holder import SAFEST, DaemonSpec, StartChannel, StartReport
 
@@ -37,7 +37,7 @@ PROBED = 0.2  # seconds for which somebody who only looks may hold the lock
 ANSWER = 1.0  # seconds for a connection: a keeper that is stopped takes none once its queue is full
 
 
-class State(msgspec.Struct, frozen=True):
+class KeeperState(msgspec.Struct, frozen=True):
     """The file `state`: the keeper, for people; the user it was started for, the file's st_dev."""
 
     pid: int
@@ -45,7 +45,7 @@ class State(msgspec.Struct, frozen=True):
     device: int
 
 
-def start(task: Task, wait: bool = True) -> Path:
+def start(task: CopyTask, wait: bool = True) -> Path:
     """Returns the socket of the image's keeper, which is started if there is none.
 
     Without `wait` it listens there soon, or never: for a Prolog for which the job's start waits,
@@ -88,13 +88,13 @@ def must_be_allowed(spot: Path, uid: int) -> None:
         raise Declined("no-through", f"{len(owners)} images are read through on this node already")
 
 
-def states(through: Path) -> list[tuple[Path, State]]:
+def states(through: Path) -> list[tuple[Path, KeeperState]]:
     """The keepers that live, by their directories. Raises OSError."""
     found = []
     for spot in through.iterdir() if through.exists() else ():
         with contextlib.suppress(FileNotFoundError, records.DamagedRecord):
             if not lock.is_free(spot / "lock"):
-                found.append((spot, records.load(spot / "state", State)))
+                found.append((spot, records.load(spot / "state", KeeperState)))
     return found
 
 
@@ -108,7 +108,7 @@ def _comes(path: Path) -> bool:
     return False
 
 
-def _live(task: Task, spot: Path, hook: StartChannel) -> None:
+def _live(task: CopyTask, spot: Path, hook: StartChannel) -> None:
     """The keeper's whole life."""
     task = task.received()
     hook.begin(task.opened.fd)

@@ -27,14 +27,14 @@ import msgspec
 import forestage
 from forestage import events, log
 from forestage.errors import Declined
-from forestage.stage.task import Task
+from forestage.stage.task import CopyTask
 from forestage.system import child, fuse, holder, mounts
 from forestage.system.holder import StartChannel, StartReport, TaskConnections
 from forestage.views.through import keeper, server
-from forestage.views.through.keeper import SERVER_NAME, State
-from forestage.views.through.local import Local
-from forestage.views.through.memory import Common, Generation
-from forestage.views.through.server import Served, Server
+from forestage.views.through.keeper import SERVER_NAME, KeeperState
+from forestage.views.through.local import LocalImage
+from forestage.views.through.memory import ReadThroughState, RequestJournal
+from forestage.views.through.server import ReadServer, ServedImage
 
 TURN = 0.25  # seconds between two looks at the server
 SILENT = 3.0  # seconds without a beat, after which a server is replaced
@@ -53,18 +53,18 @@ class Keeper:
     """Its mount, its servers, its connections. Making one leaves the host's mount namespace."""
 
     def __init__(
-        self, task: Task, spot: Path, must_be_allowed: Callable[[Path, int], None]
+        self, task: CopyTask, spot: Path, must_be_allowed: Callable[[Path, int], None]
     ) -> None:
         """`must_be_allowed` raises Declined where too many are there already."""
         node, opened, found = task.node, task.opened, task.image
         self.task = task
         self.uid = opened.user.uid
-        self.common = Common.shared()
+        self.common = ReadThroughState.shared()
         # The kernel reads ahead in the served file; twice would be once too much.
         os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        local = Local(node.cache, found, spot)
-        self.served = Served(found, opened.fd, local, node.leases)
-        self.generations: list[tuple[int, Generation]] = []  # the last is the server's
+        local = LocalImage(node.cache, found, spot)
+        self.served = ServedImage(found, opened.fd, local, node.leases)
+        self.generations: list[tuple[int, RequestJournal]] = []  # the last is the server's
         self.well = self.needed = self.partial = self.started = time.monotonic()
         self.beat = 0
         self.credit = float(BURST)
@@ -139,7 +139,7 @@ class Keeper:
         raise Declined("no-through", UNANSWERED)
 
     def _write_state(self) -> None:
-        state = State(os.getpid(), self.uid, self.common.device)
+        state = KeeperState(os.getpid(), self.uid, self.common.device)
         os.ftruncate(self.state, 0)
         os.pwrite(self.state, msgspec.json.encode(state), 0)
 
@@ -159,21 +159,21 @@ class Keeper:
     # The server
 
     def _start_server(self) -> None:
-        memory = Generation(server.RECEIVERS)
+        memory = RequestJournal(server.RECEIVERS)
         pid = os.fork()
         if pid == 0:
             child.live(partial(self._serve, memory), partial(self._say_of_server, "server"))
         self.generations.append((pid, memory))
         self.well = time.monotonic()
 
-    def _serve(self, memory: Generation) -> None:
+    def _serve(self, memory: RequestJournal) -> None:
         """The server's whole life, on the host's mounts again."""
         signal.set_wakeup_fd(-1)
         mounts.enter_namespace(self.namespace, self.root)
         child.let_go({self.served.source, self.line})
         Path("/proc/self/comm").write_text(SERVER_NAME)
         earlier = [generation for _, generation in self.generations]
-        Server(self.served, self.line, memory, self.common, earlier).run()
+        ReadServer(self.served, self.line, memory, self.common, earlier).run()
 
     def _settle(self) -> None:
         """Opens and closes the file, so that the kernel asks no FLUSH of anybody who closes it.

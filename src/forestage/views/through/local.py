@@ -10,20 +10,20 @@ import os
 import shutil  # noqa: F401 - what evicts imports it late: Python may be upgraded under a server
 from pathlib import Path
 
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache, open_copy
-from forestage.cache.readers import Readers
+from forestage.cache.readers import ArrivalMap
 from forestage.system import lock
 
 
-class _File:
+class _OpenCopy:
     """An open image; `readers` is None where it is the entry.
 
     The descriptor closes with the last that uses it: a thread may still read when another one has
     put a new file in its place.
     """
 
-    def __init__(self, path: Path, readers: Readers | None) -> None:
+    def __init__(self, path: Path, readers: ArrivalMap | None) -> None:
         self._file = open_copy(path)
         self.fd = self._file.fileno()
         self.inode = os.fstat(self.fd).st_ino
@@ -39,18 +39,18 @@ class _File:
         return self.readers is None or self.readers.has(offset, size, self.inode)
 
 
-class Local:
+class LocalImage:
     """What this node has of the image; `directory` is that of cache/readers.py."""
 
-    def __init__(self, cache: Cache, image: Image, directory: Path) -> None:
+    def __init__(self, cache: Cache, image: SourceImage, directory: Path) -> None:
         self.cache = cache
         self.image = image
         self.directory = directory
         self._lock = cache.key_lock(image.key)
-        self.readers: Readers | None = None
+        self.readers: ArrivalMap | None = None
         self.is_copied = False  # a copy is under way, or about to begin
-        self._file: _File | None = None
-        self._past: _File | None = None
+        self._file: _OpenCopy | None = None
+        self._past: _OpenCopy | None = None
         self._seen = 0, 0  # the inodes of the marks and of the part's image that are open
         self._dropped = False
         self._is_evicted = False
@@ -76,13 +76,13 @@ class Local:
             return
         try:
             if self.cache.find(self.image) is not None:
-                self._file = _File(self.cache.image(self.image.key), None)
+                self._file = _OpenCopy(self.cache.image(self.image.key), None)
                 return
             marks = (self.directory / "pieces").stat().st_ino
             path = self.cache.part(self.image.key).image
             if (marks, path.stat().st_ino) != self._seen:
-                self.readers = Readers(self.directory, self.image.size)
-                self._file = _File(path, self.readers)
+                self.readers = ArrivalMap(self.directory, self.image.size)
+                self._file = _OpenCopy(path, self.readers)
                 self._seen = marks, self._file.inode
         except FileNotFoundError:  # no copy is under way, or it has ended this moment
             self._file = self.readers = None

@@ -30,7 +30,7 @@ _FLAGS = ("settled", "hides_acl", "changed", "whole", "unneeded", "hot_known", "
 _RECORD = struct.Struct("<QQIH2xI4x")
 
 
-class Read(msgspec.Struct, frozen=True):
+class PendingRead(msgspec.Struct, frozen=True):
     """A READ: `size` bytes from `offset` on, asked as `unique`.
 
     `adopted` counts the servers that ended while it waited; `pid` is the thread's that reads.
@@ -43,7 +43,7 @@ class Read(msgspec.Struct, frozen=True):
     pid: int = 0
 
 
-class Generation:
+class RequestJournal:
     """The memory of one server. Made by the keeper; written by that server and, later, the next."""
 
     def __init__(self, receivers: int) -> None:
@@ -69,26 +69,28 @@ class Generation:
         # The request's length: 0 says that nothing is there.
         self._memory[receiver * REQUEST_BYTES : receiver * REQUEST_BYTES + 4] = bytes(4)
 
-    def write(self, number: int, read: Read) -> None:
+    def write(self, number: int, read: PendingRead) -> None:
         # The unique last: a record counts once that is there.
         at = self._journal + number * _RECORD.size
         data = _RECORD.pack(*msgspec.structs.astuple(read))
         self._memory[at + 8 : at + _RECORD.size] = data[8:]
         self._memory[at : at + 8] = data[:8]
 
-    def read(self, number: int) -> Read:
-        return Read(*_RECORD.unpack_from(self._memory, self._journal + number * _RECORD.size))
+    def read(self, number: int) -> PendingRead:
+        return PendingRead(
+            *_RECORD.unpack_from(self._memory, self._journal + number * _RECORD.size)
+        )
 
     def clear(self, number: int) -> None:
         at = self._journal + number * _RECORD.size
         self._memory[at : at + 8] = bytes(8)
 
-    def reads(self) -> Iterator[tuple[int, Read]]:
+    def reads(self) -> Iterator[tuple[int, PendingRead]]:
         """The records that wait, each with its number."""
         journal = memoryview(self._memory)[self._journal : self._end]
         for number, fields in enumerate(_RECORD.iter_unpack(journal)):
             if fields[0]:
-                yield number, Read(fields[0], *fields[1:])
+                yield number, PendingRead(fields[0], *fields[1:])
 
     def is_empty(self) -> bool:
         """Whether there is nothing to adopt."""
@@ -96,7 +98,7 @@ class Generation:
         return not any(map(any, slots)) and next(self.reads(), None) is None
 
 
-class Common(ctypes.Structure):
+class ReadThroughState(ctypes.Structure):
     """What all servers of an image, and its keeper, know of how it is read.
 
     `beat` grows as long as the server is well. `first_read` is in ns of CLOCK_MONOTONIC, 0 before
@@ -120,5 +122,5 @@ class Common(ctypes.Structure):
     ]
 
     @classmethod
-    def shared(cls) -> "Common":
+    def shared(cls) -> "ReadThroughState":
         return cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))

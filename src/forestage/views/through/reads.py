@@ -30,7 +30,7 @@ def patience(last: float) -> float:
     return min(LONGEST, max(PATIENCE, 4 * last))
 
 
-class Arrivals:
+class ArrivalMonitor:
     """Tells whether the copy comes. Only the time in which a reader waits for it counts."""
 
     def __init__(self, now: float) -> None:
@@ -53,7 +53,7 @@ class Arrivals:
             self.come = False
 
 
-class Streams:
+class ReadStreams:
     """Tells who reads straight through, by where reads begin and end."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
 from forestage.system import as_user, files, lock, mounts, processes
-from forestage.views.through.keeper import PROCESS_NAME, SERVER_NAME, State, states
+from forestage.views.through.keeper import PROCESS_NAME, SERVER_NAME, KeeperState, states
 
 STALE = 60.0  # seconds
 AGAIN = 1.0  # seconds between two looks at a keeper, which is some of its turns
@@ -30,7 +30,7 @@ class LivingKeeper(msgspec.Struct, frozen=True):
     """A keeper that lives: its directory, what it wrote, when it was well (epoch; 0: it ends)."""
 
     spot: Path
-    state: State
+    state: KeeperState
     seen: float
 
 

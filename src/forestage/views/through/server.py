@@ -32,16 +32,16 @@ import msgspec
 
 from forestage import log
 from forestage.cache import hot, image
-from forestage.cache.image import Image
-from forestage.cache.lease import Leases
+from forestage.cache.image import SourceImage
+from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import HOT_PIECE, chunk_count
 from forestage.cache.readers import NOW, SOON, Level
 from forestage.errors import Failed
 from forestage.system import fuse
 from forestage.system.fuse import FuseAttributes, FuseOpcode, FuseRequest
-from forestage.views.through.local import Local
-from forestage.views.through.memory import Common, Generation, Read
-from forestage.views.through.reads import Arrivals, Streams
+from forestage.views.through.local import LocalImage
+from forestage.views.through.memory import PendingRead, ReadThroughState, RequestJournal
+from forestage.views.through.reads import ArrivalMonitor, ReadStreams
 
 RECEIVERS = 2  # threads
 AT_COPY, AT_SOURCE = 3, 16  # threads
@@ -58,13 +58,13 @@ _KILLED = 1 << (signal.SIGKILL - 1)  # set for each thread, whatever signal kill
 GONE = 3  # exit status: no mount is left
 
 
-class Served(msgspec.Struct, frozen=True):
+class ServedImage(msgspec.Struct, frozen=True):
     """What is served: the image, its open source, what is here of it, and who needs it."""
 
-    image: Image
+    image: SourceImage
     source: int
-    local: Local
-    leases: Leases
+    local: LocalImage
+    leases: LeaseDirectory
 
     @property
     def attributes(self) -> FuseAttributes:
@@ -75,16 +75,16 @@ class Served(msgspec.Struct, frozen=True):
         )
 
 
-class Server:
+class ReadServer:
     """One generation. `line` is a descriptor of /dev/fuse."""
 
     def __init__(
         self,
-        served: Served,
+        served: ServedImage,
         line: int,
-        memory: Generation,
-        common: Common,
-        earlier: Sequence[Generation],
+        memory: RequestJournal,
+        common: ReadThroughState,
+        earlier: Sequence[RequestJournal],
     ) -> None:
         self.served = served
         self.file = served.attributes
@@ -94,24 +94,24 @@ class Server:
         self.earlier = list(earlier)
         self.local = served.local
         self.source_is = served.image.identity
-        self.streams = Streams()
+        self.streams = ReadStreams()
         self.counting = threading.Lock()
         self.free = deque(range(memory.records))
         self.pending: dict[int, int] = {}  # a read's `unique`: its record
         self.interrupted: dict[int, int] = {}  # the same: the thread that reads
-        self.waiting: deque[Read] = deque()
+        self.waiting: deque[PendingRead] = deque()
         self.stir = threading.Event()  # one more waits
-        self.early: deque[Read] = deque()
+        self.early: deque[PendingRead] = deque()
         self.looked = False
         self.began = time.monotonic()
-        self.at_copy: SimpleQueue[Read] = SimpleQueue()
-        self.at_source: SimpleQueue[tuple[Read, Level]] = SimpleQueue()
-        self.on_disk: dict[int, tuple[Read, float]] = {}
-        self.on_source: dict[int, tuple[Read, float]] = {}
+        self.at_copy: SimpleQueue[PendingRead] = SimpleQueue()
+        self.at_source: SimpleQueue[tuple[PendingRead, Level]] = SimpleQueue()
+        self.on_disk: dict[int, tuple[PendingRead, float]] = {}
+        self.on_source: dict[int, tuple[PendingRead, float]] = {}
         self.disk_hangs = False
         self.gone = False  # no mount is left
         self.hot: set[int] = set()
-        self.arrivals = Arrivals(self.began)
+        self.arrivals = ArrivalMonitor(self.began)
 
     def run(self) -> NoReturn:
         """Serves until no mount is left. Never returns."""
@@ -151,7 +151,7 @@ class Server:
         if request.op == FuseOpcode.READ:
             offset, size = fuse.read_range(request)
             size = max(0, min(size, self.file.size - offset))
-            self._accept(Read(request.unique, offset, size, pid=request.pid))
+            self._accept(PendingRead(request.unique, offset, size, pid=request.pid))
         elif request.op == FuseOpcode.INTERRUPT:
             self._interrupt(request)
         else:
@@ -161,7 +161,7 @@ class Server:
             if answer is not None:
                 fuse.reply(self.line, request.unique, answer[1], error=answer[0])
 
-    def _accept(self, read: Read) -> None:
+    def _accept(self, read: PendingRead) -> None:
         """Notes a READ and hands it to who will answer it."""
         if read.unique in self.pending:
             return
@@ -178,7 +178,7 @@ class Server:
             self.hot.update(range(read.offset // HOT_PIECE, end))
         self._hand_on(read)
 
-    def _hand_on(self, read: Read) -> None:
+    def _hand_on(self, read: PendingRead) -> None:
         if not self.looked:
             self.early.append(read)
             return
@@ -224,7 +224,7 @@ class Server:
                 if number is not None:
                     self._forget(number)
 
-    def _reply(self, read: Read, data: memoryview | bytes = b"", error: int = 0) -> None:
+    def _reply(self, read: PendingRead, data: memoryview | bytes = b"", error: int = 0) -> None:
         if read.unique in self.pending:
             fuse.reply(self.line, read.unique, data, error=error)
             number = self.pending.pop(read.unique, None)
@@ -252,7 +252,7 @@ class Server:
             if self.local.spoilt:
                 self._evict_spoilt()
 
-    def _copy_failed(self, read: Read) -> None:
+    def _copy_failed(self, read: PendingRead) -> None:
         """Has the source answer; once the entry is what is shown, only if it has the same bytes."""
         if self.common.whole:
             with contextlib.suppress(OSError):  # the read will say so
@@ -289,7 +289,7 @@ class Server:
                 self._note_reads()
             self.on_source.pop(read.unique, None)
 
-    def _want(self, read: Read, level: Level) -> None:
+    def _want(self, read: PendingRead, level: Level) -> None:
         """Tells the stager that a job reads there, and from where."""
         readers = self.local.readers
         if readers is None:
@@ -302,7 +302,7 @@ class Server:
             if not readers.has(number * chunk, min(chunk, rest), inode):
                 readers.want(number, level)
 
-    def _count(self, read: Read, of_source: bool) -> None:
+    def _count(self, read: PendingRead, of_source: bool) -> None:
         readers = self.local.readers
         if readers is not None and not self.common.whole:
             with self.counting:
@@ -377,11 +377,11 @@ class Server:
             else:
                 self._from_source(read, NOW)
 
-    def _from_copy(self, read: Read) -> None:
+    def _from_copy(self, read: PendingRead) -> None:
         self.on_disk[read.unique] = read, time.monotonic()
         self.at_copy.put(read)
 
-    def _from_source(self, read: Read, level: Level = SOON) -> None:
+    def _from_source(self, read: PendingRead, level: Level = SOON) -> None:
         """Has the source answer; `level` is how much its chunk is wanted."""
         self.on_source[read.unique] = read, time.monotonic()
         self.at_source.put((read, level))
@@ -407,7 +407,7 @@ class Server:
 
     # What other generations left
 
-    def _adopt(self, generation: Generation) -> None:
+    def _adopt(self, generation: RequestJournal) -> None:
         for number in range(generation.receivers):
             slot = generation.slot(number)
             self._take(slot)

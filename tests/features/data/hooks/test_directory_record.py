@@ -14,7 +14,7 @@ from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.features.data import directory_record, job_dir
 from forestage.features.data import requests as data
-from forestage.hooks.limit import Limit
+from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.lines import Fields
 from jobdir import Dirs
 from node import ALICE, Node
@@ -94,7 +94,7 @@ def test_record_is_there_whatever_is_switched_off_since(dirs: Dirs) -> None:
     file_of(dirs).unlink()
     off = Declined("disabled", "INC-1")
     asked = dirs.job(7, "", SLURM_STEP_ID="0")
-    shown = data.show(dirs.on, asked, Limit.of(Clock(), 60.0, None), off)
+    shown = data.show(dirs.on, asked, HookDeadlines.of(Clock(), 60.0, None), off)
     assert shown.lines == own(dirs)
     assert sorted(record(dirs)) == sorted(expected(*own(dirs)))
 

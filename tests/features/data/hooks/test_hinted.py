@@ -8,7 +8,7 @@ import pytest
 
 from forestage.clock import Clock
 from forestage.hooks import limit
-from forestage.hooks.boundary import Hook
+from forestage.hooks.boundary import HookRun
 from helper import run_step, texts_for_user
 from node import Node, content
 
@@ -100,5 +100,5 @@ def test_step_with_default_configuration_waits_for_a_directory_if_it_was_asked_t
         spank.put(f"alice/set/{number}", content(number, 1 << 20))
     spank.prolog(7, comment=f"stage={spank.shared}/alice/set/ {wait}")
     given = spank.environ(7, None) | {"SLURM_STEP_ID": "0"}
-    Hook("step", given, 0.0).run(spank.places, Clock())
+    HookRun("step", given, 0.0).run(spank.places, Clock())
     assert [one.result for one in spank.outcomes("step", 7)] == [found]

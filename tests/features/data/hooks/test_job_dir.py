@@ -26,7 +26,7 @@ from forestage.commands import status, sweep
 from forestage.errors import Declined, Failed
 from forestage.features.data import job_dir, job_disk
 from forestage.features.data import requests as data
-from forestage.hooks.limit import Limit
+from forestage.hooks.limit import HookDeadlines
 from forestage.system import lock, loop, mounts
 from forestage.system.as_user import User
 from jobdir import MIB, Dirs, as_alice
@@ -89,11 +89,11 @@ def test_directory_of_a_job_with_the_same_number_is_made_anew(dirs: Dirs) -> Non
             assert dirs.node.lease(7) is None
             assert list(dirs.node.cache.jobs.iterdir()) == []
         asked = dirs.job(7, "stage-dir=64M", user, **begin)
-        assert data.begin(dirs.on, asked, Limit.of(Clock(), 60.0, None), None) == []
+        assert data.begin(dirs.on, asked, HookDeadlines.of(Clock(), 60.0, None), None) == []
         with dirs.seen(7, user) as at:
             assert (at / "file").exists() is is_same
             (at / "file").touch()
-    other = job_dir.Place(dirs.node.cache.jobs / "7.0")
+    other = job_dir.JobDirectory(dirs.node.cache.jobs / "7.0")
     assert job_dir.find(dirs.on, dirs.job(7, "", ALICE)) is None
     made = other.made()
     assert made is not None
@@ -324,7 +324,7 @@ def test_refused_job_keeps_no_variable_of_another_jobs(dirs: Dirs, why: str) -> 
         dirs.on.cache.root.mkdir()
         dirs.on.cache.root.chmod(0o777)
     asked = dirs.job(7, comment + " stage=off" * (why == "off"))
-    limit = Limit.of(Clock(), 60.0, None)
+    limit = HookDeadlines.of(Clock(), 60.0, None)
     (outcome,) = data.begin(dirs.on, asked, limit, refusal)
     assert outcome.result in ("declined", "failed")
     shown = data.show(dirs.on, dirs.job(7, "", SLURM_STEP_ID="0"), limit, refusal)

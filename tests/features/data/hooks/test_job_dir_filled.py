@@ -260,7 +260,7 @@ def test_step_that_waits_can_say_what_for(dirs: Dirs, monkeypatch: pytest.Monkey
     gate, heard = dirs.source / "gate", list[str]()
     real = fill._way
 
-    def slow(order: fill._Order, source: int) -> fill._Way:
+    def slow(order: fill._FillTask, source: int) -> fill._CopyMethod:
         until(gate.exists, "the gate")
         return real(order, source)
 

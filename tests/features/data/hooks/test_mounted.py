@@ -19,10 +19,10 @@ import pytest
 
 from forestage import log
 from forestage.clock import Clock
-from forestage.events import Copied, Handled
+from forestage.events import CopyOutcome, RequestOutcome
 from forestage.features.data import requests as data
 from forestage.features.data import serving
-from forestage.hooks.boundary import Hook
+from forestage.hooks.boundary import HookRun
 from forestage.slurm.job import HOME_OPTION, Job
 from forestage.system import child, fuse, holder, mounts
 from forestage.system.as_user import User
@@ -95,7 +95,7 @@ class Mounting:
         own = {"SLURM_STEP_ID": str(STEP), "FORESTAGE_MANAGER": str(self.manager.pid)}
         environ = self.node.environ(job) | own | more
         self.capfd.readouterr()
-        Hook("step", environ, time.monotonic()).run(self.node.places, Clock())
+        HookRun("step", environ, time.monotonic()).run(self.node.places, Clock())
         lines = [line.split("\t") for line in self.capfd.readouterr().out.splitlines()]
         own_variables = [one for one in lines if one[0] == "env"]
         self.variables = {one[1]: one[2] for one in own_variables}
@@ -105,9 +105,9 @@ class Mounting:
         own = {"SLURM_STEP_ID": "0", "FORESTAGE_MANAGER": str(self.manager.pid)}
         return Job.from_environ(self.node.environ(number, user=user) | own)
 
-    def outcome(self, job: int) -> Handled:
+    def outcome(self, job: int) -> RequestOutcome:
         found = self.node.outcomes("step", job)[-1]
-        assert isinstance(found, Handled)
+        assert isinstance(found, RequestOutcome)
         return found
 
     def socket(self, job: int) -> Path:
@@ -493,7 +493,7 @@ def test_file_that_comes_in_is_mounted_through_its_keeper(
 ) -> None:
     through = Through(mounting.node, mounting.path)
     job = mounting.job(1)
-    with serving.Bytes() as content:
+    with serving.SquashfsSource() as content:
         content.through = through.sock
         name = serving.start(mounting.node.places.served, job, 1, content)
     assert mounting.show(name).read_text() == TEXT
@@ -507,7 +507,7 @@ def test_private_file_is_mounted_for_who_can_read_it_alone(mounting: Mounting) -
     mounting.node.put("alice/env.sqsh", mounting.path.read_bytes(), mode=0o600)
     mounting.staged(1)
     assert mounting.show(mounting.socket(1)).read_text() == TEXT
-    with serving.Bytes() as content:
+    with serving.SquashfsSource() as content:
         content.entry = mounting.node.cache.image(mounting.node.identity(mounting.path).key)
         name = serving.start(mounting.node.places.served, mounting.job(2, BOB), 1, content)
     said, fds = mounting.ask(name)
@@ -753,8 +753,8 @@ def test_entry_of_a_mounted_file_is_data_as_its_request_is(mounting: Mounting) -
     (entry,) = mounting.node.cache.stored_entries()
     assert entry.is_data
     began, copied = mounting.node.outcomes("prolog", 1)[-1], mounting.node.outcomes("stager")[-1]
-    assert isinstance(began, Handled)
-    assert isinstance(copied, Copied)
+    assert isinstance(began, RequestOutcome)
+    assert isinstance(copied, CopyOutcome)
     assert (began.data, copied.data) == (True, True)
     # Who names the same file as an image has it, and it stays what it was copied as.
     assert mounting.node.prolog(2, mounting.path).said == ("hit", "")

@@ -16,12 +16,12 @@ import msgspec
 import pytest
 
 from forestage.cache.node import Node as Bare
-from forestage.cache.said import Tree
+from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Clock, Deadline
 from forestage.commands import inventory, status
 from forestage.commands.show import listing
 from forestage.config import load_settings
-from forestage.events import Copied, Handled
+from forestage.events import CopyOutcome, RequestOutcome
 from forestage.features.data import (
     agreement,
     directory,
@@ -32,8 +32,8 @@ from forestage.features.data import (
     wanted,
 )
 from forestage.features.data import requests as data
-from forestage.features.data.agreement import Look
-from forestage.hooks.limit import Limit
+from forestage.features.data.agreement import ScanNotice
+from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.job import Job
 from forestage.stage import chunks
 from forestage.system import child, lock, loop, mounts, terminal
@@ -84,27 +84,27 @@ def as_job(node: Node, job: int, comment: str, user: User = ALICE) -> Job:
     return Job.from_environ(node.environ(job, user=user, comment=comment))
 
 
-def begin(node: Node, job: int, comment: str, user: User = ALICE) -> list[Handled]:
-    limit = Limit.of(Clock(), 600.0, None)
+def begin(node: Node, job: int, comment: str, user: User = ALICE) -> list[RequestOutcome]:
+    limit = HookDeadlines.of(Clock(), 600.0, None)
     return data.begin(ready(node, job), as_job(node, job, comment, user), limit, None)
 
 
 def show(node: Node, job: int, user: User = ALICE, wait: float | None = None) -> data.StepPart:
-    limit = Limit.of(Clock(), 600.0, wait)
+    limit = HookDeadlines.of(Clock(), 600.0, wait)
     return data.show(ready(node, job), as_job(node, job, "", user), limit, None)
 
 
-def settled(node: Node, job: int, path: Path) -> Tree:
+def settled(node: Node, job: int, path: Path) -> DirectoryCopyState:
     """How the directory stands once its process has ended."""
 
-    def found() -> Tree | None:
+    def found() -> DirectoryCopyState | None:
         one = wanted.read(node.leases, job).trees.get(str(path) + "/")
         return one if one and one.state in ("ready", "declined") else None
 
     return until(found, "the tree")  # type: ignore[return-value]
 
 
-def staged(node: Node, job: int, path: Path, user: User = ALICE) -> Tree:
+def staged(node: Node, job: int, path: Path, user: User = ALICE) -> DirectoryCopyState:
     (outcome,) = begin(node, job, f"stage={path}/", user)
     assert (outcome.result, outcome.reason) == ("started", "")
     return settled(node, job, path)
@@ -382,7 +382,7 @@ def test_directory_in_which_the_job_works_stays_as_it_is(spank: Node) -> None:
     path = spank.shared
     staged(spank, 1, path / "alice/set")
     job = msgspec.structs.replace(as_job(spank, 1, ""), work_dir=str(path / "alice/set/sub"))
-    shown = data.show(ready(spank, 1), job, Limit.of(Clock(), 600.0, None), None)
+    shown = data.show(ready(spank, 1), job, HookDeadlines.of(Clock(), 600.0, None), None)
     assert (shown.lines, shown.outcomes[0].reason) == ([], "no-mount")
 
 
@@ -481,20 +481,20 @@ def test_killed_copy_of_a_tree_is_resumed_by_the_next_job(
     path = fill(spank)
     spank.put("alice/set/large", os.urandom(3 << 20))
     with pytest.MonkeyPatch.context() as once:
-        real = chunks.Run.note
+        real = chunks.ChunkCopy.note
 
-        def note(run: chunks.Run, number: int, found: bytes) -> None:
+        def note(run: chunks.ChunkCopy, number: int, found: bytes) -> None:
             real(run, number, found)
             if number == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        once.setattr(chunks.Run, "note", note)
+        once.setattr(chunks.ChunkCopy, "note", note)
         begin(spank, 1, f"stage={path}/")
     (part,) = until(lambda: [one for one in spank.parts() if one.digests()], "a part")
     until(lambda: spank.is_idle(part.directory.name), "the stager's end")
     assert staged(spank, 2, path).state == "ready"
     (copied,) = spank.outcomes("stager")
-    assert isinstance(copied, Copied)
+    assert isinstance(copied, CopyOutcome)
     assert copied.resumed > 0
 
 
@@ -513,10 +513,10 @@ def test_step_that_waits_can_say_how_far_the_tree_is(
     monkeypatch.setattr(child, "let_go", lambda keep: None)
     there, here = os.pipe()
 
-    def bring(node: Bare, job: Job, path: str, stop: object) -> Tree:
-        wanted.note_tree(node, job, path, Tree(state, key, path))
+    def bring(node: Bare, job: Job, path: str, stop: object) -> DirectoryCopyState:
+        wanted.note_tree(node, job, path, DirectoryCopyState(state, key, path))
         os.read(there, 1)
-        return Tree("declined", reason="io", detail="enough")
+        return DirectoryCopyState("declined", reason="io", detail="enough")
 
     monkeypatch.setattr(directory, "_bring", bring)
     begin(spank, 1, f"stage={path}/")
@@ -528,7 +528,7 @@ def test_step_that_waits_can_say_how_far_the_tree_is(
         if len(heard) == 2:
             os.write(here, b".")
 
-    limit = msgspec.structs.replace(Limit.of(Clock(), 600.0, 600.0), progress=progress)
+    limit = msgspec.structs.replace(HookDeadlines.of(Clock(), 600.0, 600.0), progress=progress)
     shown = data.show(ready(spank, 1), as_job(spank, 1, ""), limit, None)
     assert shown.outcomes[0].reason == "io"
     words = {"looking": "whose files are being looked at", "copying": "which is about to begin"}
@@ -556,10 +556,10 @@ def test_process_of_an_earlier_run_of_the_job_notes_nothing_in_the_new_ones_reco
     path, gate = fill(spank), spank.nvme / "gate"
     real, said = directory._bring, directory._note_end
 
-    def late(node: Bare, job: Job, *rest: object) -> Tree:
+    def late(node: Bare, job: Job, *rest: object) -> DirectoryCopyState:
         if job.restart == 0:
             until(gate.exists, "the new run")
-            return Tree("declined", reason="io", detail="of the earlier run")
+            return DirectoryCopyState("declined", reason="io", detail="of the earlier run")
         return real(node, job, *rest)  # type: ignore[arg-type]
 
     def ended(node: Bare, job: Job, *rest: object) -> None:
@@ -570,7 +570,7 @@ def test_process_of_an_earlier_run_of_the_job_notes_nothing_in_the_new_ones_reco
     monkeypatch.setattr(directory, "_note_end", ended)
     begin(spank, 1, f"stage={path}/")
     job = msgspec.structs.replace(as_job(spank, 1, f"stage={path}/"), restart=1)
-    data.begin(ready(spank, 1), job, Limit.of(Clock(), 600.0, None), None)
+    data.begin(ready(spank, 1), job, HookDeadlines.of(Clock(), 600.0, None), None)
     assert settled(spank, 1, path).state == "ready"
     gate.touch()
     until((spank.nvme / "ended0").exists, "the earlier run's process")
@@ -594,7 +594,7 @@ def test_step_that_does_not_wait_starts_from_the_shared_path(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fill(spank)
-    monkeypatch.setattr(directory, "_bring", lambda *_: Tree("looking"))
+    monkeypatch.setattr(directory, "_bring", lambda *_: DirectoryCopyState("looking"))
     begin(spank, 1, f"stage={path}/")
     shown = show(spank, 1)
     assert (shown.lines, shown.outcomes[0].result) == ([], "started")
@@ -673,7 +673,9 @@ def test_look_that_ends_in_no_time_blames_the_files_and_not_the_file_server(
     staged(spank, 1, path)
     real = manifest.take
 
-    def take(root: int, path: str, user: User, most: int, end: Deadline) -> manifest.Manifest:
+    def take(
+        root: int, path: str, user: User, most: int, end: Deadline
+    ) -> manifest.DirectoryManifest:
         assert end.left() < directory.LOOK - 1  # who waits for it would give up later
         return real(root, path, user, most, Deadline.after(0, Clock()))
 
@@ -692,9 +694,9 @@ class Looks:
         node.cache.prepare(require_mount=False)
         monkeypatch.setattr(agreement, "_look_now", self._look)
 
-    def _look(self, *_: object) -> Look:
+    def _look(self, *_: object) -> ScanNotice:
         self.count += 1
-        return Look("looked", digest=str(self.count))
+        return ScanNotice("looked", digest=str(self.count))
 
     def step(self) -> str:
         until_late = Deadline.after(240, self.node.clock)
@@ -747,7 +749,7 @@ def test_step_takes_no_look_of_another_boot_or_that_it_cannot_read(
     if what == "damaged":
         looks.file.write_bytes(b"{")
     else:
-        last = agreement._LastLook("before", 1e12, Look("looked", digest="old"))
+        last = agreement._LastScan("before", 1e12, ScanNotice("looked", digest="old"))
         looks.file.write_bytes(msgspec.json.encode(last))
     assert looks.step() == "2"
 
@@ -781,7 +783,9 @@ def test_devices_go_with_the_last_lease(spank: Node) -> None:
 def test_hits_wait_deadline_is_kept(spank: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's wait ends, whatever becomes of the copy."""
     path = fill(spank)
-    monkeypatch.setattr(directory, "_bring", lambda *_: Tree("copying", "0" * 32, str(path)))
+    monkeypatch.setattr(
+        directory, "_bring", lambda *_: DirectoryCopyState("copying", "0" * 32, str(path))
+    )
     begin(spank, 1, f"stage={path}/")
     with lock.held(directory._life(ready(spank, 1), 1, 0, f"{path}/"), 240.0):  # as if it went on
         shown = show(spank, 1, wait=0.01)
@@ -800,7 +804,7 @@ def test_directory_that_holds_the_jobs_own_is_not_shown_wherever_links_lead(
     assert staged(spank, 1, path).state == "ready"
     environ = spank.environ(1) | {"SLURM_STEP_ID": "1"}
     environ[own] = str(link if written == "link" else path / "a")
-    limit = Limit.of(Clock(), 600.0, None)
+    limit = HookDeadlines.of(Clock(), 600.0, None)
     shown = data.show(ready(spank, 1), Job.from_environ(environ), limit, None)
     assert shown.lines == []
     (outcome,) = shown.outcomes

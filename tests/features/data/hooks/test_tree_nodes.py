@@ -18,15 +18,15 @@ import msgspec
 import pytest
 
 from forestage.cache.node import Node as Bare
-from forestage.cache.said import Tree
+from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.features.data import agreement, manifest, wanted
 from forestage.features.data import requests as data
-from forestage.features.data.agreement import Found, Look, Round
-from forestage.features.data.manifest import File, Manifest
+from forestage.features.data.agreement import ScannedFiles, ScanNotice, SharedScan
+from forestage.features.data.manifest import DirectoryManifest, ManifestEntry
 from forestage.features.peers import activation, connection, protocol, unanswered
-from forestage.hooks.limit import Limit
+from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.job import Job
 from forestage.system import as_user, loop, mounts
 from node import ALICE, BOB, HANGS, Later, Node, until
@@ -87,15 +87,15 @@ class Cluster:
         config = load_settings(node.places.etc).for_partition("batch")
         return Bare(config, node.places, node.cache, node.leases, Later(HOUR))
 
-    def start(self, name: str, path: Path, **facts: str) -> Tree:
+    def start(self, name: str, path: Path, **facts: str) -> DirectoryCopyState:
         """The job's start on a node, until its process has ended."""
         bare = self.bare(name)
-        limit = Limit.of(Clock(), 600.0, None)
+        limit = HookDeadlines.of(Clock(), 600.0, None)
         with self.counting(name):
             (begun,) = data.begin(bare, self.job(name, f"stage={path}/", **facts), limit, None)
         assert (begun.result, begun.reason) == ("started", "")
 
-        def ended() -> Tree | None:
+        def ended() -> DirectoryCopyState | None:
             one = wanted.read(bare.leases, 1).trees[f"{path}/"]
             return one if one.state in ("ready", "declined") else None
 
@@ -104,7 +104,7 @@ class Cluster:
         return msgspec.structs.replace(found, seconds=0.0)  # as long as it takes on this node
 
     def step(self, name: str, number: int = 0, **facts: str) -> data.StepPart:
-        limit = Limit.of(Clock(), 600.0, None)
+        limit = HookDeadlines.of(Clock(), 600.0, None)
         facts = {"SLURM_STEP_ID": str(number), "SLURM_STEP_NODELIST": "n[1-2]", **facts}
         with self.counting(name):
             return data.show(self.bare(name), self.job(name, **facts), limit, None)
@@ -115,7 +115,7 @@ class Cluster:
         real = manifest._look
         with pytest.MonkeyPatch.context() as patch:
 
-            def look(fd: int, path: bytes, *rest: object) -> File:
+            def look(fd: int, path: bytes, *rest: object) -> ManifestEntry:
                 with self.counts[name].get_lock():
                     self.counts[name].value += 1
                 return real(fd, path, *rest)  # type: ignore[arg-type]
@@ -389,7 +389,7 @@ class Told:
         os.setgroups(as_user.groups(ALICE))
         self.root, self.path = manifest.open_root(str(path), ALICE)
         seen = manifest.take(self.root, self.path, ALICE, 10**4)
-        self.found = Found(seen, manifest.acls(self.root, seen, ALICE))
+        self.found = ScannedFiles(seen, manifest.acls(self.root, seen, ALICE))
         self.look = agreement.looked(self.root, seen, ALICE, 0.0)
 
     def holds(self, **facts: object) -> bool:
@@ -475,7 +475,7 @@ def test_files_that_this_node_does_not_let_the_user_read_are_declined(
         else one
         for one in seen.files
     )
-    told.found = Found(Manifest(seen.path, files), {})
+    told.found = ScannedFiles(DirectoryManifest(seen.path, files), {})
     with pytest.raises(manifest.Declined, match="not readable"):
         told.holds()
 
@@ -491,7 +491,7 @@ def test_lies_of_a_first_node_have_the_other_look_itself(
     cluster: Cluster, path: Path, lie: str, told: Told
 ) -> None:
     """Bytes never come from a look; but root makes of it what the kernel parses."""
-    one = Round(cluster.nodes["n1"].cache, 1, told_name(cluster, path), "n1", leads=True)
+    one = SharedScan(cluster.nodes["n1"].cache, 1, told_name(cluster, path), "n1", leads=True)
     one.cache.prepare(require_mount=False)
     agreement.prepare(one.cache, 1)
     files = list(told.found.manifest.files)
@@ -499,8 +499,8 @@ def test_lies_of_a_first_node_have_the_other_look_itself(
         files = [msgspec.structs.replace(f, size=10**6) if f.is_file else f for f in files]
     elif lie == "unsound":
         files.append(msgspec.structs.replace(files[-1], path=b"../../etc/passwd"))
-    seen = Manifest(told.path, tuple(files))
-    one.keep(Found(seen, {}))
+    seen = DirectoryManifest(told.path, tuple(files))
+    one.keep(ScannedFiles(seen, {}))
     if lie == "garbage":
         (one.cache.looks / "1" / f"{one.name}.files").write_bytes(b"\xc1" * 1000)
     digest = "0" * 64 if lie == "digest" else seen.digest
@@ -536,7 +536,7 @@ def test_file_that_changes_once_it_was_read_here_is_no_entry(cluster: Cluster, p
         real = manifest.sample
         calls: list[int] = []
 
-        def sample(found: Manifest) -> list[File]:
+        def sample(found: DirectoryManifest) -> list[ManifestEntry]:
             calls.append(1)
             if len(calls) == 2:
                 file.write_bytes(b"changed")
@@ -564,7 +564,7 @@ def test_looks_go_with_the_job(cluster: Cluster, path: Path) -> None:
 
 
 def test_answer_that_says_nothing_is_none(cluster: Cluster) -> None:
-    one = Round(cluster.nodes["n1"].cache, 1, "0" * 32, "n1", leads=True)
-    one.tell(Look("looked"))  # the job is over: its directory has gone
+    one = SharedScan(cluster.nodes["n1"].cache, 1, "0" * 32, "n1", leads=True)
+    one.tell(ScanNotice("looked"))  # the job is over: its directory has gone
     assert one.kept() is None
     assert not one.cache.looks.exists()

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.features.data import erofs, manifest
-from forestage.features.data.erofs import BLOCK, Layout
-from forestage.features.data.manifest import File, Manifest
-from forestage.features.data.open_tree import OpenTree
+from forestage.features.data.erofs import BLOCK, ErofsLayout
+from forestage.features.data.manifest import DirectoryManifest, ManifestEntry
+from forestage.features.data.open_tree import DirectorySource
 from forestage.system import loop, mounts
 from forestage.system.as_user import User
 from node import ALICE, Node
 
-ROOT = File(b"", stat.S_IFDIR | 0o755, 0, 0, 0, 0, 0, 1)
+ROOT = ManifestEntry(b"", stat.S_IFDIR | 0o755, 0, 0, 0, 0, 0, 1)
 U32, NS = st.integers(0, 2**32 - 1), st.integers(-(2**62), 2**62)
 NAMES = st.binary(min_size=1, max_size=255).filter(
     lambda name: name not in (b".", b"..") and not set(b"/\0") & set(name)
@@ -47,7 +47,7 @@ TREES = st.recursive(
 class Reader:
     """The format by its description, as a second pair of eyes: fs/erofs/erofs_fs.h of Linux."""
 
-    def __init__(self, made: Layout) -> None:
+    def __init__(self, made: ErofsLayout) -> None:
         self.head, self.size = made.head, made.size
         magic, _, features, blkszbits, _, root, inodes = struct.unpack_from(
             "<IIIBBHQ", made.head, 1024
@@ -58,7 +58,7 @@ class Reader:
         self.meta, self.root, self.inodes = meta * BLOCK, root, inodes
         self.data: list[tuple[int, int, bytes]] = []  # begin, size, path
 
-    def walk(self, number: int, path: bytes, above: int) -> Iterator[tuple[File, bytes]]:
+    def walk(self, number: int, path: bytes, above: int) -> Iterator[tuple[ManifestEntry, bytes]]:
         """What it holds, as files of a manifest, and their ACLs; checks what readers rely on."""
         at = self.meta + 32 * number
         form, count, mode, _, size, block, _, uid, gid, seconds, ns, links = struct.unpack_from(
@@ -78,7 +78,7 @@ class Reader:
         mtime = seconds * 1_000_000_000 + ns
         link = self.head[begin : begin + size] if stat.S_ISLNK(mode) else b""
         is_file = stat.S_ISREG(mode)
-        yield File(path, mode, uid, gid, size if is_file else 0, mtime, 0, 0, link), acl
+        yield ManifestEntry(path, mode, uid, gid, size if is_file else 0, mtime, 0, 0, link), acl
         if is_file and size:
             self.data.append((begin, size, path))
         if stat.S_ISDIR(mode):
@@ -106,12 +106,12 @@ class Reader:
                 yield self.head[start + offset : start + till].rstrip(b"\0"), number, kind
 
 
-def made_of(tree: Mapping[bytes, object], drawn: random.Random) -> list[File]:
-    def below(path: bytes, tree: Mapping[bytes, object]) -> Iterator[File]:
+def made_of(tree: Mapping[bytes, object], drawn: random.Random) -> list[ManifestEntry]:
+    def below(path: bytes, tree: Mapping[bytes, object]) -> Iterator[ManifestEntry]:
         for name, what in tree.items():
             here = os.path.join(path, name)
             kind = {int: stat.S_IFREG, bytes: stat.S_IFLNK, dict: stat.S_IFDIR}[type(what)]
-            yield File(
+            yield ManifestEntry(
                 here,
                 kind | drawn.randrange(0o10000),
                 drawn.randrange(2**32),
@@ -128,10 +128,12 @@ def made_of(tree: Mapping[bytes, object], drawn: random.Random) -> list[File]:
     return sorted([ROOT, *below(b"", tree)], key=lambda one: one.path)
 
 
-def shown(file: File) -> File:
+def shown(file: ManifestEntry) -> ManifestEntry:
     """As the image shows it: without the bits that give another's rights."""
     mode = file.mode & ~0o6000 if file.is_file else file.mode
-    return File(file.path, mode, file.uid, file.gid, file.size, file.mtime_ns, 0, 0, file.link)
+    return ManifestEntry(
+        file.path, mode, file.uid, file.gid, file.size, file.mtime_ns, 0, 0, file.link
+    )
 
 
 @given(tree=TREES, acl=ENTRIES, drawn=st.randoms(use_true_random=False))
@@ -141,7 +143,7 @@ def test_every_tree_can_be_read_again(
     files = made_of(tree, drawn)
     with_acl = [one for one in files if not one.link and drawn.random() < 0.3]
     acls = {one.path: acl for one in with_acl} if len(acl) > 4 else {}
-    made = erofs.layout(Manifest("/top", tuple(files)), acls)
+    made = erofs.layout(DirectoryManifest("/top", tuple(files)), acls)
     reader = Reader(made)
     found = sorted(reader.walk(reader.root, b"", reader.root), key=lambda one: one[0].path)
     assert [one for one, _ in found] == [shown(one) for one in files]
@@ -160,16 +162,22 @@ def test_every_tree_can_be_read_again(
 
 
 def test_layout_is_the_same_for_the_same_manifest() -> None:
-    files = (ROOT, File(b"a", stat.S_IFREG | 0o644, 1, 1, 5, 1, 2, 3))
-    assert erofs.layout(Manifest("/top", files), {}) == erofs.layout(Manifest("/top", files), {})
-    other = erofs.layout(Manifest("/other", files), {})
-    assert other.head != erofs.layout(Manifest("/top", files), {}).head  # each has its own UUID
+    files = (ROOT, ManifestEntry(b"a", stat.S_IFREG | 0o644, 1, 1, 5, 1, 2, 3))
+    assert erofs.layout(DirectoryManifest("/top", files), {}) == erofs.layout(
+        DirectoryManifest("/top", files), {}
+    )
+    other = erofs.layout(DirectoryManifest("/other", files), {})
+    assert (
+        other.head != erofs.layout(DirectoryManifest("/top", files), {}).head
+    )  # each has its own UUID
 
 
 def test_place_of_a_byte_is_that_of_the_last_file_before_it() -> None:
     sizes = (5, 0, BLOCK + 1, 7)
-    files = [File(b"%d" % n, stat.S_IFREG, 0, 0, size, 0, 0, n) for n, size in enumerate(sizes)]
-    made = erofs.layout(Manifest("/top", (ROOT, *files)), {})
+    files = [
+        ManifestEntry(b"%d" % n, stat.S_IFREG, 0, 0, size, 0, 0, n) for n, size in enumerate(sizes)
+    ]
+    made = erofs.layout(DirectoryManifest("/top", (ROOT, *files)), {})
     assert made.numbers == (1, 3, 4)
     assert [made.first(at) for at in made.starts] == [0, 1, 2]
     assert made.first(made.starts[0] - 1) == -1
@@ -180,9 +188,9 @@ def test_place_of_a_byte_is_that_of_the_last_file_before_it() -> None:
 @pytest.mark.parametrize("size", [1 << 44, (1 << 63) - 1])
 def test_more_than_the_format_can_hold_is_declined(size: int) -> None:
     """A file of 8 EiB takes its user no more than a truncate(1)."""
-    files = (ROOT, File(b"hole", stat.S_IFREG, 0, 0, size, 0, 0, 1))
+    files = (ROOT, ManifestEntry(b"hole", stat.S_IFREG, 0, 0, size, 0, 0, 1))
     with pytest.raises(Declined) as caught:
-        erofs.layout(Manifest("/top", files), {})
+        erofs.layout(DirectoryManifest("/top", files), {})
     assert caught.value.reason == "too-large"
 
 
@@ -201,7 +209,7 @@ def image(node: Node, top: Path, user: User = ALICE, piece: int = 10_000) -> Pat
     root, path = manifest.open_root(str(top), user)
     found = manifest.take(root, path, user, 100_000)
     made = erofs.layout(found, manifest.acls(root, found, user))
-    opened = OpenTree(root, found, made, user, 100_000, Clock(), 0.0)
+    opened = DirectorySource(root, found, made, user, 100_000, Clock(), 0.0)
     file = node.places.root / "image"
     with file.open("wb") as out:
         for start in range(0, made.size, piece):
@@ -301,9 +309,9 @@ def test_hard_links_are_copied_once_and_are_one_file_again(node: Node, top: Path
 
 
 def test_names_of_one_inode_are_entries_of_one(node: Node) -> None:
-    file = File(b"a", stat.S_IFREG | 0o644, 1, 1, BLOCK + 1, 1, 2, 3)
+    file = ManifestEntry(b"a", stat.S_IFREG | 0o644, 1, 1, BLOCK + 1, 1, 2, 3)
     files = (ROOT, *(msgspec.structs.replace(file, path=name) for name in (b"a", b"b", b"c")))
-    made = erofs.layout(Manifest("/top", files, links=((3, 1),)), {})
+    made = erofs.layout(DirectoryManifest("/top", files, links=((3, 1),)), {})
     reader = Reader(made)
     numbers = {name: number for name, number, _ in reader.names(BLOCK * 2, 12 * 5 + 6)}
     assert numbers[b"a"] == numbers[b"c"] != numbers[b"b"]

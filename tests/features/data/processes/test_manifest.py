@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from forestage.errors import Declined
 from forestage.features.data import manifest, user_threads
-from forestage.features.data.manifest import File, Manifest
+from forestage.features.data.manifest import DirectoryManifest, ManifestEntry
 from forestage.system import file_systems, mounts
 from forestage.system.as_user import User
 from forestage.system.files import Statx
@@ -42,7 +42,7 @@ def top(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["rm", "-rf", made], check=True)
 
 
-def look(top: Path, user: User, most: int = MOST) -> Manifest:
+def look(top: Path, user: User, most: int = MOST) -> DirectoryManifest:
     root, path = manifest.open_root(str(top), user)
     try:
         return manifest.take(root, path, user, most)
@@ -56,7 +56,7 @@ def declined(top: Path, user: User, most: int = MOST) -> str:
     return caught.value.reason
 
 
-def paths(found: Manifest) -> list[bytes]:
+def paths(found: DirectoryManifest) -> list[bytes]:
     return [one.path for one in found.files]
 
 
@@ -101,7 +101,7 @@ def test_directory_of_many_files_is_looked_at_by_several_threads_where_each_look
     )
     real = manifest._look
 
-    def waiting(*args: object) -> File:
+    def waiting(*args: object) -> ManifestEntry:
         if next(alone, None) is not None:  # of the first parts, which one thread has
             time.sleep(0.01)
         elif not hasattr(met, "others"):
@@ -139,7 +139,7 @@ def test_directory_that_becomes_a_link_is_not_followed(
     (top / "folder").mkdir()
     real = manifest._look
 
-    def swapped(*args: object) -> File:
+    def swapped(*args: object) -> ManifestEntry:
         facts = real(*args)  # type: ignore[arg-type]
         if not (top / "folder").is_symlink():
             (top / "folder").rmdir()
@@ -157,7 +157,7 @@ def test_file_that_vanishes_during_a_look_is_named_and_the_directory_has_changed
     (top / "folder/file").touch()
     real = manifest._look
 
-    def removed(*args: object) -> File:
+    def removed(*args: object) -> ManifestEntry:
         if args[2] == b"file":
             (top / "folder/file").unlink()
         return real(*args)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def test_directory_that_vanishes_during_a_look_is_named(
     (top / "folder").mkdir()
     real = manifest._look
 
-    def removed(*args: object) -> File:
+    def removed(*args: object) -> ManifestEntry:
         facts = real(*args)  # type: ignore[arg-type]
         (top / "folder").rmdir()
         return facts
@@ -217,9 +217,9 @@ def test_listing_ends_where_there_are_too_many(
     for number in range(10 * manifest.AT_ONCE):
         (top / str(number)).touch()
     listed: list[int] = []
-    real = manifest._Bound.add
+    real = manifest._ScanLimits.add
     monkeypatch.setattr(
-        manifest._Bound, "add", lambda self, *told: (listed.append(told[0]), real(self, *told))
+        manifest._ScanLimits, "add", lambda self, *told: (listed.append(told[0]), real(self, *told))
     )
     assert declined(top, me, 10) == "too-many-files"
     assert sum(listed) == manifest.AT_ONCE
@@ -342,15 +342,15 @@ def test_digest_is_another_for_every_change(top: Path, me: User) -> None:
     assert look(top, me).digest == found.digest
     digests = {found.digest}
     for number, one in enumerate(found.files):
-        for field in File.__struct_fields__:
+        for field in ManifestEntry.__struct_fields__:
             now = getattr(one, field)
             changed = msgspec.structs.replace(
                 one, **{field: now + (b"x" if now == b"" else 1 if isinstance(now, int) else b"y")}
             )
             files = (*found.files[:number], changed, *found.files[number + 1 :])
-            digests.add(Manifest(found.path, files).digest)
-    assert len(digests) == 1 + len(found.files) * len(File.__struct_fields__)
-    assert Manifest("/other", found.files).digest not in digests
+            digests.add(DirectoryManifest(found.path, files).digest)
+    assert len(digests) == 1 + len(found.files) * len(ManifestEntry.__struct_fields__)
+    assert DirectoryManifest("/other", found.files).digest not in digests
 
 
 def test_acls_are_those_of_files_that_have_one(as_root: None, top: Path) -> None:
@@ -381,12 +381,12 @@ def test_acls_that_take_too_much_memory_are_declined(
 # --- another node's manifest
 
 
-def sound() -> Manifest:
-    top = File(b"", 0o40755, 1, 1, 0, 5, 5, 10)
+def sound() -> DirectoryManifest:
+    top = ManifestEntry(b"", 0o40755, 1, 1, 0, 5, 5, 10)
     folder = msgspec.structs.replace(top, path=b"a", inode=11)
-    file = File(b"a/b", 0o100644, 1, 1, 7, 5, 5, 12)
-    link = File(b"a/c", 0o120777, 1, 1, 0, 5, 5, 13, b"b")
-    return Manifest("/lustre/set", (top, folder, file, link))
+    file = ManifestEntry(b"a/b", 0o100644, 1, 1, 7, 5, 5, 12)
+    link = ManifestEntry(b"a/c", 0o120777, 1, 1, 0, 5, 5, 13, b"b")
+    return DirectoryManifest("/lustre/set", (top, folder, file, link))
 
 
 def test_manifest_of_a_look_is_sound(top: Path, me: User) -> None:
@@ -434,7 +434,7 @@ def test_manifest_that_no_look_finds_is_declined(number: int, facts: dict[str, o
     files = list(sound().files)
     files[number] = msgspec.structs.replace(files[number], **facts)
     with pytest.raises(Declined) as caught:
-        manifest.must_be_sound(Manifest("/lustre/set", tuple(files)), {}, 100)
+        manifest.must_be_sound(DirectoryManifest("/lustre/set", tuple(files)), {}, 100)
     assert caught.value.reason == "bad-look"
 
 
@@ -452,8 +452,8 @@ def test_files_that_lack_blocks_are_noted_and_make_no_other_tree(top: Path, me: 
     os.truncate(top / "sparse", 50_000)
     found = look(top, me)
     assert [found.files[number].path for number in found.sparse] == [b"sparse"]
-    assert found.digest == Manifest(found.path, found.files).digest
-    lent = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Manifest)
+    assert found.digest == DirectoryManifest(found.path, found.files).digest
+    lent = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=DirectoryManifest)
     assert lent == found
 
 
@@ -481,14 +481,14 @@ def test_names_of_one_file_are_noted_and_counted_once(top: Path, me: User) -> No
     assert found.bytes == 15_000
     assert found.names == {1: [1, 3, 4]}
     manifest.must_be_sound(found, {}, 100)
-    lent = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Manifest)
+    lent = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=DirectoryManifest)
     assert (lent, lent.digest) == (found, found.digest)
 
 
 def test_tree_whose_names_are_one_file_is_another_than_one_of_files(top: Path, me: User) -> None:
     link(top, "a", "b")
     found = look(top, me)
-    assert found.digest != Manifest(found.path, found.files).digest
+    assert found.digest != DirectoryManifest(found.path, found.files).digest
 
 
 @pytest.mark.parametrize("broken", ["inode number", "handle", "no handle", "its own count"])
@@ -525,7 +525,7 @@ def test_files_with_anything_else_of_their_own_are_never_one(
     monkeypatch.setattr(file_systems, "read_handle", lambda *_: b"one")
     assert len(look(top, me).links) == 1
 
-    def other(path: bytes, *facts: Any) -> File:
+    def other(path: bytes, *facts: Any) -> ManifestEntry:
         file = real(path, *facts)
         change = {field: getattr(file, field) + 1} if path == b"b" else {}
         return msgspec.structs.replace(file, **change)
@@ -534,11 +534,11 @@ def test_files_with_anything_else_of_their_own_are_never_one(
     assert look(top, me).links == ()
 
 
-def twins() -> Manifest:
+def twins() -> DirectoryManifest:
     """A sound manifest, in which b is a further name of a/b."""
     found = sound()
     further = msgspec.structs.replace(found.files[2], path=b"b")
-    return Manifest("/lustre/set", (*found.files, further), links=((4, 2),))
+    return DirectoryManifest("/lustre/set", (*found.files, further), links=((4, 2),))
 
 
 @pytest.mark.parametrize(
@@ -602,7 +602,7 @@ def test_manifest_of_too_many_files_is_declined() -> None:
     with pytest.raises(Declined, match="too many"):
         manifest.must_be_sound(sound(), {}, 3)
     with pytest.raises(Declined, match="too many"):
-        manifest.must_be_sound(Manifest("/lustre/set", ()), {}, 3)
+        manifest.must_be_sound(DirectoryManifest("/lustre/set", ()), {}, 3)
 
 
 def test_sample_has_the_directory_and_other_files_each_time(top: Path, me: User) -> None:

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from forestage.clock import Clock
 from forestage.errors import Declined, Failed
 from forestage.features.data import erofs, file_readers, manifest
-from forestage.features.data.file_readers import MANY, Tree
-from forestage.features.data.manifest import File
-from forestage.features.data.open_tree import SMALL, OpenTree
-from forestage.sources.source import Truncated, Unreadable
+from forestage.features.data.file_readers import MANY, OpenDirectory
+from forestage.features.data.manifest import ManifestEntry
+from forestage.features.data.open_tree import SMALL, DirectorySource
+from forestage.sources.source import SourceTruncated, SourceUnreadable
 from forestage.system import file_systems, writers
 from forestage.system.as_user import User
 
@@ -51,13 +51,13 @@ class Top:
         self.user = user
         self.clock = Told(HOUR, path / "file")
         self.root, self.resolved = manifest.open_root(str(path), user)
-        self.trees: list[OpenTree] = []
+        self.trees: list[DirectorySource] = []
 
-    def opened(self, looked: float, most: int = 100) -> OpenTree:
+    def opened(self, looked: float, most: int = 100) -> DirectorySource:
         found = manifest.take(self.root, self.resolved, self.user, most)
         made = erofs.layout(found, {})
         looked += time.time()
-        tree = OpenTree(self.root, found, made, self.user, most, self.clock, looked)
+        tree = DirectorySource(self.root, found, made, self.user, most, self.clock, looked)
         self.trees.append(tree)
         return tree
 
@@ -75,7 +75,7 @@ def top(tmp_path: Path, me: User) -> Iterator[Top]:
     made.close()
 
 
-def read(tree: OpenTree) -> bytes:
+def read(tree: DirectorySource) -> bytes:
     memory = bytearray(tree.made.size)
     tree.read(0, memoryview(memory))
     return bytes(memory[tree.made.starts[0] :][:5])
@@ -126,7 +126,7 @@ def test_file_that_cannot_be_read_is_named_and_its_piece_has_no_byte(
     (top.path / "other").write_bytes(b"other")
     real = file_readers.read_into
 
-    def read_into(tree: Tree, file: File, *more: Any) -> None:
+    def read_into(tree: OpenDirectory, file: ManifestEntry, *more: Any) -> None:
         if file.path == b"other":
             raise OSError(errno.EIO, "unreadable")
         real(tree, file, *more)
@@ -134,7 +134,7 @@ def test_file_that_cannot_be_read_is_named_and_its_piece_has_no_byte(
     monkeypatch.setattr(file_readers, "read_into", read_into)
     tree = top.opened(HOUR)
     memory = bytearray(tree.made.size)
-    with pytest.raises(Unreadable) as caught:
+    with pytest.raises(SourceUnreadable) as caught:
         tree.read(0, memoryview(memory))
     assert caught.value.error.errno == errno.EIO
     assert str(top.path / "other") in str(caught.value)
@@ -226,7 +226,7 @@ def test_all_names_of_what_was_read_are_looked_at_again_where_another_node_has_l
 # --- holes
 
 
-def with_holes(top: Top, data: dict[str, tuple[int, list[int]]]) -> OpenTree:
+def with_holes(top: Top, data: dict[str, tuple[int, list[int]]]) -> DirectorySource:
     """A tree of these files: their size in blocks, and the blocks that have bytes."""
     for name, (size, blocks) in data.items():
         with (top.path / name).open("wb") as file:
@@ -237,7 +237,7 @@ def with_holes(top: Top, data: dict[str, tuple[int, list[int]]]) -> OpenTree:
     return top.opened(HOUR)
 
 
-def in_full(tree: OpenTree, chunk: int) -> set[int]:
+def in_full(tree: DirectorySource, chunk: int) -> set[int]:
     """The chunks that have a byte other than 0."""
     memory = bytearray(tree.made.size)
     tree.read(0, memoryview(memory))
@@ -298,7 +298,7 @@ def test_files_that_have_all_their_blocks_are_not_opened_for_their_holes(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = with_holes(top, {"whole": (3, [0, 1, 2]), "short": (0, [])})
-    monkeypatch.setattr(OpenTree, "_open", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(DirectorySource, "_open", lambda *_: pytest.fail("opened"))
     assert tree.map_chunks(erofs.BLOCK).read == set(range(tree.made.size // erofs.BLOCK))
 
 
@@ -370,7 +370,7 @@ def test_file_that_becomes_shorter_while_it_is_read_has_no_copy(
 
     monkeypatch.setattr(file_readers, "read_into", read_into)
     tree = top.opened(HOUR)
-    with pytest.raises(Truncated):
+    with pytest.raises(SourceTruncated):
         read(tree)
 
 

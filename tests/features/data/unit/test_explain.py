@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from histories import event, hit, printed
 
 
 def test_directory_in_a_prolog_says_what_its_steps_get() -> None:
-    text = printed(event(Handled("started", request="/d/", via="hint", data=True)))
+    text = printed(event(RequestOutcome("started", request="/d/", via="hint", data=True)))
     assert "each step is shown it, once all of it is here" in text
 
 
 def test_job_that_could_not_be_given_its_data_went_on_without_it() -> None:
-    without = Handled("declined", reason="no-mount", detail="no such place", data=True)
+    without = RequestOutcome("declined", reason="no-mount", detail="no such place", data=True)
     assert "The job went on without it." in printed(event(without))
     assert "The step went on without it." in printed(event(without, hook="step", step=0))
 

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from forestage.cache.said import Wanted
+from forestage.cache.said import JobData
 from forestage.errors import Declined
 from forestage.features.data import copy_in, fill
 from forestage.slurm.hints import Request
@@ -63,7 +63,7 @@ def test_first_of_a_name_counts_and_what_is_refused_takes_none() -> None:
     bad = Request("/a/x", "hint", "seed:PATH")
     first, second = Request("/a/x", "hint", "job"), Request("/b/x.tar", "hint", "job")
     image = Request("/c/x", "hint", "/mnt/x")
-    noted = Wanted((bad, image, first, second), 1 << 30)
+    noted = JobData((bad, image, first, second), 1 << 30)
     assert fill.must_be_possible(noted, first) == "x"
     with pytest.raises(Declined, match="has the name x already"):
         fill.must_be_possible(noted, second)
@@ -72,7 +72,7 @@ def test_first_of_a_name_counts_and_what_is_refused_takes_none() -> None:
 def test_without_a_directory_nothing_can_be_put_there() -> None:
     request = Request("/a/x", "hint", "job")
     with pytest.raises(Declined, match="stage-dir=SIZE"):
-        fill.must_be_possible(Wanted((request,)), request)
+        fill.must_be_possible(JobData((request,)), request)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_members_lie_below_the_directory(name: str, expected: str) -> None:
 
 @pytest.mark.parametrize("name", ["..", "../a", "a/../../b", "/..", "a/.."])
 def test_member_that_leads_out_is_refused(name: str) -> None:
-    with pytest.raises(copy_in.Bad):
+    with pytest.raises(copy_in.CopyInError):
         copy_in.inside(name)
 
 

@@ -7,7 +7,7 @@ import pytest
 from forestage.errors import Declined
 from forestage.features.data import submitted
 from forestage.features.data.requests import split_list
-from forestage.slurm.hints import Rank, read_hints
+from forestage.slurm.hints import NodeIndex, read_hints
 
 GIB = 1024**3
 
@@ -29,7 +29,7 @@ def test_own_directory_of_no_size_is_a_problem(value: str) -> None:
 
 
 def test_list_is_a_file_of_this_nodes() -> None:
-    assert read_hints("stage-list=lists/{node}", Rank(3, 4)).listed == "lists/3"
+    assert read_hints("stage-list=lists/{node}", NodeIndex(3, 4)).listed == "lists/3"
 
 
 def test_last_size_of_an_own_directory_counts() -> None:

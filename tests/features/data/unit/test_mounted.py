@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from forestage.errors import Declined
 from forestage.features.data import wanted
-from forestage.features.data.mounted import SYSTEM, MountPoint, must_be_allowed
+from forestage.features.data.mounted import SYSTEM, JobMountPoint, must_be_allowed
 
 NEEDED = ("/home/alice", "/lustre/project/run", "/mnt/nvme/forestage")
 
@@ -81,8 +81,8 @@ def test_what_is_allowed_is_neither_above_nor_below_the_systems(parts: list[str]
 
 
 def test_place_that_is_there_is_mounted_over_and_a_missing_one_is_made() -> None:
-    assert MountPoint("/home/a/x", 5).lines("/run/s") == [("served", "/run/s", "/home/a/x", "5")]
-    assert MountPoint("/data/x/y", 0, "/data").lines("/run/s") == [
+    assert JobMountPoint("/home/a/x", 5).lines("/run/s") == [("served", "/run/s", "/home/a/x", "5")]
+    assert JobMountPoint("/data/x/y", 0, "/data").lines("/run/s") == [
         ("folder", "x/y", "/data", "root"),
         ("served", "/run/s", "/data/x/y", "root"),
     ]

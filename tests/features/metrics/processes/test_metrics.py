@@ -18,21 +18,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from commands import NOW, Site
 from forestage import events, features
 from forestage.cache import disk_errors
-from forestage.cache.evict import Room
+from forestage.cache.evict import CacheSpace
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
 from forestage.commands import status
-from forestage.commands.status import Status
-from forestage.commands.tally import Histogram, Tally
-from forestage.commands.world import Exit
-from forestage.events import Copied, Event, Handled, append, log
+from forestage.commands.status import NodeStatus
+from forestage.commands.tally import EventTally, Histogram
+from forestage.commands.world import ExitStatus
+from forestage.events import CopyOutcome, EventRecord, RequestOutcome, append, log
 from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features.contexts import MetricFamily, MetricsPart, SweepFacts
 from forestage.features.metrics import export as metrics
 from forestage.features.metrics import sweep, textfile
-from forestage.features.metrics.export import Exported
-from forestage.paths import Places
-from forestage.slurm.queue import Slurm
+from forestage.features.metrics.export import MetricsExportFacts
+from forestage.paths import NodePaths
+from forestage.slurm.queue import SlurmClient
 from forestage.system import lock, records
 from made_up import around_all
 
@@ -42,23 +42,23 @@ RULES = PACKAGING / "prometheus/forestage.rules.yml"
 TEXTFILE = "var/lib/prometheus/node-exporter/forestage.prom"
 
 
-def hit(job: int, **changes: object) -> Event:
-    outcome = msgspec.structs.replace(Handled("hit", redirect="mounted", size=1), **changes)
-    return Event(time=float(job), hook="prolog", job=job, outcome=outcome)
+def hit(job: int, **changes: object) -> EventRecord:
+    outcome = msgspec.structs.replace(RequestOutcome("hit", redirect="mounted", size=1), **changes)
+    return EventRecord(time=float(job), hook="prolog", job=job, outcome=outcome)
 
 
-def count(places: Places) -> Tally:
+def count(places: NodePaths) -> EventTally:
     with metrics.alone(places):
         return metrics.count(places)
 
 
-def hits(tally: Tally) -> int:
+def hits(tally: EventTally) -> int:
     return tally.requests.get("prolog", {}).get("hit", 0)
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places(tmp_path)
+def places(tmp_path: Path) -> NodePaths:
+    return NodePaths(tmp_path)
 
 
 # --- every event once
@@ -66,7 +66,7 @@ def places(tmp_path: Path) -> Places:
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
 def test_rotated_log_loses_and_repeats_no_event(
-    places: Places, monkeypatch: pytest.MonkeyPatch, every: int
+    places: NodePaths, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     monkeypatch.setattr(log, "ROTATE_AT", 800)  # some eight events
     assert hits(count(places)) == 0, "a node without a log"
@@ -78,7 +78,7 @@ def test_rotated_log_loses_and_repeats_no_event(
 
 
 def test_events_rotated_away_unread_are_all_that_is_lost(
-    places: Places, monkeypatch: pytest.MonkeyPatch
+    places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append(places.events, [hit(1)])
     assert hits(count(places)) == 1
@@ -90,7 +90,7 @@ def test_events_rotated_away_unread_are_all_that_is_lost(
     assert [hits(count(places)) for _ in range(2)] == [1 + left] * 2
 
 
-def test_rotation_while_reading_hides_no_event(places: Places) -> None:
+def test_rotation_while_reading_hides_no_event(places: NodePaths) -> None:
     older = places.events.with_name("events.jsonl.1")
     append(older, [hit(1)])
     append(places.events, [hit(2)])
@@ -105,7 +105,7 @@ def test_rotation_while_reading_hides_no_event(places: Places) -> None:
     assert list(events.unread(places.events, seen)) == []
 
 
-def test_new_log_with_old_inode_and_length_is_read(places: Places) -> None:
+def test_new_log_with_old_inode_and_length_is_read(places: NodePaths) -> None:
     append(places.events, [hit(job) for job in range(10, 20)])
     assert hits(count(places)) == 10
     size, inode = places.events.stat().st_size, places.events.stat().st_ino
@@ -117,7 +117,7 @@ def test_new_log_with_old_inode_and_length_is_read(places: Places) -> None:
 
 
 def test_truncated_log_is_read_on_and_damaged_lines_are_skipped(
-    places: Places, monkeypatch: pytest.MonkeyPatch
+    places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log, "MAX_LINE", 1000)
     append(places.events, [hit(1), hit(2)])
@@ -131,7 +131,7 @@ def test_truncated_log_is_read_on_and_damaged_lines_are_skipped(
     assert [hits(count(places)) for _ in range(2)] == [3, 3]
 
 
-def test_unfinished_line_is_counted_once_it_is_whole(places: Places) -> None:
+def test_unfinished_line_is_counted_once_it_is_whole(places: NodePaths) -> None:
     append(places.events, [hit(1), hit(2)])
     whole = places.events.read_bytes()
     places.events.write_bytes(whole[:-5])
@@ -142,7 +142,7 @@ def test_unfinished_line_is_counted_once_it_is_whole(places: Places) -> None:
 
 
 def test_run_that_cannot_write_counts_nothing(
-    places: Places, monkeypatch: pytest.MonkeyPatch
+    places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append(places.events, [hit(1)])
     with monkeypatch.context() as patch:
@@ -157,7 +157,7 @@ def test_run_that_cannot_write_counts_nothing(
 
 
 def test_parallel_runs_and_hooks_count_each_event_once(
-    places: Places, monkeypatch: pytest.MonkeyPatch
+    places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Some 205 events: rotated once. What a hook writes to a log that was rotated twice since it
     # opened it is lost, and here a thread may stand still for as long.
@@ -198,7 +198,7 @@ def test_parallel_runs_exclude_each_other_until_the_file_is_written(
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"tally": 3}', b"\xff" * 100])
 def test_damaged_tally_restarts_from_the_logs(
-    places: Places, damage: bytes, capfd: pytest.CaptureFixture[str]
+    places: NodePaths, damage: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     append(places.events, [hit(1), hit(2)])
     count(places)
@@ -222,12 +222,12 @@ def samples(text: str | bytes) -> dict[str, float]:
 
 def test_labels_hold_no_user_image_job_or_unknown_reason() -> None:
     odd = 'x"y\n{z}'
-    tally = Tally()
-    bare = samples(metrics.text(Exported(Tally(), "1", off=False)))
+    tally = EventTally()
+    bare = samples(metrics.text(MetricsExportFacts(EventTally(), "1", off=False)))
     for number in range(50):
         tally.add(hit(number, image=f"/{odd}", key=odd, request=odd, result="failed", reason=odd))
         tally.add(hit(number, result="declined", reason=f"{number}", detail=odd))
-    found = samples(metrics.text(Exported(tally, "1", off=False)))
+    found = samples(metrics.text(MetricsExportFacts(tally, "1", off=False)))
     assert found.keys() == bare.keys()
     assert found["forestage_errors_total reason=other"] == 50
     assert found["forestage_declined_total reason=other"] == 50
@@ -235,7 +235,7 @@ def test_labels_hold_no_user_image_job_or_unknown_reason() -> None:
 
 def test_empty_tally_exports_every_series() -> None:
     """increase() of a series that begins with 1 is 0: the first error would be no alert."""
-    found = samples(metrics.text(Exported(Tally(), "1", off=False)))
+    found = samples(metrics.text(MetricsExportFacts(EventTally(), "1", off=False)))
     errors = {name for name in found if name.startswith("forestage_errors_total")}
     failures = collect_failures()
     assert errors == {f"forestage_errors_total reason={reason}" for reason in (*failures, "other")}
@@ -246,9 +246,9 @@ def test_empty_tally_exports_every_series() -> None:
 
 
 def test_reason_that_is_counted_has_its_series_and_each_failure_is_a_known_reason() -> None:
-    tally = Tally()
+    tally = EventTally()
     tally.add(hit(1, result="failed", reason="source-error"))
-    found = samples(metrics.text(Exported(tally, "1", off=False)))
+    found = samples(metrics.text(MetricsExportFacts(tally, "1", off=False)))
     assert found["forestage_errors_total reason=source-error"] == 1
     assert set(collect_reasons()) >= collect_failures()
     raised: set[str] = set()
@@ -259,19 +259,19 @@ def test_reason_that_is_counted_has_its_series_and_each_failure_is_a_known_reaso
 
 
 def test_every_count_has_its_series() -> None:
-    tally = Tally()
+    tally = EventTally()
     for job, outcome in enumerate(
         (
-            Handled("hit", redirect="mounted", size=100, wait=0.02),
-            Handled("joined", redirect="mounted", size=30, wait=4.0),
-            Handled("declined", reason="deadline", key="k", wait=15.0),
-            Handled("declined", reason="outside-sources", wait=0.0),
+            RequestOutcome("hit", redirect="mounted", size=100, wait=0.02),
+            RequestOutcome("joined", redirect="mounted", size=30, wait=4.0),
+            RequestOutcome("declined", reason="deadline", key="k", wait=15.0),
+            RequestOutcome("declined", reason="outside-sources", wait=0.0),
         )
     ):
-        tally.add(Event(1.0, "prolog", job, outcome))
-    copied = Copied("copied", size=1000, from_peers=400, from_others=150, copying=1e-6)
-    tally.add(Event(1.0, "stager", 4, msgspec.structs.replace(copied, evicted=("k",))))
-    found = samples(metrics.text(Exported(tally, "1", off=True)))
+        tally.add(EventRecord(1.0, "prolog", job, outcome))
+    copied = CopyOutcome("copied", size=1000, from_peers=400, from_others=150, copying=1e-6)
+    tally.add(EventRecord(1.0, "stager", 4, msgspec.structs.replace(copied, evicted=("k",))))
+    found = samples(metrics.text(MetricsExportFacts(tally, "1", off=True)))
     expected = {
         "requests_total hook=prolog result=hit": 1,
         "requests_total hook=prolog result=joined": 1,
@@ -313,7 +313,7 @@ def test_family_of_a_feature_comes_after_the_one_that_it_names() -> None:
         MetricFamily("flight_seconds", "Flights.", after="wait_seconds", histogram=waits),
     )
     parts = (MetricsPart({"plane": "A380"}, families),)
-    text = metrics.text(Exported(Tally(), "1", off=False, parts=parts))
+    text = metrics.text(MetricsExportFacts(EventTally(), "1", off=False, parts=parts))
     found = samples(text)
     assert found["forestage_flown_bytes_total"] == 3
     assert found["forestage_landed at=night"] == 1
@@ -326,7 +326,7 @@ def test_family_of_a_feature_comes_after_the_one_that_it_names() -> None:
 
 
 def test_counts_of_features_are_kept_with_the_tally_and_metrics_go_without_any(
-    places: Places, monkeypatch: pytest.MonkeyPatch
+    places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features, "FEATURES", ())
     append(places.events, [hit(1)])
@@ -353,7 +353,7 @@ def written(site: Site) -> dict[str, float]:
 def test_textfile_is_world_readable_and_alone(site: Site) -> None:
     was = os.umask(0o077)
     try:
-        assert site.run("metrics").exit_code == Exit.OK
+        assert site.run("metrics").exit_code == ExitStatus.OK
     finally:
         os.umask(was)
     file = site.places.root / TEXTFILE
@@ -378,16 +378,16 @@ def test_node_state_is_exported(site: Site) -> None:
 
 
 def test_bytes_and_entries_are_exported_by_their_kind() -> None:
-    counts, free = status.Counts(total=3, data=1), status.DiskSpace("/nvme", 1000, 500)
-    room = Room(500, 70, 900, 50, 720, 450)
-    node = Status("/cache", "", (), (), (), disk=free, room=room, entries=counts, data=30)
-    found = samples(metrics.text(Exported(Tally(), "1", off=False, status=node)))
+    counts, free = status.EntryCounts(total=3, data=1), status.DiskSpace("/nvme", 1000, 500)
+    room = CacheSpace(500, 70, 900, 50, 720, 450)
+    node = NodeStatus("/cache", "", (), (), (), disk=free, room=room, entries=counts, data=30)
+    found = samples(metrics.text(MetricsExportFacts(EventTally(), "1", off=False, status=node)))
     for kind, number, size in (("data", 1, 30), ("image", 2, 40)):
         assert found[f"forestage_entries_of_kind kind={kind}"] == number
         assert found[f"forestage_kind_bytes kind={kind}"] == size
 
 
-def test_time_of_the_last_sweep_is_that_of_its_mark(places: Places) -> None:
+def test_time_of_the_last_sweep_is_that_of_its_mark(places: NodePaths) -> None:
     assert metrics.last_sweep(places) == 0.0
     mark = places.called("sweep")
     mark.parent.mkdir(parents=True)
@@ -446,8 +446,8 @@ def test_state_is_one_series_each_and_a_copy_that_failed_makes_the_cache_unusabl
     site.node.cache.prepare(False)
     site.run("metrics")
     assert (state(site), written(site)["forestage_cache_usable"]) == (["ok"], 1)
-    failed = Copied("failed", reason="io", key="k")
-    append(site.places.events, [Event(time=NOW - 60, hook="stager", job=7, outcome=failed)])
+    failed = CopyOutcome("failed", reason="io", key="k")
+    append(site.places.events, [EventRecord(time=NOW - 60, hook="stager", job=7, outcome=failed)])
     site.run("metrics")
     assert (state(site), written(site)["forestage_cache_usable"]) == (["failing"], 0)
     site.configure("enabled: maybe\n")
@@ -468,18 +468,18 @@ def open_cache(site: Site) -> None:
 @pytest.mark.parametrize(
     ("trouble", "code", "gauges"),
     [
-        (off_by_file, Exit.OK, {"switched_off": 1, "cache_usable": 1}),
-        (lambda site: site.configure("enabled: false\n"), Exit.OK, {"switched_off": 1}),
+        (off_by_file, ExitStatus.OK, {"switched_off": 1, "cache_usable": 1}),
+        (lambda site: site.configure("enabled: false\n"), ExitStatus.OK, {"switched_off": 1}),
         (
             lambda site: site.configure("nonsense: true\n"),
-            Exit.CONFIG,
+            ExitStatus.CONFIG,
             {"config_valid": 0, "cache_usable": 0},
         ),
-        (open_cache, Exit.OK, {"config_valid": 1, "cache_usable": 0}),
+        (open_cache, ExitStatus.OK, {"config_valid": 1, "cache_usable": 0}),
     ],
 )
 def test_node_in_trouble_is_exported_and_its_counters_go_on(
-    site: Site, trouble: Callable[[Site], None], code: Exit, gauges: dict[str, float]
+    site: Site, trouble: Callable[[Site], None], code: ExitStatus, gauges: dict[str, float]
 ) -> None:
     site.run("metrics")
     append(site.places.events, [hit(1)])
@@ -497,20 +497,20 @@ def test_disk_errors_leave_counters(site: Site, monkeypatch: pytest.MonkeyPatch)
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Cache, "stored_entries", broken)
-    assert site.run("metrics").exit_code == Exit.OK
+    assert site.run("metrics").exit_code == ExitStatus.OK
     assert written(site)["forestage_cache_usable"] == 0
 
 
 def test_missing_textfile_directory_is_an_error_unless_disabled(site: Site) -> None:
     shutil.rmtree((site.places.root / TEXTFILE).parent)
     done = site.run("metrics")
-    assert done.exit_code == Exit.FAILED
+    assert done.exit_code == ExitStatus.FAILED
     assert "node exporter" in done.stderr
     shown = site.run("metrics", "--print")
-    assert (shown.exit_code, samples(shown.stdout)["forestage_config_valid"]) == (Exit.OK, 1)
+    assert (shown.exit_code, samples(shown.stdout)["forestage_config_valid"]) == (ExitStatus.OK, 1)
     site.configure("metrics: {textfile: null}\n")
     done = site.run("metrics", "--print")
-    assert done.exit_code == Exit.OK
+    assert done.exit_code == ExitStatus.OK
     assert samples(done.stdout)["forestage_config_valid"] == 1
 
 
@@ -520,7 +520,7 @@ def test_textfile_may_lie_elsewhere_if_named_prom(site: Site) -> None:
     site.run("metrics")
     assert samples((site.places.root / "other/x.prom").read_text())
     site.configure("metrics: {textfile: /other/x.txt}\n")
-    assert site.run("metrics").exit_code == Exit.CONFIG
+    assert site.run("metrics").exit_code == ExitStatus.CONFIG
 
 
 def by_metrics(site: Site) -> None:
@@ -528,7 +528,7 @@ def by_metrics(site: Site) -> None:
 
 
 def by_sweep(site: Site) -> None:
-    facts = SweepFacts(site.node, Slurm("", node="n1"), frozenset(), dry_run=False)
+    facts = SweepFacts(site.node, SlurmClient("", node="n1"), frozenset(), dry_run=False)
     sweep.afterwards(facts)
 
 
@@ -580,7 +580,7 @@ def test_broken_configuration_is_told_in_the_file_that_is_read(site: Site) -> No
     site.configure("metrics: {textfile: /other/x.prom}\n")
     site.run("metrics")
     site.configure("enabled: maybe\n")
-    assert site.run("metrics").exit_code == Exit.CONFIG
+    assert site.run("metrics").exit_code == ExitStatus.CONFIG
     assert samples(own.read_text())["forestage_config_valid"] == 0
     assert not (site.places.root / TEXTFILE).exists()
 
@@ -590,7 +590,7 @@ def test_record_that_cannot_be_kept_is_no_error(site: Site) -> None:
     textfile.locate_record(site.places).parent.parent.mkdir(parents=True, exist_ok=True)
     textfile.locate_record(site.places).parent.touch()  # where the directory would be
     site.configure("metrics: {textfile: /other/x.prom}\n")
-    assert site.run("metrics").exit_code == Exit.OK
+    assert site.run("metrics").exit_code == ExitStatus.OK
     assert (site.places.root / "other/x.prom").exists()
 
 
@@ -601,7 +601,7 @@ def test_user_without_rights_gets_exit_status_permission(site: Site) -> None:
     site.places.tally.parent.chmod(0o700)
     os.seteuid(65534)
     try:
-        assert site.run("metrics").exit_code == Exit.PERMISSION
+        assert site.run("metrics").exit_code == ExitStatus.PERMISSION
     finally:
         os.seteuid(0)
 

@@ -6,21 +6,21 @@ from pathlib import Path
 
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.config.keys import Metering
+from forestage.config.keys import MetricsSection
 from forestage.features.contexts import TendFacts
 from forestage.features.metrics import tend
-from forestage.paths import Places
+from forestage.paths import NodePaths
 
 
 def names(root: Path, config: Config | None, apart: bool = False) -> list[str]:
-    facts = TendFacts(Places(root), Clock(), config, apart)
+    facts = TendFacts(NodePaths(root), Clock(), config, apart)
     return [one.name for one in tend.each_minute(facts)]
 
 
 def test_metrics_are_a_part_where_they_are_written(tmp_path: Path) -> None:
     assert names(tmp_path, Config()) == ["metrics"]
     assert names(tmp_path, Config(), apart=True) == []
-    assert names(tmp_path, Config(metrics=Metering(textfile=None))) == []
+    assert names(tmp_path, Config(metrics=MetricsSection(textfile=None))) == []
 
 
 def test_configuration_that_cannot_be_used_is_told_by_the_metrics(tmp_path: Path) -> None:

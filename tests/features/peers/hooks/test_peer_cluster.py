@@ -17,7 +17,7 @@ from forestage.cache.node import Node as CacheNode
 from forestage.clock import Clock
 from forestage.commands import sweep
 from forestage.config import Config
-from forestage.events import Copied
+from forestage.events import CopyOutcome
 from forestage.features.peers import (
     activation,
     auth,
@@ -27,15 +27,15 @@ from forestage.features.peers import (
     origins,
     stats,
 )
-from forestage.features.peers.client import Peers
-from forestage.features.peers.connection import ChunkRefused
-from forestage.features.peers.known_copies import Others
-from forestage.features.peers.node_list import NodeList
+from forestage.features.peers.client import PeerClient
+from forestage.features.peers.connection import PeerRequestError
+from forestage.features.peers.known_copies import OtherJobsPeers
+from forestage.features.peers.node_list import PeerNodeList
 from forestage.features.peers.peer_table import sum_of
-from forestage.features.peers.protocol import ChunkRequest, Receiver
-from forestage.features.peers.ring import Ring
-from forestage.paths import Places
-from forestage.slurm.queue import Slurm
+from forestage.features.peers.protocol import ChunkReceiver, ChunkRequest
+from forestage.features.peers.ring import NodeRing
+from forestage.paths import NodePaths
+from forestage.slurm.queue import SlurmClient
 from node import ALICE, HANGS, Node, until
 from peering import CHUNK, PIECES, data, find_at, free_port, give, run
 from peering import Node as Peer
@@ -61,7 +61,7 @@ def peers(node: Node, tmp_path: Path) -> Iterator[dict[str, Peer]]:
         "key_file": str(made["n2"].places.etc / "peer.key"),
     }
     node.configure(peers=shared)
-    node_list.write(node.places, NodeList(time.time(), dict.fromkeys(NAMES, "")))
+    node_list.write(node.places, PeerNodeList(time.time(), dict.fromkeys(NAMES, "")))
     with contextlib.ExitStack() as served:
         for peer in made.values():
             peer.configure(reach="cluster")
@@ -69,7 +69,7 @@ def peers(node: Node, tmp_path: Path) -> Iterator[dict[str, Peer]]:
         yield made
 
 
-def copied(node: Node, path: Path, nodes: str = "n1") -> Copied:
+def copied(node: Node, path: Path, nodes: str = "n1") -> CopyOutcome:
     found = run(node, node.environ(1, path) | {"SLURM_JOB_NODELIST": nodes})
     assert found.result == "copied"
     assert path.read_bytes() == data()
@@ -115,11 +115,11 @@ def test_node_that_asked_before_is_named_to_the_next_one(
     """n4 asked for the image a while ago, and n1 asks nobody else who has it."""
     key = node.identity(path).key
     config = peers["n4"].config.peers
-    prover = auth.prover(config.key_file, Places())
+    prover = auth.prover(config.key_file, NodePaths())
     asked = known_copies.find(config, key, "n4", ("n4",), ("n2", "n3", "n4"), prover)
     assert asked.givers == ()
     give(peers["n4"], node, path, data())
-    node_list.write(node.places, NodeList(time.time(), dict.fromkeys(("n1", "n2", "n3"), "")))
+    node_list.write(node.places, PeerNodeList(time.time(), dict.fromkeys(("n1", "n2", "n3"), "")))
     assert copied(node, path).from_peers == 0, "a name that root's list does not have"
     nodes = ("n2", "n3", "n1", "n4")
     found = known_copies.find(config, key, "n5", ("n5",), nodes, prover)
@@ -131,13 +131,13 @@ def test_first_nodes_that_copy_ahead_share_the_reading_and_later_ones_leave_it_t
 ) -> None:
     monkeypatch.setattr(known_copies, "PATIENCE", HANGS)  # a machine may stand still for a second
     key, config = node.identity(path).key, peers["n4"].config.peers
-    prover = auth.prover(config.key_file, Places())
+    prover = auth.prover(config.key_file, NodePaths())
     served = ("n2", "n3", "n4")
     # Behind these in the key's ring: nobody asks a node that has no service.
     behind = (
         name
         for name in (f"m{number}" for number in range(100_000))
-        if Ring(key, (*served, name)).nodes[-1] == name
+        if NodeRing(key, (*served, name)).nodes[-1] == name
     )
     a, b, c, d = itertools.islice(behind, 4)
     listed = (*served, a, b, c, d)
@@ -171,7 +171,7 @@ def test_nobody_is_asked(
         node.places.nodes.unlink()
     else:
         then = time.time() - node_list.GOOD - 60
-        node_list.write(node.places, NodeList(then, dict.fromkeys(NAMES, "")))
+        node_list.write(node.places, PeerNodeList(then, dict.fromkeys(NAMES, "")))
     assert copied(node, path, nodes).from_peers == 0
     for name, peer in peers.items():
         peer.end()
@@ -199,11 +199,11 @@ def test_node_of_a_site_without_reach_tells_other_jobs_nothing(
         peer.configure(reach="job")
         peer.start()
     config, key = peers["n2"].config, node.identity(path).key
-    prover = auth.prover(config.peers.key_file, Places())
+    prover = auth.prover(config.peers.key_file, NodePaths())
     assert known_copies.find(config.peers, key, "n1", ("n1",), NAMES, prover).givers == ()
-    taker = Peers(config, ("n1",), "n1", key, prover, Others(("n2",)))
-    receiver = Receiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
-    with pytest.raises(ChunkRefused, match="404"):
+    taker = PeerClient(config, ("n1",), "n1", key, prover, OtherJobsPeers(("n2",)))
+    receiver = ChunkReceiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
+    with pytest.raises(PeerRequestError, match="404"):
         taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n1"), receiver)
     taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "job n1"), receiver)
 
@@ -214,7 +214,7 @@ def test_node_that_is_switched_off_is_no_giver_for_other_jobs(
     give(peers["n2"], node, path, data())
     config, key = peers["n2"].config, node.identity(path).key
     find = functools.partial(known_copies.find, config.peers, key, "n1", ("n1",), NAMES)
-    prover = auth.prover(config.peers.key_file, Places())
+    prover = auth.prover(config.peers.key_file, NodePaths())
     assert find(prover).givers == ("n2",)
     peers["n2"].places.disabled.write_text("INC-42\n")
     assert find(prover).givers == ()
@@ -279,14 +279,14 @@ def test_notice_of_wrong_bytes_follows_the_chunks(
 ) -> None:
     """n3 took n4's chunks from n2, and n1 finds one of n2's wrong."""
     key = read_wrongly(node, peers, path)
-    config, prover = peers["n3"].config, auth.prover(peers["n3"].config.peers.key_file, Places())
-    taker = Peers(config, ("n3",), "n3", key, prover, Others(("n2",)))
-    receiver = Receiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
+    config, prover = peers["n3"].config, auth.prover(peers["n3"].config.peers.key_file, NodePaths())
+    taker = PeerClient(config, ("n3",), "n3", key, prover, OtherJobsPeers(("n2",)))
+    receiver = ChunkReceiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
     taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n3"), receiver)
-    node_list.write(node.places, NodeList(time.time(), {"n1": "", "n2": ""}))
+    node_list.write(node.places, PeerNodeList(time.time(), {"n1": "", "n2": ""}))
     assert copied(node, path).from_peers == 0
     until(lambda: noticed(peers["n2"], key) == noticed(peers["n3"], key) == {"n4"}, "notices")
-    with pytest.raises(ChunkRefused, match="404"):
+    with pytest.raises(PeerRequestError, match="404"):
         taker.fetch("n2", ChunkRequest(1, CHUNK, CHUNK, HANGS, 0.0, "cluster n3"), receiver)
 
 
@@ -301,7 +301,7 @@ def test_sweep_evicts_what_another_node_has_found_wrong(
     note(node, key, by={"n4": "1"}, outside="1", compared=True)
     notices.note(node.places, key, reader)
     here = CacheNode.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
-    done = sweep.sweep(here, Slurm("", node="n1"), False, lambda text: None)
+    done = sweep.sweep(here, SlurmClient("", node="n1"), False, lambda text: None)
     assert done.problems == ()
     assert (done.evicted, node.cache.entry_dir(key).exists()) == ((key,) if goes else (), not goes)
     assert notices.read(node.places, key) == frozenset()

@@ -13,7 +13,7 @@ import pytest
 
 from forestage.cache import digest
 from forestage.features.peers import connection, local_chunks
-from forestage.features.peers.connection import ChunkRefused
+from forestage.features.peers.connection import PeerRequestError
 from node import HANGS, leased
 from node import Node as Hooks
 from peering import (
@@ -219,7 +219,7 @@ def test_session_never_opened_is_refused(client_of: ClientOf, impatient: None) -
 def test_transfer_is_stopped_when_chunk_came_otherwise(fake: MakeFake, client_of: ClientOf) -> None:
     client = client_of(fake(stall).port)
     pieces: list[int] = []
-    with pytest.raises(ChunkRefused) as caught:
+    with pytest.raises(PeerRequestError) as caught:
         client.fetch_to(
             lambda at, piece: pieces.append(at), stop=lambda: len(pieces) > 2, piece_size=1000
         )
@@ -239,7 +239,7 @@ class Soon:
     def why(self) -> str:
         timer = threading.Timer(0.3, self.over.set)
         timer.start()
-        with pytest.raises(ChunkRefused) as caught:
+        with pytest.raises(PeerRequestError) as caught:
             self.client.fetch_to(lambda at, piece: None, stop=self.over.is_set, wait=0.0)
         assert self.over.is_set()
         timer.join()
@@ -375,8 +375,8 @@ def test_lease_on_a_copy_holds_up_no_peer(node: Hooks) -> None:
     assert node.prolog(1, path).outcome.result == "copied"
     key = node.identity(path).key
     with leased(path) as held:
-        assert isinstance(local_chunks.find(node.cache, key, 0), local_chunks.Absent)
+        assert isinstance(local_chunks.find(node.cache, key, 0), local_chunks.AbsentChunk)
         assert held(), "the service waited until the kernel broke the lease"
     found = local_chunks.find(node.cache, key, 0)
-    assert isinstance(found, local_chunks.Present)
+    assert isinstance(found, local_chunks.PresentChunk)
     found.file.close()

@@ -14,7 +14,7 @@ import pytest
 
 from forestage.errors import PeerError
 from forestage.features.peers import auth
-from forestage.features.peers.auth import Munge
+from forestage.features.peers.auth import MungeAuthenticator
 from peering import Client, Munged, Node, Stranger, image, of_chunk
 
 
@@ -44,8 +44,8 @@ def stranger(node: Node) -> Stranger:
 
 
 @pytest.fixture
-def mine(munged: Munged) -> Munge:
-    return Munge(str(munged.socket))
+def mine(munged: Munged) -> MungeAuthenticator:
+    return MungeAuthenticator(str(munged.socket))
 
 
 def encode(munged: Munged, payload: bytes, *options: str, uid: int = 0) -> bytes:
@@ -79,7 +79,9 @@ def test_credential_of_other_user_is_refused(
     assert stranger.ask("/v1/session", "POST", said)[0] == 200, "the same made by root is not"
 
 
-def test_secret_in_credential_is_unreadable_for_other_users(munged: Munged, mine: Munge) -> None:
+def test_secret_in_credential_is_unreadable_for_other_users(
+    munged: Munged, mine: MungeAuthenticator
+) -> None:
     text = mine.offer(image().key).text
     ran = subprocess.run(
         ["unmunge", f"--socket={munged.socket}"],
@@ -93,7 +95,7 @@ def test_secret_in_credential_is_unreadable_for_other_users(munged: Munged, mine
     assert (ran.returncode, b"secret" in ran.stdout) == (18, False)
 
 
-def test_credential_used_again_is_refused(stranger: Stranger, mine: Munge) -> None:
+def test_credential_used_again_is_refused(stranger: Stranger, mine: MungeAuthenticator) -> None:
     said = mine.offer(image().key).text.encode()
     assert stranger.ask("/v1/session", "POST", said)[0] == 200
     assert stranger.ask("/v1/session", "POST", said)[0] == 403
@@ -122,7 +124,9 @@ def test_credential_of_other_kind_is_refused(
     assert stranger.ask("/v1/session", "POST", said)[0] == 403
 
 
-def test_secret_is_in_no_command_line(mine: Munge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_is_in_no_command_line(
+    mine: MungeAuthenticator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str] = []
     real = auth.run.run
 
@@ -166,6 +170,6 @@ def test_hanging_munged_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     munged = Munged(tmp_path / "a")
     os.kill(munged.process.pid, signal.SIGSTOP)
     with pytest.raises(PeerError):
-        Munge(str(munged.socket)).offer(image().key)
+        MungeAuthenticator(str(munged.socket)).offer(image().key)
     os.kill(munged.process.pid, signal.SIGCONT)
     munged.end()

@@ -26,8 +26,8 @@ from forestage.cache.part import ENTRY_BYTES, Part
 from forestage.config import Config
 from forestage.errors import PeerError
 from forestage.features.peers import activation, asked_node, auth, proven, stats
-from forestage.features.peers.asked_node import AskedNode, ask_node
-from forestage.features.peers.auth import KeyFile
+from forestage.features.peers.asked_node import PeerNodeClient, ask_node
+from forestage.features.peers.auth import KeyFileAuthenticator
 from forestage.features.peers.engine import MAX_SHARED
 from node import ALICE, HANGS, until
 from peering import (
@@ -42,7 +42,7 @@ from peering import (
     stager,
 )
 
-SHARED = KeyFile(b"k" * 64)
+SHARED = KeyFileAuthenticator(b"k" * 64)
 OTHER_KEY = "0" * 32
 
 
@@ -329,7 +329,7 @@ def look(node: Node) -> Iterator[Path]:
     shutil.rmtree(node.cache.looks)
 
 
-def first(node: Node, job: int = 7, name: str = OTHER_KEY) -> AskedNode:
+def first(node: Node, job: int = 7, name: str = OTHER_KEY) -> PeerNodeClient:
     return ask_node(node.config, node.places, "n1", name, f"/v1/look/{job}/{name}")
 
 
@@ -423,7 +423,7 @@ def test_invalid_credential_opens_nothing(node: Node, text: str) -> None:
 
 
 def test_credential_of_other_key_file_opens_nothing(node: Node, key: str) -> None:
-    assert Stranger(node.port).log_in(KeyFile(b"x" * 64), key) == 403
+    assert Stranger(node.port).log_in(KeyFileAuthenticator(b"x" * 64), key) == 403
 
 
 def test_credential_opens_one_session_only(node: Node, key: str) -> None:
@@ -597,13 +597,13 @@ import sys, time
 from pathlib import Path
 from forestage.features.peers import auth, server
 server.DECODERS = 1
-real = auth.KeyFile.read
+real = auth.KeyFileAuthenticator.read
 def read(self, text):
     print("decodes", file=sys.stderr, flush=True)
     while not Path({go!r}).exists():
         time.sleep(0.01)
     return real(self, text)
-auth.KeyFile.read = read
+auth.KeyFileAuthenticator.read = read
 auth.check = lambda prover: None
 """
 

@@ -16,9 +16,9 @@ import pytest
 from forestage.cache import allocation
 from forestage.cache.part import Part
 from forestage.features.peers import auth, client, connection, protocol, unanswered, with_peers
-from forestage.features.peers.connection import ChunkRefused
-from forestage.sources.source import Content
-from forestage.stage.chunks import Tuning
+from forestage.features.peers.connection import PeerRequestError
+from forestage.sources.source import ReadableSource
+from forestage.stage.chunks import CopyTuning
 from node import HANGS
 from peering import Client, Node, find_at, free_port
 
@@ -71,7 +71,7 @@ def test_node_that_does_not_answer_is_remembered_and_one_that_refuses_is_not(
         find_at({"n1": f"127.0.0.1:{port}"})
         if not silent:  # this host may be slow
             monkeypatch.setattr(client, "SILENCE", NEVER)
-        with pytest.raises(ChunkRefused):
+        with pytest.raises(PeerRequestError):
             copy.greet("n1", lambda: False)
     assert is_silent(node) == silent
     assert copy.silent() == ({"n1"} if silent else set())
@@ -94,7 +94,7 @@ def test_node_of_an_earlier_or_later_build_is_refused_and_is_not_silent(
     node = Node(tmp_path / "n1")
     with node.serving("auth.PROTOCOL = 'forestage-0'\n"):
         copy = Client(node, node.publish()).peers
-        with pytest.raises(ChunkRefused) as caught:
+        with pytest.raises(PeerRequestError) as caught:
             copy.greet("n1", lambda: False)
         assert caught.value.why == "refused"
         node.until_said(b"another")
@@ -121,7 +121,7 @@ def test_copy_among_silent_nodes_reads_all_and_ends_before_they_answer(
             assert node.process is not None
             node.process.send_signal(signal.SIGSTOP)
         prover = auth.prover(config.peers.key_file, "")
-        peers = client.Peers(config, ("n1", "n2"), "n2", key, prover, places=node.places)
+        peers = client.PeerClient(config, ("n1", "n2"), "n2", key, prover, places=node.places)
         fd = os.open(tmp_path / "source", os.O_RDONLY)
         undo.callback(os.close, fd)
         part = Part(tmp_path / key)
@@ -131,8 +131,8 @@ def test_copy_among_silent_nodes_reads_all_and_ends_before_they_answer(
         ended = threading.Event()
 
         def copy() -> None:
-            content = Content(fd, None, len(data))
-            with_peers.copy(content, part, Tuning(2, CHUNK), threading.Event(), peers)
+            content = ReadableSource(fd, None, len(data))
+            with_peers.copy(content, part, CopyTuning(2, CHUNK), threading.Event(), peers)
             ended.set()
 
         threading.Thread(target=copy, daemon=True).start()

@@ -18,16 +18,16 @@ import msgspec
 import pytest
 
 from forestage.cache import allocation, digest
-from forestage.cache.image import Access, Image, identify
+from forestage.cache.image import AccessRights, SourceImage, identify
 from forestage.cache.part import Part
 from forestage.features.peers import auth, with_peers
-from forestage.features.peers.client import Peers
-from forestage.features.peers.known_copies import Others
-from forestage.features.peers.protocol import ChunkRequest, Receiver
-from forestage.paths import Places
-from forestage.sources.source import Content
+from forestage.features.peers.client import PeerClient
+from forestage.features.peers.known_copies import OtherJobsPeers
+from forestage.features.peers.protocol import ChunkReceiver, ChunkRequest
+from forestage.paths import NodePaths
+from forestage.sources.source import ReadableSource
 from forestage.stage import reading
-from forestage.stage.chunks import Tuning
+from forestage.stage.chunks import CopyTuning
 from peering import Node
 
 CHUNK = 128 << 10
@@ -36,7 +36,7 @@ SIZE = COUNT * CHUNK - 5
 MOST = 0.15  # of the image: what one copy reads of the source while one good node has all of it
 NODES = ("n1", "n2", "n3", "n4")  # a good one, two that will be bad, and who copies
 
-Act = Callable[[Node, Image], None]
+Act = Callable[[Node, SourceImage], None]
 
 
 class Mishap(NamedTuple):
@@ -54,42 +54,42 @@ class Moment(NamedTuple):
     answered: bool
 
 
-def serve(node: Node, image: Image) -> None:
+def serve(node: Node, image: SourceImage) -> None:
     node.start()
 
 
-def stay_off(node: Node, image: Image) -> None: ...
+def stay_off(node: Node, image: SourceImage) -> None: ...
 
 
-def crawl(node: Node, image: Image) -> None:
+def crawl(node: Node, image: SourceImage) -> None:
     """Gives whatever it is asked for, each at its connection's pace."""
     node.configure(bandwidth=CHUNK // 4, reach="cluster")
     node.start("async def turn(*_):\n    return True\nserver.Pace.wait_turn = turn\n")
 
 
-def fill_up(node: Node, image: Image) -> None:
+def fill_up(node: Node, image: SourceImage) -> None:
     """Gives one chunk; the next one's turn would be in a minute."""
     node.configure(bandwidth=CHUNK // 60, reach="cluster")
     node.start()
 
 
-def outdate(node: Node, image: Image) -> None:
+def outdate(node: Node, image: SourceImage) -> None:
     """Has the file as it was before."""
     node.cache.image(image.key).parent.rename(node.cache.entry_dir("0" * 32))
     node.start()
 
 
-def kill(node: Node, image: Image) -> None:
+def kill(node: Node, image: SourceImage) -> None:
     node.kill()
 
 
-def power_down(node: Node, image: Image) -> None:
+def power_down(node: Node, image: SourceImage) -> None:
     """Who asks gets neither an answer nor an error."""
     assert node.process is not None
     node.process.send_signal(signal.SIGSTOP)
 
 
-def spoil(node: Node, image: Image) -> None:
+def spoil(node: Node, image: SourceImage) -> None:
     """In each chunk a byte has turned since it was copied."""
     with node.cache.image(image.key).open("r+b") as file:
         for at in range(100, SIZE, CHUNK):
@@ -97,7 +97,7 @@ def spoil(node: Node, image: Image) -> None:
             os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), at)
 
 
-def evict(node: Node, image: Image) -> None:
+def evict(node: Node, image: SourceImage) -> None:
     node.cache.evict(image.key)
     node.cache.delete_evicted()
 
@@ -121,18 +121,18 @@ class Bad(NamedTuple):
     moment: Moment
 
 
-class Watched(Peers):
+class Watched(PeerClient):
     """The nodes that n4 asks, to some of which something happens meanwhile; of its job, or not."""
 
-    def __init__(self, bad: dict[str, Bad], image: Image, one_job: bool) -> None:
+    def __init__(self, bad: dict[str, Bad], image: SourceImage, one_job: bool) -> None:
         config = bad["n2"].node.config
         nodes, givers = (NODES, ()) if one_job else (NODES[3:], NODES[:3])
-        prover = auth.prover(config.peers.key_file, Places())
-        super().__init__(config, nodes, "n4", image.key, prover, Others(givers))
+        prover = auth.prover(config.peers.key_file, NodePaths())
+        super().__init__(config, nodes, "n4", image.key, prover, OtherJobsPeers(givers))
         self.bad, self.image = bad, image
         self.asks = {node: itertools.count(1) for node in NODES}
 
-    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: ChunkReceiver) -> bytes:
         bad, ask = self.bad.get(peer), next(self.asks[peer])
         if bad is None or bad.mishap.meanwhile is None or ask != bad.moment.ask:
             return super().fetch(peer, chunk, receiver)
@@ -152,7 +152,7 @@ class Site(NamedTuple):
     """The source, and a node that has it and is well."""
 
     path: Path
-    image: Image
+    image: SourceImage
     good: Node
 
 
@@ -162,7 +162,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     path = top / "source"
     path.write_bytes(os.urandom(SIZE))
     with path.open("rb") as file:
-        image = Image(identify(file.fileno(), str(path)), Access(0, 0, 0o600))
+        image = SourceImage(identify(file.fileno(), str(path)), AccessRights(0, 0, 0o600))
     good = Node(top / "n1")
     good.give(image, path, CHUNK)
     good.configure(reach="cluster")
@@ -176,7 +176,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real, policy = reading.read_piece, with_peers.policy
 
-    def read_piece(source: Content, start: int, want: memoryview, buffer: memoryview) -> None:
+    def read_piece(
+        source: ReadableSource, start: int, want: memoryview, buffer: memoryview
+    ) -> None:
         found.append(len(want))
         real(source, start, want, buffer)
 
@@ -208,11 +210,11 @@ def test_copy_among_bad_givers_has_right_bytes_and_reads_few_of_the_source(
         for one in bad.values():
             one.mishap.begin(one.node, site.image)
         with site.path.open("rb") as file:
-            source = Content(file.fileno(), None, SIZE)
+            source = ReadableSource(file.fileno(), None, SIZE)
             found = allocation.data_chunks(file.fileno(), SIZE, CHUNK)
             allocation.reserve(part, SIZE, CHUNK, found)
             read.clear()
-            tuning, peers = Tuning(threads=2, chunk=CHUNK), Watched(bad, site.image, one_job)
+            tuning, peers = CopyTuning(threads=2, chunk=CHUNK), Watched(bad, site.image, one_job)
             with_peers.copy(source, part, tuning, threading.Event(), peers)
     finally:
         for one in bad.values():

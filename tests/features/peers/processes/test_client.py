@@ -9,9 +9,9 @@ ALONE = """
 import sys
 from forestage.features import peers
 from forestage.config import Config
-from forestage.config.keys import Peering
+from forestage.config.keys import PeersSection
 for nodes in ("n1", ""):
-    assert peers.of_job(Config(peers=Peering(enabled=True)), "n1", nodes, "k") is None
+    assert peers.of_job(Config(peers=PeersSection(enabled=True)), "n1", nodes, "k") is None
 costly = {"ClusterShell", "http.client", "asyncio", "aiohttp", "hmac", "ssl", "socket"}
 print(sorted(costly & set(sys.modules)))
 """

@@ -13,44 +13,44 @@ import pytest
 from forestage import log
 from forestage.cache import evict
 from forestage.cache.node import Node
-from forestage.config.keys import Peering
-from forestage.errors import Stopped
+from forestage.config.keys import PeersSection
+from forestage.errors import CopyStopped
 from forestage.features.peers import activation, auth, client, with_peers
 from forestage.features.peers.engine import MAX_SHARED, PeerHelpers
-from forestage.features.peers.schedule import Policy
-from forestage.features.peers.stats import Counters
+from forestage.features.peers.schedule import SchedulePolicy
+from forestage.features.peers.stats import UploadCountWriter
 from forestage.slurm.job import Job
 from forestage.sources import source as stage_source
-from forestage.sources.source import Content, OpenImage
+from forestage.sources.source import OpenImage, ReadableSource
 from forestage.stage import engines, pipeline
-from forestage.stage.pipeline import Figures
-from forestage.stage.task import Task
+from forestage.stage.pipeline import CopyStats
+from forestage.stage.task import CopyTask
 from peering import OtherNode
 
 CONTENT = b"container " * (1 << 14)
 # Nothing is read beside the first connection, nor in others' stead.
-FROM_PEERS = Policy(careful=0, probe=600.0, grace=600.0)
+FROM_PEERS = SchedulePolicy(careful=0, probe=600.0, grace=600.0)
 
 
 @pytest.fixture
 def task(
     shared: Path, look: Callable[[Path], OpenImage], staging_node: Node, asking: Job
-) -> Iterator[Task]:
+) -> Iterator[CopyTask]:
     file = shared / "image.sqsh"
     file.write_bytes(CONTENT)
     found = look(file)
-    yield Task(staging_node, asking, found)
+    yield CopyTask(staging_node, asking, found)
     found.close()
 
 
-def run(task: Task) -> Figures:
-    figures = Figures()
+def run(task: CopyTask) -> CopyStats:
+    figures = CopyStats()
     pipeline.run(task, threading.Event(), figures)
     return figures
 
 
-def sharing(task: Task, **changes: object) -> Task:
-    node = task.node.configured(peers=Peering(enabled=True), **changes)
+def sharing(task: CopyTask, **changes: object) -> CopyTask:
+    node = task.node.configured(peers=PeersSection(enabled=True), **changes)
     return msgspec.structs.replace(task, node=node)
 
 
@@ -63,7 +63,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> OtherNode:
 
 
 def test_bytes_from_other_nodes_are_counted_and_no_file_of_theirs_stays(
-    task: Task, other: OtherNode
+    task: CopyTask, other: OtherNode
 ) -> None:
     assert run(sharing(task)).from_peers == len(CONTENT)
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
@@ -72,7 +72,7 @@ def test_bytes_from_other_nodes_are_counted_and_no_file_of_theirs_stays(
 
 @pytest.mark.parametrize(("count", "helped"), [(MAX_SHARED, True), (MAX_SHARED + 1, False)])
 def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
-    task: Task, other: OtherNode, monkeypatch: pytest.MonkeyPatch, count: int, helped: bool
+    task: CopyTask, other: OtherNode, monkeypatch: pytest.MonkeyPatch, count: int, helped: bool
 ) -> None:
     said: list[str] = []
     used: list[object] = []
@@ -86,16 +86,16 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
         def copy(self, *arguments: PeerHelpers | None) -> int:
             helpers = arguments[-2]
             used.append(helpers and helpers.peers)
-            raise Stopped
+            raise CopyStopped
 
     monkeypatch.setattr(engines, "of", lambda *_: Stub())
     monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
-    monkeypatch.setattr(stage_source, "open_source", lambda *_: Content(-1, None, count))
+    monkeypatch.setattr(stage_source, "open_source", lambda *_: ReadableSource(-1, None, count))
     monkeypatch.setattr(evict, "make_room", lambda *_, **__: ())
     identity = msgspec.structs.replace(task.image.identity, size=count)
     wanted = msgspec.structs.replace(task.image, identity=identity)
     task = msgspec.structs.replace(task, opened=msgspec.structs.replace(task.opened, image=wanted))
-    with pytest.raises(Stopped):
+    with pytest.raises(CopyStopped):
         run(sharing(task, chunk_size=1))
     assert used == [other if helped else None]
     assert len(said) == (0 if helped else 1)
@@ -103,21 +103,21 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
 
 @pytest.mark.parametrize(("nodes", "helped"), [("n[1-2]", False), ("n[1-64]", True)])
 def test_two_nodes_do_not_share_a_copy_by_default(
-    task: Task, monkeypatch: pytest.MonkeyPatch, nodes: str, helped: bool
+    task: CopyTask, monkeypatch: pytest.MonkeyPatch, nodes: str, helped: bool
 ) -> None:
     job = msgspec.structs.replace(task.job, node="n1", nodelist=nodes)
     monkeypatch.setattr(activation, "is_served", lambda *_: True)
     monkeypatch.setattr(auth, "prover", lambda *_: None)
-    monkeypatch.setattr(client, "Peers", lambda *_: OtherNode(CONTENT))
+    monkeypatch.setattr(client, "PeerClient", lambda *_: OtherNode(CONTENT))
     monkeypatch.setattr(with_peers, "policy", lambda *_: FROM_PEERS)
     found = run(msgspec.structs.replace(task, job=job))
     assert bool(found.from_peers) is helped
 
 
 def test_uploaded_bytes_are_those_of_this_key_during_the_copy(
-    task: Task, other: OtherNode, monkeypatch: pytest.MonkeyPatch
+    task: CopyTask, other: OtherNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uploads = Counters(task.node.places.peer, since=1.0)
+    uploads = UploadCountWriter(task.node.places.peer, since=1.0)
     uploads.uploaded(task.key, 100)
     uploads.uploaded("another", 1000)
     uploads.flush()
@@ -137,8 +137,8 @@ class Unreadable:
 
     is_read_through: ClassVar[bool] = False
 
-    def open(self) -> Content:
-        return Content(-1, None, len(CONTENT), "/made/up", self.read)
+    def open(self) -> ReadableSource:
+        return ReadableSource(-1, None, len(CONTENT), "/made/up", self.read)
 
     def read(self, start: int, want: memoryview) -> None:
         raise AssertionError("it is read")
@@ -146,7 +146,9 @@ class Unreadable:
     def must_be_unchanged(self) -> None: ...
 
 
-def test_made_up_source_comes_from_the_other_nodes_of_the_job(task: Task, other: OtherNode) -> None:
+def test_made_up_source_comes_from_the_other_nodes_of_the_job(
+    task: CopyTask, other: OtherNode
+) -> None:
     opened = OpenImage(task.image, task.job.user, -1, other=Unreadable())
     made_up = msgspec.structs.replace(task, opened=opened)
     assert run(sharing(made_up)).from_peers == len(CONTENT)

@@ -10,23 +10,23 @@ import pytest
 
 from forestage import features
 from forestage.config import Config
-from forestage.config.keys import Engine, Peering, Reach
+from forestage.config.keys import Engine, PeersSection, Reach
 from forestage.features.peers import activation
 from forestage.features.peers.activation import SIGN_LASTS
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import files, lock
 
 
 def config(enabled: bool | None, engine: Engine = "chunks") -> Config:
-    return Config(peers=Peering(enabled=enabled), engine=engine)
+    return Config(peers=PeersSection(enabled=enabled), engine=engine)
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places(tmp_path)
+def places(tmp_path: Path) -> NodePaths:
+    return NodePaths(tmp_path)
 
 
-def test_auto_is_the_default_and_is_on_while_the_own_service_runs(places: Places) -> None:
+def test_auto_is_the_default_and_is_on_while_the_own_service_runs(places: NodePaths) -> None:
     assert Config().peers.enabled is None
     assert not activation.is_on(Config(), places, time.monotonic())
     with activation.hold_sign(places):
@@ -38,7 +38,7 @@ def test_auto_is_the_default_and_is_on_while_the_own_service_runs(places: Places
     assert not activation.is_on(Config(), places, ended + SIGN_LASTS + 1)
 
 
-def test_copy_imports_peers_only_where_they_may_be_on(places: Places) -> None:
+def test_copy_imports_peers_only_where_they_may_be_on(places: NodePaths) -> None:
     """By the table alone, which knows no more than the key and that there is a sign."""
 
     def names(enabled: bool | None) -> list[str]:
@@ -51,7 +51,7 @@ def test_copy_imports_peers_only_where_they_may_be_on(places: Places) -> None:
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_word_of_the_admin_needs_no_sign(places: Places, served: bool) -> None:
+def test_word_of_the_admin_needs_no_sign(places: NodePaths, served: bool) -> None:
     if served:
         with activation.hold_sign(places):
             pass
@@ -59,7 +59,7 @@ def test_word_of_the_admin_needs_no_sign(places: Places, served: bool) -> None:
     assert not activation.is_on(config(False), places, time.monotonic())
 
 
-def test_engine_without_digests_asks_nobody_by_default(places: Places) -> None:
+def test_engine_without_digests_asks_nobody_by_default(places: NodePaths) -> None:
     with activation.hold_sign(places):
         assert not activation.is_on(config(None, "rsync"), places, time.monotonic())
     assert not activation.may_serve(config(None, "rsync"))
@@ -67,14 +67,14 @@ def test_engine_without_digests_asks_nobody_by_default(places: Places) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"soon", b"nan", b"1e999", b"99999999999"])
 def test_sign_that_is_spoilt_or_of_another_boot_counts_for_nothing(
-    places: Places, text: bytes
+    places: NodePaths, text: bytes
 ) -> None:
     places.run.mkdir(parents=True)
     files.overwrite(places.peer_sign, text)
     assert not activation.is_served(places, time.monotonic())
 
 
-def test_sign_whose_file_was_deleted_beneath_the_service_comes_back(places: Places) -> None:
+def test_sign_whose_file_was_deleted_beneath_the_service_comes_back(places: NodePaths) -> None:
     with activation.hold_sign(places) as renew:
         places.peer_sign.unlink()
         assert not activation.is_served(places, time.monotonic())
@@ -82,7 +82,7 @@ def test_sign_whose_file_was_deleted_beneath_the_service_comes_back(places: Plac
         assert activation.is_served(places, time.monotonic())
 
 
-def test_folder_that_users_could_write_is_closed_before_the_sign_is_held(places: Places) -> None:
+def test_folder_that_users_could_write_is_closed_before_the_sign_is_held(places: NodePaths) -> None:
     places.run.mkdir(parents=True)
     places.run.chmod(0o777)
     with activation.hold_sign(places):
@@ -91,7 +91,7 @@ def test_folder_that_users_could_write_is_closed_before_the_sign_is_held(places:
 
 
 def test_sign_counts_in_the_moment_in_which_it_is_written(
-    places: Places, monkeypatch: pytest.MonkeyPatch
+    places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 41046.90771125
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -101,7 +101,7 @@ def test_sign_counts_in_the_moment_in_which_it_is_written(
 
 
 def test_second_service_of_a_node_is_refused(
-    places: Places, monkeypatch: pytest.MonkeyPatch
+    places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(activation, "START", 0.0)
     with (
@@ -126,5 +126,5 @@ def test_second_service_of_a_node_is_refused(
 def test_few_nodes_or_chunks_are_shared_only_if_the_admin_says_so(
     nodes: int, chunks: int, enabled: bool | None, reach: Reach, expected: bool
 ) -> None:
-    about = Config(peers=Peering(enabled=enabled, reach=reach))
+    about = Config(peers=PeersSection(enabled=enabled, reach=reach))
     assert activation.is_worthwhile(about, nodes, chunks) is expected

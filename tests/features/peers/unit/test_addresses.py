@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from forestage.config import Address
-from forestage.config.keys import Peering
+from forestage.config import ServiceAddress
+from forestage.config.keys import PeersSection
 from forestage.features.peers import addresses, connection, node_list
-from forestage.features.peers.addresses import Addresses
-from forestage.features.peers.connection import ChunkRefused, Connection, Limit
-from forestage.features.peers.node_list import NodeList
-from forestage.paths import Places
+from forestage.features.peers.addresses import NodeAddresses
+from forestage.features.peers.connection import PeerConnection, PeerRequestError, ResponseDeadline
+from forestage.features.peers.node_list import PeerNodeList
+from forestage.paths import NodePaths
 
 LISTED = {"n1": "10.77.0.2", "n2": "", "n3": "host3"}
 
@@ -24,33 +24,33 @@ LISTED = {"n1": "10.77.0.2", "n2": "", "n3": "host3"}
 @pytest.mark.parametrize(
     ("pattern", "node", "expected"),
     [
-        ("{node}", "n1", Address("10.77.0.2", 7717, "n1")),
-        ("{node}", "n2", Address("n2", 7717)),
-        ("{node}", "n3", Address("host3", 7717, "n3")),
-        ("{node}", "n9", Address("n9", 7717)),
-        ("{node}:80", "n1", Address("10.77.0.2", 80, "n1")),
-        ("{node}-ib", "n1", Address("n1-ib", 7717, "10.77.0.2")),
-        ("{node}-ib", "n2", Address("n2-ib", 7717)),
-        ("{node}-ib:80", "n9", Address("n9-ib", 80)),
+        ("{node}", "n1", ServiceAddress("10.77.0.2", 7717, "n1")),
+        ("{node}", "n2", ServiceAddress("n2", 7717)),
+        ("{node}", "n3", ServiceAddress("host3", 7717, "n3")),
+        ("{node}", "n9", ServiceAddress("n9", 7717)),
+        ("{node}:80", "n1", ServiceAddress("10.77.0.2", 80, "n1")),
+        ("{node}-ib", "n1", ServiceAddress("n1-ib", 7717, "10.77.0.2")),
+        ("{node}-ib", "n2", ServiceAddress("n2-ib", 7717)),
+        ("{node}-ib:80", "n9", ServiceAddress("n9-ib", 80)),
     ],
 )
 def test_node_is_found_at_nodeaddr_or_by_the_sites_pattern(
-    pattern: str, node: str, expected: Address
+    pattern: str, node: str, expected: ServiceAddress
 ) -> None:
-    assert Addresses(Peering(address=pattern), LISTED).of(node) == expected
+    assert NodeAddresses(PeersSection(address=pattern), LISTED).of(node) == expected
 
 
 def test_addresses_are_those_of_roots_list_and_names_where_it_cannot_be_read(
     tmp_path: Path,
 ) -> None:
-    places = Places(tmp_path)
-    assert addresses.load(Peering(), places).of("n1") == Address("n1", 7717)
-    node_list.write(places, NodeList(time.time(), {"n1": "10.77.0.2"}))
-    assert addresses.load(Peering(), places).of("n1").host == "10.77.0.2"
+    places = NodePaths(tmp_path)
+    assert addresses.load(PeersSection(), places).of("n1") == ServiceAddress("n1", 7717)
+    node_list.write(places, PeerNodeList(time.time(), {"n1": "10.77.0.2"}))
+    assert addresses.load(PeersSection(), places).of("n1").host == "10.77.0.2"
     places.nodes.unlink()
     places.nodes.parent.rmdir()
     places.nodes.parent.touch()
-    assert addresses.load(Peering(), places).of("n1") == Address("n1", 7717)
+    assert addresses.load(PeersSection(), places).of("n1") == ServiceAddress("n1", 7717)
 
 
 @pytest.fixture
@@ -62,19 +62,19 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def opens(address: Address) -> None:
-    line = Connection(address)
-    line.open(Limit(0.0, time.monotonic() + 60, lambda: False))
+def opens(address: ServiceAddress) -> None:
+    line = PeerConnection(address)
+    line.open(ResponseDeadline(0.0, time.monotonic() + 60, lambda: False))
     line.close()
 
 
 def test_name_that_does_not_resolve_is_found_at_nodeaddr(port: int) -> None:
-    opens(Address("no-such-name.invalid", port, "127.0.0.1"))
+    opens(ServiceAddress("no-such-name.invalid", port, "127.0.0.1"))
 
 
 def test_name_without_nodeaddr_that_does_not_resolve_is_refused(port: int) -> None:
-    with pytest.raises(ChunkRefused, match=r"refused: no-such-name\.invalid"):
-        opens(Address("no-such-name.invalid", port))
+    with pytest.raises(PeerRequestError, match=r"refused: no-such-name\.invalid"):
+        opens(ServiceAddress("no-such-name.invalid", port))
 
 
 def test_name_service_that_never_answers_is_waited_for_once(
@@ -94,9 +94,9 @@ def test_name_service_that_never_answers_is_waited_for_once(
     monkeypatch.setattr(connection, "CONNECT", 0.5)
     try:
         for _ in range(2):
-            opens(Address("n1-ib", port, "127.0.0.1"))
+            opens(ServiceAddress("n1-ib", port, "127.0.0.1"))
         assert asked == ["n1-ib"]
-        opens(Addresses(Peering(port=port), {"n1-ib": "127.0.0.1"}).of("n1-ib"))
+        opens(NodeAddresses(PeersSection(port=port), {"n1-ib": "127.0.0.1"}).of("n1-ib"))
         assert asked == ["n1-ib"]
     finally:
         end.set()

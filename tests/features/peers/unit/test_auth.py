@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from forestage.errors import PeerError
 from forestage.features.peers import auth
-from forestage.features.peers.auth import CREDENTIAL_SECONDS, KeyFile, Refused
-from forestage.paths import Places
+from forestage.features.peers.auth import CREDENTIAL_SECONDS, BadCredential, KeyFileAuthenticator
+from forestage.paths import NodePaths
 
-OURS = KeyFile(b"a" * 32)
+OURS = KeyFileAuthenticator(b"a" * 32)
 
 
 def key_file(path: Path, content: bytes = b"a" * 32, mode: int = 0o600) -> Path:
@@ -25,7 +25,7 @@ def key_file(path: Path, content: bytes = b"a" * 32, mode: int = 0o600) -> Path:
 
 
 def test_key_file_offer_read_gives_same_secret_that_is_not_sent(tmp_path: Path) -> None:
-    prover = KeyFile.load(key_file(tmp_path / "key"))
+    prover = KeyFileAuthenticator.load(key_file(tmp_path / "key"))
     offer = prover.offer("k")
     claim = OURS.read(offer.text)
     assert (claim.key, claim.secret) == ("k", offer.secret)
@@ -37,7 +37,7 @@ def test_key_file_offer_read_gives_same_secret_that_is_not_sent(tmp_path: Path) 
 def test_changed_offer_is_refused(field: str) -> None:
     said = msgspec.json.decode(OURS.offer("k").text)
     for changed in ("", "0", said[field] + "0", said[field][:-1]):
-        with pytest.raises(Refused):
+        with pytest.raises(BadCredential):
             OURS.read(msgspec.json.encode(said | {field: changed}).decode())
 
 
@@ -56,7 +56,7 @@ def test_short_readable_or_foreign_key_file_is_refused(
     path = key_file(tmp_path / "key", content, mode)
     monkeypatch.setattr(auth.os, "geteuid", lambda: path.stat().st_uid + reader)
     with pytest.raises(PeerError, match=r"mode 0600|expected 32"):
-        KeyFile.load(path)
+        KeyFileAuthenticator.load(path)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_old_credential_of_a_key_file_is_refused(
     monkeypatch.setattr(auth.time, "time", lambda: 1e9)
     offer = OURS.offer("k")
     monkeypatch.setattr(auth.time, "time", lambda: 1e9 + age)
-    with contextlib.nullcontext() if is_good else pytest.raises(Refused, match="ago"):
+    with contextlib.nullcontext() if is_good else pytest.raises(BadCredential, match="ago"):
         OURS.read(offer.text)
 
 
@@ -96,11 +96,11 @@ def test_macs_of_different_kinds_differ() -> None:
 
 def test_prover_refused_by_itself_fails_the_check(tmp_path: Path) -> None:
     class Lost:
-        def offer(self, key: str) -> auth.Offer:
-            return auth.Offer("", b"")
+        def offer(self, key: str) -> auth.Credential:
+            return auth.Credential("", b"")
 
-        def read(self, text: str) -> auth.Claim:
-            raise Refused("made by uid 5")
+        def read(self, text: str) -> auth.VerifiedClaim:
+            raise BadCredential("made by uid 5")
 
     with pytest.raises(PeerError, match="uid 5"):
         auth.check(Lost())
@@ -112,12 +112,12 @@ def test_prover_refused_by_itself_fails_the_check(tmp_path: Path) -> None:
 SHARED = bytes(range(32))
 
 
-def site(root: Path, auth_type: str = "auth/slurm", key: bytes = SHARED) -> Places:
+def site(root: Path, auth_type: str = "auth/slurm", key: bytes = SHARED) -> NodePaths:
     folder = root / "etc/slurm"
     folder.mkdir(parents=True)
     (folder / "slurm.conf").write_text(f"AuthType={auth_type}\n")
     key_file(folder / "slurm.key", key)
-    return Places(root)
+    return NodePaths(root)
 
 
 def test_derived_key_is_that_of_rfc_5869() -> None:
@@ -131,8 +131,11 @@ def test_auth_slurm_makes_credentials_by_a_key_of_another_purpose(tmp_path: Path
     offer = prover.offer("k")
     assert prover.read(offer.text).secret == offer.secret
     auth.check(prover)
-    for other in (KeyFile(SHARED), KeyFile(auth.derive(SHARED, b"other"))):
-        with pytest.raises(Refused, match="another key"):
+    for other in (
+        KeyFileAuthenticator(SHARED),
+        KeyFileAuthenticator(auth.derive(SHARED, b"other")),
+    ):
+        with pytest.raises(BadCredential, match="another key"):
             other.read(offer.text)
 
 
@@ -141,7 +144,7 @@ def test_key_that_a_site_replaced_counts_without_a_restart(tmp_path: Path) -> No
     prover = auth.prover(None, places)
     before = prover.offer("k")
     key_file(tmp_path / "etc/slurm/slurm.key", b"n" * 32)
-    with pytest.raises(Refused, match="another key"):
+    with pytest.raises(BadCredential, match="another key"):
         prover.read(before.text)
     assert prover.read(prover.offer("k").text).key == "k"
     (tmp_path / "etc/slurm/slurm.key").unlink()
@@ -150,7 +153,10 @@ def test_key_that_a_site_replaced_counts_without_a_restart(tmp_path: Path) -> No
 
 
 def test_one_of_several_keys_is_enough_while_a_site_replaces_them() -> None:
-    before, after = KeyFile(b"o" * 32, (b"n" * 32,)), KeyFile(b"n" * 32, (b"o" * 32,))
+    before, after = (
+        KeyFileAuthenticator(b"o" * 32, (b"n" * 32,)),
+        KeyFileAuthenticator(b"n" * 32, (b"o" * 32,)),
+    )
     for one, other in ((before, after), (after, before)):
         offer = one.offer("k")
         assert other.read(offer.text).secret == offer.secret
@@ -169,7 +175,7 @@ def test_key_file_comes_before_auth_type_and_munge_is_the_default(tmp_path: Path
     ours = key_file(tmp_path / "peer.key")
     assert auth.prover(str(ours), places) == OURS
     (tmp_path / "etc/slurm/slurm.conf").write_text("ClusterName=c\n")
-    assert isinstance(auth.prover(None, places), auth.Munge)
+    assert isinstance(auth.prover(None, places), auth.MungeAuthenticator)
 
 
 def test_munge_that_is_not_installed_is_no_credential(
@@ -177,4 +183,4 @@ def test_munge_that_is_not_installed_is_no_credential(
 ) -> None:
     monkeypatch.setattr(auth.run, "which", lambda program: "")
     with pytest.raises(auth.NoCredential, match="munge is not installed"):
-        auth.prover(None, Places(tmp_path))
+        auth.prover(None, NodePaths(tmp_path))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forestage.features.peers import auth_key
-from forestage.features.peers.auth_key import AuthKeys
+from forestage.features.peers.auth_key import SlurmAuthKeys
 
 ONE, TWO, THREE = (bytes([number]) * 32 for number in (1, 2, 3))
 
@@ -80,7 +80,7 @@ def test_single_key_is_all_bytes_of_its_file_also_behind_a_link(tmp_path: Path) 
     real.write_bytes(ONE + b"\n")
     real.chmod(0o640)
     link.symlink_to(real)  # as a secret of Kubernetes is mounted
-    assert auth_key.load(link, 0.0) == AuthKeys(ONE + b"\n")
+    assert auth_key.load(link, 0.0) == SlurmAuthKeys(ONE + b"\n")
 
 
 def test_default_makes_credentials_and_all_that_have_not_ended_are_read(tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_default_makes_credentials_and_all_that_have_not_ended_are_read(tmp_path
         jwk("b", TWO, use="default"),
         jwk("c", THREE, exp=3000),
     )
-    assert auth_key.load(file, 500.0) == AuthKeys(TWO, (ONE, THREE))
-    assert auth_key.load(file, 2000.0) == AuthKeys(TWO, (THREE,))
+    assert auth_key.load(file, 500.0) == SlurmAuthKeys(TWO, (ONE, THREE))
+    assert auth_key.load(file, 2000.0) == SlurmAuthKeys(TWO, (THREE,))
     first = keys_file(tmp_path / "slurm.jwks", jwk("a", ONE), jwk("b", TWO))
-    assert auth_key.load(first, 0.0) == AuthKeys(ONE, (TWO,))
+    assert auth_key.load(first, 0.0) == SlurmAuthKeys(ONE, (TWO,))
 
 
 @pytest.mark.parametrize(

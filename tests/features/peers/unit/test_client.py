@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forestage.config import Config
-from forestage.config.keys import Peering
+from forestage.config.keys import PeersSection
 from forestage.errors import PeerError
 from forestage.features import peers
 
@@ -17,7 +17,7 @@ def config(tmp_path: Path) -> Config:
     file = tmp_path / "key"
     file.write_bytes(b"k" * 64)
     file.chmod(0o600)
-    return Config(peers=Peering(enabled=True, key_file=str(file)))
+    return Config(peers=PeersSection(enabled=True, key_file=str(file)))
 
 
 @pytest.mark.parametrize("nodelist", ["", "n1", "n[1]", "n[1-2", "(null)"])

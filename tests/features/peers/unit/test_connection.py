@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from forestage.config import Address
+from forestage.config import ServiceAddress
 from forestage.features.peers import connection
-from forestage.features.peers.connection import MOMENT, Connection, Limit
+from forestage.features.peers.connection import MOMENT, PeerConnection, ResponseDeadline
 
 PIECE, PIECES = 1024, 256
 HEAD = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\n\r\n" % (PIECE * PIECES)
@@ -47,9 +47,9 @@ def test_trickling_chunk_does_not_wake_its_thread_for_each_packet(
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=trickle, args=[server])
         thread.start()
-        line = Connection(Address("127.0.0.1", server.getsockname()[1]))
+        line = PeerConnection(ServiceAddress("127.0.0.1", server.getsockname()[1]))
         try:
-            answer = line.ask("GET", "/", {}, Limit(5.0, start + 600, lambda: False))
+            answer = line.ask("GET", "/", {}, ResponseDeadline(5.0, start + 600, lambda: False))
             got = bytearray(PIECE * PIECES)
             assert answer.readinto(got) == len(got)
         finally:

@@ -7,19 +7,19 @@ from pathlib import Path
 import msgspec
 
 from forestage.features.peers import counts, metrics
-from forestage.features.peers.counts import GivenCounts
-from forestage.features.peers.stats import Uploaded
-from forestage.paths import Places
+from forestage.features.peers.counts import UploadTotals
+from forestage.features.peers.stats import UploadCounts
+from forestage.paths import NodePaths
 
 
 def test_peer_counts_survive_a_restart_of_the_service() -> None:
-    found = GivenCounts()
+    found = UploadTotals()
     for now in (
-        Uploaded(since=1.0, bytes=100, chunks=1, sessions=1, refused=2),
-        Uploaded(since=1.0, bytes=150, chunks=2, sessions=1, refused=2),
+        UploadCounts(since=1.0, bytes=100, chunks=1, sessions=1, refused=2),
+        UploadCounts(since=1.0, bytes=150, chunks=2, sessions=1, refused=2),
         None,  # the node has restarted, the service has not begun
-        Uploaded(since=2.0, bytes=30, chunks=1, sessions=1),
-        Uploaded(since=2.0, bytes=30, chunks=1, sessions=1),
+        UploadCounts(since=2.0, bytes=30, chunks=1, sessions=1),
+        UploadCounts(since=2.0, bytes=30, chunks=1, sessions=1),
     ):
         found.add(now)
     given = found.given
@@ -28,12 +28,12 @@ def test_peer_counts_survive_a_restart_of_the_service() -> None:
 
 def test_what_was_sent_is_added_to_what_an_earlier_run_has_kept(tmp_path: Path) -> None:
     """Beside counts that are not of peers, as an earlier release has written it."""
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     kept = {"swept": 3, "given": {"since": 0.0, "bytes": 70}, "last_given": {"since": 1.0}}
     places.tally.parent.mkdir(parents=True)
     places.tally.write_bytes(msgspec.json.encode({"tally": kept, "seen": {}}))
     places.peer.parent.mkdir(parents=True, exist_ok=True)
-    places.peer.write_bytes(msgspec.json.encode(Uploaded(1.0, bytes=30)))
+    places.peer.write_bytes(msgspec.json.encode(UploadCounts(1.0, bytes=30)))
     (family,) = (
         family
         for family in metrics.list_families(0, counts.read_counts(places))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forestage.config import KEYS, REMOVED, Address, Config, load_settings
-from forestage.config.keys import Peering
-from forestage.errors import ConfigError, Problem
+from forestage.config import KEYS, REMOVED, Config, ServiceAddress, load_settings
+from forestage.config.keys import PeersSection
+from forestage.errors import ConfigError, ConfigProblem
 
 
 def write(etc: Path, text: str, name: str = "forestage.yaml") -> Path:
@@ -21,7 +21,7 @@ def write(etc: Path, text: str, name: str = "forestage.yaml") -> Path:
     return file
 
 
-def refused(etc: Path, text: str) -> Problem:
+def refused(etc: Path, text: str) -> ConfigProblem:
     """What is wrong with the only file."""
     write(etc, text)
     with pytest.raises(ConfigError) as caught:
@@ -85,7 +85,7 @@ def test_later_file_wins_key_by_key_of_the_section(tmp_path: Path) -> None:
     main = write(tmp_path, "peers: {port: 1, reach: cluster}")
     later = write(tmp_path, "peers: {port: 80}", "conf.d/10-a.yaml")
     found = load_settings(tmp_path)
-    assert found.config == Config(peers=Peering(port=80, reach="cluster"))
+    assert found.config == Config(peers=PeersSection(port=80, reach="cluster"))
     assert found.origins["peers.port"] == str(later)
     assert found.origins["peers.reach"] == str(main)
 
@@ -103,5 +103,5 @@ def test_key_that_keeps_bytes_from_other_nodes_is_never_one_that_is_ignored() ->
 
 
 def test_node_is_found_by_the_pattern() -> None:
-    assert Peering(address="{node}-ib:7000").of("n1") == Address("n1-ib", 7000)
-    assert Peering(port=80).of("n2") == Address("n2", 80)
+    assert PeersSection(address="{node}-ib:7000").of("n1") == ServiceAddress("n1-ib", 7000)
+    assert PeersSection(port=80).of("n2") == ServiceAddress("n2", 80)

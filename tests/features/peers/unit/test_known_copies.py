@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 
 from forestage.features.peers import known_copies
-from forestage.features.peers.known_copies import Answer, Askers, to_try, who_reads, whom_to_ask
+from forestage.features.peers.known_copies import (
+    KnownCopiesReply,
+    RequesterTable,
+    to_try,
+    who_reads,
+    whom_to_ask,
+)
 
 NODES = tuple(f"n{number}" for number in range(100))
 
 
 def test_asker_is_named_to_those_who_ask_after_it() -> None:
-    askers = Askers()
+    askers = RequesterTable()
     assert askers.ask("k", "n1", 0.0) == ()
     assert askers.ask("k", "n2", 1.0) == ("n1",)
     assert askers.ask("other", "n2", 2.0) == ()
@@ -21,7 +27,7 @@ def test_asker_is_named_to_those_who_ask_after_it() -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 def test_of_many_askers_the_last_four_are_named_or_the_first(first: bool) -> None:
-    askers = Askers(first=first)
+    askers = RequesterTable(first=first)
     for number in range(9):
         askers.ask("k", f"n{number}", float(number))
     named = range(4) if first else range(5, 9)
@@ -29,7 +35,7 @@ def test_of_many_askers_the_last_four_are_named_or_the_first(first: bool) -> Non
 
 
 def test_asker_is_forgotten_after_an_hour() -> None:
-    askers = Askers()
+    askers = RequesterTable()
     askers.ask("k", "n1", 0.0)
     askers.ask("k", "n2", 100.0)
     assert askers.ask("k", "n3", known_copies.KEPT + 1) == ("n2",)
@@ -37,7 +43,7 @@ def test_asker_is_forgotten_after_an_hour() -> None:
 
 def test_of_many_keys_those_asked_for_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_copies, "KEYS", 3)
-    askers = Askers()
+    askers = RequesterTable()
     for key in ("a", "b", "c", "a", "d"):
         askers.ask(key, "n1", 0.0)
     named = {key: askers.ask(key, "n2", 1.0) for key in ("d", "a", "c")}
@@ -61,7 +67,10 @@ def test_list_without_others_has_nobody_to_ask(nodes: tuple[str, ...]) -> None:
 
 
 def test_who_has_a_copy_is_tried_before_who_is_named_and_two_in_all() -> None:
-    answers = [("n1", Answer(False, ("n5", "n6"))), ("n2", Answer(True, ("n5",)))]
+    answers = [
+        ("n1", KnownCopiesReply(False, ("n5", "n6"))),
+        ("n2", KnownCopiesReply(True, ("n5",))),
+    ]
     assert to_try(answers, set(NODES)) == ("n2", "n5")
     assert to_try(answers[:1], set(NODES)) == ("n5", "n6")
     assert to_try([], set(NODES)) == ()
@@ -71,14 +80,17 @@ def test_one_node_says_who_reads_ahead_so_that_no_two_leave_it_to_each_other() -
     """The first in the ring that answers, whichever answer came first."""
     asked = ["n1", "n2", "n3"]
     five = tuple(f"n{number}" for number in range(11, 16))
-    answers = [("n3", Answer(True, (), ("n9", "n8"))), ("n2", Answer(False, ("n1",), five))]
+    answers = [
+        ("n3", KnownCopiesReply(True, (), ("n9", "n8"))),
+        ("n2", KnownCopiesReply(False, ("n1",), five)),
+    ]
     assert who_reads(asked, answers, set(NODES)) == five[:4]
     assert who_reads(asked, answers, {"n2", "n12"}) == ("n12",)
     assert who_reads(asked, answers[:1], set(NODES)) == ("n9", "n8")
-    assert who_reads(asked, [("n1", Answer(True)), *answers], set(NODES)) == ()
+    assert who_reads(asked, [("n1", KnownCopiesReply(True)), *answers], set(NODES)) == ()
     assert who_reads(asked, [], set(NODES)) == ()
 
 
 def test_name_that_roots_own_list_does_not_have_is_not_tried() -> None:
-    answers = [("n1", Answer(True, ("attacker.example.org", "n7", "n6")))]
+    answers = [("n1", KnownCopiesReply(True, ("attacker.example.org", "n7", "n6")))]
     assert to_try(answers, {"n6"}) == ("n6",), "n1 and n7 are of the job itself"

@@ -14,23 +14,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.cache import digest
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Cache, Entry
-from forestage.cache.part import ENTRY_BYTES, Owner, boot_id
+from forestage.cache.part import ENTRY_BYTES, PartRecord, boot_id
 from forestage.features.peers import local_chunks, origins
-from forestage.features.peers.local_chunks import Absent, Arrivals, Found, Pending, Present
+from forestage.features.peers.local_chunks import (
+    AbsentChunk,
+    ChunkArrivalPoller,
+    Found,
+    PendingChunk,
+    PresentChunk,
+)
 from forestage.system import lock
 
 CHUNK = 8
 DATA = b"aaaaaaaabbbbbbbbcc"  # three chunks, the last one short
-IMAGE = Image(Identity("/l/a", 1, len(DATA), 2, 3), Access(0, 0, 0o644))
+IMAGE = SourceImage(FileIdentity("/l/a", 1, len(DATA), 2, 3), AccessRights(0, 0, 0o644))
 KEY = IMAGE.key
 DIGESTS = b"".join(digest.of_chunk(DATA[at : at + CHUNK]) for at in range(0, len(DATA), CHUNK))
 
 
 def copying(cache: Cache, digests: bytes | None = DIGESTS, **facts: object) -> None:
     known = {"boot": boot_id(), "chunk": CHUNK, "engine": "chunks", "job": 1, "since": 0.0, **facts}
-    cache.part(KEY).write_owner(Owner(pid=os.getpid(), image=IMAGE, **known))  # type: ignore[arg-type]
+    cache.part(KEY).write_owner(PartRecord(pid=os.getpid(), image=IMAGE, **known))  # type: ignore[arg-type]
     cache.part(KEY).image.write_bytes(DATA)
     if digests is not None:
         cache.part(KEY).map.write_bytes(digests)
@@ -47,7 +53,7 @@ def alive(cache: Cache) -> Iterator[None]:
 
 
 def read(found: Found) -> bytes:
-    assert isinstance(found, Present)
+    assert isinstance(found, PresentChunk)
     with found.file as file:
         return os.pread(file.fileno(), found.size, found.start)
 
@@ -55,8 +61,8 @@ def read(found: Found) -> bytes:
 def test_chunk_without_a_digest_is_not_given(cache: Cache) -> None:
     copying(cache, digest.UNKNOWN * 3)
     publish(cache)
-    assert local_chunks.find(cache, KEY, 1) == Absent()
-    assert local_chunks.look(cache, KEY) == local_chunks.Known()
+    assert local_chunks.find(cache, KEY, 1) == AbsentChunk()
+    assert local_chunks.look(cache, KEY) == local_chunks.LocalCopyState()
 
 
 @pytest.mark.parametrize("published", [False, True])
@@ -66,10 +72,10 @@ def test_chunk_of_entry_is_found_with_its_digest(cache: Cache, published: bool) 
         publish(cache)
     for number, data in enumerate((b"aaaaaaaa", b"bbbbbbbb", b"cc")):
         found = local_chunks.find(cache, KEY, number)
-        assert isinstance(found, Present)
+        assert isinstance(found, PresentChunk)
         assert found.digest == digest.of_chunk(data)
         assert read(found) == data
-    assert local_chunks.find(cache, KEY, 3) == Absent(beyond=True)
+    assert local_chunks.find(cache, KEY, 3) == AbsentChunk(beyond=True)
     assert local_chunks.read_map(cache, KEY) == DIGESTS
 
 
@@ -78,7 +84,7 @@ def test_missing_chunk_of_live_copy_is_pending(
     cache: Cache, alive: None, digests: bytes | None
 ) -> None:
     copying(cache, digests)
-    assert local_chunks.find(cache, KEY, 0) == Pending(0, 8)
+    assert local_chunks.find(cache, KEY, 0) == PendingChunk(0, 8)
 
 
 def entry(cache: Cache, chunk: int = CHUNK, data: bytes = DATA) -> None:
@@ -105,7 +111,7 @@ def test_chunk_that_cannot_be_given_is_absent_and_leaves_no_file_open(
     ABSENT[left](cache)
     gc.collect()  # what earlier tests left open must not be closed in between
     before = len(os.listdir("/proc/self/fd"))
-    assert local_chunks.find(cache, KEY, 0) == Absent()
+    assert local_chunks.find(cache, KEY, 0) == AbsentChunk()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -134,15 +140,15 @@ def test_copy_being_made_durable_is_found(cache: Cache) -> None:
     published_so_far(cache)
     with lock.held(cache.key_lock(KEY), 0):
         assert read(local_chunks.find(cache, KEY, 1)) == b"bbbbbbbb"
-        assert local_chunks.find(cache, KEY, 3) == Absent(beyond=True)
+        assert local_chunks.find(cache, KEY, 3) == AbsentChunk(beyond=True)
 
 
 def test_publishing_cut_by_crash_is_absent(cache: Cache) -> None:
     published_so_far(cache)
-    assert local_chunks.find(cache, KEY, 1) == Absent()
+    assert local_chunks.find(cache, KEY, 1) == AbsentChunk()
     (cache.part_dir(KEY) / "entry.json").write_bytes(b"{")
     with lock.held(cache.key_lock(KEY), 0):
-        assert local_chunks.find(cache, KEY, 1) == Absent()
+        assert local_chunks.find(cache, KEY, 1) == AbsentChunk()
 
 
 @given(st.lists(st.integers(-1, ENTRY_BYTES - 1), max_size=70))
@@ -161,9 +167,9 @@ def test_copy_is_live_while_its_key_is_locked_whatever_has_its_pid(cache: Cache)
     """Else each node would be told to read in the others' stead."""
     copying(cache, DIGESTS[:-ENTRY_BYTES])
     with lock.held(cache.key_lock(KEY), 60.0):
-        assert local_chunks.find(cache, KEY, 2) == Pending(2 * CHUNK, 2)
+        assert local_chunks.find(cache, KEY, 2) == PendingChunk(2 * CHUNK, 2)
         assert not local_chunks.source_failed(cache, KEY)
-    assert local_chunks.find(cache, KEY, 2) == Absent()
+    assert local_chunks.find(cache, KEY, 2) == AbsentChunk()
     assert local_chunks.source_failed(cache, KEY)
 
 
@@ -186,7 +192,7 @@ def test_arrival_wakes_only_those_who_wait_for_that_chunk(cache: Cache) -> None:
     note_arrived(cache, False, False)
 
     async def scene() -> list[bool]:
-        arrivals = Arrivals(cache)
+        arrivals = ChunkArrivalPoller(cache)
         waits = [asyncio.create_task(arrivals.wait("k", number, 600.0)) for number in (0, 1, 1)]
         await asyncio.sleep(0.05)
         assert not any(wait.done() for wait in waits)
@@ -215,7 +221,7 @@ def test_many_waiters_cost_one_poll_until_the_last_has_gone(
     monkeypatch.setattr(local_chunks, "read_map", read_map)
 
     async def scene() -> None:
-        arrivals = Arrivals(cache)
+        arrivals = ChunkArrivalPoller(cache)
         await asyncio.gather(*(arrivals.wait("k", 0, 600.0) for _ in range(100)))
         assert looks == 3
         await arrivals.wait("k", 1, 0.05)
@@ -234,11 +240,11 @@ def test_copy_published_between_two_looks_gives_other_jobs_no_more_than_it_may(
     part = cache.part(KEY)
     part.directory.mkdir(parents=True)
     part.map.write_bytes(b"m" * 2 * ENTRY_BYTES)
-    noted = origins.Origins({"n1": "1", "n9": "2"}, "2")
+    noted = origins.ChunkReaders({"n1": "1", "n9": "2"}, "2")
     (part.directory / origins.NAME).write_bytes(msgspec.json.encode(noted))
     real = origins.read
 
-    def read(directory: Path) -> origins.Origins | None:
+    def read(directory: Path) -> origins.ChunkReaders | None:
         if part.directory.exists():
             cache.entries.mkdir(exist_ok=True)
             part.directory.rename(cache.entry_dir(KEY))
@@ -254,7 +260,7 @@ def test_copy_published_between_two_looks_gives_other_jobs_no_more_than_it_may(
 
 def test_end_of_service_wakes_all_waiters(cache: Cache) -> None:
     async def scene() -> None:
-        arrivals = Arrivals(cache)
+        arrivals = ChunkArrivalPoller(cache)
         waits = [asyncio.create_task(arrivals.wait("k", number, 600.0)) for number in range(3)]
         await asyncio.sleep(0)
         arrivals.end()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from forestage.commands.tally import Tally
+from forestage.commands.tally import EventTally
 from forestage.config import Config
-from forestage.config.keys import Peering
+from forestage.config.keys import PeersSection
 from forestage.features.contexts import MetricsFacts
 from forestage.features.peers import metrics, unanswered
-from forestage.paths import Places
+from forestage.paths import NodePaths
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,14 @@ from forestage.paths import Places
 def test_peers_are_down_where_only_the_service_is_missing(
     enabled: bool | None, has_service: bool, said: str
 ) -> None:
-    assert metrics.describe_peers(Config(peers=Peering(enabled=enabled)), has_service) == said
+    assert metrics.describe_peers(Config(peers=PeersSection(enabled=enabled)), has_service) == said
 
 
 def test_nodes_that_did_not_answer_are_counted(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
 
     def count() -> float:
-        facts = MetricsFacts(places, None, None, Tally(), time.monotonic())
+        facts = MetricsFacts(places, None, None, EventTally(), time.monotonic())
         (silent, *_) = metrics.read_metrics(facts).families
         assert silent.name == "peers_unanswered"
         return silent.value

@@ -10,13 +10,13 @@ import pytest
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.config.keys import Peering
+from forestage.config.keys import PeersSection
 from forestage.errors import SlurmError
 from forestage.features.peers import node_list, slurm_nodes
-from forestage.features.peers.node_list import NodeList
-from forestage.features.peers.slurm_nodes import NodeState
-from forestage.paths import Places
-from forestage.slurm.queue import Slurm
+from forestage.features.peers.node_list import PeerNodeList
+from forestage.features.peers.slurm_nodes import SlurmNodeState
+from forestage.paths import NodePaths
+from forestage.slurm.queue import SlurmClient
 
 DAY = 86400.0
 HOUR = 3600.0
@@ -36,8 +36,8 @@ SHOWN = (
 
 
 def test_list_is_read_as_it_was_written(tmp_path: Path) -> None:
-    places = Places(tmp_path)
-    node_list.write(places, NodeList(1000.0, {"n1": "10.0.0.1", "n2": ""}, {"n3": "10.0.0.3"}))
+    places = NodePaths(tmp_path)
+    node_list.write(places, PeerNodeList(1000.0, {"n1": "10.0.0.1", "n2": ""}, {"n3": "10.0.0.3"}))
     assert node_list.read(places, 1000.0 + DAY) == ("n1", "n2")
     assert node_list.addresses(places, 1000.0 + DAY) == {
         "n1": "10.0.0.1",
@@ -49,8 +49,8 @@ def test_list_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("now", [1001.0 + DAY, 999.0])
 def test_list_older_than_a_day_or_of_the_future_names_nobody(tmp_path: Path, now: float) -> None:
-    places = Places(tmp_path)
-    node_list.write(places, NodeList(1000.0, {"n1": "10.0.0.1"}))
+    places = NodePaths(tmp_path)
+    node_list.write(places, PeerNodeList(1000.0, {"n1": "10.0.0.1"}))
     assert node_list.read(places, now) == ()
     assert node_list.addresses(places, now) == {}
 
@@ -58,7 +58,7 @@ def test_list_older_than_a_day_or_of_the_future_names_nobody(tmp_path: Path, now
 # The last one as the build before wrote it.
 @pytest.mark.parametrize("text", [None, "", "n1 n2", '{"written": 1000, "nodes": ["n1"]}'])
 def test_no_list_or_a_damaged_one_names_nobody(tmp_path: Path, text: str | None) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     if text is not None:
         places.nodes.parent.mkdir(parents=True)
         places.nodes.write_text(text)
@@ -70,9 +70,9 @@ def test_no_list_or_a_damaged_one_names_nobody(tmp_path: Path, text: str | None)
 def test_nodes_are_read_from_what_scontrol_shows() -> None:
     found = slurm_nodes.parse_nodes(SHOWN + "\n\n")
     assert len(found) == 8
-    assert found[0] == NodeState("n1", "host1", ("MIXED",), ("gpu", "debug"), "10.77.0.2")
+    assert found[0] == SlurmNodeState("n1", "host1", ("MIXED",), ("gpu", "debug"), "10.77.0.2")
     assert found[1].states == ("IDLE", "CLOUD", "POWERED_DOWN")
-    assert found[3] == NodeState("n4", "n4", ("IDLE", "DRAIN"), ("gpu",))
+    assert found[3] == SlurmNodeState("n4", "n4", ("IDLE", "DRAIN"), ("gpu",))
     assert found[6].partitions == ()
 
 
@@ -94,7 +94,7 @@ def test_list_has_the_nodes_that_are_up_in_this_nodes_own_partitions(
 
 def test_list_has_the_addresses_also_of_nodes_that_are_away() -> None:
     found = node_list.beside(slurm_nodes.parse_nodes(SHOWN), "n1", 5.0)
-    assert found == NodeList(
+    assert found == PeerNodeList(
         5.0, {"n1": "10.77.0.2", "n4": "", "n6": ""}, {"n2": "", "n3": "", "n8": ""}
     )
 
@@ -108,7 +108,7 @@ def test_list_is_renewed_before_it_is_too_old_and_not_by_all_nodes_at_once() -> 
     assert node_list.is_due(-1.0, "n1"), "the clock was set back"
 
 
-class Told(Slurm):
+class Told(SlurmClient):
     asked: list[int]
 
     def query(self, *words: str, **how: object) -> str:
@@ -119,8 +119,8 @@ class Told(Slurm):
 
 
 def node_of(folder: Path, **peers: object) -> Node:
-    config = Config(cache="/nvme", peers=msgspec.convert(peers, Peering))
-    return Node.of(config, Places(folder), Clock())
+    config = Config(cache="/nvme", peers=msgspec.convert(peers, PeersSection))
+    return Node.of(config, NodePaths(folder), Clock())
 
 
 def test_slurm_is_asked_once_and_the_old_list_stays_where_it_fails(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_slurm_is_asked_once_and_the_old_list_stays_where_it_fails(tmp_path: Pat
         node_list.renew(node, told)
     now = node.clock.wall()
     assert (node_list.read(node.places, now), len(told.asked)) == (("n1", "n4", "n6"), 1)
-    node_list.write(node.places, NodeList(now - 23 * HOUR, {"n9": ""}))
+    node_list.write(node.places, PeerNodeList(now - 23 * HOUR, {"n9": ""}))
     with pytest.raises(SlurmError):
         node_list.renew(node, told)
     assert node_list.read(node.places, now) == ("n9",)

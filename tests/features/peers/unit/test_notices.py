@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from forestage.features.peers import notices
-from forestage.features.peers.origins import Origins
-from forestage.paths import Places
+from forestage.features.peers.origins import ChunkReaders
+from forestage.paths import NodePaths
 
 
 @pytest.mark.parametrize(
@@ -16,13 +16,13 @@ from forestage.paths import Places
     [
         (None, "n1", -1),
         (None, "n2", 0),
-        (Origins({"n1": "3", "n2": "c"}), "n2", 0b1100),
-        (Origins({"n1": "3", "n2": "c"}), "n1", 0b11),
-        (Origins({"n1": "3"}), "n9", 0),
+        (ChunkReaders({"n1": "3", "n2": "c"}), "n2", 0b1100),
+        (ChunkReaders({"n1": "3", "n2": "c"}), "n1", 0b11),
+        (ChunkReaders({"n1": "3"}), "n9", 0),
     ],
 )
 def test_notice_concerns_what_its_reader_read(
-    known: Origins | None, reader: str, chunks: int
+    known: ChunkReaders | None, reader: str, chunks: int
 ) -> None:
     assert notices.concerned(known, reader, "n1") == chunks
 
@@ -32,7 +32,7 @@ def test_few_notices_are_kept_whoever_sends_them(
 ) -> None:
     monkeypatch.setattr(notices, "READERS", 2)
     monkeypatch.setattr(notices, "KEYS", 2)
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     assert list(notices.keys(places)) == []
     for key in "abc":
         for reader in ("n1", "n2", "n1", "n3"):

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from forestage.features.peers import origins
-from forestage.features.peers.origins import NAME, Noted, Origins
+from forestage.features.peers.origins import NAME, ChunkReaderRecorder, ChunkReaders
 
 ALL = 0b11111
 
 
-def of_copy(folder: Path) -> Noted:
+def of_copy(folder: Path) -> ChunkReaderRecorder:
     """Of n1: chunk 0 was here, 1 it read itself, 2 its job's n2 gave, 3 n9 of another job."""
-    noted = Noted(folder, "n1", [0])
+    noted = ChunkReaderRecorder(folder, "n1", [0])
     noted.note(1)
     noted.note(2, "n2")
     noted.note(3, "n8", outside=True)
     return noted
 
 
-def read(folder: Path) -> Origins:
+def read(folder: Path) -> ChunkReaders:
     found = origins.read(folder)
     assert found is not None
     return found
@@ -62,7 +62,7 @@ def test_chunks_of_ones_own_are_nobodys_to_strike(tmp_path: Path) -> None:
 
 def test_resumed_copy_knows_what_came_before(tmp_path: Path) -> None:
     of_copy(tmp_path).write()
-    again = Noted(tmp_path, "n1", [0, 1, 2, 3])
+    again = ChunkReaderRecorder(tmp_path, "n1", [0, 1, 2, 3])
     again.note(4, "n2")
     again.write()
     assert read(tmp_path).may_leave(ALL, is_whole=False) == 0b10111

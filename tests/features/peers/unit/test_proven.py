@@ -7,28 +7,28 @@ from pathlib import Path
 import pytest
 
 from forestage.features.peers import proven
-from forestage.features.peers.proven import Proven
-from forestage.paths import Places
+from forestage.features.peers.proven import ProvenNode
+from forestage.paths import NodePaths
 
 
 def test_note_has_the_last_node_that_was_proven(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     assert proven.read(places) is None
     proven.note(places, "n2", 5.0)
     proven.note(places, "n3", 6.0)
-    assert proven.read(places) == Proven("n3", 6.0)
+    assert proven.read(places) == ProvenNode("n3", 6.0)
 
 
 @pytest.mark.parametrize("text", ["", "n2", "{}", '{"node": 5, "at": 1}'])
 def test_damaged_note_is_none(tmp_path: Path, text: str) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     places.proven.parent.mkdir(parents=True)
     places.proven.write_text(text)
     assert proven.read(places) is None
 
 
 def test_note_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     places.run.parent.mkdir(parents=True)
     places.run.touch()
     proven.note(places, "n2", 5.0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.features.peers.ring import SPAN, Ring
+from forestage.features.peers.ring import SPAN, NodeRing
 
 
 def names(count: int) -> list[str]:
@@ -22,12 +22,12 @@ def test_ring_does_not_depend_on_order_of_nodes(
 ) -> None:
     other = [*names(count), names(count)[0]]
     chance.shuffle(other)
-    assert Ring("key", names(count)).order(number) == Ring("key", other).order(number)
+    assert NodeRing("key", names(count)).order(number) == NodeRing("key", other).order(number)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 100])
 def test_reading_and_standing_in_are_shared_evenly(count: int) -> None:
-    ring = Ring("key", names(count))
+    ring = NodeRing("key", names(count))
     rounds = range(2 * 15 * count)
     readers = Counter(ring.reader(number) for number in rounds)
     assert set(readers.values()) == {30}
@@ -40,7 +40,7 @@ def test_reading_and_standing_in_are_shared_evenly(count: int) -> None:
 
 @given(st.integers(1, 200), st.integers(0, 2000))
 def test_order_begins_with_reader_and_has_no_duplicates(count: int, number: int) -> None:
-    ring = Ring("key", names(count))
+    ring = NodeRing("key", names(count))
     order = ring.order(number)
     assert order[0] == ring.reader(number)
     assert len(order) == len(set(order)) == min(SPAN, count)
@@ -48,12 +48,12 @@ def test_order_begins_with_reader_and_has_no_duplicates(count: int, number: int)
 
 
 def test_rings_of_different_images_differ() -> None:
-    assert Ring("one", names(9)).nodes != Ring("two", names(9)).nodes
+    assert NodeRing("one", names(9)).nodes != NodeRing("two", names(9)).nodes
 
 
 @given(st.integers(1, 5000), st.integers(0, 9999), st.integers(0, 9999))
 def test_chunk_reaches_each_node_in_few_hops(count: int, number: int, at: int) -> None:
-    ring = Ring("key", names(count))
+    ring = NodeRing("key", names(count))
     here, hops = ring.nodes[at % count], 0
     while here != ring.reader(number):
         nearer = ring.nearer(number, here)
@@ -65,7 +65,7 @@ def test_chunk_reaches_each_node_in_few_hops(count: int, number: int, at: int) -
 
 @pytest.mark.parametrize(("count", "most"), [(1, 0), (2, 1), (31, 30), (256, 60), (10_000, 75)])
 def test_neighbours_are_all_of_thirty_nodes_and_few_of_many(count: int, most: int) -> None:
-    ring = Ring("key", names(count))
+    ring = NodeRing("key", names(count))
     around = ring.neighbours(ring.nodes[count // 2])
     assert len(around) == len(set(around))
     assert ring.nodes[count // 2] not in around

@@ -15,25 +15,25 @@ from hypothesis import strategies as st
 
 from forestage.features.peers.peer_table import GREETINGS
 from forestage.features.peers.ring import SOURCE
-from forestage.features.peers.schedule import Ask, Policy, Schedule, Why
+from forestage.features.peers.schedule import ChunkSchedule, ChunkTransfer, SchedulePolicy, Why
 
 MB = 1_000_000
 NODES = [f"n{number}" for number in range(4)]
 
 
-def schedule(count: int = 12, nodes: list[str] = NODES, place: int = 0) -> Schedule:
-    me = Schedule("key", nodes, nodes[0], [], MB).ring.nodes[place]
+def schedule(count: int = 12, nodes: list[str] = NODES, place: int = 0) -> ChunkSchedule:
+    me = ChunkSchedule("key", nodes, nodes[0], [], MB).ring.nodes[place]
     return greeted("key", nodes, me, range(count), MB)
 
 
-def greeted(*about: Any, **more: Any) -> Schedule:
+def greeted(*about: Any, **more: Any) -> ChunkSchedule:
     """A copy whose peers have all answered their first connection."""
-    one = Schedule(*about, **more)
+    one = ChunkSchedule(*about, **more)
     greet(one)
     return one
 
 
-def greet(one: Schedule, now: float = 0.0) -> list[str]:
+def greet(one: ChunkSchedule, now: float = 0.0) -> list[str]:
     """Has all peers answer that are to be connected to now; who these are."""
     found = []
     while (peer := one.next_greeting(now)) is not None:
@@ -43,7 +43,7 @@ def greet(one: Schedule, now: float = 0.0) -> list[str]:
     return found
 
 
-def others(one: Schedule) -> list[str]:
+def others(one: ChunkSchedule) -> list[str]:
     return [node for node in one.ring.nodes if node != one.me]
 
 
@@ -51,14 +51,14 @@ def everything(count: int) -> int:
     return (1 << count) - 1
 
 
-def all_of(ask: Callable[[float], Ask | None], now: float) -> list[Ask]:
+def all_of(ask: Callable[[float], ChunkTransfer | None], now: float) -> list[ChunkTransfer]:
     found = []
     while (one := ask(now)) is not None:
         found.append(one)
     return found
 
 
-def settle(one: Schedule, now: float = 0.0) -> None:
+def settle(one: ChunkSchedule, now: float = 0.0) -> None:
     """Has every peer say that it has begun, and has nothing yet."""
     for ask in all_of(one.next_fetch, now):
         one.peer_has(ask.peer, 0, now)
@@ -68,9 +68,9 @@ def settle(one: Schedule, now: float = 0.0) -> None:
 def test_own_share_is_read_in_order_and_few_at_once() -> None:
     one = schedule()
     settle(one)
-    assert all_of(one.next_read, 0.1) == [Ask(0, SOURCE), Ask(4, SOURCE)]
-    one.got(Ask(0, SOURCE), 0.2)
-    assert all_of(one.next_read, 0.2) == [Ask(8, SOURCE)]
+    assert all_of(one.next_read, 0.1) == [ChunkTransfer(0, SOURCE), ChunkTransfer(4, SOURCE)]
+    one.got(ChunkTransfer(0, SOURCE), 0.2)
+    assert all_of(one.next_read, 0.2) == [ChunkTransfer(8, SOURCE)]
 
 
 def test_wanted_chunk_is_fetched_next_from_a_peer_that_has_it() -> None:
@@ -96,11 +96,15 @@ def test_wanted_chunk_of_the_own_share_is_read_next() -> None:
     one.want([5], [20])
     assert one.next_read(0.1) is None
     one.want([5, 24], [20])
-    assert all_of(one.next_read, 0.1) == [Ask(24, SOURCE)], "one more for what a job waits for"
+    assert all_of(one.next_read, 0.1) == [ChunkTransfer(24, SOURCE)], (
+        "one more for what a job waits for"
+    )
     one.want([], [])
-    one.got(Ask(0, SOURCE), 0.2)
-    one.got(Ask(24, SOURCE), 0.2)
-    assert one.next_read(0.2) == Ask(28, SOURCE), "a job that waited for 24 will want this"
+    one.got(ChunkTransfer(0, SOURCE), 0.2)
+    one.got(ChunkTransfer(24, SOURCE), 0.2)
+    assert one.next_read(0.2) == ChunkTransfer(28, SOURCE), (
+        "a job that waited for 24 will want this"
+    )
 
 
 def test_wanted_chunk_of_another_share_is_asked_of_its_reader_next() -> None:
@@ -113,12 +117,12 @@ def test_wanted_chunk_of_another_share_is_asked_of_its_reader_next() -> None:
     assert reader in {ask.peer for ask in busy if ask}
     one.want([21, 25], [])
     asked = all_of(one.next_fetch, 0.3)
-    assert asked[0] == Ask(21, reader)
-    assert Ask(25, reader) not in asked, "a peer is waited at for one chunk at a time"
+    assert asked[0] == ChunkTransfer(21, reader)
+    assert ChunkTransfer(25, reader) not in asked, "a peer is waited at for one chunk at a time"
     assert {one.ring.reader(ask.number) for ask in all_of(one.next_read, 0.3)} == {one.me}
 
 
-def fetched_once(took: float, nodes: int = 4) -> tuple[Schedule, int]:
+def fetched_once(took: float, nodes: int = 4) -> tuple[ChunkSchedule, int]:
     """A copy to which its peers have given each chunk in so many seconds, and how many at once."""
     one = schedule(40, [f"n{number}" for number in range(nodes)])
     settle(one)
@@ -179,7 +183,9 @@ def test_late_node_drops_its_first_reads_once_others_have_all() -> None:
     first = one.next_fetch(0.0)
     assert first is not None
     early = all_of(one.next_read, 0.0)
-    assert early == [Ask(0, SOURCE), Ask(4, SOURCE)], "no read waits for an answer"
+    assert early == [ChunkTransfer(0, SOURCE), ChunkTransfer(4, SOURCE)], (
+        "no read waits for an answer"
+    )
     assert all(one.is_early(ask) and not one.in_vain(ask, 0.1) for ask in early)
     for peer in others(one):
         one.peer_has(peer, everything(40), 0.1)
@@ -197,7 +203,7 @@ def test_late_node_drops_its_first_reads_once_others_have_all() -> None:
 
 
 def test_few_chunks_are_read_until_peers_could_answer() -> None:
-    one = Schedule("key", NODES, "n0", range(80), MB, Policy(at_once=4))
+    one = ChunkSchedule("key", NODES, "n0", range(80), MB, SchedulePolicy(at_once=4))
     assert len(all_of(one.next_read, 0.0)) == one.policy.careful
     read = all_of(one.next_read, one.policy.probe)
     assert {one.ring.reader(ask.number) for ask in read} == {"n0"}
@@ -205,7 +211,7 @@ def test_few_chunks_are_read_until_peers_could_answer() -> None:
 
 
 def test_nothing_is_asked_of_a_peer_that_has_not_answered() -> None:
-    one = Schedule("key", NODES, "n0", range(40), MB)
+    one = ChunkSchedule("key", NODES, "n0", range(40), MB)
     assert one.next_fetch(0.0) is None
     peers = [one.next_greeting(0.0) for _ in range(3)]
     assert sorted(filter(None, peers)) == ["n1", "n2", "n3"]
@@ -216,7 +222,7 @@ def test_nothing_is_asked_of_a_peer_that_has_not_answered() -> None:
     assert {ask.peer for ask in all_of(one.next_fetch, 0.1)} == {"n1"}
 
 
-def read_of_others(one: Schedule, now: float) -> set[str]:
+def read_of_others(one: ChunkSchedule, now: float) -> set[str]:
     """Reads all that it may, and says of whose shares that was, apart from its own."""
     read: set[str] = set()
     while (ask := one.next_read(now)) is not None:
@@ -227,7 +233,7 @@ def read_of_others(one: Schedule, now: float) -> set[str]:
 
 @pytest.mark.parametrize("silent", [(), ("n1", "n2", "n3")])
 def test_share_of_a_peer_that_does_not_answer_is_soon_read(silent: tuple[str, ...]) -> None:
-    one = Schedule("key", NODES, "n0", range(40), MB, silent=silent)
+    one = ChunkSchedule("key", NODES, "n0", range(40), MB, silent=silent)
     assert {one.next_greeting(0.0) for _ in range(3)} == {"n1", "n2", "n3"}
     for ask in all_of(one.next_read, 0.0):
         one.got(ask, 0.0)
@@ -238,7 +244,7 @@ def test_share_of_a_peer_that_does_not_answer_is_soon_read(silent: tuple[str, ..
 
 
 def test_peer_found_silent_by_another_copy_is_not_waited_for_and_is_greeted_all_the_same() -> None:
-    one = Schedule("key", NODES, "n0", range(40), MB, silent=("n1",))
+    one = ChunkSchedule("key", NODES, "n0", range(40), MB, silent=("n1",))
     assert [one.next_greeting(0.0) for _ in range(3)][-1] == "n1"
     for peer in ("n2", "n3"):
         one.greeted(peer)
@@ -256,8 +262,8 @@ def test_peer_found_silent_by_another_copy_is_not_waited_for_and_is_greeted_all_
 def test_services_that_are_slow_for_a_moment_have_nothing_read_twice() -> None:
     """Each node reads its share meanwhile, and that of others only then."""
     for place in range(4):
-        me = Schedule("key", NODES, "n0", [], MB).ring.nodes[place]
-        one = Schedule("key", NODES, me, range(80), MB)
+        me = ChunkSchedule("key", NODES, "n0", [], MB).ring.nodes[place]
+        one = ChunkSchedule("key", NODES, me, range(80), MB)
         while one.next_greeting(0.0) is not None:
             pass
         read = []
@@ -279,7 +285,7 @@ def test_services_that_are_slow_for_a_moment_have_nothing_read_twice() -> None:
 
 
 def test_greeting_that_failed_is_made_again_later() -> None:
-    one = Schedule("key", NODES, "n0", range(40), MB)
+    one = ChunkSchedule("key", NODES, "n0", range(40), MB)
     for _ in range(3):
         peer = one.next_greeting(0.0)
         assert peer is not None
@@ -378,7 +384,7 @@ def test_share_of_dead_node_is_read_by_its_stand_ins() -> None:
         assert readers == [expected]
 
 
-def beside_a_late_node() -> tuple[Schedule, list[int]]:
+def beside_a_late_node() -> tuple[ChunkSchedule, list[int]]:
     """After the grace; and the late node's chunks for which this node is the first stand-in."""
     one = schedule(96, place=1)
     late = one.ring.nodes[0]
@@ -432,7 +438,7 @@ def test_offered_chunk_of_dead_node_is_not_read() -> None:
         now += 0.5
 
 
-def asked_of_second_peer() -> tuple[Schedule, Ask, Ask]:
+def asked_of_second_peer() -> tuple[ChunkSchedule, ChunkTransfer, ChunkTransfer]:
     """A chunk that takes long is on its way from one peer and then from another one as well."""
     one = schedule(2, nodes=["a", "b", "c"], place=2)
     for peer in others(one):
@@ -533,7 +539,7 @@ def test_silence_makes_each_node_read_another_chunk() -> None:
 
 
 def test_unreachable_peers_make_all_be_read_at_once() -> None:
-    one = Schedule("key", NODES, "n0", range(40), MB)
+    one = ChunkSchedule("key", NODES, "n0", range(40), MB)
     now = 0.0
     while not one.done:
         while (peer := one.next_greeting(now)) is not None:
@@ -545,15 +551,15 @@ def test_unreachable_peers_make_all_be_read_at_once() -> None:
     assert now == 0.1, "once round"
 
 
-def many(count: int, answer: bool = True) -> Schedule:
+def many(count: int, answer: bool = True) -> ChunkSchedule:
     nodes = [f"n{number}" for number in range(count)]
-    one = Schedule("key", nodes, "n0", range(256), MB)
+    one = ChunkSchedule("key", nodes, "n0", range(256), MB)
     if answer:
         greet(one)
     return one
 
 
-def fail_as_far_as(one: Schedule, count: int, now: float) -> list[str]:
+def fail_as_far_as(one: ChunkSchedule, count: int, now: float) -> list[str]:
     """So many peers are refused, of those that are connected to; who they are."""
     names: list[str] = []
     while len(names) < count and (peer := one.next_greeting(now)) is not None:
@@ -622,7 +628,7 @@ def test_struck_chunk_is_read_though_others_have_not_answered_yet() -> None:
     assert ask is not None
     one.strike([ask.number])
     one.failed(ask, "wrong", 0.0)
-    assert one.next_read(0.0) == Ask(ask.number, SOURCE)
+    assert one.next_read(0.0) == ChunkTransfer(ask.number, SOURCE)
 
 
 def test_struck_chunk_is_asked_of_others_where_the_source_fails() -> None:
@@ -694,7 +700,7 @@ def test_random_failures_of_peers_leave_no_chunk_missing(
     chance = random.Random(seed)
     out: set[str] = set()
     came: set[int] = set()
-    running: list[tuple[float, int, Ask]] = []
+    running: list[tuple[float, int, ChunkTransfer]] = []
     now, turn = 0.0, 0
     while not one.done:
         for choose, most in ((one.next_fetch, 8), (one.next_read, 4)):
@@ -724,7 +730,7 @@ def test_random_failures_of_peers_leave_no_chunk_missing(
     assert came == missing
 
 
-def alone(count: int = 12) -> Schedule:
+def alone(count: int = 12) -> ChunkSchedule:
     """A job of one node; x is of another one."""
     return greeted("key", ["me"], "me", range(count), 16 * MB, givers=("x",))
 
@@ -786,7 +792,7 @@ def test_node_of_another_job_that_is_out_reads_nothing_that_others_would_stand_i
     assert all(one.me in one.ring.order(number) for number in numbers)
 
 
-def following(count: int = 12) -> Schedule:
+def following(count: int = 12) -> ChunkSchedule:
     """A copy ahead of a job, which x began before."""
     return greeted("key", ["me"], "me", range(count), MB, givers=("x",), leaders=("x",))
 
@@ -849,7 +855,7 @@ def test_copy_of_a_job_reads_beside_whoever_began_before() -> None:
     assert [ask.number for ask in all_of(one.next_read, 0.6)] == [11, 2]
 
 
-def sharing(me: str) -> Schedule:
+def sharing(me: str) -> ChunkSchedule:
     """A copy ahead of a job on one of two nodes, which read it together."""
     other = {"a": "b", "b": "a"}[me]
     return greeted("key", ["a", "b"], me, range(12), MB, givers=(other,))

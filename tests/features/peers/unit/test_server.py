@@ -15,14 +15,14 @@ import pytest
 
 from forestage.cache import disk_errors
 from forestage.cache.node import Node
-from forestage.config.keys import Peering
+from forestage.config.keys import PeersSection
 from forestage.errors import ConfigError, PeerError, SlurmError
 from forestage.features.peers import listening, node_list, server
-from forestage.features.peers.auth import KeyFile
-from forestage.features.peers.server import Pace
-from forestage.features.peers.stats import Counters
-from forestage.paths import Places
-from forestage.slurm.queue import Slurm
+from forestage.features.peers.auth import KeyFileAuthenticator
+from forestage.features.peers.server import UploadRateLimit
+from forestage.features.peers.stats import UploadCountWriter
+from forestage.paths import NodePaths
+from forestage.slurm.queue import SlurmClient
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def where(sockets: list[socket.socket]) -> list[tuple[str, int]]:
     return sorted(one.getsockname()[:2] for one in sockets)
 
 
-class Told(Slurm):
+class Told(SlurmClient):
     """Slurm as it answers about this node's address, if it does."""
 
     answer = ""
@@ -58,19 +58,19 @@ class Told(Slurm):
 
 
 def open_at(
-    peers: Peering, node: str = "n1", places: Places | None = None, told: Told | None = None
+    peers: PeersSection, node: str = "n1", places: NodePaths | None = None, told: Told | None = None
 ) -> list[socket.socket]:
     """As the service does, without the wait for an interface that is late."""
     left: list[float] = []
-    slurm, nowhere = told or Told(""), Places(Path("/nonexistent"))
+    slurm, nowhere = told or Told(""), NodePaths(Path("/nonexistent"))
     return listening.open_sockets(peers, places or nowhere, node, slurm, left.append)
 
 
-def site(folder: Path, lines: str) -> Places:
+def site(folder: Path, lines: str) -> NodePaths:
     conf = folder / "etc/slurm/slurm.conf"
     conf.parent.mkdir(parents=True)
     conf.write_text(lines)
-    return Places(folder)
+    return NodePaths(folder)
 
 
 def test_default_listens_at_the_nodes_own_nodeaddr(
@@ -80,7 +80,7 @@ def test_default_listens_at_the_nodes_own_nodeaddr(
     places = site(tmp_path, text)
     nodes = tmp_path / "etc/slurm/nodes.conf"
     nodes.write_text("NodeName=n[1-3] NodeAddr=127.0.0.[11-13] State=UNKNOWN\n")
-    opened += open_at(Peering(port=port), "n2", places)
+    opened += open_at(PeersSection(port=port), "n2", places)
     assert where(opened) == [("127.0.0.12", port)]
 
 
@@ -92,10 +92,10 @@ def test_default_without_a_line_of_slurm_conf_listens_where_slurm_says(
     places = site(tmp_path, lines + "PartitionName=all Nodes=ALL\n")
     told = Told("")
     told.answer = "127.0.0.14"
-    opened += open_at(Peering(port=port), "n2", places, told)
+    opened += open_at(PeersSection(port=port), "n2", places, told)
     assert where(opened) == [("127.0.0.14", port)]
-    node_list.write(places, node_list.NodeList(time.time(), {"n3": "127.0.0.15"}))
-    opened += open_at(Peering(port=port), "n3", places)
+    node_list.write(places, node_list.PeerNodeList(time.time(), {"n3": "127.0.0.15"}))
+    opened += open_at(PeersSection(port=port), "n3", places)
     assert ("127.0.0.15", port) in where(opened)
 
 
@@ -109,7 +109,7 @@ def test_nodeaddr_that_is_a_name_of_loopback_or_of_nothing_is_all_addresses(
 ) -> None:
     """Debian's 127.0.1.1: other nodes are told by DNS where this one is."""
     places = site(tmp_path, f"NodeName=localhost{nodeaddr}\n")
-    opened += open_at(Peering(port=port), "localhost", places)
+    opened += open_at(PeersSection(port=port), "localhost", places)
     assert where(opened) == [("0.0.0.0", port), ("::", port)]
     assert "peer listens on all addresses" in capfd.readouterr().err
 
@@ -118,7 +118,7 @@ def test_nodeaddr_of_no_interface_ends_as_a_wrong_configuration(port: int, tmp_p
     """NAT: the unit does not start it again, and the line says what to set."""
     places = site(tmp_path, "NodeName=n1 NodeAddr=192.0.2.7\n")
     with pytest.raises(ConfigError) as caught:
-        open_at(Peering(port=port), "n1", places)
+        open_at(PeersSection(port=port), "n1", places)
     assert "peers.listen: is null, and other nodes find n1 at 192.0.2.7" in str(caught.value)
 
 
@@ -132,7 +132,7 @@ def test_address_of_an_interface_that_comes_late_is_waited_for(
         real(self, ("127.0.0.16", address[1]) if len(waited) > 3 else address)
 
     monkeypatch.setattr(socket.socket, "bind", bind)
-    peers = Peering(port=port)
+    peers = PeersSection(port=port)
     opened += listening.open_sockets(peers, places, "n1", Told(""), waited.append)
     assert where(opened) == [("127.0.0.16", port)]
 
@@ -141,14 +141,14 @@ def test_pattern_of_the_site_says_where_to_listen(
     opened: list[socket.socket], port: int, tmp_path: Path
 ) -> None:
     places = site(tmp_path, "NodeName=n1 NodeAddr=127.0.0.11\n")
-    opened += open_at(Peering(port=port, address="127.0.0.{node}"), "17", places)
+    opened += open_at(PeersSection(port=port, address="127.0.0.{node}"), "17", places)
     assert where(opened) == [("127.0.0.17", port)]
 
 
 def test_empty_listen_is_all_addresses_of_both_families(
     opened: list[socket.socket], port: int
 ) -> None:
-    opened += listening.sockets_at(Peering(port=port), "n1", "")
+    opened += listening.sockets_at(PeersSection(port=port), "n1", "")
     assert where(opened) == [("0.0.0.0", port), ("::", port)]
 
 
@@ -159,25 +159,25 @@ def test_empty_listen_is_all_addresses_of_both_families(
 def test_listen_with_address_is_that_address(
     opened: list[socket.socket], port: int, listen: str, host: str
 ) -> None:
-    opened += open_at(Peering(port=port, listen=listen), "3")
+    opened += open_at(PeersSection(port=port, listen=listen), "3")
     assert where(opened) == [(host, port)]
 
 
 def test_listen_with_interface_is_all_its_addresses(opened: list[socket.socket], port: int) -> None:
-    opened += open_at(Peering(port=port, listen="lo"))
+    opened += open_at(PeersSection(port=port, listen="lo"))
     assert where(opened) == [("0.0.0.0", port), ("::", port)]
     device = {one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) for one in opened}
     assert {name.rstrip(b"\0") for name in device} == {b"lo"}
 
 
 def test_port_is_that_of_own_address(opened: list[socket.socket], port: int) -> None:
-    peers = Peering(listen="127.0.0.1", address=f"{{node}}:{port}")
+    peers = PeersSection(listen="127.0.0.1", address=f"{{node}}:{port}")
     opened += open_at(peers)
     assert where(opened) == [("127.0.0.1", port)]
 
 
 def test_connections_inherit_timeout_and_pacing(opened: list[socket.socket], port: int) -> None:
-    opened += open_at(Peering(port=port, listen="127.0.0.1", bandwidth=1 << 20))
+    opened += open_at(PeersSection(port=port, listen="127.0.0.1", bandwidth=1 << 20))
     client = socket.create_connection(("127.0.0.1", port))
     opened[0].setblocking(True)
     accepted, _ = opened[0].accept()
@@ -190,7 +190,7 @@ def test_connections_inherit_timeout_and_pacing(opened: list[socket.socket], por
 def test_taken_port_is_explained_and_leaves_nothing_open(port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(PeerError) as caught:
-            listening.sockets_at(Peering(port=port), "n1", "")
+            listening.sockets_at(PeersSection(port=port), "n1", "")
         socket.create_server(("::1", port), family=socket.AF_INET6).close()
     assert f"port {port} of any address is taken" in str(caught.value)
 
@@ -198,7 +198,7 @@ def test_taken_port_is_explained_and_leaves_nothing_open(port: int) -> None:
 @pytest.mark.parametrize("name", ["192.0.2.1", "no-such-name.invalid"])
 def test_unknown_listen_is_explained(port: int, name: str) -> None:
     with pytest.raises(PeerError) as caught:
-        open_at(Peering(port=port, listen=name))
+        open_at(PeersSection(port=port, listen=name))
     assert "peers.listen" in str(caught.value)
 
 
@@ -213,7 +213,7 @@ def test_kernel_without_ipv6_serves_ipv4(
         return real(family, *rest)
 
     monkeypatch.setattr(socket, "socket", without)
-    opened += listening.sockets_at(Peering(port=port), "n1", "")
+    opened += listening.sockets_at(PeersSection(port=port), "n1", "")
     assert where(opened) == [("0.0.0.0", port)]
 
 
@@ -241,7 +241,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_uploads_are_spaced_by_the_rate(slept: list[float]) -> None:
     async def scene() -> list[bool]:
-        pace = Pace(10, Now())
+        pace = UploadRateLimit(10, Now())
         return [await pace.wait_turn(20, 110.0) for _ in range(3)]
 
     assert asyncio.run(scene()) == [True, True, True]
@@ -252,7 +252,7 @@ def test_upload_that_is_late_is_refused_and_takes_no_room(
     slept: list[float],
 ) -> None:
     async def scene() -> list[bool]:
-        pace = Pace(10, Now())
+        pace = UploadRateLimit(10, Now())
         return [await pace.wait_turn(20, end) for end in (0.0, 101.0, 102.0)]
 
     assert asyncio.run(scene()) == [True, False, True]
@@ -260,7 +260,7 @@ def test_upload_that_is_late_is_refused_and_takes_no_room(
 
 
 def test_upload_without_rate_does_not_wait(slept: list[float]) -> None:
-    assert asyncio.run(Pace(None, Now()).wait_turn(1 << 40, 0.0))
+    assert asyncio.run(UploadRateLimit(None, Now()).wait_turn(1 << 40, 0.0))
     assert slept == []
 
 
@@ -271,8 +271,8 @@ def test_chunk_that_the_disk_does_not_give_begins_doubt(
     async def fails(request: object) -> None:
         raise OSError(error, os.strerror(error))
 
-    counters = Counters(staging_node.places.peer, 0.0)
-    service = server.Service(staging_node, KeyFile(b"k" * 64), counters, "n1")
+    counters = UploadCountWriter(staging_node.places.peer, 0.0)
+    service = server.PeerService(staging_node, KeyFileAuthenticator(b"k" * 64), counters, "n1")
     monkeypatch.setattr(service, "_answer", fails)
     request = SimpleNamespace(remote="n2", transport=None)
     assert asyncio.run(service.handle(request)).status == 500  # type: ignore[arg-type]

@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.features.peers import sessions
-from forestage.features.peers.auth import Claim, Refused
+from forestage.features.peers.auth import BadCredential, VerifiedClaim
 from forestage.features.peers.sessions import (
     SESSION_IDLE,
     UNPROVEN,
     WINDOW,
     ClientSession,
-    Sessions,
-    Unproven,
+    SessionTable,
+    UnprovenConnections,
 )
 
 
 def session(now: float = 0.0, secret: bytes | None = None) -> ClientSession:
-    return ClientSession(Claim("k", secret or os.urandom(32)), "10.0.0.1", now)
+    return ClientSession(VerifiedClaim("k", secret or os.urandom(32)), "10.0.0.1", now)
 
 
 @given(st.lists(st.integers(0, 50)))
@@ -46,7 +46,7 @@ def test_huge_request_number_costs_no_memory_and_makes_older_ones_used() -> None
 
 
 def test_idle_session_ends_and_used_one_stays(capfd: pytest.CaptureFixture[str]) -> None:
-    held = Sessions()
+    held = SessionTable()
     idle, used = session(0.0), session(0.0)
     for one in (idle, used):
         held.add(one)
@@ -62,9 +62,9 @@ def test_idle_session_ends_and_used_one_stays(capfd: pytest.CaptureFixture[str])
 
 
 def test_secret_used_again_opens_no_second_session() -> None:
-    held = Sessions()
+    held = SessionTable()
     held.add(session(secret=b"s"))
-    with pytest.raises(Refused):
+    with pytest.raises(BadCredential):
         held.add(session(secret=b"s"))
     assert len(held) == 1
     held.end()
@@ -73,7 +73,7 @@ def test_secret_used_again_opens_no_second_session() -> None:
 
 def test_too_many_sessions_end_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
-    held = Sessions()
+    held = SessionTable()
     three = [session(float(n)) for n in range(3)]
     for one in three:
         held.add(one)
@@ -87,7 +87,7 @@ class Line:
         self.aborted = True
 
 
-def made(held: Unproven, *names: str, now: float = 0.0) -> dict[str, Line]:
+def made(held: UnprovenConnections, *names: str, now: float = 0.0) -> dict[str, Line]:
     lines = {name: Line() for name in names}
     for name, line in lines.items():
         held.add(name, cast(asyncio.Transport, line), now)
@@ -99,7 +99,7 @@ def cut(lines: dict[str, Line]) -> set[str]:
 
 
 def test_connection_unproven_for_long_is_cut() -> None:
-    held = Unproven()
+    held = UnprovenConnections()
     lines = made(held, "early", "known", "gone") | made(held, "late", now=1.0)
     for name in ("known", "gone", "never seen"):
         held.discard(name)
@@ -111,7 +111,7 @@ def test_connection_unproven_for_long_is_cut() -> None:
 
 def test_too_many_unproven_connections_cut_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_UNPROVEN", 2)
-    held = Unproven()
+    held = UnprovenConnections()
     lines = made(held, "known")
     held.discard("known")
     lines |= made(held, "a", "b", "c", "d")

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from forestage.features.peers.stats import KEYS, Counters, Uploaded, read
+from forestage.features.peers.stats import KEYS, UploadCounts, UploadCountWriter, read
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_flushed_counts_can_be_read(file: Path) -> None:
-    counted = Counters(file, since=5.0)
+    counted = UploadCountWriter(file, since=5.0)
     counted.session_opened()
     counted.uploaded("a", 100)
     counted.uploaded("a", 23)
@@ -36,7 +36,7 @@ def test_flushed_counts_can_be_read(file: Path) -> None:
 
 
 def test_unchanged_counts_are_not_written_again(file: Path) -> None:
-    counted = Counters(file, since=5.0)
+    counted = UploadCountWriter(file, since=5.0)
     counted.flush()
     before = file.stat().st_ino
     counted.flush()
@@ -47,7 +47,7 @@ def test_unchanged_counts_are_not_written_again(file: Path) -> None:
 
 
 def test_bytes_by_key_are_kept_for_the_last_keys(file: Path) -> None:
-    counted = Counters(file, since=5.0)
+    counted = UploadCountWriter(file, since=5.0)
     for number in range(KEYS + 10):
         counted.uploaded("steady", 1)
         counted.uploaded(f"{number}", 2)
@@ -59,7 +59,7 @@ def test_bytes_by_key_are_kept_for_the_last_keys(file: Path) -> None:
 
 
 def test_many_refusals_are_one_log_line(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    counted = Counters(file, since=5.0)
+    counted = UploadCountWriter(file, since=5.0)
     for number in range(1000):
         counted.refused("10.0.0.9", f"line\nbreak {number}")
     counted.flush()
@@ -89,7 +89,7 @@ def test_missing_or_damaged_counts_are_none(file: Path, make: Callable[[Path], N
 VALUE = st.integers(-(1 << 50), 1 << 50) | st.text() | st.none()
 
 
-@given(st.dictionaries(st.sampled_from(Uploaded.__struct_fields__), VALUE))
+@given(st.dictionaries(st.sampled_from(UploadCounts.__struct_fields__), VALUE))
 @example({"since": float("inf")})
 @hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_values_are_counts_or_damage(tmp_path: Path, values: dict[str, object]) -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from forestage.features.peers import unanswered
 from forestage.features.peers.unanswered import LASTS
-from forestage.paths import Places
+from forestage.paths import NodePaths
 
 
 def test_silence_of_a_node_counts_for_minutes(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     assert not unanswered.is_silent(places, "n1", 50.0)
     unanswered.note_silence(places, "n1", 50.0)
     for now, counts in ((50.0, True), (50.0 + LASTS, True), (51.0 + LASTS, False), (49.0, False)):
@@ -23,7 +23,7 @@ def test_silence_of_a_node_counts_for_minutes(tmp_path: Path) -> None:
 
 
 def test_answer_ends_the_silence_of_a_node(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     for node in ("n1", "n2"):
         unanswered.note_silence(places, node, 50.0)
     unanswered.note_answer(places, "n1")
@@ -35,7 +35,7 @@ def test_few_silent_nodes_are_remembered_and_old_ones_give_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unanswered, "MOST", 2)
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     for node in ("n1", "n2", "n3", "n1"):
         unanswered.note_silence(places, node, 50.0)
     assert unanswered.read_silent(places, 50.0) == {"n1", "n2"}
@@ -47,7 +47,7 @@ def test_few_silent_nodes_are_remembered_and_old_ones_give_way(
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../../etc/passwd", "-n", "n" * 64])
 def test_name_that_is_no_node_is_not_remembered(tmp_path: Path, name: str) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     unanswered.note_silence(places, name, 50.0)
     unanswered.note_answer(places, name)
     assert not unanswered.is_silent(places, name, 50.0)
@@ -55,7 +55,7 @@ def test_name_that_is_no_node_is_not_remembered(tmp_path: Path, name: str) -> No
 
 
 def test_memory_that_is_spoilt_is_none(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     unanswered.note_silence(places, "n1", 50.0)
     (places.unanswered / "n1").write_text("")
     (places.unanswered / "n2").mkdir()
@@ -68,7 +68,7 @@ def test_memory_that_is_spoilt_is_none(tmp_path: Path) -> None:
         unanswered.note_silence(places, node, 50.0)
     assert unanswered.read_silent(places, 50.0) == {"n1"}
     places.run.joinpath("else").write_text("")
-    elsewhere = Places(places.run / "else")
+    elsewhere = NodePaths(places.run / "else")
     unanswered.note_silence(elsewhere, "n1", 50.0)
     unanswered.note_answer(elsewhere, "n1")
     assert not unanswered.is_silent(elsewhere, "n1", 50.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from forestage.commands.world import Exit
+from forestage.commands.world import ExitStatus
 
 UNIT = Path(__file__).resolve().parents[4] / "packaging/systemd/forestage-peer.service"
 
@@ -16,7 +16,7 @@ def values(name: str) -> list[str]:
 
 def test_service_with_a_wrong_configuration_is_not_started_again() -> None:
     (codes,) = values("RestartPreventExitStatus")
-    assert {int(code) for code in codes.split()} == {Exit.USAGE, Exit.CONFIG}
+    assert {int(code) for code in codes.split()} == {ExitStatus.USAGE, ExitStatus.CONFIG}
 
 
 def test_directory_of_the_hooks_is_made_as_closed_as_by_tmpfiles() -> None:

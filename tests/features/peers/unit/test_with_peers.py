@@ -14,28 +14,28 @@ import pytest
 
 from forestage.cache import allocation, digest
 from forestage.cache.part import Part, missing_chunks
-from forestage.cache.readers import Readers
-from forestage.errors import Failed, Stopped
+from forestage.cache.readers import ArrivalMap
+from forestage.errors import CopyStopped, Failed
 from forestage.features.peers import origins, with_peers
-from forestage.features.peers.client import Peers
-from forestage.features.peers.connection import ChunkRefused
-from forestage.features.peers.protocol import ChunkRequest, Receiver
-from forestage.features.peers.ring import SOURCE, Ring
-from forestage.features.peers.schedule import Ask, Policy, Schedule, Why
-from forestage.sources.source import Content, Truncated, Unreadable
+from forestage.features.peers.client import PeerClient
+from forestage.features.peers.connection import PeerRequestError
+from forestage.features.peers.protocol import ChunkReceiver, ChunkRequest
+from forestage.features.peers.ring import SOURCE, NodeRing
+from forestage.features.peers.schedule import ChunkSchedule, ChunkTransfer, SchedulePolicy, Why
+from forestage.sources.source import ReadableSource, SourceTruncated, SourceUnreadable
 from forestage.stage import chunks, reading
-from forestage.stage.chunks import Tuning
+from forestage.stage.chunks import CopyTuning
 from node import HANGS
 
 Patch = pytest.MonkeyPatch
 
 CHUNK = 4 * reading.BLOCK
-TUNING = Tuning(threads=2, chunk=CHUNK)
+TUNING = CopyTuning(threads=2, chunk=CHUNK)
 COUNT = 24
 SIZE = COUNT * CHUNK - 5
 
 
-class Fake(Peers):
+class Fake(PeerClient):
     """Other nodes: what each has, and how each behaves."""
 
     def __init__(self, data: bytes, has: int) -> None:
@@ -64,21 +64,21 @@ class Fake(Peers):
 
     def greet(self, peer: str, stop: Callable[[], bool]) -> None:
         if self.bad.get(peer) == "refused":
-            raise ChunkRefused("refused", "")
+            raise PeerRequestError("refused", "")
 
-    def fetch(self, peer: str, chunk: ChunkRequest, receiver: Receiver) -> bytes:
+    def fetch(self, peer: str, chunk: ChunkRequest, receiver: ChunkReceiver) -> bytes:
         self.asked.append((peer, chunk.number))
         self.before(peer, chunk.number)
         why = self.bad.get(peer)
         if why in ("refused", "silent", "absent"):
-            raise ChunkRefused(why, "")
+            raise PeerRequestError(why, "")
         receiver.peer_has(self.has, False)
         if not self.has >> chunk.number & 1:
-            raise ChunkRefused("absent", "")
+            raise PeerRequestError("absent", "")
         data = self.lies.get(peer, self.data)
         said = digest.of_chunk(data[chunk.start : chunk.start + chunk.size]).hex()
         receiver.peer_says(said, self.read_by.get(peer, ""))
-        running = digest.Running()
+        running = digest.RunningDigest()
         end, buffer = chunk.start + chunk.size, receiver.buffer
         for at in range(chunk.start, end, len(buffer)):
             piece = buffer[: min(len(buffer), end - at)]
@@ -86,7 +86,7 @@ class Fake(Peers):
             running.add(piece)
             receiver.write(at, piece)
         if why:
-            raise ChunkRefused(why, "")
+            raise PeerRequestError(why, "")
         return running.digest()
 
 
@@ -97,7 +97,7 @@ class Pair:
         self.data = os.urandom(SIZE)
         (folder / "source").write_bytes(self.data)
         self.fd = os.open(folder / "source", os.O_RDONLY)
-        self.source = Content(self.fd, None, SIZE)
+        self.source = ReadableSource(self.fd, None, SIZE)
         self.part = Part(folder / "key")
         self.part.directory.mkdir()
         found = allocation.data_chunks(self.fd, SIZE, CHUNK)
@@ -106,7 +106,9 @@ class Pair:
         self.reading: Callable[[int], None] = lambda number: None
         real = reading.read_piece
 
-        def read_piece(source: Content, start: int, want: memoryview, buffer: memoryview) -> None:
+        def read_piece(
+            source: ReadableSource, start: int, want: memoryview, buffer: memoryview
+        ) -> None:
             self.read.append(start // CHUNK)
             self.reading(start // CHUNK)
             real(source, start, want, buffer)
@@ -154,7 +156,7 @@ def patient(monkeypatch: Patch) -> None:
     """On a machine that is busy a second is soon over, and then nobody is hoped for any more."""
     real = with_peers.policy
 
-    def policy(threads: int, nodes: int) -> Policy:
+    def policy(threads: int, nodes: int) -> SchedulePolicy:
         found = real(threads, nodes)
         return msgspec.structs.replace(
             found, careful=0, probe=600.0, grace=600.0, patience=600.0, longest=600.0, hung=600.0
@@ -168,7 +170,7 @@ def everything() -> int:
 
 
 def share(me: str = "a") -> set[int]:
-    ring = Ring("key", ("a", "b", "c", "d"))
+    ring = NodeRing("key", ("a", "b", "c", "d"))
     return {number for number in range(COUNT) if ring.reader(number) == me}
 
 
@@ -238,7 +240,7 @@ def test_source_that_fails_here_does_no_harm_where_others_have_all(
     pair: Pair, patient: None
 ) -> None:
     def fail(number: int) -> None:
-        raise Unreadable("/lustre/a", OSError(5, "broken"))
+        raise SourceUnreadable("/lustre/a", OSError(5, "broken"))
 
     pair.reading = fail
     mine = sum(1 << number for number in share())
@@ -255,10 +257,10 @@ def test_source_that_fails_here_does_no_harm_where_others_have_all(
 
 def test_source_that_is_being_changed_ends_the_copy(pair: Pair) -> None:
     def cut(number: int) -> None:
-        raise Truncated("/lustre/a")
+        raise SourceTruncated("/lustre/a")
 
     pair.reading = cut
-    with pytest.raises(Truncated):
+    with pytest.raises(SourceTruncated):
         pair.copy(Fake(pair.data, 0))
 
 
@@ -281,7 +283,7 @@ def test_copy_that_is_stopped_can_be_resumed(pair: Pair, patient: None) -> None:
             stop.set()
 
     fake.before = later
-    with pytest.raises(Stopped):
+    with pytest.raises(CopyStopped):
         pair.copy(fake, stop)
     left = missing_chunks(pair.part.digests(), SIZE, CHUNK)
     assert 0 < len(left) < COUNT
@@ -301,8 +303,8 @@ def test_holes_are_neither_read_nor_fetched(tmp_path: Path, pair: Pair) -> None:
     assert (pair.read, fake.asked) == ([], [])
 
 
-def run_of(pair: Pair, fake: Fake) -> with_peers.Shared:
-    return with_peers.Shared(pair.source, pair.part, TUNING, threading.Event(), fake)
+def run_of(pair: Pair, fake: Fake) -> with_peers.PeerCopy:
+    return with_peers.PeerCopy(pair.source, pair.part, TUNING, threading.Event(), fake)
 
 
 def test_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> None:
@@ -311,7 +313,7 @@ def test_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> None
     run = run_of(pair, fake)
     begun, ended = threading.Event(), threading.Event()
     number = min(set(range(COUNT)) - share())
-    liar, honest = with_peers.Ask(number, "b"), with_peers.Ask(number, "c")
+    liar, honest = with_peers.ChunkTransfer(number, "b"), with_peers.ChunkTransfer(number, "c")
 
     def before(peer: str, number: int) -> None:
         if peer == "b":
@@ -340,7 +342,7 @@ def test_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:
     fake = Fake(pair.data, everything())
     fake.bad["b"] = "wrong"
     run = run_of(pair, fake)
-    ask = with_peers.Ask(3, "b")
+    ask = with_peers.ChunkTransfer(3, "b")
     run.schedule.asks[ask] = 0.0
     run.chunk_locks[3] = threading.Lock()
     run._bring(ask, reading.buffer(CHUNK), True)
@@ -379,7 +381,7 @@ class Noting:
 
 def copy_for(readers: Noting, pair: Pair, fake: Fake) -> None:
     with_peers.copy(
-        pair.source, pair.part, TUNING, threading.Event(), fake, cast("Readers", readers)
+        pair.source, pair.part, TUNING, threading.Event(), fake, cast("ArrivalMap", readers)
     )
 
 
@@ -394,7 +396,7 @@ def test_readers_see_a_peers_bytes_only_once_they_are_proven(pair: Pair, patient
 
 def test_readers_forget_a_chunk_before_others_may_write_it(pair: Pair, patient: None) -> None:
     def fail(number: int) -> None:
-        raise Unreadable("/lustre/a", OSError(5, "broken"))
+        raise SourceUnreadable("/lustre/a", OSError(5, "broken"))
 
     pair.reading = fail
     readers = Noting(pair.part)
@@ -415,13 +417,13 @@ def test_readers_forget_a_chunk_before_others_may_write_it(pair: Pair, patient: 
 def test_readers_forget_what_was_read_of_a_chunk_before_a_peer_may_write_it(
     pair: Pair, patient: None, monkeypatch: Patch
 ) -> None:
-    real_policy, real_peer_has = with_peers.policy, Schedule.peer_has
+    real_policy, real_peer_has = with_peers.policy, ChunkSchedule.peer_has
     begun, heard = threading.Event(), threading.Event()
 
-    def policy(threads: int, nodes: int) -> Policy:
+    def policy(threads: int, nodes: int) -> SchedulePolicy:
         return msgspec.structs.replace(real_policy(threads, nodes), careful=1)
 
-    def peer_has(one: Schedule, *about: Any) -> None:
+    def peer_has(one: ChunkSchedule, *about: Any) -> None:
         real_peer_has(one, *about)
         heard.set()
 
@@ -435,9 +437,9 @@ def test_readers_forget_what_was_read_of_a_chunk_before_a_peer_may_write_it(
 
     monkeypatch.setattr(with_peers, "policy", policy)
     monkeypatch.setattr(with_peers, "PIECE", CHUNK // 4)
-    monkeypatch.setattr(Schedule, "peer_has", peer_has)
+    monkeypatch.setattr(ChunkSchedule, "peer_has", peer_has)
     # A busy machine asks for a chunk twice while it is read: the second comes in aside.
-    monkeypatch.setattr(Schedule, "_second", lambda *_: None)
+    monkeypatch.setattr(ChunkSchedule, "_second", lambda *_: None)
     pair.reading = hold
     readers, fake = Noting(pair.part), Fake(pair.data, everything())
     monkeypatch.setattr(fake, "greet", greet)
@@ -503,7 +505,7 @@ def test_what_a_liar_gave_before_it_was_found_out_is_read_again(
 
     fake.before = later
     readers = Noting(pair.part)
-    monkeypatch.setattr(with_peers.Schedule, "next_read", only_struck)
+    monkeypatch.setattr(with_peers.ChunkSchedule, "next_read", only_struck)
     copy_for(readers, pair, fake)
     pair.check()
     assert set(readers.forgotten) == set(range(COUNT)) - {last}
@@ -511,13 +513,13 @@ def test_what_a_liar_gave_before_it_was_found_out_is_read_again(
     assert {peer for peer, number in fake.asked if number == last} == {"b"}
 
 
-def only_struck(schedule: Schedule, now: float) -> Ask | None:
+def only_struck(schedule: ChunkSchedule, now: float) -> ChunkTransfer | None:
     """Has nothing read of the source but what it must decide."""
     struck = schedule._struck & schedule._unasked
     return real_next_read(schedule, now) if struck else None
 
 
-real_next_read = Schedule.next_read
+real_next_read = ChunkSchedule.next_read
 
 
 @pytest.mark.parametrize("liar_first", [True, False])
@@ -525,7 +527,7 @@ def test_source_decides_between_two_digests(pair: Pair, liar_first: bool) -> Non
     fake = Fake(pair.data, everything())
     fake.lies["b"] = wrong(pair.data)
     run = run_of(pair, fake)
-    asks = [with_peers.Ask(3, peer) for peer in ("bc" if liar_first else "cb")]
+    asks = [with_peers.ChunkTransfer(3, peer) for peer in ("bc" if liar_first else "cb")]
     run.chunk_locks[3] = threading.Lock()
     for ask in asks:
         run.schedule.asks[ask] = 0.0
@@ -548,10 +550,10 @@ def test_chunk_that_this_node_reads_late_finds_out_who_gave_it(pair: Pair) -> No
     fake.lies["b"] = wrong(pair.data)
     run = run_of(pair, fake)
     run.chunk_locks[3] = threading.Lock()
-    for ask in (with_peers.Ask(3, "b"), with_peers.Ask(3, SOURCE)):
+    for ask in (with_peers.ChunkTransfer(3, "b"), with_peers.ChunkTransfer(3, SOURCE)):
         run.schedule.asks[ask] = 0.0
-    run._bring(with_peers.Ask(3, "b"), reading.buffer(CHUNK), False)
-    run._bring(with_peers.Ask(3, SOURCE), reading.buffer(CHUNK), True)
+    run._bring(with_peers.ChunkTransfer(3, "b"), reading.buffer(CHUNK), False)
+    run._bring(with_peers.ChunkTransfer(3, SOURCE), reading.buffer(CHUNK), True)
     run._settle(3, reading.buffer(CHUNK))
     run.close()
     assert (run.liars, 3 in missing_chunks(pair.part.digests(), SIZE, CHUNK)) == ({"b"}, True)
@@ -562,9 +564,9 @@ def test_chunk_of_a_known_liar_that_comes_late_does_not_count(pair: Pair) -> Non
     fake.lies["b"] = wrong(pair.data)
     run = run_of(pair, fake)
     run.chunk_locks[3] = threading.Lock()
-    run.schedule.asks[with_peers.Ask(3, "b")] = 0.0
+    run.schedule.asks[with_peers.ChunkTransfer(3, "b")] = 0.0
     run.liars.add("b")
-    run._bring(with_peers.Ask(3, "b"), reading.buffer(CHUNK), True)
+    run._bring(with_peers.ChunkTransfer(3, "b"), reading.buffer(CHUNK), True)
     run.close()
     assert not any(pair.part.image.read_bytes())
     assert 3 in missing_chunks(pair.part.digests(), SIZE, CHUNK)
@@ -613,23 +615,23 @@ def test_notice_of_wrong_chunks_strikes_them_before_the_copy_is_whole(
         if count == (COUNT if last else COUNT // 2):
             fake.noticed = {"x", "a"}
 
-    real = with_peers.Shared.note
+    real = with_peers.PeerCopy.note
     monkeypatch.setattr(
-        with_peers.Shared, "note", lambda run, n, found: noticed(n, found, partial(real, run))
+        with_peers.PeerCopy, "note", lambda run, n, found: noticed(n, found, partial(real, run))
     )
     monkeypatch.setattr(with_peers, "NOTED_EVERY", 1e9 if last else 0.0)
     # Only notices tell: on a busy machine chunks are asked for twice, and both answers compared.
-    monkeypatch.setattr(with_peers.Shared, "_prove", lambda *_: None)
-    monkeypatch.setattr(with_peers.Shared, "_settle", lambda *_: None)
+    monkeypatch.setattr(with_peers.PeerCopy, "_prove", lambda *_: None)
+    monkeypatch.setattr(with_peers.PeerCopy, "_settle", lambda *_: None)
     pair.copy(fake)
     pair.check()
     assert fake.told == []
 
 
-def bring(run: with_peers.Shared, number: int, peer: str) -> None:
+def bring(run: with_peers.PeerCopy, number: int, peer: str) -> None:
     run.chunk_locks[number] = threading.Lock()
-    run.schedule.asks[with_peers.Ask(number, peer)] = 0.0
-    run._bring(with_peers.Ask(number, peer), reading.buffer(CHUNK), False)
+    run.schedule.asks[with_peers.ChunkTransfer(number, peer)] = 0.0
+    run._bring(with_peers.ChunkTransfer(number, peer), reading.buffer(CHUNK), False)
 
 
 def test_copy_from_another_jobs_node_is_compared_and_then_may_go_on(
@@ -652,7 +654,7 @@ def test_copy_that_was_not_compared_never_goes_on_to_other_jobs(
     pair: Pair, patient: None, monkeypatch: Patch, trouble: str
 ) -> None:
     def fail(number: int) -> None:
-        raise Unreadable("/lustre/a", OSError(5, "broken"))
+        raise SourceUnreadable("/lustre/a", OSError(5, "broken"))
 
     sample(monkeypatch, *([0] if trouble == "the source fails" else []))
     pair.reading = fail
@@ -685,7 +687,7 @@ def test_source_that_cannot_be_read_decides_nothing(
     pair: Pair, patient: None, monkeypatch: Patch
 ) -> None:
     def fail(number: int) -> None:
-        raise Unreadable("/lustre/a", OSError(5, "broken"))
+        raise SourceUnreadable("/lustre/a", OSError(5, "broken"))
 
     sample(monkeypatch, *range(COUNT))
     pair.reading = fail
@@ -707,4 +709,4 @@ def test_no_thread_ends_while_a_chunk_may_have_to_be_read_again(pair: Pair) -> N
         run.turn.notify_all()
     thread.join()
     run.close()
-    assert ended == [(with_peers.Ask(5, SOURCE), False)]
+    assert ended == [(with_peers.ChunkTransfer(5, SOURCE), False)]

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from forestage.config import Address
+from forestage.config import ServiceAddress
 from forestage.errors import PeerError
-from forestage.features.peers.auth import KeyFile
+from forestage.features.peers.auth import KeyFileAuthenticator
 from forestage.features.prefetch import expected
 from node import HANGS
 from peering import FakeService, Reply, free_port, send_response
@@ -27,8 +27,8 @@ def listed(reply: Reply, body: bytes = LIST, length: int | None = None) -> bytes
     return reply.head(200, has="", told=told, length=size)
 
 
-def ask_list(port: int, key: bytes = b"k" * 64) -> expected.Expectations:
-    return expected.ask(Address("127.0.0.1", port), KeyFile(key))
+def ask_list(port: int, key: bytes = b"k" * 64) -> expected.ExpectedImageList:
+    return expected.ask(ServiceAddress("127.0.0.1", port), KeyFileAuthenticator(key))
 
 
 def dribble(line: socket.socket, reply: Reply) -> None:
@@ -73,7 +73,7 @@ LYING_HOSTS: dict[str, Callable[[socket.socket, Reply], None]] = {
 
 def test_list_of_the_prefetch_host_is_taken(fake: MakeFake) -> None:
     server = fake(lambda line, reply: line.sendall(listed(reply) + LIST))
-    assert ask_list(server.port) == expected.Expectations(1, 1.0, 2.0)
+    assert ask_list(server.port) == expected.ExpectedImageList(1, 1.0, 2.0)
 
 
 @pytest.mark.usefixtures("impatient")

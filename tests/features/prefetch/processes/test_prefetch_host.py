@@ -12,9 +12,9 @@ from forestage.clock import Clock
 from forestage.errors import Failed, SlurmError
 from forestage.features.prefetch import expected, prefetch_host, service, slurm_queries
 from forestage.features.prefetch.policy import RULES
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.slurm import queue
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from node import until
 
 Programs = Callable[..., Path]
@@ -27,26 +27,26 @@ def line(job: str, user: int, comment: str, nodes: int = 1) -> str:
     return f"printf '%s\\n' \"{job}|$n<{user}|{nodes}|gpu|Priority|0|(null)|$n>{comment}\""
 
 
-def asked(places: Places, slurm: Slurm) -> prefetch_host.HostPass:
+def asked(places: NodePaths, slurm: SlurmClient) -> prefetch_host.PrefetchHostPass:
     return prefetch_host.run(places, slurm, Clock(), dry_run=False)
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places(tmp_path / "root")
+def places(tmp_path: Path) -> NodePaths:
+    return NodePaths(tmp_path / "root")
 
 
 @pytest.fixture
-def slurm(programs: Programs) -> Callable[..., Slurm]:
-    def make(squeue: str, sinfo: str = SINFO) -> Slurm:
+def slurm(programs: Programs) -> Callable[..., SlurmClient]:
+    def make(squeue: str, sinfo: str = SINFO) -> SlurmClient:
         programs(squeue=f"{NONCE}\n{squeue}", sinfo=sinfo)
-        return Slurm(os.environ["PATH"], node="ctl1")
+        return SlurmClient(os.environ["PATH"], node="ctl1")
 
     return make
 
 
 def test_line_that_a_comment_forges_names_nothing(
-    places: Places, slurm: Callable[..., Slurm]
+    places: NodePaths, slurm: Callable[..., SlurmClient]
 ) -> None:
     old = "0" * 32
     forged = f"x\n9|{old}<0|9|gpu|Priority|0|(null)|{old}>stage=/etc/shadow\n"
@@ -57,7 +57,7 @@ def test_line_that_a_comment_forges_names_nothing(
 
 
 def test_ten_thousand_jobs_of_one_user_are_one_question_and_leave_others_their_rows(
-    places: Places, slurm: Callable[..., Slurm], programs: Programs
+    places: NodePaths, slurm: Callable[..., SlurmClient], programs: Programs
 ) -> None:
     crowd = (
         'awk -v n="$n" \'BEGIN { for (i = 1; i <= 10000; i++)'
@@ -74,8 +74,8 @@ def test_ten_thousand_jobs_of_one_user_are_one_question_and_leave_others_their_r
 
 @pytest.mark.parametrize("which", ["squeue", "sinfo"])
 def test_command_of_slurms_that_hangs_is_killed_and_the_list_stays(
-    places: Places,
-    slurm: Callable[..., Slurm],
+    places: NodePaths,
+    slurm: Callable[..., SlurmClient],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     which: str,
@@ -103,8 +103,8 @@ def test_command_of_slurms_that_hangs_is_killed_and_the_list_stays(
     ids=["fails", "no slurmctld", "without an end", "no sinfo"],
 )
 def test_queue_that_cannot_be_read_leaves_the_list_as_it_is(
-    places: Places,
-    slurm: Callable[..., Slurm],
+    places: NodePaths,
+    slurm: Callable[..., SlurmClient],
     monkeypatch: pytest.MonkeyPatch,
     squeue: str,
     sinfo: str,

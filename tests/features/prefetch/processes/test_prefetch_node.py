@@ -14,24 +14,24 @@ import msgspec
 import pytest
 
 from commands import NOW, Site
-from forestage.cache.lease import Leases, Use
+from forestage.cache.lease import EntryUse, LeaseDirectory
 from forestage.cache.node import Node
-from forestage.cache.part import Owner, boot_id
+from forestage.cache.part import PartRecord, boot_id
 from forestage.clock import Clock
-from forestage.commands.world import World
+from forestage.commands.world import CommandContext
 from forestage.errors import PeerError
-from forestage.events import Copied, read, record
+from forestage.events import CopyOutcome, read, record
 from forestage.features.peers import activation
 from forestage.features.prefetch import expected, marks, prefetch_node, service
-from forestage.features.prefetch.expected import LASTS, Expectations
+from forestage.features.prefetch.expected import LASTS, ExpectedImageList
 from forestage.features.prefetch.marks import FORGET, TRIES
-from forestage.features.prefetch.policy import Expected
-from forestage.features.prefetch.prefetch_node import NodePass
+from forestage.features.prefetch.policy import ExpectedStarts
+from forestage.features.prefetch.prefetch_node import PrefetchNodePass
 from forestage.features.prepare import stage
 from forestage.features.prepare.job_images import ImageResult
 from forestage.features.prepare.stage import StageReport
 from forestage.slurm.job import Job
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.stage import queue
 from forestage.system import lock
 from node import HANGS, until
@@ -59,10 +59,10 @@ class Passes:
     def __init__(self, root: Path) -> None:
         self.site = Site(root)
         self.clock = Moved()
-        self.site.world = World(self.site.places, self.clock)
+        self.site.world = CommandContext(self.site.places, self.clock)
         self.configure()
-        self.told: Expectations | Exception = PeerError("nobody answers")
-        self.slurm = Slurm("", proc=root / "proc", node="n1")
+        self.told: ExpectedImageList | Exception = PeerError("nobody answers")
+        self.slurm = SlurmClient("", proc=root / "proc", node="n1")
         self.sequence = 0
 
     def configure(self, text: str = "", bandwidth: str = "1GiB") -> None:
@@ -77,13 +77,13 @@ class Passes:
         return str(path)
 
     def tell(self, *images: str, user: int = NOBODY, starts: float = 1.0) -> None:
-        rows = tuple(Expected("gpu", image, user, starts) for image in images)
+        rows = tuple(ExpectedStarts("gpu", image, user, starts) for image in images)
         self.sequence += 1
-        self.told = Expectations(
+        self.told = ExpectedImageList(
             self.sequence, self.clock.at, self.clock.at + LASTS, {"gpu": "n[1-2]"}, rows
         )
 
-    def run(self, dry_run: bool = False, waits: bool = True) -> NodePass:
+    def run(self, dry_run: bool = False, waits: bool = True) -> PrefetchNodePass:
         """One pass; then waits until the copy that it began has ended."""
         done = prefetch_node.run(self.site.node, self.slurm, self.ask, dry_run)
         if waits:
@@ -96,7 +96,7 @@ class Passes:
         told = {
             one.outcome.key: one
             for one in read(self.site.places.events)
-            if isinstance(one.outcome, Copied)
+            if isinstance(one.outcome, CopyOutcome)
         }
         return all(
             key in told
@@ -108,14 +108,16 @@ class Passes:
     def begun(self, key: str) -> float:
         return max(one.begun for one in marks.read(self.site.places).looks if one.key == key)
 
-    def ask(self) -> Expectations:
+    def ask(self) -> ExpectedImageList:
         if isinstance(self.told, Exception):
             raise self.told
         return self.told
 
     def copies(self) -> list[str]:
         found = [event.outcome for event in read(self.site.places.events)]
-        return [one.image for one in found if isinstance(one, Copied) and one.result == "copied"]
+        return [
+            one.image for one in found if isinstance(one, CopyOutcome) and one.result == "copied"
+        ]
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def here(open_path: Path) -> Passes:
     return Passes(open_path)
 
 
-def states(done: NodePass) -> list[str]:
+def states(done: PrefetchNodePass) -> list[str]:
     return [one.state for one in done.decisions]
 
 
@@ -135,7 +137,7 @@ def test_image_is_copied_once_and_its_event_says_since_when_it_is_expected(here:
     here.tell(path)
     assert states(here.run()) == ["here"]
     (event,) = read(here.site.places.events)
-    assert isinstance(event.outcome, Copied)
+    assert isinstance(event.outcome, CopyOutcome)
     assert (event.job, event.uid, event.outcome.expected) == (0, NOBODY, NOW)
     assert here.site.json("status")["leases"] == []
 
@@ -148,7 +150,7 @@ def test_node_without_a_peer_service_takes_the_list_and_copies_alone(here: Passe
     here.tell(here.image("a"))
     assert states(here.run()) == ["copying"]
     (event,) = read(here.site.places.events)
-    assert isinstance(event.outcome, Copied)
+    assert isinstance(event.outcome, CopyOutcome)
     assert (event.outcome.result, event.outcome.from_peers) == ("copied", 0)
 
 
@@ -169,7 +171,7 @@ def test_dry_run_writes_nothing(here: Passes) -> None:
     assert states(done) == ["would be copied next"]
     assert here.site.keys() == set()
     assert expected.read(here.site.places) is None
-    assert marks.read(here.site.places) == marks.Marks()
+    assert marks.read(here.site.places) == marks.PrefetchRecord()
 
 
 # --- a host that lies
@@ -247,7 +249,7 @@ def test_image_that_was_replaced_since_it_was_looked_at_is_judged_anew(
     path = here.image("a")
     here.tell(path)
     with monkeypatch.context() as patch:
-        patch.setattr(prefetch_node._Pass, "copy", lambda _: None)
+        patch.setattr(prefetch_node._NodePassRun, "copy", lambda _: None)
         here.run()
     here.image("a", size)  # half of the room is one user's
     if size == 8192:
@@ -275,9 +277,9 @@ def test_nothing_is_opened_as_root_whatever_the_host_says(here: Passes) -> None:
 def test_list_of_absurd_numbers_is_a_wish_as_any(here: Passes) -> None:
     path = here.image("a")
     junk = {"gpu": "n[1-2]", "x": "n[1-999999999]", "y": "n[9-1", "z": ""}
-    rows = [Expected(part, path, NOBODY, 1e308) for part in ("gpu", "gpu", "x", "y", "none")]
-    rows += [Expected("gpu", here.image("b"), DAEMON, -1e308)]
-    here.told = Expectations((1 << 63) - 1, NOW, 1e300, junk, tuple(rows))
+    rows = [ExpectedStarts(part, path, NOBODY, 1e308) for part in ("gpu", "gpu", "x", "y", "none")]
+    rows += [ExpectedStarts("gpu", here.image("b"), DAEMON, -1e308)]
+    here.told = ExpectedImageList((1 << 63) - 1, NOW, 1e300, junk, tuple(rows))
     done = here.run()
     assert msgspec.json.encode(done)
     assert list(prefetch_node.pieces(done))
@@ -294,7 +296,7 @@ def two_by_turns(here: Passes, passes: int, every: float) -> None:
     """One image is named and then the other, where there is room for one beside a job's."""
     here.configure("max_size: 4MiB\nmin_free: 0\nlow_watermark: 100%\n")
     used = here.site.publish(here.site.image("used", os.urandom(2 * MIB)))
-    here.site.lease(7, Use(used))
+    here.site.lease(7, EntryUse(used))
     turns = here.image("a", MIB), here.image("b", MIB)
     for number in range(passes):
         here.tell(turns[number % 2], user=(NOBODY, DAEMON)[number % 2])
@@ -325,7 +327,7 @@ def test_image_that_appears_and_disappears_is_copied_once(here: Passes) -> None:
 def test_refused_image_that_appears_and_disappears_is_opened_three_times_at_most(
     here: Passes, monkeypatch: Patch
 ) -> None:
-    opened: list[tuple[object, marks.Look, float]] = []
+    opened: list[tuple[object, marks.ImageInspection, float]] = []
     real = prefetch_node.look
     monkeypatch.setattr(prefetch_node, "look", lambda *a: (opened.append(a), real(*a))[1])
     path = here.image("private", mode=0o600)
@@ -345,7 +347,7 @@ def test_copy_that_fails_each_time_is_tried_three_times(
     def changed(node: Node, job: Job, images: list[str], *_: object) -> StageReport:
         tried.append(images)
         found = here.site.look(Path(images[0]))
-        end = Copied("declined", image=images[0], key=found.key, reason="changed")
+        end = CopyOutcome("declined", image=images[0], key=found.key, reason="changed")
         if is_begun:
             record(here.site.places, here.clock.at, "stager", job, [end], 0.0)
         return StageReport(
@@ -366,7 +368,7 @@ def test_copy_that_was_stopped_for_a_job_is_made_anew(here: Passes, monkeypatch:
 
     def stopped(node: Node, job: Job, images: list[str], *_: object) -> StageReport:
         found = here.site.look(Path(images[0]))
-        end = Copied("declined", image=images[0], key=found.key, reason="stopped")
+        end = CopyOutcome("declined", image=images[0], key=found.key, reason="stopped")
         record(here.site.places, here.clock.at, "stager", job, [end], 0.0)
         return StageReport((ImageResult(images[0], "copying", "deadline"),))
 
@@ -479,7 +481,7 @@ def test_expected_copy_stays_where_one_that_was_used_later_goes(here: Passes) ->
     old = site.publish(Path(expected_here), age=7200.0)
     other = site.publish(site.image("other", os.urandom(MIB)), age=3600.0)
     held = site.publish(site.image("held", os.urandom(MIB)), age=9000.0)
-    site.lease(7, Use(held))
+    site.lease(7, EntryUse(held))
     new = here.image("new", MIB + MIB // 4)
     here.tell(new, expected_here)
     here.run()
@@ -492,7 +494,7 @@ def test_job_that_asks_for_the_image_ends_the_copy_and_has_what_is_here(
     here: Passes, monkeypatch: Patch
 ) -> None:
     key = begin_slowly(here, monkeypatch)
-    here.site.lease(7, Use(key))
+    here.site.lease(7, EntryUse(key))
     node = here.site.node
     until(lambda: lock.is_free(node.cache.key_lock(key)), "the end of the copy")
     assert here.copies() == []
@@ -507,7 +509,7 @@ def test_node_that_is_off_or_busy_opens_and_copies_nothing(
     here: Passes, why: str, text: str, bandwidth: str, monkeypatch: Patch
 ) -> None:
     held = here.site.publish(here.site.image("held"))
-    here.site.lease(7, Use(held))
+    here.site.lease(7, EntryUse(held))
     here.configure(text, bandwidth)
     monkeypatch.setattr(prefetch_node, "look", None)
     here.tell(here.image("a"))
@@ -558,10 +560,10 @@ def test_copy_for_pending_jobs_ends_where_the_leases_cannot_be_read(
 ) -> None:
     """One of them may be on its image; nobody would look again."""
 
-    def fail(leases: Leases) -> frozenset[str]:
+    def fail(leases: LeaseDirectory) -> frozenset[str]:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(Leases, "keys", fail)
+    monkeypatch.setattr(LeaseDirectory, "keys", fail)
     stop = threading.Event()
     with queue.while_expected(here.site.node, "0" * 32, stop):
         assert stop.wait(HANGS)
@@ -586,7 +588,7 @@ def test_job_that_begins_ends_a_copy_that_nothing_limits(
 
     def stopped() -> bool:
         found = [event.outcome for event in read(here.site.places.events)]
-        return any(one.reason == "stopped" for one in found if isinstance(one, Copied))
+        return any(one.reason == "stopped" for one in found if isinstance(one, CopyOutcome))
 
     until(stopped, "the end of the copy")
 
@@ -596,7 +598,7 @@ def test_copy_that_is_asked_for_ends_one_for_pending_jobs_and_none_begins_beside
 ) -> None:
     key = begin_slowly(here, monkeypatch)
     node, image = here.site.node, here.site.look(Path(here.image("job")))
-    owner = Owner(1, boot_id(), image, MIB, "chunks", 7, 0.0, phase="copying", placed=True)
+    owner = PartRecord(1, boot_id(), image, MIB, "chunks", 7, 0.0, phase="copying", placed=True)
     with lock.held(node.cache.key_lock(image.key), 0):
         node.cache.part(image.key).write_owner(owner)
         until(lambda: lock.is_free(node.cache.key_lock(key)), "the end of the copy")
@@ -611,7 +613,7 @@ def test_copy_that_is_asked_for_has_the_room_of_one_for_pending_jobs(
     key = begin_slowly(here, monkeypatch)
     path = Path(here.image("job", 6 * MIB))
     if leased:
-        here.site.lease(7, Use(here.site.look(path).key))
+        here.site.lease(7, EntryUse(here.site.look(path).key))
     node, job = here.site.node, stage.nobody(prefetch_node.user_of(NOBODY), "n1")
     (done,) = stage.stage(node, job, [str(path)], 240.0, lambda _: None).images
     assert (done.result, done.reason) == ("copied", "")

@@ -11,7 +11,7 @@ import pytest
 from forestage.errors import ForestageError
 from forestage.features.prefetch import slurm_queries
 from forestage.slurm import queue
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 
 Programs = Callable[..., Path]
 
@@ -20,7 +20,7 @@ def test_pending_jobs_are_one_question_with_the_nonce_before_what_users_write(
     programs: Programs, tmp_path: Path
 ) -> None:
     asked = programs(squeue=f"env >{tmp_path}/env\nprintf 'x|y'")
-    slurm = Slurm(os.environ["PATH"])
+    slurm = SlurmClient(os.environ["PATH"])
     assert slurm_queries.query_pending_jobs(slurm, "feed") == "x|y"
     (line,) = asked.read_text().splitlines()
     assert "feed" not in line, "everybody sees a command line"
@@ -43,4 +43,4 @@ def test_pending_jobs_of_a_squeue_that_fails_hangs_or_writes_on_are_an_error(
     monkeypatch.setattr(queue, "TIMEOUT", 0.5)
     monkeypatch.setattr(slurm_queries, "MAX_BYTES", 1 << 16)
     with pytest.raises(ForestageError):
-        slurm_queries.query_pending_jobs(Slurm(os.environ["PATH"]), "feed")
+        slurm_queries.query_pending_jobs(SlurmClient(os.environ["PATH"]), "feed")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from commands import NOW, Site
 from forestage.cache.layout import DiskUsage
-from forestage.cache.lease import Use
+from forestage.cache.lease import EntryUse
 from forestage.commands import status
 from forestage.features.prefetch import expected, marks
-from forestage.features.prefetch.expected import Expectations
-from forestage.features.prefetch.marks import Look, Marks
-from forestage.features.prefetch.prefetched import Prefetched, facts
+from forestage.features.prefetch.expected import ExpectedImageList
+from forestage.features.prefetch.marks import ImageInspection, PrefetchRecord
+from forestage.features.prefetch.prefetched import PrefetchState, facts
 
 G = 1 << 30
 
 
 def test_rows_say_what_is_expected_and_here() -> None:
     unused = DiskUsage(2, 46 * G)
-    found = Prefetched(NOW - 40, 3, 71 * G, 2, 1, unused, idle="a job runs on this node")
+    found = PrefetchState(NOW - 40, 3, 71 * G, 2, 1, unused, idle="a job runs on this node")
     assert facts(found, NOW) == [
         ("expected", "3 images of pending jobs (71 GiB), 2 here, 1 refused"),
         ("list", "40s old"),
@@ -25,9 +25,9 @@ def test_rows_say_what_is_expected_and_here() -> None:
     ]
 
 
-def prefetched(site: Site) -> Prefetched | None:
+def prefetched(site: Site) -> PrefetchState | None:
     found = status.gather(site.node).find_field("prefetched")
-    assert found is None or isinstance(found, Prefetched)
+    assert found is None or isinstance(found, PrefetchState)
     return found
 
 
@@ -36,15 +36,17 @@ def test_status_says_what_is_expected_and_what_no_job_has_used(site: Site) -> No
     names = ("new", "used", "held")
     new, used, held = (site.publish(site.image(name), expected=NOW - 99) for name in names)
     site.node.cache.touch(used, NOW - 5)
-    site.lease(7, Use(held))
-    looks = tuple(Look(f"/{key}", 7, NOW, NOW - 99, key, 5 * G) for key in (new, used, "absent"))
-    refused = Look("/refused", 7, NOW, NOW, why="missing", tries=1)
-    marks.write(site.places, Marks((*looks, refused)))
+    site.lease(7, EntryUse(held))
+    looks = tuple(
+        ImageInspection(f"/{key}", 7, NOW, NOW - 99, key, 5 * G) for key in (new, used, "absent")
+    )
+    refused = ImageInspection("/refused", 7, NOW, NOW, why="missing", tries=1)
+    marks.write(site.places, PrefetchRecord((*looks, refused)))
     found = prefetched(site)
     assert found is not None
     assert (found.images, found.bytes, found.here, found.refused) == (3, 15 * G, 2, 1)
     assert (found.made, found.unused.number) == (0.0, 1)
-    expected.write(site.places, Expectations(1, NOW - 5, NOW + 900))
+    expected.write(site.places, ExpectedImageList(1, NOW - 5, NOW + 900))
     found = prefetched(site)
     assert found is not None
     assert found.made == NOW - 5

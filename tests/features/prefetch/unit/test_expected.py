@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from forestage.features.prefetch import expected, service
-from forestage.features.prefetch.expected import AHEAD, LASTS, ROWS, Expectations
-from forestage.features.prefetch.policy import Expected
-from forestage.paths import Places
+from forestage.features.prefetch.expected import AHEAD, LASTS, ROWS, ExpectedImageList
+from forestage.features.prefetch.policy import ExpectedStarts
+from forestage.paths import NodePaths
 
 NOW = 1_000_000.0
 
@@ -22,15 +22,15 @@ def listed(
     image: str = "/a",
     rows: int = 1,
     parts: int = 1,
-) -> Expectations:
+) -> ExpectedImageList:
     made = NOW - age
     partitions = {f"gpu{number}": "n[1-2]" for number in range(parts)}
-    row = Expected("gpu0", image, user, 1.0)
-    return Expectations(sequence, made, made + lasts, partitions, (row,) * rows)
+    row = ExpectedStarts("gpu0", image, user, 1.0)
+    return ExpectedImageList(sequence, made, made + lasts, partitions, (row,) * rows)
 
 
 def test_list_is_read_as_it_was_written(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     assert expected.read(places) is None
     expected.write(places, listed())
     assert expected.read(places) == listed()
@@ -67,7 +67,7 @@ def test_older_list_is_refused_as_long_as_the_one_here_is_good() -> None:
     ],
 )
 def test_list_that_is_too_old_or_long_of_the_future_or_of_no_user_or_path_is_refused(
-    told: Expectations,
+    told: ExpectedImageList,
 ) -> None:
     assert expected.counts(told, None, NOW) != ""
 
@@ -81,6 +81,6 @@ def test_list_counts_no_longer_than_it_lasts_whatever_it_says() -> None:
 
 def test_sequence_grows_whatever_the_clock_does() -> None:
     first = expected.following(None, NOW)
-    before = Expectations(first, NOW, NOW + LASTS)
+    before = ExpectedImageList(first, NOW, NOW + LASTS)
     assert expected.following(before, NOW - 5000) == first + 1
     assert expected.following(before, NOW + 60) == first + 60_000

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from forestage.events import Copied, Event
+from forestage.events import CopyOutcome, EventRecord
 from histories import KEY, NOW, event, hit, printed
 
 
-def ahead(**changes: Any) -> Event:
+def ahead(**changes: Any) -> EventRecord:
     made = {"image": "/a.sqsh", "key": KEY, "size": 8 << 30, "copying": 40.0, **changes}
-    outcome = Copied(**{"result": "copied", "expected": NOW - 600, **made})
+    outcome = CopyOutcome(**{"result": "copied", "expected": NOW - 600, **made})
     return event(outcome, time=NOW - 60, hook="stager", job=0)
 
 

@@ -7,8 +7,8 @@ import re
 import pytest
 import yaml
 
-from forestage.config import KEYS, REMOVED, Address, Config
-from forestage.config.keys import Peering, Prefetching
+from forestage.config import KEYS, REMOVED, Config, ServiceAddress
+from forestage.config.keys import PeersSection, PrefetchSection
 from forestage.features.prefetch.prefetch_host import find_host
 
 HOST = KEYS["prefetch.host"]
@@ -35,11 +35,15 @@ def test_host_of_digits_is_shown_as_it_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("host", "found"),
-    [("ctl1", Address("ctl1", 7000)), ("ctl1.site:80", Address("ctl1.site", 80)), (None, None)],
+    [
+        ("ctl1", ServiceAddress("ctl1", 7000)),
+        ("ctl1.site:80", ServiceAddress("ctl1.site", 80)),
+        (None, None),
+    ],
 )
-def test_host_is_found_as_it_is_written(host: str | None, found: Address | None) -> None:
-    peers = Peering(address="{node}-ib:7718", port=7000)
-    assert find_host(Config(peers=peers, prefetch=Prefetching(host=host))) == found
+def test_host_is_found_as_it_is_written(host: str | None, found: ServiceAddress | None) -> None:
+    peers = PeersSection(address="{node}-ib:7718", port=7000)
+    assert find_host(Config(peers=peers, prefetch=PrefetchSection(host=host))) == found
 
 
 def test_host_is_never_a_key_that_is_ignored() -> None:

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from forestage.features.prefetch import marks
-from forestage.features.prefetch.marks import AGAIN, FORGET, TRIES, Look, Marks
-from forestage.paths import Places
+from forestage.features.prefetch.marks import AGAIN, FORGET, TRIES, ImageInspection, PrefetchRecord
+from forestage.paths import NodePaths
 
-LOOK = Look("/a", 7, at=1000.0, since=900.0, why="missing", tries=1)
+LOOK = ImageInspection("/a", 7, at=1000.0, since=900.0, why="missing", tries=1)
 
 
 def test_record_is_read_as_it_was_written_and_a_damaged_one_is_empty(tmp_path: Path) -> None:
-    places = Places(tmp_path)
-    found = Marks((LOOK,), "silent", "idle")
+    places = NodePaths(tmp_path)
+    found = PrefetchRecord((LOOK,), "silent", "idle")
     marks.write(places, found)
     assert marks.read(places) == found
     marks.locate_record(places).write_text("{")
-    assert marks.read(places) == Marks()
+    assert marks.read(places) == PrefetchRecord()
 
 
 @pytest.mark.parametrize(
@@ -29,42 +29,42 @@ def test_record_is_read_as_it_was_written_and_a_damaged_one_is_empty(tmp_path: P
 def test_refused_image_is_tried_again_later_and_not_for_ever(
     tries: int, later: float, due: bool
 ) -> None:
-    look = Look("/a", 7, at=1000.0, since=900.0, why="missing", tries=tries)
+    look = ImageInspection("/a", 7, at=1000.0, since=900.0, why="missing", tries=tries)
     assert marks.is_due(look, 1000.0 + later) is due
 
 
 def test_look_that_the_list_does_not_name_is_forgotten() -> None:
-    found = Marks().with_look(LOOK).with_look(Look("/b", 7, 0.0, 0.0))
+    found = PrefetchRecord().with_look(LOOK).with_look(ImageInspection("/b", 7, 0.0, 0.0))
     named, late = [("/b", 7), ("/a", 8)], LOOK.at + FORGET
-    assert found.naming(named, late).looks == (Look("/b", 7, 0.0, 0.0),)
+    assert found.naming(named, late).looks == (ImageInspection("/b", 7, 0.0, 0.0),)
 
 
 def test_look_that_was_in_vain_is_remembered_for_a_while_after_the_list_named_it() -> None:
-    found = Marks().with_look(LOOK)
+    found = PrefetchRecord().with_look(LOOK)
     assert found.naming([], LOOK.at + FORGET - 1) == found
-    assert found.naming([], LOOK.at - 1) == Marks(), "the clock was set back"
+    assert found.naming([], LOOK.at - 1) == PrefetchRecord(), "the clock was set back"
 
 
 def test_copies_that_no_job_used_are_forgotten_in_time_and_refusals_while_named_are_not() -> None:
     late, named = 1000.0 + FORGET, [("/a", 7)]
-    copied = Look("/a", 7, 1000.0, 900.0, "k", 5, tries=TRIES)
-    assert Marks((copied,)).naming(named, late - 1).looks == (copied,)
-    assert Marks((copied,)).naming(named, late) == Marks()
-    refused = Look("/a", 7, 1000.0, 900.0, why="missing", tries=TRIES)
-    assert Marks((refused,)).naming(named, late).looks == (refused,)
+    copied = ImageInspection("/a", 7, 1000.0, 900.0, "k", 5, tries=TRIES)
+    assert PrefetchRecord((copied,)).naming(named, late - 1).looks == (copied,)
+    assert PrefetchRecord((copied,)).naming(named, late) == PrefetchRecord()
+    refused = ImageInspection("/a", 7, 1000.0, 900.0, why="missing", tries=TRIES)
+    assert PrefetchRecord((refused,)).naming(named, late).looks == (refused,)
 
 
 def test_look_takes_the_place_of_an_earlier_one() -> None:
-    found = Marks().with_look(LOOK).with_look(Look("/a", 7, 2000.0, 900.0))
-    assert found.look("/a", 7) == Look("/a", 7, 2000.0, 900.0)
+    found = PrefetchRecord().with_look(LOOK).with_look(ImageInspection("/a", 7, 2000.0, 900.0))
+    assert found.look("/a", 7) == ImageInspection("/a", 7, 2000.0, 900.0)
     assert found.look("/a", 8) is None
 
 
 def test_what_a_pass_is_like_is_noted_beside_the_looks(tmp_path: Path) -> None:
-    places = Places(tmp_path)
-    marks.write(places, Marks((LOOK,)))
+    places = NodePaths(tmp_path)
+    marks.write(places, PrefetchRecord((LOOK,)))
     marks.note(places, "silent", "")
-    assert marks.read(places) == Marks((LOOK,), silent="silent")
+    assert marks.read(places) == PrefetchRecord((LOOK,), silent="silent")
     before = marks.locate_record(places).stat().st_ino
     marks.note(places, "silent", "")
     assert marks.locate_record(places).stat().st_ino == before

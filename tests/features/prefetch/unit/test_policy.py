@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 import properties  # noqa: F401
 from forestage.features.prefetch.policy import (
     RULES,
-    Copy,
-    Expected,
-    Held,
-    Pending,
-    Rules,
-    Wanted,
+    ExpectedStarts,
+    HeldCopy,
+    PendingJob,
+    PrefetchChoice,
+    PrefetchRules,
+    WantedImage,
     choose,
     likely,
 )
@@ -22,36 +22,36 @@ from forestage.features.prefetch.policy import (
 ALICE, BOB = 1000, 1001
 NOW, HOUR = 100_000.0, 3600.0
 ROOM = 100
-FREE = Rules(quota=1, share=1)
+FREE = PrefetchRules(quota=1, share=1)
 SIZES = {"a": 40, "b": 40}
 
 
-def pending(nodes: int, *images: str, user: int = ALICE, parts: str = "p") -> Pending:
-    return Pending(user, images or ("a",), nodes, tuple(parts))
+def pending(nodes: int, *images: str, user: int = ALICE, parts: str = "p") -> PendingJob:
+    return PendingJob(user, images or ("a",), nodes, tuple(parts))
 
 
-def starts(found: tuple[Expected, ...]) -> dict[str, float]:
+def starts(found: tuple[ExpectedStarts, ...]) -> dict[str, float]:
     return {one.image: round(one.starts, 3) for one in found}
 
 
-def wanted(**expected: float) -> dict[str, Wanted]:
-    return {image: Wanted(40, ALICE, starts) for image, starts in expected.items()}
+def wanted(**expected: float) -> dict[str, WantedImage]:
+    return {image: WantedImage(40, ALICE, starts) for image, starts in expected.items()}
 
 
-def old(size: int = 40, **changes: object) -> Held:
+def old(size: int = 40, **changes: object) -> HeldCopy:
     """A copy whose last job ended before an hour."""
-    return Held(size, NOW - HOUR, **changes)  # type: ignore[arg-type]
+    return HeldCopy(size, NOW - HOUR, **changes)  # type: ignore[arg-type]
 
 
 # --- the queue
 
 
 def test_job_is_expected_on_each_node_by_the_part_of_the_nodes_that_it_wants() -> None:
-    assert likely([pending(2)], {"p": 8}) == (Expected("p", "a", ALICE, 0.25),)
+    assert likely([pending(2)], {"p": 8}) == (ExpectedStarts("p", "a", ALICE, 0.25),)
 
 
 def test_jobs_of_one_image_add_up_and_more_than_one_start_is_more_than_a_chance() -> None:
-    assert starts(likely([pending(4)] * 3, {"p": 4}, Rules(late=1))) == {"a": 3.0}
+    assert starts(likely([pending(4)] * 3, {"p": 4}, PrefetchRules(late=1))) == {"a": 3.0}
 
 
 def test_job_behind_a_full_clusters_worth_of_others_counts_half() -> None:
@@ -76,8 +76,8 @@ def test_job_of_a_partition_that_nobody_knows_is_not_expected() -> None:
 
 
 def test_each_user_of_an_image_has_a_row_and_the_most_expected_is_first() -> None:
-    found = likely([pending(1), pending(3, user=BOB)], {"p": 4}, Rules(late=1))
-    assert found == (Expected("p", "a", BOB, 0.75), Expected("p", "a", ALICE, 0.25))
+    found = likely([pending(1), pending(3, user=BOB)], {"p": 4}, PrefetchRules(late=1))
+    assert found == (ExpectedStarts("p", "a", BOB, 0.75), ExpectedStarts("p", "a", ALICE, 0.25))
 
 
 def test_all_images_of_a_job_are_expected() -> None:
@@ -88,9 +88,11 @@ def test_all_images_of_a_job_are_expected() -> None:
 
 
 def test_most_expected_image_that_is_lacking_is_copied() -> None:
-    assert choose(wanted(a=0.5, b=0.4), {}, ROOM, NOW, FREE) == Copy("a", ALICE, frozenset())
+    assert choose(wanted(a=0.5, b=0.4), {}, ROOM, NOW, FREE) == PrefetchChoice(
+        "a", ALICE, frozenset()
+    )
     found = choose(wanted(a=0.5, b=0.4), {"a": old()}, ROOM, NOW, FREE)
-    assert found == Copy("b", ALICE, frozenset("a"))
+    assert found == PrefetchChoice("b", ALICE, frozenset("a"))
 
 
 def test_image_that_is_hardly_expected_is_not_copied() -> None:
@@ -103,14 +105,14 @@ def test_image_that_is_hardly_expected_is_not_copied() -> None:
     [
         (old(), True),
         (old(stays=True), False),
-        (Held(40, NOW - RULES.quiet + 1), False),
-        (Held(40, NOW - RULES.quiet - 1), True),
-        (Held(40, NOW - 1, ALICE, fresh=True), True),
+        (HeldCopy(40, NOW - RULES.quiet + 1), False),
+        (HeldCopy(40, NOW - RULES.quiet - 1), True),
+        (HeldCopy(40, NOW - 1, ALICE, fresh=True), True),
     ],
     ids=["long ago", "in use", "used lately", "no longer", "nobody waits for it any more"],
 )
 def test_copy_that_a_job_used_lately_or_uses_does_not_go_for_an_expected_one(
-    held: Held, goes: bool
+    held: HeldCopy, goes: bool
 ) -> None:
     found = choose(wanted(a=0.9), {"x": held, "y": old(stays=True)}, ROOM, NOW, FREE)
     assert (found is not None) == goes
@@ -124,30 +126,30 @@ def test_copy_that_is_expected_half_as_much_does_not_go(here: float, goes: bool)
 
 
 def test_smaller_image_is_copied_where_the_most_expected_has_no_room() -> None:
-    both = {"a": Wanted(90, ALICE, 0.9), "b": Wanted(50, ALICE, 0.5)}
+    both = {"a": WantedImage(90, ALICE, 0.9), "b": WantedImage(50, ALICE, 0.5)}
     found = choose(both, {"x": old(stays=True)}, ROOM, NOW, FREE)
-    assert found == Copy("b", ALICE, frozenset("x"))
+    assert found == PrefetchChoice("b", ALICE, frozenset("x"))
 
 
 def test_copies_that_no_job_has_used_fill_no_more_than_the_quota() -> None:
-    held = {"x": Held(40, NOW, BOB, fresh=True)}
-    assert choose(wanted(a=0.9), held, ROOM, NOW, Rules(quota=0.8, share=1)) is not None
-    assert choose(wanted(a=0.9), held, ROOM, NOW, Rules(quota=0.79, share=1)) is None
-    used = {"x": Held(40, NOW, BOB)}
-    assert choose(wanted(a=0.9), used, ROOM, NOW, Rules(quota=0.4, share=1)) is not None
+    held = {"x": HeldCopy(40, NOW, BOB, fresh=True)}
+    assert choose(wanted(a=0.9), held, ROOM, NOW, PrefetchRules(quota=0.8, share=1)) is not None
+    assert choose(wanted(a=0.9), held, ROOM, NOW, PrefetchRules(quota=0.79, share=1)) is None
+    used = {"x": HeldCopy(40, NOW, BOB)}
+    assert choose(wanted(a=0.9), used, ROOM, NOW, PrefetchRules(quota=0.4, share=1)) is not None
 
 
 def test_copies_for_one_user_fill_no_more_than_their_share() -> None:
-    held = {"x": Held(20, NOW, ALICE, fresh=True)}
-    share = Rules(quota=1, share=0.5)
+    held = {"x": HeldCopy(20, NOW, ALICE, fresh=True)}
+    share = PrefetchRules(quota=1, share=0.5)
     assert choose(wanted(a=0.9), held, ROOM, NOW, share) is None
-    theirs = {"a": Wanted(40, BOB, 0.9)}
+    theirs = {"a": WantedImage(40, BOB, 0.9)}
     assert choose(theirs, held, ROOM, NOW, share) is not None
 
 
 def choose_plainly(
-    wanted: dict[str, Wanted], held: dict[str, Held], room: int, rules: Rules
-) -> Copy | None:
+    wanted: dict[str, WantedImage], held: dict[str, HeldCopy], room: int, rules: PrefetchRules
+) -> PrefetchChoice | None:
     """The same by its definition, which looks at each copy for each image that is lacking."""
     fresh = [one for one in held.values() if one.fresh]
     lacking = [(one.starts, image) for image, one in wanted.items() if image not in held]
@@ -164,7 +166,7 @@ def choose_plainly(
         }
         is_within = is_within and own + size <= rules.share * room and starts >= rules.least
         if is_within and size + sum(held[name].size for name in stay) <= room:
-            return Copy(image, user, frozenset(stay))
+            return PrefetchChoice(image, user, frozenset(stay))
     return None
 
 
@@ -174,26 +176,26 @@ SIZE, USER = st.integers(1, 60), st.sampled_from((ALICE, BOB))
 
 
 @given(
-    st.dictionaries(NAMES, st.builds(Wanted, SIZE, USER, STARTS)),
+    st.dictionaries(NAMES, st.builds(WantedImage, SIZE, USER, STARTS)),
     st.dictionaries(
         NAMES,
-        st.builds(Held, SIZE, st.sampled_from((0.0, NOW)), USER, st.booleans(), st.booleans()),
+        st.builds(HeldCopy, SIZE, st.sampled_from((0.0, NOW)), USER, st.booleans(), st.booleans()),
     ),
     st.integers(1, 300),
     st.sampled_from((RULES, FREE)),
 )
 def test_copy_is_chosen_as_by_the_definition(
-    wanted: dict[str, Wanted], held: dict[str, Held], room: int, rules: Rules
+    wanted: dict[str, WantedImage], held: dict[str, HeldCopy], room: int, rules: PrefetchRules
 ) -> None:
     assert choose(wanted, held, room, NOW, rules) == choose_plainly(wanted, held, room, rules)
 
 
-class CountedSizes(dict[str, Held]):
+class CountedSizes(dict[str, HeldCopy]):
     """Copies that count how often one of them is looked up."""
 
     looked_up = 0
 
-    def __getitem__(self, name: str) -> Held:
+    def __getitem__(self, name: str) -> HeldCopy:
         self.looked_up += 1
         return super().__getitem__(name)
 
@@ -201,7 +203,7 @@ class CountedSizes(dict[str, Held]):
 @pytest.mark.parametrize("lacking", [1, 100])
 def test_copies_are_looked_at_as_often_however_many_images_are_lacking(lacking: int) -> None:
     held = CountedSizes({f"h{n}": old(1, stays=n % 2 == 0) for n in range(100)})
-    expected = {name: Wanted(1, ALICE, 0.5) for name in held}
-    missing = {f"w{n}": Wanted(ROOM, ALICE, 0.5) for n in range(lacking)}
+    expected = {name: WantedImage(1, ALICE, 0.5) for name in held}
+    missing = {f"w{n}": WantedImage(ROOM, ALICE, 0.5) for n in range(lacking)}
     assert choose(expected | missing, held, ROOM, NOW, FREE) is None
     assert held.looked_up == len(held)

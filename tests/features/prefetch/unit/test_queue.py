@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from forestage.features.prefetch import queue
-from forestage.features.prefetch.policy import Pending
-from forestage.features.prefetch.queue import Queue
+from forestage.features.prefetch.policy import PendingJob
+from forestage.features.prefetch.queue import PendingJobQueue
 
 NONCE = "f" * 32
 NOW = 1_000_000.0
@@ -27,7 +27,7 @@ def line(
     return f"{words}{comment}\n"
 
 
-def parse(*lines: str) -> Queue:
+def parse(*lines: str) -> PendingJobQueue:
     return queue.parse("".join(lines), NONCE, NOW)
 
 
@@ -37,7 +37,7 @@ def images(*lines: str) -> list[tuple[str, ...]]:
 
 def test_job_is_read_with_its_images_nodes_and_partitions() -> None:
     found = parse(line("x stage=/a,/b", nodes="4-8", partition="gpu,cpu"))
-    assert found == Queue((Pending(1000, ("/a", "/b"), 4, ("gpu", "cpu")),), tasks=1)
+    assert found == PendingJobQueue((PendingJob(1000, ("/a", "/b"), 4, ("gpu", "cpu")),), tasks=1)
 
 
 def test_order_is_slurms() -> None:
@@ -67,7 +67,7 @@ def test_line_that_an_admin_comment_forges_is_words_of_it() -> None:
 
 
 def test_roots_jobs_do_not_count() -> None:
-    assert parse(line(user="0")) == Queue((), (("root's", 1),), 1)
+    assert parse(line(user="0")) == PendingJobQueue((), (("root's", 1),), 1)
 
 
 def test_images_are_of_comment_and_admin_comment_each_once() -> None:
@@ -92,7 +92,7 @@ def test_images_are_of_comment_and_admin_comment_each_once() -> None:
     ],
 )
 def test_what_is_no_image_file_is_not_copied_ahead(comment: str) -> None:
-    assert parse(line(comment)) == Queue((), (("no image", 1),), 1)
+    assert parse(line(comment)) == PendingJobQueue((), (("no image", 1),), 1)
 
 
 def test_job_that_says_off_means_the_images_of_its_options_too() -> None:
@@ -101,13 +101,13 @@ def test_job_that_says_off_means_the_images_of_its_options_too() -> None:
 
 @pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "Dependency", "BadConstraints"])
 def test_job_that_has_no_place_in_the_queue_does_not_count(reason: str) -> None:
-    assert parse(line(reason=reason)) == Queue((), ((reason, 1),), 1)
+    assert parse(line(reason=reason)) == PendingJobQueue((), ((reason, 1),), 1)
 
 
 @pytest.mark.parametrize("reason", ["None", "BeginTime", "Priority"])
 def test_job_counts_from_an_hour_before_its_begin_time(reason: str) -> None:
     later, soon = (str(int(NOW + queue.SOON) + more) for more in (1, 0))
-    assert parse(line(reason=reason, eligible=later)) == Queue((), (("BeginTime", 1),), 1)
+    assert parse(line(reason=reason, eligible=later)) == PendingJobQueue((), (("BeginTime", 1),), 1)
     assert images(line(reason=reason, eligible=soon)) == [("/a",)]
 
 
@@ -163,7 +163,7 @@ def test_line_that_cannot_be_read_is_counted_and_the_others_are_read(junk: str) 
 
 @pytest.mark.parametrize("listing", ["", "\n", "squeue: error\n", "|||||\n" * 10, "\0" * 100])
 def test_listing_of_something_else_names_nothing(listing: str) -> None:
-    assert queue.parse(listing, NONCE, NOW) == Queue()
+    assert queue.parse(listing, NONCE, NOW) == PendingJobQueue()
 
 
 @pytest.mark.parametrize(

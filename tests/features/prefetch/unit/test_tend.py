@@ -6,16 +6,16 @@ from pathlib import Path
 
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.config.keys import Prefetching
+from forestage.config.keys import PrefetchSection
 from forestage.features.contexts import TendFacts
 from forestage.features.prefetch import tend
-from forestage.paths import Places
+from forestage.paths import NodePaths
 
 
 def test_pass_is_an_idle_part_where_a_host_is_configured(tmp_path: Path) -> None:
-    config = Config(prefetch=Prefetching(host="ctl1"))
+    config = Config(prefetch=PrefetchSection(host="ctl1"))
     for apart in (False, True):
-        (found,) = tend.each_minute(TendFacts(Places(tmp_path), Clock(), config, apart))
+        (found,) = tend.each_minute(TendFacts(NodePaths(tmp_path), Clock(), config, apart))
         assert (found.name, found.is_idle, bool(found.limit)) == ("prefetch", True, True)
     for other in (Config(), None):
-        assert [*tend.each_minute(TendFacts(Places(tmp_path), Clock(), other, False))] == []
+        assert [*tend.each_minute(TendFacts(NodePaths(tmp_path), Clock(), other, False))] == []

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.commands.world import Exit
-from forestage.errors import NotFound
+from forestage.commands.world import ExitStatus
+from forestage.errors import NotFoundError
 from forestage.features.prepare import warm
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.system import run
 
 GROUPS = "[Main]\ndefault: local\n[local]\nmap: sed -n 's/^$GROUP: //p' $CFGDIR/groups\n"
@@ -53,10 +53,10 @@ def test_partition_is_its_nodes_each_once(
 ) -> None:
     asked = programs(sinfo=f"printf '{listed}'")
     if expected is None:
-        with pytest.raises(NotFound, match="no partition gpu"):
-            warm.list_partition_nodes("gpu", Slurm(run.PATH))
+        with pytest.raises(NotFoundError, match="no partition gpu"):
+            warm.list_partition_nodes("gpu", SlurmClient(run.PATH))
     else:
-        assert warm.list_partition_nodes("gpu", Slurm(run.PATH)) == expected
+        assert warm.list_partition_nodes("gpu", SlurmClient(run.PATH)) == expected
     assert "--partition=gpu" in asked.read_text()
 
 
@@ -68,4 +68,4 @@ def test_warm_of_a_partition_asks_each_of_its_nodes(
     lines = [line for line in asked.read_text().splitlines() if line.startswith("srun")]
     assert len(lines) == 2
     assert all("--partition=gpu" in line for line in lines)
-    assert site.run("warm", "/lustre/a.sqsh").exit_code == Exit.USAGE
+    assert site.run("warm", "/lustre/a.sqsh").exit_code == ExitStatus.USAGE

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from commands import Site
-from forestage.commands.world import Exit
+from forestage.commands.world import ExitStatus
 from forestage.features.prepare import hints, pack
 
 
@@ -52,7 +52,7 @@ def test_relative_paths_are_of_the_current_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = site.run("pack", "venv", "-o", "venv.sqsh")
-    assert done.exit_code == Exit.OK, done.output
+    assert done.exit_code == ExitStatus.OK, done.output
     assert "inodes" in done.output
     comment = f"stage={tmp_path}/venv.sqsh@{tmp_path}/venv"
     assert f'sbatch --comment="{comment}" ...' in done.output.splitlines()[-1]
@@ -90,7 +90,7 @@ def test_pack_that_is_ended_leaves_neither_file_nor_program(
     monkeypatch.setattr(subprocess.Popen, "communicate", end)
     before, files = signal.getsignal(number), {*tmp_path.iterdir()}
     done = site.run("pack", str(tree), "-o", str(tmp_path / "x.sqsh"))
-    assert done.exit_code == Exit.INTERRUPTED
+    assert done.exit_code == ExitStatus.INTERRUPTED
     assert {path.name for path in {*tmp_path.iterdir()} - files} == {"pid"}
     assert not Path("/proc", pid.read_text().strip()).exists()
     assert signal.getsignal(number) is before
@@ -111,7 +111,7 @@ def test_image_that_lost_something_is_not_published(
 ) -> None:
     programs(mksquashfs=script)
     done = site.run("pack", str(tree), "-o", str(tmp_path / "x"))
-    assert done.exit_code == Exit.FAILED, done.output
+    assert done.exit_code == ExitStatus.FAILED, done.output
     assert "nothing was packed" in done.output.lower()
     assert [path.name for path in tmp_path.iterdir() if "x" in path.name] == []
 
@@ -138,12 +138,12 @@ def test_existing_file_is_replaced_only_by_force(
     image = tmp_path / "x"
     asked = programs(mksquashfs=f'echo of somebody >{image}; exec /usr/bin/mksquashfs "$@"')
     words = ["pack", str(tree), "-o", str(image)]
-    assert site.run(*words).exit_code == Exit.NOT_FOUND
+    assert site.run(*words).exit_code == ExitStatus.NOT_FOUND
     assert image.read_text() == "of somebody\n", "the name was taken while it was packed"
     assert len(asked.read_text().splitlines()) == 1
-    assert site.run(*words).exit_code == Exit.NOT_FOUND
+    assert site.run(*words).exit_code == ExitStatus.NOT_FOUND
     assert len(asked.read_text().splitlines()) == 1, "it is known before anything is packed"
-    assert site.run(*words, "--force").exit_code == Exit.OK
+    assert site.run(*words, "--force").exit_code == ExitStatus.OK
     assert image.read_bytes()[:4] == b"hsqs"
 
 
@@ -151,13 +151,13 @@ def test_image_inside_its_directory_is_refused(site: Site, tree: Path, tmp_path:
     (tmp_path / "link").symlink_to(tree / "lib")
     for place in (tree / "x", tree / "lib/x", tmp_path / "link/x"):
         done = site.run("pack", str(tree), "-o", str(place))
-        assert (done.exit_code, "part of itself" in done.output) == (Exit.NOT_FOUND, True)
+        assert (done.exit_code, "part of itself" in done.output) == (ExitStatus.NOT_FOUND, True)
         assert not place.exists()
 
 
 def test_image_for_use_in_the_trees_place_prints_the_option(site: Site, tree: Path) -> None:
     done = site.run("pack", "--here", str(tree))
-    assert done.exit_code == Exit.OK, done.output
+    assert done.exit_code == ExitStatus.OK, done.output
     assert f"srun --stage={tree}.sqsh@{tree} ..." in done.output
     assert hints.refusals([f"stage={tree}.sqsh@{tree}"]) == ()
     assert listed(Path(f"{tree}.sqsh"))
@@ -165,13 +165,13 @@ def test_image_for_use_in_the_trees_place_prints_the_option(site: Site, tree: Pa
 
 def test_tree_over_which_nothing_may_be_mounted_is_not_packed(site: Site, tmp_path: Path) -> None:
     done = site.run("pack", "--here", "/usr/lib", "-o", str(tmp_path / "x"))
-    assert done.exit_code == Exit.NOT_FOUND
+    assert done.exit_code == ExitStatus.NOT_FOUND
     assert "nothing may be mounted over /usr" in done.output
     assert not (tmp_path / "x").exists()
 
 
 def test_image_without_a_name_is_refused(site: Site, tree: Path) -> None:
-    assert site.run("pack", str(tree)).exit_code == Exit.USAGE
+    assert site.run("pack", str(tree)).exit_code == ExitStatus.USAGE
 
 
 def test_image_on_lustre_is_spread_if_it_is_to_be_published(
@@ -184,7 +184,7 @@ def test_image_on_lustre_is_spread_if_it_is_to_be_published(
     site.places.root.joinpath("proc/self/mountinfo").write_text(table)
     asked = programs(lfs=f'for last; do :; done; : >"$last"; stat -c %i "$last" >{tmp_path}/inode')
     done = site.run("pack", "--here", str(tree), "-o", str(lustre / "x"))
-    assert done.exit_code == Exit.OK, done.output
+    assert done.exit_code == ExitStatus.OK, done.output
     assert asked.read_text().startswith("lfs setstripe -E -1 -c -1 -S 1M ")
     # mksquashfs has written into the file that has the layout.
     assert (lustre / "x").stat().st_ino == int((tmp_path / "inode").read_text())
@@ -234,6 +234,6 @@ def test_mksquashfs_that_was_killed_is_said_to_have_lacked_memory(
 ) -> None:
     programs(mksquashfs="kill -KILL $$")
     done = site.run("pack", str(tree), "-o", str(tmp_path / "x"))
-    assert done.exit_code == Exit.FAILED
+    assert done.exit_code == ExitStatus.FAILED
     assert "mksquashfs was killed by signal 9: its memory may have run out" in done.output
     assert "a larger --mem" in done.output

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.commands.world import Exit
+from forestage.commands.world import ExitStatus
 from forestage.system import run
 
 DATA = bytes(range(256)) * 300
@@ -71,7 +71,7 @@ def test_lustre_target_is_made_with_layout(
     asked = programs(lfs=SETSTRIPE)
     on_lustre(site, target(site))
     done = site.run("publish", str(site.image("a.sqsh", DATA)), str(target(site)), *options)
-    assert done.exit_code == Exit.OK, done.output
+    assert done.exit_code == ExitStatus.OK, done.output
     words = asked.read_text().split()
     assert " ".join(words[:-1]) == f"lfs setstripe -E -1 {asked_for}"
     temporary = Path(words[-1])
@@ -92,7 +92,7 @@ def test_failing_or_missing_lfs_publishes_nothing(
         monkeypatch.setattr(run, "PATH", "/nowhere")
     on_lustre(site, target(site))
     done = site.run("publish", str(site.image("a")), str(target(site)))
-    assert done.exit_code == Exit.FAILED
+    assert done.exit_code == ExitStatus.FAILED
     assert left(site) == []
 
 
@@ -102,7 +102,7 @@ def test_target_without_lustre_is_a_plain_copy(
 ) -> None:
     asked = programs(lfs=SETSTRIPE)
     done = site.run("publish", str(site.image("a", data)), str(target(site)))
-    assert done.exit_code == Exit.OK
+    assert done.exit_code == ExitStatus.OK
     assert "not striped: ext4 is not Lustre" in done.output
     assert (target(site) / "a").read_bytes() == data
     assert asked.read_text() == ""
@@ -116,7 +116,7 @@ def test_copy_unlike_its_image_is_not_published(
     other = b"\1" + DATA[1:]
     while_copying(lambda part: (part if changed == "copy" else source).write_bytes(other))
     done = site.run("publish", str(source), str(target(site)))
-    assert done.exit_code == Exit.FAILED
+    assert done.exit_code == ExitStatus.FAILED
     assert "read back is not what the image has (was it written to meanwhile?" in done.output
     assert left(site) == []
 
@@ -136,7 +136,7 @@ def test_link_in_the_place_of_the_unfinished_copy_is_not_followed(
 
     while_copying(swap)
     done = site.run("publish", str(site.image("a", DATA)), str(target(site)))
-    assert done.exit_code != Exit.OK
+    assert done.exit_code != ExitStatus.OK
     assert secret.stat().st_mode & 0o777 == 0o600
     assert left(site) == []
 
@@ -146,11 +146,11 @@ def test_existing_file_is_replaced_only_by_force(site: Site, programs: Callable[
     on_lustre(site, target(site))
     (target(site) / "a").write_bytes(b"of somebody")
     words = ["publish", str(site.image("a", DATA)), str(target(site))]
-    assert site.run(*words).exit_code == Exit.NOT_FOUND
+    assert site.run(*words).exit_code == ExitStatus.NOT_FOUND
     assert asked.read_text() == "", "it is known before anything is copied"
     assert (target(site) / "a").read_bytes() == b"of somebody"
     with (target(site) / "a").open("rb") as reader:
-        assert site.run(*words, "--force").exit_code == Exit.OK
+        assert site.run(*words, "--force").exit_code == ExitStatus.OK
         assert reader.read() == b"of somebody", "who reads it keeps what they have"
     assert (target(site) / "a").read_bytes() == DATA
 
@@ -186,7 +186,7 @@ def test_image_or_directory_that_is_none_is_refused(site: Site, image: str, fold
     os.mkfifo(site.places.root / "fifo")
     root = site.places.root
     done = site.run("publish", str(root / image), str(root / folder))
-    assert done.exit_code == Exit.NOT_FOUND, done.output
+    assert done.exit_code == ExitStatus.NOT_FOUND, done.output
     assert left(site) == []
     assert not (root / "nowhere").exists()
 
@@ -212,7 +212,7 @@ def test_publish_that_is_ended_leaves_nothing(
 
     while_copying(end)
     done = site.run("publish", str(site.image("a.sqsh", DATA)), str(target(site)))
-    assert done.exit_code == Exit.INTERRUPTED
+    assert done.exit_code == ExitStatus.INTERRUPTED
     assert left(site) == []
 
 
@@ -227,5 +227,5 @@ def test_publish_goes_on_where_signals_are_ignored(
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert done.exit_code == Exit.OK, done.output
+    assert done.exit_code == ExitStatus.OK, done.output
     assert left(site) == ["a.sqsh"]

@@ -12,8 +12,8 @@ import pytest
 
 from commands import NOW, Site
 from forestage.cache import disk_errors
-from forestage.commands.world import Exit
-from forestage.events import Copied, read
+from forestage.commands.world import ExitStatus
+from forestage.events import CopyOutcome, read
 from forestage.features.prepare import stage
 from forestage.stage import wait
 from forestage.system import lock
@@ -36,7 +36,7 @@ def test_image_is_copied_then_a_hit_and_nothing_is_leased(site: Site) -> None:
     assert results(site, *map(str, paths)) == ["copied", "copied"]
     assert len(site.keys()) == 2
     assert site.json("status")["leases"] == []
-    copies = [one for one in read(site.places.events) if isinstance(one.outcome, Copied)]
+    copies = [one for one in read(site.places.events) if isinstance(one.outcome, CopyOutcome)]
     assert {(one.job, one.outcome.result) for one in copies} == {(0, "copied")}
     assert results(site, str(paths[0])) == ["hit"]
     printed = site.run("stage", str(paths[0])).stdout
@@ -51,7 +51,7 @@ def test_hit_is_used_now(site: Site) -> None:
 
 def test_what_no_job_may_have_is_declined_and_the_others_are_copied(site: Site) -> None:
     good = site.image("a.sqsh")
-    assert results(site, "/etc/hostname", "/nowhere", str(good), code=Exit.NOT_FOUND) == [
+    assert results(site, "/etc/hostname", "/nowhere", str(good), code=ExitStatus.NOT_FOUND) == [
         "declined",
         "declined",
         "copied",
@@ -61,17 +61,17 @@ def test_what_no_job_may_have_is_declined_and_the_others_are_copied(site: Site) 
 def test_image_is_opened_as_the_user_who_is_named(site: Site) -> None:
     path = site.image("a.sqsh")
     path.chmod(0o600)
-    done = site.json("stage", "--user", "nobody", str(path), code=Exit.NOT_FOUND)
+    done = site.json("stage", "--user", "nobody", str(path), code=ExitStatus.NOT_FOUND)
     assert [one["reason"] for one in done["images"]] == ["no-permission"]
     assert results(site, str(path)) == ["copied"]
-    assert site.run("stage", "--user", "nosuch", str(path)).exit_code == Exit.USAGE
+    assert site.run("stage", "--user", "nosuch", str(path)).exit_code == ExitStatus.USAGE
 
 
 def test_user_reads_that_it_takes_root(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     done = site.run("stage", str(site.lustre / "a.sqsh"))
     assert (done.exit_code, done.stderr) == (
-        Exit.PERMISSION,
+        ExitStatus.PERMISSION,
         "forestage: the cache is root's (run as root)\n",
     )
 
@@ -87,7 +87,7 @@ def test_node_that_serves_no_job_stages_nothing(site: Site, by: str) -> None:
         site.places.disabled.touch()
     if by == "doubt":
         disk_errors.begin(site.places, site.world.clock, "test")
-    (image,) = site.json("stage", str(path), code=Exit.NOT_FOUND)["images"]
+    (image,) = site.json("stage", str(path), code=ExitStatus.NOT_FOUND)["images"]
     assert image["result"] in ("declined", "failed")
     assert image["reason"] == ("disk-errors" if by == "doubt" else "disabled")
 
@@ -104,7 +104,7 @@ def test_copy_that_takes_longer_goes_on(site: Site) -> None:
     config = f"sources: [{site.places.root}]\nredirect: spank\nchunk_size: 1M\nbandwidth: 2M\n"
     site.configure(config)
     path = site.image("a.sqsh", b"x" * (3 << 20))
-    (image,) = site.json("stage", "--within", "0", str(path), code=Exit.NOT_FOUND)["images"]
+    (image,) = site.json("stage", "--within", "0", str(path), code=ExitStatus.NOT_FOUND)["images"]
     assert (image["result"], image["reason"]) == ("copying", "deadline")
     key = image["key"]
     until(lambda: site.node.cache.image(key).exists(), "the copy")
@@ -130,7 +130,7 @@ def test_many_images_are_begun_a_few_at_a_time(site: Site, monkeypatch: pytest.M
     assert results(site, *paths) == ["copied"] * 5
     assert peak == 2
     more = [str(site.image(f"{number}.sqsh", b"%d" % number)) for number in range(5, 9)]
-    late = site.json("stage", "--within", "0", *more, code=Exit.NOT_FOUND)["images"]
+    late = site.json("stage", "--within", "0", *more, code=ExitStatus.NOT_FOUND)["images"]
     assert [one["reason"] for one in late] == ["deadline"] * 4
     assert [one["result"] for one in late] == ["copying"] * 2 + ["declined"] * 2
     for one in late[:2]:

@@ -16,31 +16,31 @@ from hypothesis import strategies as st
 from commands import NOW, Site
 from forestage import events
 from forestage.clock import Clock
-from forestage.commands.world import Exit
+from forestage.commands.world import ExitStatus
 from forestage.errors import SlurmError
-from forestage.events import Copied, Event, Outcome, user_files
+from forestage.events import CopyOutcome, EventRecord, Outcome, user_files
 from forestage.features.prepare import job_images, warm, warm_node
-from forestage.features.prepare.job_images import ImageResult, Seen
-from forestage.features.prepare.warm import NodeAnswer, Order
-from forestage.features.prepare.warm_node import NodeReport
+from forestage.features.prepare.job_images import ImageResult, JobImagesStatus
+from forestage.features.prepare.warm import WarmNodeResult, WarmRequest
+from forestage.features.prepare.warm_node import WarmNodeReport
 from forestage.slurm.hints import read_hints
-from forestage.slurm.queue import Slurm
+from forestage.slurm.queue import SlurmClient
 from forestage.system import lock, run
 from forestage.units import printable
 from node import until
 
 IMAGE = "/lustre/a.sqsh"
-ORDER = Order((IMAGE,), ("n1", "n2", "n3"))
-Fake = Callable[..., Slurm]
+ORDER = WarmRequest((IMAGE,), ("n1", "n2", "n3"))
+Fake = Callable[..., SlurmClient]
 
 
 @pytest.fixture
 def fake(programs: Callable[..., Path]) -> Fake:
     """Slurm's commands as scripts."""
 
-    def faking(srun: str, scancel: str = "exit 0") -> Slurm:
+    def faking(srun: str, scancel: str = "exit 0") -> SlurmClient:
         programs(srun=srun, scancel=scancel)
-        return Slurm(run.PATH)
+        return SlurmClient(run.PATH)
 
     return faking
 
@@ -52,7 +52,7 @@ def asked(tmp_path: Path) -> list[str]:
 
 def answers(*images: ImageResult, job: int = 7) -> str:
     """A script of an srun that prints this, and what a TaskProlog prints."""
-    report = msgspec.json.encode(NodeReport("warm", job, images)).decode()
+    report = msgspec.json.encode(WarmNodeReport("warm", job, images)).decode()
     return f"echo a TaskProlog prints this; echo '{report}'"
 
 
@@ -68,7 +68,7 @@ def ignored(text: str) -> None:
 def test_comment_any_image_name_is_read_back_by_prolog(names: list[bytes]) -> None:
     # One that ends with a slash is a directory, and no image.
     images = tuple(dict.fromkeys(os.fsdecode(b"/" + name + b".") for name in names))
-    hints = read_hints(warm.comment(Order(images, ("n1",), wait="10m")))
+    hints = read_hints(warm.comment(WarmRequest(images, ("n1",), wait="10m")))
     assert (hints.paths, hints.wait, hints.problems) == (images, 600.0, ())
 
 
@@ -95,7 +95,7 @@ def test_command_options_reach_srun(site: Site, fake: Fake, tmp_path: Path) -> N
     fake(answers(ImageResult(IMAGE, "copied")))
     words = ["--partition", "gpu", "--reservation", "r", "--srun", "--account=lab", "--busy", "1m"]
     done = site.run("warm", IMAGE, "--nodes", "n1", *words)
-    assert done.exit_code == Exit.OK, done.output
+    assert done.exit_code == ExitStatus.OK, done.output
     (line,) = asked(tmp_path)
     for word in ("--partition=gpu", "--reservation=r", "--account=lab", "--immediate=60"):
         assert f" {word} " in line
@@ -111,13 +111,13 @@ def test_no_node_or_more_images_than_a_hint_holds_start_no_job(
 ) -> None:
     fake(answers(ImageResult(IMAGE, "hit")))
     named = [f"/lustre/{number}" for number in range(images)]
-    assert site.run("warm", *named, "--nodes", nodes).exit_code == Exit.USAGE
+    assert site.run("warm", *named, "--nodes", nodes).exit_code == ExitStatus.USAGE
     assert asked(tmp_path) == []
 
 
 def test_warm_without_srun_raises_slurm_error(tmp_path: Path) -> None:
     with pytest.raises(SlurmError, match="srun is not installed"):
-        warm.warm(ORDER, Slurm(str(tmp_path)), Clock(), "token", ignored)
+        warm.warm(ORDER, SlurmClient(str(tmp_path)), Clock(), "token", ignored)
 
 
 # --- what the answers mean
@@ -131,7 +131,7 @@ def test_command_one_node_without_image_fails(
     bad = answers(good, ImageResult("/lustre/b", result, "no-room", "it is full"))
     fake(f'case "$*" in *nodelist=n2*) {bad};; *) {answers(good)};; esac')
     done = site.run("warm", IMAGE, "/lustre/b", "--nodes", "n[1-4]!n4")
-    assert done.exit_code == Exit.NOT_FOUND
+    assert done.exit_code == ExitStatus.NOT_FOUND
     assert "2 of 3 nodes warm: 3 hit, 1 " + result in done.output
     assert "no-room: it is full" in done.output
 
@@ -140,7 +140,7 @@ def test_answer_of_failed_srun_has_its_first_error(site: Site, fake: Fake) -> No
     error = "srun: error: Unable to allocate resources: Requested nodes are busy"
     later = "srun: error: something that follows from it"
     fake(f"echo '{error}' >&2; echo '{later}' >&2; exit 1")
-    report = site.json("warm", IMAGE, "--nodes", "n1", code=Exit.NOT_FOUND)
+    report = site.json("warm", IMAGE, "--nodes", "n1", code=ExitStatus.NOT_FOUND)
     (node,) = report["nodes"]
     assert node["problem"] == "Unable to allocate resources: Requested nodes are busy"
     assert report["failed"] == 1
@@ -155,7 +155,7 @@ def test_answer_of_other_output_is_no_answer(out: str) -> None:
 
 
 def test_progress_line_names_missing_nodes() -> None:
-    done = {"n2": NodeAnswer("n2", 1.0, 7, (ImageResult(IMAGE, "hit"),))}
+    done = {"n2": WarmNodeResult("n2", 1.0, 7, (ImageResult(IMAGE, "hit"),))}
     assert warm.progress_line(ORDER, done) == "1 of 3 nodes done; 1 hit; waiting for n1, n3"
 
 
@@ -201,7 +201,7 @@ def test_interrupt_before_srun_submits_cancels_its_job_too(
     slurm = fake(srun, f"rm -f {job}; touch {tmp_path}/early")
     began = interrupt_when((tmp_path / "began").exists)
     with pytest.raises(Interrupted):
-        warm.warm(Order((IMAGE,), ("n1",)), slurm, Clock(), "token", began)
+        warm.warm(WarmRequest((IMAGE,), ("n1",)), slurm, Clock(), "token", began)
     assert sum(line.startswith("scancel") for line in asked(tmp_path)) >= 2
 
 
@@ -213,7 +213,7 @@ def test_interrupt_kills_srun_that_does_not_end(
     slurm = fake(f"echo $$ >{pid}; exec sleep 600")
     began = interrupt_when(lambda: pid.exists() and pid.read_text().endswith("\n"))
     with pytest.raises(Interrupted):
-        warm.warm(Order((IMAGE,), ("n1",)), slurm, Clock(), "token", began)
+        warm.warm(WarmRequest((IMAGE,), ("n1",)), slurm, Clock(), "token", began)
     assert not Path("/proc", pid.read_text().strip()).exists()
 
 
@@ -226,7 +226,7 @@ def test_closed_terminal_cancels_as_interrupt(
     srun = f"kill -{number} {os.getpid()}; while ! test -e {cancelled}; do sleep 0.02; done"
     fake(srun, f"touch {cancelled}")
     before = signal.getsignal(number)
-    assert site.run("warm", IMAGE, "--nodes", "n1").exit_code == Exit.INTERRUPTED
+    assert site.run("warm", IMAGE, "--nodes", "n1").exit_code == ExitStatus.INTERRUPTED
     assert cancelled.exists()
     assert signal.getsignal(number) is before
 
@@ -239,7 +239,9 @@ class NoWait(Clock):
         pass
 
 
-def event(hook: events.Hook, job: int, at: float = NOW, total: float = 1.0, **facts: str) -> Event:
+def event(
+    hook: events.Hook, job: int, at: float = NOW, total: float = 1.0, **facts: str
+) -> EventRecord:
     request = facts.pop("request", IMAGE)
     facts = {"image": IMAGE, "key": "k", **facts}
     outcome: Outcome = msgspec.convert(
@@ -248,7 +250,7 @@ def event(hook: events.Hook, job: int, at: float = NOW, total: float = 1.0, **fa
         else {"kind": "handled", "request": request, **facts},
         Outcome,  # type: ignore[arg-type]
     )
-    return Event(at, hook, job, outcome, total=total)
+    return EventRecord(at, hook, job, outcome, total=total)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,9 @@ def event(hook: events.Hook, job: int, at: float = NOW, total: float = 1.0, **fa
           event("prolog", 7, result="hit")], "hit", ""),
     ],
 )  # fmt: skip
-def test_events_of_job_and_copies_give_result(log: list[Event], result: str, reason: str) -> None:
+def test_events_of_job_and_copies_give_result(
+    log: list[EventRecord], result: str, reason: str
+) -> None:
     (found,) = job_images.by_events(log, 7, [IMAGE])
     assert (found.result, found.reason) == (result, reason)
 
@@ -332,7 +336,7 @@ def refuse(*_: object) -> None:
 
 
 @pytest.fixture
-def alice(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[Event], None]:
+def alice(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[EventRecord], None]:
     """This process is a user who may not read the log; adds an event to what they may read."""
     monkeypatch.setattr(events, "unread", refuse)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -342,7 +346,7 @@ def alice(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[Event], None
 
 
 def test_user_of_whom_nothing_is_recorded_gets_unseen(
-    site: Site, alice: Callable[[Event], None]
+    site: Site, alice: Callable[[EventRecord], None]
 ) -> None:
     alice(event("prolog", 6, result="hit", request=IMAGE))
     (found,) = warm_node.results(site.places, Clock(), 7, (IMAGE,))
@@ -351,7 +355,7 @@ def test_user_of_whom_nothing_is_recorded_gets_unseen(
 
 
 def test_user_waits_for_the_end_of_a_copy_that_is_another_users(
-    site: Site, alice: Callable[[Event], None]
+    site: Site, alice: Callable[[EventRecord], None]
 ) -> None:
     """An image with an odd name is found; one that the job did not name has failed."""
     odd, key = "/lustre/a\nb", "a" * 32
@@ -359,14 +363,14 @@ def test_user_waits_for_the_end_of_a_copy_that_is_another_users(
 
     class Turning(Clock):
         def sleep(self, seconds: float) -> None:
-            alice(Event(NOW + 9, "stager", 0, Copied("copied", key=key, wait=9.0)))
+            alice(EventRecord(NOW + 9, "stager", 0, CopyOutcome("copied", key=key, wait=9.0)))
 
     found = warm_node.results(site.places, Turning(), 7, (odd, IMAGE))
     assert [(one.image, one.result) for one in found] == [(odd, "copied"), (IMAGE, "failed")]
 
 
 def test_user_waits_no_longer_than_an_hour_for_a_copy_that_was_killed(
-    site: Site, alice: Callable[[Event], None]
+    site: Site, alice: Callable[[EventRecord], None]
 ) -> None:
     alice(event("prolog", 7, result="started", request=IMAGE, key="a" * 32))
     now = 0.0
@@ -385,10 +389,10 @@ def test_user_waits_no_longer_than_an_hour_for_a_copy_that_was_killed(
 
 
 def test_copy_that_is_not_under_way_is_not_waited_for(site: Site) -> None:
-    gone = Seen((ImageResult(IMAGE, "failed", "copy"),), waits=True)
+    gone = JobImagesStatus((ImageResult(IMAGE, "failed", "copy"),), waits=True)
     asked = []
 
-    def look() -> Seen:
+    def look() -> JobImagesStatus:
         asked.append(1)
         return gone
 
@@ -405,7 +409,7 @@ def test_broken_configuration_is_an_answer(site: Site) -> None:
 def test_output_of_odd_names_is_one_line_that_warm_reads(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(warm_node, "Places", lambda: site.places)
+    monkeypatch.setattr(warm_node, "NodePaths", lambda: site.places)
     warm_node.main(["7", "/lustre/a\nb", os.fsdecode(b"/lustre/\xff")])
     (line,) = capsys.readouterr().out.splitlines()
     names = [one["image"] for one in json.loads(line)["images"]]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.commands.world import Exit
+from forestage.commands.world import ExitStatus
 from forestage.features.prepare import images
 
 
-def names(found: images.Images) -> list[str]:
+def names(found: images.ImageListing) -> list[str]:
     return [os.path.basename(one.path) for one in found.images]
 
 
@@ -78,8 +78,8 @@ def test_name_that_is_no_text_is_shown_escaped(shared: Path, site: Site) -> None
 
 def test_command_looks_below_the_sources_or_what_is_named(shared: Path, site: Site) -> None:
     done = site.run("images", str(shared / "team"))
-    assert done.exit_code == Exit.OK, done.output
+    assert done.exit_code == ExitStatus.OK, done.output
     assert "2 images below" in done.output
     empty = site.run("images", str(shared / "nowhere"))
-    assert (empty.exit_code, "No file below" in empty.output) == (Exit.OK, True)
-    assert site.run("images").exit_code == Exit.OK
+    assert (empty.exit_code, "No file below" in empty.output) == (ExitStatus.OK, True)
+    assert site.run("images").exit_code == ExitStatus.OK

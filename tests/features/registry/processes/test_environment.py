@@ -11,7 +11,7 @@ import pytest
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined, Failed
 from forestage.features.registry import environment
-from forestage.features.registry.environment import Settings
+from forestage.features.registry.environment import EnrootSettings
 from forestage.system import run
 
 
@@ -29,7 +29,7 @@ class Site:
         (self.bin / "enroot").write_text(f"#!/bin/sh\n{script}\n")
         (self.bin / "enroot").chmod(0o755)
 
-    def settings(self, patience: float = 600.0, **environ: str) -> Settings:
+    def settings(self, patience: float = 600.0, **environ: str) -> EnrootSettings:
         return environment.settings(
             {"HOME": "/home/alice", **environ}, Deadline.after(patience, Clock()), str(self.conf)
         )

@@ -11,16 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache.image import Image
+from forestage.cache.image import SourceImage
 from forestage.cache.node import Node
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.features.registry import step_files, user_notes
 from forestage.features.registry import step_image as registry
-from forestage.features.registry.step_image import Asked
-from forestage.features.registry.waiting import Tasks
+from forestage.features.registry.step_image import RegistryRequest
+from forestage.features.registry.waiting import WaitingTasks
 from forestage.hooks import leases
-from forestage.hooks.answers import Answer
-from forestage.hooks.limit import Limit
+from forestage.hooks.answers import RequestResult
+from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.job import Job
 from forestage.system import child
 from node import children_left, until
@@ -32,7 +32,7 @@ from node import children_left, until
 )
 def test_cgroups_that_a_worker_kept_go_with_it(
     asking: Job,
-    tasks: Tasks,
+    tasks: WaitingTasks,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     manager: str,
@@ -62,8 +62,8 @@ def dead() -> int:
 def test_lease_that_came_after_the_epilog_is_given_back(
     staging_node: Node,
     asking: Job,
-    asked: Asked,
-    make_image: Callable[..., Image],
+    asked: RegistryRequest,
+    make_image: Callable[..., SourceImage],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -71,11 +71,11 @@ def test_lease_that_came_after_the_epilog_is_given_back(
     found, held = make_image(), tmp_path / "held"
     staging_node.cache.prepare(require_mount=False)
 
-    def answer(node: Node, job: Job, asked: Asked, tasks: Tasks) -> Answer:
+    def answer(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -> RequestResult:
         tasks.path.unlink()
         step_files.make_mount_point(node.places, job.id, job.step, found.size)
-        with leases.leased(node, job, found.key, Limit.of(node.clock, 60.0, None)):
-            return Answer(Handled("hit"), found)
+        with leases.leased(node, job, found.key, HookDeadlines.of(node.clock, 60.0, None)):
+            return RequestResult(RequestOutcome("hit"), found)
 
     def report(outcomes: object) -> None:
         held.write_text(f"{staging_node.leases.jobs()}")
@@ -92,7 +92,7 @@ def test_lease_that_came_after_the_epilog_is_given_back(
 
 @pytest.mark.parametrize("end", ["manager", "Epilog"])
 def test_process_whose_tasks_never_came_ends_with_the_step(
-    staging_node: Node, asking: Job, asked: Asked, end: str
+    staging_node: Node, asking: Job, asked: RegistryRequest, end: str
 ) -> None:
     """The step was cancelled before Slurm had started a task of it."""
     manager = subprocess.Popen(["sleep", "inf"])
@@ -118,11 +118,13 @@ def test_process_whose_tasks_never_came_ends_with_the_step(
 def test_refusal_is_noted_for_the_steps_importer_before_a_task_goes_on_and_goes_with_the_job(
     staging_node: Node,
     asking: Job,
-    asked: Asked,
+    asked: RegistryRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refused = Handled("declined", request="here#image", reason="registry-missing", detail="no")
-    monkeypatch.setattr(registry, "_answer", lambda *_: Answer(refused))
+    refused = RequestOutcome(
+        "declined", request="here#image", reason="registry-missing", detail="no"
+    )
+    monkeypatch.setattr(registry, "_answer", lambda *_: RequestResult(refused))
     asking = msgspec.structs.replace(asking, step=0)
     monkeypatch.setattr(registry, "FIRST", 600.0)
     _, sock = registry.begin(staging_node, asking, asked, lambda outcomes: None)

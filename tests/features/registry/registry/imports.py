@@ -14,8 +14,8 @@ from threading import Thread
 from typing import Any
 
 from forestage.features.registry import worker
-from forestage.features.registry.messages import Order, Word
-from forestage.features.registry.worker import Worker
+from forestage.features.registry.messages import ImportOrder, Word
+from forestage.features.registry.worker import RegistryWorker
 from forestage.system import mounts, run
 from forestage.system.as_user import User
 
@@ -84,7 +84,7 @@ class Site:
 
     def start(
         self, user: User = ALICE, environ: dict[str, str] | None = None, **facts: Any
-    ) -> Worker:
+    ) -> RegistryWorker:
         """A worker for an order; by default for an image whose digest is named."""
         named = {"reference": f"here#image@{OLD}", "directory": str(self.store), "host": "n1"}
         block = {
@@ -96,7 +96,7 @@ class Site:
         fd = os.memfd_create("environ")
         os.write(fd, b"".join(f"{name}={value}\0".encode() for name, value in block.items()))
         try:
-            return worker.start(user, Order(**{**named, **facts}), fd)
+            return worker.start(user, ImportOrder(**{**named, **facts}), fd)
         finally:
             os.close(fd)
 
@@ -163,7 +163,7 @@ class Login:
         return self.run(str(IMPORTER), *argv, **step)
 
 
-def until(at_work: Worker, *kinds: type) -> list[Word]:
+def until(at_work: RegistryWorker, *kinds: type) -> list[Word]:
     """What a worker says until one of these words, or its last."""
     said: list[Word] = []
     poll = select.poll()
@@ -174,7 +174,7 @@ def until(at_work: Worker, *kinds: type) -> list[Word]:
     return said
 
 
-def last(at_work: Worker) -> Word:
+def last(at_work: RegistryWorker) -> Word:
     """The worker's last word."""
     with at_work:
         return until(at_work)[-1]

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from imports import ALICE, BOB, IMAGE, NEW, OLD, ROOT, Login, Registry
 
 from forestage.features.registry import store_age, user_notes
-from forestage.features.registry.store_age import Collection
-from forestage.features.registry.user_notes import RegistryRefusal
-from forestage.paths import Places
+from forestage.features.registry.store_age import StoreCollection
+from forestage.features.registry.user_notes import RefusalNote
+from forestage.paths import NodePaths
 from forestage.system import mounts
 from forestage.system.as_user import User
 
@@ -154,8 +154,8 @@ def test_importer_asks_no_registry_that_has_refused_its_step(
     mounts.mount("tmpfs", "/run", 0, "tmpfs", "mode=755")
     Path("/run/forestage/images").mkdir(parents=True)
     there = Registry(status=404)
-    said = RegistryRefusal(there.reference("v1"), "registry-missing", "127.0.0.1 has no image:v1")
-    user_notes.note_refusal(Places(), 12, 0, ALICE, said)
+    said = RefusalNote(there.reference("v1"), "registry-missing", "127.0.0.1 has no image:v1")
+    user_notes.note_refusal(NodePaths(), 12, 0, ALICE, said)
     try:
         done = login.importer("get", f"docker://{there.reference(tag)}", user=user)
     finally:
@@ -189,7 +189,7 @@ def test_import_needs_a_store(login: Login) -> None:
 def unused_for_years(path: Path) -> None:
     """As the nodes' collections have counted."""
     files = [(file.name, file.stat().st_mtime_ns) for file in (path, path.with_suffix(".json"))]
-    known = store_age.count_seconds(Collection(), files, 0.0, "one")
+    known = store_age.count_seconds(StoreCollection(), files, 0.0, "one")
     known = store_age.count_seconds(known, files, 1e8, "two")
     stamp = path.with_name("collected-2")
     stamp.write_bytes(msgspec.json.encode(known))

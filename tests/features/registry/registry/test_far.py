@@ -21,10 +21,10 @@ from imports import ALICE, BOB, IMAGE, NEW, OLD, ROOT, Login
 from forestage.clock import Clock
 from forestage.config import load_settings
 from forestage.features.registry import store_by_hand as registry
-from forestage.features.registry.collect import Done
-from forestage.features.registry.store import Store
+from forestage.features.registry.collect import CollectionResult
+from forestage.features.registry.store import ImageStore
 from forestage.features.registry.store_age import AGAIN
-from forestage.paths import Places
+from forestage.paths import NodePaths
 from forestage.system import as_user, mounts
 from forestage.system.as_user import User
 
@@ -82,17 +82,17 @@ class Sweeping:
     """A node that sweeps; each has its own places and clock."""
 
     def __init__(self, folder: Path, clock: Running | None = None) -> None:
-        self.places = Places(folder / os.urandom(4).hex())
+        self.places = NodePaths(folder / os.urandom(4).hex())
         self.clock = clock or Running()
 
-    def collect(self, store: Path | None = None) -> list[Done]:
+    def collect(self, store: Path | None = None) -> list[CollectionResult]:
         config = load_settings(Path("/etc/forestage")).config
         if store:
             limits = msgspec.structs.replace(config.registry, store=str(store))
             config = msgspec.structs.replace(config, registry=limits)
         return registry.clean_some(config, self.places, self.clock)
 
-    def collect_again(self, seconds: float = MONTH) -> list[Done]:
+    def collect_again(self, seconds: float = MONTH) -> list[CollectionResult]:
         """It has been up for so long since, and nobody used anything."""
         self.clock.up += seconds
         return self.collect()
@@ -188,7 +188,7 @@ def test_node_whose_clock_is_wrong_deletes_nothing_of_others(
 
 def _use(store: Path, name: str) -> bool:
     as_user.become(ALICE)
-    return Store(store, Clock()).find(name) is not None
+    return ImageStore(store, Clock()).find(name) is not None
 
 
 def test_image_is_as_old_as_its_server_says_where_that_sets_the_times(
@@ -301,7 +301,7 @@ def test_first_word_on_a_jobs_digest_counts_without_hard_links(
     def say(digest: str) -> str:
         def work() -> str:
             as_user.become(ALICE)
-            return Store(far.point, Clock()).set_job_digest("12", REFERENCE, digest)
+            return ImageStore(far.point, Clock()).set_job_digest("12", REFERENCE, digest)
 
         (said,) = as_user.each([work], str, 60.0, 60.0, 1)
         assert said is not None

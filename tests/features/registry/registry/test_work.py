@@ -20,8 +20,13 @@ from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, processes, until
 
 import node as waited
 from forestage.features.registry import user_notes
-from forestage.features.registry.messages import Importing, Present, Refused, Resolved
-from forestage.paths import Places
+from forestage.features.registry.messages import (
+    DigestResolved,
+    ImageReady,
+    ImportRefused,
+    ImportUnderWay,
+)
+from forestage.paths import NodePaths
 from forestage.system import as_user, mounts, run
 from forestage.system.as_user import User
 
@@ -47,11 +52,11 @@ def registry(site: Site) -> Iterator[Callable[..., Registry]]:
 def test_image_is_imported_once_and_then_found(site: Site) -> None:
     with site.start() as first:
         said = until(first)
-    assert [type(word) for word in said] == [Resolved, Importing, Present]
+    assert [type(word) for word in said] == [DigestResolved, ImportUnderWay, ImageReady]
     with site.start() as second:
-        assert [type(word) for word in until(second)] == [Resolved, Present]
+        assert [type(word) for word in until(second)] == [DigestResolved, ImageReady]
     assert len(site.imports) == 1
-    assert isinstance(said[-1], Present)
+    assert isinstance(said[-1], ImageReady)
     path = Path(said[-1].path)
     assert path.read_bytes() == site.image.read_bytes()
     assert site.names() == {"sqsh", "json"}
@@ -59,7 +64,7 @@ def test_image_is_imported_once_and_then_found(site: Site) -> None:
 
 def test_image_is_the_users_alone(site: Site) -> None:
     word = last(site.start())
-    assert isinstance(word, Present)
+    assert isinstance(word, ImageReady)
     found = os.stat(word.path)
     assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (ALICE.uid, 0o600)
     assert stat.S_IMODE(site.folder().stat().st_mode) == 0o700
@@ -68,14 +73,14 @@ def test_image_is_the_users_alone(site: Site) -> None:
 
 def test_enroot_is_nice_and_makes_directories_that_others_may_enter(site: Site) -> None:
     """The mode of an image's root is that of a directory which enroot makes."""
-    assert isinstance(last(site.start()), Present)
+    assert isinstance(last(site.start()), ImageReady)
     assert site.imports[0].split()[2:4] == ["umask=0022", "nice=10"]
 
 
 def test_another_user_imports_for_themselves(site: Site) -> None:
     first, second = last(site.start()), last(site.start(BOB))
-    assert isinstance(first, Present)
-    assert isinstance(second, Present)
+    assert isinstance(first, ImageReady)
+    assert isinstance(second, ImageReady)
     assert first.path != second.path
     assert len(site.imports) == 2
 
@@ -83,10 +88,10 @@ def test_another_user_imports_for_themselves(site: Site) -> None:
 def test_two_workers_at_once_make_one_import(site: Site, open_path: Path) -> None:
     wait = {"STANDIN_WAIT": str(open_path / "go on")}
     with site.start(environ=wait) as first, site.start(environ=wait, host="n2") as second:
-        said = [until(one, Importing)[-1] for one in (first, second)]
-        names = {one.where for one in said if isinstance(one, Importing)}
+        said = [until(one, ImportUnderWay)[-1] for one in (first, second)]
+        names = {one.where for one in said if isinstance(one, ImportUnderWay)}
         assert len(names) == 1, "both name the one that imports"
-        assert sorted(one.here for one in said if isinstance(one, Importing)) == [False, True]
+        assert sorted(one.here for one in said if isinstance(one, ImportUnderWay)) == [False, True]
         assert "part" not in {name for name in site.names() if name.endswith("sqsh")}
         (open_path / "go on").touch()
         assert until(first)[-1] == until(second)[-1]
@@ -96,12 +101,12 @@ def test_two_workers_at_once_make_one_import(site: Site, open_path: Path) -> Non
 def test_image_has_no_name_before_it_is_whole(site: Site, open_path: Path) -> None:
     wait = {"STANDIN_WAIT": str(open_path / "go on")}
     with site.start(environ=wait) as first:
-        until(first, Importing)
+        until(first, ImportUnderWay)
         while not any(name.endswith("part") for name in site.names()):
             os.sched_yield()
         assert not any(name.endswith("sqsh") for name in os.listdir(site.folder()))
         (open_path / "go on").touch()
-        assert isinstance(until(first)[-1], Present)
+        assert isinstance(until(first)[-1], ImageReady)
 
 
 def test_killed_importer_is_followed_at_once_by_one_of_its_machine(
@@ -109,28 +114,28 @@ def test_killed_importer_is_followed_at_once_by_one_of_its_machine(
 ) -> None:
     wait = {"STANDIN_WAIT": str(open_path / "never")}
     with site.start(environ=wait) as first:
-        until(first, Importing)
+        until(first, ImportUnderWay)
         with site.start(host="n2") as second:
-            until(second, Importing)
+            until(second, ImportUnderWay)
             os.kill(first.pid, signal.SIGKILL)
-            assert isinstance(until(second)[-1], Present)
+            assert isinstance(until(second)[-1], ImageReady)
     assert len(site.imports) == 2
 
 
 def test_worker_whose_stdin_ends_lets_the_next_one_go_on(site: Site, open_path: Path) -> None:
     wait = {"STANDIN_WAIT": str(open_path / "never")}
     first = site.start(environ=wait)
-    until(first, Importing)
+    until(first, ImportUnderWay)
     with site.start(host="n2") as second:
-        until(second, Importing)
+        until(second, ImportUnderWay)
         first.kill()
-        assert isinstance(until(second)[-1], Present)
+        assert isinstance(until(second)[-1], ImageReady)
     assert site.names() == {"sqsh", "json"}, "neither a part nor a lease is left"
 
 
 def test_what_enroot_started_ends_with_the_worker(site: Site, open_path: Path) -> None:
     first = site.start(environ={"STANDIN_WAIT": str(open_path / "never")})
-    until(first, Importing)
+    until(first, ImportUnderWay)
     while not site.imports:
         os.sched_yield()
     first.kill()
@@ -144,7 +149,7 @@ def test_import_that_nobody_waits_for_leaves_no_temporary_files(
     """Slurm signals all of the step's cgroup; elsewhere the worker's stdin ends."""
     environ = {"STANDIN_WAIT": str(open_path / "never"), "STANDIN_TIDY": "1"}
     first = site.start(environ=environ)
-    until(first, Importing)
+    until(first, ImportUnderWay)
     temp = site.temp / str(ALICE.uid)
     waited.until(lambda: list(temp.glob("*/*/image")), "what enroot has unpacked")
     if by_slurm:
@@ -161,7 +166,7 @@ def test_import_that_nobody_waits_for_leaves_no_temporary_files(
 def test_import_that_was_killed_leaves_no_temporary_files(site: Site, open_path: Path) -> None:
     """By the kernel, say, for want of memory."""
     with site.start(environ={"STANDIN_WAIT": str(open_path / "never")}) as first:
-        until(first, Importing)
+        until(first, ImportUnderWay)
         temp = site.temp / str(ALICE.uid)
         waited.until(lambda: list(temp.glob("*/*/image")), "what enroot has unpacked")
         (work,) = temp.glob("*/*")
@@ -174,7 +179,7 @@ def test_import_that_was_killed_leaves_no_temporary_files(site: Site, open_path:
         of_enroot = [pid for pid in processes(ALICE) if b"enroot import" in title(pid)]
         run._signal(of_enroot, signal.SIGKILL)
         word = until(first)[-1]
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert "killed by signal 9" in word.detail
     assert list(temp.iterdir()) == []
 
@@ -187,31 +192,33 @@ def test_failed_import_tells_enroots_words_to_all_who_waited(site: Site, open_pa
     fifo = open_path / "go on"
     fails = {"STANDIN_WAIT": str(fifo), "STANDIN_IMAGE": "/dev/null"}
     with site.start(environ=fails) as first, site.start(environ=fails, host="n2") as second:
-        until(first, Importing), until(second, Importing)
+        until(first, ImportUnderWay), until(second, ImportUnderWay)
         fifo.touch()
         words = [until(first)[-1], until(second)[-1]]
-    assert [word.reason for word in words if isinstance(word, Refused)] == ["import-failed"] * 2
+    assert [word.reason for word in words if isinstance(word, ImportRefused)] == [
+        "import-failed"
+    ] * 2
     assert len(site.imports) == 1
 
 
 def test_next_job_tries_anew_what_failed_before(site: Site) -> None:
     word = last(site.start(environ={"STANDIN_FAIL": "URL error code: 401 Unauthorized"}))
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.reason == "import-failed"
     assert "401 Unauthorized" in word.detail
-    assert isinstance(last(site.start()), Present)
+    assert isinstance(last(site.start()), ImageReady)
 
 
 def test_words_of_enroot_bring_no_control_characters(site: Site) -> None:
     word = last(site.start(environ={"STANDIN_FAIL": "\x1b[2Jgone \x07"}))
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.detail.isprintable()
 
 
 def test_store_that_is_full_is_told_and_left_clean(site: Site) -> None:
     mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
     word = last(site.start(environ={"STANDIN_FILL": "4"}))
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.reason == "store-full"
     assert not {name for name in site.names() if name.endswith("part")}
 
@@ -223,13 +230,13 @@ def test_node_whose_temporary_files_find_no_room_fails_alone(site: Site, open_pa
     mounts.mount("tmpfs", str(temp), 0, "tmpfs", owner)
     with site.start() as first:
         word = until(first)[-1]
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.reason == "enroot-full"
     assert f"enroot's temporary files, {temp}, is full" in word.detail
     assert list(temp.iterdir()) == []
     assert "failed" not in site.names()
     mounts.umount(str(temp))
-    assert isinstance(last(site.start(host="n2")), Present)
+    assert isinstance(last(site.start(host="n2")), ImageReady)
 
 
 def test_those_who_wait_hear_of_a_full_store(site: Site, open_path: Path) -> None:
@@ -238,35 +245,35 @@ def test_those_who_wait_hear_of_a_full_store(site: Site, open_path: Path) -> Non
     fifo = open_path / "go on"
     fills = {"STANDIN_WAIT": str(fifo), "STANDIN_FILL": "4"}
     with site.start(environ=fills) as first, site.start(environ=fills, host="n2") as second:
-        until(first, Importing), until(second, Importing)
+        until(first, ImportUnderWay), until(second, ImportUnderWay)
         fifo.touch()
         words = [until(first)[-1], until(second)[-1]]
-    assert [word.reason for word in words if isinstance(word, Refused)] == ["store-full"] * 2
+    assert [word.reason for word in words if isinstance(word, ImportRefused)] == ["store-full"] * 2
     assert len(site.imports) == 1
 
 
 def test_image_that_found_no_room_is_not_imported_again_until_there_is_more(
     site: Site, open_path: Path
 ) -> None:
-    places = Places(open_path)
+    places = NodePaths(open_path)
     places.images.mkdir(parents=True)
     mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
     marks = {"marks": str(places.images)}
     with site.start(environ={"STANDIN_FILL": "4"}, **marks) as at_work:
         resolved, *_, failed = until(at_work)
-    assert isinstance(resolved, Resolved)
-    assert isinstance(failed, Refused)
+    assert isinstance(resolved, DigestResolved)
+    assert isinstance(failed, ImportRefused)
     assert 0 < failed.free < 1 << 20
     user_notes.note_full_store(
         places, ALICE, resolved.name, failed.detail, failed.free, time.time()
     )
     again = last(site.start(**marks))
-    assert isinstance(again, Refused)
+    assert isinstance(again, ImportRefused)
     assert (again.reason, again.detail) == ("store-full", failed.detail)
     assert len(site.imports) == 1
-    assert isinstance(last(site.start(user=BOB, **marks)), Present)
+    assert isinstance(last(site.start(user=BOB, **marks)), ImageReady)
     other = last(site.start(reference=f"here#other@{NEW}", **marks))
-    assert isinstance(other, Present)
+    assert isinstance(other, ImageReady)
     user_notes.note_full_store(
         places,
         ALICE,
@@ -275,17 +282,17 @@ def test_image_that_found_no_room_is_not_imported_again_until_there_is_more(
         failed.free,
         time.time() - user_notes.FULL_SECONDS,
     )
-    assert isinstance(last(site.start(**marks)), Present)
+    assert isinstance(last(site.start(**marks)), ImageReady)
 
 
 def test_room_that_came_ends_what_was_noted(site: Site, open_path: Path) -> None:
-    places = Places(open_path)
+    places = NodePaths(open_path)
     places.images.mkdir(parents=True)
     with site.start(environ={"STANDIN_FAIL": "gone"}) as at_work:
         resolved = until(at_work)[0]
-    assert isinstance(resolved, Resolved)
+    assert isinstance(resolved, DigestResolved)
     user_notes.note_full_store(places, ALICE, resolved.name, "full", 5, time.time())
-    assert isinstance(last(site.start(marks=str(places.images))), Present)
+    assert isinstance(last(site.start(marks=str(places.images))), ImageReady)
 
 
 def test_image_whose_layers_are_larger_than_the_store_is_not_begun(
@@ -297,11 +304,11 @@ def test_image_whose_layers_are_larger_than_the_store_is_not_begun(
         digest = real.push("team/tool:1", noise)
         mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
         word = last(site.start(reference=f"{real.host}#team/tool@{digest}"))
-        assert isinstance(word, Refused)
+        assert isinstance(word, ImportRefused)
         assert (word.reason, site.imports) == ("store-full", [])
         assert "its layers have 2" in word.detail
         mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=9M,mode=1777")
-        assert isinstance(last(site.start(reference=f"{real.host}#team/tool@{digest}")), Present)
+        assert isinstance(last(site.start(reference=f"{real.host}#team/tool@{digest}")), ImageReady)
     finally:
         real.stop()
 
@@ -313,7 +320,7 @@ def test_note_of_a_full_store_is_for_its_user_alone_and_not_to_change(
     open_path: Path, user: User, mode: str, may: bool
 ) -> None:
     """On /run, which is memory, whoever owns a file may take all of it."""
-    places = Places(open_path)
+    places = NodePaths(open_path)
     places.images.mkdir(parents=True)
     user_notes.note_full_store(places, ALICE, "name", "full", 5, 0.0)
     (file,) = places.images.iterdir()
@@ -332,24 +339,24 @@ def test_note_of_a_full_store_is_for_its_user_alone_and_not_to_change(
 
 def test_file_above_the_largest_size_is_refused(site: Site) -> None:
     word = last(site.start(max_size=1 << 20, environ={"STANDIN_FILL": "4"}))
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.reason == "too-large", word
 
 
 def test_store_that_is_read_only_serves_what_it_has(site: Site) -> None:
-    assert isinstance(last(site.start()), Present)
+    assert isinstance(last(site.start()), ImageReady)
     mounts.mount(str(site.store), str(site.store), mounts.MS_BIND)
     flags = mounts.MS_REMOUNT | mounts.MS_BIND | mounts.MS_RDONLY
     mounts.mount(str(site.store), str(site.store), flags)
-    assert isinstance(last(site.start()), Present)
+    assert isinstance(last(site.start()), ImageReady)
     word = last(site.start(reference=f"here#other@{NEW}"))
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.reason == "store-gone"
 
 
 def test_store_that_is_not_there_is_told(site: Site, open_path: Path) -> None:
     word = last(site.start(directory=str(open_path / "not mounted")))
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.reason == "store-gone"
     assert not (open_path / "not mounted").exists()
 
@@ -365,7 +372,7 @@ def test_directory_that_is_not_the_users_alone_is_not_used(site: Site, kind: str
         owner = BOB if kind == "another's" else ALICE
         os.chown(folder, owner.uid, owner.gid)
     word = last(site.start())
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.reason == "store-foreign"
     assert not site.imports
 
@@ -374,7 +381,7 @@ def test_directory_that_is_not_the_users_alone_is_not_used(site: Site, kind: str
 @pytest.mark.parametrize("kind", ["link", "fifo", "half", "text"])
 def test_what_only_has_an_images_name_is_not_used(site: Site, kind: str) -> None:
     word = last(site.start())
-    assert isinstance(word, Present)
+    assert isinstance(word, ImageReady)
     path = Path(word.path)
     path.unlink()
     if kind == "link":
@@ -395,12 +402,14 @@ def test_digest_of_a_job_is_one_although_its_tag_moves(
     there = registry(digest=OLD)
     facts = {"reference": there.reference(), "job": "12"}
     with site.start(**facts) as first:
-        assert [word.digest for word in until(first) if isinstance(word, Resolved)] == [OLD]
+        assert [word.digest for word in until(first) if isinstance(word, DigestResolved)] == [OLD]
     there.digest = NEW
     with site.start(**facts, leads=False) as second:
-        assert [word.digest for word in until(second) if isinstance(word, Resolved)] == [OLD]
+        assert [word.digest for word in until(second) if isinstance(word, DigestResolved)] == [OLD]
     with site.start(**{**facts, "job": "13"}) as next_job:
-        assert [word.digest for word in until(next_job) if isinstance(word, Resolved)] == [NEW]
+        assert [word.digest for word in until(next_job) if isinstance(word, DigestResolved)] == [
+            NEW
+        ]
     assert there.asked == 2
 
 
@@ -409,10 +418,10 @@ def test_node_whose_leader_is_silent_resolves_alone_and_says_it_to_all(
 ) -> None:
     there = registry(digest=OLD)
     facts = {"reference": there.reference(), "job": "12"}
-    assert isinstance(last(site.start(**facts, leads=False, patience=0.3)), Present)
+    assert isinstance(last(site.start(**facts, leads=False, patience=0.3)), ImageReady)
     there.digest = NEW
     with site.start(**facts) as leader:
-        assert [word.digest for word in until(leader) if isinstance(word, Resolved)] == [OLD]
+        assert [word.digest for word in until(leader) if isinstance(word, DigestResolved)] == [OLD]
 
 
 def test_step_has_the_digest_of_its_job_and_else_one_of_its_own(
@@ -425,7 +434,7 @@ def test_step_has_the_digest_of_its_job_and_else_one_of_its_own(
     found = {}
     for job in ("12.0", "13.0"):
         with site.start(**facts, job=job) as step:
-            found[job] = [word.digest for word in until(step) if isinstance(word, Resolved)]
+            found[job] = [word.digest for word in until(step) if isinstance(word, DigestResolved)]
     assert found == {"12.0": [OLD], "13.0": [NEW]}
 
 
@@ -448,7 +457,9 @@ def test_jobs_of_two_clusters_with_one_number_do_not_share_a_digest(
     there.digest = NEW
     for given, digest in ((environ, OLD), ({**environ, **other}, NEW)):
         with site.start(**facts, environ=given) as one:
-            assert [word.digest for word in until(one) if isinstance(word, Resolved)] == [digest]
+            assert [word.digest for word in until(one) if isinstance(word, DigestResolved)] == [
+                digest
+            ]
 
 
 @pytest.mark.parametrize(("status", "reason"), [(503, ""), (403, "registry-denied")])
@@ -457,20 +468,20 @@ def test_last_digest_stands_in_for_a_silent_registry_but_not_for_a_refusal(
 ) -> None:
     there = registry(digest=OLD)
     facts = {"reference": there.reference(), "offline": "use-last"}
-    assert isinstance(last(site.start(**facts)), Present)
+    assert isinstance(last(site.start(**facts)), ImageReady)
     there.status = status
     word = last(site.start(**facts))
-    assert (word.reason if isinstance(word, Refused) else "") == reason, word
+    assert (word.reason if isinstance(word, ImportRefused) else "") == reason, word
 
 
 def test_silent_registry_is_told_where_the_admin_wants_that(
     site: Site, registry: Callable[..., Registry]
 ) -> None:
     there = registry(digest=OLD)
-    assert isinstance(last(site.start(reference=there.reference())), Present)
+    assert isinstance(last(site.start(reference=there.reference())), ImageReady)
     there.status = 503
     word = last(site.start(reference=there.reference()))
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.reason == "registry-silent"
 
 
@@ -480,7 +491,7 @@ def test_busy_registry_gets_one_import_by_the_tag_for_all_of_a_job(
     there = registry(status=429)
     facts = {"reference": there.reference(), "job": "12"}
     first = last(site.start(**facts))
-    assert isinstance(first, Present)
+    assert isinstance(first, ImageReady)
     assert last(site.start(**facts, leads=False)) == first
     assert [line.split()[0] for line in site.imports] == [f"docker://{there.reference()}"]
     assert last(site.start(**{**facts, "job": "13"})) != first
@@ -492,11 +503,11 @@ def test_enroot_without_digests_discards_what_moved_meanwhile(
     there = registry(digest=OLD)
     old = {"STANDIN_VERSION": "3.0.0", "STANDIN_WAIT": str(open_path / "go on")}
     with site.start(reference=there.reference(), environ=old) as at_work:
-        until(at_work, Importing)
+        until(at_work, ImportUnderWay)
         there.digest = NEW
         (open_path / "go on").touch()
         word = until(at_work)[-1]
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.reason == "registry-moved"
     assert "sqsh" not in site.names()
 
@@ -509,16 +520,16 @@ def test_store_on_the_disk_of_the_cache_is_not_used(
     cache = Path("/mnt/link" if by_link else open_path, "cache")
     Path("/mnt/link").symlink_to(open_path)
     word = last(site.start(cache=str(cache)))
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.reason == "store-local"
     assert not site.folder().exists()
     mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "mode=1777")
-    assert isinstance(last(site.start(cache=str(cache))), Present)
+    assert isinstance(last(site.start(cache=str(cache))), ImageReady)
 
 
 def test_reference_that_is_none_is_refused(site: Site) -> None:
     word = last(site.start(reference="docker://A B"))
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.reason == "bad-reference"
 
 
@@ -536,8 +547,8 @@ def test_many_nodes_of_a_job_cost_the_registry_one_question_and_one_import(
     said = [until(node) for node in nodes]
     for node in nodes:
         node.kill()
-    assert {type(words[-1]) for words in said} == {Present}, said
-    assert {words[0].digest for words in said if isinstance(words[0], Resolved)} == {digest}
+    assert {type(words[-1]) for words in said} == {ImageReady}, said
+    assert {words[0].digest for words in said if isinstance(words[0], DigestResolved)} == {digest}
     assert len({words[-1] for words in said}) == 1
     asked = [one for one in there.log[before:] if one.method == "HEAD"]
     brought = [
@@ -546,14 +557,14 @@ def test_many_nodes_of_a_job_cost_the_registry_one_question_and_one_import(
     assert len(asked) == 1
     assert len(brought) == len(set(brought)) == 3, "manifest, configuration, one layer"
     before = len(there.log)
-    assert isinstance(last(site.start(environ=real, **order, job="13")), Present)
+    assert isinstance(last(site.start(environ=real, **order, job="13")), ImageReady)
     assert [one.method for one in there.log[before:]] == ["HEAD"]
 
 
 def test_node_whose_import_was_taken_over_waits_for_the_other(site: Site, open_path: Path) -> None:
     wait = {"STANDIN_WAIT": str(open_path / "never")}
     with site.start(environ=wait) as first:
-        until(first, Importing)
+        until(first, ImportUnderWay)
         while not (parts := list(site.folder().glob("*.part"))):
             os.sched_yield()
         younger = site.folder() / f"{parts[0].name.partition('.')[0]}.lease.2"
@@ -563,5 +574,5 @@ def test_node_whose_import_was_taken_over_waits_for_the_other(site: Site, open_p
             os.sched_yield()
         younger.unlink()
         (open_path / "never").touch()
-        assert isinstance(until(first)[-1], Present)
+        assert isinstance(until(first)[-1], ImageReady)
     assert len(site.imports) == 2

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from imports import processes, until
 
 from forestage.features.registry import worker
-from forestage.features.registry.messages import Progress, Refused
-from forestage.features.registry.worker import MOST, Worker
+from forestage.features.registry.messages import ImportProgress, ImportRefused
+from forestage.features.registry.worker import MOST, RegistryWorker
 from forestage.system import run
 from forestage.system.as_user import User
 
@@ -29,14 +29,14 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "GRACE", 1.0)
 
 
-def saying(script: str) -> Worker:
+def saying(script: str) -> RegistryWorker:
     """Another program in a worker's place."""
-    return Worker(run.start_piped(None, ("sh", "-c", script), ()))
+    return RegistryWorker(run.start_piped(None, ("sh", "-c", script), ()))
 
 
 def test_words_come_as_they_are_said() -> None:
     with saying(f"echo '{WORD}'; echo '{WORD}'; read end") as at_work:
-        assert until(at_work, Progress)[0] == Progress("1 GiB")
+        assert until(at_work, ImportProgress)[0] == ImportProgress("1 GiB")
         assert not at_work.ended
 
 
@@ -56,7 +56,7 @@ def test_words_come_as_they_are_said() -> None:
 def test_worker_that_says_nonsense_floods_or_dies_is_refused_and_ends(script: str) -> None:
     with saying(script) as at_work:
         word = until(at_work)[-1]
-    assert isinstance(word, Refused)
+    assert isinstance(word, ImportRefused)
     assert word.reason == "registry-odd"
     assert at_work.ended
     assert not _runs(at_work.pid)
@@ -65,26 +65,26 @@ def test_worker_that_says_nonsense_floods_or_dies_is_refused_and_ends(script: st
 def test_flood_of_words_ends_in_a_refusal() -> None:
     with saying(f"exec yes '{WORD}'") as at_work:
         said = until(at_work)
-    assert isinstance(said[-1], Refused)
+    assert isinstance(said[-1], ImportRefused)
     assert len(said) * (len(WORD) + 1) <= MOST + 2 * 65536
 
 
 def test_reason_that_we_do_not_know_becomes_no_label() -> None:
     with saying("""echo '{"type":"refused","reason":"my-own","detail":"x"}'""") as at_work:
-        assert until(at_work) == [Refused("registry-odd", "x")]
+        assert until(at_work) == [ImportRefused("registry-odd", "x")]
 
 
 def test_nothing_counts_after_the_last_word() -> None:
     last = '{"type":"refused","reason":"import-failed","detail":"x"}'
     with saying(f"echo '{last}'; echo '{WORD}'; echo nonsense") as at_work:
-        assert until(at_work) == [Refused("import-failed", "x")]
+        assert until(at_work) == [ImportRefused("import-failed", "x")]
         assert at_work.words() == []
 
 
 def test_kill_ends_all_of_the_session_whatever_groups_it_made() -> None:
     groups = "set -m; sleep inf & set +m; trap '' HUP TERM; sleep inf &"
     at_work = saying(f"{groups} echo '{WORD}'; read end; sleep inf")
-    until(at_work, Progress)
+    until(at_work, ImportProgress)
     assert len(run.in_session(at_work.pid)) == 3
     at_work.kill()
     assert run.in_session(at_work.pid) == []
@@ -105,8 +105,8 @@ signal.pause()
 @pytest.mark.usefixtures("machine")
 def test_processes_that_fork_and_end_all_the_time_end_with_the_worker() -> None:
     """None of them lives long enough to be killed by its number."""
-    at_work = Worker(run.start_piped(CAROL, (sys.executable, "-c", COMETS), ()))
-    until(at_work, Progress)
+    at_work = RegistryWorker(run.start_piped(CAROL, (sys.executable, "-c", COMETS), ()))
+    until(at_work, ImportProgress)
     at_work.kill()
     assert not _runs(at_work.pid)
     assert processes(CAROL) == []
@@ -124,14 +124,14 @@ def test_worker_is_the_user_in_all_ids_and_has_no_privilege() -> None:
     assert status["Gid"].split() == ["61003"] * 4
     assert status["NoNewPrivs"].strip() == "0"  # enroot imports by file capabilities
     assert int(status["CapEff"], 16) == int(status["CapInh"], 16) == 0
-    Worker(program).kill()
+    RegistryWorker(program).kill()
 
 
 @pytest.mark.usefixtures("machine")
 def test_worker_inherits_no_capability() -> None:
     script = """
 import os
-from forestage.features.registry.worker import Worker
+from forestage.features.registry.worker import RegistryWorker
 from forestage.system import run
 from forestage.system.as_user import User
 argv = ("grep", "CapInh", "/proc/self/status")
@@ -139,7 +139,7 @@ print(run.run(argv).out.split()[-1])
 program = run.start_piped(User("", 61003, 61003), argv, ())
 os.set_blocking(program.out, True)
 print(os.read(program.out, 65536).split()[-1].decode())
-Worker(program).kill()
+RegistryWorker(program).kill()
 """
     argv = ("setpriv", "--inh-caps=+chown", "--", sys.executable, "-c", script)
     ran = subprocess.run(argv, capture_output=True, text=True, check=True)

@@ -10,13 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.features.registry import answers
-from forestage.features.registry.answers import Answer, Challenge, Origin, RegistryRefused
+from forestage.features.registry.answers import (
+    AuthChallenge,
+    RegistryDeclined,
+    RegistryReply,
+    UrlOrigin,
+)
 
 DIGEST = f"sha256:{'0' * 64}"
 
 
-def answer(*headers: tuple[str, str], status: int = 200, body: bytes = b"") -> Answer:
-    return Answer(status, headers, body)
+def answer(*headers: tuple[str, str], status: int = 200, body: bytes = b"") -> RegistryReply:
+    return RegistryReply(status, headers, body)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +42,7 @@ def answer(*headers: tuple[str, str], status: int = 200, body: bytes = b"") -> A
 def test_answer_is_status_headers_and_body(
     raw: bytes, status: int, headers: tuple[tuple[str, str], ...], body: bytes
 ) -> None:
-    assert answers.parse(raw) == Answer(status, headers, body)
+    assert answers.parse(raw) == RegistryReply(status, headers, body)
 
 
 @pytest.mark.parametrize(
@@ -72,23 +77,27 @@ def test_digest_is_believed_only_if_it_is_one() -> None:
     [
         (
             ['Bearer realm="https://a/t",service="s",scope="repository:x:pull"'],
-            Challenge("bearer", "https://a/t", (("service", "s"), ("scope", "repository:x:pull"))),
+            AuthChallenge(
+                "bearer", "https://a/t", (("service", "s"), ("scope", "repository:x:pull"))
+            ),
         ),
-        (["bearer realm=https://a/t"], Challenge("bearer", "https://a/t")),
-        (['Basic realm="x"', 'Bearer realm="https://a"'], Challenge("bearer", "https://a")),
-        (['Basic realm="x", Bearer realm="https://a"'], Challenge("bearer", "https://a")),
-        (['Bearer realm="a",realm="b",error="x"'], Challenge("bearer", "a")),
-        (['Bearer scope="a,b",realm="r"'], Challenge("bearer", "r", (("scope", "a,b"),))),
-        (["Basic"], Challenge("basic")),
-        (['basic realm="Registry"'], Challenge("basic")),
-        (["Bearer error=x"], Challenge("bearer")),
+        (["bearer realm=https://a/t"], AuthChallenge("bearer", "https://a/t")),
+        (['Basic realm="x"', 'Bearer realm="https://a"'], AuthChallenge("bearer", "https://a")),
+        (['Basic realm="x", Bearer realm="https://a"'], AuthChallenge("bearer", "https://a")),
+        (['Bearer realm="a",realm="b",error="x"'], AuthChallenge("bearer", "a")),
+        (['Bearer scope="a,b",realm="r"'], AuthChallenge("bearer", "r", (("scope", "a,b"),))),
+        (["Basic"], AuthChallenge("basic")),
+        (['basic realm="Registry"'], AuthChallenge("basic")),
+        (["Bearer error=x"], AuthChallenge("bearer")),
         ([], None),
         (["Negotiate"], None),
         (["Basically", "Digest realm=x"], None),
         (["x" * 9000 + ", Basic"], None),
     ],
 )
-def test_challenge_is_the_best_that_can_be_met(values: list[str], found: Challenge | None) -> None:
+def test_challenge_is_the_best_that_can_be_met(
+    values: list[str], found: AuthChallenge | None
+) -> None:
     assert answers.challenge(answer(*(("www-authenticate", v) for v in values))) == found
 
 
@@ -101,20 +110,20 @@ def test_challenge_is_the_best_that_can_be_met(values: list[str], found: Challen
 )
 def test_token_is_asked_for_with_what_the_registry_named(realm: str, url: str) -> None:
     asked = (("service", "a b"), ("scope", "repository:x:pull&y"))
-    assert answers.token_url(Challenge("bearer", realm, asked)) == url
-    assert answers.token_url(Challenge("bearer", realm)) == realm
+    assert answers.token_url(AuthChallenge("bearer", realm, asked)) == url
+    assert answers.token_url(AuthChallenge("bearer", realm)) == realm
 
 
 @pytest.mark.parametrize(
     ("url", "found"),
     [
-        ("https://nvcr.io/v2/", Origin("https", "nvcr.io", 443)),
-        ("HTTP://NVCR.io", Origin("http", "nvcr.io", 80)),
-        ("https://nvcr.io:8443?x", Origin("https", "nvcr.io", 8443)),
-        ("https://[::1]:5000/x", Origin("https", "[::1]", 5000)),
+        ("https://nvcr.io/v2/", UrlOrigin("https", "nvcr.io", 443)),
+        ("HTTP://NVCR.io", UrlOrigin("http", "nvcr.io", 80)),
+        ("https://nvcr.io:8443?x", UrlOrigin("https", "nvcr.io", 8443)),
+        ("https://[::1]:5000/x", UrlOrigin("https", "[::1]", 5000)),
     ],
 )
-def test_origin_is_scheme_host_and_port(url: str, found: Origin) -> None:
+def test_origin_is_scheme_host_and_port(url: str, found: UrlOrigin) -> None:
     assert answers.origin(url) == found
 
 
@@ -192,4 +201,4 @@ def test_retry_after_is_seconds_or_a_date(value: str, seconds: float | None) -> 
 
 def test_only_what_may_be_better_soon_is_transient() -> None:
     kinds = {"denied": False, "missing": False, "odd": False, "silent": True, "busy": True}
-    assert {k: RegistryRefused(f"registry-{k}", "x").transient for k in kinds} == kinds
+    assert {k: RegistryDeclined(f"registry-{k}", "x").transient for k in kinds} == kinds

@@ -8,25 +8,30 @@ from pathlib import Path
 import pytest
 
 from forestage.features.registry import collect, store_age
-from forestage.features.registry.collect import LEFT, LIVE, OF_JOB, RECENT, RECORDS, File
-from forestage.features.registry.store_age import AGAIN, Collection, FileTime, Sight
+from forestage.features.registry.collect import LEFT, LIVE, OF_JOB, RECENT, RECORDS, StoreFile
+from forestage.features.registry.store_age import (
+    AGAIN,
+    CollectionSighting,
+    FileTime,
+    StoreCollection,
+)
 
 NOW = 1_800_000_000.0
 DAY = 86400.0
 
 
-def image(name: str, age: float, size: int = 100, kind: str = "sqsh") -> list[File]:
+def image(name: str, age: float, size: int = 100, kind: str = "sqsh") -> list[StoreFile]:
     return [
-        File(f"{name}.{kind}", name, kind, size, age=99 * DAY),
-        File(f"{name}.json", name, "json", 4, age=age),
+        StoreFile(f"{name}.{kind}", name, kind, size, age=99 * DAY),
+        StoreFile(f"{name}.json", name, "json", 4, age=age),
     ]
 
 
-def file(kind: str, age: float, name: str = "a") -> File:
-    return File(f"{name}.{kind}", name, kind, 10, age=age)
+def file(kind: str, age: float, name: str = "a") -> StoreFile:
+    return StoreFile(f"{name}.{kind}", name, kind, 10, age=age)
 
 
-def going(files: list[File], keep: float = 30 * DAY, most: int | None = None) -> list[str]:
+def going(files: list[StoreFile], keep: float = 30 * DAY, most: int | None = None) -> list[str]:
     return [one.name for one in collect.plan(files, keep, most).images]
 
 
@@ -44,7 +49,7 @@ def test_of_too_many_bytes_those_used_longest_ago_go() -> None:
 
 @pytest.mark.parametrize("kind", ["", "0123456789abcdef.part"])
 def test_other_files_and_parts_leave_images_so_much_less(kind: str) -> None:
-    files = [*image("a", 3 * DAY), *image("b", 1 * DAY), File("c", "c", kind, 100)]
+    files = [*image("a", 3 * DAY), *image("b", 1 * DAY), StoreFile("c", "c", kind, 100)]
     assert going(files, most=300) == []
     assert going(files, most=299) == ["a"]
 
@@ -60,8 +65,8 @@ def test_image_of_one_job_goes_soon() -> None:
 
 
 def test_image_without_a_record_counts_from_its_import() -> None:
-    assert going([File("a.sqsh", "a", "sqsh", 1, age=31 * DAY)]) == ["a"]
-    assert going([File("a.sqsh", "a", "sqsh", 1, age=DAY)]) == []
+    assert going([StoreFile("a.sqsh", "a", "sqsh", 1, age=31 * DAY)]) == ["a"]
+    assert going([StoreFile("a.sqsh", "a", "sqsh", 1, age=DAY)]) == []
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,8 @@ def test_plan_of_many_files_looks_at_each_a_few_times() -> None:
 
 def test_what_is_unknown_stays() -> None:
     assert (
-        collect.plan([File("notes.txt", "notes.txt", "", 1, age=99 * DAY)], DAY, None).files == ()
+        collect.plan([StoreFile("notes.txt", "notes.txt", "", 1, age=99 * DAY)], DAY, None).files
+        == ()
     )
 
 
@@ -123,10 +129,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def unused(folder: Path, seconds: float) -> Collection:
+def unused(folder: Path, seconds: float) -> StoreCollection:
     """What a collection knows where nothing of this was touched for so long."""
     times = {file.path: FileTime(file.mtime_ns, 0.0) for file in collect.look(folder)}
-    return Collection("token", seconds, times)
+    return StoreCollection("token", seconds, times)
 
 
 def test_plan_is_carried_out(folder: Path) -> None:
@@ -176,17 +182,19 @@ def test_age_of_a_file_is_what_the_store_counts_whatever_its_times_say(
 
 def test_age_by_the_servers_clock_counts_where_it_sets_the_times() -> None:
     server = round(NOW * 1e9)
-    seen = File("a.sqsh", "a", "sqsh", 1, server - round(31 * DAY * 1e9))
-    (file,) = collect.with_ages([seen], Collection(), server)
+    seen = StoreFile("a.sqsh", "a", "sqsh", 1, server - round(31 * DAY * 1e9))
+    (file,) = collect.with_ages([seen], StoreCollection(), server)
     assert file.age == pytest.approx(31 * DAY)
-    (file,) = collect.with_ages([seen], Collection(), None)
+    (file,) = collect.with_ages([seen], StoreCollection(), None)
     assert file.age == 0.0
 
 
-def visit(folder: Path, sight: Sight | None, now: float) -> tuple[Sight, Collection | None]:
+def visit(
+    folder: Path, sight: CollectionSighting | None, now: float
+) -> tuple[CollectionSighting, StoreCollection | None]:
     """As a node does; it remembers what it met first."""
     token, found = collect.claim(folder, sight, now)
-    return sight if sight and sight.token == token else Sight(token, now), found
+    return sight if sight and sight.token == token else CollectionSighting(token, now), found
 
 
 def test_store_counts_no_more_seconds_than_a_node_has_seen_pass(folder: Path) -> None:
@@ -223,7 +231,7 @@ def test_file_that_is_touched_between_two_collections_is_young_again(folder: Pat
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"token":"x","seconds":"much"}'])
 def test_damaged_record_of_a_collection_makes_nothing_old(folder: Path, damage: str) -> None:
     (folder / "collected-99999").write_text(damage)
-    _, found = visit(folder, Sight("x", 0.0), 99 * DAY)
+    _, found = visit(folder, CollectionSighting("x", 0.0), 99 * DAY)
     assert found is not None
     assert all(file.age == 0.0 for file in collect.with_ages(collect.look(folder), found, None))
     assert (folder / "collected-100000").exists()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.features.registry import credentials
-from forestage.features.registry.credentials import Login
+from forestage.features.registry.credentials import RegistryLogin
 
 FILE = """\
 # NVIDIA GPU Cloud
@@ -59,7 +59,7 @@ def said(words: str) -> str:
 )
 def test_login_is_that_of_host_and_user(host: str, user: str, password: str | None) -> None:
     found = credentials.login(FILE, host, user, said)
-    assert found == (None if password is None else Login(user, password))
+    assert found == (None if password is None else RegistryLogin(user, password))
 
 
 def test_only_the_command_of_host_and_user_is_run() -> None:
@@ -80,7 +80,7 @@ def test_output_of_a_command_adds_no_entry_for_another_host() -> None:
     """It may have lines, as a JSON key has whose \\n the shell's echo turns into them."""
     text = "machine a.io login joe password $x\n"
     found = credentials.login(text, "a.io", "joe", lambda words: "one\nmachine b.io login joe")
-    assert found == Login("joe", "one")
+    assert found == RegistryLogin("joe", "one")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_any_text_is_read(text: str) -> None:
 
 
 def test_header_is_what_http_wants() -> None:
-    pair = base64.b64decode(Login("joe", "pä:ss").basic.removeprefix("Basic "))
+    pair = base64.b64decode(RegistryLogin("joe", "pä:ss").basic.removeprefix("Basic "))
     assert pair.decode() == "joe:pä:ss"
 
 

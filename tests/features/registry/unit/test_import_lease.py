@@ -9,8 +9,8 @@ import pytest
 
 from forestage.clock import Clock
 from forestage.features.registry import import_lease
-from forestage.features.registry.import_lease import BEAT, DEAD, Flight, Lease
-from forestage.features.registry.store import Store
+from forestage.features.registry.import_lease import BEAT, DEAD, ImportLease, ImportLeaseRecord
+from forestage.features.registry.store import ImageStore
 
 NAME = "ab" * 32 + "-x86_64-0123456789abcdef"
 
@@ -26,21 +26,21 @@ class Still(Clock):
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path, Clock())
+def store(tmp_path: Path) -> ImageStore:
+    return ImageStore(tmp_path, Clock())
 
 
-def elsewhere(host: str, token: str) -> Lease:
+def elsewhere(host: str, token: str) -> ImportLeaseRecord:
     """A worker of a machine that nobody here can look into."""
-    return Lease(token, host, f"boot of {token}", "pid:[1]", 1, "1")
+    return ImportLeaseRecord(token, host, f"boot of {token}", "pid:[1]", 1, "1")
 
 
-def join(store: Store, me: Lease, now: float) -> tuple[Flight, Still]:
+def join(store: ImageStore, me: ImportLeaseRecord, now: float) -> tuple[ImportLease, Still]:
     clock = Still(now)
-    return Flight(store, NAME, me, clock), clock
+    return ImportLease(store, NAME, me, clock), clock
 
 
-def test_one_of_two_imports_and_the_other_knows_whom(store: Store) -> None:
+def test_one_of_two_imports_and_the_other_knows_whom(store: ImageStore) -> None:
     a, _ = join(store, elsewhere("n1", "a"), 100)
     b, _ = join(store, elsewhere("n2", "b"), 9000)
     assert a.take()
@@ -48,7 +48,7 @@ def test_one_of_two_imports_and_the_other_knows_whom(store: Store) -> None:
     assert b.holder == a.me
 
 
-def test_who_beats_keeps_the_import_for_ever(store: Store) -> None:
+def test_who_beats_keeps_the_import_for_ever(store: ImageStore) -> None:
     a, at_a = join(store, elsewhere("n1", "a"), 100)
     b, at_b = join(store, elsewhere("n2", "b"), 9000)
     assert a.take()
@@ -59,14 +59,14 @@ def test_who_beats_keeps_the_import_for_ever(store: Store) -> None:
         assert not b.take()
 
 
-def test_hosts_of_one_name_on_one_store_do_not_take_each_other_for_dead(store: Store) -> None:
+def test_hosts_of_one_name_on_one_store_do_not_take_each_other_for_dead(store: ImageStore) -> None:
     a, _ = join(store, elsewhere("n1", "a"), 100)
     b, _ = join(store, elsewhere("n1", "b"), 100)
     assert a.take()
     assert not b.take()
 
 
-def test_who_is_silent_is_followed_after_the_lookers_own_minute(store: Store) -> None:
+def test_who_is_silent_is_followed_after_the_lookers_own_minute(store: ImageStore) -> None:
     a, _ = join(store, elsewhere("n1", "a"), 100)
     b, at_b = join(store, elsewhere("n2", "b"), 9000)
     assert a.take()
@@ -77,7 +77,7 @@ def test_who_is_silent_is_followed_after_the_lookers_own_minute(store: Store) ->
     assert b.take()
 
 
-def test_of_many_lookers_one_follows(store: Store) -> None:
+def test_of_many_lookers_one_follows(store: ImageStore) -> None:
     dead, _ = join(store, elsewhere("n0", "dead"), 0)
     assert dead.take()
     lookers = [join(store, elsewhere(f"n{n}", f"t{n}"), n) for n in range(1, 9)]
@@ -87,7 +87,7 @@ def test_of_many_lookers_one_follows(store: Store) -> None:
     assert sum(one.take() for one, _ in lookers) == 1
 
 
-def test_who_was_followed_stops_at_the_next_beat(store: Store) -> None:
+def test_who_was_followed_stops_at_the_next_beat(store: ImageStore) -> None:
     a, at_a = join(store, elsewhere("n1", "a"), 100)
     b, at_b = join(store, elsewhere("n2", "b"), 9000)
     a.take(), b.take()
@@ -100,7 +100,9 @@ def test_who_was_followed_stops_at_the_next_beat(store: Store) -> None:
     assert b.is_ours(), "who stops takes nothing from who follows"
 
 
-def test_who_was_forgotten_stops_although_another_lease_has_the_same_number(store: Store) -> None:
+def test_who_was_forgotten_stops_although_another_lease_has_the_same_number(
+    store: ImageStore,
+) -> None:
     a, _ = join(store, elsewhere("n1", "a"), 100)
     a.take()
     for path in store.folder.glob("*.lease.*"):
@@ -112,21 +114,25 @@ def test_who_was_forgotten_stops_although_another_lease_has_the_same_number(stor
     assert b.is_ours()
 
 
-def test_pid_that_is_another_process_by_now_is_not_who_imports(store: Store) -> None:
+def test_pid_that_is_another_process_by_now_is_not_who_imports(store: ImageStore) -> None:
     me = import_lease.of_this_process("n1")
-    a = Flight(store, NAME, Lease("a", "n1", me.boot, me.pids, os.getpid(), "1"), Clock())
+    a = ImportLease(
+        store, NAME, ImportLeaseRecord("a", "n1", me.boot, me.pids, os.getpid(), "1"), Clock()
+    )
     assert a.take()
-    assert Flight(store, NAME, me, Clock()).take()
+    assert ImportLease(store, NAME, me, Clock()).take()
 
 
-def test_pid_of_another_namespace_says_nothing(store: Store) -> None:
+def test_pid_of_another_namespace_says_nothing(store: ImageStore) -> None:
     me = import_lease.of_this_process("n1")
-    a = Flight(store, NAME, Lease("a", "n1", me.boot, "pid:[1]", 4_000_000, "1"), Clock())
+    a = ImportLease(
+        store, NAME, ImportLeaseRecord("a", "n1", me.boot, "pid:[1]", 4_000_000, "1"), Clock()
+    )
     assert a.take()
-    assert not Flight(store, NAME, me, Clock()).take()
+    assert not ImportLease(store, NAME, me, Clock()).take()
 
 
-def test_end_leaves_nothing_behind(store: Store) -> None:
+def test_end_leaves_nothing_behind(store: ImageStore) -> None:
     a, _ = join(store, elsewhere("n1", "a"), 100)
     b, at_b = join(store, elsewhere("n2", "b"), 9000)
     a.take(), b.take()
@@ -136,7 +142,7 @@ def test_end_leaves_nothing_behind(store: Store) -> None:
     assert {path.name for path in store.folder.iterdir()} <= {f"{NAME}.wanted"}
 
 
-def test_failure_is_for_those_who_waited_for_it(store: Store) -> None:
+def test_failure_is_for_those_who_waited_for_it(store: ImageStore) -> None:
     a, _ = join(store, elsewhere("n1", "a"), 100)
     waited, _ = join(store, elsewhere("n2", "b"), 100)
     came_later, _ = join(store, elsewhere("n3", "c"), 100)
@@ -149,7 +155,7 @@ def test_failure_is_for_those_who_waited_for_it(store: Store) -> None:
 
 
 @pytest.mark.parametrize("kind", ["empty", "nonsense", "fifo", "link", "directory"])
-def test_what_is_no_lease_is_overcome_after_a_minute(store: Store, kind: str) -> None:
+def test_what_is_no_lease_is_overcome_after_a_minute(store: ImageStore, kind: str) -> None:
     path = store.folder / f"{NAME}.lease.1"
     if kind == "fifo":
         os.mkfifo(path)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from forestage.features.registry import importing
-from forestage.features.registry.environment import Settings
-from forestage.features.registry.importing import Folders
+from forestage.features.registry.environment import EnrootSettings
+from forestage.features.registry.importing import ImportFolders
 from forestage.system import child
 
 
-def settings(**variables: str) -> Settings:
+def settings(**variables: str) -> EnrootSettings:
     options = variables.pop("options", "-comp lzo -noD")
-    return Settings(variables, "/home/a/.credentials", False, options, "x86_64", (4, 1, 2))
+    return EnrootSettings(variables, "/home/a/.credentials", False, options, "x86_64", (4, 1, 2))
 
 
 def test_enroot_takes_no_more_processors_than_this_process_may_use() -> None:
@@ -98,7 +98,7 @@ def test_enroots_words_say_what_it_is_at(said: bytes, stage: str) -> None:
     assert importing.stage_of(said) == stage
 
 
-FOLDERS = Folders("/lustre/store/1000", "/tmp", "/home/alice/.cache/enroot")
+FOLDERS = ImportFolders("/lustre/store/1000", "/tmp", "/home/alice/.cache/enroot")
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from forestage.features.registry import messages
 from forestage.features.registry.messages import (
     LONGEST,
-    Importing,
-    Odd,
-    Order,
-    Present,
-    Progress,
-    Refused,
-    Resolved,
+    DigestResolved,
+    ImageReady,
+    ImportOrder,
+    ImportProgress,
+    ImportRefused,
+    ImportUnderWay,
+    WorkerProtocolError,
 )
 
 DIGEST = "sha256:" + "0f" * 32
@@ -27,13 +27,13 @@ NAME = "0f" * 32 + "-x86_64-0123456789abcdef"
 @pytest.mark.parametrize(
     "word",
     [
-        Resolved(DIGEST, NAME),
-        Resolved("", "job-0123456789abcdef"),
-        Present("/lustre/images/1000/" + NAME + ".sqsh"),
-        Importing("n1"),
-        Importing("n1", here=True),
-        Progress("3 of 20 layers, 1.5 GiB"),
-        Refused("registry-denied", "nvcr.io refuses: 403"),
+        DigestResolved(DIGEST, NAME),
+        DigestResolved("", "job-0123456789abcdef"),
+        ImageReady("/lustre/images/1000/" + NAME + ".sqsh"),
+        ImportUnderWay("n1"),
+        ImportUnderWay("n1", here=True),
+        ImportProgress("3 of 20 layers, 1.5 GiB"),
+        ImportRefused("registry-denied", "nvcr.io refuses: 403"),
     ],
 )
 def test_word_over_the_line_is_the_same(word: messages.Word) -> None:
@@ -44,34 +44,34 @@ def test_word_over_the_line_is_the_same(word: messages.Word) -> None:
 
 
 def test_order_over_the_argument_is_the_same() -> None:
-    order = Order(reference="a#b:c", directory="/store", job="12", leads=False, host="n1")
+    order = ImportOrder(reference="a#b:c", directory="/store", job="12", leads=False, host="n1")
     assert messages.decode_order(messages.encode_order(order)) == order
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[" * 100_000, '{"reference": 1}', "nonsense"])
 def test_order_of_nonsense_is_odd(text: str) -> None:
-    with pytest.raises(Odd):
+    with pytest.raises(WorkerProtocolError):
         messages.decode_order(text)
 
 
-@given(st.text(max_size=8000), st.sampled_from([Importing, Progress]))
-def test_any_text_fits_into_a_line_and_is_printable(text: str, kind: type[Progress]) -> None:
+@given(st.text(max_size=8000), st.sampled_from([ImportUnderWay, ImportProgress]))
+def test_any_text_fits_into_a_line_and_is_printable(text: str, kind: type[ImportProgress]) -> None:
     word = messages.decode(messages.encode(kind(text)))
-    assert isinstance(word, (Importing, Progress))
-    shown = word.text if isinstance(word, Progress) else word.where
+    assert isinstance(word, (ImportUnderWay, ImportProgress))
+    shown = word.text if isinstance(word, ImportProgress) else word.where
     assert shown.isprintable()
 
 
 @pytest.mark.parametrize("text", ["\x1b" * 5000, "\U0010ffff" * 5000, "😀" * 5000, '"\\' * 5000])
 def test_the_longest_texts_fit_into_a_line(text: str) -> None:
-    assert len(messages.encode(Refused("import-failed", text))) <= LONGEST
+    assert len(messages.encode(ImportRefused("import-failed", text))) <= LONGEST
 
 
 @pytest.mark.parametrize("raw", ["\x1b[31mred", "two\nlines", "\u202eright to left"])
 def test_control_characters_of_a_hostile_worker_are_escaped(raw: str) -> None:
     line = json.dumps({"type": "progress", "text": raw}).encode()
     word = messages.decode(line)
-    assert isinstance(word, Progress)
+    assert isinstance(word, ImportProgress)
     assert word.text.isprintable()
 
 
@@ -97,11 +97,11 @@ def test_control_characters_of_a_hostile_worker_are_escaped(raw: str) -> None:
     ],
 )
 def test_line_that_no_worker_writes_is_odd(line: bytes) -> None:
-    with pytest.raises(Odd):
+    with pytest.raises(WorkerProtocolError):
         messages.decode(line)
 
 
 @pytest.mark.parametrize("path", ["/" + "x" * 4000, "/not \udcff text", "/two\nlines"])
 def test_path_that_no_line_can_bear_is_odd_and_never_changed(path: str) -> None:
-    with pytest.raises(Odd):
-        messages.encode(Present(path))
+    with pytest.raises(WorkerProtocolError):
+        messages.encode(ImageReady(path))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from forestage.errors import Declined
 from forestage.features.registry import reference
-from forestage.features.registry.reference import Reference, name, parse
+from forestage.features.registry.reference import ImageReference, name, parse
 
 HUB = "registry-1.docker.io"
 HEX = "0123456789abcdef" * 4
@@ -58,7 +58,7 @@ def test_reference_is_read_as_enroot_reads_it(
     text: str, user: str, registry: str, repository: str, which: str
 ) -> None:
     tag, digest = ("", which) if which.startswith("sha256:") else (which, "")
-    assert parse(text) == Reference(user, registry, repository, tag, digest)
+    assert parse(text) == ImageReference(user, registry, repository, tag, digest)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_uri_with_a_digest_means_the_same_image_to_every_enroot(text: str) -> No
     found = parse(text)
     for release in ((4, 1, 2), (4, 0, 0), (3, 5, 0), (3, 0, 1)):
         again = parse(found.uri(DIGEST, release))
-        assert again == Reference(found.user, found.registry, found.repository, "", DIGEST)
+        assert again == ImageReference(found.user, found.registry, found.repository, "", DIGEST)
 
 
 def test_uri_is_what_each_enroot_understands() -> None:

@@ -12,12 +12,12 @@ import pytest
 from fixtures import REFERENCE
 from forestage.cache.node import Node
 from forestage.errors import Declined, Failed
-from forestage.events import Handled
+from forestage.events import RequestOutcome
 from forestage.features.registry import step_image as registry
 from forestage.features.registry import waiting, worker
-from forestage.features.registry.messages import Order
-from forestage.features.registry.step_image import Asked, message, order_of
-from forestage.features.registry.waiting import Tasks
+from forestage.features.registry.messages import ImportOrder
+from forestage.features.registry.step_image import RegistryRequest, message, order_of
+from forestage.features.registry.waiting import WaitingTasks
 from forestage.hooks import bare_name
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
@@ -29,7 +29,7 @@ from forestage.system import child, processes, run
 DIGEST = f"sha256:{'a' * 64}"
 
 
-def task(tasks: Tasks) -> socket.socket:
+def task(tasks: WaitingTasks) -> socket.socket:
     """A task that has come, and was seen."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(10)
@@ -100,7 +100,7 @@ def stored(node: Node) -> Node:
 def test_first_node_asks_the_registry_for_all(
     staging_node: Node,
     asking: Job,
-    asked: Asked,
+    asked: RegistryRequest,
     batch: bool,
     nodes: str,
     step_nodes: str,
@@ -114,7 +114,7 @@ def test_first_node_asks_the_registry_for_all(
 
 
 def test_worker_begins_once_slurm_has_put_a_task_where_it_is_to_run(
-    asking: Job, tasks: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asking: Job, tasks: WaitingTasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In v1's freezer, by which Slurm kills, enroot could not clean up."""
     groups = [tmp_path / name / "cgroup.procs" for name in ("freezer", "memory")]
@@ -131,13 +131,17 @@ def test_worker_of_a_step_whose_tasks_never_come_does_not_begin(
 ) -> None:
     monkeypatch.setattr(child, "of_task", lambda manager: None)
     asking = msgspec.structs.replace(asking, manager=42)
-    with Tasks(tmp_path / "sock", 0.0) as tasks, pytest.raises(Declined, match="has ended"):
+    with WaitingTasks(tmp_path / "sock", 0.0) as tasks, pytest.raises(Declined, match="has ended"):
         registry._entering(asking, tasks)
 
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_worker_that_cannot_begin_is_a_failure_only_while_a_task_waits(
-    asking: Job, asked: Asked, tasks: Tasks, monkeypatch: pytest.MonkeyPatch, ended: bool
+    asking: Job,
+    asked: RegistryRequest,
+    tasks: WaitingTasks,
+    monkeypatch: pytest.MonkeyPatch,
+    ended: bool,
 ) -> None:
     """A task that is killed just then takes its cgroups along."""
 
@@ -150,16 +154,16 @@ def test_worker_that_cannot_begin_is_a_failure_only_while_a_task_waits(
     waiting_task = task(tasks)
     with pytest.raises(Declined) as caught, waiting_task:
         registry._start_worker(
-            asking, Order(reference=REFERENCE, directory="/store"), asked, run.nowhere, tasks
+            asking, ImportOrder(reference=REFERENCE, directory="/store"), asked, run.nowhere, tasks
         )
     assert caught.value.reason == ("stopped" if ended else "helper")
 
 
-def test_worker_of_a_prolog_has_no_task(asking: Job, tasks: Tasks) -> None:
+def test_worker_of_a_prolog_has_no_task(asking: Job, tasks: WaitingTasks) -> None:
     assert registry._entering(asking, tasks) is run.nowhere
 
 
-def test_task_hears_all_that_was_said_before_it_came(tasks: Tasks) -> None:
+def test_task_hears_all_that_was_said_before_it_came(tasks: WaitingTasks) -> None:
     tasks.speak("first")
     early = task(tasks)
     tasks.say("leave", "x")
@@ -170,12 +174,12 @@ def test_task_hears_all_that_was_said_before_it_came(tasks: Tasks) -> None:
 
 
 def test_socket_of_the_tasks_is_roots_alone_and_goes(tmp_path: Path) -> None:
-    with Tasks(tmp_path / "sock", 60.0) as made:
+    with WaitingTasks(tmp_path / "sock", 60.0) as made:
         assert made.path.stat().st_mode & 0o777 == 0o600
     assert not made.path.exists()
 
 
-def test_user_text_cannot_begin_another_line(tasks: Tasks) -> None:
+def test_user_text_cannot_begin_another_line(tasks: WaitingTasks) -> None:
     one = task(tasks)
     tasks.speak("a\nuse\t/etc/shadow")
     said = one.recv(200)
@@ -185,7 +189,7 @@ def test_user_text_cannot_begin_another_line(tasks: Tasks) -> None:
 
 
 def test_nobody_waits_once_the_last_task_has_gone(
-    tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+    tasks: WaitingTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "LAST", 0.0)
     first, second = task(tasks), task(tasks)
@@ -198,13 +202,13 @@ def test_nobody_waits_once_the_last_task_has_gone(
     assert tasks.guests.connections == {}
 
 
-def test_first_task_is_waited_for(tasks: Tasks) -> None:
+def test_first_task_is_waited_for(tasks: WaitingTasks) -> None:
     tasks.wait(-1)
     assert not tasks.have_gone
 
 
 def test_image_is_staged_for_tasks_that_wait_or_have_yet_to_come(
-    tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+    tasks: WaitingTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "LAST", 0.0)
     tasks.must_wait()
@@ -215,7 +219,7 @@ def test_image_is_staged_for_tasks_that_wait_or_have_yet_to_come(
         tasks.must_wait()
 
 
-def test_image_is_not_staged_for_a_step_that_ended_before_it_had_tasks(tasks: Tasks) -> None:
+def test_image_is_not_staged_for_a_step_that_ended_before_it_had_tasks(tasks: WaitingTasks) -> None:
     """Its lease would come after the Epilog."""
     tasks.path.unlink()
     with pytest.raises(Declined, match="the step has ended"):
@@ -230,7 +234,7 @@ def test_process_is_known_by_its_number_and_its_start() -> None:
     assert processes.identify(1 << 30) is None
 
 
-def test_task_that_reads_nothing_is_dropped_and_holds_up_no_other(tasks: Tasks) -> None:
+def test_task_that_reads_nothing_is_dropped_and_holds_up_no_other(tasks: WaitingTasks) -> None:
     deaf, other = task(tasks), task(tasks)
     while len(tasks.guests.connections) == 2:
         tasks.say("say", "x" * 10_000)
@@ -241,7 +245,7 @@ def test_task_that_reads_nothing_is_dropped_and_holds_up_no_other(tasks: Tasks) 
     other.close()
 
 
-def test_word_of_the_worker_ends_the_wait(tasks: Tasks) -> None:
+def test_word_of_the_worker_ends_the_wait(tasks: WaitingTasks) -> None:
     ours, theirs = os.pipe()
     os.write(theirs, b"x")
     tasks.wait(ours)  # at once
@@ -250,8 +254,10 @@ def test_word_of_the_worker_ends_the_wait(tasks: Tasks) -> None:
     os.close(theirs)
 
 
-def handled(**facts: object) -> Handled:
-    outcome = Handled("hit", request=REFERENCE, image="/lustre/store/1/a.sqsh", digest=DIGEST)
+def handled(**facts: object) -> RequestOutcome:
+    outcome = RequestOutcome(
+        "hit", request=REFERENCE, image="/lustre/store/1/a.sqsh", digest=DIGEST
+    )
     return msgspec.structs.replace(outcome, **facts)
 
 
@@ -281,13 +287,19 @@ def handled(**facts: object) -> Handled:
         (handled(result="declined", reason="too-large", detail="x"), "all", ""),
     ],
 )
-def test_user_reads_what_became_of_the_reference(outcome: Handled, wanted: str, text: str) -> None:
+def test_user_reads_what_became_of_the_reference(
+    outcome: RequestOutcome, wanted: str, text: str
+) -> None:
     assert message(outcome, wanted) == text  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lies", [True, False])
 def test_bare_name_that_no_registry_has_is_explained_by_the_file_that_lies_there(
-    staging_node: Node, asking: Job, tasks: Tasks, monkeypatch: pytest.MonkeyPatch, lies: bool
+    staging_node: Node,
+    asking: Job,
+    tasks: WaitingTasks,
+    monkeypatch: pytest.MonkeyPatch,
+    lies: bool,
 ) -> None:
     def refuse(*_: object) -> None:
         raise Declined("registry-missing", "it has no such image")
@@ -295,7 +307,7 @@ def test_bare_name_that_no_registry_has_is_explained_by_the_file_that_lies_there
     found = Declined("bare-name", "write ./a.sqsh") if lies else None
     monkeypatch.setattr(registry, "_work", refuse)
     monkeypatch.setattr(bare_name, "find_refusal", lambda *_: found)
-    asked = Asked(Request("a.sqsh", "option"), 0, False, "", "")
+    asked = RegistryRequest(Request("a.sqsh", "option"), 0, False, "", "")
     outcome = registry._answer(staging_node, asking, asked, tasks).outcome
     assert outcome.reason == ("bare-name" if lies else "registry-missing")
     assert outcome.came == "enroot"

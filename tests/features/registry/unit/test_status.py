@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from forestage.features.registry.status import table
-from forestage.features.registry.step_files import UnderWay
+from forestage.features.registry.step_files import StepImport
 from forestage.system.terminal import write
 
 NOW = 1_800_000_000.0
@@ -14,7 +14,7 @@ REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 
 def test_table_of_imports_says_who_waits_and_for_what() -> None:
     said = "enroot writes the image, 3 GiB"
-    one = UnderWay(4243, 0, "bob", REFERENCE, NOW - 200, 1, "n7", said)
+    one = StepImport(4243, 0, "bob", REFERENCE, NOW - 200, 1, "n7", said)
     out = io.StringIO()
     write(table((one,), NOW), out)
     for word in ("1 import under way", "4243.0", "bob", "n7", REFERENCE, said):

@@ -9,29 +9,29 @@ import msgspec
 import pytest
 
 from forestage.features.registry import step_files
-from forestage.features.registry.step_files import UnderWay
-from forestage.paths import Places
+from forestage.features.registry.step_files import StepImport
+from forestage.paths import NodePaths
 from forestage.system import processes
 
 SIZE = 60 << 30
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    found = Places(tmp_path)
+def places(tmp_path: Path) -> NodePaths:
+    found = NodePaths(tmp_path)
     found.images.mkdir(parents=True)
     return found
 
 
 @pytest.fixture
-def one(monkeypatch: pytest.MonkeyPatch) -> UnderWay:
+def one(monkeypatch: pytest.MonkeyPatch) -> StepImport:
     """This process is who starts workers."""
     name = Path("/proc/self/comm").read_text().strip()
     monkeypatch.setattr(step_files, "PROCESS_NAME", name)
-    return UnderWay(7, 2, "alice", "nvcr.io#a/b:1", 100.0, os.getpid())
+    return StepImport(7, 2, "alice", "nvcr.io#a/b:1", 100.0, os.getpid())
 
 
-def test_import_is_there_until_it_ends(places: Places, one: UnderWay) -> None:
+def test_import_is_there_until_it_ends(places: NodePaths, one: StepImport) -> None:
     older = msgspec.structs.replace(one, step=1, since=50.0)
     for noted in (one, msgspec.structs.replace(one, said="writes"), older):
         step_files.note_import(places, noted)
@@ -43,7 +43,7 @@ def test_import_is_there_until_it_ends(places: Places, one: UnderWay) -> None:
     assert step_files.list_imports(places) == (older,)
 
 
-def test_what_a_killed_process_left_is_none(places: Places, one: UnderWay) -> None:
+def test_what_a_killed_process_left_is_none(places: NodePaths, one: StepImport) -> None:
     # A number that is another's now.
     step_files.note_import(places, msgspec.structs.replace(one, pid=1))
     step_files.note_import(places, msgspec.structs.replace(one, step=3, pid=1 << 22))
@@ -53,7 +53,7 @@ def test_what_a_killed_process_left_is_none(places: Places, one: UnderWay) -> No
 
 
 def test_pid_that_is_a_users_process_of_any_name_by_now_is_none(
-    places: Places, one: UnderWay
+    places: NodePaths, one: StepImport
 ) -> None:
     step_files.note_import(places, one)
     comm = Path("/proc/self/comm")
@@ -66,44 +66,44 @@ def test_pid_that_is_a_users_process_of_any_name_by_now_is_none(
 
 
 def test_pid_that_is_a_users_process_of_that_name_by_now_is_none(
-    places: Places, one: UnderWay, monkeypatch: pytest.MonkeyPatch
+    places: NodePaths, one: StepImport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step_files.note_import(places, one)
     monkeypatch.setattr(processes, "is_trusted", lambda process: False)
     assert step_files.list_imports(places) == ()
 
 
-def test_record_is_roots_alone(places: Places, one: UnderWay) -> None:
+def test_record_is_roots_alone(places: NodePaths, one: StepImport) -> None:
     step_files.note_import(places, one)
     assert (places.images / "7.2.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_node_without_images_has_none(tmp_path: Path, one: UnderWay) -> None:
-    places = Places(tmp_path / "node")
+def test_node_without_images_has_none(tmp_path: Path, one: StepImport) -> None:
+    places = NodePaths(tmp_path / "node")
     step_files.note_import(places, one)
     assert step_files.list_imports(places) == ()
 
 
 def test_place_has_the_copys_size_and_takes_nothing(tmp_path: Path) -> None:
-    made = step_files.make_mount_point(Places(tmp_path), 7, 0, SIZE)
+    made = step_files.make_mount_point(NodePaths(tmp_path), 7, 0, SIZE)
     facts = Path(made.path).stat()
     assert (facts.st_size, facts.st_blocks, facts.st_mode & 0o777) == (SIZE, 0, 0o444)
     assert made.facts == (facts.st_ino, SIZE, facts.st_mtime_ns, facts.st_ctime_ns)
 
 
 def test_place_begins_with_no_magic_number(tmp_path: Path) -> None:
-    with open(step_files.make_mount_point(Places(tmp_path), 7, 0, 100).path, "rb") as file:
+    with open(step_files.make_mount_point(NodePaths(tmp_path), 7, 0, 100).path, "rb") as file:
         assert file.read() == bytes(100)
 
 
 def test_every_user_reaches_it_and_lists_nothing(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     step_files.make_mount_point(places, 7, 0, 1)
     assert places.images.stat().st_mode & 0o777 == 0o711
 
 
 def test_place_of_an_earlier_run_of_the_job_is_replaced(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     first = step_files.make_mount_point(places, 7, 0, 1)
     Path(first.path).unlink()
     Path(first.path).symlink_to("/etc/passwd")
@@ -113,7 +113,7 @@ def test_place_of_an_earlier_run_of_the_job_is_replaced(tmp_path: Path) -> None:
 
 
 def test_end_of_a_job_takes_its_places_and_no_others(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     kept = [step_files.make_mount_point(places, job, 0, 1).path for job in (77, 8)]
     step_files.make_mount_point(places, 7, 0, 1)
     step_files.make_mount_point(places, 7, 1, 1)
@@ -122,7 +122,7 @@ def test_end_of_a_job_takes_its_places_and_no_others(tmp_path: Path) -> None:
 
 
 def test_places_of_jobs_that_are_over_are_left_over(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = NodePaths(tmp_path)
     assert step_files.list_leftovers(places, frozenset(), 0.0) == []
     for job in (7, 8):
         step_files.make_mount_point(places, job, 0, 1)

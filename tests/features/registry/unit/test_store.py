@@ -16,15 +16,15 @@ from forestage.errors import Declined
 from forestage.features.registry import store as module
 from forestage.features.registry import store_age
 from forestage.features.registry.obtain import FOR_ALL
-from forestage.features.registry.store import Record, Store
-from forestage.features.registry.store_age import Collection
+from forestage.features.registry.store import ImageRecord, ImageStore
+from forestage.features.registry.store_age import StoreCollection
 from forestage.features.registry.store_by_hand import ELSEWHERE
 from forestage.features.registry.store_files import create, load
 from forestage.system import mounts, records
 
 NAME = "ab" * 32 + "-x86_64-0123456789abcdef"
 OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64
-RECORD = Record("here#image:v1", OLD, 1.0, 0, "n1")
+RECORD = ImageRecord("here#image:v1", OLD, 1.0, 0, "n1")
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +38,11 @@ def squashfs(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path, Clock())
+def store(tmp_path: Path) -> ImageStore:
+    return ImageStore(tmp_path, Clock())
 
 
-def test_published_image_is_found_and_touched(store: Store, squashfs: bytes) -> None:
+def test_published_image_is_found_and_touched(store: ImageStore, squashfs: bytes) -> None:
     part = store.part(NAME)
     part.write_bytes(squashfs)
     path = store.publish(NAME, part, RECORD, None)
@@ -50,7 +50,7 @@ def test_published_image_is_found_and_touched(store: Store, squashfs: bytes) -> 
     os.utime(noted, (1, 1))
     assert store.find(NAME) == path
     assert noted.stat().st_mtime > 1
-    assert load(noted, Record) == Record("here#image:v1", OLD, 1.0, len(squashfs), "n1")
+    assert load(noted, ImageRecord) == ImageRecord("here#image:v1", OLD, 1.0, len(squashfs), "n1")
     assert {one.suffix for one in store.folder.iterdir()} == {".sqsh", ".json"}
 
 
@@ -59,7 +59,7 @@ def test_published_image_is_found_and_touched(store: Store, squashfs: bytes) -> 
     [(0, None, "import-failed"), (-1, None, "import-failed"), (None, 4096, "too-large")],
 )
 def test_what_is_no_whole_image_is_not_published(
-    store: Store, squashfs: bytes, cut: int | None, most: int | None, reason: str
+    store: ImageStore, squashfs: bytes, cut: int | None, most: int | None, reason: str
 ) -> None:
     part = store.part(NAME)
     # mksquashfs pads its files to 4 KiB, beyond what the superblock counts.
@@ -71,7 +71,9 @@ def test_what_is_no_whole_image_is_not_published(
     assert list(store.folder.iterdir()) == []
 
 
-def test_image_that_was_deleted_while_it_was_written_is_imported_elsewhere(store: Store) -> None:
+def test_image_that_was_deleted_while_it_was_written_is_imported_elsewhere(
+    store: ImageStore,
+) -> None:
     """The sweep does so where a user has too much on a node: their step begins all the same."""
     with pytest.raises(Declined, match="deleted while it was written") as declined:
         store.publish(NAME, store.part(NAME), RECORD, None)
@@ -80,13 +82,13 @@ def test_image_that_was_deleted_while_it_was_written_is_imported_elsewhere(store
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_and_quota_are_told_as_such(store: Store, code: int) -> None:
+def test_full_disk_and_quota_are_told_as_such(store: ImageStore, code: int) -> None:
     with pytest.raises(Declined) as declined, module.told(store.folder):
         raise OSError(code, os.strerror(code))
     assert declined.value.reason == "store-full"
 
 
-def test_first_word_on_a_jobs_digest_counts(store: Store) -> None:
+def test_first_word_on_a_jobs_digest_counts(store: ImageStore) -> None:
     assert store.job_digest("12", "here#image:v1") is None
     assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
     assert store.set_job_digest("12", "here#image:v1", NEW) == OLD
@@ -94,16 +96,16 @@ def test_first_word_on_a_jobs_digest_counts(store: Store) -> None:
     assert store.set_job_digest("13", "here#image:v1", NEW) == NEW
 
 
-def unused(store: Store, seconds: float) -> None:
+def unused(store: ImageStore, seconds: float) -> None:
     """Nothing there was touched for so long, as the nodes' collections have counted."""
     files = [(str(one.relative_to(store.folder)), one.stat().st_mtime_ns)
              for one in store.folder.rglob("*.json")]  # fmt: skip
-    known = store_age.count_seconds(Collection(), files, 0.0, "one")
+    known = store_age.count_seconds(StoreCollection(), files, 0.0, "one")
     known = store_age.count_seconds(known, files, seconds, "two")
     (store.folder / "collected-7").write_bytes(msgspec.json.encode(known))
 
 
-def test_word_of_an_old_job_of_the_same_number_does_not_count(store: Store) -> None:
+def test_word_of_an_old_job_of_the_same_number_does_not_count(store: ImageStore) -> None:
     store.set_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
     unused(store, module.OLD - 60)
@@ -118,7 +120,7 @@ def test_word_of_an_old_job_of_the_same_number_does_not_count(store: Store) -> N
 
 @pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
 def test_word_on_a_running_jobs_digest_counts_whatever_the_clocks_say(
-    store: Store, step: float
+    store: ImageStore, step: float
 ) -> None:
     """A node of the job is ahead, or behind, and both have one image."""
     store.set_job_digest("12", "here#image:v1", OLD)
@@ -130,7 +132,7 @@ def test_word_on_a_running_jobs_digest_counts_whatever_the_clocks_say(
 
 
 def test_word_of_an_old_job_is_old_by_the_servers_clock_where_that_sets_times(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: ImageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (kind,) = {one.kind for one in [mounts.holder(mounts.current(), str(store.folder))] if one}
     monkeypatch.setattr(mounts, "SERVER_SETS_TIMES", frozenset((kind,)))
@@ -145,7 +147,7 @@ def test_word_of_an_old_job_is_old_by_the_servers_clock_where_that_sets_times(
     assert [one.name for one in store.folder.iterdir()] == ["jobs"], "no file is left of asking"
 
 
-def test_digest_that_nobody_would_write_is_none(store: Store) -> None:
+def test_digest_that_nobody_would_write_is_none(store: ImageStore) -> None:
     store.set_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
     path.write_text('{"reference":"here#image:v1","digest":"../../x","date":1}')
@@ -153,13 +155,13 @@ def test_digest_that_nobody_would_write_is_none(store: Store) -> None:
 
 
 @pytest.mark.parametrize("job", ["../../x", "a/b", "", ".", "\0", "x" * 500])
-def test_odd_job_leads_nowhere_else(store: Store, job: str) -> None:
+def test_odd_job_leads_nowhere_else(store: ImageStore, job: str) -> None:
     store.set_job_digest(job, "here#image:v1", OLD)
     assert store.job_digest(job, "here#image:v1") == OLD
     assert [path.parent for path in store.folder.rglob("*.json")] == [store.folder / "jobs"]
 
 
-def test_link_in_place_of_a_folder_is_not_followed(store: Store, tmp_path: Path) -> None:
+def test_link_in_place_of_a_folder_is_not_followed(store: ImageStore, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     for name in ("jobs", "tags"):
         (store.folder / name).symlink_to(tmp_path / "elsewhere")
@@ -168,7 +170,7 @@ def test_link_in_place_of_a_folder_is_not_followed(store: Store, tmp_path: Path)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_tag_means_what_it_meant_last(store: Store) -> None:
+def test_tag_means_what_it_meant_last(store: ImageStore) -> None:
     assert store.last("here#image:v1") == ""
     store.set_last("here#image:v1", OLD)
     store.set_last("here#image:v1", NEW)
@@ -226,7 +228,7 @@ def test_word_that_another_is_writing_is_waited_for_a_moment(
     monkeypatch.setattr(os, "link", refuses(errno.EPERM))
     monkeypatch.setattr(records, "rename_new", refuses(errno.EINVAL))
     clock = Meanwhile()
-    store = Store(tmp_path, clock)
+    store = ImageStore(tmp_path, clock)
     assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
     (path,) = (store.folder / "jobs").iterdir()
     whole = path.read_bytes()
@@ -249,4 +251,4 @@ def test_what_is_no_record_is_as_if_it_was_not_there(tmp_path: Path, kind: str) 
         path.mkdir()
     else:
         path.write_bytes({"large": b" " * 100_000, "nested": b"[" * 5000, "bytes": b"\xff"}[kind])
-    assert load(path, Record) is None
+    assert load(path, ImageRecord) is None

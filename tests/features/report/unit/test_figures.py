@@ -20,44 +20,58 @@ from hypothesis import strategies as st
 
 from forestage.clock import Clock
 from forestage.commands.main import main
-from forestage.commands.tally import Tally
-from forestage.commands.world import Exit, World
-from forestage.events import Bad, Copied, Event, Handled, Hook, Outcome, Released
+from forestage.commands.tally import EventTally
+from forestage.commands.world import CommandContext, ExitStatus
+from forestage.events import (
+    BadEntryOutcome,
+    CopyOutcome,
+    EventRecord,
+    Hook,
+    Outcome,
+    ReleaseOutcome,
+    RequestOutcome,
+)
 from forestage.features import report as reports
-from forestage.features.report.figures import DAY, HOUR, MAX_PERIODS, Report
+from forestage.features.report.figures import DAY, HOUR, MAX_PERIODS, SavingsReport
 from forestage.features.report.sums import QUARTER
-from forestage.paths import Places
+from forestage.paths import NodePaths
 
 GIB = 1 << 30
 NOW = 1_800_000_000.0
 THEN = NOW - 10 * DAY
 PATH = "/lustre/a.sqsh"
-ALWAYS = reports.Window()
+ALWAYS = reports.TimeWindow()
 
 
-def event(hook: Hook, outcome: Outcome, at: float = 0.0, job: int = 7, node: str = "n1") -> Event:
-    return Event(time=THEN + at, hook=hook, job=job, outcome=outcome, node=node)
+def event(
+    hook: Hook, outcome: Outcome, at: float = 0.0, job: int = 7, node: str = "n1"
+) -> EventRecord:
+    return EventRecord(time=THEN + at, hook=hook, job=job, outcome=outcome, node=node)
 
 
-def hit(wait: float = 0.0, redirect: str = "mounted", path: str = PATH, size: int = GIB) -> Handled:
-    return Handled("hit", image=path, key=path, size=size, redirect=redirect, wait=wait)
+def hit(
+    wait: float = 0.0, redirect: str = "mounted", path: str = PATH, size: int = GIB
+) -> RequestOutcome:
+    return RequestOutcome("hit", image=path, key=path, size=size, redirect=redirect, wait=wait)
 
 
-def copy(seconds: float, path: str = PATH, size: int = GIB, peers: int = 0) -> Copied:
-    return Copied("copied", image=path, key=path, size=size, copying=seconds, from_peers=peers)
+def copy(seconds: float, path: str = PATH, size: int = GIB, peers: int = 0) -> CopyOutcome:
+    return CopyOutcome("copied", image=path, key=path, size=size, copying=seconds, from_peers=peers)
 
 
-def lines(*events: Event) -> bytes:
+def lines(*events: EventRecord) -> bytes:
     return b"".join(msgspec.json.encode(one) + b"\n" for one in events)
 
 
-def reported(*events: Event, window: reports.Window = ALWAYS, offset: int = 0) -> Report:
+def reported(
+    *events: EventRecord, window: reports.TimeWindow = ALWAYS, offset: int = 0
+) -> SavingsReport:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(lines(*events))
         return reports.from_logs([file.name], window, NOW, offset)
 
 
-def of(user: str, outcome: Outcome, **changes: object) -> Event:
+def of(user: str, outcome: Outcome, **changes: object) -> EventRecord:
     made = event("step", msgspec.structs.replace(outcome, **changes), job=hash(user) % 1000)
     return msgspec.structs.replace(made, user=user)
 
@@ -67,7 +81,7 @@ def test_saved_is_explains_for_each_user_image_partition_and_in_all() -> None:
         of("alice", hit(wait=1.0), baseline=10.0, redirect="spank"),
         of("alice", hit(wait=3.0, path="/lustre/b"), baseline=10.0, redirect="spank"),
         of("alice", hit(wait=1.0), redirect="spank"),  # on a node that has not measured it
-        of("alice", Handled("declined", image=PATH, key="k", reason="deadline", wait=5.0)),
+        of("alice", RequestOutcome("declined", image=PATH, key="k", reason="deadline", wait=5.0)),
         of("bob", hit(wait=9.0), baseline=4.0, redirect="spank"),
         of("carol", hit(redirect="none"), baseline=10.0),  # nobody reads that copy
     )
@@ -80,7 +94,7 @@ def test_saved_is_explains_for_each_user_image_partition_and_in_all() -> None:
     ]  # fmt: skip
     assert {one.name: one.saved for one in found.images} == {PATH: 4.0, "/lustre/b": 7.0}
     assert (found.all.saved, found.partitions[0].saved, found.nodes[0].saved) == (11.0,) * 3
-    tally = Tally()
+    tally = EventTally()
     for run in runs:
         tally.add(run)
     assert tally.saved - tally.lost == found.all.saved, "as in the metrics"
@@ -88,7 +102,7 @@ def test_saved_is_explains_for_each_user_image_partition_and_in_all() -> None:
 
 def test_first_step_of_the_companions_saves_though_its_prolog_began_the_copy() -> None:
     """As `explain` shows it: the step found all of it here, and its copy was measured."""
-    started = Handled("started", image=PATH, key=PATH, size=GIB, redirect="spank")
+    started = RequestOutcome("started", image=PATH, key=PATH, size=GIB, redirect="spank")
     step = hit(wait=0.5, redirect="spank")
     step = msgspec.structs.replace(step, baseline=8.0)
     found = reported(event("prolog", started), event("step", step))
@@ -96,9 +110,9 @@ def test_first_step_of_the_companions_saves_though_its_prolog_began_the_copy() -
 
 
 def test_reading_through_is_worth_the_time_until_the_copy_was_complete() -> None:
-    through = Handled("through", image=PATH, key=PATH, size=GIB, redirect="spank")
+    through = RequestOutcome("through", image=PATH, key=PATH, size=GIB, redirect="spank")
     whole = copy(9.0)
-    assert isinstance(whole, Copied)
+    assert isinstance(whole, CopyOutcome)
     ended = msgspec.structs.replace(whole, wait=11.0, read_through=GIB // 2, read_straight=GIB // 8)
     found = reported(
         event("step", through, at=-50.0, job=9),  # its copy was complete before it was written
@@ -119,7 +133,7 @@ def test_nodes_to_look_at_come_first() -> None:
     found = reported(
         event("stager", copy(1.0), node="fast"),
         event("stager", copy(9.0), node="slow"),
-        event("epilog", Released("failed", reason="io"), node="broken"),
+        event("epilog", ReleaseOutcome("failed", reason="io"), node="broken"),
         event("prolog", hit(wait=2.0), node="fast"),
     )
     assert [one.name for one in found.nodes] == ["broken", "slow", "fast"]
@@ -145,11 +159,11 @@ class Counted:
     ratio: float | None = None
 
 
-MISSED = Handled("declined", image=PATH, key="k", size=GIB, reason="deadline")
-OFF = Handled("declined", image=PATH, key="k", size=GIB, reason="off")
-RULE = Handled("declined", request="docker://x", reason="registry")
-BROKEN = Handled("failed", reason="cache-not-mounted")
-MINE = Handled("copied", image=PATH, key=PATH, size=GIB, redirect="mounted")
+MISSED = RequestOutcome("declined", image=PATH, key="k", size=GIB, reason="deadline")
+OFF = RequestOutcome("declined", image=PATH, key="k", size=GIB, reason="off")
+RULE = RequestOutcome("declined", request="docker://x", reason="registry")
+BROKEN = RequestOutcome("failed", reason="cache-not-mounted")
+MINE = RequestOutcome("copied", image=PATH, key=PATH, size=GIB, redirect="mounted")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +192,7 @@ def test_start_is_counted_as_what_it_was(case: Counted) -> None:
     assert [kind for kind in kinds if getattr(found.total, kind)] == case.starts.split()
     assert sum(found.kept_off.values()) == case.kept_off
     assert found.hit_ratio == case.ratio
-    tally = Tally()
+    tally = EventTally()
     for hook, outcome in case.runs:
         tally.add(event(hook, outcome))
     assert tally.hit_ratio == case.ratio, "as in `status`, and in the metrics"
@@ -202,7 +216,7 @@ def test_estimate_is_time_of_copies_less_all_waiting() -> None:
     [
         None,
         msgspec.structs.replace(copy(1000.0), resumed=GIB // 2),
-        Copied("failed", image=PATH, key=PATH, size=GIB, reason="io", copying=1000.0),
+        CopyOutcome("failed", image=PATH, key=PATH, size=GIB, reason="io", copying=1000.0),
     ],
     ids=["none", "resumed", "failed"],
 )
@@ -212,7 +226,9 @@ def test_logs_without_whole_copy_have_no_estimate(useless: Outcome | None) -> No
 
 
 def test_data_is_told_from_images() -> None:
-    directory = Handled("hit", image="/lustre/set", key="s", size=GIB, redirect="spank", data=True)
+    directory = RequestOutcome(
+        "hit", image="/lustre/set", key="s", size=GIB, redirect="spank", data=True
+    )
     found = reported(event("prolog", hit()), event("step", directory, 1.0, job=8))
     assert {one.name: one.kind for one in found.images} == {PATH: "image", "/lustre/set": "data"}
     assert found.total.hit == 2
@@ -224,7 +240,9 @@ def test_job_on_two_nodes_is_two_starts() -> None:
 
 
 def test_event_that_names_no_node_is_of_the_logs_latest() -> None:
-    found = reported(event("prolog", hit()), event("verify", Bad("bad"), job=0, node=""))
+    found = reported(
+        event("prolog", hit()), event("verify", BadEntryOutcome("bad"), job=0, node="")
+    )
     assert [one.name for one in found.nodes] == ["n1"]
 
 
@@ -232,7 +250,7 @@ def test_event_that_names_no_node_is_of_the_logs_latest() -> None:
 
 
 def test_window_contains_its_beginning_and_not_its_end() -> None:
-    window = reports.Window(THEN, THEN + 60)
+    window = reports.TimeWindow(THEN, THEN + 60)
     found = reported(
         *(event("prolog", hit(), at, job=int(at) + 99) for at in (-1, 0, 59, 60)), window=window
     )
@@ -241,7 +259,7 @@ def test_window_contains_its_beginning_and_not_its_end() -> None:
 
 def test_step_after_prolog_before_window_is_no_start() -> None:
     runs = (event("prolog", MINE, at=-5), event("step", hit(redirect="kept"), at=5))
-    found = reported(*runs, window=reports.Window(since=THEN))
+    found = reported(*runs, window=reports.TimeWindow(since=THEN))
     assert found.total.tried + found.total.excluded == 0
     assert sum(found.kept_off.values()) == 0
 
@@ -315,21 +333,21 @@ class Now(Clock):
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(Places(tmp_path), Now())
+def world(tmp_path: Path) -> CommandContext:
+    return CommandContext(NodePaths(tmp_path), Now())
 
 
-def ran(world: World, *words: str | Path, given: bytes = b"") -> Result:
+def ran(world: CommandContext, *words: str | Path, given: bytes = b"") -> Result:
     return CliRunner().invoke(main, ["report", *map(str, words)], obj=world, input=given)
 
 
-def as_report(world: World, *words: str | Path, given: bytes = b"") -> Report:
+def as_report(world: CommandContext, *words: str | Path, given: bytes = b"") -> SavingsReport:
     done = ran(world, "--json", *words, given=given)
     assert done.exit_code == 0, done.output
-    return msgspec.json.decode(done.stdout, type=Report)
+    return msgspec.json.decode(done.stdout, type=SavingsReport)
 
 
-def test_damaged_lines_are_counted_and_skipped(world: World, tmp_path: Path) -> None:
+def test_damaged_lines_are_counted_and_skipped(world: CommandContext, tmp_path: Path) -> None:
     good = [lines(event("prolog", hit(), n, job=n)) for n in range(3)]
     damage = (b"{}\n", b"\xff\xfe\n", b"[" * 5000 + b"\n", b"\n", b'{"time": 1')
     (tmp_path / "log").write_bytes(
@@ -339,7 +357,7 @@ def test_damaged_lines_are_counted_and_skipped(world: World, tmp_path: Path) -> 
     assert (found.logs.damaged_lines, found.total.hit) == (5, 3)
 
 
-def test_log_named_twice_counts_once(world: World, tmp_path: Path) -> None:
+def test_log_named_twice_counts_once(world: CommandContext, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(lines(event("prolog", hit())))
     (tmp_path / "b").symlink_to("a")
     (tmp_path / "c").write_bytes((tmp_path / "a").read_bytes())
@@ -348,7 +366,7 @@ def test_log_named_twice_counts_once(world: World, tmp_path: Path) -> None:
     assert as_report(world, "-", given=(tmp_path / "a").read_bytes()).total.hit == 1
 
 
-def test_rotated_log_is_read_before_current_one(world: World, tmp_path: Path) -> None:
+def test_rotated_log_is_read_before_current_one(world: CommandContext, tmp_path: Path) -> None:
     """Otherwise a step whose Prolog is in the rotated log would be a second start."""
     (tmp_path / "n.jsonl.1").write_bytes(lines(event("prolog", hit())))
     (tmp_path / "n.jsonl").write_bytes(lines(event("step", hit(redirect="kept"))))
@@ -356,7 +374,7 @@ def test_rotated_log_is_read_before_current_one(world: World, tmp_path: Path) ->
     assert (found.logs.logs, found.total.hit) == (2, 1)
 
 
-def test_command_without_logs_reads_this_nodes(world: World) -> None:
+def test_command_without_logs_reads_this_nodes(world: CommandContext) -> None:
     assert as_report(world).logs.logs == 0
     log = world.places.events
     log.parent.mkdir(parents=True)
@@ -366,9 +384,9 @@ def test_command_without_logs_reads_this_nodes(world: World) -> None:
     assert (found.logs.logs, found.total.hit) == (2, 2)
 
 
-def test_missing_log_ends_command_without_page(world: World, tmp_path: Path) -> None:
+def test_missing_log_ends_command_without_page(world: CommandContext, tmp_path: Path) -> None:
     done = ran(world, tmp_path / "none", "-o", tmp_path / "page")
-    assert done.exit_code == Exit.NOT_FOUND
+    assert done.exit_code == ExitStatus.NOT_FOUND
     assert not (tmp_path / "page").exists()
 
 
@@ -382,7 +400,9 @@ def test_missing_log_ends_command_without_page(world: World, tmp_path: Path) -> 
         ("2027-01-14T02:00:00+02:00", 1),
     ],
 )
-def test_since_is_date_or_age(world: World, tmp_path: Path, since: str, starts: int) -> None:
+def test_since_is_date_or_age(
+    world: CommandContext, tmp_path: Path, since: str, starts: int
+) -> None:
     late = event("prolog", hit(), at=9 * DAY, job=8)
     (tmp_path / "log").write_bytes(lines(event("prolog", hit()), late))
     assert as_report(world, "--since", since, tmp_path / "log").total.hit == starts
@@ -399,17 +419,19 @@ def test_since_is_date_or_age(world: World, tmp_path: Path, since: str, starts: 
         ("--since", "1d", "--until", "2d"),
     ],
 )
-def test_ambiguous_time_is_refused(world: World, words: tuple[str, ...]) -> None:
-    assert ran(world, "--json", *words).exit_code == Exit.USAGE
+def test_ambiguous_time_is_refused(world: CommandContext, words: tuple[str, ...]) -> None:
+    assert ran(world, "--json", *words).exit_code == ExitStatus.USAGE
 
 
-def test_age_without_a_unit_is_told_its_units(world: World) -> None:
+def test_age_without_a_unit_is_told_its_units(world: CommandContext) -> None:
     done = ran(world, "--since", "7")
-    assert done.exit_code == Exit.USAGE
+    assert done.exit_code == ExitStatus.USAGE
     assert "7 has no unit: 7d is days, 7h hours ago" in done.output
 
 
-def test_report_is_text_unless_a_file_or_json_is_asked_for(world: World, tmp_path: Path) -> None:
+def test_report_is_text_unless_a_file_or_json_is_asked_for(
+    world: CommandContext, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     shown = msgspec.structs.replace(hit(wait=1.0), redirect="spank", baseline=31.0)
     log.write_bytes(lines(event("step", shown), event("prolog", MISSED, job=8)))
@@ -425,13 +447,15 @@ def test_report_is_text_unless_a_file_or_json_is_asked_for(world: World, tmp_pat
     assert ran(world, log, "-o", "-").stdout.startswith("<!DOCTYPE html>")
 
 
-def test_folder_that_is_not_there_is_named(world: World, tmp_path: Path) -> None:
+def test_folder_that_is_not_there_is_named(world: CommandContext, tmp_path: Path) -> None:
     done = ran(world, "-o", tmp_path / "none/r.html")
-    assert done.exit_code == Exit.NOT_FOUND
+    assert done.exit_code == ExitStatus.NOT_FOUND
     assert f"{tmp_path}/none is not there" in done.output
 
 
-def test_output_replaces_files_and_not_links_or_devices(world: World, tmp_path: Path) -> None:
+def test_output_replaces_files_and_not_links_or_devices(
+    world: CommandContext, tmp_path: Path
+) -> None:
     page, link, pipe = tmp_path / "page.html", tmp_path / "link", tmp_path / "pipe"
     assert ran(world, "-o", page).exit_code == 0
     before = page.stat().st_ino

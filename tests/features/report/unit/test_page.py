@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.events import Copied, Event, Handled, Hook, Outcome
+from forestage.events import CopyOutcome, EventRecord, Hook, Outcome, RequestOutcome
 from forestage.features import report as reports
 from forestage.features.report import format as fmt
 from forestage.features.report.figures import DAY
@@ -59,29 +59,31 @@ class Page(HTMLParser):
         return [value for key, value in self.attributes if key == name]
 
 
-def event(hook: Hook, number: int, outcome: Outcome) -> Event:
+def event(hook: Hook, number: int, outcome: Outcome) -> EventRecord:
     time = NOW - (number % 20) * DAY
-    return Event(time=time, hook=hook, job=number, outcome=outcome, node=f"n{number % 3}")
+    return EventRecord(time=time, hook=hook, job=number, outcome=outcome, node=f"n{number % 3}")
 
 
-def sample(paths: tuple[str, ...]) -> list[Event]:
+def sample(paths: tuple[str, ...]) -> list[EventRecord]:
     """Copies and hits of these images, one missed deadline and one eviction."""
     events = []
     for n in range(40):
         path = paths[n % len(paths)]
-        copy = Copied("copied", image=path, key=path, size=GIB, copying=2.0)
-        hit = Handled("hit", image=path, key=path, size=(n + 1) * GIB, redirect="mounted", wait=0.1)
+        copy = CopyOutcome("copied", image=path, key=path, size=GIB, copying=2.0)
+        hit = RequestOutcome(
+            "hit", image=path, key=path, size=(n + 1) * GIB, redirect="mounted", wait=0.1
+        )
         events += [event("stager", n, copy), event("prolog", n, hit)]
-    missed = Handled("declined", reason="deadline", key="k")
-    evicted = Copied("released", evicted=("a", "b"))
+    missed = RequestOutcome("declined", reason="deadline", key="k")
+    evicted = CopyOutcome("released", evicted=("a", "b"))
     return [*events, event("prolog", 99, missed), event("epilog", 99, evicted)]
 
 
-def page(tmp_path: Path, events: list[Event], *more: bytes) -> bytes:
+def page(tmp_path: Path, events: list[EventRecord], *more: bytes) -> bytes:
     """From a log with these events, then `more` lines, to the page."""
     log = tmp_path / "log"
     log.write_bytes(b"\n".join([*map(msgspec.json.encode, events), *more]))
-    report = reports.from_logs([str(log)], reports.Window(), NOW, 3600)
+    report = reports.from_logs([str(log)], reports.TimeWindow(), NOW, 3600)
     return reports.as_page(report)
 
 
@@ -126,7 +128,7 @@ def test_plot_has_its_own_name_and_description_and_bars_inside(plain: bytes) -> 
 
 
 def test_damage_is_shown_before_the_plots(tmp_path: Path, plain: bytes) -> None:
-    impossible = msgspec.structs.replace(event("prolog", 1, Handled("hit")), time=1.0)
+    impossible = msgspec.structs.replace(event("prolog", 1, RequestOutcome("hit")), time=1.0)
     events = [*sample(PLAIN), impossible]
     damaged = Page(page(tmp_path, events, b"{}", b"\xff", b"[")).text
     assert "3 lines could not be read." in damaged

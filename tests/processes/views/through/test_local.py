@@ -7,38 +7,38 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cache.image import Access, Identity, Image
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Cache, Entry
-from forestage.cache.part import Owner
-from forestage.cache.readers import Readers
+from forestage.cache.part import PartRecord
+from forestage.cache.readers import ArrivalMap
 from forestage.system import lock
 from forestage.views.through import local, remains
-from forestage.views.through.local import Local
+from forestage.views.through.local import LocalImage
 
 MIB = 1024 * 1024
-IMAGE = Image(Identity("/shared/i.sqsh", 7, 2 * MIB, 1, 1), Access(0, 0, 0o644))
+IMAGE = SourceImage(FileIdentity("/shared/i.sqsh", 7, 2 * MIB, 1, 1), AccessRights(0, 0, 0o644))
 
 
 @pytest.fixture
-def readers(tmp_path: Path) -> Readers:
+def readers(tmp_path: Path) -> ArrivalMap:
     """A part whose first piece is in place, and what its stager writes."""
     part = Cache(tmp_path / "cache").part(IMAGE.key)
     part.directory.mkdir(parents=True)
     part.image.write_bytes(b"a" * MIB + bytes(MIB))
     (tmp_path / "spot").mkdir()
-    made = Readers(tmp_path / "spot", IMAGE.size, MIB, part.image.stat().st_ino)
+    made = ArrivalMap(tmp_path / "spot", IMAGE.size, MIB, part.image.stat().st_ino)
     made.arrived(0, MIB)
     return made
 
 
 @pytest.fixture
-def found(tmp_path: Path, readers: Readers) -> Local:
-    found = Local(Cache(tmp_path / "cache"), IMAGE, tmp_path / "spot")
+def found(tmp_path: Path, readers: ArrivalMap) -> LocalImage:
+    found = LocalImage(Cache(tmp_path / "cache"), IMAGE, tmp_path / "spot")
     found.look()
     return found
 
 
-def test_piece_is_read_only_where_it_is_marked(found: Local) -> None:
+def test_piece_is_read_only_where_it_is_marked(found: LocalImage) -> None:
     buffer = memoryview(bytearray(4096))
     assert found.read(0, buffer)
     assert bytes(buffer) == b"a" * 4096
@@ -48,7 +48,7 @@ def test_piece_is_read_only_where_it_is_marked(found: Local) -> None:
 
 @pytest.mark.parametrize("change", ["forgotten", "there and back", "dropped"])
 def test_bytes_that_lost_their_mark_while_they_were_read_are_not_used(
-    found: Local, readers: Readers, monkeypatch: pytest.MonkeyPatch, change: str
+    found: LocalImage, readers: ArrivalMap, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     def there_and_back() -> None:
         readers.forget(0)
@@ -70,14 +70,14 @@ def test_bytes_that_lost_their_mark_while_they_were_read_are_not_used(
 
 
 def test_part_of_another_stager_is_not_believed_by_the_marks_of_the_last(
-    found: Local, readers: Readers, tmp_path: Path
+    found: LocalImage, readers: ArrivalMap, tmp_path: Path
 ) -> None:
-    other = Readers(tmp_path / "spot", IMAGE.size, MIB, inode=1)
+    other = ArrivalMap(tmp_path / "spot", IMAGE.size, MIB, inode=1)
     other.arrived(0, IMAGE.size)
     assert not found.has(0, 4096)
 
 
-def test_marks_are_cleared_before_their_directory_goes(found: Local, tmp_path: Path) -> None:
+def test_marks_are_cleared_before_their_directory_goes(found: LocalImage, tmp_path: Path) -> None:
     assert found.has(0, 4096)
     remains.remove(tmp_path / "spot")
     assert not found.has(0, 4096)
@@ -85,16 +85,16 @@ def test_marks_are_cleared_before_their_directory_goes(found: Local, tmp_path: P
 
 
 @pytest.fixture
-def left(found: Local) -> Local:
+def left(found: LocalImage) -> LocalImage:
     """A part of whose stager there is nothing else."""
-    owner = Owner(1, "boot", IMAGE, MIB, "chunks", job=7, since=0.0)
+    owner = PartRecord(1, "boot", IMAGE, MIB, "chunks", job=7, since=0.0)
     found.cache.part(IMAGE.key).write_owner(owner)
     found.cache.root.chmod(0o700)
     found.cache.prepare(require_mount=False)
     return found
 
 
-def test_copy_is_abandoned_once_nobody_has_had_its_lock_for_a_while(left: Local) -> None:
+def test_copy_is_abandoned_once_nobody_has_had_its_lock_for_a_while(left: LocalImage) -> None:
     assert not left.abandoned()
     with lock.held(left.cache.key_lock(IMAGE.key), 0):
         assert not left.abandoned()
@@ -103,7 +103,7 @@ def test_copy_is_abandoned_once_nobody_has_had_its_lock_for_a_while(left: Local)
 
 
 @pytest.mark.parametrize("end", ["published", "dropped", "stopped"])
-def test_copy_that_has_ended_is_not_abandoned(left: Local, end: str) -> None:
+def test_copy_that_has_ended_is_not_abandoned(left: LocalImage, end: str) -> None:
     if end == "published":
         left.cache.publish(Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "chunks"))
     elif end == "stopped":
@@ -115,7 +115,7 @@ def test_copy_that_has_ended_is_not_abandoned(left: Local, end: str) -> None:
 
 
 @pytest.fixture
-def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Local:
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalImage:
     """An entry that is open, and gives an I/O error from now on."""
     cache = Cache(tmp_path / "cache")
     cache.prepare(require_mount=False)
@@ -123,7 +123,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Local:
     part.directory.mkdir()
     part.image.write_bytes(bytes(IMAGE.size))
     cache.publish(Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "chunks"))
-    made = Local(cache, IMAGE, tmp_path / "spot")
+    made = LocalImage(cache, IMAGE, tmp_path / "spot")
     made.look()
     assert made.whole
 
@@ -134,7 +134,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Local:
     return made
 
 
-def test_entry_that_gives_an_error_is_evicted_once(failing: Local) -> None:
+def test_entry_that_gives_an_error_is_evicted_once(failing: LocalImage) -> None:
     assert not failing.read(0, memoryview(bytearray(4096)))
     assert failing.spoilt
     failing.evict_spoilt()
@@ -143,7 +143,7 @@ def test_entry_that_gives_an_error_is_evicted_once(failing: Local) -> None:
     assert not failing.spoilt
 
 
-def test_newer_copy_of_the_same_image_stays(failing: Local) -> None:
+def test_newer_copy_of_the_same_image_stays(failing: LocalImage) -> None:
     failing.read(0, memoryview(bytearray(4096)))
     copy = failing.cache.image(IMAGE.key)
     copy.rename(copy.with_name("old"))

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from forestage.views.through.memory import Generation, Read
+from forestage.views.through.memory import PendingRead, RequestJournal
 
-READ = Read(unique=2**63 + 2, offset=2**40, size=2**20, adopted=7, pid=4_000_000)
+READ = PendingRead(unique=2**63 + 2, offset=2**40, size=2**20, adopted=7, pid=4_000_000)
 
 
 def test_read_that_was_noted_is_found_until_it_is_answered() -> None:
-    memory = Generation(receivers=2)
+    memory = RequestJournal(receivers=2)
     assert memory.is_empty()
     memory.write(5, READ)
     memory.write(memory.records - 1, READ)
@@ -19,7 +19,7 @@ def test_read_that_was_noted_is_found_until_it_is_answered() -> None:
 
 
 def test_request_in_a_slot_is_something_to_adopt() -> None:
-    memory = Generation(receivers=3)
+    memory = RequestJournal(receivers=3)
     memory.slot(2)[:8] = (40).to_bytes(4, "little") + b"read"
     assert not memory.is_empty()
     assert bytes(memory.slot(1)[:8]) == bytes(8)
@@ -30,7 +30,7 @@ def test_request_in_a_slot_is_something_to_adopt() -> None:
 
 
 def test_server_that_was_reaped_has_ended() -> None:
-    memory = Generation(receivers=2)
+    memory = RequestJournal(receivers=2)
     assert not memory.ended
     memory.end()
     assert memory.ended
