@@ -127,7 +127,7 @@ def test_feature_of_the_page_works_and_is_deleted_without_a_trace(
     table, config = source / "features/__init__.py", source / "config/keys.py"
     table.write_text(table.read_text().replace("\n)\n", f"\n{row})\n", 1))
     text = config.read_text().replace("class Config(", f"{keys}\n\nclass Config(")
-    field = "    metrics: Metering = Metering()\n"
+    field = "    metrics: MetricsSection = MetricsSection()\n"
     config.write_text(text.replace(field, f"{field}    rocket: Rocket = Rocket()\n"))
     environ = {one: text for one, text in os.environ.items() if not one.startswith(OURS)}
     ran = subprocess.run(

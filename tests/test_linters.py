@@ -56,14 +56,14 @@ import msgspec, pytest
 from forestage.cache import lease
 from forestage.cache.lease import EntryUse
 
-def test(monkeypatch: pytest.MonkeyPatch, use: EntryUse, either: EntryUse | lease.Lease | None) -> None:
+def test(monkeypatch: pytest.MonkeyPatch, use: EntryUse, either: EntryUse | lease.Lease | None):
     msgspec.structs.replace(use, kee="")
     msgspec.structs.replace(use, key="")
     use.kee
     either.kee
     either.key
     monkeypatch.setattr(lease, "Uses", None)
-    monkeypatch.setattr(lease, "Use", None)
+    monkeypatch.setattr(lease, "EntryUse", None)
     monkeypatch.setattr(EntryUse, "kee", None)
     monkeypatch.setattr(use, "kee", None)
     monkeypatch.setattr("forestage.cache.lease.Uses", None)
@@ -82,7 +82,7 @@ def test(monkeypatch: pytest.MonkeyPatch, use: EntryUse, either: EntryUse | leas
 def test_each_use_of_a_name_that_does_not_exist_is_an_error() -> None:
     found = checked.errors([BuildSource("wrong.py", "wrong", WRONG_NAMES)])
     lines = {int(error.split(":")[1]) for error in found if error.startswith("wrong.py:")}
-    right = ("key=", "def ", "import ", '"Use"', '"key"', "either.key", "Use.key")
+    right = ("key=", "def ", "import ", '"EntryUse"', '"key"', "either.key", "Use.key")
     assert lines == {
         number
         for number, line in enumerate(WRONG_NAMES.splitlines(), 1)

@@ -99,7 +99,7 @@ WAITS = """
 _policy = policy
 def policy(threads, nodes):
     found = _policy(threads, nodes)
-    return Policy(found.at_once, found.busy, careful=0, probe=600.0)
+    return SchedulePolicy(found.at_once, found.busy, careful=0, probe=600.0)
 """
 
 

@@ -548,7 +548,7 @@ def test_command_of_a_user_shows_their_own_job(node: Node) -> None:
         "import sys\nfrom pathlib import Path\nfrom forestage.commands.main import main\n"
         "from forestage.clock import Clock\nfrom forestage.paths import NodePaths\n"
         "from forestage.commands.world import CommandContext\n"
-        "main(sys.argv[2:], obj=World(Places(Path(sys.argv[1])), Clock()))"
+        "main(sys.argv[2:], obj=CommandContext(NodePaths(Path(sys.argv[1])), Clock()))"
     )
 
     def run(user: User, *words: str) -> subprocess.CompletedProcess[str]:

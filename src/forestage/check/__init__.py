@@ -34,7 +34,7 @@ from forestage.system import child
 from forestage.system.terminal import harmless
 from forestage.system.tree import RootedTree
 
-__all__ = ["Finding", "Level", "Report", "Target", "check", "pieces", "report"]
+__all__ = ["CheckFinding", "CheckReport", "CheckTarget", "Level", "check", "pieces", "report"]
 
 PATIENCE = 60.0  # seconds in which the child says something; each part has limits of its own
 LONGEST = 128 * 1024  # bytes of what it says at once

@@ -91,7 +91,8 @@ def findings(
         yield CheckFinding(
             "slurmds-share-run",
             "critical",
-            f"{len(sharing)} slurmds (processes {', '.join(sharing)}) have the same {NodePaths().run}",
+            f"{len(sharing)} slurmds (processes {', '.join(sharing)}) have the same"
+            f" {NodePaths().run}",
             "The Epilog of one releases a job that goes on at the other: its leases and its own"
             " directory are gone",
             "one slurmd on a host, or each in a mount namespace with a /run of its own",

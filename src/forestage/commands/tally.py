@@ -96,7 +96,7 @@ class EventTally(msgspec.Struct):
     swept: int = 0
     expected: dict[int, list[str]] = {}  # by job, the keys that its first step asks for once more
     begun: dict[int, list[str]] = {}  # by job, keys whose copy its Prolog started for its steps
-    from_copy: saved.Starts = msgspec.field(default_factory=saved.Starts)
+    from_copy: saved.StartTracker = msgspec.field(default_factory=saved.StartTracker)
     saved: float = 0.0
     lost: float = 0.0
     read_through: dict[str, int] = {}

@@ -942,7 +942,7 @@ def findings_made() -> set[str]:
         call
         for file in (*package.glob("check/*.py"), *package.glob("features/*/checks.py"))
         for call in ast.walk(ast.parse(file.read_text()))
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "Finding"
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "CheckFinding"
     )
     return {ast.literal_eval(call.args[0]) for call in calls}
 

@@ -154,7 +154,7 @@ def test_reader_that_goes_away_gets_no_traceback(site: Site, tmp_path: Path) -> 
     code = (
         "import sys; from pathlib import Path; from forestage.commands.main import *;"
         "from forestage.paths import NodePaths; from forestage.clock import Clock;"
-        f"main(['ls'], obj=World(Places(Path({str(tmp_path)!r})), Clock()))"
+        f"main(['ls'], obj=CommandContext(NodePaths(Path({str(tmp_path)!r})), Clock()))"
     )
     reading, writing = os.pipe()
     os.close(reading)

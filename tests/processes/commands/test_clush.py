@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[3]
 HERE = """
 import sys; from pathlib import Path; from forestage.commands.main import *
 from forestage.paths import NodePaths; from forestage.clock import Clock
-main(sys.argv[2:], obj=World(NodePaths(Path(sys.argv[1])), Clock()))
+main(sys.argv[2:], obj=CommandContext(NodePaths(Path(sys.argv[1])), Clock()))
 """
 SSH = """
 while [ $# -gt 2 ]; do shift; done

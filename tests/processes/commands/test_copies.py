@@ -208,7 +208,7 @@ def test_watch_of_unusable_cache_fails(site: Site) -> None:
 SHELL = (
     "from pathlib import Path; from forestage.commands.main import *;"
     "from forestage.paths import NodePaths; from forestage.clock import Clock;"
-    "main(['status', '--watch'], obj=World(Places(Path({!r})), Clock()))"
+    "main(['status', '--watch'], obj=CommandContext(NodePaths(Path({!r})), Clock()))"
 )
 
 

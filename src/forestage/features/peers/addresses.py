@@ -23,7 +23,7 @@ NONE: Mapping[str, str] = {}
 
 
 class AddressFinder(Protocol):
-    """What knows where the other nodes find a node: `NodeAddresses`, or the site's pattern alone."""
+    """What knows where other nodes find a node: `NodeAddresses`, or the site's pattern alone."""
 
     def of(self, node: str) -> ServiceAddress: ...
 

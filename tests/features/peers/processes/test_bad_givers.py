@@ -64,7 +64,7 @@ def stay_off(node: Node, image: SourceImage) -> None: ...
 def crawl(node: Node, image: SourceImage) -> None:
     """Gives whatever it is asked for, each at its connection's pace."""
     node.configure(bandwidth=CHUNK // 4, reach="cluster")
-    node.start("async def turn(*_):\n    return True\nserver.Pace.wait_turn = turn\n")
+    node.start("async def turn(*_):\n    return True\nserver.UploadRateLimit.wait_turn = turn\n")
 
 
 def fill_up(node: Node, image: SourceImage) -> None:
