@@ -114,7 +114,7 @@ def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
 
 
 def _log_dead_thread(working: threading.Thread, dead: threading.ExceptHookArgs) -> None:
-    """Log what ended a thread of the work: nobody else would learn why its copy failed.
+    """Log what ended a thread of the work: else it is known to none why its copy failed.
 
     What ends the work itself is raised by run_until_stopped, and is logged there.
     """

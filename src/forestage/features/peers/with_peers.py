@@ -164,7 +164,7 @@ class PeerCopy(ChunkCopy):
         """Bring one chunk after the other, until there are no more.
 
         What this thread was bringing counts in `bringing`, for which all others wait at the end. If
-        the thread dies of something unforeseen, nobody else brings it to an end, so that the copy
+        the thread dies of something unforeseen, no other brings it to an end, so that the copy
         ends: `join` sees whether anything is missing.
         """
         buffer = reading.buffer(self.tuning.chunk)
