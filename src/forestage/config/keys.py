@@ -70,7 +70,7 @@ class PartitionKey(ConfigKey, frozen=True):
 class PeersSection(msgspec.Struct, frozen=True, kw_only=True):
     """`peers:`, what nodes of a job get from each other. Sizes are bytes."""
 
-    # Read by features/peers/activation.py alone.
+    # Decided by features/peers/activation.py alone; features.switched_on says whether to import it.
     enabled: Annotated[
         bool | None,
         ConfigKey(

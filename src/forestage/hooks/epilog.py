@@ -10,7 +10,9 @@
     7. evict down to the low watermark (cache/evict.py, `tidy`)
 
 Without a lease, or where its cache's disk hangs or is another one, some of them are left out: the
-sweep (commands/sweep.py) does the same later. Only features with a mark of the job are imported.
+sweep (commands/sweep.py) does the same later. For what a feature does in step 6 it has a sweep of
+its own (`sweep.in_each_cache`): the sweep never calls `after_lease_drop`. Only features with a mark
+of the job are imported.
 
 It may run again for the same job, and works on the cache that the lease names: the configuration
 may have changed since, or be broken.

@@ -1,4 +1,7 @@
-"""Whether a node exchanges chunks with other nodes: the only reader of `peers.enabled`.
+"""Decide whether a node exchanges chunks with other nodes, by `peers.enabled` and its service.
+
+A hook does not import this to learn that they are off: `features.switched_on` first looks at the
+same key, and at whether the sign is there. Nothing else decides by the key.
 
     /run/forestage/peer.sign   the sign of this node's service: CLOCK_MONOTONIC, in seconds
 
