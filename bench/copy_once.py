@@ -17,12 +17,12 @@ from forestage.system.as_user import User
 def copy_once(config: Config, path: str, directory: Path) -> None:
     """Leaves the file at `path` as a durable part in `directory`, which must not exist yet."""
     fd = os.open(path, os.O_RDONLY)
-    wanted = SourceImage(image.identify(fd, path), AccessRights(0, 0, 0o600))
+    wanted = SourceImage(image.read_identity(fd, path), AccessRights(0, 0, 0o600))
     opened = OpenImage(wanted, User("root", 0, 0), fd)
     reading = source.open_source(opened)
     part = Part(directory)
     part.directory.mkdir()
-    chosen = engines.of(config, wanted.size)
+    chosen = engines.choose_engine(config, wanted.size)
     chosen.reserve(reading, part)
     chosen.copy(reading, part, threading.Event())
     with part.image.open("rb") as file:

@@ -35,7 +35,7 @@ from typing import NamedTuple, TypeAlias
 import busy
 from copy_once import copy_once
 
-from forestage.config import Config, Engine
+from forestage.config import Config, EngineName
 from forestage.units import format_size, parse_size
 
 ROOM = 512 * 1024 * 1024  # bytes beside the file, for the file system itself
@@ -76,7 +76,7 @@ def rivals(place: Place) -> dict[str, Callable[[], None]]:
         shell = f"{shlex.join(argv)} && exec sync {shlex.quote(target)}"
         return lambda: os.execvp("sh", ["sh", "-c", shell])
 
-    def ours(engine: Engine) -> Callable[[], None]:
+    def ours(engine: EngineName) -> Callable[[], None]:
         return lambda: copy_once(Config(engine=engine), source, place.target / "part")
 
     return {

@@ -10,7 +10,7 @@ import time
 
 from forestage.cache.node import Node
 from forestage.clock import Clock
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.features.data import requests as data
 from forestage.features.data import wanted
 from forestage.hooks.limit import HookDeadlines
@@ -29,7 +29,7 @@ class Later(Clock):
 
 def main(directory: str, node_name: str, nodelist: str, uid: str) -> int:
     places = NodePaths()
-    config = load_settings(places.etc).for_partition("all")
+    config = load_config(places.etc).for_partition("all")
     node = Node.of(config, places, Later())
     environ = {
         "SLURM_CONF": "/etc/slurm/slurm.conf",

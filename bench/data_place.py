@@ -18,7 +18,7 @@ from host import wait_until
 from forestage.cache.node import Node as Bare
 from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Clock
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.events import RequestOutcome
 from forestage.features.data import requests as data
 from forestage.features.data import wanted
@@ -93,7 +93,7 @@ class Place:
     def forget(self) -> None:
         """Has nothing of source and disk in the page cache, by mounting both anew."""
         self.let_go()
-        self.device = loop.attach(self.disk, read_only=False)
+        self.device = loop.attach_file(self.disk, read_only=False)
         mounts.mount(self.device, str(self.node.nvme), 0, "ext4", "discard")
         self.server = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL)
         wait_until(lambda: os.path.ismount(self.node.shared), 30, lambda: "the source is not there")
@@ -103,10 +103,10 @@ class Place:
         if self.server is None:
             return
         here = self.node.nvme.stat()
-        for one in loop.attached():
+        for one in loop.list_attached_devices():
             # Not by their names: those of another mount namespace may be the same.
             if one.is_on(here):
-                loop.detach(one)
+                loop.detach_device(one)
         points = (self.node.shared, self.node.nvme)
         wait_until(lambda: all(map(_unmounted, points)), 60, lambda: f"{points} are in use")
         assert self.server.wait(60) == 0
@@ -155,7 +155,7 @@ class Place:
         return shown.lines[0][1]
 
     def _bare(self) -> Bare:
-        config = load_settings(self.node.places.etc).for_partition("batch")
+        config = load_config(self.node.places.etc).for_partition("batch")
         return Bare(config, self.node.places, self.node.cache, self.node.leases, Clock())
 
 

@@ -28,7 +28,7 @@ from scale_table import HOOK, NOBODY, PR_SET_CHILD_SUBREAPER
 
 from forestage.cache.node import Node
 from forestage.clock import Clock
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.paths import NodePaths
 
 FEW = 10  # of what grows
@@ -60,7 +60,7 @@ class Lab:
         self.slurm_conf.write_text("\n".join(["BatchStartTimeout=60", *partitions, ""]))
         self.places.loaded.parent.mkdir(parents=True)
         self.places.loaded.touch()
-        self.node = Node.of(load_settings(self.places.etc).config, self.places, Clock())
+        self.node = Node.of(load_config(self.places.etc).config, self.places, Clock())
         self.node.cache.prepare(require_mount=True)
 
     def image(self) -> Path:

@@ -59,7 +59,9 @@ class Pair:
         command = f"head -c {self.size} /dev/urandom > {shlex.quote(str(self.source))}"
         subprocess.run(["sh", "-c", command], check=True)
         fd = os.open(self.source, os.O_RDONLY)
-        self.image = SourceImage(image.identify(fd, str(self.source)), AccessRights(0, 0, 0o600))
+        self.image = SourceImage(
+            image.read_identity(fd, str(self.source)), AccessRights(0, 0, 0o600)
+        )
         self.node.give(self.image, self.source, CHUNK)
 
     def cost(self) -> Cost:
@@ -83,7 +85,7 @@ class Pair:
         part = Part(self.folder / "part" / self.image.key)
         part.directory.mkdir(parents=True)
         peers = of_job(config, "n2", "n[1-2]", self.image.key, self.node.places)
-        engine = engines.of(config, self.size)
+        engine = engines.choose_engine(config, self.size)
         engine.reserve(content, part)
         engine.copy(content, part, threading.Event(), PeerHelpers(peers) if peers else None)
         with part.image.open("rb") as file:

@@ -103,9 +103,10 @@ class Site:
             for _ in range(options.mib):
                 file.write(random.randbytes(MIB))
         fd = os.open(self.file, os.O_RDONLY)
-        self.image = SourceImage(image.identify(fd, str(self.file)), AccessRights(0, 0, 0o600))
+        self.image = SourceImage(image.read_identity(fd, str(self.file)), AccessRights(0, 0, 0o600))
         self.digests = [
-            digest.of_chunk(os.pread(fd, self.chunk, at)) for at in range(0, self.size, self.chunk)
+            digest.digest_chunk(os.pread(fd, self.chunk, at))
+            for at in range(0, self.size, self.chunk)
         ]
         self.names = [f"n{number}" for number in range(1, count + 1)]
         self.tuning = CopyTuning(threads=options.threads, chunk=self.chunk)
@@ -144,7 +145,7 @@ class Site:
             helpers = PeerHelpers(made) if made else None
             engine.copy(content, part, threading.Event(), helpers)
             seconds = time.monotonic() - start
-        sums = [digest.of_chunk(one) for one in self._chunks(part.image)]
+        sums = [digest.digest_chunk(one) for one in self._chunks(part.image)]
         assert sums == self.digests, "wrong bytes"
         return seconds
 

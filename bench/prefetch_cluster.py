@@ -64,7 +64,7 @@ from forestage.features.prefetch import expected, marks, service  # noqa: E402
 from forestage.features.prefetch.expected import ExpectedImageList  # noqa: E402
 from forestage.features.prefetch.policy import ExpectedStarts  # noqa: E402
 from forestage.paths import NodePaths  # noqa: E402
-from forestage.slurm.nodelist import expand  # noqa: E402
+from forestage.slurm.nodelist import expand_nodelist  # noqa: E402
 
 NODES, QUEUE, IMAGES = 8, 10, 20
 PAIRS = (("none", "queue"), ("popular", "warm"))
@@ -262,7 +262,7 @@ class Bench:
         seen = Counter[str]()
         for _, number, nodes in STARTED.findall(self.said(0)):
             if int(number) in made:
-                seen[made[int(number)].image] += len(expand(nodes))
+                seen[made[int(number)].image] += len(expand_nodelist(nodes))
         now, nodes = time.time(), f"n[1-{NODES}]"
         rows = tuple(ExpectedStarts("all", image, ALICE.uid, n) for image, n in seen.most_common())
         listed = ExpectedImageList(int(now * 1000), now, now + expected.LASTS, {"all": nodes}, rows)
@@ -293,7 +293,7 @@ class Bench:
         said = self.said(skip)
         asked = {int(number): when(at) for at, number in SUBMITTED.findall(said)}
         ended = {int(number): when(at) for at, number in ENDED.findall(said)}
-        began = {int(job): (when(at), expand(on)) for at, job, on in STARTED.findall(said)}
+        began = {int(job): (when(at), expand_nodelist(on)) for at, job, on in STARTED.findall(said)}
         if not began.keys() == ended.keys() == made.keys():
             raise ClusterError(f"not all jobs ran: {made.keys()} {began} {ended}")
         hits = {node: self.hits(node) for node in self.fleet.cluster.nodes}

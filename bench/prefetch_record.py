@@ -21,7 +21,7 @@ sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 from cluster import Cluster  # noqa: E402
 from spec import ClusterSpec  # noqa: E402
 
-from forestage.slurm.nodelist import expand  # noqa: E402
+from forestage.slurm.nodelist import expand_nodelist  # noqa: E402
 
 NODES, QUEUE = 8, 10
 # id, of an array without its task; state; user; count of nodes; nodes; planned nodes
@@ -49,12 +49,12 @@ def main() -> None:
                 if state == "PENDING":
                     waiting += 1
                     seen = plans.setdefault(base, [])
-                    plan = [*expand(planned)] if planned else []
+                    plan = [*expand_nodelist(planned)] if planned else []
                     if not seen or seen[-1][1] != plan:
                         seen.append([at, plan])
                 elif nodes:
                     about = {"base": base, "user": user, "count": int(count), "start": at}
-                    jobs.setdefault(job, {**about, "nodes": expand(nodes)})["end"] = at + 1
+                    jobs.setdefault(job, {**about, "nodes": expand_nodelist(nodes)})["end"] = at + 1
             for _ in range(QUEUE - waiting):
                 user = chance.choice(("alice", "bob"))  # the course is bob's: alice's is refused
                 cluster.run(_job(chance, at), user=user, check=False)

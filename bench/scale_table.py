@@ -125,13 +125,13 @@ def measured(node: Node) -> tuple[float, float, float]:
     end = Deadline.after(60, node.clock)
 
     def look() -> None:
-        with wait.begun(node, job, opened) as copying:
-            wait.obtain(node, job, opened, copying, end)
+        with wait.ensure_copy_started(node, job, opened) as copying:
+            wait.wait_for_copy(node, job, opened, copying, end)
 
     hit = per_call(look, 200)
     read = per_call(node.cache.stored_entries, 5)
     stored = node.cache.stored_entries()
-    room = evict.measure(node.cache, stored, node.config)
+    room = evict.measure_space(node.cache, stored, node.config)
     goal = evict.EvictionGoal(free=0, used=room.used // 2)
     plan = per_call(lambda: evict.plan(stored, frozenset(), room, goal), 5)
     return hit, read, plan

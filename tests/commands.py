@@ -20,7 +20,7 @@ from forestage.cache.part import Part, PartRecord, boot_id
 from forestage.clock import Clock
 from forestage.commands.main import CommandContext, main
 from forestage.commands.world import ExitStatus
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.paths import NodePaths
 from forestage.stage import chunks
 from forestage.stage.chunks import CopyTuning, ReadableSource
@@ -53,7 +53,7 @@ class Site:
 
     @property
     def node(self) -> Node:
-        return Node.of(load_settings(self.places.etc).config, self.places, self.world.clock)
+        return Node.of(load_config(self.places.etc).config, self.places, self.world.clock)
 
     def run(self, *args: str) -> Result:
         done = CliRunner().invoke(main, [*args], obj=self.world)
@@ -91,7 +91,7 @@ class Site:
         owner = PartRecord(os.getpid(), boot_id(), wanted, **known)
         part.write_owner(owner)
         size = wanted.size
-        allocation.reserve(part, size, CHUNK, set(range(-(-size // CHUNK))))
+        allocation.reserve_part(part, size, CHUNK, set(range(-(-size // CHUNK))))
         return part, owner
 
     def publish(self, path: Path, age: float = 60.0, expected: float = 0.0) -> str:
@@ -100,11 +100,11 @@ class Site:
         wanted = owner.image
         with path.open("rb") as file:
             source = ReadableSource(file.fileno(), None, wanted.size)
-            chunks.copy(source, part, CopyTuning(threads=2, chunk=CHUNK), threading.Event())
+            chunks.copy_chunks(source, part, CopyTuning(threads=2, chunk=CHUNK), threading.Event())
         access = wanted.access
         os.chown(part.image, access.uid, access.gid)
         part.image.chmod(access.mode)
-        whole = digest.of_image(part.digests())
+        whole = digest.digest_image(part.digests())
         entry = Entry(
             wanted.key,
             wanted.identity,

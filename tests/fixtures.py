@@ -103,9 +103,9 @@ def look(shared: Path, me: User) -> Callable[[Path], OpenImage]:
     """Opens an image as a hook does before it stages it."""
 
     def looking(path: Path) -> OpenImage:
-        found, fd = opening.open_file(str(path), me, [str(shared)], None, PATIENCE)
+        found, fd = opening.open_descriptor_as_user(str(path), me, [str(shared)], None, PATIENCE)
         assert fd is not None
-        return OpenImage(image.judge(found, None), me, fd)
+        return OpenImage(image.check_image(found, None), me, fd)
 
     return looking
 

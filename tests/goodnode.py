@@ -12,7 +12,7 @@ from forestage.events import EventRecord, RequestOutcome
 from forestage.features.peers import activation
 from forestage.paths import NodePaths
 from forestage.slurm.queue import SlurmClient
-from forestage.system.terminal import TextLine, harmless
+from forestage.system.terminal import TextLine, escape_control_characters
 
 REPO = Path(__file__).resolve().parents[1]
 RELEASE = "22.05.8"
@@ -182,5 +182,7 @@ class GoodNode:
 def words(report: CheckReport) -> str:
     """What a person reads."""
     return "\n".join(
-        harmless(piece.text) for piece in pieces(report) if isinstance(piece, TextLine)
+        escape_control_characters(piece.text)
+        for piece in pieces(report)
+        if isinstance(piece, TextLine)
     )

@@ -8,7 +8,7 @@ from typing import Any
 from forestage.cache.lease import Lease
 from forestage.commands.explain import history, pieces
 from forestage.events import EventRecord, Outcome, RequestOutcome
-from forestage.system.terminal import write
+from forestage.system.terminal import write_plain
 
 NOW = 1_800_000_000.0
 KEY = "0123456789abcdef" * 2
@@ -28,5 +28,5 @@ def hit(**changes: Any) -> Outcome:
 
 def printed(*events: EventRecord, lease: Lease | None = None) -> str:
     out = io.StringIO()
-    write(pieces(history(7, events, lease), NOW), out)
+    write_plain(pieces(history(7, events, lease), NOW), out)
     return out.getvalue()

@@ -14,7 +14,7 @@ import node as nodes
 from forestage.cache.layout import DiskUsage
 from forestage.cache.node import Node
 from forestage.clock import Clock
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.errors import Declined
 from forestage.events import RequestOutcome
 from forestage.features.contexts import StepPart
@@ -22,7 +22,7 @@ from forestage.features.data import job_dir
 from forestage.features.data import requests as data
 from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.job import Job
-from forestage.stage.wait import Progress, quiet
+from forestage.stage.wait import ProgressCallback, ignore_progress
 from forestage.system import holder, loop, mounts
 from forestage.system.as_user import User
 from node import ALICE
@@ -43,7 +43,7 @@ class Dirs:
 
     @property
     def on(self) -> Node:
-        settings = load_settings(self.node.places.etc, self.node.places.config_memo)
+        settings = load_config(self.node.places.etc, self.node.places.config_memo)
         return Node.of(settings.for_partition("batch"), self.node.places, Clock())
 
     def job(self, job: int, comment: str, user: User = ALICE, **more: str) -> Job:
@@ -67,7 +67,7 @@ class Dirs:
         job: int,
         user: User = ALICE,
         fill: float = 240.0,
-        progress: Progress = quiet,
+        progress: ProgressCallback = ignore_progress,
         refusal: Declined | None = None,
     ) -> StepPart:
         asked = self.job(job, "", user, SLURM_STEP_ID="0")
@@ -83,8 +83,11 @@ class Dirs:
         target = line[-2]
         if line[0] == "served":
             assert line[2:] == (target, "root")
-            clone, point = holder.fetch_clone(Path(line[1]), "job-dir"), os.open(target, os.O_PATH)
-            mounts.attach(clone, point)
+            clone, point = (
+                holder.fetch_mount_clone(Path(line[1]), "job-dir"),
+                os.open(target, os.O_PATH),
+            )
+            mounts.attach_mount(clone, point)
             os.close(clone)
             os.close(point)
         else:
@@ -102,7 +105,7 @@ class Dirs:
 
     def devices(self) -> list[str]:
         facts = self.node.nvme.stat()
-        return [one.name for one in loop.attached() if one.is_on(facts)]
+        return [one.name for one in loop.list_attached_devices() if one.is_on(facts)]
 
 
 def as_alice(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -132,6 +135,6 @@ def made(node: nodes.Node, file: Path, size: str = "512M") -> Iterator[Dirs]:
     finally:
         for job in {place.name.partition(".")[0] for place in node.cache.jobs.glob("*")}:
             job_dir.end(node.cache, int(job))
-        for one in loop.attached():
+        for one in loop.list_attached_devices():
             if one.is_on(dirs.node.nvme.stat()):
-                loop.detach(one)
+                loop.detach_device(one)

@@ -39,7 +39,7 @@ def around_all(
     patch.setattr(features, "FEATURES", (made[0], *FEATURES, made[1]))
     if word:
         patch.setattr(hints, "RAW", (word,))
-        patch.setattr(hints, "KNOWN", (*hints.KNOWN, word))
+        patch.setattr(hints, "KNOWN_WORDS", (*hints.KNOWN_WORDS, word))
 
 
 def calls_of(names: tuple[str, ...], raised: type[BaseException]) -> tuple[Any, Any, list[str]]:

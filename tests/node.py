@@ -273,7 +273,7 @@ class Node:
 
     def binds(self) -> dict[str, str]:
         """The paths that the node redirects, each with the key of the entry that it shows."""
-        return {bind.path: bind.key for bind in redirect.binds(self.cache)}
+        return {bind.path: bind.key for bind in redirect.list_binds(self.cache)}
 
     def entries(self) -> set[str]:
         return {path.name for path in self.cache.entries.glob("*")}
@@ -309,7 +309,7 @@ class Node:
         """The identity of a path's source, as the server has it now."""
         fd = os.open(self.server / path.relative_to(self.shared), os.O_RDONLY)
         try:
-            return image.identify(fd, str(path))
+            return image.read_identity(fd, str(path))
         finally:
             os.close(fd)
 
@@ -329,8 +329,8 @@ class Node:
         """
 
         def live() -> None:
-            mounts.private_namespace()
-            for bind in redirect.binds(self.cache):
+            mounts.enter_private_namespace()
+            for bind in redirect.list_binds(self.cache):
                 with contextlib.suppress(OSError):
                     mounts.umount(bind.path)
             change()

@@ -26,7 +26,7 @@ from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.part import ENTRY_BYTES, Part, PartRecord, boot_id
 from forestage.clock import Clock
-from forestage.config import Config, ServiceAddress, load_settings, parse_address
+from forestage.config import Config, ServiceAddress, load_config, parse_address
 from forestage.config.keys import PeersSection
 from forestage.events import CopyOutcome
 from forestage.features.peers import auth, of_job
@@ -35,7 +35,7 @@ from forestage.features.peers.connection import PeerRequestError
 from forestage.features.peers.protocol import ChunkReceiver, ChunkRequest
 from forestage.hooks.boundary import HookRun
 from forestage.paths import NodePaths
-from forestage.stage.chunks import CopyTuning, digests
+from forestage.stage.chunks import CopyTuning, compute_digests
 from forestage.system import lock
 from node import ALICE, HANGS, until
 from node import Node as Hooks
@@ -162,7 +162,7 @@ class Node:
     def config(self) -> Config:
         """From now on its node is found where its service is."""
         find_at({self.name: f"127.0.0.1:{self.port}"})
-        return load_settings(self.places.etc).config
+        return load_config(self.places.etc).config
 
     def start(self, before: str = "") -> None:
         """`before`: Python that the process runs first, after what makes it patient."""
@@ -226,7 +226,7 @@ class Node:
             self.bring(part, number, seed)
         if digests is not None:
             part.map.write_bytes(digests)
-        wanted, whole = image(seed), digest.of_image(part.map.read_bytes())
+        wanted, whole = image(seed), digest.digest_image(part.map.read_bytes())
         entry = Entry(wanted.key, wanted.identity, wanted.access, 1.0, "chunks", CHUNK, whole)
         taken = self.cache.key_lock(wanted.key)  # as a stager does; unless one lives
         with lock.held(taken, 60.0) if lock.is_free(taken) else contextlib.nullcontext():
@@ -239,8 +239,8 @@ class Node:
         entry.mkdir(parents=True)
         shutil.copyfile(source, entry / "image")
         tuning = CopyTuning(chunk=chunk)
-        (entry / "map").write_bytes(digests(entry / "image", source.stat().st_size, tuning))
-        whole = digest.of_image((entry / "map").read_bytes())
+        (entry / "map").write_bytes(compute_digests(entry / "image", source.stat().st_size, tuning))
+        whole = digest.digest_image((entry / "map").read_bytes())
         record = Entry(image.key, image.identity, image.access, 0.0, "chunks", chunk, whole)
         (entry / "entry.json").write_bytes(msgspec.json.encode(record))
         (entry / "used").touch()
@@ -264,7 +264,7 @@ class Node:
             file.write(data)
         with part.map.open("r+b") as file:
             file.seek(number * ENTRY_BYTES)
-            file.write(digest.of_chunk(data) if noted is None else noted)
+            file.write(digest.digest_chunk(data) if noted is None else noted)
 
 
 def data() -> bytes:
@@ -367,7 +367,7 @@ class Client:
         receiver = ChunkReceiver(self.buffer, write, peer_has, lambda: False)
         found = self.peers.fetch(peer, ChunkRequest(number, start, size, give_up, wait), receiver)
         data = b"".join(pieces[at] for at in sorted(pieces))
-        assert found == digest.of_chunk(data)
+        assert found == digest.digest_chunk(data)
         assert sorted(pieces) == list(range(start, start + size, len(self.buffer)))
         return data
 
@@ -524,7 +524,7 @@ class Reply:
         secret: bytes | None = None,
     ) -> bytes:
         secret = self.secret if secret is None else secret
-        told = digest.of_chunk(of_chunk(0)).hex() if told is None else told
+        told = digest.digest_chunk(of_chunk(0)).hex() if told is None else told
         mac = auth.of_response(secret, self.counter, status, has, told, length)
         return (
             f"HTTP/1.1 {status} X\r\nForestage-Has: {has}\r\nForestage-Digest: {told}\r\n"
@@ -565,4 +565,4 @@ class OtherNode:
         data = self.content[chunk.start : chunk.start + chunk.size]
         receiver.buffer[: chunk.size] = data
         receiver.write(chunk.start, receiver.buffer[: chunk.size])
-        return digest.of_chunk(data)
+        return digest.digest_chunk(data)

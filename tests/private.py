@@ -36,7 +36,9 @@ class Private:
         named in the program's place.
         """
         mine = Path(f"/proc/{self.program.pid}/ns/mnt").stat().st_ino
-        return [one for one in namespaces.find(node.cache).found if one.namespace == mine]
+        return [
+            one for one in namespaces.scan_namespaces(node.cache).found if one.namespace == mine
+        ]
 
     def binds(self, node: Node) -> int:
         """How many redirects it sees."""

@@ -14,7 +14,7 @@ import pytest
 from forestage.clock import Clock
 from forestage.commands import tend
 from forestage.commands.tend import TendPart
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.features.contexts import TendFacts
 from forestage.paths import NodePaths
 from forestage.system import lock, processes
@@ -64,7 +64,7 @@ class Tended:
         return {one.name: (one.state, one.code) for one in ends}
 
     def parts(self) -> Iterator[TendPart]:
-        config = load_settings(self.places.etc).of_node
+        config = load_config(self.places.etc).of_node
         for part in tend.list_parts(TendFacts(self.places, Clock(), config, False), False):
             limit = 0.01 if part.name in self.stuck else HANGS
             yield msgspec.structs.replace(part, limit=limit if part.limit else 0.0)
@@ -93,7 +93,7 @@ class Tended:
 def hangs(pid: int) -> bool:
     """Whether a process waits in the kernel, where no signal reaches it; not for a moment only."""
     for _ in range(LOOKS):
-        if processes.stat(Path(f"/proc/{pid}")).state != "D":
+        if processes.read_stat(Path(f"/proc/{pid}")).state != "D":
             return False
         time.sleep(0.01)
     return True

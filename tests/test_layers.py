@@ -81,7 +81,7 @@ FOR_USERS = {
     "features.registry.worker",
     "stage.fstab",
 }
-"""Those that start one for a job's user, with all three ids theirs (run.start_as and its like):
+"""Those that start one for a job's user, with all three ids theirs (run.start_as_user and its like):
 bash with real uid 0 makes itself root again. See docs/security.md.
 """
 
@@ -93,7 +93,7 @@ FOR_WORKERS = {
         "features.registry.worker_pipe",
     ),
 }
-"""Those that start one as the user whom their process is (run.run_here, start_here): what runs
+"""Those that start one as the user whom their process is (run.run_as_current_user, start_here): what runs
 there is the user's own, and so is what it may do.
 """
 
@@ -241,7 +241,7 @@ def imported_modules(module: str) -> set[str]:
 
 
 def test_no_file_of_ours_is_opened_in_a_way_that_waits_for_a_fifo() -> None:
-    """system/files.read and overwrite do not; in /proc and /sys there is none."""
+    """system/files.read_file and overwrite do not; in /proc and /sys there is none."""
     waiting = {"read_text", "read_bytes", "write_text", "write_bytes"}
     kernels = ("Path('/proc/", "Path(f'/proc/", "Path(CONNECTIONS,", "ahead")  # both in /sys
     alone = {"features.data.serving", "views.through.keeper_process"}  # below an empty file system

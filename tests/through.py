@@ -54,7 +54,7 @@ def opened(path: Path, user: User = ALICE) -> OpenImage:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     facts = os.fstat(fd)
     access = AccessRights(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, image.read_acl(fd))
-    return OpenImage(SourceImage(image.identity(facts, str(path)), access), user, fd)
+    return OpenImage(SourceImage(image.identity_from_stat(facts, str(path)), access), user, fd)
 
 
 def task(here: Here, opened: OpenImage, **keys: object) -> CopyTask:

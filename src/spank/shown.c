@@ -146,7 +146,7 @@ static bool find(char *text, const char *asked, const struct asker *who, struct 
 	return false;
 }
 
-/* What the file server says of an open file now: open(2) need not ask it (system/files.latest). */
+/* What the file server says of an open file now: open(2) need not ask it (system/files.read_fresh_stat). */
 static int latest(int fd, struct stat *st)
 {
 	struct statx asked;

@@ -59,7 +59,9 @@ class Far:
             argv, stdin=subprocess.DEVNULL, user=user.uid, group=user.gid, extra_groups=[]
         )
         # Not ismount(): root need not be let in.
-        until(lambda: str(self.point) in {one.point for one in mounts.current()}, "farfs to mount")
+        until(
+            lambda: str(self.point) in {one.point for one in mounts.list_mounts()}, "farfs to mount"
+        )
 
     def put(self, name: str, data: bytes) -> Path:
         """Puts a file there; gives its path on the node."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from forestage.cache.part import PROCESS_NAME, missing_chunks
+from forestage.cache.part import PROCESS_NAME, list_missing_chunks
 from forestage.clock import Clock
 from node import Node, content, until
 from through import SIZE
@@ -162,7 +162,7 @@ def missing(node: Node, key: str) -> int:
     part = node.cache.part(key)
     owner = part.owner()
     assert owner is not None
-    return len(missing_chunks(part.digests(), owner.image.size, owner.chunk))
+    return len(list_missing_chunks(part.digests(), owner.image.size, owner.chunk))
 
 
 def served(node: Node, path: Path, data: bytes) -> bool:

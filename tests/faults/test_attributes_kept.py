@@ -15,7 +15,7 @@ import pytest
 
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.errors import Declined
 from forestage.features.data import manifest, wanted
 from forestage.features.data import requests as data
@@ -65,13 +65,13 @@ def serving(node: Node, nfslike: Path, *how: str) -> Iterator[Kept]:
         made.put(f"sub/{number}", b"version 1")
     point = made.point.parent
     with subprocess.Popen([nfslike, made.folder.parent, point, *how]) as server:
-        until(lambda: str(point) in {one.point for one in mounts.current()}, "nfslike to mount")
+        until(lambda: str(point) in {one.point for one in mounts.list_mounts()}, "nfslike to mount")
         try:
             yield made
         finally:
-            for one in loop.attached():
+            for one in loop.list_attached_devices():
                 if one.is_on(node.nvme.stat()):
-                    loop.detach(one)
+                    loop.detach_device(one)
             unmount(point)
             server.wait()
 
@@ -139,7 +139,7 @@ def test_step_is_not_shown_what_was_there_before(node: Node, kept: Kept, change:
 
 
 def show(node: Node) -> data.StepPart:
-    config = load_settings(node.places.etc).for_partition("batch")
+    config = load_config(node.places.etc).for_partition("batch")
     bare = Bare(config, node.places, node.cache, node.leases, Clock())
     job = Job.from_environ(node.environ(1))
     return data.show(bare, job, HookDeadlines.of(Clock(), 600.0, None), None)
@@ -166,11 +166,11 @@ def test_file_is_asked_for_by_descriptor_and_by_name(kept: Kept) -> None:
     root = os.open(kept.point, os.O_RDONLY)
     file = os.open(kept.folder / "1", os.O_RDONLY)
     facts = os.fstat(file)
-    for asked in (files.asked(root, b"1"), files.asked(file)):
+    for asked in (files.statx_from_server(root, b"1"), files.statx_from_server(file)):
         assert asked[:-1] == tuple(getattr(facts, name) for name in asked._fields[:-1])
-    assert files.asked(root).st_dev == os.fstat(root).st_dev
+    assert files.statx_from_server(root).st_dev == os.fstat(root).st_dev
     with pytest.raises(FileNotFoundError) as caught:
-        files.asked(root, b"none")
+        files.statx_from_server(root, b"none")
     assert caught.value.filename == "none"
     os.close(root)
     os.close(file)
@@ -188,12 +188,12 @@ def test_file_changed_by_another_client_is_another_image(
                 assert after.image.identity != before.image.identity
                 file.write_bytes(b"the third version")
                 with pytest.raises(Declined, match="changed"):
-                    source.must_be_same(after)
+                    source.check_same_file(after)
 
 
 @contextlib.contextmanager
 def look(path: str) -> Iterator[source.OpenImage]:
-    found, fd = opening.open_file(path, ALICE, ["/"], None, 10.0)
+    found, fd = opening.open_descriptor_as_user(path, ALICE, ["/"], None, 10.0)
     assert found.image is not None
     assert fd is not None
     with contextlib.closing(source.OpenImage(found.image, ALICE, fd)) as opened:

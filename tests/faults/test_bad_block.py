@@ -17,7 +17,7 @@ from forestage.commands import sweep
 from forestage.commands.sweep import SweepReport
 from forestage.slurm.queue import SlurmClient
 from forestage.system.as_user import User
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from node import BOB, Node, until
 from through import MIB, Copy, Shown, Through, forget_pages, here, read_fresh, shows
 
@@ -63,7 +63,7 @@ def is_logged(user: User, text: str) -> bool:
     """
     argv = ["setpriv", f"--reuid={user.uid}", f"--regid={user.gid}", "--clear-groups"]
     subprocess.run([*argv, sys.executable, "-c", COMPLAINED_OF, text], check=True)
-    with opened(disk_errors.KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK) as log:
+    with open_descriptor(disk_errors.KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK) as log:
         while True:
             try:
                 if text.split()[0].encode() in os.read(log, disk_errors.LONGEST):
@@ -109,13 +109,13 @@ def test_bad_block_costs_one_job_and_hits_resume_once_all_was_read(node: Node, n
         assert ran.ended == (0, "declined", "disk-errors")
         assert read(path) == data
         node.epilog(4)
-    why = disk_errors.known(node.places).why
+    why = disk_errors.read_state(node.places).why
     assert why.startswith("I/O error, dev loop")
 
     assert [one.result for one in swept(node).verified].count("bad") == 1
     assert node.entries() == {node.identity(good).key}
     swept(node)  # reading the bad block was an error once more
-    assert disk_errors.known(node.places).since == 0
+    assert disk_errors.read_state(node.places).since == 0
     assert node.prolog(5, good).outcome.result == "hit"
     assert node.prolog(6, bad).outcome.result == "copied"
     assert (read(good), read(bad)) == (image(1), image(2))
@@ -124,12 +124,12 @@ def test_bad_block_costs_one_job_and_hits_resume_once_all_was_read(node: Node, n
 def test_line_that_a_user_has_the_kernel_log_declines_no_job(node: Node, nvme: Disk) -> None:
     path = node.put("a.sqsh", image(1))
     assert node.prolog(1, path).outcome.result == "copied"
-    (loop,) = disk_errors.devices(node.cache.root)
+    (loop,) = disk_errors.list_devices(node.cache.root)
     for between in (" ", "\n"):
         if not is_logged(BOB, f"{os.urandom(4).hex()}{between}I/O error, dev {loop}, sector 1"):
             pytest.skip("here users have no overlayfs")
     node.epilog(1)
-    assert disk_errors.known(node.places).since == 0
+    assert disk_errors.read_state(node.places).since == 0
     assert node.prolog(2, path).outcome.result == "hit"
 
 

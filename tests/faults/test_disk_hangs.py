@@ -144,7 +144,7 @@ def test_raid_of_which_the_other_disk_hangs_serves_nothing(
     file = far.put("disk", bytes(1 << 20))
     argv = ["losetup", "--find", "--show", file]
     loop = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
-    monkeypatch.setattr(disk_errors, "devices", lambda root: {Path(loop).name})
+    monkeypatch.setattr(disk_errors, "list_devices", lambda root: {Path(loop).name})
     path = node.put("alice/image.sqsh", image())
     found = Hangs(node, far.hang, far.answer)
     try:
@@ -228,7 +228,7 @@ import os, sys
 from forestage.cache import disk
 from forestage.hooks import boundary, prolog, step, watch
 from forestage.system import probe
-hook, hangs = os.getpid(), disk.hangs
+hook, hangs = os.getpid(), disk.probe_disk
 probe.LIMIT, watch.LOOK, watch.HANGS = 0.2, 0.2, float(sys.argv[3])
 def known(*args):
     if os.getpid() != hook:
@@ -237,7 +237,7 @@ def known(*args):
     if found:
         os.write(2, b"hangs\\n")
     return found
-disk.hangs = known
+disk.probe_disk = known
 def hang(node, *args):
     os.mkdir(node.cache.root / "new")
 prolog.prolog = step.step = hang

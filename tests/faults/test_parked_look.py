@@ -129,7 +129,7 @@ def held(far: Far, folder: Path) -> Iterator[None]:
     argv = [sys.executable, "-ISc", "import os, sys; os.mkdir(sys.argv[1])", folder / "bobs"]
     with parked(far, folder):
         maker = subprocess.Popen(argv, user=BOB.uid, group=BOB.gid, extra_groups=[])
-        until(lambda: processes.stat(Path(f"/proc/{maker.pid}")).state == "D", "him to wait")
+        until(lambda: processes.read_stat(Path(f"/proc/{maker.pid}")).state == "D", "him to wait")
         yield
     assert maker.wait() == 0
 

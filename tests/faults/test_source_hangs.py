@@ -311,7 +311,7 @@ def test_source_that_hung_is_not_waited_for_again_until_it_answers(
 
 def hung(node: Node) -> bool:
     """Whether a server is known to hang."""
-    return any(map(probe.known, node.places.probes.glob("source-*")))
+    return any(map(probe.find_known_hang, node.places.probes.glob("source-*")))
 
 
 def test_process_of_a_directory_whose_source_hangs_ends_on_sigterm(

@@ -159,7 +159,7 @@ def test_killed_fifty_times_at_random_moments(
     key = node.identity(path).key
     kills = tmp_path / "kills"
     kills.touch()
-    live = stager._live
+    live = stager._run_stager
 
     def die() -> None:
         with kills.open("ab") as file:
@@ -176,14 +176,14 @@ def test_killed_fifty_times_at_random_moments(
     while kills.stat().st_size < 50:
         job += 1
         moment = moments.uniform(0, 0.04)
-        monkeypatch.setattr(stager, "_live", doomed)
+        monkeypatch.setattr(stager, "_run_stager", doomed)
         ran = node.prolog(job, path)
         assert ran.outcome.result in ("copied", "joined", "failed"), ran
         assert path.read_bytes() == image()
         if ran.outcome.result == "failed":
             assert ran.outcome.reason == "copy"
             assert untouched(node, path, job)
-            monkeypatch.setattr(stager, "_live", live)
+            monkeypatch.setattr(stager, "_run_stager", live)
             job += 1
             assert node.prolog(job, path).outcome.result == "copied"
         assert served(node, path, image())

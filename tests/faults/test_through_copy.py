@@ -27,7 +27,7 @@ from through import MIB, Copy, Shown, Through, opened, read_fresh, reading, show
 
 def start(through: Through, **keys: object) -> StartChannel:
     """Starts a stager as a hook does."""
-    return stager.start(task(through.node, through.opened, **keys))
+    return stager.start_stager(task(through.node, through.opened, **keys))
 
 
 def end(channel: StartChannel) -> str:

@@ -154,7 +154,7 @@ def test_task_hears_that_the_kernel_has_no_mount_api_and_the_copy_goes_on(
     def missing(path: str) -> int:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(mounts, "clone", missing)
+    monkeypatch.setattr(mounts, "clone_mount", missing)
     through = shown(leased(node), lay=False)
     with through.connect() as line:
         line.send(b"mount")
@@ -247,7 +247,7 @@ def test_server_and_keeper_killed_before_an_answer_leave_nobody_who_waits(
     take = ReadServer._take
 
     def answer_no_open(self: ReadServer, slot: memoryview) -> None:
-        request = fuse.parse(slot)
+        request = fuse.parse_request(slot)
         if request is None or request.op == fuse.FuseOpcode.INIT:
             take(self, slot)
         else:
@@ -298,7 +298,7 @@ top, path = map(Path, sys.argv[1:3])
 fd = os.open(path, os.O_RDONLY)
 facts = os.fstat(fd)
 access = AccessRights(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777)
-opened = OpenImage(SourceImage(image.identity(facts, str(path)), access), User("", 1, 1), fd)
+opened = OpenImage(SourceImage(image.identity_from_stat(facts, str(path)), access), User("", 1, 1), fd)
 node = Node.of(Config(cache="/mnt/nvme/forestage", chunk_size=2**20), NodePaths(top), Clock())
 job = Job(7, opened.user, "n1", "batch", "/", requests=(), saves=None, hints=JobHints())
 sys.meta_path[:] = [Gone()]

@@ -21,7 +21,7 @@ from forestage import trace
 from forestage.cache import digest
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.features.data import erofs, manifest, open_tree
 from forestage.slurm.job import Job
 from forestage.sources import opening
@@ -54,7 +54,7 @@ class Copier:
     def __init__(self, node: Node, far: Far) -> None:
         self.far = far
         node.configure(redirect="none", min_free=0)
-        config = load_settings(node.places.etc).for_partition("batch")
+        config = load_config(node.places.etc).for_partition("batch")
         self.node = Bare(config, node.places, node.cache, node.leases, Clock())
         self.job = Job.from_environ(node.environ(1))
         node.cache.prepare(require_mount=False)
@@ -62,11 +62,11 @@ class Copier:
     def copy(self, name: str) -> Copied:
         """Copies the image, or the directory, of this name."""
         work = self._tree if (self.far.folder / name).is_dir() else self._image
-        return as_user.call(lambda: (work(name), []), Copied, 600.0)[0]
+        return as_user.run_in_child(lambda: (work(name), []), Copied, 600.0)[0]
 
     def _image(self, name: str) -> Copied:
         path = str(self.far.point / name)
-        facts, fd = opening.open_file(path, ALICE, ["/"], None, 60.0)
+        facts, fd = opening.open_descriptor_as_user(path, ALICE, ["/"], None, 60.0)
         if facts.image is None or fd is None:
             return Copied(StartReport("failed", "missing"))
         opened = OpenImage(facts.image, ALICE, fd)
@@ -88,13 +88,13 @@ class Copier:
 
     def _copied(self, opened: OpenImage, true: bytes) -> Copied:
         cache, key = self.node.cache, opened.image.key
-        ended = stager.copy(CopyTask(self.node, self.job, opened), threading.Event())
+        ended = stager.copy_and_report(CopyTask(self.node, self.job, opened), threading.Event())
         entry = cache.read(key)
         if entry is None:
             return Copied(ended)
         file = cache.image(key)
         chunks = (true[at : at + CHUNK] for at in range(0, len(true), CHUNK))
-        proven = cache.digests(entry) == b"".join(map(digest.of_chunk, chunks))
+        proven = cache.digests(entry) == b"".join(map(digest.digest_chunk, chunks))
         copied = Copied(ended, file.read_bytes() == true and proven, file.stat().st_blocks)
         shutil.rmtree(file.parent)
         return copied
@@ -165,13 +165,13 @@ def test_image_without_names_is_staged_if_its_path_leads_to_it(
     copier.far.behaves(unlinked=1)
     assert copier.copy("image").ended == StartReport("published")
     copier.far.folder.chmod(0o777)  # it is her who looks, and renames it meanwhile
-    real = files.latest
+    real = files.read_fresh_stat
 
     def removed(fd: int, disk: int, name: bytes = b"") -> os.stat_result | files.Statx:
         file.rename(file.with_name("other"))
         return real(fd, disk, name)
 
-    monkeypatch.setattr(files, "latest", removed)
+    monkeypatch.setattr(files, "read_fresh_stat", removed)
     assert copier.copy("image").ended.reason == "missing"
 
 

@@ -17,7 +17,7 @@ from fault import MIB, Points
 from fault import image as content
 from parked import BLOCK, Parked
 
-from forestage.cache.image import identity
+from forestage.cache.image import identity_from_stat
 from forestage.features.data import retry, wanted
 from node import ALICE, Node, until
 
@@ -83,7 +83,7 @@ def is_right(node: Node, path: Path) -> bool:
 
 
 def key_of(path: Path) -> str:
-    return identity(path.stat(), str(path)).key
+    return identity_from_stat(path.stat(), str(path)).key
 
 
 @pytest.mark.cases(2)

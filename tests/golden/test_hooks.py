@@ -36,7 +36,7 @@ from forestage.cache.node import Node as CacheNode
 from forestage.clock import Clock
 from forestage.commands.main import main
 from forestage.commands.world import CommandContext
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.features.data import job_disk, serving
 from forestage.features.prefetch import prefetch_node
 from forestage.features.prefetch.expected import LASTS, ExpectedImageList
@@ -239,9 +239,9 @@ def test_directory_of_data(scene: Scene) -> None:
         scene.epilog("Epilog, hit", 8)
         scene.compare("data-directory")
     finally:
-        for one in loop.attached():
+        for one in loop.list_attached_devices():
             if one.is_on(scene.node.nvme.stat()):
-                loop.detach(one)
+                loop.detach_device(one)
 
 
 def test_squashfs_of_data(scene: Scene, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_image_that_was_expected(scene: Scene) -> None:
         os.utime(scene.node.server / one.relative_to(scene.node.shared), (now - OLD, now - OLD))
     rows = tuple(ExpectedStarts("gpu", str(one), ALICE.uid, 1.0) for one in (path, late))
     told = ExpectedImageList(1, now, now + LASTS, {"gpu": "n[1-2]"}, rows[:1])
-    config = load_settings(scene.node.places.etc).of_node
+    config = load_config(scene.node.places.etc).of_node
     own = CacheNode.of(config, scene.node.places, Clock())
     prefetch_node.run(
         own, SlurmClient("", proc=scene.node.places.root / "proc", node="n1"), told_by(told), False

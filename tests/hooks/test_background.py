@@ -331,8 +331,10 @@ def test_hook_reads_slurm_conf_once_for_all_that_it_takes_from_it(
     (conf.parent / "b.conf").write_text("BatchStartTimeout=60\n")
     (conf.parent / "plugstack.conf").write_text("optional forestage.so\n")
     read: list[str] = []
-    text_of = slurm_conf.text_of
-    monkeypatch.setattr(slurm_conf, "text_of", lambda path: (read.append(path), text_of(path))[1])
+    text_of = slurm_conf.read_conf_text
+    monkeypatch.setattr(
+        slurm_conf, "read_conf_text", lambda path: (read.append(path), text_of(path))[1]
+    )
     for name in ("prolog", "epilog"):
         read.clear()
         HookRun(name, environ, 0.0).run(background.node.places, Clock())  # type: ignore[arg-type]

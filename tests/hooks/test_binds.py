@@ -20,7 +20,7 @@ from forestage.slurm.enroot import UNKNOWN
 from forestage.slurm.job import HOME_OPTION, NO_HOME_OPTION
 from forestage.stage import fstab
 from forestage.system import run
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from forestage.system.lock_ranges import NODE_MOUNTS, TASK_MOUNTS, USER_FILES, LockRange
 from helper import Helper, ask, environ, noted
 from node import ALICE, Node, children_left, held_at, until
@@ -334,7 +334,7 @@ def test_looks_of_a_user_that_hang_are_so_many_and_the_next_waits_where_it_can_b
     path = spank.put("images/image.sqsh")
     places = USER_FILES.width
     spank.places.run.mkdir(mode=0o711, parents=True, exist_ok=True)
-    with opened(spank.places.mounting, os.O_RDWR | os.O_CREAT) as fd:
+    with open_descriptor(spank.places.mounting, os.O_RDWR | os.O_CREAT) as fd:
         fcntl.lockf(fd, fcntl.LOCK_EX, places, USER_FILES.first_byte(ALICE.uid))
         assert answer_to(spank, path, {"FORESTAGE_TIMEOUT": "8"}, {}) == LEAVE
         (outcome,) = spank.outcomes("step", 7)
@@ -352,7 +352,7 @@ def test_bytes_that_another_users_processes_lock_hold_up_no_look(
     """Mounts of uid 4096 over chosen paths once locked the bytes that the looks of others need."""
     path = spank.put("images/image.sqsh")
     spank.places.run.mkdir(mode=0o711, parents=True, exist_ok=True)
-    with opened(spank.places.mounting, os.O_RDWR | os.O_CREAT) as fd:
+    with open_descriptor(spank.places.mounting, os.O_RDWR | os.O_CREAT) as fd:
         fcntl.lockf(fd, fcntl.LOCK_EX, ranges.width, ranges.first_byte(4096))
         assert answer_to(spank, path, {}, {})[0] == "use"
 
@@ -470,8 +470,8 @@ def test_what_unpacks_the_fstab_is_the_users_and_bounded(
     made = tmp_path / "it.sqsh"
     made.write_bytes(packed(""))
     made.chmod(0o644)
-    with opened(made, os.O_RDONLY) as copy:
-        assert fstab.binds(copy, ALICE) == found
+    with open_descriptor(made, os.O_RDONLY) as copy:
+        assert fstab.read_fstab_binds(copy, ALICE) == found
     assert not Path("/tmp/image").exists()
     if "id" in script:
         ids = [str(ALICE.uid), str(run.NOBODY)]

@@ -15,14 +15,14 @@ from click.testing import CliRunner
 
 from forestage import log
 from forestage.bind import origins
-from forestage.cache.known_disks import read_known
+from forestage.cache.known_disks import read_known_disks
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
 from forestage.clock import Clock
 from forestage.commands import sweep
 from forestage.commands.main import CommandContext, main
 from forestage.commands.world import ExitStatus
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.system import mounts, records
 from node import Idle, Node, content, unmount
 
@@ -66,7 +66,7 @@ def accept_disk(node: Node) -> int:
 
 
 def swept(node: Node) -> sweep.SweepReport:
-    config = load_settings(node.places.etc).of_node
+    config = load_config(node.places.etc).of_node
     of_cache = NodeOfCache.of(config, node.places, Clock())
     return sweep.sweep(of_cache, Idle("", node="n1"), False, lambda _: None)
 
@@ -139,7 +139,7 @@ def test_file_system_on_a_device_of_another_number_is_the_same_until_it_is_made_
         attached.append(attach(disk))
         mount(attached[-1])
         path = used(node)
-        known = read_known(node.places.known_disks)
+        known = read_known_disks(node.places.known_disks)
         unmount(node.nvme)
         # As at a boot that finds the disks in another order.
         subprocess.run(["losetup", "--detach", attached.pop()], check=True)
@@ -148,7 +148,7 @@ def test_file_system_on_a_device_of_another_number_is_the_same_until_it_is_made_
         assert node.prolog(2, path).outcome.result == "hit"
         node.epilog(2)
         assert swept(node).problems == ()
-        assert (notes, read_known(node.places.known_disks)) == ([], known)
+        assert (notes, read_known_disks(node.places.known_disks)) == ([], known)
         unmount(node.nvme)
         subprocess.run(["losetup", "--detach", attached.pop()], check=True)
         make(disk)
@@ -202,7 +202,7 @@ def test_cache_on_a_network_file_system_is_not_used_and_drains_no_node(
 ) -> None:
     node.configure(require_mount=False)
     path = node.put("alice/image.sqsh")
-    current = mounts.current
+    current = mounts.list_mounts
 
     def listed() -> list[mounts.MountInfo]:
         return [
@@ -212,7 +212,7 @@ def test_cache_on_a_network_file_system_is_not_used_and_drains_no_node(
             for one in current()
         ]
 
-    monkeypatch.setattr(mounts, "current", listed)
+    monkeypatch.setattr(mounts, "list_mounts", listed)
     assert node.prolog(1, path).ended == ON_NETWORK
     assert node.shows_source(path)
     assert node.epilog(1).code == 0
@@ -225,7 +225,7 @@ def test_automount_that_found_no_disk_is_none(node: Node, monkeypatch: pytest.Mo
     path = used(node)
     unmount(node.nvme)
     mount_new_disk(node)
-    current = mounts.current
+    current = mounts.list_mounts
 
     def listed() -> list[mounts.MountInfo]:
         return [
@@ -235,7 +235,7 @@ def test_automount_that_found_no_disk_is_none(node: Node, monkeypatch: pytest.Mo
             for one in current()
         ]
 
-    monkeypatch.setattr(mounts, "current", listed)
+    monkeypatch.setattr(mounts, "list_mounts", listed)
     assert node.prolog(2, path).ended == REFUSED
 
 
@@ -267,7 +267,7 @@ def test_disk_that_is_reached_by_another_mount_point_is_the_same(
     node.cache.root.mkdir(mode=0o700)
     mounts.mount(str(node.cache.root), str(node.cache.root), mounts.MS_BIND)
     path = used(node)
-    (known,) = read_known(node.places.known_disks).caches
+    (known,) = read_known_disks(node.places.known_disks).caches
     assert known.point == node.cache.real
     unmount(node.cache.root)
     assert node.prolog(2, path).outcome.result == "hit"
@@ -326,7 +326,7 @@ def test_epilog_releases_where_the_file_system_below_a_lost_disk_cannot_be_ident
     """Below an automount that found no disk the automount is opened, not the root disk's XFS."""
     path = node.staged(1)
     subprocess.run(["umount", "--lazy", node.nvme], check=True)
-    current = mounts.current
+    current = mounts.list_mounts
 
     def listed() -> list[mounts.MountInfo]:
         return [
@@ -334,7 +334,7 @@ def test_epilog_releases_where_the_file_system_below_a_lost_disk_cannot_be_ident
             for one in current()
         ]
 
-    monkeypatch.setattr(mounts, "current", listed)
+    monkeypatch.setattr(mounts, "list_mounts", listed)
     assert node.epilog(1).said == ("released", "")
     assert node.lease(1) is None
     assert node.shows_source(path)
@@ -375,4 +375,4 @@ def test_where_a_cache_lay_is_forgotten_once_nothing_of_that_disk_is_mounted(nod
     node.staged(2, "alice/other.sqsh")
     (second,) = noted()
     assert first.device != second.device
-    assert [one.origin for one in origins.find_origins(node.cache)] == [second]
+    assert [one.origin for one in origins.list_origins(node.cache)] == [second]

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 import jobdir
 from forestage.cache import disk
-from forestage.cache.known_disks import read_known
+from forestage.cache.known_disks import read_known_disks
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
 from forestage.cache.part import boot_id
@@ -19,7 +19,7 @@ from forestage.clock import Clock
 from forestage.commands import sweep
 from forestage.commands.main import CommandContext, main
 from forestage.commands.world import ExitStatus
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.system.probe import HangReport
 from jobdir import Dirs
 from node import ALICE, BOB, Idle, Node, until
@@ -38,7 +38,7 @@ def configure(node: Node, cache: str | None = None) -> None:
 
 
 def swept(node: Node, dry_run: bool = False) -> sweep.SweepReport:
-    config = load_settings(node.places.etc).of_node
+    config = load_config(node.places.etc).of_node
     here = NodeOfCache.of(config, node.places, Clock())
     return sweep.sweep(here, Idle("", node="n1"), dry_run, lambda _: None)
 
@@ -84,7 +84,7 @@ def test_directory_of_a_running_job_in_an_earlier_cache_stays(dirs: Dirs) -> Non
         def at_work(self) -> frozenset[int]:
             return frozenset({7})
 
-    config = load_settings(node.places.etc).of_node
+    config = load_config(node.places.etc).of_node
     here = NodeOfCache.of(config, node.places, Clock())
     assert sweep.sweep(here, AtWork("", node="n1"), False, lambda _: None).added == {}
     with dirs.seen(7) as at:
@@ -162,7 +162,7 @@ def test_earlier_cache_goes_by_one_command_with_pins_and_job_directories(dirs: D
     assert done.exit_code == ExitStatus.OK, done.output
     assert f"The cache {node.cache.root} is removed." in done.output
     assert not node.cache.root.exists()
-    assert read_known(node.places.known_disks).find_disk(node.cache.real) is None
+    assert read_known_disks(node.places.known_disks).find_disk(node.cache.real) is None
     assert evicted(node, node.cache.root).exit_code == ExitStatus.NOT_FOUND
 
 
@@ -241,14 +241,14 @@ def test_earlier_cache_whose_disk_is_hung_is_left_alone(
     node.configure(cache=OTHER)
     used(node, 3, "alice/third.sqsh")
     (node.cache.jobs / "9.0").mkdir(parents=True)
-    hangs = disk.hangs
+    hangs = disk.probe_disk
 
     def asked(places: object, cache: Cache, left: float = 60.0) -> HangReport | None:
         if cache.root == node.cache.root:
             return HangReport("writes", 60.0)
         return hangs(node.places, cache, left)
 
-    monkeypatch.setattr(disk, "hangs", asked)
+    monkeypatch.setattr(disk, "probe_disk", asked)
     done = swept(node)
     assert done.released == ()
     assert done.added == {}

@@ -62,13 +62,13 @@ def test_sweep_of_a_later_day_finds_what_an_epilog_left(
     path = node.staged(1)
     container = private(*USERS)
     node.leases.drop(1)
-    for bind in mounts.current():
+    for bind in mounts.list_mounts():
         if bind.point == str(path):
             mounts.umount(bind.point)
     assert container.binds(node) == 1
-    left = namespaces.clear(node.cache, node.leases)
+    left = namespaces.unmount_in_namespaces(node.cache, node.leases)
     assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
-    assert namespaces.clear(node.cache, node.leases).off == 0, "it is covered once"
+    assert namespaces.unmount_in_namespaces(node.cache, node.leases).off == 0, "it is covered once"
 
 
 def test_path_that_hung_in_one_namespace_costs_no_epilog_time_in_the_next(
@@ -80,7 +80,7 @@ def test_path_that_hung_in_one_namespace_costs_no_epilog_time_in_the_next(
     node.leases.drop(1)
     mounts.umount(str(path))
     tries, now = node.places.root / "tries", Clock().wall()
-    real = namespaces._in_namespace
+    real = namespaces._unmount_in_one_namespace
 
     def hangs(ones: list[namespaces.ForeignBind]) -> list[int]:
         with tries.open("a") as file:
@@ -88,18 +88,18 @@ def test_path_that_hung_in_one_namespace_costs_no_epilog_time_in_the_next(
         until(lambda: False, "a dead file server")
         return []
 
-    monkeypatch.setattr(namespaces, "_in_namespace", hangs)
+    monkeypatch.setattr(namespaces, "_unmount_in_one_namespace", hangs)
     monkeypatch.setattr(unmount, "TIMEOUT", 1.0)
-    assert namespaces.clear(node.cache, node.leases, now).off == 0
+    assert namespaces.unmount_in_namespaces(node.cache, node.leases, now).off == 0
     node.prolog(2, path)
     second = private(*USERS)
     assert node.epilog(2).said == ("released", "")
     assert tries.read_text() == "try\n"
     assert second.binds(node) == 1
     # The sweep tries it all the same, and says when it is well again.
-    monkeypatch.setattr(namespaces, "_in_namespace", real)
+    monkeypatch.setattr(namespaces, "_unmount_in_one_namespace", real)
     monkeypatch.setattr(unmount, "TIMEOUT", 600.0)
-    assert namespaces.clear(node.cache, node.leases).off == 2
+    assert namespaces.unmount_in_namespaces(node.cache, node.leases).off == 2
     assert list(node.cache.claims.glob("*.hung")) == []
 
 
@@ -111,7 +111,7 @@ def test_bind_of_an_evicted_entry_is_told(node: Node, private: Callable[..., Pri
     mounts.umount(str(path))
     node.cache.evict(node.identity(path).key)
     node.cache.delete_evicted()
-    left = namespaces.clear(node.cache, node.leases)
+    left = namespaces.unmount_in_namespaces(node.cache, node.leases)
     assert left.off == 0
     assert f"{path} in the mount namespace of process {container.program.pid}" in left.problems[0]
 
@@ -128,7 +128,7 @@ def test_cover_goes_with_the_evicted_entry_and_the_sweep_tells(
     node.cache.delete_evicted()
     assert container.binds(node) == 1
     assert container.reads(path) == content()
-    assert len(namespaces.clear(node.cache, node.leases).problems) == 1
+    assert len(namespaces.unmount_in_namespaces(node.cache, node.leases).problems) == 1
 
 
 HOSTILE = {
@@ -192,7 +192,7 @@ def test_no_later_redirect_is_laid_over_an_older_one(
     node.prolog(2, path)
     node.epilog(1)
     assert node.shows_entry(path, node.identity(path).key)
-    assert namespaces.clear(node.cache, node.leases).off == 0
+    assert namespaces.unmount_in_namespaces(node.cache, node.leases).off == 0
     assert container.reads(path) == content()
     node.epilog(2)
     node.put("alice/image.sqsh", content(3))
@@ -208,11 +208,11 @@ def test_epilog_looks_as_far_as_it_has_time_and_the_sweep_at_the_rest(
     with monkeypatch.context() as hurried:
         hurried.setattr(namespaces, "LOOK", 0.0)
         assert node.epilog(1).said == ("released", "")
-        assert namespaces.find(node.cache).unread > 0
+        assert namespaces.scan_namespaces(node.cache).unread > 0
     assert container.binds(node) == 1
     with monkeypatch.context() as hurried:
         hurried.setattr(namespaces, "LOOK", 0.0)
-        left = namespaces.clear(node.cache, node.leases)
+        left = namespaces.unmount_in_namespaces(node.cache, node.leases)
     assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
 
 
@@ -227,10 +227,10 @@ def test_of_a_long_list_of_mounts_an_epilog_reads_some_and_the_sweep_more(
     assert container.binds(node) == 1
     with monkeypatch.context() as hurried:
         hurried.setattr(namespaces, "SWEEP_MOST", 200)
-        left = namespaces.clear(node.cache, node.leases)
+        left = namespaces.unmount_in_namespaces(node.cache, node.leases)
     assert left.off == 0
     assert "not looked through" in left.problems[-1]
-    left = namespaces.clear(node.cache, node.leases)
+    left = namespaces.unmount_in_namespaces(node.cache, node.leases)
     assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
 
 
@@ -241,7 +241,7 @@ def test_namespaces_of_the_jobs_user_are_looked_at_first(
     node.staged(1)
     containers = [private(*USERS), private()]
     for first in (BOB.uid, 0):
-        found = namespaces.find(node.cache, first=first).found
+        found = namespaces.scan_namespaces(node.cache, first=first).found
         users = [Path(f"/proc/{one.pid}").stat().st_uid for one in found]
         assert sorted(users) == [0, BOB.uid]
         assert users[0] == first, containers

@@ -13,7 +13,7 @@ import pytest
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock
 from forestage.commands import explain
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.features.data import requests as data
 from forestage.features.data import wanted
 from forestage.hooks import container_binds
@@ -90,7 +90,7 @@ def of_alice(node: Node, comment: str, **changes: object) -> tuple[Bare, Job]:
     """A job of alice's, and the node as its hooks have it."""
     job = Job.from_environ(node.environ(7, comment=comment))
     user = msgspec.structs.replace(job.user, **changes)
-    config = load_settings(node.places.etc).for_partition("batch")
+    config = load_config(node.places.etc).for_partition("batch")
     bare = Bare(config, node.places, node.cache, node.leases, Clock())
     return bare, msgspec.structs.replace(job, user=user)
 
@@ -121,8 +121,8 @@ def test_directory_that_a_steps_groups_can_read_is_read_again(
     shown = show(spank, GIVEN)
     assert (shown.outcomes[0].result, shown.outcomes[0].detail) == ("hit", "")
     assert [line[0] for line in shown.lines] == ["device"]
-    for one in [one for one in loop.attached() if one.is_on(spank.nvme.stat())]:
-        loop.detach(one)
+    for one in [one for one in loop.list_attached_devices() if one.is_on(spank.nvme.stat())]:
+        loop.detach_device(one)
 
 
 def test_user_whom_the_node_does_not_know_is_named_by_number(spank: Node) -> None:
@@ -178,14 +178,14 @@ def test_home_that_hangs_is_named(node: Node, known: bool, monkeypatch: pytest.M
     monkeypatch.setattr(container_binds, "_of_folder", lambda *_: signal.pause())
     home = str(node.shared / "alice")
     alice = msgspec.structs.replace(ALICE, groups=(ALICE.gid,), home=home)
-    monkeypatch.setattr(as_user, "identify", lambda user, timeout: alice)
+    monkeypatch.setattr(as_user, "query_name_service", lambda user, timeout: alice)
     noted: list[str] = []
-    monkeypatch.setattr(opening, "note_hang", lambda places, path: noted.append(path))
+    monkeypatch.setattr(opening, "start_server_probe", lambda places, path: noted.append(path))
     if known:
         node.configure(deadline="1h")
         hang = f"{home} has hung for 1m"
         of_home = lambda places, path: hang if path == home else ""  # noqa: E731
-        monkeypatch.setattr(opening, "known_hang", of_home)
+        monkeypatch.setattr(opening, "find_server_hang", of_home)
     else:
         node.configure(deadline="1s")
     ran = node.prolog(7, node.put("images/image.sqsh"))

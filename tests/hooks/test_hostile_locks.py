@@ -50,7 +50,7 @@ def test_nothing_is_evicted_without_the_lock(
     ways: dict[str, Callable[[], tuple[str, ...]]] = {
         "keys": lambda: evict.evict_keys(node.cache, node.leases, [key]),
         "room": lambda: evict.make_room(node.cache, node.leases, tight, "/x", 200_000),
-        "tidy": lambda: evict.tidy(node.cache, node.leases, tight, 0.05),
+        "tidy": lambda: evict.evict_to_watermark(node.cache, node.leases, tight, 0.05),
     }
     work = ways[how]
     with lock.held(node.cache.space_lock, 0), pytest.raises(lock.LockTimeout):

@@ -21,7 +21,7 @@ from forestage.clock import Clock
 from forestage.commands import sweep
 from forestage.commands.main import CommandContext, main
 from forestage.commands.world import ExitStatus
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.hooks.boundary import HookRun
 from forestage.slurm.queue import SlurmClient
 from forestage.sources import opening
@@ -71,10 +71,10 @@ IN_PART = ("owner.json", "image", "map", "spare", "peers", "source-failed", "")
 def put(node: Node, name: str) -> SourceImage:
     """An image on the shared file system, as a look sees it."""
     path = node.put(f"alice/{name}", content(sum(name.encode())))
-    found, fd = opening.open_file(str(path), ALICE, [str(node.shared)], None, 10.0)
+    found, fd = opening.open_descriptor_as_user(str(path), ALICE, [str(node.shared)], None, 10.0)
     assert fd is not None
     os.close(fd)
-    return image.judge(found, None)
+    return image.check_image(found, None)
 
 
 def publish(node: Node, name: str, digests: bool = False) -> SourceImage:
@@ -84,9 +84,9 @@ def publish(node: Node, name: str, digests: bool = False) -> SourceImage:
     shutil.copyfile(wanted.path, part / "image")
     os.chown(part / "image", ALICE.uid, ALICE.gid)
     (part / "image").chmod(wanted.access.mode)
-    taken = digest.of_chunk((part / "image").read_bytes()) if digests else b""
+    taken = digest.digest_chunk((part / "image").read_bytes()) if digests else b""
     (part / "map").write_bytes(taken or (part / "map").read_bytes())
-    whole = digest.of_image(taken) if digests else ""
+    whole = digest.digest_image(taken) if digests else ""
     node.cache.publish(
         Entry(wanted.key, wanted.identity, wanted.access, 1.0, "chunks", CHUNK, whole)
     )
@@ -97,7 +97,7 @@ def begin(node: Node, wanted: SourceImage) -> Path:
     """A part of it that could be resumed: its owner has died just now."""
     part = node.cache.part(wanted.key)
     part.write_owner(PartRecord(1, boot_id(), wanted, CHUNK, "chunks", job=99, since=0.0))
-    allocation.reserve(part, wanted.size, CHUNK, {0})
+    allocation.reserve_part(part, wanted.size, CHUNK, {0})
     part.peers.write_bytes(b"5")
     return part.directory
 
@@ -192,7 +192,7 @@ def spoil_each(node: Node, damage: Damage) -> dict[str, SourceImage]:
 @each("gone", "cut", "full directory", "fifo")
 def test_sweep_after_a_restart_ends_and_keeps_what_is_right(node: Node, damage: Damage) -> None:
     made = spoil_each(node, damage)
-    here = Here.of(load_settings(node.places.etc).config, node.places, Clock())
+    here = Here.of(load_config(node.places.etc).config, node.places, Clock())
     done = sweep.sweep(here, SlurmClient(""), False, lambda text: None)
     assert done.problems == ()
     assert node.entries() == {made[file].key for file in ("none", "used")}

@@ -139,7 +139,7 @@ def test_redirect_moved_while_it_is_unmounted_is_followed(
     """Whoever renames at the right moment would else keep it, and its old bytes, for later jobs."""
     path = node.put("alice/sub/image.sqsh")
     node.prolog(1, path)
-    reach = as_user.reach
+    reach = as_user.open_path_as_root_or_user
 
     def moved(point: str, user: User) -> int:
         if point == str(path):
@@ -150,7 +150,7 @@ def test_redirect_moved_while_it_is_unmounted_is_followed(
                 (node.server / "alice/sub").symlink_to("sub")
         return reach(point, user)
 
-    monkeypatch.setattr(as_user, "reach", moved)
+    monkeypatch.setattr(as_user, "open_path_as_root_or_user", moved)
     assert node.epilog(1).said == ("released", "")
     assert node.binds() == {}
 

@@ -26,14 +26,14 @@ _fork = multiprocessing.get_context("fork")
 def count(monkeypatch: pytest.MonkeyPatch) -> Count:
     """Runs something; returns how often it read the mount table, its child processes too."""
     reads = _fork.Value("i", 0)
-    current = mounts.current
+    current = mounts.list_mounts
 
     def counting() -> list[mounts.MountInfo]:
         with reads.get_lock():
             reads.value += 1
         return current()
 
-    monkeypatch.setattr(mounts, "current", counting)
+    monkeypatch.setattr(mounts, "list_mounts", counting)
 
     def counted(work: Callable[[], object]) -> int:
         before = reads.value

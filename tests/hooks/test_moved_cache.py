@@ -17,7 +17,7 @@ from forestage.clock import Clock
 from forestage.commands import status, sweep
 from forestage.commands.main import CommandContext, main
 from forestage.commands.world import ExitStatus
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.system import mounts
 from node import BOB, Arrange, Idle, Node, content
 from private import USERS, Private
@@ -30,7 +30,7 @@ def run(*argv: str | Path) -> None:
 
 
 def of_config(node: Node) -> NodeOfCache:
-    return NodeOfCache.of(load_settings(node.places.etc).of_node, node.places, Clock())
+    return NodeOfCache.of(load_config(node.places.etc).of_node, node.places, Clock())
 
 
 def swept(node: Node) -> sweep.SweepReport:
@@ -82,7 +82,7 @@ def earlier(request: pytest.FixtureRequest, node: Node) -> Iterator[Node]:
         node.configure(cache=request.param(node))
     yield node
     # Whatever the test has left: a loop device goes with its file system.
-    for mount in reversed(mounts.current()):
+    for mount in reversed(mounts.list_mounts()):
         if "/mnt/btrfs" in mount.point or mount.kind == "btrfs":
             mounts.umount(mount.point)
 
@@ -221,12 +221,12 @@ def test_two_caches_that_note_where_they_lie_at_once_lose_nothing(
     def begins() -> None:
         if not begun:
             begun.append(1)
-            origins.note_origin(second, mounts.current())
+            origins.record_origin(second, mounts.list_mounts())
 
     before(origins.lock, "held", begins)
     node.places.claims.mkdir(parents=True)
-    origins.note_origin(first, mounts.current())
-    looked = origins.find_origins(Cache(node.nvme / "third", node.places.claims))
+    origins.record_origin(first, mounts.list_mounts())
+    looked = origins.list_origins(Cache(node.nvme / "third", node.places.claims))
     assert {one.root for one in looked} >= {first.real, second.real}
 
 

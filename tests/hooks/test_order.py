@@ -39,34 +39,34 @@ PIECES = {
     # The core
     "Prolog's process ended": "forestage.hooks.background:stop",
     "Prolog's process awaited": "forestage.hooks.background:wait",
-    "time limits": "forestage.slurm.timeouts:read",
+    "time limits": "forestage.slurm.timeouts:read_limits",
     "earlier job released": "forestage.hooks.earlier_job:release_earlier",
-    "files' marks": "forestage.cache.step_record:decided_by",
-    "off switch": "forestage.config.switch:by_file",
+    "files' marks": "forestage.cache.step_record:format_config_lines",
+    "off switch": "forestage.config.switch:find_off_file_reason",
     "configuration": "forestage.hooks.script:read_config",
-    "user's groups": "forestage.system.as_user:identify",
-    "source opened": "forestage.sources.opening:open_as",
+    "user's groups": "forestage.system.as_user:query_name_service",
+    "source opened": "forestage.sources.opening:open_image_for_hook",
     "lease taken": "forestage.hooks.leases:leased",
-    "copy begun": "forestage.stage.wait:begun",
-    "copy awaited": "forestage.stage.wait:obtain",
+    "copy begun": "forestage.stage.wait:ensure_copy_started",
+    "copy awaited": "forestage.stage.wait:wait_for_copy",
     "further steps' record": "forestage.hooks.step:note_shown",
     "bad hints noted": "forestage.hooks.prolog:note_bad_hints",
     "user told": "forestage.hooks.user_messages:tell",
-    "step answered": "forestage.slurm.lines:encoded",
-    "disk asked": "forestage.cache.disk:hangs",
+    "step answered": "forestage.slurm.lines:encode_line",
+    "disk asked": "forestage.cache.disk:probe_disk",
     "use noted": "forestage.hooks.epilog:note_use",
     "lease dropped": "forestage.cache.lease:LeaseDirectory.drop",
-    "redirects claimed": "forestage.bind.redirect:claim_unneeded",
-    "redirects unmounted": "forestage.bind.unmount:unmount",
-    "disk's errors looked at": "forestage.cache.disk_errors:look",
-    "evicted": "forestage.cache.evict:tidy",
+    "redirects claimed": "forestage.bind.redirect:claim_unneeded_binds",
+    "redirects unmounted": "forestage.bind.unmount:unmount_binds",
+    "disk's errors looked at": "forestage.cache.disk_errors:scan_kernel_log",
+    "evicted": "forestage.cache.evict:evict_to_watermark",
     "Prolog's events": "forestage.events:record",
     "step's events": "forestage.events:record",
     "Epilog's events": "forestage.events:record",
-    "disk must answer": "forestage.cache.disk:must_take",
+    "disk must answer": "forestage.cache.disk:check_writable",
     "Slurm asked about leases": "forestage.commands.sweep:stale_leases",
     "keepers looked at": "forestage.views.through.remains:hanging",
-    "earlier caches found": "forestage.cache.earlier:find_earlier",
+    "earlier caches found": "forestage.cache.earlier:list_earlier_caches",
     "dead parts deleted": "forestage.commands.sweep:_SweepRun.dead_parts",
     "entries due": "forestage.commands.sweep:due_entries",
     "sweep noted": "forestage.commands.sweep:note_run",
@@ -633,7 +633,7 @@ class Played:
         with file.open("w") as asking, subprocess.Popen(["sleep", "inf"]) as hung:
             try:
                 of_it = Path(f"/proc/{hung.pid}")
-                until(lambda: processes.stat(of_it).state == "S", "a process that waits")
+                until(lambda: processes.read_stat(of_it).state == "S", "a process that waits")
                 fcntl.flock(asking, fcntl.LOCK_EX)
                 asking.write(f"writes {time.monotonic() - 1000:f} {hung.pid}")
                 asking.flush()

@@ -60,8 +60,8 @@ def test_two_prologs_for_one_image_make_one_copy_and_both_get_it(node: Node) -> 
     assert sum(one.bytes for one in outcomes) == len(content())
     (key,) = node.entries()
     assert node.shows_entry(path, key)
-    assert {bind.path for bind in redirect.binds(node.cache)} == {str(path)}
-    assert len(redirect.binds(node.cache)) == 1
+    assert {bind.path for bind in redirect.list_binds(node.cache)} == {str(path)}
+    assert len(redirect.list_binds(node.cache)) == 1
     node.epilog(1)
     assert node.shows_entry(path, key)
     node.epilog(2)
@@ -251,7 +251,7 @@ def test_redirect_unmounted_while_the_next_job_looks_costs_that_job_nothing(
 ) -> None:
     """The look has opened the copy, and then the mount table no longer tells that it is one."""
     path = node.staged(1)
-    real = mounts.current
+    real = mounts.list_mounts
 
     def after_its_end() -> list[mounts.MountInfo]:
         if user := os.geteuid():  # in the look's own process, which acts as the user just now
@@ -261,7 +261,7 @@ def test_redirect_unmounted_while_the_next_job_looks_costs_that_job_nothing(
             os.seteuid(user)
         return real()
 
-    monkeypatch.setattr(mounts, "current", after_its_end)
+    monkeypatch.setattr(mounts, "list_mounts", after_its_end)
     ran = node.prolog(2, path)
     assert (*ran.said, ran.outcome.redirect) == ("hit", "", "mounted")
     assert node.shows_entry(path, ran.outcome.key)

@@ -141,7 +141,9 @@ def test_defaults_leave_half_of_the_disk_and_a_fifth_beside_what_others_take(nod
     node.configure(**DEFAULTS)
     for job in range(1, 13):
         stage(node, job, (ALICE, BOB)[job % 2], f"alice/{job}", 4 * MIB)
-        assert evict.measure(node.cache, node.cache.stored_entries(), Config()).used < 33 * MIB
+        assert (
+            evict.measure_space(node.cache, node.cache.stored_entries(), Config()).used < 33 * MIB
+        )
     assert len(node.entries()) > 3
     fill(node, 26 * MIB)
     node.prolog(50, comment="stage=off")

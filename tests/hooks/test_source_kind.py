@@ -13,7 +13,7 @@ from forestage.cache import evict
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock, Deadline
 from forestage.commands import explain, sweep
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.events import RequestOutcome
 from forestage.hooks import limit, serve
 from forestage.hooks.boundary import IMAGE_OPTION, HookRun
@@ -34,11 +34,13 @@ class Named:
 
     @contextlib.contextmanager
     def open(self, node: Bare, job: Job, path: str, end: Deadline) -> Iterator[OpenImage]:
-        def work() -> as_user.Found[str]:
-            as_user.become(job.user)
+        def work() -> as_user.ChildResult[str]:
+            as_user.set_effective_user(job.user)
             return Path(path).read_text(), []
 
-        with opening.open_as(job.user, as_user.call(work, str, end.left())[0], node, end) as opened:
+        with opening.open_image_for_hook(
+            job.user, as_user.run_in_child(work, str, end.left())[0], node, end
+        ) as opened:
             yield opened
 
 
@@ -74,7 +76,7 @@ def step(node: Node, job: int, path: Path) -> tuple[str, str, str]:
 
 def explained(node: Node, job: int) -> str:
     out = io.StringIO()
-    terminal.write(explain.pieces(explain.gather(node.places, job), Clock().wall()), out)
+    terminal.write_plain(explain.pieces(explain.gather(node.places, job), Clock().wall()), out)
     return out.getvalue()
 
 
@@ -93,7 +95,7 @@ def test_made_up_kind_is_copied_leased_read_through_a_hit_explained_and_swept(
     assert str(image) in explained(node, 7)
     node.epilog(7)
     assert node.prolog(8, named).said == ("hit", "")
-    config = load_settings(node.places.etc).for_partition("batch")
+    config = load_config(node.places.etc).for_partition("batch")
     swept = sweep.sweep(Bare.of(config, node.places, Clock()), Idle("", ""), False, print)
     assert [one.job for one in swept.released] == [8]
     assert evict.evict_keys(node.cache, node.leases, [key]) == (key,)

@@ -412,14 +412,14 @@ def test_step_that_redirects_keeps_what_another_one_took_meanwhile(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = node.put("alice/1.sqsh", content(1)), node.put("alice/2.sqsh", content(2))
-    mount = redirect.mount
+    mount = redirect.mount_redirect
 
     def late(*arguments: object) -> object:
-        monkeypatch.setattr(redirect, "mount", mount)
+        monkeypatch.setattr(redirect, "mount_redirect", mount)
         assert ask(node, 7, second, step=1)[0] == "use"
         return mount(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(redirect, "mount", late)
+    monkeypatch.setattr(redirect, "mount_redirect", late)
     HookRun("step", environ(node, 7, first), 0.0).run(node.places, Clock())
     lease = node.held(7)
     assert {use.path for use in lease.uses} == {str(first), str(second)}

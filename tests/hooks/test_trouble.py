@@ -163,8 +163,8 @@ def test_missing_disk_never_fills_the_root_file_system(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = node.put("alice/image.sqsh")
-    everything = mounts.current()
-    monkeypatch.setattr(mounts, "current", lambda: [m for m in everything if m.point == "/"])
+    everything = mounts.list_mounts()
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [m for m in everything if m.point == "/"])
     assert node.prolog(7, path).said == ("failed", "cache-not-mounted")
     assert not node.cache.root.exists()
     node.configure(require_mount=False)

@@ -29,7 +29,7 @@ _fork = multiprocessing.get_context("fork")
 def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
     """Has a path hang for who would unmount it; returns a file with a line for each try: whether
     the space lock was free."""
-    reach = as_user.reach
+    reach = as_user.open_path_as_root_or_user
     tries = node.places.root / "tries"
 
     def hanging(path: Path) -> Path:
@@ -41,7 +41,7 @@ def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
             while True:
                 signal.pause()
 
-        monkeypatch.setattr(as_user, "reach", reached)
+        monkeypatch.setattr(as_user, "open_path_as_root_or_user", reached)
         monkeypatch.setattr(unmount, "TIMEOUT", 3.0)  # seconds
         return tries
 
@@ -97,7 +97,7 @@ def test_path_whose_turn_is_over_is_released_while_another_still_hangs(
     """It stays, as it cannot be taken off; a Prolog that wants it does not wait for the other."""
     refused, hung = node.staged(1), node.put("bob/b.sqsh", content(2), BOB)
     node.prolog(2, hung, user=BOB)
-    go, reach = node.places.root / "go", as_user.reach
+    go, reach = node.places.root / "go", as_user.open_path_as_root_or_user
 
     def reached(point: str, user: User) -> int:
         if point == str(refused):
@@ -105,15 +105,15 @@ def test_path_whose_turn_is_over_is_released_while_another_still_hangs(
         until(go.exists, "the end of the test")
         return reach(point, user)
 
-    monkeypatch.setattr(as_user, "reach", reached)
+    monkeypatch.setattr(as_user, "open_path_as_root_or_user", reached)
     for job in (1, 2):
         node.leases.drop(job)
-    binds = {one.path: one for one in unmount.binds(node.cache)}
+    binds = {one.path: one for one in unmount.list_binds(node.cache)}
     sweeps = _fork.Process(
         target=sweep.sweep, args=(here(node), SlurmClient(""), False, lambda text: 0)
     )
     sweeps.start()
-    is_going = unmount.is_going
+    is_going = unmount.is_being_unmounted
     until(lambda: is_going(node.cache, binds[str(hung)]), "the sweep to begin")
     until(lambda: not is_going(node.cache, binds[str(refused)]), "the first path to be done")
     assert is_going(node.cache, binds[str(hung)])
@@ -127,20 +127,20 @@ def test_epilog_that_leaves_a_path_to_the_sweep_still_looks_at_the_kernels_log(
     node: Node, hang: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = []
-    monkeypatch.setattr(disk_errors, "look", lambda *_: looked.append(1))
+    monkeypatch.setattr(disk_errors, "scan_kernel_log", lambda *_: looked.append(1))
     hang(node.staged(1))
     assert node.epilog(1).said == ("released", "redirect")
     assert looked == [1]
 
 
 def _prolog(node: Node, path: Path, waits: Path) -> None:
-    real = unmount.wait
+    real = unmount.wait_until_unmounted
 
     def wait(*arguments: object) -> None:
         waits.touch()
         real(*arguments)  # type: ignore[arg-type]
 
-    unmount.wait = wait
+    unmount.wait_until_unmounted = wait
     node.prolog(2, path)
 
 
@@ -170,16 +170,16 @@ def test_job_that_meets_a_redirect_being_unmounted_waits_only_if_it_may(
     node: Node, monkeypatch: pytest.MonkeyPatch, comment: str, waits: bool
 ) -> None:
     """Whoever unmounts it hangs: the Prolog once took all of its 15 s."""
-    path, real, left = node.staged(1), unmount.wait, list[float]()
+    path, real, left = node.staged(1), unmount.wait_until_unmounted, list[float]()
 
     def wait(cache: Cache, going: list[unmount.RedirectBind], end: Deadline) -> None:
         left.append(end.left())
         real(cache, going, Deadline.after(0.0, Clock()))
 
-    (bind,) = unmount.binds(node.cache)
+    (bind,) = unmount.list_binds(node.cache)
     node.cache.claims.mkdir(exist_ok=True)
     with lock.held(node.cache.claims / f"{bind.mount.id}.unmount", 0):
-        monkeypatch.setattr(unmount, "wait", wait)
+        monkeypatch.setattr(unmount, "wait_until_unmounted", wait)
         monkeypatch.setattr(unmount, "TIMEOUT", 2.0)  # as it is outside of tests
         ran = node.prolog(2, path, comment=comment)
     assert ran.said == ("declined", "busy")
@@ -189,11 +189,11 @@ def test_job_that_meets_a_redirect_being_unmounted_waits_only_if_it_may(
 
 def test_claim_of_a_killed_hook_stands_in_nobodys_way(node: Node) -> None:
     path = node.staged(1)
-    (bind,) = unmount.binds(node.cache)
+    (bind,) = unmount.list_binds(node.cache)
     node.cache.claims.mkdir(exist_ok=True)
     (node.cache.claims / f"{bind.mount.id}.unmount").touch()
     assert node.prolog(2, path).outcome.redirect == "kept"  # type: ignore[union-attr]
-    unmount.wait(node.cache, [bind], Deadline.after(0.0, Clock()))
+    unmount.wait_until_unmounted(node.cache, [bind], Deadline.after(0.0, Clock()))
 
 
 def _sweep(node: Node, path: Path) -> None:
@@ -233,15 +233,15 @@ def test_lock_is_free_while_a_redirect_is_unmounted(
 ) -> None:
     """For that its path is walked, which may hang; and all hooks of the node stand in line."""
     path, was_free = node.staged(1), node.places.root / "free"
-    (bind,) = unmount.binds(node.cache)
-    reach = as_user.reach
+    (bind,) = unmount.list_binds(node.cache)
+    reach = as_user.open_path_as_root_or_user
 
     def noting(point: str, user: User) -> int:
         with was_free.open("a") as file:
             file.write(f"{lock.is_free(node.cache.space_lock)}\n")
         return reach(point, user)
 
-    monkeypatch.setattr(as_user, "reach", noting)
+    monkeypatch.setattr(as_user, "open_path_as_root_or_user", noting)
     way(node, path)
     assert set(was_free.read_text().split()) == {"True"}
-    assert bind not in unmount.binds(node.cache)
+    assert bind not in unmount.list_binds(node.cache)

@@ -320,7 +320,10 @@ sys.stdin.read()
         assert reader.stdout.readline() == b"locked\n"
         assert node.epilog(7).code == 0
         assert own(node)[-1].hook == "epilog"
-        with files.opened(file_of(node), os.O_RDONLY) as fd, pytest.raises(BlockingIOError):
+        with (
+            files.open_descriptor(file_of(node), os.O_RDONLY) as fd,
+            pytest.raises(BlockingIOError),
+        ):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         reader.kill()
 
@@ -330,7 +333,10 @@ def test_full_file_gives_its_front_back_and_keeps_its_latest_lines(node: Node) -
     events.record_events(node.places, [event(ALICE, 7, first)])
     file = file_of(node)
     before = file.stat()
-    with files.opened(file, os.O_RDONLY) as fd, mmap.mmap(fd, 4096, prot=mmap.PROT_READ) as mapped:
+    with (
+        files.open_descriptor(file, os.O_RDONLY) as fd,
+        mmap.mmap(fd, 4096, prot=mmap.PROT_READ) as mapped,
+    ):
         for step in range(600):  # 1.5 MiB
             hit = RequestOutcome("hit", request="/a", detail="x" * 2500)
             events.record_events(node.places, [event(ALICE, 7, hit, hook="step", step=step)])
@@ -472,7 +478,7 @@ def test_users_whose_last_event_is_long_ago_are_forgotten_by_the_sweep(node: Nod
     events.record_events(node.places, [event(ALICE, 7), event(BOB, 8)])
     old = time.time() - user_files.IDLE_DAYS * 86400 - 60
     os.utime(file_of(node), (old, old))
-    with files.opened(file_of(node), os.O_RDONLY) as held:
+    with files.open_descriptor(file_of(node), os.O_RDONLY) as held:
         user_files.remove_idle(node.places.users, time.time())
         assert os.fstat(held).st_blocks == 0, "who has it open keeps no memory"
     assert user_files.list_users(node.places.users) == [BOB.uid]

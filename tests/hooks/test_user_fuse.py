@@ -204,7 +204,7 @@ def test_users_mount_for_all_that_hangs_and_dies_holds_up_nobody(
 def shown(own: Own) -> list[int]:
     """The uids of those whose file systems lie on that directory."""
     point = str(own.point)
-    return [one.fuse_user for one in mounts.current() if one.point == point]
+    return [one.fuse_user for one in mounts.list_mounts() if one.point == point]
 
 
 @pytest.mark.cases(2)
@@ -239,7 +239,7 @@ def test_redirect_beneath_two_mounts_of_a_user_is_unmounted(
     try:
         outer.send_signal(signal.SIGSTOP)
         assert (node.epilog(1).said, node.binds()) == (("released", ""), {})
-        found = {one.point for one in mounts.current() if one.fuse_user == ALICE.uid}
+        found = {one.point for one in mounts.list_mounts() if one.fuse_user == ALICE.uid}
         assert found == {str(own.point), str(own.point.parent)}
     finally:
         outer.kill()
@@ -289,7 +289,7 @@ def test_users_mount_is_put_back_nowhere_else(
     node.epilog(1)
     assert node.binds() == {}
     assert shown(own) == []
-    assert [one for one in mounts.current() if one.fuse_user] == []
+    assert [one for one in mounts.list_mounts() if one.fuse_user] == []
 
 
 def test_mount_that_could_not_be_put_back_stays_and_the_redirect_below_it(
@@ -301,7 +301,7 @@ def test_mount_that_could_not_be_put_back_stays_and_the_redirect_below_it(
     path = node.staged(1, "alice/own/image.sqsh")
     own = mount()
     with monkeypatch.context() as patch:
-        patch.setattr(mounts, "clone", missing)
+        patch.setattr(mounts, "clone_mount", missing)
         assert node.epilog(1).said == ("released", "redirect")
     assert (shown(own), set(node.binds())) == ([ALICE.uid], {str(path)})
     node.epilog(1)

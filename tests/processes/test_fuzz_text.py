@@ -23,15 +23,15 @@ from properties import MORE, TEXT
 def test_error_about_any_name_crosses_from_the_child(me: User, name: str) -> None:
     """A child that died over a name would be our failure, which may drain the node."""
 
-    def work() -> as_user.Found[None]:
+    def work() -> as_user.ChildResult[None]:
         raise OSError(2, "No such file", name)
 
     with pytest.raises(FileNotFoundError) as caught:
-        as_user.call(work, type(None), 10.0)
+        as_user.run_in_child(work, type(None), 10.0)
     # As bytes: two pieces that are no text may be text together.
     assert os.fsencode(caught.value.filename or "") == os.fsencode(name)
 
 
 @pytest.mark.parametrize("name", ["\udcff", "a\udc80b", "\n", "x" * 300])
 def test_path_with_any_name_is_resolved(tmp_path: Path, me: User, name: str) -> None:
-    assert opening.saved_to(f"{tmp_path}/{name}", me, 10.0)[0] == f"{tmp_path}/{name}"
+    assert opening.resolve_save_path(f"{tmp_path}/{name}", me, 10.0)[0] == f"{tmp_path}/{name}"

@@ -19,7 +19,7 @@ from spec import ALICE, REPO, STORE, ClusterSpec, Net
 
 import squashfs
 from forestage import events
-from forestage.cache.part import missing_chunks
+from forestage.cache.part import list_missing_chunks
 from forestage.events import EventRecord
 
 MIB = 1 << 20
@@ -146,7 +146,9 @@ class Fleet(Site):
             cache = self.cluster.host_path(CACHE, node)
             maps = [*cache.glob("parts/*/map"), *cache.glob("entries/*/map")]
             with contextlib.suppress(FileNotFoundError):  # published in this moment
-                left = [len(missing_chunks(one.read_bytes(), size, self.chunk)) for one in maps]
+                left = [
+                    len(list_missing_chunks(one.read_bytes(), size, self.chunk)) for one in maps
+                ]
                 shares[node] = 1 - min(left, default=count) / count
         return shares
 

@@ -317,8 +317,8 @@ class Site:
 
     def redirected(self, node: str | None = "n1") -> list[str]:
         """The paths at which the node shows something of its cache."""
-        table = mounts.listed(self.cluster.mounts(node))
-        return [bind.point for bind, _ in mounts.binds_from(table, CACHE)]
+        table = mounts.parse_mountinfo(self.cluster.mounts(node))
+        return [bind.point for bind, _ in mounts.list_binds_of_directory(table, CACHE)]
 
     def leases(self, node: str = "n1") -> list[Lease]:
         return LeaseDirectory(self.cluster.host_path("/run/forestage/leases", node)).all()

@@ -206,7 +206,7 @@ def test_device_that_a_killed_container_has_left_goes_with_the_next_ones_sweep(
 
     def devices() -> list[LoopDevice]:
         copies = [one.stat() for one in (volumes / "nvme").glob("forestage/entries/*/image")]
-        return [one for one in loop.attached() if any(map(one.is_of, copies))]
+        return [one for one in loop.list_attached_devices() if any(map(one.is_of, copies))]
 
     on = site_cluster.host_path("/shared/alice/on")
     on.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from host import wait_until
 from jobs import CACHE, CLI, Site, hooked
 from spec import BOB, ClusterSpec
 
-from forestage.cache.part import done_bytes
+from forestage.cache.part import count_done_bytes
 from forestage.events import CopyOutcome
 from forestage.features.prefetch import expected
 from forestage.paths import NodePaths
@@ -251,7 +251,7 @@ def test_job_takes_over_the_copy_of_its_image(site: Site, service: None) -> None
 
     def copied() -> int:
         maps = [one.read_bytes() for one in site.cache(NODE).parts.glob("*/map")]
-        return sum(done_bytes(one, MIB, size) for one in maps)
+        return sum(count_done_bytes(one, MIB, size) for one in maps)
 
     wait_until(lambda: copied() >= 2 * MIB, 60, lambda: "no copy")
     before = copied()

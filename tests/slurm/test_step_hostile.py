@@ -18,7 +18,7 @@ from steps import SHOW, accompanied, seen_at, served, wrong
 from test_data import POINT, comment
 
 from forestage.features.data.serving import PROGRAMS
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 MARK = "/shared/alice/root-was-here"
 PRELOAD = """
@@ -182,7 +182,7 @@ def listing(site: Site, folder: str) -> Iterator[None]:
         # node looks names up in /run, and waits there with a hook that makes one.
         for pid in site.named("n1", "squashfuse"):
             process = site.cluster.host_path(f"/proc/{pid}", "n1")
-            with opened(process, os.O_RDONLY | os.O_DIRECTORY) as server:
+            with open_descriptor(process, os.O_RDONLY | os.O_DIRECTORY) as server:
                 signal.pidfd_send_signal(server, signal.SIGKILL)
         job.communicate()
         site.root(["umount", "/tmp/page"], "n1")

@@ -102,11 +102,11 @@ def shown_elsewhere(site: Site, node: str) -> list[str]:
     for pid in site.processes(node):
         process = site.cluster.host_path(f"/proc/{pid}", node)
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            table = mounts.listed((process / "mountinfo").read_text())
+            table = mounts.parse_mountinfo((process / "mountinfo").read_text())
             over = {(mount.parent, mount.point) for mount in table}
             found += [
                 f"{node}: process {pid} sees {bind.root} at {bind.point}"
-                for bind, _ in mounts.binds_from(table, CACHE)
+                for bind, _ in mounts.list_binds_of_directory(table, CACHE)
                 if (bind.id, bind.point) not in over and not bind.root.endswith("//deleted")
             ]
     return found

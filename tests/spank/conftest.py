@@ -166,8 +166,8 @@ def disk(step: Step) -> Iterator[tuple[str, str]]:
         file.truncate(4 << 20)
     argv = ["/usr/sbin/mkfs.ext4", "-q", "-O", "^has_journal", "-d", step.folder / "tree", image]
     subprocess.run(argv, check=True)
-    device = loop.attach(image, read_only=False)
-    yield device, loop.file_of(image.stat())
+    device = loop.attach_file(image, read_only=False)
+    yield device, loop.format_file_id(image.stat())
     subprocess.run(["losetup", "--detach", device], check=True)
 
 

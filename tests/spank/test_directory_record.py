@@ -11,7 +11,7 @@ from companion import GID, JOB, LEASES, OWN, UID, Step, keeping, line
 from conftest import OTHERS, built
 from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.features.data import directory_record
-from forestage.slurm.lines import LANGUAGE, Fields
+from forestage.slurm.lines import LANGUAGE, LineFields
 from forestage.system.as_user import User
 
 FORMAT = directory_record.DIRECTORY_FORMAT
@@ -37,9 +37,9 @@ def record(step: Step, disk: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -
     leases.write(Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (EntryUse("k"),)))
     leases.begin_hinted(JOB)
     step.script("exit 1")
-    own: Fields = ("device", *disk, "ext4", "rw", str(OWN), "root")
+    own: LineFields = ("device", *disk, "ext4", "rw", str(OWN), "root")
 
-    def write(uid: int = UID, line: Fields = own, format_: int = FORMAT) -> None:
+    def write(uid: int = UID, line: LineFields = own, format_: int = FORMAT) -> None:
         monkeypatch.setattr(directory_record, "DIRECTORY_FORMAT", format_)
         seed = ("env", "CACHE", f"{OWN}/seed/CACHE")
         lines = [("env", "FORESTAGE_DIR", str(OWN)), seed, line]

@@ -18,7 +18,7 @@ from test_bind import options
 from forestage import events
 from forestage.events import RequestOutcome, user_files
 from forestage.system import child
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from forestage.system.lock_ranges import TASK_MOUNTS, TASK_TURNS
 from node import until
 from parking import Park
@@ -75,11 +75,11 @@ def _tidy(private_mounts: None, step: Step, park: Park) -> Iterator[None]:
 
     The FUSE by which that is held is mounted where no other test looks at what is mounted.
     """
-    child.control(PR_SET_CHILD_SUBREAPER, 1)
+    child.call_prctl(PR_SET_CHILD_SUBREAPER, 1)
     yield
     park.let_go()
     until(gone, "the mounters to end")
-    child.control(PR_SET_CHILD_SUBREAPER, 0)
+    child.call_prctl(PR_SET_CHILD_SUBREAPER, 0)
     EVENTS.unlink(missing_ok=True)
 
 
@@ -253,7 +253,7 @@ def test_one_process_hangs_however_many_tasks_want_that_mount(hasty: Step, park:
 def others_mount(bytes_taken: int = TASK_MOUNTS.width) -> Iterator[int]:
     """All turns of this user to mount are taken, or the first bytes of them."""
     MARK.parent.mkdir(mode=0o711, exist_ok=True)
-    with opened(MARK.parent / "mounting", os.O_RDWR | os.O_CREAT) as fd:
+    with open_descriptor(MARK.parent / "mounting", os.O_RDWR | os.O_CREAT) as fd:
         fcntl.lockf(fd, fcntl.LOCK_EX, bytes_taken, TASK_MOUNTS.first_byte(UID))
         yield fd
 

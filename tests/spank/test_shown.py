@@ -51,7 +51,7 @@ def note(
     result: Result = "hit",
 ) -> None:
     places, leases = NodePaths(step.folder), LeaseDirectory(LEASES)
-    decided = [*step_record.decided_by(places), "room\t0\t3", *by_binds(step)]
+    decided = [*step_record.format_config_lines(places), "room\t0\t3", *by_binds(step)]
     leases.write(Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (EntryUse(KEY),)))
     found = RequestOutcome(
         result, request='a\t"b', image=str(step.image), key=KEY, redirect="spank"
@@ -59,7 +59,7 @@ def note(
     event = EventRecord(time=0.0, hook="step", job=JOB, outcome=found, user="u", uid=UID)
     text = msgspec.json.encode(event).decode().removeprefix('{"time":0.0,')
     image = RecordedImage(asked or str(step.image), uid, text, tuple(answer(step).split("\t")))
-    step_record.note(leases, JOB, decided, [image])
+    step_record.add_images(leases, JOB, decided, [image])
 
 
 def by_binds(step: Step) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def by_binds(step: Step) -> tuple[str, ...]:
     facts = step.image.stat()
     times = facts.st_mtime_ns, facts.st_ctime_ns
     theirs = {str(own): (0, 0, 0, 0), str(step.image): (facts.st_ino, facts.st_size, *times)}
-    return step_record.of_binds("", {}, theirs, {"XDG_CONFIG_HOME": None, "LATER": None})
+    return step_record.format_bind_lines("", {}, theirs, {"XDG_CONFIG_HOME": None, "LATER": None})
 
 
 def record(step: Step) -> str:
@@ -234,7 +234,7 @@ def test_what_is_in_place_of_a_users_file_is_not_written_to(
     else:
         own.unlink()
         own.symlink_to(other) if kind == "link" else os.mkfifo(own)
-    with files.opened(own, os.O_RDONLY | os.O_NONBLOCK) as fd:
+    with files.open_descriptor(own, os.O_RDONLY | os.O_NONBLOCK) as fd:
         noted.run()
         assert os.read(fd, 1) == b""
     assert noted.asked() == 0

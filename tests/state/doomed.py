@@ -85,8 +85,8 @@ class _Watch:
         trace.listener = lambda name: self.passes()
         for name in ("mount", "umount"):
             setattr(mounts, name, self._counted(getattr(mounts, name)))
-        stager._live = self._as("stager", stager._live)
-        as_user._answer = self._as("look", as_user._answer)
+        stager._run_stager = self._as("stager", stager._run_stager)
+        as_user._run_child = self._as("look", as_user._run_child)
 
     def passes(self) -> None:
         if self.role != self.doom.role:

@@ -69,12 +69,14 @@ def expecting(mishap: Mishap | None) -> Iterator[None]:
 
 def without_processes(patch: pytest.MonkeyPatch) -> None:
     """From now on nothing is forked."""
-    patch.setattr(as_user, "become", _become)
-    patch.setattr(as_user, "acting", _acting)
-    patch.setattr(as_user, "ask", _ask)
-    patch.setattr(stager, "start", _start)
-    patch.setattr(fstab, "binds", lambda copy, user: ())  # whose limits would be this process'
-    patch.setattr(mounts, "current", _current)
+    patch.setattr(as_user, "set_effective_user", _become)
+    patch.setattr(as_user, "with_effective_user", _acting)
+    patch.setattr(as_user, "run_in_child_with_socket", _ask)
+    patch.setattr(stager, "start_stager", _start)
+    patch.setattr(
+        fstab, "read_fstab_binds", lambda copy, user: ()
+    )  # whose limits would be this process'
+    patch.setattr(mounts, "list_mounts", _current)
     patch.setattr(log, "say", lambda line, by_slurm: None)
     patch.setattr(os, "fsync", os.fstat)  # nobody pulls the plug here
 
@@ -108,14 +110,14 @@ def _sys(number: int, *arguments: object) -> None:
 
 
 def _ask(
-    work: Callable[[], as_user.Found[T]],
+    work: Callable[[], as_user.ChildResult[T]],
     answer: type[T],
     timeout: float,
     keep: tuple[int, ...] = (),
     idle: Callable[[], None] | None = None,
     tries: int = 1,
 ) -> tuple[T, socket.socket]:
-    found: list[as_user.Found[T]] = []
+    found: list[as_user.ChildResult[T]] = []
     failed: list[BaseException] = []
 
     def live() -> None:
@@ -165,14 +167,14 @@ def _start(task: CopyTask) -> StartChannel:
         hook = StartChannel(theirs)
         try:
             with lock.held(task.node.cache.key_lock(task.key), 0):
-                hook.send(stager.copy(task, threading.Event()))
+                hook.send(stager.copy_and_report(task, threading.Event()))
         except lock.LockTimeout:
             hook.send(StartReport("busy"))
         else:
-            stager._redirect_waiting(task)
+            stager._mount_for_waiting_jobs(task)
     return StartChannel(ours)
 
 
 def _current() -> list[mounts.MountInfo]:
     # "self" is the main thread.
-    return mounts.listed(os.fsdecode(Path("/proc/thread-self/mountinfo").read_bytes()))
+    return mounts.parse_mountinfo(os.fsdecode(Path("/proc/thread-self/mountinfo").read_bytes()))

@@ -16,10 +16,10 @@ from model import MISSING, Seen, Source, Version
 
 from boot import Boot
 from forestage.cache import evict
-from forestage.cache.image import identify
+from forestage.cache.image import read_identity
 from forestage.cache.node import Node as Here
 from forestage.clock import Clock
-from forestage.config import Config, load_settings
+from forestage.config import Config, load_config
 from forestage.hooks import limit
 from forestage.stage.task import CopyTask
 from forestage.system import mounts
@@ -80,7 +80,7 @@ class Lab:
 
     @property
     def config(self) -> Config:
-        return load_settings(self.node.places.etc).config
+        return load_config(self.node.places.etc).config
 
     @property
     def redirect(self) -> object:
@@ -181,7 +181,7 @@ class Lab:
         except FileNotFoundError:
             return ""
         try:
-            return identify(fd, str(source.path)).key
+            return read_identity(fd, str(source.path)).key
         finally:
             os.close(fd)
 
@@ -220,7 +220,7 @@ class Lab:
 
     def _take_all_off(self) -> None:
         ours = (f"{self.node.shared}/", f"{self.node.places.redirects}/")
-        for mount in reversed(mounts.current()):
+        for mount in reversed(mounts.list_mounts()):
             if mount.point.startswith(ours):
                 mounts.umount(mount.point)
 
@@ -229,7 +229,7 @@ class Lab:
     def used(self) -> int:
         """Bytes that entries and parts take, as forestage counts them."""
         cache = self.node.cache
-        return evict.measure(cache, cache.stored_entries(), self.config).used
+        return evict.measure_space(cache, cache.stored_entries(), self.config).used
 
     def walked(self) -> int:
         """The same, walked here."""

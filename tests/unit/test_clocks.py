@@ -58,7 +58,7 @@ def test_every_place_that_reads_a_time_is_in_the_list_of_clocks() -> None:
     """One that is new gets a row: what is compared, whose clocks those are, what a step does."""
     listed = set(PLACE.findall((REPO / "docs/clocks.md").read_text()))
     assert sites() - listed == set()
-    known = sites() | {"config/switch.by_file"}
+    known = sites() | {"config/switch.find_off_file_reason"}
     gone = {
         place for place in listed - known
         if "/" in place and not place.startswith(("tests/", "system/mounts."))

@@ -19,7 +19,7 @@ from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.known_disks import CacheLocation, KnownDisks
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import EntryUse, Lease
-from forestage.cache.part import Part, PartRecord, chunk_count, done_bytes
+from forestage.cache.part import Part, PartRecord, chunk_count, count_done_bytes
 from forestage.cache.said import JobData, JobNotes
 from forestage.config import Config
 from forestage.events import EventRecord
@@ -96,7 +96,7 @@ def test_any_bytes_are_a_record_or_damage(
     assert records.load(file, of) == value
     if isinstance(value, PartRecord):
         # What `status` and waiting hooks compute with it.
-        assert done_bytes(b"\1" * 32, value.chunk, 5) == 5
+        assert count_done_bytes(b"\1" * 32, value.chunk, 5) == 5
 
 
 @pytest.mark.parametrize("chunk", [0, -1])
@@ -141,7 +141,7 @@ def test_block_that_cannot_be_read_is_damage_but_a_node_in_need_is_not(
 
     monkeypatch.setattr(os, "open", failing)
     with pytest.raises(error, match=os.strerror(number)):
-        records.read(tmp_path / "record")
+        records.read_raw(tmp_path / "record")
 
 
 def _link(path: Path) -> None:
@@ -193,16 +193,16 @@ def test_resumed_copy_believes_only_what_the_bytes_prove(
     part = Part(tmp_path)
     data = bytes(CHUNK) + b"y" * CHUNK + b"short"
     part.image.write_bytes(data)
-    right = [digest.of_chunk(data[n * CHUNK : (n + 1) * CHUNK]) for n in range(3)]
+    right = [digest.digest_chunk(data[n * CHUNK : (n + 1) * CHUNK]) for n in range(3)]
     words = {"missing": digest.MISSING, "wrong": b"w" * 16, "none": b""}
     known = b"".join(words.get(word, one) for word, one in zip(told, right, strict=True))
     part.map.write_bytes(known + tail)
 
-    struck = pipeline.strike_wrong_chunks(part, SIZE, Config(chunk_size=CHUNK, threads=2))
+    struck = pipeline.clear_wrong_chunks(part, SIZE, Config(chunk_size=CHUNK, threads=2))
 
     count = chunk_count(SIZE, CHUNK)
-    before = digest.split((known + tail)[: count * 16].ljust(count * 16, b"\0"))
-    after = digest.split(part.digests()[: count * 16].ljust(count * 16, b"\0"))
+    before = digest.split_map((known + tail)[: count * 16].ljust(count * 16, b"\0"))
+    after = digest.split_map(part.digests()[: count * 16].ljust(count * 16, b"\0"))
     for number, (was, now) in enumerate(zip(before, after, strict=True)):
         assert now == (was if was == right[number] else digest.MISSING)
     assert struck == sum(was != now for was, now in zip(before, after, strict=True))
@@ -211,6 +211,6 @@ def test_resumed_copy_believes_only_what_the_bytes_prove(
 def test_copy_that_is_too_short_is_believed_in_nothing(tmp_path: Path) -> None:
     part = Part(tmp_path)
     part.image.write_bytes(b"y" * CHUNK)
-    part.map.write_bytes(digest.of_chunk(b"y" * CHUNK) * 3)
-    assert pipeline.strike_wrong_chunks(part, SIZE, Config(chunk_size=CHUNK, threads=2)) == 3
+    part.map.write_bytes(digest.digest_chunk(b"y" * CHUNK) * 3)
+    assert pipeline.clear_wrong_chunks(part, SIZE, Config(chunk_size=CHUNK, threads=2)) == 3
     assert set(part.digests()) == {0}

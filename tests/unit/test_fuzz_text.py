@@ -51,12 +51,12 @@ def test_any_text_of_a_user_is_one_line_and_one_event(
     outcomes = []
     for asked in job.requests:
         try:
-            path = image.wanted_path(asked, job.work_dir)
+            path = image.resolve_requested_path(asked, job.work_dir)
         except Declined as declined:
             outcomes.append(answers.of_error(asked, declined))
         else:
             assert path.startswith("/")
-            assert not lines.has_control(path)
+            assert not lines.has_control_characters(path)
             assert len(os.fsencode(path)) < image.PATH_MAX
             outcomes.append(RequestOutcome("hit", request=asked.path, image=path))
     line = events.summary(job, outcomes, 1.0)
@@ -88,7 +88,9 @@ def test_stagers_progress_is_one_line_whatever_the_file_is_called(
     wanted = make_image(path=f"/lustre/{name}")
     staging_node.cache.part(wanted.key).directory.mkdir()
     owner = PartRecord(1, "boot", wanted, 1 << 20, "chunks", 7, 0.0)
-    line = pipeline.progress_line(CopyTask(staging_node, asking, OpenImage(wanted, me, -1)), owner)
+    line = pipeline.format_progress(
+        CopyTask(staging_node, asking, OpenImage(wanted, me, -1)), owner
+    )
     assert line.isprintable()
     assert _fields(line) == ["image", "key", "copied", "of", "rate"]
 
@@ -157,7 +159,7 @@ def test_any_file_is_settings_or_a_config_error(tmp_path: Path, text: str | byte
     raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     (tmp_path / "forestage.yaml").write_bytes(raw)
     try:
-        found = config.load_settings(tmp_path)
+        found = config.load_config(tmp_path)
     except ConfigError as error:
         said = error.one_line
     else:

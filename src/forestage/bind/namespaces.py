@@ -67,7 +67,7 @@ class CleanupResult(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-def find(
+def scan_namespaces(
     cache: Cache,
     thorough: bool = False,
     first: int | None = None,
@@ -81,32 +81,32 @@ def find(
     """
     end = time.monotonic() + (unmount.SWEEP_TOTAL if thorough else LOOK)
     most = SWEEP_MOST if thorough else MOST
-    here = mounts.current() if here is None else here
-    known = origins.find_origins(cache, here)
+    here = mounts.list_mounts() if here is None else here
+    known = origins.list_origins(cache, here)
     found: list[ForeignBind] = []
-    marks = [mounts.mark_of(one.origin) for one in known]
-    namespaces, all_known = _namespaces(proc, first, end)
+    marks = [mounts.format_mountinfo_marker(one.origin) for one in known]
+    namespaces, all_known = _list_namespaces(proc, first, end)
     unread = int(not all_known)
     for pid, namespace in namespaces:
         if time.monotonic() >= end:
             unread += 1
             continue
         with contextlib.suppress(OSError):  # it has just ended
-            raw, whole = _mountinfo(proc / str(pid) / "mountinfo", most)
+            raw, whole = _read_mountinfo(proc / str(pid) / "mountinfo", most)
             unread += not whole
             # Nearly all have none of ours: not even parsed.
             if not any(mark in raw for mark in marks):
                 continue
-            table = mounts.listed(os.fsdecode(raw))
+            table = mounts.parse_mountinfo(os.fsdecode(raw))
             over = {(mount.parent, mount.point) for mount in table}
-            for bind in origins.find_binds(table, known):
+            for bind in origins.list_binds(table, known):
                 if (bind.mount.id, bind.path) not in over:
-                    source = mounts.same_place(here, table, bind.mount)
+                    source = mounts.find_hidden_path(here, table, bind.mount)
                     found.append(ForeignBind(pid, namespace, bind, source))
     return NamespaceScan(tuple(found), unread)
 
 
-def _mountinfo(file: Path, most: int) -> tuple[bytes, bool]:
+def _read_mountinfo(file: Path, most: int) -> tuple[bytes, bool]:
     """Whole lines of some of it, and whether that is all. Raises OSError.
 
     The kernel makes it as it is read.
@@ -117,7 +117,9 @@ def _mountinfo(file: Path, most: int) -> tuple[bytes, bool]:
     return (raw if whole else raw[: raw.rfind(b"\n") + 1]), whole
 
 
-def _namespaces(proc: Path, first: int | None, end: float) -> tuple[list[tuple[int, int]], bool]:
+def _list_namespaces(
+    proc: Path, first: int | None, end: float
+) -> tuple[list[tuple[int, int]], bool]:
     """A process of each mount namespace but ours, with that; and whether the time was enough."""
     ours = os.readlink(f"{proc}/self/ns/mnt")
     known: dict[str, tuple[bool, int]] = {}
@@ -139,12 +141,12 @@ def _namespaces(proc: Path, first: int | None, end: float) -> tuple[list[tuple[i
     return [(pid, int(name[5:-1])) for name, (_, pid) in by_user], in_time
 
 
-def unneeded(found: Iterable[ForeignBind], keys: frozenset[str]) -> list[ForeignBind]:
+def list_unneeded_binds(found: Iterable[ForeignBind], keys: frozenset[str]) -> list[ForeignBind]:
     """Pure: those whose entry is gone, or held by no job."""
     return [one for one in found if one.bind.key not in keys]
 
 
-def clear(
+def unmount_in_namespaces(
     cache: Cache,
     leases: LeaseDirectory,
     now: float | None = None,
@@ -160,18 +162,20 @@ def clear(
     node's mount table: what was unmounted since it was read does not matter. Raises OSError; Failed
     for a damaged lease, which may hold any entry.
     """
-    looked = find(cache, now is None, first, here=here)
+    looked = scan_namespaces(cache, now is None, first, here=here)
     found = looked.found
-    gone = unneeded(found, leases.keys()) if found else []
+    gone = list_unneeded_binds(found, leases.keys()) if found else []
     if now is not None:
-        gone = [one for one in gone if not _hung_lately(_note(cache, one), now)]
-    hung, left = _take_off(gone, total)
-    for file in {_note(cache, one) for one in hung}:
+        gone = [one for one in gone if not _has_hung_recently(_hang_note_path(cache, one), now)]
+    hung, left = _unmount_by_namespace(gone, total)
+    for file in {_hang_note_path(cache, one) for one in hung}:
         with contextlib.suppress(OSError):  # it only spares others the wait
-            folders.make(file.parent, folders.PRIVATE)
+            folders.ensure_directory(file.parent, folders.PRIVATE)
             file.touch()
     if now is None:  # all were tried
-        for file in set(cache.claims.glob(f"*{HUNG}")) - {_note(cache, one) for one in hung}:
+        for file in set(cache.claims.glob(f"*{HUNG}")) - {
+            _hang_note_path(cache, one) for one in hung
+        }:
             file.unlink(missing_ok=True)
     if looked.unread:
         told = f"mount namespaces that were not looked through: {looked.unread}"
@@ -179,27 +183,29 @@ def clear(
     return left
 
 
-def _note(cache: Cache, one: ForeignBind) -> Path:
+def _hang_note_path(cache: Cache, one: ForeignBind) -> Path:
     """The file that says, by its time, when this path hung in some namespace."""
     path = os.fsencode(one.source or one.bind.path)
     return cache.claims / f"{sha256(path)[:32]}{HUNG}"
 
 
-def _hung_lately(note: Path, now: float) -> bool:
+def _has_hung_recently(note: Path, now: float) -> bool:
     try:
         return abs(now - note.stat().st_mtime) < unmount.LEFT_TO_SWEEP
     except OSError:
         return False
 
 
-def _take_off(gone: list[ForeignBind], total: float) -> tuple[list[ForeignBind], CleanupResult]:
+def _unmount_by_namespace(
+    gone: list[ForeignBind], total: float
+) -> tuple[list[ForeignBind], CleanupResult]:
     """Also returns those whose namespace did not answer."""
     by_namespace: dict[int, list[ForeignBind]] = {}
     for one in gone[::-1]:  # the newest lies on top
         by_namespace.setdefault(one.namespace, []).append(one)
-    works = [functools.partial(_in_namespace, ones) for ones in by_namespace.values()]
+    works = [functools.partial(_unmount_in_one_namespace, ones) for ones in by_namespace.values()]
     timeout = max(unmount.TIMEOUT, total)
-    answers = as_user.each(works, list[int], unmount.TIMEOUT, timeout, unmount.AT_ONCE)
+    answers = as_user.run_each_in_child(works, list[int], unmount.TIMEOUT, timeout, unmount.AT_ONCE)
     off, problems, hung = 0, [], []
     for ones, numbers in zip(by_namespace.values(), answers, strict=True):
         hung += ones if numbers is None else []
@@ -210,13 +216,13 @@ def _take_off(gone: list[ForeignBind], total: float) -> tuple[list[ForeignBind],
     return hung, CleanupResult(off, tuple(problems))
 
 
-def _in_namespace(ones: list[ForeignBind]) -> list[int]:
+def _unmount_in_one_namespace(ones: list[ForeignBind]) -> list[int]:
     """In a child: an errno for each, 0 for those that are off or covered."""
-    child.leave_job()
+    child.leave_job_cgroups()
     numbers = []
     # By descriptor, as all paths of that namespace are its user's.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
-    sources = [_source(one) for one in ones]
+    sources = [_clone_hidden_source(one) for one in ones]
     try:
         namespace = os.open(f"/proc/{ones[0].pid}/ns/mnt", os.O_RDONLY)
         root = os.open(f"/proc/{ones[0].pid}/root", os.O_PATH | os.O_DIRECTORY)
@@ -228,14 +234,14 @@ def _in_namespace(ones: list[ForeignBind]) -> list[int]:
     os.fchdir(proc)
     for one, source in zip(ones, sources, strict=True):
         try:
-            _off_or_covered(one.bind.mount, source)
+            _unmount_or_cover(one.bind.mount, source)
             numbers.append(0)
         except OSError as error:
             numbers.append(error.errno or errno.EIO)
     return numbers
 
 
-def _source(one: ForeignBind) -> int | None:
+def _clone_hidden_source(one: ForeignBind) -> int | None:
     """A clone of the file that the bind hides, as the node has it now; None where it has none.
 
     Only of the file that was staged: its user may exchange folders on the way for another's.
@@ -251,20 +257,20 @@ def _source(one: ForeignBind) -> int | None:
         same = (facts.st_ino, facts.st_uid) == (entry.identity.inode, entry.access.uid)
         if not same or os.readlink(f"/proc/self/fd/{file}") != one.source:
             return None
-        under = mounts.of(file)
+        under = mounts.find_mount_of_descriptor(file)
         if under is None or under.point == one.source:
             return None
-        return mounts.clone(f"/proc/self/fd/{file}")
+        return mounts.clone_mount(f"/proc/self/fd/{file}")
     except OSError:
         return None
 
 
-def _off_or_covered(bind: MountInfo, source: int | None) -> None:
+def _unmount_or_cover(bind: MountInfo, source: int | None) -> None:
     spot = os.open(bind.point, os.O_PATH | os.O_NOFOLLOW)
     try:
-        if not mounts.unmount_same(bind, spot, "."):
+        if not mounts.unmount_if_same(bind, spot, "."):
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
     except OSError as error:
         if error.errno != errno.EINVAL or source is None:
             raise
-        mounts.attach(source, spot)
+        mounts.attach_mount(source, spot)

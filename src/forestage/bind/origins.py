@@ -66,59 +66,59 @@ class KnownCaches(msgspec.Struct, frozen=True):
 
         Where no mount is known above it, the first has no device, and so no bind.
         """
-        now = mounts.origin(table, self.root) or BindOrigin("", f"{self.root}/")
-        known = _without_gone(self.noted, table).origins
+        now = mounts.find_bind_origin(table, self.root) or BindOrigin("", f"{self.root}/")
+        known = _drop_gone_file_systems(self.noted, table).origins
         noted = [CacheOrigin(root, one) for root, places in known.items() for one in places]
         return tuple(dict.fromkeys((CacheOrigin(self.root, now), *noted)))
 
     def find_binds(self, table: list[MountInfo]) -> list[RedirectBind]:
         """Return the binds of these caches in a mount table, in its order. Pure."""
-        return find_binds(table, self.find_origins(table))
+        return list_binds(table, self.find_origins(table))
 
 
 def read_known_caches(cache: Cache) -> KnownCaches:
     """Return by what binds of this cache, and of the node's earlier ones, are found in a table."""
-    return KnownCaches(cache.real, _read_known(cache))
+    return KnownCaches(cache.real, _read_known_origins(cache))
 
 
-def find_origins(cache: Cache, table: list[MountInfo] | None = None) -> tuple[CacheOrigin, ...]:
+def list_origins(cache: Cache, table: list[MountInfo] | None = None) -> tuple[CacheOrigin, ...]:
     """Return where the cache lies in this process' mount table, and where each lay since the boot.
 
     Where no mount is known above it, the first has no device, and so no bind.
     """
-    return read_known_caches(cache).find_origins(mounts.current() if table is None else table)
+    return read_known_caches(cache).find_origins(mounts.list_mounts() if table is None else table)
 
 
-def note_origin(cache: Cache, table: list[MountInfo]) -> None:
+def record_origin(cache: Cache, table: list[MountInfo]) -> None:
     """Note where the cache lies in this mount table, before a bind of it is made.
 
     Raises lock.LockTimeout, OSError.
     """
     real = cache.real
-    now = mounts.origin(table, real)
-    if now is None or now in _read_known(cache).origins.get(real, ()):
+    now = mounts.find_bind_origin(table, real)
+    if now is None or now in _read_known_origins(cache).origins.get(real, ()):
         return
-    folders.make(cache.claims, folders.PRIVATE)
+    folders.ensure_directory(cache.claims, folders.PRIVATE)
     # The space lock of each cache is another one.
     with lock.held(cache.claims / "origins.lock", LOCK_TIMEOUT):
-        known = _without_gone(_read_known(cache), table).origins
+        known = _drop_gone_file_systems(_read_known_origins(cache), table).origins
         noted = {**known, real: (*known.get(real, ()), now)}
         records.write(cache.claims / FILE, msgspec.json.encode(KnownOrigins(noted)))
 
 
-def find_binds(table: Iterable[MountInfo], origins: Iterable[CacheOrigin]) -> list[RedirectBind]:
+def list_binds(table: Iterable[MountInfo], origins: Iterable[CacheOrigin]) -> list[RedirectBind]:
     """Return the binds of these caches in a mount table, in its order. Pure."""
     found: dict[int, RedirectBind] = {}
     table = list(table)
     for one in origins:
-        for mount, inside in mounts.binds_of(table, one.origin):
+        for mount, inside in mounts.list_binds_of_origin(table, one.origin):
             if named := _IMAGE.fullmatch(inside):
                 key = named[2] if named[1] == "entries" and not named[3] else ""
                 found.setdefault(mount.id, RedirectBind(mount, key, one.root))
     return [found[mount.id] for mount in table if mount.id in found]
 
 
-def _without_gone(known: KnownOrigins, table: Iterable[MountInfo]) -> KnownOrigins:
+def _drop_gone_file_systems(known: KnownOrigins, table: Iterable[MountInfo]) -> KnownOrigins:
     """Return what is known without file systems that are gone, as far as that can be told. Pure.
 
     The kernel gives the number of one without a device of its own (btrfs, overlay, tmpfs) to the
@@ -134,7 +134,7 @@ def _without_gone(known: KnownOrigins, table: Iterable[MountInfo]) -> KnownOrigi
     )
 
 
-def _read_known(cache: Cache) -> KnownOrigins:
+def _read_known_origins(cache: Cache) -> KnownOrigins:
     try:
         return records.find(cache.claims / FILE, KnownOrigins) or KnownOrigins()
     except OSError:

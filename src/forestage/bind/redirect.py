@@ -4,10 +4,10 @@ Unmounting one is always right: the path then shows the shared file system, only
 one is right only over the very file that was staged, so that is checked last of all. The kernel's
 mount table is the only record of them (docs/decisions/0002).
 
-    mounted by     hooks/serve.py once the copy is here (`mount`), and the stager for jobs that went
-                   on without it (`mount_waiting`)
-    unmounted by   Epilog and sweep, those that no lease names (`claim_unneeded`); whoever opens a
-                   path whose redirect no longer fits (`unmount_stale`); commands/unredirect.py and
+    mounted by     hooks/serve.py once the copy is here (`mount_redirect`), and the stager for jobs
+that went on without it (`mount_for_waiting_jobs`)
+    unmounted by   Epilog and sweep, those that no lease names (`claim_unneeded_binds`); whoever
+opens a path whose redirect no longer fits (`unmount_stale_binds`); commands/unredirect.py and
                    commands/verify.py. bind/unmount.py does it for all of them.
 
 With `redirect: spank` the companion mounts for each task instead.
@@ -26,7 +26,7 @@ import msgspec
 from forestage.bind import origins, unmount
 from forestage.bind.unmount import ClaimedBind
 from forestage.bind.unmount import RedirectBind as RedirectBind
-from forestage.bind.unmount import binds as binds
+from forestage.bind.unmount import list_binds as list_binds
 from forestage.cache import image
 from forestage.cache.image import FileIdentity, SourceImage
 from forestage.cache.layout import Cache
@@ -38,15 +38,15 @@ from forestage.errors import Declined, Failed
 from forestage.paths import NodePaths
 from forestage.system import as_user, child, folders, lock, mounts
 from forestage.system.as_user import User
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from forestage.system.lock_ranges import NODE_MOUNTS
 from forestage.system.mounts import MountInfo
 
 MOUNT_TIMEOUT = 60.0  # seconds for a redirect that no hook waits for
 OVER_TIMEOUT = 0.5  # seconds for mount(2) over a user's file, under the space lock
 
-Step = Literal["keep", "mount", "unmount"]
-Shown = Literal["kept", "mounted"]
+RedirectStep = Literal["keep", "mount", "unmount"]
+RedirectResult = Literal["kept", "mounted"]
 
 
 class _RedirectTarget(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class _RedirectTarget(msgspec.Struct, frozen=True):
     readable: bool
 
 
-def next_step(bound: list[RedirectBind], path: str, key: str) -> Step:
+def choose_redirect_step(bound: list[RedirectBind], path: str, key: str) -> RedirectStep:
     """Pure: what the path needs so that it shows the entry `key`, given all binds of ours."""
     at_path = [bind for bind in bound if bind.path == path]
     if not at_path:
@@ -64,38 +64,44 @@ def next_step(bound: list[RedirectBind], path: str, key: str) -> Step:
     return "keep" if at_path[-1].key == key else "unmount"
 
 
-def unneeded(bound: list[RedirectBind], needed: frozenset[str]) -> list[RedirectBind]:
+def list_unneeded_binds(bound: list[RedirectBind], needed: frozenset[str]) -> list[RedirectBind]:
     """Pure: the binds whose path no lease redirects."""
     return [bind for bind in bound if bind.path not in needed]
 
 
-def stale(bound: list[RedirectBind], paths: frozenset[str], key: str) -> list[RedirectBind]:
+def list_stale_binds(
+    bound: list[RedirectBind], paths: frozenset[str], key: str
+) -> list[RedirectBind]:
     """Pure: the binds at one of the paths that show other bytes than the entry `key`."""
     # One without a key shows an entry that was evicted: nobody can say what it is.
     return [one for one in bound if one.path in paths and (not one.key or one.key != key)]
 
 
-def unmount_stale(cache: Cache, paths: frozenset[str], key: str, user: User, end: Deadline) -> None:
+def unmount_stale_binds(
+    cache: Cache, paths: frozenset[str], key: str, user: User, end: Deadline
+) -> None:
     """Unmounts what shows something else than the entry `key` at one of the paths.
 
     Raises UnmountError, lock.LockTimeout, OSError.
     """
-    while found := stale(binds(cache), paths, key):
+    while found := list_stale_binds(list_binds(cache), paths, key):
         with contextlib.ExitStack() as claims:
             with lock.held_if_writable(cache.space_lock, end.left()):
-                going = unmount.claim(cache, stale(binds(cache), paths, key), claims)
-            unmount.unmount(going, lambda bind: user)
-        unmount.wait(cache, found, end)
+                going = unmount.claim_binds(
+                    cache, list_stale_binds(list_binds(cache), paths, key), claims
+                )
+            unmount.unmount_binds(going, lambda bind: user)
+        unmount.wait_until_unmounted(cache, found, end)
 
 
-def mount(
+def mount_redirect(
     node: Node,
     lease: Lease,
     user: User,
     wanted: SourceImage,
     end: Deadline,
     waits: Deadline | None = None,
-) -> Shown:
+) -> RedirectResult:
     """Makes the image's path show the entry, and notes it in the lease of this user's job.
 
     Another process may be unmounting the right redirect: that is waited for until `waits`, where
@@ -113,14 +119,15 @@ def mount(
         node.leases.write(held.with_use(EntryUse(wanted.key, wanted.path)))
 
     until_gone = waits or Deadline.after(min(unmount.TIMEOUT, end.left()), node.clock)
-    return _mount(node, user, wanted, end, until_gone, note)
+    return _mount_with_retries(node, user, wanted, end, until_gone, note)
 
 
-def mount_waiting(node: Node, wanted: SourceImage) -> Iterator[tuple[int, str]]:
+def mount_for_waiting_jobs(node: Node, wanted: SourceImage) -> Iterator[tuple[int, str]]:
     """Makes the image's path show the entry for each job that began without it and wants that.
 
-    Yields each such job and what came of it: mounted, kept, or why not. By the rules of `mount`,
-    but for a lease that has gone: then its Epilog has run, and nobody needs a redirect.
+    Yields each such job and what came of it: mounted, kept, or why not. By the rules of
+    `mount_redirect`, but for a lease that has gone: then its Epilog has run, and nobody needs a
+    redirect.
     """
     from forestage.slurm import enroot  # an Epilog needs none of it
 
@@ -128,16 +135,16 @@ def mount_waiting(node: Node, wanted: SourceImage) -> Iterator[tuple[int, str]]:
     entry = node.cache.find(wanted)
     nobodys = enroot.JobVariables({}, all_known=False)
     own = [nobodys.expanded(source) for source in entry.binds] if entry else []
-    if any(enroot.holds(source, wanted.path) for source in own):
+    if any(enroot.is_bind_above(source, wanted.path) for source in own):
         return  # its own container would not start
     for job in node.leases.jobs():
         with contextlib.suppress(Failed):  # a damaged lease wants no redirect
             lease = node.leases.read(job)
             if lease and use in lease.uses and lease.cache == str(node.cache.root):
-                yield job, _mount_for(node, lease, wanted)
+                yield job, _mount_for_job(node, lease, wanted)
 
 
-def _mount_for(node: Node, lease: Lease, wanted: SourceImage) -> str:
+def _mount_for_job(node: Node, lease: Lease, wanted: SourceImage) -> str:
     def note() -> None:
         now = node.leases.read(lease.job)
         is_there = now is not None and now.is_of(lease.user.uid, lease.start)
@@ -146,19 +153,19 @@ def _mount_for(node: Node, lease: Lease, wanted: SourceImage) -> str:
 
     end = Deadline.after(MOUNT_TIMEOUT, node.clock)
     try:
-        return _mount(node, lease.user, wanted, end, end, note)
+        return _mount_with_retries(node, lease.user, wanted, end, end, note)
     except (Declined, OSError) as error:
         return str(error)
 
 
-def _mount(
+def _mount_with_retries(
     node: Node,
     user: User,
     wanted: SourceImage,
     end: Deadline,
     until_gone: Deadline,
     note: Callable[[], None],
-) -> Shown:
+) -> RedirectResult:
     """Mounts as `user`; `note`, under the space lock, sees to the lease or says why not.
 
     `until_gone` limits the wait for a redirect that shows the right bytes and is being unmounted.
@@ -169,10 +176,10 @@ def _mount(
         if shown:
             return shown
         # Without the lock, as this may hang. One with other bytes is waited for until the end.
-        unmount_stale(cache, frozenset({wanted.path}), wanted.key, user, end)
+        unmount_stale_binds(cache, frozenset({wanted.path}), wanted.key, user, end)
         try:
-            going = [bind for bind in binds(cache) if bind.path == wanted.path]
-            unmount.wait(cache, going, until_gone)
+            going = [bind for bind in list_binds(cache) if bind.path == wanted.path]
+            unmount.wait_until_unmounted(cache, going, until_gone)
         except lock.LockTimeout as busy:  # no fault of this node: the job reads the source
             raise Declined("busy", str(busy)) from None
     raise Failed("redirect", f"{wanted.path} keeps showing an older copy")
@@ -180,11 +187,11 @@ def _mount(
 
 def _mount_once(
     node: Node, user: User, wanted: SourceImage, end: Deadline, note: Callable[[], None]
-) -> Shown | None:
+) -> RedirectResult | None:
     """None where a bind has to go first, or goes just now."""
     cache, places = node.cache, node.places
     turn = functools.partial(
-        lock.take_place, places.mounting, NODE_MOUNTS.first_byte(user.uid), waits=False
+        lock.lock_byte, places.mounting, NODE_MOUNTS.first_byte(user.uid), waits=False
     )
     # Opened before the lock: walking to the path may hang, and the lock is the whole node's.
     target, identity = _open_target(cache, wanted, user, end.left())
@@ -192,15 +199,15 @@ def _mount_once(
         with lock.held(cache.space_lock, end.left()):
             # Under the lock, in which all that mount and unmount decide: what was read before it
             # may lack a redirect, and a second one would be laid over that.
-            table = mounts.current()
+            table = mounts.list_mounts()
             known = origins.read_known_caches(cache).find_binds(table)
             bound = [bind for bind in known if bind.path == wanted.path]
-            step = next_step(bound, wanted.path, wanted.key)
+            step = choose_redirect_step(bound, wanted.path, wanted.key)
             # One that an Epilog has claimed goes, though it shows the right entry.
-            if step == "unmount" or any(unmount.is_going(cache, bind) for bind in bound):
+            if step == "unmount" or any(unmount.is_being_unmounted(cache, bind) for bind in bound):
                 return None
             # `unredirect` switches staging off, then takes this lock: no bind is made after that.
-            if step == "mount" and (off := switch.by_file(places, end.clock.wall())):
+            if step == "mount" and (off := switch.find_off_file_reason(places, end.clock.wall())):
                 raise Declined("disabled", off)
             if step == "mount" and identity != wanted.identity:
                 raise Declined("changed", f"{wanted.path} was changed or replaced just now")
@@ -210,14 +217,16 @@ def _mount_once(
             # Lease first: an Epilog that runs next takes off what no lease mentions.
             note()
             if step == "mount":
-                origins.note_origin(cache, table)
-                _bind(cache.image(wanted.key), places.redirects / wanted.key, target, turn)
+                origins.record_origin(cache, table)
+                _bind_read_only(
+                    cache.image(wanted.key), places.redirects / wanted.key, target, turn
+                )
             return "mounted" if step == "mount" else "kept"
     finally:
         os.close(target)
 
 
-def claim_unneeded(
+def claim_unneeded_binds(
     cache: Cache,
     leases: LeaseDirectory,
     places: NodePaths,
@@ -225,18 +234,18 @@ def claim_unneeded(
     table: list[MountInfo],
     now: float | None = None,
 ) -> list[ClaimedBind]:
-    """Claims every redirect that no lease needs, for `unmount.unmount`. Under the space lock.
+    """Claims every redirect that no lease needs, for `unmount.unmount_binds`. Under the space lock.
 
-    `table` was read under it, too. `now`: see `unmount.claim`.
+    `table` was read under it, too. `now`: see `unmount.claim_binds`.
     """
     if places.redirects.exists():
         for spot in places.redirects.iterdir():
             with contextlib.suppress(IsADirectoryError):  # not ours, and in nobody's way
-                _free(spot)
+                _clear_mount_point(spot)
     # Before the leases: a hook of another cache has another space lock, and notes its redirect in
     # the lease before it mounts.
-    bound = binds(cache, table)
-    return unmount.claim(cache, unneeded(bound, leases.redirected()), claims, now)
+    bound = list_binds(cache, table)
+    return unmount.claim_binds(cache, list_unneeded_binds(bound, leases.redirected()), claims, now)
 
 
 def _open_target(
@@ -248,10 +257,10 @@ def _open_target(
         # `verify` evicts what is bad, leased or not; the next look stages it anew.
         raise Declined("changed", f"the copy of {wanted.path} has just gone") from None
 
-    def work() -> as_user.Found[_RedirectTarget]:
-        as_user.become(user)
+    def work() -> as_user.ChildResult[_RedirectTarget]:
+        as_user.set_effective_user(user)
         fd = os.open(wanted.path, os.O_PATH | os.O_NOFOLLOW)
-        identity = image.identify(fd, os.readlink(f"/proc/self/fd/{fd}"))
+        identity = image.read_identity(fd, os.readlink(f"/proc/self/fd/{fd}"))
         try:
             os.open(f"/proc/self/fd/{copy}", os.O_RDONLY | os.O_NONBLOCK)
         except BlockingIOError:  # a lease of its owner's; the rights were checked before that
@@ -261,7 +270,7 @@ def _open_target(
         return _RedirectTarget(identity, readable=True), [fd]
 
     try:
-        target, fds = as_user.call(work, _RedirectTarget, timeout, keep=(copy,))
+        target, fds = as_user.run_in_child(work, _RedirectTarget, timeout, keep=(copy,))
     except OSError as error:
         raise Declined("changed", f"{wanted.path} was moved just now: {error.strerror}") from None
     finally:
@@ -273,7 +282,7 @@ def _open_target(
     return fds[0], target.identity
 
 
-def _bind(source: Path, spot: Path, target: int, turn: Callable[[], int]) -> None:
+def _bind_read_only(source: Path, spot: Path, target: int, turn: Callable[[], int]) -> None:
     """Lays `source` over the open file `target`, read-only from the first moment on.
 
     A bind inherits the flags of the mount it is made from. So a first bind, on a spot that only
@@ -284,8 +293,8 @@ def _bind(source: Path, spot: Path, target: int, turn: Callable[[], int]) -> Non
     two hooks may hold each the lock of another cache. Declined where the target was replaced since
     it was opened, or cannot be mounted over in time.
     """
-    folders.keep(spot.parent)
-    _free(spot)
+    folders.ensure_directory_with_mode(spot.parent)
+    _clear_mount_point(spot)
     spot.touch(mode=0o600)
     mounts.mount(str(source), str(spot), mounts.MS_BIND)
     try:
@@ -293,15 +302,15 @@ def _bind(source: Path, spot: Path, target: int, turn: Callable[[], int]) -> Non
         mounts.mount("none", str(spot), mounts.MS_REMOUNT | mounts.MS_BIND | flags)
         # Opened and compared: by its name it could be the bare file by now. The kernel makes no
         # bind from a mount that was unmounted.
-        with opened(spot, os.O_PATH | os.O_NOFOLLOW) as made:
+        with open_descriptor(spot, os.O_PATH | os.O_NOFOLLOW) as made:
             if not os.path.samestat(os.fstat(made), os.lstat(source)):
                 raise OSError(errno.ESTALE, "somebody took the bind off", str(spot))
-            _lay_over(made, target, turn)
+            _bind_over_target(made, target, turn)
     finally:
-        _free(spot)
+        _clear_mount_point(spot)
 
 
-def _lay_over(made: int, target: int, turn: Callable[[], int]) -> None:
+def _bind_over_target(made: int, target: int, turn: Callable[[], int]) -> None:
     """Binds `made` over `target`, in a child: whoever can read that file may have mount(2) wait.
 
     No signal ends that wait, and the child would mount when it is over, whenever that is. But the
@@ -310,8 +319,8 @@ def _lay_over(made: int, target: int, turn: Callable[[], int]) -> None:
     those that mount; a child that hangs keeps it. Raises Declined, OSError.
     """
 
-    def work() -> as_user.Found[bool]:
-        child.leave_job()  # nobody is to wait for it
+    def work() -> as_user.ChildResult[bool]:
+        child.leave_job_cgroups()  # nobody is to wait for it
         try:
             place = turn()
         except BlockingIOError:
@@ -325,14 +334,14 @@ def _lay_over(made: int, target: int, turn: Callable[[], int]) -> None:
 
     try:
         # Once: a child that was killed may have mounted before.
-        as_user.call(work, bool, OVER_TIMEOUT, keep=(made, target), tries=1)
+        as_user.run_in_child(work, bool, OVER_TIMEOUT, keep=(made, target), tries=1)
     except FileNotFoundError:  # what the kernel says of a file that was deleted
         raise Declined("changed", "the image or its copy was replaced just now") from None
     except as_user.ChildTimeout:
         raise Declined("mount-hangs", "a process keeps the file from being mounted over") from None
 
 
-def _free(spot: Path) -> None:
+def _clear_mount_point(spot: Path) -> None:
     """Clears where a redirect is made of what a hook left that was killed there: a file, and
     perhaps a bind on it. Under the space lock. Raises OSError."""
     while True:

@@ -3,7 +3,7 @@
 Which ones go is decided under the space lock, and each is claimed there. What others do meanwhile:
 
     who                        sees a claimed bind             and so
-    a hook that mounts         `is_going`                      waits, then mounts anew
+    a hook that mounts         `is_being_unmounted`                      waits, then mounts anew
     a hook that unmounts       its own claim fails             leaves it to who has it
     a job that just reads      the copy, then the source       right bytes, both times
     who claims it is killed    the claim is gone with it       the bind counts as before
@@ -63,22 +63,22 @@ class UnmountError(Failed):
         self.off = off
 
 
-def binds(cache: Cache, table: list[mounts.MountInfo] | None = None) -> list[RedirectBind]:
+def list_binds(cache: Cache, table: list[mounts.MountInfo] | None = None) -> list[RedirectBind]:
     """Return every bind of ours on the node, oldest first, those of earlier caches too.
 
     `table` is the node's mount table, where the caller has just read it.
     """
-    table = mounts.current() if table is None else table
+    table = mounts.list_mounts() if table is None else table
     return origins.read_known_caches(cache).find_binds(table)
 
 
-def claim(
+def claim_binds(
     cache: Cache,
     wanted: Iterable[RedirectBind],
     claims: contextlib.ExitStack,
     now: float | None = None,
 ) -> list[ClaimedBind]:
-    """Claims binds that are to go; returns those to `unmount`, which releases each that is done.
+    """Claims binds that are to go; returns those to `unmount_binds`, which releases each that is done.
 
     What it does not get to is released when `claims` is closed.
     Under the space lock. Left out is what another process takes off, what is gone, and, with `now`
@@ -87,20 +87,20 @@ def claim(
     """
     mine = []
     for bind in islice(wanted, MOST):
-        folders.make(cache.claims, folders.PRIVATE)
+        folders.ensure_directory(cache.claims, folders.PRIVATE)
         with contextlib.suppress(lock.LockTimeout):
-            if now is None or not hung_lately(cache, bind, now):
+            if now is None or not has_hung_recently(cache, bind, now):
                 claim = claims.enter_context(contextlib.ExitStack())
-                claim.enter_context(_claimed(cache, bind))
+                claim.enter_context(_hold_claim(cache, bind))
                 mine.append(ClaimedBind(bind, cache, claim.close))
     # Looked at again: who had the claim before may have taken it off in between.
-    there = {mount.id for mount in mounts.current()} if mine else set()
+    there = {mount.id for mount in mounts.list_mounts()} if mine else set()
     return [one for one in mine if one.bind.mount.id in there]
 
 
 @contextlib.contextmanager
-def _claimed(cache: Cache, bind: RedirectBind) -> Iterator[None]:
-    file = _file(cache, bind)
+def _hold_claim(cache: Cache, bind: RedirectBind) -> Iterator[None]:
+    file = _claim_path(cache, bind)
     # Without /run there are no leases either, and nobody mounts.
     with lock.held_if_writable(file, 0):
         try:
@@ -111,53 +111,53 @@ def _claimed(cache: Cache, bind: RedirectBind) -> Iterator[None]:
                     file.unlink()
 
 
-def _file(cache: Cache, bind: RedirectBind) -> Path:
+def _claim_path(cache: Cache, bind: RedirectBind) -> Path:
     return cache.claims / f"{bind.mount.id}{SUFFIX}"
 
 
-def hung_lately(cache: Cache, bind: RedirectBind, now: float) -> bool:
+def has_hung_recently(cache: Cache, bind: RedirectBind, now: float) -> bool:
     """Whether its path hung in the last LEFT_TO_SWEEP seconds; mount ids are the whole node's."""
-    file = _file(cache, bind)
+    file = _claim_path(cache, bind)
     try:
         return (
-            files.read(file) == os.fsencode(bind.path)
+            files.read_file(file) == os.fsencode(bind.path)
             and abs(now - file.stat().st_mtime) < LEFT_TO_SWEEP
         )
     except OSError:
         return False
 
 
-def _note(one: ClaimedBind, hung: bool) -> None:
+def _record_hang(one: ClaimedBind, hung: bool) -> None:
     """Notes that a path hung, or that it does no more."""
-    file = _file(one.cache, one.bind)
+    file = _claim_path(one.cache, one.bind)
     with contextlib.suppress(OSError):  # it only spares others the wait
         if hung or file.exists():
-            files.overwrite(file, os.fsencode(one.bind.path) if hung else b"")
+            files.overwrite_file(file, os.fsencode(one.bind.path) if hung else b"")
 
 
-def forget(cache: Cache) -> None:
+def delete_old_claims(cache: Cache) -> None:
     """Deletes what is noted of mounts that have gone. Under the space lock. Raises OSError."""
-    here = {cache.claims / f"{mount.id}{SUFFIX}" for mount in mounts.current()}
+    here = {cache.claims / f"{mount.id}{SUFFIX}" for mount in mounts.list_mounts()}
     for file in cache.claims.glob(f"*{SUFFIX}"):
         if file not in here and lock.is_free(file):
             file.unlink(missing_ok=True)
 
 
-def is_going(cache: Cache, bind: RedirectBind) -> bool:
+def is_being_unmounted(cache: Cache, bind: RedirectBind) -> bool:
     """Whether another process takes this bind off now. Under the space lock. Raises OSError."""
-    return not lock.is_free(_file(cache, bind))
+    return not lock.is_free(_claim_path(cache, bind))
 
 
-def wait(cache: Cache, going: Iterable[RedirectBind], end: Deadline) -> None:
+def wait_until_unmounted(cache: Cache, going: Iterable[RedirectBind], end: Deadline) -> None:
     """Waits until nobody takes these off any more. Not under a lock. Raises lock.LockTimeout."""
     for bind in going:
-        while is_going(cache, bind):
+        while is_being_unmounted(cache, bind):
             if end.left() <= 0:
                 raise lock.LockTimeout(f"another process is unmounting the redirect of {bind.path}")
             end.clock.sleep(lock.POLL)
 
 
-def unmount(
+def unmount_binds(
     going: list[ClaimedBind], whose: Callable[[RedirectBind], User], total: float = 0.0
 ) -> None:
     """Takes the binds off, each path in a child of its own, within TIMEOUT or `total` seconds.
@@ -169,31 +169,31 @@ def unmount(
     paths: dict[str, list[ClaimedBind]] = {}
     for one in going[::-1]:  # the newest lies on top
         paths.setdefault(one.bind.path, []).append(one)
-    table = mounts.current() if len(paths) > 1 else []
+    table = mounts.list_mounts() if len(paths) > 1 else []
     # A user's FUSE may hang whenever they like: what lies below it comes last.
     users = [mount.point for mount in table if mount.fuse_user]
     ordered = sorted(
         paths.values(), key=lambda at: any(mounts.is_below(at[0].bind.path, one) for one in users)
     )
     works = [
-        functools.partial(_take_off, [one.bind.mount for one in at], whose(at[0].bind))
+        functools.partial(_unmount_in_order, [one.bind.mount for one in at], whose(at[0].bind))
         for at in ordered
     ]
     stuck: list[str] = []
-    as_user.each(
+    as_user.run_each_in_child(
         *(works, list[int], TIMEOUT, max(TIMEOUT, total), AT_ONCE),
-        lambda number, answer: stuck.extend(_note_end(ordered[number], answer)),
+        lambda number, answer: stuck.extend(_record_outcome(ordered[number], answer)),
     )
     if stuck:
         raise UnmountError(stuck, len(going) - len(stuck))
 
 
-def _note_end(at: list[ClaimedBind], numbers: list[int] | None) -> Iterator[str]:
+def _record_outcome(at: list[ClaimedBind], numbers: list[int] | None) -> Iterator[str]:
     """Notes how it went at one path, and releases what was claimed there; yields what stays."""
-    there = {mount.id for mount in mounts.current()} if numbers is None else set()
+    there = {mount.id for mount in mounts.list_mounts()} if numbers is None else set()
     for n, one in enumerate(at):
         hung = numbers is None and one.bind.mount.id in there
-        _note(one, hung)
+        _record_hang(one, hung)
         one.release()
         if hung:
             yield f"{one.bind.path} (hangs)"
@@ -201,15 +201,15 @@ def _note_end(at: list[ClaimedBind], numbers: list[int] | None) -> Iterator[str]
             yield f"{one.bind.path} ({os.strerror(numbers[n])})"
 
 
-def _take_off(binds: list[mounts.MountInfo], user: User) -> list[int]:
+def _unmount_in_order(binds: list[mounts.MountInfo], user: User) -> list[int]:
     """In a child: an errno for each, 0 for those that are gone."""
     # One that hangs for ever cannot be killed: in a job's cgroup it would drain the node.
-    child.leave_job()
+    child.leave_job_cgroups()
     numbers = []
     for bind in binds:
         try:
-            with _uncovered(bind, user):
-                _follow(bind, user)
+            with _without_user_mounts(bind, user):
+                _unmount_despite_renames(bind, user)
             numbers.append(0)
         except OSError as error:
             numbers.append(error.errno or errno.EIO)
@@ -217,7 +217,7 @@ def _take_off(binds: list[mounts.MountInfo], user: User) -> list[int]:
 
 
 @contextlib.contextmanager
-def _uncovered(bind: mounts.MountInfo, user: User) -> Iterator[None]:
+def _without_user_mounts(bind: mounts.MountInfo, user: User) -> Iterator[None]:
     """Lifts what users have mounted over a directory above a bind, so that it can be reached.
 
     A FUSE of theirs, with a server that is dead or stopped, would keep it for ever. It is put back:
@@ -225,45 +225,45 @@ def _uncovered(bind: mounts.MountInfo, user: User) -> Iterator[None]:
     """
     with contextlib.ExitStack() as back:
         for _ in range(COVERS):
-            cover = mounts.cover(mounts.current(), bind)
+            cover = mounts.find_covering_fuse(mounts.list_mounts(), bind)
             if cover is None:
                 break
-            _lift(cover, user, back)
+            _lift_user_mount(cover, user, back)
         yield
 
 
-def _lift(cover: mounts.MountInfo, user: User, back: contextlib.ExitStack) -> None:
+def _lift_user_mount(cover: mounts.MountInfo, user: User, back: contextlib.ExitStack) -> None:
     # Opening the root of a mount asks its server nothing.
-    top = as_user.reach(cover.point, user)
+    top = as_user.open_path_as_root_or_user(cover.point, user)
     # Another one may lie on it: that goes first.
-    found = mounts.of(top)
+    found = mounts.find_mount_of_descriptor(top)
     if found is None or not found.fuse_user or found.point != cover.point:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-    tree = mounts.clone(f"/proc/self/fd/{top}")
+    tree = mounts.clone_mount(f"/proc/self/fd/{top}")
     mounts.umount(f"/proc/self/fd/{top}")
-    back.callback(_put_back, tree, found, user)
+    back.callback(_put_user_mount_back, tree, found, user)
 
 
-def _put_back(tree: int, was: mounts.MountInfo, user: User) -> None:
+def _put_user_mount_back(tree: int, was: mounts.MountInfo, user: User) -> None:
     with contextlib.suppress(OSError):
-        spot = as_user.reach(was.point, user)
+        spot = as_user.open_path_as_root_or_user(was.point, user)
         # No link may lead root elsewhere: to a directory of that user's own, as fusermount3(1)
         # wants it, on the mount where it was.
         its_own = os.fstat(spot).st_uid == was.fuse_user
-        if its_own and mounts.mount_id(spot) == was.parent:
-            mounts.attach(tree, spot)
+        if its_own and mounts.read_mount_id(spot) == was.parent:
+            mounts.attach_mount(tree, spot)
 
 
-def _follow(bind: mounts.MountInfo, user: User) -> None:
+def _unmount_despite_renames(bind: mounts.MountInfo, user: User) -> None:
     """Takes off one bind. A user may rename the folders above it all the time: it goes along."""
     point, failed = bind.point, OSError(errno.EBUSY, os.strerror(errno.EBUSY))
     for _ in range(CHASES):
         try:
-            if mounts.unmount_same(bind, as_user.reach(point, user)):
+            if mounts.unmount_if_same(bind, as_user.open_path_as_root_or_user(point, user)):
                 return
         except OSError as error:  # of a path that may lead nowhere by now
             failed = error
-        found = [mount.point for mount in mounts.current() if mount.id == bind.id]
+        found = [mount.point for mount in mounts.list_mounts() if mount.id == bind.id]
         if not found:  # gone already
             return
         if found[-1] == point and failed.errno not in (errno.EBUSY, *MOVED):

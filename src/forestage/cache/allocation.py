@@ -29,26 +29,26 @@ class ChunkMap(NamedTuple):
 
 
 def map_chunks(source: int, size: int, chunk: int, begins: int = 0) -> ChunkMap:
-    """Return what an open file's holes mean for its chunks; `begins` as in `data_chunks`.
+    """Return what an open file's holes mean for its chunks; `begins` as in `list_data_chunks`.
 
     A hole is left unread only where its file system is this kernel's own. Elsewhere the answer
     decides on space alone, and only of a file that lacks blocks as well: who wrote no bytes must
     not evict what others did. If it was untrue, the copy takes space that was not reserved.
     """
     if file_systems.is_hole_map_true(source):
-        data = data_chunks(source, size, chunk, begins)
+        data = list_data_chunks(source, size, chunk, begins)
         return ChunkMap(data, data)
     every = set(range(begins // chunk, chunk_count(begins + size, chunk)))
     try:
         blocks = os.fstat(source).st_blocks
     except OSError:  # root may be squashed there, or the server gone: that is for the reads to say
         return ChunkMap(every, every, every)
-    if not file_systems.lacks_blocks(size, blocks):
+    if not file_systems.is_probably_sparse(size, blocks):
         return ChunkMap(every, every)
-    return ChunkMap(every, data_chunks(source, size, chunk, begins), every)
+    return ChunkMap(every, list_data_chunks(source, size, chunk, begins), every)
 
 
-def data_chunks(source: int, size: int, chunk: int, begins: int = 0) -> set[int]:
+def list_data_chunks(source: int, size: int, chunk: int, begins: int = 0) -> set[int]:
     """Return the chunks that hold any data, as the open file's file system has it.
 
     The file `begins` so far behind the first chunk's beginning. Of a chunk that has data nothing
@@ -73,8 +73,8 @@ def data_chunks(source: int, size: int, chunk: int, begins: int = 0) -> set[int]
     return found
 
 
-def needed(size: int, chunk: int, data: Set[int]) -> int:
-    """Pure: the bytes that `reserve` takes for the image and its map; holes take none."""
+def needed_bytes(size: int, chunk: int, data: Set[int]) -> int:
+    """Pure: the bytes that `reserve_part` takes for the image and its map; holes take none."""
     last = chunk_count(size, chunk) - 1
     short = (last + 1) * chunk - size if last in data else 0
     return len(data) * chunk - short + map_bytes(size, chunk)
@@ -85,32 +85,32 @@ def map_bytes(size: int, chunk: int) -> int:
     return chunk_count(size, chunk) * ENTRY_BYTES
 
 
-def reserve(part: Part, size: int, chunk: int, data: Set[int]) -> None:
+def reserve_part(part: Part, size: int, chunk: int, data: Set[int]) -> None:
     """Makes the part's files and takes their space at once. Raises OSError (ENOSPC)."""
-    with opened(part.image) as fd:
+    with open_part_file(part.image) as fd:
         for _, run in groupby(enumerate(sorted(data)), lambda item: item[1] - item[0]):
             numbers = [number for _, number in run]
             start = numbers[0] * chunk
-            allocate(fd, start, min(size, (numbers[-1] + 1) * chunk) - start)
+            allocate_space(fd, start, min(size, (numbers[-1] + 1) * chunk) - start)
         os.ftruncate(fd, size)
-    reserve_small(part, size, chunk)
+    reserve_small_files(part, size, chunk)
 
 
-def reserve_small(part: Part, size: int, chunk: int) -> None:
+def reserve_small_files(part: Part, size: int, chunk: int) -> None:
     """Takes the space of all but the image. Raises OSError (ENOSPC)."""
-    with opened(part.map) as fd:
-        allocate(fd, 0, map_bytes(size, chunk))
+    with open_part_file(part.map) as fd:
+        allocate_space(fd, 0, map_bytes(size, chunk))
         os.ftruncate(fd, map_bytes(size, chunk))
-    with opened(part.spare) as fd:
-        allocate(fd, 0, SPARE)
+    with open_part_file(part.spare) as fd:
+        allocate_space(fd, 0, SPARE)
 
 
-def opened(path: Path) -> contextlib.AbstractContextManager[int]:
+def open_part_file(path: Path) -> contextlib.AbstractContextManager[int]:
     """One of a part's files, made if need be; what it has stays."""
-    return files.opened(path, os.O_RDWR | os.O_CREAT, 0o600)
+    return files.open_descriptor(path, os.O_RDWR | os.O_CREAT, 0o600)
 
 
-def punch(fd: int, start: int, length: int) -> None:
+def punch_hole(fd: int, start: int, length: int) -> None:
     """Make a hole again of what an earlier copy may have left there. Raises OSError.
 
     Where the cache's file system has no such call, the bytes become zeros in another way.
@@ -123,7 +123,7 @@ def punch(fd: int, start: int, length: int) -> None:
             os.pwrite(fd, zeros, at)
 
 
-def allocate(fd: int, start: int, length: int) -> None:
+def allocate_space(fd: int, start: int, length: int) -> None:
     """Takes the space, the file's size left as it is. Raises OSError; not for want of the call."""
     _fallocate(fd, FALLOC_FL_KEEP_SIZE, start, length)
 
@@ -131,7 +131,7 @@ def allocate(fd: int, start: int, length: int) -> None:
 def _fallocate(fd: int, mode: int, start: int, length: int) -> bool:
     """Return whether the file system has this call. Raises OSError if it failed."""
     try:
-        libc.call("fallocate", fd, mode, libc.wide(start), libc.wide(length))
+        libc.call_libc("fallocate", fd, mode, libc.make_int64(start), libc.make_int64(length))
     except OSError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise

@@ -11,7 +11,7 @@ from forestage.config import Config
 from forestage.system import records
 
 
-def seconds(cache: Cache, config: Config, key: str) -> float:
+def estimate_read_seconds(cache: Cache, config: Config, key: str) -> float:
     """Seconds that a start needs to read its image from the source; 0 where that is not known.
 
     What jobs read in the first minute, where that was seen to be a small part (cache/hot.py). Else

@@ -17,7 +17,7 @@ UNKNOWN = b"\x01" + bytes(ENTRY_BYTES - 1)
 """In the map of an entry that was copied with `digest: false`, which an earlier build had."""
 
 
-def of_chunk(data: memoryview | bytes) -> bytes:
+def digest_chunk(data: memoryview | bytes) -> bytes:
     """The digest of one chunk. Runs without Python's global lock."""
     return xxhash.xxh3_128(data).digest()
 
@@ -36,11 +36,11 @@ class RunningDigest:
         return self._sum.digest()
 
 
-def of_image(digests: bytes) -> str:
+def digest_image(digests: bytes) -> str:
     """The digest of an image, hex: that of its chunks' digests in order."""
     return xxhash.xxh3_128(digests).hexdigest()
 
 
-def split(digests: bytes) -> Sequence[bytes]:
+def split_map(digests: bytes) -> Sequence[bytes]:
     """A map's entries, in the order of the chunks."""
     return [digests[at : at + ENTRY_BYTES] for at in range(0, len(digests), ENTRY_BYTES)]

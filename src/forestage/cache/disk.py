@@ -22,8 +22,8 @@ from forestage.cache.layout import Cache
 from forestage.errors import Declined
 from forestage.paths import NodePaths
 from forestage.system import probe
-from forestage.system.files import opened
-from forestage.system.probe import At, HangReport
+from forestage.system.files import open_descriptor
+from forestage.system.probe import HangReport, ReportPhase
 from forestage.system.sha256 import sha256
 from forestage.units import format_duration
 
@@ -33,38 +33,40 @@ PART = 0.25  # of the time that is left: a probe must not take all of it
 TOO_SHORT = 0.1  # seconds without an answer that prove nothing; a busy node may take them to fork
 
 
-def hangs(places: NodePaths, cache: Cache, left: float = 60.0) -> HangReport | None:
+def probe_disk(places: NodePaths, cache: Cache, left: float = 60.0) -> HangReport | None:
     """What of the cache's disk does not answer; None where all does.
 
     `left` are the seconds that the caller has: a second at most, or a quarter of these, is waited.
     """
-    return probe.ask(_file(places, cache), partial(_asked, cache.root), PART * left)
+    return probe.find_hang(
+        _probe_path(places, cache), partial(_probe_reads_and_writes, cache.root), PART * left
+    )
 
 
-def known(places: NodePaths, cache: Cache) -> HangReport | None:
+def find_known_hang(places: NodePaths, cache: Cache) -> HangReport | None:
     """What is known to hang, by who asks; for those who may change nothing, a directory neither."""
-    return probe.known(_file(places, cache))
+    return probe.find_known_hang(_probe_path(places, cache))
 
 
-def _file(places: NodePaths, cache: Cache) -> Path:
+def _probe_path(places: NodePaths, cache: Cache) -> Path:
     return places.probes / f"cache-{sha256(os.fsencode(cache.root))[:16]}"
 
 
-def must_serve(places: NodePaths, cache: Cache, left: float = 60.0) -> None:
+def check_readable(places: NodePaths, cache: Cache, left: float = 60.0) -> None:
     """Raises Declined where nothing can be read of the cache, or it cannot be made."""
-    hang = hangs(places, cache, left)
+    hang = probe_disk(places, cache, left)
     if hang is not None and (hang.phase == READS or not (cache.root / "format").exists()):
-        raise declined(cache, hang, left)
+        raise declined_by_hang(cache, hang, left)
 
 
-def must_take(places: NodePaths, cache: Cache, left: float = 60.0) -> None:
+def check_writable(places: NodePaths, cache: Cache, left: float = 60.0) -> None:
     """Raises Declined where nothing can be written to the cache, nor removed."""
-    hang = hangs(places, cache, left)
+    hang = probe_disk(places, cache, left)
     if hang is not None:
-        raise declined(cache, hang, left)
+        raise declined_by_hang(cache, hang, left)
 
 
-def declined(cache: Cache, hang: HangReport, left: float = 60.0) -> Declined:
+def declined_by_hang(cache: Cache, hang: HangReport, left: float = 60.0) -> Declined:
     """Return why nothing is done with a cache whose disk gave no answer.
 
     `left` are the seconds that the caller had: the disk is not to blame if there were hardly any,
@@ -80,12 +82,12 @@ def declined(cache: Cache, hang: HangReport, left: float = 60.0) -> Declined:
     )
 
 
-def _asked(root: Path, at: At) -> None:
+def _probe_reads_and_writes(root: Path, at: ReportPhase) -> None:
     """What the probe does. An error is an answer: who uses the cache next will meet it."""
     at(READS)
     with contextlib.suppress(OSError):  # no cache yet, or a file system without O_DIRECT
         _read_past_the_page_cache(root / "format")
-    for one in _members(root):
+    for one in _list_member_disks(root):
         with contextlib.suppress(OSError):  # its node is not there, or another's
             _read_past_the_page_cache(one)
     at(WRITES)
@@ -95,10 +97,12 @@ def _asked(root: Path, at: At) -> None:
     spot.rmdir()
 
 
-def _members(root: Path) -> list[Path]:
+def _list_member_disks(root: Path) -> list[Path]:
     """The disks below the cache's: a RAID's file lies on one of them, and another one may hang."""
     with contextlib.suppress(OSError):  # none that is known to this kernel
-        return [Path("/dev", name.replace("!", "/")) for name in sorted(disk_errors.devices(root))]
+        return [
+            Path("/dev", name.replace("!", "/")) for name in sorted(disk_errors.list_devices(root))
+        ]
     return []
 
 
@@ -106,5 +110,5 @@ def _read_past_the_page_cache(file: Path) -> None:
     import mmap  # few hooks need it: it begins where a page does, as O_DIRECT wants it
 
     flags = os.O_RDONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK
-    with opened(file, flags) as fd, mmap.mmap(-1, BLOCK) as block:
+    with open_descriptor(file, flags) as fd, mmap.mmap(-1, BLOCK) as block:
         os.preadv(fd, [block], 0)

@@ -5,8 +5,8 @@ A plain bind mount tells nobody, and ext4 counts only errors of its own structur
 shows it ("critical medium error, dev nvme0n1, sector 1234 op 0x0:(READ)"). Epilogs and the sweep
 look there.
 
-While there is doubt no job is served (`must_not_be`, in hooks): it reads the shared path. The sweep
-reads each entry, evicts what is bad, and ends the doubt.
+While there is doubt no job is served (`check_no_doubt`, in hooks): it reads the shared path. The
+sweep reads each entry, evicts what is bad, and ends the doubt.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from forestage.clock import Clock, Deadline
 from forestage.errors import Declined, Failed
 from forestage.paths import NodePaths
 from forestage.system import folders, lock, records
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 KERNEL_LOG = Path("/dev/kmsg")
 FACILITY = 8  # priorities from here on are of facilities other than the kernel's (syslog(2))
@@ -62,7 +62,7 @@ class DiskErrorState(msgspec.Struct, frozen=True):
     proved: tuple[str, ...] = ()
 
 
-def known(places: NodePaths) -> DiskErrorState:
+def read_state(places: NodePaths) -> DiskErrorState:
     """What was noted so far; nothing where that cannot be read."""
     try:
         return records.load(places.disk_errors, DiskErrorState)
@@ -70,29 +70,29 @@ def known(places: NodePaths) -> DiskErrorState:
         return DiskErrorState()
 
 
-def must_not_be(places: NodePaths) -> None:
+def check_no_doubt(places: NodePaths) -> None:
     """Raises Declined while there is doubt."""
-    disk = known(places)
+    disk = read_state(places)
     if disk.since:
         raise Declined("disk-errors", f"the cache's disk has lost data ({disk.why})")
 
 
-def begin(places: NodePaths, clock: Clock, why: str) -> None:
+def start_doubt(places: NodePaths, clock: Clock, why: str) -> None:
     """Notes an error that somebody met. Raises OSError, Failed."""
-    _change(places, lambda disk: _doubted(disk, clock, why))
+    _change_state(places, lambda disk: _with_doubt(disk, clock, why))
 
 
-def end(places: NodePaths, since: float) -> bool:
+def end_doubt(places: NodePaths, since: float) -> bool:
     """Ends the doubt, unless it began anew after `since`. Raises OSError, Failed."""
 
     def ended(disk: DiskErrorState) -> DiskErrorState:
         same = disk.since == since
         return msgspec.structs.replace(disk, since=0.0, why="", proved=()) if same else disk
 
-    return _change(places, ended).since == since
+    return _change_state(places, ended).since == since
 
 
-def note_proved(places: NodePaths, since: float, key: str) -> None:
+def record_proven_entry(places: NodePaths, since: float, key: str) -> None:
     """Notes that an entry is right, unless the doubt began anew after `since`.
 
     Raises OSError, Failed.
@@ -102,10 +102,10 @@ def note_proved(places: NodePaths, since: float, key: str) -> None:
         same = disk.since == since and key not in disk.proved
         return msgspec.structs.replace(disk, proved=(*disk.proved, key)) if same else disk
 
-    _change(places, noted)
+    _change_state(places, noted)
 
 
-def look(places: NodePaths, cache: Cache, clock: Clock) -> None:
+def scan_kernel_log(places: NodePaths, cache: Cache, clock: Clock) -> None:
     """Begins doubt where the kernel's log tells of data errors since the last look.
 
     The first look only notes where the log ends. It takes some milliseconds, LOOK_TIME at most,
@@ -115,25 +115,25 @@ def look(places: NodePaths, cache: Cache, clock: Clock) -> None:
 
     def looked(disk: DiskErrorState) -> DiskErrorState:
         deadline = Deadline.after(LOOK_TIME, clock)
-        reading = _records(deadline)
+        reading = _read_kernel_log(deadline)
         next_number, found = -1, ""
         for number, text in itertools.islice(reading, MOST_RECORDS):
             next_number = number + 1
             if number >= disk.seen:
-                found = next(iter(errors((text,), names)), found)
+                found = next(iter(list_read_errors((text,), names)), found)
         is_whole = deadline.left() > 0 and next(reading, None) is None
         if next_number < 0 or (next_number < disk.seen and not is_whole):
             return disk
         now = msgspec.structs.replace(disk, seen=next_number)
-        return _doubted(now, clock, found) if found and disk.seen >= 0 else now
+        return _with_doubt(now, clock, found) if found and disk.seen >= 0 else now
 
     with contextlib.suppress(OSError, Failed):
-        names = devices(cache.root)
+        names = list_devices(cache.root)
         if names:
-            _change(places, looked)
+            _change_state(places, looked)
 
 
-def errors(lines: Iterable[str], names: frozenset[str]) -> list[str]:
+def list_read_errors(lines: Iterable[str], names: frozenset[str]) -> list[str]:
     """Pure: those of the kernel's lines that tell of lost data of one of these devices.
 
     What could not be written is no loss: whoever wrote it is told.
@@ -148,7 +148,7 @@ def errors(lines: Iterable[str], names: frozenset[str]) -> list[str]:
     return found
 
 
-def devices(root: Path, sys: Path = Path("/sys")) -> frozenset[str]:
+def list_devices(root: Path, sys: Path = Path("/sys")) -> frozenset[str]:
     """The kernel's names of the disks that a directory lies on; none of tmpfs or a network.
 
     A partition's disk, the disks below LVM, a RAID or encryption. Raises OSError.
@@ -168,14 +168,14 @@ def devices(root: Path, sys: Path = Path("/sys")) -> frozenset[str]:
     return frozenset(found)
 
 
-def _records(deadline: Deadline) -> Iterator[tuple[int, str]]:
+def _read_kernel_log(deadline: Deadline) -> Iterator[tuple[int, str]]:
     """Yield what the kernel itself has logged, each record with its number, until the deadline.
 
     A record that a program has written, such as journald with ForwardToKMsg=, has no text here:
     the kernel gives it a facility other than its own (devkmsg_write in kernel/printk/printk.c).
     Raises OSError.
     """
-    with opened(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK) as fd:
+    with open_descriptor(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK) as fd:
         while deadline.left() > 0:
             try:
                 # priority,number,microseconds,flags;text (Documentation/ABI/testing/dev-kmsg)
@@ -191,32 +191,32 @@ def _records(deadline: Deadline) -> Iterator[tuple[int, str]]:
             yield int(number), text.partition("\n")[0] if is_kernels else ""
 
 
-def _change(
+def _change_state(
     places: NodePaths, changed: Callable[[DiskErrorState], DiskErrorState]
 ) -> DiskErrorState:
     """Notes what `changed` makes of what is known, under a lock; returns what was known before.
 
     Raises OSError, Failed.
     """
-    folders.keep(places.run, folders.PASSABLE)
+    folders.ensure_directory_with_mode(places.run, folders.PASSABLE)
     with lock.held(places.disk_errors.with_suffix(".lock"), LOCK_TIMEOUT):
-        before = known(places)
+        before = read_state(places)
         now = changed(before)
         if now != before:
             records.write(places.disk_errors, msgspec.json.encode(now))
     if now.since not in (0.0, before.since):
-        _end_short_ways(places)
+        _delete_step_records(places)
     return before
 
 
-def _doubted(disk: DiskErrorState, clock: Clock, why: str) -> DiskErrorState:
+def _with_doubt(disk: DiskErrorState, clock: Clock, why: str) -> DiskErrorState:
     # Not 0, nor what it was, wherever the clock is: by this value the doubt is known.
     since = max(clock.wall(), 1.0)
     since += since == disk.since
     return msgspec.structs.replace(disk, since=since, why=why, proved=())
 
 
-def _end_short_ways(places: NodePaths) -> None:
+def _delete_step_records(places: NodePaths) -> None:
     """Has further steps of running jobs ask a helper, which declines (cache/step_record.py)."""
     for record in places.leases.glob("*.shown"):
         record.unlink(missing_ok=True)

@@ -27,9 +27,9 @@ _OURS = ("entries", "parts", "jobs", "evicted")  # these must be empty before th
 _REST = ("looks", "hot", "instances", "locks")
 
 
-def find_earlier(node: Node) -> tuple[Cache, ...]:
+def list_earlier_caches(node: Node) -> tuple[Cache, ...]:
     """Return the caches that were configured before, whether or not they are there."""
-    known = [one.root for one in known_disks.read_known(node.places.known_disks).caches]
+    known = [one.root for one in known_disks.read_known_disks(node.places.known_disks).caches]
     roots = dict.fromkeys((*known, *node.leases.caches()))
     return tuple(
         Cache(Path(root), node.places.claims, node.places.known_disks)
@@ -38,19 +38,19 @@ def find_earlier(node: Node) -> tuple[Cache, ...]:
     )
 
 
-def check_free(node: Node, cache: Cache) -> None:
+def check_exclusive_use(node: Node, cache: Cache) -> None:
     """Raise unless this forestage alone uses an earlier cache, and it lies on its own disk.
 
     Raises NotFoundError where no cache is there, Declined, Failed, OSError.
     """
-    disk.must_take(node.places, cache)
-    if not is_left(cache, node.cache):
+    disk.check_writable(node.places, cache)
+    if not is_other_cache(cache, node.cache):
         raise NotFoundError(
             f"no cache lies at {cache.root}", "mount its disk, if it is not mounted"
         )
     cache.must_be_alone()
     cache.prepare(require_mount=False)
-    known = known_disks.read_known(node.places.known_disks).find_disk(cache.real)
+    known = known_disks.read_known_disks(node.places.known_disks).find_disk(cache.real)
     if known is not None and (now := cache.find_disk()).file_system != known.file_system:
         raise Failed(
             "cache-other-disk",
@@ -59,16 +59,19 @@ def check_free(node: Node, cache: Cache) -> None:
         )
 
 
-def is_left(cache: Cache, now: Cache) -> bool:
+def is_other_cache(cache: Cache, now: Cache) -> bool:
     """Return whether a cache lies there that is not the one of `now` by another path.
 
     The same disk may be mounted twice. Raises OSError.
     """
-    found, there = files.facts(cache.root / "format"), files.facts(now.root / "format")
+    found, there = (
+        files.lstat_or_none(cache.root / "format"),
+        files.lstat_or_none(now.root / "format"),
+    )
     return found is not None and not (there and os.path.samestat(found, there))
 
 
-def remove(cache: Cache) -> bool:
+def remove_if_empty(cache: Cache) -> bool:
     """Remove an earlier cache that has nothing in it; return whether it had nothing.
 
     Directories of others stay, and those above. Raises lock.LockTimeout, OSError.

@@ -21,7 +21,7 @@ import msgspec
 
 from forestage.cache.part import boot_id
 from forestage.system import lock, records
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 WIDTH = 160  # bytes of the record: always the same, so that one write replaces all of it
 PATIENCE = 0.2  # seconds for the sum's lock, which is held for two system calls
@@ -42,7 +42,7 @@ class EntrySum(msgspec.Struct, frozen=True):
 
 def read_sum(file: Path) -> EntrySum | None:
     """The sum of all entries, as far as is known; None where it is not. Raises OSError."""
-    found = _find(file)
+    found = _find_current(file)
     is_sum = found is not None and found.counted and min(found.bytes, found.data) >= 0
     return found if is_sum else None
 
@@ -54,13 +54,13 @@ def add_bytes(file: Path, change: int, is_data: bool) -> None:
     noted where nobody has begun to count so far.
     """
     with contextlib.suppress(OSError, lock.LockTimeout):
-        if _find(file) is None:
+        if _find_current(file) is None:
             return
         with lock.held(file, PATIENCE):
-            found = _find(file)
+            found = _find_current(file)
             if found is not None:
                 total, data = found.bytes + change, found.data + change * is_data
-                _write(file, msgspec.structs.replace(found, bytes=total, data=data))
+                _write_in_place(file, msgspec.structs.replace(found, bytes=total, data=data))
 
 
 def begin_count(file: Path) -> EntrySum | None:
@@ -69,10 +69,10 @@ def begin_count(file: Path) -> EntrySum | None:
     The caller holds the space lock until `end_count`: nothing is evicted meanwhile.
     """
     with contextlib.suppress(OSError, lock.LockTimeout), lock.held(file, PATIENCE):
-        found = _find(file)
+        found = _find_current(file)
         if found is None:
             found = EntrySum(boot_id())
-            _write(file, found)
+            _write_in_place(file, found)
         return found
     return None
 
@@ -82,19 +82,19 @@ def end_count(file: Path, before: EntrySum | None, bytes_found: int, data_found:
     if before is None:
         return
     with contextlib.suppress(OSError, lock.LockTimeout), lock.held(file, PATIENCE):
-        now = _find(file)
+        now = _find_current(file)
         if now is not None and now.counted == before.counted:
             total = now.bytes - before.bytes + bytes_found
             data = now.data - before.data + data_found
-            _write(file, EntrySum(now.boot, total, now.counted + 1, data))
+            _write_in_place(file, EntrySum(now.boot, total, now.counted + 1, data))
 
 
-def _find(file: Path) -> EntrySum | None:
+def _find_current(file: Path) -> EntrySum | None:
     found = records.find(file, EntrySum)
     return found if found is not None and found.boot == boot_id() else None
 
 
-def _write(file: Path, record: EntrySum) -> None:
+def _write_in_place(file: Path, record: EntrySum) -> None:
     """In place: no fsync(2), since a boot ends its use, and no rename, since it is the lock."""
-    with opened(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+    with open_descriptor(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
         os.pwrite(fd, msgspec.json.encode(record).ljust(WIDTH), 0)

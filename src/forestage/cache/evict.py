@@ -6,7 +6,7 @@ share nobody else's entry goes, and for data no image. Plans are made and entrie
 the space lock; they are read before it is taken, and their bytes are deleted after it. Where a sum
 (entry_sum.py) says that there is room, no entry is read.
 
-`plan` decides, `_evict` renames away. These call them:
+`plan` decides, `_evict_planned` renames away. These call them:
 
     make_room    for a copy (stage/pipeline.py)
     leave_room   for a container (hooks/serve.py), or a job's own directory
@@ -64,7 +64,7 @@ class CacheSpace(msgspec.Struct, frozen=True):
 
         Evicting does not change it: what is no longer used is free.
         """
-        return _may_take(self.max_size, self.min_free, self.used + self.free)
+        return _max_entry_bytes(self.max_size, self.min_free, self.used + self.free)
 
     @property
     def percent(self) -> int:
@@ -87,12 +87,12 @@ class EvictionPlan(msgspec.Struct, frozen=True):
     enough: bool
 
 
-def room_for_copy(room: CacheSpace, size: int) -> EvictionGoal:
+def goal_for_copy(room: CacheSpace, size: int) -> EvictionGoal:
     """Pure: what must be so before `size` bytes may be reserved."""
     return EvictionGoal(free=room.min_free + size, used=room.max_size - size)
 
 
-def room_at_rest(room: CacheSpace) -> EvictionGoal:
+def goal_at_rest(room: CacheSpace) -> EvictionGoal:
     """Pure: what the Epilog and the timer leave behind, so that the next copy need not wait."""
     return EvictionGoal(free=room.min_free, used=room.low)
 
@@ -116,11 +116,12 @@ def plan(
     theirs. Leased and pinned entries never go. `data` are the bytes of data that room is made for:
     other data goes until all of it, copies under way included, is within its share, and no image.
 
-    A user takes what is only theirs: entries that nobody else has used, and `copies`, the bytes
-    that their copies will have. Root has no share to keep to: what it warms is for all.
+    A user takes what is only theirs: entries that nobody else has used, and
+    `sum_copy_bytes_by_user`, the bytes that their copies will have. Root has no share to keep to:
+    what it warms is for all.
     """
     everything = list(stored)
-    old = superseded(everything, superseded_path, now)
+    old = list_superseded_keys(everything, superseded_path, now)
     left = sorted(
         (s for s in everything if s.key not in leased and not s.pinned),
         key=lambda s: (s.entry is not None, s.key not in old, s.used),
@@ -165,7 +166,9 @@ class _VictimSelection:
 
     @property
     def is_enough(self) -> bool:
-        return _met(self.room, self.goal, self.freed) and not (self.for_data and self.excess > 0)
+        return _is_goal_met(self.room, self.goal, self.freed) and not (
+            self.for_data and self.excess > 0
+        )
 
     def add(
         self, left: Iterable[StoredEntry], may_go: Callable[[StoredEntry], bool]
@@ -183,11 +186,11 @@ class _VictimSelection:
         return stay
 
 
-def _met(room: CacheSpace, goal: EvictionGoal, freed: int) -> bool:
+def _is_goal_met(room: CacheSpace, goal: EvictionGoal, freed: int) -> bool:
     return room.free + freed >= goal.free and room.used - freed <= goal.used
 
 
-def superseded(
+def list_superseded_keys(
     stored: Iterable[StoredEntry], path: str = "", now: float = math.inf
 ) -> frozenset[str]:
     """Pure: the keys whose path has a newer entry, and all those of `path`.
@@ -210,52 +213,52 @@ def superseded(
     )
 
 
-def measure(cache: Cache, stored: Iterable[StoredEntry], config: Config) -> CacheSpace:
+def measure_space(cache: Cache, stored: Iterable[StoredEntry], config: Config) -> CacheSpace:
     """The cache's room now. Parts under way count as used: their space is reserved."""
-    return _with_parts(cache, config, sum(one.bytes for one in stored))
+    return _measure_with_parts(cache, config, sum(one.bytes for one in stored))
 
 
-def _with_parts(cache: Cache, config: Config, entries: int) -> CacheSpace:
+def _measure_with_parts(cache: Cache, config: Config, entries: int) -> CacheSpace:
     """The room beside these bytes of entries, and beside the parts."""
-    parts = {part: _bytes_if_there(part) for part in cache.parts.iterdir()}
-    data = sum(size for part, size in parts.items() if _is_data(Part(part)))
-    room = _room(cache, config, entries + sum(parts.values()))
+    parts = {part: _tree_bytes_or_zero(part) for part in cache.parts.iterdir()}
+    data = sum(size for part, size in parts.items() if _is_data_part(Part(part)))
+    room = _space_under_limits(cache, config, entries + sum(parts.values()))
     return msgspec.structs.replace(room, data_under_way=data)
 
 
-def at_least(cache: Cache, config: Config) -> CacheSpace:
+def estimate_least_space(cache: Cache, config: Config) -> CacheSpace:
     """A lower bound of the room from statvfs(2) alone: all that is used counts as the cache's.
 
     No entry is looked at, so that ten thousand of them cost a hook no more than ten. On a disk of
     the cache's own the bound is exact.
     """
     disk = os.statvfs(cache.root)
-    return _room(cache, config, (disk.f_blocks - disk.f_bfree) * disk.f_frsize)
+    return _space_under_limits(cache, config, (disk.f_blocks - disk.f_bfree) * disk.f_frsize)
 
 
-def is_free(cache: Cache, config: Config, size: int) -> bool:
-    """Whether nothing has to go for a copy of `size` bytes: by statvfs(2) alone, as `at_least`."""
-    room = at_least(cache, config)
-    return _met(room, room_for_copy(room, size), 0) and _takes_files(cache)
+def is_space_free(cache: Cache, config: Config, size: int) -> bool:
+    """Whether nothing has to go for a copy of `size` bytes: by statvfs(2) alone, as `estimate_least_space`."""
+    room = estimate_least_space(cache, config)
+    return _is_goal_met(room, goal_for_copy(room, size), 0) and _has_free_inodes(cache)
 
 
-def by_sum(cache: Cache, config: Config) -> CacheSpace | None:
+def find_space_by_sum(cache: Cache, config: Config) -> CacheSpace | None:
     """The room by the sum of the entries that is kept: no entry is looked at. None without one.
 
     Too low a sum lets the cache grow by so much, but `free` is what statvfs(2) says: the disk does
     not fill. Raises OSError.
     """
     total = entry_sum.read_sum(cache.entry_sum)
-    return _with_parts(cache, config, total.bytes) if total else None
+    return _measure_with_parts(cache, config, total.bytes) if total else None
 
 
 def _has_room(cache: Cache, config: Config, goal: Callable[[CacheSpace], EvictionGoal]) -> bool:
     """Whether nothing has to go for the goal, as far as that is known without reading entries."""
-    room = at_least(cache, config)
-    if _met(room, goal(room), 0):
+    room = estimate_least_space(cache, config)
+    if _is_goal_met(room, goal(room), 0):
         return True
-    summed = by_sum(cache, config)
-    return summed is not None and _met(summed, goal(summed), 0)
+    summed = find_space_by_sum(cache, config)
+    return summed is not None and _is_goal_met(summed, goal(summed), 0)
 
 
 def _has_room_for_data(cache: Cache, config: Config, size: int) -> bool:
@@ -263,23 +266,23 @@ def _has_room_for_data(cache: Cache, config: Config, size: int) -> bool:
     total = entry_sum.read_sum(cache.entry_sum)
     if total is None:
         return False
-    room = _with_parts(cache, config, total.bytes)
+    room = _measure_with_parts(cache, config, total.bytes)
     has_share = total.data + room.data_under_way + size <= room.data
-    return has_share and _met(room, room_for_copy(room, size), 0)
+    return has_share and _is_goal_met(room, goal_for_copy(room, size), 0)
 
 
-def _is_at_rest(cache: Cache, config: Config) -> bool:
-    return _takes_files(cache) and _has_room(cache, config, room_at_rest)
+def _needs_no_eviction(cache: Cache, config: Config) -> bool:
+    return _has_free_inodes(cache) and _has_room(cache, config, goal_at_rest)
 
 
-def count_entries(cache: Cache) -> None:
+def recount_entries(cache: Cache) -> None:
     """Reads all entries and corrects their sum. Raises lock.LockTimeout, OSError."""
     known = cache.stored_entries()
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-        _stored_now(cache, known)
+        _list_entries_and_correct_sum(cache, known)
 
 
-def _stored_now(cache: Cache, known: Iterable[StoredEntry]) -> list[StoredEntry]:
+def _list_entries_and_correct_sum(cache: Cache, known: Iterable[StoredEntry]) -> list[StoredEntry]:
     """The entries, of which the `known` ones were read before; corrects their sum.
 
     The caller holds the space lock.
@@ -291,12 +294,12 @@ def _stored_now(cache: Cache, known: Iterable[StoredEntry]) -> list[StoredEntry]
     return stored
 
 
-def _room(cache: Cache, config: Config, used: int) -> CacheSpace:
+def _space_under_limits(cache: Cache, config: Config, used: int) -> CacheSpace:
     disk = os.statvfs(cache.root)
     total = disk.f_blocks * disk.f_frsize
     free = disk.f_bavail * disk.f_frsize
     max_size, min_free = config.max_size.of(total), config.min_free.of(total)
-    may_take = _may_take(max_size, min_free, used + free)
+    may_take = _max_entry_bytes(max_size, min_free, used + free)
     of_data = config.data.share.of(may_take)
     return CacheSpace(
         free=free,
@@ -309,18 +312,18 @@ def _room(cache: Cache, config: Config, used: int) -> CacheSpace:
     )
 
 
-def _may_take(max_size: int, min_free: int, others_left: int) -> int:
+def _max_entry_bytes(max_size: int, min_free: int, others_left: int) -> int:
     """Pure: the most that entries may take, of the bytes that nobody else has."""
     return max(0, min(max_size, others_left - min_free))
 
 
-def copies(cache: Cache, but: Container[str] = ()) -> Counter[int]:
+def sum_copy_bytes_by_user(cache: Cache, but: Container[str] = ()) -> Counter[int]:
     """The bytes on disk of the copies under way, `but` these, by the uid of each one's user."""
     found: Counter[int] = Counter()
     for directory in cache.parts.iterdir():
         owner = Part(directory).owner()
         if owner is not None and directory.name not in but:
-            found[owner.uid] += _bytes_if_there(directory)
+            found[owner.uid] += _tree_bytes_or_zero(directory)
     return found
 
 
@@ -344,26 +347,26 @@ def make_room(
     def has_room() -> bool:
         if data:
             return _has_room_for_data(cache, config, size)
-        return _has_room(cache, config, partial(room_for_copy, size=size))
+        return _has_room(cache, config, partial(goal_for_copy, size=size))
 
     # Before the lock, since it takes long where there are many; looked at once more under it.
     known = () if has_room() else cache.stored_entries()
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         if has_room():
             return ()
-        stored = _stored_now(cache, known)
-        room = measure(cache, stored, config)
-        goal = room_for_copy(room, size)
-        if not _met(room, goal, 0):
+        stored = _list_entries_and_correct_sum(cache, known)
+        room = measure_space(cache, stored, config)
+        goal = goal_for_copy(room, size)
+        if not _is_goal_met(room, goal, 0):
             # What might be resumed one day goes before anything that is whole.
             drop_dead_parts(cache, lambda part: True)
-            room = measure(cache, stored, config)
+            room = measure_space(cache, stored, config)
         if data and room.data_under_way + size > room.data:
-            drop_dead_parts(cache, _is_data)
-            room = measure(cache, stored, config)
-        if not data and _met(room, goal, 0):
+            drop_dead_parts(cache, _is_data_part)
+            room = measure_space(cache, stored, config)
+        if not data and _is_goal_met(room, goal, 0):
             return ()
-        under_way = copies(cache)
+        under_way = sum_copy_bytes_by_user(cache)
         under_way[user or 0] += size
         kept = leases.keys() | stay
         taken = size if data else 0
@@ -377,12 +380,12 @@ def make_room(
                 f" {format_size(room.data)}, one user {format_size(room.share)} where others'"
                 " entries would have to go)",
             )
-        victims = _evict(cache, made)
+        victims = _evict_planned(cache, made)
     cache.delete_evicted()
     return victims
 
 
-def leave_room(
+def evict_for_job(
     cache: Cache,
     leases: LeaseDirectory,
     config: Config,
@@ -399,21 +402,21 @@ def leave_room(
     """
     known = cache.stored_entries()
     with lock.held(cache.space_lock, timeout):
-        stored = _stored_now(cache, known)
-        under_way = copies(cache) + Counter(others)
+        stored = _list_entries_and_correct_sum(cache, known)
+        under_way = sum_copy_bytes_by_user(cache) + Counter(others)
         under_way[user] += need
-        room = measure(cache, stored, config)
+        room = measure_space(cache, stored, config)
         goal = EvictionGoal(free=room.min_free + need, used=room.used)
         leased, now = leases.keys(), time.time()
         made = plan(stored, leased, room, goal, copies=under_way, user=user, now=now)
         if not made.enough:  # what others have on the disk would empty the cache for nothing
             return ()
-        victims = _evict(cache, made)
+        victims = _evict_planned(cache, made)
     cache.delete_evicted()
     return victims
 
 
-def tidy(
+def evict_to_watermark(
     cache: Cache,
     leases: LeaseDirectory,
     config: Config,
@@ -426,39 +429,41 @@ def tidy(
     Raises lock.LockTimeout.
     """
     if known is None:
-        known = () if _is_at_rest(cache, config) else cache.stored_entries()
+        known = () if _needs_no_eviction(cache, config) else cache.stored_entries()
     with lock.held(cache.space_lock, timeout):
         drop_dead_parts(cache, _is_unresumable)
-        made = plan_at_rest(cache, leases.keys, config, lambda: _stored_now(cache, known))
-        victims = _evict(cache, made)
+        made = plan_to_watermark(
+            cache, leases.keys, config, lambda: _list_entries_and_correct_sum(cache, known)
+        )
+        victims = _evict_planned(cache, made)
     cache.delete_evicted()
     return victims
 
 
-def plan_at_rest(
+def plan_to_watermark(
     cache: Cache,
     leased: Callable[[], frozenset[str]],
     config: Config,
     read: Callable[[], list[StoredEntry]] | None = None,
 ) -> EvictionPlan:
-    """What `tidy` evicts, with these keys leased. Who only wants to know needs no lock for it.
+    """What `evict_to_watermark` evicts, with these keys leased. Who only wants to know needs no lock for it.
 
     `read` gives the entries, if they are needed. Parts that no copy can resume count as gone.
     """
-    if _is_at_rest(cache, config):
+    if _needs_no_eviction(cache, config):
         return EvictionPlan((), 0, enough=True)
-    is_full = not _takes_files(cache)
+    is_full = not _has_free_inodes(cache)
     stored = read() if read else cache.stored_entries()
-    room = measure(cache, stored, config)
-    dead = dead_parts(cache, _is_unresumable)
-    gone = sum(_bytes_if_there(cache.part_dir(key)) for key in dead)
+    room = measure_space(cache, stored, config)
+    dead = list_dead_parts(cache, _is_unresumable)
+    gone = sum(_tree_bytes_or_zero(cache.part_dir(key)) for key in dead)
     free = -1 if is_full else room.free + gone  # less than any `min_free`, 0 too
     room = msgspec.structs.replace(room, free=free, used=room.used - gone)
-    under_way, now = copies(cache, dead), time.time()
-    return plan(stored, leased(), room, room_at_rest(room), copies=under_way, now=now)
+    under_way, now = sum_copy_bytes_by_user(cache, dead), time.time()
+    return plan(stored, leased(), room, goal_at_rest(room), copies=under_way, now=now)
 
 
-def _takes_files(cache: Cache) -> bool:
+def _has_free_inodes(cache: Cache) -> bool:
     """Whether the disk takes more files; one that takes none is as full as one without space."""
     disk = os.statvfs(cache.root)
     return not disk.f_files or disk.f_favail >= FILES  # btrfs has 0 of 0
@@ -476,7 +481,7 @@ def evict_keys(cache: Cache, leases: LeaseDirectory, keys: Iterable[str]) -> tup
     return victims
 
 
-def _evict(cache: Cache, made: EvictionPlan) -> tuple[str, ...]:
+def _evict_planned(cache: Cache, made: EvictionPlan) -> tuple[str, ...]:
     """Evicts what was planned, but what was pinned since the entries were read; returns the keys.
 
     Renamed under the lock, deleted after it: unlinking tens of gigabytes takes seconds.
@@ -487,7 +492,7 @@ def _evict(cache: Cache, made: EvictionPlan) -> tuple[str, ...]:
     return victims
 
 
-def dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str, ...]:
+def list_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str, ...]:
     """The keys of unwanted parts whose stager has died: nobody holds their key's lock."""
     parts = [Part(directory) for directory in cache.parts.iterdir()]
     keys = [part.directory.name for part in parts if unwanted(part)]
@@ -495,9 +500,9 @@ def dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str, ...
 
 
 def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str, ...]:
-    """Deletes what `dead_parts` names; returns the keys."""
+    """Deletes what `list_dead_parts` names; returns the keys."""
     dropped = []
-    for key in dead_parts(cache, unwanted):
+    for key in list_dead_parts(cache, unwanted):
         with contextlib.suppress(lock.LockTimeout), lock.held(cache.key_lock(key), 0):
             cache.drop_part(key)
             dropped.append(key)
@@ -522,13 +527,13 @@ def drop_dead_locks(cache: Cache) -> None:
                 lock.remove_if_free(file)
 
 
-def _is_data(part: Part) -> bool:
+def _is_data_part(part: Part) -> bool:
     """Whether it is of no image, but of a job's data."""
     owner = part.owner()
     return owner is not None and owner.image.kind == "data"
 
 
-def _bytes_if_there(directory: Path) -> int:
+def _tree_bytes_or_zero(directory: Path) -> int:
     try:
         return tree_bytes(directory)
     except FileNotFoundError:

@@ -28,7 +28,7 @@ NAMED = 4  # images of one path: the last may be a copy that never ends
 KEY = 32  # characters of an image's key
 
 
-def keep(cache: Cache, image: SourceImage, pieces: set[int]) -> None:
+def save_hot_map(cache: Cache, image: SourceImage, pieces: set[int]) -> None:
     """Writes the map beside the entry, or the part that it will be. Raises OSError."""
     if not 0 < len(pieces) <= MOST * chunk_count(image.size, HOT_PIECE):
         return
@@ -37,11 +37,11 @@ def keep(cache: Cache, image: SourceImage, pieces: set[int]) -> None:
     for directory in (cache.entry_dir, cache.part_dir, cache.entry_dir):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             records.write(directory(image.key) / "hot", data)
-            _name(cache, image.path, image.key)
+            _add_to_index(cache, image.path, image.key)
             return
 
 
-def inherit(cache: Cache, image: SourceImage) -> None:
+def inherit_hot_map(cache: Cache, image: SourceImage) -> None:
     """Gives a part the map of the newest entry of the same path. The caller holds the key's lock.
 
     Raises OSError.
@@ -51,58 +51,58 @@ def inherit(cache: Cache, image: SourceImage) -> None:
         return
     old = [
         entry
-        for entry in map(cache.read, _named(_index(cache, image.path)))
+        for entry in map(cache.read, _read_index(_index_path(cache, image.path)))
         if entry is not None
         and entry.identity.path == image.path
         and abs(entry.identity.size - image.size) <= ALIKE * image.size
     ]
     for entry in sorted(old, key=lambda one: one.created, reverse=True):
         with contextlib.suppress(FileNotFoundError, records.DamagedRecord):
-            records.write(part.hot, records.read(cache.entry_dir(entry.key) / "hot"))
+            records.write(part.hot, records.read_raw(cache.entry_dir(entry.key) / "hot"))
             return
 
 
-def name_entry(cache: Cache, image: SourceImage) -> None:
+def index_entry(cache: Cache, image: SourceImage) -> None:
     """Has the next version's copy find this entry's map, if it has one. Raises OSError."""
-    if files.facts(cache.entry_dir(image.key) / "hot"):
-        _name(cache, image.path, image.key)
+    if files.lstat_or_none(cache.entry_dir(image.key) / "hot"):
+        _add_to_index(cache, image.path, image.key)
 
 
-def correct_names(cache: Cache) -> None:
+def repair_index(cache: Cache) -> None:
     """Drops names of images that are gone, and names those that have a map and no name.
 
     For the sweep: it looks at each entry. Raises OSError.
     """
     folder = cache.hot_names
     for file in folder.iterdir() if folder.is_dir() else ():
-        keys = _named(file)
+        keys = _read_index(file)
         if not any(
-            files.facts(at(key)) for key in keys for at in (cache.entry_dir, cache.part_dir)
+            files.lstat_or_none(at(key)) for key in keys for at in (cache.entry_dir, cache.part_dir)
         ):
             with contextlib.suppress(OSError):  # something else by that name
                 file.unlink(missing_ok=True)
-    mapped = [one.name for one in cache.entries.iterdir() if files.facts(one / "hot")]
+    mapped = [one.name for one in cache.entries.iterdir() if files.lstat_or_none(one / "hot")]
     entries = [entry for entry in map(cache.read, mapped) if entry is not None]
     newest = {one.identity.path: one.key for one in sorted(entries, key=lambda one: one.created)}
     for path, key in newest.items():
-        if not _named(_index(cache, path)):
-            _name(cache, path, key)
+        if not _read_index(_index_path(cache, path)):
+            _add_to_index(cache, path, key)
 
 
-def _index(cache: Cache, path: str) -> Path:
+def _index_path(cache: Cache, path: str) -> Path:
     return cache.hot_names / sha256(os.fsencode(path))[:32]
 
 
-def _named(index: Path) -> list[str]:
+def _read_index(index: Path) -> list[str]:
     """The keys in it; what is none was never written so."""
     found = records.find(index, list[str]) or []
     return [key for key in found[:NAMED] if len(key) == KEY and key.isalnum()]
 
 
-def _name(cache: Cache, path: str, key: str) -> None:
+def _add_to_index(cache: Cache, path: str, key: str) -> None:
     """Puts the key first. Two at once: one of them is not named, until the sweep at the latest."""
-    index = _index(cache, path)
-    before = _named(index)
+    index = _index_path(cache, path)
+    before = _read_index(index)
     if before[:1] == [key]:
         return
     index.parent.mkdir(mode=0o700, exist_ok=True)

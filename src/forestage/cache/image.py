@@ -1,7 +1,7 @@
 """An `SourceImage`: the bytes that a path means, who may read them, and whether they may be staged.
 
 The path is opened in sources/opening, as the user; what is found there are `PathFacts`, of which
-`judge` makes an image, or says why it is none.
+`check_image` makes an image, or says why it is none.
 """
 
 import errno
@@ -60,7 +60,7 @@ class AccessRights(msgspec.Struct, frozen=True):
     acl: bytes = b""
 
 
-Kind = Literal["image", "data"]
+ImageKind = Literal["image", "data"]
 """Data is what a job's comment shows as more than an image: a directory, a mounted file."""
 
 
@@ -72,7 +72,7 @@ class SourceImage(msgspec.Struct, frozen=True, omit_defaults=True):
 
     identity: FileIdentity
     access: AccessRights
-    kind: Kind = "image"
+    kind: ImageKind = "image"
 
     @property
     def key(self) -> str:
@@ -89,7 +89,7 @@ class SourceImage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PathFacts(msgspec.Struct, frozen=True):
-    """What was found at a path; `judge` decides what it means. `path` is "" if it is not text, or
+    """What was found at a path; `check_image` decides what it means. `path` is "" if it is not text, or
     in a mount that a user made.
 
     `head` is what the file begins with, HEAD bytes of it or fewer; b"" where its copy is here and
@@ -108,7 +108,7 @@ class PathFacts(msgspec.Struct, frozen=True):
     is_bound: bool = False
 
 
-def wanted_path(request: Request, work_dir: str) -> str:
+def resolve_requested_path(request: Request, work_dir: str) -> str:
     """The absolute path a request names. Pure. Raises Declined for what is no path.
 
     A value that begins with `.` or `/` is a path for pyxis, relative to the working directory;
@@ -133,16 +133,18 @@ def wanted_path(request: Request, work_dir: str) -> str:
     return path
 
 
-def judge(found: PathFacts, max_size: int | None) -> SourceImage:
+def check_image(found: PathFacts, max_size: int | None) -> SourceImage:
     """Pure: the image, or Declined with the reason that the user and the admin will read."""
     if not found.path:
         what = "the path resolves to a name that is not UTF-8, or in a mount that a user made"
         raise Declined("bad-path", what, "the admin can name that of a service in `user_mounts:`")
     if not stat.S_ISREG(found.mode):
-        raise Declined("not-a-file", f"{found.path} is {_kind(found.mode)}, not a regular file")
+        raise Declined(
+            "not-a-file", f"{found.path} is {_file_type_name(found.mode)}, not a regular file"
+        )
     if not found.sources:
         raise Declined("outside-sources", "no sources are configured", "set `sources:`")
-    if not is_below(found.path, found.sources):
+    if not is_below_any(found.path, found.sources):
         raise Declined(
             "outside-sources",
             f"{found.path} is not below {', '.join(found.sources)}",
@@ -167,17 +169,17 @@ def is_squashfs(head: bytes) -> bool:
     return len(head) >= SUPERBLOCK and head[:4] == _MAGIC and tuple(version) == _VERSION
 
 
-def squashfs_size(head: bytes) -> int:
+def parse_squashfs_size(head: bytes) -> int:
     """Pure: the bytes that an image which begins so has at least; 0 where that is not known."""
     return int.from_bytes(head[40:HEAD], "little") if len(head) >= HEAD and is_squashfs(head) else 0
 
 
-def must_be_whole(found: PathFacts) -> None:
+def check_not_truncated(found: PathFacts) -> None:
     """Pure: raises Declined for an image that ends before its superblock says so.
 
     The container could not start from it, and the user would look for the fault here.
     """
-    used = squashfs_size(found.head)
+    used = parse_squashfs_size(found.head)
     if found.image is not None and used > found.image.size:
         raise Declined(
             "truncated",
@@ -187,14 +189,14 @@ def must_be_whole(found: PathFacts) -> None:
         )
 
 
-def must_suit_the_node(found: PathFacts) -> None:
+def check_node_redirect(found: PathFacts) -> None:
     """Pure: raises Declined for what may not be redirected for the whole node.
 
     Everybody on the node would find the file read-only, immovable and nosuid: an image that is
     complete can bear that, but not somebody else's log or program, which any user who can read it
     may name. `found` must have been opened with `copied_head`.
     """
-    must_be_squashfs(found)
+    check_squashfs(found)
     spank = "`redirect: spank` stages such files as well"
     if found.image and found.image.access.mode & (stat.S_ISUID | stat.S_ISGID):
         raise Declined("set-id", f"{found.path} is set-user-ID or set-group-ID", spank)
@@ -205,7 +207,7 @@ def must_suit_the_node(found: PathFacts) -> None:
         raise Declined("written", f"{found.path} is open for writing on this node", spank)
 
 
-def must_be_squashfs(found: PathFacts) -> None:
+def check_squashfs(found: PathFacts) -> None:
     """Pure: raises Declined for what is no image: somebody's log or data, for all we know."""
     if not is_squashfs(found.head):
         raise Declined(
@@ -215,7 +217,7 @@ def must_be_squashfs(found: PathFacts) -> None:
         )
 
 
-def declined_by(error: OSError, path: str, user: User) -> Declined:
+def declined_by_open_error(error: OSError, path: str, user: User) -> Declined:
     """Pure: what an error of the user's own look means. pyxis will tell the user the same."""
     refused = ("no-permission", f"is not readable as {user}")
     known = {
@@ -230,17 +232,17 @@ def declined_by(error: OSError, path: str, user: User) -> Declined:
     return Declined(reason, f"{path} {text}")
 
 
-def is_below(path: str, directories: Iterable[str]) -> bool:
+def is_below_any(path: str, directories: Iterable[str]) -> bool:
     """Pure: whether a resolved path lies inside one of the resolved directories."""
     return any(path.startswith(directory.rstrip("/") + "/") for directory in directories)
 
 
-def identify(fd: int, path: str) -> FileIdentity:
+def read_identity(fd: int, path: str) -> FileIdentity:
     """The identity of an open file that is known to lie at the resolved `path`."""
-    return identity(os.fstat(fd), path)
+    return identity_from_stat(os.fstat(fd), path)
 
 
-def identity(facts: os.stat_result | Statx, path: str) -> FileIdentity:
+def identity_from_stat(facts: os.stat_result | Statx, path: str) -> FileIdentity:
     """Pure: the identity of a file of which stat(2) says this."""
     return FileIdentity(path, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
 
@@ -255,7 +257,7 @@ def read_acl(fd: int) -> bytes:
         raise
 
 
-def _kind(mode: int) -> str:
+def _file_type_name(mode: int) -> str:
     kinds = {
         stat.S_IFDIR: "a directory",
         stat.S_IFIFO: "a FIFO",

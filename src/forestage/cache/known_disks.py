@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.system import file_systems, folders, lock, mounts, records
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from forestage.system.mounts import MountInfo
 
 VERSION = 1
@@ -50,7 +50,7 @@ class KnownDisks(msgspec.Struct, frozen=True):
         return next((one for one in self.caches if one.root == root), None)
 
 
-def read_known(file: Path) -> KnownDisks:
+def read_known_disks(file: Path) -> KnownDisks:
     """Return what is remembered; nothing if that cannot be read, or another release wrote it."""
     try:
         known = records.find(file, KnownDisks)
@@ -59,7 +59,7 @@ def read_known(file: Path) -> KnownDisks:
     return known if known is not None and known.version == VERSION else KnownDisks()
 
 
-def find_current(root: Path, real: str, under: MountInfo) -> CacheLocation:
+def read_current_location(root: Path, real: str, under: MountInfo) -> CacheLocation:
     """Return the disk that a cache lies on now, or would: `under` is the mount. Raises OSError."""
     there = root
     while not there.exists():
@@ -74,8 +74,8 @@ def is_on_its_disk(known: CacheLocation, root: Path) -> bool:
     """
     kind = known.file_system.partition(" ")[0]
     try:
-        with opened(root, os.O_PATH) as cache, opened("/", os.O_PATH) as top:
-            is_beside = mounts.mount_id(cache) != mounts.mount_id(top)
+        with open_descriptor(root, os.O_PATH) as cache, open_descriptor("/", os.O_PATH) as top:
+            is_beside = mounts.read_mount_id(cache) != mounts.read_mount_id(top)
         is_known = bool(kind) and file_systems.read_identity(root, kind) == known.file_system
     except OSError:
         return False
@@ -90,7 +90,7 @@ def is_below_its_disk(known: CacheLocation, root: Path, under: MountInfo) -> boo
     """
     now = CacheLocation(known.root, under.point, "")
     with contextlib.suppress(OSError):
-        now = find_current(root, known.root, under)
+        now = read_current_location(root, known.root, under)
     return is_unmounted(known, now)
 
 
@@ -113,9 +113,9 @@ def remember_disk(
     accepted what is there now. It also stays if its disk was unmounted since the caller looked:
     then the one below would be taken for the cache's from now on. Raises OSError, Failed.
     """
-    folders.make(file.parent, folders.PRIVATE)
+    folders.ensure_directory(file.parent, folders.PRIVATE)
     with lock.held(file.with_suffix(".lock"), LOCK_TIMEOUT):
-        known = read_known(file)
+        known = read_known_disks(file)
         before = known.find_disk(now.root)
         is_kept = before is not None and (
             before.file_system == now.file_system or is_unmounted(before, now)
@@ -130,5 +130,5 @@ def remember_disk(
 def forget_disk(file: Path, root: str) -> None:
     """Forget the cache with this root, which is gone. Raises OSError, Failed."""
     with lock.held(file.with_suffix(".lock"), LOCK_TIMEOUT):
-        left = tuple(one for one in read_known(file).caches if one.root != root)
+        left = tuple(one for one in read_known_disks(file).caches if one.root != root)
         records.write(file, msgspec.json.encode(KnownDisks(caches=left)))

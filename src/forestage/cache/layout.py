@@ -31,12 +31,12 @@ import msgspec
 
 from forestage import log
 from forestage.cache import entry_sum, known_disks
-from forestage.cache.image import AccessRights, FileIdentity, Kind, SourceImage
+from forestage.cache.image import AccessRights, FileIdentity, ImageKind, SourceImage
 from forestage.cache.known_disks import CacheLocation
 from forestage.cache.part import ENTRY_BYTES, Part, PartRecord, boot_id, chunk_count
 from forestage.errors import FULL, Declined, Failed, NotFoundError, of_disk
 from forestage.system import as_user, child, files, lock, mounts, records
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from forestage.system.mounts import MountInfo
 
 FORMAT = "1\n"
@@ -70,7 +70,7 @@ class Entry(msgspec.Struct, frozen=True):
     engine: str
     chunk: int = 0
     digest: str = ""
-    kind: Kind = "image"
+    kind: ImageKind = "image"
     rate: float = 0.0
     binds: tuple[str, ...] = ()
     expected: float = 0.0
@@ -174,7 +174,7 @@ class Cache:
         namespace. A record from before the lock was taken is that of a stager that was killed.
         """
         owner, taken = self.part(key).owner(), self.key_lock(key)
-        noted, held = files.facts(self.part(key).record), files.facts(taken)
+        noted, held = files.lstat_or_none(self.part(key).record), files.lstat_or_none(taken)
         if owner is None or noted is None or held is None or noted.st_mtime_ns < held.st_mtime_ns:
             return None
         lives = owner.boot == boot_id() and not lock.is_free(taken)
@@ -227,7 +227,7 @@ class Cache:
         """Whether the cache is made. Raises Failed where it is not one of this release's."""
         file = self.root / "format"
         try:
-            found = records.read(file)
+            found = records.read_raw(file)
         except FileNotFoundError:
             return False
         except records.DamagedRecord as damaged:
@@ -235,7 +235,7 @@ class Cache:
         if found != FORMAT.encode():
             raise Failed(
                 "cache-format",
-                f"{self.root} has format {_short(found)}, this forestage writes {FORMAT.strip()}",
+                f"{self.root} has format {_shorten_for_log(found)}, this forestage writes {FORMAT.strip()}",
                 "empty it, or install the release that wrote it",
             )
         return True
@@ -265,7 +265,7 @@ class Cache:
 
     def _mark(self) -> Path | None:
         """Of its /run; None for what only looks. Two on one node never have the same inode."""
-        run = files.facts(self.claims.parent) if self.claims != self.locks else None
+        run = files.lstat_or_none(self.claims.parent) if self.claims != self.locks else None
         name = f"{boot_id()}.{run.st_dev}-{run.st_ino}" if run else ""
         return self.instances / name if name else None
 
@@ -275,7 +275,7 @@ class Cache:
         `now` in seconds since the epoch: a hook that makes it at this moment needs its file.
         """
         for file in self.root.glob(".*.*"):  # as records.py names them
-            found = files.facts(file)
+            found = files.lstat_or_none(file)
             if found is not None and abs(now - found.st_mtime) > UNFINISHED_AFTER:
                 file.unlink(missing_ok=True)
 
@@ -287,7 +287,7 @@ class Cache:
         """
         for directory in self.entries.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                found = files.facts(directory / "used")
+                found = files.lstat_or_none(directory / "used")
                 if found is not None and found.st_mtime > now + UNFINISHED_AFTER / 60:
                     os.utime(directory / "used", (now, now), follow_symlinks=False)
 
@@ -308,13 +308,13 @@ class Cache:
         writes in a power cut.
         """
         try:
-            return records.read(self.entry_dir(key) / "boot") in (boot_id().encode(), PROVEN)
+            return records.read_raw(self.entry_dir(key) / "boot") in (boot_id().encode(), PROVEN)
         except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
             return False
 
     def last_read(self, key: str) -> float:
         """When an entry was last read whole and right; seconds since the epoch, 0: unknown."""
-        found = files.facts(self.entry_dir(key) / "boot")
+        found = files.lstat_or_none(self.entry_dir(key) / "boot")
         return found.st_mtime if found else 0.0
 
     def take_back(self, key: str) -> None:
@@ -330,7 +330,11 @@ class Cache:
     def read(self, key: str) -> Entry | None:
         """The record of a published entry; None where there is none, or it is damaged."""
         entry = self._record(key)
-        return entry if entry and _is_whole(entry, key, files.facts(self.image(key))) else None
+        return (
+            entry
+            if entry and _is_entry_whole(entry, key, files.lstat_or_none(self.image(key)))
+            else None
+        )
 
     def _record(self, key: str) -> Entry | None:
         return records.find(self.entry_dir(key) / "entry.json", Entry)
@@ -341,7 +345,7 @@ class Cache:
         Raises OSError.
         """
         try:
-            found = records.read(self.entry_dir(entry.key) / "map")
+            found = records.read_raw(self.entry_dir(entry.key) / "map")
         except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
             return b""
         length = chunk_count(entry.identity.size, entry.chunk or 1) * ENTRY_BYTES
@@ -375,8 +379,8 @@ class Cache:
             bytes=512 * (facts.st_blocks + sum(one.st_blocks for one in found.values())),
             used=found.get("used", facts).st_mtime,
             pinned="pinned" in found,
-            entry=entry if entry and _is_whole(entry, key, found.get("image")) else None,
-            user=_only(_users(directory / "used")),
+            entry=entry if entry and _is_entry_whole(entry, key, found.get("image")) else None,
+            user=_sole_user(_read_user_ids(directory / "used")),
         )
 
     def is_pinned(self, key: str) -> bool:
@@ -395,11 +399,11 @@ class Cache:
         records.write(part / "used", b"%d" % (user or 0))
         (part / "owner.json").unlink(missing_ok=True)
         (part / "waited").unlink(missing_ok=True)
-        files.overwrite(part / "boot", boot_id().encode())
+        files.overwrite_file(part / "boot", boot_id().encode())
         os.utime(part / "boot", (entry.created, entry.created))  # when its bytes were last read
-        records.sync(part / "image")
+        records.sync_file(part / "image")
         with contextlib.suppress(FileNotFoundError):
-            records.sync(part / "map")
+            records.sync_file(part / "map")
         records.sync_directory(part)
         if entry.expected:
             os.utime(part / "used", (entry.created, entry.created))
@@ -450,16 +454,16 @@ class Cache:
         """
         works = [partial(self._delete, one) for one in ([only] if only else self.evicted.iterdir())]
         with contextlib.suppress(OSError):  # no process can be started: the next hook tries again
-            as_user.each(works, bool, DELETION, DELETIONS, DELETED_AT_ONCE)
+            as_user.run_each_in_child(works, bool, DELETION, DELETIONS, DELETED_AT_ONCE)
 
     def _delete(self, evicted: Path) -> bool:
         """Unless another process does it, or hangs with it: that keeps a lock on the directory."""
-        child.leave_job()  # nobody is to wait for it
+        child.leave_job_cgroups()  # nobody is to wait for it
         if evicted.is_symlink() or not evicted.is_dir():
             with contextlib.suppress(OSError):
                 evicted.unlink()
             return True
-        with opened(evicted, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        with open_descriptor(evicted, os.O_RDONLY | os.O_DIRECTORY) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             import shutil  # few hooks delete something
 
@@ -523,7 +527,7 @@ class Cache:
         """
         known = None
         if self.known_disks is not None:
-            known = known_disks.read_known(self.known_disks).find_disk(self.real)
+            known = known_disks.read_known_disks(self.known_disks).find_disk(self.real)
         if known is not None and known_disks.is_on_its_disk(known, self.root):
             return
         under = self._find_local_mount(require_mount)
@@ -572,14 +576,14 @@ class Cache:
         under = self._find_local_mount(require_mount)
         if under is None:
             raise Failed("cache-not-mounted", f"no mount is known above {self.root}")
-        return known_disks.find_current(self.root, self.real, under)
+        return known_disks.read_current_location(self.root, self.real, under)
 
     def _find_local_mount(self, require_mount: bool) -> MountInfo | None:
         """The mount that the cache lies on, or would; None where none is known above it.
 
         Raises Failed where that is the root disk and must not be, Declined where nodes share it.
         """
-        under = mounts.find_disk(self.real)
+        under = mounts.find_disk_mount(self.real)
         if require_mount and (under is None or under.point == "/"):
             raise Failed(
                 "cache-not-mounted",
@@ -616,7 +620,7 @@ def tree_bytes(directory: Path) -> int:
     return total * 512
 
 
-def _is_whole(entry: Entry, key: str, image: os.stat_result | None) -> bool:
+def _is_entry_whole(entry: Entry, key: str, image: os.stat_result | None) -> bool:
     """Pure: whether a record is of this key, and its image there."""
     # A directory has a size too, and a link may lead to a file of another user's.
     if image is None or not stat.S_ISREG(image.st_mode):
@@ -624,26 +628,26 @@ def _is_whole(entry: Entry, key: str, image: os.stat_result | None) -> bool:
     return image.st_size == entry.identity.size and entry.key == key
 
 
-def _users(used: Path) -> tuple[int, ...]:
+def _read_user_ids(used: Path) -> tuple[int, ...]:
     try:
-        return tuple(dict.fromkeys(map(int, records.read(used).split())))
+        return tuple(dict.fromkeys(map(int, records.read_raw(used).split())))
     except (OSError, ValueError, records.DamagedRecord):
         return ()
 
 
-def _only(users: tuple[int, ...]) -> int | None:
+def _sole_user(users: tuple[int, ...]) -> int | None:
     return users[0] if len(users) == 1 else None
 
 
 def _add_user(used: Path, user: int) -> None:
     """By one write, to the end: two at once lose nothing. Raises OSError."""
-    users = _users(used)
+    users = _read_user_ids(used)
     if users and user not in users:
-        with opened(used, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+        with open_descriptor(used, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
             if os.fstat(fd).st_size < USERS:
                 os.write(fd, b" %d" % user)
 
 
-def _short(text: bytes) -> str:
+def _shorten_for_log(text: bytes) -> str:
     """A file's words for a log line; there may be a gigabyte of them."""
     return repr(text[:40].decode(errors="replace").strip())

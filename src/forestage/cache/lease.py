@@ -137,7 +137,7 @@ class LeaseDirectory:
         "" if they are unknown. `uid` None: whoever's job it is.
         """
         with contextlib.suppress(OSError):
-            text = os.fsdecode(files.read(self.directory / f"{job}.nodes"))
+            text = os.fsdecode(files.read_file(self.directory / f"{job}.nodes"))
             listed, _, owner = text.partition("\n")
             if uid is None or owner.split()[:1] == [str(uid)]:
                 return listed
@@ -195,7 +195,7 @@ class LeaseDirectory:
 
     def note(self, job: int, uid: int, **said: object) -> None:
         """Notes more of what was said, with a lease that is there. Under the space lock."""
-        folders.keep(self.directory)
+        folders.ensure_directory_with_mode(self.directory)
         # What a killed hook left without a lease was said to an earlier run of the job.
         earlier = self.said(job, uid) if self.file(job).exists() else JobNotes()
         found = msgspec.structs.replace(earlier, **said, uid=uid)
@@ -208,7 +208,7 @@ class LeaseDirectory:
 
     def read(self, job: int) -> Lease | None:
         """The lease with a job's number, whoever's it is. Raises Failed if it is damaged."""
-        return _decode(self.file(job))
+        return _find_lease(self.file(job))
 
     def read_own(self, job: int, uid: int) -> Lease | None:
         """The lease of this user's job; None also where another user's has its number.
@@ -221,7 +221,7 @@ class LeaseDirectory:
     def all(self) -> list[Lease]:
         """Every lease, by file name. Raises Failed for a damaged one: it may protect any entry."""
         # glob() of a directory that is not there is empty, and so are the leases of a fresh boot.
-        found = map(_decode, sorted(self.directory.glob("*.json")))
+        found = map(_find_lease, sorted(self.directory.glob("*.json")))
         return [lease for lease in found if lease is not None]
 
     def keys(self) -> frozenset[str]:
@@ -250,7 +250,7 @@ class LeaseDirectory:
         for file in self.directory.glob("*.json"):
             lease = None
             with contextlib.suppress(Failed):
-                lease = _decode(file)
+                lease = _find_lease(file)
             if lease is not None:
                 yield lease
 
@@ -259,7 +259,7 @@ class LeaseDirectory:
 
         Raises Declined where it would grow above MAX_BYTES.
         """
-        folders.keep(self.directory)
+        folders.ensure_directory_with_mode(self.directory)
         data = msgspec.json.encode(lease)
         if len(data) > MAX_BYTES:
             raise Declined("too-many", "the job's lease on this node holds what one may hold")
@@ -278,7 +278,7 @@ class LeaseDirectory:
 
     def mark(self, job: int) -> LeaseVersion | None:
         """What changes whenever a hook has to do with the lease; None where there is none."""
-        found = files.facts(self.file(job))
+        found = files.lstat_or_none(self.file(job))
         return LeaseVersion(found.st_ino, found.st_ctime_ns) if found else None
 
     def jobs(self) -> tuple[int, ...]:
@@ -291,7 +291,11 @@ class LeaseDirectory:
         """The jobs without a lease whose nodes were noted before that moment, of the wall clock."""
         found = self.directory.glob("*.nodes")
         alone = (file for file in found if not file.with_suffix(".json").exists())
-        old = (file for file in alone if (facts := files.facts(file)) and facts.st_mtime < before)
+        old = (
+            file
+            for file in alone
+            if (facts := files.lstat_or_none(file)) and facts.st_mtime < before
+        )
         return tuple(sorted(int(file.stem) for file in old if is_number(file.stem)))
 
     def drop_nodes(self, job: int, before: float) -> None:
@@ -346,7 +350,7 @@ class LeaseDirectory:
                 shutil.rmtree(file)
 
 
-def _decode(file: Path) -> Lease | None:
+def _find_lease(file: Path) -> Lease | None:
     try:
         return records.load(file, Lease)
     except FileNotFoundError:

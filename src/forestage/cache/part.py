@@ -36,7 +36,7 @@ MAX_CHUNKS = (
     1 << 18
 )  # of an image: a copy of so many takes 80 MiB of memory, with 16 MiB each 4 TiB
 HOT_PIECE = 1024 * 1024  # bytes
-Phase = Literal["queued", "copying"]
+CopyPhase = Literal["queued", "copying"]
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 
 WAITED = 2.0  # seconds for which the mark of a hook that waits counts
@@ -59,7 +59,7 @@ class PartRecord(msgspec.Struct, frozen=True):
     engine: str
     job: int
     since: float
-    phase: Phase = "queued"
+    phase: CopyPhase = "queued"
     began: float = 0.0
     resumed: int = 0
     uid: int = 0
@@ -103,7 +103,7 @@ class Part:
     def digests(self) -> bytes:
         """The whole map; empty where there is none yet, or something else has its name."""
         try:
-            return records.read(self.map)
+            return records.read_raw(self.map)
         except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
             return b""
 
@@ -115,8 +115,8 @@ class Part:
     def copied(self, owner: PartRecord) -> int:
         """Bytes that are in. Of a copy without a map (rsync): how far the file has grown."""
         if owner.engine == "rsync":
-            return _size(self.image)
-        return done_bytes(self.digests(), owner.chunk, owner.image.size)
+            return _file_size(self.image)
+        return count_done_bytes(self.digests(), owner.chunk, owner.image.size)
 
     def note_waiting(self, now: float) -> None:
         """Says that a hook waits for this copy, `now` in seconds since the epoch.
@@ -128,7 +128,7 @@ class Part:
 
     def is_waited_for(self, now: float) -> bool:
         """Whether a hook has said lately that it waits."""
-        found = files.facts(self.waited)
+        found = files.lstat_or_none(self.waited)
         return found is not None and abs(now - found.st_mtime) < WAITED
 
     def forget_peers(self) -> None:
@@ -138,7 +138,7 @@ class Part:
     def of_peers(self) -> int:
         """Bytes that peers gave to the stager that runs now."""
         try:
-            return int(records.read(self.peers) or b"0")
+            return int(records.read_raw(self.peers) or b"0")
         except (FileNotFoundError, NotADirectoryError, records.DamagedRecord, ValueError):
             return 0
 
@@ -148,12 +148,12 @@ class Part:
         By the file whose time is nearest: one that was written before the clock was set back has a
         time that is yet to come.
         """
-        there = filter(None, map(files.facts, (self.map, self.image, self.record)))
+        there = filter(None, map(files.lstat_or_none, (self.map, self.image, self.record)))
         return min((abs(now - found.st_mtime) for found in there), default=now)
 
     def allocated(self) -> int:
         """Bytes of disk that image and map have."""
-        there = filter(None, map(files.facts, (self.image, self.map)))
+        there = filter(None, map(files.lstat_or_none, (self.image, self.map)))
         return sum(found.st_blocks for found in there) * 512
 
     def resumable_in(self, boot: str) -> bool:
@@ -168,7 +168,7 @@ class Part:
         return (
             before is not None
             and self._is_plain()
-            and (owner.engine == "rsync" or _size(self.image) == owner.image.size)
+            and (owner.engine == "rsync" or _file_size(self.image) == owner.image.size)
             and (
                 (before.boot, before.image, before.chunk, before.engine)
                 == (owner.boot, owner.image, owner.chunk, owner.engine)
@@ -186,7 +186,7 @@ def chunk_count(size: int, chunk: int) -> int:
     return -(-size // chunk)
 
 
-def must_be_countable(image: SourceImage, chunk: int) -> None:
+def check_chunk_count(image: SourceImage, chunk: int) -> None:
     """Pure: raises Declined for an image of more than MAX_CHUNKS.
 
     What a copy takes of memory grows with their number, and a file of 8 PiB takes its user no more
@@ -201,7 +201,7 @@ def must_be_countable(image: SourceImage, chunk: int) -> None:
         )
 
 
-def missing_chunks(digests: bytes, size: int, chunk: int) -> list[int]:
+def list_missing_chunks(digests: bytes, size: int, chunk: int) -> list[int]:
     """Pure: the numbers of the chunks that are not in, in order."""
     whole = digests.ljust(chunk_count(size, chunk) * ENTRY_BYTES, b"\0")
     return [
@@ -211,9 +211,9 @@ def missing_chunks(digests: bytes, size: int, chunk: int) -> list[int]:
     ]
 
 
-def done_bytes(digests: bytes, chunk: int, size: int) -> int:
+def count_done_bytes(digests: bytes, chunk: int, size: int) -> int:
     """Pure: the bytes that a map says are in; the last chunk may be short."""
-    missing = missing_chunks(digests, size, chunk)
+    missing = list_missing_chunks(digests, size, chunk)
     return size - sum(min(chunk, size - number * chunk) for number in missing)
 
 
@@ -223,6 +223,6 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _size(path: Path) -> int:
-    found = files.facts(path)
+def _file_size(path: Path) -> int:
+    found = files.lstat_or_none(path)
     return found.st_size if found else 0

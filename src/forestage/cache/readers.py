@@ -30,13 +30,13 @@ from typing import Literal
 
 from forestage.cache.part import chunk_count
 from forestage.system import folders
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 PIECE = 1024 * 1024  # bytes; chunks are multiples of it
 
-Level = Literal[1, 2]
-SOON: Level = 1
-NOW: Level = 2
+WantLevel = Literal[1, 2]
+SOON: WantLevel = 1
+NOW: WantLevel = 2
 """How much a chunk is wanted: a job has read a part of it elsewhere; a job waits for it."""
 
 _HEAD = struct.Struct("<QQ")  # of `pieces`: the inode, and a count of clearings
@@ -60,9 +60,9 @@ class ArrivalMap:
         fresh = inode is not None
         wanted = _STATE.size + chunk_count(size, chunk) if fresh else 0
         if fresh:
-            _drop_of_other_size(directory / "wanted", wanted)
-        self._pieces = _mapped(directory, "pieces", _HEAD.size + chunk_count(size, PIECE), fresh)
-        self._wanted = _mapped(directory, "wanted", wanted, fresh)
+            _delete_if_other_size(directory / "wanted", wanted)
+        self._pieces = _map_file(directory, "pieces", _HEAD.size + chunk_count(size, PIECE), fresh)
+        self._wanted = _map_file(directory, "wanted", wanted, fresh)
         if inode is not None:
             _STATE.pack_into(self._wanted, 0, 0, 0, 0, chunk)
             _HEAD.pack_into(self._pieces, 0, inode, time.monotonic_ns())
@@ -133,7 +133,7 @@ class ArrivalMap:
         """
         self._pieces[_HEAD.size :] = bytes(len(self._pieces) - _HEAD.size)
         self.close()
-        remove(self.directory)
+        remove_map_files(self.directory)
 
     # The server's
 
@@ -156,7 +156,7 @@ class ArrivalMap:
         """How many pieces are in place."""
         return bytes(self._pieces[_HEAD.size :]).count(1)
 
-    def want(self, number: int, level: Level) -> None:
+    def want(self, number: int, level: WantLevel) -> None:
         """Asks for a chunk; never lowers what was asked before."""
         at = _STATE.size + number
         self._wanted[at] = max(level, self._wanted[at])
@@ -172,18 +172,18 @@ class ArrivalMap:
         _STATE.pack_into(self._wanted, 0, stamp, read + size, straight, chunk)
 
 
-def make(directory: Path, size: int, chunk: int, image: Path) -> ArrivalMap | None:
+def create_map(directory: Path, size: int, chunk: int, image: Path) -> ArrivalMap | None:
     """The memory for a copy to a part's `image`; None, and no files, where /run is full."""
     try:
-        folders.keep(directory.parent)
-        folders.keep(directory)
+        folders.ensure_directory_with_mode(directory.parent)
+        folders.ensure_directory_with_mode(directory)
         return ArrivalMap(directory, size, chunk, image.stat().st_ino)
     except OSError:
-        remove(directory)
+        remove_map_files(directory)
         return None
 
 
-def remove(directory: Path) -> None:
+def remove_map_files(directory: Path) -> None:
     """Removes the files, and the directory unless a keeper is in it."""
     with contextlib.suppress(OSError):
         for name in ("pieces", "wanted"):
@@ -196,16 +196,16 @@ def is_served(directory: Path) -> bool:
     return (directory / "sock").exists()
 
 
-def ask(directory: Path, number: int) -> None:
+def request_chunk_soon(directory: Path, number: int) -> None:
     """Asks for a chunk SOON, if a copy is under way; for who knows neither size nor chunk size."""
     file = directory / "wanted"
-    with contextlib.suppress(OSError), opened(file, os.O_RDWR | os.O_NOFOLLOW) as fd:
+    with contextlib.suppress(OSError), open_descriptor(file, os.O_RDWR | os.O_NOFOLLOW) as fd:
         at = _STATE.size + number
         if os.pread(fd, 1, at) == b"\0":
             os.pwrite(fd, bytes((SOON,)), at)
 
 
-def _drop_of_other_size(file: Path, size: int) -> None:
+def _delete_if_other_size(file: Path, size: int) -> None:
     """Made by a stager with chunks of another size. Not truncated: a server may have it mapped."""
     with contextlib.suppress(FileNotFoundError):
         if file.stat().st_size != size:
@@ -213,9 +213,9 @@ def _drop_of_other_size(file: Path, size: int) -> None:
             file.with_name("pieces").unlink()  # by which servers see that both are new
 
 
-def _mapped(directory: Path, name: str, size: int, fresh: bool) -> mmap.mmap:
+def _map_file(directory: Path, name: str, size: int, fresh: bool) -> mmap.mmap:
     flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if fresh else 0)
-    with opened(directory / name, flags, 0o600) as fd:
+    with open_descriptor(directory / name, flags, 0o600) as fd:
         if fresh:
             # Written, so that a full tmpfs is an error now and no SIGBUS later.
             os.pwrite(fd, bytes(size), 0)

@@ -34,11 +34,11 @@ from forestage.cache.part import boot_id
 from forestage.config import Config
 from forestage.errors import Failed
 from forestage.paths import NodePaths
-from forestage.slurm.lines import LANGUAGE, Fields, has_control
+from forestage.slurm.lines import LANGUAGE, LineFields, has_control_characters
 from forestage.system import records
 from forestage.units import printable
 
-Facts = tuple[int, int, int, int]
+FileStamp = tuple[int, int, int, int]
 RECORD_BYTES = 64 * 1024  # what the companion reads; older images give way
 
 
@@ -48,14 +48,14 @@ class RecordedImage(msgspec.Struct, frozen=True):
     asked: str
     uid: int
     event: str
-    answer: Fields
+    answer: LineFields
 
     @property
     def line(self) -> str:
-        return _line("image", self.asked, self.uid, self.event, *self.answer)
+        return _format_line("image", self.asked, self.uid, self.event, *self.answer)
 
 
-def decided_by(places: NodePaths) -> list[str]:
+def format_config_lines(places: NodePaths) -> list[str]:
     """Returns the lines for all that the admin has a say with, to be called before it is read.
 
     No line where something is unusual: then there is no record.
@@ -65,19 +65,23 @@ def decided_by(places: NodePaths) -> list[str]:
     with contextlib.suppress(OSError, Failed):
         if parts.exists():
             files += sorted(parts.iterdir())
-        return [_line("boot", boot_id()), _line("events", places.events), *map(_file, files)]
+        return [
+            _format_line("boot", boot_id()),
+            _format_line("events", places.events),
+            *map(_format_file_line, files),
+        ]
     return []
 
 
-def of_room(cache: Cache, config: Config) -> str:
+def format_room_line(cache: Cache, config: Config) -> str:
     """Returns the line that says how much has to be free for a step that unpacks an image."""
-    return _line("room", unpacked.min_free(cache, config), config.unpack_ratio)
+    return _format_line("room", unpacked.read_min_free(cache, config), config.unpack_ratio)
 
 
-def of_binds(
+def format_bind_lines(
     program: str,
-    files: Mapping[str, Facts],
-    theirs: Mapping[str, Facts],
+    files: Mapping[str, FileStamp],
+    theirs: Mapping[str, FileStamp],
     variables: Mapping[str, str | None],
 ) -> tuple[str, ...]:
     """Pure: the lines for what decided that a redirect is in no container's way.
@@ -86,25 +90,29 @@ def of_binds(
     """
     try:
         return (
-            _line("enroot", program),
-            *(_line("file", path, *facts) for path, facts in files.items()),
-            *(_line("theirs", path, *facts) for path, facts in theirs.items()),
-            *(_line("variable", name, *_if_set(value)) for name, value in variables.items()),
+            _format_line("enroot", program),
+            *(_format_line("file", path, *facts) for path, facts in files.items()),
+            *(_format_line("theirs", path, *facts) for path, facts in theirs.items()),
+            *(
+                _format_line("variable", name, *_optional_field(value))
+                for name, value in variables.items()
+            ),
         )
     except Failed:
         return ()
 
 
-def _if_set(value: str | None) -> tuple[str, ...]:
+def _optional_field(value: str | None) -> tuple[str, ...]:
     return () if value is None else (value,)
 
 
-def note(
+def add_images(
     leases: LeaseDirectory, job: int, decided: Sequence[str], images: Sequence[RecordedImage]
 ) -> None:
     """Adds images of one user to a job's record, if its lease holds them. Under the space lock.
 
-    `decided` is from before they were handled, and what `of_room` says. Raises Failed, OSError.
+    `decided` is from before they were handled, and what `format_room_line` says. Raises Failed,
+    OSError.
     """
     uid = images[0].uid
     lease = leases.read_own(job, uid)
@@ -112,16 +120,18 @@ def note(
         return
     keys = {use.key for use in lease.uses}
     head = [LANGUAGE, *decided]
-    lines = _images(leases.shown(job), head) + [image.line for image in images]
+    lines = _read_image_lines(leases.shown(job), head) + [image.line for image in images]
     latest = {
-        _asked(line): line for line in lines if _key(line) in keys and _asked(line)[1] == str(uid)
+        _requested_path_and_uid(line): line
+        for line in lines
+        if _entry_key(line) in keys and _requested_path_and_uid(line)[1] == str(uid)
     }
-    of_job = [_file(leases.file(job)), _file(leases.said_file(job))]
-    text = _text([*head, *of_job], list(latest.values()))
+    of_job = [_format_file_line(leases.file(job)), _format_file_line(leases.said_file(job))]
+    text = _format_record([*head, *of_job], list(latest.values()))
     records.write(leases.shown(job), os.fsencode(text))
 
 
-def _text(head: list[str], images: list[str]) -> str:
+def _format_record(head: list[str], images: list[str]) -> str:
     """Pure: the record, without its oldest images where it would be too long."""
     while True:
         text = "".join(f"{line}\n" for line in (*head, *images))
@@ -130,35 +140,35 @@ def _text(head: list[str], images: list[str]) -> str:
         images = images[1:]
 
 
-def _images(file: Path, head: list[str]) -> list[str]:
+def _read_image_lines(file: Path, head: list[str]) -> list[str]:
     """The lines of the images in a record that was made under the same decisions."""
     try:
-        lines = os.fsdecode(records.read(file)).split("\n")
+        lines = os.fsdecode(records.read_raw(file)).split("\n")
     except (FileNotFoundError, records.DamagedRecord):
         return []
     same = lines[: len(head)] == head
     return [line for line in lines if line.startswith("image\t")] if same else []
 
 
-def _asked(line: str) -> tuple[str, ...]:
+def _requested_path_and_uid(line: str) -> tuple[str, ...]:
     return tuple(line.split("\t")[1:3])
 
 
-def _key(line: str) -> str:
+def _entry_key(line: str) -> str:
     return Path(line.split("\t")[5]).parent.name
 
 
-def _file(path: Path) -> str:
+def _format_file_line(path: Path) -> str:
     try:
         facts = path.stat()
     except FileNotFoundError:
-        return _line("file", path, 0, 0, 0, 0)
+        return _format_line("file", path, 0, 0, 0, 0)
     times = facts.st_mtime_ns, facts.st_ctime_ns
-    return _line("file", path, facts.st_ino, facts.st_size, *times)
+    return _format_line("file", path, facts.st_ino, facts.st_size, *times)
 
 
-def _line(*fields: object) -> str:
+def _format_line(*fields: object) -> str:
     words = [str(field) for field in fields]
-    if any(map(has_control, words)):
+    if any(map(has_control_characters, words)):
         raise Failed("bad-path", f"control characters in {printable(str(words))}")
     return "\t".join(words)

@@ -15,7 +15,7 @@ from forestage.system import as_user
 from forestage.system.tree import RootedTree
 
 
-def unpacked(cache: Cache, config: Config, image: SourceImage) -> int:
+def estimate_unpacked_bytes(cache: Cache, config: Config, image: SourceImage) -> int:
     """The bytes that a container of this image takes, if it is unpacked on the cache's disk."""
     try:
         packed = os.lstat(cache.image(image.key)).st_blocks * 512  # nothing comes out of a hole
@@ -24,21 +24,21 @@ def unpacked(cache: Cache, config: Config, image: SourceImage) -> int:
     return config.unpack_ratio * packed
 
 
-def fits(cache: Cache, config: Config, need: int) -> bool:
+def has_free_bytes(cache: Cache, config: Config, need: int) -> bool:
     """Whether `need` bytes are free beside those that stay so. Raises OSError."""
     disk = os.statvfs(cache.root)
-    return disk.f_bavail * disk.f_frsize >= min_free(cache, config) + need
+    return disk.f_bavail * disk.f_frsize >= read_min_free(cache, config) + need
 
 
-def is_beside(cache: Cache, root: Path, timeout: float) -> bool:
+def is_enroot_on_same_disk(cache: Cache, root: Path, timeout: float) -> bool:
     """Whether enroot unpacks to the cache's disk, or to the same pool (btrfs, ZFS).
 
     True where its configuration does not tell. In a child, as that place may hang, for `timeout`
     seconds. Raises as_user.ChildTimeout, OSError.
     """
-    above = enroot.data_above(enroot.site(RootedTree(root)).settings)
+    above = enroot.find_fixed_data_path(enroot.read_enroot_setup(RootedTree(root)).settings)
 
-    def work() -> as_user.Found[bool]:
+    def work() -> as_user.ChildResult[bool]:
         place = root / above.lstrip("/")
         while not place.exists() and place != place.parent:
             place = place.parent
@@ -46,10 +46,10 @@ def is_beside(cache: Cache, root: Path, timeout: float) -> bool:
         pool = there.f_bavail * there.f_frsize == here.f_bavail * here.f_frsize
         return (pool or place.stat().st_dev == cache.root.stat().st_dev), []
 
-    return as_user.call(work, bool, timeout)[0] if above else True
+    return as_user.run_in_child(work, bool, timeout)[0] if above else True
 
 
-def min_free(cache: Cache, config: Config) -> int:
+def read_min_free(cache: Cache, config: Config) -> int:
     """The bytes that stay free on the disk. Raises OSError."""
     disk = os.statvfs(cache.root)
     return config.min_free.of(disk.f_blocks * disk.f_frsize)

@@ -23,7 +23,7 @@ from forestage.check.finding import CheckFinding, CheckReport, Level, pieces, pl
 from forestage.check.site import SlurmSite
 from forestage.check.uses import EventLogFacts
 from forestage.clock import Clock
-from forestage.config import Config, LoadedConfig, load_settings
+from forestage.config import Config, LoadedConfig, load_config
 from forestage.errors import ConfigError, Failed
 from forestage.features.contexts import CheckFacts
 from forestage.features.doors import CHECKS_FINDINGS, load_all
@@ -31,7 +31,7 @@ from forestage.paths import NodePaths
 from forestage.slurm import enroot as enroots
 from forestage.slurm.queue import SlurmClient
 from forestage.system import child
-from forestage.system.terminal import harmless
+from forestage.system.terminal import escape_control_characters
 from forestage.system.tree import RootedTree
 
 __all__ = ["CheckFinding", "CheckReport", "CheckTarget", "Level", "check", "pieces", "report"]
@@ -76,7 +76,7 @@ def check(target: CheckTarget) -> CheckReport:
 
 def _heard(target: CheckTarget) -> Iterator[CheckFinding | str]:
     """The findings of the child, as far as it comes, and last what was read of enroot."""
-    pid, line = child.begin(partial(_look, target), _failed)
+    pid, line = child.fork_with_socket(partial(_look, target), _failed)
     line.settimeout(PATIENCE)
     at = ""
     with line:
@@ -102,14 +102,14 @@ def _heard(target: CheckTarget) -> Iterator[CheckFinding | str]:
 
 def _look(target: CheckTarget, line: socket.socket) -> None:
     """The child's whole life."""
-    child.let_go({line.fileno()})
+    child.close_descriptors_except({line.fileno()})
     line.send(msgspec.json.encode(_CheckMessage(at="enroot's configuration")))
     files = RootedTree(target.places.root)
     of_enroot = enroot.read(files)
     for one in _findings(target, files, of_enroot):
         said = _CheckMessage(at=one) if isinstance(one, str) else _CheckMessage(found=plain(one))
         line.send(msgspec.json.encode(said))
-    words = harmless(enroot.looked(files, of_enroot))
+    words = escape_control_characters(enroot.looked(files, of_enroot))
     line.send(msgspec.json.encode(_CheckMessage(over=True, enroot=words)))
 
 
@@ -149,7 +149,7 @@ def _findings(
     used = uses.gather(target.places)
     yield "the configuration"
     try:
-        settings = load_settings(target.places.etc)
+        settings = load_config(target.places.etc)
     except ConfigError as error:
         for problem in error.problems:
             yield CheckFinding(

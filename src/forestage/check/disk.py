@@ -17,7 +17,7 @@ from forestage.events import BadEntryOutcome, EventRecord
 from forestage.paths import NodePaths
 from forestage.slurm import enroot
 from forestage.system.mounts import MountInfo
-from forestage.system.terminal import count, moment
+from forestage.system.terminal import format_count, format_local_time
 from forestage.system.tree import RootedTree
 from forestage.units import format_size
 
@@ -58,11 +58,13 @@ def _wrong_bytes(found: Iterable[EventRecord]) -> Iterator[CheckFinding]:
         outcome = event.outcome
         assert isinstance(outcome, BadEntryOutcome)
         copy = outcome.image or f"entry {outcome.key}"
-        since = f"between {moment(outcome.since)} and then" if outcome.since else "before"
+        since = (
+            f"between {format_local_time(outcome.since)} and then" if outcome.since else "before"
+        )
         yield CheckFinding(
             "wrong-bytes",
             "critical",
-            f"at {moment(event.time)} `{event.hook}` found wrong bytes in the copy of {copy}"
+            f"at {format_local_time(event.time)} `{event.hook}` found wrong bytes in the copy of {copy}"
             + ("" if outcome.evicted else ", which stays"),
             f"Jobs that began with it {since} may have read them",
             "`forestage explain JOBID` marks each such job; for the disk see `dmesg`"
@@ -77,7 +79,7 @@ def _is_missing(under: MountInfo, config: Config) -> bool:
 
 def _find_other_disk(files: RootedTree, under: MountInfo, real: str) -> CheckFinding | None:
     """Return the finding where nothing is mounted at the mount point that is remembered."""
-    known = known_disks.read_known(NodePaths(files.root).known_disks).find_disk(real)
+    known = known_disks.read_known_disks(NodePaths(files.root).known_disks).find_disk(real)
     if known is None or known.point == under.point:
         return None
     if not known_disks.is_below_its_disk(known, files.at(real), under):
@@ -97,14 +99,14 @@ def _find_other_disk(files: RootedTree, under: MountInfo, real: str) -> CheckFin
 def _left(files: RootedTree, real: str) -> Iterator[CheckFinding]:
     """The caches that were configured before: nothing but an admin removes them."""
     places, now = NodePaths(files.root), Cache(files.at(real))
-    known = known_disks.read_known(places.known_disks).caches
+    known = known_disks.read_known_disks(places.known_disks).caches
     for root in (one.root for one in known if one.root != real):
         cache = Cache(files.at(root), places.claims, places.known_disks)
         under = files.under(root)
-        if under is None or under.is_remote or disk.known(places, cache) is not None:
+        if under is None or under.is_remote or disk.find_known_hang(places, cache) is not None:
             continue
         try:
-            if not earlier.is_left(cache, now) or _find_other_disk(files, under, root):
+            if not earlier.is_other_cache(cache, now) or _find_other_disk(files, under, root):
                 continue
             cache.must_be_alone()
             stored = cache.stored_entries()
@@ -114,7 +116,7 @@ def _left(files: RootedTree, real: str) -> Iterator[CheckFinding]:
         yield CheckFinding(
             "cache-left",
             "warning",
-            f"{root} was the cache before {real}, and has {count(len(stored), 'entry', 'entries')}"
+            f"{root} was the cache before {real}, and has {format_count(len(stored), 'entry', 'entries')}"
             f" with {size}",
             "No job uses what it takes, and nothing removes it but this command",
             f"forestage evict --all --cache {shlex.quote(root)} (or set `cache:` to it again)",
@@ -187,16 +189,16 @@ def _holdings(
 ) -> Iterator[CheckFinding]:
     """What the disk told of itself, who may write to the cache, and its room."""
     places, cache = NodePaths(files.root), Cache(files.at(real))
-    if hang := disk.known(places, cache):
+    if hang := disk.find_known_hang(places, cache):
         yield CheckFinding(
             "cache-hangs",
             "critical",
-            str(disk.declined(cache, hang)),
+            str(disk.declined_by_hang(cache, hang)),
             "Nothing is copied; jobs read the shared path, and what is here while it can be read",
             "see the kernel's log: a frozen file system (fsfreeze -u), or a disk to be replaced",
         )
         return  # who looks further would hang with it
-    known = disk_errors.known(places)
+    known = disk_errors.read_state(places)
     if known.since:
         yield CheckFinding(
             "disk-errors",
@@ -233,7 +235,7 @@ def _vanished(
         yield CheckFinding(
             "entries-vanish",
             "warning",
-            f"files vanish from entries ({len(since)} since {moment(min(since))}): does something"
+            f"files vanish from entries ({len(since)} since {format_local_time(min(since))}): does something"
             " on this node delete by owner?",
             "Jobs keep what they have open, and each next one copies its image anew. A copy belongs"
             " to its image's owner, so that whatever deletes a user's files on the disk takes it",
@@ -275,8 +277,8 @@ def _unpacked_beside(
     files: RootedTree, config: Config, min_free: int, origin: str
 ) -> Iterator[CheckFinding]:
     """Where enroot unpacks to the cache's disk: whether jobs find room there."""
-    settings = enroot.site(files).settings
-    told, fixed = settings.get("ENROOT_DATA_PATH", ""), enroot.data_above(settings)
+    settings = enroot.read_enroot_setup(files).settings
+    told, fixed = settings.get("ENROOT_DATA_PATH", ""), enroot.find_fixed_data_path(settings)
     if not fixed or files.under(files.real(config.cache)) != files.under(files.real(fixed)):
         return
     if config.unpack_ratio and min_free:
@@ -307,7 +309,7 @@ def _room(
     total, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     used = 0
     with contextlib.suppress(OSError, Failed):
-        used = evict.measure(cache, stored, config).used
+        used = evict.measure_space(cache, stored, config).used
     room = min(config.max_size.of(total), used + free - config.min_free.of(total))
     largest = max(images, key=lambda image: image.size, default=ImageUse(""))
     yield from _unpacked_beside(files, config, config.min_free.of(total), origin)

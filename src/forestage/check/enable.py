@@ -25,7 +25,7 @@ from forestage.features import FEATURES
 from forestage.features.doors import CHECKS_WANTS_UNIT, load
 from forestage.slurm.slurm_conf import ConfLine
 from forestage.system import mounts, run
-from forestage.system.terminal import Piece, TextLine
+from forestage.system.terminal import OutputBlock, TextLine
 from forestage.system.tree import RootedTree
 
 GRES = "nvme"
@@ -94,7 +94,7 @@ def disk_of(node: Node) -> CacheDisk | None:
         facts = os.statvfs(node.cache.root)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    under = mounts.holder(mounts.current(), os.path.realpath(node.cache.root))
+    under = mounts.find_mount_of_path(mounts.list_mounts(), os.path.realpath(node.cache.root))
     if under is None or under.point == "/":
         return None
     size = facts.f_blocks * facts.f_frsize
@@ -282,7 +282,7 @@ def _list_units_to_stop(files: RootedTree) -> list[str]:
 
 def _switch_unit(unit: str, verb: str, state: str) -> str:
     # A command for each unit: one that the admin has masked does not keep the others from it.
-    ran = run.run(["systemctl", verb, "--now", unit], timeout=SYSTEMCTL)
+    ran = run.run_program(["systemctl", verb, "--now", unit], timeout=SYSTEMCTL)
     return f"{unit} is {state}." if ran.code == 0 else f"{unit} is not {state}: {ran.explained()}"
 
 
@@ -290,12 +290,12 @@ def _format_unit_command(verb: str, units: list[str]) -> str:
     return f"On each node: systemctl {verb} --now {' '.join(units)} (or add --yes there)."
 
 
-def pieces(plan: SlurmChangePlan, done: bool, enabling: bool) -> list[Piece]:
+def pieces(plan: SlurmChangePlan, done: bool, enabling: bool) -> list[OutputBlock]:
     """Pure: the lines to change, which can be copied as they stand, the links, what comes next.
 
     slurmd looks into prolog.d at each job, into slurm.conf when it is asked to.
     """
-    shown: list[Piece] = []
+    shown: list[OutputBlock] = []
     for file, action in dict.fromkeys((one.file, one.action) for one in plan.lines):
         lines = [one for one in plan.lines if (one.file, one.action) == (file, action)]
         places = ", ".join(dict.fromkeys(one.place for one in lines))

@@ -10,7 +10,7 @@ from forestage.check import node
 from forestage.check.finding import CheckFinding
 from forestage.slurm import enroot, queue
 from forestage.slurm.enroot import EnrootSetup
-from forestage.system.terminal import count
+from forestage.system.terminal import format_count
 from forestage.system.tree import RootedTree
 
 HOOK_BYTES = 64 * 1024
@@ -33,7 +33,7 @@ def read(files: RootedTree) -> EnrootSetup:
     pid = node.slurmd(files)
     environ = os.fsdecode((pid and files.data(f"/proc/{pid}/environ")) or b"").split("\0")
     paths = [one.removeprefix("PATH=") for one in environ if one.startswith("PATH=/")]
-    return enroot.site(files, *paths[:1])
+    return enroot.read_enroot_setup(files, *paths[:1])
 
 
 def looked(files: RootedTree, site: EnrootSetup) -> str:
@@ -41,10 +41,10 @@ def looked(files: RootedTree, site: EnrootSetup) -> str:
     if not site.program:
         return ""
     fstabs = [name for name in files.names(site.mounts) if name.endswith(".fstab")]
-    plain = count(len([*enroot.site_binds(files, site)]), "bind")
+    plain = format_count(len([*enroot.list_site_binds(files, site)]), "bind")
     return (
         f"{site.program}, configured in {site.sysconf}; {site.mounts}:"
-        f" {count(len(fstabs), 'fstab')}, {plain} without what is mounted below"
+        f" {format_count(len(fstabs), 'fstab')}, {plain} without what is mounted below"
     )
 
 
@@ -66,7 +66,7 @@ def findings(
     # A variable in one is a job's.
     binds = [
         one
-        for one in enroot.site_binds(files, site)
+        for one in enroot.list_site_binds(files, site)
         if one.source.startswith("/") and "$" not in one.source
     ]
     reals = files.reals((HOMES, *sources, *(one.source for one in binds)))
@@ -77,7 +77,9 @@ def findings(
             " mounted below it",
             f"{bind.file}: rbind instead of bind in line {bind.line}",
         )
-    if enroot.says_yes(settings.get("ENROOT_MOUNT_HOME", "")) and _holds(reals[HOMES], below):
+    if enroot.is_true_setting(settings.get("ENROOT_MOUNT_HOME", "")) and _holds(
+        reals[HOMES], below
+    ):
         yield _breaks(
             f"{site.conf} has ENROOT_MOUNT_HOME, and images may lie in users' home directories",
             f"{site.conf}: ENROOT_MOUNT_HOME no (users who need theirs:"
@@ -133,7 +135,7 @@ def _left_behind(files: RootedTree, settings: dict[str, str]) -> Iterator[CheckF
         yield CheckFinding(
             "containers-left",
             "warning",
-            f"{count(len(left), 'root file system')} of steps that are over, such as {first}",
+            f"{format_count(len(left), 'root file system')} of steps that are over, such as {first}",
             "Nobody removes them, and the cache has that much less room on the same disk",
             f"as their owner: enroot remove --force {first.name} (forestage deletes nothing of"
             " enroot's)",

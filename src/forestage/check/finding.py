@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from forestage.system.terminal import Piece, TextLine, count, harmless
+from forestage.system.terminal import OutputBlock, TextLine, escape_control_characters, format_count
 
 Level = Literal["critical", "warning", "unknown", "note"]
 Status = Literal["ok", "warning", "critical", "unknown"]
@@ -49,24 +49,28 @@ def report(findings: Iterable[CheckFinding], enroot: str = "") -> CheckReport:
     found = tuple(map(plain, sorted(findings, key=lambda one: _ORDER.index(one.level))))
     level = found[0].level if found else "note"
     status: Status = "ok" if level == "note" else level
-    return CheckReport(status, _CODES[status], found, harmless(enroot))
+    return CheckReport(status, _CODES[status], found, escape_control_characters(enroot))
 
 
 def plain(one: CheckFinding) -> CheckFinding:
     """Pure: with its text made harmless: names of files may be anything but what JSON can say."""
-    what, why, change = harmless(one.what), harmless(one.why), harmless(one.change)
+    what, why, change = (
+        escape_control_characters(one.what),
+        escape_control_characters(one.why),
+        escape_control_characters(one.change),
+    )
     return msgspec.structs.replace(one, what=what, why=why, change=change)
 
 
-def pieces(report: CheckReport) -> list[Piece]:
+def pieces(report: CheckReport) -> list[OutputBlock]:
     """Pure: what people read; the first line is all that Nagios shows in its lists."""
     word = report.status.upper()
-    read: list[Piece] = [TextLine(f"read    {report.enroot}")] if report.enroot else []
+    read: list[OutputBlock] = [TextLine(f"read    {report.enroot}")] if report.enroot else []
     if not report.findings:
         return [TextLine(f"forestage {word} - nothing to change"), *read]
     ids = ", ".join(dict.fromkeys(one.id for one in report.findings))
-    found: list[Piece] = [
-        TextLine(f"forestage {word} - {count(len(report.findings), 'finding')}: {ids}")
+    found: list[OutputBlock] = [
+        TextLine(f"forestage {word} - {format_count(len(report.findings), 'finding')}: {ids}")
     ]
     for one in report.findings:
         found += [

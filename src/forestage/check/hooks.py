@@ -63,7 +63,7 @@ def lacks_pdeathsig(files: RootedTree) -> bool:
         return False
     try:
         argv = [str(files.at(program)), "--pdeathsig", "KILL", "--", "true"]
-        return run.run(argv, timeout=TIMEOUT).code != 0
+        return run.run_program(argv, timeout=TIMEOUT).code != 0
     except (Failed, OSError):
         return False
 
@@ -86,7 +86,7 @@ def _trouble(files: RootedTree, path: str) -> str:
         return "it is not there, or not executable"
     wanted = "import forestage.hooks.prolog, forestage.hooks.epilog"
     try:
-        ran = run.run([str(files.at(path)), "-I", "-c", wanted], timeout=TIMEOUT)
+        ran = run.run_program([str(files.at(path)), "-I", "-c", wanted], timeout=TIMEOUT)
     except (Failed, OSError) as error:
         return str(error)
     return ran.explained() if ran.code else ""

@@ -11,7 +11,7 @@ from forestage.check.site import TIMER, ParsedSlurmConf
 from forestage.config import Config, directories, switch
 from forestage.paths import NodePaths
 from forestage.system import child, processes
-from forestage.system.file_systems import find_lack
+from forestage.system.file_systems import find_exhausted_resource
 from forestage.system.tree import RootedTree
 
 _HOLD = "forestage-hold.service"
@@ -31,7 +31,7 @@ def findings(
     files: RootedTree, places: NodePaths, config: Config, now: float
 ) -> Iterator[CheckFinding]:
     """Looks at /proc, /sys and programs."""
-    if off := switch.why_off(places, config, now):
+    if off := switch.find_off_reason(places, config, now):
         yield CheckFinding(
             "switched-off",
             "warning",
@@ -156,7 +156,7 @@ def _find_full(files: RootedTree) -> Iterator[CheckFinding]:
 
 def _find_lack(files: RootedTree, path: str) -> str:
     facts = files.disk(path)
-    return find_lack(facts) if facts else ""
+    return find_exhausted_resource(facts) if facts else ""
 
 
 def _read_kernel(files: RootedTree) -> tuple[int, int] | None:
@@ -232,7 +232,7 @@ def _sharing(files: RootedTree) -> list[str]:
     for pid in slurmds:
         run = f"/proc/{pid}/root{NodePaths().run}"
         try:
-            if str(processes.stat(files.at(f"/proc/{pid}")).parent) in slurmds:
+            if str(processes.read_stat(files.at(f"/proc/{pid}")).parent) in slurmds:
                 continue
             facts = files.at(run).stat()
         except OSError:
@@ -251,7 +251,11 @@ def _namespace(files: RootedTree, pid: str) -> str | None:
 def _listable(files: RootedTree, places: NodePaths) -> Iterator[CheckFinding]:
     """About the configuration's directories, where hooks run and users may list these."""
     try:
-        found = directories.find_listable(places) if directories.are_of_node(places) else []
+        found = (
+            directories.list_listable_directories(places)
+            if directories.has_run_hooks(places)
+            else []
+        )
     except OSError:
         return
     for path in found:
@@ -275,7 +279,7 @@ def _hold(files: RootedTree) -> Iterator[CheckFinding]:
     v2 = files.mode(f"{_CGROUPS}/cgroup.controllers") is not None
     if not v2 or files.mode("/run/systemd/system") is None:
         return
-    if files.mode(f"/{child.HOLD}/serve") is None:
+    if files.mode(f"/{child.HOLD_CGROUP}/serve") is None:
         yield CheckFinding(
             "hold-absent",
             "warning",
@@ -286,7 +290,7 @@ def _hold(files: RootedTree) -> Iterator[CheckFinding]:
         )
     for name in _LIMITS:
         for leaf in ("", "/serve"):
-            limit = (files.text(f"/{child.HOLD}{leaf}/{name}") or "max").split()[0]
+            limit = (files.text(f"/{child.HOLD_CGROUP}{leaf}/{name}") or "max").split()[0]
             if limit != "max":
                 yield CheckFinding(
                     "hold-bounded",

@@ -14,8 +14,8 @@ from forestage.check import site as sites
 from forestage.check.finding import CheckFinding
 from forestage.check.site import COMPANION, ParsedSlurmConf, PluginStack, SlurmSite, StackPlugin
 from forestage.check.slurm_conf import AUTO_IS_NONE
-from forestage.config import DEFAULT, Companion, Config, LoadedConfig, dotted
-from forestage.config import decided as of_auto
+from forestage.config import DEFAULT, CompanionPresence, Config, LoadedConfig, format_key_name
+from forestage.config import resolve_auto_redirect as of_auto
 from forestage.system.tree import RootedTree
 
 HELPER = "/usr/lib/forestage/bin/forestage"
@@ -45,7 +45,7 @@ def decided(
     )
 
 
-def _companion(files: RootedTree, site: SlurmSite | None) -> Companion:
+def _companion(files: RootedTree, site: SlurmSite | None) -> CompanionPresence:
     """Return whether Slurm would load the companion, as far as its files can be read."""
     if site is None or (site.stack.broken and not site.stack.companion):
         return "unknown"
@@ -135,10 +135,10 @@ def _through(
             yield CheckFinding(
                 "through-no-spank",
                 "warning",
-                f"{dotted(name, 'cold')}: through has no effect with redirect: {config.redirect}",
+                f"{format_key_name(name, 'cold')}: through has no effect with redirect: {config.redirect}",
                 "The first job of an image reads it from the shared file system, as with `cold:"
                 " shared`: only the companion can have a step read through its copy",
-                f"{dotted(name, 'redirect')}: spank, with the companion in plugstack.conf",
+                f"{format_key_name(name, 'redirect')}: spank, with the companion in plugstack.conf",
             )
             return
 

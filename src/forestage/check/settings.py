@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from forestage.check.finding import CheckFinding
 from forestage.check.site import ParsedSlurmConf
 from forestage.check.uses import ImageUse
-from forestage.config import DEFAULT, REMOVED, Config, LoadedConfig, dotted
+from forestage.config import DEFAULT, REMOVED_KEYS, Config, LoadedConfig, format_key_name
 from forestage.paths import NodePaths
 from forestage.system.tree import RootedTree
 from forestage.units import format_duration, format_size
@@ -37,7 +37,7 @@ def find_removed(settings: LoadedConfig) -> Iterator[CheckFinding]:
             "removed-key",
             "warning",
             f"{key} is ignored: it was removed",
-            f"Whatever it says, {REMOVED[key]}",
+            f"Whatever it says, {REMOVED_KEYS[key]}",
             f"{', '.join(files)}: remove {key}",
         )
 
@@ -52,7 +52,7 @@ def _partitions(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[Check
     for name in settings.partitions:
         # A slurm.conf without any partition is not all that slurmctld has.
         if conf.partitions and name not in conf.partitions:
-            key = dotted(name, next(iter(settings.partitions[name])))
+            key = format_key_name(name, next(iter(settings.partitions[name])))
             yield CheckFinding(
                 "partition-unknown",
                 "warning",
@@ -71,7 +71,7 @@ def _waits(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFindi
         steps_wait = config.redirect == "spank" and config.start == "wait"
         if not steps_wait or (config.deadline or 0.0) < longest:
             continue
-        key = dotted(name, "deadline")
+        key = format_key_name(name, "deadline")
         yield CheckFinding(
             "deadline-launch",
             "warning",

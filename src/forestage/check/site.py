@@ -22,7 +22,7 @@ from forestage.paths import NodePaths
 from forestage.slurm import companion, plugstack, slurm_conf
 from forestage.slurm import release as releases
 from forestage.slurm.companion import CompanionState
-from forestage.slurm.slurm_conf import ConfLine, ConfSetting, Text
+from forestage.slurm.slurm_conf import ConfLine, ConfSetting, ReadText
 from forestage.system import processes
 from forestage.system.tree import RootedTree
 
@@ -268,18 +268,18 @@ def read_conf(files: RootedTree, path: str) -> ParsedSlurmConf:
     """Read slurm.conf alone. Raises Failed, also where SlurmClient would refuse the file."""
     try:
         text = _texts(files)
-        lines = tuple(slurm_conf.settings(path, text))
-        partitions = frozenset(slurm_conf.partitions(path, text))
+        lines = tuple(slurm_conf.read_settings(path, text))
+        partitions = frozenset(slurm_conf.list_partitions(path, text))
         return ParsedSlurmConf(
-            path, lines, partitions, nodes=tuple(slurm_conf.node_names(path, text))
+            path, lines, partitions, nodes=tuple(slurm_conf.list_node_names(path, text))
         )
     except (OSError, ValueError) as error:
-        raise Failed("slurm-conf", slurm_conf.explain_unread(error)) from None
+        raise Failed("slurm-conf", slurm_conf.explain_read_error(error)) from None
 
 
 def find_conf(files: RootedTree, named: str) -> ParsedSlurmConf:
     """Read the file that is `named` ($SLURM_CONF), else the usual one. Raises Failed."""
-    path = named or slurm_conf.find_usual(files.root)
+    path = named or slurm_conf.find_usual_conf(files.root)
     if not path:
         raise Failed("slurm-conf", "slurm.conf cannot be read: it is in none of its usual places")
     return read_conf(files, path)
@@ -290,20 +290,22 @@ def find(files: RootedTree, named: str) -> SlurmSite:
     return _with_conf(files, find_conf(files, named))
 
 
-def _texts(files: RootedTree) -> Text:
-    return lambda path: slurm_conf.text_of(str(files.at(path)))
+def _texts(files: RootedTree) -> ReadText:
+    return lambda path: slurm_conf.read_conf_text(str(files.at(path)))
 
 
 def _with_conf(files: RootedTree, conf: ParsedSlurmConf) -> SlurmSite:
     """The hooks and plugins that a slurm.conf leads to; slurmd is run for its release."""
-    conf = msgspec.structs.replace(conf, release=releases.installed(files, plugin_folders(conf)))
+    conf = msgspec.structs.replace(
+        conf, release=releases.find_slurm_release(files, plugin_folders(conf))
+    )
     hooks = (_hook(files, conf, "Prolog"), _hook(files, conf, "Epilog"))
     return SlurmSite(conf, hooks, _stack(files, conf), _companion_line(files))
 
 
 def built_for(files: RootedTree, companion: str = COMPANION) -> str:
     """The release of Slurm for which that companion was built, as 22.05; "" if nothing says so."""
-    return releases.of(files.text(f"{companion}{RELEASE}") or "")
+    return releases.parse_release(files.text(f"{companion}{RELEASE}") or "")
 
 
 def include_of(release: str) -> str:
@@ -450,13 +452,13 @@ def _stack(files: RootedTree, conf: ParsedSlurmConf) -> PluginStack:
     broken = ""
     ours = COMPANION_CONF.partition("{")[0]
     try:
-        for line in plugstack.lines(file, _texts(files), files.root):
+        for line in plugstack.read_lines(file, _texts(files), files.root):
             if isinstance(line, plugstack.PluginLine):
                 plugins.append(_plugin(files, line, folders))
             elif line.pattern.startswith(ours):
                 includes.append(line)
     except (OSError, ValueError) as error:  # what comes before it is kept
-        broken = slurm_conf.explain_unread(error)
+        broken = slurm_conf.explain_read_error(error)
     return PluginStack(file, tuple(plugins), tuple(includes), broken)
 
 
@@ -510,14 +512,14 @@ def _is_hook(process: Path) -> bool:
             return False
         # Only slurmd's own child counts: what a Prolog has left behind, such as a stager, still has
         # the Prolog's variables.
-        parent = process.parent / str(processes.stat(process).parent)
-        return processes.is_trusted(parent) and processes.name(parent).startswith("slurm")
+        parent = process.parent / str(processes.read_stat(process).parent)
+        return processes.is_trusted(parent) and processes.read_name(parent).startswith("slurm")
     return False
 
 
 def companion_state(places: NodePaths, conf: str) -> CompanionState:
     """Return whether steps get the companion, as hooks find it out; `conf` is $SLURM_CONF or ""."""
     files = RootedTree(places.root)
-    path = conf or slurm_conf.find_usual(files.root)
+    path = conf or slurm_conf.find_usual_conf(files.root)
     conf_file = slurm_conf.SlurmConf(path and str(files.at(path)))
-    return companion.read_state(places.loaded, conf_file)
+    return companion.read_companion_state(places.loaded, conf_file)

@@ -10,7 +10,7 @@ import msgspec
 
 from forestage.check.finding import CheckFinding
 from forestage.check.site import ParsedSlurmConf
-from forestage.config import LoadedConfig, dotted
+from forestage.config import LoadedConfig, format_key_name
 from forestage.slurm import slurm_conf, timeouts
 from forestage.slurm.release import COMMENT_IN_PROLOG
 from forestage.system.tree import RootedTree
@@ -50,7 +50,7 @@ def findings(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFin
 
 def launch_limit(conf: dict[str, str]) -> float:
     """Seconds after which the job may be lost, whatever would end the Prolog."""
-    return timeouts.limits({k: v for k, v in conf.items() if k not in _TIMEOUTS}).hurts
+    return timeouts.compute_limits({k: v for k, v in conf.items() if k not in _TIMEOUTS}).hurts
 
 
 def flags(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
@@ -105,7 +105,7 @@ def flags(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
 
 
 def _timeouts(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
-    limits = timeouts.limits(conf.settings)
+    limits = timeouts.compute_limits(conf.settings)
     if limits.drains is not None and limits.drains < timeouts.SAFE:
         name = "PrologTimeout" if "prologtimeout" in conf.settings else "PrologEpilogTimeout"
         yield CheckFinding(
@@ -120,9 +120,9 @@ def _timeouts(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
 
 
 def _deadlines(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFinding]:
-    allowed = timeouts.limits(conf.settings).hurts
+    allowed = timeouts.compute_limits(conf.settings).hurts
     for name, config in settings.everywhere():
-        wanted, key = config.deadline, dotted(name, "deadline")
+        wanted, key = config.deadline, format_key_name(name, "deadline")
         if name and not {"deadline", "cold", "redirect"} & settings.partitions[name].keys():
             continue
         # With the companion the steps wait, not the Prolog.
@@ -150,7 +150,7 @@ def _longer(conf: ParsedSlurmConf, seconds: float) -> str:
         if launch_limit({**conf.settings, "batchstarttimeout": str(wanted)}) < seconds:
             others = [f for f in conf.flags("authinfo") if not f.lower().startswith("cred_expire=")]
             change.append(f"AuthInfo={','.join([*others, f'cred_expire={wanted}'])}")
-    drains = timeouts.limits(conf.settings).drains
+    drains = timeouts.compute_limits(conf.settings).drains
     if drains is not None and drains < seconds:
         change.append(f"PrologEpilogTimeout={wanted}")
     return ", ".join(change)
@@ -182,10 +182,10 @@ def covered_paths(files: RootedTree, conf: ParsedSlurmConf | None) -> CoveredPat
     path = str(Path(conf.path).with_name("job_container.conf"))
     found = ["/tmp", "/dev/shm"]  # noqa: S108 - its default
     try:
-        text = slurm_conf.text_of(str(files.at(path)))
+        text = slurm_conf.read_conf_text(str(files.at(path)))
     except OSError as error:
-        return CoveredPaths(tuple(found), slurm_conf.explain_unread(error))
-    for line in slurm_conf.joined(path, text):
+        return CoveredPaths(tuple(found), slurm_conf.explain_read_error(error))
+    for line in slurm_conf.join_lines(path, text):
         for word in line.text.split():
             name, _, value = word.partition("=")
             if name.lower() in ("basepath", "dirs") and value.lower() != "none":

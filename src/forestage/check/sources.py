@@ -17,10 +17,10 @@ from forestage.check.uses import EventLogFacts, ImageUse
 from forestage.config import KEYS, Config
 from forestage.errors import Declined, Failed
 from forestage.system import as_user, mounts, run
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from forestage.system.mounts import MountInfo
-from forestage.system.striping import StripeLayout, setstripe
-from forestage.system.terminal import count, moment
+from forestage.system.striping import StripeLayout, format_setstripe_command
+from forestage.system.terminal import format_count, format_local_time
 from forestage.system.tree import RootedTree
 from forestage.units import format_size
 
@@ -114,14 +114,14 @@ def _further(
         if mount.is_remote and not mount.fuse_user and mount.point.startswith(tuple(tops))
     }
     asked = {
-        path: f"{path} did not answer a job at {moment(when)}, and"
+        path: f"{path} did not answer a job at {format_local_time(when)}, and"
         for path, when in reversed(used.hung.items())
         if now - when < RECENT and not _is_of_user(listed, path, config)
     }
     asked |= {point: f"{point}, which is mounted below a source," for point in below.values()}
     asked = dict(islice(asked.items(), AT_ONCE))
     works = [functools.partial(_answers, str(files.at(path))) for path in asked]
-    answers = as_user.each(works, str, TIMEOUT, TIMEOUT, AT_ONCE)
+    answers = as_user.run_each_in_child(works, str, TIMEOUT, TIMEOUT, AT_ONCE)
     for what, answer in zip(asked.values(), answers, strict=True):
         if answer is None:
             yield CheckFinding(
@@ -135,15 +135,15 @@ def _further(
 
 def _is_of_user(listed: list[MountInfo], path: str, config: Config) -> bool:
     """Pure: whether a path lies on a user's own FUSE, which hangs as its user likes."""
-    under = mounts.holder(listed, path)
-    return under is not None and bool(mounts.users_fuse(listed, under.id, config.user_mounts))
+    under = mounts.find_mount_of_path(listed, path)
+    return under is not None and bool(mounts.find_user_fuse(listed, under.id, config.user_mounts))
 
 
 def _answers(path: str) -> str:
     """In a child, which may hang: any answer is one. No device is opened, only a file is read."""
-    with contextlib.suppress(OSError), opened(path, os.O_PATH) as found:
+    with contextlib.suppress(OSError), open_descriptor(path, os.O_PATH) as found:
         if stat.S_ISREG(os.fstat(found).st_mode):
-            with opened(f"/proc/self/fd/{found}", os.O_RDONLY) as file:
+            with open_descriptor(f"/proc/self/fd/{found}", os.O_RDONLY) as file:
                 os.read(file, 1)
     return ""
 
@@ -153,8 +153,8 @@ def _of_users(files: RootedTree, config: Config, origin: str) -> Iterator[CheckF
     listed = files.mounts()
     found: dict[MountInfo, str] = {}
     for path, real in files.reals(config.sources).items():
-        under = mounts.holder(listed, real)
-        users = under and mounts.users_fuse(listed, under.id, config.user_mounts)
+        under = mounts.find_mount_of_path(listed, real)
+        users = under and mounts.find_user_fuse(listed, under.id, config.user_mounts)
         if users:
             found.setdefault(users, path)
     for mount, path in found.items():
@@ -176,11 +176,11 @@ def _enter(files: RootedTree, path: str) -> str:
     Raises what the system says, or Declined.
     """
 
-    def work() -> as_user.Found[str]:
+    def work() -> as_user.ChildResult[str]:
         os.stat(f"{files.at(path)}/.")  # noqa: PTH116 - a Path drops the dot, which needs its own x bit
         return files.real(path), []
 
-    return as_user.call(work, str, TIMEOUT)[0]
+    return as_user.run_in_child(work, str, TIMEOUT)[0]
 
 
 def _striping(files: RootedTree, images: tuple[ImageUse, ...]) -> Iterator[CheckFinding]:
@@ -196,10 +196,10 @@ def _striping(files: RootedTree, images: tuple[ImageUse, ...]) -> Iterator[Check
         yield CheckFinding(
             "striping",
             "warning",
-            f"{path} ({format_size(used.size)}) lies on {count(stripes, 'OST')}",
+            f"{path} ({format_size(used.size)}) lies on {format_count(stripes, 'OST')}",
             "All nodes of a cold start read it from there: 23 GiB took 64 nodes 200 s with Lustre's"
             " default, 74 s from 32 OSTs",
-            f"{' '.join(setstripe(StripeLayout(), path.parent))}"
+            f"{' '.join(format_setstripe_command(StripeLayout(), path.parent))}"
             f" (for new files; then write {path.name} anew: cp it to another name there, and mv"
             " that over it)",
         )
@@ -207,7 +207,7 @@ def _striping(files: RootedTree, images: tuple[ImageUse, ...]) -> Iterator[Check
 
 def _stripes(path: str) -> int | None:
     try:
-        ran = run.run(["lfs", "getstripe", "--stripe-count", path], timeout=TIMEOUT)
+        ran = run.run_program(["lfs", "getstripe", "--stripe-count", path], timeout=TIMEOUT)
     except (Failed, OSError):  # not installed
         return None
     # A file of several components has a line for each; the last ones hold most of its bytes.

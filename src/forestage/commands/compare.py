@@ -52,7 +52,7 @@ def of_source(fd: int, size: int, bandwidth: int | None) -> Expected:
         throttle.take(want, never)
         running = digest.RunningDigest()
         try:
-            for _, piece in reading.pieces(source, start, want, buffer):
+            for _, piece in reading.read_pieces(source, start, want, buffer):
                 running.add(piece)
         except SourceUnreadable as unreadable:
             raise SourceReadError(unreadable.error.strerror) from None
@@ -169,7 +169,7 @@ class _Comparison:
         return ComparisonResult(tuple(sorted(self.bad)), next(filter(None, details), ""))
 
     def _work(self) -> None:
-        buffer = reading.buffer(self.chunk)
+        buffer = reading.allocate_piece_buffer(self.chunk)
         while self.failed is None:
             try:
                 number = self.todo.popleft()

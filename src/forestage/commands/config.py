@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 def config(world: "CommandContext", partition: str | None, as_json: bool) -> None:
     """Print every setting, and the file that it comes from."""
     from forestage.commands import show as view
-    from forestage.system.terminal import harmless
+    from forestage.system.terminal import escape_control_characters
 
     settings = world.settings()
     if partition is not None and partition not in settings.partitions:
         known = ", ".join(sorted(settings.partitions)) or "none"
         text = f"partition {partition!r} has no settings of its own (these have: {known})"
-        click.echo(f"forestage: {harmless(text)}", err=True)
+        click.echo(f"forestage: {escape_control_characters(text)}", err=True)
     rows = settings.rows(partition)
     show([row._asdict() for row in rows], view.settings(rows), as_json)
 

@@ -10,14 +10,21 @@ from typing import Literal
 
 import msgspec
 
-from forestage.cache.image import Kind
+from forestage.cache.image import ImageKind
 from forestage.cache.layout import DiskUsage, Entry, tree_bytes
 from forestage.cache.node import Node
 from forestage.cache.part import Part, PartRecord, boot_id
 from forestage.commands import inventory
 from forestage.features.doors import STATUS_READ_SENT, load_all
 from forestage.system import lock, records, terminal
-from forestage.system.terminal import Piece, TextLine, TextTable, age, count, moment
+from forestage.system.terminal import (
+    OutputBlock,
+    TextLine,
+    TextTable,
+    format_age,
+    format_count,
+    format_local_time,
+)
 from forestage.units import format_rate, format_size
 
 EVERY = 1.0  # seconds between two snapshots of `watch`
@@ -30,10 +37,11 @@ class CopyUnderWay(msgspec.Struct, frozen=True):
     """A copy under way; sizes are bytes, times seconds.
 
     `copied` of `size` are in; `rate` is per second, without resumed bytes. `job` asked first (0: no
-    longer known). `age` counts since the copy began, or while it is queued since it was asked for;
-    `left` until it ends. `rate` and `left` are None until they are known. `place` in the queue
-    counts from 1; 0 is not queued. `waiting` are the jobs that hold a lease on it. `from_peers`
-    bytes came from other nodes; `served` went to others, earlier copies of the key included.
+    longer known). `format_age` counts since the copy began, or while it is queued since it was
+    asked for; `left` until it ends. `rate` and `left` are None until they are known. `place` in the
+    queue counts from 1; 0 is not queued. `waiting` are the jobs that hold a lease on it.
+    `from_peers` bytes came from other nodes; `served` went to others, earlier copies of the key
+    included.
     """
 
     key: str
@@ -51,7 +59,7 @@ class CopyUnderWay(msgspec.Struct, frozen=True):
     waiting: tuple[int, ...] = ()
     from_peers: int = 0
     served: int = 0
-    kind: Kind = "image"
+    kind: ImageKind = "image"
 
 
 class CopySnapshot(msgspec.Struct, frozen=True):
@@ -169,7 +177,7 @@ def watch(node: Node, for_ever: bool) -> Iterator[CopySnapshot]:
         node.clock.sleep(EVERY)
 
 
-def table(copies: tuple[CopyUnderWay, ...]) -> list[Piece]:
+def table(copies: tuple[CopyUnderWay, ...]) -> list[OutputBlock]:
     """Pure: what `status` prints of them."""
     if not copies:
         return [TextLine("No copy is under way.")]
@@ -178,13 +186,13 @@ def table(copies: tuple[CopyUnderWay, ...]) -> list[Piece]:
         (state(c), c.kind, format_size(c.size), _rate(c), _left(c), jobs(c) or "-", c.image)
         for c in copies
     )
-    number = count(len(rows), "copy", "copies")
+    number = format_count(len(rows), "copy", "copies")
     return [TextLine(f"{number} under way:", heading=True), TextTable(columns, rows, indent=2)]
 
 
-def lines(found: CopySnapshot) -> list[Piece]:
+def lines(found: CopySnapshot) -> list[OutputBlock]:
     """Pure: what `status --watch` prints: a line for each copy."""
-    when = moment(found.time)
+    when = format_local_time(found.time)
     if not found.copies:
         return [TextLine(f"{when}  no copy is under way")]
     return [TextLine(f"{when}  {_line(one)}") for one in found.copies]
@@ -199,7 +207,7 @@ def state(one: CopyUnderWay) -> str:
 
 def jobs(one: CopyUnderWay) -> str:
     """Pure: which jobs want it; "" for none."""
-    return terminal.jobs(one.waiting, MAX_NAMED) if one.waiting else ""
+    return terminal.format_jobs(one.waiting, MAX_NAMED) if one.waiting else ""
 
 
 def _line(one: CopyUnderWay) -> str:
@@ -216,4 +224,4 @@ def _rate(one: CopyUnderWay) -> str:
 
 
 def _left(one: CopyUnderWay) -> str:
-    return "-" if one.left is None else age(one.left)
+    return "-" if one.left is None else format_age(one.left)

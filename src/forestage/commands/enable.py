@@ -53,7 +53,7 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
     _change(ctx, slurm_conf, lambda site: work.to_enable(files, site, disk), True, yes, as_json)
     if yes:
         with contextlib.suppress(OSError):  # the sweep, which is switched on now, does it as well
-            directories.keep_unlisted(ctx.obj.places)
+            directories.make_directories_unlistable(ctx.obj.places)
     units = work.wanted_units(config)
     _print(
         work.start_units(files, units) if yes else work.list_units_to_start(files, units), as_json

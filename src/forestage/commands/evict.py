@@ -21,7 +21,14 @@ from forestage.features.contexts import SweepFacts
 from forestage.features.doors import SWEEP_IN_EACH_CACHE, load_all
 from forestage.slurm.queue import SlurmClient
 from forestage.system import lock, records
-from forestage.system.terminal import Piece, TextLine, TextTable, count, jobs, short
+from forestage.system.terminal import (
+    OutputBlock,
+    TextLine,
+    TextTable,
+    format_count,
+    format_jobs,
+    short_key,
+)
 from forestage.units import format_size
 
 
@@ -76,7 +83,7 @@ def everything(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> Evi
     sizes = {key: size for key, size in copies.stopped_parts(node).items() if key not in leased}
     gone: Iterable[str] = sizes
     if not dry_run:
-        disk.must_take(node.places, node.cache)
+        disk.check_writable(node.places, node.cache)
         gone = evict.drop_dead_parts(node.cache, lambda part: part.directory.name in sizes)
     taken = [sizes[key] for key in gone]
     return msgspec.structs.replace(done, stopped=DiskUsage(len(taken), sum(taken)))
@@ -88,11 +95,11 @@ def of_earlier(node: Node, root: str, dry_run: bool) -> EvictionReport:
     Pins do not count there. Raises NotFoundError for any other directory; Failed, Declined where it
     must not be touched.
     """
-    found = {str(cache.root): cache for cache in earlier.find_earlier(node)}
+    found = {str(cache.root): cache for cache in earlier.list_earlier_caches(node)}
     if root not in found:
         raise NotFoundError(f"{root} is no cache that was configured here before", _named(found))
     cache = found[root]
-    earlier.check_free(node, cache)
+    earlier.check_exclusive_use(node, cache)
     there = msgspec.structs.replace(node.configured(require_mount=False), cache=cache)
     items = [msgspec.structs.replace(one, pinned=False) for one in inventory.gather(there).items]
     if not dry_run:
@@ -103,7 +110,7 @@ def of_earlier(node: Node, root: str, dry_run: bool) -> EvictionReport:
         for item in items:
             (cache.entry_dir(item.key) / "pinned").unlink(missing_ok=True)
     done = everything(there, items, dry_run)
-    removed = not dry_run and earlier.remove(cache)
+    removed = not dry_run and earlier.remove_if_empty(cache)
     return msgspec.structs.replace(done, earlier=root, removed=removed)
 
 
@@ -121,7 +128,7 @@ def exactly(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> Evicti
     node.leases.keys()
     if not wanted:  # nor, maybe, a cache
         return EvictionReport(dry_run)
-    disk.must_take(node.places, node.cache)
+    disk.check_writable(node.places, node.cache)
     if dry_run:
         evicted = frozenset(item.key for item in wanted if not _why_not(item))
     else:
@@ -153,7 +160,7 @@ def _as_it_is_now(
 
 
 def _why_not(item: InventoryItem) -> str:
-    return f"leased by {jobs(item.jobs)}" if item.jobs else "pinned" if item.pinned else ""
+    return f"leased by {format_jobs(item.jobs)}" if item.jobs else "pinned" if item.pinned else ""
 
 
 def to_watermark(node: Node, dry_run: bool) -> EvictionReport:
@@ -164,14 +171,14 @@ def to_watermark(node: Node, dry_run: bool) -> EvictionReport:
     held, stored = inventory.gather_stored(node)
     if stored is None:
         return EvictionReport(dry_run)
-    disk.must_take(node.places, node.cache)
+    disk.check_writable(node.places, node.cache)
     leased = node.leases.keys()  # a damaged lease is reported also where there is nothing to evict
     before = {item.key: item for item in held.items}
     if dry_run:
-        made = evict.plan_at_rest(node.cache, lambda: leased, node.config, lambda: stored)
+        made = evict.plan_to_watermark(node.cache, lambda: leased, node.config, lambda: stored)
         victims = made.victims
     else:
-        victims = evict.tidy(node.cache, node.leases, node.config, known=stored)
+        victims = evict.evict_to_watermark(node.cache, node.leases, node.config, known=stored)
     known = [(key, before.get(key)) for key in victims]
     return EvictionReport(
         dry_run,
@@ -202,24 +209,24 @@ def set_pin(cache: Cache, item: InventoryItem, pinned: bool) -> PinResult:
     return PinResult(item.key, item.path, pinned)
 
 
-def pieces(done: EvictionReport) -> list[Piece]:
+def pieces(done: EvictionReport) -> list[OutputBlock]:
     """Pure: what `evict` prints."""
     would = "would be evicted" if done.dry_run else "evicted"
     rows = [
         (
-            short(one.key),
+            short_key(one.key),
             format_size(one.bytes),
             would if one.evicted else f"stays: {one.why_not}",
             one.path or "-",
         )
         for one in done.verdicts
     ]
-    number = count(len(rows) - done.left_out, "entry", "entries")
+    number = format_count(len(rows) - done.left_out, "entry", "entries")
     freed = format_size(sum(one.bytes for one in done.verdicts if one.evicted))
-    table: list[Piece] = [TextTable(("key", "size", "result", "path"), rows)] if rows else []
+    table: list[OutputBlock] = [TextTable(("key", "size", "result", "path"), rows)] if rows else []
     lines = [f"{number} {would}, {freed}."]
     if done.stopped.number:
-        number = count(done.stopped.number, "unfinished copy", "unfinished copies")
+        number = format_count(done.stopped.number, "unfinished copy", "unfinished copies")
         would = "would be deleted" if done.dry_run else "deleted"
         lines.append(f"{number} {would}, {format_size(done.stopped.bytes)}.")
     if done.earlier and not done.dry_run:
@@ -228,11 +235,12 @@ def pieces(done: EvictionReport) -> list[Piece]:
     return [*table, *map(TextLine, lines)]
 
 
-def pin_pieces(done: Iterable[PinResult]) -> list[Piece]:
+def pin_pieces(done: Iterable[PinResult]) -> list[OutputBlock]:
     """Pure: what `pin` and `unpin` print."""
     columns = ("key", "result", "path")
     rows = tuple(
-        (short(one.key), "pinned" if one.pinned else "not pinned", one.path or "-") for one in done
+        (short_key(one.key), "pinned" if one.pinned else "not pinned", one.path or "-")
+        for one in done
     )
     return [TextTable(columns, rows)]
 

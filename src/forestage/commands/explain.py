@@ -36,7 +36,15 @@ from forestage.events.reasons import collect_reasons
 from forestage.features.contexts import ExplainFacts, ExplainPart
 from forestage.features.doors import EXPLAIN_EXPLAIN_OUTCOME, load_all
 from forestage.paths import NodePaths
-from forestage.system.terminal import NamedValues, Piece, TextLine, age, count, moment, short
+from forestage.system.terminal import (
+    NamedValues,
+    OutputBlock,
+    TextLine,
+    format_age,
+    format_count,
+    format_local_time,
+    short_key,
+)
 from forestage.units import format_duration, format_rate, format_size, to_tenths
 
 # slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT.
@@ -189,8 +197,8 @@ def _losses(lost: LostEvents | None, own: Sequence[EventRecord]) -> tuple[str, .
 def _loss(lost: LostEvents) -> str:
     """Return the sentence about events that could not be recorded. Pure."""
     if lost.since == lost.until:
-        return f"an event could not be recorded at {moment(lost.since)}: {lost.why}"
-    since, until = moment(lost.since), moment(lost.until)
+        return f"an event could not be recorded at {format_local_time(lost.since)}: {lost.why}"
+    since, until = format_local_time(lost.since), format_local_time(lost.until)
     return f"events could not be recorded between {since} and {until}: {lost.why}"
 
 
@@ -300,10 +308,18 @@ def _found_bad(start: EventRecord, bad: Iterable[EventRecord]) -> Iterator[str]:
         if not (isinstance(outcome, BadEntryOutcome) and isinstance(start.outcome, RequestOutcome)):
             continue
         if outcome.key == start.outcome.key and outcome.since <= start.time <= event.time:
-            right = f"its bytes were last right {moment(outcome.since)}" if outcome.since else ""
-            what = count(outcome.chunks, "chunk") if outcome.chunks else "its record or its rights"
+            right = (
+                f"its bytes were last right {format_local_time(outcome.since)}"
+                if outcome.since
+                else ""
+            )
+            what = (
+                format_count(outcome.chunks, "chunk")
+                if outcome.chunks
+                else "its record or its rights"
+            )
             yield (
-                f"WRONG BYTES? {moment(event.time)} `{event.hook}` found this entry bad: {what}"
+                f"WRONG BYTES? {format_local_time(event.time)} `{event.hook}` found this entry bad: {what}"
                 + (f"; {right}" if right else "")
             )
 
@@ -429,7 +445,7 @@ def _released(outcome: ReleaseOutcome, images: dict[str, str]) -> tuple[str, ...
     found = ["released the job's lease" + (f": {outcome.detail}" if outcome.detail else "")]
     if outcome.unmounted:
         found.append(
-            f"unmounted {count(outcome.unmounted, 'redirect')} that no job needed any more"
+            f"unmounted {format_count(outcome.unmounted, 'redirect')} that no job needed any more"
         )
     return (*found, *_evicted(outcome.evicted, images))
 
@@ -437,12 +453,12 @@ def _released(outcome: ReleaseOutcome, images: dict[str, str]) -> tuple[str, ...
 def _evicted(keys: Iterable[str], images: dict[str, str]) -> Iterator[str]:
     for key in keys:
         known = f": {images[key]}" if key in images else ""
-        yield f"evicted {short(key)}{known}"
+        yield f"evicted {short_key(key)}{known}"
 
 
-def pieces(found: JobHistory, now: float) -> list[Piece]:
+def pieces(found: JobHistory, now: float) -> list[OutputBlock]:
     """Pure: what `explain` prints."""
-    lines: list[Piece] = [TextLine(_head(found), heading=True)]
+    lines: list[OutputBlock] = [TextLine(_head(found), heading=True)]
     counted = saved.StartTracker()
     options = {name for run in found.runs if run.job == found.job for name in run.options}
     for run in found.runs:
@@ -451,7 +467,7 @@ def pieces(found: JobHistory, now: float) -> list[Piece]:
         whose = f" of job {run.job}" if run.job else " of another job"
         whose = whose if run.job != found.job else ""
         step = "" if run.step is None else f" {STEPS.get(run.step, run.step)}"
-        head = f"{moment(run.time)}  {run.hook.capitalize()}{step}{whose}{took}"
+        head = f"{format_local_time(run.time)}  {run.hook.capitalize()}{step}{whose}{took}"
         lines += [TextLine(""), TextLine(head, heading=True)]
         lines += [TextLine(text, 2) for text in _asked(run)]
         if run.hook != "epilog":  # it has read the same comment again
@@ -495,7 +511,7 @@ def _via(outcome: RequestOutcome, name: str, options: Collection[str]) -> str:
 
 def _request(
     explained: ExplainedOutcome, hook: Hook, starts: bool, options: Collection[str]
-) -> list[Piece]:
+) -> list[OutputBlock]:
     outcome, parts = explained.outcome, _parts(hook, explained.outcome)
     facts = []
     request = outcome.request if isinstance(outcome, RequestOutcome) else ""
@@ -509,7 +525,7 @@ def _request(
             facts.append(("data" if outcome.data else "image", outcome.image))
         if outcome.key:
             size = f", {format_size(outcome.size)}" if outcome.size else ""
-            facts.append(("entry", f"{short(outcome.key)}{size}"))
+            facts.append(("entry", f"{short_key(outcome.key)}{size}"))
     facts += [
         ("done" if not number else "", text) for number, text in enumerate(explained.sentences)
     ]
@@ -541,7 +557,7 @@ def _saved(outcome: RequestOutcome) -> str:
     return f"nothing: it took {tenths} longer ({against})" if found < 0 else f"{tenths} ({against})"
 
 
-def _now(found: JobHistory, now: float) -> list[Piece]:
+def _now(found: JobHistory, now: float) -> list[OutputBlock]:
     if found.lease is None:
         hooks = [run for run in found.runs if run.hook != "stager"]
         last = hooks[-1] if hooks else None
@@ -554,8 +570,8 @@ def _now(found: JobHistory, now: float) -> list[Piece]:
                 what = "no Epilog is recorded; what the job holds, root sees on this node."
             return [TextLine(""), TextLine(f"Now: {what}")]
         return []
-    since = f"{moment(found.lease.since)} ({age(now - found.lease.since)})"
-    uses = tuple((short(one.key), one.path or "an image") for one in found.lease.images)
+    since = f"{format_local_time(found.lease.since)} ({format_age(now - found.lease.since)})"
+    uses = tuple((short_key(one.key), one.path or "an image") for one in found.lease.images)
     return [
         TextLine(""),
         TextLine(f"Now: holds a lease since {since}", heading=True),

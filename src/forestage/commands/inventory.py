@@ -87,7 +87,7 @@ def is_made(node: Node) -> bool:
     users who may not read it.
     """
     cache = node.cache
-    disk.must_serve(node.places, cache)
+    disk.check_readable(node.places, cache)
     try:
         (cache.root / "format").stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -144,7 +144,7 @@ def items_of(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[In
     """Pure: the entries, most recently used first."""
     everything = list(stored)
     jobs = jobs_by_key(leases)
-    old = evict.superseded(everything)
+    old = evict.list_superseded_keys(everything)
     items = [
         InventoryItem(
             key=one.key,

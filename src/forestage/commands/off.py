@@ -5,10 +5,10 @@ import msgspec
 
 from forestage.clock import Clock
 from forestage.commands.world import ExitStatus, as_json, seconds, show
-from forestage.config import load_settings, switch
+from forestage.config import load_config, switch
 from forestage.errors import ConfigError
 from forestage.paths import NodePaths
-from forestage.system.terminal import Piece, TextLine, count
+from forestage.system.terminal import OutputBlock, TextLine, format_count
 
 BY_HAND = "forestage off"  # the reason of who gives none
 
@@ -31,7 +31,7 @@ def off(places: NodePaths, clock: Clock, reason: str, seconds: float | None) -> 
     """Switches staging off, for so many seconds or until `on`; as root. Raises OSError."""
     now = clock.wall()
     done = switch.turn_off(places, reason, None if seconds is None else now + seconds)
-    why = switch.by_file(places, now)
+    why = switch.find_off_file_reason(places, now)
     return SwitchResult(True, _names(done), why, not done.error, done.error)
 
 
@@ -40,7 +40,7 @@ def on(places: NodePaths, clock: Clock) -> SwitchResult:
     done = switch.turn_on(places)
     if done.error:  # nothing else looks into that directory now: it would wait as well
         return SwitchResult(True, _names(done), done.error, True, done.error)
-    why = switch.by_file(places, clock.wall()) or _by_configuration(places)
+    why = switch.find_off_file_reason(places, clock.wall()) or _by_configuration(places)
     return SwitchResult(bool(why), _names(done), why, bool(why))
 
 
@@ -51,7 +51,7 @@ def _names(done: switch.SwitchChange) -> tuple[str, ...]:
 def _by_configuration(places: NodePaths) -> str:
     """What the configuration switches off: all jobs, those of some partitions, or nothing."""
     try:
-        settings = load_settings(places.etc)
+        settings = load_config(places.etc)
     except ConfigError as error:
         return f"the configuration cannot be used: {error.one_line}"
     off = [name for name, config in settings.everywhere() if not config.enabled]
@@ -59,12 +59,13 @@ def _by_configuration(places: NodePaths) -> str:
     if None in off:
         on = len(off) < len(settings.everywhere())
         return f"`enabled: false` in {places.etc}{' (not for all partitions)' if on else ''}"
-    return f"`enabled: false` for {count(len(named), 'partition')}: {', '.join(named)}" * bool(
-        named
+    return (
+        f"`enabled: false` for {format_count(len(named), 'partition')}: {', '.join(named)}"
+        * bool(named)
     )
 
 
-def pieces(done: SwitchResult, turned: str) -> list[Piece]:
+def pieces(done: SwitchResult, turned: str) -> list[OutputBlock]:
     """Pure: what `forestage off` and `on` print; `turned` is which of the two it was."""
     if turned == "on":
         lines = [f"{file} removed." for file in done.files]

@@ -106,7 +106,7 @@ def _numbers(mark: Path) -> tuple[int, float]:
     """
     text = ""
     with contextlib.suppress(OSError):
-        text = files.read(mark)[:40].decode(errors="replace").strip()
+        text = files.read_file(mark)[:40].decode(errors="replace").strip()
     job, _, since = text.partition(" ")
     since = since.strip()
     return int(job) if is_number(job) else 0, float(since) if is_number(since) else 0.0
@@ -146,7 +146,7 @@ def _find_without(proc: Path, loaded: float, now: float) -> str:
     plugstack.conf. Times are wall clock, in seconds: a clock that is set after slurmd's start may
     accuse it until the next step. What began just now may be about to load it.
     """
-    for process, title in processes.of_root(proc):
+    for process, title in processes.list_root_processes(proc):
         began = _find_start(proc, process, now)
         if began is None or now - began < SETTLED or began <= loaded + SLACK:
             continue
@@ -160,7 +160,7 @@ def _find_without(proc: Path, loaded: float, now: float) -> str:
 def _find_start(proc: Path, process: Path, now: float) -> float | None:
     """When a process began, by the time since boot that it has in /proc; None if it has ended."""
     try:
-        ticks = processes.stat(process).began
+        ticks = processes.read_stat(process).began
         up = float((proc / "uptime").read_bytes().split()[0])
     except OSError:
         return None

@@ -13,13 +13,13 @@ from forestage.commands.sources import SourceState
 from forestage.commands.world import CommandContext, as_json, complete_entries, show
 from forestage.system.terminal import (
     NamedValues,
-    Piece,
+    OutputBlock,
     TextLine,
     TextTable,
-    age,
-    count,
-    moment,
-    short,
+    format_age,
+    format_count,
+    format_local_time,
+    short_key,
 )
 from forestage.units import format_size
 
@@ -35,25 +35,25 @@ class EntryDetails(msgspec.Struct, frozen=True):
 
 def state(item: InventoryItem) -> str:
     """Pure: who or what keeps it, and what is wrong with it."""
-    words = [f"leased by {count(len(item.jobs), 'job')}"] if item.jobs else []
+    words = [f"leased by {format_count(len(item.jobs), 'job')}"] if item.jobs else []
     words += [word for word in ("pinned", "superseded", "damaged") if getattr(item, word)]
     return ", ".join(words)
 
 
-def listing(holdings: CacheInventory, now: float) -> list[Piece]:
+def listing(holdings: CacheInventory, now: float) -> list[OutputBlock]:
     """Pure: what `ls` prints."""
     if not holdings.items:
         return [TextLine("The cache holds no entry."), *_problems(holdings)]
     columns = ("key", "kind", "size", "used", "state", "path")
     rows = []
     for item in holdings.items:
-        size, used = format_size(item.bytes), age(now - item.used)
-        key, kind = short(item.key), item.kind or "-"
+        size, used = format_size(item.bytes), format_age(now - item.used)
+        key, kind = short_key(item.key), item.kind or "-"
         rows.append((key, kind, size, used, state(item) or "-", item.path or "-"))
     return [TextTable(columns, rows), *_problems(holdings)]
 
 
-def _problems(holdings: CacheInventory) -> list[Piece]:
+def _problems(holdings: CacheInventory) -> list[OutputBlock]:
     return [TextLine(f"Problem: {problem}") for problem in holdings.problems]
 
 
@@ -74,15 +74,15 @@ def found(
     ]
 
 
-def settings(rows: Iterable[tuple[str, str, str]]) -> list[Piece]:
+def settings(rows: Iterable[tuple[str, str, str]]) -> list[OutputBlock]:
     """Pure: what `config` prints of keys, values and origins."""
     columns = ("key", "value", "origin")
     return [TextTable(columns, tuple(map(tuple, rows)))]
 
 
-def pieces(shown: Iterable[EntryDetails], now: float) -> list[Piece]:
+def pieces(shown: Iterable[EntryDetails], now: float) -> list[OutputBlock]:
     """Pure: what `show` prints."""
-    separated: list[Piece] = []
+    separated: list[OutputBlock] = []
     for one in shown:
         separated += [TextLine(""), _facts(one, now)]
     return separated[1:]
@@ -100,22 +100,22 @@ def _facts(found: EntryDetails, now: float) -> NamedValues:
             ("path", identity.path),
             ("size", f"{format_size(identity.size)} ({identity.size} bytes)"),
             ("inode", str(identity.inode)),
-            ("written", moment(identity.mtime_ns / 1e9)),
+            ("written", format_local_time(identity.mtime_ns / 1e9)),
             ("access", f"uid {access.uid}, gid {access.gid}, mode {access.mode:04o}"),
             ("ACL", "yes" if access.acl else "none"),
-            ("copied", f"{moment(item.created)} by {item.entry.engine}"),
+            ("copied", f"{format_local_time(item.created)} by {item.entry.engine}"),
             ("checksum", item.entry.digest or "none"),
         ]
     state_of_source = found.source.state.replace("-", " ")
     facts += [
-        ("last use", f"{moment(item.used)} ({age(now - item.used)} ago)"),
+        ("last use", f"{format_local_time(item.used)} ({format_age(now - item.used)} ago)"),
         ("on disk", format_size(item.bytes)),
         ("local copy", found.copy),
         ("source", ": ".join(filter(None, (state_of_source, found.source.detail)))),
     ]
     for one in found.leases:
         is_redirected = any(use.redirected for use in one.images if use.key == item.key)
-        held = f"job {one.job} of {one.user}, for {age(now - one.since)}"
+        held = f"job {one.job} of {one.user}, for {format_age(now - one.since)}"
         held += ", redirected" * is_redirected
         facts.append(("lease", held))
     return NamedValues(tuple(facts))

@@ -38,22 +38,22 @@ class SourceState(msgspec.Struct, frozen=True):
 def invoking_user() -> User:
     """Who runs this program."""
     uid = os.getuid()
-    return User(as_user.name_of(uid), uid, os.getgid())
+    return User(as_user.find_user_name(uid), uid, os.getgid())
 
 
 def owner(access: AccessRights) -> User:
     """Whom the file belongs to, with that user's own groups where the node knows them."""
-    return as_user.account(access.uid, access.gid)
+    return as_user.user_from_uid(access.uid, access.gid)
 
 
 def absolute_path(path: str) -> str:
     """The absolute path of what a user calls an image. Raises Declined for what is no path."""
-    return image.wanted_path(Request(path, "option"), str(Path.cwd()))
+    return image.resolve_requested_path(Request(path, "option"), str(Path.cwd()))
 
 
 def resolve(path: str) -> str:
     """The path without symbolic links. Raises as_user.ChildTimeout."""
-    found, _ = as_user.call(lambda: (os.path.realpath(path), []), str, TIMEOUT)
+    found, _ = as_user.run_in_child(lambda: (os.path.realpath(path), []), str, TIMEOUT)
     return found
 
 
@@ -69,11 +69,11 @@ def open_image(cache: Cache, path: str, user: User) -> OpenImage:
     try:
         # What is in the cache may come from sources that are configured no more.
         known = origins.read_known_caches(cache)
-        facts, fd = opening.open_file(path, user, ANYWHERE, known, TIMEOUT)
+        facts, fd = opening.open_descriptor_as_user(path, user, ANYWHERE, known, TIMEOUT)
     except OSError as error:
-        raise image.declined_by(error, path, user) from None
+        raise image.declined_by_open_error(error, path, user) from None
     try:
-        found = image.judge(facts, None)
+        found = image.check_image(facts, None)
     except Declined:
         if fd is not None:
             os.close(fd)

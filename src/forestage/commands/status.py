@@ -30,7 +30,15 @@ from forestage.features.doors import STATUS_READ_STATUS, load_all
 from forestage.system import mounts
 from forestage.system import terminal as screen
 from forestage.system.mounts import MountInfo
-from forestage.system.terminal import NamedValues, Piece, TextLine, TextTable, age, count, moment
+from forestage.system.terminal import (
+    NamedValues,
+    OutputBlock,
+    TextLine,
+    TextTable,
+    format_age,
+    format_count,
+    format_local_time,
+)
 from forestage.units import format_duration, format_size
 from forestage.views.through import keeper
 
@@ -133,8 +141,8 @@ def gather(node: Node, conf: str = "") -> NodeStatus:
     paths = copies.paths(node) if stored is not None else {}
     paths |= {copy.key: copy.image for copy in under_way}
     paths |= {item.key: item.path for item in holdings.items}
-    bound = tuple(bind.path for bind in redirect.binds(node.cache))
-    disk = disk_errors.known(node.places)
+    bound = tuple(bind.path for bind in redirect.list_binds(node.cache))
+    disk = disk_errors.read_state(node.places)
     calls = recent.calls(node.places, now)
     starts = recent.starts(node.places.events, now)
     facts = StatusFacts(node, holdings.items, stored is not None, now)
@@ -157,10 +165,10 @@ def gather(node: Node, conf: str = "") -> NodeStatus:
     )
     if unusable:
         return found
-    under = mounts.holder(mounts.current(), os.path.realpath(node.cache.root))
+    under = mounts.find_mount_of_path(mounts.list_mounts(), os.path.realpath(node.cache.root))
     if stored is None:
         return msgspec.structs.replace(found, blocked=_blocked(node, under, None, starts))
-    room = evict.measure(node.cache, stored, node.config)
+    room = evict.measure_space(node.cache, stored, node.config)
     return msgspec.structs.replace(
         found,
         blocked=_blocked(node, under, room, starts),
@@ -185,8 +193,8 @@ def _blocked(
     node: Node, under: MountInfo | None, room: evict.CacheSpace | None, starts: recent.RecentStarts
 ) -> StagingObstacle | None:
     """Why no copy can be made now, as far as that shows before one; a disk is asked in a child."""
-    if hang := cache_disk.hangs(node.places, node.cache):
-        return StagingObstacle("hangs", str(cache_disk.declined(node.cache, hang)))
+    if hang := cache_disk.probe_disk(node.places, node.cache):
+        return StagingObstacle("hangs", str(cache_disk.declined_by_hang(node.cache, hang)))
     if under and under.is_read_only:
         return StagingObstacle("read-only", f"{under.point} is mounted read-only (see `dmesg`)")
     if room is not None and not room.may_take:
@@ -195,7 +203,7 @@ def _blocked(
         return StagingObstacle("full", f"the disk has no room for any entry: {free}, {others}")
     failed = starts.copy_failure
     if failed and starts.time - failed.time < FAILING:
-        ago = f"the last copy failed {age(starts.time - failed.time)} ago ({failed.reason})"
+        ago = f"the last copy failed {format_age(starts.time - failed.time)} ago ({failed.reason})"
         return StagingObstacle("failing", f"{ago}: {failed.detail}".removesuffix(": "))
     return None
 
@@ -210,7 +218,7 @@ def _should_load(node: Node, calls: recent.RecentCalls, conf: str) -> bool:
 
 
 def _off(node: Node) -> str:
-    by_file = switch.by_file(node.places, node.clock.wall())
+    by_file = switch.find_off_file_reason(node.places, node.clock.wall())
     if by_file:
         return f"{by_file} (`forestage on` switches it on)"
     return "" if node.config.enabled else "`enabled: false` (set it to true to switch it on)"
@@ -238,7 +246,7 @@ def _disk(cache: Cache, under: MountInfo | None) -> DiskSpace:
     )
 
 
-def pieces(status: NodeStatus, now: float) -> list[Piece]:
+def pieces(status: NodeStatus, now: float) -> list[OutputBlock]:
     """Pure: what `status` prints."""
     rows = (row for part in status.parts for row in part.rows)
     return [
@@ -261,7 +269,7 @@ def _facts(status: NodeStatus) -> list[tuple[str, str]]:
     if status.room is None and not status.unusable:
         facts.append(("state", "does not exist yet: the first job with an image creates it"))
     if status.doubt:
-        told = f"since {moment(status.doubt.since)}: {status.doubt.why}"
+        told = f"since {format_local_time(status.doubt.since)}: {status.doubt.why}"
         facts.append(("disk errors", f"no image is served, {told} (until the sweep has read all)"))
     if status.disk and status.room:
         disk, room = status.disk, status.room
@@ -285,11 +293,11 @@ def _facts(status: NodeStatus) -> list[tuple[str, str]]:
         ]
     facts.append(("redirects", str(len(status.redirects))))
     if status.through:
-        facts.append(("read through", count(len(status.through), "image")))
+        facts.append(("read through", format_count(len(status.through), "image")))
     return facts
 
 
-def _elsewhere(status: NodeStatus) -> list[Piece]:
+def _elsewhere(status: NodeStatus) -> list[OutputBlock]:
     """Pure: whom to ask, where nothing is in use: this may be a login node."""
     if status.room is not None or status.calls != recent.RecentCalls():
         return []
@@ -305,7 +313,7 @@ def _lately(status: NodeStatus, now: float) -> list[tuple[str, str]]:
     calls, starts = status.calls, status.starts
     named = (("Prolog", calls.prolog), ("Epilog", calls.epilog), ("companion", calls.companion))
     words = [
-        f"{name} {age(now - one.time)} ago" + (f" (job {one.job})" if one.job else "")
+        f"{name} {format_age(now - one.time)} ago" + (f" (job {one.job})" if one.job else "")
         for name, one in named
         if one
     ]
@@ -318,13 +326,15 @@ def _lately(status: NodeStatus, now: float) -> list[tuple[str, str]]:
         jobs += f" and {more} more" if more > 0 else ""
         facts.append(("not called", f"for job {jobs}, which runs here (see `forestage check`)"))
     if starts.hit_ratio is not None:
-        of = f"{starts.hits} of {count(starts.tried, 'start')} since {moment(starts.since)}"
+        of = f"{starts.hits} of {format_count(starts.tried, 'start')} since {format_local_time(starts.since)}"
         facts.append(("hit ratio", f"{starts.hit_ratio:.0%}, {of}"))
     if starts.failure:
         failed = starts.failure
         whose = f" (job {failed.job})" if failed.job else ""
         why = f": {failed.detail}" if failed.detail else ""
-        facts.append(("last failure", f"{moment(failed.time)} {failed.reason}{whose}{why}"))
+        facts.append(
+            ("last failure", f"{format_local_time(failed.time)} {failed.reason}{whose}{why}")
+        )
     return facts
 
 
@@ -363,7 +373,7 @@ def oneline(status: NodeStatus) -> str:
         "copies": str(len(status.copies)),
         "hits": f"{ratio:.0%}" if ratio is not None else "-",
         "companion": "yes" if status.calls.companion else "no",
-        "failure": f"{failed.reason}@{age(status.time - failed.time)}" if failed else "-",
+        "failure": f"{failed.reason}@{format_age(status.time - failed.time)}" if failed else "-",
     }
 
     words = [f"{name}={value}" for name, value in facts.items()]
@@ -373,27 +383,27 @@ def oneline(status: NodeStatus) -> str:
 def _kept(status: NodeStatus) -> Iterator[tuple[str, str]]:
     """Pure: what else takes room on the disk, where there is any."""
     if stopped := status.stopped.number:
-        number = count(stopped, "stopped copy", "stopped copies")
+        number = format_count(stopped, "stopped copy", "stopped copies")
         kept = f"until a job goes on with it, at most {format_duration(ABANDONED_AFTER)}"
         yield "unfinished", f"{format_size(status.stopped.bytes)} in {number}, kept {kept}"
     for part in status.parts:
         yield from part.room
 
 
-def _leases(status: NodeStatus, now: float) -> list[Piece]:
+def _leases(status: NodeStatus, now: float) -> list[OutputBlock]:
     holders, elsewhere = status.leases, "in its steps" if status.in_steps else "no"
     if not holders:
         return [TextLine("No job holds a lease.")]
     columns = ("job", "user", "age", "redirected", "image")
     rows: list[tuple[str, ...]] = []
     for one in holders:
-        head = (str(one.job), one.user, age(now - one.since))
+        head = (str(one.job), one.user, format_age(now - one.since))
         for image in one.images:
             word = "yes" if image.redirected else elsewhere
             rows.append((*head, word, image.path or image.key))
         if not one.images:
             rows.append((*head, "-", "-"))
-    number = count(len(holders), "lease")
+    number = format_count(len(holders), "lease")
     return [TextLine(f"{number}:", heading=True), TextTable(columns, rows, indent=2)]
 
 
@@ -412,9 +422,9 @@ def status(ctx: click.Context, watch: bool, is_oneline: bool, as_json: bool) -> 
     """
     node = ctx.obj.node()
     if watch:
-        for_ever = screen.is_live(as_json)
+        for_ever = screen.is_interactive(as_json)
         with contextlib.suppress(KeyboardInterrupt):
-            screen.follow(copies.watch(node, for_ever), copies.lines, as_json)
+            screen.print_updates(copies.watch(node, for_ever), copies.lines, as_json)
         return
     found = gather(node, os.environ.get("SLURM_CONF", ""))
     shown = document(found)

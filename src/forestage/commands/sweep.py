@@ -51,11 +51,11 @@ from forestage.features.contexts import SweepFacts
 from forestage.features.doors import Door, load, load_all
 from forestage.hooks import epilog
 from forestage.paths import NodePaths
-from forestage.slurm.queue import SlurmClient, why_over
+from forestage.slurm.queue import SlurmClient, find_end_reason
 from forestage.system import folders, lock, mounts
 from forestage.system import terminal as screen
 from forestage.system.as_user import User
-from forestage.system.terminal import Piece, TextLine, count, short
+from forestage.system.terminal import OutputBlock, TextLine, format_count, short_key
 from forestage.views.through import remains
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def stale_leases(leases: LeaseDirectory, slurm: SlurmClient) -> tuple[StaleLease
         lease = None
         with contextlib.suppress(Failed):  # a damaged lease goes with its job, and not before
             lease = leases.read(job)
-        why = why_over(slurm.job(job), lease.node if lease else "")
+        why = find_end_reason(slurm.job(job), lease.node if lease else "")
         if why:
             stale.append(StaleLease(job, mark, lease, why))
     # Another cluster's Slurm knows none of our jobs.
@@ -195,14 +195,14 @@ def _raise_if_not_root(error: Exception) -> None:
 def note_run(node: Node) -> None:
     """Leaves when the last sweep was, for the alert about nodes without one. Raises OSError."""
     mark = node.places.called("sweep")
-    folders.make(mark.parent, folders.PASSABLE)
+    folders.ensure_directory(mark.parent, folders.PASSABLE)
     mark.touch()
 
 
 def keep_unlisted(places: NodePaths) -> None:
     """Has users list no directory of the configuration, where hooks run. Raises OSError."""
-    if directories.are_of_node(places):
-        directories.keep_unlisted(places)
+    if directories.has_run_hooks(places):
+        directories.make_directories_unlistable(places)
 
 
 def forget_users(node: Node) -> None:
@@ -235,8 +235,8 @@ class _SweepRun:
     def of_node(self, only: Only | None, progress: Progress, start: float) -> None:
         """Does all of a sweep, or the leftovers or entries alone."""
         node = self.node
-        disk.must_take(node.places, node.cache)
-        caches = earlier.find_earlier(node)  # leases name some
+        disk.check_writable(node.places, node.cache)
+        caches = earlier.list_earlier_caches(node)  # leases name some
         made = self.tried(self.is_made, node)
         self.add(kept=len(node.leases.jobs()))
         if only != "entries":
@@ -318,7 +318,7 @@ class _SweepRun:
         for cache in caches:
             there = msgspec.structs.replace(self.node, cache=cache)
             with contextlib.suppress(ForestageError, OSError):  # not ours now, or not there
-                earlier.check_free(self.node, cache)
+                earlier.check_exclusive_use(self.node, cache)
                 self.of_features(doors.SWEEP_IN_EACH_CACHE, there)
 
     def of_cache(self) -> None:
@@ -331,11 +331,11 @@ class _SweepRun:
         if not self.dry_run:
             node.cache.note_instance()
             node.cache.remember_disk()  # of a cache that another node made
-            disk_errors.look(node.places, node.cache, node.clock)
+            disk_errors.scan_kernel_log(node.places, node.cache, node.clock)
             self.tried(evict.drop_dead_locks, node.cache)
             self.tried(node.cache.drop_unfinished, node.clock.wall())
             self.tried(node.cache.correct_uses, node.clock.wall())
-            self.tried(hot.correct_names, node.cache)
+            self.tried(hot.repair_index, node.cache)
 
     def of_entries(self, progress: Progress) -> None:
         """Reads the entries that are due; a dry run only names them."""
@@ -397,14 +397,14 @@ class _SweepRun:
         if self.dry_run:
             return released
         if cache.root != node.cache.root:
-            disk.must_take(node.places, cache)  # the sweep has asked the other one
+            disk.check_writable(node.places, cache)  # the sweep has asked the other one
         epilog.note_use(cache, one.lease, node.clock.wall())
         with contextlib.ExitStack() as claims:
             with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
                 if leases.mark(one.job) != one.mark:
                     return None
                 now = node.clock.wall()  # what hangs is tried once, with the strays
-                table = mounts.current()
+                table = mounts.list_mounts()
                 going = epilog.let_go(cache, leases, node.places, one.job, claims, table, now)
             number = self._unmount(going, lambda bind: user)
         return msgspec.structs.replace(released, redirects=number)
@@ -413,19 +413,23 @@ class _SweepRun:
         """Unmounts redirects that no lease asks for, each as its entry's owner."""
         if self.dry_run:
             needed = {use.path for lease in self._staying() for use in lease.uses}
-            bound = unmount.binds(node.cache)
-            self.unredirected += [bind.path for bind in redirect.unneeded(bound, frozenset(needed))]
+            bound = unmount.list_binds(node.cache)
+            self.unredirected += [
+                bind.path for bind in redirect.list_unneeded_binds(bound, frozenset(needed))
+            ]
             return
         with contextlib.ExitStack() as claims:
             with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
                 node.leases.drop_unfinished()
-                unmount.forget(node.cache)
-                table = mounts.current()
-                going = redirect.claim_unneeded(node.cache, node.leases, node.places, claims, table)
+                unmount.delete_old_claims(node.cache)
+                table = mounts.list_mounts()
+                going = redirect.claim_unneeded_binds(
+                    node.cache, node.leases, node.places, claims, table
+                )
             self._unmount(going, functools.partial(owner_of, node))
-        left = {bind.mount.id for bind in unmount.binds(node.cache)}
+        left = {bind.mount.id for bind in unmount.list_binds(node.cache)}
         self.unredirected += [one.bind.path for one in going if one.bind.mount.id not in left]
-        self.problems += namespaces.clear(
+        self.problems += namespaces.unmount_in_namespaces(
             node.cache, node.leases, total=unmount.SWEEP_TOTAL
         ).problems
 
@@ -437,7 +441,7 @@ class _SweepRun:
             if self.doubt or not listed or not slurm.knows_node(slurm.node):
                 return
             ended = sorted({*listed} - slurm.at_work())
-            over = [job for job in ended if why_over(slurm.job(job), slurm.node)]
+            over = [job for job in ended if find_end_reason(slurm.job(job), slurm.node)]
         except SlurmError as error:
             self.doubt = str(error)
             return
@@ -450,7 +454,7 @@ class _SweepRun:
     ) -> int:
         """Returns how many have gone; a problem is noted for those that stay."""
         try:
-            unmount.unmount(going, whose, unmount.SWEEP_TOTAL)
+            unmount.unmount_binds(going, whose, unmount.SWEEP_TOTAL)
         except unmount.UnmountError as stays:
             self.problems.append(str(stays))
             return stays.off
@@ -467,7 +471,7 @@ class _SweepRun:
 
         if not self.dry_run:
             return evict.drop_dead_parts(node.cache, unwanted)
-        return evict.dead_parts(node.cache, unwanted)
+        return evict.list_dead_parts(node.cache, unwanted)
 
     def hanging_keepers(self, node: Node) -> tuple[str, ...]:
         """Ends keepers that hang, and removes what dead ones left; returns the former's keys."""
@@ -482,10 +486,10 @@ class _SweepRun:
     def evicted(self, node: Node) -> tuple[str, ...]:
         """Evicts down to the low watermark, as the Epilog does; returns the keys."""
         if not self.dry_run:
-            evict.count_entries(node.cache)  # a crash may have left the sum wrong
-            return evict.tidy(node.cache, node.leases, node.config)
+            evict.recount_entries(node.cache)  # a crash may have left the sum wrong
+            return evict.evict_to_watermark(node.cache, node.leases, node.config)
         leased = frozenset(use.key for lease in self._staying() for use in lease.uses)
-        return evict.plan_at_rest(node.cache, lambda: leased, node.config).victims
+        return evict.plan_to_watermark(node.cache, lambda: leased, node.config).victims
 
     def proofs(self, due: tuple[DueEntry, ...], progress: Progress) -> Iterator[EntryVerdict]:
         """Reads what is due; bad entries are evicted, healthy ones noted."""
@@ -527,7 +531,7 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
 
 def due_entries(node: Node) -> tuple[DueEntry, ...]:
     """What has to be read: what an earlier boot wrote, what is in doubt, what was not for long."""
-    disk, now = disk_errors.known(node.places), node.clock.wall()
+    disk, now = disk_errors.read_state(node.places), node.clock.wall()
     proved = frozenset(disk.proved)
     unproven, doubted, old = [], [], []
     for item in inventory.gather(node).items:
@@ -553,10 +557,10 @@ def due_entries(node: Node) -> tuple[DueEntry, ...]:
 
 def end_doubt(node: Node) -> None:
     """Ends the doubt in the disk once no entry is left that was not read since it began."""
-    disk = disk_errors.known(node.places)
+    disk = disk_errors.read_state(node.places)
     items = inventory.gather(node).items if disk.since else ()
     if disk.since and {item.key for item in items} <= {*disk.proved}:
-        disk_errors.end(node.places, disk.since)
+        disk_errors.end_doubt(node.places, disk.since)
 
 
 def prove(node: Node, due: DueEntry, progress: Progress) -> EntryVerdict | None:
@@ -582,7 +586,7 @@ def prove(node: Node, due: DueEntry, progress: Progress) -> EntryVerdict | None:
                 raise Failed("io", what, "evict it if its file `boot` is damaged") from None
             undo.callback(os.close, note)
         # An error of the disk while it is read makes another doubt than this.
-        began, doubt = node.clock.wall(), disk_errors.known(node.places).since
+        began, doubt = node.clock.wall(), disk_errors.read_state(node.places).since
         (verdict,) = verify.verify(node, [item], False, progress, due.manner).verdicts
         if verdict.error:
             raise Failed("io", f"entry {item.key} could not be verified: {verdict.error}")
@@ -592,7 +596,7 @@ def prove(node: Node, due: DueEntry, progress: Progress) -> EntryVerdict | None:
         if note is not None and verdict.result != "bad":
             os.utime(note, (began, began))
             if doubt:
-                disk_errors.note_proved(node.places, doubt, item.key)
+                disk_errors.record_proven_entry(node.places, doubt, item.key)
     return verdict
 
 
@@ -610,27 +614,29 @@ def document(done: SweepReport) -> dict[str, object]:
     return insert_after(own, [(after, {name: done.added.get(name, ())}) for name, after in fields])
 
 
-def pieces(done: SweepReport) -> list[Piece]:
+def pieces(done: SweepReport) -> list[OutputBlock]:
     """Pure: what `sweep` prints: what was done, or would be, and what could not be."""
     would = "would be " if done.dry_run else ""
     lines = []
     for lease in done.released:
-        redirects = f", {count(lease.redirects, 'redirect')} unmounted" if lease.redirects else ""
+        redirects = (
+            f", {format_count(lease.redirects, 'redirect')} unmounted" if lease.redirects else ""
+        )
         who = f"job {lease.job}" + (f" of {lease.user}" if lease.user else "")
         lines.append(f"{who}: lease {would}released ({lease.why}){redirects}")
     lines += [f"{path}: redirect {would}unmounted, no lease needs it" for path in done.redirects]
-    lines += [f"part {short(key)}: {would}deleted" for key in done.parts]
-    lines += [f"keeper of {short(key)}: {would}ended, it hung" for key in done.keepers]
-    lines += [f"{short(key)}: {would}evicted, to make room" for key in done.evicted]
-    lines += [f"{short(key)}: would be read and verified" for key in done.unproven]
+    lines += [f"part {short_key(key)}: {would}deleted" for key in done.parts]
+    lines += [f"keeper of {short_key(key)}: {would}ended, it hung" for key in done.keepers]
+    lines += [f"{short_key(key)}: {would}evicted, to make room" for key in done.evicted]
+    lines += [f"{short_key(key)}: would be read and verified" for key in done.unproven]
     for one in done.verified:
         if one.result == "bad":
             end = f"stays: {one.stays}" if one.stays else "evicted"
             why = one.detail or "its chunks have changed"
-            lines.append(f"{short(one.key)}: bad ({why}), {end}")
+            lines.append(f"{short_key(one.key)}: bad ({why}), {end}")
     healthy = sum(1 for one in done.verified if one.result == "ok")
     if healthy:
-        lines.append(f"{count(healthy, 'entry', 'entries')} read and verified: healthy")
+        lines.append(f"{format_count(healthy, 'entry', 'entries')} read and verified: healthy")
     for added in load_all(doors.SWEEP_LINES):
         lines += added(done)
     if done.doubt:
@@ -638,7 +644,7 @@ def pieces(done: SweepReport) -> list[Piece]:
     if done.unmounted:
         lines.append(f"The cache was left alone: {done.unmounted}")
     lines += [f"Problem: {problem}" for problem in done.problems]
-    lines.append(f"{count(len(done.released), 'lease')} {would}released, {done.kept} kept.")
+    lines.append(f"{format_count(len(done.released), 'lease')} {would}released, {done.kept} kept.")
     return [TextLine(text) for text in lines]
 
 
@@ -672,7 +678,7 @@ def sweep_command(
     and the exit status is 8. Then reads the entries that are due, as after a restart. Run by
     `tend`.
     """
-    with screen.busy() as progress:
+    with screen.show_busy_status() as progress:
         slurm = SlurmClient.of(os.environ).bind()
         done = sweep(ctx.obj.node(), slurm, dry_run, progress, only)
     show(document(done), () if quiet and done.is_empty else pieces(done), as_json)

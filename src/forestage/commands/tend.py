@@ -117,8 +117,8 @@ def tend(
     """Run the parts that are due, and tell what became of each."""
     end = Deadline.after(RUN, clock)
     with contextlib.suppress(OSError):  # the parts that need a lock tell why there is none
-        folders.make(places.run, folders.PASSABLE)
-        folders.keep(places.locks)
+        folders.ensure_directory(places.run, folders.PASSABLE)
+        folders.ensure_directory_with_mode(places.locks)
     for part in parts:
         file = lock_file(places, part.name)
         try:
@@ -191,7 +191,11 @@ def start(environ: Mapping[str, str], part: TendPart, held: int | None) -> Runni
     """
     program = (*(IDLE if part.is_idle else ()), str(Path(sys.argv[0]).absolute()))
     words = (*(run.DIES_WITH_US if part.limit else ()), *program, *part.command)
-    leave = run.nowhere if part.limit else partial(child.leave_job, OOM_SCORE_ADJ, "idle")
+    leave = (
+        run.stay_in_cgroups
+        if part.limit
+        else partial(child.leave_job_cgroups, OOM_SCORE_ADJ, "idle")
+    )
     return run.start_command(words, environ, () if held is None else (held,), leave)
 
 
@@ -228,7 +232,7 @@ def tend_command(ctx: click.Context) -> None:
         for works_for_others in load_all(TEND_WORKS_FOR_OTHERS)
     )
     is_apart = is_apart and not places.called("prolog").exists()
-    is_doubted = bool(disk_errors.known(places).since)
+    is_doubted = bool(disk_errors.read_state(places).since)
     parts = list_parts(TendFacts(places, clock, config, is_apart), is_doubted)
     has_failed = is_told = False
     with ending_as_interrupt():

@@ -22,7 +22,7 @@ from forestage.config import Config
 from forestage.errors import ConfigError, ForestageError
 from forestage.system import lock
 from forestage.system.as_user import User
-from forestage.system.terminal import Piece, TextLine, count
+from forestage.system.terminal import OutputBlock, TextLine, format_count
 
 ROOT = User("root", 0, 0)
 
@@ -52,10 +52,10 @@ def unredirect(node: Node) -> UnredirectResult:
                 problems.append(str(busy))
                 going += _claim_rest(cache, going, claims)
         try:
-            unmount.unmount(going, functools.partial(owner_of, node), unmount.SWEEP_TOTAL)
+            unmount.unmount_binds(going, functools.partial(owner_of, node), unmount.SWEEP_TOTAL)
         except (ForestageError, OSError) as error:
             problems.append(str(error))
-    left = {bind.mount.id: bind.path for bind in unmount.binds(node.cache)}
+    left = {bind.mount.id: bind.path for bind in unmount.list_binds(node.cache)}
     undone = [one.bind.path for one in going if one.bind.mount.id not in left]
     elsewhere = left.keys() - {one.bind.mount.id for one in going}
     problems += [f"{left[one]}: another process unmounts it" for one in elsewhere]
@@ -67,8 +67,8 @@ def _claim_rest(
 ) -> list[unmount.ClaimedBind]:
     """Claim the redirects of all caches that are not claimed yet. Raises OSError."""
     known = {one.bind.mount.id for one in going}
-    rest = [bind for bind in unmount.binds(cache) if bind.mount.id not in known]
-    return unmount.claim(cache, rest, claims)
+    rest = [bind for bind in unmount.list_binds(cache) if bind.mount.id not in known]
+    return unmount.claim_binds(cache, rest, claims)
 
 
 def _caches(node: Node) -> list[Cache]:
@@ -86,17 +86,17 @@ def owner_of(node: Node, bind: RedirectBind) -> User:
     Root where that is not known: the entry is gone, or the disk of an earlier cache hangs.
     """
     cache = Cache(Path(bind.cache), node.places.claims)
-    if not bind.key or disk.hangs(node.places, cache):
+    if not bind.key or disk.probe_disk(node.places, cache):
         return ROOT
     entry = cache.read(bind.key)
     return sources.owner(entry.access) if entry else ROOT
 
 
-def pieces(done: UnredirectResult) -> list[Piece]:
+def pieces(done: UnredirectResult) -> list[OutputBlock]:
     """Pure: what `unredirect` prints."""
     lines = [f"{path}: redirect unmounted" for path in done.paths]
     lines += [f"Problem: {problem}" for problem in done.problems]
-    lines.append(f"{count(len(done.paths), 'redirect')} unmounted.")
+    lines.append(f"{format_count(len(done.paths), 'redirect')} unmounted.")
     return [TextLine(text) for text in lines]
 
 

@@ -34,7 +34,14 @@ from forestage.events import BadEntryOutcome, EventRecord, losses
 from forestage.stage import engines
 from forestage.system import lock
 from forestage.system import terminal as screen
-from forestage.system.terminal import Piece, TextLine, TextTable, count, jobs, short
+from forestage.system.terminal import (
+    OutputBlock,
+    TextLine,
+    TextTable,
+    format_count,
+    format_jobs,
+    short_key,
+)
 from forestage.units import format_size
 
 PLAIN_ACL = 4 + 3 * 8  # bytes of the raw xattr (linux/posix_acl_xattr.h)
@@ -47,8 +54,9 @@ Progress = Callable[[str], None]
 class EntryVerdict(msgspec.Struct, frozen=True):
     """One entry. `chunks`: numbers of the bad ones, the first is 0.
 
-    `against` is what the bytes were compared with; `jobs` held a lease. A bad entry is `evicted`,
-    or `stays` says why not; neither in a dry run. `error`: it could not be verified, for this.
+    `against` is what the bytes were compared with; `format_jobs` held a lease. A bad entry is
+    `evicted`, or `stays` says why not; neither in a dry run. `error`: it could not be verified, for
+    this.
     """
 
     key: str
@@ -185,7 +193,7 @@ def _judged(
     if wrong:
         return msgspec.structs.replace(verdict, result="bad", detail=wrong)
     chunk = entry.chunk or node.config.chunk_of(entry.identity.size)
-    threads = engines.tuning(node.config, entry.identity.size).threads
+    threads = engines.derive_tuning(node.config, entry.identity.size).threads
 
     def against(expected: compare.Expected) -> ComparisonResult:
         return compare.compare(fd, entry.identity.size, chunk, threads, expected, done, manner.rate)
@@ -201,10 +209,10 @@ def _judged(
         detail = f"{why}, and no checksum was taken"
         return msgspec.structs.replace(verdict, result=result, detail=detail)
     digests = node.cache.digests(entry)
-    if digest.of_image(digests) != entry.digest:
+    if digest.digest_image(digests) != entry.digest:
         detail = f"{why}, and its checksums are damaged"
         return msgspec.structs.replace(verdict, result="bad", detail=detail)
-    return _with(verdict, against(compare.of_map(digest.split(digests), chunk)), "digests", why)
+    return _with(verdict, against(compare.of_map(digest.split_map(digests), chunk)), "digests", why)
 
 
 def _by_source(
@@ -285,11 +293,11 @@ def _evicted(
         with contextlib.ExitStack() as claims:
             with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
                 if _is_still_there(node, item, fd):
-                    binds = [bind for bind in unmount.binds(cache) if bind.key == item.key]
-                    going = unmount.claim(cache, binds, claims)
+                    binds = [bind for bind in unmount.list_binds(cache) if bind.key == item.key]
+                    going = unmount.claim_binds(cache, binds, claims)
                     cache.evict(item.key)
             try:
-                unmount.unmount(going, lambda bind: user)
+                unmount.unmount_binds(going, lambda bind: user)
             except (ForestageError, OSError) as error:
                 # It is evicted all the same: the next Prolog that names the path unmounts it.
                 stays = f"its redirect is still there: {error}"
@@ -337,20 +345,22 @@ def _is_still_there(node: Node, item: InventoryItem, fd: int | None) -> bool:
     return os.path.samestat(facts, os.fstat(fd))
 
 
-def pieces(done: VerifyReport) -> list[Piece]:
+def pieces(done: VerifyReport) -> list[OutputBlock]:
     """Pure: what `verify` prints."""
     if not done.verdicts:
         return [TextLine("The cache holds no entry.")]
     columns = ("key", "size", "result", "path")
     rows: list[tuple[str, ...]] = []
-    lines: list[Piece] = []
+    lines: list[OutputBlock] = []
     for one in done.verdicts:
         word = f"{one.result} ({one.against})" if one.against != "nothing" else one.result
-        rows.append((short(one.key), format_size(one.size), word, one.path or "-"))
-        lines += [TextLine(f"{short(one.key)}: {text}") for text in _sentences(one, done.dry_run)]
+        rows.append((short_key(one.key), format_size(one.size), word, one.path or "-"))
+        lines += [
+            TextLine(f"{short_key(one.key)}: {text}") for text in _sentences(one, done.dry_run)
+        ]
     results = Counter(one.result for one in done.verdicts)
     numbers = ", ".join(f"{results[word]} {word}" for word in get_args(Result) if results[word])
-    total = TextLine(f"{count(len(rows), 'entry', 'entries')}: {numbers}.")
+    total = TextLine(f"{format_count(len(rows), 'entry', 'entries')}: {numbers}.")
     return [TextTable(columns, rows), *lines, total]
 
 
@@ -358,12 +368,12 @@ def _sentences(one: EntryVerdict, dry_run: bool) -> list[str]:
     found = []
     if one.chunks:
         numbers = ", ".join(map(str, one.chunks[:8])) + (", …" if len(one.chunks) > 8 else "")
-        found.append(f"{count(len(one.chunks), 'chunk')} wrong ({numbers})")
+        found.append(f"{format_count(len(one.chunks), 'chunk')} wrong ({numbers})")
     found += [text for text in (one.detail, one.error) if text]
     if one.result != "bad":
         return found
     if one.jobs:
-        found.append(f"in use by {jobs(one.jobs)}: what they have open, they keep")
+        found.append(f"in use by {format_jobs(one.jobs)}: what they have open, they keep")
     if dry_run:
         return [*found, "would be evicted"]
     if one.stays:
@@ -388,7 +398,7 @@ def verify_command(
         raise click.UsageError("either KEY|PATH, or --all")
     node = ctx.obj.node()
     items = inventory.gather(node).items
-    with screen.busy() as progress:
+    with screen.show_busy_status() as progress:
         done = verify(node, items if everything else pick_entries(items, words), dry_run, progress)
     show(done, pieces(done), as_json)
     if done.bad:

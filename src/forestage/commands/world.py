@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forestage.config import LoadedConfig
     from forestage.features.doors import CommandsDoor
     from forestage.paths import NodePaths
-    from forestage.system.terminal import Piece
+    from forestage.system.terminal import OutputBlock
 
 T = TypeVar("T")
 
@@ -87,12 +87,12 @@ class CommandContext(NamedTuple):
 
         Raises ConfigError.
         """
-        from forestage.config import load_settings
-        from forestage.system.terminal import harmless
+        from forestage.config import load_config
+        from forestage.system.terminal import escape_control_characters
 
-        settings = load_settings(self.places.etc)
+        settings = load_config(self.places.etc)
         if settings.unread and not is_quiet:
-            click.echo(f"forestage: {harmless(settings.unread)}", err=True)
+            click.echo(f"forestage: {escape_control_characters(settings.unread)}", err=True)
         return settings
 
     def node(self, is_quiet: bool = False) -> "Node":
@@ -192,10 +192,10 @@ class LazyCommandGroup(click.Group):
         except KeyboardInterrupt:
             ctx.exit(ExitStatus.INTERRUPTED)
         except (ForestageError, OSError) as error:
-            from forestage.system.terminal import harmless
+            from forestage.system.terminal import escape_control_characters
 
             for line in lines(error, os.geteuid() == 0):
-                click.echo(f"forestage: {harmless(line)}", err=True)
+                click.echo(f"forestage: {escape_control_characters(line)}", err=True)
             ctx.exit(status_of(error))
 
 
@@ -239,11 +239,11 @@ def insert_after(own: dict[str, T], added: Sequence[tuple[str, dict[str, T]]]) -
     return found
 
 
-def show(document: object, pieces: "Iterable[Piece]", as_json: bool) -> None:
+def show(document: object, pieces: "Iterable[OutputBlock]", as_json: bool) -> None:
     """Print the document as JSON, or else its pieces."""
     from forestage.system import terminal
 
-    terminal.show(document, pieces, as_json)
+    terminal.print_document(document, pieces, as_json)
 
 
 def complete_entries(
@@ -254,7 +254,7 @@ def complete_entries(
     Whatever is wrong with the node, completion offers nothing and says nothing.
     """
     from forestage.commands import inventory
-    from forestage.system.terminal import harmless, short
+    from forestage.system.terminal import escape_control_characters, short_key
 
     try:
         items = inventory.gather(
@@ -265,10 +265,13 @@ def complete_entries(
     if "/" in typed:
         paths = dict.fromkeys(item.path for item in items if item.path.startswith(typed))
         # One that would do something in the shell, or in the terminal, is not offered.
-        found = [CompletionItem(path) for path in paths if harmless(path) == path]
+        found = [CompletionItem(path) for path in paths if escape_control_characters(path) == path]
     else:
         fitting = (item for item in items if item.key.startswith(typed.lower()))
-        found = [CompletionItem(short(item.key), help=harmless(item.path)) for item in fitting]
+        found = [
+            CompletionItem(short_key(item.key), help=escape_control_characters(item.path))
+            for item in fitting
+        ]
     return found[:MOST_OFFERED]
 
 

@@ -29,12 +29,12 @@ class ConfigDirectoryListing(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
 
 
-def are_of_node(places: NodePaths) -> bool:
+def has_run_hooks(places: NodePaths) -> bool:
     """Return whether hooks run here."""
     return any(places.called(hook).exists() for hook in ("prolog", "epilog"))
 
 
-def find_listable(places: NodePaths) -> list[Path]:
+def list_listable_directories(places: NodePaths) -> list[Path]:
     """Return those of the directories that users may list. Raises OSError."""
     found = []
     for path in (places.etc, places.config_parts):
@@ -44,23 +44,23 @@ def find_listable(places: NodePaths) -> list[Path]:
     return found
 
 
-def keep_unlisted(places: NodePaths) -> None:
+def make_directories_unlistable(places: NodePaths) -> None:
     """Has users list none of the directories, and leaves them the names in conf.d. As root.
 
     What cannot be changed stays: /etc may be read-only, or conf.d a ConfigMap. `check` says so.
     Raises OSError where the names cannot be written.
     """
-    note_names(places.config_names, list_names(places.config_parts))
-    for path in find_listable(places):
+    record_names(places.config_names, list_config_files(places.config_parts))
+    for path in list_listable_directories(places):
         with contextlib.suppress(OSError):
             path.chmod(stat.S_IMODE(path.stat().st_mode) & ~LISTABLE)
     with contextlib.suppress(OSError):
         state = places.known_disks.parent
         if state.exists():
-            folders.keep(state)
+            folders.ensure_directory_with_mode(state)
 
 
-def list_names(parts: Path) -> ConfigDirectoryListing:
+def list_config_files(parts: Path) -> ConfigDirectoryListing:
     """List conf.d, which need not be there. Raises OSError."""
     try:
         mtime_ns = parts.stat().st_mtime_ns
@@ -69,21 +69,21 @@ def list_names(parts: Path) -> ConfigDirectoryListing:
         return ConfigDirectoryListing(0, ())
 
 
-def note_names(file: Path, found: ConfigDirectoryListing) -> None:
+def record_names(file: Path, found: ConfigDirectoryListing) -> None:
     """Writes down what is in conf.d, unless it is there already. As root. Raises OSError.
 
     A name that is no text is left out: JSON cannot have it.
     """
     names = tuple(name for name in found.names if name.isprintable())
     found = ConfigDirectoryListing(found.mtime_ns, names)
-    if _read_noted(file) != found:
-        folders.make(file.parent, folders.PASSABLE)
+    if _find_record(file) != found:
+        folders.ensure_directory(file.parent, folders.PASSABLE)
         records.write(file, msgspec.json.encode(found), 0o644)
 
 
-def read_names(parts: Path, file: Path) -> tuple[tuple[str, ...], str]:
+def read_recorded_names(parts: Path, file: Path) -> tuple[tuple[str, ...], str]:
     """Return the names in conf.d as root has listed them, and what is not known of them."""
-    found = _read_noted(file)
+    found = _find_record(file)
     if found is None:
         return (), f"{parts} was not read: users cannot list it, and the sweep has not yet done so"
     with contextlib.suppress(OSError):
@@ -92,7 +92,7 @@ def read_names(parts: Path, file: Path) -> tuple[tuple[str, ...], str]:
     return found.names, ""
 
 
-def _read_noted(file: Path) -> ConfigDirectoryListing | None:
+def _find_record(file: Path) -> ConfigDirectoryListing | None:
     with contextlib.suppress(OSError):
         return records.find(file, ConfigDirectoryListing)
     return None

@@ -14,15 +14,15 @@ from forestage.config import values
 from forestage.config.values import UP_TO_64, ServiceAddress, ValueNotation, parse_address
 from forestage.units import SizeOrShare
 
-Redirect: TypeAlias = Literal["auto", "spank", "bind", "none"]
+RedirectMode: TypeAlias = Literal["auto", "spank", "bind", "none"]
 UserMessages: TypeAlias = Literal["none", "problems", "all"]
-Engine: TypeAlias = Literal["chunks", "rsync"]
-Cold: TypeAlias = Literal["auto", "through", "shared", "wait"]
-Offline: TypeAlias = Literal["fail", "use-last"]
-Reach: TypeAlias = Literal["job", "cluster"]
-Companion: TypeAlias = Literal["loaded", "absent", "unknown"]  # in the steps that start now
+EngineName: TypeAlias = Literal["chunks", "rsync"]
+ColdStartMode: TypeAlias = Literal["auto", "through", "shared", "wait"]
+OfflineMode: TypeAlias = Literal["fail", "use-last"]
+PeerReach: TypeAlias = Literal["job", "cluster"]
+CompanionPresence: TypeAlias = Literal["loaded", "absent", "unknown"]  # in the steps that start now
 
-Limit: TypeAlias = int | None  # bytes
+ByteLimit: TypeAlias = int | None  # bytes
 
 CHUNKS = 256  # of an image, if `chunk_size: auto` may be as small as that takes
 LARGEST_CHUNK = 16 << 20  # bytes, of `chunk_size: auto`
@@ -80,13 +80,14 @@ class PeersSection(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     reach: Annotated[
-        Reach,
+        PeerReach,
         ConfigKey(
             "Whom a copy asks: the nodes of its job, or any of the node's partitions (cluster)."
         ),
     ] = "job"
     port: Annotated[
-        int, ConfigKey("Of the peer service, on every node.", values.whole(1, 65535))
+        int,
+        ConfigKey("Of the peer service, on every node.", values.make_integer_notation(1, 65535)),
     ] = 7717
     listen: Annotated[
         str | None,
@@ -112,7 +113,7 @@ class PeersSection(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     bandwidth: Annotated[
-        Limit,
+        ByteLimit,
         ConfigKey(
             "The most a node sends to others per second; null is no limit.", values.LIMIT, "null"
         ),
@@ -135,7 +136,7 @@ class PrefetchSection(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     bandwidth: Annotated[
-        Limit,
+        ByteLimit,
         ConfigKey(
             "The most such a copy may read of its source in a second; null: while no job runs.",
             values.LIMIT,
@@ -152,7 +153,11 @@ class DataSection(msgspec.Struct, frozen=True, kw_only=True):
         SizeOrShare, ConfigKey("The most of the cache's space that data may take.", values.SHARE)
     ] = SizeOrShare(share=0.6)
     max_files: Annotated[
-        int, ConfigKey("Directories with more files are not staged.", values.whole(1, 10_000_000))
+        int,
+        ConfigKey(
+            "Directories with more files are not staged.",
+            values.make_integer_notation(1, 10_000_000),
+        ),
     ] = 200_000
     mount_roots: Annotated[
         tuple[str, ...],
@@ -184,7 +189,7 @@ class RegistrySection(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     offline: Annotated[
-        Offline,
+        OfflineMode,
         ConfigKey("When a registry is silent or busy: fail, or use what its tag meant last."),
     ] = "fail"
     keep: Annotated[
@@ -195,7 +200,7 @@ class RegistrySection(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 30 * 86400.0
     max_user_size: Annotated[
-        Limit,
+        ByteLimit,
         ConfigKey(
             "The most a user's images take in the store; null is no limit.", values.LIMIT, "null"
         ),
@@ -243,7 +248,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         bool, ConfigKey("Do not stage while the cache is on the root file system.")
     ] = True
     max_image_size: Annotated[
-        Limit,
+        ByteLimit,
         PartitionKey(
             "Images above this size are not staged; null is no limit.", values.LIMIT, "null"
         ),
@@ -274,17 +279,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int,
         ConfigKey(
             "How many times its size an image takes on that disk unpacked; 0: it is not unpacked.",
-            values.whole(0, 100),
+            values.make_integer_notation(0, 100),
         ),
     ] = 3
     redirect: Annotated[
-        Redirect,
+        RedirectMode,
         PartitionKey(
             "The path shows the copy to a step (spank), the node (bind), none; auto prefers spank."
         ),
     ] = "auto"
     engine: Annotated[
-        Engine, ConfigKey("chunks copies with several threads, rsync runs that program.")
+        EngineName, ConfigKey("chunks copies with several threads, rsync runs that program.")
     ] = "chunks"
     threads: Annotated[
         int | None,
@@ -303,7 +308,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     bandwidth: Annotated[
-        Limit,
+        ByteLimit,
         ConfigKey(
             "The most one copy may read of its source in a second; null is no limit.",
             values.LIMIT,
@@ -319,7 +324,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ConfigKey("Images that the node copies when it boots.", values.PATHS),
     ] = ()
     cold: Annotated[
-        Cold,
+        ColdStartMode,
         PartitionKey(
             "How a job starts without its copy: through (with spank only), shared, or wait for it."
         ),
@@ -369,22 +374,28 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return "through" if self.redirect == "spank" else "shared"
 
 
-_AUTO: Mapping[Companion, Redirect] = {"loaded": "spank", "absent": "bind", "unknown": "none"}
+_AUTO: Mapping[CompanionPresence, RedirectMode] = {
+    "loaded": "spank",
+    "absent": "bind",
+    "unknown": "none",
+}
 
 
-def _keys(struct: Any, above: str = "") -> Iterator[tuple[str, ConfigKey]]:
+def _list_keys(struct: Any, above: str = "") -> Iterator[tuple[str, ConfigKey]]:
     # Not get_type_hints(), which evaluates them all again: each hook would pay for it.
     for name, hint in struct.__annotations__.items():
         if hasattr(hint, "__metadata__"):
             key = hint.__metadata__[0]
             if get_origin(hint.__origin__) is Literal:
-                key = msgspec.structs.replace(key, notation=values.one_of(hint.__origin__))
+                key = msgspec.structs.replace(
+                    key, notation=values.make_word_notation(hint.__origin__)
+                )
             yield above + name, key
         else:
-            yield from _keys(hint, f"{name}.")
+            yield from _list_keys(hint, f"{name}.")
 
 
-def decided(config: Config, companion: Companion) -> Config:
+def resolve_auto_redirect(config: Config, companion: CompanionPresence) -> Config:
     """Return `config` with what `redirect: auto` means on a node. Pure.
 
     Where it is unknown whether Slurm loads the companion, no Prolog mounts anything for the whole
@@ -395,7 +406,7 @@ def decided(config: Config, companion: Companion) -> Config:
     return msgspec.structs.replace(config, redirect=_AUTO[companion])
 
 
-KEYS: Mapping[str, ConfigKey] = dict(_keys(Config))
+KEYS: Mapping[str, ConfigKey] = dict(_list_keys(Config))
 """By their names in messages: `deadline`, `peers.port`."""
 
 GROUPS = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))
@@ -404,7 +415,7 @@ GROUPS = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in n
 PARTITION_KEYS = tuple(name for name, key in KEYS.items() if key.per_partition)
 
 
-def value_of(config: Config, name: str) -> Any:
+def get_key_value(config: Config, name: str) -> Any:
     """Returns the value of one of KEYS."""
     value: Any = config
     for part in name.split("."):

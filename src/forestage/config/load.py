@@ -18,7 +18,7 @@ import msgspec
 
 from forestage.config import directories
 from forestage.config.directories import ConfigDirectoryListing
-from forestage.config.keys import GROUPS, KEYS, PARTITION_KEYS, Config, value_of, with_values
+from forestage.config.keys import GROUPS, KEYS, PARTITION_KEYS, Config, get_key_value, with_values
 from forestage.config.memo import YamlCache
 from forestage.errors import ConfigError, ConfigProblem
 from forestage.paths import NodePaths
@@ -28,7 +28,7 @@ MAX_FILE_SIZE = 1 << 20  # bytes; a configuration is not a data file
 MAX_DEPTH = 4  # the file, its partitions, one partition, a list of sources
 DEFAULT = "default"  # the origin of a value that no file sets
 
-REMOVED = {
+REMOVED_KEYS = {
     "prolog_wait": "`cold:` says whether a job waits for its copy",
     "step_wait": "`cold: wait` makes a step wait, up to `deadline:`",
     "on_deadline": "a copy goes on while a job has a use for it",
@@ -48,7 +48,7 @@ being staged: such a key stays unknown, and with it nothing is staged.
 
 _BY_NODE: tuple[str, ...] = ("peers.addresses",)  # of these: below each were names of nodes
 
-NOTED = "removed"  # names, in what hooks keep, the removed keys that were logged
+REMOVED_KEYS_LOGGED = "removed"  # names, in what hooks keep, the removed keys that were logged
 
 Overrides: TypeAlias = Mapping[str, object]  # key -> value of the key's type in Config
 
@@ -95,12 +95,12 @@ class LoadedConfig(msgspec.Struct, frozen=True):
         config = self.for_partition(partition)
         rows = []
         for name, key in KEYS.items():
-            origin = self.origins.get(dotted(partition, name), self.origins[name])
-            rows.append(ConfigRow(name, key.show(value_of(config, name)), origin))
+            origin = self.origins.get(format_key_name(partition, name), self.origins[name])
+            rows.append(ConfigRow(name, key.show(get_key_value(config, name)), origin))
         if partition is None:
             for place, overrides in self.partitions.items():
                 for name, value in overrides.items():
-                    full = dotted(place, name)
+                    full = format_key_name(place, name)
                     rows.append(ConfigRow(full, KEYS[name].show(value), self.origins[full]))
         return rows
 
@@ -115,7 +115,7 @@ class _ConfigDraft(msgspec.Struct):
     problems: list[ConfigProblem] = []
 
 
-def load_settings(etc: Path, kept: Path | None = None) -> LoadedConfig:
+def load_config(etc: Path, kept: Path | None = None) -> LoadedConfig:
     """Reads the configuration below `etc` (/etc/forestage); no file at all is all defaults.
 
     `kept` is where hooks keep what YAML they have read (config/memo.py). Raises ConfigError with
@@ -129,24 +129,24 @@ def load_settings(etc: Path, kept: Path | None = None) -> LoadedConfig:
     # Editors and package managers leave .x.yaml.swp, x.yaml~ and x.yaml.dpkg-old behind.
     names = [name for name in listed.names if name.endswith((".yaml", ".yml")) and name[0] != "."]
     for path in (etc / "forestage.yaml", *(parts / name for name in names)):
-        _read(path, documents, found)
+        _read_file(path, documents, found)
     config = with_values(Config(), found.common)
-    _prove_bytes_of_peers(config, found)
+    _check_peers_need_chunks(config, found)
     if found.problems:
         raise ConfigError(tuple(found.problems))
-    known = documents.before.get(NOTED)
+    known = documents.before.get(REMOVED_KEYS_LOGGED)
     unlogged = [key for key in found.removed if not (isinstance(known, list) and key in known)]
     if found.removed:
-        documents.note(NOTED, sorted(found.removed))
+        documents.note(REMOVED_KEYS_LOGGED, sorted(found.removed))
     if documents.keep() and kept is not None:
         with contextlib.suppress(OSError):  # a user's command says that it could not read them
-            directories.note_names(kept.with_name(noted.name), listed)
+            directories.record_names(kept.with_name(noted.name), listed)
     # What could not be noted would be logged for each job.
     logs = tuple(unlogged) if documents.is_written else ()
     return LoadedConfig(config, found.partitions, found.origins, unread, found.removed, logs)
 
 
-def _prove_bytes_of_peers(config: Config, found: _ConfigDraft) -> None:
+def _check_peers_need_chunks(config: Config, found: _ConfigDraft) -> None:
     """They are proven by the chunk's digest, which rsync does not take."""
     if config.peers.enabled is True and config.engine != "chunks":
         key, what = "peers.enabled", "needs `engine: chunks`"
@@ -158,24 +158,24 @@ def _list_parts(
 ) -> tuple[ConfigDirectoryListing, str]:
     """Return what is in conf.d, and what is not known of that."""
     try:
-        return directories.list_names(parts), ""
+        return directories.list_config_files(parts), ""
     except OSError as error:
         if isinstance(error, PermissionError) and os.geteuid() != 0:
-            names, unread = directories.read_names(parts, noted)
+            names, unread = directories.read_recorded_names(parts, noted)
             return ConfigDirectoryListing(0, names), unread
         what = f"cannot be listed: {error.strerror}"
         found.problems.append(ConfigProblem(str(parts), "", what))
         return ConfigDirectoryListing(0, ()), ""
 
 
-def dotted(partition: str | None, key: str) -> str:
+def format_key_name(partition: str | None, key: str) -> str:
     """Returns a key's name in messages and origins: `deadline`, `partitions.gpu.deadline`."""
     return key if partition is None else f"partitions.{partition}.{key}"
 
 
-def _read(path: Path, documents: YamlCache, found: _ConfigDraft) -> None:
+def _read_file(path: Path, documents: YamlCache, found: _ConfigDraft) -> None:
     try:
-        document = documents.document(_text(path), _parse)
+        document = documents.document(_read_text(path), _parse_yaml)
     except OSError as error:
         # A dangling link is not a missing file: somebody meant it to say something.
         if not isinstance(error, FileNotFoundError) or path.is_symlink():
@@ -183,10 +183,10 @@ def _read(path: Path, documents: YamlCache, found: _ConfigDraft) -> None:
     except ValueError as error:
         found.problems.append(ConfigProblem(str(path), "", str(error)))
     else:
-        _add(str(path), (), document, found)
+        _add_values(str(path), (), document, found)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Returns the file's text. Raises OSError, or ValueError with the reason not to use it."""
 
     def opener(name: str, flags: int) -> int:
@@ -211,15 +211,15 @@ def _text(path: Path) -> str:
         raise ValueError(f"is not UTF-8 (at byte {error.start})") from error
 
 
-def _parse(text: str) -> object:
+def _parse_yaml(text: str) -> object:
     """Returns the YAML document, None if there is none. Raises ValueError."""
     import yaml  # here, since a node without a configuration file need not pay for it
 
     try:
-        _refuse_depth_and_aliases(yaml.parse(text, yaml.CSafeLoader))
+        _check_depth_and_aliases(yaml.parse(text, yaml.CSafeLoader))
         loader: Any = yaml.CSafeLoader(text)
         node = loader.get_single_node()
-        repeated = "; ".join(_repeated(node)) if node else ""
+        repeated = "; ".join(_list_repeated_keys(node)) if node else ""
         document = loader.construct_document(node) if node and not repeated else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -241,7 +241,7 @@ class _UnsupportedYaml(ValueError):
     """A part of YAML that a configuration can do without."""
 
 
-def _refuse_depth_and_aliases(events: Iterable[Any]) -> None:
+def _check_depth_and_aliases(events: Iterable[Any]) -> None:
     """Refuses, before anything is built, what would end or hang the process.
 
     The composer in C recurses: 40,000 brackets are a SIGSEGV. Aliases of aliases never end.
@@ -256,7 +256,7 @@ def _refuse_depth_and_aliases(events: Iterable[Any]) -> None:
             raise _UnsupportedYaml(f"line {event.start_mark.line + 1}: {what}")
 
 
-def _repeated(node: Any) -> Iterator[str]:
+def _list_repeated_keys(node: Any) -> Iterator[str]:
     """Keys given twice, of which PyYAML would silently take the last."""
     if node.id != "mapping":
         return
@@ -269,10 +269,10 @@ def _repeated(node: Any) -> Iterator[str]:
             earlier = first[key.value]
             yield f"line {line}: {quote(key.value)} is given again, first in line {earlier}"
         first.setdefault(key.value, line)
-        yield from _repeated(value)
+        yield from _list_repeated_keys(value)
 
 
-def _add(where: str, above: tuple[str, ...], raw: object, found: _ConfigDraft) -> None:
+def _add_values(where: str, above: tuple[str, ...], raw: object, found: _ConfigDraft) -> None:
     """Adds each value below `above`: (), a group, ("partitions",) or ("partitions", name)."""
     if raw is None:  # all below it is commented out
         return
@@ -286,25 +286,27 @@ def _add(where: str, above: tuple[str, ...], raw: object, found: _ConfigDraft) -
             name = ".".join((*above, quote(key)))
             found.problems.append(ConfigProblem(where, name, "expected a name in quotes"))
         elif above == ("partitions",) or (not above and key in ("partitions", *GROUPS)):
-            _add(where, (*above, key), value, found)
+            _add_values(where, (*above, key), value, found)
         elif above[:1] == ("partitions",):
-            _set(where, above[1], key, value, found)
+            _set_value(where, above[1], key, value, found)
         elif above or "." not in key:
-            _set(where, None, ".".join((*above, key)), value, found)
+            _set_value(where, None, ".".join((*above, key)), value, found)
         else:
             group, _, within = key.partition(".")
             what = f"expected `{group}:`, and `{within}:` indented below it"
             found.problems.append(ConfigProblem(where, key, what))
 
 
-def _set(where: str, partition: str | None, key: str, raw: object, found: _ConfigDraft) -> None:
-    full = dotted(partition, key)
-    if key in REMOVED and not _has_keys(key, raw):
+def _set_value(
+    where: str, partition: str | None, key: str, raw: object, found: _ConfigDraft
+) -> None:
+    full = format_key_name(partition, key)
+    if key in REMOVED_KEYS and not _has_nested_keys(key, raw):
         found.removed[key] = tuple(dict.fromkeys((*found.removed.get(key, ()), where)))
         return
     try:
         if key not in (KEYS if partition is None else PARTITION_KEYS):
-            raise ValueError(_not_a_key(partition, key))
+            raise ValueError(_explain_unknown_key(partition, key))
         value = KEYS[key].read(raw)
     except ValueError as error:
         found.problems.append(ConfigProblem(where, full, str(error)))
@@ -314,7 +316,7 @@ def _set(where: str, partition: str | None, key: str, raw: object, found: _Confi
     found.origins[full] = where
 
 
-def _has_keys(key: str, raw: object) -> bool:
+def _has_nested_keys(key: str, raw: object) -> bool:
     """Whether there are keys below a removed one: one that excludes must not go with it, unread.
 
     Known or misspelt: with an unknown key nothing is staged.
@@ -324,12 +326,12 @@ def _has_keys(key: str, raw: object) -> bool:
     return isinstance(raw, (dict, list))
 
 
-def _not_a_key(partition: str | None, key: str) -> str:
+def _explain_unknown_key(partition: str | None, key: str) -> str:
     from difflib import get_close_matches  # only a mistake pays for it
 
     if key in (*KEYS, *GROUPS):
         return "cannot differ between partitions: a node has one cache"
-    if key in REMOVED:
+    if key in REMOVED_KEYS:
         return "was removed, and there are keys below it (remove its line, and indent them less)"
     known = (*KEYS, "partitions") if partition is None else PARTITION_KEYS
     near = get_close_matches(key, known, n=1)

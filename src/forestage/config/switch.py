@@ -26,7 +26,7 @@ from forestage.config.keys import Config
 from forestage.errors import Declined
 from forestage.paths import NodePaths
 from forestage.system import as_user, folders, records
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from forestage.units import is_number, printable
 
 MAX_REASON = 200  # bytes
@@ -46,20 +46,20 @@ class SwitchChange(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def by_file(places: NodePaths, now: float) -> str:
+def find_off_file_reason(places: NodePaths, now: float) -> str:
     """Returns why a file switches staging off at `now` (seconds since the epoch); "" if none does.
 
     Costs a job two system calls. First the one in which nothing can wait.
     """
     for file in (places.disabled, places.kept_off):
-        if said := _said(file, now):
+        if said := _read_off_file(file, now):
             return said
     return ""
 
 
-def why_off(places: NodePaths, config: Config, now: float) -> str:
+def find_off_reason(places: NodePaths, config: Config, now: float) -> str:
     """Returns what switches staging off for all jobs with this configuration; "" if nothing."""
-    return by_file(places, now) or ("" if config.enabled else "`enabled: false`")
+    return find_off_file_reason(places, now) or ("" if config.enabled else "`enabled: false`")
 
 
 def turn_off(places: NodePaths, reason: str, until: float | None) -> SwitchChange:
@@ -72,12 +72,12 @@ def turn_off(places: NodePaths, reason: str, until: float | None) -> SwitchChang
     was_there = os.path.lexists(places.disabled)
     failed: OSError | None = None
     try:
-        folders.keep(places.run, folders.PASSABLE)
+        folders.ensure_directory_with_mode(places.run, folders.PASSABLE)
         _replace_file(places.disabled, data)
     except OSError as raised:  # /run is full
         failed = raised
     try:
-        _, why_not = _change_lasting(places, lambda: _replace_file(places.kept_off, data))
+        _, why_not = _change_in_child(places, lambda: _replace_file(places.kept_off, data))
     except OSError as raised:  # a node whose /etc is read-only, as of an image that all nodes boot
         why_not = f"{places.kept_off} cannot be written: {raised.strerror}"
     if why_not and failed is not None:
@@ -92,17 +92,17 @@ def turn_off(places: NodePaths, reason: str, until: float | None) -> SwitchChang
 def turn_on(places: NodePaths) -> SwitchChange:
     """Removes both files. As root. Raises OSError."""
     removed = (places.disabled,) if _remove_file(places.disabled) else ()
-    is_removed, error = _change_lasting(places, lambda: _remove_file(places.kept_off))
+    is_removed, error = _change_in_child(places, lambda: _remove_file(places.kept_off))
     return SwitchChange((*removed, *[places.kept_off] * is_removed), error)
 
 
-def _change_lasting(places: NodePaths, work: Callable[[], bool]) -> tuple[bool, str]:
+def _change_in_child(places: NodePaths, work: Callable[[], bool]) -> tuple[bool, str]:
     """Has a child do what is to be done in /etc; returns its answer, and why there is none.
 
     Raises OSError.
     """
     try:
-        changed, _ = as_user.call(lambda: (work(), []), bool, PATIENCE)
+        changed, _ = as_user.run_in_child(lambda: (work(), []), bool, PATIENCE)
     except as_user.ChildTimeout:
         # Killed, it ends when whoever holds the directory lets go of it.
         return False, f"{places.etc} did not answer within {PATIENCE:g} s (does a user list it?)"
@@ -113,7 +113,7 @@ def _change_lasting(places: NodePaths, work: Callable[[], bool]) -> tuple[bool, 
 
 def _replace_file(file: Path, data: bytes) -> bool:
     """Writes a file, and deletes what killed processes have left beside it. Raises OSError."""
-    _delete_left(file)
+    _delete_temporary_files(file)
     for _ in range(TRIES - 1):
         with contextlib.suppress(FileNotFoundError):  # another `off` is at work
             records.write(file, data, 0o644)
@@ -124,7 +124,7 @@ def _replace_file(file: Path, data: bytes) -> bool:
 
 def _remove_file(file: Path) -> bool:
     """Removes a file; returns whether it was there. Raises OSError."""
-    _delete_left(file)
+    _delete_temporary_files(file)
     try:
         file.unlink()
     except (FileNotFoundError, NotADirectoryError):
@@ -132,17 +132,17 @@ def _remove_file(file: Path) -> bool:
     return True
 
 
-def _delete_left(file: Path) -> None:
+def _delete_temporary_files(file: Path) -> None:
     """Deletes the temporary files of writes that did not end."""
     with contextlib.suppress(OSError):
         for left in file.parent.glob(f".{file.name}.*"):
             left.unlink(missing_ok=True)
 
 
-def _said(file: Path, now: float) -> str:
+def _read_off_file(file: Path, now: float) -> str:
     try:
         # NONBLOCK: a FIFO by that name switches off as well, and must not hold anybody up.
-        with opened(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+        with open_descriptor(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
             text = os.read(fd, MAX_UNTIL + MAX_REASON)
     except (FileNotFoundError, NotADirectoryError):
         return ""
@@ -151,18 +151,18 @@ def _said(file: Path, now: float) -> str:
     first, _, rest = text.decode(errors="replace").partition("\n")
     end = first.removeprefix(UNTIL).strip()
     if not first.startswith(UNTIL) or not is_number(end):
-        return _worded(file, first)
+        return _format_reason(file, first)
     if int(end) <= now:
         return ""
-    return f"{_worded(file, rest.partition(chr(10))[0])} ({UNTIL}{_moment(int(end))})"
+    return f"{_format_reason(file, rest.partition(chr(10))[0])} ({UNTIL}{_format_time(int(end))})"
 
 
-def _worded(file: Path, reason: str) -> str:
+def _format_reason(file: Path, reason: str) -> str:
     reason = printable(reason.strip())
     return f"{file}: {reason}" if reason else f"{file} is there"
 
 
-def _moment(end: int) -> str:
+def _format_time(end: int) -> str:
     """The node's local time, as in its log."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end))

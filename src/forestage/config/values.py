@@ -71,11 +71,11 @@ def parse_address(text: str, port: int) -> ServiceAddress:
     return ServiceAddress(host, port)
 
 
-def _as_it_is(raw: Any) -> Any:
+def _return_unchanged(raw: Any) -> Any:
     return raw
 
 
-def _read_path(raw: object) -> str:
+def _parse_path(raw: object) -> str:
     if not isinstance(raw, str) or not raw.startswith("/"):
         raise ValueError(f"expected an absolute path, got {quote(raw)}")
     if not raw.isprintable():
@@ -90,14 +90,14 @@ def _read_path(raw: object) -> str:
     return raw
 
 
-def _read_paths(raw: object) -> tuple[str, ...]:
+def _parse_paths(raw: object) -> tuple[str, ...]:
     if not isinstance(raw, list):
         raise ValueError(f"expected a list of paths such as [/lustre], got {quote(raw)}")
-    return tuple(_read_path(entry) for entry in raw)
+    return tuple(_parse_path(entry) for entry in raw)
 
 
-def _read_cache(raw: object) -> str:
-    path = _read_path(raw)
+def _parse_cache_path(raw: object) -> str:
+    path = _parse_path(raw)
     for private in ("/tmp", "/dev/shm"):  # noqa: S108 - named to be refused
         # job_container/tmpfs gives each job its own; what a hook puts there no job sees.
         if f"{path}/".startswith(f"{private}/"):
@@ -105,14 +105,14 @@ def _read_cache(raw: object) -> str:
     return path
 
 
-def _read_pattern(raw: object) -> str:
+def _parse_address_pattern(raw: object) -> str:
     if not isinstance(raw, str) or not raw.isprintable() or "{node}" not in raw:
         raise ValueError(f"expected an address with {{node}} in it, got {quote(raw)}")
     parse_address(raw.replace("{node}", "n"), 1)
     return raw
 
 
-def _read_host(raw: object) -> str:
+def _parse_host(raw: object) -> str:
     name = raw.partition(":")[0] if isinstance(raw, str) else ""
     if not isinstance(raw, str) or not re.fullmatch(_NAME, name, re.ASCII):
         raise ValueError(f"expected a node's or a host's name, got {quote(raw)}")
@@ -120,11 +120,11 @@ def _read_host(raw: object) -> str:
     return raw
 
 
-def _read_user_mounts(raw: object) -> Mapping[str, str]:
+def _parse_user_mounts(raw: object) -> Mapping[str, str]:
     if not isinstance(raw, dict):
         raise ValueError(f"expected mount points, each with a type and a uid, got {quote(raw)}")
     for point, mount in raw.items():
-        _read_path(point)
+        _parse_path(point)
         # As mountinfo has it; what root has mounted needs no word here.
         if not isinstance(mount, str) or not re.fullmatch(_FUSE, mount):
             raise ValueError(
@@ -133,21 +133,21 @@ def _read_user_mounts(raw: object) -> Mapping[str, str]:
     return raw
 
 
-def _show_quoted(value: object) -> str:
+def _format_quoted(value: object) -> str:
     """JSON is YAML, and quotes a name such as `no`, which YAML would take for false."""
     return msgspec.json.encode(value).decode()
 
 
-def _show_path(path: str) -> str:
+def _format_path(path: str) -> str:
     """Quotes only what YAML would not read as it is: `: `, ` #`, `, ` or `]`."""
-    return path if re.fullmatch(_UNQUOTED, path, re.ASCII) else _show_quoted(path)
+    return path if re.fullmatch(_UNQUOTED, path, re.ASCII) else _format_quoted(path)
 
 
-def _show_paths(paths: tuple[str, ...]) -> str:
-    return f"[{', '.join(map(_show_path, paths))}]"
+def _format_paths(paths: tuple[str, ...]) -> str:
+    return f"[{', '.join(map(_format_path, paths))}]"
 
 
-def _limited(
+def _restrict_notation(
     read: Callable[[Any], Any], show: Callable[[Any], str], fits: Callable[[Any], Any], words: str
 ) -> ValueNotation:
     """What `read` returns, where it `fits`; `words` are for an error."""
@@ -161,7 +161,7 @@ def _limited(
     return ValueNotation(limited, show)
 
 
-def one_of(literal: Any) -> ValueNotation:
+def make_word_notation(literal: Any) -> ValueNotation:
     """The words of a Literal."""
     words = get_args(literal)
 
@@ -169,25 +169,28 @@ def one_of(literal: Any) -> ValueNotation:
         # YAML takes on and off for true and false.
         return ("on" if raw else "off") if isinstance(raw, bool) and "on" in words else raw
 
-    return _limited(read, str, lambda word: word in words, " or ".join(words))
+    return _restrict_notation(read, str, lambda word: word in words, " or ".join(words))
 
 
-def whole(least: int, most: int) -> ValueNotation:
+def make_integer_notation(least: int, most: int) -> ValueNotation:
     """A whole number within these limits."""
-    return _limited(
-        _as_it_is,
+    return _restrict_notation(
+        _return_unchanged,
         str,
         lambda raw: type(raw) is int and least <= raw <= most,
         f"a whole number from {least} to {most}",
     )
 
 
-FLAG = _limited(
-    _as_it_is, lambda flag: str(flag).lower(), lambda raw: isinstance(raw, bool), "true or false"
+FLAG = _restrict_notation(
+    _return_unchanged,
+    lambda flag: str(flag).lower(),
+    lambda raw: isinstance(raw, bool),
+    "true or false",
 )
-UP_TO_64 = whole(1, 64)
-LIMIT = _limited(parse_size, exact_size, lambda size: size, "a size above 0")
-CHUNK = _limited(
+UP_TO_64 = make_integer_notation(1, 64)
+LIMIT = _restrict_notation(parse_size, exact_size, lambda size: size, "a size above 0")
+CHUNK = _restrict_notation(
     parse_size,
     exact_size,
     lambda size: size in range(MIN_CHUNK, MAX_CHUNK + 1, MIN_CHUNK),
@@ -195,22 +198,22 @@ CHUNK = _limited(
 )
 DURATION = ValueNotation(parse_duration, exact_duration)
 AMOUNT = ValueNotation(SizeOrShare.parse, str)
-CAPACITY = _limited(
+CAPACITY = _restrict_notation(
     SizeOrShare.parse, str, lambda amount: amount.size or amount.share, "more than nothing"
 )
 SHARE = ValueNotation(lambda raw: SizeOrShare(share=parse_share(raw)), str)
-PATH = ValueNotation(_read_path, _show_path)
-PATHS = ValueNotation(_read_paths, _show_paths)
-CACHE = ValueNotation(_read_cache, _show_path)
-TEXTFILE = _limited(
-    _read_path, _show_path, lambda path: path.endswith(".prom"), "a name that ends in .prom"
+PATH = ValueNotation(_parse_path, _format_path)
+PATHS = ValueNotation(_parse_paths, _format_paths)
+CACHE = ValueNotation(_parse_cache_path, _format_path)
+TEXTFILE = _restrict_notation(
+    _parse_path, _format_path, lambda path: path.endswith(".prom"), "a name that ends in .prom"
 )
-LISTEN = _limited(
-    _as_it_is,
-    _show_quoted,
+LISTEN = _restrict_notation(
+    _return_unchanged,
+    _format_quoted,
     lambda raw: isinstance(raw, str) and raw.isprintable() and len(raw) < 256,
     'an address, a name, an interface or ""',
 )
-HOST = ValueNotation(_read_host, _show_quoted)
-PATTERN = ValueNotation(_read_pattern, _show_quoted)
-USER_MOUNTS = ValueNotation(_read_user_mounts, _show_quoted)
+HOST = ValueNotation(_parse_host, _format_quoted)
+PATTERN = ValueNotation(_parse_address_pattern, _format_quoted)
+USER_MOUNTS = ValueNotation(_parse_user_mounts, _format_quoted)

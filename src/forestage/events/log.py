@@ -15,10 +15,10 @@ import msgspec
 
 from forestage.events import user_files
 from forestage.paths import NodePaths
-from forestage.slurm.hints import Via
+from forestage.slurm.hints import RequestOrigin
 from forestage.slurm.job import Job
 from forestage.system import folders
-from forestage.system.files import naming, opened
+from forestage.system.files import add_path_to_errors, open_descriptor
 from forestage.units import printable
 
 Result = Literal[
@@ -64,7 +64,7 @@ class RequestOutcome(_BaseOutcome, frozen=True, omit_defaults=True, tag="handled
     """
 
     request: str = ""
-    via: Via | None = None
+    via: RequestOrigin | None = None
     image: str = ""
     key: str = ""
     size: int = 0
@@ -301,11 +301,11 @@ def append(file: Path, events: Iterable[EventRecord]) -> None:
     lines = [_encoded(event) for event in events]
     if not lines:
         return
-    folders.make(file.parent, 0o750)
+    folders.ensure_directory(file.parent, 0o750)
     _rotate(file)
     # No link is followed, and a FIFO without a reader is an error and no wait.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    with opened(file, flags, 0o640) as fd, naming(file):
+    with open_descriptor(file, flags, 0o640) as fd, add_path_to_errors(file):
         user_files.write_lines(fd, lines)
 
 
@@ -401,7 +401,7 @@ def _rotate(file: Path) -> None:
     try:
         if file.stat().st_size < ROTATE_AT:
             return
-        with opened(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+        with open_descriptor(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
             # Two hooks may see the full log. The second would move the new one, of a line or two,
             # over the full one, which is gone then.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from forestage.system import folders, libc
-from forestage.system.files import ACL, encode_acl, opened
+from forestage.system.files import ACL, encode_acl, open_descriptor
 from forestage.units import is_number
 
 USER_FILE_NAME = "events.jsonl"
@@ -54,7 +54,7 @@ def append_lines(users: Path, uid: int, lines: Sequence[bytes], is_own: bool = T
         file = file_of(users, uid)
         if not file.exists():
             _make_file(users, uid)
-        with opened(file, _APPEND) as fd:
+        with open_descriptor(file, _APPEND) as fd:
             write_lines(fd, lines)
             if is_own:
                 _punch_front(fd)
@@ -88,7 +88,7 @@ def find_users_of(users: Path, key: str) -> Iterator[int]:
     for uid in list_users(users):
         with (
             contextlib.suppress(OSError),
-            opened(file_of(users, uid), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd,
+            open_descriptor(file_of(users, uid), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd,
         ):
             start = max(0, os.fstat(fd).st_size - 2 * USER_FILE_BYTES)
             if field in os.pread(fd, 2 * USER_FILE_BYTES, start):
@@ -101,7 +101,7 @@ def keep_rights(users: Path) -> None:
     Somebody's hand may have changed them, for all of /run.
     """
     for uid in list_users(users):
-        folders.keep(users, folders.PASSABLE)
+        folders.ensure_directory_with_mode(users, folders.PASSABLE)
         with contextlib.suppress(OSError):  # another thing by that name, or it went meanwhile
             _set_rights(users / str(uid), uid, owner=7, user=1)
             _set_rights(file_of(users, uid), uid, owner=6, user=4)
@@ -116,16 +116,16 @@ def remove_idle(users: Path, now: float) -> None:
 
 def _make_file(users: Path, uid: int) -> None:
     """Make a user's file; it gets its name once nobody else can read it. Raises OSError."""
-    folders.keep(users, folders.PASSABLE)
-    with opened(users, os.O_TMPFILE | os.O_RDWR, 0o600) as fd:
+    folders.ensure_directory_with_mode(users, folders.PASSABLE)
+    with open_descriptor(users, os.O_TMPFILE | os.O_RDWR, 0o600) as fd:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # an error (EINVAL) on all that is no tmpfs
         os.setxattr(fd, ACL, encode_acl(uid, owner=6, user=4))
         _make_room(users, uid)
         folder = users / str(uid)
-        folders.make(folder, folders.PRIVATE)
+        folders.ensure_directory(folder, folders.PRIVATE)
         _set_rights(folder, uid, owner=7, user=1)
         with (
-            opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as here,
+            open_descriptor(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as here,
             contextlib.suppress(FileExistsError),  # another hook was faster
         ):
             os.link(f"/proc/self/fd/{fd}", USER_FILE_NAME, dst_dir_fd=here)
@@ -140,7 +140,9 @@ def _punch_front(fd: int) -> None:
     facts = os.fstat(fd)
     if facts.st_blocks * 512 > USER_FILE_BYTES:
         length = (facts.st_size - USER_KEPT_BYTES) // _PAGE * _PAGE
-        libc.call("fallocate", fd, _KEEP_SIZE | _PUNCH_HOLE, libc.wide(0), libc.wide(length))
+        libc.call_libc(
+            "fallocate", fd, _KEEP_SIZE | _PUNCH_HOLE, libc.make_int64(0), libc.make_int64(length)
+        )
 
 
 def _set_rights(path: Path, uid: int, owner: int, user: int) -> None:
@@ -169,7 +171,7 @@ def _remove(users: Path, uid: int) -> None:
     What an admin put there stays, and keeps no other user's from being removed.
     """
     file = file_of(users, uid)
-    with contextlib.suppress(OSError), opened(file, _APPEND) as fd:
+    with contextlib.suppress(OSError), open_descriptor(file, _APPEND) as fd:
         file.unlink()
         os.ftruncate(fd, 0)
     with contextlib.suppress(OSError):

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from forestage.hooks.limit import HookDeadlines
     from forestage.paths import NodePaths
     from forestage.slurm.job import Job
-    from forestage.slurm.lines import Fields
+    from forestage.slurm.lines import LineFields
     from forestage.slurm.queue import SlurmClient
     from forestage.slurm.slurm_conf import SlurmConf
-    from forestage.system.terminal import Piece
+    from forestage.system.terminal import OutputBlock
     from forestage.system.tree import RootedTree
 
 
@@ -69,7 +69,7 @@ class StatusPart(msgspec.Struct, frozen=True):
     after: str
     room: tuple[tuple[str, str], ...] = ()
     rows: tuple[tuple[str, str], ...] = ()
-    tables: tuple[Piece, ...] = ()
+    tables: tuple[OutputBlock, ...] = ()
 
 
 class MetricsFacts(msgspec.Struct, frozen=True):
@@ -176,7 +176,7 @@ class StepPart(msgspec.Struct, frozen=True):
     `local` are the paths, in the comment's order, at which all of it is read from this node.
     """
 
-    lines: list[Fields]
+    lines: list[LineFields]
     outcomes: list[RequestOutcome]
     local: tuple[str, ...] = ()
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from forestage.paths import NodePaths
     from forestage.slurm.hints import Request
     from forestage.slurm.job import Job
-    from forestage.slurm.lines import Fields
+    from forestage.slurm.lines import LineFields
     from forestage.slurm.queue import SlurmClient
     from forestage.stage.engines import CopyHelpers
     from forestage.stage.task import CopyTask
@@ -107,7 +107,7 @@ PROLOG_BEFORE_LEASE: Door[Callable[[BeforeLeaseFacts], Job]] = Door("prolog.befo
 PROLOG_AFTER_LEASE: Door[Callable[[AfterLeaseFacts], list[RequestOutcome]]] = Door(
     "prolog.after_lease"
 )
-STEP_BEFORE_LEASE: Door[Callable[[BeforeLeaseFacts], tuple[Job, Fields]]] = Door(
+STEP_BEFORE_LEASE: Door[Callable[[BeforeLeaseFacts], tuple[Job, LineFields]]] = Door(
     "step.before_lease"
 )
 STEP_AFTER_LEASE: Door[Callable[[AfterLeaseFacts], StepPart]] = Door("step.after_lease")

@@ -23,7 +23,7 @@ from forestage.slurm.lines import (
     LOCAL,
     MAX_LINE,
     RESULT,
-    has_control,
+    has_control_characters,
 )
 from forestage.units import printable
 
@@ -81,7 +81,7 @@ def measured(node: Node, answer: RequestResult) -> RequestResult:
         return answer
     takes = 0.0
     with contextlib.suppress(OSError):  # only a figure
-        takes = baseline.seconds(node.cache, node.config, answer.image.key)
+        takes = baseline.estimate_read_seconds(node.cache, node.config, answer.image.key)
     return answer.saying(baseline=takes)
 
 
@@ -106,7 +106,7 @@ def variables_of_image(job: Job, answers: Sequence[RequestResult]) -> list[tuple
     outcome = answer.outcome
     path = outcome.image or os.path.join(job.work_dir, request.path)
     found = [(RESULT, result_word(outcome)), (IMAGE_PATH, path)]
-    return [pair for pair in found if not any(map(has_control, pair))]
+    return [pair for pair in found if not any(map(has_control_characters, pair))]
 
 
 def local_images(job: Job, answers: Sequence[RequestResult]) -> tuple[str, ...]:
@@ -133,6 +133,6 @@ def variables_of_data(
     listed = ""
     for path in dict.fromkeys(local):
         named = f":{path.replace('%', '%25').replace(':', '%3A')}"
-        if not has_control(path) and len(os.fsencode(listed + named)) <= MAX_LOCAL:
+        if not has_control_characters(path) and len(os.fsencode(listed + named)) <= MAX_LOCAL:
             listed += named
     return found + ([(LOCAL, listed[1:])] if listed else [])

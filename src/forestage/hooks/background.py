@@ -35,7 +35,7 @@ TYPE_CHECKING = False  # as in hooks/boundary.py
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from forestage.config import Companion, LoadedConfig
+    from forestage.config import CompanionPresence, LoadedConfig
     from forestage.paths import NodePaths
     from forestage.slurm.job import Job
     from forestage.slurm.slurm_conf import SlurmConf
@@ -155,7 +155,7 @@ def slurms(conf: SlurmConf) -> list[str]:
     from forestage.slurm import plugstack
 
     try:
-        for line in plugstack.lines(plugstack.of(conf), conf.text):
+        for line in plugstack.read_lines(plugstack.find_plugstack_path(conf), conf.text):
             if isinstance(line, plugstack.IncludeLine):
                 conf.files.names(os.path.dirname(line.pattern))  # noqa: PTH120 - pathlib is an import
     except (OSError, ValueError):  # so nobody can tell
@@ -166,23 +166,25 @@ def slurms(conf: SlurmConf) -> list[str]:
 def note(
     places: NodePaths,
     settings: LoadedConfig,
-    companion: Companion,
+    companion: CompanionPresence,
     decided_by: Sequence[str],
     by_slurm: Sequence[str],
 ) -> None:
     """Writes down which partitions' Prologs may leave, if that is not what is there already.
 
     `companion`: whether Slurm loads it; where that is unknown, all Prologs stay. `decided_by` are
-    the lines of cache/step_record.decided_by from before the settings were read, `by_slurm` those
-    of `slurms`. Raises OSError.
+    the lines of cache/step_record.format_config_lines from before the settings were read,
+    `by_slurm` those of `slurms`. Raises OSError.
     """
     from forestage import config
     from forestage.system import records
-    from forestage.system.files import read
+    from forestage.system.files import read_file
 
     files = [line for line in decided_by if line.startswith("file\t")]
     lines = [FIRST_LINE, *files, *by_slurm]
-    partitions = [(name, config.decided(own, companion)) for name, own in settings.everywhere()]
+    partitions = [
+        (name, config.resolve_auto_redirect(own, companion)) for name, own in settings.everywhere()
+    ]
     # A bind that is out of date has to go before any job of the node starts.
     bind = any(own.redirect == "bind" for _, own in partitions)
     for name, own in partitions:
@@ -190,7 +192,7 @@ def note(
         lines.append(f"partition\t{name or ANY}\t{'leave' if leaves and not bind else 'stay'}")
     text = os.fsencode("".join(f"{line}\n" for line in lines))
     file = places.background
-    if files and not (file.exists() and read(file) == text):
+    if files and not (file.exists() and read_file(file) == text):
         records.write(file, text)
 
 

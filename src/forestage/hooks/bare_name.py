@@ -26,12 +26,12 @@ def find_refusal(job: Job, request: Request, seconds: float) -> Declined | None:
     if request.kind != "image" or job.hints.off or not path.startswith("/"):
         return None
 
-    def work() -> as_user.Found[bool]:
-        as_user.become(job.user)
+    def work() -> as_user.ChildResult[bool]:
+        as_user.set_effective_user(job.user)
         return stat.S_ISREG(os.stat(path).st_mode), []  # noqa: PTH116
 
     try:
-        is_there, _ = as_user.call(work, bool, min(LOOK, seconds))
+        is_there, _ = as_user.run_in_child(work, bool, min(LOOK, seconds))
     except (ForestageError, OSError):
         return None
     what = f"{name} is an image of a registry to pyxis; the file {path} lies here: write ./{name}"

@@ -385,7 +385,7 @@ def _hangs(cache: str, root: str) -> float:
     from forestage.cache import disk
     from forestage.cache.layout import Cache
 
-    hang = disk.hangs(_places(root), Cache(Path(cache)))
+    hang = disk.probe_disk(_places(root), Cache(Path(cache)))
     return hang.seconds if hang else 0.0
 
 
@@ -399,10 +399,10 @@ def _places(root: str) -> NodePaths:
 
 def write(*fields: str) -> None:
     """One line for the companion, which may have gone."""
-    from forestage.slurm.lines import encoded
+    from forestage.slurm.lines import encode_line
 
     try:
-        os.write(1, encoded(*fields) + b"\n")
+        os.write(1, encode_line(*fields) + b"\n")
     except OSError:
         return
 

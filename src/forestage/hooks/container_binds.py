@@ -99,7 +99,7 @@ class ContainerBinds:
         found = self._found = self._found or self._look()
         bound = found.bound + (self._of_image(found, own) if own else ())
         for who, directory in bound:
-            if enroot.holds(directory, path):
+            if enroot.is_bind_above(directory, path):
                 unknown = enroot.UNKNOWN in directory
                 what = "what may be above it" if unknown else directory
                 raise Declined(
@@ -117,13 +117,13 @@ class ContainerBinds:
     def _begin(self) -> "_PendingLookup":
         """Reads what is the node's here, and what is the user's in a child, as that user."""
         files = RecordingTree(self._places.root)
-        site = enroot.site(files, self._job.path)
-        binds = [*enroot.site_binds(files, site)]
+        site = enroot.read_enroot_setup(files, self._job.path)
+        binds = [*enroot.list_site_binds(files, site)]
         job = self._job
         home = (job.variables or {}).get("HOME") or job.home or job.user.home or ""
         spot = os.memfd_create("spot")
 
-        def work() -> as_user.Found[_BindLookupResult]:
+        def work() -> as_user.ChildResult[_BindLookupResult]:
             return self._as_user(site, binds, spot), []
 
         since = time.monotonic()
@@ -131,7 +131,7 @@ class ContainerBinds:
 
     def _look(self) -> _BindLookupResult:
         looking, self._looking = self._looking or self._begin(), None
-        hang = opening.known_hang(self._places, looking.home) if looking.home else ""
+        hang = opening.find_server_hang(self._places, looking.home) if looking.home else ""
         try:
             found, line = looking.child.answer(_BindLookupResult, 0.0 if hang else self._left)
         except as_user.ChildTimeout:
@@ -145,7 +145,9 @@ class ContainerBinds:
         ours = {os.fspath(files.at(path)): facts for path, facts in files.facts.items()}
         if found.variables:
             program = looking.site.program
-            self.decided = step_record.of_binds(program, ours, found.facts, found.variables)
+            self.decided = step_record.format_bind_lines(
+                program, ours, found.facts, found.variables
+            )
         return found
 
     def _hung(self, looking: _PendingLookup) -> str:
@@ -153,7 +155,7 @@ class ContainerBinds:
         path = os.fsdecode(os.pread(looking.spot, PATH_MAX, 0).partition(b"\0")[0])
         if not path:
             return "earlier looks at this user's files still hang"
-        opening.note_hang(self._places, path)
+        opening.start_server_probe(self._places, path)
         home = looking.home.rstrip("/")
         if home and is_below(path, home):
             path = f"the home directory {home}"
@@ -169,11 +171,13 @@ class ContainerBinds:
             os.pwrite(spot, os.fsencode(path)[:PATH_MAX] + b"\0", 0)
 
         self._take_place()
-        home = (job.variables or {}).get("HOME") or job.home or as_user.home_of(job.user)
-        as_user.become(job.user)
+        home = (
+            (job.variables or {}).get("HOME") or job.home or as_user.find_home_directory(job.user)
+        )
+        as_user.set_effective_user(job.user)
         variables = _variables(job, home)
         variables.get("HOME")  # counts in any case
-        own = enroot.user_folder(site.settings, variables, home)
+        own = enroot.find_user_folder(site.settings, variables, home)
         # pyxis keeps the second from enroot; one that the job runs by itself goes by it.
         folders = {own, variables.get("ENROOT_SYSCONF_PATH") or site.sysconf} - {site.sysconf}
         doubt = ""
@@ -186,7 +190,7 @@ class ContainerBinds:
         bound = [(who, variables.expanded(source)) for who, source in bound]
         wants_home = job.mounts_home
         if wants_home is None:
-            wants_home = enroot.says_yes(site.settings.get("ENROOT_MOUNT_HOME", ""))
+            wants_home = enroot.is_true_setting(site.settings.get("ENROOT_MOUNT_HOME", ""))
         if wants_home:
             bound += [("--container-mount-home", home)]
         return _as_text(
@@ -197,7 +201,7 @@ class ContainerBinds:
         """In a child, as root: where as many of the user's hang as may, it waits for one."""
         with contextlib.suppress(OSError):  # /run is full, or this is no root
             place = USER_FILES.first_byte(self._job.user.uid) + os.getpid() % USER_FILES.width
-            lock.take_place(self._places.mounting, place, waits=True)
+            lock.lock_byte(self._places.mounting, place, waits=True)
 
     def _of_image(
         self, found: _BindLookupResult, own: Sequence[str]
@@ -206,13 +210,13 @@ class ContainerBinds:
         variables = _variables(self._job, found.home)
         bound = [("the image's /etc/fstab", variables.expanded(source)) for source in own]
 
-        def work() -> as_user.Found[_BindLookupResult]:
+        def work() -> as_user.ChildResult[_BindLookupResult]:
             self._take_place()
-            as_user.become(self._job.user)
+            as_user.set_effective_user(self._job.user)
             return _as_text(_BindLookupResult("", _led(bound), "", {}, {})), []
 
         try:
-            return as_user.call(work, _BindLookupResult, self._left)[0].bound
+            return as_user.run_in_child(work, _BindLookupResult, self._left)[0].bound
         except (Declined, OSError):
             return (("the image's /etc/fstab", enroot.UNKNOWN),)
 
@@ -247,7 +251,7 @@ def _of_folder(files: RecordingTree, folder: str) -> tuple[list[FstabBind], str]
         if text is None:
             return binds, f"{mounts}/{name} cannot be read"
         left -= len(text.encode(errors="replace"))
-        binds += [FstabBind(f"{mounts}/{name}", *one) for one in enroot.plain_binds(text)]
+        binds += [FstabBind(f"{mounts}/{name}", *one) for one in enroot.list_plain_binds(text)]
     if left < 0 or len(names) > MOST_THEIRS:
         return binds, f"{mounts} is too large"
     programs = [name for name in listed_hooks if name.endswith(".sh")]
@@ -274,7 +278,7 @@ def _led(
             yield who, directory
             if directory.startswith("/") and enroot.UNKNOWN not in directory:
                 at(directory)
-                yield who, as_user.real(directory)
+                yield who, as_user.resolve_links(directory)
 
     return tuple(dict.fromkeys(both()))
 

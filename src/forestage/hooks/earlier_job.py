@@ -82,7 +82,7 @@ def _has_step(job: int, proc: Path) -> bool:
     while pid > 1 and pid not in above:
         above.add(pid)
         try:
-            pid = processes.stat(proc / str(pid)).parent
+            pid = processes.read_stat(proc / str(pid)).parent
         except OSError:  # of a test's node, or the hook was given to another parent
             break
     managers = SlurmClient("", proc=proc).managers()

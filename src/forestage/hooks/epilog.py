@@ -147,7 +147,7 @@ def _release_job(
 ) -> None:
     """Releases what the job held, also where the disk hangs; else features do so, and it evicts."""
     try:
-        hang = disk.hangs(end.places, cache, end.patience)
+        hang = disk.probe_disk(end.places, cache, end.patience)
         if hang is not None:
             return report(_without_disk(end, cache, hang))
         # The disk may have been unmounted while the job ran (umount --lazy). What lies below may be
@@ -181,7 +181,7 @@ def _make_room(
     try:
         if config is None or not cache.locks.is_dir():
             return done
-        evicted = evict.tidy(cache, end.leases, config, end.patience)
+        evicted = evict.evict_to_watermark(cache, end.leases, config, end.patience)
     except (Failed, OSError) as error:
         return _failed(error)
     return msgspec.structs.replace(done, evicted=evicted)
@@ -222,17 +222,19 @@ def _release(end: EpilogFacts, cache: Cache) -> ReleaseOutcome:
             if now_there is not None and is_of_other(now_there, end.job):
                 raise Declined("other-job", LATER)
             now = end.clock.wall()
-            table = mounts.current()
+            table = mounts.list_mounts()
             going = let_go(cache, leases, end.places, end.job.id, claims, table, now)
         done = ReleaseOutcome("released", unmounted=len(going))
         try:
-            unmount.unmount(going, lambda bind: end.job.user)
+            unmount.unmount_binds(going, lambda bind: end.job.user)
             # Else nothing can have been inherited. Of a step's redirect the node sees nothing.
             if going or (lease is not None and lease.uses):
                 # What stays in other mount namespaces the sweep tells, and tries again.
                 with contextlib.suppress(Failed, OSError):
                     now = end.clock.wall()
-                    namespaces.clear(cache, leases, now, first=end.job.user.uid, here=table)
+                    namespaces.unmount_in_namespaces(
+                        cache, leases, now, first=end.job.user.uid, here=table
+                    )
         except unmount.UnmountError as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = printable(_stuck(stays.stuck, lease))
@@ -240,7 +242,7 @@ def _release(end: EpilogFacts, cache: Cache) -> ReleaseOutcome:
                 "released", unmounted=stays.off, reason=stays.reason, detail=detail
             )
     # This job may have failed for it, the next one need not.
-    disk_errors.look(end.places, cache, end.clock)
+    disk_errors.scan_kernel_log(end.places, cache, end.clock)
     return done
 
 
@@ -268,7 +270,7 @@ def let_go(
     """
     leases.drop(job)
     # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
-    return redirect.claim_unneeded(cache, leases, places, claims, table, now)
+    return redirect.claim_unneeded_binds(cache, leases, places, claims, table, now)
 
 
 def note_use(cache: Cache, lease: Lease | None, now: float) -> None:
@@ -292,7 +294,7 @@ def _without_disk(end: EpilogFacts, cache: Cache, hang: HangReport) -> ReleaseOu
     with contextlib.suppress(Failed, OSError):  # who has the lock may hang with the disk
         done = _release(end, cache)
     _drop_unlocked(end.leases, end.job)
-    return _left(disk.declined(cache, hang), done.unmounted)
+    return _left(disk.declined_by_hang(cache, hang), done.unmounted)
 
 
 def given_up(places: NodePaths, job: Job, why: Declined) -> ReleaseOutcome:

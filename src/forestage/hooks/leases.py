@@ -117,7 +117,7 @@ def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: HookDea
     # A name that is no text can be in no lease, and so never has a redirect either.
     with contextlib.suppress(ForestageError, OSError, UnicodeEncodeError):
         path = os.path.join(job.work_dir, job.saves)
-        saved, may = opening.saved_to(path, job.user, min(LOOK, limit.end.left()))
+        saved, may = opening.resolve_save_path(path, job.user, min(LOOK, limit.end.left()))
         job = msgspec.structs.replace(job, saves=saved)
         with lock.held_if_writable(node.cache.space_lock, limit.end.left()):
             lease = of_job(node, job)
@@ -126,7 +126,7 @@ def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: HookDea
                 return job
             # Before those that lie there go: the stager may lay one.
             node.leases.put(lease.saving(saved))
-        redirect.unmount_stale(node.cache, frozenset({saved}), "", job.user, limit.end)
+        redirect.unmount_stale_binds(node.cache, frozenset({saved}), "", job.user, limit.end)
     return job
 
 
@@ -141,18 +141,18 @@ def drop_redirect(node: Node, job: Job, path: str, limit: HookDeadlines) -> None
             node.leases.write(lease.unredirected(path))
         if path in node.leases.redirected():
             return
-    redirect.unmount_stale(node.cache, frozenset({path}), "", job.user, limit.end)
+    redirect.unmount_stale_binds(node.cache, frozenset({path}), "", job.user, limit.end)
 
 
 @contextlib.contextmanager
 def _space(node: Node, limit: HookDeadlines) -> Iterator[None]:
     """Holds the space lock. Who has it may hang with the disk: then it is not waited for."""
     left = limit.end.left()
-    hang = disk.hangs(node.places, node.cache, left)
+    hang = disk.probe_disk(node.places, node.cache, left)
     with contextlib.ExitStack() as held:
         try:
             patience = left if hang is None else min(GIVE_UP, left)
             held.enter_context(lock.held(node.cache.space_lock, patience))
         except lock.LockTimeout as busy:
-            raise busy if hang is None else disk.declined(node.cache, hang, left) from None
+            raise busy if hang is None else disk.declined_by_hang(node.cache, hang, left) from None
         yield

@@ -4,7 +4,7 @@ import msgspec
 
 from forestage.clock import Clock, Deadline
 from forestage.config import Config
-from forestage.stage.wait import Progress, quiet
+from forestage.stage.wait import ProgressCallback, ignore_progress
 
 SMALL = 64 * 1024 * 1024  # bytes; most disks and links bring so many in within SHORTLY
 SHORTLY = 1.0  # seconds that a small image is waited for: shorter than what reading twice costs
@@ -25,9 +25,9 @@ class HookDeadlines(msgspec.Struct, frozen=True):
     copy: Deadline | None
     small: Deadline
     room: Deadline
-    watch: Progress = quiet
+    watch: ProgressCallback = ignore_progress
     fill: Deadline | None = None
-    progress: Progress = quiet
+    progress: ProgressCallback = ignore_progress
     ready: bool = True
     through: bool = False
 

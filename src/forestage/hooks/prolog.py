@@ -77,7 +77,7 @@ def with_user(job: Job, limit: HookDeadlines) -> tuple[Job, Declined | None]:
     Once, for all processes that act as the user: each answer may take seconds.
     """
     try:
-        user = as_user.identify(job.user, limit.end.left())
+        user = as_user.query_name_service(job.user, limit.end.left())
     except Declined as unknown:
         return job, unknown
     except OSError:  # no process can be started: each request says so
@@ -105,11 +105,11 @@ def limit_of(
     nor the user's word for that shortens or lengthens the search for stale redirects.
     """
     config, hint = node.config, job.hints.wait
-    seconds = timeouts.patience(limits, opening.HOOK_TIMEOUT if refusal else config.deadline)
+    seconds = timeouts.prolog_budget(limits, opening.HOOK_TIMEOUT if refusal else config.deadline)
     if refusal or config.redirect == "spank":  # whose steps wait: no timeout of Slurm's ends that
         return HookDeadlines.of(node.clock, seconds, None, small=False, ready=ready, room=hint != 0)
     wish = wished(config, hint, limits.hurts)
-    copy = None if wish is None else timeouts.patience(limits, wish)
+    copy = None if wish is None else timeouts.prolog_budget(limits, wish)
     return HookDeadlines.of(node.clock, seconds, copy, hint != 0, ready, room=hint != 0)
 
 

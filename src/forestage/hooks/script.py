@@ -15,7 +15,14 @@ from forestage.cache.layout import Cache
 from forestage.cache.lease import LeaseDirectory
 from forestage.cache.node import Node, configured_root
 from forestage.clock import Clock
-from forestage.config import ANYWHERE, REMOVED, Config, decided, load_settings, switch
+from forestage.config import (
+    ANYWHERE,
+    REMOVED_KEYS,
+    Config,
+    load_config,
+    resolve_auto_redirect,
+    switch,
+)
 from forestage.errors import ConfigError, Declined, Failed
 from forestage.features import asked_for
 from forestage.hooks import background
@@ -24,7 +31,7 @@ from forestage.paths import NodePaths
 from forestage.slurm import companion, timeouts
 from forestage.slurm.companion import CompanionState
 from forestage.slurm.job import Job
-from forestage.slurm.lines import STEP_TIMEOUT, Fields, has_control
+from forestage.slurm.lines import STEP_TIMEOUT, LineFields, has_control_characters
 from forestage.slurm.slurm_conf import SlurmConf
 from forestage.units import printable
 
@@ -59,7 +66,7 @@ def run(hook: HookRun, places: NodePaths, clock: Clock) -> None:
 def _be_of_no_job() -> None:
     from forestage.system import child
 
-    child.leave_job()
+    child.leave_job_cgroups()
 
 
 def _prolog(
@@ -68,7 +75,7 @@ def _prolog(
     from forestage.cache import step_record
     from forestage.hooks import prolog
 
-    limits = timeouts.read(hook.slurm_conf)
+    limits = timeouts.read_limits(hook.slurm_conf)
     if LeaseDirectory(places.leases).file(job.id).exists():
         from forestage.hooks import earlier_job
 
@@ -80,7 +87,7 @@ def _prolog(
         if not bad:  # or nobody reads it
             return job, prolog.bad_hint(job)
     features = _asked_for(job, has_data)
-    decided_by = step_record.decided_by(places)
+    decided_by = step_record.format_config_lines(places)
     nodes, refusal = _nodes(hook, job, places, clock)
     _note_background(hook, places, decided_by)
     # Once: several caches must not take several times what slurm.conf allows.
@@ -140,9 +147,9 @@ def _step(
     from forestage.hooks import answers, step, user_messages
     from forestage.system import child
 
-    decided_by = step_record.decided_by(places)
+    decided_by = step_record.format_config_lines(places)
     # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
-    child.leave_job()
+    child.leave_job_cgroups()
     background.wait(background.mark_of(hook.environ, os.fspath(places.run)))
     timeout = hook.environ.get(STEP_TIMEOUT, "")
     hook.watched.ends_within(float("inf"))  # the companion has a limit of its own
@@ -150,7 +157,7 @@ def _step(
     job, unknown = step.with_user(nodes[0], job, timeout)
     job, refusal = step.with_notes(nodes[0], job, refusal or unknown)
     nodes = [user_messages.with_tell(node, job) for node in nodes]
-    later: Fields = ()
+    later: LineFields = ()
     features = _asked_for(job, has_data=False)
     if features and refusal is None:
         from forestage.features.doors import STEP_BEFORE_LEASE, load_all
@@ -217,10 +224,10 @@ def _served_facts(
     return AfterLeaseFacts(node, job, limit, refusal)
 
 
-def _write_lines(hook: HookRun, lines: Sequence[Fields]) -> None:
+def _write_lines(hook: HookRun, lines: Sequence[LineFields]) -> None:
     """Tells the companion what a feature shows the step."""
     for words in lines:
-        if any(map(has_control, words)):
+        if any(map(has_control_characters, words)):
             hook.say(f"result=unshown detail={words!r}")
         else:
             write(*words)
@@ -235,7 +242,7 @@ def _epilog(hook: HookRun, job: Job, places: NodePaths, clock: Clock) -> None:
     except ConfigError as error:
         hook.say(f"result=failed reason=config detail={error.one_line!r}")
         config = None
-    limits = timeouts.read(hook.slurm_conf)
+    limits = timeouts.read_limits(hook.slurm_conf)
 
     def report(done: ReleaseOutcome) -> None:
         hook.report(job, [done], places, clock)
@@ -245,17 +252,17 @@ def _epilog(hook: HookRun, job: Job, places: NodePaths, clock: Clock) -> None:
 
 def read_config(hook: HookRun, job: Job, places: NodePaths) -> Config:
     """Reads what the admin decided for the job's partition. Raises ConfigError."""
-    hook.settings = load_settings(places.etc, places.config_memo)
+    hook.settings = load_config(places.etc, places.config_memo)
     for key in hook.settings.unlogged:
         where = ", ".join(hook.settings.removed[key])
-        detail = f"{where}: {key} was removed: {REMOVED[key]} (remove the line)"
+        detail = f"{where}: {key} was removed: {REMOVED_KEYS[key]} (remove the line)"
         hook.say(f"result=warning reason=removed-key detail={detail!r}")
     found = hook.settings.for_partition(job.partition)
     if found.redirect == "auto":
         loads = _companion_state(hook, places)
         if loads.why and hook.name == "prolog":  # once for a job
             hook.say(f"result=unread reason=slurm-conf detail={loads.why!r}")
-        found = decided(found, loads.state)
+        found = resolve_auto_redirect(found, loads.state)
     return found
 
 
@@ -263,7 +270,7 @@ def _companion_state(hook: HookRun, places: NodePaths) -> CompanionState:
     """Return whether the job's steps get the companion; it is what runs a step's hook."""
     if hook.name == "step":
         return CompanionState("loaded")
-    return companion.read_state(places.loaded, hook.slurm_conf)
+    return companion.read_companion_state(places.loaded, hook.slurm_conf)
 
 
 def _nodes(
@@ -275,7 +282,7 @@ def _nodes(
     for each cache that a lease names, so that no redirect shows the job an outdated file.
     """
     # First, as the configuration may be why somebody has switched it off.
-    off = switch.by_file(places, clock.wall())
+    off = switch.find_off_file_reason(places, clock.wall())
     try:
         config = read_config(hook, job, places)
     except ConfigError as error:

@@ -30,9 +30,9 @@ from forestage.hooks.answers import RequestResult, measured, of_error, shown_as
 from forestage.hooks.container_binds import ContainerBinds
 from forestage.hooks.leases import GIVE_UP
 from forestage.hooks.limit import HookDeadlines
-from forestage.slurm.hints import IMPORTED, Kind, Request
+from forestage.slurm.hints import IMPORTED, Request, RequestKind
 from forestage.slurm.job import Job
-from forestage.slurm.lines import has_control
+from forestage.slurm.lines import has_control_characters
 from forestage.sources.file import FileSourceFinder
 from forestage.sources.source import OpenImage, SourceFinder
 from forestage.stage import wait
@@ -41,7 +41,7 @@ from forestage.units import printable
 if TYPE_CHECKING:
     from forestage.system.holder import StartChannel
 
-SOURCES: Mapping[Kind, SourceFinder] = {
+SOURCES: Mapping[RequestKind, SourceFinder] = {
     "image": FileSourceFinder("image"),
     IMPORTED: FileSourceFinder("image"),
     "mount": FileSourceFinder("data"),
@@ -119,7 +119,7 @@ def begin(
     refusal = call.refusal or _refusal(node, job, request, limit)
     found: SourceImage | None = None
     try:
-        if refusal and not redirect.binds(node.cache):
+        if refusal and not redirect.list_binds(node.cache):
             raise refusal
         finder = SOURCES[request.kind]
         path = finder.path(job, request)
@@ -129,7 +129,7 @@ def begin(
             _check(node, found, refusal)
             _keep_clear_of_binds(call, request, found)
             lease = held.enter_context(leases.leased(node, job, opened.image.key, limit))
-            copying = held.enter_context(wait.begun(node, job, opened))
+            copying = held.enter_context(wait.ensure_copy_started(node, job, opened))
             kept = call.held.enter_context(held.pop_all())
     except (ForestageError, OSError) as error:
         return _with_time(call, _nothing_shown(request, error, refusal, found), since)
@@ -185,7 +185,7 @@ def _show(call: ServeContext, begun: StagedRequest) -> RequestResult:
     if begins:  # no job is to read through a copy that is refused, and say nothing of it
         first = limit.room
     try:
-        came = wait.obtain(node, job, opened, copying, first, limit.watch, begins)
+        came = wait.wait_for_copy(node, job, opened, copying, first, limit.watch, begins)
     except Declined as late:
         if late.reason != "deadline":
             raise
@@ -193,14 +193,14 @@ def _show(call: ServeContext, begun: StagedRequest) -> RequestResult:
         if meanwhile is None:
             came = "joined"
         elif until := _rather(call, begun, meanwhile):
-            came = wait.obtain(node, job, opened, copying, until, limit.watch)
+            came = wait.wait_for_copy(node, job, opened, copying, until, limit.watch)
         else:
             return meanwhile
     _keep_clear_of_binds(call, begun.request, found)  # what its own fstab says is known now
     # The use is noted at its end (hooks/epilog.py): a hit writes nothing to a disk that may hang.
     way = _way(call, begun.request, found)
     if way == "bind":
-        way = redirect.mount(node, begun.lease, job.user, found, limit.end, limit.copy)
+        way = redirect.mount_redirect(node, begun.lease, job.user, found, limit.end, limit.copy)
     return shown_as(begun.request, found, came, way)
 
 
@@ -209,7 +209,7 @@ def _may_lack_room(node: Node, found: SourceImage) -> bool:
     from forestage.cache import evict  # a hit needs none of it
 
     try:
-        return not evict.is_free(node.cache, node.config, found.size)
+        return not evict.is_space_free(node.cache, node.config, found.size)
     except OSError:  # the stager meets it, too
         return True
 
@@ -254,7 +254,7 @@ def _through(call: ServeContext, begun: StagedRequest) -> RequestResult | None:
     try:
         socket = keeper.start(CopyTask(node, job, begun.opened), wait=call.limit.ready)
     except Declined as why:
-        # A stager that publishes takes away what a keeper of its copy needs (cache/readers.remove).
+        # A stager that publishes takes away what a keeper of its copy needs (cache/readers.remove_map_files).
         if node.cache.find(found):
             return None
         return started.saying(reason=why.reason, detail=printable(str(why)))
@@ -270,7 +270,7 @@ def _leave_room(node: Node, job: Job, answers: list[RequestResult]) -> list[Requ
     only a favour: a job that finds too little has no more without us.
     """
     needs = {
-        number: unpacked.unpacked(node.cache, node.config, answer.image)
+        number: unpacked.estimate_unpacked_bytes(node.cache, node.config, answer.image)
         for number, answer in enumerate(answers)
         if answer.image and answer.image.kind == "image" and answer.outcome.result not in UNSERVED
     }
@@ -278,15 +278,15 @@ def _leave_room(node: Node, job: Job, answers: list[RequestResult]) -> list[Requ
     if number is None or not needs[number]:
         return answers
     with contextlib.suppress(ForestageError, OSError):
-        disk.must_take(node.places, node.cache, GIVE_UP)
-        if not unpacked.fits(node.cache, node.config, needs[number]) and unpacked.is_beside(
-            node.cache, node.places.root, GIVE_UP
-        ):
+        disk.check_writable(node.places, node.cache, GIVE_UP)
+        if not unpacked.has_free_bytes(
+            node.cache, node.config, needs[number]
+        ) and unpacked.is_enroot_on_same_disk(node.cache, node.places.root, GIVE_UP):
             # Mostly there is enough.
             from forestage.cache import evict
 
             whose = (needs[number], job.user.uid, GIVE_UP)
-            keys = evict.leave_room(node.cache, node.leases, node.config, *whose)
+            keys = evict.evict_for_job(node.cache, node.leases, node.config, *whose)
             answers[number] = answers[number].saying(evicted=keys)
     return answers
 
@@ -301,9 +301,9 @@ def _refusal(node: Node, job: Job, request: Request, limit: HookDeadlines) -> De
         SOURCES[request.kind].path(job, request)
         if job.hints.off:
             return Declined("off", "the job says stage=off")
-        disk.must_serve(node.places, node.cache, limit.end.left())
+        disk.check_readable(node.places, node.cache, limit.end.left())
         node.cache.prepare(node.config.require_mount)
-        disk_errors.must_not_be(node.places)
+        disk_errors.check_no_doubt(node.places)
     except Declined as declined:
         return declined
     except OSError as error:
@@ -315,7 +315,7 @@ def _check(node: Node, found: SourceImage, refusal: Declined | None) -> None:
     """Raises Declined where this image must not be staged for the job."""
     if refusal:
         raise refusal
-    if node.config.redirect == "spank" and has_control(found.path):
+    if node.config.redirect == "spank" and has_control_characters(found.path):
         # The step could not tell the companion, whose lines have fields between tabs.
         raise Declined("bad-path", "the path resolves to a name with control characters")
 

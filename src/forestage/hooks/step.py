@@ -25,9 +25,9 @@ from forestage.hooks.limit import HookDeadlines, wished
 from forestage.slurm import timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import STEP_ENVIRONMENT, Fields, has_control
+from forestage.slurm.lines import STEP_ENVIRONMENT, LineFields, has_control_characters
 from forestage.sources import opening
-from forestage.stage.wait import quiet
+from forestage.stage.wait import ignore_progress
 from forestage.system import as_user, lock
 from forestage.units import is_number
 
@@ -44,8 +44,8 @@ class StepResult(msgspec.Struct, frozen=True):
     """
 
     answers: list[RequestResult]
-    answer: Fields
-    also: tuple[Fields, ...] = ()
+    answer: LineFields
+    also: tuple[LineFields, ...] = ()
 
     @property
     def outcomes(self) -> list[RequestOutcome]:
@@ -67,10 +67,10 @@ def limit_of(
     """
     config, hint = node.config, job.hints.wait
     wish = None if refusal else wished(config, hint, timeouts.STEP_WAIT)
-    copy = None if wish is None else timeouts.step_patience(wish, timeout)
-    end = timeouts.step_patience(opening.HOOK_TIMEOUT, timeout)
+    copy = None if wish is None else timeouts.step_budget(wish, timeout)
+    end = timeouts.step_budget(opening.HOOK_TIMEOUT, timeout)
     filled = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
-    longest = max(0.0, timeouts.step_patience(math.inf, timeout) - COPIER_GRACE)
+    longest = max(0.0, timeouts.step_budget(math.inf, timeout) - COPIER_GRACE)
     tells = config.user_messages != "none"
     waits = user_messages.WaitReporter(node.clock, say, math.inf)
     brings = progress and user_messages.WaitReporter(node.clock, progress, user_messages.AGAIN)
@@ -78,15 +78,15 @@ def limit_of(
         HookDeadlines.of(node.clock, end, copy, small=hint != 0, room=hint != 0),
         fill=Deadline.after(min(filled, longest), node.clock),
         through=config.start == "through",
-        watch=waits if tells and copy is not None else quiet,
-        progress=brings if tells and brings else quiet,
+        watch=waits if tells and copy is not None else ignore_progress,
+        progress=brings if tells and brings else ignore_progress,
     )
 
 
 def step(node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None) -> StepResult:
     """Stages the step's image; `refusal` is why nothing may be staged on this node now."""
     answers = serve.serve(node, job, job.requests, limit, refusal)
-    own: Fields = ("leave", "no-image")
+    own: LineFields = ("leave", "no-image")
     also = []
     for request, answer in zip(job.requests, answers, strict=True):
         words = fields(node, answer)
@@ -126,7 +126,9 @@ def with_user(node: Node, job: Job, timeout: str) -> tuple[Job, Declined | None]
     user = job.user
     if user.groups is None:
         try:
-            user = as_user.identify(user, timeouts.step_patience(opening.HOOK_TIMEOUT, timeout))
+            user = as_user.query_name_service(
+                user, timeouts.step_budget(opening.HOOK_TIMEOUT, timeout)
+            )
         except Declined as slow:
             return job, slow
         except OSError:  # no process can be started: each request says so
@@ -138,7 +140,7 @@ def with_user(node: Node, job: Job, timeout: str) -> tuple[Job, Declined | None]
                 user = msgspec.structs.replace(user, name=lease.user.name)
     if not user.name:
         with contextlib.suppress(Declined, OSError):
-            named = as_user.identify(user, NAME)
+            named = as_user.query_name_service(user, NAME)
             user = msgspec.structs.replace(user, name=named.name)
     return msgspec.structs.replace(job, user=user), None
 
@@ -170,7 +172,7 @@ def with_notes(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Dec
     return msgspec.structs.replace(job, hints=hints, waited=said.waited), refusal
 
 
-def fields(node: Node, answer: RequestResult) -> Fields:
+def fields(node: Node, answer: RequestResult) -> LineFields:
     """Pure: the fields of the line that ends the companion's wait."""
     outcome, wanted = answer.outcome, answer.image
     if outcome.result == "started":
@@ -187,7 +189,7 @@ def fields(node: Node, answer: RequestResult) -> Fields:
     word = "through" if answer.socket else "use"
     place = answer.socket or node.cache.image(wanted.key)
     words = (str(place), found.path, *map(str, facts), tell)
-    if any(map(has_control, words)):
+    if any(map(has_control_characters, words)):
         return "leave", "bad-path"
     return word, *words
 
@@ -213,8 +215,12 @@ def note_shown(
             lock.held(node.cache.space_lock, leases.GIVE_UP),
         ):
             if decided_by:
-                decided_by = [*decided_by, step_record.of_room(node.cache, node.config), *by_binds]
-            step_record.note(node.leases, job.id, decided_by, images)
+                decided_by = [
+                    *decided_by,
+                    step_record.format_room_line(node.cache, node.config),
+                    *by_binds,
+                ]
+            step_record.add_images(node.leases, job.id, decided_by, images)
 
 
 def _record_of(

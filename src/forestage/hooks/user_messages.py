@@ -99,7 +99,7 @@ def say_bad_hints(node: Node, job: Job, say: "JobMessageWriter") -> None:
 def is_first_node(job: Job) -> bool:
     """Pure: whether this node is the one of the step's that speaks to its user."""
     listed = job.step_nodelist or job.nodelist
-    nodes = nodelist.expand(listed) if listed else ()
+    nodes = nodelist.expand_nodelist(listed) if listed else ()
     return not nodes or nodes[0] == job.node
 
 

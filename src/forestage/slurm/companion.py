@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage.config import Companion
-from forestage.slurm.slurm_conf import SlurmConf, explain_unread
+from forestage.config import CompanionPresence
+from forestage.slurm.slurm_conf import SlurmConf, explain_read_error
 
 if TYPE_CHECKING:
     from forestage.slurm import plugstack
@@ -24,11 +24,11 @@ IMPORTER = "forestage-importer"  # the program's name, wherever it is installed
 class CompanionState(msgspec.Struct, frozen=True):
     """Whether steps that start now get the companion; `why` it is unknown, with the file's name."""
 
-    state: Companion
+    state: CompanionPresence
     why: str = ""
 
 
-def read_state(mark: Path, conf: SlurmConf) -> CompanionState:
+def read_companion_state(mark: Path, conf: SlurmConf) -> CompanionState:
     """Return whether steps that start now get the companion.
 
     A file of Slurm's that cannot be read says nothing about its plugins. slurmd has loaded the
@@ -38,29 +38,29 @@ def read_state(mark: Path, conf: SlurmConf) -> CompanionState:
     if not mark.exists():
         return CompanionState("absent")
     try:
-        named = any(Path(one.path).name == PLUGIN for one in _plugins(conf))
+        named = any(Path(one.path).name == PLUGIN for one in _read_plugins(conf))
     except (OSError, ValueError) as error:
-        return CompanionState("unknown", explain_unread(error))
+        return CompanionState("unknown", explain_read_error(error))
     return CompanionState("loaded" if named else "absent")
 
 
-def importer(conf: SlurmConf) -> str:
+def find_importer(conf: SlurmConf) -> str:
     """The program that pyxis asks for images of registries, its importer=; "" for none."""
-    found = (one.argument("importer") for one in _plugins(conf) if "pyxis" in one.path)
+    found = (one.argument("importer") for one in _read_plugins(conf) if "pyxis" in one.path)
     try:
         return next(found, "")
     except (OSError, ValueError):  # the importer imports by itself what nobody began for it
         return ""
 
 
-def is_importer(program: str) -> bool:
+def is_own_importer(program: str) -> bool:
     """Pure: whether that program is ours."""
     return Path(program).name == IMPORTER
 
 
-def _plugins(conf: SlurmConf) -> "Iterator[plugstack.PluginLine]":
+def _read_plugins(conf: SlurmConf) -> "Iterator[plugstack.PluginLine]":
     """The plugins of plugstack.conf, as far as it can be read. Raises OSError, ValueError."""
     # Here: few nodes that have no companion need it.
     from forestage.slurm import plugstack
 
-    yield from plugstack.read(plugstack.of(conf), conf.text)
+    yield from plugstack.read_plugins(plugstack.find_plugstack_path(conf), conf.text)

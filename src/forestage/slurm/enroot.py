@@ -92,7 +92,7 @@ class JobVariables:
         return self.get(name) or ""
 
 
-def site(files: RootedTree, path: str = PATH) -> EnrootSetup:
+def read_enroot_setup(files: RootedTree, path: str = PATH) -> EnrootSetup:
     """Reads what the `enroot` on this PATH goes by."""
     found = [*files.programs("enroot", path)]
     # A wrapper calls the next one, mostly.
@@ -101,11 +101,11 @@ def site(files: RootedTree, path: str = PATH) -> EnrootSetup:
     sysconf = match[1].rstrip("/") if match else ETC
     conf = f"{sysconf}/enroot.conf"
     parts = [f"{conf}.d/{name}" for name in files.names(f"{conf}.d") if name.endswith(".conf")]
-    settings = _settings(files.text(one) or "" for one in (conf, *parts))
+    settings = _parse_settings(files.text(one) or "" for one in (conf, *parts))
     return EnrootSetup((*found, "")[0], sysconf, settings, match is not None)
 
 
-def _settings(texts: Iterator[str]) -> dict[str, str]:
+def _parse_settings(texts: Iterator[str]) -> dict[str, str]:
     """Pure: a name, white space or =, a value that a shell expands; what was said first counts."""
     found: dict[str, str] = {}
     for text in texts:
@@ -116,7 +116,7 @@ def _settings(texts: Iterator[str]) -> dict[str, str]:
     return found
 
 
-def data_above(settings: Mapping[str, str]) -> str:
+def find_fixed_data_path(settings: Mapping[str, str]) -> str:
     """Pure: the part of ENROOT_DATA_PATH that is the same for all jobs; "" where there is none.
 
     ${UID} or $HOME in it: what is above them tells the disk.
@@ -125,12 +125,12 @@ def data_above(settings: Mapping[str, str]) -> str:
     return fixed if fixed.startswith("/") else ""
 
 
-def says_yes(value: str) -> bool:
+def is_true_setting(value: str) -> bool:
     """Pure: whether enroot takes a setting, or a variable of that name, for true."""
     return bool(value) and not re.fullmatch(_NO, value)
 
 
-def user_folder(settings: Mapping[str, str], variables: JobVariables, home: str) -> str:
+def find_user_folder(settings: Mapping[str, str], variables: JobVariables, home: str) -> str:
     """Pure: where the user's own configuration lies; UNKNOWN in it where that cannot be told."""
     own = variables.get("ENROOT_CONFIG_PATH")
     if own:
@@ -141,7 +141,7 @@ def user_folder(settings: Mapping[str, str], variables: JobVariables, home: str)
     return f"{variables.get('XDG_CONFIG_HOME') or f'{home}/.config'}/enroot"
 
 
-def plain_binds(text: str) -> Iterator[tuple[int, str]]:
+def list_plain_binds(text: str) -> Iterator[tuple[int, str]]:
     """Pure: number and source of each line of an fstab that binds without what is mounted below.
 
     Variables as they are written. By enroot-mount.c, which guesses what a short line leaves out.
@@ -156,16 +156,16 @@ def plain_binds(text: str) -> Iterator[tuple[int, str]]:
             yield number, _OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[0])
 
 
-def site_binds(files: RootedTree, found: EnrootSetup) -> Iterator[FstabBind]:
+def list_site_binds(files: RootedTree, found: EnrootSetup) -> Iterator[FstabBind]:
     """What the site has all containers bind."""
     for name in files.names(found.mounts):
         if name.endswith(".fstab"):
             file = f"{found.mounts}/{name}"
-            for number, source in plain_binds(files.text(file) or ""):
+            for number, source in list_plain_binds(files.text(file) or ""):
                 yield FstabBind(file, number, source)
 
 
-def holds(source: str, path: str) -> bool:
+def is_bind_above(source: str, path: str) -> bool:
     """Pure: whether a bind of `source` may be one of what is above `path`.
 
     With UNKNOWN in it: where what comes before that allows it.

@@ -45,20 +45,20 @@ MAX_OPTION = 16384
 
 OPTIONS = tuple(sorted(word for feature in FEATURES for word in feature.options))
 RAW = tuple(word for feature in FEATURES for word in feature.raw_words)
-KNOWN = (*OPTIONS, *(word for feature in FEATURES for word in feature.words), *RAW)
+KNOWN_WORDS = (*OPTIONS, *(word for feature in FEATURES for word in feature.words), *RAW)
 
 OF_OPTION = "option --"
 """Begins a problem of a word that was given as an option."""
 
 ABSOLUTE = "the path from / on"
-OFF = ("off", "no", "none")  # values of stage=
+OFF_WORDS = ("off", "no", "none")  # values of stage=
 
 REFUSED = 65
 """The exit status of `forestage hints` by which the companion, which runs it (src/spank/option.c),
 knows a refusal: no crash and no older release ends so."""
 
-Via = Literal["option", "hint"]
-Kind = Literal["image", "imported", "directory", "mount", "fill"]
+RequestOrigin = Literal["option", "hint"]
+RequestKind = Literal["image", "imported", "directory", "mount", "fill"]
 IMPORTED: Literal["imported"] = "imported"
 
 
@@ -71,11 +71,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     path: str
-    via: Via
+    via: RequestOrigin
     at: str = ""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> RequestKind:
         """What is to be done with it."""
         if self.at.startswith("/"):
             return "mount"
@@ -101,7 +101,7 @@ class NodeIndex(msgspec.Struct, frozen=True):
     nodes: int = 0
 
 
-NOWHERE = NodeIndex()
+UNKNOWN_NODE_INDEX = NodeIndex()
 
 
 class JobHints(msgspec.Struct, frozen=True):
@@ -166,12 +166,14 @@ class _HintParser:
             try:
                 if name not in OPTIONS:
                     raise ValueError(f"unknown (known: {', '.join(map('--{}'.format, OPTIONS))})")
-                if name == "stage" and value not in OFF:
-                    self.wanted.append(_request(_one_path(value), self.rank, plain=True))
+                if name == "stage" and value not in OFF_WORDS:
+                    self.wanted.append(
+                        _parse_request(_check_option_path(value), self.rank, plain=True)
+                    )
                 else:
                     self.set(name, value)
             except ValueError as error:
-                self.problems.append(f"{OF_OPTION}{_short(name, value)}: {error}")
+                self.problems.append(f"{OF_OPTION}{_format_option(name, value)}: {error}")
         return tuple(dict.fromkeys(name for name, _, _ in found if name in OPTIONS))
 
     def comment(self, tokens: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
@@ -184,14 +186,14 @@ class _HintParser:
             if name in options or (name == "stage-list" and "stage" in options):
                 ignored.append(name)
                 continue
-            if name not in KNOWN:
-                known = ", ".join(map("{}=".format, KNOWN))
+            if name not in KNOWN_WORDS:
+                known = ", ".join(map("{}=".format, KNOWN_WORDS))
                 self.problems.append(f"unknown hint {name}= (known: {known})")
                 continue
             try:
-                if name == "stage" and value not in OFF:
-                    if not _is_another_tools(value):
-                        self.wanted += requests(value.split(","), self.rank, self.problems)
+                if name == "stage" and value not in OFF_WORDS:
+                    if not _is_foreign_word(value):
+                        self.wanted += parse_requests(value.split(","), self.rank, self.problems)
                     elif "stage-tell=yes" in tokens:
                         self.problems.append(f"stage={value} names no path: a path begins with /")
                 else:
@@ -203,7 +205,7 @@ class _HintParser:
     def set(self, name: str, value: str) -> None:
         """Read a word that names no image. Raises ValueError."""
         if name not in RAW:
-            self.settings |= _setting(name, value, self.rank)
+            self.settings |= _parse_setting(name, value, self.rank)
         elif not is_utf8(value):  # it is noted for the job's steps, as JSON
             raise ValueError(f"{quote(value)} is not UTF-8")
         elif len(self.words) == MAX_HINTED:
@@ -212,7 +214,7 @@ class _HintParser:
             self.words.append((name, value))
 
 
-def read_hints(comment: str, rank: NodeIndex = NOWHERE, option: str = "") -> JobHints:
+def parse_hints(comment: str, rank: NodeIndex = UNKNOWN_NODE_INDEX, option: str = "") -> JobHints:
     """Reads our tokens out of a job's comment; everything else in it is the user's own business.
 
     `option` are the words that were given as options, each on a line.
@@ -238,13 +240,13 @@ def read_hints(comment: str, rank: NodeIndex = NOWHERE, option: str = "") -> Job
     )
 
 
-def _short(name: str, value: str) -> str:
+def _format_option(name: str, value: str) -> str:
     """Pure: an option as its user wrote it, if it is not long."""
     written = name if name == "stage-tell" else f"{name}={value}"
     return written if len(written) <= MAX_SHOWN else f"{written[:MAX_SHOWN]}…"
 
 
-def _one_path(value: str) -> str:
+def _check_option_path(value: str) -> str:
     """Pure: what one --stage names, as it is. Raises ValueError for what cannot be meant so."""
     if not value:
         raise ValueError("names no path (write --stage=/path/to/image, or --stage=no)")
@@ -259,12 +261,12 @@ def _one_path(value: str) -> str:
     return value
 
 
-def _is_another_tools(value: str) -> bool:
+def _is_foreign_word(value: str) -> bool:
     """Pure: whether it is a word as others write one: stage=prod, stage=build_2."""
     return value.isascii() and value.replace("-", "").replace("_", "").isalnum()
 
 
-def _setting(name: str, value: str, rank: NodeIndex) -> dict[str, object]:
+def _parse_setting(name: str, value: str, rank: NodeIndex) -> dict[str, object]:
     """Pure: what one hint that names no paths changes. Raises ValueError."""
     if name == "stage":
         return {"off": True}
@@ -275,51 +277,55 @@ def _setting(name: str, value: str, rank: NodeIndex) -> dict[str, object]:
             raise ValueError(f"expected yes or no, got {quote(value)}")
         return {"tell": value == "yes"}
     if name == "stage-list":
-        return {"listed": _path(value, rank)}
+        return {"listed": _parse_path(value, rank)}
     size, comma, where = value.partition(",")
     if comma and where != "ram":
         raise ValueError(f"expected SIZE or SIZE,ram, got {quote(value)}")
     return {"room": parse_size(size), "ram": bool(comma)}
 
 
-def requests(parts: Sequence[str], rank: NodeIndex, problems: list[str]) -> list[Request]:
+def parse_requests(parts: Sequence[str], rank: NodeIndex, problems: list[str]) -> list[Request]:
     """Pure: the requests of a value that was split, or of a list's lines; adds to `problems`."""
     if not any(parts):
         problems.append("stage= names no image (write stage=/path/to/image, or stage=off)")
     found = []
     for part in filter(None, parts):
         try:
-            found.append(_request(part, rank))
+            found.append(_parse_request(part, rank))
         except ValueError as error:
             problems.append(f"stage: {error}")
     return found
 
 
-def _request(part: str, rank: NodeIndex, plain: bool = False) -> Request:
+def _parse_request(part: str, rank: NodeIndex, plain: bool = False) -> Request:
     """Pure: what one path asks for; `plain`: it has no escapes. Raises ValueError."""
     if part.startswith(("~", "$", '"', "'")):
         raise ValueError(f"{quote(part)}: ~, $HOME and quotes mean nothing here, write {ABSOLUTE}")
-    path, at = _split(part)
-    path = _placed(path, rank, plain) if "{" in path else path
-    request = Request(path, "hint", at) if plain else Request(_decoded(path), "hint", _decoded(at))
+    path, at = _split_destination(part)
+    path = _fill_placeholders(path, rank, plain) if "{" in path else path
+    request = (
+        Request(path, "hint", at)
+        if plain
+        else Request(_decode_percent(path), "hint", _decode_percent(at))
+    )
     # Data is noted for the job's steps, as JSON, which takes no other.
     if request.is_data and not is_utf8(request.path + request.at):
         raise ValueError(f"{quote(part)} is not UTF-8")
     return request
 
 
-def _split(part: str) -> tuple[str, str]:
+def _split_destination(part: str) -> tuple[str, str]:
     """Pure: the path, and where it is to show."""
     path, _, at = part.rpartition("@")
     is_place = at == "job" or at.startswith("/") or (at.startswith("seed:") and at != "seed:")
     return (path, at) if path and is_place else (part, "")
 
 
-def _path(text: str, rank: NodeIndex) -> str:
-    return _decoded(_placed(text, rank) if "{" in text else text)
+def _parse_path(text: str, rank: NodeIndex) -> str:
+    return _decode_percent(_fill_placeholders(text, rank) if "{" in text else text)
 
 
-def _placed(text: str, rank: NodeIndex, plain: bool = False) -> str:
+def _fill_placeholders(text: str, rank: NodeIndex, plain: bool = False) -> str:
     """Raises ValueError for what is no placeholder; never format(), whose widths take memory."""
 
     def value(match: re.Match[str]) -> str:
@@ -339,7 +345,7 @@ def _placed(text: str, rank: NodeIndex, plain: bool = False) -> str:
     return placed
 
 
-def _decoded(part: str) -> str:
+def _decode_percent(part: str) -> str:
     if "%" not in part:
         return part
     from urllib.parse import unquote  # its import costs a hook 3 ms; few paths need it

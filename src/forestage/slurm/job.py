@@ -10,7 +10,7 @@ import msgspec
 
 from forestage.errors import JobError
 from forestage.slurm import lines
-from forestage.slurm.hints import NOWHERE, JobHints, NodeIndex, Request, read_hints
+from forestage.slurm.hints import UNKNOWN_NODE_INDEX, JobHints, NodeIndex, Request, parse_hints
 from forestage.system.as_user import User
 from forestage.system.tree import PATH
 from forestage.units import is_number, printable, quote
@@ -68,7 +68,7 @@ class Job(msgspec.Struct, frozen=True):
     @property
     def rank(self) -> NodeIndex:
         """Which of the job's nodes this is; as Slurm named them to the Prolog."""
-        return _rank(self.nodelist, self.node)
+        return _find_node_index(self.nodelist, self.node)
 
     @property
     def reference(self) -> Request | None:
@@ -91,14 +91,18 @@ class Job(msgspec.Struct, frozen=True):
         # The second is what releases before 23.02.6 have.
         listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
         option = environ.get(STAGE_OPTION, "")
-        rank = _rank(listed, node) if "{" in comment or "{" in option else NOWHERE
-        hints = read_hints(comment, rank, option)
+        rank = (
+            _find_node_index(listed, node)
+            if "{" in comment or "{" in option
+            else UNKNOWN_NODE_INDEX
+        )
+        hints = parse_hints(comment, rank, option)
         image = environ.get(IMAGE_OPTION, "")
         from_option = (Request(image, "option"),) if image else ()
         hinted = tuple(one for one in hints.wanted if not one.is_data and one.path != image)
         return cls(
-            id=_number(environ, "SLURM_JOB_ID"),
-            user=_user(environ),
+            id=_parse_number(environ, "SLURM_JOB_ID"),
+            user=_parse_user(environ),
             node=node,
             # A step's is the user's, and goes into events as it is.
             partition=printable(environ.get("SLURM_JOB_PARTITION", "")),
@@ -106,7 +110,7 @@ class Job(msgspec.Struct, frozen=True):
             requests=from_option + hinted,
             saves=environ.get(SAVE_OPTION) or None,
             hints=hints,
-            step=_number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else None,
+            step=_parse_number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else None,
             nodelist=listed,
             step_nodelist=environ.get("SLURM_STEP_NODELIST", ""),
             # pyxis refuses both together.
@@ -118,17 +122,19 @@ class Job(msgspec.Struct, frozen=True):
             home=environ.get(lines.STEP_HOME, ""),
             path=environ.get(lines.STEP_PATH) or PATH,
             # Not in a step, whose environment is the user's.
-            restart=_number(environ, "SLURM_RESTART_COUNT")
+            restart=_parse_number(environ, "SLURM_RESTART_COUNT")
             if "SLURM_RESTART_COUNT" in environ and "SLURM_STEP_ID" not in environ
             else 0,
-            start=_start(environ),
-            manager=_number(environ, lines.STEP_MANAGER) if lines.STEP_MANAGER in environ else 0,
+            start=_parse_start(environ),
+            manager=_parse_number(environ, lines.STEP_MANAGER)
+            if lines.STEP_MANAGER in environ
+            else 0,
         )
 
 
-def _user(environ: Mapping[str, str]) -> User:
+def _parse_user(environ: Mapping[str, str]) -> User:
     """The job's owner; of a step with the groups that Slurm gave it, if the companion says them."""
-    uid, gid = _number(environ, "SLURM_JOB_UID"), _number(environ, "SLURM_JOB_GID")
+    uid, gid = _parse_number(environ, "SLURM_JOB_UID"), _parse_number(environ, "SLURM_JOB_GID")
     name = environ.get("SLURM_JOB_USER", "")
     if name == _UNKNOWN and uid not in _NOBODIES:
         name = ""
@@ -139,21 +145,21 @@ def _user(environ: Mapping[str, str]) -> User:
     return User(name, uid, gid)
 
 
-def _start(environ: Mapping[str, str]) -> int:
+def _parse_start(environ: Mapping[str, str]) -> int:
     value = environ.get("SLURM_JOB_START_TIME", "")
     # A step's environment is the user's word.
     return int(value) if is_number(value) and "SLURM_STEP_ID" not in environ else 0
 
 
-def _rank(listed: str, own: str) -> NodeIndex:
+def _find_node_index(listed: str, own: str) -> NodeIndex:
     """Which of the listed nodes this one is."""
     from forestage.slurm import nodelist  # few comments need it
 
-    nodes = nodelist.expand(listed)
+    nodes = nodelist.expand_nodelist(listed)
     return NodeIndex(nodes.index(own) if own in nodes else None, len(nodes))
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _parse_number(environ: Mapping[str, str], name: str) -> int:
     value = environ.get(name, "")
     if not is_number(value):
         raise JobError(f"{name} is {quote(value)}, expected a number", "is this run by slurmd?")

@@ -22,8 +22,8 @@ understand it leaves out.
 `use`, `through`, `later` and `leave` end an answer. A line has all that a task looks at before it
 mounts. FACTS are inode, size, mtime and ctime (ns) of the file at PATH, which is resolved; with
 TELL, 0 or 1, the user hears where it is another one. FILE is what the device has to show
-(system/loop.file_of). TARGET is a directory without links on its way. INODE is its number as the
-user sees it: the task opens it as the user. `root`: it is root's own, and is opened as root.
+(system/loop.format_file_id). TARGET is a directory without links on its way. INODE is its number as
+the user sees it: the task opens it as the user. `root`: it is root's own, and is opened as root.
 
 This imports nothing: a helper writes its first line before it knows that there is work.
 """
@@ -47,14 +47,14 @@ STEP_GROUPS, STEP_HOME = "FORESTAGE_GROUPS", "FORESTAGE_HOME"
 STEP_MANAGER, STEP_PATH = "FORESTAGE_MANAGER", "FORESTAGE_PATH"
 STEP_TIMEOUT = "FORESTAGE_TIMEOUT"  # seconds until the helper is killed
 
-Fields = tuple[str, ...]
+LineFields = tuple[str, ...]
 
 
-def encoded(*fields: str) -> bytes:
+def encode_line(*fields: str) -> bytes:
     """Pure: a line, without its end."""
     return "\t".join(fields).encode(errors="backslashreplace")
 
 
-def has_control(text: str) -> bool:
+def has_control_characters(text: str) -> bool:
     """Pure: whether a text holds what ends a line or a field, or moves a terminal's cursor."""
     return any(ord(char) < 32 or ord(char) == 127 for char in text)

@@ -15,11 +15,11 @@ _LIST = rf"{_HOST}(?:,{_HOST})*"
 _BRACKETS = r"\[([^]]*)\]"
 
 
-def expand(nodelist: str) -> tuple[str, ...]:
+def expand_nodelist(nodelist: str) -> tuple[str, ...]:
     """Pure: the names in a list as Slurm writes it; () where it is none, or too long."""
     from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
-    if not re.fullmatch(_LIST, nodelist, re.ASCII) or _at_most(nodelist) > MAX_NODES:
+    if not re.fullmatch(_LIST, nodelist, re.ASCII) or _count_names_at_most(nodelist) > MAX_NODES:
         return ()
     try:
         # Without groups: looking these up would read files and run programs.
@@ -28,7 +28,7 @@ def expand(nodelist: str) -> tuple[str, ...]:
         return ()
 
 
-def _at_most(nodelist: str) -> int:
+def _count_names_at_most(nodelist: str) -> int:
     """Pure: how many names there may be in it; to be known before they are made."""
     total = 0
     for name in re.findall(_HOST, nodelist, re.ASCII):

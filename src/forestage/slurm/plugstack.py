@@ -9,7 +9,7 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from forestage.slurm.slurm_conf import ConfLine, IncludeCounter, SlurmConf, Text
+from forestage.slurm.slurm_conf import ConfLine, IncludeCounter, ReadText, SlurmConf
 
 
 class IncludeLine(ConfLine, frozen=True, gc=False):
@@ -43,28 +43,38 @@ class PluginLine(ConfLine, frozen=True, gc=False):
         return values[-1] if values else ""
 
 
-def of(conf: SlurmConf) -> str:
+def find_plugstack_path(conf: SlurmConf) -> str:
     """Where plugstack.conf is, as slurm.conf says. Raises OSError, ValueError."""
     named = conf.values.get("plugstackconfig")
     return named or str(Path(conf.path).with_name("plugstack.conf"))
 
 
-def read(path: str, text: Text, root: Path = Path("/")) -> Iterator[PluginLine]:
+def read_plugins(path: str, text: ReadText, root: Path = Path("/")) -> Iterator[PluginLine]:
     """All plugins in the order in which Slurm loads them; `root` is above the paths of the node.
 
     A file that is not there is an empty one, and so is a directory that an include matches. Raises
     what `text` does, and ValueError beyond the bounds of includes.
     """
-    return (one for one in lines(path, text, root) if isinstance(one, PluginLine))
+    return (one for one in read_lines(path, text, root) if isinstance(one, PluginLine))
 
 
-def lines(path: str, text: Text, root: Path = Path("/")) -> Iterator[PluginLine | IncludeLine]:
-    """Plugins and the lines that include, each before what it brings. Raises as `read` does."""
-    yield from _lines(path, None, text, root, IncludeCounter())
+def read_lines(
+    path: str, text: ReadText, root: Path = Path("/")
+) -> Iterator[PluginLine | IncludeLine]:
+    """Plugins and the lines that include, each before what it brings.
+
+    Raises as `read_plugins` does.
+    """
+    yield from _read_file_lines(path, None, text, root, IncludeCounter())
 
 
-def _lines(
-    path: str, by: IncludeLine | None, text: Text, root: Path, limit: IncludeCounter, depth: int = 0
+def _read_file_lines(
+    path: str,
+    by: IncludeLine | None,
+    text: ReadText,
+    root: Path,
+    limit: IncludeCounter,
+    depth: int = 0,
 ) -> Iterator[PluginLine | IncludeLine]:
     limit.count(path, depth)
     try:
@@ -80,6 +90,6 @@ def _lines(
             yield include
             pattern = include.pattern.lstrip("/")
             for found in sorted(glob.glob(pattern, root_dir=root)):  # noqa: PTH207
-                yield from _lines(f"/{found}", include, text, root, limit, depth + 1)
+                yield from _read_file_lines(f"/{found}", include, text, root, limit, depth + 1)
         elif words and kind in ("required", "optional"):
             yield PluginLine(*line, words[0], kind == "required", tuple(words[1:]), by)

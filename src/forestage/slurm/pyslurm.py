@@ -28,7 +28,7 @@ class SlurmAnswer(msgspec.Struct, frozen=True):
     nodes: str = ""
 
 
-def installed() -> str:
+def find_installed_version() -> str:
     """The version of pyslurm, or ""; it is not loaded."""
     try:
         return metadata.version("pyslurm")
@@ -36,13 +36,13 @@ def installed() -> str:
         return ""
 
 
-def fits(version: str) -> bool:
+def is_compatible(version: str) -> bool:
     """Whether the pyslurm is for this release of Slurm: the text of `squeue --version`."""
-    own = release.of(installed())
-    return own != "" and own == release.of(version)
+    own = release.parse_release(find_installed_version())
+    return own != "" and own == release.parse_release(version)
 
 
-def job(number: int, timeout: float) -> SlurmAnswer | None:
+def find_job(number: int, timeout: float) -> SlurmAnswer | None:
     """What Slurm says of a job; None where that is not clear."""
 
     def ask(pyslurm: Any) -> SlurmAnswer:
@@ -51,20 +51,22 @@ def job(number: int, timeout: float) -> SlurmAnswer | None:
             raise OSError(errno.EINVAL, "another job")
         return SlurmAnswer(True, str(found.state), str(found.allocated_nodes or ""))
 
-    return _asked(ask, INVALID_JOB, timeout)
+    return _query_in_child(ask, INVALID_JOB, timeout)
 
 
-def node(name: str, timeout: float) -> SlurmAnswer | None:
+def find_node(name: str, timeout: float) -> SlurmAnswer | None:
     """Whether Slurm has such a node; None where that is not clear."""
 
     def ask(pyslurm: Any) -> SlurmAnswer:
         return SlurmAnswer(str(pyslurm.Node.load(name).name) == name)
 
-    return _asked(ask, INVALID_NODE, timeout)
+    return _query_in_child(ask, INVALID_NODE, timeout)
 
 
-def _asked(ask: Callable[[Any], SlurmAnswer], unknown: int, timeout: float) -> SlurmAnswer | None:
-    def work() -> as_user.Found[SlurmAnswer]:
+def _query_in_child(
+    ask: Callable[[Any], SlurmAnswer], unknown: int, timeout: float
+) -> SlurmAnswer | None:
+    def work() -> as_user.ChildResult[SlurmAnswer]:
         try:
             import pyslurm  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:  # its libslurm is gone, or another
@@ -77,7 +79,7 @@ def _asked(ask: Callable[[Any], SlurmAnswer], unknown: int, timeout: float) -> S
             raise OSError(errno.EIO, str(error)) from None
 
     try:
-        told, fds = as_user.call(work, SlurmAnswer, timeout)
+        told, fds = as_user.run_in_child(work, SlurmAnswer, timeout)
     except (OSError, Declined):
         return None
     assert not fds

@@ -13,7 +13,7 @@ import msgspec
 
 from forestage.errors import SlurmError
 from forestage.slurm import pyslurm
-from forestage.slurm.nodelist import expand
+from forestage.slurm.nodelist import expand_nodelist
 from forestage.system import processes, run
 
 TIMEOUT = 30.0  # seconds for one question; squeue itself tries a dead slurmctld for longer
@@ -47,7 +47,7 @@ class JobState(msgspec.Struct, frozen=True):
     nodes: str
 
 
-def this_node(environ: Mapping[str, str]) -> str:
+def read_own_node_name(environ: Mapping[str, str]) -> str:
     """This node's name as Slurm has it, as far as that is known here."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
@@ -69,13 +69,15 @@ class SlurmClient(NamedTuple):
     def of(cls, environ: Mapping[str, str]) -> "SlurmClient":
         """As who calls has it, with the usual directories behind it."""
         path = ":".join(filter(None, (environ.get("PATH", ""), run.PATH)))
-        return cls(path, environ.get("SLURM_CONF", ""), node=this_node(environ))
+        return cls(path, environ.get("SLURM_CONF", ""), node=read_own_node_name(environ))
 
     def bind(self) -> "SlurmClient":
         """Asks pyslurm first where the installed one fits this release of Slurm."""
         with contextlib.suppress(SlurmError):
-            if pyslurm.installed():
-                return self._replace(bound=pyslurm.fits(self._ask("squeue", "--version").out))
+            if pyslurm.find_installed_version():
+                return self._replace(
+                    bound=pyslurm.is_compatible(self._ask("squeue", "--version").out)
+                )
         return self
 
     def job(self, job: int) -> JobState | None:
@@ -84,7 +86,7 @@ class SlurmClient(NamedTuple):
         Raises SlurmError where there is no answer, or one that may mean anything.
         """
         if self.bound:
-            told = pyslurm.job(job, TIMEOUT)
+            told = pyslurm.find_job(job, TIMEOUT)
             if told is not None:
                 return JobState(told.state, told.nodes) if told.known else None
         # --local: a job of another cluster of the federation may have the same number.
@@ -95,12 +97,12 @@ class SlurmClient(NamedTuple):
             return None
         if ran.code != 0:
             raise SlurmError(ran.explained())
-        return found(ran.out, job)
+        return parse_job_state(ran.out, job)
 
     def knows_node(self, node: str) -> bool:
         """Whether this Slurm has such a node. Raises SlurmError where it does not answer."""
         if self.bound:
-            told = pyslurm.node(node, TIMEOUT)
+            told = pyslurm.find_node(node, TIMEOUT)
             if told is not None:
                 return told.known
         ran = self._ask("scontrol", "--oneliner", "show", "node", node)
@@ -117,7 +119,7 @@ class SlurmClient(NamedTuple):
     def managers(self) -> dict[int, int]:
         """The step managers (slurmstepd) of this node by their pids, each with its job."""
         found = {}
-        for process, title in processes.of_root(self.proc):
+        for process, title in processes.list_root_processes(self.proc):
             manager = _MANAGER.match(title)
             if manager:
                 found[int(process.name)] = int(manager[1])
@@ -133,13 +135,13 @@ class SlurmClient(NamedTuple):
     ) -> run.ProcessResult:
         """Runs one of Slurm's commands, until `stop` or for `limit` seconds.
 
-        `variables` are its own, beside SLURM_CONF. `most` as in `run.run`. Raises SlurmError,
-        Failed.
+        `variables` are its own, beside SLURM_CONF. `most` as in `run.run_program`. Raises
+        SlurmError, Failed.
         """
         argv = [self.program(words[0]), *words[1:]]
         given = {"SLURM_CONF": self.conf} if self.conf else {}
         given.update(variables or {})
-        return run.run(argv, stop=stop, timeout=limit, variables=given, most=most)
+        return run.run_program(argv, stop=stop, timeout=limit, variables=given, most=most)
 
     def query(
         self, *words: str, variables: Mapping[str, str] | None = None, most: int | None = None
@@ -167,7 +169,7 @@ class SlurmClient(NamedTuple):
         return ran
 
 
-def found(listing: str, job: int) -> JobState | None:
+def parse_job_state(listing: str, job: int) -> JobState | None:
     """Pure: the job's own line among those of its array or its other parts.
 
     Raises SlurmError where any line is of another form, or there is none at all.
@@ -180,7 +182,7 @@ def found(listing: str, job: int) -> JobState | None:
     return own[0] if own else None
 
 
-def why_over(state: JobState | None, node: str) -> str:
+def find_end_reason(state: JobState | None, node: str) -> str:
     """Pure: why a job is over on the node of that name, for people; "" where it may not be.
 
     `node` is "" where nobody knows it. A job without nodes waits, and may come (back) to this one.
@@ -191,5 +193,5 @@ def why_over(state: JobState | None, node: str) -> str:
         return f"the job is {state.state}"
     if not (state.nodes and node):
         return ""
-    nodes = expand(state.nodes)
+    nodes = expand_nodelist(state.nodes)
     return f"the job is {state.state} on other nodes" if nodes and node not in nodes else ""

@@ -19,20 +19,20 @@ TIMEOUT = 5.0  # seconds for `slurmd -V`
 _RELEASE = re.compile(r"\b([0-9]{2})\.([0-9]{1,2})\b", re.ASCII)
 
 
-def installed(files: RootedTree, plugin_folders: Iterable[str]) -> str:
+def find_slurm_release(files: RootedTree, plugin_folders: Iterable[str]) -> str:
     """The release of this node's slurmd, "" where that cannot be told. Runs it."""
     beside = [f"{one.partition('/lib')[0]}/sbin/slurmd" for one in plugin_folders]
     program = files.program("slurmd") or next(filter(files.runs, beside), "")
     if not program:
         return ""
     try:
-        ran = run.run([str(files.at(program)), "-V"], timeout=TIMEOUT)
+        ran = run.run_program([str(files.at(program)), "-V"], timeout=TIMEOUT)
     except (Failed, OSError):
         return ""
-    return of(ran.out) if ran.code == 0 else ""
+    return parse_release(ran.out) if ran.code == 0 else ""
 
 
-def of(text: str) -> str:
+def parse_release(text: str) -> str:
     """Pure: 22.05 of `slurm-wlm 22.05.8`: a SPANK plugin has to match no more than that.
 
     And of pyslurm's "22.5.1".

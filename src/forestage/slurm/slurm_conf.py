@@ -32,8 +32,8 @@ MAX_DEPTH = 64  # of files that include each other
 _OF_LINES = {"nodename", "partitionname", "downnodes", "frontendname", "nodeset", "poweraction"}
 _OPERATORS = " \t-+*/"  # before the =: they mean nothing in slurm.conf
 
-Text = Callable[[str], str]
-"""What a file of the node holds, as `text_of` reads it; raises OSError."""
+ReadText = Callable[[str], str]
+"""What a file of the node holds, as `read_conf_text` reads it; raises OSError."""
 
 
 class ConfLine(msgspec.Struct, frozen=True, gc=False):
@@ -85,29 +85,29 @@ class SlurmConf:
     def text(self, path: str) -> str:
         """Return what one of Slurm's files holds, and note the file. Raises OSError."""
         self.files.note(path)
-        return text_of(path)
+        return read_conf_text(path)
 
     @functools.cached_property
     def path(self) -> str:
         """Where it is: in a usual place if none is named. Raises FileNotFoundError."""
-        if path := self.named or find_usual():
+        if path := self.named or find_usual_conf():
             return path
         raise FileNotFoundError(errno.ENOENT, "it is in none of its usual places", "slurm.conf")
 
     @functools.cached_property
     def values(self) -> dict[str, str]:
         """The value that counts for each name. Raises OSError, ValueError."""
-        return {one.name: one.value for one in settings(self.path, self.text)}
+        return {one.name: one.value for one in read_settings(self.path, self.text)}
 
 
-def settings(path: str, text: Text) -> Iterator[ConfSetting]:
+def read_settings(path: str, text: ReadText) -> Iterator[ConfSetting]:
     """What slurm.conf and its includes set, in their order; of a name the last one counts.
 
     Raises what `text` does, and ValueError beyond the bounds of includes or where a line says more
     than one thing. Slurm then starts with none of it; and slurmd may run with what the file said
     before, so that nothing is known of a time-out that stands there.
     """
-    for line in _all_lines(path, text):
+    for line in _read_all_lines(path, text):
         name, equals, value = line.text.partition("=")
         name = name.rstrip(_OPERATORS).lower()
         if name in _OF_LINES or not equals:
@@ -119,7 +119,7 @@ def settings(path: str, text: Text) -> Iterator[ConfSetting]:
         yield ConfSetting(line, name, value.strip('"'))
 
 
-def text_of(path: str) -> str:
+def read_conf_text(path: str) -> str:
     """Return the text of one of Slurm's files, whatever bytes it has. Raises OSError.
 
     Slurm reads bytes, and a name in a comment may be Latin-1: such bytes are kept as os.fsdecode
@@ -128,7 +128,7 @@ def text_of(path: str) -> str:
     return os.fsdecode(Path(path).read_bytes())
 
 
-def find_usual(root: Path = Path("/")) -> str:
+def find_usual_conf(root: Path = Path("/")) -> str:
     """Return where slurm.conf usually is and something is there; "" for nowhere.
 
     What is there and cannot be asked counts: it is to be reported, and another is not Slurm's.
@@ -144,37 +144,37 @@ def find_usual(root: Path = Path("/")) -> str:
     return ""
 
 
-def locate(named: str, root: Path) -> str:
+def locate_conf(named: str, root: Path) -> str:
     """Return the slurm.conf to open: the one that is `named`, else a usual one below the root.
 
     "" where there is none.
     """
-    usual = "" if named else find_usual(root)
+    usual = "" if named else find_usual_conf(root)
     return str(root / usual.lstrip("/")) if usual else named
 
 
-def explain_unread(error: OSError | ValueError) -> str:
+def explain_read_error(error: OSError | ValueError) -> str:
     """Return which of Slurm's files cannot be read, and why, as a sentence. Pure."""
     if isinstance(error, OSError):
         return f"{error.filename} cannot be read: {error.strerror}"
     return str(error)
 
 
-def partitions(path: str, text: Text) -> Iterator[str]:
-    """The names of all partitions. Raises as `settings` does."""
-    for line in _all_lines(path, text):
+def list_partitions(path: str, text: ReadText) -> Iterator[str]:
+    """The names of all partitions. Raises as `read_settings` does."""
+    for line in _read_all_lines(path, text):
         name, equals, value = line.text.partition("=")
         if equals and name.strip().lower() == "partitionname" and value.split():
             yield value.split()[0]
 
 
-def node_lines(path: str, text: Text) -> Iterator[dict[str, str]]:
+def node_lines(path: str, text: ReadText) -> Iterator[dict[str, str]]:
     """Yield what each line about nodes that are always there says, by lower-case names.
 
-    A cloud's node has an address only while it runs. Raises as `settings` does.
+    A cloud's node has an address only while it runs. Raises as `read_settings` does.
     """
     default = ""
-    for line in _all_lines(path, text):
+    for line in _read_all_lines(path, text):
         words = dict(one.partition("=")[::2] for one in line.text.split())
         said = {name.lower(): value for name, value in words.items()}
         if "nodename" not in said:
@@ -186,12 +186,15 @@ def node_lines(path: str, text: Text) -> Iterator[dict[str, str]]:
             yield said
 
 
-def node_names(path: str, text: Text) -> Iterator[str]:
-    """Return the lists of nodes that are always there, as n[1-4]. Raises as `settings` does."""
+def list_node_names(path: str, text: ReadText) -> Iterator[str]:
+    """Return the lists of nodes that are always there, as n[1-4].
+
+    Raises as `read_settings` does.
+    """
     return (said["nodename"] for said in node_lines(path, text))
 
 
-def _beside(top: str, file: str, name: str, text: Text) -> tuple[str, str]:
+def _read_include(top: str, file: str, name: str, text: ReadText) -> tuple[str, str]:
     """Return the file that an include names, and its text. Raises what `text` does.
 
     A relative name is one beside slurm.conf; before 23.02, beside the file that says it. Where both
@@ -204,15 +207,15 @@ def _beside(top: str, file: str, name: str, text: Text) -> tuple[str, str]:
     return former, text(former)
 
 
-def _all_lines(path: str, text: Text) -> Iterator[ConfLine]:
-    return _lines(path, text(path), path, text, {}, IncludeCounter())
+def _read_all_lines(path: str, text: ReadText) -> Iterator[ConfLine]:
+    return _read_file_lines(path, text(path), path, text, {}, IncludeCounter())
 
 
-def _lines(
+def _read_file_lines(
     file: str,
     content: str,
     top: str,
-    text: Text,
+    text: ReadText,
     found: dict[str, str],
     limit: IncludeCounter,
     depth: int = 0,
@@ -222,12 +225,12 @@ def _lines(
     `found` has that name, once a line before has set it.
     """
     limit.count(file, depth)
-    for line in joined(file, content):
+    for line in join_lines(file, content):
         words = line.text.split(None, 2) if line.text[0] in "iI" else ()
         if len(words) > 1 and words[0].lower() == "include":
             name = words[1].replace("%c", found.get("clustername", "%c").lower())
-            included = _beside(top, file, name, text)
-            yield from _lines(*included, top, text, found, limit, depth + 1)
+            included = _read_include(top, file, name, text)
+            yield from _read_file_lines(*included, top, text, found, limit, depth + 1)
         else:
             if line.text[0] in "cC":
                 setting, _, value = line.text.partition("=")
@@ -236,7 +239,7 @@ def _lines(
             yield line
 
 
-def joined(file: str, text: str) -> Iterator[ConfLine]:
+def join_lines(file: str, text: str) -> Iterator[ConfLine]:
     """Pure: the lines of one file, without those that say nothing.
 
     _get_next_line(): a comment goes, then a backslash at the end joins the next line, then the

@@ -36,7 +36,7 @@ class HookTimeLimits(msgspec.Struct, frozen=True):
 UNKNOWN = HookTimeLimits(drains=None, hurts=SAFE)
 
 
-def limits(conf: dict[str, str]) -> HookTimeLimits:
+def compute_limits(conf: dict[str, str]) -> HookTimeLimits:
     """Pure: what the settings of slurm.conf (names in lower case) mean for a Prolog.
 
     slurm.conf(5): PrologEpilogTimeout (since 25.05 PrologTimeout and EpilogTimeout),
@@ -49,39 +49,39 @@ def limits(conf: dict[str, str]) -> HookTimeLimits:
     26.05 alike), whatever PrologFlags says. Without Alloc and DeferBatch sruns die somewhat later,
     after BatchStartTimeout + MessageTimeout.
     """
-    both = _seconds(conf, "prologepilogtimeout")
-    timeouts = [_seconds(conf, name) or both for name in ("prologtimeout", "epilogtimeout")]
-    drains, epilog = (_below(timeout) if timeout else None for timeout in timeouts)
+    both = _setting_seconds(conf, "prologepilogtimeout")
+    timeouts = [_setting_seconds(conf, name) or both for name in ("prologtimeout", "epilogtimeout")]
+    drains, epilog = (_with_safety_margin(timeout) if timeout else None for timeout in timeouts)
     start, message = (
-        _seconds(conf, name) or 0.0 for name in ("batchstarttimeout", "messagetimeout")
+        _setting_seconds(conf, name) or 0.0 for name in ("batchstarttimeout", "messagetimeout")
     )
-    hurts = _below(min(_cred_expire(conf), start + min(_LAUNCH, message)))
+    hurts = _with_safety_margin(min(_credential_seconds(conf), start + min(_LAUNCH, message)))
     return HookTimeLimits(drains, hurts if drains is None else min(hurts, drains), epilog)
 
 
-def patience(limit: HookTimeLimits, wish: float | None) -> float:
+def prolog_budget(limit: HookTimeLimits, wish: float | None) -> float:
     """Pure: seconds a Prolog may take. Whoever wishes, a job must not be lost for it; None wishes
     for all there is."""
     return limit.hurts if wish is None else min(wish, limit.hurts)
 
 
-def step_patience(wish: float, timeout: str) -> float:
+def step_budget(wish: float, timeout: str) -> float:
     """Pure: seconds a step may take: less than the companion's own limit, `timeout` seconds as
     text, so that it hears an answer and need not kill us; "" where nobody names one."""
     limit = float(timeout) if is_number(timeout) else 0.0
     return min(wish, limit - min(LAST_WORDS, limit / 2)) if limit else wish
 
 
-def read(conf: SlurmConf) -> HookTimeLimits:
+def read_limits(conf: SlurmConf) -> HookTimeLimits:
     """The limits that the file of $SLURM_CONF sets; UNKNOWN if none is named, or unreadable."""
     try:
         named = conf.values if conf.named else {}
     except (OSError, ValueError):
         return UNKNOWN
-    return limits(named) if named else UNKNOWN
+    return compute_limits(named) if named else UNKNOWN
 
 
-def _seconds(conf: dict[str, str], name: str) -> float | None:
+def _setting_seconds(conf: dict[str, str], name: str) -> float | None:
     """A setting in seconds; 0 and nonsense are as unset, and unset ones have Slurm's default."""
     value = conf.get(name, "")
     number = float(value) if is_number(value) else 0.0
@@ -89,7 +89,7 @@ def _seconds(conf: dict[str, str], name: str) -> float | None:
     return number if 0 < number < 65534 else _DEFAULTS.get(name)
 
 
-def _cred_expire(conf: dict[str, str]) -> float:
+def _credential_seconds(conf: dict[str, str]) -> float:
     for part in conf.get("authinfo", "").split(","):
         name, _, value = part.strip().partition("=")
         if name.lower() == "cred_expire" and is_number(value) and int(value):
@@ -97,6 +97,6 @@ def _cred_expire(conf: dict[str, str]) -> float:
     return _CRED_EXPIRE
 
 
-def _below(limit: float) -> float:
+def _with_safety_margin(limit: float) -> float:
     """Safely below a limit: a quarter of it, and 3 s at least, stay for the rest of the hook."""
     return max(0.0, limit - max(3.0, limit / 4))

@@ -23,11 +23,11 @@ class FileSourceFinder(msgspec.Struct, frozen=True):
     kind: Literal["image", "data"]
 
     def path(self, job: Job, request: Request) -> str:
-        return image.wanted_path(request, job.work_dir)
+        return image.resolve_requested_path(request, job.work_dir)
 
     @contextlib.contextmanager
     def open(self, node: Node, job: Job, path: str, end: Deadline) -> Iterator[OpenImage]:
-        with opening.open_as(job.user, path, node, end) as opened:
+        with opening.open_image_for_hook(job.user, path, node, end) as opened:
             found = msgspec.structs.replace(opened.image, kind=self.kind)
             yield msgspec.structs.replace(opened, image=found)
 
@@ -47,7 +47,7 @@ class FileSource(msgspec.Struct, frozen=True):
         In this order: a write that began before the times were known may be in none of them.
         """
         clock = self.node.clock
-        clock.sleep(source.settling(self.opened.image, clock.wall()))
+        clock.sleep(source.seconds_to_settle(self.opened.image, clock.wall()))
         content = source.open_source(self.opened)
         self._must_have_no_writer()
         return content
@@ -60,7 +60,7 @@ class FileSource(msgspec.Struct, frozen=True):
         self._must_have_no_writer()
         wanted, config = self.opened.image, self.node.config
         known = (wanted.identity, wanted.access)
-        source.must_be_same(self.opened)
+        source.check_same_file(self.opened)
         try:
             found, line = opening.open_as_user(
                 wanted.path,
@@ -71,13 +71,13 @@ class FileSource(msgspec.Struct, frozen=True):
                 services=config.user_mounts,
             )
         except OSError:
-            raise source.changed(wanted.path) from None
+            raise source.declined_as_changed(wanted.path) from None
         line.close()
         if found.image is None or (found.image.identity, found.image.access) != known:
-            why = found.image and source.difference(wanted.identity, found.image.identity)
-            raise source.changed(wanted.path, why or "")
+            why = found.image and source.explain_difference(wanted.identity, found.image.identity)
+            raise source.declined_as_changed(wanted.path, why or "")
 
     def _must_have_no_writer(self) -> None:
         fd, path = self.opened.fd, self.opened.image.path
-        source.must_have_no_writer(fd, path)
-        source.must_be_written_nowhere(fd, path)
+        source.check_no_writer(fd, path)
+        source.check_no_writer_below(fd, path)

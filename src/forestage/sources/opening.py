@@ -47,7 +47,7 @@ def open_as_user(
 ) -> tuple[PathFacts, socket.socket]:
     """Opens `path` as the user, binds from `caches` out of sight; with None, what shows.
 
-    Of users' FUSE mounts those count that are `services` (mounts.users_fuse), below `/` all.
+    Of users' FUSE mounts those count that are `services` (mounts.find_user_fuse), below `/` all.
     With `copied_head` all is wanted that `PathFacts` may say. It returns the first bytes of the
     image's copy on this node, or b"" where there is none: a hit reads nothing of the source, unless
     its copy is no squashfs, as it may be damaged. `is_new`: of which images the first bytes are
@@ -56,26 +56,26 @@ def open_as_user(
     takes it. Raises OSError as the user would get it; as_user.ChildTimeout.
     """
 
-    def work() -> as_user.Found[PathFacts]:
+    def work() -> as_user.ChildResult[PathFacts]:
         is_private = is_covered = False
         for _ in range(OPEN_TRIES):
             trace.point("looking")
             try:
-                with as_user.acting(user):
-                    found, fds = _open(path, tuple(sources), caches, services or {})
+                with as_user.with_effective_user(user):
+                    found, fds = _open_and_inspect(path, tuple(sources), caches, services or {})
                 # What this process has taken off for itself is on the node still.
                 found = msgspec.structs.replace(found, is_bound=found.is_bound or is_covered)
                 if copied_head is not None and found.image is not None:
                     head = copied_head(found.image)
-                    head = head if image.is_squashfs(head) else _head(fds[0], user)
+                    head = head if image.is_squashfs(head) else _read_head(fds[0], user)
                     found = msgspec.structs.replace(
                         found,
                         head=head,
-                        listed=_lists(found.path, user),
+                        listed=_can_list_directory(found.path, user),
                         written=writers.has_writer(fds[0], found.path),
                     )
                 elif is_new is not None and found.image is not None and is_new(found.image):
-                    found = msgspec.structs.replace(found, head=_head(fds[0], user))
+                    found = msgspec.structs.replace(found, head=_read_head(fds[0], user))
                 return found, fds
             except _CoveredByRedirect as covered:
                 # Our own redirect. Off with it, in a mount namespace of this process' own; the
@@ -86,32 +86,32 @@ def open_as_user(
                 if is_private:
                     mounts.umount(f"/proc/self/fd/{covered.handle}")
                 else:
-                    mounts.private_namespace()
+                    mounts.enter_private_namespace()
                     is_private = True
         raise OSError(errno.EBUSY, "redirects come and go", path)
 
-    return as_user.ask(work, PathFacts, timeout)
+    return as_user.run_in_child_with_socket(work, PathFacts, timeout)
 
 
-def open_file(
+def open_descriptor_as_user(
     path: str, user: User, sources: Iterable[str], caches: KnownCaches | None, timeout: float
 ) -> tuple[PathFacts, int | None]:
     """As `open_as_user`, with the source as a descriptor, if there is one; the caller closes it."""
     found, line = open_as_user(path, user, sources, caches, timeout)
-    fds = as_user.receive_fds(line)
+    fds = as_user.receive_descriptors(line)
     return found, fds[0] if fds else None
 
 
-def _open(
+def _open_and_inspect(
     path: str, sources: tuple[str, ...], caches: KnownCaches | None, services: Mapping[str, str]
-) -> as_user.Found[PathFacts]:
+) -> as_user.ChildResult[PathFacts]:
     # O_PATH first: opening a FIFO would block and opening a device may do something.
     handle = os.open(path, os.O_PATH)
     # Once the path is open, as a table from before may lack a bind that it led to: then its bytes
     # would pass for the source's. One reading tells all: the mount of an open file never changes.
-    table = mounts.current() if caches else []
+    table = mounts.list_mounts() if caches else []
     binds = caches.find_binds(table) if caches else []
-    number = mounts.mount_id(handle) if binds else None
+    number = mounts.read_mount_id(handle) if binds else None
     if any(bind.mount.id == number for bind in binds):
         raise _CoveredByRedirect(handle)
     seen = os.fstat(handle)
@@ -123,26 +123,28 @@ def _open(
     if not is_utf8(resolved):
         return PathFacts("", sources, mode, is_bound=bool(binds)), []
     only_looks = sources == ANYWHERE
-    sources = _resolved(sources, resolved)
-    if caches and mounts.is_users(handle, resolved, None if only_looks else services, table):
+    sources = _resolve_sources(sources, resolved)
+    if caches and mounts.is_on_user_mount(
+        handle, resolved, None if only_looks else services, table
+    ):
         return PathFacts("", sources, mode, is_bound=bool(binds)), []
     found = PathFacts(resolved, sources, mode, is_bound=bool(binds))
-    if not (stat.S_ISREG(mode) and image.is_below(resolved, sources)):
+    if not (stat.S_ISREG(mode) and image.is_below_any(resolved, sources)):
         return found, []
     # Through the handle, so that it is the same file whatever the path has become.
     source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY)
-    facts = files.latest(source, seen.st_dev)
+    facts = files.read_fresh_stat(source, seen.st_dev)
     # Some file systems count no names: then the path itself shows whether it leads there.
-    if facts.st_nlink == 0 and not _leads_to(path, facts):
+    if facts.st_nlink == 0 and not _is_same_file(path, facts):
         return found, []
     access = AccessRights(
         facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), image.read_acl(source)
     )
-    found_image = SourceImage(image.identity(facts, resolved), access)
+    found_image = SourceImage(image.identity_from_stat(facts, resolved), access)
     return msgspec.structs.replace(found, image=found_image), [source]
 
 
-def _leads_to(path: str, facts: os.stat_result | files.Statx) -> bool:
+def _is_same_file(path: str, facts: os.stat_result | files.Statx) -> bool:
     """Whether the path leads to this very file now."""
     try:
         there = os.stat(path)  # noqa: PTH116
@@ -159,13 +161,13 @@ class _CoveredByRedirect(Exception):
         self.handle = handle
 
 
-def _head(fd: int, user: User) -> bytes:
+def _read_head(fd: int, user: User) -> bytes:
     """The first bytes of an open source, as the user; fewer than HEAD if it has no more.
 
     Called once its identity is known: what is written in between makes another identity.
     """
     data = b""
-    with as_user.acting(user):
+    with as_user.with_effective_user(user):
         while len(data) < image.HEAD:
             piece = os.pread(fd, image.HEAD - len(data), len(data))
             if not piece:
@@ -174,31 +176,31 @@ def _head(fd: int, user: User) -> bytes:
     return data
 
 
-def _lists(path: str, user: User) -> bool:
+def _can_list_directory(path: str, user: User) -> bool:
     """Whether the user can list the directory of a file."""
     flags = os.O_RDONLY | os.O_DIRECTORY
     try:
-        with as_user.acting(user):
+        with as_user.with_effective_user(user):
             os.close(os.open(Path(path).parent, flags))
     except OSError:
         return False
     return True
 
 
-def _resolved(sources: tuple[str, ...], path: str) -> tuple[str, ...]:
+def _resolve_sources(sources: tuple[str, ...], path: str) -> tuple[str, ...]:
     """The sources without links: one above the resolved `path` has none, others may hang."""
-    named = tuple(source for source in sources if image.is_below(path, (source,)))
-    return named or tuple(map(as_user.real, sources))
+    named = tuple(source for source in sources if image.is_below_any(path, (source,)))
+    return named or tuple(map(as_user.resolve_links, sources))
 
 
-def saved_to(path: str, user: User, timeout: float) -> tuple[str, bool]:
+def resolve_save_path(path: str, user: User, timeout: float) -> tuple[str, bool]:
     """Where a path leads for this user, who may write there or not; it need not exist.
 
     Raises ChildTimeout, OSError.
     """
 
-    def work() -> as_user.Found[tuple[bytes, bool]]:
-        as_user.become(user)
+    def work() -> as_user.ChildResult[tuple[bytes, bool]]:
+        as_user.set_effective_user(user)
         found = os.path.realpath(path)
         may = os.access(os.path.dirname(found), os.W_OK, effective_ids=True)  # noqa: PTH120
         with contextlib.suppress(OSError):
@@ -208,12 +210,12 @@ def saved_to(path: str, user: User, timeout: float) -> tuple[str, bool]:
         # As bytes: a name need not be text, and JSON takes no other.
         return (os.fsencode(found), may), []
 
-    found, may = as_user.call(work, tuple[bytes, bool], timeout)[0]
+    found, may = as_user.run_in_child(work, tuple[bytes, bool], timeout)[0]
     return os.fsdecode(found), may
 
 
 @contextlib.contextmanager
-def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenImage]:
+def open_image_for_hook(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenImage]:
     """Opens the image at `path` as the job's user, under our own binds, for a hook.
 
     Binds of ours that show something else than what lies there are unmounted first: even a job that
@@ -222,12 +224,12 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
     caches = origins.read_known_caches(node.cache)
     limit = min(HOOK_TIMEOUT, end.left())
     binds = node.config.redirect == "bind"
-    head = functools.partial(_copied_head, node.cache) if binds else None
+    head = functools.partial(_read_copy_head, node.cache) if binds else None
     sources, services = node.config.staged_from, node.config.user_mounts
     # Where a step's user can be told, and reads the same bytes next.
     of_steps = node.config.redirect == "spank"
-    is_new = functools.partial(_is_new, node.cache) if of_steps else None
-    _must_not_hang(node.places, path)
+    is_new = functools.partial(_is_not_in_cache, node.cache) if of_steps else None
+    _check_server_answers(node.places, path)
     try:
         found, line = open_as_user(
             path,
@@ -240,26 +242,26 @@ def open_as(user: User, path: str, node: Node, end: Deadline) -> Iterator[OpenIm
             is_new,
         )
     except as_user.ChildTimeout:
-        note_hang(node.places, path)
+        start_server_probe(node.places, path)
         raise
     except OSError as error:
         # What this user may not see, no bind may show: an older copy may be more generous. But a
         # bind that refuses them as well stays: it is another user's, and it is right.
-        if redirect.binds(node.cache) and (shown := _what_shows(user, path, node, end)):
+        if redirect.list_binds(node.cache) and (shown := _find_visible_path(user, path, node, end)):
             # So ends the name of an entry that was evicted while a redirect still shows it.
             names = frozenset((path, shown, shown.removesuffix(" (deleted)")))
-            redirect.unmount_stale(node.cache, names, "", user, end)
-        raise image.declined_by(error, path, user) from None
+            redirect.unmount_stale_binds(node.cache, names, "", user, end)
+        raise image.declined_by_open_error(error, path, user) from None
     with contextlib.closing(line):
         # Looked for anew where the node has any: what was seen may be gone or going by now.
         if found.is_bound:
             key = found.image.key if found.image else ""
-            redirect.unmount_stale(node.cache, frozenset((path, found.path)), key, user, end)
-        judged = image.judge(found, node.config.max_image_size)
-        part.must_be_countable(judged, node.config.chunk_of(judged.size))
+            redirect.unmount_stale_binds(node.cache, frozenset((path, found.path)), key, user, end)
+        judged = image.check_image(found, node.config.max_image_size)
+        part.check_chunk_count(judged, node.config.chunk_of(judged.size))
         if binds:
-            image.must_suit_the_node(found)
-        image.must_be_whole(found)
+            image.check_node_redirect(found)
+        image.check_not_truncated(found)
         yield OpenImage(judged, user, -1, line)
 
 
@@ -274,52 +276,54 @@ class _FileServer(msgspec.Struct, frozen=True):
         os.statvfs(self.point)  # stat(2) may be answered by a cache
 
 
-def note_hang(places: NodePaths, path: str) -> None:
+def start_server_probe(places: NodePaths, path: str) -> None:
     """Has one process ask the server of a path that hung: who comes next need not wait as well."""
-    if server := _server(places, path):
-        probe.begin(server.file, server.ask)
+    if server := _find_file_server(places, path):
+        probe.start_probe(server.file, server.ask)
 
 
-def known_hang(places: NodePaths, path: str) -> str:
+def find_server_hang(places: NodePaths, path: str) -> str:
     """What is known of a path's server that has hung before, and has not answered since, or ""."""
     if not any(places.probes.glob(f"{SERVER}*")):  # as on nearly all nodes
         return ""
-    server = _server(places, path)
-    hang = probe.known(server.file) if server else None
+    server = _find_file_server(places, path)
+    hang = probe.find_known_hang(server.file) if server else None
     return f"{server.point} has hung for {format_duration(hang.seconds)}" if server and hang else ""
 
 
-def _server(places: NodePaths, path: str) -> _FileServer | None:
+def _find_file_server(places: NodePaths, path: str) -> _FileServer | None:
     """The server of a path, as it is written; None for a user's own file system.
 
     That one may hang as its user likes, and is not asked by root.
     """
     plain = os.path.normpath(path)
     # A redirect of ours has the path itself as its mount point.
-    under = mounts.holder([mount for mount in mounts.current() if mount.point != plain], plain)
+    under = mounts.find_mount_of_path(
+        [mount for mount in mounts.list_mounts() if mount.point != plain], plain
+    )
     if under is None or under.fuse_user:
         return None
     name = f"{SERVER}{under.device.replace(':', '-')}"
     return _FileServer(under.point, places.probes / name)
 
 
-def _must_not_hang(places: NodePaths, path: str) -> None:
+def _check_server_answers(places: NodePaths, path: str) -> None:
     """Raise ChildTimeout at once if the path's server has hung before and not answered since.
 
     One process of the node asks it (system/probe.py), and its end is the news.
     """
-    if hang := known_hang(places, path):
+    if hang := find_server_hang(places, path):
         raise as_user.ChildTimeout(hang)
 
 
-def _is_new(cache: Cache, wanted: SourceImage) -> bool:
+def _is_not_in_cache(cache: Cache, wanted: SourceImage) -> bool:
     """Whether nothing is here of an image: a hit reads nothing of its source."""
     with contextlib.suppress(OSError):
         return cache.find(wanted) is None
     return False
 
 
-def _copied_head(cache: Cache, wanted: SourceImage) -> bytes:
+def _read_copy_head(cache: Cache, wanted: SourceImage) -> bytes:
     """Returns the first bytes of the image's entry; b"" if there is none that can be read."""
     try:
         if cache.find(wanted) is None:
@@ -330,7 +334,7 @@ def _copied_head(cache: Cache, wanted: SourceImage) -> bytes:
         return b""
 
 
-def _what_shows(user: User, path: str, node: Node, end: Deadline) -> str:
+def _find_visible_path(user: User, path: str, node: Node, end: Deadline) -> str:
     """Returns what the user opens by this path as it is now, redirects and all; "" for nothing."""
     limit = min(HOOK_TIMEOUT, end.left())
     try:

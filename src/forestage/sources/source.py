@@ -94,9 +94,10 @@ class SourceUnreadable(Declined):
 class OpenImage(msgspec.Struct, frozen=True):
     """An image and its source, opened with the user's rights; the caller closes it.
 
-    A hook holds the source only as `line`, a socket in which the descriptor waits (as_user.ask): a
-    close(2) that hangs with the file server must not hang the hook. The stager receives it as `fd`.
-    `other` is a source that is no file; then `fd` is -1, or what that one needs open.
+    A hook holds the source only as `line`, a socket in which the descriptor waits
+    (as_user.run_in_child_with_socket): a close(2) that hangs with the file server must not hang the
+    hook. The stager receives it as `fd`. `other` is a source that is no file; then `fd` is -1, or
+    what that one needs open.
     """
 
     image: SourceImage
@@ -114,7 +115,7 @@ class OpenImage(msgspec.Struct, frozen=True):
         """Returns the same with the source as a descriptor of this process."""
         if self.line is None:
             return self
-        fd = as_user.receive_fds(self.line)[0]
+        fd = as_user.receive_descriptors(self.line)[0]
         return OpenImage(self.image, self.user, fd, other=self.other)
 
     def close(self) -> None:
@@ -136,7 +137,7 @@ class SourceFinder(Protocol):
         """Opens what lies there as the job's user. Raises Declined, Failed, OSError."""
 
 
-def settling(wanted: SourceImage, now: float) -> float:
+def seconds_to_settle(wanted: SourceImage, now: float) -> float:
     """Pure: seconds to wait until a further change of the source must show in its times.
 
     A full tick from now on, unless the last change is long past: waiting for the rest of a tick
@@ -159,11 +160,11 @@ def open_source(opened: OpenImage) -> ReadableSource:
     size = opened.image.size
     # Once for the whole copy: each question may be one for the file server.
     chunks = functools.cache(functools.partial(allocation.map_chunks, opened.fd, size))
-    direct = _look_again(opened, past_cache=True)
+    direct = _recheck_source(opened, past_cache=True)
     return ReadableSource(opened.fd, direct, size, opened.image.path, chunks=chunks)
 
 
-def must_have_no_writer(fd: int, path: str) -> None:
+def check_no_writer(fd: int, path: str) -> None:
     """Raises Declined where a process of this node has the open file open for writing.
 
     A write(2) sets the file's times when it begins. Its bytes come when the kernel has read them
@@ -171,40 +172,40 @@ def must_have_no_writer(fd: int, path: str) -> None:
     then another. So this is asked once the times are known, and settled: a write that is under way
     then still has the file open, and one that begins later changes them.
     """
-    if writers.by_lease(fd):
-        raise written(path)
+    if writers.has_writer_by_lease(fd):
+        raise declined_as_written(path)
 
 
-def must_be_written_nowhere(fd: int, path: str) -> None:
+def check_no_writer_below(fd: int, path: str) -> None:
     """Raises Declined where a process has what lies at or below a path open for writing.
 
     `fd` is open in its file system. Where leases prove that nobody has, nothing is looked at.
     Raises SourceUnreadable where that file system is gone.
     """
     try:
-        proven = writers.proves(fd)
+        proven = writers.is_lease_conclusive(fd)
     except OSError as error:
         raise SourceUnreadable(path, error) from None
     if not proven:
-        found = writers.find(path, writers.SCAN)
+        found = writers.find_open_for_writing(path, writers.SCAN)
         if found:
-            raise written(printable(found))
+            raise declined_as_written(printable(found))
 
 
-def written(path: str) -> Declined:
+def declined_as_written(path: str) -> Declined:
     """Pure: a process of this node has the file open for writing."""
     return Declined("written", f"{path} is open for writing on this node")
 
 
-def must_be_same(opened: OpenImage) -> None:
+def check_same_file(opened: OpenImage) -> None:
     """Looks at the open file once more.
 
     Raises Declined if it is another, SourceUnreadable, ChildTimeout.
     """
-    _look_again(opened)
+    _recheck_source(opened)
 
 
-def _look_again(opened: OpenImage, past_cache: bool = False) -> int | None:
+def _recheck_source(opened: OpenImage, past_cache: bool = False) -> int | None:
     """Looks at the open file once more, and opens it past the page cache where that is a gain.
 
     As the user again: root may be squashed on the shared file system. In one child, as each takes
@@ -212,36 +213,42 @@ def _look_again(opened: OpenImage, past_cache: bool = False) -> int | None:
     another file, SourceUnreadable, as_user.ChildTimeout.
     """
 
-    def work() -> as_user.Found[FileIdentity]:
-        as_user.become(opened.user)
-        facts = files.latest(opened.fd, os.fstat(opened.fd).st_dev)
+    def work() -> as_user.ChildResult[FileIdentity]:
+        as_user.set_effective_user(opened.user)
+        facts = files.read_fresh_stat(opened.fd, os.fstat(opened.fd).st_dev)
         # Major 0 is no block device: what a network file system does past its cache is its affair.
         wanted = past_cache and os.major(facts.st_dev) != 0
-        return image.identity(facts, opened.image.path), _direct(opened.fd) if wanted else []
+        return image.identity_from_stat(facts, opened.image.path), _open_direct(
+            opened.fd
+        ) if wanted else []
 
     try:
-        found, line = as_user.ask(work, FileIdentity, STAGER_TIMEOUT, keep=(opened.fd,))
+        found, line = as_user.run_in_child_with_socket(
+            work, FileIdentity, STAGER_TIMEOUT, keep=(opened.fd,)
+        )
     except OSError as error:
         raise SourceUnreadable(opened.image.path, error) from None
     if found != opened.image.identity:
         line.close()
-        raise changed(opened.image.path, difference(opened.image.identity, found))
-    return next(iter(as_user.receive_fds(line)), None)
+        raise declined_as_changed(
+            opened.image.path, explain_difference(opened.image.identity, found)
+        )
+    return next(iter(as_user.receive_descriptors(line)), None)
 
 
-def _direct(fd: int) -> list[int]:
+def _open_direct(fd: int) -> list[int]:
     """A descriptor of the file past the page cache; none where its file system has no such way."""
     with contextlib.suppress(OSError):
         return [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT)]
     return []
 
 
-def changed(path: str, how: str = "") -> Declined:
+def declined_as_changed(path: str, how: str = "") -> Declined:
     """Pure: the source is no longer the file that was asked for; `how` where that helps."""
     return Declined("changed", f"{path} was changed while it was copied" + (how and f": {how}"))
 
 
-def difference(was: FileIdentity, now: FileIdentity) -> str:
+def explain_difference(was: FileIdentity, now: FileIdentity) -> str:
     """Pure: what an admin must know of a file that seems changed each time; else nothing."""
     if msgspec.structs.replace(now, inode=was.inode) == was:
         return "only its inode number is another, as if its file system gave a new one at each look"

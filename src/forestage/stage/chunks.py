@@ -25,7 +25,7 @@ import msgspec
 
 from forestage import trace
 from forestage.cache import allocation, digest
-from forestage.cache.part import ENTRY_BYTES, Part, chunk_count, missing_chunks
+from forestage.cache.part import ENTRY_BYTES, Part, chunk_count, list_missing_chunks
 from forestage.cache.readers import NOW, PIECE, ArrivalMap
 from forestage.errors import CopyStopped, Declined, Failed
 from forestage.sources.source import ReadableSource
@@ -59,7 +59,7 @@ class CopyTuning(msgspec.Struct, frozen=True):
     through: bool = False
 
 
-def order(missing: Sequence[int], count: int, hot: Sequence[int] = ()) -> list[int]:
+def order_chunks(missing: Sequence[int], count: int, hot: Sequence[int] = ()) -> list[int]:
     """Pure: these of `count` chunks in the order of the copy."""
     left = set(missing)
     early = [number for number in dict.fromkeys((0, count - 1, *hot)) if number in left]
@@ -67,7 +67,7 @@ def order(missing: Sequence[int], count: int, hot: Sequence[int] = ()) -> list[i
     return [*early, *(number for number in missing if number in left)]
 
 
-def copy(
+def copy_chunks(
     source: ReadableSource,
     part: Part,
     tuning: CopyTuning,
@@ -87,7 +87,7 @@ def copy(
     return run.pace
 
 
-def digests(
+def compute_digests(
     image: Path,
     size: int,
     tuning: CopyTuning,
@@ -105,10 +105,12 @@ def digests(
 
     def take(number: int) -> bytes:
         if not hasattr(own, "buffer"):
-            own.buffer = reading.buffer(tuning.chunk)
+            own.buffer = reading.allocate_piece_buffer(tuning.chunk)
         start = number * tuning.chunk
         running = digest.RunningDigest()
-        for _, piece in reading.pieces(source, start, min(tuning.chunk, size - start), own.buffer):
+        for _, piece in reading.read_pieces(
+            source, start, min(tuning.chunk, size - start), own.buffer
+        ):
             running.add(piece)
         return running.digest()
 
@@ -152,7 +154,7 @@ class ChunkCopy:
         self.part = part
         self.image = os.open(part.image, os.O_RDWR)
         self.map = os.open(part.map, os.O_RDWR)
-        self.past_cache = _direct(part)
+        self.past_cache = _open_direct(part)
         self.holes: dict[int, bytes] = {}
         if tuning.through and source.read is None:
             # Between the job's reads and those of several threads read-ahead reads things twice.
@@ -167,10 +169,10 @@ class ChunkCopy:
         self.shared: list[_SharedChunk] = []
         self.spare: list[memoryview] = []  # what shared chunks were in: new memory costs as reading
         self.ahead = -1  # the chunk behind the one that was wanted last
-        missing = missing_chunks(part.digests(), source.size, tuning.chunk)
+        missing = list_missing_chunks(part.digests(), source.size, tuning.chunk)
         count = chunk_count(source.size, tuning.chunk)
         self.hot = part.hot_chunks(tuning.chunk)
-        self.todo = OrderedDict.fromkeys(order(missing, count, self.hot))
+        self.todo = OrderedDict.fromkeys(order_chunks(missing, count, self.hot))
         for number in set(range(count)).difference(missing) if readers else ():
             self._has(number)
 
@@ -186,7 +188,7 @@ class ChunkCopy:
                 return
             del self.todo[number]
             start, size = self.span(number)
-            allocation.punch(self.image, start, size)
+            allocation.punch_hole(self.image, start, size)
             self.note(number, self._of_hole(size))
 
     def join(self, works: Sequence[Callable[[], None]]) -> None:
@@ -202,7 +204,7 @@ class ChunkCopy:
             raise self.errors[0]
         if self.stop.is_set():
             raise CopyStopped
-        left = missing_chunks(self.part.digests(), self.source.size, self.tuning.chunk)
+        left = list_missing_chunks(self.part.digests(), self.source.size, self.tuning.chunk)
         if left:  # a thread that died of something unforeseen
             raise Failed("copy", f"{len(left)} chunks are missing after the copy")
 
@@ -215,7 +217,7 @@ class ChunkCopy:
         return self.stop.is_set() or self.halt.is_set()
 
     def _work(self) -> None:
-        buffer = reading.buffer(self.tuning.chunk)
+        buffer = reading.allocate_piece_buffer(self.tuning.chunk)
         try:
             while not self.ends():
                 if self._shares():
@@ -271,7 +273,7 @@ class ChunkCopy:
             chunk.missing -= 1
             whole = not chunk.missing
         if whole:
-            self.note(chunk.number, digest.of_chunk(chunk.memory[: chunk.size]))
+            self.note(chunk.number, digest.digest_chunk(chunk.memory[: chunk.size]))
             with self.lock:
                 self.shared.remove(chunk)
 
@@ -287,7 +289,9 @@ class ChunkCopy:
         number = self._first(wanted) if len(self.shared) < MOST_OPEN else None
         if number is None:
             return left[0] if left else None
-        memory = self.spare.pop() if self.spare else reading.memory(self.tuning.chunk)
+        memory = (
+            self.spare.pop() if self.spare else reading.allocate_aligned_memory(self.tuning.chunk)
+        )
         self.shared.append(_SharedChunk(number, *self.span(number), memory))
         return self.shared[-1]
 
@@ -362,7 +366,7 @@ class ChunkCopy:
         if not self.is_urgent(number):
             self.throttle.take(size, self.stop)
         running = digest.RunningDigest()
-        for at, piece in reading.pieces(self.source, start, size, buffer, self._turn):
+        for at, piece in reading.read_pieces(self.source, start, size, buffer, self._turn):
             running.add(piece)
             write(at, piece)
         return running.digest()
@@ -372,7 +376,7 @@ class ChunkCopy:
         if size not in self.holes:
             # Private memory that is only read is one page of zeros, however long.
             zeros = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self.holes[size] = digest.of_chunk(memoryview(zeros))
+            self.holes[size] = digest.digest_chunk(memoryview(zeros))
         return self.holes[size]
 
     def note(self, number: int, found: bytes) -> None:
@@ -401,7 +405,7 @@ class ChunkCopy:
     def write(self, start: int, data: memoryview) -> None:
         """Writes a piece; zeros where holes are likely become one."""
         if start // self.tuning.chunk in self.known.sparse and reading.is_zero(data):
-            allocation.punch(self.image, start, len(data))
+            allocation.punch_hole(self.image, start, len(data))
             return
         whole = 0
         if self.past_cache is not None:
@@ -421,7 +425,7 @@ def _write_all(fd: int, start: int, data: memoryview) -> None:
         done += os.pwritev(fd, [data[done:]], start + done)
 
 
-def _direct(part: Part) -> int | None:
+def _open_direct(part: Part) -> int | None:
     """The image opened past the page cache, where the cache's file system can do that."""
     try:
         return os.open(part.image, os.O_RDWR | os.O_DIRECT)

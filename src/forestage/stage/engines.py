@@ -49,12 +49,12 @@ class ChunkEngine:
     def needs(self, source: ReadableSource) -> int:
         """The bytes of disk that image and map will take in all."""
         found = reading.map_chunks(source, self.tuning.chunk)
-        return allocation.needed(source.size, self.tuning.chunk, found.reserved)
+        return allocation.needed_bytes(source.size, self.tuning.chunk, found.reserved)
 
     def reserve(self, source: ReadableSource, part: Part) -> None:
         """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
         found = reading.map_chunks(source, self.tuning.chunk)
-        allocation.reserve(part, source.size, self.tuning.chunk, found.reserved)
+        allocation.reserve_part(part, source.size, self.tuning.chunk, found.reserved)
 
     def copy(
         self,
@@ -71,7 +71,7 @@ class ChunkEngine:
         """
         if helpers is not None:
             return helpers.copy(source, part, self.tuning, stop, readers)
-        pace = chunks.copy(source, part, self.tuning, stop, readers)
+        pace = chunks.copy_chunks(source, part, self.tuning, stop, readers)
         return EngineResult(rate=pace.rate(source.size))
 
 
@@ -90,9 +90,9 @@ class RsyncEngine:
 
     def reserve(self, source: ReadableSource, part: Part) -> None:
         # The size stays as far as rsync has come: that is its progress, and where it resumes.
-        with allocation.opened(part.image) as fd:
-            allocation.allocate(fd, 0, source.size)
-        allocation.reserve_small(part, source.size, self.tuning.chunk)
+        with allocation.open_part_file(part.image) as fd:
+            allocation.allocate_space(fd, 0, source.size)
+        allocation.reserve_small_files(part, source.size, self.tuning.chunk)
 
     def copy(
         self,
@@ -118,14 +118,14 @@ class RsyncEngine:
             f"/proc/self/fd/{source.buffered}",
             os.fspath(part.image),
         ]
-        ran = run.run(argv, pass_fds=[source.buffered], stop=stop)
+        ran = run.run_program(argv, pass_fds=[source.buffered], stop=stop)
         if stop.is_set():
             raise CopyStopped
         if ran.code != 0:
             raise Failed("copy", ran.explained())
         # rsync keeps its own sums to itself, so the digests are taken from the copy.
-        found = chunks.digests(part.image, source.size, self.tuning, path=source.path)
-        with allocation.opened(part.map) as fd:  # not truncated: its space stays its own
+        found = chunks.compute_digests(part.image, source.size, self.tuning, path=source.path)
+        with allocation.open_part_file(part.map) as fd:  # not truncated: its space stays its own
             os.pwrite(fd, found, 0)
         return EngineResult()
 
@@ -133,14 +133,14 @@ class RsyncEngine:
 Engine: TypeAlias = ChunkEngine | RsyncEngine
 
 
-def of(config: Config, size: int) -> Engine:
+def choose_engine(config: Config, size: int) -> Engine:
     """Return the engine that the admin chose, for an image of `size` bytes."""
     if config.engine == "chunks":
-        return ChunkEngine(tuning(config, size))
-    return RsyncEngine(tuning(config, size))
+        return ChunkEngine(derive_tuning(config, size))
+    return RsyncEngine(derive_tuning(config, size))
 
 
-def tuning(config: Config, size: int) -> CopyTuning:
+def derive_tuning(config: Config, size: int) -> CopyTuning:
     """Pure but for the number of cores: what the configuration means for an engine."""
     cores = os.cpu_count() or 1
     return CopyTuning(

@@ -16,7 +16,7 @@ from forestage.errors import Declined
 from forestage.slurm import enroot
 from forestage.system import as_user, mounts, run
 from forestage.system.as_user import User
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 TIMEOUT = 10.0  # seconds; the whole tree's inodes are read before a file is found
 MOST_BYTES = 64 * 1024  # of an fstab
@@ -29,7 +29,7 @@ PROGRAM = (
 )
 
 
-def binds(copy: int, user: User) -> tuple[str, ...]:
+def read_fstab_binds(copy: int, user: User) -> tuple[str, ...]:
     """Returns the directories that an image's fstab binds without what is mounted below them.
 
     `copy` is the open file, which the user may read. Variables are as they are written, and
@@ -40,15 +40,15 @@ def binds(copy: int, user: User) -> tuple[str, ...]:
         return ()
     found: tuple[str, ...] = ()
     with contextlib.suppress(Declined, OSError):
-        found = as_user.call(
-            lambda: (_read(copy, user), []), tuple[str, ...], TIMEOUT, keep=(copy,)
+        found = as_user.run_in_child(
+            lambda: (_unpack_and_read(copy, user), []), tuple[str, ...], TIMEOUT, keep=(copy,)
         )[0]
     return found if len(found) <= MOST else (enroot.UNKNOWN,)
 
 
-def _read(copy: int, user: User) -> tuple[str, ...]:
+def _unpack_and_read(copy: int, user: User) -> tuple[str, ...]:
     """In a child: has the one file unpacked, and reads it as the user."""
-    mounts.private_namespace()
+    mounts.enter_private_namespace()
     flags = mounts.MS_NOSUID | mounts.MS_NODEV
     mounts.mount("forestage", PLACE, flags, "tmpfs", f"size=1m,mode=700,uid={user.uid}")
     for limit, most in (
@@ -61,9 +61,11 @@ def _read(copy: int, user: User) -> tuple[str, ...]:
     while os.read(program.out, 1 << 16):
         pass
     program.wait()
-    as_user.become(user)
+    as_user.set_effective_user(user)
     try:
-        with opened(f"{PLACE}/image/etc/fstab", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+        with open_descriptor(
+            f"{PLACE}/image/etc/fstab", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        ) as fd:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return ()
             text = os.read(fd, MOST_BYTES)
@@ -71,5 +73,5 @@ def _read(copy: int, user: User) -> tuple[str, ...]:
         return ()
     except OSError:  # a link, which may lead anywhere
         return (enroot.UNKNOWN,)
-    sources = (source for _, source in enroot.plain_binds(text.decode(errors="replace")))
+    sources = (source for _, source in enroot.list_plain_binds(text.decode(errors="replace")))
     return tuple(sources)

@@ -23,10 +23,10 @@ from forestage.errors import Declined, Failed
 from forestage.features import Feature, switched_on
 from forestage.sources.source import ReadableSource, SourceTruncated, SourceUnreadable
 from forestage.stage import chunks, engines, fstab, queue
-from forestage.stage.queue import meanwhile
+from forestage.stage.queue import repeat_in_thread
 from forestage.stage.task import CopyTask
 from forestage.system import lock
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from forestage.units import format_rate
 
 PROGRESS_EVERY = 10.0  # seconds between two lines in the log
@@ -54,35 +54,35 @@ class CopyStats(msgspec.Struct):
     rate: float = 0.0
 
 
-def run(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
+def run_copy(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
     """Copies the image into the cache and publishes it.
 
     Raises Declined (changed, no-room, stopped, source-error, ...), Failed, OSError of the disk.
     """
     task.node.cache.note_instance()
     before = task.part.owner()
-    owner = claim(task)
+    owner = claim_part(task)
     figures.expected = owner.expected
     trace.point("claimed")
-    owner = queue.wait_turn(task.node, task.key, owner, stop)
+    owner = queue.wait_for_slot(task.node, task.key, owner, stop)
     content = task.source.open()
     _make_room(task, content, figures)
     with contextlib.suppress(OSError):  # only a matter of speed
-        hot.inherit(task.node.cache, task.image)
-    owner = _begin(task, owner)
+        hot.inherit_hot_map(task.node.cache, task.image)
+    owner = _mark_copying(task, owner)
     figures.resumed = owner.resumed
     if before is not None and before.expected and not owner.expected and owner.resumed:
         figures.expected, figures.ahead = before.expected, owner.resumed
     _reserve(task, content, figures)
     trace.point("reserved")
-    uploaded = _uploaded(task)
-    with _readers(task) as shown:
-        with queue.giving_way(task.node, task.key, stop), _progress_logged(task, owner):
-            given, others, figures.rate = _fetch(task, content, stop, shown)
+    uploaded = _count_uploaded_bytes(task)
+    with _arrival_map(task) as shown:
+        with queue.stop_when_displaced(task.node, task.key, stop), _log_progress(task, owner):
+            given, others, figures.rate = _copy_bytes(task, content, stop, shown)
         figures.from_peers = sum(given.values())
         figures.from_others = sum(given.get(node, 0) for node in others)
         figures.givers = tuple(sorted(given, key=lambda node: -given[node])[:GIVERS])
-        figures.uploaded = max(0, _uploaded(task) - uploaded)
+        figures.uploaded = max(0, _count_uploaded_bytes(task) - uploaded)
         figures.copying = round(task.node.clock.monotonic() - owner.began, 4)
         if shown is not None:
             figures.read_through, figures.read_straight = shown.was_read()
@@ -90,16 +90,18 @@ def run(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
         task.source.must_be_unchanged()
         trace.point("checked")
         _mirror_access(task)
-        disk_errors.look(
+        disk_errors.scan_kernel_log(
             task.node.places, task.node.cache, task.node.clock
         )  # what comes now is new
-        task.node.cache.publish(_entry(task, figures, _binds(task)), task.job.user.uid)
+        task.node.cache.publish(
+            _make_entry(task, figures, _read_fstab_binds(task)), task.job.user.uid
+        )
     trace.point("published")
     with contextlib.suppress(OSError):  # only a matter of the next version's speed
-        hot.name_entry(task.node.cache, task.image)
+        hot.index_entry(task.node.cache, task.image)
 
 
-def claim(task: CopyTask) -> PartRecord:
+def claim_part(task: CopyTask) -> PartRecord:
     """Notes in the part who copies now; what is there already stays if it can be resumed."""
     node, config = task.node, task.node.config
     owner = PartRecord(
@@ -117,13 +119,13 @@ def claim(task: CopyTask) -> PartRecord:
         node.cache.drop_part(task.key)
     # Both at once, so that who asked earlier is also seen earlier by those in the queue.
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
-        _take_back(task, owner)
+        _resume_from_entry(task, owner)
         owner = msgspec.structs.replace(owner, since=node.clock.monotonic())
         task.part.write_owner(owner)
     return owner
 
 
-def _take_back(task: CopyTask, owner: PartRecord) -> None:
+def _resume_from_entry(task: CopyTask, owner: PartRecord) -> None:
     """Resumes from the entry of an earlier boot, if there is one: its bytes have to be proven.
 
     To read it from this node's disk is quicker than to read the source, which a whole cluster may
@@ -134,15 +136,15 @@ def _take_back(task: CopyTask, owner: PartRecord) -> None:
     if entry is None or task.part.directory.exists() or cache.is_proven(task.key):
         return
     fits = (entry.engine, entry.chunk) == (owner.engine, owner.chunk)
-    if fits and entry.digest == digest.of_image(cache.digests(entry)):
+    if fits and entry.digest == digest.digest_image(cache.digests(entry)):
         cache.take_back(task.key)
 
 
-def _begin(task: CopyTask, owner: PartRecord) -> PartRecord:
+def _mark_copying(task: CopyTask, owner: PartRecord) -> PartRecord:
     """Strikes what an earlier copy left wrong; from now on the part counts as being copied."""
     part = task.part
     if owner.engine == "chunks":
-        strike_wrong_chunks(part, task.image.size, task.node.config)
+        clear_wrong_chunks(part, task.image.size, task.node.config)
     owner = msgspec.structs.replace(
         owner, phase="copying", began=task.node.clock.monotonic(), resumed=part.copied(owner)
     )
@@ -151,7 +153,7 @@ def _begin(task: CopyTask, owner: PartRecord) -> PartRecord:
     return owner
 
 
-def strike_wrong_chunks(part: Part, size: int, config: Config) -> int:
+def clear_wrong_chunks(part: Part, size: int, config: Config) -> int:
     """Strikes from a part's map each chunk whose bytes are not what the map says; returns how many.
 
     Within one boot the two belong together, unless something else has written to them: a bad disk,
@@ -159,18 +161,20 @@ def strike_wrong_chunks(part: Part, size: int, config: Config) -> int:
     quicker from this node's disk than from the source. `size` of the image in bytes. Raises
     OSError.
     """
-    tuning = engines.tuning(config, size)
+    tuning = engines.derive_tuning(config, size)
     count = chunk_count(size, tuning.chunk)
-    known = digest.split(part.digests()[: count * ENTRY_BYTES].ljust(count * ENTRY_BYTES, b"\0"))
+    known = digest.split_map(
+        part.digests()[: count * ENTRY_BYTES].ljust(count * ENTRY_BYTES, b"\0")
+    )
     copied = [number for number, one in enumerate(known) if one != digest.MISSING]
     if not copied:
         return 0
     try:
-        found = digest.split(chunks.digests(part.image, size, tuning, copied))
+        found = digest.split_map(chunks.compute_digests(part.image, size, tuning, copied))
     except (SourceUnreadable, SourceTruncated):
         found = [digest.MISSING] * len(copied)
     wrong = [number for number, one in zip(copied, found, strict=True) if known[number] != one]
-    with allocation.opened(part.map) as fd:
+    with allocation.open_part_file(part.map) as fd:
         for number in wrong:
             os.pwrite(fd, digest.MISSING, number * ENTRY_BYTES)
     return len(wrong)
@@ -184,7 +188,11 @@ def _make_room(task: CopyTask, content: ReadableSource, figures: CopyStats) -> N
     try:
         _evict_for(task, content, figures)
     except Declined as declined:
-        if declined.reason != "no-room" or task.job.expected or not queue.have_room(task.node):
+        if (
+            declined.reason != "no-room"
+            or task.job.expected
+            or not queue.wait_for_expected_copies(task.node)
+        ):
             raise
         _evict_for(task, content, figures)
 
@@ -192,7 +200,10 @@ def _make_room(task: CopyTask, content: ReadableSource, figures: CopyStats) -> N
 def _evict_for(task: CopyTask, content: ReadableSource, figures: CopyStats) -> None:
     """Holes of the source cost nothing: who wrote no bytes must not evict what others did."""
     node = task.node
-    need = max(0, engines.of(node.config, task.image.size).needs(content) - task.part.allocated())
+    need = max(
+        0,
+        engines.choose_engine(node.config, task.image.size).needs(content) - task.part.allocated(),
+    )
     figures.evicted += evict.make_room(
         node.cache,
         node.leases,
@@ -207,7 +218,7 @@ def _evict_for(task: CopyTask, content: ReadableSource, figures: CopyStats) -> N
 
 def _reserve(task: CopyTask, content: ReadableSource, figures: CopyStats) -> None:
     """Takes the room at once, so that no copy fails half-way for want of space."""
-    engine = engines.of(task.node.config, task.image.size)
+    engine = engines.choose_engine(task.node.config, task.image.size)
     try:
         engine.reserve(content, task.part)
     except OSError as error:
@@ -219,13 +230,13 @@ def _reserve(task: CopyTask, content: ReadableSource, figures: CopyStats) -> Non
 
 
 @contextlib.contextmanager
-def _readers(task: CopyTask) -> Iterator[ArrivalMap | None]:
+def _arrival_map(task: CopyTask) -> Iterator[ArrivalMap | None]:
     """What read-through servers look at during the copy; None where there can be none."""
     config = task.node.config
     directory = task.node.places.through / task.key
     made = None
     if config.engine == "chunks" and task.opened.is_read_through:
-        made = readers.make(directory, task.image.size, task.chunk, task.part.image)
+        made = readers.create_map(directory, task.image.size, task.chunk, task.part.image)
     try:
         yield made
     finally:
@@ -233,7 +244,7 @@ def _readers(task: CopyTask) -> Iterator[ArrivalMap | None]:
             made.end()
 
 
-def _fetch(
+def _copy_bytes(
     task: CopyTask, content: ReadableSource, stop: threading.Event, shown: ArrivalMap | None
 ) -> engines.EngineResult:
     """Copies the bytes."""
@@ -241,15 +252,15 @@ def _fetch(
     if not task.job.id:  # none is about to start, for which the copy would make way
         config = msgspec.structs.replace(config, cold="shared")
     try:
-        return engines.of(config, task.image.size).copy(
-            content, task.part, stop, _helpers(task), shown
+        return engines.choose_engine(config, task.image.size).copy(
+            content, task.part, stop, _find_helpers(task), shown
         )
     except Failed:
         task.source.must_be_unchanged()  # an engine may fail over a source that moves under it
         raise
 
 
-def _helpers(task: CopyTask) -> engines.CopyHelpers | None:
+def _find_helpers(task: CopyTask) -> engines.CopyHelpers | None:
     """Return the first that is to help."""
     features = _helping(task)
     if not features:
@@ -260,7 +271,7 @@ def _helpers(task: CopyTask) -> engines.CopyHelpers | None:
     return next(filter(None, found), None)
 
 
-def _uploaded(task: CopyTask) -> int:
+def _count_uploaded_bytes(task: CopyTask) -> int:
     """Return how many bytes of this key were given to other nodes."""
     features = _helping(task)
     if not features:
@@ -276,15 +287,15 @@ def _helping(task: CopyTask) -> list[Feature]:
 
 
 @contextlib.contextmanager
-def _progress_logged(task: CopyTask, owner: PartRecord) -> Iterator[None]:
+def _log_progress(task: CopyTask, owner: PartRecord) -> Iterator[None]:
     """Writes a line to the log now and then during a long copy."""
     due = ProgressThrottle()
 
     def say() -> None:
         if due.now(task.part.copied(owner)):
-            log.say(f"stager job={owner.job} {progress_line(task, owner)}", by_slurm=True)
+            log.say(f"stager job={owner.job} {format_progress(task, owner)}", by_slurm=True)
 
-    with meanwhile(say, PROGRESS_EVERY, "progress"):
+    with repeat_in_thread(say, PROGRESS_EVERY, "progress"):
         yield
 
 
@@ -310,7 +321,7 @@ class ProgressThrottle:
         return True
 
 
-def progress_line(task: CopyTask, owner: PartRecord) -> str:
+def format_progress(task: CopyTask, owner: PartRecord) -> str:
     """Returns how far the copy is, for the log."""
     done = task.part.copied(owner)
     took = task.node.clock.monotonic() - owner.began
@@ -324,7 +335,7 @@ def progress_line(task: CopyTask, owner: PartRecord) -> str:
 def _mirror_access(task: CopyTask) -> None:
     """Sets on the copy the source's owner, group, mode, ACL and time."""
     wanted = task.image
-    with opened(task.part.image, os.O_RDWR) as fd:
+    with open_descriptor(task.part.image, os.O_RDWR) as fd:
         if os.fstat(fd).st_size != wanted.size:
             raise Failed("copy", f"the copy of {wanted.path} has another size than its source")
         os.fchown(fd, wanted.access.uid, wanted.access.gid)
@@ -339,15 +350,15 @@ def _mirror_access(task: CopyTask) -> None:
         os.utime(fd, ns=(wanted.identity.mtime_ns, wanted.identity.mtime_ns))
 
 
-def _binds(task: CopyTask) -> tuple[str, ...]:
+def _read_fstab_binds(task: CopyTask) -> tuple[str, ...]:
     """What the image has its containers bind."""
     if task.image.kind != "image":
         return ()
-    with opened(task.part.image, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as copy:
-        return fstab.binds(copy, task.job.user)
+    with open_descriptor(task.part.image, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as copy:
+        return fstab.read_fstab_binds(copy, task.job.user)
 
 
-def _entry(task: CopyTask, figures: CopyStats, binds: tuple[str, ...]) -> Entry:
+def _make_entry(task: CopyTask, figures: CopyStats, binds: tuple[str, ...]) -> Entry:
     config = task.node.config
     return Entry(
         key=task.key,
@@ -356,7 +367,7 @@ def _entry(task: CopyTask, figures: CopyStats, binds: tuple[str, ...]) -> Entry:
         created=task.node.clock.wall(),
         engine=config.engine,
         chunk=task.chunk,
-        digest=digest.of_image(task.part.digests()),
+        digest=digest.digest_image(task.part.digests()),
         kind=task.image.kind,
         rate=figures.rate,
         binds=binds,

@@ -36,19 +36,19 @@ LETS_GO = 10.0  # seconds; WATCH, and what the threads of a copy are reading
 CALLED = 60.0  # seconds after a Prolog, in which its job counts though nothing else shows it
 STALLED_AFTER = 60.0  # seconds without a chunk, after which a copy gives up its place
 
-Need = Literal["now", "later", "none"]
-Turn = Literal["go", "wait", "stop"]
+CopyNeed = Literal["now", "later", "none"]
+CopyTurn = Literal["go", "wait", "stop"]
 _RANK = {"now": 0, "later": 1, "none": 2}
 
 
 def evict_for_files(node: Node) -> bool:
     """Evict as an Epilog does, for a disk that takes no more files; return whether anything went.
 
-    Such a disk counts as full (evict.plan_at_rest), however many bytes are free.
+    Such a disk counts as full (evict.plan_to_watermark), however many bytes are free.
     """
     went = False
     with contextlib.suppress(Failed, OSError):
-        while evict.tidy(node.cache, node.leases, node.config):
+        while evict.evict_to_watermark(node.cache, node.leases, node.config):
             went = True
     return went
 
@@ -62,41 +62,41 @@ class QueuedCopy(msgspec.Struct, frozen=True):
     key: str
     uid: int
     since: float
-    need: Need = "later"
+    need: CopyNeed = "later"
     placed: bool = False
     begun: bool = False
     expected: bool = False
 
 
-def turn(key: str, copies: Sequence[QueuedCopy], places: int, share: int) -> Turn:
+def choose_turn(key: str, copies: Sequence[QueuedCopy], places: int, share: int) -> CopyTurn:
     """Pure: what the copy of this key does now; `places` copies may be under way at once.
 
-    Of these, one user's jobs get `share` for copies that they need.
+    Of these, one user's jobs get `slots_per_user` for copies that they need.
     """
     placed = [copy for copy in copies if copy.placed]
     free = max(0, places - len(placed))
     if any(copy.key == key for copy in placed):
         idle = sorted((c for c in placed if c.need == "none"), key=lambda c: (-c.since, c.key))
-        begin = _beginning(copies, free + len(idle), share)
+        begin = _list_beginning(copies, free + len(idle), share)
         needed = sum(copy.need != "none" for copy in begin)
         gives_way = [copy.key for copy in idle][: max(0, needed - free)]
         return "stop" if key in gives_way else "go"
-    return "go" if key in [copy.key for copy in _beginning(copies, free, share)] else "wait"
+    return "go" if key in [copy.key for copy in _list_beginning(copies, free, share)] else "wait"
 
 
-def _beginning(copies: Sequence[QueuedCopy], free: int, share: int) -> list[QueuedCopy]:
+def _list_beginning(copies: Sequence[QueuedCopy], free: int, share: int) -> list[QueuedCopy]:
     """Pure: those that begin if so many places are free."""
     # What nobody needs gives way, and so holds nothing up.
     busy = Counter(copy.uid for copy in copies if copy.placed and copy.need != "none")
     begin: list[QueuedCopy] = []
-    for copy in in_line(copies):
+    for copy in order_waiting(copies):
         if len(begin) < free and (copy.need == "none" or busy[copy.uid] < share):
             begin.append(copy)
             busy[copy.uid] += copy.need != "none"
     return begin
 
 
-def in_line(copies: Sequence[QueuedCopy]) -> list[QueuedCopy]:
+def order_waiting(copies: Sequence[QueuedCopy]) -> list[QueuedCopy]:
     """Pure: those that wait, in the order in which they begin."""
     left = [copy for copy in copies if not copy.placed]
     running = Counter(copy.uid for copy in copies if copy.placed)
@@ -109,7 +109,7 @@ def in_line(copies: Sequence[QueuedCopy]) -> list[QueuedCopy]:
     return line
 
 
-def begins_after(
+def estimate_wait(
     key: str,
     copies: Sequence[QueuedCopy],
     places: int,
@@ -122,26 +122,29 @@ def begins_after(
     """
     (own,) = (copy for copy in copies if copy.key == key)
     mine = [copy for copy in copies if copy.uid == own.uid]
-    return max(_free_after(key, copies, places, left), _free_after(key, mine, share, left))
+    return max(
+        _estimate_wait_for_slot(key, copies, places, left),
+        _estimate_wait_for_slot(key, mine, share, left),
+    )
 
 
-def _free_after(
+def _estimate_wait_for_slot(
     key: str, copies: Sequence[QueuedCopy], places: int, left: Mapping[str, float | None]
 ) -> float:
     # Those that nobody needs give way.
     ends = sorted(left.get(c.key) or 0.0 for c in copies if c.placed and c.need != "none")
-    ahead = [copy.key for copy in in_line(copies)].index(key)
+    ahead = [copy.key for copy in order_waiting(copies)].index(key)
     if ahead < places - len(ends) or not ends:
         return 0.0
     return ends[min(ahead - (places - len(ends)), len(ends) - 1)]
 
 
-def wait_turn(node: Node, key: str, owner: PartRecord, stop: threading.Event) -> PartRecord:
+def wait_for_slot(node: Node, key: str, owner: PartRecord, stop: threading.Event) -> PartRecord:
     """Waits for a place, and takes it; returns the owner with it. Raises CopyStopped."""
     while True:
-        if _turn(node, key) == "go":
+        if _choose_turn_now(node, key) == "go":
             with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
-                if _turn(node, key) == "go":  # nobody took the place in between
+                if _choose_turn_now(node, key) == "go":  # nobody took the place in between
                     owner = msgspec.structs.replace(owner, placed=True)
                     node.cache.part(key).write_owner(owner)
                     return owner
@@ -149,30 +152,32 @@ def wait_turn(node: Node, key: str, owner: PartRecord, stop: threading.Event) ->
             raise CopyStopped
 
 
-def _turn(node: Node, key: str) -> Turn:
-    return turn(key, gather(node, key), node.config.max_copies, share(node.config))
+def _choose_turn_now(node: Node, key: str) -> CopyTurn:
+    return choose_turn(
+        key, list_live_copies(node, key), node.config.max_copies, slots_per_user(node.config)
+    )
 
 
-def share(config: Config) -> int:
+def slots_per_user(config: Config) -> int:
     """Pure: how many of the places the copies get that one user's jobs need."""
     return max(1, config.max_user_share.of(config.max_copies))
 
 
 @contextlib.contextmanager
-def giving_way(node: Node, key: str, stop: threading.Event) -> Iterator[None]:
+def stop_when_displaced(node: Node, key: str, stop: threading.Event) -> Iterator[None]:
     """Sets `stop` once this copy, which is under way, is to give up its place."""
 
     def watch() -> None:
         with contextlib.suppress(OSError):  # of the disk: the copy itself will meet it
-            if _turn(node, key) == "stop":
+            if _choose_turn_now(node, key) == "stop":
                 stop.set()
 
-    with meanwhile(watch, WATCH, "queue"):
+    with repeat_in_thread(watch, WATCH, "queue"):
         yield
 
 
 @contextlib.contextmanager
-def while_expected(node: Node, key: str, stop: threading.Event) -> Iterator[None]:
+def stop_when_requested(node: Node, key: str, stop: threading.Event) -> Iterator[None]:
     """Sets `stop` once a job has a lease on the key, whose own stager goes on with what is here.
 
     That one has the job's nodes for peers and no `prefetch.bandwidth`. Without such a limit, any
@@ -181,52 +186,52 @@ def while_expected(node: Node, key: str, stop: threading.Event) -> Iterator[None
     alone = node.config.prefetch.bandwidth is None
 
     def watch() -> None:
-        leased = _leased(node)
-        if (alone and called_lately(node)) or leased is None or key in leased:
+        leased = _find_leased_keys(node)
+        if (alone and has_job_begun_recently(node)) or leased is None or key in leased:
             stop.set()
         with contextlib.suppress(OSError):  # of the disk: the copy itself will meet it
-            if any(one.placed for one in asked_for(node)):
+            if any(one.placed for one in list_requested_copies(node)):
                 stop.set()
 
-    with meanwhile(watch, WATCH, "expected"):
+    with repeat_in_thread(watch, WATCH, "expected"):
         yield
 
 
-def asked_for(node: Node) -> Iterator[QueuedCopy]:
+def list_requested_copies(node: Node) -> Iterator[QueuedCopy]:
     """The copies that somebody waits for: all but those for pending jobs. Raises OSError."""
-    return (copy for copy in gather(node) if not copy.expected)
+    return (copy for copy in list_live_copies(node) if not copy.expected)
 
 
-def have_room(node: Node) -> bool:
+def wait_for_expected_copies(node: Node) -> bool:
     """Waits, as a copy that has a place, until those end that hold room for expected jobs.
 
     Returns whether there were any.
     """
     end = Deadline.after(LETS_GO, node.clock)
     found = False
-    while any(one.expected and one.begun for one in gather(node)) and end.left():
+    while any(one.expected and one.begun for one in list_live_copies(node)) and end.left():
         found = True
         node.clock.sleep(POLL)
     return found
 
 
-def called_lately(node: Node) -> bool:
+def has_job_begun_recently(node: Node) -> bool:
     """Whether a job began here within CALLED, though nothing else may show it.
 
     One that began before a copy and after its pass has looked for jobs ends the copy as well.
     """
-    found = files.facts(node.places.called("prolog"))
+    found = files.lstat_or_none(node.places.called("prolog"))
     return found is not None and abs(node.clock.wall() - found.st_mtime) < CALLED
 
 
-def gather(node: Node, own: str = "") -> list[QueuedCopy]:
+def list_live_copies(node: Node, own: str = "") -> list[QueuedCopy]:
     """The copies of this node that live: `own`, the caller's, and those whose lock is held.
 
     One whose source hangs cannot even be killed; it loses its place, or a few of them would keep
     everybody else waiting for ever. Raises OSError.
     """
     now = node.clock.wall()
-    leased = _leased(node)
+    leased = _find_leased_keys(node)
     found = []
     for directory in node.cache.parts.iterdir():
         part, key = Part(directory), directory.name
@@ -238,7 +243,7 @@ def gather(node: Node, own: str = "") -> list[QueuedCopy]:
             or (key != own and lock.is_free(node.cache.key_lock(key)))
         ):
             continue
-        need: Need = "later" if leased is None or key in leased else "none"
+        need: CopyNeed = "later" if leased is None or key in leased else "none"
         waits = readers.is_served(node.places.through / key) or part.is_waited_for(now)
         if need == "later" and waits:  # neither a job that is over nor a keeper that was killed
             need = "now"
@@ -248,7 +253,7 @@ def gather(node: Node, own: str = "") -> list[QueuedCopy]:
     return found
 
 
-def _leased(node: Node) -> frozenset[str] | None:
+def _find_leased_keys(node: Node) -> frozenset[str] | None:
     """The keys that jobs need; None where a lease cannot be read, and may name any."""
     try:
         return node.leases.keys()
@@ -257,7 +262,7 @@ def _leased(node: Node) -> frozenset[str] | None:
 
 
 @contextlib.contextmanager
-def meanwhile(act: Callable[[], None], every: float, name: str) -> Iterator[None]:
+def repeat_in_thread(act: Callable[[], None], every: float, name: str) -> Iterator[None]:
     """Calls `act` every so many seconds, first after that long, in a thread of that name.
 
     The thread has ended when the block is left, however it is left. What `act` raises ends the

@@ -31,12 +31,12 @@ _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
-def buffer(chunk: int) -> memoryview:
+def allocate_piece_buffer(chunk: int) -> memoryview:
     """Memory for the pieces of a chunk of so many bytes, one at a time."""
-    return memory(min(chunk, PIECE))
+    return allocate_aligned_memory(min(chunk, PIECE))
 
 
-def memory(size: int) -> memoryview:
+def allocate_aligned_memory(size: int) -> memoryview:
     """Page-aligned memory, as O_DIRECT wants it.
 
     Freed by the collector: an error that is kept keeps slices of it alive, and then it cannot be
@@ -115,7 +115,7 @@ class RateMeter:
         return round(self.bytes / self.seconds) if counts else 0.0
 
 
-def pieces(
+def read_pieces(
     source: ReadableSource,
     start: int,
     size: int,
@@ -136,7 +136,7 @@ def pieces(
 
 
 def read_piece(source: ReadableSource, start: int, want: memoryview, buffer: memoryview) -> None:
-    """Fills `want`, the head of the page-aligned `buffer`.
+    """Fills `want`, the head of the page-aligned `allocate_piece_buffer`.
 
     Raises SourceTruncated, SourceUnreadable.
     What the page cache has is taken from there, and stays there for those who brought it in. The
@@ -145,7 +145,7 @@ def read_piece(source: ReadableSource, start: int, want: memoryview, buffer: mem
     if source.read is not None:
         source.read(start, want)
         return
-    cached = _from_cache(source, start, want) if source.direct is not None else 0
+    cached = _read_from_page_cache(source, start, want) if source.direct is not None else 0
     if cached == len(want):
         return
     done = cached
@@ -189,7 +189,7 @@ def is_zero(data: memoryview) -> bool:
     return data[0] == 0 and _libc.memcmp(first, first + 1, len(data) - 1) == 0
 
 
-def _from_cache(source: ReadableSource, start: int, want: memoryview) -> int:
+def _read_from_page_cache(source: ReadableSource, start: int, want: memoryview) -> int:
     """Bytes, whole blocks of them, that the page cache had; RWF_NOWAIT never waits for a disk.
 
     One block is asked for first. A miss makes the kernel read ahead, NOWAIT or not, as far as the

@@ -37,12 +37,12 @@ LOOK = 0.5  # seconds between two looks of its main thread
 PROBE_GRACE = 0.5  # seconds for those who only probe whether the key's lock is free
 
 
-def start(task: CopyTask) -> StartChannel:
+def start_stager(task: CopyTask) -> StartChannel:
     """Starts a stager; its messages arrive in the channel, which the caller closes."""
-    return holder.start(STAGER, f"stager job={task.job.id}", partial(_live, task))
+    return holder.start_daemon(STAGER, f"stager job={task.job.id}", partial(_run_stager, task))
 
 
-def _live(task: CopyTask, hook: StartChannel) -> None:
+def _run_stager(task: CopyTask, hook: StartChannel) -> None:
     """The stager's whole life."""
     has_key = threading.Event()
 
@@ -53,7 +53,7 @@ def _live(task: CopyTask, hook: StartChannel) -> None:
             with contextlib.ExitStack() as held:
                 _acquire_key(own, held)
                 has_key.set()
-                hook.send(copy(own, stop))
+                hook.send(copy_and_report(own, stop))
                 has_key.clear()
         except lock.LockTimeout:
             hook.send(StartReport("busy"))
@@ -62,14 +62,14 @@ def _live(task: CopyTask, hook: StartChannel) -> None:
             hook.send(StartReport("failed", why.reason, str(why), isinstance(why, Failed)))
             raise
         else:
-            _redirect_waiting(own)
+            _mount_for_waiting_jobs(own)
 
     try:
         run_until_stopped(work)
     except CopyStopped as stopped:
         hook.send(StartReport("failed", stopped.reason, str(stopped)))
         if has_key.is_set() and not task.job.expected:
-            _note_stopped(task)
+            _mark_stopped(task)
         raise
 
 
@@ -79,7 +79,7 @@ def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
     Any call of the work may hang with the source, and a thread in such a call hears no signal. So
     the main thread does nothing but wait for it. Raises CopyStopped where the work goes on for
     ENDS_WITHIN seconds after the event was set, by SIGTERM or by the work itself; then the process
-    has to end at once (child.live): a stager may be killed at any line.
+    has to end at once (child.run_and_exit): a stager may be killed at any line.
     """
     stop = threading.Event()
     signals: list[int] = []
@@ -133,7 +133,7 @@ def _acquire_key(task: CopyTask, held: contextlib.ExitStack) -> None:
     """
     from forestage.stage import queue
 
-    file, patience = task.node.cache.key_lock(task.key), _patience(task, queue.LETS_GO)
+    file, patience = task.node.cache.key_lock(task.key), _key_lock_timeout(task, queue.LETS_GO)
     try:
         held.enter_context(lock.held_for_work(file, patience))
     except OSError as error:
@@ -142,21 +142,21 @@ def _acquire_key(task: CopyTask, held: contextlib.ExitStack) -> None:
         held.enter_context(lock.held_for_work(file, patience))
 
 
-def _patience(task: CopyTask, lets_go: float) -> float:
+def _key_lock_timeout(task: CopyTask, lets_go: float) -> float:
     """Seconds to wait for the key's lock; who copies it for jobs that are only expected lets go."""
     owner = None if task.job.expected else task.part.owner()
     return lets_go if owner is not None and owner.expected else PROBE_GRACE
 
 
-def _redirect_waiting(task: CopyTask) -> None:
+def _mount_for_waiting_jobs(task: CopyTask) -> None:
     """Lays the redirects that jobs began without. Not under the key's lock: some hang."""
     if task.node.cache.find(task.image) is not None:
-        for job, came in redirect.mount_waiting(task.node, task.image):
+        for job, came in redirect.mount_for_waiting_jobs(task.node, task.image):
             line = f"image={events.field(task.image.path)} redirect={events.field(came)}"
             log.say(f"stager job={job} {line}", by_slurm=True)
 
 
-def copy(task: CopyTask, stop: threading.Event) -> StartReport:
+def copy_and_report(task: CopyTask, stop: threading.Event) -> StartReport:
     """Makes the copy, its event and its log line; every expected error becomes a message.
 
     The caller holds the key's lock.
@@ -173,37 +173,37 @@ def copy(task: CopyTask, stop: threading.Event) -> StartReport:
     figures = pipeline.CopyStats()
     error: Declined | None = None
     try:
-        with _while_expected(task, stop):
-            pipeline.run(task, stop, figures)
+        with _stop_when_requested(task, stop):
+            pipeline.run_copy(task, stop, figures)
     except Declined as declined:
         error = declined
     except OSError as failure:
         error = of_disk(failure)
-    _report(task, figures, error, task.node.clock.monotonic() - start)
+    _record_copy(task, figures, error, task.node.clock.monotonic() - start)
     if error is None:
         return StartReport("published")
     if error.reason in ("changed", "written", "no-room") or not task.part.digests().strip(b"\0"):
         task.node.cache.drop_part(task.key)  # no use to whoever comes next
     elif error.reason == "stopped" and not task.job.expected:
-        _note_stopped(task)
+        _mark_stopped(task)
     return StartReport("failed", error.reason, str(error), isinstance(error, Failed))
 
 
-def _note_stopped(task: CopyTask) -> None:
+def _mark_stopped(task: CopyTask) -> None:
     with contextlib.suppress(OSError):  # then its keeper has it go on
         task.part.note_stopped()
 
 
-def _while_expected(task: CopyTask, stop: threading.Event) -> AbstractContextManager[None]:
+def _stop_when_requested(task: CopyTask, stop: threading.Event) -> AbstractContextManager[None]:
     """Around a copy; one that no job has asked for ends once one wants it, or the node."""
     if not task.job.expected:
         return contextlib.nullcontext()
     from forestage.stage import queue
 
-    return queue.while_expected(task.node, task.key, stop)
+    return queue.stop_when_requested(task.node, task.key, stop)
 
 
-def _report(task: CopyTask, figures: "CopyStats", error: Declined | None, took: float) -> None:
+def _record_copy(task: CopyTask, figures: "CopyStats", error: Declined | None, took: float) -> None:
     """Writes the copy's own event and line: the hook that asked may be long gone."""
     node, job = task.node, task.job
     facts = msgspec.structs.asdict(figures)

@@ -32,11 +32,11 @@ OBSERVE = 2.0  # seconds of a copy that show its rate
 SPEEDUP_MARGIN = 1.3  # give up only if even a copy so much faster than seen misses the deadline
 
 
-Progress = Callable[[Callable[[], str]], None]
+ProgressCallback = Callable[[Callable[[], str]], None]
 """Called now and then during a wait, with what makes the line that the user may read of it."""
 
 
-def quiet(line: Callable[[], str]) -> None:
+def ignore_progress(line: Callable[[], str]) -> None:
     """The progress that nobody reads."""
 
 
@@ -48,7 +48,7 @@ class StagerEnd(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def begun(node: Node, job: Job, opened: OpenImage) -> "Iterator[StartChannel | None]":
+def ensure_copy_started(node: Node, job: Job, opened: OpenImage) -> "Iterator[StartChannel | None]":
     """Sees to it that the image is in the cache, then yields None, or that it is being copied.
 
     The copy is not waited for: its stager outlives the hook from now on. Raises OSError.
@@ -56,20 +56,20 @@ def begun(node: Node, job: Job, opened: OpenImage) -> "Iterator[StartChannel | N
     if node.cache.find(opened.image) is not None:
         yield None
         return
-    with _start(node, job, opened) as channel:
+    with _start_stager(node, job, opened) as channel:
         yield channel
 
 
-def obtain(
+def wait_for_copy(
     node: Node,
     job: Job,
     opened: OpenImage,
     copying: "StartChannel | None",
     deadline: Deadline,
-    watch: Progress = quiet,
+    watch: ProgressCallback = ignore_progress,
     until_begun: bool = False,
 ) -> Arrival:
-    """Waits until a stager has published the image; `copying` is what `begun` yielded.
+    """Waits until a stager has published the image; `copying` is what `ensure_copy_started` yielded.
 
     With `until_begun` no longer than until the copy has the room that it needs.
 
@@ -85,7 +85,7 @@ def obtain(
     killed = 0
     with contextlib.ExitStack() as later:
         while True:
-            end = _wait(eta, _end_of(copying, node, opened.image))
+            end = _wait_for_stager(eta, _make_poll(copying, node, opened.image))
             message = end.message
             if node.cache.find(opened.image) is not None:
                 found = message is not None and message.state == "found"
@@ -100,26 +100,26 @@ def obtain(
             if killed == TRIES:
                 what = f"the copy of {opened.image.path} was killed {TRIES} times"
                 raise Failed("copy", what)
-            copying = later.enter_context(_start(node, job, opened))
+            copying = later.enter_context(_start_stager(node, job, opened))
 
 
-def _start(node: Node, job: Job, opened: OpenImage) -> "StartChannel":
+def _start_stager(node: Node, job: Job, opened: OpenImage) -> "StartChannel":
     """A stager that Slurm does not kill with the hook's process group any more.
 
     Raises Declined where it would only hang with the disk.
     """
-    disk.must_take(node.places, node.cache)
+    disk.check_writable(node.places, node.cache)
     # Here, since a hit needs none of it.
     from forestage.stage import stager, task
 
-    return stager.start(task.CopyTask(node, job, opened))
+    return stager.start_stager(task.CopyTask(node, job, opened))
 
 
 Poll = Callable[[float], StagerEnd | None]
 """Sleeps for up to so many seconds; returns how the stager ended, None while it goes on."""
 
 
-def _end_of(channel: "StartChannel", node: Node, wanted: SourceImage) -> Poll:
+def _make_poll(channel: "StartChannel", node: Node, wanted: SourceImage) -> Poll:
     """Waits for the end of one stager: this hook's own, or the one that has the key already."""
     is_other = False
 
@@ -138,7 +138,7 @@ def _end_of(channel: "StartChannel", node: Node, wanted: SourceImage) -> Poll:
     return poll
 
 
-def _wait(eta: "CopyEstimate", poll: Poll) -> StagerEnd:
+def _wait_for_stager(eta: "CopyEstimate", poll: Poll) -> StagerEnd:
     """Waits for a stager's end. Raises Declined once that cannot come in time."""
     seconds = FIRST_PAUSE
     while not eta.hopeless():
@@ -160,7 +160,7 @@ class CopyEstimate:
         node: Node,
         wanted: SourceImage,
         deadline: Deadline,
-        watch: Progress = quiet,
+        watch: ProgressCallback = ignore_progress,
         leased: bool = False,
         until_begun: bool = False,
     ) -> None:
@@ -200,20 +200,20 @@ class CopyEstimate:
         if took < OBSERVE:
             return False
         self.done = self.part.copied(owner)
-        self.needs = _needs(owner, self.done, took)
+        self.needs = _estimate_seconds_left(owner, self.done, took)
         return self.needs is not None and self.needs > left * SPEEDUP_MARGIN
 
     def _begins(self) -> float:
         """Seconds, at least, until a place for this copy is free."""
         from forestage.stage import queue
 
-        copies = queue.gather(self.node)
+        copies = queue.list_live_copies(self.node)
         if self.key not in (copy.key for copy in copies if not copy.placed):
             return 0.0  # it has a place by now, or has ended
         left = {copy.key: self._left(copy.key) for copy in copies if copy.placed}
         config = self.node.config
-        share = queue.share(config)
-        return queue.begins_after(self.key, copies, config.max_copies, share, left)
+        share = queue.slots_per_user(config)
+        return queue.estimate_wait(self.key, copies, config.max_copies, share, left)
 
     def _left(self, key: str) -> float | None:
         """Seconds that another copy needs, at its rate so far."""
@@ -222,7 +222,7 @@ class CopyEstimate:
         took = self.clock.monotonic() - owner.began if owner else 0.0
         if owner is None or owner.phase != "copying" or took < OBSERVE:
             return None
-        return _needs(owner, part.copied(owner), took)
+        return _estimate_seconds_left(owner, part.copied(owner), took)
 
     def summary(self) -> str:
         """Returns, for the user, why the job does not wait."""
@@ -245,7 +245,7 @@ class CopyEstimate:
         )
 
 
-def _needs(owner: PartRecord, done: int, took: float) -> float | None:
+def _estimate_seconds_left(owner: PartRecord, done: int, took: float) -> float | None:
     """Pure: seconds that a copy needs, of which `done` bytes are here; None where nobody can say.
 
     An image's tail, which comes first, may have 4 KiB: less than a chunk is no rate.

@@ -7,7 +7,7 @@ can neither signal nor trace (pid_namespaces(7)).
     who starts it     root's
       the init        root's, in no cgroup of a step's; ends with who has started it, or when the
                       program does
-        the program   the user's, and what it starts: in a task's cgroups (child.enter_task)
+        the program   the user's, and what it starts: in a task's cgroups (child.enter_task_cgroups)
 
 One of them that is in the kernel for good, as a disk hangs, keeps the init: who has started it sees
 that it has not ended. /proc is the node's in here, too: its numbers are not those of kill(2).
@@ -29,7 +29,7 @@ _PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextlib.contextmanager
-def namespace(enter: Callable[[], None]) -> Iterator[Callable[[], None]]:
+def unshare_pid_namespace(enter: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Has the one process that is forked meanwhile be an init; it calls what this returns.
 
     That forks the program, which calls `enter`, and goes on; the init does not return. It ends as
@@ -38,17 +38,17 @@ def namespace(enter: Callable[[], None]) -> Iterator[Callable[[], None]]:
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     alive, ours = os.pipe()
     try:
-        libc.call("unshare", _CLONE_NEWPID)
+        libc.call_libc("unshare", _CLONE_NEWPID)
         try:
-            yield partial(_be_init, enter, alive, ours)
+            yield partial(_become_init, enter, alive, ours)
         finally:
-            libc.call("setns", own, _CLONE_NEWPID)
+            libc.call_libc("setns", own, _CLONE_NEWPID)
     finally:
         for fd in (own, alive, ours):
             os.close(fd)
 
 
-def signal_others(number: int) -> None:
+def signal_other_processes(number: int) -> None:
     """Sends a signal to all in this process' PID namespace but itself and the init.
 
     For a process that is apart: elsewhere, it would be all that its user has on the node.
@@ -57,8 +57,8 @@ def signal_others(number: int) -> None:
         os.kill(-1, number)
 
 
-def has_others() -> bool:
-    """Return whether `signal_others` reaches any process.
+def has_other_processes() -> bool:
+    """Return whether `signal_other_processes` reaches any process.
 
     One that has ended counts until its parent has reaped it.
     """
@@ -69,9 +69,9 @@ def has_others() -> bool:
     return True
 
 
-def _be_init(enter: Callable[[], None], alive: int, starter: int) -> None:
+def _become_init(enter: Callable[[], None], alive: int, starter: int) -> None:
     os.close(starter)
-    child.control(_PDEATHSIG, signal.SIGKILL)
+    child.call_prctl(_PDEATHSIG, signal.SIGKILL)
     if select.select([alive], [], [], 0)[0]:  # who has started us died before that
         os._exit(1)
     program = os.fork()
@@ -83,13 +83,13 @@ def _be_init(enter: Callable[[], None], alive: int, starter: int) -> None:
     code = 1
     try:
         Path("/proc/self/comm").write_text(PROCESS_NAME)
-        child.let_go(set())
-        code = _end_of(program)
+        child.close_descriptors_except(set())
+        code = _reap_until_program_ends(program)
     finally:
         os._exit(code)
 
 
-def _end_of(program: int) -> int:
+def _reap_until_program_ends(program: int) -> int:
     """Reaps all that is left to the init until the program ends."""
     while True:
         pid, status = os.wait()

@@ -1,9 +1,10 @@
 """Acts as the job's user, in a child process that may hang, be killed and be left behind.
 
-`call`, `ask` and `each` run work in such a child, as root until the work calls `become`; so runs
-what is root's own and may hang. `become` changes effective ids only. The real and saved ids stay
-root's, so the user can neither signal nor ptrace the child (kill(2), ptrace(2)): whatever it reads
-for the cache stays untouched.
+`run_in_child`, `run_in_child_with_socket` and `run_each_in_child` run work in such a child, as root
+until the work calls `set_effective_user`; so runs what is root's own and may hang.
+`set_effective_user` changes effective ids only. The real and saved ids stay root's, so the user can
+neither signal nor ptrace the child (kill(2), ptrace(2)): whatever it reads for the cache stays
+untouched.
 """
 
 import array
@@ -22,12 +23,12 @@ import msgspec
 
 from forestage.errors import Declined, Failed
 from forestage.system import child
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from forestage.units import is_utf8
 
 T = TypeVar("T")
 
-Found = tuple[T, list[int]]
+ChildResult = tuple[T, list[int]]
 """What the child found: a value, and open file descriptors that go with it."""
 
 _LONGEST = 256 * 1024  # bytes of an answer: an ACL has up to 64 KiB, more as text
@@ -42,9 +43,10 @@ _MOST_GROUPS = 20  # that a message lists
 class User(msgspec.Struct, frozen=True, omit_defaults=True):
     """The job's owner. `gid` is the primary group.
 
-    `groups` are all groups, the primary one first, and `home` is the home directory that the node
-    has for the user; both are None as long as the name service was not asked (`identify`).
-    `of_step`: Slurm gave these groups to the step, and the node may know others.
+    `list_group_ids` are all groups, the primary one first, and `home` is the home directory that
+    the node has for the user; both are None as long as the name service was not asked
+    (`query_name_service`). `of_step`: Slurm gave these groups to the step, and the node may know
+    others.
     """
 
     name: str
@@ -116,7 +118,7 @@ class _ChildReply(msgspec.Struct):
     node_failed: bool = False
 
 
-def account(uid: int, gid: int) -> User:
+def user_from_uid(uid: int, gid: int) -> User:
     """The user of this number, with their own group; with `gid` where the node knows none such."""
     try:
         known = pwd.getpwuid(uid)
@@ -125,12 +127,12 @@ def account(uid: int, gid: int) -> User:
     return User(known.pw_name, uid, known.pw_gid)
 
 
-def name_of(uid: int) -> str:
+def find_user_name(uid: int) -> str:
     """The user's name; "" where the node knows none of this number."""
-    return account(uid, 0).name
+    return user_from_uid(uid, 0).name
 
 
-def home_of(user: User) -> str:
+def find_home_directory(user: User) -> str:
     """The home directory that the node has for a user; "" where it knows none of this number."""
     if user.home is not None:
         return user.home
@@ -140,14 +142,14 @@ def home_of(user: User) -> str:
         return ""
 
 
-def groups(user: User) -> list[int]:
+def list_group_ids(user: User) -> list[int]:
     """All groups of a user, the primary one among them."""
     if user.groups is not None:
         return [*user.groups]
     return os.getgrouplist(user.name, user.gid) if user.name else [user.gid]
 
 
-def identify(user: User, timeout: float) -> User:
+def query_name_service(user: User, timeout: float) -> User:
     """Return the user with name, groups and home as the node's name service has them.
 
     Each question may take seconds where a directory service is slow, and no process that acts as
@@ -155,19 +157,19 @@ def identify(user: User, timeout: float) -> User:
     after `timeout` seconds, DeadlinePassed, ChildKilled, Failed.
     """
 
-    def work() -> Found[User]:
+    def work() -> ChildResult[User]:
         name, home = user.name, ""
         with contextlib.suppress(KeyError):
             known = pwd.getpwuid(user.uid)
             name, home = name or known.pw_name, known.pw_dir
         named = msgspec.structs.replace(user, name=name)
-        listed = tuple(dict.fromkeys((user.gid, *groups(named))))
+        listed = tuple(dict.fromkeys((user.gid, *list_group_ids(named))))
         if not is_utf8(name + home):  # no user's real one
             return msgspec.structs.replace(user, groups=listed, home=""), []
         return msgspec.structs.replace(named, groups=listed, home=home), []
 
     try:
-        found, line = ask(work, User, timeout)
+        found, line = run_in_child_with_socket(work, User, timeout)
     except ChildTimeout:
         whose = user.name or f"uid {user.uid}"
         what = f"the node's name service took more than {timeout:.1f} s to say who {whose} is"
@@ -176,20 +178,20 @@ def identify(user: User, timeout: float) -> User:
     return found
 
 
-def become(user: User) -> None:
+def set_effective_user(user: User) -> None:
     """Takes on the user's effective ids and groups, for file access, until the process ends."""
     # Groups first: they can only be set while the effective uid is still root's.
     if os.geteuid() == 0:
-        os.setgroups(groups(user))
+        os.setgroups(list_group_ids(user))
     os.setegid(user.gid)
     os.seteuid(user.uid)
 
 
 @contextlib.contextmanager
-def acting(user: User) -> Iterator[None]:
-    """Takes the user's effective ids on for some file access, in a child of `call`."""
+def with_effective_user(user: User) -> Iterator[None]:
+    """Takes the user's effective ids on for some file access, in a child of `run_in_child`."""
     uid, gid = os.geteuid(), os.getegid()
-    become(user)
+    set_effective_user(user)
     try:
         yield
     finally:
@@ -197,27 +199,27 @@ def acting(user: User) -> Iterator[None]:
         os.setegid(gid)
 
 
-def reach(path: str, user: User) -> int:
+def open_path_as_root_or_user(path: str, user: User) -> int:
     """An O_PATH descriptor of what lies at `path`, as root or, where root is squashed, as the user.
 
-    Call it in a child of `call`. Raises OSError.
+    Call it in a child of `run_in_child`. Raises OSError.
     """
     flags = os.O_PATH | os.O_NOFOLLOW
     try:
         return os.open(path, flags)
     except PermissionError:
-        with acting(user):
+        with with_effective_user(user):
             return os.open(path, flags)
 
 
-def real(path: str) -> str:
+def resolve_links(path: str) -> str:
     """Returns where a path leads, without links; the path itself where that is unknown.
 
     Not realpath(3): opening the root of a file system in this way asks its server nothing, so one
     that hangs does not matter.
     """
     try:
-        with opened(path, os.O_PATH) as handle:
+        with open_descriptor(path, os.O_PATH) as handle:
             return os.readlink(f"/proc/self/fd/{handle}")
     except OSError:
         return path
@@ -226,21 +228,21 @@ def real(path: str) -> str:
 class ChildProcess:
     """A child that does `work` beside us; to be asked for its answer once, or ended.
 
-    `work` decides by `become` when it stops being root; of the descriptors open here it has only
-    `keep`.
+    `work` decides by `set_effective_user` when it stops being root; of the descriptors open here it
+    has only `keep`.
     """
 
     def __init__(
-        self, work: Callable[[], Found[Any]], keep: tuple[int, ...] = (), tries: int = _TRIES
+        self, work: Callable[[], ChildResult[Any]], keep: tuple[int, ...] = (), tries: int = _TRIES
     ) -> None:
-        self._begin = functools.partial(_begin, work, keep)
+        self._begin = functools.partial(_fork_child, work, keep)
         self._tries = tries
         self._pid, self._line = self._begin()
 
     def answer(
         self, answer: type[T], timeout: float, idle: Callable[[], None] | None = None
     ) -> tuple[T, socket.socket]:
-        """As `ask`, once it has begun: within `timeout` seconds from now."""
+        """As `run_in_child_with_socket`, once it has begun: within `timeout` seconds from now."""
         end = time.monotonic() + max(timeout, _LEAST)
         while True:
             self._tries -= 1
@@ -256,12 +258,12 @@ class ChildProcess:
     ) -> tuple[T, socket.socket]:
         ours = self._line
         with contextlib.ExitStack() as undo:
-            undo.callback(_reap, self._pid)
+            undo.callback(_kill_and_reap, self._pid)
             on_error = undo.enter_context(contextlib.ExitStack())
             on_error.callback(ours.close)
-            data = _peek(ours, timeout, end, idle)
+            data = _peek_reply(ours, timeout, end, idle)
             if not data:
-                raise _death(self._pid)
+                raise _explain_death(self._pid)
             got = msgspec.json.decode(data, type=_ChildReply)
             if got.errno:
                 raise OSError(got.errno, os.strerror(got.errno), os.fsdecode(got.filename) or None)
@@ -274,11 +276,11 @@ class ChildProcess:
     def end(self) -> None:
         """Of one that was not asked."""
         self._line.close()
-        _reap(self._pid)
+        _kill_and_reap(self._pid)
 
 
-def ask(
-    work: Callable[[], Found[T]],
+def run_in_child_with_socket(
+    work: Callable[[], ChildResult[T]],
     answer: type[T],
     timeout: float,
     keep: tuple[int, ...] = (),
@@ -287,10 +289,10 @@ def ask(
 ) -> tuple[T, socket.socket]:
     """Runs `work` in a child; returns its value, decoded as `answer`, and a socket.
 
-    The descriptors that `work` opened stay queued in the socket until `receive_fds`. Never take one
-    just to close it: close(2) blocks on a hung file server, discarding the socket does not.
-    OSError, Declined and Failed of `work` are raised again here. `idle` is called each second of
-    the wait. A child that a signal ends is tried again, `tries` times in all: 1 is for work that
+    The descriptors that `work` opened stay queued in the socket until `receive_descriptors`. Never
+    take one just to close it: close(2) blocks on a hung file server, discarding the socket does
+    not. OSError, Declined and Failed of `work` are raised again here. `idle` is called each second
+    of the wait. A child that a signal ends is tried again, `tries` times in all: 1 is for work that
     must not be done twice. Raises ChildTimeout after `timeout` seconds, DeadlinePassed where there
     are none, ChildKilled where a signal ended each child, Failed where one died without an answer
     otherwise.
@@ -300,7 +302,7 @@ def ask(
     return ChildProcess(work, keep, tries).answer(answer, timeout, idle)
 
 
-def each(
+def run_each_in_child(
     works: Sequence[Callable[[], T]],
     answer: type[T],
     timeout: float,
@@ -324,19 +326,21 @@ def each(
         while left and len(running) < at_once and time.monotonic() < end:
             number, work = left.pop()
             tries[number] -= 1
-            pid, ours = _begin(_bare(work), ())
+            pid, ours = _fork_child(_without_descriptors(work), ())
             running[ours] = number, pid, min(end, time.monotonic() + timeout)
         if not running:
             for number, _ in left:
                 done(number, None)
             return found
         first = min(until for _, _, until in running.values())
-        answered = _readable([*running], first - time.monotonic())
+        answered = _wait_readable([*running], first - time.monotonic())
         for ours, (number, pid, until) in list(running.items()):
             again = False
             if ours in answered:
                 data = ours.recv(_LONGEST)
-                again = not data and tries[number] > 0 and isinstance(_death(pid), ChildKilled)
+                again = (
+                    not data and tries[number] > 0 and isinstance(_explain_death(pid), ChildKilled)
+                )
                 got = msgspec.json.decode(data, type=_ChildReply) if data else _ChildReply(errno=1)
                 if not (got.errno or got.reason):
                     found[number] = msgspec.json.decode(got.value, type=answer)
@@ -344,29 +348,31 @@ def each(
                 continue
             del running[ours]
             ours.close()
-            _reap(pid)
+            _kill_and_reap(pid)
             if again:
                 left.append((number, works[number]))
             else:
                 done(number, found[number])
 
 
-def _bare(work: Callable[[], T]) -> Callable[[], Found[T]]:
+def _without_descriptors(work: Callable[[], T]) -> Callable[[], ChildResult[T]]:
     return lambda: (work(), [])
 
 
-def _begin(work: Callable[[], Found[T]], keep: tuple[int, ...]) -> tuple[int, socket.socket]:
+def _fork_child(
+    work: Callable[[], ChildResult[T]], keep: tuple[int, ...]
+) -> tuple[int, socket.socket]:
     """The child that does `work`, and the socket on which its answer comes."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
-        _answer(work, theirs, keep)
+        _run_child(work, theirs, keep)
     theirs.close()
     return pid, ours
 
 
-def receive_fds(line: socket.socket) -> list[int]:
-    """The descriptors that wait in a line of `ask`; this process' end of it is closed.
+def receive_descriptors(line: socket.socket) -> list[int]:
+    """The descriptors that wait in a line of `run_in_child_with_socket`; this process' end of it is closed.
 
     They stay in it for other holders of the line: a second stager, when the first was killed.
     """
@@ -381,28 +387,30 @@ def receive_fds(line: socket.socket) -> list[int]:
     return list(fds)
 
 
-def call(
-    work: Callable[[], Found[T]],
+def run_in_child(
+    work: Callable[[], ChildResult[T]],
     answer: type[T],
     timeout: float,
     keep: tuple[int, ...] = (),
     tries: int = _TRIES,
-) -> Found[T]:
-    """`ask` and `receive_fds` in one, for descriptors that are safe to close."""
-    value, line = ask(work, answer, timeout, keep, tries=tries)
-    return value, receive_fds(line)
+) -> ChildResult[T]:
+    """`run_in_child_with_socket` and `receive_descriptors` in one, for descriptors that are safe to close."""
+    value, line = run_in_child_with_socket(work, answer, timeout, keep, tries=tries)
+    return value, receive_descriptors(line)
 
 
-def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int, ...]) -> NoReturn:
+def _run_child(
+    work: Callable[[], ChildResult[T]], theirs: socket.socket, keep: tuple[int, ...]
+) -> NoReturn:
     """The child's whole life. It must never return into the hook's code above it."""
     try:
-        child.let_go({theirs.fileno(), *keep})
+        child.close_descriptors_except({theirs.fileno(), *keep})
         fds: list[int] = []
         try:
             value, fds = work()
             answer = _ChildReply(value=msgspec.Raw(msgspec.json.encode(value)))
         except OSError as error:
-            answer = _ChildReply(errno=error.errno or 0, filename=_name(error))
+            answer = _ChildReply(errno=error.errno or 0, filename=_error_file_name(error))
         except Declined as declined:
             failed = isinstance(declined, Failed)
             answer = _ChildReply(reason=declined.reason, detail=str(declined), node_failed=failed)
@@ -414,12 +422,12 @@ def _answer(work: Callable[[], Found[T]], theirs: socket.socket, keep: tuple[int
         os._exit(0)
 
 
-def _name(error: OSError) -> bytes:
+def _error_file_name(error: OSError) -> bytes:
     """The file that an error is about: open(2) by descriptor has a number, others none."""
     return os.fsencode(error.filename if isinstance(error.filename, (str, bytes)) else "")
 
 
-def _readable(sockets: list[socket.socket], timeout: float) -> list[socket.socket]:
+def _wait_readable(sockets: list[socket.socket], timeout: float) -> list[socket.socket]:
     """Those that can be read within so many seconds. select(2) takes no descriptor above 1023."""
     poll = select.poll()
     by_number = {one.fileno(): one for one in sockets}
@@ -428,13 +436,13 @@ def _readable(sockets: list[socket.socket], timeout: float) -> list[socket.socke
     return [by_number[number] for number, _ in poll.poll(max(0.0, timeout) * 1000)]
 
 
-def _peek(
+def _peek_reply(
     ours: socket.socket, timeout: float, end: float, idle: Callable[[], None] | None
 ) -> bytes:
     """The child's answer, left in the socket together with its descriptors."""
     while True:
         left = end - time.monotonic()
-        if _readable([ours], min(_IDLE, left) if idle else left):
+        if _wait_readable([ours], min(_IDLE, left) if idle else left):
             break
         if time.monotonic() >= end:
             raise ChildTimeout(f"no answer after {max(timeout, _LEAST):.1f} s")
@@ -443,7 +451,7 @@ def _peek(
     return ours.recv(_LONGEST, socket.MSG_PEEK)
 
 
-def _death(pid: int) -> Declined:
+def _explain_death(pid: int) -> Declined:
     """Why a child has closed its socket without an answer; the child stays to be reaped.
 
     Its other files may be closed later, and one of them may hang with its file system.
@@ -457,7 +465,7 @@ def _death(pid: int) -> Declined:
     return Failed("helper", "the process that looks at the image died without an answer")
 
 
-def _reap(pid: int) -> None:
+def _kill_and_reap(pid: int) -> None:
     """Kills without waiting: a child in an uninterruptible read dies when its file system wakes."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -15,11 +15,11 @@ from forestage import log
 from forestage.system import libc
 
 NO_LIMIT = 1 << 60  # bytes
-PLACED = 3.0  # seconds in which Slurm puts a task where it is to run
+TASK_PLACING_TIME = 3.0  # seconds in which Slurm puts a task where it is to run
 PAUSE = 0.01  # seconds between two tries
 
 
-def begin(
+def fork_with_socket(
     life: Callable[[socket.socket], None],
     failed: Callable[[socket.socket, BaseException | None], None],
 ) -> tuple[int, socket.socket]:
@@ -30,12 +30,14 @@ def begin(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
-        live(partial(life, theirs), partial(failed, theirs))
+        run_and_exit(partial(life, theirs), partial(failed, theirs))
     theirs.close()
     return pid, ours
 
 
-def live(life: Callable[[], None], failed: Callable[[BaseException | None], None]) -> NoReturn:
+def run_and_exit(
+    life: Callable[[], None], failed: Callable[[BaseException | None], None]
+) -> NoReturn:
     """Runs all that a forked process is for, then ends it, whatever happens.
 
     It must never return into its parent's code. `failed` gets the error that ended it.
@@ -53,7 +55,7 @@ def live(life: Callable[[], None], failed: Callable[[BaseException | None], None
             os._exit(0 if ended else 1)
 
 
-def let_go(keep: set[int]) -> None:
+def close_descriptors_except(keep: set[int]) -> None:
     """Drops what the child would hold for as long as it lives, all descriptors but `keep`.
 
     That is the hook's stdout and stderr (slurmd waits until all who hold them are gone) and every
@@ -69,7 +71,7 @@ def let_go(keep: set[int]) -> None:
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
 
 
-def is_in_job(root: Path = Path("/")) -> bool:
+def is_in_job_namespace(root: Path = Path("/")) -> bool:
     """Whether this process is in a job's own PID or user namespace (namespace/linux, Slurm 25.11).
 
     It is killed with the job then, and nobody outside may read a FUSE that it mounts. The first
@@ -86,18 +88,20 @@ def is_in_job(root: Path = Path("/")) -> bool:
 
 
 FIRST_USERS = "user:[4026531837]"  # PROC_USER_INIT_INO of linux/proc_ns.h
-SLURMS = ("slurm*", "*slurmstepd.scope", "job_*")
+SLURM_CGROUP_NAMES = ("slurm*", "*slurmstepd.scope", "job_*")
 """Names of Slurm's cgroups: slurmd.service, slurm_n1/uid_1/job_7, n1_slurmstepd.scope/SLUID."""
-OWN = ("forestage-hold.service", "forestage.service")
+OWN_UNITS = ("forestage-hold.service", "forestage.service")
 """Our own units: a hook's child comes from the first, what outlives a run of `tend` from the other.
 Of a process that is left there systemd would complain at each start."""
-HOLD = "run/forestage/hold"
+HOLD_CGROUP = "run/forestage/hold"
 """Leads to the cgroup of forestage-hold.service (packaging/hold), where that runs: not with v1."""
 
-Leaf = Literal["copy", "serve", "idle"]
+CgroupName = Literal["copy", "serve", "idle"]
 
 
-def leave_job(oom_score_adj: int = 0, leaf: Leaf = "serve", root: Path = Path("/")) -> None:
+def leave_job_cgroups(
+    oom_score_adj: int = 0, leaf: CgroupName = "serve", root: Path = Path("/")
+) -> None:
     """Goes from Slurm's cgroups, if this process is in such, to a leaf of forestage's own.
 
     Where there is none, to the roots of their hierarchies. A site may bound `copy`; with `serve` a
@@ -109,8 +113,8 @@ def leave_job(oom_score_adj: int = 0, leaf: Leaf = "serve", root: Path = Path("/
     all it starts, is also the last that the kernel kills for want of memory, which `oom_score_adj`
     sets.
     """
-    found = _slurms(root, "self", (*SLURMS, *OWN))
-    if found and not _enters(root / HOLD / leaf):
+    found = _list_slurm_cgroups(root, "self", (*SLURM_CGROUP_NAMES, *OWN_UNITS))
+    if found and not _try_join_cgroup(root / HOLD_CGROUP / leaf):
         for top, _ in found:
             with contextlib.suppress(OSError):
                 (top / "cgroup.procs").write_text("0")
@@ -118,7 +122,7 @@ def leave_job(oom_score_adj: int = 0, leaf: Leaf = "serve", root: Path = Path("/
         (root / "proc/self/oom_score_adj").write_text(str(oom_score_adj))
 
 
-def _enters(leaf: Path) -> bool:
+def _try_join_cgroup(leaf: Path) -> bool:
     try:
         (leaf / "cgroup.procs").write_text("0")
     except FileNotFoundError:
@@ -129,30 +133,32 @@ def _enters(leaf: Path) -> bool:
     return True
 
 
-def join(pid: int, task: int, root: Path = Path("/")) -> None:
+def join_slurm_cgroups(pid: int, task: int, root: Path = Path("/")) -> None:
     """Puts a process into those of Slurm's cgroups that another one is in. Raises OSError."""
-    for top, path in _slurms(root, str(task)):
+    for top, path in _list_slurm_cgroups(root, str(task)):
         with contextlib.suppress(OSError):
             (top / path.lstrip("/") / "cgroup.procs").write_text(str(pid))
 
 
-def of_task(manager: int, root: Path = Path("/")) -> list[Path] | None:
+def find_task_cgroups(manager: int, root: Path = Path("/")) -> list[Path] | None:
     """The `cgroup.procs` of Slurm's cgroups of a step's task; none where Slurm uses no cgroups.
 
     None as long as Slurm has not put a task where it is to run. It does so while the task is in
     task_init_privileged of its plugins; before, a task is where the step manager is: with cgroup v2
     that has none of the step's limits. `manager` is the pid of the step's. Raises OSError.
     """
-    for task in _children(root / "proc" / str(manager)):
+    for task in _list_children(root / "proc" / str(manager)):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found = _slurms(root, str(task))
-            if all(is_of_task(path) for _, path in found):
+            found = _list_slurm_cgroups(root, str(task))
+            if all(is_task_cgroup(path) for _, path in found):
                 inside = [top / path.lstrip("/") / "cgroup.procs" for top, path in found]
                 return [one for one in inside if one.exists()]
     return None
 
 
-def enter_task(manager: int, without: str = "", patience: float = PLACED) -> None:
+def enter_task_cgroups(
+    manager: int, without: str = "", patience: float = TASK_PLACING_TIME
+) -> None:
     """Goes to the cgroups of a step's task, but for v1's hierarchy `without`.
 
     Again, where that fails: on its way there, a task is in others for a moment (task_special), and
@@ -161,7 +167,7 @@ def enter_task(manager: int, without: str = "", patience: float = PLACED) -> Non
     end = time.monotonic() + patience
     while True:
         try:
-            found = of_task(manager)
+            found = find_task_cgroups(manager)
             if found is None:
                 raise TimeoutError("Slurm has put no task into its cgroups")
             for one in found:
@@ -175,7 +181,7 @@ def enter_task(manager: int, without: str = "", patience: float = PLACED) -> Non
             return
 
 
-def remove_left(groups: Iterable[Path], kinds: Sequence[str]) -> None:
+def remove_empty_cgroups(groups: Iterable[Path], kinds: Sequence[str]) -> None:
     """Removes empty cgroups of a step, and those above them, up to the first of no such kind.
 
     Slurm tries that once, when the step's manager ends, and leaves for good what is in use then.
@@ -189,16 +195,16 @@ def remove_left(groups: Iterable[Path], kinds: Sequence[str]) -> None:
                 one.rmdir()
 
 
-def has_child_of(pid: int, uid: int) -> bool:
+def has_child_owned_by(pid: int, uid: int) -> bool:
     """Whether a process has a child that this user owns: of a step's manager, a task that runs."""
-    for one in _children(Path("/proc") / str(pid)):
+    for one in _list_children(Path("/proc") / str(pid)):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if os.stat(f"/proc/{one}").st_uid == uid:  # noqa: PTH116
                 return True
     return False
 
 
-def is_of_task(path: str) -> bool:
+def is_task_cgroup(path: str) -> bool:
     """Pure: whether one of Slurm's cgroups is where tasks run.
 
     JOB/step_0/task_0 with v1, JOB/step_0/user/task_0 with v2; a step manager is in JOB, and in
@@ -211,29 +217,29 @@ def is_of_task(path: str) -> bool:
     return not any(part.startswith("job_") for part in parts)
 
 
-def memory_limit(pid: int, root: Path = Path("/")) -> int | None:
+def read_job_memory_limit(pid: int, root: Path = Path("/")) -> int | None:
     """The bytes of memory that the job of a process in one of its steps may have, by its cgroups.
 
     A step may have less. None where Slurm limits none: v1 has a number above all memory for that,
     v2 a word. Raises OSError.
     """
-    found = _slurms(root, str(pid))
-    return _least((top, path.partition("/step_")[0]) for top, path in found)
+    found = _list_slurm_cgroups(root, str(pid))
+    return _find_least_memory_limit((top, path.partition("/step_")[0]) for top, path in found)
 
 
-def own_memory_limit(root: Path = Path("/")) -> int | None:
+def find_own_memory_limit(root: Path = Path("/")) -> int | None:
     """The bytes of memory that this process may have, by its cgroups; None where none limits it."""
     with contextlib.suppress(OSError):
-        return _least(_cgroups(root, "self"))
+        return _find_least_memory_limit(_list_cgroups(root, "self"))
     return None
 
 
-def own_processors() -> int:
+def count_own_processors() -> int:
     """The processors that this process may use: Slurm's, of a task's cpuset or binding."""
     return len(os.sched_getaffinity(0))
 
 
-def _least(groups: Iterable[tuple[Path, str]]) -> int | None:
+def _find_least_memory_limit(groups: Iterable[tuple[Path, str]]) -> int | None:
     """The least limit of these cgroups and of those above them."""
     limits = []
     for top, path in groups:
@@ -246,16 +252,18 @@ def _least(groups: Iterable[tuple[Path, str]]) -> int | None:
     return least if least < NO_LIMIT else None
 
 
-def _slurms(root: Path, pid: str, names: Sequence[str] = SLURMS) -> list[tuple[Path, str]]:
+def _list_slurm_cgroups(
+    root: Path, pid: str, names: Sequence[str] = SLURM_CGROUP_NAMES
+) -> list[tuple[Path, str]]:
     """Those of its cgroups that are Slurm's."""
     return [
         (top, path)
-        for top, path in _cgroups(root, pid)
+        for top, path in _list_cgroups(root, pid)
         if any(fnmatchcase(part, name) for part in path.split("/") for name in names)
     ]
 
 
-def _cgroups(root: Path, pid: str) -> list[tuple[Path, str]]:
+def _list_cgroups(root: Path, pid: str) -> list[tuple[Path, str]]:
     """The cgroups that a process is in: where each hierarchy may be, and the path in that."""
     cgroups, found = root / "sys/fs/cgroup", []
     for line in (root / "proc" / pid / "cgroup").read_text().splitlines():
@@ -266,26 +274,26 @@ def _cgroups(root: Path, pid: str) -> list[tuple[Path, str]]:
     return found
 
 
-def stand_alone(name: str) -> None:
+def detach_session(name: str) -> None:
     """Leaves the session and the directory of who started this process; it has this name then."""
     os.setsid()
     os.chdir("/")  # nobody's directory is to be busy because of it
     Path("/proc/self/comm").write_text(name)
 
 
-def control(option: int, value: int) -> None:
+def call_prctl(option: int, value: int) -> None:
     """prctl(2). Raises OSError."""
-    libc.call("prctl", option, value, 0, 0, 0)
+    libc.call_libc("prctl", option, value, 0, 0, 0)
 
 
-def reap() -> None:
+def reap_ended_children() -> None:
     """Lets go of all children that have ended; waits for none."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
-def _children(proc: Path) -> list[int]:
+def _list_children(proc: Path) -> list[int]:
     with contextlib.suppress(OSError):
         texts = [(task / "children").read_text() for task in (proc / "task").iterdir()]
         return [int(pid) for text in texts for pid in text.split()]

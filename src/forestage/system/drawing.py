@@ -11,46 +11,48 @@ from rich.text import Text
 
 from forestage.system.terminal import (
     FOLDED,
-    RIGHT,
+    RIGHT_ALIGNED,
     NamedValues,
-    Piece,
+    OutputBlock,
     TextLine,
     TextTable,
-    harmless,
-    printed,
+    escape_block,
+    escape_control_characters,
 )
 
 FOLD = 16  # the least width of a column that is FOLDED
 
 
-def draw(pieces: Iterable[Piece], console: Console | None = None) -> None:
-    console = console or _console()
-    for piece in map(printed, pieces):
-        for part in _narrow(piece, console.width):
-            console.print(_indented(part), soft_wrap=isinstance(part, TextLine) and part.whole)
+def draw_blocks(pieces: Iterable[OutputBlock], console: Console | None = None) -> None:
+    console = console or _make_console()
+    for piece in map(escape_block, pieces):
+        for part in _fit_to_width(piece, console.width):
+            console.print(_indent_block(part), soft_wrap=isinstance(part, TextLine) and part.whole)
 
 
-def follow(views: Iterable[Iterable[Piece]]) -> None:
+def draw_updates(views: Iterable[Iterable[OutputBlock]]) -> None:
     """Draws each in the place of the one before."""
-    with Live(console=_console(), auto_refresh=False) as live:
+    with Live(console=_make_console(), auto_refresh=False) as live:
         for pieces in views:
-            safe = map(printed, pieces)
-            parts = (part for piece in safe for part in _narrow(piece, live.console.width))
-            live.update(Group(*map(_indented, parts)), refresh=True)
+            safe = map(escape_block, pieces)
+            parts = (part for piece in safe for part in _fit_to_width(piece, live.console.width))
+            live.update(Group(*map(_indent_block, parts)), refresh=True)
 
 
 @contextlib.contextmanager
-def busy() -> Iterator[Callable[[str], None]]:
+def show_busy_status() -> Iterator[Callable[[str], None]]:
     """Shows on stderr that something is under way; gives what to call with each new sentence."""
-    with _console(stderr=True).status("") as shown:
-        yield lambda text: shown.update(Text(harmless(text), overflow="ellipsis", no_wrap=True))
+    with _make_console(stderr=True).status("") as shown:
+        yield lambda text: shown.update(
+            Text(escape_control_characters(text), overflow="ellipsis", no_wrap=True)
+        )
 
 
-def _console(stderr: bool = False) -> Console:
+def _make_console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, emoji=False, markup=False)
 
 
-def _narrow(piece: Piece, width: int) -> Iterable[Piece]:
+def _fit_to_width(piece: OutputBlock, width: int) -> Iterable[OutputBlock]:
     """Pure: a table that does not fit the terminal as names and values, row by row."""
     if not isinstance(piece, TextTable):
         return [piece]
@@ -65,18 +67,18 @@ def _narrow(piece: Piece, width: int) -> Iterable[Piece]:
     return [one for row in rows for one in (row, blank)]
 
 
-def _indented(piece: Piece) -> RenderableType:
-    body = _rich(piece)
+def _indent_block(piece: OutputBlock) -> RenderableType:
+    body = _to_renderable(piece)
     return Padding(body, (0, 0, 0, piece.indent), expand=False) if piece.indent else body
 
 
-def _rich(piece: Piece) -> RenderableType:
+def _to_renderable(piece: OutputBlock) -> RenderableType:
     if isinstance(piece, TextLine):
         return Text(piece.text, style="bold" if piece.heading else "", overflow="fold")
-    return _grid(piece)
+    return _make_grid(piece)
 
 
-def _grid(piece: NamedValues | TextTable) -> RenderableType:
+def _make_grid(piece: NamedValues | TextTable) -> RenderableType:
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     if isinstance(piece, NamedValues):
         grid.show_header = False
@@ -88,7 +90,7 @@ def _grid(piece: NamedValues | TextTable) -> RenderableType:
     for column in piece.columns:
         grid.add_column(
             column.upper(),
-            justify="right" if column in RIGHT else "left",
+            justify="right" if column in RIGHT_ALIGNED else "left",
             overflow="fold",
             no_wrap=column not in FOLDED,
         )

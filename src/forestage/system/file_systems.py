@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 
 from forestage.system import libc
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 # linux/magic.h. What passes calls on has a number of its own (overlayfs, eCryptfs, NFS, FUSE, …).
 EXT4, XFS, BTRFS, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0x01021994
@@ -45,17 +45,17 @@ _NUMBERING_FILES = frozenset((EXT4, XFS, BTRFS, TMPFS, NFS))
 _XFS_GEOMETRY, _GEOMETRY, _UUID = 0x80705864, 112, slice(64, 80)
 
 
-def find_lack(facts: os.statvfs_result) -> str:
+def find_exhausted_resource(facts: os.statvfs_result) -> str:
     """Return what root's small files find no more of: "space" or "inodes"; "" for neither. Pure."""
     if facts.f_blocks and facts.f_bfree * facts.f_frsize < _LEAST:
         return "space"
     return "inodes" if facts.f_files and not facts.f_ffree else ""  # btrfs has 0 of 0
 
 
-def read_kind(fd: int) -> int:
+def read_file_system_type(fd: int) -> int:
     """Return the number that Linux has for the file system of an open file. Raises OSError."""
-    facts = libc.room(_STATFS)
-    libc.call("fstatfs", fd, facts)
+    facts = libc.make_buffer(_STATFS)
+    libc.call_libc("fstatfs", fd, facts)
     (kind,) = struct.unpack_from("l", facts)
     return int(kind) & 0xFFFFFFFF
 
@@ -76,7 +76,7 @@ def read_identity(path: Path | str, kind: str) -> str:
 
     Raises OSError.
     """
-    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+    with open_descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
         if kind == "xfs":
             answer = bytearray(_GEOMETRY)
             fcntl.ioctl(fd, _XFS_GEOMETRY, answer)
@@ -88,7 +88,7 @@ def read_identity(path: Path | str, kind: str) -> str:
 def is_hole_map_true(fd: int) -> bool:
     """Return whether a hole that the open file's file system names has no bytes but zeros."""
     try:
-        return read_kind(fd) in _MAPPING_HOLES
+        return read_file_system_type(fd) in _MAPPING_HOLES
     except OSError:
         return False
 
@@ -96,22 +96,24 @@ def is_hole_map_true(fd: int) -> bool:
 def is_inode_number_true(fd: int) -> bool:
     """Return whether files of the open file's file system with one inode number are one file."""
     try:
-        return read_kind(fd) in _NUMBERING_FILES
+        return read_file_system_type(fd) in _NUMBERING_FILES
     except OSError:
         return False
 
 
-def read_handle(path: bytes, directory: int) -> bytes | None:
+def read_file_handle(path: bytes, directory: int) -> bytes | None:
     """Return what the file system calls the file below an open directory, links not followed.
 
     A handle is no other file's, also once the inode is used again. None if this kind has none.
     Raises OSError.
     """
-    handle = libc.room(_HANDLE_HEAD.size + _LONGEST_HANDLE, _HANDLE_HEAD.pack(_LONGEST_HANDLE, 0))
-    mount = libc.room(4)  # an int: the mount's number
+    handle = libc.make_buffer(
+        _HANDLE_HEAD.size + _LONGEST_HANDLE, _HANDLE_HEAD.pack(_LONGEST_HANDLE, 0)
+    )
+    mount = libc.make_buffer(4)  # an int: the mount's number
     try:
         about = os.fsdecode(path)
-        libc.call("name_to_handle_at", directory, path, handle, mount, 0, about=about)
+        libc.call_libc("name_to_handle_at", directory, path, handle, mount, 0, about=about)
     except OSError as error:
         if error.errno in _HANDLELESS:
             return None
@@ -120,7 +122,7 @@ def read_handle(path: bytes, directory: int) -> bytes | None:
     return bytes(handle.raw[: _HANDLE_HEAD.size + size])
 
 
-def lacks_blocks(size: int, blocks: int) -> bool:
+def is_probably_sparse(size: int, blocks: int) -> bool:
     """Return whether a file of `size` bytes seems to have fewer in its `blocks` of 512. Pure.
 
     Compression and late writing look the same: it tells where zeros are likely, and nothing more.

@@ -33,7 +33,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 @contextlib.contextmanager
-def opened(
+def open_descriptor(
     path: Path | str | bytes, flags: int, mode: int = 0o777, dir_fd: int | None = None
 ) -> Iterator[int]:
     """A descriptor, as open(2) gives it, closed at the end. Raises OSError."""
@@ -45,7 +45,7 @@ def opened(
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_path_to_errors(path: Path) -> Iterator[None]:
     """Give an OSError of a call by descriptor, such as write(2), the file's name: it has none."""
     try:
         yield
@@ -55,20 +55,28 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
     """All bytes of a file of ours. No link is followed, no FIFO waited for. Raises OSError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    with naming(path), opened(path, flags) as fd, open(fd, "rb", closefd=False) as file:
+    with (
+        add_path_to_errors(path),
+        open_descriptor(path, flags) as fd,
+        open(fd, "rb", closefd=False) as file,
+    ):
         return file.read() or b""  # None: of a FIFO that somebody holds open for writing
 
 
-def overwrite(path: Path, data: bytes) -> None:
+def overwrite_file(path: Path, data: bytes) -> None:
     """Writes a file of ours in its place, for what half of it, or nothing, may be left of.
 
     No link is followed, no FIFO waited for. Raises OSError.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with naming(path), opened(path, flags, 0o600) as fd, open(fd, "wb", closefd=False) as file:
+    with (
+        add_path_to_errors(path),
+        open_descriptor(path, flags, 0o600) as fd,
+        open(fd, "wb", closefd=False) as file,
+    ):
         file.write(data)
 
 
@@ -81,7 +89,7 @@ def encode_acl(uid: int, owner: int, user: int) -> bytes:
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *one) for one in entries)
 
 
-def facts(path: Path) -> os.stat_result | None:
+def lstat_or_none(path: Path) -> os.stat_result | None:
     """What lstat(2) says; None where nothing is there. Raises OSError for any other reason."""
     try:
         return os.lstat(path)
@@ -104,16 +112,16 @@ class Statx(NamedTuple):
     st_dev: int
 
 
-def asked(directory: int, name: bytes = b"") -> Statx:
+def statx_from_server(directory: int, name: bytes = b"") -> Statx:
     """What its file server says now of a name in an open directory; without one, of the open file.
 
     stat(2) says what this node knew of it up to a minute ago, or longer, as the mount allows. No
     link is followed. A name counts as it was when its directory was asked for last. Raises OSError,
     also where the file server does not know what says which file it is.
     """
-    facts = libc.room(_STATX_BYTES)
+    facts = libc.make_buffer(_STATX_BYTES)
     flags = _FORCE_SYNC | _SYMLINK_NOFOLLOW | (0 if name else _EMPTY_PATH)
-    libc.call("statx", directory, name, flags, _BASIC, facts, about=os.fsdecode(name) or None)
+    libc.call_libc("statx", directory, name, flags, _BASIC, facts, about=os.fsdecode(name) or None)
     mask, nlink, uid, gid, mode, inode, size, blocks, *times, major, minor = _STATX.unpack_from(
         facts
     )
@@ -127,7 +135,7 @@ def asked(directory: int, name: bytes = b"") -> Statx:
     return Statx(mode, nlink, uid, gid, inode, size, blocks, changed, written, disk)
 
 
-def latest(fd: int, disk: int, name: bytes = b"") -> os.stat_result | Statx:
+def read_fresh_stat(fd: int, disk: int, name: bytes = b"") -> os.stat_result | Statx:
     """What is known of an open file, or of a name in an open directory. Raises OSError.
 
     `disk` is the st_dev of that descriptor. Of a disk of this node the kernel knows all; else the
@@ -135,11 +143,13 @@ def latest(fd: int, disk: int, name: bytes = b"") -> os.stat_result | Statx:
     client to tell of others' changes, and its second mount on this node is no other client.
     """
     if not os.major(disk):
-        return asked(fd, name)
+        return statx_from_server(fd, name)
     return os.stat(name, dir_fd=fd, follow_symlinks=False) if name else os.fstat(fd)
 
 
-def remove(directory: int, name: str, aside: str, still: Callable[[], None] = lambda: None) -> None:
+def remove_tree(
+    directory: int, name: str, aside: str, still: Callable[[], None] = lambda: None
+) -> None:
     """Deletes what has this name in an open directory, however deep it is; links are not followed.
 
     Each directory in it is moved up first, to a name that begins with `aside`: so no path grows
@@ -149,20 +159,20 @@ def remove(directory: int, name: str, aside: str, still: Callable[[], None] = la
     while left:
         still()
         at = left.pop()
-        if _is_unlinked(at, directory):
+        if _unlink_unless_directory(at, directory):
             continue
         os.chmod(at, 0o700, dir_fd=directory)  # it may be forbidden to its owner so far
-        with opened(at, _FOLDER, dir_fd=directory) as fd:
-            while names := _some(fd):
+        with open_descriptor(at, _FOLDER, dir_fd=directory) as fd:
+            while names := _list_some_names(fd):
                 for below in names:
-                    if not _is_unlinked(below, fd):
+                    if not _unlink_unless_directory(below, fd):
                         os.chmod(below, 0o700, dir_fd=fd)  # it is to be writable for that
                         left.append(f"{aside}{os.urandom(8).hex()}")
                         os.rename(below, left[-1], src_dir_fd=fd, dst_dir_fd=directory)
         os.rmdir(at, dir_fd=directory)
 
 
-def _is_unlinked(name: str, directory: int) -> bool:
+def _unlink_unless_directory(name: str, directory: int) -> bool:
     """Deletes a name, or finds it gone; False for a directory."""
     try:
         os.unlink(name, dir_fd=directory)
@@ -173,6 +183,6 @@ def _is_unlinked(name: str, directory: int) -> bool:
     return True
 
 
-def _some(directory: int) -> list[str]:
+def _list_some_names(directory: int) -> list[str]:
     with os.scandir(directory) as found:
         return [entry.name for entry in islice(found, MOST)]

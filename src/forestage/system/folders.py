@@ -13,17 +13,17 @@ PRIVATE = 0o700
 PASSABLE = 0o711  # a user reaches what they know the name of
 
 
-def keep(path: str | os.PathLike[str], mode: int = PRIVATE) -> None:
+def ensure_directory_with_mode(path: str | os.PathLike[str], mode: int = PRIVATE) -> None:
     """Makes a directory, or gives the one that is there this mode. Raises OSError.
 
     Somebody's hand may have made it with another one.
     """
-    make(path, mode)
+    ensure_directory(path, mode)
     if stat.S_IMODE(os.stat(path).st_mode) != mode:  # noqa: PTH116 - pathlib is an import
         os.chmod(path, mode)  # noqa: PTH101
 
 
-def make(path: str | os.PathLike[str], mode: int) -> None:
+def ensure_directory(path: str | os.PathLike[str], mode: int) -> None:
     """Makes a directory, with those above it, unless it is there. Raises OSError.
 
     It looks first: mkdir(2) of what exists takes the lock of the directory above as well, and that
@@ -34,7 +34,7 @@ def make(path: str | os.PathLike[str], mode: int) -> None:
     except FileNotFoundError:
         above = os.path.dirname(path)  # noqa: PTH120
         if not os.path.exists(above):
-            make(above, PASSABLE)
+            ensure_directory(above, PASSABLE)
         try:  # noqa: SIM105 - contextlib is an import
             os.mkdir(path, mode)  # noqa: PTH102
         except FileExistsError:

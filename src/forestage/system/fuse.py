@@ -73,7 +73,7 @@ class FuseAttributes(msgspec.Struct, frozen=True):
     acl: bytes = b""
 
 
-def mount(fd: int, point: str, mode: int) -> None:
+def mount_fuse(fd: int, point: str, mode: int) -> None:
     """Mounts the file system that `fd` serves on a file. Raises OSError.
 
     The kernel checks modes and ACL, for any user.
@@ -84,7 +84,7 @@ def mount(fd: int, point: str, mode: int) -> None:
     mounts.mount("forestage", point, flags, TYPE, f"fd={fd},{access},max_read={MAX_READ}")
 
 
-def parse(data: memoryview) -> FuseRequest | None:
+def parse_request(data: memoryview) -> FuseRequest | None:
     """Pure: the request in a buffer that the kernel filled; None where it is empty."""
     length, op, unique, _, _, _, pid, *_ = _REQUEST.unpack_from(data)
     if length < _REQUEST.size:
@@ -92,18 +92,18 @@ def parse(data: memoryview) -> FuseRequest | None:
     return FuseRequest(op, unique, bytes(data[_REQUEST.size : length]), pid)
 
 
-def read_range(request: FuseRequest) -> tuple[int, int]:
+def parse_read_range(request: FuseRequest) -> tuple[int, int]:
     """Pure: the offset and the size that a READ asks for, in bytes."""
     _, offset, size = _READ.unpack_from(request.body)
     return offset, size
 
 
-def interrupted(request: FuseRequest) -> int:
+def parse_interrupted_id(request: FuseRequest) -> int:
     """Pure: the `unique` of the request that an INTERRUPT is about."""
     return int.from_bytes(request.body[:8], "little")
 
 
-def reply(fd: int, unique: int, *data: bytes | memoryview, error: int = 0) -> None:
+def send_reply(fd: int, unique: int, *data: bytes | memoryview, error: int = 0) -> None:
     """Answers a request; one that is not waited for any more is ENOENT, and no fault.
 
     Raises OSError.
@@ -116,7 +116,7 @@ def reply(fd: int, unique: int, *data: bytes | memoryview, error: int = 0) -> No
             raise
 
 
-def invalidate(fd: int) -> None:
+def invalidate_cache(fd: int) -> None:
     """Has the kernel forget all that it has cached of the file. Raises OSError."""
     body = _INVALIDATE.pack(1, 0, 0)
     try:
@@ -126,7 +126,7 @@ def invalidate(fd: int) -> None:
             raise
 
 
-def answer(request: FuseRequest, file: FuseAttributes) -> tuple[int, bytes] | None:
+def compute_reply(request: FuseRequest, file: FuseAttributes) -> tuple[int, bytes] | None:
     """Pure: the error and the bytes that answer any request but READ; None: it wants no answer.
 
     OPEN and FLUSH are refused with ENOSYS: the kernel opens and closes by itself then, and neither
@@ -134,11 +134,11 @@ def answer(request: FuseRequest, file: FuseAttributes) -> tuple[int, bytes] | No
     """
     op = request.op
     if op == FuseOpcode.INIT:
-        return 0, _initial(request, file)
+        return 0, _encode_init_reply(request, file)
     if op == FuseOpcode.GETATTR:
-        return 0, _attributes(file)
+        return 0, _encode_attributes(file)
     if op in (FuseOpcode.GETXATTR, FuseOpcode.LISTXATTR) and file.acl:
-        return _xattr(request, file.acl)
+        return _encode_xattr_reply(request, file.acl)
     if op == FuseOpcode.STATFS:
         return 0, _STATFS.pack(0, 0, 0, 0, 0, 4096, 255, 4096, 0)
     if op in (FuseOpcode.RELEASE, FuseOpcode.DESTROY):
@@ -148,7 +148,7 @@ def answer(request: FuseRequest, file: FuseAttributes) -> tuple[int, bytes] | No
     return errno.ENOSYS, b""
 
 
-def _initial(request: FuseRequest, file: FuseAttributes) -> bytes:
+def _encode_init_reply(request: FuseRequest, file: FuseAttributes) -> bytes:
     _, minor, readahead, offered = _INIT_IN.unpack_from(request.body)
     wanted = _ASYNC_READ | _NO_OPEN | _MAX_PAGES | (_POSIX_ACL if file.acl else 0)
     return _INIT_OUT.pack(
@@ -166,12 +166,12 @@ def _initial(request: FuseRequest, file: FuseAttributes) -> bytes:
     )
 
 
-def shows_acls(request: FuseRequest) -> bool:
+def has_acl_support(request: FuseRequest) -> bool:
     """Pure: whether the kernel that sent this INIT can keep to an ACL."""
     return bool(_INIT_IN.unpack_from(request.body)[3] & _POSIX_ACL)
 
 
-def _attributes(file: FuseAttributes) -> bytes:
+def _encode_attributes(file: FuseAttributes) -> bytes:
     mtime, mtime_ns = divmod(file.mtime_ns, 10**9)
     ctime, ctime_ns = divmod(file.ctime_ns, 10**9)
     return _ATTRIBUTES.pack(
@@ -182,7 +182,7 @@ def _attributes(file: FuseAttributes) -> bytes:
     )
 
 
-def _xattr(request: FuseRequest, acl: bytes) -> tuple[int, bytes]:
+def _encode_xattr_reply(request: FuseRequest, acl: bytes) -> tuple[int, bytes]:
     size = _XATTR.unpack_from(request.body)[0]
     name = b"system.posix_acl_access"
     if request.op == FuseOpcode.LISTXATTR:

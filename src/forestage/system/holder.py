@@ -36,7 +36,7 @@ from forestage.system import child, files, lock, mounts
 from forestage.units import printable
 
 START = 10.0  # seconds in which it leaves the hook
-SAFEST = -1000  # oom_score_adj: its end is an I/O error to tasks, and frees little memory
+OOM_EXEMPT = -1000  # oom_score_adj: its end is an I/O error to tasks, and frees little memory
 MOST = 900  # guests at once; others stand in line
 OWN = 124  # descriptors for the holder itself; half of them all, where a process may have few
 LONGEST = 64  # bytes that a guest asks
@@ -47,10 +47,10 @@ LONGEST_DETAIL = 4096  # characters of an error
 
 
 class DaemonSpec(msgspec.Struct, frozen=True):
-    """Its name in ps(1), its cgroup (child.leave_job; None: the step's), its oom_score_adj."""
+    """Its name in ps(1), its cgroup (child.leave_job_cgroups; None: the step's), its oom_score_adj."""
 
     name: str
-    leaf: child.Leaf | None = "serve"
+    leaf: child.CgroupName | None = "serve"
     oom_score_adj: int = 0
 
 
@@ -92,7 +92,7 @@ class StartChannel:
 
     def begin(self, *fds: int) -> None:
         """Says that the hook may end; this process has no other descriptors any more."""
-        child.let_go({self._end.fileno(), *fds})
+        child.close_descriptors_except({self._end.fileno(), *fds})
         self.send(StartReport("started"))
 
     def recv(self, timeout: float, flags: int = 0) -> StartReport | None:
@@ -122,7 +122,7 @@ class StartChannel:
         return message.state == "ready"
 
 
-def start(
+def start_daemon(
     life: DaemonSpec, about: str, work: Callable[[StartChannel], None], patience: float = START
 ) -> StartChannel:
     """Starts a holder that `work` is all of; the caller closes the channel on which it tells.
@@ -130,28 +130,28 @@ def start(
     `work` says on its end that the hook may end (Channel.begin). This waits for that, `patience`
     seconds at most. `about` begins the line in the log where an error ends it.
     """
-    pid, ours = child.begin(
-        lambda theirs: _live(life, work, StartChannel(theirs)),
-        lambda theirs, error: _died(about, StartChannel(theirs), error),
+    pid, ours = child.fork_with_socket(
+        lambda theirs: _run_daemon(life, work, StartChannel(theirs)),
+        lambda theirs, error: _report_death(about, StartChannel(theirs), error),
     )
     channel = StartChannel(ours, pid)
     channel.await_start(patience)
     return channel
 
 
-def _live(life: DaemonSpec, work: Callable[[StartChannel], None], hook: StartChannel) -> None:
-    child.stand_alone(life.name)
+def _run_daemon(life: DaemonSpec, work: Callable[[StartChannel], None], hook: StartChannel) -> None:
+    child.detach_session(life.name)
     if life.leaf is not None:
-        child.leave_job(life.oom_score_adj, life.leaf)
+        child.leave_job_cgroups(life.oom_score_adj, life.leaf)
     work(hook)
 
 
-def _died(about: str, hook: StartChannel, error: BaseException | None) -> None:
+def _report_death(about: str, hook: StartChannel, error: BaseException | None) -> None:
     hook.send(StartReport("died", detail=printable(str(error) or repr(error))[:LONGEST_DETAIL]))
     log.say(f"{about} result=failed detail={error!r}", by_slurm=True)
 
 
-def listen(path: Path) -> socket.socket:
+def listen_for_clients(path: Path) -> socket.socket:
     """A socket for guests, root's alone. Raises OSError, also for a path that is too long."""
     path.unlink(missing_ok=True)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -165,7 +165,7 @@ def listen(path: Path) -> socket.socket:
     return made
 
 
-def most_guests(limit: int) -> int:
+def max_client_count(limit: int) -> int:
     """Return how many guests a process takes at once that may have so many descriptors. Pure.
 
     One more descriptor than allowed would end the holder, and with it what all its guests have.
@@ -173,7 +173,7 @@ def most_guests(limit: int) -> int:
     return MOST if limit < 0 else max(1, min(MOST, limit - min(OWN, limit // 2)))
 
 
-Answer = Callable[[socket.socket, bytes], None]
+RequestHandler = Callable[[socket.socket, bytes], None]
 """Answers what a guest asks."""
 
 
@@ -186,7 +186,7 @@ class TaskConnections:
     def __init__(
         self,
         listener: socket.socket | None,
-        answer: Answer,
+        answer: RequestHandler,
         greet: Callable[[socket.socket], None] = lambda guest: None,
     ) -> None:
         self.listener = listener
@@ -199,7 +199,7 @@ class TaskConnections:
 
         Returns those of the `others`, descriptors or -1, at which there is something.
         """
-        most = most_guests(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        most = max_client_count(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         takes = self.listener if len(self.connections) < most else None
         door = takes.fileno() if takes else -1
         poll = select.poll()
@@ -246,14 +246,14 @@ class TaskConnections:
             self.drop(guest)
 
 
-def give_clone(guest: socket.socket, asked: bytes, point: str) -> None:
+def send_mount_clone(guest: socket.socket, asked: bytes, point: str) -> None:
     """Answers what was asked with the mount at `point` of this process' namespace."""
     with contextlib.suppress(OSError):  # the task is gone
         if asked != b"mount":
             guest.send(b"no such request")
             return
         try:
-            clone = mounts.clone(point)
+            clone = mounts.clone_mount(point)
         except OSError as error:
             guest.send(f"no {error.strerror}".encode())
             return
@@ -263,7 +263,7 @@ def give_clone(guest: socket.socket, asked: bytes, point: str) -> None:
             os.close(clone)
 
 
-def fetch_clone(name: Path, reason: str) -> int:
+def fetch_mount_clone(name: Path, reason: str) -> int:
     """Returns the descriptor of a clone. Raises Declined for this reason, OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.settimeout(ANSWER)
@@ -276,7 +276,7 @@ def fetch_clone(name: Path, reason: str) -> int:
     return fds[0]
 
 
-def hold(place: int) -> int:
+def lock_pid_file(place: int) -> int:
     """Locks `held` in the open directory, as long as this process lives; its pid is in there."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     held = os.open("held", flags, 0o600, dir_fd=place)
@@ -285,13 +285,13 @@ def hold(place: int) -> int:
     return held
 
 
-def end(place: Path, patience: float) -> None:
+def stop_daemon(place: Path, patience: float) -> None:
     """Ends who holds in this directory. Waits up to `patience` seconds for that. Raises OSError."""
     held = place / "held"
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ProcessLookupError, ValueError):
         if lock.is_free(held):
             return
-        os.kill(int(files.read(held)), signal.SIGTERM)
+        os.kill(int(files.read_file(held)), signal.SIGTERM)
     until = time.monotonic() + patience
     while not lock.is_free(held) and time.monotonic() < until:
         time.sleep(lock.POLL)

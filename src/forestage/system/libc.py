@@ -8,17 +8,17 @@ import os
 from typing import Any
 
 
-def load() -> None:
+def preload_libc() -> None:
     """Load the C library now, for a process that will find no module later."""
-    _loaded()
+    _load_libc()
 
 
-def call(name: str, *arguments: Any, about: str | None = None) -> int:
+def call_libc(name: str, *arguments: Any, about: str | None = None) -> int:
     """Calls a function that returns a negative number for an error. Raises OSError for that.
 
     `about` is what the error names: a path, mostly. An `int` is passed as 32 bits.
     """
-    ctypes, libc = _loaded()
+    ctypes, libc = _load_libc()
     result: int = getattr(libc, name)(*arguments)
     if result < 0:
         number = ctypes.get_errno()
@@ -26,20 +26,20 @@ def call(name: str, *arguments: Any, about: str | None = None) -> int:
     return result
 
 
-def room(size: int, data: bytes = b"") -> Any:
+def make_buffer(size: int, data: bytes = b"") -> Any:
     """So many bytes that a call may fill, beginning with `data`."""
-    ctypes, _ = _loaded()
+    ctypes, _ = _load_libc()
     return ctypes.create_string_buffer(data, size)
 
 
-def wide(number: int) -> Any:
+def make_int64(number: int) -> Any:
     """A number of 64 bits, for a call's argument: an offset or a length."""
-    ctypes, _ = _loaded()
+    ctypes, _ = _load_libc()
     return ctypes.c_int64(number)
 
 
 @functools.cache
-def _loaded() -> tuple[Any, Any]:
+def _load_libc() -> tuple[Any, Any]:
     import ctypes
 
     return ctypes, ctypes.CDLL(None, use_errno=True)

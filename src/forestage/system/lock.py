@@ -125,7 +125,7 @@ def held_if_writable(path: Path, timeout: float) -> Iterator[None]:
         yield
 
 
-def take_one(folder: Path, name: str, most: int, taken: contextlib.ExitStack) -> int | None:
+def acquire_slot(folder: Path, name: str, most: int, taken: contextlib.ExitStack) -> int | None:
     """Takes one of `most` places of this name, if one is free, until `taken` ends; its number.
 
     Raises OSError.
@@ -137,7 +137,7 @@ def take_one(folder: Path, name: str, most: int, taken: contextlib.ExitStack) ->
     return None
 
 
-def take_place(file: Path, place: int, waits: bool) -> int:
+def lock_byte(file: Path, place: int, waits: bool) -> int:
     """Has this process lock a byte of a file until it closes what this returns, or ends.
 
     One that hangs keeps it. Where it `waits`, a signal ends that. Raises BlockingIOError, OSError.

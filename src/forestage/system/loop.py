@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.errors import Failed
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 OURS = ("/image", "/disk")
 """The last of the paths of files that are attached; no other device is asked for its file."""
@@ -64,41 +64,41 @@ class LoopDevice(msgspec.Struct, frozen=True):
         return self.file.endswith(DELETED)
 
 
-def attach(file: Path, read_only: bool) -> str:
+def attach_file(file: Path, read_only: bool) -> str:
     """Returns the device that shows this file; the one that does already, if there is one.
 
     Past the page cache, where the file's disk can: the mounted file system has one of its own.
     Raises Failed, OSError.
     """
-    with opened(file, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_NOFOLLOW) as fd:
+    with open_descriptor(file, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_NOFOLLOW) as fd:
         facts = os.fstat(fd)
-        for one in attached():
-            if one.is_of(facts) and _keeps(one):
+        for one in list_attached_devices():
+            if one.is_of(facts) and _disable_autoclear(one):
                 return one.name
         for _ in range(TRIES):
-            with _device(file) as (name, device):
-                if _is_configured(device, fd, read_only):
+            with _open_free_device(file) as (name, device):
+                if _try_configure(device, fd, read_only):
                     return name
     raise Failed("loop", f"no loop device for {file}")
 
 
-def file_of(facts: os.stat_result) -> str:
+def format_file_id(facts: os.stat_result) -> str:
     """Pure: how the companion knows the file of a device, of which stat(2) says this."""
     return f"{facts.st_dev}:{facts.st_ino}"
 
 
-def detach(one: LoopDevice) -> None:
+def detach_device(one: LoopDevice) -> None:
     """Lets go of a device, if it still shows that file. Raises OSError.
 
     What is mounted stays so until its last unmount.
     """
-    with contextlib.suppress(FileNotFoundError), opened(one.name, os.O_RDONLY) as device:
-        if _shows(device, one):
+    with contextlib.suppress(FileNotFoundError), open_descriptor(one.name, os.O_RDONLY) as device:
+        if _is_backed_by(device, one):
             with contextlib.suppress(OSError):  # ENXIO: it went with its last mount
                 fcntl.ioctl(device, _CLR_FD)
 
 
-def attached() -> list[LoopDevice]:
+def list_attached_devices() -> list[LoopDevice]:
     """The devices in use of this machine whose files may be ours. Raises OSError."""
     found = []
     for directory in Path("/sys/block").glob("loop*"):
@@ -108,13 +108,13 @@ def attached() -> list[LoopDevice]:
             continue
         if path.removesuffix(DELETED).endswith(OURS):
             name = f"/dev/{directory.name}"
-            with contextlib.suppress(OSError), _opened(name, os.O_RDONLY) as device:
-                info = _status(device)
+            with contextlib.suppress(OSError), _open_device(name, os.O_RDONLY) as device:
+                info = _read_status(device)
                 found.append(LoopDevice(name, path, info[0], info[1]))
     return found
 
 
-def _status(device: int) -> tuple[int, ...]:
+def _read_status(device: int) -> tuple[int, ...]:
     """The fields of the device's struct loop_info64. Raises OSError (ENXIO: it is free)."""
     buffer = bytearray(_INFO.size)
     fcntl.ioctl(device, _GET_STATUS, buffer)
@@ -122,17 +122,17 @@ def _status(device: int) -> tuple[int, ...]:
     return fields
 
 
-def _shows(device: int, one: LoopDevice) -> bool:
+def _is_backed_by(device: int, one: LoopDevice) -> bool:
     try:
-        return _status(device)[:2] == (one.disk, one.inode)
+        return _read_status(device)[:2] == (one.disk, one.inode)
     except OSError:
         return False
 
 
-def _keeps(one: LoopDevice) -> bool:
+def _disable_autoclear(one: LoopDevice) -> bool:
     """Has a device that somebody let go of stay after its last unmount; whether it is there."""
-    with contextlib.suppress(OSError), opened(one.name, os.O_RDONLY) as device:
-        fields = list(_status(device))
+    with contextlib.suppress(OSError), open_descriptor(one.name, os.O_RDONLY) as device:
+        fields = list(_read_status(device))
         if fields[:2] != [one.disk, one.inode]:
             return False
         if fields[_FLAGS] & _AUTOCLEAR:
@@ -143,31 +143,31 @@ def _keeps(one: LoopDevice) -> bool:
 
 
 @contextlib.contextmanager
-def _device(file: Path) -> Iterator[tuple[str, int]]:
+def _open_free_device(file: Path) -> Iterator[tuple[str, int]]:
     """Opens a device that is free this moment. Raises Failed: a container's node may have none."""
     with contextlib.ExitStack() as place:
         try:
-            control = place.enter_context(opened(CONTROL, os.O_RDWR))
+            control = place.enter_context(open_descriptor(CONTROL, os.O_RDWR))
             name = f"/dev/loop{fcntl.ioctl(control, _GET_FREE)}"
-            device = place.enter_context(_opened(name, os.O_RDWR))
+            device = place.enter_context(_open_device(name, os.O_RDWR))
         except OSError as error:
             raise Failed("loop", f"no loop device for {file}: {error}") from error
         yield name, device
 
 
 @contextlib.contextmanager
-def _opened(name: str, flags: int) -> Iterator[int]:
+def _open_device(name: str, flags: int) -> Iterator[int]:
     """A device; a container's own /dev has only those that were there when it began. OSError."""
     if not Path(name).exists():
         number = Path("/sys/block", Path(name).name, "dev").read_text()
         major, minor = map(int, number.split(":"))
         with contextlib.suppress(FileExistsError):
             os.mknod(name, stat.S_IFBLK | 0o600, os.makedev(major, minor))
-    with opened(name, flags) as device:
+    with open_descriptor(name, flags) as device:
         yield device
 
 
-def _is_configured(device: int, fd: int, read_only: bool) -> bool:
+def _try_configure(device: int, fd: int, read_only: bool) -> bool:
     """Whether this free device shows the file now; somebody else may have been faster."""
     plain = _READ_ONLY if read_only else 0
     for flags in (plain | _DIRECT_IO, plain):

@@ -9,7 +9,7 @@ import re
 MIN_MEMORY = 64 << 20  # bytes; mksquashfs takes no less
 
 
-def takes_memory(version: bytes) -> bool:
+def has_memory_option(version: bytes) -> bool:
     """Return whether the mksquashfs of this `-version` knows -mem.
 
     Some earlier ones know it and are left out: one that does not would make no image at all.
@@ -18,6 +18,6 @@ def takes_memory(version: bytes) -> bool:
     return match is not None and (int(match[1]), int(match[2])) >= (4, 4)
 
 
-def memory_options(limit: int) -> tuple[str, ...]:
+def format_memory_options(limit: int) -> tuple[str, ...]:
     """Return what keeps it within a cgroup of `limit` bytes: its inodes and buffers come on top."""
     return ("-mem", f"{max(MIN_MEMORY, limit // 4) >> 20}M")

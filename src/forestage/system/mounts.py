@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.system import libc
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
@@ -97,29 +97,29 @@ class MountInfo(msgspec.Struct, frozen=True, gc=False):
 def mount(source: str, target: str, flags: int, kind: str = "", options: str = "") -> None:
     """mount(2); without a `kind` of file system a bind, remount or propagation. Raises OSError."""
     words = [os.fsencode(text) if text else None for text in (source, target, kind, options)]
-    libc.call("mount", *words[:3], flags, words[3], about=target)
+    libc.call_libc("mount", *words[:3], flags, words[3], about=target)
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
     """umount2(2). Raises OSError."""
-    libc.call("umount2", os.fsencode(target), flags, about=target)
+    libc.call_libc("umount2", os.fsencode(target), flags, about=target)
 
 
-def private_namespace() -> None:
+def enter_private_namespace() -> None:
     """Leaves the host's mount table: what this process mounts or takes off, only it sees."""
-    libc.call("unshare", CLONE_NEWNS, about="mount namespace")
+    libc.call_libc("unshare", CLONE_NEWNS, about="mount namespace")
     # Private, not slave: what another hook mounts meanwhile must not come in here either.
     mount("none", "/", MS_REC | MS_PRIVATE)
 
 
-def empty_namespace() -> None:
+def enter_empty_namespace() -> None:
     """Goes to a mount namespace of this process' own, with the root file system and an empty /run.
 
     A copy of all the host's mounts would keep each of them busy for as long as this process lives.
     What was opened before leads to where it did. Raises OSError.
     """
-    private_namespace()
-    listed = {mount.id: mount for mount in current()}
+    enter_private_namespace()
+    listed = {mount.id: mount for mount in list_mounts()}
     for found in listed.values():
         above = listed.get(found.parent)  # not listed: the root of a slurmd in a chroot
         # What lies below goes with it; so no path leads over a file server that may hang.
@@ -130,7 +130,7 @@ def empty_namespace() -> None:
     mount("forestage", "/run", MS_NOSUID | MS_NODEV, "tmpfs", "mode=700,size=64k")
 
 
-def open_hidden(source: str, kind: str, point: str) -> int:
+def open_hidden_mount(source: str, kind: str, point: str) -> int:
     """Returns a descriptor of the root of a file system that is mounted at no path.
 
     It is unmounted when the last descriptor in it is closed. Meanwhile, for an instant, it covers
@@ -141,7 +141,7 @@ def open_hidden(source: str, kind: str, point: str) -> int:
     namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY)
     root = os.open("/", os.O_PATH | os.O_DIRECTORY)
     try:
-        private_namespace()
+        enter_private_namespace()
         try:
             mount(source, point, MS_NOSUID | MS_NODEV, kind)
             return os.open(point, flags)
@@ -157,66 +157,78 @@ def enter_namespace(namespace: int, root: int) -> None:
 
     Raises OSError; EINVAL in a process with threads.
     """
-    libc.call("setns", namespace, CLONE_NEWNS, about="mount namespace")
+    libc.call_libc("setns", namespace, CLONE_NEWNS, about="mount namespace")
     # Its own root first: that of a slurmd in a chroot is another.
     os.fchdir(root)
     os.chroot(".")
     os.chdir("/")
 
 
-def clone(path: str) -> int:
+def clone_mount(path: str) -> int:
     """Returns a descriptor of a detached copy of the mount at `path`: move_mount(2) attaches it.
 
     Raises OSError.
     """
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
-    return libc.call("syscall", _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags, about=path)
+    return libc.call_libc(
+        "syscall", _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags, about=path
+    )
 
 
-def attach(tree: int, target: int) -> None:
-    """Mounts what `clone` returned on an open file or directory: move_mount(2). Raises OSError."""
+def attach_mount(tree: int, target: int) -> None:
+    """Mounts what `clone_mount` returned on an open file or directory: move_mount(2).
+
+    Raises OSError.
+    """
     what = (tree, b"", target, b"", _FROM_FD | _TO_FD)
-    libc.call("syscall", _SYS_MOVE_MOUNT, *what, about=f"descriptor {target}")
+    libc.call_libc("syscall", _SYS_MOVE_MOUNT, *what, about=f"descriptor {target}")
 
 
-def listed(mountinfo: str) -> list[MountInfo]:
+def parse_mountinfo(mountinfo: str) -> list[MountInfo]:
     """Parses mountinfo; `os.fsdecode`d text in, mounts in the kernel's order (oldest first) out."""
     mounts = []
     # Not splitlines(): a mount point may hold a form feed, and the kernel escapes only \n.
     for line in filter(None, mountinfo.split("\n")):
         number, parent, device, root, point, rest = line.split(" ", 5)
         mounts.append(
-            MountInfo(int(number), int(parent), device, _plain(root), _plain(point), rest)
+            MountInfo(
+                int(number),
+                int(parent),
+                device,
+                _unescape_octal(root),
+                _unescape_octal(point),
+                rest,
+            )
         )
     return mounts
 
 
-def current() -> list[MountInfo]:
+def list_mounts() -> list[MountInfo]:
     """The mounts of this process' namespace.
 
     The kernel makes the list for each reading, in some microseconds a mount; a node may have
     thousands. So a table is passed on where a change since its reading cannot matter.
     """
-    return listed(os.fsdecode(Path("/proc/self/mountinfo").read_bytes()))
+    return parse_mountinfo(os.fsdecode(Path("/proc/self/mountinfo").read_bytes()))
 
 
-def holder(mounts: list[MountInfo], path: str) -> MountInfo | None:
+def find_mount_of_path(mounts: list[MountInfo], path: str) -> MountInfo | None:
     """The mount that `path` lies on: the longest mount point above it, the newest of equals."""
     above = [m for m in mounts if is_below(path, m.point)]
     # sorted() keeps the kernel's order among equals, where the last one covers the others.
     return sorted(above, key=lambda m: len(m.point))[-1] if above else None
 
 
-def find_disk(path: str) -> MountInfo | None:
+def find_disk_mount(path: str) -> MountInfo | None:
     """Return the mount that a resolved path lies on; None if no mount is known above it.
 
     The caller has walked the path: an automount that has its disk mounted it then. One that has
     none (autofs) is no disk, and the path is judged by what the automount covers.
     """
-    listed = current()
-    found = holder(listed, path)
+    listed = list_mounts()
+    found = find_mount_of_path(listed, path)
     if found is not None and found.kind == "autofs":
-        return holder([mount for mount in listed if mount.kind != "autofs"], path)
+        return find_mount_of_path([mount for mount in listed if mount.kind != "autofs"], path)
     return found
 
 
@@ -227,16 +239,16 @@ class BindOrigin(msgspec.Struct, frozen=True):
     root: str
 
 
-def origin(mounts: list[MountInfo], directory: str) -> BindOrigin | None:
+def find_bind_origin(mounts: list[MountInfo], directory: str) -> BindOrigin | None:
     """Pure: where `directory` lies; None where no mount is known above it."""
-    base = holder(mounts, directory)
+    base = find_mount_of_path(mounts, directory)
     if base is None:
         return None
     inside = directory[len(base.point.rstrip("/")) :]
     return BindOrigin(base.device, base.root.rstrip("/") + inside + "/")
 
 
-def mark_of(origin: BindOrigin) -> bytes:
+def format_mountinfo_marker(origin: BindOrigin) -> bytes:
     """Pure: what mountinfo has in each line of a bind from below it, and in no other line.
 
     No name that a user chooses holds a space there: the kernel writes \\040.
@@ -247,8 +259,10 @@ def mark_of(origin: BindOrigin) -> bytes:
     return os.fsencode(f" {origin.device} {root}")
 
 
-def binds_of(mounts: list[MountInfo], origin: BindOrigin) -> list[tuple[MountInfo, str]]:
-    """Pure: binds of files below `origin`, each with its path inside it, wherever they are mounted.
+def list_binds_of_origin(
+    mounts: list[MountInfo], origin: BindOrigin
+) -> list[tuple[MountInfo, str]]:
+    """Pure: binds of files below `find_bind_origin`, each with its path inside it, wherever they are mounted.
 
     They are known by device and by path inside the file system, so no other program's mounts and no
     file that a user made can look like ours. A deleted file's path ends in `//deleted`.
@@ -260,13 +274,13 @@ def binds_of(mounts: list[MountInfo], origin: BindOrigin) -> list[tuple[MountInf
     ]
 
 
-def binds_from(mounts: list[MountInfo], directory: str) -> list[tuple[MountInfo, str]]:
-    """Pure: `binds_of` a directory of the same mount table."""
-    found = origin(mounts, directory)
-    return binds_of(mounts, found) if found else []
+def list_binds_of_directory(mounts: list[MountInfo], directory: str) -> list[tuple[MountInfo, str]]:
+    """Pure: `list_binds_of_origin` a directory of the same mount table."""
+    found = find_bind_origin(mounts, directory)
+    return list_binds_of_origin(mounts, found) if found else []
 
 
-def same_place(here: list[MountInfo], there: list[MountInfo], hides: MountInfo) -> str:
+def find_hidden_path(here: list[MountInfo], there: list[MountInfo], hides: MountInfo) -> str:
     """Pure: the path `here` of what a mount hides in another namespace, `there`; "" for none."""
     under = next((mount for mount in there if mount.id == hides.parent), None)
     if under is None or not is_below(hides.point, under.point):
@@ -280,7 +294,7 @@ def same_place(here: list[MountInfo], there: list[MountInfo], hides: MountInfo) 
     return holding[0].point.rstrip("/") + inside[len(holding[0].root.rstrip("/")) :]
 
 
-def cover(mounts: list[MountInfo], hidden: MountInfo) -> MountInfo | None:
+def find_covering_fuse(mounts: list[MountInfo], hidden: MountInfo) -> MountInfo | None:
     """Pure: a user's FUSE that was mounted over a directory above `hidden`; the outermost of them.
 
     The walk to `hidden` leads into it, though `hidden` does not lie on it.
@@ -304,36 +318,36 @@ def is_below(path: str, point: str) -> bool:
     return path == point or path.startswith(point.rstrip("/") + "/")
 
 
-def of(fd: int) -> MountInfo | None:
+def find_mount_of_descriptor(fd: int) -> MountInfo | None:
     """The mount that an open descriptor lies on; None where that is not seen. Raises OSError."""
-    number = mount_id(fd)
-    return next((mount for mount in current() if mount.id == number), None)
+    number = read_mount_id(fd)
+    return next((mount for mount in list_mounts() if mount.id == number), None)
 
 
-def unmount_same(bind: MountInfo, fd: int, proc: str = "/proc") -> bool:
+def unmount_if_same(bind: MountInfo, fd: int, proc: str = "/proc") -> bool:
     """Takes off the mount that the descriptor `fd` lies on, if that is `bind`. Raises OSError.
 
     Job owners may rename and link around their files, so the path was opened first, and must have
     led to the mount that was meant. `proc`: where the node's procfs is reached.
     """
-    if mount_id(fd, proc) != bind.id:
+    if read_mount_id(fd, proc) != bind.id:
         return False
     umount(f"{proc}/self/fd/{fd}")
     return True
 
 
-def far_name(fd: int) -> str:
+def find_cluster_wide_name(fd: int) -> str:
     """The file system of an open file, and where in it its mount begins, as every node names it.
 
     "" for a disk of this node: that another node's has the same name says nothing. Raises OSError.
     """
     if os.major(os.fstat(fd).st_dev):
         return ""
-    found = of(fd)
+    found = find_mount_of_descriptor(fd)
     return f"{found.kind} {found.source} {found.root}" if found else ""
 
 
-def mount_id(fd: int, proc: str = "/proc") -> int:
+def read_mount_id(fd: int, proc: str = "/proc") -> int:
     """The id, as in mountinfo, of the mount that an open descriptor lies on."""
     for line in Path(f"{proc}/self/fdinfo/{fd}").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -342,7 +356,7 @@ def mount_id(fd: int, proc: str = "/proc") -> int:
     raise OSError(f"no mnt_id for descriptor {fd}")
 
 
-def is_users(
+def is_on_user_mount(
     fd: int,
     path: str,
     services: Mapping[str, str] | None = None,
@@ -352,19 +366,19 @@ def is_users(
 
     Such a mount gives other users' names to what its user likes, and a file system of theirs says
     what inode, times and owner it likes. A link of /proc leads into a mount namespace of theirs; in
-    this one it is a FUSE, see `users_fuse`. Without `services` that counts for none: who only looks
-    has to find what is served to its own user alone. `table` is what `current` said after the file
-    was opened: an earlier one may lack the mount that the file lies on. Raises OSError.
+    this one it is a FUSE, see `find_user_fuse`. Without `services` that counts for none: who only
+    looks has to find what is served to its own user alone. `table` is what `list_mounts` said after
+    the file was opened: an earlier one may lack the mount that the file lies on. Raises OSError.
     """
-    listed, number = current() if table is None else table, mount_id(fd)
+    listed, number = list_mounts() if table is None else table, read_mount_id(fd)
     if any(mount.id == number for mount in listed):
-        return services is not None and users_fuse(listed, number, services) is not None
+        return services is not None and find_user_fuse(listed, number, services) is not None
     # mountinfo lacks the mount of a chroot's root. Else no file server is asked for a walk.
-    with opened(path, os.O_PATH | os.O_NOFOLLOW) as found:
-        return mount_id(found) != number
+    with open_descriptor(path, os.O_PATH | os.O_NOFOLLOW) as found:
+        return read_mount_id(found) != number
 
 
-def users_fuse(
+def find_user_fuse(
     mounts: list[MountInfo], number: int, services: Mapping[str, str]
 ) -> MountInfo | None:
     """Pure: the FUSE of a user that the mount of this id is, or lies on, however far above.
@@ -382,7 +396,7 @@ def users_fuse(
     return None
 
 
-def _plain(text: str) -> str:
+def _unescape_octal(text: str) -> str:
     """Undoes mountinfo's octal escapes (space, tab, newline, backslash)."""
     if "\\" not in text:
         return text

@@ -29,7 +29,7 @@ import msgspec
 
 from forestage import log
 from forestage.system import child, folders, processes
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 GOOD = 1.0  # seconds that an answer counts
 LIMIT = 1.0  # seconds; a healthy disk or server needs milliseconds
@@ -38,7 +38,7 @@ ANSWERED = "answered"
 FORKED = "forked"  # nothing was asked yet
 PROCESS_NAME = "forestage-probe"
 
-At = Callable[[str], None]
+ReportPhase = Callable[[str], None]
 """Says what is asked now, in one word."""
 
 
@@ -50,7 +50,9 @@ class HangReport(msgspec.Struct, frozen=True):
     pid: int = 0
 
 
-def ask(file: Path, work: Callable[[At], None], limit: float = LIMIT) -> HangReport | None:
+def find_hang(
+    file: Path, work: Callable[[ReportPhase], None], limit: float = LIMIT
+) -> HangReport | None:
     """None where what `work` asks is answered, or was within GOOD; else what hangs.
 
     `work` does what may hang, and says before each part what that is; an OSError is an answer.
@@ -58,71 +60,75 @@ def ask(file: Path, work: Callable[[At], None], limit: float = LIMIT) -> HangRep
     """
     limit = min(limit, LIMIT)
     try:
-        folders.make(file.parent, folders.PRIVATE)
-        with opened(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600) as fd:
-            return _asked(fd, work, limit)
+        folders.ensure_directory(file.parent, folders.PRIVATE)
+        with open_descriptor(
+            file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
+        ) as fd:
+            return _probe_or_wait(fd, work, limit)
     except OSError:  # /run is full or read-only, or this is no root
         return None
 
 
-def begin(file: Path, work: Callable[[At], None]) -> None:
+def start_probe(file: Path, work: Callable[[ReportPhase], None]) -> None:
     """Has a process ask, for those who come later; does not wait."""
-    ask(file, work, 0.0)
+    find_hang(file, work, 0.0)
 
 
-def known(file: Path) -> HangReport | None:
+def find_known_hang(file: Path) -> HangReport | None:
     """What hangs by what is known already; asks nobody, but waits for who asks just now."""
-    with contextlib.suppress(OSError), opened(file, os.O_RDONLY | os.O_NOFOLLOW) as fd:
-        return _others(fd, time.monotonic() + LIMIT)
+    with contextlib.suppress(OSError), open_descriptor(file, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+        return _wait_for_other_probe(fd, time.monotonic() + LIMIT)
     return None
 
 
-def _asked(fd: int, work: Callable[[At], None], limit: float) -> HangReport | None:
+def _probe_or_wait(fd: int, work: Callable[[ReportPhase], None], limit: float) -> HangReport | None:
     start = time.monotonic()
-    said = _said(fd)
+    said = _read_record(fd)
     if said.phase == ANSWERED and said.seconds < GOOD:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _others(fd, start + limit)
-    _say(fd, FORKED)
-    pid, ours = child.begin(partial(_live, fd, work), _failed)
+        return _wait_for_other_probe(fd, start + limit)
+    _write_record(fd, FORKED)
+    pid, ours = child.fork_with_socket(partial(_run_probe, fd, work), _log_failure)
     with ours:
         ours.settimeout(max(limit, 0.001))
         try:
             ours.recv(1)  # it says nothing, and ends
         except TimeoutError:
-            return _hang(fd)
+            return _find_recorded_hang(fd)
     with contextlib.suppress(ChildProcessError):  # somebody has collected it
         os.waitpid(pid, 0)
     return None
 
 
-def _others(fd: int, until: float) -> HangReport | None:
+def _wait_for_other_probe(fd: int, until: float) -> HangReport | None:
     """Waits for the process that another has started."""
-    while not _is_free(fd):
-        if time.monotonic() >= until or (_said(fd).seconds >= LIMIT and _hang(fd)):
-            return _hang(fd)
+    while not _is_unlocked(fd):
+        if time.monotonic() >= until or (
+            _read_record(fd).seconds >= LIMIT and _find_recorded_hang(fd)
+        ):
+            return _find_recorded_hang(fd)
         time.sleep(POLL)
     return None
 
 
-def _hang(fd: int) -> HangReport | None:
+def _find_recorded_hang(fd: int) -> HangReport | None:
     """What hangs by what is written there; None where the process only waits for a processor."""
-    hang = _said(fd)
-    return None if hang.phase in (ANSWERED, FORKED) or _runs(hang.pid) else hang
+    hang = _read_record(fd)
+    return None if hang.phase in (ANSWERED, FORKED) or _is_runnable(hang.pid) else hang
 
 
-def _runs(pid: int) -> bool:
+def _is_runnable(pid: int) -> bool:
     """Whether a process could go on, and only waits for its turn on a busy node."""
     try:
-        return processes.stat(Path(f"/proc/{pid}")).state == "R"
+        return processes.read_stat(Path(f"/proc/{pid}")).state == "R"
     except OSError:  # it has just ended
         return True
 
 
-def _is_free(fd: int) -> bool:
+def _is_unlocked(fd: int) -> bool:
     """Whether nobody asks now; takes the lock for an instant, in which another may miss it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -132,7 +138,7 @@ def _is_free(fd: int) -> bool:
     return True
 
 
-def _said(fd: int) -> HangReport:
+def _read_record(fd: int) -> HangReport:
     """What was written last, and how long ago; as long ago as can be where nothing was."""
     with contextlib.suppress(ValueError):
         phase, at, pid = os.pread(fd, 64, 0).decode(errors="replace").split()
@@ -142,20 +148,20 @@ def _said(fd: int) -> HangReport:
     return HangReport(ANSWERED, float("inf"))
 
 
-def _say(fd: int, phase: str) -> None:
+def _write_record(fd: int, phase: str) -> None:
     os.pwrite(fd, f"{phase} {time.monotonic():f} {os.getpid()}".ljust(64).encode(), 0)
 
 
-def _live(fd: int, work: Callable[[At], None], starter: socket.socket) -> None:
+def _run_probe(fd: int, work: Callable[[ReportPhase], None], starter: socket.socket) -> None:
     """The whole life of the process that asks. It holds the lock, in a copy of the descriptor."""
-    child.let_go({fd, starter.fileno()})
+    child.close_descriptors_except({fd, starter.fileno()})
     # Neither a hook's group nor a job's cgroup waits for it, or kills who remembers.
-    child.leave_job()
-    child.stand_alone(PROCESS_NAME)
+    child.leave_job_cgroups()
+    child.detach_session(PROCESS_NAME)
     with contextlib.suppress(OSError):
-        work(partial(_say, fd))
-    _say(fd, ANSWERED)
+        work(partial(_write_record, fd))
+    _write_record(fd, ANSWERED)
 
 
-def _failed(starter: socket.socket, error: BaseException | None) -> None:
+def _log_failure(starter: socket.socket, error: BaseException | None) -> None:
     log.say(f"probe result=failed detail={error!r}", by_slurm=True)

@@ -38,33 +38,33 @@ class ProcessIdentity(NamedTuple):
     def is_running(self) -> bool:
         """Whether it has not ended; one that only waits to be reaped has."""
         try:
-            found = stat(PROC / str(self.pid))
+            found = read_stat(PROC / str(self.pid))
         except (FileNotFoundError, ProcessLookupError):
             return False
         return found.began == self.began and not found.is_over
 
 
-def identify(pid: int) -> ProcessIdentity | None:
+def find_identity(pid: int) -> ProcessIdentity | None:
     """Return the identity of the process of this number, or None if /proc has none."""
     try:
-        return ProcessIdentity(pid, stat(PROC / str(pid)).began)
+        return ProcessIdentity(pid, read_stat(PROC / str(pid)).began)
     except (FileNotFoundError, ProcessLookupError):
         return None
 
 
-def numbers() -> Iterator[int]:
+def list_pids() -> Iterator[int]:
     """The processes of the node."""
     return map(int, filter(str.isdigit, os.listdir(PROC)))  # noqa: PTH208 - names, and many
 
 
-def stat(process: Path) -> ProcessStat:
+def read_stat(process: Path) -> ProcessStat:
     """What `process`, a directory of /proc, is now. Raises OSError; for one that has ended, too."""
     # After the last ")": that ends its name.
     fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
     return ProcessStat(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
 
 
-def name(process: Path) -> str:
+def read_name(process: Path) -> str:
     """What ps(1) calls it. Raises OSError; for one that has ended, too."""
     return os.fsdecode((process / "comm").read_bytes().removesuffix(b"\n"))
 
@@ -76,18 +76,18 @@ def is_trusted(process: Path) -> bool:
     root's too: su(1) by a link of another name waits for a password for as long as they like.
     """
     try:
-        return _owner(process) in (0, os.getuid())
+        return _read_real_uid(process) in (0, os.getuid())
     except OSError:  # it has just ended
         return False
 
 
-def _owner(process: Path) -> int:
+def _read_real_uid(process: Path) -> int:
     """Return the real uid of a process. Raises OSError."""
     found = _REAL.search((process / "status").read_bytes())
     return int(found[1]) if found else -1
 
 
-def of_root(proc: Path = PROC) -> Iterator[tuple[Path, bytes]]:
+def list_root_processes(proc: Path = PROC) -> Iterator[tuple[Path, bytes]]:
     """Root's processes, each with its title: any user's may call itself what it likes.
 
     By the real id: to a program with a set-id bit, such as su(1), its user gives any title. It is
@@ -95,7 +95,7 @@ def of_root(proc: Path = PROC) -> Iterator[tuple[Path, bytes]]:
     """
     for process in proc.glob("[0-9]*"):
         try:
-            if _owner(process) == 0:
+            if _read_real_uid(process) == 0:
                 yield process, (process / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
             continue

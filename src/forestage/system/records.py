@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from forestage.system import files, libc
-from forestage.system.files import naming, opened
+from forestage.system.files import add_path_to_errors, open_descriptor
 
 T = TypeVar("T")
 
@@ -31,14 +31,14 @@ class DamagedRecord(Exception):
     """Something lies there that was never written so; the text says what."""
 
 
-def read(path: Path) -> bytes:
+def read_raw(path: Path) -> bytes:
     """All bytes of a file of ours.
 
     Raises DamagedRecord; OSError where it is not there or not to be had.
     No link is followed: none of our files is one.
     """
     try:
-        return files.read(path)
+        return files.read_file(path)
     except OSError as error:
         if error.errno in _SPOILT:
             raise DamagedRecord(f"{path}: {error.strerror}") from None
@@ -46,8 +46,8 @@ def read(path: Path) -> bytes:
 
 
 def load(path: Path, of: type[T]) -> T:
-    """The JSON record in a file of ours. Raises as `read` does."""
-    data = read(path)
+    """The JSON record in a file of ours. Raises as `read_raw` does."""
+    data = read_raw(path)
     try:
         return msgspec.json.decode(data, type=of)
     # The last one: brackets in brackets, a thousand deep.
@@ -73,7 +73,7 @@ def write(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | N
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with contextlib.ExitStack() as undo:
         undo.callback(new.unlink, missing_ok=True)
-        with naming(path), os.fdopen(fd, "wb") as file:
+        with add_path_to_errors(path), os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
             if owner is not None:
@@ -85,21 +85,21 @@ def write(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | N
     sync_directory(path.parent)
 
 
-def rename_new(old: Path, new: Path) -> None:
+def rename_no_replace(old: Path, new: Path) -> None:
     """Renames, and replaces nothing: of all that try, one succeeds.
 
     Raises FileExistsError; OSError with EINVAL where the file system cannot do that.
     """
     names = (_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new))
-    libc.call("renameat2", *names, _RENAME_NOREPLACE, about=os.fspath(new))
+    libc.call_libc("renameat2", *names, _RENAME_NOREPLACE, about=os.fspath(new))
 
 
 def sync_directory(path: Path) -> None:
     """Makes renames and new names inside `path` durable."""
-    sync(path, os.O_DIRECTORY)
+    sync_file(path, os.O_DIRECTORY)
 
 
-def sync(path: Path, flags: int = 0) -> None:
+def sync_file(path: Path, flags: int = 0) -> None:
     """Makes a file's bytes durable. Raises OSError."""
-    with opened(path, os.O_RDONLY | os.O_NONBLOCK | flags) as fd:
+    with open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK | flags) as fd:
         os.fsync(fd)

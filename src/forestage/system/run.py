@@ -46,12 +46,12 @@ class ProcessResult(msgspec.Struct, frozen=True):
         return f"{self.argv[0]}: {end} {last[0]}".strip()
 
 
-def which(program: str) -> str:
+def find_program(program: str) -> str:
     """Where a program is; "" if it is not installed."""
     return shutil.which(program, path=PATH) or ""
 
 
-def start_as(
+def start_as_user(
     user: User,
     argv: Sequence[str],
     pass_fds: Sequence[int],
@@ -65,8 +65,8 @@ def start_as(
     program has started ends with it, and it ends with us. Raises Failed where it cannot be started
     so, OSError.
     """
-    return _popen_apart(
-        [*_as(user), NO_PRIVS, "--", *argv],
+    return _popen_in_pid_namespace(
+        [*_setpriv_arguments(user), NO_PRIVS, "--", *argv],
         enter,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -76,11 +76,11 @@ def start_as(
     )
 
 
-def _popen_apart(
+def _popen_in_pid_namespace(
     argv: Sequence[str], enter: Callable[[], None], **how: Any
 ) -> "subprocess.Popen[bytes]":
     try:
-        with apart.namespace(enter) as be_init:
+        with apart.unshare_pid_namespace(enter) as be_init:
             return _popen(argv, preexec_fn=be_init, **how)
     except subprocess.SubprocessError:  # raised by who was about to be the program
         raise Failed("helper", "no process can go to the cgroups of the step's tasks") from None
@@ -110,7 +110,7 @@ class RunningProcess:
 
     def kill(self) -> None:
         """Kills it and what it has started in its session."""
-        end_session(self.pid)
+        kill_session(self.pid)
 
     def wait(self, timeout: float) -> bool:
         """Whether it ended within so many seconds."""
@@ -145,21 +145,21 @@ class PipedProcess(RunningProcess):
             super().kill()
 
 
-def nowhere() -> None:
+def stay_in_cgroups() -> None:
     """It stays in the cgroups of who starts it."""
 
 
-def start_piped(
+def start_piped_program(
     user: User | None,
     argv: Sequence[str],
     pass_fds: Sequence[int],
-    enter: Callable[[], None] = nowhere,
+    enter: Callable[[], None] = stay_in_cgroups,
 ) -> PipedProcess:
     """Starts a program of ours that speaks with us, in a session of its own.
 
-    For a user all three ids are theirs, it has no privilege, and it is apart, as with `start_as`.
-    Without one it runs as who we are, and ends when its stdin does. Raises Failed where it cannot
-    be started, OSError.
+    For a user all three ids are theirs, it has no privilege, and it is apart, as with
+    `start_as_user`. Without one it runs as who we are, and ends when its stdin does. Raises Failed
+    where it cannot be started, OSError.
     """
     how = {
         "stdin": subprocess.PIPE,
@@ -171,21 +171,24 @@ def start_piped(
     if user is None:
         return PipedProcess(_popen(argv, start_new_session=True, **how))
     # Not NO_PRIVS: enroot's import needs the file capabilities of two programs of its own.
-    return PipedProcess(_popen_apart([*_as(user), "--", *argv], enter, **how), is_apart=True)
+    return PipedProcess(
+        _popen_in_pid_namespace([*_setpriv_arguments(user), "--", *argv], enter, **how),
+        is_apart=True,
+    )
 
 
 def start_command(
     argv: Sequence[str],
     variables: Mapping[str, str],
     pass_fds: Sequence[int],
-    enter: Callable[[], None] = nowhere,
+    enter: Callable[[], None] = stay_in_cgroups,
 ) -> RunningProcess:
     """Start a command of ours in a session of its own, with our stdout and stderr.
 
     It may outlive this process. `variables` are its whole environment. Before it is the command it
     calls `enter`. Raises Failed if it is missing, OSError.
     """
-    _must_be_installed(argv[0])
+    _check_installed(argv[0])
     process = _popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -197,15 +200,15 @@ def start_command(
     return RunningProcess(process)
 
 
-def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> PipedProcess:
+def start_in_current_session(argv: Sequence[str], variables: Mapping[str, str]) -> PipedProcess:
     """Starts a program in our own session, as the user whom this process is; `out` is its stderr.
 
     For a process that is a user's in all three ids: bash with real uid 0 makes itself root again.
-    The program dies with us; what it started, `end_session` ends. Raises Failed where it is
+    The program dies with us; what it started, `kill_session` ends. Raises Failed where it is
     missing.
     """
-    _must_be_one_user(argv[0])
-    _must_be_installed(argv[0])
+    _check_single_user(argv[0])
+    _check_installed(argv[0])
     process = _popen(
         [*DIES_WITH_US, *argv],
         stdin=subprocess.DEVNULL,
@@ -216,7 +219,7 @@ def start_here(argv: Sequence[str], variables: Mapping[str, str]) -> PipedProces
     return PipedProcess(process)
 
 
-def end_session(
+def kill_session(
     session: int, spare: int = 0, grace: float = 0.0, is_signalled: bool = False
 ) -> None:
     """Kills all processes of a session that we may signal, but `spare`.
@@ -226,50 +229,50 @@ def end_session(
     """
     if grace:
         if not is_signalled:
-            _signal(_members(session, spare), signal.SIGTERM)
+            _send_signal(_list_members_except(session, spare), signal.SIGTERM)
         end = time.monotonic() + grace
-        while _members(session, spare) and time.monotonic() < end:
+        while _list_members_except(session, spare) and time.monotonic() < end:
             time.sleep(0.02)
     for _ in range(ROUNDS):
-        found = _members(session, spare)
+        found = _list_members_except(session, spare)
         if not found:
             return
-        _signal(found, signal.SIGKILL)
+        _send_signal(found, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _members(session: int, spare: int) -> list[int]:
-    return [pid for pid in in_session(session) if pid != spare]
+def _list_members_except(session: int, spare: int) -> list[int]:
+    return [pid for pid in list_session_processes(session) if pid != spare]
 
 
-def _signal(pids: Sequence[int], number: int) -> None:
+def _send_signal(pids: Sequence[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
-def in_session(session: int) -> list[int]:
+def list_session_processes(session: int) -> list[int]:
     """The processes of a session, but those that only wait to be reaped."""
-    return [pid for pid in processes.numbers() if _session(pid) == session]
+    return [pid for pid in processes.list_pids() if _find_session(pid) == session]
 
 
-def _session(pid: int) -> int:
+def _find_session(pid: int) -> int:
     """The session of a process; -1 for one that is gone or only waits to be reaped."""
     try:
-        found = processes.stat(Path(f"/proc/{pid}"))
+        found = processes.read_stat(Path(f"/proc/{pid}"))
     except (FileNotFoundError, ProcessLookupError):
         return -1
     return -1 if found.is_over else found.session
 
 
-def _as(user: User, real: int | None = None) -> tuple[str, ...]:
+def _setpriv_arguments(user: User, real: int | None = None) -> tuple[str, ...]:
     own = user.uid if real is None else real
     ids = (f"--ruid={own}", f"--euid={user.uid}", f"--regid={user.gid}")
-    groups = f"--groups={','.join(map(str, as_user.groups(user)))}"
+    groups = f"--groups={','.join(map(str, as_user.list_group_ids(user)))}"
     return ("setpriv", *ids, groups, "--inh-caps=-all")
 
 
-def run(
+def run_program(
     argv: Sequence[str],
     pass_fds: Sequence[int] = (),
     stop: threading.Event | None = None,
@@ -283,7 +286,7 @@ def run(
     environment. `most` are the bytes that it may write, where `timeout` is the only other limit.
     Raises Failed where the program is missing, or has written more.
     """
-    _must_be_installed(argv[0])
+    _check_installed(argv[0])
     process = _popen(
         [*DIES_WITH_US, *argv],
         stdin=subprocess.DEVNULL,
@@ -297,26 +300,26 @@ def run(
     end = None if timeout is None else time.monotonic() + timeout
     try:
         if most is None:
-            out, err = _finish(process, stop, end)
+            out, err = _communicate_or_kill(process, stop, end)
         else:
             assert end is not None
             with process:
-                out, err, cut = _written(process, end, most)
-                if cut or _outlasts(process, end):
-                    _kill_group(process)
+                out, err, cut = _read_output(process, end, most)
+                if cut or _is_running_after(process, end):
+                    _kill_process_group(process)
             if cut == "size":
                 raise Failed("program", f"{argv[0]} has written more than {most} bytes")
     finally:
         # After an interrupt: it must not make the file that its caller is about to remove.
         if process.returncode is None:
-            _kill_group(process)
-            _outlasts(process, time.monotonic() + KILLED)
+            _kill_process_group(process)
+            _is_running_after(process, time.monotonic() + KILLED)
     return ProcessResult(
         tuple(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
     )
 
 
-def _finish(
+def _communicate_or_kill(
     process: "subprocess.Popen[bytes]", stop: threading.Event | None, end: float | None
 ) -> tuple[bytes, bytes]:
     while True:
@@ -346,11 +349,11 @@ def start_filter(user: User, argv: Sequence[str], source: int) -> FilterProcess:
     it starts ends with it, and with this process (apart.py). For a process without threads, as
     root. Raises Declined where it is missing, Failed where it cannot be started so, OSError.
     """
-    if not which(argv[0]):
+    if not find_program(argv[0]):
         raise Declined("program", f"{argv[0]} is not installed on this node")
-    process = _popen_apart(
-        [*_as(user, NOBODY), NO_PRIVS, "--", *argv],
-        nowhere,
+    process = _popen_in_pid_namespace(
+        [*_setpriv_arguments(user, NOBODY), NO_PRIVS, "--", *argv],
+        stay_in_cgroups,
         stdin=source,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -359,12 +362,12 @@ def start_filter(user: User, argv: Sequence[str], source: int) -> FilterProcess:
     return FilterProcess(process)
 
 
-def _must_be_installed(program: str) -> None:
-    if not which(program):
+def _check_installed(program: str) -> None:
+    if not find_program(program):
         raise Failed("program", f"{program} is not installed", "install it on every node")
 
 
-def _must_be_one_user(program: str) -> None:
+def _check_single_user(program: str) -> None:
     if len({*os.getresuid()}) > 1 or len({*os.getresgid()}) > 1:
         raise Failed("helper", f"{program} is for a user, and this process is more than one")
 
@@ -378,7 +381,7 @@ class ProcessOutput(msgspec.Struct, frozen=True):
     cut: Literal["", "time", "size"] = ""
 
 
-def run_here(
+def run_as_current_user(
     argv: Sequence[str], variables: Mapping[str, str], timeout: float, most: int, given: bytes = b""
 ) -> ProcessOutput:
     """Runs a program as the user whom this process is, with their environment, but our PATH.
@@ -389,8 +392,8 @@ def run_here(
     missing, and where this process is more than one user: bash with real uid 0 makes itself root
     again.
     """
-    _must_be_one_user(argv[0])
-    _must_be_installed(argv[0])
+    _check_single_user(argv[0])
+    _check_installed(argv[0])
     source = os.memfd_create("given")  # no pipe: nobody has to write while the other end reads
     try:
         os.write(source, given)
@@ -407,20 +410,20 @@ def run_here(
         os.close(source)
     with process:
         end = time.monotonic() + timeout
-        out, err, cut = _written(process, end, most)
-        if not cut and _outlasts(process, end):
+        out, err, cut = _read_output(process, end, most)
+        if not cut and _is_running_after(process, end):
             cut = "time"
         if cut:
-            _kill_group(process)
+            _kill_process_group(process)
     return ProcessOutput(process.returncode, out, err, cut)
 
 
-def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+def _kill_process_group(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _outlasts(process: "subprocess.Popen[bytes]", end: float) -> bool:
+def _is_running_after(process: "subprocess.Popen[bytes]", end: float) -> bool:
     """Whether a program that has closed its pipes goes on until its time is over."""
     try:
         process.wait(timeout=max(0.0, end - time.monotonic()))
@@ -429,7 +432,7 @@ def _outlasts(process: "subprocess.Popen[bytes]", end: float) -> bool:
     return False
 
 
-def _written(
+def _read_output(
     process: "subprocess.Popen[bytes]", end: float, most: int
 ) -> tuple[bytes, bytes, Literal["", "time", "size"]]:
     """What it writes until both pipes end, in time and within `most` bytes altogether."""

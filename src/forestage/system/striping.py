@@ -12,7 +12,7 @@ class StripeLayout(msgspec.Struct, frozen=True):
     size: str = "1M"
 
 
-def setstripe(layout: StripeLayout, path: Path) -> list[str]:
+def format_setstripe_command(layout: StripeLayout, path: Path) -> list[str]:
     """Return the command: one component up to the end of the file (lfs-setstripe(1): -E). Pure."""
     words = ["lfs", "setstripe", "-E", "-1", "-c", str(layout.stripes), "-S", layout.size]
     return [*words, str(path)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.system import as_user, mounts
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from forestage.system.mounts import MountInfo
 from forestage.units import is_number
 
@@ -43,13 +43,13 @@ class RootedTree(msgspec.Struct, frozen=True):
         """
         wanted = list(dict.fromkeys(paths))
         works = [functools.partial(self.real, path) for path in wanted]
-        found = as_user.each(works, str, HANGS, HANGS, AT_ONCE)
+        found = as_user.run_each_in_child(works, str, HANGS, HANGS, AT_ONCE)
         return {path: real or path for path, real in zip(wanted, found, strict=True)}
 
     def data(self, path: str, most: int = LONGEST) -> bytes | None:
         """What a regular file begins with; None where it cannot be read."""
         try:
-            with opened(self.at(path), os.O_RDONLY | os.O_NONBLOCK) as fd:
+            with open_descriptor(self.at(path), os.O_RDONLY | os.O_NONBLOCK) as fd:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     return None
                 with open(fd, "rb", closefd=False) as file:
@@ -109,11 +109,11 @@ class RootedTree(msgspec.Struct, frozen=True):
 
     def mounts(self) -> list[MountInfo]:
         """Those of the node; none where its /proc cannot be read."""
-        return mounts.listed(os.fsdecode(self.data("/proc/self/mountinfo") or b""))
+        return mounts.parse_mountinfo(os.fsdecode(self.data("/proc/self/mountinfo") or b""))
 
     def under(self, path: str) -> MountInfo | None:
         """The mount that a resolved path lies on; None where none is known."""
-        return mounts.holder(self.mounts(), path)
+        return mounts.find_mount_of_path(self.mounts(), path)
 
 
 class RecordingTree(RootedTree, frozen=True):

@@ -17,4 +17,4 @@ def test_redirect_that_is_gone_already_is_taken_off(cache: Cache, tmp_path: Path
     gone = [
         ClaimedBind(RedirectBind(MountInfo(-1, 0, "0:0", "/", path), ""), cache) for path in paths
     ]
-    unmount.unmount(gone, lambda bind: me)
+    unmount.unmount_binds(gone, lambda bind: me)

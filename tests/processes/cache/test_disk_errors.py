@@ -54,7 +54,7 @@ class At(Clock):
     ],
 )
 def test_line_of_the_kernel_tells_of_lost_data_of_these_disks(line: str, is_loss: bool) -> None:
-    assert bool(disk_errors.errors([line], NVME)) is is_loss
+    assert bool(disk_errors.list_read_errors([line], NVME)) is is_loss
 
 
 @pytest.fixture
@@ -78,11 +78,11 @@ def test_devices_are_all_disks_below(
     (sys / "dev/block/8:1").symlink_to(sys / "block/dm-3")
     monkeypatch.setattr("os.major", lambda device: 8)
     monkeypatch.setattr("os.minor", lambda device: 1)
-    assert disk_errors.devices(tmp_path, sys) == {"dm-3", "dm-1", "nvme0n1", "nvme1n1"}
+    assert disk_errors.list_devices(tmp_path, sys) == {"dm-3", "dm-1", "nvme0n1", "nvme1n1"}
 
 
 def test_cache_on_no_disk_has_no_devices() -> None:
-    assert disk_errors.devices(Path("/proc")) == frozenset()
+    assert disk_errors.list_devices(Path("/proc")) == frozenset()
 
 
 class Log:
@@ -99,32 +99,32 @@ class Log:
         self.lines.append((len(self.lines) + 100, text))
 
     def look(self, now: float = 1000.0) -> disk_errors.DiskErrorState:
-        disk_errors.look(self.places, self.cache, At(now))
-        return disk_errors.known(self.places)
+        disk_errors.scan_kernel_log(self.places, self.cache, At(now))
+        return disk_errors.read_state(self.places)
 
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
     log = Log(NodePaths(tmp_path), Cache(tmp_path))
-    monkeypatch.setattr(disk_errors, "_records", log)
-    monkeypatch.setattr(disk_errors, "devices", lambda root: NVME)
+    monkeypatch.setattr(disk_errors, "_read_kernel_log", log)
+    monkeypatch.setattr(disk_errors, "list_devices", lambda root: NVME)
     return log
 
 
 def test_error_begins_doubt_once_and_the_first_look_begins_none(log: Log) -> None:
     log.tells(MEDIUM)  # what was before is of earlier entries
     assert log.look().since == 0
-    disk_errors.must_not_be(log.places)
+    disk_errors.check_no_doubt(log.places)
     log.tells("something else")
     assert log.look().since == 0
     log.tells(MEDIUM)
     assert log.look(2000.0).since == 2000.0
     with pytest.raises(Declined, match="nvme0n1, sector 7814") as declined:
-        disk_errors.must_not_be(log.places)
+        disk_errors.check_no_doubt(log.places)
     assert declined.value.reason == "disk-errors"
     assert log.look(3000.0).since == 2000.0
-    assert disk_errors.end(log.places, 2000.0)
-    disk_errors.must_not_be(log.places)
+    assert disk_errors.end_doubt(log.places, 2000.0)
+    disk_errors.check_no_doubt(log.places)
     assert log.look(4000.0).since == 0
 
 
@@ -133,15 +133,15 @@ def test_doubt_that_began_anew_is_not_ended(log: Log) -> None:
     for now in (2000.0, 3000.0):
         log.tells(MEDIUM)
         log.look(now)
-    assert not disk_errors.end(log.places, 2000.0)
-    assert disk_errors.known(log.places).since == 3000.0
+    assert not disk_errors.end_doubt(log.places, 2000.0)
+    assert disk_errors.read_state(log.places).since == 3000.0
 
 
 def test_log_that_cannot_be_read_is_no_matter(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(deadline: Deadline) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(disk_errors, "_records", refused)
+    monkeypatch.setattr(disk_errors, "_read_kernel_log", refused)
     assert log.look() == disk_errors.DiskErrorState()
 
 
@@ -149,13 +149,13 @@ def test_log_that_cannot_be_read_is_no_matter(log: Log, monkeypatch: pytest.Monk
 def test_damaged_record_is_no_doubt_and_is_replaced(log: Log, damage: str) -> None:
     log.places.run.mkdir(parents=True)
     log.places.disk_errors.write_text(damage)
-    disk_errors.must_not_be(log.places)
+    disk_errors.check_no_doubt(log.places)
     log.tells("begin")
     assert log.look().seen == 101
 
 
 def test_kernels_own_log_is_read_to_its_end() -> None:
-    numbers = [number for number, _ in disk_errors._records(Deadline.after(60, Clock()))]
+    numbers = [number for number, _ in disk_errors._read_kernel_log(Deadline.after(60, Clock()))]
     assert numbers == sorted(set(numbers))
     assert numbers
 
@@ -166,7 +166,7 @@ class KernelLog:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, records: Iterator[bytes]) -> None:
         self.records, self.reads = records, 0
         monkeypatch.setattr(disk_errors, "KERNEL_LOG", Path("/dev/null"))
-        monkeypatch.setattr(disk_errors, "devices", lambda root: NVME)
+        monkeypatch.setattr(disk_errors, "list_devices", lambda root: NVME)
         monkeypatch.setattr(os, "read", self.read)
 
     def read(self, fd: int, length: int) -> bytes:
@@ -183,8 +183,8 @@ def test_record_that_a_program_wrote_is_none_of_the_kernels(
     for count in (1, 2, 3):
         with monkeypatch.context() as patched:
             KernelLog(patched, (head.encode() for head in heads[:count]))
-            disk_errors.look(places, cache, At(2000.0))
-        since.append(disk_errors.known(places).since)
+            disk_errors.scan_kernel_log(places, cache, At(2000.0))
+        since.append(disk_errors.read_state(places).since)
     assert since == [0, 0, 2000.0]
 
 
@@ -211,12 +211,12 @@ def test_log_that_is_filled_without_end_is_read_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flood: Callable[[int], bytes]
 ) -> None:
     places, cache = NodePaths(tmp_path), Cache(tmp_path)
-    disk_errors._change(places, lambda disk: disk_errors.DiskErrorState(seen=0))
+    disk_errors._change_state(places, lambda disk: disk_errors.DiskErrorState(seen=0))
     with monkeypatch.context() as patched:
         log = KernelLog(patched, map(flood, itertools.count()))
-        disk_errors.look(places, cache, Ticking())
+        disk_errors.scan_kernel_log(places, cache, Ticking())
     assert log.reads < 101
-    known = disk_errors.known(places)
+    known = disk_errors.read_state(places)
     assert (known.since, known.seen) == (0, log.reads)  # no error, and the next look goes on
 
 
@@ -230,8 +230,8 @@ def test_log_whose_records_are_overwritten_without_end_is_read_for_a_while(
     with monkeypatch.context() as patched:
         KernelLog(patched, iter(()))
         patched.setattr(os, "read", overwritten)
-        disk_errors.look(places, cache, Ticking())  # returns
-    assert disk_errors.known(places) == disk_errors.DiskErrorState()
+        disk_errors.scan_kernel_log(places, cache, Ticking())  # returns
+    assert disk_errors.read_state(places) == disk_errors.DiskErrorState()
 
 
 @pytest.mark.parametrize(
@@ -242,12 +242,12 @@ def test_log_that_is_longer_than_a_look_counts_no_record_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, seen: int
 ) -> None:
     places, cache = NodePaths(tmp_path), Cache(tmp_path)
-    disk_errors._change(places, lambda disk: disk_errors.DiskErrorState(seen=5))
+    disk_errors._change_state(places, lambda disk: disk_errors.DiskErrorState(seen=5))
     monkeypatch.setattr(disk_errors, "MOST_RECORDS", 3)
     with monkeypatch.context() as patched:
         KernelLog(patched, (f"3,{number},5,-;{MEDIUM}".encode() for number in range(count)))
-        disk_errors.look(places, cache, At(2000.0))
-    assert disk_errors.known(places) == disk_errors.DiskErrorState(seen=seen)
+        disk_errors.scan_kernel_log(places, cache, At(2000.0))
+    assert disk_errors.read_state(places) == disk_errors.DiskErrorState(seen=seen)
 
 
 def test_doubt_ends_what_running_jobs_are_shown_without_a_helper(tmp_path: Path) -> None:
@@ -255,5 +255,5 @@ def test_doubt_ends_what_running_jobs_are_shown_without_a_helper(tmp_path: Path)
     places.leases.mkdir(parents=True)
     for name in ("7.shown", "7.json"):
         (places.leases / name).touch()
-    disk_errors.begin(places, At(5.0), "test")
+    disk_errors.start_doubt(places, At(5.0), "test")
     assert [one.name for one in places.leases.iterdir()] == ["7.json"]

@@ -36,7 +36,7 @@ ROOM_FOR_ALL = Config(
 def filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others hold the cache's disk: by statvfs(2) alone it is above every watermark."""
     full = evict.CacheSpace(0, 1 << 60, max_size=1, min_free=1, low=1, share=1)
-    monkeypatch.setattr(evict, "at_least", lambda _cache, _config: full)
+    monkeypatch.setattr(evict, "estimate_least_space", lambda _cache, _config: full)
 
 
 def total(cache: Cache) -> int:
@@ -75,7 +75,7 @@ def limited(low: int) -> Config:
 @pytest.mark.parametrize(
     "hook",
     [
-        lambda cache, leases: evict.tidy(cache, leases, ROOM_FOR_ALL),
+        lambda cache, leases: evict.evict_to_watermark(cache, leases, ROOM_FOR_ALL),
         lambda cache, leases: evict.make_room(cache, leases, ROOM_FOR_ALL, "/lustre/b", MIB),
         lambda cache, leases: evict.make_room(
             cache, leases, ROOM_FOR_ALL, "/lustre/b", MIB, data=True
@@ -90,7 +90,7 @@ def test_hook_on_a_disk_that_others_fill_does_the_same_for_10_and_1000_entries(
     for some in (10, 1000):
         for number in range(some):
             (cache.entries / f"{number:04}").mkdir(exist_ok=True)
-        evict.count_entries(cache)
+        evict.recount_entries(cache)
         counts.append(calls_of(lambda: hook(cache, leases)))
     assert counts[0] == counts[1]
     assert len(list(cache.entries.iterdir())) == 1000
@@ -101,7 +101,7 @@ def test_sum_is_what_entries_take_while_they_come_and_go(
 ) -> None:
     assert known(cache) is None
     first = publish(make_image(inode=1))
-    evict.count_entries(cache)
+    evict.recount_entries(cache)
     assert known(cache) == total(cache) > 0
     second = publish(make_image(inode=2, size=MIB))
     assert known(cache) == total(cache)
@@ -119,7 +119,7 @@ def test_data_is_evicted_by_the_copy_that_would_be_above_its_share(
 ) -> None:
     share = msgspec.structs.replace(ROOM_FOR_ALL.data, share=SizeOrShare(size=3 * MIB))
     config = msgspec.structs.replace(ROOM_FOR_ALL, data=share)
-    evict.count_entries(cache)
+    evict.recount_entries(cache)
     sizes = {"/lustre/a": MIB, "/lustre/b": MIB, "/lustre/c": MIB // 2}
     keys = [publish_data(cache, make_image(path=path, size=size)) for path, size in sizes.items()]
     taken = [one.bytes for one in cache.stored_entries()]
@@ -139,7 +139,7 @@ def test_sum_that_is_too_high_evicts_nothing_and_is_corrected(
 ) -> None:
     publish(make_image())
     for hook in (
-        lambda config: evict.tidy(cache, leases, config),
+        lambda config: evict.evict_to_watermark(cache, leases, config),
         lambda config: evict.make_room(cache, leases, config, "/lustre/b", 0),
     ):
         set_sum(cache, 1 << 45)
@@ -154,14 +154,16 @@ def test_sum_that_is_too_low_lets_no_disk_fill_and_is_corrected_by_a_count(
     key = publish(make_image()).key
     set_sum(cache, 0)
     above = limited(total(cache) - 1)
-    assert evict.tidy(cache, leases, above) == ()
+    assert evict.evict_to_watermark(cache, leases, above) == ()
     disk = os.statvfs(cache.root)
     every_byte = SizeOrShare(size=disk.f_blocks * disk.f_frsize)
-    assert evict.tidy(cache, leases, msgspec.structs.replace(above, min_free=every_byte)) == (key,)
+    assert evict.evict_to_watermark(
+        cache, leases, msgspec.structs.replace(above, min_free=every_byte)
+    ) == (key,)
     key = publish(make_image()).key
     set_sum(cache, 0)
-    evict.count_entries(cache)  # as the sweep does
-    assert evict.tidy(cache, leases, above) == (key,)
+    evict.recount_entries(cache)  # as the sweep does
+    assert evict.evict_to_watermark(cache, leases, above) == (key,)
 
 
 @pytest.mark.usefixtures("filled")
@@ -182,10 +184,10 @@ def test_sum_that_says_nothing_has_the_entries_read_and_counted(
 ) -> None:
     key = publish(make_image()).key
     cache.entry_sum.write_bytes(left)
-    assert evict.tidy(cache, leases, limited(total(cache) + MIB)) == ()
+    assert evict.evict_to_watermark(cache, leases, limited(total(cache) + MIB)) == ()
     assert known(cache) == total(cache)
     cache.entry_sum.write_bytes(left)
-    assert evict.tidy(cache, leases, limited(1)) == (key,)
+    assert evict.evict_to_watermark(cache, leases, limited(1)) == (key,)
 
 
 def test_sum_that_cannot_be_kept_hinders_nothing(
@@ -193,9 +195,9 @@ def test_sum_that_cannot_be_kept_hinders_nothing(
 ) -> None:
     cache.entry_sum.mkdir()
     key = publish(make_image()).key
-    assert evict.tidy(cache, leases, limited(1)) == (key,)
+    assert evict.evict_to_watermark(cache, leases, limited(1)) == (key,)
     cache.entry_sum.rmdir()
-    evict.count_entries(cache)
+    evict.recount_entries(cache)
     with lock.held(cache.entry_sum, 0):
         assert publish(make_image()).key == key
     assert known(cache) == 0
@@ -211,7 +213,7 @@ def test_entry_that_is_published_while_entries_are_counted_is_never_left_out(
 ) -> None:
     publish(make_image(inode=1))
     if counted_before:
-        evict.count_entries(cache)
+        evict.recount_entries(cache)
     listed = Cache.stored_entries
     inodes = iter(range(2, 10))
 
@@ -222,7 +224,7 @@ def test_entry_that_is_published_while_entries_are_counted_is_never_left_out(
         return found
 
     monkeypatch.setattr(Cache, "stored_entries", publishing)
-    evict.count_entries(cache)
+    evict.recount_entries(cache)
     monkeypatch.undo()
     assert (known(cache) or 0) >= total(cache)
 
@@ -239,12 +241,12 @@ def test_count_that_another_one_overtook_changes_nothing(cache: Cache) -> None:
 @pytest.mark.parametrize(
     "hook",
     [
-        lambda cache, leases: evict.tidy(cache, leases, limited(1)),
+        lambda cache, leases: evict.evict_to_watermark(cache, leases, limited(1)),
         lambda cache, leases: evict.make_room(
             cache, leases, limited(1 << 14), "/lustre/b", 1 << 14
         ),
-        lambda cache, leases: evict.leave_room(cache, leases, limited(1), 1, 0, 60.0),
-        lambda cache, _leases: evict.count_entries(cache),
+        lambda cache, leases: evict.evict_for_job(cache, leases, limited(1), 1, 0, 60.0),
+        lambda cache, _leases: evict.recount_entries(cache),
     ],
     ids=["epilog", "stager", "job-dir", "sweep"],
 )
@@ -288,5 +290,5 @@ def test_entry_that_was_pinned_or_came_while_entries_were_read_counts_as_it_is_n
         return found
 
     monkeypatch.setattr(Cache, "stored_entries", changing)
-    assert set(evict.tidy(cache, leases, limited(1))) == {keys[2], keys[3]}
+    assert set(evict.evict_to_watermark(cache, leases, limited(1))) == {keys[2], keys[3]}
     assert [one.name for one in cache.entries.iterdir()] == [keys[0]]

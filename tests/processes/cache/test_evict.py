@@ -42,8 +42,8 @@ def test_tidy_evicts_all_but_leased_and_pinned(
     keys = [publish(make_image(inode=n)).key for n in range(4)]
     lease(leases, 1, keys[0])
     (cache.entry_dir(keys[1]) / "pinned").touch()
-    assert evict.tidy(cache, leases, ALL_MAY_STAY) == ()
-    assert set(evict.tidy(cache, leases, ALL_MUST_GO)) == set(keys[2:])
+    assert evict.evict_to_watermark(cache, leases, ALL_MAY_STAY) == ()
+    assert set(evict.evict_to_watermark(cache, leases, ALL_MUST_GO)) == set(keys[2:])
     assert {path.name for path in cache.entries.iterdir()} == set(keys[:2])
     assert list(cache.evicted.iterdir()) == []
 
@@ -59,7 +59,7 @@ def test_plan_at_rest_is_what_tidying_evicts(
     keys = [publish(make_image(inode=n)).key for n in range(3)]
     lease(leases, 1, keys[0])
     half(cache, "older boot", "another")
-    used = evict.measure(cache, cache.stored_entries(), ALL_MAY_STAY).used
+    used = evict.measure_space(cache, cache.stored_entries(), ALL_MAY_STAY).used
     of_part = tree_bytes(cache.part_dir("older boot"))
     assert of_part > 0
     fits_without_part = msgspec.structs.replace(
@@ -67,16 +67,16 @@ def test_plan_at_rest_is_what_tidying_evicts(
     )
 
     def planned(config: Config) -> tuple[str, ...]:
-        return evict.plan_at_rest(cache, leases.keys, config).victims
+        return evict.plan_to_watermark(cache, leases.keys, config).victims
 
     assert planned(fits_without_part) == ()
     assert set(planned(ALL_MUST_GO)) == set(keys[1:])
     assert {path.name for path in cache.parts.iterdir()} == {"older boot"}
-    assert evict.tidy(cache, leases, fits_without_part) == ()
+    assert evict.evict_to_watermark(cache, leases, fits_without_part) == ()
     monkeypatch.setattr(evict, "FILES", 1 << 62)  # more than any disk takes
     full = planned(ALL_MAY_STAY)
     assert len(full) == 1
-    assert evict.tidy(cache, leases, ALL_MAY_STAY) == full
+    assert evict.evict_to_watermark(cache, leases, ALL_MAY_STAY) == full
 
 
 def test_part_that_nobody_can_go_on_with_counts_for_no_users_share_at_rest(
@@ -93,8 +93,8 @@ def test_part_that_nobody_can_go_on_with_counts_for_no_users_share_at_rest(
         low_watermark=SizeOrShare(size=sum(sizes) - 1),
         max_user_share=SizeOrShare(size=max(sizes)),
     )
-    assert evict.plan_at_rest(cache, leases.keys, config).victims == (keys[0],)
-    assert evict.tidy(cache, leases, config) == (keys[0],)
+    assert evict.plan_to_watermark(cache, leases.keys, config).victims == (keys[0],)
+    assert evict.evict_to_watermark(cache, leases, config) == (keys[0],)
 
 
 def test_evicting_by_key_spares_what_is_leased_or_pinned(
@@ -114,9 +114,9 @@ def test_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_
     half(cache, "older boot", "another")
     half(cache, "resumable", boot_id())
     with lock.held(cache.key_lock("alive"), 0):
-        evict.tidy(cache, leases, ALL_MAY_STAY)
+        evict.evict_to_watermark(cache, leases, ALL_MAY_STAY)
         assert {path.name for path in cache.parts.iterdir()} == {"alive", "resumable"}
-    evict.tidy(cache, leases, ALL_MAY_STAY)
+    evict.evict_to_watermark(cache, leases, ALL_MAY_STAY)
     assert {path.name for path in cache.parts.iterdir()} == {"resumable"}
 
 
@@ -127,7 +127,7 @@ def test_unfinished_part_goes_before_a_whole_entry(
     half(cache, "mine", boot_id())
     half(cache, "left", boot_id())
     (cache.part("left").directory / "big").write_bytes(bytes(1 << 20))
-    used = evict.measure(cache, cache.stored_entries(), ALL_MAY_STAY).used
+    used = evict.measure_space(cache, cache.stored_entries(), ALL_MAY_STAY).used
     tight = Config(max_size=SizeOrShare(size=used), min_free=SizeOrShare(size=0))
     with lock.held(cache.key_lock("mine"), 0):
         assert evict.make_room(cache, leases, tight, "/lustre/b", 0) == ()
@@ -152,7 +152,7 @@ def test_room_for_data_is_what_copies_under_way_have_left_of_the_share(
 ) -> None:
     half(cache, "image", boot_id())
     size = half_tree(cache, "tree")
-    assert evict.measure(cache, [], ALL_MAY_STAY).data_under_way == size
+    assert evict.measure_space(cache, [], ALL_MAY_STAY).data_under_way == size
     config = msgspec.structs.replace(
         ALL_MAY_STAY, data=DataSection(share=SizeOrShare(size=2 << 20))
     )

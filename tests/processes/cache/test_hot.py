@@ -39,27 +39,27 @@ def stored(cache: Cache, image: SourceImage, created: float) -> None:
 
 @pytest.mark.parametrize(("count", "kept"), [(0, False), (1, True), (10, True), (11, False)])
 def test_map_of_few_pieces_is_kept_and_others_are_not(cache: Cache, count: int, kept: bool) -> None:
-    hot.keep(cache, OLD, set(range(count)))
+    hot.save_hot_map(cache, OLD, set(range(count)))
     assert (cache.entry_dir(OLD.key) / "hot").exists() == kept
 
 
 def test_map_of_a_copy_under_way_is_kept_with_its_part(cache: Cache) -> None:
-    hot.keep(cache, NEW, {3, 17})
+    hot.save_hot_map(cache, NEW, {3, 17})
     assert cache.part(NEW.key).hot_chunks(2 * HOT_PIECE) == [1, 8]
 
 
 def test_map_of_an_image_that_has_gone_is_not_kept(cache: Cache) -> None:
     cache.drop_part(NEW.key)
-    hot.keep(cache, NEW, {3})
+    hot.save_hot_map(cache, NEW, {3})
     assert not cache.part_dir(NEW.key).exists()
 
 
 def test_superseding_image_begins_with_the_map_of_the_newest(cache: Cache) -> None:
     newer = msgspec.structs.replace(OLD.identity, inode=7)
     stored(cache, SourceImage(newer, OLD.access), 5.0)
-    hot.keep(cache, OLD, {1})
-    hot.keep(cache, SourceImage(newer, OLD.access), {2})
-    hot.inherit(cache, NEW)
+    hot.save_hot_map(cache, OLD, {1})
+    hot.save_hot_map(cache, SourceImage(newer, OLD.access), {2})
+    hot.inherit_hot_map(cache, NEW)
     assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [2]
 
 
@@ -67,20 +67,20 @@ def test_superseding_image_begins_with_the_map_of_the_newest(cache: Cache) -> No
 def test_image_of_another_path_or_size_takes_no_map_over(
     cache: Cache, change: dict[str, object]
 ) -> None:
-    hot.keep(cache, OLD, {1})
+    hot.save_hot_map(cache, OLD, {1})
     other = SourceImage(msgspec.structs.replace(NEW.identity, **change), NEW.access)
     cache.part(other.key).directory.mkdir(parents=True)
-    hot.inherit(cache, other)
+    hot.inherit_hot_map(cache, other)
     assert cache.part(other.key).hot_chunks(HOT_PIECE) == []
 
 
 def test_copy_finds_the_map_by_the_same_calls_among_10_and_1000_entries(cache: Cache) -> None:
-    hot.keep(cache, OLD, {3})
+    hot.save_hot_map(cache, OLD, {3})
     part, counts = cache.part(NEW.key), []
 
     def inherit() -> None:
         part.hot.unlink(missing_ok=True)
-        hot.inherit(cache, NEW)
+        hot.inherit_hot_map(cache, NEW)
 
     for some in (10, 1000):
         for number in range(some):
@@ -91,18 +91,18 @@ def test_copy_finds_the_map_by_the_same_calls_among_10_and_1000_entries(cache: C
 
 
 def test_map_that_a_copy_took_over_is_found_once_its_first_image_is_gone(cache: Cache) -> None:
-    hot.keep(cache, OLD, {3})
-    hot.inherit(cache, NEW)
+    hot.save_hot_map(cache, OLD, {3})
+    hot.inherit_hot_map(cache, NEW)
     cache.part_dir(NEW.key).rename(cache.entry_dir(NEW.key))
     entry = Entry(NEW.key, NEW.identity, NEW.access, 2.0, "chunks")
     (cache.entry_dir(NEW.key) / "entry.json").write_bytes(msgspec.json.encode(entry))
     with cache.image(NEW.key).open("wb") as file:
         file.truncate(SIZE)
-    hot.name_entry(cache, NEW)
+    hot.index_entry(cache, NEW)
     cache.evict(OLD.key)
     third = SourceImage(msgspec.structs.replace(NEW.identity, inode=3), NEW.access)
     cache.part(third.key).directory.mkdir(parents=True)
-    hot.inherit(cache, third)
+    hot.inherit_hot_map(cache, third)
     assert cache.part(third.key).hot_chunks(HOT_PIECE) == [3]
 
 
@@ -113,8 +113,8 @@ def test_more_images_of_a_path_than_are_named_leave_the_last_ones(cache: Cache) 
     for number, image in enumerate(images):
         if image.key != OLD.key:
             stored(cache, image, 2.0 + number)
-        hot.keep(cache, image, {number})
-    hot.inherit(cache, NEW)
+        hot.save_hot_map(cache, image, {number})
+    hot.inherit_hot_map(cache, NEW)
     assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [8]
     (index,) = cache.hot_names.iterdir()
     assert len(msgspec.json.decode(index.read_bytes())) == hot.NAMED
@@ -133,40 +133,40 @@ def test_more_images_of_a_path_than_are_named_leave_the_last_ones(cache: Cache) 
 def test_index_that_is_wrong_gives_no_map_and_the_sweep_corrects_it(
     cache: Cache, left: bytes
 ) -> None:
-    hot.keep(cache, OLD, {3})
+    hot.save_hot_map(cache, OLD, {3})
     (index,) = cache.hot_names.iterdir()
     index.write_bytes(left)
-    hot.inherit(cache, NEW)
+    hot.inherit_hot_map(cache, NEW)
     assert not cache.part(NEW.key).hot.exists()
     cache.drop_part(NEW.key)
-    hot.correct_names(cache)
+    hot.repair_index(cache)
     cache.part(NEW.key).directory.mkdir()
-    hot.inherit(cache, NEW)
+    hot.inherit_hot_map(cache, NEW)
     assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [3]
 
 
 def test_index_that_names_another_paths_image_gives_no_map(cache: Cache) -> None:
     other = SourceImage(msgspec.structs.replace(OLD.identity, path="/lustre/b"), OLD.access)
     stored(cache, other, 2.0)
-    hot.keep(cache, OLD, {3})
+    hot.save_hot_map(cache, OLD, {3})
     (index,) = cache.hot_names.iterdir()
-    hot.keep(cache, other, {4})
+    hot.save_hot_map(cache, other, {4})
     index.write_bytes(msgspec.json.encode([other.key]))
-    hot.inherit(cache, NEW)
+    hot.inherit_hot_map(cache, NEW)
     assert not cache.part(NEW.key).hot.exists()
 
 
 def test_sweep_drops_names_of_images_that_are_gone(cache: Cache) -> None:
-    hot.keep(cache, OLD, {3})
-    hot.correct_names(cache)
+    hot.save_hot_map(cache, OLD, {3})
+    hot.repair_index(cache)
     assert len(list(cache.hot_names.iterdir())) == 1
     cache.evict(OLD.key)
-    hot.correct_names(cache)
+    hot.repair_index(cache)
     assert list(cache.hot_names.iterdir()) == []
 
 
 def test_copy_that_goes_on_keeps_its_own_map(cache: Cache) -> None:
-    hot.keep(cache, OLD, {1})
-    hot.keep(cache, NEW, {2})
-    hot.inherit(cache, NEW)
+    hot.save_hot_map(cache, OLD, {1})
+    hot.save_hot_map(cache, NEW, {2})
+    hot.inherit_hot_map(cache, NEW)
     assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [2]

@@ -28,7 +28,7 @@ from forestage.check import site as sites
 from forestage.check.site import COMPANION_CONF
 from forestage.commands.main import main
 from forestage.commands.world import CommandContext
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.errors import Failed
 from forestage.events import BadEntryOutcome, EventRecord, RequestOutcome
 from forestage.features.peers import auth, node_list, proven, unanswered
@@ -44,7 +44,7 @@ from forestage.paths import NodePaths
 from forestage.slurm.slurm_conf import MAX_FILES
 from forestage.system import as_user
 from forestage.system.as_user import User
-from forestage.system.terminal import moment
+from forestage.system.terminal import format_local_time
 from forestage.system.tree import RootedTree
 from goodnode import COMPANION, OF_ROOT, REPO, TCP, GoodNode, words
 from node import until
@@ -1142,7 +1142,7 @@ def test_source_that_does_not_answer_is_found_and_not_asked_again(
 
     asked = lfs("echo 8")
     node.use("/lustre/a.sqsh", G)
-    monkeypatch.setattr(as_user, "call", call)
+    monkeypatch.setattr(as_user, "run_in_child", call)
     assert [one for one in node.ids() if one != "cache-small"] == found
     assert bool(asked.read_text()) == (not found)
 
@@ -1399,7 +1399,7 @@ def test_slurm_conf_that_includes_more_than_is_read_is_named(node: GoodNode) -> 
 def test_redirect_of_the_node_is_not_used_while_a_plugstack_that_was_loaded_cannot_be_read(
     node: GoodNode,
 ) -> None:
-    files, settings = RootedTree(node.root), load_settings(node.places.etc)
+    files, settings = RootedTree(node.root), load_config(node.places.etc)
     loop(OURS)(node)
     found = sites.find(files, "")
     assert plugins.decided(files, found, settings, is_marked=True).config.redirect == "none"
@@ -1411,7 +1411,7 @@ def test_companion_named_before_what_cannot_be_read_is_known_of(node: GoodNode) 
     loop(PYXIS)(node)
     assert node.ids() == ["plugstack-conf"]
     found = sites.find(RootedTree(node.root), "")
-    settings = load_settings(node.places.etc)
+    settings = load_config(node.places.etc)
     decided = plugins.decided(RootedTree(node.root), found, settings, is_marked=True)
     assert decided.config.redirect == "spank"
 
@@ -1579,7 +1579,7 @@ def test_entries_that_lost_a_file_within_a_week_are_counted(node: GoodNode) -> N
     VANISHED[0].plant(node)
     (one,) = node.check().findings
     assert one.what == (
-        f"files vanish from entries (2 since {moment(NOW - 3600)}): does something on this node"
+        f"files vanish from entries (2 since {format_local_time(NOW - 3600)}): does something on this node"
         " delete by owner?"
     )
 

@@ -480,7 +480,7 @@ WANTED = {
 @pytest.fixture
 def systemctl(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Systemctl:
     made = Systemctl(slurm)
-    monkeypatch.setattr("forestage.system.run.run", made)
+    monkeypatch.setattr("forestage.system.run.run_program", made)
     return made
 
 
@@ -661,7 +661,10 @@ def test_disk_is_the_one_below_the_cache(staging_node: Node, tmp_path: Path) -> 
     shutil.rmtree(staging_node.cache.root)
     assert enable.disk_of(staging_node) is None
     staging_node.cache.prepare(False)
-    found, under = enable.disk_of(staging_node), mounts.holder(mounts.current(), str(tmp_path))
+    found, under = (
+        enable.disk_of(staging_node),
+        mounts.find_mount_of_path(mounts.list_mounts(), str(tmp_path)),
+    )
     assert under is not None
     if under.point == "/":
         assert found is None

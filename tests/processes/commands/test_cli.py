@@ -208,7 +208,7 @@ def test_disk_that_is_not_mounted_ends_with_its_own_status(
     site: Site, monkeypatch: pytest.MonkeyPatch, args: list[str]
 ) -> None:
     site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
-    monkeypatch.setattr(mounts, "current", lambda: [mounts.MountInfo(1, 0, "8:1", "/", "/")])
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [mounts.MountInfo(1, 0, "8:1", "/", "/")])
     done = site.run(*args)
     assert (done.exit_code, done.stdout) == (ExitStatus.UNMOUNTED, "")
     assert "its disk is not mounted" in done.stderr
@@ -219,7 +219,7 @@ def test_status_of_an_unmounted_disk_shows_leases(
 ) -> None:
     site.lease(7, EntryUse("k" * 32, "/lustre/a.sqsh"))
     site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
-    monkeypatch.setattr(mounts, "current", lambda: [mounts.MountInfo(1, 0, "8:1", "/", "/")])
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [mounts.MountInfo(1, 0, "8:1", "/", "/")])
     done = site.run("status")
     assert done.exit_code == ExitStatus.CACHE
     assert "not in use: " in done.stdout
@@ -283,7 +283,7 @@ def test_status_takes_a_path_for_redirected_once_it_is(
     path = str(site.lustre / "b.sqsh")
     site.lease(7, EntryUse(site.publish(site.image("b.sqsh")), path))
     bind = redirect.RedirectBind(mounts.MountInfo(9, 1, "0:1", "", path), "k")
-    monkeypatch.setattr(redirect, "binds", lambda _: [bind] * bound)
+    monkeypatch.setattr(redirect, "list_binds", lambda _: [bind] * bound)
     found = site.json("status")
     assert isinstance(found, dict)
     (image,) = found["leases"][0]["images"]
@@ -410,7 +410,7 @@ def test_source_is_looked_at_under_our_own_bind(site: Site) -> None:
     if child == 0:
         failed = True
         try:
-            mounts.private_namespace()
+            mounts.enter_private_namespace()
             with path.open("ab") as below:
                 mounts.mount(str(site.node.cache.image(key)), str(path), mounts.MS_BIND)
                 assert site.json("status")["redirects"] == [str(path)]

@@ -31,7 +31,7 @@ from forestage.commands.copies import CopySnapshot, CopyUnderWay, copying, lines
 from forestage.commands.main import CommandContext, main
 from forestage.commands.world import ExitStatus
 from forestage.system import lock
-from forestage.system.terminal import Piece, write
+from forestage.system.terminal import OutputBlock, write_plain
 from node import Node, content, until
 
 MIB = 1 << 20
@@ -50,9 +50,9 @@ def one(copied: int = 40 * MIB, now: float = 24.0, **facts: object) -> CopyUnder
     return copying("k1", its, copied, now)
 
 
-def text(pieces: list[Piece]) -> str:
+def text(pieces: list[OutputBlock]) -> str:
     out = io.StringIO()
-    write(pieces, out)
+    write_plain(pieces, out)
     return out.getvalue()
 
 

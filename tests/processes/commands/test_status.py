@@ -20,8 +20,8 @@ from forestage.commands.inventory import LeasedImage, LeaseHolder
 from forestage.commands.status import DiskSpace, EntryCounts, NodeStatus, pieces
 from forestage.features.contexts import StatusFacts, StatusPart
 from forestage.system import lock
-from forestage.system.drawing import draw
-from forestage.system.terminal import TextLine, moment
+from forestage.system.drawing import draw_blocks
+from forestage.system.terminal import TextLine, format_local_time
 from made_up import around_all
 
 G = 1 << 30
@@ -69,7 +69,7 @@ FULL = NodeStatus(
 @pytest.mark.parametrize("width", [80, 120])
 def test_status_fits_width_and_cuts_no_path(width: int) -> None:
     out = io.StringIO()
-    draw(pieces(FULL, NOW), Console(file=out, width=width, markup=False, highlight=False))
+    draw_blocks(pieces(FULL, NOW), Console(file=out, width=width, markup=False, highlight=False))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     for word in (
@@ -179,8 +179,8 @@ def test_host_that_runs_no_jobs_says_whom_to_ask(site: Site) -> None:
 def test_disk_that_lost_data_is_shown_with_the_time_and_what_was_seen(site: Site) -> None:
     assert "disk errors" not in site.run("status").output
     assert site.json("status")["doubt"] is None
-    disk_errors.begin(site.places, site.world.clock, "I/O error, dev nvme0n1, sector 8")
-    line = f"no image is served, since {moment(NOW)}: I/O error, dev nvme0n1, sector 8"
+    disk_errors.start_doubt(site.places, site.world.clock, "I/O error, dev nvme0n1, sector 8")
+    line = f"no image is served, since {format_local_time(NOW)}: I/O error, dev nvme0n1, sector 8"
     assert line in site.run("status").output
     assert site.json("status")["doubt"] == {"since": NOW, "why": "I/O error, dev nvme0n1, sector 8"}
 

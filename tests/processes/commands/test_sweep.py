@@ -106,8 +106,8 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[RedirectBind]:
 
     for module in (redirects, unmount):
         monkeypatch.setattr(module, "binds", lambda cache, _table=None: list(table))
-    monkeypatch.setattr(unmount, "claim", claim)
-    monkeypatch.setattr(unmount, "unmount", take_off)
+    monkeypatch.setattr(unmount, "claim_binds", claim)
+    monkeypatch.setattr(unmount, "unmount_binds", take_off)
     return table
 
 
@@ -310,7 +310,7 @@ def test_stray_redirect_is_reached_as_entrys_owner(
             asked.append(whose(one.bind).uid)
             bound.remove(one.bind)
 
-    monkeypatch.setattr(unmount, "unmount", take_off)
+    monkeypatch.setattr(unmount, "unmount_binds", take_off)
     assert swept(site).redirects == (str(image),)
     assert asked == [4242]
 
@@ -324,7 +324,7 @@ def test_lease_goes_though_its_path_hangs(
 
     hold(site, 7, EntryUse("k", "/lustre/a"))
     bound.append(bind("/lustre/a"))
-    monkeypatch.setattr(unmount, "unmount", hangs)
+    monkeypatch.setattr(unmount, "unmount_binds", hangs)
     done = swept(site, slurm({7: None}))
     assert (jobs(site), "hangs" in done.problems[0]) == ((), True)
 
@@ -533,13 +533,13 @@ def test_each_entry_is_read_again_now_and_then_slowly_and_the_oldest_first(
 
 
 def doubted(site: Site) -> bool:
-    return bool(disk_errors.known(site.places).since)
+    return bool(disk_errors.read_state(site.places).since)
 
 
 def test_doubt_ends_once_every_entry_was_read(site: Site) -> None:
     keys = [site.publish(site.image(f"{name}.sqsh", b"squashfs" * CHUNK)) for name in "abc"]
     spoil(site, keys[0])
-    disk_errors.begin(site.places, site.world.clock, "a bad block")
+    disk_errors.start_doubt(site.places, site.world.clock, "a bad block")
     done = swept(site)
     assert {one.key: one.result for one in done.verified} == {
         keys[0]: "bad", keys[1]: "ok", keys[2]: "ok"
@@ -558,7 +558,7 @@ def test_doubt_ends_once_every_entry_was_read_whatever_the_clock_does(
     for moved in (step, 0.0):
         monkeypatch.setattr(site.node.clock, "wall", lambda moved=moved: NOW + moved)
         monkeypatch.setattr(site.world.clock, "wall", lambda moved=moved: NOW - moved)
-        disk_errors.begin(site.places, site.world.clock, "a bad block")
+        disk_errors.start_doubt(site.places, site.world.clock, "a bad block")
         done = swept(site)
         assert {one.key for one in done.verified} == set(keys)
         assert not doubted(site)
@@ -602,7 +602,7 @@ def test_entry_that_cannot_be_proven_goes_while_there_is_doubt(
 ) -> None:
     """It would keep the doubt, and hits away, for ever."""
     site.publish(site.image("a.sqsh", b"squashfs" * CHUNK))
-    disk_errors.begin(site.places, site.world.clock, "a bad block")
+    disk_errors.start_doubt(site.places, site.world.clock, "a bad block")
     (verdict,) = swept(site).verified
     assert (verdict.result, verdict.evicted) == ("bad", True)
     assert not doubted(site)
@@ -611,7 +611,7 @@ def test_entry_that_cannot_be_proven_goes_while_there_is_doubt(
 def test_entry_whose_build_took_no_checksums_goes_while_there_is_doubt(site: Site) -> None:
     site.forget_checksums(site.publish(site.image("a.sqsh", b"squashfs" * CHUNK)))
     assert [one.result for one in swept(site).verified] == []
-    disk_errors.begin(site.places, site.world.clock, "a bad block")
+    disk_errors.start_doubt(site.places, site.world.clock, "a bad block")
     (verdict,) = swept(site).verified
     assert (verdict.result, verdict.evicted) == ("bad", True)
     assert not doubted(site)
@@ -621,7 +621,7 @@ def test_doubt_stays_while_an_entry_cannot_be_read(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.publish(site.image("a.sqsh"))
-    disk_errors.begin(site.places, site.world.clock, "a bad block")
+    disk_errors.start_doubt(site.places, site.world.clock, "a bad block")
     with monkeypatch.context() as patch:
         patch.setattr(sweep, "_open_note", lambda here: os.open("/nowhere", os.O_RDONLY))
         assert swept(site).problems
@@ -632,7 +632,7 @@ def test_doubt_stays_while_an_entry_cannot_be_read(
 
 def test_dry_run_leaves_the_doubt(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
-    disk_errors.begin(site.places, site.world.clock, "a bad block")
+    disk_errors.start_doubt(site.places, site.world.clock, "a bad block")
     assert swept(site, dry_run=True).unproven == (key,)
     assert doubted(site)
 
@@ -733,7 +733,9 @@ def test_dry_run_reports_everything_and_changes_nothing(
     (site.node.leases.directory / ".9.json.x").write_bytes(b"")
     bound += [bind("/lustre/a"), bind("/lustre/b", number=2)]
     monkeypatch.setattr(probe, "GOOD", 600.0)
-    assert disk.hangs(site.places, site.node.cache) is None  # its answer is the one thing noted
+    assert (
+        disk.probe_disk(site.places, site.node.cache) is None
+    )  # its answer is the one thing noted
     before = everything(site)
     done = swept(site, slurm({7: None, 8: JobState("PENDING", "")}), dry_run=True)
     assert [one.job for one in done.released] == [7]
@@ -876,7 +878,7 @@ def test_disk_that_is_not_mounted_yet_is_no_failure_of_the_sweep(
     squeue(script)
     hold(site, 7)
     site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
-    monkeypatch.setattr(mounts, "current", lambda: [mounts.MountInfo(1, 0, "8:1", "/", "/")])
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [mounts.MountInfo(1, 0, "8:1", "/", "/")])
     done = site.run("sweep")
     assert done.exit_code == code
     assert "The cache was left alone: " in done.stdout

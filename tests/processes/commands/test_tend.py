@@ -18,7 +18,7 @@ from forestage.commands.world import ExitStatus
 from forestage.config import Config
 from forestage.config.keys import PrefetchSection
 from forestage.features.contexts import TendFacts
-from forestage.slurm.queue import this_node
+from forestage.slurm.queue import read_own_node_name
 from forestage.system import lock
 from node import HANGS, until
 from tending import COMMAND
@@ -62,7 +62,7 @@ class Tending:
 
     def begin_beside_silent_slurm(self) -> tuple[subprocess.Popen[str], int]:
         """Begins a run of the prefetch host; the process in which Slurm is asked, and is silent."""
-        name = this_node({})
+        name = read_own_node_name({})
         self.site.file.write_text(f"cache: /none/forestage\nprefetch: {{host: {name}}}\n")
         ran, silent = self.folder / "sinfo.ran", self.folder / "silent"
         os.mkfifo(silent)
@@ -93,7 +93,7 @@ def test_node_on_which_nothing_is_to_be_done_is_tended_in_silence(tending: Tendi
 def test_prefetch_host_without_a_cache_reads_the_queue_and_says_nothing_else(
     tending: Tending,
 ) -> None:
-    name = this_node({})
+    name = read_own_node_name({})
     tending.site.file.write_text(f"cache: /none/forestage\nprefetch: {{host: {name}}}\n")
     asked = tending.tool("squeue", PENDING)
     tending.tool("sinfo", PENDING)

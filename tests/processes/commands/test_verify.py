@@ -222,7 +222,7 @@ def test_source_changed_meanwhile_condemns_no_entry(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     key = site.publish(source)
-    right = reading.pieces
+    right = reading.read_pieces
 
     def changing(*args: Any) -> Iterator[tuple[int, memoryview]]:
         if how == "written":
@@ -231,7 +231,7 @@ def test_source_changed_meanwhile_condemns_no_entry(
             os.truncate(source, 5)
         return right(*args)
 
-    monkeypatch.setattr(reading, "pieces", changing)
+    monkeypatch.setattr(reading, "read_pieces", changing)
     found = one(site)
     assert (found["result"], found["against"]) == ("ok", "digests")
     assert kept(site, key)
@@ -322,13 +322,13 @@ def test_dead_thread_is_a_failure(
 def test_memory_is_one_piece_per_thread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.publish(site.image("a.sqsh", os.urandom(20 * CHUNK)))
     made = []
-    real = reading.buffer
+    real = reading.allocate_piece_buffer
 
     def counted(chunk: int) -> memoryview:
         made.append(chunk)
         return real(chunk)
 
-    monkeypatch.setattr(reading, "buffer", counted)
+    monkeypatch.setattr(reading, "allocate_piece_buffer", counted)
     assert one(site)["result"] == "ok"
     assert made == [CHUNK] * 3
 
@@ -468,7 +468,7 @@ def test_stuck_redirect_does_not_keep_bad_entry(
         raise Failed("redirect", "it hangs")
 
     with monkeypatch.context() as patch:
-        patch.setattr(unmount, "unmount", hangs)
+        patch.setattr(unmount, "unmount_binds", hangs)
         assert "its redirect is still there" in verified(node, ExitStatus.BAD)["stays"]
     assert node.entries() == set()
     assert node.prolog(2, path).outcome.result == "copied"

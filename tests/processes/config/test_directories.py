@@ -12,7 +12,7 @@ import pytest
 
 from commands import Site
 from forestage.commands import sweep
-from forestage.config import directories, load_settings
+from forestage.config import directories, load_config
 from forestage.paths import NodePaths
 from forestage.system import as_user
 from forestage.system.as_user import User
@@ -46,11 +46,11 @@ def as_bob(site: Site, *args: str) -> tuple[str, str]:
     """What a command prints for a user, and what it says on stderr."""
 
     def work() -> tuple[list[str], list[int]]:
-        as_user.become(BOB)
+        as_user.set_effective_user(BOB)
         done = site.run(*args)
         return [done.stdout, done.stderr], []
 
-    (out, err), _ = as_user.call(work, list[str], 60.0)
+    (out, err), _ = as_user.run_in_child(work, list[str], 60.0)
     return out, err
 
 
@@ -69,7 +69,7 @@ def test_sweep_has_users_list_no_directory_of_the_configuration_where_hooks_run(
     sweep.keep_unlisted(site.places)
     assert [mode(site.places.etc), mode(site.places.config_parts)] == [0o711, 0o711]
     assert mode(state) == 0o700
-    assert directories.find_listable(site.places) == []
+    assert directories.list_listable_directories(site.places) == []
 
 
 def test_sweep_leaves_the_directories_of_a_node_without_hooks(site: Site) -> None:
@@ -120,10 +120,10 @@ def test_hook_that_reads_a_changed_configuration_lists_it_for_users(site: Site) 
         # The same text under another name as well.
         (places.config_parts / name).write_text("deadline: 2h\n")
         os.utime(places.config_parts, (number, number))
-        load_settings(places.etc, places.config_memo)
+        load_config(places.etc, places.config_memo)
         assert deadline(site) == ("2h", "")
     before = places.config_names.stat().st_ino
-    load_settings(places.etc, places.config_memo)
+    load_config(places.etc, places.config_memo)
     assert places.config_names.stat().st_ino == before, "nothing is written where nothing changed"
 
 
@@ -135,5 +135,5 @@ def test_name_that_is_no_text_keeps_no_other_from_users(site: Site) -> None:
 
 def test_directories_of_a_node_without_a_configuration_are_no_problem(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
-    directories.keep_unlisted(places)
-    assert directories.find_listable(places) == []
+    directories.make_directories_unlistable(places)
+    assert directories.list_listable_directories(places) == []

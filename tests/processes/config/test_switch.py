@@ -56,10 +56,10 @@ def test_staging_is_off_before_etc_is_looked_at(
     seen = []
 
     def noted(_: NodePaths, __: object) -> tuple[bool, str]:
-        seen.append(switch.by_file(places, NOW))
+        seen.append(switch.find_off_file_reason(places, NOW))
         return False, "hangs"
 
-    monkeypatch.setattr(switch, "_change_lasting", noted)
+    monkeypatch.setattr(switch, "_change_in_child", noted)
     assert switch.turn_off(places, "INC-42", None) == SwitchChange((places.disabled,), "hangs")
     assert seen == [f"{places.disabled}: INC-42"]
     assert switch.turn_on(places) == SwitchChange((places.disabled,), "hangs")
@@ -98,7 +98,7 @@ def test_upgrades_own_file_is_not_removed_by_off(places: NodePaths) -> None:
 
 def test_reason_that_looks_like_a_time_is_one_only_after_a_time(places: NodePaths) -> None:
     switch.turn_off(places, "until 0", NOW + 60)
-    assert "until 0 (until " in switch.by_file(places, NOW)
+    assert "until 0 (until " in switch.find_off_file_reason(places, NOW)
 
 
 def test_turned_on_both_files_go_and_are_named(places: NodePaths) -> None:
@@ -106,4 +106,4 @@ def test_turned_on_both_files_go_and_are_named(places: NodePaths) -> None:
     switch.turn_off(places, "INC-42", None)
     assert switch.turn_on(places).files == (places.disabled, places.kept_off)
     assert switch.turn_on(places).files == ()
-    assert switch.by_file(places, NOW) == ""
+    assert switch.find_off_file_reason(places, NOW) == ""

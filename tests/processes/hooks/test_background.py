@@ -15,7 +15,7 @@ import pytest
 
 from forestage.cache import step_record
 from forestage.cache.lease import Lease, LeaseDirectory
-from forestage.config import Companion, load_settings
+from forestage.config import CompanionPresence, load_config
 from forestage.hooks import background
 from forestage.hooks.background import PROCESS_NAME, may_leave, note, stop, wait
 from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, nothing_to_do
@@ -57,11 +57,11 @@ class Node:
         self.places.leases.mkdir(parents=True)
         self.places.loaded.touch()
 
-    def configure(self, text: str, companion: Companion = "loaded") -> None:
+    def configure(self, text: str, companion: CompanionPresence = "loaded") -> None:
         """As a Prolog reads it, which notes who may leave."""
         (self.places.etc / "forestage.yaml").write_text(text)
-        decided = step_record.decided_by(self.places)
-        settings = load_settings(self.places.etc)
+        decided = step_record.format_config_lines(self.places)
+        settings = load_config(self.places.etc)
         note(
             self.places, settings, companion, decided, background.slurms(SlurmConf(str(self.conf)))
         )
@@ -146,7 +146,7 @@ def test_prolog_stays_where_the_admin_wants_its_work_done_first(node: Node, more
 
 @pytest.mark.parametrize("companion", ["loaded", "absent", "unknown"])
 def test_automatic_redirect_leaves_with_the_companion_only(
-    node: Node, companion: Companion
+    node: Node, companion: CompanionPresence
 ) -> None:
     node.configure("sources: [/lustre]\n", companion)
     assert node.may() is (companion == "loaded")
@@ -220,8 +220,8 @@ def test_prolog_stays_where_the_companion_was_never_loaded(node: Node) -> None:
 
 def test_record_is_written_once_as_long_as_nothing_changes(node: Node) -> None:
     before = node.places.background.stat()
-    decided = step_record.decided_by(node.places)
-    settings = load_settings(node.places.etc)
+    decided = step_record.format_config_lines(node.places)
+    settings = load_config(node.places.etc)
     by_slurm = background.slurms(SlurmConf(str(node.conf)))
     note(node.places, settings, True, decided, by_slurm)
     assert node.places.background.stat() == before

@@ -86,8 +86,8 @@ def test_job_that_ended_is_the_one_whose_redirects_go(
         ended.append(leases.read(asking.id))
         return [ClaimedBind(bind, cache)] * 3
 
-    monkeypatch.setattr(redirect, "claim_unneeded", claim_unneeded)
-    monkeypatch.setattr(unmount, "unmount", lambda going, whose: users.append(whose(bind)))
+    monkeypatch.setattr(redirect, "claim_unneeded_binds", claim_unneeded)
+    monkeypatch.setattr(unmount, "unmount_binds", lambda going, whose: users.append(whose(bind)))
     outcome = outcome_of(staging_node, asking, config)
     assert (outcome.unmounted, users) == (3, [asking.user])
     assert ended == [None]  # its lease has gone before: what no other one names goes
@@ -147,7 +147,7 @@ def test_epilog_waits_for_its_locks_no_longer_than_slurm_lets_it(
 
     monkeypatch.setattr(lock, "held", noting)
     # One that has no time to answer may count as hanging, and then one lock is not taken.
-    monkeypatch.setattr(disk, "hangs", lambda *_: None)
+    monkeypatch.setattr(disk, "probe_disk", lambda *_: None)
     holding(staging_node, asking, "0a")
     outcome_of(staging_node, asking, config, HookTimeLimits(None, 15.0, limit))
     assert len(waits) == 2
@@ -162,7 +162,7 @@ def test_paths_of_other_users_that_stay_are_in_no_event(
     def stay(*_: object) -> int:
         raise unmount.UnmountError(stuck, 1)
 
-    monkeypatch.setattr(unmount, "unmount", stay)
+    monkeypatch.setattr(unmount, "unmount_binds", stay)
     holding(staging_node, asking, "0a")
     outcome = outcome_of(staging_node, asking, config)
     assert outcome.detail == "still redirected: /lustre/a (hangs), 2 of other jobs"

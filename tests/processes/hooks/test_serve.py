@@ -119,7 +119,7 @@ def test_error_is_an_outcome_and_the_lease_goes_unless_a_step_may_need_it(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(wait, "obtain", fail)
+    monkeypatch.setattr(wait, "wait_for_copy", fail)
     answer = handle(job=msgspec.structs.replace(asking, step=step))
     assert said(answer) == expected
     assert answer.outcome.detail
@@ -134,7 +134,7 @@ def test_error_leaves_the_lease_of_an_earlier_request_for_the_same_image(
     def fail(*_: object) -> None:
         raise Declined("no-room", "full")
 
-    monkeypatch.setattr(wait, "obtain", fail)
+    monkeypatch.setattr(wait, "wait_for_copy", fail)
     handle()
     assert held(node) == (EntryUse(key),)
 
@@ -159,8 +159,8 @@ def slow(file: Path, monkeypatch: Patch) -> list[str]:
         begun.append("waited" if deadline.left() > 1 else "did not wait")
         raise Declined("deadline", "half of it is here")
 
-    monkeypatch.setattr(wait, "begun", begin)
-    monkeypatch.setattr(wait, "obtain", obtain)
+    monkeypatch.setattr(wait, "ensure_copy_started", begin)
+    monkeypatch.setattr(wait, "wait_for_copy", obtain)
     return begun
 
 
@@ -244,7 +244,7 @@ def test_copy_that_ends_while_the_redirect_is_asked_for_is_used_at_once(
 ) -> None:
     """The stager may have looked who asks before this job did."""
     monkeypatch.setattr(Cache, "find", lambda *_: object())
-    monkeypatch.setattr(redirect, "mount", lambda *_: "mounted")
+    monkeypatch.setattr(redirect, "mount_redirect", lambda *_: "mounted")
     answer = handle(copy=None, config={"redirect": "bind"})
     assert (answer.outcome.result, answer.outcome.redirect) == ("joined", "mounted")
 
@@ -294,7 +294,7 @@ def looks(monkeypatch: Patch) -> list[str]:
 def elsewhere(monkeypatch: Patch) -> None:
     """The node has a redirect of another image."""
     bind = RedirectBind(MountInfo(9, 1, "0:1", "/entries/0a/image", "/lustre/other"), "0a")
-    monkeypatch.setattr(redirect, "binds", lambda cache: [bind])
+    monkeypatch.setattr(redirect, "list_binds", lambda cache: [bind])
 
 
 def test_refused_request_is_not_looked_at_where_nothing_is_redirected(
@@ -329,7 +329,7 @@ def test_refused_request_fails_only_where_an_outdated_file_stays(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(opening, "open_as", fail)
+    monkeypatch.setattr(opening, "open_image_for_hook", fail)
     assert said(handle(refusal=REFUSAL)) == expected
 
 

@@ -154,8 +154,8 @@ def test_node_is_known_or_not(mocker: MockerFixture, tmp_path: Path, knows: bool
 def test_pyslurm_fits_its_own_release_only(
     mocker: MockerFixture, own: str, site: str, expected: bool, tmp_path: Path
 ) -> None:
-    mocker.patch.object(pyslurm, "installed", return_value=own)
-    assert pyslurm.fits(site) is expected
+    mocker.patch.object(pyslurm, "find_installed_version", return_value=own)
+    assert pyslurm.is_compatible(site) is expected
     assert commands(tmp_path, f"echo '{site}'").bind().bound is expected
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import squashfs
-from forestage.cache.image import AccessRights, FileIdentity, SourceImage, judge
+from forestage.cache.image import AccessRights, FileIdentity, SourceImage, check_image
 from forestage.sources import opening
 from forestage.system.as_user import User
 
@@ -53,7 +53,9 @@ def test_opening_finds_identity_and_rights_through_a_symlink(shared: Path, me: U
     (shared / "a").write_bytes(b"12345")
     (shared / "a").chmod(0o640)
     (shared / "link").symlink_to("a")
-    found, fd = opening.open_file(str(shared / "link"), me, [str(shared)], None, PATIENCE)
+    found, fd = opening.open_descriptor_as_user(
+        str(shared / "link"), me, [str(shared)], None, PATIENCE
+    )
     assert fd is not None
     facts = (shared / "a").stat()
     assert os.read(fd, 9) == b"12345"
@@ -67,12 +69,12 @@ def test_opening_finds_identity_and_rights_through_a_symlink(shared: Path, me: U
 def test_symlinked_source_directory_holds_what_it_leads_to(shared: Path, me: User) -> None:
     (shared / "a").write_bytes(b"1")
     (shared.parent / "lustre").symlink_to(shared)
-    found, fd = opening.open_file(
+    found, fd = opening.open_descriptor_as_user(
         f"{shared.parent}/lustre/a", me, [f"{shared.parent}/lustre"], None, PATIENCE
     )
     assert fd is not None
     os.close(fd)
-    assert judge(found, None).path == str(shared / "a")
+    assert check_image(found, None).path == str(shared / "a")
 
 
 def _fifo(path: Path) -> None:
@@ -90,7 +92,9 @@ def test_file_that_may_not_be_staged_is_not_opened(
 ) -> None:
     """Opening a FIFO would block, opening a device or a file outside could do something."""
     make(shared / "a")
-    found, fd = opening.open_file(str(shared / "a"), me, [str(shared)], None, PATIENCE)
+    found, fd = opening.open_descriptor_as_user(
+        str(shared / "a"), me, [str(shared)], None, PATIENCE
+    )
     assert fd is None
     assert found.image is None
 
@@ -98,7 +102,9 @@ def test_file_that_may_not_be_staged_is_not_opened(
 def test_name_that_is_no_text_is_declined_and_not_mangled(shared: Path, me: User) -> None:
     (shared / "\udcff").write_bytes(b"1")
     (shared / "a").symlink_to("\udcff")
-    found, fd = opening.open_file(str(shared / "a"), me, [str(shared)], None, PATIENCE)
+    found, fd = opening.open_descriptor_as_user(
+        str(shared / "a"), me, [str(shared)], None, PATIENCE
+    )
     assert (found.path, fd) == ("", None)
 
 
@@ -111,4 +117,4 @@ def test_opening_raises_what_the_user_would_get(
 ) -> None:
     (shared / "a").write_bytes(b"1")
     with pytest.raises(error):
-        opening.open_file(str(shared / path), me, [str(shared)], None, PATIENCE)
+        opening.open_descriptor_as_user(str(shared / path), me, [str(shared)], None, PATIENCE)

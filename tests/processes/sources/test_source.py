@@ -65,7 +65,7 @@ def test_copy_starts_only_when_a_later_change_would_show(
     make_image: Callable[..., SourceImage], mtime: float, ctime: float, seconds: float
 ) -> None:
     times = {"mtime_ns": int((NOW + mtime) * SECOND), "ctime_ns": int((NOW + ctime) * SECOND)}
-    assert source.settling(make_image(**times), float(NOW)) == seconds
+    assert source.seconds_to_settle(make_image(**times), float(NOW)) == seconds
 
 
 # Major 0 is no disk of this node: a network file system, or a tmpfs.
@@ -112,17 +112,17 @@ def test_source_that_gives_an_error_is_no_fault_of_the_node(
 
     monkeypatch.setattr(os, "fstat", gone)
     with pytest.raises(SourceUnreadable) as caught:
-        source.must_be_same(opened)
+        source.check_same_file(opened)
     assert caught.value.error.errno == errno.ENOTCONN
     opened.close()
 
 
 def test_file_system_with_a_new_inode_at_each_look_is_named_as_the_cause() -> None:
     was = FileIdentity("/a", 1, 2, 3, 4)
-    assert "inode number" in source.difference(was, msgspec.structs.replace(was, inode=9))
+    assert "inode number" in source.explain_difference(was, msgspec.structs.replace(was, inode=9))
     for field in ("size", "mtime_ns", "ctime_ns"):
         other = msgspec.structs.replace(was, inode=9, **{field: 9})
-        assert source.difference(was, other) == ""
+        assert source.explain_difference(was, other) == ""
 
 
 def test_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
@@ -181,7 +181,7 @@ def test_server_of_a_path_is_asked_if_root_has_mounted_it(
         MountInfo(3, 2, "259:1", "/entries/0a/image", "/lustre/redirected.sqsh", "ro - xfs x rw"),
         MountInfo(4, 2, "0:41", "/", "/lustre/hers", "rw - fuse.x x rw,user_id=1000"),
     ]
-    monkeypatch.setattr(mounts, "current", lambda: table)
-    found = opening._server(node.places, path)
+    monkeypatch.setattr(mounts, "list_mounts", lambda: table)
+    found = opening._find_file_server(node.places, path)
     assert (found.point if found else None) == asked
     assert found is None or found.file == node.places.probes / "source-0-40"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from forestage.cache import digest
-from forestage.cache.part import Part, chunk_count, missing_chunks
+from forestage.cache.part import Part, chunk_count, list_missing_chunks
 from forestage.config import Config
 from forestage.errors import CopyStopped, Failed
 from forestage.sources.source import ReadableSource, SourceTruncated
@@ -48,9 +48,9 @@ def test_copy_has_all_bytes_and_a_complete_map(
     os.write(source, data)
     bring(engine, source, part)
     assert part.image.read_bytes() == data
-    assert not missing_chunks(part.digests(), size, CHUNK)
-    sums = [digest.of_chunk(data[at : at + CHUNK]) for at in range(0, size, CHUNK)]
-    assert digest.split(part.digests()) == sums
+    assert not list_missing_chunks(part.digests(), size, CHUNK)
+    sums = [digest.digest_chunk(data[at : at + CHUNK]) for at in range(0, size, CHUNK)]
+    assert digest.split_map(part.digests()) == sums
 
 
 def test_holes_and_zeros_are_bytes_too(engine: Engine, source: int, part: Part) -> None:
@@ -118,7 +118,7 @@ class Door:
         self.argv: list[str] = []
         self.fds: list[int] = []
         self.code = code
-        monkeypatch.setattr(run, "run", self.run)
+        monkeypatch.setattr(run, "run_program", self.run)
 
     def run(self, argv: list[str], pass_fds: list[int], stop: threading.Event) -> run.ProcessResult:
         self.argv, self.fds = argv, pass_fds
@@ -188,12 +188,12 @@ def test_threads_follow_the_cores_unless_the_admin_says_so(
     monkeypatch: Patch, cores: int | None, threads: int | None, expected: int
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert engines.tuning(Config(threads=threads), CHUNK).threads == expected
+    assert engines.derive_tuning(Config(threads=threads), CHUNK).threads == expected
 
 
 def test_configuration_is_what_the_engine_gets() -> None:
     asked = Config(threads=3, chunk_size=CHUNK, bandwidth=7)
-    assert engines.tuning(asked, CHUNK) == CopyTuning(threads=3, chunk=CHUNK, bandwidth=7)
-    assert isinstance(engines.of(Config(), CHUNK), ChunkEngine)
-    assert isinstance(engines.of(Config(engine="rsync"), CHUNK), RsyncEngine)
+    assert engines.derive_tuning(asked, CHUNK) == CopyTuning(threads=3, chunk=CHUNK, bandwidth=7)
+    assert isinstance(engines.choose_engine(Config(), CHUNK), ChunkEngine)
+    assert isinstance(engines.choose_engine(Config(engine="rsync"), CHUNK), RsyncEngine)
     assert chunk_count(1, Config().chunk_of(1)) == 1

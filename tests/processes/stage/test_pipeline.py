@@ -58,7 +58,7 @@ def task(source: Path, look: Looking, staging_node: Node, asking: Job) -> Iterat
 
 def run(task: CopyTask) -> CopyStats:
     figures = CopyStats()
-    pipeline.run(task, threading.Event(), figures)
+    pipeline.run_copy(task, threading.Event(), figures)
     return figures
 
 
@@ -79,7 +79,7 @@ class During:
     """The chunks engine, and then something else."""
 
     def __init__(self, task: CopyTask, then: Callable[[], None]) -> None:
-        self.real = engines.of(task.node.config, task.image.size)
+        self.real = engines.choose_engine(task.node.config, task.image.size)
         self.then = then
 
     def needs(self, source: ReadableSource) -> int:
@@ -105,7 +105,7 @@ class During:
 def after_copy(task: CopyTask, monkeypatch: Patch) -> AfterCopy:
     def adding(then: Callable[[], None]) -> During:
         engine = During(task, then)
-        monkeypatch.setattr(engines, "of", lambda *_: engine)
+        monkeypatch.setattr(engines, "choose_engine", lambda *_: engine)
         return engine
 
     return adding
@@ -137,10 +137,10 @@ def test_entry_has_the_bytes_their_map_and_their_digest(task: CopyTask) -> None:
     folder = cache.entry_dir(task.key)
     assert sorted(os.listdir(folder)) == ["boot", "entry.json", "image", "map", "used"]
     sums = (folder / "map").read_bytes()
-    assert digest.split(sums) == [
-        digest.of_chunk(CONTENT[at : at + CHUNK]) for at in range(0, len(CONTENT), CHUNK)
+    assert digest.split_map(sums) == [
+        digest.digest_chunk(CONTENT[at : at + CHUNK]) for at in range(0, len(CONTENT), CHUNK)
     ]
-    assert (entry.engine, entry.chunk, entry.digest) == ("chunks", CHUNK, digest.of_image(sums))
+    assert (entry.engine, entry.chunk, entry.digest) == ("chunks", CHUNK, digest.digest_image(sums))
     assert not list(cache.parts.iterdir())
 
 
@@ -169,7 +169,7 @@ def test_every_engine_publishes_the_same_bytes(task: CopyTask, changes: dict[str
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
     entry = task.node.cache.find(task.image)
     assert entry is not None
-    assert entry.digest == digest.of_image(task.node.cache.digests(entry))
+    assert entry.digest == digest.digest_image(task.node.cache.digests(entry))
     assert entry.engine == config.engine
 
 
@@ -343,9 +343,9 @@ def test_writer_that_came_during_the_copy_prevents_publishing(
 def test_writer_is_looked_for_in_all_processes_where_leases_prove_nothing(
     task: CopyTask, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(writers, "by_lease", lambda _: False)
-    monkeypatch.setattr(writers, "proves", lambda _: False)
-    monkeypatch.setattr(writers, "find", lambda path, _: path)
+    monkeypatch.setattr(writers, "has_writer_by_lease", lambda _: False)
+    monkeypatch.setattr(writers, "is_lease_conclusive", lambda _: False)
+    monkeypatch.setattr(writers, "find_open_for_writing", lambda path, _: path)
     assert not refused(task, "written")
 
 
@@ -359,11 +359,14 @@ def test_copy_of_another_size_is_never_published(
 
 def leave_part(task: CopyTask, **changes: object) -> None:
     """Leaves a part with all bytes but the first chunk, as a killed stager does."""
-    owner = pipeline.claim(task)
+    owner = pipeline.claim_part(task)
     task.part.write_owner(msgspec.structs.replace(owner, phase="copying", began=1.0, **changes))
-    allocation.reserve(task.part, len(CONTENT), CHUNK, set(range(3)))
+    allocation.reserve_part(task.part, len(CONTENT), CHUNK, set(range(3)))
     task.part.image.write_bytes(b"y" * len(CONTENT))
-    whole, last = digest.of_chunk(b"y" * CHUNK), digest.of_chunk(b"y" * (len(CONTENT) - 2 * CHUNK))
+    whole, last = (
+        digest.digest_chunk(b"y" * CHUNK),
+        digest.digest_chunk(b"y" * (len(CONTENT) - 2 * CHUNK)),
+    )
     task.part.map.write_bytes(digest.MISSING + whole + last)
 
 
@@ -436,11 +439,11 @@ def test_stager_claims_the_part_before_anything_else(
 
 def test_stopped_copy_in_the_queue_copies_nothing(task: CopyTask) -> None:
     other = task.node.cache.part("other")
-    other.write_owner(msgspec.structs.replace(pipeline.claim(task), since=1.0))
+    other.write_owner(msgspec.structs.replace(pipeline.claim_part(task), since=1.0))
     stop = threading.Event()
     stop.set()
     with lock.held(task.node.cache.key_lock("other"), 0), pytest.raises(CopyStopped):
-        pipeline.run(configured(task, max_copies=1), stop, CopyStats())
+        pipeline.run_copy(configured(task, max_copies=1), stop, CopyStats())
     assert not task.part.image.exists()
 
 
@@ -452,7 +455,7 @@ def test_source_settles_before_it_is_opened(task: CopyTask, monkeypatch: Patch) 
         done.append("open")
         return open_source(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stage_source, "settling", lambda wanted, now: 1.5)
+    monkeypatch.setattr(stage_source, "seconds_to_settle", lambda wanted, now: 1.5)
     monkeypatch.setattr(task.node.clock, "sleep", done.append)
     monkeypatch.setattr(stage_source, "open_source", noting)
     run(task)
@@ -475,7 +478,7 @@ def rooms(monkeypatch: Patch) -> list[int]:
 def test_space_that_others_took_meanwhile_is_looked_for_once_more(
     task: CopyTask, rooms: list[int], monkeypatch: Patch
 ) -> None:
-    real = allocation.allocate
+    real = allocation.allocate_space
     failures = iter([True])
 
     def full_once(fd: int, start: int, length: int) -> None:
@@ -483,7 +486,7 @@ def test_space_that_others_took_meanwhile_is_looked_for_once_more(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(fd, start, length)
 
-    monkeypatch.setattr(allocation, "allocate", full_once)
+    monkeypatch.setattr(allocation, "allocate_space", full_once)
     assert run(task).evicted == ("victim",) * 2
     assert rooms == [NEEDED] * 2
 
@@ -494,7 +497,7 @@ def test_resumed_copy_asks_only_for_the_space_that_is_missing(
     """Of an image that takes half of the disk, another half would not be free."""
     engine = During(task, lambda: None)
     monkeypatch.setattr(engine, "copy", lambda *_: (_ for _ in ()).throw(CopyStopped))
-    monkeypatch.setattr(engines, "of", lambda *_: engine)
+    monkeypatch.setattr(engines, "choose_engine", lambda *_: engine)
     for _ in range(2):
         with pytest.raises(CopyStopped):
             run(task)
@@ -512,7 +515,7 @@ def test_room_is_looked_for_before_anything_that_grows_with_the_size(
         raise Declined("no-room", "full")
 
     monkeypatch.setattr(evict, "make_room", full)
-    monkeypatch.setattr(pipeline, "strike_wrong_chunks", lambda *_: phases.append("struck"))
+    monkeypatch.setattr(pipeline, "clear_wrong_chunks", lambda *_: phases.append("struck"))
     assert not refused(task, "no-room")
     assert phases == ["queued"]
 
@@ -528,11 +531,11 @@ def test_damaged_entry_of_the_key_is_replaced(
 
 def test_progress_counts_what_this_copy_did(task: CopyTask, monkeypatch: Patch) -> None:
     owner = msgspec.structs.replace(
-        pipeline.claim(task), phase="copying", began=10.0, resumed=CHUNK
+        pipeline.claim_part(task), phase="copying", began=10.0, resumed=CHUNK
     )
     task.part.map.write_bytes(b"\1" * 32 + bytes(16))
     monkeypatch.setattr(task.node.clock, "monotonic", lambda: 14.0)
-    assert pipeline.progress_line(task, owner) == (
+    assert pipeline.format_progress(task, owner) == (
         f"image={task.image.path} key={task.key} copied={2 * CHUNK} of={len(CONTENT)} rate=16KiB/s"
     )
 

@@ -41,7 +41,7 @@ class Counting:
 
     def must_be_unchanged(self) -> None:
         if self.version != self.opened_at:
-            raise source.changed("/made/up")
+            raise source.declined_as_changed("/made/up")
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def task(staging_node: Node, asking: Job, counting: Counting) -> CopyTask:
 
 
 def copy(task: CopyTask) -> tuple[str, str]:
-    message = stager.copy(task, threading.Event())
+    message = stager.copy_and_report(task, threading.Event())
     return message.state, message.reason
 
 

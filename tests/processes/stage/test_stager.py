@@ -65,7 +65,7 @@ def said(tmp_path: Path, monkeypatch: Patch) -> Said:
 def messages(task: CopyTask) -> list[StartReport]:
     """Starts a stager and listens until its end."""
     heard = []
-    with stager.start(task) as channel:
+    with stager.start_stager(task) as channel:
         while (message := channel.recv(600)) != StartReport("died"):
             assert message is not None
             heard.append(message)
@@ -76,7 +76,7 @@ def fail_with(error: BaseException, monkeypatch: Patch) -> None:
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(pipeline, "run", fail)
+    monkeypatch.setattr(pipeline, "run_copy", fail)
 
 
 def io(number: int) -> OSError:
@@ -146,11 +146,11 @@ def test_failed_copy_leaves_only_what_can_be_resumed(
     task: CopyTask, monkeypatch: Patch, error: Exception, one_chunk: bool, kept: bool
 ) -> None:
     def half(task: CopyTask, *_: object) -> None:
-        pipeline.claim(task)
+        pipeline.claim_part(task)
         task.part.map.write_bytes(b"\1" * 16 * one_chunk + bytes(32))
         raise error
 
-    monkeypatch.setattr(pipeline, "run", half)
+    monkeypatch.setattr(pipeline, "run_copy", half)
     assert messages(task)[-1].state == "failed"
     assert task.part.directory.exists() is kept
 
@@ -202,8 +202,8 @@ def test_stager_leaves_the_hooks_session_output_and_locks(
         send(channel, message)
 
     monkeypatch.setattr(StartChannel, "send", look_around_and_send)
-    monkeypatch.setattr(child, "leave_job", lambda _, leaf: left.append(leaf))
-    monkeypatch.setattr(pipeline, "run", lambda *_: None)
+    monkeypatch.setattr(child, "leave_job_cgroups", lambda _, leaf: left.append(leaf))
+    monkeypatch.setattr(pipeline, "run_copy", lambda *_: None)
     with lock.held(task.node.cache.space_lock, 0):
         assert messages(task) == [StartReport("published")]
     assert msgspec.json.decode((tmp_path / "started").read_bytes()) == {
@@ -277,7 +277,7 @@ def test_stager_ends_on_sigterm_whatever_it_is_at(
 
     monkeypatch.setattr(*PHASES[phase], never_end)
     monkeypatch.setattr(stager, "ENDS_WITHIN", 0.1)
-    with stager.start(task) as channel:
+    with stager.start_stager(task) as channel:
         until(here.exists, "the stager to come there")
         os.kill(channel.pid, signal.SIGTERM)
         heard = list(iter(lambda: channel.recv(600), StartReport("died")))
@@ -290,8 +290,8 @@ def test_stager_ends_on_sigterm_whatever_it_is_at(
 
 
 def test_stager_that_waits_for_its_turn_ends_on_sigterm(task: CopyTask, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(queue, "_turn", lambda *_: "wait")
-    with stager.start(task) as channel:
+    monkeypatch.setattr(queue, "_choose_turn_now", lambda *_: "wait")
+    with stager.start_stager(task) as channel:
         until(lambda: task.part.owner() is not None, "the stager to be in the queue")
         os.kill(channel.pid, signal.SIGTERM)
         assert channel.recv(600) == StartReport("failed", "stopped", str(CopyStopped()))
@@ -317,8 +317,8 @@ def test_stager_that_is_sent_a_second_sigterm_while_it_notes_the_first_ends(
             time.sleep(0.01)
         raise CopyStopped
 
-    monkeypatch.setattr(queue, "wait_turn", wait)
-    with stager.start(task) as channel:
+    monkeypatch.setattr(queue, "wait_for_slot", wait)
+    with stager.start_stager(task) as channel:
         try:
             assert channel.recv(60) == StartReport("failed", "stopped", str(CopyStopped()))
         finally:
@@ -333,7 +333,7 @@ def test_error_of_a_stager_that_has_not_left_its_hook_is_not_on_the_hooks_stderr
 
     monkeypatch.setattr(CopyTask, "received", fail)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
-    with stager.start(task) as channel:
+    with stager.start_stager(task) as channel:
         assert channel.recv(60) == StartReport("died", detail="[Errno 24] no descriptor")
         until(lambda: "no descriptor" in str(said()), "the line in the log")
     assert capfd.readouterr() == ("", "")
@@ -346,7 +346,7 @@ def test_what_a_thread_of_a_copy_died_of_is_logged(
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(reading, "read_piece", die)
-    with stager.start(task) as channel:
+    with stager.start_stager(task) as channel:
         assert channel.recv(60) is not None
         until(lambda: "died: RuntimeError('unforeseen') at " in str(said()), "the line in the log")
     assert capfd.readouterr() == ("", "")

@@ -51,8 +51,8 @@ def obtain(staging_node: Node, asking: Job, opened: OpenImage) -> Obtain:
 
 
 def obtained(node: Node, job: Job, opened: OpenImage, deadline: Deadline) -> Arrival:
-    with wait.begun(node, job, opened) as copying:
-        return wait.obtain(node, job, opened, copying, deadline)
+    with wait.ensure_copy_started(node, job, opened) as copying:
+        return wait.wait_for_copy(node, job, opened, copying, deadline)
 
 
 class Copies:
@@ -63,7 +63,7 @@ class Copies:
 
     def __init__(self, counter: Path) -> None:
         self.counter = counter
-        self.run = pipeline.run
+        self.run = pipeline.run_copy
         self.deed: Callable[[], None] = lambda: None
         counter.touch()
 
@@ -87,7 +87,7 @@ class Copies:
 @pytest.fixture
 def copies(tmp_path: Path, monkeypatch: Patch) -> Copies:
     made = Copies(tmp_path / "copies")
-    monkeypatch.setattr(pipeline, "run", made.begins)
+    monkeypatch.setattr(pipeline, "run_copy", made.begins)
     return made
 
 
@@ -169,7 +169,7 @@ def test_killed_stager_whose_lock_is_not_free_at_once_counts_once(
         publish(task.image)
         return Ended([StartReport("published")])
 
-    monkeypatch.setattr(stager, "start", start)
+    monkeypatch.setattr(stager, "start_stager", start)
     assert obtain() == "copied"
 
 
@@ -372,7 +372,7 @@ def test_resumed_copy_is_not_judged_by_the_rate_of_the_one_that_was_killed(
 ) -> None:
     """`started` is said before the claim: the hook sees half of it done in the last hour."""
     node = staging_node
-    killed_one = pipeline.claim(CopyTask(node, asking, opened))
+    killed_one = pipeline.claim_part(CopyTask(node, asking, opened))
     began = node.clock.monotonic() - 3600
     part = cache.part(opened.image.key)
     part.write_owner(msgspec.structs.replace(killed_one, phase="copying", began=began))

@@ -13,7 +13,7 @@ import pytest
 from forestage.errors import Failed
 from forestage.system import apart, run
 from forestage.system.as_user import User
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from node import until
 
 CAROL = User("", 61003, 61003)
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 
 
 def started(script: str) -> run.PipedProcess:
-    return run.start_piped(CAROL, ("sh", "-c", script), ())
+    return run.start_piped_program(CAROL, ("sh", "-c", script), ())
 
 
 def said(program: run.PipedProcess) -> str:
@@ -98,8 +98,8 @@ def test_all_ends_with_the_process_that_started_it() -> None:
 import os, sys
 from forestage.system import run
 from forestage.system.as_user import User
-from forestage.system.files import opened
-program = run.start_piped(User("", 61003, 61003), ("sleep", "4248"), ())
+from forestage.system.files import open_descriptor
+program = run.start_piped_program(User("", 61003, 61003), ("sleep", "4248"), ())
 print(program.pid, flush=True)
 sys.stdin.read()
 """
@@ -113,7 +113,7 @@ sys.stdin.read()
 
 
 def filtering(script: str) -> run.FilterProcess:
-    with opened(os.devnull, os.O_RDONLY) as source:
+    with open_descriptor(os.devnull, os.O_RDONLY) as source:
         return run.start_filter(CAROL, ("sh", "-p", "-c", script), source)
 
 
@@ -173,7 +173,7 @@ def test_program_that_cannot_enter_a_cgroup_does_not_begin(tmp_path: Path) -> No
         raise OSError("it is gone")
 
     with pytest.raises(Failed, match="cgroups"):
-        run.start_piped(CAROL, ("touch", str(tmp_path / "it")), (), enter)
+        run.start_piped_program(CAROL, ("touch", str(tmp_path / "it")), (), enter)
     assert not (tmp_path / "it").exists()
 
 
@@ -183,13 +183,13 @@ def test_signal_for_the_others_reaches_neither_the_sender_nor_who_is_outside() -
 import signal, subprocess, sys
 from forestage.system import apart
 one = subprocess.Popen(["setsid", "sleep", "4249"])
-apart.signal_others(signal.SIGKILL)
+apart.signal_other_processes(signal.SIGKILL)
 print(one.wait(), flush=True)
-apart.signal_others(signal.SIGKILL)
+apart.signal_other_processes(signal.SIGKILL)
 sys.stdin.read()
 """
     with subprocess.Popen(["sleep", "4250"], user=61003) as outside:
-        program = run.start_piped(CAROL, (sys.executable, "-c", script), ())
+        program = run.start_piped_program(CAROL, (sys.executable, "-c", script), ())
         assert said(program) == "-9"
         assert outside.poll() is None
         outside.kill()

@@ -34,10 +34,10 @@ class Facts(msgspec.Struct):
 def test_child_answers_with_a_value_and_open_files(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"content")
 
-    def work() -> as_user.Found[str]:
+    def work() -> as_user.ChildResult[str]:
         return "found", [os.open(tmp_path / "a", os.O_RDONLY)]
 
-    value, (fd,) = as_user.call(work, str, TIMEOUT)
+    value, (fd,) = as_user.run_in_child(work, str, TIMEOUT)
     assert value == "found"
     assert os.read(fd, 100) == b"content"
     assert not os.get_inheritable(fd)
@@ -47,11 +47,11 @@ def test_child_answers_with_a_value_and_open_files(tmp_path: Path) -> None:
 def test_child_has_only_the_effective_ids_and_groups_of_the_user(as_root: None) -> None:
     """With the real and saved ids the user could kill or trace a child that reads for the cache."""
 
-    def work() -> as_user.Found[Facts]:
-        as_user.become(NOBODY)
+    def work() -> as_user.ChildResult[Facts]:
+        as_user.set_effective_user(NOBODY)
         return Facts([*os.getresuid(), *os.getresgid()], os.getgroups()), []
 
-    facts, _ = as_user.call(work, Facts, TIMEOUT)
+    facts, _ = as_user.run_in_child(work, Facts, TIMEOUT)
     assert facts.ids == [0, 65534, 0, 0, 65533, 0]
     assert facts.groups == [65533]
 
@@ -61,11 +61,11 @@ def test_groups_of_the_user_are_those_of_the_name(
 ) -> None:
     monkeypatch.setattr(os, "getgrouplist", lambda name, gid: [gid, len(name)])
 
-    def work() -> as_user.Found[list[int]]:
-        as_user.become(User("alice", 65534, 65533))
+    def work() -> as_user.ChildResult[list[int]]:
+        as_user.set_effective_user(User("alice", 65534, 65533))
         return os.getgroups(), []
 
-    assert sorted(as_user.call(work, list[int], TIMEOUT)[0]) == [5, 65533]
+    assert sorted(as_user.run_in_child(work, list[int], TIMEOUT)[0]) == [5, 65533]
 
 
 def test_groups_that_slurm_gave_a_step_are_not_looked_up(
@@ -75,11 +75,11 @@ def test_groups_that_slurm_gave_a_step_are_not_looked_up(
     monkeypatch.setattr(os, "getgrouplist", lambda name, gid: pytest.fail("it was asked"))
     alice = User("alice", 65534, 65533, groups=(65533, 31000), of_step=True)
 
-    def work() -> as_user.Found[list[int]]:
-        as_user.become(alice)
+    def work() -> as_user.ChildResult[list[int]]:
+        as_user.set_effective_user(alice)
         return os.getgroups(), []
 
-    assert sorted(as_user.call(work, list[int], TIMEOUT)[0]) == [31000, 65533]
+    assert sorted(as_user.run_in_child(work, list[int], TIMEOUT)[0]) == [31000, 65533]
 
 
 def test_name_service_is_asked_once_for_what_all_children_need(
@@ -94,21 +94,24 @@ def test_name_service_is_asked_once_for_what_all_children_need(
         return [31000, gid]
 
     monkeypatch.setattr(os, "getgrouplist", lists)
-    known = as_user.identify(User("root", 0, 7), TIMEOUT)
+    known = as_user.query_name_service(User("root", 0, 7), TIMEOUT)
     assert known == User("root", 0, 7, groups=(7, 31000), home="/root")
     assert asked.read_text() == "root\n"
-    assert (as_user.groups(known), as_user.home_of(known)) == ([7, 31000], "/root")
+    assert (as_user.list_group_ids(known), as_user.find_home_directory(known)) == (
+        [7, 31000],
+        "/root",
+    )
     assert asked.read_text() == "root\n"
-    of_step = as_user.identify(User("", 0, 7, groups=(7, 5), of_step=True), TIMEOUT)
+    of_step = as_user.query_name_service(User("", 0, 7, groups=(7, 5), of_step=True), TIMEOUT)
     assert of_step == User("root", 0, 7, groups=(7, 5), home="/root", of_step=True)
     stranger = User("", 4_000_000_000, 7)
-    assert as_user.identify(stranger, TIMEOUT) == User("", 4_000_000_000, 7, (7,), "")
+    assert as_user.query_name_service(stranger, TIMEOUT) == User("", 4_000_000_000, 7, (7,), "")
 
 
 def test_name_service_that_is_too_slow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getgrouplist", lambda name, gid: signal.pause())
     with pytest.raises(Declined) as caught:
-        as_user.identify(User("root", 0, 0), 0.3)
+        as_user.query_name_service(User("root", 0, 0), 0.3)
     assert (type(caught.value), caught.value.reason) == (Declined, "slow-names")
     assert "name service took more than 0.3 s" in str(caught.value)
 
@@ -133,21 +136,21 @@ def test_user_is_named_with_the_groups_that_were_tried(user: User, said: str) ->
 def test_hook_stays_what_it_was(as_root: None) -> None:
     before = os.getresuid(), os.getresgid(), os.getgroups()
 
-    def work() -> as_user.Found[None]:
-        as_user.become(NOBODY)
+    def work() -> as_user.ChildResult[None]:
+        as_user.set_effective_user(NOBODY)
         return None, []
 
-    as_user.call(work, type(None), TIMEOUT)
+    as_user.run_in_child(work, type(None), TIMEOUT)
     assert (os.getresuid(), os.getresgid(), os.getgroups()) == before
 
 
 def test_error_of_the_child_is_raised_here(tmp_path: Path) -> None:
-    def work() -> as_user.Found[None]:
+    def work() -> as_user.ChildResult[None]:
         os.open(tmp_path / "nothing", os.O_RDONLY)
         return None, []
 
     with pytest.raises(FileNotFoundError) as caught:
-        as_user.call(work, type(None), TIMEOUT)
+        as_user.run_in_child(work, type(None), TIMEOUT)
     assert caught.value.errno == errno.ENOENT
     assert caught.value.filename == str(tmp_path / "nothing")
 
@@ -156,10 +159,10 @@ def test_long_answer_arrives_whole(tmp_path: Path) -> None:
     """An ACL has up to 64 KiB, and more once it is written as JSON; one read gets less."""
     long = "x" * 200_000
 
-    def work() -> as_user.Found[str]:
+    def work() -> as_user.ChildResult[str]:
         return long, [os.open(tmp_path, os.O_RDONLY)]
 
-    value, (fd,) = as_user.call(work, str, TIMEOUT)
+    value, (fd,) = as_user.run_in_child(work, str, TIMEOUT)
     os.close(fd)
     assert value == long
 
@@ -184,12 +187,12 @@ def test_path_is_reached_as_root_or_else_as_the_user(
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return opens(path, flags, *mode)
 
-    def work() -> as_user.Found[Reached]:
+    def work() -> as_user.ChildResult[Reached]:
         os.open = server
-        fd = as_user.reach(str(tmp_path / "a"), NOBODY)
+        fd = as_user.open_path_as_root_or_user(str(tmp_path / "a"), NOBODY)
         return Reached(os.readlink(f"/proc/self/fd/{fd}"), [os.geteuid(), os.getegid()]), []
 
-    reached, _ = as_user.call(work, Reached, TIMEOUT)
+    reached, _ = as_user.run_in_child(work, Reached, TIMEOUT)
     assert (reached.path, reached.ids) == (str(tmp_path / "a"), [0, 0])
 
 
@@ -212,7 +215,7 @@ def _recurses() -> Any:
 @pytest.mark.parametrize("work", [_exits, _raises, _recurses])
 def test_child_that_dies_without_an_answer_is_our_failure(work: Any) -> None:
     with pytest.raises(Failed) as caught:
-        as_user.call(work, type(None), TIMEOUT)
+        as_user.run_in_child(work, type(None), TIMEOUT)
     assert caught.value.reason == "helper"
 
 
@@ -220,15 +223,17 @@ def test_child_that_is_killed_is_tried_once_more(tmp_path: Path) -> None:
     """An epilog that ends all processes of a user meets a child with their ids as well."""
     here = os.open(tmp_path, os.O_RDONLY)
 
-    def work() -> as_user.Found[int]:
+    def work() -> as_user.ChildResult[int]:
         with contextlib.suppress(FileExistsError):
             os.mkdir("killed", dir_fd=here)
             _dies()
         return len(os.listdir(here)), []
 
-    assert as_user.call(work, int, TIMEOUT, keep=(here,))[0] == 1
+    assert as_user.run_in_child(work, int, TIMEOUT, keep=(here,))[0] == 1
     (tmp_path / "killed").rmdir()
-    kept = as_user.each([lambda: _killed_at_first(tmp_path), lambda: 2], int, TIMEOUT, TIMEOUT, 2)
+    kept = as_user.run_each_in_child(
+        [lambda: _killed_at_first(tmp_path), lambda: 2], int, TIMEOUT, TIMEOUT, 2
+    )
     assert kept == [1, 2]
     os.close(here)
 
@@ -249,11 +254,11 @@ def test_child_that_is_always_killed_is_no_failure_of_the_node(tmp_path: Path, t
         return _dies()
 
     with pytest.raises(as_user.ChildKilled) as caught:
-        as_user.call(work, type(None), TIMEOUT, keep=(here,), tries=tries)
+        as_user.run_in_child(work, type(None), TIMEOUT, keep=(here,), tries=tries)
     assert not isinstance(caught.value, Failed)
     assert (caught.value.reason, "killed by signal 9" in str(caught.value)) == ("killed", True)
     assert len(os.listdir(tmp_path)) == tries
-    assert as_user.each([_dies], int, TIMEOUT, TIMEOUT, 1) == [None]
+    assert as_user.run_each_in_child([_dies], int, TIMEOUT, TIMEOUT, 1) == [None]
     os.close(here)
 
 
@@ -261,7 +266,7 @@ def test_child_never_comes_back_into_the_hooks_code(tmp_path: Path) -> None:
     """If it did, two processes would go on with the hook."""
     here = os.getpid()
     try:
-        as_user.call(_raises, type(None), TIMEOUT)
+        as_user.run_in_child(_raises, type(None), TIMEOUT)
     except BaseException:
         (tmp_path / str(os.getpid())).touch()
         if os.getpid() != here:
@@ -278,14 +283,14 @@ def test_child_that_hangs_is_left_after_the_timeout_and_killed() -> None:
         born.append(child)
         return child
 
-    def work() -> as_user.Found[None]:
+    def work() -> as_user.ChildResult[None]:
         signal.pause()
         return None, []
 
     os.fork = noting
     try:
         with pytest.raises(as_user.ChildTimeout):
-            as_user.call(work, type(None), 0.05)
+            as_user.run_in_child(work, type(None), 0.05)
     finally:
         os.fork = fork
     until(lambda: _is_over(born[0]), "the end of a child that was killed")
@@ -304,7 +309,7 @@ def test_child_left_behind_holds_neither_output_nor_locks(tmp_path: Path) -> Non
     fd = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     kept = os.open(tmp_path / "kept", os.O_RDWR | os.O_CREAT)
 
-    def work() -> as_user.Found[list[str]]:
+    def work() -> as_user.ChildResult[list[str]]:
         open_files = []
         for name in os.listdir("/proc/self/fd"):
             try:
@@ -313,7 +318,7 @@ def test_child_left_behind_holds_neither_output_nor_locks(tmp_path: Path) -> Non
                 continue
         return open_files, []
 
-    names, _ = as_user.call(work, list[str], TIMEOUT, keep=(kept,))
+    names, _ = as_user.run_in_child(work, list[str], TIMEOUT, keep=(kept,))
     os.close(fd)
     os.close(kept)
     assert str(tmp_path / "kept") in names
@@ -329,7 +334,7 @@ def test_call_leaks_no_descriptor() -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     for work in (lambda: (None, []), _raises, lambda: time.sleep(30)):
         with contextlib.suppress(Failed, as_user.ChildTimeout):
-            as_user.call(work, type(None), 0.05)
+            as_user.run_in_child(work, type(None), 0.05)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
@@ -343,14 +348,14 @@ def test_who_waits_for_a_child_does_something_meanwhile(monkeypatch: pytest.Monk
         if len(calls) == 3:
             os.write(here, b"go")
 
-    def work() -> as_user.Found[str]:
+    def work() -> as_user.ChildResult[str]:
         return os.read(there, 2).decode(), []
 
-    value, line = as_user.ask(work, str, 240.0, keep=(there,), idle=idle)
+    value, line = as_user.run_in_child_with_socket(work, str, 240.0, keep=(there,), idle=idle)
     line.close()
     assert (value, len(calls) >= 3) == ("go", True)
     with pytest.raises(as_user.ChildTimeout):
-        as_user.ask(work, str, 0.05, keep=(there,), idle=lambda: None)
+        as_user.run_in_child_with_socket(work, str, 0.05, keep=(there,), idle=lambda: None)
     os.close(there)
     os.close(here)
 
@@ -369,7 +374,7 @@ def test_each_answers_for_itself(tmp_path: Path) -> None:
         return os.open(tmp_path / "nothing", os.O_RDONLY)
 
     works = [lambda: 1, hangs, dies, fails, lambda: 2]
-    assert as_user.each(works, int, 3.0, TIMEOUT, 3) == [1, None, None, None, 2]
+    assert as_user.run_each_in_child(works, int, 3.0, TIMEOUT, 3) == [1, None, None, None, 2]
     until(lambda: not children_left(), "the child that hung to die")
 
 
@@ -381,7 +386,7 @@ def test_no_more_than_some_work_at_once_and_none_after_the_end(tmp_path: Path) -
 
     works = [functools.partial(hangs, n) for n in range(5)]
     done: list[tuple[int, int | None]] = []
-    each = as_user.each(works, int, TIMEOUT, 3.0, 2, lambda *ended: done.append(ended))
+    each = as_user.run_each_in_child(works, int, TIMEOUT, 3.0, 2, lambda *ended: done.append(ended))
     assert each == [None] * 5
     assert {file.name for file in tmp_path.iterdir()} == {"0", "1"}
     assert sorted(done) == [(number, None) for number in range(5)]
@@ -398,7 +403,7 @@ def test_end_of_one_is_told_while_another_hangs(tmp_path: Path) -> None:
         done.append((number, value))
 
     done: list[tuple[int, int | None]] = []
-    assert as_user.each([waits, lambda: 1], int, TIMEOUT, TIMEOUT, 2, ended) == [2, 1]
+    assert as_user.run_each_in_child([waits, lambda: 1], int, TIMEOUT, TIMEOUT, 2, ended) == [2, 1]
     assert done == [(1, 1), (0, 2)]
 
 
@@ -410,15 +415,15 @@ def test_children_are_heard_by_a_process_with_more_files_than_select_takes(tmp_p
         for _ in range(1100):
             stack.enter_context((tmp_path / "file").open("w"))
         works = [functools.partial(abs, -number) for number in range(3)]
-        assert as_user.each(works, int, TIMEOUT, TIMEOUT, 3) == [0, 1, 2]
-        assert as_user.call(lambda: (7, []), int, TIMEOUT)[0] == 7
+        assert as_user.run_each_in_child(works, int, TIMEOUT, TIMEOUT, 3) == [0, 1, 2]
+        assert as_user.run_in_child(lambda: (7, []), int, TIMEOUT)[0] == 7
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0])
 def test_time_that_is_used_up_says_nothing_of_a_file_system(timeout: float) -> None:
     """Nobody was asked, so the source is not said to hang."""
     with pytest.raises(Declined) as caught:
-        as_user.call(lambda: pytest.fail("it was asked"), type(None), timeout)
+        as_user.run_in_child(lambda: pytest.fail("it was asked"), type(None), timeout)
     assert caught.value.reason == "deadline"
 
 
@@ -427,8 +432,8 @@ def test_healthy_file_system_answers_however_little_time_is_left(
 ) -> None:
     monkeypatch.setattr(as_user, "_LEAST", TIMEOUT)
 
-    def work() -> as_user.Found[int]:
+    def work() -> as_user.ChildResult[int]:
         time.sleep(0.05)
         return 7, []
 
-    assert as_user.call(work, int, 0.001)[0] == 7
+    assert as_user.run_in_child(work, int, 0.001)[0] == 7

@@ -17,7 +17,7 @@ def test_process_really_leaves_its_job(cgroup: Path) -> None:
         try:
             (cgroup / "cgroup.procs").write_text("0")
             inside = (cgroup / "cgroup.procs").read_text().split() == [str(os.getpid())]
-            child.leave_job()
+            child.leave_job_cgroups()
             empty = (cgroup / "cgroup.procs").read_text() == ""
             os.write(said, b"yes" if inside and empty else b"no")
         finally:
@@ -35,7 +35,7 @@ from forestage.system import child
 ended = subprocess.Popen(["true"])
 os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
 lives = subprocess.Popen(["sleep", "4243"])
-child.reap()
+child.reap_ended_children()
 print(os.path.exists(f"/proc/{ended.pid}"), os.path.exists(f"/proc/{lives.pid}"))
 lives.kill()
 """

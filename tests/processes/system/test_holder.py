@@ -39,21 +39,21 @@ def said(tmp_path: Path, monkeypatch: Patch) -> Callable[[], str]:
 def stays(monkeypatch: Patch) -> list[tuple[int, str]]:
     """Where it goes from its cgroups, in place of going there."""
     gone: list[tuple[int, str]] = []
-    monkeypatch.setattr(child, "leave_job", lambda adj, leaf: gone.append((adj, leaf)))
+    monkeypatch.setattr(child, "leave_job_cgroups", lambda adj, leaf: gone.append((adj, leaf)))
     return gone
 
 
 @pytest.fixture(autouse=True)
 def none_left(monkeypatch: Patch) -> Iterator[None]:
     """Also of a test that fails."""
-    begin, pids = child.begin, list[int]()
+    begin, pids = child.fork_with_socket, list[int]()
 
     def noted(*works: Callable[..., None]) -> tuple[int, socket.socket]:
         pid, ours = begin(*works)
         pids.append(pid)
         return pid, ours
 
-    monkeypatch.setattr(child, "begin", noted)
+    monkeypatch.setattr(child, "fork_with_socket", noted)
     yield
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
@@ -106,7 +106,7 @@ def test_hook_goes_on_only_after_the_holder_has_left_its_session() -> None:
         hook.send(StartReport("ready"))
         signal.pause()
 
-    with holder.start(LIFE, "it", work, 600.0) as channel:
+    with holder.start_daemon(LIFE, "it", work, 600.0) as channel:
         assert channel.recv(600) == StartReport("ready"), "it has waited for the first message"
         assert os.getsid(channel.pid) == channel.pid == os.getpgid(channel.pid)
         assert Path(f"/proc/{channel.pid}/comm").read_text() == "holder\n"
@@ -123,7 +123,7 @@ def test_holder_keeps_nothing_of_the_hook_but_what_it_names(tmp_path: Path) -> N
         hook.begin(kept)
         signal.pause()
 
-    with lock.held(tmp_path / "lock", 0), holder.start(LIFE, "it", work, 600.0) as channel:
+    with lock.held(tmp_path / "lock", 0), holder.start_daemon(LIFE, "it", work, 600.0) as channel:
         links = [os.readlink(file) for file in Path(f"/proc/{channel.pid}/fd").iterdir()]
         assert sorted(one for one in links if not one.startswith("socket:")) == [
             *["/dev/null"] * 3,
@@ -138,7 +138,7 @@ def test_holder_keeps_nothing_of_the_hook_but_what_it_names(tmp_path: Path) -> N
     ("life", "gone"),
     [
         (DaemonSpec("x"), [(0, "serve")]),
-        (DaemonSpec("x", "copy", holder.SAFEST), [(holder.SAFEST, "copy")]),
+        (DaemonSpec("x", "copy", holder.OOM_EXEMPT), [(holder.OOM_EXEMPT, "copy")]),
         (DaemonSpec("x", None), []),  # its work is to end with the step
     ],
 )
@@ -149,7 +149,7 @@ def test_holder_leaves_the_steps_cgroups_unless_it_is_to_end_with_the_step(
         hook.begin()
         hook.send(StartReport("ready" if stays == gone else "failed"))
 
-    with holder.start(life, "it", work) as channel:
+    with holder.start_daemon(life, "it", work) as channel:
         assert channel.recv(600) == StartReport("ready")
         ended(channel)
 
@@ -175,7 +175,7 @@ def test_error_that_ends_a_holder_is_told_and_logged(
         raise error
 
     try:
-        channel = holder.start(LIFE, "it", work, 600.0)
+        channel = holder.start_daemon(LIFE, "it", work, 600.0)
     finally:
         if os.getpid() != here:
             os._exit(99)  # it came back into the hook's code
@@ -202,14 +202,14 @@ def killed(hook: StartChannel) -> None:
 def test_holder_that_cannot_be_asked_is_why_not(
     work: Callable[[StartChannel], None], why: str
 ) -> None:
-    with holder.start(LIFE, "it", work) as channel:
+    with holder.start_daemon(LIFE, "it", work) as channel:
         with pytest.raises(Declined, match=why):
             channel.await_ready(600.0, "why")
         ended(channel)
 
 
 def test_holder_that_says_nothing_is_not_waited_for() -> None:
-    with holder.start(LIFE, "it", lambda hook: signal.pause(), 0.05) as channel:
+    with holder.start_daemon(LIFE, "it", lambda hook: signal.pause(), 0.05) as channel:
         with pytest.raises(Declined, match="does not answer"):
             channel.await_ready(0.05, "why")
         os.kill(channel.pid, signal.SIGKILL)
@@ -222,7 +222,7 @@ def test_starter_hears_whether_it_or_another_holds_it(state: str, ready: bool) -
         hook.begin()
         hook.send(StartReport(state))  # type: ignore[arg-type]
 
-    with holder.start(LIFE, "it", work) as channel:
+    with holder.start_daemon(LIFE, "it", work) as channel:
         assert channel.await_ready(600.0, "why") is ready
         ended(channel)
 
@@ -233,7 +233,9 @@ def test_starter_hears_whether_it_or_another_holds_it(state: str, ready: bool) -
 @pytest.fixture
 def guests(path: str) -> Iterator[TaskConnections]:
     """They hear what they ask."""
-    made = TaskConnections(holder.listen(Path(path)), lambda guest, asked: guest.sendall(asked))
+    made = TaskConnections(
+        holder.listen_for_clients(Path(path)), lambda guest, asked: guest.sendall(asked)
+    )
     yield made
     made.close()
 
@@ -247,7 +249,7 @@ def guest(path: str) -> socket.socket:
 
 def test_socket_is_roots_alone_and_takes_the_place_of_an_older_one(path: str) -> None:
     Path(path).touch(0o666)
-    with holder.listen(Path(path)):
+    with holder.listen_for_clients(Path(path)):
         assert Path(path).stat().st_mode & 0o777 == 0o600
 
 
@@ -256,11 +258,11 @@ def test_socket_is_roots_alone_and_takes_the_place_of_an_older_one(path: str) ->
     [(resource.RLIM_INFINITY, 900), (1 << 20, 900), (1024, 900), (256, 132), (64, 32), (1, 1)],
 )
 def test_holder_keeps_descriptors_for_itself(limit: int, most: int) -> None:
-    assert holder.most_guests(limit) == most
+    assert holder.max_client_count(limit) == most
 
 
 def test_guests_beyond_the_processs_descriptors_stand_in_line(path: str) -> None:
-    listener = holder.listen(Path(path))
+    listener = holder.listen_for_clients(Path(path))
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -325,7 +327,7 @@ def test_more_guests_than_there_may_be_stand_in_line(
 def test_guest_that_reads_nothing_holds_up_no_other(path: str) -> None:
     blocking: list[bool] = []
     made = TaskConnections(
-        holder.listen(Path(path)), lambda one, _: blocking.append(one.getblocking())
+        holder.listen_for_clients(Path(path)), lambda one, _: blocking.append(one.getblocking())
     )
     with guest(path) as deaf:
         deaf.send(b"asked")
@@ -349,7 +351,9 @@ def test_descriptor_that_comes_with_a_request_is_dropped(
 
 
 def test_guest_that_comes_is_greeted(path: str) -> None:
-    greeted = TaskConnections(holder.listen(Path(path)), print, lambda one: one.sendall(b"hello"))
+    greeted = TaskConnections(
+        holder.listen_for_clients(Path(path)), print, lambda one: one.sendall(b"hello")
+    )
     with guest(path) as one:
         greeted.attend(None)
         assert one.recv(100) == b"hello"
@@ -382,7 +386,7 @@ def test_once_closed_it_takes_no_guests_but_goes_on(guests: TaskConnections, pat
 HOLDS = """
 import os, signal, sys
 from forestage.system import holder
-held = holder.hold(os.open(sys.argv[1], os.O_RDONLY))
+held = holder.lock_pid_file(os.open(sys.argv[1], os.O_RDONLY))
 signal.pause()
 """
 
@@ -395,7 +399,7 @@ def test_holder_of_a_directory_is_ended_by_its_lock(tmp_path: Path) -> None:
         os.sched_yield()
     reaper = threading.Thread(target=os.waitpid, args=(pid, 0))
     reaper.start()
-    holder.end(tmp_path, 600.0)
+    holder.stop_daemon(tmp_path, 600.0)
     reaper.join()
     assert lock.is_free(tmp_path / "held")
 
@@ -404,4 +408,4 @@ def test_holder_of_a_directory_is_ended_by_its_lock(tmp_path: Path) -> None:
 def test_what_a_dead_holder_left_ends_nobody(tmp_path: Path, left: str | None) -> None:
     if left is not None:
         (tmp_path / "held").write_text(left)
-    holder.end(tmp_path, 0.0)
+    holder.stop_daemon(tmp_path, 0.0)

@@ -20,7 +20,7 @@ def test_device_of_another_program_is_not_looked_at(tmp_path: Path) -> None:
     argv = ["losetup", "--find", "--show", file]
     name = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
     try:
-        assert name not in [one.name for one in loop.attached()]
+        assert name not in [one.name for one in loop.list_attached_devices()]
     finally:
         subprocess.run(["losetup", "--detach", name], check=True)
 
@@ -48,7 +48,7 @@ def test_node_without_loop_devices_is_said_to_have_none(
     file.write_bytes(bytes(8192))
     monkeypatch.setattr(loop, "CONTROL", tmp_path / "loop-control")
     with pytest.raises(Failed) as raised:
-        loop.attach(file, read_only=True)
+        loop.attach_file(file, read_only=True)
     assert raised.value.reason == "loop"
     assert "loop-control" in str(raised.value)
 
@@ -62,10 +62,10 @@ def test_device_that_a_containers_own_dev_lacks_is_made(
     os.mknod("/dev/loop-control", stat.S_IFCHR | 0o600, control)
     file = tmp_path / "image"
     file.write_bytes(bytes(8192))
-    name = loop.attach(file, read_only=True)
+    name = loop.attach_file(file, read_only=True)
     Path(name).unlink()
     try:
-        (one,) = [one for one in loop.attached() if one.is_of(file.stat())]
+        (one,) = [one for one in loop.list_attached_devices() if one.is_of(file.stat())]
         assert one.name == name
     finally:
-        loop.detach(one)
+        loop.detach_device(one)

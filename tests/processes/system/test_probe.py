@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forestage.system import lock, probe
-from forestage.system.probe import At, HangReport
+from forestage.system.probe import HangReport, ReportPhase
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ class Asked:
         os.mkfifo(self._go)
         self.hangs = False
 
-    def __call__(self, at: At) -> None:
+    def __call__(self, at: ReportPhase) -> None:
         with self._pids.open("a") as pids:
             pids.write(f"{os.getpid()}\n")
         at("reads")
@@ -59,9 +59,9 @@ def until_free(file: Path) -> None:
 
 
 def test_answer_counts_for_a_while(file: Path, asked: Asked) -> None:
-    assert probe.ask(file, asked) is None
+    assert probe.find_hang(file, asked) is None
     asked.hangs = True
-    assert probe.ask(file, asked) is None
+    assert probe.find_hang(file, asked) is None
     assert len(asked.pids) == 1
     asked.hangs = False
 
@@ -70,34 +70,34 @@ def test_answer_is_outdated_after_that(
     file: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "GOOD", 0.0)
-    assert probe.ask(file, asked) is None
-    assert probe.ask(file, asked) is None
+    assert probe.find_hang(file, asked) is None
+    assert probe.find_hang(file, asked) is None
     assert len(asked.pids) == 2
 
 
 def test_one_process_asks_what_hangs_and_its_end_is_the_news(file: Path, asked: Asked) -> None:
     asked.hangs = True
     for _ in range(3):
-        found = probe.ask(file, asked)
+        found = probe.find_hang(file, asked)
         assert found is not None
         assert (found.phase, found.pid) == ("reads", asked.pids[0])
-    assert probe.known(file) is not None
+    assert probe.find_known_hang(file) is not None
     assert len(asked.pids) == 1
     asked.answer()
     until_free(file)
-    assert probe.known(file) is None
-    assert probe.ask(file, asked) is None
+    assert probe.find_known_hang(file) is None
+    assert probe.find_hang(file, asked) is None
 
 
 def test_what_is_known_to_hang_is_not_waited_for(
     file: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked.hangs = True
-    probe.begin(file, asked)
-    assert probe.known(file) is not None, "it waits for who asks just now"
-    assert probe.known(file) is not None
+    probe.start_probe(file, asked)
+    assert probe.find_known_hang(file) is not None, "it waits for who asks just now"
+    assert probe.find_known_hang(file) is not None
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
-    assert probe.ask(file, asked) is not None
+    assert probe.find_hang(file, asked) is not None
 
 
 def test_who_asks_outlives_its_hook_and_the_hooks_group(file: Path, asked: Asked) -> None:
@@ -107,65 +107,65 @@ def test_who_asks_outlives_its_hook_and_the_hooks_group(file: Path, asked: Asked
     if child == 0:
         try:
             os.setpgid(0, 0)
-            probe.ask(file, asked)
+            probe.find_hang(file, asked)
             os.killpg(0, signal.SIGKILL)
         finally:
             os._exit(1)  # never on into pytest
     os.waitpid(child, 0)
-    assert probe.known(file) is not None
+    assert probe.find_known_hang(file) is not None
     (pid,) = asked.pids
     assert os.getsid(pid) == pid
 
 
 def test_who_was_killed_remembers_nothing(file: Path, asked: Asked) -> None:
     asked.hangs = True
-    assert probe.ask(file, asked) is not None
+    assert probe.find_hang(file, asked) is not None
     os.kill(asked.pids[0], signal.SIGKILL)
     until_free(file)
-    assert probe.known(file) is None
+    assert probe.find_known_hang(file) is None
     asked.hangs = False
-    assert probe.ask(file, asked) is None
+    assert probe.find_hang(file, asked) is None
 
 
 def test_error_is_an_answer(file: Path) -> None:
-    def work(at: At) -> None:
+    def work(at: ReportPhase) -> None:
         at("writes")
         raise OSError(30, "Read-only file system")
 
-    assert probe.ask(file, work) is None
+    assert probe.find_hang(file, work) is None
 
 
 def test_process_that_could_go_on_does_not_hang(file: Path, asked: Asked) -> None:
     """On a busy node it only waits for its turn."""
 
-    def work(at: At) -> None:
+    def work(at: ReportPhase) -> None:
         at("reads")
         while not stop.exists():
             pass
 
     stop = file.parent.parent / "stop"
-    assert probe.ask(file, work) is None
-    assert probe.known(file) is None
+    assert probe.find_hang(file, work) is None
+    assert probe.find_known_hang(file) is None
     stop.touch()
     until_free(file)
 
 
 def test_who_may_not_ask_takes_it_for_healthy(tmp_path: Path, asked: Asked) -> None:
     (tmp_path / "probes").touch()
-    assert probe.ask(tmp_path / "probes/disk", asked) is None
-    assert probe.known(tmp_path / "probes/disk") is None
+    assert probe.find_hang(tmp_path / "probes/disk", asked) is None
+    assert probe.find_known_hang(tmp_path / "probes/disk") is None
 
 
 @pytest.mark.parametrize("text", ["", "reads", "reads x 1", "reads 1e30 1", "\udcff" * 70])
 def test_what_nobody_wrote_is_no_answer(file: Path, asked: Asked, text: str) -> None:
     file.parent.mkdir()
     file.write_bytes(text.encode(errors="surrogateescape"))
-    assert probe.ask(file, asked) is None
+    assert probe.find_hang(file, asked) is None
     assert len(asked.pids) == 1
 
 
 def test_hang_has_its_time(file: Path, asked: Asked) -> None:
     asked.hangs = True
-    assert probe.ask(file, asked) is not None
-    assert isinstance(found := probe.ask(file, asked), HangReport)
+    assert probe.find_hang(file, asked) is not None
+    assert isinstance(found := probe.find_hang(file, asked), HangReport)
     assert found.seconds >= probe.LIMIT

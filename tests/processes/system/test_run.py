@@ -15,7 +15,7 @@ from node import until
 
 def test_program_gets_a_small_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD_OF_SOMEBODY", "1")
-    ran = run.run(["sh", "-c", "env | sort; pwd; readlink /proc/self/fd/0"])
+    ran = run.run_program(["sh", "-c", "env | sort; pwd; readlink /proc/self/fd/0"])
     assert ran.out.splitlines() == ["LC_ALL=C", f"PATH={run.PATH}", "PWD=/", "/", "/dev/null"]
     assert (ran.code, ran.err) == (0, "")
 
@@ -24,7 +24,7 @@ def test_program_gets_only_the_named_descriptor(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"content")
     fds = [os.open(tmp_path / "a", os.O_RDONLY) for _ in range(2)]
     script = f"cat /proc/self/fd/{fds[0]}; test ! -e /proc/self/fd/{fds[1]}"
-    ran = run.run(["sh", "-c", script], pass_fds=fds[:1])
+    ran = run.run_program(["sh", "-c", script], pass_fds=fds[:1])
     for fd in fds:
         os.close(fd)
     assert (ran.code, ran.out) == (0, "content")
@@ -40,16 +40,16 @@ def test_program_gets_only_the_named_descriptor(tmp_path: Path) -> None:
     ],
 )
 def test_how_a_program_ended_is_one_line(script: str, explained: str) -> None:
-    assert run.run(["sh", "-c", script]).explained() == explained
+    assert run.run_program(["sh", "-c", script]).explained() == explained
 
 
 def test_argument_is_never_read_by_a_shell() -> None:
-    assert run.run(["printf", "%s", "$(id); `id` *"]).out == "$(id); `id` *"
+    assert run.run_program(["printf", "%s", "$(id); `id` *"]).out == "$(id); `id` *"
 
 
 def test_missing_program_is_our_failure_with_a_hint() -> None:
     with pytest.raises(Failed) as caught:
-        run.run(["no-such-program-anywhere"])
+        run.run_program(["no-such-program-anywhere"])
     assert (caught.value.reason, bool(caught.value.hint)) == ("program", True)
 
 
@@ -68,7 +68,7 @@ def test_program_that_is_stopped_is_killed_with_its_children(tmp_path: Path) -> 
     script = (
         f"sleep 600 >/dev/null 2>&1 & echo $! > {tmp_path}/pid; echo $$ > {tmp_path}/group; wait"
     )
-    ran = run.run(["sh", "-c", script], stop=Once(tmp_path / "group"))
+    ran = run.run_program(["sh", "-c", script], stop=Once(tmp_path / "group"))
     assert ran.explained() == "sh: signal 9"
     child = int((tmp_path / "pid").read_text())
     until(lambda: not _alive(child), "the end of a child that was killed")
@@ -77,7 +77,7 @@ def test_program_that_is_stopped_is_killed_with_its_children(tmp_path: Path) -> 
 
 
 def test_signal_for_our_group_does_not_reach_the_program() -> None:
-    ran = run.run(["sh", "-c", "cut -d' ' -f5,6 /proc/$$/stat"])
+    ran = run.run_program(["sh", "-c", "cut -d' ' -f5,6 /proc/$$/stat"])
     group, session = map(int, ran.out.split())
     assert group == session
     assert session != os.getsid(0)
@@ -92,13 +92,13 @@ def _alive(pid: int) -> bool:
 
 
 def test_program_that_takes_too_long_goes_with_its_children() -> None:
-    ran = run.run(["sh", "-c", "sleep 600 & sleep 600"], timeout=0.1)
+    ran = run.run_program(["sh", "-c", "sleep 600 & sleep 600"], timeout=0.1)
     assert ran.code == -9
-    assert run.run(["sh", "-c", "echo done"], timeout=600.0).out == "done\n"
+    assert run.run_program(["sh", "-c", "echo done"], timeout=600.0).out == "done\n"
 
 
 def test_program_gets_the_variables_that_it_is_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = run.run(["sh", "-c", "echo $SLURM_CONF $PATH"], variables={"SLURM_CONF": "/a b"})
+    ran = run.run_program(["sh", "-c", "echo $SLURM_CONF $PATH"], variables={"SLURM_CONF": "/a b"})
     assert ran.out == f"/a b {run.PATH}\n"
     assert "SLURM_CONF" not in run.ENVIRONMENT
 
@@ -108,44 +108,44 @@ def test_program_gets_the_variables_that_it_is_to_have(monkeypatch: pytest.Monke
 
 def test_program_here_has_the_variables_and_our_path() -> None:
     variables = {"A": "b c", "PATH": "/evil", "LC_ALL": "x"}
-    ran = run.run_here(["env"], variables, 600.0, 1 << 20)
+    ran = run.run_as_current_user(["env"], variables, 600.0, 1 << 20)
     assert sorted(ran.out.decode().splitlines()) == ["A=b c", "LC_ALL=x", f"PATH={run.PATH}"]
     assert (ran.code, ran.err, ran.cut) == (0, b"", "")
 
 
 def test_program_here_reads_what_it_is_given() -> None:
     given = os.urandom(1 << 20)
-    assert run.run_here(["cat"], {}, 600.0, 2 << 20, given).out == given
-    assert run.run_here(["cat"], {}, 600.0, 1 << 20).out == b""
+    assert run.run_as_current_user(["cat"], {}, 600.0, 2 << 20, given).out == given
+    assert run.run_as_current_user(["cat"], {}, 600.0, 1 << 20).out == b""
 
 
 def test_program_here_that_writes_too_much_is_killed() -> None:
     for where in ("", ">&2"):
-        ran = run.run_here(["sh", "-c", f"yes {where}"], {}, 600.0, 1 << 20)
+        ran = run.run_as_current_user(["sh", "-c", f"yes {where}"], {}, 600.0, 1 << 20)
         assert (ran.code, ran.cut) == (-9, "size")
         assert len(ran.out + ran.err) < 2 << 20
-    assert run.run_here(["head", "-c", "1000", "/dev/zero"], {}, 600.0, 1000).cut == ""
+    assert run.run_as_current_user(["head", "-c", "1000", "/dev/zero"], {}, 600.0, 1000).cut == ""
 
 
 @pytest.mark.parametrize("script", ["echo a; sleep 600 & wait", "exec >&- 2>&-; sleep 600"])
 def test_program_here_that_takes_too_long_is_killed(script: str) -> None:
-    ran = run.run_here(["sh", "-c", script], {}, 0.3, 1 << 20)
+    ran = run.run_as_current_user(["sh", "-c", script], {}, 0.3, 1 << 20)
     assert (ran.code, ran.cut) == (-9, "time")
 
 
 def test_program_here_is_refused_to_a_process_that_is_two_users(as_root: None) -> None:
     """With root's real id, bash would make itself root again."""
 
-    def work() -> as_user.Found[str]:
-        as_user.become(as_user.User("", 65534, 65534))
+    def work() -> as_user.ChildResult[str]:
+        as_user.set_effective_user(as_user.User("", 65534, 65534))
         with pytest.raises(Failed) as caught:
-            run.run_here(["id"], {}, 600.0, 1 << 20)
+            run.run_as_current_user(["id"], {}, 600.0, 1 << 20)
         return caught.value.reason, []
 
-    assert as_user.call(work, str, 600.0)[0] == "helper"
+    assert as_user.run_in_child(work, str, 600.0)[0] == "helper"
 
 
 def test_missing_program_here_is_our_failure() -> None:
     with pytest.raises(Failed) as caught:
-        run.run_here(["no-such-program-anywhere"], {}, 600.0, 1 << 20)
+        run.run_as_current_user(["no-such-program-anywhere"], {}, 600.0, 1 << 20)
     assert caught.value.reason == "program"

@@ -41,10 +41,10 @@ def found(path: Path) -> bool:
     fd = os.open(path, os.O_RDONLY)
     try:
 
-        def work() -> as_user.Found[bool]:
+        def work() -> as_user.ChildResult[bool]:
             return writers.has_writer(fd, str(path)), []
 
-        return as_user.call(work, bool, 600.0, keep=(fd,))[0]
+        return as_user.run_in_child(work, bool, 600.0, keep=(fd,))[0]
     finally:
         os.close(fd)
 
@@ -101,7 +101,7 @@ def test_lease_that_the_server_does_not_grant_is_no_writer(
 
     monkeypatch.setattr(fcntl, "fcntl", refusing)
     assert found(file)
-    monkeypatch.setattr(file_systems, "read_kind", lambda fd: kind)
+    monkeypatch.setattr(file_systems, "read_file_system_type", lambda fd: kind)
     assert not found(file)
 
 
@@ -115,7 +115,7 @@ def test_look_that_takes_too_long_is_given_up(file: Path, monkeypatch: pytest.Mo
 def by_lease(path: Path) -> bool | None:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return writers.by_lease(fd)
+        return writers.has_writer_by_lease(fd)
     finally:
         os.close(fd)
 
@@ -125,7 +125,7 @@ def test_lease_of_a_moment_says_who_writes_and_is_given_back(file: Path) -> None
     with file.open("ab"):
         assert by_lease(file) is True
     with file.open("rb") as asked:  # and open on
-        assert writers.by_lease(asked.fileno()) is False
+        assert writers.has_writer_by_lease(asked.fileno()) is False
         os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
 
 
@@ -143,24 +143,24 @@ def test_lease_proves_something_on_local_file_systems_alone(
     file: Path, monkeypatch: pytest.MonkeyPatch, kind: int, proves: bool
 ) -> None:
     """Those of ext4 and XFS; of FUSE, overlayfs and NFS."""
-    monkeypatch.setattr(file_systems, "read_kind", lambda fd: kind)
-    assert writers.proves(0) is proves
+    monkeypatch.setattr(file_systems, "read_file_system_type", lambda fd: kind)
+    assert writers.is_lease_conclusive(0) is proves
 
 
 def test_lease_proves_nothing_where_the_admin_forbids_leases(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_systems, "read_kind", lambda fd: 0xEF53)
+    monkeypatch.setattr(file_systems, "read_file_system_type", lambda fd: 0xEF53)
     for said, proves in (("0\n", False), ("1\n", True)):
         file.write_text(said)
         monkeypatch.setattr(writers, "ENABLED", file)
-        assert writers.proves(0) is proves
+        assert writers.is_lease_conclusive(0) is proves
 
 
 def test_file_below_a_directory_that_a_process_writes_is_named(
     file: Path, writer: subprocess.Popen[bytes]
 ) -> None:
-    assert writers.find(str(file.parent), 600.0) == str(file)
-    assert writers.find(str(file.parent / "a"), 600.0) == ""
+    assert writers.find_open_for_writing(str(file.parent), 600.0) == str(file)
+    assert writers.find_open_for_writing(str(file.parent / "a"), 600.0) == ""
     writer.communicate()
-    assert writers.find(str(file.parent), 600.0) == ""
+    assert writers.find_open_for_writing(str(file.parent), 600.0) == ""

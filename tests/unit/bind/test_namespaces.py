@@ -16,4 +16,4 @@ def test_namespace_is_known_by_its_lowest_process(tmp_path: Path, order: tuple[i
     for name, inode in [("self", 1), ("5", 1), *((str(pid), 2) for pid in order)]:
         (tmp_path / name / "ns").mkdir(parents=True)
         (tmp_path / name / "ns/mnt").symlink_to(f"mnt:[{inode}]")
-    assert namespaces._namespaces(tmp_path, None, math.inf) == ([(9, 2)], True)
+    assert namespaces._list_namespaces(tmp_path, None, math.inf) == ([(9, 2)], True)

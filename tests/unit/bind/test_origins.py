@@ -25,7 +25,7 @@ def bound(number: int, device: str, root: str) -> MountInfo:
 )
 def test_what_is_not_named_as_an_image_is_none_of_ours(inside: str) -> None:
     table = [bound(2, "259:1", f"/forestage/{inside}")]
-    assert origins.find_binds(table, [CacheOrigin(HERE, BindOrigin("259:1", "/forestage/"))]) == []
+    assert origins.list_binds(table, [CacheOrigin(HERE, BindOrigin("259:1", "/forestage/"))]) == []
 
 
 def test_bind_is_of_the_cache_that_it_was_made_from() -> None:
@@ -36,7 +36,7 @@ def test_bind_is_of_the_cache_that_it_was_made_from() -> None:
         bound(3, "259:1", "/forestage/entries/0b/image"),
         bound(4, "259:2", "/forestage/entries/0c/image"),
     ]
-    found = origins.find_binds(table, [outer, inner])
+    found = origins.list_binds(table, [outer, inner])
     assert [(one.mount.id, one.key, one.cache) for one in found] == [
         (2, "0a", inner.root),
         (3, "0b", outer.root),
@@ -63,8 +63,8 @@ def test_number_that_another_file_system_may_have_by_now_tells_no_bind(
     )
     table = [MountInfo(1, 0, "8:1", "/", "/")]
     table += [MountInfo(2, 1, device, "/", "/scratch")] if mounted else []
-    found = origins.find_binds(
-        [bound(9, device, f"{here}entries/0a/image")], origins.find_origins(cache, table)
+    found = origins.list_binds(
+        [bound(9, device, f"{here}entries/0a/image")], origins.list_origins(cache, table)
     )
     assert [one.cache for one in found] == [EARLIER] * counts
 
@@ -72,5 +72,5 @@ def test_number_that_another_file_system_may_have_by_now_tells_no_bind(
 def test_file_that_is_no_record_of_ours_names_no_cache(cache: Cache) -> None:
     (cache.claims / origins.FILE).write_text("[1]")
     table = [MountInfo(1, 0, "8:1", "/", "/")]
-    (only,) = origins.find_origins(Cache(Path(HERE), cache.claims), table)
+    (only,) = origins.list_origins(Cache(Path(HERE), cache.claims), table)
     assert only == CacheOrigin(HERE, BindOrigin("8:1", f"{HERE}/"))

@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.bind import redirect
-from forestage.bind.redirect import RedirectBind, next_step, stale, unneeded
+from forestage.bind.redirect import (
+    RedirectBind,
+    choose_redirect_step,
+    list_stale_binds,
+    list_unneeded_binds,
+)
 from forestage.cache.layout import Cache
 from forestage.system import mounts
 from forestage.system.mounts import MountInfo
@@ -33,7 +38,7 @@ def bind(path: str, key: str) -> RedirectBind:
     ],
 )
 def test_path_is_made_to_show_the_wanted_entry(bound: list[RedirectBind], expected: str) -> None:
-    assert next_step(bound, "/a", "key") == expected
+    assert choose_redirect_step(bound, "/a", "key") == expected
 
 
 BINDS = st.lists(
@@ -46,7 +51,7 @@ PATHS = st.frozensets(st.sampled_from(["/a", "/b", "/c"]))
 def test_only_a_redirect_that_no_lease_needs_is_unneeded(
     bound: list[RedirectBind], needed: frozenset[str]
 ) -> None:
-    taken = unneeded(bound, needed)
+    taken = list_unneeded_binds(bound, needed)
     assert all(one.path not in needed for one in taken)
     assert [one for one in bound if one not in taken] == [b for b in bound if b.path in needed]
 
@@ -55,11 +60,11 @@ def test_only_a_redirect_that_no_lease_needs_is_unneeded(
 def test_stale_is_what_shows_other_bytes_and_nothing_elsewhere(
     bound: list[RedirectBind], paths: frozenset[str]
 ) -> None:
-    taken = stale(bound, paths, "k")
+    taken = list_stale_binds(bound, paths, "k")
     assert all(one.path in paths and one.key != "k" for one in taken)
     # Taking the stale ones off is all that is needed before the next step.
     left = [one for one in bound if one not in taken]
-    assert all(next_step(left, path, "k") in ("mount", "keep") for path in paths)
+    assert all(choose_redirect_step(left, path, "k") in ("mount", "keep") for path in paths)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,6 @@ def test_bind_of_anything_but_a_live_entry_has_no_key(
         MountInfo(1, 0, "0:1", "/", "/"),
         MountInfo(2, 1, "0:1", f"/nowhere/cache/{inside}", "/lustre/a"),
     ]
-    monkeypatch.setattr(mounts, "current", lambda: table)
-    (found,) = redirect.binds(Cache(Path("/nowhere/cache")))
+    monkeypatch.setattr(mounts, "list_mounts", lambda: table)
+    (found,) = redirect.list_binds(Cache(Path("/nowhere/cache")))
     assert (found.path, found.key) == ("/lustre/a", key)

@@ -23,7 +23,7 @@ def table(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> list[MountInfo]:
     """What the kernel shows."""
     root = MountInfo(1, 0, "0:1", "/", "/")
     table = [root, *(bind(cache, n).mount for n in (5, 6))]
-    monkeypatch.setattr(mounts, "current", lambda: list(table))
+    monkeypatch.setattr(mounts, "list_mounts", lambda: list(table))
     return table
 
 
@@ -39,15 +39,15 @@ def claimed(
     cache: Cache, *wanted: RedirectBind, now: float | None = None
 ) -> Iterator[list[RedirectBind]]:
     with contextlib.ExitStack() as claims:
-        yield [one.bind for one in unmount.claim(cache, wanted, claims, now)]
+        yield [one.bind for one in unmount.claim_binds(cache, wanted, claims, now)]
 
 
 def test_bind_that_another_claims_is_left_to_it(cache: Cache, table: list[MountInfo]) -> None:
     five, six = bind(cache, 5), bind(cache, 6)
     with claimed(cache, five) as first, claimed(cache, five, six) as second:
         assert (first, second) == ([five], [six])
-        assert unmount.is_going(cache, five)
-    assert not unmount.is_going(cache, five)
+        assert unmount.is_being_unmounted(cache, five)
+    assert not unmount.is_being_unmounted(cache, five)
     assert list(cache.locks.iterdir()) == [], "claims leave no file"
 
 
@@ -73,11 +73,11 @@ def test_claim_that_goes_on_is_waited_for_until_the_end(
             claims.close()
 
     with contextlib.ExitStack() as claims:
-        unmount.claim(cache, [five], claims)
+        unmount.claim_binds(cache, [five], claims)
         with pytest.raises(lock.LockTimeout, match="/lustre/5"):
-            unmount.wait(cache, [five], Deadline.after(0.0, Frozen()))
-        unmount.wait(cache, [five], Deadline.after(600.0, Ends()))
-    unmount.wait(cache, [five], Deadline.after(0.0, Frozen()))
+            unmount.wait_until_unmounted(cache, [five], Deadline.after(0.0, Frozen()))
+        unmount.wait_until_unmounted(cache, [five], Deadline.after(600.0, Ends()))
+    unmount.wait_until_unmounted(cache, [five], Deadline.after(0.0, Frozen()))
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def hangs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
             at = work.args[0]  # type: ignore[attr-defined]
             rest[-1](number, None if at[0].point in paths else [0] * len(at))
 
-    monkeypatch.setattr(as_user, "each", each)
+    monkeypatch.setattr(as_user, "run_each_in_child", each)
     return paths
 
 
@@ -100,10 +100,10 @@ def test_path_that_hung_is_left_to_the_sweep_for_a_while(
     five, six = bind(cache, 5), bind(cache, 6)
     hangs.add(five.path)
     with claimed(cache, five, six), pytest.raises(unmount.UnmountError, match="/lustre/5") as hung:
-        unmount.unmount([ClaimedBind(five, cache), ClaimedBind(six, cache)], lambda bind: me)
+        unmount.unmount_binds([ClaimedBind(five, cache), ClaimedBind(six, cache)], lambda bind: me)
     assert hung.value.off == 1
     noted = (cache.locks / "5.unmount").stat().st_mtime
-    assert not unmount.is_going(cache, five), "it may be kept"
+    assert not unmount.is_being_unmounted(cache, five), "it may be kept"
     with claimed(cache, five, six, now=noted + 60) as hook:
         assert hook == [six]
     with claimed(cache, five, now=noted + unmount.LEFT_TO_SWEEP) as later:
@@ -113,7 +113,7 @@ def test_path_that_hung_is_left_to_the_sweep_for_a_while(
     hangs.clear()
     with claimed(cache, five) as sweep:
         assert sweep == [five]
-        unmount.unmount([ClaimedBind(five, cache)], lambda bind: me)
+        unmount.unmount_binds([ClaimedBind(five, cache)], lambda bind: me)
     assert list(cache.locks.iterdir()) == []
 
 
@@ -121,7 +121,7 @@ def test_notes_of_mounts_that_have_gone_are_deleted(cache: Cache, table: list[Mo
     for number in (5, 7):
         (cache.locks / f"{number}.unmount").write_text(f"/lustre/{number}")
     cache.space_lock.touch()
-    unmount.forget(cache)
+    unmount.delete_old_claims(cache)
     assert {file.name for file in cache.locks.iterdir()} == {"5.unmount", "space.lock"}
 
 
@@ -135,12 +135,12 @@ def test_path_below_a_users_file_system_is_the_last(
     def each(works: list[object], *rest: object) -> None:
         ordered.extend(work.args[0][0].point for work in works)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(as_user, "each", each)
+    monkeypatch.setattr(as_user, "run_each_in_child", each)
     both = [bind(cache, 6), bind(cache, 5)]
-    unmount.unmount([ClaimedBind(one, cache) for one in both], lambda bind: me)
+    unmount.unmount_binds([ClaimedBind(one, cache) for one in both], lambda bind: me)
     assert ordered == ["/lustre/6", "/lustre/5"]
 
 
 def test_taking_nothing_off_starts_no_child(monkeypatch: pytest.MonkeyPatch, me: User) -> None:
-    monkeypatch.setattr(as_user, "_begin", None)
-    unmount.unmount([], lambda bind: me)
+    monkeypatch.setattr(as_user, "_fork_child", None)
+    unmount.unmount_binds([], lambda bind: me)

@@ -38,7 +38,7 @@ def test_chunks_with_data_are_told_from_the_holes(
     os.truncate(source, size)
     for start in data:
         os.pwrite(source, b"x" * min(BLOCK, size - start), start)
-    assert allocation.data_chunks(source, size, CHUNK) == found
+    assert allocation.list_data_chunks(source, size, CHUNK) == found
 
 
 @settings(
@@ -54,7 +54,7 @@ def test_chunk_with_a_byte_is_never_taken_for_a_hole(
     written = {block * BLOCK for block in blocks if block * BLOCK < size}
     for start in written:
         os.pwrite(source, b"x", start)
-    found = allocation.data_chunks(source, size, chunk)
+    found = allocation.list_data_chunks(source, size, chunk)
     assert {start // chunk for start in written} <= found
     assert found <= set(range(-(-size // chunk)))
 
@@ -69,15 +69,15 @@ def test_file_system_that_cannot_tell_has_no_holes(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "lseek", unable)
-    assert allocation.data_chunks(source, 3 * CHUNK + 1, CHUNK) == {0, 1, 2, 3}
+    assert allocation.list_data_chunks(source, 3 * CHUNK + 1, CHUNK) == {0, 1, 2, 3}
 
 
 def test_file_that_begins_within_a_chunk_counts_from_there(source: int) -> None:
     os.truncate(source, 4 * CHUNK)
     os.pwrite(source, b"x" * 2 * BLOCK, 2 * CHUNK - BLOCK)
-    assert allocation.data_chunks(source, 4 * CHUNK, CHUNK) == {1, 2}
-    assert allocation.data_chunks(source, 4 * CHUNK, CHUNK, 10 * CHUNK - BLOCK) == {11}
-    assert allocation.data_chunks(source, 4 * CHUNK, CHUNK, 10 * CHUNK) == {11, 12}
+    assert allocation.list_data_chunks(source, 4 * CHUNK, CHUNK) == {1, 2}
+    assert allocation.list_data_chunks(source, 4 * CHUNK, CHUNK, 10 * CHUNK - BLOCK) == {11}
+    assert allocation.list_data_chunks(source, 4 * CHUNK, CHUNK, 10 * CHUNK) == {11, 12}
 
 
 def test_file_with_many_holes_is_asked_twice_for_each_chunk(
@@ -93,7 +93,7 @@ def test_file_with_many_holes_is_asked_twice_for_each_chunk(
         return real(fd, at, how)
 
     monkeypatch.setattr(os, "lseek", lseek)
-    assert allocation.data_chunks(source, 4 * CHUNK, CHUNK) == {0, 1, 2, 3}
+    assert allocation.list_data_chunks(source, 4 * CHUNK, CHUNK) == {0, 1, 2, 3}
     assert len(asked) == 2 * 4
 
 
@@ -116,7 +116,7 @@ def lie(monkeypatch: pytest.MonkeyPatch, answer: Lie) -> None:
             raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
         return found
 
-    monkeypatch.setattr(file_systems, "read_kind", lambda _: 0x65735546)
+    monkeypatch.setattr(file_systems, "read_file_system_type", lambda _: 0x65735546)
     monkeypatch.setattr(os, "lseek", lseek)
 
 
@@ -127,7 +127,9 @@ def test_any_answer_on_holes_comes_to_an_end(
 ) -> None:
     lie(monkeypatch, answer)
     first, last = begins // CHUNK, (begins + 40 * CHUNK) // CHUNK
-    assert allocation.data_chunks(source, 40 * CHUNK, CHUNK, begins) <= set(range(first, last + 1))
+    assert allocation.list_data_chunks(source, 40 * CHUNK, CHUNK, begins) <= set(
+        range(first, last + 1)
+    )
 
 
 @pytest.mark.parametrize("answer", LIES.values(), ids=LIES)
@@ -142,7 +144,7 @@ def test_holes_of_other_file_systems_decide_on_space_alone(
     lie(monkeypatch, answer)
     every = set(range(begins // CHUNK, (begins + size - 1) // CHUNK + 1))
     found = allocation.map_chunks(source, size, CHUNK, begins)
-    said = allocation.data_chunks(source, size, CHUNK, begins)
+    said = allocation.list_data_chunks(source, size, CHUNK, begins)
     assert found.read == every
     assert found.reserved == (said if is_sparse else every)
     assert found.sparse == (every if is_sparse else set())
@@ -161,14 +163,14 @@ def test_hole_has_no_bytes_of_an_earlier_copy_whatever_the_disk_can_do(
     size = 40 * CHUNK + 5
     part.image.write_bytes(b"x" * size)
     if not has_call:
-        monkeypatch.setattr(libc, "call", Kernel(errno.EOPNOTSUPP))
-    with allocation.opened(part.image) as fd:
-        allocation.punch(fd, CHUNK, size - CHUNK)
+        monkeypatch.setattr(libc, "call_libc", Kernel(errno.EOPNOTSUPP))
+    with allocation.open_part_file(part.image) as fd:
+        allocation.punch_hole(fd, CHUNK, size - CHUNK)
     assert part.image.read_bytes() == b"x" * CHUNK + bytes(size - CHUNK)
 
 
 def test_part_has_its_size_its_space_and_an_empty_map(part: Part) -> None:
-    allocation.reserve(part, 3 * CHUNK + 5, CHUNK, {0, 1, 2, 3})
+    allocation.reserve_part(part, 3 * CHUNK + 5, CHUNK, {0, 1, 2, 3})
     assert part.image.stat().st_size == 3 * CHUNK + 5
     assert part.allocated() >= 3 * CHUNK + 5
     assert part.digests() == bytes(4 * 16)
@@ -177,22 +179,22 @@ def test_part_has_its_size_its_space_and_an_empty_map(part: Part) -> None:
 
 def test_holes_take_no_space(part: Part) -> None:
     size = 1000 * CHUNK
-    allocation.reserve(part, size, CHUNK, {1, 2, 500})
+    allocation.reserve_part(part, size, CHUNK, {1, 2, 500})
     assert part.image.stat().st_size == size
     assert 3 * CHUNK <= part.allocated() < 4 * CHUNK
     fd = os.open(part.image, os.O_RDONLY)
-    assert allocation.data_chunks(fd, size, CHUNK) <= {1, 2, 500}
+    assert allocation.list_data_chunks(fd, size, CHUNK) <= {1, 2, 500}
     os.close(fd)
 
 
 def test_second_reserve_keeps_what_is_copied(part: Part) -> None:
-    allocation.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
+    allocation.reserve_part(part, 2 * CHUNK, CHUNK, {0, 1})
     with part.image.open("r+b") as file:
         file.write(b"first")
     with part.map.open("r+b") as file:
         file.write(b"\1" * 16)
     before = part.image.stat().st_ino
-    allocation.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
+    allocation.reserve_part(part, 2 * CHUNK, CHUNK, {0, 1})
     assert part.image.read_bytes() == b"first".ljust(2 * CHUNK, b"\0")
     assert part.digests() == b"\1" * 16 + bytes(16)
     assert part.image.stat().st_ino == before
@@ -220,9 +222,9 @@ def test_full_disk_is_an_error_at_once(
     part: Part, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     kernel = Kernel(number)
-    monkeypatch.setattr(libc, "call", kernel)
+    monkeypatch.setattr(libc, "call_libc", kernel)
     with pytest.raises(OSError, match=os.strerror(number)) as caught:
-        allocation.reserve(part, 9 * CHUNK, CHUNK, {0, 2})
+        allocation.reserve_part(part, 9 * CHUNK, CHUNK, {0, 2})
     assert caught.value.errno == number
     assert len(kernel.asked) == 1
 
@@ -230,8 +232,8 @@ def test_full_disk_is_an_error_at_once(
 def test_file_system_that_cannot_reserve_is_used_all_the_same(
     part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(libc, "call", Kernel(errno.EOPNOTSUPP))
-    allocation.reserve(part, 2 * CHUNK, CHUNK, {0, 1})
+    monkeypatch.setattr(libc, "call_libc", Kernel(errno.EOPNOTSUPP))
+    allocation.reserve_part(part, 2 * CHUNK, CHUNK, {0, 1})
     assert part.image.stat().st_size == 2 * CHUNK
 
 
@@ -240,8 +242,8 @@ def test_neighbours_are_reserved_in_one_call_and_not_beyond_the_end(
 ) -> None:
     """One extent for each run: a file in thousands of pieces is read slowly."""
     kernel = Kernel(0)
-    monkeypatch.setattr(libc, "call", kernel)
-    allocation.reserve(part, 6 * CHUNK + 7, CHUNK, {5, 0, 1, 2, 6})
+    monkeypatch.setattr(libc, "call_libc", kernel)
+    allocation.reserve_part(part, 6 * CHUNK + 7, CHUNK, {5, 0, 1, 2, 6})
     keep = allocation.FALLOC_FL_KEEP_SIZE
     runs = [(keep, 0, 3 * CHUNK), (keep, 5 * CHUNK, CHUNK + 7)]
     small = [(keep, 0, 7 * ENTRY_BYTES), (keep, 0, allocation.SPARE)]
@@ -259,6 +261,6 @@ def test_neighbours_are_reserved_in_one_call_and_not_beyond_the_end(
     ],
 )
 def test_needed_is_what_reserve_takes(part: Part, size: int, data: set[int], needed: int) -> None:
-    assert allocation.needed(size, CHUNK, data) == needed
-    allocation.reserve(part, size, CHUNK, data)
+    assert allocation.needed_bytes(size, CHUNK, data) == needed
+    allocation.reserve_part(part, size, CHUNK, data)
     assert needed <= part.allocated() < needed + 3 * BLOCK

@@ -22,7 +22,9 @@ def key(site: Site) -> str:
 
 def seconds(site: Site, key: str, **config: object) -> float:
     node = site.node
-    return baseline.seconds(node.cache, msgspec.structs.replace(node.config, **config), key)
+    return baseline.estimate_read_seconds(
+        node.cache, msgspec.structs.replace(node.config, **config), key
+    )
 
 
 def test_start_that_unpacks_reads_all_of_it(site: Site, key: str) -> None:
@@ -31,7 +33,7 @@ def test_start_that_unpacks_reads_all_of_it(site: Site, key: str) -> None:
 
 def test_start_that_was_seen_to_read_a_part_reads_that(site: Site, key: str) -> None:
     wanted = site.look(site.lustre / "a.sqsh")
-    hot.keep(site.node.cache, wanted, {0, 7})
+    hot.save_hot_map(site.node.cache, wanted, {0, 7})
     assert seconds(site, key) == 2 * HOT_PIECE / 1048576
     assert seconds(site, key, unpack_ratio=0) == 2.0
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.cache.digest import MISSING, of_chunk, of_image, split
+from forestage.cache.digest import MISSING, digest_chunk, digest_image, split_map
 from forestage.cache.part import ENTRY_BYTES
 
 
 def test_digests_are_the_same_in_every_release() -> None:
     """Published by XXH3's author for the empty input; another one would damn every entry."""
-    assert of_chunk(b"").hex() == "99aa06d3014798d86001c324468d497f"
-    assert of_image(of_chunk(b"a") + of_chunk(b"b")) == "3bfe8429da7744aac85b1a9196fe3ac6"
+    assert digest_chunk(b"").hex() == "99aa06d3014798d86001c324468d497f"
+    assert (
+        digest_image(digest_chunk(b"a") + digest_chunk(b"b")) == "3bfe8429da7744aac85b1a9196fe3ac6"
+    )
 
 
 def test_digest_fills_one_entry_of_the_map() -> None:
-    assert len(of_chunk(b"x")) == ENTRY_BYTES == len(MISSING)
+    assert len(digest_chunk(b"x")) == ENTRY_BYTES == len(MISSING)
     assert not any(MISSING)
 
 
@@ -25,12 +27,12 @@ def test_flipped_bit_shows(data: bytes, draw: st.DataObject) -> None:
     bit = draw.draw(st.integers(0, len(data) * 8 - 1))
     other = bytearray(data)
     other[bit // 8] ^= 1 << bit % 8
-    assert of_chunk(bytes(other)) != of_chunk(data)
-    assert of_chunk(memoryview(data)) == of_chunk(data) != MISSING
+    assert digest_chunk(bytes(other)) != digest_chunk(data)
+    assert digest_chunk(memoryview(data)) == digest_chunk(data) != MISSING
 
 
 @given(st.lists(st.binary(max_size=9), min_size=2, unique=True))
 def test_order_of_chunks_is_part_of_the_images_digest(chunks: list[bytes]) -> None:
-    each = [of_chunk(chunk) for chunk in chunks]
-    assert split(b"".join(each)) == each
-    assert of_image(b"".join(each)) != of_image(b"".join(each[::-1]))
+    each = [digest_chunk(chunk) for chunk in chunks]
+    assert split_map(b"".join(each)) == each
+    assert digest_image(b"".join(each)) != digest_image(b"".join(each[::-1]))

@@ -15,7 +15,7 @@ from forestage.system import probe
 from forestage.system.probe import HangReport
 
 
-@pytest.mark.parametrize("refuse", [disk.must_serve, disk.must_take])
+@pytest.mark.parametrize("refuse", [disk.check_readable, disk.check_writable])
 @pytest.mark.parametrize(
     ("seconds", "left", "reason"),
     [
@@ -34,7 +34,7 @@ def test_disk_that_had_no_time_to_answer_is_not_said_to_hang(
     left: float,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(probe, "ask", lambda *_: HangReport(disk.READS, seconds))
+    monkeypatch.setattr(probe, "find_hang", lambda *_: HangReport(disk.READS, seconds))
     with pytest.raises(Declined) as refused:
         refuse(NodePaths(tmp_path), Cache(tmp_path), left)
     assert refused.value.reason == reason

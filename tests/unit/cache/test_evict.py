@@ -15,11 +15,11 @@ from forestage.cache.evict import (
     CacheSpace,
     EvictionGoal,
     EvictionPlan,
+    goal_at_rest,
+    goal_for_copy,
     plan,
-    room_at_rest,
-    room_for_copy,
 )
-from forestage.cache.image import AccessRights, FileIdentity, Kind, SourceImage
+from forestage.cache.image import AccessRights, FileIdentity, ImageKind, SourceImage
 from forestage.cache.layout import Cache, Entry, StoredEntry
 from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import boot_id
@@ -49,7 +49,7 @@ def stored(
     pinned: bool = False,
     damaged: bool = False,
     user: int | None = None,
-    kind: Kind = "image",
+    kind: ImageKind = "image",
 ) -> StoredEntry:
     identity = FileIdentity(path or f"/lustre/{key}", 1, size, 0, 0)
     access = AccessRights(0, 0, 0o644)
@@ -71,7 +71,7 @@ def test_entry_made_before_the_clock_was_set_back_is_superseded_by_one_made_sinc
 ) -> None:
     now = 1e9
     both = [stored("old", now + step, "/x", now + step), stored("new", now - 1, "/x", now - 1)]
-    assert evict.superseded(both, now=now) == {"old"}
+    assert evict.list_superseded_keys(both, now=now) == {"old"}
     other = stored("other", 1)
     assert plan([*both, other], frozenset(), room(), want(1), now=now).victims == ("old",)
 
@@ -370,7 +370,9 @@ def test_every_plan_keeps_the_rules(
     above = user == ALICE and taken > at.share
     assert made.enough or above or set(made.victims) == evictable
     # Whatever has to go for one above their share: others keep theirs up to their own.
-    worthless = evict.superseded(things, path) | {one.key for one in things if one.entry is None}
+    worthless = evict.list_superseded_keys(things, path) | {
+        one.key for one in things if one.entry is None
+    }
     lost = sum(by_key[key].bytes for key in made.victims if by_key[key].user == BOB)
     if above and lost and not worthless:
         before = copies.get(BOB, 0) + sum(one.bytes for one in things if one.user == BOB)
@@ -380,10 +382,10 @@ def test_every_plan_keeps_the_rules(
 
 def test_room_for_a_copy_keeps_min_free_and_max_size() -> None:
     at = CacheSpace(free=100, used=50, max_size=80, min_free=7, low=60, share=40)
-    assert room_for_copy(at, 20) == EvictionGoal(free=27, used=60)
-    assert room_at_rest(at) == EvictionGoal(free=7, used=60)
+    assert goal_for_copy(at, 20) == EvictionGoal(free=27, used=60)
+    assert goal_at_rest(at) == EvictionGoal(free=7, used=60)
     # Larger than the cache may ever be: no eviction can help, so there is none.
-    assert not plan([stored("a", size=50)], frozenset(), at, room_for_copy(at, 81)).enough
+    assert not plan([stored("a", size=50)], frozenset(), at, goal_for_copy(at, 81)).enough
 
 
 def test_make_room_that_cannot_succeed_evicts_nothing(
@@ -414,12 +416,12 @@ def test_locks_of_keys_that_are_gone_are_removed(
 
 def test_copy_under_way_counts_as_used(cache: Cache) -> None:
     """Two copies at once must not both take the same room."""
-    before = evict.measure(cache, [], ALL_MAY_STAY).used
+    before = evict.measure_space(cache, [], ALL_MAY_STAY).used
     cache.part_dir("key").mkdir()
     fd = os.open(cache.part("key").image, os.O_RDWR | os.O_CREAT, 0o600)
     os.posix_fallocate(fd, 0, 1 << 20)
     os.close(fd)
-    assert evict.measure(cache, [], ALL_MAY_STAY).used - before >= 1 << 20
+    assert evict.measure_space(cache, [], ALL_MAY_STAY).used - before >= 1 << 20
 
 
 def test_data_under_way_counts_for_the_share_of_data() -> None:

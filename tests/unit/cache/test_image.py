@@ -18,13 +18,13 @@ from forestage.cache.image import (
     FileIdentity,
     PathFacts,
     SourceImage,
-    declined_by,
-    is_below,
-    judge,
-    must_be_squashfs,
-    must_be_whole,
-    must_suit_the_node,
-    wanted_path,
+    check_image,
+    check_node_redirect,
+    check_not_truncated,
+    check_squashfs,
+    declined_by_open_error,
+    is_below_any,
+    resolve_requested_path,
 )
 from forestage.errors import Declined, Failed
 from forestage.slurm.hints import Request
@@ -75,7 +75,7 @@ def test_keys_are_the_same_in_every_release() -> None:
 )
 def test_path_is_made_absolute_and_not_folded(asked: str, work_dir: str, expected: str) -> None:
     # /a/link/../b is not /a/b: only the kernel may resolve it.
-    assert wanted_path(Request(asked, "option"), work_dir) == expected
+    assert resolve_requested_path(Request(asked, "option"), work_dir) == expected
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_path_is_made_absolute_and_not_folded(asked: str, work_dir: str, expecte
 )
 def test_unusable_path_is_declined(asked: str, work_dir: str, reason: str) -> None:
     with pytest.raises(Declined) as caught:
-        wanted_path(Request(asked, "hint"), work_dir)
+        resolve_requested_path(Request(asked, "hint"), work_dir)
     assert caught.value.reason == reason
     assert not isinstance(caught.value, Failed)
 
@@ -108,7 +108,7 @@ def test_unusable_path_is_declined(asked: str, work_dir: str, reason: str) -> No
 @pytest.mark.parametrize(("path", "at"), [("set/", ""), ("a.sqsh", "/mnt"), ("a.tar", "job")])
 def test_data_without_a_directory_is_told_how_a_path_is_written(path: str, at: str) -> None:
     with pytest.raises(Declined) as caught:
-        wanted_path(Request(path, "hint", at), "/home")
+        resolve_requested_path(Request(path, "hint", at), "/home")
     assert (caught.value.reason, caught.value.what) == ("bad-path", f"{path} is no path")
     assert caught.value.hint == f"write ./{path}, or the path from / on"
 
@@ -116,7 +116,7 @@ def test_data_without_a_directory_is_told_how_a_path_is_written(path: str, at: s
 @given(st.text(), st.text())
 def test_any_request_is_a_path_or_declined(asked: str, work_dir: str) -> None:
     try:
-        path = wanted_path(Request(asked, "hint"), work_dir)
+        path = resolve_requested_path(Request(asked, "hint"), work_dir)
     except Declined:
         return
     assert path.startswith("/")
@@ -136,7 +136,7 @@ def test_any_request_is_a_path_or_declined(asked: str, work_dir: str) -> None:
     ],
 )
 def test_below_means_inside_a_directory(path: str, directories: list[str], expected: bool) -> None:
-    assert is_below(path, directories) is expected
+    assert is_below_any(path, directories) is expected
 
 
 def facts_of(
@@ -151,8 +151,8 @@ def facts_of(
 
 
 def test_ordinary_image_is_accepted() -> None:
-    assert judge(facts_of(), None) == facts_of().image
-    assert judge(facts_of(size=5), 5) == facts_of().image
+    assert check_image(facts_of(), None) == facts_of().image
+    assert check_image(facts_of(size=5), 5) == facts_of().image
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_file_that_may_not_be_staged_is_declined_with_its_reason(
     facts: PathFacts, reason: str
 ) -> None:
     with pytest.raises(Declined) as caught:
-        judge(facts, 5)
+        check_image(facts, 5)
     assert caught.value.reason == reason
 
 
@@ -184,7 +184,7 @@ HEAD = squashfs.beginning(bytes(96))
 
 @pytest.mark.parametrize("head", [HEAD[:32], HEAD, squashfs.beginning(b"\xff" * 32)])
 def test_squashfs_superblock_may_be_redirected_for_the_node(head: bytes) -> None:
-    must_be_squashfs(msgspec.structs.replace(facts_of(), head=head))
+    check_squashfs(msgspec.structs.replace(facts_of(), head=head))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_squashfs_superblock_may_be_redirected_for_the_node(head: bytes) -> None
 )
 def test_other_bytes_are_not_redirected_for_the_node(head: bytes) -> None:
     with pytest.raises(Declined) as caught:
-        must_be_squashfs(msgspec.structs.replace(facts_of(), head=head))
+        check_squashfs(msgspec.structs.replace(facts_of(), head=head))
     assert (caught.value.reason, isinstance(caught.value, Failed)) == ("not-squashfs", False)
 
 
@@ -225,7 +225,7 @@ def test_image_that_ends_before_its_superblock_says_so_is_truncated(
     found = msgspec.structs.replace(facts_of(), head=head)
     expected = pytest.raises(Declined, match=r"is truncated: it has 5 B of the (6 B|16384 PiB)")
     with expected if short else contextlib.nullcontext():
-        must_be_whole(found)
+        check_not_truncated(found)
 
 
 SUITS = msgspec.structs.replace(facts_of(), head=HEAD, listed=True)
@@ -239,7 +239,7 @@ def with_mode(mode: int) -> PathFacts:
 
 @pytest.mark.parametrize("mode", [0o644, 0o755, 0o1600])
 def test_complete_image_in_a_directory_that_the_user_lists_suits_the_node(mode: int) -> None:
-    must_suit_the_node(with_mode(mode))
+    check_node_redirect(with_mode(mode))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_what_would_hurt_others_is_not_redirected_for_the_node(
     found: PathFacts, reason: str
 ) -> None:
     with pytest.raises(Declined) as caught:
-        must_suit_the_node(found)
+        check_node_redirect(found)
     assert caught.value.reason == reason
 
 
@@ -276,5 +276,5 @@ def test_what_would_hurt_others_is_not_redirected_for_the_node(
 )
 def test_error_of_the_users_own_look_is_never_our_failure(number: int | None, reason: str) -> None:
     error = OSError() if number is None else OSError(number, os.strerror(number))
-    declined = declined_by(error, "/a", User("alice", 7, 7))
+    declined = declined_by_open_error(error, "/a", User("alice", 7, 7))
     assert (declined.reason, isinstance(declined, Failed)) == (reason, False)

@@ -45,7 +45,7 @@ def test_each_cache_has_a_disk_and_a_new_one_replaces_its_own(tmp_path: Path) ->
     assert known_disks.remember_disk(file, OWN) is None
     assert known_disks.remember_disk(file, other) is None
     assert known_disks.remember_disk(file, new) == OWN
-    assert known_disks.read_known(file) == KnownDisks(caches=(other, new))
+    assert known_disks.read_known_disks(file) == KnownDisks(caches=(other, new))
     assert file.parent.stat().st_mode & 0o7777 == 0o700, "users can list no name there"
     assert file.stat().st_mode & 0o7777 == 0o600
 
@@ -57,7 +57,7 @@ def test_disk_below_never_replaces_one_that_was_unmounted_since_the_look(
     file = tmp_path / "caches.json"
     known_disks.remember_disk(file, OWN)
     assert known_disks.remember_disk(file, CacheLocation(ROOT, "/", file_system)) is None
-    assert known_disks.read_known(file) == KnownDisks(caches=(OWN,))
+    assert known_disks.read_known_disks(file) == KnownDisks(caches=(OWN,))
 
 
 def test_disk_that_is_remembered_is_not_written_again_but_for_an_admin(tmp_path: Path) -> None:
@@ -68,4 +68,4 @@ def test_disk_that_is_remembered_is_not_written_again_but_for_an_admin(tmp_path:
     assert known_disks.remember_disk(file, by_another_point) is None
     assert file.stat() == before
     known_disks.remember_disk(file, by_another_point, is_accepted=True)
-    assert known_disks.read_known(file).find_disk(ROOT) == by_another_point
+    assert known_disks.read_known_disks(file).find_disk(ROOT) == by_another_point

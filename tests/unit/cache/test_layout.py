@@ -109,13 +109,13 @@ def test_cache_on_the_root_file_system_is_used_only_if_allowed(
     disk = MountInfo(2, 1, "0:2", "/", str(tmp_path))
     made = Cache(tmp_path / "cache")
     for table in ([], [root]):
-        monkeypatch.setattr(mounts, "current", lambda table=table: table)
+        monkeypatch.setattr(mounts, "list_mounts", lambda table=table: table)
         with pytest.raises(Failed) as caught:
             made.prepare(require_mount=True)
         assert caught.value.reason == "cache-not-mounted"
     assert list(tmp_path.iterdir()) == []
     made.prepare(require_mount=False)
-    monkeypatch.setattr(mounts, "current", lambda: [root, disk])
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [root, disk])
     made.prepare(require_mount=True)
 
 
@@ -138,8 +138,8 @@ def test_file_system_that_is_remembered_is_used_without_the_mount_table(
     monkeypatch.setattr(file_systems, "read_identity", lambda _root, _kind: identity)
     fd_path = "/proc/self/fd/{}".format
     ids = {"/": top}
-    monkeypatch.setattr(mounts, "mount_id", lambda fd: ids.get(os.readlink(fd_path(fd)), 2))
-    monkeypatch.setattr(mounts, "current", lambda: [MountInfo(1, 0, "0:1", "/", "/")])
+    monkeypatch.setattr(mounts, "read_mount_id", lambda fd: ids.get(os.readlink(fd_path(fd)), 2))
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [MountInfo(1, 0, "0:1", "/", "/")])
     refused = pytest.raises(Failed, match="on the root file system")
     with contextlib.nullcontext() if is_used else refused:
         made.must_be_on_its_disk(require_mount=True)

@@ -18,8 +18,8 @@ from forestage.cache.part import (
     Part,
     PartRecord,
     chunk_count,
-    done_bytes,
-    missing_chunks,
+    count_done_bytes,
+    list_missing_chunks,
 )
 
 Make = Callable[..., SourceImage]
@@ -54,8 +54,8 @@ def owner(wanted: SourceImage, **changes: Any) -> PartRecord:
 def test_map_of_three_chunks_tells_what_is_in(
     digests: bytes, missing: list[int], done: int
 ) -> None:
-    assert missing_chunks(digests, size=9, chunk=4) == missing
-    assert done_bytes(digests, chunk=4, size=9) == done
+    assert list_missing_chunks(digests, size=9, chunk=4) == missing
+    assert count_done_bytes(digests, chunk=4, size=9) == done
 
 
 @given(st.integers(1, 1000), st.integers(1, 100), st.data())
@@ -65,9 +65,9 @@ def test_copied_and_missing_chunks_make_the_whole(
     count = chunk_count(size, chunk)
     there = data.draw(st.sets(st.integers(0, count - 1)))
     digests = b"".join(IN if number in there else OUT for number in range(count))
-    assert set(missing_chunks(digests, size, chunk)) == set(range(count)) - there
+    assert set(list_missing_chunks(digests, size, chunk)) == set(range(count)) - there
     lengths = [len(range(number * chunk, min(size, (number + 1) * chunk))) for number in there]
-    assert done_bytes(digests, chunk, size) == sum(lengths)
+    assert count_done_bytes(digests, chunk, size) == sum(lengths)
     assert len(digests) == count * ENTRY_BYTES
 
 

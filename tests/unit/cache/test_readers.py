@@ -31,7 +31,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stager(directory: Path, image: Path) -> ArrivalMap:
-    made = readers.make(directory, SIZE, CHUNK, image)
+    made = readers.create_map(directory, SIZE, CHUNK, image)
     assert made is not None
     return made
 
@@ -91,7 +91,7 @@ def test_next_stager_begins_without_marks(
     stager: ArrivalMap, server: ArrivalMap, directory: Path, image: Path
 ) -> None:
     stager.arrived(0, SIZE)
-    assert readers.make(directory, SIZE, CHUNK, image) is not None
+    assert readers.create_map(directory, SIZE, CHUNK, image) is not None
     assert has(server, image) == []
 
 
@@ -128,10 +128,10 @@ def test_other_nodes_ask_less_urgently_than_jobs(
 ) -> None:
     server.want(1, NOW)
     for number in (0, 1, 3, 10**9):  # the last two are beyond the image
-        readers.ask(directory, number)
+        readers.request_chunk_soon(directory, number)
     assert stager.wanted() == [1, 0]
     stager.end()
-    readers.ask(directory, 0)
+    readers.request_chunk_soon(directory, 0)
     assert not directory.exists()
 
 
@@ -150,7 +150,7 @@ def test_full_run_makes_no_memory_and_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    assert readers.make(directory, SIZE, CHUNK, image) is None
+    assert readers.create_map(directory, SIZE, CHUNK, image) is None
     assert not directory.exists()
 
 
@@ -160,7 +160,7 @@ def test_server_learns_the_size_of_a_chunk_from_the_stager(
     server = ArrivalMap(directory, SIZE)
     assert server.chunk == CHUNK
     server.want(1, NOW)
-    again = readers.make(directory, SIZE, PIECE, image)
+    again = readers.create_map(directory, SIZE, PIECE, image)
     assert again is not None
     assert again.wanted() == []
     assert ArrivalMap(directory, SIZE).chunk == PIECE

@@ -46,7 +46,7 @@ def image(
 
 def note(leases: LeaseDirectory, places: NodePaths, *images: RecordedImage) -> list[list[str]]:
     """The record's lines, each in its fields."""
-    step_record.note(leases, JOB, step_record.decided_by(places), images)
+    step_record.add_images(leases, JOB, step_record.format_config_lines(places), images)
     file = leases.shown(JOB)
     return [line.split("\t") for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -129,7 +129,7 @@ def test_configuration_that_cannot_be_told_leaves_no_record(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
     (places.etc / "conf.d/a\tb.yaml").touch()
-    assert step_record.decided_by(places) == []
+    assert step_record.format_config_lines(places) == []
     assert note(leases, places, image()) == []
 
 

@@ -36,7 +36,9 @@ SOURCE = Path(forestage.__file__).parent
 
 def test_every_reason_in_the_code_is_explained() -> None:
     alice = User("alice", 7, 7)
-    of_core = {image.declined_by(OSError(n, ""), "/x", alice).reason for n in errno.errorcode}
+    of_core = {
+        image.declined_by_open_error(OSError(n, ""), "/x", alice).reason for n in errno.errorcode
+    }
     companion = (SOURCE.parent / "spank/constants.h").read_text()
     of_core |= set(re.findall(r'#define (?:NO_)?MOUNT\w* "([a-z-]+)"', companion))
     given_by = {reason: {"the core"} for reason in of_core}

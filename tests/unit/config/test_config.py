@@ -11,15 +11,15 @@ import pytest
 from forestage.config import (
     DEFAULT,
     KEYS,
-    REMOVED,
+    REMOVED_KEYS,
     Config,
     ConfigRow,
     LoadedConfig,
     ServiceAddress,
-    load_settings,
+    load_config,
     parse_address,
 )
-from forestage.config.keys import Cold, Redirect
+from forestage.config.keys import ColdStartMode, RedirectMode
 from forestage.errors import ConfigError, ConfigProblem
 from forestage.units import SizeOrShare
 
@@ -39,14 +39,14 @@ def write(etc: Path, text: str | bytes, name: str = MAIN) -> Path:
 
 def read(etc: Path, text: str | bytes = "", name: str = MAIN) -> LoadedConfig:
     write(etc, text, name)
-    return load_settings(etc)
+    return load_config(etc)
 
 
 def problems(etc: Path, text: str | bytes | None = None) -> list[ConfigProblem]:
     if text is not None:
         write(etc, text)
     with pytest.raises(ConfigError) as caught:
-        load_settings(etc)
+        load_config(etc)
     return list(caught.value.problems)
 
 
@@ -59,7 +59,7 @@ def test_file_without_values_leaves_the_defaults(tmp_path: Path, text: str) -> N
 
 
 def test_missing_directory_means_the_defaults(tmp_path: Path) -> None:
-    found = load_settings(tmp_path / "missing")
+    found = load_config(tmp_path / "missing")
     assert (found.config, found.partitions) == (Config(), {})
     assert set(found.origins.values()) == {DEFAULT}
 
@@ -126,7 +126,7 @@ def test_chunks_are_smaller_where_an_image_would_have_few(
     ],
 )
 def test_job_starts_as_the_admin_says_where_the_companion_allows_it(
-    cold: Cold, redirect: Redirect, start: str
+    cold: ColdStartMode, redirect: RedirectMode, start: str
 ) -> None:
     assert Config(cold=cold, redirect=redirect).start == start
 
@@ -136,7 +136,7 @@ def test_later_file_wins_key_by_key(tmp_path: Path) -> None:
     main = write(tmp_path, common)
     early = write(tmp_path, "deadline: 2\nthreads: 8", "conf.d/10-a.yaml")
     late = write(tmp_path, "deadline: 3\npartitions: {gpu: {enabled: false}}", "conf.d/9-late.yaml")
-    found = load_settings(tmp_path)
+    found = load_config(tmp_path)
     assert found.config == Config(deadline=3.0, threads=8, cold="wait")
     assert found.partitions == {"gpu": {"deadline": 1.0, "enabled": False}}
     assert {key: origin for key, origin in found.origins.items() if origin != DEFAULT} == {
@@ -284,21 +284,21 @@ def with_key(key: str, value: str) -> str:
 
 
 @pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("key", REMOVED)
+@pytest.mark.parametrize("key", REMOVED_KEYS)
 def test_key_that_was_removed_is_ignored_and_all_others_hold(
     tmp_path: Path, key: str, value: str
 ) -> None:
     before = read(tmp_path, EXCLUDING)
     write(tmp_path, with_key(key, value), "conf.d/a.yaml")
     write(tmp_path, with_key(key, "other"), "conf.d/b.yaml")
-    found = load_settings(tmp_path)
+    found = load_config(tmp_path)
     assert found.removed == {key: (f"{tmp_path}/conf.d/a.yaml", f"{tmp_path}/conf.d/b.yaml")}
     assert found.unlogged == (), "a command logs nothing"
     assert found.everywhere() == before.everywhere()
     assert found.rows() == before.rows()
 
 
-@pytest.mark.parametrize("key", [key for key in REMOVED if "." not in key])
+@pytest.mark.parametrize("key", [key for key in REMOVED_KEYS if "." not in key])
 def test_key_of_a_partition_that_was_removed_changes_nothing_there(
     tmp_path: Path, key: str
 ) -> None:
@@ -312,7 +312,7 @@ def test_key_of_a_partition_that_was_removed_changes_nothing_there(
 @pytest.mark.parametrize(
     "below", ["enabled: false", "n1: {sources: 1}", "- sources: 1", "enabeld: false"]
 )
-@pytest.mark.parametrize("key", REMOVED)
+@pytest.mark.parametrize("key", REMOVED_KEYS)
 def test_keys_that_are_indented_below_a_removed_one_are_an_error(
     tmp_path: Path, key: str, below: str
 ) -> None:
@@ -326,7 +326,7 @@ def test_keys_that_are_indented_below_a_removed_one_are_an_error(
 def test_key_that_excludes_is_never_one_that_is_ignored() -> None:
     """Whoever takes one of these away has to say what becomes of what it excluded."""
     assert not EXCLUDE - set(KEYS)
-    assert not set(REMOVED) & set(KEYS)
+    assert not set(REMOVED_KEYS) & set(KEYS)
 
 
 @pytest.mark.parametrize("text", ["digests: false", "preloaded: 1"])
@@ -486,7 +486,7 @@ def test_any_file_may_be_looked_at_by_a_user(
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     write(tmp_path, "enabled: false").chmod(0o666)
-    assert not load_settings(tmp_path).config.enabled
+    assert not load_config(tmp_path).config.enabled
 
 
 # --- addresses
@@ -523,7 +523,7 @@ def test_address_without_host_or_port_is_refused(text: str) -> None:
 
 def test_sample_without_comment_signs_sets_the_defaults(tmp_path: Path) -> None:
     sample = (REPOSITORY / "etc" / MAIN).read_text()
-    assert read(tmp_path, sample).rows() == load_settings(tmp_path / "missing").rows()
+    assert read(tmp_path, sample).rows() == load_config(tmp_path / "missing").rows()
     # "# prose" stays, "#key: value" and "#  nested: value" are switched on.
     found = read(tmp_path, re.sub(r"^#(?=\w|  )", "", sample, flags=re.MULTILINE))
     assert found.config == Config()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.config import load, load_settings
+from forestage.config import load, load_config
 from forestage.config.memo import YamlCache
 from forestage.errors import ConfigError
 
@@ -29,7 +29,7 @@ class Site:
         (self.etc / name).chmod(0o644)
 
     def sources(self) -> tuple[str, ...]:
-        return load_settings(self.etc, self.kept).config.sources
+        return load_config(self.etc, self.kept).config.sources
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_no_place_for_the_record_is_no_error(site: Site) -> None:
 
 
 def unlogged(site: Site) -> tuple[str, ...]:
-    return load_settings(site.etc, site.kept).unlogged
+    return load_config(site.etc, site.kept).unlogged
 
 
 def test_removed_key_is_to_be_logged_once_and_again_after_a_boot(site: Site) -> None:
@@ -115,7 +115,7 @@ def test_key_that_an_upgrade_removes_is_to_be_logged_though_no_file_changes(
 ) -> None:
     site.write("preload: true\ndigest: false\n")
     with monkeypatch.context() as patch:
-        patch.delitem(load.REMOVED, "digest")
+        patch.delitem(load.REMOVED_KEYS, "digest")
         patch.setitem(load.KEYS, "digest", load.KEYS["enabled"])
         patch.setattr(load, "with_values", lambda config, changed: config)
         assert unlogged(site) == ("preload",)

@@ -22,26 +22,31 @@ def places(tmp_path: Path) -> NodePaths:
 
 
 def test_without_a_file_nothing_is_switched_off(tmp_path: Path) -> None:
-    assert switch.by_file(NodePaths(tmp_path), NOW) == ""
+    assert switch.find_off_file_reason(NodePaths(tmp_path), NOW) == ""
 
 
 @pytest.mark.parametrize("name", ["kept_off", "disabled"])
 def test_either_file_switches_off_and_gives_its_first_line(places: NodePaths, name: str) -> None:
     file: Path = getattr(places, name)
     file.write_text("INC-42: wrong bytes?\nsee the ticket\n")
-    assert switch.by_file(places, NOW) == f"{file}: INC-42: wrong bytes?"
+    assert switch.find_off_file_reason(places, NOW) == f"{file}: INC-42: wrong bytes?"
     file.write_text("")
-    assert switch.by_file(places, NOW) == f"{file} is there"
+    assert switch.find_off_file_reason(places, NOW) == f"{file} is there"
 
 
 def test_time_that_is_over_counts_for_nothing_and_the_other_file_still_does(
     places: NodePaths,
 ) -> None:
     places.kept_off.write_text(f"until {int(NOW)}\nINC-42\n")
-    assert switch.by_file(places, NOW - 1).startswith(f"{places.kept_off}: INC-42 (until 2027-01-")
-    assert switch.by_file(places, NOW) == ""
+    assert switch.find_off_file_reason(places, NOW - 1).startswith(
+        f"{places.kept_off}: INC-42 (until 2027-01-"
+    )
+    assert switch.find_off_file_reason(places, NOW) == ""
     places.disabled.write_text("forestage is being upgraded\n")
-    assert switch.by_file(places, NOW) == f"{places.disabled}: forestage is being upgraded"
+    assert (
+        switch.find_off_file_reason(places, NOW)
+        == f"{places.disabled}: forestage is being upgraded"
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,12 +63,12 @@ def test_time_that_is_over_counts_for_nothing_and_the_other_file_still_does(
 )
 def test_time_that_cannot_be_read_never_ends(places: NodePaths, text: str) -> None:
     places.kept_off.write_text(text)
-    assert switch.by_file(places, NOW).startswith(str(places.kept_off))
+    assert switch.find_off_file_reason(places, NOW).startswith(str(places.kept_off))
 
 
 def test_time_of_the_far_future_is_said_in_seconds(places: NodePaths) -> None:
     places.kept_off.write_text(f"until {'9' * 20}\nx\n")
-    assert switch.by_file(places, NOW) == f"{places.kept_off}: x (until {'9' * 20})"
+    assert switch.find_off_file_reason(places, NOW) == f"{places.kept_off}: x (until {'9' * 20})"
 
 
 @pytest.mark.parametrize("name", ["kept_off", "disabled"])
@@ -74,4 +79,4 @@ def test_file_that_cannot_be_read_switches_off_and_holds_nobody(
     file: Path = getattr(places, name)
     made = {"directory": file.mkdir, "link": lambda: file.symlink_to("/nonexistent")}
     made.get(kind, lambda: os.mkfifo(file))()
-    assert switch.by_file(places, NOW) == f"{file} is there"
+    assert switch.find_off_file_reason(places, NOW) == f"{file} is there"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from forestage.config import Companion, Config, decided
+from forestage.config import CompanionPresence, Config, resolve_auto_redirect
 from forestage.slurm import timeouts
-from forestage.slurm.companion import CompanionState, importer, read_state
+from forestage.slurm.companion import CompanionState, find_importer, read_companion_state
 from forestage.slurm.slurm_conf import MAX_DEPTH, MAX_FILES, SlurmConf
 
 LINE = "optional /usr/lib/forestage/spank/forestage.so timeout=500\n"
@@ -24,7 +24,7 @@ def conf(tmp_path: Path) -> Path:
 
 
 def state(conf: Path) -> CompanionState:
-    return read_state(conf.with_name("mark"), SlurmConf(str(conf)))
+    return read_companion_state(conf.with_name("mark"), SlurmConf(str(conf)))
 
 
 def loaded(conf: Path) -> bool:
@@ -84,7 +84,7 @@ def test_file_that_cannot_be_read_leaves_it_unknown_and_is_named(conf: Path, nam
     file.symlink_to(file)
     why = f"{file} cannot be read: Too many levels of symbolic links"
     assert state(conf) == CompanionState("unknown", why)
-    assert importer(SlurmConf(str(conf))) == ""
+    assert find_importer(SlurmConf(str(conf))) == ""
 
 
 def test_includes_that_never_end_leave_it_unknown(conf: Path) -> None:
@@ -105,7 +105,7 @@ def test_companion_counts_however_many_files_slurm_conf_includes(conf: Path, inc
     text = "".join(f"Include p{number}.conf\n" for number in range(included))
     conf.write_text(f"{text}PrologEpilogTimeout=60\n")
     assert loaded(conf)
-    assert timeouts.read(SlurmConf(str(conf))).drains == 45
+    assert timeouts.read_limits(SlurmConf(str(conf))).drains == 45
 
 
 def test_more_files_than_are_read_leave_all_unknown(conf: Path) -> None:
@@ -115,7 +115,7 @@ def test_more_files_than_are_read_leave_all_unknown(conf: Path) -> None:
     conf.write_text("Include p.conf\n" * MAX_FILES)
     why = f"{part}: more than {MAX_FILES} files are included"
     assert state(conf) == CompanionState("unknown", why)
-    assert timeouts.read(SlurmConf(str(conf))) == timeouts.UNKNOWN
+    assert timeouts.read_limits(SlurmConf(str(conf))) == timeouts.UNKNOWN
 
 
 def test_slurm_conf_that_is_nowhere_leaves_it_unknown(conf: Path) -> None:
@@ -133,7 +133,7 @@ def test_plugstack_that_is_not_there_has_no_companion(conf: Path) -> None:
     ("companion", "redirect"), [("loaded", "spank"), ("absent", "bind"), ("unknown", "none")]
 )
 def test_automatic_redirect_binds_only_where_no_companion_is_known_of(
-    companion: Companion, redirect: str
+    companion: CompanionPresence, redirect: str
 ) -> None:
-    assert decided(Config(), companion).redirect == redirect
-    assert decided(Config(redirect="bind"), companion).redirect == "bind"
+    assert resolve_auto_redirect(Config(), companion).redirect == redirect
+    assert resolve_auto_redirect(Config(redirect="bind"), companion).redirect == "bind"

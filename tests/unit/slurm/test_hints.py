@@ -14,7 +14,7 @@ from forestage.slurm.hints import (
     JobHints,
     NodeIndex,
     Request,
-    read_hints,
+    parse_hints,
 )
 from forestage.units import MAX_TEXT
 
@@ -49,7 +49,7 @@ def _images(*paths: str, off: bool = False) -> JobHints:
     ],
 )
 def test_hints_are_read_out_of_free_text(comment: str, expected: JobHints) -> None:
-    assert read_hints(comment) == expected
+    assert parse_hints(comment) == expected
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_hints_are_read_out_of_free_text(comment: str, expected: JobHints) -> No
     ],
 )
 def test_wrong_hint_is_a_problem_and_spoils_no_other(comment: str, problem: str) -> None:
-    hints = read_hints(f"{comment} stage=/a")
+    hints = parse_hints(f"{comment} stage=/a")
     assert hints.paths == ("/a",)
     assert hints.wait is None
     (found,) = hints.problems
@@ -81,36 +81,36 @@ def test_wrong_hint_is_a_problem_and_spoils_no_other(comment: str, problem: str)
     ],
 )
 def test_hint_that_cannot_be_used_is_said_once(comment: str, problem: str) -> None:
-    (found,) = read_hints(f"ticket 4711 {comment} /c").problems
+    (found,) = parse_hints(f"ticket 4711 {comment} /c").problems
     assert problem in found
 
 
 @pytest.mark.parametrize(("comment", "tell"), [("stage-tell=yes", True), ("stage-tell=no", False)])
 def test_user_may_want_to_hear_what_happened(comment: str, tell: bool) -> None:
-    found = read_hints(comment)
+    found = parse_hints(comment)
     assert (found.tell, found.for_steps, found.problems) == (tell, tell, ())
 
 
 @pytest.mark.parametrize("value", ["", "maybe", "YES", "1"])
 def test_wish_to_hear_it_is_yes_or_no(value: str) -> None:
-    found = read_hints(f"stage-tell={value}")
+    found = parse_hints(f"stage-tell={value}")
     assert not found.tell
     assert found.problems[0].startswith("stage-tell: expected yes or no")
 
 
 def test_raw_word_is_left_to_its_feature_and_told_to_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "RAW", ("stage-x",))
-    monkeypatch.setattr(reader, "KNOWN", (*reader.KNOWN, "stage-x"))
-    found = read_hints("stage-x=/a,b=1 stage-x= stage-x=\udcff stage-wait=1m")
+    monkeypatch.setattr(reader, "KNOWN_WORDS", (*reader.KNOWN_WORDS, "stage-x"))
+    found = parse_hints("stage-x=/a,b=1 stage-x= stage-x=\udcff stage-wait=1m")
     assert (found.words, found.wait) == ((("stage-x", "/a,b=1"), ("stage-x", "")), 60.0)
     assert found.problems == ("stage-x: '\\udcff' is not UTF-8",)
-    assert read_hints("stage-x=1").for_steps
-    many = read_hints("stage-x=1 " * (MAX_HINTED + 1))
+    assert parse_hints("stage-x=1").for_steps
+    many = parse_hints("stage-x=1 " * (MAX_HINTED + 1))
     assert (len(many.words), len(many.problems)) == (MAX_HINTED, 1)
 
 
 def test_too_many_images_are_cut_and_reported() -> None:
-    hints = read_hints("stage=" + ",".join(f"/{n}" for n in range(MAX_HINTED + 1)))
+    hints = parse_hints("stage=" + ",".join(f"/{n}" for n in range(MAX_HINTED + 1)))
     assert hints.paths == tuple(f"/{n}" for n in range(MAX_HINTED))
     assert f"names {MAX_HINTED + 1} images" in hints.problems[0]
 
@@ -125,7 +125,7 @@ def test_too_many_images_are_cut_and_reported() -> None:
     ],
 )
 def test_problems_are_few_short_and_printable(comment: str, number: int) -> None:
-    problems = read_hints(comment).problems
+    problems = parse_hints(comment).problems
     assert len(problems) == number
     for problem in problems:
         assert problem.isprintable()
@@ -136,7 +136,7 @@ def test_problems_are_few_short_and_printable(comment: str, number: int) -> None
 def test_any_path_can_be_written_percent_encoded(paths: list[str]) -> None:
     encoded = ",".join("".join(f"%{byte:02x}" for byte in path.encode()) for path in paths)
     expected = list(dict.fromkeys(paths))
-    hints = read_hints(f"stage={encoded}")
+    hints = parse_hints(f"stage={encoded}")
     assert {one.path for one in hints.wanted} >= set(expected[:MAX_HINTED]) - {""}
 
 
@@ -159,7 +159,7 @@ def test_any_path_can_be_written_percent_encoded(paths: list[str]) -> None:
     ],
 )
 def test_data_has_a_path_and_a_place(value: str, path: str, at: str) -> None:
-    hints = read_hints(f"stage={value}")
+    hints = parse_hints(f"stage={value}")
     assert hints.data == (Request(path, "hint", at),)
     assert (hints.paths, hints.problems) == ((), ())
 
@@ -168,7 +168,7 @@ def test_data_has_a_path_and_a_place(value: str, path: str, at: str) -> None:
     "value", ["/home/u@dom/x.sqsh", "/a@jobs", "/a@seed:", "/a@seed", "/x%40job"]
 )
 def test_other_ats_belong_to_the_path_of_an_image(value: str) -> None:
-    assert read_hints(f"stage={value}").paths == (value.replace("%40", "@"),)
+    assert parse_hints(f"stage={value}").paths == (value.replace("%40", "@"),)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_other_ats_belong_to_the_path_of_an_image(value: str) -> None:
     ],
 )
 def test_slice_is_replaced(value: str, path: str) -> None:
-    (found,) = read_hints(f"stage={value}", NodeIndex(7, 16)).wanted
+    (found,) = parse_hints(f"stage={value}", NodeIndex(7, 16)).wanted
     assert found.path == path
 
 
@@ -190,7 +190,7 @@ def test_slice_is_replaced(value: str, path: str) -> None:
     ["{node:0300000000d}", "{node:5}", "{node:010}", "{}", "{0}", "{node.x}", "{node"],
 )
 def test_anything_else_in_braces_is_a_problem_and_takes_no_memory(path: str) -> None:
-    hints = read_hints(f"stage=/d/{path},/a", NodeIndex(7, 16))
+    hints = parse_hints(f"stage=/d/{path},/a", NodeIndex(7, 16))
     assert hints.paths == ("/a",)
     (problem,) = hints.problems
     assert "unknown placeholder {" in problem
@@ -198,14 +198,14 @@ def test_anything_else_in_braces_is_a_problem_and_takes_no_memory(path: str) -> 
 
 
 def test_slice_without_a_known_node_is_a_problem() -> None:
-    hints = read_hints("stage=/d/{node}/,/a")
+    hints = parse_hints("stage=/d/{node}/,/a")
     assert (hints.paths, hints.data) == (("/a",), ())
     assert "is not known here" in hints.problems[0]
 
 
 def test_images_and_data_are_counted_apart() -> None:
     value = ",".join(f"/{n}/,/{n}.sqsh" for n in range(MAX_HINTED + 1))
-    hints = read_hints(f"stage={value}")
+    hints = parse_hints(f"stage={value}")
     assert (len(hints.paths), len(hints.data)) == (MAX_HINTED, MAX_HINTED)
     for what, problem in zip(("images", "data"), hints.problems, strict=True):
         assert f"names {MAX_HINTED + 1} {what}" in problem
@@ -217,7 +217,7 @@ PER_NODE = Request("/d/02/", "hint")
 
 def test_options_are_read_without_escapes() -> None:
     text = "stage=/a b,c%20d\nstage=/d/{node:02}/\nstage=/e.sqsh@/opt/e%\nstage-wait=5m\n"
-    found = read_hints("", NodeIndex(2, 4), text)
+    found = parse_hints("", NodeIndex(2, 4), text)
     assert found.paths == ("/a b,c%20d",)
     assert found.data == (PER_NODE, Request("/e.sqsh", "hint", "/opt/e%"))
     assert (found.wait, found.problems) == (300.0, ())
@@ -225,13 +225,13 @@ def test_options_are_read_without_escapes() -> None:
 
 
 def test_last_of_options_that_say_one_thing_counts() -> None:
-    found = read_hints("", option="stage-wait=5m\nstage-tell=yes\nstage-wait=1m\nstage-tell=no\n")
+    found = parse_hints("", option="stage-wait=5m\nstage-tell=yes\nstage-wait=1m\nstage-tell=no\n")
     assert (found.wait, found.tell, found.problems) == (60.0, False, ())
 
 
 def test_option_counts_alone_for_its_word_and_the_comment_for_all_others() -> None:
     comment = "stage=/c,/d stage=off stage-list=/l stage-wait=9m stage-tell=yes stage=bad~"
-    found = read_hints(comment, option="stage=/o\nstage-wait=1m\n")
+    found = parse_hints(comment, option="stage=/o\nstage-wait=1m\n")
     assert (found.paths, found.off, found.listed) == (("/o",), False, "")
     assert (found.wait, found.tell) == (60.0, True)
     assert found.ignored == ("stage", "stage-list", "stage-wait")
@@ -239,18 +239,18 @@ def test_option_counts_alone_for_its_word_and_the_comment_for_all_others() -> No
 
 
 def test_comment_is_read_beside_another_option() -> None:
-    found = read_hints("stage=/c stage-wait=1m", option="stage-tell=yes\n")
+    found = parse_hints("stage=/c stage-wait=1m", option="stage-tell=yes\n")
     assert (found.paths, found.wait, found.tell) == (("/c",), 60.0, True)
     assert (found.options, found.ignored) == (("stage-tell",), ())
 
 
 def test_option_switches_off_what_the_comment_names() -> None:
-    found = read_hints("stage=/c", option="stage=no\n")
+    found = parse_hints("stage=/c", option="stage=no\n")
     assert (found.off, found.paths) == (True, ())
 
 
 def test_wrong_option_is_a_problem_and_the_others_are_served() -> None:
-    found = read_hints("", option="stage=/a\nstage=b\n\nx=1\nstage-tell\nstage=/c")
+    found = parse_hints("", option="stage=/a\nstage=b\n\nx=1\nstage-tell\nstage=/c")
     assert found.paths == ("/a", "/c")
     assert [one.partition(":")[0] for one in found.problems] == [
         "option --stage=b",
@@ -262,8 +262,8 @@ def test_wrong_option_is_a_problem_and_the_others_are_served() -> None:
 def test_option_of_any_length_is_read_or_refused_as_a_whole() -> None:
     # By hand somebody may hand over more than the companion does.
     most = "stage=/" + "x" * (MAX_OPTION - 8) + "\n"
-    assert len(read_hints("", option=most).paths[0]) == MAX_OPTION - 7
-    found = read_hints("stage=/c", option="x" + most)
+    assert len(parse_hints("", option=most).paths[0]) == MAX_OPTION - 7
+    found = parse_hints("stage=/c", option="x" + most)
     assert found.paths == ("/c",)
     (problem,) = found.problems
     assert problem == f"option --stage: longer than {MAX_OPTION} characters"
@@ -271,7 +271,7 @@ def test_option_of_any_length_is_read_or_refused_as_a_whole() -> None:
 
 @given(st.text(), st.text())
 def test_any_option_is_read(comment: str, option: str) -> None:
-    found = read_hints(comment, option=option)
+    found = parse_hints(comment, option=option)
     assert len(found.problems) <= MAX_PROBLEMS
     assert all(problem.isprintable() for problem in found.problems)
     assert set(found.options) <= {"stage", "stage-dir", "stage-tell", "stage-wait"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.slurm.nodelist import MAX_NODES, expand
+from forestage.slurm.nodelist import MAX_NODES, expand_nodelist
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from forestage.slurm.nodelist import MAX_NODES, expand
     ],
 )
 def test_slurm_list_expands_to_its_nodes(nodelist: str, names: list[str]) -> None:
-    assert sorted(expand(nodelist)) == names
+    assert sorted(expand_nodelist(nodelist)) == names
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,15 @@ def test_slurm_list_expands_to_its_nodes(nodelist: str, names: list[str]) -> Non
     ],
 )
 def test_invalid_or_too_long_list_expands_to_nothing(nodelist: str) -> None:
-    assert expand(nodelist) == ()
+    assert expand_nodelist(nodelist) == ()
 
 
 @given(st.text(alphabet="n1[]-,.@:!&^% ", max_size=30))
 def test_arbitrary_text_expands_to_host_names_only(text: str) -> None:
-    for name in expand(text):
+    for name in expand_nodelist(text):
         assert name.replace(".", "").replace("-", "").isalnum()
 
 
 def test_list_of_max_nodes_is_expanded() -> None:
-    assert len(expand(f"n[1-{MAX_NODES}]")) == MAX_NODES
-    assert expand(f"n[0-{MAX_NODES}]") == ()
+    assert len(expand_nodelist(f"n[1-{MAX_NODES}]")) == MAX_NODES
+    assert expand_nodelist(f"n[0-{MAX_NODES}]") == ()

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from forestage.slurm.plugstack import IncludeLine, PluginLine, lines, read
+from forestage.slurm.plugstack import IncludeLine, PluginLine, read_lines, read_plugins
 from forestage.system.tree import RootedTree
 
 
 def plugins(root: Path, path: str) -> list[PluginLine]:
-    return list(read(path, lambda one: RootedTree(root).at(one).read_text(), root))
+    return list(read_plugins(path, lambda one: RootedTree(root).at(one).read_text(), root))
 
 
 def test_lines_come_in_the_order_in_which_slurm_loads_them(tmp_path: Path) -> None:
@@ -47,7 +47,9 @@ def test_lines_come_in_the_order_in_which_slurm_loads_them(tmp_path: Path) -> No
 def test_plugin_of_an_included_file_names_the_line_that_includes_it(tmp_path: Path) -> None:
     (tmp_path / "p.conf").write_text("include /x-1*.conf\ninclude x-2*.conf\nrequired own.so\n")
     (tmp_path / "x-2.conf").write_text("optional x.so\n")
-    found = list(lines("/p.conf", lambda one: RootedTree(tmp_path).at(one).read_text(), tmp_path))
+    found = list(
+        read_lines("/p.conf", lambda one: RootedTree(tmp_path).at(one).read_text(), tmp_path)
+    )
     first, second, plugin, own = found
     assert isinstance(first, IncludeLine)
     assert isinstance(second, IncludeLine)

@@ -9,7 +9,7 @@ import pytest
 
 from forestage.commands.world import ExitStatus
 from forestage.errors import SlurmError
-from forestage.slurm.queue import OVER, JobState, SlurmClient, found, why_over
+from forestage.slurm.queue import OVER, JobState, SlurmClient, find_end_reason, parse_job_state
 
 # Every state of slurm.h 22.05 to 26.05, flags included, as squeue's %T spells them.
 NOT_OVER = (
@@ -23,13 +23,13 @@ NOT_OVER = (
 @pytest.mark.parametrize("state", NOT_OVER)
 @pytest.mark.parametrize("nodes", ["", "n1", "n[1-3]", "n[3,1]"])
 def test_job_that_may_still_be_here_is_not_over(state: str, nodes: str) -> None:
-    assert why_over(JobState(state, nodes), "n1") == ""
+    assert find_end_reason(JobState(state, nodes), "n1") == ""
 
 
 @pytest.mark.parametrize("state", sorted(OVER))
 @pytest.mark.parametrize("node", ["n1", ""])
 def test_ended_job_is_over_wherever_it_ran(state: str, node: str) -> None:
-    assert state in why_over(JobState(state, "n1"), node)
+    assert state in find_end_reason(JobState(state, "n1"), node)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_ended_job_is_over_wherever_it_ran(state: str, node: str) -> None:
     ],
 )
 def test_job_on_other_nodes_is_over_here(nodes: str, node: str, over: bool) -> None:
-    assert bool(why_over(JobState("RUNNING", nodes), node)) == over
-    assert why_over(None, node), "Slurm has forgotten it"
+    assert bool(find_end_reason(JobState("RUNNING", nodes), node)) == over
+    assert find_end_reason(None, node), "Slurm has forgotten it"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_job_on_other_nodes_is_over_here(nodes: str, node: str, over: bool) -> N
     ],
 )
 def test_line_of_the_job_itself_counts(listing: str, expected: JobState | None) -> None:
-    assert found(listing, 7) == expected
+    assert parse_job_state(listing, 7) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_line_of_the_job_itself_counts(listing: str, expected: JobState | None) 
 )
 def test_listing_that_cannot_be_understood_is_no_answer(listing: str) -> None:
     with pytest.raises(SlurmError):
-        found(listing, 7)
+        parse_job_state(listing, 7)
 
 
 def test_missing_commands_are_no_answer_but_a_hint(tmp_path: Path) -> None:

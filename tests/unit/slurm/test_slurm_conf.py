@@ -10,10 +10,10 @@ from forestage.slurm.slurm_conf import (
     MAX_DEPTH,
     MAX_FILES,
     ConfSetting,
-    joined,
-    node_names,
-    partitions,
-    settings,
+    join_lines,
+    list_node_names,
+    list_partitions,
+    read_settings,
 )
 
 CONF = "/etc/slurm/slurm.conf"
@@ -29,7 +29,7 @@ def read(text: str, **others: str) -> list[ConfSetting]:
             raise FileNotFoundError(path)
         return files[path]
 
-    return list(settings(CONF, get))
+    return list(read_settings(CONF, get))
 
 
 def said(text: str, **others: str) -> dict[str, str]:
@@ -103,7 +103,7 @@ def test_each_file_is_read_once() -> None:
         asked.append(path)
         return files[path]
 
-    list(settings(CONF, text))
+    list(read_settings(CONF, text))
     assert asked == [*files, "/etc/slurm/b.conf"], "once for each Include that names it"
 
 
@@ -130,7 +130,7 @@ def test_includes_that_never_end_are_found_by_their_depth() -> None:
         return "Include slurm.conf\nInclude slurm.conf\n"
 
     with pytest.raises(ValueError, match="never end"):
-        list(settings(CONF, text))
+        list(read_settings(CONF, text))
     assert len(asked) == MAX_DEPTH + 1
     files = {f"slurm__{n}": f"Include {n + 1}\n" for n in range(1, MAX_DEPTH - 1)}
     last = {f"slurm__{MAX_DEPTH - 1}": "A=1\n"}
@@ -151,10 +151,10 @@ def test_each_setting_names_its_lines() -> None:
 def test_line_is_never_taken_for_a_part_of_another(text: str) -> None:
     """`forestage disable` names lines by their numbers."""
     last = 0
-    for line in joined(CONF, text):
+    for line in join_lines(CONF, text):
         assert last < line.first <= line.last <= text.count("\n") + 1
         raw = text.split("\n")[line.first - 1 : line.last]
-        assert [one.text for one in joined(CONF, "\n".join(raw))] == [line.text]
+        assert [one.text for one in join_lines(CONF, "\n".join(raw))] == [line.text]
         last = line.last
 
 
@@ -163,8 +163,8 @@ def test_nodes_and_partitions_are_read_behind_an_include_with_the_clusters_name(
         "/s.conf": "ClusterName=Big\nInclude nodes-%c.conf\nPartitionName=p Nodes=ALL\n",
         "/nodes-big.conf": "NodeName=n[1-4] CPUs=8\n",
     }
-    assert list(node_names("/s.conf", files.__getitem__)) == ["n[1-4]"]
-    assert list(partitions("/s.conf", files.__getitem__)) == ["p"]
+    assert list(list_node_names("/s.conf", files.__getitem__)) == ["n[1-4]"]
+    assert list(list_partitions("/s.conf", files.__getitem__)) == ["p"]
 
 
 def test_nodes_of_a_cloud_are_left_out() -> None:
@@ -173,4 +173,4 @@ def test_nodes_of_a_cloud_are_left_out() -> None:
         "NodeName=DEFAULT State=UNKNOWN\nNodeName=n1 NodeAddr=10.0.0.1\nNodeName=x State=FUTURE\n"
         "PartitionName=p Nodes=ALL State=UP\n"
     )
-    assert list(node_names("/s.conf", lambda _: text)) == ["A", "n1"]
+    assert list(list_node_names("/s.conf", lambda _: text)) == ["A", "n1"]

@@ -14,10 +14,10 @@ from forestage.slurm.timeouts import (
     SAFE,
     UNKNOWN,
     HookTimeLimits,
-    limits,
-    patience,
-    read,
-    step_patience,
+    compute_limits,
+    prolog_budget,
+    read_limits,
+    step_budget,
 )
 
 BOTH = "PrologFlags=Alloc,DeferBatch"
@@ -69,7 +69,7 @@ def conf(text: str) -> dict[str, str]:
     ],
 )
 def test_limits_are_what_slurm_conf_allows(text: str, expected: HookTimeLimits) -> None:
-    assert limits(conf(text)) == expected
+    assert compute_limits(conf(text)) == expected
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_limits_are_what_slurm_conf_allows(text: str, expected: HookTimeLimits) 
 def test_prolog_takes_no_longer_than_slurm_allows_whoever_wishes_that(
     limit: HookTimeLimits, wish: float | None, expected: float
 ) -> None:
-    assert patience(limit, wish) == expected
+    assert prolog_budget(limit, wish) == expected
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_prolog_takes_no_longer_than_slurm_allows_whoever_wishes_that(
 def test_files_settings_count(tmp_path: Path, text: str, expected: HookTimeLimits) -> None:
     (tmp_path / "slurm.conf").write_text(text)
     (tmp_path / "more.conf").write_text("PrologEpilogTimeout=40\n")
-    assert read(SlurmConf(str(tmp_path / "slurm.conf"))) == expected
+    assert read_limits(SlurmConf(str(tmp_path / "slurm.conf"))) == expected
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_slurm_conf_that_cannot_be_read_to_its_end_has_no_known_limits(
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "slurm.conf").write_text(f"{BOTH}\n{text}")
     for path in (tmp_path / "slurm.conf", tmp_path, tmp_path / "nothing", "", "a\0b"):
-        assert read(SlurmConf(str(path))) == UNKNOWN
+        assert read_limits(SlurmConf(str(path))) == UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_slurm_conf_that_cannot_be_read_to_its_end_has_no_known_limits(
 def test_step_answers_before_the_companion_kills_it(
     configured: float, timeout: str, seconds: float
 ) -> None:
-    assert step_patience(configured, timeout) == seconds
+    assert step_budget(configured, timeout) == seconds

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from forestage import trace
 from forestage.cache import allocation, digest
-from forestage.cache.part import Part, missing_chunks
+from forestage.cache.part import Part, list_missing_chunks
 from forestage.errors import CopyStopped, Failed
 from forestage.sources.source import ReadableSource, SourceTruncated, SourceUnreadable
 from forestage.stage import chunks, reading
@@ -73,8 +73,8 @@ class Pair:
         return ReadableSource(self.fd, self.direct, os.fstat(self.fd).st_size)
 
     def reserve(self, size: int | None = None) -> None:
-        found = allocation.data_chunks(self.fd, size or self.source.size, CHUNK)
-        allocation.reserve(self.part, size or self.source.size, CHUNK, found)
+        found = allocation.list_data_chunks(self.fd, size or self.source.size, CHUNK)
+        allocation.reserve_part(self.part, size or self.source.size, CHUNK, found)
 
     def copy(
         self,
@@ -82,7 +82,7 @@ class Pair:
         stop: threading.Event | None = None,
         source: ReadableSource | None = None,
     ) -> None:
-        chunks.copy(source or self.source, self.part, tuning, stop or threading.Event())
+        chunks.copy_chunks(source or self.source, self.part, tuning, stop or threading.Event())
 
     @property
     def copied(self) -> bytes:
@@ -111,12 +111,12 @@ def each(data: bytes) -> list[bytes]:
 
 
 def map_of(data: bytes) -> bytes:
-    return b"".join(map(digest.of_chunk, each(data)))
+    return b"".join(map(digest.digest_chunk, each(data)))
 
 
 def write_cached(monkeypatch: Patch) -> None:
     """Have copies written through the page cache, as on a disk without direct I/O."""
-    monkeypatch.setattr(chunks, "_direct", lambda part: None)
+    monkeypatch.setattr(chunks, "_open_direct", lambda part: None)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -158,7 +158,7 @@ def test_any_file_crosses_with_any_tuning(
             write_cached(patch)
         pair.copy(CopyTuning(threads=threads, chunk=CHUNK))
     assert pair.copied == bytes(hole) + tail
-    assert not missing_chunks(pair.part.digests(), hole + len(tail), CHUNK)
+    assert not list_missing_chunks(pair.part.digests(), hole + len(tail), CHUNK)
 
 
 @pytest.fixture
@@ -200,8 +200,8 @@ def test_holes_of_another_file_system_are_read_and_their_zeros_take_no_space(
     for start in (50 * CHUNK - 3, 99 * CHUNK):
         os.pwrite(pair.fd, b"middle", start)
     said = {"all": set[int](), "none": set(range(101)), "the right ones": {49, 50, 99}}[holes_of]
-    monkeypatch.setattr(file_systems, "read_kind", lambda _: FUSE)
-    monkeypatch.setattr(allocation, "data_chunks", lambda *_: said)
+    monkeypatch.setattr(file_systems, "read_file_system_type", lambda _: FUSE)
+    monkeypatch.setattr(allocation, "list_data_chunks", lambda *_: said)
     pair.reserve()
     pair.part.image.write_bytes(b"\xff" * size)  # what is left of another copy
     pair.copy()
@@ -216,7 +216,7 @@ def test_file_with_all_its_blocks_is_never_looked_through_for_zeros(
     pair: Pair, monkeypatch: Patch
 ) -> None:
     pair.random(3 * CHUNK)
-    monkeypatch.setattr(file_systems, "read_kind", lambda _: FUSE)
+    monkeypatch.setattr(file_systems, "read_file_system_type", lambda _: FUSE)
     monkeypatch.setattr(reading, "is_zero", lambda _: pytest.fail("looked through"))
     pair.reserve()
     pair.copy()
@@ -239,12 +239,14 @@ Read = Callable[..., int]
 def test_source_that_is_cut_short_has_a_true_map(pair: Pair, monkeypatch: Patch, cut: int) -> None:
     pair.random(2 * CHUNK)
     pair.reserve()
-    monkeypatch.setattr(allocation, "data_chunks", lambda *_: {0, 1})
+    monkeypatch.setattr(allocation, "list_data_chunks", lambda *_: {0, 1})
     whole = pair.source
     os.truncate(pair.fd, cut)
     with pytest.raises(SourceTruncated):
         pair.copy(QUIET, source=whole)
-    assert missing_chunks(pair.part.digests(), 2 * CHUNK, CHUNK) == list(range(cut // CHUNK, 2))
+    assert list_missing_chunks(pair.part.digests(), 2 * CHUNK, CHUNK) == list(
+        range(cut // CHUNK, 2)
+    )
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EROFS])
@@ -320,7 +322,7 @@ def test_resumed_copy_reads_only_what_is_missing(pair: Pair, reads: list[int]) -
     there = each(pair.copied)
     for number, one in enumerate(each(data)):
         assert there[number] == (bytes(len(one)) if number in (0, 2, 5) else one)
-    sums = digest.split(pair.part.digests())
+    sums = digest.split_map(pair.part.digests())
     assert [number for number, one in enumerate(sums) if one == mark] == [0, 2, 5]
 
 
@@ -343,13 +345,13 @@ def test_stopped_copy_has_a_true_map_and_goes_on_from_there(
     monkeypatch.setattr(trace, "listener", listen)
     with pytest.raises(CopyStopped):
         pair.copy(QUIET, stop)
-    missing = missing_chunks(pair.part.digests(), len(data), CHUNK)
+    missing = list_missing_chunks(pair.part.digests(), len(data), CHUNK)
     copied = [0, 6, 1][:after]  # head, tail, then straight through
     assert missing == [number for number in range(7) if number not in copied]
-    there, sums = each(pair.copied), digest.split(pair.part.digests())
+    there, sums = each(pair.copied), digest.split_map(pair.part.digests())
     for number in copied:
         assert there[number] == each(data)[number]
-        assert sums[number] == digest.of_chunk(there[number])
+        assert sums[number] == digest.digest_chunk(there[number])
     pair.copy(QUIET)
     assert pair.copied == data
     assert pair.part.digests() == map_of(data)
@@ -361,7 +363,7 @@ def test_chunk_is_in_the_map_only_after_its_bytes(pair: Pair, monkeypatch: Patch
     seen: list[int] = []
 
     def listen(_: str) -> None:
-        for number, one in enumerate(digest.split(pair.part.digests())):
+        for number, one in enumerate(digest.split_map(pair.part.digests())):
             if any(one):
                 seen.append(number)
                 assert each(pair.copied)[number] == each(data)[number]
@@ -392,7 +394,7 @@ def test_threads_error_stops_the_others(pair: Pair, monkeypatch: Patch) -> None:
         run.all()
     run.close()
     assert sorted(starts) == [0, 49 * CHUNK]
-    assert missing_chunks(pair.part.digests(), 50 * CHUNK, CHUNK) == list(range(49))
+    assert list_missing_chunks(pair.part.digests(), 50 * CHUNK, CHUNK) == list(range(49))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -426,9 +428,9 @@ def test_copy_leaks_no_descriptor_on_success_or_error(pair: Pair, monkeypatch: P
         patch.setattr(os, "preadv", stale)
         with pytest.raises(SourceUnreadable):
             pair.copy()
-    chunks.digests(pair.part.image, 2 * CHUNK, TUNING)
+    chunks.compute_digests(pair.part.image, 2 * CHUNK, TUNING)
     with pytest.raises(SourceTruncated):
-        chunks.digests(pair.part.image, 3 * CHUNK, TUNING)
+        chunks.compute_digests(pair.part.image, 3 * CHUNK, TUNING)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
@@ -439,13 +441,13 @@ def test_memory_is_bounded_by_the_threads(
     pair.random(size * CHUNK)
     pair.reserve()
     made: list[int] = []
-    real = reading.buffer
+    real = reading.allocate_piece_buffer
 
     def noting(chunk: int) -> memoryview:
         made.append(chunk)
         return real(chunk)
 
-    monkeypatch.setattr(reading, "buffer", noting)
+    monkeypatch.setattr(reading, "allocate_piece_buffer", noting)
     pair.copy(CopyTuning(threads=threads, chunk=CHUNK))
     assert made == [CHUNK] * wanted
 
@@ -454,16 +456,20 @@ def test_memory_is_bounded_by_the_threads(
 def test_chunk_that_comes_in_pieces_is_whole(pair: Pair, rest: int) -> None:
     data = pair.random(PIECE * 2 + rest)
     tuning = CopyTuning(threads=2, chunk=PIECE * 2)
-    allocation.reserve(
-        pair.part, len(data), tuning.chunk, allocation.data_chunks(pair.fd, len(data), tuning.chunk)
+    allocation.reserve_part(
+        pair.part,
+        len(data),
+        tuning.chunk,
+        allocation.list_data_chunks(pair.fd, len(data), tuning.chunk),
     )
     pair.copy(tuning)
     assert pair.copied == data
     sums = [
-        digest.of_chunk(data[at : at + tuning.chunk]) for at in range(0, len(data), tuning.chunk)
+        digest.digest_chunk(data[at : at + tuning.chunk])
+        for at in range(0, len(data), tuning.chunk)
     ]
-    assert digest.split(pair.part.digests()) == sums
-    assert chunks.digests(pair.part.image, len(data), tuning) == b"".join(sums)
+    assert digest.split_map(pair.part.digests()) == sums
+    assert chunks.compute_digests(pair.part.image, len(data), tuning) == b"".join(sums)
 
 
 BIG = 8 << 20
@@ -474,7 +480,9 @@ def test_no_chunk_is_held_in_python(pair: Pair, size: int) -> None:
     """The buffers are mapped and do not count."""
     os.pwrite(pair.fd, b"x" * size, 0)
     os.truncate(pair.fd, 2 * BIG)
-    allocation.reserve(pair.part, 2 * BIG, BIG, allocation.data_chunks(pair.fd, 2 * BIG, BIG))
+    allocation.reserve_part(
+        pair.part, 2 * BIG, BIG, allocation.list_data_chunks(pair.fd, 2 * BIG, BIG)
+    )
     tracemalloc.start()
     try:
         pair.copy(CopyTuning(threads=1, chunk=BIG))
@@ -496,4 +504,4 @@ def test_every_chunk_goes_through_the_throttle(pair: Pair, monkeypatch: Patch) -
 @pytest.mark.parametrize("size", SIZES)
 def test_entry_can_be_compared_with_its_map(pair: Pair, size: int) -> None:
     data = pair.random(size)
-    assert chunks.digests(pair.path, size, TUNING) == map_of(data)
+    assert chunks.compute_digests(pair.path, size, TUNING) == map_of(data)

@@ -16,7 +16,15 @@ from forestage.cache.node import Node
 from forestage.cache.part import Part, PartRecord, boot_id
 from forestage.errors import CopyStopped
 from forestage.stage import queue
-from forestage.stage.queue import STALLED_AFTER, Need, QueuedCopy, Turn, begins_after, in_line, turn
+from forestage.stage.queue import (
+    STALLED_AFTER,
+    CopyNeed,
+    CopyTurn,
+    QueuedCopy,
+    choose_turn,
+    estimate_wait,
+    order_waiting,
+)
 from forestage.system import lock
 from forestage.system.as_user import User
 
@@ -26,11 +34,11 @@ Waits = Callable[..., bool]
 ALICE, BOB = 1, 2
 
 
-def waits(key: str, since: float, need: Need = "later", uid: int = ALICE) -> QueuedCopy:
+def waits(key: str, since: float, need: CopyNeed = "later", uid: int = ALICE) -> QueuedCopy:
     return QueuedCopy(key, uid, since, need)
 
 
-def runs(key: str, since: float = 0.0, need: Need = "later", uid: int = ALICE) -> QueuedCopy:
+def runs(key: str, since: float = 0.0, need: CopyNeed = "later", uid: int = ALICE) -> QueuedCopy:
     return QueuedCopy(key, uid, since, need, placed=True)
 
 
@@ -53,7 +61,7 @@ def runs(key: str, since: float = 0.0, need: Need = "later", uid: int = ALICE) -
     ],
 )
 def test_line_is_by_need_then_user_then_time(copies: list[QueuedCopy], expected: str) -> None:
-    assert "".join(copy.key for copy in in_line(copies)) == expected
+    assert "".join(copy.key for copy in order_waiting(copies)) == expected
 
 
 @pytest.mark.parametrize(
@@ -84,8 +92,8 @@ def test_line_is_by_need_then_user_then_time(copies: list[QueuedCopy], expected:
         ),
     ],
 )
-def test_turn_with_two_places(copies: list[QueuedCopy], expected: Turn) -> None:
-    assert turn("me", copies, 2, 2) == expected
+def test_turn_with_two_places(copies: list[QueuedCopy], expected: CopyTurn) -> None:
+    assert choose_turn("me", copies, 2, 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -118,8 +126,10 @@ def test_turn_with_two_places(copies: list[QueuedCopy], expected: Turn) -> None:
         ),
     ],
 )
-def test_one_users_jobs_get_two_of_four_places(copies: list[QueuedCopy], expected: Turn) -> None:
-    assert turn("me", copies, 4, 2) == expected
+def test_one_users_jobs_get_two_of_four_places(
+    copies: list[QueuedCopy], expected: CopyTurn
+) -> None:
+    assert choose_turn("me", copies, 4, 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -139,7 +149,7 @@ def test_one_users_jobs_get_two_of_four_places(copies: list[QueuedCopy], expecte
 def test_place_is_free_at_the_earliest_when_those_before_have_ended(
     copies: list[QueuedCopy], expected: float
 ) -> None:
-    assert begins_after("me", copies, 2, 2, {"x": 30.0, "y": 10.0, "new": None}) == expected
+    assert estimate_wait("me", copies, 2, 2, {"x": 30.0, "y": 10.0, "new": None}) == expected
 
 
 @pytest.mark.parametrize(("uid", "expected"), [(ALICE, 10.0), (BOB, 0.0)])
@@ -147,7 +157,7 @@ def test_place_is_free_at_the_earliest_when_the_user_is_within_their_share(
     uid: int, expected: float
 ) -> None:
     copies = [runs("x"), runs("y"), waits("me", 1, uid=uid)]
-    assert begins_after("me", copies, 4, 2, {"x": 30.0, "y": 10.0}) == expected
+    assert estimate_wait("me", copies, 4, 2, {"x": 30.0, "y": 10.0}) == expected
 
 
 KEY = "m"  # between the others by name
@@ -188,7 +198,7 @@ def ahead(one_at_once: Node, owner: PartRecord) -> Waits:
         node = msgspec.structs.replace(one_at_once, config=config)
         turns = Turns()
         with contextlib.suppress(CopyStopped):
-            queue.wait_turn(node, KEY, owner, turns)  # type: ignore[arg-type]
+            queue.wait_for_slot(node, KEY, owner, turns)  # type: ignore[arg-type]
         return turns.waited > 0
 
     return waiting
@@ -297,8 +307,8 @@ def lease(node: Node, *keys: str) -> None:
     node.leases.write(Lease(7, User("", 1, 1), 0.0, str(node.cache.root), uses))
 
 
-def need_of(node: Node, key: str) -> Need:
-    return next(copy.need for copy in queue.gather(node) if copy.key == key)
+def need_of(node: Node, key: str) -> CopyNeed:
+    return next(copy.need for copy in queue.list_live_copies(node) if copy.key == key)
 
 
 def test_need_is_told_by_lease_keeper_and_hooks_that_wait(staging_node: Node, others: Add) -> None:
@@ -329,7 +339,7 @@ def test_damaged_lease_may_need_any_copy(staging_node: Node, others: Add) -> Non
 def test_place_is_taken_for_all_to_see(one_at_once: Node, owner: PartRecord) -> None:
     part = one_at_once.cache.part(KEY)
     part.write_owner(owner)
-    taken = queue.wait_turn(one_at_once, KEY, owner, threading.Event())
+    taken = queue.wait_for_slot(one_at_once, KEY, owner, threading.Event())
     assert (taken.placed, part.owner()) == (True, taken)
 
 
@@ -349,7 +359,7 @@ def test_place_is_taken_under_the_space_lock(
     monkeypatch.setattr(queue, "STALLED_AFTER", 7200.0)
     monkeypatch.setattr(lock, "held", held)
     with pytest.raises(CopyStopped):
-        queue.wait_turn(one_at_once, KEY, owner, Turns())  # type: ignore[arg-type]
+        queue.wait_for_slot(one_at_once, KEY, owner, Turns())  # type: ignore[arg-type]
 
 
 def test_turn_comes_when_the_copies_ahead_have_ended(
@@ -358,7 +368,7 @@ def test_turn_comes_when_the_copies_ahead_have_ended(
     one_at_once.cache.part(KEY).write_owner(owner)
     parts = [others("a", 1.0), others("b", 2.0)]
     turns = Turns(then=lambda: parts.pop().record.unlink())
-    queue.wait_turn(one_at_once, KEY, owner, turns)  # type: ignore[arg-type]
+    queue.wait_for_slot(one_at_once, KEY, owner, turns)  # type: ignore[arg-type]
     assert (turns.waited, parts) == (2, [])
 
 
@@ -367,7 +377,7 @@ def test_stopped_copy_leaves_the_queue(one_at_once: Node, owner: PartRecord, oth
     stop = threading.Event()
     stop.set()
     with pytest.raises(CopyStopped):
-        queue.wait_turn(one_at_once, KEY, owner, stop)
+        queue.wait_for_slot(one_at_once, KEY, owner, stop)
 
 
 @pytest.mark.usefixtures("nobody_stalls")
@@ -377,7 +387,7 @@ def test_copy_that_nobody_needs_is_stopped_by_one_that_waits(
     monkeypatch.setattr(queue, "WATCH", 0.0)
     one_at_once.cache.part(KEY).write_owner(msgspec.structs.replace(owner, placed=True))
     stop = threading.Event()
-    with queue.giving_way(one_at_once, KEY, stop):
+    with queue.stop_when_displaced(one_at_once, KEY, stop):
         lease(one_at_once, "a")
         assert not stop.is_set()
         others("a", 9.0)

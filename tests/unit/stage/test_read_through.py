@@ -12,12 +12,12 @@ import pytest
 
 from forestage import trace
 from forestage.cache import allocation, digest, readers
-from forestage.cache.part import Part, missing_chunks
+from forestage.cache.part import Part, list_missing_chunks
 from forestage.cache.readers import NOW, PIECE, SOON, ArrivalMap
 from forestage.errors import CopyStopped
 from forestage.sources.source import ReadableSource
 from forestage.stage import chunks, reading
-from forestage.stage.chunks import CopyTuning, order
+from forestage.stage.chunks import CopyTuning, order_chunks
 
 CHUNK = 2 * PIECE
 COUNT = 5
@@ -40,7 +40,7 @@ Patch = pytest.MonkeyPatch
 def test_order_is_head_tail_hot_and_the_rest(
     missing: list[int], hot: list[int], expected: list[int]
 ) -> None:
-    assert order(missing, 5, hot) == expected
+    assert order_chunks(missing, 5, hot) == expected
 
 
 class Scene:
@@ -52,8 +52,8 @@ class Scene:
         self.fd = os.open(folder / "source", os.O_RDONLY)
         self.part = Part(folder / "part")
         self.part.directory.mkdir()
-        allocation.reserve(self.part, SIZE, CHUNK, set(range(COUNT)))
-        made = readers.make(folder / "key", SIZE, CHUNK, self.part.image)
+        allocation.reserve_part(self.part, SIZE, CHUNK, set(range(COUNT)))
+        made = readers.create_map(folder / "key", SIZE, CHUNK, self.part.image)
         assert made is not None
         self.readers: ArrivalMap = made
         self.stop = threading.Event()
@@ -83,12 +83,12 @@ class Scene:
     def copy(self, **tuning: object) -> None:
         source = ReadableSource(self.fd, None, SIZE)
         known = msgspec.structs.replace(TUNING, **tuning)
-        self.pace = chunks.copy(source, self.part, known, self.stop, self.readers)
+        self.pace = chunks.copy_chunks(source, self.part, known, self.stop, self.readers)
 
     def check(self) -> None:
         assert self.part.image.read_bytes() == self.data
         each = (self.data[at : at + CHUNK] for at in range(0, SIZE, CHUNK))
-        assert self.part.digests() == b"".join(digest.of_chunk(one) for one in each)
+        assert self.part.digests() == b"".join(digest.digest_chunk(one) for one in each)
         assert self.readers.has(0, SIZE, self.part.image.stat().st_ino)
         assert self.readers.wanted() == []
 
@@ -119,7 +119,7 @@ def test_chunks_of_an_earlier_stager_are_in_from_the_beginning(
     with pytest.raises(CopyStopped):
         scene.copy()
     monkeypatch.setattr(trace, "listener", None)
-    made = readers.make(scene.readers.directory, SIZE, CHUNK, scene.part.image)
+    made = readers.create_map(scene.readers.directory, SIZE, CHUNK, scene.part.image)
     assert made is not None
     scene.stop.clear()
     inode = scene.part.image.stat().st_ino
@@ -179,7 +179,7 @@ def test_neither_reads_nor_bandwidth_hold_up_what_a_job_waits_for(
     with pytest.raises(CopyStopped):
         scene.copy(**tuning)
     assert scene.read == [0, 6, 7]
-    assert missing_chunks(scene.part.digests(), SIZE, CHUNK) == [0, 1, 2, 4]
+    assert list_missing_chunks(scene.part.digests(), SIZE, CHUNK) == [0, 1, 2, 4]
 
 
 def test_unserved_copy_lets_what_a_job_waits_for_past_its_bandwidth(
@@ -256,14 +256,14 @@ def test_job_that_always_reads_does_not_starve_the_copy(scene: Scene, monkeypatc
 
 def test_threads_share_chunks_of_bounded_memory(scene: Scene, monkeypatch: Patch) -> None:
     made: list[int] = []
-    real = reading.memory
+    real = reading.allocate_aligned_memory
 
     def noting(size: int) -> memoryview:
         made.append(size)
         return real(size)
 
     monkeypatch.setattr(chunks, "SHARED_CHUNK", CHUNK - 1)
-    monkeypatch.setattr(reading, "memory", noting)
+    monkeypatch.setattr(reading, "allocate_aligned_memory", noting)
     scene.serve()
     scene.copy()
     assert made == [CHUNK]  # one thread's own

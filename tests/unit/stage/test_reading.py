@@ -44,7 +44,9 @@ class File:
         source = ReadableSource(
             self.fd, self.direct if direct else None, len(self.data), "/lustre/a"
         )
-        pieces = reading.pieces(source, 0, size or source.size, reading.buffer(CHUNK))
+        pieces = reading.read_pieces(
+            source, 0, size or source.size, reading.allocate_piece_buffer(CHUNK)
+        )
         return b"".join(bytes(piece) for _, piece in pieces)
 
 
@@ -223,7 +225,7 @@ def test_bytes_do_not_stay_in_the_page_cache(file: File, monkeypatch: Patch) -> 
 
 @pytest.mark.parametrize("chunk", [CHUNK, 16 * CHUNK, 2 * PIECE])
 def test_buffer_lies_in_huge_pages_and_is_no_longer_than_a_piece(chunk: int) -> None:
-    memory = reading.buffer(chunk)
+    memory = reading.allocate_piece_buffer(chunk)
     assert len(memory) == min(chunk, PIECE)
     memory[-1] = 1
     assert ctypes.addressof(ctypes.c_char.from_buffer(memory)) % reading.HUGE_PAGE == 0
@@ -342,7 +344,7 @@ def test_read_that_fails_brings_no_bytes(ticking: Ticking) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, BLOCK, PIECE])
 def test_memory_is_zero_where_none_of_its_bytes_is_another(size: int) -> None:
-    memory = reading.memory(size)
+    memory = reading.allocate_aligned_memory(size)
     assert reading.is_zero(memory)
     for at in {0, size // 2, size - 1}:
         memory[at] = 1

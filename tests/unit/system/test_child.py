@@ -45,28 +45,28 @@ def left(root: Path) -> set[str]:
 )
 def test_only_slurms_cgroups_are_left(tmp_path: Path, lines: str, expected: set[str]) -> None:
     root = fake(tmp_path, lines)
-    child.leave_job(root=root)
+    child.leave_job_cgroups(root=root)
     assert left(root) == expected
 
 
 @pytest.mark.parametrize("score", [0, -1000])
 def test_score_of_slurmstepd_is_left_too(tmp_path: Path, score: int) -> None:
     root = fake(tmp_path, "")
-    child.leave_job(score, root=root)
+    child.leave_job_cgroups(score, root=root)
     assert (root / "proc/self/oom_score_adj").read_text() == str(score)
 
 
 @pytest.mark.parametrize("leaf", ["copy", "serve"])
 @pytest.mark.parametrize("unit", ["slurmstepd.scope/job_7/step_0", "forestage-hold.service/serve"])
 def test_what_leaves_a_job_goes_to_a_leaf_of_forestages_unit(
-    tmp_path: Path, unit: str, leaf: child.Leaf
+    tmp_path: Path, unit: str, leaf: child.CgroupName
 ) -> None:
     """Also from another leaf: a step's helper is there, and starts a stager."""
     root = fake(tmp_path, f"0::/system.slice/{unit}\n")
     (root / "held" / leaf).mkdir(parents=True)
     (root / "run/forestage").mkdir(parents=True)
-    (root / child.HOLD).symlink_to(root / "held")
-    child.leave_job(leaf=leaf, root=root)
+    (root / child.HOLD_CGROUP).symlink_to(root / "held")
+    child.leave_job_cgroups(leaf=leaf, root=root)
     assert (root / "held" / leaf / "cgroup.procs").read_text() == "0"
     assert left(root) == set()
 
@@ -79,10 +79,10 @@ def test_where_that_is_not_to_be_had_it_goes_to_the_root_as_without(
     monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
     root = fake(tmp_path, "0::/system.slice/slurmstepd.scope/job_7/step_0\n")
     (root / "run/forestage").mkdir(parents=True)
-    (root / child.HOLD).symlink_to(root / "held")
+    (root / child.HOLD_CGROUP).symlink_to(root / "held")
     if how == "refused":
         (root / "held/serve/cgroup.procs").mkdir(parents=True)
-    child.leave_job(root=root)
+    child.leave_job_cgroups(root=root)
     assert left(root) == {"", "unified"}
     assert [line.split(" detail=")[0] for line in said] == ["hold result=failed"] * (
         how == "refused"
@@ -91,14 +91,14 @@ def test_where_that_is_not_to_be_had_it_goes_to_the_root_as_without(
 
 def test_process_that_is_nobodys_of_slurms_stays_where_it_is(tmp_path: Path) -> None:
     root = fake(tmp_path, "0::/user.slice/session.scope\n")
-    (root / child.HOLD / "serve").mkdir(parents=True)
-    child.leave_job(root=root)
-    assert not (root / child.HOLD / "serve/cgroup.procs").exists()
+    (root / child.HOLD_CGROUP / "serve").mkdir(parents=True)
+    child.leave_job_cgroups(root=root)
+    assert not (root / child.HOLD_CGROUP / "serve/cgroup.procs").exists()
 
 
 def test_hierarchy_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
     root = fake(tmp_path, "4:gone:/job_7\n2:memory:/job_7\n")
-    child.leave_job(root=root)
+    child.leave_job_cgroups(root=root)
     assert left(root) == {"memory"}
 
 
@@ -108,7 +108,7 @@ def test_process_joins_those_of_slurms_cgroups_that_another_is_in(tmp_path: Path
     (root / "proc/42").mkdir()
     (root / "proc/42/cgroup").write_text(lines)
     (root / "sys/fs/cgroup/memory/slurm_n1/job_7").mkdir(parents=True)
-    child.join(4711, 42, root)
+    child.join_slurm_cgroups(4711, 42, root)
     joined = [str(one.parent) for one in root.rglob("cgroup.procs") if one.read_text() == "4711"]
     assert joined == [f"{root}/sys/fs/cgroup/memory/slurm_n1/job_7"]
 
@@ -145,14 +145,14 @@ def test_task_is_in_cgroups_once_slurm_has_put_it_there(
         (root / "sys/fs/cgroup" / name / "cgroup.procs").touch()
     (root / "proc/41/task/41").mkdir(parents=True)
     (root / "proc/41/task/41/children").write_text("")
-    assert child.of_task(41, root) is None
+    assert child.find_task_cgroups(41, root) is None
     (root / "proc/41/task/41/children").write_text("42 ")
-    assert child.of_task(41, root) is None  # it has gone
+    assert child.find_task_cgroups(41, root) is None  # it has gone
     (root / "proc/42").mkdir()
     (root / "proc/42/cgroup").write_text(manager)
-    assert child.of_task(41, root) is None
+    assert child.find_task_cgroups(41, root) is None
     (root / "proc/42/cgroup").write_text(task)
-    found = child.of_task(41, root)
+    found = child.find_task_cgroups(41, root)
     assert found == [root / "sys/fs/cgroup" / name / "cgroup.procs" for name in expected]
 
 
@@ -162,8 +162,8 @@ def test_cgroup_that_is_none_for_a_moment_is_tried_again(
     """A task is on its way: what is entered is where it is by then."""
     gone, there = tmp_path / "gone/cgroup.procs", tmp_path / "cgroup.procs"
     found = iter([None, [gone], [there]])
-    monkeypatch.setattr(child, "of_task", lambda manager: next(found))
-    child.enter_task(41)
+    monkeypatch.setattr(child, "find_task_cgroups", lambda manager: next(found))
+    child.enter_task_cgroups(41)
     assert there.read_text() == "0"
 
 
@@ -171,9 +171,9 @@ def test_cgroup_that_is_none_for_a_moment_is_tried_again(
 def test_cgroup_that_stays_none_is_an_error(
     monkeypatch: pytest.MonkeyPatch, found: list[Path] | None
 ) -> None:
-    monkeypatch.setattr(child, "of_task", lambda manager: found)
+    monkeypatch.setattr(child, "find_task_cgroups", lambda manager: found)
     with pytest.raises(OSError, match=r"no task into|No such file"):
-        child.enter_task(41, patience=0.0)
+        child.enter_task_cgroups(41, patience=0.0)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_where_slurm_uses_no_cgroups_a_task_is_in_none(tmp_path: Path, lines: st
     (root / "proc/41/task/41/children").write_text("42 ")
     (root / "proc/42").mkdir()
     (root / "proc/42/cgroup").write_text(lines)
-    assert child.of_task(41, root) == []
+    assert child.find_task_cgroups(41, root) == []
 
 
 @pytest.mark.parametrize(
@@ -197,14 +197,14 @@ def test_empty_cgroups_of_a_step_are_removed(
 ) -> None:
     user = tmp_path / "memory/slurm_n1/uid_1"
     (user / "job_7/step_0/task_0").mkdir(parents=True)
-    child.remove_left([user / "job_7/step_0/task_0", tmp_path / "gone/job_7"], kinds)
+    child.remove_empty_cgroups([user / "job_7/step_0/task_0", tmp_path / "gone/job_7"], kinds)
     assert [one.name for one in user.iterdir()] == left
 
 
 def test_cgroup_in_which_another_step_is_stays(tmp_path: Path) -> None:
     for step in ("step_0/task_0", "step_1/task_0"):
         (tmp_path / "job_7" / step).mkdir(parents=True)
-    child.remove_left([tmp_path / "job_7/step_0/task_0"], ("task_", "step_", "job_"))
+    child.remove_empty_cgroups([tmp_path / "job_7/step_0/task_0"], ("task_", "step_", "job_"))
     assert [one.name for one in (tmp_path / "job_7").iterdir()] == ["step_1"]
 
 
@@ -241,12 +241,12 @@ def test_memory_of_a_job_is_the_least_that_its_cgroups_allow(
     for name, text in files.items():
         (root / "sys/fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (root / "sys/fs/cgroup" / name).write_text(f"{text}\n")
-    assert child.memory_limit(42, root) == expected
+    assert child.read_job_memory_limit(42, root) == expected
 
 
 def test_process_that_has_gone_is_joined_by_nobody(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        child.join(4711, 42, fake(tmp_path, ""))
+        child.join_slurm_cgroups(4711, 42, fake(tmp_path, ""))
 
 
 @pytest.mark.parametrize(
@@ -269,4 +269,4 @@ def test_namespaces_of_a_job_are_told_from_the_nodes(
         if link is not None:
             (tmp_path / "proc" / name / "ns/user").symlink_to(link)
     (tmp_path / "proc/1/comm").write_text(f"{first}\n")
-    assert child.is_in_job(tmp_path) is is_in
+    assert child.is_in_job_namespace(tmp_path) is is_in

@@ -14,11 +14,11 @@ from forestage.system import file_systems
 def test_kind_of_a_file_system_is_the_kernels_number() -> None:
     fd = os.open("/proc", os.O_RDONLY)
     try:
-        assert file_systems.read_kind(fd) == 0x9FA0
+        assert file_systems.read_file_system_type(fd) == 0x9FA0
     finally:
         os.close(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        file_systems.read_kind(-1)
+        file_systems.read_file_system_type(-1)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_kind_of_a_file_system_is_the_kernels_number() -> None:
 def test_holes_are_believed_of_file_systems_that_this_kernel_lays_out(
     monkeypatch: pytest.MonkeyPatch, kind: int, true: bool
 ) -> None:
-    monkeypatch.setattr(file_systems, "read_kind", lambda _: kind)
+    monkeypatch.setattr(file_systems, "read_file_system_type", lambda _: kind)
     assert file_systems.is_hole_map_true(0) is true
 
 
@@ -64,7 +64,7 @@ def test_holes_are_believed_of_file_systems_that_this_kernel_lays_out(
 def test_inode_number_is_believed_of_file_systems_that_give_none_twice(
     monkeypatch: pytest.MonkeyPatch, kind: int, true: bool
 ) -> None:
-    monkeypatch.setattr(file_systems, "read_kind", lambda _: kind)
+    monkeypatch.setattr(file_systems, "read_file_system_type", lambda _: kind)
     assert file_systems.is_inode_number_true(0) is true
 
 
@@ -74,7 +74,7 @@ def test_file_system_that_does_not_say_its_kind_is_not_believed(
     def fail(_: int) -> int:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    monkeypatch.setattr(file_systems, "read_kind", fail)
+    monkeypatch.setattr(file_systems, "read_file_system_type", fail)
     assert not file_systems.is_hole_map_true(0)
     assert not file_systems.is_inode_number_true(0)
 
@@ -86,4 +86,4 @@ def test_file_lacks_blocks_from_a_page_on(tmp_path: Path) -> None:
         (8192, 8, True),
         (0, 0, False),
     ):
-        assert file_systems.lacks_blocks(size, blocks) is lacks
+        assert file_systems.is_probably_sparse(size, blocks) is lacks

@@ -17,20 +17,20 @@ from forestage.system import files, libc, records
 def test_fifo_in_a_files_place_is_waited_for_neither_to_read_nor_to_write(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    assert files.read(fifo) == b""
+    assert files.read_file(fifo) == b""
     with pytest.raises(OSError, match="fifo") as caught:
-        files.overwrite(fifo, b"new")
+        files.overwrite_file(fifo, b"new")
     assert caught.value.errno == errno.ENXIO
     with contextlib.suppress(OSError):  # what fsync(2) says of it
-        records.sync(fifo)
+        records.sync_file(fifo)
 
 
 def test_link_in_a_files_place_is_followed_neither_to_read_nor_to_write(tmp_path: Path) -> None:
     own, victim = tmp_path / "own", tmp_path / "victim"
-    files.overwrite(victim, b"longer")
-    files.overwrite(victim, b"its")
+    files.overwrite_file(victim, b"longer")
+    files.overwrite_file(victim, b"its")
     own.symlink_to(victim)
-    for use in (lambda: files.overwrite(own, b""), lambda: files.read(own)):
+    for use in (lambda: files.overwrite_file(own, b""), lambda: files.read_file(own)):
         with pytest.raises(OSError, match="own") as caught:
             use()
         assert caught.value.errno == errno.ELOOP
@@ -54,14 +54,17 @@ def test_link_that_takes_a_directorys_place_meanwhile_is_not_followed(
         (own / "folder").symlink_to(victim)
 
     monkeypatch.setattr(os, "chmod", swapped)
-    with files.opened(own, os.O_RDONLY) as directory, pytest.raises(OSError, match="folder"):
-        files.remove(directory, "folder", ".")
+    with (
+        files.open_descriptor(own, os.O_RDONLY) as directory,
+        pytest.raises(OSError, match="folder"),
+    ):
+        files.remove_tree(directory, "folder", ".")
     assert (victim / "file").exists()
 
 
 def lacking(monkeypatch: pytest.MonkeyPatch, bit: int) -> None:
     """Has statx(2) say that one of the facts is not known."""
-    real = libc.call
+    real = libc.call_libc
 
     def call(name: str, *arguments: Any, about: str | None = None) -> int:
         done = real(name, *arguments, about=about)
@@ -70,7 +73,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch, bit: int) -> None:
         struct.pack_into("=I", facts, 0, mask & ~bit)
         return done
 
-    monkeypatch.setattr(libc, "call", call)
+    monkeypatch.setattr(libc, "call_libc", call)
 
 
 @pytest.mark.parametrize("bit", [0x1, 0x2, 0x8, 0x10, 0x40, 0x80, 0x100, 0x200])
@@ -79,10 +82,10 @@ def test_file_of_which_the_server_does_not_know_which_it_is_cannot_be_looked_at(
 ) -> None:
     lacking(monkeypatch, bit)
     with (
-        files.opened(tmp_path, os.O_RDONLY) as directory,
+        files.open_descriptor(tmp_path, os.O_RDONLY) as directory,
         pytest.raises(OSError, match="does not say which file it is") as caught,
     ):
-        files.asked(directory)
+        files.statx_from_server(directory)
     assert caught.value.errno == errno.EOPNOTSUPP
 
 
@@ -93,5 +96,5 @@ def test_link_count_access_time_and_blocks_may_be_unknown(
     (tmp_path / "file").write_bytes(b"x")
     os.link(tmp_path / "file", tmp_path / "other")
     lacking(monkeypatch, bit)
-    with files.opened(tmp_path, os.O_RDONLY) as directory:
-        assert files.asked(directory, b"file").st_nlink == (1 if bit == 0x4 else 2)
+    with files.open_descriptor(tmp_path, os.O_RDONLY) as directory:
+        assert files.statx_from_server(directory, b"file").st_nlink == (1 if bit == 0x4 else 2)

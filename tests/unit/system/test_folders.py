@@ -18,7 +18,7 @@ def mode(path: Path) -> int:
 def test_directory_has_its_mode_whatever_the_umask_is(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        folders.keep(tmp_path / "run/images", folders.PASSABLE)
+        folders.ensure_directory_with_mode(tmp_path / "run/images", folders.PASSABLE)
     finally:
         os.umask(before)
     assert mode(tmp_path / "run/images") == 0o711
@@ -27,7 +27,7 @@ def test_directory_has_its_mode_whatever_the_umask_is(tmp_path: Path, umask: int
 
 def test_directory_of_an_earlier_release_gets_the_mode(tmp_path: Path) -> None:
     (tmp_path / "through").mkdir(mode=0o755)
-    folders.keep(tmp_path / "through")
+    folders.ensure_directory_with_mode(tmp_path / "through")
     assert mode(tmp_path / "through") == 0o700
 
 
@@ -35,7 +35,7 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     """mkdir(2) would wait for the lock of the directory above, which a user may hold."""
     (tmp_path / "log").mkdir(mode=0o750)
     monkeypatch.setattr(os, "mkdir", pytest.fail)
-    folders.make(tmp_path / "log", 0o700)
+    folders.ensure_directory(tmp_path / "log", 0o700)
     assert mode(tmp_path / "log") == 0o750
 
 
@@ -49,12 +49,12 @@ def test_directory_that_another_hook_makes_at_the_same_moment_is_no_error(
         real(path, mode)
 
     monkeypatch.setattr(os, "mkdir", twice)
-    folders.keep(tmp_path / "a", folders.PASSABLE)
+    folders.ensure_directory_with_mode(tmp_path / "a", folders.PASSABLE)
     assert mode(tmp_path / "a") == 0o711
 
 
 def test_file_in_its_place_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "run").touch(mode=0o600)
     with pytest.raises(NotADirectoryError):
-        folders.keep(tmp_path / "run", folders.PASSABLE)
+        folders.ensure_directory_with_mode(tmp_path / "run", folders.PASSABLE)
     assert mode(tmp_path / "run") == 0o600

@@ -53,11 +53,11 @@ def xattr(op: int, size: int, name: bytes = b"") -> FuseRequest:
 def test_request_has_its_answer(
     request_: FuseRequest, file: FuseAttributes, wanted: tuple[int, bytes] | None
 ) -> None:
-    assert fuse.answer(request_, file) == wanted
+    assert fuse.compute_reply(request_, file) == wanted
 
 
 def test_attributes_are_the_files_and_valid_for_years() -> None:
-    error, data = fuse.answer(FuseRequest(FuseOpcode.GETATTR, 2, b""), PLAIN) or (1, b"")
+    error, data = fuse.compute_reply(FuseRequest(FuseOpcode.GETATTR, 2, b""), PLAIN) or (1, b"")
     valid, _, _, *attributes = struct.unpack("<QIIQQQQQQIIIIIIIIII", data)
     assert (error, len(data)) == (0, 104)  # struct fuse_attr_out
     assert valid > 365 * 86400
@@ -66,7 +66,7 @@ def test_attributes_are_the_files_and_valid_for_years() -> None:
 
 def test_time_before_1970_is_shown() -> None:
     early = FuseAttributes(7, 1, -1, -1_000_000_000, 0o100640, 1, 2)
-    _, data = fuse.answer(FuseRequest(FuseOpcode.GETATTR, 2, b""), early) or (1, b"")
+    _, data = fuse.compute_reply(FuseRequest(FuseOpcode.GETATTR, 2, b""), early) or (1, b"")
     fields = struct.unpack("<QIIQQQqqqIIIIIIIIII", data)
     assert (fields[7], fields[10], fields[8], fields[11]) == (-1, 999_999_999, -1, 0)
 
@@ -75,28 +75,31 @@ def test_time_before_1970_is_shown() -> None:
 def test_connection_asks_for_what_it_needs_of_what_is_offered(
     file: FuseAttributes, acl: int
 ) -> None:
-    error, data = fuse.answer(initial(), file) or (1, b"")
+    error, data = fuse.compute_reply(initial(), file) or (1, b"")
     major, minor, _, flags, most, _, _, _, pages, *_ = struct.unpack("<IIIIHHIIHHI28x", data)
     assert (error, len(data), major, minor, pages) == (0, 64, 7, 31, fuse.MAX_READ // 4096)
     assert most >= 4096
     assert (flags & POSIX_ACL, flags & NO_OPEN) == (acl, NO_OPEN)
-    _, data = fuse.answer(initial(offered=1, minor=26), file) or (1, b"")
+    _, data = fuse.compute_reply(initial(offered=1, minor=26), file) or (1, b"")
     assert struct.unpack_from("<IIII", data)[1::2] == (26, 1)
 
 
 def test_kernel_that_cannot_keep_to_an_acl_is_known() -> None:
-    assert fuse.shows_acls(initial())
-    assert not fuse.shows_acls(initial(2**32 - 1 - POSIX_ACL))
+    assert fuse.has_acl_support(initial())
+    assert not fuse.has_acl_support(initial(2**32 - 1 - POSIX_ACL))
 
 
 def test_request_is_parsed_and_an_empty_buffer_is_none() -> None:
     body = struct.pack("<QQI", 1, 2**33, 4096) + bytes(20)
     head = struct.pack("<IIQQIIIHH", 40 + len(body), FuseOpcode.READ, 12, 1, 0, 0, 77, 0, 0)
-    found = fuse.parse(memoryview(head + body + b"rest"))
+    found = fuse.parse_request(memoryview(head + body + b"rest"))
     assert found == FuseRequest(FuseOpcode.READ, 12, body, 77)
-    assert fuse.read_range(found) == (2**33, 4096)
-    assert fuse.parse(memoryview(bytes(8192))) is None
+    assert fuse.parse_read_range(found) == (2**33, 4096)
+    assert fuse.parse_request(memoryview(bytes(8192))) is None
 
 
 def test_interrupt_names_the_request_that_it_is_about() -> None:
-    assert fuse.interrupted(FuseRequest(FuseOpcode.INTERRUPT, 13, struct.pack("<Q", 12))) == 12
+    assert (
+        fuse.parse_interrupted_id(FuseRequest(FuseOpcode.INTERRUPT, 13, struct.pack("<Q", 12)))
+        == 12
+    )

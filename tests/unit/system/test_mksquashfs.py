@@ -17,7 +17,7 @@ from forestage.system import mksquashfs
     ],
 )
 def test_memory_is_named_to_a_mksquashfs_that_knows_the_word(version: bytes, knows: bool) -> None:
-    assert mksquashfs.takes_memory(version) is knows
+    assert mksquashfs.has_memory_option(version) is knows
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ def test_memory_is_named_to_a_mksquashfs_that_knows_the_word(version: bytes, kno
 def test_memory_is_a_quarter_of_the_limit_and_no_less_than_mksquashfs_takes(
     limit: int, named: str
 ) -> None:
-    assert mksquashfs.memory_options(limit) == ("-mem", named)
+    assert mksquashfs.format_memory_options(limit) == ("-mem", named)

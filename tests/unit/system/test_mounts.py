@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.system import mounts
-from forestage.system.mounts import MountInfo, binds_from, cover, holder, listed, users_fuse
+from forestage.system.mounts import (
+    MountInfo,
+    find_covering_fuse,
+    find_mount_of_path,
+    find_user_fuse,
+    list_binds_of_directory,
+    parse_mountinfo,
+)
 
 TABLE = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -29,16 +36,16 @@ def of_user(uid: int) -> str:
 
 
 def test_table_is_read_as_the_kernel_prints_it() -> None:
-    assert listed(TABLE)[3] == MountInfo(
+    assert parse_mountinfo(TABLE)[3] == MountInfo(
         *(40, 30, "259:1", "/forestage/entries/0a/image", "/lustre/a b.sqsh"),
         "ro,nosuid,nodev - xfs /dev/nvme0n1 rw",
     )
-    assert len(listed(TABLE)) == 7
-    assert listed("") == []
+    assert len(parse_mountinfo(TABLE)) == 7
+    assert parse_mountinfo("") == []
 
 
 def test_only_binds_of_the_caches_own_file_system_and_folder_are_ours() -> None:
-    found = binds_from(listed(TABLE), "/mnt/nvme/forestage")
+    found = list_binds_of_directory(parse_mountinfo(TABLE), "/mnt/nvme/forestage")
     assert [(mount.point, inside) for mount, inside in found] == [
         ("/lustre/a b.sqsh", "entries/0a/image"),
         ("/lustre/b", "evicted/0b.0/image//deleted"),
@@ -58,7 +65,7 @@ def test_only_binds_of_the_caches_own_file_system_and_folder_are_ours() -> None:
 )
 def test_user_of_a_fuse_is_what_the_kernel_says(rest: str, user: int) -> None:
     """Type and source are words of that user."""
-    (found,) = listed(f"7 1 0:5 / /x rw,nosuid,nodev {rest}\n")
+    (found,) = parse_mountinfo(f"7 1 0:5 / /x rw,nosuid,nodev {rest}\n")
     assert found.fuse_user == user
 
 
@@ -88,7 +95,7 @@ def test_users_mount_on_the_way_covers_what_lies_below(
         MountInfo(5, 2, "0:41", "/", "/lustre/other", of_user(1000)),
         MountInfo(4, parent, "0:42", "/", point, of_user(user)),
     ]
-    found = cover(table, bind)
+    found = find_covering_fuse(table, bind)
     assert (found is not None and found.id == 4) == covers
 
 
@@ -99,7 +106,7 @@ def test_redirect_on_a_users_mount_is_not_covered_by_it() -> None:
         MountInfo(2, 1, "0:2", "/", "/lustre/a", of_user(1000)),
         bind,
     ]
-    assert cover(table, bind) is None
+    assert find_covering_fuse(table, bind) is None
 
 
 def test_outermost_cover_is_the_first_to_go() -> None:
@@ -115,17 +122,17 @@ def test_outermost_cover_is_the_first_to_go() -> None:
         inner,
         outer,
     ]
-    assert cover(table, bind) == outer
+    assert find_covering_fuse(table, bind) == outer
 
 
 def test_cache_in_a_subvolume_is_found_by_its_path_inside_the_file_system() -> None:
-    table = listed(
+    table = parse_mountinfo(
         "1 0 0:1 / / rw - ext4 x rw\n"
         "2 1 0:2 /vol /mnt/nvme rw - btrfs x rw\n"
         "3 1 0:2 /vol/forestage/entries/0a/image /a ro - btrfs x rw\n"
         "4 1 0:2 /forestage/entries/0b/image /b ro - btrfs x rw\n"
     )
-    assert [m.point for m, _ in binds_from(table, "/mnt/nvme/forestage")] == ["/a"]
+    assert [m.point for m, _ in list_binds_of_directory(table, "/mnt/nvme/forestage")] == ["/a"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +155,7 @@ def test_holder_is_the_nearest_mount_and_the_newest_of_equals(path: str, expecte
         MountInfo(3, 2, "0:3", "/", "/mnt/nvme"),
         MountInfo(4, 3, "0:4", "/", "/mnt/nvme"),
     ]
-    found = holder(table, path)
+    found = find_mount_of_path(table, path)
     assert found is not None
     assert found.id == expected
 
@@ -181,7 +188,7 @@ USERS = {
 def test_users_fuse_is_found_however_far_above(
     number: int, services: dict[str, str], found: int | None
 ) -> None:
-    assert users_fuse(list(USERS.values()), number, services) == USERS.get(found or 0)
+    assert find_user_fuse(list(USERS.values()), number, services) == USERS.get(found or 0)
 
 
 NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
@@ -198,16 +205,16 @@ def escaped(text: str) -> str:
 def test_any_name_is_read_back(root: str, point: str) -> None:
     line = f"7 1 0:5 /{escaped(root)} /{escaped(point)} ro - tmpfs tmpfs rw\n"
     assert (
-        listed(line * 2)
+        parse_mountinfo(line * 2)
         == [MountInfo(7, 1, "0:5", f"/{root}", f"/{point}", "ro - tmpfs tmpfs rw")] * 2
     )
 
 
 def test_open_file_tells_its_mount(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_PATH)
-    under = holder(mounts.current(), os.path.realpath(tmp_path))
+    under = find_mount_of_path(mounts.list_mounts(), os.path.realpath(tmp_path))
     assert under is not None
-    assert mounts.mount_id(fd) == under.id
+    assert mounts.read_mount_id(fd) == under.id
     os.close(fd)
 
 
@@ -216,7 +223,7 @@ def test_mount_that_is_not_the_one_meant_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/proc")
     for point in (tmp_path, tmp_path / "link", Path("/proc")):
         fd = os.open(point, os.O_PATH | os.O_NOFOLLOW)
-        mounts.unmount_same(MountInfo(-1, 0, "0:0", "/", str(point)), fd)
+        mounts.unmount_if_same(MountInfo(-1, 0, "0:0", "/", str(point)), fd)
         os.close(fd)
     assert Path("/proc/self").exists()
 
@@ -232,9 +239,9 @@ def test_place_of_what_a_mount_hides_is_on_the_same_mount_where_there_is_one() -
     whole = mounts.MountInfo(1, 0, "8:1", "/", "/root-only/all")
     part = mounts.MountInfo(2, 0, "8:1", "/pub", "/pub")
     hides = mounts.MountInfo(9, 2, "9:9", "/entry", "/pub/i.sqsh")
-    assert mounts.same_place([whole, part], [part, hides], hides) == "/pub/i.sqsh"
-    assert mounts.same_place([whole], [part, hides], hides) == "/root-only/all/pub/i.sqsh"
-    assert mounts.same_place([], [part, hides], hides) == ""
+    assert mounts.find_hidden_path([whole, part], [part, hides], hides) == "/pub/i.sqsh"
+    assert mounts.find_hidden_path([whole], [part, hides], hides) == "/root-only/all/pub/i.sqsh"
+    assert mounts.find_hidden_path([], [part, hides], hides) == ""
 
 
 @pytest.mark.parametrize("directory", ["/nvme/cache", "/nvme/odd\\ name\t\n"])
@@ -244,7 +251,7 @@ def test_mark_is_in_the_line_of_a_bind_and_in_no_line_of_a_users_making(director
             root, point = (one.replace(sign, f"\\{ord(sign):03o}") for one in (root, point))
         return f"9 1 {device} {root} {point} rw - ext4 {source} rw"
 
-    mark = mounts.mark_of(mounts.BindOrigin("8:1", f"{directory}/"))
+    mark = mounts.format_mountinfo_marker(mounts.BindOrigin("8:1", f"{directory}/"))
     assert mark in line(f"{directory}/entries/0a/image", "/lustre/a").encode()
     for other in (
         line("/", f"/tmp{directory}/x"),

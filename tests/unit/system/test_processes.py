@@ -18,8 +18,8 @@ def test_name_says_nothing_of_state_parent_and_session(tmp_path: Path, name: byt
     fields = b"S 70 71 72 0 -1" + b" 0" * 13 + b" 4247" + b" 0" * 30
     (tmp_path / "stat").write_bytes(b"71 (%s) %s\n" % (name, fields))
     (tmp_path / "comm").write_bytes(name + b"\n")
-    assert processes.stat(tmp_path) == ProcessStat("S", 70, 72, 4247)
-    assert os.fsencode(processes.name(tmp_path)) == name
+    assert processes.read_stat(tmp_path) == ProcessStat("S", 70, 72, 4247)
+    assert os.fsencode(processes.read_name(tmp_path)) == name
 
 
 def test_process_that_only_waits_to_be_reaped_is_over() -> None:
@@ -27,8 +27,8 @@ def test_process_that_only_waits_to_be_reaped_is_over() -> None:
 
 
 def test_own_process_is_among_those_of_the_node() -> None:
-    assert os.getpid() in [*processes.numbers()]
-    own = processes.stat(Path("/proc/self"))
+    assert os.getpid() in [*processes.list_pids()]
+    own = processes.read_stat(Path("/proc/self"))
     assert (own.state, own.parent, own.session) == ("R", os.getppid(), os.getsid(0))
 
 
@@ -52,6 +52,6 @@ def test_process_is_trusted_by_its_real_id(tmp_path: Path) -> None:
 
 def test_process_that_has_ended_is_an_error() -> None:
     gone = Path("/proc/4194305")  # above the most that Linux gives
-    for look in (processes.stat, processes.name):
+    for look in (processes.read_stat, processes.read_name):
         with pytest.raises(FileNotFoundError):
             look(gone)

@@ -8,31 +8,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from forestage.system.drawing import draw
+from forestage.system.drawing import draw_blocks
 from forestage.system.terminal import (
     NamedValues,
-    Piece,
+    OutputBlock,
     TextLine,
     TextTable,
-    age,
-    count,
-    harmless,
-    write,
+    escape_control_characters,
+    format_age,
+    format_count,
+    write_plain,
 )
 
 PATH = "/lustre/" + "/".join(f"directory-{number}" for number in range(20)) + "/image.sqsh"
 KEY = "0123456789ab"
 
 
-def drawn(piece: Piece, width: int) -> list[str]:
+def drawn(piece: OutputBlock, width: int) -> list[str]:
     out = io.StringIO()
-    draw([piece], Console(file=out, width=width, highlight=False, emoji=False, markup=False))
+    draw_blocks([piece], Console(file=out, width=width, highlight=False, emoji=False, markup=False))
     return out.getvalue().splitlines()
 
 
-def written(piece: Piece) -> list[str]:
+def written(piece: OutputBlock) -> list[str]:
     out = io.StringIO()
-    write([piece], out)
+    write_plain([piece], out)
     return out.getvalue().splitlines()
 
 
@@ -46,7 +46,7 @@ def a_table(path: str) -> TextTable:
     "piece",
     [a_table(PATH), NamedValues((("path", PATH),)), TextLine(PATH), TextLine(PATH, indent=2)],
 )
-def test_long_path_is_folded_and_whole(piece: Piece, width: int) -> None:
+def test_long_path_is_folded_and_whole(piece: OutputBlock, width: int) -> None:
     lines = drawn(piece, width)
     assert max(map(len, lines)) <= width
     assert len(lines) > 1
@@ -91,10 +91,10 @@ def test_markup_in_data_is_data(text: str) -> None:
 
 @given(st.text(max_size=3000))
 def test_harmless_text_is_printable_and_keeps_what_was(text: str) -> None:
-    shown = harmless(text)
+    shown = escape_control_characters(text)
     assert shown.isprintable()
     assert len(shown) >= len(text)
-    assert harmless(shown) == shown
+    assert escape_control_characters(shown) == shown
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_harmless_text_is_printable_and_keeps_what_was(text: str) -> None:
     ],
 )
 def test_age_has_its_two_largest_units(seconds: float, expected: str) -> None:
-    assert age(seconds) == expected
+    assert format_age(seconds) == expected
 
 
 def test_counting_in_words() -> None:
-    assert [count(n, "job") for n in (0, 1, 2)] == ["0 jobs", "1 job", "2 jobs"]
-    assert count(2, "entry", "entries") == "2 entries"
+    assert [format_count(n, "job") for n in (0, 1, 2)] == ["0 jobs", "1 job", "2 jobs"]
+    assert format_count(2, "entry", "entries") == "2 entries"

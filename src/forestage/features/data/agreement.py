@@ -102,7 +102,7 @@ class SharedScan(msgspec.Struct, frozen=True):
     def kept(self) -> ScannedFiles | None:
         """What was kept here; None where nothing was."""
         with contextlib.suppress(OSError, records.DamagedRecord, msgspec.MsgspecError):
-            return msgspec.msgpack.decode(records.read(self._file(".files")), type=ScannedFiles)
+            return msgspec.msgpack.decode(records.read_raw(self._file(".files")), type=ScannedFiles)
         return None
 
     def _file(self, more: str = "") -> Path:
@@ -117,12 +117,12 @@ def round_of(node: Node, job: Job, restart: int, path: str, step: int | None) ->
     """
     if not asks_others(node) or not job.nodelist:
         return None
-    from forestage.slurm.nodelist import expand  # few jobs need it
+    from forestage.slurm.nodelist import expand_nodelist  # few jobs need it
 
-    nodes = expand(job.nodelist)
+    nodes = expand_nodelist(job.nodelist)
     if step is not None and job.step_nodelist:
         # A user's word: it only says which of the job's nodes is asked.
-        own = frozenset(expand(job.step_nodelist))
+        own = frozenset(expand_nodelist(job.step_nodelist))
         nodes = tuple(name for name in nodes if name in own)
     if job.node not in nodes or len(nodes) < 2:
         return None
@@ -162,8 +162,10 @@ def sweep(cache: Cache, leases: LeaseDirectory) -> None:
 
 def looked(root: int, found: DirectoryManifest, user: User, began: float) -> ScanNotice:
     """The look of this node that has found this. Raises OSError."""
-    groups = tuple(sorted(as_user.groups(user)))
-    return ScanNotice("looked", began, found.digest, found.path, mounts.far_name(root), groups)
+    groups = tuple(sorted(as_user.list_group_ids(user)))
+    return ScanNotice(
+        "looked", began, found.digest, found.path, mounts.find_cluster_wide_name(root), groups
+    )
 
 
 def _first_of(node: Node, shared: SharedScan) -> "contextlib.closing[NodeClient]":
@@ -237,7 +239,7 @@ def sees_the_same(look: ScanNotice, root: int, path: str, user: User) -> bool:
 
     The file server is told these: it grants both nodes the same. Raises OSError.
     """
-    here = (path, mounts.far_name(root), tuple(sorted(as_user.groups(user))))
+    here = (path, mounts.find_cluster_wide_name(root), tuple(sorted(as_user.list_group_ids(user))))
     return here == (look.path, look.place, look.groups) and bool(look.place)
 
 
@@ -249,7 +251,7 @@ def is_fresh(look: ScanNotice, now: float) -> bool:
 def settling(found: DirectoryManifest, looked: float) -> float:
     """Pure: seconds until a further change must show in its times; `looked` is wall time."""
     newest = FileIdentity("", 0, 0, found.newest_ns, found.newest_ns)
-    return source.settling(SourceImage(newest, AccessRights(0, 0, 0)), looked)
+    return source.seconds_to_settle(SourceImage(newest, AccessRights(0, 0, 0)), looked)
 
 
 class DirectoryScan(msgspec.Struct, frozen=True):
@@ -342,7 +344,7 @@ def _look_as_step(node: Node, job: Job, path: str, until: Deadline) -> ScanNotic
         last = _LastScan(boot_id(), node.clock.monotonic(), _look_now(node, job, path, until))
         with contextlib.suppress(OSError):
             # Into the file that is locked: a record that takes its name would be another's lock.
-            files.overwrite(file, msgspec.json.encode(last))
+            files.overwrite_file(file, msgspec.json.encode(last))
         return last.look
 
 
@@ -359,13 +361,13 @@ def _look_now(node: Node, job: Job, path: str, until: Deadline) -> ScanNotice:
     # The look ends itself a moment before: then its reason is known.
     end = Deadline.after(timeout * 0.9, node.clock)
 
-    def work() -> as_user.Found[ScanNotice]:
-        os.setgroups(as_user.groups(job.user))
+    def work() -> as_user.ChildResult[ScanNotice]:
+        os.setgroups(as_user.list_group_ids(job.user))
         root, resolved = manifest.open_root(path, job.user)
         found = manifest.take(root, resolved, job.user, node.config.data.max_files, end)
         return looked(root, found, job.user, began), []
 
-    return as_user.call(work, ScanNotice, timeout)[0]
+    return as_user.run_in_child(work, ScanNotice, timeout)[0]
 
 
 def decline(node: Node, job: Job, restart: int, path: str) -> None:
@@ -399,14 +401,14 @@ def _borrow_digest(
     if look is None or not is_fresh(look, node.clock.wall()):
         return ""
 
-    def work() -> as_user.Found[bool]:
-        os.setgroups(as_user.groups(job.user))
+    def work() -> as_user.ChildResult[bool]:
+        os.setgroups(as_user.list_group_ids(job.user))
         root, resolved = manifest.open_root(path, job.user)
         if look.digest != expected:  # the copy is of no use, whoever looks
             return sees_the_same(look, root, resolved, job.user), []
         return agrees(look, found, root, resolved, job.user), []
 
     try:
-        return look.digest if as_user.call(work, bool, timeout / 2)[0] else ""
+        return look.digest if as_user.run_in_child(work, bool, timeout / 2)[0] else ""
     except (Declined, OSError):  # an own look says what it is
         return ""

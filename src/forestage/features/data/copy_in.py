@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from forestage.errors import Declined
 from forestage.system import as_user, child, libc
 from forestage.system.as_user import User
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from forestage.units import printable
 
 THREADS = 8  # files that are read at once: a shared file system answers slowly, but many
@@ -44,14 +44,14 @@ def confine(root: int, user: User) -> None:
 
     Raises OSError.
     """
-    groups = as_user.groups(user)  # which this process can look up no more afterwards
+    groups = as_user.list_group_ids(user)  # which this process can look up no more afterwards
     os.fchdir(root)
     os.chroot(".")
     os.setgroups(groups)
     os.setresgid(user.gid, user.gid, user.gid)
     os.setresuid(user.uid, user.uid, user.uid)
-    child.control(_PR_SET_NO_NEW_PRIVS, 1)
-    child.control(_PR_SET_DUMPABLE, 0)
+    child.call_prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    child.call_prctl(_PR_SET_DUMPABLE, 0)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     os.umask(0o077)
 
@@ -84,7 +84,7 @@ def tree(source: int, still: Still) -> int:
             still()
             path = left.pop()
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-            with opened(path, flags, dir_fd=source) as fd:
+            with open_descriptor(path, flags, dir_fd=source) as fd:
                 if path != ".":
                     Path("/", path).mkdir()
                 directories.append((path, os.fstat(fd)))
@@ -145,7 +145,7 @@ class _CopierThreads:
                 continue
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             try:
-                with opened(name, flags, dir_fd=self.source) as fd:
+                with open_descriptor(name, flags, dir_fd=self.source) as fd:
                     size = file(fd, name, self.still)
             except (Declined, OSError) as error:
                 self.error = self.error or error
@@ -169,7 +169,7 @@ def file(source: int, target: str, still: Still) -> int:
 
 def _write(target: str, mode: int, blocks: Iterator[bytes], still: Still) -> int:
     size = 0
-    with opened(f"/{target}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as fd:
+    with open_descriptor(f"/{target}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as fd:
         for block in blocks:
             still()
             size += len(block)
@@ -195,7 +195,7 @@ def packing(file: int) -> str:
 def load() -> None:
     """Loads what Python would later: a confined process finds no module any more."""
     codecs.lookup("unicode_escape")
-    libc.load()  # for prctl(2) in `confine`, once the node's files are out of reach
+    libc.preload_libc()  # for prctl(2) in `confine`, once the node's files are out of reach
 
 
 def archive(fd: int, packed: str, still: Still) -> int:

@@ -71,7 +71,7 @@ def _start(node: Node, job: Job, path: str) -> None:
     if agreement.asks_others(node):
         agreement.prepare(node.cache, job.id)
     about = f"stager job={job.id}"
-    with holder.start(stager.STAGER, about, partial(_live, node, job, path)) as channel:
+    with holder.start_daemon(stager.STAGER, about, partial(_live, node, job, path)) as channel:
         message = channel.recv(holder.START)
         if message is not None and message.state == "died":
             why = "the process that looks at the directory died"
@@ -145,7 +145,7 @@ def show(call: ViewContext, request: Request) -> ForStep:
     _must_not_hold(tree.path, job, call.looks_end())
     call.must_not_be_bound(tree.path)
     copy = node.cache.image(tree.key)
-    device, file = loop.attach(copy, read_only=True), loop.file_of(copy.stat())
+    device, file = loop.attach_file(copy, read_only=True), loop.format_file_id(copy.stat())
     line = ("device", device, file, "erofs", "ro", tree.path, str(entry.identity.inode))
     shown = msgspec.structs.replace(
         outcome, result="hit", key=tree.key, size=entry.identity.size, redirect="spank"
@@ -159,13 +159,13 @@ def _must_not_hold(directory: str, job: Job, end: Deadline) -> None:
     Wherever links lead: the directory is resolved. Raises as_user.ChildTimeout.
     """
 
-    def work() -> as_user.Found[list[bytes]]:  # they need not be text
-        home = job.home or as_user.home_of(job.user)
-        as_user.become(job.user)
+    def work() -> as_user.ChildResult[list[bytes]]:  # they need not be text
+        home = job.home or as_user.find_home_directory(job.user)
+        as_user.set_effective_user(job.user)
         own = [path for path in (home, job.work_dir) if path.startswith("/")]
         return [*map(os.fsencode, (*own, *map(os.path.realpath, own)))], []
 
-    found, _ = as_user.call(work, list[bytes], min(WORKS_AT, end.left()))
+    found, _ = as_user.run_in_child(work, list[bytes], min(WORKS_AT, end.left()))
     for own in map(os.fsdecode, found):
         if f"{own}/".startswith(f"{directory}/"):
             raise Declined("no-mount", f"{directory} holds the job's own directory {own}")
@@ -201,9 +201,9 @@ def let_go(cache: Cache, leases: LeaseDirectory, patience: float) -> None:
     """
     with lock.held_if_writable(cache.space_lock, patience):
         used = leases.keys()
-        for device in loop.attached():
+        for device in loop.list_attached_devices():
             if _is_done_with(cache, device, used):
-                loop.detach(device)
+                loop.detach_device(device)
 
 
 def _is_done_with(cache: Cache, device: LoopDevice, used: frozenset[str]) -> bool:
@@ -258,7 +258,7 @@ def _take_place(node: Node, job: Job, held: contextlib.ExitStack) -> None:
     That counts for no job: 200,000 long names take 400 MiB. Raises Declined.
     """
     for name, most in ((f"trees-{job.user.uid}", OF_USER), ("trees", PLACES)):
-        while lock.take_one(node.cache.locks, name, most, held) is None:
+        while lock.acquire_slot(node.cache.locks, name, most, held) is None:
             _must_be_wanted(node, job)
             node.clock.sleep(PLACE)
 
@@ -270,7 +270,7 @@ def _may_look(node: Node, job: Job, held: contextlib.ExitStack, until: Deadline)
     """
     with contextlib.suppress(OSError):  # of a disk that is read-only by now
         name = f"looks-{job.user.uid}"
-        while lock.take_one(node.cache.locks, name, OF_USER, held) is None:
+        while lock.acquire_slot(node.cache.locks, name, OF_USER, held) is None:
             if not until.left():
                 return False
             node.clock.sleep(min(POLL, until.left()))
@@ -279,7 +279,7 @@ def _may_look(node: Node, job: Job, held: contextlib.ExitStack, until: Deadline)
 
 def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> DirectoryCopyState:
     """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
-    os.setgroups(as_user.groups(job.user))
+    os.setgroups(as_user.list_group_ids(job.user))
     root, resolved = manifest.open_root(path, job.user)
     _must_be_a_source(node, root, resolved)
     max_files = node.config.data.max_files
@@ -312,7 +312,7 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> DirectoryC
         # Of files there is no second descriptor past the page cache, and rsync knows no images.
         here = node.configured(engine="chunks", cold="shared")
         task = CopyTask(here, job, OpenImage(opened.image, job.user, root, other=opened))
-        ended = stager.copy(task, stop)
+        ended = stager.copy_and_report(task, stop)
     if ended.state == "failed":
         if ended.reason == "written":
             retry.note(node.cache, resolved, ended.detail, node.clock.wall())
@@ -335,16 +335,16 @@ def _must_be_wanted(node: Node, job: Job) -> None:
 
 
 def _must_be_a_source(node: Node, root: int, resolved: str) -> None:
-    sources = tuple(map(as_user.real, node.config.sources))
-    if not image.is_below(resolved, sources):
+    sources = tuple(map(as_user.resolve_links, node.config.sources))
+    if not image.is_below_any(resolved, sources):
         raise Declined(
             "outside-sources",
             f"{resolved} is not below {', '.join(sources)}",
             "the admin can add its directory to `sources:`",
         )
-    if image.is_below(str(node.cache.real), [resolved]):
+    if image.is_below_any(str(node.cache.real), [resolved]):
         raise Declined("outside-sources", f"{resolved} holds the cache itself")
-    if mounts.is_users(root, resolved, node.config.user_mounts):
+    if mounts.is_on_user_mount(root, resolved, node.config.user_mounts):
         raise Declined(
             "bad-path",
             f"{resolved} is in a file system that a user has mounted",
@@ -368,13 +368,13 @@ def _must_be_countable(node: Node, found: DirectoryManifest) -> None:
     if most is not None and size > most:
         what = f"{found.path} has {format_size(size)}, more than max_image_size {format_size(most)}"
         raise Declined("too-large", what)
-    part.must_be_countable(open_tree.image_of(found, size), node.config.chunk_of(size))
+    part.check_chunk_count(open_tree.image_of(found, size), node.config.chunk_of(size))
 
 
 def _must_be_mountable() -> None:
     """Raises Declined where the kernel has no EROFS, nor a module of it; Failed."""
     if "\terofs\n" not in Path("/proc/filesystems").read_text():
-        ran = run.run(["modprobe", "erofs"], timeout=PROBE)
+        ran = run.run_program(["modprobe", "erofs"], timeout=PROBE)
         if ran.code != 0:
             what = f"this kernel has no EROFS, of which the copy would be: {ran.explained()}"
             raise Declined("no-erofs", what)

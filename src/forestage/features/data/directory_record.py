@@ -20,19 +20,19 @@ from collections.abc import Iterable
 from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import boot_id
 from forestage.errors import Failed
-from forestage.slurm.lines import DIRECTORY_FORMAT, Fields, has_control
+from forestage.slurm.lines import DIRECTORY_FORMAT, LineFields, has_control_characters
 from forestage.system import records
 
 HEAD = "directory"
 
 
-def text_of(uid: int, lines: Iterable[Fields]) -> str:
+def text_of(uid: int, lines: Iterable[LineFields]) -> str:
     """Return the record of a directory of this user's, which these lines show.
 
     Raises Failed where a field cannot be in a record, OSError.
     """
     fields = [("boot", boot_id()), ("owner", str(uid)), *lines]
-    if any(has_control(word) for words in fields for word in words):
+    if any(has_control_characters(word) for words in fields for word in words):
         raise Failed("bad-path", "control characters in what a job's directory is shown by")
     return "".join(f"{line}\n" for line in (f"{HEAD} {DIRECTORY_FORMAT}", *map("\t".join, fields)))
 
@@ -40,7 +40,7 @@ def text_of(uid: int, lines: Iterable[Fields]) -> str:
 def is_needed(leases: LeaseDirectory, job: int, text: str) -> bool:
     """Whether the job has another record of this format, or none. Raises OSError."""
     try:
-        found = os.fsdecode(records.read(leases.directory_record(job)))
+        found = os.fsdecode(records.read_raw(leases.directory_record(job)))
     except (FileNotFoundError, records.DamagedRecord):
         return True
     return found != text and found.partition("\n")[0] == text.partition("\n")[0]

@@ -80,8 +80,8 @@ def open_unchanged(tree: OpenDirectory, file: ManifestEntry) -> int:
         seen = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         # A file system that a user mounts there for a moment says what inode and times it likes.
         if seen != (tree.disk, file.inode, file.size, file.mtime_ns, file.ctime_ns):
-            raise source.changed(tree.name(file))
-        source.must_have_no_writer(fd, tree.name(file))
+            raise source.declined_as_changed(tree.name(file))
+        source.check_no_writer(fd, tree.name(file))
         undo.pop_all()
     return fd
 
@@ -97,7 +97,7 @@ def read_into(
             raise SourceTruncated(tree.name(file))
         done += count
     # A write that has begun before the bytes were read, and has not ended, has the file open.
-    source.must_have_no_writer(fd, tree.name(file))
+    source.check_no_writer(fd, tree.name(file))
     os.posix_fadvise(fd, offset, len(want), os.POSIX_FADV_DONTNEED)
 
 
@@ -137,7 +137,7 @@ class _ReaderProcess:
         self.memory = os.memfd_create("files")
         os.truncate(self.memory, ROOM)
         life = partial(_serve, tree=tree, memory=self.memory)
-        self.pid, self.line = child.begin(life, lambda *_: None)
+        self.pid, self.line = child.fork_with_socket(life, lambda *_: None)
 
     def ask(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> ReadResult:
         """Has the process read, and takes what it has read. Raises Failed where it has died."""
@@ -172,7 +172,7 @@ class _ReaderProcess:
 
 def _serve(line: socket.socket, tree: OpenDirectory, memory: int) -> None:
     """All that such a process does, until its parent closes the line, or has ended."""
-    child.let_go({line.fileno(), tree.root, memory})
+    child.close_descriptors_except({line.fileno(), tree.root, memory})
     act_as(tree.user)
     team = UserThreadPool(tree.user)
     with mmap.mmap(memory, ROOM) as mapped, memoryview(mapped) as room:
@@ -218,7 +218,7 @@ def _error(name: str, answer: ReadResult) -> Declined:
     if answer.problem == "truncated":
         return SourceTruncated(name)
     if answer.problem == "written":
-        return source.written(name)
+        return source.declined_as_written(name)
     if answer.problem == "changed":
-        return source.changed(name)
+        return source.declined_as_changed(name)
     return SourceUnreadable(name, OSError(answer.error, os.strerror(answer.error)))

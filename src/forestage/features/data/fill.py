@@ -20,7 +20,7 @@ from functools import partial
 
 import msgspec
 
-from forestage.cache.image import declined_by
+from forestage.cache.image import declined_by_open_error
 from forestage.cache.said import JobData
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
@@ -29,9 +29,9 @@ from forestage.features.data import copy_in, job_dir
 from forestage.features.data.job_dir import JobDirectory, JobDirMount
 from forestage.features.data.wanted import ForStep, ViewContext
 from forestage.slurm.hints import Request
-from forestage.slurm.lines import Fields
+from forestage.slurm.lines import LineFields
 from forestage.system import as_user, child, files, lock, records, run
-from forestage.system.as_user import Found, User
+from forestage.system.as_user import ChildResult, User
 from forestage.units import format_duration, printable, quote
 
 SEED = "seed:"
@@ -176,7 +176,7 @@ def show(call: ViewContext, request: Request) -> ForStep:
     return [("env", name.removeprefix("seed/"), target)] if "/" in name else [], handled
 
 
-def unset(own: JobDirMount | None, noted: JobData) -> list[Fields]:
+def unset(own: JobDirMount | None, noted: JobData) -> list[LineFields]:
     """The variables of seeds that are not in this directory: those of another node are no use."""
     names: dict[str, bool] = {}
     for number, request in enumerate(noted.requests):
@@ -214,7 +214,7 @@ def _have_it_put(order: _FillTask, idle: Callable[[], None]) -> FillResult:
     work = partial(_work, order)
     try:
         # Once: memory that did not suffice in the job's cgroup would not suffice again.
-        found, line = as_user.ask(
+        found, line = as_user.run_in_child_with_socket(
             work, FillResult, order.until.left() + 2 * LAST, idle=idle, tries=1
         )
     except as_user.ChildTimeout as slow:
@@ -226,7 +226,7 @@ def _have_it_put(order: _FillTask, idle: Callable[[], None]) -> FillResult:
         Failed,
     ):  # in the job's cgroup: killed for want of memory, or by the user
         with contextlib.suppress(Failed, Declined, OSError):  # in memory it still takes some
-            as_user.call(partial(_clear, order), type(None), 2 * LAST)
+            as_user.run_in_child(partial(_clear, order), type(None), 2 * LAST)
         raise Declined("not-put", f"{printable(order.path)}: its copier was killed") from None
     line.close()
     if not found.again:
@@ -234,10 +234,10 @@ def _have_it_put(order: _FillTask, idle: Callable[[], None]) -> FillResult:
     return found
 
 
-def _work(order: _FillTask) -> Found[FillResult]:
+def _work(order: _FillTask) -> ChildResult[FillResult]:
     """All that this process is for."""
     with contextlib.suppress(OSError):  # it has ended
-        child.join(os.getpid(), order.step)
+        child.join_slurm_cgroups(os.getpid(), order.step)
     try:
         # Held by this process: the hook that waits for it may be killed.
         with lock.held(order.place.lock(order.number), order.until.left()):
@@ -247,13 +247,13 @@ def _work(order: _FillTask) -> Found[FillResult]:
         return FillResult(0, "deadline", f"{printable(order.path)}: {what}", again=True), []
 
 
-def _clear(order: _FillTask) -> Found[None]:
+def _clear(order: _FillTask) -> ChildResult[None]:
     """Removes what a killed process left, if no other step has begun anew."""
     with lock.held(order.place.lock(order.number), 0):
         root = job_dir.root_of(order.own)
-        as_user.become(order.user)
+        as_user.set_effective_user(order.user)
         until = Deadline.after(LAST, order.until.clock)
-        files.remove(root, order.draft, order.aside, partial(_still, until))
+        files.remove_tree(root, order.draft, order.aside, partial(_still, until))
     return None, []
 
 
@@ -261,15 +261,15 @@ def _put(order: _FillTask) -> FillResult:
     copy_in.load()
     try:
         root = job_dir.root_of(order.own)
-        with as_user.acting(order.user):
+        with as_user.with_effective_user(order.user):
             if _is_there(order.name, root):  # the hook that waited for it was killed then
                 return FillResult()
             try:
                 source = os.open(order.path, os.O_RDONLY | os.O_NONBLOCK)
             except OSError as error:
-                raise declined_by(error, printable(order.path), order.user) from None
+                raise declined_by_open_error(error, printable(order.path), order.user) from None
         way = _way(order, source)  # as root: a program that it starts is apart (run.start_filter)
-        with as_user.acting(order.user):
+        with as_user.with_effective_user(order.user):
             _make_draft(order, root)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
             draft = os.open(order.draft, flags, dir_fd=root)
@@ -285,7 +285,7 @@ def _make_draft(order: _FillTask, root: int) -> None:
     """An empty directory, in place of what a killed process left."""
     for name in os.listdir(root):
         if name.startswith(order.draft):
-            files.remove(root, name, order.aside)
+            files.remove_tree(root, name, order.aside)
     os.mkdir(order.draft, 0o700, dir_fd=root)
     if "/" in order.name:
         with contextlib.suppress(FileExistsError):
@@ -334,7 +334,7 @@ def _copy(order: _FillTask, way: _CopyMethod, root: int) -> FillResult:
     # Where even that takes too long, the rest goes with the job.
     with contextlib.suppress(Declined, OSError):
         until = Deadline.after(LAST, order.until.clock)
-        files.remove(root, order.draft, order.aside, partial(_still, until))
+        files.remove_tree(root, order.draft, order.aside, partial(_still, until))
     return found
 
 

@@ -40,7 +40,7 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.features.data import job_disk, job_ram
 from forestage.slurm.job import Job
-from forestage.slurm.lines import Fields
+from forestage.slurm.lines import LineFields
 from forestage.system import as_user, files, folders, holder, lock, loop, mounts, records
 from forestage.units import format_size, is_number
 
@@ -105,7 +105,7 @@ class JobDirMount(msgspec.Struct, frozen=True):
     """The directory that a step finds, and the line by which the companion mounts it."""
 
     place: JobDirectory
-    line: Fields
+    line: LineFields
 
 
 def make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
@@ -130,7 +130,7 @@ def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
         made = earlier.made()
         if earlier != place or made is None or not made.is_as(wanted):
             _free(node.cache, earlier, end)
-    disk_errors.must_not_be(node.places)
+    disk_errors.check_no_doubt(node.places)
     if size < job_disk.SMALLEST:
         least = format_size(job_disk.SMALLEST)
         raise Declined("bad-hint", f"stage-dir= needs {least} at least, got {format_size(size)}")
@@ -197,17 +197,19 @@ def _make_mount_point(target: Path) -> None:
         ):
             raise Declined("job-dir", f"{directory} is no directory of root's alone")
     with contextlib.suppress(OSError):  # of a node whose root is read-only
-        folders.keep(target.parent, folders.PASSABLE)  # else who lists it holds up each task
+        folders.ensure_directory_with_mode(
+            target.parent, folders.PASSABLE
+        )  # else who lists it holds up each task
 
 
 def _make_room(node: Node, job: Job, size: int, end: Deadline) -> None:
     """Evicts what the job's user may have evicted, and only if that is enough. Raises Declined."""
-    if not unpacked.fits(node.cache, node.config, size):
+    if not unpacked.has_free_bytes(node.cache, node.config, size):
         patience = job_disk.within(PATIENCE, end)
         has = _of_users(node.cache)
-        evict.leave_room(node.cache, node.leases, node.config, size, job.user.uid, patience, has)
-    if not unpacked.fits(node.cache, node.config, size):
-        stays = unpacked.min_free(node.cache, node.config)
+        evict.evict_for_job(node.cache, node.leases, node.config, size, job.user.uid, patience, has)
+    if not unpacked.has_free_bytes(node.cache, node.config, size):
+        stays = unpacked.read_min_free(node.cache, node.config)
         raise Declined(
             "no-room",
             f"stage-dir= asks for {format_size(size)}; the disk of {node.cache.root} has less,"
@@ -248,8 +250,8 @@ def shown(node: Node, job: Job) -> JobDirMount:
         over = node.leases.over(job.id)
         name = job_ram.mounted(place.directory, over, job.user, made.size, job.manager, patience)
         return JobDirMount(place, ("served", os.fspath(name), target, "root"))
-    device = loop.attach(place.disk, read_only=False)
-    file = loop.file_of(place.disk.stat())
+    device = loop.attach_file(place.disk, read_only=False)
+    file = loop.format_file_id(place.disk.stat())
     return JobDirMount(place, ("device", device, file, job_disk.KIND, "rw", target, "root"))
 
 
@@ -260,7 +262,7 @@ def root_of(own: JobDirMount) -> int:
     """
     if own.line[0] == "served":
         return job_ram.root_of(Path(own.line[1]))
-    return mounts.open_hidden(own.line[1], job_disk.KIND, os.fspath(own.place.directory))
+    return mounts.open_hidden_mount(own.line[1], job_disk.KIND, os.fspath(own.place.directory))
 
 
 def end(cache: Cache, job: int) -> None:
@@ -287,20 +289,20 @@ def sweep(cache: Cache, leases: LeaseDirectory) -> tuple[str, ...]:
     # Also of Prologs, which only rename, and of Epilogs that were killed. <job>.<restart>.<n>: a
     # look into the directory of an entry may hang with who deletes that (Cache.delete_evicted).
     for directory in cache.evicted.glob("*.*.*"):
-        _let_go(_RemovedJobDir(directory.name, directory, files.facts(directory / "disk")))
+        _let_go(_RemovedJobDir(directory.name, directory, files.lstat_or_none(directory / "disk")))
     cache.delete_evicted()
     # Also of an Epilog that was killed before it did so: a device keeps its file's room.
     facts = os.stat(cache.root)  # noqa: PTH116
-    for device in loop.attached():
+    for device in loop.list_attached_devices():
         deleted = device.file.endswith(f"/disk{loop.DELETED}")
         if deleted and device.is_on(facts) and device.is_of_cache(cache.real):
-            loop.detach(device)
+            loop.detach_device(device)
     return tuple(gone.name for gone in going)
 
 
 def taken(cache: Cache) -> DiskUsage:
     """What the directories of jobs take of the disk. Raises OSError."""
-    disks = [found for place in _all(cache) if (found := files.facts(place.disk))]
+    disks = [found for place in _all(cache) if (found := files.lstat_or_none(place.disk))]
     return DiskUsage(len(disks), sum(disk.st_blocks * 512 for disk in disks))
 
 
@@ -339,7 +341,7 @@ def _remove(cache: Cache, place: JobDirectory, patience: float = job_disk.END) -
 
 
 def _aside(cache: Cache, place: JobDirectory) -> _RemovedJobDir:
-    facts = files.facts(place.disk)
+    facts = files.lstat_or_none(place.disk)
     return _RemovedJobDir(place.directory.name, cache.move_aside(place.directory), facts)
 
 
@@ -363,6 +365,6 @@ def _free(cache: Cache, earlier: JobDirectory, end: Deadline) -> None:
 def _let_go(gone: _RemovedJobDir, patience: float = job_disk.END) -> None:
     """Ends its holder and detaches its device; what a task has mounted goes with the last one."""
     if gone.now is not None:
-        holder.end(gone.now, patience)
+        holder.stop_daemon(gone.now, patience)
     for device in job_disk.devices(gone.disk) if gone.disk else ():
-        loop.detach(device)
+        loop.detach_device(device)

@@ -37,8 +37,8 @@ from forestage.cache import allocation
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.system import as_user, holder, loop, mounts, run
-from forestage.system.as_user import Found, User
-from forestage.system.files import opened
+from forestage.system.as_user import ChildResult, User
+from forestage.system.files import open_descriptor
 from forestage.system.holder import DaemonSpec, StartChannel
 from forestage.units import format_size
 
@@ -68,9 +68,9 @@ def within(seconds: float, end: Deadline) -> float:
 
 def reserve(file: Path, size: int) -> None:
     """Makes the file and takes all of its space at once. Raises Declined, OSError."""
-    with opened(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) as fd:
+    with open_descriptor(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) as fd:
         try:
-            allocation.allocate(fd, 0, size)
+            allocation.allocate_space(fd, 0, size)
             os.ftruncate(fd, size)
         except OSError as error:
             if error.errno != errno.ENOSPC:
@@ -83,36 +83,36 @@ def reserve(file: Path, size: int) -> None:
 def format_for(file: Path, user: User, point: Path, end: Deadline) -> str:
     """Makes a file system in the file whose root directory is the user's alone; returns its device.
 
-    `point` is any directory, see mounts.open_hidden. Raises Declined once it is `end`, Failed,
-    OSError.
+    `point` is any directory, see mounts.open_hidden_mount. Raises Declined once it is `end`,
+    Failed, OSError.
     """
     extended = ["nodiscard", "lazy_itable_init=1", f"root_owner={user.uid}:{user.gid}"]
     common = ["mkfs.ext4", "-q", "-F", "-m", "0", "-b", "4096", "-i", str(BYTES_PER_FILE)]
     common += ["-O", "^has_journal"]
     for options in ([*extended, PREZEROED], extended):
         argv = [*common, "-E", ",".join(options), os.fspath(file)]
-        ran = run.run(argv, timeout=within(FORMATTING, end))
+        ran = run.run_program(argv, timeout=within(FORMATTING, end))
         if ran.code == 0:
             break
     else:
         raise Failed("job-dir", f"no file system in {file}: {ran.explained()}")
-    device = loop.attach(file, read_only=False)
+    device = loop.attach_file(file, read_only=False)
 
-    def work() -> Found[None]:
-        root = mounts.open_hidden(device, KIND, os.fspath(point))
+    def work() -> ChildResult[None]:
+        root = mounts.open_hidden_mount(device, KIND, os.fspath(point))
         # Not all releases of mkfs.ext4 can do this.
         os.fchmod(root, 0o700)
         with contextlib.suppress(FileNotFoundError):
             os.rmdir("lost+found", dir_fd=root)
         return None, []
 
-    as_user.call(work, type(None), within(FORMATTING, end))
+    as_user.run_in_child(work, type(None), within(FORMATTING, end))
     return device
 
 
 def devices(facts: os.stat_result) -> list[loop.LoopDevice]:
     """The devices that show the file of which stat(2) says this: one, if any. Raises Failed."""
-    return [device for device in loop.attached() if device.is_of(facts)]
+    return [device for device in loop.list_attached_devices() if device.is_of(facts)]
 
 
 class JobEndWatch(msgspec.Struct, frozen=True):
@@ -163,13 +163,13 @@ def hold(device: str, place: Path, over: Path, patience: float = holder.START) -
     for it.
     """
     about = f"holder job={place.name}"
-    holder.start(DISK, about, partial(_hold, device, place, over), patience).close()
+    holder.start_daemon(DISK, about, partial(_hold, device, place, over), patience).close()
 
 
 def _hold(device: str, place: Path, over: Path, prolog: StartChannel) -> None:
     end = JobEndWatch.open(over, place)
-    held = holder.hold(end.place)
-    root = mounts.open_hidden(device, KIND, os.fspath(place))
+    held = holder.lock_pid_file(end.place)
+    root = mounts.open_hidden_mount(device, KIND, os.fspath(place))
     disk = os.open(place / "disk", os.O_RDWR)
     facts = os.fstat(disk)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -180,7 +180,7 @@ def _hold(device: str, place: Path, over: Path, prolog: StartChannel) -> None:
             return
         if end.has_come():
             end.remove()  # first: no step finds what is cut to nothing
-            loop.detach(loop.LoopDevice(device, "", facts.st_dev, facts.st_ino))
+            loop.detach_device(loop.LoopDevice(device, "", facts.st_dev, facts.st_ino))
             break
     fcntl.ioctl(root, _GOINGDOWN, _NOLOGFLUSH)
     os.ftruncate(disk, 0)

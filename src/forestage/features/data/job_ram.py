@@ -22,13 +22,19 @@ from forestage.errors import Declined
 from forestage.features.data import job_disk
 from forestage.system import child, holder, lock, mounts
 from forestage.system.as_user import User
-from forestage.system.holder import SAFEST, DaemonSpec, StartChannel, StartReport, TaskConnections
+from forestage.system.holder import (
+    OOM_EXEMPT,
+    DaemonSpec,
+    StartChannel,
+    StartReport,
+    TaskConnections,
+)
 from forestage.units import format_size
 
 MOUNT = "/run/mount"  # in the hidden namespace
 BYTES_PER_FILE = 16384  # as on a disk: the kernel's memory for a file is the job's too
 LOOK = 5.0  # seconds between two looks at whether the directory is deleted
-RAM = DaemonSpec(job_disk.PROCESS_NAME, oom_score_adj=SAFEST)
+RAM = DaemonSpec(job_disk.PROCESS_NAME, oom_score_adj=OOM_EXEMPT)
 
 
 def mounted(directory: Path, over: Path, user: User, size: int, step: int, end: Deadline) -> Path:
@@ -40,12 +46,12 @@ def mounted(directory: Path, over: Path, user: User, size: int, step: int, end: 
     with lock.held(directory / "lock.ram", end.left()):
         held = directory / "held"
         if not held.exists():
-            if child.is_in_job():  # it would end with the step
+            if child.is_in_job_namespace():  # it would end with the step
                 why = "the step is in its job's own PID or user namespace"
                 raise Declined("job-dir", f"none in memory: {why}")
             _must_fit(size, step)
             live = partial(_live, directory, over, user, size)
-            with holder.start(RAM, f"holder job={directory.name}", live) as channel:
+            with holder.start_daemon(RAM, f"holder job={directory.name}", live) as channel:
                 channel.await_ready(holder.START, "job-dir")
         elif lock.is_free(held):
             raise Declined("job-dir", "its files in memory are gone: who held them was killed")
@@ -54,7 +60,7 @@ def mounted(directory: Path, over: Path, user: User, size: int, step: int, end: 
 
 def root_of(name: Path) -> int:
     """A descriptor of the root directory of what is held there. Raises Declined, OSError."""
-    clone = holder.fetch_clone(name, "job-dir")
+    clone = holder.fetch_mount_clone(name, "job-dir")
     try:
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=clone)
     finally:
@@ -66,7 +72,7 @@ def _must_fit(size: int, step: int) -> None:
 
     Where Slurm limits none, nobody but the job keeps it from taking all: half of what is available.
     """
-    limit = child.memory_limit(step)
+    limit = child.read_job_memory_limit(step)
     if limit is None:
         most, whose = _available() // 2, "half of what this node has available"
     else:
@@ -91,18 +97,20 @@ def _live(directory: Path, over: Path, user: User, size: int, hook: StartChannel
     It gives clones to those who ask, until the job's directory is deleted, or has to be.
     """
     end = job_disk.JobEndWatch.open(over, directory)
-    listener = holder.listen(directory / "mount")
+    listener = holder.listen_for_clients(directory / "mount")
     hook.begin(*end.fds, listener.fileno())
-    mounts.empty_namespace()
+    mounts.enter_empty_namespace()
     Path(MOUNT).mkdir(mode=0o700)
     owner = f"mode=0700,uid={user.uid},gid={user.gid}"
     options = f"size={size},nr_inodes={size // BYTES_PER_FILE},{owner}"
     mounts.mount("forestage", MOUNT, mounts.MS_NOSUID | mounts.MS_NODEV, "tmpfs", options)
     # Last: where it is there, so was the file system. By descriptor: the disk is not in here.
-    held = holder.hold(end.place)
+    held = holder.lock_pid_file(end.place)
     hook.send(StartReport("ready"))
     hook.close()
-    guests = TaskConnections(listener, lambda task, asked: holder.give_clone(task, asked, MOUNT))
+    guests = TaskConnections(
+        listener, lambda task, asked: holder.send_mount_clone(task, asked, MOUNT)
+    )
     while os.fstat(held).st_nlink:
         if end.has_come():
             end.remove()

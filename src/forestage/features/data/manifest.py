@@ -26,8 +26,8 @@ from forestage.errors import Declined
 from forestage.features.data.user_threads import UserThreadPool, each_as
 from forestage.system import file_systems, mounts
 from forestage.system.as_user import User
-from forestage.system.file_systems import lacks_blocks
-from forestage.system.files import Statx, latest, opened
+from forestage.system.file_systems import is_probably_sparse
+from forestage.system.files import Statx, open_descriptor, read_fresh_stat
 from forestage.units import is_utf8, printable
 
 LAYOUT = (
@@ -127,7 +127,7 @@ def _open_root(user: User, path: str) -> tuple[int, str]:
             "not-a-directory", f"{path} is not a directory", "write a file without the slash"
         ) from None
     except OSError as error:
-        raise image.declined_by(error, path, user) from None
+        raise image.declined_by_open_error(error, path, user) from None
     resolved = os.readlink(f"/proc/self/fd/{fd}")
     if not is_utf8(resolved):
         raise Declined("bad-path", "the path resolves to a name that is not UTF-8")
@@ -135,9 +135,9 @@ def _open_root(user: User, path: str) -> tuple[int, str]:
     # directory may be the same, and what is mounted in it another.
     try:
         is_there = os.path.samestat(os.fstat(fd), os.stat(resolved))  # noqa: PTH116
-        is_there = is_there and not mounts.is_users(fd, resolved)
+        is_there = is_there and not mounts.is_on_user_mount(fd, resolved)
     except OSError as error:
-        raise image.declined_by(error, resolved, user) from None
+        raise image.declined_by_open_error(error, resolved, user) from None
     if not is_there:
         raise Declined("bad-path", f"{path} does not lead to {resolved} as this node sees it")
     return fd, resolved
@@ -155,7 +155,7 @@ def take(
     try:
         found = [_top(root, disk, user)]
     except OSError as error:
-        raise image.declined_by(error, printable(path), user) from None
+        raise image.declined_by_open_error(error, printable(path), user) from None
     bound = _ScanLimits(path, max_files, user)
 
     def look(todo: _ScanTask) -> list[_ScanTask]:
@@ -208,7 +208,7 @@ def _find_links(
         found = []
         for number in numbers:
             with contextlib.suppress(OSError):  # it is gone: a further look finds a change
-                if handle := file_systems.read_handle(files[number].path, root):
+                if handle := file_systems.read_file_handle(files[number].path, root):
                     found.append((number, handle))
         return found
 
@@ -296,7 +296,7 @@ def sample(found: DirectoryManifest) -> list[ManifestEntry]:
 
 def _top(root: int, disk: int, user: User) -> ManifestEntry:
     """The directory itself, asked for as the user: its names count as of now. Raises OSError."""
-    (found,) = each_as(user, [root], lambda fd: _file(b"", latest(fd, disk)))
+    (found,) = each_as(user, [root], lambda fd: _file(b"", read_fresh_stat(fd, disk)))
     return found
 
 
@@ -431,7 +431,7 @@ def _look_into(
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     directory = todo.directory
-    with opened(directory or b".", flags, dir_fd=root) as fd:
+    with open_descriptor(directory or b".", flags, dir_fd=root) as fd:
         some = [todo.names] if todo.names else list(_names(fd, len(directory) + 1, bound))
         if len(some) > 1:
             return [], [_ScanTask(directory, names) for names in some]
@@ -458,7 +458,7 @@ def _declined_below(error: OSError, path: str, name: bytes, user: User) -> Decli
     if name and error.errno in _GONE:
         what = f"{printable(path)} changed while it was looked at: {shown} is not there any more"
         return Declined("changed", what)
-    return image.declined_by(error, os.path.join(printable(path), shown), user)
+    return image.declined_by_open_error(error, os.path.join(printable(path), shown), user)
 
 
 def _names(fd: int, above: int, bound: _ScanLimits) -> Iterator[tuple[bytes, ...]]:
@@ -473,7 +473,7 @@ def _names(fd: int, above: int, bound: _ScanLimits) -> Iterator[tuple[bytes, ...
 def _look(
     fd: int, path: bytes, name: bytes, disk: int, user: User, bound: _ScanLimits
 ) -> ManifestEntry:
-    facts = latest(fd, disk, name)
+    facts = read_fresh_stat(fd, disk, name)
     kind = stat.S_IFMT(facts.st_mode)
     shown = os.fsdecode(path)
     if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
@@ -485,7 +485,7 @@ def _look(
     wanted = _R_OK if kind == stat.S_IFREG else _R_OK | _X_OK
     if not _grants(facts, wanted, user) and not _may(fd, name, wanted):
         raise Declined("no-permission", f"{shown} is not readable by this user")
-    if kind == stat.S_IFREG and lacks_blocks(facts.st_size, facts.st_blocks):
+    if kind == stat.S_IFREG and is_probably_sparse(facts.st_size, facts.st_blocks):
         bound.sparse.add(path)
     if kind == stat.S_IFREG and facts.st_nlink > 1:
         bound.linked.add(path)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from forestage.bind import origins
-from forestage.cache.image import SourceImage, declined_by
+from forestage.cache.image import SourceImage, declined_by_open_error
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined
@@ -24,7 +24,7 @@ from forestage.features.data import serving
 from forestage.features.data.wanted import ForStep, ViewContext
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import Fields
+from forestage.slurm.lines import LineFields
 from forestage.sources import opening
 from forestage.system import as_user
 from forestage.system.mounts import is_below
@@ -49,7 +49,7 @@ class JobMountPoint(msgspec.Struct, frozen=True):
     inode: int
     root: str = ""
 
-    def lines(self, server: str) -> list[Fields]:
+    def lines(self, server: str) -> list[LineFields]:
         """Pure: what the companion does to show there what a server holds."""
         if self.inode:
             return [("served", server, self.path, str(self.inode))]
@@ -115,7 +115,7 @@ def _open_shared(
             path, job.user, ("/",), known, min(opening.HOOK_TIMEOUT, end.left())
         )
     except OSError as error:
-        raise declined_by(error, path, job.user) from None
+        raise declined_by_open_error(error, path, job.user) from None
     if facts.image is None:
         line.close()
         raise Declined("not-a-file", f"{printable(path)} is not a regular file")
@@ -127,8 +127,8 @@ def _place(node: Node, job: Job, at: str, end: Deadline) -> JobMountPoint:
     roots = node.config.data.mount_roots
     known = [name for name in (job.work_dir, job.home) if name.startswith("/")]
 
-    def look() -> as_user.Found[_MountPointFacts]:
-        as_user.become(job.user)
+    def look() -> as_user.ChildResult[_MountPointFacts]:
+        as_user.set_effective_user(job.user)
         resolved = os.path.realpath(at)
         above = tuple(map(os.path.realpath, roots))
         seen = _MountPointFacts(
@@ -149,7 +149,7 @@ def _place(node: Node, job: Job, at: str, end: Deadline) -> JobMountPoint:
 
     must_be_allowed(os.path.normpath(at), ())
     try:
-        seen = as_user.call(look, _MountPointFacts, min(LOOK, end.left()))[0]
+        seen = as_user.run_in_child(look, _MountPointFacts, min(LOOK, end.left()))[0]
     except OSError as error:
         raise Declined("no-mount", f"{printable(at)}: {os.strerror(error.errno or 0)}") from None
     path, above = os.fsdecode(seen.path), tuple(map(os.fsdecode, seen.roots))

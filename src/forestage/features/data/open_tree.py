@@ -97,7 +97,7 @@ class DirectorySource:
         if pause:
             self.clock.sleep(pause)
             self.must_be_unchanged()
-        source.must_be_written_nowhere(self.root, self.found.path)
+        source.check_no_writer_below(self.root, self.found.path)
         head = len(self.made.head)
         return ReadableSource(
             -1, None, self.made.size, self.found.path, self.read, head, self.map_chunks
@@ -133,7 +133,7 @@ class DirectorySource:
             self._open(number)
             try:
                 found = allocation.map_chunks(self.own.fd, size, chunk, start)
-                source.must_have_no_writer(self.own.fd, name)
+                source.check_no_writer(self.own.fd, name)
             finally:
                 self._close()
         except OSError as error:
@@ -146,7 +146,7 @@ class DirectorySource:
 
         Raises Declined.
         """
-        source.must_be_written_nowhere(self.root, self.found.path)
+        source.check_no_writer_below(self.root, self.found.path)
         if self.lent:
             # What was read of an inode is shown by all its names.
             names = self.found.names
@@ -156,11 +156,11 @@ class DirectorySource:
                 if manifest.still(self.root, [*manifest.sample(self.found), *some], self.user):
                     return
             except OSError:
-                raise source.changed(self.found.path) from None
-            raise source.changed(self.found.path)
+                raise source.declined_as_changed(self.found.path) from None
+            raise source.declined_as_changed(self.found.path)
         now = manifest.take(self.root, self.found.path, self.user, self.max_files)
         if now.digest != self.found.digest:
-            raise source.changed(self.found.path)
+            raise source.declined_as_changed(self.found.path)
 
     def read(self, start: int, want: memoryview) -> None:
         """Fills `want` with what begins at `start`.

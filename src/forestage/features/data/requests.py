@@ -35,7 +35,7 @@ from forestage.hooks.limit import HookDeadlines
 from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import DIRECTORY, Fields
+from forestage.slurm.lines import DIRECTORY, LineFields
 from forestage.system import as_user, lock
 from forestage.units import printable
 
@@ -75,7 +75,7 @@ def show(node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None) -
     noted = wanted.read(node.leases, job.id, job.user.uid)
     hang: Declined | None = None
     try:
-        disk.must_take(node.places, node.cache, limit.end.left())
+        disk.check_writable(node.places, node.cache, limit.end.left())
     except Declined as error:  # what is mounted from such a disk would hang the tasks
         hang = error
     own, lines, outcomes = _own_dir(node, job, noted, hang)
@@ -120,7 +120,9 @@ def _refused(noted: JobData) -> Declined:
     return kind(noted.reason or "no-mount", noted.refused)
 
 
-def _local(node: Node, kept: Sequence[Fields], request: Request, outcome: RequestOutcome) -> str:
+def _local(
+    node: Node, kept: Sequence[LineFields], request: Request, outcome: RequestOutcome
+) -> str:
     """Where the step reads the whole of a request from this node's disk; "" where it does not."""
     if outcome.result not in WHOLE:
         return ""
@@ -142,7 +144,9 @@ def _as_data(outcomes: Sequence[RequestOutcome]) -> list[RequestOutcome]:
 def _absolute(job: Job, request: Request) -> Request:
     """A request with its path absolute: steps may have another directory than their job."""
     with contextlib.suppress(Declined):  # it gets its own outcome
-        return msgspec.structs.replace(request, path=image.wanted_path(request, job.work_dir))
+        return msgspec.structs.replace(
+            request, path=image.resolve_requested_path(request, job.work_dir)
+        )
     return request
 
 
@@ -152,18 +156,18 @@ def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
         return ()
     # It need not begin as a path does: no reference to a registry can be meant.
     named = Request(os.path.join(".", job.hints.listed), "hint")
-    path = image.wanted_path(named, job.work_dir)
+    path = image.resolve_requested_path(named, job.work_dir)
 
-    def work() -> as_user.Found[bytes]:
-        as_user.become(job.user)
+    def work() -> as_user.ChildResult[bytes]:
+        as_user.set_effective_user(job.user)
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with io.FileIO(fd) as file:
             return file.read(LONGEST_LIST + 1), []
 
     try:
-        text = as_user.call(work, bytes, min(LOOK, end.left()))[0]
+        text = as_user.run_in_child(work, bytes, min(LOOK, end.left()))[0]
     except OSError as error:
-        raise image.declined_by(error, path, job.user) from None
+        raise image.declined_by_open_error(error, path, job.user) from None
     if len(text) > LONGEST_LIST:
         raise Declined("bad-hint", f"stage-list: {path} is longer than {LONGEST_LIST} bytes")
     try:
@@ -171,7 +175,7 @@ def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
     except ValueError as error:
         raise Declined("bad-hint", f"stage-list: {path} {error}") from None
     problems: list[str] = []
-    listed = hints.requests(paths, job.rank, problems)
+    listed = hints.parse_requests(paths, job.rank, problems)
     data = tuple(dict.fromkeys(request for request in listed if request.is_data))
     if len(data) < len(set(listed)):
         problems.append("it names images, which belong into stage=")
@@ -236,17 +240,17 @@ def _make_own_dir(
     return []
 
 
-def _lines_of(node: Node, own: "JobDirMount") -> list[Fields]:
+def _lines_of(node: Node, own: "JobDirMount") -> list[LineFields]:
     return [own.line, ("env", DIRECTORY, os.fspath(node.places.job_dir))]
 
 
-def _leads_into(node: Node, line: Fields) -> bool:
+def _leads_into(node: Node, line: LineFields) -> bool:
     """Pure: whether a line sets a variable to a path in the job's own directory."""
     own = os.fspath(node.places.job_dir)
     return line[0] == "env" and len(line) > 2 and f"{line[2]}/".startswith(f"{own}/")
 
 
-def _note_own_dir(node: Node, job: Job, lines: Sequence[Fields]) -> None:
+def _note_own_dir(node: Node, job: Job, lines: Sequence[LineFields]) -> None:
     """Notes by what the job's own directory shows in steps that get no answer of a helper's."""
     with contextlib.suppress(ForestageError, OSError):
         text = directory_record.text_of(job.user.uid, lines)
@@ -257,7 +261,7 @@ def _note_own_dir(node: Node, job: Job, lines: Sequence[Fields]) -> None:
 
 def _own_dir(
     node: Node, job: Job, noted: JobData, hang: Declined | None
-) -> tuple["JobDirMount | None", list[Fields], list[RequestOutcome]]:
+) -> tuple["JobDirMount | None", list[LineFields], list[RequestOutcome]]:
     """The job's own directory with its lines, or why it has none though it wants one."""
     if noted.room is None:
         return None, [], []
@@ -283,7 +287,7 @@ def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Hoo
         raise Declined("disabled", "`data.enabled: false`")
     if node.config.redirect != "spank":
         raise Declined("no-companion", "data shows in steps only through forestage's SPANK plugin")
-    disk.must_take(node.places, node.cache, limit.end.left())
+    disk.check_writable(node.places, node.cache, limit.end.left())
     node.cache.prepare(node.config.require_mount)
     node.cache.note_instance()
 
@@ -347,7 +351,7 @@ def _view(request: Request) -> DataView:
 
 def _begin(call: ViewContext, request: Request) -> RequestOutcome:
     try:
-        image.wanted_path(request, call.job.work_dir)
+        image.resolve_requested_path(request, call.job.work_dir)
         return _view(request).begin(call, request)
     except (ForestageError, OSError) as error:
         return _of_error(request, error)
@@ -355,7 +359,7 @@ def _begin(call: ViewContext, request: Request) -> RequestOutcome:
 
 def _show(call: ViewContext, request: Request) -> ForStep:
     try:
-        image.wanted_path(request, call.job.work_dir)
+        image.resolve_requested_path(request, call.job.work_dir)
         return _view(request).show(call, request)
     except (ForestageError, OSError) as error:
         return (), _of_error(request, error)

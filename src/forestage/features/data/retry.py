@@ -24,7 +24,7 @@ def note(cache: Cache, path: str, why: str, now: float) -> None:
     """Notes, at `now` (seconds since the epoch), why this directory has no copy. Best effort."""
     file = _file(cache, path)
     with contextlib.suppress(OSError):  # it only spares the file server some reads
-        files.overwrite(file, os.fsencode(why))
+        files.overwrite_file(file, os.fsencode(why))
         os.utime(file, (now, now))
 
 
@@ -33,7 +33,7 @@ def must_be_due(cache: Cache, path: str, now: float) -> None:
     file = _file(cache, path)
     try:
         ago = abs(now - file.stat().st_mtime)
-        why = os.fsdecode(files.read(file))
+        why = os.fsdecode(files.read_file(file))
     except OSError:
         return
     if ago < AGAIN:

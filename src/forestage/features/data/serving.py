@@ -26,12 +26,18 @@ from forestage.errors import Declined, ForestageError
 from forestage.slurm.job import Job
 from forestage.slurm.lines import SERVE_TIMEOUT
 from forestage.system import as_user, child, folders, fuse, holder, lock, mounts, run
-from forestage.system.holder import SAFEST, DaemonSpec, StartChannel, StartReport, TaskConnections
+from forestage.system.holder import (
+    OOM_EXEMPT,
+    DaemonSpec,
+    StartChannel,
+    StartReport,
+    TaskConnections,
+)
 from forestage.system.run import Program
 from forestage.units import printable
 
 PROCESS_NAME = "forestage-mount"
-SERVER = DaemonSpec(PROCESS_NAME, oom_score_adj=SAFEST)
+SERVER = DaemonSpec(PROCESS_NAME, oom_score_adj=OOM_EXEMPT)
 PROGRAMS = ("squashfuse_ll", "squashfuse")  # the first knows FUSE's faster interface
 TYPE = "fuse.squashfuse"  # in mountinfo
 
@@ -49,7 +55,8 @@ IMAGE, MOUNT = "/run/image", "/run/mount"  # in the hidden namespace
 class SquashfsSource:
     """Where the file's bytes are read: one of an entry, a keeper's socket, a line with the file.
 
-    The line is one of `as_user.ask`: its descriptor is never closed where that may hang.
+    The line is one of `as_user.run_in_child_with_socket`: its descriptor is never closed where that
+    may hang.
     """
 
     def __init__(self) -> None:
@@ -70,7 +77,7 @@ def start(folder: Path, job: Job, inode: int, content: SquashfsSource) -> Path:
 
     Raises Declined (no-mount), OSError.
     """
-    folders.keep(folder)
+    folders.ensure_directory_with_mode(folder)
     program = _must_be_possible(folder, job, inode)
     name = f"{job.user.uid}-{job.id}-{job.step}-{inode}-"
 
@@ -84,7 +91,7 @@ def start(folder: Path, job: Job, inode: int, content: SquashfsSource) -> Path:
             held.unlink(missing_ok=True)
 
     about = f"mounted job={job.id} step={job.step}"
-    with holder.start(SERVER, about, work) as channel:
+    with holder.start_daemon(SERVER, about, work) as channel:
         channel.await_ready(BEGIN, "no-mount")
     return folder / f"{name}{channel.pid}"
 
@@ -127,14 +134,14 @@ def _program() -> str:
 
     squashfuse_ll can since its release 0.2. The other one always could: by libfuse.
     """
-    for program in filter(None, map(run.which, PROGRAMS)):
+    for program in filter(None, map(run.find_program, PROGRAMS)):
         if not program.endswith("_ll") or "uid=" in _help(program):
             return program
     return ""
 
 
 def _help(program: str) -> str:
-    ran = run.run([program, "--help"], timeout=HELP)
+    ran = run.run_program([program, "--help"], timeout=HELP)
     return ran.out + ran.err
 
 
@@ -161,7 +168,7 @@ class _SquashfsServer:
         self.refusal = ""  # why there is no mount
         self.manager = os.pidfd_open(job.manager)
         self._hide(content)
-        self.guests = TaskConnections(holder.listen(name), self._answer)
+        self.guests = TaskConnections(holder.listen_for_clients(name), self._answer)
 
     def _hide(self, content: SquashfsSource) -> None:
         """Makes the mount where nobody looks."""
@@ -169,7 +176,7 @@ class _SquashfsServer:
         self.host = _namespace(proc)
         self.line = os.open(fuse.DEVICE, os.O_RDWR)
         clone = _clone(content)
-        mounts.empty_namespace()
+        mounts.enter_empty_namespace()
         try:
             self.image = _image(clone, content)
             _mount(self.line, self.job)
@@ -198,7 +205,7 @@ class _SquashfsServer:
             return
         mounts.enter_namespace(*self.hidden)
         try:
-            holder.give_clone(task, asked, MOUNT)
+            holder.send_mount_clone(task, asked, MOUNT)
         finally:
             mounts.enter_namespace(*self.host)
 
@@ -224,9 +231,9 @@ class _SquashfsServer:
         # takes a descriptor of /dev/fuse for a mount point.
         owner = f"uid={user.uid},gid={user.gid}"
         argv = (self.program, "-f", "-o", owner, f"/dev/fd/{self.image}", f"/dev/fd/{self.line}")
-        enter = partial(child.enter_task, self.job.manager)
+        enter = partial(child.enter_task_cgroups, self.job.manager)
         try:
-            self.server = run.start_as(user, argv, (self.image, self.line), theirs, enter)
+            self.server = run.start_as_user(user, argv, (self.image, self.line), theirs, enter)
         finally:
             # The program alone has them: when it dies, its readers get an error and do not wait.
             for fd in (self.image, self.line, theirs):
@@ -244,13 +251,13 @@ class _SquashfsServer:
     def _answers(self) -> bool:
         """Whether the mount can be looked at. In a child: whoever looks waits for the server."""
 
-        def look() -> as_user.Found[None]:
+        def look() -> as_user.ChildResult[None]:
             mounts.enter_namespace(*self.hidden)
             os.close(os.open(MOUNT, os.O_RDONLY | os.O_DIRECTORY))
             return None, []
 
         try:
-            as_user.call(look, type(None), SERVE_TIMEOUT, keep=self.hidden)
+            as_user.run_in_child(look, type(None), SERVE_TIMEOUT, keep=self.hidden)
         except (Declined, OSError):
             return False
         return True
@@ -279,7 +286,7 @@ class _SquashfsServer:
             return
         died = not self.refusal and select.select([self.ended], [], [], 0)[0]
         # Without such a task it is Slurm that ends the step.
-        if died and child.has_child_of(self.job.manager, self.job.user.uid):
+        if died and child.has_child_owned_by(self.job.manager, self.job.user.uid):
             self._say(f"its squashfuse ended: {self.server.wait()}")
         self.server.kill()
         self.server.wait()
@@ -300,20 +307,20 @@ def _namespace(proc: int) -> tuple[int, int]:
 def _clone(content: SquashfsSource) -> int | None:
     """A detached mount of the file, for what root alone may reach."""
     if content.entry is not None:
-        return mounts.clone(os.fspath(content.entry))
+        return mounts.clone_mount(os.fspath(content.entry))
     if content.through is None:
         return None
-    return holder.fetch_clone(content.through, "no-mount")
+    return holder.fetch_mount_clone(content.through, "no-mount")
 
 
 def _image(clone: int | None, content: SquashfsSource) -> int:
     """A descriptor of the file that can be opened for reading only, by whom its mode lets."""
     if clone is None:
         assert content.line is not None
-        return as_user.receive_fds(content.line)[0]
+        return as_user.receive_descriptors(content.line)[0]
     os.close(os.open(IMAGE, os.O_CREAT | os.O_WRONLY, 0o600))
     target = os.open(IMAGE, os.O_PATH)
-    mounts.attach(clone, target)
+    mounts.attach_mount(clone, target)
     # An entry has the owner and the mode of its source: its owner could open it for writing.
     flags = mounts.MS_RDONLY | mounts.MS_NOSUID | mounts.MS_NODEV
     mounts.mount("", IMAGE, mounts.MS_REMOUNT | mounts.MS_BIND | flags)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from forestage.cache.layout import DiskUsage
 from forestage.features.contexts import StatusPart
 from forestage.features.data import job_dir
-from forestage.system.terminal import count
+from forestage.system.terminal import format_count
 from forestage.units import format_size
 
 if TYPE_CHECKING:
@@ -17,6 +17,6 @@ def read_status(facts: "StatusFacts") -> StatusPart:
     found = job_dir.taken(facts.node.cache) if facts.has_cache else DiskUsage()
     room = []
     if found.number:
-        number = count(found.number, "job directory", "job directories")
+        number = format_count(found.number, "job directory", "job directories")
         room.append(("job directories", f"{format_size(found.bytes)} in {number}"))
     return StatusPart({"job_dirs": found}, after="through", room=tuple(room))

@@ -21,15 +21,15 @@ from forestage.errors import Failed
 from forestage.events import RequestOutcome
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import Fields
+from forestage.slurm.lines import LineFields
 from forestage.sources import opening
-from forestage.stage.wait import Progress
+from forestage.stage.wait import ProgressCallback
 from forestage.system import lock
 
 if TYPE_CHECKING:
     from forestage.features.data.job_dir import JobDirMount
 
-ForStep = tuple[Sequence[Fields], RequestOutcome]
+ForStep = tuple[Sequence[LineFields], RequestOutcome]
 """What a request comes to in a step: lines for the companion, and the outcome."""
 
 
@@ -56,7 +56,7 @@ class ViewContext(msgspec.Struct, frozen=True, kw_only=True):
     copy: Deadline | None
     end: Deadline
     fill: Deadline
-    progress: Progress
+    progress: ProgressCallback
     stage: Callable[[Request, Deadline], StagedFile]
     must_not_be_bound: Callable[[str], None]
     own: "JobDirMount | None"
@@ -80,14 +80,14 @@ class DataView(Protocol):
         """What a step is shown of it."""
 
 
-def disentangled(lines: Sequence[Fields]) -> list[Fields]:
+def disentangled(lines: Sequence[LineFields]) -> list[LineFields]:
     """Pure: the lines, which are `in_order`, without directories in each other's way.
 
     One that lies in another is in that one's copy, too. One in which something else is mounted
     stays the shared one, as the copy has other inodes.
     """
     mounted = [line[-2] for line in lines if line[0] in ("served", "folder")]
-    kept: list[Fields] = []
+    kept: list[LineFields] = []
     trees: list[str] = []
     for line in lines:
         if line[0] == "device" and line[3] == "erofs":
@@ -99,7 +99,7 @@ def disentangled(lines: Sequence[Fields]) -> list[Fields]:
     return kept
 
 
-def in_order(lines: Sequence[Fields]) -> list[Fields]:
+def in_order(lines: Sequence[LineFields]) -> list[LineFields]:
     """Pure: the lines as the companion is to follow them: no mount hides one that came before."""
     return sorted(lines, key=lambda line: 0 if line[0] == "env" else len(line[-2]))
 

@@ -31,7 +31,7 @@ from forestage.commands import status as node_status
 from forestage.commands.status import NodeStatus
 from forestage.commands.tally import WAITS, EventTally, Histogram
 from forestage.commands.world import insert_after
-from forestage.config import Config, decided, load_settings, switch
+from forestage.config import Config, load_config, resolve_auto_redirect, switch
 from forestage.errors import ConfigError, ForestageError
 from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features.contexts import MetricFamily, MetricsFacts, MetricsPart
@@ -120,7 +120,7 @@ def _read(file: Path) -> TallyRecord:
 def is_read(places: NodePaths) -> bool:
     """Whether node exporter's directory is there. Raises OSError."""
     try:
-        path = load_settings(places.etc).of_node.metrics.textfile
+        path = load_config(places.etc).of_node.metrics.textfile
     except ConfigError:
         path = textfile.find_last(places)
     return path is not None and (places.root / path.lstrip("/")).parent.is_dir()
@@ -137,8 +137,8 @@ def export(
     """
     config, wrong = None, None
     try:
-        config = load_settings(places.etc).of_node
-        config = decided(config, sites.companion_state(places, conf).state)
+        config = load_config(places.etc).of_node
+        config = resolve_auto_redirect(config, sites.companion_state(places, conf).state)
     except ConfigError as error:
         wrong = error
     with alone(places):
@@ -147,8 +147,8 @@ def export(
             # The cache's disk may be what is wrong; then the rest is wanted all the more.
             with contextlib.suppress(OSError, ForestageError):
                 status = node_status.gather(Node.of(config, places, clock), conf)
-        off = bool(switch.why_off(places, config or Config(), clock.wall()))
-        since = disk_errors.known(places).since
+        off = bool(switch.find_off_reason(places, config or Config(), clock.wall()))
+        since = disk_errors.read_state(places).since
         swept = last_sweep(places)
         facts = MetricsFacts(places, config, status, tally, clock.monotonic())
         parts = _list_parts(facts)

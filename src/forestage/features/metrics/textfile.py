@@ -41,8 +41,8 @@ def alone(places: NodePaths, patience: float) -> Iterator[None]:
     Older counts must not replace newer ones: Prometheus takes a counter that falls for one that
     has begun anew, and adds it up a second time.
     """
-    folders.make(places.tally.parent, 0o750)
-    folders.keep(places.locks)
+    folders.ensure_directory(places.tally.parent, 0o750)
+    folders.ensure_directory_with_mode(places.locks)
     with lock.held_for_work(places.locks / "metrics.lock", patience):
         yield
 
@@ -63,12 +63,12 @@ def settle(places: NodePaths, path: str | None) -> None:
     if last is not None and _is_ours(places, last):
         (places.root / last.lstrip("/")).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a node may have nowhere to keep it
-        folders.make(locate_record(places).parent, folders.PASSABLE)
+        folders.ensure_directory(locate_record(places).parent, folders.PASSABLE)
         records.write(locate_record(places), msgspec.json.encode(LastTextfile(path)))
 
 
 def _is_ours(places: NodePaths, path: str) -> bool:
     try:
-        return records.read(places.root / path.lstrip("/")).startswith(BEGINS)
+        return records.read_raw(places.root / path.lstrip("/")).startswith(BEGINS)
     except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
         return False

@@ -66,7 +66,7 @@ def is_served(places: NodePaths, now: float) -> bool:
     try:
         if not lock.is_free(places.peer_sign):
             return True
-        since = float(files.read(places.peer_sign))
+        since = float(files.read_file(places.peer_sign))
     except (OSError, ValueError):  # no sign, or one that is being written
         return False
     # A later time is of another boot.
@@ -79,13 +79,13 @@ def hold_sign(places: NodePaths) -> Iterator[Callable[[], None]]:
 
     Raises LockTimeout, OSError.
     """
-    folders.keep(places.run, folders.PASSABLE)
+    folders.ensure_directory_with_mode(places.run, folders.PASSABLE)
     with lock.held(places.peer_sign, START):
 
         def renew() -> None:
             # In place: a file that takes its name would be another file's lock.
             # All digits: rounded up it would be a time to come, which is another boot's.
-            files.overwrite(places.peer_sign, f"{time.monotonic()}\n".encode())
+            files.overwrite_file(places.peer_sign, f"{time.monotonic()}\n".encode())
 
         renew()
         yield renew

@@ -25,7 +25,7 @@ from forestage.errors import PeerError
 from forestage.features.peers import auth_key
 from forestage.paths import NodePaths
 from forestage.system import run
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 PROTOCOL = "forestage-1"
 CREDENTIAL_SECONDS = 60  # by the wall clocks of two nodes, which may differ by some seconds
@@ -141,7 +141,7 @@ class MungeAuthenticator(msgspec.Struct, frozen=True):
         try:
             os.pwrite(fd, said, 0)
             words = [*argv, f"--input=/proc/self/fd/{fd}", *where]
-            return run.run(words, [fd], timeout=PATIENCE)
+            return run.run_program(words, [fd], timeout=PATIENCE)
         finally:
             os.close(fd)
 
@@ -158,7 +158,7 @@ class KeyFileAuthenticator(msgspec.Struct, frozen=True):
     @classmethod
     def load(cls, path: Path) -> "KeyFileAuthenticator":
         """Raises PeerError unless it is root's own, of some length, and nobody else can read it."""
-        with opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
+        with open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
             facts = os.fstat(fd)
             if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
                 raise PeerError(f"{path} is not root's with mode 0600", "chmod it")
@@ -229,7 +229,7 @@ def prover(key_file: str | None, places: NodePaths) -> Authenticator:
         return MungeAuthenticator(places.munge)
     kind = auth_key.auth_type(places.slurm_conf, places.root)
     if kind == "munge":
-        if not run.which("munge"):
+        if not run.find_program("munge"):
             raise NoCredential("munge is not installed", "or set peers.key_file")
         return MungeAuthenticator()
     file = auth_key.find(places.slurm_conf, places.root) if kind == "slurm" else None

@@ -15,8 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from forestage.slurm.slurm_conf import USUAL_CONF, SlurmConf, locate
-from forestage.system.files import opened
+from forestage.slurm.slurm_conf import USUAL_CONF, SlurmConf, locate_conf
+from forestage.system.files import open_descriptor
 
 NAMES = ("slurm.jwks", "slurm.key")
 SHORTEST = 16  # bytes: of slurm.jwks auth/slurm takes no shorter key
@@ -51,7 +51,7 @@ def auth_type(named: str, root: Path = Path("/")) -> AuthType:
     A slurm.conf that is not there or cannot be read says nothing: munge is Slurm's default.
     """
     value = "auth/munge"
-    if path := locate(named, root):
+    if path := locate_conf(named, root):
         with contextlib.suppress(OSError, ValueError):
             value = SlurmConf(path).values.get("authtype", value)
     kind = value.removeprefix("auth/")
@@ -60,7 +60,7 @@ def auth_type(named: str, root: Path = Path("/")) -> AuthType:
 
 def find(named: str, root: Path = Path("/")) -> Path | None:
     """Return the file of this node's keys, None if there is none. `named` as in `auth_type`."""
-    conf = locate(named, root)
+    conf = locate_conf(named, root)
     folders = [Path(conf).parent] if conf else []
     if not conf or any(copy in conf for copy in _COPIES):
         folders += [root / Path(usual).parent.relative_to("/") for usual in USUAL_CONF]
@@ -74,7 +74,7 @@ def load(file: Path, now: float) -> SlurmAuthKeys:
     Raises OSError; ValueError where slurmd would not start with the file, or the key is too short.
     """
     # A secret of Kubernetes is a link.
-    with opened(file, os.O_RDONLY | os.O_NONBLOCK) as fd:
+    with open_descriptor(file, os.O_RDONLY | os.O_NONBLOCK) as fd:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode) or facts.st_mode & stat.S_IRWXO:
             raise ValueError(f"{file} can be read or written by all")

@@ -157,7 +157,7 @@ def _nodes(places: NodePaths, conf: ParsedSlurmConf | None, now: float) -> list[
         if listed := node_list.read(places, now):
             return list(listed)
     lists = () if conf is None else conf.nodes
-    return [name for one in lists for name in nodelist.expand(one)]
+    return [name for one in lists for name in nodelist.expand_nodelist(one)]
 
 
 def _sample(names: list[str]) -> list[str]:
@@ -169,7 +169,7 @@ def _sample(names: list[str]) -> list[str]:
 def _names(names: list[str], known: NodeAddresses) -> Iterator[CheckFinding]:
     """Whether this node's name service knows the names by which other nodes are asked."""
     works = [functools.partial(_has_address, known.of(name)) for name in names]
-    found = as_user.each(works, bool, HANGS, 2 * HANGS, SAMPLE)
+    found = as_user.run_each_in_child(works, bool, HANGS, 2 * HANGS, SAMPLE)
     bad = [name for name, known in zip(names, found, strict=True) if not known]
     if bad:
         yield CheckFinding(

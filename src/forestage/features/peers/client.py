@@ -33,7 +33,7 @@ from forestage.features.peers.protocol import (
     SessionUnknown,
 )
 from forestage.paths import NodePaths
-from forestage.slurm.nodelist import expand
+from forestage.slurm.nodelist import expand_nodelist
 
 KEPT = 32  # connections of one thread
 NOBODY = OtherJobsPeers()
@@ -192,7 +192,7 @@ def of_nodes(
     chunks: int | None,
 ) -> PeerClient | None:
     """As peers.of_job, which loads this for more than one node."""
-    nodes, places = expand(nodelist), places or NodePaths()
+    nodes, places = expand_nodelist(nodelist), places or NodePaths()
     if chunks is not None and not activation.is_worthwhile(config, len(nodes), chunks):
         return None
     if node_name not in nodes:

@@ -39,7 +39,7 @@ class PeerHelpers:
         stop: threading.Event,
         readers: ArrivalMap | None,
     ) -> EngineResult:
-        """Copy as chunks.copy does, with chunks of other nodes."""
+        """Copy as chunks.copy_chunks does, with chunks of other nodes."""
         from forestage.features.peers import with_peers  # few copies have peers
 
         # What peers send takes the same links and processors: the source's pace is not known.

@@ -85,7 +85,7 @@ def read_map(cache: Cache, key: str) -> bytes:
     """The map of a copy under way, or of the entry that it has become; empty without either."""
     for directory in (cache.part_dir(key), cache.entry_dir(key)):
         with contextlib.suppress(FileNotFoundError):
-            return files.read(directory / "map")
+            return files.read_file(directory / "map")
     return b""
 
 
@@ -94,7 +94,7 @@ def look(cache: Cache, key: str) -> LocalCopyState:
     for directory, is_whole in ((cache.part_dir(key), False), (cache.entry_dir(key), True)):
         with contextlib.suppress(FileNotFoundError):
             # The map first: what is noted later of a chunk is true of this one as well.
-            digests = files.read(directory / "map")
+            digests = files.read_file(directory / "map")
             if digests.startswith(digest.UNKNOWN):  # nobody could prove what came
                 return LocalCopyState()
             noted = origins.read(directory)
@@ -172,7 +172,7 @@ def _chunk(
     size = min(chunk, image_size - start)
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        with files.opened(directory / "map", flags) as digests:
+        with files.open_descriptor(directory / "map", flags) as digests:
             noted = os.pread(digests, ENTRY_BYTES, number * ENTRY_BYTES)
         if noted == digest.UNKNOWN:
             return AbsentChunk()

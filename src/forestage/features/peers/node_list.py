@@ -79,7 +79,7 @@ def age(places: NodePaths, now: float) -> float | None:
 
 def write(places: NodePaths, found: PeerNodeList) -> None:
     """Replaces the list. Raises OSError."""
-    folders.make(places.nodes.parent, folders.PASSABLE)
+    folders.ensure_directory(places.nodes.parent, folders.PASSABLE)
     records.write(places.nodes, msgspec.json.encode(found))
 
 

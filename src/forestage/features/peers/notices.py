@@ -21,7 +21,7 @@ from forestage.features.peers.auth import Authenticator
 from forestage.features.peers.connection import PeerConnection, PeerRequestError, ResponseDeadline
 from forestage.paths import NodePaths
 from forestage.system import files, folders
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 PATIENCE = 1.0  # seconds for one node
 AGAIN = 60.0  # seconds before the same one counts again: it comes back by others who are told
@@ -48,20 +48,20 @@ def concerns(places: NodePaths, cache: Cache, key: str, me: str) -> bool:
 
 def note(places: NodePaths, key: str, reader: str) -> None:
     """Notes that these chunks are wrong. Raises OSError."""
-    folders.keep(places.wrong)
+    folders.ensure_directory_with_mode(places.wrong)
     file = places.wrong / key
     before = read(places, key)
     many = len(before) >= READERS or (not before and len(list(places.wrong.iterdir())) >= KEYS)
     if reader not in before and not many:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-        with opened(file, flags, 0o600) as fd:
+        with open_descriptor(file, flags, 0o600) as fd:
             os.write(fd, f"{reader}\n".encode())
 
 
 def read(places: NodePaths, key: str) -> frozenset[str]:
     """Whose chunks of the key are wrong. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        return frozenset(files.read(places.wrong / key).decode().split())
+        return frozenset(files.read_file(places.wrong / key).decode().split())
     return frozenset()
 
 

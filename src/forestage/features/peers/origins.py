@@ -95,4 +95,4 @@ class ChunkReaderRecorder:
         by = {who: f"{its:x}" for who, its in self._by.items() if its}
         data = msgspec.json.encode(ChunkReaders(by, f"{self._outside:x}", compared))
         with contextlib.suppress(OSError):  # a disk that others filled must not matter
-            files.overwrite(self._file, data)
+            files.overwrite_file(self._file, data)

@@ -32,5 +32,5 @@ def read(places: NodePaths) -> ProvenNode | None:
 def note(places: NodePaths, node: str, at: float) -> None:
     """Note that this node and the other one have the same key. What cannot be noted is not."""
     with contextlib.suppress(OSError):
-        folders.make(places.proven.parent, folders.PASSABLE)
+        folders.ensure_directory(places.proven.parent, folders.PASSABLE)
         records.write(places.proven, msgspec.json.encode(ProvenNode(node, at)))

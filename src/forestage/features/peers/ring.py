@@ -74,6 +74,6 @@ def _worths(count: int) -> list[int]:
 @lru_cache(2)
 def _ordered(key: str, nodes: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int]]:
     ring = tuple(
-        sorted(set(nodes), key=lambda node: (digest.of_chunk(f"{key}/{node}".encode()), node))
+        sorted(set(nodes), key=lambda node: (digest.digest_chunk(f"{key}/{node}".encode()), node))
     )
     return ring, {node: place for place, node in enumerate(ring)}

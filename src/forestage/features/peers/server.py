@@ -143,7 +143,7 @@ class PeerService:
         except OSError as error:  # of the cache's disk, or the client has gone
             if error.errno == errno.EIO:  # it may not read the kernel's log, nor write to the cache
                 with contextlib.suppress(OSError, Failed):
-                    disk_errors.begin(
+                    disk_errors.start_doubt(
                         self.places, self.clock, "the peer service could not read a chunk"
                     )
             if not isinstance(error, ConnectionError):
@@ -337,7 +337,7 @@ class PeerService:
         if isinstance(found, PendingChunk):
             self._must_fit(ask, found)
             if ask.wait:  # else it only wants to know what is here
-                readers.ask(self.through / ask.session.key, ask.number)
+                readers.request_chunk_soon(self.through / ask.session.key, ask.number)
             await self.arrivals.wait(ask.session.key, ask.number, end - self.now())
             found = local_chunks.find(self.cache, ask.session.key, ask.number)
         if not isinstance(found, PresentChunk):
@@ -355,7 +355,7 @@ class PeerService:
 
     def _is_off(self) -> bool:
         """Return whether the admin has switched this node's staging off: its bytes may be why."""
-        return bool(switch.by_file(self.places, self.clock.wall()))
+        return bool(switch.find_off_file_reason(self.places, self.clock.wall()))
 
     def _must_fit(self, ask: _AuthenticatedRequest, found: PresentChunk | PendingChunk) -> None:
         """Raises _Refused where the client has another `chunk_size`, and means other bytes."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.slurm import slurm_conf
-from forestage.slurm.nodelist import expand
+from forestage.slurm.nodelist import expand_nodelist
 from forestage.slurm.queue import SlurmClient
 
 _FACT = re.compile(r"(?:^| )(NodeName|NodeAddr|NodeHostName|State|Partitions)=(\S*)", re.ASCII)
@@ -64,8 +64,11 @@ def count_nodes(named: str, root: Path) -> int:
     `named` is $SLURM_CONF or "".
     """
     try:
-        conf = slurm_conf.locate(named, root)
-        return sum(len(expand(one)) for one in slurm_conf.node_names(conf, slurm_conf.text_of))
+        conf = slurm_conf.locate_conf(named, root)
+        return sum(
+            len(expand_nodelist(one))
+            for one in slurm_conf.list_node_names(conf, slurm_conf.read_conf_text)
+        )
     except (OSError, ValueError):
         return 0
 
@@ -77,11 +80,13 @@ def find_address(named: str, root: Path, node: str) -> str:
     `named` is $SLURM_CONF or "".
     """
     try:
-        for said in slurm_conf.node_lines(slurm_conf.locate(named, root), slurm_conf.text_of):
-            names = expand(said["nodename"])
+        for said in slurm_conf.node_lines(
+            slurm_conf.locate_conf(named, root), slurm_conf.read_conf_text
+        ):
+            names = expand_nodelist(said["nodename"])
             if node in names:
                 listed = said.get("nodeaddr") or said.get("nodehostname") or said["nodename"]
-                found = expand(listed) or (listed,)  # no list: an IPv6 address
+                found = expand_nodelist(listed) or (listed,)  # no list: an IPv6 address
                 # One for all, where several slurmds run on a host.
                 return found[names.index(node)] if len(found) == len(names) else found[0]
     except (OSError, ValueError):

@@ -74,6 +74,6 @@ class UploadCountWriter:
         if self._written == self._uploaded:
             return
         with contextlib.suppress(OSError):  # a full /run is no reason to stop the service
-            folders.keep(self._file.parent, folders.PASSABLE)
+            folders.ensure_directory_with_mode(self._file.parent, folders.PASSABLE)
             records.write(self._file, msgspec.json.encode(self._uploaded))
             self._written = msgspec.structs.replace(self._uploaded)

@@ -7,7 +7,7 @@ from forestage.features.contexts import StatusPart
 from forestage.features.peers import proven, stats
 from forestage.features.peers.stats import UploadCounts
 from forestage.paths import NodePaths
-from forestage.system.terminal import count
+from forestage.system.terminal import format_count
 from forestage.units import format_size
 
 if TYPE_CHECKING:
@@ -35,6 +35,6 @@ def list_rows(served: UploadCounts | None, proven_with: str) -> tuple[tuple[str,
     """Return what is printed of it. Pure."""
     if not served:
         return ()
-    sent = f"{format_size(served.bytes)} in {count(served.chunks, 'chunk')}"
+    sent = f"{format_size(served.bytes)} in {format_count(served.chunks, 'chunk')}"
     proof = f"proven with {proven_with}" if proven_with else "none has answered yet"
     return (("served", f"{sent} to other nodes ({proof})"),)

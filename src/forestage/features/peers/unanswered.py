@@ -16,7 +16,7 @@ from pathlib import Path
 
 from forestage.paths import NodePaths
 from forestage.system import files, folders
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 LASTS = 300.0  # seconds
 MOST = 1024  # nodes
@@ -42,7 +42,7 @@ def note_silence(places: NodePaths, node: str, now: float) -> None:
     if not _NAME.fullmatch(node):
         return
     with contextlib.suppress(OSError):
-        folders.keep(places.unanswered)
+        folders.ensure_directory_with_mode(places.unanswered)
         others = [file for file in places.unanswered.iterdir() if file.name != node]
         if len(others) >= MOST:
             old = [file for file in others if not _counts(file, now)]
@@ -51,7 +51,7 @@ def note_silence(places: NodePaths, node: str, now: float) -> None:
             if len(others) - len(old) >= MOST:
                 return
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-        with opened(places.unanswered / node, flags, 0o600) as fd:
+        with open_descriptor(places.unanswered / node, flags, 0o600) as fd:
             os.write(fd, f"{now!r}\n".encode())
 
 
@@ -65,7 +65,7 @@ def note_answer(places: NodePaths, node: str) -> None:
 def _counts(file: Path, now: float) -> bool:
     """Return whether a file says that its node was silent within LASTS."""
     try:
-        since = float(files.read(file))
+        since = float(files.read_file(file))
     except (OSError, ValueError):  # the latter: a file that is being written, or anything else
         return False
     # A later time is of another boot, or of a file that nobody here wrote.

@@ -57,7 +57,7 @@ def copy(
     peers: PeerClient,
     readers: ArrivalMap | None = None,
 ) -> Mapping[str, int]:
-    """Copies as chunks.copy does, and returns how many bytes came from which peer."""
+    """Copies as chunks.copy_chunks does, and returns how many bytes came from which peer."""
     run = PeerCopy(source, part, tuning, stop, peers, readers)
     try:
         run.share()
@@ -135,7 +135,7 @@ class PeerCopy(ChunkCopy):
 
     def _bring_own(self) -> None:
         """Brings what no other node is asked for: of a directory, what the kernel will parse."""
-        buffer = reading.buffer(self.tuning.chunk)
+        buffer = reading.allocate_piece_buffer(self.tuning.chunk)
         for number in range(chunk_count(self.source.own, self.tuning.chunk)):
             if number in self.todo:
                 del self.todo[number]
@@ -167,7 +167,7 @@ class PeerCopy(ChunkCopy):
         the thread dies of something unforeseen, no other brings it to an end, so that the copy
         ends: `join` sees whether anything is missing.
         """
-        buffer = reading.buffer(self.tuning.chunk)
+        buffer = reading.allocate_piece_buffer(self.tuning.chunk)
         is_over = False
         try:
             while (found := self._next(next_ask)) is not None:
@@ -348,7 +348,7 @@ class PeerCopy(ChunkCopy):
     def _differs(self, at: int, got: bytes, buffer: memoryview) -> bool:
         """Whether the source has other bytes there; where it cannot be read, nobody can say."""
         try:
-            read = reading.pieces(self.source, at, len(got), buffer)
+            read = reading.read_pieces(self.source, at, len(got), buffer)
             return any(piece != got[here - at : here - at + len(piece)] for here, piece in read)
         except SourceUnreadable:
             self.compares = False
@@ -469,7 +469,7 @@ class PeerCopy(ChunkCopy):
 def _note_bytes(part: Part, count: int) -> None:
     """Record for people how many bytes came from peers so far."""
     with contextlib.suppress(OSError):  # a disk that others filled must not matter
-        files.overwrite(part.peers, b"%d" % count)
+        files.overwrite_file(part.peers, b"%d" % count)
 
 
 def _note_source_failed(part: Part) -> None:

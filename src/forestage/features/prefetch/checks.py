@@ -16,7 +16,7 @@ from forestage.features.prefetch import expected, marks, prefetch_host, prefetch
 from forestage.features.prefetch.expected import ExpectedImageList
 from forestage.paths import NodePaths
 from forestage.slurm.queue import SlurmClient
-from forestage.system.terminal import age
+from forestage.system.terminal import format_age
 
 LATE = 300.0  # seconds without a new list, of a timer that runs each minute
 SKEW = 5.0  # seconds between two clocks, above which something is wrong with one
@@ -94,7 +94,7 @@ def _node(
         yield CheckFinding(
             "prefetch-clock",
             "warning",
-            f"the clock of {host} is {age(told.made - now)} ahead of this node's",
+            f"the clock of {host} is {format_age(told.made - now)} ahead of this node's",
             f"A list counts only up to {expected.AHEAD:.0f} s ahead; munge has limits too",
             "set both clocks (chrony)",
         )
@@ -113,7 +113,7 @@ def _node(
 def _old(listed: ExpectedImageList | None, now: float, where: str) -> Iterator[CheckFinding]:
     if listed is not None and now - listed.made <= LATE:
         return
-    what = f"the list is {age(now - listed.made)} old" if listed else "there is no list yet"
+    what = f"the list is {format_age(now - listed.made)} old" if listed else "there is no list yet"
     yield CheckFinding(
         "prefetch-old",
         "warning",

@@ -39,7 +39,7 @@ def prefetch(world: "CommandContext", node: str | None, dry_run: bool, as_json: 
     host, peers = prefetch_host.find_host(here.config), here.config.peers
     if host is None:
         raise ConfigError((ConfigProblem("", "prefetch.host", "is null: nobody reads the queue"),))
-    folders.keep(world.places.locks)
+    folders.ensure_directory_with_mode(world.places.locks)
     try:
         with lock.held_for_work(world.places.locks / "prefetch.lock", 0):
             if prefetch_host.is_here(host.host, slurm):

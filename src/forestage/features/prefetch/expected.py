@@ -79,7 +79,7 @@ def read(places: NodePaths) -> ExpectedImageList | None:
 
 def write(places: NodePaths, found: ExpectedImageList) -> None:
     """Replaces the list. Raises OSError."""
-    folders.make(places.run, folders.PASSABLE)
+    folders.ensure_directory(places.run, folders.PASSABLE)
     records.write(locate_list(places), msgspec.json.encode(found))
 
 

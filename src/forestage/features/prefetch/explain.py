@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from forestage.events import WHOLE, CopyOutcome, RequestOutcome, saved
 from forestage.features.contexts import ExplainPart
-from forestage.system.terminal import moment
+from forestage.system.terminal import format_local_time
 from forestage.units import format_size, to_tenths
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ def _list_sentences(facts: "ExplainFacts") -> Iterator[str]:
         fetched = outcome.bytes - outcome.resumed
         known = fetched >= outcome.bytes / MEASURE
         spared = outcome.ahead * outcome.copying / fetched if known else 0.0
-        yield f"expected since {moment(outcome.expected)}: {here}{_about(spared)}"
+        yield f"expected since {format_local_time(outcome.expected)}: {here}{_about(spared)}"
     copy = facts.ahead.get(outcome.key) if isinstance(outcome, RequestOutcome) else None
     if isinstance(outcome, RequestOutcome) and copy and not copy.ahead and outcome.result in WHOLE:
         took = to_tenths(copy.copying) or "less than 0.1s"
-        since = f"expected since {moment(copy.expected)}: copied before the job began, in {took}"
+        since = f"expected since {format_local_time(copy.expected)}: copied before the job began, in {took}"
         yield f"{since}{_about(saved.seconds(outcome) or 0.0)}"
 
 

@@ -86,7 +86,7 @@ def read(places: NodePaths) -> PrefetchRecord:
 
 def write(places: NodePaths, marks: PrefetchRecord) -> None:
     """Replaces the record. Raises OSError."""
-    folders.make(places.run, folders.PASSABLE)
+    folders.ensure_directory(places.run, folders.PASSABLE)
     records.write(locate_record(places), msgspec.json.encode(marks))
 
 

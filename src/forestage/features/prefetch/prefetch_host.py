@@ -18,7 +18,7 @@ from forestage.features.prefetch.expected import ExpectedImageList
 from forestage.features.prefetch.policy import ExpectedStarts
 from forestage.paths import NodePaths
 from forestage.slurm.queue import SlurmClient
-from forestage.system.terminal import Piece, TextLine, TextTable, count
+from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_count
 from forestage.units import format_duration
 
 OF_USER = expected.ROWS // 4  # rows of a list
@@ -91,12 +91,12 @@ def named(rows: Iterable[ExpectedStarts], nodes: Mapping[str, str]) -> dict[str,
     return {name: nodes[name] for name in dict.fromkeys(row.partition for row in rows)}
 
 
-def pieces(done: PrefetchHostPass) -> Iterator[Piece]:
+def pieces(done: PrefetchHostPass) -> Iterator[OutputBlock]:
     """Pure: what `prefetch` prints on its host."""
     told = "told" if done.told else "would be told"
-    jobs = f"{count(done.jobs, 'pending job')} with an image"
+    jobs = f"{format_count(done.jobs, 'pending job')} with an image"
     yield TextLine(
-        f"{count(len(done.list.rows), 'row')} {told}: {jobs}, in {format_duration(done.took)}",
+        f"{format_count(len(done.list.rows), 'row')} {told}: {jobs}, in {format_duration(done.took)}",
         heading=True,
     )
     if done.list.rows:

@@ -30,7 +30,7 @@ from forestage.sources import opening
 from forestage.stage import queue
 from forestage.system import as_user, lock
 from forestage.system.as_user import User
-from forestage.system.terminal import Piece, TextLine, TextTable, count
+from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_count
 from forestage.units import printable
 
 LOOKS = 32  # images that one pass opens
@@ -106,17 +106,19 @@ def _idle(node: Node, slurm: SlurmClient) -> str:
         return printable(str(declined))
     if node.config.prefetch.bandwidth is None and has_jobs(node, slurm):
         return BUSY
-    return COPYING if any(queue.asked_for(node)) else ""
+    return COPYING if any(queue.list_requested_copies(node)) else ""
 
 
 def has_jobs(node: Node, slurm: SlurmClient) -> bool:
     """Whether jobs run here, as far as that can be seen without asking Slurm."""
-    return queue.called_lately(node) or bool(node.leases.jobs()) or bool(slurm.at_work())
+    return queue.has_job_begun_recently(node) or bool(node.leases.jobs()) or bool(slurm.at_work())
 
 
 def wanted_here(listed: ExpectedImageList, name: str) -> dict[str, list[tuple[int, float]]]:
     """Pure: the images of the node's partitions, each with its users, most expected first."""
-    own = {part for part, nodes in listed.partitions.items() if name in nodelist.expand(nodes)}
+    own = {
+        part for part, nodes in listed.partitions.items() if name in nodelist.expand_nodelist(nodes)
+    }
     found: dict[str, dict[int, float]] = {}
     for row in listed.rows:
         if row.partition in own:
@@ -209,7 +211,9 @@ class _NodePassRun:
 
     def copy(self) -> None:
         """Begins to copy the image that the policy names; its copy goes on by itself."""
-        if any(one.expected for one in queue.gather(self.node)):  # none that stalls is there
+        if any(
+            one.expected for one in queue.list_live_copies(self.node)
+        ):  # none that stalls is there
             return
         for _ in self.images:  # what was replaced a moment ago is chosen anew
             held, room = self.room()
@@ -250,11 +254,11 @@ class _NodePassRun:
             in_use = one.key in leased
             new, stays = one.is_unused and not in_use, one.pinned or in_use
             found[one.key] = HeldCopy(one.bytes, one.used, one.user or 0, new, stays)
-        for copy in queue.gather(self.node):
+        for copy in queue.list_live_copies(self.node):
             size = cache.part(copy.key).allocated()
             found[copy.key] = HeldCopy(size, self.now, copy.uid, copy.expected, stays=True)
         # Above the low watermark, the Epilog would evict it again.
-        return found, evict.measure(cache, stored, self.node.config).low
+        return found, evict.measure_space(cache, stored, self.node.config).low
 
     def stage(self, image: str, stay: frozenset[str]) -> None:
         """Begins to copy one image."""
@@ -334,7 +338,7 @@ def look(node: Node, before: ImageInspection, now: float) -> ImageInspection:
     """What an image is for a user: opened as them, with the rules that hold for their jobs."""
     try:
         end = Deadline.after(OPEN, node.clock)
-        with opening.open_as(user_of(before.user), before.image, node, end) as opened:
+        with opening.open_image_for_hook(user_of(before.user), before.image, node, end) as opened:
             found = opened.image
         if 0 <= now - found.identity.mtime_ns / 1e9 < SETTLED:
             why = f"{before.image} was written less than {SETTLED:.0f} s ago"
@@ -358,17 +362,17 @@ def user_of(uid: int) -> User:
         raise Declined("no-permission", f"uid {uid} is no user of this node") from None
     # For all children that act as this user: a name service may take long for each answer.
     user = User(known.pw_name, uid, known.pw_gid, home=known.pw_dir)
-    return msgspec.structs.replace(user, groups=tuple(as_user.groups(user)))
+    return msgspec.structs.replace(user, groups=tuple(as_user.list_group_ids(user)))
 
 
-def pieces(done: PrefetchNodePass) -> Iterator[Piece]:
+def pieces(done: PrefetchNodePass) -> Iterator[OutputBlock]:
     """Pure: what `prefetch` prints on a node."""
     if done.silent:
         yield TextLine(f"The host gave no new list: {done.silent}")
     if done.idle:
         yield TextLine(f"Nothing is copied: {done.idle}")
     if done.decisions:
-        yield TextLine(f"{count(len(done.decisions), 'image')} expected here", heading=True)
+        yield TextLine(f"{format_count(len(done.decisions), 'image')} expected here", heading=True)
         rows = []
         for one in done.decisions:
             what = f"{one.image} ({one.why})" if one.why else one.image

@@ -8,7 +8,7 @@ from forestage.cache.layout import DiskUsage
 from forestage.commands.inventory import InventoryItem
 from forestage.features.prefetch import expected, marks
 from forestage.paths import NodePaths
-from forestage.system.terminal import age, count
+from forestage.system.terminal import format_age, format_count
 from forestage.units import format_size
 
 
@@ -52,13 +52,13 @@ def gather(places: NodePaths, items: Sequence[InventoryItem], now: float) -> Pre
 
 def facts(found: PrefetchState, now: float) -> list[tuple[str, str]]:
     """Pure: what `status` says of it."""
-    images = f"{count(found.images, 'image')} of pending jobs ({format_size(found.bytes)})"
+    images = f"{format_count(found.images, 'image')} of pending jobs ({format_size(found.bytes)})"
     words = [images, f"{found.here} here"]
     words += [f"{found.refused} refused"] if found.refused else []
-    old = f"{age(now - found.made)} old" if found.made else "none that counts"
+    old = f"{format_age(now - found.made)} old" if found.made else "none that counts"
     told = [("expected", ", ".join(words)), ("list", old)]
     told += [("not copied", found.idle)] if found.idle else []
     if found.unused.number:
-        number = count(found.unused.number, "entry", "entries")
+        number = format_count(found.unused.number, "entry", "entries")
         told += [("ahead", f"{format_size(found.unused.bytes)} in {number} that no job has used")]
     return told

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import msgspec
 
 from forestage.features.prefetch.policy import PendingJob
-from forestage.slurm.hints import MAX_HINTED, read_hints
+from forestage.slurm.hints import MAX_HINTED, parse_hints
 from forestage.units import is_utf8
 
 SOON = 3600.0  # seconds until the begin time of a job, within which it counts
@@ -114,7 +114,7 @@ def listed(job: str) -> int:
 @functools.lru_cache(4096)
 def named(comment: str, admin_comment: str) -> tuple[str, ...]:
     """The images that a job names, as far as they are files: absolute paths, each once."""
-    hints = read_hints(comment)
+    hints = parse_hints(comment)
     if hints.off:
         return ()
     found = (

@@ -23,4 +23,4 @@ def locate_list(places: NodePaths) -> Path:
 
 
 def _read(facts: PeerServiceFacts, _: re.Match[str]) -> bytes:
-    return records.read(locate_list(facts.places))
+    return records.read_raw(locate_list(facts.places))

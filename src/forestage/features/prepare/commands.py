@@ -93,7 +93,7 @@ def warm(
         busy,
         at_once,
     )
-    with ending_as_interrupt(), screen.busy() as progress:
+    with ending_as_interrupt(), screen.show_busy_status() as progress:
         done = work.warm(order, slurm, ctx.obj.clock, secrets.token_hex(4), progress)
     show(done, work.pieces(done), as_json)
     if done.failed:
@@ -123,7 +123,7 @@ def stage(
     """
     from forestage.commands import sources
     from forestage.features.prepare import stage as work
-    from forestage.slurm.queue import this_node
+    from forestage.slurm.queue import read_own_node_name
     from forestage.system import terminal as screen
 
     if os.geteuid() != 0:  # else the cache is said to be nobody's, and to be removed
@@ -134,8 +134,8 @@ def stage(
         raise click.BadParameter(f"{user!r} is no user of this node", param_hint="--user") from None
     node = work.decide_redirect(ctx.obj.node(), os.environ.get("SLURM_CONF", ""))
     paths = tuple(dict.fromkeys(_path(ctx.obj, image) for image in images))
-    job = work.nobody(who, this_node(os.environ))
-    with screen.busy() as progress:
+    job = work.nobody(who, read_own_node_name(os.environ))
+    with screen.show_busy_status() as progress:
         wanted = paths or node.config.warm_at_boot
         done = work.stage(node, job, wanted, within, progress)
     show(done, work.pieces(done), as_json)
@@ -172,7 +172,7 @@ def publish(
     layout = StripeLayout(stripes, stripe_size)
     files = RootedTree(world.places.root)
     source, target = Path(os.path.abspath(image)), Path(os.path.abspath(folder))
-    with ending_as_interrupt(), screen.busy() as progress:
+    with ending_as_interrupt(), screen.show_busy_status() as progress:
         done = work.publish(source, target, layout, force, files, world.clock, progress)
     show(done, work.pieces(done), as_json)
 
@@ -213,7 +213,7 @@ def pack(
     layout = None
     if here and publishing.kind_of(image.parent, RootedTree(world.places.root)) == "lustre":
         layout = StripeLayout()
-    with ending_as_interrupt(), screen.busy() as progress:
+    with ending_as_interrupt(), screen.show_busy_status() as progress:
         done = work.pack(folder, image, force, world.clock, progress, layout, world.places.root)
     done = msgspec.structs.replace(done, option=option)
     show(done, work.pieces(done), as_json)

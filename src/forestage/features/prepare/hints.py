@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 
 from forestage.errors import Declined
 from forestage.features.doors import SUBMITTED_MUST_BE_POSSIBLE, load_all
-from forestage.slurm.hints import OF_OPTION, REFUSED, NodeIndex, Request, read_hints
+from forestage.slurm.hints import OF_OPTION, REFUSED, NodeIndex, Request, parse_hints
 
 SOME_NODE = NodeIndex(0, 1)  # {node} is not known yet, and means something on each
 
 
 def refusals(words: Sequence[str]) -> tuple[str, ...]:
     """Pure: a sentence for each word that no node would serve; a word is `stage=/path`."""
-    hints = read_hints("", SOME_NODE, "\n".join(words))
+    hints = parse_hints("", SOME_NODE, "\n".join(words))
     found = (f"--{problem.removeprefix(OF_OPTION)}" for problem in hints.problems)
     return (*found, *(said for one in hints.data for said in _impossible(one)))
 

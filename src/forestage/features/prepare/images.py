@@ -13,8 +13,14 @@ from pathlib import Path
 import msgspec
 
 from forestage.system import as_user
-from forestage.system.files import opened
-from forestage.system.terminal import Piece, TextLine, TextTable, count, harmless
+from forestage.system.files import open_descriptor
+from forestage.system.terminal import (
+    OutputBlock,
+    TextLine,
+    TextTable,
+    escape_control_characters,
+    format_count,
+)
 from forestage.units import format_size
 
 SUFFIXES = (".sqsh", ".squashfs", ".sqfs")
@@ -54,7 +60,7 @@ def gather(folders: Sequence[str], most: int = MOST_LOOKED_AT) -> ImageListing:
             with contextlib.suppress(OSError):
                 if entry.is_file(follow_symlinks=False):
                     found.append(_found(entry))
-    return ImageListing(tuple(found), tuple(map(harmless, folders)), looked > most)
+    return ImageListing(tuple(found), tuple(map(escape_control_characters, folders)), looked > most)
 
 
 def _walk(folders: Sequence[str]) -> Iterator["os.DirEntry[str]"]:
@@ -74,31 +80,35 @@ def _walk(folders: Sequence[str]) -> Iterator["os.DirEntry[str]"]:
 def _found(entry: "os.DirEntry[str]") -> ListedImage:
     """Raises OSError."""
     facts = entry.stat(follow_symlinks=False)
-    owner = as_user.name_of(facts.st_uid) or str(facts.st_uid)
-    return ListedImage(harmless(entry.path), facts.st_size, owner, _label(entry.path + LABEL))
+    owner = as_user.find_user_name(facts.st_uid) or str(facts.st_uid)
+    return ListedImage(
+        escape_control_characters(entry.path), facts.st_size, owner, _label(entry.path + LABEL)
+    )
 
 
 def _label(path: str) -> str:
     """The first line of the file; "" where there is none to read."""
     with (
         contextlib.suppress(OSError),
-        opened(Path(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd,
+        open_descriptor(Path(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd,
     ):
-        return harmless(os.read(fd, MAX_LABEL).decode(errors="replace").split("\n")[0].strip())
+        return escape_control_characters(
+            os.read(fd, MAX_LABEL).decode(errors="replace").split("\n")[0].strip()
+        )
     return ""
 
 
-def pieces(found: ImageListing) -> list[Piece]:
+def pieces(found: ImageListing) -> list[OutputBlock]:
     """Pure: what `images` prints."""
     below = ", ".join(found.below)
-    lines: list[Piece] = []
+    lines: list[OutputBlock] = []
     if found.cut_off:
         lines = [TextLine(""), TextLine("There is more below: name a directory to look into.")]
     if not found.images:
         ends = ", ".join(SUFFIXES)
         return [TextLine(f"No file below {below} that this user can see ends in {ends}."), *lines]
     rows = [(one.path, format_size(one.size), one.owner, one.label) for one in found.images]
-    head = f"{count(len(rows), 'image')} below {below}"
+    head = f"{format_count(len(rows), 'image')} below {below}"
     return [
         TextLine(head, heading=True),
         TextTable(("path", "size", "owner", "label"), rows),

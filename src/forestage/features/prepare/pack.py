@@ -23,7 +23,7 @@ from forestage.features.prepare.publish import MakeImageError, lay_out, replacin
 from forestage.system import child, mksquashfs, run
 from forestage.system.run import ProcessResult
 from forestage.system.striping import StripeLayout
-from forestage.system.terminal import NamedValues, Piece, TextLine
+from forestage.system.terminal import NamedValues, OutputBlock, TextLine
 from forestage.units import format_duration, format_size
 
 # Level 3: reading is as fast with any, packing far faster than with zstd's default, 15.
@@ -73,14 +73,14 @@ def find_limits(root: Path) -> tuple[str, ...]:
 
     `root` is where /proc and /sys are. Raises Failed.
     """
-    processors = ("-processors", str(child.own_processors()))
-    memory = child.own_memory_limit(root)
+    processors = ("-processors", str(child.count_own_processors()))
+    memory = child.find_own_memory_limit(root)
     if memory is None:
         return processors
-    version = run.run(["mksquashfs", "-version"], timeout=VERSION_S).out
-    if not mksquashfs.takes_memory(version.encode()):
+    version = run.run_program(["mksquashfs", "-version"], timeout=VERSION_S).out
+    if not mksquashfs.has_memory_option(version.encode()):
         return processors
-    return (*processors, *mksquashfs.memory_options(memory))
+    return (*processors, *mksquashfs.format_memory_options(memory))
 
 
 def _failure(ran: ProcessResult) -> Failed:
@@ -123,12 +123,12 @@ def pack(
             lay_out(part, layout)  # mksquashfs writes into the file that is there
         progress(f"packing {folder}")
         limits = find_limits(root)
-        ran = run.run(argv(folder, part, ("-comp", "zstd"), limits))
+        ran = run.run_program(argv(folder, part, ("-comp", "zstd"), limits))
         if ran.code != 0 and "is not supported" in ran.err + ran.out:
-            ran = run.run(argv(folder, part, (), limits))
+            ran = run.run_program(argv(folder, part, (), limits))
         if lost := _LOST.search(ran.err):
             raise Failed("program", f"mksquashfs: {lost[0]}", "nothing was packed")
-        shown = ran if ran.code else run.run(["unsquashfs", "-s", str(part)])
+        shown = ran if ran.code else run.run_program(["unsquashfs", "-s", str(part)])
         facts: dict[str, str] = dict(_FACT.findall(shown.out))
         if "Number of inodes" not in facts:
             raise _failure(shown)
@@ -140,7 +140,7 @@ def pack(
     )
 
 
-def pieces(done: PackResult) -> list[Piece]:
+def pieces(done: PackResult) -> list[OutputBlock]:
     """Pure: what `pack` prints."""
     facts = (
         ("inodes", str(done.inodes)),

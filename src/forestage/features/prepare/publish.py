@@ -17,9 +17,9 @@ import msgspec
 from forestage.clock import Clock
 from forestage.errors import Failed, ForestageError
 from forestage.system import records, run
-from forestage.system.files import opened
-from forestage.system.striping import StripeLayout, setstripe
-from forestage.system.terminal import NamedValues, Piece, TextLine
+from forestage.system.files import open_descriptor
+from forestage.system.striping import StripeLayout, format_setstripe_command
+from forestage.system.terminal import NamedValues, OutputBlock, TextLine
 from forestage.system.tree import RootedTree
 from forestage.units import format_duration, format_rate, format_size
 
@@ -103,7 +103,7 @@ def replacing(target: Path, force: bool) -> Iterator[Path]:
     part = target.with_name(f".{target.name}.{secrets.token_hex(6)}.part")
     try:
         yield part
-        records.sync(part)
+        records.sync_file(part)
         _refuse_replacing(target, force)
         part.replace(target)
         records.sync_directory(target.parent)
@@ -126,19 +126,19 @@ def _made(part: Path, layout: StripeLayout | None) -> Iterator[int]:
         flags |= os.O_CREAT | os.O_EXCL
     else:
         lay_out(part, layout)
-    with opened(part, flags, 0o600) as fd:
+    with open_descriptor(part, flags, 0o600) as fd:
         os.fchmod(fd, 0o600)  # others may read it once it has the source's mode
         yield fd
 
 
 def lay_out(part: Path, layout: StripeLayout) -> None:
     """Makes the empty file, on Lustre. Raises Failed, OSError."""
-    ran = run.run(setstripe(layout, part), timeout=TIMEOUT)
+    ran = run.run_program(format_setstripe_command(layout, part), timeout=TIMEOUT)
     if ran.code != 0:
         raise Failed("program", ran.explained(), "nothing was published")
 
 
-def pieces(done: PublishResult) -> list[Piece]:
+def pieces(done: PublishResult) -> list[OutputBlock]:
     """Pure: what `publish` prints."""
     osts = "all OSTs" if done.layout.stripes == -1 else f"{done.layout.stripes} OSTs"
     layout = f"{osts}, in stripes of {done.layout.size}"

@@ -16,7 +16,7 @@ from forestage.cache import disk, disk_errors
 from forestage.cache.node import Node
 from forestage.check.site import companion_state
 from forestage.clock import Deadline
-from forestage.config import decided, switch
+from forestage.config import resolve_auto_redirect, switch
 from forestage.errors import Declined, Failed, ForestageError, of_node
 from forestage.features.prepare.job_images import ImageResult
 from forestage.slurm.hints import JobHints
@@ -24,7 +24,7 @@ from forestage.slurm.job import Job
 from forestage.sources import opening, source
 from forestage.stage import wait
 from forestage.system.as_user import User
-from forestage.system.terminal import Piece, TextLine, TextTable, count
+from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_count
 from forestage.units import format_duration, printable
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def read_user(name: str) -> User:
 
 def decide_redirect(node: Node, conf: str) -> Node:
     """Return the node with what `redirect: auto` means on it; `conf` is $SLURM_CONF or ""."""
-    config = decided(node.config, companion_state(node.places, conf).state)
+    config = resolve_auto_redirect(node.config, companion_state(node.places, conf).state)
     return msgspec.structs.replace(node, config=config)
 
 
@@ -100,8 +100,8 @@ def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _St
     try:
         must_be_usable(node)
         within = Deadline.after(OPEN, node.clock)
-        opened = begun.enter_context(opening.open_as(job.user, image, node, within))
-        copying = begun.enter_context(wait.begun(node, job, opened))
+        opened = begun.enter_context(opening.open_image_for_hook(job.user, image, node, within))
+        copying = begun.enter_context(wait.ensure_copy_started(node, job, opened))
         return _StartedImage(image, since, opened, copying)
     except (ForestageError, OSError) as error:
         return _StartedImage(image, since, error=error)
@@ -109,11 +109,11 @@ def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _St
 
 def must_be_usable(node: Node) -> None:
     """Raises Declined, OSError where staging is switched off, or the cache is of use to nobody."""
-    if off := switch.why_off(node.places, node.config, node.clock.wall()):
+    if off := switch.find_off_reason(node.places, node.config, node.clock.wall()):
         raise Declined("disabled", off)
-    disk.must_serve(node.places, node.cache)
+    disk.check_readable(node.places, node.cache)
     node.cache.prepare(node.config.require_mount)
-    disk_errors.must_not_be(node.places)
+    disk_errors.check_no_doubt(node.places)
 
 
 def _result(
@@ -122,7 +122,9 @@ def _result(
     try:
         if one.error or one.opened is None:
             raise one.error or Declined("missing", one.image)
-        came = wait.obtain(node, job, one.opened, one.copying, end, lambda line: progress(line()))
+        came = wait.wait_for_copy(
+            node, job, one.opened, one.copying, end, lambda line: progress(line())
+        )
         with contextlib.suppress(FileNotFoundError):
             if not job.expected:  # nobody has used it yet
                 node.cache.touch(one.opened.image.key, node.clock.wall())
@@ -139,7 +141,7 @@ def _result(
         return ImageResult(one.image, "failed", of_node(error).reason, printable(str(error)))
 
 
-def pieces(done: StageReport) -> list[Piece]:
+def pieces(done: StageReport) -> list[OutputBlock]:
     """Pure: what `stage` prints."""
     rows = [
         (
@@ -150,5 +152,5 @@ def pieces(done: StageReport) -> list[Piece]:
         for one in done.images
     ]
     here = sum(one.is_here for one in done.images)
-    head = f"{here} of {count(len(rows), 'image')} here"
+    head = f"{here} of {format_count(len(rows), 'image')} here"
     return [TextLine(head, heading=True), TextTable(("result", "took", "image or reason"), rows)]

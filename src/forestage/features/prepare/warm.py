@@ -28,7 +28,7 @@ from forestage.features.prepare.warm_node import WarmNodeReport
 from forestage.slurm.hints import MAX_HINTED
 from forestage.slurm.queue import SlurmClient
 from forestage.system.run import ProcessResult
-from forestage.system.terminal import Piece, TextLine, TextTable, count
+from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_count
 from forestage.units import format_duration
 
 # Where the packages put the interpreter on every node; the hooks start the same one.
@@ -207,7 +207,7 @@ def progress_line(order: WarmRequest, answers: dict[str, WarmNodeResult]) -> str
     """Pure: one line while it goes on."""
     missing = [node for node in order.nodes if node not in answers]
     named = ", ".join(missing[:MAX_NAMED]) + (", ..." if len(missing) > MAX_NAMED else "")
-    done = f"{len(answers)} of {count(len(order.nodes), 'node')} done"
+    done = f"{len(answers)} of {format_count(len(order.nodes), 'node')} done"
     waiting = f"waiting for {named}" if named else ""
     return "; ".join(filter(None, (done, _totals(answers.values()), waiting)))
 
@@ -221,7 +221,7 @@ def _totals(answers: Iterable[WarmNodeResult]) -> str:
     return ", ".join(f"{number} {result}" for result, number in results.most_common())
 
 
-def pieces(done: WarmReport) -> list[Piece]:
+def pieces(done: WarmReport) -> list[OutputBlock]:
     """Pure: what `warm` prints."""
     columns = ("node", "result", "staged", "job", "took", "image or reason")
     rows: list[tuple[str, ...]] = []
@@ -235,5 +235,5 @@ def pieces(done: WarmReport) -> list[Piece]:
             staged = "-" if image.wait is None else format_duration(image.wait)
             rows.append((one.node, image.result, staged, str(one.job), took, what))
     warm = len(done.nodes) - done.failed
-    head = f"{warm} of {count(len(done.nodes), 'node')} warm: {_totals(done.nodes)}"
+    head = f"{warm} of {format_count(len(done.nodes), 'node')} warm: {_totals(done.nodes)}"
     return [TextLine(head, heading=True), TextTable(columns, rows)]

@@ -17,7 +17,7 @@ import msgspec
 from forestage import events
 from forestage.cache.node import Node
 from forestage.clock import Clock
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.errors import ConfigError, ForestageError
 from forestage.events import EventRecord
 from forestage.features.prepare import job_images
@@ -54,7 +54,7 @@ def results(
 ) -> tuple[ImageResult, ...]:
     """What this user may know; what is wrong with the node is an answer, too."""
     try:
-        node = Node.of(load_settings(places.etc).config, places, clock)
+        node = Node.of(load_config(places.etc).config, places, clock)
         how_far: dict[str, int] = {}
         log: list[EventRecord] = []
 

@@ -21,10 +21,10 @@ from forestage.features.contexts import CheckFacts
 from forestage.features.registry import environment, reference
 from forestage.features.registry.reference import TAG_DIGEST
 from forestage.paths import NodePaths
-from forestage.slurm.companion import is_importer
+from forestage.slurm.companion import is_own_importer
 from forestage.system import as_user, run
 from forestage.system.as_user import User
-from forestage.system.terminal import moment
+from forestage.system.terminal import format_local_time
 from forestage.system.tree import RootedTree
 
 IMPORTER = "/usr/lib/forestage/bin/forestage-importer"
@@ -57,7 +57,7 @@ def _importer(
     """`origin` is the file that sets `registry:`. Nothing where the admin uses another importer."""
     program = pyxis.line.argument("importer")
     store = config.registry.store
-    if not config.registry.enabled or (program and not is_importer(program)):
+    if not config.registry.enabled or (program and not is_own_importer(program)):
         return
     if not program:
         if store is not None:
@@ -140,7 +140,9 @@ def _enroot(files: RootedTree) -> Iterator[CheckFinding]:
     """Whether it starts, and imports what is meant."""
     program = files.program("enroot")
     try:
-        ran = run.run([str(files.at(program)), "version"], timeout=TIMEOUT, variables={"HOME": "/"})
+        ran = run.run_program(
+            [str(files.at(program)), "version"], timeout=TIMEOUT, variables={"HOME": "/"}
+        )
     except (Failed, OSError) as error:
         wrong = str(error)
     else:
@@ -176,7 +178,7 @@ class StoreTrial(msgspec.Struct, frozen=True):
 def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[CheckFinding]:
     found: StoreTrial | None = None
     try:
-        found = as_user.call(lambda: (_tried(files.at(store)), []), StoreTrial, TIMEOUT)[0]
+        found = as_user.run_in_child(lambda: (_tried(files.at(store)), []), StoreTrial, TIMEOUT)[0]
     except as_user.ChildTimeout:
         yield CheckFinding(
             "store-hangs",
@@ -244,7 +246,7 @@ def _tried(place: Path) -> StoreTrial:
 
 def _be_nobody() -> None:
     if os.geteuid() == 0:
-        as_user.become(NOBODY)
+        as_user.set_effective_user(NOBODY)
 
 
 def _read_silent(places: NodePaths) -> dict[str, float]:
@@ -274,7 +276,7 @@ def _silence(places: NodePaths, now: float) -> Iterator[CheckFinding]:
             yield CheckFinding(
                 "registry-silent",
                 "warning",
-                f"the registry {name} did not answer a step at {moment(when)}, nor does it now:"
+                f"the registry {name} did not answer a step at {format_local_time(when)}, nor does it now:"
                 f" {wrong}",
                 "Its images cannot be imported; what `registry.offline` says is done",
                 f"the network from this node to {name}, or the proxy in enroot.conf",
@@ -287,7 +289,7 @@ def _unreachable(registry: str) -> str:
     if not port.isdigit():
         host, port = registry, str(HTTPS)
 
-    def work() -> as_user.Found[str]:
+    def work() -> as_user.ChildResult[str]:
         _be_nobody()
         address = host.strip("[]"), int(port)
         try:
@@ -297,7 +299,7 @@ def _unreachable(registry: str) -> str:
             return error.strerror or "no answer", []
 
     try:
-        return as_user.call(work, str, TIMEOUT)[0]
+        return as_user.run_in_child(work, str, TIMEOUT)[0]
     except as_user.ChildTimeout:
         return "no answer"
     except Declined as error:

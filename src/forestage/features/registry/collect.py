@@ -18,7 +18,7 @@ from forestage.features.registry import store_age
 from forestage.features.registry.store import FILE, ImageRecord
 from forestage.features.registry.store_age import CollectionSighting, StoreCollection
 from forestage.features.registry.store_files import load, own
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 LIVE = 3600.0  # seconds without a sign of life after which an import is dead, by whatever clock
 RECENT = 3600.0  # seconds since its last use in which an image stays, whatever there is of others
@@ -159,7 +159,7 @@ def look(folder: Path) -> list[StoreFile]:
 
 def _files(folder: Path, below: str) -> Iterator[StoreFile]:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    with opened(folder, flags) as handle, os.scandir(handle) as entries:
+    with open_descriptor(folder, flags) as handle, os.scandir(handle) as entries:
         for entry in islice(entries, MOST):
             with contextlib.suppress(FileNotFoundError):  # it went meanwhile
                 facts = entry.stat(follow_symlinks=False)

@@ -28,15 +28,15 @@ def _config(world: "CommandContext") -> "Config":
 
 
 def _host() -> str:
-    from forestage.slurm.queue import this_node
+    from forestage.slurm.queue import read_own_node_name
 
-    return this_node(os.environ)
+    return read_own_node_name(os.environ)
 
 
 def _say(text: str) -> None:
-    from forestage.system.terminal import harmless
+    from forestage.system.terminal import escape_control_characters
 
-    click.echo(f"forestage: {harmless(text)}", err=True)
+    click.echo(f"forestage: {escape_control_characters(text)}", err=True)
 
 
 @click.group(cls=FullSummaryGroup)

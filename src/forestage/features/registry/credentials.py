@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 LONGEST = 1 << 20  # bytes of the file
 
@@ -44,7 +44,7 @@ class RegistryLogin(msgspec.Struct, frozen=True):
 def text(path: str) -> str:
     """Returns what the file says; "" where it cannot be read, is a FIFO, or is too long."""
     try:
-        with opened(path, os.O_RDONLY | os.O_NONBLOCK) as handle:
+        with open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK) as handle:
             found = b"".join(_pieces(handle))
     except (OSError, ValueError):
         return ""

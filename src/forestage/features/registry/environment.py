@@ -111,11 +111,11 @@ def settings(environ: Mapping[str, str], stop: Deadline, conf: str = "") -> Enro
     Raises Declined: `enroot` where its configuration cannot be evaluated, or it does not say its
     release; Failed where it is not installed.
     """
-    variables = _evaluate(environ, stop, conf or enroot.site(RootedTree()).conf)
+    variables = _evaluate(environ, stop, conf or enroot.read_enroot_setup(RootedTree()).conf)
     return EnrootSettings(
         variables,
         f"{folder(variables, 'CONFIG')}/.credentials",
-        enroot.says_yes(variables.get("ENROOT_ALLOW_HTTP", "")),
+        enroot.is_true_setting(variables.get("ENROOT_ALLOW_HTTP", "")),
         variables.get("ENROOT_SQUASH_OPTIONS") or SQUASH_OPTIONS,
         os.uname().machine,
         _version(variables, stop),
@@ -137,7 +137,7 @@ def temporary(variables: Mapping[str, str]) -> str:
 def _evaluate(environ: Mapping[str, str], stop: Deadline, conf: str) -> dict[str, str]:
     """The environment with what enroot's configuration adds to it."""
     argv = ("bash", "--norc", "-c", _LOAD)
-    ran = run.run_here(argv, environ, stop.left(), MAX_BYTES, os.fsencode(conf))
+    ran = run.run_as_current_user(argv, environ, stop.left(), MAX_BYTES, os.fsencode(conf))
     if ran.cut:
         raise Declined("enroot", f"the evaluation of {conf} takes too long or never ends")
     if ran.code:
@@ -148,7 +148,7 @@ def _evaluate(environ: Mapping[str, str], stop: Deadline, conf: str) -> dict[str
 
 
 def _version(variables: Mapping[str, str], stop: Deadline) -> tuple[int, int, int]:
-    ran = run.run_here(("enroot", "version"), variables, stop.left(), 1 << 16)
+    ran = run.run_as_current_user(("enroot", "version"), variables, stop.left(), 1 << 16)
     if ran.code:
         last = ran.err.decode(errors="replace").strip().rpartition("\n")[2]
         raise Declined("enroot", f"`enroot version` failed: {printable(last)}")

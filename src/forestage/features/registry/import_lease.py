@@ -26,7 +26,7 @@ from forestage.clock import Clock
 from forestage.features.registry.store import FILE, ImageStore, told
 from forestage.features.registry.store_files import create, load, own
 from forestage.system import processes, records
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 BEAT = 10.0  # seconds between heartbeats
 DEAD = 60.0  # seconds without one
@@ -67,7 +67,7 @@ def of_this_process(host: str) -> ImportLeaseRecord:
 def _start(pid: int) -> str:
     """When a process started, as /proc says it; "" for one that is gone."""
     try:
-        found = processes.stat(Path(f"/proc/{pid}"))
+        found = processes.read_stat(Path(f"/proc/{pid}"))
     except (FileNotFoundError, ProcessLookupError):
         return ""
     return "" if found.is_over else str(found.began)
@@ -174,5 +174,5 @@ class ImportLease:
         self._beaten = self.clock.monotonic()
         path = self.store.folder / f"{self.name}.wanted"
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        with contextlib.suppress(OSError), opened(path, flags, 0o600) as fd:
+        with contextlib.suppress(OSError), open_descriptor(path, flags, 0o600) as fd:
             os.utime(fd)

@@ -71,15 +71,15 @@ class EnrootImport:
             environment.temporary(settings.variables),
             environment.folder(settings.variables, "CACHE"),
         )
-        memory = child.own_memory_limit()
-        if memory is not None and not mksquashfs.takes_memory(_version(settings)):
+        memory = child.find_own_memory_limit()
+        if memory is not None and not mksquashfs.has_memory_option(_version(settings)):
             memory = None
         self._variables = variables(settings, memory)
         self._temp = _make_folder(self._variables)
         if self._temp:
             self._variables["ENROOT_TEMP_PATH"] = self._temp
         argv = ("enroot", "import", "--output", os.fspath(part), "--", uri)
-        self._program = run.start_here(argv, self._variables)
+        self._program = run.start_in_current_session(argv, self._variables)
 
     def runs(self, timeout: float) -> bool:
         """Whether it goes on, after so many seconds at most."""
@@ -103,7 +103,7 @@ class EnrootImport:
         if self.is_apart:
             self._end_others(grace, is_signalled)
         elif os.getsid(0) == os.getpid():
-            run.end_session(os.getpid(), os.getpid(), grace, is_signalled)
+            run.kill_session(os.getpid(), os.getpid(), grace, is_signalled)
         self._program.wait(1.0)
         if self._temp:
             _delete(self._temp, self._variables, end)
@@ -111,12 +111,12 @@ class EnrootImport:
     def _end_others(self, grace: float, is_signalled: bool) -> None:
         """Ends all in the PID namespace but this process and the init."""
         if grace and not is_signalled:
-            apart.signal_others(signal.SIGTERM)
+            apart.signal_other_processes(signal.SIGTERM)
         end = Deadline.after(grace, self.clock)
         # The first process counts until its `code` was asked for; the init reaps the others.
-        while end.left() and (self._program.code is None or apart.has_others()):
+        while end.left() and (self._program.code is None or apart.has_other_processes()):
             self.clock.sleep(PAUSE)
-        apart.signal_others(signal.SIGKILL)
+        apart.signal_other_processes(signal.SIGKILL)
 
     def progress(self) -> str:
         """What it is at, for the user."""
@@ -165,13 +165,13 @@ def bound(max_size: int | None) -> None:
 def variables(settings: EnrootSettings, memory: int | None) -> dict[str, str]:
     """enroot's environment. The image's name says `squash_options`, which do not change here."""
     found = {**settings.variables, "LC_ALL": "C"}
-    processors = child.own_processors()
+    processors = child.count_own_processors()
     wanted = found.get("ENROOT_MAX_PROCESSORS", "")
     few = is_number(wanted) and 0 < int(wanted) < processors
     found["ENROOT_MAX_PROCESSORS"] = wanted if few else str(processors)
     options = settings.squash_options
     if memory is not None and "-mem" not in options:
-        options = " ".join((options, *mksquashfs.memory_options(memory)))
+        options = " ".join((options, *mksquashfs.format_memory_options(memory)))
     found["ENROOT_SQUASH_OPTIONS"] = options
     return found
 
@@ -194,13 +194,15 @@ def _delete(folder: str, variables: Mapping[str, str], end: Deadline) -> None:
     # As common::rmall of enroot: an image has directories that its user may not write to.
     for argv in (REMOVE, ("chmod", "-f", "-R", "u+rwX", "--"), REMOVE):
         if os.path.lexists(folder):
-            run.run_here((*argv, folder), variables, end.left(), 1 << 16)
+            run.run_as_current_user((*argv, folder), variables, end.left(), 1 << 16)
 
 
 def _version(settings: EnrootSettings) -> bytes:
-    if not run.which("mksquashfs"):
+    if not run.find_program("mksquashfs"):
         return b""
-    return run.run_here(("mksquashfs", "-version"), settings.variables, ASKED, 1 << 16).out
+    return run.run_as_current_user(
+        ("mksquashfs", "-version"), settings.variables, ASKED, 1 << 16
+    ).out
 
 
 def stage_of(said: bytes) -> str:

@@ -180,7 +180,7 @@ class ImageImport:
 
         def sync() -> None:
             try:
-                records.sync(part)
+                records.sync_file(part)
             except FileNotFoundError:
                 return  # enroot has made nothing, which is told later
             except OSError as error:

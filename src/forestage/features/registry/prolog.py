@@ -25,4 +25,4 @@ def has_import(facts: BeforeLeaseFacts) -> bool:
     asked = config.registry.enabled and config.registry.store and not job.hints.off
     if job.reference is None or not asked or config.redirect != "spank":
         return False
-    return companion.is_importer(companion.importer(facts.slurm_conf))
+    return companion.is_own_importer(companion.find_importer(facts.slurm_conf))

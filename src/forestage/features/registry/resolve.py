@@ -231,7 +231,7 @@ class _RegistryClient:
         """What a shell makes of the words of a password; they are its script, not its argv."""
         script = f"echo {words}\n".encode(errors="surrogateescape")
         variables, left = self._settings.variables, min(ECHO, self._deadline.left())
-        ran = run.run_here(("sh",), variables, left, credentials.LONGEST, script)
+        ran = run.run_as_current_user(("sh",), variables, left, credentials.LONGEST, script)
         if ran.cut:
             what = f"gets no login: {self._credentials()} takes too long, or says too much"
             raise self.refused("registry-denied", what)
@@ -289,7 +289,9 @@ class _RegistryClient:
             raise self.refused("registry-silent", "did not answer in time")
         given = _config(method, url, headers, self._settings, left)
         variables = self._settings.variables
-        ran = run.run_here(("curl", "--config", "-"), variables, left, HEADERS + most, given)
+        ran = run.run_as_current_user(
+            ("curl", "--config", "-"), variables, left, HEADERS + most, given
+        )
         if ran.cut == "size":
             raise ValueError("more than any registry has to say")
         if ran.cut == "time":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from forestage.features.contexts import StatusPart
 from forestage.features.registry import step_files
 from forestage.features.registry.step_files import StepImport
-from forestage.system.terminal import Piece, TextLine, TextTable, age, count
+from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_age, format_count
 
 if TYPE_CHECKING:
     from forestage.features.contexts import StatusFacts
@@ -18,16 +18,22 @@ def read_status(facts: "StatusFacts") -> StatusPart:
     return StatusPart({"imports": found}, after="starts", tables=table(found, facts.now))
 
 
-def table(found: Sequence[StepImport], now: float) -> tuple[Piece, ...]:
+def table(found: Sequence[StepImport], now: float) -> tuple[OutputBlock, ...]:
     """Return what is printed of them. Pure."""
     if not found:
         return ()
     rows = tuple(
-        (f"{one.job}.{one.step}", one.user, age(now - one.since), one.where or "-", one.reference)
+        (
+            f"{one.job}.{one.step}",
+            one.user,
+            format_age(now - one.since),
+            one.where or "-",
+            one.reference,
+        )
         for one in found
     )
     columns = ("step", "user", "waits", "imported by", "image")
-    number = count(len(found), "import")
+    number = format_count(len(found), "import")
     return (
         TextLine(f"{number} under way:", heading=True),
         TextTable(columns, rows, indent=2),

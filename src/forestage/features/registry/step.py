@@ -10,10 +10,10 @@ from forestage.features.registry.prolog import has_import
 if TYPE_CHECKING:
     from forestage.features.contexts import BeforeLeaseFacts
     from forestage.slurm.job import Job
-    from forestage.slurm.lines import Fields
+    from forestage.slurm.lines import LineFields
 
 
-def before_lease(facts: BeforeLeaseFacts) -> tuple[Job, Fields]:
+def before_lease(facts: BeforeLeaseFacts) -> tuple[Job, LineFields]:
     """Have a process obtain the image, which may take long.
 
     Returns the job without it, and the step's answer: where the tasks get the real one.
@@ -23,7 +23,7 @@ def before_lease(facts: BeforeLeaseFacts) -> tuple[Job, Fields]:
         return job, ()
     from forestage.features.registry import step_image
 
-    later: Fields = ()
+    later: LineFields = ()
     try:
         if job.reference and (asked := step_image.RegistryRequest.of(job.reference, facts.environ)):
             later = step_image.begin(node, job, asked, facts.report)

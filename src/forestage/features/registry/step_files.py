@@ -17,7 +17,7 @@ import msgspec
 
 from forestage.paths import NodePaths
 from forestage.system import folders, processes, records
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 OLD = 86400.0  # seconds; no import takes so long
 PROCESS_NAME = (
@@ -39,10 +39,10 @@ def make_mount_point(places: NodePaths, job: int, step: int | None, size: int) -
     It has the copy's size in bytes, of which it takes nothing: a file that is read through must
     have the size of what it is mounted over.
     """
-    folders.keep(places.images, folders.PASSABLE)
+    folders.ensure_directory_with_mode(places.images, folders.PASSABLE)
     path = places.images / f"{job}.{step}.sqsh"
     path.unlink(missing_ok=True)
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE) as fd:
+    with open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE) as fd:
         os.ftruncate(fd, size)
         os.fchmod(fd, MODE)
         found = os.fstat(fd)
@@ -52,7 +52,7 @@ def make_mount_point(places: NodePaths, job: int, step: int | None, size: int) -
 
 def forget_job(places: NodePaths, job: int) -> None:
     """Deletes all that is there of a job. Raises OSError."""
-    folders.keep(places.images, folders.PASSABLE)
+    folders.ensure_directory_with_mode(places.images, folders.PASSABLE)
     for path in places.images.glob(f"{job}.*"):
         path.unlink(missing_ok=True)
 
@@ -107,7 +107,7 @@ def list_imports(places: NodePaths) -> tuple[StepImport, ...]:
             one = records.load(path, StepImport)
             # Its pid may be a user's by now, whose name is what that user likes.
             process = Path(f"/proc/{one.pid}")
-            if processes.name(process) == PROCESS_NAME and processes.is_trusted(process):
+            if processes.read_name(process) == PROCESS_NAME and processes.is_trusted(process):
                 found.append(one)
     return tuple(sorted(found, key=lambda one: one.since))
 

@@ -41,7 +41,7 @@ from forestage.hooks import answers, bare_name, leases, serve, step, user_messag
 from forestage.hooks.answers import RequestResult
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import RESULT, STEP_ENVIRONMENT, STEP_TIMEOUT, Fields
+from forestage.slurm.lines import RESULT, STEP_ENVIRONMENT, STEP_TIMEOUT, LineFields
 from forestage.system import child, folders, holder, processes, run
 from forestage.system.holder import DaemonSpec, StartChannel, StartReport
 from forestage.system.processes import ProcessIdentity
@@ -83,19 +83,19 @@ class RegistryRequest(msgspec.Struct, frozen=True):
         )
 
 
-def begin(node: Node, job: Job, asked: RegistryRequest, report: Report) -> Fields:
+def begin(node: Node, job: Job, asked: RegistryRequest, report: Report) -> LineFields:
     """Returns the fields that tell the companion where the answer will be. Raises Declined."""
-    disk.must_take(node.places, node.cache)  # the tasks would wait for a process that hangs
-    folders.keep(node.places.images, folders.PASSABLE)
+    disk.check_writable(node.places, node.cache)  # the tasks would wait for a process that hangs
+    folders.ensure_directory_with_mode(node.places.images, folders.PASSABLE)
     # The job's Epilog has work by this, though the job may have no lease yet (hooks/boundary.py).
     (node.places.images / f"{job.id}.asked").touch()
     path = node.places.images / f"{job.id}.{job.step}.sock"
     # The manager waits for this hook: its number is no other's yet.
-    manager = processes.identify(job.manager) if job.manager else None
+    manager = processes.find_identity(job.manager) if job.manager else None
     about = f"step job={job.id} step={job.step}"
     work = partial(_serve, node, job, asked, report, path, manager)
     # In the step's cgroups: what it starts is to end with the step.
-    with holder.start(DaemonSpec(PROCESS_NAME, None), about, work) as channel:
+    with holder.start_daemon(DaemonSpec(PROCESS_NAME, None), about, work) as channel:
         channel.await_ready(holder.START, "helper")
     return "later", str(path)
 
@@ -128,7 +128,7 @@ def _serve(
             _give_back(node, job, answer)
         while not tasks.have_gone:
             tasks.wait(-1)
-            child.reap()  # a copy that was started here may have ended
+            child.reap_ended_children()  # a copy that was started here may have ended
 
 
 def _note_refusal(node: Node, job: Job, outcome: RequestOutcome) -> None:
@@ -252,25 +252,25 @@ def _entering(job: Job, tasks: WaitingTasks) -> Callable[[], None]:
     it has unpacked. Raises Declined where the step has ended before it had tasks.
     """
     if not job.manager:
-        return run.nowhere
-    while child.of_task(job.manager) is None:
+        return run.stay_in_cgroups
+    while child.find_task_cgroups(job.manager) is None:
         if tasks.have_gone:
             raise Declined("stopped", GONE)
         tasks.wait(-1)
-    return partial(child.enter_task, job.manager, without="freezer")
+    return partial(child.enter_task_cgroups, job.manager, without="freezer")
 
 
 @contextlib.contextmanager
 def _leaving(job: Job, tasks: WaitingTasks) -> Iterator[None]:
     """Removes the step's cgroups that Slurm could not, as the worker was in them until now."""
-    found = child.of_task(job.manager) if job.manager else None
+    found = child.find_task_cgroups(job.manager) if job.manager else None
     try:
         yield
     finally:
         if found and not Path(f"/proc/{job.manager}").exists():
             # With the job's only where no step comes any more: Slurm makes both, one by one.
             kinds = ("task_", "step_", "job_") if tasks.are_over else ("task_", "step_")
-            child.remove_left((one.parent for one in found), kinds)
+            child.remove_empty_cgroups((one.parent for one in found), kinds)
 
 
 def _progress(request: Request, word: ImportProgress | ImportUnderWay) -> str:
@@ -334,7 +334,7 @@ def _stage(
     return answer
 
 
-def _fields(node: Node, job: Job, answer: RequestResult) -> Fields:
+def _fields(node: Node, job: Job, answer: RequestResult) -> LineFields:
     """The line that ends the tasks' wait: the copy shows at a place of the step's own."""
     words = step.fields(node, answer)
     if words[0] == "leave":

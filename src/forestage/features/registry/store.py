@@ -23,14 +23,14 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache.image import HEAD, is_squashfs, squashfs_size
+from forestage.cache.image import HEAD, is_squashfs, parse_squashfs_size
 from forestage.clock import Clock, Deadline
 from forestage.errors import FULL, Declined
 from forestage.features.registry import store_age
 from forestage.features.registry.reference import is_digest
 from forestage.features.registry.store_files import create, load, own
 from forestage.system import mounts, records
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 from forestage.units import format_size
 
 MODE = 0o700
@@ -139,7 +139,7 @@ class ImageStore:
             with told(self.folder):
                 size = _must_be_image(part, max_size)
                 part.chmod(0o600)
-                records.sync(part)
+                records.sync_file(part)
                 whole = msgspec.structs.replace(record, size=size)
                 records.write(path.with_suffix(".json"), msgspec.json.encode(whole))
                 os.replace(part, path)
@@ -219,9 +219,11 @@ class ImageStore:
 
 def _must_be_elsewhere(base: Path, cache: str) -> None:
     """Raises Declined where both lie on one file system; OSError."""
-    with opened(base, os.O_PATH | os.O_DIRECTORY) as fd:
-        here = mounts.of(fd)
-    there = mounts.holder(mounts.current(), os.path.realpath(cache)) if cache else None
+    with open_descriptor(base, os.O_PATH | os.O_DIRECTORY) as fd:
+        here = mounts.find_mount_of_descriptor(fd)
+    there = (
+        mounts.find_mount_of_path(mounts.list_mounts(), os.path.realpath(cache)) if cache else None
+    )
     if here and there and here.device == there.device:
         what = f"the store of images, {base}, lies on the disk of this node's cache"
         raise Declined("store-local", what, "the admin can move it to a shared file system")
@@ -251,7 +253,7 @@ def _squashfs_size(path: Path) -> int | None:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             return None
         raise
-    return size if is_squashfs(head) and squashfs_size(head) <= size else None
+    return size if is_squashfs(head) and parse_squashfs_size(head) <= size else None
 
 
 def _must_be_image(part: Path, max_size: int | None) -> int:

@@ -23,7 +23,7 @@ import msgspec
 from forestage.errors import FULL
 from forestage.features.registry.store_files import create, load
 from forestage.system import mounts
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 STAMP = re.compile(r"collected-(?P<number>[0-9]{1,18})")
 AGAIN = 6 * 3600.0  # seconds that a node must have seen pass before it collects again
@@ -124,14 +124,14 @@ def find_server_time(folder: Path) -> int | None:
 
     As the directory's owner. Raises OSError; for a full store it is None.
     """
-    with opened(folder, os.O_PATH | os.O_DIRECTORY) as fd:
-        mount = mounts.of(fd)
+    with open_descriptor(folder, os.O_PATH | os.O_DIRECTORY) as fd:
+        mount = mounts.find_mount_of_descriptor(fd)
     if mount is None or not mount.has_server_times:
         return None
     probe = folder / f".now.{os.urandom(8).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
-        with contextlib.ExitStack() as undo, opened(probe, flags, 0o600) as fd:
+        with contextlib.ExitStack() as undo, open_descriptor(probe, flags, 0o600) as fd:
             undo.callback(probe.unlink, missing_ok=True)
             os.utime(fd)  # as those who use an image do
             return os.fstat(fd).st_mtime_ns

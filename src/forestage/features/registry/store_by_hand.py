@@ -33,7 +33,7 @@ from forestage.features.registry.store_age import CollectionSighting, StoreColle
 from forestage.paths import NodePaths
 from forestage.system import as_user, folders, records
 from forestage.system.as_user import User
-from forestage.system.terminal import Piece, TextLine, TextTable, age, count
+from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_age, format_count
 from forestage.units import format_size, is_number, printable
 
 LOOK = 120.0  # seconds for one user's directory, which may be on a file server that hangs
@@ -170,7 +170,7 @@ def owners(base: Path) -> list[User]:
     if os.geteuid() != 0:
         return [User("", os.geteuid(), os.getegid())]
     try:
-        return [as_user.account(uid, NOBODY) for uid in _owned(base, _uids(base))]
+        return [as_user.user_from_uid(uid, NOBODY) for uid in _owned(base, _uids(base))]
     except OSError as error:
         raise NotFoundError(f"{base}: {error.strerror}", "is the store mounted?") from None
 
@@ -201,7 +201,7 @@ def _owned(base: Path, uids: Sequence[int], most: int | None = None) -> list[int
 def gather(base: Path) -> list[StoredImageRow]:
     """The images in the store, used longest ago last. Raises NotFoundError."""
     users = owners(base)
-    found = as_user.each(
+    found = as_user.run_each_in_child(
         [partial(_rows, base, user) for user in users], list[StoredImageRow], LOOK, ALL, AT_ONCE
     )
     rows = [row for rows in found for row in rows or []]
@@ -209,7 +209,7 @@ def gather(base: Path) -> list[StoredImageRow]:
 
 
 def _rows(base: Path, user: User) -> list[StoredImageRow]:
-    as_user.become(user)
+    as_user.set_effective_user(user)
     folder = base / str(user.uid)
     rows = []
     with contextlib.suppress(FileNotFoundError):
@@ -228,7 +228,7 @@ def _rows(base: Path, user: User) -> list[StoredImageRow]:
 
 
 def _name(user: User) -> str:
-    return user.name or as_user.name_of(user.uid) or str(user.uid)
+    return user.name or as_user.find_user_name(user.uid) or str(user.uid)
 
 
 def clean(config: Config, dry_run: bool) -> list[CollectionResult]:
@@ -241,7 +241,7 @@ def clean(config: Config, dry_run: bool) -> list[CollectionResult]:
     base = Path(config.registry.store)
     users = owners(base)
     works = [partial(_collected, config, user, dry_run) for user in users]
-    return _reported(users, as_user.each(works, CollectionResult, LOOK, ALL, AT_ONCE))
+    return _reported(users, as_user.run_each_in_child(works, CollectionResult, LOOK, ALL, AT_ONCE))
 
 
 class StoreVisits(msgspec.Struct, frozen=True):
@@ -278,22 +278,22 @@ def clean_some(config: Config, places: NodePaths, clock: Clock) -> list[Collecti
     if now - past.at < EVERY:
         return []
     # Before it is looked at: a store that hangs is not visited every ten minutes.
-    folders.keep(places.collected.parent, folders.PASSABLE)
+    folders.ensure_directory_with_mode(places.collected.parent, folders.PASSABLE)
     past = StoreVisits(boot, now, past.sights)
     records.write(places.collected, msgspec.json.encode(past))
 
-    def look() -> as_user.Found[list[int]]:
+    def look() -> as_user.ChildResult[list[int]]:
         uids = _uids(base)
         random.shuffle(uids)  # then, as anybody may make names that are nobody's
         return _owned(base, uids, VISITED), []
 
-    uids, _ = as_user.call(look, list[int], LISTED)
-    users = [as_user.account(uid, NOBODY) for uid in uids]
+    uids, _ = as_user.run_in_child(look, list[int], LISTED)
+    users = [as_user.user_from_uid(uid, NOBODY) for uid in uids]
     works = [
         partial(_collected_once, config, user, past.sights.get(str(user.uid)), now)
         for user in users
     ]
-    visits = as_user.each(works, _VisitResult, VISIT, VISITS, AT_ONCE)
+    visits = as_user.run_each_in_child(works, _VisitResult, VISIT, VISITS, AT_ONCE)
     sights = dict(past.sights)
     for user, visit in zip(users, visits, strict=True):
         known = sights.pop(str(user.uid), None)
@@ -321,7 +321,7 @@ def _reported(
 def _collected(
     config: Config, user: User, dry_run: bool, collection: StoreCollection | None = None
 ) -> CollectionResult:
-    as_user.become(user)
+    as_user.set_effective_user(user)
     limits = config.registry
     folder = Path(limits.store or "", str(user.uid))
     if not os.path.lexists(folder):
@@ -335,7 +335,7 @@ def _collected(
 def _collected_once(
     config: Config, user: User, sight: CollectionSighting | None, now: float
 ) -> _VisitResult:
-    as_user.become(user)
+    as_user.set_effective_user(user)
     folder = Path(config.registry.store or "", str(user.uid))
     token, collection = collect.claim(folder, sight, now)
     if collection is None:
@@ -343,7 +343,7 @@ def _collected_once(
     return _VisitResult(_collected(config, user, False, collection), token)
 
 
-def listing(rows: Sequence[StoredImageRow], now: float) -> list[Piece]:
+def listing(rows: Sequence[StoredImageRow], now: float) -> list[OutputBlock]:
     """`ls` for people."""
     if not rows:
         return [TextLine("no images")]
@@ -353,17 +353,17 @@ def listing(rows: Sequence[StoredImageRow], now: float) -> list[Piece]:
             row.reference,
             row.digest.removeprefix("sha256:")[:12] or "-",
             format_size(row.bytes),
-            age(now - row.used),
+            format_age(now - row.used),
             row.host or "-",
         )
         for row in rows
     ]
     total = format_size(sum(row.bytes for row in rows))
     columns = ("USER", "IMAGE", "DIGEST", "SIZE", "USED", "IMPORTED BY")
-    return [TextTable(columns, cells), TextLine(f"{count(len(rows), 'image')}, {total}")]
+    return [TextTable(columns, cells), TextLine(f"{format_count(len(rows), 'image')}, {total}")]
 
 
-def pieces(done: Sequence[CollectionResult], dry_run: bool) -> list[Piece]:
+def pieces(done: Sequence[CollectionResult], dry_run: bool) -> list[OutputBlock]:
     """`gc` for people."""
     return [TextLine(text) for text in lines(done, dry_run)] or [TextLine("nothing to delete")]
 
@@ -374,8 +374,8 @@ def lines(done: Sequence[CollectionResult], dry_run: bool) -> list[str]:
     found = []
     for one in done:
         if one.images or one.files:
-            went = f"{count(len(one.images), 'image')}, {format_size(one.bytes)}"
-            found.append(f"{one.user}: {verb} {went}; {count(one.files, 'file')} left over")
+            went = f"{format_count(len(one.images), 'image')}, {format_size(one.bytes)}"
+            found.append(f"{one.user}: {verb} {went}; {format_count(one.files, 'file')} left over")
         if one.problem:
             found.append(f"{one.user}: {one.problem}")
     return found

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from forestage.system import records
-from forestage.system.files import opened
+from forestage.system.files import open_descriptor
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def own(path: Path) -> Iterator[int]:
     It is opened even where lstat(2) would do: on NFS attributes are up to a minute old, but those
     of a file that has just been opened.
     """
-    with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+    with open_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise FileNotFoundError(errno.ENOENT, "no file of this user's", os.fspath(path))
@@ -81,7 +81,7 @@ def _create_without_links(new: Path, path: Path, data: bytes) -> bool:
     """
     try:
         try:
-            records.rename_new(new, path)
+            records.rename_no_replace(new, path)
         except OSError as error:
             if error.errno not in _CANNOT:
                 raise

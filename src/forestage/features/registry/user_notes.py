@@ -22,7 +22,7 @@ from forestage.features.registry import reference
 from forestage.paths import NodePaths
 from forestage.system import records
 from forestage.system.as_user import User
-from forestage.system.files import ACL, encode_acl, opened
+from forestage.system.files import ACL, encode_acl, open_descriptor
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def write_note(path: Path, uid: int, note: msgspec.Struct) -> None:
 def find_note(path: Path, of: type[T]) -> T | None:
     """Return the note for the user whom this process is; None if there is none that can be read."""
     try:
-        with opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
+        with open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
             return msgspec.json.decode(os.read(fd, SMALL), type=of)
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
         return None

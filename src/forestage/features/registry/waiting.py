@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from forestage.errors import Declined
-from forestage.slurm.lines import LANGUAGE, encoded
+from forestage.slurm.lines import LANGUAGE, encode_line
 from forestage.system import holder
 from forestage.system.holder import TaskConnections
 from forestage.system.processes import ProcessIdentity
@@ -30,8 +30,8 @@ class WaitingTasks:
         self.path = path
         self.manager = manager
         # One of a step of that number before a requeue gives way.
-        self.guests = TaskConnections(holder.listen(path), self._answer, self._greet)
-        self.lines = [encoded(LANGUAGE)]
+        self.guests = TaskConnections(holder.listen_for_clients(path), self._answer, self._greet)
+        self.lines = [encode_line(LANGUAGE)]
         self.alone, self.limit = time.monotonic(), first
         self.came = False  # a task, ever
 
@@ -90,7 +90,7 @@ class WaitingTasks:
 
     def say(self, *fields: str) -> None:
         """A line for all of them."""
-        line = encoded(*fields)
+        line = encode_line(*fields)
         self.lines.append(line)
         for task in [*self.guests.connections.values()]:
             self._send(task, line)

@@ -105,7 +105,10 @@ def keep_environment(variables: Mapping[str, str]) -> int:
 
 
 def start(
-    user: User | None, order: ImportOrder, environ_fd: int, enter: Callable[[], None] = run.nowhere
+    user: User | None,
+    order: ImportOrder,
+    environ_fd: int,
+    enter: Callable[[], None] = run.stay_in_cgroups,
 ) -> RegistryWorker:
     """Starts a worker for a user, apart, where it `enter`s; for None as who we are, so not as root.
 
@@ -114,4 +117,4 @@ def start(
     order = msgspec.structs.replace(order, environ_fd=environ_fd, apart=user is not None)
     argv = (sys.executable, "-I", "-m", MODULE, messages.encode_order(order))
     given = (environ_fd,) if environ_fd >= 0 else ()
-    return RegistryWorker(run.start_piped(user, argv, given, enter))
+    return RegistryWorker(run.start_piped_program(user, argv, given, enter))

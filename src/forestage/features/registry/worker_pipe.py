@@ -37,7 +37,7 @@ class ParentPipe:
         time.sleep(GRACE)
         # It hangs in a file system or a program, which must not go on for nobody.
         if os.getsid(0) == os.getpid():
-            run.end_session(os.getpid(), spare=os.getpid())
+            run.kill_session(os.getpid(), spare=os.getpid())
         os._exit(1)
 
     def say(self, word: Word) -> None:

@@ -60,7 +60,7 @@ def report(
     """
     from forestage.errors import NotFoundError
     from forestage.features import report as reports
-    from forestage.system.terminal import show
+    from forestage.system.terminal import print_document
 
     now = ctx.obj.clock.wall()
     if since is not None and until is not None and since >= until:
@@ -69,7 +69,7 @@ def report(
     window = reports.TimeWindow(since, until)
     found = reports.from_logs(names, window, now, time.localtime(now).tm_gmtoff)
     if output is None:
-        show(found, reports.pieces(found), as_json)
+        print_document(found, reports.pieces(found), as_json)
         return
     if not Path(output).parent.is_dir():
         raise NotFoundError(f"{Path(output).parent} is not there", "-o names a file in it")

@@ -5,20 +5,20 @@ from collections.abc import Iterator, Sequence
 from forestage.features.report import format as fmt
 from forestage.features.report.figures import SavingsReport
 from forestage.features.report.sums import GroupFigures, NodeFigures
-from forestage.system.terminal import NamedValues, Piece, TextLine, TextTable
+from forestage.system.terminal import NamedValues, OutputBlock, TextLine, TextTable
 from forestage.units import format_size
 
 MAX_ROWS = 10  # of each table
 
 
-def pieces(report: SavingsReport) -> list[Piece]:
+def pieces(report: SavingsReport) -> list[OutputBlock]:
     if report.first is None or report.last is None:
         return [TextLine("There are no events in this time.")]
     days = [fmt.day(one, report.utc_offset) for one in (report.first, report.last)]
     starts = fmt.plural(report.total.tried + report.total.excluded, "image start")
     nodes = fmt.plural(len(report.nodes), "node")
     title = f"{' to '.join(dict.fromkeys(days))}: {starts} on {nodes}"
-    lines: list[Piece] = [
+    lines: list[OutputBlock] = [
         TextLine(title, heading=True),
         NamedValues(tuple(_facts(report)), indent=2),
     ]
@@ -63,7 +63,7 @@ def _facts(report: SavingsReport) -> Iterator[tuple[str, str]]:
             yield name, ", ".join(f"{reason} {count}" for reason, count in counts.items())
 
 
-def _table(name: str, found: Sequence[GroupFigures]) -> list[Piece]:
+def _table(name: str, found: Sequence[GroupFigures]) -> list[OutputBlock]:
     if not found:
         return []
     rows = [{name: one.name, **_cells(one)} for one in found[:MAX_ROWS]]

@@ -21,7 +21,7 @@ from forestage import events, trace
 from forestage.errors import Declined
 from forestage.stage.task import CopyTask
 from forestage.system import child, folders, fuse, holder, lock, records
-from forestage.system.holder import SAFEST, DaemonSpec, StartChannel, StartReport
+from forestage.system.holder import OOM_EXEMPT, DaemonSpec, StartChannel, StartReport
 
 MOST, MOST_OF_USER = 7, 4
 """Images of a node, and of one user on it, that are read through at once.
@@ -31,7 +31,7 @@ A keeper and its server take 17 MiB, 33 once all threads have read: no more than
 
 PROCESS_NAME = "forestage-keep"  # in ps(1); its servers are SERVER_NAME
 SERVER_NAME = "forestage-read"
-KEEPER = DaemonSpec(PROCESS_NAME, oom_score_adj=SAFEST)
+KEEPER = DaemonSpec(PROCESS_NAME, oom_score_adj=OOM_EXEMPT)
 START = 10.0  # seconds until the first server answers
 PROBED = 0.2  # seconds for which somebody who only looks may hold the lock
 ANSWER = 1.0  # seconds for a connection: a keeper that is stopped takes none once its queue is full
@@ -53,16 +53,16 @@ def start(task: CopyTask, wait: bool = True) -> Path:
     none, OSError.
     """
     spot = task.node.places.through / task.key
-    folders.keep(spot.parent)
-    folders.keep(spot)
+    folders.ensure_directory_with_mode(spot.parent)
+    folders.ensure_directory_with_mode(spot)
     trace.point("keeper place")
     if listens(spot / "sock"):
         return spot / "sock"
-    if child.is_in_job():  # others may come to read, and it would take them with it
+    if child.is_in_job_namespace():  # others may come to read, and it would take them with it
         raise Declined("no-through", "the step is in its job's own PID or user namespace")
     must_be_allowed(spot, task.opened.user.uid)
     about = f"keeper image={events.field(task.image.path)}"
-    with holder.start(KEEPER, about, partial(_live, task, spot)) as channel:
+    with holder.start_daemon(KEEPER, about, partial(_live, task, spot)) as channel:
         there = not wait or channel.await_ready(START, "no-through")
     if not there and not _comes(spot / "sock"):
         raise Declined("no-through", "another keeper of it does not answer")

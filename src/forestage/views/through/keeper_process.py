@@ -80,7 +80,7 @@ class Keeper:
         self.state = os.open(spot / "state", flags, 0o600)
         self._write_state()
         must_be_allowed(spot, self.uid)  # once more, now that those who start see each other
-        self.guests = TaskConnections(holder.listen(spot / "sock.new"), self._answer)
+        self.guests = TaskConnections(holder.listen_for_clients(spot / "sock.new"), self._answer)
         self.line = os.open(fuse.DEVICE, os.O_RDWR)
         # A server that dies wakes the keeper.
         self.wake, theirs = socket.socketpair()
@@ -88,9 +88,9 @@ class Keeper:
         theirs.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(theirs.detach())
-        mounts.empty_namespace()
+        mounts.enter_empty_namespace()
         os.close(os.open(FILE, os.O_CREAT | os.O_WRONLY, 0o600))
-        fuse.mount(self.line, FILE, self.served.attributes.mode)
+        fuse.mount_fuse(self.line, FILE, self.served.attributes.mode)
 
     def run(self, hook: StartChannel) -> None:
         """Keeps the file until its last mount has gone; says `ready` once it can be read.
@@ -100,7 +100,7 @@ class Keeper:
         self._start_server()
         pid = os.fork()
         if pid == 0:
-            child.live(self._settle, partial(self._say_of_server, "probe"))
+            child.run_and_exit(self._settle, partial(self._say_of_server, "probe"))
         end = time.monotonic() + keeper.START
         while not os.waitpid(pid, os.WNOHANG)[0]:
             self._reap()
@@ -162,7 +162,7 @@ class Keeper:
         memory = RequestJournal(server.RECEIVERS)
         pid = os.fork()
         if pid == 0:
-            child.live(partial(self._serve, memory), partial(self._say_of_server, "server"))
+            child.run_and_exit(partial(self._serve, memory), partial(self._say_of_server, "server"))
         self.generations.append((pid, memory))
         self.well = time.monotonic()
 
@@ -170,7 +170,7 @@ class Keeper:
         """The server's whole life, on the host's mounts again."""
         signal.set_wakeup_fd(-1)
         mounts.enter_namespace(self.namespace, self.root)
-        child.let_go({self.served.source, self.line})
+        child.close_descriptors_except({self.served.source, self.line})
         Path("/proc/self/comm").write_text(SERVER_NAME)
         earlier = [generation for _, generation in self.generations]
         ReadServer(self.served, self.line, memory, self.common, earlier).run()
@@ -185,7 +185,7 @@ class Keeper:
         signal.set_wakeup_fd(-1)
         probe = os.open(FILE, os.O_PATH)
         mounts.enter_namespace(self.namespace, self.root)
-        child.let_go({self.served.source, probe})
+        child.close_descriptors_except({self.served.source, probe})
         path = f"/proc/self/fd/{probe}"
         os.close(os.open(path, os.O_RDONLY))
         os.pread(self.served.source, 1, 0)  # what root may not read from here, a user must not lose
@@ -255,20 +255,22 @@ class Keeper:
         self.next_stager = now + STAGER_PAUSE
         self.starting = os.fork()
         if self.starting == 0:
-            child.live(self._start_stager, lambda error: self._say_of_stager("failed", repr(error)))
+            child.run_and_exit(
+                self._start_stager, lambda error: self._say_of_stager("failed", repr(error))
+            )
 
     def _start_stager(self) -> None:
         """Starts one from the host's mounts; it is no child of the keeper's, and outlives it."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         mounts.enter_namespace(self.namespace, self.root)
-        child.let_go({self.task.opened.fd})
+        child.close_descriptors_except({self.task.opened.fd})
         if _release() != self.release:  # what is there now does not go with what is loaded
             return
         from forestage.stage import stager
 
         self._say_of_stager("begun", "the last one has left its copy")
-        stager.start(self.task).close()
+        stager.start_stager(self.task).close()
 
     def _say_of_stager(self, result: str, detail: str) -> None:
         about = f"job={self.task.job.id} image={events.field(self.task.image.path)}"
@@ -277,7 +279,7 @@ class Keeper:
     # Tasks
 
     def _answer(self, task: socket.socket, asked: bytes) -> None:
-        holder.give_clone(task, asked, FILE)
+        holder.send_mount_clone(task, asked, FILE)
 
     def _let_go(self) -> None:
         """Takes the keeper's own mount off when no task will ask for it any more."""

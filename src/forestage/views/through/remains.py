@@ -59,10 +59,10 @@ def end(found: LivingKeeper) -> None:
 
 def _keepers() -> Iterator[int]:
     """What keepers wrote of themselves may be of another PID namespace, or of a process no more."""
-    for pid in processes.numbers():
+    for pid in processes.list_pids():
         with contextlib.suppress(OSError):  # it has just ended
             process = Path(f"/proc/{pid}")
-            if processes.name(process) == PROCESS_NAME and processes.is_trusted(process):
+            if processes.read_name(process) == PROCESS_NAME and processes.is_trusted(process):
                 yield pid
 
 
@@ -72,7 +72,7 @@ def _end(pid: int, process: int, device: int) -> None:
     servers = [Path("/proc", child) for child in children]
     if not any(map(_is_well, servers)):
         if device:
-            as_user.call(lambda: (_abort(os.minor(device)), []), bool, ABORT)
+            as_user.run_in_child(lambda: (_abort(os.minor(device)), []), bool, ABORT)
         for server in servers:  # one that is stopped would stay for ever
             os.kill(int(server.name), signal.SIGKILL)
     signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -97,7 +97,7 @@ def remove(spot: Path) -> None:
 
 
 def _seen(spot: Path) -> float:
-    found = files.facts(spot / "state")
+    found = files.lstat_or_none(spot / "state")
     return found.st_mtime if found else 0.0  # it ends
 
 
@@ -113,7 +113,7 @@ def _has_open(pid: int, file: Path) -> bool:
 def _is_well(process: Path) -> bool:
     """Whether it is a server whose main thread runs: that one never waits for disk or source."""
     try:
-        name, state = processes.name(process), processes.stat(process).state
+        name, state = processes.read_name(process), processes.read_stat(process).state
     except (FileNotFoundError, ProcessLookupError):
         return False
     return name == SERVER_NAME and state in "RS"
@@ -121,7 +121,7 @@ def _is_well(process: Path) -> bool:
 
 def _abort(minor: int) -> bool:
     """Ends a connection of FUSE, in a mount namespace of this child's own. Raises OSError."""
-    mounts.private_namespace()
+    mounts.enter_private_namespace()
     mounts.mount("fusectl", CONNECTIONS, 0, "fusectl")
     with contextlib.suppress(FileNotFoundError):  # it is over
         Path(CONNECTIONS, str(minor), "abort").write_text("1")

@@ -35,7 +35,7 @@ from forestage.cache import hot, image
 from forestage.cache.image import SourceImage
 from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import HOT_PIECE, chunk_count
-from forestage.cache.readers import NOW, SOON, Level
+from forestage.cache.readers import NOW, SOON, WantLevel
 from forestage.errors import Failed
 from forestage.system import fuse
 from forestage.system.fuse import FuseAttributes, FuseOpcode, FuseRequest
@@ -105,7 +105,7 @@ class ReadServer:
         self.looked = False
         self.began = time.monotonic()
         self.at_copy: SimpleQueue[PendingRead] = SimpleQueue()
-        self.at_source: SimpleQueue[tuple[PendingRead, Level]] = SimpleQueue()
+        self.at_source: SimpleQueue[tuple[PendingRead, WantLevel]] = SimpleQueue()
         self.on_disk: dict[int, tuple[PendingRead, float]] = {}
         self.on_source: dict[int, tuple[PendingRead, float]] = {}
         self.disk_hangs = False
@@ -145,21 +145,25 @@ class ReadServer:
             self.memory.clear_slot(number)
 
     def _take(self, slot: memoryview) -> None:
-        request = fuse.parse(slot)
+        request = fuse.parse_request(slot)
         if request is None:
             return
         if request.op == FuseOpcode.READ:
-            offset, size = fuse.read_range(request)
+            offset, size = fuse.parse_read_range(request)
             size = max(0, min(size, self.file.size - offset))
             self._accept(PendingRead(request.unique, offset, size, pid=request.pid))
         elif request.op == FuseOpcode.INTERRUPT:
             self._interrupt(request)
         else:
-            if request.op == FuseOpcode.INIT and self.file.acl and not fuse.shows_acls(request):
+            if (
+                request.op == FuseOpcode.INIT
+                and self.file.acl
+                and not fuse.has_acl_support(request)
+            ):
                 self.common.hides_acl = 1
-            answer = fuse.answer(request, self.file)
+            answer = fuse.compute_reply(request, self.file)
             if answer is not None:
-                fuse.reply(self.line, request.unique, answer[1], error=answer[0])
+                fuse.send_reply(self.line, request.unique, answer[1], error=answer[0])
 
     def _accept(self, read: PendingRead) -> None:
         """Notes a READ and hands it to who will answer it."""
@@ -167,7 +171,7 @@ class ReadServer:
             return
         if not read.size or not self.free:
             error = errno.EAGAIN if read.size else 0
-            fuse.reply(self.line, read.unique, error=error)
+            fuse.send_reply(self.line, read.unique, error=error)
             return
         number = self.free.popleft()
         self.memory.write(number, read)
@@ -197,13 +201,13 @@ class ReadServer:
 
     def _interrupt(self, request: FuseRequest) -> None:
         """Answers for a reader that is being killed, whatever its read waits for."""
-        unique = fuse.interrupted(request)
+        unique = fuse.parse_interrupted_id(request)
         number = self.pending.get(unique)
         if number is None:
             # Another thread may be about to note it. EAGAIN has the kernel tell us once more,
             # unless the read has been answered.
             time.sleep(0.001)
-            fuse.reply(self.line, request.unique, error=errno.EAGAIN)
+            fuse.send_reply(self.line, request.unique, error=errno.EAGAIN)
         else:
             self.interrupted[unique] = self.memory.read(number).pid
             self._end_killed()
@@ -219,14 +223,14 @@ class ReadServer:
                 self.interrupted.pop(unique, None)
             elif _is_killed(pid):
                 self.interrupted.pop(unique, None)
-                fuse.reply(self.line, unique, error=errno.EINTR)
+                fuse.send_reply(self.line, unique, error=errno.EINTR)
                 number = self.pending.pop(unique, None)
                 if number is not None:
                     self._forget(number)
 
     def _reply(self, read: PendingRead, data: memoryview | bytes = b"", error: int = 0) -> None:
         if read.unique in self.pending:
-            fuse.reply(self.line, read.unique, data, error=error)
+            fuse.send_reply(self.line, read.unique, data, error=error)
             number = self.pending.pop(read.unique, None)
             if number is not None:
                 self._forget(number)
@@ -257,7 +261,7 @@ class ReadServer:
         if self.common.whole:
             with contextlib.suppress(OSError):  # the read will say so
                 facts = os.fstat(self.served.source)
-                if image.identity(facts, self.source_is.path) != self.source_is:
+                if image.identity_from_stat(facts, self.source_is.path) != self.source_is:
                     self._reply(read, error=errno.EIO)
                     return
         self._from_source(read)
@@ -289,7 +293,7 @@ class ReadServer:
                 self._note_reads()
             self.on_source.pop(read.unique, None)
 
-    def _want(self, read: PendingRead, level: Level) -> None:
+    def _want(self, read: PendingRead, level: WantLevel) -> None:
         """Tells the stager that a job reads there, and from where."""
         readers = self.local.readers
         if readers is None:
@@ -381,7 +385,7 @@ class ReadServer:
         self.on_disk[read.unique] = read, time.monotonic()
         self.at_copy.put(read)
 
-    def _from_source(self, read: PendingRead, level: Level = SOON) -> None:
+    def _from_source(self, read: PendingRead, level: WantLevel = SOON) -> None:
         """Has the source answer; `level` is how much its chunk is wanted."""
         self.on_source[read.unique] = read, time.monotonic()
         self.at_source.put((read, level))
@@ -468,7 +472,7 @@ class ReadServer:
         if self.common.first_read and since > hot.WINDOW * 1e9 and not self.common.hot_known:
             self.common.hot_known = 1
             with contextlib.suppress(OSError):  # only a matter of speed, next time
-                hot.keep(self.local.cache, self.served.image, self.hot)
+                hot.save_hot_map(self.local.cache, self.served.image, self.hot)
 
     def _look_at_source(self) -> None:
         """A source that was changed in place makes the copy worthless, and what is cached of it."""
@@ -476,10 +480,10 @@ class ReadServer:
             facts = os.fstat(self.served.source)
         except OSError:
             return  # reads will say so
-        found = image.identity(facts, self.source_is.path)
+        found = image.identity_from_stat(facts, self.source_is.path)
         if found != self.source_is and not self.local.whole:
             self.local.drop()
-            fuse.invalidate(self.line)
+            fuse.invalidate_cache(self.line)
             # Last: a server that is killed before leaves all of it to the next.
             self.source_is = found
             self.common.changed = 1

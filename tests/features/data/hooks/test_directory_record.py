@@ -15,7 +15,7 @@ from forestage.errors import Declined
 from forestage.features.data import directory_record, job_dir
 from forestage.features.data import requests as data
 from forestage.hooks.limit import HookDeadlines
-from forestage.slurm.lines import Fields
+from forestage.slurm.lines import LineFields
 from jobdir import Dirs
 from node import ALICE, Node
 
@@ -35,13 +35,13 @@ def record(dirs: Dirs) -> list[str]:
     return file_of(dirs).read_text().splitlines()
 
 
-def own(dirs: Dirs) -> list[Fields]:
+def own(dirs: Dirs) -> list[LineFields]:
     """The lines that a step gets for its directory alone."""
     line = job_dir.shown(dirs.on, dirs.job(7, "")).line
     return [("env", "FORESTAGE_DIR", str(dirs.node.places.job_dir)), line]
 
 
-def expected(*lines: Fields) -> list[str]:
+def expected(*lines: LineFields) -> list[str]:
     first = f"directory {directory_record.DIRECTORY_FORMAT}"
     head = [first, f"boot\t{boot_id()}", f"owner\t{ALICE.uid}"]
     return [*head, *map("\t".join, lines)]

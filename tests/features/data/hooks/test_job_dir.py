@@ -218,7 +218,7 @@ def test_room_that_cannot_be_taken_in_advance_is_none(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        allocation, "allocate", lambda *_: None
+        allocation, "allocate_space", lambda *_: None
     )  # as where there is no fallocate(2)
     (told,) = dirs.prolog(7, "stage-dir=64M")
     assert (told.reason, "reserves no room" in told.detail) == ("job-dir", True)
@@ -238,7 +238,7 @@ def test_prolog_whose_time_ends_makes_none(dirs: Dirs, seconds: float) -> None:
 def test_disk_that_fills_up_meanwhile_is_no_error_of_the_node(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpacked, "fits", lambda *_: True)
+    monkeypatch.setattr(unpacked, "has_free_bytes", lambda *_: True)
     subprocess.run(
         ["fallocate", "-l", str(free(dirs) - 64 * MIB), dirs.node.nvme / "x"], check=True
     )
@@ -531,7 +531,7 @@ def test_directory_that_cannot_be_shown_is_told(
         raise Failed("loop", "no loop device is free")
 
     dirs.prolog(7, "stage-dir=32M")
-    monkeypatch.setattr(loop, "attach", attach)
+    monkeypatch.setattr(loop, "attach_file", attach)
     shown = dirs.step(7)
     assert shown.lines == [NONE]
     assert "no loop device is free" in shown.outcomes[0].detail

@@ -19,7 +19,7 @@ import jobdir
 from forestage.errors import Declined
 from forestage.features.data import copy_in, fill
 from forestage.system import as_user, child
-from forestage.system.files import remove
+from forestage.system.files import remove_tree
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, Node, until
 
@@ -249,7 +249,7 @@ def test_copier_that_does_not_answer_is_not_waited_for_again(
         raise as_user.ChildTimeout("no answer")
 
     begun(dirs, f"{tree(dirs)}@job")
-    monkeypatch.setattr(as_user, "ask", slow)
+    monkeypatch.setattr(as_user, "run_in_child_with_socket", slow)
     for _ in range(2):
         assert told(dirs, fill=100.0) == [("declined", "source-hangs")]
     (timeout,) = asked
@@ -502,7 +502,7 @@ def test_what_is_to_go_may_be_of_any_depth(node: Node, levels: int) -> None:
     (top / "outside").write_text("stays")
     (top / "deep/link").symlink_to(top / "outside")
     fd = os.open(top, os.O_RDONLY)
-    remove(fd, "deep", "deep.")
+    remove_tree(fd, "deep", "deep.")
     os.close(fd)
     assert left(top) == ["outside"]
 
@@ -614,7 +614,9 @@ def test_hook_killed_while_it_waits_leaves_a_whole_copy_or_none(
         return real(source, still)
 
     monkeypatch.setattr(copy_in, "tree", slow)
-    monkeypatch.setattr(child, "let_go", lambda keep: None)  # the pipe is the test's
+    monkeypatch.setattr(
+        child, "close_descriptors_except", lambda keep: None
+    )  # the pipe is the test's
     step = _fork.Process(target=told, args=(dirs,))
     step.start()
     until(lambda: here.stat().st_size, "the copy")

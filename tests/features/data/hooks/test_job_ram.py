@@ -16,7 +16,7 @@ import jobdir
 from forestage.errors import Declined
 from forestage.features.data import job_dir, job_disk, job_ram
 from forestage.system import child, lock, mounts
-from forestage.system.holder import fetch_clone
+from forestage.system.holder import fetch_mount_clone
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, BOB, Node, content, until
 
@@ -84,10 +84,10 @@ def test_directory_in_memory_is_the_users_and_of_its_size(dirs: Dirs) -> None:
 
 def test_steps_see_one_directory_and_the_node_meets_no_mount(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
-    before = mounts.current()
+    before = mounts.list_mounts()
     with dirs.seen(7) as at:
         as_alice("echo first > file", at)
-    assert mounts.current() == before
+    assert mounts.list_mounts() == before
     with dirs.seen(7) as at:
         assert (at / "file").read_text() == "first\n"
     assert len(holders(dirs)) == 1
@@ -117,7 +117,7 @@ def test_many_tasks_get_a_clone_each_while_others_wait(
     dirs.prolog(7, "stage-dir=32M,ram")
     name = Path(job_dir.shown(dirs.on, dirs.job(7, "")).line[1])
     for _ in range(50):
-        os.close(fetch_clone(name, "job-dir"))
+        os.close(fetch_mount_clone(name, "job-dir"))
 
 
 def test_another_user_gets_nothing_of_it(dirs: Dirs) -> None:
@@ -178,7 +178,9 @@ def test_more_than_the_jobs_memory_is_refused(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch, limit: int, fits: bool
 ) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
-    monkeypatch.setattr(child, "memory_limit", lambda pid: limit if pid == os.getppid() else None)
+    monkeypatch.setattr(
+        child, "read_job_memory_limit", lambda pid: limit if pid == os.getppid() else None
+    )
     if fits:
         assert dirs.step(7).outcomes == []
     else:
@@ -189,7 +191,7 @@ def test_more_than_the_jobs_memory_is_refused(
 def test_without_a_limit_half_of_what_is_available_is_the_most(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "memory_limit", lambda pid: None)
+    monkeypatch.setattr(child, "read_job_memory_limit", lambda pid: None)
     dirs.prolog(7, "stage-dir=1000000G,ram")
     assert "half of what this node has available" in why(dirs)
     monkeypatch.setattr(job_ram, "_available", lambda: 64 * MIB)
@@ -202,7 +204,7 @@ def test_without_a_limit_half_of_what_is_available_is_the_most(
 def test_step_in_a_pid_namespace_of_its_jobs_gives_none(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "is_in_job", lambda: True)
+    monkeypatch.setattr(child, "is_in_job_namespace", lambda: True)
     dirs.prolog(7, "stage-dir=32M,ram")
     assert "PID or user namespace" in why(dirs)
     monkeypatch.undo()

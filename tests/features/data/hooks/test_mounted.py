@@ -131,7 +131,7 @@ class Mounting:
         said, (clone,) = self.ask(name)
         assert said == "ok"
         target = os.open(at, os.O_PATH)
-        mounts.attach(clone, target)
+        mounts.attach_mount(clone, target)
         os.close(clone)
         os.close(target)
         self.taken.append(at)
@@ -289,14 +289,14 @@ def test_program_is_killed_for_memory_as_any_of_its_users_whatever_has_started_i
 def safest() -> str:
     """What root gets who asks for the least oom_score_adj: not all machines' root may have it."""
     adj = "/proc/self/oom_score_adj"
-    script = f"echo {holder.SAFEST} >{adj} 2>&- || true; cat {adj}"
+    script = f"echo {holder.OOM_EXEMPT} >{adj} 2>&- || true; cat {adj}"
     return subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
 
 
 def test_task_that_slurm_puts_nowhere_gets_no_mount(
     cgroup: Path, mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child.enter_task, "__defaults__", ("", 0.1))
+    monkeypatch.setattr(child.enter_task_cgroups, "__defaults__", ("", 0.1))
     mounting.staged(1)
     (cgroup / "cgroup.procs").write_text(str(mounting.manager.task))
     why = "no no process can go to the cgroups of the step's tasks"

@@ -20,7 +20,7 @@ from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Clock, Deadline
 from forestage.commands import inventory, status
 from forestage.commands.show import listing
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.events import CopyOutcome, RequestOutcome
 from forestage.features.data import (
     agreement,
@@ -49,12 +49,12 @@ def spank(node: Node) -> Iterator[Node]:
     node.configure(redirect="spank")
     yield node
     for one in devices(node):
-        loop.detach(one)
+        loop.detach_device(one)
 
 
 def devices(node: Node) -> list[loop.LoopDevice]:
     """Those of files on the node's disk; another mount namespace may have files of their names."""
-    return [one for one in loop.attached() if one.is_on(node.nvme.stat())]
+    return [one for one in loop.list_attached_devices() if one.is_on(node.nvme.stat())]
 
 
 def fill(node: Node, name: str = "alice/set", user: User = ALICE) -> Path:
@@ -76,7 +76,7 @@ def fill(node: Node, name: str = "alice/set", user: User = ALICE) -> Path:
 
 def ready(node: Node, job: int) -> Bare:
     """The node as a hook of the job has it."""
-    config = load_settings(node.places.etc).for_partition("batch")
+    config = load_config(node.places.etc).for_partition("batch")
     return Bare(config, node.places, node.cache, node.leases, Clock())
 
 
@@ -118,7 +118,9 @@ def mounted(spank: Node) -> Iterator[Callable[[data.StepPart], Path]]:
     def mount(shown: data.StepPart) -> Path:
         (line,) = shown.lines
         kind, device, file, fs, how, _, _ = line
-        assert file in [loop.file_of(spank.cache.image(key).stat()) for key in spank.entries()]
+        assert file in [
+            loop.format_file_id(spank.cache.image(key).stat()) for key in spank.entries()
+        ]
         assert (kind, fs, how) == ("device", "erofs", "ro")
         point = spank.places.root / f"mounted{len(points)}"
         point.mkdir()
@@ -177,7 +179,7 @@ def test_commands_tell_the_directory_from_an_image(spank: Node) -> None:
     items = inventory.gather(node)
     assert {one.key: one.kind for one in items.items} == {key: "image", found.key: "data"}
     said = io.StringIO()
-    terminal.write(listing(items, 0.0), said)
+    terminal.write_plain(listing(items, 0.0), said)
     (line,) = (line for line in said.getvalue().splitlines() if found.path in line)
     assert line.split()[1] == "data"
     now = status.gather(node)
@@ -510,7 +512,7 @@ def test_step_that_waits_can_say_how_far_the_tree_is(
 ) -> None:
     path = fill(spank)
     key = "0" * 32
-    monkeypatch.setattr(child, "let_go", lambda keep: None)
+    monkeypatch.setattr(child, "close_descriptors_except", lambda keep: None)
     there, here = os.pipe()
 
     def bring(node: Bare, job: Job, path: str, stop: object) -> DirectoryCopyState:

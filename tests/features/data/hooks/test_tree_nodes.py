@@ -20,7 +20,7 @@ import pytest
 from forestage.cache.node import Node as Bare
 from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Clock
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.features.data import agreement, manifest, wanted
 from forestage.features.data import requests as data
 from forestage.features.data.agreement import ScannedFiles, ScanNotice, SharedScan
@@ -84,7 +84,7 @@ class Cluster:
     def bare(self, name: str) -> Bare:
         """As the node's hooks have it, an hour after the files' last change."""
         node = self.nodes[name]
-        config = load_settings(node.places.etc).for_partition("batch")
+        config = load_config(node.places.etc).for_partition("batch")
         return Bare(config, node.places, node.cache, node.leases, Later(HOUR))
 
     def start(self, name: str, path: Path, **facts: str) -> DirectoryCopyState:
@@ -133,9 +133,9 @@ class Cluster:
 def cluster(node: Node, quick: None) -> Iterator[Cluster]:
     made = Cluster(node)
     yield made
-    for one in loop.attached():
+    for one in loop.list_attached_devices():
         if any(one.is_on(each.nvme.stat()) for each in made.nodes.values()):
-            loop.detach(one)
+            loop.detach_device(one)
 
 
 @pytest.fixture
@@ -386,7 +386,7 @@ class Told:
     """What a first node told, and what this one has at hand to judge it."""
 
     def __init__(self, path: Path) -> None:
-        os.setgroups(as_user.groups(ALICE))
+        os.setgroups(as_user.list_group_ids(ALICE))
         self.root, self.path = manifest.open_root(str(path), ALICE)
         seen = manifest.take(self.root, self.path, ALICE, 10**4)
         self.found = ScannedFiles(seen, manifest.acls(self.root, seen, ALICE))
@@ -433,11 +433,11 @@ def test_file_system_of_a_disk_of_this_node_is_nobody_elses(
     with image.open("wb") as file:
         file.truncate(8 << 20)
     subprocess.run(["mkfs.ext4", "-q", image], check=True)
-    device = loop.attach(image, read_only=False)
+    device = loop.attach_file(image, read_only=False)
     mounts.mount(device, str(tmp_path), 0, "ext4")
     root = os.open(tmp_path, os.O_RDONLY)
-    assert mounts.far_name(root) == ""
-    assert mounts.far_name(told.root).startswith("tmpfs tmpfs /")
+    assert mounts.find_cluster_wide_name(root) == ""
+    assert mounts.find_cluster_wide_name(told.root).startswith("tmpfs tmpfs /")
     os.close(root)
     mounts.umount(str(tmp_path))
 

@@ -224,7 +224,7 @@ def image(node: Node, top: Path, user: User = ALICE, piece: int = 10_000) -> Pat
 @contextlib.contextmanager
 def shown_at(node: Node, copy: Path) -> Iterator[Path]:
     """Where the kernel shows the image."""
-    device = loop.attach(copy, read_only=True)
+    device = loop.attach_file(copy, read_only=True)
     point = node.places.root / "mounted"
     point.mkdir()
     try:

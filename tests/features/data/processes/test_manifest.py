@@ -500,18 +500,18 @@ def test_names_that_may_be_two_files_have_bytes_of_their_own(
     if broken == "inode number":
         monkeypatch.setattr(file_systems, "is_inode_number_true", lambda _: False)
     elif broken == "handle":
-        monkeypatch.setattr(file_systems, "read_handle", lambda path, _: path)
+        monkeypatch.setattr(file_systems, "read_file_handle", lambda path, _: path)
     elif broken == "no handle":
-        monkeypatch.setattr(file_systems, "read_handle", lambda *_: None)
+        monkeypatch.setattr(file_systems, "read_file_handle", lambda *_: None)
     else:
-        real = manifest.latest
+        real = manifest.read_fresh_stat
 
         def latest(fd: int, disk: int, name: bytes = b"") -> Statx:
             facts = real(fd, disk, name)
             words = {word: getattr(facts, word) for word in Statx._fields}
             return Statx(**words | {"st_nlink": 1})
 
-        monkeypatch.setattr(manifest, "latest", latest)
+        monkeypatch.setattr(manifest, "read_fresh_stat", latest)
     assert look(top, me).links == ()
 
 
@@ -522,7 +522,7 @@ def test_files_with_anything_else_of_their_own_are_never_one(
     """Whatever their file system says of them, and their handles."""
     link(top, "a", "b", "../outside")
     real = manifest._file
-    monkeypatch.setattr(file_systems, "read_handle", lambda *_: b"one")
+    monkeypatch.setattr(file_systems, "read_file_handle", lambda *_: b"one")
     assert len(look(top, me).links) == 1
 
     def other(path: bytes, *facts: Any) -> ManifestEntry:

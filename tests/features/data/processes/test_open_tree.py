@@ -282,7 +282,7 @@ def test_hole_of_a_tree_is_read_where_its_file_system_is_not_the_kernels_own(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = with_holes(top, {"hole": (30, [3, 4]), "whole": (2, [0, 1])})
-    monkeypatch.setattr(file_systems, "read_kind", lambda _: 0x65735546)
+    monkeypatch.setattr(file_systems, "read_file_system_type", lambda _: 0x65735546)
     found = tree.map_chunks(erofs.BLOCK)
     hole = next(
         start // erofs.BLOCK
@@ -416,9 +416,11 @@ def test_where_leases_prove_nothing_all_processes_are_looked_at_twice_for_all_fi
     for number in range(20):
         (top.path / str(number)).write_bytes(b"x")
     tree, looks, found = top.opened(HOUR), [], ""
-    monkeypatch.setattr(writers, "by_lease", lambda _: None)
-    monkeypatch.setattr(writers, "proves", lambda _: False)
-    monkeypatch.setattr(writers, "find", lambda path, _: looks.append(path) or found)
+    monkeypatch.setattr(writers, "has_writer_by_lease", lambda _: None)
+    monkeypatch.setattr(writers, "is_lease_conclusive", lambda _: False)
+    monkeypatch.setattr(
+        writers, "find_open_for_writing", lambda path, _: looks.append(path) or found
+    )
     tree.open()
     read(tree)
     tree.must_be_unchanged()

@@ -7,7 +7,7 @@ import pytest
 from forestage.errors import Declined
 from forestage.features.data import submitted
 from forestage.features.data.requests import split_list
-from forestage.slurm.hints import NodeIndex, read_hints
+from forestage.slurm.hints import NodeIndex, parse_hints
 
 GIB = 1024**3
 
@@ -17,35 +17,35 @@ GIB = 1024**3
     [("stage-dir=200GiB", 200 * GIB, False), ("stage-dir=64G,ram", 64 * GIB, True)],
 )
 def test_own_directory_has_a_size(comment: str, room: int, ram: bool) -> None:
-    hints = read_hints(comment)
+    hints = parse_hints(comment)
     assert (hints.room, hints.ram, hints.has_data, hints.problems) == (room, ram, True, ())
 
 
 @pytest.mark.parametrize("value", ["", "much", "-1", "1G,disk", "1G,", "80%"])
 def test_own_directory_of_no_size_is_a_problem(value: str) -> None:
-    hints = read_hints(f"stage-dir={value} stage=/a")
+    hints = parse_hints(f"stage-dir={value} stage=/a")
     assert (hints.room, hints.paths) == (None, ("/a",))
     assert hints.problems[0].startswith("stage-dir: expected")
 
 
 def test_list_is_a_file_of_this_nodes() -> None:
-    assert read_hints("stage-list=lists/{node}", NodeIndex(3, 4)).listed == "lists/3"
+    assert parse_hints("stage-list=lists/{node}", NodeIndex(3, 4)).listed == "lists/3"
 
 
 def test_last_size_of_an_own_directory_counts() -> None:
-    found = read_hints("", option="stage-dir=1G,ram\nstage-wait=1m\nstage-dir=2G\n")
+    found = parse_hints("", option="stage-dir=1G,ram\nstage-wait=1m\nstage-dir=2G\n")
     assert (found.wait, found.room, found.ram, found.problems) == (60.0, 2 * GIB, False, ())
 
 
 def test_list_is_read_beside_an_option_without_paths() -> None:
-    found = read_hints("stage=/c stage-list=/l", option="stage-tell=yes\n")
+    found = parse_hints("stage=/c stage-list=/l", option="stage-tell=yes\n")
     assert (found.paths, found.listed, found.tell) == (("/c",), "/l", True)
     assert (found.options, found.ignored) == (("stage-tell",), ())
 
 
 @pytest.mark.parametrize("size", ["200GiB", "1.5T", "16G,ram"])
 def test_size_of_an_own_directory_is_an_option(size: str) -> None:
-    assert read_hints("", option=f"stage-dir={size}").problems == ()
+    assert parse_hints("", option=f"stage-dir={size}").problems == ()
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_size_of_an_own_directory_is_an_option(size: str) -> None:
     ],
 )
 def test_wrong_size_of_an_option_is_said_with_what_to_write(size: str, why: str) -> None:
-    found = read_hints("", option=f"stage-dir={size}")
+    found = parse_hints("", option=f"stage-dir={size}")
     assert found.problems == (f"option --stage-dir={size}: {why}",)
 
 
 def test_list_is_no_option() -> None:
-    (problem,) = read_hints("", option="stage-list=/a").problems
+    (problem,) = parse_hints("", option="stage-list=/a").problems
     assert problem.startswith("option --stage-list=/a: unknown (known: --stage, --stage-dir, ")
 
 
@@ -77,7 +77,7 @@ def test_list_is_no_option() -> None:
     ],
 )
 def test_place_that_a_node_may_show_is_possible(word: str) -> None:
-    (request,) = read_hints("", option=f"stage={word}").data
+    (request,) = parse_hints("", option=f"stage={word}").data
     submitted.must_be_possible(request)
 
 
@@ -93,7 +93,7 @@ def test_place_that_a_node_may_show_is_possible(word: str) -> None:
     ],
 )
 def test_place_that_no_node_would_show_is_refused(word: str, why: str) -> None:
-    (request,) = read_hints("", option=f"stage={word}").data
+    (request,) = parse_hints("", option=f"stage={word}").data
     with pytest.raises(Declined) as refused:
         submitted.must_be_possible(request)
     assert str(refused.value) == why

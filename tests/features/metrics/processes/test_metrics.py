@@ -426,7 +426,7 @@ def test_disk_that_lost_data_is_exported_even_where_the_cache_cannot_be_used(sit
     site.run("metrics")
     assert written(site)["forestage_disk_doubt"] == 0
     assert "forestage_disk_doubt_timestamp_seconds" not in written(site)
-    disk_errors.begin(site.places, site.world.clock, "test")
+    disk_errors.start_doubt(site.places, site.world.clock, "test")
     open_cache(site)
     site.run("metrics")
     assert written(site)["forestage_disk_doubt"] == 1

@@ -32,7 +32,7 @@ from peering import (
 
 KEY = image().key
 DATA = of_chunk(0)
-DIGEST = digest.of_chunk(DATA).hex()
+DIGEST = digest.digest_chunk(DATA).hex()
 
 
 @pytest.fixture

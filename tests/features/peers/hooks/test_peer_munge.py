@@ -128,13 +128,13 @@ def test_secret_is_in_no_command_line(
     mine: MungeAuthenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    real = auth.run.run
+    real = auth.run.run_program
 
     def spy(argv: list[str], *args: object, **limits: object) -> object:
         seen.extend(argv)
         return real(argv, *args, **limits)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(auth.run, "run", spy)
+    monkeypatch.setattr(auth.run, "run_program", spy)
     offer = mine.offer(image().key)
     assert mine.read(offer.text).secret == offer.secret
     assert seen

@@ -136,7 +136,7 @@ def test_copy_is_told_of_a_chunk_that_another_node_waits_for(
     node: Node, copying: Part, wait: float, wanted: list[int]
 ) -> None:
     key = image(2).key
-    memory = readers.make(node.places.through / key, SIZE, CHUNK, copying.image)
+    memory = readers.create_map(node.places.through / key, SIZE, CHUNK, copying.image)
     assert memory is not None
     assert Client(node, key).why(1, wait=wait) == "absent"
     assert memory.wanted() == wanted
@@ -507,7 +507,7 @@ def grown(node: Node) -> str:
     larger = msgspec.structs.replace(entry, identity=identity, chunk=BIG)
     with node.cache.image(key).open("r+b") as file:
         file.truncate(BIG)
-    (node.cache.entry_dir(key) / "map").write_bytes(digest.of_chunk(b"x"))
+    (node.cache.entry_dir(key) / "map").write_bytes(digest.digest_chunk(b"x"))
     (node.cache.entry_dir(key) / "entry.json").write_bytes(msgspec.json.encode(larger))
     return key
 

@@ -126,8 +126,8 @@ def test_copy_among_silent_nodes_reads_all_and_ends_before_they_answer(
         undo.callback(os.close, fd)
         part = Part(tmp_path / key)
         part.directory.mkdir()
-        found = allocation.data_chunks(fd, len(data), CHUNK)
-        allocation.reserve(part, len(data), CHUNK, found)
+        found = allocation.list_data_chunks(fd, len(data), CHUNK)
+        allocation.reserve_part(part, len(data), CHUNK, found)
         ended = threading.Event()
 
         def copy() -> None:

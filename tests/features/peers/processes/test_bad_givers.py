@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from forestage.cache import allocation, digest
-from forestage.cache.image import AccessRights, SourceImage, identify
+from forestage.cache.image import AccessRights, SourceImage, read_identity
 from forestage.cache.part import Part
 from forestage.features.peers import auth, with_peers
 from forestage.features.peers.client import PeerClient
@@ -162,7 +162,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     path = top / "source"
     path.write_bytes(os.urandom(SIZE))
     with path.open("rb") as file:
-        image = SourceImage(identify(file.fileno(), str(path)), AccessRights(0, 0, 0o600))
+        image = SourceImage(read_identity(file.fileno(), str(path)), AccessRights(0, 0, 0o600))
     good = Node(top / "n1")
     good.give(image, path, CHUNK)
     good.configure(reach="cluster")
@@ -211,8 +211,8 @@ def test_copy_among_bad_givers_has_right_bytes_and_reads_few_of_the_source(
             one.mishap.begin(one.node, site.image)
         with site.path.open("rb") as file:
             source = ReadableSource(file.fileno(), None, SIZE)
-            found = allocation.data_chunks(file.fileno(), SIZE, CHUNK)
-            allocation.reserve(part, SIZE, CHUNK, found)
+            found = allocation.list_data_chunks(file.fileno(), SIZE, CHUNK)
+            allocation.reserve_part(part, SIZE, CHUNK, found)
             read.clear()
             tuning, peers = CopyTuning(threads=2, chunk=CHUNK), Watched(bad, site.image, one_job)
             with_peers.copy(source, part, tuning, threading.Event(), peers)
@@ -222,5 +222,5 @@ def test_copy_among_bad_givers_has_right_bytes_and_reads_few_of_the_source(
     data = site.path.read_bytes()
     assert part.image.read_bytes() == data, names
     each = (data[at : at + CHUNK] for at in range(0, SIZE, CHUNK))
-    assert part.digests() == b"".join(map(digest.of_chunk, each)), names
+    assert part.digests() == b"".join(map(digest.digest_chunk, each)), names
     assert sum(read) <= MOST * SIZE, (names, sum(read) / SIZE)

@@ -45,7 +45,7 @@ def task(
 
 def run(task: CopyTask) -> CopyStats:
     figures = CopyStats()
-    pipeline.run(task, threading.Event(), figures)
+    pipeline.run_copy(task, threading.Event(), figures)
     return figures
 
 
@@ -88,7 +88,7 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
             used.append(helpers and helpers.peers)
             raise CopyStopped
 
-    monkeypatch.setattr(engines, "of", lambda *_: Stub())
+    monkeypatch.setattr(engines, "choose_engine", lambda *_: Stub())
     monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
     monkeypatch.setattr(stage_source, "open_source", lambda *_: ReadableSource(-1, None, count))
     monkeypatch.setattr(evict, "make_room", lambda *_, **__: ())

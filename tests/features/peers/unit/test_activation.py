@@ -10,14 +10,14 @@ import pytest
 
 from forestage import features
 from forestage.config import Config
-from forestage.config.keys import Engine, PeersSection, Reach
+from forestage.config.keys import EngineName, PeerReach, PeersSection
 from forestage.features.peers import activation
 from forestage.features.peers.activation import SIGN_LASTS
 from forestage.paths import NodePaths
 from forestage.system import files, lock
 
 
-def config(enabled: bool | None, engine: Engine = "chunks") -> Config:
+def config(enabled: bool | None, engine: EngineName = "chunks") -> Config:
     return Config(peers=PeersSection(enabled=enabled), engine=engine)
 
 
@@ -70,7 +70,7 @@ def test_sign_that_is_spoilt_or_of_another_boot_counts_for_nothing(
     places: NodePaths, text: bytes
 ) -> None:
     places.run.mkdir(parents=True)
-    files.overwrite(places.peer_sign, text)
+    files.overwrite_file(places.peer_sign, text)
     assert not activation.is_served(places, time.monotonic())
 
 
@@ -124,7 +124,7 @@ def test_second_service_of_a_node_is_refused(
     ],
 )
 def test_few_nodes_or_chunks_are_shared_only_if_the_admin_says_so(
-    nodes: int, chunks: int, enabled: bool | None, reach: Reach, expected: bool
+    nodes: int, chunks: int, enabled: bool | None, reach: PeerReach, expected: bool
 ) -> None:
     about = Config(peers=PeersSection(enabled=enabled, reach=reach))
     assert activation.is_worthwhile(about, nodes, chunks) is expected

@@ -181,6 +181,6 @@ def test_key_file_comes_before_auth_type_and_munge_is_the_default(tmp_path: Path
 def test_munge_that_is_not_installed_is_no_credential(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth.run, "which", lambda program: "")
+    monkeypatch.setattr(auth.run, "find_program", lambda program: "")
     with pytest.raises(auth.NoCredential, match="munge is not installed"):
         auth.prover(None, NodePaths(tmp_path))

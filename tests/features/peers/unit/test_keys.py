@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forestage.config import KEYS, REMOVED, Config, ServiceAddress, load_settings
+from forestage.config import KEYS, REMOVED_KEYS, Config, ServiceAddress, load_config
 from forestage.config.keys import PeersSection
 from forestage.errors import ConfigError, ConfigProblem
 
@@ -25,14 +25,14 @@ def refused(etc: Path, text: str) -> ConfigProblem:
     """What is wrong with the only file."""
     write(etc, text)
     with pytest.raises(ConfigError) as caught:
-        load_settings(etc)
+        load_config(etc)
     (problem,) = caught.value.problems
     return problem
 
 
 def test_section_without_values_leaves_the_defaults(tmp_path: Path) -> None:
     write(tmp_path, "peers:")
-    assert load_settings(tmp_path).config == Config()
+    assert load_config(tmp_path).config == Config()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_file_with_a_hash_is_shown_as_it_is_read() -> None:
 def test_later_file_wins_key_by_key_of_the_section(tmp_path: Path) -> None:
     main = write(tmp_path, "peers: {port: 1, reach: cluster}")
     later = write(tmp_path, "peers: {port: 80}", "conf.d/10-a.yaml")
-    found = load_settings(tmp_path)
+    found = load_config(tmp_path)
     assert found.config == Config(peers=PeersSection(port=80, reach="cluster"))
     assert found.origins["peers.port"] == str(later)
     assert found.origins["peers.reach"] == str(main)
@@ -92,14 +92,14 @@ def test_later_file_wins_key_by_key_of_the_section(tmp_path: Path) -> None:
 
 def test_removed_addresses_may_be_those_of_nodes_with_a_keys_name(tmp_path: Path) -> None:
     write(tmp_path, "peers: {addresses: {deadline: 10.0.0.1, sources: 10.0.0.2}}")
-    assert list(load_settings(tmp_path).removed) == ["peers.addresses"]
+    assert list(load_config(tmp_path).removed) == ["peers.addresses"]
 
 
 def test_key_that_keeps_bytes_from_other_nodes_is_never_one_that_is_ignored() -> None:
     """Whoever takes one of these away has to say what becomes of what it excluded."""
     excluding = {"peers.enabled", "peers.reach"}
     assert excluding <= set(KEYS)
-    assert excluding.isdisjoint(REMOVED)
+    assert excluding.isdisjoint(REMOVED_KEYS)
 
 
 def test_node_is_found_by_the_pattern() -> None:

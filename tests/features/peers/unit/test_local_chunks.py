@@ -31,7 +31,7 @@ CHUNK = 8
 DATA = b"aaaaaaaabbbbbbbbcc"  # three chunks, the last one short
 IMAGE = SourceImage(FileIdentity("/l/a", 1, len(DATA), 2, 3), AccessRights(0, 0, 0o644))
 KEY = IMAGE.key
-DIGESTS = b"".join(digest.of_chunk(DATA[at : at + CHUNK]) for at in range(0, len(DATA), CHUNK))
+DIGESTS = b"".join(digest.digest_chunk(DATA[at : at + CHUNK]) for at in range(0, len(DATA), CHUNK))
 
 
 def copying(cache: Cache, digests: bytes | None = DIGESTS, **facts: object) -> None:
@@ -73,7 +73,7 @@ def test_chunk_of_entry_is_found_with_its_digest(cache: Cache, published: bool) 
     for number, data in enumerate((b"aaaaaaaa", b"bbbbbbbb", b"cc")):
         found = local_chunks.find(cache, KEY, number)
         assert isinstance(found, PresentChunk)
-        assert found.digest == digest.of_chunk(data)
+        assert found.digest == digest.digest_chunk(data)
         assert read(found) == data
     assert local_chunks.find(cache, KEY, 3) == AbsentChunk(beyond=True)
     assert local_chunks.read_map(cache, KEY) == DIGESTS
@@ -184,7 +184,7 @@ def test_fifo_in_a_maps_place_does_not_hold_the_service_up(cache: Cache) -> None
 
 def note_arrived(cache: Cache, *each: bool) -> None:
     cache.part_dir("k").mkdir(exist_ok=True)
-    digests = (digest.of_chunk(b"x") if one else digest.MISSING for one in each)
+    digests = (digest.digest_chunk(b"x") if one else digest.MISSING for one in each)
     cache.part("k").map.write_bytes(b"".join(digests))
 
 
@@ -216,7 +216,7 @@ def test_many_waiters_cost_one_poll_until_the_last_has_gone(
         looks += 1
         if looks == 2:
             raise OSError(5, "EIO")
-        return digest.of_chunk(b"x") if looks == 3 else b""
+        return digest.digest_chunk(b"x") if looks == 3 else b""
 
     monkeypatch.setattr(local_chunks, "read_map", read_map)
 

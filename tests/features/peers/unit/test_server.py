@@ -276,4 +276,4 @@ def test_chunk_that_the_disk_does_not_give_begins_doubt(
     monkeypatch.setattr(service, "_answer", fails)
     request = SimpleNamespace(remote="n2", transport=None)
     assert asyncio.run(service.handle(request)).status == 500  # type: ignore[arg-type]
-    assert bool(disk_errors.known(staging_node.places).since) is is_bad
+    assert bool(disk_errors.read_state(staging_node.places).since) is is_bad

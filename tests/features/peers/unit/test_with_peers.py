@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from forestage.cache import allocation, digest
-from forestage.cache.part import Part, missing_chunks
+from forestage.cache.part import Part, list_missing_chunks
 from forestage.cache.readers import ArrivalMap
 from forestage.errors import CopyStopped, Failed
 from forestage.features.peers import origins, with_peers
@@ -76,7 +76,7 @@ class Fake(PeerClient):
         if not self.has >> chunk.number & 1:
             raise PeerRequestError("absent", "")
         data = self.lies.get(peer, self.data)
-        said = digest.of_chunk(data[chunk.start : chunk.start + chunk.size]).hex()
+        said = digest.digest_chunk(data[chunk.start : chunk.start + chunk.size]).hex()
         receiver.peer_says(said, self.read_by.get(peer, ""))
         running = digest.RunningDigest()
         end, buffer = chunk.start + chunk.size, receiver.buffer
@@ -100,8 +100,8 @@ class Pair:
         self.source = ReadableSource(self.fd, None, SIZE)
         self.part = Part(folder / "key")
         self.part.directory.mkdir()
-        found = allocation.data_chunks(self.fd, SIZE, CHUNK)
-        allocation.reserve(self.part, SIZE, CHUNK, found)
+        found = allocation.list_data_chunks(self.fd, SIZE, CHUNK)
+        allocation.reserve_part(self.part, SIZE, CHUNK, found)
         self.read: list[int] = []
         self.reading: Callable[[int], None] = lambda number: None
         real = reading.read_piece
@@ -122,7 +122,7 @@ class Pair:
     def check(self) -> None:
         assert self.part.image.read_bytes() == self.data
         each = (self.data[at : at + CHUNK] for at in range(0, SIZE, CHUNK))
-        assert self.part.digests() == b"".join(digest.of_chunk(one) for one in each)
+        assert self.part.digests() == b"".join(digest.digest_chunk(one) for one in each)
         assert not self.part.peers.exists()
         assert not self.part.source_failed.exists()
 
@@ -285,7 +285,7 @@ def test_copy_that_is_stopped_can_be_resumed(pair: Pair, patient: None) -> None:
     fake.before = later
     with pytest.raises(CopyStopped):
         pair.copy(fake, stop)
-    left = missing_chunks(pair.part.digests(), SIZE, CHUNK)
+    left = list_missing_chunks(pair.part.digests(), SIZE, CHUNK)
     assert 0 < len(left) < COUNT
     again = Fake(pair.data, everything())
     pair.copy(again)
@@ -325,16 +325,18 @@ def test_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> None
     for ask in (liar, honest):
         run.schedule.asks[ask] = 0.0
         run.chunk_locks.setdefault(number, threading.Lock())
-    thread = threading.Thread(target=run._bring, args=(liar, reading.buffer(CHUNK), False))
+    thread = threading.Thread(
+        target=run._bring, args=(liar, reading.allocate_piece_buffer(CHUNK), False)
+    )
     thread.start()
     assert begun.wait(600)
-    run._bring(honest, reading.buffer(CHUNK), True)
+    run._bring(honest, reading.allocate_piece_buffer(CHUNK), True)
     ended.set()
     thread.join()
     run.close()
     start = number * CHUNK
     assert pair.part.image.read_bytes()[start : start + CHUNK] == pair.data[start : start + CHUNK]
-    assert number not in missing_chunks(pair.part.digests(), SIZE, CHUNK)
+    assert number not in list_missing_chunks(pair.part.digests(), SIZE, CHUNK)
     assert run.from_peers == CHUNK
 
 
@@ -345,7 +347,7 @@ def test_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:
     ask = with_peers.ChunkTransfer(3, "b")
     run.schedule.asks[ask] = 0.0
     run.chunk_locks[3] = threading.Lock()
-    run._bring(ask, reading.buffer(CHUNK), True)
+    run._bring(ask, reading.allocate_piece_buffer(CHUNK), True)
     run.close()
     assert not any(pair.part.image.read_bytes())
 
@@ -361,7 +363,7 @@ class Noting:
 
     def arrived(self, start: int, length: int) -> None:
         self.arrivals.append(start // CHUNK)
-        if start // CHUNK in missing_chunks(self.part.digests(), SIZE, CHUNK):
+        if start // CHUNK in list_missing_chunks(self.part.digests(), SIZE, CHUNK):
             self.early.append(start // CHUNK)
 
     def forget(self, number: int) -> None:
@@ -500,7 +502,7 @@ def test_what_a_liar_gave_before_it_was_found_out_is_read_again(
     fake.bad = {"c": "refused", "d": "refused"}
 
     def later(peer: str, number: int) -> None:
-        if len(missing_chunks(pair.part.digests(), SIZE, CHUNK)) == 1:
+        if len(list_missing_chunks(pair.part.digests(), SIZE, CHUNK)) == 1:
             fake.has = everything()
 
     fake.before = later
@@ -532,12 +534,12 @@ def test_source_decides_between_two_digests(pair: Pair, liar_first: bool) -> Non
     for ask in asks:
         run.schedule.asks[ask] = 0.0
     for ask, twice in zip(asks, (False, True), strict=True):
-        run._bring(ask, reading.buffer(CHUNK), twice)
-        run._settle(3, reading.buffer(CHUNK))
+        run._bring(ask, reading.allocate_piece_buffer(CHUNK), twice)
+        run._settle(3, reading.allocate_piece_buffer(CHUNK))
     assert run.liars == {"b"}
     assert run.schedule._peers.is_out("b", 1e9)
     assert not run.schedule._peers.is_out("c", 1e9)
-    start, is_in = 3 * CHUNK, 3 not in missing_chunks(pair.part.digests(), SIZE, CHUNK)
+    start, is_in = 3 * CHUNK, 3 not in list_missing_chunks(pair.part.digests(), SIZE, CHUNK)
     assert is_in == (not liar_first)
     if is_in:
         assert pair.part.image.read_bytes()[start : start + CHUNK] == pair.data[start:][:CHUNK]
@@ -552,11 +554,11 @@ def test_chunk_that_this_node_reads_late_finds_out_who_gave_it(pair: Pair) -> No
     run.chunk_locks[3] = threading.Lock()
     for ask in (with_peers.ChunkTransfer(3, "b"), with_peers.ChunkTransfer(3, SOURCE)):
         run.schedule.asks[ask] = 0.0
-    run._bring(with_peers.ChunkTransfer(3, "b"), reading.buffer(CHUNK), False)
-    run._bring(with_peers.ChunkTransfer(3, SOURCE), reading.buffer(CHUNK), True)
-    run._settle(3, reading.buffer(CHUNK))
+    run._bring(with_peers.ChunkTransfer(3, "b"), reading.allocate_piece_buffer(CHUNK), False)
+    run._bring(with_peers.ChunkTransfer(3, SOURCE), reading.allocate_piece_buffer(CHUNK), True)
+    run._settle(3, reading.allocate_piece_buffer(CHUNK))
     run.close()
-    assert (run.liars, 3 in missing_chunks(pair.part.digests(), SIZE, CHUNK)) == ({"b"}, True)
+    assert (run.liars, 3 in list_missing_chunks(pair.part.digests(), SIZE, CHUNK)) == ({"b"}, True)
 
 
 def test_chunk_of_a_known_liar_that_comes_late_does_not_count(pair: Pair) -> None:
@@ -566,10 +568,10 @@ def test_chunk_of_a_known_liar_that_comes_late_does_not_count(pair: Pair) -> Non
     run.chunk_locks[3] = threading.Lock()
     run.schedule.asks[with_peers.ChunkTransfer(3, "b")] = 0.0
     run.liars.add("b")
-    run._bring(with_peers.ChunkTransfer(3, "b"), reading.buffer(CHUNK), True)
+    run._bring(with_peers.ChunkTransfer(3, "b"), reading.allocate_piece_buffer(CHUNK), True)
     run.close()
     assert not any(pair.part.image.read_bytes())
-    assert 3 in missing_chunks(pair.part.digests(), SIZE, CHUNK)
+    assert 3 in list_missing_chunks(pair.part.digests(), SIZE, CHUNK)
 
 
 def test_wrong_chunk_strikes_all_that_its_reader_read_whoever_gave_it(
@@ -585,10 +587,10 @@ def test_wrong_chunk_strikes_all_that_its_reader_read_whoever_gave_it(
     fake.lies["c"] = wrong(pair.data)
     monkeypatch.setattr(run, "samples", {7: [(7 * CHUNK, 4096)]})
     bring(run, 7, "c")
-    assert {3, 5, 7} & set(missing_chunks(pair.part.digests(), SIZE, CHUNK)) == {3, 7}
+    assert {3, 5, 7} & set(list_missing_chunks(pair.part.digests(), SIZE, CHUNK)) == {3, 7}
     assert (run.given["b"], run.given["d"], run.from_peers) == (set(), {5}, CHUNK)
     bring(run, 9, "b")
-    assert 9 in missing_chunks(pair.part.digests(), SIZE, CHUNK), "x has read that as well"
+    assert 9 in list_missing_chunks(pair.part.digests(), SIZE, CHUNK), "x has read that as well"
     assert run.schedule._struck == 1 << 3 | 1 << 7 | 1 << 9
     assert not run.schedule._peers.is_out("b", 1e9), "it only gave what it had got"
     assert fake.told == [("c", "x")]
@@ -631,7 +633,7 @@ def test_notice_of_wrong_chunks_strikes_them_before_the_copy_is_whole(
 def bring(run: with_peers.PeerCopy, number: int, peer: str) -> None:
     run.chunk_locks[number] = threading.Lock()
     run.schedule.asks[with_peers.ChunkTransfer(number, peer)] = 0.0
-    run._bring(with_peers.ChunkTransfer(number, peer), reading.buffer(CHUNK), False)
+    run._bring(with_peers.ChunkTransfer(number, peer), reading.allocate_piece_buffer(CHUNK), False)
 
 
 def test_copy_from_another_jobs_node_is_compared_and_then_may_go_on(

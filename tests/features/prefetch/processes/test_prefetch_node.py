@@ -565,7 +565,7 @@ def test_copy_for_pending_jobs_ends_where_the_leases_cannot_be_read(
 
     monkeypatch.setattr(LeaseDirectory, "keys", fail)
     stop = threading.Event()
-    with queue.while_expected(here.site.node, "0" * 32, stop):
+    with queue.stop_when_requested(here.site.node, "0" * 32, stop):
         assert stop.wait(HANGS)
 
 

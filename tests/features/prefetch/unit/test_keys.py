@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from forestage.config import KEYS, REMOVED, Config, ServiceAddress
+from forestage.config import KEYS, REMOVED_KEYS, Config, ServiceAddress
 from forestage.config.keys import PeersSection, PrefetchSection
 from forestage.features.prefetch.prefetch_host import find_host
 
@@ -48,4 +48,4 @@ def test_host_is_found_as_it_is_written(host: str | None, found: ServiceAddress 
 
 def test_host_is_never_a_key_that_is_ignored() -> None:
     """Whoever takes it away has to say what becomes of what it excluded."""
-    assert "prefetch.host" in set(KEYS) - set(REMOVED)
+    assert "prefetch.host" in set(KEYS) - set(REMOVED_KEYS)

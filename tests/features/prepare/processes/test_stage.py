@@ -86,7 +86,7 @@ def test_node_that_serves_no_job_stages_nothing(site: Site, by: str) -> None:
     if by == "file":
         site.places.disabled.touch()
     if by == "doubt":
-        disk_errors.begin(site.places, site.world.clock, "test")
+        disk_errors.start_doubt(site.places, site.world.clock, "test")
     (image,) = site.json("stage", str(path), code=ExitStatus.NOT_FOUND)["images"]
     assert image["result"] in ("declined", "failed")
     assert image["reason"] == ("disk-errors" if by == "doubt" else "disabled")
@@ -124,8 +124,8 @@ def test_many_images_are_begun_a_few_at_a_time(site: Site, monkeypatch: pytest.M
             yield channel
             here -= 1
 
-    begun = wait.begun
-    monkeypatch.setattr(wait, "begun", counted)
+    begun = wait.ensure_copy_started
+    monkeypatch.setattr(wait, "ensure_copy_started", counted)
     paths = [str(site.image(f"{number}.sqsh", b"%d" % number)) for number in range(5)]
     assert results(site, *paths) == ["copied"] * 5
     assert peak == 2

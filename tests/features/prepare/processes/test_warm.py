@@ -23,7 +23,7 @@ from forestage.features.prepare import job_images, warm, warm_node
 from forestage.features.prepare.job_images import ImageResult, JobImagesStatus
 from forestage.features.prepare.warm import WarmNodeResult, WarmRequest
 from forestage.features.prepare.warm_node import WarmNodeReport
-from forestage.slurm.hints import read_hints
+from forestage.slurm.hints import parse_hints
 from forestage.slurm.queue import SlurmClient
 from forestage.system import lock, run
 from forestage.units import printable
@@ -68,7 +68,7 @@ def ignored(text: str) -> None:
 def test_comment_any_image_name_is_read_back_by_prolog(names: list[bytes]) -> None:
     # One that ends with a slash is a directory, and no image.
     images = tuple(dict.fromkeys(os.fsdecode(b"/" + name + b".") for name in names))
-    hints = read_hints(warm.comment(WarmRequest(images, ("n1",), wait="10m")))
+    hints = parse_hints(warm.comment(WarmRequest(images, ("n1",), wait="10m")))
     assert (hints.paths, hints.wait, hints.problems) == (images, 600.0, ())
 
 

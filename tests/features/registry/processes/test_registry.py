@@ -42,7 +42,7 @@ def test_cgroups_that_a_worker_kept_go_with_it(
     """Not while Slurm may still use them: the job's, until its Epilog has been here."""
     group = tmp_path / "uid_1/job_7/step_0"
     group.mkdir(parents=True)
-    monkeypatch.setattr(child, "of_task", lambda manager: [group / "cgroup.procs"])
+    monkeypatch.setattr(child, "find_task_cgroups", lambda manager: [group / "cgroup.procs"])
     pid = os.getpid() if manager == "lives" else dead()
     with registry._leaving(msgspec.structs.replace(asking, manager=pid), tasks):
         if over:

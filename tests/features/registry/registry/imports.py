@@ -33,7 +33,7 @@ def processes(user: User) -> list[int]:
     found = []
     for proc in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if proc.stat().st_uid == user.uid and run._session(int(proc.name)) != -1:
+            if proc.stat().st_uid == user.uid and run._find_session(int(proc.name)) != -1:
                 found.append(int(proc.name))
     return found
 

@@ -19,7 +19,7 @@ from far import Far
 from imports import ALICE, BOB, IMAGE, NEW, OLD, ROOT, Login
 
 from forestage.clock import Clock
-from forestage.config import load_settings
+from forestage.config import load_config
 from forestage.features.registry import store_by_hand as registry
 from forestage.features.registry.collect import CollectionResult
 from forestage.features.registry.store import ImageStore
@@ -86,7 +86,7 @@ class Sweeping:
         self.clock = clock or Running()
 
     def collect(self, store: Path | None = None) -> list[CollectionResult]:
-        config = load_settings(Path("/etc/forestage")).config
+        config = load_config(Path("/etc/forestage")).config
         if store:
             limits = msgspec.structs.replace(config.registry, store=str(store))
             config = msgspec.structs.replace(config, registry=limits)
@@ -178,7 +178,7 @@ def test_node_whose_clock_is_wrong_deletes_nothing_of_others(
         as_alice = [lambda: _use(other.point, images[0].stem)]
         right.clock.up += MONTH / 2
         right.collect(far.point)
-        assert as_user.each(as_alice, bool, 60.0, 60.0, 1) == [True]
+        assert as_user.run_each_in_child(as_alice, bool, 60.0, 60.0, 1) == [True]
         right.clock.up += MONTH / 2
         right.collect(far.point)
         assert [file.exists() for file in images] == [True, False]
@@ -187,7 +187,7 @@ def test_node_whose_clock_is_wrong_deletes_nothing_of_others(
 
 
 def _use(store: Path, name: str) -> bool:
-    as_user.become(ALICE)
+    as_user.set_effective_user(ALICE)
     return ImageStore(store, Clock()).find(name) is not None
 
 
@@ -195,7 +195,7 @@ def test_image_is_as_old_as_its_server_says_where_that_sets_the_times(
     login: Login, far: Far, open_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the first collection already deletes, whatever the clock of its node says."""
-    (kind,) = {one.kind for one in mounts.current() if one.point == str(far.point)}
+    (kind,) = {one.kind for one in mounts.list_mounts() if one.point == str(far.point)}
     monkeypatch.setattr(mounts, "SERVER_SETS_TIMES", frozenset((kind,)))
     old, young = (imported(login, digest=digest) for digest in (OLD, NEW))
     there = far.folder / str(ALICE.uid)
@@ -278,13 +278,13 @@ def test_directory_that_hangs_does_not_keep_the_others_waiting(
     """Here the whole store does, once it was listed."""
     imported(login)
     monkeypatch.setattr(registry, "VISIT", 0.2)
-    known = as_user.account
+    known = as_user.user_from_uid
 
     def then_hangs(uid: int, gid: int) -> User:
         far.hang()
         return known(uid, gid)
 
-    monkeypatch.setattr(as_user, "account", then_hangs)
+    monkeypatch.setattr(as_user, "user_from_uid", then_hangs)
     (one,) = sweeping.collect()
     assert "did not answer in time" in one.problem
     far.answer()
@@ -300,10 +300,10 @@ def test_first_word_on_a_jobs_digest_counts_without_hard_links(
 
     def say(digest: str) -> str:
         def work() -> str:
-            as_user.become(ALICE)
+            as_user.set_effective_user(ALICE)
             return ImageStore(far.point, Clock()).set_job_digest("12", REFERENCE, digest)
 
-        (said,) = as_user.each([work], str, 60.0, 60.0, 1)
+        (said,) = as_user.run_each_in_child([work], str, 60.0, 60.0, 1)
         assert said is not None
         return said
 

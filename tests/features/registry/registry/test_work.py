@@ -153,7 +153,7 @@ def test_import_that_nobody_waits_for_leaves_no_temporary_files(
     temp = site.temp / str(ALICE.uid)
     waited.until(lambda: list(temp.glob("*/*/image")), "what enroot has unpacked")
     if by_slurm:
-        run._signal(processes(ALICE), signal.SIGTERM)
+        run._send_signal(processes(ALICE), signal.SIGTERM)
         waited.until(lambda: not processes(ALICE), "their end")
     else:
         first.kill()
@@ -177,7 +177,7 @@ def test_import_that_was_killed_leaves_no_temporary_files(site: Site, open_path:
             os.chown(path, ALICE.uid, ALICE.gid)
             path.chmod(0o555)
         of_enroot = [pid for pid in processes(ALICE) if b"enroot import" in title(pid)]
-        run._signal(of_enroot, signal.SIGKILL)
+        run._send_signal(of_enroot, signal.SIGKILL)
         word = until(first)[-1]
     assert isinstance(word, ImportRefused)
     assert "killed by signal 9" in word.detail
@@ -326,15 +326,15 @@ def test_note_of_a_full_store_is_for_its_user_alone_and_not_to_change(
     (file,) = places.images.iterdir()
     assert file.stat().st_uid == 0
 
-    def work() -> as_user.Found[bool]:
-        as_user.become(user)
+    def work() -> as_user.ChildResult[bool]:
+        as_user.set_effective_user(user)
         try:
             file.open(mode).close()
         except PermissionError:
             return False, []
         return True, []
 
-    assert as_user.call(work, bool, 60.0)[0] == may
+    assert as_user.run_in_child(work, bool, 60.0)[0] == may
 
 
 def test_file_above_the_largest_size_is_refused(site: Site) -> None:

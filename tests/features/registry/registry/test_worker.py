@@ -31,7 +31,7 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def saying(script: str) -> RegistryWorker:
     """Another program in a worker's place."""
-    return RegistryWorker(run.start_piped(None, ("sh", "-c", script), ()))
+    return RegistryWorker(run.start_piped_program(None, ("sh", "-c", script), ()))
 
 
 def test_words_come_as_they_are_said() -> None:
@@ -85,9 +85,9 @@ def test_kill_ends_all_of_the_session_whatever_groups_it_made() -> None:
     groups = "set -m; sleep inf & set +m; trap '' HUP TERM; sleep inf &"
     at_work = saying(f"{groups} echo '{WORD}'; read end; sleep inf")
     until(at_work, ImportProgress)
-    assert len(run.in_session(at_work.pid)) == 3
+    assert len(run.list_session_processes(at_work.pid)) == 3
     at_work.kill()
-    assert run.in_session(at_work.pid) == []
+    assert run.list_session_processes(at_work.pid) == []
 
 
 COMETS = """
@@ -105,7 +105,7 @@ signal.pause()
 @pytest.mark.usefixtures("machine")
 def test_processes_that_fork_and_end_all_the_time_end_with_the_worker() -> None:
     """None of them lives long enough to be killed by its number."""
-    at_work = RegistryWorker(run.start_piped(CAROL, (sys.executable, "-c", COMETS), ()))
+    at_work = RegistryWorker(run.start_piped_program(CAROL, (sys.executable, "-c", COMETS), ()))
     until(at_work, ImportProgress)
     at_work.kill()
     assert not _runs(at_work.pid)
@@ -114,7 +114,9 @@ def test_processes_that_fork_and_end_all_the_time_end_with_the_worker() -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_worker_is_the_user_in_all_ids_and_has_no_privilege() -> None:
-    program = run.start_piped(CAROL, ("sh", "-c", "cat /proc/self/status; id -G; read end"), ())
+    program = run.start_piped_program(
+        CAROL, ("sh", "-c", "cat /proc/self/status; id -G; read end"), ()
+    )
     os.set_blocking(program.out, True)
     text = b""
     while b"\n61003\n" not in text:
@@ -135,8 +137,8 @@ from forestage.features.registry.worker import RegistryWorker
 from forestage.system import run
 from forestage.system.as_user import User
 argv = ("grep", "CapInh", "/proc/self/status")
-print(run.run(argv).out.split()[-1])
-program = run.start_piped(User("", 61003, 61003), argv, ())
+print(run.run_program(argv).out.split()[-1])
+program = run.start_piped_program(User("", 61003, 61003), argv, ())
 os.set_blocking(program.out, True)
 print(os.read(program.out, 65536).split()[-1].decode())
 RegistryWorker(program).kill()
@@ -154,7 +156,7 @@ from forestage.errors import Failed
 from forestage.system import run
 os.seteuid(61003)
 try:
-    run.start_here(("true",), {})
+    run.start_in_current_session(("true",), {})
 except Failed as error:
     print(error.reason)
 """
@@ -163,4 +165,4 @@ except Failed as error:
 
 
 def _runs(pid: int) -> bool:
-    return run._session(pid) != -1
+    return run._find_session(pid) != -1

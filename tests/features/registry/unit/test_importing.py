@@ -63,7 +63,7 @@ def test_memory_of_a_cgroup_v2_is_the_least_of_those_above(tmp_path: Path) -> No
         "system.slice/memory.max": "9000000\n",
     }
     root = groups(tmp_path, "0::/system.slice/job_7/step_0\n", limits)
-    assert child.own_memory_limit(root) == 8_000_000
+    assert child.find_own_memory_limit(root) == 8_000_000
 
 
 def test_memory_of_a_cgroup_v1_is_the_least_of_those_above(tmp_path: Path) -> None:
@@ -72,12 +72,12 @@ def test_memory_of_a_cgroup_v1_is_the_least_of_those_above(tmp_path: Path) -> No
         "memory/slurm/job_7/step_0/memory.limit_in_bytes": "9223372036854771712\n",
     }
     lines = "5:cpu:/\n4:memory:/slurm/job_7/step_0\n0::/\n"
-    assert child.own_memory_limit(groups(tmp_path, lines, limits)) == 7_000_000
+    assert child.find_own_memory_limit(groups(tmp_path, lines, limits)) == 7_000_000
 
 
 def test_memory_without_a_limit_is_none(tmp_path: Path) -> None:
-    assert child.own_memory_limit(groups(tmp_path, "0::/\n", {})) is None
-    assert child.own_memory_limit(tmp_path / "nowhere") is None
+    assert child.find_own_memory_limit(groups(tmp_path, "0::/\n", {})) is None
+    assert child.find_own_memory_limit(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize(

@@ -69,17 +69,17 @@ def test_importer_is_the_one_that_pyxis_is_told(
     (tmp_path / "slurm.conf").write_text("ClusterName=x\n")
     stack = f"optional forestage.so importer=/none\nrequired /opt/spank_pyxis.so {arguments}\n"
     (tmp_path / "plugstack.conf").write_text(stack)
-    assert companion.importer(SlurmConf(str(tmp_path / "slurm.conf"))) == program
+    assert companion.find_importer(SlurmConf(str(tmp_path / "slurm.conf"))) == program
 
 
 def test_importer_is_ours_by_its_name() -> None:
-    assert companion.is_importer("/usr/lib/forestage/bin/forestage-importer")
-    assert not companion.is_importer("/opt/importers/caching_importer.sh")
-    assert not companion.is_importer("")
+    assert companion.is_own_importer("/usr/lib/forestage/bin/forestage-importer")
+    assert not companion.is_own_importer("/opt/importers/caching_importer.sh")
+    assert not companion.is_own_importer("")
 
 
 def test_importer_of_a_node_without_plugstack_is_none(tmp_path: Path) -> None:
-    assert companion.importer(SlurmConf(str(tmp_path / "slurm.conf"))) == ""
+    assert companion.find_importer(SlurmConf(str(tmp_path / "slurm.conf"))) == ""
 
 
 def stored(node: Node) -> Node:
@@ -121,7 +121,9 @@ def test_worker_begins_once_slurm_has_put_a_task_where_it_is_to_run(
     for one in groups:
         one.parent.mkdir()
     found = iter([None, groups, groups])
-    monkeypatch.setattr(child, "of_task", lambda manager: next(found) if manager == 42 else None)
+    monkeypatch.setattr(
+        child, "find_task_cgroups", lambda manager: next(found) if manager == 42 else None
+    )
     registry._entering(msgspec.structs.replace(asking, manager=42), tasks)()
     assert [one.exists() for one in groups] == [False, True]
 
@@ -129,7 +131,7 @@ def test_worker_begins_once_slurm_has_put_a_task_where_it_is_to_run(
 def test_worker_of_a_step_whose_tasks_never_come_does_not_begin(
     asking: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "of_task", lambda manager: None)
+    monkeypatch.setattr(child, "find_task_cgroups", lambda manager: None)
     asking = msgspec.structs.replace(asking, manager=42)
     with WaitingTasks(tmp_path / "sock", 0.0) as tasks, pytest.raises(Declined, match="has ended"):
         registry._entering(asking, tasks)
@@ -154,13 +156,17 @@ def test_worker_that_cannot_begin_is_a_failure_only_while_a_task_waits(
     waiting_task = task(tasks)
     with pytest.raises(Declined) as caught, waiting_task:
         registry._start_worker(
-            asking, ImportOrder(reference=REFERENCE, directory="/store"), asked, run.nowhere, tasks
+            asking,
+            ImportOrder(reference=REFERENCE, directory="/store"),
+            asked,
+            run.stay_in_cgroups,
+            tasks,
         )
     assert caught.value.reason == ("stopped" if ended else "helper")
 
 
 def test_worker_of_a_prolog_has_no_task(asking: Job, tasks: WaitingTasks) -> None:
-    assert registry._entering(asking, tasks) is run.nowhere
+    assert registry._entering(asking, tasks) is run.stay_in_cgroups
 
 
 def test_task_hears_all_that_was_said_before_it_came(tasks: WaitingTasks) -> None:
@@ -227,11 +233,11 @@ def test_image_is_not_staged_for_a_step_that_ended_before_it_had_tasks(tasks: Wa
 
 
 def test_process_is_known_by_its_number_and_its_start() -> None:
-    own = processes.identify(os.getpid())
+    own = processes.find_identity(os.getpid())
     assert own is not None
     assert own.is_running
     assert not own._replace(began=own.began + 1).is_running
-    assert processes.identify(1 << 30) is None
+    assert processes.find_identity(1 << 30) is None
 
 
 def test_task_that_reads_nothing_is_dropped_and_holds_up_no_other(tasks: WaitingTasks) -> None:

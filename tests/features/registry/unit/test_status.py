@@ -6,7 +6,7 @@ import io
 
 from forestage.features.registry.status import table
 from forestage.features.registry.step_files import StepImport
-from forestage.system.terminal import write
+from forestage.system.terminal import write_plain
 
 NOW = 1_800_000_000.0
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
@@ -16,7 +16,7 @@ def test_table_of_imports_says_who_waits_and_for_what() -> None:
     said = "enroot writes the image, 3 GiB"
     one = StepImport(4243, 0, "bob", REFERENCE, NOW - 200, 1, "n7", said)
     out = io.StringIO()
-    write(table((one,), NOW), out)
+    write_plain(table((one,), NOW), out)
     for word in ("1 import under way", "4243.0", "bob", "n7", REFERENCE, said):
         assert word in out.getvalue()
     assert table((), NOW) == ()

@@ -134,7 +134,11 @@ def test_word_on_a_running_jobs_digest_counts_whatever_the_clocks_say(
 def test_word_of_an_old_job_is_old_by_the_servers_clock_where_that_sets_times(
     store: ImageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (kind,) = {one.kind for one in [mounts.holder(mounts.current(), str(store.folder))] if one}
+    (kind,) = {
+        one.kind
+        for one in [mounts.find_mount_of_path(mounts.list_mounts(), str(store.folder))]
+        if one
+    }
     monkeypatch.setattr(mounts, "SERVER_SETS_TIMES", frozenset((kind,)))
     store.set_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
@@ -192,7 +196,7 @@ def test_file_system_without_hard_links_does_as_well(
 ) -> None:
     monkeypatch.setattr(os, "link", refuses(code))
     if not renames:
-        monkeypatch.setattr(records, "rename_new", refuses(errno.EINVAL))
+        monkeypatch.setattr(records, "rename_no_replace", refuses(errno.EINVAL))
     assert create(tmp_path / "file", b"first")
     assert not create(tmp_path / "file", b"second")
     assert (tmp_path / "file").read_bytes() == b"first"
@@ -226,7 +230,7 @@ def test_word_that_another_is_writing_is_waited_for_a_moment(
 ) -> None:
     """Without hard links and renames a record is there before it is whole; its writer may die."""
     monkeypatch.setattr(os, "link", refuses(errno.EPERM))
-    monkeypatch.setattr(records, "rename_new", refuses(errno.EINVAL))
+    monkeypatch.setattr(records, "rename_no_replace", refuses(errno.EINVAL))
     clock = Meanwhile()
     store = ImageStore(tmp_path, clock)
     assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
