@@ -22,16 +22,27 @@ OPEN = pytest.mark.xfail(reason="its row does not name all that knows of it yet"
 OURS = ("FORESTAGE_", "PYTEST_")  # what this pytest is told is not for another
 LEFT_BEHIND = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")
 LEFT = {
-    "system.apart": {"has_others", "signal_others"},
-    "system.child": {"has_child_of", "memory_limit", "reap", "remove_left"},
-    "system.file_systems": {"is_inode_number_true", "read_handle"},
-    "system.holder": {"fetch_clone", "hold"},
-    "system.lock": {"take_one"},
+    "system.apart": {"has_other_processes", "signal_other_processes"},
+    "system.child": {
+        "has_child_owned_by",
+        "read_job_memory_limit",
+        "reap_ended_children",
+        "remove_empty_cgroups",
+    },
+    "system.file_systems": {"is_inode_number_true", "read_file_handle"},
+    "system.holder": {"fetch_mount_clone", "lock_pid_file"},
+    "system.lock": {"acquire_slot"},
     "system.loop": {"is_deleted", "is_of_cache"},
-    "system.mounts": {"far_name", "has_server_times", "open_hidden"},
+    "system.mounts": {"find_cluster_wide_name", "has_server_times", "open_hidden_mount"},
     "system.processes": {"is_running"},
-    "system.records": {"rename_new"},
-    "system.run": {"hang_up", "run_here", "start_as", "start_here", "start_piped"},
+    "system.records": {"rename_no_replace"},
+    "system.run": {
+        "hang_up",
+        "run_as_current_user",
+        "start_as_user",
+        "start_in_current_session",
+        "start_piped_program",
+    },
 }
 """What features alone use of system/, and may leave there: what any program may do on Linux."""
 RUN = """

@@ -81,8 +81,8 @@ FOR_USERS = {
     "features.registry.worker",
     "stage.fstab",
 }
-"""Those that start one for a job's user, with all three ids theirs (run.start_as_user and its like):
-bash with real uid 0 makes itself root again. See docs/security.md.
+"""Those that start one for a job's user, with all three ids theirs (run.start_as_user and its
+like): bash with real uid 0 makes itself root again. See docs/security.md.
 """
 
 FOR_WORKERS = {
@@ -93,8 +93,8 @@ FOR_WORKERS = {
         "features.registry.worker_pipe",
     ),
 }
-"""Those that start one as the user whom their process is (run.run_as_current_user, start_here): what runs
-there is the user's own, and so is what it may do.
+"""Those that start one as the user whom their process is (run.run_as_current_user,
+start_in_current_session): what runs there is the user's own, and so is what it may do.
 """
 
 SEARCHERS = {
@@ -460,20 +460,26 @@ def test_programs_are_started_where_it_is_known_by_whom() -> None:
         nodes = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)]
         used = {node.attr for node in nodes if ast.unparse(node.value) == "run"}
         known = {
-            "which",
-            "start_as",
+            "find_program",
+            "start_as_user",
             "start_filter",
             "FilterProcess",
-            "start_piped",
+            "start_piped_program",
             "PipedProcess",
-            "run",
-            "nowhere",
+            "run_program",
+            "stay_in_cgroups",
         }
-        assert used <= known | {"end_session"}, module
+        assert used <= known | {"kill_session"}, module
     for module in present(FOR_WORKERS):
         nodes = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)]
         used = {node.attr for node in nodes if ast.unparse(node.value) == "run"}
-        assert used <= {"which", "run_here", "ProcessOutput", "start_here", "end_session"}, module
+        assert used <= {
+            "find_program",
+            "run_as_current_user",
+            "ProcessOutput",
+            "start_in_current_session",
+            "kill_session",
+        }, module
 
 
 def test_environment_is_read_by_the_hooks_and_the_command_line_only() -> None:

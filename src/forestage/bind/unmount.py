@@ -78,7 +78,9 @@ def claim_binds(
     claims: contextlib.ExitStack,
     now: float | None = None,
 ) -> list[ClaimedBind]:
-    """Claims binds that are to go; returns those to `unmount_binds`, which releases each that is done.
+    """Claims binds that are to go; returns those to `unmount_binds`.
+
+    That one releases each that is done.
 
     What it does not get to is released when `claims` is closed.
     Under the space lock. Left out is what another process takes off, what is gone, and, with `now`

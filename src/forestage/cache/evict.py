@@ -237,7 +237,10 @@ def estimate_least_space(cache: Cache, config: Config) -> CacheSpace:
 
 
 def is_space_free(cache: Cache, config: Config, size: int) -> bool:
-    """Whether nothing has to go for a copy of `size` bytes: by statvfs(2) alone, as `estimate_least_space`."""
+    """Whether nothing has to go for a copy of `size` bytes.
+
+    By statvfs(2) alone, as `estimate_least_space`.
+    """
     room = estimate_least_space(cache, config)
     return _is_goal_met(room, goal_for_copy(room, size), 0) and _has_free_inodes(cache)
 
@@ -446,7 +449,9 @@ def plan_to_watermark(
     config: Config,
     read: Callable[[], list[StoredEntry]] | None = None,
 ) -> EvictionPlan:
-    """What `evict_to_watermark` evicts, with these keys leased. Who only wants to know needs no lock for it.
+    """What `evict_to_watermark` evicts, with these keys leased.
+
+    Who only wants to know needs no lock for it.
 
     `read` gives the entries, if they are needed. Parts that no copy can resume count as gone.
     """

@@ -89,8 +89,8 @@ class SourceImage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PathFacts(msgspec.Struct, frozen=True):
-    """What was found at a path; `check_image` decides what it means. `path` is "" if it is not text, or
-    in a mount that a user made.
+    """What was found at a path; `check_image` decides what it means. `path` is "" if it is not
+    text, or in a mount that a user made.
 
     `head` is what the file begins with, HEAD bytes of it or fewer; b"" where its copy is here and
     nobody needs it. The rest was asked for where the whole node would see a redirect: whether the

@@ -235,7 +235,8 @@ class Cache:
         if found != FORMAT.encode():
             raise Failed(
                 "cache-format",
-                f"{self.root} has format {_shorten_for_log(found)}, this forestage writes {FORMAT.strip()}",
+                f"{self.root} has format {_shorten_for_log(found)}, this forestage writes"
+                f" {FORMAT.strip()}",
                 "empty it, or install the release that wrote it",
             )
         return True

@@ -64,8 +64,8 @@ def _wrong_bytes(found: Iterable[EventRecord]) -> Iterator[CheckFinding]:
         yield CheckFinding(
             "wrong-bytes",
             "critical",
-            f"at {format_local_time(event.time)} `{event.hook}` found wrong bytes in the copy of {copy}"
-            + ("" if outcome.evicted else ", which stays"),
+            f"at {format_local_time(event.time)} `{event.hook}` found wrong bytes in the copy of"
+            f" {copy}" + ("" if outcome.evicted else ", which stays"),
             f"Jobs that began with it {since} may have read them",
             "`forestage explain JOBID` marks each such job; for the disk see `dmesg`"
             + ("" if outcome.evicted else f", and `forestage evict {outcome.key}`"),
@@ -116,7 +116,8 @@ def _left(files: RootedTree, real: str) -> Iterator[CheckFinding]:
         yield CheckFinding(
             "cache-left",
             "warning",
-            f"{root} was the cache before {real}, and has {format_count(len(stored), 'entry', 'entries')}"
+            f"{root} was the cache before {real}, and has"
+            f" {format_count(len(stored), 'entry', 'entries')}"
             f" with {size}",
             "No job uses what it takes, and nothing removes it but this command",
             f"forestage evict --all --cache {shlex.quote(root)} (or set `cache:` to it again)",
@@ -235,8 +236,8 @@ def _vanished(
         yield CheckFinding(
             "entries-vanish",
             "warning",
-            f"files vanish from entries ({len(since)} since {format_local_time(min(since))}): does something"
-            " on this node delete by owner?",
+            f"files vanish from entries ({len(since)} since {format_local_time(min(since))}): does"
+            " something on this node delete by owner?",
             "Jobs keep what they have open, and each next one copies its image anew. A copy belongs"
             " to its image's owner, so that whatever deletes a user's files on the disk takes it",
             f"leave out {config.cache} where the site's Epilog, or a timer, deletes users' files",

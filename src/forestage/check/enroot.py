@@ -135,7 +135,8 @@ def _left_behind(files: RootedTree, settings: dict[str, str]) -> Iterator[CheckF
         yield CheckFinding(
             "containers-left",
             "warning",
-            f"{format_count(len(left), 'root file system')} of steps that are over, such as {first}",
+            f"{format_count(len(left), 'root file system')} of steps that are over, such as"
+            f" {first}",
             "Nobody removes them, and the cache has that much less room on the same disk",
             f"as their owner: enroot remove --force {first.name} (forestage deletes nothing of"
             " enroot's)",

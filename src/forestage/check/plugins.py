@@ -135,7 +135,8 @@ def _through(
             yield CheckFinding(
                 "through-no-spank",
                 "warning",
-                f"{format_key_name(name, 'cold')}: through has no effect with redirect: {config.redirect}",
+                f"{format_key_name(name, 'cold')}: through has no effect with redirect:"
+                f" {config.redirect}",
                 "The first job of an image reads it from the shared file system, as with `cold:"
                 " shared`: only the companion can have a step read through its copy",
                 f"{format_key_name(name, 'redirect')}: spank, with the companion in plugstack.conf",

@@ -319,8 +319,8 @@ def _found_bad(start: EventRecord, bad: Iterable[EventRecord]) -> Iterator[str]:
                 else "its record or its rights"
             )
             yield (
-                f"WRONG BYTES? {format_local_time(event.time)} `{event.hook}` found this entry bad: {what}"
-                + (f"; {right}" if right else "")
+                f"WRONG BYTES? {format_local_time(event.time)} `{event.hook}` found this entry bad:"
+                f" {what}" + (f"; {right}" if right else "")
             )
 
 

@@ -326,7 +326,8 @@ def _lately(status: NodeStatus, now: float) -> list[tuple[str, str]]:
         jobs += f" and {more} more" if more > 0 else ""
         facts.append(("not called", f"for job {jobs}, which runs here (see `forestage check`)"))
     if starts.hit_ratio is not None:
-        of = f"{starts.hits} of {format_count(starts.tried, 'start')} since {format_local_time(starts.since)}"
+        since = format_local_time(starts.since)
+        of = f"{starts.hits} of {format_count(starts.tried, 'start')} since {since}"
         facts.append(("hit ratio", f"{starts.hit_ratio:.0%}, {of}"))
     if starts.failure:
         failed = starts.failure

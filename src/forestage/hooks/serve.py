@@ -254,7 +254,8 @@ def _through(call: ServeContext, begun: StagedRequest) -> RequestResult | None:
     try:
         socket = keeper.start(CopyTask(node, job, begun.opened), wait=call.limit.ready)
     except Declined as why:
-        # A stager that publishes takes away what a keeper of its copy needs (cache/readers.remove_map_files).
+        # A stager that publishes takes away what a keeper of its copy needs
+        # (cache/readers.remove_map_files).
         if node.cache.find(found):
             return None
         return started.saying(reason=why.reason, detail=printable(str(why)))

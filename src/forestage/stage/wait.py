@@ -69,7 +69,9 @@ def wait_for_copy(
     watch: ProgressCallback = ignore_progress,
     until_begun: bool = False,
 ) -> Arrival:
-    """Waits until a stager has published the image; `copying` is what `ensure_copy_started` yielded.
+    """Waits until a stager has published the image.
+
+    `copying` is what `ensure_copy_started` yielded.
 
     With `until_begun` no longer than until the copy has the room that it needs.
 

@@ -372,7 +372,9 @@ def _fork_child(
 
 
 def receive_descriptors(line: socket.socket) -> list[int]:
-    """The descriptors that wait in a line of `run_in_child_with_socket`; this process' end of it is closed.
+    """The descriptors that wait in a line of `run_in_child_with_socket`.
+
+    This process' end of it is closed.
 
     They stay in it for other holders of the line: a second stager, when the first was killed.
     """
@@ -394,7 +396,10 @@ def run_in_child(
     keep: tuple[int, ...] = (),
     tries: int = _TRIES,
 ) -> ChildResult[T]:
-    """`run_in_child_with_socket` and `receive_descriptors` in one, for descriptors that are safe to close."""
+    """`run_in_child_with_socket` and `receive_descriptors` in one.
+
+    It is for descriptors that are safe to close.
+    """
     value, line = run_in_child_with_socket(work, answer, timeout, keep, tries=tries)
     return value, receive_descriptors(line)
 

@@ -47,7 +47,10 @@ LONGEST_DETAIL = 4096  # characters of an error
 
 
 class DaemonSpec(msgspec.Struct, frozen=True):
-    """Its name in ps(1), its cgroup (child.leave_job_cgroups; None: the step's), its oom_score_adj."""
+    """Its name in ps(1), its cgroup (child.leave_job_cgroups) and its oom_score_adj.
+
+    Without a cgroup it is the step's.
+    """
 
     name: str
     leaf: child.CgroupName | None = "serve"

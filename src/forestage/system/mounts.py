@@ -262,7 +262,9 @@ def format_mountinfo_marker(origin: BindOrigin) -> bytes:
 def list_binds_of_origin(
     mounts: list[MountInfo], origin: BindOrigin
 ) -> list[tuple[MountInfo, str]]:
-    """Pure: binds of files below `find_bind_origin`, each with its path inside it, wherever they are mounted.
+    """Pure: binds of files below `find_bind_origin`, each with its path inside it.
+
+    Wherever they are mounted.
 
     They are known by device and by path inside the file system, so no other program's mounts and no
     file that a user made can look like ours. A deleted file's path ends in `//deleted`.

@@ -1579,8 +1579,8 @@ def test_entries_that_lost_a_file_within_a_week_are_counted(node: GoodNode) -> N
     VANISHED[0].plant(node)
     (one,) = node.check().findings
     assert one.what == (
-        f"files vanish from entries (2 since {format_local_time(NOW - 3600)}): does something on this node"
-        " delete by owner?"
+        f"files vanish from entries (2 since {format_local_time(NOW - 3600)}): does something on"
+        " this node delete by owner?"
     )
 
 

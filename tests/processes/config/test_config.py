@@ -8,7 +8,7 @@ from pathlib import Path
 def test_loading_without_a_file_imports_nothing_costly(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from forestage.config import load_config;"
-        f"load_settings(pathlib.Path({str(tmp_path)!r}));"
+        f"load_config(pathlib.Path({str(tmp_path)!r}));"
         "print(*{'yaml', 'difflib', 'dataclasses', 'logging', 'click'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -30,8 +30,9 @@ def _list_sentences(facts: "ExplainFacts") -> Iterator[str]:
     copy = facts.ahead.get(outcome.key) if isinstance(outcome, RequestOutcome) else None
     if isinstance(outcome, RequestOutcome) and copy and not copy.ahead and outcome.result in WHOLE:
         took = to_tenths(copy.copying) or "less than 0.1s"
-        since = f"expected since {format_local_time(copy.expected)}: copied before the job began, in {took}"
-        yield f"{since}{_about(saved.seconds(outcome) or 0.0)}"
+        since = format_local_time(copy.expected)
+        told = f"expected since {since}: copied before the job began, in {took}"
+        yield f"{told}{_about(saved.seconds(outcome) or 0.0)}"
 
 
 def _about(seconds: float) -> str:

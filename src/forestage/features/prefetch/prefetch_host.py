@@ -96,7 +96,8 @@ def pieces(done: PrefetchHostPass) -> Iterator[OutputBlock]:
     told = "told" if done.told else "would be told"
     jobs = f"{format_count(done.jobs, 'pending job')} with an image"
     yield TextLine(
-        f"{format_count(len(done.list.rows), 'row')} {told}: {jobs}, in {format_duration(done.took)}",
+        f"{format_count(len(done.list.rows), 'row')} {told}: {jobs},"
+        f" in {format_duration(done.took)}",
         heading=True,
     )
     if done.list.rows:

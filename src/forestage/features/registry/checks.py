@@ -276,8 +276,8 @@ def _silence(places: NodePaths, now: float) -> Iterator[CheckFinding]:
             yield CheckFinding(
                 "registry-silent",
                 "warning",
-                f"the registry {name} did not answer a step at {format_local_time(when)}, nor does it now:"
-                f" {wrong}",
+                f"the registry {name} did not answer a step at {format_local_time(when)}, nor does"
+                f" it now: {wrong}",
                 "Its images cannot be imported; what `registry.offline` says is done",
                 f"the network from this node to {name}, or the proxy in enroot.conf",
             )
