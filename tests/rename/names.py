@@ -580,9 +580,12 @@ class Editor:
         self._strings.append((self._module.start(node), self._module.end(node)))
 
     def _quoted(self, node: ast.AST | None) -> None:
-        """Rename in annotations that are strings."""
+        """Rename in annotations that are strings, but not in the strings of Literal."""
+        values = {id(one) for one in _of_literals(node)}
         for one in ast.walk(node) if node else ():
             if not (isinstance(one, ast.Constant) and isinstance(one.value, str)):
+                continue
+            if id(one) in values:
                 continue
             start = self._module.start(one) + 1
             text = self._module.text[start : start + len(one.value)]
@@ -600,6 +603,12 @@ class Editor:
     def _is_alias(self, name: str) -> bool:
         scope = self._look_up(name)
         return bool(scope and name in scope.aliased)
+
+
+def _of_literals(node: ast.AST | None) -> Iterator[ast.AST]:
+    for one in ast.walk(node) if node else ():
+        if isinstance(one, ast.Subscript) and ast.unparse(one.value) == "Literal":
+            yield from ast.walk(one.slice)
 
 
 def _methods(node: ast.AST) -> set[str]:
