@@ -7,7 +7,7 @@ from pathlib import Path
 
 from commands import NOW, Frozen
 from forestage import events
-from forestage.check import CheckReport, CheckTarget, check, pieces
+from forestage.check import CheckReport, CheckTarget, format_report, run_checks
 from forestage.events import EventRecord, RequestOutcome
 from forestage.features.peers import activation
 from forestage.paths import NodePaths
@@ -163,17 +163,19 @@ class GoodNode:
     def companion_for(self, release: str) -> None:
         self.write("/usr/lib/forestage/spank/forestage.so.release", f"{release}\n")
 
-    def use(self, image: str, size: int, times: int = 1, hook: events.Hook = "prolog") -> None:
+    def use(self, image: str, size: int, times: int = 1, hook: events.EventHook = "prolog") -> None:
         """Jobs that asked for an image, an hour ago."""
         outcome = RequestOutcome("copied", image=image, size=size)
         event = EventRecord(NOW - 3600, hook, 7, outcome, "alice", 1000)
-        events.append(self.places.events, [event] * times)
+        events.append_events(self.places.events, [event] * times)
 
-    # What `check` says of it
+    # What `run_checks` says of it
 
     def check(self) -> CheckReport:
         slurm = SlurmClient(str(self.at("/usr/bin")), node="n1")
-        return check(CheckTarget(self.places, Frozen(), self.conf, self.is_root, self.login, slurm))
+        return run_checks(
+            CheckTarget(self.places, Frozen(), self.conf, self.is_root, self.login, slurm)
+        )
 
     def ids(self) -> list[str]:
         return [one.id for one in self.check().findings]
@@ -183,6 +185,6 @@ def words(report: CheckReport) -> str:
     """What a person reads."""
     return "\n".join(
         escape_control_characters(piece.text)
-        for piece in pieces(report)
+        for piece in format_report(report)
         if isinstance(piece, TextLine)
     )

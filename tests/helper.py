@@ -53,7 +53,7 @@ def environ(
 
 def unhurried() -> None:
     """However slow the helper is: nothing is said by the way."""
-    user_messages.HELD_UP = 3600.0
+    user_messages.FIRST_MESSAGE_AFTER = 3600.0
 
 
 class Helper:

@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from forestage.cache.lease import Lease
-from forestage.commands.explain import history, pieces
+from forestage.commands.explain import format_output, make_job_history
 from forestage.events import EventRecord, Outcome, RequestOutcome
 from forestage.system.terminal import write_plain
 
@@ -28,5 +28,5 @@ def hit(**changes: Any) -> Outcome:
 
 def printed(*events: EventRecord, lease: Lease | None = None) -> str:
     out = io.StringIO()
-    write_plain(pieces(history(7, events, lease), NOW), out)
+    write_plain(format_output(make_job_history(7, events, lease), NOW), out)
     return out.getvalue()

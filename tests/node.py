@@ -258,12 +258,12 @@ class Node:
             user = lease.user if lease else ALICE
         return self._run("epilog", self.environ(job, user=user), clock)
 
-    def _run(self, name: events.Hook, environ: dict[str, str], clock: Clock | None) -> Ran:
+    def _run(self, name: events.EventHook, environ: dict[str, str], clock: Clock | None) -> Ran:
         before = len(self.outcomes(name, int(environ["SLURM_JOB_ID"])))
         HookRun(name, environ, time.monotonic()).run(self.places, clock or Clock())
         return Ran(self.outcomes(name, int(environ["SLURM_JOB_ID"]))[before:])
 
-    def outcomes(self, hook: events.Hook, job: int | None = None) -> tuple[Outcome, ...]:
+    def outcomes(self, hook: events.EventHook, job: int | None = None) -> tuple[Outcome, ...]:
         """What the event file says of a kind of hook, or of one job's; in order."""
         return tuple(
             event.outcome
@@ -341,7 +341,7 @@ class Node:
 
 def start_hook(
     node: Node,
-    name: boundary.Name,
+    name: boundary.HookKind,
     environ: Mapping[str, str],
     stderr: int,
     keep: int = 3,

@@ -53,14 +53,14 @@ class Tended:
         )
         self.program.chmod(0o755)
         patch.setattr(sys, "argv", [str(self.program), "tend"])
-        patch.setattr(tend, "RUN", HANGS)
+        patch.setattr(tend, "RUN_SECONDS", HANGS)
         self.stuck: Mapping[str, object] = {}
         self.started: list[tuple[str, int]] = []
         self.environ = dict(os.environ)
 
     def run(self, clock: Clock | None = None) -> dict[str, tuple[str, int]]:
         """What became of each part: its state, and its exit status."""
-        ends = tend.tend(self.places, clock or Clock(), self.parts(), self.start)
+        ends = tend.run_due_parts(self.places, clock or Clock(), self.parts(), self.start)
         return {one.name: (one.state, one.code) for one in ends}
 
     def parts(self) -> Iterator[TendPart]:
@@ -70,7 +70,7 @@ class Tended:
             yield msgspec.structs.replace(part, limit=limit if part.limit else 0.0)
 
     def start(self, part: TendPart, held: int | None) -> RunningProcess:
-        started = tend.start(self.environ, part, held)
+        started = tend.start_part(self.environ, part, held)
         self.started.append((part.name, started.pid))
         if happens := self.stuck.get(part.name):
             assert callable(happens)
@@ -82,7 +82,7 @@ class Tended:
         return [pid for part, pid in self.started if part == name]
 
     def is_free(self, name: str) -> bool:
-        return lock.is_free(tend.lock_file(self.places, name))
+        return lock.is_free(tend.part_lock_path(self.places, name))
 
     def wait(self, *names: str) -> None:
         """Waits until the last processes of these parts have ended."""

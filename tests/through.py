@@ -77,11 +77,11 @@ class Through:
         self.start()
 
     def start(self) -> None:
-        self.sock = keeper.start(task(self.node, self.opened))
+        self.sock = keeper.start_keeper(task(self.node, self.opened))
         self.pid = next(state.pid for spot, state in self.living() if spot == self.spot)
 
     def living(self) -> list[tuple[Path, keeper.KeeperState]]:
-        return keeper.states(self.node.places.through)
+        return keeper.list_keepers(self.node.places.through)
 
     def connect(self) -> socket.socket:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -75,7 +75,7 @@ def is_logged(user: User, text: str) -> bool:
 
 
 def swept(node: Node) -> SweepReport:
-    return sweep.sweep(here(node), SlurmClient("", ""), False, lambda text: None)
+    return sweep.run_sweep(here(node), SlurmClient("", ""), False, lambda text: None)
 
 
 @pytest.fixture

@@ -117,15 +117,17 @@ def test_disk_that_others_filled_before_is_declined(
 def test_job_that_could_read_through_reads_its_source_where_the_disk_is_full_and_explain_says_so(
     node: Node, scratch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limit, "SMALL", 0)  # nobody waits for the copy of an image that is larger
-    monkeypatch.setattr(limit, "SHORTLY", 600.0)
+    monkeypatch.setattr(
+        limit, "SMALL_IMAGE_BYTES", 0
+    )  # nobody waits for the copy of an image that is larger
+    monkeypatch.setattr(limit, "SHORT_WAIT", 600.0)
     node.configure(redirect="spank", cold=None)
     node.prolog(1, node.put("alice/first.sqsh"))  # there are locks to take
     fill(node, 0)
     path = node.put("alice/image.sqsh", image())
     assert node.prolog(7, path).said == ("declined", "no-room")
     assert Helper(node, environ(node, 7, path)).lines()[-1] == ["leave", "no-room"]
-    told = [run for run in explain.gather(node.places, 7).runs if run.hook != "stager"]
+    told = [run for run in explain.read_job_history(node.places, 7).runs if run.hook != "stager"]
     assert ["no-room" in run.explained[0].sentences[0] for run in told] == [True, True]
     (node.nvme / "scratch/enroot").unlink()
     assert ask(node, 7, path)[0] in ("through", "use")
@@ -164,11 +166,11 @@ def test_state_of_the_disk_is_known_before_a_copy_fails_for_it(
     here(node).cache.prepare(False)
     before = sorted(node.nvme.rglob("*"))
     fault(node)
-    found = status.gather(here(node))
-    word, why = status.state(found)
+    found = status.read_node_status(here(node))
+    word, why = status.choose_state(found)
     assert (word, expected[1] in why) == (expected[0], True)
     percent = 100 if word == "full" else 0
-    assert f"forestage state={word} full={percent}%" in status.oneline(found)
+    assert f"forestage state={word} full={percent}%" in status.format_oneline(found)
     left = {one for one in node.nvme.rglob("*") if one.name != "enroot"}
     assert sorted(left) == before, "looking has written nothing that stays"
 

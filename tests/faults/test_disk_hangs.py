@@ -185,7 +185,7 @@ def test_lock_that_hangs_with_the_disk_is_not_waited_for_and_the_sweep_tidies(
     assert node.leases.jobs() == ()
     assert node.binds() != {}
     frozen.go()
-    sweep.sweep(here(node), SlurmClient("", ""), False, lambda text: None)
+    sweep.run_sweep(here(node), SlurmClient("", ""), False, lambda text: None)
     assert node.binds() == {}
 
 
@@ -203,22 +203,22 @@ def test_commands_end_while_the_disk_hangs(node: Node, frozen: Hangs) -> None:
     assert node.prolog(1, path).said == ("copied", "")
     frozen.stop()
     with pytest.raises(Declined, match="writes have hung"):
-        sweep.sweep(here(node), SlurmClient("", ""), False, lambda text: None)
+        sweep.run_sweep(here(node), SlurmClient("", ""), False, lambda text: None)
     with pytest.raises(Declined, match="writes have hung"):
-        evict.to_watermark(here(node), False)
-    found = status.gather(here(node))
+        evict.evict_to_watermark(here(node), False)
+    found = status.read_node_status(here(node))
     assert (found.entries.total, len(found.leases)) == (1, 1)
     assert found.blocked is not None
-    assert (status.state(found)[0], found.problems) == ("hangs", ())
+    assert (status.choose_state(found)[0], found.problems) == ("hangs", ())
     assert "writes have hung" in found.blocked.why
 
 
 def test_status_tells_a_disk_whose_reads_hang(node: Node, suspended: Hangs) -> None:
     node.staged(1)
     suspended.stop()
-    found = status.gather(here(node))
+    found = status.read_node_status(here(node))
     assert "reads have hung" in found.unusable
-    assert status.state(found) == ("hangs", found.unusable)
+    assert status.choose_state(found) == ("hangs", found.unusable)
     assert [one.job for one in found.leases] == [1]
 
 
@@ -229,7 +229,7 @@ from forestage.cache import disk
 from forestage.hooks import boundary, prolog, step, watch
 from forestage.system import probe
 hook, hangs = os.getpid(), disk.probe_disk
-probe.LIMIT, watch.LOOK, watch.HANGS = 0.2, 0.2, float(sys.argv[3])
+probe.LIMIT, watch.PROBE_INTERVAL, watch.HANG_AFTER = 0.2, 0.2, float(sys.argv[3])
 def known(*args):
     if os.getpid() != hook:
         return None
@@ -240,7 +240,7 @@ def known(*args):
 disk.probe_disk = known
 def hang(node, *args):
     os.mkdir(node.cache.root / "new")
-prolog.prolog = step.step = hang
+prolog.serve_prolog = step.serve_step = hang
 os._exit(boundary._main(sys.argv[1], sys.argv[2]))
 """
 

@@ -95,7 +95,7 @@ def run(node: Node) -> Path:
 
 def called(node: Node, name: str, job: int) -> None:
     """What a hook does first."""
-    boundary.note_call(name, node.environ(job), str(node.places.run))  # type: ignore[arg-type]
+    boundary.record_call(name, node.environ(job), str(node.places.run))  # type: ignore[arg-type]
 
 
 def test_user_can_hold_no_directory_in_which_hooks_make_names(
@@ -111,7 +111,7 @@ def test_user_can_hold_no_directory_in_which_hooks_make_names(
     for folder in (node.places.etc, node.places.config_parts, state):
         folder.mkdir(exist_ok=True, parents=True)
         folder.chmod(0o755)
-    sweep.keep_unlisted(node.places)
+    sweep.make_config_unlistable(node.places)
     ours = [Path(one) for one, _, _ in os.walk(run)]  # a copy that ends takes one away
     assert {run, node.places.images, node.places.through} < set(ours)
     ours += [node.places.etc, node.places.config_parts, state, node.places.events.parent]
@@ -144,7 +144,7 @@ def test_epilog_ends_while_a_user_holds_the_directory_of_shared_memory(
     shared.chmod(0o1777)
 
     def epilog_of(job: int) -> Ran:
-        nothing = boundary.nothing_to_do("epilog", node.environ(job), str(node.places.root))
+        nothing = boundary.has_no_work("epilog", node.environ(job), str(node.places.root))
         assert nothing is (job == 2)
         return node.epilog(job)
 
@@ -159,16 +159,16 @@ def test_reader_of_what_a_user_is_told_holds_up_no_hook_and_no_sweep(
 ) -> None:
     """On XFS the same read holds the lock that a write waits for; this is a tmpfs."""
     path = node.staged(1)
-    own = user_files.file_of(node.places.users, ALICE.uid)
+    own = user_files.user_file_path(node.places.users, ALICE.uid)
     with parked(far, own, READ, ALICE, flag):
         assert beside(lambda: node.epilog(1)).said == ("released", "")
         assert beside(lambda: node.prolog(2, path)).said == ("hit", "")
-        hooks = [one.hook for one in events.read_own(node.places, ALICE.uid)]
+        hooks = [one.hook for one in events.read_user_events(node.places, ALICE.uid)]
         assert hooks[-2:] == ["epilog", "prolog"]
         detail = RequestOutcome("hit", detail="x" * user_files.USER_FILE_BYTES)
         full = events.EventRecord(1.0, "step", 2, detail, uid=ALICE.uid)
         beside(lambda: events.record_events(node.places, [full] * 2))  # its front is given back
-        beside(lambda: user_files.remove_idle(node.places.users, time.time() * 2))
+        beside(lambda: user_files.remove_idle_users(node.places.users, time.time() * 2))
         assert not own.exists()
 
 
@@ -177,7 +177,7 @@ HASTY = """
 import os, sys
 from forestage.hooks import boundary, watch
 from forestage.system import probe
-probe.LIMIT, watch.LOOK, watch.HANGS = 0.2, 0.2, 0.3
+probe.LIMIT, watch.PROBE_INTERVAL, watch.HANG_AFTER = 0.2, 0.2, 0.3
 os._exit(boundary._main(sys.argv[1], sys.argv[2]))
 """
 
@@ -253,16 +253,16 @@ def test_off_and_on_end_while_a_user_lists_their_directory_and_the_next_one_tidi
     monkeypatch.setattr(switch, "PATIENCE", 0.3)
     places.etc.chmod(0o755)
     with parked(far, places.etc):
-        done = beside(lambda: switching.off(places, clock, "INC-1", None))
+        done = beside(lambda: switching.switch_off(places, clock, "INC-1", None))
         assert (done.off, done.kept, done.files) == (True, False, (str(places.disabled),))
         assert "did not answer" in done.error
         assert done.why == f"{places.disabled}: INC-1"
-        done = beside(lambda: switching.on(places, clock))
+        done = beside(lambda: switching.switch_on(places, clock))
         assert (done.off, done.files) == (True, (str(places.disabled),))
         assert "did not answer" in done.error
     until(lambda: list(places.etc.glob(".disabled.*")), "the child that was left behind")
     monkeypatch.setattr(switch, "PATIENCE", 60.0)
-    done = switching.off(places, clock, "INC-2", None)
+    done = switching.switch_off(places, clock, "INC-2", None)
     assert (done.kept, done.files) == (True, (str(places.kept_off),))
-    assert not switching.on(places, clock).off
+    assert not switching.switch_on(places, clock).off
     assert not list(places.etc.glob(".disabled.*"))

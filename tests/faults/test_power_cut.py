@@ -179,7 +179,7 @@ def test_entry_of_an_earlier_boot_that_a_sweep_has_read_is_a_hit(power: Power) -
     path = node.put("alice/image.sqsh", image())
     node.prolog(1, path)
     power.back()
-    sweep.sweep(here(node), SlurmClient("", ""), False, lambda text: None)
+    sweep.run_sweep(here(node), SlurmClient("", ""), False, lambda text: None)
     assert node.prolog(2, path).outcome.result == "hit"
 
 

@@ -216,7 +216,7 @@ def test_check_ends_and_names_the_source_that_hangs(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Also what else leads there is not walked to: enroot's binds, and the cache's own path."""
-    monkeypatch.setattr(check.sources, "TIMEOUT", 0.3)
+    monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.3)
     monkeypatch.setattr(tree, "HANGS", 0.3)
     far.put("image.sqsh", image())
     (far.folder / "images").mkdir()
@@ -227,7 +227,7 @@ def test_check_ends_and_names_the_source_that_hangs(
     (etc / "mounts.d/a.fstab").write_text(f"{node.shared / name} /x none bind\n")
 
     def ids() -> list[str]:
-        done: CheckReport = check.check(CheckTarget(node.places, Clock()))
+        done: CheckReport = check.run_checks(CheckTarget(node.places, Clock()))
         return [one.id for one in done.findings if one.id.startswith(("source", "check"))]
 
     # All that it looks at is below the node's root.
@@ -244,7 +244,7 @@ def test_check_ends_and_names_the_source_that_hangs(
 def test_check_names_what_hangs_below_a_source(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check.sources, "TIMEOUT", 0.3)
+    monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.3)
     node.configure()
     seen = node.places.root / str(node.shared).lstrip("/")
     seen.mkdir(parents=True)
@@ -254,7 +254,7 @@ def test_check_names_what_hangs_below_a_source(
     listed.write_bytes(Path("/proc/self/mountinfo").read_bytes())
 
     def found() -> list[str]:
-        done: CheckReport = check.check(CheckTarget(node.places, Clock()))
+        done: CheckReport = check.run_checks(CheckTarget(node.places, Clock()))
         return [one.what for one in done.findings if one.id == "source-hangs"]
 
     assert found() == []
@@ -268,7 +268,7 @@ def test_check_names_an_image_that_answers_no_read(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its server answers all else: a job has met it."""
-    monkeypatch.setattr(check.sources, "TIMEOUT", 0.5)
+    monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.5)
     monkeypatch.setattr(opening, "HOOK_TIMEOUT", 0.3)
     node.configure(deadline="1h")
     path = far.put("image.sqsh", image())
@@ -279,7 +279,7 @@ def test_check_names_an_image_that_answers_no_read(
     assert beside(lambda: node.prolog(1, path)).ended == (0, "declined", "source-hangs")
 
     def found() -> list[str]:
-        done: CheckReport = check.check(CheckTarget(node.places, Clock()))
+        done: CheckReport = check.run_checks(CheckTarget(node.places, Clock()))
         return [one.what for one in done.findings if one.id == "source-hangs"]
 
     (what,) = found()

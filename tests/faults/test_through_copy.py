@@ -187,7 +187,7 @@ def test_copy_is_not_begun_again_where_that_is_of_no_use(
 ) -> None:
     if why == "upgraded":
         releases = iter(range(1000))
-        monkeypatch.setattr(keeper_process, "_release", lambda: next(releases))
+        monkeypatch.setattr(keeper_process, "_read_program_stamp", lambda: next(releases))
     through = leased(node, shown)
 
     def no_room() -> None:

@@ -17,7 +17,7 @@ from forestage.cache.lease import EntryUse, Lease
 from forestage.errors import Declined
 from forestage.system import fuse, mounts
 from forestage.views.through import keeper, keeper_process, server
-from forestage.views.through.keeper import states
+from forestage.views.through.keeper import list_keepers
 from forestage.views.through.keeper_process import Keeper
 from forestage.views.through.server import ReadServer
 from node import ALICE, BOB, Node, children_left, until
@@ -185,7 +185,7 @@ def test_images_beyond_the_limit_are_not_read_through(
         shown(third, lay=False)
     assert declined.value.reason == "no-through"
     if others:
-        keeper.start(task(here(node), opened(third, BOB)))
+        keeper.start_keeper(task(here(node), opened(third, BOB)))
 
 
 def test_limit_holds_for_hooks_at_the_same_moment(
@@ -197,7 +197,7 @@ def test_limit_holds_for_hooks_at_the_same_moment(
 
     def start(path: Path) -> None:
         with contextlib.suppress(Declined):
-            keeper.start(task(through.node, opened(path)))
+            keeper.start_keeper(task(through.node, opened(path)))
 
     for aside in [Aside(lambda path=path: start(path)) for path in paths]:
         assert aside.ended() == 0
@@ -209,7 +209,9 @@ def test_hooks_that_start_an_image_at_the_same_moment_share_a_keeper(
 ) -> None:
     through = shown(lay=False)
     path = node.put("alice/other.sqsh")
-    asides = [Aside(lambda: keeper.start(task(through.node, opened(path)))) for _ in range(6)]
+    asides = [
+        Aside(lambda: keeper.start_keeper(task(through.node, opened(path)))) for _ in range(6)
+    ]
     assert {aside.ended() for aside in asides} == {0}
     assert len(through.living()) == 2
 
@@ -227,7 +229,7 @@ def test_keeper_that_fails_ends_and_never_becomes_the_hook(
     def start() -> None:
         me = os.getpid()
         try:
-            keeper.start(task(through.node, opened(path)))
+            keeper.start_keeper(task(through.node, opened(path)))
         finally:
             if os.getpid() != me:
                 (tmp_path / "came-back").touch()
@@ -254,9 +256,9 @@ def test_server_and_keeper_killed_before_an_answer_leave_nobody_who_waits(
             asked.touch()
 
     monkeypatch.setattr(ReadServer, "_take", answer_no_open)
-    hook = Aside(lambda: keeper.start(task(here(node), opened(path))))
+    hook = Aside(lambda: keeper.start_keeper(task(here(node), opened(path))))
     until(asked.exists, "the kernel to ask")
-    ((_, state),) = states(node.places.through)
+    ((_, state),) = list_keepers(node.places.through)
     (serving,) = servers_of(state.pid)
     os.kill(serving, signal.SIGKILL)
     os.kill(state.pid, signal.SIGKILL)
@@ -303,7 +305,7 @@ opened = OpenImage(found, User("", 1, 1), fd)
 node = Node.of(Config(cache="/mnt/nvme/forestage", chunk_size=2**20), NodePaths(top), Clock())
 job = Job(7, opened.user, "n1", "batch", "/", requests=(), saves=None, hints=JobHints())
 sys.meta_path[:] = [Gone()]
-keeper.start(CopyTask(node, job, opened))
+keeper.start_keeper(CopyTask(node, job, opened))
 """
 
 

@@ -82,7 +82,7 @@ def test_source_that_hangs_from_the_start_leaves_one_keeper_and_no_server(
     for start in (HANGS, 1.0, 1.0):
         monkeypatch.setattr(keeper, "START", start)
         with pytest.raises(Declined, match="does not answer") as declined:
-            keeper.start(asked)
+            keeper.start_keeper(asked)
         assert declined.value.reason == "no-through"
 
     def left() -> list[str]:
@@ -91,7 +91,7 @@ def test_source_that_hangs_from_the_start_leaves_one_keeper_and_no_server(
     until(lambda: left() == [keeper.PROCESS_NAME], "one keeper to be left")
     far.behaves()
     until(lambda: left() == [], "its end")
-    assert keeper.states(node.places.through) == []
+    assert keeper.list_keepers(node.places.through) == []
     asked.opened.close()
 
 

@@ -22,7 +22,7 @@ from through import Aside, Copy, Shown, Through, direct, read_fresh
 def swept(through: Through, dry_run: bool = False, seconds: float = 100.0) -> SweepReport:
     """A sweep after a while in which nobody but the keepers that live has done anything."""
     node = msgspec.structs.replace(through.node, clock=Later(seconds))
-    done = sweep.sweep(node, SlurmClient("", "", Path("/proc")), dry_run, lambda text: None)
+    done = sweep.run_sweep(node, SlurmClient("", "", Path("/proc")), dry_run, lambda text: None)
     assert done.problems == ()
     return done
 
@@ -70,7 +70,9 @@ def test_process_that_has_the_number_of_a_keeper_is_not_killed(shown: Shown) -> 
     through = shown()
     ((spot, state),) = through.living()
     other = Aside(signal.pause)
-    remains.end(remains.LivingKeeper(spot, msgspec.structs.replace(state, pid=other.pid), 0.0))
+    remains.kill_keeper(
+        remains.LivingKeeper(spot, msgspec.structs.replace(state, pid=other.pid), 0.0)
+    )
     until(lambda: not through.living(), "the keeper's end")
     assert read_fresh(through.path) == source_bytes()
     os.kill(other.pid, signal.SIGTERM)
@@ -92,7 +94,7 @@ def test_users_process_that_looks_like_a_keeper_is_not_killed(shown: Shown) -> N
 
     other = Aside(pretend)
     assert os.read(ready, 1) == b"x"
-    remains.end(remains.LivingKeeper(spot, state, 0.0))
+    remains.kill_keeper(remains.LivingKeeper(spot, state, 0.0))
     until(lambda: not through.living(), "the keeper's end")
     os.kill(other.pid, signal.SIGTERM)
     assert other.ended() == -signal.SIGTERM

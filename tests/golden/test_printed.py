@@ -23,7 +23,7 @@ from forestage.events import (
     Outcome,
     ReleaseOutcome,
     RequestOutcome,
-    append,
+    append_events,
 )
 from forestage.slurm.queue import SlurmClient
 from goldens import as_text, compare, must_be_as_kept, normalise
@@ -120,7 +120,7 @@ def printed(site: Site) -> Printed:
     site.publish(site.image("b.sqsh", b"b" * 9000), age=60.0, expected=NOW - 90)
     site.publish(site.image("old.sqsh", b"c" * 100), age=86400.0)
     site.lease(7, EntryUse(first, str(site.lustre / "a.sqsh")))
-    append(site.places.events, [*happened(str(site.lustre / "a.sqsh"), first)])
+    append_events(site.places.events, [*happened(str(site.lustre / "a.sqsh"), first)])
     return Printed(site)
 
 

@@ -43,7 +43,7 @@ class Background:
         words = {STAGE_OPTION: str(option)} if option else {}
         return given | words | {"SLURM_CONF": str(conf)}
 
-    def hook(self, name: boundary.Name, **asked: str | Path | None) -> subprocess.Popen[bytes]:
+    def hook(self, name: boundary.HookKind, **asked: str | Path | None) -> subprocess.Popen[bytes]:
         """Starts one as slurmd does."""
         environ = self.environ(**asked)
         context = {"SLURM_SCRIPT_CONTEXT": "spank_step", "SLURM_STEP_ID": "0"}

@@ -296,7 +296,7 @@ def test_folder_of_the_users_with_names_without_end_leaves_the_path(
     """Else root's process that reads them, the last to be killed, takes memory without end."""
     path = spank.put("images/image.sqsh")
     theirs(spank, "")
-    for number in range(container_binds.MOST_NAMES + 1):
+    for number in range(container_binds.MAX_DIRECTORY_NAMES + 1):
         spank.put(f"alice/.config/enroot/{folder}/{number}", b"")
     assert answer_to(spank, path, {}, {"HOME": str(spank.shared / "alice")}) == LEAVE
     assert "too large" in spank.outcomes("step", 7)[-1].detail
@@ -420,7 +420,7 @@ def test_prolog_redirects_no_image_whose_fstab_binds_what_is_above_it(
 def test_stager_redirects_no_image_whose_fstab_may_bind_what_is_above_it(
     node: Node, packed: Packed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(limit, "SHORTLY", 0.0)
+    monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
     node.configure(cold="shared")
     path = node.put("images/image.sqsh", packed("${DATA} /data none bind\n"))
     with held_at("checked", tmp_path):

@@ -15,7 +15,7 @@ def slurmd(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     for name, value in node.environ(7, node.put("alice/image.sqsh")).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("forestage.paths.NodePaths", lambda: node.places)
-    monkeypatch.setattr(hooks, "nothing_to_do", lambda *_: False)
+    monkeypatch.setattr(hooks, "has_no_work", lambda *_: False)
     return node
 
 
@@ -58,7 +58,7 @@ def test_unexpected_once_the_configuration_was_read_drains_no_node(
     def broken(*_: object) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(prolog, "prolog", broken)
+    monkeypatch.setattr(prolog, "serve_prolog", broken)
     assert _main("prolog") == 0
 
 

@@ -68,7 +68,7 @@ def accept_disk(node: Node) -> int:
 def swept(node: Node) -> sweep.SweepReport:
     config = load_config(node.places.etc).of_node
     of_cache = NodeOfCache.of(config, node.places, Clock())
-    return sweep.sweep(of_cache, Idle("", node="n1"), False, lambda _: None)
+    return sweep.run_sweep(of_cache, Idle("", node="n1"), False, lambda _: None)
 
 
 def test_cache_whose_disk_is_unmounted_is_not_used_until_an_admin_accepts_the_one_below(

@@ -28,7 +28,7 @@ def shared(node: Node) -> Node:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
     """No copy is published before the test calls it; nobody waits for a small image."""
-    monkeypatch.setattr(limit, "SHORTLY", 0.0)
+    monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
     with held_at("checked", tmp_path) as opened:
         yield opened
 
@@ -65,12 +65,12 @@ def test_job_begins_at_once_and_gets_the_redirect_once_the_copy_is_here(
 
 
 def test_small_image_is_waited_for_shortly(shared: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limit, "SHORTLY", 60.0)
+    monkeypatch.setattr(limit, "SHORT_WAIT", 60.0)
     assert result(shared.prolog(7, shared.put("alice/image.sqsh")).outcome) == ("copied", "mounted")
 
 
 def test_user_who_asks_to_wait_waits(shared: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limit, "SHORTLY", 0.0)
+    monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
     ran = shared.prolog(7, shared.put("alice/image.sqsh"), comment="stage-wait=5m")
     assert result(ran.outcome) == ("copied", "mounted")
 
@@ -168,7 +168,7 @@ def through(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 
 def keepers(node: Node) -> set[int]:
-    return {state.pid for _, state in keeper.states(node.places.through)}
+    return {state.pid for _, state in keeper.list_keepers(node.places.through)}
 
 
 def socket_of(node: Node, path: Path) -> Path:
@@ -248,7 +248,7 @@ def test_step_whose_keeper_was_killed_gets_another_one(
 ) -> None:
     path = through.put("alice/image.sqsh")
     through.prolog(7, path)
-    until(lambda: keeper.listens(socket_of(through, path)), "the keeper")
+    until(lambda: keeper.is_listening(socket_of(through, path)), "the keeper")
     end_keepers()
     assert step(through, 7, path) == ("through", "spank")
     assert len(keepers(through)) == 1
@@ -288,7 +288,7 @@ def test_step_whose_copy_is_published_while_its_keeper_starts_gets_the_copy(
 @pytest.fixture
 def slow(through: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """No copy ends before the step looks: its first MiB takes half a second."""
-    monkeypatch.setattr(limit, "SHORTLY", 0.0)
+    monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
     through.configure(redirect="spank", cold=None, bandwidth="2M", threads=1)
     return through
 
@@ -321,8 +321,8 @@ def test_job_that_reads_through_waits_for_nothing_even_if_it_asked_to(
 @pytest.fixture
 def large(through: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """No image is so small that it is waited for; a machine that stands still is no matter."""
-    monkeypatch.setattr(limit, "SMALL", 0)
-    monkeypatch.setattr(limit, "SHORTLY", 600.0)
+    monkeypatch.setattr(limit, "SMALL_IMAGE_BYTES", 0)
+    monkeypatch.setattr(limit, "SHORT_WAIT", 600.0)
     return through
 
 

@@ -40,7 +40,7 @@ def configure(node: Node, cache: str | None = None) -> None:
 def swept(node: Node, dry_run: bool = False) -> sweep.SweepReport:
     config = load_config(node.places.etc).of_node
     here = NodeOfCache.of(config, node.places, Clock())
-    return sweep.sweep(here, Idle("", node="n1"), dry_run, lambda _: None)
+    return sweep.run_sweep(here, Idle("", node="n1"), dry_run, lambda _: None)
 
 
 def evicted(node: Node, root: Path | str, *more: str) -> Result:
@@ -86,7 +86,7 @@ def test_directory_of_a_running_job_in_an_earlier_cache_stays(dirs: Dirs) -> Non
 
     config = load_config(node.places.etc).of_node
     here = NodeOfCache.of(config, node.places, Clock())
-    assert sweep.sweep(here, AtWork("", node="n1"), False, lambda _: None).added == {}
+    assert sweep.run_sweep(here, AtWork("", node="n1"), False, lambda _: None).added == {}
     with dirs.seen(7) as at:
         assert at.stat().st_uid == ALICE.uid
 

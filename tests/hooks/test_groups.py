@@ -38,7 +38,7 @@ def closed(spank: Node) -> Path:
 
 
 def sentences(node: Node, job: int, hook: str) -> tuple[str, ...]:
-    runs = explain.gather(node.places, job).runs
+    runs = explain.read_job_history(node.places, job).runs
     (run,) = [run for run in runs if run.hook == hook]
     return run.explained[0].sentences
 
@@ -130,7 +130,7 @@ def test_user_whom_the_node_does_not_know_is_named_by_number(spank: Node) -> Non
     path = spank.put("alice/image.sqsh")
     stranger = as_user.User("nobody", 4_000_000, 4_000_000)
     assert spank.prolog(7, path, user=stranger).said == ("started", "")
-    assert explain.gather(spank.places, 7).runs[0].user == "4000000"
+    assert explain.read_job_history(spank.places, 7).runs[0].user == "4000000"
 
 
 def test_name_service_is_asked_once_for_a_hook_and_all_that_it_starts(
@@ -162,20 +162,20 @@ def test_home_that_is_slow_is_waited_for_as_long_as_the_hook_may_take(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job waits for its home directory as well; a second was too short for some."""
-    look = container_binds._of_folder
+    look = container_binds._read_folder_binds
 
     def slow(*asked: object) -> object:
         time.sleep(1.2)
         return look(*asked)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(container_binds, "_of_folder", slow)
+    monkeypatch.setattr(container_binds, "_read_folder_binds", slow)
     assert node.prolog(7, node.put("alice/image.sqsh")).outcome.result == "copied"
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_home_that_hangs_is_named(node: Node, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is known to hang takes no more of a hook's time."""
-    monkeypatch.setattr(container_binds, "_of_folder", lambda *_: signal.pause())
+    monkeypatch.setattr(container_binds, "_read_folder_binds", lambda *_: signal.pause())
     home = str(node.shared / "alice")
     alice = msgspec.structs.replace(ALICE, groups=(ALICE.gid,), home=home)
     monkeypatch.setattr(as_user, "query_name_service", lambda user, timeout: alice)

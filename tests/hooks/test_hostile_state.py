@@ -193,11 +193,11 @@ def spoil_each(node: Node, damage: Damage) -> dict[str, SourceImage]:
 def test_sweep_after_a_restart_ends_and_keeps_what_is_right(node: Node, damage: Damage) -> None:
     made = spoil_each(node, damage)
     here = Here.of(load_config(node.places.etc).config, node.places, Clock())
-    done = sweep.sweep(here, SlurmClient(""), False, lambda text: None)
+    done = sweep.run_sweep(here, SlurmClient(""), False, lambda text: None)
     assert done.problems == ()
     assert node.entries() == {made[file].key for file in ("none", "used")}
     assert sum(one.result == "ok" for one in done.verified) == 2
-    again = sweep.sweep(here, SlurmClient(""), False, lambda text: None)
+    again = sweep.run_sweep(here, SlurmClient(""), False, lambda text: None)
     assert (again.verified, again.problems) == ((), ())
 
 

@@ -34,7 +34,7 @@ def of_config(node: Node) -> NodeOfCache:
 
 
 def swept(node: Node) -> sweep.SweepReport:
-    return sweep.sweep(of_config(node), Idle("", node="n1"), False, lambda _: None)
+    return sweep.run_sweep(of_config(node), Idle("", node="n1"), False, lambda _: None)
 
 
 def overlay(node: Node) -> str:
@@ -147,7 +147,7 @@ def test_cache_that_moved_twice_leaves_no_redirect_to_jobs_epilogs_status_and_sw
     second = [node.staged(3, names[2]), node.staged(4, names[3])]
     node.configure(cache=THIRD)
     assert set(node.binds()) == {str(path) for path in first + second}
-    assert set(status.gather(of_config(node)).redirects) == set(node.binds())
+    assert set(status.read_node_status(of_config(node)).redirects) == set(node.binds())
     node.epilog(1)
     node.epilog(3)
     assert set(node.binds()) == {str(first[1]), str(second[1])}

@@ -124,11 +124,13 @@ def test_file_that_others_may_read_through_is_not_served_by_what_ends_with_a_job
     assert inside.asks(node, 1, path) == ["leave", "started"]
     (step,) = node.outcomes("step")
     assert (step.result, step.reason) == ("started", "no-through")
-    assert keeper.states(node.places.through) == []
+    assert keeper.list_keepers(node.places.through) == []
     # That of a Prolog is the node's own, and serves them as well.
     assert node.prolog(2, path).outcome.result == "started"
-    ((spot, state),) = until(lambda: keeper.states(node.places.through), "the Prolog's keeper")
-    until(lambda: keeper.listens(spot / "sock"), "its socket")
+    ((spot, state),) = until(
+        lambda: keeper.list_keepers(node.places.through), "the Prolog's keeper"
+    )
+    until(lambda: keeper.is_listening(spot / "sock"), "its socket")
     assert inside.asks(node, 2, path)[:2] == ["through", str(spot / "sock")]
     inside.end()
     assert comm(state.pid) == keeper.PROCESS_NAME

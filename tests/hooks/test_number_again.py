@@ -183,7 +183,7 @@ def test_epilog_that_waits_for_the_lock_releases_nothing_of_a_later_job(
 
     before(epilog, "note_use", begin)
     assert run(node, "epilog", start="100").code == 0
-    assert node.outcomes("epilog", JOB)[-1].detail == epilog.LATER
+    assert node.outcomes("epilog", JOB)[-1].detail == epilog.OTHER_JOB_TEXT
     assert node.held(JOB).user.uid == BOB.uid
     assert node.shows_entry(own, node.held(JOB).uses[0].key)
 
@@ -204,9 +204,9 @@ def test_epilog_ends_no_prolog_that_works_for_a_later_job(
     mark.parent.mkdir(parents=True)
     mark.write_text(f"1 {ALICE.uid} 100")
     waited: list[str] = []
-    monkeypatch.setattr(background, "wait", lambda mark, *_, **__: waited.append(mark))
+    monkeypatch.setattr(background, "wait_for_prolog", lambda mark, *_, **__: waited.append(mark))
     environ = node.environ(JOB) | other
-    background.stop(str(mark), environ)
+    background.stop_prolog(str(mark), environ)
     assert (waited == [str(mark)], mark.exists()) == (ended, not ended)
 
 
@@ -217,10 +217,10 @@ def test_prolog_leaves_the_mark_of_another_users_prolog_at_work(
     mark = node.places.leases / f"{JOB}.prolog"
     mark.parent.mkdir(parents=True)
     mark.write_text(f"{os.getpid()} {ALICE.uid} 0")
-    monkeypatch.setattr(background, "may_leave", lambda *_: True)
+    monkeypatch.setattr(background, "may_detach", lambda *_: True)
     with lock.held(mark, 1):
         mark.write_text(f"{os.getpid()} {ALICE.uid} 0")
-        assert background.detach(node.environ(JOB, user=BOB), str(node.places.run)) == ""
+        assert background.detach_prolog(node.environ(JOB, user=BOB), str(node.places.run)) == ""
     assert mark.read_text().endswith(f"{ALICE.uid} 0")
 
 

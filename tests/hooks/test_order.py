@@ -37,40 +37,40 @@ ANSWERS = ("use", "leave", "through", "later")
 
 PIECES = {
     # The core
-    "Prolog's process ended": "forestage.hooks.background:stop",
-    "Prolog's process awaited": "forestage.hooks.background:wait",
+    "Prolog's process ended": "forestage.hooks.background:stop_prolog",
+    "Prolog's process awaited": "forestage.hooks.background:wait_for_prolog",
     "time limits": "forestage.slurm.timeouts:read_limits",
-    "earlier job released": "forestage.hooks.earlier_job:release_earlier",
+    "earlier job released": "forestage.hooks.earlier_job:release_earlier_job",
     "files' marks": "forestage.cache.step_record:format_config_lines",
     "off switch": "forestage.config.switch:find_off_file_reason",
-    "configuration": "forestage.hooks.script:read_config",
+    "configuration": "forestage.hooks.script:read_partition_config",
     "user's groups": "forestage.system.as_user:query_name_service",
     "source opened": "forestage.sources.opening:open_image_for_hook",
-    "lease taken": "forestage.hooks.leases:leased",
+    "lease taken": "forestage.hooks.leases:hold_entry",
     "copy begun": "forestage.stage.wait:ensure_copy_started",
     "copy awaited": "forestage.stage.wait:wait_for_copy",
-    "further steps' record": "forestage.hooks.step:note_shown",
-    "bad hints noted": "forestage.hooks.prolog:note_bad_hints",
-    "user told": "forestage.hooks.user_messages:tell",
+    "further steps' record": "forestage.hooks.step:record_images_for_steps",
+    "bad hints noted": "forestage.hooks.prolog:record_hint_problems",
+    "user told": "forestage.hooks.user_messages:write_messages",
     "step answered": "forestage.slurm.lines:encode_line",
     "disk asked": "forestage.cache.disk:probe_disk",
-    "use noted": "forestage.hooks.epilog:note_use",
+    "use noted": "forestage.hooks.epilog:record_last_use",
     "lease dropped": "forestage.cache.lease:LeaseDirectory.drop",
     "redirects claimed": "forestage.bind.redirect:claim_unneeded_binds",
     "redirects unmounted": "forestage.bind.unmount:unmount_binds",
     "disk's errors looked at": "forestage.cache.disk_errors:scan_kernel_log",
     "evicted": "forestage.cache.evict:evict_to_watermark",
-    "Prolog's events": "forestage.events:record",
-    "step's events": "forestage.events:record",
-    "Epilog's events": "forestage.events:record",
+    "Prolog's events": "forestage.events:record_outcomes",
+    "step's events": "forestage.events:record_outcomes",
+    "Epilog's events": "forestage.events:record_outcomes",
     "disk must answer": "forestage.cache.disk:check_writable",
-    "Slurm asked about leases": "forestage.commands.sweep:stale_leases",
-    "keepers looked at": "forestage.views.through.remains:hanging",
+    "Slurm asked about leases": "forestage.commands.sweep:list_stale_leases",
+    "keepers looked at": "forestage.views.through.remains:list_hanging_keepers",
     "earlier caches found": "forestage.cache.earlier:list_earlier_caches",
     "dead parts deleted": "forestage.commands.sweep:_SweepRun.dead_parts",
-    "entries due": "forestage.commands.sweep:due_entries",
-    "sweep noted": "forestage.commands.sweep:note_run",
-    "users' events forgotten": "forestage.events.user_files:remove_idle",
+    "entries due": "forestage.commands.sweep:list_due_entries",
+    "sweep noted": "forestage.commands.sweep:record_sweep_time",
+    "users' events forgotten": "forestage.events.user_files:remove_idle_users",
     "sweep's events": "forestage.events:record_events",
     # Images of registries
     "reference taken out": "forestage.slurm.job:Job.without_reference",
@@ -101,7 +101,7 @@ COUNTS: dict[str, Callable[..., bool]] = {
 """Which calls of a function that does other work as well are this piece."""
 
 IMPORT = "import begun"
-START_PART = "forestage.commands.tend:start"  # begins a part of the minute's work
+START_PART = "forestage.commands.tend:start_part"  # begins a part of the minute's work
 
 
 class Pair(NamedTuple):

@@ -50,9 +50,9 @@ def named(node: Node, monkeypatch: pytest.MonkeyPatch) -> Path:
     known = vars(Request)["kind"].fget
     kind = property(lambda one: "named" if one.path.endswith(".name") else known(one))
     monkeypatch.setattr(Request, "kind", kind)
-    monkeypatch.setitem(serve.SOURCES, "named", Named())  # type: ignore[arg-type, misc]
+    monkeypatch.setitem(serve.SOURCE_FINDERS, "named", Named())  # type: ignore[arg-type, misc]
     monkeypatch.setattr(keeper, "START", 600.0)  # a machine may stand still
-    monkeypatch.setattr(limit, "SHORTLY", 0.0)
+    monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
     node.configure(redirect="spank", cold=None)
     return node.put("alice/image.name", str(node.put("alice/image.sqsh")).encode())
 
@@ -76,7 +76,9 @@ def step(node: Node, job: int, path: Path) -> tuple[str, str, str]:
 
 def explained(node: Node, job: int) -> str:
     out = io.StringIO()
-    terminal.write_plain(explain.pieces(explain.gather(node.places, job), Clock().wall()), out)
+    terminal.write_plain(
+        explain.format_output(explain.read_job_history(node.places, job), Clock().wall()), out
+    )
     return out.getvalue()
 
 
@@ -96,6 +98,6 @@ def test_made_up_kind_is_copied_leased_read_through_a_hit_explained_and_swept(
     node.epilog(7)
     assert node.prolog(8, named).said == ("hit", "")
     config = load_config(node.places.etc).for_partition("batch")
-    swept = sweep.sweep(Bare.of(config, node.places, Clock()), Idle("", ""), False, print)
+    swept = sweep.run_sweep(Bare.of(config, node.places, Clock()), Idle("", ""), False, print)
     assert [one.job for one in swept.released] == [8]
     assert evict.evict_keys(node.cache, node.leases, [key]) == (key,)

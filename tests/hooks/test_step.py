@@ -231,7 +231,7 @@ def test_directory_that_hangs_costs_a_bare_name_a_limit(
 
     spank.put("image.sqsh")
     monkeypatch.setattr(os, "stat", stat)
-    monkeypatch.setattr(bare_name, "LOOK", 0.2)
+    monkeypatch.setattr(bare_name, "LOOKUP_TIMEOUT", 0.2)
     assert spank.prolog(7, "image.sqsh").said == ("declined", "registry")
 
 
@@ -259,14 +259,14 @@ def test_record_is_void_once_the_configuration_changes_while_a_hook_works(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = warm(spank, 1)
-    read_config = script.read_config
+    read_config = script.read_partition_config
 
     def and_then_it_changes(hook: HookRun, *given: object) -> object:
         found = read_config(hook, *given)  # type: ignore[arg-type]
         spank.configure(redirect="spank", user_messages="none")
         return found
 
-    monkeypatch.setattr(script, "read_config", and_then_it_changes)
+    monkeypatch.setattr(script, "read_partition_config", and_then_it_changes)
     spank.prolog(7, path)
     config = spank.places.etc / "forestage.yaml"
     line = f"file\t{config}\t{config.stat().st_ino}\t{config.stat().st_size}"
@@ -528,7 +528,7 @@ def test_step_typed_by_hand_says_whose_command_it_is(words: list[str]) -> None:
     ran = subprocess.run(
         [*BY_HAND, *words], env={"SLURM_JOB_ID": "7"}, capture_output=True, text=True, check=False
     )
-    assert (ran.returncode, ran.stdout) == (boundary.USAGE, "")
+    assert (ran.returncode, ran.stdout) == (boundary.USAGE_STATUS, "")
     assert ran.stderr.startswith("forestage: `step` is what forestage's SPANK plugin runs")
 
 

@@ -53,7 +53,7 @@ def here(node: Node) -> Here:
 
 
 def swept(node: Node, slurm: SlurmClient) -> SweepReport:
-    done = sweep.sweep(here(node), slurm, False, lambda text: None)
+    done = sweep.run_sweep(here(node), slurm, False, lambda text: None)
     assert (done.doubt, done.problems) == ("", ())
     return done
 
@@ -213,5 +213,5 @@ def test_nodes_stay_where_slurm_gives_no_answer(node: Node, running: Running) ->
     nodes.write_text("n[1-2]\n65534 0")
     os.utime(nodes, (1, 1))
     silent = SlurmClient(str(running.proc), proc=running.proc, node="n1")  # has no scontrol
-    done = sweep.sweep(here(node), silent, False, lambda text: None)
+    done = sweep.run_sweep(here(node), silent, False, lambda text: None)
     assert ("scontrol" in done.doubt, done.problems, nodes.exists()) == (True, (), True)

@@ -140,23 +140,23 @@ def test_job_whose_events_the_log_could_not_take_is_explained_by_that(node: Node
     fill_with_tmpfs(log)
     assert node.prolog(7, path).code == 0
     with pytest.raises(NotFoundError) as nothing:
-        explain.gather(node.places, 8)
+        explain.read_job_history(node.places, 8)
     lost = f"No space left on device: '{node.places.events}'"
     assert "nothing is recorded about job 8" in str(nothing.value)
     assert lost in str(nothing.value)
-    (problem,) = explain.gather(node.places, 7).problems  # it has a lease, and no event
+    (problem,) = explain.read_job_history(node.places, 7).problems  # it has a lease, and no event
     assert lost in problem
-    assert explain.gather(node.places, 7, ALICE.uid).runs, "which are in /run"
+    assert explain.read_job_history(node.places, 7, ALICE.uid).runs, "which are in /run"
     with pytest.raises(OSError, match=re.escape(str(log))):
         metrics.export(node.places, Clock(), "1")
     # The disk has space again: what was lost meanwhile is lost, and is still told.
     unmount(log)
     assert node.epilog(7).code == 0
-    (problem,) = explain.gather(node.places, 7).problems
+    (problem,) = explain.read_job_history(node.places, 7).problems
     assert lost in problem
     node.prolog(9, path)
     node.epilog(9)
-    assert explain.gather(node.places, 9).problems == ()
+    assert explain.read_job_history(node.places, 9).problems == ()
 
 
 def test_missing_disk_never_fills_the_root_file_system(

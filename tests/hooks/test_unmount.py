@@ -110,7 +110,7 @@ def test_path_whose_turn_is_over_is_released_while_another_still_hangs(
         node.leases.drop(job)
     binds = {one.path: one for one in unmount.list_binds(node.cache)}
     sweeps = _fork.Process(
-        target=sweep.sweep, args=(here(node), SlurmClient(""), False, lambda text: 0)
+        target=sweep.run_sweep, args=(here(node), SlurmClient(""), False, lambda text: 0)
     )
     sweeps.start()
     is_going = unmount.is_being_unmounted
@@ -198,13 +198,13 @@ def test_claim_of_a_killed_hook_stands_in_nobodys_way(node: Node) -> None:
 
 def _sweep(node: Node, path: Path) -> None:
     node.leases.drop(1)
-    sweep.sweep(here(node), SlurmClient(""), False, lambda text: None)
+    sweep.run_sweep(here(node), SlurmClient(""), False, lambda text: None)
 
 
 def _verify(node: Node, path: Path) -> None:
     node.cache.image(node.identity(path).key).chmod(0o600)  # not what its record says
-    items = inventory.gather(here(node)).items
-    assert verify.verify(here(node), items, False, lambda text: None).bad == 1
+    items = inventory.read_inventory(here(node)).items
+    assert verify.verify_entries(here(node), items, False, lambda text: None).bad == 1
 
 
 def _changed(node: Node, path: Path) -> None:
@@ -221,7 +221,7 @@ WAYS: dict[str, Callable[[Node, Path], object]] = {
     "prolog": _changed,
     "prolog that saves": lambda node, path: node.prolog(2, node.put("b.sqsh"), saves=str(path)),
     "sweep": _sweep,
-    "unredirect": lambda node, path: unredirect.unredirect(here(node)),
+    "unredirect": lambda node, path: unredirect.unmount_redirects(here(node)),
     "verify": _verify,
 }
 

@@ -50,11 +50,11 @@ def event(
 
 
 def own(node: Node, user: User = ALICE) -> list[EventRecord]:
-    return list(events.read_own(node.places, user.uid))
+    return list(events.read_user_events(node.places, user.uid))
 
 
 def file_of(node: Node, user: User = ALICE) -> Path:
-    return user_files.file_of(node.places.users, user.uid)
+    return user_files.user_file_path(node.places.users, user.uid)
 
 
 def attempt(user: User, code: str, *words: str | Path) -> str:
@@ -83,10 +83,10 @@ def must_be_refused(user: User, codes: Sequence[str], file: Path) -> None:
 def said(node: Node, job: int, user: User) -> str:
     """What `explain` prints to a user, or why it prints nothing."""
     try:
-        found = explain.gather(node.places, job, user.uid)
+        found = explain.read_job_history(node.places, job, user.uid)
     except NotFoundError as nothing:
         return str(nothing)
-    return repr(explain.pieces(found, time.time())) + repr(found)
+    return repr(explain.format_output(found, time.time())) + repr(found)
 
 
 # Who may read what
@@ -98,8 +98,8 @@ def test_user_is_explained_their_own_job_by_what_its_hooks_left(node: Node) -> N
     assert node.epilog(7).code == 0
     hooks = [(one.hook, one.job, one.uid) for one in own(node)]
     assert hooks == [(hook, 7, ALICE.uid) for hook in ("stager", "prolog", "epilog")]
-    found = explain.gather(node.places, 7, ALICE.uid)
-    assert found.runs == explain.gather(node.places, 7).runs
+    found = explain.read_job_history(node.places, 7, ALICE.uid)
+    assert found.runs == explain.read_job_history(node.places, 7).runs
     assert str(path) in said(node, 7, ALICE)
 
 
@@ -120,9 +120,9 @@ def test_user_is_told_what_evicted_entries_of_others_were_by_key_alone(node: Nod
 def test_user_is_told_of_no_lease(node: Node) -> None:
     node.staged(7)
     assert node.lease(7) is not None
-    found = explain.gather(node.places, 7, ALICE.uid)
+    found = explain.read_job_history(node.places, 7, ALICE.uid)
     assert found.lease is None
-    lines = [one.text for one in explain.pieces(found, 1.0) if isinstance(one, TextLine)]
+    lines = [one.text for one in explain.format_output(found, 1.0) if isinstance(one, TextLine)]
     assert lines[-1] == ("Now: no Epilog is recorded; what the job holds, root sees on this node.")
 
 
@@ -239,7 +239,7 @@ def test_copy_of_others_that_came_too_late_is_explained_without_its_job(node: No
     copy = CopyOutcome("copied", image="/lustre/a", key=KEYS[ALICE.uid], size=1, wait=9.0)
     now = time.time()
     events.record_events(node.places, [event(ALICE, 7, late, time=now)])
-    events.report_copy(
+    events.record_copy_for_users(
         node.places, event(BOB, 8, copy, hook="stager", time=now + 1, total=9.0), {ALICE.uid}
     )
     text = said(node, 7, ALICE)
@@ -253,7 +253,7 @@ def test_wrong_bytes_are_told_to_those_whose_jobs_had_the_entry(node: Node) -> N
     bad = BadEntryOutcome(
         "bad", "wrong-bytes", image="/lustre/alice/img.sqsh", key=KEYS[ALICE.uid], chunks=2
     )
-    events.report_bad_entry(node.places, EventRecord(time.time(), "sweep", 0, bad))
+    events.record_bad_entry_for_users(node.places, EventRecord(time.time(), "sweep", 0, bad))
     assert "WRONG BYTES?" in said(node, 7, ALICE)
     assert len(own(node, BOB)) == 1
     (told,) = [one.outcome for one in own(node) if isinstance(one.outcome, BadEntryOutcome)]
@@ -273,7 +273,7 @@ def test_wrong_bytes_are_not_told_to_those_whose_events_only_mention_the_key(
 ) -> None:
     events.record_events(node.places, [event(ALICE, 7, outcome), event(BOB, 8)])
     bad = BadEntryOutcome("bad", "wrong-bytes", key=KEYS[BOB.uid], chunks=2)
-    events.report_bad_entry(node.places, EventRecord(time.time(), "sweep", 0, bad))
+    events.record_bad_entry_for_users(node.places, EventRecord(time.time(), "sweep", 0, bad))
     assert (len(own(node)), len(own(node, BOB))) == (1, 2)
 
 
@@ -295,7 +295,12 @@ def test_wrong_bytes_that_cannot_be_told_to_users_are_recorded(node: Node) -> No
     node.places.users.touch()
     node.cache.image(node.identity(path).key).chmod(0o600)  # not what its record says
     here = Here.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
-    assert verify.verify(here, inventory.gather(here).items, False, lambda text: None).bad == 1
+    assert (
+        verify.verify_entries(
+            here, inventory.read_inventory(here).items, False, lambda text: None
+        ).bad
+        == 1
+    )
     assert [one.outcome.result for one in events.read(node.places.events)][-1] == "bad"
 
 
@@ -346,7 +351,7 @@ def test_full_file_gives_its_front_back_and_keeps_its_latest_lines(node: Node) -
     steps = [one.step for one in own(node)]
     assert steps == list(range(600 - len(steps), 600))
     assert len(steps) > 40
-    assert explain.gather(node.places, 7, ALICE.uid).runs[-1].step == 599
+    assert explain.read_job_history(node.places, 7, ALICE.uid).runs[-1].step == 599
 
 
 def test_full_file_gives_its_front_back_for_jobs_of_its_user_alone(node: Node) -> None:
@@ -357,7 +362,7 @@ def test_full_file_gives_its_front_back_for_jobs_of_its_user_alone(node: Node) -
         full.write((b"x" * 511 + b"\n") * (user_files.USER_FILE_BYTES // 512))
     size, blocks = file.stat().st_size, file.stat().st_blocks
     copy = event(BOB, 8, CopyOutcome("copied", key=KEYS[ALICE.uid]), hook="stager")
-    events.report_copy(node.places, copy, {ALICE.uid})
+    events.record_copy_for_users(node.places, copy, {ALICE.uid})
     assert file.stat().st_size > size
     assert file.stat().st_blocks >= blocks
     events.record_events(node.places, [event(ALICE, 7)])
@@ -459,7 +464,7 @@ def test_node_without_acls_or_memory_keeps_no_events_for_users_and_says_why(
     events.record_events(node.places, [event(ALICE, 7)])
     assert list(node.places.users.iterdir()) == []
     assert "/run here is no tmpfs with ACLs" in said(node, 7, ALICE)
-    assert explain.gather(node.places, 7).runs
+    assert explain.read_job_history(node.places, 7).runs
 
 
 def test_file_system_that_is_no_tmpfs_is_known(tmp_path: Path) -> None:
@@ -467,7 +472,7 @@ def test_file_system_that_is_no_tmpfs_is_known(tmp_path: Path) -> None:
     argv = ["stat", "--file-system", "--format=%T", tmp_path]
     if subprocess.run(argv, capture_output=True, check=True).stdout == b"tmpfs\n":
         pytest.skip("this machine's temporary directory is one")
-    user_files.append_lines(tmp_path, ALICE.uid, [b"{}\n"])
+    user_files.append_user_lines(tmp_path, ALICE.uid, [b"{}\n"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -479,7 +484,7 @@ def test_users_whose_last_event_is_long_ago_are_forgotten_by_the_sweep(node: Nod
     old = time.time() - user_files.IDLE_DAYS * 86400 - 60
     os.utime(file_of(node), (old, old))
     with files.open_descriptor(file_of(node), os.O_RDONLY) as held:
-        user_files.remove_idle(node.places.users, time.time())
+        user_files.remove_idle_users(node.places.users, time.time())
         assert os.fstat(held).st_blocks == 0, "who has it open keeps no memory"
     assert user_files.list_users(node.places.users) == [BOB.uid]
     assert "nothing is recorded" in said(node, 7, ALICE)
@@ -492,10 +497,10 @@ def test_users_of_a_node_are_bounded_and_the_longest_silent_goes(
 ) -> None:
     monkeypatch.setattr(user_files, "MAX_USERS", 3)
     for number, uid in enumerate((5001, 5002, 5003)):
-        user_files.append_lines(node.places.users, uid, [b"{}\n"])
-        os.utime(user_files.file_of(node.places.users, uid), (number, number))
-    user_files.append_lines(node.places.users, 5001, [b"{}\n"])
-    user_files.append_lines(node.places.users, 5004, [b"{}\n"])
+        user_files.append_user_lines(node.places.users, uid, [b"{}\n"])
+        os.utime(user_files.user_file_path(node.places.users, uid), (number, number))
+    user_files.append_user_lines(node.places.users, 5001, [b"{}\n"])
+    user_files.append_user_lines(node.places.users, 5004, [b"{}\n"])
     assert user_files.list_users(node.places.users) == [5001, 5003, 5004]
 
 
@@ -505,9 +510,9 @@ def test_what_an_admin_left_there_keeps_no_user_from_being_forgotten_or_told(
 ) -> None:
     monkeypatch.setattr(user_files, "MAX_USERS", 2)
     users = node.places.users
-    odd = user_files.file_of(users, 5001)
-    user_files.append_lines(users, 5002, [b"{}\n"])
-    os.utime(user_files.file_of(users, 5002), (1, 1))
+    odd = user_files.user_file_path(users, 5001)
+    user_files.append_user_lines(users, 5002, [b"{}\n"])
+    os.utime(user_files.user_file_path(users, 5002), (1, 1))
     if kind == "file":
         odd.parent.touch()
     else:
@@ -516,11 +521,11 @@ def test_what_an_admin_left_there_keeps_no_user_from_being_forgotten_or_told(
             odd.with_suffix(".old").touch()
         else:
             odd.mkdir() if kind == "directory in its place" else odd.symlink_to("/nowhere")
-    user_files.append_lines(users, 5003, [b"{}\n"])
-    user_files.append_lines(users, 5004, [b"{}\n"])
+    user_files.append_user_lines(users, 5003, [b"{}\n"])
+    user_files.append_user_lines(users, 5004, [b"{}\n"])
     assert set(user_files.list_users(users)) >= {5003, 5004}
-    os.utime(user_files.file_of(users, 5004), (1, 1))
-    sweep.forget_users(Here.of(Config(), node.places, Clock()))
+    os.utime(user_files.user_file_path(users, 5004), (1, 1))
+    sweep.clean_user_events(Here.of(Config(), node.places, Clock()))
     assert set(user_files.list_users(users)) - {5001} == {5003}
 
 
@@ -531,7 +536,7 @@ def test_sweep_restores_rights_that_somebodys_hand_has_changed(node: Node) -> No
     for one in (node.places.users, file.parent, file):
         one.chmod(0o777)
     os.removexattr(file, files.ACL)
-    sweep.forget_users(Here.of(Config(), node.places, Clock()))
+    sweep.clean_user_events(Here.of(Config(), node.places, Clock()))
     assert [os.getxattr(one, files.ACL) for one in (file.parent, file)] == made
     assert stat.S_IMODE(node.places.users.stat().st_mode) == 0o711
     assert "prolog" in attempt(ALICE, "print(open(words[0]).read())", file)
@@ -540,7 +545,7 @@ def test_sweep_restores_rights_that_somebodys_hand_has_changed(node: Node) -> No
 
 def test_own_file_outlives_a_clock_that_is_set_back(node: Node) -> None:
     node.staged(7)
-    user_files.remove_idle(node.places.users, Later(-86400 * 365).wall())
+    user_files.remove_idle_users(node.places.users, Later(-86400 * 365).wall())
     assert own(node)
 
 

@@ -102,10 +102,12 @@ def looked_at(nvme: Path) -> dict[str, Any]:
             entries[one.key] = (path, hashlib.file_digest(file, "sha256").hexdigest())
     parts, jobs = names(cache.parts), names(cache.jobs)
     with Boot.told_by(TOP / "boot_id"):
-        done = sweep.sweep(node, SlurmClient("", ""), False, lambda text: None)
+        done = sweep.run_sweep(node, SlurmClient("", ""), False, lambda text: None)
         swept = {one.key: one.result for one in done.verified}
         manner = verify.VerifyOptions(no_source="the source is in the machine")
-        again = verify.verify(node, inventory.gather(node).items, False, lambda text: None, manner)
+        again = verify.verify_entries(
+            node, inventory.read_inventory(node).items, False, lambda text: None, manner
+        )
     bad = [f"{one.key}: {one.result} {one.detail}" for one in again.verdicts if one.result != "ok"]
     left = [*names(cache.parts), *names(cache.jobs), *names(cache.evicted)]
     return {

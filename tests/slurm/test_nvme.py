@@ -24,7 +24,7 @@ def spec() -> ClusterSpec:
     settings: dict[str, str | None] = {}
     files: dict[str, str] = {}
     of_node = ""
-    for line in enable.disk_lines(site, DISK):
+    for line in enable.list_disk_lines(site, DISK):
         name, _, value = line.text.partition("=")
         if line.file != CONF:
             files[line.file] = line.text.replace("NODES", "n2") + "\n"

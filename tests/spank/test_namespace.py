@@ -322,7 +322,7 @@ def test_mount_has_its_whole_time_however_long_its_turn_took_to_come(
 def test_what_a_task_is_not_shown_is_said_and_noted_once_for_explain(
     step: Step, tasks: int
 ) -> None:
-    own = user_files.file_of(EVENTS.parent / "users", UID)
+    own = user_files.user_file_path(EVENTS.parent / "users", UID)
     own.parent.mkdir(parents=True)
     own.touch()
     ran = step.run(f"between=chmod 0700 {step.image.parent}", f"tasks={tasks}")

@@ -22,7 +22,7 @@ from forestage import events
 from forestage.cache import step_record
 from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.cache.step_record import RecordedImage
-from forestage.events import EventRecord, RequestOutcome, Result, user_files
+from forestage.events import EventRecord, OutcomeResult, RequestOutcome, user_files
 from forestage.paths import NodePaths
 from forestage.system import files
 from forestage.system.as_user import User
@@ -48,7 +48,7 @@ def note(
     asked: str | None = None,
     uid: int = UID,
     answer: Callable[[Step], str] = Step.use,
-    result: Result = "hit",
+    result: OutcomeResult = "hit",
 ) -> None:
     places, leases = NodePaths(step.folder), LeaseDirectory(LEASES)
     decided = [*step_record.format_config_lines(places), "room\t0\t3", *by_binds(step)]
@@ -203,7 +203,7 @@ def test_event_begins_a_line_of_its_own(noted: Step) -> None:
 @pytest.fixture
 def own(noted: Step) -> Path:
     """What a hook has made for the step's user."""
-    file = user_files.file_of(MARK.parent / "users", UID)
+    file = user_files.user_file_path(MARK.parent / "users", UID)
     file.parent.mkdir(parents=True)
     file.touch(0o600)
     return file
@@ -248,7 +248,9 @@ def test_users_file_that_is_full_gives_its_front_back(noted: Step, own: Path) ->
     facts = own.stat()
     assert facts.st_blocks * 512 <= user_files.USER_KEPT_BYTES + 8192
     assert (facts.st_ino, facts.st_size > size) == (inode, True)
-    assert [event.job for event in events.latest(own, 2 * user_files.USER_FILE_BYTES)] == [JOB]
+    assert [
+        event.job for event in events.read_latest_events(own, 2 * user_files.USER_FILE_BYTES)
+    ] == [JOB]
 
 
 def test_link_in_place_of_the_log_is_not_followed(noted: Step) -> None:
@@ -260,7 +262,7 @@ def test_link_in_place_of_the_log_is_not_followed(noted: Step) -> None:
 
 @pytest.mark.parametrize("result", ["hit", "through"])
 def test_environment_says_what_a_helper_would_say(
-    noted: Step, keeper: Keeper, result: Result
+    noted: Step, keeper: Keeper, result: OutcomeResult
 ) -> None:
     if result == "through":
         note(noted, answer=Step.through, result="through")

@@ -246,8 +246,8 @@ def _cold_starts() -> Iterator[None]:
         return task.node.places.through / task.key / "sock"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limit, "SHORTLY", 0.0)
-        patch.setattr(keeper, "start", start)
+        patch.setattr(limit, "SHORT_WAIT", 0.0)
+        patch.setattr(keeper, "start_keeper", start)
         yield
 
 

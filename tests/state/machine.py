@@ -12,7 +12,7 @@ from model import MISSING, Seen, Version, content
 from promises import HOUR, Promises
 
 from forestage.commands import evict, inventory
-from forestage.commands.unredirect import unredirect
+from forestage.commands.unredirect import unmount_redirects
 from forestage.errors import Declined
 from forestage.system.as_user import User
 from node import ALICE, BOB, Later
@@ -43,7 +43,7 @@ class Machine(Promises):
     # What admins do
 
     def here(self) -> inventory.CacheInventory:
-        return inventory.gather(self.lab.here(self.clock))
+        return inventory.read_inventory(self.lab.here(self.clock))
 
     @contextlib.contextmanager
     def admin(self) -> Iterator[None]:
@@ -61,7 +61,7 @@ class Machine(Promises):
 
     def evict_whatever_may_go(self) -> None:
         before = self.here().items
-        done = evict.exactly(self.lab.here(self.clock), before, dry_run=False)
+        done = evict.evict_named(self.lab.here(self.clock), before, dry_run=False)
         stay = {one.key for one in before if one.jobs or one.pinned}
         assert {one.key for one in done.verdicts if not one.evicted} == stay
         assert self.node.entries() >= stay
@@ -69,7 +69,7 @@ class Machine(Promises):
     @rule()
     def evict_to_watermark(self) -> None:
         with self.admin():
-            evict.to_watermark(self.lab.here(self.clock), dry_run=False)
+            evict.evict_to_watermark(self.lab.here(self.clock), dry_run=False)
             self.check_room()
 
     @rule(which=st.integers(0, 9), pinned=st.booleans())
@@ -101,7 +101,7 @@ class Machine(Promises):
 
     @rule()
     def unredirect_all(self) -> None:
-        done = unredirect(self.lab.here(self.clock))
+        done = unmount_redirects(self.lab.here(self.clock))
         assert not done.problems
         assert self.node.binds() == {}
 

@@ -11,7 +11,7 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.commands import sweep
 from forestage.events import Outcome
-from forestage.hooks.boundary import HookRun, nothing_to_do
+from forestage.hooks.boundary import HookRun, has_no_work
 from forestage.paths import NodePaths
 from forestage.slurm.job import Job
 from forestage.slurm.queue import JobState
@@ -57,7 +57,7 @@ class Watched(HookRun):
 
 def play(name: Name, environ: Mapping[str, str], places: NodePaths, clock: Clock) -> Ended:
     """As `hooks._main` does it, boundary and all."""
-    if nothing_to_do(name, environ, str(places.root)):
+    if has_no_work(name, environ, str(places.root)):
         return Ended()
     hook = Watched(name, environ, time.monotonic())
     try:
@@ -86,7 +86,7 @@ class Slurm(NamedTuple):
 def swept(node: Node, jobs: frozenset[int], dry_run: bool) -> Ended:
     """`forestage sweep`, while Slurm knows these jobs; what it could not do is the error."""
     try:
-        done = sweep.sweep(node, cast(RealSlurm, Slurm(jobs)), dry_run, lambda _: None)
+        done = sweep.run_sweep(node, cast(RealSlurm, Slurm(jobs)), dry_run, lambda _: None)
     except Exception as error:
         return Ended(error=repr(error))
     bad = tuple(one.key for one in done.verified if one.result == "bad")

@@ -117,7 +117,7 @@ def test_garbage_hides_no_later_event(tmp_path: Path, garbage: list[bytes]) -> N
     file = tmp_path / "events.jsonl"
     file.write_bytes(b"\n".join(garbage))
     event = EventRecord(1.0, "prolog", 424242, events.RequestOutcome("hit"))
-    events.append(file, [event])
+    events.append_events(file, [event])
     assert [found for found in events.read(file) if found.job == 424242] == [event]
 
 

@@ -53,13 +53,13 @@ def test_any_text_of_a_user_is_one_line_and_one_event(
         try:
             path = image.resolve_requested_path(asked, job.work_dir)
         except Declined as declined:
-            outcomes.append(answers.of_error(asked, declined))
+            outcomes.append(answers.make_error_outcome(asked, declined))
         else:
             assert path.startswith("/")
             assert not lines.has_control_characters(path)
             assert len(os.fsencode(path)) < image.PATH_MAX
             outcomes.append(RequestOutcome("hit", request=asked.path, image=path))
-    line = events.summary(job, outcomes, 1.0)
+    line = events.format_summary(job, outcomes, 1.0)
     assert line.isprintable()
     # Nobody forges a field: there are as many results as there are requests.
     assert _fields(line).count("result") == len(outcomes)

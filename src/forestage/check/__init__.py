@@ -1,8 +1,9 @@
 """Check of a node's setup: each part looks, judges, and names the line to change.
 
-The door of this folder is `check`, with a `CheckTarget`; `pieces` renders its `CheckReport`. A part
-is a module with `findings`, which reads and may take seconds. Facts are read from files; of Slurm's
-programs only `slurmd -V` is run, which asks no daemon. What a feature looks at, its checks.py says.
+The door of this folder is `run_checks`, with a `CheckTarget`; `format_report` renders its
+`CheckReport`. A part is a module with `findings`, which reads and may take seconds. Facts are read
+from files; of Slurm's programs only `slurmd -V` is run, which asks no daemon. What a feature looks
+at, its checks.py says.
 
 All of it happens in a child: whatever file a part reads may lie on a file system that hangs.
 """
@@ -19,7 +20,14 @@ import msgspec
 from forestage.check import disk, enroot, hooks, node, plugins, pyxis, slurm_conf, sources, uses
 from forestage.check import settings as of_settings
 from forestage.check import site as sites
-from forestage.check.finding import CheckFinding, CheckReport, Level, pieces, plain, report
+from forestage.check.finding import (
+    CheckFinding,
+    CheckReport,
+    FindingLevel,
+    escape_finding,
+    format_report,
+    make_report,
+)
 from forestage.check.site import SlurmSite
 from forestage.check.uses import EventLogFacts
 from forestage.clock import Clock
@@ -36,8 +44,8 @@ from forestage.system.tree import RootedTree
 
 __all__ = ["CheckFinding", "CheckReport", "CheckTarget", "Level", "check", "pieces", "report"]
 
-PATIENCE = 60.0  # seconds in which the child says something; each part has limits of its own
-LONGEST = 128 * 1024  # bytes of what it says at once
+MESSAGE_TIMEOUT = 60.0  # seconds in which the child says something; each part has limits of its own
+MAX_MESSAGE_BYTES = 128 * 1024  # bytes of what it says at once
 
 
 class CheckTarget(msgspec.Struct, frozen=True):
@@ -64,28 +72,30 @@ class _CheckMessage(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def check(target: CheckTarget) -> CheckReport:
+def run_checks(target: CheckTarget) -> CheckReport:
     """Looks at the node and leaves all as it was. Takes seconds where a source does not answer.
 
     Raises Failed.
     """
-    heard = [*_heard(target)]
+    heard = [*_receive_findings(target)]
     said = next((one for one in heard if isinstance(one, str)), "")
-    return report((one for one in heard if not isinstance(one, str)), said)
+    return make_report((one for one in heard if not isinstance(one, str)), said)
 
 
-def _heard(target: CheckTarget) -> Iterator[CheckFinding | str]:
+def _receive_findings(target: CheckTarget) -> Iterator[CheckFinding | str]:
     """The findings of the child, as far as it comes, and last what was read of enroot."""
-    pid, line = child.fork_with_socket(partial(_look, target), _failed)
-    line.settimeout(PATIENCE)
+    pid, line = child.fork_with_socket(partial(_run_child, target), _send_failure)
+    line.settimeout(MESSAGE_TIMEOUT)
     at = ""
     with line:
         while True:
             try:
-                said = msgspec.json.decode(line.recv(LONGEST) or b"{}", type=_CheckMessage)
+                said = msgspec.json.decode(
+                    line.recv(MAX_MESSAGE_BYTES) or b"{}", type=_CheckMessage
+                )
             except TimeoutError:
                 os.kill(pid, signal.SIGKILL)  # it may stay in the kernel, and is left there
-                yield _hangs(at)
+                yield _make_hang_finding(at)
                 return
             at = said.at or at
             if said.found is not None:
@@ -100,42 +110,50 @@ def _heard(target: CheckTarget) -> Iterator[CheckFinding | str]:
     os.waitpid(pid, 0)
 
 
-def _look(target: CheckTarget, line: socket.socket) -> None:
+def _run_child(target: CheckTarget, line: socket.socket) -> None:
     """The child's whole life."""
     child.close_descriptors_except({line.fileno()})
     line.send(msgspec.json.encode(_CheckMessage(at="enroot's configuration")))
     files = RootedTree(target.places.root)
-    of_enroot = enroot.read(files)
-    for one in _findings(target, files, of_enroot):
-        said = _CheckMessage(at=one) if isinstance(one, str) else _CheckMessage(found=plain(one))
+    of_enroot = enroot.read_node_enroot_setup(files)
+    for one in _list_findings(target, files, of_enroot):
+        said = (
+            _CheckMessage(at=one)
+            if isinstance(one, str)
+            else _CheckMessage(found=escape_finding(one))
+        )
         line.send(msgspec.json.encode(said))
-    words = escape_control_characters(enroot.looked(files, of_enroot))
+    words = escape_control_characters(enroot.format_enroot_summary(files, of_enroot))
     line.send(msgspec.json.encode(_CheckMessage(over=True, enroot=words)))
 
 
-def _failed(line: socket.socket, error: BaseException | None) -> None:
+def _send_failure(line: socket.socket, error: BaseException | None) -> None:
     with contextlib.suppress(OSError):
-        line.send(msgspec.json.encode(_CheckMessage(error=ascii(error)[: LONGEST // 2])))
+        line.send(msgspec.json.encode(_CheckMessage(error=ascii(error)[: MAX_MESSAGE_BYTES // 2])))
 
 
-def _hangs(at: str) -> CheckFinding:
+def _make_hang_finding(at: str) -> CheckFinding:
     return CheckFinding(
         "check-hangs",
         "unknown",
-        f"{at} could not be looked at: no answer after {PATIENCE:.0f} s",
+        f"{at} could not be looked at: no answer after {MESSAGE_TIMEOUT:.0f} s",
         "A file system that holds some of it hangs; what comes after it was not looked at either",
         "`dmesg`, and `cat /proc/PID/stack` of the process forestage that is in state D",
     )
 
 
-def _findings(
+def _list_findings(
     target: CheckTarget, files: RootedTree, of_enroot: enroots.EnrootSetup
 ) -> Iterator[CheckFinding | str]:
     """What is found, and before each part what it looks at."""
     yield "slurm.conf"
     if target.login:
         found = _find_site(files, target)
-        yield from (found,) if isinstance(found, CheckFinding) else plugins.on_login(files, found)
+        yield from (
+            (found,)
+            if isinstance(found, CheckFinding)
+            else plugins.list_login_findings(files, found)
+        )
         return
     if not target.is_root:
         yield CheckFinding(
@@ -146,7 +164,7 @@ def _findings(
             "sudo forestage check",
         )
     yield "the event log"
-    used = uses.gather(target.places)
+    used = uses.read_event_log_facts(target.places)
     yield "the configuration"
     try:
         settings = load_config(target.places.etc)
@@ -161,30 +179,32 @@ def _findings(
             )
         yield "slurm.conf and what it names"
         found = _find_site(files, target)
-        yield from _slurm(files, found, used, LoadedConfig(Config(), {}, {}), target.clock)
+        yield from _list_slurm_findings(
+            files, found, used, LoadedConfig(Config(), {}, {}), target.clock
+        )
         return
-    yield from of_settings.find_removed(settings)
+    yield from of_settings.list_removed_key_findings(settings)
     # First, as what hangs is a source most likely.
     yield "a source"
-    origin = of_settings.origin(settings, target.places, "sources")
-    yield from sources.findings(files, settings.config, used, origin, target.clock.wall())
+    origin = of_settings.locate_config_file(settings, target.places, "sources")
+    yield from sources.list_findings(files, settings.config, used, origin, target.clock.wall())
     yield "slurm.conf and what it names"
     found = _find_site(files, target)
     site = None if isinstance(found, CheckFinding) else found
-    settings = plugins.decided(files, site, settings, target.places.loaded.exists())
-    yield from _slurm(files, found, used, settings, target.clock)
+    settings = plugins.resolve_auto_redirects(files, site, settings, target.places.loaded.exists())
+    yield from _list_slurm_findings(files, found, used, settings, target.clock)
     config, conf = settings.config, None if site is None else site.conf
-    covered = slurm_conf.covered_paths(files, conf)
+    covered = slurm_conf.read_covered_paths(files, conf)
     yield from covered.findings()
     yield "the cache"
-    origin = of_settings.origin(settings, target.places, "cache")
-    yield from disk.findings(files, config, covered.paths, used, origin, target.clock.wall())
-    yield from of_settings.findings(files, conf, settings, used.images, target.places)
+    origin = of_settings.locate_config_file(settings, target.places, "cache")
+    yield from disk.list_findings(files, config, covered.paths, used, origin, target.clock.wall())
+    yield from of_settings.list_findings(files, conf, settings, used.images, target.places)
     yield "enroot's configuration"
-    yield from enroot.findings(files, config.sources, of_enroot)
+    yield from enroot.list_findings(files, config.sources, of_enroot)
     yield "the node"
-    yield from node.findings(files, target.places, settings.of_node, target.clock.wall())
-    yield from node.untended(files, conf)
+    yield from node.list_findings(files, target.places, settings.of_node, target.clock.wall())
+    yield from node.list_untended_findings(files, conf)
     facts = CheckFacts(target, files, settings, site)
     for findings in load_all(CHECKS_FINDINGS):
         yield from findings(facts)
@@ -193,12 +213,12 @@ def _findings(
 def _find_site(files: RootedTree, target: CheckTarget) -> SlurmSite | CheckFinding:
     """Return what Slurm reads here, or what is said where its slurm.conf cannot be read."""
     try:
-        return sites.find(files, target.conf)
+        return sites.read_named_site(files, target.conf)
     except Failed as error:
-        return slurm_conf.unread(error.what)
+        return slurm_conf.make_unread_finding(error.what)
 
 
-def _slurm(
+def _list_slurm_findings(
     files: RootedTree,
     site: SlurmSite | CheckFinding,
     used: EventLogFacts,
@@ -208,8 +228,8 @@ def _slurm(
     if isinstance(site, CheckFinding):
         yield site
         return
-    yield from slurm_conf.findings(site.conf, settings)
-    yield from plugins.findings(files, site, settings)
-    yield from hooks.findings(files, site, used, clock.wall())
+    yield from slurm_conf.list_findings(site.conf, settings)
+    yield from plugins.list_findings(files, site, settings)
+    yield from hooks.list_findings(files, site, used, clock.wall())
     if site.stack.pyxis is not None:
-        yield from pyxis.findings(files, site.stack.pyxis)
+        yield from pyxis.list_findings(files, site.stack.pyxis)

@@ -21,11 +21,17 @@ from forestage.system.terminal import format_count, format_local_time
 from forestage.system.tree import RootedTree
 from forestage.units import format_size
 
-RECENT = 7 * 86400.0  # seconds since wrong bytes were found
-_QUOTAS = {"quota", "usrquota", "usrjquota", "grpquota", "grpjquota"}  # ext4 and xfs in mountinfo
+RECENT_SECONDS = 7 * 86400.0  # seconds since wrong bytes were found
+_QUOTA_OPTIONS = {
+    "quota",
+    "usrquota",
+    "usrjquota",
+    "grpquota",
+    "grpjquota",
+}  # ext4 and xfs in mountinfo
 
 
-def findings(
+def list_findings(
     files: RootedTree,
     config: Config,
     hidden: tuple[str, ...],
@@ -38,22 +44,24 @@ def findings(
     `hidden` are directories that jobs see as others than the node does, `origin` is the file that
     sets `cache:`.
     """
-    yield from _wrong_bytes(event for event in used.bad.values() if now - event.time < RECENT)
+    yield from _list_wrong_bytes_findings(
+        event for event in used.bad.values() if now - event.time < RECENT_SECONDS
+    )
     real = files.reals((config.cache,))[config.cache]
-    yield from _left(files, real)
+    yield from _list_earlier_cache_findings(files, real)
     under = files.under(real)
     if under is None:
         return
-    yield from _place(config, under, hidden, real, origin)
-    if _is_missing(under, config) or under.is_remote:
+    yield from _list_file_system_findings(config, under, hidden, real, origin)
+    if _is_disk_unmounted(under, config) or under.is_remote:
         return
-    if other := _find_other_disk(files, under, real):
+    if other := _find_other_disk_finding(files, under, real):
         yield other
         return
-    yield from _holdings(files, config, real, used.images, origin, now)
+    yield from _list_cache_findings(files, config, real, used.images, origin, now)
 
 
-def _wrong_bytes(found: Iterable[EventRecord]) -> Iterator[CheckFinding]:
+def _list_wrong_bytes_findings(found: Iterable[EventRecord]) -> Iterator[CheckFinding]:
     for event in found:
         outcome = event.outcome
         assert isinstance(outcome, BadEntryOutcome)
@@ -72,12 +80,12 @@ def _wrong_bytes(found: Iterable[EventRecord]) -> Iterator[CheckFinding]:
         )
 
 
-def _is_missing(under: MountInfo, config: Config) -> bool:
+def _is_disk_unmounted(under: MountInfo, config: Config) -> bool:
     """Whether the cache would lie on the root disk for want of its own."""
     return under.point == "/" and config.require_mount
 
 
-def _find_other_disk(files: RootedTree, under: MountInfo, real: str) -> CheckFinding | None:
+def _find_other_disk_finding(files: RootedTree, under: MountInfo, real: str) -> CheckFinding | None:
     """Return the finding where nothing is mounted at the mount point that is remembered."""
     known = known_disks.read_known_disks(NodePaths(files.root).known_disks).find_disk(real)
     if known is None or known.point == under.point:
@@ -96,7 +104,7 @@ def _find_other_disk(files: RootedTree, under: MountInfo, real: str) -> CheckFin
     )
 
 
-def _left(files: RootedTree, real: str) -> Iterator[CheckFinding]:
+def _list_earlier_cache_findings(files: RootedTree, real: str) -> Iterator[CheckFinding]:
     """The caches that were configured before: nothing but an admin removes them."""
     places, now = NodePaths(files.root), Cache(files.at(real))
     known = known_disks.read_known_disks(places.known_disks).caches
@@ -106,7 +114,9 @@ def _left(files: RootedTree, real: str) -> Iterator[CheckFinding]:
         if under is None or under.is_remote or disk.find_known_hang(places, cache) is not None:
             continue
         try:
-            if not earlier.is_other_cache(cache, now) or _find_other_disk(files, under, root):
+            if not earlier.is_other_cache(cache, now) or _find_other_disk_finding(
+                files, under, root
+            ):
                 continue
             cache.must_be_alone()
             stored = cache.stored_entries()
@@ -124,12 +134,12 @@ def _left(files: RootedTree, real: str) -> Iterator[CheckFinding]:
         )
 
 
-def _place(
+def _list_file_system_findings(
     config: Config, under: MountInfo, hidden: tuple[str, ...], real: str, origin: str
 ) -> Iterator[CheckFinding]:
     """The file system `under` the cache, which lies at `real`."""
     line = f"{origin}: cache: /mnt/nvme/forestage"
-    if _is_missing(under, config):
+    if _is_disk_unmounted(under, config):
         yield CheckFinding(
             "cache-not-mounted",
             "critical",
@@ -168,7 +178,7 @@ def _place(
         )
         return
     # Whether or not there is a limit for anybody.
-    if any(one.partition("=")[0] in _QUOTAS for one in under.options):
+    if any(one.partition("=")[0] in _QUOTA_OPTIONS for one in under.options):
         yield CheckFinding(
             "cache-quota",
             "warning",
@@ -180,7 +190,7 @@ def _place(
         )
 
 
-def _holdings(
+def _list_cache_findings(
     files: RootedTree,
     config: Config,
     real: str,
@@ -209,7 +219,7 @@ def _holdings(
             " the shared path",
             "forestage sweep, or wait for its timer; if it comes again, replace the disk",
         )
-    if not _is_ours(cache.root):
+    if not _is_private_directory(cache.root):
         yield CheckFinding(
             "cache-not-ours",
             "critical",
@@ -218,20 +228,20 @@ def _holdings(
             f"chown root: {config.cache}; chmod 0700 {config.cache} (if nobody else uses it)",
         )
     else:
-        yield from _reach(Cache(files.at(config.cache)))
+        yield from _list_exposure_findings(Cache(files.at(config.cache)))
     stored: list[StoredEntry] = []
     with contextlib.suppress(OSError):
         stored = cache.stored_entries()
-    yield from _vanished(cache, config, stored, now)
-    yield from _room(files, cache, config, images, origin, stored)
+    yield from _list_vanished_file_findings(cache, config, stored, now)
+    yield from _list_space_findings(files, cache, config, images, origin, stored)
 
 
-def _vanished(
+def _list_vanished_file_findings(
     cache: Cache, config: Config, stored: list[StoredEntry], now: float
 ) -> Iterator[CheckFinding]:
     """What is said of damaged entries that lack a file: an entry is published and evicted whole."""
-    lost = [_lost_at(cache.entry_dir(one.key)) for one in stored if one.entry is None]
-    since = [time for time in lost if now - time < RECENT]
+    lost = [_file_loss_time(cache.entry_dir(one.key)) for one in stored if one.entry is None]
+    since = [time for time in lost if now - time < RECENT_SECONDS]
     if since:
         yield CheckFinding(
             "entries-vanish",
@@ -244,7 +254,7 @@ def _vanished(
         )
 
 
-def _lost_at(directory: Path) -> float:
+def _file_loss_time(directory: Path) -> float:
     """Return when a damaged entry lost a file, by its directory's time; 0 if it has them all."""
     try:
         if all((directory / name).exists() for name in ("image", "entry.json")):
@@ -254,7 +264,7 @@ def _lost_at(directory: Path) -> float:
         return 0.0
 
 
-def _reach(cache: Cache) -> Iterator[CheckFinding]:
+def _list_exposure_findings(cache: Cache) -> Iterator[CheckFinding]:
     """Whether somebody else could put another directory in the cache's place, as each hook asks."""
     problem = None
     with contextlib.suppress(OSError):  # a directory above it is not there yet
@@ -264,7 +274,7 @@ def _reach(cache: Cache) -> Iterator[CheckFinding]:
         yield CheckFinding("cache-not-ours", "critical", problem.what, why, problem.hint)
 
 
-def _is_ours(root: Path) -> bool:
+def _is_private_directory(root: Path) -> bool:
     """Whether Cache.prepare would take the directory; one that is to be made is all right."""
     try:
         facts = os.lstat(root)
@@ -274,7 +284,7 @@ def _is_ours(root: Path) -> bool:
     return owned and not facts.st_mode & 0o077
 
 
-def _unpacked_beside(
+def _list_unpack_findings(
     files: RootedTree, config: Config, min_free: int, origin: str
 ) -> Iterator[CheckFinding]:
     """Where enroot unpacks to the cache's disk: whether jobs find room there."""
@@ -295,7 +305,7 @@ def _unpacked_beside(
     )
 
 
-def _room(
+def _list_space_findings(
     files: RootedTree,
     cache: Cache,
     config: Config,
@@ -313,7 +323,7 @@ def _room(
         used = evict.measure_space(cache, stored, config).used
     room = min(config.max_size.of(total), used + free - config.min_free.of(total))
     largest = max(images, key=lambda image: image.size, default=ImageUse(""))
-    yield from _unpacked_beside(files, config, config.min_free.of(total), origin)
+    yield from _list_unpack_findings(files, config, config.min_free.of(total), origin)
     if room <= 0:
         yield CheckFinding(
             "cache-full",

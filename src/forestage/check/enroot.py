@@ -14,29 +14,31 @@ from forestage.system.terminal import format_count
 from forestage.system.tree import RootedTree
 
 HOOK_BYTES = 64 * 1024
-OF_ENROOT = {
+ENROOT_HOOK_NAMES = {
     *("10-aptfix.sh", "10-cgroups.sh", "10-devices.sh", "10-home.sh", "10-localtime.sh"),
     *("10-shadow.sh", "98-nvidia.sh", "99-mellanox.sh", "50-slurm-pmi.sh", "50-slurm-pytorch.sh"),
     *("50-mig-config.sh", "50-sharp.sh"),
 }
 """The hooks that enroot 4.1 comes with, of which one alone binds a directory: the user's home."""
-MOST = 3  # lines that are told of; the others go with them
-HOMES = "/home"
+MAX_BIND_FINDINGS = 3  # lines that are told of; the others go with them
+HOMES_DIRECTORY = "/home"
 
 _MOUNTS = re.compile(r"ENROOT_MOUNTS|enroot-mount")
 _VARIABLE = re.compile(r"\$\([^)]*\)|\$\{[^}]*\}|\$[A-Za-z_][A-Za-z0-9_]*")
-_OF_JOB = re.compile(r"pyxis_([0-9]{1,10})([._][0-9]+)?")  # pyxis_slurmstepd.c: job and step
+_CONTAINER_NAME = re.compile(
+    r"pyxis_([0-9]{1,10})([._][0-9]+)?"
+)  # pyxis_slurmstepd.c: job and step
 
 
-def read(files: RootedTree) -> EnrootSetup:
+def read_node_enroot_setup(files: RootedTree) -> EnrootSetup:
     """What enroot goes by on this node: the one that slurmd's steps find, if that is known."""
-    pid = node.slurmd(files)
+    pid = node.find_slurmd_pid(files)
     environ = os.fsdecode((pid and files.data(f"/proc/{pid}/environ")) or b"").split("\0")
     paths = [one.removeprefix("PATH=") for one in environ if one.startswith("PATH=/")]
     return enroot.read_enroot_setup(files, *paths[:1])
 
 
-def looked(files: RootedTree, site: EnrootSetup) -> str:
+def format_enroot_summary(files: RootedTree, site: EnrootSetup) -> str:
     """Pure: what was read, for people; "" for a node without enroot."""
     if not site.program:
         return ""
@@ -48,7 +50,7 @@ def looked(files: RootedTree, site: EnrootSetup) -> str:
     )
 
 
-def findings(
+def list_findings(
     files: RootedTree, sources: tuple[str, ...], site: EnrootSetup
 ) -> Iterator[CheckFinding]:
     """Nothing where enroot has no configuration."""
@@ -69,32 +71,34 @@ def findings(
         for one in enroot.list_site_binds(files, site)
         if one.source.startswith("/") and "$" not in one.source
     ]
-    reals = files.reals((HOMES, *sources, *(one.source for one in binds)))
+    reals = files.reals((HOMES_DIRECTORY, *sources, *(one.source for one in binds)))
     below = [f"{reals[source].rstrip('/')}/" for source in sources]
-    for bind in islice((one for one in binds if _holds(reals[one.source], below)), MOST):
-        yield _breaks(
+    for bind in islice(
+        (one for one in binds if _may_contain_image(reals[one.source], below)), MAX_BIND_FINDINGS
+    ):
+        yield _make_bind_finding(
             f"{bind.file}:{bind.line} binds {bind.source}, where images lie, without what is"
             " mounted below it",
             f"{bind.file}: rbind instead of bind in line {bind.line}",
         )
-    if enroot.is_true_setting(settings.get("ENROOT_MOUNT_HOME", "")) and _holds(
-        reals[HOMES], below
+    if enroot.is_true_setting(settings.get("ENROOT_MOUNT_HOME", "")) and _may_contain_image(
+        reals[HOMES_DIRECTORY], below
     ):
-        yield _breaks(
+        yield _make_bind_finding(
             f"{site.conf} has ENROOT_MOUNT_HOME, and images may lie in users' home directories",
             f"{site.conf}: ENROOT_MOUNT_HOME no (users who need theirs:"
             " --container-mounts=$HOME), or sources: without /home",
         )
-    yield from _own_hooks(files, site)
-    yield from _left_behind(files, settings)
+    yield from _list_hook_findings(files, site)
+    yield from _list_leftover_findings(files, settings)
 
 
-def _own_hooks(files: RootedTree, site: EnrootSetup) -> Iterator[CheckFinding]:
+def _list_hook_findings(files: RootedTree, site: EnrootSetup) -> Iterator[CheckFinding]:
     """The site's hooks that mount: what they bind is known to nobody before they run."""
     folder = f"{site.sysconf}/hooks.d"
     for name in files.names(folder):
         text = files.text(f"{folder}/{name}", HOOK_BYTES) or ""
-        if name.endswith(".sh") and name not in OF_ENROOT and _MOUNTS.search(text):
+        if name.endswith(".sh") and name not in ENROOT_HOOK_NAMES and _MOUNTS.search(text):
             yield CheckFinding(
                 "bind-by-hook",
                 "warning",
@@ -105,7 +109,7 @@ def _own_hooks(files: RootedTree, site: EnrootSetup) -> Iterator[CheckFinding]:
             )
 
 
-def _breaks(what: str, change: str) -> CheckFinding:
+def _make_bind_finding(what: str, change: str) -> CheckFinding:
     consequence = (
         "An image below it is not redirected for jobs that are seen to mount it; while one is for"
         " another job (bind), containers with that mount fail to start: Invalid argument"
@@ -113,13 +117,13 @@ def _breaks(what: str, change: str) -> CheckFinding:
     return CheckFinding("bind-over-redirects", "warning", what, consequence, change)
 
 
-def _holds(bound: str, sources: Sequence[str]) -> bool:
+def _may_contain_image(bound: str, sources: Sequence[str]) -> bool:
     """Pure: whether a redirect may lie below a bound directory; sources end in a slash."""
     real = f"{bound.rstrip('/')}/"
     return any(one.startswith(real) or real.startswith(one) for one in sources)
 
 
-def _left_behind(files: RootedTree, settings: dict[str, str]) -> Iterator[CheckFinding]:
+def _list_leftover_findings(files: RootedTree, settings: dict[str, str]) -> Iterator[CheckFinding]:
     """Root file systems of steps that are over. pyxis removes them unless it was killed."""
     pattern = _VARIABLE.sub("*", settings.get("ENROOT_DATA_PATH", ""))
     if not pattern.startswith("/") or pattern.strip("/*") == "":
@@ -127,7 +131,7 @@ def _left_behind(files: RootedTree, settings: dict[str, str]) -> Iterator[CheckF
     live = {str(job) for job in queue.SlurmClient("", proc=files.at("/proc")).at_work()}
     left = []
     for found in sorted(files.root.glob(f"{pattern.strip('/')}/pyxis_*")):
-        job = _OF_JOB.fullmatch(found.name)
+        job = _CONTAINER_NAME.fullmatch(found.name)
         if job and job[1] not in live:
             left.append(found)
     if left:

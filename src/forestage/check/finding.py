@@ -7,11 +7,11 @@ import msgspec
 
 from forestage.system.terminal import OutputBlock, TextLine, escape_control_characters, format_count
 
-Level = Literal["critical", "warning", "unknown", "note"]
-Status = Literal["ok", "warning", "critical", "unknown"]
+FindingLevel = Literal["critical", "warning", "unknown", "note"]
+CheckStatus = Literal["ok", "warning", "critical", "unknown"]
 
-_ORDER = ("critical", "warning", "unknown", "note")  # known to be wrong, before what is not
-_CODES = {"ok": 0, "warning": 1, "critical": 2, "unknown": 3}  # as Nagios understands them
+_LEVEL_ORDER = ("critical", "warning", "unknown", "note")  # known to be wrong, before what is not
+_EXIT_STATUSES = {"ok": 0, "warning": 1, "critical": 2, "unknown": 3}  # as Nagios understands them
 
 
 class CheckFinding(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class CheckFinding(msgspec.Struct, frozen=True):
     """
 
     id: str
-    level: Level
+    level: FindingLevel
     what: str
     why: str
     change: str
@@ -38,21 +38,23 @@ class CheckReport(msgspec.Struct, frozen=True):
     `enroot` says which configuration of enroot's was read, "" for none.
     """
 
-    status: Status
+    status: CheckStatus
     code: int
     findings: tuple[CheckFinding, ...]
     enroot: str = ""
 
 
-def report(findings: Iterable[CheckFinding], enroot: str = "") -> CheckReport:
+def make_report(findings: Iterable[CheckFinding], enroot: str = "") -> CheckReport:
     """Pure: the findings in order, with harmless text; the first one's level is the status."""
-    found = tuple(map(plain, sorted(findings, key=lambda one: _ORDER.index(one.level))))
+    found = tuple(
+        map(escape_finding, sorted(findings, key=lambda one: _LEVEL_ORDER.index(one.level)))
+    )
     level = found[0].level if found else "note"
-    status: Status = "ok" if level == "note" else level
-    return CheckReport(status, _CODES[status], found, escape_control_characters(enroot))
+    status: CheckStatus = "ok" if level == "note" else level
+    return CheckReport(status, _EXIT_STATUSES[status], found, escape_control_characters(enroot))
 
 
-def plain(one: CheckFinding) -> CheckFinding:
+def escape_finding(one: CheckFinding) -> CheckFinding:
     """Pure: with its text made harmless: names of files may be anything but what JSON can say."""
     what, why, change = (
         escape_control_characters(one.what),
@@ -62,7 +64,7 @@ def plain(one: CheckFinding) -> CheckFinding:
     return msgspec.structs.replace(one, what=what, why=why, change=change)
 
 
-def pieces(report: CheckReport) -> list[OutputBlock]:
+def format_report(report: CheckReport) -> list[OutputBlock]:
     """Pure: what people read; the first line is all that Nagios shows in its lists."""
     word = report.status.upper()
     read: list[OutputBlock] = [TextLine(f"read    {report.enroot}")] if report.enroot else []

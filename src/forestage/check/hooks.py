@@ -9,29 +9,37 @@ from collections.abc import Iterator
 
 from forestage.check import site as sites
 from forestage.check.finding import CheckFinding
-from forestage.check.site import LINK, PATHS, HookSetup, SlurmSite, lines_naming_us
+from forestage.check.site import (
+    LINK_NAME,
+    PATH_PATTERN,
+    HookSetup,
+    SlurmSite,
+    list_lines_naming_forestage,
+)
 from forestage.check.uses import EventLogFacts
 from forestage.errors import Failed
 from forestage.system import run
 from forestage.system.tree import RootedTree
 
-RECENT = 7 * 86400.0  # seconds; a hook that ran since is called by some script of the site
-TIMEOUT = 20.0  # seconds for the interpreter, on a node that is busy with jobs
+RECENT_RUN_SECONDS = (
+    7 * 86400.0
+)  # seconds; a hook that ran since is called by some script of the site
+INTERPRETER_TIMEOUT = 20.0  # seconds for the interpreter, on a node that is busy with jobs
 
 
-def findings(
+def list_findings(
     files: RootedTree, site: SlurmSite, uses: EventLogFacts, now: float
 ) -> Iterator[CheckFinding]:
     """Looks at the scripts, and starts the interpreters of ours once each."""
     for hook in site.hooks:
-        yield from _broken(hook)
+        yield from _list_broken_findings(hook)
     for hook in site.hooks:
         # A script of the site may call ours in a way that is not seen here; but without any
         # line in slurm.conf nothing can, whatever has run before the line was taken out.
         ran = uses.hooks.get(hook.name.lower(), 0.0)
-        called = bool(hook.patterns) and now - ran < RECENT
+        called = bool(hook.patterns) and now - ran < RECENT_RUN_SECONDS
         if not called and not any(script.ours for script in hook.scripts):
-            yield _absent(site, hook)
+            yield _make_absent_finding(site, hook)
     if lacks_pdeathsig(files):  # so no program of ours can be started
         yield CheckFinding(
             "setpriv-old",
@@ -44,8 +52,8 @@ def findings(
         return
     scripts = [script for hook in site.hooks for script in hook.scripts]
     ours = [one.path for one in scripts if one.ours and one.state == "fine"]
-    for path in _interpreters(files, ours):
-        if trouble := _trouble(files, path):
+    for path in _list_interpreters(files, ours):
+        if trouble := _find_interpreter_problem(files, path):
             yield CheckFinding(
                 "hook-interpreter",
                 "critical",
@@ -63,53 +71,59 @@ def lacks_pdeathsig(files: RootedTree) -> bool:
         return False
     try:
         argv = [str(files.at(program)), "--pdeathsig", "KILL", "--", "true"]
-        return run.run_program(argv, timeout=TIMEOUT).code != 0
+        return run.run_program(argv, timeout=INTERPRETER_TIMEOUT).code != 0
     except (Failed, OSError):
         return False
 
 
-def _interpreters(files: RootedTree, scripts: list[str]) -> list[str]:
+def _list_interpreters(files: RootedTree, scripts: list[str]) -> list[str]:
     """Those that our scripts name, and the scripts which these call, where they name us."""
-    words = [word for path in scripts for word in _paths_in(files, path)]
-    called = [word for word in words if lines_naming_us(files, word)]
-    words += [word for path in called for word in _paths_in(files, path)]
+    words = [word for path in scripts for word in _list_paths(files, path)]
+    called = [word for word in words if list_lines_naming_forestage(files, word)]
+    words += [word for path in called for word in _list_paths(files, path)]
     return [word for word in dict.fromkeys(words) if re.fullmatch(r".*/python[\d.]*", word)]
 
 
-def _paths_in(files: RootedTree, script: str) -> list[str]:
+def _list_paths(files: RootedTree, script: str) -> list[str]:
     """Only from lines that name us: a site's script may start other programs as well."""
-    return [word for line in lines_naming_us(files, script) for word in PATHS.findall(line)]
+    return [
+        word
+        for line in list_lines_naming_forestage(files, script)
+        for word in PATH_PATTERN.findall(line)
+    ]
 
 
-def _trouble(files: RootedTree, path: str) -> str:
+def _find_interpreter_problem(files: RootedTree, path: str) -> str:
     if not files.runs(path):
         return "it is not there, or not executable"
     wanted = "import forestage.hooks.prolog, forestage.hooks.epilog"
     try:
-        ran = run.run_program([str(files.at(path)), "-I", "-c", wanted], timeout=TIMEOUT)
+        ran = run.run_program(
+            [str(files.at(path)), "-I", "-c", wanted], timeout=INTERPRETER_TIMEOUT
+        )
     except (Failed, OSError) as error:
         return str(error)
     return ran.explained() if ran.code else ""
 
 
-def _broken(hook: HookSetup) -> Iterator[CheckFinding]:
+def _list_broken_findings(hook: HookSetup) -> Iterator[CheckFinding]:
     risk = f"Slurm takes it for a failed {hook.name} and drains the node at its next job"
     for pattern in hook.patterns:
         if not pattern.scripts:
             line, where = f"{hook.name}={pattern.setting.value}", pattern.setting.line.where
-            link = f"{pattern.path.rpartition('/')[0]}/{LINK}"
+            link = f"{pattern.path.rpartition('/')[0]}/{LINK_NAME}"
             change = f"ln -s {hook.path} {link} (or {where}: without {line})"
             yield CheckFinding("hook-no-match", "critical", f"{line} matches no file", risk, change)
-    for one in sites.broken(hook):
+    for one in sites.list_broken_scripts(hook):
         if one.script.state == "not-executable":
             yield CheckFinding("hook-not-executable", "critical", one.what, risk, one.change)
         else:
             yield CheckFinding("hook-missing", "critical", one.what, risk, one.change)
 
 
-def _absent(site: SlurmSite, hook: HookSetup) -> CheckFinding:
+def _make_absent_finding(site: SlurmSite, hook: HookSetup) -> CheckFinding:
     what = f"no {hook.name} in slurm.conf is forestage's, nor mentions it"
-    way = sites.way(hook)
+    way = sites.choose_installation(hook)
     change = f"{site.conf.path}: {way.text}" if way.kind == "line" else way.text
     if way.kind == "link":
         change = "forestage enable --yes"

@@ -12,7 +12,13 @@ import msgspec
 
 from forestage.check import site as sites
 from forestage.check.finding import CheckFinding
-from forestage.check.site import COMPANION, ParsedSlurmConf, PluginStack, SlurmSite, StackPlugin
+from forestage.check.site import (
+    COMPANION_PATH,
+    ParsedSlurmConf,
+    PluginStack,
+    SlurmSite,
+    StackPlugin,
+)
 from forestage.check.slurm_conf import AUTO_IS_NONE
 from forestage.config import DEFAULT, CompanionPresence, Config, LoadedConfig, format_key_name
 from forestage.config import resolve_auto_redirect as of_auto
@@ -23,14 +29,14 @@ HELPER = "/usr/lib/forestage/bin/forestage"
 _JOB_PROLOG = b"\0slurm_spank_job_prolog\0"
 
 
-def decided(
+def resolve_auto_redirects(
     files: RootedTree, site: SlurmSite | None, settings: LoadedConfig, is_marked: bool
 ) -> LoadedConfig:
     """Returns the settings with what `redirect: auto` means on this node.
 
     `is_marked`: whether slurmd has loaded the companion since the boot (slurm/companion.py).
     """
-    loads = _companion(files, site)
+    loads = _read_companion_presence(files, site)
     if loads == "unknown" and not is_marked:
         loads = "absent"
     auto = of_auto(Config(), loads).redirect
@@ -45,22 +51,28 @@ def decided(
     )
 
 
-def _companion(files: RootedTree, site: SlurmSite | None) -> CompanionPresence:
+def _read_companion_presence(files: RootedTree, site: SlurmSite | None) -> CompanionPresence:
     """Return whether Slurm would load the companion, as far as its files can be read."""
     if site is None or (site.stack.broken and not site.stack.companion):
         return "unknown"
     ours = site.stack.companion
-    return "loaded" if ours and ours.exists and _fits(files, site.conf, ours) else "absent"
+    return (
+        "loaded"
+        if ours and ours.exists and _is_for_this_slurm(files, site.conf, ours)
+        else "absent"
+    )
 
 
-def findings(files: RootedTree, site: SlurmSite, settings: LoadedConfig) -> Iterator[CheckFinding]:
+def list_findings(
+    files: RootedTree, site: SlurmSite, settings: LoadedConfig
+) -> Iterator[CheckFinding]:
     """Reads the plugins' files and asks slurmd for its release; no plugin is loaded."""
     stack, ours = site.stack, site.stack.companion
     everywhere = settings.everywhere()
-    yield from _through(files, everywhere)
-    yield from of_stack(files, site)
+    yield from _list_read_through_findings(files, everywhere)
+    yield from list_stack_findings(files, site)
     if ours is None and not stack.broken:
-        line = f"{stack.file}: {_line(site)}, before pyxis"
+        line = f"{stack.file}: {_format_companion_line(site)}, before pyxis"
         by_default = settings.origins["redirect"] == DEFAULT
         if not stack.includes and settings.config.redirect == "bind" and by_default:
             yield CheckFinding(
@@ -81,16 +93,16 @@ def findings(files: RootedTree, site: SlurmSite, settings: LoadedConfig) -> Iter
             )
 
 
-def of_stack(files: RootedTree, site: SlurmSite) -> Iterator[CheckFinding]:
+def list_stack_findings(files: RootedTree, site: SlurmSite) -> Iterator[CheckFinding]:
     """What is wrong with plugstack.conf as it is, whatever the configuration says."""
     stack = site.stack
     ours, pyxis = stack.companion, stack.pyxis
     if stack.broken:  # the companion may be named in what could not be read
-        yield _unread(stack)
+        yield _make_unread_finding(stack)
     elif ours is None and stack.includes:
-        yield _unmatched(files, site)
+        yield _make_unmatched_finding(files, site)
     if ours:
-        yield from _named(files, site, ours)
+        yield from _list_companion_findings(files, site, ours)
         if pyxis and (late := stack.late):
             # How a line that says `required` is to read, that finding says.
             is_changed = late is ours.line and ours.line.required
@@ -113,11 +125,11 @@ def of_stack(files: RootedTree, site: SlurmSite) -> Iterator[CheckFinding]:
                 "With such a plugin in the stack, Slurm hides --container-image from the Prolog:"
                 + (" copies start with the first step" if ours else " no such image is staged"),
                 f"{one.line.file}: without line {one.line.first}"
-                + ("" if ours else f", or `{_line(site)}` before pyxis"),
+                + ("" if ours else f", or `{_format_companion_line(site)}` before pyxis"),
             )
 
 
-def _through(
+def _list_read_through_findings(
     files: RootedTree, everywhere: list[tuple[str | None, Config]]
 ) -> Iterator[CheckFinding]:
     """Whether steps can read through their copies, where the admin wants that."""
@@ -144,19 +156,23 @@ def _through(
             return
 
 
-def _line(site: SlurmSite) -> str:
+def _format_companion_line(site: SlurmSite) -> str:
     """The line of plugstack.conf that loads the companion here, once its package is installed."""
     if site.companion_line:
         return site.companion_line
-    return sites.include_of(site.conf.release) if site.conf.release else f"optional {COMPANION}"
+    return (
+        sites.format_companion_include(site.conf.release)
+        if site.conf.release
+        else f"optional {COMPANION_PATH}"
+    )
 
 
-def _unmatched(files: RootedTree, site: SlurmSite) -> CheckFinding:
+def _make_unmatched_finding(files: RootedTree, site: SlurmSite) -> CheckFinding:
     """plugstack.conf includes a companion, and not the one of this host, if it has any."""
-    built_for, slurm = sites.built_for(files), site.conf.release
+    built_for, slurm = sites.read_companion_release(files), site.conf.release
     (first, *_) = site.stack.includes
     if built_for and built_for == slurm:
-        change = f"{site.stack.file}: {_line(site)}"
+        change = f"{site.stack.file}: {_format_companion_line(site)}"
     else:
         change = f"install the package forestage-spank that is built for Slurm {slurm}".rstrip()
     return CheckFinding(
@@ -168,11 +184,13 @@ def _unmatched(files: RootedTree, site: SlurmSite) -> CheckFinding:
     )
 
 
-def _named(files: RootedTree, site: SlurmSite, ours: StackPlugin) -> Iterator[CheckFinding]:
+def _list_companion_findings(
+    files: RootedTree, site: SlurmSite, ours: StackPlugin
+) -> Iterator[CheckFinding]:
     """What is wrong with the companion that plugstack.conf names."""
     where = ours.line.where
     required = ours.line.required
-    built_for = sites.built_for(files, ours.path)
+    built_for = sites.read_companion_release(files, ours.path)
     slurm = site.conf.release
     loads = (
         "slurmd does not start"
@@ -195,8 +213,8 @@ def _named(files: RootedTree, site: SlurmSite, ours: StackPlugin) -> Iterator[Ch
             loads,
             f"install the package forestage-spank that is built for Slurm {slurm}",
         )
-    yield from _required(ours, "slurmd does not start")
-    if program := _missing_helper(files, ours):
+    yield from _list_required_findings(ours, "slurmd does not start")
+    if program := _find_missing_helper(files, ours):
         yield CheckFinding(
             "companion-helper",
             "warning",
@@ -206,7 +224,7 @@ def _named(files: RootedTree, site: SlurmSite, ours: StackPlugin) -> Iterator[Ch
         )
 
 
-def _required(ours: StackPlugin, fails: str) -> Iterator[CheckFinding]:
+def _list_required_findings(ours: StackPlugin, fails: str) -> Iterator[CheckFinding]:
     if ours.line.required:
         yield CheckFinding(
             "companion-required",
@@ -217,20 +235,20 @@ def _required(ours: StackPlugin, fails: str) -> Iterator[CheckFinding]:
         )
 
 
-def _missing_helper(files: RootedTree, ours: StackPlugin) -> str:
+def _find_missing_helper(files: RootedTree, ours: StackPlugin) -> str:
     """The program that the companion would run in vain; "" where it can be run."""
     program = ours.line.argument("helper") or HELPER
     return "" if files.runs(program) else program
 
 
-def on_login(files: RootedTree, site: SlurmSite) -> Iterator[CheckFinding]:
+def list_login_findings(files: RootedTree, site: SlurmSite) -> Iterator[CheckFinding]:
     """Whether `--stage` is known where jobs are submitted, and checked.
 
     Nothing else of forestage has to be there, and no slurmd: the release is not compared.
     """
     ours = site.stack.companion
     if site.stack.broken:
-        yield _unread(site.stack)
+        yield _make_unread_finding(site.stack)
     if ours is None and site.stack.broken:
         return
     if ours is None or not ours.exists:
@@ -243,8 +261,8 @@ def on_login(files: RootedTree, site: SlurmSite) -> Iterator[CheckFinding]:
             + ("" if site.stack.includes else ", and the line that `forestage enable` prints"),
         )
         return
-    yield from _required(ours, "no job can be submitted")
-    if program := _missing_helper(files, ours):
+    yield from _list_required_findings(ours, "no job can be submitted")
+    if program := _find_missing_helper(files, ours):
         yield CheckFinding(
             "login-no-check",
             "warning",
@@ -254,7 +272,7 @@ def on_login(files: RootedTree, site: SlurmSite) -> Iterator[CheckFinding]:
         )
 
 
-def _unread(stack: PluginStack) -> CheckFinding:
+def _make_unread_finding(stack: PluginStack) -> CheckFinding:
     """Return what is said where plugstack.conf cannot be read to its end. Pure."""
     return CheckFinding(
         "plugstack-conf",
@@ -266,7 +284,7 @@ def _unread(stack: PluginStack) -> CheckFinding:
     )
 
 
-def _fits(files: RootedTree, conf: ParsedSlurmConf, ours: StackPlugin) -> bool:
+def _is_for_this_slurm(files: RootedTree, conf: ParsedSlurmConf, ours: StackPlugin) -> bool:
     """Whether the companion is for this node's Slurm, as far as that can be told."""
-    built_for = sites.built_for(files, ours.path)
+    built_for = sites.read_companion_release(files, ours.path)
     return not (built_for and conf.release) or built_for == conf.release

@@ -6,16 +6,16 @@ from forestage.check.finding import CheckFinding
 from forestage.check.site import StackPlugin
 from forestage.system.tree import RootedTree
 
-_YES = ("1", "true", "yes", "y")  # pyxis' config.c
+_TRUE_WORDS = ("1", "true", "yes", "y")  # pyxis' config.c
 
 
-def findings(files: RootedTree, plugin: StackPlugin) -> Iterator[CheckFinding]:
+def list_findings(files: RootedTree, plugin: StackPlugin) -> Iterator[CheckFinding]:
     """Of a plugin that does not run enroot nothing is known."""
     code = files.data(plugin.path) or b""
     if b"enroot" not in code:
         return
     line = plugin.line
-    mounts = line.argument("use_squashfuse").lower() in _YES
+    mounts = line.argument("use_squashfuse").lower() in _TRUE_WORDS
     if b"use_squashfuse=" not in code:
         yield CheckFinding(
             "pyxis-old",
@@ -37,10 +37,10 @@ def findings(files: RootedTree, plugin: StackPlugin) -> Iterator[CheckFinding]:
             f"{line.where}: required {line.path} {' '.join((*others, 'use_squashfuse=1'))}",
         )
     else:
-        yield from _fuse(files)
+        yield from _list_fuse_findings(files)
 
 
-def _fuse(files: RootedTree) -> Iterator[CheckFinding]:
+def _list_fuse_findings(files: RootedTree) -> Iterator[CheckFinding]:
     mode = files.mode("/dev/fuse")
     if mode is None or mode & 0o666 != 0o666:
         has = "is not there" if mode is None else f"has mode {mode & 0o777:04o}"

@@ -10,12 +10,14 @@ from forestage.paths import NodePaths
 from forestage.system.tree import RootedTree
 from forestage.units import format_duration, format_size
 
-LAUNCH = 600.0  # seconds; srun ends a step that has not begun (slurm_step_launch_wait_start())
-CONTAINED = 50.0  # the same with SlurmdParameters=contain_spank
-LEAST = 1024 * 1024  # bytes; no site has images that are smaller
+LAUNCH_TIMEOUT = (
+    600.0  # seconds; srun ends a step that has not begun (slurm_step_launch_wait_start())
+)
+CONTAINED_LAUNCH_TIMEOUT = 50.0  # the same with SlurmdParameters=contain_spank
+SMALLEST_IMAGE_BYTES = 1024 * 1024  # bytes; no site has images that are smaller
 
 
-def findings(
+def list_findings(
     files: RootedTree,
     conf: ParsedSlurmConf | None,
     settings: LoadedConfig,
@@ -24,13 +26,15 @@ def findings(
 ) -> Iterator[CheckFinding]:
     """Reads where the cache and the sources lie, and how large the cache's disk is."""
     if conf is not None:
-        yield from _partitions(conf, settings)
-        yield from _waits(conf, settings)
-    yield from _places(files, settings.config, origin(settings, places, "sources"))
-    yield from _sizes(files, settings, images, places)
+        yield from _list_partition_findings(conf, settings)
+        yield from _list_wait_findings(conf, settings)
+    yield from _list_path_findings(
+        files, settings.config, locate_config_file(settings, places, "sources")
+    )
+    yield from _list_size_findings(files, settings, images, places)
 
 
-def find_removed(settings: LoadedConfig) -> Iterator[CheckFinding]:
+def list_removed_key_findings(settings: LoadedConfig) -> Iterator[CheckFinding]:
     """Yield a finding for each key that is still there and was removed. Pure."""
     for key, files in settings.removed.items():
         yield CheckFinding(
@@ -42,13 +46,15 @@ def find_removed(settings: LoadedConfig) -> Iterator[CheckFinding]:
         )
 
 
-def origin(settings: LoadedConfig, places: NodePaths, key: str) -> str:
+def locate_config_file(settings: LoadedConfig, places: NodePaths, key: str) -> str:
     """The file that sets a key, or that would."""
     found = settings.origins.get(key, DEFAULT)
     return str(places.etc / "forestage.yaml") if found == DEFAULT else found
 
 
-def _partitions(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFinding]:
+def _list_partition_findings(
+    conf: ParsedSlurmConf, settings: LoadedConfig
+) -> Iterator[CheckFinding]:
     for name in settings.partitions:
         # A slurm.conf without any partition is not all that slurmctld has.
         if conf.partitions and name not in conf.partitions:
@@ -63,8 +69,12 @@ def _partitions(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[Check
             )
 
 
-def _waits(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFinding]:
-    longest = CONTAINED if conf.has("slurmdparameters", "contain_spank") else LAUNCH
+def _list_wait_findings(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFinding]:
+    longest = (
+        CONTAINED_LAUNCH_TIMEOUT
+        if conf.has("slurmdparameters", "contain_spank")
+        else LAUNCH_TIMEOUT
+    )
     for name, config in settings.everywhere():
         if name and not {"deadline", "cold", "redirect"} & settings.partitions[name].keys():
             continue
@@ -82,7 +92,7 @@ def _waits(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFindi
         )
 
 
-def _places(files: RootedTree, config: Config, where: str) -> Iterator[CheckFinding]:
+def _list_path_findings(files: RootedTree, config: Config, where: str) -> Iterator[CheckFinding]:
     reals = files.reals((config.cache, *config.sources))
     cache = reals[config.cache].rstrip("/")
     for source in config.sources:
@@ -106,7 +116,7 @@ def _places(files: RootedTree, config: Config, where: str) -> Iterator[CheckFind
             )
 
 
-def _sizes(
+def _list_size_findings(
     files: RootedTree, settings: LoadedConfig, images: tuple[ImageUse, ...], places: NodePaths
 ) -> Iterator[CheckFinding]:
     """Limits below which no image of this site comes, by what jobs have asked for so far."""
@@ -120,7 +130,7 @@ def _sizes(
             f"max_image_size: {format_size(config.max_image_size)} is less than each image that"
             f" jobs asked for (the smallest has {format_size(smallest)})",
             "Nothing is staged",
-            f"{origin(settings, places, 'max_image_size')}: max_image_size:"
+            f"{locate_config_file(settings, places, 'max_image_size')}: max_image_size:"
             f" {format_size(max(sizes)).replace(' ', '')}",
         )
     disk = files.disk(config.cache)
@@ -129,14 +139,14 @@ def _sizes(
     total = disk.f_blocks * disk.f_frsize
     told = f"less than each image that jobs asked for (the smallest has {format_size(smallest)})"
     if not sizes:  # `max_size: 60`, which lacks its unit
-        smallest, told = LEAST, "less than any image has"
+        smallest, told = SMALLEST_IMAGE_BYTES, "less than any image has"
     if config.max_size.of(total) < smallest <= total:
         yield CheckFinding(
             "max-size-small",
             "critical",
             f"max_size: the cache may take {format_size(config.max_size.of(total))}, {told}",
             "Nothing is staged",
-            f"{origin(settings, places, 'max_size')}: max_size",
+            f"{locate_config_file(settings, places, 'max_size')}: max_size",
         )
     if config.low_watermark.of(total) == 0:
         yield CheckFinding(
@@ -144,5 +154,5 @@ def _sizes(
             "warning",
             "low_watermark: 0 leaves no entry in the cache once its jobs are over",
             "Each job copies its image anew",
-            f"{origin(settings, places, 'low_watermark')}: low_watermark",
+            f"{locate_config_file(settings, places, 'low_watermark')}: low_watermark",
         )

@@ -1,8 +1,9 @@
 """The site's Slurm files as one model: slurm.conf, the scripts that it names, and plugstack.conf.
 
-`enable`, `disable` and `check` all decide by this model: what is `broken`, and the `way` by which a
-hook of ours comes to be called. It is read below the root of a `RootedTree`, as
-slurmd reads it; of Slurm's commands only `slurmd -V` is run, and nothing is changed.
+`enable`, `disable` and `check` all decide by this model: what is `list_broken_scripts`, and the
+`choose_installation` by which a hook of ours comes to be called. It is read below the root of a
+`RootedTree`, as slurmd reads it; of Slurm's commands only `slurmd -V` is run, and nothing is
+changed.
 """
 
 import contextlib
@@ -27,13 +28,13 @@ from forestage.system import processes
 from forestage.system.tree import RootedTree
 
 # Paths as slurm.conf and plugstack.conf name them, whatever root they are read below.
-OURS = {"Prolog": str(NodePaths().prolog), "Epilog": str(NodePaths().epilog)}
-COMPANION = str(NodePaths().companion)
+HOOK_PATHS = {"Prolog": str(NodePaths().prolog), "Epilog": str(NodePaths().epilog)}
+COMPANION_PATH = str(NodePaths().companion)
 # What plugstack.conf includes: where no package has brought the file of this release, nothing.
 COMPANION_CONF = str(NodePaths().companion.parent / "plugstack-{}.conf")
-RELEASE = ".release"  # behind the companion's path: the file that says for which Slurm it is
+RELEASE_SUFFIX = ".release"  # behind the companion's path: the file that says for which Slurm it is
 # Where packages put Slurm's plugins, if slurm.conf has no PluginDir.
-USUAL_PLUGINS = (
+USUAL_PLUGIN_DIRECTORIES = (
     "/usr/lib64/slurm",
     "/usr/lib/x86_64-linux-gnu/slurm-wlm",
     "/usr/lib/aarch64-linux-gnu/slurm-wlm",
@@ -43,23 +44,23 @@ USUAL_PLUGINS = (
     "/opt/slurm/lib64/slurm",
 )
 # What is to run on each node, and the directories in which systemd finds that it is.
-TIMER = "forestage.timer"
+TIMER_UNIT = "forestage.timer"
 # The directories in which `systemctl enable` makes a unit's link, by [Install] of our unit files.
-_WANTED_BY = {TIMER: "timers.target.wants"}
+_WANTED_BY = {TIMER_UNIT: "timers.target.wants"}
 _OTHERS_WANTED_BY = "multi-user.target.wants"
-_UNITS = ("/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
-LINK = "50-forestage"  # in a directory of hooks
-SCRIPT = 1 << 20  # bytes of a site's script that are searched for our name
+_UNIT_DIRECTORIES = ("/etc/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
+LINK_NAME = "50-forestage"  # in a directory of hooks
+MAX_SCRIPT_BYTES = 1 << 20  # bytes of a site's script that are searched for our name
 
 # PrologFlags that set Alloc as well: slurm.conf(5); `scontrol show config` of 22.05 says so of two.
-_ALLOCATING = {"contain", "x11", "nohold", "runinjob"}
-_UNWANTED = ("serial", "runinjob")
-PATHS = re.compile(r"/[\w./+-]+")  # in a script
-_COMMENT = re.compile(r"(?:^|(?<=\s))#.*", re.MULTILINE)
+_FLAGS_IMPLYING_ALLOC = {"contain", "x11", "nohold", "runinjob"}
+_UNWANTED_FLAGS = ("serial", "runinjob")
+PATH_PATTERN = re.compile(r"/[\w./+-]+")  # in a script
+_COMMENT_PATTERN = re.compile(r"(?:^|(?<=\s))#.*", re.MULTILINE)
 
 HookName = Literal["Prolog", "Epilog"]
-State = Literal["fine", "missing", "dangling", "not-executable"]
-Relation = Literal["hook", "names-us", "other"]
+ScriptState = Literal["fine", "missing", "dangling", "not-executable"]
+ScriptRelation = Literal["hook", "names-us", "other"]
 
 
 class ParsedSlurmConf(msgspec.Struct, frozen=True):
@@ -91,13 +92,13 @@ class ParsedSlurmConf(msgspec.Struct, frozen=True):
     @property
     def prolog_flags(self) -> set[str]:
         """PrologFlags in lower case, with those that others imply."""
-        return _implied(self.flags("prologflags"))
+        return _with_implied_flags(self.flags("prologflags"))
 
     @property
     def wanted_prolog_flags(self) -> str:
         """The line with the flags that forestage wants, the site's others kept."""
-        flags = [one for one in self.flags("prologflags") if one.lower() not in _UNWANTED]
-        flags += [one for one in self._wanted if one.lower() not in _implied(flags)]
+        flags = [one for one in self.flags("prologflags") if one.lower() not in _UNWANTED_FLAGS]
+        flags += [one for one in self._wanted if one.lower() not in _with_implied_flags(flags)]
         return f"PrologFlags={','.join(flags)}"
 
     @property
@@ -136,8 +137,8 @@ class HookScript(msgspec.Struct, frozen=True):
     """
 
     path: str
-    state: State
-    relation: Relation
+    state: ScriptState
+    relation: ScriptRelation
 
     @property
     def ours(self) -> bool:
@@ -212,8 +213,8 @@ class StackPlugin(msgspec.Struct, frozen=True):
 class PluginStack(msgspec.Struct, frozen=True):
     """plugstack.conf with its includes, and the plugins in the order in which Slurm loads them.
 
-    `includes` are the lines for the companion's own file, whether or not it is there. `broken` says
-    why no more could be read.
+    `includes` are the lines for the companion's own file, whether or not it is there.
+    `list_broken_scripts` says why no more could be read.
     """
 
     file: str
@@ -256,18 +257,18 @@ class SlurmSite(msgspec.Struct, frozen=True):
     companion_line: str
 
 
-def read(files: RootedTree, path: str) -> SlurmSite:
+def read_site(files: RootedTree, path: str) -> SlurmSite:
     """The site whose slurm.conf is `path`. Raises Failed where any of it cannot be read."""
-    found = _with_conf(files, read_conf(files, path))
+    found = _make_site(files, parse_slurm_conf(files, path))
     if found.stack.broken:
         raise Failed("slurm-conf", found.stack.broken)
     return found
 
 
-def read_conf(files: RootedTree, path: str) -> ParsedSlurmConf:
+def parse_slurm_conf(files: RootedTree, path: str) -> ParsedSlurmConf:
     """Read slurm.conf alone. Raises Failed, also where SlurmClient would refuse the file."""
     try:
-        text = _texts(files)
+        text = _make_text_reader(files)
         lines = tuple(slurm_conf.read_settings(path, text))
         partitions = frozenset(slurm_conf.list_partitions(path, text))
         return ParsedSlurmConf(
@@ -277,93 +278,108 @@ def read_conf(files: RootedTree, path: str) -> ParsedSlurmConf:
         raise Failed("slurm-conf", slurm_conf.explain_read_error(error)) from None
 
 
-def find_conf(files: RootedTree, named: str) -> ParsedSlurmConf:
+def read_named_conf(files: RootedTree, named: str) -> ParsedSlurmConf:
     """Read the file that is `named` ($SLURM_CONF), else the usual one. Raises Failed."""
     path = named or slurm_conf.find_usual_conf(files.root)
     if not path:
         raise Failed("slurm-conf", "slurm.conf cannot be read: it is in none of its usual places")
-    return read_conf(files, path)
+    return parse_slurm_conf(files, path)
 
 
-def find(files: RootedTree, named: str) -> SlurmSite:
-    """Return the site of `find_conf`'s file. Raises Failed where that cannot be read."""
-    return _with_conf(files, find_conf(files, named))
+def read_named_site(files: RootedTree, named: str) -> SlurmSite:
+    """Return the site of `read_named_conf`'s file. Raises Failed where that cannot be read."""
+    return _make_site(files, read_named_conf(files, named))
 
 
-def _texts(files: RootedTree) -> ReadText:
+def _make_text_reader(files: RootedTree) -> ReadText:
     return lambda path: slurm_conf.read_conf_text(str(files.at(path)))
 
 
-def _with_conf(files: RootedTree, conf: ParsedSlurmConf) -> SlurmSite:
+def _make_site(files: RootedTree, conf: ParsedSlurmConf) -> SlurmSite:
     """The hooks and plugins that a slurm.conf leads to; slurmd is run for its release."""
     conf = msgspec.structs.replace(
-        conf, release=releases.find_slurm_release(files, plugin_folders(conf))
+        conf, release=releases.find_slurm_release(files, list_plugin_directories(conf))
     )
-    hooks = (_hook(files, conf, "Prolog"), _hook(files, conf, "Epilog"))
-    return SlurmSite(conf, hooks, _stack(files, conf), _companion_line(files))
+    hooks = (_read_hook_setup(files, conf, "Prolog"), _read_hook_setup(files, conf, "Epilog"))
+    return SlurmSite(conf, hooks, _read_plugin_stack(files, conf), _format_companion_line(files))
 
 
-def built_for(files: RootedTree, companion: str = COMPANION) -> str:
+def read_companion_release(files: RootedTree, companion: str = COMPANION_PATH) -> str:
     """The release of Slurm for which that companion was built, as 22.05; "" if nothing says so."""
-    return releases.parse_release(files.text(f"{companion}{RELEASE}") or "")
+    return releases.parse_release(files.text(f"{companion}{RELEASE_SUFFIX}") or "")
 
 
-def include_of(release: str) -> str:
+def format_companion_include(release: str) -> str:
     """Pure: the line that loads the companion on hosts that have it for this release, and is read
     without a word on all others."""
     return f"include {COMPANION_CONF.format(f'{release}*')}"
 
 
-def _companion_line(files: RootedTree) -> str:
-    if files.mode(COMPANION) is None:
+def _format_companion_line(files: RootedTree) -> str:
+    if files.mode(COMPANION_PATH) is None:
         return ""
-    release = built_for(files)
+    release = read_companion_release(files)
     if release and files.mode(COMPANION_CONF.format(release)) is not None:
-        return include_of(release)
-    return f"optional {COMPANION}"
+        return format_companion_include(release)
+    return f"optional {COMPANION_PATH}"
 
 
-def _hook(files: RootedTree, conf: ParsedSlurmConf, name: HookName) -> HookSetup:
-    path = OURS[name]
+def _read_hook_setup(files: RootedTree, conf: ParsedSlurmConf, name: HookName) -> HookSetup:
+    path = HOOK_PATHS[name]
     named = (one for one in conf.lines if one.name == name.lower() and one.value)
-    patterns = tuple(_pattern(files, one, conf.hook_path(one.value), path) for one in named)
-    return HookSetup(name, path, _state(files, path) == "fine", patterns)
+    patterns = tuple(
+        _read_hook_setting(files, one, conf.hook_path(one.value), path) for one in named
+    )
+    return HookSetup(name, path, _read_script_state(files, path) == "fine", patterns)
 
 
-def _pattern(files: RootedTree, setting: ConfSetting, value: str, hook: str) -> HookSetting:
+def _read_hook_setting(
+    files: RootedTree, setting: ConfSetting, value: str, hook: str
+) -> HookSetting:
     if not glob.has_magic(value):
-        script = HookScript(value, _state(files, value), _relation(files, value, hook))
+        script = HookScript(
+            value, _read_script_state(files, value), _read_script_relation(files, value, hook)
+        )
         return HookSetting(setting, value, False, True, (script,))
     # Dangling links are matches as well: glob(3), as slurmd calls it, finds them.
     found = sorted(glob.iglob(str(files.at(value))))  # noqa: PTH207 - absolute, as slurmd's
     paths = (f"/{one.removeprefix(str(files.root)).lstrip('/')}" for one in found)
     directory = stat.S_ISDIR(files.mode(str(Path(value).parent)) or 0)
-    scripts = (HookScript(one, _state(files, one), _relation(files, one, hook)) for one in paths)
+    scripts = (
+        HookScript(one, _read_script_state(files, one), _read_script_relation(files, one, hook))
+        for one in paths
+    )
     return HookSetting(setting, value, True, directory, tuple(scripts))
 
 
-def _state(files: RootedTree, path: str) -> State:
+def _read_script_state(files: RootedTree, path: str) -> ScriptState:
     mode = files.mode(path)
     if mode is None:
         return "dangling" if files.at(path).is_symlink() else "missing"
     return "fine" if stat.S_ISREG(mode) and mode & 0o111 else "not-executable"
 
 
-def _relation(files: RootedTree, path: str, hook: str) -> Relation:
+def _read_script_relation(files: RootedTree, path: str, hook: str) -> ScriptRelation:
     real = files.real(path)
     if real == files.real(hook):
         return "hook"
-    named = "forestage" in path or "forestage" in real or bool(lines_naming_us(files, path))
-    return "names-us" if named or _runs_ours(files, path, Path(hook).name) else "other"
+    named = (
+        "forestage" in path or "forestage" in real or bool(list_lines_naming_forestage(files, path))
+    )
+    return "names-us" if named or _runs_hook_directory(files, path, Path(hook).name) else "other"
 
 
-def _runs_ours(files: RootedTree, script: str, kind: str) -> bool:
+def _runs_hook_directory(files: RootedTree, script: str, kind: str) -> bool:
     """As the prolog.sh of DeepOps runs all of prolog.d."""
-    folders = (word for word in PATHS.findall(_bare(files, script)) if kind in Path(word).name)
+    folders = (
+        word
+        for word in PATH_PATTERN.findall(_read_without_comments(files, script))
+        if kind in Path(word).name
+    )
     return any("forestage" in name for one in folders for name in files.names(one))
 
 
-def broken(hook: HookSetup) -> Iterator[BrokenHookScript]:
+def list_broken_scripts(hook: HookSetup) -> Iterator[BrokenHookScript]:
     """Pure: what slurm.conf names for this hook and slurmd cannot run (run_script.c)."""
     words = {
         "dangling": "a link that leads nowhere",
@@ -375,10 +391,10 @@ def broken(hook: HookSetup) -> Iterator[BrokenHookScript]:
         for script in pattern.scripts:
             if script.state != "fine":
                 what = f"{script.path} of {line} is {words[script.state]}"
-                yield BrokenHookScript(script, what, _repair(hook, pattern, script))
+                yield BrokenHookScript(script, what, _format_repair(hook, pattern, script))
 
 
-def _repair(hook: HookSetup, pattern: HookSetting, script: HookScript) -> str:
+def _format_repair(hook: HookSetup, pattern: HookSetting, script: HookScript) -> str:
     where, line = pattern.setting.line.where, f"{hook.name}={pattern.setting.value}"
     if script.state == "not-executable":
         return f"chmod 0755 {script.path} (or take it out of that directory)"
@@ -391,13 +407,13 @@ def _repair(hook: HookSetup, pattern: HookSetting, script: HookScript) -> str:
     return f"{where}: without {line}"
 
 
-def way(hook: HookSetup) -> HookInstallation:
+def choose_installation(hook: HookSetup) -> HookInstallation:
     """Pure: a link where slurm.conf names a directory's files; the site's own scripts stay."""
     ours = next((one.path for one in hook.scripts if one.ours), "")
     if ours:
         return HookInstallation("there", ours)
     if hook.globs:
-        return _way_by_link(hook.globs[0])
+        return _choose_link(hook.globs[0])
     others = [one for one in hook.patterns if one.scripts[0].state == "fine"]
     if not others:
         return HookInstallation("line", f"{hook.name}={hook.path}")
@@ -410,7 +426,7 @@ def way(hook: HookSetup) -> HookInstallation:
     )
 
 
-def _way_by_link(pattern: HookSetting) -> HookInstallation:
+def _choose_link(pattern: HookSetting) -> HookInstallation:
     """A link by a name that the glob matches and nobody has."""
     where, value = pattern.setting.line.where, pattern.path
     directory, names = os.path.split(value)
@@ -419,7 +435,7 @@ def _way_by_link(pattern: HookSetting) -> HookInstallation:
             "by-hand", f"{where}: the directory of {value} is not there: make it first"
         )
     taken = {script.path for script in pattern.scripts}
-    for name in (LINK, names.replace("*", LINK, 1)):
+    for name in (LINK_NAME, names.replace("*", LINK_NAME, 1)):
         path = os.path.join(directory, name)
         fits = fnmatch.fnmatchcase(name, names) and not glob.has_magic(path)
         if fits and path not in taken:
@@ -428,33 +444,35 @@ def _way_by_link(pattern: HookSetting) -> HookInstallation:
     return HookInstallation("by-hand", text)
 
 
-def lines_naming_us(files: RootedTree, script: str) -> list[str]:
+def list_lines_naming_forestage(files: RootedTree, script: str) -> list[str]:
     """The lines of a script that say "forestage", comments apart."""
-    return [line for line in _bare(files, script).split("\n") if "forestage" in line]
+    return [
+        line for line in _read_without_comments(files, script).split("\n") if "forestage" in line
+    ]
 
 
-def _bare(files: RootedTree, script: str) -> str:
+def _read_without_comments(files: RootedTree, script: str) -> str:
     """Its text without comments."""
-    return _COMMENT.sub("", files.text(script, SCRIPT) or "")
+    return _COMMENT_PATTERN.sub("", files.text(script, MAX_SCRIPT_BYTES) or "")
 
 
-def _implied(flags: list[str]) -> set[str]:
+def _with_implied_flags(flags: list[str]) -> set[str]:
     found = {flag.lower() for flag in flags}
-    return found | {"alloc"} if found & _ALLOCATING else found
+    return found | {"alloc"} if found & _FLAGS_IMPLYING_ALLOC else found
 
 
-def _stack(files: RootedTree, conf: ParsedSlurmConf) -> PluginStack:
+def _read_plugin_stack(files: RootedTree, conf: ParsedSlurmConf) -> PluginStack:
     beside = str(Path(conf.path).with_name("plugstack.conf"))
     file = conf.settings.get("plugstackconfig", beside)
-    folders = plugin_folders(conf)
+    folders = list_plugin_directories(conf)
     plugins: list[StackPlugin] = []
     includes: list[plugstack.IncludeLine] = []
     broken = ""
     ours = COMPANION_CONF.partition("{")[0]
     try:
-        for line in plugstack.read_lines(file, _texts(files), files.root):
+        for line in plugstack.read_lines(file, _make_text_reader(files), files.root):
             if isinstance(line, plugstack.PluginLine):
-                plugins.append(_plugin(files, line, folders))
+                plugins.append(_make_stack_plugin(files, line, folders))
             elif line.pattern.startswith(ours):
                 includes.append(line)
     except (OSError, ValueError) as error:  # what comes before it is kept
@@ -462,13 +480,15 @@ def _stack(files: RootedTree, conf: ParsedSlurmConf) -> PluginStack:
     return PluginStack(file, tuple(plugins), tuple(includes), broken)
 
 
-def plugin_folders(conf: ParsedSlurmConf) -> list[str]:
+def list_plugin_directories(conf: ParsedSlurmConf) -> list[str]:
     """Where Slurm looks for a plugin that is named without a directory."""
-    folders = [*conf.settings.get("plugindir", "").split(":"), *USUAL_PLUGINS]
+    folders = [*conf.settings.get("plugindir", "").split(":"), *USUAL_PLUGIN_DIRECTORIES]
     return [folder for folder in folders if folder]
 
 
-def _plugin(files: RootedTree, line: plugstack.PluginLine, folders: list[str]) -> StackPlugin:
+def _make_stack_plugin(
+    files: RootedTree, line: plugstack.PluginLine, folders: list[str]
+) -> StackPlugin:
     path = line.path
     if not path.startswith("/"):
         tried = [f"{folder}/{path}" for folder in folders]
@@ -476,7 +496,7 @@ def _plugin(files: RootedTree, line: plugstack.PluginLine, folders: list[str]) -
     return StackPlugin(line, path, files.mode(path) is not None)
 
 
-def lacks(files: RootedTree, *units: str) -> bool:
+def lacks_enabled_unit(files: RootedTree, *units: str) -> bool:
     """Whether systemd runs here, and one of these units is not enabled.
 
     A node without systemd has a way of its own.
@@ -485,7 +505,7 @@ def lacks(files: RootedTree, *units: str) -> bool:
         return False
     wanted_by = {unit: _WANTED_BY.get(unit, _OTHERS_WANTED_BY) for unit in units}
     return not all(
-        any(unit in files.names(f"{folder}/{wants}") for folder in _UNITS)
+        any(unit in files.names(f"{folder}/{wants}") for folder in _UNIT_DIRECTORIES)
         for unit, wants in wanted_by.items()
     )
 
@@ -496,13 +516,13 @@ _CONTEXTS = frozenset(
 )
 
 
-def hook_runs(files: RootedTree) -> bool:
+def is_hook_running(files: RootedTree) -> bool:
     """Whether slurmd runs a Prolog or an Epilog on this node now, ours or another. As root."""
     numbers = (name for name in files.names("/proc") if name.isdigit())
-    return any(_is_hook(files.at(f"/proc/{number}")) for number in numbers)
+    return any(_is_hook_process(files.at(f"/proc/{number}")) for number in numbers)
 
 
-def _is_hook(process: Path) -> bool:
+def _is_hook_process(process: Path) -> bool:
     # First whose it is: what users' processes have in their environment may be any text, and may
     # lie in memory that hangs whoever reads it.
     if not processes.is_trusted(process):
@@ -517,7 +537,7 @@ def _is_hook(process: Path) -> bool:
     return False
 
 
-def companion_state(places: NodePaths, conf: str) -> CompanionState:
+def read_node_companion_state(places: NodePaths, conf: str) -> CompanionState:
     """Return whether steps get the companion, as hooks find it out; `conf` is $SLURM_CONF or ""."""
     files = RootedTree(places.root)
     path = conf or slurm_conf.find_usual_conf(files.root)

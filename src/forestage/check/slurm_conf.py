@@ -17,10 +17,10 @@ from forestage.system.tree import RootedTree
 from forestage.units import format_duration
 
 AUTO_IS_NONE = "`redirect: auto` is none: only the companion shows a job its copy"
-_TIMEOUTS = ("prologepilogtimeout", "prologtimeout", "epilogtimeout")
+_TIMEOUT_SETTINGS = ("prologepilogtimeout", "prologtimeout", "epilogtimeout")
 
 
-def unread(why: str) -> CheckFinding:
+def make_unread_finding(why: str) -> CheckFinding:
     """Return what is said where slurm.conf cannot be read; `why` names the file. Pure."""
     return CheckFinding(
         "slurm-conf",
@@ -32,11 +32,11 @@ def unread(why: str) -> CheckFinding:
     )
 
 
-def findings(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFinding]:
+def list_findings(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFinding]:
     """Pure."""
-    yield from flags(conf)
-    yield from _timeouts(conf)
-    yield from _deadlines(conf, settings)
+    yield from list_flag_findings(conf)
+    yield from _list_timeout_findings(conf)
+    yield from _list_deadline_findings(conf, settings)
     if conf.has("slurmdparameters", "contain_spank"):
         yield CheckFinding(
             "contain-spank",
@@ -48,12 +48,14 @@ def findings(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFin
         )
 
 
-def launch_limit(conf: dict[str, str]) -> float:
+def compute_launch_limit(conf: dict[str, str]) -> float:
     """Seconds after which the job may be lost, whatever would end the Prolog."""
-    return timeouts.compute_limits({k: v for k, v in conf.items() if k not in _TIMEOUTS}).hurts
+    return timeouts.compute_limits(
+        {k: v for k, v in conf.items() if k not in _TIMEOUT_SETTINGS}
+    ).hurts
 
 
-def flags(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
+def list_flag_findings(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
     """Pure: what PrologFlags lacks, and what it should not have."""
     lacks = conf.lacks_flags
     line = f"{conf.path}: {conf.wanted_prolog_flags}"
@@ -104,7 +106,7 @@ def flags(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
         )
 
 
-def _timeouts(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
+def _list_timeout_findings(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
     limits = timeouts.compute_limits(conf.settings)
     if limits.drains is not None and limits.drains < timeouts.SAFE:
         name = "PrologTimeout" if "prologtimeout" in conf.settings else "PrologEpilogTimeout"
@@ -119,7 +121,9 @@ def _timeouts(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
         )
 
 
-def _deadlines(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFinding]:
+def _list_deadline_findings(
+    conf: ParsedSlurmConf, settings: LoadedConfig
+) -> Iterator[CheckFinding]:
     allowed = timeouts.compute_limits(conf.settings).hurts
     for name, config in settings.everywhere():
         wanted, key = config.deadline, format_key_name(name, "deadline")
@@ -137,17 +141,17 @@ def _deadlines(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckF
             "Slurm would drain the node, or end or requeue a batch job that waits longer when its"
             " node registers: at `scontrol reconfigure`, when slurmd starts, every 33 min by"
             " default",
-            f"{conf.path}: {_longer(conf, wanted)}",
+            f"{conf.path}: {_format_longer_timeouts(conf, wanted)}",
         )
 
 
-def _longer(conf: ParsedSlurmConf, seconds: float) -> str:
+def _format_longer_timeouts(conf: ParsedSlurmConf, seconds: float) -> str:
     """The settings that let a Prolog take so long."""
     wanted = int(seconds * 4 / 3 + 5)
     change = []
-    if launch_limit(conf.settings) < seconds:
+    if compute_launch_limit(conf.settings) < seconds:
         change.append(f"BatchStartTimeout={wanted}")
-        if launch_limit({**conf.settings, "batchstarttimeout": str(wanted)}) < seconds:
+        if compute_launch_limit({**conf.settings, "batchstarttimeout": str(wanted)}) < seconds:
             others = [f for f in conf.flags("authinfo") if not f.lower().startswith("cred_expire=")]
             change.append(f"AuthInfo={','.join([*others, f'cred_expire={wanted}'])}")
     drains = timeouts.compute_limits(conf.settings).drains
@@ -175,7 +179,7 @@ class CoveredPaths(msgspec.Struct, frozen=True):
             )
 
 
-def covered_paths(files: RootedTree, conf: ParsedSlurmConf | None) -> CoveredPaths:
+def read_covered_paths(files: RootedTree, conf: ParsedSlurmConf | None) -> CoveredPaths:
     """Read what job_container/tmpfs covers for jobs: its Dirs and its own BasePath."""
     if conf is None or "tmpfs" not in conf.settings.get("jobcontainertype", ""):
         return CoveredPaths()

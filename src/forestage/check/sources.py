@@ -25,16 +25,16 @@ from forestage.system.tree import RootedTree
 from forestage.units import format_size
 
 # With pages of their own: a store to one that was read first is noted nowhere (decision 47).
-IN_MEMORY = frozenset(("tmpfs", "ramfs"))
-TIMEOUT = 5.0  # seconds; a file server that takes longer makes jobs wait as well
-MOST = 5  # images whose striping is looked at
-RECENT = 86400.0  # seconds since a job got no answer
-AT_ONCE = 16  # children that ask
-LARGE = 1 << 30  # bytes; a smaller image takes no time from any server
-FEW = 4  # stripes; with so many a file's servers are no bottleneck for some nodes
+MEMORY_FILE_SYSTEMS = frozenset(("tmpfs", "ramfs"))
+SOURCE_TIMEOUT = 5.0  # seconds; a file server that takes longer makes jobs wait as well
+MAX_STRIPING_IMAGES = 5  # images whose striping is looked at
+RECENT_HANG_SECONDS = 86400.0  # seconds since a job got no answer
+MAX_CHILDREN = 16  # children that ask
+LARGE_IMAGE_BYTES = 1 << 30  # bytes; a smaller image takes no time from any server
+MIN_STRIPES = 4  # stripes; with so many a file's servers are no bottleneck for some nodes
 
 
-def findings(
+def list_findings(
     files: RootedTree, config: Config, used: EventLogFacts, origin: str, now: float
 ) -> Iterator[CheckFinding]:
     """Takes seconds where a source does not answer. `origin` is the file that sets `sources:`."""
@@ -47,18 +47,18 @@ def findings(
             "No image is ever staged",
             f"{origin}: sources: [/path/of/the/shared/file/system]",
         )
-    found = [finding for path in sources if (finding := _source(files, path, origin))]
+    found = [finding for path in sources if (finding := _find_source_problem(files, path, origin))]
     if all(finding.id != "source-hangs" for finding in found):
-        found += _further(files, config, used, now)
+        found += _list_hang_findings(files, config, used, now)
     yield from found
     if all(finding.id != "source-hangs" for finding in found):  # what follows would hang with them
-        yield from _of_users(files, config, origin)
-        yield from _striping(files, used.images)
+        yield from _list_user_mount_findings(files, config, origin)
+        yield from _list_striping_findings(files, used.images)
 
 
-def _source(files: RootedTree, path: str, origin: str) -> CheckFinding | None:
+def _find_source_problem(files: RootedTree, path: str, origin: str) -> CheckFinding | None:
     try:
-        real = _enter(files, path)
+        real = _resolve_in_child(files, path)
     except (FileNotFoundError, NotADirectoryError):
         return CheckFinding(
             "source-missing",
@@ -81,7 +81,7 @@ def _source(files: RootedTree, path: str, origin: str) -> CheckFinding | None:
         )
     # Only now, when an automounter has had its chance.
     under = files.under(real)
-    if under is not None and under.kind in IN_MEMORY:
+    if under is not None and under.kind in MEMORY_FILE_SYSTEMS:
         return CheckFinding(
             "source-in-memory",
             "warning",
@@ -102,7 +102,7 @@ def _source(files: RootedTree, path: str, origin: str) -> CheckFinding | None:
     )
 
 
-def _further(
+def _list_hang_findings(
     files: RootedTree, config: Config, used: EventLogFacts, now: float
 ) -> Iterator[CheckFinding]:
     """What hangs though the sources answer: mounted below one of them, or reached by a link."""
@@ -116,12 +116,12 @@ def _further(
     asked = {
         path: f"{path} did not answer a job at {format_local_time(when)}, and"
         for path, when in reversed(used.hung.items())
-        if now - when < RECENT and not _is_of_user(listed, path, config)
+        if now - when < RECENT_HANG_SECONDS and not _is_on_user_fuse(listed, path, config)
     }
     asked |= {point: f"{point}, which is mounted below a source," for point in below.values()}
-    asked = dict(islice(asked.items(), AT_ONCE))
-    works = [functools.partial(_answers, str(files.at(path))) for path in asked]
-    answers = as_user.run_each_in_child(works, str, TIMEOUT, TIMEOUT, AT_ONCE)
+    asked = dict(islice(asked.items(), MAX_CHILDREN))
+    works = [functools.partial(_read_from_path, str(files.at(path))) for path in asked]
+    answers = as_user.run_each_in_child(works, str, SOURCE_TIMEOUT, SOURCE_TIMEOUT, MAX_CHILDREN)
     for what, answer in zip(asked.values(), answers, strict=True):
         if answer is None:
             yield CheckFinding(
@@ -133,13 +133,13 @@ def _further(
             )
 
 
-def _is_of_user(listed: list[MountInfo], path: str, config: Config) -> bool:
+def _is_on_user_fuse(listed: list[MountInfo], path: str, config: Config) -> bool:
     """Pure: whether a path lies on a user's own FUSE, which hangs as its user likes."""
     under = mounts.find_mount_of_path(listed, path)
     return under is not None and bool(mounts.find_user_fuse(listed, under.id, config.user_mounts))
 
 
-def _answers(path: str) -> str:
+def _read_from_path(path: str) -> str:
     """In a child, which may hang: any answer is one. No device is opened, only a file is read."""
     with contextlib.suppress(OSError), open_descriptor(path, os.O_PATH) as found:
         if stat.S_ISREG(os.fstat(found).st_mode):
@@ -148,7 +148,9 @@ def _answers(path: str) -> str:
     return ""
 
 
-def _of_users(files: RootedTree, config: Config, origin: str) -> Iterator[CheckFinding]:
+def _list_user_mount_findings(
+    files: RootedTree, config: Config, origin: str
+) -> Iterator[CheckFinding]:
     """Sources on a FUSE of a user: of a service of the site, or of anybody."""
     listed = files.mounts()
     found: dict[MountInfo, str] = {}
@@ -170,7 +172,7 @@ def _of_users(files: RootedTree, config: Config, origin: str) -> Iterator[CheckF
         )
 
 
-def _enter(files: RootedTree, path: str) -> str:
+def _resolve_in_child(files: RootedTree, path: str) -> str:
     """Returns where it leads, found in a process of its own, which may hang.
 
     Raises what the system says, or Declined.
@@ -180,17 +182,19 @@ def _enter(files: RootedTree, path: str) -> str:
         os.stat(f"{files.at(path)}/.")  # noqa: PTH116 - a Path drops the dot, which needs its own x bit
         return files.real(path), []
 
-    return as_user.run_in_child(work, str, TIMEOUT)[0]
+    return as_user.run_in_child(work, str, SOURCE_TIMEOUT)[0]
 
 
-def _striping(files: RootedTree, images: tuple[ImageUse, ...]) -> Iterator[CheckFinding]:
+def _list_striping_findings(
+    files: RootedTree, images: tuple[ImageUse, ...]
+) -> Iterator[CheckFinding]:
     """Asks `lfs` about the large images that are used most; nothing where there is no lfs."""
-    for used in [used for used in images if used.size >= LARGE][:MOST]:
+    for used in [used for used in images if used.size >= LARGE_IMAGE_BYTES][:MAX_STRIPING_IMAGES]:
         under = files.under(used.path)
         if under is None or under.kind != "lustre":
             continue
-        stripes = _stripes(str(files.at(used.path)))
-        if stripes is None or not 0 <= stripes < FEW:  # -1 is all OSTs
+        stripes = _find_stripe_count(str(files.at(used.path)))
+        if stripes is None or not 0 <= stripes < MIN_STRIPES:  # -1 is all OSTs
             continue
         path = Path(used.path)
         yield CheckFinding(
@@ -205,9 +209,9 @@ def _striping(files: RootedTree, images: tuple[ImageUse, ...]) -> Iterator[Check
         )
 
 
-def _stripes(path: str) -> int | None:
+def _find_stripe_count(path: str) -> int | None:
     try:
-        ran = run.run_program(["lfs", "getstripe", "--stripe-count", path], timeout=TIMEOUT)
+        ran = run.run_program(["lfs", "getstripe", "--stripe-count", path], timeout=SOURCE_TIMEOUT)
     except (Failed, OSError):  # not installed
         return None
     # A file of several components has a line for each; the last ones hold most of its bytes.

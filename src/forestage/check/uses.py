@@ -12,7 +12,7 @@ from forestage import events
 from forestage.events import BadEntryOutcome, EventRecord, RequestOutcome
 from forestage.paths import NodePaths
 
-HANGS = "source-hangs"
+HANG_REASON = "source-hangs"
 
 
 class ImageUse(msgspec.Struct):
@@ -36,7 +36,7 @@ class EventLogFacts(msgspec.Struct, frozen=True):
     bad: dict[str, EventRecord] = {}
 
 
-def gather(places: NodePaths) -> EventLogFacts:
+def read_event_log_facts(places: NodePaths) -> EventLogFacts:
     """Reads the log as far as it can be read."""
     images: dict[str, ImageUse] = {}
     hooks: dict[str, float] = {}
@@ -50,7 +50,7 @@ def gather(places: NodePaths) -> EventLogFacts:
                 bad[outcome.key] = event
             if isinstance(outcome, RequestOutcome) and outcome.request.startswith("/"):
                 hung.pop(outcome.request, None)
-                hung |= {outcome.request: event.time} if outcome.reason == HANGS else {}
+                hung |= {outcome.request: event.time} if outcome.reason == HANG_REASON else {}
             if isinstance(outcome, RequestOutcome) and outcome.image:
                 used = images.setdefault(outcome.image, ImageUse(outcome.image))
                 used.times += 1

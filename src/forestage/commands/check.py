@@ -4,7 +4,7 @@ import os
 
 import click
 
-from forestage.commands.world import as_json, show
+from forestage.commands.world import as_json, print_result
 
 
 @click.command()
@@ -30,8 +30,8 @@ def check(ctx: click.Context, login: bool, accept_disk: bool, as_json: bool) -> 
         there = node.cache.accept_disk(node.config.require_mount)
         click.echo(f"The cache {there.root} uses the disk at {there.point} from now on.", err=True)
     target = work.CheckTarget(world.places, world.clock, slurm.conf, is_root, login, slurm)
-    done = work.check(target)
-    show(done, work.pieces(done), as_json)
+    done = work.run_checks(target)
+    print_result(done, work.format_report(done), as_json)
     ctx.exit(done.code)
 
 

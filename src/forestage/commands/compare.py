@@ -19,9 +19,9 @@ from forestage.sources.source import ReadableSource, SourceTruncated, SourceUnre
 from forestage.stage import reading
 from forestage.stage.reading import BLOCK, RateLimiter
 
-PROGRESS_EVERY = 0.2  # seconds
+PROGRESS_INTERVAL = 0.2  # seconds
 
-Done = Callable[[int, int], None]
+CompareProgress = Callable[[int, int], None]
 """Called now and then with the bytes compared so far, and those to compare in all."""
 
 
@@ -36,11 +36,11 @@ class ComparisonResult(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-Expected = Callable[[int, memoryview, int], bytes]
+ExpectedDigest = Callable[[int, memoryview, int], bytes]
 """The digest of so many bytes from an offset on; may use the memory."""
 
 
-def of_source(fd: int, size: int, bandwidth: int | None) -> Expected:
+def make_source_digests(fd: int, size: int, bandwidth: int | None) -> ExpectedDigest:
     """The digests of the source's own bytes. Raises SourceReadError; `bandwidth` is per second."""
     source, throttle, never = (
         ReadableSource(fd, None, size),
@@ -63,7 +63,7 @@ def of_source(fd: int, size: int, bandwidth: int | None) -> Expected:
     return expected
 
 
-def of_map(known: Sequence[bytes], chunk: int) -> Expected:
+def make_recorded_digests(known: Sequence[bytes], chunk: int) -> ExpectedDigest:
     """The digests that were taken while the chunks were copied, in their order."""
 
     def expected(start: int, buffer: memoryview, want: int) -> bytes:
@@ -108,13 +108,13 @@ class _DirectCopyReader:
             os.close(self.direct)
 
 
-def compare(
+def compare_copy(
     fd: int,
     size: int,
     chunk: int,
     threads: int,
-    expected: Expected,
-    done: Done,
+    expected: ExpectedDigest,
+    done: CompareProgress,
     rate: int | None = None,
 ) -> ComparisonResult:
     """Compares all of the open copy, at `rate` bytes per second.
@@ -136,7 +136,7 @@ class _Comparison:
         copy: _DirectCopyReader,
         size: int,
         chunk: int,
-        expected: Expected,
+        expected: ExpectedDigest,
         throttle: RateLimiter,
     ) -> None:
         self.throttle = throttle
@@ -149,7 +149,7 @@ class _Comparison:
         self.over: list[int] = []
         self.failed: SourceReadError | None = None
 
-    def all(self, threads: int, done: Done) -> ComparisonResult:
+    def all(self, threads: int, done: CompareProgress) -> ComparisonResult:
         # Daemons: where a source hangs for ever, ^C must still end the program.
         workers = [
             threading.Thread(target=self._work, name=f"compare-{number}", daemon=True)
@@ -159,7 +159,7 @@ class _Comparison:
             worker.start()
         for worker in workers:
             while worker.is_alive():
-                worker.join(PROGRESS_EVERY)
+                worker.join(PROGRESS_INTERVAL)
                 done(min(self.size, len(self.over) * self.chunk), self.size)
         if self.failed is not None:
             raise self.failed

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import as_json, show
+from forestage.commands.world import as_json, print_result
 
 if TYPE_CHECKING:
     from forestage.commands.world import CommandContext
@@ -25,7 +25,7 @@ def config(world: "CommandContext", partition: str | None, as_json: bool) -> Non
         text = f"partition {partition!r} has no settings of its own (these have: {known})"
         click.echo(f"forestage: {escape_control_characters(text)}", err=True)
     rows = settings.rows(partition)
-    show([row._asdict() for row in rows], view.settings(rows), as_json)
+    print_result([row._asdict() for row in rows], view.format_settings(rows), as_json)
 
 
 COMMANDS = (config,)

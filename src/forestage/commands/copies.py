@@ -27,8 +27,8 @@ from forestage.system.terminal import (
 )
 from forestage.units import format_rate, format_size
 
-EVERY = 1.0  # seconds between two snapshots of `watch`
-MAX_NAMED = 4  # jobs of a copy that are printed; JSON has all
+SNAPSHOT_INTERVAL = 1.0  # seconds between two snapshots of `watch_copies`
+MAX_PRINTED_JOBS = 4  # jobs of a copy that are printed; JSON has all
 
 Phase = Literal["queued", "copying", "publishing"]
 
@@ -69,12 +69,12 @@ class CopySnapshot(msgspec.Struct, frozen=True):
     copies: tuple[CopyUnderWay, ...]
 
 
-def gather(node: Node) -> tuple[CopyUnderWay, ...]:
+def list_copies(node: Node) -> tuple[CopyUnderWay, ...]:
     """Every copy of this node: those being published first, then in the order of asking.
 
     Raises PermissionError for users who may not read the cache.
     """
-    jobs = inventory.jobs_by_key(inventory.read_leases(node.leases).leases)
+    jobs = inventory.group_jobs_by_key(inventory.read_leases(node.leases).leases)
     boot, now = boot_id(), node.clock.monotonic()
     sent: dict[str, int] = {}
     for read_sent in load_all(STATUS_READ_SENT):
@@ -87,9 +87,9 @@ def gather(node: Node) -> tuple[CopyUnderWay, ...]:
         part, key = Part(directory), directory.name
         owner = part.owner()
         if owner is None:
-            copy = _published(part)
+            copy = _make_publishing_copy(part)
         elif owner.boot == boot:
-            copy = copying(key, owner, part.copied(owner), now)
+            copy = make_copy(key, owner, part.copied(owner), now)
         else:  # not claimed yet
             continue
         # Else published meanwhile: the map was no longer where it was counted.
@@ -111,13 +111,13 @@ def gather(node: Node) -> tuple[CopyUnderWay, ...]:
     )
 
 
-def stopped(node: Node) -> DiskUsage:
+def measure_stopped_parts(node: Node) -> DiskUsage:
     """The parts without a stager. The next job that asks goes on with them."""
-    sizes = stopped_parts(node).values()
+    sizes = list_stopped_parts(node).values()
     return DiskUsage(len(sizes), sum(sizes))
 
 
-def stopped_parts(node: Node) -> dict[str, int]:
+def list_stopped_parts(node: Node) -> dict[str, int]:
     """Their keys, and what each takes of the disk."""
     sizes = {}
     for directory in node.cache.parts.iterdir():
@@ -127,13 +127,13 @@ def stopped_parts(node: Node) -> dict[str, int]:
     return sizes
 
 
-def paths(node: Node) -> dict[str, str]:
+def list_part_paths(node: Node) -> dict[str, str]:
     """By key, the images of all parts, whether they are copied now or to be resumed."""
     owners = ((one.name, Part(one).owner()) for one in node.cache.parts.iterdir())
     return {key: owner.image.path for key, owner in owners if owner}
 
 
-def copying(key: str, owner: PartRecord, copied: int, now: float) -> CopyUnderWay:
+def make_copy(key: str, owner: PartRecord, copied: int, now: float) -> CopyUnderWay:
     """Pure: a copy with `copied` bytes in; `now` in monotonic seconds, as the owner's times."""
     size, is_moving = owner.image.size, owner.phase == "copying"
     took = max(0.0, now - (owner.began if is_moving else owner.since))
@@ -155,7 +155,7 @@ def copying(key: str, owner: PartRecord, copied: int, now: float) -> CopyUnderWa
     )
 
 
-def _published(part: Part) -> CopyUnderWay | None:
+def _make_publishing_copy(part: Part) -> CopyUnderWay | None:
     """A part that has its entry's record in place of its owner's."""
     entry = records.find(part.directory / "entry.json", Entry)
     if entry is None:
@@ -167,61 +167,69 @@ def _published(part: Part) -> CopyUnderWay | None:
     )
 
 
-def watch(node: Node, for_ever: bool) -> Iterator[CopySnapshot]:
+def watch_copies(node: Node, for_ever: bool) -> Iterator[CopySnapshot]:
     """A snapshot each second; unless `for_ever`, the last one is the first without a copy."""
     while True:
-        copies = gather(node) if inventory.is_made(node) else ()
+        copies = list_copies(node) if inventory.is_cache_made(node) else ()
         yield CopySnapshot(round(node.clock.wall(), 3), copies)
         if not (copies or for_ever):
             return
-        node.clock.sleep(EVERY)
+        node.clock.sleep(SNAPSHOT_INTERVAL)
 
 
-def table(copies: tuple[CopyUnderWay, ...]) -> list[OutputBlock]:
+def format_table(copies: tuple[CopyUnderWay, ...]) -> list[OutputBlock]:
     """Pure: what `status` prints of them."""
     if not copies:
         return [TextLine("No copy is under way.")]
     columns = ("state", "kind", "size", "rate", "left", "for", "path")
     rows = tuple(
-        (state(c), c.kind, format_size(c.size), _rate(c), _left(c), jobs(c) or "-", c.image)
+        (
+            format_state(c),
+            c.kind,
+            format_size(c.size),
+            _format_copy_rate(c),
+            _format_time_left(c),
+            format_waiting_jobs(c) or "-",
+            c.image,
+        )
         for c in copies
     )
     number = format_count(len(rows), "copy", "copies")
     return [TextLine(f"{number} under way:", heading=True), TextTable(columns, rows, indent=2)]
 
 
-def lines(found: CopySnapshot) -> list[OutputBlock]:
+def format_snapshot(found: CopySnapshot) -> list[OutputBlock]:
     """Pure: what `status --watch` prints: a line for each copy."""
     when = format_local_time(found.time)
     if not found.copies:
         return [TextLine(f"{when}  no copy is under way")]
-    return [TextLine(f"{when}  {_line(one)}") for one in found.copies]
+    return [TextLine(f"{when}  {_format_copy(one)}") for one in found.copies]
 
 
-def state(one: CopyUnderWay) -> str:
+def format_state(one: CopyUnderWay) -> str:
     """Pure: how far it is, in two words."""
     if one.phase == "queued":
         return f"queued {one.place}"
     return "publishing" if one.phase == "publishing" else f"{int(one.percent)}%"
 
 
-def jobs(one: CopyUnderWay) -> str:
+def format_waiting_jobs(one: CopyUnderWay) -> str:
     """Pure: which jobs want it; "" for none."""
-    return terminal.format_jobs(one.waiting, MAX_NAMED) if one.waiting else ""
+    return terminal.format_jobs(one.waiting, MAX_PRINTED_JOBS) if one.waiting else ""
 
 
-def _line(one: CopyUnderWay) -> str:
-    words = [f"{state(one):>4}", f"{format_size(one.copied)} of {format_size(one.size)}"]
-    words += [_rate(one), f"{_left(one)} left"] if one.rate else []
+def _format_copy(one: CopyUnderWay) -> str:
+    words = [f"{format_state(one):>4}", f"{format_size(one.copied)} of {format_size(one.size)}"]
+    words += [_format_copy_rate(one), f"{_format_time_left(one)} left"] if one.rate else []
     words += [f"{format_size(one.from_peers)} from other nodes"] if one.from_peers else []
     words += [f"{format_size(one.served)} to other nodes"] if one.served else []
-    who = f"for {jobs(one)}" if one.waiting else "for no job"
+    who = f"for {format_waiting_jobs(one)}" if one.waiting else "for no job"
     return "  ".join([*words, one.image, who])
 
 
-def _rate(one: CopyUnderWay) -> str:
+def _format_copy_rate(one: CopyUnderWay) -> str:
     return format_rate(one.rate, 1.0) if one.rate else "-"
 
 
-def _left(one: CopyUnderWay) -> str:
+def _format_time_left(one: CopyUnderWay) -> str:
     return "-" if one.left is None else format_age(one.left)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import ExitStatus, as_json, show
+from forestage.commands.world import ExitStatus, as_json, print_result
 from forestage.errors import ForestageError
 
 if TYPE_CHECKING:
@@ -48,14 +48,16 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
     config, disk = None, None
     with contextlib.suppress(ForestageError, OSError):  # that is for other commands to say
         config = ctx.obj.node().config
-        disk = work.disk_of(ctx.obj.node())
+        disk = work.find_cache_disk(ctx.obj.node())
     files = RootedTree(ctx.obj.places.root)
-    _change(ctx, slurm_conf, lambda site: work.to_enable(files, site, disk), True, yes, as_json)
+    _show_and_apply_plan(
+        ctx, slurm_conf, lambda site: work.plan_enable(files, site, disk), True, yes, as_json
+    )
     if yes:
         with contextlib.suppress(OSError):  # the sweep, which is switched on now, does it as well
             directories.make_directories_unlistable(ctx.obj.places)
-    units = work.wanted_units(config)
-    _print(
+    units = work.list_wanted_units(config)
+    _print_sentences(
         work.start_units(files, units) if yes else work.list_units_to_start(files, units), as_json
     )
 
@@ -76,17 +78,17 @@ def disable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> No
     from forestage.system.tree import RootedTree
 
     files = RootedTree(ctx.obj.places.root)
-    _change(ctx, slurm_conf, work.to_disable, False, yes, as_json)
-    _print(work.stop_units(files) if yes else work.list_units_to_stop(files), as_json)
+    _show_and_apply_plan(ctx, slurm_conf, work.plan_disable, False, yes, as_json)
+    _print_sentences(work.stop_units(files) if yes else work.list_units_to_stop(files), as_json)
 
 
-def _print(sentences: list[str], as_json: bool) -> None:
+def _print_sentences(sentences: list[str], as_json: bool) -> None:
     """Prints what was done with units; beside a document on stderr."""
     for sentence in sentences:
         click.echo(sentence, err=as_json)
 
 
-def _change(
+def _show_and_apply_plan(
     ctx: click.Context,
     slurm_conf: str,
     decide: "Callable[[SlurmSite], SlurmChangePlan]",
@@ -105,12 +107,12 @@ def _change(
     path = os.path.abspath(slurm_conf)
     if files.mode(path) is None:
         raise click.BadParameter(f"{path} is not there", param_hint="--slurm-conf")
-    plan = decide(sites.read(files, path))
+    plan = decide(sites.read_site(files, path))
     done = yes and not plan.refusals
     if done:
-        work.apply(plan, files)
-    shown = work.pieces(plan, done, enabling)
-    show({"done": done, **msgspec.structs.asdict(plan)}, shown, as_json)
+        work.apply_plan(plan, files)
+    shown = work.format_plan(plan, done, enabling)
+    print_result({"done": done, **msgspec.structs.asdict(plan)}, shown, as_json)
     if plan.refusals:
         ctx.exit(ExitStatus.REFUSED)
 

@@ -9,14 +9,14 @@ from forestage.commands.world import complete_entries
 if TYPE_CHECKING:
     from forestage.commands.inventory import InventoryItem
 
-words = click.argument(
+entry_words = click.argument(
     "words",
     nargs=-1,
     required=True,
     metavar="KEY|PATH...",
     shell_complete=complete_entries,
 )
-some_words = click.argument(
+optional_entry_words = click.argument(
     "words", nargs=-1, metavar="[KEY|PATH...]", shell_complete=complete_entries
 )
 
@@ -32,6 +32,6 @@ def pick_entries(
 
     found: dict[str, InventoryItem] = {}
     for word in words:
-        picked = inventory.pick(items, word, sources.resolve)
+        picked = inventory.pick_items(items, word, sources.resolve_path)
         found |= {item.key: item for item in (picked[:1] if newest else picked)}
     return list(found.values())

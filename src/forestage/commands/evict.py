@@ -13,9 +13,9 @@ from forestage.cache import disk, earlier, evict
 from forestage.cache.layout import Cache, DiskUsage
 from forestage.cache.node import Node
 from forestage.commands import copies, inventory
-from forestage.commands.entries import pick_entries, some_words
+from forestage.commands.entries import optional_entry_words, pick_entries
 from forestage.commands.inventory import InventoryItem
-from forestage.commands.world import ExitStatus, as_json, show
+from forestage.commands.world import ExitStatus, as_json, print_result
 from forestage.errors import UNMOUNTED, Failed, NotFoundError
 from forestage.features.contexts import SweepFacts
 from forestage.features.doors import SWEEP_IN_EACH_CACHE, load_all
@@ -74,13 +74,15 @@ class PinResult(msgspec.Struct, frozen=True):
     pinned: bool
 
 
-def everything(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> EvictionReport:
-    """Evicts all that is neither leased nor pinned, stopped copies too. Raises as `exactly`."""
-    done = exactly(node, items, dry_run)
-    if not inventory.is_made(node):
+def evict_unused(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> EvictionReport:
+    """Evicts all that is neither leased nor pinned, stopped copies too. Raises as `evict_named`."""
+    done = evict_named(node, items, dry_run)
+    if not inventory.is_cache_made(node):
         return done
     leased = node.leases.keys()  # such a copy is about to go on
-    sizes = {key: size for key, size in copies.stopped_parts(node).items() if key not in leased}
+    sizes = {
+        key: size for key, size in copies.list_stopped_parts(node).items() if key not in leased
+    }
     gone: Iterable[str] = sizes
     if not dry_run:
         disk.check_writable(node.places, node.cache)
@@ -89,7 +91,7 @@ def everything(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> Evi
     return msgspec.structs.replace(done, stopped=DiskUsage(len(taken), sum(taken)))
 
 
-def of_earlier(node: Node, root: str, dry_run: bool) -> EvictionReport:
+def evict_earlier_cache(node: Node, root: str, dry_run: bool) -> EvictionReport:
     """Evicts all of a cache that was configured before and removes it, but for what jobs use.
 
     Pins do not count there. Raises NotFoundError for any other directory; Failed, Declined where it
@@ -97,11 +99,15 @@ def of_earlier(node: Node, root: str, dry_run: bool) -> EvictionReport:
     """
     found = {str(cache.root): cache for cache in earlier.list_earlier_caches(node)}
     if root not in found:
-        raise NotFoundError(f"{root} is no cache that was configured here before", _named(found))
+        raise NotFoundError(
+            f"{root} is no cache that was configured here before", _format_roots(found)
+        )
     cache = found[root]
     earlier.check_exclusive_use(node, cache)
     there = msgspec.structs.replace(node.configured(require_mount=False), cache=cache)
-    items = [msgspec.structs.replace(one, pinned=False) for one in inventory.gather(there).items]
+    items = [
+        msgspec.structs.replace(one, pinned=False) for one in inventory.read_inventory(there).items
+    ]
     if not dry_run:
         # Slurm is not asked: what has no lease is over.
         over = SweepFacts(there, SlurmClient(""), frozenset(node.leases.jobs()), dry_run)
@@ -109,16 +115,16 @@ def of_earlier(node: Node, root: str, dry_run: bool) -> EvictionReport:
             clean_up(over)
         for item in items:
             (cache.entry_dir(item.key) / "pinned").unlink(missing_ok=True)
-    done = everything(there, items, dry_run)
+    done = evict_unused(there, items, dry_run)
     removed = not dry_run and earlier.remove_if_empty(cache)
     return msgspec.structs.replace(done, earlier=root, removed=removed)
 
 
-def _named(roots: Iterable[str]) -> str:
+def _format_roots(roots: Iterable[str]) -> str:
     return f"there is: {', '.join(roots)}" if roots else "there is none"
 
 
-def exactly(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> EvictionReport:
+def evict_named(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> EvictionReport:
     """Evicts these, but none that is leased or pinned.
 
     Raises Failed for a damaged lease, Declined while the disk hangs.
@@ -130,14 +136,14 @@ def exactly(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> Evicti
         return EvictionReport(dry_run)
     disk.check_writable(node.places, node.cache)
     if dry_run:
-        evicted = frozenset(item.key for item in wanted if not _why_not(item))
+        evicted = frozenset(item.key for item in wanted if not _find_keep_reason(item))
     else:
         keys = [item.key for item in wanted]
         evicted = frozenset(evict.evict_keys(node.cache, node.leases, keys))
         if len(evicted) < len(wanted):  # leases and pins may have come since `items` was gathered
-            holders = inventory.jobs_by_key(inventory.read_leases(node.leases).leases)
+            holders = inventory.group_jobs_by_key(inventory.read_leases(node.leases).leases)
             wanted = tuple(
-                item if item.key in evicted else _as_it_is_now(node.cache, item, holders)
+                item if item.key in evicted else _refresh_item(node.cache, item, holders)
                 for item in wanted
             )
     return EvictionReport(
@@ -145,13 +151,15 @@ def exactly(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> Evicti
         tuple(
             EntryEviction(item.key, item.path, item.bytes, True)
             if item.key in evicted
-            else EntryEviction(item.key, item.path, item.bytes, False, _why_not(item) or "was gone")
+            else EntryEviction(
+                item.key, item.path, item.bytes, False, _find_keep_reason(item) or "was gone"
+            )
             for item in wanted
         ),
     )
 
 
-def _as_it_is_now(
+def _refresh_item(
     cache: Cache, item: InventoryItem, holders: Mapping[str, Sequence[int]]
 ) -> InventoryItem:
     """Return the entry with the jobs that lease it now and its pin; no other entry is read."""
@@ -159,16 +167,16 @@ def _as_it_is_now(
     return msgspec.structs.replace(item, jobs=held_by, pinned=cache.is_pinned(item.key))
 
 
-def _why_not(item: InventoryItem) -> str:
+def _find_keep_reason(item: InventoryItem) -> str:
     return f"leased by {format_jobs(item.jobs)}" if item.jobs else "pinned" if item.pinned else ""
 
 
-def to_watermark(node: Node, dry_run: bool) -> EvictionReport:
+def evict_to_watermark(node: Node, dry_run: bool) -> EvictionReport:
     """Evicts to the low watermark, as the Epilog does.
 
     Raises Failed for a damaged lease, Declined while the disk hangs.
     """
-    held, stored = inventory.gather_stored(node)
+    held, stored = inventory.read_inventory_and_entries(node)
     if stored is None:
         return EvictionReport(dry_run)
     disk.check_writable(node.places, node.cache)
@@ -209,7 +217,7 @@ def set_pin(cache: Cache, item: InventoryItem, pinned: bool) -> PinResult:
     return PinResult(item.key, item.path, pinned)
 
 
-def pieces(done: EvictionReport) -> list[OutputBlock]:
+def format_output(done: EvictionReport) -> list[OutputBlock]:
     """Pure: what `evict` prints."""
     would = "would be evicted" if done.dry_run else "evicted"
     rows = [
@@ -235,7 +243,7 @@ def pieces(done: EvictionReport) -> list[OutputBlock]:
     return [*table, *map(TextLine, lines)]
 
 
-def pin_pieces(done: Iterable[PinResult]) -> list[OutputBlock]:
+def format_pins(done: Iterable[PinResult]) -> list[OutputBlock]:
     """Pure: what `pin` and `unpin` print."""
     columns = ("key", "result", "path")
     rows = tuple(
@@ -247,7 +255,7 @@ def pin_pieces(done: Iterable[PinResult]) -> list[OutputBlock]:
 
 @click.command("evict")
 @as_json
-@some_words
+@optional_entry_words
 @click.option("--all", "is_all", is_flag=True, help="All that is not leased or pinned.")
 @click.option(
     "--cache", metavar="DIR", help="With --all: of a cache configured before, and remove it."
@@ -274,21 +282,21 @@ def evict_command(
         raise click.UsageError("--cache needs --all")
     node = ctx.obj.node()
     if cache is not None:
-        done = of_earlier(node, cache, dry_run)
-        show(done, pieces(done), as_json)
+        done = evict_earlier_cache(node, cache, dry_run)
+        print_result(done, format_output(done), as_json)
         ctx.exit(ExitStatus.OK if done.removed or dry_run else ExitStatus.NOT_FOUND)
     if is_all:
-        done = everything(node, inventory.gather(node).items, dry_run)
+        done = evict_unused(node, inventory.read_inventory(node).items, dry_run)
     elif words:
-        done = exactly(node, pick_entries(inventory.gather(node).items, words), dry_run)
+        done = evict_named(node, pick_entries(inventory.read_inventory(node).items, words), dry_run)
     else:
         try:
-            done = to_watermark(node, dry_run)
+            done = evict_to_watermark(node, dry_run)
         except Failed as failed:
             if quiet and failed.reason in UNMOUNTED:  # `status`, `check` and the metrics tell that
                 ctx.exit(ExitStatus.UNMOUNTED)
             raise
-    show(done, () if quiet and done.is_empty else pieces(done), as_json)
+    print_result(done, () if quiet and done.is_empty else format_output(done), as_json)
     if words and done.left_out:
         ctx.exit(ExitStatus.NOT_FOUND)
 

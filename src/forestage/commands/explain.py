@@ -13,21 +13,21 @@ import click
 import msgspec
 
 from forestage.cache.lease import Lease, LeaseDirectory
-from forestage.commands.inventory import LeaseHolder, holder
-from forestage.commands.world import CommandContext, as_json, complete_jobs, show
+from forestage.commands.inventory import LeaseHolder, make_holder
+from forestage.commands.world import CommandContext, as_json, complete_jobs, print_result
 from forestage.errors import Failed, NotFoundError
 from forestage.events import (
-    WHOLE,
+    WHOLE_RESULTS,
     BadEntryOutcome,
     CopyOutcome,
+    EventHook,
     EventRecord,
-    Hook,
     Outcome,
     ReleaseOutcome,
     RequestOutcome,
     losses,
     read,
-    read_own,
+    read_user_events,
     saved,
 )
 from forestage.events.ahead import UnusedCopies
@@ -48,14 +48,14 @@ from forestage.system.terminal import (
 from forestage.units import format_duration, format_rate, format_size, to_tenths
 
 # slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT.
-STEPS = {0xFFFFFFFA: "interactive", 0xFFFFFFFB: "batch", 0xFFFFFFFC: "extern"}
+STEP_NAMES = {0xFFFFFFFA: "interactive", 0xFFFFFFFB: "batch", 0xFFFFFFFC: "extern"}
 
-UNASKED = (
+UNASKED_TEXT = (
     "No step of this job asked forestage for its copies: it ended before its first step, or Slurm"
     " on this node does not load forestage's SPANK plugin (the admin: `forestage check`)."
 )
-NOT_IN_ALL = "some task of the step could not be given it: see below"
-VIAS = {"option": "--container-image", "hint": "stage= in the comment"}
+FAILED_TASKS_TEXT = "some task of the step could not be given it: see below"
+ORIGIN_NAMES = {"option": "--container-image", "hint": "stage= in the comment"}
 
 
 class ExplainedOutcome(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class RecordedRun(msgspec.Struct, frozen=True):
     """
 
     time: float
-    hook: Hook
+    hook: EventHook
     job: int
     node: str
     partition: str
@@ -102,13 +102,13 @@ class JobHistory(msgspec.Struct, frozen=True):
     yours: bool = False
 
 
-def gather(places: NodePaths, job: int, uid: int = 0) -> JobHistory:
+def read_job_history(places: NodePaths, job: int, uid: int = 0) -> JobHistory:
     """Reads the log and the job's lease; for a user what they may read.
 
     Raises NotFoundError where nothing is recorded: in the same words for another user's job.
     """
     if uid:
-        return history(job, read_own(places, uid), None, yours=True)
+        return make_job_history(job, read_user_events(places, uid), None, yours=True)
     lease: Lease | None = None
     problems: tuple[str, ...] = ()
     try:
@@ -116,10 +116,10 @@ def gather(places: NodePaths, job: int, uid: int = 0) -> JobHistory:
     except Failed as failed:
         problems = (str(failed),)
     lost = losses.find_loss(places.lost_events)
-    return history(job, read(places.events), lease, problems, lost=lost)
+    return make_job_history(job, read(places.events), lease, problems, lost=lost)
 
 
-def history(
+def make_job_history(
     job: int,
     events: Iterable[EventRecord],
     lease: Lease | None,
@@ -153,9 +153,9 @@ def history(
         elif event.hook == "stager":
             copies.append(event)
     if not (own or lease or problems):
-        raise _nothing(job, lost, yours)
-    problems += _losses(lost, own)
-    failed = [event for event in own if event.hook == "step" and _is_of_tasks(event.outcome)]
+        raise _make_not_found(job, lost, yours)
+    problems += _list_loss_sentences(lost, own)
+    failed = [event for event in own if event.hook == "step" and _is_task_failure(event.outcome)]
     missed = [event for event in own if event.outcome.reason == "deadline"]
     runs: list[list[EventRecord]] = []
     for event in own:
@@ -167,15 +167,17 @@ def history(
         else:
             runs.append([event])
     # The other jobs' copies that this job waited for until its deadline.
-    runs += [[copy] for copy in copies if any(_missed(copy, event) for event in missed)]
+    runs += [
+        [copy] for copy in copies if any(_was_copying_at_deadline(copy, event) for event in missed)
+    ]
     # By their beginning: the stager is done, and on record, before the hook that started it.
     runs.sort(key=lambda run: (round(run[0].time - run[0].total, 1), run[0].hook == "stager"))
-    held = holder(lease, images) if lease else None
-    told = tuple(_run(run, images, missed, bad, ahead, failed) for run in runs)
+    held = make_holder(lease, images) if lease else None
+    told = tuple(_make_run(run, images, missed, bad, ahead, failed) for run in runs)
     return JobHistory(job, told, held, problems, _is_unasked(own), yours)
 
 
-def _nothing(job: int, lost: LostEvents | None, yours: bool) -> NotFoundError:
+def _make_not_found(job: int, lost: LostEvents | None, yours: bool) -> NotFoundError:
     """Return what is said where there is no record of a job. Pure."""
     if yours:
         what = f"nothing is recorded about your job {job} on this node"
@@ -186,15 +188,15 @@ def _nothing(job: int, lost: LostEvents | None, yours: bool) -> NotFoundError:
     hint = "it asked for no image, ran elsewhere, never reached this node, or is too long ago"
     if lost is None:
         return NotFoundError(what, hint)
-    return NotFoundError(f"{what}, and {_loss(lost)}", f"root: `forestage check`; or {hint}")
+    return NotFoundError(f"{what}, and {_format_loss(lost)}", f"root: `forestage check`; or {hint}")
 
 
-def _losses(lost: LostEvents | None, own: Sequence[EventRecord]) -> tuple[str, ...]:
+def _list_loss_sentences(lost: LostEvents | None, own: Sequence[EventRecord]) -> tuple[str, ...]:
     """Return what is said of lost events to a job that may lack some. Pure."""
-    return (_loss(lost),) if lost is not None and losses.may_concern(lost, own) else ()
+    return (_format_loss(lost),) if lost is not None and losses.may_lack_events(lost, own) else ()
 
 
-def _loss(lost: LostEvents) -> str:
+def _format_loss(lost: LostEvents) -> str:
     """Return the sentence about events that could not be recorded. Pure."""
     if lost.since == lost.until:
         return f"an event could not be recorded at {format_local_time(lost.since)}: {lost.why}"
@@ -219,7 +221,7 @@ def _is_unasked(own: Iterable[EventRecord]) -> bool:
     return unasked
 
 
-def _missed(copy: EventRecord, deadline: EventRecord) -> bool:
+def _was_copying_at_deadline(copy: EventRecord, deadline: EventRecord) -> bool:
     """Pure: whether the copy of this image was under way when a hook gave up."""
     # What was asked for may be a link to it; of another user's copy there is the key alone.
     waited, copied = deadline.outcome, copy.outcome
@@ -229,7 +231,7 @@ def _missed(copy: EventRecord, deadline: EventRecord) -> bool:
     return alike and copy.time - copy.total <= deadline.time <= copy.time
 
 
-def _run(
+def _make_run(
     events: list[EventRecord],
     images: dict[str, str],
     missed: list[EventRecord],
@@ -238,7 +240,10 @@ def _run(
     failed: list[EventRecord],
 ) -> RecordedRun:
     first = events[0]
-    late = max((first.time - event.time for event in missed if _missed(first, event)), default=None)
+    late = max(
+        (first.time - event.time for event in missed if _was_copying_at_deadline(first, event)),
+        default=None,
+    )
     more: tuple[str, ...] = ()
     is_copy = isinstance(first.outcome, CopyOutcome) and first.outcome.result == "copied"
     if is_copy and late is not None:
@@ -249,10 +254,10 @@ def _run(
         ExplainedOutcome(
             event.outcome,
             (
-                *_without_tasks(event, failed, images),
+                *_list_outcome_sentences(event, failed, images),
                 *more,
-                *_further(event, ahead),
-                *_found_bad(event, bad),
+                *_list_feature_sentences(event, ahead),
+                *_list_bad_entry_warnings(event, bad),
             ),
         )
         for event in events
@@ -273,26 +278,26 @@ def _run(
     )
 
 
-def _without_tasks(
+def _list_outcome_sentences(
     event: EventRecord, failed: Iterable[EventRecord], images: dict[str, str]
 ) -> tuple[str, ...]:
     """Pure: the sentences about an outcome; of a step whose tasks did not all get it, only that."""
     outcome = event.outcome
-    if event.hook != "step" or not isinstance(outcome, RequestOutcome) or _is_of_tasks(outcome):
-        return sentences(event, images)
-    if not any(_is_same(event, one) for one in failed):
-        return sentences(event, images)
-    return (NOT_IN_ALL,)
+    if event.hook != "step" or not isinstance(outcome, RequestOutcome) or _is_task_failure(outcome):
+        return format_sentences(event, images)
+    if not any(_is_same_subject(event, one) for one in failed):
+        return format_sentences(event, images)
+    return (FAILED_TASKS_TEXT,)
 
 
-def _is_of_tasks(outcome: Outcome) -> bool:
+def _is_task_failure(outcome: Outcome) -> bool:
     """Pure: whether the companion noted it for tasks (src/spank); a helper's has a request."""
     if not isinstance(outcome, RequestOutcome) or outcome.result != "declined":
         return False
     return bool(outcome.image) and not outcome.request
 
 
-def _is_same(event: EventRecord, failed: EventRecord) -> bool:
+def _is_same_subject(event: EventRecord, failed: EventRecord) -> bool:
     """Pure: whether a step's tasks were to be given what the event is about."""
     one, other = event.outcome, failed.outcome
     if not (isinstance(one, RequestOutcome) and isinstance(other, RequestOutcome)):
@@ -301,7 +306,7 @@ def _is_same(event: EventRecord, failed: EventRecord) -> bool:
     return event.step == failed.step and one.data == other.data and other.image in places
 
 
-def _found_bad(start: EventRecord, bad: Iterable[EventRecord]) -> Iterator[str]:
+def _list_bad_entry_warnings(start: EventRecord, bad: Iterable[EventRecord]) -> Iterator[str]:
     """Pure: what a job must know that began with an entry which was found to be bad later."""
     for event in bad:
         outcome = event.outcome
@@ -324,71 +329,77 @@ def _found_bad(start: EventRecord, bad: Iterable[EventRecord]) -> Iterator[str]:
             )
 
 
-def sentences(event: EventRecord, images: dict[str, str]) -> tuple[str, ...]:
+def format_sentences(event: EventRecord, images: dict[str, str]) -> tuple[str, ...]:
     """Pure: what became of one request, or of a job's lease, in plain words."""
     outcome = event.outcome
-    made_room = tuple(f"{text}, to free space" for text in _evicted(outcome.evicted, images))
+    made_room = tuple(
+        f"{text}, to free space" for text in _explain_evictions(outcome.evicted, images)
+    )
     if isinstance(outcome, ReleaseOutcome) and outcome.result == "released":
-        return _released(outcome, images)
+        return _explain_release(outcome, images)
     if isinstance(outcome, CopyOutcome) and outcome.result == "copied":
-        return (_copied(outcome), *made_room)
-    parts = _parts(event.hook, outcome)
-    if isinstance(outcome, RequestOutcome) and (found := _handled(outcome, parts)):
+        return (_explain_copy(outcome), *made_room)
+    parts = _load_feature_parts(event.hook, outcome)
+    if isinstance(outcome, RequestOutcome) and (found := _explain_served(outcome, parts)):
         return (*found, *made_room)
     meaning = collect_reasons().get(outcome.reason, "")
     what = f"{outcome.result} ({outcome.reason}): {meaning}".removesuffix(": ")
     detail = (outcome.detail,) if outcome.detail else ()
-    return (what, *detail, *made_room, _consequence(event, parts))
+    return (what, *detail, *made_room, _explain_consequence(event, parts))
 
 
-def _parts(
-    hook: Hook, outcome: Outcome, ahead: Mapping[str, CopyOutcome] | None = None
+def _load_feature_parts(
+    hook: EventHook, outcome: Outcome, ahead: Mapping[str, CopyOutcome] | None = None
 ) -> list[ExplainPart]:
     """Return what features say of an outcome. Pure."""
     facts = ExplainFacts(hook, outcome, ahead or {})
     return [explain_outcome(facts) for explain_outcome in load_all(EXPLAIN_EXPLAIN_OUTCOME)]
 
 
-def _further(event: EventRecord, ahead: Mapping[str, CopyOutcome]) -> Iterator[str]:
+def _list_feature_sentences(event: EventRecord, ahead: Mapping[str, CopyOutcome]) -> Iterator[str]:
     """Yield the sentences that features add. Pure."""
-    for part in _parts(event.hook, event.outcome, ahead):
+    for part in _load_feature_parts(event.hook, event.outcome, ahead):
         yield from part.sentences
 
 
-def _handled(outcome: RequestOutcome, parts: Sequence[ExplainPart]) -> tuple[str, ...]:
+def _explain_served(outcome: RequestOutcome, parts: Sequence[ExplainPart]) -> tuple[str, ...]:
     if outcome.result == "started":
-        return (*_started(outcome), _redirect(outcome, parts))
+        return (*_explain_started(outcome), _explain_redirect(outcome, parts))
     if outcome.result == "through":
         return ("through: the step read copied parts locally, and the rest from the source",)
-    return (_staged(outcome), _redirect(outcome, parts)) if outcome.result in WHOLE else ()
+    return (
+        (_explain_staged(outcome), _explain_redirect(outcome, parts))
+        if outcome.result in WHOLE_RESULTS
+        else ()
+    )
 
 
-def _started(outcome: RequestOutcome) -> Iterator[str]:
+def _explain_started(outcome: RequestOutcome) -> Iterator[str]:
     yield "started: the job started while the copy was under way"
     if outcome.reason:
         meaning = collect_reasons().get(outcome.reason, outcome.reason)
         yield f"{meaning.removesuffix('.')}: {outcome.detail}".removesuffix(": ")
 
 
-def _staged(outcome: RequestOutcome) -> str:
+def _explain_staged(outcome: RequestOutcome) -> str:
     if outcome.result == "hit":
         took = to_tenths(outcome.wait)
         return "hit: the cache had it" + (f" ({took})" if took else "")
-    took = _tenths(outcome.wait)
+    took = _format_tenths(outcome.wait)
     if outcome.result == "joined":
         return f"joined: another copy of it was under way; waited {took} for that one"
     size = f" until its {format_size(outcome.bytes)} were here" if outcome.bytes else ""
     return f"copied: waited {took}{size}"
 
 
-def _tenths(seconds: float) -> str:
+def _format_tenths(seconds: float) -> str:
     return to_tenths(seconds) or "less than 0.1s"
 
 
-def _copied(outcome: CopyOutcome) -> str:
+def _explain_copy(outcome: CopyOutcome) -> str:
     fetched = outcome.bytes - outcome.resumed
     rate = format_rate(fetched, outcome.copying or outcome.wait)
-    took = _tenths(outcome.wait)
+    took = _format_tenths(outcome.wait)
     sent = f", {format_size(outcome.uploaded)} of it sent to other nodes meanwhile"
     uploaded = sent if outcome.uploaded else ""
     made = f"copied {format_size(outcome.bytes)} in {took} ({rate}){uploaded}, and published"
@@ -404,7 +415,7 @@ def _copied(outcome: CopyOutcome) -> str:
     return f"{made}; jobs read {read} before that, {straight} of it from the source"
 
 
-def _redirect(outcome: RequestOutcome, parts: Sequence[ExplainPart]) -> str:
+def _explain_redirect(outcome: RequestOutcome, parts: Sequence[ExplainPart]) -> str:
     if said := next((part.redirect for part in parts if part.redirect), ""):
         return said
     why = "`redirect: none`, or Slurm's files could not be read, or it saves its container there"
@@ -419,7 +430,7 @@ def _redirect(outcome: RequestOutcome, parts: Sequence[ExplainPart]) -> str:
     }.get(outcome.redirect, f"redirect: {outcome.redirect or 'not recorded'}")
 
 
-def _consequence(event: EventRecord, parts: Sequence[ExplainPart]) -> str:
+def _explain_consequence(event: EventRecord, parts: Sequence[ExplainPart]) -> str:
     if event.hook == "epilog":
         return "What it could not release is still there: see `forestage status`."
     if event.hook == "stager":
@@ -440,25 +451,25 @@ def _consequence(event: EventRecord, parts: Sequence[ExplainPart]) -> str:
     return said or f"The {who} kept its original path."
 
 
-def _released(outcome: ReleaseOutcome, images: dict[str, str]) -> tuple[str, ...]:
+def _explain_release(outcome: ReleaseOutcome, images: dict[str, str]) -> tuple[str, ...]:
     # The detail: why, if a sweep did it; of an Epilog, what it could not unmount.
     found = ["released the job's lease" + (f": {outcome.detail}" if outcome.detail else "")]
     if outcome.unmounted:
         found.append(
             f"unmounted {format_count(outcome.unmounted, 'redirect')} that no job needed any more"
         )
-    return (*found, *_evicted(outcome.evicted, images))
+    return (*found, *_explain_evictions(outcome.evicted, images))
 
 
-def _evicted(keys: Iterable[str], images: dict[str, str]) -> Iterator[str]:
+def _explain_evictions(keys: Iterable[str], images: dict[str, str]) -> Iterator[str]:
     for key in keys:
         known = f": {images[key]}" if key in images else ""
         yield f"evicted {short_key(key)}{known}"
 
 
-def pieces(found: JobHistory, now: float) -> list[OutputBlock]:
+def format_output(found: JobHistory, now: float) -> list[OutputBlock]:
     """Pure: what `explain` prints."""
-    lines: list[OutputBlock] = [TextLine(_head(found), heading=True)]
+    lines: list[OutputBlock] = [TextLine(_format_heading(found), heading=True)]
     counted = saved.StartTracker()
     options = {name for run in found.runs if run.job == found.job for name in run.options}
     for run in found.runs:
@@ -466,22 +477,24 @@ def pieces(found: JobHistory, now: float) -> list[OutputBlock]:
         took = f", {tenths}" if tenths else ""
         whose = f" of job {run.job}" if run.job else " of another job"
         whose = whose if run.job != found.job else ""
-        step = "" if run.step is None else f" {STEPS.get(run.step, run.step)}"
+        step = "" if run.step is None else f" {STEP_NAMES.get(run.step, run.step)}"
         head = f"{format_local_time(run.time)}  {run.hook.capitalize()}{step}{whose}{took}"
         lines += [TextLine(""), TextLine(head, heading=True)]
-        lines += [TextLine(text, 2) for text in _asked(run)]
+        lines += [TextLine(text, 2) for text in _list_submission_lines(run)]
         if run.hook != "epilog":  # it has read the same comment again
             lines += [TextLine(f"hint problem: {problem}", 2) for problem in run.problems]
         for number, one in enumerate(run.explained):
-            starts = _starts(one.outcome, run, counted) and NOT_IN_ALL not in one.sentences
-            lines += [TextLine("")] * (number > 0) + _request(one, run.hook, starts, options)
+            starts = (
+                _is_new_start(one.outcome, run, counted) and FAILED_TASKS_TEXT not in one.sentences
+            )
+            lines += [TextLine("")] * (number > 0) + _format_request(one, run.hook, starts, options)
     if found.unasked:
-        lines += [TextLine(""), TextLine(UNASKED)]
+        lines += [TextLine(""), TextLine(UNASKED_TEXT)]
     lines += [TextLine(f"Problem: {problem}") for problem in found.problems]
-    return lines + _now(found, now)
+    return lines + _format_current_lease(found, now)
 
 
-def _head(found: JobHistory) -> str:
+def _format_heading(found: JobHistory) -> str:
     own = [run for run in found.runs if run.job == found.job]
     if not own:
         return f"Job {found.job}: no event is recorded"
@@ -490,7 +503,7 @@ def _head(found: JobHistory) -> str:
     return f"Job {found.job} of {last.user} on {last.node or 'this node'}{partition}"
 
 
-def _asked(run: RecordedRun) -> Iterator[str]:
+def _list_submission_lines(run: RecordedRun) -> Iterator[str]:
     """Pure: what was asked with options, and what did not count beside them."""
     if run.options:
         yield f"asked at submission: {', '.join(f'--{name}' for name in run.options)}"
@@ -499,25 +512,25 @@ def _asked(run: RecordedRun) -> Iterator[str]:
         yield f"not counted: {words} in the comment, as the option was given"
 
 
-def _via(outcome: RequestOutcome, name: str, options: Collection[str]) -> str:
+def _format_request_origin(outcome: RequestOutcome, name: str, options: Collection[str]) -> str:
     """Pure: where a request was asked; `options` are those that the job was submitted with.
 
     `name` is that of the request's own option.
     """
     if outcome.via == "hint" and name in options:
         return f"--{name}"
-    return VIAS.get(outcome.via or "", outcome.via or "")
+    return ORIGIN_NAMES.get(outcome.via or "", outcome.via or "")
 
 
-def _request(
-    explained: ExplainedOutcome, hook: Hook, starts: bool, options: Collection[str]
+def _format_request(
+    explained: ExplainedOutcome, hook: EventHook, starts: bool, options: Collection[str]
 ) -> list[OutputBlock]:
-    outcome, parts = explained.outcome, _parts(hook, explained.outcome)
+    outcome, parts = explained.outcome, _load_feature_parts(hook, explained.outcome)
     facts = []
     request = outcome.request if isinstance(outcome, RequestOutcome) else ""
     if isinstance(outcome, RequestOutcome) and request:
         name = next((part.option for part in parts if part.option), "stage")
-        via = _via(outcome, name, options)
+        via = _format_request_origin(outcome, name, options)
         facts.append(("request", f"{request} ({via})" if via else request))
     facts += [row for part in parts for row in part.rows]
     if isinstance(outcome, RequestOutcome | CopyOutcome):
@@ -530,39 +543,39 @@ def _request(
         ("done" if not number else "", text) for number, text in enumerate(explained.sentences)
     ]
     tenths = to_tenths(outcome.wait) if isinstance(outcome, RequestOutcome | CopyOutcome) else ""
-    if tenths and outcome.result not in WHOLE:
+    if tenths and outcome.result not in WHOLE_RESULTS:
         facts.append(("took", tenths))
     if isinstance(outcome, RequestOutcome) and starts:
-        facts.append(("saved", _saved(outcome)))
+        facts.append(("saved", _format_saving(outcome)))
     return [NamedValues(tuple(facts), indent=2)]
 
 
-def _starts(outcome: Outcome, run: RecordedRun, counted: saved.StartTracker) -> bool:
+def _is_new_start(outcome: Outcome, run: RecordedRun, counted: saved.StartTracker) -> bool:
     """Whether something began to read a copy; `counted` has what was asked about before."""
     return counted.is_one(run.hook, run.job, outcome)
 
 
-def _saved(outcome: RequestOutcome) -> str:
+def _format_saving(outcome: RequestOutcome) -> str:
     """What a start had of it, and against what."""
-    found = saved.seconds(outcome)
+    found = saved.find_saved_seconds(outcome)
     if found is None:
         return (
             "not known: the copy has not measured how fast its source is (it came from other nodes"
             " too, or read too little at full speed)"
         )
-    against = f"reading it from its source takes this node {_tenths(outcome.baseline)}"
+    against = f"reading it from its source takes this node {_format_tenths(outcome.baseline)}"
     tenths = to_tenths(abs(found))
     if not tenths:
         return f"nothing worth naming ({against})"
     return f"nothing: it took {tenths} longer ({against})" if found < 0 else f"{tenths} ({against})"
 
 
-def _now(found: JobHistory, now: float) -> list[OutputBlock]:
+def _format_current_lease(found: JobHistory, now: float) -> list[OutputBlock]:
     if found.lease is None:
         hooks = [run for run in found.runs if run.hook != "stager"]
         last = hooks[-1] if hooks else None
         held = last and any(
-            one.outcome.result in (*WHOLE, "started", "through") for one in last.explained
+            one.outcome.result in (*WHOLE_RESULTS, "started", "through") for one in last.explained
         )
         if last and last.hook in ("prolog", "step") and held:
             what = "no lease, and no Epilog is recorded; the node was restarted?"
@@ -579,7 +592,7 @@ def _now(found: JobHistory, now: float) -> list[OutputBlock]:
     ]
 
 
-def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
+def _parse_job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
     """Slurm's numeric id, also in front of a step's; `12_3` is a name that only Slurm can tell."""
     named = re.fullmatch(r"([0-9]{1,10})(\.[0-9a-z]+)?", value, re.ASCII)
     if named:
@@ -594,7 +607,7 @@ def _job_id(ctx: click.Context, parameter: click.Parameter, value: str) -> int:
 
 @click.command()
 @as_json
-@click.argument("job", callback=_job_id, metavar="JOBID", shell_complete=complete_jobs)
+@click.argument("job", callback=_parse_job_id, metavar="JOBID", shell_complete=complete_jobs)
 @click.pass_obj
 def explain(world: CommandContext, job: int, as_json: bool) -> None:
     """What a job asked for, what was done, why, and how long it took.
@@ -602,8 +615,8 @@ def explain(world: CommandContext, job: int, as_json: bool) -> None:
     Finished jobs too, as far back as the event log goes. Of an array, JOBID is the task's own id.
     Users see their own jobs, on a node of the job.
     """
-    found = gather(world.places, job, os.geteuid())
-    show(found, pieces(found, world.clock.wall()), as_json)
+    found = read_job_history(world.places, job, os.geteuid())
+    print_result(found, format_output(found, world.clock.wall()), as_json)
 
 
 COMMANDS = (explain,)

@@ -1,7 +1,7 @@
 """Entries and leases of this node as people name and see them.
 
-Only reads: no lock is taken, so an entry may be evicted between `gather` and what a command does
-with it, and every command must expect that.
+Only reads: no lock is taken, so an entry may be evicted between `read_inventory` and what a command
+does with it, and every command must expect that.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.cache.node import Node
 from forestage.errors import Failed, NotFoundError
 
-MIN_PREFIX = 4  # hex digits of a key that name an entry, as in git
+MIN_PREFIX_DIGITS = 4  # hex digits of a key that name an entry, as in git
 
-_PREFIX = re.compile(rf"[0-9a-f]{{{MIN_PREFIX},32}}", re.ASCII | re.IGNORECASE)
+_PREFIX_PATTERN = re.compile(rf"[0-9a-f]{{{MIN_PREFIX_DIGITS},32}}", re.ASCII | re.IGNORECASE)
 
 
 class InventoryItem(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class LeaseHolder(msgspec.Struct, frozen=True):
     images: tuple[LeasedImage, ...]
 
 
-def is_made(node: Node) -> bool:
+def is_cache_made(node: Node) -> bool:
     """Whether the cache exists; the first job with an image creates it.
 
     Raises Declined where its disk hangs, Failed where it must not be used, PermissionError for
@@ -98,21 +98,21 @@ def is_made(node: Node) -> bool:
     return True
 
 
-def gather(node: Node) -> CacheInventory:
+def read_inventory(node: Node) -> CacheInventory:
     """Reads the node; a cache that does not exist yet is empty. Raises Failed, PermissionError."""
-    return gather_stored(node)[0]
+    return read_inventory_and_entries(node)[0]
 
 
-def gather_stored(node: Node) -> tuple[CacheInventory, list[StoredEntry] | None]:
+def read_inventory_and_entries(node: Node) -> tuple[CacheInventory, list[StoredEntry] | None]:
     """Gather the holdings and the entries that they were made of, so that nothing reads them twice.
 
-    The entries are None where the cache does not exist yet. Raises as `gather` does.
+    The entries are None where the cache does not exist yet. Raises as `read_inventory` does.
     """
     held = read_leases(node.leases)
-    if not is_made(node):
+    if not is_cache_made(node):
         return held, None
     stored = node.cache.stored_entries()
-    return msgspec.structs.replace(held, items=items_of(stored, held.leases)), stored
+    return msgspec.structs.replace(held, items=make_items(stored, held.leases)), stored
 
 
 def read_leases(leases: LeaseDirectory) -> CacheInventory:
@@ -131,7 +131,7 @@ def read_leases(leases: LeaseDirectory) -> CacheInventory:
     return CacheInventory((), tuple(found), tuple(problems))
 
 
-def jobs_by_key(leases: Iterable[Lease]) -> dict[str, list[int]]:
+def group_jobs_by_key(leases: Iterable[Lease]) -> dict[str, list[int]]:
     """Pure: the jobs that hold a lease on each key, each job once."""
     jobs: dict[str, list[int]] = {}
     for lease in leases:
@@ -140,10 +140,10 @@ def jobs_by_key(leases: Iterable[Lease]) -> dict[str, list[int]]:
     return jobs
 
 
-def items_of(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[InventoryItem, ...]:
+def make_items(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[InventoryItem, ...]:
     """Pure: the entries, most recently used first."""
     everything = list(stored)
-    jobs = jobs_by_key(leases)
+    jobs = group_jobs_by_key(leases)
     old = evict.list_superseded_keys(everything)
     items = [
         InventoryItem(
@@ -163,12 +163,12 @@ def items_of(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[In
     return tuple(sorted(items, key=lambda item: (-item.used, item.key)))
 
 
-def is_key(word: str) -> bool:
+def may_be_key(word: str) -> bool:
     """Pure: whether this may be an entry's key, or its beginning."""
-    return bool(_PREFIX.fullmatch(word))
+    return bool(_PREFIX_PATTERN.fullmatch(word))
 
 
-def pick(
+def pick_items(
     items: Iterable[InventoryItem], word: str, resolve: Callable[[str], str]
 ) -> tuple[InventoryItem, ...]:
     """The entries that KEY|PATH names, newest first: one for a key, any number for a path.
@@ -178,7 +178,7 @@ def pick(
     items = tuple(items)
     if exact := tuple(item for item in items if item.key == word):
         return exact
-    if is_key(word):
+    if may_be_key(word):
         fitting = tuple(item for item in items if item.key.startswith(word.lower()))
         if len(fitting) > 1:
             keys = ", ".join(sorted(item.key for item in fitting))
@@ -188,20 +188,22 @@ def pick(
         if fitting:
             return fitting
     # Resolving walks the shared file system; the path as `ls` prints it needs none of that.
-    found = _at(items, os.path.abspath(word)) or _at(items, resolve(word))
+    found = _list_items_at(items, os.path.abspath(word)) or _list_items_at(items, resolve(word))
     if not found:
-        short = re.fullmatch(r"[0-9a-fA-F]+", word, re.ASCII) and len(word) < MIN_PREFIX
-        hint = f"of a key, write {MIN_PREFIX} digits or more" if short else "see `forestage ls`"
+        short = re.fullmatch(r"[0-9a-fA-F]+", word, re.ASCII) and len(word) < MIN_PREFIX_DIGITS
+        hint = (
+            f"of a key, write {MIN_PREFIX_DIGITS} digits or more" if short else "see `forestage ls`"
+        )
         raise NotFoundError(f"no entry has the key or path {word}", hint)
     return found
 
 
-def _at(items: Iterable[InventoryItem], path: str) -> tuple[InventoryItem, ...]:
+def _list_items_at(items: Iterable[InventoryItem], path: str) -> tuple[InventoryItem, ...]:
     found = (item for item in items if item.entry and item.path == path)
     return tuple(sorted(found, key=lambda item: item.created, reverse=True))
 
 
-def holder(
+def make_holder(
     lease: Lease, paths: Mapping[str, str], bound: Container[str] | None = None
 ) -> LeaseHolder:
     """Pure: a lease for people; `paths` is key -> path, as far as known.
@@ -232,11 +234,11 @@ class LocalCopy(msgspec.Struct, frozen=True):
     copy: str
 
 
-def copy_of(node: Node, wanted: SourceImage) -> LocalCopy:
+def locate_local_copy(node: Node, wanted: SourceImage) -> LocalCopy:
     """The local copy of exactly this image. Raises NotFoundError, which says what the cache has."""
     if node.cache.find(wanted):
         return LocalCopy(wanted.path, wanted.key, str(node.cache.image(wanted.key)))
-    if any(item.path == wanted.path for item in gather(node).items):
+    if any(item.path == wanted.path for item in read_inventory(node).items):
         raise NotFoundError(
             f"the cache holds another version of {wanted.path}, not the present one"
         )

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.entries import pick_entries, some_words
-from forestage.commands.world import as_json, show
+from forestage.commands.entries import optional_entry_words, pick_entries
+from forestage.commands.world import as_json, print_result
 
 if TYPE_CHECKING:
     from forestage.commands.world import CommandContext
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 @click.command()
 @as_json
-@some_words
+@optional_entry_words
 @click.pass_obj
 def ls(world: "CommandContext", words: tuple[str, ...], as_json: bool) -> None:
     """List the entries, last used first: all, or those named."""
     from forestage.commands import inventory
     from forestage.commands import show as view
 
-    found = inventory.gather(world.node())
+    found = inventory.read_inventory(world.node())
     if words:
         keys = {item.key for item in pick_entries(found.items, words)}
         found = found.only(keys)
-    show(found.items, view.listing(found, world.clock.wall()), as_json)
+    print_result(found.items, view.format_listing(found, world.clock.wall()), as_json)
 
 
 COMMANDS = (ls,)

@@ -17,7 +17,7 @@ from forestage.features import FEATURES, doors
 if TYPE_CHECKING:
     from forestage.features.doors import CommandsDoor
 
-CORE = {
+CORE_COMMANDS = {
     "What is going on": {
         "status": "Show the cache, its space, copies under way, leases.",
         "explain": "What a job asked for, what was done, why, and how long it took.",
@@ -51,15 +51,15 @@ CORE = {
 its name, but for those in TOGETHER. The second value is the first sentence of its own help.
 """
 
-TOGETHER = {"disable": "enable", "on": "off", "unpin": "pin"}
+SHARED_MODULES = {"disable": "enable", "on": "off", "unpin": "pin"}
 """Commands that have a module with another one."""
 
-STATUSES = "\n".join(f"  {member.value:>3}  {member.meaning}" for member in ExitStatus)
+EXIT_STATUS_HELP = "\n".join(f"  {member.value:>3}  {member.meaning}" for member in ExitStatus)
 
 
 @click.group(
     cls=LazyCommandGroup,
-    epilog=f"\b\nExit status:\n{STATUSES}",  # \b keeps click from filling the lines
+    epilog=f"\b\nExit status:\n{EXIT_STATUS_HELP}",  # \b keeps click from filling the lines
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="forestage")
@@ -74,18 +74,20 @@ def main(ctx: click.Context) -> None:
         ctx.obj = CommandContext.real()
 
 
-def _load_core(module: str) -> "CommandsDoor":
+def _load_core_command(module: str) -> "CommandsDoor":
     found: CommandsDoor = importlib.import_module(f"forestage.commands.{module}")
     return found
 
 
-def _load_feature(name: str) -> "CommandsDoor":
+def _load_feature_command(name: str) -> "CommandsDoor":
     return doors.load(name, doors.COMMANDS)
 
 
-for heading, commands in CORE.items():
+for heading, commands in CORE_COMMANDS.items():
     for name, summary in commands.items():
-        main.add_late(heading, name, summary, partial(_load_core, TOGETHER.get(name, name)))
+        main.add_late(
+            heading, name, summary, partial(_load_core_command, SHARED_MODULES.get(name, name))
+        )
     of_features = (
         (place, name, summary, feature.name)
         for feature in FEATURES
@@ -93,4 +95,4 @@ for heading, commands in CORE.items():
         for place, name, summary in feature.commands
     )
     for _, name, summary, feature_name in sorted(of_features):
-        main.add_late(heading, name, summary, partial(_load_feature, feature_name))
+        main.add_late(heading, name, summary, partial(_load_feature_command, feature_name))

@@ -1,16 +1,16 @@
-"""`forestage off` and `on`: switch staging off on this node at once, and on again."""
+"""`forestage off` and `switch_on`: switch staging off on this node at once, and on again."""
 
 import click
 import msgspec
 
 from forestage.clock import Clock
-from forestage.commands.world import ExitStatus, as_json, seconds, show
+from forestage.commands.world import ExitStatus, as_json, parse_duration_option, print_result
 from forestage.config import load_config, switch
 from forestage.errors import ConfigError
 from forestage.paths import NodePaths
 from forestage.system.terminal import OutputBlock, TextLine, format_count
 
-BY_HAND = "forestage off"  # the reason of who gives none
+DEFAULT_REASON = "forestage off"  # the reason of who gives none
 
 
 class SwitchResult(msgspec.Struct, frozen=True):
@@ -27,28 +27,28 @@ class SwitchResult(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def off(places: NodePaths, clock: Clock, reason: str, seconds: float | None) -> SwitchResult:
-    """Switches staging off, for so many seconds or until `on`; as root. Raises OSError."""
+def switch_off(places: NodePaths, clock: Clock, reason: str, seconds: float | None) -> SwitchResult:
+    """Switches staging off, for so many seconds or until `switch_on`; as root. Raises OSError."""
     now = clock.wall()
     done = switch.turn_off(places, reason, None if seconds is None else now + seconds)
     why = switch.find_off_file_reason(places, now)
-    return SwitchResult(True, _names(done), why, not done.error, done.error)
+    return SwitchResult(True, _file_names(done), why, not done.error, done.error)
 
 
-def on(places: NodePaths, clock: Clock) -> SwitchResult:
+def switch_on(places: NodePaths, clock: Clock) -> SwitchResult:
     """Removes what switches staging off, an upgrade's own file too; as root. Raises OSError."""
     done = switch.turn_on(places)
     if done.error:  # nothing else looks into that directory now: it would wait as well
-        return SwitchResult(True, _names(done), done.error, True, done.error)
-    why = switch.find_off_file_reason(places, clock.wall()) or _by_configuration(places)
-    return SwitchResult(bool(why), _names(done), why, bool(why))
+        return SwitchResult(True, _file_names(done), done.error, True, done.error)
+    why = switch.find_off_file_reason(places, clock.wall()) or _find_config_reason(places)
+    return SwitchResult(bool(why), _file_names(done), why, bool(why))
 
 
-def _names(done: switch.SwitchChange) -> tuple[str, ...]:
+def _file_names(done: switch.SwitchChange) -> tuple[str, ...]:
     return tuple(map(str, done.files))
 
 
-def _by_configuration(places: NodePaths) -> str:
+def _find_config_reason(places: NodePaths) -> str:
     """What the configuration switches off: all jobs, those of some partitions, or nothing."""
     try:
         settings = load_config(places.etc)
@@ -65,8 +65,8 @@ def _by_configuration(places: NodePaths) -> str:
     )
 
 
-def pieces(done: SwitchResult, turned: str) -> list[OutputBlock]:
-    """Pure: what `forestage off` and `on` print; `turned` is which of the two it was."""
+def format_output(done: SwitchResult, turned: str) -> list[OutputBlock]:
+    """Pure: what `forestage off` and `switch_on` print; `turned` is which of the two it was."""
     if turned == "on":
         lines = [f"{file} removed." for file in done.files]
         state = f"Staging stays switched off: {done.why}" if done.off else "Staging is on."
@@ -83,9 +83,9 @@ def pieces(done: SwitchResult, turned: str) -> list[OutputBlock]:
     ]
 
 
-def _lasting(ctx: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+def _parse_until(ctx: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
     """Return the seconds of a duration that is not zero, or None if none was given."""
-    lasts = None if value is None else seconds(ctx, parameter, value)
+    lasts = None if value is None else parse_duration_option(ctx, parameter, value)
     if lasts == 0:
         raise click.BadParameter("expected a duration such as 6h or 30m")
     return lasts
@@ -93,7 +93,7 @@ def _lasting(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 
 @click.command("off")
 @as_json
-@click.option("--until", metavar="TIME", callback=_lasting, help="For so long: 6h, 30m.")
+@click.option("--until", metavar="TIME", callback=_parse_until, help="For so long: 6h, 30m.")
 @click.argument("reason", required=False)
 @click.pass_context
 def off_command(ctx: click.Context, reason: str | None, until: float | None, as_json: bool) -> None:
@@ -102,8 +102,8 @@ def off_command(ctx: click.Context, reason: str | None, until: float | None, as_
     From the next Prolog and step on, jobs read the original path. It is kept over reboots, and
     works with a broken configuration. `forestage on` ends it.
     """
-    done = off(ctx.obj.places, ctx.obj.clock, reason or BY_HAND, until)
-    show(done, pieces(done, "off"), as_json)
+    done = switch_off(ctx.obj.places, ctx.obj.clock, reason or DEFAULT_REASON, until)
+    print_result(done, format_output(done, "off"), as_json)
 
 
 @click.command("on")
@@ -114,8 +114,8 @@ def on_command(ctx: click.Context, as_json: bool) -> None:
 
     Says what else keeps it off.
     """
-    done = on(ctx.obj.places, ctx.obj.clock)
-    show(done, pieces(done, "on"), as_json)
+    done = switch_on(ctx.obj.places, ctx.obj.clock)
+    print_result(done, format_output(done, "on"), as_json)
     if done.error:
         ctx.exit(ExitStatus.FAILED)
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import as_json, show
+from forestage.commands.world import as_json, print_result
 
 if TYPE_CHECKING:
     from forestage.commands.world import CommandContext
@@ -23,10 +23,12 @@ def path(world: "CommandContext", image: str, as_json: bool) -> None:
     from forestage.system import terminal as screen
 
     node = world.node()
-    inventory.is_made(node)  # what cannot be used or read says so first
-    wanted = sources.find(node.cache, sources.absolute_path(image), sources.invoking_user())
-    copy = inventory.copy_of(node, wanted)
-    show(copy, [screen.TextLine(copy.copy, whole=True)], as_json)
+    inventory.is_cache_made(node)  # what cannot be used or read says so first
+    wanted = sources.read_source_image(
+        node.cache, sources.absolute_path(image), sources.invoking_user()
+    )
+    copy = inventory.locate_local_copy(node, wanted)
+    print_result(copy, [screen.TextLine(copy.copy, whole=True)], as_json)
 
 
 COMMANDS = (path,)

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.entries import pick_entries, words
-from forestage.commands.world import as_json, show
+from forestage.commands.entries import entry_words, pick_entries
+from forestage.commands.world import as_json, print_result
 
 if TYPE_CHECKING:
     from forestage.commands.world import CommandContext
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @as_json
-@words
+@entry_words
 @click.pass_obj
 def pin(world: "CommandContext", words: tuple[str, ...], as_json: bool) -> None:
     """Keep entries from being evicted; of a PATH, its newest."""
@@ -22,7 +22,7 @@ def pin(world: "CommandContext", words: tuple[str, ...], as_json: bool) -> None:
 
 @click.command()
 @as_json
-@words
+@entry_words
 @click.pass_obj
 def unpin(world: "CommandContext", words: tuple[str, ...], as_json: bool) -> None:
     """Let entries be evicted again; of a PATH, all of them."""
@@ -33,9 +33,9 @@ def _set_pin(world: "CommandContext", words: tuple[str, ...], pinned: bool, as_j
     from forestage.commands import evict, inventory
 
     node = world.node()
-    picked = pick_entries(inventory.gather(node).items, words, newest=pinned)
+    picked = pick_entries(inventory.read_inventory(node).items, words, newest=pinned)
     done = [evict.set_pin(node.cache, item, pinned) for item in picked]
-    show(done, evict.pin_pieces(done), as_json)
+    print_result(done, evict.format_pins(done), as_json)
 
 
 COMMANDS = (pin, unpin)

@@ -20,10 +20,10 @@ from forestage.slurm.queue import SlurmClient
 from forestage.system import files, processes
 from forestage.units import is_number
 
-LOOK = 4 * 1024 * 1024  # bytes at the end of the event log: some 10 000 starts
-AGE = 7 * 86400.0  # seconds
-SETTLED = 30.0  # seconds after which a process of Slurm has loaded its plugins
-SLACK = 1.0  # seconds; slurmd may load them just before it becomes a daemon
+MAX_LOG_BYTES = 4 * 1024 * 1024  # bytes at the end of the event log: some 10 000 starts
+MAX_EVENT_AGE = 7 * 86400.0  # seconds
+SETTLE_SECONDS = 30.0  # seconds after which a process of Slurm has loaded its plugins
+START_SLACK = 1.0  # seconds; slurmd may load them just before it becomes a daemon
 # A job's extern step has nothing to show anybody.
 _STEP = re.compile(rb"slurmstepd: \[(\d+\.(?:\d{1,9}|batch|interactive))\]")
 
@@ -75,31 +75,31 @@ class RecentStarts(msgspec.Struct, frozen=True):
     time: float = 0.0
 
 
-def calls(places: NodePaths, now: float) -> RecentCalls:
+def read_recent_calls(places: NodePaths, now: float) -> RecentCalls:
     """Reads the marks, and which jobs have steps here. Slurm is not asked."""
-    prolog = _call(places.called("prolog"))
+    prolog = _find_call(places.called("prolog"))
     proc = places.root / "proc"
-    latest, since = _numbers(places.called("prolog"))
+    latest, since = _read_mark(places.called("prolog"))
     later = {pid: job for pid, job in SlurmClient("", proc=proc).managers().items() if job > latest}
-    before = {job for pid, job in later.items() if _is_from_before(proc, pid, since, now)}
-    loaded = _call(places.loaded)
+    before = {job for pid, job in later.items() if _began_before(proc, pid, since, now)}
+    loaded = _find_call(places.loaded)
     return RecentCalls(
         prolog,
-        _call(places.called("epilog")),
+        _find_call(places.called("epilog")),
         loaded,
         tuple(sorted({*later.values()} - before)),
-        _find_without(proc, loaded.time if loaded else 0.0, now),
+        _find_process_without_companion(proc, loaded.time if loaded else 0.0, now),
     )
 
 
-def _call(mark: Path) -> HookCall | None:
+def _find_call(mark: Path) -> HookCall | None:
     try:
-        return HookCall(mark.stat().st_mtime, _numbers(mark)[0])
+        return HookCall(mark.stat().st_mtime, _read_mark(mark)[0])
     except FileNotFoundError:
         return None
 
 
-def _numbers(mark: Path) -> tuple[int, float]:
+def _read_mark(mark: Path) -> tuple[int, float]:
     """The latest job in a mark, and since when numbers are lower again; 0: they never were.
 
     The latter in seconds since the epoch.
@@ -112,20 +112,20 @@ def _numbers(mark: Path) -> tuple[int, float]:
     return int(job) if is_number(job) else 0, float(since) if is_number(since) else 0.0
 
 
-def _is_from_before(proc: Path, pid: int, since: float, now: float) -> bool:
+def _began_before(proc: Path, pid: int, since: float, now: float) -> bool:
     """Whether a step manager began before the numbers were lower, or has just ended."""
     if not since:
         return False
-    began = _find_start(proc, proc / str(pid), now)
+    began = _find_process_start(proc, proc / str(pid), now)
     return began is None or began < since
 
 
-def starts(file: Path, now: float) -> RecentStarts:
+def count_recent_starts(file: Path, now: float) -> RecentStarts:
     """Counts the end of the event log, of the last week at most."""
     tally = EventTally()
     since, failure, copy_failure = 0.0, None, None
-    for event in events.latest(file, LOOK):
-        if not now - AGE <= event.time:
+    for event in events.read_latest_events(file, MAX_LOG_BYTES):
+        if not now - MAX_EVENT_AGE <= event.time:
             continue
         since = since or event.time
         tally.add(event)
@@ -139,7 +139,7 @@ def starts(file: Path, now: float) -> RecentStarts:
     return RecentStarts(since, tally.tried, hits, tally.hit_ratio, failure, copy_failure, now)
 
 
-def _find_without(proc: Path, loaded: float, now: float) -> str:
+def _find_process_without_companion(proc: Path, loaded: float, now: float) -> str:
     """Return which process of Slurm began after the companion was `loaded` last: without it.
 
     "" where none did. The companion is built for another release, or its line is gone from
@@ -147,8 +147,8 @@ def _find_without(proc: Path, loaded: float, now: float) -> str:
     accuse it until the next step. What began just now may be about to load it.
     """
     for process, title in processes.list_root_processes(proc):
-        began = _find_start(proc, process, now)
-        if began is None or now - began < SETTLED or began <= loaded + SLACK:
+        began = _find_process_start(proc, process, now)
+        if began is None or now - began < SETTLE_SECONDS or began <= loaded + START_SLACK:
             continue
         if step := _STEP.match(title):
             return f"step {step[1].decode()} runs without forestage's SPANK plugin"
@@ -157,7 +157,7 @@ def _find_without(proc: Path, loaded: float, now: float) -> str:
     return ""
 
 
-def _find_start(proc: Path, process: Path, now: float) -> float | None:
+def _find_process_start(proc: Path, process: Path, now: float) -> float | None:
     """When a process began, by the time since boot that it has in /proc; None if it has ended."""
     try:
         ticks = processes.read_stat(process).began

@@ -1,4 +1,4 @@
-"""Views of `forestage ls`, `show` and `config`: entries and settings as tables."""
+"""Views of `forestage ls`, `print_result` and `config`: entries and settings as tables."""
 
 from collections.abc import Iterable
 
@@ -8,9 +8,9 @@ import msgspec
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease
 from forestage.commands import inventory, sources
-from forestage.commands.inventory import CacheInventory, InventoryItem, LeaseHolder, holder
+from forestage.commands.inventory import CacheInventory, InventoryItem, LeaseHolder, make_holder
 from forestage.commands.sources import SourceState
-from forestage.commands.world import CommandContext, as_json, complete_entries, show
+from forestage.commands.world import CommandContext, as_json, complete_entries, print_result
 from forestage.system.terminal import (
     NamedValues,
     OutputBlock,
@@ -33,31 +33,31 @@ class EntryDetails(msgspec.Struct, frozen=True):
     source: SourceState
 
 
-def state(item: InventoryItem) -> str:
+def format_entry_state(item: InventoryItem) -> str:
     """Pure: who or what keeps it, and what is wrong with it."""
     words = [f"leased by {format_count(len(item.jobs), 'job')}"] if item.jobs else []
     words += [word for word in ("pinned", "superseded", "damaged") if getattr(item, word)]
     return ", ".join(words)
 
 
-def listing(holdings: CacheInventory, now: float) -> list[OutputBlock]:
+def format_listing(holdings: CacheInventory, now: float) -> list[OutputBlock]:
     """Pure: what `ls` prints."""
     if not holdings.items:
-        return [TextLine("The cache holds no entry."), *_problems(holdings)]
+        return [TextLine("The cache holds no entry."), *_list_problem_lines(holdings)]
     columns = ("key", "kind", "size", "used", "state", "path")
     rows = []
     for item in holdings.items:
         size, used = format_size(item.bytes), format_age(now - item.used)
         key, kind = short_key(item.key), item.kind or "-"
-        rows.append((key, kind, size, used, state(item) or "-", item.path or "-"))
-    return [TextTable(columns, rows), *_problems(holdings)]
+        rows.append((key, kind, size, used, format_entry_state(item) or "-", item.path or "-"))
+    return [TextTable(columns, rows), *_list_problem_lines(holdings)]
 
 
-def _problems(holdings: CacheInventory) -> list[OutputBlock]:
+def _list_problem_lines(holdings: CacheInventory) -> list[OutputBlock]:
     return [TextLine(f"Problem: {problem}") for problem in holdings.problems]
 
 
-def found(
+def read_entry_details(
     cache: Cache, items: Iterable[InventoryItem], leases: Iterable[Lease]
 ) -> list[EntryDetails]:
     """Entries with the state of their sources, which are opened as the user who asks."""
@@ -67,30 +67,30 @@ def found(
         EntryDetails(
             item,
             str(cache.image(item.key)),
-            tuple(holder(one, {item.key: item.path}) for one in held if one.job in item.jobs),
-            sources.state_of(cache, item.entry, user) if item.entry else damaged,
+            tuple(make_holder(one, {item.key: item.path}) for one in held if one.job in item.jobs),
+            sources.read_source_state(cache, item.entry, user) if item.entry else damaged,
         )
         for item in items
     ]
 
 
-def settings(rows: Iterable[tuple[str, str, str]]) -> list[OutputBlock]:
+def format_settings(rows: Iterable[tuple[str, str, str]]) -> list[OutputBlock]:
     """Pure: what `config` prints of keys, values and origins."""
     columns = ("key", "value", "origin")
     return [TextTable(columns, tuple(map(tuple, rows)))]
 
 
-def pieces(shown: Iterable[EntryDetails], now: float) -> list[OutputBlock]:
-    """Pure: what `show` prints."""
+def format_output(shown: Iterable[EntryDetails], now: float) -> list[OutputBlock]:
+    """Pure: what `print_result` prints."""
     separated: list[OutputBlock] = []
     for one in shown:
-        separated += [TextLine(""), _facts(one, now)]
+        separated += [TextLine(""), _format_details(one, now)]
     return separated[1:]
 
 
-def _facts(found: EntryDetails, now: float) -> NamedValues:
+def _format_details(found: EntryDetails, now: float) -> NamedValues:
     item = found.item
-    facts = [("key", item.key), ("state", state(item) or "may be evicted")]
+    facts = [("key", item.key), ("state", format_entry_state(item) or "may be evicted")]
     if item.entry is None:
         facts.append(("path", "unknown: its record cannot be read, or is not of this image"))
     else:
@@ -131,10 +131,10 @@ def show_entry(world: CommandContext, word: str, as_json: bool) -> None:
     A PATH may have several entries, of which the first is the newest.
     """
     node = world.node()
-    held = inventory.gather(node)
-    picked = inventory.pick(held.items, word, sources.resolve)
-    shown = found(node.cache, picked, held.leases)
-    show(shown, pieces(shown, world.clock.wall()), as_json)
+    held = inventory.read_inventory(node)
+    picked = inventory.pick_items(held.items, word, sources.resolve_path)
+    shown = read_entry_details(node.cache, picked, held.leases)
+    print_result(shown, format_output(shown, world.clock.wall()), as_json)
 
 
 COMMANDS = (show_entry,)

@@ -23,15 +23,15 @@ from forestage.system import as_user
 from forestage.system.as_user import User
 from forestage.units import format_size
 
-TIMEOUT = 5.0  # seconds; a person waits, and a dead file system would never answer
+SOURCE_TIMEOUT = 5.0  # seconds; a person waits, and a dead file system would never answer
 
-State = Literal["unchanged", "changed", "gone", "not-checked"]
+SourceCondition = Literal["unchanged", "changed", "gone", "not-checked"]
 
 
 class SourceState(msgspec.Struct, frozen=True):
     """Whether the source is what was copied; `detail` is what differs, or why there was no look."""
 
-    state: State
+    state: SourceCondition
     detail: str = ""
 
 
@@ -41,7 +41,7 @@ def invoking_user() -> User:
     return User(as_user.find_user_name(uid), uid, os.getgid())
 
 
-def owner(access: AccessRights) -> User:
+def read_owner_account(access: AccessRights) -> User:
     """Whom the file belongs to, with that user's own groups where the node knows them."""
     return as_user.user_from_uid(access.uid, access.gid)
 
@@ -51,13 +51,13 @@ def absolute_path(path: str) -> str:
     return image.resolve_requested_path(Request(path, "option"), str(Path.cwd()))
 
 
-def resolve(path: str) -> str:
+def resolve_path(path: str) -> str:
     """The path without symbolic links. Raises as_user.ChildTimeout."""
-    found, _ = as_user.run_in_child(lambda: (os.path.realpath(path), []), str, TIMEOUT)
+    found, _ = as_user.run_in_child(lambda: (os.path.realpath(path), []), str, SOURCE_TIMEOUT)
     return found
 
 
-def find(cache: Cache, path: str, user: User) -> SourceImage:
+def read_source_image(cache: Cache, path: str, user: User) -> SourceImage:
     """The image that `path` leads to now. Raises Declined, as_user.ChildTimeout."""
     opened = open_image(cache, path, user)
     opened.close()
@@ -69,7 +69,7 @@ def open_image(cache: Cache, path: str, user: User) -> OpenImage:
     try:
         # What is in the cache may come from sources that are configured no more.
         known = origins.read_known_caches(cache)
-        facts, fd = opening.open_descriptor_as_user(path, user, ANYWHERE, known, TIMEOUT)
+        facts, fd = opening.open_descriptor_as_user(path, user, ANYWHERE, known, SOURCE_TIMEOUT)
     except OSError as error:
         raise image.declined_by_open_error(error, path, user) from None
     try:
@@ -83,34 +83,38 @@ def open_image(cache: Cache, path: str, user: User) -> OpenImage:
     return OpenImage(found, user, fd)
 
 
-def state_of(cache: Cache, entry: Entry, user: User) -> SourceState:
+def read_source_state(cache: Cache, entry: Entry, user: User) -> SourceState:
     """Whether the entry's source has these bytes and access rights still."""
-    opened = open_unchanged(cache, entry, user)
+    opened = open_if_unchanged(cache, entry, user)
     if isinstance(opened, SourceState):
         return opened
     opened.close()
     return SourceState("unchanged")
 
 
-def open_unchanged(cache: Cache, entry: Entry, user: User) -> OpenImage | SourceState:
+def open_if_unchanged(cache: Cache, entry: Entry, user: User) -> OpenImage | SourceState:
     """The entry's source, open, if it is still what was copied; else what became of it."""
     if entry.identity.tree:
         return SourceState("not-checked", "each step that is shown a directory looks at all of it")
     try:
         opened = open_image(cache, entry.identity.path, user)
     except as_user.ChildTimeout:
-        return SourceState("not-checked", f"no answer within {TIMEOUT:.0f} s")
+        return SourceState("not-checked", f"no answer within {SOURCE_TIMEOUT:.0f} s")
     except Declined as declined:
-        states: dict[str, State] = {"missing": "gone", "not-a-file": "changed", "empty": "changed"}
+        states: dict[str, SourceCondition] = {
+            "missing": "gone",
+            "not-a-file": "changed",
+            "empty": "changed",
+        }
         return SourceState(states.get(declined.reason, "not-checked"), str(declined))
-    found = compare(entry, opened.image)
+    found = compare_with_source(entry, opened.image)
     if found.state == "unchanged":
         return opened
     opened.close()
     return found
 
 
-def compare(entry: Entry, now: SourceImage) -> SourceState:
+def compare_with_source(entry: Entry, now: SourceImage) -> SourceState:
     """Pure: the entry against the image that lies at its path now."""
     if now.identity == entry.identity and now.access == entry.access:
         return SourceState("unchanged")

@@ -21,10 +21,10 @@ from forestage.check import site as sites
 from forestage.commands import copies, inventory, recent
 from forestage.commands.copies import CopyUnderWay
 from forestage.commands.inventory import InventoryItem, LeaseHolder
-from forestage.commands.world import ExitStatus, as_json, insert_after, show
+from forestage.commands.world import ExitStatus, as_json, insert_after, print_result
 from forestage.config import switch
 from forestage.errors import Declined
-from forestage.events import field
+from forestage.events import quote_field
 from forestage.features.contexts import StatusFacts, StatusPart
 from forestage.features.doors import STATUS_READ_STATUS, load_all
 from forestage.system import mounts
@@ -42,11 +42,13 @@ from forestage.system.terminal import (
 from forestage.units import format_duration, format_size
 from forestage.views.through import keeper
 
-STATES = (
+STATE_NAMES = (
     *("ok", "hangs", "read-only", "full", "failing", "unusable"),
     *("doubt", "off", "not-called", "no-companion"),
 )
-FAILING = 3600.0  # seconds that a copy's error counts, if no other copy has succeeded since
+COPY_FAILURE_SECONDS = (
+    3600.0  # seconds that a copy's error counts, if no other copy has succeeded since
+)
 
 
 class DiskSpace(msgspec.Struct, frozen=True):
@@ -124,7 +126,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
         return next((part.fields[name] for part in self.parts if name in part.fields), None)
 
 
-def gather(node: Node, conf: str = "") -> NodeStatus:
+def read_node_status(node: Node, conf: str = "") -> NodeStatus:
     """Reads the node; `conf` is $SLURM_CONF or "".
 
     Raises PermissionError for users who may not read the cache.
@@ -132,64 +134,66 @@ def gather(node: Node, conf: str = "") -> NodeStatus:
     now = node.clock.wall()
     unusable, blocked = "", None
     try:
-        holdings, stored = inventory.gather_stored(node)
+        holdings, stored = inventory.read_inventory_and_entries(node)
     except Declined as failed:
         holdings, stored, unusable = inventory.read_leases(node.leases), None, str(failed)
         if failed.reason == "cache-hangs":
             blocked = StagingObstacle("hangs", unusable)
-    under_way = copies.gather(node) if stored is not None else ()
-    paths = copies.paths(node) if stored is not None else {}
+    under_way = copies.list_copies(node) if stored is not None else ()
+    paths = copies.list_part_paths(node) if stored is not None else {}
     paths |= {copy.key: copy.image for copy in under_way}
     paths |= {item.key: item.path for item in holdings.items}
     bound = tuple(bind.path for bind in redirect.list_binds(node.cache))
     disk = disk_errors.read_state(node.places)
-    calls = recent.calls(node.places, now)
-    starts = recent.starts(node.places.events, now)
+    calls = recent.read_recent_calls(node.places, now)
+    starts = recent.count_recent_starts(node.places.events, now)
     facts = StatusFacts(node, holdings.items, stored is not None, now)
     found = NodeStatus(
         time=now,
         cache=str(node.cache.root),
         unusable=unusable,
         redirects=bound,
-        leases=tuple(inventory.holder(lease, paths, bound) for lease in holdings.leases),
+        leases=tuple(inventory.make_holder(lease, paths, bound) for lease in holdings.leases),
         problems=holdings.problems,
-        off=_off(node),
+        off=_format_off_reason(node),
         doubt=DiskDoubt(disk.since, disk.why) if disk.since else None,
         calls=calls,
         in_steps=node.config.redirect in ("auto", "spank") and calls.companion is not None,
         starts=starts,
         blocked=blocked,
-        no_companion=calls.without if _should_load(node, calls, conf) else "",
-        through=tuple(spot.name for spot, _ in keeper.states(node.places.through)),
+        no_companion=calls.without if _should_load_companion(node, calls, conf) else "",
+        through=tuple(spot.name for spot, _ in keeper.list_keepers(node.places.through)),
         parts=tuple(read_status(facts) for read_status in load_all(STATUS_READ_STATUS)),
     )
     if unusable:
         return found
     under = mounts.find_mount_of_path(mounts.list_mounts(), os.path.realpath(node.cache.root))
     if stored is None:
-        return msgspec.structs.replace(found, blocked=_blocked(node, under, None, starts))
+        return msgspec.structs.replace(
+            found, blocked=_find_staging_obstacle(node, under, None, starts)
+        )
     room = evict.measure_space(node.cache, stored, node.config)
     return msgspec.structs.replace(
         found,
-        blocked=_blocked(node, under, room, starts),
-        disk=_disk(node.cache, under),
+        blocked=_find_staging_obstacle(node, under, room, starts),
+        disk=_read_disk_space(node.cache, under),
         room=room,
         data=sum(one.bytes for one in stored if one.is_data) + room.data_under_way,
-        entries=counts(holdings.items),
+        entries=count_entries(holdings.items),
         reclaimable=sum(one.bytes for one in holdings.items if not (one.jobs or one.pinned)),
         copies=under_way,
-        stopped=copies.stopped(node),
+        stopped=copies.measure_stopped_parts(node),
     )
 
 
-def document(status: NodeStatus) -> dict[str, object]:
+def make_document(status: NodeStatus) -> dict[str, object]:
     """Return the document of `status --json`. Pure."""
     fields = msgspec.structs.asdict(status)
     del fields["parts"]
     return insert_after(fields, [(part.after, part.fields) for part in status.parts])
 
 
-def _blocked(
+def _find_staging_obstacle(
     node: Node, under: MountInfo | None, room: evict.CacheSpace | None, starts: recent.RecentStarts
 ) -> StagingObstacle | None:
     """Why no copy can be made now, as far as that shows before one; a disk is asked in a child."""
@@ -202,29 +206,29 @@ def _blocked(
         free = f"{format_size(room.free)} are free, {format_size(room.min_free)} stay free"
         return StagingObstacle("full", f"the disk has no room for any entry: {free}, {others}")
     failed = starts.copy_failure
-    if failed and starts.time - failed.time < FAILING:
+    if failed and starts.time - failed.time < COPY_FAILURE_SECONDS:
         ago = f"the last copy failed {format_age(starts.time - failed.time)} ago ({failed.reason})"
         return StagingObstacle("failing", f"{ago}: {failed.detail}".removesuffix(": "))
     return None
 
 
-def _should_load(node: Node, calls: recent.RecentCalls, conf: str) -> bool:
+def _should_load_companion(node: Node, calls: recent.RecentCalls, conf: str) -> bool:
     """Whether steps are to get the companion: by the configuration, or since it was here before."""
     if node.config.redirect == "spank":
         return True
     if node.config.redirect != "auto" or calls.companion is None:
         return False
-    return sites.companion_state(node.places, conf).state != "absent"
+    return sites.read_node_companion_state(node.places, conf).state != "absent"
 
 
-def _off(node: Node) -> str:
+def _format_off_reason(node: Node) -> str:
     by_file = switch.find_off_file_reason(node.places, node.clock.wall())
     if by_file:
         return f"{by_file} (`forestage on` switches it on)"
     return "" if node.config.enabled else "`enabled: false` (set it to true to switch it on)"
 
 
-def counts(items: Iterable[InventoryItem]) -> EntryCounts:
+def count_entries(items: Iterable[InventoryItem]) -> EntryCounts:
     """Pure: how many entries are in which state; one may be in several."""
     found = list(items)
     return EntryCounts(
@@ -237,7 +241,7 @@ def counts(items: Iterable[InventoryItem]) -> EntryCounts:
     )
 
 
-def _disk(cache: Cache, under: MountInfo | None) -> DiskSpace:
+def _read_disk_space(cache: Cache, under: MountInfo | None) -> DiskSpace:
     facts = os.statvfs(cache.root)
     return DiskSpace(
         mounted_at=under.point if under else "?",
@@ -246,20 +250,20 @@ def _disk(cache: Cache, under: MountInfo | None) -> DiskSpace:
     )
 
 
-def pieces(status: NodeStatus, now: float) -> list[OutputBlock]:
+def format_output(status: NodeStatus, now: float) -> list[OutputBlock]:
     """Pure: what `status` prints."""
     rows = (row for part in status.parts for row in part.rows)
     return [
-        NamedValues((*_facts(status), *rows, *_lately(status, now))),
-        *_elsewhere(status),
+        NamedValues((*_list_facts(status), *rows, *_list_recent_facts(status, now))),
+        *_format_login_node_hint(status),
         *(TextLine(f"Problem: {problem}") for problem in status.problems),
-        *copies.table(status.copies),
+        *copies.format_table(status.copies),
         *(piece for part in status.parts for piece in part.tables),
-        *_leases(status, now),
+        *_format_leases(status, now),
     ]
 
 
-def _facts(status: NodeStatus) -> list[tuple[str, str]]:
+def _list_facts(status: NodeStatus) -> list[tuple[str, str]]:
     facts = [("staging", f"switched off: {status.off}")] if status.off else []
     facts.append(("cache", status.cache))
     if status.unusable:
@@ -285,7 +289,7 @@ def _facts(status: NodeStatus) -> list[tuple[str, str]]:
             ("used", f"{format_size(room.used)} by the cache, {room.percent}% of what it may take"),
             ("reclaimable", f"{format_size(status.reclaimable)}, neither leased nor pinned"),
             ("data", f"{format_size(status.data)} of that, of {format_size(room.data)} at most"),
-            *_kept(status),
+            *_list_kept_space(status),
             ("max_size", f"{format_size(room.max_size)}, the most it may take{less}"),
             ("low_watermark", f"{format_size(room.low)}; the Epilog evicts down to this"),
             ("min_free", f"{format_size(room.min_free)} stay free on the disk"),
@@ -297,7 +301,7 @@ def _facts(status: NodeStatus) -> list[tuple[str, str]]:
     return facts
 
 
-def _elsewhere(status: NodeStatus) -> list[OutputBlock]:
+def _format_login_node_hint(status: NodeStatus) -> list[OutputBlock]:
     """Pure: whom to ask, where nothing is in use: this may be a login node."""
     if status.room is not None or status.calls != recent.RecentCalls():
         return []
@@ -308,7 +312,7 @@ def _elsewhere(status: NodeStatus) -> list[OutputBlock]:
     ]
 
 
-def _lately(status: NodeStatus, now: float) -> list[tuple[str, str]]:
+def _list_recent_facts(status: NodeStatus, now: float) -> list[tuple[str, str]]:
     """Pure: who was called, how jobs began, what failed last."""
     calls, starts = status.calls, status.starts
     named = (("Prolog", calls.prolog), ("Epilog", calls.epilog), ("companion", calls.companion))
@@ -321,8 +325,8 @@ def _lately(status: NodeStatus, now: float) -> list[tuple[str, str]]:
     if status.no_companion:
         facts.append(("no companion", f"{status.no_companion} (see `forestage check`)"))
     if calls.missed:
-        jobs = ", ".join(map(str, calls.missed[: copies.MAX_NAMED]))
-        more = len(calls.missed) - copies.MAX_NAMED
+        jobs = ", ".join(map(str, calls.missed[: copies.MAX_PRINTED_JOBS]))
+        more = len(calls.missed) - copies.MAX_PRINTED_JOBS
         jobs += f" and {more} more" if more > 0 else ""
         facts.append(("not called", f"for job {jobs}, which runs here (see `forestage check`)"))
     if starts.hit_ratio is not None:
@@ -339,7 +343,7 @@ def _lately(status: NodeStatus, now: float) -> list[tuple[str, str]]:
     return facts
 
 
-def state(status: NodeStatus) -> tuple[str, str]:
+def choose_state(status: NodeStatus) -> tuple[str, str]:
     """Pure: the node in one word, and why it is not "ok"; of several the first counts."""
     if status.blocked:
         return status.blocked.state, status.blocked.why
@@ -356,14 +360,14 @@ def state(status: NodeStatus) -> tuple[str, str]:
     return "ok", ""
 
 
-def oneline(status: NodeStatus) -> str:
+def format_oneline(status: NodeStatus) -> str:
     """Pure: the node in one line of logfmt: state first, then fields that are never renamed.
 
     New fields come at the end. Only a failure has its age, so healthy nodes print much the same.
     """
     ratio, room = status.starts.hit_ratio, status.room
     failed = status.starts.failure
-    word, why = state(status)
+    word, why = choose_state(status)
     facts = {
         "state": word,
         "full": f"{room.percent}%" if room else "-",
@@ -378,10 +382,10 @@ def oneline(status: NodeStatus) -> str:
     }
 
     words = [f"{name}={value}" for name, value in facts.items()]
-    return " ".join(["forestage", *words, *([f"why={field(why)}"] if why else [])])
+    return " ".join(["forestage", *words, *([f"why={quote_field(why)}"] if why else [])])
 
 
-def _kept(status: NodeStatus) -> Iterator[tuple[str, str]]:
+def _list_kept_space(status: NodeStatus) -> Iterator[tuple[str, str]]:
     """Pure: what else takes room on the disk, where there is any."""
     if stopped := status.stopped.number:
         number = format_count(stopped, "stopped copy", "stopped copies")
@@ -391,7 +395,7 @@ def _kept(status: NodeStatus) -> Iterator[tuple[str, str]]:
         yield from part.room
 
 
-def _leases(status: NodeStatus, now: float) -> list[OutputBlock]:
+def _format_leases(status: NodeStatus, now: float) -> list[OutputBlock]:
     holders, elsewhere = status.leases, "in its steps" if status.in_steps else "no"
     if not holders:
         return [TextLine("No job holds a lease.")]
@@ -425,14 +429,16 @@ def status(ctx: click.Context, watch: bool, is_oneline: bool, as_json: bool) -> 
     if watch:
         for_ever = screen.is_interactive(as_json)
         with contextlib.suppress(KeyboardInterrupt):
-            screen.print_updates(copies.watch(node, for_ever), copies.lines, as_json)
+            screen.print_updates(
+                copies.watch_copies(node, for_ever), copies.format_snapshot, as_json
+            )
         return
-    found = gather(node, os.environ.get("SLURM_CONF", ""))
-    shown = document(found)
+    found = read_node_status(node, os.environ.get("SLURM_CONF", ""))
+    shown = make_document(found)
     if is_oneline:
-        show(shown, [TextLine(oneline(found), whole=True)], as_json)
+        print_result(shown, [TextLine(format_oneline(found), whole=True)], as_json)
     else:
-        show(shown, pieces(found, ctx.obj.clock.wall()), as_json)
+        print_result(shown, format_output(found, ctx.obj.clock.wall()), as_json)
     if found.unusable:
         ctx.exit(ExitStatus.CACHE)
 

@@ -40,9 +40,9 @@ from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
 from forestage.commands import inventory, verify
 from forestage.commands.inventory import InventoryItem
-from forestage.commands.unredirect import ROOT, owner_of
-from forestage.commands.verify import EntryVerdict, Progress, VerifyOptions
-from forestage.commands.world import as_json, insert_after, show
+from forestage.commands.unredirect import ROOT_USER, choose_bind_owner
+from forestage.commands.verify import EntryVerdict, VerifyOptions, VerifyProgress
+from forestage.commands.world import as_json, insert_after, print_result
 from forestage.config import directories
 from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
 from forestage.events import EventRecord, losses, user_files
@@ -61,12 +61,14 @@ from forestage.views.through import remains
 if TYPE_CHECKING:
     from forestage.features.doors import CleanUp
 
-PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
-PROVE_EVERY = 7 * 86400.0  # seconds between two times that an entry is read
-PROVE_RATE = 256 << 20  # bytes per second for that; jobs use the disk
-NODES_AGE = 3600.0  # seconds for which nobody asks Slurm about a job that has noted its nodes
+LOCK_PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
+PROOF_INTERVAL = 7 * 86400.0  # seconds between two times that an entry is read
+PROOF_BYTES_PER_SECOND = 256 << 20  # bytes per second for that; jobs use the disk
+MIN_NODELIST_AGE = (
+    3600.0  # seconds for which nobody asks Slurm about a job that has noted its nodes
+)
 
-Only = Literal["leftovers", "entries", "nodes"]
+SweepPart = Literal["leftovers", "entries", "nodes"]
 """What crashes left, or the entries that are due: apart, as a whole cache may take an hour.
 
 Or the list of nodes, which is due once a day and touches no disk.
@@ -143,8 +145,12 @@ class DueEntry(msgspec.Struct, frozen=True):
     manner: VerifyOptions
 
 
-def sweep(
-    node: Node, slurm: SlurmClient, dry_run: bool, progress: Progress, only: Only | None = None
+def run_sweep(
+    node: Node,
+    slurm: SlurmClient,
+    dry_run: bool,
+    progress: VerifyProgress,
+    only: SweepPart | None = None,
 ) -> SweepReport:
     """Cleans up after crashes; as root. `progress` is called with what is being done.
 
@@ -162,7 +168,7 @@ def sweep(
     return msgspec.structs.replace(run.done, problems=tuple(run.problems))
 
 
-def stale_leases(leases: LeaseDirectory, slurm: SlurmClient) -> tuple[StaleLease, ...]:
+def list_stale_leases(leases: LeaseDirectory, slurm: SlurmClient) -> tuple[StaleLease, ...]:
     """The leases of jobs that are over on this node. Raises SlurmError at the least doubt."""
     # Before Slurm is asked: a Prolog that begins while it answers leaves another mark.
     marks = {job: leases.mark(job) for job in leases.jobs()}
@@ -192,26 +198,26 @@ def _raise_if_not_root(error: Exception) -> None:
         raise error
 
 
-def note_run(node: Node) -> None:
+def record_sweep_time(node: Node) -> None:
     """Leaves when the last sweep was, for the alert about nodes without one. Raises OSError."""
     mark = node.places.called("sweep")
     folders.ensure_directory(mark.parent, folders.PASSABLE)
     mark.touch()
 
 
-def keep_unlisted(places: NodePaths) -> None:
+def make_config_unlistable(places: NodePaths) -> None:
     """Has users list no directory of the configuration, where hooks run. Raises OSError."""
     if directories.has_run_hooks(places):
         directories.make_directories_unlistable(places)
 
 
-def forget_users(node: Node) -> None:
+def clean_user_events(node: Node) -> None:
     """Removes the events of users who had none for long, and keeps the rest unread by others.
 
     Raises OSError.
     """
-    user_files.keep_rights(node.places.users)
-    user_files.remove_idle(node.places.users, node.clock.wall())
+    user_files.restore_rights(node.places.users)
+    user_files.remove_idle_users(node.places.users, node.clock.wall())
 
 
 class _SweepRun:
@@ -232,7 +238,7 @@ class _SweepRun:
         self.doubt = ""
         self.raised: Exception | None = None
 
-    def of_node(self, only: Only | None, progress: Progress, start: float) -> None:
+    def of_node(self, only: SweepPart | None, progress: VerifyProgress, start: float) -> None:
         """Does all of a sweep, or the leftovers or entries alone."""
         node = self.node
         disk.check_writable(node.places, node.cache)
@@ -250,12 +256,12 @@ class _SweepRun:
         if only != "entries":
             self.of_features(doors.SWEEP_AFTERWARDS)
         if not self.dry_run and only != "entries":
-            self.tried(note_run, node)
-            self.tried(keep_unlisted, node.places)
-            self.tried(forget_users, node)
+            self.tried(record_sweep_time, node)
+            self.tried(make_config_unlistable, node.places)
+            self.tried(clean_user_events, node)
             if only is None:  # last, as Slurm may take long; the leftovers' run leaves it
                 self.of_features(doors.SWEEP_ASK_SLURM)
-            self.tried(lambda done: _record(node, done, start), self.done)
+            self.tried(lambda done: _record_events(node, done, start), self.done)
 
     def add(self, **fields: object) -> None:
         """Puts what was done into the report."""
@@ -286,7 +292,7 @@ class _SweepRun:
 
         with contextlib.ExitStack() as stack:
             stack.push(self.keep)
-            epilog.run_all([functools.partial(clean_up, name) for name in having(door.name)])
+            epilog.run_parts([functools.partial(clean_up, name) for name in having(door.name)])
 
     def keep(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Returns whether the sweep goes on before this error does: ^C ends it."""
@@ -337,19 +343,19 @@ class _SweepRun:
             self.tried(node.cache.correct_uses, node.clock.wall())
             self.tried(hot.repair_index, node.cache)
 
-    def of_entries(self, progress: Progress) -> None:
+    def of_entries(self, progress: VerifyProgress) -> None:
         """Reads the entries that are due; a dry run only names them."""
-        due = self.tried(due_entries, self.node) or ()
+        due = self.tried(list_due_entries, self.node) or ()
         if self.dry_run:
             self.add(unproven=tuple(one.item.key for one in due))
             return
         self.add(verified=tuple(self.proofs(due, progress)))
-        self.tried(end_doubt, self.node)
+        self.tried(end_doubt_if_proven, self.node)
 
     def find_stale(self) -> None:
         """Finds the leases of jobs that are over; none, and `doubt`, if Slurm is not clear."""
         try:
-            self.stale = stale_leases(self.node.leases, self.slurm)
+            self.stale = list_stale_leases(self.node.leases, self.slurm)
         except (ForestageError, OSError) as error:
             _raise_if_not_root(error)
             self.doubt = str(error)
@@ -366,7 +372,7 @@ class _SweepRun:
     def is_made(self, node: Node) -> bool:
         """Whether the cache exists; that its disk is not mounted is no problem of the sweep's."""
         try:
-            return inventory.is_made(node)
+            return inventory.is_cache_made(node)
         except Failed as failed:
             if failed.reason not in UNMOUNTED:
                 raise
@@ -384,12 +390,12 @@ class _SweepRun:
 
     def pause(self) -> None:
         """Leaves the lock free for long enough that a hook that polls for it sees that."""
-        self.node.clock.sleep(PAUSE)
+        self.node.clock.sleep(LOCK_PAUSE)
 
     def release(self, one: StaleLease) -> ReleasedLease | None:
         """Does what the Epilog would have done. None where a hook has used the lease since."""
         node, leases = self.node, self.node.leases
-        cache, user, released = node.cache, ROOT, ReleasedLease(one.job, one.why)
+        cache, user, released = node.cache, ROOT_USER, ReleasedLease(one.job, one.why)
         if one.lease:
             cache = Cache(Path(one.lease.cache), node.places.claims)
             user = one.lease.user
@@ -398,14 +404,16 @@ class _SweepRun:
             return released
         if cache.root != node.cache.root:
             disk.check_writable(node.places, cache)  # the sweep has asked the other one
-        epilog.note_use(cache, one.lease, node.clock.wall())
+        epilog.record_last_use(cache, one.lease, node.clock.wall())
         with contextlib.ExitStack() as claims:
             with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
                 if leases.mark(one.job) != one.mark:
                     return None
                 now = node.clock.wall()  # what hangs is tried once, with the strays
                 table = mounts.list_mounts()
-                going = epilog.let_go(cache, leases, node.places, one.job, claims, table, now)
+                going = epilog.drop_lease_and_claim_binds(
+                    cache, leases, node.places, one.job, claims, table, now
+                )
             number = self._unmount(going, lambda bind: user)
         return msgspec.structs.replace(released, redirects=number)
 
@@ -426,7 +434,7 @@ class _SweepRun:
                 going = redirect.claim_unneeded_binds(
                     node.cache, node.leases, node.places, claims, table
                 )
-            self._unmount(going, functools.partial(owner_of, node))
+            self._unmount(going, functools.partial(choose_bind_owner, node))
         left = {bind.mount.id for bind in unmount.list_binds(node.cache)}
         self.unredirected += [one.bind.path for one in going if one.bind.mount.id not in left]
         self.problems += namespaces.unmount_in_namespaces(
@@ -435,7 +443,7 @@ class _SweepRun:
 
     def nodes_of_jobs(self, slurm: SlurmClient) -> None:
         """Deletes the nodes that Prologs noted of jobs that are over and never took a lease."""
-        node, before = self.node, self.node.clock.wall() - NODES_AGE
+        node, before = self.node, self.node.clock.wall() - MIN_NODELIST_AGE
         listed = node.leases.nodes_alone(before)
         try:
             if self.doubt or not listed or not slurm.knows_node(slurm.node):
@@ -475,12 +483,14 @@ class _SweepRun:
 
     def hanging_keepers(self, node: Node) -> tuple[str, ...]:
         """Ends keepers that hang, and removes what dead ones left; returns the former's keys."""
-        hanging = remains.hanging(node.places.through, node.clock)
+        hanging = remains.list_hanging_keepers(node.places.through, node.clock)
         if not self.dry_run:
             for found in hanging:
-                self.tried(remains.end, found)
-            for spot in remains.dead(node.places.through, node.cache, node.clock.wall()):
-                self.tried(remains.remove, spot)
+                self.tried(remains.kill_keeper, found)
+            for spot in remains.list_dead_directories(
+                node.places.through, node.cache, node.clock.wall()
+            ):
+                self.tried(remains.remove_directory, spot)
         return tuple(found.spot.name for found in hanging)
 
     def evicted(self, node: Node) -> tuple[str, ...]:
@@ -491,10 +501,10 @@ class _SweepRun:
         leased = frozenset(use.key for lease in self._staying() for use in lease.uses)
         return evict.plan_to_watermark(node.cache, lambda: leased, node.config).victims
 
-    def proofs(self, due: tuple[DueEntry, ...], progress: Progress) -> Iterator[EntryVerdict]:
+    def proofs(self, due: tuple[DueEntry, ...], progress: VerifyProgress) -> Iterator[EntryVerdict]:
         """Reads what is due; bad entries are evicted, healthy ones noted."""
         for one in due:
-            verdict = self.tried(lambda one: prove(self.node, one, progress), one)
+            verdict = self.tried(lambda one: prove_entry(self.node, one, progress), one)
             if verdict is not None:
                 yield verdict
 
@@ -506,7 +516,7 @@ class _SweepRun:
         return [lease for lease in staying if lease is not None]
 
 
-def _record(node: Node, done: SweepReport, start: float) -> None:
+def _record_events(node: Node, done: SweepReport, start: float) -> None:
     """One event for each lease, and one, of job 0, for what belonged to no job."""
     now, total = round(node.clock.wall(), 3), round(node.clock.monotonic() - start, 4)
 
@@ -525,16 +535,16 @@ def _record(node: Node, done: SweepReport, start: float) -> None:
     try:
         events.record_events(node.places, found)
     except OSError as error:
-        losses.note_loss(node.places.lost_events, now, error)
+        losses.record_loss(node.places.lost_events, now, error)
         raise
 
 
-def due_entries(node: Node) -> tuple[DueEntry, ...]:
+def list_due_entries(node: Node) -> tuple[DueEntry, ...]:
     """What has to be read: what an earlier boot wrote, what is in doubt, what was not for long."""
     disk, now = disk_errors.read_state(node.places), node.clock.wall()
     proved = frozenset(disk.proved)
     unproven, doubted, old = [], [], []
-    for item in inventory.gather(node).items:
+    for item in inventory.read_inventory(node).items:
         read = node.cache.last_read(item.key)
         if disk.since and item.key not in proved:
             doubted.append(
@@ -544,26 +554,29 @@ def due_entries(node: Node) -> tuple[DueEntry, ...]:
             )
         elif not node.cache.is_proven(item.key):
             unproven.append(DueEntry(item, VerifyOptions("after a restart", by="sweep")))
-        elif abs(now - read) > PROVE_EVERY:  # also one that was read by a clock far ahead
+        elif abs(now - read) > PROOF_INTERVAL:  # also one that was read by a clock far ahead
             old.append(
                 (
                     read,
-                    DueEntry(item, VerifyOptions("as a precaution", rate=PROVE_RATE, by="sweep")),
+                    DueEntry(
+                        item,
+                        VerifyOptions("as a precaution", rate=PROOF_BYTES_PER_SECOND, by="sweep"),
+                    ),
                 )
             )
     old.sort(key=lambda one: one[0])
     return (*doubted, *unproven, *(due for _, due in old))
 
 
-def end_doubt(node: Node) -> None:
+def end_doubt_if_proven(node: Node) -> None:
     """Ends the doubt in the disk once no entry is left that was not read since it began."""
     disk = disk_errors.read_state(node.places)
-    items = inventory.gather(node).items if disk.since else ()
+    items = inventory.read_inventory(node).items if disk.since else ()
     if disk.since and {item.key for item in items} <= {*disk.proved}:
         disk_errors.end_doubt(node.places, disk.since)
 
 
-def prove(node: Node, due: DueEntry, progress: Progress) -> EntryVerdict | None:
+def prove_entry(node: Node, due: DueEntry, progress: VerifyProgress) -> EntryVerdict | None:
     """Compares an entry with its checksums, past the page cache; a bad one is evicted.
 
     A healthy one is noted, so that no other sweep reads it; None: it was evicted. Raises OSError.
@@ -580,14 +593,14 @@ def prove(node: Node, due: DueEntry, progress: Progress) -> EntryVerdict | None:
                 return None
             undo.callback(os.close, here)
             try:
-                note = _open_note(here)
+                note = _open_proof_file(here)
             except OSError as error:
                 what = f"entry {item.key} cannot be noted as verified: {error.strerror}"
                 raise Failed("io", what, "evict it if its file `boot` is damaged") from None
             undo.callback(os.close, note)
         # An error of the disk while it is read makes another doubt than this.
         began, doubt = node.clock.wall(), disk_errors.read_state(node.places).since
-        (verdict,) = verify.verify(node, [item], False, progress, due.manner).verdicts
+        (verdict,) = verify.verify_entries(node, [item], False, progress, due.manner).verdicts
         if verdict.error:
             raise Failed("io", f"entry {item.key} could not be verified: {verdict.error}")
         if note is not None and verdict.result == "ok":
@@ -600,13 +613,13 @@ def prove(node: Node, due: DueEntry, progress: Progress) -> EntryVerdict | None:
     return verdict
 
 
-def _open_note(here: int) -> int:
+def _open_proof_file(here: int) -> int:
     """Opens an entry's `boot` for writing, as it is. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.open("boot", flags, 0o600, dir_fd=here)
 
 
-def document(done: SweepReport) -> dict[str, object]:
+def make_document(done: SweepReport) -> dict[str, object]:
     """Return the document of `sweep --json`, which has each field of features. Pure."""
     own = msgspec.structs.asdict(done)
     del own["added"]
@@ -614,8 +627,8 @@ def document(done: SweepReport) -> dict[str, object]:
     return insert_after(own, [(after, {name: done.added.get(name, ())}) for name, after in fields])
 
 
-def pieces(done: SweepReport) -> list[OutputBlock]:
-    """Pure: what `sweep` prints: what was done, or would be, and what could not be."""
+def format_output(done: SweepReport) -> list[OutputBlock]:
+    """Pure: what `run_sweep` prints: what was done, or would be, and what could not be."""
     would = "would be " if done.dry_run else ""
     lines = []
     for lease in done.released:
@@ -648,7 +661,7 @@ def pieces(done: SweepReport) -> list[OutputBlock]:
     return [TextLine(text) for text in lines]
 
 
-def exit_code(done: SweepReport) -> int:
+def choose_exit_status(done: SweepReport) -> int:
     """Pure: bad bytes before all else, then what the node could not do, then what may come yet."""
     if done.bad:
         return 7
@@ -670,7 +683,7 @@ def exit_code(done: SweepReport) -> int:
 )
 @click.pass_context
 def sweep_command(
-    ctx: click.Context, dry_run: bool, quiet: bool, only: Only | None, as_json: bool
+    ctx: click.Context, dry_run: bool, quiet: bool, only: SweepPart | None, as_json: bool
 ) -> None:
     """Clean up what crashes left: leases of jobs that are over, redirects, parts.
 
@@ -680,9 +693,11 @@ def sweep_command(
     """
     with screen.show_busy_status() as progress:
         slurm = SlurmClient.of(os.environ).bind()
-        done = sweep(ctx.obj.node(), slurm, dry_run, progress, only)
-    show(document(done), () if quiet and done.is_empty else pieces(done), as_json)
-    ctx.exit(exit_code(done))
+        done = run_sweep(ctx.obj.node(), slurm, dry_run, progress, only)
+    print_result(
+        make_document(done), () if quiet and done.is_empty else format_output(done), as_json
+    )
+    ctx.exit(choose_exit_status(done))
 
 
 COMMANDS = (sweep_command,)

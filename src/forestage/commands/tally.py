@@ -12,19 +12,19 @@ import msgspec
 from forestage.events import BadEntryOutcome, CopyOutcome, EventRecord, RequestOutcome, saved
 from forestage.events.ahead import PrefetchedBytes, UnusedCopies
 
-WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+WAIT_BOUNDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Seconds: a warm hit, a copy from peers, what a Prolog may take, what srun may take."""
 
-IMPORTS = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0)
+IMPORT_BOUNDS = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0)
 """Seconds: an image of some MiB, and one of 65 GB from a registry that is far."""
 
-RATES = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10)
+RATE_BOUNDS = (5e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10)
 """Bytes per second: from one stream over a slow link to NVMe's own pace."""
 
-HAD = ("hit", "joined")  # results of an image that was here, or came by another job's copy
-FOR_STEPS = (*HAD, "started")  # of a Prolog, where steps are shown the copy
+HIT_RESULTS = ("hit", "joined")  # results of an image that was here, or came by another job's copy
+STEP_COPY_RESULTS = (*HIT_RESULTS, "started")  # of a Prolog, where steps are shown the copy
 
-Kind = Literal["hit", "joined", "through", "waited", "shared", "original", "excluded"]
+StartKind = Literal["hit", "joined", "through", "waited", "shared", "original", "excluded"]
 """Of a start. Of those whose image was not here, `through` read through the copy, `waited` had it
 at their first step, and `shared` read the shared path while it was made. `original`: it was to be
 staged and had to read the original path. `excluded`: it was not to be staged, by a rule or at the
@@ -57,7 +57,7 @@ class JobStart(msgspec.Struct, frozen=True):
     `spared` are the bytes that it had from the cache instead of the shared file system.
     """
 
-    kind: Kind
+    kind: StartKind
     spared: int = 0
 
 
@@ -87,11 +87,11 @@ class EventTally(msgspec.Struct):
     errors: dict[str, int] = {}
     copies: dict[str, int] = {}
     copied: dict[str, int] = {}
-    rates: Histogram = msgspec.field(default_factory=lambda: Histogram.of(RATES))
+    rates: Histogram = msgspec.field(default_factory=lambda: Histogram.of(RATE_BOUNDS))
     spared: dict[str, int] = {}
     evicted: dict[str, int] = {}
     registry: dict[str, int] = {}
-    imports: Histogram = msgspec.field(default_factory=lambda: Histogram.of(IMPORTS))
+    imports: Histogram = msgspec.field(default_factory=lambda: Histogram.of(IMPORT_BOUNDS))
     bad: dict[str, int] = {}
     swept: int = 0
     expected: dict[int, list[str]] = {}  # by job, the keys that its first step asks for once more
@@ -108,7 +108,7 @@ class EventTally(msgspec.Struct):
         outcome, start = event.outcome, None
         is_from_copy = self.from_copy.is_one(event.hook, event.job, outcome)
         if is_from_copy and isinstance(outcome, RequestOutcome):
-            seconds = saved.seconds(outcome) or 0.0
+            seconds = saved.find_saved_seconds(outcome) or 0.0
             self.saved += max(0.0, seconds)
             self.lost += max(0.0, -seconds)
         for change in self.unused.add(event):
@@ -118,64 +118,64 @@ class EventTally(msgspec.Struct):
         elif isinstance(outcome, RequestOutcome):
             start = self._request(event, outcome)
         elif isinstance(outcome, BadEntryOutcome):
-            _more(self.bad, event.hook)
+            _increment(self.bad, event.hook)
         else:
             self.expected.pop(event.job, None)
             self.begun.pop(event.job, None)
             # Job 0 stands for what belonged to no job.
             self.swept += event.hook == "sweep" and event.job != 0
             if outcome.result == "failed":
-                _more(self.errors, outcome.reason)
+                _increment(self.errors, outcome.reason)
         if outcome.evicted:
-            _more(self.evicted, event.hook, len(outcome.evicted))
+            _increment(self.evicted, event.hook, len(outcome.evicted))
         return start
 
     def _copy(self, outcome: CopyOutcome) -> None:
-        _more(self.copies, outcome.result)
+        _increment(self.copies, outcome.result)
         if outcome.result != "copied":
             return
         for origin, number in outcome.origins.items():
-            _more(self.copied, origin, number)
-        _more(self.read_through, "source", outcome.read_straight)
-        _more(self.read_through, "copy", max(0, outcome.read_through - outcome.read_straight))
+            _increment(self.copied, origin, number)
+        _increment(self.read_through, "source", outcome.read_straight)
+        _increment(self.read_through, "copy", max(0, outcome.read_through - outcome.read_straight))
         fetched = outcome.bytes - outcome.resumed
         if fetched > 0 and outcome.copying > 0:
             self.rates.add(fetched / outcome.copying)
 
     def _request(self, event: EventRecord, outcome: RequestOutcome) -> JobStart | None:
-        _more(self.requests.setdefault(event.hook, {}), outcome.result)
+        _increment(self.requests.setdefault(event.hook, {}), outcome.result)
         if outcome.came and event.hook == "step":
-            _more(self.registry, outcome.came)
+            _increment(self.registry, outcome.came)
             if outcome.came in ("imported", "waited"):
                 self.imports.add(outcome.wait)
         if outcome.data:
-            _more(self.of_data.setdefault(event.hook, {}), outcome.result)
+            _increment(self.of_data.setdefault(event.hook, {}), outcome.result)
         if outcome.result == "declined":
-            _more(self.declined, outcome.reason)
+            _increment(self.declined, outcome.reason)
         if outcome.result == "failed":
-            _more(self.errors, outcome.reason)
-        self.waits.setdefault(event.hook, Histogram.of(WAITS)).add(outcome.wait)
+            _increment(self.errors, outcome.reason)
+        self.waits.setdefault(event.hook, Histogram.of(WAIT_BOUNDS)).add(outcome.wait)
         return None if self._repeats_prolog(event, outcome) else self._start(event, outcome)
 
     def _start(self, event: EventRecord, outcome: RequestOutcome) -> JobStart | None:
         is_for_steps = outcome.redirect == "spank" or outcome.data
-        if event.hook == "prolog" and is_for_steps and outcome.result in FOR_STEPS:
+        if event.hook == "prolog" and is_for_steps and outcome.result in STEP_COPY_RESULTS:
             # Nobody has seen the copy yet: the step that is shown it is the start.
             self.expected[event.job].remove(outcome.key)
             if outcome.result == "started":
-                saved.remember(self.begun, event.job, outcome.key)
+                saved.remember_key(self.begun, event.job, outcome.key)
             return None
         begun = self.begun.get(event.job, ()) if event.hook == "step" else ()
         if outcome.key in begun:
             self.begun[event.job].remove(outcome.key)
-            if outcome.result in HAD:
+            if outcome.result in HIT_RESULTS:
                 # What a job's own Prolog began to copy is no hit of its step, however fast it was.
                 outcome = msgspec.structs.replace(outcome, result="copied")
-        kind = kind_of(outcome)
-        _more(self.starts, "excluded" if kind == "excluded" else outcome.result)
-        if not (outcome.redirect in saved.LOCAL and outcome.result in HAD):
+        kind = classify_start(outcome)
+        _increment(self.starts, "excluded" if kind == "excluded" else outcome.result)
+        if not (outcome.redirect in saved.LOCAL_REDIRECTS and outcome.result in HIT_RESULTS):
             return JobStart(kind)
-        _more(self.spared, outcome.result, outcome.size)
+        _increment(self.spared, outcome.result, outcome.size)
         return JobStart(kind, spared=outcome.size)
 
     def _repeats_prolog(self, event: EventRecord, outcome: RequestOutcome) -> bool:
@@ -184,7 +184,7 @@ class EventTally(msgspec.Struct):
         if outcome.result not in ("hit", "joined", "copied", "started", "through"):
             return False
         if event.hook == "prolog":
-            saved.remember(self.expected, job, key)
+            saved.remember_key(self.expected, job, key)
             return False
         if key not in self.expected.get(job, ()):
             return False
@@ -202,11 +202,11 @@ class EventTally(msgspec.Struct):
         return self.starts.get("hit", 0) / self.tried if self.tried else None
 
 
-def _more(counts: dict[str, int], name: str, number: int = 1) -> None:
+def _increment(counts: dict[str, int], name: str, number: int = 1) -> None:
     counts[name] = counts.get(name, 0) + number
 
 
-def kind_of(outcome: RequestOutcome) -> Kind:
+def classify_start(outcome: RequestOutcome) -> StartKind:
     """Pure: what a start was. `original` ones were to be staged and had to read the original path;
     `excluded` ones were not to be staged, by a rule or at the job's wish.
 

@@ -25,7 +25,7 @@ import msgspec
 
 from forestage.cache import disk_errors
 from forestage.clock import Clock, Deadline
-from forestage.commands.world import ExitStatus, ending_as_interrupt
+from forestage.commands.world import ExitStatus, raise_signals_as_interrupt
 from forestage.errors import ConfigError, ForestageError
 from forestage.features.contexts import TendFacts
 from forestage.features.doors import TEND_EACH_MINUTE, TEND_WORKS_FOR_OTHERS, load_all
@@ -35,14 +35,18 @@ from forestage.system import child, folders, lock, run
 from forestage.system.run import RunningProcess
 from forestage.units import printable
 
-RUN = 48.0  # seconds: the next run begins a minute after this one did
-GONE = 1.0  # seconds for a killed process to be gone; one that hangs in the kernel is left behind
-TENTH = 590.0  # seconds between two sweeps: the tenth run begins ten minutes later, or a bit more
-IDLE = ("ionice", "-c", "3", "nice", "-n", "19")  # ionice is of util-linux, as setpriv is
+RUN_SECONDS = 48.0  # seconds: the next run begins a minute after this one did
+KILL_TIMEOUT = (
+    1.0  # seconds for a killed process to be gone; one that hangs in the kernel is left behind
+)
+SWEEP_INTERVAL = (
+    590.0  # seconds between two sweeps: the tenth run begins ten minutes later, or a bit more
+)
+IDLE_COMMAND = ("ionice", "-c", "3", "nice", "-n", "19")  # ionice is of util-linux, as setpriv is
 OOM_SCORE_ADJ = 500  # as in forestage.service: the kernel ends it before jobs
-UNMOUNTED = 12  # how a command ends that has no cache here yet (commands/world.ExitStatus)
+UNMOUNTED_STATUS = 12  # how a command ends that has no cache here yet (commands/world.ExitStatus)
 
-State = Literal["ended", "begun", "cut", "hangs", "left out", "failed"]
+PartState = Literal["ended", "begun", "cut", "hangs", "left out", "failed"]
 
 
 class TendPart(msgspec.Struct, frozen=True):
@@ -59,7 +63,7 @@ class TendPart(msgspec.Struct, frozen=True):
     every: float = 0.0
     is_idle: bool = False
     done: Path | None = None
-    harmless: tuple[int, ...] = (0, UNMOUNTED)
+    harmless: tuple[int, ...] = (0, UNMOUNTED_STATUS)
 
 
 class TendPartEnd(msgspec.Struct, frozen=True):
@@ -69,10 +73,10 @@ class TendPartEnd(msgspec.Struct, frozen=True):
     """
 
     name: str
-    state: State
+    state: PartState
     code: int = 0
     detail: str = ""
-    harmless: tuple[int, ...] = (0, UNMOUNTED)
+    harmless: tuple[int, ...] = (0, UNMOUNTED_STATUS)
 
     @property
     def has_failed(self) -> bool:
@@ -80,7 +84,7 @@ class TendPartEnd(msgspec.Struct, frozen=True):
         return self.state in ("cut", "hangs", "failed") or self.code not in self.harmless
 
 
-Start = Callable[[TendPart, int | None], RunningProcess]
+StartPart = Callable[[TendPart, int | None], RunningProcess]
 """Starts a part, whose process inherits this descriptor of its lock, if there is one."""
 
 
@@ -98,33 +102,33 @@ def list_parts(facts: TendFacts, is_doubted: bool) -> Iterator[TendPart]:
     yield from sorted(added, key=lambda part: not part.limit)
     if of_node:
         yield TendPart(
-            "sweep", ("sweep", "--quiet", "--only", "leftovers"), every=TENTH, is_idle=True
+            "sweep", ("sweep", "--quiet", "--only", "leftovers"), every=SWEEP_INTERVAL, is_idle=True
         )
-        every = 0.0 if is_doubted else TENTH
+        every = 0.0 if is_doubted else SWEEP_INTERVAL
         yield TendPart(
             "proofs", ("sweep", "--quiet", "--only", "entries"), every=every, is_idle=True
         )
 
 
-def lock_file(places: NodePaths, name: str) -> Path:
+def part_lock_path(places: NodePaths, name: str) -> Path:
     """Return the lock that the process of the part of this name holds. Pure."""
     return places.locks / f"tend-{name}.lock"
 
 
-def tend(
-    places: NodePaths, clock: Clock, parts: Iterator[TendPart], start: Start
+def run_due_parts(
+    places: NodePaths, clock: Clock, parts: Iterator[TendPart], start: StartPart
 ) -> Iterator[TendPartEnd]:
     """Run the parts that are due, and tell what became of each."""
-    end = Deadline.after(RUN, clock)
+    end = Deadline.after(RUN_SECONDS, clock)
     with contextlib.suppress(OSError):  # the parts that need a lock tell why there is none
         folders.ensure_directory(places.run, folders.PASSABLE)
         folders.ensure_directory_with_mode(places.locks)
     for part in parts:
-        file = lock_file(places, part.name)
+        file = part_lock_path(places, part.name)
         try:
             if not _is_due(file, part.every, clock) or (part.limit and not end.left()):
                 continue
-            process = _start(part, file, clock.wall(), start)
+            process = _start_if_unlocked(part, file, clock.wall(), start)
         except (ForestageError, OSError) as error:  # the other parts need not fail for that
             yield TendPartEnd(part.name, "failed", detail=printable(str(error)))
             continue
@@ -133,7 +137,7 @@ def tend(
         elif not part.limit:
             yield TendPartEnd(part.name, "begun")
         else:
-            yield _wait(part, process, min(part.limit, end.left()))
+            yield _wait_for_part(part, process, min(part.limit, end.left()))
 
 
 def _is_due(file: Path, every: float, clock: Clock) -> bool:
@@ -147,7 +151,9 @@ def _is_due(file: Path, every: float, clock: Clock) -> bool:
     return not 0 <= clock.wall() - began < every
 
 
-def _start(part: TendPart, file: Path, now: float, start: Start) -> RunningProcess | None:
+def _start_if_unlocked(
+    part: TendPart, file: Path, now: float, start: StartPart
+) -> RunningProcess | None:
     """Start a part, or return None if its last process still lives.
 
     Where no lock can be made (/run is full or read-only), a part with a limit goes without: jobs
@@ -168,7 +174,7 @@ def _start(part: TendPart, file: Path, now: float, start: Start) -> RunningProce
         os.close(held)  # the process has a copy, and with it the lock
 
 
-def _wait(part: TendPart, process: RunningProcess, limit: float) -> TendPartEnd:
+def _wait_for_part(part: TendPart, process: RunningProcess, limit: float) -> TendPartEnd:
     try:
         if process.wait(limit):
             code = process.code or 0
@@ -179,17 +185,17 @@ def _wait(part: TendPart, process: RunningProcess, limit: float) -> TendPartEnd:
     finally:
         if process.code is None:  # also where this run is to end
             process.kill()
-    gone = process.wait(GONE)
+    gone = process.wait(KILL_TIMEOUT)
     return TendPartEnd(part.name, "cut" if gone else "hangs", detail=f"process {process.pid}")
 
 
-def start(environ: Mapping[str, str], part: TendPart, held: int | None) -> RunningProcess:
+def start_part(environ: Mapping[str, str], part: TendPart, held: int | None) -> RunningProcess:
     """Start a part by the program that this process is. Raises Failed, OSError.
 
     What may outlive the run leaves the unit's cgroup, as systemd complains of what is left there.
     The others end with this process: nobody would end them at their limit if it was killed.
     """
-    program = (*(IDLE if part.is_idle else ()), str(Path(sys.argv[0]).absolute()))
+    program = (*(IDLE_COMMAND if part.is_idle else ()), str(Path(sys.argv[0]).absolute()))
     words = (*(run.DIES_WITH_US if part.limit else ()), *program, *part.command)
     leave = (
         run.stay_in_cgroups
@@ -199,7 +205,7 @@ def start(environ: Mapping[str, str], part: TendPart, held: int | None) -> Runni
     return run.start_command(words, environ, () if held is None else (held,), leave)
 
 
-def sentence(end: TendPartEnd) -> str:
+def format_part_end(end: TendPartEnd) -> str:
     """What the log says of a part, "" for nothing: its command has written what it did. Pure."""
     return {
         "ended": "",
@@ -235,11 +241,11 @@ def tend_command(ctx: click.Context) -> None:
     is_doubted = bool(disk_errors.read_state(places).since)
     parts = list_parts(TendFacts(places, clock, config, is_apart), is_doubted)
     has_failed = is_told = False
-    with ending_as_interrupt():
-        for end in tend(places, clock, parts, partial(start, os.environ)):
+    with raise_signals_as_interrupt():
+        for end in run_due_parts(places, clock, parts, partial(start_part, os.environ)):
             has_failed |= end.has_failed
             is_told |= end.code == ExitStatus.CONFIG  # by the part itself
-            if text := sentence(end):
+            if text := format_part_end(end):
                 click.echo(text)
     if wrong and not is_told:
         raise wrong

@@ -17,14 +17,14 @@ from forestage.cache import disk
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.commands import sources
-from forestage.commands.world import ExitStatus, as_json, show
+from forestage.commands.world import ExitStatus, as_json, print_result
 from forestage.config import Config
 from forestage.errors import ConfigError, ForestageError
 from forestage.system import lock
 from forestage.system.as_user import User
 from forestage.system.terminal import OutputBlock, TextLine, format_count
 
-ROOT = User("root", 0, 0)
+ROOT_USER = User("root", 0, 0)
 
 
 class UnredirectResult(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class UnredirectResult(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-def unredirect(node: Node) -> UnredirectResult:
+def unmount_redirects(node: Node) -> UnredirectResult:
     """Unmounts them all; as root. Raises PermissionError for other users.
 
     Redirects that a hook mounts later stay, so switch staging off first (switch.py): a hook that
@@ -44,15 +44,17 @@ def unredirect(node: Node) -> UnredirectResult:
     problems: list[str] = []
     going: list[unmount.ClaimedBind] = []
     with contextlib.ExitStack() as claims:
-        for cache in _caches(node):
+        for cache in _list_caches(node):
             try:
                 with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
-                    going += _claim_rest(cache, going, claims)
+                    going += _claim_remaining(cache, going, claims)
             except lock.LockTimeout as busy:  # unmounting is right without it as well
                 problems.append(str(busy))
-                going += _claim_rest(cache, going, claims)
+                going += _claim_remaining(cache, going, claims)
         try:
-            unmount.unmount_binds(going, functools.partial(owner_of, node), unmount.SWEEP_TOTAL)
+            unmount.unmount_binds(
+                going, functools.partial(choose_bind_owner, node), unmount.SWEEP_TOTAL
+            )
         except (ForestageError, OSError) as error:
             problems.append(str(error))
     left = {bind.mount.id: bind.path for bind in unmount.list_binds(node.cache)}
@@ -62,7 +64,7 @@ def unredirect(node: Node) -> UnredirectResult:
     return UnredirectResult(tuple(undone), tuple(problems))
 
 
-def _claim_rest(
+def _claim_remaining(
     cache: Cache, going: list[unmount.ClaimedBind], claims: contextlib.ExitStack
 ) -> list[unmount.ClaimedBind]:
     """Claim the redirects of all caches that are not claimed yet. Raises OSError."""
@@ -71,7 +73,7 @@ def _claim_rest(
     return unmount.claim_binds(cache, rest, claims)
 
 
-def _caches(node: Node) -> list[Cache]:
+def _list_caches(node: Node) -> list[Cache]:
     """The configured one, and each that a lease names: a hook may hold the lock of either."""
     found = {node.cache.real: node.cache}
     for root in node.leases.caches():
@@ -80,20 +82,20 @@ def _caches(node: Node) -> list[Cache]:
     return list(found.values())
 
 
-def owner_of(node: Node, bind: RedirectBind) -> User:
+def choose_bind_owner(node: Node, bind: RedirectBind) -> User:
     """The user who can reach a redirect's path where root is squashed: its entry's owner.
 
     Root where that is not known: the entry is gone, or the disk of an earlier cache hangs.
     """
     cache = Cache(Path(bind.cache), node.places.claims)
     if not bind.key or disk.probe_disk(node.places, cache):
-        return ROOT
+        return ROOT_USER
     entry = cache.read(bind.key)
-    return sources.owner(entry.access) if entry else ROOT
+    return sources.read_owner_account(entry.access) if entry else ROOT_USER
 
 
-def pieces(done: UnredirectResult) -> list[OutputBlock]:
-    """Pure: what `unredirect` prints."""
+def format_output(done: UnredirectResult) -> list[OutputBlock]:
+    """Pure: what `unmount_redirects` prints."""
     lines = [f"{path}: redirect unmounted" for path in done.paths]
     lines += [f"Problem: {problem}" for problem in done.problems]
     lines.append(f"{format_count(len(done.paths), 'redirect')} unmounted.")
@@ -112,8 +114,8 @@ def unredirect_command(ctx: click.Context, as_json: bool) -> None:
         node = ctx.obj.node()
     except ConfigError:  # the leases name the caches
         node = Node.of(Config(), ctx.obj.places, ctx.obj.clock)
-    done = unredirect(node)
-    show(done, pieces(done), as_json)
+    done = unmount_redirects(node)
+    print_result(done, format_output(done), as_json)
     if done.problems:
         ctx.exit(ExitStatus.FAILED)
 

@@ -26,9 +26,9 @@ from forestage.cache.layout import Entry, open_copy
 from forestage.cache.node import Node
 from forestage.commands import compare, inventory, sources
 from forestage.commands.compare import ComparisonResult, SourceReadError
-from forestage.commands.entries import pick_entries, some_words
+from forestage.commands.entries import optional_entry_words, pick_entries
 from forestage.commands.inventory import InventoryItem
-from forestage.commands.world import ExitStatus, as_json, show
+from forestage.commands.world import ExitStatus, as_json, print_result
 from forestage.errors import ForestageError
 from forestage.events import BadEntryOutcome, EventRecord, losses
 from forestage.stage import engines
@@ -44,11 +44,11 @@ from forestage.system.terminal import (
 )
 from forestage.units import format_size
 
-PLAIN_ACL = 4 + 3 * 8  # bytes of the raw xattr (linux/posix_acl_xattr.h)
+PLAIN_ACL_BYTES = 4 + 3 * 8  # bytes of the raw xattr (linux/posix_acl_xattr.h)
 
-Result = Literal["ok", "bad", "unverifiable"]
-Against = Literal["source", "digests", "nothing"]
-Progress = Callable[[str], None]
+VerdictResult = Literal["ok", "bad", "unverifiable"]
+ComparedWith = Literal["source", "digests", "nothing"]
+VerifyProgress = Callable[[str], None]
 
 
 class EntryVerdict(msgspec.Struct, frozen=True):
@@ -62,8 +62,8 @@ class EntryVerdict(msgspec.Struct, frozen=True):
     key: str
     path: str
     size: int
-    result: Result
-    against: Against = "nothing"
+    result: VerdictResult
+    against: ComparedWith = "nothing"
     detail: str = ""
     chunks: tuple[int, ...] = ()
     jobs: tuple[int, ...] = ()
@@ -103,15 +103,15 @@ class VerifyOptions(msgspec.Struct, frozen=True):
     by: Literal["verify", "sweep"] = "verify"
 
 
-THOROUGH = VerifyOptions()
+DEFAULT_OPTIONS = VerifyOptions()
 
 
-def verify(
+def verify_entries(
     node: Node,
     items: Iterable[InventoryItem],
     dry_run: bool,
-    progress: Progress,
-    manner: VerifyOptions = THOROUGH,
+    progress: VerifyProgress,
+    manner: VerifyOptions = DEFAULT_OPTIONS,
 ) -> VerifyReport:
     """Verifies these, one after the other, and evicts the bad ones.
 
@@ -122,24 +122,26 @@ def verify(
     found = []
     for number, item in enumerate(wanted, start=1):
         what = item.path or item.key
-        done = _counting(progress, number, len(wanted), what)
+        done = _make_progress(progress, number, len(wanted), what)
         try:
-            found.append(_one(node, item, dry_run, done, manner))
+            found.append(_verify_entry(node, item, dry_run, done, manner))
         except (ForestageError, OSError) as error:
             if isinstance(error, PermissionError) and os.geteuid() != 0:
                 raise
             # Of this entry, whatever it is: the others are verified all the same.
-            found.append(msgspec.structs.replace(_unjudged(item), error=str(error)))
+            found.append(msgspec.structs.replace(_make_unverified(item), error=str(error)))
     return VerifyReport(dry_run, tuple(found))
 
 
-def _counting(progress: Progress, number: int, of: int, what: str) -> compare.Done:
+def _make_progress(
+    progress: VerifyProgress, number: int, of: int, what: str
+) -> compare.CompareProgress:
     return lambda done, size: progress(
         f"verifying {number} of {of}: {format_size(done)} of {format_size(size)} of {what}"
     )
 
 
-def _unjudged(item: InventoryItem) -> EntryVerdict:
+def _make_unverified(item: InventoryItem) -> EntryVerdict:
     return EntryVerdict(
         key=item.key,
         path=item.path,
@@ -150,14 +152,18 @@ def _unjudged(item: InventoryItem) -> EntryVerdict:
     )
 
 
-def _one(
-    node: Node, item: InventoryItem, dry_run: bool, done: compare.Done, manner: VerifyOptions
+def _verify_entry(
+    node: Node,
+    item: InventoryItem,
+    dry_run: bool,
+    done: compare.CompareProgress,
+    manner: VerifyOptions,
 ) -> EntryVerdict:
-    verdict = _unjudged(item)
+    verdict = _make_unverified(item)
 
     def bad(detail: str) -> EntryVerdict:
         found = msgspec.structs.replace(verdict, result="bad", detail=detail)
-        return found if dry_run else _evicted(node, item, found, None, manner)
+        return found if dry_run else _evict_bad_entry(node, item, found, None, manner)
 
     if item.entry is None:
         return bad("its record cannot be read, or is not of this image")
@@ -174,76 +180,85 @@ def _one(
         return bad("it cannot be opened")
     with copy:
         fd = copy.fileno()
-        verdict = _judged(node, item.entry, verdict, fd, done, manner)
+        verdict = _verify_copy(node, item.entry, verdict, fd, done, manner)
         # `fd` is still open, so no other file can have this one's inode number.
         is_kept = verdict.result != "bad" or dry_run
-        return verdict if is_kept else _evicted(node, item, verdict, fd, manner)
+        return verdict if is_kept else _evict_bad_entry(node, item, verdict, fd, manner)
 
 
-def _judged(
+def _verify_copy(
     node: Node,
     entry: Entry,
     verdict: EntryVerdict,
     fd: int,
-    done: compare.Done,
+    done: compare.CompareProgress,
     manner: VerifyOptions,
 ) -> EntryVerdict:
     """The verdict on the open copy, by its source or else by the checksums of its copying."""
-    wrong = attribute_errors(entry, fd)
+    wrong = format_attribute_errors(entry, fd)
     if wrong:
         return msgspec.structs.replace(verdict, result="bad", detail=wrong)
     chunk = entry.chunk or node.config.chunk_of(entry.identity.size)
     threads = engines.derive_tuning(node.config, entry.identity.size).threads
 
-    def against(expected: compare.Expected) -> ComparisonResult:
-        return compare.compare(fd, entry.identity.size, chunk, threads, expected, done, manner.rate)
+    def against(expected: compare.ExpectedDigest) -> ComparisonResult:
+        return compare.compare_copy(
+            fd, entry.identity.size, chunk, threads, expected, done, manner.rate
+        )
 
     why = manner.no_source
     if not why:
-        found = _by_source(node, entry, against)
+        found = _compare_with_source(node, entry, against)
         if isinstance(found, ComparisonResult):
-            return _with(verdict, found, "source", "")
+            return _with_comparison(verdict, found, "source", "")
         why = found
     if not entry.digest:  # copied with `digest: false`, which an earlier build had
-        result: Result = "bad" if manner.doubted else "unverifiable"
+        result: VerdictResult = "bad" if manner.doubted else "unverifiable"
         detail = f"{why}, and no checksum was taken"
         return msgspec.structs.replace(verdict, result=result, detail=detail)
     digests = node.cache.digests(entry)
     if digest.digest_image(digests) != entry.digest:
         detail = f"{why}, and its checksums are damaged"
         return msgspec.structs.replace(verdict, result="bad", detail=detail)
-    return _with(verdict, against(compare.of_map(digest.split_map(digests), chunk)), "digests", why)
+    return _with_comparison(
+        verdict,
+        against(compare.make_recorded_digests(digest.split_map(digests), chunk)),
+        "digests",
+        why,
+    )
 
 
-def _by_source(
-    node: Node, entry: Entry, against: Callable[[compare.Expected], ComparisonResult]
+def _compare_with_source(
+    node: Node, entry: Entry, against: Callable[[compare.ExpectedDigest], ComparisonResult]
 ) -> ComparisonResult | str:
     """What differs from the source; or why that cannot be said."""
-    user = sources.owner(entry.access)
-    opened = sources.open_unchanged(node.cache, entry, user)
+    user = sources.read_owner_account(entry.access)
+    opened = sources.open_if_unchanged(node.cache, entry, user)
     if isinstance(opened, sources.SourceState):
         if entry.identity.tree:
             return f"its source was not asked: {opened.detail}"
-        return _reason(opened)
+        return _format_source_state(opened)
     try:
-        expected = compare.of_source(opened.fd, entry.identity.size, node.config.bandwidth)
+        expected = compare.make_source_digests(
+            opened.fd, entry.identity.size, node.config.bandwidth
+        )
         found = against(expected)
     except SourceReadError as failed:
         return f"its source cannot be read ({failed})"
     finally:
         opened.close()
     # What differs from a source that was changed meanwhile is not bad for that.
-    now = sources.state_of(node.cache, entry, user) if found.bad else None
-    return _reason(now) if now and now.state != "unchanged" else found
+    now = sources.read_source_state(node.cache, entry, user) if found.bad else None
+    return _format_source_state(now) if now and now.state != "unchanged" else found
 
 
-def _reason(why: sources.SourceState) -> str:
+def _format_source_state(why: sources.SourceState) -> str:
     word = {"gone": "is gone", "changed": "was changed"}.get(why.state, "could not be read")
     return f"its source {word}" + (f" ({why.detail})" if why.detail else "")
 
 
-def _with(
-    verdict: EntryVerdict, found: ComparisonResult, against: Against, why: str
+def _with_comparison(
+    verdict: EntryVerdict, found: ComparisonResult, against: ComparedWith, why: str
 ) -> EntryVerdict:
     return msgspec.structs.replace(
         verdict,
@@ -254,7 +269,7 @@ def _with(
     )
 
 
-def attribute_errors(entry: Entry, fd: int) -> str:
+def format_attribute_errors(entry: Entry, fd: int) -> str:
     """What is wrong with the size and the rights of the open copy, or ""."""
     facts = os.fstat(fd)
     access = AccessRights(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, image.read_acl(fd))
@@ -264,7 +279,7 @@ def attribute_errors(entry: Entry, fd: int) -> str:
         ("uid", str(access.uid), str(right.uid)),
         ("gid", str(access.gid), str(right.gid)),
         ("mode", f"{access.mode:04o}", f"{right.mode:04o}"),
-        ("ACL", _acl(access.acl), _acl(right.acl)),
+        ("ACL", _format_acl(access.acl), _format_acl(right.acl)),
     ]
     return ", ".join(
         f"its {what} is {found}, expected {expected}"
@@ -273,12 +288,12 @@ def attribute_errors(entry: Entry, fd: int) -> str:
     )
 
 
-def _acl(raw: bytes) -> str:
+def _format_acl(raw: bytes) -> str:
     # Owner, group, others: no more than the mode says, and a local file system does not keep it.
-    return raw.hex() if len(raw) > PLAIN_ACL else "none"
+    return raw.hex() if len(raw) > PLAIN_ACL_BYTES else "none"
 
 
-def _evicted(
+def _evict_bad_entry(
     node: Node, item: InventoryItem, verdict: EntryVerdict, fd: int | None, manner: VerifyOptions
 ) -> EntryVerdict:
     """Evicts a bad entry, leased and pinned or not; the verdict says so, or why it stays.
@@ -286,13 +301,13 @@ def _evicted(
     Everybody hears of it: jobs may have read it since its bytes were last right.
     """
     cache, since = node.cache, node.cache.last_read(item.key)
-    user = sources.owner(item.entry.access) if item.entry else sources.invoking_user()
+    user = sources.read_owner_account(item.entry.access) if item.entry else sources.invoking_user()
     stays = ""
     going: list[unmount.ClaimedBind] = []
     try:
         with contextlib.ExitStack() as claims:
             with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-                if _is_still_there(node, item, fd):
+                if _is_same_entry(node, item, fd):
                     binds = [bind for bind in unmount.list_binds(cache) if bind.key == item.key]
                     going = unmount.claim_binds(cache, binds, claims)
                     cache.evict(item.key)
@@ -305,11 +320,13 @@ def _evicted(
     except (ForestageError, OSError) as error:
         stays = str(error)
     done = msgspec.structs.replace(verdict, evicted=not stays, stays=stays)
-    _tell(node, done, since, manner)
+    _record_bad_entry(node, done, since, manner)
     return done
 
 
-def _tell(node: Node, verdict: EntryVerdict, since: float, manner: VerifyOptions) -> None:
+def _record_bad_entry(
+    node: Node, verdict: EntryVerdict, since: float, manner: VerifyOptions
+) -> None:
     """One event and one line in the log."""
     found = BadEntryOutcome(
         "bad",
@@ -322,18 +339,18 @@ def _tell(node: Node, verdict: EntryVerdict, since: float, manner: VerifyOptions
         since=since,
         evicted=(verdict.key,) if verdict.evicted else (),
     )
-    log.say(f"{manner.by} {events.words(found)}", by_slurm=True)
+    log.say(f"{manner.by} {events.format_outcome(found)}", by_slurm=True)
     now = node.clock.wall()
     event = EventRecord(round(now, 3), manner.by, 0, found)
     with contextlib.suppress(OSError):  # root's event does not hang on what users are told
-        events.report_bad_entry(node.places, event)
+        events.record_bad_entry_for_users(node.places, event)
     try:
-        events.append(node.places.events, [event])
+        events.append_events(node.places.events, [event])
     except OSError as error:  # of the log's disk; the verdict is shown all the same
-        losses.note_loss(node.places.lost_events, now, error)
+        losses.record_loss(node.places.lost_events, now, error)
 
 
-def _is_still_there(node: Node, item: InventoryItem, fd: int | None) -> bool:
+def _is_same_entry(node: Node, item: InventoryItem, fd: int | None) -> bool:
     """Whether the entry is the one that was verified, and not a newer copy of the same image."""
     if fd is None:  # its record is damaged, or its image cannot be opened
         there = os.path.lexists(node.cache.entry_dir(item.key))
@@ -345,8 +362,8 @@ def _is_still_there(node: Node, item: InventoryItem, fd: int | None) -> bool:
     return os.path.samestat(facts, os.fstat(fd))
 
 
-def pieces(done: VerifyReport) -> list[OutputBlock]:
-    """Pure: what `verify` prints."""
+def format_output(done: VerifyReport) -> list[OutputBlock]:
+    """Pure: what `verify_entries` prints."""
     if not done.verdicts:
         return [TextLine("The cache holds no entry.")]
     columns = ("key", "size", "result", "path")
@@ -356,15 +373,17 @@ def pieces(done: VerifyReport) -> list[OutputBlock]:
         word = f"{one.result} ({one.against})" if one.against != "nothing" else one.result
         rows.append((short_key(one.key), format_size(one.size), word, one.path or "-"))
         lines += [
-            TextLine(f"{short_key(one.key)}: {text}") for text in _sentences(one, done.dry_run)
+            TextLine(f"{short_key(one.key)}: {text}") for text in _format_verdict(one, done.dry_run)
         ]
     results = Counter(one.result for one in done.verdicts)
-    numbers = ", ".join(f"{results[word]} {word}" for word in get_args(Result) if results[word])
+    numbers = ", ".join(
+        f"{results[word]} {word}" for word in get_args(VerdictResult) if results[word]
+    )
     total = TextLine(f"{format_count(len(rows), 'entry', 'entries')}: {numbers}.")
     return [TextTable(columns, rows), *lines, total]
 
 
-def _sentences(one: EntryVerdict, dry_run: bool) -> list[str]:
+def _format_verdict(one: EntryVerdict, dry_run: bool) -> list[str]:
     found = []
     if one.chunks:
         numbers = ", ".join(map(str, one.chunks[:8])) + (", …" if len(one.chunks) > 8 else "")
@@ -383,7 +402,7 @@ def _sentences(one: EntryVerdict, dry_run: bool) -> list[str]:
 
 @click.command("verify")
 @as_json
-@some_words
+@optional_entry_words
 @click.option("--all", "everything", is_flag=True, help="Every entry.")
 @click.option("-n", "--dry-run", is_flag=True, help="Dry run: verify, but evict nothing.")
 @click.pass_context
@@ -397,10 +416,12 @@ def verify_command(
     if bool(words) == everything:
         raise click.UsageError("either KEY|PATH, or --all")
     node = ctx.obj.node()
-    items = inventory.gather(node).items
+    items = inventory.read_inventory(node).items
     with screen.show_busy_status() as progress:
-        done = verify(node, items if everything else pick_entries(items, words), dry_run, progress)
-    show(done, pieces(done), as_json)
+        done = verify_entries(
+            node, items if everything else pick_entries(items, words), dry_run, progress
+        )
+    print_result(done, format_output(done), as_json)
     if done.bad:
         ctx.exit(ExitStatus.BAD)
     if done.failed:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TWICE = 1.0  # seconds between two signals that come from one cause
-MOST_OFFERED = 50  # that a shell is offered; who has more has to type a digit
+SIGNAL_REPEAT_SECONDS = 1.0  # seconds between two signals that come from one cause
+MAX_COMPLETIONS = 50  # that a shell is offered; who has more has to type a digit
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-def seconds(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
+def parse_duration_option(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
     """A duration on the command line, in seconds."""
     from forestage.units import parse_duration
 
@@ -41,20 +41,20 @@ def seconds(ctx: click.Context, parameter: click.Parameter, value: str) -> float
 
 
 @contextlib.contextmanager
-def ending_as_interrupt() -> Iterator[None]:
+def raise_signals_as_interrupt() -> Iterator[None]:
     """Treat a closed terminal and `kill` as ^C: for commands that make anything outside the cache.
 
     Else the files and jobs that it has begun stay. What is ignored (nohup) stays ignored.
     """
 
-    last = -TWICE
+    last = -SIGNAL_REPEAT_SECONDS
 
     def interrupt(number: int, frame: object) -> None:
         # A terminal that closes sends SIGHUP, and so does its shell: the second one would interrupt
         # the clean-up. A later one counts: Python loses an exception that is raised beside a fork.
         nonlocal last
         now = time.monotonic()
-        if now - last >= TWICE:
+        if now - last >= SIGNAL_REPEAT_SECONDS:
             last = now
             raise KeyboardInterrupt
 
@@ -194,12 +194,12 @@ class LazyCommandGroup(click.Group):
         except (ForestageError, OSError) as error:
             from forestage.system.terminal import escape_control_characters
 
-            for line in lines(error, os.geteuid() == 0):
+            for line in format_error(error, os.geteuid() == 0):
                 click.echo(f"forestage: {escape_control_characters(line)}", err=True)
-            ctx.exit(status_of(error))
+            ctx.exit(choose_exit_status(error))
 
 
-def status_of(error: Exception) -> ExitStatus:
+def choose_exit_status(error: Exception) -> ExitStatus:
     """Pure: the exit status for an expected error."""
     from forestage.errors import UNMOUNTED, Declined, Failed
 
@@ -214,7 +214,7 @@ def status_of(error: Exception) -> ExitStatus:
     return ExitStatus.FAILED
 
 
-def lines(error: Exception, is_root: bool) -> list[str]:
+def format_error(error: Exception, is_root: bool) -> list[str]:
     """Pure: what to print about an expected error."""
     from forestage.errors import ConfigError
 
@@ -239,7 +239,7 @@ def insert_after(own: dict[str, T], added: Sequence[tuple[str, dict[str, T]]]) -
     return found
 
 
-def show(document: object, pieces: "Iterable[OutputBlock]", as_json: bool) -> None:
+def print_result(document: object, pieces: "Iterable[OutputBlock]", as_json: bool) -> None:
     """Print the document as JSON, or else its pieces."""
     from forestage.system import terminal
 
@@ -257,7 +257,7 @@ def complete_entries(
     from forestage.system.terminal import escape_control_characters, short_key
 
     try:
-        items = inventory.gather(
+        items = inventory.read_inventory(
             (ctx.find_object(CommandContext) or CommandContext.real()).node(is_quiet=True)
         ).items
     except (ForestageError, OSError):
@@ -272,7 +272,7 @@ def complete_entries(
             CompletionItem(short_key(item.key), help=escape_control_characters(item.path))
             for item in fitting
         ]
-    return found[:MOST_OFFERED]
+    return found[:MAX_COMPLETIONS]
 
 
 def complete_jobs(
@@ -281,15 +281,18 @@ def complete_jobs(
     """Offer the jobs with a lease, then those of the latest events."""
     from forestage import events
     from forestage.cache.lease import LeaseDirectory
-    from forestage.commands.recent import LOOK
+    from forestage.commands.recent import MAX_LOG_BYTES
 
     places = (ctx.find_object(CommandContext) or CommandContext.real()).places
     found: dict[int, str] = {}
     try:
         found |= dict.fromkeys(LeaseDirectory(places.leases).jobs(), "has a lease")
-        latest = {event.job: event.user for event in events.latest(places.events, LOOK)}
+        latest = {
+            event.job: event.user
+            for event in events.read_latest_events(places.events, MAX_LOG_BYTES)
+        }
         found |= {job: latest[job] for job in reversed(latest) if job and job not in found}
     except (ForestageError, OSError):
         pass
     fitting = [(job, text) for job, text in found.items() if str(job).startswith(typed)]
-    return [CompletionItem(str(job), help=text) for job, text in fitting[:MOST_OFFERED]]
+    return [CompletionItem(str(job), help=text) for job, text in fitting[:MAX_COMPLETIONS]]

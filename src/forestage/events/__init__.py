@@ -5,28 +5,28 @@ users may read of it; `reasons` explains each reason of an outcome. The counters
 those of `tally`. `reasons` is not imported here, since no hook needs it.
 """
 
-from forestage.events.log import UNSERVED as UNSERVED
-from forestage.events.log import WHOLE as WHOLE
+from forestage.events.log import UNSERVED_RESULTS as UNSERVED_RESULTS
+from forestage.events.log import WHOLE_RESULTS as WHOLE_RESULTS
 from forestage.events.log import BadEntryOutcome as BadEntryOutcome
-from forestage.events.log import Came as Came
 from forestage.events.log import CopyOutcome as CopyOutcome
+from forestage.events.log import EventHook as EventHook
 from forestage.events.log import EventRecord as EventRecord
-from forestage.events.log import Hook as Hook
+from forestage.events.log import ImageArrival as ImageArrival
 from forestage.events.log import Outcome as Outcome
+from forestage.events.log import OutcomeResult as OutcomeResult
 from forestage.events.log import ReleaseOutcome as ReleaseOutcome
 from forestage.events.log import RequestOutcome as RequestOutcome
-from forestage.events.log import Result as Result
-from forestage.events.log import append as append
-from forestage.events.log import decoded_lines as decoded_lines
-from forestage.events.log import field as field
-from forestage.events.log import latest as latest
-from forestage.events.log import of_job as of_job
+from forestage.events.log import append_events as append_events
+from forestage.events.log import decode_lines as decode_lines
+from forestage.events.log import format_outcome as format_outcome
+from forestage.events.log import format_summary as format_summary
+from forestage.events.log import make_job_event as make_job_event
+from forestage.events.log import quote_field as quote_field
 from forestage.events.log import read as read
-from forestage.events.log import read_own as read_own
-from forestage.events.log import record as record
+from forestage.events.log import read_latest_events as read_latest_events
+from forestage.events.log import read_new_events as read_new_events
+from forestage.events.log import read_user_events as read_user_events
+from forestage.events.log import record_bad_entry_for_users as record_bad_entry_for_users
+from forestage.events.log import record_copy_for_users as record_copy_for_users
 from forestage.events.log import record_events as record_events
-from forestage.events.log import report_bad_entry as report_bad_entry
-from forestage.events.log import report_copy as report_copy
-from forestage.events.log import summary as summary
-from forestage.events.log import unread as unread
-from forestage.events.log import words as words
+from forestage.events.log import record_outcomes as record_outcomes

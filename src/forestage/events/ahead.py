@@ -8,24 +8,26 @@ from typing import Literal
 
 import msgspec
 
-from forestage.events.log import WHOLE, CopyOutcome, EventRecord, Origin, RequestOutcome
+from forestage.events.log import WHOLE_RESULTS, ByteOrigin, CopyOutcome, EventRecord, RequestOutcome
 
-Fate = Literal["copied", "used", "unused"]
+CopyFate = Literal["copied", "used", "unused"]
 """A copy is `copied` first, then `used` by a job, or `unused`: evicted before any job had it."""
 
-KEPT = 10_000  # copies whose fate is open; `forestage evict` leaves no event of those it evicts
+MAX_UNUSED_COPIES = (
+    10_000  # copies whose fate is open; `forestage evict` leaves no event of those it evicts
+)
 
 
 class CopyFateChange(msgspec.Struct, frozen=True):
     """What an event says of a copy that was made ahead, and how many bytes that is."""
 
-    fate: Fate
+    fate: CopyFate
     copy: CopyOutcome
 
     @property
-    def bytes(self) -> dict[Origin, int]:
+    def bytes(self) -> dict[ByteOrigin, int]:
         """By where they came from; of a copy that a job took over, those before."""
-        taken: dict[Origin, int] = {"source": self.copy.ahead}
+        taken: dict[ByteOrigin, int] = {"source": self.copy.ahead}
         return taken if self.copy.ahead else self.copy.origins
 
 
@@ -62,7 +64,7 @@ class UnusedCopies(msgspec.Struct):
                 self._keep(outcome)
             if outcome.ahead:
                 yield from self._end(outcome.key, "used")
-        elif isinstance(outcome, RequestOutcome) and outcome.result in WHOLE:
+        elif isinstance(outcome, RequestOutcome) and outcome.result in WHOLE_RESULTS:
             yield from self._end(outcome.key, "used")
 
     def used_by(self, job: int, event: EventRecord) -> dict[str, CopyOutcome]:
@@ -72,10 +74,10 @@ class UnusedCopies(msgspec.Struct):
 
     def _keep(self, copy: CopyOutcome) -> None:
         self.left[copy.key] = copy
-        while len(self.left) > KEPT:
+        while len(self.left) > MAX_UNUSED_COPIES:
             del self.left[next(iter(self.left))]
 
-    def _end(self, key: str, fate: Fate) -> Iterator[CopyFateChange]:
+    def _end(self, key: str, fate: CopyFate) -> Iterator[CopyFateChange]:
         copy = self.left.pop(key, None)
         if copy is not None:
             yield CopyFateChange(fate, copy)

@@ -21,30 +21,32 @@ from forestage.system import folders
 from forestage.system.files import add_path_to_errors, open_descriptor
 from forestage.units import printable
 
-Result = Literal[
+OutcomeResult = Literal[
     "hit", "joined", "copied", "started", "through", "declined", "failed", "released", "bad"
 ]
-WHOLE = ("hit", "joined", "copied")  # results with which all of it is on this node's disk
-UNSERVED = ("declined", "failed")
-Origin = Literal["source", "peers", "others"]  # of bytes: nodes of the job, or those of other jobs
-Came = Literal["", "stored", "imported", "waited", "enroot"]
-Hook = Literal["prolog", "step", "stager", "epilog", "sweep", "verify"]
+WHOLE_RESULTS = ("hit", "joined", "copied")  # results with which all of it is on this node's disk
+UNSERVED_RESULTS = ("declined", "failed")
+ByteOrigin = Literal[
+    "source", "peers", "others"
+]  # of bytes: nodes of the job, or those of other jobs
+ImageArrival = Literal["", "stored", "imported", "waited", "enroot"]
+EventHook = Literal["prolog", "step", "stager", "epilog", "sweep", "verify"]
 
-ROTATE_AT = 16 * 1024 * 1024  # bytes; one older file is kept beside it
-MAX_LINE = 1024 * 1024  # bytes; an event is below 64 KiB, whatever its user wrote
+ROTATE_BYTES = 16 * 1024 * 1024  # bytes; one older file is kept beside it
+MAX_LINE_BYTES = 1024 * 1024  # bytes; an event is below 64 KiB, whatever its user wrote
 # The fields of an outcome's part of the log line, in their order; each outcome has some of them.
-_SHOWN = (
+_LOG_FIELDS = (
     *("image", "key", "digest", "result", "reason", "chunks", "unmounted", "redirect", "bytes"),
     *("ahead", "from_peers", "from_others", "givers", "uploaded", "read_through", "read_straight"),
     *("wait", "evicted", "detail"),
 )
-MAX_SEEN = 4  # logs that `unread` remembers: at most two are there at once
+MAX_REMEMBERED_LOGS = 4  # logs that `read_new_events` remembers: at most two are there at once
 
 
 class _BaseOutcome(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"):
     """What every outcome says: `reason` is one word of events.reasons, `detail` is for people."""
 
-    result: Result
+    result: OutcomeResult
     reason: str = ""
     detail: str = ""
 
@@ -72,7 +74,7 @@ class RequestOutcome(_BaseOutcome, frozen=True, omit_defaults=True, tag="handled
     wait: float = 0.0
     evicted: tuple[str, ...] = ()
     digest: str = ""
-    came: Came = ""
+    came: ImageArrival = ""
     data: bool = False
     baseline: float = 0.0
 
@@ -117,7 +119,7 @@ class CopyOutcome(_BaseOutcome, frozen=True, omit_defaults=True, tag="copied"):
         return self.size if self.result == "copied" else 0
 
     @property
-    def origins(self) -> dict[Origin, int]:
+    def origins(self) -> dict[ByteOrigin, int]:
         """These by where they came from.
 
         Those that were here before count as from the source: who copied them was killed, and wrote
@@ -163,7 +165,7 @@ class EventRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     time: float
-    hook: Hook
+    hook: EventHook
     job: int
     outcome: Outcome
     user: str = ""
@@ -177,21 +179,21 @@ class EventRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     ignored: tuple[str, ...] = ()
 
 
-def summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
+def format_summary(job: Job, outcomes: Iterable[Outcome], total: float) -> str:
     """Returns the log line of a hook run, after its name and job, in logfmt. Pure."""
-    parts = [f"user={job.user.name}", *map(words, outcomes)]
+    parts = [f"user={job.user.name}", *map(format_outcome, outcomes)]
     parts += [f"options={','.join(job.hints.options)}"] if job.hints.options else []
-    parts += [f"problem={field(problem)}" for problem in job.hints.problems]
+    parts += [f"problem={quote_field(problem)}" for problem in job.hints.problems]
     return " ".join([*parts, f"total={total:.3f}s"])
 
 
-def words(outcome: Outcome) -> str:
+def format_outcome(outcome: Outcome) -> str:
     """Returns the outcome's part of a log line, in logfmt. Pure."""
-    found = ((name, _shown(outcome, name)) for name in _SHOWN)
-    return " ".join(f"{name}={field(value)}" for name, value in found if value)
+    found = ((name, _field_value(outcome, name)) for name in _LOG_FIELDS)
+    return " ".join(f"{name}={quote_field(value)}" for name, value in found if value)
 
 
-def _shown(outcome: Outcome, name: str) -> object:
+def _field_value(outcome: Outcome, name: str) -> object:
     value = getattr(outcome, name, "")
     if name in ("evicted", "givers"):
         return ",".join(value)
@@ -200,7 +202,7 @@ def _shown(outcome: Outcome, name: str) -> object:
     return f"{value:.3f}s" if name == "wait" and value else value
 
 
-def field(value: object) -> str:
+def quote_field(value: object) -> str:
     """Returns a value of the log line, in quotes where it would not be one word. Pure."""
     text = printable(str(value))
     if not any(char in text for char in ' ="\\'):
@@ -210,8 +212,8 @@ def field(value: object) -> str:
     return f'"{escaped[:-1]}\\x5c"' if escaped.endswith("\\") else f'"{escaped}"'
 
 
-def of_job(
-    job: Job, hook: Hook, outcome: Outcome, now: float = 0.0, total: float = 0.0
+def make_job_event(
+    job: Job, hook: EventHook, outcome: Outcome, now: float = 0.0, total: float = 0.0
 ) -> EventRecord:
     """Pure: the event of one outcome of a hook's run for this job."""
     return EventRecord(
@@ -231,11 +233,16 @@ def of_job(
     )
 
 
-def record(
-    places: NodePaths, now: float, hook: Hook, job: Job, outcomes: Iterable[Outcome], total: float
+def record_outcomes(
+    places: NodePaths,
+    now: float,
+    hook: EventHook,
+    job: Job,
+    outcomes: Iterable[Outcome],
+    total: float,
 ) -> None:
     """Records an event for each outcome of one run; all have its time and `total`, in seconds."""
-    record_events(places, [of_job(job, hook, outcome, now, total) for outcome in outcomes])
+    record_events(places, [make_job_event(job, hook, outcome, now, total) for outcome in outcomes])
 
 
 def record_events(places: NodePaths, events: Iterable[EventRecord]) -> None:
@@ -245,12 +252,12 @@ def record_events(places: NodePaths, events: Iterable[EventRecord]) -> None:
     """
     events = tuple(events)
     for uid in {event.uid for event in events}:
-        own = [_encoded(event) for event in events if event.uid == uid]
-        user_files.append_lines(places.users, uid, own)
-    append(places.events, events)
+        own = [_encode_event(event) for event in events if event.uid == uid]
+        user_files.append_user_lines(places.users, uid, own)
+    append_events(places.events, events)
 
 
-def report_copy(places: NodePaths, event: EventRecord, uids: Iterable[int]) -> None:
+def record_copy_for_users(places: NodePaths, event: EventRecord, uids: Iterable[int]) -> None:
     """Append the end of a copy to the files of other users, whose jobs hold its key."""
     outcome = event.outcome
     if isinstance(outcome, CopyOutcome):
@@ -263,12 +270,12 @@ def report_copy(places: NodePaths, event: EventRecord, uids: Iterable[int]) -> N
             copying=outcome.copying,
             resumed=outcome.resumed,
         )
-        _append_to_users(
+        _append_to_user_files(
             places, EventRecord(event.time, event.hook, 0, known, total=event.total), uids
         )
 
 
-def report_bad_entry(places: NodePaths, event: EventRecord) -> None:
+def record_bad_entry_for_users(places: NodePaths, event: EventRecord) -> None:
     """Append that an entry was found bad to the files of users whose jobs had it."""
     outcome = event.outcome
     if isinstance(outcome, BadEntryOutcome):
@@ -279,79 +286,81 @@ def report_bad_entry(places: NodePaths, event: EventRecord) -> None:
             chunks=outcome.chunks,
             since=outcome.since,
         )
-        uids = user_files.find_users_of(places.users, outcome.key)
-        _append_to_users(places, EventRecord(event.time, event.hook, 0, known), uids)
+        uids = user_files.list_users_of_key(places.users, outcome.key)
+        _append_to_user_files(places, EventRecord(event.time, event.hook, 0, known), uids)
 
 
-def _append_to_users(places: NodePaths, event: EventRecord, uids: Iterable[int]) -> None:
+def _append_to_user_files(places: NodePaths, event: EventRecord, uids: Iterable[int]) -> None:
     """Append an event, which has no user, job, path or text of others. Raises OSError."""
     for uid in uids:
-        user_files.append_lines(places.users, uid, [_encoded(event)], is_own=False)
+        user_files.append_user_lines(places.users, uid, [_encode_event(event)], is_own=False)
 
 
-def _encoded(event: EventRecord) -> bytes:
+def _encode_event(event: EventRecord) -> bytes:
     return msgspec.json.encode(event) + b"\n"
 
 
-def append(file: Path, events: Iterable[EventRecord]) -> None:
+def append_events(file: Path, events: Iterable[EventRecord]) -> None:
     """Appends events to the log, one write each, so that the lines of two hooks do not mix.
 
     Raises OSError. `file` may be missing, and its directory too.
     """
-    lines = [_encoded(event) for event in events]
+    lines = [_encode_event(event) for event in events]
     if not lines:
         return
     folders.ensure_directory(file.parent, 0o750)
-    _rotate(file)
+    _rotate_if_full(file)
     # No link is followed, and a FIFO without a reader is an error and no wait.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with open_descriptor(file, flags, 0o640) as fd, add_path_to_errors(file):
         user_files.write_lines(fd, lines)
 
 
-def read_own(places: NodePaths, uid: int) -> Iterator[EventRecord]:
+def read_user_events(places: NodePaths, uid: int) -> Iterator[EventRecord]:
     """Yields the events that a user may read, oldest first. Raises OSError."""
-    return latest(user_files.file_of(places.users, uid), 2 * user_files.USER_FILE_BYTES)
+    return read_latest_events(
+        user_files.user_file_path(places.users, uid), 2 * user_files.USER_FILE_BYTES
+    )
 
 
 def read(file: Path) -> Iterator[EventRecord]:
     """Yields every event that can be decoded, oldest first."""
-    for handle in _logs(file):
-        yield from (event for event in decoded_lines(handle) if event)
+    for handle in _open_logs(file):
+        yield from (event for event in decode_lines(handle) if event)
 
 
-def latest(file: Path, most: int) -> Iterator[EventRecord]:
+def read_latest_events(file: Path, most: int) -> Iterator[EventRecord]:
     """Yields the events in the last `most` bytes of the logs, oldest first."""
-    sizes = [os.fstat(handle.fileno()).st_size for handle in _logs(file)]
+    sizes = [os.fstat(handle.fileno()).st_size for handle in _open_logs(file)]
     skip = max(0, sum(sizes) - most)
-    for handle in _logs(file):
+    for handle in _open_logs(file):
         if skip:
             size = os.fstat(handle.fileno()).st_size
             handle.seek(min(skip, size))
             skip -= min(skip, size)
-            handle.readline(MAX_LINE)  # it may begin amid a line
-        yield from (event for event in decoded_lines(handle) if event)
+            handle.readline(MAX_LINE_BYTES)  # it may begin amid a line
+        yield from (event for event in decode_lines(handle) if event)
 
 
-def _logs(file: Path) -> Iterator[BinaryIO]:
+def _open_logs(file: Path) -> Iterator[BinaryIO]:
     """The logs that are there, open, oldest first."""
-    for path in (_older(file), file):
+    for path in (_rotated_path(file), file):
         try:
-            handle = open(path, "rb", opener=_opener)  # noqa: SIM115 - closed below
+            handle = open(path, "rb", opener=_open_without_blocking)  # noqa: SIM115 - closed below
         except FileNotFoundError:
             continue
         with handle:
             yield handle
 
 
-def decoded_lines(log: BinaryIO) -> Iterator[EventRecord | None]:
+def decode_lines(log: BinaryIO) -> Iterator[EventRecord | None]:
     """Yields the event of each line of an open log; None for one that cannot be decoded."""
     # A bounded piece at a time: what is no line of ours may be a terabyte without an end.
-    while line := log.readline(MAX_LINE):
-        yield _decoded(line)
+    while line := log.readline(MAX_LINE_BYTES):
+        yield _decode_event(line)
 
 
-def unread(file: Path, seen: dict[str, int]) -> Iterator[EventRecord]:
+def read_new_events(file: Path, seen: dict[str, int]) -> Iterator[EventRecord]:
     """Yields every event that was not yielded before, oldest first; for one reader at a time.
 
     `seen` says how far each log was read, and is updated: bytes, by a hash of the log's first line.
@@ -359,53 +368,53 @@ def unread(file: Path, seen: dict[str, int]) -> Iterator[EventRecord]:
     """
     from hashlib import blake2b  # no hook needs it
 
-    for handle in _logs(file):
-        first = handle.readline(MAX_LINE)
-        if not _is_whole(first):
+    for handle in _open_logs(file):
+        first = handle.readline(MAX_LINE_BYTES)
+        if not _is_line_complete(first):
             continue
         name = blake2b(first, digest_size=12).hexdigest()
         # The tail may be lost in a crash: what comes in its place is new.
         at = min(seen.pop(name, 0), os.fstat(handle.fileno()).st_size)
         handle.seek(at)
-        while _is_whole(line := handle.readline(MAX_LINE)):
+        while _is_line_complete(line := handle.readline(MAX_LINE_BYTES)):
             at += len(line)
-            if event := _decoded(line):
+            if event := _decode_event(line):
                 yield event
         seen[name] = at
     # A log that was moved between our two looks is found next time; older ones are gone for good.
-    for name in list(seen)[:-MAX_SEEN]:
+    for name in list(seen)[:-MAX_REMEMBERED_LOGS]:
         del seen[name]
 
 
-def _is_whole(line: bytes) -> bool:
+def _is_line_complete(line: bytes) -> bool:
     """Whether nobody is still writing the line: it ends, or is longer than any of ours."""
-    return line.endswith(b"\n") or len(line) == MAX_LINE
+    return line.endswith(b"\n") or len(line) == MAX_LINE_BYTES
 
 
-def _decoded(line: bytes) -> EventRecord | None:
+def _decode_event(line: bytes) -> EventRecord | None:
     try:
         return msgspec.json.decode(line, type=EventRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def _opener(name: str, flags: int) -> int:
+def _open_without_blocking(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def _older(file: Path) -> Path:
+def _rotated_path(file: Path) -> Path:
     return file.with_name(file.name + ".1")
 
 
-def _rotate(file: Path) -> None:
+def _rotate_if_full(file: Path) -> None:
     try:
-        if file.stat().st_size < ROTATE_AT:
+        if file.stat().st_size < ROTATE_BYTES:
             return
         with open_descriptor(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
             # Two hooks may see the full log. The second would move the new one, of a line or two,
             # over the full one, which is gone then.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(fd), file.stat()):
-                file.replace(_older(file))
+                file.replace(_rotated_path(file))
     except (FileNotFoundError, BlockingIOError):
         return  # not there yet, or another hook moves it

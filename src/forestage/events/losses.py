@@ -25,7 +25,7 @@ class LostEvents(msgspec.Struct, frozen=True):
     why: str
 
 
-def note_loss(file: Path, now: float, error: OSError) -> None:
+def record_loss(file: Path, now: float, error: OSError) -> None:
     """Note that an event could not be recorded at `now`, beside the losses noted before."""
     with contextlib.suppress(OSError):  # /run may be full as well
         before = records.find(file, LostEvents)
@@ -42,7 +42,7 @@ def find_loss(file: Path) -> LostEvents | None:
         return None
 
 
-def may_concern(lost: LostEvents, own: Sequence[EventRecord]) -> bool:
+def may_lack_events(lost: LostEvents, own: Sequence[EventRecord]) -> bool:
     """Return whether a job that has these events may lack others. Pure."""
     if not own:
         return True

@@ -6,11 +6,11 @@ says how it is measured (`What it saved`).
 
 import msgspec
 
-from forestage.events.log import WHOLE, Outcome, RequestOutcome
+from forestage.events.log import WHOLE_RESULTS, Outcome, RequestOutcome
 from forestage.units import to_tenths
 
-LOCAL = ("mounted", "kept", "spank")  # redirects by which the start reads the copy
-REMEMBERED = 10_000  # jobs whose first step repeats their Prolog's start; a node has some hundreds
+LOCAL_REDIRECTS = ("mounted", "kept", "spank")  # redirects by which the start reads the copy
+MAX_JOBS = 10_000  # jobs whose first step repeats their Prolog's start; a node has some hundreds
 
 
 class StartTracker(msgspec.Struct):
@@ -28,12 +28,12 @@ class StartTracker(msgspec.Struct):
             if hook in ("epilog", "sweep"):
                 self.counted.pop(job, None)
             return False
-        if not (outcome.result in WHOLE and outcome.redirect in LOCAL):
+        if not (outcome.result in WHOLE_RESULTS and outcome.redirect in LOCAL_REDIRECTS):
             return False
         if hook == "prolog":
             if outcome.redirect == "spank":  # nobody has seen it yet
                 return False
-            remember(self.counted, job, outcome.key)
+            remember_key(self.counted, job, outcome.key)
             return True
         if outcome.key in self.counted.get(job, ()):
             self.counted[job].remove(outcome.key)
@@ -41,27 +41,27 @@ class StartTracker(msgspec.Struct):
         return True
 
 
-def remember(keys: dict[int, list[str]], job: int, key: str) -> None:
+def remember_key(keys: dict[int, list[str]], job: int, key: str) -> None:
     """Adds a key to those of a job, which is the latest now; the oldest ones are forgotten."""
     # A requeued job begins anew, and its Epilog may not have run.
     before = keys.pop(job, [])
     keys[job] = before if key in before else [*before, key]
-    while len(keys) > REMEMBERED:
+    while len(keys) > MAX_JOBS:
         del keys[next(iter(keys))]
 
 
-def seconds(outcome: RequestOutcome) -> float | None:
+def find_saved_seconds(outcome: RequestOutcome) -> float | None:
     """Seconds that a start saved, negative if it would have been faster; None: not known.
 
     Of a step that reads through, or from the source while the copy goes on, nobody knows it.
     """
-    is_local = outcome.result in WHOLE and outcome.redirect in LOCAL
+    is_local = outcome.result in WHOLE_RESULTS and outcome.redirect in LOCAL_REDIRECTS
     return outcome.baseline - outcome.wait if is_local and outcome.baseline else None
 
 
-def phrase(outcome: RequestOutcome) -> str:
+def format_saving(outcome: RequestOutcome) -> str:
     """What a start saved, as a clause for people."""
-    found = seconds(outcome)
+    found = find_saved_seconds(outcome)
     if found is None:
         return "what that saves is not known"
     word = "saves" if found >= 0 else "costs"

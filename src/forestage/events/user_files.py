@@ -36,12 +36,12 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 _APPEND = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK  # no FIFO is waited for
 
 
-def file_of(users: Path, uid: int) -> Path:
+def user_file_path(users: Path, uid: int) -> Path:
     """Return where a user's events are. Pure."""
     return users / str(uid) / USER_FILE_NAME
 
 
-def append_lines(users: Path, uid: int, lines: Sequence[bytes], is_own: bool = True) -> None:
+def append_user_lines(users: Path, uid: int, lines: Sequence[bytes], is_own: bool = True) -> None:
     """Append lines to a user's file, which is made for the first ones. As root.
 
     What fails is left out: no job is worse off for what its user may read. Root, and who is
@@ -51,7 +51,7 @@ def append_lines(users: Path, uid: int, lines: Sequence[bytes], is_own: bool = T
     if uid <= 0:
         return
     with contextlib.suppress(OSError):
-        file = file_of(users, uid)
+        file = user_file_path(users, uid)
         if not file.exists():
             _make_file(users, uid)
         with open_descriptor(file, _APPEND) as fd:
@@ -78,7 +78,7 @@ def list_users(users: Path) -> list[int]:
         return []
 
 
-def find_users_of(users: Path, key: str) -> Iterator[int]:
+def list_users_of_key(users: Path, key: str) -> Iterator[int]:
     """Yield the users with an event of this key: their jobs had it.
 
     A key that was evicted for a job is another job's, and one in a path is the user's word. Quotes
@@ -88,14 +88,16 @@ def find_users_of(users: Path, key: str) -> Iterator[int]:
     for uid in list_users(users):
         with (
             contextlib.suppress(OSError),
-            open_descriptor(file_of(users, uid), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd,
+            open_descriptor(
+                user_file_path(users, uid), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            ) as fd,
         ):
             start = max(0, os.fstat(fd).st_size - 2 * USER_FILE_BYTES)
             if field in os.pread(fd, 2 * USER_FILE_BYTES, start):
                 yield uid
 
 
-def keep_rights(users: Path) -> None:
+def restore_rights(users: Path) -> None:
     """Give folders and files the rights that they were made with. Raises OSError.
 
     Somebody's hand may have changed them, for all of /run.
@@ -104,14 +106,14 @@ def keep_rights(users: Path) -> None:
         folders.ensure_directory_with_mode(users, folders.PASSABLE)
         with contextlib.suppress(OSError):  # another thing by that name, or it went meanwhile
             _set_rights(users / str(uid), uid, owner=7, user=1)
-            _set_rights(file_of(users, uid), uid, owner=6, user=4)
+            _set_rights(user_file_path(users, uid), uid, owner=6, user=4)
 
 
-def remove_idle(users: Path, now: float) -> None:
+def remove_idle_users(users: Path, now: float) -> None:
     """Remove the files of users without an event for IDLE_DAYS. Raises OSError."""
     for uid in list_users(users):
-        if _last_event(users, uid) < now - IDLE_DAYS * 86400:
-            _remove(users, uid)
+        if _last_event_time(users, uid) < now - IDLE_DAYS * 86400:
+            _remove_user(users, uid)
 
 
 def _make_file(users: Path, uid: int) -> None:
@@ -120,7 +122,7 @@ def _make_file(users: Path, uid: int) -> None:
     with open_descriptor(users, os.O_TMPFILE | os.O_RDWR, 0o600) as fd:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # an error (EINVAL) on all that is no tmpfs
         os.setxattr(fd, ACL, encode_acl(uid, owner=6, user=4))
-        _make_room(users, uid)
+        _remove_longest_idle(users, uid)
         folder = users / str(uid)
         folders.ensure_directory(folder, folders.PRIVATE)
         _set_rights(folder, uid, owner=7, user=1)
@@ -149,28 +151,28 @@ def _set_rights(path: Path, uid: int, owner: int, user: int) -> None:
     os.setxattr(path, ACL, encode_acl(uid, owner, user), follow_symlinks=False)
 
 
-def _make_room(users: Path, uid: int) -> None:
+def _remove_longest_idle(users: Path, uid: int) -> None:
     """Remove as many of the longest silent users as are too many beside this one."""
     others = [one for one in list_users(users) if one != uid]
-    others.sort(key=lambda one: _last_event(users, one))
+    others.sort(key=lambda one: _last_event_time(users, one))
     for one in others[: max(0, len(others) - MAX_USERS + 1)]:
-        _remove(users, one)
+        _remove_user(users, one)
 
 
-def _last_event(users: Path, uid: int) -> float:
+def _last_event_time(users: Path, uid: int) -> float:
     """Return when a user's file was written last; 0 if there is none."""
     try:
-        return file_of(users, uid).stat(follow_symlinks=False).st_mtime
+        return user_file_path(users, uid).stat(follow_symlinks=False).st_mtime
     except OSError:
         return 0.0
 
 
-def _remove(users: Path, uid: int) -> None:
+def _remove_user(users: Path, uid: int) -> None:
     """Remove a user's file and folder, and empty the file: somebody may have it open.
 
     What an admin put there stays, and keeps no other user's from being removed.
     """
-    file = file_of(users, uid)
+    file = user_file_path(users, uid)
     with contextlib.suppress(OSError), open_descriptor(file, _APPEND) as fd:
         file.unlink()
         os.ftruncate(fd, 0)

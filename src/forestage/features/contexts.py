@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from forestage.commands.tally import EventTally, Histogram
     from forestage.config import Config, LoadedConfig
     from forestage.errors import Declined
-    from forestage.events import CopyOutcome, Hook, Outcome, RequestOutcome
+    from forestage.events import CopyOutcome, EventHook, Outcome, RequestOutcome
     from forestage.hooks.limit import HookDeadlines
     from forestage.paths import NodePaths
     from forestage.slurm.job import Job
@@ -114,7 +114,7 @@ class ExplainFacts(msgspec.Struct, frozen=True):
     `ahead` are the copies, by key, that were made before the job asked, and which it used first.
     """
 
-    hook: Hook
+    hook: EventHook
     outcome: Outcome
     ahead: Mapping[str, CopyOutcome] = {}
 

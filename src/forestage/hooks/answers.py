@@ -14,7 +14,7 @@ from forestage.cache import baseline
 from forestage.cache.image import SourceImage
 from forestage.cache.node import Node
 from forestage.errors import Declined, Failed, of_node
-from forestage.events import UNSERVED, WHOLE, RequestOutcome, Result
+from forestage.events import UNSERVED_RESULTS, WHOLE_RESULTS, OutcomeResult, RequestOutcome
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import (
@@ -27,8 +27,8 @@ from forestage.slurm.lines import (
 )
 from forestage.units import printable
 
-BY_WORTH = (*WHOLE, "through", "started", *UNSERVED)
-MAX_LOCAL = MAX_LINE // 2  # bytes
+RESULTS_BEST_FIRST = (*WHOLE_RESULTS, "through", "started", *UNSERVED_RESULTS)
+MAX_LOCAL_BYTES = MAX_LINE // 2  # bytes
 
 
 class RequestResult(msgspec.Struct, frozen=True):
@@ -48,14 +48,16 @@ class RequestResult(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, outcome=msgspec.structs.replace(self.outcome, **facts))
 
 
-def shown_as(request: Request, found: SourceImage, result: Result, shown: str) -> RequestResult:
+def make_served_result(
+    request: Request, found: SourceImage, result: OutcomeResult, shown: str
+) -> RequestResult:
     outcome = RequestOutcome(
         result, request=printable(request.path), via=request.via, redirect=shown
     )
-    return RequestResult(_about(outcome, found), found)
+    return RequestResult(_with_image(outcome, found), found)
 
 
-def of_error(
+def make_error_outcome(
     request: Request, error: Exception, found: SourceImage | None = None
 ) -> RequestOutcome:
     """Pure: the outcome of a request that was not served."""
@@ -68,16 +70,16 @@ def of_error(
         reason=error.reason,
         detail=printable(str(error)),
     )
-    return _about(outcome, found) if found else outcome
+    return _with_image(outcome, found) if found else outcome
 
 
-def _about(outcome: RequestOutcome, found: SourceImage) -> RequestOutcome:
+def _with_image(outcome: RequestOutcome, found: SourceImage) -> RequestOutcome:
     return msgspec.structs.replace(outcome, image=found.path, key=found.key, size=found.size)
 
 
-def measured(node: Node, answer: RequestResult) -> RequestResult:
+def with_baseline(node: Node, answer: RequestResult) -> RequestResult:
     """The answer with what its start would have taken without the copy that is here."""
-    if answer.image is None or answer.outcome.result not in WHOLE:
+    if answer.image is None or answer.outcome.result not in WHOLE_RESULTS:
         return answer
     takes = 0.0
     with contextlib.suppress(OSError):  # only a figure
@@ -85,15 +87,15 @@ def measured(node: Node, answer: RequestResult) -> RequestResult:
     return answer.saying(baseline=takes)
 
 
-def result_word(outcome: RequestOutcome) -> str:
+def choose_result_variable(outcome: RequestOutcome) -> str:
     """Pure: a request's outcome for the step's environment; `none` where no copy is shown."""
-    if outcome.result in UNSERVED:
+    if outcome.result in UNSERVED_RESULTS:
         return outcome.reason
     is_shown = outcome.redirect != "none" or outcome.result == "started"
     return outcome.result if is_shown else "none"
 
 
-def variables_of_image(job: Job, answers: Sequence[RequestResult]) -> list[tuple[str, str]]:
+def list_image_variables(job: Job, answers: Sequence[RequestResult]) -> list[tuple[str, str]]:
     """Pure: what the step's environment says of its image, or of the first that the comment names.
 
     One word, a result or why not (events/reasons.py), and the path at which the image shows.
@@ -105,20 +107,20 @@ def variables_of_image(job: Job, answers: Sequence[RequestResult]) -> list[tuple
     request, answer = own[0]
     outcome = answer.outcome
     path = outcome.image or os.path.join(job.work_dir, request.path)
-    found = [(RESULT, result_word(outcome)), (IMAGE_PATH, path)]
+    found = [(RESULT, choose_result_variable(outcome)), (IMAGE_PATH, path)]
     return [pair for pair in found if not any(map(has_control_characters, pair))]
 
 
-def local_images(job: Job, answers: Sequence[RequestResult]) -> tuple[str, ...]:
+def list_local_images(job: Job, answers: Sequence[RequestResult]) -> tuple[str, ...]:
     """Pure: the images of the comment that the step reads from this node's disk."""
     return tuple(
         answer.outcome.image
         for request, answer in zip(job.requests, answers, strict=True)
-        if request.via == "hint" and result_word(answer.outcome) in WHOLE
+        if request.via == "hint" and choose_result_variable(answer.outcome) in WHOLE_RESULTS
     )
 
 
-def variables_of_data(
+def list_data_variables(
     outcomes: Sequence[RequestOutcome], local: Sequence[str]
 ) -> list[tuple[str, str]]:
     """Pure: what the step's environment says of all its data, and where it is local.
@@ -128,11 +130,11 @@ def variables_of_data(
     """
     found = []
     if outcomes:
-        worst = max(outcomes, key=lambda outcome: BY_WORTH.index(outcome.result))
-        found.append((DATA_RESULT, result_word(worst)))
+        worst = max(outcomes, key=lambda outcome: RESULTS_BEST_FIRST.index(outcome.result))
+        found.append((DATA_RESULT, choose_result_variable(worst)))
     listed = ""
     for path in dict.fromkeys(local):
         named = f":{path.replace('%', '%25').replace(':', '%3A')}"
-        if not has_control_characters(path) and len(os.fsencode(listed + named)) <= MAX_LOCAL:
+        if not has_control_characters(path) and len(os.fsencode(listed + named)) <= MAX_LOCAL_BYTES:
             listed += named
     return found + ([(LOCAL, listed[1:])] if listed else [])

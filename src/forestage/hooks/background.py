@@ -26,9 +26,9 @@ import os
 
 from forestage.hooks.boundary import (
     STAGE_OPTION,
-    is_of_other,
-    may_be_hinted,
-    owner_of,
+    format_job_owner,
+    is_other_job,
+    may_have_hints,
 )
 
 TYPE_CHECKING = False  # as in hooks/boundary.py
@@ -40,40 +40,42 @@ if TYPE_CHECKING:
     from forestage.slurm.job import Job
     from forestage.slurm.slurm_conf import SlurmConf
 
-FIRST_LINE = "forestage 1"
-ANY = "*"  # a partition without settings of its own
-PATIENCE = 20.0  # seconds that a step waits: longer than a Prolog's look at a source that hangs
-REST = 2.0  # seconds for the end of a process that was killed
-PAUSE = 0.002  # seconds between two looks whether the process has ended
+FORMAT_LINE = "forestage 1"
+ANY_PARTITION = "*"  # a partition without settings of its own
+MAX_STEP_WAIT = (
+    20.0  # seconds that a step waits: longer than a Prolog's look at a source that hangs
+)
+KILL_TIMEOUT = 2.0  # seconds for the end of a process that was killed
+POLL_INTERVAL = 0.002  # seconds between two looks whether the process has ended
 PROCESS_NAME = "forestage-prolog"
 
 
-def detach(environ: Mapping[str, str], run: str) -> str:
+def detach_prolog(environ: Mapping[str, str], run: str) -> str:
     """Ends the script that slurmd waits for, and returns in a process that it does not know.
 
-    Returns the mark, which that process has to `end`. "" where the caller is still the script: the
-    job's start has to wait for it, or nothing could be forked.
+    Returns the mark, which that process has to `end_background_work`. "" where the caller is still
+    the script: the job's start has to wait for it, or nothing could be forked.
     """
-    if not may_leave(environ, run):
+    if not may_detach(environ, run):
         return ""
-    mark = mark_of(environ, run)
-    lock = _locked(mark)
+    mark = prolog_mark_path(environ, run)
+    lock = _lock_mark(mark)
     if lock is None:
-        if is_of_other(_text_of(mark).partition(" ")[2], environ):
+        if is_other_job(_read_mark(mark).partition(" ")[2], environ):
             return ""  # the job does without its number's records, which are another job's
         os._exit(0)  # two Prologs of one job: the first one's process is at it
     if lock < 0:
         return ""
     # What is wrong with a hint is for the first step, too, which may be there before it is found.
-    if STAGE_OPTION in environ or may_be_hinted(environ.get("SLURM_JOB_COMMENT", "")):
-        _touch(mark.removesuffix("prolog") + "hinted")
+    if STAGE_OPTION in environ or may_have_hints(environ.get("SLURM_JOB_COMMENT", "")):
+        _create_file(mark.removesuffix("prolog") + "hinted")
     ours, theirs = os.pipe()
     try:
         child = os.fork()
     except OSError:
         child = -1
     if child == 0:
-        _be_alone(lock, owner_of(environ))
+        _leave_slurmd(lock, format_job_owner(environ))
         os.write(theirs, b"1")
         os.close(theirs)
         return mark
@@ -84,7 +86,7 @@ def detach(environ: Mapping[str, str], run: str) -> str:
     return mark  # it could not be forked, or was killed at once: the work is still to be done
 
 
-def _be_alone(lock: int, owner: str) -> None:
+def _leave_slurmd(lock: int, owner: str) -> None:
     """Out of the reach of slurmd, which kills the script's process group when that has ended.
 
     And without its output: slurmd waits until nobody has that any more.
@@ -100,13 +102,13 @@ def _be_alone(lock: int, owner: str) -> None:
     os.pwrite(lock, f"{os.getpid()} {owner}".encode(), 0)
 
 
-def end(mark: str) -> None:
+def end_background_work(mark: str) -> None:
     """Says that the work is done. To be called by the process that has the mark."""
     if mark:
-        _remove(mark)
+        _delete_file(mark)
 
 
-def may_leave(environ: Mapping[str, str], run: str) -> bool:
+def may_detach(environ: Mapping[str, str], run: str) -> bool:
     """Whether this job may start before its Prolog's work is done; never errs.
 
     By the record, which is good as long as all of the files in it are as they were. A user who asks
@@ -125,18 +127,18 @@ def may_leave(environ: Mapping[str, str], run: str) -> bool:
         found: dict[str, bool] = {}
         for line in lines:
             kind, *fields = line.split("\t")
-            if kind == "file" and facts_of(fields[0]) != tuple(fields[1:]):
+            if kind == "file" and read_file_stamp(fields[0]) != tuple(fields[1:]):
                 return False
             if kind == "partition":
                 found[fields[0]] = fields[1] == "leave"
     except (OSError, IndexError, ValueError):
         return False
-    other = found.get(ANY, False)
-    loaded = first == FIRST_LINE and os.path.exists(f"{run}/companion")
+    other = found.get(ANY_PARTITION, False)
+    loaded = first == FORMAT_LINE and os.path.exists(f"{run}/companion")
     return loaded and found.get(environ.get("SLURM_JOB_PARTITION", ""), other)
 
 
-def facts_of(path: str) -> tuple[str, ...]:
+def read_file_stamp(path: str) -> tuple[str, ...]:
     """What changes with a file: inode, size, mtime and ctime in ns; zeros where there is none."""
     try:
         found = os.stat(path)  # noqa: PTH116 - pathlib is an import
@@ -146,7 +148,7 @@ def facts_of(path: str) -> tuple[str, ...]:
     return tuple(map(str, (found.st_ino, found.st_size, *times)))
 
 
-def slurms(conf: SlurmConf) -> list[str]:
+def format_plugstack_lines(conf: SlurmConf) -> list[str]:
     """The lines for all that says whether Slurm loads the companion.
 
     To be called before that is asked: what is here of each file is from before it was read, and of
@@ -163,7 +165,7 @@ def slurms(conf: SlurmConf) -> list[str]:
     return ["\t".join(("file", path, *map(str, facts))) for path, facts in conf.files.facts.items()]
 
 
-def note(
+def record_detachable_partitions(
     places: NodePaths,
     settings: LoadedConfig,
     companion: CompanionPresence,
@@ -174,14 +176,14 @@ def note(
 
     `companion`: whether Slurm loads it; where that is unknown, all Prologs stay. `decided_by` are
     the lines of cache/step_record.format_config_lines from before the settings were read,
-    `by_slurm` those of `slurms`. Raises OSError.
+    `by_slurm` those of `format_plugstack_lines`. Raises OSError.
     """
     from forestage import config
     from forestage.system import records
     from forestage.system.files import read_file
 
     files = [line for line in decided_by if line.startswith("file\t")]
-    lines = [FIRST_LINE, *files, *by_slurm]
+    lines = [FORMAT_LINE, *files, *by_slurm]
     partitions = [
         (name, config.resolve_auto_redirect(own, companion)) for name, own in settings.everywhere()
     ]
@@ -189,14 +191,16 @@ def note(
     bind = any(own.redirect == "bind" for _, own in partitions)
     for name, own in partitions:
         leaves = own.redirect == "spank" and own.start != "wait"
-        lines.append(f"partition\t{name or ANY}\t{'leave' if leaves and not bind else 'stay'}")
+        lines.append(
+            f"partition\t{name or ANY_PARTITION}\t{'leave' if leaves and not bind else 'stay'}"
+        )
     text = os.fsencode("".join(f"{line}\n" for line in lines))
     file = places.background
     if files and not (file.exists() and read_file(file) == text):
         records.write(file, text)
 
 
-def forget_hints(places: NodePaths, job: Job) -> None:
+def clear_needless_hints_flag(places: NodePaths, job: Job) -> None:
     """Has the steps of a job ask no helper for its comment's sake, if that says nothing to them.
 
     Called when the work is done: nobody else writes there meanwhile.
@@ -213,12 +217,12 @@ def forget_hints(places: NodePaths, job: Job) -> None:
         return
 
 
-def mark_of(environ: Mapping[str, str], run: str) -> str:
+def prolog_mark_path(environ: Mapping[str, str], run: str) -> str:
     """The mark of a job's Prolog."""
     return f"{run}/leases/{environ.get('SLURM_JOB_ID', '')}.prolog"
 
 
-def wait(mark: str, seconds: float = PATIENCE, kill: bool = False) -> None:
+def wait_for_prolog(mark: str, seconds: float = MAX_STEP_WAIT, kill: bool = False) -> None:
     """Waits for the end of a Prolog's work, for so many seconds. At once where there is none.
 
     Who does not `kill` it waits for so many seconds of its work: of a job whose Prolog hangs, not
@@ -227,15 +231,15 @@ def wait(mark: str, seconds: float = PATIENCE, kill: bool = False) -> None:
     import contextlib
     import time
 
-    until = time.monotonic() + (seconds if kill else min(seconds, seconds - _age(mark)))
-    while (pid := _worker(mark)) and time.monotonic() < until:
-        if kill and _is_ours(pid):
+    until = time.monotonic() + (seconds if kill else min(seconds, seconds - _mark_age(mark)))
+    while (pid := _find_worker_pid(mark)) and time.monotonic() < until:
+        if kill and _is_prolog_process(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
-        time.sleep(PAUSE)
+        time.sleep(POLL_INTERVAL)
 
 
-def _age(mark: str) -> float:
+def _mark_age(mark: str) -> float:
     """For how many seconds a Prolog works, by the clock; 0 where it does not."""
     import time
 
@@ -245,19 +249,19 @@ def _age(mark: str) -> float:
         return 0.0
 
 
-def stop(mark: str, environ: Mapping[str, str]) -> None:
+def stop_prolog(mark: str, environ: Mapping[str, str]) -> None:
     """Ends a Prolog's work: its job is over. Called by the Epilog, before it releases anything.
 
     Killed, it does nothing any more; one that is stuck in the kernel does nothing when it wakes.
     Nothing is done where it works for another user's job, or for a later run.
     """
-    if is_of_other(_text_of(mark).partition(" ")[2], environ):
+    if is_other_job(_read_mark(mark).partition(" ")[2], environ):
         return
-    wait(mark, REST, kill=True)
-    _remove(mark)
+    wait_for_prolog(mark, KILL_TIMEOUT, kill=True)
+    _delete_file(mark)
 
 
-def _worker(mark: str) -> int:
+def _find_worker_pid(mark: str) -> int:
     """The process that has the mark's lock; 0 for none, -1 for one that has not said its pid."""
     import fcntl
 
@@ -275,7 +279,7 @@ def _worker(mark: str) -> int:
     return 0
 
 
-def _text_of(mark: str) -> str:
+def _read_mark(mark: str) -> str:
     try:
         fd = os.open(mark, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -285,7 +289,7 @@ def _text_of(mark: str) -> str:
     return os.fsdecode(text)
 
 
-def _is_ours(pid: int) -> bool:
+def _is_prolog_process(pid: int) -> bool:
     """Whether that is a Prolog's process, and not another that has got its number since."""
     try:
         fd = os.open(f"/proc/{pid}/comm", os.O_RDONLY)
@@ -296,7 +300,7 @@ def _is_ours(pid: int) -> bool:
     return name.strip() == PROCESS_NAME[:15].encode()
 
 
-def _locked(mark: str) -> int | None:
+def _lock_mark(mark: str) -> int | None:
     """A descriptor that has the mark's lock, None where another has it, -1 where none can be made.
 
     A sweep may take a mark away that is not locked yet: that one counts for nobody.
@@ -316,13 +320,13 @@ def _locked(mark: str) -> int | None:
             if os.fstat(fd).st_nlink:
                 return fd
         except BlockingIOError:
-            if _worker(mark):  # and not one who looks
+            if _find_worker_pid(mark):  # and not one who looks
                 os.close(fd)
                 return None
         os.close(fd)
 
 
-def _touch(path: str) -> None:
+def _create_file(path: str) -> None:
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         os.close(os.open(path, flags, 0o600))
@@ -330,7 +334,7 @@ def _touch(path: str) -> None:
         return
 
 
-def _remove(path: str) -> None:
+def _delete_file(path: str) -> None:
     try:
         os.unlink(path)  # noqa: PTH108
     except OSError:

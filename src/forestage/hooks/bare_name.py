@@ -8,11 +8,11 @@ from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.system import as_user
 
-SUFFIXES = (".sqsh", ".squashfs", ".sqfs", ".sfs", ".simg", ".sif")
-LOOK = 1.0  # seconds for the look
+IMAGE_SUFFIXES = (".sqsh", ".squashfs", ".sqfs", ".sfs", ".simg", ".sif")
+LOOKUP_TIMEOUT = 1.0  # seconds for the look
 
 
-def find_refusal(job: Job, request: Request, seconds: float) -> Declined | None:
+def find_bare_name_refusal(job: Job, request: Request, seconds: float) -> Declined | None:
     """Return what names the file, if the request is the bare name of one in the job's directory.
 
     Only for names that end as files of images do: few images of registries are looked for. A child
@@ -20,7 +20,7 @@ def find_refusal(job: Job, request: Request, seconds: float) -> Declined | None:
     costs the job no more.
     """
     name = request.path
-    if name.startswith(("/", ".")) or not name.endswith(SUFFIXES) or not name.isprintable():
+    if name.startswith(("/", ".")) or not name.endswith(IMAGE_SUFFIXES) or not name.isprintable():
         return None
     path = os.path.join(job.work_dir, name)
     if request.kind != "image" or job.hints.off or not path.startswith("/"):
@@ -31,7 +31,7 @@ def find_refusal(job: Job, request: Request, seconds: float) -> Declined | None:
         return stat.S_ISREG(os.stat(path).st_mode), []  # noqa: PTH116
 
     try:
-        is_there, _ = as_user.run_in_child(work, bool, min(LOOK, seconds))
+        is_there, _ = as_user.run_in_child(work, bool, min(LOOKUP_TIMEOUT, seconds))
     except (ForestageError, OSError):
         return None
     what = f"{name} is an image of a registry to pyxis; the file {path} lies here: write ./{name}"

@@ -27,25 +27,25 @@ if TYPE_CHECKING:
     from forestage.slurm.job import Job
     from forestage.slurm.slurm_conf import SlurmConf
 
-    Name = Literal["prolog", "step", "epilog"]
+    HookKind = Literal["prolog", "step", "epilog"]
 
-USAGE = 2
+USAGE_STATUS = 2
 """As click's: the command was called in a wrong way."""
 
-NEAR = 10_000
+MAX_NUMBER_DROP = 10_000
 """By so much a job's number may be below that of one which began before it."""
 
 IMAGE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_image"
 SAVE_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_save"
 STAGE_OPTION = "SPANK_FORESTAGE_STAGE"
 
-BY_HAND = b"""\
+STEP_USAGE = b"""\
 forestage: `step` is what forestage's SPANK plugin runs when a step starts, with an environment of
  its own (to see what it did for a job: forestage explain JOBID)
 """
 
 
-def main(name: Name) -> NoReturn:
+def main(name: HookKind) -> NoReturn:
     """What prolog/forestage, epilog/forestage and the companion call, as root. Ends the process."""
     # A hook lives for a tenth of a second and leaves nothing to clean up: collecting garbage and
     # taking the interpreter apart cost a warm hit 14 ms of 100.
@@ -53,20 +53,20 @@ def main(name: Name) -> NoReturn:
     os._exit(_main(name))
 
 
-def _main(name: Name, root: str = "") -> int:
+def _main(name: HookKind, root: str = "") -> int:
     """`root` is above the paths of the node; a test has one of its own."""
     run = f"{root}/run/forestage"
     hook = HookRun(name, os.environ, time.monotonic())
     if name == "step" and os.environ.get("SLURM_SCRIPT_CONTEXT") != "spank_step":
-        os.write(2, BY_HAND)
-        return USAGE
-    note_call(name, os.environ, run)
-    note_nodes(name, os.environ, run)
+        os.write(2, STEP_USAGE)
+        return USAGE_STATUS
+    record_call(name, os.environ, run)
+    update_nodelist(name, os.environ, run)
     if name == "step":
         from forestage.slurm.lines import LANGUAGE
 
-        write(LANGUAGE)
-    if nothing_to_do(name, os.environ, root):
+        write_companion_line(LANGUAGE)
+    if has_no_work(name, os.environ, root):
         hook.say("result=none")
         hook.answer("leave", "no-image")
         return 0
@@ -74,24 +74,24 @@ def _main(name: Name, root: str = "") -> int:
 
     try:
         if name == "epilog":
-            background.stop(background.mark_of(os.environ, run), os.environ)
+            background.stop_prolog(background.prolog_mark_path(os.environ, run), os.environ)
         # What is there of its number may be another job's: that goes before this one may start.
         if name == "prolog" and not has_lease(os.environ, run):
-            hook.mark = background.detach(os.environ, run)
-        forked = None if hook.mark else watch.fork(keeps_stdout=name == "step")
+            hook.mark = background.detach_prolog(os.environ, run)
+        forked = None if hook.mark else watch.fork_worker(keeps_stdout=name == "step")
         if isinstance(forked, watch.HookWorker):
             return hook.wait(forked, root)
         hook.child = forked
         import_msgspec()
         from forestage.clock import Clock
 
-        hook.run(_places(root), Clock())
+        hook.run(_make_paths(root), Clock())
     except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
-        what = f"reason={type(error).__name__} at={_place(error)} detail={str(error)[:1000]!r}"
+        what = f"reason={type(error).__name__} at={_format_code_location(error)} detail={str(error)[:1000]!r}"
         hook.say(f"result=failed {what}")
         hook.answer("leave", "error")
     finally:
-        background.end(hook.mark)
+        background.end_background_work(hook.mark)
         hook.watched.end()
     return 0
 
@@ -147,13 +147,13 @@ class _ImportStub:
     quote_from_bytes = schema = schema_components = None
 
 
-def nothing_to_do(name: Name, environ: Mapping[str, str], root: str) -> bool:
+def has_no_work(name: HookKind, environ: Mapping[str, str], root: str) -> bool:
     """Return whether this job is none of ours. Imports the table of features at most."""
     number = environ.get("SLURM_JOB_ID", "")
     run = f"{root}/run/forestage"
     if name == "prolog":
         asked = IMAGE_OPTION in environ or SAVE_OPTION in environ or STAGE_OPTION in environ
-        asked = asked or may_be_hinted(environ.get("SLURM_JOB_COMMENT", ""))
+        asked = asked or may_have_hints(environ.get("SLURM_JOB_COMMENT", ""))
         return not asked and not has_lease(environ, run)
     if name == "step":
         asked = bool(environ.get(IMAGE_OPTION) or environ.get(SAVE_OPTION))
@@ -169,7 +169,7 @@ def has_lease(environ: Mapping[str, str], run: str) -> bool:
     return os.path.exists(f"{run}/leases/{environ.get('SLURM_JOB_ID', '')}.json")
 
 
-def owner_of(environ: Mapping[str, str]) -> str:
+def format_job_owner(environ: Mapping[str, str]) -> str:
     """The words by which a record says whose it is besides its number: uid and start; 0: unknown.
 
     A hook's that Slurm calls: the start in a step's environment is the user's word.
@@ -177,22 +177,22 @@ def owner_of(environ: Mapping[str, str]) -> str:
     return f"{environ.get('SLURM_JOB_UID', '?')} {environ.get('SLURM_JOB_START_TIME') or 0}"
 
 
-def is_of_other(owner: str, environ: Mapping[str, str]) -> bool:
+def is_other_job(owner: str, environ: Mapping[str, str]) -> bool:
     """Whether these words are of another user's job than this hook's, or of a later run of it."""
     uid, _, start = owner.partition(" ")
-    own_uid, _, own_start = owner_of(environ).partition(" ")
+    own_uid, _, own_start = format_job_owner(environ).partition(" ")
     if not uid.isdigit():  # the hook that wrote them was not told
         return False
     starts = start.isdigit() and own_start.isdigit() and "0" not in (start, own_start)
     return uid != own_uid or (starts and int(start) > int(own_start))
 
 
-def may_be_hinted(comment: str) -> bool:
+def may_have_hints(comment: str) -> bool:
     """Return whether a job's comment has to be read."""
     return "stage" in comment
 
 
-def note_call(name: Name, environ: Mapping[str, str], run: str) -> None:
+def record_call(name: HookKind, environ: Mapping[str, str], run: str) -> None:
     """Records that Slurm called this hook, and the latest job for which it did; never errs.
 
     `forestage status` and the alerts go by it: most jobs leave no event. Two Prologs at the same
@@ -203,7 +203,7 @@ def note_call(name: Name, environ: Mapping[str, str], run: str) -> None:
     job = environ.get("SLURM_JOB_ID", "")
     if name == "step" or not (job.isascii() and job.isdigit() and len(job) <= 10):
         return
-    _keep_from_lists(run)
+    _make_unlistable(run)
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO there blocks nobody
         fd = os.open(f"{run}/called.{name}", flags, 0o644)
@@ -211,7 +211,7 @@ def note_call(name: Name, environ: Mapping[str, str], run: str) -> None:
         latest = int(last) if last.strip().isdigit() else 0
         if int(job) > latest:
             os.pwrite(fd, b"%10d" % int(job), 0)
-        elif int(job) < latest - NEAR:
+        elif int(job) < latest - MAX_NUMBER_DROP:
             os.pwrite(fd, b"%10d %10d" % (int(job), time.time()), 0)
         os.utime(fd)
         os.close(fd)
@@ -219,7 +219,7 @@ def note_call(name: Name, environ: Mapping[str, str], run: str) -> None:
         return
 
 
-def _keep_from_lists(run: str) -> None:
+def _make_unlistable(run: str) -> None:
     """Has users pass through a directory of ours and not list it, as system/folders.py has it.
 
     That is an import. Never errs.
@@ -231,7 +231,7 @@ def _keep_from_lists(run: str) -> None:
         return
 
 
-def note_nodes(name: Name, environ: Mapping[str, str], run: str) -> None:
+def update_nodelist(name: HookKind, environ: Mapping[str, str], run: str) -> None:
     """Keeps the nodes that Slurm named to a Prolog, for steps; costs no import, never errs.
 
     They are whom a copy may ask: a step's own list is its user's word. Beside the lease, as most
@@ -245,17 +245,17 @@ def note_nodes(name: Name, environ: Mapping[str, str], run: str) -> None:
                 os.makedirs(f"{run}/leases", 0o700, exist_ok=True)  # noqa: PTH103 - pathlib is an import
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
                 fd = os.open(file, flags, 0o600)
-                os.write(fd, os.fsencode(f"{listed}\n{owner_of(environ)}"))
+                os.write(fd, os.fsencode(f"{listed}\n{format_job_owner(environ)}"))
                 os.close(fd)
         elif name != "step" and os.path.exists(file):
-            if name == "epilog" and is_of_other(_second_line(file), environ):
+            if name == "epilog" and is_other_job(_read_second_line(file), environ):
                 return
             os.unlink(file)  # noqa: PTH108
     except OSError:  # a copy asks nobody, and is only slower
         return
 
 
-def _second_line(file: str) -> str:
+def _read_second_line(file: str) -> str:
     fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     text = os.fsdecode(os.read(fd, 1 << 20))
     os.close(fd)
@@ -271,7 +271,7 @@ class HookRun:
 
     slurm_conf: SlurmConf
 
-    def __init__(self, name: Name, environ: Mapping[str, str], start: float) -> None:
+    def __init__(self, name: HookKind, environ: Mapping[str, str], start: float) -> None:
         self.name = name
         self.environ = environ
         self.start = start
@@ -293,7 +293,7 @@ class HookRun:
         from forestage.hooks import background
 
         if self.child is not None:
-            self.mark = background.detach(self.environ, run)
+            self.mark = background.detach_prolog(self.environ, run)
         if self.child is not None and self.mark:
             os.close(self.child.line)
             self.child = None
@@ -301,18 +301,18 @@ class HookRun:
     @property
     def watched(self) -> HookPipe:
         """Tells the process that waits for this one, if one does."""
-        from forestage.hooks.watch import ALONE
+        from forestage.hooks.watch import NO_HOOK_PIPE
 
-        return self.child or ALONE
+        return self.child or NO_HOOK_PIPE
 
     def wait(self, child: HookWorker, root: str) -> int:
         """Waits for the child that does the work; goes on without it where it hangs."""
         from forestage.hooks import watch
 
         try:
-            return child.wait(lambda cache: _hangs(cache, root))
+            return child.wait(lambda cache: _seconds_hung(cache, root))
         except watch.HookWorkerTimeout as late:
-            self._go_on_without(late.cache, _places(root))
+            self._go_on_without(late.cache, _make_paths(root))
             return 0
 
     def _go_on_without(self, cache: str, places: NodePaths) -> None:
@@ -329,7 +329,7 @@ class HookRun:
         if self.name == "epilog":
             from forestage.hooks import epilog
 
-            outcomes.append(epilog.given_up(places, job, why))
+            outcomes.append(epilog.drop_lease_of_hung_epilog(places, job, why))
         else:
             from forestage.hooks import answers
 
@@ -337,8 +337,8 @@ class HookRun:
                 from forestage.cache.lease import LeaseDirectory
                 from forestage.hooks import step
 
-                job = step.with_hinted(LeaseDirectory(places.leases), job)
-            outcomes += [answers.of_error(request, why) for request in job.requests]
+                job = step.with_hinted_images(LeaseDirectory(places.leases), job)
+            outcomes += [answers.make_error_outcome(request, why) for request in job.requests]
         self.report(job, outcomes, places, Clock())
         self.answer("leave", why.reason)
 
@@ -346,7 +346,7 @@ class HookRun:
         """The work, its log line and its events. Expected errors become outcomes; others rise."""
         from forestage.hooks import script
 
-        script.run(self, places, clock)
+        script.run_hook(self, places, clock)
 
     def report(
         self, job: Job, outcomes: Sequence[Outcome], places: NodePaths, clock: Clock
@@ -355,14 +355,14 @@ class HookRun:
         from forestage import events
 
         total = time.monotonic() - self.start
-        self.say(events.summary(job, outcomes, total))
+        self.say(events.format_summary(job, outcomes, total))
         try:
-            events.record(places, clock.wall(), self.name, job, outcomes, total)
+            events.record_outcomes(places, clock.wall(), self.name, job, outcomes, total)
         except OSError as error:
             # The job is served; a full log disk is no reason to drain its node.
             from forestage.events import losses
 
-            losses.note_loss(places.lost_events, clock.wall(), error)
+            losses.record_loss(places.lost_events, clock.wall(), error)
             self.say(f"result=unrecorded detail={str(error)!r}")
 
     def say(self, text: str) -> None:
@@ -375,21 +375,21 @@ class HookRun:
         """The companion's answer, if it waits for one and has none yet."""
         if not self.answered:
             self.answered = True
-            write(*fields)
+            write_companion_line(*fields)
 
 
-def _hangs(cache: str, root: str) -> float:
+def _seconds_hung(cache: str, root: str) -> float:
     """For how many seconds a cache's disk has not answered."""
     from pathlib import Path
 
     from forestage.cache import disk
     from forestage.cache.layout import Cache
 
-    hang = disk.probe_disk(_places(root), Cache(Path(cache)))
+    hang = disk.probe_disk(_make_paths(root), Cache(Path(cache)))
     return hang.seconds if hang else 0.0
 
 
-def _places(root: str) -> NodePaths:
+def _make_paths(root: str) -> NodePaths:
     from pathlib import Path
 
     from forestage.paths import NodePaths
@@ -397,7 +397,7 @@ def _places(root: str) -> NodePaths:
     return NodePaths(Path(root)) if root else NodePaths()
 
 
-def write(*fields: str) -> None:
+def write_companion_line(*fields: str) -> None:
     """One line for the companion, which may have gone."""
     from forestage.slurm.lines import encode_line
 
@@ -407,7 +407,7 @@ def write(*fields: str) -> None:
         return
 
 
-def _place(error: Exception) -> str:
+def _format_code_location(error: Exception) -> str:
     """File and line of the code that raised, for a log that has one line."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:

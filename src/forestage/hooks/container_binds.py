@@ -32,11 +32,13 @@ from forestage.system.lock_ranges import USER_FILES
 from forestage.system.mounts import is_below
 from forestage.system.tree import RecordingTree
 
-LOOK = 5.0  # seconds for where a job saves to
-THEIRS = 15.0  # seconds for the user's own files where no hook sets a limit: they may be far away
-THEIR_BYTES = 64 * 1024  # of all fstabs of a user's
-MOST_THEIRS = 100  # of those
-MOST_NAMES = 1000  # of all that lies beside them
+SAVE_PATH_TIMEOUT = 5.0  # seconds for where a job saves to
+USER_FILES_TIMEOUT = (
+    15.0  # seconds for the user's own files where no hook sets a limit: they may be far away
+)
+MAX_FSTAB_BYTES = 64 * 1024  # of all fstabs of a user's
+MAX_FSTABS = 100  # of those
+MAX_DIRECTORY_NAMES = 1000  # of all that lies beside them
 
 
 class _BindLookupResult(msgspec.Struct, frozen=True):
@@ -112,7 +114,7 @@ class ContainerBinds:
 
     @property
     def _left(self) -> float:
-        return self._end.left() if self._end else THEIRS
+        return self._end.left() if self._end else USER_FILES_TIMEOUT
 
     def _begin(self) -> "_PendingLookup":
         """Reads what is the node's here, and what is the user's in a child, as that user."""
@@ -135,9 +137,9 @@ class ContainerBinds:
         try:
             found, line = looking.child.answer(_BindLookupResult, 0.0 if hang else self._left)
         except as_user.ChildTimeout:
-            return _unread(hang or self._hung(looking))
+            return _make_unknown_binds(hang or self._hung(looking))
         except (Declined, OSError) as error:  # it never fails a job
-            return _unread(str(error))
+            return _make_unknown_binds(str(error))
         finally:
             os.close(looking.spot)
         line.close()
@@ -175,7 +177,7 @@ class ContainerBinds:
             (job.variables or {}).get("HOME") or job.home or as_user.find_home_directory(job.user)
         )
         as_user.set_effective_user(job.user)
-        variables = _variables(job, home)
+        variables = _make_variables(job, home)
         variables.get("HOME")  # counts in any case
         own = enroot.find_user_folder(site.settings, variables, home)
         # pyxis keeps the second from enroot; one that the job runs by itself goes by it.
@@ -183,7 +185,7 @@ class ContainerBinds:
         doubt = ""
         for folder in sorted(folders):
             at(os.path.join(job.work_dir, folder))
-            found, why = _of_folder(files, os.path.join(job.work_dir, folder))
+            found, why = _read_folder_binds(files, os.path.join(job.work_dir, folder))
             binds = (*binds, *found)
             doubt = doubt or why
         bound = [(f"{one.file}:{one.line}", one.source) for one in binds]
@@ -193,8 +195,8 @@ class ContainerBinds:
             wants_home = enroot.is_true_setting(site.settings.get("ENROOT_MOUNT_HOME", ""))
         if wants_home:
             bound += [("--container-mount-home", home)]
-        return _as_text(
-            _BindLookupResult(home, _led(bound, at), doubt, files.facts, variables.asked)
+        return _drop_undecodable(
+            _BindLookupResult(home, _resolve_links(bound, at), doubt, files.facts, variables.asked)
         )
 
     def _take_place(self) -> None:
@@ -207,13 +209,13 @@ class ContainerBinds:
         self, found: _BindLookupResult, own: Sequence[str]
     ) -> tuple[tuple[str, str], ...]:
         """What the image's own fstab binds; in a child, where the paths lead is asked for."""
-        variables = _variables(self._job, found.home)
+        variables = _make_variables(self._job, found.home)
         bound = [("the image's /etc/fstab", variables.expanded(source)) for source in own]
 
         def work() -> as_user.ChildResult[_BindLookupResult]:
             self._take_place()
             as_user.set_effective_user(self._job.user)
-            return _as_text(_BindLookupResult("", _led(bound), "", {}, {})), []
+            return _drop_undecodable(_BindLookupResult("", _resolve_links(bound), "", {}, {})), []
 
         try:
             return as_user.run_in_child(work, _BindLookupResult, self._left)[0].bound
@@ -221,7 +223,7 @@ class ContainerBinds:
             return (("the image's /etc/fstab", enroot.UNKNOWN),)
 
 
-def _variables(job: Job, home: str) -> JobVariables:
+def _make_variables(job: Job, home: str) -> JobVariables:
     """The job's variables: all of a step's, what a login has in a Prolog."""
     if job.variables is not None:
         return JobVariables(job.variables, all_known=True)
@@ -231,7 +233,7 @@ def _variables(job: Job, home: str) -> JobVariables:
     return JobVariables({name: value for name, value in known.items() if value}, all_known=False)
 
 
-def _of_folder(files: RecordingTree, folder: str) -> tuple[list[FstabBind], str]:
+def _read_folder_binds(files: RecordingTree, folder: str) -> tuple[list[FstabBind], str]:
     """What the fstabs of a user's folder bind, and why that may not be all. As the user."""
     if enroot.UNKNOWN in folder:
         return [], "enroot.conf has a shell word for ENROOT_CONFIG_PATH"
@@ -241,18 +243,18 @@ def _of_folder(files: RecordingTree, folder: str) -> tuple[list[FstabBind], str]
         return [], ""
     mounts, hooks = f"{folder}/mounts.d", f"{folder}/hooks.d"
     binds: list[FstabBind] = []
-    left = THEIR_BYTES
-    listed, listed_hooks = (files.names(one, MOST_NAMES + 1) for one in (mounts, hooks))
-    if max(len(listed), len(listed_hooks)) > MOST_NAMES:
+    left = MAX_FSTAB_BYTES
+    listed, listed_hooks = (files.names(one, MAX_DIRECTORY_NAMES + 1) for one in (mounts, hooks))
+    if max(len(listed), len(listed_hooks)) > MAX_DIRECTORY_NAMES:
         return binds, f"{folder} is too large"
     names = [name for name in listed if name.endswith(".fstab")]
-    for name in names[:MOST_THEIRS]:
+    for name in names[:MAX_FSTABS]:
         text = files.text(f"{mounts}/{name}", left + 1)
         if text is None:
             return binds, f"{mounts}/{name} cannot be read"
         left -= len(text.encode(errors="replace"))
         binds += [FstabBind(f"{mounts}/{name}", *one) for one in enroot.list_plain_binds(text)]
-    if left < 0 or len(names) > MOST_THEIRS:
+    if left < 0 or len(names) > MAX_FSTABS:
         return binds, f"{mounts} is too large"
     programs = [name for name in listed_hooks if name.endswith(".sh")]
     for place in (mounts, hooks):
@@ -261,14 +263,14 @@ def _of_folder(files: RecordingTree, folder: str) -> tuple[list[FstabBind], str]
     return binds, f"{hooks}/{programs[0]} may bind anything" if programs else ""
 
 
-def _unread(why: str) -> _BindLookupResult:
+def _make_unknown_binds(why: str) -> _BindLookupResult:
     """Pure: that it cannot be told what the container binds."""
     return _BindLookupResult(
         "", (), f"the configuration of the user's enroot cannot be read: {why}", {}, {}
     )
 
 
-def _led(
+def _resolve_links(
     bound: Iterable[tuple[str, str]], at: Callable[[str], None] = lambda path: None
 ) -> tuple[tuple[str, str], ...]:
     """The directories as they are written, and without links: images are known by the latter."""
@@ -283,19 +285,22 @@ def _led(
     return tuple(dict.fromkeys(both()))
 
 
-def _as_text(found: _BindLookupResult) -> _BindLookupResult:
+def _drop_undecodable(found: _BindLookupResult) -> _BindLookupResult:
     """Leaves out what is no text: an image below such a name is in no lease."""
     counted = (*found.facts, *found.variables, *map(str, found.variables.values()))
-    told = all(_printed(one) == one for one in counted)
+    told = all(_replace_undecodable(one) == one for one in counted)
     return msgspec.structs.replace(
         found,
-        home=_printed(found.home),
-        bound=tuple((_printed(who), _printed(directory)) for who, directory in found.bound),
-        doubt=_printed(found.doubt),
+        home=_replace_undecodable(found.home),
+        bound=tuple(
+            (_replace_undecodable(who), _replace_undecodable(directory))
+            for who, directory in found.bound
+        ),
+        doubt=_replace_undecodable(found.doubt),
         facts=found.facts if told else {},
         variables=found.variables if told else {},
     )
 
 
-def _printed(text: str) -> str:
+def _replace_undecodable(text: str) -> str:
     return os.fsencode(text).decode(errors="replace")

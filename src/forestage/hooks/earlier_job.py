@@ -2,7 +2,7 @@
 
 A number comes again with another job where slurmctld has lost its state or MaxJobId is passed, and
 with a later run of a job whose node was down when the first one ended. What a running job has
-stays: a job whose number it is, too, does without (hooks/leases.of_job).
+stays: a job whose number it is, too, does without (hooks/leases.read_or_make_lease).
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from forestage.slurm.queue import SlurmClient
 from forestage.slurm.timeouts import HookTimeLimits
 from forestage.system import processes
 
-RELEASE_TIME = 10.0  # seconds for the space lock, of the Prolog's own
+RELEASE_TIMEOUT = 10.0  # seconds for the space lock, of the Prolog's own
 
 
-def release_earlier(
+def release_earlier_job(
     places: NodePaths, clock: Clock, job: Job, limits: HookTimeLimits, watched: HookPipe
 ) -> HookTimeLimits:
     """Releases what another job of this number left here; returns what is left of the limits.
@@ -41,23 +41,23 @@ def release_earlier(
         lease = LeaseDirectory(places.leases).read(job.id)
     if lease is None or lease.is_of(job.user.uid, job.start):
         return limits
-    if _has_step(job.id, places.root / "proc"):
+    if _has_step_manager(job.id, places.root / "proc"):
         return limits
-    earlier = _job_of(lease)
+    earlier = _job_from_lease(lease)
     mark = os.fspath(places.leases / f"{job.id}.prolog")
-    background.stop(mark, {"SLURM_JOB_UID": str(lease.user.uid)})
-    most = RELEASE_TIME if limits.drains is None else min(RELEASE_TIME, limits.drains / 4)
+    background.stop_prolog(mark, {"SLURM_JOB_UID": str(lease.user.uid)})
+    most = RELEASE_TIMEOUT if limits.drains is None else min(RELEASE_TIMEOUT, limits.drains / 4)
     short = msgspec.structs.replace(limits, epilog=most)
     outcomes: list[ReleaseOutcome] = []
-    epilog.epilog(None, places, clock, earlier, short, outcomes.append, watched)
+    epilog.run_epilog(None, places, clock, earlier, short, outcomes.append, watched)
     took = clock.monotonic() - began
     with contextlib.suppress(OSError):  # a full log disk keeps no job from being served
-        events.record(places, clock.wall(), "epilog", earlier, outcomes, took)
+        events.record_outcomes(places, clock.wall(), "epilog", earlier, outcomes, took)
     drains = None if limits.drains is None else max(0.0, limits.drains - took)
     return msgspec.structs.replace(limits, drains=drains, hurts=max(0.0, limits.hurts - took))
 
 
-def _job_of(lease: Lease) -> Job:
+def _job_from_lease(lease: Lease) -> Job:
     """Pure: the job that has the lease, as its Epilog would have known it."""
     return Job(
         id=lease.job,
@@ -73,7 +73,7 @@ def _job_of(lease: Lease) -> Job:
     )
 
 
-def _has_step(job: int, proc: Path) -> bool:
+def _has_step_manager(job: int, proc: Path) -> bool:
     """Whether a job of this number has a step manager on this node, but for the one of this hook.
 
     With PrologFlags=RunInJob the Prolog runs in that of the job's own extern step.

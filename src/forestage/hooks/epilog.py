@@ -36,7 +36,7 @@ from forestage.config import Config
 from forestage.errors import Declined, Failed, of_node
 from forestage.events import ReleaseOutcome
 from forestage.features import FEATURES, Feature, with_work
-from forestage.hooks.watch import ALONE, HookPipe
+from forestage.hooks.watch import NO_HOOK_PIPE, HookPipe
 from forestage.paths import NodePaths
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import HookTimeLimits
@@ -45,8 +45,8 @@ from forestage.system.mounts import MountInfo
 from forestage.system.probe import HangReport
 from forestage.units import printable
 
-LATER = "the number is another job's by now"  # nothing of that is released
-HANGING = 1.0  # seconds for the space lock while the disk hangs
+OTHER_JOB_TEXT = "the number is another job's by now"  # nothing of that is released
+HUNG_DISK_LOCK_TIMEOUT = 1.0  # seconds for the space lock while the disk hangs
 
 
 class EpilogFacts(msgspec.Struct, frozen=True):
@@ -64,14 +64,14 @@ class EpilogFacts(msgspec.Struct, frozen=True):
     patience: float
 
 
-def epilog(
+def run_epilog(
     config: Config | None,
     places: NodePaths,
     clock: Clock,
     job: Job,
     limits: HookTimeLimits,
     report: Callable[[ReleaseOutcome], None],
-    watched: HookPipe = ALONE,
+    watched: HookPipe = NO_HOOK_PIPE,
 ) -> None:
     """Releases what the job held here; may be run again. `report` gets the outcome, also a failure.
 
@@ -93,9 +93,9 @@ def epilog(
     except Failed as failed:
         damage = failed  # what it held is unknown, but the other leases tell what is needed
     except OSError as error:
-        return report(_failed(error))
-    if lease and is_of_other(lease, job):
-        return report(ReleaseOutcome("released", detail=LATER))
+        return report(_make_failed_outcome(error))
+    if lease and is_lease_of_other_job(lease, job):
+        return report(ReleaseOutcome("released", detail=OTHER_JOB_TEXT))
     end = EpilogFacts(job, lease, leases, places, clock, patience)
     # Before anything is dropped: the marks go with the lease. Without one nothing is known.
     features = with_work(job.id, str(places.run)) if lease else FEATURES
@@ -108,29 +108,29 @@ def epilog(
     def release() -> None:
         if damage and config is None:
             raise damage
-        cache = _cache_of(lease, config, places, clock, watched)
+        cache = _find_cache(lease, config, places, clock, watched)
         if cache is None:
             return report(ReleaseOutcome("released"))
         watched.works_on(str(cache.root))
         return _release_job(end, cache, config, features, report)
 
     try:
-        run_all([*before, release])
+        run_parts([*before, release])
     except (Failed, OSError) as error:
-        report(_failed(error))
+        report(_make_failed_outcome(error))
 
 
-def run_all(parts: Sequence[Callable[[], object]]) -> None:
+def run_parts(parts: Sequence[Callable[[], object]]) -> None:
     """Runs these in order, each also after one that raised; what was raised last goes on.
 
     After what is no Exception, such as ^C, none is run.
     """
     with contextlib.ExitStack() as stack:  # the last in it is the first out
         for part in reversed(parts):
-            stack.push(_unless_interrupted(part))
+            stack.push(_make_exit_callback(part))
 
 
-def _unless_interrupted(part: Callable[[], object]) -> Callable[..., None]:
+def _make_exit_callback(part: Callable[[], object]) -> Callable[..., None]:
     def leave(kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, Exception):
             part()
@@ -149,20 +149,20 @@ def _release_job(
     try:
         hang = disk.probe_disk(end.places, cache, end.patience)
         if hang is not None:
-            return report(_without_disk(end, cache, hang))
+            return report(_release_without_disk(end, cache, hang))
         # The disk may have been unmounted while the job ran (umount --lazy). What lies below may be
         # a cache of several nodes, and this one does not see the leases of the others.
         is_its_disk = cache.find_other_disk() is None
         if is_its_disk:
-            note_use(cache, end.lease, end.clock.wall())
-        done = _release(end, cache)
+            record_last_use(cache, end.lease, end.clock.wall())
+        done = _drop_lease_and_unmount(end, cache)
     except lock.LockTimeout as busy:
         # A lease of an ended job would keep its entry for ever. Dropping it needs no lock, and the
         # next Epilog unmounts the redirects that nobody needs any more.
-        _drop_unlocked(end.leases, end.job)
-        return report(_failed(busy))  # the sweep takes away the job's directory
+        _drop_lease_unlocked(end.leases, end.job)
+        return report(_make_failed_outcome(busy))  # the sweep takes away the job's directory
     except (Failed, OSError) as error:
-        return report(_failed(error))
+        return report(_make_failed_outcome(error))
     except Declined as later:
         return report(ReleaseOutcome("released", detail=str(later)))
     after: list[Callable[[], None]] = []
@@ -171,10 +171,10 @@ def _release_job(
 
         after = calls(EPILOG_AFTER_LEASE_DROP, features, end, cache)
     room_of = config if is_its_disk else None
-    return run_all([*after, lambda: report(_make_room(end, cache, room_of, done))])
+    return run_parts([*after, lambda: report(_evict_after_job(end, cache, room_of, done))])
 
 
-def _make_room(
+def _evict_after_job(
     end: EpilogFacts, cache: Cache, config: Config | None, done: ReleaseOutcome
 ) -> ReleaseOutcome:
     """Evicts, where a configuration says how full the cache may be; returns the outcome."""
@@ -183,11 +183,11 @@ def _make_room(
             return done
         evicted = evict.evict_to_watermark(cache, end.leases, config, end.patience)
     except (Failed, OSError) as error:
-        return _failed(error)
+        return _make_failed_outcome(error)
     return msgspec.structs.replace(done, evicted=evicted)
 
 
-def _cache_of(
+def _find_cache(
     lease: Lease | None, config: Config | None, places: NodePaths, clock: Clock, watched: HookPipe
 ) -> Cache | None:
     """Return the cache that the lease names, else the configured one; None if neither is known."""
@@ -199,7 +199,7 @@ def _cache_of(
     return Node.of(config, places, clock).cache
 
 
-def is_of_other(lease: Lease, job: Job) -> bool:
+def is_lease_of_other_job(lease: Lease, job: Job) -> bool:
     """Return whether a lease of the job's number is another user's, or a later run's. Pure.
 
     One that began before the job is what an earlier run left, if Slurm did not move its start.
@@ -208,22 +208,24 @@ def is_of_other(lease: Lease, job: Job) -> bool:
     return not lease.is_of(job.user.uid) or later
 
 
-def _failed(error: Failed | OSError) -> ReleaseOutcome:
+def _make_failed_outcome(error: Failed | OSError) -> ReleaseOutcome:
     failed = error if isinstance(error, Failed) else of_node(error)
     return ReleaseOutcome(result="failed", reason=failed.reason, detail=str(failed))
 
 
-def _release(end: EpilogFacts, cache: Cache) -> ReleaseOutcome:
+def _drop_lease_and_unmount(end: EpilogFacts, cache: Cache) -> ReleaseOutcome:
     leases, lease = end.leases, end.lease
     with contextlib.ExitStack() as claims:
         with lock.held_if_writable(cache.space_lock, end.patience):
             # Who had the lock may have been a Prolog of another job of this number.
-            now_there = _find(leases, end.job.id)
-            if now_there is not None and is_of_other(now_there, end.job):
-                raise Declined("other-job", LATER)
+            now_there = _find_lease(leases, end.job.id)
+            if now_there is not None and is_lease_of_other_job(now_there, end.job):
+                raise Declined("other-job", OTHER_JOB_TEXT)
             now = end.clock.wall()
             table = mounts.list_mounts()
-            going = let_go(cache, leases, end.places, end.job.id, claims, table, now)
+            going = drop_lease_and_claim_binds(
+                cache, leases, end.places, end.job.id, claims, table, now
+            )
         done = ReleaseOutcome("released", unmounted=len(going))
         try:
             unmount.unmount_binds(going, lambda bind: end.job.user)
@@ -237,7 +239,7 @@ def _release(end: EpilogFacts, cache: Cache) -> ReleaseOutcome:
                     )
         except unmount.UnmountError as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
-            detail = printable(_stuck(stays.stuck, lease))
+            detail = printable(_format_stuck_redirects(stays.stuck, lease))
             done = ReleaseOutcome(
                 "released", unmounted=stays.off, reason=stays.reason, detail=detail
             )
@@ -246,7 +248,7 @@ def _release(end: EpilogFacts, cache: Cache) -> ReleaseOutcome:
     return done
 
 
-def _stuck(stuck: list[str], lease: Lease | None) -> str:
+def _format_stuck_redirects(stuck: list[str], lease: Lease | None) -> str:
     """Pure: what stays redirected. Other users' paths are in no event of this one's."""
     own = [f"{use.path} (" for use in lease.uses if use.path] if lease else []
     named = [one for one in stuck if any(one.startswith(path) for path in own)]
@@ -254,7 +256,7 @@ def _stuck(stuck: list[str], lease: Lease | None) -> str:
     return f"still redirected: {', '.join(named + [f'{others} of other jobs'] * (others > 0))}"
 
 
-def let_go(
+def drop_lease_and_claim_binds(
     cache: Cache,
     leases: LeaseDirectory,
     places: NodePaths,
@@ -273,7 +275,7 @@ def let_go(
     return redirect.claim_unneeded_binds(cache, leases, places, claims, table, now)
 
 
-def note_use(cache: Cache, lease: Lease | None, now: float) -> None:
+def record_last_use(cache: Cache, lease: Lease | None, now: float) -> None:
     """Notes for evict when the job's images were last used: at its end, however long it ran.
 
     Not under the space lock: it writes to the disk, and who waits for that would keep the lock.
@@ -284,41 +286,41 @@ def note_use(cache: Cache, lease: Lease | None, now: float) -> None:
                 cache.touch(use.key, now, lease.user.uid if lease else None)
 
 
-def _without_disk(end: EpilogFacts, cache: Cache, hang: HangReport) -> ReleaseOutcome:
+def _release_without_disk(end: EpilogFacts, cache: Cache, hang: HangReport) -> ReleaseOutcome:
     """Releases what needs no writes to the cache's disk; the sweep does the rest once it answers.
 
     Its job may have ended for that disk, and the next one need not wait for it.
     """
     done = ReleaseOutcome("released")
-    end = msgspec.structs.replace(end, patience=min(HANGING, end.patience))
+    end = msgspec.structs.replace(end, patience=min(HUNG_DISK_LOCK_TIMEOUT, end.patience))
     with contextlib.suppress(Failed, OSError):  # who has the lock may hang with the disk
-        done = _release(end, cache)
-    _drop_unlocked(end.leases, end.job)
-    return _left(disk.declined_by_hang(cache, hang), done.unmounted)
+        done = _drop_lease_and_unmount(end, cache)
+    _drop_lease_unlocked(end.leases, end.job)
+    return _make_unfinished_outcome(disk.declined_by_hang(cache, hang), done.unmounted)
 
 
-def given_up(places: NodePaths, job: Job, why: Declined) -> ReleaseOutcome:
+def drop_lease_of_hung_epilog(places: NodePaths, job: Job, why: Declined) -> ReleaseOutcome:
     """Drops the lease of a job whose Epilog hangs, without the lock, which it may hold."""
     with contextlib.suppress(OSError):
-        _drop_unlocked(LeaseDirectory(places.leases), job)
-    return _left(why)
+        _drop_lease_unlocked(LeaseDirectory(places.leases), job)
+    return _make_unfinished_outcome(why)
 
 
-def _drop_unlocked(leases: LeaseDirectory, job: Job) -> None:
+def _drop_lease_unlocked(leases: LeaseDirectory, job: Job) -> None:
     """Drops the job's lease, without the lock. Raises OSError."""
-    lease = _find(leases, job.id)
-    if lease is None or not is_of_other(lease, job):
+    lease = _find_lease(leases, job.id)
+    if lease is None or not is_lease_of_other_job(lease, job):
         leases.drop(job.id)
 
 
-def _find(leases: LeaseDirectory, job: int) -> Lease | None:
+def _find_lease(leases: LeaseDirectory, job: int) -> Lease | None:
     """Return the lease of this number; None also where it is damaged: whose it is, nobody knows."""
     with contextlib.suppress(Failed, OSError):
         return leases.read(job)
     return None
 
 
-def _left(why: Declined, unmounted: int = 0) -> ReleaseOutcome:
+def _make_unfinished_outcome(why: Declined, unmounted: int = 0) -> ReleaseOutcome:
     """Pure: the outcome of an Epilog that leaves the cache to the sweep."""
     detail = f"{why}; the sweep does the rest"
     return ReleaseOutcome("released", reason=why.reason, detail=detail, unmounted=unmounted)

@@ -12,17 +12,17 @@ from forestage.cache.image import SourceImage
 from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.node import Node
 from forestage.errors import Declined, ForestageError
-from forestage.hooks.container_binds import LOOK
+from forestage.hooks.container_binds import SAVE_PATH_TIMEOUT
 from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.system import lock
 
-GIVE_UP = 1.0  # seconds to wait for the space lock where nothing depends on it
+SHORT_LOCK_TIMEOUT = 1.0  # seconds to wait for the space lock where nothing depends on it
 
 
-def of_job(node: Node, job: Job) -> Lease:
+def read_or_make_lease(node: Node, job: Job) -> Lease:
     """The job's lease, or a new one, not yet written. Under the space lock.
 
     Raises Failed; Declined where another user's job of that number has one.
@@ -40,20 +40,20 @@ def of_job(node: Node, job: Job) -> Lease:
             restart=job.restart,
         )
     if not lease.is_of(job.user.uid):
-        raise other_job(job.id)
+        raise declined_as_other_job(job.id)
     return lease
 
 
-def other_job(job: int) -> Declined:
+def declined_as_other_job(job: int) -> Declined:
     """Return why nothing is done for a job whose number's records are another user's. Pure."""
     return Declined("other-job", f"another user's job {job} has not ended on this node")
 
 
 @contextlib.contextmanager
-def leased(node: Node, job: Job, key: str, limit: HookDeadlines) -> Iterator[Lease]:
+def hold_entry(node: Node, job: Job, key: str, limit: HookDeadlines) -> Iterator[Lease]:
     """Holds the entry for the job; an error gives back what the job did not hold before."""
-    with _space(node, limit):
-        lease = of_job(node, job)
+    with _hold_space_lock(node, limit):
+        lease = read_or_make_lease(node, job)
         is_new = all(use.key != key for use in lease.uses)
         if not is_new:
             # A requeued job's, perhaps, which a sweep takes for that of the job as it was.
@@ -65,50 +65,57 @@ def leased(node: Node, job: Job, key: str, limit: HookDeadlines) -> Iterator[Lea
         # A job may name one image twice: what the first request got stays. So does what a step
         # took, as another one may run with it by now.
         if is_new and job.step is None:
-            on_error.callback(give_back, node, job, key)
+            on_error.callback(release_entry, node, job, key)
         yield lease
         on_error.pop_all()
 
 
-def say(node: Node, job: Job, seconds: float, to_steps: bool = False, **said: object) -> None:
+def save_job_notes(
+    node: Node, job: Job, seconds: float, to_steps: bool = False, **said: object
+) -> None:
     """Notes what is said to a job, with its lease; `to_steps`: each has to ask a helper for it.
 
     Waits so many seconds for the space lock. Raises Failed, OSError.
     """
     with lock.held_if_writable(node.cache.space_lock, seconds):
-        node.leases.say(of_job(node, job), **said)
+        node.leases.say(read_or_make_lease(node, job), **said)
         if to_steps:
             node.leases.begin_hinted(job.id)
 
 
-def revise(node: Node, job: Job, change: Callable[[Lease], None]) -> None:
+def change_job_lease(node: Node, job: Job, change: Callable[[Lease], None]) -> None:
     """Calls `change` with the job's lease, if it has one, under the space lock.
 
     Not where somebody holds that for long: no job's bytes depend on it. Raises Failed, OSError.
     """
-    with contextlib.suppress(lock.LockTimeout), lock.held(node.cache.space_lock, GIVE_UP):
+    with (
+        contextlib.suppress(lock.LockTimeout),
+        lock.held(node.cache.space_lock, SHORT_LOCK_TIMEOUT),
+    ):
         lease = node.leases.read_own(job.id, job.user.uid)
         if lease is not None:
             change(lease)
 
 
-def give_back(node: Node, job: Job, key: str) -> None:
+def release_entry(node: Node, job: Job, key: str) -> None:
     """Has the job's lease hold the entry no longer; what stays in it goes in the Epilog."""
-    revise(node, job, lambda lease: node.leases.put(lease.without(key)))
+    change_job_lease(node, job, lambda lease: node.leases.put(lease.without(key)))
 
 
-def ask_for_redirect(node: Node, job: Job, found: SourceImage) -> None:
+def request_redirect(node: Node, job: Job, found: SourceImage) -> None:
     """Has the stager redirect the path for this job, once the entry is here."""
     use = EntryUse(found.key, found.path)
-    revise(node, job, lambda lease: node.leases.write(lease.with_use(use)))
+    change_job_lease(node, job, lambda lease: node.leases.write(lease.with_use(use)))
 
 
-def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: HookDeadlines) -> Job:
+def record_save_path(
+    node: Node, job: Job, requests: Sequence[Request], limit: HookDeadlines
+) -> Job:
     """Notes where the job saves its container: no redirect of the node stays there, or comes.
 
     --container-save meets one as a read-only file, whoever made it, and needs no image beside it.
     Returns the job with that path resolved; where this could not be noted, as it is: then it gets
-    no redirect at all (serve._way).
+    no redirect at all (serve._choose_redirect).
     """
     if not job.saves or node.config.redirect == "none":
         return job
@@ -117,10 +124,12 @@ def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: HookDea
     # A name that is no text can be in no lease, and so never has a redirect either.
     with contextlib.suppress(ForestageError, OSError, UnicodeEncodeError):
         path = os.path.join(job.work_dir, job.saves)
-        saved, may = opening.resolve_save_path(path, job.user, min(LOOK, limit.end.left()))
+        saved, may = opening.resolve_save_path(
+            path, job.user, min(SAVE_PATH_TIMEOUT, limit.end.left())
+        )
         job = msgspec.structs.replace(job, saves=saved)
         with lock.held_if_writable(node.cache.space_lock, limit.end.left()):
-            lease = of_job(node, job)
+            lease = read_or_make_lease(node, job)
             # Who cannot write there is in nobody's way, and nobody in theirs.
             if not may:
                 return job
@@ -130,7 +139,7 @@ def note_saves(node: Node, job: Job, requests: Sequence[Request], limit: HookDea
     return job
 
 
-def drop_redirect(node: Node, job: Job, path: str, limit: HookDeadlines) -> None:
+def drop_own_redirect(node: Node, job: Job, path: str, limit: HookDeadlines) -> None:
     """Takes off the job's own redirect of a path whose directory its container binds.
 
     Not another job's: a step may call any directory its home.
@@ -145,13 +154,13 @@ def drop_redirect(node: Node, job: Job, path: str, limit: HookDeadlines) -> None
 
 
 @contextlib.contextmanager
-def _space(node: Node, limit: HookDeadlines) -> Iterator[None]:
+def _hold_space_lock(node: Node, limit: HookDeadlines) -> Iterator[None]:
     """Holds the space lock. Who has it may hang with the disk: then it is not waited for."""
     left = limit.end.left()
     hang = disk.probe_disk(node.places, node.cache, left)
     with contextlib.ExitStack() as held:
         try:
-            patience = left if hang is None else min(GIVE_UP, left)
+            patience = left if hang is None else min(SHORT_LOCK_TIMEOUT, left)
             held.enter_context(lock.held(node.cache.space_lock, patience))
         except lock.LockTimeout as busy:
             raise busy if hang is None else disk.declined_by_hang(node.cache, hang, left) from None

@@ -6,8 +6,8 @@ from forestage.clock import Clock, Deadline
 from forestage.config import Config
 from forestage.stage.wait import ProgressCallback, ignore_progress
 
-SMALL = 64 * 1024 * 1024  # bytes; most disks and links bring so many in within SHORTLY
-SHORTLY = 1.0  # seconds that a small image is waited for: shorter than what reading twice costs
+SMALL_IMAGE_BYTES = 64 * 1024 * 1024  # bytes; most disks and links bring so many in within SHORTLY
+SHORT_WAIT = 1.0  # seconds that a small image is waited for: shorter than what reading twice costs
 
 
 class HookDeadlines(msgspec.Struct, frozen=True):
@@ -45,8 +45,8 @@ class HookDeadlines(msgspec.Struct, frozen=True):
         return cls(
             Deadline.after(max(end, copy or 0.0), clock),
             None if copy is None else Deadline.after(copy, clock),
-            Deadline.after(SHORTLY if small else 0.0, clock),
-            Deadline.after(SHORTLY if room else 0.0, clock),
+            Deadline.after(SHORT_WAIT if small else 0.0, clock),
+            Deadline.after(SHORT_WAIT if room else 0.0, clock),
             ready=ready,
         )
 
@@ -54,10 +54,10 @@ class HookDeadlines(msgspec.Struct, frozen=True):
         """Returns how long to wait for the copy of an image of `size` bytes, at first."""
         none = Deadline(0.0, self.end.clock)
         asked = None if self.through else self.copy
-        return asked or (self.small if size <= SMALL else none)
+        return asked or (self.small if size <= SMALL_IMAGE_BYTES else none)
 
 
-def wished(config: Config, hint: float | None, longest: float) -> float | None:
+def requested_wait(config: Config, hint: float | None, longest: float) -> float | None:
     """Pure: seconds that a job wants to wait for its copies; None: not at all.
 
     `hint` is its stage-wait=. It replaces the admin's `deadline:`, also where the job would start

@@ -9,10 +9,10 @@ import msgspec
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
-from forestage.events import UNSERVED, Outcome, RequestOutcome
+from forestage.events import UNSERVED_RESULTS, Outcome, RequestOutcome
 from forestage.hooks import leases, serve
-from forestage.hooks.answers import RequestResult, of_error
-from forestage.hooks.limit import HookDeadlines, wished
+from forestage.hooks.answers import RequestResult, make_error_outcome
+from forestage.hooks.limit import HookDeadlines, requested_wait
 from forestage.slurm import timeouts
 from forestage.slurm.hints import MAX_PROBLEMS, OF_OPTION, Request
 from forestage.slurm.job import Job
@@ -21,7 +21,7 @@ from forestage.sources import opening
 from forestage.system import as_user
 from forestage.units import printable
 
-TO_DO = {
+HINT_REMEDIES = {
     "missing": "it has to be there when the job starts",
     "bad-path": "write the path of a file",
     "no-permission": "give yourself the right to read it",
@@ -39,10 +39,10 @@ TO_DO = {
 }
 """What a user can do about a hint that was declined, by reason."""
 
-LISTED = "what stage-list= names"  # in place of the path: a list is none of those in it
+LIST_NAME = "what stage-list= names"  # in place of the path: a list is none of those in it
 
 
-def bad_hint(job: Job) -> list[RequestOutcome]:
+def make_bad_hint_outcomes(job: Job) -> list[RequestOutcome]:
     """Pure: the outcome of a job that names no image, but has hints with problems."""
     if not job.hints.problems:
         return []
@@ -50,28 +50,28 @@ def bad_hint(job: Job) -> list[RequestOutcome]:
     return [RequestOutcome(result="declined", reason="bad-hint", detail=detail)]
 
 
-def prolog(
+def serve_prolog(
     node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None
 ) -> list[RequestResult]:
     """Stages all that the job asks for. Never raises for a request: each gets its answer.
 
     `refusal` is why nothing may be staged on this node now.
     """
-    answers = serve.serve(node, job, job.requests, limit, refusal)
+    answers = serve.serve_requests(node, job, job.requests, limit, refusal)
     if node.config.redirect == "spank":
-        answers = [_left_to_steps(answer) for answer in answers]
-        _note_hinted(node, job, answers)
+        answers = [_leave_to_steps(answer) for answer in answers]
+        _record_hinted_images(node, job, answers)
     elif job.hints.tell or node.config.user_messages == "all":
-        _note_wait(node, job, answers)
+        _record_wait(node, job, answers)
     if job.hints.for_steps:
-        noted = _note_hints(node, job, limit.end)
+        noted = _record_hints(node, job, limit.end)
         # Each image has its own outcome, which says the same.
         if noted and (noted.result == "failed" or not answers):
             answers.append(RequestResult(noted))
-    return answers or [RequestResult(outcome) for outcome in bad_hint(job)]
+    return answers or [RequestResult(outcome) for outcome in make_bad_hint_outcomes(job)]
 
 
-def with_user(job: Job, limit: HookDeadlines) -> tuple[Job, Declined | None]:
+def with_identified_user(job: Job, limit: HookDeadlines) -> tuple[Job, Declined | None]:
     """Returns the job with its user's groups and home, and why nothing may be staged without them.
 
     Once, for all processes that act as the user: each answer may take seconds.
@@ -85,7 +85,7 @@ def with_user(job: Job, limit: HookDeadlines) -> tuple[Job, Declined | None]:
     return msgspec.structs.replace(job, user=user), None
 
 
-def _left_to_steps(answer: RequestResult) -> RequestResult:
+def _leave_to_steps(answer: RequestResult) -> RequestResult:
     """Pure: the answer, for a step to ask again where the user may have groups that count.
 
     The node may not know all groups of a user: slurmctld looks them up where it runs, and gives
@@ -96,7 +96,7 @@ def _left_to_steps(answer: RequestResult) -> RequestResult:
     return answer.saying(redirect="spank")
 
 
-def limit_of(
+def make_prolog_deadlines(
     node: Node, job: Job, limits: HookTimeLimits, refusal: Declined | None, ready: bool = False
 ) -> HookDeadlines:
     """Returns how long this job's Prolog may go on, and wait for copies.
@@ -108,19 +108,21 @@ def limit_of(
     seconds = timeouts.prolog_budget(limits, opening.HOOK_TIMEOUT if refusal else config.deadline)
     if refusal or config.redirect == "spank":  # whose steps wait: no timeout of Slurm's ends that
         return HookDeadlines.of(node.clock, seconds, None, small=False, ready=ready, room=hint != 0)
-    wish = wished(config, hint, limits.hurts)
+    wish = requested_wait(config, hint, limits.hurts)
     copy = None if wish is None else timeouts.prolog_budget(limits, wish)
     return HookDeadlines.of(node.clock, seconds, copy, hint != 0, ready, room=hint != 0)
 
 
-def _note_wait(node: Node, job: Job, answers: list[RequestResult]) -> None:
+def _record_wait(node: Node, job: Job, answers: list[RequestResult]) -> None:
     """Notes how long this Prolog took, for the line that the job's user reads in its first step."""
     waited = sum(answer.outcome.wait for answer in answers)
     with contextlib.suppress(ForestageError, OSError):  # only a figure
-        leases.revise(node, job, lambda lease: node.leases.say(lease, waited=round(waited, 4)))
+        leases.change_job_lease(
+            node, job, lambda lease: node.leases.say(lease, waited=round(waited, 4))
+        )
 
 
-def _note_hinted(node: Node, job: Job, answers: list[RequestResult]) -> None:
+def _record_hinted_images(node: Node, job: Job, answers: list[RequestResult]) -> None:
     """Has the job's steps, which see no comment, show the images that it names."""
     found = [
         answer.image.path if answer.image else os.path.join(job.work_dir, request.path)
@@ -131,10 +133,10 @@ def _note_hinted(node: Node, job: Job, answers: list[RequestResult]) -> None:
         # Without it the steps read the shared path. There may be no lease yet.
         paths = tuple(map(os.fsencode, found))
         with contextlib.suppress(ForestageError, OSError):
-            leases.say(node, job, leases.GIVE_UP, to_steps=True, hinted=paths)
+            leases.save_job_notes(node, job, leases.SHORT_LOCK_TIMEOUT, to_steps=True, hinted=paths)
 
 
-def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
+def record_hint_problems(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
     """Has the job's first step say which of its hints came to nothing: nobody else would.
 
     A Prolog has nobody who reads it. Of a job on several nodes only the first says it: a script may
@@ -147,42 +149,42 @@ def note_bad_hints(node: Node, job: Job, outcomes: Sequence[Outcome]) -> None:
     ]
     word = "--stage" if "stage" in job.hints.options else "stage"
     lines += [
-        f"{f'{word}={outcome.request}' if outcome.request else LISTED} is not staged:"
-        f" {outcome.detail}; {TO_DO[outcome.reason]}"
+        f"{f'{word}={outcome.request}' if outcome.request else LIST_NAME} is not staged:"
+        f" {outcome.detail}; {HINT_REMEDIES[outcome.reason]}"
         for outcome in outcomes
         if isinstance(outcome, RequestOutcome)
         and outcome.via == "hint"
-        and outcome.reason in TO_DO
+        and outcome.reason in HINT_REMEDIES
         and outcome.redirect != "spank"  # a step says it, if it finds the same
         and outcome.request != "stage-dir"  # which the step has a line for
     ]
-    lines += _unserved(job, outcomes)
+    lines += _list_unserved_messages(job, outcomes)
     if not lines or node.config.user_messages == "none" or job.rank.node not in (None, 0):
         return
     say = tuple(printable(line) for line in lines[:MAX_PROBLEMS])
     with contextlib.suppress(ForestageError, OSError):
-        leases.say(node, job, leases.GIVE_UP, to_steps=True, say=say)
+        leases.save_job_notes(node, job, leases.SHORT_LOCK_TIMEOUT, to_steps=True, say=say)
 
 
-def _unserved(job: Job, outcomes: Sequence[Outcome]) -> list[str]:
+def _list_unserved_messages(job: Job, outcomes: Sequence[Outcome]) -> list[str]:
     """Pure: of images in the comment that no step asks for again, for who wants to hear of each."""
     if not job.hints.tell:
         return []
     from forestage.hooks import user_messages
 
     found = (
-        user_messages.message(outcome, "all")
+        user_messages.format_message(outcome, "all")
         for outcome in outcomes
         if isinstance(outcome, RequestOutcome)
         and outcome.via == "hint"
         and outcome.request
         and not outcome.data
-        if outcome.result in UNSERVED and outcome.reason not in TO_DO
+        if outcome.result in UNSERVED_RESULTS and outcome.reason not in HINT_REMEDIES
     )
     return list(filter(None, found))
 
 
-def _note_hints(node: Node, job: Job, end: Deadline) -> RequestOutcome | None:
+def _record_hints(node: Node, job: Job, end: Deadline) -> RequestOutcome | None:
     """Notes in the lease what the comment says to the job's steps, which do not see it.
 
     Returns the outcome of stage=off, or of an error.
@@ -190,9 +192,9 @@ def _note_hints(node: Node, job: Job, end: Deadline) -> RequestOutcome | None:
     hints = job.hints
     try:
         said = {"off": hints.off, "wait": hints.wait, "tell": hints.tell, "words": hints.words}
-        leases.say(node, job, end.left(), to_steps=bool(hints.words), **said)
+        leases.save_job_notes(node, job, end.left(), to_steps=bool(hints.words), **said)
     except (ForestageError, OSError) as error:
-        return of_error(Request("", "hint"), error)
+        return make_error_outcome(Request("", "hint"), error)
     if not hints.off:
         return None
     return RequestOutcome(result="declined", via="hint", reason="off", detail="stage=off")

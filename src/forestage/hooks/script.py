@@ -26,7 +26,7 @@ from forestage.config import (
 from forestage.errors import ConfigError, Declined, Failed
 from forestage.features import asked_for
 from forestage.hooks import background
-from forestage.hooks.boundary import HookRun, note_nodes, write
+from forestage.hooks.boundary import HookRun, update_nodelist, write_companion_line
 from forestage.paths import NodePaths
 from forestage.slurm import companion, timeouts
 from forestage.slurm.companion import CompanionState
@@ -42,34 +42,34 @@ if TYPE_CHECKING:
     from forestage.hooks.limit import HookDeadlines
 
 
-def run(hook: HookRun, places: NodePaths, clock: Clock) -> None:
+def run_hook(hook: HookRun, places: NodePaths, clock: Clock) -> None:
     """The work, its log line and its events. Expected errors become outcomes; others rise."""
     if hook.in_background:
-        _be_of_no_job()
+        _leave_job_cgroups()
     hook.slurm_conf = SlurmConf(hook.environ.get("SLURM_CONF", ""))
     # slurmd's word, also in a step, whose user has no say in it (src/spank/helper.c).
     places = places.with_slurm_conf(hook.slurm_conf.named)
     job = Job.from_environ(hook.environ)
     if hook.name == "epilog":
-        return _epilog(hook, job, places, clock)
+        return _run_epilog(hook, job, places, clock)
     if hook.name == "step":
         from forestage.hooks import step
 
-        job = step.with_variables(job, hook.environ)
-    work = {"prolog": _prolog, "step": _step}[hook.name]
+        job = step.with_step_variables(job, hook.environ)
+    work = {"prolog": _run_prolog, "step": _run_step}[hook.name]
     job, outcomes = work(hook, job, places, clock)
     if hook.in_background:
-        background.forget_hints(places, job)
+        background.clear_needless_hints_flag(places, job)
     return hook.report(job, outcomes, places, clock)
 
 
-def _be_of_no_job() -> None:
+def _leave_job_cgroups() -> None:
     from forestage.system import child
 
     child.leave_job_cgroups()
 
 
-def _prolog(
+def _run_prolog(
     hook: HookRun, job: Job, places: NodePaths, clock: Clock
 ) -> tuple[Job, Sequence[Outcome]]:
     from forestage.cache import step_record
@@ -79,68 +79,74 @@ def _prolog(
     if LeaseDirectory(places.leases).file(job.id).exists():
         from forestage.hooks import earlier_job
 
-        limits = earlier_job.release_earlier(places, clock, job, limits, hook.watched)
-        note_nodes(hook.name, hook.environ, os.fspath(places.run))  # may have gone with the earlier
+        limits = earlier_job.release_earlier_job(places, clock, job, limits, hook.watched)
+        update_nodelist(
+            hook.name, hook.environ, os.fspath(places.run)
+        )  # may have gone with the earlier
     has_data = job.hints.has_data
     if not (job.requests or job.saves or job.hints.for_steps or has_data):
         bad = job.hints.problems and places.loaded.exists()
         if not bad:  # or nobody reads it
-            return job, prolog.bad_hint(job)
-    features = _asked_for(job, has_data)
+            return job, prolog.make_bad_hint_outcomes(job)
+    features = _list_features_for_job(job, has_data)
     decided_by = step_record.format_config_lines(places)
-    nodes, refusal = _nodes(hook, job, places, clock)
-    _note_background(hook, places, decided_by)
+    nodes, refusal = _make_nodes(hook, job, places, clock)
+    _detach_if_allowed(hook, places, decided_by)
     # Once: several caches must not take several times what slurm.conf allows.
-    limit = prolog.limit_of(nodes[0], job, limits, refusal, hook.in_background)
+    limit = prolog.make_prolog_deadlines(nodes[0], job, limits, refusal, hook.in_background)
     hook.watched.ends_within(limit.end.left())
     if refusal is None and (job.requests or job.saves or has_data or job.hints.words):
-        job, refusal = prolog.with_user(job, limit)
+        job, refusal = prolog.with_identified_user(job, limit)
     if features and refusal is None:
-        job = _before_lease(hook, nodes[0], job, features)
+        job = _call_before_lease(hook, nodes[0], job, features)
     # The last one's count: all but one only lose what is outdated.
-    answers = [prolog.prolog(node, job, limit, refusal) for node in nodes][-1]
+    answers = [prolog.serve_prolog(node, job, limit, refusal) for node in nodes][-1]
     if nodes[0].config.redirect == "spank":
         from forestage.hooks import step, user_messages
 
-        step.note_shown(user_messages.with_tell(nodes[0], job), job, decided_by, answers)
+        step.record_images_for_steps(
+            user_messages.with_requested_messages(nodes[0], job), job, decided_by, answers
+        )
     outcomes: list[Outcome] = [answer.outcome for answer in answers]
     if features:
         from forestage.features.doors import PROLOG_AFTER_LEASE, load_all
 
         for serve in load_all(PROLOG_AFTER_LEASE, features):
-            outcomes += serve(_served_facts(nodes[0], job, limit, refusal))
+            outcomes += serve(_make_after_lease_facts(nodes[0], job, limit, refusal))
     if (refusal is None or job.hints.tell) and places.loaded.exists():
         from forestage.hooks import user_messages
 
-        prolog.note_bad_hints(user_messages.with_tell(nodes[0], job), job, outcomes)
+        prolog.record_hint_problems(
+            user_messages.with_requested_messages(nodes[0], job), job, outcomes
+        )
     return job, outcomes
 
 
-def _before_lease(hook: HookRun, node: Node, job: Job, features: Sequence[Feature]) -> Job:
+def _call_before_lease(hook: HookRun, node: Node, job: Job, features: Sequence[Feature]) -> Job:
     """Return the job without what these features serve before the core does."""
     from forestage.features.doors import PROLOG_BEFORE_LEASE, load_all
 
     for begin in load_all(PROLOG_BEFORE_LEASE, features):
-        job = begin(_lease_facts(hook, node, job))
+        job = begin(_make_before_lease_facts(hook, node, job))
     return job
 
 
-def _note_background(hook: HookRun, places: NodePaths, decided_by: Sequence[str]) -> None:
+def _detach_if_allowed(hook: HookRun, places: NodePaths, decided_by: Sequence[str]) -> None:
     """Lets this and the next Prologs end before their work does, where the companion is loaded."""
     if hook.in_background or hook.settings is None or not places.loaded.exists():
         return
     try:
-        by_slurm = background.slurms(hook.slurm_conf)
-        loads = _companion_state(hook, places).state
-        background.note(places, hook.settings, loads, decided_by, by_slurm)
+        by_slurm = background.format_plugstack_lines(hook.slurm_conf)
+        loads = _read_companion_state(hook, places).state
+        background.record_detachable_partitions(places, hook.settings, loads, decided_by, by_slurm)
     except OSError:  # they do their work first
         return
     hook.detach(os.fspath(places.run))
     if hook.in_background:
-        _be_of_no_job()
+        _leave_job_cgroups()
 
 
-def _step(
+def _run_step(
     hook: HookRun, job: Job, places: NodePaths, clock: Clock
 ) -> tuple[Job, Sequence[Outcome]]:
     from forestage.cache import step_record
@@ -150,64 +156,64 @@ def _step(
     decided_by = step_record.format_config_lines(places)
     # A look that hangs cannot be killed: in the step's cgroup it would drain the node.
     child.leave_job_cgroups()
-    background.wait(background.mark_of(hook.environ, os.fspath(places.run)))
+    background.wait_for_prolog(background.prolog_mark_path(hook.environ, os.fspath(places.run)))
     timeout = hook.environ.get(STEP_TIMEOUT, "")
     hook.watched.ends_within(float("inf"))  # the companion has a limit of its own
-    nodes, refusal = _nodes(hook, job, places, clock)
-    job, unknown = step.with_user(nodes[0], job, timeout)
-    job, refusal = step.with_notes(nodes[0], job, refusal or unknown)
-    nodes = [user_messages.with_tell(node, job) for node in nodes]
+    nodes, refusal = _make_nodes(hook, job, places, clock)
+    job, unknown = step.with_identified_user(nodes[0], job, timeout)
+    job, refusal = step.with_prolog_notes(nodes[0], job, refusal or unknown)
+    nodes = [user_messages.with_requested_messages(node, job) for node in nodes]
     later: LineFields = ()
-    features = _asked_for(job, has_data=False)
+    features = _list_features_for_job(job, has_data=False)
     if features and refusal is None:
         from forestage.features.doors import STEP_BEFORE_LEASE, load_all
 
         for begin in load_all(STEP_BEFORE_LEASE, features):
-            job, answer = begin(_lease_facts(hook, nodes[0], job))
+            job, answer = begin(_make_before_lease_facts(hook, nodes[0], job))
             later = later or answer
     # Whatever bytes the name of the user's file has.
     say = user_messages.JobMessageWriter(
-        nodes[0], job, lambda text: write("say", f"forestage: {printable(text)}")
+        nodes[0], job, lambda text: write_companion_line("say", f"forestage: {printable(text)}")
     )
-    user_messages.say_bad_hints(nodes[0], job, say)
+    user_messages.write_hint_problems(nodes[0], job, say)
     # Once, as in the Prolog.
-    limit = step.limit_of(nodes[0], job, timeout, say, refusal, say.progress)
-    done = [step.step(node, job, limit, refusal) for node in nodes][-1]
+    limit = step.make_step_deadlines(nodes[0], job, timeout, say, refusal, say.progress)
+    done = [step.serve_step(node, job, limit, refusal) for node in nodes][-1]
     outcomes = done.outcomes
     if not later:
-        for name, value in answers.variables_of_image(job, done.answers):
-            write("env", name, value)
+        for name, value in answers.list_image_variables(job, done.answers):
+            write_companion_line("env", name, value)
     for words in done.also:
-        write("also", *words)
+        write_companion_line("also", *words)
     data: list[RequestOutcome] = []
-    local = answers.local_images(job, done.answers)
+    local = answers.list_local_images(job, done.answers)
     # Of a lease that cannot be read a refusal says so already.
     has_data = nodes[0].leases.has_data(job.id, job.user.uid)
-    if features := _asked_for(job, has_data):
+    if features := _list_features_for_job(job, has_data):
         from forestage.features.doors import STEP_AFTER_LEASE, load_all
 
         for show in load_all(STEP_AFTER_LEASE, features):
-            part = show(_served_facts(nodes[0], job, limit, refusal))
-            _write_lines(hook, part.lines)
+            part = show(_make_after_lease_facts(nodes[0], job, limit, refusal))
+            _write_feature_lines(hook, part.lines)
             data, local = [*data, *part.outcomes], (*local, *part.local)
-    for name, value in answers.variables_of_data(data, local):
-        write("env", name, value)
+    for name, value in answers.list_data_variables(data, local):
+        write_companion_line("env", name, value)
     outcomes += data
-    user_messages.tell(nodes[0], job, outcomes, say, say.always)
+    user_messages.write_messages(nodes[0], job, outcomes, say, say.always)
     # At once: the log can wait, the step does not.
     hook.answer(*(later or done.answer))
-    step.note_shown(nodes[0], job, decided_by, done.answers)
+    step.record_images_for_steps(nodes[0], job, decided_by, done.answers)
     return job, outcomes
 
 
-def _asked_for(job: Job, has_data: bool) -> list[Feature]:
+def _list_features_for_job(job: Job, has_data: bool) -> list[Feature]:
     """Pure: the features that serve what the job asks for besides images by their paths."""
     kinds = {"reference": job.reference is not None, "data": has_data}
     asked = [kind for kind, is_asked in kinds.items() if is_asked]
     return asked_for([*asked, *(word for word, _ in job.hints.words)])
 
 
-def _lease_facts(hook: HookRun, node: Node, job: Job) -> BeforeLeaseFacts:
+def _make_before_lease_facts(hook: HookRun, node: Node, job: Job) -> BeforeLeaseFacts:
     from forestage.features.contexts import BeforeLeaseFacts
 
     def report(outcomes: Sequence[Outcome]) -> None:
@@ -216,7 +222,7 @@ def _lease_facts(hook: HookRun, node: Node, job: Job) -> BeforeLeaseFacts:
     return BeforeLeaseFacts(node, job, hook.slurm_conf, hook.environ, report, hook.say)
 
 
-def _served_facts(
+def _make_after_lease_facts(
     node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None
 ) -> AfterLeaseFacts:
     from forestage.features.contexts import AfterLeaseFacts
@@ -224,21 +230,21 @@ def _served_facts(
     return AfterLeaseFacts(node, job, limit, refusal)
 
 
-def _write_lines(hook: HookRun, lines: Sequence[LineFields]) -> None:
+def _write_feature_lines(hook: HookRun, lines: Sequence[LineFields]) -> None:
     """Tells the companion what a feature shows the step."""
     for words in lines:
         if any(map(has_control_characters, words)):
             hook.say(f"result=unshown detail={words!r}")
         else:
-            write(*words)
+            write_companion_line(*words)
 
 
-def _epilog(hook: HookRun, job: Job, places: NodePaths, clock: Clock) -> None:
+def _run_epilog(hook: HookRun, job: Job, places: NodePaths, clock: Clock) -> None:
     """Reports what has come of the job itself: a feature's part may raise something after that."""
     from forestage.hooks import epilog
 
     try:
-        config = read_config(hook, job, places)
+        config = read_partition_config(hook, job, places)
     except ConfigError as error:
         hook.say(f"result=failed reason=config detail={error.one_line!r}")
         config = None
@@ -247,10 +253,10 @@ def _epilog(hook: HookRun, job: Job, places: NodePaths, clock: Clock) -> None:
     def report(done: ReleaseOutcome) -> None:
         hook.report(job, [done], places, clock)
 
-    epilog.epilog(config, places, clock, job, limits, report, hook.watched)
+    epilog.run_epilog(config, places, clock, job, limits, report, hook.watched)
 
 
-def read_config(hook: HookRun, job: Job, places: NodePaths) -> Config:
+def read_partition_config(hook: HookRun, job: Job, places: NodePaths) -> Config:
     """Reads what the admin decided for the job's partition. Raises ConfigError."""
     hook.settings = load_config(places.etc, places.config_memo)
     for key in hook.settings.unlogged:
@@ -259,21 +265,21 @@ def read_config(hook: HookRun, job: Job, places: NodePaths) -> Config:
         hook.say(f"result=warning reason=removed-key detail={detail!r}")
     found = hook.settings.for_partition(job.partition)
     if found.redirect == "auto":
-        loads = _companion_state(hook, places)
+        loads = _read_companion_state(hook, places)
         if loads.why and hook.name == "prolog":  # once for a job
             hook.say(f"result=unread reason=slurm-conf detail={loads.why!r}")
         found = resolve_auto_redirect(found, loads.state)
     return found
 
 
-def _companion_state(hook: HookRun, places: NodePaths) -> CompanionState:
+def _read_companion_state(hook: HookRun, places: NodePaths) -> CompanionState:
     """Return whether the job's steps get the companion; it is what runs a step's hook."""
     if hook.name == "step":
         return CompanionState("loaded")
     return companion.read_companion_state(places.loaded, hook.slurm_conf)
 
 
-def _nodes(
+def _make_nodes(
     hook: HookRun, job: Job, places: NodePaths, clock: Clock
 ) -> tuple[list[Node], Declined | None]:
     """The node to work on, and why nothing may be staged on it now.
@@ -284,7 +290,7 @@ def _nodes(
     # First, as the configuration may be why somebody has switched it off.
     off = switch.find_off_file_reason(places, clock.wall())
     try:
-        config = read_config(hook, job, places)
+        config = read_partition_config(hook, job, places)
     except ConfigError as error:
         leases = LeaseDirectory(places.leases)
         bare = Config(sources=ANYWHERE)

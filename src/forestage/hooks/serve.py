@@ -1,10 +1,10 @@
 """Serves what a job names: from the user's word to the path that shows the local copy.
 
-Prolog and step share this path. `begin` opens the source as the user, takes the lease and has the
-copy begin; `finish` waits for it and shows it. All requests have begun before one is finished, so
-that their copies come in at the same time. Whatever a request comes to is its outcome: nothing that
-is expected to go wrong leaves `serve` as an exception. The lease is taken before the entry is used,
-and before the copy exists, so that nothing evicts it in between.
+Prolog and step share this path. `start_request` opens the source as the user, takes the lease and
+has the copy begin; `finish_request` waits for it and shows it. All requests have begun before one
+is finished, so that their copies come in at the same time. Whatever a request comes to is its
+outcome: nothing that is expected to go wrong leaves `serve_requests` as an exception. The lease is
+taken before the entry is used, and before the copy exists, so that nothing evicts it in between.
 
     cold: wait      the hook waits; at its deadline the job starts as with `shared`
     cold: shared    the job reads the source; with `redirect: bind` the stager lays the redirect
@@ -24,11 +24,16 @@ from forestage.cache.lease import Lease
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError, of_disk
-from forestage.events import UNSERVED, Result
+from forestage.events import UNSERVED_RESULTS, OutcomeResult
 from forestage.hooks import bare_name, leases
-from forestage.hooks.answers import RequestResult, measured, of_error, shown_as
+from forestage.hooks.answers import (
+    RequestResult,
+    make_error_outcome,
+    make_served_result,
+    with_baseline,
+)
 from forestage.hooks.container_binds import ContainerBinds
-from forestage.hooks.leases import GIVE_UP
+from forestage.hooks.leases import SHORT_LOCK_TIMEOUT
 from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.hints import IMPORTED, Request, RequestKind
 from forestage.slurm.job import Job
@@ -41,7 +46,7 @@ from forestage.units import printable
 if TYPE_CHECKING:
     from forestage.system.holder import StartChannel
 
-SOURCES: Mapping[RequestKind, SourceFinder] = {
+SOURCE_FINDERS: Mapping[RequestKind, SourceFinder] = {
     "image": FileSourceFinder("image"),
     IMPORTED: FileSourceFinder("image"),
     "mount": FileSourceFinder("data"),
@@ -82,7 +87,7 @@ class StagedRequest(msgspec.Struct, frozen=True):
     tries: int
 
 
-def serve(
+def serve_requests(
     node: Node,
     job: Job,
     requests: Sequence[Request],
@@ -94,7 +99,7 @@ def serve(
     `refusal` is why nothing may be staged now (switched off, misconfigured); the path is looked at
     all the same where the node has redirects, since none may show this job an outdated file.
     """
-    job = leases.note_saves(node, job, requests, limit)
+    job = leases.record_save_path(node, job, requests, limit)
     with contextlib.ExitStack() as held:
         bound = ContainerBinds(node.places, job, limit.end)
         # Data shows elsewhere than at its own path.
@@ -102,12 +107,12 @@ def serve(
         if refusal is None and node.config.redirect != "none" and not is_all_data:
             held.enter_context(bound)
         call = ServeContext(node, job, limit, refusal, bound, held)
-        begun = [begin(call, request) for request in requests]
-        answers = [finish(call, work) for work in begun]
-    return _leave_room(node, job, answers)
+        begun = [start_request(call, request) for request in requests]
+        answers = [finish_request(call, work) for work in begun]
+    return _evict_for_unpacking(node, job, answers)
 
 
-def begin(
+def start_request(
     call: ServeContext, request: Request, since: float | None = None, tries: int = 1
 ) -> StagedRequest | RequestResult:
     """Has the copy begin, or finds it here. The answer, where nothing will come of it.
@@ -116,53 +121,55 @@ def begin(
     """
     node, job, limit = call.node, call.job, call.limit
     since = node.clock.monotonic() if since is None else since
-    refusal = call.refusal or _refusal(node, job, request, limit)
+    refusal = call.refusal or _find_refusal(node, job, request, limit)
     found: SourceImage | None = None
     try:
         if refusal and not redirect.list_binds(node.cache):
             raise refusal
-        finder = SOURCES[request.kind]
+        finder = SOURCE_FINDERS[request.kind]
         path = finder.path(job, request)
         with contextlib.ExitStack() as held:
             opened = held.enter_context(finder.open(node, job, path, limit.end))
             found = opened.image
-            _check(node, found, refusal)
-            _keep_clear_of_binds(call, request, found)
-            lease = held.enter_context(leases.leased(node, job, opened.image.key, limit))
+            _check_may_stage(node, found, refusal)
+            _check_clear_of_binds(call, request, found)
+            lease = held.enter_context(leases.hold_entry(node, job, opened.image.key, limit))
             copying = held.enter_context(wait.ensure_copy_started(node, job, opened))
             kept = call.held.enter_context(held.pop_all())
     except (ForestageError, OSError) as error:
-        return _with_time(call, _nothing_shown(request, error, refusal, found), since)
+        return _with_duration(call, _make_unserved_result(request, error, refusal, found), since)
     return StagedRequest(request, opened, lease, copying, kept, since, tries)
 
 
-def finish(call: ServeContext, begun: StagedRequest | RequestResult) -> RequestResult:
+def finish_request(call: ServeContext, begun: StagedRequest | RequestResult) -> RequestResult:
     """Waits for the copy as long as the job does, and shows it, or what there is meanwhile."""
     if isinstance(begun, RequestResult):
         return begun
     request, found = begun.request, begun.opened.image
     try:
         with begun.held:
-            answer = _show(call, begun)
+            answer = _wait_and_show(call, begun)
     except (ForestageError, OSError) as error:
         is_changed = isinstance(error, Declined) and error.reason == "changed"
         if is_changed and begun.tries < SOURCE_TRIES:  # what lies there now may stay
-            return finish(call, begin(call, request, begun.since, begun.tries + 1))
+            return finish_request(call, start_request(call, request, begun.since, begun.tries + 1))
         if is_changed:  # without the image: nobody knows which one it is now
-            answer = _nothing_shown(request, Declined("changed", f"{SOURCE_TRIES} times, {error}"))
+            answer = _make_unserved_result(
+                request, Declined("changed", f"{SOURCE_TRIES} times, {error}")
+            )
         else:
-            answer = _nothing_shown(request, error, found=found)
-    return _with_time(call, answer, begun.since)
+            answer = _make_unserved_result(request, error, found=found)
+    return _with_duration(call, answer, begun.since)
 
 
-def _with_time(call: ServeContext, answer: RequestResult, since: float) -> RequestResult:
+def _with_duration(call: ServeContext, answer: RequestResult, since: float) -> RequestResult:
     """The answer with how long it took, and what decided."""
     answer = answer.saying(wait=round(call.node.clock.monotonic() - since, 4))
     answer = msgspec.structs.replace(answer, decided=call.bound.decided)
-    return measured(call.node, answer)
+    return with_baseline(call.node, answer)
 
 
-def _nothing_shown(
+def _make_unserved_result(
     request: Request,
     error: Exception,
     refusal: Declined | None = None,
@@ -170,13 +177,13 @@ def _nothing_shown(
 ) -> RequestResult:
     """Pure: the answer where nothing is shown; `refusal` says more than what it led to."""
     if found and isinstance(error, Declined):
-        return RequestResult(of_error(request, error, found), found)
+        return RequestResult(make_error_outcome(request, error, found), found)
     return RequestResult(
-        of_error(request, error if isinstance(error, Failed) else refusal or error)
+        make_error_outcome(request, error if isinstance(error, Failed) else refusal or error)
     )
 
 
-def _show(call: ServeContext, begun: StagedRequest) -> RequestResult:
+def _wait_and_show(call: ServeContext, begun: StagedRequest) -> RequestResult:
     """The entry, if it comes in time; else what the job does meanwhile."""
     node, job, limit = call.node, call.job, call.limit
     opened, copying, found = begun.opened, begun.copying, begun.opened.image
@@ -189,19 +196,19 @@ def _show(call: ServeContext, begun: StagedRequest) -> RequestResult:
     except Declined as late:
         if late.reason != "deadline":
             raise
-        meanwhile = _meanwhile(call, begun, late)
+        meanwhile = _serve_while_copying(call, begun, late)
         if meanwhile is None:
             came = "joined"
-        elif until := _rather(call, begun, meanwhile):
+        elif until := _extended_deadline(call, begun, meanwhile):
             came = wait.wait_for_copy(node, job, opened, copying, until, limit.watch)
         else:
             return meanwhile
-    _keep_clear_of_binds(call, begun.request, found)  # what its own fstab says is known now
+    _check_clear_of_binds(call, begun.request, found)  # what its own fstab says is known now
     # The use is noted at its end (hooks/epilog.py): a hit writes nothing to a disk that may hang.
-    way = _way(call, begun.request, found)
+    way = _choose_redirect(call, begun.request, found)
     if way == "bind":
         way = redirect.mount_redirect(node, begun.lease, job.user, found, limit.end, limit.copy)
-    return shown_as(begun.request, found, came, way)
+    return make_served_result(begun.request, found, came, way)
 
 
 def _may_lack_room(node: Node, found: SourceImage) -> bool:
@@ -214,37 +221,43 @@ def _may_lack_room(node: Node, found: SourceImage) -> bool:
         return True
 
 
-def _rather(call: ServeContext, begun: StagedRequest, meanwhile: RequestResult) -> Deadline | None:
+def _extended_deadline(
+    call: ServeContext, begun: StagedRequest, meanwhile: RequestResult
+) -> Deadline | None:
     """How long the job would rather wait for its copy than read the source meanwhile, if at all."""
     reads_source = call.limit.through and not meanwhile.socket
-    shows = _way(call, begun.request, begun.opened.image) == "spank"
+    shows = _choose_redirect(call, begun.request, begun.opened.image) == "spank"
     return call.limit.copy if reads_source and shows else None
 
 
-def _meanwhile(call: ServeContext, begun: StagedRequest, late: Declined) -> RequestResult | None:
+def _serve_while_copying(
+    call: ServeContext, begun: StagedRequest, late: Declined
+) -> RequestResult | None:
     """What the job does while its image is copied; None where that has just ended."""
     node, limit, found = call.node, call.limit, begun.opened.image
-    way = _way(call, begun.request, found)
+    way = _choose_redirect(call, begun.request, found)
     if way == "bind":
-        leases.ask_for_redirect(node, call.job, found)
+        leases.request_redirect(node, call.job, found)
         # The stager publishes, then looks who asked: one of the two sees the other.
         if limit.copy is None and node.cache.find(found):
             return None
         way = "later"
     if limit.copy is not None and not limit.through:
-        return _nothing_shown(begun.request, late, found=found)
+        return _make_unserved_result(begun.request, late, found=found)
     if way != "spank":
-        return shown_as(begun.request, found, "started", way)
-    return _through(call, begun)
+        return make_served_result(begun.request, found, "started", way)
+    return _start_read_through(call, begun)
 
 
-def _through(call: ServeContext, begun: StagedRequest) -> RequestResult | None:
+def _start_read_through(call: ServeContext, begun: StagedRequest) -> RequestResult | None:
     """Has the step read through the copy, or leaves it the shared path where that cannot be.
 
     Returns None if the copy has just been published. The Prolog has all ready for the first step.
     """
     node, job, found = call.node, call.job, begun.opened.image
-    started = shown_as(begun.request, found, "started", "none" if job.step is not None else "spank")
+    started = make_served_result(
+        begun.request, found, "started", "none" if job.step is not None else "spank"
+    )
     if node.config.start != "through" or not begun.opened.is_read_through:
         return started
     # A hit needs none of it.
@@ -252,19 +265,19 @@ def _through(call: ServeContext, begun: StagedRequest) -> RequestResult | None:
     from forestage.views.through import keeper
 
     try:
-        socket = keeper.start(CopyTask(node, job, begun.opened), wait=call.limit.ready)
+        socket = keeper.start_keeper(CopyTask(node, job, begun.opened), wait=call.limit.ready)
     except Declined as why:
         # A stager that publishes takes away what a keeper of its copy needs
         # (cache/readers.remove_map_files).
         if node.cache.find(found):
             return None
         return started.saying(reason=why.reason, detail=printable(str(why)))
-    result: Result = "started" if job.step is None else "through"
-    answer = shown_as(begun.request, found, result, "spank")
+    result: OutcomeResult = "started" if job.step is None else "through"
+    answer = make_served_result(begun.request, found, result, "spank")
     return msgspec.structs.replace(answer, socket=socket)
 
 
-def _leave_room(node: Node, job: Job, answers: list[RequestResult]) -> list[RequestResult]:
+def _evict_for_unpacking(node: Node, job: Job, answers: list[RequestResult]) -> list[RequestResult]:
     """Evicts for what the job's containers take if enroot unpacks them on the cache's disk.
 
     For the largest, whose outcome says what went: steps come one after the other, mostly. It is
@@ -273,33 +286,35 @@ def _leave_room(node: Node, job: Job, answers: list[RequestResult]) -> list[Requ
     needs = {
         number: unpacked.estimate_unpacked_bytes(node.cache, node.config, answer.image)
         for number, answer in enumerate(answers)
-        if answer.image and answer.image.kind == "image" and answer.outcome.result not in UNSERVED
+        if answer.image
+        and answer.image.kind == "image"
+        and answer.outcome.result not in UNSERVED_RESULTS
     }
     number = max(needs, key=lambda number: needs[number], default=None)
     if number is None or not needs[number]:
         return answers
     with contextlib.suppress(ForestageError, OSError):
-        disk.check_writable(node.places, node.cache, GIVE_UP)
+        disk.check_writable(node.places, node.cache, SHORT_LOCK_TIMEOUT)
         if not unpacked.has_free_bytes(
             node.cache, node.config, needs[number]
-        ) and unpacked.is_enroot_on_same_disk(node.cache, node.places.root, GIVE_UP):
+        ) and unpacked.is_enroot_on_same_disk(node.cache, node.places.root, SHORT_LOCK_TIMEOUT):
             # Mostly there is enough.
             from forestage.cache import evict
 
-            whose = (needs[number], job.user.uid, GIVE_UP)
+            whose = (needs[number], job.user.uid, SHORT_LOCK_TIMEOUT)
             keys = evict.evict_for_job(node.cache, node.leases, node.config, *whose)
             answers[number] = answers[number].saying(evicted=keys)
     return answers
 
 
-def _refusal(node: Node, job: Job, request: Request, limit: HookDeadlines) -> Declined | None:
+def _find_refusal(node: Node, job: Job, request: Request, limit: HookDeadlines) -> Declined | None:
     """Returns why nothing may be staged for this request on this node, if it may not."""
     try:
         # First: a registry's name must not count as a failure of the cache, which may drain the
         # node.
-        if found := bare_name.find_refusal(job, request, limit.end.left()):
+        if found := bare_name.find_bare_name_refusal(job, request, limit.end.left()):
             return found
-        SOURCES[request.kind].path(job, request)
+        SOURCE_FINDERS[request.kind].path(job, request)
         if job.hints.off:
             return Declined("off", "the job says stage=off")
         disk.check_readable(node.places, node.cache, limit.end.left())
@@ -312,7 +327,7 @@ def _refusal(node: Node, job: Job, request: Request, limit: HookDeadlines) -> De
     return None
 
 
-def _check(node: Node, found: SourceImage, refusal: Declined | None) -> None:
+def _check_may_stage(node: Node, found: SourceImage, refusal: Declined | None) -> None:
     """Raises Declined where this image must not be staged for the job."""
     if refusal:
         raise refusal
@@ -321,7 +336,7 @@ def _check(node: Node, found: SourceImage, refusal: Declined | None) -> None:
         raise Declined("bad-path", "the path resolves to a name with control characters")
 
 
-def _keep_clear_of_binds(call: ServeContext, request: Request, found: SourceImage) -> None:
+def _check_clear_of_binds(call: ServeContext, request: Request, found: SourceImage) -> None:
     """Raises Declined where the job's container binds a directory above.
 
     Then no redirect of this job's stays; where another job needs one, this container may not start.
@@ -333,11 +348,11 @@ def _keep_clear_of_binds(call: ServeContext, request: Request, found: SourceImag
         call.bound.must_not_hold(found.path, entry.binds if entry else ())
     except Declined:
         # A Prolog does not see what a step asks for, and may have laid one.
-        leases.drop_redirect(call.node, call.job, found.path, call.limit)
+        leases.drop_own_redirect(call.node, call.job, found.path, call.limit)
         raise
 
 
-def _way(call: ServeContext, request: Request, found: SourceImage) -> str:
+def _choose_redirect(call: ServeContext, request: Request, found: SourceImage) -> str:
     """How the path is to show the entry: bind, spank, or none for the site's sake or the job's."""
     job, way = call.job, call.node.config.redirect
     if way == "none" or not job.saves or not request.is_redirected:

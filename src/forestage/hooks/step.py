@@ -20,8 +20,8 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError, of_node
 from forestage.events import RequestOutcome
 from forestage.hooks import leases, serve, user_messages
-from forestage.hooks.answers import RequestResult, measured
-from forestage.hooks.limit import HookDeadlines, wished
+from forestage.hooks.answers import RequestResult, with_baseline
+from forestage.hooks.limit import HookDeadlines, requested_wait
 from forestage.slurm import timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
@@ -31,10 +31,10 @@ from forestage.stage.wait import ignore_progress
 from forestage.system import as_user, lock
 from forestage.units import is_number
 
-MEASURED = frozenset(("time", "total", "step"))  # of an event, by the companion
+MEASURED_FIELDS = frozenset(("time", "total", "step"))  # of an event, by the companion
 COPIER_GRACE = 7.0  # seconds of the companion's for what a copier says when its time is over
-NAME = 1.0  # seconds for a user's name, which no decision needs
-MAX_ENVIRONMENT = 8 << 20  # bytes; the kernel takes 6 MiB at most
+NAME_TIMEOUT = 1.0  # seconds for a user's name, which no decision needs
+MAX_ENVIRONMENT_BYTES = 8 << 20  # bytes; the kernel takes 6 MiB at most
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -52,13 +52,13 @@ class StepResult(msgspec.Struct, frozen=True):
         return [answer.outcome for answer in self.answers]
 
 
-def limit_of(
+def make_step_deadlines(
     node: Node,
     job: Job,
     timeout: str,
-    say: user_messages.Say,
+    say: user_messages.WriteMessage,
     refusal: Declined | None,
-    progress: user_messages.Say | None = None,
+    progress: user_messages.WriteMessage | None = None,
 ) -> HookDeadlines:
     """Returns how long a step may go on, and wait for a copy.
 
@@ -66,14 +66,16 @@ def limit_of(
     the search for stale redirects. `progress` writes lines while the step waits for data.
     """
     config, hint = node.config, job.hints.wait
-    wish = None if refusal else wished(config, hint, timeouts.STEP_WAIT)
+    wish = None if refusal else requested_wait(config, hint, timeouts.STEP_WAIT)
     copy = None if wish is None else timeouts.step_budget(wish, timeout)
     end = timeouts.step_budget(opening.HOOK_TIMEOUT, timeout)
     filled = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
     longest = max(0.0, timeouts.step_budget(math.inf, timeout) - COPIER_GRACE)
     tells = config.user_messages != "none"
     waits = user_messages.WaitReporter(node.clock, say, math.inf)
-    brings = progress and user_messages.WaitReporter(node.clock, progress, user_messages.AGAIN)
+    brings = progress and user_messages.WaitReporter(
+        node.clock, progress, user_messages.REPEAT_MESSAGE_AFTER
+    )
     return msgspec.structs.replace(
         HookDeadlines.of(node.clock, end, copy, small=hint != 0, room=hint != 0),
         fill=Deadline.after(min(filled, longest), node.clock),
@@ -83,13 +85,13 @@ def limit_of(
     )
 
 
-def step(node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None) -> StepResult:
+def serve_step(node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None) -> StepResult:
     """Stages the step's image; `refusal` is why nothing may be staged on this node now."""
-    answers = serve.serve(node, job, job.requests, limit, refusal)
+    answers = serve.serve_requests(node, job, job.requests, limit, refusal)
     own: LineFields = ("leave", "no-image")
     also = []
     for request, answer in zip(job.requests, answers, strict=True):
-        words = fields(node, answer)
+        words = format_answer_fields(node, answer)
         if request.via == "option":
             own = words
         elif words[0] != "leave":
@@ -97,7 +99,7 @@ def step(node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None) -
     return StepResult(answers, own, tuple(also))
 
 
-def with_variables(job: Job, environ: Mapping[str, str]) -> Job:
+def with_step_variables(job: Job, environ: Mapping[str, str]) -> Job:
     """Returns the job with the variables of its step, in the open file that the companion names.
 
     What is too long for a program to be started with is left out: nobody knows it then.
@@ -107,9 +109,11 @@ def with_variables(job: Job, environ: Mapping[str, str]) -> Job:
         return job
     data = b""
     with contextlib.suppress(OSError):
-        while len(data) <= MAX_ENVIRONMENT and (more := os.pread(int(number), 1 << 20, len(data))):
+        while len(data) <= MAX_ENVIRONMENT_BYTES and (
+            more := os.pread(int(number), 1 << 20, len(data))
+        ):
             data += more
-    if not data or len(data) > MAX_ENVIRONMENT:
+    if not data or len(data) > MAX_ENVIRONMENT_BYTES:
         return job
     # Of a name that comes twice the last counts, as with putenv(3).
     entries = (os.fsdecode(entry).partition("=") for entry in data.split(b"\0"))
@@ -117,7 +121,7 @@ def with_variables(job: Job, environ: Mapping[str, str]) -> Job:
     return msgspec.structs.replace(job, variables=found)
 
 
-def with_user(node: Node, job: Job, timeout: str) -> tuple[Job, Declined | None]:
+def with_identified_user(node: Node, job: Job, timeout: str) -> tuple[Job, Declined | None]:
     """Returns the job with its user's name and groups, and why nothing may be staged without them.
 
     The groups are those that Slurm gave the step, of which the node's name service may not know
@@ -140,23 +144,25 @@ def with_user(node: Node, job: Job, timeout: str) -> tuple[Job, Declined | None]
                 user = msgspec.structs.replace(user, name=lease.user.name)
     if not user.name:
         with contextlib.suppress(Declined, OSError):
-            named = as_user.query_name_service(user, NAME)
+            named = as_user.query_name_service(user, NAME_TIMEOUT)
             user = msgspec.structs.replace(user, name=named.name)
     return msgspec.structs.replace(job, user=user), None
 
 
-def with_hinted(noted: LeaseDirectory, job: Job) -> Job:
+def with_hinted_images(noted: LeaseDirectory, job: Job) -> Job:
     """Returns the job with the images that its comment named, as its Prolog noted them."""
     hinted = tuple(Request(path, "hint") for path in noted.hinted(job.id, job.user.uid))
     return msgspec.structs.replace(job, requests=job.requests + hinted)
 
 
-def with_notes(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Declined | None]:
+def with_prolog_notes(
+    node: Node, job: Job, refusal: Declined | None
+) -> tuple[Job, Declined | None]:
     """Returns the job with what its Prolog noted: what the comment says, and the job's nodes.
 
     A lease that cannot be read is a refusal, unless there is one already.
     """
-    job = with_hinted(node.leases, job)
+    job = with_hinted_images(node.leases, job)
     job = msgspec.structs.replace(job, nodelist=node.leases.nodelist(job.id, job.user.uid))
     try:
         lease = node.leases.read_own(job.id, job.user.uid)
@@ -172,7 +178,7 @@ def with_notes(node: Node, job: Job, refusal: Declined | None) -> tuple[Job, Dec
     return msgspec.structs.replace(job, hints=hints, waited=said.waited), refusal
 
 
-def fields(node: Node, answer: RequestResult) -> LineFields:
+def format_answer_fields(node: Node, answer: RequestResult) -> LineFields:
     """Pure: the fields of the line that ends the companion's wait."""
     outcome, wanted = answer.outcome, answer.image
     if outcome.result == "started":
@@ -194,7 +200,7 @@ def fields(node: Node, answer: RequestResult) -> LineFields:
     return word, *words
 
 
-def note_shown(
+def record_images_for_steps(
     node: Node, job: Job, decided_by: Sequence[str], answers: Sequence[RequestResult]
 ) -> None:
     """Notes what further steps of the job are shown, so that they need no helper.
@@ -205,14 +211,16 @@ def note_shown(
     if job.step is None and node.config.user_messages == "all":
         return  # the first step has a line to write, which takes a helper
     # The off switch and a lease that says stage=off leave no answer that counts.
-    found = [_record_of(node, job, *pair) for pair in zip(job.requests, answers, strict=False)]
+    found = [
+        _make_recorded_image(node, job, *pair) for pair in zip(job.requests, answers, strict=False)
+    ]
     images = [image for image in found if image is not None]
     by_binds = next((answer.decided for answer in answers if answer.decided), ())
     if images and by_binds:
         # Only a further step's time depends on it.
         with (
             contextlib.suppress(ForestageError, OSError),
-            lock.held(node.cache.space_lock, leases.GIVE_UP),
+            lock.held(node.cache.space_lock, leases.SHORT_LOCK_TIMEOUT),
         ):
             if decided_by:
                 decided_by = [
@@ -223,11 +231,11 @@ def note_shown(
             step_record.add_images(node.leases, job.id, decided_by, images)
 
 
-def _record_of(
+def _make_recorded_image(
     node: Node, job: Job, request: Request, first: RequestResult
 ) -> RecordedImage | None:
     outcome = first.outcome
-    answer = _further_answer(node, first)
+    answer = _result_for_further_step(node, first)
     if answer is None or outcome.redirect != "spank" or outcome.reason:
         return None
     if job.mounts_home is False:  # a further step need not say so
@@ -235,19 +243,19 @@ def _record_of(
     changes = {"result": answer.outcome.result, "baseline": answer.outcome.baseline}
     same = {"via": "option", "wait": 0.0, "evicted": ()}
     further = msgspec.structs.replace(outcome, **changes, **same)
-    event = msgspec.to_builtins(events.of_job(job, "step", further))
+    event = msgspec.to_builtins(events.make_job_event(job, "step", further))
     # The companion writes these before the rest.
-    event = {name: value for name, value in event.items() if name not in MEASURED}
+    event = {name: value for name, value in event.items() if name not in MEASURED_FIELDS}
     event["outcome"].pop("wait", None)
     return RecordedImage(
         asked=os.path.join(job.work_dir, request.path),
         uid=job.user.uid,
         event=msgspec.json.encode(event).decode().removeprefix("{"),
-        answer=fields(node, answer),
+        answer=format_answer_fields(node, answer),
     )
 
 
-def _further_answer(node: Node, first: RequestResult) -> RequestResult | None:
+def _result_for_further_step(node: Node, first: RequestResult) -> RequestResult | None:
     """What a further step gets: the entry, or the keeper of the copy that is under way.
 
     It need not listen yet. Where nobody does in the end, the companion asks a helper.
@@ -257,7 +265,7 @@ def _further_answer(node: Node, first: RequestResult) -> RequestResult | None:
     if entry is not None and entry.binds:  # which a helper has to look at
         return None
     if entry is not None:
-        return measured(
+        return with_baseline(
             node, RequestResult(RequestOutcome("hit"), SourceImage(entry.identity, entry.access))
         )
     return (

@@ -9,81 +9,85 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import UserMessages
 from forestage.errors import ForestageError
-from forestage.events import UNSERVED, RequestOutcome, saved
+from forestage.events import UNSERVED_RESULTS, RequestOutcome, saved
 from forestage.hooks import leases
 from forestage.slurm import nodelist
 from forestage.slurm.job import Job
 from forestage.system import lock
 from forestage.units import to_tenths
 
-HELD_UP = 5.0  # seconds that a step waits before its user reads why
-AGAIN = 30.0  # seconds until they read it once more
+FIRST_MESSAGE_AFTER = 5.0  # seconds that a step waits before its user reads why
+REPEAT_MESSAGE_AFTER = 30.0  # seconds until they read it once more
 
-PYXIS_TELLS = frozenset(
+REASONS_REPORTED_BY_PYXIS = frozenset(
     ("bad-path", "missing", "no-permission", "not-a-file", "empty", "not-squashfs")
 )
-AS_DECIDED = frozenset(
+INTENDED_REASONS = frozenset(
     (
         *("registry", "outside-sources", "too-large", "below-bind"),
         *("off", "disabled", "config", "set-id", "unlisted", "container"),
     )
 )
 
-_TELL = "tell your admin (`forestage explain` says more)"
-FOR_USERS = {
-    "no-room": f"this node's cache has no room for it; if that stays so, {_TELL}",
-    "io": f"this node's disk gave an error; {_TELL}",
-    "disk-full": f"a file system of this node is full; {_TELL}",
-    "copy": f"the copy failed on this node; {_TELL}",
-    "cache-not-mounted": f"this node's cache disk is not mounted; {_TELL}",
-    "cache-other-disk": f"this node's cache disk is not mounted; {_TELL}",
-    "cache-on-network": f"this node's cache cannot be used; {_TELL}",
-    "cache-not-ours": f"this node's cache cannot be used; {_TELL}",
-    "cache-format": f"this node's cache cannot be used; {_TELL}",
-    "cache-hangs": f"this node's cache disk does not answer; {_TELL}",
-    "disk-errors": f"this node's cache disk has errors; {_TELL}",
-    "config": f"forestage is not set up right on this node; {_TELL}",
+_ASK_ADMIN = "tell your admin (`forestage explain` says more)"
+USER_TEXTS = {
+    "no-room": f"this node's cache has no room for it; if that stays so, {_ASK_ADMIN}",
+    "io": f"this node's disk gave an error; {_ASK_ADMIN}",
+    "disk-full": f"a file system of this node is full; {_ASK_ADMIN}",
+    "copy": f"the copy failed on this node; {_ASK_ADMIN}",
+    "cache-not-mounted": f"this node's cache disk is not mounted; {_ASK_ADMIN}",
+    "cache-other-disk": f"this node's cache disk is not mounted; {_ASK_ADMIN}",
+    "cache-on-network": f"this node's cache cannot be used; {_ASK_ADMIN}",
+    "cache-not-ours": f"this node's cache cannot be used; {_ASK_ADMIN}",
+    "cache-format": f"this node's cache cannot be used; {_ASK_ADMIN}",
+    "cache-hangs": f"this node's cache disk does not answer; {_ASK_ADMIN}",
+    "disk-errors": f"this node's cache disk has errors; {_ASK_ADMIN}",
+    "config": f"forestage is not set up right on this node; {_ASK_ADMIN}",
     **dict.fromkeys(
         ("busy", "helper", "lease-damaged", "loop", "program", "redirect", "slurm-conf"),
-        f"forestage failed on this node; {_TELL}",
+        f"forestage failed on this node; {_ASK_ADMIN}",
     ),
 }
 """What users are told where only an admin can do something; the event and `explain` have it all."""
 
-Say = Callable[[str], None]
+WriteMessage = Callable[[str], None]
 
 
-def tell(
-    node: Node, job: Job, outcomes: Sequence[RequestOutcome], say: Say, always: Say | None = None
+def write_messages(
+    node: Node,
+    job: Job,
+    outcomes: Sequence[RequestOutcome],
+    say: WriteMessage,
+    always: WriteMessage | None = None,
 ) -> None:
     """Says what the requests came to, what went wrong first: most users read one line only.
 
     That a mount is missing they read `always`: each step finds an empty directory there.
     """
-    for outcome in sorted(outcomes, key=lambda outcome: outcome.result not in UNSERVED):
-        line = message(outcome, node.config.user_messages, job.waited)
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.result not in UNSERVED_RESULTS):
+        line = format_message(outcome, node.config.user_messages, job.waited)
         if line:
-            (always if always and is_unmounted(outcome) else say)(line)
+            (always if always and is_mount_missing(outcome) else say)(line)
 
 
-def is_unmounted(outcome: RequestOutcome) -> bool:
+def is_mount_missing(outcome: RequestOutcome) -> bool:
     """Pure: whether a squashfs file was to be mounted, and is not."""
     is_mount = outcome.data and "@/" in outcome.request
-    return is_mount and outcome.result in UNSERVED and not outcome.redirect
+    return is_mount and outcome.result in UNSERVED_RESULTS and not outcome.redirect
 
 
-def with_tell(node: Node, job: Job) -> Node:
+def with_requested_messages(node: Node, job: Job) -> Node:
     """Returns the node as it is for a job whose user wants to read what happens."""
     return node.configured(user_messages="all") if job.hints.tell else node
 
 
-def say_bad_hints(node: Node, job: Job, say: "JobMessageWriter") -> None:
+def write_hint_problems(node: Node, job: Job, say: "JobMessageWriter") -> None:
     """Says what the Prolog noted of the comment's hints, once: it is noted no longer."""
     if not job.hints.problems:
         return
     with (
         contextlib.suppress(ForestageError, OSError),  # rather twice than never
-        lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP),
+        lock.held_if_writable(node.cache.space_lock, leases.SHORT_LOCK_TIMEOUT),
     ):
         lease = node.leases.read_own(job.id, job.user.uid)
         if (
@@ -96,7 +100,7 @@ def say_bad_hints(node: Node, job: Job, say: "JobMessageWriter") -> None:
         say.progress(line)
 
 
-def is_first_node(job: Job) -> bool:
+def is_first_step_node(job: Job) -> bool:
     """Pure: whether this node is the one of the step's that speaks to its user."""
     listed = job.step_nodelist or job.nodelist
     nodes = nodelist.expand_nodelist(listed) if listed else ()
@@ -106,11 +110,11 @@ def is_first_node(job: Job) -> bool:
 class WaitReporter:
     """While a step waits: a line, so that nobody thinks it hangs, then one each `again` seconds."""
 
-    def __init__(self, clock: Clock, say: Say, again: float) -> None:
+    def __init__(self, clock: Clock, say: WriteMessage, again: float) -> None:
         self.clock = clock
         self.say = say
         self.again = again
-        self.due = clock.monotonic() + HELD_UP
+        self.due = clock.monotonic() + FIRST_MESSAGE_AFTER
 
     def __call__(self, line: Callable[[], str]) -> None:
         if self.clock.monotonic() >= self.due:
@@ -126,7 +130,7 @@ class JobMessageWriter:
     each node.
     """
 
-    def __init__(self, node: Node, job: Job, say: Say) -> None:
+    def __init__(self, node: Node, job: Job, say: WriteMessage) -> None:
         self.node = node
         self.job = job
         self.say = say
@@ -134,12 +138,12 @@ class JobMessageWriter:
 
     def __call__(self, text: str) -> None:
         if self.may is None or self.node.config.user_messages != "all":
-            self.may = is_first_node(self.job) and self._is_first()
+            self.may = is_first_step_node(self.job) and self._is_first()
         if self.may:
             self.say(f"{self.job.node}: {text}")
 
     def progress(self, text: str) -> None:
-        if is_first_node(self.job):
+        if is_first_step_node(self.job):
             self.say(f"{self.job.node}: {text}")
 
     def always(self, text: str) -> None:
@@ -149,8 +153,8 @@ class JobMessageWriter:
         """Whether the user has read nothing yet; notes in the lease that now they do."""
         node = self.node
         try:
-            with lock.held_if_writable(node.cache.space_lock, leases.GIVE_UP):
-                lease = leases.of_job(node, self.job)
+            with lock.held_if_writable(node.cache.space_lock, leases.SHORT_LOCK_TIMEOUT):
+                lease = leases.read_or_make_lease(node, self.job)
                 told = node.leases.said(self.job.id, self.job.user.uid).told
                 node.leases.say(lease, told=True)
                 return not told
@@ -158,43 +162,43 @@ class JobMessageWriter:
             return True
 
 
-def message(outcome: RequestOutcome, wanted: UserMessages, waited: float = 0.0) -> str:
+def format_message(outcome: RequestOutcome, wanted: UserMessages, waited: float = 0.0) -> str:
     """Pure: the line that the user reads in the end; "" for none.
 
     `waited` are seconds that the job's Prolog took before this step.
     """
     if wanted == "none":
         return ""
-    if outcome.result in UNSERVED:
-        return _why_not(outcome, wanted)
-    return _what_came(outcome, waited) if wanted == "all" else ""
+    if outcome.result in UNSERVED_RESULTS:
+        return _format_refusal(outcome, wanted)
+    return _format_served(outcome, waited) if wanted == "all" else ""
 
 
-def _why_not(outcome: RequestOutcome, wanted: UserMessages) -> str:
+def _format_refusal(outcome: RequestOutcome, wanted: UserMessages) -> str:
     """Pure: why what was asked for is read as without us; "" where nobody needs to hear it."""
     name = outcome.image or outcome.request
-    why = FOR_USERS.get(outcome.reason, outcome.detail)
+    why = USER_TEXTS.get(outcome.reason, outcome.detail)
     if outcome.request == "stage-dir":
         return f"this job has no directory of its own on this node: {why}"
     if outcome.request.endswith("@job") or "@seed:" in outcome.request:
         return f"{name} is not in the job's directory: {why}"
     if outcome.reason == "no-permission" and outcome.via == "hint" and not outcome.data:
         return f"{name} is not staged: {why}; give yourself the right to read it"
-    decided = outcome.reason in AS_DECIDED and (wanted != "all" or outcome.reason == "off")
+    decided = outcome.reason in INTENDED_REASONS and (wanted != "all" or outcome.reason == "off")
     # Of a directory pyxis tells nothing.
     is_directory = outcome.data and outcome.request.endswith("/")
-    quiet = decided or (outcome.reason in PYXIS_TELLS and not is_directory)
+    quiet = decided or (outcome.reason in REASONS_REPORTED_BY_PYXIS and not is_directory)
     # The job fails for it, and that would look like our failure, or like a registry's.
     if outcome.reason in ("truncated", "bare-name"):
         return outcome.detail
-    if outcome.reason == "no-mount" or is_unmounted(outcome):
+    if outcome.reason == "no-mount" or is_mount_missing(outcome):
         return f"{name} is not mounted: {why}"
     if outcome.reason == "registry" and not quiet:
         return f"{name} is imported by enroot, as without forestage"
     return "" if quiet else f"{name} is read from its original path: {why}"
 
 
-def _what_came(outcome: RequestOutcome, waited: float) -> str:
+def _format_served(outcome: RequestOutcome, waited: float) -> str:
     """Pure: where it is read from, how long that took, and what it was worth."""
     name = outcome.image or outcome.request
     copy = {
@@ -206,5 +210,5 @@ def _what_came(outcome: RequestOutcome, waited: float) -> str:
     said = outcome.result + (f", the step waited {took}" if took else "")
     said += f", the job's start {before}" if before else ""
     whole = msgspec.structs.replace(outcome, wait=outcome.wait + waited)
-    worth = f", {saved.phrase(whole)}" * (outcome.result not in copy)
+    worth = f", {saved.format_saving(whole)}" * (outcome.result not in copy)
     return f"{name} is read from {where} ({said}){worth}"

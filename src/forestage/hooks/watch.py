@@ -20,14 +20,18 @@ TYPE_CHECKING = False  # as in hooks/boundary.py
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FIRST = 120.0  # seconds until the child must have told its own limit: it reads files on /etc, /run
-REST = 60.0  # seconds beyond its limit: a busy node is no hanging one
-LOOK = 3.0  # seconds; nearly all hooks end within a tenth of that
-HANGS = 5.0  # seconds without an answer: a snapshot, or a controller's reset, may take some
-CONTROL = b"\0"  # begins a line for the hook; all others are for the log
-ENDED, CACHE, UNTIL = b"ended", b"cache", b"until"
-SLICE = 0.2  # seconds between two looks at a child that may have died without a word
-ENDS = 0.0002  # seconds between two, once it has let go of its line: it ends just then
+FIRST_TIME_LIMIT = (
+    120.0  # seconds until the child must have told its own limit: it reads files on /etc, /run
+)
+TIME_LIMIT_MARGIN = 60.0  # seconds beyond its limit: a busy node is no hanging one
+PROBE_INTERVAL = 3.0  # seconds; nearly all hooks end within a tenth of that
+HANG_AFTER = 5.0  # seconds without an answer: a snapshot, or a controller's reset, may take some
+CONTROL_PREFIX = b"\0"  # begins a line for the hook; all others are for the log
+ENDED_MESSAGE, CACHE_MESSAGE, DEADLINE_MESSAGE = b"ended", b"cache", b"until"
+EXIT_POLL_INTERVAL = 0.2  # seconds between two looks at a child that may have died without a word
+CLOSED_POLL_INTERVAL = (
+    0.0002  # seconds between two, once it has let go of its line: it ends just then
+)
 
 
 class HookPipe:
@@ -40,26 +44,26 @@ class HookPipe:
         """Nothing where nobody waits."""
         if self.line >= 0:
             try:
-                os.write(self.line, CONTROL + word + b" " + os.fsencode(value) + b"\n")
+                os.write(self.line, CONTROL_PREFIX + word + b" " + os.fsencode(value) + b"\n")
             except OSError:  # the hook has been killed, and so this is about to be
                 return
 
     def works_on(self, cache: str) -> None:
         """From now on it may hang with this cache."""
-        self.tell(CACHE, cache)
+        self.tell(CACHE_MESSAGE, cache)
 
     def ends_within(self, seconds: float) -> None:
         """The work is limited to so many seconds; what is over long after that hangs."""
-        self.tell(UNTIL, f"{time.monotonic() + seconds + REST:f}")
+        self.tell(DEADLINE_MESSAGE, f"{time.monotonic() + seconds + TIME_LIMIT_MARGIN:f}")
 
     def end(self) -> None:
         """Ends the child, and so the hook; nothing where nobody waits."""
         if self.line >= 0:
-            self.tell(ENDED, "")
+            self.tell(ENDED_MESSAGE, "")
             os._exit(0)
 
 
-ALONE = HookPipe()
+NO_HOOK_PIPE = HookPipe()
 
 
 class HookWorkerTimeout(Exception):
@@ -70,7 +74,7 @@ class HookWorkerTimeout(Exception):
         self.cache = cache
 
 
-def fork(keeps_stdout: bool) -> HookWorker | HookPipe | None:
+def fork_worker(keeps_stdout: bool) -> HookWorker | HookPipe | None:
     """Forks the child: returns it to the hook, and its own end of the line to the child.
 
     None where it cannot be forked: then the caller does the work itself. `keeps_stdout`: a step's
@@ -100,7 +104,7 @@ class HookWorker:
         self.pid = pid
         self.line = line
         self.cache = ""
-        self.until = time.monotonic() + FIRST
+        self.until = time.monotonic() + FIRST_TIME_LIMIT
         self.status: int | None = None
         self.rest = b""
         self.is_closed = False  # nobody has the line any more
@@ -115,19 +119,19 @@ class HookWorker:
 
         waiting = poll()
         waiting.register(self.line, POLLIN)
-        look = time.monotonic() + LOOK
+        look = time.monotonic() + PROBE_INTERVAL
         while self.status is None:
             now = time.monotonic()
             if now >= self.until:
                 raise self._late("")
             if now >= look:
-                if self.cache and hangs(self.cache) >= HANGS:
+                if self.cache and hangs(self.cache) >= HANG_AFTER:
                     raise self._late(self.cache)
-                look = time.monotonic() + LOOK
+                look = time.monotonic() + PROBE_INTERVAL
             if self.is_closed:
-                time.sleep(ENDS)
+                time.sleep(CLOSED_POLL_INTERVAL)
                 self._look()
-            elif waiting.poll(1000 * min(SLICE, max(0.0, look - now))):
+            elif waiting.poll(1000 * min(EXIT_POLL_INTERVAL, max(0.0, look - now))):
                 self._hear()
             else:
                 self._look()
@@ -138,17 +142,17 @@ class HookWorker:
         data = os.read(self.line, 1 << 16)
         *lines, self.rest = (self.rest + data).split(b"\n")
         for said in lines:
-            word, _, value = said.removeprefix(CONTROL).partition(b" ")
-            if not said.startswith(CONTROL):
-                _say(said + b"\n")
-            elif word == ENDED:
+            word, _, value = said.removeprefix(CONTROL_PREFIX).partition(b" ")
+            if not said.startswith(CONTROL_PREFIX):
+                _write_log(said + b"\n")
+            elif word == ENDED_MESSAGE:
                 self.status = 0
-            elif word == CACHE:
+            elif word == CACHE_MESSAGE:
                 self.cache = os.fsdecode(value)
-            elif word == UNTIL:
+            elif word == DEADLINE_MESSAGE:
                 self.until = float(value)
         if not data and self.status is None:
-            _say(self.rest)
+            _write_log(self.rest)
             self.is_closed = True  # killed, it may hang with what else it had open
 
     def _look(self) -> None:
@@ -165,7 +169,7 @@ class HookWorker:
         return HookWorkerTimeout(cache)
 
 
-def _say(text: bytes) -> None:
+def _write_log(text: bytes) -> None:
     try:
         os.write(2, text)
     except OSError:

@@ -326,7 +326,7 @@ def format_progress(task: CopyTask, owner: PartRecord) -> str:
     done = task.part.copied(owner)
     took = task.node.clock.monotonic() - owner.began
     return (
-        f"image={events.field(owner.image.path)} key={owner.image.key}"
+        f"image={events.quote_field(owner.image.path)} key={owner.image.key}"
         f" copied={done} of={owner.image.size}"
         f" rate={format_rate(done - owner.resumed, took).replace(' ', '')}"
     )

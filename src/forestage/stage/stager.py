@@ -152,7 +152,9 @@ def _mount_for_waiting_jobs(task: CopyTask) -> None:
     """Lays the redirects that jobs began without. Not under the key's lock: some hang."""
     if task.node.cache.find(task.image) is not None:
         for job, came in redirect.mount_for_waiting_jobs(task.node, task.image):
-            line = f"image={events.field(task.image.path)} redirect={events.field(came)}"
+            line = (
+                f"image={events.quote_field(task.image.path)} redirect={events.quote_field(came)}"
+            )
             log.say(f"stager job={job} {line}", by_slurm=True)
 
 
@@ -219,12 +221,14 @@ def _record_copy(task: CopyTask, figures: "CopyStats", error: Declined | None, t
         data=task.image.kind == "data",
         **facts,
     )
-    log.say(f"stager job={job.id} {events.summary(job, [outcome], took)}", by_slurm=True)
-    event = events.of_job(job, "stager", outcome, node.clock.wall(), took)
+    log.say(f"stager job={job.id} {events.format_summary(job, [outcome], took)}", by_slurm=True)
+    event = events.make_job_event(job, "stager", outcome, node.clock.wall(), took)
     with contextlib.suppress(OSError):  # the job's event does not hang on what others are told
-        events.report_copy(node.places, event, node.leases.users_of(task.key) - {job.user.uid})
+        events.record_copy_for_users(
+            node.places, event, node.leases.users_of(task.key) - {job.user.uid}
+        )
     try:
         events.record_events(node.places, [event])
     except OSError as failure:  # a full log disk is no reason to lose a copy
-        losses.note_loss(node.places.lost_events, node.clock.wall(), failure)
+        losses.record_loss(node.places.lost_events, node.clock.wall(), failure)
         log.say(f"stager job={job.id} result=unrecorded detail={str(failure)!r}", by_slurm=True)

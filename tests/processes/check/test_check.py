@@ -23,7 +23,7 @@ from click.testing import CliRunner
 
 from commands import NOW, Frozen
 from forestage import check, events
-from forestage.check import CheckFinding, Level, plugins
+from forestage.check import CheckFinding, FindingLevel, plugins
 from forestage.check import site as sites
 from forestage.check.site import COMPANION_CONF
 from forestage.commands.main import main
@@ -91,7 +91,7 @@ def test_login_node_that_has_all_has_no_finding(node: GoodNode) -> None:
 class Planted(NamedTuple):
     """A mistake: its id and level, how to make it, and the line to change where it is computed."""
 
-    level: Level
+    level: FindingLevel
     id: str
     plant: Callable[[GoodNode], object]
     change: str = ""
@@ -459,7 +459,7 @@ def local_store(node: GoodNode) -> None:
 def asked_in_vain(node: GoodNode) -> None:
     """A step an hour ago; nobody listens there now either."""
     outcome = RequestOutcome("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
-    events.append(node.places.events, [EventRecord(NOW - 3600, "step", 7, outcome)])
+    events.append_events(node.places.events, [EventRecord(NOW - 3600, "step", 7, outcome)])
 
 
 REGISTRY = [
@@ -805,7 +805,7 @@ def found_bad(result: str, seconds_ago: float) -> Callable[[GoodNode], object]:
         "bad", image="/lustre/a.sqsh", key="ab" * 16, since=NOW - 9 * 86400, evicted=gone
     )
     event = EventRecord(NOW - seconds_ago, "sweep", 0, bad)
-    return lambda node: events.append(node.places.events, [event])
+    return lambda node: events.append_events(node.places.events, [event])
 
 
 BAD = [
@@ -1149,16 +1149,16 @@ def test_source_that_does_not_answer_is_found_and_not_asked_again(
 
 def hung(node: GoodNode, path: str, ago: float = 60.0, result: str = "declined") -> None:
     outcome = RequestOutcome(result, "source-hangs" if result == "declined" else "", request=path)
-    events.append(node.places.events, [EventRecord(NOW - ago, "prolog", 7, outcome)])
+    events.append_events(node.places.events, [EventRecord(NOW - ago, "prolog", 7, outcome)])
 
 
 def test_path_that_answered_no_job_is_asked_again(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check.sources, "TIMEOUT", 0.2)
+    monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.2)
     hung(node, "/lustre/link/a.sqsh")
     assert node.ids() == [], "it answers now"
-    monkeypatch.setattr(check.sources, "_answers", hangs)
+    monkeypatch.setattr(check.sources, "_read_from_path", hangs)
     (found,) = node.check().findings
     assert (found.id, found.level) == ("source-hangs", "critical")
     assert "/lustre/link/a.sqsh did not answer a job at " in found.what
@@ -1171,12 +1171,12 @@ def test_path_that_answered_no_job_is_asked_again(
 def test_file_system_below_a_source_that_hangs_is_found(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check.sources, "TIMEOUT", 0.2)
+    monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.2)
     mounted = "/proc/self/mountinfo"
     nfs = "30 26 0:61 / /lustre/project rw - nfs4 server:/p rw\n"
     node.write(mounted, node.at(mounted).read_text() + nfs)
     assert node.ids() == []
-    monkeypatch.setattr(check.sources, "_answers", hangs)
+    monkeypatch.setattr(check.sources, "_read_from_path", hangs)
     (found,) = node.check().findings
     assert found.what == "/lustre/project, which is mounted below a source, does not answer"
 
@@ -1189,7 +1189,7 @@ def test_users_own_file_system_that_hangs_is_no_finding(
     theirs = "30 26 0:61 / /lustre/alice rw - fuse.sshfs x rw,user_id=1000,group_id=1000\n"
     node.write(mounted, node.at(mounted).read_text() + theirs)
     hung(node, "/lustre/alice/a.sqsh")
-    monkeypatch.setattr(check.sources, "_answers", hangs)
+    monkeypatch.setattr(check.sources, "_read_from_path", hangs)
     assert node.ids() == []
 
 
@@ -1198,8 +1198,8 @@ def test_part_that_hangs_is_told_after_what_was_found(
 ) -> None:
     """Any file that is read may lie on a file system that hangs, slurm.conf as well."""
     node.config("enabled: true\nmax_size: 60\n")
-    monkeypatch.setattr(check, "PATIENCE", 5.0)
-    monkeypatch.setattr(check.node, "findings", hangs)
+    monkeypatch.setattr(check, "MESSAGE_TIMEOUT", 5.0)
+    monkeypatch.setattr(check.node, "list_findings", hangs)
     done = node.check()
     assert [one.id for one in done.findings] == ["max-size-small", "check-hangs"]
     assert "the node could not be looked at: no answer after 5 s" in done.findings[-1].what
@@ -1214,10 +1214,10 @@ def test_part_that_fails_is_an_error_that_names_it(
     def fails(*_: object) -> None:
         raise RuntimeError("odd")
 
-    monkeypatch.setattr(check.node, "findings", fails)
+    monkeypatch.setattr(check.node, "list_findings", fails)
     with pytest.raises(Failed, match=r"the node could not be looked at: RuntimeError\('odd'\)"):
         node.check()
-    monkeypatch.setattr(check.node, "findings", lambda *_: os._exit(1))
+    monkeypatch.setattr(check.node, "list_findings", lambda *_: os._exit(1))
     with pytest.raises(Failed, match="its process died"):
         node.check()
 
@@ -1258,10 +1258,10 @@ def test_registry_that_answers_again_or_did_later_is_no_finding(node: GoodNode) 
     with socket.create_server(("127.0.0.1", 0)) as server:
         name = f"127.0.0.1:{server.getsockname()[1]}#a/b:1"
         silent = RequestOutcome("declined", "registry-silent", request=name)
-        events.append(node.places.events, [EventRecord(NOW - 3600, "step", 7, silent)])
+        events.append_events(node.places.events, [EventRecord(NOW - 3600, "step", 7, silent)])
         assert node.ids() == []
     assert node.ids() == ["registry-silent"]
-    events.append(
+    events.append_events(
         node.places.events,
         [EventRecord(NOW - 60, "step", 8, RequestOutcome("hit", request=name, digest="sha256:0"))],
     )
@@ -1270,7 +1270,7 @@ def test_registry_that_answers_again_or_did_later_is_no_finding(node: GoodNode) 
 
 def test_registry_that_was_silent_long_ago_is_not_connected_to(node: GoodNode) -> None:
     outcome = RequestOutcome("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
-    events.append(node.places.events, [EventRecord(NOW - 2 * 86400, "step", 7, outcome)])
+    events.append_events(node.places.events, [EventRecord(NOW - 2 * 86400, "step", 7, outcome)])
     assert node.ids() == []
 
 
@@ -1401,18 +1401,27 @@ def test_redirect_of_the_node_is_not_used_while_a_plugstack_that_was_loaded_cann
 ) -> None:
     files, settings = RootedTree(node.root), load_config(node.places.etc)
     loop(OURS)(node)
-    found = sites.find(files, "")
-    assert plugins.decided(files, found, settings, is_marked=True).config.redirect == "none"
-    assert plugins.decided(files, found, settings, is_marked=False).config.redirect == "bind"
-    assert plugins.decided(files, None, settings, is_marked=True).config.redirect == "none"
+    found = sites.read_named_site(files, "")
+    assert (
+        plugins.resolve_auto_redirects(files, found, settings, is_marked=True).config.redirect
+        == "none"
+    )
+    assert (
+        plugins.resolve_auto_redirects(files, found, settings, is_marked=False).config.redirect
+        == "bind"
+    )
+    assert (
+        plugins.resolve_auto_redirects(files, None, settings, is_marked=True).config.redirect
+        == "none"
+    )
 
 
 def test_companion_named_before_what_cannot_be_read_is_known_of(node: GoodNode) -> None:
     loop(PYXIS)(node)
     assert node.ids() == ["plugstack-conf"]
-    found = sites.find(RootedTree(node.root), "")
+    found = sites.read_named_site(RootedTree(node.root), "")
     settings = load_config(node.places.etc)
-    decided = plugins.decided(RootedTree(node.root), found, settings, is_marked=True)
+    decided = plugins.resolve_auto_redirects(RootedTree(node.root), found, settings, is_marked=True)
     assert decided.config.redirect == "spank"
 
 
@@ -1699,9 +1708,11 @@ def test_command_ends_as_nagios_plugin(node: GoodNode, as_root: None) -> None:
     ],
 )
 def test_known_trouble_goes_before_unknown(
-    levels: tuple[Level, ...], status: str, code: int
+    levels: tuple[FindingLevel, ...], status: str, code: int
 ) -> None:
-    report = check.report(CheckFinding("x", level, "what", "why", "change") for level in levels)
+    report = check.make_report(
+        CheckFinding("x", level, "what", "why", "change") for level in levels
+    )
     assert (report.status, report.code) == (status, code)
 
 

@@ -67,16 +67,16 @@ class Slurm:
         self.write(CONF, f"{TEXT}\nProlog={PROLOG_D}/{pattern}\nEpilog={EPILOG}\n")
 
     def to_enable(self) -> SlurmChangePlan:
-        return enable.to_enable(self.files, site.read(self.files, self.conf))
+        return enable.plan_enable(self.files, site.read_site(self.files, self.conf))
 
     def to_disable(self) -> SlurmChangePlan:
-        return enable.to_disable(site.read(self.files, self.conf))
+        return enable.plan_disable(site.read_site(self.files, self.conf))
 
     def enable(self) -> None:
-        enable.apply(self.to_enable(), self.files)
+        enable.apply_plan(self.to_enable(), self.files)
 
     def disable(self) -> None:
-        enable.apply(self.to_disable(), self.files)
+        enable.apply_plan(self.to_disable(), self.files)
 
 
 @pytest.fixture
@@ -348,9 +348,9 @@ def test_companion_of_a_package_is_included_by_its_release(slurm: Slurm) -> None
     assert plan.lines[-1] == added(STACK, line, f"as the first line, before pyxis ({STACK}:1)")
     assert plan.notes == [], "login nodes need nothing"
     (end,) = (
-        one.text for one in enable.pieces(plan, False, True)[-1:] if isinstance(one, TextLine)
+        one.text for one in enable.format_plan(plan, False, True)[-1:] if isinstance(one, TextLine)
     )
-    assert enable.RESTART in end, "slurmd loads a new plugin only when it starts"
+    assert enable.RESTART_COMMAND in end, "slurmd loads a new plugin only when it starts"
     slurm.write(STACK, f"{line}\nrequired pyxis.so\n")
     assert {one.file for one in slurm.to_enable().lines} == {CONF}
     slurm.write(STACK, f"required pyxis.so\n{line}\n")
@@ -365,7 +365,7 @@ def test_companion_that_this_slurm_will_not_load_is_said_as_check_says_it(slurm:
     (note,) = (one for one in slurm.to_enable().notes if "24.11" in one)
     (found,) = (
         one
-        for one in plugins.of_stack(slurm.files, site.read(slurm.files, CONF))
+        for one in plugins.list_stack_findings(slurm.files, site.read_site(slurm.files, CONF))
         if one.id == "companion-release"
     )
     assert note == f"{found.what}. {found.why}. Change: {found.change}"
@@ -397,7 +397,7 @@ def test_flag_that_keeps_an_old_slurm_from_starting_is_not_asked_for(slurm: Slur
 def test_relative_plugin_include_is_beside_its_file(slurm: Slurm) -> None:
     slurm.write(STACK, "include plug*.d\n")
     slurm.write("/etc/slurm/plug.d", f"optional {COMPANION}\n")
-    stack = site.read(slurm.files, CONF).stack
+    stack = site.read_site(slurm.files, CONF).stack
     assert [plugin.path for plugin in stack.plugins] == [COMPANION]
 
 
@@ -614,7 +614,7 @@ NVME = CacheDisk("/mnt/nvme", mib=3_400_000, for_jobs=1660)
 
 
 def of_disk(slurm: Slurm) -> list[LineChange]:
-    plan = enable.to_enable(slurm.files, site.read(slurm.files, slurm.conf), NVME)
+    plan = enable.plan_enable(slurm.files, site.read_site(slurm.files, slurm.conf), NVME)
     assert plan.lines == slurm.to_enable().lines
     return plan.disk
 
@@ -633,9 +633,9 @@ def test_lines_for_nodes_with_the_disk_are_printed_and_nothing_is_done_for_them(
         added(CONF, "Feature=nvme TmpDisk=3400000 Gres=nvme:1660", "to their NodeName= lines"),
     ]
     slurm.write(CONF, f"{TEXT}\nProlog={PROLOG}\nEpilog={EPILOG}\n")
-    plan = enable.to_enable(slurm.files, site.read(slurm.files, slurm.conf), NVME)
+    plan = enable.plan_enable(slurm.files, site.read_site(slurm.files, slurm.conf), NVME)
     assert plan.empty
-    said = [one.text for one in enable.pieces(plan, False, True) if isinstance(one, TextLine)]
+    said = [one.text for one in enable.format_plan(plan, False, True) if isinstance(one, TextLine)]
     assert "There is nothing to change." in said
     assert "Feature=nvme TmpDisk=3400000 Gres=nvme:1660" in said
 
@@ -653,16 +653,16 @@ def test_site_that_names_its_disks_already_reads_nothing_of_it(slurm: Slurm, own
 
 def test_disk_without_room_for_jobs_is_no_gres(slurm: Slurm) -> None:
     small = CacheDisk("/mnt/nvme", mib=900, for_jobs=0)
-    found = enable.to_enable(slurm.files, site.read(slurm.files, slurm.conf), small).disk
+    found = enable.plan_enable(slurm.files, site.read_site(slurm.files, slurm.conf), small).disk
     assert [one.text for one in found] == ["TmpFS=/mnt/nvme", "Feature=nvme TmpDisk=900"]
 
 
 def test_disk_is_the_one_below_the_cache(staging_node: Node, tmp_path: Path) -> None:
     shutil.rmtree(staging_node.cache.root)
-    assert enable.disk_of(staging_node) is None
+    assert enable.find_cache_disk(staging_node) is None
     staging_node.cache.prepare(False)
     found, under = (
-        enable.disk_of(staging_node),
+        enable.find_cache_disk(staging_node),
         mounts.find_mount_of_path(mounts.list_mounts(), str(tmp_path)),
     )
     assert under is not None

@@ -29,7 +29,7 @@ from forestage.errors import (
     NotFoundError,
     PeerError,
 )
-from forestage.events import EventRecord, RequestOutcome, append
+from forestage.events import EventRecord, RequestOutcome, append_events
 from forestage.system import as_user, lock, mounts
 
 MAN = Path(__file__).resolve().parents[3] / "packaging/man/forestage.1"
@@ -145,7 +145,7 @@ def test_manual_page_names_every_command_and_option() -> None:
 )
 def test_each_error_has_its_exit_status(error: Exception, expected: ExitStatus) -> None:
     assert isinstance(error, ForestageError | OSError)
-    assert world.status_of(error) is expected
+    assert world.choose_exit_status(error) is expected
 
 
 def test_reader_that_goes_away_gets_no_traceback(site: Site, tmp_path: Path) -> None:
@@ -544,10 +544,10 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def test_entry_leased_or_pinned_since_it_was_listed_says_why_it_stays(site: Site) -> None:
     keys = [site.publish(site.image(f"{n}.sqsh")) for n in range(3)]
-    items = inventory.gather(site.node).items
+    items = inventory.read_inventory(site.node).items
     site.run("pin", keys[0])
     site.lease(7, EntryUse(keys[1], str(site.lustre / "1.sqsh")))
-    done = evict.exactly(site.node, items, dry_run=False)
+    done = evict.evict_named(site.node, items, dry_run=False)
     told = {one.key: (one.evicted, one.why_not) for one in done.verdicts}
     assert told == {
         keys[0]: (False, "pinned"),
@@ -590,7 +590,7 @@ def test_damaged_entry_is_not_pinned(site: Site) -> None:
 def test_explain_needs_neither_configuration_nor_cache(site: Site) -> None:
     site.configure("nonsense: true\n")
     printed = RequestOutcome("declined", "missing", "/x.sqsh is missing", "/x.sqsh", "option")
-    append(
+    append_events(
         site.places.events,
         [EventRecord(NOW, "prolog", 7, printed, "alice", 1000, "n1", "gpu", 0.1)],
     )

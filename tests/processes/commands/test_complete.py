@@ -12,7 +12,7 @@ from click.shell_completion import BashComplete
 from commands import NOW, Site
 from forestage.cache.lease import EntryUse
 from forestage.commands.main import main
-from forestage.events import EventRecord, RequestOutcome, append
+from forestage.events import EventRecord, RequestOutcome, append_events
 
 
 def offered(site: Site, *words: str) -> list[str]:
@@ -38,7 +38,9 @@ def test_path_with_control_characters_is_not_offered(site: Site) -> None:
 def test_jobs_with_leases_come_first_then_the_latest(site: Site) -> None:
     site.lease(41, EntryUse("k" * 32))
     hit = RequestOutcome("hit", key="k")
-    append(site.places.events, [EventRecord(NOW, "prolog", job, hit) for job in (40, 41, 42)])
+    append_events(
+        site.places.events, [EventRecord(NOW, "prolog", job, hit) for job in (40, 41, 42)]
+    )
     assert offered(site, "explain", "") == ["41", "42", "40"]
     assert offered(site, "explain", "42") == ["42"]
 

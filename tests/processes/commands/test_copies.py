@@ -27,7 +27,13 @@ from forestage.cache.lease import EntryUse
 from forestage.cache.part import ENTRY_BYTES, PartRecord
 from forestage.clock import Clock
 from forestage.commands import copies
-from forestage.commands.copies import CopySnapshot, CopyUnderWay, copying, lines, table
+from forestage.commands.copies import (
+    CopySnapshot,
+    CopyUnderWay,
+    format_snapshot,
+    format_table,
+    make_copy,
+)
 from forestage.commands.main import CommandContext, main
 from forestage.commands.world import ExitStatus
 from forestage.system import lock
@@ -47,7 +53,7 @@ def owner(path: str = PATH, **facts: object) -> PartRecord:
 def one(copied: int = 40 * MIB, now: float = 24.0, **facts: object) -> CopyUnderWay:
     """A copy of 100 MiB, by default since four seconds."""
     its = owner(**{"phase": "copying", "began": 20.0, **facts})  # type: ignore[arg-type]
-    return copying("k1", its, copied, now)
+    return make_copy("k1", its, copied, now)
 
 
 def text(pieces: list[OutputBlock]) -> str:
@@ -58,7 +64,7 @@ def text(pieces: list[OutputBlock]) -> str:
 
 def line(**changes: object) -> str:
     """What `status --watch` prints of a copy."""
-    return text(lines(CopySnapshot(NOW, (msgspec.structs.replace(one(), **changes),))))
+    return text(format_snapshot(CopySnapshot(NOW, (msgspec.structs.replace(one(), **changes),))))
 
 
 # --- pure: how far it is
@@ -83,7 +89,9 @@ def test_resumed_bytes_count_as_copied_but_not_for_rate() -> None:
 def test_rate_is_none_before_bytes_move(copy: CopyUnderWay) -> None:
     assert (copy.rate, copy.left) == (None, None)
     assert copy.age >= 0
-    assert "None" not in text([*table((copy,)), *lines(CopySnapshot(NOW, (copy,)))])
+    assert "None" not in text(
+        [*format_table((copy,)), *format_snapshot(CopySnapshot(NOW, (copy,)))]
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +150,7 @@ def test_queue_is_in_the_stagers_order(site: Site) -> None:
             _, its = site.part(site.image(name), since=asked, **facts.get(name, {}))
             keys[name] = its.image.key
             locks.enter_context(lock.held(site.node.cache.key_lock(its.image.key), 0))
-        found = copies.gather(site.node)
+        found = copies.list_copies(site.node)
         printed = site.run("status").stdout
     assert [(copy.key, copy.place) for copy in found] == [
         (keys["k0"], 0),
@@ -157,7 +165,7 @@ def test_part_of_earlier_boot_is_no_copy_yet(site: Site) -> None:
     part, owner = site.part(site.image("a.sqsh", b"x" * CHUNK))
     part.write_owner(msgspec.structs.replace(owner, boot="another"))
     with lock.held(site.node.cache.key_lock(owner.image.key), 0):
-        assert copies.gather(site.node) == ()
+        assert copies.list_copies(site.node) == ()
 
 
 def test_copy_being_published_is_listed(site: Site) -> None:
@@ -167,7 +175,7 @@ def test_copy_being_published_is_listed(site: Site) -> None:
     (part.directory / "entry.json").write_bytes(msgspec.json.encode(entry))
     part.record.unlink()
     with lock.held(site.node.cache.key_lock(owner.image.key), 0):
-        (copy,) = copies.gather(site.node)
+        (copy,) = copies.list_copies(site.node)
     assert (copy.image, copy.phase, copy.percent) == (str(path), "publishing", 100.0)
 
 
@@ -177,7 +185,7 @@ def test_unreadable_part_is_left_out(site: Site, junk: bytes) -> None:
     part.record.write_bytes(junk)
     (part.directory / "entry.json").write_bytes(junk)
     with lock.held(site.node.cache.key_lock(owner.image.key), 0):
-        assert copies.gather(site.node) == ()
+        assert copies.list_copies(site.node) == ()
 
 
 # --- --watch
@@ -191,9 +199,9 @@ def test_watch_in_pipe_without_copies_ends_at_once(site: Site) -> None:
 
 
 def test_watch_in_pipe_ends_with_last_copy(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "EVERY", 0.01)
+    monkeypatch.setattr(copies, "SNAPSHOT_INTERVAL", 0.01)
     several = iter([(one(),), (one(),), ()])
-    monkeypatch.setattr(copies, "gather", lambda node: next(several))
+    monkeypatch.setattr(copies, "list_copies", lambda node: next(several))
     site.publish(site.image("a.sqsh"))
     lines = site.run("status", "--watch", "--json").stdout.splitlines()
     assert [len(json.loads(line)["copies"]) for line in lines] == [1, 1, 0]

@@ -9,14 +9,14 @@ import pytest
 
 from commands import NOW, Site
 from forestage.commands import recent
-from forestage.events import CopyOutcome, EventRecord, RequestOutcome, append
+from forestage.events import CopyOutcome, EventRecord, RequestOutcome, append_events
 from forestage.hooks import boundary
 
 
-def mark(site: Site, hook: boundary.Name, job: int, ago: float = 60.0) -> None:
+def mark(site: Site, hook: boundary.HookKind, job: int, ago: float = 60.0) -> None:
     """As the hook leaves it."""
     site.places.run.mkdir(parents=True, exist_ok=True)
-    boundary.note_call(hook, {"SLURM_JOB_ID": str(job)}, str(site.places.run))
+    boundary.record_call(hook, {"SLURM_JOB_ID": str(job)}, str(site.places.run))
     os.utime(site.places.called(hook), (NOW - ago, NOW - ago))
 
 
@@ -75,7 +75,7 @@ def test_job_is_missed_though_the_numbers_came_round_and_one_from_before_is_not(
 
 def test_hit_ratio_and_last_failure_come_from_the_last_week(site: Site) -> None:
     week = 7 * 86400
-    append(
+    append_events(
         site.places.events,
         [
             start("hit", week + 1),
@@ -96,16 +96,16 @@ def test_hit_ratio_and_last_failure_come_from_the_last_week(site: Site) -> None:
 
 def test_only_the_end_of_a_long_log_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [start("hit", 900 - number) for number in range(100)]
-    append(site.places.events, events[:50])
+    append_events(site.places.events, events[:50])
     older: Path = site.places.events.with_name("events.jsonl.1")
     site.places.events.rename(older)
-    append(site.places.events, events[50:])
-    assert recent.starts(site.places.events, NOW).tried == 100
+    append_events(site.places.events, events[50:])
+    assert recent.count_recent_starts(site.places.events, NOW).tried == 100
     length = older.stat().st_size // 50
-    monkeypatch.setattr(recent, "LOOK", 60 * length + 1)
-    assert recent.starts(site.places.events, NOW).tried in (60, 61)
-    monkeypatch.setattr(recent, "LOOK", 10 * length + 1)
-    assert recent.starts(site.places.events, NOW).tried in (9, 10)
+    monkeypatch.setattr(recent, "MAX_LOG_BYTES", 60 * length + 1)
+    assert recent.count_recent_starts(site.places.events, NOW).tried in (60, 61)
+    monkeypatch.setattr(recent, "MAX_LOG_BYTES", 10 * length + 1)
+    assert recent.count_recent_starts(site.places.events, NOW).tried in (9, 10)
 
 
 @pytest.mark.parametrize("text", ["", "x" * 50, "12\n13", "-3"])
@@ -237,7 +237,7 @@ def test_last_copy_that_failed_is_the_state_for_an_hour(
     site: Site, events: list[EventRecord], state: str
 ) -> None:
     site.node.cache.prepare(False)
-    append(site.places.events, events)
+    append_events(site.places.events, events)
     line = site.run("status", "--oneline").stdout
     assert line.startswith(f"forestage state={state} ")
     if state == "failing":
@@ -245,5 +245,5 @@ def test_last_copy_that_failed_is_the_state_for_an_hour(
 
 
 def test_failure_has_its_age(site: Site) -> None:
-    append(site.places.events, [start("failed", 2 * 3600 + 300, reason="io")])
+    append_events(site.places.events, [start("failed", 2 * 3600 + 300, reason="io")])
     assert "failure=io@2h5m" in site.run("status", "--oneline").stdout

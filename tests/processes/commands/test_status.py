@@ -17,7 +17,7 @@ from forestage.cache.lease import EntryUse
 from forestage.commands import status
 from forestage.commands.copies import CopyUnderWay
 from forestage.commands.inventory import LeasedImage, LeaseHolder
-from forestage.commands.status import DiskSpace, EntryCounts, NodeStatus, pieces
+from forestage.commands.status import DiskSpace, EntryCounts, NodeStatus, format_output
 from forestage.features.contexts import StatusFacts, StatusPart
 from forestage.system import lock
 from forestage.system.drawing import draw_blocks
@@ -69,7 +69,9 @@ FULL = NodeStatus(
 @pytest.mark.parametrize("width", [80, 120])
 def test_status_fits_width_and_cuts_no_path(width: int) -> None:
     out = io.StringIO()
-    draw_blocks(pieces(FULL, NOW), Console(file=out, width=width, markup=False, highlight=False))
+    draw_blocks(
+        format_output(FULL, NOW), Console(file=out, width=width, markup=False, highlight=False)
+    )
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     for word in (
@@ -94,7 +96,7 @@ def test_what_features_add_to_the_document_comes_where_they_say() -> None:
         StatusPart({"d": 4}, after="cache"),
     )
     found = NodeStatus("/cache", "", (), (), (), parts=parts)
-    names = [*status.document(found)]
+    names = [*status.make_document(found)]
     assert names[:5] == ["cache", "a", "b", "d", "unusable"]
     assert names[-1] == "c"
     assert "parts" not in names
@@ -129,7 +131,7 @@ def test_status_without_any_feature_has_the_cores_own(
 def test_live_stager_counts_as_used_room_and_copy(site: Site) -> None:
     _, owner = site.part(site.image("a.sqsh", b"x" * 4 * CHUNK), phase="copying")
     with lock.held(site.node.cache.key_lock(owner.image.key), 0):
-        found = status.gather(site.node)
+        found = status.read_node_status(site.node)
     assert found.room is not None
     assert found.room.used >= 4 * CHUNK
     assert [copy.key for copy in found.copies] == [owner.image.key]

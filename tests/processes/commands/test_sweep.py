@@ -77,7 +77,7 @@ def slurm(
 
 
 def swept(site: Site, asked: SlurmClient | None = None, dry_run: bool = False) -> SweepReport:
-    return sweep.sweep(site.node, asked or slurm(), dry_run, lambda text: None)
+    return sweep.run_sweep(site.node, asked or slurm(), dry_run, lambda text: None)
 
 
 def hold(site: Site, job: int, *uses: EntryUse, node: str = "n1") -> Lease:
@@ -407,8 +407,8 @@ def test_entry_of_earlier_boot_is_verified_without_its_source(
 ) -> None:
     """A thousand nodes may have restarted at once."""
     key = from_earlier_boot(site)
-    monkeypatch.setattr(sources, "open_unchanged", pytest.fail)
-    monkeypatch.setattr(sources, "state_of", pytest.fail)
+    monkeypatch.setattr(sources, "open_if_unchanged", pytest.fail)
+    monkeypatch.setattr(sources, "read_source_state", pytest.fail)
     spoil(site, key)
     (verdict,) = swept(site).verified
     assert (verdict.result, verdict.against) == ("bad", "digests")
@@ -439,7 +439,7 @@ def test_entry_copied_anew_meanwhile_is_not_noted_as_proven(
 ) -> None:
     """The note lies beside the bytes that were read, not beside whatever has their name."""
     key = from_earlier_boot(site)
-    real = verify.verify
+    real = verify.verify_entries
 
     def slowly(*arguments: object, **more: object) -> verify.VerifyReport:
         found = real(*arguments, **more)  # type: ignore[arg-type]
@@ -448,7 +448,7 @@ def test_entry_copied_anew_meanwhile_is_not_noted_as_proven(
         shutil.copytree(site.places.root / "old", directory)
         return found
 
-    monkeypatch.setattr(verify, "verify", slowly)
+    monkeypatch.setattr(verify, "verify_entries", slowly)
     assert [one.result for one in swept(site).verified] == ["ok"]
     assert (site.node.cache.entry_dir(key) / "boot").read_text() == ANOTHER_BOOT
     assert (site.places.root / "old/boot").read_bytes() == PROVEN
@@ -463,8 +463,8 @@ def test_entry_that_cannot_be_noted_is_not_verified(
         raise OSError(errno.EROFS, "Read-only file system")
 
     from_earlier_boot(site)
-    monkeypatch.setattr(sweep, "_open_note", read_only)
-    monkeypatch.setattr(verify, "verify", pytest.fail)
+    monkeypatch.setattr(sweep, "_open_proof_file", read_only)
+    monkeypatch.setattr(verify, "verify_entries", pytest.fail)
     done = swept(site)
     assert done.verified == ()
     assert "Read-only file system" in done.problems[0]
@@ -475,14 +475,14 @@ def calling_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], 
     """Has something happen with the key of each entry that has been read."""
 
     def put(then: Callable[[str], None]) -> None:
-        real = verify.verify
+        real = verify.verify_entries
 
         def verified(node: Node, items: list[InventoryItem], *rest: Any) -> verify.VerifyReport:
             found = real(node, items, *rest)
             then(items[0].key)
             return found
 
-        monkeypatch.setattr(verify, "verify", verified)
+        monkeypatch.setattr(verify, "verify_entries", verified)
 
     return put
 
@@ -514,20 +514,20 @@ def test_each_entry_is_read_again_now_and_then_slowly_and_the_oldest_first(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = []
-    real = compare.compare
+    real = compare.compare_copy
 
     def noted(*given: Any) -> compare.ComparisonResult:
         rates.append(given[-1])
         return real(*given)
 
-    monkeypatch.setattr(compare, "compare", noted)
+    monkeypatch.setattr(compare, "compare_copy", noted)
     keys = [site.publish(site.image(f"{name}.sqsh", b"squashfs" * CHUNK)) for name in "abc"]
     for key, days in zip(keys, (8, 9, 6), strict=True):
         read_before(site, key, days * 86400)
     spoil(site, keys[0])
     done = swept(site)
     assert [(one.key, one.result) for one in done.verified] == [(keys[1], "ok"), (keys[0], "bad")]
-    assert rates == [sweep.PROVE_RATE] * 2
+    assert rates == [sweep.PROOF_BYTES_PER_SECOND] * 2
     assert swept(site).verified == ()
     assert site.keys() == {keys[1], keys[2]}
 
@@ -623,7 +623,7 @@ def test_doubt_stays_while_an_entry_cannot_be_read(
     site.publish(site.image("a.sqsh"))
     disk_errors.start_doubt(site.places, site.world.clock, "a bad block")
     with monkeypatch.context() as patch:
-        patch.setattr(sweep, "_open_note", lambda here: os.open("/nowhere", os.O_RDONLY))
+        patch.setattr(sweep, "_open_proof_file", lambda here: os.open("/nowhere", os.O_RDONLY))
         assert swept(site).problems
         assert doubted(site)
     swept(site)
@@ -709,7 +709,7 @@ def test_store_of_images_is_collected_in(
     found = swept(site, dry_run=dry_run)
     assert found.added == ({} if dry_run else {"collected": (done,)})
     line = TextLine("store of alice: deleted 2 images, 3 MiB; 1 file left over")
-    assert (line in sweep.pieces(found)) != dry_run
+    assert (line in sweep.format_output(found)) != dry_run
 
 
 def test_store_that_hangs_is_a_problem_and_no_end(
@@ -753,8 +753,8 @@ def test_leftovers_and_entries_can_be_swept_apart(site: Site) -> None:
     hold(site, 7)
     asked = slurm({7: None})
 
-    def only(what: sweep.Only) -> SweepReport:
-        return sweep.sweep(site.node, asked, False, lambda text: None, what)
+    def only(what: sweep.SweepPart) -> SweepReport:
+        return sweep.run_sweep(site.node, asked, False, lambda text: None, what)
 
     first = only("entries")
     assert ([one.key for one in first.verified], first.kept, jobs(site)) == ([old], 1, (7,))

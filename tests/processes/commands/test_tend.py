@@ -133,7 +133,7 @@ def test_tend_that_is_killed_takes_the_part_along_that_it_waits_for(tending: Ten
     process.kill()
     process.communicate()
     until(lambda: not Path(f"/proc/{asked}").exists(), "sinfo to be gone")
-    file = tend.lock_file(tending.site.places, "prefetch")
+    file = tend.part_lock_path(tending.site.places, "prefetch")
     until(lambda: lock.is_free(file), "the part to be gone")
 
 
@@ -146,7 +146,7 @@ def test_parts_that_may_take_long_alone_are_nice_and_have_idle_io(
     places = tending.site.places
     config = Config(prefetch=PrefetchSection(host="ctl1"), warm_at_boot=("/a",))
     for part in tend.list_parts(TendFacts(places, Clock(), config, False), False):
-        started = tend.start({**os.environ}, part, None)
+        started = tend.start_part({**os.environ}, part, None)
         assert started.wait(HANGS)
         nice, io = (tending.folder / part.command[0]).read_text().splitlines()
         own = (str(os.nice(0)), subprocess.check_output(["ionice"], text=True).strip())

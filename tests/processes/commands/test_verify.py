@@ -273,7 +273,7 @@ def test_acl_equal_to_mode_is_no_difference(site: Site, source: Path) -> None:
     with site.node.cache.image(entry.key).open("rb") as copy:
         for acl, wrong in ((raw_acl(*plain), ""), (raw_acl(*named), "its ACL is none, expected")):
             access = msgspec.structs.replace(entry.access, acl=acl)
-            printed = verify.attribute_errors(
+            printed = verify.format_attribute_errors(
                 msgspec.structs.replace(entry, access=access), copy.fileno()
             )
             assert printed.startswith(wrong) if wrong else printed == ""
@@ -355,7 +355,7 @@ def test_new_copy_of_same_image_is_not_evicted_for_old_faults(
 ) -> None:
     key = site.publish(source)
     spoil(site, key)
-    judged = verify._judged
+    judged = verify._verify_copy
 
     def meanwhile(*args: Any) -> verify.EntryVerdict:
         found = judged(*args)
@@ -364,7 +364,7 @@ def test_new_copy_of_same_image_is_not_evicted_for_old_faults(
         assert site.publish(source) == key
         return found
 
-    monkeypatch.setattr(verify, "_judged", meanwhile)
+    monkeypatch.setattr(verify, "_verify_copy", meanwhile)
     assert one(site, code=ExitStatus.BAD)["result"] == "bad"
     assert kept(site, key)
 
@@ -373,13 +373,13 @@ def test_entry_evicted_meanwhile_is_no_fault(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = site.publish(source)
-    gather = verify._counting
+    gather = verify._make_progress
 
-    def meanwhile(*args: Any) -> compare.Done:
+    def meanwhile(*args: Any) -> compare.CompareProgress:
         site.node.cache.evict(key)
         return gather(*args)
 
-    monkeypatch.setattr(verify, "_counting", meanwhile)
+    monkeypatch.setattr(verify, "_make_progress", meanwhile)
     assert one(site)["detail"] == "it was evicted just now"
 
 
@@ -481,14 +481,14 @@ def test_leased_copy_and_failing_entry_keep_no_other_from_being_verified(
     paths = [node.put(f"{name}.sqsh", content(seed)) for seed, name in enumerate("abc", 1)]
     for job, path in enumerate(paths, 1):
         node.prolog(job, path)
-    real = verify.attribute_errors
+    real = verify.format_attribute_errors
 
     def fails(entry: Entry, fd: int) -> str:
         if entry.identity.path == str(paths[1]):
             raise OSError(errno.EUCLEAN, "Structure needs cleaning")
         return real(entry, fd)
 
-    monkeypatch.setattr(verify, "attribute_errors", fails)
+    monkeypatch.setattr(verify, "format_attribute_errors", fails)
     with leased(paths[0]) as held:
         found = verdicts(node, ExitStatus.FAILED)
         assert held()

@@ -66,7 +66,7 @@ def test_sweep_has_users_list_no_directory_of_the_configuration_where_hooks_run(
 ) -> None:
     state = site.places.known_disks.parent
     state.mkdir(parents=True, mode=0o755)
-    sweep.keep_unlisted(site.places)
+    sweep.make_config_unlistable(site.places)
     assert [mode(site.places.etc), mode(site.places.config_parts)] == [0o711, 0o711]
     assert mode(state) == 0o700
     assert directories.list_listable_directories(site.places) == []
@@ -74,7 +74,7 @@ def test_sweep_has_users_list_no_directory_of_the_configuration_where_hooks_run(
 
 def test_sweep_leaves_the_directories_of_a_node_without_hooks(site: Site) -> None:
     site.places.called("prolog").unlink()
-    sweep.keep_unlisted(site.places)
+    sweep.make_config_unlistable(site.places)
     assert [mode(site.places.etc), mode(site.places.config_parts)] == [0o755, 0o755]
     assert not site.places.config_names.exists()
 
@@ -82,17 +82,17 @@ def test_sweep_leaves_the_directories_of_a_node_without_hooks(site: Site) -> Non
 def test_directory_that_is_closed_to_users_stays_as_closed(site: Site) -> None:
     site.places.etc.chmod(0o750)
     site.places.config_parts.chmod(0o700)
-    sweep.keep_unlisted(site.places)
+    sweep.make_config_unlistable(site.places)
     assert [mode(site.places.etc), mode(site.places.config_parts)] == [0o710, 0o700]
 
 
 def test_users_command_reads_conf_d_by_the_names_that_root_has_listed(site: Site) -> None:
-    sweep.keep_unlisted(site.places)
+    sweep.make_config_unlistable(site.places)
     assert deadline(site) == ("2h", "")
 
 
 def test_users_command_without_a_list_says_that_conf_d_was_not_read(site: Site) -> None:
-    sweep.keep_unlisted(site.places)
+    sweep.make_config_unlistable(site.places)
     site.places.config_names.unlink()
     value, said = deadline(site)
     assert value == "1h"
@@ -101,19 +101,19 @@ def test_users_command_without_a_list_says_that_conf_d_was_not_read(site: Site) 
 
 
 def test_users_command_says_where_conf_d_has_changed_since_it_was_listed(site: Site) -> None:
-    sweep.keep_unlisted(site.places)
+    sweep.make_config_unlistable(site.places)
     (site.places.config_parts / "60-new.yaml").write_text("deadline: 3h\n")
     (site.places.config_parts / "50-site.yaml").rename(site.places.root / "elsewhere")
     value, said = deadline(site)
     assert value == "1h"
     assert said.startswith(f"forestage: {site.places.config_parts} has changed: ")
-    sweep.keep_unlisted(site.places)
+    sweep.make_config_unlistable(site.places)
     assert deadline(site) == ("3h", "")
 
 
 def test_hook_that_reads_a_changed_configuration_lists_it_for_users(site: Site) -> None:
     """The first one after a boot, before a step of that job asks anything as its user."""
-    sweep.keep_unlisted(site.places)
+    sweep.make_config_unlistable(site.places)
     site.places.config_names.unlink()
     places = site.places
     for number, name in enumerate(("50-site.yaml", "60-new.yaml")):
@@ -129,7 +129,7 @@ def test_hook_that_reads_a_changed_configuration_lists_it_for_users(site: Site) 
 
 def test_name_that_is_no_text_keeps_no_other_from_users(site: Site) -> None:
     os.close(os.open(bytes(site.places.config_parts) + b"/\xff.yaml", os.O_CREAT))
-    sweep.keep_unlisted(site.places)
+    sweep.make_config_unlistable(site.places)
     assert deadline(site) == ("2h", "")
 
 

@@ -17,8 +17,14 @@ from forestage.cache import step_record
 from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.config import CompanionPresence, load_config
 from forestage.hooks import background
-from forestage.hooks.background import PROCESS_NAME, may_leave, note, stop, wait
-from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, nothing_to_do
+from forestage.hooks.background import (
+    PROCESS_NAME,
+    may_detach,
+    record_detachable_partitions,
+    stop_prolog,
+    wait_for_prolog,
+)
+from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, has_no_work
 from forestage.paths import NodePaths
 from forestage.slurm.job import Job
 from forestage.slurm.slurm_conf import SlurmConf
@@ -62,12 +68,16 @@ class Node:
         (self.places.etc / "forestage.yaml").write_text(text)
         decided = step_record.format_config_lines(self.places)
         settings = load_config(self.places.etc)
-        note(
-            self.places, settings, companion, decided, background.slurms(SlurmConf(str(self.conf)))
+        record_detachable_partitions(
+            self.places,
+            settings,
+            companion,
+            decided,
+            background.format_plugstack_lines(SlurmConf(str(self.conf))),
         )
 
     def may(self, **environ: str) -> bool:
-        return may_leave(JOB | environ, self.run)
+        return may_detach(JOB | environ, self.run)
 
 
 @pytest.fixture
@@ -108,8 +118,8 @@ def test_prolog_leaves_where_the_companion_shows_the_copies(node: Node) -> None:
     assert node.may()
     assert node.may(**{IMAGE_OPTION: "./a.sqsh"}, SLURM_JOB_PARTITION="gpu")
     assert node.may(**{IMAGE_OPTION: "docker://ubuntu"})
-    assert may_leave({"SLURM_JOB_ID": "7", "SLURM_JOB_COMMENT": "stage=/lustre/a"}, node.run)
-    assert may_leave({"SLURM_JOB_ID": "7", STAGE_OPTION: "stage=/lustre/a\n"}, node.run)
+    assert may_detach({"SLURM_JOB_ID": "7", "SLURM_JOB_COMMENT": "stage=/lustre/a"}, node.run)
+    assert may_detach({"SLURM_JOB_ID": "7", STAGE_OPTION: "stage=/lustre/a\n"}, node.run)
 
 
 def test_prolog_leaves_however_many_files_slurm_conf_includes(node: Node) -> None:
@@ -222,24 +232,24 @@ def test_record_is_written_once_as_long_as_nothing_changes(node: Node) -> None:
     before = node.places.background.stat()
     decided = step_record.format_config_lines(node.places)
     settings = load_config(node.places.etc)
-    by_slurm = background.slurms(SlurmConf(str(node.conf)))
-    note(node.places, settings, True, decided, by_slurm)
+    by_slurm = background.format_plugstack_lines(SlurmConf(str(node.conf)))
+    record_detachable_partitions(node.places, settings, True, decided, by_slurm)
     assert node.places.background.stat() == before
-    note(node.places, settings, False, [], by_slurm)
+    record_detachable_partitions(node.places, settings, False, [], by_slurm)
     assert node.may(), "files that cannot be told change nothing"
 
 
 def test_wait_ends_with_the_work(mark: Path, work: Work) -> None:
-    wait(str(mark))
+    wait_for_prolog(str(mark))
     process = work()
     process.stdin.close()  # type: ignore[union-attr]
-    wait(str(mark), 240.0)
+    wait_for_prolog(str(mark), 240.0)
     assert process.wait(60) == 0
 
 
 def test_wait_ends_after_its_time_and_kills_nobody(mark: Path, work: Work) -> None:
     process = work()
-    wait(str(mark), 0.01)
+    wait_for_prolog(str(mark), 0.01)
     assert process.poll() is None
 
 
@@ -249,33 +259,33 @@ def test_steps_wait_for_a_prolog_that_hangs_no_longer_than_the_first_would(
     process = work()
     begun = time.time() - 7200
     os.utime(mark, (begun, begun))
-    wait(str(mark), 3600.0)
+    wait_for_prolog(str(mark), 3600.0)
     assert process.poll() is None
-    stop(str(mark), {})
+    stop_prolog(str(mark), {})
     assert process.wait(60) == -signal.SIGKILL
 
 
 def test_stop_kills_who_works_and_takes_the_mark_away(mark: Path, work: Work) -> None:
     process = work()
-    stop(str(mark), {})
+    stop_prolog(str(mark), {})
     assert process.wait(60) == -signal.SIGKILL
     assert not mark.exists()
-    stop(str(mark), {})
+    stop_prolog(str(mark), {})
 
 
 def test_stop_kills_no_other_process(
     mark: Path, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "REST", 0.05)
+    monkeypatch.setattr(background, "KILL_TIMEOUT", 0.05)
     process = work("another")
-    stop(str(mark), {})
+    stop_prolog(str(mark), {})
     assert process.poll() is None
     assert not mark.exists()
 
 
 def test_mark_is_locked_by_one_process_only(mark: Path, work: Work) -> None:
     work()
-    assert background._locked(str(mark)) is None
+    assert background._lock_mark(str(mark)) is None
 
 
 def test_look_at_a_mark_keeps_nobody_from_locking_it(mark: Path) -> None:
@@ -283,7 +293,7 @@ def test_look_at_a_mark_keeps_nobody_from_locking_it(mark: Path) -> None:
     mark.touch()
     looking = os.open(mark, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
-    real, tries = background._worker, []
+    real, tries = background._find_worker_pid, []
 
     def look(path: str) -> int:
         tries.append(path)
@@ -291,8 +301,8 @@ def test_look_at_a_mark_keeps_nobody_from_locking_it(mark: Path) -> None:
         return real(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background, "_worker", look)
-        fd = background._locked(str(mark))
+        patch.setattr(background, "_find_worker_pid", look)
+        fd = background._lock_mark(str(mark))
     assert tries == [str(mark)]
     assert fd is not None
     assert fd >= 0
@@ -302,14 +312,14 @@ def test_look_at_a_mark_keeps_nobody_from_locking_it(mark: Path) -> None:
 
 def test_mark_that_cannot_be_made_leaves_the_work_to_the_script(tmp_path: Path) -> None:
     (tmp_path / "leases").touch()
-    assert background._locked(str(tmp_path / "leases/7.prolog")) == -1
+    assert background._lock_mark(str(tmp_path / "leases/7.prolog")) == -1
 
 
 def test_epilog_has_work_where_a_mark_is_left(node: Node, mark: Path) -> None:
     """Of a Prolog that was killed before it took a lease."""
     mark.touch()
-    assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(node.places.root))
-    assert nothing_to_do("epilog", {"SLURM_JOB_ID": "77"}, str(node.places.root))
+    assert not has_no_work("epilog", {"SLURM_JOB_ID": "7"}, str(node.places.root))
+    assert has_no_work("epilog", {"SLURM_JOB_ID": "77"}, str(node.places.root))
 
 
 def test_sweep_takes_away_what_a_killed_prolog_left_and_nothing_of_one_at_work(
@@ -336,9 +346,9 @@ def test_hints_are_forgotten_unless_the_first_step_has_a_line_to_say(
     leases.hints(7).touch()
     uid = str(me.uid)
     job = Job.from_environ({"SLURM_JOB_ID": "7", "SLURM_JOB_UID": uid, "SLURM_JOB_GID": uid})
-    background.forget_hints(node.places, job)
+    background.clear_needless_hints_flag(node.places, job)
     assert leases.hints(7).exists() is left
     leases.note(7, me.uid, hinted=(b"/lustre/a",))
     leases.begin_hinted(7)
-    background.forget_hints(node.places, job)
+    background.clear_needless_hints_flag(node.places, job)
     assert leases.hinted(7) == ("/lustre/a",)

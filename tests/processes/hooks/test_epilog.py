@@ -41,7 +41,7 @@ def outcome_of(
     node: Node, job: Job, config: Config | None, limits: HookTimeLimits = UNKNOWN
 ) -> ReleaseOutcome:
     outcomes: list[ReleaseOutcome] = []
-    epilog.epilog(config, node.places, node.clock, job, limits, outcomes.append)
+    epilog.run_epilog(config, node.places, node.clock, job, limits, outcomes.append)
     (outcome,) = outcomes
     return outcome
 
@@ -98,13 +98,15 @@ def test_sockets_of_steps_go_before_the_lease(
 ) -> None:
     """By that a step that takes a lease later knows to give it back
     (features/registry/step_image.py)."""
-    images, release, seen = staging_node.places.images, epilog._release, []
+    images, release, seen = staging_node.places.images, epilog._drop_lease_and_unmount, []
     images.mkdir(parents=True)
     (images / f"{asking.id}.asked").touch()
     (images / f"{asking.id}.0.sock").touch()
     holding(staging_node, asking, "0a")
     monkeypatch.setattr(
-        epilog, "_release", lambda *of: seen.append([*images.iterdir()]) or release(*of)
+        epilog,
+        "_drop_lease_and_unmount",
+        lambda *of: seen.append([*images.iterdir()]) or release(*of),
     )
     assert ended(staging_node, asking, config) == ("released", "")
     assert seen == [[]]
@@ -189,11 +191,11 @@ def test_feature_that_raises_stops_no_other_one_nor_the_epilog_itself(
     outcomes: list[ReleaseOutcome] = []
     about = config, staging_node.places, staging_node.clock, asking, UNKNOWN
     if error is OSError:  # as any work of an Epilog may
-        epilog.epilog(*about, outcomes.append)
+        epilog.run_epilog(*about, outcomes.append)
         assert outcomes.pop().result == "failed"
     else:
         with pytest.raises(error, match=EPILOG[-1]):  # the boundary has the last one
-            epilog.epilog(*about, outcomes.append)
+            epilog.run_epilog(*about, outcomes.append)
     assert [one.result for one in outcomes] == ["released"], "it is told what the core has done"
     assert len(outcomes[0].evicted) == 1
     assert called == [EPILOG[0], f"{EPILOG[0]}, too", EPILOG[1], f"{EPILOG[1]}, too"]

@@ -21,7 +21,7 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.hooks import serve
 from forestage.hooks.answers import RequestResult
-from forestage.hooks.limit import SHORTLY, SMALL, HookDeadlines
+from forestage.hooks.limit import SHORT_WAIT, SMALL_IMAGE_BYTES, HookDeadlines
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources import opening
@@ -80,7 +80,7 @@ def handle(node: Node, asking: Job, file: Path) -> Handle:
         here = node.configured(**(config or {}))
         request = Request(path or str(file), "option")
         limit = HookDeadlines.of(node.clock, 600.0, copy, small=False)
-        (answer,) = serve.serve(here, job, [request], limit, refusal)
+        (answer,) = serve.serve_requests(here, job, [request], limit, refusal)
         return answer
 
     return handling
@@ -167,7 +167,7 @@ def slow(file: Path, monkeypatch: Patch) -> list[str]:
 @pytest.fixture
 def kept(monkeypatch: Patch) -> None:
     """Each image has a keeper."""
-    monkeypatch.setattr(keeper, "start", lambda *_, wait: Path("/run/k/sock"))
+    monkeypatch.setattr(keeper, "start_keeper", lambda *_, wait: Path("/run/k/sock"))
 
 
 def test_all_copies_are_under_way_before_one_is_waited_for(
@@ -177,7 +177,7 @@ def test_all_copies_are_under_way_before_one_is_waited_for(
     for path in (paths[0], paths[2]):
         Path(path).write_bytes(b"1")
     requests = [Request(path, "hint") for path in paths]
-    answers = serve.serve(node, asking, requests, HookDeadlines.of(node.clock, 60.0, 60.0))
+    answers = serve.serve_requests(node, asking, requests, HookDeadlines.of(node.clock, 60.0, 60.0))
     assert slow == [paths[0], paths[2], "waited", "waited"]
     assert [said(answer) for answer in answers] == [
         ("declined", "deadline"), ("declined", "missing"), ("declined", "deadline")
@@ -252,11 +252,11 @@ def test_copy_that_ends_while_the_redirect_is_asked_for_is_used_at_once(
 @pytest.mark.parametrize(
     ("copy", "small", "size", "left"),
     [
-        (None, True, SMALL, SHORTLY),
-        (None, True, SMALL + 1, 0.0),
+        (None, True, SMALL_IMAGE_BYTES, SHORT_WAIT),
+        (None, True, SMALL_IMAGE_BYTES + 1, 0.0),
         (None, False, 1, 0.0),
         (9.0, False, 1, 9.0),
-        (9.0, True, SMALL + 1, 9.0),
+        (9.0, True, SMALL_IMAGE_BYTES + 1, 9.0),
     ],
 )
 def test_only_a_small_image_is_waited_for_where_nobody_asks_to_wait(

@@ -35,7 +35,7 @@ def children() -> Iterator[list[int]]:
 @pytest.fixture
 def begin(children: list[int], capfd: object) -> Begin:
     def begin(work: Work, keeps_stdout: bool = False) -> HookWorker:
-        forked = watch.fork(keeps_stdout)
+        forked = watch.fork_worker(keeps_stdout)
         assert forked is not None
         if isinstance(forked, HookPipe):
             try:
@@ -88,7 +88,7 @@ def test_child_that_was_killed_ends_its_hook(begin: Begin) -> None:
 def test_child_that_was_killed_is_seen_though_others_have_its_line(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "SLICE", 0.01)
+    monkeypatch.setattr(watch, "EXIT_POLL_INTERVAL", 0.01)
     there, here = os.pipe()
 
     def work(child: HookPipe) -> None:
@@ -126,8 +126,8 @@ def test_step_answers_by_its_own_stdout(begin: Begin, capfd: pytest.CaptureFixtu
 def test_child_whose_cache_hangs_is_killed_and_left(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "LOOK", 0.01)
-    seconds = iter((0.0, watch.HANGS - 1, watch.HANGS))
+    monkeypatch.setattr(watch, "PROBE_INTERVAL", 0.01)
+    seconds = iter((0.0, watch.HANG_AFTER - 1, watch.HANG_AFTER))
     child = begin(hangs)
     with pytest.raises(HookWorkerTimeout) as late:
         child.wait(lambda cache: next(seconds))
@@ -138,7 +138,7 @@ def test_child_whose_cache_hangs_is_killed_and_left(
 def test_child_whose_time_is_over_is_killed_and_left(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "REST", 0.0)
+    monkeypatch.setattr(watch, "TIME_LIMIT_MARGIN", 0.0)
 
     def work(child: HookPipe) -> None:
         child.ends_within(0.05)
@@ -153,7 +153,7 @@ def test_child_that_closes_its_line_and_cannot_end_is_left(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was killed with a file open of a server that hangs: its end waits for that."""
-    monkeypatch.setattr(watch, "REST", 0.0)
+    monkeypatch.setattr(watch, "TIME_LIMIT_MARGIN", 0.0)
 
     def work(child: HookPipe) -> None:
         child.ends_within(0.05)
@@ -171,11 +171,11 @@ def test_hook_does_its_work_itself_where_it_cannot_fork(monkeypatch: pytest.Monk
 
     before = sorted(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fork", fork)
-    assert watch.fork(keeps_stdout=False) is None
+    assert watch.fork_worker(keeps_stdout=False) is None
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_nobody_is_told_where_nobody_waits() -> None:
-    watch.ALONE.works_on("/cache")
-    watch.ALONE.ends_within(1.0)
-    watch.ALONE.end()  # and the process goes on
+    watch.NO_HOOK_PIPE.works_on("/cache")
+    watch.NO_HOOK_PIPE.ends_within(1.0)
+    watch.NO_HOOK_PIPE.end()  # and the process goes on

@@ -70,8 +70,8 @@ def test_made_up_source_is_copied_proven_and_a_hit_from_then_on(task: CopyTask) 
     assert shown(task).read_bytes() == WHOLE
     assert shown(task).stat().st_mode & 0o777 == 0o640
     assert copy(task) == ("found", "")
-    items = inventory.items_of(task.node.cache.stored_entries(), [])
-    done = verify.verify(
+    items = inventory.make_items(task.node.cache.stored_entries(), [])
+    done = verify.verify_entries(
         task.node, items, False, lambda _: None, VerifyOptions(no_source="it has none")
     )
     assert [one.result for one in done.verdicts] == ["ok"]

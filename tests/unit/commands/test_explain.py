@@ -11,17 +11,17 @@ import forestage
 from forestage import features
 from forestage.cache import image
 from forestage.cache.lease import EntryUse, Lease
-from forestage.commands.explain import history, sentences
+from forestage.commands.explain import format_sentences, make_job_history
 from forestage.commands.inventory import LeasedImage, LeaseHolder
 from forestage.events import (
     BadEntryOutcome,
     CopyOutcome,
+    EventHook,
     EventRecord,
-    Hook,
     Outcome,
+    OutcomeResult,
     ReleaseOutcome,
     RequestOutcome,
-    Result,
 )
 from forestage.events.reasons import collect_reasons
 from forestage.features.contexts import ExplainFacts, ExplainPart
@@ -70,7 +70,9 @@ def test_mount_that_hangs_is_explained_with_its_path_and_the_way_out() -> None:
 
 @pytest.mark.parametrize("reason", ["no-mount", "mount-hangs", "mount-queue"])
 @pytest.mark.parametrize("result", ["hit", "copied", "joined", "through"])
-def test_step_of_which_a_task_did_not_get_the_copy_is_no_hit(reason: str, result: Result) -> None:
+def test_step_of_which_a_task_did_not_get_the_copy_is_no_hit(
+    reason: str, result: OutcomeResult
+) -> None:
     image = "/shared/a.sqsh"
     told = RequestOutcome(
         result, request=image, image=image, key=KEY, redirect="spank", baseline=9.0
@@ -95,13 +97,13 @@ def test_mounted_file_that_a_task_did_not_get_is_no_hit() -> None:
     assert "hit" not in text
 
 
-@pytest.mark.parametrize("result", get_args(Result))
-@pytest.mark.parametrize("hook", get_args(Hook))
-def test_every_result_is_explained(result: Result, hook: str) -> None:
+@pytest.mark.parametrize("result", get_args(OutcomeResult))
+@pytest.mark.parametrize("hook", get_args(EventHook))
+def test_every_result_is_explained(result: OutcomeResult, hook: str) -> None:
     outcome = RequestOutcome(
         result, request="/a", image="/a", key=KEY, reason="io", redirect="none"
     )
-    text = " ".join(sentences(event(outcome, hook=hook), {}))
+    text = " ".join(format_sentences(event(outcome, hook=hook), {}))
     assert result in text or result == "released"
 
 
@@ -147,7 +149,7 @@ def test_every_result_is_explained(result: Result, hook: str) -> None:
     ],
 )
 def test_outcome_is_explained(outcome: Outcome, expected: str) -> None:
-    assert re.search(expected, " ".join(sentences(event(outcome), {})))
+    assert re.search(expected, " ".join(format_sentences(event(outcome), {})))
 
 
 G = 1 << 30
@@ -168,7 +170,7 @@ def gave_up(end: float, request: str = "/a.sqsh", image: str = "", **changes: An
 
 def test_copy_is_explained_with_its_evictions() -> None:
     one = copied(NOW, 10.0, outcome={"evicted": ("f" * 32, "e" * 32)})
-    assert sentences(one, {"f" * 32: "/old.sqsh"}) == (
+    assert format_sentences(one, {"f" * 32: "/old.sqsh"}) == (
         "copied 23 GiB in 10s (2.3 GiB/s), and published",
         "evicted ffffffffffff: /old.sqsh, to free space",
         "evicted eeeeeeeeeeee, to free space",
@@ -177,7 +179,9 @@ def test_copy_is_explained_with_its_evictions() -> None:
 
 def test_room_for_a_container_is_explained_with_its_evictions() -> None:
     for result in ("hit", "started", "through"):
-        *_, last = sentences(event(RequestOutcome(result, image="/a", evicted=("f" * 32,))), {})
+        *_, last = format_sentences(
+            event(RequestOutcome(result, image="/a", evicted=("f" * 32,))), {}
+        )
         assert last == "evicted ffffffffffff, to free space"
 
 
@@ -191,7 +195,7 @@ def test_room_for_a_container_is_explained_with_its_evictions() -> None:
 )
 def test_copy_from_and_to_peers_is_explained(givers: tuple[str, ...], got: int, came: str) -> None:
     facts = {"from_peers": got * G, "givers": givers, "uploaded": 2 * G}
-    (text,) = sentences(copied(NOW, 10.0, outcome=facts), {})
+    (text,) = format_sentences(copied(NOW, 10.0, outcome=facts), {})
     assert text == (
         "copied 23 GiB in 10s (2.3 GiB/s), 2 GiB of it sent to other nodes meanwhile, and"
         f" published; from {came} from the file server"
@@ -200,7 +204,7 @@ def test_copy_from_and_to_peers_is_explained(givers: tuple[str, ...], got: int, 
 
 def test_failed_copy_is_explained_with_its_evictions() -> None:
     outcome = CopyOutcome("declined", image="/a", reason="changed", evicted=("f" * 32,))
-    text = " ".join(sentences(event(outcome, hook="stager"), {}))
+    text = " ".join(format_sentences(event(outcome, hook="stager"), {}))
     assert re.search("changed.*evicted ffffffffffff, to free space.*Nothing was published", text)
     assert "the job kept" not in text.lower().replace("a job that waited for it kept", "")
 
@@ -228,7 +232,7 @@ def test_prolog_precedes_its_stager() -> None:
     ],
 )
 def test_start_from_the_copy_says_what_it_saved(
-    hook: Hook, changes: dict[str, Any], saved: str
+    hook: EventHook, changes: dict[str, Any], saved: str
 ) -> None:
     facts = {"wait": 0.1, **changes}
     text = printed(event(hit(**facts), hook=hook, step=0))
@@ -265,8 +269,8 @@ def test_late_copy_of_another_job_is_shown() -> None:
         copied(NOW, 39.9, job=6, outcome={"image": "/b.sqsh"}),
     ]
     by_link = gave_up(NOW - 25, request="/link", image="/a.sqsh")
-    assert len(history(7, [by_link, *others], None).runs) == 2
-    found = history(7, [gave_up(NOW - 25), *others], None)
+    assert len(make_job_history(7, [by_link, *others], None).runs) == 2
+    found = make_job_history(7, [gave_up(NOW - 25), *others], None)
     assert [(run.hook, run.job) for run in found.runs] == [("prolog", 7), ("stager", 3)]
     text = printed(gave_up(NOW - 25), *others)
     assert text.startswith("Job 7 of alice")
@@ -294,7 +298,7 @@ def test_each_step_has_its_number() -> None:
 
 
 @pytest.mark.parametrize(("hook", "result"), [("prolog", "started"), ("step", "hit")])
-def test_missing_lease_is_noticed_after_step_or_started_copy(hook: Hook, result: str) -> None:
+def test_missing_lease_is_noticed_after_step_or_started_copy(hook: EventHook, result: str) -> None:
     assert "no Epilog is recorded" in printed(event(hit(result=result), hook=hook, step=0))
 
 
@@ -316,7 +320,7 @@ def test_requeued_job_has_each_run() -> None:
         event(hit(), time=NOW - 30, total=0.3),
         event(hit(), time=NOW - 30, total=0.4, job=8),
     ]
-    runs = history(7, events, None).runs
+    runs = make_job_history(7, events, None).runs
     assert [(run.hook, len(run.explained)) for run in runs] == [
         ("prolog", 2),
         ("epilog", 1),
@@ -348,7 +352,7 @@ def test_running_job_shows_its_lease() -> None:
     text = printed(event(hit()), lease=lease)
     assert re.search(r"^  0123456789ab +/a.sqsh$", text, re.MULTILINE)
     assert re.search(r"^  ffffffffffff +/b.sqsh$", text, re.MULTILINE)
-    assert history(7, [], lease).lease == LeaseHolder(
+    assert make_job_history(7, [], lease).lease == LeaseHolder(
         7, "1000", NOW - 60, (LeasedImage(KEY, "", False), LeasedImage("f" * 32, "/b.sqsh", True))
     )
 
@@ -399,7 +403,7 @@ def test_job_whose_steps_never_asked_is_told_why_that_may_be(
 ) -> None:
     text = printed(*events)
     assert ("No step of this job asked forestage for its copies" in text) == is_told
-    assert history(7, events, None).unasked == is_told
+    assert make_job_history(7, events, None).unasked == is_told
 
 
 def test_what_a_feature_says_is_said_in_place_of_the_cores_words(

@@ -7,8 +7,8 @@ import pytest
 from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Entry, StoredEntry
 from forestage.cache.lease import EntryUse, Lease
-from forestage.commands.inventory import InventoryItem, items_of, pick
-from forestage.commands.sources import compare
+from forestage.commands.inventory import InventoryItem, make_items, pick_items
+from forestage.commands.sources import compare_with_source
 from forestage.errors import NotFoundError
 from forestage.system.as_user import User
 
@@ -19,7 +19,7 @@ def stored(key: str, path: str = "/a", created: float = 1.0, used: float = 1.0) 
 
 
 def items(*found: StoredEntry) -> tuple[InventoryItem, ...]:
-    return items_of(found, [])
+    return make_items(found, [])
 
 
 ONE, OTHER, LISTED = "abcd1" + "0" * 27, "abcd2" + "0" * 27, "/lustre/a"
@@ -40,7 +40,7 @@ def test_one_entry_is_meant(word: str, key: str) -> None:
         raise AssertionError("a path as `ls` prints it needs no look at the file server")
 
     held = items(stored(ONE, LISTED), stored(OTHER), stored("abcd"))
-    assert [item.key for item in pick(held, word, hangs)] == [key]
+    assert [item.key for item in pick_items(held, word, hangs)] == [key]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_no_entry_or_several_are_meant(word: str, why: str) -> None:
     damaged = StoredEntry("k1", 4096, 1.0, False, None)  # it has no path
     held = items(stored(ONE, LISTED), stored(OTHER), damaged)
     with pytest.raises(NotFoundError, match=why):
-        pick(held, word, lambda path: "")
+        pick_items(held, word, lambda path: "")
 
 
 def test_job_with_two_uses_is_listed_once() -> None:
@@ -59,7 +59,7 @@ def test_job_with_two_uses_is_listed_once() -> None:
     lease = Lease(
         7, user, 0.0, "/nvme", (EntryUse("k1"), EntryUse("k1", "/a"), EntryUse("k1", "/b"))
     )
-    assert items_of([stored("k1")], [lease])[0].jobs == (7,)
+    assert make_items([stored("k1")], [lease])[0].jobs == (7,)
 
 
 IMAGE = SourceImage(FileIdentity("/a", 1, 2, 3, 4), AccessRights(0, 0, 0o644))
@@ -89,10 +89,10 @@ def identity(**changes: object) -> Callable[[], SourceImage]:
 def test_every_difference_is_a_changed_source(
     now: Callable[[], SourceImage], expected: str
 ) -> None:
-    found = compare(ENTRY, now())
+    found = compare_with_source(ENTRY, now())
     assert found.state == "changed"
     assert expected in found.detail
 
 
 def test_same_image_is_unchanged() -> None:
-    assert compare(ENTRY, IMAGE).state == "unchanged"
+    assert compare_with_source(ENTRY, IMAGE).state == "unchanged"

@@ -6,26 +6,28 @@ from dataclasses import dataclass
 
 import pytest
 
-from forestage.commands.tally import RATES, WAITS, EventTally, Histogram
+from forestage.commands.tally import RATE_BOUNDS, WAIT_BOUNDS, EventTally, Histogram
 from forestage.events import (
     CopyOutcome,
+    EventHook,
     EventRecord,
-    Hook,
     Outcome,
+    OutcomeResult,
     ReleaseOutcome,
     RequestOutcome,
-    Result,
     saved,
 )
 
 GIB = 1 << 30
 
 
-def event(hook: Hook, outcome: Outcome, job: int = 7) -> EventRecord:
+def event(hook: EventHook, outcome: Outcome, job: int = 7) -> EventRecord:
     return EventRecord(time=1.0, hook=hook, job=job, outcome=outcome)
 
 
-def served(result: Result, key: str = "a", redirect: str = "mounted", size: int = 10) -> Outcome:
+def served(
+    result: OutcomeResult, key: str = "a", redirect: str = "mounted", size: int = 10
+) -> Outcome:
     return RequestOutcome(result, key=key, redirect=redirect, size=size, wait=0.05)
 
 
@@ -44,7 +46,7 @@ class Spared:
     """Hook runs, and the bytes that jobs did not read from the shared file system for them."""
 
     why: str
-    runs: tuple[tuple[Hook, Outcome], ...]
+    runs: tuple[tuple[EventHook, Outcome], ...]
     bytes: int
 
 
@@ -118,7 +120,7 @@ def test_spared_bytes_count_once_and_only_for_local_starts(case: Spared) -> None
 
 
 @pytest.mark.parametrize(("first", "then"), [("copied", "hit"), ("started", "joined")])
-def test_cold_job_is_no_hit(first: Result, then: Result) -> None:
+def test_cold_job_is_no_hit(first: OutcomeResult, then: OutcomeResult) -> None:
     """Its own step finds what its Prolog has copied; that says nothing of the cache."""
     runs = [event("prolog", served(first)), *[event("step", served(then))] * 2]
     assert counted(*runs).starts == {first: 1, then: 1}, "the second step is a start of its own"
@@ -128,7 +130,9 @@ def test_cold_job_is_no_hit(first: Result, then: Result) -> None:
     ("step", "counted_as"),
     [("through", "through"), ("started", "started"), ("hit", "copied"), ("joined", "copied")],
 )
-def test_cold_start_of_the_companions_is_what_its_step_met(step: Result, counted_as: str) -> None:
+def test_cold_start_of_the_companions_is_what_its_step_met(
+    step: OutcomeResult, counted_as: str
+) -> None:
     """The Prolog only starts the copy; whether the job read through shows in its first step."""
     runs = [
         event("prolog", served("started", redirect="spank")),
@@ -142,7 +146,9 @@ def test_cold_start_of_the_companions_is_what_its_step_met(step: Result, counted
 
 
 @pytest.mark.parametrize(("first", "start"), [("started", "through"), ("hit", "hit")])
-def test_data_that_only_steps_are_shown_is_their_start(first: Result, start: Result) -> None:
+def test_data_that_only_steps_are_shown_is_their_start(
+    first: OutcomeResult, start: OutcomeResult
+) -> None:
     seen = served(start, redirect="spank")
     found = counted(event("prolog", RequestOutcome(first, key="a", data=True)), event("step", seen))
     assert found.starts == {start: 1}
@@ -167,7 +173,7 @@ def test_what_was_read_before_a_copy_was_whole_is_split() -> None:
 
 
 def test_remembered_jobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved, "REMEMBERED", 3)
+    monkeypatch.setattr(saved, "MAX_JOBS", 3)
     tally = counted(*(event("prolog", served("hit"), job) for job in range(10)))
     assert list(tally.expected) == [7, 8, 9]
 
@@ -180,7 +186,7 @@ def test_copied_bytes_are_split_and_rate_excludes_resumed() -> None:
     assert tally.copied == {"source": 2 * GIB, "peers": GIB - 1, "others": 1}
     assert tally.copies == {"copied": 1}
     assert tally.rates.sum == 2 * GIB / 4.0
-    assert tally.rates.counts[RATES.index(1e9)] == 1
+    assert tally.rates.counts[RATE_BOUNDS.index(1e9)] == 1
 
 
 def test_failed_copy_has_no_bytes_and_no_rate() -> None:
@@ -211,10 +217,16 @@ def test_reasons_and_evictors_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("value", "bucket"),
-    [(0.0, 0), (WAITS[0], 0), (WAITS[0] + 1e-9, 1), (WAITS[-1], len(WAITS) - 1), (1e9, len(WAITS))],
+    [
+        (0.0, 0),
+        (WAIT_BOUNDS[0], 0),
+        (WAIT_BOUNDS[0] + 1e-9, 1),
+        (WAIT_BOUNDS[-1], len(WAIT_BOUNDS) - 1),
+        (1e9, len(WAIT_BOUNDS)),
+    ],
 )
 def test_bucket_includes_its_bound(value: float, bucket: int) -> None:
-    found = Histogram.of(WAITS)
+    found = Histogram.of(WAIT_BOUNDS)
     found.add(value)
     assert found.counts.index(1) == bucket
 

@@ -59,7 +59,7 @@ class Run:
         self.locks: list[int] = []
 
     def __call__(self) -> list[TendPartEnd]:
-        return [*tend.tend(self.places, self.clock, iter(self.parts), self.start)]
+        return [*tend.run_due_parts(self.places, self.clock, iter(self.parts), self.start)]
 
     def start(self, part: TendPart, held: int | None) -> RunningProcess:
         self.started.append(part.name)
@@ -112,7 +112,7 @@ def test_room_has_the_io_of_any_program_and_is_waited_for(
 
 
 def test_part_runs_again_at_the_tenth_run_wherever_the_clock_is_set(tmp_path: Path) -> None:
-    run = Run(tmp_path, TendPart("room", ()), TendPart("sweep", (), every=tend.TENTH))
+    run = Run(tmp_path, TendPart("room", ()), TendPart("sweep", (), every=tend.SWEEP_INTERVAL))
     for _ in range(30):
         run()
         run.clock.at += 61  # a bit more than a minute
@@ -125,7 +125,7 @@ def test_part_runs_again_at_the_tenth_run_wherever_the_clock_is_set(tmp_path: Pa
 
 
 def test_entries_are_read_at_each_run_while_the_disk_is_in_doubt(tmp_path: Path) -> None:
-    for is_doubted, every in ((True, 0.0), (False, tend.TENTH)):
+    for is_doubted, every in ((True, 0.0), (False, tend.SWEEP_INTERVAL)):
         facts = TendFacts(NodePaths(tmp_path), Clock(), Config(), False)
         parts = tend.list_parts(facts, is_doubted)
         assert [one.every for one in parts if one.name == "proofs"] == [every]
@@ -140,7 +140,7 @@ def test_part_at_its_limit_is_killed_and_left_out_while_it_hangs(
     room, metrics = run()
     assert process.killed
     assert (room.state, metrics.state) == ("hangs" if hangs else "cut", "ended")
-    assert (room.has_failed, "4242" in tend.sentence(room)) == (True, True)
+    assert (room.has_failed, "4242" in tend.format_part_end(room)) == (True, True)
     room, metrics = run()
     assert (room.state, metrics.state) == ("left out", "ended")
     assert run.started.count("room") == 1
@@ -154,8 +154,8 @@ def test_part_that_may_outlive_the_run_is_not_waited_for(tmp_path: Path) -> None
     process = run.processes["sweep"] = Process(None)
     assert [one.state for one in run()] == ["begun", "begun"]
     assert not process.killed
-    assert not lock.is_free(tend.lock_file(run.places, "sweep"))
-    assert lock.is_free(tend.lock_file(run.places, "proofs"))
+    assert not lock.is_free(tend.part_lock_path(run.places, "sweep"))
+    assert lock.is_free(tend.part_lock_path(run.places, "proofs"))
     os.close(run.locks.pop())
 
 
@@ -177,7 +177,7 @@ def test_part_that_cannot_be_started_keeps_no_other_from_it(tmp_path: Path) -> N
     run.processes["prefetch"] = Failed("program", "ionice is not installed")
     prefetch, sweep = run()
     assert (prefetch.has_failed, sweep.state) == (True, "begun")
-    assert "ionice" in tend.sentence(prefetch)
+    assert "ionice" in tend.format_part_end(prefetch)
 
 
 def test_part_with_a_limit_runs_without_a_lock_that_cannot_be_made(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from forestage.events import (
     CopyOutcome,
+    EventHook,
     EventRecord,
-    Hook,
     Outcome,
     ReleaseOutcome,
     RequestOutcome,
@@ -19,7 +19,7 @@ SINCE = 1_800_000_000.0
 KEY = "a" * 32
 
 
-def event(outcome: Outcome, job: int = 7, hook: Hook = "step") -> EventRecord:
+def event(outcome: Outcome, job: int = 7, hook: EventHook = "step") -> EventRecord:
     return EventRecord(time=SINCE, hook=hook, job=job, outcome=outcome)
 
 
@@ -90,7 +90,7 @@ def test_bytes_are_counted_by_where_they_came_from() -> None:
 
 
 def test_remembered_copies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "KEPT", 2)
+    monkeypatch.setattr(ahead, "MAX_UNUSED_COPIES", 2)
     copies = UnusedCopies()
     for number in range(9):
         list(copies.add(copied(str(number))))

@@ -18,10 +18,10 @@ from forestage.events import (
     Outcome,
     ReleaseOutcome,
     RequestOutcome,
-    append,
+    append_events,
+    format_summary,
     log,
     read,
-    summary,
 )
 from forestage.paths import NodePaths
 from forestage.slurm.hints import JobHints
@@ -73,7 +73,7 @@ def test_summary_of_a_copy_is_logfmt() -> None:
     outcome = RequestOutcome(
         "copied", request="/a", image="/lustre/a", key="0a", size=5, redirect="mounted", wait=0.25
     )
-    assert summary(JOB, [outcome], 0.5) == (
+    assert format_summary(JOB, [outcome], 0.5) == (
         "user=alice image=/lustre/a key=0a result=copied redirect=mounted bytes=5 wait=0.250s"
         " total=0.500s"
     )
@@ -81,17 +81,17 @@ def test_summary_of_a_copy_is_logfmt() -> None:
 
 def test_summary_of_an_epilog_and_of_nothing_is_logfmt() -> None:
     released = ReleaseOutcome("released", unmounted=2, evicted=("0a", "0b"))
-    assert summary(JOB, [released], 0.1) == (
+    assert format_summary(JOB, [released], 0.1) == (
         "user=alice result=released unmounted=2 evicted=0a,0b total=0.100s"
     )
-    assert summary(JOB, [], 0.0) == "user=alice total=0.000s"
+    assert format_summary(JOB, [], 0.0) == "user=alice total=0.000s"
 
 
 def test_step_number_is_recorded_only_for_a_step(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     step = msgspec.structs.replace(JOB, step=3)
-    events.record(places, 1.0, "step", step, [RequestOutcome("hit")], 0.1)
-    events.record(places, 1.0, "prolog", JOB, [RequestOutcome("started")], 0.1)
+    events.record_outcomes(places, 1.0, "step", step, [RequestOutcome("hit")], 0.1)
+    events.record_outcomes(places, 1.0, "prolog", JOB, [RequestOutcome("started")], 0.1)
     assert [(one.hook, one.step) for one in read(places.events)] == [("step", 3), ("prolog", None)]
     assert b"step" not in places.events.read_bytes().splitlines()[1]
 
@@ -99,28 +99,28 @@ def test_step_number_is_recorded_only_for_a_step(tmp_path: Path) -> None:
 @given(st.text(), st.text(), st.lists(st.text(), max_size=3).map(tuple))
 def test_text_of_a_user_breaks_no_line(asked: str, detail: str, problems: tuple[str, ...]) -> None:
     job = msgspec.structs.replace(JOB, hints=JobHints(problems=problems))
-    line = summary(job, [RequestOutcome("declined", request=asked, detail=detail)], 1.0)
+    line = format_summary(job, [RequestOutcome("declined", request=asked, detail=detail)], 1.0)
     assert line.isprintable()
     assert line.endswith(" total=1.000s")
 
 
 def test_text_of_a_user_forges_no_field() -> None:
     asked = '/a" result=hit image="/b'
-    line = summary(JOB, [RequestOutcome("declined", request=asked)], 1.0)
+    line = format_summary(JOB, [RequestOutcome("declined", request=asked)], 1.0)
     assert '" result=hit image="' not in line
 
 
 def test_appended_events_are_read_in_order(tmp_path: Path) -> None:
     file = tmp_path / "log/events.jsonl"
-    append(file, [event(1), event(2)])
-    append(file, [event(3)])
+    append_events(file, [event(1), event(2)])
+    append_events(file, [event(3)])
     assert [one.job for one in read(file)] == [1, 2, 3]
     assert file.stat().st_mode & 0o777 == 0o640
     assert file.parent.stat().st_mode & 0o777 == 0o750
 
 
 def test_no_event_makes_no_file(tmp_path: Path) -> None:
-    append(tmp_path / "log/events.jsonl", [])
+    append_events(tmp_path / "log/events.jsonl", [])
     assert list(tmp_path.iterdir()) == []
     assert list(read(tmp_path / "log/events.jsonl")) == []
 
@@ -130,28 +130,28 @@ def test_no_event_makes_no_file(tmp_path: Path) -> None:
 )
 def test_damaged_line_is_skipped(tmp_path: Path, garbage: bytes) -> None:
     file = tmp_path / "events.jsonl"
-    append(file, [event(1)])
+    append_events(file, [event(1)])
     with file.open("ab") as handle:
         handle.write(garbage)
-    append(file, [event(2)])
+    append_events(file, [event(2)])
     assert [one.job for one in read(file)] == [1, 2]
 
 
 def test_line_cut_short_by_a_crash_leaves_the_next_one_whole(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
-    append(file, [event(1)])
+    append_events(file, [event(1)])
     os.truncate(file, file.stat().st_size - 3)
-    append(file, [event(2)])
+    append_events(file, [event(2)])
     assert [one.job for one in read(file)] == [2]
 
 
 def test_full_log_is_rotated_and_the_older_one_read_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "ROTATE_AT", 200)
+    monkeypatch.setattr(log, "ROTATE_BYTES", 200)
     file = tmp_path / "events.jsonl"
     for job in range(20):
-        append(file, [event(job)])
+        append_events(file, [event(job)])
     assert sorted(os.listdir(tmp_path)) == ["events.jsonl", "events.jsonl.1"]
     assert file.stat().st_size < 400
     jobs = [one.job for one in read(file)]
@@ -162,18 +162,18 @@ def test_full_log_is_not_lost_when_two_hooks_rotate_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "events.jsonl"
-    append(file, [event(job) for job in range(20)])
+    append_events(file, [event(job) for job in range(20)])
     flock = fcntl.flock
 
     def meanwhile(fd: int, operation: int) -> None:
         """Another hook saw the full log as well, and was faster."""
         file.rename(tmp_path / "events.jsonl.1")
-        append(file, [event(20)])
+        append_events(file, [event(20)])
         flock(fd, operation)
 
-    monkeypatch.setattr(log, "ROTATE_AT", 200)
+    monkeypatch.setattr(log, "ROTATE_BYTES", 200)
     monkeypatch.setattr(fcntl, "flock", meanwhile)
-    append(file, [event(21)])
+    append_events(file, [event(21)])
     assert [one.job for one in read(file)] == list(range(22))
 
 
@@ -187,7 +187,7 @@ def test_event_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return write(fd, data)
 
     monkeypatch.setattr(os, "write", noting)
-    append(tmp_path / "events.jsonl", [event(1), event(2)])
+    append_events(tmp_path / "events.jsonl", [event(1), event(2)])
     assert [data.count(b"\n") for data in written] == [1, 1]
     assert all(data.endswith(b"\n") for data in written)
 

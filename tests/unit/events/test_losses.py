@@ -18,8 +18,8 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/var/log/forestage/even
 def test_losses_are_noted_from_the_first_to_the_last(tmp_path: Path) -> None:
     file = tmp_path / "lost"
     assert losses.find_loss(file) is None
-    losses.note_loss(file, 10.0, OSError(errno.EROFS, "first"))
-    losses.note_loss(file, 20.0, FULL)
+    losses.record_loss(file, 10.0, OSError(errno.EROFS, "first"))
+    losses.record_loss(file, 20.0, FULL)
     lost = losses.find_loss(file)
     assert lost is not None
     assert (lost.since, lost.until) == (10.0, 20.0)
@@ -27,7 +27,7 @@ def test_losses_are_noted_from_the_first_to_the_last(tmp_path: Path) -> None:
 
 
 def test_loss_that_cannot_be_noted_is_no_error(tmp_path: Path) -> None:
-    losses.note_loss(tmp_path / "missing/lost", 10.0, FULL)
+    losses.record_loss(tmp_path / "missing/lost", 10.0, FULL)
     assert losses.find_loss(tmp_path / "missing/lost") is None
 
 
@@ -51,7 +51,7 @@ def test_loss_concerns_jobs_whose_hooks_ran_meanwhile(
     own = [EventRecord(time, "prolog", 7, RequestOutcome("hit"), total=1.0) for time in times]
     if is_over:
         own[-1] = EventRecord(times[-1], "epilog", 7, ReleaseOutcome("released"), total=1.0)
-    assert losses.may_concern(LostEvents(10.0, 21.0, "full"), own) is expected
+    assert losses.may_lack_events(LostEvents(10.0, 21.0, "full"), own) is expected
 
 
 def test_write_that_finds_no_space_names_its_file(

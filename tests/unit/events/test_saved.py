@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from forestage.events import ReleaseOutcome, RequestOutcome, Result, saved
+from forestage.events import OutcomeResult, ReleaseOutcome, RequestOutcome, saved
 
 
 def outcome(**changes: Any) -> RequestOutcome:
@@ -29,13 +29,13 @@ def outcome(**changes: Any) -> RequestOutcome:
 def test_start_saves_its_reading_less_its_wait(
     changes: dict[str, Any], seconds: float | None
 ) -> None:
-    assert saved.seconds(outcome(**changes)) == seconds
+    assert saved.find_saved_seconds(outcome(**changes)) == seconds
 
 
 @pytest.mark.parametrize("result", ["started", "through", "declined", "failed"])
-def test_start_that_read_the_source_as_well_saves_nobody_knows_what(result: Result) -> None:
-    assert saved.seconds(outcome(result=result)) is None
-    assert saved.phrase(outcome(result=result)) == "what that saves is not known"
+def test_start_that_read_the_source_as_well_saves_nobody_knows_what(result: OutcomeResult) -> None:
+    assert saved.find_saved_seconds(outcome(result=result)) is None
+    assert saved.format_saving(outcome(result=result)) == "what that saves is not known"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_start_that_read_the_source_as_well_saves_nobody_knows_what(result: Resu
     ],
 )
 def test_user_reads_two_digits_of_it(changes: dict[str, Any], text: str) -> None:
-    assert saved.phrase(outcome(**changes)) == text
+    assert saved.format_saving(outcome(**changes)) == text
 
 
 BIND = (("prolog", "hit", "mounted"), ("step", "hit", "kept"), ("step", "hit", "kept"))
@@ -81,7 +81,7 @@ def test_start_from_a_copy_counts_once(runs: Any, starts: list[bool]) -> None:
 
 
 def test_jobs_whose_step_never_came_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved, "REMEMBERED", 3)
+    monkeypatch.setattr(saved, "MAX_JOBS", 3)
     told = saved.StartTracker()
     for job in range(10):
         told.is_one("prolog", job, outcome(redirect="mounted", key="a"))

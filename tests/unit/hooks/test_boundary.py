@@ -18,9 +18,9 @@ from forestage.hooks.boundary import (
     IMAGE_OPTION,
     STAGE_OPTION,
     HookRun,
-    note_call,
-    note_nodes,
-    nothing_to_do,
+    has_no_work,
+    record_call,
+    update_nodelist,
 )
 from forestage.hooks.limit import HookDeadlines
 from forestage.paths import NodePaths
@@ -46,7 +46,7 @@ from forestage.system.as_user import User
 def test_prolog_has_work_where_a_job_names_an_image_or_its_comment_says_stage(
     tmp_path: Path, environ: dict[str, str], nothing: bool
 ) -> None:
-    assert nothing_to_do("prolog", environ, str(tmp_path)) is nothing
+    assert has_no_work("prolog", environ, str(tmp_path)) is nothing
 
 
 def test_prolog_has_work_where_its_number_has_a_lease(tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def test_prolog_has_work_where_its_number_has_a_lease(tmp_path: Path) -> None:
     leases = NodePaths(tmp_path).leases
     leases.mkdir(parents=True)
     (leases / "7.json").touch()
-    assert not nothing_to_do("prolog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
-    assert nothing_to_do("prolog", {"SLURM_JOB_ID": "77"}, str(tmp_path))
+    assert not has_no_work("prolog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+    assert has_no_work("prolog", {"SLURM_JOB_ID": "77"}, str(tmp_path))
 
 
 def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
     leases = NodePaths(tmp_path).leases
     leases.mkdir(parents=True)
     (leases / "77.json").touch()
-    assert nothing_to_do("epilog", environ, str(tmp_path))
+    assert has_no_work("epilog", environ, str(tmp_path))
     (leases / "7.json").write_bytes(b"damaged")
-    assert not nothing_to_do("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+    assert not has_no_work("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
 
 
 def test_epilog_has_work_where_a_step_asked_a_registry(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_epilog_has_work_where_a_step_asked_a_registry(tmp_path: Path) -> None:
     images.mkdir(parents=True)
     (images / "7.asked").touch()
     for job, nothing in (("7", False), ("77", True)):
-        assert nothing_to_do("epilog", {"SLURM_JOB_ID": job}, str(tmp_path)) is nothing
+        assert has_no_work("epilog", {"SLURM_JOB_ID": job}, str(tmp_path)) is nothing
 
 
 ON_TWO = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -102,18 +102,18 @@ def test_nodes_of_a_prolog_are_kept_for_steps(
 ) -> None:
     (run / "leases").mkdir()
     (run / "leases/7.nodes").write_text("n[1-64]")  # a job's of that number, long ago
-    note_nodes("prolog", {"SLURM_JOB_ID": "7"} | listed, str(run))
+    update_nodelist("prolog", {"SLURM_JOB_ID": "7"} | listed, str(run))
     assert LeaseDirectory(run / "leases").nodelist(7) == nodes
 
 
 def test_nodes_are_forgotten_by_the_epilog_and_by_nobody_else(run: Path) -> None:
-    note_nodes("prolog", ON_TWO, str(run))
-    note_nodes("step", {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-9]"}, str(run))
+    update_nodelist("prolog", ON_TWO, str(run))
+    update_nodelist("step", {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-9]"}, str(run))
     LeaseDirectory(run / "leases").put(
         Lease(7, User("", 1, 1), 0.0, "/cache")
     )  # which holds nothing
     assert LeaseDirectory(run / "leases").nodelist(7) == "n[1-2]"
-    note_nodes("epilog", {"SLURM_JOB_ID": "7"}, str(run))
+    update_nodelist("epilog", {"SLURM_JOB_ID": "7"}, str(run))
     assert list((run / "leases").iterdir()) == []
 
 
@@ -133,21 +133,21 @@ OF_ALICE = {"SLURM_JOB_UID": "1", "SLURM_JOB_START_TIME": "100"}
 def test_epilog_forgets_no_nodes_of_another_users_job_nor_of_a_later_run(
     run: Path, later: dict[str, str], left: bool
 ) -> None:
-    note_nodes("prolog", ON_TWO | OF_ALICE, str(run))
-    note_nodes("epilog", {"SLURM_JOB_ID": "7"} | later, str(run))
+    update_nodelist("prolog", ON_TWO | OF_ALICE, str(run))
+    update_nodelist("epilog", {"SLURM_JOB_ID": "7"} | later, str(run))
     assert (LeaseDirectory(run / "leases").nodelist(7, 1) == "n[1-2]") is left
     assert (run / "leases/7.nodes").exists() is left
 
 
 def test_nodes_are_not_kept_where_no_step_asks(tmp_path: Path) -> None:
-    note_nodes("prolog", ON_TWO, str(tmp_path))
+    update_nodelist("prolog", ON_TWO, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nodes_that_cannot_be_kept_stop_no_hook(run: Path) -> None:
     (run / "leases").touch()
-    note_nodes("prolog", ON_TWO, str(run))
-    note_nodes("epilog", ON_TWO, str(run))
+    update_nodelist("prolog", ON_TWO, str(run))
+    update_nodelist("epilog", ON_TWO, str(run))
     assert LeaseDirectory(run / "leases").nodelist(7) == ""
 
 
@@ -155,15 +155,15 @@ def test_nodes_that_cannot_be_kept_stop_no_hook(run: Path) -> None:
     ("environ", "nothing"), [({}, True), ({IMAGE_OPTION: ""}, True), ({IMAGE_OPTION: "/a"}, False)]
 )
 def test_step_has_work_where_it_names_an_image(environ: dict[str, str], nothing: bool) -> None:
-    assert nothing_to_do("step", environ, "/nowhere") is nothing
+    assert has_no_work("step", environ, "/nowhere") is nothing
 
 
 def test_step_has_work_where_its_jobs_comment_names_images(tmp_path: Path) -> None:
     hinted = LeaseDirectory(NodePaths(tmp_path).leases).hints(7)
     hinted.parent.mkdir(parents=True)
     hinted.touch()
-    assert not nothing_to_do("step", {"SLURM_JOB_ID": "7"}, str(tmp_path))
-    assert nothing_to_do("step", {"SLURM_JOB_ID": "77"}, str(tmp_path))
+    assert not has_no_work("step", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+    assert has_no_work("step", {"SLURM_JOB_ID": "77"}, str(tmp_path))
 
 
 def test_step_is_answered_once_and_whoever_went_away_does_not_hurt(
@@ -202,7 +202,7 @@ def test_broken_configuration_with_several_caches_takes_the_time_of_one(
         given.append((str(node.cache.root), limit, refusal))
         return []
 
-    monkeypatch.setattr(prolog, "prolog", noting)
+    monkeypatch.setattr(prolog, "serve_prolog", noting)
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1", "SLURM_JOB_GID": "1", IMAGE_OPTION: "/a"}
     HookRun("prolog", environ, 0.0).run(places, Clock())
     assert {cache for cache, _, _ in given} == caches
@@ -213,10 +213,10 @@ def test_broken_configuration_with_several_caches_takes_the_time_of_one(
 def test_call_leaves_the_latest_job_and_the_time(tmp_path: Path) -> None:
     run, mark = str(tmp_path), tmp_path / "called.prolog"
     for job, latest in (("7", 7), ("123456", 123456), ("123449", 123456)):
-        note_call("prolog", {"SLURM_JOB_ID": job}, run)
+        record_call("prolog", {"SLURM_JOB_ID": job}, run)
         assert int(mark.read_text()) == latest
     os.utime(mark, (0, 0))
-    note_call("prolog", {"SLURM_JOB_ID": "9"}, run)
+    record_call("prolog", {"SLURM_JOB_ID": "9"}, run)
     assert mark.stat().st_mtime > 0
 
 
@@ -225,28 +225,28 @@ def test_call_of_a_job_whose_number_is_much_lower_leaves_that_and_since_when(
 ) -> None:
     """MaxJobId is passed, or slurmctld has lost its state."""
     run, mark = str(tmp_path), tmp_path / "called.prolog"
-    note_call("prolog", {"SLURM_JOB_ID": "67043327"}, run)
+    record_call("prolog", {"SLURM_JOB_ID": "67043327"}, run)
     before = int(time.time())
-    note_call("prolog", {"SLURM_JOB_ID": "1"}, run)
+    record_call("prolog", {"SLURM_JOB_ID": "1"}, run)
     job, since = map(int, mark.read_text().split())
     assert (job, before <= since <= time.time()) == (1, True)
-    note_call("prolog", {"SLURM_JOB_ID": "3"}, run)
-    note_call("prolog", {"SLURM_JOB_ID": "2"}, run)
+    record_call("prolog", {"SLURM_JOB_ID": "3"}, run)
+    record_call("prolog", {"SLURM_JOB_ID": "2"}, run)
     assert mark.read_text().split() == ["3", str(since)]
 
 
 @pytest.mark.parametrize("job", ["", "x", "1" * 50, "-1"])
 def test_call_without_a_job_leaves_nothing(tmp_path: Path, job: str) -> None:
-    note_call("prolog", {"SLURM_JOB_ID": job} if job else {}, str(tmp_path))
-    note_call("step", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+    record_call("prolog", {"SLURM_JOB_ID": job} if job else {}, str(tmp_path))
+    record_call("step", {"SLURM_JOB_ID": "7"}, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_call_follows_no_link_and_needs_no_directory(tmp_path: Path) -> None:
     (tmp_path / "called.prolog").symlink_to(tmp_path / "other")
-    note_call("prolog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+    record_call("prolog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
     assert not (tmp_path / "other").exists()
-    note_call("prolog", {"SLURM_JOB_ID": "7"}, str(tmp_path / "nowhere"))
+    record_call("prolog", {"SLURM_JOB_ID": "7"}, str(tmp_path / "nowhere"))
     (tmp_path / "called.epilog").unlink(missing_ok=True)
     os.mkfifo(tmp_path / "called.epilog")
-    note_call("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
+    record_call("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))

@@ -14,7 +14,7 @@ from forestage.errors import Declined
 from forestage.events import RequestOutcome
 from forestage.hooks import prolog, serve
 from forestage.hooks.answers import RequestResult
-from forestage.hooks.limit import SHORTLY, HookDeadlines
+from forestage.hooks.limit import SHORT_WAIT, HookDeadlines
 from forestage.slurm.hints import JobHints, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import HookTimeLimits
@@ -29,7 +29,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture
 def limit(staging_node: Node, job: Job) -> HookDeadlines:
-    return prolog.limit_of(staging_node, job, LIMITS, None)
+    return prolog.make_prolog_deadlines(staging_node, job, LIMITS, None)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def handled(monkeypatch: Patch) -> Calls:
             for one in requests
         ]
 
-    monkeypatch.setattr(serve, "serve", noting)
+    monkeypatch.setattr(serve, "serve_requests", noting)
     return given
 
 
@@ -69,9 +69,9 @@ def test_hint_that_cannot_be_read_is_an_outcome(
     reasons: list[str],
 ) -> None:
     job = msgspec.structs.replace(job, requests=(), hints=JobHints(problems=problems))
-    assert [outcome.reason for outcome in prolog.bad_hint(job)] == reasons
+    assert [outcome.reason for outcome in prolog.make_bad_hint_outcomes(job)] == reasons
     job = msgspec.structs.replace(job, hints=JobHints(problems=problems, wait=1.0))
-    noted = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
+    noted = [one.outcome for one in prolog.serve_prolog(staging_node, job, limit, None)]
     assert [outcome.reason for outcome in noted] == reasons
 
 
@@ -106,9 +106,9 @@ def test_prolog_waits_where_somebody_asks_for_it_and_no_longer_than_slurm_allows
     keys = dict(zip(("redirect", "cold", "deadline"), config, strict=True), max_stage_wait=12.0)
     node = msgspec.structs.replace(staging_node.configured(**keys), clock=Still())
     job = msgspec.structs.replace(job, hints=JobHints(wait=hint))
-    found = prolog.limit_of(node, job, LIMITS, None)
+    found = prolog.make_prolog_deadlines(node, job, LIMITS, None)
     assert (found.copy and found.copy.left()) == copy
-    assert found.small.left() == (SHORTLY if small else 0.0)
+    assert found.small.left() == (SHORT_WAIT if small else 0.0)
     assert found.end.left() == max(2.0 if config[2] == 2.0 else 15.0, copy or 0.0)
 
 
@@ -125,7 +125,7 @@ def test_refused_prolog_searches_for_stale_redirects_whatever_the_hint_says(
 ) -> None:
     """Else `stage-wait=0` would show the job an older copy, and a long one hold it up."""
     job = msgspec.structs.replace(job, hints=JobHints(wait=hint))
-    found = prolog.limit_of(staging_node, job, LIMITS, Declined("disabled", "INC-1"))
+    found = prolog.make_prolog_deadlines(staging_node, job, LIMITS, Declined("disabled", "INC-1"))
     assert found.end.left() == pytest.approx(15.0, abs=5)
     assert found.copy is None
 
@@ -138,7 +138,7 @@ def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
 
     monkeypatch.setattr(lock, "held_if_writable", busy)
     job = msgspec.structs.replace(job, hints=JobHints(off=True))
-    outcomes = [one.outcome for one in prolog.prolog(staging_node, job, limit, None)]
+    outcomes = [one.outcome for one in prolog.serve_prolog(staging_node, job, limit, None)]
     assert [(one.result, one.reason) for one in outcomes[2:]] == [("failed", "busy")]
 
 
@@ -159,8 +159,8 @@ def test_wait_of_a_prolog_is_noted_for_who_wants_to_hear_what_it_saved(
     node.cache.prepare(require_mount=False)
     node.leases.write(Lease(asking.id, asking.user, 1.0, str(node.cache.root), (EntryUse("k"),)))
     took = [RequestResult(RequestOutcome("copied", wait=seconds)) for seconds in (1.0, 2.0)]
-    monkeypatch.setattr(serve, "serve", lambda *_: took)
+    monkeypatch.setattr(serve, "serve_requests", lambda *_: took)
     job = msgspec.structs.replace(asking, hints=JobHints(tell=tell), requests=())
-    monkeypatch.setattr(prolog, "_note_hinted", lambda *_: None)
-    prolog.prolog(node, job, limit, None)
+    monkeypatch.setattr(prolog, "_record_hinted_images", lambda *_: None)
+    prolog.serve_prolog(node, job, limit, None)
     assert node.leases.said(job.id).waited == noted

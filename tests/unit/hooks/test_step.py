@@ -21,9 +21,15 @@ from forestage.events import Outcome, RequestOutcome
 from forestage.events.reasons import FAILURES
 from forestage.hooks import answers, leases, serve, step, user_messages
 from forestage.hooks.answers import RequestResult
-from forestage.hooks.limit import SHORTLY, HookDeadlines
-from forestage.hooks.step import fields, with_notes, with_user
-from forestage.hooks.user_messages import AGAIN, HELD_UP, JobMessageWriter, WaitReporter, message
+from forestage.hooks.limit import SHORT_WAIT, HookDeadlines
+from forestage.hooks.step import format_answer_fields, with_identified_user, with_prolog_notes
+from forestage.hooks.user_messages import (
+    FIRST_MESSAGE_AFTER,
+    REPEAT_MESSAGE_AFTER,
+    JobMessageWriter,
+    WaitReporter,
+    format_message,
+)
 from forestage.slurm.hints import JobHints, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import STEP_WAIT
@@ -53,7 +59,7 @@ def test_entry_is_answered_with_the_very_file_it_stands_for(
 ) -> None:
     node, wanted = configured(redirect="spank", user_messages=messages), make_image(size=7)
     entry = str(node.cache.image(wanted.key))
-    assert fields(node, RequestResult(hit(), wanted)) == (
+    assert format_answer_fields(node, RequestResult(hit(), wanted)) == (
         "use",
         entry,
         PATH,
@@ -70,7 +76,7 @@ def test_step_that_reads_through_is_told_the_keepers_socket(
 ) -> None:
     answer = RequestResult(hit(result="through"), make_image(size=7), Path("/run/k/sock"))
     words = ("through", "/run/k/sock", PATH, "1", "7", "10", "20", "1")
-    assert fields(configured(redirect="spank"), answer) == words
+    assert format_answer_fields(configured(redirect="spank"), answer) == words
 
 
 @pytest.mark.parametrize("mounted", ["mounted", "kept"])
@@ -79,7 +85,9 @@ def test_task_that_may_not_see_the_nodes_redirect_gets_its_own(
 ) -> None:
     """job_container/tmpfs: the job's namespace has the mounts of the moment it was made."""
     node = configured(redirect="bind")
-    assert fields(node, RequestResult(hit(redirect=mounted), make_image()))[0] == "use"
+    assert (
+        format_answer_fields(node, RequestResult(hit(redirect=mounted), make_image()))[0] == "use"
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +106,7 @@ def test_path_that_stays_as_it_is_has_its_reason(
     configured: Configured, make_image: Make, outcome: Outcome, redirect: str, reason: str
 ) -> None:
     node = configured(redirect=redirect)
-    assert fields(node, RequestResult(outcome, make_image())) == ("leave", reason)
+    assert format_answer_fields(node, RequestResult(outcome, make_image())) == ("leave", reason)
 
 
 @pytest.mark.parametrize("bad", ["\n", "\t", "\0", "\x1b", "\x7f"])
@@ -111,16 +119,18 @@ def test_field_with_a_control_character_is_not_answered(
         wanted = make_image(path=f"/lustre/a{bad}use")
     else:
         node = msgspec.structs.replace(node, cache=Cache(node.cache.root / f"a{bad}b"))
-    assert fields(node, RequestResult(hit(), wanted)) == ("leave", "bad-path")
+    assert format_answer_fields(node, RequestResult(hit(), wanted)) == ("leave", "bad-path")
 
 
 def run(
-    node: Node, job: Job, say: user_messages.Say = pytest.fail, timeout: str = "60"
+    node: Node, job: Job, say: user_messages.WriteMessage = pytest.fail, timeout: str = "60"
 ) -> step.StepResult:
     """What boundary does."""
-    job, refusal = with_notes(node, job, None)
-    done = step.step(node, job, step.limit_of(node, job, timeout, say, refusal), refusal)
-    user_messages.tell(node, job, done.outcomes, say)
+    job, refusal = with_prolog_notes(node, job, None)
+    done = step.serve_step(
+        node, job, step.make_step_deadlines(node, job, timeout, say, refusal), refusal
+    )
+    user_messages.write_messages(node, job, done.outcomes, say)
     return done
 
 
@@ -142,42 +152,51 @@ def test_user_reads_what_costs_time_and_not_what_pyxis_says(
     result: str, reason: str, told: bool
 ) -> None:
     outcome = hit(result=result, reason=reason, detail="this is why", redirect="")
-    why = user_messages.FOR_USERS.get(reason, "this is why")
+    why = user_messages.USER_TEXTS.get(reason, "this is why")
     expected = f"{PATH} is read from its original path: {why}" if told else ""
-    assert message(outcome, "problems") == expected
+    assert format_message(outcome, "problems") == expected
     decided = {"registry", "outside-sources", "disabled", "too-large"}
-    assert bool(message(outcome, "all")) == (told or reason in decided)
-    assert message(outcome, "none") == ""
+    assert bool(format_message(outcome, "all")) == (told or reason in decided)
+    assert format_message(outcome, "none") == ""
 
 
 def test_image_of_a_registry_is_not_said_to_be_read_from_a_path() -> None:
     outcome = RequestOutcome(
         "declined", request="nvcr.io#a/b:1", reason="registry", detail="it is one"
     )
-    assert message(outcome, "all") == "nvcr.io#a/b:1 is imported by enroot, as without forestage"
+    assert (
+        format_message(outcome, "all")
+        == "nvcr.io#a/b:1 is imported by enroot, as without forestage"
+    )
 
 
 def test_success_is_told_to_who_wants_to_hear_all() -> None:
     copy = f"{PATH} is read from this node's copy (hit), "
-    assert message(hit(), "all") == f"{copy}what that saves is not known"
-    assert message(hit(baseline=12.34), "all") == f"{copy}which saves about 12s"
-    assert message(hit(baseline=0.04), "all") == f"{copy}as fast as from its source"
-    waited = message(hit(baseline=12.34, wait=20.04), "all")
+    assert format_message(hit(), "all") == f"{copy}what that saves is not known"
+    assert format_message(hit(baseline=12.34), "all") == f"{copy}which saves about 12s"
+    assert format_message(hit(baseline=0.04), "all") == f"{copy}as fast as from its source"
+    waited = format_message(hit(baseline=12.34, wait=20.04), "all")
     assert waited.endswith("copy (hit, the step waited 20s), which costs about 7.7s")
-    waited = message(hit(result="copied", baseline=12.34, wait=0.13), "all", 20.0)
+    waited = format_message(hit(result="copied", baseline=12.34, wait=0.13), "all", 20.0)
     assert waited.endswith(
         "(copied, the step waited 0.1s, the job's start 20s), which costs about 7.8s"
     )
-    assert message(hit(result="through"), "all").startswith(f"{PATH} is read from this node's copy")
-    assert message(hit(result="started"), "all").startswith(f"{PATH} is read from its original")
-    assert (message(hit(), "problems"), message(hit(), "none")) == ("", "")
+    assert format_message(hit(result="through"), "all").startswith(
+        f"{PATH} is read from this node's copy"
+    )
+    assert format_message(hit(result="started"), "all").startswith(
+        f"{PATH} is read from its original"
+    )
+    assert (format_message(hit(), "problems"), format_message(hit(), "none")) == ("", "")
 
 
 def test_user_reads_of_the_node_what_they_can_do_and_not_its_files() -> None:
     detail = "[Errno 30] Read-only file system: '/mnt/nvme/forestage/locks/space.lock'"
-    line = message(RequestOutcome("failed", request=PATH, reason="io", detail=detail), "problems")
+    line = format_message(
+        RequestOutcome("failed", request=PATH, reason="io", detail=detail), "problems"
+    )
     assert ("nvme" in line, "tell your admin" in line) == (False, True)
-    assert set(user_messages.FOR_USERS) >= FAILURES - {"evicted-stays"}
+    assert set(user_messages.USER_TEXTS) >= FAILURES - {"evicted-stays"}
 
 
 def test_each_request_is_said_where_all_is_wanted_and_one_line_elsewhere(
@@ -186,17 +205,19 @@ def test_each_request_is_said_where_all_is_wanted_and_one_line_elsewhere(
     outcomes = [hit(), hit(request="/b", image="/b"), hit(request="/c", image="/c")]
     outcomes[1] = RequestOutcome("declined", request="/b", reason="changed", detail="it changed")
     node, heard = configured(user_messages="all"), list[str]()
-    user_messages.tell(
+    user_messages.write_messages(
         node, image_asked, outcomes, JobMessageWriter(node, image_asked, heard.append)
     )
     assert [line.split()[1] for line in heard] == ["/b", PATH, "/c"]
-    user_messages.tell(
+    user_messages.write_messages(
         node, image_asked, outcomes, JobMessageWriter(node, image_asked, heard.append)
     )
     assert len(heard) == 3, "a further step says nothing"
     other = msgspec.structs.replace(image_asked, id=8)
     node = configured(user_messages="problems")
-    user_messages.tell(node, other, outcomes * 2, JobMessageWriter(node, other, heard.append))
+    user_messages.write_messages(
+        node, other, outcomes * 2, JobMessageWriter(node, other, heard.append)
+    )
     assert len(heard) == 4
 
 
@@ -217,19 +238,21 @@ def test_environment_says_the_worst_of_the_data(results: list[str], word: str) -
         "io": RequestOutcome("failed", reason="io"),
     }
     outcomes = [made.get(one) or hit(result=one) for one in results]
-    assert answers.variables_of_data(outcomes, ()) == [("FORESTAGE_DATA_RESULT", word)]
+    assert answers.list_data_variables(outcomes, ()) == [("FORESTAGE_DATA_RESULT", word)]
 
 
 def test_environment_says_what_is_local_and_no_more_than_fits() -> None:
-    local = ("/a:b", "/50%", "/c\td", "/a:b", f"/{'x' * answers.MAX_LOCAL}", "/last")
-    assert answers.variables_of_data((), local) == [("FORESTAGE_LOCAL", "/a%3Ab:/50%25:/last")]
-    assert answers.variables_of_data((), ()) == []
+    local = ("/a:b", "/50%", "/c\td", "/a:b", f"/{'x' * answers.MAX_LOCAL_BYTES}", "/last")
+    assert answers.list_data_variables((), local) == [("FORESTAGE_LOCAL", "/a%3Ab:/50%25:/last")]
+    assert answers.list_data_variables((), ()) == []
 
 
 def test_what_went_wrong_is_said_before_a_success(configured: Configured, image_asked: Job) -> None:
     heard: list[str] = []
     outcomes = [hit(), RequestOutcome("declined", request="stage-dir", detail="no room")]
-    user_messages.tell(configured(user_messages="all"), image_asked, outcomes, heard.append)
+    user_messages.write_messages(
+        configured(user_messages="all"), image_asked, outcomes, heard.append
+    )
     assert ["no room" in line for line in heard] == [True, False]
 
 
@@ -245,7 +268,7 @@ def test_mount_that_is_missing_is_said_whatever_the_reason(
     outcomes = [hit(), missing, msgspec.structs.replace(missing, redirect="none")]
     for messages in ("problems", "all", "none"):
         node = configured(user_messages=messages)
-        user_messages.tell(node, image_asked, outcomes, heard.append, always.append)
+        user_messages.write_messages(node, image_asked, outcomes, heard.append, always.append)
     assert always == ["/a.sqsh@/point is not mounted: why"] * 2
     assert not any("not mounted" in line for line in heard if reason != "no-mount")
 
@@ -268,17 +291,23 @@ def test_user_who_is_really_held_up_reads_one_line(staging_node: Node, make_imag
     for _ in range(400):
         clock.now += 0.25
         assert not eta.hopeless()
-    assert heard == [(HELD_UP, eta.progress())]
+    assert heard == [(FIRST_MESSAGE_AFTER, eta.progress())]
 
 
 def test_user_who_waits_for_data_reads_a_line_each_half_minute() -> None:
     clock = ManualClock()
     heard: list[tuple[float, str]] = []
-    patience = WaitReporter(clock, lambda text: heard.append((clock.now - 1000, text)), AGAIN)
+    patience = WaitReporter(
+        clock, lambda text: heard.append((clock.now - 1000, text)), REPEAT_MESSAGE_AFTER
+    )
     for number in range(300):
         clock.now += 0.25
         patience(lambda number=number: f"line {number}")  # type: ignore[misc]
-    assert [at for at, _ in heard] == [HELD_UP, HELD_UP + AGAIN, HELD_UP + 2 * AGAIN]
+    assert [at for at, _ in heard] == [
+        FIRST_MESSAGE_AFTER,
+        FIRST_MESSAGE_AFTER + REPEAT_MESSAGE_AFTER,
+        FIRST_MESSAGE_AFTER + 2 * REPEAT_MESSAGE_AFTER,
+    ]
     assert heard[0][1] == "line 19"
 
 
@@ -305,7 +334,7 @@ def test_step_waits_for_what_is_put_into_its_directory_as_long_as_it_can_say_so(
 ) -> None:
     node = msgspec.structs.replace(configured(), clock=ManualClock())
     job = msgspec.structs.replace(image_asked, hints=JobHints(wait=hint))
-    found = step.limit_of(node, job, timeout, pytest.fail, None)
+    found = step.make_step_deadlines(node, job, timeout, pytest.fail, None)
     assert found.fill is not None
     assert found.fill.left() == seconds
 
@@ -315,7 +344,7 @@ def test_progress_is_silent_where_users_are_told_nothing(
     configured: Configured, image_asked: Job, messages: str
 ) -> None:
     node = configured(user_messages=messages, cold="shared")
-    found = step.limit_of(node, image_asked, "", pytest.fail, None, lambda text: None)
+    found = step.make_step_deadlines(node, image_asked, "", pytest.fail, None, lambda text: None)
     assert isinstance(found.progress, WaitReporter) is (messages != "none")
 
 
@@ -364,7 +393,7 @@ def handled(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         given.append(Call(job, limit, refusal))
         return [RequestResult(RequestOutcome("declined", reason="missing"))]
 
-    monkeypatch.setattr(serve, "serve", noting)
+    monkeypatch.setattr(serve, "serve_requests", noting)
     return given
 
 
@@ -406,7 +435,7 @@ def test_step_waits_where_somebody_asks_for_it_and_no_longer_than_the_companion(
     run(node, job, timeout=timeout)
     (given,) = [one.limit for one in handled]
     assert (given.copy and given.copy.end - 1000, given.end.end - 1000) == (copy, end)
-    assert given.small.left() == (0.0 if hint == 0 else SHORTLY)
+    assert given.small.left() == (0.0 if hint == 0 else SHORT_WAIT)
     assert given.through is (cold == "auto")
 
 
@@ -427,7 +456,7 @@ def test_damaged_lease_is_why_nothing_is_staged(
     node = configured()
     node.leases.directory.mkdir(parents=True)
     node.leases.file(image_asked.id).write_bytes(b"{")
-    _, found = with_notes(node, image_asked, refusal)
+    _, found = with_prolog_notes(node, image_asked, refusal)
     assert found is not None
     assert found.reason == reason
 
@@ -453,9 +482,11 @@ def test_step_with_the_groups_that_slurm_gave_it_asks_no_name_service(
     node, alice = configured(), User("alice", 1001, 7)
     prolog = msgspec.structs.replace(image_asked, user=alice)
     with lock.held(node.cache.space_lock, 1.0):
-        node.leases.write(leases.of_job(node, prolog).with_use(EntryUse("a" * 32)))
+        node.leases.write(leases.read_or_make_lease(node, prolog).with_use(EntryUse("a" * 32)))
     of_step = User("", 1001, 7, groups=(7, 31000), of_step=True)
-    job, refusal = with_user(node, msgspec.structs.replace(image_asked, user=of_step), "60")
+    job, refusal = with_identified_user(
+        node, msgspec.structs.replace(image_asked, user=of_step), "60"
+    )
     assert (refusal, job.user) == (None, msgspec.structs.replace(of_step, name="alice"))
     noted = node.leases.read(job.id)
     assert noted is not None
@@ -464,6 +495,6 @@ def test_step_with_the_groups_that_slurm_gave_it_asks_no_name_service(
 
 def test_refused_step_waits_for_no_copy(configured: Configured, asking: Job) -> None:
     refusal = Declined("config", "broken")
-    found = step.limit_of(configured(cold="wait"), asking, "", pytest.fail, refusal)
+    found = step.make_step_deadlines(configured(cold="wait"), asking, "", pytest.fail, refusal)
     assert found.copy is None
     assert found.end.left() == pytest.approx(HOOK_TIMEOUT, abs=5)

@@ -19,7 +19,7 @@ from forestage.cache.image import SourceImage, declined_by_open_error
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined
-from forestage.events import WHOLE, RequestOutcome
+from forestage.events import WHOLE_RESULTS, RequestOutcome
 from forestage.features.data import serving
 from forestage.features.data.wanted import ForStep, ViewContext
 from forestage.slurm.hints import Request
@@ -88,7 +88,7 @@ def show(call: ViewContext, request: Request) -> ForStep:
         raise Declined("no-mount", f"{place.path}: {why}") from None
     staged = call.stage(request, end)
     found = staged.image
-    is_here = found is not None and staged.outcome.result in WHOLE
+    is_here = found is not None and staged.outcome.result in WHOLE_RESULTS
     with serving.SquashfsSource() as content:
         if found is not None and staged.through is not None:
             content.through = staged.through

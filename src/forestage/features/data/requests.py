@@ -25,7 +25,7 @@ from forestage.cache.node import Node
 from forestage.cache.said import JobData
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import WHOLE, RequestOutcome
+from forestage.events import WHOLE_RESULTS, RequestOutcome
 from forestage.features.contexts import StepPart
 from forestage.features.data import directory_record, wanted
 from forestage.features.data.wanted import DataView, ForStep, StagedFile, ViewContext
@@ -63,7 +63,7 @@ def begin(
         _note(node, job, limit.end, noted)
     except (ForestageError, OSError) as error:
         _note_refused(node, job, error, limit.end)
-        return _as_data([answers.of_error(Request("", "hint"), error)])
+        return _as_data([answers.make_error_outcome(Request("", "hint"), error)])
     # Once the lease is there: the sweep takes away the directories of jobs that have none.
     made = _make_own_dir(node, job, noted, limit)
     call = _call(node, job, noted, limit)
@@ -124,7 +124,7 @@ def _local(
     node: Node, kept: Sequence[LineFields], request: Request, outcome: RequestOutcome
 ) -> str:
     """Where the step reads the whole of a request from this node's disk; "" where it does not."""
-    if outcome.result not in WHOLE:
+    if outcome.result not in WHOLE_RESULTS:
         return ""
     if request.kind == "mount":
         return request.at
@@ -212,7 +212,7 @@ def _note(node: Node, job: Job, end: Deadline, wanted: JobData) -> None:
 
     Raises Failed, OSError.
     """
-    leases.say(node, job, end.left(), to_steps=True, data=wanted)
+    leases.save_job_notes(node, job, end.left(), to_steps=True, data=wanted)
     (node.leases.directory / f"{job.id}.data").touch(0o600)  # the row's mark
 
 
@@ -233,7 +233,7 @@ def _make_own_dir(
         with contextlib.suppress(ForestageError, OSError):
             refused = msgspec.structs.replace(noted, refused=printable(str(error)))
             _note(node, job, limit.end, refused)
-        return [answers.of_error(STAGE_DIR, error)]
+        return [answers.make_error_outcome(STAGE_DIR, error)]
     if not noted.ram:  # the first step makes it
         with contextlib.suppress(ForestageError, OSError):
             _note_own_dir(node, job, _lines_of(node, job_dir.shown(node, job)))
@@ -255,7 +255,7 @@ def _note_own_dir(node: Node, job: Job, lines: Sequence[LineFields]) -> None:
     with contextlib.suppress(ForestageError, OSError):
         text = directory_record.text_of(job.user.uid, lines)
         if directory_record.is_needed(node.leases, job.id, text):
-            with lock.held(node.cache.space_lock, leases.GIVE_UP):
+            with lock.held(node.cache.space_lock, leases.SHORT_LOCK_TIMEOUT):
                 directory_record.write(node.leases, job.id, text)
 
 
@@ -274,7 +274,7 @@ def _own_dir(
             raise Declined("job-dir", noted.refused)
         own = job_dir.shown(node, job)
     except (ForestageError, OSError) as error:  # the step begins without it
-        return None, [("env", DIRECTORY)], [answers.of_error(STAGE_DIR, error)]
+        return None, [("env", DIRECTORY)], [answers.make_error_outcome(STAGE_DIR, error)]
     return own, _lines_of(node, own), []
 
 
@@ -305,7 +305,7 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
     )
     if asked.room is None and not told:
         return
-    text, reason = printable(str(why)), answers.of_error(Request("", "hint"), why).reason
+    text, reason = printable(str(why)), answers.make_error_outcome(Request("", "hint"), why).reason
     refused = JobData(told, asked.room, refused=text, off=True, reason=reason, restart=job.restart)
     with contextlib.suppress(ForestageError, OSError):
         _note(node, job, end, refused)
@@ -317,7 +317,7 @@ def _call(
     def stage(request: Request, end: Deadline) -> StagedFile:
         # No redirect lies there, so none is in a container's way.
         within = msgspec.structs.replace(limit, end=end)
-        (answer,) = serve.serve(node, job, [request], within)
+        (answer,) = serve.serve_requests(node, job, [request], within)
         return StagedFile(answer.outcome, answer.image, answer.socket)
 
     return ViewContext(
@@ -367,4 +367,4 @@ def _show(call: ViewContext, request: Request) -> ForStep:
 
 def _of_error(request: Request, error: Exception) -> RequestOutcome:
     named = f"{request.path}@{request.at}" if request.at else request.path
-    return answers.of_error(msgspec.structs.replace(request, path=named), error)
+    return answers.make_error_outcome(msgspec.structs.replace(request, path=named), error)

@@ -29,7 +29,7 @@ from forestage.check import site as sites
 from forestage.clock import Clock
 from forestage.commands import status as node_status
 from forestage.commands.status import NodeStatus
-from forestage.commands.tally import WAITS, EventTally, Histogram
+from forestage.commands.tally import WAIT_BOUNDS, EventTally, Histogram
 from forestage.commands.world import insert_after
 from forestage.config import Config, load_config, resolve_auto_redirect, switch
 from forestage.errors import ConfigError, ForestageError
@@ -97,7 +97,7 @@ def alone(places: NodePaths) -> Iterator[None]:
 def count(places: NodePaths) -> EventTally:
     """Counts the events that no run has counted yet; as root, while `alone`. Raises OSError."""
     record = _read(places.tally)
-    for event in events.unread(places.events, record.seen):
+    for event in events.read_new_events(places.events, record.seen):
         record.tally.add(event)
     written = msgspec.to_builtins(record)
     for count in load_all(METRICS_COUNT):
@@ -138,7 +138,7 @@ def export(
     config, wrong = None, None
     try:
         config = load_config(places.etc).of_node
-        config = resolve_auto_redirect(config, sites.companion_state(places, conf).state)
+        config = resolve_auto_redirect(config, sites.read_node_companion_state(places, conf).state)
     except ConfigError as error:
         wrong = error
     with alone(places):
@@ -146,7 +146,7 @@ def export(
         if config is not None:
             # The cache's disk may be what is wrong; then the rest is wanted all the more.
             with contextlib.suppress(OSError, ForestageError):
-                status = node_status.gather(Node.of(config, places, clock), conf)
+                status = node_status.read_node_status(Node.of(config, places, clock), conf)
         off = bool(switch.find_off_reason(places, config or Config(), clock.wall()))
         since = disk_errors.read_state(places).since
         swept = last_sweep(places)
@@ -225,8 +225,8 @@ def state(facts: MetricsExportFacts) -> Iterator[Metric]:
     usable = found is not None and not (found.unusable or found.blocked)
     text = "Whether copies can be made: the cache is mounted, answers, takes writes and has room."
     yield _gauge("cache_usable", text, usable)
-    word = node_status.state(found)[0] if found else ""
-    states = {name: int(name == word) for name in node_status.STATES}
+    word = node_status.choose_state(found)[0] if found else ""
+    states = {name: int(name == word) for name in node_status.STATE_NAMES}
     text = "What `forestage status` says of the node: the state that is 1."
     yield _by(GaugeMetricFamily, "state", text, "state", states)
     distrusted = "Whether no job is served until every entry was read, for errors of the disk."
@@ -328,7 +328,7 @@ def histograms(tally: EventTally) -> Iterator[Metric]:
     """Pure: how long jobs waited, and how fast copies were."""
     waits: dict[tuple[str, ...], Histogram] = {}
     for hook in HOOKS:
-        waits[(hook,)] = tally.waits.get(hook) or Histogram.of(WAITS)
+        waits[(hook,)] = tally.waits.get(hook) or Histogram.of(WAIT_BOUNDS)
     yield _histogram("wait_seconds", "What staging one image took, of a hook.", ("hook",), waits)
     whole = "The rates of whole copies."
     yield _histogram("copy_rate_bytes_per_second", whole, (), {(): tally.rates})

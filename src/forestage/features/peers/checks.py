@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from forestage.check import site as sites
-from forestage.check.finding import CheckFinding, Level
+from forestage.check.finding import CheckFinding, FindingLevel
 from forestage.check.site import ParsedSlurmConf
 from forestage.clock import Clock
 from forestage.config import Config, ServiceAddress
@@ -54,7 +54,7 @@ def _service_and_names(
     if not activation.may_serve(config):
         return
     peers = config.peers
-    level: Level = "note" if activation.is_automatic(config) else "warning"
+    level: FindingLevel = "note" if activation.is_automatic(config) else "warning"
     has_munge = False
     try:
         prover = auth.prover(peers.key_file, places)
@@ -92,9 +92,11 @@ def _service_and_names(
     yield from _names(_sample(nodes), addresses.load(peers, places))
 
 
-def _service(files: RootedTree, port: int, is_served: bool, level: Level) -> Iterator[CheckFinding]:
+def _service(
+    files: RootedTree, port: int, is_served: bool, level: FindingLevel
+) -> Iterator[CheckFinding]:
     """Yield what keeps other nodes from this node's service."""
-    if sites.lacks(files, PEER_SERVICE):
+    if sites.lacks_enabled_unit(files, PEER_SERVICE):
         yield CheckFinding(
             "peer-service",
             level,

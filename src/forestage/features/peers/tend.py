@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forestage.commands.tend import TENTH, TendPart
+from forestage.commands.tend import SWEEP_INTERVAL, TendPart
 from forestage.features.peers import node_list
 
 if TYPE_CHECKING:
@@ -21,4 +21,6 @@ def each_minute(facts: TendFacts) -> Iterator[TendPart]:
     if config is None or facts.is_apart:
         return
     if node_list.is_wanted(config, facts.places, facts.clock):
-        yield TendPart("nodes", ("sweep", "--quiet", "--only", "nodes"), every=TENTH, is_idle=True)
+        yield TendPart(
+            "nodes", ("sweep", "--quiet", "--only", "nodes"), every=SWEEP_INTERVAL, is_idle=True
+        )

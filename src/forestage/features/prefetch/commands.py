@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import as_json, show
+from forestage.commands.world import as_json, print_result
 
 if TYPE_CHECKING:
     from forestage.commands.world import CommandContext
@@ -44,12 +44,12 @@ def prefetch(world: "CommandContext", node: str | None, dry_run: bool, as_json: 
         with lock.held_for_work(world.places.locks / "prefetch.lock", 0):
             if prefetch_host.is_here(host.host, slurm):
                 made = prefetch_host.run(world.places, slurm, world.clock, dry_run)
-                show(made, prefetch_host.pieces(made), as_json)
+                print_result(made, prefetch_host.pieces(made), as_json)
                 return
             here = decide_redirect(here, os.environ.get("SLURM_CONF", ""))
             ask = partial(expected.ask, host, auth.prover(peers.key_file, world.places))
             done = prefetch_node.run(here, slurm, ask, dry_run)
-            show(done, prefetch_node.pieces(done), as_json)
+            print_result(done, prefetch_node.pieces(done), as_json)
     except lock.LockTimeout:
         return
 

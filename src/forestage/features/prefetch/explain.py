@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forestage.events import WHOLE, CopyOutcome, RequestOutcome, saved
+from forestage.events import WHOLE_RESULTS, CopyOutcome, RequestOutcome, saved
 from forestage.features.contexts import ExplainPart
 from forestage.system.terminal import format_local_time
 from forestage.units import format_size, to_tenths
@@ -28,11 +28,16 @@ def _list_sentences(facts: "ExplainFacts") -> Iterator[str]:
         spared = outcome.ahead * outcome.copying / fetched if known else 0.0
         yield f"expected since {format_local_time(outcome.expected)}: {here}{_about(spared)}"
     copy = facts.ahead.get(outcome.key) if isinstance(outcome, RequestOutcome) else None
-    if isinstance(outcome, RequestOutcome) and copy and not copy.ahead and outcome.result in WHOLE:
+    if (
+        isinstance(outcome, RequestOutcome)
+        and copy
+        and not copy.ahead
+        and outcome.result in WHOLE_RESULTS
+    ):
         took = to_tenths(copy.copying) or "less than 0.1s"
         since = format_local_time(copy.expected)
         told = f"expected since {since}: copied before the job began, in {took}"
-        yield f"{told}{_about(saved.seconds(outcome) or 0.0)}"
+        yield f"{told}{_about(saved.find_saved_seconds(outcome) or 0.0)}"
 
 
 def _about(seconds: float) -> str:

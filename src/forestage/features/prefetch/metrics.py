@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, get_args
 
-from forestage.events.log import Origin
+from forestage.events.log import ByteOrigin
 from forestage.features.contexts import MetricFamily, MetricsPart
 from forestage.features.prefetch.prefetched import PrefetchState
 
@@ -44,7 +44,7 @@ def _list_families(facts: "MetricsFacts") -> Iterator[MetricFamily]:
         ("used", "Those of them that a job had.", ahead.used),
         ("unused", "Those of them that were evicted before a job had them.", ahead.unused),
     ):
-        by = {origin: numbers.get(origin, 0) for origin in get_args(Origin)}
+        by = {origin: numbers.get(origin, 0) for origin in get_args(ByteOrigin)}
         yield MetricFamily(
             f"ahead_{name}_bytes", text, after="evictions", kind="counter", label="from", values=by
         )

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import ExitStatus, as_json, ending_as_interrupt, seconds, show
+from forestage.commands.world import (
+    ExitStatus,
+    as_json,
+    parse_duration_option,
+    print_result,
+    raise_signals_as_interrupt,
+)
 from forestage.features.doors import COMMANDS_IMPORT_REFERENCE, load_all
 
 if TYPE_CHECKING:
@@ -17,7 +23,7 @@ force = click.option("-f", "--force", is_flag=True, help="Replace an existing fi
 
 
 def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
-    seconds(ctx, parameter, value or "0")  # which refuses what is none
+    parse_duration_option(ctx, parameter, value or "0")  # which refuses what is none
     return value
 
 
@@ -41,7 +47,7 @@ def _path(world: "CommandContext", image: str) -> str:
 @click.option(
     "--busy",
     default="5m",
-    callback=seconds,
+    callback=parse_duration_option,
     metavar="TIME",
     help="How long a node may be busy; 5m.",
 )
@@ -93,9 +99,9 @@ def warm(
         busy,
         at_once,
     )
-    with ending_as_interrupt(), screen.show_busy_status() as progress:
+    with raise_signals_as_interrupt(), screen.show_busy_status() as progress:
         done = work.warm(order, slurm, ctx.obj.clock, secrets.token_hex(4), progress)
-    show(done, work.pieces(done), as_json)
+    print_result(done, work.pieces(done), as_json)
     if done.failed:
         ctx.exit(ExitStatus.NOT_FOUND)
 
@@ -107,7 +113,7 @@ def warm(
 @click.option(
     "--within",
     default="1h",
-    callback=seconds,
+    callback=parse_duration_option,
     metavar="TIME",
     help="How long to wait for the copies; 1h.",
 )
@@ -138,7 +144,7 @@ def stage(
     with screen.show_busy_status() as progress:
         wanted = paths or node.config.warm_at_boot
         done = work.stage(node, job, wanted, within, progress)
-    show(done, work.pieces(done), as_json)
+    print_result(done, work.pieces(done), as_json)
     if done.failed:
         ctx.exit(ExitStatus.NOT_FOUND)
 
@@ -172,9 +178,9 @@ def publish(
     layout = StripeLayout(stripes, stripe_size)
     files = RootedTree(world.places.root)
     source, target = Path(os.path.abspath(image)), Path(os.path.abspath(folder))
-    with ending_as_interrupt(), screen.show_busy_status() as progress:
+    with raise_signals_as_interrupt(), screen.show_busy_status() as progress:
         done = work.publish(source, target, layout, force, files, world.clock, progress)
-    show(done, work.pieces(done), as_json)
+    print_result(done, work.pieces(done), as_json)
 
 
 @click.command()
@@ -213,10 +219,10 @@ def pack(
     layout = None
     if here and publishing.kind_of(image.parent, RootedTree(world.places.root)) == "lustre":
         layout = StripeLayout()
-    with ending_as_interrupt(), screen.show_busy_status() as progress:
+    with raise_signals_as_interrupt(), screen.show_busy_status() as progress:
         done = work.pack(folder, image, force, world.clock, progress, layout, world.places.root)
     done = msgspec.structs.replace(done, option=option)
-    show(done, work.pieces(done), as_json)
+    print_result(done, work.pieces(done), as_json)
 
 
 @click.command()
@@ -246,7 +252,7 @@ def list_images(world: "CommandContext", folders: tuple[Path, ...], as_json: boo
 
     named = tuple(os.path.abspath(folder) for folder in folders)
     found = view.gather(named or world.settings().config.sources)
-    show(found, view.pieces(found), as_json)
+    print_result(found, view.pieces(found), as_json)
 
 
 COMMANDS = (warm, stage, publish, pack, hints, list_images)

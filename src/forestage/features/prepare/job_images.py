@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from forestage.cache.node import Node
-from forestage.events import WHOLE, CopyOutcome, EventRecord, RequestOutcome
+from forestage.events import WHOLE_RESULTS, CopyOutcome, EventRecord, RequestOutcome
 from forestage.system import lock
 from forestage.units import printable
 
@@ -29,7 +29,7 @@ class ImageResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_here(self) -> bool:
-        return self.result in WHOLE
+        return self.result in WHOLE_RESULTS
 
 
 class JobImagesStatus(msgspec.Struct, frozen=True):
@@ -97,7 +97,7 @@ def _by_outcome(image: str, outcome: RequestOutcome | CopyOutcome) -> ImageResul
     known: dict[str, Result] = {"hit": "hit", "joined": "joined", "copied": "copied"}
     known["declined"] = "declined"
     result = known.get(outcome.result, "failed")
-    wait = outcome.wait if result in WHOLE else None
+    wait = outcome.wait if result in WHOLE_RESULTS else None
     return ImageResult(image, result, outcome.reason, outcome.detail, wait, outcome.key)
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from forestage.cache import disk, disk_errors
 from forestage.cache.node import Node
-from forestage.check.site import companion_state
+from forestage.check.site import read_node_companion_state
 from forestage.clock import Deadline
 from forestage.config import resolve_auto_redirect, switch
 from forestage.errors import Declined, Failed, ForestageError, of_node
@@ -55,7 +55,7 @@ def read_user(name: str) -> User:
 
 def decide_redirect(node: Node, conf: str) -> Node:
     """Return the node with what `redirect: auto` means on it; `conf` is $SLURM_CONF or ""."""
-    config = resolve_auto_redirect(node.config, companion_state(node.places, conf).state)
+    config = resolve_auto_redirect(node.config, read_node_companion_state(node.places, conf).state)
     return msgspec.structs.replace(node, config=config)
 
 

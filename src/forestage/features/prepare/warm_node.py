@@ -59,7 +59,7 @@ def results(
         log: list[EventRecord] = []
 
         def look() -> JobImagesStatus:
-            log.extend(events.unread(places.events, how_far))
+            log.extend(events.read_new_events(places.events, how_far))
             return job_images.look(node, log, job, images)
 
         return wait_for_copies(look, clock)
@@ -78,11 +78,11 @@ def _results_for_user(
     until = clock.monotonic() + UNHEARD
 
     def look() -> JobImagesStatus:
-        found = job_images.by_events(events.read_own(places, os.geteuid()), job, images)
+        found = job_images.by_events(events.read_user_events(places, os.geteuid()), job, images)
         waits = any(one.result == "copying" for one in found)
         return JobImagesStatus(found, waits, live=clock.monotonic() < until)
 
-    if any(event.job == job for event in events.read_own(places, os.geteuid())):
+    if any(event.job == job for event in events.read_user_events(places, os.geteuid())):
         return wait_for_copies(look, clock)
     detail = f"nothing is recorded for its user; root on the node: forestage explain {job}"
     return tuple(ImageResult(image, "unseen", detail=detail) for image in images)

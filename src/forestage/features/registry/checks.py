@@ -45,7 +45,7 @@ def findings(facts: CheckFacts) -> Iterator[CheckFinding | str]:
         return
     yield "the store of images"
     config, target = facts.settings.config, facts.target
-    origin = of_settings.origin(facts.settings, target.places, "registry.store")
+    origin = of_settings.locate_config_file(facts.settings, target.places, "registry.store")
     yield from _importer(facts.files, pyxis, config, origin)
     if config.registry.enabled:
         yield from _silence(target.places, target.clock.wall())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import ExitStatus, FullSummaryGroup, as_json, show
+from forestage.commands.world import ExitStatus, FullSummaryGroup, as_json, print_result
 
 if TYPE_CHECKING:
     from forestage.commands.world import CommandContext
@@ -77,7 +77,7 @@ def import_image(world: "CommandContext", reference: str, as_json: bool) -> None
     from forestage.system.terminal import TextLine
 
     path = import_reference(world, reference)
-    show({"path": path}, [TextLine(path, whole=True)], as_json)
+    print_result({"path": path}, [TextLine(path, whole=True)], as_json)
 
 
 @registry.command("ls")
@@ -89,7 +89,7 @@ def list_store(world: "CommandContext", as_json: bool) -> None:
 
     store = _config(world).registry.store
     rows = work.gather(Path(store)) if store else []
-    show(rows, work.listing(rows, world.clock.wall()), as_json)
+    print_result(rows, work.listing(rows, world.clock.wall()), as_json)
 
 
 @registry.command()
@@ -104,7 +104,7 @@ def gc(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
     from forestage.features.registry import store_by_hand as work
 
     done = work.clean(_config(ctx.obj), dry_run)
-    show(done, work.pieces(done, dry_run), as_json)
+    print_result(done, work.pieces(done, dry_run), as_json)
     if any(one.problem for one in done):
         ctx.exit(ExitStatus.FAILED)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, get_args
 
-from forestage.events import Came
+from forestage.events import ImageArrival
 from forestage.features.contexts import MetricFamily, MetricsPart
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def _list_families(facts: "MetricsFacts") -> Iterator[MetricFamily]:
     if isinstance(imports, tuple):
         text = "Steps that wait for an image of a registry."
         yield MetricFamily("imports_under_way", text, after="jobs_not_called", value=len(imports))
-    came = {name: facts.tally.registry.get(name, 0) for name in get_args(Came) if name}
+    came = {name: facts.tally.registry.get(name, 0) for name in get_args(ImageArrival) if name}
     text = "Images of registries that steps named, by how they came."
     yield MetricFamily(
         "registry_images", text, after="errors", kind="counter", label="came", values=came

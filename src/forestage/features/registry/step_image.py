@@ -22,7 +22,7 @@ from forestage.cache import disk
 from forestage.cache.node import Node
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
-from forestage.events import UNSERVED, Came, RequestOutcome
+from forestage.events import UNSERVED_RESULTS, ImageArrival, RequestOutcome
 from forestage.features.registry import step_files, user_notes, worker
 from forestage.features.registry.messages import (
     DigestResolved,
@@ -121,7 +121,7 @@ def _serve(
         if line and tasks.are_there:  # else the job may be over, and what is noted would stay
             user_messages.JobMessageWriter(node, job, tasks.speak)(line)
         _note_refusal(node, job, answer.outcome)
-        tasks.say("env", RESULT, answers.result_word(answer.outcome))
+        tasks.say("env", RESULT, answers.choose_result_variable(answer.outcome))
         tasks.say(*_fields(node, job, answer))
         report([answer.outcome])
         if tasks.are_over:
@@ -141,7 +141,7 @@ def _note_refusal(node: Node, job: Job, outcome: RequestOutcome) -> None:
 def _give_back(node: Node, job: Job, answer: RequestResult) -> None:
     """Gives back what a job that is over got: its Epilog came first, and none comes again."""
     if answer.image:
-        leases.give_back(node, job, answer.image.key)
+        leases.release_entry(node, job, answer.image.key)
     with contextlib.suppress(OSError):  # the sweep does it
         step_files.forget_job(node.places, job.id)
 
@@ -154,8 +154,10 @@ def _answer(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -
         answer = _stage(node, job, found.path, asked, tasks)
         origin = {"digest": found.digest, "came": found.came}
     except (ForestageError, OSError) as error:
-        why = bare_name.find_refusal(job, asked.request, bare_name.LOOK) or error
-        answer = RequestResult(answers.of_error(asked.request, why))
+        why = (
+            bare_name.find_bare_name_refusal(job, asked.request, bare_name.LOOKUP_TIMEOUT) or error
+        )
+        answer = RequestResult(answers.make_error_outcome(asked.request, why))
         origin = {"came": "enroot"}
     return answer.saying(
         request=printable(asked.request.path),
@@ -167,12 +169,12 @@ def _answer(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -
 
 def message(outcome: RequestOutcome, wanted: UserMessages) -> str:
     """Pure: the line that the user reads in the end; "" for none."""
-    if outcome.result not in UNSERVED:
-        return user_messages.message(outcome, wanted) and (
+    if outcome.result not in UNSERVED_RESULTS:
+        return user_messages.format_message(outcome, wanted) and (
             f"{outcome.request} is {outcome.digest[:19]}: {outcome.result},"
             f" read from this node's copy of {outcome.image}"
         )
-    if wanted == "none" or outcome.reason in user_messages.AS_DECIDED:
+    if wanted == "none" or outcome.reason in user_messages.INTENDED_REASONS:
         return ""
     if outcome.image:
         return f"{outcome.request} is read from {outcome.image}: {outcome.detail}"
@@ -183,15 +185,15 @@ class ImportResult(msgspec.Struct, frozen=True):
     """What came of a worker: the digest that the reference means, and where the image lies."""
 
     digest: str
-    came: Came
+    came: ImageArrival
     path: str
 
 
 def _work(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -> ImportResult:
     """Has a worker obtain the image. Raises Declined, Failed."""
-    tells = node.config.user_messages != "none" and user_messages.is_first_node(job)
+    tells = node.config.user_messages != "none" and user_messages.is_first_step_node(job)
     digest = name = ""
-    came: Came = "stored"
+    came: ImageArrival = "stored"
     now, who, reference = node.clock.wall(), job.user.name, printable(asked.request.path)
     order = order_of(node, job, asked)
     shown = StepImport(job.id, job.step or 0, who, reference, now, os.getpid())
@@ -290,7 +292,7 @@ def order_of(node: Node, job: Job, asked: RegistryRequest) -> ImportOrder:
         cache=config.cache,
         job=str(job.id) if asked.batch else f"{job.id}.{job.step}",
         # Of the step: in a batch job, too, the job's first node may have no part in it.
-        leads=user_messages.is_first_node(job),
+        leads=user_messages.is_first_step_node(job),
         patience=PATIENCE,
         offline=config.registry.offline,
         environ_fd=asked.environment,
@@ -328,15 +330,15 @@ def _stage(
     """The file, as any other that a user names: only where they may read it."""
     request = Request(path, asked.request.via, IMPORTED)
     say = user_messages.JobMessageWriter(node, job, tasks.speak)
-    limit = step.limit_of(node, job, asked.timeout, say, None)
+    limit = step.make_step_deadlines(node, job, asked.timeout, say, None)
     tasks.must_wait()  # the step may have been cancelled; a lease would outlive the job
-    (answer,) = serve.serve(node, job, (request,), limit)
+    (answer,) = serve.serve_requests(node, job, (request,), limit)
     return answer
 
 
 def _fields(node: Node, job: Job, answer: RequestResult) -> LineFields:
     """The line that ends the tasks' wait: the copy shows at a place of the step's own."""
-    words = step.fields(node, answer)
+    words = step.format_answer_fields(node, answer)
     if words[0] == "leave":
         return words
     try:

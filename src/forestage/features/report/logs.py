@@ -52,7 +52,7 @@ def _read_one(
     log: BinaryIO, name: str, sums: ReportSums, first_events: set[EventRecord], counts: LogCounts
 ) -> None:
     is_first = True
-    for event in events.decoded_lines(log):
+    for event in events.decode_lines(log):
         if event is None:
             counts.damaged_lines += 1
             continue

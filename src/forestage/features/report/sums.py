@@ -304,7 +304,7 @@ class ReportSums:
         node: NodeSums,
         slot: PeriodSums,
     ) -> None:
-        found = saved.seconds(outcome) if is_local else None
+        found = saved.find_saved_seconds(outcome) if is_local else None
         user, partition = event.user or str(event.uid), event.partition or "-"
         groups = [self.total, node.figures]
         groups.append(self.users.setdefault(user, GroupFigures(user)))

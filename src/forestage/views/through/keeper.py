@@ -45,7 +45,7 @@ class KeeperState(msgspec.Struct, frozen=True):
     device: int
 
 
-def start(task: CopyTask, wait: bool = True) -> Path:
+def start_keeper(task: CopyTask, wait: bool = True) -> Path:
     """Returns the socket of the image's keeper, which is started if there is none.
 
     Without `wait` it listens there soon, or never: for a Prolog for which the job's start waits,
@@ -56,20 +56,20 @@ def start(task: CopyTask, wait: bool = True) -> Path:
     folders.ensure_directory_with_mode(spot.parent)
     folders.ensure_directory_with_mode(spot)
     trace.point("keeper place")
-    if listens(spot / "sock"):
+    if is_listening(spot / "sock"):
         return spot / "sock"
     if child.is_in_job_namespace():  # others may come to read, and it would take them with it
         raise Declined("no-through", "the step is in its job's own PID or user namespace")
-    must_be_allowed(spot, task.opened.user.uid)
-    about = f"keeper image={events.field(task.image.path)}"
-    with holder.start_daemon(KEEPER, about, partial(_live, task, spot)) as channel:
+    check_keeper_allowed(spot, task.opened.user.uid)
+    about = f"keeper image={events.quote_field(task.image.path)}"
+    with holder.start_daemon(KEEPER, about, partial(_run_keeper, task, spot)) as channel:
         there = not wait or channel.await_ready(START, "no-through")
-    if not there and not _comes(spot / "sock"):
+    if not there and not _wait_until_listening(spot / "sock"):
         raise Declined("no-through", "another keeper of it does not answer")
     return spot / "sock"
 
 
-def listens(path: Path) -> bool:
+def is_listening(path: Path) -> bool:
     """Whether a keeper takes connections there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.settimeout(ANSWER)
@@ -80,15 +80,15 @@ def listens(path: Path) -> bool:
     return True
 
 
-def must_be_allowed(spot: Path, uid: int) -> None:
+def check_keeper_allowed(spot: Path, uid: int) -> None:
     if not os.path.exists(fuse.DEVICE):
         raise Declined("no-through", f"this node has no {fuse.DEVICE}")
-    owners = [state.uid for other, state in states(spot.parent) if other != spot]
+    owners = [state.uid for other, state in list_keepers(spot.parent) if other != spot]
     if len(owners) >= MOST or owners.count(uid) >= MOST_OF_USER:
         raise Declined("no-through", f"{len(owners)} images are read through on this node already")
 
 
-def states(through: Path) -> list[tuple[Path, KeeperState]]:
+def list_keepers(through: Path) -> list[tuple[Path, KeeperState]]:
     """The keepers that live, by their directories. Raises OSError."""
     found = []
     for spot in through.iterdir() if through.exists() else ():
@@ -98,17 +98,17 @@ def states(through: Path) -> list[tuple[Path, KeeperState]]:
     return found
 
 
-def _comes(path: Path) -> bool:
+def _wait_until_listening(path: Path) -> bool:
     """Whether the keeper that another hook has just started listens in time."""
     end = time.monotonic() + START
     while time.monotonic() < end:
-        if listens(path):
+        if is_listening(path):
             return True
         time.sleep(0.02)
     return False
 
 
-def _live(task: CopyTask, spot: Path, hook: StartChannel) -> None:
+def _run_keeper(task: CopyTask, spot: Path, hook: StartChannel) -> None:
     """The keeper's whole life."""
     task = task.received()
     hook.begin(task.opened.fd)
@@ -116,6 +116,6 @@ def _live(task: CopyTask, spot: Path, hook: StartChannel) -> None:
 
     try:
         with lock.held(spot / "lock", PROBED):
-            Keeper(task, spot, must_be_allowed).run(hook)
+            Keeper(task, spot, check_keeper_allowed).run(hook)
     except lock.LockTimeout:
         hook.send(StartReport("busy"))

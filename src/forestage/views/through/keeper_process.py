@@ -71,7 +71,7 @@ class Keeper:
         self.stagers = 0
         self.starting = 0  # the child that starts one
         self.next_stager = 0.0
-        self.release = _release()
+        self.release = _read_program_stamp()
         # Before the namespace: all of this would be out of reach in there.
         self.namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY)
         self.root = os.open("/", os.O_PATH | os.O_DIRECTORY)
@@ -265,7 +265,9 @@ class Keeper:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         mounts.enter_namespace(self.namespace, self.root)
         child.close_descriptors_except({self.task.opened.fd})
-        if _release() != self.release:  # what is there now does not go with what is loaded
+        if (
+            _read_program_stamp() != self.release
+        ):  # what is there now does not go with what is loaded
             return
         from forestage.stage import stager
 
@@ -273,7 +275,7 @@ class Keeper:
         stager.start_stager(self.task).close()
 
     def _say_of_stager(self, result: str, detail: str) -> None:
-        about = f"job={self.task.job.id} image={events.field(self.task.image.path)}"
+        about = f"job={self.task.job.id} image={events.quote_field(self.task.image.path)}"
         log.say(f"keeper {about} stager={self.stagers} {result=!s} {detail=}", by_slurm=True)
 
     # Tasks
@@ -295,6 +297,6 @@ class Keeper:
             mounts.umount(FILE)
 
 
-def _release() -> int:
+def _read_program_stamp() -> int:
     """Another number after an upgrade: packages put new files in place of the old ones."""
     return Path(forestage.__file__).stat().st_ctime_ns

@@ -25,7 +25,7 @@ PATIENCE, LONGEST = 1.0, 10.0  # seconds without a new piece, after which no rea
 BEGIN = 3.0  # seconds, of the same, for a copy that has its place and has not begun
 
 
-def patience(last: float) -> float:
+def piece_timeout(last: float) -> float:
     """Pure: seconds to wait for a new piece, where the last one took so many."""
     return min(LONGEST, max(PATIENCE, 4 * last))
 
@@ -45,7 +45,7 @@ class ArrivalMonitor:
         `pieces` is -1 before the copy has begun.
         """
         if pieces != self._pieces:
-            self._patience = patience(now - self._since)
+            self._patience = piece_timeout(now - self._since)
             self._pieces, self._since, self.come = pieces, now, True
         elif not waits:
             self._since = now

@@ -120,8 +120,8 @@ class ReadServer:
         ]
         works += [self._read_copy] * AT_COPY + [self._read_source] * AT_SOURCE + [self._look]
         for work in works:
-            threading.Thread(target=_or_die, args=(work,), daemon=True).start()
-        _or_die(self._watch)
+            threading.Thread(target=_run_or_exit, args=(work,), daemon=True).start()
+        _run_or_exit(self._watch)
         os._exit(GONE)
 
     # Requests
@@ -284,7 +284,7 @@ class ReadServer:
             elif read.unique in self.pending:
                 self._want(read, level)
                 try:
-                    count = _pread(self.served.source, buffer[: read.size], read.offset)
+                    count = _read_until_full(self.served.source, buffer[: read.size], read.offset)
                 except OSError as error:
                     self._reply(read, error=error.errno or errno.EIO)
                 else:
@@ -499,7 +499,7 @@ def _is_killed(pid: int) -> bool:
     return any(signals & _KILLED for signals in pending)
 
 
-def _pread(fd: int, into: memoryview, offset: int) -> int:
+def _read_until_full(fd: int, into: memoryview, offset: int) -> int:
     """Bytes read: fewer than asked for only at the end of the file. Raises OSError.
 
     A FUSE that knows files by their paths (sshfs) gives an open one the size of what was put in its
@@ -513,7 +513,7 @@ def _pread(fd: int, into: memoryview, offset: int) -> int:
     return done
 
 
-def _or_die(work: Callable[[], None]) -> None:
+def _run_or_exit(work: Callable[[], None]) -> None:
     """Ends the process with whatever ends a thread: another server is better than half of one."""
     ended = False
     try:

@@ -94,7 +94,7 @@ def test_step_with_default_configuration_waits_for_a_directory_if_it_was_asked_t
     spank: Node, monkeypatch: pytest.MonkeyPatch, wait: str, found: str
 ) -> None:
     """No copy ends before the step looks: its first MiB takes half a second."""
-    monkeypatch.setattr(limit, "SHORTLY", 0.0)
+    monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
     spank.configure(redirect="spank", cold=None, bandwidth="2M", threads=1)
     for number in range(3):
         spank.put(f"alice/set/{number}", content(number, 1 << 20))

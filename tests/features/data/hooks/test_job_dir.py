@@ -125,12 +125,12 @@ def test_its_room_is_taken_at_once_and_given_back_at_the_end(dirs: Dirs) -> None
     assert 128 * MIB <= before - free(dirs) < 130 * MIB
     assert dirs.taken().number == 1
     assert 128 * MIB <= dirs.taken().bytes < 130 * MIB
-    told = status.pieces(status.gather(dirs.on), 0.0)
+    told = status.format_output(status.read_node_status(dirs.on), 0.0)
     assert "128 MiB in 1 job directory" in str(told)
     assert dirs.node.epilog(7).said == ("released", "")
     assert_gone(dirs)
     assert before - free(dirs) < MIB
-    assert "job director" not in str(status.pieces(status.gather(dirs.on), 0.0))
+    assert "job director" not in str(status.format_output(status.read_node_status(dirs.on), 0.0))
 
 
 def assert_gone(dirs: Dirs) -> None:
@@ -391,7 +391,7 @@ def test_cancelled_in_its_prolog_the_job_leaves_nothing(dirs: Dirs) -> None:
 
 
 def swept(dirs: Dirs, dry_run: bool = False) -> tuple[str, ...]:
-    done = sweep.sweep(dirs.on, Idle("", "", Path("/proc")), dry_run, lambda *_: None)
+    done = sweep.run_sweep(dirs.on, Idle("", "", Path("/proc")), dry_run, lambda *_: None)
     assert done.problems == ()
     return done.added.get("job_dirs", ())
 

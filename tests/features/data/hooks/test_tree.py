@@ -19,7 +19,7 @@ from forestage.cache.node import Node as Bare
 from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Clock, Deadline
 from forestage.commands import inventory, status
-from forestage.commands.show import listing
+from forestage.commands.show import format_listing
 from forestage.config import load_config
 from forestage.events import CopyOutcome, RequestOutcome
 from forestage.features.data import (
@@ -176,16 +176,16 @@ def test_commands_tell_the_directory_from_an_image(spank: Node) -> None:
     assert [one.data for one in spank.outcomes("stager")] == [False, True]  # type: ignore[union-attr]
 
     node = ready(spank, 1)
-    items = inventory.gather(node)
+    items = inventory.read_inventory(node)
     assert {one.key: one.kind for one in items.items} == {key: "image", found.key: "data"}
     said = io.StringIO()
-    terminal.write_plain(listing(items, 0.0), said)
+    terminal.write_plain(format_listing(items, 0.0), said)
     (line,) = (line for line in said.getvalue().splitlines() if found.path in line)
     assert line.split()[1] == "data"
-    now = status.gather(node)
+    now = status.read_node_status(node)
     (taken,) = (one.bytes for one in items.items if one.kind == "data")
     assert (now.entries.data, now.data) == (1, taken)
-    assert "data" in dict(status._facts(now))
+    assert "data" in dict(status._list_facts(now))
 
 
 def test_set_id_bits_are_not_copied(spank: Node, mounted: Callable[[data.StepPart], Path]) -> None:

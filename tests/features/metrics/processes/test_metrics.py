@@ -25,7 +25,7 @@ from forestage.commands import status
 from forestage.commands.status import NodeStatus
 from forestage.commands.tally import EventTally, Histogram
 from forestage.commands.world import ExitStatus
-from forestage.events import CopyOutcome, EventRecord, RequestOutcome, append, log
+from forestage.events import CopyOutcome, EventRecord, RequestOutcome, append_events, log
 from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features.contexts import MetricFamily, MetricsPart, SweepFacts
 from forestage.features.metrics import export as metrics
@@ -68,10 +68,10 @@ def places(tmp_path: Path) -> NodePaths:
 def test_rotated_log_loses_and_repeats_no_event(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    monkeypatch.setattr(log, "ROTATE_AT", 800)  # some eight events
+    monkeypatch.setattr(log, "ROTATE_BYTES", 800)  # some eight events
     assert hits(count(places)) == 0, "a node without a log"
     for job in range(1, 100):
-        append(places.events, [hit(job)])
+        append_events(places.events, [hit(job)])
         if job % every == 0:
             assert [hits(count(places)) for _ in range(2)] == [job, job]
     assert places.events.with_name("events.jsonl.1").exists()
@@ -80,11 +80,11 @@ def test_rotated_log_loses_and_repeats_no_event(
 def test_events_rotated_away_unread_are_all_that_is_lost(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append(places.events, [hit(1)])
+    append_events(places.events, [hit(1)])
     assert hits(count(places)) == 1
-    monkeypatch.setattr(log, "ROTATE_AT", 800)
+    monkeypatch.setattr(log, "ROTATE_BYTES", 800)
     for job in range(2, 100):
-        append(places.events, [hit(job)])
+        append_events(places.events, [hit(job)])
     left = len(list(events.read(places.events)))
     assert left < 98
     assert [hits(count(places)) for _ in range(2)] == [1 + left] * 2
@@ -92,26 +92,26 @@ def test_events_rotated_away_unread_are_all_that_is_lost(
 
 def test_rotation_while_reading_hides_no_event(places: NodePaths) -> None:
     older = places.events.with_name("events.jsonl.1")
-    append(older, [hit(1)])
-    append(places.events, [hit(2)])
+    append_events(older, [hit(1)])
+    append_events(places.events, [hit(2)])
     seen: dict[str, int] = {}
-    reader = events.unread(places.events, seen)
+    reader = events.read_new_events(places.events, seen)
     got = [next(reader).job]  # it is at the older log now
     places.events.rename(older)
-    append(places.events, [hit(3)])
+    append_events(places.events, [hit(3)])
     got += [one.job for one in reader]
     assert got == [1, 3]
-    assert [one.job for one in events.unread(places.events, seen)] == [2]
-    assert list(events.unread(places.events, seen)) == []
+    assert [one.job for one in events.read_new_events(places.events, seen)] == [2]
+    assert list(events.read_new_events(places.events, seen)) == []
 
 
 def test_new_log_with_old_inode_and_length_is_read(places: NodePaths) -> None:
-    append(places.events, [hit(job) for job in range(10, 20)])
+    append_events(places.events, [hit(job) for job in range(10, 20)])
     assert hits(count(places)) == 10
     size, inode = places.events.stat().st_size, places.events.stat().st_ino
     with places.events.open("r+b") as file:  # truncated and written anew: it is the same inode
         file.truncate(0)
-    append(places.events, [hit(job) for job in range(20, 30)])
+    append_events(places.events, [hit(job) for job in range(20, 30)])
     assert (places.events.stat().st_size, places.events.stat().st_ino) == (size, inode)
     assert hits(count(places)) == 20
 
@@ -119,20 +119,20 @@ def test_new_log_with_old_inode_and_length_is_read(places: NodePaths) -> None:
 def test_truncated_log_is_read_on_and_damaged_lines_are_skipped(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "MAX_LINE", 1000)
-    append(places.events, [hit(1), hit(2)])
+    monkeypatch.setattr(log, "MAX_LINE_BYTES", 1000)
+    append_events(places.events, [hit(1), hit(2)])
     one = places.events.stat().st_size // 2
     assert hits(count(places)) == 2
     os.truncate(places.events, one)
     assert hits(count(places)) == 2
     with places.events.open("ab") as file:
         file.write(b"x" * 2500 + b'\n{"time":')
-    append(places.events, [hit(3)])
+    append_events(places.events, [hit(3)])
     assert [hits(count(places)) for _ in range(2)] == [3, 3]
 
 
 def test_unfinished_line_is_counted_once_it_is_whole(places: NodePaths) -> None:
-    append(places.events, [hit(1), hit(2)])
+    append_events(places.events, [hit(1), hit(2)])
     whole = places.events.read_bytes()
     places.events.write_bytes(whole[:-5])
     assert hits(count(places)) == 1
@@ -144,7 +144,7 @@ def test_unfinished_line_is_counted_once_it_is_whole(places: NodePaths) -> None:
 def test_run_that_cannot_write_counts_nothing(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append(places.events, [hit(1)])
+    append_events(places.events, [hit(1)])
     with monkeypatch.context() as patch:
 
         def full(*_: object) -> None:
@@ -161,12 +161,12 @@ def test_parallel_runs_and_hooks_count_each_event_once(
 ) -> None:
     # Some 205 events: rotated once. What a hook writes to a log that was rotated twice since it
     # opened it is lost, and here a thread may stand still for as long.
-    monkeypatch.setattr(log, "ROTATE_AT", 24_000)
+    monkeypatch.setattr(log, "ROTATE_BYTES", 24_000)
     monkeypatch.setattr(metrics, "PATIENCE", 600.0)
 
     def hooks(number: int) -> None:
         for job in range(100):
-            append(places.events, [hit(1000 * number + job)])
+            append_events(places.events, [hit(1000 * number + job)])
             if job % 20 == 0:
                 count(places)
 
@@ -179,7 +179,7 @@ def test_parallel_runs_exclude_each_other_until_the_file_is_written(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of a run, up to the file that is read, is closed to others."""
-    append(site.places.events, [hit(1)])
+    append_events(site.places.events, [hit(1)])
     monkeypatch.setattr(metrics, "PATIENCE", 0.0)
     write, tried = records.write, []
     me = threading.get_ident()
@@ -200,7 +200,7 @@ def test_parallel_runs_exclude_each_other_until_the_file_is_written(
 def test_damaged_tally_restarts_from_the_logs(
     places: NodePaths, damage: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    append(places.events, [hit(1), hit(2)])
+    append_events(places.events, [hit(1), hit(2)])
     count(places)
     places.tally.write_bytes(damage)
     assert hits(count(places)) == 2
@@ -329,10 +329,10 @@ def test_counts_of_features_are_kept_with_the_tally_and_metrics_go_without_any(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features, "FEATURES", ())
-    append(places.events, [hit(1)])
+    append_events(places.events, [hit(1)])
     count(places)
     around_all(monkeypatch, {"metrics.count": lambda places: {"flown": {"bytes": 7}}}, {})
-    append(places.events, [hit(2)])
+    append_events(places.events, [hit(2)])
     assert hits(count(places)) == 2
     assert msgspec.json.decode(places.tally.read_bytes())["tally"]["flown"] == {"bytes": 7}
 
@@ -436,7 +436,7 @@ def test_disk_that_lost_data_is_exported_even_where_the_cache_cannot_be_used(sit
 def state(site: Site) -> list[str]:
     """The states that are 1."""
     names = {name: value for name, value in written(site).items() if "forestage_state " in name}
-    assert len(names) == len(status.STATES)
+    assert len(names) == len(status.STATE_NAMES)
     return [name.partition("state=")[2] for name, value in names.items() if value]
 
 
@@ -447,7 +447,9 @@ def test_state_is_one_series_each_and_a_copy_that_failed_makes_the_cache_unusabl
     site.run("metrics")
     assert (state(site), written(site)["forestage_cache_usable"]) == (["ok"], 1)
     failed = CopyOutcome("failed", reason="io", key="k")
-    append(site.places.events, [EventRecord(time=NOW - 60, hook="stager", job=7, outcome=failed)])
+    append_events(
+        site.places.events, [EventRecord(time=NOW - 60, hook="stager", job=7, outcome=failed)]
+    )
     site.run("metrics")
     assert (state(site), written(site)["forestage_cache_usable"]) == (["failing"], 0)
     site.configure("enabled: maybe\n")
@@ -482,7 +484,7 @@ def test_node_in_trouble_is_exported_and_its_counters_go_on(
     site: Site, trouble: Callable[[Site], None], code: ExitStatus, gauges: dict[str, float]
 ) -> None:
     site.run("metrics")
-    append(site.places.events, [hit(1)])
+    append_events(site.places.events, [hit(1)])
     trouble(site)
     assert site.run("metrics").exit_code == code
     found = written(site)

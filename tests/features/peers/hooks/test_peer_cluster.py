@@ -301,7 +301,7 @@ def test_sweep_evicts_what_another_node_has_found_wrong(
     note(node, key, by={"n4": "1"}, outside="1", compared=True)
     notices.note(node.places, key, reader)
     here = CacheNode.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
-    done = sweep.sweep(here, SlurmClient("", node="n1"), False, lambda text: None)
+    done = sweep.run_sweep(here, SlurmClient("", node="n1"), False, lambda text: None)
     assert done.problems == ()
     assert (done.evicted, node.cache.entry_dir(key).exists()) == ((key,) if goes else (), not goes)
     assert notices.read(node.places, key) == frozenset()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forestage.features.peers import stats
-from forestage.hooks.boundary import note_nodes
+from forestage.hooks.boundary import update_nodelist
 from node import Node, until
 from peering import Node as Peer
 from peering import data, find_at, free_port, give, run
@@ -68,5 +68,5 @@ def test_step_asks_the_nodes_that_slurm_named_to_the_prolog(
     node.places.run.mkdir(parents=True, exist_ok=True)
     node.places.loaded.touch()
     named = node.environ(1, path) | {"SLURM_JOB_NODELIST": "n[1-2]"}
-    note_nodes("prolog", named, str(node.places.run))
+    update_nodelist("prolog", named, str(node.places.run))
     assert run(node, of_step(node, path)).from_peers > 0

@@ -21,5 +21,5 @@ def test_copy_under_way_says_what_of_it_went_to_other_nodes(site: Site) -> None:
     site.places.peer.parent.mkdir(parents=True, exist_ok=True)
     site.places.peer.write_text(f'{{"since": 1, "keys": {{"{owner.image.key}": 4096}}}}')
     with lock.held(site.node.cache.key_lock(owner.image.key), 0):
-        (copy,) = copies.gather(site.node)
+        (copy,) = copies.list_copies(site.node)
     assert copy.served == 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from forestage.clock import Clock
-from forestage.commands.tend import TENTH
+from forestage.commands.tend import SWEEP_INTERVAL
 from forestage.config import Config
 from forestage.config.keys import PeersSection
 from forestage.features.contexts import TendFacts
@@ -17,7 +17,7 @@ def test_list_of_nodes_is_a_part_of_its_own_once_it_is_due(tmp_path: Path) -> No
     config = Config(peers=PeersSection(enabled=True))
     (found,) = tend.each_minute(TendFacts(NodePaths(tmp_path), Clock(), config, False))
     assert found.command == ("sweep", "--quiet", "--only", "nodes")
-    assert (found.limit, found.every) == (0.0, TENTH), "Slurm may not answer for long"
+    assert (found.limit, found.every) == (0.0, SWEEP_INTERVAL), "Slurm may not answer for long"
     off = Config(peers=PeersSection(enabled=False))
     for other, apart in ((off, False), (None, False), (config, True)):
         assert [*tend.each_minute(TendFacts(NodePaths(tmp_path), Clock(), other, apart))] == []

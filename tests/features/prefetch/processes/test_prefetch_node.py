@@ -20,7 +20,7 @@ from forestage.cache.part import PartRecord, boot_id
 from forestage.clock import Clock
 from forestage.commands.world import CommandContext
 from forestage.errors import PeerError
-from forestage.events import CopyOutcome, read, record
+from forestage.events import CopyOutcome, read, record_outcomes
 from forestage.features.peers import activation
 from forestage.features.prefetch import expected, marks, prefetch_node, service
 from forestage.features.prefetch.expected import LASTS, ExpectedImageList
@@ -349,7 +349,7 @@ def test_copy_that_fails_each_time_is_tried_three_times(
         found = here.site.look(Path(images[0]))
         end = CopyOutcome("declined", image=images[0], key=found.key, reason="changed")
         if is_begun:
-            record(here.site.places, here.clock.at, "stager", job, [end], 0.0)
+            record_outcomes(here.site.places, here.clock.at, "stager", job, [end], 0.0)
         return StageReport(
             (ImageResult(images[0], "copying" if is_begun else "declined", "changed"),)
         )
@@ -369,7 +369,7 @@ def test_copy_that_was_stopped_for_a_job_is_made_anew(here: Passes, monkeypatch:
     def stopped(node: Node, job: Job, images: list[str], *_: object) -> StageReport:
         found = here.site.look(Path(images[0]))
         end = CopyOutcome("declined", image=images[0], key=found.key, reason="stopped")
-        record(here.site.places, here.clock.at, "stager", job, [end], 0.0)
+        record_outcomes(here.site.places, here.clock.at, "stager", job, [end], 0.0)
         return StageReport((ImageResult(images[0], "copying", "deadline"),))
 
     path = here.image("a")

@@ -26,7 +26,7 @@ def test_rows_say_what_is_expected_and_here() -> None:
 
 
 def prefetched(site: Site) -> PrefetchState | None:
-    found = status.gather(site.node).find_field("prefetched")
+    found = status.read_node_status(site.node).find_field("prefetched")
     assert found is None or isinstance(found, PrefetchState)
     return found
 

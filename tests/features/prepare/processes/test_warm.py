@@ -240,7 +240,7 @@ class NoWait(Clock):
 
 
 def event(
-    hook: events.Hook, job: int, at: float = NOW, total: float = 1.0, **facts: str
+    hook: events.EventHook, job: int, at: float = NOW, total: float = 1.0, **facts: str
 ) -> EventRecord:
     request = facts.pop("request", IMAGE)
     facts = {"image": IMAGE, "key": "k", **facts}
@@ -304,7 +304,7 @@ def test_root_waits_for_copy_that_prolog_left_under_way(site: Site) -> None:
     image, key = str(source), site.look(source).key
     site.part(source)
     facts = {"request": image, "image": image, "key": key}
-    events.append(site.places.events, [event("prolog", 7, result="started", **facts)])
+    events.append_events(site.places.events, [event("prolog", 7, result="started", **facts)])
     slept = []
     held = lock.held(site.node.cache.key_lock(key), 1.0)
 
@@ -314,7 +314,7 @@ def test_root_waits_for_copy_that_prolog_left_under_way(site: Site) -> None:
             if len(slept) == 3:
                 held.__exit__(None, None, None)
                 copied = event("stager", 7, NOW + 1, result="copied", **facts)
-                events.append(site.places.events, [copied])
+                events.append_events(site.places.events, [copied])
 
     with held:
         (found,) = warm_node.results(site.places, Turning(), 7, (image,))
@@ -326,7 +326,7 @@ def test_copy_that_ended_without_event_is_looked_up(site: Site, published: bool)
     source = site.image("a.sqsh", b"12345678")
     key = site.publish(source) if published else site.look(source).key
     started = event("prolog", 7, result="started", request=str(source), image=str(source), key=key)
-    events.append(site.places.events, [started])
+    events.append_events(site.places.events, [started])
     (found,) = warm_node.results(site.places, NoWait(), 7, (str(source),))
     assert found.result == ("copied" if published else "failed")
 
@@ -338,11 +338,11 @@ def refuse(*_: object) -> None:
 @pytest.fixture
 def alice(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[EventRecord], None]:
     """This process is a user who may not read the log; adds an event to what they may read."""
-    monkeypatch.setattr(events, "unread", refuse)
+    monkeypatch.setattr(events, "read_new_events", refuse)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    file = user_files.file_of(site.places.users, 1000)
+    file = user_files.user_file_path(site.places.users, 1000)
     file.parent.mkdir(parents=True)
-    return lambda event: events.append(file, [event])
+    return lambda event: events.append_events(file, [event])
 
 
 def test_user_of_whom_nothing_is_recorded_gets_unseen(

@@ -74,7 +74,7 @@ def test_lease_that_came_after_the_epilog_is_given_back(
     def answer(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -> RequestResult:
         tasks.path.unlink()
         step_files.make_mount_point(node.places, job.id, job.step, found.size)
-        with leases.leased(node, job, found.key, HookDeadlines.of(node.clock, 60.0, None)):
+        with leases.hold_entry(node, job, found.key, HookDeadlines.of(node.clock, 60.0, None)):
             return RequestResult(RequestOutcome("hit"), found)
 
     def report(outcomes: object) -> None:

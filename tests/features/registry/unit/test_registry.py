@@ -312,7 +312,7 @@ def test_bare_name_that_no_registry_has_is_explained_by_the_file_that_lies_there
 
     found = Declined("bare-name", "write ./a.sqsh") if lies else None
     monkeypatch.setattr(registry, "_work", refuse)
-    monkeypatch.setattr(bare_name, "find_refusal", lambda *_: found)
+    monkeypatch.setattr(bare_name, "find_bare_name_refusal", lambda *_: found)
     asked = RegistryRequest(Request("a.sqsh", "option"), 0, False, "", "")
     outcome = registry._answer(staging_node, asking, asked, tasks).outcome
     assert outcome.reason == ("bare-name" if lies else "registry-missing")

@@ -25,8 +25,8 @@ from forestage.commands.world import CommandContext, ExitStatus
 from forestage.events import (
     BadEntryOutcome,
     CopyOutcome,
+    EventHook,
     EventRecord,
-    Hook,
     Outcome,
     ReleaseOutcome,
     RequestOutcome,
@@ -44,7 +44,7 @@ ALWAYS = reports.TimeWindow()
 
 
 def event(
-    hook: Hook, outcome: Outcome, at: float = 0.0, job: int = 7, node: str = "n1"
+    hook: EventHook, outcome: Outcome, at: float = 0.0, job: int = 7, node: str = "n1"
 ) -> EventRecord:
     return EventRecord(time=THEN + at, hook=hook, job=job, outcome=outcome, node=node)
 
@@ -153,7 +153,7 @@ def test_reasons_are_told_apart_by_whether_staging_was_tried() -> None:
 @dataclass(frozen=True)
 class Counted:
     why: str
-    runs: tuple[tuple[Hook, Outcome], ...]
+    runs: tuple[tuple[EventHook, Outcome], ...]
     starts: str
     kept_off: int = 0
     ratio: float | None = None

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.events import CopyOutcome, EventRecord, Hook, Outcome, RequestOutcome
+from forestage.events import CopyOutcome, EventHook, EventRecord, Outcome, RequestOutcome
 from forestage.features import report as reports
 from forestage.features.report import format as fmt
 from forestage.features.report.figures import DAY
@@ -59,7 +59,7 @@ class Page(HTMLParser):
         return [value for key, value in self.attributes if key == name]
 
 
-def event(hook: Hook, number: int, outcome: Outcome) -> EventRecord:
+def event(hook: EventHook, number: int, outcome: Outcome) -> EventRecord:
     time = NOW - (number % 20) * DAY
     return EventRecord(time=time, hook=hook, job=number, outcome=outcome, node=f"n{number % 3}")
 

@@ -79,7 +79,7 @@ def test_part_of_another_stager_is_not_believed_by_the_marks_of_the_last(
 
 def test_marks_are_cleared_before_their_directory_goes(found: LocalImage, tmp_path: Path) -> None:
     assert found.has(0, 4096)
-    remains.remove(tmp_path / "spot")
+    remains.remove_directory(tmp_path / "spot")
     assert not found.has(0, 4096)
     assert not (tmp_path / "spot").exists()
 

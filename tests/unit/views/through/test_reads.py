@@ -11,7 +11,7 @@ from forestage.views.through.reads import (
     STREAMS,
     ArrivalMonitor,
     ReadStreams,
-    patience,
+    piece_timeout,
 )
 
 MIB = 1024 * 1024
@@ -65,7 +65,7 @@ def test_more_streams_than_can_be_told_apart_forget_the_oldest() -> None:
     ("last", "wanted"), [(0.0, PATIENCE), (PATIENCE, 4 * PATIENCE), (100.0, LONGEST)]
 )
 def test_patience_grows_with_the_time_that_a_piece_takes(last: float, wanted: float) -> None:
-    assert patience(last) == wanted
+    assert piece_timeout(last) == wanted
 
 
 def test_copy_counts_as_coming_until_a_reader_has_waited_in_vain() -> None:
