@@ -67,7 +67,7 @@ LIMITS = {
     disk_errors: ("LOCK_TIMEOUT", "LOOK_TIME"),
     entry_sum: ("PATIENCE",),
     holder: ("START",),
-    leases: ("GIVE_UP",),
+    leases: ("SHORT_LOCK_TIMEOUT",),
     mounted: ("LOOK",),
     opening: ("HOOK_TIMEOUT",),
     pipeline: ("PROGRESS_EVERY",),
@@ -75,9 +75,9 @@ LIMITS = {
     protocol: ("HANDSHAKE",),
     serving: ("BEGIN", "SERVE_TIMEOUT"),
     source: ("STAGER_TIMEOUT",),
-    step: ("NAME",),
-    user_messages: ("HELD_UP",),
-    watch: ("LOOK",),
+    step: ("NAME_TIMEOUT",),
+    user_messages: ("FIRST_MESSAGE_AFTER",),
+    watch: ("PROBE_INTERVAL",),
     writers: ("LOOK",),
 }
 

@@ -42,7 +42,15 @@ from forestage.system import child
 from forestage.system.terminal import escape_control_characters
 from forestage.system.tree import RootedTree
 
-__all__ = ["CheckFinding", "CheckReport", "CheckTarget", "Level", "check", "pieces", "report"]
+__all__ = [
+    "CheckFinding",
+    "CheckReport",
+    "CheckTarget",
+    "FindingLevel",
+    "format_report",
+    "make_report",
+    "run_checks",
+]
 
 MESSAGE_TIMEOUT = 60.0  # seconds in which the child says something; each part has limits of its own
 MAX_MESSAGE_BYTES = 128 * 1024  # bytes of what it says at once

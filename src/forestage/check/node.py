@@ -86,8 +86,8 @@ def list_findings(
             f"slurmd, and what it starts, may open {allowed} files at most",
             "A copy needs 16, and what serves the tasks of a step one for each that starts at the"
             " same time: above that they wait for each other",
-            f"systemctl edit slurmd: LimitNOFILE={MIN_OPEN_FILES} or more, or ulimit -Hn where it is"
-            " started without systemd",
+            f"systemctl edit slurmd: LimitNOFILE={MIN_OPEN_FILES} or more, or ulimit -Hn where it"
+            " is started without systemd",
         )
     if sharing := _list_slurmds_sharing_run(files):
         yield CheckFinding(
@@ -126,7 +126,10 @@ def _list_removed_unit_findings(files: RootedTree) -> Iterator[CheckFinding]:
         why, change = "systemd finds nothing to start for it", f"rm {path}"
         if path.endswith(".d"):
             why = "What it says, such as where Slurm's commands are, counts for no unit"
-            change = f"move what is still wanted to {_UNIT_DIRECTORY}/{_SERVICE_UNIT}.d, and rm -r {path}"
+            change = (
+                f"move what is still wanted to {_UNIT_DIRECTORY}/{_SERVICE_UNIT}.d,"
+                f" and rm -r {path}"
+            )
         yield CheckFinding(
             "unit-gone",
             "warning",

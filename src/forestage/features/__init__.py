@@ -110,7 +110,7 @@ FEATURES = (
             ),
             "src/forestage/slurm/companion.py: is_own_importer",
             "src/forestage/slurm/job.py: without_reference",
-            "src/forestage/commands/world.py: Listed",
+            "src/forestage/commands/world.py: FullSummaryGroup",
             "src/forestage/slurm/companion.py: IMPORTER",
             *("tests/fixtures.py: Asked", "tests/fixtures.py: Tasks"),
             "tests/unit/slurm/test_companion.py: importer",
@@ -158,7 +158,10 @@ FEATURES = (
         debts=(
             *("src/forestage/cache/evict.py: of_data", "src/forestage/check/enable.py: for_jobs"),
             "src/forestage/check/enable.py: gres",
-            *("src/forestage/cache/said.py: trees", "src/forestage/cache/said.py: Tree"),
+            *(
+                "src/forestage/cache/said.py: trees",
+                "src/forestage/cache/said.py: DirectoryCopyState",
+            ),
             "tests/unit/cache/test_lease.py: trees",
             "tests/unit/cache/test_lease.py: Tree",
             "tests/unit/config/test_config.py: data.enabled",
@@ -217,7 +220,7 @@ FEATURES = (
                 "tests/faults/test_parked_look.py: "
                 "test_command_makes_no_name_in_a_directory_that_users_can_list"
             ),
-            "src/forestage/commands/status.py: STATES",
+            "src/forestage/commands/status.py: STATE_NAMES",
             "src/forestage/config/values.py: TEXTFILE",
             *("tests/hooks/test_trouble.py: metrics", "tests/hooks/test_order.py: metrics"),
             *(

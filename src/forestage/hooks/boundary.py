@@ -87,7 +87,8 @@ def _main(name: HookKind, root: str = "") -> int:
 
         hook.run(_make_paths(root), Clock())
     except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
-        what = f"reason={type(error).__name__} at={_format_code_location(error)} detail={str(error)[:1000]!r}"
+        at = _format_code_location(error)
+        what = f"reason={type(error).__name__} at={at} detail={str(error)[:1000]!r}"
         hook.say(f"result=failed {what}")
         hook.answer("leave", "error")
     finally:

@@ -1203,7 +1203,7 @@ def test_part_that_hangs_is_told_after_what_was_found(
     done = node.check()
     assert [one.id for one in done.findings] == ["max-size-small", "check-hangs"]
     assert "the node could not be looked at: no answer after 5 s" in done.findings[-1].what
-    monkeypatch.setattr(check.sites, "find", hangs)
+    monkeypatch.setattr(check.sites, "read_named_site", hangs)
     done = node.check()
     assert ([one.id for one in done.findings], done.code) == (["check-hangs"], 3)
 
