@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def _end_at_interrupt() -> None:
-    """Let ^C end the process without a traceback until `Commands.invoke` can tell of it.
+    """Let ^C end the process without a traceback until `LazyCommandGroup.invoke` can tell of it.
 
     The imports before that take most of a short command's time. What is ignored stays ignored.
     """
