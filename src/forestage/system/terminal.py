@@ -58,7 +58,7 @@ def print_document(document: object, pieces: Iterable[OutputBlock], as_json: boo
         sys.stdout.write(msgspec.json.format(_encode_json(document), indent=2).decode())
         sys.stdout.write("\n")
     elif sys.stdout.isatty():
-        _load_renderer().draw(pieces)
+        _load_renderer().draw_blocks(pieces)
     else:
         write_plain(pieces, sys.stdout)
 
@@ -83,7 +83,7 @@ def print_updates(
                 write_plain(view(document), sys.stdout)
             sys.stdout.flush()
         return
-    _load_renderer().follow(map(view, documents))
+    _load_renderer().draw_updates(map(view, documents))
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def show_busy_status() -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda text: None
         return
-    with _load_renderer().busy() as say:
+    with _load_renderer().show_busy_status() as say:
         yield say
 
 

@@ -105,7 +105,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[RedirectBind]:
             table.remove(one.bind)
 
     for module in (redirects, unmount):
-        monkeypatch.setattr(module, "binds", lambda cache, _table=None: list(table))
+        monkeypatch.setattr(module, "list_binds", lambda cache, _table=None: list(table))
     monkeypatch.setattr(unmount, "claim_binds", claim)
     monkeypatch.setattr(unmount, "unmount_binds", take_off)
     return table
