@@ -106,7 +106,7 @@ def test_redirect_is_not_laid_later_over_another_file(
         if new.exists():
             new.rename(shared.server / "alice/image.sqsh")
 
-    before(redirect, "mount_waiting", replace)
+    before(redirect, "mount_for_waiting_jobs", replace)
     assert shared.prolog(7, path).outcome.result == "started"
     new.write_bytes(content(2))
     key = shared.held(7).uses[0].key

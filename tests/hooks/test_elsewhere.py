@@ -175,8 +175,8 @@ def test_link_does_not_lead_root_to_another_file(
         folder.unlink()
         away.rename(folder)
 
-    before(namespaces, "_source", swapped)
-    after(namespaces, "_source", swapped_back)
+    before(namespaces, "_clone_hidden_source", swapped)
+    after(namespaces, "_clone_hidden_source", swapped_back)
     node.epilog(1)
     assert node.shows_source(path)
     assert container.reads(path) == content(), "the sweep tries again"

@@ -32,7 +32,7 @@ def test_no_redirect_is_mounted_without_the_lock(
     node.epilog(1)
     with contextlib.ExitStack() as undo:
         held = lock.held(node.cache.space_lock, 0)
-        after(wait, "obtain", lambda: undo.enter_context(held))
+        after(wait, "wait_for_copy", lambda: undo.enter_context(held))
         assert node.prolog(2, path).ended == (1, "failed", "busy")
         assert node.binds() == {}
 

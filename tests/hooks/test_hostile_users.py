@@ -159,7 +159,7 @@ def test_copy_that_this_user_cannot_read_is_not_mounted(node: Node, after: Arran
     """A server may grant what no mode shows; then the copy must not be in his way."""
     path = node.put("alice/image.sqsh", mode=0o644)
     copy = node.cache.image(node.identity(path).key)
-    after(wait, "obtain", lambda: copy.chmod(0o600))
+    after(wait, "wait_for_copy", lambda: copy.chmod(0o600))
     assert node.prolog(1, path, user=BOB).said == ("declined", "access")
     assert node.binds() == {}
     assert read_as(BOB, path) == content()

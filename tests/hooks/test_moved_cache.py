@@ -207,7 +207,7 @@ def test_redirect_that_a_hook_of_another_cache_makes_meanwhile_stays(
             begun.append(node.put("bob/other.sqsh", content(3), BOB))
             assert node.prolog(2, begun[0], user=BOB).outcome.result == "copied"
 
-    before(mounts, "current", begins)
+    before(mounts, "list_mounts", begins)
     node.epilog(1)
     assert set(node.binds()) == {str(begun[0])}
 

@@ -181,7 +181,7 @@ def test_epilog_that_waits_for_the_lock_releases_nothing_of_a_later_job(
             began.append(True)
             run(node, "prolog", own, bob=True)
 
-    before(epilog, "note_use", begin)
+    before(epilog, "record_last_use", begin)
     assert run(node, "epilog", start="100").code == 0
     assert node.outcomes("epilog", JOB)[-1].detail == epilog.OTHER_JOB_TEXT
     assert node.held(JOB).user.uid == BOB.uid

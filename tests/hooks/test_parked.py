@@ -31,7 +31,7 @@ def holding(park: Park, before: Arrange) -> Callable[[Path], None]:
 
     def arrange(path: Path) -> None:
         once = [path]
-        before(redirect, "_lay_over", lambda: once and park(once.pop(), "write"))
+        before(redirect, "_bind_over_target", lambda: once and park(once.pop(), "write"))
 
     return arrange
 

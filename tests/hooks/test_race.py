@@ -86,7 +86,7 @@ def test_entry_is_not_evicted_between_stage_and_redirect(
         node.epilog(1)
     evicted: list[tuple[str, ...]] = []
     pressed = functools.partial(evict.evict_keys, node.cache, node.leases, [key])
-    after(wait, "obtain", lambda: evicted.append(pressed()))
+    after(wait, "wait_for_copy", lambda: evicted.append(pressed()))
     assert node.prolog(2, path).outcome.result == ("hit" if warm else "copied")
     assert evicted == [()]
     assert node.shows_entry(path, key)
@@ -102,7 +102,7 @@ def test_bad_entry_that_verify_evicts_under_its_lease_is_staged_again_or_given_u
     path = node.put("alice/image.sqsh")
     key = node.identity(path).key
     calls = iter(range(10))
-    after(wait, "obtain", lambda: next(calls) < times and node.cache.evict(key))
+    after(wait, "wait_for_copy", lambda: next(calls) < times and node.cache.evict(key))
     assert node.prolog(1, path).ended == (0, *said)
     assert node.shows_entry(path, key) if shown else node.shows_source(path)
     assert (node.lease(1) is not None) is shown
@@ -162,7 +162,7 @@ def test_path_changed_between_copy_and_redirect_is_not_covered(
 ) -> None:
     path = node.put("alice/sub/image.sqsh", content(1))
     other = node.put("bob/sub/image.sqsh", content(3), user=BOB, mode=0o600)
-    before(redirect, "mount", lambda: change(node, node.server / "alice/sub", other))
+    before(redirect, "mount_redirect", lambda: change(node, node.server / "alice/sub", other))
     assert node.prolog(1, path).ended == (0, "declined", reason)
     assert (node.binds(), node.lease(1)) == ({}, None)
     assert reason != "changed" or path.read_bytes() == content(2)
@@ -176,7 +176,9 @@ def test_file_replaced_just_before_it_is_covered_is_no_failure_of_the_node(
     node.put("alice/new.sqsh", content(2))
     folder = node.server / "alice"
     once = iter([folder / "new.sqsh"])
-    before(redirect, "_bind", lambda: [new.replace(folder / "image.sqsh") for new in once])
+    before(
+        redirect, "_bind_read_only", lambda: [new.replace(folder / "image.sqsh") for new in once]
+    )
     assert node.prolog(1, path).ended == (0, "copied", "")
     assert path.read_bytes() == content(2)
     assert node.shows_entry(path, node.identity(path).key)
@@ -186,7 +188,7 @@ def test_lease_is_there_before_the_redirect(node: Node, before: Arrange) -> None
     """An Epilog takes off what no lease mentions, so the other order would lose a redirect."""
     path = node.put("alice/image.sqsh")
     mentioned: list[frozenset[str]] = []
-    before(redirect, "_bind", lambda: mentioned.append(node.leases.redirected()))
+    before(redirect, "_bind_read_only", lambda: mentioned.append(node.leases.redirected()))
     node.prolog(1, path)
     assert mentioned == [frozenset({str(path)})]
 

@@ -155,7 +155,7 @@ def test_job_that_begins_between_decision_and_unmount_has_its_redirect(
         begins.start()
         until(waits.exists, "the Prolog to meet what goes")
 
-    before(unmount, "unmount", job_begins)
+    before(unmount, "unmount_binds", job_begins)
     assert node.epilog(1).outcome.unmounted == 1
     begins.join(HANGS)
     assert begins.exitcode == 0

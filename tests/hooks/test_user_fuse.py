@@ -285,7 +285,7 @@ def test_users_mount_is_put_back_nowhere_else(
         else:
             (node.server / "bob/sub").rename(node.server / "alice/own")
 
-    before(unmount, "_put_back", swapped)
+    before(unmount, "_put_user_mount_back", swapped)
     node.epilog(1)
     assert node.binds() == {}
     assert shown(own) == []

@@ -253,13 +253,13 @@ PHASES = {
     "source": (FileSource, "open"),
     "needs": (engines.ChunkEngine, "needs"),
     "room": (evict, "make_room"),
-    "old part": (pipeline, "strike_wrong_chunks"),
+    "old part": (pipeline, "clear_wrong_chunks"),
     "space": (engines.ChunkEngine, "reserve"),
-    "copying": (chunks, "copy"),
+    "copying": (chunks, "copy_chunks"),
     "verifying": (FileSource, "must_be_unchanged"),
     "rights": (pipeline, "_mirror_access"),
     "publishing": (Cache, "publish"),
-    "redirects": (stager, "_redirect_waiting"),
+    "redirects": (stager, "_mount_for_waiting_jobs"),
 }
 
 
