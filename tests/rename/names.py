@@ -27,7 +27,6 @@ from typing import Any, TypeAlias
 import checked
 
 KINDS = ("class", "function", "constant", "module", "parameter", "text")
-SETTERS = ("setattr", "delattr", "object")
 Name = tuple[str, str]
 """A module and a name in it, which may be a module, too."""
 
@@ -542,13 +541,18 @@ class Editor:
         for keyword in node.keywords:
             if keyword.arg and (new := renamed.get(keyword.arg)):
                 self._replace(self._module.start(keyword), keyword.arg, new)
-        if name in SETTERS and len(node.args) > 1:
+        if len(node.args) > 1:
             self._setter(node.args[0], node.args[1])
         if name in ("cast", "TypeVar"):
             for argument in [*node.args[:1], *(one.value for one in node.keywords)]:
                 self._quoted(argument)
 
+    def _Tuple(self, node: ast.Tuple) -> None:
+        if len(node.elts) > 1:
+            self._setter(node.elts[0], node.elts[1])
+
     def _setter(self, target: ast.expr, name: ast.expr) -> None:
+        """Rename what a string names after its module or class, as in setattr, or in a pair."""
         if not (isinstance(name, ast.Constant) and isinstance(name.value, str)):
             return
         if owner := self._module_of(target):
