@@ -106,6 +106,9 @@ def test_two_nodes_do_not_share_a_copy_by_default(
     task: CopyTask, monkeypatch: pytest.MonkeyPatch, nodes: str, helped: bool
 ) -> None:
     job = msgspec.structs.replace(task.job, node="n1", nodelist=nodes)
+    sign = task.node.places.peer_sign
+    sign.parent.mkdir(parents=True, exist_ok=True)
+    sign.touch()  # without it peers are not even imported
     monkeypatch.setattr(activation, "is_served", lambda *_: True)
     monkeypatch.setattr(auth, "prover", lambda *_: None)
     monkeypatch.setattr(client, "PeerClient", lambda *_: OtherNode(CONTENT))
