@@ -29,6 +29,7 @@ import busy  # noqa: E402
 import data_nodes  # noqa: E402
 from data_place import KIB, LARGE, LARGEST, SMALLEST, Place, fill, made, reap  # noqa: E402
 from memory import MEMORY, printed  # noqa: E402
+from rounds import rotate  # noqa: E402
 
 from forestage.system import mounts  # noqa: E402
 from node import ALICE  # noqa: E402
@@ -185,8 +186,7 @@ def progress(text: str) -> None:
 def measure(title: str, rounds: int, works: Mapping[str, Callable[[], None]]) -> None:
     names = list(works)
     for number in range(rounds):
-        turn = number % len(names)
-        for name in (*names[turn:], *names[:turn]):
+        for name in rotate(names, number):
             progress(f"{title}, round {number + 1} of {rounds}: {name}")
             works[name]()
             reap()

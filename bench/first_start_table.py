@@ -45,6 +45,7 @@ from cluster import Cluster  # noqa: E402
 from fleet import Fleet, networked  # noqa: E402
 from memory import printed  # noqa: E402
 from peers_watch import SERVICE, Watch  # noqa: E402
+from rounds import rotate, spread  # noqa: E402
 from spec import STORE, Net  # noqa: E402
 from start_table import Bench, Run  # noqa: E402
 
@@ -93,7 +94,7 @@ def measure_case(bench: Bench, fleet: Fleet, case: StartCase, rounds: int) -> No
     networks = peers_cluster.networks(fleet)
     names = list(VARIANTS)
     for number in range(rounds):
-        for variant in (*names[number % len(names) :], *names[: number % len(names)]):
+        for variant in rotate(names, number):
             with Watch(networks) as watch:
                 case.runs[variant].append(bench.start(case.mode, variant))
             if variant != "auto":
@@ -122,9 +123,9 @@ def list_heading() -> Iterator[str]:
 def format_row(case: StartCase, size: int) -> str:
     words = [f"{case.mode}, {case.links}, {case.nodes}"]
     for name in VARIANTS:
-        middle, least, most = start_table.spread([one.seconds for one in case.runs[name]])
+        middle, least, most = spread([one.seconds for one in case.runs[name]])
         words.append(f"{middle:.1f} ({least:.1f}-{most:.1f})")
-    words += [f"{one:.2f}" for one in start_table.spread(case.ratios("auto", "off"))]
+    words += [f"{one:.2f}" for one in spread(case.ratios("auto", "off"))]
     words.append(f"{statistics.median(case.ratios('auto', 'without')):.2f}")
     words += [f"{case.read(name, size):.2f}" for name in VARIANTS]
     words.append(f"{case.by_jobs / len(case.later) / size:.2f}")

@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ import busy  # noqa: E402
 from compute import Compute, command  # noqa: E402
 from host import exit_on_sigterm  # noqa: E402
 from install import installed  # noqa: E402
+from rounds import rotate, spread  # noqa: E402
 from vm import VM, VMError  # noqa: E402
 
 MIB = 1 << 20
@@ -155,19 +156,9 @@ def make_site(node: Compute, options: argparse.Namespace) -> NfsNode:
     return NfsNode(node, image.path, blob, other.path, size)
 
 
-def list_turns(rounds: int) -> Iterator[str]:
-    for number in range(rounds):
-        turn = number % len(VARIANTS)
-        yield from (*VARIANTS[turn:], *VARIANTS[:turn])
-
-
 def list_ratios(runs: Runs, variant: str, job: int) -> list[float]:
     pairs = zip(runs[variant], runs["plain"], strict=True)
     return [one[job].seconds / plain[job].seconds for one, plain in pairs]
-
-
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    return statistics.median(values), min(values), max(values)
 
 
 def median_read(runs: Runs, variant: str, job: int, size: int) -> float:
@@ -209,11 +200,12 @@ def run(options: argparse.Namespace) -> Iterator[str]:
             f" {os.cpu_count()} processors that emulate 2; medians of {options.rounds}\n"
         )
         runs: Runs = {variant: [] for variant in VARIANTS}
-        for variant in list_turns(options.rounds):
-            pair = site.measure_pair(variant)
-            runs[variant].append(pair)
-            said = ", ".join(f"{one.seconds:.1f} s ({one.read / site.size:.2f})" for one in pair)
-            yield f"{variant}: {said}"
+        for number in range(options.rounds):
+            for variant in rotate(VARIANTS, number):
+                pair = site.measure_pair(variant)
+                runs[variant].append(pair)
+                jobs = [f"{one.seconds:.1f} s ({one.read / site.size:.2f})" for one in pair]
+                yield f"{variant}: {', '.join(jobs)}"
     yield from ("", *list_rows(runs, site.size), "")
     yield f"{time.monotonic() - start:.0f} s\n"
     yield load.last(format_summary(runs, site.size))

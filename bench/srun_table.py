@@ -38,6 +38,7 @@ from cluster import Cluster, ClusterError  # noqa: E402
 from idle import Idle  # noqa: E402
 from jobs import Site  # noqa: E402
 from memory import printed  # noqa: E402
+from rounds import rotate  # noqa: E402
 from spec import ClusterSpec  # noqa: E402
 
 from forestage.events import RequestOutcome  # noqa: E402
@@ -128,8 +129,7 @@ def measure(bench: Bench, rounds: int) -> Starts:
     names = [*VARIANTS]
     starts: Starts = {name: [] for name in names}
     for number in range(rounds + 1):
-        turn = number % len(names)
-        for name in (*names[turn:], *names[:turn]):
+        for name in rotate(names, number):
             start = bench.start(name)
             if number:
                 starts[name].append(start)

@@ -45,6 +45,7 @@ from fleet import Fleet, networked  # noqa: E402
 from idle import Idle  # noqa: E402
 from jobs import CACHE, Site, hooked  # noqa: E402
 from memory import printed  # noqa: E402
+from rounds import rotate, spread  # noqa: E402
 from spec import ClusterSpec, Net  # noqa: E402
 from start_image import MIB, PROGRAM, Startable  # noqa: E402
 
@@ -262,8 +263,7 @@ def measure(bench: Bench, mode: str, variants: Sequence[str], rounds: int) -> Ru
     runs: Runs = {variant: [] for variant in variants}
     bench.start(mode, "without")  # reads all programs once; does not count
     for number in range(rounds):
-        turn = number % len(variants)
-        for variant in (*variants[turn:], *variants[:turn]):
+        for variant in rotate(variants, number):
             runs[variant].append(bench.start(mode, variant))
     return runs
 
@@ -288,10 +288,6 @@ def table(mode: str, rate: float, runs: Runs, size: int) -> Iterator[str]:
         figures += [statistics.median(one.read for one in done) / size]
         came = ", ".join(sorted(frozenset().union(*(one.came for one in done))))
         yield f"| {variant} | {' | '.join(f'{one:.2f}' for one in figures)} | {came} |"
-
-
-def spread(values: Sequence[float]) -> list[float]:
-    return [statistics.median(values), min(values), max(values)]
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
